@@ -1,0 +1,111 @@
+"""Boxes: axis-aligned regions of an n-dimensional tensor, in elements.
+
+A box lives in a named coordinate space (global tensor, source chunk, target shard); functions here never
+change that space except `shift`. A scalar is the 0-d box, which has volume 1 and contains itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+
+class Box(NamedTuple):
+    """`start[d] <= index[d] < start[d] + size[d]` along every dimension d, in elements."""
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @property
+    def stop(self) -> tuple[int, ...]:
+        """First index past the box along each dimension."""
+        return tuple(a + n for a, n in zip(self.start, self.size, strict=True))
+
+    @property
+    def volume(self) -> int:
+        """Number of elements."""
+        return math.prod(self.size)
+
+    @property
+    def is_empty(self) -> bool:
+        return 0 in self.size
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common region, or None when there is no common element. The identity is the whole space."""
+        start = tuple(map(max, self.start, other.start))
+        size = tuple(min(b, d) - a for a, b, d in zip(start, self.stop, other.stop, strict=True))
+        if any(n <= 0 for n in size):
+            return None
+        return Box(start, size)
+
+    def shift(self, delta: Sequence[int]) -> Box:
+        """The same box with `delta` added to its start: a change of coordinate space."""
+        return Box(tuple(a + d for a, d in zip(self.start, delta, strict=True)), self.size)
+
+    def relative_to(self, origin: Box) -> Box:
+        """This box in coordinates whose zero is `origin.start`."""
+        return Box(tuple(a - o for a, o in zip(self.start, origin.start, strict=True)), self.size)
+
+    def contains(self, other: Box) -> bool:
+        """Whether every element of `other` lies in this box."""
+        return all(
+            a <= c and d <= b
+            for a, b, c, d in zip(self.start, self.stop, other.start, other.stop, strict=True)
+        )
+
+    def __str__(self) -> str:
+        return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.start, self.stop, strict=True)) + "]"
+
+
+def full_box(shape: Sequence[int]) -> Box:
+    """The box of a whole tensor of `shape` (elements per dimension)."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Elements to step along each dimension of a dense row-major tensor of `shape`."""
+    strides = [1] * len(shape)
+    for d in range(len(shape) - 2, -1, -1):
+        strides[d] = strides[d + 1] * max(shape[d + 1], 1)
+    return tuple(strides)
+
+
+def flat_range_to_boxes(start: int, stop: int, shape: Sequence[int]) -> list[Box]:
+    """Row-major element range `[start, stop)` of a tensor of `shape`, as boxes in row-major order.
+
+    At most `2 * len(shape) - 1` boxes. Worked example, shape (2, 3, 4), range [5, 22)::
+
+        0 1 2 3 | 4 [5 6 7] | [8 ... 11]      -> (0,1,1)+(1,1,3)  (0,2,0)+(1,1,4)
+        [12 ... 15] | [16 ... 19] | [20 21]   -> (1,0,0)+(1,2,4)  (1,2,0)+(1,1,2)
+
+    Raises:
+        ValueError: the range is not inside the tensor.
+    """
+    if not 0 <= start <= stop <= math.prod(shape):
+        raise ValueError(f"range [{start}, {stop}) is outside a tensor of shape {tuple(shape)}")
+    return list(_split_range(start, stop, tuple(shape), (), ()))
+
+
+def _split_range(
+    start: int, stop: int, shape: tuple[int, ...], lead: tuple[int, ...], ones: tuple[int, ...]
+) -> Iterable[Box]:
+    """Boxes of a range of the trailing `shape`, below the fixed leading indices `lead`."""
+    if start == stop:
+        return
+    if not shape:
+        yield Box(lead, ones)
+        return
+    row = math.prod(shape[1:])
+    first, last = start // row, stop // row
+    head, tail = start - first * row, stop - last * row
+    if first == last:
+        yield from _split_range(head, tail, shape[1:], (*lead, first), (*ones, 1))
+        return
+    if head:
+        yield from _split_range(head, row, shape[1:], (*lead, first), (*ones, 1))
+        first += 1
+    if last > first:
+        rest = (0,) * (len(shape) - 1)
+        yield Box((*lead, first, *rest), (*ones, last - first, *shape[1:]))
+    yield from _split_range(0, tail, shape[1:], (*lead, last), (*ones, 1))

@@ -1,0 +1,47 @@
+"""Names of element types and their sizes, in torch's spelling without the `torch.` prefix.
+
+The whole tool speaks these names, so nothing but the writer's oracle tests needs torch to know a type.
+"""
+
+from __future__ import annotations
+
+from ckpt_tools.errors import UnsupportedCheckpointError
+
+ITEMSIZE: dict[str, int] = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint64": 8,
+    "uint32": 4,
+    "uint16": 2,
+    "uint8": 1,
+    "bool": 1,
+    "complex64": 8,
+    "complex128": 16,
+}
+
+FLOATING = frozenset(name for name in ITEMSIZE if "float" in name)
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of one element.
+
+    Raises:
+        UnsupportedCheckpointError: the type is unknown or has no fixed size (quantized and sub-byte types).
+    """
+    try:
+        return ITEMSIZE[dtype]
+    except KeyError:
+        raise UnsupportedCheckpointError(
+            f"element type {dtype!r} is not supported; known types are {', '.join(ITEMSIZE)}"
+        ) from None

@@ -1,0 +1,74 @@
+"""Every error a user can meet, each with the exit code the command line returns for it.
+
+The classes follow what the user has to do, not the module that raises. A message says what failed, where
+(key and box, or file and byte range), what was expected and found, and the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+MAX_LISTED_PROBLEMS = 20
+
+
+class CkptError(Exception):
+    """Base of all errors raised on purpose; `exit_code` is the process's return code."""
+
+    exit_code = 70
+
+
+class UsageError(CkptError):
+    """The command line or the requested topology cannot be carried out as given."""
+
+    exit_code = 2
+
+
+class UnsupportedCheckpointError(CkptError):
+    """Not a checkpoint, or one of a kind this version does not read."""
+
+    exit_code = 3
+
+
+class CorruptCheckpointError(CkptError):
+    """The files contradict themselves or their metadata, or are hostile."""
+
+    exit_code = 4
+
+
+class MappingError(CkptError):
+    """A key without a rule, a shape clash, or a missing parameter group."""
+
+    exit_code = 5
+
+
+class VerificationError(CkptError):
+    """Content written or read does not prove equal to what it must be."""
+
+    exit_code = 6
+
+
+class StorageError(CkptError):
+    """The file system refused: disk full, permission, I/O error."""
+
+    exit_code = 7
+
+
+class Interrupted(CkptError):
+    """Ctrl-C: stopped by the user, nothing was published."""
+
+    exit_code = 130
+
+
+class Terminated(CkptError):
+    """SIGTERM: stopped cleanly, `--resume` goes on from here."""
+
+    exit_code = 143
+
+
+def list_problems(problems: Iterable[str]) -> str:
+    """One indented line per problem, the first 20 in full and the rest counted."""
+    lines = list(problems)
+    shown = [f"  - {line}" for line in lines[:MAX_LISTED_PROBLEMS]]
+    if len(lines) > MAX_LISTED_PROBLEMS:
+        shown.append(f"  ... and {len(lines) - MAX_LISTED_PROBLEMS} more")
+    return "\n".join(shown)
