@@ -1,0 +1,259 @@
+"""The `torch.save` archive around one dense tensor, byte for byte as torch 2.13 writes it, without torch.
+
+An archive is a stored zip. Everything before the payload depends on element type and shape alone, everything
+behind it on the payload's CRC-32 as well, so a payload can be streamed between `head` and `tail`::
+
+    data.pkl | .format_version | .storage_alignment | byteorder | data/0 = payload | version | serialization_id
+    central directory | zip64 end record | zip64 locator | end record
+
+Record data starts at multiples of 64 bytes from the archive's start; the local headers' extra fields ("FB", then
+`Z`) make up the distance (caffe2/serialize/inline_container.cc, `getPadding`). Records that do not fit 32 bits get
+the zip64 extra field in front of it, and an 8-byte-wide data descriptor, as miniz writes them.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple
+
+from ckpt_tools.box import row_major_strides
+from ckpt_tools.dtypes import itemsize
+
+ALIGNMENT = 64
+_U32 = 0xFFFFFFFF
+_U64 = 0xFFFFFFFFFFFFFFFF
+# c10's hash over the fixed set of record names; the first 20 digits of every such archive's id.
+_NAMES_HASH = 15728199511854643026
+
+_STORAGE_CLASS = {
+    "float64": "DoubleStorage",
+    "float32": "FloatStorage",
+    "float16": "HalfStorage",
+    "bfloat16": "BFloat16Storage",
+    "int64": "LongStorage",
+    "int32": "IntStorage",
+    "int16": "ShortStorage",
+    "int8": "CharStorage",
+    "uint8": "ByteStorage",
+    "bool": "BoolStorage",
+    "complex64": "ComplexFloatStorage",
+    "complex128": "ComplexDoubleStorage",
+}
+
+
+class _Record(NamedTuple):
+    """A finished zip record, for the central directory. Sizes and offset in bytes."""
+
+    name: bytes
+    offset: int
+    size: int
+    crc: int
+
+
+class Frame(NamedTuple):
+    """Where the payload of an archive lies and what surrounds it; all offsets in bytes from the archive's start."""
+
+    head: bytes
+    payload_bytes: int
+    length: int
+    records: tuple[_Record, ...]
+
+    @property
+    def payload_offset(self) -> int:
+        """Bytes from the archive's start to the payload."""
+        return len(self.head)
+
+    def tail(self, crc: int) -> bytes:
+        """What follows a payload whose CRC-32 is `crc`."""
+        return _tail(self.records, len(self.head), self.payload_bytes, crc)
+
+
+@lru_cache(maxsize=4096)
+def tensor_frame(dtype: str, shape: tuple[int, ...]) -> Frame:
+    """The archive of a dense row-major tensor.
+
+    Raises:
+        UnsupportedCheckpointError: the element type is unknown.
+    """
+    payload_bytes = prod(shape) * itemsize(dtype)
+    out = bytearray()
+    records: list[_Record] = []
+    for name, data in (
+        (b"archive/data.pkl", _data_pickle(dtype, shape)),
+        (b"archive/.format_version", b"1"),
+        (b"archive/.storage_alignment", b"%d" % ALIGNMENT),
+        (b"archive/byteorder", b"little"),
+    ):
+        records.append(_append_record(out, 0, name, data))
+    out += _local_header(len(out), b"archive/data/0", payload_bytes)
+    head = bytes(out)
+    length = len(head) + payload_bytes + len(_tail(tuple(records), len(head), payload_bytes, 0))
+    return Frame(head, payload_bytes, length, tuple(records))
+
+
+def frame_length(dtype: str, shape: Sequence[int]) -> int:
+    """Bytes of the whole archive of a dense tensor."""
+    return tensor_frame(dtype, tuple(shape)).length
+
+
+def _tail(head_records: tuple[_Record, ...], payload_offset: int, payload_bytes: int, crc: int) -> bytes:
+    name = b"archive/data/0"
+    header = len(_local_header_of(head_records, payload_offset, name, payload_bytes))
+    payload = _Record(name, payload_offset - header, payload_bytes, crc)
+    start = payload_offset + payload_bytes
+    out = bytearray()
+    if payload_bytes:  # miniz writes no descriptor behind an empty record
+        out += _descriptor(payload)
+    records = [*head_records, payload]
+    records.append(_append_record(out, start, b"archive/version", b"3\n"))
+    digits = b"%020d%020d" % (_NAMES_HASH, _combined_crc(records))
+    records.append(_append_record(out, start, b"archive/.data/serialization_id", digits))
+    _append_directory(out, start, records)
+    return bytes(out)
+
+
+def _local_header_of(
+    head_records: tuple[_Record, ...], payload_offset: int, name: bytes, payload_bytes: int
+) -> bytes:
+    """The payload's local header: it starts where the last record of the head, with its descriptor, ends."""
+    last = head_records[-1]
+    data = _local_header(last.offset, last.name, last.size)
+    return _local_header(last.offset + len(data) + last.size + 16, name, payload_bytes)
+
+
+def _append_record(out: bytearray, base: int, name: bytes, data: bytes) -> _Record:
+    """Append a small record; `base` is the archive offset of `out`'s first byte."""
+    record = _Record(name, base + len(out), len(data), zlib.crc32(data))
+    out += _local_header(record.offset, name, record.size)
+    out += data
+    out += _descriptor(record)
+    return record
+
+
+def _local_header(offset: int, name: bytes, size: int) -> bytes:
+    extra = _zip64_extra(size, 0, offset)  # the stored size is not known yet when miniz writes this
+    start = offset + 30 + len(name) + len(extra) + 4
+    pad = -start % ALIGNMENT
+    extra += struct.pack("<2sH", b"FB", pad) + b"Z" * pad
+    flags = 0x0808 if size else 0x0800
+    return (
+        struct.pack("<4sHHHHHIIIHH", b"PK\3\4", 0, flags, 0, 0, 0, 0, 0, 0, len(name), len(extra))
+        + name
+        + extra
+    )
+
+
+def _zip64_extra(size: int, stored: int, offset: int) -> bytes:
+    fields = ([size, stored] if size >= _U32 else []) + ([offset] if offset >= _U32 else [])
+    return struct.pack(f"<HH{len(fields)}Q", 1, 8 * len(fields), *fields) if fields else b""
+
+
+def _descriptor(record: _Record) -> bytes:
+    wide = record.size >= _U32 or record.offset >= _U32
+    return struct.pack("<4sIQQ" if wide else "<4sIII", b"PK\7\10", record.crc, record.size, record.size)
+
+
+def _append_directory(out: bytearray, base: int, records: Sequence[_Record]) -> None:
+    """Append the central directory and the three end records."""
+    start = base + len(out)
+    for name, offset, size, crc in records:
+        extra = _zip64_extra(size, size, offset)
+        flags = 0x0808 if size else 0x0800
+        out += struct.pack(
+            "<4sHHHHHHIIIHHHHHII",
+            *(b"PK\1\2", 0, 0, flags, 0, 0, 0, crc, min(size, _U32), min(size, _U32)),
+            *(len(name), len(extra), 0, 0, 0, 0, min(offset, _U32)),
+        )
+        out += name + extra
+    end = base + len(out)
+    n = len(records)
+    out += struct.pack("<4sQHHIIQQQQ", b"PK\6\6", 44, 0x031E, 45, 0, 0, n, n, end - start, start)
+    out += struct.pack("<4sIQI", b"PK\6\7", 0, end, 1)
+    out += struct.pack("<4sHHHHIIH", b"PK\5\6", 0, 0, n, n, end - start, min(start, _U32), 0)
+
+
+def _combined_crc(records: Sequence[_Record]) -> int:
+    """c10::hash_combine over the CRC-32s of all records with data: the second half of the serialization id."""
+    seed = 0
+    for record in records:
+        if record.size == 0:
+            continue
+        seed ^= (record.crc + 0x9E3779B9 + (seed << 6) + (seed >> 2)) & _U64
+    return seed
+
+
+def _data_pickle(dtype: str, shape: tuple[int, ...]) -> bytes:
+    """`data.pkl`: the protocol 2 pickle of `torch._utils._rebuild_tensor_v2(storage, 0, shape, strides, ...)`.
+
+    Types without a storage class of their own use `_rebuild_tensor_v3`, whose storage counts bytes and whose last
+    argument is the type.
+    """
+    typed = _STORAGE_CLASS.get(dtype)
+    storage = f"torch\n{typed}" if typed else "torch.storage\nUntypedStorage"
+    count = prod(shape) * (1 if typed else itemsize(dtype))
+    out = _Memoizer()
+    out.memoized(b"ctorch._utils\n_rebuild_tensor_v%d\n" % (2 if typed else 3))
+    out.raw(b"((")
+    out.memoized(_text("storage"))
+    out.memoized(f"c{storage}\n".encode())
+    out.memoized(_text("0"))
+    out.memoized(_text("cpu"))
+    out.raw(_integer(count))
+    out.memoized(b"t")
+    out.raw(b"QK\0")
+    for numbers in (shape, row_major_strides(shape)):
+        if numbers:
+            out.memoized(_tuple(numbers))
+        else:
+            out.raw(b")")
+    out.raw(b"\x89")
+    out.memoized(b"ccollections\nOrderedDict\n")
+    out.memoized(b")R")
+    if not typed:
+        out.memoized(f"ctorch\n{dtype}\n".encode())
+    out.memoized(b"t")
+    out.memoized(b"R")
+    return b"\x80\x02" + bytes(out.data) + b"."
+
+
+class _Memoizer:
+    """Pickle opcodes with the running memo number that the C pickler gives each object."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+        self.count = 0
+
+    def raw(self, opcodes: bytes) -> None:
+        self.data += opcodes
+
+    def memoized(self, opcodes: bytes) -> None:
+        self.data += opcodes + b"q" + bytes([self.count])
+        self.count += 1
+
+
+def _text(text: str) -> bytes:
+    data = text.encode()
+    return b"X" + struct.pack("<I", len(data)) + data
+
+
+def _integer(value: int) -> bytes:
+    """Pickle opcodes of a non-negative int, the shortest form of protocol 2."""
+    if value < 1 << 8:
+        return b"K" + bytes([value])
+    if value < 1 << 16:
+        return b"M" + struct.pack("<H", value)
+    if value < 1 << 31:
+        return b"J" + struct.pack("<I", value)
+    data = value.to_bytes(value.bit_length() // 8 + 1, "little")
+    return b"\x8a" + bytes([len(data)]) + data
+
+
+def _tuple(numbers: Sequence[int]) -> bytes:
+    body = b"".join(map(_integer, numbers))
+    if len(numbers) <= 3:
+        return body + (b")", b"\x85", b"\x86", b"\x87")[len(numbers)]
+    return b"(" + body + b"t"

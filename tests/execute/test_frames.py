@@ -1,0 +1,101 @@
+"""Archives around tensors equal what `torch.save` writes, byte for byte."""
+
+from __future__ import annotations
+
+import io
+import zlib
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_tools.dtypes import ITEMSIZE
+from ckpt_tools.execute.frames import tensor_frame
+
+SAME_WRITER = io.BytesIO()
+torch.save(torch.zeros(1), SAME_WRITER)
+needs_same_writer = pytest.mark.skipif(
+    b".format_version" not in SAME_WRITER.getvalue(), reason="this torch writes an older record set"
+)
+
+
+def framed(dtype: str, shape: tuple[int, ...], payload: bytes) -> bytes:
+    frame = tensor_frame(dtype, shape)
+    data = frame.head + payload + frame.tail(zlib.crc32(payload))
+    assert len(data) == frame.length
+    return data
+
+
+def tensor_of(dtype: str, shape: tuple[int, ...], payload: bytes) -> torch.Tensor:
+    raw = (
+        torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        if payload
+        else torch.zeros(0, dtype=torch.uint8)
+    )
+    return raw.view(getattr(torch, dtype)).reshape(shape)
+
+
+@pytest.mark.parametrize("dtype", ITEMSIZE)
+@pytest.mark.parametrize("shape", [(), (0, 5), (3,), (2, 300), (3, 70000), (1, 2, 1, 3, 2)])
+def test_frame_loads_and_equals_torch_save(dtype: str, shape: tuple[int, ...]) -> None:
+    numel = 1
+    for n in shape:
+        numel *= n
+    payload = bytes(i % 2 for i in range(numel * ITEMSIZE[dtype]))
+    ours = framed(dtype, shape, payload)
+    loaded = torch.load(io.BytesIO(ours), weights_only=True)
+    assert loaded.dtype == getattr(torch, dtype)
+    assert tuple(loaded.shape) == shape
+    assert loaded.contiguous().flatten().view(torch.uint8).numpy().tobytes() == payload
+    if b".format_version" in SAME_WRITER.getvalue():
+        stock = io.BytesIO()
+        torch.save(tensor_of(dtype, shape, payload), stock)
+        assert ours == stock.getvalue()
+
+
+@needs_same_writer
+@given(
+    st.sampled_from(["float32", "bfloat16", "uint16", "bool"]),
+    st.lists(st.integers(0, 300), max_size=5).map(tuple).filter(lambda s: torch.Size(s).numel() < 100000),
+)
+def test_frame_equals_torch_save(dtype: str, shape: tuple[int, ...]) -> None:
+    payload = bytes(torch.Size(shape).numel() * ITEMSIZE[dtype])
+    stock = io.BytesIO()
+    torch.save(tensor_of(dtype, shape, payload), stock)
+    assert framed(dtype, shape, payload) == stock.getvalue()
+
+
+class Recorder(io.RawIOBase):
+    """Keeps what is written and leaves out what `skip_data` seeks over."""
+
+    def __init__(self) -> None:
+        self.position = 0
+        self.parts: list[tuple[int, bytes]] = []
+
+    def write(self, data: Any) -> int:
+        self.parts.append((self.position, bytes(data)))
+        self.position += len(self.parts[-1][1])
+        return len(self.parts[-1][1])
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self.position = offset if whence == 0 else self.position + offset
+        return self.position
+
+    def tell(self) -> int:
+        return self.position
+
+
+@needs_same_writer
+@pytest.mark.parametrize("numel", [(1 << 30) - 1, 1 << 30, (1 << 30) + 5, 1 << 32])
+def test_zip64_frame_equals_torch_save(numel: int) -> None:
+    recorder = Recorder()
+    with torch.serialization.skip_data():
+        torch.save(torch.empty(numel, dtype=torch.float32), recorder)
+    frame = tensor_frame("float32", (numel,))
+    head = b"".join(data for at, data in recorder.parts if at < frame.payload_offset)
+    tail = b"".join(data for at, data in recorder.parts if at >= frame.payload_offset + 4 * numel)
+    assert frame.head == head
+    assert frame.length == recorder.position
+    assert frame.tail(0) == tail  # without data torch records CRC 0
