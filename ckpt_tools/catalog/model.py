@@ -21,6 +21,7 @@ class Item(NamedTuple):
     file: str  # relative to the catalog's root, proven to stay inside it
     offset: int  # bytes from the beginning of the file
     length: int  # bytes
+    bare: bool = False  # the payload alone, without a container around it (safetensors)
 
 
 class Chunk(NamedTuple):
