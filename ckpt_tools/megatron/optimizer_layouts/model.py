@@ -36,8 +36,8 @@ class StateTensor:
 class OptimizerStates:
     """Optimizer states by kind and by the key their weight has in the catalog.
 
-    `kinds` are canonical: 'master' for the fp32 copy of a weight, other states by their stored names (exp_avg,
-    exp_avg_sq, ...). Sources name tensors of the catalog or of `payloads`: tensors that stand inside stored
+    `kinds` are canonical: 'master' for the fp32 copy of a weight, others as stored (exp_avg, exp_avg_sq,
+    ...). Sources name tensors of the catalog or of `payloads`: tensors that stand inside stored
     objects, whose chunks are raw byte ranges.
     """
 
@@ -62,7 +62,7 @@ class OptimizerStates:
     def sources(self, kind: str, model_key: str, lead: tuple[int, ...] = ()) -> tuple[Source, ...]:
         """Sources that tile one slice of a state.
 
-        `lead` are the indices of the weight's stacked leading axes (layer, then expert; () for none). The views
+        `lead` are the indices of the stacked leading axes (layer, then expert; () for none). The views
         end in the coordinates of the weight's global shape without those axes.
 
         Raises:
