@@ -1,14 +1,14 @@
 """The `torch.save` archive around one dense tensor, byte for byte as torch 2.13 writes it, without torch.
 
-An archive is a stored zip. Everything before the payload depends on element type and shape alone, everything
-behind it on the payload's CRC-32 as well, so a payload can be streamed between `head` and `tail`::
+An archive is a stored zip. Everything before the payload depends on element type and shape alone,
+everything behind it on the payload's CRC-32 as well, so a payload can be streamed between `head` and `tail`::
 
-    data.pkl | .format_version | .storage_alignment | byteorder | data/0 = payload | version | serialization_id
-    central directory | zip64 end record | zip64 locator | end record
+    data.pkl | .format_version | .storage_alignment | byteorder | data/0 = payload | version |
+    .data/serialization_id | central directory | zip64 end record | zip64 locator | end record
 
-Record data starts at multiples of 64 bytes from the archive's start; the local headers' extra fields ("FB", then
-`Z`) make up the distance (caffe2/serialize/inline_container.cc, `getPadding`). Records that do not fit 32 bits get
-the zip64 extra field in front of it, and an 8-byte-wide data descriptor, as miniz writes them.
+Record data starts at multiples of 64 bytes from the archive's start; the local headers' extra fields ("FB",
+then `Z`) make up the distance (caffe2/serialize/inline_container.cc, `getPadding`). Records that do not fit
+32 bits get the zip64 extra field in front of it, and an 8-byte-wide data descriptor, as miniz writes them.
 """
 
 from __future__ import annotations
@@ -55,96 +55,78 @@ class _Record(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """Where the payload of an archive lies and what surrounds it; all offsets in bytes from the archive's start."""
+    """The bytes around a payload. `records` are those up to the payload, whose CRC is not known yet."""
 
     head: bytes
     payload_bytes: int
-    length: int
+    length: int  # bytes of the whole archive
     records: tuple[_Record, ...]
-
-    @property
-    def payload_offset(self) -> int:
-        """Bytes from the archive's start to the payload."""
-        return len(self.head)
 
     def tail(self, crc: int) -> bytes:
         """What follows a payload whose CRC-32 is `crc`."""
-        return _tail(self.records, len(self.head), self.payload_bytes, crc)
+        return _tail(self.records, len(self.head) + self.payload_bytes, crc)
 
 
 @lru_cache(maxsize=4096)
 def tensor_frame(dtype: str, shape: tuple[int, ...]) -> Frame:
-    """The archive of a dense row-major tensor.
+    """The archive of a dense row-major tensor; its payload lies at `len(head)`.
 
     Raises:
         UnsupportedCheckpointError: the element type is unknown.
     """
     payload_bytes = prod(shape) * itemsize(dtype)
     out = bytearray()
-    records: list[_Record] = []
-    for name, data in (
-        (b"archive/data.pkl", _data_pickle(dtype, shape)),
-        (b"archive/.format_version", b"1"),
-        (b"archive/.storage_alignment", b"%d" % ALIGNMENT),
-        (b"archive/byteorder", b"little"),
-    ):
-        records.append(_append_record(out, 0, name, data))
-    out += _local_header(len(out), b"archive/data/0", payload_bytes)
-    head = bytes(out)
-    length = len(head) + payload_bytes + len(_tail(tuple(records), len(head), payload_bytes, 0))
-    return Frame(head, payload_bytes, length, tuple(records))
+    records = [
+        _append_record(out, 0, name, data)
+        for name, data in (
+            (b"archive/data.pkl", _data_pickle(dtype, shape)),
+            (b"archive/.format_version", b"1"),
+            (b"archive/.storage_alignment", b"%d" % ALIGNMENT),
+            (b"archive/byteorder", b"little"),
+        )
+    ]
+    records.append(_Record(b"archive/data/0", len(out), payload_bytes, 0))
+    out += _local_header(records[-1])
+    end = len(out) + payload_bytes
+    return Frame(bytes(out), payload_bytes, end + len(_tail(tuple(records), end, 0)), tuple(records))
 
 
-def frame_length(dtype: str, shape: Sequence[int]) -> int:
-    """Bytes of the whole archive of a dense tensor."""
-    return tensor_frame(dtype, tuple(shape)).length
+def framed_tensor(dtype: str, shape: Sequence[int], payload: bytes) -> bytes:
+    """The whole archive of a dense tensor whose row-major little-endian bytes are `payload`."""
+    frame = tensor_frame(dtype, tuple(shape))
+    return frame.head + payload + frame.tail(zlib.crc32(payload))
 
 
-def _tail(head_records: tuple[_Record, ...], payload_offset: int, payload_bytes: int, crc: int) -> bytes:
-    name = b"archive/data/0"
-    header = len(_local_header_of(head_records, payload_offset, name, payload_bytes))
-    payload = _Record(name, payload_offset - header, payload_bytes, crc)
-    start = payload_offset + payload_bytes
+def _tail(records: tuple[_Record, ...], start: int, crc: int) -> bytes:
+    """The bytes from archive offset `start` on; the last of `records` is the payload."""
     out = bytearray()
-    if payload_bytes:  # miniz writes no descriptor behind an empty record
-        out += _descriptor(payload)
-    records = [*head_records, payload]
-    records.append(_append_record(out, start, b"archive/version", b"3\n"))
-    digits = b"%020d%020d" % (_NAMES_HASH, _combined_crc(records))
-    records.append(_append_record(out, start, b"archive/.data/serialization_id", digits))
-    _append_directory(out, start, records)
+    done = [*records[:-1], records[-1]._replace(crc=crc)]
+    if done[-1].size:  # miniz writes no descriptor behind an empty record
+        out += _descriptor(done[-1])
+    done.append(_append_record(out, start, b"archive/version", b"3\n"))
+    digits = b"%020d%020d" % (_NAMES_HASH, _combined_crc(done))
+    done.append(_append_record(out, start, b"archive/.data/serialization_id", digits))
+    _append_directory(out, start, done)
     return bytes(out)
-
-
-def _local_header_of(
-    head_records: tuple[_Record, ...], payload_offset: int, name: bytes, payload_bytes: int
-) -> bytes:
-    """The payload's local header: it starts where the last record of the head, with its descriptor, ends."""
-    last = head_records[-1]
-    data = _local_header(last.offset, last.name, last.size)
-    return _local_header(last.offset + len(data) + last.size + 16, name, payload_bytes)
 
 
 def _append_record(out: bytearray, base: int, name: bytes, data: bytes) -> _Record:
     """Append a small record; `base` is the archive offset of `out`'s first byte."""
     record = _Record(name, base + len(out), len(data), zlib.crc32(data))
-    out += _local_header(record.offset, name, record.size)
+    out += _local_header(record)
     out += data
     out += _descriptor(record)
     return record
 
 
-def _local_header(offset: int, name: bytes, size: int) -> bytes:
+def _local_header(record: _Record) -> bytes:
+    name, offset, size, _ = record
     extra = _zip64_extra(size, 0, offset)  # the stored size is not known yet when miniz writes this
-    start = offset + 30 + len(name) + len(extra) + 4
-    pad = -start % ALIGNMENT
+    pad = -(offset + 30 + len(name) + len(extra) + 4) % ALIGNMENT
     extra += struct.pack("<2sH", b"FB", pad) + b"Z" * pad
     flags = 0x0808 if size else 0x0800
-    return (
-        struct.pack("<4sHHHHHIIIHH", b"PK\3\4", 0, flags, 0, 0, 0, 0, 0, 0, len(name), len(extra))
-        + name
-        + extra
-    )
+    fixed = struct.pack("<4sHHHHHIIIHH", b"PK\3\4", 0, flags, 0, 0, 0, 0, 0, 0, len(name), len(extra))
+    return fixed + name + extra
 
 
 def _zip64_extra(size: int, stored: int, offset: int) -> bytes:
@@ -177,7 +159,7 @@ def _append_directory(out: bytearray, base: int, records: Sequence[_Record]) -> 
 
 
 def _combined_crc(records: Sequence[_Record]) -> int:
-    """c10::hash_combine over the CRC-32s of all records with data: the second half of the serialization id."""
+    """c10::hash_combine over the CRC-32s of all records with data: the id's last 20 digits."""
     seed = 0
     for record in records:
         if record.size == 0:
@@ -187,10 +169,10 @@ def _combined_crc(records: Sequence[_Record]) -> int:
 
 
 def _data_pickle(dtype: str, shape: tuple[int, ...]) -> bytes:
-    """`data.pkl`: the protocol 2 pickle of `torch._utils._rebuild_tensor_v2(storage, 0, shape, strides, ...)`.
+    """The protocol 2 pickle of `torch._utils._rebuild_tensor_v2(storage, 0, shape, strides, ...)`.
 
-    Types without a storage class of their own use `_rebuild_tensor_v3`, whose storage counts bytes and whose last
-    argument is the type.
+    Types without a storage class of their own use `_rebuild_tensor_v3`, whose storage counts bytes and whose
+    last argument is the type.
     """
     typed = _STORAGE_CLASS.get(dtype)
     storage = f"torch\n{typed}" if typed else "torch.storage\nUntypedStorage"

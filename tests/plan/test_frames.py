@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import zlib
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tools.dtypes import ITEMSIZE
-from ckpt_tools.execute.frames import tensor_frame
+from ckpt_tools.plan.frames import framed_tensor, tensor_frame
 
 SAME_WRITER = io.BytesIO()
 torch.save(torch.zeros(1), SAME_WRITER)
@@ -21,19 +20,8 @@ needs_same_writer = pytest.mark.skipif(
 )
 
 
-def framed(dtype: str, shape: tuple[int, ...], payload: bytes) -> bytes:
-    frame = tensor_frame(dtype, shape)
-    data = frame.head + payload + frame.tail(zlib.crc32(payload))
-    assert len(data) == frame.length
-    return data
-
-
 def tensor_of(dtype: str, shape: tuple[int, ...], payload: bytes) -> torch.Tensor:
-    raw = (
-        torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        if payload
-        else torch.zeros(0, dtype=torch.uint8)
-    )
+    raw = torch.tensor(list(payload), dtype=torch.uint8)
     return raw.view(getattr(torch, dtype)).reshape(shape)
 
 
@@ -44,7 +32,7 @@ def test_frame_loads_and_equals_torch_save(dtype: str, shape: tuple[int, ...]) -
     for n in shape:
         numel *= n
     payload = bytes(i % 2 for i in range(numel * ITEMSIZE[dtype]))
-    ours = framed(dtype, shape, payload)
+    ours = framed_tensor(dtype, shape, payload)
     loaded = torch.load(io.BytesIO(ours), weights_only=True)
     assert loaded.dtype == getattr(torch, dtype)
     assert tuple(loaded.shape) == shape
@@ -64,7 +52,7 @@ def test_frame_equals_torch_save(dtype: str, shape: tuple[int, ...]) -> None:
     payload = bytes(torch.Size(shape).numel() * ITEMSIZE[dtype])
     stock = io.BytesIO()
     torch.save(tensor_of(dtype, shape, payload), stock)
-    assert framed(dtype, shape, payload) == stock.getvalue()
+    assert framed_tensor(dtype, shape, payload) == stock.getvalue()
 
 
 class Recorder(io.RawIOBase):
@@ -94,8 +82,8 @@ def test_zip64_frame_equals_torch_save(numel: int) -> None:
     with torch.serialization.skip_data():
         torch.save(torch.empty(numel, dtype=torch.float32), recorder)
     frame = tensor_frame("float32", (numel,))
-    head = b"".join(data for at, data in recorder.parts if at < frame.payload_offset)
-    tail = b"".join(data for at, data in recorder.parts if at >= frame.payload_offset + 4 * numel)
+    head = b"".join(data for at, data in recorder.parts if at < len(frame.head))
+    tail = b"".join(data for at, data in recorder.parts if at >= len(frame.head) + 4 * numel)
     assert frame.head == head
     assert frame.length == recorder.position
     assert frame.tail(0) == tail  # without data torch records CRC 0
