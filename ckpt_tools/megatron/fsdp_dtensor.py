@@ -1,0 +1,284 @@
+"""What an `fsdp_dtensor` checkpoint must contain, built from a `torch_dist` one.
+
+Keys and values follow what native Megatron-FSDP checkpoints hold (Megatron-LM checkpointing.py
+`generate_state_dict` and `preprocess_fsdp_dtensor_state_dict`, distrib_optimizer.py
+`sharded_param_state_fsdp_dtensor`)::
+
+    model.module.<name>                                         the fp32 master, or the weight where none is stored
+    optimizer.state.module.module.module.<name>.<state>         exp_avg, exp_avg_sq, and `step` for torch's Adam
+    optimizer.param_to_group_meta.module.module.module.<unsplit name>.<field>
+    opt_param_scheduler.<field>, rng_state.(pp, tp).<i>.<name>, args, iteration, checkpoint_version, ...
+
+The gate and up halves of a SwiGLU fc1 are written apart as `<name>_w` and `<name>_v`.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt_tools.errors import MappingError
+from ckpt_tools.megatron.flatten import Path, dotted, leaves
+from ckpt_tools.megatron.live import LiveParameter
+from ckpt_tools.megatron.optimizer_layouts.model import MASTER, OptimizerStates
+from ckpt_tools.megatron.param_groups import Group, Membership
+from ckpt_tools.megatron.target import InlineTensor, Source, TargetObject, TargetTensor
+from ckpt_tools.megatron.views import Narrow, Place, Select, View
+
+MODEL_PREFIX = "model.module"
+STATE_PREFIX = "optimizer.state.module.module.module"
+STATE_PREFIX_FP32 = "optimizer.state.module.module"  # no Float16Module around the model
+TORCH_ADAM_FIELDS = frozenset({"amsgrad", "foreach", "maximize", "capturable"})
+RNG_KEY = re.compile(r"^rng_state/shard_(\d+)\.(\d+)(?:\.(\d+))?_")
+
+
+@dataclass(frozen=True, slots=True)
+class Prefixes:
+    """Dotted prefixes of weights and of optimizer states in the output's keys."""
+
+    model: str = MODEL_PREFIX
+    state: str = STATE_PREFIX
+
+    @property
+    def wrappers(self) -> str:
+        """The wrapper segments in front of a parameter's name in optimizer keys."""
+        return self.state.removeprefix("optimizer.state.")
+
+
+@dataclass(frozen=True, slots=True)
+class Half:
+    """One target tensor of a live parameter: all of it, or the gate or up half of its rows."""
+
+    suffix: str
+    start: int
+    count: int
+
+
+def halves(parameter: LiveParameter) -> tuple[Half, ...]:
+    """The target tensors of a live parameter, as row ranges of its unsplit shape."""
+    if not parameter.gated:
+        return (Half("", 0, parameter.shape[0] if parameter.shape else 1),)
+    count = parameter.shape[0] // 2
+    return Half("_w", 0, count), Half("_v", count, count)
+
+
+def weight_sources(parameter: LiveParameter) -> tuple[Source, ...]:
+    """Sources that tile the unsplit parameter with its stored weights."""
+    return _assemble(
+        parameter, lambda p: (Source(p.key, tuple(Select(0, index) for index in p.lead)),)
+    )
+
+
+def state_sources(parameter: LiveParameter, states: OptimizerStates, kind: str) -> tuple[Source, ...]:
+    """Sources that tile the unsplit parameter with one kind of its optimizer state."""
+    return _assemble(parameter, lambda p: states.sources(kind, p.key, p.lead))
+
+
+def _assemble(parameter: LiveParameter, stored: Any) -> tuple[Source, ...]:
+    whole = len(parameter.rows) == 1
+    sources = []
+    for rows in parameter.rows:
+        origin = (rows.at, *(0,) * (len(parameter.shape) - 1))
+        steps: View = (Narrow(0, rows.start, rows.count), Place(origin, parameter.shape))
+        sources += [
+            Source(s.key, s.view if whole else (*s.view, *steps)) for s in stored(rows.parameter)
+        ]
+    return tuple(sources)
+
+
+def _cut(sources: Iterable[Source], half: Half, parameter: LiveParameter) -> tuple[Source, ...]:
+    if not parameter.gated:
+        return tuple(sources)
+    return tuple(Source(s.key, (*s.view, Narrow(0, half.start, half.count))) for s in sources)
+
+
+def stored_dtype(parameter: LiveParameter) -> str:
+    """Element type of the stored weights of a live parameter.
+
+    Raises:
+        MappingError: its parts have different types.
+    """
+    found = {p.dtype for p in parameter.stored}
+    if len(found) > 1:
+        raise MappingError(f"{parameter.name}: its stored parts have different types {sorted(found)}")
+    return found.pop()
+
+
+def has_state(parameter: LiveParameter, states: OptimizerStates, kind: str) -> bool:
+    """Whether every stored part of the parameter has this state.
+
+    Raises:
+        MappingError: some have it and some have not.
+    """
+    found = {states.has(kind, p.key) for p in parameter.stored}
+    if len(found) > 1:
+        keys = [p.key for p in parameter.stored if not states.has(kind, p.key)]
+        raise MappingError(f"{parameter.name}: optimizer state {kind!r} is missing for {keys}")
+    return found.pop()
+
+
+def is_trainable(parameter: LiveParameter, states: OptimizerStates) -> bool:
+    """Whether the optimizer holds anything for the parameter; buffers and frozen weights have nothing."""
+    return any(has_state(parameter, states, kind) for kind in states.kinds)
+
+
+def model_tensors(
+    parameter: LiveParameter, states: OptimizerStates | None, prefix: str, dtype: str | None
+) -> Iterator[TargetTensor]:
+    """The `model.*` tensors of one parameter: masters when stored, else the weights.
+
+    `dtype` asks for another element type; stored weights that already have it are taken as they are.
+    """
+    weights, weight_dtype = weight_sources(parameter), stored_dtype(parameter)
+    use_master = states is not None and has_state(parameter, states, MASTER) and dtype != weight_dtype
+    if use_master and states is not None:
+        sources = state_sources(parameter, states, MASTER)
+        own_dtype = states.dtype(MASTER, parameter.stored[0].key)
+    else:
+        sources, own_dtype = weights, weight_dtype
+    head, _, tail = prefix.partition(".")
+    for half in halves(parameter):
+        name = f"{parameter.name}{half.suffix}"
+        yield TargetTensor(
+            key=f"{prefix}.{name}",
+            dtype=dtype or own_dtype,
+            shape=(half.count, *parameter.shape[1:]) if parameter.shape else (),
+            sources=_cut(sources, half, parameter),
+            path=(head, f"{tail}.{name}" if tail else name),
+            must_round_to=_cut(weights, half, parameter) if use_master else (),
+            must_round_dtype=weight_dtype if use_master else None,
+            role="master" if use_master else "weight",
+        )
+
+
+def state_tensors(
+    parameter: LiveParameter, states: OptimizerStates, prefixes: Prefixes
+) -> Iterator[TargetTensor]:
+    """The `optimizer.state.*` tensors of one parameter, masters excepted: those are the model's values."""
+    for kind in states.kinds:
+        if kind == MASTER or not has_state(parameter, states, kind):
+            continue
+        sources = state_sources(parameter, states, kind)
+        for half in halves(parameter):
+            name = f"{parameter.name}{half.suffix}"
+            yield TargetTensor(
+                key=f"{prefixes.state}.{name}.{kind}",
+                dtype=states.dtype(kind, parameter.stored[0].key),
+                shape=(half.count, *parameter.shape[1:]) if parameter.shape else (),
+                sources=_cut(sources, half, parameter),
+                path=("optimizer", "state", f"{prefixes.wrappers}.{name}", kind),
+                role=kind if kind in ("exp_avg", "exp_avg_sq") else "other",
+            )
+
+
+def step_tensors(
+    parameters: Iterable[LiveParameter],
+    memberships: Mapping[str, Membership],
+    groups: Sequence[Group],
+    prefixes: Prefixes,
+) -> Iterator[InlineTensor]:
+    """A 0-d fp32 `step` per parameter whose group is torch's Adam; a fused Adam keeps it in the group."""
+    for parameter in parameters:
+        group = groups[memberships[parameter.group_name].group]
+        if TORCH_ADAM_FIELDS.isdisjoint(group):
+            continue
+        for half in halves(parameter):
+            path: Path = ("optimizer", "state", f"{prefixes.wrappers}.{parameter.name}{half.suffix}", "step")
+            yield InlineTensor(dotted(path), "float32", (), struct.pack("<f", float(group["step"])), path)
+
+
+def group_objects(
+    parameters: Iterable[LiveParameter],
+    memberships: Mapping[str, Membership],
+    groups: Sequence[Group],
+    prefixes: Prefixes,
+) -> Iterator[TargetObject]:
+    """Every field of every trainable parameter's group, under the parameter's unsplit live name.
+
+    `is_expert_parallel` is False for all: Megatron-FSDP does not know expert groups
+    (param_and_grad_buffer.py drops the attribute).
+    """
+    written: set[str] = set()
+    for parameter in parameters:
+        name = parameter.group_name
+        if name in written:  # the parts of a projection that the target keeps apart share one live name
+            continue
+        written.add(name)
+        group = dict(groups[memberships[name].group]) | {"is_expert_parallel": False}
+        if not TORCH_ADAM_FIELDS.isdisjoint(group):
+            group.pop("step", None)
+        for field, value in group.items():
+            path: Path = ("optimizer", "param_to_group_meta", f"{prefixes.wrappers}.{name}", field)
+            yield TargetObject(dotted(path), value, path)
+
+
+def backfill_groups(
+    groups: Sequence[Group], scheduler: Mapping[str, Any], step: object
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The groups with every field a current run asks for, and a note per field that had to be filled in.
+
+    The loader asks for exactly the fields its own groups have, so a field the writer did not know yet would fail
+    a strict load.
+    """
+    filled, notes = [], {}
+    for index, group in enumerate(groups):
+        whole = dict(group)
+        for alias, name in (("pre_wd_mult", "wd_mult"), ("pre_lr_mult", "lr_mult")):
+            if alias in whole:
+                whole.setdefault(name, whole[alias])
+        defaults: dict[str, Any] = {
+            "wd_mult": 1.0,
+            "lr_mult": 1.0,
+            "is_expert_parallel": False,
+            "is_decoupled_lr": False,
+            "max_lr": scheduler.get("max_lr"),
+            "min_lr": scheduler.get("min_lr"),
+            "step": step,
+        }
+        if TORCH_ADAM_FIELDS.isdisjoint(whole):
+            defaults["bias_correction"] = True
+        for field, value in defaults.items():
+            if field not in whole and value is not None:
+                whole[field] = value
+                notes.setdefault(f"{field} = {value!r}", []).append(index)
+        if "default_config" not in whole:
+            whole["default_config"] = _has_default_lr(whole, scheduler)
+            notes.setdefault(f"default_config = {whole['default_config']}", []).append(index)
+        if whole.get("step") is None:
+            raise MappingError(f"optimizer group {index} has no step and the common state has none either")
+        filled.append(whole)
+    return filled, [f"group field {field} (groups {', '.join(map(str, at))})" for field, at in notes.items()]
+
+
+def _has_default_lr(group: Group, scheduler: Mapping[str, Any]) -> bool:
+    return not group.get("is_decoupled_lr") and all(
+        group.get(field) == scheduler.get(field, group.get(field)) for field in ("max_lr", "min_lr")
+    )
+
+
+def rng_items(
+    rng: Mapping[tuple[int, int], object], tp: int
+) -> tuple[list[InlineTensor], list[TargetObject], list[str]]:
+    """`rng_state.(0, t).*` for the target's `tp` ranks, and notes.
+
+    `rng` maps the writer's (pp, tp) to its list of states. The target has one pipeline stage: stage 0 is
+    carried over, and its last rank repeated where the target has more tensor-parallel ranks.
+    """
+    tensors, objects, notes = [], [], []
+    stage = {t: states for (p, t), states in sorted(rng.items()) if p == 0}
+    if not stage:
+        return [], [], ["the source has no rng states: resume with --no-load-rng"]
+    for rank in range(tp):
+        source = min(rank, max(stage))
+        if source != rank:
+            notes.append(f"rng of tensor-parallel rank {rank}: copied from rank {source}")
+        more_tensors, more_objects = leaves(stage[source], ("rng_state", f"(0, {rank})"))
+        tensors += more_tensors
+        objects += more_objects
+    other = sorted(key for key in rng if key[0] != 0 or key[1] >= tp)
+    if other:
+        notes.append(f"rng of (pp, tp) ranks {other}: dropped, the target has no such ranks")
+    return tensors, objects, notes

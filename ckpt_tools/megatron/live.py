@@ -1,0 +1,139 @@
+"""Live parameters: what the running model holds, each a concatenation of stored parameters along dimension 0.
+
+Most are one stored parameter. Fused projections are several: gated delta nets, Mamba mixers and fused MLA are
+stored in parts. Inside a fused projection the rows are grouped by tensor-parallel rank: rank 0's rows of every
+part, then rank 1's (gated_delta_net/common.py, mamba_mixer.py `sharded_state_dict`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ckpt_tools.errors import MappingError
+from ckpt_tools.megatron.names import (
+    MLA_DOWN,
+    MLA_FUSED_DOWN,
+    PART,
+    PART_ORDERS,
+    Dialect,
+    ModelStyle,
+    group_name,
+    live_name,
+    state_name,
+)
+from ckpt_tools.megatron.torch_dist import Parameter
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows `[start, start + count)` of a stored parameter, standing from row `at` of the live one."""
+
+    parameter: Parameter
+    start: int
+    count: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class LiveParameter:
+    """One parameter or buffer of the running model; `shape` is global and unsplit, in elements."""
+
+    name: str  # in model.* and optimizer.state.*
+    group_name: str  # in optimizer.param_to_group_meta.* and in param_to_param_group_map files
+    shape: tuple[int, ...]
+    rows: tuple[Rows, ...]
+    gated: bool = False  # written as two halves `_w` and `_v`
+
+    @property
+    def stored(self) -> tuple[Parameter, ...]:
+        """The stored parameters it is made of, each once, in order of first use."""
+        return tuple({(r.parameter.key, r.parameter.lead): r.parameter for r in self.rows}.values())
+
+
+def live_parameters(
+    parameters: Sequence[Parameter], style: ModelStyle, dialect: Dialect, tp: int
+) -> list[LiveParameter]:
+    """Live parameters of the model in stored order; `tp` is the target's tensor-parallel size.
+
+    Raises:
+        MappingError: a fused projection lacks a part, or its rows do not divide by `tp`.
+    """
+    named = [(parameter, live_name(parameter, style)) for parameter in parameters]
+    fused: dict[str, dict[str, Parameter]] = {}
+    for parameter, name in named:
+        base, part = split_part(name, style)
+        if part is not None and not _kept_apart(part, dialect):
+            fused.setdefault(base, {})[part] = parameter
+    live = []
+    for parameter, name in named:
+        base, part = split_part(name, style)
+        if part is None or _kept_apart(part, dialect):
+            live.append(_single(parameter, name, base, dialect))
+        elif base in fused:  # the fused tensor stands where its first part stood
+            live.append(_fused(base, fused.pop(base), dialect, tp))
+    return live
+
+
+def split_part(name: str, style: ModelStyle) -> tuple[str, str | None]:
+    """(`name`, None), or the name of the fused live tensor and the part of it that `name` is."""
+    match = PART.match(name)
+    if match:
+        return match["base"], match["part"]
+    if style.fused_mla_down:
+        for part in MLA_DOWN:
+            if part in name:
+                return name.replace(part, MLA_FUSED_DOWN), part
+    return name, None
+
+
+def _kept_apart(part: str, dialect: Dialect) -> bool:
+    """Whether the dialect stores this part on its own although the running model holds it fused."""
+    if part in MLA_DOWN:
+        return not dialect.mla_fused_in_state
+    return part in _GDN_PARTS and not dialect.gdn_fused_in_state
+
+
+_GDN_PARTS = frozenset(part for order in PART_ORDERS if order[0] == "query" for part in order)
+
+
+def _single(parameter: Parameter, name: str, group: str, dialect: Dialect) -> LiveParameter:
+    count = parameter.shape[0] if parameter.shape else 1
+    return LiveParameter(
+        state_name(name, dialect),
+        group_name(group, dialect),
+        parameter.shape,
+        (Rows(parameter, 0, count, 0),),
+    )
+
+
+def _fused(base: str, parts: dict[str, Parameter], dialect: Dialect, tp: int) -> LiveParameter:
+    order = part_order(base, parts)
+    ranks = 1 if order == MLA_DOWN else tp  # MLA down-projections are not split over tensor-parallel ranks
+    rows, at = [], 0
+    for rank in range(ranks):
+        for part in order:
+            parameter = parts[part]
+            count, rest = divmod(parameter.shape[0], ranks)
+            if rest:
+                raise MappingError(
+                    f"{base}: part {part!r} has {parameter.shape[0]} rows, which tensor parallel size {tp} does "
+                    "not divide; choose another --tp"
+                )
+            rows.append(Rows(parameter, rank * count, count, at))
+            at += count
+    shape = (at, *next(iter(parts.values())).shape[1:])
+    return LiveParameter(state_name(base, dialect), group_name(base, dialect), shape, tuple(rows))
+
+
+def part_order(base: str, parts: Iterable[str]) -> tuple[str, ...]:
+    """The order in which the live tensor `base` holds these parts.
+
+    Raises:
+        MappingError: they are not all the parts of any known projection.
+    """
+    found = set(parts)
+    for order in (*PART_ORDERS, MLA_DOWN):
+        if found == set(order):
+            return order
+    raise MappingError(f"{base}: parts {sorted(found)} do not make a whole fused projection")

@@ -1,0 +1,110 @@
+"""Names of the running model: what a `torch_dist` name becomes for the program that will load the result.
+
+Only this module knows dialects. The differences are few and each has a date (reference: Megatron-LM
+checkpointing.py `preprocess_fsdp_dtensor_state_dict`, multi_token_prediction.py, gpt_layer_specs.py):
+
+=================  ==================================  =====================  ======================  ===========
+target             MTP inner layer: state / group      fused MLA down-proj    GDN projections         Mamba conv
+=================  ==================================  =====================  ======================  ===========
+core-0.16          transformer_layer / same            fused                  fused per TP rank       conv1d.x
+core-0.17          mtp_model_layer / same              fused                  fused per TP rank       conv1d.x
+core-0.19          mtp_model_layer / same              fused                  fused per TP rank       conv1d.x
+main               transformer_layer / mtp_model_layer unfused / fused        fused per TP rank       conv1d_x
+bridge             mtp_model_layer / same              fused                  kept apart / fused      conv1d.x
+=================  ==================================  =====================  ======================  ===========
+
+"State" is the name in `model.*` and `optimizer.state.*`, "group" the one in `optimizer.param_to_group_meta.*`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ckpt_tools.megatron.torch_dist import EXPERTS, Parameter
+
+MTP_DISK, MTP_LIVE = ".transformer_layer.", ".mtp_model_layer."
+FUSED_QKV_NORM = re.compile(r"\.self_attention\.linear_qkv\.layer_norm_(weight|bias)$")
+FUSED_FC1_NORM = re.compile(r"\.mlp\.linear_fc1\.layer_norm_(weight|bias)$")
+PART = re.compile(
+    r"^(?P<base>.*(?:in_proj|conv1d)\.(?:weight|bias))\.(?P<part>query|key|value|z|beta|alpha|f|b|w|x|B|C|dt)$"
+)
+# The order in which the live tensor holds its parts (gated_delta_net/{gdn,gdn2}.py, mamba_mixer.py).
+PART_ORDERS = (
+    ("query", "key", "value", "z", "beta", "alpha"),
+    ("query", "key", "value", "z", "f", "b", "w"),
+    ("query", "key", "value"),
+    ("z", "x", "B", "C", "dt"),
+    ("x", "B", "C"),
+)
+MLA_DOWN = (".linear_q_down_proj.", ".linear_kv_down_proj.")
+MLA_FUSED_DOWN = ".linear_qkv_down_proj."
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """What one loading program calls the few things that programs call differently."""
+
+    name: str
+    mtp_in_state: str
+    mtp_in_groups: str
+    mla_fused_in_state: bool = True
+    gdn_fused_in_state: bool = True
+    mamba_conv: str = "conv1d."
+
+
+DIALECTS = {
+    dialect.name: dialect
+    for dialect in (
+        Dialect("core-0.16", MTP_DISK, MTP_DISK),
+        Dialect("core-0.17", MTP_LIVE, MTP_LIVE),
+        Dialect("core-0.19", MTP_LIVE, MTP_LIVE),
+        Dialect("main", MTP_DISK, MTP_LIVE, mla_fused_in_state=False, mamba_conv="conv1d_"),
+        Dialect("bridge", MTP_LIVE, MTP_LIVE, gdn_fused_in_state=False),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStyle:
+    """Facts of the model that its weights alone do not tell: they come from the args or from the user."""
+
+    local_norms: bool  # norms are modules of their own in the running model (`--transformer-impl local`)
+    grouped_experts: bool  # one module holds all experts (`--moe-grouped-gemm`)
+    fused_mla_down: bool = False  # `--mla-down-proj-fusion`
+
+
+def live_name(parameter: Parameter, style: ModelStyle) -> str:
+    """The parameter's name in the running model, before what depends on the dialect."""
+    name = parameter.name
+    if style.local_norms:
+        name = FUSED_QKV_NORM.sub(r".input_layernorm.\1", name)
+        name = FUSED_FC1_NORM.sub(r".pre_mlp_layernorm.\1", name)
+    if parameter.expert is not None:
+        name = expert_name(name, parameter.expert, style.grouped_experts)
+    return name
+
+
+def expert_name(name: str, expert: int, grouped: bool) -> str:
+    """`...mlp.experts.experts.linear_fc1.weight` as the live name of one expert (global number)."""
+    if grouped:
+        return f"{name.replace(EXPERTS, '.experts.')}{expert}"
+    return name.replace(EXPERTS, f".experts.local_experts.{expert}.")
+
+
+def state_name(name: str, dialect: Dialect) -> str:
+    """A live name as the dialect spells it in `model.*` and `optimizer.state.*`."""
+    return _mtp(_mamba(name, dialect), dialect.mtp_in_state)
+
+
+def group_name(name: str, dialect: Dialect) -> str:
+    """A live name as the dialect spells it in `optimizer.param_to_group_meta.*`."""
+    return _mtp(_mamba(name, dialect), dialect.mtp_in_groups)
+
+
+def _mtp(name: str, inner: str) -> str:
+    return name.replace(MTP_DISK, inner, 1) if name.startswith("mtp.") or ".mtp." in name else name
+
+
+def _mamba(name: str, dialect: Dialect) -> str:
+    return name.replace(".mixer.conv1d.", f".mixer.{dialect.mamba_conv}")

@@ -1,0 +1,184 @@
+"""Optimizer parameter groups: the ones a checkpoint has, and which parameter belongs to which.
+
+A group's id is its index in the concatenation of the groups of optimizer 0, optimizer 1, ...: the order in which
+Megatron's own `--dump-param-to-param-group-map` counts. A parameter's group is found by attributes, not by
+position: weight decay by shape and name, learning-rate overrides by name, expert parallelism by the args
+(Megatron-LM optimizer/__init__.py `_get_param_groups`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt_tools.errors import MappingError, list_problems
+from ckpt_tools.megatron.live import LiveParameter
+
+Group = Mapping[str, Any]
+DECOUPLED_LR_NAMES = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRules:
+    """What of the training settings decides a parameter's group."""
+
+    experts_apart: bool = False  # routed experts have an optimizer of their own
+    decoupled_lr: bool = False
+    decay_qk_layernorm: bool = False
+    use_mup: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """The group of one parameter and the rule that put it there."""
+
+    group: int
+    rule: str
+
+
+def optimizer_groups(optimizer: object) -> list[dict[str, Any]]:
+    """The groups in the `optimizer` part of a common state, in id order; empty when it holds none.
+
+    Accepts one optimizer, a chain of them ({0: ..., 1: ...}) and a bare inner optimizer.
+    """
+    if not isinstance(optimizer, Mapping):
+        return []
+    if optimizer and all(isinstance(key, int) for key in optimizer):
+        return [group for key in sorted(optimizer) for group in optimizer_groups(optimizer[key])]
+    if "param_groups" in optimizer:
+        return [{k: v for k, v in group.items() if k != "params"} for group in optimizer["param_groups"]]
+    return optimizer_groups(optimizer.get("optimizer"))
+
+
+def rules_from_args(args: Mapping[str, Any], groups: Sequence[Group]) -> GroupRules:
+    """Group rules of the run that wrote the checkpoint; settings that are absent have Megatron's defaults."""
+    return GroupRules(
+        experts_apart=any(group.get("is_expert_parallel") for group in groups),
+        decoupled_lr=args.get("decoupled_lr") is not None,
+        decay_qk_layernorm=bool(args.get("apply_wd_to_qk_layernorm")),
+        use_mup=bool(args.get("use_mup")),
+    )
+
+
+def derive_memberships(
+    parameters: Iterable[LiveParameter], groups: Sequence[Group], rules: GroupRules
+) -> dict[str, Membership]:
+    """Group of every parameter, by its group name.
+
+    Raises:
+        MappingError: the checkpoint has no groups, its settings follow rules this tool does not know, or a
+            parameter fits no group or several that differ.
+    """
+    if not groups:
+        raise MappingError(
+            "the checkpoint stores no optimizer parameter groups, so nothing tells which parameter is in which; "
+            "give a map with --param-to-param-group-map-json, or convert with --weights-only"
+        )
+    if rules.use_mup:
+        raise MappingError(
+            "the run used muP (args.use_mup), whose groups depend on settings outside the checkpoint; dump the "
+            "map from the training job and give it with --param-to-param-group-map-json"
+        )
+    memberships: dict[str, Membership] = {}
+    problems = []
+    for parameter in parameters:
+        wanted, rule = _wanted(parameter, groups, rules)
+        fitting = [i for i, group in enumerate(groups) if _fits(group, wanted)]
+        if not fitting or any(dict(groups[i]) != dict(groups[fitting[0]]) for i in fitting):
+            found = "no group" if not fitting else f"groups {fitting}"
+            problems.append(f"{parameter.group_name} (wants {wanted}; {rule}) fits {found}")
+        else:
+            memberships[parameter.group_name] = Membership(fitting[0], rule)
+    if problems:
+        raise MappingError(
+            "the parameter groups cannot be derived from the checkpoint; dump the map from the training job and "
+            "give it with --param-to-param-group-map-json:\n" + list_problems(problems)
+        )
+    return memberships
+
+
+def _wanted(
+    parameter: LiveParameter, groups: Sequence[Group], rules: GroupRules
+) -> tuple[dict[str, object], str]:
+    """Attributes the parameter's group must have, and why."""
+    name = parameter.group_name
+    wanted: dict[str, object] = {}
+    if rules.decay_qk_layernorm and (".q_layernorm." in name or ".k_layernorm." in name):
+        wanted["wd_mult"], rule = 1.0, "q/k layer norm, apply_wd_to_qk_layernorm"
+    elif len(parameter.shape) == 1:
+        wanted["wd_mult"], rule = 0.0, "one dimension: no weight decay"
+    elif name.endswith(".bias"):
+        wanted["wd_mult"], rule = 0.0, "bias: no weight decay"
+    else:
+        wanted["wd_mult"], rule = 1.0, f"{len(parameter.shape)} dimensions: weight decay"
+    if rules.experts_apart:
+        expert = any(p.expert is not None for p in parameter.stored)
+        wanted["is_expert_parallel"] = expert
+        rule += ", routed expert" if expert else ", not a routed expert"
+    if rules.decoupled_lr:
+        wanted["decoupled"] = name.endswith(DECOUPLED_LR_NAMES)
+        rule += ", own learning rate" if wanted["decoupled"] else ""
+    return wanted, rule
+
+
+def _fits(group: Group, wanted: Mapping[str, object]) -> bool:
+    return all(_attribute(group, key) == value for key, value in wanted.items())
+
+
+def _attribute(group: Group, key: str) -> object:
+    if key == "wd_mult":  # NeMo writes pre_wd_mult
+        return group.get("wd_mult", group.get("pre_wd_mult", 1.0))
+    if key == "decoupled":  # since core 0.16 the flag stays False and only default_config tells
+        return bool(group.get("is_decoupled_lr")) or group.get("default_config") is False
+    return bool(group.get(key))
+
+
+def merge_map(
+    derived: Mapping[str, Membership] | None,
+    given: Mapping[str, int],
+    names: Sequence[str],
+    group_count: int,
+    strict: bool,
+) -> tuple[dict[str, Membership], list[str]]:
+    """Memberships with the entries of a user's map put over the derived ones, and notes for the report.
+
+    Names of a map may carry any number of leading `module.` or `model.` segments. Names absent from the map keep
+    their derived group, or are an error when `strict`.
+
+    Raises:
+        MappingError: the map names a parameter or a group that the checkpoint does not have.
+    """
+    wanted = {strip_wrappers(name): group for name, group in given.items()}
+    known = set(names)
+    problems = [f"{name}: no such parameter" for name in wanted if _unsplit(name) not in known]
+    problems += [
+        f"{name}: group {group!r}, but the checkpoint has groups 0 to {group_count - 1}"
+        for name, group in wanted.items()
+        if not isinstance(group, int) or isinstance(group, bool) or not 0 <= group < group_count
+    ]
+    wanted = {_unsplit(name): group for name, group in wanted.items()}
+    absent = [name for name in names if name not in wanted]
+    if strict:
+        problems += [f"{name}: not in the map (--strict-map)" for name in absent]
+    elif derived is None:
+        problems += [f"{name}: not in the map, and its group cannot be derived" for name in absent]
+    if problems:
+        raise MappingError("the parameter group map does not fit the checkpoint:\n" + list_problems(problems))
+    merged = {name: Membership(group, "the given map") for name, group in wanted.items()}
+    merged |= {name: derived[name] for name in absent if derived is not None}
+    notes = [f"{name}: not in the given map, group {merged[name].group} derived" for name in absent]
+    return {name: merged[name] for name in names}, notes
+
+
+def strip_wrappers(name: str) -> str:
+    """A parameter name without the leading `module.` and `model.` segments of its wrappers."""
+    while name.startswith(("module.", "model.")):
+        name = name.partition(".")[2]
+    return name
+
+
+def _unsplit(name: str) -> str:
+    """NVIDIA's converter asks for `_w` and `_v` entries too; both name the same parameter."""
+    leaf = name.rpartition(".")[2]
+    return name[:-2] if leaf.startswith(("weight", "bias")) and leaf.endswith(("_w", "_v")) else name

@@ -1,0 +1,64 @@
+"""The few training settings that decide a conversion, from Megatron's `args` or Bridge's `run_config.yaml`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """What the writer's own settings say; None where they are silent."""
+
+    swiglu: bool | None = None
+    local_norms: bool | None = None
+    grouped_experts: bool | None = None
+    fused_mla_down: bool = False
+    half_precision: bool | None = None  # trained in bf16 or fp16, so an fp32 master stands beside each weight
+    num_layers: int | None = None
+    tp: int | None = None
+    bridge: bool = False
+
+
+def settings_from_args(args: Mapping[str, Any]) -> ModelSettings:
+    """Settings of a Megatron-LM `args` namespace, given as a mapping."""
+    bf16, fp16 = args.get("bf16"), args.get("fp16")
+    return ModelSettings(
+        swiglu=_maybe_bool(args.get("swiglu")),
+        local_norms=_is_local(args.get("transformer_impl")),
+        grouped_experts=_maybe_bool(args.get("moe_grouped_gemm")),
+        fused_mla_down=bool(args.get("mla_down_proj_fusion")),
+        half_precision=None if bf16 is None and fp16 is None else bool(bf16 or fp16),
+        num_layers=args.get("num_layers"),
+        tp=args.get("tensor_model_parallel_size"),
+    )
+
+
+def settings_from_run_config(config: Mapping[str, Any]) -> ModelSettings:
+    """Settings of a Megatron-Bridge `run_config.yaml`, given as nested mappings.
+
+    Bridge splits fc1 only for a gated unit whose activation is silu (training/checkpointing.py).
+    """
+    model = config.get("model") or {}
+    gated, activation = model.get("gated_linear_unit"), model.get("activation_func")
+    target = activation.get("_target_", "") if isinstance(activation, Mapping) else str(activation or "")
+    bf16, fp16 = model.get("bf16"), model.get("fp16")
+    return ModelSettings(
+        swiglu=None if gated is None else bool(gated) and target.rpartition(".")[2].lower() in ("silu", "swish"),
+        local_norms=_is_local(model.get("transformer_impl")),
+        grouped_experts=_maybe_bool(model.get("moe_grouped_gemm")),
+        fused_mla_down=bool(model.get("mla_down_proj_fusion")),
+        half_precision=None if bf16 is None and fp16 is None else bool(bf16 or fp16),
+        num_layers=model.get("num_layers"),
+        tp=model.get("tensor_model_parallel_size"),
+        bridge=True,
+    )
+
+
+def _maybe_bool(value: object) -> bool | None:
+    return None if value is None else bool(value)
+
+
+def _is_local(transformer_impl: object) -> bool | None:
+    return None if transformer_impl is None else transformer_impl == "local"

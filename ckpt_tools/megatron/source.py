@@ -1,0 +1,135 @@
+"""Everything a conversion reads of a `torch_dist` checkpoint before it plans: all of it small."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ckpt_tools.catalog.container import StoredTensor, load_object
+from ckpt_tools.catalog.files import Files
+from ckpt_tools.catalog.model import Catalog
+from ckpt_tools.catalog.unpickle import StandIn
+from ckpt_tools.errors import MappingError, list_problems
+from ckpt_tools.megatron.common_state import CommonState
+from ckpt_tools.megatron.fsdp_dtensor import RNG_KEY
+from ckpt_tools.megatron.optimizer_layouts.model import OptimizerStates
+from ckpt_tools.megatron.param_groups import optimizer_groups
+from ckpt_tools.megatron.settings import ModelSettings
+from ckpt_tools.megatron.torch_dist import Parameter, SortedKeys
+
+# Objects that Megatron-FSDP neither reads nor writes, and why they can be left out.
+DROPPED_OBJECTS = (
+    ("*_extra_state/shard_*", "Transformer Engine extra state: not part of fsdp_dtensor"),
+    ("*_extra_state", "Transformer Engine extra state: not part of fsdp_dtensor"),
+    ("rerun_state_machine_state/*", "rerun state: never read from fsdp_dtensor"),
+)
+COMMON_OBJECT = "common_state/*"
+
+
+@dataclass(frozen=True, slots=True)
+class TorchDistSource:
+    """A `torch_dist` checkpoint taken apart; tensors are still only described."""
+
+    catalog: Catalog
+    parameters: tuple[Parameter, ...]
+    states: OptimizerStates | None
+    groups: tuple[Mapping[str, Any], ...]
+    settings: ModelSettings
+    common: Mapping[str, Any]
+    rng: Mapping[tuple[int, int], object]  # (pp, tp) -> list of rng states
+    dropped: tuple[str, ...]
+
+    @property
+    def args_object(self) -> StandIn | None:
+        """The writer's argparse namespace, to be written back as it was."""
+        return self.common.get("args")
+
+    @property
+    def args(self) -> Mapping[str, Any] | None:
+        """The writer's arguments by name."""
+        return None if self.args_object is None else self.args_object.attributes
+
+    @property
+    def scheduler(self) -> Mapping[str, Any]:
+        """The learning-rate scheduler's state; empty when none was saved."""
+        return self.common.get("opt_param_scheduler") or {}
+
+    @property
+    def step(self) -> object:
+        """The optimizer's step where the common state keeps it outside the groups, else None."""
+        return next(_steps(self.common.get("optimizer")), None)
+
+    @property
+    def grad_scaler(self) -> object:
+        """The loss scaler's state of an fp16 run, else None."""
+        optimizer = self.common.get("optimizer")
+        parts = [optimizer, *optimizer.values()] if isinstance(optimizer, Mapping) else []
+        return next((p["grad_scaler"] for p in parts if isinstance(p, Mapping) and p.get("grad_scaler")), None)
+
+
+def _steps(optimizer: object) -> Any:
+    """Steps kept outside groups: `common_step` of non-distributed optimizers, torch Adam's `param_state`."""
+    if not isinstance(optimizer, Mapping):
+        return
+    for value in optimizer.values():
+        if isinstance(value, Mapping):
+            for name in ("common_step", "step"):
+                if name in value and not isinstance(value[name], Mapping):
+                    yield _number(value[name])
+            yield from _steps(value)
+
+
+def _number(value: object) -> object:
+    """A 0-d stored tensor as the Python number it holds."""
+    return value.item() if isinstance(value, StoredTensor) else value
+
+
+def stored_groups(files: Files, catalog: Catalog, common: CommonState) -> tuple[Mapping[str, Any], ...]:
+    """The optimizer's parameter groups in id order, from the common state or from the buckets' own objects."""
+    groups = optimizer_groups(common.values.get("optimizer"))
+    if groups:
+        return tuple(groups)
+    keys = [key for key in catalog.objects if ".dp_group_idx_0.optimizer/shard_" in key]
+    for key in sorted(keys):  # chained_0 before chained_1: the order of ids
+        groups += optimizer_groups(load_object(files, catalog.objects[key].item)[0])
+    return tuple(groups)
+
+
+def rng_states(files: Files, catalog: Catalog) -> dict[tuple[int, int], object]:
+    """The writer's rng states by (pp, tp); of several data-parallel entries the first."""
+    found: dict[tuple[int, int], object] = {}
+    for key, entry in catalog.objects.items():
+        match = RNG_KEY.match(key)
+        if match and match[3] in (None, "0"):
+            found[int(match[1]), int(match[2])] = load_object(files, entry.item)[0]
+    return found
+
+
+def dropped_objects(
+    keys: SortedKeys, states: OptimizerStates | None, ignored: tuple[str, ...]
+) -> list[str]:
+    """One line per object or tensor that the target leaves out.
+
+    Raises:
+        MappingError: keys that nothing accounts for.
+    """
+    consumed = states.consumed if states is not None else frozenset[str]()
+    dropped, unknown = [], []
+    for key in (*keys.objects, *keys.optimizer):
+        if key in consumed or RNG_KEY.match(key) or fnmatchcase(key, COMMON_OBJECT):
+            continue
+        reason = next((why for glob, why in DROPPED_OBJECTS if fnmatchcase(key, glob)), None)
+        if reason is None and any(fnmatchcase(key, glob) for glob in ignored):
+            reason = "--ignore-keys"
+        if reason is None:
+            unknown.append(key)
+        else:
+            dropped.append(f"{key}: {reason}")
+    if unknown:
+        raise MappingError(
+            "the checkpoint holds keys that no rule accounts for; leave them out with --ignore-keys GLOB if the "
+            "target can do without them:\n" + list_problems(unknown)
+        )
+    return dropped

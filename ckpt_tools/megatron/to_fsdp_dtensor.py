@@ -1,0 +1,256 @@
+"""From a `torch_dist` checkpoint to the `Target` of its `fsdp_dtensor` conversion: all decisions, no bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ckpt_tools.errors import MappingError, UsageError, list_problems
+from ckpt_tools.megatron.flatten import leaves
+from ckpt_tools.megatron.fsdp_dtensor import (
+    STATE_PREFIX,
+    STATE_PREFIX_FP32,
+    Prefixes,
+    backfill_groups,
+    group_objects,
+    is_trainable,
+    model_tensors,
+    rng_items,
+    state_tensors,
+    step_tensors,
+)
+from ckpt_tools.megatron.gating import GatingChoice, mark_gated
+from ckpt_tools.megatron.live import LiveParameter, live_parameters
+from ckpt_tools.megatron.names import DIALECTS, MTP_DISK, MTP_LIVE, Dialect, ModelStyle
+from ckpt_tools.megatron.param_groups import (
+    Membership,
+    derive_memberships,
+    merge_map,
+    rules_from_args,
+)
+from ckpt_tools.megatron.source import TorchDistSource
+from ckpt_tools.megatron.target import InlineTensor, Target, TargetObject
+from ckpt_tools.megatron.torch_dist import EXPERTS, layer_counts
+
+
+@dataclass(frozen=True, slots=True)
+class TargetOptions:
+    """What a user may decide about the target; None leaves the decision to the checkpoint."""
+
+    dialect: str | None = None  # a key of names.DIALECTS
+    layer_spec: str | None = None  # "te" or "local"
+    experts: str | None = None  # "grouped" or "sequential"
+    swiglu: bool | None = None
+    swiglu_modules: tuple[str, ...] = ()
+    rename_mtp: bool = False
+    tp: int | None = None  # tensor-parallel size of the job that will load the result
+    weights_only: bool = False
+    dtype: str | None = None  # of the weights, with weights_only
+    group_map: Mapping[str, int] | None = None
+    strict_map: bool = False
+    model_prefix: str = "model.module"
+    state_prefix: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FsdpTarget:
+    """A target, the live parameters it was made from, and what was decided on the way."""
+
+    target: Target
+    parameters: tuple[LiveParameter, ...]
+    memberships: Mapping[str, Membership]
+    dialect: Dialect
+    style: ModelStyle
+    tp: int
+    prefixes: Prefixes = field(default_factory=Prefixes)
+
+
+def build_fsdp_target(source: TorchDistSource, options: TargetOptions) -> FsdpTarget:
+    """Everything the `fsdp_dtensor` conversion of `source` must contain.
+
+    Raises:
+        UsageError: options that contradict each other.
+        MappingError: options or names that contradict the checkpoint, or facts that cannot be proven from it.
+    """
+    dialect = choose_dialect(source, options)
+    style, notes = choose_style(source, options)
+    tp = options.tp or _writer_tp(source)
+    parameters = choose_parameters(source, options, style, dialect, tp)
+    notes += dialect_notes(parameters, source, dialect, options)
+    states = None if options.weights_only else source.states
+    prefixes = Prefixes(options.model_prefix, options.state_prefix or _state_prefix(source))
+    tensors, memberships, inline, objects, backfilled = [], {}, [], [], []
+    for parameter in parameters:
+        tensors += model_tensors(parameter, source.states, options.model_prefix, options.dtype)
+    if states is not None:
+        trainable = [p for p in parameters if is_trainable(p, states)]
+        groups, backfilled = backfill_groups(source.groups, source.scheduler, source.step)
+        memberships, map_notes = choose_memberships(source, options, trainable)
+        notes += map_notes
+        for parameter in trainable:
+            tensors += state_tensors(parameter, states, prefixes)
+        inline += step_tensors(trainable, memberships, groups, prefixes)
+        objects += group_objects(trainable, memberships, groups, prefixes)
+        live = {p.name for p in trainable}
+        notes += [
+            f"{p.name}: no optimizer state in the source (buffer or frozen weight)"
+            for p in parameters
+            if p.name not in live
+        ]
+    scalars, dropped, scalar_notes = common_items(source, options, tp)
+    target = Target(
+        tensors=tuple(tensors),
+        inline=tuple(inline + [i for i in scalars if isinstance(i, InlineTensor)]),
+        objects=tuple(objects + [i for i in scalars if isinstance(i, TargetObject)]),
+        dropped=tuple(source.dropped) + tuple(dropped),
+        renamed=renamed(parameters),
+        backfilled=tuple(backfilled),
+        notes=tuple(notes + scalar_notes),
+    )
+    return FsdpTarget(target, tuple(parameters), memberships, dialect, style, tp, prefixes)
+
+
+def choose_dialect(source: TorchDistSource, options: TargetOptions) -> Dialect:
+    """The dialect asked for, else Bridge's for a Bridge source and Megatron-LM main's for any other."""
+    name = options.dialect or ("bridge" if source.settings.bridge else "main")
+    if name not in DIALECTS:
+        raise UsageError(f"unknown target {name!r}; known targets are {', '.join(DIALECTS)}")
+    dialect = DIALECTS[name]
+    if not options.rename_mtp or dialect.mtp_in_state == MTP_LIVE:
+        return dialect
+    if options.dialect:
+        raise UsageError(f"--rename-mtp-keys contradicts --target {name}, which keeps `transformer_layer`")
+    return replace(dialect, mtp_in_state=MTP_LIVE)
+
+
+def choose_style(source: TorchDistSource, options: TargetOptions) -> tuple[ModelStyle, list[str]]:
+    """The facts of the model that names depend on, and a note for each that was assumed."""
+    settings, notes = source.settings, []
+    names = {p.name for p in source.parameters}
+    has_fused_norms = any(name.endswith((".linear_qkv.layer_norm_weight", ".linear_fc1.layer_norm_weight"))
+                          for name in names)  # fmt: skip
+    local = {"te": False, "local": True}[options.layer_spec] if options.layer_spec else settings.local_norms
+    if local is None:
+        local = False
+        if has_fused_norms:
+            notes.append("layer spec: no args name it; Transformer Engine's names are used (--layer-spec local)")
+    grouped = options.experts == "grouped" if options.experts else settings.grouped_experts
+    if grouped is None:
+        if any(EXPERTS in name for name in names):
+            raise MappingError(
+                "the model has experts, and no args say whether the loading job holds them in one grouped module "
+                "or in a module each; pass --experts grouped (--moe-grouped-gemm) or --experts sequential"
+            )
+        grouped = False
+    return ModelStyle(local, grouped, settings.fused_mla_down), notes
+
+
+def choose_parameters(
+    source: TorchDistSource, options: TargetOptions, style: ModelStyle, dialect: Dialect, tp: int
+) -> list[LiveParameter]:
+    """The live parameters of the target, gated ones marked; checks names for clashes and layers for gaps."""
+    choice = GatingChoice(source.settings.swiglu, options.swiglu, options.swiglu_modules)
+    parameters = mark_gated(live_parameters(source.parameters, style, dialect, tp), choice)
+    seen: dict[str, LiveParameter] = {}
+    problems = []
+    for parameter in parameters:
+        if parameter.name in seen:
+            keys = [p.key for p in (*seen[parameter.name].stored, *parameter.stored)]
+            problems.append(f"{keys} would all be written as {parameter.name}")
+        seen[parameter.name] = parameter
+    found = layer_counts(p.name for p in source.parameters).get("decoder.layers.")
+    if found is not None and source.settings.num_layers not in (None, found):
+        problems.append(f"the args say num_layers = {source.settings.num_layers}, the weights have {found} layers")
+    if problems:
+        raise MappingError("the weights contradict each other or the args:\n" + list_problems(problems))
+    return parameters
+
+
+def choose_memberships(
+    source: TorchDistSource, options: TargetOptions, trainable: Sequence[LiveParameter]
+) -> tuple[dict[str, Membership], list[str]]:
+    """Every trainable parameter's group: derived, a given map put over it; and notes."""
+    rules = rules_from_args(source.args or {}, source.groups)
+    if options.group_map is None:
+        return derive_memberships(trainable, source.groups, rules), []
+    try:
+        derived = derive_memberships(trainable, source.groups, rules)
+    except MappingError:  # the map has to do alone, and merge_map says which names it lacks
+        derived = None
+    names = list(dict.fromkeys(p.group_name for p in trainable))
+    return merge_map(derived, options.group_map, names, len(source.groups), options.strict_map)
+
+
+def common_items(
+    source: TorchDistSource, options: TargetOptions, tp: int
+) -> tuple[list[InlineTensor | TargetObject], list[str], list[str]]:
+    """Items of the common state and rng; what of it is dropped; notes."""
+    items: list[InlineTensor | TargetObject] = []
+    notes: list[str] = []
+    scalars: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": 0}
+    scalars |= {k: source.common[k] for k in CARRIED_SCALARS if k in source.common}
+    if source.args_object is not None:
+        scalars["args"] = source.args_object
+    if not options.weights_only:
+        scalars["opt_param_scheduler"] = source.scheduler
+        if source.grad_scaler:
+            scalars["optimizer"] = {"grad_scaler": source.grad_scaler}
+            notes.append("the loss scaler is kept as optimizer.grad_scaler.*; Megatron-FSDP does not ask for it")
+    for name, value in scalars.items():
+        tensors, objects = leaves(value, (name,))
+        items += [*tensors, *objects]
+    if not options.weights_only:
+        rng_tensors, rng_objects, rng_notes = rng_items(source.rng, tp)
+        items += [*rng_tensors, *rng_objects]
+        notes += rng_notes
+    handled = {*CARRIED_SCALARS, "args", "optimizer", "opt_param_scheduler"}
+    dropped = [f"common state {name!r}: not part of fsdp_dtensor" for name in source.common if name not in handled]
+    if options.weights_only:
+        dropped.append("optimizer state, parameter groups, scheduler and rng (--weights-only)")
+    return items, dropped, notes
+
+
+CARRIED_SCALARS = ("checkpoint_version", "iteration", "num_floating_point_operations_so_far")
+
+
+def dialect_notes(
+    parameters: Sequence[LiveParameter], source: TorchDistSource, dialect: Dialect, options: TargetOptions
+) -> list[str]:
+    """A note when the model has parts that other targets would name differently."""
+    kinds = {
+        "MTP": any(".mtp." in f".{p.name}" and (MTP_DISK in p.name or MTP_LIVE in p.name) for p in parameters),
+        "fused MLA": source.settings.fused_mla_down,
+        "GDN": any(".in_proj." in p.key and p.key.endswith(".query") for p in source.parameters),
+        "Mamba": any(".mixer.conv1d." in p.key for p in source.parameters),
+    }
+    parts = [kind for kind, present in kinds.items() if present]
+    if not parts:
+        return []
+    others = ", ".join(name for name in DIALECTS if name != dialect.name)
+    chosen = "chosen" if options.dialect else "the default"
+    return [f"{' and '.join(parts)} names follow --target {dialect.name} ({chosen}); others: {others}"]
+
+
+def renamed(parameters: Sequence[LiveParameter]) -> tuple[str, ...]:
+    """One line per stored name that changed by more than a layer number."""
+    return tuple(
+        f"{stored.name} -> {p.name}{' (_w, _v)' if p.gated else ''}"
+        for p in parameters
+        for stored in p.stored
+        if stored.name != p.name or p.gated
+    )
+
+
+def _writer_tp(source: TorchDistSource) -> int:
+    """Tensor-parallel ranks of the writer's first stage, as far as rng states or args tell."""
+    return max((t + 1 for p, t in source.rng if p == 0), default=source.settings.tp or 1)
+
+
+def _state_prefix(source: TorchDistSource) -> str:
+    """Optimizer names have one `module.` less when the model was trained in fp32 (no Float16Module)."""
+    half = source.settings.half_precision
+    if half is None:
+        half = any(p.dtype != "float32" for p in source.parameters)
+    return STATE_PREFIX if half else STATE_PREFIX_FP32
+
