@@ -45,7 +45,9 @@ def settings_from_run_config(config: Mapping[str, Any]) -> ModelSettings:
     target = activation.get("_target_", "") if isinstance(activation, Mapping) else str(activation or "")
     bf16, fp16 = model.get("bf16"), model.get("fp16")
     return ModelSettings(
-        swiglu=None if gated is None else bool(gated) and target.rpartition(".")[2].lower() in ("silu", "swish"),
+        swiglu=None
+        if gated is None
+        else bool(gated) and target.rpartition(".")[2].lower() in ("silu", "swish"),
         local_norms=_is_local(model.get("transformer_impl")),
         grouped_experts=_maybe_bool(model.get("moe_grouped_gemm")),
         fused_mla_down=bool(model.get("mla_down_proj_fusion")),

@@ -66,7 +66,9 @@ class TorchDistSource:
         """The loss scaler's state of an fp16 run, else None."""
         optimizer = self.common.get("optimizer")
         parts = [optimizer, *optimizer.values()] if isinstance(optimizer, Mapping) else []
-        return next((p["grad_scaler"] for p in parts if isinstance(p, Mapping) and p.get("grad_scaler")), None)
+        return next(
+            (p["grad_scaler"] for p in parts if isinstance(p, Mapping) and p.get("grad_scaler")), None
+        )
 
 
 def _steps(optimizer: object) -> Any:
@@ -107,9 +109,7 @@ def rng_states(files: Files, catalog: Catalog) -> dict[tuple[int, int], object]:
     return found
 
 
-def dropped_objects(
-    keys: SortedKeys, states: OptimizerStates | None, ignored: tuple[str, ...]
-) -> list[str]:
+def dropped_objects(keys: SortedKeys, states: OptimizerStates | None, ignored: tuple[str, ...]) -> list[str]:
     """One line per object or tensor that the target leaves out.
 
     Raises:

@@ -134,7 +134,9 @@ def choose_style(source: TorchDistSource, options: TargetOptions) -> tuple[Model
     if local is None:
         local = False
         if has_fused_norms:
-            notes.append("layer spec: no args name it; Transformer Engine's names are used (--layer-spec local)")
+            notes.append(
+                "layer spec: no args name it; Transformer Engine's names are used (--layer-spec local)"
+            )
     grouped = options.experts == "grouped" if options.experts else settings.grouped_experts
     if grouped is None:
         if any(EXPERTS in name for name in names):
@@ -161,7 +163,9 @@ def choose_parameters(
         seen[parameter.name] = parameter
     found = layer_counts(p.name for p in source.parameters).get("decoder.layers.")
     if found is not None and source.settings.num_layers not in (None, found):
-        problems.append(f"the args say num_layers = {source.settings.num_layers}, the weights have {found} layers")
+        problems.append(
+            f"the args say num_layers = {source.settings.num_layers}, the weights have {found} layers"
+        )
     if problems:
         raise MappingError("the weights contradict each other or the args:\n" + list_problems(problems))
     return parameters
@@ -196,7 +200,9 @@ def common_items(
         scalars["opt_param_scheduler"] = source.scheduler
         if source.grad_scaler:
             scalars["optimizer"] = {"grad_scaler": source.grad_scaler}
-            notes.append("the loss scaler is kept as optimizer.grad_scaler.*; Megatron-FSDP does not ask for it")
+            notes.append(
+                "the loss scaler is kept as optimizer.grad_scaler.*; Megatron-FSDP does not ask for it"
+            )
     for name, value in scalars.items():
         tensors, objects = leaves(value, (name,))
         items += [*tensors, *objects]
@@ -205,7 +211,9 @@ def common_items(
         items += [*rng_tensors, *rng_objects]
         notes += rng_notes
     handled = {*CARRIED_SCALARS, "args", "optimizer", "opt_param_scheduler"}
-    dropped = [f"common state {name!r}: not part of fsdp_dtensor" for name in source.common if name not in handled]
+    dropped = [
+        f"common state {name!r}: not part of fsdp_dtensor" for name in source.common if name not in handled
+    ]
     if options.weights_only:
         dropped.append("optimizer state, parameter groups, scheduler and rng (--weights-only)")
     return items, dropped, notes
@@ -219,7 +227,9 @@ def dialect_notes(
 ) -> list[str]:
     """A note when the model has parts that other targets would name differently."""
     kinds = {
-        "MTP": any(".mtp." in f".{p.name}" and (MTP_DISK in p.name or MTP_LIVE in p.name) for p in parameters),
+        "MTP": any(
+            ".mtp." in f".{p.name}" and (MTP_DISK in p.name or MTP_LIVE in p.name) for p in parameters
+        ),
         "fused MLA": source.settings.fused_mla_down,
         "GDN": any(".in_proj." in p.key and p.key.endswith(".query") for p in source.parameters),
         "Mamba": any(".mixer.conv1d." in p.key for p in source.parameters),
@@ -253,4 +263,3 @@ def _state_prefix(source: TorchDistSource) -> str:
     if half is None:
         half = any(p.dtype != "float32" for p in source.parameters)
     return STATE_PREFIX if half else STATE_PREFIX_FP32
-
