@@ -81,7 +81,7 @@ def slices_of(entry: TensorEntry) -> list[Parameter]:
     experts = tuple(expert_range)
     return [
         Parameter(
-            name=key if layer is None else STACKED_LAYERS.sub(lambda m: f"{m[0]}{layer}.", key),
+            name=key if layer is None else STACKED_LAYERS.sub(rf"\g<0>{layer}.", key),
             key=key,
             lead=tuple(i for i in (layer, expert) if i is not None),
             shape=shape,
