@@ -1,0 +1,164 @@
+"""The zip archive of `torch.save`: stored records, 64-byte aligned, directory at the end. Read and written."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from struct import Struct
+from typing import NamedTuple
+
+from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError
+
+ALIGNMENT = 64  # bytes; every record's content starts at a multiple, counted from the archive's beginning
+
+_MAX_DIRECTORY = 1 << 28
+_LOCAL = Struct("<4s5H3I2H")
+_CENTRAL = Struct("<4s6H3I5H2I")
+_END = Struct("<4s4H2IH")
+_END64 = Struct("<4sQ2H2I4Q")
+_LOCATOR = Struct("<4sIQI")
+_DESCRIPTOR = Struct("<4s3I")
+_EXTRA = Struct("<2H")
+_FLAGS = 0x0808  # sizes follow the content; names are UTF-8
+
+ReadAt = Callable[[int, int], bytes]
+
+
+class Record(NamedTuple):
+    """One entry of the central directory."""
+
+    name: str
+    header: int  # bytes from the beginning of the archive to the local header
+    size: int  # bytes of content
+    crc32: int
+    limit: int  # the content ends at or before this byte: the next record or the directory
+
+
+def read_directory(read: ReadAt, length: int, where: str) -> dict[str, Record]:
+    """The records of an archive of `length` bytes by name, proven not to overlap.
+
+    Raises:
+        CorruptCheckpointError: it is no zip archive, or its sizes contradict each other.
+        UnsupportedCheckpointError: a record is compressed or encrypted.
+    """
+    count, start, size, end = _locate_directory(read, length, where)
+    if start + size > end or size > _MAX_DIRECTORY or count * _CENTRAL.size > size:
+        raise CorruptCheckpointError(
+            f"{where}: the zip directory claims {count} records in {size} bytes at {start}, "
+            f"which does not fit in an archive of {length} bytes."
+        )
+    records = _entries(read(start, size), count, where)
+    records.sort(key=lambda record: record.header)
+    limits = [record.header for record in records[1:]] + [start]
+    found: dict[str, Record] = {}
+    for record, limit in zip(records, limits, strict=True):
+        if record.header + _LOCAL.size + len(record.name.encode()) + record.size > limit:
+            raise CorruptCheckpointError(
+                f"{where}: record {record.name!r} of {record.size} bytes at {record.header} overlaps what "
+                f"begins at {limit}."
+            )
+        if record.name in found:
+            raise CorruptCheckpointError(f"{where}: two records are named {record.name!r}.")
+        found[record.name] = record._replace(limit=limit)
+    return found
+
+
+def payload_offset(read: ReadAt, record: Record, where: str) -> int:
+    """Bytes from the beginning of the archive to the record's content.
+
+    Raises:
+        CorruptCheckpointError: the record's local header is not the one its directory entry describes.
+    """
+    header = read(record.header, _LOCAL.size)
+    if len(header) == _LOCAL.size and header[:4] == b"PK\x03\x04":
+        _, _, _, method, *_, name_length, extra_length = _LOCAL.unpack(header)
+        start: int = record.header + _LOCAL.size + name_length + extra_length
+        name = read(record.header + _LOCAL.size, name_length)
+        if name == record.name.encode() and method == 0 and start + record.size <= record.limit:
+            return start
+    raise CorruptCheckpointError(f"{where}: record {record.name!r} is not where the zip directory says.")
+
+
+def _locate_directory(read: ReadAt, length: int, where: str) -> tuple[int, int, int, int]:
+    """Records, offset and size of the directory, and the byte at which it must have ended."""
+    end = length - _END.size  # torch writes no comment behind the end record
+    tail = read(end, _END.size) if end >= 0 else b""
+    if tail[:4] != b"PK\x05\x06":
+        raise CorruptCheckpointError(
+            f"{where}: the item of {length} bytes does not end like a torch.save archive. The file is "
+            "truncated, or its metadata points to the wrong place; copy the checkpoint again."
+        )
+    _, disk, first_disk, here, count, size, start, comment = _END.unpack(tail)
+    locator_at = end - _LOCATOR.size
+    locator = read(locator_at, _LOCATOR.size) if locator_at >= 0 else b""
+    if locator[:4] == b"PK\x06\x07":
+        _, _, end64, disks = _LOCATOR.unpack(locator)
+        record = read(end64, _END64.size) if end64 + _END64.size <= locator_at else b""
+        if record[:4] != b"PK\x06\x06" or disks > 1:
+            raise CorruptCheckpointError(f"{where}: the zip64 end record is not where the archive says.")
+        _, _, _, _, disk, first_disk, here, count, size, start = _END64.unpack(record)
+        end = end64
+    if disk or first_disk or here != count or comment:
+        raise CorruptCheckpointError(f"{where}: the zip end record is not one that torch.save writes.")
+    return count, start, size, end
+
+
+def _entries(data: bytes, count: int, where: str) -> list[Record]:
+    records, at = [], 0
+    for _ in range(count):
+        if data[at : at + 4] != b"PK\x01\x02" or at + _CENTRAL.size > len(data):
+            raise CorruptCheckpointError(f"{where}: the zip directory is damaged at its byte {at}.")
+        _, _, _, flags, method, _, _, crc, *rest = _CENTRAL.unpack_from(data, at)
+        packed, size, name_length, extra_length, comment_length, _, _, _, header = rest
+        at += _CENTRAL.size
+        name = data[at : at + name_length].decode("utf-8", "replace")
+        at += name_length
+        if method or flags & 1:
+            kind = "compressed" if method else "encrypted"
+            raise UnsupportedCheckpointError(
+                f"{where}: record {name!r} is {kind}, which torch.save never does. Save the checkpoint again."
+            )
+        size, packed, header = _wide_fields([size, packed, header], data[at : at + extra_length])
+        if size != packed:
+            raise CorruptCheckpointError(f"{where}: record {name!r} stores {packed} bytes for {size}.")
+        records.append(Record(name, header, size, crc, 0))
+        at += extra_length + comment_length
+    return records
+
+
+def _wide_fields(values: list[int], extra: bytes) -> list[int]:
+    """The fields, those that are all ones taken from the zip64 extra block, in order."""
+    at = 0
+    while at + 4 <= len(extra):
+        kind, length = _EXTRA.unpack_from(extra, at)
+        block = extra[at + 4 : at + 4 + length]
+        if kind == 1:
+            for i, value in enumerate(values):
+                if value == 0xFFFFFFFF and len(block) >= 8:
+                    values[i], block = int.from_bytes(block[:8], "little"), block[8:]
+        at += 4 + length
+    return values
+
+
+def write_archive(records: Sequence[tuple[str, bytes]]) -> bytes:
+    """The archive of these records, in order, as torch's writer lays it out.
+
+    Raises:
+        ValueError: it would need zip64 sizes (4 GiB).
+    """
+    out, directory = bytearray(), bytearray()
+    for name, content in records:
+        header, encoded, crc = len(out), name.encode(), zlib.crc32(content)
+        padding = -(header + _LOCAL.size + len(encoded) + _EXTRA.size) % ALIGNMENT
+        out += _LOCAL.pack(b"PK\x03\x04", 0, _FLAGS, *(0,) * 6, len(encoded), _EXTRA.size + padding)
+        out += encoded + b"FB" + padding.to_bytes(2, "little") + b"Z" * padding + content
+        out += _DESCRIPTOR.pack(b"PK\x07\x08", crc, len(content), len(content))
+        sizes = (crc, len(content), len(content), len(encoded))
+        directory += _CENTRAL.pack(b"PK\x01\x02", 0, 0, _FLAGS, 0, 0, 0, *sizes, *(0,) * 5, header)
+        directory += encoded
+    start, size, count = len(out), len(directory), len(records)
+    if start + size >= 0xFFFFFFFF:
+        raise ValueError(f"an object of {start} bytes is too large for one archive")
+    end64 = (_END64.size - 12, 0x031E, 45, 0, 0, count, count, size, start)  # zip64 always, as torch does
+    out += directory + _END64.pack(b"PK\x06\x06", *end64) + _LOCATOR.pack(b"PK\x06\x07", 0, start + size, 1)
+    return bytes(out + _END.pack(b"PK\x05\x06", 0, 0, count, count, size, start, 0))
