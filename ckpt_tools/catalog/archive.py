@@ -19,7 +19,7 @@ _END64 = Struct("<4sQ2H2I4Q")
 _LOCATOR = Struct("<4sIQI")
 _DESCRIPTOR = Struct("<4s3I")
 _EXTRA = Struct("<2H")
-_FLAGS = 0x0808  # sizes follow the content; names are UTF-8
+_UTF8, _DESCRIBED = 0x0800, 0x0008  # flags: how names are encoded; sizes and checksum follow the content
 
 ReadAt = Callable[[int, int], bytes]
 
@@ -150,11 +150,13 @@ def write_archive(records: Sequence[tuple[str, bytes]]) -> bytes:
     for name, content in records:
         header, encoded, crc = len(out), name.encode(), zlib.crc32(content)
         padding = -(header + _LOCAL.size + len(encoded) + _EXTRA.size) % ALIGNMENT
-        out += _LOCAL.pack(b"PK\x03\x04", 0, _FLAGS, *(0,) * 6, len(encoded), _EXTRA.size + padding)
+        flags = _UTF8 | _DESCRIBED if content else _UTF8
+        out += _LOCAL.pack(b"PK\x03\x04", 0, flags, *(0,) * 6, len(encoded), _EXTRA.size + padding)
         out += encoded + b"FB" + padding.to_bytes(2, "little") + b"Z" * padding + content
-        out += _DESCRIPTOR.pack(b"PK\x07\x08", crc, len(content), len(content))
+        if content:
+            out += _DESCRIPTOR.pack(b"PK\x07\x08", crc, len(content), len(content))
         sizes = (crc, len(content), len(content), len(encoded))
-        directory += _CENTRAL.pack(b"PK\x01\x02", 0, 0, _FLAGS, 0, 0, 0, *sizes, *(0,) * 5, header)
+        directory += _CENTRAL.pack(b"PK\x01\x02", 0, 0, flags, 0, 0, 0, *sizes, *(0,) * 5, header)
         directory += encoded
     start, size, count = len(out), len(directory), len(records)
     if start + size >= 0xFFFFFFFF:

@@ -115,21 +115,32 @@ def read_catalog(files: Files, trust_pickle: bool = False) -> Catalog:
 def _load(files: Files, trust_pickle: bool) -> _Metadata:
     where = f"{files.location.rstrip('/')}/{METADATA}"
     if not files.exists(METADATA):
-        per_rank = [name for name in files.list() if name.startswith("__") and name.endswith(METADATA)]
-        if per_rank:
-            raise UnsupportedCheckpointError(
-                f"{files.location}: the metadata is spread over {len(per_rank)} files like {per_rank[0]} "
-                "(saved with use_collectives=False). Load it with torch and save it again with collectives."
-            )
-        raise UnsupportedCheckpointError(
-            f"{files.location}: no {METADATA}, so this is no distributed checkpoint, or its save did not finish."
-        )
+        raise missing_metadata(files)
     root = load_pickle(
         files.read(METADATA, 0, files.size(METADATA)), where, _KNOWN, trust_pickle=trust_pickle
     )
     if not isinstance(root, _Metadata):
         raise CorruptCheckpointError(f"{where}: holds a {type(root).__name__}, not checkpoint metadata.")
     return root
+
+
+def missing_metadata(files: Files) -> UnsupportedCheckpointError:
+    """Why a folder without `.metadata` cannot be read, as far as its other files tell."""
+    names = files.list()
+    per_rank = [name for name in names if name.startswith("__") and name.endswith(METADATA)]
+    if per_rank:
+        return UnsupportedCheckpointError(
+            f"{files.location}: the metadata is spread over {len(per_rank)} files like {per_rank[0]} (saved with "
+            "use_collectives=False). Load it with torch and save it again with collectives."
+        )
+    if any(name.endswith(".distcp") for name in names):
+        return UnsupportedCheckpointError(
+            f"{files.location}: there are .distcp files but no {METADATA}, so the save was interrupted before it "
+            "was complete. Use an earlier iteration."
+        )
+    return UnsupportedCheckpointError(
+        f"{files.location}: no {METADATA}, so this is no distributed checkpoint."
+    )
 
 
 def _convert(root: _Metadata, location: str, where: str) -> Catalog:

@@ -1,0 +1,95 @@
+"""The common state: what a run saved once for all ranks (arguments, scheduler, groups, progress).
+
+Megatron core up to 0.18 writes it as `common.pt`, later ones as the object `common_state/shard_0_1`; readers of
+every version prefer the file. An `fsdp_dtensor` checkpoint has the same entries as objects of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt_tools.catalog.container import load_object, whole_file
+from ckpt_tools.catalog.files import Files
+from ckpt_tools.catalog.model import Catalog
+from ckpt_tools.catalog.unpickle import StandIn
+from ckpt_tools.errors import CorruptCheckpointError
+
+COMMON_FILE = "common.pt"
+COMMON_OBJECT = "common_state/shard_0_1"
+RUN_CONFIG = "run_config.yaml"
+_ITEMS = ("args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far")
+
+
+@dataclass(frozen=True, slots=True)
+class CommonState:
+    """`values` as saved, and where they were found: `common.pt`, `common_state`, `items` or None.
+
+    `model_config` is the `model` section of Bridge's `run_config.yaml`, which stands in for the arguments.
+    """
+
+    values: dict[str, Any]
+    source: str | None
+    model_config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def args(self) -> dict[str, Any]:
+        """Megatron's arguments by name; empty when the writer stored none."""
+        namespace = self.values.get("args")
+        return namespace.attributes if isinstance(namespace, StandIn) else {}
+
+    def arg(self, name: str, default: Any = None) -> Any:
+        """One argument: from Megatron's namespace, else Bridge's model configuration."""
+        args = self.args
+        return args[name] if name in args else self.model_config.get(name, default)
+
+    @property
+    def iteration(self) -> int | None:
+        """Training steps done."""
+        value = self.values.get("iteration")
+        return value if isinstance(value, int) else None
+
+
+def read_common_state(files: Files, catalog: Catalog, trust_pickle: bool = False) -> CommonState:
+    """The common state of a checkpoint; empty (source None) when it has none.
+
+    Raises:
+        CorruptCheckpointError: it is there but damaged.
+        UnsupportedCheckpointError: it names a class that is not known to be harmless.
+    """
+    model_config = _model_config(files)
+    if files.exists(COMMON_FILE):
+        values = load_object(files, whole_file(files, COMMON_FILE), trust_pickle)
+        return CommonState(_as_dict(values, f"{files.location}/{COMMON_FILE}"), "common.pt", model_config)
+    entry = catalog.objects.get(COMMON_OBJECT)
+    if entry is not None:
+        wrapped = load_object(files, entry.item, trust_pickle)
+        values = wrapped[0] if isinstance(wrapped, list) and len(wrapped) == 1 else wrapped
+        return CommonState(_as_dict(values, COMMON_OBJECT), "common_state", model_config)
+    found = {
+        key: load_object(files, catalog.objects[key].item, trust_pickle)
+        for key in _ITEMS
+        if key in catalog.objects
+    }
+    return CommonState(found, "items" if found else None, model_config)
+
+
+def _as_dict(values: Any, where: str) -> dict[str, Any]:
+    if isinstance(values, dict):
+        return values
+    raise CorruptCheckpointError(f"{where}: holds a {type(values).__name__}, expected a dict.")
+
+
+def _model_config(files: Files) -> dict[str, Any]:
+    if not files.exists(RUN_CONFIG):
+        return {}
+    import yaml
+
+    try:
+        config = yaml.safe_load(files.read(RUN_CONFIG, 0, files.size(RUN_CONFIG)))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(
+            f"{files.location}/{RUN_CONFIG}: not readable YAML ({error})."
+        ) from error
+    model = config.get("model") if isinstance(config, dict) else None
+    return model if isinstance(model, dict) else {}

@@ -1,0 +1,44 @@
+"""Which of Megatron's optimizer state layouts a checkpoint uses."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from ckpt_tools.catalog.model import Catalog
+from ckpt_tools.megatron.common_state import CommonState
+
+_BUCKETS = r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\."
+_BUCKET = re.compile(_BUCKETS + r"gbuf_idx_\d+\.dtype_.*\.bucket_idx_\d+\.")
+_PARAM_STATE = re.compile(_BUCKETS + r"param_state/")
+_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+\.)")
+
+
+def optimizer_layout(catalog: Catalog, common: CommonState) -> str:
+    """Name of the optimizer layout, told from the keys; what the writer declared decides between look-alikes.
+
+    `none`, `fsdp_dtensor`, `dp_reshardable`, `fully_sharded_bucket_space`, `dp_zero_gather_scatter`,
+    `fully_sharded_model_space`, `fully_reshardable`, `non_distributed`, or `unknown`.
+    """
+    declared = declared_layout(common)
+    if any(_PARAM_STATE.match(key) for key in catalog.objects):
+        return "dp_zero_gather_scatter"
+    if any(_BUCKET.match(key) for key in catalog.tensors):
+        return "fully_sharded_bucket_space" if declared == "fully_sharded_bucket_space" else "dp_reshardable"
+    states = {match[1] for match in map(_STATE.match, catalog.tensors) if match}
+    if "module." in states or "exp_avg." not in states:
+        return "fsdp_dtensor" if "module." in states else "unknown" if states else "none"
+    if catalog.original_shapes:
+        return "fully_sharded_model_space"
+    return "fully_reshardable" if "param." in states else declared or "non_distributed"
+
+
+def declared_layout(common: CommonState) -> str | None:
+    """The sharding type that the writer put into the common state, or None."""
+    content = common.values.get("content_metadata")
+    declared = content.get("distrib_optim_sharding_type") if isinstance(content, dict) else None
+    optimizer: Any = common.values.get("optimizer")
+    for part in (optimizer, *(optimizer.values() if isinstance(optimizer, dict) else ())):
+        if declared is None and isinstance(part, dict):
+            declared = part.get("param_state_sharding_type")
+    return declared if isinstance(declared, str) else None
