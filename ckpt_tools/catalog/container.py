@@ -164,22 +164,20 @@ def read_frame(files: Files, item: Item) -> Frame:
         UnsupportedCheckpointError: compressed, big-endian, or an element type without a fixed size.
     """
     archive = _Archive(files, item)
-    ref = archive.unpickle(lambda ref: ref, trust_pickle=False)
-    if not isinstance(ref, _TensorRef):
-        raise CorruptCheckpointError(f"{archive.where}: a tensor is expected, found {type(ref).__name__}.")
-    record = _checked_record(archive, ref)
-    size = itemsize(ref.dtype)
-    nbytes = ref.extent * size
-    whole = ref.offset == 0 and nbytes == record.size
-    return Frame(
-        item.offset + archive.start(record) + ref.offset * size,
-        nbytes,
-        record.crc32 if whole and (record.crc32 or not nbytes) else None,
-        ref.dtype,
-        ref.shape,
-        ref.strides,
-        "little",
-    )
+    frame = archive.unpickle(lambda ref: _frame(archive, ref), trust_pickle=False)
+    if not isinstance(frame, Frame):
+        raise CorruptCheckpointError(f"{archive.where}: a tensor is expected, found {type(frame).__name__}.")
+    return frame
+
+
+def outline_object(files: Files, item: Item, trust_pickle: bool = False) -> Any:
+    """The Python value of a BYTES item with a `Frame` in place of every tensor: nothing large is read.
+
+    Raises:
+        CorruptCheckpointError, UnsupportedCheckpointError: as `load_object`.
+    """
+    archive = _Archive(files, item)
+    return archive.unpickle(lambda ref: _frame(archive, ref), trust_pickle)
 
 
 def load_object(files: Files, item: Item, trust_pickle: bool = False) -> Any:
@@ -207,6 +205,22 @@ def load_object(files: Files, item: Item, trust_pickle: bool = False) -> Any:
 def whole_file(files: Files, name: str) -> Item:
     """The item that is all of a file, for `common.pt` and its like."""
     return Item(name, 0, files.size(name))
+
+
+def _frame(archive: _Archive, ref: _TensorRef) -> Frame:
+    record = _checked_record(archive, ref)
+    size = itemsize(ref.dtype)
+    nbytes = ref.extent * size
+    whole = ref.offset == 0 and nbytes == record.size
+    return Frame(
+        archive.item.offset + archive.start(record) + ref.offset * size,
+        nbytes,
+        record.crc32 if whole and (record.crc32 or not nbytes) else None,
+        ref.dtype,
+        ref.shape,
+        ref.strides,
+        "little",
+    )
 
 
 def _checked_record(archive: _Archive, ref: _TensorRef) -> Record:
