@@ -1,0 +1,295 @@
+"""Which rank of a training job owns which rows of which tensor.
+
+`Placement` is the one thing other rooms call. It answers for one rank without computing the others'.
+
+What upstream does oddly, and what is done about it here:
+
+===  ===================================================  ==================================================
+no.  oddity                                               here
+===  ===================================================  ==================================================
+ 1   v1 computes a sorted list of small items, drops it   reproduced
+ 2   v1 cuts small 2-D items of a tail inside a row,      reproduced by `buffer_layout`, refused by
+     then crashes                                         `Placement` with the tensor, the row and the ranks
+ 3   coprime row sizes make a bucket many times its data  reproduced; `memory` shows the padding
+ 4   chunk metadata of live parameters is wrong until     not reproduced: boxes are those of the checkpoint
+     the state dict hook ran
+ 5   DTensor inputs cut on dimension 1 fail (v1)          not reproduced: what is placed is a parameter that
+                                                          Megatron has marked, which works
+ 6   optimizer.state_dict() fails for an empty piece of   not reproduced: nothing is stored for an empty piece
+     a row-parallel parameter (standalone v1)
+ 7   0-D parameters cannot be saved (v1) or not be made,  both refused by all layouts but `even`
+     rows of no elements crash
+     tensors of no rows work but are never saved          reproduced: they give no box
+ 8   HSDP with no_shard has a malformed mesh              reproduced: whole tensors on every rank
+ 9   equal names of other ranks' experts collide          refused: an expert tensor must have its number
+10   0.6.1 decays weights while it makes the moments      not a matter of placement
+11   a nested unit owns nothing but uses up a number      reproduced by `units.number_units`
+12   biases of grouped experts keep local numbers         not reproduced: the caller's names are global
+13   log lines count unknown types as 4 bytes             not reproduced: `memory` uses real sizes
+14   optim crashes for frozen groups without overlap      not a matter of placement
+===  ===================================================  ==================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from ckpt_tools.box import Box
+from ckpt_tools.errors import UsageError, list_problems
+from ckpt_tools.sharding.buffer_layout import (
+    Bucket,
+    Group,
+    Packing,
+    group_v1,
+    group_v2,
+    pack_v1,
+    pack_v2,
+    v1_cell,
+)
+from ckpt_tools.sharding.fsdp2 import chunk_rows
+from ckpt_tools.sharding.parameters import (
+    Parameter,
+    Shape,
+    as_parts,
+    check_parameters,
+    part_boxes,
+    row_size,
+    rows_box,
+)
+from ckpt_tools.sharding.topology import Coordinates, Topology
+
+_TRIED_SIZES = 64  # how far from the asked dp_shard an uncut one is looked for
+
+_At = tuple[Coordinates, Coordinates]  # dense and expert view of a rank; index it with `is_expert`
+
+
+class Placement:
+    """Shards of `parameters` (in the running model's order) over the ranks of `topology`.
+
+    Args:
+        parameters: the order decides how a bucket is packed (see `units.model_order`).
+        layout: ``mfsdp-v1``, ``mfsdp-v2``, ``fsdp2``, or ``even``: equal rows of every checkpoint tensor on
+            all ranks, whatever the topology's axes are.
+        bucket_size: elements after which v1 closes a bucket of parameters outside all units; None never does.
+
+    Raises:
+        UsageError: the layout, the topology and the parameters do not go together; names every tensor that is
+            at fault, and for a tensor that v1 would cut inside a row also the row, the rank and a way out.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        topology: Topology,
+        layout: str = "mfsdp-v1",
+        bucket_size: int | None = None,
+    ) -> None:
+        topology.check_layout(layout)
+        even = layout == "even"
+        self.layout = layout
+        self.topology = Topology(dp_shard=topology.world_size) if even else topology
+        self.parameters = as_parts(parameters) if even else list(parameters)
+        check_parameters(self.parameters, self.topology, scalars=even)
+        self.local_shapes = [p.local_shape(self.topology) for p in self.parameters]
+        self._local = self._local_parameters()
+        self._bucket_size = bucket_size
+        self._packings: dict[tuple[Shape, ...], Packing] = {}
+        self._buckets: dict[int, tuple[Bucket, ...]] = {}
+        if layout == "mfsdp-v1" and topology.strategy != "no_shard":
+            self._refuse_cut_rows()
+
+    def boxes(self, rank: int) -> Iterator[tuple[str, Box]]:
+        """(checkpoint tensor, box in it) of all that `rank` holds, in the order in which it loads them.
+
+        Empty shards give nothing. Replicas are given on every rank that holds one.
+        """
+        return self._boxes(rank, first_only=False)
+
+    def written(self, rank: int) -> Iterator[tuple[str, Box]]:
+        """Those of `boxes` that no lower rank holds: over all ranks they tile every tensor exactly once.
+
+        A rank that holds replicas finds each in the file of its first peer, in the same order.
+        """
+        return self._boxes(rank, first_only=True)
+
+    def shards(self, rank: int) -> Iterator[tuple[Parameter, Box]]:
+        """Every live parameter of `rank` with its box in the live global tensor, empty ones included."""
+        at = self._at(rank)
+        for i, start, stop in self.rows(rank):
+            yield self.parameters[i], self._box(i, start, stop, at)
+
+    def rows(self, rank: int) -> list[tuple[int, int, int]]:
+        """(parameter number, first row, row past the last) of `rank`, in rows of its TP-local piece.
+
+        In the order of `parameters`, empty ones included. A scalar counts as one row.
+        """
+        return sorted(self._rows(self._at(rank), keep_empty=True))
+
+    def buckets(self, rank: int) -> tuple[Bucket, ...]:
+        """The flat buffers of `rank` in bucket order; none for the layouts that have no buffers."""
+        return self._buckets_of(self._at(rank)[True].ep)
+
+    def part(self, bucket: Bucket, rank: int) -> int:
+        """Which part of `bucket` the optimizer of `rank` works on."""
+        return self._part(self._at(rank)[bucket.group.is_expert])
+
+    def shard_size(self, expert: bool) -> int:
+        """Ranks over which a dense or an expert parameter is cut, outer axis not counted."""
+        return self.topology.expert_shard_size if expert else self.topology.shard_size
+
+    def _at(self, rank: int) -> _At:
+        return self.topology.coordinates(rank), self.topology.coordinates(rank, expert=True)
+
+    def _box(self, i: int, start: int, stop: int, at: _At) -> Box:
+        p = self.parameters[i]
+        return rows_box(self.local_shapes[i], start, stop, p.tp_dim, at[p.is_expert].tp)
+
+    def _boxes(self, rank: int, first_only: bool) -> Iterator[tuple[str, Box]]:
+        """Megatron's checkpoint code takes split tensors out of the state dict and appends their parts, then does
+        so with expert tensors that get another number; the rest stays in the model's order."""
+        at = self._at(rank)
+        moved = at[True].ep > 0
+
+        def loading_order(held: tuple[int, int, int]) -> tuple[bool, bool, int]:
+            p = self.parameters[held[0]]
+            return moved and p.is_expert, bool(p.parts), held[0]
+
+        for i, start, stop in sorted(self._rows(at, keep_empty=False), key=loading_order):
+            p = self.parameters[i]
+            if not first_only or self._is_first(p, at[p.is_expert]):
+                yield from part_boxes(p, self.topology, self._box(i, start, stop, at))
+
+    def _is_first(self, p: Parameter, at: Coordinates) -> bool:
+        """Whether no lower rank holds the same box of `p`."""
+        whole = p.buffer or (self.topology.strategy == "no_shard" and self.layout != "even")
+        return (
+            (at.outer == 0 or (self.topology.shards_outer and not whole))
+            and (at.shard == 0 or not whole)
+            and (at.tp == 0 or p.tp_dim is not None)
+        )
+
+    def _rows(self, at: _At, keep_empty: bool) -> Iterator[tuple[int, int, int]]:
+        """(parameter, first row, row past the last) of what a rank holds, in rows of its TP-local piece."""
+        if self.layout in ("mfsdp-v1", "mfsdp-v2"):
+            yield from self._buffer_rows(at, keep_empty)
+            alone = self._buffers
+        else:
+            alone = self._local[at[True].ep]
+        for i in alone:
+            start, stop = self._own_rows(i, at)
+            if start < stop or keep_empty:
+                yield i, start, stop
+
+    def _own_rows(self, i: int, at: _At) -> tuple[int, int]:
+        """Rows of a parameter that is cut on its own, or not at all."""
+        p = self.parameters[i]
+        rows = self.local_shapes[i][0] if self.local_shapes[i] else 1
+        parts, part = self.shard_size(p.is_expert), at[p.is_expert].shard
+        if p.buffer:
+            return (0, rows) if self.layout != "even" or part == 0 else (0, 0)
+        if self.layout == "even":
+            return -(-rows * part // parts), -(-rows * (part + 1) // parts)
+        return chunk_rows(rows, parts, part)
+
+    def _buffer_rows(self, at: _At, keep_empty: bool) -> Iterator[tuple[int, int, int]]:
+        for bucket in self._buckets_of(at[True].ep):
+            packing, members = bucket.packing, bucket.group.members
+            if self.topology.strategy == "no_shard":
+                start, stop = 0, packing.end
+            else:
+                start, stop = bucket.part_range(self._part(at[bucket.group.is_expert]))
+            found = packing.all_pieces(start, stop) if keep_empty else packing.pieces(start, stop)
+            for item, first, last in found:
+                row = row_size(packing.shapes[item])
+                yield members[item], first // row, last // row
+
+    def _part(self, at: Coordinates) -> int:
+        """Inner-major: the outer parts of one inner coordinate are neighbours."""
+        if self.topology.shards_outer:
+            return at.shard * self.topology.dp_outer + at.outer
+        return at.shard
+
+    def _local_parameters(self) -> list[list[int]]:
+        """Sharded parameters of each expert-parallel rank, as indices in model order."""
+        ep = self.topology.ep
+        local: list[list[int]] = [[] for _ in range(ep)]
+        everywhere = self.layout in ("fsdp2", "even")
+        self._buffers = [i for i, p in enumerate(self.parameters) if p.buffer]
+        for i, p in enumerate(self.parameters):
+            if p.buffer and not everywhere:
+                continue
+            if p.expert is None:
+                for indices in local:
+                    indices.append(i)
+            else:
+                local[p.expert.number * ep // p.expert.total].append(i)
+        return local
+
+    def _buckets_of(self, ep: int) -> tuple[Bucket, ...]:
+        if ep not in self._buckets:
+            self._buckets[ep] = tuple(self._bucket(group) for group in self._groups(ep))
+        return self._buckets[ep]
+
+    def _groups(self, ep: int) -> list[Group]:
+        if self.layout == "mfsdp-v1":
+            split_shared = self.topology.strategy != "no_shard"
+            return group_v1(
+                self.parameters, self.local_shapes, self._local[ep], self._bucket_size, split_shared
+            )
+        return group_v2(self.parameters, self._local[ep]) if self.layout == "mfsdp-v2" else []
+
+    def _bucket(self, group: Group) -> Bucket:
+        """v1 pads for the parts it cuts (not at all without sharding), v2 always for the whole mesh."""
+        packing = self._pack(tuple(self.local_shapes[i] for i in group.members))
+        inner, outer = self.shard_size(group.is_expert), self.topology.dp_outer
+        parts = inner * outer if self.topology.shards_outer else inner
+        if self.layout == "mfsdp-v2":
+            return Bucket(group, packing, parts, packing.size(inner * outer))
+        sharded = self.topology.strategy != "no_shard"
+        return Bucket(group, packing, parts, packing.size(parts) if sharded else packing.end)
+
+    def _pack(self, shapes: tuple[Shape, ...]) -> Packing:
+        """The packing of these items; the many equal layers of a model share one."""
+        if shapes not in self._packings:
+            v1 = self.layout == "mfsdp-v1"
+            self._packings[shapes] = pack_v1(shapes, v1_cell(shapes)) if v1 else pack_v2(shapes)
+        return self._packings[shapes]
+
+    def _refuse_cut_rows(self) -> None:
+        problems = [
+            f"{self.parameters[bucket.group.members[item]].name}: row {row} of {bucket.packing.shapes[item]}, "
+            f"between rank {self._first_rank(bucket, part - 1, ep)} and rank {self._first_rank(bucket, part, ep)}"
+            for ep in range(self.topology.ep)
+            for bucket in self._buckets_of(ep)
+            for item, row, part in bucket.packing.cuts_inside_rows(bucket.parts)
+        ]
+        if problems:
+            size = self._uncut_size()
+            way_out = "No dp_shard near it would do; use" if size is None else f"Use dp_shard {size}, or"
+            raise UsageError(
+                f"Megatron-FSDP v1 cannot start with dp_shard {self.topology.dp_shard}, it cuts inside rows:\n"
+                f"{list_problems(problems)}\n{way_out} --layout even, which any topology can load"
+            )
+
+    def _first_rank(self, bucket: Bucket, part: int, ep: int) -> int:
+        shard, outer = divmod(part, self.topology.dp_outer) if self.topology.shards_outer else (part, 0)
+        expert = bucket.group.is_expert
+        return self.topology.rank(Coordinates(outer, shard, ep if expert else 0, 0), expert)
+
+    def _uncut_size(self) -> int | None:
+        """The nearest dp_shard that cuts no row."""
+        packings = {(b.packing, b.group.is_expert) for buckets in self._buckets.values() for b in buckets}
+        asked = self.topology.dp_shard
+        for size in sorted(
+            range(max(1, asked - _TRIED_SIZES), asked + _TRIED_SIZES), key=lambda n: abs(n - asked)
+        ):
+            try:
+                other = replace(self.topology, dp_shard=size)
+            except UsageError:
+                continue
+            outer = other.dp_outer if other.shards_outer else 1
+            parts = {False: other.shard_size * outer, True: other.expert_shard_size * outer}
+            if not any(any(packing.cuts_inside_rows(parts[expert])) for packing, expert in packings):
+                return size
+        return None

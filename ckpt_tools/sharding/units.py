@@ -1,0 +1,144 @@
+"""FSDP units and the order of parameters, derived from the parameters' names.
+
+Megatron-FSDP walks the module tree: the order is that of `named_parameters()`, and a unit is a transformer, MoE or
+Mamba layer. A checkpoint has names only, so the tree is rebuilt from them with the order in which Megatron-Core's
+modules register their children (core 0.16.1 and main).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from ckpt_tools.errors import UsageError, list_problems
+
+# Modules that are units, and modules that have numbers in their names but are none. `*` stands for anything
+# without a dot, `**.` for any number of leading modules.
+UNITS = (
+    "**.decoder.layers.*",
+    "**.encoder.layers.*",
+    "**.mtp.layers.*.*_layer.layers.*",  # hybrid models: the layers of a whole stack
+    "**.mtp.layers.*.*_layer",
+)
+ROOT = (
+    *(f"**.mtp.layers.*.{name}" for name in ("enorm", "hnorm", "eh_proj", "final_layernorm")),
+    "**.mtp.layers.*.*_layer.final_norm",
+)
+
+_REGISTERED = (
+    ("language_model", "vision_model", "vision_projection"),
+    ("embedding", "encoder", "decoder", "mtp", "output_layer"),
+    ("word_embeddings", "position_embeddings", "tokentype_embeddings"),
+    ("layers", "final_layernorm", "final_norm"),
+    ("enorm", "hnorm", "eh_proj", "transformer_layer", "mtp_model_layer", "final_layernorm"),
+    ("input_layernorm", "self_attention", "pre_cross_attn_layernorm", "cross_attention", "pre_mlp_layernorm"),
+    ("pre_mlp_layernorm", "mlp"),
+    ("mixer", "norm"),  # Mamba layer
+    ("core_attention", "linear_proj", "linear_qkv", "linear_q", "linear_kv", "q_layernorm", "k_layernorm"),
+    ("linear_proj", "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj"),
+    ("linear_q_down_proj", "linear_qkv_down_proj", "linear_q_up_proj"),
+    ("linear_kv_down_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm"),
+    ("router", "experts", "shared_experts"),
+    ("linear_fc1", "linear_fc2"),
+    ("in_proj", "conv1d", "norm", "out_norm", "out_proj"),
+    ("layer_norm_weight", "layer_norm_bias", "weight", "bias"),  # parameters of one linear
+    ("dt_bias", "A_log", "D"),
+)
+
+
+def _chain(orders: Iterable[Sequence[str]]) -> dict[str, int]:
+    """A rank for every name that respects all `orders`: the length of the longest chain that leads to it."""
+    orders = list(orders)
+    rank = {name: 0 for order in orders for name in order}
+    changed = True
+    while changed:
+        changed = False
+        for order in orders:
+            for before, after in zip(order, order[1:], strict=False):
+                if rank[after] <= rank[before]:
+                    rank[after], changed = rank[before] + 1, True
+    return rank
+
+
+_RANK = _chain(_REGISTERED)
+_UNKNOWN = max(_RANK.values()) + 1
+_NUMBERED = re.compile(r"([A-Za-z_]\w*?)(\d+)")
+
+
+def model_order(names: Sequence[str]) -> list[str]:
+    """`names` in the order of `named_parameters()`: a module's own parameters before its children's.
+
+    Modules that are not Megatron-Core's keep the order in which `names` has them, after the known ones.
+    """
+    first_seen: dict[str, int] = {}
+    for name in names:
+        for end in (m.start() for m in re.finditer(r"\.|$", name)):
+            first_seen.setdefault(name[:end], len(first_seen))
+
+    def key(name: str) -> list[tuple[bool, int, int, int]]:
+        steps = name.split(".")
+        path = ""
+        found = []
+        for depth, step in enumerate(steps):
+            path = f"{path}.{step}" if path else step
+            is_module = depth < len(steps) - 1
+            numbered = _NUMBERED.fullmatch(step)
+            known = step if numbered is None or step in _RANK else numbered[1]
+            rank = _RANK.get(known, _UNKNOWN)
+            if step.isdecimal():
+                number = int(step)
+            else:
+                number = int(numbered[2]) if numbered and known != step and rank < _UNKNOWN else -1
+            found.append((is_module, rank, number, first_seen[path]))
+        return found
+
+    return sorted(names, key=key)
+
+
+def number_units(names: Sequence[str], modules: Sequence[str], innermost: bool = False) -> list[int | None]:
+    """For each name the position in `modules` of the unit that owns it, None for the root.
+
+    v1 gives a parameter to the outermost module of the list that contains it, v2 to the innermost; so with v1 a
+    nested unit owns nothing, yet has a number. `modules` are paths, parents before children.
+    """
+    number = {module: i for i, module in enumerate(modules)}
+    owners: list[int | None] = []
+    for name in names:
+        steps = name.split(".")
+        containing = (".".join(steps[:n]) for n in range(1, len(steps)))
+        found = [number[path] for path in containing if path in number]
+        owners.append(None if not found else found[-1 if innermost else 0])
+    return owners
+
+
+def find_units(names: Sequence[str], units: Sequence[str] = UNITS, root: Sequence[str] = ROOT) -> list[str]:
+    """Paths of the unit modules that `names` lie in, in order of first appearance.
+
+    Raises:
+        UsageError: names with a numbered module that no pattern of `units` or `root` covers. They look like layers
+            of an unknown kind, and whether they are units decides how they are packed.
+    """
+    inside, outside = [_pattern(glob) for glob in units], [_pattern(glob) for glob in root]
+    modules: dict[str, None] = {}
+    lost = []
+    for name in names:
+        if any(pattern.match(name) for pattern in outside):
+            continue
+        match = next(filter(None, (pattern.match(name) for pattern in inside)), None)
+        if match:
+            modules.setdefault(match[1])
+        elif any(step.isdecimal() for step in name.split(".")):
+            lost.append(name)
+    if lost:
+        raise UsageError(
+            "these tensors have no place in any FSDP unit:\n"
+            f"{list_problems(lost)}\n"
+            f"Units are {', '.join(units)}; name more of them, or the modules that belong to no unit"
+        )
+    return list(modules)
+
+
+def _pattern(glob: str) -> re.Pattern[str]:
+    """A regular expression whose group 1 is the module path, below which at least the parameter's own name stands."""
+    text = re.escape(glob).replace(r"\*\*\.", r"(?:[^.]+\.)*?").replace(r"\*", r"[^.]*")
+    return re.compile(rf"({text})\.")
