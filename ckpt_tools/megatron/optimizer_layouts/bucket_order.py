@@ -63,9 +63,13 @@ class Convention(NamedTuple):
 
     local_norms: bool  # the norms are modules before attention and MLP
     sequential_experts: bool  # all of one expert before the next
+    shared_embedding: bool  # the embedding has buckets of its own, wherever it is used
 
 
-CONVENTIONS = tuple(Convention(*flags) for flags in itertools.product((False, True), repeat=2))
+def conventions(shared_embedding: bool) -> tuple[Convention, ...]:
+    """What is possible when `shared_embedding` is known."""
+    choices = itertools.product((False, True), repeat=2)
+    return tuple(Convention(norms, experts, shared_embedding) for norms, experts in choices)
 
 
 def registration_rank(piece: Piece, convention: Convention) -> Rank:
@@ -75,6 +79,8 @@ def registration_rank(piece: Piece, convention: Convention) -> Rank:
     other (gate, up) rank downwards, so that in a buffer all ranks descend.
     """
     name = piece.name
+    if convention.shared_embedding and name.endswith("embedding.word_embeddings.weight"):
+        return Rank((), complete=False)
     if convention.local_norms:
         for stored, live in _LOCAL_NORMS:
             name = name.replace(stored, live)
@@ -98,9 +104,17 @@ def first_out_of_order(ranks: Sequence[Rank]) -> int | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LookAlikes:
-    """Pieces that no sampled element tells apart."""
+    """Pieces of one size that no sampled element tells apart; one alone is certain."""
 
     members: tuple[Piece, ...]
+
+    @property
+    def numel(self) -> int:
+        return self.members[0].numel
+
+    @property
+    def is_certain(self) -> bool:
+        return len(self.members) == 1
 
 
 def settle(
@@ -112,8 +126,8 @@ def settle(
     must have exactly as many allowed members as slots; they then stand in descending order.
     """
     usable = set(allowed)
-    certain = {s.members[0] for s in slots if len(s.members) == 1}
-    result: list[Piece | None] = [s.members[0] if len(s.members) == 1 else None for s in slots]
+    certain = {s.members[0] for s in slots if s.is_certain}
+    result: list[Piece | None] = [s.members[0] if s.is_certain else None for s in slots]
     ranks = {p: registration_rank(p, convention) for s in slots for p in s.members}
     fixed = [i for i, p in enumerate(result) if p is not None and ranks[p].complete]
     for start, stop in itertools.pairwise((-1, *fixed, len(slots))):

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt_tools.box import Box
 from ckpt_tools.catalog.model import Catalog, Chunk, TensorEntry
@@ -35,11 +35,10 @@ _FUSED_PART = re.compile(r"\.(weight|bias)\.\w+$")  # in_proj.weight.z: one part
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """One kind of state of a bucket: the stored tensor, seen as one dimension of `numel` elements."""
+    """One kind of state of a bucket: a stored tensor, seen through `view` as one dimension."""
 
     entry: TensorEntry
     view: View
-    numel: int
     chunks: tuple[tuple[int, Chunk], ...]  # by first element, ascending
 
 
@@ -47,20 +46,16 @@ class Flat:
 class Bucket:
     """A stretch of a buffer whose parameters start at multiples of 64.
 
-    `bounds` are the element offsets where a stored chunk starts or ends: every parameter does so too, and so
-    does every cut between data-parallel ranks. None where chunks say nothing (`dp_zero_gather_scatter`), and
-    then several buckets may follow each other without a mark.
+    `numel` leaves out the padding at the end. `bounds` are the element offsets where a stored chunk starts or
+    ends: every parameter does so too, and so does every cut between data-parallel ranks. None where chunks
+    say nothing (`dp_zero_gather_scatter`), and then several buckets may follow each other without a mark.
     """
 
     name: str
     param_dtype: str
+    numel: int
     states: Mapping[str, Flat]
     bounds: frozenset[int] | None
-    padded: bool = False  # the end may be padding
-
-    @property
-    def numel(self) -> int:
-        return self.states[MASTER].numel
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +90,10 @@ class Piece:
     shard: tuple[int, int]
 
     @property
+    def numel(self) -> int:
+        return self.box.volume
+
+    @property
     def family(self) -> tuple[str, int | None]:
         return _FUSED_PART.sub(r".\1", self.name), self.expert
 
@@ -105,33 +104,58 @@ class Piece:
         return f"{self.name}{expert} {self.box}"
 
 
-def find_buffers(catalog: Catalog) -> tuple[Buffer, ...]:
+def find_buffers(catalog: Catalog, numels: Mapping[tuple[int, int], Any]) -> tuple[Buffer, ...]:
     """All buffers stored as bucket tensors, by (chain, group, gbuf); empty when there are none.
+
+    `numels` are the `per_bucket_numel_unpadded` objects by (chain, group), as stored.
 
     Raises:
         UnsupportedCheckpointError: states are encoded, not numbers, or have no masters to prove them by.
-        CorruptCheckpointError: the states of a bucket do not agree in size or chunks, or a bucket is missing.
+        CorruptCheckpointError: the states of a bucket do not agree in size or chunks, or buckets are missing.
     """
-    found: dict[tuple[int, int, int], dict[int, dict[str, TensorEntry]]] = {}
-    heads: dict[tuple[tuple[int, int, int], int], tuple[str, str]] = {}
+    found: dict[tuple[int, int, int], dict[int, _StoredBucket]] = {}
     for key, entry in catalog.tensors.items():
         match = BUCKET_KEY.match(key)
         if match:
             where = (int(match["chain"] or 0), int(match["group"]), int(match["gbuf"]))
-            index = int(match["index"])
-            found.setdefault(where, {}).setdefault(index, {})[canonical_kind(match["kind"])] = entry
-            heads[where, index] = (match["name"], match["dtype"])
-    refuse_encoded(e for indexed in found.values() for kinds in indexed.values() for e in kinds.values())
+            new = _StoredBucket(match["name"], match["dtype"], {})
+            bucket = found.setdefault(where, {}).setdefault(int(match["index"]), new)
+            bucket.kinds[canonical_kind(match["kind"])] = entry
+    refuse_encoded(
+        e for stored in found.values() for bucket in stored.values() for e in bucket.kinds.values()
+    )
+    problems: list[str] = []
     buffers = []
-    for where, indexed in sorted(found.items()):
-        if sorted(indexed) != list(range(len(indexed))):
-            raise CorruptCheckpointError(
-                f"{heads[where, min(indexed)][0]}: the buckets of this buffer are {sorted(indexed)}; "
-                "some are missing"
+    for (chain, group, gbuf), stored in sorted(found.items()):
+        expected = _saved_numels(numels.get((chain, group)), gbuf)
+        if sorted(stored) != list(range(len(expected))):
+            problems.append(
+                f"{stored[min(stored)].name}: buckets {sorted(stored)} of this buffer are there, "
+                f"but {len(expected)} were saved"
             )
-        buckets = tuple(_bucket(*heads[where, index], indexed[index]) for index in sorted(indexed))
-        buffers.append(Buffer(*where, buckets))
+            continue
+        buckets = tuple(_bucket(stored[i], expected[i], problems) for i in sorted(stored))
+        buffers.append(Buffer(chain, group, gbuf, buckets))
+    lost = {where for where in numels if not any(where == (c, g) for c, g, _ in found)}
+    problems += [f"chain {c}, dp_group_idx_{g}: none of its buckets is there" for c, g in sorted(lost)]
+    if problems:
+        raise CorruptCheckpointError(f"the optimizer buckets are not whole:\n{list_problems(problems)}")
     return tuple(buffers)
+
+
+class _StoredBucket(NamedTuple):
+    name: str
+    param_dtype: str
+    kinds: dict[str, TensorEntry]
+
+
+def _saved_numels(stored: Any, gbuf: int) -> list[int]:
+    """Bucket sizes of one buffer from ``[[{(dtype, dtype): [numel, ...]}, one dict per buffer]]``."""
+    try:
+        (sizes,) = stored[0][gbuf].values()
+        return [int(n) for n in sizes]
+    except (TypeError, ValueError, LookupError, AttributeError):
+        return []
 
 
 def flatten(entry: TensorEntry) -> Flat:
@@ -143,7 +167,7 @@ def flatten(entry: TensorEntry) -> Flat:
     Raises:
         CorruptCheckpointError: another shape, or chunks that are no runs of elements.
     """
-    numel, width = entry.numel, entry.shape[-1] if entry.shape else 0
+    width = entry.shape[-1] if entry.shape else 0
     runs = sorted(
         ((chunk.box.start[0] * width if len(entry.shape) == 2 else 0) + chunk.box.start[-1], chunk)
         for chunk in entry.chunks
@@ -156,50 +180,24 @@ def flatten(entry: TensorEntry) -> Flat:
                 f"{entry.key}: shape {entry.shape} with a chunk {chunk.box} is no flat bucket without holes"
             )
         at += chunk.box.volume
-    view: View = (Defragment((numel,), (entry.shape[0],)),) if len(entry.shape) == 2 else ()
-    return Flat(entry, view, numel, tuple(runs))
+    view: View = (Defragment((entry.numel,), (entry.shape[0],)),) if len(entry.shape) == 2 else ()
+    return Flat(entry, view, tuple(runs))
 
 
-def _bucket(name: str, dtype: str, kinds: Mapping[str, TensorEntry]) -> Bucket:
+def _bucket(stored: _StoredBucket, numel: int, problems: list[str]) -> Bucket:
+    name, dtype, kinds = stored
     if MASTER not in kinds:
         raise UnsupportedCheckpointError(
             f"{name} holds {', '.join(kinds)} but no master weights, and only those say which parameter lies where. "
             "Re-save with --dist-ckpt-optim-fully-reshardable."
         )
     states = {kind: flatten(entry) for kind, entry in kinds.items()}
-    bounds = {kind: frozenset((*(a for a, _ in s.chunks), s.numel)) for kind, s in states.items()}
-    if len(set(bounds.values())) != 1:
-        raise CorruptCheckpointError(f"{name}: its states {', '.join(kinds)} are cut into different chunks")
-    return Bucket(name, dtype, states, bounds[MASTER], padded=len(kinds[MASTER].shape) == 2)
-
-
-def check_numels(buffers: Iterable[Buffer], saved: Mapping[tuple[int, int], Any]) -> None:
-    """Nothing, when the stored `per_bucket_numel_unpadded` of every (chain, group) lists these buckets.
-
-    `saved` holds the objects as stored: ``[[{(dtype, dtype): [numel, ...]}, one dict per buffer]]``.
-
-    Raises:
-        CorruptCheckpointError: buckets are missing or have other sizes.
-    """
-    problems = []
-    groups: dict[tuple[int, int], list[list[int]]] = {}
-    for buffer in buffers:
-        groups.setdefault((buffer.chain, buffer.group), []).append([b.numel for b in buffer.buckets])
-    for where, value in saved.items():
-        try:
-            listed = [list(sizes) for one in value[0] for sizes in one.values()]
-        except (TypeError, IndexError, AttributeError):
-            problems.append(f"chain {where[0]}, dp_group_idx_{where[1]}: per_bucket_numel is {value!r}")
-            continue
-        if listed != groups.get(where, []):
-            problems.append(
-                f"chain {where[0]}, dp_group_idx_{where[1]}: buckets of {listed} elements were saved, "
-                f"{groups.get(where, [])} are there"
-            )
-    if problems:
-        raise CorruptCheckpointError(
-            f"optimizer buckets do not match what was saved:\n{list_problems(problems)}"
-        )
+    bounds = {frozenset((*(first for first, _ in flat.chunks), numel)) for flat in states.values()}
+    if len({entry.shape for entry in kinds.values()}) != 1 or len(bounds) != 1:
+        problems.append(f"{name}: its states {', '.join(kinds)} differ in size or in their chunks")
+    if numel > kinds[MASTER].numel:
+        problems.append(f"{name}: {numel} elements were saved, {kinds[MASTER].numel} are there")
+    return Bucket(name, dtype, numel, states, next(iter(bounds)))
 
 
 def weight_pieces(catalog: Catalog) -> Iterator[Piece]:

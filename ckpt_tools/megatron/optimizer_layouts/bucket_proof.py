@@ -1,0 +1,274 @@
+"""Proof by content: which weight shard each stretch of a bucket is the master of.
+
+A master rounds to its stored weight bit for bit, because a checkpoint is saved between optimizer steps.
+Candidates are found by a few sampled elements, look-alikes are told apart by order (`bucket_order`), and then
+every element of every assigned stretch is compared, tile by tile. Whatever remains unproven is refused by
+name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from ckpt_tools.errors import VerificationError, list_problems
+from ckpt_tools.megatron.optimizer_layouts.bucket_content import (
+    PieceIndex,
+    Reader,
+    round_bits,
+    tiles,
+    windows,
+)
+from ckpt_tools.megatron.optimizer_layouts.bucket_order import (
+    Convention,
+    LookAlikes,
+    conventions,
+    first_out_of_order,
+    registration_rank,
+    settle,
+)
+from ckpt_tools.megatron.optimizer_layouts.buckets import ALIGNMENT, Bucket, Buffer, Piece
+from ckpt_tools.megatron.optimizer_layouts.model import MASTER
+from ckpt_tools.megatron.torch_dist import LAYER_NUMBER
+
+ADVICE = (
+    "Nothing was converted, because a wrong optimizer state would not be noticed in training. "
+    "Load the checkpoint in Megatron and save it again with --dist-ckpt-optim-fully-reshardable."
+)
+
+
+class Stretch(NamedTuple):
+    """Elements of a bucket, from `start` on, that hold the states of `piece`."""
+
+    bucket: Bucket
+    start: int
+    piece: Piece
+
+
+class _Slot(NamedTuple):
+    bucket: Bucket
+    start: int
+    alike: LookAlikes
+
+
+def find_stretches(
+    buffers: Sequence[Buffer], pieces: Sequence[Piece], reader: Reader, *, sample_only: bool = False
+) -> list[Stretch]:
+    """What every element of every bucket that is not padding belongs to, proven.
+
+    With `sample_only` the last step, the comparison of all elements, is left to who reads them next.
+
+    Raises:
+        VerificationError: something is not proven; all such places are named.
+    """
+    index = PieceIndex(pieces, reader)
+    problems: list[str] = []
+    walked = [(buffer, _walk_buffer(buffer, index, reader, problems)) for buffer in buffers]
+    unseen_parts = _half_found(pieces, (p for _, slots in walked for s in slots for p in s.alike.members))
+    stretches = _assign(walked, _conventions(pieces), problems)
+    if not problems:
+        problems += _half_found(pieces, (s.piece for s in stretches))
+    if not problems:
+        spans = windows if sample_only else tiles
+        problems += [p for s in stretches if (p := _mismatch(s, reader, spans(s.piece.numel)))]
+        problems += _differing_copies(stretches, reader)
+    if problems:
+        lines = list_problems(dict.fromkeys([*problems, *unseen_parts]))
+        raise VerificationError(
+            f"the optimizer state cannot be assigned to the weights beyond doubt:\n{lines}\n{ADVICE}"
+        )
+    return stretches
+
+
+def _conventions(pieces: Sequence[Piece]) -> tuple[Convention, ...]:
+    """All conventions; a second copy of the embedding can stand for the output layer or serve the MTP layers."""
+    names = {p.name for p in pieces}
+    own_output = any(name.endswith("output_layer.weight") for name in names)
+    return conventions(shared_embedding=not own_output or any("mtp." in name for name in names))
+
+
+def _walk_buffer(buffer: Buffer, index: PieceIndex, reader: Reader, problems: list[str]) -> list[_Slot]:
+    walk = _walk if all(b.bounds is not None for b in buffer.buckets) else _walk_coalesced
+    return [slot for bucket in buffer.buckets for slot in walk(bucket, index, reader, problems)]
+
+
+def _walk(bucket: Bucket, index: PieceIndex, reader: Reader, problems: list[str]) -> list[_Slot]:
+    """The stretches of a bucket that look like weight shards, padding left out; chunks tell where they start."""
+    bounds = bucket.bounds or frozenset()
+    slots: list[_Slot] = []
+    at, before = 0, None
+    while at < bucket.numel:
+        starts_here = at % ALIGNMENT == 0 and at in bounds
+        for alike in index.matches(bucket, at, reader):
+            stop = at + alike.numel
+            ends_well = stop in bounds or index.can_continue(alike)
+            if ends_well and (starts_here or index.continues(before, alike)):
+                slots.append(_Slot(bucket, at, alike))
+                at, before = stop, alike
+                break
+        else:
+            padded = _align(at)
+            if at % ALIGNMENT and {at, padded} <= bounds and padded < bucket.numel:
+                at, before = padded, None
+                continue
+            stop = min((b for b in bounds if b > at and b % ALIGNMENT == 0), default=bucket.numel)
+            problems.append(f"{bucket.name}: elements {at}..{stop} are the master of no stored weight")
+            at, before = stop, None
+    return slots
+
+
+def _walk_coalesced(bucket: Bucket, index: PieceIndex, reader: Reader, problems: list[str]) -> list[_Slot]:
+    """The same where nothing marks parameters, nor the buckets that were joined without their last padding."""
+    slots: list[_Slot] = []
+    at, base, before = 0, 0, None
+    while at < bucket.numel:
+        padded = base + _align(at - base)
+        alike = next(
+            (a for a in index.matches(bucket, at, reader) if padded == at or index.continues(before, a)), None
+        )
+        if alike is None and padded < bucket.numel:
+            alike = next(index.matches(bucket, padded, reader), None)
+            at = at if alike is None else padded
+        if alike is None:
+            alike = next(index.matches(bucket, at, reader), None)
+            base = at
+        if alike is None:
+            problems.append(
+                f"{bucket.name}: element {at} and what follows are the master of no stored weight"
+            )
+            break
+        slots.append(_Slot(bucket, at, alike))
+        at, before = at + alike.numel, alike
+    return slots
+
+
+def _align(at: int) -> int:
+    return -(-at // ALIGNMENT) * ALIGNMENT
+
+
+def _assign(
+    walked: Sequence[tuple[Buffer, list[_Slot]]], tried: Sequence[Convention], problems: list[str]
+) -> list[Stretch]:
+    """One piece for each slot, by order where several look alike."""
+    shards = _shards_by_rank(walked, problems)
+    stretches: list[Stretch] = []
+    for buffer, slots in walked:
+        marks = {m for s in slots if s.alike.is_certain for m in _marks(s.alike.members[0])}
+        kinds = {type(m) for m in marks}
+
+        def held_here(piece: Piece) -> bool:
+            known = shards.get((buffer.chain, buffer.group, piece.shard[1]))  # noqa: B023  # used in this turn only
+            if known is not None and piece.shard[0] not in known:
+                return False
+            return all(m in marks or type(m) not in kinds for m in _marks(piece))  # noqa: B023
+
+        alikes = [s.alike for s in slots]
+        members = {p for alike in alikes for p in alike.members if not alike.is_certain}
+        allowed = [p for p in members if held_here(p)]
+        settled = {tuple(order) for c in tried if (order := settle(alikes, allowed, c)) is not None}
+        if len(settled) != 1:
+            problems.append(_why_unsettled(slots, tried))
+            continue
+        found = next(iter(settled))
+        stretches += [Stretch(s.bucket, s.start, p) for s, p in zip(slots, found, strict=True)]
+        problems += _repeated(slots, found)
+    return stretches
+
+
+def _marks(piece: Piece) -> Iterable[object]:
+    """What a model chunk holds all of or nothing of: the piece's layer (as text) and its expert (as a number)."""
+    layer = LAYER_NUMBER.search(piece.name)
+    return ([piece.name[: layer.end()]] if layer else []) + ([] if piece.expert is None else [piece.expert])
+
+
+def _shards_by_rank(
+    walked: Sequence[tuple[Buffer, list[_Slot]]], problems: list[str]
+) -> dict[tuple[int, int, int], set[int]]:
+    """Which of n shards a model-parallel rank holds: (chain, group, n) -> indices, from unmistakable pieces.
+
+    One of n, or two that lie half of n apart (gate and up).
+    """
+    held: dict[tuple[int, int, int], set[int]] = {}
+    for buffer, slots in walked:
+        for slot in slots:
+            if slot.alike.is_certain:
+                index, count = slot.alike.members[0].shard
+                held.setdefault((buffer.chain, buffer.group, count), set()).add(index)
+    for (chain, group, count), indices in held.items():
+        if len({i % (count // 2 or 1) if len(indices) > 1 else i for i in indices}) > 1:
+            problems.append(
+                f"chain {chain}, dp_group_idx_{group}: holds the shards {sorted(indices)} of {count}, "
+                "which belong to different tensor-parallel ranks"
+            )
+    return held
+
+
+def _why_unsettled(slots: Sequence[_Slot], tried: Sequence[Convention]) -> str:
+    """The first certain piece out of order, or else the look-alikes that order cannot tell apart."""
+    certain = [s for s in slots if s.alike.is_certain]
+    where = slots[0].bucket.name
+    wrong = [first_out_of_order([registration_rank(s.alike.members[0], c) for s in certain]) for c in tried]
+    if None not in wrong:
+        i = max(w for w in wrong if w is not None)
+        first, second = (s.alike.members[0].label for s in certain[i - 1 : i + 1])
+        return f"{where}: {first} stands before {second}, against the order of registration"
+    alike = max((s.alike for s in slots), key=lambda a: len(a.members))
+    names = ", ".join(sorted(p.label for p in alike.members)[:4])
+    return f"{where}: {len(alike.members)} weights have equal elements and the order leaves a choice: {names}, ..."
+
+
+def _repeated(slots: Sequence[_Slot], found: Sequence[Piece]) -> list[str]:
+    """One line per piece that stands twice in one buffer."""
+    seen: dict[Piece, _Slot] = {}
+    return [
+        f"{slot.bucket.name}: {piece.label} stands at element {slot.start} and again in {seen[piece].bucket.name} "
+        f"at {seen[piece].start}"
+        for slot, piece in zip(slots, found, strict=True)
+        if seen.setdefault(piece, slot) is not slot
+    ]
+
+
+def _half_found(pieces: Iterable[Piece], found: Iterable[Piece]) -> list[str]:
+    """One line per shard without state whose slice has state elsewhere."""
+    have = set(found)
+    slices = {(p.key, p.lead) for p in have}
+    return [
+        f"{p.label} has no optimizer state, but other parts of it have"
+        for p in pieces
+        if p not in have and (p.key, p.lead) in slices
+    ]
+
+
+def _mismatch(stretch: Stretch, reader: Reader, spans: Iterable[tuple[int, int]]) -> str | None:
+    """What is wrong with a stretch: its first element that does not round to the weight."""
+    bucket, start, piece = stretch
+    master = bucket.states[MASTER]
+    for at, count in spans:
+        bits = round_bits(reader.flat(master, start + at, count), master.entry.dtype, piece.dtype)
+        different = (bits != reader.chunk(piece.chunk, piece.dtype, piece.first + at, count)).nonzero()[0]
+        if len(different):
+            return (
+                f"{piece.label}: element {start + at + int(different[0])} of {bucket.name} "
+                "is a master that does not round to the stored weight"
+            )
+    return None
+
+
+def _differing_copies(stretches: Iterable[Stretch], reader: Reader) -> list[str]:
+    """One line per state whose copies on several ranks are not equal bit for bit."""
+    copies: dict[Piece, list[Stretch]] = {}
+    for stretch in stretches:
+        copies.setdefault(stretch.piece, []).append(stretch)
+    problems = []
+    for piece, (first, *others) in copies.items():
+        for other in others:
+            for kind in first.bucket.states:
+                for at, count in tiles(piece.numel):
+                    a = reader.flat(first.bucket.states[kind], first.start + at, count)
+                    b = reader.flat(other.bucket.states[kind], other.start + at, count)
+                    if (a != b).any():
+                        problems.append(
+                            f"{piece.label}: its {kind} differs between {first.bucket.name} and {other.bucket.name}"
+                        )
+                        break
+    return problems

@@ -1,0 +1,163 @@
+"""Reads the optimizer states of a `torch_dist` checkpoint, whatever their layout."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ckpt_tools.box import full_box
+from ckpt_tools.catalog.container import Frame, load_object, outline_object
+from ckpt_tools.catalog.files import Files
+from ckpt_tools.catalog.model import Catalog, Chunk, Item, TensorEntry
+from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError
+from ckpt_tools.megatron.common_state import CommonState
+from ckpt_tools.megatron.optimizer_layouts.bucket_content import Reader
+from ckpt_tools.megatron.optimizer_layouts.bucket_proof import Stretch, find_stretches
+from ckpt_tools.megatron.optimizer_layouts.buckets import Bucket, Buffer, find_buffers, flatten, weight_pieces
+from ckpt_tools.megatron.optimizer_layouts.kinds import optimizer_layout
+from ckpt_tools.megatron.optimizer_layouts.model import MASTER, OptimizerStates, StateTensor
+from ckpt_tools.megatron.optimizer_layouts.natural import (
+    canonical_kind,
+    model_space_states,
+    order_kinds,
+    refuse_encoded,
+)
+from ckpt_tools.megatron.target import Source
+from ckpt_tools.megatron.torch_dist import is_optimizer_key
+from ckpt_tools.megatron.views import Place, Unflatten, View
+
+_OBJECT = re.compile(
+    r"^(?:chained_(?P<chain>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.(?P<what>\w+)/shard_"
+)
+_BUCKET_LAYOUTS = ("dp_reshardable", "fully_sharded_bucket_space", "dp_zero_gather_scatter")
+
+
+def read_optimizer_states(
+    files: Files, catalog: Catalog, common: CommonState, *, sample_only: bool = False
+) -> OptimizerStates | None:
+    """Where every optimizer state lies, or None for a checkpoint without an optimizer.
+
+    Bucket layouts are proven by content, which reads all masters and weights once; with `sample_only` only
+    some elements of each, for a caller who compares all of them later (`TargetTensor.must_round_to`).
+
+    Raises:
+        UnsupportedCheckpointError: a layout, or an encoding of states, that cannot be read.
+        VerificationError: bucket contents that are not proven to belong to a weight.
+        MappingError, CorruptCheckpointError: keys that do not fit together.
+    """
+    layout = optimizer_layout(catalog, common)
+    if layout == "none":
+        return None
+    if layout in ("fsdp_dtensor", "unknown"):
+        raise UnsupportedCheckpointError(
+            f"{catalog.root}: optimizer layout {layout!r} is not one of torch_dist's"
+        )
+    if layout not in _BUCKET_LAYOUTS:
+        return model_space_states(catalog, layout, common.arg("moe_use_legacy_grouped_gemm"))
+    if layout == "dp_zero_gather_scatter":
+        buffers = coalesced_buffers(files, catalog)
+    else:
+        numels = {
+            where: load_object(files, item) for where, item in _objects(catalog, "per_bucket_numel_unpadded")
+        }
+        buffers = find_buffers(catalog, numels)
+    pieces = tuple(weight_pieces(catalog))
+    stretches = find_stretches(buffers, pieces, Reader(files), sample_only=sample_only)
+    return bucket_states(catalog, layout, buffers, stretches)
+
+
+def bucket_states(
+    catalog: Catalog, layout: str, buffers: Iterable[Buffer], stretches: Iterable[Stretch]
+) -> OptimizerStates:
+    """The states in proven stretches, by kind and weight; of equal copies the first counts."""
+    slices: dict[tuple[str, str], dict[tuple[int, ...], dict[object, Source]]] = {}
+    dtypes: dict[tuple[str, str], str] = {}
+    for bucket, start, piece in stretches:
+        for kind, flat in bucket.states.items():
+            step: View = (*flat.view, Unflatten(start, piece.box.size))
+            if piece.box != full_box(piece.slice_shape):
+                step = (*step, Place(piece.box.start, piece.slice_shape))
+            parts = slices.setdefault((kind, piece.key), {}).setdefault(piece.lead, {})
+            parts.setdefault(piece, Source(flat.entry.key, step))
+            known = dtypes.setdefault((kind, piece.key), flat.entry.dtype)
+            if known != flat.entry.dtype:
+                raise CorruptCheckpointError(
+                    f"{flat.entry.key} is {flat.entry.dtype}, other {kind} states {known}"
+                )
+    states = {
+        where: StateTensor(
+            dtypes[where], slices={lead: tuple(parts.values()) for lead, parts in leads.items()}
+        )
+        for where, leads in slices.items()
+    }
+    entries = [flat.entry for b in buffers for bucket in b.buckets for flat in bucket.states.values()]
+    return OptimizerStates(
+        layout,
+        order_kinds(kind for kind, _ in states),
+        states,
+        payloads={e.key: e for e in entries if e.key not in catalog.tensors},
+        consumed=frozenset(key for key in (*catalog.tensors, *catalog.objects) if is_optimizer_key(key)),
+    )
+
+
+def coalesced_buffers(files: Files, catalog: Catalog) -> tuple[Buffer, ...]:
+    """The buffers inside the `param_state` objects of `dp_zero_gather_scatter`, their tensors addressed in place.
+
+    Each object is ``[{gbuf: {(dtype, dtype): {kind: 1-D tensor, 'numel_unpadded': n}}, 'buckets_coalesced':
+    True}]``.
+
+    Raises:
+        UnsupportedCheckpointError: a form of the object that is not known.
+    """
+    buffers = []
+    for (chain, group), item in _objects(catalog, "param_state"):
+        where = f"chain {chain}, dp_group_idx_{group}: param_state"
+        try:
+            (state,) = outline_object(files, item)
+            if not state.pop("buckets_coalesced"):
+                raise ValueError
+            for gbuf, by_dtype in sorted(state.items()):
+                ((dtypes, kinds),) = by_dtype.items()
+                name = f"{where}[{gbuf}]"
+                buffers.append(Buffer(chain, group, gbuf, (_coalesced(name, dtypes[0].name, kinds, item),)))
+        except (TypeError, ValueError, AttributeError, KeyError):
+            raise UnsupportedCheckpointError(
+                f"{where} does not have the form that Megatron core 0.8-0.14 writes. "
+                "Re-save with a newer release and --dist-ckpt-optim-fully-reshardable."
+            ) from None
+    return tuple(sorted(buffers, key=lambda b: (b.chain, b.group, b.gbuf)))
+
+
+def _coalesced(name: str, dtype: str, kinds: Mapping[str, Any], item: Item) -> Bucket:
+    entries = {
+        canonical_kind(kind): _payload(f"{name}.{kind}", frame, item.file)
+        for kind, frame in kinds.items()
+        if isinstance(frame, Frame)
+    }
+    refuse_encoded(entries.values())
+    numel = kinds["numel_unpadded"]
+    if MASTER not in entries or {entry.shape for entry in entries.values()} != {(numel,)}:
+        raise CorruptCheckpointError(
+            f"{name}: {numel} elements were saved, but its tensors are "
+            + ", ".join(f"{kind} {entry.shape}" for kind, entry in entries.items())
+        )
+    return Bucket(name, dtype, numel, {kind: flatten(entry) for kind, entry in entries.items()}, bounds=None)
+
+
+def _payload(key: str, frame: Frame, file: str) -> TensorEntry:
+    """A tensor inside an object as a tensor of one bare chunk."""
+    if len(frame.shape) != 1 or not frame.is_row_major:
+        raise ValueError(key)
+    item = Item(file, frame.payload_offset, frame.nbytes, bare=True)
+    return TensorEntry(key, frame.dtype, frame.shape, (Chunk(full_box(frame.shape), item),))
+
+
+def _objects(catalog: Catalog, what: str) -> list[tuple[tuple[int, int], Item]]:
+    """The items of one kind of optimizer object, by (chain, group)."""
+    found = []
+    for key, entry in catalog.objects.items():
+        match = _OBJECT.match(key)
+        if match and match["what"] == what:
+            found.append(((int(match["chain"] or 0), int(match["group"])), entry.item))
+    return found
