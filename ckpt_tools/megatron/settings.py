@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ckpt_tools.megatron.common_state import CommonState
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
@@ -19,6 +21,15 @@ class ModelSettings:
     num_layers: int | None = None
     tp: int | None = None
     bridge: bool = False
+
+
+def read_settings(common: CommonState) -> ModelSettings:
+    """Settings of the run that wrote a checkpoint; nothing is known when it kept neither args nor a configuration."""
+    if common.args:
+        return settings_from_args(common.args)
+    if common.model_config:
+        return settings_from_model_config(common.model_config)
+    return ModelSettings()
 
 
 def settings_from_args(args: Mapping[str, Any]) -> ModelSettings:
@@ -35,12 +46,11 @@ def settings_from_args(args: Mapping[str, Any]) -> ModelSettings:
     )
 
 
-def settings_from_run_config(config: Mapping[str, Any]) -> ModelSettings:
-    """Settings of a Megatron-Bridge `run_config.yaml`, given as nested mappings.
+def settings_from_model_config(model: Mapping[str, Any]) -> ModelSettings:
+    """Settings of the `model` section of a Megatron-Bridge `run_config.yaml`.
 
     Bridge splits fc1 only for a gated unit whose activation is silu (training/checkpointing.py).
     """
-    model = config.get("model") or {}
     gated, activation = model.get("gated_linear_unit"), model.get("activation_func")
     target = activation.get("_target_", "") if isinstance(activation, Mapping) else str(activation or "")
     bf16, fp16 = model.get("bf16"), model.get("fp16")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -12,12 +12,13 @@ from ckpt_tools.catalog.files import Files
 from ckpt_tools.catalog.model import Catalog
 from ckpt_tools.catalog.unpickle import StandIn
 from ckpt_tools.errors import MappingError, list_problems
-from ckpt_tools.megatron.common_state import CommonState
+from ckpt_tools.megatron.common_state import CommonState, read_common_state
 from ckpt_tools.megatron.fsdp_dtensor import RNG_KEY
 from ckpt_tools.megatron.optimizer_layouts.model import OptimizerStates
+from ckpt_tools.megatron.optimizer_layouts.reader import read_optimizer_states
 from ckpt_tools.megatron.param_groups import optimizer_groups
-from ckpt_tools.megatron.settings import ModelSettings
-from ckpt_tools.megatron.torch_dist import Parameter, SortedKeys
+from ckpt_tools.megatron.settings import ModelSettings, read_settings
+from ckpt_tools.megatron.torch_dist import Parameter, SortedKeys, sort_keys
 
 # Objects that Megatron-FSDP neither reads nor writes, and why they can be left out.
 DROPPED_OBJECTS = (
@@ -69,6 +70,32 @@ class TorchDistSource:
         return next(
             (p["grad_scaler"] for p in parts if isinstance(p, Mapping) and p.get("grad_scaler")), None
         )
+
+
+def read_torch_dist(
+    files: Files, catalog: Catalog, ignored: tuple[str, ...] = (), trust_pickle: bool = False
+) -> TorchDistSource:
+    """The checkpoint in `files` taken apart; `ignored` are globs of keys that may be left out.
+
+    Tensors that stand inside stored objects (`dp_zero_gather_scatter`) are added to the catalog.
+
+    Raises:
+        UnsupportedCheckpointError, VerificationError: see `read_optimizer_states`.
+        MappingError: keys that nothing accounts for, or that do not make a whole model.
+    """
+    common = read_common_state(files, catalog, trust_pickle)
+    keys = sort_keys(catalog)
+    states = read_optimizer_states(files, catalog, common)
+    return TorchDistSource(
+        catalog=replace(catalog, tensors={**catalog.tensors, **states.payloads}) if states else catalog,
+        parameters=keys.parameters,
+        states=states,
+        groups=stored_groups(files, catalog, common),
+        settings=read_settings(common),
+        common=common.values,
+        rng=rng_states(files, catalog),
+        dropped=tuple(dropped_objects(keys, states, ignored)),
+    )
 
 
 def _steps(optimizer: object) -> Any:
