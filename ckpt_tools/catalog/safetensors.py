@@ -1,0 +1,188 @@
+"""A Hugging Face model directory's `*.safetensors` files as a `Catalog`.
+
+A file is: 8 bytes little-endian header length, a JSON header, the data. The header gives every tensor's dtype,
+shape and byte range in the data; ranges must follow one another without gap or overlap from 0 to the end of the
+file (safetensors `Metadata::validate`). Nothing is handed out before all of that holds for every file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+
+from ckpt_tools.box import full_box
+from ckpt_tools.catalog.model import Catalog, Chunk, Item, TensorEntry
+from ckpt_tools.dtypes import itemsize
+from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError, list_problems
+
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
+    "U8": "uint8",
+    "BOOL": "bool",
+    "C64": "complex64",
+}
+
+
+def read_safetensors_catalog(root: str | Path) -> Catalog:
+    """The tensors of a model directory, in file order; every item is a bare payload.
+
+    Raises:
+        UnsupportedCheckpointError: no weights there, or two sets of weights at once.
+        CorruptCheckpointError: a file breaks the format, or files and index contradict each other.
+    """
+    root = Path(root)
+    weight_map = _weight_map(root)
+    tensors: dict[str, TensorEntry] = {}
+    problems: list[str] = []
+    for name in sorted(set(weight_map.values())) if weight_map is not None else [SINGLE_FILE]:
+        try:
+            found = read_safetensors_header(root, name)
+        except CorruptCheckpointError as error:
+            problems.append(str(error))
+            continue
+        for key in found:
+            if weight_map is not None and weight_map.get(key) != name:
+                problems.append(f"{name} holds {key}, which the index places in {weight_map.get(key)}")
+        tensors.update(found)
+        if weight_map is not None:
+            listed = {key for key, file in weight_map.items() if file == name}
+            problems += [f"{name} lacks {key}, which the index places there" for key in listed - set(found)]
+    if problems:
+        raise CorruptCheckpointError(f"{root}: the weights are not whole:\n" + list_problems(problems))
+    return Catalog(str(root), tensors, {})
+
+
+def _weight_map(root: Path) -> dict[str, str] | None:
+    """The index's tensor -> file map with every file proven to exist, or None for a single file."""
+    present = sorted(path.name for path in root.glob("*.safetensors"))
+    if not (root / INDEX_FILE).exists():
+        if SINGLE_FILE in present:
+            return None
+        raise UnsupportedCheckpointError(
+            f"{root} has neither {SINGLE_FILE} nor {INDEX_FILE}"
+            + (f", only {', '.join(present[:4])}: the index is missing" if present else "")
+        )
+    if SINGLE_FILE in present:
+        raise UnsupportedCheckpointError(
+            f"{root} has both {SINGLE_FILE} and {INDEX_FILE}; transformers would load the single file only. "
+            "Remove the stale one"
+        )
+    weight_map = _read_index(root / INDEX_FILE)
+    files = set(weight_map.values())
+    problems = [f"{name!r} is not a file name" for name in files if not name or Path(name).name != name]
+    problems += [f"shard {name} is missing" for name in sorted(files - set(present))]
+    problems += [f"{name} is not in the index: a stale shard" for name in present if name not in files]
+    if problems:
+        raise CorruptCheckpointError(f"{root / INDEX_FILE}:\n" + list_problems(problems))
+    return weight_map
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        index = json.loads(path.read_bytes(), object_pairs_hook=_unique)
+        weight_map = index["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptCheckpointError(f"{path}: not a safetensors index: {error}") from error
+    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+        raise CorruptCheckpointError(f"{path}: weight_map is not a map of tensor names to file names")
+    return weight_map
+
+
+def read_safetensors_header(root: Path, name: str) -> dict[str, TensorEntry]:
+    """The tensors of one file `name` below `root`, in data order.
+
+    Raises:
+        CorruptCheckpointError: the file breaks the format; all problems of the header are named.
+    """
+    path = root / name
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
+            raise CorruptCheckpointError(
+                f"{path}: header of {length:,} bytes in a file of {size:,} bytes (at most {MAX_HEADER_BYTES:,})"
+            )
+        raw = file.read(length)
+    try:
+        header = json.loads(raw, object_pairs_hook=_unique)
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{path}: the header is not JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise CorruptCheckpointError(f"{path}: the header is not a JSON object")
+    header.pop("__metadata__", None)
+    problems: list[str] = []
+    entries = [
+        entry for key, info in header.items() if (entry := _entry(name, 8 + length, key, info, problems))
+    ]
+    entries.sort(key=lambda entry: (entry.chunks[0].item.offset, entry.nbytes))
+    problems += _gaps(entries, 8 + length, size)
+    if problems:
+        raise CorruptCheckpointError(
+            f"{path}: the header does not describe the file:\n" + list_problems(problems)
+        )
+    return {entry.key: entry for entry in entries}
+
+
+def _entry(file: str, data_start: int, key: str, info: object, problems: list[str]) -> TensorEntry | None:
+    """One tensor of a header; what is wrong with it goes to `problems`."""
+    match info:
+        case {"dtype": str(code), "shape": list(shape), "data_offsets": [int(start), int(stop)]}:
+            pass
+        case _:
+            problems.append(f"{key}: no dtype, shape and data_offsets")
+            return None
+    if code not in DTYPES:
+        problems.append(f"{key}: unknown element type {code!r}")
+        return None
+    if not all(type(n) is int and n >= 0 for n in shape) or not 0 <= start <= stop:
+        problems.append(f"{key}: shape {shape} at bytes [{start}, {stop}) cannot be")
+        return None
+    needed = prod(shape) * itemsize(DTYPES[code])
+    if needed != stop - start:
+        problems.append(f"{key}: {code} {shape} needs {needed:,} bytes, data_offsets give {stop - start:,}")
+        return None
+    item = Item(file, data_start + start, needed, bare=True)
+    dims = tuple(shape)
+    return TensorEntry(key, DTYPES[code], dims, (Chunk(full_box(dims), item),))
+
+
+def _gaps(entries: list[TensorEntry], start: int, stop: int) -> Iterator[str]:
+    """One line wherever tensors in data order do not follow one another from `start` to the file's end."""
+    at = start
+    for entry in entries:
+        item = entry.chunks[0].item
+        if item.offset != at:
+            kind = "overlaps the tensor before it" if item.offset < at else "leaves a gap"
+            yield f"{entry.key}: begins at byte {item.offset:,}, expected {at:,}: {kind}"
+        at = item.offset + item.length
+    if at != stop:
+        what = "truncated" if at > stop else "trailing bytes"
+        yield f"the tensors end at byte {at:,}, the file at {stop:,}: {what}"
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """A JSON object as a dict; a name that occurs twice is an error."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        raise ValueError(f"duplicate name {counts.most_common(1)[0][0]!r}")
+    return found

@@ -1,0 +1,122 @@
+"""What must hold for a model to be exported or imported, and what the two programs do differently all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from ckpt_tools.errors import MappingError
+from ckpt_tools.megatron.huggingface.model_args import TRAINED_LLAMA3_FACTOR, ModelArgs
+from ckpt_tools.megatron.huggingface.rules import Family, Pair
+from ckpt_tools.megatron.views import Shape
+
+EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+
+
+class Spec(NamedTuple):
+    """Type and shape (elements) of a tensor that is there."""
+
+    dtype: str
+    shape: Shape
+
+
+def with_vocabulary(
+    model: ModelArgs, parameters: Mapping[str, Spec], told: int | None
+) -> tuple[ModelArgs, tuple[str, ...]]:
+    """The model with both vocabulary sizes set. `told` is what the user or the args say, not a reference."""
+    if EMBEDDING not in parameters:
+        raise MappingError(f"the checkpoint has no {EMBEDDING}: not a whole language model")
+    rows = parameters[EMBEDDING].shape[0]
+    padded = model.padded_vocab_size or rows
+    size, notes = told or model.vocab_size or rows, []
+    if size > rows and told:
+        raise MappingError(f"{EMBEDDING} has {rows} rows, fewer than the vocabulary of {size}")
+    if size > rows:
+        notes.append(
+            f"the reference config's vocab_size {size} exceeds the {rows} rows there are; {rows} is written"
+        )
+        size = rows
+    elif not told and not model.vocab_size:
+        notes.append(
+            f"the true vocabulary size is not known; all {rows} rows are exported (--vocab-size cuts them)"
+        )
+    elif size < rows:
+        notes.append(f"the vocabulary is cut from {rows} to {size} rows, which drops its padding")
+    return replace(model, vocab_size=size, padded_vocab_size=padded), tuple(notes)
+
+
+def not_of_family(family: Family, model: ModelArgs, reference: Mapping[str, Any] | None) -> list[str]:
+    """What keeps the model from being expressed as this family."""
+    problems = [
+        f"{name} is {getattr(model, name)!r}; {family.architecture} is {needed!r}"
+        for name, needed in family.needs.items()
+        if getattr(model, name) != needed
+    ]
+    lacking = [name for name in family.reference if name not in (reference or {})]
+    if lacking:
+        problems.append(f"only a reference config tells {', '.join(lacking)}; pass --hf-config")
+    if 0 in model.sliding_layers and not any(one.arg == "sliding_layers" for one in family.fields):
+        problems.append(f"sliding windows on some layers only; {family.architecture} has them on all or none")
+    if model.rotary_interleaved and (model.qk_layernorm or model.multi_latent_attention):
+        problems.append("rotary_interleaved together with q/k norms or MLA has no known Hugging Face order")
+    return problems
+
+
+def spellings(
+    pairs: Iterable[Pair], parameters: Mapping[str, Spec], problems: list[str]
+) -> tuple[dict[str, str], list[str]]:
+    """Rule name -> the name there is, and the parameters no rule used."""
+    spelled: dict[str, str] = {}
+    used: set[str] = set()
+    for pair in pairs:
+        for name in pair.core:
+            found = [one for one in (name, *pair.also) if one in parameters]
+            used.update(found)
+            if not found:
+                problems.append(f"{name} {list(pair.shape)} is missing")
+                continue
+            if len(found) > 1:
+                problems.append(f"{' and '.join(found)} are two names of one parameter")
+            if parameters[found[0]].shape != pair.shape:
+                problems.append(
+                    f"{found[0]} has shape {list(parameters[found[0]].shape)}, "
+                    f"its settings ask for {list(pair.shape)}"
+                )
+            spelled[name] = found[0]
+    return spelled, [name for name in parameters if name not in used]
+
+
+def semantic_notes(family: Family, model: ModelArgs) -> tuple[str, ...]:
+    """Differences in what the two programs compute from equal weights and settings."""
+    notes = []
+    if model.moe_router_num_groups and model.moe_router_group_topk:
+        best = model.moe_router_topk // model.moe_router_group_topk
+        theirs = 2 if family.name == "deepseek_v3" else 1
+        if best != theirs:
+            notes.append(
+                f"routing: Megatron ranks a group by the sum of its best {best} experts, transformers by "
+                f"{theirs}: logits will differ"
+            )
+    if model.multi_latent_attention and model.layernorm_epsilon != 1e-6:
+        notes.append(
+            "transformers evaluates the norms inside MLA with epsilon 1e-6 whatever config.json says"
+        )
+    return tuple(notes)
+
+
+def import_notes(family: Family, model: ModelArgs) -> tuple[str, ...]:
+    notes = list(semantic_notes(family, model))
+    rope = model.rope_scaling[0]
+    if rope and rope["rope_type"] == "llama3" and rope["factor"] != TRAINED_LLAMA3_FACTOR:
+        notes.append(
+            f"rope factor {rope['factor']}: Megatron-LM before #6306 trains with {TRAINED_LLAMA3_FACTOR} whatever "
+            "--rope-scaling-factor says"
+        )
+    if rope and rope["rope_type"] == "linear":
+        notes.append("linear rope scaling: Megatron-LM's gpt_builders.py does not pass it on")
+    if family.reference:
+        notes.append(
+            f"{family.name}: plain Megatron-LM has no such model; its layers come from Megatron-Bridge"
+        )
+    return tuple(notes)

@@ -1,0 +1,182 @@
+"""`config.json` <-> `ModelArgs`, and what a reference config may add to a checkpoint.
+
+What is written is the transformers-4 form (`rope_theta`, `rope_scaling`, `torch_dtype`), which transformers 4 and
+5 both load; a config written by 5 makes 4 use wrong values without a word. Both forms are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import isclose
+from typing import Any
+
+from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems
+from ckpt_tools.megatron.huggingface.config_fields import REQUIRED, Config, Field
+from ckpt_tools.megatron.huggingface.model_args import ModelArgs
+from ckpt_tools.megatron.huggingface.rules import Family
+
+
+def write_config(family: Family, model: ModelArgs) -> dict[str, Any]:
+    """config.json of the model, from its architecture alone."""
+    config: dict[str, Any] = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type or family.name,
+    }
+    config |= {key: value[0] if isinstance(value, tuple) else value for key, value in family.fixed.items()}
+    for one in family.fields:
+        config[one.hf] = one.write(getattr(model, one.arg), model)
+    return config
+
+
+def read_config(family: Family, config: Config) -> ModelArgs:
+    """The architecture that a config.json of this family describes.
+
+    Raises:
+        MappingError: fields are missing, or say something that Megatron cannot express; all are named.
+    """
+    config = in_v4_form(config)
+    values: dict[str, Any] = {}
+    problems = _not_fixed(family, config)
+    for one in family.fields:
+        value = config.get(one.hf, _default(one, config))
+        if value is REQUIRED:
+            problems.append(f"{one.hf} is missing")
+            continue
+        try:
+            value = one.read(value, config)
+        except MappingError as error:
+            problems.append(f"{one.hf}: {error}")
+            continue
+        if values.setdefault(one.arg, value) != value:
+            problems.append(f"{one.hf}={value} and another field disagree: both are Megatron's {one.arg}")
+    if problems:
+        raise MappingError(f"config.json does not fit {family.name}:\n" + list_problems(problems))
+    return ModelArgs(**_implied(family, values))
+
+
+def reconcile(family: Family, model: ModelArgs, reference: Config) -> ModelArgs:
+    """The checkpoint's architecture with what only the reference config tells.
+
+    Raises:
+        MappingError: the reference contradicts the checkpoint; every such field is named.
+    """
+    theirs = read_config(family, reference)
+    model = replace(model, rope_scaling=(_settle_rope(model, theirs),))
+    problems, taken = [], {}
+    for one in family.fields:
+        ours, other = getattr(model, one.arg), getattr(theirs, one.arg)
+        if one.soft or (one.arg == "vocab_size" and ours is None):
+            taken[one.arg] = other
+        elif one.arg != "vocab_size" and not _equal(ours, other):
+            problems.append(f"{one.hf}: the checkpoint has {ours}, the reference config {other} ({one.arg})")
+    if problems:
+        raise MappingError("the reference config contradicts the checkpoint:\n" + list_problems(problems))
+    return replace(model, **taken)
+
+
+def keep_reference(reference: Config) -> dict[str, Any]:
+    """What an exported config.json takes over from the reference: all but the quantization of its weights."""
+    dropped = ("quantization_config", "transformers_version", "dtype")
+    return {key: value for key, value in in_v4_form(reference).items() if key not in dropped}
+
+
+def in_v4_form(config: Config) -> dict[str, Any]:
+    """The config with the names of transformers 4 for what transformers 5 spells in another way.
+
+    Raises:
+        UnsupportedCheckpointError: a quantized model, whose tensors are codes and scales.
+    """
+    found = dict(config)
+    rope = found.pop("rope_parameters", None)
+    if isinstance(rope, Mapping):
+        if "full_attention" in rope:  # Gemma 3: one set for each kind of layer
+            found.setdefault("rope_local_base_freq", rope["sliding_attention"]["rope_theta"])
+            rope = rope["full_attention"]
+        found.setdefault("rope_theta", rope.get("rope_theta", 10000.0))
+        factor = rope.get("partial_rotary_factor", 1.0)
+        if factor != 1.0:
+            found.setdefault("partial_rotary_factor", factor)
+        scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "partial_rotary_factor")}
+        found.setdefault(
+            "rope_scaling", None if scaling.get("rope_type", "default") == "default" else scaling
+        )
+    if "dtype" in found:
+        found.setdefault("torch_dtype", found["dtype"])
+    for new, old in (("num_local_experts", "num_experts"), ("num_local_experts", "n_routed_experts")):
+        if new in found:
+            found.setdefault(old, found[new])
+    return found
+
+
+def refuse_quantized(config: Config) -> None:
+    """Raises:
+    UnsupportedCheckpointError: the weights are codes and scales, not values.
+    """
+    quantized = config.get("quantization_config")
+    if quantized:
+        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
+        raise UnsupportedCheckpointError(
+            f"config.json says the weights are quantized ({method}); turn them into bfloat16 first "
+            "(transformers: from_pretrained with dequantize, then save_pretrained)"
+        )
+
+
+def _default(one: Field, config: Config) -> Any:
+    return one.default(config) if callable(one.default) else one.default
+
+
+def _not_fixed(family: Family, config: Config) -> list[str]:
+    problems = []
+    for key, value in family.fixed.items():
+        allowed = value if isinstance(value, tuple) else (value,)
+        if config.get(key) is not None and config[key] not in allowed:
+            problems.append(f"{key} is {config[key]!r}; Megatron's {family.name} is {allowed[0]!r} only")
+    return problems
+
+
+def _implied(family: Family, values: dict[str, Any]) -> dict[str, Any]:
+    """`ModelArgs` fields that follow from the family or from other fields."""
+    heads = values["num_attention_heads"]
+    implied: dict[str, Any] = {
+        "num_query_groups": heads,
+        "kv_channels": values["hidden_size"] // heads,
+        "ffn_hidden_size": values.get("moe_ffn_hidden_size"),
+        "zero_centered_gamma": family.plus_one,
+        "add_bias_linear": False,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+    }
+    if values.get("num_experts"):
+        implied["moe_layers"] = (1,) * values["num_layers"]
+        implied["moe_router_pre_softmax"] = False
+    if values.get("sliding_window"):
+        implied["sliding_layers"] = (1,) * values["num_layers"]
+    return implied | {k: v for k, v in family.needs.items() if k not in values} | values
+
+
+def _settle_rope(model: ModelArgs, theirs: ModelArgs) -> Any:
+    """The one scaling the model was trained with, where the args leave several open."""
+    wanted = theirs.rope_scaling[0]
+    if not model.yarn_told and wanted and wanted["rope_type"] == "yarn":
+        return wanted
+    fitting = [one for one in model.rope_scaling if _equal(one, wanted)]
+    if fitting:
+        return fitting[0]
+    if len(model.rope_scaling) == 1:
+        return model.rope_scaling[0]
+    raise MappingError(
+        f"rope_scaling: the checkpoint was trained with one of {list(model.rope_scaling)}, the reference config "
+        f"says {wanted}"
+    )
+
+
+def _equal(ours: Any, theirs: Any) -> bool:
+    """Equality of config values; floats as far as their decimal texts can carry them."""
+    if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
+        return ours.keys() == theirs.keys() and all(_equal(ours[k], theirs[k]) for k in ours)
+    if isinstance(ours, tuple | list) and isinstance(theirs, tuple | list):
+        return len(ours) == len(theirs) and all(_equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    if isinstance(ours, int | float) and isinstance(theirs, int | float):
+        return isclose(ours, theirs, rel_tol=1e-12)
+    return bool(ours == theirs)

@@ -1,0 +1,269 @@
+"""The fields of config.json that say what `ModelArgs` says, per family: one table for reading and writing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+from ckpt_tools.errors import MappingError
+from ckpt_tools.megatron.huggingface.model_args import LLAMA3_SCALING, ModelArgs
+
+REQUIRED: Final = object()
+Config: TypeAlias = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """config.json's `hf` is `ModelArgs.arg`; `write` and `read` translate the value.
+
+    `default` is what the transformers class takes when the key is absent: a value, or a function of the config.
+    A `soft` field has no say in the computation of the model: a reference config wins over the checkpoint.
+    """
+
+    hf: str
+    arg: str
+    default: Any = REQUIRED
+    write: Callable[[Any, ModelArgs], Any] = lambda value, model: value
+    read: Callable[[Any, Config], Any] = lambda value, config: value
+    soft: bool = False
+
+
+def _read_rope(scaling: Config | None, config: Config) -> tuple[Any, ...]:
+    """`rope_scaling` with every value spelled out that Megatron can set; others are refused."""
+    if not scaling:
+        return (None,)
+    scaling = dict(scaling)
+    kind = scaling.pop("rope_type", None) or scaling.pop("type", None)
+    scaling.pop("type", None)
+    if kind in (None, "default"):
+        return (None,)
+    settings = {key: value for key, value in scaling.items() if value is not None}
+    known: dict[str, Any] = {"rope_type": kind, "factor": float(settings.pop("factor", 1.0))}
+    if kind == "llama3":
+        known |= {key: settings.pop(key, None) for key in LLAMA3_SCALING}
+        if known != known | LLAMA3_SCALING:
+            raise MappingError(
+                f"Megatron's llama3 scaling has {LLAMA3_SCALING} and no other values: {scaling}"
+            )
+    elif kind == "yarn":
+        known |= {
+            "beta_fast": float(settings.pop("beta_fast", 32)),
+            "beta_slow": float(settings.pop("beta_slow", 1)),
+            "original_max_position_embeddings": settings.pop(
+                "original_max_position_embeddings", config.get("max_position_embeddings")
+            ),
+        }
+        if "kv_lora_rank" in config:
+            known |= {
+                "mscale": settings.pop("mscale", 1.0),
+                "mscale_all_dim": settings.pop("mscale_all_dim", 0.0),
+            }
+        else:
+            known["truncate"] = bool(settings.pop("truncate", True))
+    elif kind != "linear":
+        raise MappingError(f"Megatron has no {kind!r} scaling")
+    if settings:
+        raise MappingError(f"Megatron cannot set {settings} of {kind!r} scaling")
+    return (known,)
+
+
+def _write_rope(candidates: Sequence[Any], model: ModelArgs) -> Any:
+    if len(candidates) != 1:
+        raise MappingError(
+            "rope_scaling: Megatron-LM ignored this option in many versions, so the args do not tell whether the "
+            f"model was trained with {' or '.join(map(str, candidates))}; pass --hf-config with the right one"
+        )
+    return candidates[0]
+
+
+def _read_dense(dense: Sequence[int], config: Config) -> tuple[int, ...]:
+    step = config.get("decoder_sparse_step", 1)
+    layers = range(config["num_hidden_layers"])
+    return tuple(int(layer not in (dense or ()) and (layer + 1) % step == 0) for layer in layers)
+
+
+def _write_dense(moe: Sequence[int], model: ModelArgs) -> list[int]:
+    return [layer for layer, one in enumerate(moe) if not one]
+
+
+def _write_leading_dense(moe: Sequence[int], model: ModelArgs) -> int:
+    dense = model.num_layers - sum(moe)
+    if any(moe[:dense]):
+        raise MappingError(
+            f"moe_layer_freq {list(moe)}: DeepSeek has dense layers first and MoE layers after them"
+        )
+    return dense
+
+
+def _read_leading_dense(dense: int, config: Config) -> tuple[int, ...]:
+    layers = int(config["num_hidden_layers"])
+    if config.get("moe_layer_freq", 1) != 1:
+        raise MappingError(f"moe_layer_freq {config['moe_layer_freq']} is not supported")
+    return (0,) * min(dense, layers) + (1,) * (layers - dense)
+
+
+def _write_layer_types(sliding: Sequence[int], model: ModelArgs) -> list[str]:
+    return ["sliding_attention" if one else "full_attention" for one in sliding or (0,) * model.num_layers]
+
+
+def _read_layer_types(types: Sequence[str], config: Config) -> tuple[int, ...]:
+    return tuple(int(one == "sliding_attention") for one in types)
+
+
+def _every_second(config: Config) -> list[str]:
+    """GPT-OSS without `layer_types` begins with a sliding layer and alternates."""
+    return [("full_attention" if i % 2 else "sliding_attention") for i in range(config["num_hidden_layers"])]
+
+
+def _one_for_none(value: Any, model: ModelArgs) -> Any:
+    return 1 if value is None else value
+
+
+def _none_for_one(value: Any, config: Config) -> Any:
+    return None if value in (None, 1, 1.0) else value
+
+
+def _write_shared(size: int | None, model: ModelArgs) -> int | None:
+    count, rest = divmod(size or 0, model.moe_ffn_hidden_size)
+    if rest:
+        raise MappingError(
+            f"a shared expert of {size} is no multiple of the experts' {model.moe_ffn_hidden_size}"
+        )
+    return count or None
+
+
+def _read_shared(count: int | None, config: Config) -> int | None:
+    return count * int(config["moe_intermediate_size"]) if count else None
+
+
+def _heads(config: Config) -> int:
+    return int(config["num_attention_heads"])
+
+
+def _head_dim(config: Config) -> int:
+    return int(config["hidden_size"]) // _heads(config)
+
+
+def _dtype(value: Any, config: Config) -> str | None:
+    return None if value is None else str(value).removeprefix("torch.")
+
+
+def _square(heads: int, model: ModelArgs) -> int:
+    """The number of heads, where config.json has no field for their size."""
+    if heads * model.kv_channels != model.hidden_size:
+        raise MappingError(
+            f"{heads} heads of {model.kv_channels} are not hidden_size {model.hidden_size}: the config.json of this "
+            "architecture cannot say that"
+        )
+    return heads
+
+
+def _not(value: Any, _: Any) -> bool:
+    return not value
+
+
+VOCAB = Field("vocab_size", "vocab_size")
+DTYPE = Field("torch_dtype", "params_dtype", None, read=_dtype, soft=True)
+STD = Field("initializer_range", "init_method_std", 0.02, soft=True)
+SIZE = (
+    VOCAB,
+    Field("hidden_size", "hidden_size"),
+    Field("num_hidden_layers", "num_layers"),
+    Field("num_attention_heads", "num_attention_heads"),
+    Field("max_position_embeddings", "max_position_embeddings", soft=True),
+    STD,
+    DTYPE,
+)
+GROUPS = Field("num_key_value_heads", "num_query_groups", _heads)
+HEAD_DIM = Field("head_dim", "kv_channels", _head_dim, read=lambda value, config: value or _head_dim(config))
+FFN = Field("intermediate_size", "ffn_hidden_size")
+ROPE = (
+    Field("rms_norm_eps", "layernorm_epsilon", 1e-6),
+    Field("rope_theta", "rotary_base", 10000.0),
+    Field("rope_scaling", "rope_scaling", None, _write_rope, _read_rope),
+)
+UNTIED = Field("tie_word_embeddings", "tied", False)
+TIED = Field("tie_word_embeddings", "tied", True)
+SQUARE = Field("num_attention_heads", "num_attention_heads", write=_square)
+ATTENTION = (*SIZE, GROUPS, *ROPE, UNTIED)
+TOP_K = Field("num_experts_per_tok", "moe_router_topk")
+NORM_TOP_K = Field("norm_topk_prob", "moe_router_pre_softmax", False, _not, _not)
+EXPERTS = (
+    Field("num_experts", "num_experts"),
+    TOP_K,
+    Field("moe_intermediate_size", "moe_ffn_hidden_size"),
+    NORM_TOP_K,
+    Field("mlp_only_layers", "moe_layers", (), _write_dense, _read_dense),
+)
+
+LLAMA = (
+    *ATTENTION,
+    HEAD_DIM,
+    FFN,
+    Field("attention_bias", "add_bias_linear", False),
+    Field("mlp_bias", "add_bias_linear", False),
+)
+MISTRAL = (*ATTENTION, HEAD_DIM, FFN, Field("sliding_window", "sliding_window", 4096))
+QWEN2 = (*ATTENTION, FFN, SQUARE)
+QWEN3 = (*ATTENTION, HEAD_DIM, FFN)
+QWEN2_MOE = (
+    *ATTENTION,
+    FFN,
+    SQUARE,
+    *EXPERTS,
+    Field("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+)
+QWEN3_MOE = (*ATTENTION, HEAD_DIM, FFN, *EXPERTS)
+MIXTRAL = (
+    *ATTENTION,
+    HEAD_DIM,
+    Field("intermediate_size", "moe_ffn_hidden_size"),
+    Field("num_local_experts", "num_experts"),
+    TOP_K,
+)
+DEEPSEEK_V2 = (
+    *SIZE,
+    *ROPE,
+    UNTIED,
+    FFN,
+    Field("q_lora_rank", "q_lora_rank", None),
+    Field("kv_lora_rank", "kv_lora_rank"),
+    Field("qk_nope_head_dim", "qk_head_dim"),
+    Field("qk_rope_head_dim", "qk_pos_emb_head_dim"),
+    Field("v_head_dim", "v_head_dim"),
+    Field("n_routed_experts", "num_experts"),
+    TOP_K,
+    Field("moe_intermediate_size", "moe_ffn_hidden_size"),
+    Field("n_shared_experts", "moe_shared_expert_intermediate_size", None, _write_shared, _read_shared),
+    Field("first_k_dense_replace", "moe_layers", 0, _write_leading_dense, _read_leading_dense),
+    Field("n_group", "moe_router_num_groups", None, _one_for_none, _none_for_one),
+    Field("topk_group", "moe_router_group_topk", None, _one_for_none, _none_for_one),
+    Field("routed_scaling_factor", "moe_router_topk_scaling_factor", 1.0, _one_for_none, _none_for_one),
+)
+DEEPSEEK_V3 = (*DEEPSEEK_V2, Field("num_nextn_predict_layers", "mtp_num_layers", 0))
+GPT_OSS = (
+    *ATTENTION,
+    HEAD_DIM,
+    Field("intermediate_size", "moe_ffn_hidden_size"),
+    Field("num_local_experts", "num_experts"),
+    TOP_K,
+    Field("sliding_window", "sliding_window"),
+    Field("layer_types", "sliding_layers", _every_second, _write_layer_types, _read_layer_types),
+    Field("swiglu_limit", "activation_clamp", 7.0),
+)
+GEMMA = (*SIZE, GROUPS, *ROPE, TIED, HEAD_DIM, FFN)
+GPT2 = (
+    VOCAB,
+    Field("n_embd", "hidden_size"),
+    Field("n_layer", "num_layers"),
+    Field("n_head", "num_attention_heads", write=_square),
+    Field("n_positions", "max_position_embeddings"),
+    Field("n_inner", "ffn_hidden_size", None, read=lambda value, config: value or 4 * config["n_embd"]),
+    Field("layer_norm_epsilon", "layernorm_epsilon", 1e-5),
+    Field("attn_pdrop", "attention_dropout", 0.1, soft=True),
+    Field("resid_pdrop", "hidden_dropout", 0.1, soft=True),
+    TIED,
+    STD,
+    DTYPE,
+)

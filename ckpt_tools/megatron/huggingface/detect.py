@@ -1,0 +1,91 @@
+"""Which family a model belongs to, from a reference config or from the names of its parameters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ckpt_tools.errors import MappingError, list_problems
+from ckpt_tools.megatron.huggingface.families import FAMILIES
+from ckpt_tools.megatron.huggingface.model_args import ModelArgs
+from ckpt_tools.megatron.huggingface.rules import Family
+
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+ARCHITECTURES_WITHOUT_RULES = {
+    "mixer.": "Mamba or Nemotron-H layers",
+    "self_attention.in_proj.": "gated delta net layers (Qwen3-Next)",
+    "vision_model.": "a vision tower",
+}
+
+
+def detect_family(
+    names: Iterable[str],
+    model: ModelArgs | None = None,
+    config: Mapping[str, Any] | None = None,
+    families: Mapping[str, Family] = FAMILIES,
+) -> Family:
+    """The family; a config.json decides where there is one, otherwise the parameters do.
+
+    `names` are Megatron parameters with any layer numbers. `model` tells Llama, Mistral and Gemma apart, which
+    have the same parameters.
+
+    Raises:
+        MappingError: no family has such parameters, or config.json names one without rules.
+    """
+    if config is not None:
+        return family_of_config(config, families)
+    kinds = {NUMBER.sub("N", name) for name in names}
+    unknown = [
+        f"{what}: {name}"
+        for part, what in ARCHITECTURES_WITHOUT_RULES.items()
+        for name in sorted(kinds)
+        if f".{part}" in f".{name}"
+    ]
+    if unknown:
+        raise MappingError(
+            "this architecture has no Hugging Face rules; a rule file can add them (--rules):\n"
+            + list_problems(unknown)
+        )
+    return families[_by_kinds(kinds, model)]
+
+
+def family_of_config(config: Mapping[str, Any], families: Mapping[str, Family] = FAMILIES) -> Family:
+    """The family of a config.json.
+
+    Raises:
+        MappingError: its model_type has no rules.
+    """
+    kind = config.get("model_type")
+    for family in families.values():
+        if kind == (family.model_type or family.name):
+            return family
+    known = ", ".join(sorted(family.model_type or family.name for family in families.values()))
+    raise MappingError(
+        f"config.json has model_type {kind!r}, for which there are no rules; known are {known}. "
+        "A rule file can add one (--rules)"
+    )
+
+
+def _by_kinds(kinds: set[str], model: ModelArgs | None) -> str:
+    """A family's name by what only its models have (order matters: the most telling parameters first)."""
+
+    def has(part: str) -> bool:
+        return any(part in kind for kind in kinds)
+
+    qk_norm = has(".q_layernorm.")
+    gemma = model is not None and model.activation == "geglu"
+    mistral = model is not None and model.sliding_window is not None
+    known = (
+        (has(".linear_kv_down_proj."), "deepseek_v3" if has(".router.expert_bias") else "deepseek_v2"),
+        (has(".softmax_offset"), "gpt_oss"),
+        (has(".linear_proj.post_layernorm."), "gemma3" if qk_norm else "gemma2"),
+        (has("embedding.position_embeddings."), "gpt2"),
+        (has(".shared_experts.gate_weight"), "qwen2_moe"),
+        (has(".experts.experts."), "qwen3_moe" if qk_norm else "mixtral"),
+        (qk_norm, "qwen3"),
+        (has(".linear_qkv.bias") and not has(".linear_proj.bias"), "qwen2"),
+        (gemma, "gemma"),
+        (mistral, "mistral"),
+    )
+    return next((name for holds, name in known if holds), "llama")

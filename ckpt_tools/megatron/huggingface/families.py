@@ -1,0 +1,92 @@
+"""The families this tool knows: rules, config fields, and what a model must be to belong to one."""
+
+from __future__ import annotations
+
+from ckpt_tools.megatron.huggingface import config_fields as fields
+from ckpt_tools.megatron.huggingface import rule_tables as rules
+from ckpt_tools.megatron.huggingface.rules import Family
+
+INV_FREQ = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
+SILU = {"hidden_act": "silu"}
+QWEN = SILU | {"use_sliding_window": False, "attention_bias": False}
+DENSE = {"num_experts": None, "mtp_num_layers": 0}
+SOFTMAX_MOE = {
+    "mtp_num_layers": 0,
+    "moe_router_score_function": "softmax",
+    "moe_router_enable_expert_bias": False,
+    "moe_router_num_groups": None,
+    "moe_router_topk_scaling_factor": None,
+}
+ROPE = {"normalization": "RMSNorm", "position_embedding_type": "rope", "rotary_percent": 1.0}
+GQA = ROPE | {"activation": "swiglu", "softmax_type": "vanilla", "multi_latent_attention": False}
+FULL = {"sliding_window": None}
+NO_BIAS = {"add_bias_linear": False, "add_qkv_bias": False}
+QKV_BIAS = {"add_bias_linear": False, "add_qkv_bias": True}
+QK_NORM = {"qk_layernorm": True}
+NO_QK_NORM = {"qk_layernorm": False}
+NO_SHARED = {"moe_shared_expert_intermediate_size": None}
+DEEPSEEK = ROPE | NO_BIAS | FULL | {
+    "activation": "swiglu",
+    "softmax_type": "vanilla",
+    "multi_latent_attention": True,
+    "moe_shared_expert_gate": False,
+}  # fmt: skip
+GEMMA = ROPE | NO_BIAS | DENSE | {
+    "activation": "geglu",
+    "softmax_type": "vanilla",
+    "multi_latent_attention": False,
+    "tied": True,
+}  # fmt: skip
+GELU_TANH = "gelu_pytorch_tanh"
+GEMMA_FIXED = {"hidden_activation": GELU_TANH, "attention_bias": False}
+WINDOWED = ("query_pre_attn_scalar", "sliding_window")
+
+KNOWN = (
+    Family("llama", "LlamaForCausalLM", rules.LLAMA, fields.LLAMA, fixed=SILU,
+           needs=GQA | DENSE | FULL | NO_QK_NORM, ignored=INV_FREQ),
+    Family("mistral", "MistralForCausalLM", rules.QWEN, fields.MISTRAL, fixed=SILU,
+           needs=GQA | DENSE | NO_BIAS | NO_QK_NORM),
+    Family("qwen2", "Qwen2ForCausalLM", rules.QWEN, fields.QWEN2, fixed=SILU | {"use_sliding_window": False},
+           needs=GQA | DENSE | FULL | QKV_BIAS | NO_QK_NORM),
+    Family("qwen3", "Qwen3ForCausalLM", (*rules.QWEN, *rules.QK_NORM), fields.QWEN3, fixed=QWEN,
+           needs=GQA | DENSE | FULL | NO_BIAS | QK_NORM),
+    Family("qwen2_moe", "Qwen2MoeForCausalLM",
+           (*rules.QWEN, *rules.moe(), *rules.shared_expert("shared_expert"), rules.SHARED_GATE),
+           fields.QWEN2_MOE, fixed=SILU | {"use_sliding_window": False, "decoder_sparse_step": 1},
+           needs=GQA | SOFTMAX_MOE | FULL | QKV_BIAS | NO_QK_NORM | {"moe_shared_expert_gate": True}),
+    Family("qwen3_moe", "Qwen3MoeForCausalLM", (*rules.QWEN, *rules.QK_NORM, *rules.moe()), fields.QWEN3_MOE,
+           fixed=QWEN | {"decoder_sparse_step": 1},
+           needs=GQA | SOFTMAX_MOE | FULL | NO_BIAS | QK_NORM | NO_SHARED),
+    Family("mixtral", "MixtralForCausalLM", rules.MIXTRAL, fields.MIXTRAL, fixed=SILU | {"sliding_window": None},
+           needs=GQA | SOFTMAX_MOE | FULL | NO_BIAS | NO_QK_NORM | NO_SHARED | {"moe_router_pre_softmax": False}),
+    Family("deepseek_v2", "DeepseekV2ForCausalLM", rules.DEEPSEEK_V2, fields.DEEPSEEK_V2,
+           fixed=SILU | {"attention_bias": False, "norm_topk_prob": False, "scoring_func": "softmax"},
+           needs=DEEPSEEK | {"mtp_num_layers": 0, "moe_router_score_function": "softmax",
+                             "moe_router_enable_expert_bias": False, "moe_router_pre_softmax": True}),
+    Family("deepseek_v3", "DeepseekV3ForCausalLM", rules.DEEPSEEK_V3, fields.DEEPSEEK_V3,
+           fixed=SILU | {"attention_bias": False, "norm_topk_prob": True, "scoring_func": "sigmoid",
+                         "topk_method": "noaux_tc", "moe_layer_freq": 1},
+           needs=DEEPSEEK | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+           copies=(("embedding.word_embeddings.weight", "model.layers.{n}.embed_tokens.weight"),
+                   ("output_layer.weight", "model.layers.{n}.shared_head.head.weight"))),
+    Family("gpt_oss", "GptOssForCausalLM", rules.GPT_OSS, fields.GPT_OSS,
+           fixed=SILU | {"attention_bias": True},
+           needs=ROPE | SOFTMAX_MOE | NO_QK_NORM | NO_SHARED | {
+               "activation": "quick_geglu", "softmax_type": "learnable", "multi_latent_attention": False,
+               "add_bias_linear": True, "moe_router_pre_softmax": False}),
+    Family("gemma", "GemmaForCausalLM", rules.GEMMA, fields.GEMMA,
+           fixed={"hidden_act": (GELU_TANH, "gelu"), **GEMMA_FIXED}, needs=GEMMA | FULL | NO_QK_NORM,
+           plus_one=True),
+    Family("gemma2", "Gemma2ForCausalLM", rules.GEMMA2, fields.GEMMA, fixed=GEMMA_FIXED, needs=GEMMA | NO_QK_NORM,
+           plus_one=True, reference=(*WINDOWED, "attn_logit_softcapping", "final_logit_softcapping")),
+    Family("gemma3", "Gemma3ForCausalLM", (*rules.GEMMA2, *rules.QK_NORM), fields.GEMMA, "gemma3_text",
+           fixed=GEMMA_FIXED, needs=GEMMA | QK_NORM, plus_one=True,
+           reference=(*WINDOWED, "rope_local_base_freq")),
+    Family("gpt2", "GPT2LMHeadModel", rules.GPT2, fields.GPT2, fixed={"activation_function": "gelu_new"},
+           needs=DENSE | FULL | NO_QK_NORM | {
+               "normalization": "LayerNorm", "activation": "gelu", "softmax_type": "vanilla",
+               "position_embedding_type": "learned_absolute", "add_bias_linear": True,
+               "multi_latent_attention": False},
+           ignored=(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",)),
+)  # fmt: skip
+FAMILIES = {family.name: family for family in KNOWN}

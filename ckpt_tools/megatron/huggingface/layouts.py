@@ -1,0 +1,179 @@
+"""Layouts: where the elements of one Megatron parameter lie in its Hugging Face tensors.
+
+A layout is a list of links. A link says: what these cuts show of the Megatron parameter is what those cuts show
+of the Hugging Face tensor, with the axes in another order if `order` is given. Read one way, links export; read
+the other way, they import; so the two directions cannot disagree. Links of one parameter tile both sides.
+
+Worked example, grouped queries (2 groups, 2 queries each, head size d), rows of `linear_qkv`::
+
+    Megatron   q0 q1 k0 v0 | q2 q3 k1 v1          one (q..q, k, v) block per group
+    HF         q_proj: q0 q1 q2 q3   k_proj: k0 k1   v_proj: v0 v1
+
+`shape` is the header's; `seen` is the same row-major tensor with some axes split so that interleaved columns get
+an axis of their own (GPT-OSS): no element moves between the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
+
+from ckpt_tools.megatron.huggingface.model_args import ModelArgs
+from ckpt_tools.megatron.views import Insert, Narrow, Permute, Place, Select, Shape, Step, View
+
+Cut: TypeAlias = Narrow | Select
+
+
+class Link(NamedTuple):
+    """`core_cuts` of the Megatron parameter == `hf_cuts` of the `hf`-th Hugging Face tensor, axes in `order`."""
+
+    hf: int
+    core_cuts: tuple[Cut, ...] = ()
+    hf_cuts: tuple[Cut, ...] = ()
+    order: tuple[int, ...] = ()  # output axis d of the HF side is axis order[d] of the Megatron side
+
+    def to_hf(self, seen: Shape) -> View:
+        """The Megatron parameter as the part of a Hugging Face tensor of shape `seen`."""
+        turn: View = (Permute(self.order),) if self.order else ()
+        return (*self.core_cuts, *turn, *embed(self.hf_cuts, seen))
+
+    def to_core(self, shape: Shape) -> View:
+        """The Hugging Face tensor as the part of a Megatron parameter of `shape`."""
+        back = tuple(self.order.index(d) for d in range(len(self.order)))
+        turn: View = (Permute(back),) if self.order else ()
+        return (*self.hf_cuts, *turn, *embed(self.core_cuts, shape))
+
+
+class HfShape(NamedTuple):
+    """Shape of a Hugging Face tensor in its header, and with split axes as the links see it (elements)."""
+
+    shape: Shape
+    seen: Shape
+
+
+class Layout(NamedTuple):
+    """One Megatron parameter laid out in `tensors`."""
+
+    tensors: tuple[HfShape, ...]
+    links: tuple[Link, ...]
+
+
+def embed(cuts: Sequence[Cut], shape: Shape) -> View:
+    """The steps that put what `cuts` show of a tensor of `shape` back into its place."""
+    shapes = [shape]
+    for cut in cuts:
+        shapes.append(cut.shape(shapes[-1]))
+    steps: list[Step] = []
+    for cut, whole in zip(reversed(cuts), reversed(shapes[:-1]), strict=True):
+        axis, start = cut.axis, cut.start if isinstance(cut, Narrow) else cut.index
+        if isinstance(cut, Select):
+            steps.append(Insert(axis))
+        if (1 if isinstance(cut, Select) else cut.size) != whole[axis]:
+            steps.append(Place(tuple(start if d == axis else 0 for d in range(len(whole))), whole))
+    return tuple(steps)
+
+
+def stack(layouts: Sequence[Layout]) -> tuple[Layout, ...]:
+    """The layouts of experts 0..E-1 when their Hugging Face tensors are one, with a leading expert axis."""
+    count = len(layouts)
+    return tuple(
+        Layout(
+            tuple(HfShape((count, *t.shape), (count, *t.seen)) for t in layout.tensors),
+            tuple(link._replace(hf_cuts=(Select(0, e), *link.hf_cuts)) for link in layout.links),
+        )
+        for e, layout in enumerate(layouts)
+    )
+
+
+def _same(shape: Shape, model: ModelArgs) -> Layout:
+    return Layout((HfShape(shape, shape),), (Link(0),))
+
+
+def _vocab(shape: Shape, model: ModelArgs) -> Layout:
+    """Rows of the true vocabulary; the padding rows of the Megatron side have no counterpart."""
+    rows = model.true_vocab_size
+    cut = (rows, *shape[1:])
+    return Layout((HfShape(cut, cut),), (Link(0, (Narrow(0, 0, rows),)),))
+
+
+def _transposed(shape: Shape, model: ModelArgs) -> Layout:
+    turned = shape[::-1]
+    return Layout((HfShape(turned, turned),), (Link(0, order=(1, 0)),))
+
+
+def _gate_up(shape: Shape, model: ModelArgs) -> Layout:
+    """`[gate; up]` rows in two tensors."""
+    half = shape[0] // 2
+    one = HfShape((half, *shape[1:]), (half, *shape[1:]))
+    return Layout((one, one), (Link(0, (Narrow(0, 0, half),)), Link(1, (Narrow(0, half, half),))))
+
+
+def _gate_up_interleaved(shape: Shape, model: ModelArgs) -> Layout:
+    """`[gate; up]` rows as even and odd columns of one (in, out) tensor (GPT-OSS); a bias has columns only."""
+    half, lead = shape[0] // 2, shape[:0:-1]  # (in,) or ()
+    tensor = HfShape((*lead, 2 * half), (*lead, half, 2))
+    order = (1, 0) if lead else ()
+    links = [
+        Link(0, (Narrow(0, side * half, half),), (Select(len(lead) + 1, side),), order) for side in range(2)
+    ]
+    return Layout((tensor,), tuple(links))
+
+
+def _qkv(shape: Shape, model: ModelArgs) -> Layout:
+    """Rows per query group (q..q, k, v) in a query, a key and a value tensor."""
+    heads, groups, dim = model.num_attention_heads, model.num_query_groups, model.kv_channels
+    q, kv = HfShape(*[(heads * dim, *shape[1:])] * 2), HfShape(*[(groups * dim, *shape[1:])] * 2)
+    links = [
+        Link(hf, (Narrow(0, core_row, rows),), (Narrow(0, hf_row, rows),))
+        for hf, core_row, hf_row, rows in _qkv_rows(model)
+    ]
+    return Layout((q, kv, kv), tuple(links))
+
+
+def _qkv_conv1d(shape: Shape, model: ModelArgs) -> Layout:
+    """Rows per head (q, k, v) as the query, key and value thirds of GPT-2's c_attn, (in, out) if 2-D."""
+    lead = shape[:0:-1]
+    turned, axis = (*lead, shape[0]), len(lead)
+    width = shape[0] // 3
+    order = (1, 0) if lead else ()
+    links = [
+        Link(0, (Narrow(0, core_row, rows),), (Narrow(axis, third * width + row, rows),), order)
+        for third, core_row, row, rows in _qkv_rows(model)
+    ]
+    return Layout((HfShape(turned, turned),), tuple(links))
+
+
+def _qkv_rows(model: ModelArgs) -> list[tuple[int, int, int, int]]:
+    """(0, 1 or 2 for query, key or value; first row in Megatron; first row in its tensor; rows).
+
+    With `rotary_interleaved` Megatron keeps rotary pairs in neighbouring rows (2j, 2j+1) of a query or key
+    head, Hugging Face half a head apart (j, d/2 + j).
+    """
+    heads, groups, dim = model.num_attention_heads, model.num_query_groups, model.kv_channels
+    queries = heads // groups
+    rows = []
+    for group in range(groups):
+        first = group * (queries + 2) * dim
+        rows.append((0, first, group * queries * dim, queries * dim))
+        rows.append((1, first + queries * dim, group * dim, dim))
+        rows.append((2, first + (queries + 1) * dim, group * dim, dim))
+    if not model.rotary_interleaved:
+        return rows
+    half = dim // 2
+    return [
+        (which, core + r, hf + r // dim * dim + (r % dim) // 2 + (r % 2) * half, 1) if which < 2 else
+        (which, core + r, hf + r, 1)
+        for which, core, hf, count in rows
+        for r in range(count)
+    ]  # fmt: skip
+
+
+LAYOUTS: dict[str, tuple[int, Callable[[Shape, ModelArgs], Layout]]] = {  # with the number of HF tensors
+    "same": (1, _same),
+    "vocab": (1, _vocab),
+    "transposed": (1, _transposed),
+    "gate_up": (2, _gate_up),
+    "gate_up_interleaved": (1, _gate_up_interleaved),
+    "qkv": (3, _qkv),
+    "qkv_conv1d": (1, _qkv_conv1d),
+}

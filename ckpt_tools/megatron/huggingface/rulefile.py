@@ -1,0 +1,167 @@
+"""A user's rule file: one more family, in YAML.
+
+family: mymodel               # must match model_type of --hf-config, or be chosen with --family
+architecture: LlamaForCausalLM
+model_type: llama
+like: llama                   # a known family whose rules, config fields and demands are taken over
+fixed: {hidden_act: silu}     # config.json fields with one value
+needs: {qk_layernorm: true}   # Megatron settings without which the model is not of this family
+rules:                        # replace the rule of the same `core`, or add one
+  - core: decoder.layers.{l}.mlp.linear_fc2.weight
+    hf: model.layers.{l}.mlp.down.weight
+    layout: same
+    shape: [hidden, ffn]
+    when: [dense]
+without: [output_layer.weight]      # rules not taken over
+ignored: ['rotary_emb\\.inv_freq']  # Hugging Face tensors without content
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ckpt_tools.errors import UsageError, list_problems
+from ckpt_tools.megatron.huggingface.families import FAMILIES
+from ckpt_tools.megatron.huggingface.layouts import LAYOUTS
+from ckpt_tools.megatron.huggingface.model_args import ModelArgs
+from ckpt_tools.megatron.huggingface.rules import CONDITIONS, DIMENSIONS, Family, Rule
+
+FAMILY_KEYS = {"family", "architecture", "model_type", "like", "fixed", "needs", "rules", "without", "ignored",
+               "plus_one"}  # fmt: skip
+RULE_KEYS = {"core", "hf", "layout", "shape", "when", "also", "norm", "dtype"}
+PLACEHOLDER = re.compile(r"\{(\w*)\}")
+
+
+def load_rule_file(path: str | Path) -> Family:
+    """The family that a rule file describes.
+
+    Raises:
+        UsageError: the file is not YAML, or a value is not what it must be; all of them are named with their
+            place, as `problem @ $.rules[3].layout`.
+    """
+    import yaml
+
+    try:
+        data = yaml.safe_load(Path(path).read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise UsageError(f"{path}: {error}") from error
+    problems: list[str] = []
+    family = _family(data, problems)
+    if problems or family is None:
+        raise UsageError(f"{path}: the rule file cannot be used:\n" + list_problems(problems))
+    return family
+
+
+def _family(data: Any, problems: list[str]) -> Family | None:
+    if not isinstance(data, dict):
+        problems.append("expected a mapping @ $")
+        return None
+    _unknown(data, FAMILY_KEYS, "$", problems)
+    like = data.get("like", "llama")
+    if like not in FAMILIES:
+        problems.append(f"{like!r} is not one of {', '.join(FAMILIES)} @ $.like")
+        return None
+    base = FAMILIES[like]
+    name = _typed(data, "family", str, "$", problems)
+    fixed = _typed(data, "fixed", dict, "$", problems, default={})
+    needs = _typed(data, "needs", dict, "$", problems, default={})
+    problems += [
+        f"unknown setting @ $.needs.{key}" for key in needs if key not in ModelArgs.__dataclass_fields__
+    ]
+    ignored = _texts(data.get("ignored", []), "$.ignored", problems)
+    problems += [
+        f"not a regular expression @ $.ignored[{i}]" for i, p in enumerate(ignored) if not _compiles(p)
+    ]
+    return replace(
+        base,
+        name=name or "",
+        architecture=_typed(data, "architecture", str, "$", problems, default=base.architecture),
+        model_type=_typed(data, "model_type", str, "$", problems, default=name or ""),
+        rules=_rules(data, base, problems),
+        fixed={**base.fixed, **fixed},
+        needs={**base.needs, **needs},
+        plus_one=_typed(data, "plus_one", bool, "$", problems, default=base.plus_one),
+        ignored=(*base.ignored, *ignored),
+    )
+
+
+def _rules(data: Mapping[str, Any], base: Family, problems: list[str]) -> tuple[Rule, ...]:
+    without = _texts(data.get("without", []), "$.without", problems)
+    rules = {(rule.core, rule.when): rule for rule in base.rules}
+    cores = {rule.core for rule in base.rules}
+    problems += [f"no rule for {core!r} to leave out @ $.without[{i}]"
+                 for i, core in enumerate(without) if core not in cores]  # fmt: skip
+    own = [
+        rule
+        for i, item in enumerate(_typed(data, "rules", list, "$", problems, default=[]))
+        if (rule := _rule(item, f"$.rules[{i}]", problems))
+    ]
+    replaced = {rule.core for rule in own} | set(without)
+    return (*(rule for rule in rules.values() if rule.core not in replaced), *own)
+
+
+def _rule(item: Any, at: str, problems: list[str]) -> Rule | None:
+    if not isinstance(item, dict):
+        problems.append(f"expected a mapping @ {at}")
+        return None
+    before = len(problems)
+    _unknown(item, RULE_KEYS, at, problems)
+    core = _typed(item, "core", str, at, problems)
+    hf = _texts(item.get("hf"), f"{at}.hf", problems)
+    layout = _typed(item, "layout", str, at, problems, default="same")
+    shape = _texts(item.get("shape"), f"{at}.shape", problems)
+    when = _texts(item.get("when", []), f"{at}.when", problems)
+    also = _texts(item.get("also", []), f"{at}.also", problems)
+    norm = _typed(item, "norm", bool, at, problems, default=False)
+    if layout not in LAYOUTS:
+        problems.append(f"{layout!r} is not one of {', '.join(LAYOUTS)} @ {at}.layout")
+    elif len(hf) != LAYOUTS[layout][0]:
+        problems.append(f"layout {layout} has {LAYOUTS[layout][0]} tensors, found {len(hf)} @ {at}.hf")
+    problems += [f"{one!r} is not one of {', '.join(DIMENSIONS)} @ {at}.shape[{i}]"
+                 for i, one in enumerate(shape) if one not in DIMENSIONS]  # fmt: skip
+    problems += [f"{one!r} is not one of {', '.join(CONDITIONS)} @ {at}.when[{i}]"
+                 for i, one in enumerate(when) if one not in CONDITIONS]  # fmt: skip
+    places = set(PLACEHOLDER.findall(core or ""))
+    for i, name in enumerate(hf):
+        strange = set(PLACEHOLDER.findall(name)) - places - ({"n"} if "m" in places else set())
+        if strange or (places - {"e", "m"}) - set(PLACEHOLDER.findall(name)):
+            problems.append(f"{name!r} has other placeholders than {core!r} @ {at}.hf[{i}]")
+    dtype = _typed(item, "dtype", str, at, problems, default="") or None
+    return Rule(core, hf, layout, shape, when, also, norm, dtype) if len(problems) == before else None
+
+
+def _typed(
+    data: Mapping[str, Any], key: str, kind: type, at: str, problems: list[str], *, default: Any = None
+) -> Any:
+    """The value of `key`; without `default` (None) it must be there."""
+    value = data.get(key, default)
+    if not isinstance(value, kind):
+        found = "missing" if value is None else f"expected {kind.__name__}, found {value!r}"
+        problems.append(f"{found} @ {at}.{key}")
+        return kind()
+    return value
+
+
+def _texts(value: Any, at: str, problems: list[str]) -> tuple[str, ...]:
+    """A list of texts, or one text for a list of one."""
+    values = [value] if isinstance(value, str) else value
+    if not isinstance(values, list) or not all(isinstance(one, str) for one in values):
+        problems.append(f"expected a text or a list of texts, found {value!r} @ {at}")
+        return ()
+    return tuple(values)
+
+
+def _unknown(data: Mapping[str, Any], known: set[str], at: str, problems: list[str]) -> None:
+    problems += [f"unknown key @ {at}.{key}" for key in data if key not in known]
+
+
+def _compiles(pattern: str) -> bool:
+    try:
+        re.compile(pattern)
+    except re.error:
+        return False
+    return True

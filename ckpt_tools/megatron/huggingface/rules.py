@@ -1,0 +1,190 @@
+"""Rules: which Megatron parameter is which Hugging Face tensors, for a whole family of models.
+
+Megatron parameters are named as `torch_dist` names them with layers and experts written one by one:
+``decoder.layers.3.mlp.experts.experts.7.linear_fc1.weight``. Placeholders in names: ``{l}`` a decoder layer,
+``{m}`` a multi-token prediction layer, ``{n}`` its number when counted on from the decoder's, ``{e}`` an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt_tools.megatron.huggingface.layouts import LAYOUTS, HfShape, Layout, stack
+from ckpt_tools.megatron.huggingface.model_args import ModelArgs
+from ckpt_tools.megatron.views import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """`core` of `shape` is stored as `hf` in `layout`, in models where all of `when` holds.
+
+    `shape` names dimensions (`dimensions`). `also` lists other spellings of `core` that versions of Megatron
+    write. `norm` marks weights that one side may store as weight - 1. `dtype` is kept on both sides whatever is
+    asked. `fused` is a Hugging Face tensor of all experts that readers accept in place of `hf`.
+    """
+
+    core: str
+    hf: tuple[str, ...]
+    layout: str
+    shape: tuple[str, ...]
+    when: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+    norm: bool = False
+    dtype: str | None = None
+    fused: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One architecture: its rules, and what its config.json says.
+
+    `fields` ties config.json to `ModelArgs` (config.py); `fixed` are config fields with one value; `needs` are
+    `ModelArgs` values without which the model is not of this family. `plus_one` says that the Hugging Face
+    model computes 1 + weight in its norms. `copies` are further names under which weights are repeated.
+    `ignored` are patterns of Hugging Face tensors without content of their own. `reference` names config fields
+    that no Megatron args tell.
+    """
+
+    name: str
+    architecture: str
+    rules: tuple[Rule, ...]
+    fields: tuple[Any, ...]
+    model_type: str = ""  # "" for the same as `name`
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    needs: Mapping[str, Any] = field(default_factory=dict)
+    plus_one: bool = False
+    copies: tuple[tuple[str, str], ...] = ()
+    ignored: tuple[str, ...] = ()
+    reference: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A rule for one layer: Megatron parameters (one, or one per expert) and the tensors they fill together.
+
+    `layouts[i]` belongs to `core[i]`; all layouts have the same Hugging Face tensors.
+    """
+
+    core: tuple[str, ...]
+    shape: Shape
+    hf: tuple[str, ...]
+    layouts: tuple[Layout, ...]
+    rule: Rule
+    also: tuple[str, ...] = ()
+
+    @property
+    def tensors(self) -> tuple[HfShape, ...]:
+        return self.layouts[0].tensors
+
+
+def dimensions(model: ModelArgs) -> dict[str, int]:
+    """Sizes by the names that rules use for them, in elements."""
+    heads, groups, dim = model.num_attention_heads, model.num_query_groups, model.kv_channels
+    gate = 2 if model.gated else 1
+    shared = model.moe_shared_expert_intermediate_size or 0
+    nope, rope, value = model.qk_head_dim, model.qk_pos_emb_head_dim, model.v_head_dim
+    return {
+        "one": 1,
+        "hidden": model.hidden_size,
+        "hidden2": 2 * model.hidden_size,
+        "vocab": model.padded_vocab_size or 0,
+        "positions": model.max_position_embeddings,
+        "heads": heads,
+        "head_dim": dim,
+        "query": heads * dim,
+        "qkv": (heads + 2 * groups) * dim,
+        "ffn": model.ffn_hidden_size,
+        "fc1": gate * model.ffn_hidden_size,
+        "experts": model.num_experts or 0,
+        "moe_ffn": model.moe_ffn_hidden_size,
+        "moe_fc1": gate * model.moe_ffn_hidden_size,
+        "shared_ffn": shared,
+        "shared_fc1": gate * shared,
+        "q_rank": model.q_lora_rank or 0,
+        "kv_rank": model.kv_lora_rank,
+        "mla_query": heads * (nope + rope),
+        "mla_kv_down": model.kv_lora_rank + rope,
+        "mla_kv_up": heads * (nope + value),
+        "mla_value": heads * value,
+    }
+
+
+CONDITIONS: dict[str, Callable[[ModelArgs, int], bool]] = {
+    "untied": lambda model, layer: not model.tied,
+    "linear_bias": lambda model, layer: model.add_bias_linear,
+    "qkv_bias": lambda model, layer: model.add_qkv_bias or model.add_bias_linear,
+    "qk_norm": lambda model, layer: model.qk_layernorm,
+    "dense": lambda model, layer: not model.is_moe(layer),
+    "moe": lambda model, layer: model.is_moe(layer),
+    "shared_experts": lambda model, layer: bool(model.moe_shared_expert_intermediate_size),
+    "shared_gate": lambda model, layer: model.moe_shared_expert_gate,
+    "expert_bias": lambda model, layer: model.moe_router_enable_expert_bias,
+    "q_lora": lambda model, layer: model.q_lora_rank is not None,
+    "no_q_lora": lambda model, layer: model.q_lora_rank is None,
+}
+
+
+DIMENSIONS = tuple(dimensions(ModelArgs(num_layers=1, hidden_size=1, num_attention_heads=1, num_query_groups=1,
+                                        kv_channels=1, ffn_hidden_size=1, max_position_embeddings=1)))  # fmt: skip
+
+
+def expand(family: Family, model: ModelArgs, present: Iterable[str] = ()) -> list[Pair]:
+    """All pairs of a model, in the order of its layers.
+
+    `present` are the tensors of a Hugging Face directory that is being read: where the `fused` tensor of a rule
+    is among them, the pair is about it.
+    """
+    sizes, there = dimensions(model), frozenset(present)
+    pairs: list[Pair] = []
+    for rules, layers in _by_layer(family.rules, model):
+        for layer, names in layers:
+            for rule in rules:
+                if all(CONDITIONS[condition](model, layer) for condition in rule.when):
+                    pairs.extend(_pairs(rule, names, model, sizes, there))
+    return pairs
+
+
+def _by_layer(
+    rules: tuple[Rule, ...], model: ModelArgs
+) -> Iterator[tuple[list[Rule], list[tuple[int, dict[str, int]]]]]:
+    """Rules with the layers they are repeated for: the model's own first, then decoder layers, then MTP.
+
+    An MTP layer is built like the last decoder layer (Megatron gpt_layer_specs.py `get_gpt_mtp_block_spec`).
+    """
+    layers = [(layer, {"l": layer}) for layer in range(model.num_layers)]
+    mtp = [(model.num_layers - 1, {"m": m, "n": model.num_layers + m}) for m in range(model.mtp_num_layers)]
+    yield [r for r in rules if "{l}" not in r.core and "{m}" not in r.core], [(0, {})]
+    yield [r for r in rules if "{l}" in r.core], layers
+    yield [r for r in rules if "{m}" in r.core], mtp
+
+
+def _pairs(
+    rule: Rule, names: dict[str, int], model: ModelArgs, sizes: dict[str, int], there: frozenset[str]
+) -> Iterator[Pair]:
+    shape = tuple(sizes[name] for name in rule.shape)
+    fused = _fill(rule.fused, names) if rule.fused else None
+    layout_name, hf = ("same", (fused,)) if fused in there and fused else (rule.layout, rule.hf)
+    layout = LAYOUTS[layout_name][1](shape, model)
+    also = tuple(_fill(name, names) for name in rule.also)
+    if "{e}" not in rule.core:
+        yield Pair((_fill(rule.core, names),), shape, _all(hf, names), (layout,), rule, also)
+        return
+    experts = range(model.num_experts or 0)
+    core = tuple(_fill(rule.core, names | {"e": e}) for e in experts)
+    if any("{e}" in name for name in hf):
+        for e in experts:
+            yield Pair((core[e],), shape, _all(hf, names | {"e": e}), (layout,), rule)
+    else:
+        yield Pair(core, shape, _all(hf, names), stack([layout] * len(core)), rule)
+
+
+def _all(templates: Iterable[str], names: Mapping[str, int]) -> tuple[str, ...]:
+    return tuple(_fill(template, names) for template in templates)
+
+
+def _fill(template: str, names: Mapping[str, int]) -> str:
+    for name, number in names.items():
+        template = template.replace(f"{{{name}}}", str(number))
+    return template

@@ -1,0 +1,313 @@
+"""A Megatron model as Hugging Face tensors, and back: what each tensor to write is made of.
+
+Both directions expand the family's rules for the model at hand and then account for everything: every
+parameter is used by exactly one rule, every tensor of the other side is complete. Anything left over, missing or
+of another shape is named, all of it at once, before a byte is written.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any, NamedTuple
+
+from ckpt_tools.errors import MappingError, list_problems
+from ckpt_tools.megatron.huggingface.checks import (
+    EMBEDDING,
+    HEAD,
+    Spec,
+    import_notes,
+    not_of_family,
+    semantic_notes,
+    spellings,
+    with_vocabulary,
+)
+from ckpt_tools.megatron.huggingface.config import (
+    keep_reference,
+    read_config,
+    reconcile,
+    refuse_quantized,
+    write_config,
+)
+from ckpt_tools.megatron.huggingface.detect import detect_family, family_of_config
+from ckpt_tools.megatron.huggingface.families import FAMILIES
+from ckpt_tools.megatron.huggingface.model_args import (
+    ModelArgs,
+    megatron_args,
+    read_model_args,
+)
+from ckpt_tools.megatron.huggingface.rules import Family, Pair, expand
+from ckpt_tools.megatron.target import Source, TargetTensor
+from ckpt_tools.megatron.views import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What a Hugging Face directory must contain.
+
+    `shapes` are the header's shapes of tensors whose target has split axes (the bytes are the same). Each pair
+    of `equal` must hold the same bytes in the source: a tied head that is stored nevertheless.
+    """
+
+    family: Family
+    tensors: tuple[TargetTensor, ...]
+    config: Mapping[str, Any]
+    shapes: Mapping[str, Shape] = field(default_factory=dict)
+    equal: tuple[tuple[str, str], ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """Megatron parameters made from a Hugging Face directory, one per layer and expert.
+
+    Views of `tensors` see a source tensor named in `shapes` with that shape instead of its header's.
+    """
+
+    family: Family
+    tensors: tuple[TargetTensor, ...]
+    args: Mapping[str, Any]
+    shapes: Mapping[str, Shape] = field(default_factory=dict)
+    equal: tuple[tuple[str, str], ...] = ()
+    dropped: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def export_targets(
+    parameters: Mapping[str, Spec],
+    args: Mapping[str, Any] | None,
+    reference: Mapping[str, Any] | None = None,
+    *,
+    dtype: str | None = None,
+    vocab_size: int | None = None,
+    mtp_copies: bool = False,
+    families: Mapping[str, Family] = FAMILIES,
+) -> Exported:
+    """The Hugging Face tensors and config.json of a model.
+
+    `parameters` has the model's parameters under `torch_dist` names with layers and experts written one by one
+    (rules.py). `args` are Megatron-LM's or Bridge's settings; `reference`, a config.json, supplies what they
+    cannot tell and must agree with the rest. `dtype` None keeps every tensor's own. `vocab_size` cuts the
+    vocabulary; `mtp_copies` repeats embedding and head in each prediction layer, as DeepSeek's release does.
+
+    Raises:
+        MappingError: parameters without a rule, missing ones, shapes that contradict the args, a reference that
+            does, or an architecture that cannot be told or expressed.
+    """
+    if args is None and reference is None:
+        raise MappingError("the checkpoint holds no args; pass --hf-config with the model's config.json")
+    model = read_model_args(args) if args is not None else None
+    family = detect_family(parameters, model, reference, families)
+    if reference is not None:
+        model = read_config(family, reference) if model is None else reconcile(family, model, reference)
+    assert model is not None  # one of the two is given
+    told = vocab_size or (args or {}).get("vocab_size")
+    model, notes = with_vocabulary(model, parameters, told)
+    problems = not_of_family(family, model, reference)
+    pairs = expand(family, model)
+    spelled, unused = spellings(pairs, parameters, problems)
+    equal = _stray_head(model, unused, parameters)
+    problems += [f"{name}: no rule of {family.name} has this parameter" for name in unused]
+    if problems:
+        raise MappingError(f"the checkpoint is not a whole {family.name} model:\n" + list_problems(problems))
+    tensors, shapes = [], {}
+    for pair in pairs:
+        for target, shape in _export_pair(
+            pair, _norm_offset(family, model, pair), spelled, parameters, dtype
+        ):
+            tensors.append(target)
+            if shape != target.shape:
+                shapes[target.key] = shape
+    if mtp_copies:
+        tensors += _copies(family, model, tensors)
+    model = replace(model, params_dtype=_bulk_dtype(tensors))
+    config = (keep_reference(reference) if reference else {}) | write_config(family, model)
+    return Exported(family, tuple(tensors), config, shapes, equal, (*notes, *semantic_notes(family, model)))
+
+
+def import_targets(
+    tensors: Mapping[str, Spec],
+    config: Mapping[str, Any],
+    *,
+    dtype: str | None = None,
+    vocab_multiple: int = 1,
+    families: Mapping[str, Family] = FAMILIES,
+) -> Imported:
+    """The Megatron parameters and args of a Hugging Face directory.
+
+    `tensors` are its tensors, `config` its config.json. The vocabulary is filled up with zero rows to a multiple
+    of `vocab_multiple` (make-vocab-size-divisible-by times tensor-parallel size). `dtype` None keeps each
+    tensor's own.
+
+    Raises:
+        UnsupportedCheckpointError: the weights are quantized.
+        MappingError: tensors without a rule, missing ones, or shapes that contradict config.json.
+    """
+    refuse_quantized(config)
+    family = family_of_config(config, families)
+    model = read_config(family, config)
+    rows = -(-model.true_vocab_size // vocab_multiple) * vocab_multiple
+    model = replace(model, padded_vocab_size=rows)
+    prefix = _prefix(family, tensors)
+    notes = import_notes(family, model)
+    if model.mtp_num_layers and f"model.layers.{model.num_layers}.eh_proj.weight" not in tensors:
+        model = replace(model, mtp_num_layers=0)
+        notes = (
+            *notes,
+            "config.json names prediction layers (MTP), the files hold none; neither will Megatron's args",
+        )
+    pairs = expand(family, model, tensors)
+    problems = not_of_family(family, model, config)
+    wanted = {
+        prefix(name): shape.shape for pair in pairs for name, shape in zip(pair.hf, pair.tensors, strict=True)
+    }
+    problems += [f"{name} {list(shape)} is missing" for name, shape in wanted.items() if name not in tensors]
+    problems += [
+        f"{name} has shape {list(tensors[name].shape)}, config.json asks for {list(shape)}"
+        for name, shape in wanted.items()
+        if name in tensors and tensors[name].shape != shape
+    ]
+    equal, ignored = _without_content(family, model, set(tensors) - set(wanted), prefix)
+    rest = set(tensors) - set(wanted) - set(ignored)
+    problems += [f"{name}: no rule of {family.name} has this tensor" for name in sorted(rest)]
+    if problems:
+        raise MappingError(f"the directory is not a whole {family.name} model:\n" + list_problems(problems))
+    made = [
+        target
+        for pair in pairs
+        for target in _import_pair(
+            model, pair, prefix, tensors, dtype=dtype, add=-_norm_offset(family, model, pair)
+        )
+    ]
+    args = megatron_args(replace(model, params_dtype=_bulk_dtype(made)))
+    shapes = {
+        prefix(name): shape.seen
+        for pair in pairs
+        for name, shape in zip(pair.hf, pair.tensors, strict=True)
+        if shape.seen != shape.shape
+    }
+    return Imported(family, tuple(made), args, shapes, equal, tuple(ignored), notes)
+
+
+def _stray_head(
+    model: ModelArgs, unused: list[str], parameters: Mapping[str, Spec]
+) -> tuple[tuple[str, str], ...]:
+    """The pair that proves a stored head of a tied model superfluous; the head is taken out of `unused`."""
+    if not model.tied or HEAD not in unused or parameters[HEAD] != parameters[EMBEDDING]:
+        return ()
+    unused.remove(HEAD)
+    return ((EMBEDDING, HEAD),)
+
+
+def _norm_offset(family: Family, model: ModelArgs, pair: Pair) -> float:
+    """Hugging Face's norm weight minus Megatron's: each side may store weight - 1."""
+    return float(model.zero_centered_gamma) - float(family.plus_one) if pair.rule.norm else 0.0
+
+
+def _export_pair(
+    pair: Pair,
+    add: float,
+    spelled: Mapping[str, str],
+    parameters: Mapping[str, Spec],
+    dtype: str | None,
+) -> Iterable[tuple[TargetTensor, Shape]]:
+    """The Hugging Face tensors of a pair, with their headers' shapes."""
+    stored = {parameters[spelled[name]].dtype for name in pair.core}
+    if len(stored) > 1:
+        raise MappingError(
+            f"{pair.core[0]} and its fellow experts are stored as {' and '.join(sorted(stored))}"
+        )
+    for number, (key, shape) in enumerate(zip(pair.hf, pair.tensors, strict=True)):
+        sources = tuple(
+            Source(spelled[name], link.to_hf(shape.seen))
+            for name, layout in zip(pair.core, pair.layouts, strict=True)
+            for link in layout.links
+            if link.hf == number
+        )
+        yield (
+            TargetTensor(
+                key,
+                pair.rule.dtype or dtype or next(iter(stored)),
+                shape.seen,
+                sources,
+                add=add,
+            ),
+            shape.shape,
+        )
+
+
+def _import_pair(
+    model: ModelArgs,
+    pair: Pair,
+    prefix: Prefix,
+    tensors: Mapping[str, Spec],
+    *,
+    dtype: str | None,
+    add: float,
+) -> Iterable[TargetTensor]:
+    """The Megatron parameters of a pair."""
+    hf = [prefix(name) for name in pair.hf]
+    stored = {tensors[name].dtype for name in hf}
+    if len(stored) > 1:
+        raise MappingError(f"{' and '.join(hf)} become one parameter, but are {' and '.join(sorted(stored))}")
+    for name, layout in zip(pair.core, pair.layouts, strict=True):
+        yield TargetTensor(
+            name,
+            pair.rule.dtype or dtype or next(iter(stored)),
+            pair.shape,
+            tuple(Source(hf[link.hf], link.to_core(pair.shape)) for link in layout.links),
+            zero_filled=pair.rule.layout == "vocab" and pair.shape[0] > model.true_vocab_size,
+            add=add,
+        )
+
+
+def _copies(family: Family, model: ModelArgs, tensors: Iterable[TargetTensor]) -> list[TargetTensor]:
+    made = {target.sources[0].key: target for target in tensors}
+    return [
+        replace(made[core], key=name.replace("{n}", str(model.num_layers + m)))
+        for m in range(model.mtp_num_layers)
+        for core, name in family.copies
+        if core in made
+    ]
+
+
+class Prefix(NamedTuple):
+    """Translates rule names for a directory saved from a bare model, whose names lack the first segment."""
+
+    dropped: str
+
+    def __call__(self, name: str) -> str:
+        return name.removeprefix(self.dropped) if self.dropped else name
+
+
+def _prefix(family: Family, tensors: Iterable[str]) -> Prefix:
+    first = {name.split(".")[0] + "." for rule in family.rules for name in rule.hf} - {"lm_head."}
+    there = {name.split(".")[0] + "." for name in tensors}
+    return Prefix("".join(first) if len(first) == 1 and not first & there else "")
+
+
+def _without_content(
+    family: Family, model: ModelArgs, extra: Iterable[str], prefix: Prefix
+) -> tuple[tuple[tuple[str, str], ...], list[str]]:
+    """Pairs to prove equal, and all extra tensors that carry nothing of their own."""
+    embedding = prefix(next(rule.hf[0] for rule in family.rules if rule.core == EMBEDDING))
+    same = {"lm_head.weight": embedding} if model.tied else {}
+    for m in range(model.mtp_num_layers):
+        for core, name in family.copies:
+            original = embedding if core == EMBEDDING or model.tied else "lm_head.weight"
+            same[prefix(name.replace("{n}", str(model.num_layers + m)))] = original
+    extra = sorted(extra)
+    equal = tuple((same[name], name) for name in extra if name in same)
+    ignored = re.compile("|".join(family.ignored) or "(?!)")
+    return equal, [name for name in extra if name in same or ignored.fullmatch(prefix.dropped + name)]
+
+
+def _bulk_dtype(tensors: Iterable[TargetTensor]) -> str:
+    """The type of most elements: what config.json and the args call the model's type."""
+    elements: Counter[str] = Counter()
+    for target in tensors:
+        elements[target.dtype] += prod(target.shape)
+    return elements.most_common(1)[0][0]
