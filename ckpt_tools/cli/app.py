@@ -1,0 +1,82 @@
+"""The command line: one Typer app, and `main`, which turns every outcome into an exit code.
+
+stdout carries a command's result, stderr everything else. Commands live in one module a group and are registered
+here; their bodies parse, call a function of `convert`, and print what it returns.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+
+import typer
+
+from ckpt_tools import __version__
+from ckpt_tools.cli import inspect
+from ckpt_tools.errors import CkptError, Interrupted, StorageError, UsageError
+
+app = typer.Typer(
+    name="checkpoint-inspector",
+    help="Inspect, convert, verify and redistribute Megatron torch_dist and Megatron-FSDP fsdp_dtensor checkpoints.",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+inspect.register(app)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: bool = typer.Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version."
+    ),
+) -> None:
+    pass
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line and leave the process with the exit code of the result."""
+    sys.exit(run(argv))
+
+
+def run(argv: list[str] | None = None) -> int:
+    """The exit code of one command line; errors go to stderr as one message."""
+    try:
+        code = app(args=argv, standalone_mode=False)
+        sys.stdout.flush()
+    except typer.Exit as stop:
+        return stop.exit_code
+    except BrokenPipeError:  # whoever reads stdout has seen enough; nothing must be flushed into it at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (Exception, KeyboardInterrupt) as error:
+        return _explain(error)
+    return code if isinstance(code, int) else 0
+
+
+def _explain(error: BaseException) -> int:
+    """Print an error the way its kind asks for and return its exit code."""
+    if isinstance(error, KeyboardInterrupt | typer.Abort):
+        error = Interrupted("interrupted; nothing was published.")
+    elif isinstance(error, OSError):
+        error = StorageError(str(error))
+    if isinstance(error, CkptError):
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    if hasattr(
+        error, "format_message"
+    ):  # click's usage errors; typer has its own copy of click in some versions
+        context = getattr(error, "ctx", None)
+        hint = f"\nTry '{context.command_path} --help'." if context else ""
+        print(f"error: {error.format_message()}{hint}", file=sys.stderr)
+        return UsageError.exit_code
+    traceback.print_exception(error)
+    return CkptError.exit_code

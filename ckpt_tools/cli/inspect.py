@@ -1,0 +1,153 @@
+"""`inspect` and `print-torch-dcp-in-json`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ckpt_tools.cli import render
+
+if TYPE_CHECKING:
+    from ckpt_tools.convert.inspect import Inspection
+
+TrustPickle = Annotated[
+    bool, typer.Option("--trust-pickle", help="Read unknown classes as inert placeholders.")
+]
+EnableMsc = Annotated[
+    bool, typer.Option("--enable-msc", help="Accepted for NVIDIA's script; changes nothing.")
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands to `app`."""
+    app.command("inspect")(inspect)
+    app.command("print-torch-dcp-in-json")(print_torch_dcp_in_json)
+
+
+def inspect(
+    checkpoint: Annotated[
+        str, typer.Argument(help="A run's root, an iteration folder, or any torch DCP folder.")
+    ],
+    keys: Annotated[
+        list[str] | None, typer.Option("--keys", help="List only keys that match this glob.")
+    ] = None,
+    iteration: Annotated[int | None, typer.Option(help="Iteration of a root, instead of its latest.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
+    tree: Annotated[bool, typer.Option("--tree", help="List keys as a tree.")] = False,
+    list_group_meta: Annotated[
+        bool,
+        typer.Option(
+            "--not-ignore-param-to-group-meta",
+            help="List the param_to_group_meta objects, not only their number.",
+        ),
+    ] = False,
+    enable_msc: EnableMsc = False,
+    trust_pickle: TrustPickle = False,
+) -> None:
+    """Show what a checkpoint is and what it holds, from its metadata alone."""
+    from ckpt_tools.convert.inspect import inspect_checkpoint
+
+    found = inspect_checkpoint(checkpoint, iteration, keys or (), list_group_meta, trust_pickle)
+    if as_json:
+        sys.stdout.writelines(render.json_lines(found.summary(), _json_lists(found)))
+        return
+    _print_summary(found)
+    if tree:
+        render.print_tree(found.location.path, _leaves(found))
+    else:
+        _print_listing(found)
+
+
+def print_torch_dcp_in_json(
+    torch_dcp_dir: Annotated[str, typer.Argument(help="A torch distributed checkpoint.")],
+    *,
+    values: Annotated[
+        bool, typer.Option("--values", help="Add the values of small objects and scalars.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write there instead of to stdout.")
+    ] = None,
+    no_write: Annotated[
+        bool,
+        typer.Option(
+            "--no-write", help="Do not write param_to_param_group_map.json into a map dump's folder."
+        ),
+    ] = False,
+    enable_msc: EnableMsc = False,
+    trust_pickle: TrustPickle = False,
+) -> None:
+    """Print the metadata of a torch distributed checkpoint as JSON; export a parameter group map dump."""
+    from ckpt_tools.convert.dcp_json import dcp_as_json, write_group_map
+
+    text = json.dumps(dcp_as_json(torch_dcp_dir, values, trust_pickle), indent=1) + "\n"
+    if output is None:
+        sys.stdout.write(text)
+    else:
+        output.write_text(text)
+    written = None if no_write else write_group_map(torch_dcp_dir, trust_pickle)
+    if written:
+        print(f"wrote {written}", file=sys.stderr)
+
+
+def _json_lists(found: Inspection) -> dict[str, Iterator[object]]:
+    return {
+        "tensors": (
+            {
+                "key": t.key,
+                "dtype": t.dtype,
+                "shape": t.shape,
+                "chunks": t.chunks,
+                "bytes": t.nbytes,
+                "role": t.role,
+            }
+            for t in found.tensors()
+        ),
+        "objects": ({"key": key, "bytes": nbytes} for key, nbytes in found.objects()),
+    }
+
+
+def _print_summary(found: Inspection) -> None:
+    where = found.location
+    facts = {
+        "path": where.path,
+        "format": where.kind,
+        "writer": found.writer,
+        "iteration": "release" if where.is_release else found.iteration,
+        "common state": found.common_source,
+        "mcore_data": "no" if found.catalog.original_shapes is None else "yes",
+        "optimizer layout": found.layout,
+        "parameters": f"{found.parameters:,}",
+        **found.parallel_sizes,
+        **found.arguments,
+    }
+    render.print_table(
+        ("checkpoint", ""), [(name, str(value)) for name, value in facts.items() if value is not None]
+    )
+    render.print_table(
+        ("role", "dtype", "tensors", "elements", "bytes"),
+        [(*kind, t.tensors, t.elements, render.human_bytes(t.nbytes)) for kind, t in found.totals.items()],
+    )
+
+
+def _print_listing(found: Inspection) -> None:
+    render.print_table(
+        ("tensor", "dtype", "shape", "chunks", "bytes"),
+        [(t.key, t.dtype, list(t.shape), t.chunks, render.human_bytes(t.nbytes)) for t in found.tensors()],
+    )
+    render.print_table(("object", "bytes"), found.objects())
+    if found.group_meta and not found.list_group_meta:
+        print(
+            f"and {found.group_meta:,} param_to_group_meta objects (--not-ignore-param-to-group-meta lists them)"
+        )
+
+
+def _leaves(found: Inspection) -> Iterator[tuple[str, str]]:
+    for tensor in found.tensors():
+        yield tensor.key, f"{tensor.dtype} {list(tensor.shape)}"
+    for key, nbytes in found.objects():
+        yield key, f"object, {nbytes:,} bytes"

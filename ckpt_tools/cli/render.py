@@ -1,0 +1,84 @@
+"""What commands print: tables for people, JSON for programs. Names from a checkpoint are escaped first."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_UNLIMITED = 1 << 16  # columns, when nobody looks: keys must not be folded in a file
+
+
+def console() -> Console:
+    """Where tables go: stdout, without colours when NO_COLOR is set or it is no terminal."""
+    from rich.console import Console
+
+    return Console(
+        highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else _UNLIMITED
+    )
+
+
+def escape(name: str) -> str:
+    """`name` with everything that a terminal could act on written as a backslash escape."""
+    if name.isprintable():
+        return name
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> None:
+    """A table on stdout; numbers are right-aligned, text that is too long for the terminal is folded."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(title) if title else None, box=SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    cells = [list(row) for row in rows]
+    for i, column in enumerate(columns):
+        numeric = bool(cells) and all(isinstance(row[i], int) for row in cells)
+        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+    for row in cells:
+        table.add_row(*(Text(f"{v:,}" if isinstance(v, int) else escape(str(v))) for v in row))
+    console().print(table)
+
+
+def print_tree(title: str, leaves: Iterable[tuple[str, str]]) -> None:
+    """Dotted names as a tree on stdout, each leaf followed by its description."""
+    from rich.text import Text
+    from rich.tree import Tree
+
+    root = Tree(Text(escape(title)))
+    nodes: dict[tuple[str, ...], Tree] = {(): root}
+    for name, description in leaves:
+        path = tuple(escape(part) for part in name.split("."))
+        for depth in range(1, len(path)):
+            if path[:depth] not in nodes:
+                nodes[path[:depth]] = nodes[path[: depth - 1]].add(Text(path[depth - 1]))
+        nodes[path[:-1]].add(Text(f"{path[-1]}  {description}"))
+    console().print(root)
+
+
+def json_lines(head: dict[str, Any], lists: dict[str, Iterator[Any]]) -> Iterator[str]:
+    """The text of one JSON object piece by piece: `head`'s members, then lists whose items are never held at once."""
+    yield json.dumps(head, indent=1)[:-2]
+    for name, items in lists.items():
+        yield f",\n {json.dumps(name)}: ["
+        separator = "\n  "
+        for item in items:
+            yield separator + json.dumps(item)
+            separator = ",\n  "
+        yield "\n ]"
+    yield "\n}\n"
+
+
+def human_bytes(count: int) -> str:
+    """Bytes in the largest binary unit that leaves a number of at least 1: `1.5 GiB`."""
+    value, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
