@@ -30,6 +30,7 @@ ITEMSIZE: dict[str, int] = {
     "complex128": 16,
 }
 
+CASTABLE = frozenset({"float64", "float32", "float16", "bfloat16"})  # one to the other, in any direction
 FLOATING = frozenset(name for name in ITEMSIZE if "float" in name)
 
 

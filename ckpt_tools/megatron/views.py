@@ -76,7 +76,7 @@ class Select(NamedTuple):
     """Fix `axis` at `index` and drop it: one layer or one expert of a stacked tensor."""
 
     axis: int
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which no one needs on a step
 
     def shape(self, shape: Shape) -> Shape:
         if not 0 <= self.index < shape[self.axis]:

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from ckpt_tools.box import row_major_strides
 from ckpt_tools.dtypes import itemsize
+from ckpt_tools.plan.pickle_ops import int_ops, int_tuple_ops, text_ops
 
 ALIGNMENT = 64
 _U32 = 0xFFFFFFFF
@@ -180,16 +181,16 @@ def _data_pickle(dtype: str, shape: tuple[int, ...]) -> bytes:
     out = _Memoizer()
     out.memoized(b"ctorch._utils\n_rebuild_tensor_v%d\n" % (2 if typed else 3))
     out.raw(b"((")
-    out.memoized(_text("storage"))
+    out.memoized(text_ops("storage"))
     out.memoized(f"c{storage}\n".encode())
-    out.memoized(_text("0"))
-    out.memoized(_text("cpu"))
-    out.raw(_integer(count))
+    out.memoized(text_ops("0"))
+    out.memoized(text_ops("cpu"))
+    out.raw(int_ops(count))
     out.memoized(b"t")
     out.raw(b"QK\0")
     for numbers in (shape, row_major_strides(shape)):
         if numbers:
-            out.memoized(_tuple(numbers))
+            out.memoized(int_tuple_ops(numbers))
         else:
             out.raw(b")")
     out.raw(b"\x89")
@@ -215,27 +216,3 @@ class _Memoizer:
     def memoized(self, opcodes: bytes) -> None:
         self.data += opcodes + b"q" + bytes([self.count])
         self.count += 1
-
-
-def _text(text: str) -> bytes:
-    data = text.encode()
-    return b"X" + struct.pack("<I", len(data)) + data
-
-
-def _integer(value: int) -> bytes:
-    """Pickle opcodes of a non-negative int, the shortest form of protocol 2."""
-    if value < 1 << 8:
-        return b"K" + bytes([value])
-    if value < 1 << 16:
-        return b"M" + struct.pack("<H", value)
-    if value < 1 << 31:
-        return b"J" + struct.pack("<I", value)
-    data = value.to_bytes(value.bit_length() // 8 + 1, "little")
-    return b"\x8a" + bytes([len(data)]) + data
-
-
-def _tuple(numbers: Sequence[int]) -> bytes:
-    body = b"".join(map(_integer, numbers))
-    if len(numbers) <= 3:
-        return body + (b")", b"\x85", b"\x86", b"\x87")[len(numbers)]
-    return b"(" + body + b"t"

@@ -1,0 +1,71 @@
+"""Element types as numpy arrays, and the casts between the floating ones, bit for bit as torch does them on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt_tools.dtypes import ITEMSIZE, itemsize
+
+Array: TypeAlias = npt.NDArray[Any]
+
+_NOT_IN_NUMPY = frozenset(name for name in ITEMSIZE if name == "bfloat16" or name.startswith("float8"))
+
+
+_RAW = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
+
+
+def numpy_dtype(dtype: str) -> np.dtype[Any]:
+    """The numpy type of an element type; unsigned integers of the same size hold the bits of those numpy lacks."""
+    return np.dtype(f"uint{8 * itemsize(dtype)}" if dtype in _NOT_IN_NUMPY else dtype)
+
+
+def raw_dtype(dtype: str) -> np.dtype[Any]:
+    """A numpy type of the same size whose copies keep every bit."""
+    return np.dtype(_RAW[itemsize(dtype)])
+
+
+def cast_raw(values: Array, source: str, target: str) -> Array:
+    """`cast` between arrays of `raw_dtype`s."""
+    return cast(values.view(numpy_dtype(source)), source, target).view(raw_dtype(target))
+
+
+def cast(values: Array, source: str, target: str) -> Array:
+    """`values` of element type `source` (as `numpy_dtype` says) as `target`, rounded to nearest even.
+
+    Both types are in `dtypes.CASTABLE`. Doubles reach bfloat16 by way of float32, as in torch. NaNs stay NaNs.
+    """
+    if source == target:
+        return values
+    if source == "bfloat16":
+        values = bfloat16_to_float32(values)
+    if target == "bfloat16":
+        return float32_to_bfloat16(_to_float(values, np.dtype(np.float32)))
+    return _to_float(values, numpy_dtype(target))
+
+
+def _to_float(values: Array, target: np.dtype[Any]) -> Array:
+    with np.errstate(over="ignore", invalid="ignore"):  # too large for the target is infinity, as in torch
+        return values.astype(target, copy=False)
+
+
+def bfloat16_to_float32(bits: Array) -> Array:
+    """The exact float32 values of bfloat16 `bits` (uint16)."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def float32_to_bfloat16(values: Array) -> Array:
+    """The bits (uint16) of float32 `values` rounded to nearest even; every NaN becomes 0x7FC0."""
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    rounded = bits >> 16
+    rounded &= 1
+    rounded += 0x7FFF
+    rounded += bits
+    rounded >>= 16
+    result = rounded.astype(np.uint16)
+    nan = np.isnan(values)
+    if nan.any():
+        result[nan] = 0x7FC0
+    return result.reshape(values.shape)

@@ -1,0 +1,154 @@
+"""Exact reads and writes of byte ranges of local files: every short count is continued, every error explained."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from ckpt_tools.errors import StorageError
+
+_FICLONERANGE = 0x4020940D  # linux/fs.h
+_CLONE_BLOCK = 4096  # bytes; block size of the file systems that share extents
+_COPY_UNSUPPORTED = {errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.ETXTBSY}
+_BOUNCE_BYTES = 1 << 20
+
+
+@dataclass(slots=True)
+class CopyCount:
+    """Bytes that went each way."""
+
+    cloned: int = 0  # shared with the source by the file system
+    kernel: int = 0  # copied inside the kernel
+    touched: int = 0  # passed through this process
+
+
+class At(NamedTuple):
+    """A place in an open file; `offset` in bytes."""
+
+    fd: int
+    offset: int
+
+    def skip(self, nbytes: int) -> At:
+        return At(self.fd, self.offset + nbytes)
+
+
+@contextmanager
+def storage_errors(path: object) -> Iterator[None]:
+    """Turn OSErrors inside into StorageErrors that name `path`."""
+    try:
+        yield
+    except OSError as error:
+        hint = {
+            errno.ENOSPC: " The disk is full; free some space.",
+            errno.EDQUOT: " The quota is used up; free some space.",
+            errno.EACCES: " Check its permissions.",
+        }.get(error.errno or 0, "")
+        raise StorageError(f"{path}: {error.strerror or error}.{hint}") from error
+
+
+def write_all(fd: int, data: bytes | bytearray | memoryview, offset: int) -> None:
+    """Write all of `data` at byte `offset`.
+
+    Raises:
+        OSError: as the system says.
+    """
+    view = memoryview(data)
+    while view:
+        count = os.pwrite(fd, view, offset)
+        if count == 0:
+            raise OSError(errno.EIO, "write made no progress")
+        view = view[count:]
+        offset += count
+
+
+def copy_range(source: At, target: At, length: int, count: CopyCount) -> None:
+    """Copy `length` bytes between two files the cheapest way the file systems offer, adding to `count`.
+
+    Raises:
+        OSError: as the system says; EIO when the source ends early.
+    """
+    done = 0
+    if (source.offset - target.offset) % _CLONE_BLOCK == 0:
+        lead = -source.offset % _CLONE_BLOCK
+        middle = (length - lead) // _CLONE_BLOCK * _CLONE_BLOCK
+        if middle > 0 and _clone(source.skip(lead), target.skip(lead), middle):
+            _copy(source, target, lead, count)
+            count.cloned += middle
+            done = lead + middle
+    _copy(source.skip(done), target.skip(done), length - done, count)
+
+
+def _clone(source: At, target: At, length: int) -> bool:
+    request = struct.pack("qQQQ", source.fd, source.offset, length, target.offset)
+    try:
+        fcntl.ioctl(target.fd, _FICLONERANGE, request)
+    except OSError:
+        return False  # another file system, or one that does not share extents: copied instead
+    return True
+
+
+def _copy(source: At, target: At, length: int, count: CopyCount) -> None:
+    while length:
+        try:
+            done = os.copy_file_range(source.fd, target.fd, length, source.offset, target.offset)
+            count.kernel += done
+        except OSError as error:
+            if error.errno not in _COPY_UNSUPPORTED:
+                raise
+            done = 0
+        if done == 0:  # not between these two file systems, or the source ends: through this process
+            data = os.pread(source.fd, min(_BOUNCE_BYTES, length), source.offset)
+            if not data:
+                raise OSError(errno.EIO, f"the source file ends at byte {source.offset}")
+            write_all(target.fd, data, target.offset)
+            done = len(data)
+            count.touched += done
+        source, target, length = source.skip(done), target.skip(done), length - done
+
+
+def preallocate(fd: int, length: int) -> None:
+    """Reserve `length` bytes and make the file that long, so that a full disk shows before the first byte.
+
+    Raises:
+        OSError: the space is not there.
+    """
+    if length:
+        try:
+            os.posix_fallocate(fd, 0, length)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                raise
+    os.ftruncate(fd, length)
+
+
+def drop_cache(fd: int, offset: int, length: int) -> None:
+    """Tell the kernel that these bytes are not needed again; best effort."""
+    with suppress(OSError):
+        os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names inside `path` durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Put `data` at `path` so that a reader sees the old or the new content, never a part."""
+    temporary = path.with_name(f".{path.name}.ckpt_tools-tmp")
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync_directory(path.parent)

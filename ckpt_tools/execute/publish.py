@@ -1,0 +1,200 @@
+"""An output directory that appears whole or not at all.
+
+Everything is written under `<parent>/.<name>.ckpt_tools-partial/`::
+
+    lock         held while a converter works here
+    journal/     what is finished
+    checkpoint/  the future directory; its `.metadata` comes last
+    publishing   the inode number of `checkpoint/`, once it is complete
+    replaced/    the old directory, where the file system cannot exchange two names at once
+
+`checkpoint/` is renamed to `<parent>/<name>` when it is complete. A process killed before that leaves the old state
+and a hidden partial directory; the next one cleans up or goes on from it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import fcntl
+import os
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from ckpt_tools.errors import StorageError, UsageError
+from ckpt_tools.execute.fileio import preallocate, storage_errors, sync_directory
+from ckpt_tools.execute.journal import Journal
+
+_SPARE_BYTES = 16 << 20  # for `.metadata`, the journal and directories
+
+
+class Found(enum.Enum):
+    """What an earlier process left in the partial directory."""
+
+    NOTHING = enum.auto()
+    UNFINISHED = enum.auto()  # the journal says how far it came
+    PUBLISHED = enum.auto()  # the output is in place; only the cleaning up is left
+
+
+class Staging:
+    """The partial directory of one output."""
+
+    def __init__(self, final: Path) -> None:
+        self.final = final
+        self.partial = final.parent / f".{final.name}.ckpt_tools-partial"
+        self.data = self.partial / "checkpoint"
+        self.journal = Journal(self.partial / "journal")
+        self._replaced = self.partial / "replaced"
+        self._lock: int | None = None
+
+    @property
+    def held(self) -> bool:
+        """Whether this process has the output."""
+        return self._lock is not None
+
+    def acquire(self, overwrite: bool, resume: bool) -> Found:
+        """Take the output for this process, and say what lies there already.
+
+        Raises:
+            UsageError: the output is in use or not empty, or a stopped conversion lies here and neither `resume`
+                nor `overwrite` says what to do with it.
+        """
+        with storage_errors(self.partial):
+            self.final.parent.mkdir(parents=True, exist_ok=True)
+            self._take_lock()
+            try:
+                self._undo_half_replacement()
+                if resume and self._is_published():
+                    return Found.PUBLISHED
+                self._check_final(overwrite)
+                if resume and self.journal.exists():
+                    return Found.UNFINISHED
+                if self.journal.exists() and not overwrite:
+                    raise UsageError(
+                        f"{self.partial} holds a conversion that was stopped. Go on from it with --resume, or "
+                        "start anew with --overwrite."
+                    )
+                self._clear()
+                self.data.mkdir()
+            except BaseException:
+                self.release()
+                raise
+        return Found.NOTHING
+
+    def _is_published(self) -> bool:
+        """Whether an earlier process was stopped after it had put the output in place."""
+        marker = self.partial / "publishing"
+        return marker.exists() and self.final.exists() and marker.read_text() == str(self.final.stat().st_ino)
+
+    def _take_lock(self) -> None:
+        """Lock the partial directory, which a finishing converter may be removing right now."""
+        path = self.partial / "lock"
+        while True:
+            self.partial.mkdir(exist_ok=True)
+            try:
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            except FileNotFoundError:
+                continue
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                owner = os.read(fd, 100).decode(errors="replace")
+                os.close(fd)
+                raise UsageError(f"{self.final} is being written by another converter ({owner})") from None
+            if path.exists() and os.path.samestat(os.fstat(fd), path.stat()):
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
+                self._lock = fd
+                return
+            os.close(fd)
+
+    def _check_final(self, overwrite: bool) -> None:
+        if self.final.is_symlink() or (self.final.exists() and not self.final.is_dir()):
+            raise UsageError(f"{self.final} exists and is not a directory; choose another output")
+        if self.final.exists() and any(self.final.iterdir()) and not overwrite:
+            raise UsageError(
+                f"{self.final} is not empty; choose another output or replace it with --overwrite"
+            )
+
+    def _undo_half_replacement(self) -> None:
+        """Put the old directory back if a process was killed between the two renames of `publish`."""
+        if self._replaced.exists() and not self.final.exists():
+            self._replaced.rename(self.final)
+
+    def _clear(self) -> None:
+        for path in self.partial.iterdir():
+            if path.name != "lock":
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def _check_space(self, nbytes: int) -> None:
+        with storage_errors(self.partial):
+            status = os.statvfs(self.partial)
+        free = status.f_bavail * status.f_frsize
+        if free < nbytes + _SPARE_BYTES:
+            raise StorageError(
+                f"{self.final.parent} has {free} bytes free, but {nbytes + _SPARE_BYTES} are needed. Free some "
+                "space or choose another output."
+            )
+
+    def create_files(self, sizes: Mapping[str, int]) -> None:
+        """Make the data files in their full length; those that exist keep their content.
+
+        Raises:
+            StorageError: the disk has not enough space.
+        """
+        present = [path.stat().st_blocks * 512 for path in self.data.iterdir()]
+        self._check_space(sum(sizes.values()) - sum(present))
+        for name, size in sizes.items():
+            with storage_errors(self.data / name):
+                fd = os.open(self.data / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                try:
+                    preallocate(fd, size)
+                finally:
+                    os.close(fd)
+
+    def write_file(self, name: str, data: bytes, sync: bool) -> None:
+        """A small file of the future directory."""
+        path = self.data / name
+        with storage_errors(path), open(path, "wb") as file:
+            file.write(data)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+
+    def publish(self, sync: bool) -> None:
+        """Rename the finished directory into place. `discard` then removes what it replaced."""
+        with storage_errors(self.final):
+            if sync:
+                sync_directory(self.data)
+            (self.partial / "publishing").write_text(str(self.data.stat().st_ino))
+            if not self.final.exists():
+                self.data.rename(self.final)
+            elif not _exchange(self.data, self.final):
+                self.final.rename(self._replaced)
+                self.data.rename(self.final)
+            if sync:
+                sync_directory(self.final.parent)
+
+    def discard(self) -> None:
+        """Remove the partial directory and everything in it."""
+        with storage_errors(self.partial):
+            self._clear()
+            (self.partial / "lock").unlink()
+            self.partial.rmdir()
+        self.release()
+
+    def release(self) -> None:
+        """Let others take the output; what is in the partial directory stays."""
+        if self._lock is not None:
+            with suppress(OSError):
+                os.close(self._lock)
+            self._lock = None
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Exchange two directories in one step, or say that this system cannot."""
+    at_cwd, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    call = getattr(ctypes.CDLL(None), "renameat2", None)
+    return call is not None and call(at_cwd, os.fsencode(a), at_cwd, os.fsencode(b), exchange) == 0

@@ -1,0 +1,180 @@
+"""The processes of one conversion: who they are, and how they agree.
+
+One process needs no torch. Several meet at the launcher's TCP store for a few small messages: outcomes of a step,
+never data. A rank that fails says so at once; the others see it within a second, stop, and all raise the same error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from ckpt_tools import errors
+from ckpt_tools.errors import CkptError, StorageError, UsageError
+
+T = TypeVar("T")
+
+_POLL_SECONDS = 1.0
+_LAST_WORDS_SECONDS = 10.0  # how long a failing rank waits for the others' messages
+
+
+class Ranks:
+    """One process: everything is agreed at once. `DistributedRanks` has the same methods."""
+
+    rank = 0
+    world = 1
+
+    def together(self, step: Callable[[], T]) -> list[T]:
+        """Run `step` on every rank; the results of all ranks, in rank order.
+
+        Raises:
+            CkptError: `step` failed on some rank: the same error on every rank, with all messages.
+        """
+        return [step()]
+
+    def check(self) -> None:
+        """
+        Raises:
+            PeerFailedError: another rank has failed, so that this one may stop early.
+        """
+
+
+class PeerFailedError(Exception):
+    """Another rank failed; `together` raises its error."""
+
+
+class DistributedRanks:
+    """This process and its peers at a `torch.distributed` store. Results of steps must be JSON."""
+
+    def __init__(self, rank: int, world: int, store: Any) -> None:
+        self.rank = rank
+        self.world = world
+        self._store = store
+        self._round = 0
+        self._polled = time.monotonic()
+        self._lock = threading.Lock()
+
+    def together(self, step: Callable[[], T]) -> list[T]:
+        """As `Ranks.together`."""
+        self._round += 1
+        outcome: dict[str, Any] = {}
+        try:
+            outcome["result"] = step()
+        except PeerFailedError:
+            outcome["error"] = None
+        except BaseException as error:
+            outcome["error"] = [type(error).__name__, str(error) or type(error).__name__]
+            self._post("failed", "1")
+            if not isinstance(error, CkptError | KeyboardInterrupt):
+                self._post(f"{self._round}/{self.rank}", json.dumps(outcome))
+                raise
+        self._post(f"{self._round}/{self.rank}", json.dumps(outcome))
+        outcomes = [self._outcome(peer) for peer in range(self.world)]
+        failed = {peer: o["error"] for peer, o in enumerate(outcomes) if o and o.get("error")}
+        if failed:
+            raise _joined(failed)
+        silent = [str(peer) for peer, o in enumerate(outcomes) if o is None or "error" in o]
+        if silent:
+            raise StorageError(f"no answer from rank {', '.join(silent)}: it was stopped or its node is gone")
+        return [o["result"] for o in outcomes if o is not None]
+
+    def check(self) -> None:
+        """As `Ranks.check`; asks the store at most once a second."""
+        with self._lock:
+            if time.monotonic() - self._polled < _POLL_SECONDS:
+                return
+            self._polled = time.monotonic()
+            if self._has("failed"):
+                raise PeerFailedError
+
+    def _outcome(self, peer: int) -> dict[str, Any] | None:
+        """A peer's outcome of this round; None if some rank has failed and this one does not answer."""
+        key = f"{self._round}/{peer}"
+        deadline = None
+        while True:
+            if self._has(key):
+                found: dict[str, Any] = json.loads(self._ask(lambda: self._store.get(key)))
+                return found
+            if deadline is None and self._has("failed"):
+                deadline = time.monotonic() + _LAST_WORDS_SECONDS
+            if deadline is not None and time.monotonic() > deadline:
+                return None
+            time.sleep(0.01)
+
+    def _has(self, key: str) -> bool:
+        return bool(self._ask(lambda: self._store.check([key])))
+
+    def _post(self, key: str, text: str) -> None:
+        self._ask(lambda: self._store.set(key, text))
+
+    def _ask(self, request: Callable[[], Any]) -> Any:
+        try:
+            return request()
+        except (RuntimeError, OSError) as error:  # torch's DistError is a RuntimeError
+            raise StorageError(f"rank {self.rank} lost the other ranks: {error}") from error
+
+
+def _joined(failed: Mapping[int, tuple[str, str]]) -> CkptError:
+    """One error of the class of the lowest failed rank, with the messages of all."""
+    kind, _ = failed[min(failed)]
+    messages = {text: [r for r in failed if failed[r][1] == text] for _, text in failed.values()}
+    lines = [f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in messages.items()]
+    found = getattr(errors, kind, None)
+    if kind == "KeyboardInterrupt":
+        found = errors.Interrupted
+    return found("\n".join(lines)) if found is not None else CkptError("\n".join(lines))
+
+
+def connect(environ: Mapping[str, str] = os.environ) -> Ranks | DistributedRanks:
+    """The ranks of this job, from torchrun's environment variables or, without them, Slurm's.
+
+    Raises:
+        UsageError: the variables contradict each other.
+    """
+    prefix = "" if "RANK" in environ else "SLURM_"
+    names = ("RANK", "WORLD_SIZE") if not prefix else ("SLURM_PROCID", "SLURM_NTASKS")
+    try:
+        rank, world = (
+            int(environ.get(name, default)) for name, default in zip(names, ("0", "1"), strict=True)
+        )
+    except ValueError:
+        raise UsageError(
+            f"{names[0]}={environ.get(names[0])!r} {names[1]}={environ.get(names[1])!r}"
+        ) from None
+    if not 0 <= rank < world:
+        raise UsageError(f"{names[0]}={rank} is not below {names[1]}={world}")
+    if world == 1 or (prefix and "SLURM_STEP_ID" not in environ):  # a batch script is no task of its own job
+        return Ranks()
+    return DistributedRanks(rank, world, _store(rank, world, environ))
+
+
+def _store(rank: int, world: int, environ: Mapping[str, str]) -> Any:
+    from torch.distributed import PrefixStore, TCPStore
+
+    host = environ.get("MASTER_ADDR") or _first_host(environ.get("SLURM_STEP_NODELIST", ""))
+    port = int(environ.get("MASTER_PORT") or 20000 + int(environ.get("SLURM_JOB_ID", "0")) % 20000)
+    hosted = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent runs the store
+    store = TCPStore(
+        host, port, world, rank == 0 and not hosted, timedelta(seconds=300), wait_for_workers=False
+    )
+    return PrefixStore(f"ckpt_tools/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _first_host(nodes: str) -> str:
+    """The first host of a Slurm node list: `gpu[07-09,12],login1` -> `gpu07`.
+
+    Raises:
+        UsageError: there is none.
+    """
+    found = re.match(r"([^\[,]+)(?:\[(\w+))?", nodes)
+    if found is None:
+        raise UsageError(
+            "several processes need MASTER_ADDR and MASTER_PORT; start them with torchrun or srun"
+        )
+    return found[1] + (found[2] or "")

@@ -1,0 +1,229 @@
+"""Carries out a plan: the public door of this room."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ckpt_tools.catalog.files import Files
+from ckpt_tools.errors import CkptError, Interrupted, StorageError, Terminated, UsageError
+from ckpt_tools.execute.dcp_metadata import metadata_bytes
+from ckpt_tools.execute.fileio import replace_file, storage_errors, write_all
+from ckpt_tools.execute.journal import check_unchanged, fingerprint
+from ckpt_tools.execute.publish import Found, Staging
+from ckpt_tools.execute.ranks import DistributedRanks, Ranks
+from ckpt_tools.execute.source import SourceReader
+from ckpt_tools.execute.work import Progress, Work, tile_bytes
+from ckpt_tools.plan.assign import worker_share
+from ckpt_tools.plan.model import Plan
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where the checkpoint goes, and what may already be there."""
+
+    directory: Path
+    tracker: str | None = None  # content of the tracker beside the directory; None: leave it alone
+    extra_files: Mapping[str, bytes] = field(default_factory=dict)  # small files to put into the directory
+    overwrite: bool = False
+    resume: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WriteOptions:
+    """How to work. None of it changes a byte of the result."""
+
+    threads: int = 2
+    memory_bytes: int = 96 << 20  # for buffers, in every process
+    fsync: bool = False  # make everything durable before it is published, and give its page cache back
+
+
+@dataclass(frozen=True, slots=True)
+class WriteReport:
+    """What was done, over all ranks; bytes are payload bytes unless said otherwise."""
+
+    bytes_written: int  # length of all files
+    bytes_read: int
+    bytes_cloned: int
+    bytes_kernel_copied: int
+    bytes_touched: int
+    items: int
+    items_resumed: int
+    seconds: float
+    peak_rss_bytes: int  # of the largest rank
+    ranks: int
+
+
+def write_checkpoint(
+    plan: Plan,
+    files: Files,
+    output: Output,
+    options: WriteOptions | None = None,
+    *,
+    ranks: Ranks | DistributedRanks | None = None,
+    progress: Progress | None = None,
+) -> WriteReport:
+    """Write the checkpoint of `plan` from the source `files` and publish it; called on every rank.
+
+    Raises:
+        UsageError: the output is in use, not empty, or another conversion's; too little memory.
+        StorageError: too little disk, or the file system refused.
+        CorruptCheckpointError: a source item is damaged, or the source changed meanwhile.
+        Interrupted, Terminated: stopped from outside; `Output.resume` goes on from there.
+    """
+    started = time.monotonic()
+    options = options or WriteOptions()
+    ranks = ranks or Ranks()
+    job = _Job(plan, files, output, options, ranks=ranks, progress=progress or (lambda done, total: None))
+    with _stoppable():
+        if len(set(ranks.together(lambda: plan.digest))) > 1:
+            raise UsageError("the ranks made different plans: do they all see the same source and options?")
+        counts = job.run()
+    return WriteReport(
+        bytes_written=plan.bytes_to_write,
+        bytes_read=sum(c["read"] for c in counts),
+        bytes_cloned=sum(c["copies"]["cloned"] for c in counts),
+        bytes_kernel_copied=sum(c["copies"]["kernel"] for c in counts),
+        bytes_touched=sum(c["copies"]["touched"] for c in counts),
+        items=len(plan.items) + len(plan.blobs),
+        items_resumed=sum(c.get("resumed", 0) for c in counts),
+        seconds=time.monotonic() - started,
+        peak_rss_bytes=max((c.get("peak_rss", 0) for c in counts), default=0),
+        ranks=ranks.world,
+    )
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """Ctrl-C and SIGTERM inside become Interrupted and Terminated."""
+
+    def terminate(_number: int, _frame: object) -> None:
+        raise Terminated("terminated; go on with --resume")
+
+    in_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, terminate) if in_main else None
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted; nothing was published, --resume goes on from here") from None
+    finally:
+        if in_main:
+            signal.signal(signal.SIGTERM, before)
+
+
+class _Job:
+    """The steps of one conversion, in order: prepare, work, publish."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        files: Files,
+        output: Output,
+        options: WriteOptions,
+        *,
+        ranks: Ranks | DistributedRanks,
+        progress: Progress,
+    ) -> None:
+        self._plan, self._files, self._output, self._options = plan, files, output, options
+        self._ranks, self._progress = ranks, progress
+        self._leads = ranks.rank == 0
+        self._staging = Staging(output.directory)
+        self._source_state: list[list[object]] = []
+
+    def run(self) -> list[dict[str, Any]]:
+        """The counters of every thread of every rank."""
+        try:
+            found = self._ranks.together(self._prepare)[0]
+            if found == Found.PUBLISHED.name:
+                counts: list[list[dict[str, Any]]] = []
+            else:
+                counts = self._ranks.together(self._work)
+            self._ranks.together(lambda: self._publish(found))
+        except BaseException as error:
+            self._leave(error)
+            raise
+        return [count for share in counts for count in share]
+
+    def _prepare(self) -> str:
+        """Rank 0 takes the output and makes its files in full length."""
+        tile_bytes(self._options.memory_bytes, self._options.threads)
+        if not self._leads:
+            return ""
+        found = self._staging.acquire(self._output.overwrite, self._output.resume)
+        self._source_state = fingerprint(self._files, self._plan.source_files)
+        if found is not Found.NOTHING:
+            self._staging.journal.resume(self._plan, self._source_state, self._files.location)
+        if found is Found.PUBLISHED:
+            return found.name
+        self._staging.create_files(self._plan.file_bytes)
+        if found is Found.NOTHING:
+            self._staging.journal.begin(self._plan, self._source_state)
+        self._write_blobs()
+        return found.name
+
+    def _write_blobs(self) -> None:
+        for name in dict.fromkeys(blob.file for blob in self._plan.blobs):
+            path = self._staging.data / name
+            with storage_errors(path), open(path, "r+b", buffering=0) as file:
+                for blob in self._plan.blobs:
+                    if blob.file == name:
+                        write_all(file.fileno(), blob.data, blob.offset)
+
+    def _work(self) -> list[dict[str, Any]]:
+        """This rank's share of the items."""
+        plan, staging, options = self._plan, self._staging, self._options
+        share = worker_share(plan.items, self._ranks.rank, self._ranks.world)
+        finished = staging.journal.finished()
+        staging.journal.open(self._ranks.rank)
+        source = SourceReader(self._files, staging.partial)
+        work = Work(plan, share, source, staging.data, staging.journal)
+        try:
+            tile = tile_bytes(options.memory_bytes, options.threads)
+            counters = work.run(finished, options.threads, tile, self._ranks.check, self._progress)
+            work.close(options.fsync)
+        finally:
+            work.close(sync=False)
+            source.close()
+            staging.journal.close()
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        counts = [asdict(c) for c in counters]
+        counts[0] |= {"resumed": work.resumed, "peak_rss": peak}
+        return counts
+
+    def _publish(self, found: str) -> None:
+        if not self._leads:
+            return
+        staging, output, sync = self._staging, self._output, self._options.fsync
+        if found != Found.PUBLISHED.name:
+            after = fingerprint(self._files, self._plan.source_files)
+            check_unchanged(self._source_state, after, self._files.location)
+            for name, data in output.extra_files.items():
+                staging.write_file(name, data, sync)
+            staging.write_file(".metadata", metadata_bytes(self._plan), sync)
+            staging.publish(sync)
+        if output.tracker is not None:
+            tracker = output.directory.parent / TRACKER
+            with storage_errors(tracker):
+                replace_file(tracker, output.tracker.encode())
+        staging.discard()
+
+    def _leave(self, error: BaseException) -> None:
+        """Keep what another process can go on from; remove work that no one can use."""
+        if not self._leads or not self._staging.held:
+            return
+        stopped = isinstance(error, StorageError | Interrupted | Terminated) or not isinstance(
+            error, CkptError
+        )
+        if stopped and self._staging.journal.exists():
+            self._staging.release()
+        else:
+            self._staging.discard()

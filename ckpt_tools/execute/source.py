@@ -1,0 +1,154 @@
+"""Reads regions of stored tensors: finds payloads, checks them against the metadata, gathers strided elements."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from collections import OrderedDict
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from ckpt_tools.box import full_box
+from ckpt_tools.catalog.container import Frame, read_frame
+from ckpt_tools.catalog.files import Files, LocalFiles
+from ckpt_tools.catalog.model import Item
+from ckpt_tools.dtypes import itemsize
+from ckpt_tools.errors import CorruptCheckpointError
+from ckpt_tools.execute.casts import Array, raw_dtype
+from ckpt_tools.execute.fileio import storage_errors
+from ckpt_tools.megatron.views import Piece
+from ckpt_tools.plan.byte_runs import is_dense, pattern_blocks, read_pattern, row_major_tiles, span_elems
+
+_CACHED_PAYLOADS = 16384
+
+
+class ChunkRef(NamedTuple):
+    """A stored chunk as the metadata describes it."""
+
+    key: str
+    item: Item
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Payload(NamedTuple):
+    """A dense row-major payload: `nbytes` bytes at `offset` of the file `name` of `files`."""
+
+    files: Files
+    name: str
+    offset: int
+    nbytes: int
+    crc32: int | None  # None: unknown
+
+
+class SourceReader:
+    """Payloads of a checkpoint's items. Safe to share between threads; close it to remove its temporary files.
+
+    Payloads that are not row-major (their writer saved a transposed tensor) are rewritten row-major to a temporary
+    file in `spool_parent` first.
+    """
+
+    def __init__(self, files: Files, spool_parent: Path | None = None) -> None:
+        self.files = files
+        self._spool_parent = spool_parent
+        self._spool: tempfile.TemporaryDirectory[str] | None = None
+        self._payloads: OrderedDict[Item, Payload] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        if self._spool is not None:
+            self._spool.cleanup()
+            self._spool = None
+
+    def payload(self, chunk: ChunkRef) -> Payload:
+        """Where the elements of a chunk lie.
+
+        Raises:
+            CorruptCheckpointError: the item is damaged, or holds another type or shape than the metadata says.
+        """
+        with self._lock:
+            found = self._payloads.get(chunk.item)
+            if found is not None:
+                self._payloads.move_to_end(chunk.item)
+                return found
+        found = self._find(chunk)
+        with self._lock:
+            self._payloads[chunk.item] = found
+            if len(self._payloads) > _CACHED_PAYLOADS:
+                self._payloads.popitem(last=False)
+        return found
+
+    def _find(self, chunk: ChunkRef) -> Payload:
+        key, item, dtype, shape = chunk
+        nbytes = prod(shape) * itemsize(dtype)
+        if item.bare:
+            if item.length != nbytes:
+                raise CorruptCheckpointError(
+                    f"{key} {dtype} {shape} needs {nbytes} bytes, but {item.file} has {item.length} for it"
+                )
+            return Payload(self.files, item.file, item.offset, nbytes, None)
+        frame = read_frame(self.files, item)
+        if (frame.dtype, frame.shape) != (dtype, shape):
+            raise CorruptCheckpointError(
+                f"{key}: the metadata says {dtype} {shape}, but the item at byte {item.offset} of {item.file} "
+                f"holds {frame.dtype} {frame.shape}"
+            )
+        if frame.is_row_major:
+            return Payload(self.files, item.file, frame.payload_offset, nbytes, frame.crc32)
+        return self._reordered(chunk, frame)
+
+    def _reordered(self, chunk: ChunkRef, frame: Frame) -> Payload:
+        """The payload rewritten row-major to a temporary file."""
+        with self._lock:
+            if self._spool is None:
+                self._spool = tempfile.TemporaryDirectory(prefix="spool-", dir=self._spool_parent)
+        stored = Payload(self.files, chunk.item.file, frame.payload_offset, frame.nbytes, None)
+        whole = Piece(full_box(chunk.shape), 0, frame.strides)
+        width = itemsize(chunk.dtype)
+        scratch = np.empty(8 << 20, np.uint8)
+        with storage_errors(self._spool.name):
+            fd, path = tempfile.mkstemp(dir=self._spool.name)
+            with os.fdopen(fd, "wb") as file:
+                for tile in row_major_tiles(whole.box, len(scratch) // width):
+                    part = whole.crop(tile)
+                    assert part is not None  # tiles are inside the box
+                    out = np.empty(tile.size, raw_dtype(chunk.dtype))
+                    read_region(stored, part, out, scratch)
+                    file.write(out.tobytes())
+        nbytes = prod(chunk.shape) * width
+        return Payload(LocalFiles(self._spool.name), Path(path).name, 0, nbytes, None)
+
+
+def read_region(payload: Payload, piece: Piece, out: Array, scratch: Array) -> int:
+    """Fill `out`, of the shape of `piece.box`, with the piece's elements; returns the bytes read.
+
+    `out` may be strided; its element size is that of the payload. `scratch` is a byte array that bounds the length
+    of one read and must hold at least one element.
+    """
+    if out.size == 0:
+        return 0
+    _, offset, strides = piece
+    width = out.itemsize
+    pattern = read_pattern(out.shape, strides, width, len(scratch) // width)
+    bytes_read = 0
+    for block in pattern_blocks(pattern, out.shape):
+        target = out[tuple(slice(a, a + n) for a, n in zip(block.start, block.size, strict=True))]
+        first = offset + sum(a * s for a, s in zip(block.start, strides, strict=True))
+        span = span_elems(block.size, strides) * width
+        at = payload.offset + first * width
+        if target.flags.c_contiguous and is_dense(block.size, strides):
+            payload.files.read_into(payload.name, at, _bytes_of(target))
+        else:
+            payload.files.read_into(payload.name, at, scratch[:span].data)
+            byte_strides = tuple(s * width for s in strides)
+            target[...] = np.ndarray(block.size, target.dtype, scratch.data, 0, byte_strides)
+        bytes_read += span
+    return bytes_read
+
+
+def _bytes_of(array: Array) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data

@@ -1,0 +1,178 @@
+"""The tile pump: one output item at a time through buffers of a fixed size.
+
+An item is cut into segments that follow each other in its payload. A segment that is a whole source payload is
+copied by the kernel and keeps its CRC-32; anything else passes through a tile buffer, is cast if it must be, and is
+summed on the way. The item's CRC is joined from its segments'.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from ckpt_tools.box import Box
+from ckpt_tools.catalog.files import LocalFiles
+from ckpt_tools.dtypes import itemsize
+from ckpt_tools.execute import crc
+from ckpt_tools.execute.casts import cast_raw, raw_dtype
+from ckpt_tools.execute.fileio import At, CopyCount, copy_range, storage_errors, write_all
+from ckpt_tools.execute.source import ChunkRef, Payload, SourceReader, read_region
+from ckpt_tools.plan.byte_runs import is_run, row_major_tiles
+from ckpt_tools.plan.frames import tensor_frame
+from ckpt_tools.plan.model import VERBATIM, OutputItem, Transfer
+from ckpt_tools.plan.tiling import BoxIndex
+
+_COPY_STEP_BYTES = 64 << 20  # copied by the kernel between two looks at whether to stop
+_CAST_COPIES = 4  # arrays of a tile's elements that a cast holds at a time
+KERNEL_COPY_BYTES = 256 * 1024  # below, one read and one write cost less than joining checksums
+
+
+@dataclass(slots=True)
+class Counters:
+    """What a worker has moved, in bytes."""
+
+    read: int = 0
+    copies: CopyCount = field(default_factory=CopyCount)
+
+
+class Segment(NamedTuple):
+    """A gapless range of an item's payload: `box` is relative to the item's start."""
+
+    box: Box
+    transfers: Sequence[Transfer]
+    zeros: bool  # some elements come from no transfer
+
+
+def segments(item: OutputItem) -> list[Segment]:
+    """The item's payload in order: one segment a transfer where each fills a gapless range, else one in all."""
+    size = item.box.size
+    if item.zero_elems == 0 and all(is_run(t.piece.box, size) for t in item.transfers):
+        return [Segment(t.piece.box, (t,), False) for t in item.transfers]
+    return [Segment(Box((0,) * len(size), size), item.transfers, item.zero_elems > 0)]
+
+
+class Pump:
+    """Writes items with two buffers of `tile_bytes` each. One pump a thread.
+
+    `tick` is told the bytes written since the last call, after every tile, and may raise to stop the work.
+    """
+
+    def __init__(self, source: SourceReader, tile_bytes: int, tick: Callable[[int], None]) -> None:
+        self._source = source
+        self._tile = np.empty(tile_bytes, np.uint8)
+        self._scratch = np.empty(tile_bytes, np.uint8)
+        self._tick = tick
+        self.counters = Counters()
+
+    def write_item(self, item: OutputItem, fd: int, path: Path) -> int:
+        """Write one archive into the open file `fd` (`path` is for messages); returns its payload's CRC-32.
+
+        Raises:
+            CorruptCheckpointError: a source item is damaged or not what the metadata says.
+            StorageError: the file system refused.
+        """
+        frame = tensor_frame(item.dtype, item.box.size)
+        at = At(fd, item.offset + len(frame.head))
+        total = 0
+        for segment in segments(item):
+            nbytes = segment.box.volume * itemsize(item.dtype)
+            total = crc.combine(total, self._write_segment(item, segment, at, path), nbytes)
+            at = at.skip(nbytes)
+        tail = frame.tail(total)
+        with storage_errors(path):
+            write_all(fd, frame.head, item.offset)
+            write_all(fd, tail, at.offset)
+        self._tick(len(frame.head) + len(tail))
+        return total
+
+    def is_intact(self, item: OutputItem, fd: int, path: Path, checksum: int) -> bool:
+        """Whether the archive is there as it was written: its frame, and a payload with this CRC-32."""
+        frame = tensor_frame(item.dtype, item.box.size)
+        at = item.offset + len(frame.head)
+        end = at + frame.payload_bytes
+        total = 0
+        with storage_errors(path):
+            for done in range(at, end, len(self._tile)):
+                part = self._tile[: min(len(self._tile), end - done)].data
+                if os.preadv(fd, [part], done) != len(part):
+                    return False
+                total = crc.crc32(part, total)
+                self._tick(len(part))
+            tail = frame.tail(checksum)
+            around = os.pread(fd, len(frame.head), item.offset) + os.pread(fd, len(tail), end)
+        return total == checksum and around == frame.head + tail
+
+    def _write_segment(self, item: OutputItem, segment: Segment, at: At, path: Path) -> int:
+        """Write a segment's bytes from `at` on; returns their CRC-32."""
+        if segment.transfers and segment.transfers[0].strategy == VERBATIM:
+            payload = self._source.payload(chunk_of(segment.transfers[0]))
+            if payload.crc32 is not None and self._kernel_copy(payload, at, path):
+                return payload.crc32
+        total = 0
+        for tile, transfers in _tiles(item, segment, len(self._tile)):
+            data = self._fill(item, tile, transfers, segment.zeros)
+            total = crc.crc32(data, total)
+            with storage_errors(path):
+                write_all(at.fd, data, at.offset)
+            at = at.skip(len(data))
+            self.counters.copies.touched += len(data)
+            self._tick(len(data))
+        return total
+
+    def _kernel_copy(self, payload: Payload, at: At, path: Path) -> bool:
+        """Copy a whole payload without touching it, or say that this is not possible or not worth it."""
+        if payload.nbytes < KERNEL_COPY_BYTES or not isinstance(payload.files, LocalFiles):
+            return False
+        name = Path(payload.files.location, payload.name)
+        with storage_errors(path), open(name, "rb", buffering=0) as file:
+            for done in range(0, payload.nbytes, _COPY_STEP_BYTES):
+                step = min(_COPY_STEP_BYTES, payload.nbytes - done)
+                source = At(file.fileno(), payload.offset + done)
+                copy_range(source, at.skip(done), step, self.counters.copies)
+                self._tick(step)
+        self.counters.read += payload.nbytes
+        return True
+
+    def _fill(self, item: OutputItem, tile: Box, transfers: Sequence[Transfer], zeros: bool) -> memoryview:
+        """The bytes of a tile (relative to the item's start), in the tile buffer."""
+        data = self._tile[: tile.volume * itemsize(item.dtype)]
+        if zeros:
+            data[:] = 0
+        out = data.view(raw_dtype(item.dtype)).reshape(tile.size)
+        for transfer in transfers:
+            piece = transfer.piece.crop(tile)
+            if piece is None:
+                continue
+            corner = piece.box.relative_to(tile)
+            region = out[tuple(map(slice, corner.start, corner.stop))]
+            payload = self._source.payload(chunk_of(transfer))
+            if transfer.dtype == item.dtype:
+                self.counters.read += read_region(payload, piece, region, self._scratch)
+                continue
+            values = np.empty(piece.box.size, raw_dtype(transfer.dtype))
+            self.counters.read += read_region(payload, piece, values, self._scratch)
+            region[...] = cast_raw(values, transfer.dtype, item.dtype)
+        return data.data
+
+
+def chunk_of(transfer: Transfer) -> ChunkRef:
+    """The source chunk that a transfer reads."""
+    return ChunkRef(transfer.key, transfer.item, transfer.dtype, transfer.shape)
+
+
+def _tiles(item: OutputItem, segment: Segment, tile_bytes: int) -> Iterator[tuple[Box, Sequence[Transfer]]]:
+    """Boxes that fit the buffers, in payload order, each with the transfers that meet it."""
+    width = max([itemsize(item.dtype), *(itemsize(t.dtype) for t in segment.transfers)])
+    if any(t.dtype != item.dtype for t in segment.transfers):
+        width *= _CAST_COPIES
+    index = BoxIndex([t.piece.box for t in segment.transfers]) if len(segment.transfers) > 1 else None
+    for tile in row_major_tiles(segment.box, tile_bytes // width):
+        if index is None:
+            yield tile, segment.transfers
+        else:
+            yield tile, [segment.transfers[i] for i in index.meeting(tile)]

@@ -1,0 +1,143 @@
+"""One worker's share of a plan: a few threads, each with a pump, and a main thread that watches over them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+from ckpt_tools.errors import UsageError
+from ckpt_tools.execute.fileio import storage_errors
+from ckpt_tools.execute.journal import Journal
+from ckpt_tools.execute.source import SourceReader
+from ckpt_tools.execute.stream import Counters, Pump
+from ckpt_tools.plan.model import Plan
+
+Progress: TypeAlias = Callable[[int, int], None]
+"""Called several times a second with the bytes done and the bytes in all, from the thread that called."""
+
+MAX_TILE_BYTES = 8 << 20
+MIN_TILE_BYTES = 64 << 10
+_WATCH_SECONDS = 0.1
+
+
+def tile_bytes(memory_bytes: int, threads: int) -> int:
+    """Bytes of one buffer when `threads` pumps with two buffers each, and what a cast needs, share the memory.
+
+    Raises:
+        UsageError: the memory is not enough for the smallest useful buffers.
+    """
+    tile = memory_bytes // (3 * threads)
+    if tile < MIN_TILE_BYTES:
+        raise UsageError(
+            f"{memory_bytes} bytes of memory are not enough for {threads} threads; "
+            f"at least {3 * threads * MIN_TILE_BYTES} are needed"
+        )
+    return min(tile, MAX_TILE_BYTES)
+
+
+class _StoppedError(Exception):
+    """Ends a thread whose work is no longer wanted."""
+
+
+class Work:
+    """Writes the items numbered `share` into the files of `folder`, which exist in full length.
+
+    Items in `finished` (number -> payload CRC-32) are verified and skipped; damaged ones are written again.
+    """
+
+    def __init__(
+        self, plan: Plan, share: Sequence[int], source: SourceReader, folder: Path, journal: Journal
+    ) -> None:
+        self._items = plan.items
+        self._todo = iter(share)
+        self._total = sum(plan.items[i].length for i in share)
+        self._source = source
+        self._folder = folder
+        self._journal = journal
+        self._files: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._errors: list[BaseException] = []
+        self._done = 0
+        self.resumed = 0  # items that an earlier process had finished
+
+    def run(
+        self,
+        finished: Mapping[int, int],
+        threads: int,
+        tile: int,
+        watch: Callable[[], None],
+        progress: Progress,
+    ) -> list[Counters]:
+        """Do it; the counters of every thread. `watch` may raise to stop the work.
+
+        Raises:
+            Whatever the first failing thread, `watch` or a signal handler raised.
+        """
+        pumps = [Pump(self._source, tile, self._tick) for _ in range(threads)]
+        workers = [threading.Thread(target=self._guarded, args=(pump, finished)) for pump in pumps]
+        try:
+            for worker in workers:
+                worker.start()
+            for worker in workers:
+                while worker.is_alive():
+                    worker.join(_WATCH_SECONDS)
+                    watch()
+                    progress(self._done, self._total)
+        finally:
+            self._stop.set()
+            for worker in workers:
+                worker.join()
+        if self._errors:
+            raise self._errors[0]
+        return [pump.counters for pump in pumps]
+
+    def close(self, sync: bool) -> None:
+        """Close the files written, after making them durable if asked."""
+        for name, fd in self._files.items():
+            with storage_errors(self._folder / name):
+                if sync:
+                    os.fsync(fd)
+                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(fd)
+        self._files.clear()
+
+    def _guarded(self, pump: Pump, finished: Mapping[int, int]) -> None:
+        try:
+            self._write_items(pump, finished)
+        except _StoppedError:
+            pass
+        except BaseException as error:
+            self._errors.append(error)
+            self._stop.set()
+
+    def _write_items(self, pump: Pump, finished: Mapping[int, int]) -> None:
+        while (number := self._next()) is not None:
+            item = self._items[number]
+            path = self._folder / item.file
+            fd = self._open(item.file)
+            if number in finished and pump.is_intact(item, fd, path, finished[number]):
+                with self._lock:
+                    self.resumed += 1
+                continue
+            self._journal.append(number, pump.write_item(item, fd, path))
+
+    def _next(self) -> int | None:
+        with self._lock:
+            return next(self._todo, None)
+
+    def _open(self, name: str) -> int:
+        with self._lock:
+            if name not in self._files:
+                with storage_errors(self._folder / name):
+                    self._files[name] = os.open(self._folder / name, os.O_RDWR | os.O_CLOEXEC)
+            return self._files[name]
+
+    def _tick(self, nbytes: int) -> None:
+        with self._lock:
+            self._done += nbytes
+        if self._stop.is_set():
+            raise _StoppedError

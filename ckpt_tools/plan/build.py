@@ -1,0 +1,188 @@
+"""Makes the plan: target tensors x their boxes x the source's chunks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+from ckpt_tools.box import Box, full_box
+from ckpt_tools.catalog.model import Catalog
+from ckpt_tools.dtypes import itemsize
+from ckpt_tools.errors import CorruptCheckpointError, MappingError, list_problems
+from ckpt_tools.megatron.target import InlineTensor, Target, TargetObject, TargetTensor
+from ckpt_tools.plan.byte_runs import is_dense, is_run, read_pattern
+from ckpt_tools.plan.frames import ALIGNMENT, framed_tensor, tensor_frame
+from ckpt_tools.plan.model import (
+    COVERING,
+    RUNS,
+    VERBATIM,
+    OutputBlob,
+    OutputItem,
+    Plan,
+    TensorInfo,
+    Transfer,
+    item_row,
+)
+from ckpt_tools.plan.overlap import ChunkFinder, SourcePiece, TargetReader
+from ckpt_tools.plan.tiling import tiling_problem
+
+SPAN_BYTES = 4 << 20  # longest span assumed when a strategy is chosen
+
+Placement: TypeAlias = Callable[[TargetTensor], Sequence[tuple[int, Box]]]
+"""The boxes of a tensor, in its global coordinates, and the target rank that owns each."""
+
+
+def file_name(rank: int) -> str:
+    """The file of a target rank."""
+    return f"__{rank}_0.distcp"
+
+
+class _Files:
+    """The next free place in every target rank's file, in bytes."""
+
+    def __init__(self, world: int) -> None:
+        self.end = [0] * world
+
+    def place(self, rank: int, length: int) -> int:
+        offset = -(-self.end[rank] // ALIGNMENT) * ALIGNMENT
+        self.end[rank] = offset + length
+        return offset
+
+
+def build_plan(
+    catalog: Catalog,
+    target: Target,
+    placement: Placement,
+    world: int,
+    blobs: Iterable[tuple[str, bytes]] = (),
+) -> Plan:
+    """The plan that writes `target` from `catalog` into the files of `world` target ranks.
+
+    Args:
+        placement: boxes and owners of each target tensor; the boxes must tile it.
+        blobs: the archive of every object of the target, as (key, bytes).
+
+    Raises:
+        MappingError: a target tensor has no source, another shape, or is not tiled by its sources or boxes; a
+            key is given twice. All problems of all tensors are listed.
+        CorruptCheckpointError: the chunks of a source tensor do not tile it.
+    """
+    _check_unique(target)
+    files = _Files(world)
+    fixed = _place_blobs(target, blobs, files)
+    finder = ChunkFinder(catalog)
+    items: list[list[OutputItem]] = [[] for _ in range(world)]
+    problems: list[MappingError | CorruptCheckpointError] = []
+    for tensor in target.tensors:
+        try:
+            for rank, item in _tensor_items(finder, tensor, placement(tensor), files):
+                items[rank].append(item)
+        except (MappingError, CorruptCheckpointError) as error:
+            problems.append(error)
+    _raise_all(problems)
+    tensors = {t.key: TensorInfo(t.dtype, t.shape) for t in target.inline}
+    tensors |= {t.key: TensorInfo(t.dtype, t.shape) for t in target.tensors}
+    paths = {t.key: t.path or (t.key,) for t in _entries(target)}
+    sizes = {file_name(rank): end for rank, end in enumerate(files.end) if end}
+    ordered = tuple(item for share in items for item in share)
+    return Plan(ordered, fixed, sizes, tensors, paths, _digest(ordered, fixed, sizes, tensors, paths))
+
+
+def _place_blobs(target: Target, blobs: Iterable[tuple[str, bytes]], files: _Files) -> tuple[OutputBlob, ...]:
+    """Objects and inline tensors, which all go to target rank 0, in front of its items."""
+    archives: list[tuple[str, Box | None, bytes]] = [(key, None, data) for key, data in blobs]
+    for t in target.inline:
+        expected = math.prod(t.shape) * itemsize(t.dtype)
+        if len(t.data) != expected:
+            raise MappingError(f"{t.key}: {t.dtype} {t.shape} needs {expected} bytes, but has {len(t.data)}")
+        archives.append((t.key, full_box(t.shape), framed_tensor(t.dtype, t.shape, t.data)))
+    given = [key for key, box, _ in archives if box is None]
+    if sorted(given) != sorted(o.key for o in target.objects):
+        raise MappingError("the archives given are not those of the target's objects")
+    return tuple(
+        OutputBlob(key, box, file_name(0), files.place(0, len(data)), data) for key, box, data in archives
+    )
+
+
+def _tensor_items(
+    finder: ChunkFinder, tensor: TargetTensor, boxes: Sequence[tuple[int, Box]], files: _Files
+) -> list[tuple[int, OutputItem]]:
+    problem = tiling_problem(full_box(tensor.shape), [box for _, box in boxes])
+    if problem:
+        raise MappingError(f"{tensor.key}: its placement does not tile shape {tensor.shape}: {problem}")
+    reader = TargetReader(finder, tensor)
+    items: list[tuple[int, OutputItem]] = []
+    for rank, box in boxes:
+        if box.is_empty and (0 not in tensor.shape or items):
+            continue  # an empty shard: torch writes nothing, and its offset could hide a real chunk
+        found = reader.pieces(box)
+        length = tensor_frame(tensor.dtype, box.size).length
+        transfers = tuple(sorted((_transfer(p, tensor, box) for p in found), key=lambda t: t.piece.box.start))
+        zeros = box.volume - sum(t.piece.box.volume for t in transfers)
+        offset = files.place(rank, length)
+        items.append(
+            (
+                rank,
+                OutputItem(tensor.key, box, tensor.dtype, file_name(rank), offset, length, transfers, zeros),
+            )
+        )
+    return items
+
+
+def _transfer(found: SourcePiece, tensor: TargetTensor, box: Box) -> Transfer:
+    entry, chunk, piece = found
+    size = piece.box.size
+    whole = piece.box.volume == chunk.box.volume and is_dense(size, piece.strides)
+    if whole and entry.dtype == tensor.dtype and is_run(piece.box, box.size):
+        strategy = VERBATIM
+    else:
+        width = itemsize(entry.dtype)
+        pattern = read_pattern(size, piece.strides, width, SPAN_BYTES // width)
+        strategy = RUNS if pattern.dense(size) else COVERING
+    return Transfer(entry.key, chunk.item, entry.dtype, chunk.box.size, piece, strategy)
+
+
+def _entries(target: Target) -> list[TargetObject | InlineTensor | TargetTensor]:
+    return [*target.objects, *target.inline, *target.tensors]
+
+
+def _check_unique(target: Target) -> None:
+    seen: set[str] = set()
+    twice = []
+    for t in _entries(target):
+        if t.key in seen:
+            twice.append(t.key)
+        seen.add(t.key)
+    if twice:
+        raise MappingError("the target has keys more than once:\n" + list_problems(twice))
+
+
+def _raise_all(problems: Sequence[MappingError | CorruptCheckpointError]) -> None:
+    """Raise one error with all messages; damage of the source weighs more than a wrong mapping."""
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        kind = next((type(p) for p in problems if isinstance(p, CorruptCheckpointError)), MappingError)
+        raise kind(f"{len(problems)} tensors cannot be planned:\n" + list_problems(map(str, problems)))
+
+
+def _digest(
+    items: Sequence[OutputItem],
+    blobs: Sequence[OutputBlob],
+    sizes: Mapping[str, int],
+    tensors: Mapping[str, TensorInfo],
+    paths: Mapping[str, tuple[str | int, ...]],
+) -> str:
+    """SHA-256 over a canonical rendering of the plan."""
+    state = hashlib.sha256()
+    for item in items:
+        state.update(json.dumps(item_row(item), separators=(",", ":")).encode())
+    for blob in blobs:
+        box = None if blob.box is None else list(blob.box)
+        row = [blob.key, box, blob.file, blob.offset, hashlib.sha256(blob.data).hexdigest()]
+        state.update(json.dumps(row).encode())
+    state.update(json.dumps([dict(sizes), dict(tensors), dict(paths)]).encode())
+    return state.hexdigest()

@@ -1,0 +1,116 @@
+"""How a strided region of a payload is read: in which pieces, with how much waste; and how items are cut in tiles.
+
+A region has `size` (elements per dimension) and lies in its payload at `strides` (elements). Worked example,
+columns 2..3 of a row-major (4, 8) payload, size (4, 2), strides (8, 1): four runs of 2 elements, or one
+covering span of 26 elements of which 8 are wanted. Which is cheaper depends on what one more read costs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from ckpt_tools.box import Box
+
+# One more read costs about as much as reading this many bytes more: the disk and the system call.
+READ_COST_BYTES = 64 * 1024
+
+
+class ReadPattern(NamedTuple):
+    """A region is read in blocks: one index of each of the `outer` dimensions, and `rows` indices of `split`.
+
+    Every block is read as one span of at most the limit; `span_elems` is its length for a full block.
+    """
+
+    outer: tuple[int, ...]
+    split: int | None  # None: the block is one element wide in every dimension of more than one element
+    rows: int
+    span_elems: int
+    reads: int
+
+    def dense(self, size: Sequence[int]) -> bool:
+        """Whether the spans hold nothing but wanted elements."""
+        inner = math.prod(n for d, n in enumerate(size) if d not in self.outer and d != self.split)
+        return self.span_elems == inner * self.rows
+
+
+def read_pattern(size: Sequence[int], strides: Sequence[int], itemsize: int, limit_elems: int) -> ReadPattern:
+    """The cheapest way to read a region in spans of at most `limit_elems` elements (at least 1)."""
+    order = sorted((d for d, n in enumerate(size) if n > 1), key=lambda d: -strides[d])
+    span = 1
+    best = ReadPattern(tuple(order), None, 1, 1, math.prod(size))
+    best_cost = best.reads * (READ_COST_BYTES + itemsize)
+    for k in range(len(order) - 1, -1, -1):
+        dim = order[k]
+        if span > limit_elems:
+            break
+        rows = min(size[dim], 1 + (limit_elems - span) // strides[dim])
+        full = (rows - 1) * strides[dim] + span
+        reads = math.prod(size[d] for d in order[:k]) * -(-size[dim] // rows)
+        cost = reads * (READ_COST_BYTES + full * itemsize)
+        if cost <= best_cost:
+            best, best_cost = ReadPattern(tuple(order[:k]), dim, rows, full, reads), cost
+        span += (size[dim] - 1) * strides[dim]
+    return best
+
+
+def pattern_blocks(pattern: ReadPattern, size: Sequence[int]) -> Iterator[Box]:
+    """The boxes of a region (in its own coordinates) that `pattern` reads with one span each."""
+    start, block = [0] * len(size), list(size)
+    for d in pattern.outer:
+        block[d] = 1
+    for index in itertools.product(*(range(size[d]) for d in pattern.outer)):
+        for d, i in zip(pattern.outer, index, strict=True):
+            start[d] = i
+        if pattern.split is None:
+            yield Box(tuple(start), tuple(block))
+            continue
+        for first in range(0, size[pattern.split], pattern.rows):
+            start[pattern.split] = first
+            block[pattern.split] = min(pattern.rows, size[pattern.split] - first)
+            yield Box(tuple(start), tuple(block))
+
+
+def span_elems(size: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first to the last one of a non-empty region, both included."""
+    return 1 + sum((n - 1) * s for n, s in zip(size, strides, strict=True))
+
+
+def is_dense(size: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether a non-empty region is one gapless run in row-major order."""
+    expected = 1
+    for n, s in zip(reversed(size), reversed(strides), strict=True):
+        if n > 1 and s != expected:
+            return False
+        expected *= n
+    return True
+
+
+def is_run(region: Box, size: Sequence[int]) -> bool:
+    """Whether `region` is one gapless range of a row-major tensor of `size`."""
+    axis = 0
+    while axis < len(size) and region.size[axis] == 1:
+        axis += 1
+    return region.size[axis + 1 :] == tuple(size[axis + 1 :])
+
+
+def row_major_tiles(box: Box, limit_elems: int) -> Iterator[Box]:
+    """`box` cut in boxes of at most `limit_elems` (>= 1) elements that follow each other in row-major order."""
+    axis, inner = len(box.size), 1
+    while axis and inner * box.size[axis - 1] <= limit_elems:
+        axis -= 1
+        inner *= box.size[axis]
+    if axis == 0:
+        yield box
+        return
+    axis -= 1
+    rows = max(1, limit_elems // inner)
+    lead = (range(a, a + n) for a, n in zip(box.start[:axis], box.size[:axis], strict=True))
+    for index in itertools.product(*lead):
+        for first in range(0, box.size[axis], rows):
+            yield Box(
+                (*index, box.start[axis] + first, *box.start[axis + 1 :]),
+                (*(1,) * axis, min(rows, box.size[axis] - first), *box.size[axis + 1 :]),
+            )

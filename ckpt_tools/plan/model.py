@@ -1,0 +1,170 @@
+"""A plan: every byte's way from a source checkpoint to the files of a target, as plain data.
+
+It is made from metadata alone, holds neither paths of this machine nor handles, is the same on every rank, and
+can be printed, priced, compared by `digest` and carried out by any number of workers without changing a byte.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ckpt_tools.box import Box
+from ckpt_tools.catalog.model import Item
+from ckpt_tools.dtypes import itemsize
+from ckpt_tools.megatron.views import Piece
+
+VERBATIM = "verbatim"  # a whole payload: copied by the kernel, its CRC-32 kept
+RUNS = "runs"  # contiguous runs of 64 KiB or more, or all that is needed
+COVERING = "covering"  # short runs: covering spans are read and strided copies taken from them
+
+
+class Transfer(NamedTuple):
+    """A piece of one source chunk -> a region of one output item.
+
+    `piece.box` is relative to the item's start; `piece.offset` and `piece.strides` are elements of the
+    chunk's payload, which is row-major of `shape`.
+    """
+
+    key: str  # source tensor
+    item: Item
+    dtype: str
+    shape: tuple[int, ...]
+    piece: Piece
+    strategy: str
+
+    @property
+    def nbytes(self) -> int:
+        """Source bytes wanted."""
+        return self.piece.box.volume * itemsize(self.dtype)
+
+
+class OutputItem(NamedTuple):
+    """One `torch.save` archive to write at `offset` of `file`; `length` bytes with its container."""
+
+    key: str
+    box: Box  # in the target tensor's global coordinates
+    dtype: str
+    file: str
+    offset: int
+    length: int
+    transfers: tuple[Transfer, ...]
+    zero_elems: int = 0  # elements that no transfer covers: zeros
+
+    @property
+    def nbytes(self) -> int:
+        """Payload bytes."""
+        return self.box.volume * itemsize(self.dtype)
+
+
+class OutputBlob(NamedTuple):
+    """An archive whose bytes are known: an object (`box` None) or a small whole tensor."""
+
+    key: str
+    box: Box | None
+    file: str
+    offset: int
+    data: bytes
+
+    @property
+    def length(self) -> int:
+        """Bytes."""
+        return len(self.data)
+
+
+class TensorInfo(NamedTuple):
+    """A target tensor: element type and global shape (elements per dimension)."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All archives of a target checkpoint, blobs and items each in file order."""
+
+    items: tuple[OutputItem, ...]
+    blobs: tuple[OutputBlob, ...]
+    file_bytes: Mapping[str, int]  # file name -> length in bytes
+    tensors: Mapping[str, TensorInfo]
+    paths: Mapping[str, tuple[str | int, ...]]  # planner_data: key -> path
+    digest: str  # SHA-256 over all of the above
+
+    @property
+    def bytes_to_write(self) -> int:
+        """Length of all files together, in bytes."""
+        return sum(self.file_bytes.values())
+
+    @property
+    def bytes_by_strategy(self) -> Counter[str]:
+        """Source payload bytes wanted, by transfer strategy."""
+        count: Counter[str] = Counter()
+        for item in self.items:
+            for transfer in item.transfers:
+                count[transfer.strategy] += transfer.nbytes
+        return count
+
+    @property
+    def source_files(self) -> list[str]:
+        """Names of the source files that are read, sorted."""
+        return sorted({transfer.item.file for item in self.items for transfer in item.transfers})
+
+
+def item_row(item: OutputItem) -> list[object]:
+    """An item as nested JSON lists, in the order of the fields; boxes are `[start, size]`."""
+    transfers = [
+        [
+            t.key,
+            list(t.item),
+            t.dtype,
+            t.shape,
+            [list(t.piece.box), t.piece.offset, t.piece.strides],
+            t.strategy,
+        ]
+        for t in item.transfers
+    ]
+    key, box, dtype, file, offset, length, _, zeros = item
+    return [key, list(box), dtype, file, offset, length, transfers, zeros]
+
+
+def plan_json(plan: Plan) -> dict[str, object]:
+    """The plan without its items, which `item_rows` gives one at a time."""
+    return {
+        "schema": 1,
+        "digest": plan.digest,
+        "bytes_to_write": plan.bytes_to_write,
+        "bytes_by_strategy": dict(plan.bytes_by_strategy),
+        "files": dict(plan.file_bytes),
+        "tensors": {key: {"dtype": t.dtype, "shape": list(t.shape)} for key, t in plan.tensors.items()},
+        "blobs": [{"key": b.key, "file": b.file, "offset": b.offset, "length": b.length} for b in plan.blobs],
+    }
+
+
+def item_rows(plan: Plan) -> Iterator[dict[str, object]]:
+    """Every item as a JSON object."""
+    for item in plan.items:
+        yield {
+            "key": item.key,
+            "box": {"start": list(item.box.start), "size": list(item.box.size)},
+            "dtype": item.dtype,
+            "file": item.file,
+            "offset": item.offset,
+            "length": item.length,
+            "zero_elems": item.zero_elems,
+            "transfers": [
+                {
+                    "source": t.key,
+                    "file": t.item.file,
+                    "item_offset": t.item.offset,
+                    "item_length": t.item.length,
+                    "dtype": t.dtype,
+                    "box": {"start": list(t.piece.box.start), "size": list(t.piece.box.size)},
+                    "payload_offset": t.piece.offset,
+                    "payload_strides": list(t.piece.strides),
+                    "strategy": t.strategy,
+                }
+                for t in item.transfers
+            ],
+        }

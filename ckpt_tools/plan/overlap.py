@@ -1,0 +1,134 @@
+"""Which pieces of which source chunks make up a box of a target tensor, and the proof that they tile it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from ckpt_tools.box import Box, full_box
+from ckpt_tools.catalog.model import Catalog, Chunk, TensorEntry
+from ckpt_tools.dtypes import CASTABLE
+from ckpt_tools.errors import CorruptCheckpointError, MappingError
+from ckpt_tools.megatron.target import Source, TargetTensor
+from ckpt_tools.megatron.views import Piece, chunk_piece, pull_box, push_piece, view_shape
+from ckpt_tools.plan.tiling import BoxIndex, find_overlap, tiling_problem
+
+
+class SourcePiece(NamedTuple):
+    """A piece of a stored chunk, in the coordinates of the box that was asked for."""
+
+    entry: TensorEntry
+    chunk: Chunk
+    piece: Piece
+
+
+class ChunkFinder:
+    """The tensors of a catalog with an index over each one's chunks, made when first needed."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+        self._indexes: dict[str, BoxIndex] = {}
+
+    def entry(self, target: TargetTensor, source: Source) -> TensorEntry:
+        """The source's tensor, whose view has been checked to fit the target's shape."""
+        entry = self.catalog.tensors.get(source.key)
+        if entry is None:
+            raise MappingError(f"{target.key}: its source tensor {source.key} is not in the checkpoint")
+        if entry.dtype != target.dtype and not {entry.dtype, target.dtype} <= CASTABLE:
+            raise MappingError(
+                f"{target.key}: {source.key} is {entry.dtype}, which is not cast to {target.dtype}"
+            )
+        try:
+            shape = view_shape(source.view, entry.shape)
+        except ValueError as error:
+            raise MappingError(f"{target.key}: source {source.key} of shape {entry.shape}: {error}") from None
+        if shape != target.shape:
+            raise MappingError(
+                f"{target.key}: expected shape {target.shape}, but its source {source.key} of shape "
+                f"{entry.shape} shows {shape}"
+            )
+        return entry
+
+    def chunks(self, entry: TensorEntry, box: Box) -> Iterator[Chunk]:
+        """The chunks of `entry` that meet `box`."""
+        index = self._indexes.get(entry.key)
+        if index is None:
+            index = self._indexes[entry.key] = BoxIndex([chunk.box for chunk in entry.chunks])
+        for i in index.meeting(box):
+            yield entry.chunks[i]
+
+
+class TargetReader:
+    """Finds the pieces of any box of one target tensor.
+
+    Raises:
+        MappingError: a source is absent or its view shows another shape.
+    """
+
+    def __init__(
+        self, finder: ChunkFinder, target: TargetTensor, sources: Sequence[Source] | None = None
+    ) -> None:
+        self.target = target
+        self._finder = finder
+        self._sources = [
+            (s, finder.entry(target, s)) for s in (target.sources if sources is None else sources)
+        ]
+        self._extents: BoxIndex | None = None
+        if len(self._sources) > 1:
+            self._extents = BoxIndex([_extent(source, entry) for source, entry in self._sources])
+
+    def pieces(self, box: Box) -> list[SourcePiece]:
+        """The pieces that tile `box`, each in coordinates relative to its start.
+
+        Raises:
+            MappingError: the sources do not tile the box.
+            CorruptCheckpointError: the chunks of a source do not tile that source.
+        """
+        found: list[SourcePiece] = []
+        for source, entry in self._meeting(box):
+            wanted = pull_box(source.view, box).intersect(full_box(entry.shape))
+            if wanted is None:
+                continue
+            for chunk in self._finder.chunks(entry, wanted):
+                part = chunk_piece(chunk.box).crop(wanted)
+                for shown in push_piece(source.view, part) if part else ():
+                    kept = shown.crop(box)
+                    if kept is not None:
+                        found.append(SourcePiece(entry, chunk, kept._replace(box=kept.box.relative_to(box))))
+        self._prove(box, found)
+        return found
+
+    def _meeting(self, box: Box) -> list[tuple[Source, TensorEntry]]:
+        if self._extents is None:
+            return self._sources
+        return [self._sources[i] for i in self._extents.meeting(box)]
+
+    def _prove(self, box: Box, found: Sequence[SourcePiece]) -> None:
+        parts = [p.piece.box for p in found]
+        missing = box.volume - sum(part.volume for part in parts)
+        if (missing == 0 or (missing > 0 and self.target.zero_filled)) and find_overlap(parts) is None:
+            return
+        damaged = [problem for _, entry in self._meeting(box) if (problem := entry_problem(entry))]
+        if damaged:
+            raise CorruptCheckpointError(f"{self.target.key} {box} cannot be read: {damaged[0]}")
+        problem = tiling_problem(Box((0,) * len(box.size), box.size), parts)
+        raise MappingError(
+            f"{self.target.key} {box}: its sources do not show every element exactly once: {problem} "
+            f"(relative to the box's start)"
+        )
+
+
+def entry_problem(entry: TensorEntry) -> str | None:
+    """Why the chunks of a stored tensor do not tile it exactly, or None."""
+    problem = tiling_problem(full_box(entry.shape), [chunk.box for chunk in entry.chunks])
+    return f"the chunks of {entry.key} do not tile its shape {entry.shape}: {problem}" if problem else None
+
+
+def _extent(source: Source, entry: TensorEntry) -> Box:
+    """The smallest box of the target outside which the source shows nothing."""
+    boxes = [piece.box for piece in push_piece(source.view, chunk_piece(full_box(entry.shape)))]
+    if not boxes:
+        return full_box((0,) * len(view_shape(source.view, entry.shape)))
+    start = tuple(map(min, *(b.start for b in boxes), boxes[0].start))
+    stop = tuple(map(max, *(b.stop for b in boxes), boxes[0].stop))
+    return Box(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
