@@ -65,14 +65,10 @@ class TargetReader:
         MappingError: a source is absent or its view shows another shape.
     """
 
-    def __init__(
-        self, finder: ChunkFinder, target: TargetTensor, sources: Sequence[Source] | None = None
-    ) -> None:
+    def __init__(self, finder: ChunkFinder, target: TargetTensor) -> None:
         self.target = target
         self._finder = finder
-        self._sources = [
-            (s, finder.entry(target, s)) for s in (target.sources if sources is None else sources)
-        ]
+        self._sources = [(source, finder.entry(target, source)) for source in target.sources]
         self._extents: BoxIndex | None = None
         if len(self._sources) > 1:
             self._extents = BoxIndex([_extent(source, entry) for source, entry in self._sources])

@@ -1,0 +1,67 @@
+"""Any box of a target tensor as a numpy array, read through its views: checks, comparisons and printing use it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ckpt_tools.box import Box
+from ckpt_tools.catalog.files import Files
+from ckpt_tools.catalog.model import Catalog
+from ckpt_tools.execute.casts import Array, cast_raw, numpy_dtype, raw_dtype
+from ckpt_tools.execute.source import ChunkRef, SourceReader, read_region
+from ckpt_tools.megatron.target import TargetTensor
+from ckpt_tools.plan.overlap import ChunkFinder, SourcePiece, TargetReader
+
+_SCRATCH_BYTES = 4 << 20
+
+
+class BoxReader:
+    """Reads boxes of target tensors from one checkpoint; close it when done. One reader a thread."""
+
+    def __init__(self, files: Files, catalog: Catalog) -> None:
+        self._source = SourceReader(files)
+        self._finder = ChunkFinder(catalog)
+        self._scratch = np.empty(_SCRATCH_BYTES, np.uint8)
+
+    def tensor(self, target: TargetTensor) -> Callable[[Box], Array]:
+        """What `read` does for this target, its sources looked up once for many boxes."""
+        pieces = TargetReader(self._finder, target).pieces
+        return lambda box: self._read(target.dtype, box, pieces(box))
+
+    def read(self, target: TargetTensor, box: Box) -> Array:
+        """The elements of `box` (global coordinates of `target`), of the type `casts.numpy_dtype(target.dtype)`.
+
+        Elements that no source of a `zero_filled` target shows are zeros.
+
+        Raises:
+            MappingError, CorruptCheckpointError: as `TargetReader.pieces`.
+        """
+        return self.tensor(target)(box)
+
+    def _read(self, dtype: str, box: Box, pieces: Sequence[SourcePiece]) -> Array:
+        raw = np.zeros(box.size, raw_dtype(dtype))
+        for entry, chunk, piece in pieces:
+            payload = self._source.payload(ChunkRef(entry.key, chunk.item, entry.dtype, chunk.box.size))
+            region = raw[tuple(map(slice, piece.box.start, piece.box.stop))]
+            if entry.dtype == dtype:
+                read_region(payload, piece, region, self._scratch)
+                continue
+            values = np.empty(piece.box.size, raw_dtype(entry.dtype))
+            read_region(payload, piece, values, self._scratch)
+            region[...] = cast_raw(values, entry.dtype, dtype)
+        return raw.view(numpy_dtype(dtype))
+
+    def close(self) -> None:
+        """Remove temporary files."""
+        self._source.close()
+
+
+def read_box(files: Files, catalog: Catalog, target: TargetTensor, box: Box) -> Array:
+    """One box of one target tensor; see `BoxReader.read`."""
+    reader = BoxReader(files, catalog)
+    try:
+        return reader.read(target, box)
+    finally:
+        reader.close()
