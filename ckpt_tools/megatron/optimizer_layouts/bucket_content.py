@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.catalog.container import read_frame
 from ckpt_tools.catalog.files import Files
@@ -17,10 +17,9 @@ from ckpt_tools.megatron.optimizer_layouts.buckets import Bucket, Flat, Piece
 from ckpt_tools.megatron.optimizer_layouts.model import MASTER
 
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
 
-    Bits = npt.NDArray[np.unsignedinteger[npt.NBitBase]]
+    Bits = npt.NDArray[Any]  # unsigned integers of the size of the element type
 
 TILE = 1 << 20  # elements compared at a time
 SAMPLE = 64  # elements in each of the three windows of a fingerprint
@@ -81,14 +80,13 @@ def round_bits(bits: Bits, dtype: str, to: str) -> Bits:
     if dtype == to:
         return bits
     if dtype == "float32" and to == "bfloat16":
-        nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-        rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-        rounded[nan] = 0x7FC0
+        rounded: Bits = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+        rounded[np.isnan(bits.view("<f4"))] = 0x7FC0
         return rounded.astype("<u2")
     if dtype == "float32" and to == "float16":
         with np.errstate(over="ignore"):
-            half: Bits = bits.view("<f4").astype("<f2").view("<u2")
-            return half
+            half: Bits = bits.view("<f4").astype("<f2")
+        return half.view("<u2")
     raise UnsupportedCheckpointError(f"masters of type {dtype} for weights of type {to} are not supported")
 
 

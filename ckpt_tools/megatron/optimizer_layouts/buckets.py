@@ -214,6 +214,8 @@ def _pieces(entry: TensorEntry) -> Iterator[Piece]:
     count = math.prod(len(s) for s in starts)
     ranks = [{a: i for i, a in enumerate(s)} for s in starts]
     for chunk in entry.chunks:
+        if chunk.box.is_empty:
+            continue
         index = 0
         for a, s, rank in zip(chunk.box.start[axes:], starts, ranks, strict=True):
             index = index * len(s) + rank[a]

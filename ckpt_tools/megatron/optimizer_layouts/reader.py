@@ -18,6 +18,7 @@ from ckpt_tools.megatron.optimizer_layouts.buckets import Bucket, Buffer, find_b
 from ckpt_tools.megatron.optimizer_layouts.kinds import optimizer_layout
 from ckpt_tools.megatron.optimizer_layouts.model import MASTER, OptimizerStates, StateTensor
 from ckpt_tools.megatron.optimizer_layouts.natural import (
+    STATE_KEY,
     canonical_kind,
     model_space_states,
     order_kinds,
@@ -49,7 +50,7 @@ def read_optimizer_states(
     layout = optimizer_layout(catalog, common)
     if layout == "none":
         return None
-    if layout in ("fsdp_dtensor", "unknown"):
+    if layout == "fsdp_dtensor" or (layout == "unknown" and not any(map(STATE_KEY.match, catalog.tensors))):
         raise UnsupportedCheckpointError(
             f"{catalog.root}: optimizer layout {layout!r} is not one of torch_dist's"
         )
