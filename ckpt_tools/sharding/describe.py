@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import lru_cache
 
 from ckpt_tools.errors import MappingError, list_problems
 from ckpt_tools.sharding.parameters import Expert, Parameter, Part, Shape
@@ -15,39 +16,39 @@ from ckpt_tools.sharding.units import ROOT, UNITS, find_units, model_order, numb
 _EXPERT = re.compile(
     r"(?P<experts>.*\.experts\.)(?:local_experts\.(?P<module>\d+)\..+|.+\.(?:weight|bias)(?P<leaf>\d+))"
 )
-
-
-def _ending(text: str) -> re.Pattern[str]:
-    return re.compile(rf"(?:.*\.)?(?:{text})")
-
-
 _COLUMN = (
     r"word_embeddings|output_layer|linear_qkv|linear_q|linear_kv|linear_fc1|linear_q_proj|linear_q_up_proj"
     r"|linear_kv_up_proj|eh_proj|in_proj|conv1d"
 )
-# The first rule that matches the end of a name tells the dimension that tensor parallelism cuts.
+# The first rule that matches the last two steps of a name tells the dimension that tensor parallelism cuts.
 _TP_DIMS: tuple[tuple[re.Pattern[str], int | None], ...] = (
-    (_ending(rf"(?:{_COLUMN})\.(?:weight|bias)\d*"), 0),
-    (_ending(r"(?:linear_proj|linear_fc2|out_proj)\.weight\d*"), 1),
-    (_ending(r"(?:linear_proj|linear_fc2|out_proj)\.bias\d*"), None),
-    (_ending(r"mixer\.norm\.weight|softmax_offset|conv1d_(?:weight|bias)|A_log|D|dt_bias"), 0),
-    (_ending(r"\w*norm\w*\.(?:weight|bias)|layer_norm_(?:weight|bias)"), None),
-    (_ending(r"router\.\w+|gate_weight|(?:position|tokentype)_embeddings\.weight"), None),
+    (re.compile(rf"(?:{_COLUMN})\.(?:weight|bias)\d*"), 0),
+    (re.compile(r"(?:linear_proj|linear_fc2|out_proj)\.weight\d*"), 1),
+    (re.compile(r"(?:linear_proj|linear_fc2|out_proj)\.bias\d*"), None),
+    (
+        re.compile(r"mixer\.norm\.weight|(?:.*\.)?(?:softmax_offset|conv1d_(?:weight|bias)|A_log|D|dt_bias)"),
+        0,
+    ),
+    (re.compile(r"\w*norm\w*\.(?:weight|bias)|.*\.layer_norm_(?:weight|bias)"), None),
+    (re.compile(r"router\.\w+|.*\.gate_weight|(?:position|tokentype)_embeddings\.weight"), None),
+    (re.compile(r"conv1\.weight|ln_(?:pre|post)\.(?:weight|bias)|.*\.class_token"), None),  # vision tower
 )
 _NO_RULE = -1
 
 
 @dataclass(frozen=True, slots=True)
 class LiveTensor:
-    """A tensor of the running model under its own, unsplit name with its global shape (elements).
+    """A tensor of the running model under its own name with its global shape (elements).
 
-    `gated` ones are stored as two halves, `_w` and `_v`.
+    `parts` names the checkpoint tensors that hold it, if they are several; a `gated` one's are its two halves,
+    `_w` and `_v`.
     """
 
     name: str
     shape: Shape
     dtype: str
     gated: bool = False
+    parts: tuple[Part, ...] = ()
     buffer: bool = False
     trainable: bool = True
 
@@ -75,7 +76,9 @@ def describe(
     experts = _experts(names)
     dims = {name: _tp_dim(name, tp_dims or {}) for name in names}
     unknown = [
-        name for name in names if dims[name] == _NO_RULE and (topology.etp if name in experts else topology.tp) > 1
+        name
+        for name in names
+        if dims[name] == _NO_RULE and (topology.etp if name in experts else topology.tp) > 1
     ]
     if unknown:
         raise MappingError(
@@ -93,7 +96,7 @@ def describe(
             unit=unit,
             trainable=tensor.trainable,
             buffer=tensor.buffer,
-            parts=_halves(tensor) if tensor.gated else (),
+            parts=_halves(tensor) if tensor.gated else tensor.parts,
         )
         for name, unit in zip(names, number_units(names, modules), strict=True)
         for tensor in (by_name[name],)
@@ -108,10 +111,12 @@ def _tp_dim(name: str, given: Mapping[str, int | None]) -> int | None:
     for pattern, dim in given.items():
         if fnmatchcase(name, pattern):
             return dim
-    for rule, dim in _TP_DIMS:
-        if rule.fullmatch(name):
-            return dim
-    return _NO_RULE
+    return _ruled_dim(".".join(name.split(".")[-2:]))
+
+
+@lru_cache(maxsize=4096)
+def _ruled_dim(ending: str) -> int | None:
+    return next((dim for rule, dim in _TP_DIMS if rule.fullmatch(ending)), _NO_RULE)
 
 
 def _experts(names: Iterable[str]) -> dict[str, Expert]:

@@ -109,7 +109,7 @@ def part_boxes(parameter: Parameter, topology: Topology, box: Box) -> Iterator[t
 def as_parts(parameters: Iterable[Parameter]) -> list[Parameter]:
     """What a checkpoint holds, each as an unsharded parameter of its own."""
     return [
-        Parameter(name, (rows, *p.shape[1:]) if p.parts else p.shape, p.dtype, buffer=p.buffer)
+        Parameter(name, (rows, *p.shape[1:]) if p.parts else p.shape, p.dtype)
         for p in parameters
         for name, rows in (p.parts or (Part(p.name, 0),))
     ]

@@ -34,6 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from ckpt_tools.box import Box
 from ckpt_tools.errors import UsageError, list_problems
@@ -64,13 +65,21 @@ _TRIED_SIZES = 64  # how far from the asked dp_shard an uncut one is looked for
 _At = tuple[Coordinates, Coordinates]  # dense and expert view of a rank; index it with `is_expert`
 
 
+class MeshAxis(NamedTuple):
+    """`dim` is the tensor dimension that this axis shards, None if every rank along it holds the same."""
+
+    name: str
+    size: int
+    dim: int | None
+
+
 class Placement:
     """Shards of `parameters` (in the running model's order) over the ranks of `topology`.
 
     Args:
         parameters: the order decides how a bucket is packed (see `units.model_order`).
-        layout: ``mfsdp-v1``, ``mfsdp-v2``, ``fsdp2``, or ``even``: equal rows of every checkpoint tensor on
-            all ranks, whatever the topology's axes are.
+        layout: ``mfsdp-v1``, ``mfsdp-v2``, ``fsdp2``, or ``even``: every checkpoint tensor as
+            torch's ``Shard(0)`` over all ranks, whatever the topology's axes are.
         bucket_size: elements after which v1 closes a bucket of parameters outside all units; None never does.
 
     Raises:
@@ -134,6 +143,22 @@ class Placement:
         """Which part of `bucket` the optimizer of `rank` works on."""
         return self._part(self._at(rank)[bucket.group.is_expert])
 
+    def mesh(self, parameter: Parameter) -> tuple[MeshAxis, ...]:
+        """Axes of the device mesh that the DTensor of `parameter` spans, and what each does to it.
+
+        Shards are uneven, so torch cannot tell boxes from this: use `shards`. FSDP2 writes the two cuts of
+        dimension 0 of a column-parallel parameter as a strided shard.
+        """
+        t, strategy = self.topology, self.topology.strategy
+        axes = [
+            MeshAxis("dp_shard", self.shard_size(parameter.is_expert), None if strategy == "no_shard" else 0)
+        ]
+        if t.dp_outer > 1:
+            axes.insert(0, MeshAxis("dp_outer", t.dp_outer, 0 if t.shards_outer else None))
+        if parameter.tp_size(t) > 1:
+            axes.append(MeshAxis("tp", parameter.tp_size(t), parameter.tp_dim))
+        return tuple(axes)
+
     def shard_size(self, expert: bool) -> int:
         """Ranks over which a dense or an expert parameter is cut, outer axis not counted."""
         return self.topology.expert_shard_size if expert else self.topology.shard_size
@@ -186,11 +211,7 @@ class Placement:
         p = self.parameters[i]
         rows = self.local_shapes[i][0] if self.local_shapes[i] else 1
         parts, part = self.shard_size(p.is_expert), at[p.is_expert].shard
-        if p.buffer:
-            return (0, rows) if self.layout != "even" or part == 0 else (0, 0)
-        if self.layout == "even":
-            return -(-rows * part // parts), -(-rows * (part + 1) // parts)
-        return chunk_rows(rows, parts, part)
+        return (0, rows) if p.buffer else chunk_rows(rows, parts, part)
 
     def _buffer_rows(self, at: _At, keep_empty: bool) -> Iterator[tuple[int, int, int]]:
         for bucket in self._buckets_of(at[True].ep):

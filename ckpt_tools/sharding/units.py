@@ -7,8 +7,11 @@ modules register their children (core 0.16.1 and main).
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from typing import TypeAlias
 
 from ckpt_tools.errors import UsageError, list_problems
 
@@ -54,7 +57,7 @@ def _chain(orders: Iterable[Sequence[str]]) -> dict[str, int]:
     while changed:
         changed = False
         for order in orders:
-            for before, after in zip(order, order[1:], strict=False):
+            for before, after in itertools.pairwise(order):
                 if rank[after] <= rank[before]:
                     rank[after], changed = rank[before] + 1, True
     return rank
@@ -65,34 +68,40 @@ _UNKNOWN = max(_RANK.values()) + 1
 _NUMBERED = re.compile(r"([A-Za-z_]\w*?)(\d+)")
 
 
-def model_order(names: Sequence[str]) -> list[str]:
+def model_order(names: Iterable[str]) -> list[str]:
     """`names` in the order of `named_parameters()`: a module's own parameters before its children's.
 
     Modules that are not Megatron-Core's keep the order in which `names` has them, after the known ones.
     """
-    first_seen: dict[str, int] = {}
+    tree: _Tree = {}
     for name in names:
-        for end in (m.start() for m in re.finditer(r"\.|$", name)):
-            first_seen.setdefault(name[:end], len(first_seen))
+        node = tree
+        for step in name.split("."):
+            node = node.setdefault(step, {})
+        node[""] = {}
+    return list(_walk(tree, ""))
 
-    def key(name: str) -> list[tuple[bool, int, int, int]]:
-        steps = name.split(".")
-        path = ""
-        found = []
-        for depth, step in enumerate(steps):
-            path = f"{path}.{step}" if path else step
-            is_module = depth < len(steps) - 1
-            numbered = _NUMBERED.fullmatch(step)
-            known = step if numbered is None or step in _RANK else numbered[1]
-            rank = _RANK.get(known, _UNKNOWN)
-            if step.isdecimal():
-                number = int(step)
-            else:
-                number = int(numbered[2]) if numbered and known != step and rank < _UNKNOWN else -1
-            found.append((is_module, rank, number, first_seen[path]))
-        return found
 
-    return sorted(names, key=key)
+_Tree: TypeAlias = "dict[str, _Tree]"
+
+
+def _walk(tree: _Tree, path: str) -> Iterator[str]:
+    """Names below `path`; the empty step marks that `path` is a parameter itself."""
+    for step, below in sorted(tree.items(), key=lambda entry: (set(entry[1]) != {""}, *_rank(entry[0]))):
+        if "" in below:
+            yield path + step
+        yield from _walk({k: v for k, v in below.items() if k}, f"{path}{step}.")
+
+
+@lru_cache(maxsize=4096)
+def _rank(step: str) -> tuple[int, int]:
+    """(rank among its siblings, number): layers and experts go by number, `weight10` after `weight9`."""
+    if step.isdecimal():
+        return _UNKNOWN, int(step)
+    numbered = _NUMBERED.fullmatch(step)
+    if numbered and step not in _RANK and numbered[1] in _RANK:
+        return _RANK[numbered[1]], int(numbered[2])
+    return _RANK.get(step, _UNKNOWN), -1
 
 
 def number_units(names: Sequence[str], modules: Sequence[str], innermost: bool = False) -> list[int | None]:
