@@ -8,7 +8,8 @@ name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ckpt_tools.errors import VerificationError, list_problems
@@ -184,23 +185,35 @@ def _marks(piece: Piece) -> Iterable[object]:
 def _shards_by_rank(
     walked: Sequence[tuple[Buffer, list[_Slot]]], problems: list[str]
 ) -> dict[tuple[int, int, int], set[int]]:
-    """Which of n shards a model-parallel rank holds: (chain, group, n) -> indices, from unmistakable pieces.
+    """Which of n shards a model-parallel rank holds: (chain, group, n) -> indices, from certain pieces.
 
-    One of n, or two that lie half of n apart (gate and up).
+    One, or two of the same slice that lie half of n apart (gate and up).
     """
-    held: dict[tuple[int, int, int], set[int]] = {}
+    held: dict[tuple[int, int, int], dict[tuple[str, tuple[int, ...]], set[int]]] = {}
     for buffer, slots in walked:
         for slot in slots:
             if slot.alike.is_certain:
-                index, count = slot.alike.members[0].shard
-                held.setdefault((buffer.chain, buffer.group, count), set()).add(index)
-    for (chain, group, count), indices in held.items():
-        if len({i % (count // 2 or 1) if len(indices) > 1 else i for i in indices}) > 1:
+                piece = slot.alike.members[0]
+                index, count = piece.shard
+                slices = held.setdefault((buffer.chain, buffer.group, count), {})
+                slices.setdefault((piece.key, piece.lead), set()).add(index)
+    result = {}
+    for (chain, group, count), slices in held.items():
+        indices = result[chain, group, count] = set().union(*slices.values())
+        pair = len(indices) == 2 and max(indices) - min(indices) == count // 2 and indices in slices.values()
+        if len(indices) > 1 and not pair:
             problems.append(
                 f"chain {chain}, dp_group_idx_{group}: holds the shards {sorted(indices)} of {count}, "
-                "which belong to different tensor-parallel ranks"
+                f"which belong to different ranks: {', '.join(sorted(_minority(slices)))}"
             )
-    return held
+    return result
+
+
+def _minority(slices: Mapping[tuple[str, tuple[int, ...]], set[int]]) -> set[str]:
+    """The slices whose shards are the rarest."""
+    counts = Counter(frozenset(indices) for indices in slices.values())
+    rarest = min(counts, key=lambda indices: counts[indices])
+    return {f"{key} {list(lead)}" for (key, lead), indices in slices.items() if indices == rarest}
 
 
 def _why_unsettled(slots: Sequence[_Slot], tried: Sequence[Convention]) -> str:
