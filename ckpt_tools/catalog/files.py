@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 from typing import Protocol
 
-from ckpt_tools.errors import CorruptCheckpointError, StorageError, UnsupportedCheckpointError
+from ckpt_tools.errors import CorruptCheckpointError, StorageError
 
 MAX_OPEN_FILES = 256  # the usual soft limit is 1024; further files are opened for each read
 
@@ -133,13 +133,15 @@ class LocalFiles:
 
 
 def open_files(location: str) -> Files:
-    """The files at `location`, a folder of a mounted file system.
+    """The files at `location`: a folder of a mounted file system, or the URL of one in an object store.
 
     Raises:
-        UnsupportedCheckpointError: `location` is a URL.
+        UsageError: the URL's scheme is unknown or its driver is not installed.
     """
-    if "://" in location:
-        raise UnsupportedCheckpointError(
-            f"{location}: remote storage is not supported; mount it or copy the checkpoint to a disk."
-        )
-    return LocalFiles(location)
+    if location.startswith("file://"):
+        location = location.removeprefix("file://")
+    if "://" not in location:
+        return LocalFiles(location)
+    from ckpt_tools.catalog.remote import RemoteFiles  # fsspec is not needed for local paths
+
+    return RemoteFiles(location)

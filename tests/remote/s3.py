@@ -1,0 +1,149 @@
+"""A real S3 server on loopback (moto's) and a proxy before it that resets, refuses, or trickles as a test says."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+NONE, RESET, BUSY, SLOW = "none", "reset", "503", "slow"
+_SLOW_DOWN = (
+    b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Reduce your request rate</Message></Error>"
+)
+
+
+class FaultProxy(ThreadingHTTPServer):
+    """Forwards to an S3 server. `choose(number, method, path)` names each request's fault; `done` counts them."""
+
+    daemon_threads = True
+
+    def __init__(self, upstream: tuple[str, int]) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.upstream = upstream
+        self.choose: Callable[[int, str, str], str] = lambda number, method, path: NONE
+        self.done: Counter[str] = Counter()
+        self.requests: list[tuple[str, str, str]] = []  # method, path, range
+        self.slow_seconds = 60.0
+        self.lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Clients that hang up on a slow answer are part of the test."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: FaultProxy
+
+    def _serve(self) -> None:
+        proxy = self.server
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        with proxy.lock:
+            proxy.requests.append((self.command, self.path, self.headers.get("Range") or ""))
+            fault = proxy.choose(len(proxy.requests), self.command, self.path)
+            proxy.done[fault] += 1
+        if fault == BUSY:
+            self._answer(503, [("Content-Type", "application/xml")], _SLOW_DOWN)
+            return
+        connection = http.client.HTTPConnection(*proxy.upstream, timeout=60)
+        connection.request(self.command, self.path, body, dict(self.headers))
+        answer = connection.getresponse()
+        data = answer.read()
+        connection.close()
+        self._answer(answer.status, answer.getheaders(), data, fault)
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _serve  # noqa: N815
+
+    def _answer(self, status: int, headers: list[tuple[str, str]], data: bytes, fault: str = NONE) -> None:
+        self.send_response_only(status)
+        is_head = self.command == "HEAD"
+        for name, value in headers:
+            if name.lower() not in ("content-length", "connection", "transfer-encoding") or (
+                is_head and name.lower() == "content-length"
+            ):
+                self.send_header(name, value)
+        if not is_head:
+            self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if fault == RESET:
+            self.wfile.write(data[: len(data) // 2])
+            self.wfile.flush()
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.connection.close()  # lingering for 0 seconds sends RST, not FIN
+            self.close_connection = True
+            return
+        if fault == SLOW:
+            self._trickle(data)
+        if not is_head:
+            self.wfile.write(data)
+
+    def _trickle(self, data: bytes) -> None:
+        """Bytes one by one, too few for any deadline yet too steady for a socket timeout."""
+        stop = time.monotonic() + self.server.slow_seconds
+        for value in data:
+            if time.monotonic() > stop:
+                break
+            self.wfile.write(bytes([value]))
+            time.sleep(0.1)
+        self.close_connection = True
+
+    def log_message(self, *args: object) -> None:
+        """Quiet."""
+
+
+@contextmanager
+def fault_proxy(upstream: tuple[str, int]) -> Iterator[FaultProxy]:
+    proxy = FaultProxy(upstream)
+    thread = threading.Thread(target=proxy.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread.start()
+    yield proxy
+    proxy.shutdown()
+    proxy.server_close()
+    thread.join()
+
+
+@contextmanager
+def s3_server() -> Iterator[tuple[str, int]]:
+    """Host and port of a server with no buckets; the server's own process, so that its imports stay there."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        sys.executable,
+        "-c",
+        "from moto.server import main; main()",
+        "-H",
+        "127.0.0.1",
+        "-p",
+        str(port),
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        _wait_for(port, process)
+        yield "127.0.0.1", port
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
+    stop = time.monotonic() + 60
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return
+        except OSError:
+            if process.poll() is not None or time.monotonic() > stop:
+                raise RuntimeError("moto's server did not start") from None
+            time.sleep(0.1)

@@ -1,0 +1,101 @@
+"""Reading from a real S3 server through a proxy that injects faults."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from ckpt_tools.catalog.dcp import read_catalog
+from ckpt_tools.catalog.files import LocalFiles, open_files
+from ckpt_tools.catalog.remote import RemoteFiles, Retry
+from ckpt_tools.errors import StorageError, UnsupportedCheckpointError
+from tests.conftest import fixture_dir
+from tests.remote.s3 import BUSY, NONE, RESET, SLOW, FaultProxy, fault_proxy, s3_server
+
+s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed")
+pytest.importorskip("moto.server", reason="moto's server is not installed")
+
+MIB = 1 << 20
+DATA = random.Random(3).randbytes(9 * MIB + 77)
+NAME = "core019_llama_tp2_fully_reshardable"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[tuple[str, int]]:
+    """A server whose bucket `runs` holds a checkpoint and a large file."""
+    with s3_server() as address:
+        fs = s3fs.S3FileSystem(
+            endpoint_url="http://{}:{}".format(*address), key="k", secret="s", skip_instance_cache=True
+        )
+        fs.mkdir("runs")
+        fs.put(str(fixture_dir(NAME)), "runs/llama", recursive=True)
+        fs.pipe_file("runs/large/data", DATA)
+        yield address
+
+
+@pytest.fixture
+def proxy(server: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
+    """A proxy that a user's environment points at."""
+    with fault_proxy(server) as found:
+        for name, value in [
+            ("AWS_ENDPOINT_URL", found.url),
+            ("AWS_ACCESS_KEY_ID", "k"),
+            ("AWS_SECRET_ACCESS_KEY", "s"),
+            ("AWS_DEFAULT_REGION", "us-east-1"),
+        ]:
+            monkeypatch.setenv(name, value)
+        s3fs.S3FileSystem.clear_instance_cache()
+        yield found
+
+
+def test_a_checkpoint_in_s3_has_the_catalog_of_the_local_one(proxy: FaultProxy) -> None:
+    local = read_catalog(LocalFiles(str(fixture_dir(NAME) / "iter_0000002")))
+    far = read_catalog(open_files("s3://runs/llama/iter_0000002"))
+    assert (far.tensors, far.objects) == (local.tensors, local.objects)
+    assert len(proxy.requests) == 2, "one listing, one range"
+
+
+def test_folders_and_sizes(proxy: FaultProxy) -> None:
+    files = open_files("s3://runs/llama/")
+    assert files.list() == sorted(entry.name for entry in fixture_dir(NAME).iterdir())
+    assert files.exists("iter_0000002/.metadata")
+    assert files.size("losses.txt") == (fixture_dir(NAME) / "losses.txt").stat().st_size
+    assert not open_files("s3://runs/nothing").exists(".metadata")
+    with pytest.raises(UnsupportedCheckpointError, match="s3://runs/nothing does not exist"):
+        open_files("s3://runs/nothing").list()
+    with pytest.raises(UnsupportedCheckpointError, match="s3://no-bucket/x does not exist"):
+        open_files("s3://no-bucket/x").list()
+
+
+def test_faults_do_not_change_a_byte(proxy: FaultProxy) -> None:
+    draw = random.Random(1)
+    proxy.choose = lambda number, method, path: draw.choice([NONE, NONE, NONE, RESET, BUSY])
+    files = RemoteFiles("s3://runs/large", Retry(attempts=20, pause=0.01))
+    assert files.read("data", 0, len(DATA)) == DATA
+    for offset in range(0, 9 * MIB, 3 * MIB):
+        assert files.read("data", offset, 1000) == DATA[offset : offset + 1000]
+    assert proxy.done[RESET] > 0
+    assert proxy.done[BUSY] > 0
+
+
+def test_a_trickling_answer_is_abandoned_and_asked_again(proxy: FaultProxy) -> None:
+    proxy.choose = lambda number, method, path: SLOW if number == 2 else NONE
+    files = RemoteFiles("s3://runs/large", Retry(patience=1, min_rate=4 * MIB, pause=0.01))
+    files.list()
+    begin = time.monotonic()
+    assert files.read("data", 0, 1000) == DATA[:1000]
+    assert time.monotonic() - begin < 10
+    assert proxy.done[SLOW] == 1
+
+
+def test_a_store_that_stays_down_is_reported(proxy: FaultProxy) -> None:
+    files = RemoteFiles("s3://runs/large", Retry(attempts=2, pause=0.01, patience=1))
+    files.list()
+    proxy.choose = lambda number, method, path: BUSY
+    with pytest.raises(
+        StorageError, match=r"s3://runs/large/data: reading bytes 0\.\.65536: still failing after 2 att"
+    ):
+        files.read("data", 0, 10)
