@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ckpt_tools.errors import MappingError
+from ckpt_tools.megatron.huggingface.config import in_v4_form
 from ckpt_tools.megatron.huggingface.model_args import TRAINED_LLAMA3_FACTOR, ModelArgs
 from ckpt_tools.megatron.huggingface.rules import Family, Pair
 from ckpt_tools.megatron.views import Shape
@@ -53,7 +54,7 @@ def not_of_family(family: Family, model: ModelArgs, reference: Mapping[str, Any]
         for name, needed in family.needs.items()
         if getattr(model, name) != needed
     ]
-    lacking = [name for name in family.reference if name not in (reference or {})]
+    lacking = [name for name in family.reference if name not in in_v4_form(reference or {})]
     if lacking:
         problems.append(f"only a reference config tells {', '.join(lacking)}; pass --hf-config")
     if 0 in model.sliding_layers and not any(one.arg == "sliding_layers" for one in family.fields):

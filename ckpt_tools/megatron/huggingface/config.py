@@ -66,9 +66,9 @@ def reconcile(family: Family, model: ModelArgs, reference: Config) -> ModelArgs:
     problems, taken = [], {}
     for one in family.fields:
         ours, other = getattr(model, one.arg), getattr(theirs, one.arg)
-        if one.soft or (one.arg == "vocab_size" and ours is None):
+        if one.wins == "reference" or (one.wins == "checkpoint" and ours is None):
             taken[one.arg] = other
-        elif one.arg != "vocab_size" and not _equal(ours, other):
+        elif one.wins == "" and not _equal(ours, other):
             problems.append(f"{one.hf}: the checkpoint has {ours}, the reference config {other} ({one.arg})")
     if problems:
         raise MappingError("the reference config contradicts the checkpoint:\n" + list_problems(problems))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.huggingface.model_args import LLAMA3_SCALING, ModelArgs
@@ -18,7 +18,7 @@ class Field:
     """config.json's `hf` is `ModelArgs.arg`; `write` and `read` translate the value.
 
     `default` is what the transformers class takes when the key is absent: a value, or a function of the config.
-    A `soft` field has no say in the computation of the model: a reference config wins over the checkpoint.
+    `wins` says whose value stands where checkpoint and reference config differ; "" refuses.
     """
 
     hf: str
@@ -26,7 +26,7 @@ class Field:
     default: Any = REQUIRED
     write: Callable[[Any, ModelArgs], Any] = lambda value, model: value
     read: Callable[[Any, Config], Any] = lambda value, config: value
-    soft: bool = False
+    wins: Literal["", "reference", "checkpoint"] = ""
 
 
 def _read_rope(scaling: Config | None, config: Config) -> tuple[Any, ...]:
@@ -120,6 +120,15 @@ def _one_for_none(value: Any, model: ModelArgs) -> Any:
     return 1 if value is None else value
 
 
+def _write_scale(value: float | None, model: ModelArgs) -> float:
+    return 1.0 if value is None else float(value)
+
+
+def _float(value: Any, model: ModelArgs) -> float:
+    """transformers 5 refuses an int where it expects a float; Megatron's rotary_base is an int."""
+    return float(value)
+
+
 def _none_for_one(value: Any, config: Config) -> Any:
     return None if value in (None, 1, 1.0) else value
 
@@ -163,15 +172,15 @@ def _not(value: Any, _: Any) -> bool:
     return not value
 
 
-VOCAB = Field("vocab_size", "vocab_size")
-DTYPE = Field("torch_dtype", "params_dtype", None, read=_dtype, soft=True)
-STD = Field("initializer_range", "init_method_std", 0.02, soft=True)
+VOCAB = Field("vocab_size", "vocab_size", wins="checkpoint")
+DTYPE = Field("torch_dtype", "params_dtype", None, read=_dtype, wins="reference")
+STD = Field("initializer_range", "init_method_std", 0.02, _float, wins="reference")
 SIZE = (
     VOCAB,
     Field("hidden_size", "hidden_size"),
     Field("num_hidden_layers", "num_layers"),
     Field("num_attention_heads", "num_attention_heads"),
-    Field("max_position_embeddings", "max_position_embeddings", soft=True),
+    Field("max_position_embeddings", "max_position_embeddings", wins="reference"),
     STD,
     DTYPE,
 )
@@ -179,8 +188,8 @@ GROUPS = Field("num_key_value_heads", "num_query_groups", _heads)
 HEAD_DIM = Field("head_dim", "kv_channels", _head_dim, read=lambda value, config: value or _head_dim(config))
 FFN = Field("intermediate_size", "ffn_hidden_size")
 ROPE = (
-    Field("rms_norm_eps", "layernorm_epsilon", 1e-6),
-    Field("rope_theta", "rotary_base", 10000.0),
+    Field("rms_norm_eps", "layernorm_epsilon", 1e-6, _float),
+    Field("rope_theta", "rotary_base", 10000.0, _float),
     Field("rope_scaling", "rope_scaling", None, _write_rope, _read_rope),
 )
 UNTIED = Field("tie_word_embeddings", "tied", False)
@@ -224,6 +233,7 @@ MIXTRAL = (
 )
 DEEPSEEK_V2 = (
     *SIZE,
+    GROUPS,
     *ROPE,
     UNTIED,
     FFN,
@@ -239,9 +249,9 @@ DEEPSEEK_V2 = (
     Field("first_k_dense_replace", "moe_layers", 0, _write_leading_dense, _read_leading_dense),
     Field("n_group", "moe_router_num_groups", None, _one_for_none, _none_for_one),
     Field("topk_group", "moe_router_group_topk", None, _one_for_none, _none_for_one),
-    Field("routed_scaling_factor", "moe_router_topk_scaling_factor", 1.0, _one_for_none, _none_for_one),
+    Field("routed_scaling_factor", "moe_router_topk_scaling_factor", 1.0, _write_scale, _none_for_one),
 )
-DEEPSEEK_V3 = (*DEEPSEEK_V2, Field("num_nextn_predict_layers", "mtp_num_layers", 0))
+DEEPSEEK_V3 = (*DEEPSEEK_V2, Field("num_nextn_predict_layers", "mtp_num_layers", 0, wins="checkpoint"))
 GPT_OSS = (
     *ATTENTION,
     HEAD_DIM,
@@ -260,9 +270,9 @@ GPT2 = (
     Field("n_head", "num_attention_heads", write=_square),
     Field("n_positions", "max_position_embeddings"),
     Field("n_inner", "ffn_hidden_size", None, read=lambda value, config: value or 4 * config["n_embd"]),
-    Field("layer_norm_epsilon", "layernorm_epsilon", 1e-5),
-    Field("attn_pdrop", "attention_dropout", 0.1, soft=True),
-    Field("resid_pdrop", "hidden_dropout", 0.1, soft=True),
+    Field("layer_norm_epsilon", "layernorm_epsilon", 1e-5, _float),
+    Field("attn_pdrop", "attention_dropout", 0.1, _float, wins="reference"),
+    Field("resid_pdrop", "hidden_dropout", 0.1, _float, wins="reference"),
     TIED,
     STD,
     DTYPE,

@@ -200,6 +200,8 @@ def megatron_args(model: ModelArgs) -> dict[str, Any]:
     }
     if model.activation_clamp is not None:
         args |= {"activation_func_clamp_value": model.activation_clamp, "glu_linear_offset": 1.0}
+    if model.activation == "geglu":  # Megatron-LM has no option for it; these are Bridge's names
+        args |= {"gated_linear_unit": True, "activation_func": "megatron.core.activations.fast_gelu"}
     if model.num_experts:
         every = all(model.moe_layers)
         args |= {"moe_layer_freq": 1 if every else list(model.moe_layers), "moe_grouped_gemm": True}
@@ -219,8 +221,7 @@ def _rope_args(rope: Mapping[str, Any], mla: bool) -> dict[str, Any]:
         case "linear":
             return {"rotary_seq_len_interpolation_factor": rope["factor"]}
         case "yarn" if mla:
-            return {"rope_type": "yarn", "rotary_scaling_factor": rope["factor"], "mscale": rope["mscale"],
-                    "mscale_all_dim": rope["mscale_all_dim"]}  # fmt: skip
+            return {**rope, "rotary_scaling_factor": rope["factor"]}
         case "yarn":
             return {
                 "position_embedding_type": "yarn",

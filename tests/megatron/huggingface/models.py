@@ -1,0 +1,121 @@
+"""Tiny random models of every family, made by transformers: sizes all different, so that no mix-up fits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+BASE = {
+    "vocab_size": 97,
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 37,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.1,
+}
+HEAD = {"head_dim": 10}
+MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 18}
+MLA = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 14,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 9,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 18,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+MLA_YARN = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1}
+GPT_OSS = {
+    **BASE,
+    **HEAD,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_scaling": {**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+    "rope_theta": 150000.0,
+}
+GEMMA = {**BASE, **HEAD, "tie_word_embeddings": True}
+
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama2": ("LlamaConfig", {**BASE, "num_key_value_heads": 4}),
+    "llama3": ("LlamaConfig", {**BASE, **HEAD, "rope_theta": 500000.0, "rope_scaling": LLAMA3_ROPE}),
+    "llama_tied": ("LlamaConfig", {**BASE, **HEAD, "tie_word_embeddings": True}),
+    "llama_bias": ("LlamaConfig", {**BASE, **HEAD, "attention_bias": True, "mlp_bias": True}),
+    "llama_linear": ("LlamaConfig", {**BASE, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+    "llama_yarn": ("LlamaConfig", {**BASE, "rope_scaling": YARN}),
+    "mistral": ("MistralConfig", {**BASE, **HEAD, "sliding_window": 8}),
+    "qwen2": ("Qwen2Config", {**BASE}),
+    "qwen3": ("Qwen3Config", {**BASE, **HEAD}),
+    "qwen2_moe": ("Qwen2MoeConfig", {**BASE, **MOE, "shared_expert_intermediate_size": 22}),
+    "qwen3_moe": ("Qwen3MoeConfig", {**BASE, **HEAD, **MOE, "norm_topk_prob": True}),
+    "qwen3_moe_dense_first": ("Qwen3MoeConfig", {**BASE, **HEAD, **MOE, "mlp_only_layers": [0]}),
+    "mixtral": ("MixtralConfig", {**BASE, **HEAD, "num_local_experts": 4, "num_experts_per_tok": 2,
+                                  "sliding_window": None}),
+    "deepseek_v2": ("DeepseekV2Config", {**BASE, **MLA, "topk_method": "greedy"}),
+    "deepseek_v2_lite": ("DeepseekV2Config", {**BASE, **MLA, "q_lora_rank": None, "topk_method": "greedy"}),
+    "deepseek_v3": ("DeepseekV3Config", {**BASE, **MLA, "routed_scaling_factor": 2.5, "rope_interleave": True}),
+    "deepseek_v3_yarn": ("DeepseekV3Config", {**BASE, **MLA, "rope_scaling": MLA_YARN}),
+    "gpt_oss": ("GptOssConfig", {**GPT_OSS}),
+    "gpt_oss_square": ("GptOssConfig", {**GPT_OSS, "intermediate_size": 24}),
+    "gemma": ("GemmaConfig", {**GEMMA}),
+    "gemma2": ("Gemma2Config", {**GEMMA, "sliding_window": 8, "query_pre_attn_scalar": 10}),
+    "gemma3": ("Gemma3TextConfig", {**GEMMA, "sliding_window": 8, "query_pre_attn_scalar": 10}),
+    "gpt2": ("GPT2Config", {"vocab_size": 97, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 40,
+                            "n_inner": 50, "bos_token_id": 1, "eos_token_id": 2}),
+}  # fmt: skip
+
+
+def eager() -> dict[str, str]:
+    """The plain implementations of transformers' layers, which take any sizes."""
+    import transformers
+
+    experts = {"experts_implementation": "eager"} if transformers.__version__.startswith("5.") else {}
+    return {"attn_implementation": "eager", **experts}
+
+
+def make_model(name: str, seed: int = 0) -> Any:
+    """A transformers model of a variant with every parameter and buffer of the state dict random."""
+    import torch
+    import transformers
+
+    kind, settings = CONFIGS[name]
+    config = getattr(transformers, kind)(**settings)
+    model = transformers.AutoModelForCausalLM.from_config(config, **eager())
+    generator = torch.Generator().manual_seed(seed)
+    tied = config.tie_word_embeddings
+    for key, tensor in model.state_dict().items():
+        if tied and key == "lm_head.weight":
+            continue
+        noise = torch.randn(tensor.shape, generator=generator)
+        scale, base = (0.2, 1.0) if "norm" in key or ".ln_" in key else (0.15, 0.0)
+        if "gemma" in name and "norm" in key:
+            base = 0.0
+        tensor.copy_(base + scale * noise)
+    return model.eval()
+
+
+def logits(model: Any) -> Any:
+    """Logits of two fixed token sequences, float32."""
+    import torch
+
+    tokens = (torch.arange(2 * 24).reshape(2, 24) * 7) % 97
+    with torch.no_grad():
+        return model(tokens).logits.float()

@@ -1,0 +1,146 @@
+"""Every family against the real transformers: import, export, load, and compute the same logits.
+
+Runs under whatever transformers is installed; `test_transformers_5.py` runs it once more under another version.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckpt_tools.catalog.safetensors import read_safetensors_catalog
+from ckpt_tools.megatron.huggingface.config import read_config
+from ckpt_tools.megatron.huggingface.targets import Exported, Imported, Spec, export_targets, import_targets
+from tests.megatron.huggingface.materialise import Arrays, materialise, specs
+from tests.megatron.huggingface.models import CONFIGS, eager, logits, make_model
+
+transformers = pytest.importorskip("transformers", reason="the optional peer transformers is not installed")
+from safetensors.numpy import load_file, save_file  # noqa: E402  # after the skip
+
+transformers.utils.logging.set_verbosity(logging.ERROR)
+NEEDS_REFERENCE = {"gemma2", "gemma3"}
+
+
+@dataclass
+class Case:
+    """A model saved by transformers, imported and exported again by the rules."""
+
+    directory: Path
+    want: Any  # logits
+    config: dict[str, Any]
+    tensors: Arrays
+    imported: Imported
+    megatron: Arrays
+    exported: Exported
+    again: Arrays
+
+
+def make_case(name: str, directory: Path) -> Case:
+    model = make_model(name)
+    want = logits(model)
+    model.save_pretrained(directory)
+    config = json.loads((directory / "config.json").read_text())
+    catalog = read_safetensors_catalog(directory)
+    tensors = load_file(directory / "model.safetensors")
+    found = {key: Spec(entry.dtype, entry.shape) for key, entry in catalog.tensors.items()}
+    assert found == specs(tensors)
+    imported = import_targets(found, config, vocab_multiple=64)
+    megatron = materialise(imported.tensors, tensors, source_shapes=imported.shapes)
+    args = imported.args
+    open_rope = args.get("rotary_seq_len_interpolation_factor")  # Megatron-LM's args leave it open
+    reference = config if name in NEEDS_REFERENCE or open_rope else None
+    exported = export_targets(specs(megatron), args, reference)
+    again = materialise(exported.tensors, megatron, target_shapes=exported.shapes)
+    return Case(directory, want, config, tensors, imported, megatron, exported, again)
+
+
+@pytest.fixture(params=sorted(CONFIGS))
+def case(request: pytest.FixtureRequest, tmp_path: Path) -> Case:
+    return make_case(request.param, tmp_path / "original")
+
+
+def load(directory: Path, tensors: Arrays, config: dict[str, Any]) -> Any:
+    """The model that transformers makes of these files; every tensor found, none left over."""
+    directory.mkdir()
+    save_file({key: np.ascontiguousarray(value) for key, value in tensors.items()},
+              directory / "model.safetensors", metadata={"format": "pt"})  # fmt: skip
+    (directory / "config.json").write_text(json.dumps(config))
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, output_loading_info=True, **eager()
+    )
+    assert not any(info.values()), info
+    return model.eval()
+
+
+def test_round_trip(case: Case, tmp_path: Path) -> None:
+    """Same names and bits as transformers wrote; loads completely; logits exactly equal; config is v4-style."""
+    assert case.again.keys() == case.tensors.keys()
+    offset = any(target.add for target in case.exported.tensors)
+    for key, array in case.tensors.items():
+        assert array.tobytes() == case.again[key].tobytes(), key
+    assert not offset  # imports choose the side's own convention, so that no norm is ever computed on
+    assert "rope_parameters" not in case.exported.config and "dtype" not in case.exported.config
+    model = load(tmp_path / "exported", case.again, dict(case.exported.config))
+    assert float((logits(model) - case.want).abs().max()) == 0.0
+
+
+def test_config_says_what_transformers_said(case: Case) -> None:
+    """Every field both configs have is equal, so nothing was lost on the way through Megatron's args."""
+    family = case.exported.family
+    ours, theirs = read_config(family, case.exported.config), read_config(family, case.config)
+    assert ours == replace(theirs, mtp_num_layers=0)  # transformers has no prediction layers
+    assert {field.hf for field in family.fields} <= set(case.exported.config)
+
+
+def test_reference_config_agrees(case: Case) -> None:
+    """The original config.json as a reference changes no tensor and no architecture field."""
+    exported = export_targets(specs(case.megatron), case.imported.args, case.config)
+    assert exported.tensors == case.exported.tensors
+    model_fields = {field.hf for field in exported.family.fields}
+    assert {k: exported.config[k] for k in model_fields} == {k: case.exported.config[k] for k in model_fields}
+
+
+QKV = "decoder.layers.1.self_attention.linear_qkv.weight"
+
+
+def naive_qkv(case: Case) -> dict[str, Any]:
+    """q, k, v cut as if Megatron stored them one after another."""
+    dims = [case.tensors[f"model.layers.1.self_attn.{x}_proj.weight"].shape[0] for x in "qkv"]
+    parts = np.split(case.megatron[QKV], np.cumsum(dims)[:-1])
+    return {f"model.layers.1.self_attn.{x}_proj.weight": part for x, part in zip("qkv", parts, strict=True)}
+
+
+def swapped_gate_up(case: Case) -> dict[str, Any]:
+    gate, up = "model.layers.1.mlp.gate_proj.weight", "model.layers.1.mlp.up_proj.weight"
+    return {gate: case.tensors[up], up: case.tensors[gate]}
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen2", "qwen3"])
+@pytest.mark.parametrize("wrong", [naive_qkv, swapped_gate_up])
+def test_wrong_layouts_fail_the_same_comparison(name: str, wrong: Any, tmp_path: Path) -> None:
+    case = make_case(name, tmp_path / "original")
+    model = load(tmp_path / "wrong", {**case.again, **wrong(case)}, dict(case.exported.config))
+    assert float((logits(model) - case.want).abs().max()) > 1e-2
+
+
+def test_fused_experts_are_read(tmp_path: Path) -> None:
+    """A directory saved with transformers 5's in-memory names (all experts in one tensor) is the same model."""
+    case = make_case("qwen3_moe", tmp_path / "original")
+    fused = {key: array for key, array in case.tensors.items() if ".experts." not in key}
+    for layer in range(2):
+        one = f"model.layers.{layer}.mlp.experts."
+        experts = [
+            {k: case.tensors[f"{one}{e}.{k}_proj.weight"] for k in ("gate", "up", "down")} for e in range(5)
+        ]
+        fused[one + "gate_up_proj"] = np.stack([np.concatenate([x["gate"], x["up"]]) for x in experts])
+        fused[one + "down_proj"] = np.stack([x["down"] for x in experts])
+    imported = import_targets(specs(fused), case.config, vocab_multiple=64)
+    found = materialise(imported.tensors, fused, source_shapes=imported.shapes)
+    assert found.keys() == case.megatron.keys()
+    assert all(found[key].tobytes() == case.megatron[key].tobytes() for key in found)
