@@ -1,0 +1,115 @@
+"""A manifest of a checkpoint: SHA-256 of its files and, apart from how they are stored, of its tensors.
+
+A tensor's digest is that of its row-major little-endian bytes, so it outlives resharding and rewriting::
+
+    {"schema": 1,
+     "files": {"__0_0.distcp": {"bytes": 1024, "sha256": "..."}},
+     "tensors": {"model.w": {"dtype": "float32", "shape": [8, 4], "sha256": "..."}}}
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from ckpt_tools.box import full_box
+from ckpt_tools.catalog.files import Files
+from ckpt_tools.catalog.model import Catalog, TensorEntry
+from ckpt_tools.dtypes import itemsize
+from ckpt_tools.errors import CkptError, UsageError
+from ckpt_tools.execute.read_box import BoxReader
+from ckpt_tools.megatron.target import Source, TargetTensor
+from ckpt_tools.plan.byte_runs import row_major_tiles
+from ckpt_tools.verify.report import Check, Findings
+from ckpt_tools.verify.structure import all_items
+
+SCHEMA = 1
+_TILE_BYTES = 4 << 20
+_SMALL_FILES = (".metadata", "metadata.json", "common.pt", "run_config.yaml", "train_state.pt")
+
+
+def make_manifest(
+    files: Files, catalog: Catalog, threads: int = 2, tick: Callable[[int], None] = lambda _: None
+) -> dict[str, Any]:
+    """The manifest of a checkpoint as plain data.
+
+    Raises:
+        CkptError: something cannot be read.
+    """
+    names = {item.file for _, item in all_items(catalog)} | {n for n in _SMALL_FILES if files.exists(n)}
+    with ThreadPoolExecutor(threads) as pool:
+        ordered = sorted(names)
+        digests = dict(zip(ordered, pool.map(lambda name: _file(files, name, tick), ordered), strict=True))
+        entries = list(catalog.tensors.values())
+        tensors = list(pool.map(lambda entry: _tensor(files, catalog, entry, tick), entries))
+    return {
+        "schema": SCHEMA,
+        "files": digests,
+        "tensors": {entry.key: row for entry, row in zip(entries, tensors, strict=True)},
+    }
+
+
+def check_manifest(stored: object, found: Mapping[str, Any]) -> Check:
+    """What a manifest `stored` earlier says otherwise than the one `found` now.
+
+    Raises:
+        UsageError: `stored` is no manifest of this version.
+    """
+    if not isinstance(stored, dict) or stored.get("schema") != SCHEMA:
+        raise UsageError(f"the manifest is not one of schema {SCHEMA}; give another file to write a new one")
+    findings = Findings("manifest", "digests")
+    for part in ("files", "tensors"):
+        before, now = stored.get(part, {}), found[part]
+        findings.looked_at += len(before)
+        for name, row in before.items():
+            if name not in now:
+                findings.error(name, f"the manifest lists it under {part}, but it is not there")
+            elif row != now[name]:
+                changed = [
+                    f"{k} {row.get(k)} is now {now[name][k]}" for k in now[name] if row.get(k) != now[name][k]
+                ]
+                findings.error(name, "; ".join(changed))
+        for name in now.keys() - before.keys():
+            findings.error(name, f"it is new: the manifest does not list it under {part}")
+    return findings.done()
+
+
+def tensor_digest(reader: BoxReader, entry: TensorEntry, tick: Callable[[int], None] = lambda _: None) -> str:
+    """SHA-256 of a stored tensor's row-major bytes, in hex."""
+    read = reader.tensor(TargetTensor(entry.key, entry.dtype, entry.shape, (Source(entry.key),)))
+    digest = hashlib.sha256()
+    for tile in row_major_tiles(full_box(entry.shape), max(1, _TILE_BYTES // itemsize(entry.dtype))):
+        if tile.is_empty:
+            continue
+        array = read(tile)
+        digest.update(array.reshape(-1).view("u1").data)
+        tick(array.nbytes)
+    return digest.hexdigest()
+
+
+def _tensor(
+    files: Files, catalog: Catalog, entry: TensorEntry, tick: Callable[[int], None]
+) -> dict[str, Any]:
+    reader = BoxReader(files, catalog)
+    try:
+        digest = tensor_digest(reader, entry, tick)
+    except CkptError as error:
+        digest = f"unreadable: {error}"
+    finally:
+        reader.close()
+    return {"dtype": entry.dtype, "shape": list(entry.shape), "sha256": digest}
+
+
+def _file(files: Files, name: str, tick: Callable[[int], None]) -> dict[str, Any]:
+    digest = hashlib.sha256()
+    try:
+        size = files.size(name)
+        for start in range(0, size, _TILE_BYTES):
+            part = files.read(name, start, min(_TILE_BYTES, size - start))
+            digest.update(part)
+            tick(len(part))
+    except CkptError as error:
+        return {"bytes": 0, "sha256": f"unreadable: {error}"}
+    return {"bytes": size, "sha256": digest.hexdigest()}

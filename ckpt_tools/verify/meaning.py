@@ -1,0 +1,271 @@
+"""Do the keys make a whole model: layers without gaps, all experts, states for weights, groups for states."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ckpt_tools.catalog.model import Catalog
+from ckpt_tools.errors import CkptError, MappingError
+from ckpt_tools.megatron.common_state import CommonState
+from ckpt_tools.megatron.names import MLA_DOWN, MLA_FUSED_DOWN, MTP_DISK, MTP_LIVE, PART
+from ckpt_tools.megatron.optimizer_layouts.natural import STATE_KEY, model_space_states
+from ckpt_tools.megatron.param_groups import strip_wrappers
+from ckpt_tools.megatron.torch_dist import (
+    EXPERTS,
+    is_optimizer_key,
+    layer_counts,
+    missing_layers,
+    slices_of,
+)
+from ckpt_tools.verify.report import Check, Findings
+
+FSDP_STATE = re.compile(r"^optimizer\.state\.(?:module\.)*(?P<name>.+)\.(?P<kind>[^.]+)$")
+FSDP_GROUP = re.compile(r"^optimizer\.param_to_group_meta\.(?:module\.)*(?P<name>.+)\.(?P<field>[^.]+)$")
+BUCKET = re.compile(r"^(?P<bucket>(?:chained_\d+\.)?optimizer\.distributed\..+)\.(?P<kind>[^.]+)$")
+EXPERT = re.compile(
+    r"^(?P<module>.*\.experts)\.(?:local_experts\.(?P<local>\d+)\.)?(?P<leaf>linear_fc[12]\.(?:weight|bias))"
+    r"(?P<number>\d*)(?P<half>_[wv])?$"
+)
+HALF = re.compile(r"(\.(?:weight|bias)\d*)_[wv]$")
+BUFFERS = (".expert_bias", ".local_tokens_per_expert")
+
+
+class Weight(NamedTuple):
+    """A parameter or buffer as its checkpoint spells it, one per layer and (fsdp_dtensor) expert."""
+
+    name: str
+    shape: tuple[int, ...]
+    experts: int | None = None  # length of the expert axis the parameter was stacked along
+
+
+def torch_dist_weights(catalog: Catalog) -> tuple[list[Weight], list[str]]:
+    """The weights of a `torch_dist` checkpoint with their layers apart, and a line per key that is none."""
+    weights, problems = [], []
+    for key, entry in catalog.tensors.items():
+        if is_optimizer_key(key):
+            continue
+        try:
+            slices = slices_of(entry)
+        except MappingError as error:
+            problems.append(str(error))
+            continue
+        experts = entry.shape[len(slices[0].lead) - 1] if slices and EXPERTS in key else None
+        weights += [Weight(s.name, s.shape, experts) for s in slices if not s.expert]
+    return weights, problems
+
+
+def fsdp_weights(catalog: Catalog) -> list[Weight]:
+    """The weights of an `fsdp_dtensor` checkpoint without their wrappers' prefix."""
+    return [
+        Weight(strip_wrappers(key), entry.shape)
+        for key, entry in catalog.tensors.items()
+        if key.startswith("model.")
+    ]
+
+
+def check_layers(weights: Sequence[Weight], problems: Iterable[str], common: CommonState) -> Check:
+    """Whether every block's layers run from 0 to the number of layers that the args say."""
+    found = Findings("layers", "layers")
+    for problem in problems:
+        found.error(problem.partition(":")[0], problem)
+    names = [weight.name for weight in weights]
+    counts = layer_counts(names)
+    found.looked_at = sum(counts.values())
+    for problem in missing_layers(names):
+        found.error(problem.partition("*")[0], problem)
+    expected, stored = common.arg("num_layers"), counts.get("decoder.layers.")
+    if isinstance(expected, int) and stored is not None and stored != expected:
+        found.error(
+            "decoder.layers.",
+            f"{stored} layers are stored, the args say {expected} (local layer numbers of a pipeline stage?)",
+        )
+    return found.done()
+
+
+def check_experts(weights: Sequence[Weight], common: CommonState) -> Check:
+    """Whether every expert layer has all of its experts, in every leaf."""
+    found = Findings("experts", "expert sets")
+    sets: dict[tuple[str, str], set[int]] = {}
+    routers: dict[str, int] = {}
+    for weight in weights:
+        match = EXPERT.match(weight.name)
+        if weight.experts is not None:
+            module, _, leaf = weight.name.partition(EXPERTS)
+            sets[f"{module}.experts", leaf] = set(range(weight.experts))
+        elif match and (match["local"] or match["number"]):
+            leaf = match["leaf"] + (match["half"] or "")
+            sets.setdefault((match["module"], leaf), set()).add(int(match["local"] or match["number"]))
+        elif weight.name.endswith(".router.weight"):
+            routers[weight.name.removesuffix(".router.weight") + ".experts"] = weight.shape[0]
+    wanted = common.arg("num_experts", common.arg("num_moe_experts"))
+    for (module, leaf), numbers in sets.items():
+        found.looked_at += 1
+        fallback = wanted if isinstance(wanted, int) else max(numbers) + 1
+        expected = set(range(routers.get(module, fallback)))
+        if numbers != expected:
+            found.error(
+                f"{module}.{leaf}",
+                f"experts {_ranges(numbers)} are stored, {len(expected)} are expected"
+                + (" (the rows of the router)" if module in routers else ""),
+            )
+    with_experts = {module for module, _ in sets}
+    for module in routers.keys() - with_experts:
+        found.error(module, "there is a router, but no experts are stored")
+    for module in with_experts:
+        leaves = {leaf for other, leaf in sets if other == module}
+        for leaf in ("linear_fc1.weight", "linear_fc2.weight"):
+            if leaf not in leaves and not {f"{leaf}_w", f"{leaf}_v"} <= leaves:
+                found.error(f"{module}.{leaf}", "no expert has this weight")
+    return found.done()
+
+
+def check_torch_dist_states(catalog: Catalog, common: CommonState) -> Check:
+    """Whether every optimizer state has its weight and every weight all kinds of state."""
+    found = Findings("states", "states")
+    kinds: dict[str, dict[str, Any]] = {}
+    for key, entry in catalog.tensors.items():
+        match = BUCKET.match(key)
+        if match:
+            found.looked_at += 1
+            kinds.setdefault(match["bucket"], {})[match["kind"]] = entry.shape
+    _check_buckets(kinds, found)
+    if not any(STATE_KEY.match(key) for key in catalog.tensors):
+        return found.done()
+    legacy = common.arg("moe_use_legacy_grouped_gemm")
+    try:
+        states = model_space_states(catalog, "", None if legacy is None else bool(legacy))
+    except CkptError as error:
+        found.error("optimizer.state", str(error))
+        return found.done()
+    found.looked_at += len(states.states)
+    have = {key: {k for k, other in states.states if other == key} for key in {w for _, w in states.states}}
+    weights = {key: key for key in catalog.tensors if not is_optimizer_key(key)}
+    _check_kinds(weights, have, states.kinds, found)
+    return found.done()
+
+
+def check_fsdp_states(catalog: Catalog) -> Check:
+    """Whether every optimizer state has its weight, of the same shape, and every weight all kinds of state."""
+    found = Findings("states", "states")
+    shapes = {strip_wrappers(k): e.shape for k, e in catalog.tensors.items() if k.startswith("model.")}
+    have: dict[str, set[str]] = {}
+    for key, entry in catalog.tensors.items():
+        match = FSDP_STATE.match(key)
+        if not match:
+            continue
+        found.looked_at += 1
+        name, kind = match["name"], match["kind"]
+        have.setdefault(name, set()).add(kind)
+        if name not in shapes:
+            found.error(key, f"there is no weight model.module.{name}")
+        elif entry.shape != shapes[name] and not (kind == "step" and entry.shape == ()):
+            found.error(key, f"its shape is {entry.shape}, that of the weight {shapes[name]}")
+    for name, shape in shapes.items():
+        if not HALF.search(name):
+            continue
+        other = name[:-2] + {"_w": "_v", "_v": "_w"}[name[-2:]]
+        if shapes.get(other) != shape:
+            partner = f"{shapes[other]}" if other in shapes else "missing"
+            found.error(f"model.module.{name}", f"its shape is {shape}, its other half {other} is {partner}")
+    if have:
+        kinds = tuple(dict.fromkeys(kind for some in have.values() for kind in sorted(some)))
+        _check_kinds({name: f"model.module.{name}" for name in shapes}, have, kinds, found)
+    return found.done()
+
+
+def check_torch_dist_groups(has_states: bool, groups: Sequence[Mapping[str, Any]], step_apart: bool) -> Check:
+    """Whether there are parameter groups for the states, each with what an optimizer cannot do without.
+
+    `step_apart` says that the step is kept outside the groups.
+    """
+    found = Findings("groups", "groups")
+    found.looked_at = len(groups)
+    if has_states and not groups:
+        found.error("optimizer.param_groups", "there are optimizer states, but no parameter groups")
+    for index, group in enumerate(groups):
+        missing = [field for field in ("lr", "weight_decay") if field not in group]
+        if missing:
+            found.error(f"group {index}", f"fields {missing} are missing")
+        if not step_apart and group.get("step") is None:
+            found.warning(f"group {index}", "no step is stored; Adam's bias correction would start anew")
+    return found.done()
+
+
+def check_fsdp_groups(catalog: Catalog) -> Check:
+    """Whether every parameter with a state has a complete group entry and a step."""
+    found = Findings("groups", "parameters")
+    fields: dict[str, set[str]] = {}
+    for key in catalog.objects:
+        match = FSDP_GROUP.match(key)
+        if match:
+            fields.setdefault(_group_name(match["name"]), set()).add(match["field"])
+    states = {(match["name"], match["kind"]) for key in catalog.tensors if (match := FSDP_STATE.match(key))}
+    with_state = {name for name, _ in states}
+    wanted = {_group_name(name): name for name in with_state}
+    found.looked_at = len(wanted)
+    every_field = {field for some in fields.values() for field in some}
+    for group, name in wanted.items():
+        if group not in fields:
+            found.error(name, "it has optimizer states, but no optimizer.param_to_group_meta entry")
+        elif every_field - fields[group]:
+            found.error(name, f"its group entry lacks {sorted(every_field - fields[group])}")
+    for name in with_state:
+        if (name, "step") not in states and "step" not in fields.get(_group_name(name), ()):
+            found.error(name, "neither a step state nor a group field step: Adam would start anew")
+    for group in fields.keys() - wanted.keys():
+        found.error(group, "it has a group entry, but no optimizer states")
+    return found.done()
+
+
+def has_step(optimizer: object) -> bool:
+    """Whether an optimizer's common state holds a step outside its groups, at any depth."""
+    if not isinstance(optimizer, Mapping):
+        return False
+    return any(
+        (name in ("step", "common_step") and not isinstance(value, Mapping)) or has_step(value)
+        for name, value in optimizer.items()
+    )
+
+
+def _check_kinds(
+    weights: Mapping[str, str], have: Mapping[str, set[str]], kinds: Sequence[str], found: Findings
+) -> None:
+    """Every weight has all kinds of state, or none; a weight without any is unusual unless it is a buffer."""
+    for name, where in weights.items():
+        missing = [kind for kind in kinds if kind not in have.get(name, ())]
+        if missing and name in have:
+            found.error(where, f"its states {missing} are missing, others are there")
+        elif missing and not name.endswith(BUFFERS):
+            found.warning(where, "it has no optimizer state: a frozen weight, or states were lost")
+
+
+def _check_buckets(buckets: Mapping[str, Mapping[str, tuple[int, ...]]], found: Findings) -> None:
+    every_kind = {kind for kinds in buckets.values() for kind in kinds}
+    for bucket, kinds in buckets.items():
+        if every_kind - kinds.keys():
+            found.error(bucket, f"{sorted(every_kind - kinds.keys())} are missing, others are there")
+        if len(set(kinds.values())) > 1:
+            found.error(bucket, f"its parts have different lengths: {dict(kinds)}")
+
+
+def _group_name(name: str) -> str:
+    """The spelling under which a parameter's state name and its group name are the same."""
+    name = HALF.sub(r"\1", name)
+    match = PART.match(name)
+    name = match["base"] if match else name
+    for part in MLA_DOWN:
+        name = name.replace(part, MLA_FUSED_DOWN)
+    return name.replace(MTP_DISK, MTP_LIVE)
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """`{0, 1, 2, 5}` as `0-2, 5`."""
+    out: list[list[int]] = []
+    for n in sorted(numbers):
+        if out and n == out[-1][1] + 1:
+            out[-1][1] = n
+        else:
+            out.append([n, n])
+    return ", ".join(f"{a}-{b}" if b > a else str(a) for a, b in out)

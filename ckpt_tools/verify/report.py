@@ -1,0 +1,69 @@
+"""What a verification found, as plain data: checks, each with the number of things it looked at and its findings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+ERROR, WARNING = "error", "warning"
+
+
+class Finding(NamedTuple):
+    """One thing that is wrong (`error`) or unusual (`warning`); `where` is a key, a file or a folder."""
+
+    check: str
+    severity: str
+    where: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check that was carried out on `looked_at` things of the kind `unit`."""
+
+    name: str
+    unit: str
+    looked_at: int
+    findings: tuple[Finding, ...]
+
+    @property
+    def errors(self) -> int:
+        """Number of findings that make the checkpoint invalid."""
+        return sum(finding.severity == ERROR for finding in self.findings)
+
+
+class Findings:
+    """Collects the findings of one check."""
+
+    def __init__(self, name: str, unit: str) -> None:
+        self.name, self.unit = name, unit
+        self.looked_at = 0
+        self._found: list[Finding] = []
+
+    def error(self, where: str, message: str) -> None:
+        self._found.append(Finding(self.name, ERROR, where, message))
+
+    def warning(self, where: str, message: str) -> None:
+        self._found.append(Finding(self.name, WARNING, where, message))
+
+    def done(self) -> Check:
+        """The check, as data."""
+        return Check(self.name, self.unit, self.looked_at, tuple(self._found))
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All checks of one checkpoint."""
+
+    checkpoint: str
+    format: str
+    checks: tuple[Check, ...]
+
+    @property
+    def findings(self) -> list[Finding]:
+        """All findings, in the order of the checks."""
+        return [finding for check in self.checks for finding in check.findings]
+
+    @property
+    def is_valid(self) -> bool:
+        return all(check.errors == 0 for check in self.checks)

@@ -1,0 +1,114 @@
+"""Is the checkpoint whole, judged without reading its values: chunks, files, frames.
+
+Nothing here knows what keys mean; `meaning.py` checks that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import PurePosixPath
+
+from ckpt_tools.catalog.container import outline_object, read_frame
+from ckpt_tools.catalog.files import Files
+from ckpt_tools.catalog.model import Catalog, Item
+from ckpt_tools.dtypes import itemsize
+from ckpt_tools.errors import CkptError, UnsupportedCheckpointError
+from ckpt_tools.plan.overlap import entry_problem
+from ckpt_tools.verify.report import Check, Findings
+
+DATA_SUFFIXES = frozenset((".distcp", ".safetensors"))
+
+
+def check_tiling(catalog: Catalog) -> Check:
+    """Whether every element of every tensor is stored exactly once."""
+    found = Findings("tiling", "chunks")
+    for key, entry in catalog.tensors.items():
+        found.looked_at += len(entry.chunks)
+        problem = entry_problem(entry)
+        if problem:
+            found.error(key, problem)
+        try:
+            itemsize(entry.dtype)
+        except UnsupportedCheckpointError as error:
+            found.error(key, str(error))
+    return found.done()
+
+
+def check_files(files: Files, catalog: Catalog) -> Check:
+    """Whether every file exists, is long enough for its items, and no two items share a part of their bytes.
+
+    Two keys may name the very same item (an alias). Data files that no item names are warned of.
+    """
+    found = Findings("files", "files")
+    by_file: dict[str, list[tuple[Item, str]]] = {}
+    for key, item in all_items(catalog):
+        by_file.setdefault(item.file, []).append((item, key))
+    for name, items in sorted(by_file.items()):
+        found.looked_at += 1
+        try:
+            size = files.size(name)
+        except CkptError as error:
+            found.error(name, f"{error} {len(items)} items lie in it, the first is {items[0][1]}.")
+            continue
+        items.sort()
+        beyond = [(item, key) for item, key in items if item.offset + item.length > size]
+        if beyond:
+            item, key = beyond[0]
+            found.error(
+                name,
+                f"the file has {size} bytes, but {key} needs bytes {item.offset}..{item.offset + item.length} "
+                f"({len(beyond)} of {len(items)} items do not fit). It is truncated; copy it again.",
+            )
+        for (a, key_a), (b, key_b) in pairwise(items):
+            if a != b and b.offset < a.offset + a.length:
+                found.error(
+                    name,
+                    f"{key_a} in bytes {a.offset}..{a.offset + a.length} and {key_b} in bytes "
+                    f"{b.offset}..{b.offset + b.length} overlap",
+                )
+    for name in files.list():
+        if PurePosixPath(name).suffix in DATA_SUFFIXES and name not in by_file:
+            found.warning(name, "no item lies in this file: a left-over of another save?")
+    return found.done()
+
+
+def check_frames(files: Files, catalog: Catalog, trust_pickle: bool = False) -> Check:
+    """Whether every item is a sound archive of the tensor that the metadata describes, or of a readable object."""
+    found = Findings("frames", "items")
+    for key, entry in catalog.tensors.items():
+        for chunk in entry.chunks:
+            found.looked_at += 1
+            where = f"{key} {chunk.box}"
+            if chunk.item.bare:
+                nbytes = chunk.box.volume * itemsize(entry.dtype)
+                if chunk.item.length != nbytes:
+                    found.error(where, f"{chunk.item.length} bytes are stored, {nbytes} are needed")
+                continue
+            try:
+                frame = read_frame(files, chunk.item)
+            except CkptError as error:
+                found.error(where, str(error))
+                continue
+            if (frame.dtype, frame.shape) != (entry.dtype, chunk.box.size):
+                found.error(
+                    where,
+                    f"the metadata says {entry.dtype} {chunk.box.size}, the item at byte {chunk.item.offset} of "
+                    f"{chunk.item.file} holds {frame.dtype} {frame.shape}",
+                )
+    for key, stored in catalog.objects.items():
+        found.looked_at += 1
+        try:
+            outline_object(files, stored.item, trust_pickle)
+        except CkptError as error:
+            found.error(key, str(error))
+    return found.done()
+
+
+def all_items(catalog: Catalog) -> Iterator[tuple[str, Item]]:
+    """Every stored item with its key: the chunks of all tensors, then the objects."""
+    for key, entry in catalog.tensors.items():
+        for chunk in entry.chunks:
+            yield key, chunk.item
+    for key, stored in catalog.objects.items():
+        yield key, stored.item

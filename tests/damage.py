@@ -1,0 +1,86 @@
+"""Copies of real checkpoints, damaged in one known way."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from contextlib import contextmanager
+from pathlib import Path
+
+from ckpt_tools.plan.frames import framed_tensor
+from tests.conftest import fixture_dir
+
+ITERATION = "iter_0000002"
+
+
+def copy_of(name, tmp_path):
+    """A writable copy of a fixture's run root."""
+    root = tmp_path / name
+    shutil.copytree(fixture_dir(name), root)
+    for path in root.rglob("*"):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    return root
+
+
+@contextmanager
+def metadata_of(root):
+    """The `.metadata` of a copy as torch's own objects; changes are written back."""
+    path = root / ITERATION / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    yield metadata
+    path.write_bytes(pickle.dumps(metadata))
+
+
+def infos_of(metadata, key):
+    """{chunk offset: (index, storage info)} of a key."""
+    return {
+        None if index.offset is None else tuple(index.offset): (index, info)
+        for index, info in metadata.storage_data.items()
+        if index.fqn == key
+    }
+
+
+def drop_key(metadata, key):
+    """Remove a tensor or object as if it had never been saved."""
+    del metadata.state_dict_metadata[key]
+    for index, _ in list(infos_of(metadata, key).values()):
+        del metadata.storage_data[index]
+
+
+def keys_with(metadata, part):
+    found = [key for key in metadata.state_dict_metadata if part in key]
+    assert found, f"no key has {part!r} in it"
+    return found
+
+
+def replace_chunk(root, key, offset, dtype, payload):
+    """Store other bytes for a chunk, in a sound archive at the end of its file, and point the metadata there."""
+    with metadata_of(root) as metadata:
+        stored = metadata.state_dict_metadata[key]
+        chunk = next(c for c in stored.chunks if tuple(c.offsets) == offset)
+        _, info = infos_of(metadata, key)[offset]
+        archive = framed_tensor(dtype, tuple(chunk.sizes), payload)
+        path = root / ITERATION / info.relative_path
+        info.offset, info.length = path.stat().st_size, len(archive)
+        with open(path, "ab") as file:
+            file.write(archive)
+
+
+def payload_of(root, key, offset):
+    """(path, byte offset, bytes) of the payload of a chunk."""
+    from ckpt_tools.catalog.container import read_frame
+    from ckpt_tools.catalog.dcp import read_catalog
+    from ckpt_tools.catalog.files import LocalFiles
+
+    files = LocalFiles(str(root / ITERATION))
+    chunk = next(c for c in read_catalog(files).tensors[key].chunks if c.box.start == offset)
+    frame = read_frame(files, chunk.item)
+    data = files.read(chunk.item.file, frame.payload_offset, frame.nbytes)
+    files.close()
+    return Path(root, ITERATION, chunk.item.file), frame.payload_offset, data
+
+
+def flip_bit(path, byte, bit=0):
+    data = bytearray(path.read_bytes())
+    data[byte] ^= 1 << bit
+    path.write_bytes(data)
