@@ -8,7 +8,7 @@ index is an integer in the path and its decimal text in the key.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from ckpt_tools.catalog.container import StoredTensor
 from ckpt_tools.megatron.target import InlineTensor, TargetObject
@@ -32,6 +32,22 @@ def _has_tensor_or_mapping(value: object) -> bool:
     if isinstance(value, list):
         return any(_has_tensor_or_mapping(child) for child in value)
     return isinstance(value, Mapping | StoredTensor)
+
+
+def unflatten(found: Mapping[Path, object]) -> Any:
+    """The value whose leaves these are: the inverse of `flatten`, but for the empty mappings that vanish there.
+
+    A node whose keys are the integers from 0 on is a list.
+    """
+    if set(found) == {()}:
+        return found[()]
+    children: dict[str | int, dict[Path, object]] = {}
+    for path, leaf in found.items():
+        children.setdefault(path[0], {})[path[1:]] = leaf
+    nested = {key: unflatten(below) for key, below in children.items()}
+    if nested and set(nested) == set(range(len(nested))):
+        return [nested[index] for index in range(len(nested))]
+    return nested
 
 
 def dotted(path: Path) -> str:

@@ -26,6 +26,12 @@ from ckpt_tools.megatron.torch_dist import EXPERTS, Parameter
 MTP_DISK, MTP_LIVE = ".transformer_layer.", ".mtp_model_layer."
 FUSED_QKV_NORM = re.compile(r"\.self_attention\.linear_qkv\.layer_norm_(weight|bias)$")
 FUSED_FC1_NORM = re.compile(r"\.mlp\.linear_fc1\.layer_norm_(weight|bias)$")
+LOCAL_INPUT_NORM = re.compile(r"\.input_layernorm\.(weight|bias)$")
+LOCAL_MLP_NORM = re.compile(r"\.pre_mlp_layernorm\.(weight|bias)$")
+SEQUENTIAL_EXPERT = re.compile(r"^(?P<module>.*)\.experts\.local_experts\.(?P<expert>\d+)\.(?P<leaf>.+)$")
+GROUPED_EXPERT = re.compile(
+    r"^(?P<module>.*)\.experts\.(?P<leaf>(?!experts\.|local_experts\.).*\D)(?P<expert>\d+)$"
+)
 PART = re.compile(
     r"^(?P<base>.*(?:in_proj|conv1d)\.(?:weight|bias))\.(?P<part>query|key|value|z|beta|alpha|f|b|w|x|B|C|dt)$"
 )
@@ -100,6 +106,32 @@ def state_name(name: str, dialect: Dialect) -> str:
 def group_name(name: str, dialect: Dialect) -> str:
     """A live name as the dialect spells it in `optimizer.param_to_group_meta.*`."""
     return _mtp(_mamba(name, dialect), dialect.mtp_in_groups)
+
+
+def stored_name(name: str, hybrid_mtp: bool = False) -> str:
+    """The `torch_dist` spelling of a live name of any dialect: the inverse of `state_name` and `group_name`.
+
+    The inner layer of a multi-token-prediction layer keeps its live name in hybrid models (`hybrid_mtp`). A norm
+    that a fused MLA down-projection absorbed is stored as the layer's input norm (multi_latent_attention.py).
+    """
+    if not hybrid_mtp and (name.startswith("mtp.") or ".mtp." in name):
+        name = name.replace(MTP_LIVE, MTP_DISK, 1)
+    name = name.replace(f".self_attention{MLA_FUSED_DOWN}layer_norm_", ".input_layernorm.")
+    return name.replace(".mixer.conv1d_", ".mixer.conv1d.")
+
+
+def split_expert(name: str) -> tuple[str, int | None]:
+    """The stored name of a live one and the expert it belongs to: the inverse of `expert_name` in either style."""
+    match = SEQUENTIAL_EXPERT.match(name) or GROUPED_EXPERT.match(name)
+    if match is None:
+        return name, None
+    return f"{match['module']}{EXPERTS}{match['leaf']}", int(match["expert"])
+
+
+def fuse_local_norm(name: str) -> str:
+    """The stored name of a norm that is a module of its own in the running model, any other name as it is."""
+    name = LOCAL_INPUT_NORM.sub(r".self_attention.linear_qkv.layer_norm_\1", name)
+    return LOCAL_MLP_NORM.sub(r".mlp.linear_fc1.layer_norm_\1", name)
 
 
 def _mtp(name: str, inner: str) -> str:

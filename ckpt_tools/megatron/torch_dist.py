@@ -72,7 +72,7 @@ def slices_of(entry: TensorEntry) -> list[Parameter]:
     key, layers = entry.key, STACKED_LAYERS.findall(entry.key)
     if len(layers) > 1:
         raise MappingError(f"{key}: more than one stacked `layers` segment; no known model writes that")
-    axes = len(layers) + (EXPERTS in key)
+    axes = stacked_axes(key)
     if len(entry.shape) < axes:
         raise MappingError(f"{key}: shape {entry.shape} is too short for its stacked layer and expert axes")
     lead_shape, shape = entry.shape[:axes], entry.shape[axes:]
@@ -91,6 +91,11 @@ def slices_of(entry: TensorEntry) -> list[Parameter]:
         for layer in layer_range
         for expert in experts
     ]
+
+
+def stacked_axes(key: str) -> int:
+    """Number of leading (layer, expert) axes of the tensor with this key."""
+    return len(STACKED_LAYERS.findall(key)) + (EXPERTS in key)
 
 
 def missing_layers(names: Iterable[str]) -> list[str]:

@@ -1,0 +1,284 @@
+"""Everything a conversion reads of an `fsdp_dtensor` checkpoint before it plans: all of it small.
+
+The keys are those of `fsdp_dtensor.py`. Wrapper segments (`module.`) are dropped from names, the gate and up halves
+`_w` and `_v` joined again, and everything that is not a parameter or its state brought back into the nested form
+that the training job had in memory.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ckpt_tools.box import full_box
+from ckpt_tools.catalog.container import StoredTensor, load_object
+from ckpt_tools.catalog.files import Files
+from ckpt_tools.catalog.model import Catalog, Item, TensorEntry
+from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems
+from ckpt_tools.megatron.common_state import CommonState
+from ckpt_tools.megatron.flatten import Path, unflatten
+from ckpt_tools.megatron.target import Source
+from ckpt_tools.megatron.views import Place
+
+WEIGHT = "weight"  # the stored value of a tensor itself: the fp32 master of a trained parameter
+STEP = "step"
+
+_MODEL = re.compile(r"^model\.(?:module\.)*(?P<name>.+)$")
+_STATE = re.compile(r"^optimizer\.state\.(?:module\.)*(?P<name>.+)\.(?P<kind>[^.]+)$")
+_GROUP = re.compile(r"^optimizer\.param_to_group_meta\.(?:module\.)*(?P<name>.+)\.(?P<field>[^.]+)$")
+_HALF = re.compile(r"^(?P<name>.+\.(?:weight|bias)\d*)_(?P<half>[wv])$")
+_RNG_RANK = re.compile(r"^\((\d+), (\d+)\)$")
+_NESTED = ("opt_param_scheduler.", "rng_state.", "optimizer.grad_scaler.")
+_COMMON = frozenset({"args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far"})
+# What native checkpoints do not hold and no loader asks for.
+_DROPPED = (
+    ("*._extra_state", "Transformer Engine extra state: never read from fsdp_dtensor"),
+    ("optimizer.param_groups.*", "not the place where Megatron-FSDP keeps groups"),
+    ("content_metadata.*", "describes the torch_dist checkpoint this one was made from"),
+    ("rerun_state_machine.*", "rerun state: never read from fsdp_dtensor"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FsdpTensor:
+    """One parameter or buffer of the running model; `shape` is global and unsplit, in elements.
+
+    `sources[kind]` tile that shape with the kind's stored tensors; kinds are `WEIGHT` and the optimizer's own
+    (exp_avg, ...). `step` is torch Adam's, which stands beside the states; a fused Adam keeps it in the group.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtypes: Mapping[str, str]
+    sources: Mapping[str, tuple[Source, ...]]
+    step: float | None = None
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Kinds of optimizer state that are stored."""
+        return tuple(kind for kind in self.sources if kind != WEIGHT)
+
+
+@dataclass(frozen=True, slots=True)
+class FsdpSource:
+    """An `fsdp_dtensor` checkpoint taken apart; tensors are still only described."""
+
+    catalog: Catalog
+    common: CommonState
+    tensors: tuple[FsdpTensor, ...]
+    groups: Mapping[str, Mapping[str, Any]]  # live (group) name of a parameter -> fields of its group
+    scheduler: Mapping[str, Any]
+    rng: Mapping[tuple[int, int], object]  # (pp, tp) -> list of rng states
+    grad_scaler: Mapping[str, Any] = field(default_factory=dict)
+    dropped: tuple[str, ...] = ()
+
+    @property
+    def has_optimizer(self) -> bool:
+        return bool(self.groups) or any(tensor.states for tensor in self.tensors)
+
+
+def read_fsdp_source(
+    files: Files,
+    catalog: Catalog,
+    common: CommonState,
+    ignored: tuple[str, ...] = (),
+    trust_pickle: bool = False,
+) -> FsdpSource:
+    """The checkpoint's tensors, groups and scalars.
+
+    `ignored` are globs of keys that may be left out although no rule accounts for them.
+
+    Raises:
+        MappingError: keys without a rule, half a gated weight, or states that do not fit their weights.
+        UnsupportedCheckpointError: fp32 masters stand beside the model, as a foreign converter writes them.
+    """
+    values = _Values(files, trust_pickle)
+    weights, states, groups, nested, dropped = _sort_keys(catalog, values, ignored)
+    tree = unflatten(nested) if nested else {}
+    ranks = tree.get("rng_state", {})
+    return FsdpSource(
+        catalog=catalog,
+        common=common,
+        tensors=_join(weights, states, values),
+        groups=groups,
+        scheduler=tree.get("opt_param_scheduler", {}),
+        rng={(int(m[1]), int(m[2])): ranks[rank] for rank in ranks if (m := _RNG_RANK.match(rank))},
+        grad_scaler=tree.get("optimizer", {}).get("grad_scaler", {}),
+        dropped=dropped,
+    )
+
+
+class _Values:
+    """Loads objects, equal archives only once: group fields repeat for every parameter."""
+
+    def __init__(self, files: Files, trust_pickle: bool) -> None:
+        self._files, self._trust = files, trust_pickle
+        self._seen: dict[bytes, Any] = {}
+
+    def load(self, item: Item) -> Any:
+        archive = self._files.read(item.file, item.offset, item.length)
+        if archive not in self._seen:
+            self._seen[archive] = load_object(self._files, item, self._trust)
+        return self._seen[archive]
+
+    def tensor(self, entry: TensorEntry) -> StoredTensor:
+        """A small tensor that is stored in one piece.
+
+        Raises:
+            MappingError: it is not.
+        """
+        if len(entry.chunks) == 1 and entry.chunks[0].box == full_box(entry.shape):
+            value = self.load(entry.chunks[0].item)
+            if isinstance(value, StoredTensor):
+                return value
+        raise MappingError(f"{entry.key}: expected one whole tensor, found {len(entry.chunks)} pieces")
+
+
+_States = dict[str, dict[str, TensorEntry]]
+_Groups = dict[str, dict[str, Any]]
+
+
+def _sort_keys(
+    catalog: Catalog, values: _Values, ignored: tuple[str, ...]
+) -> tuple[dict[str, TensorEntry], _States, _Groups, dict[Path, object], tuple[str, ...]]:
+    """Weights by name, states by name and kind, group fields by name, nested leaves by path, and what is dropped."""
+    weights: dict[str, TensorEntry] = {}
+    states: _States = {}
+    groups: _Groups = {}
+    nested: dict[Path, object] = {}
+    rest: list[str] = []
+    for key, entry in catalog.tensors.items():
+        if match := _MODEL.match(key):
+            weights[match["name"]] = entry
+        elif match := _STATE.match(key):
+            states.setdefault(match["name"], {})[match["kind"]] = entry
+        elif key.startswith(_NESTED):
+            nested[_path(catalog, key)] = values.tensor(entry)
+        else:
+            rest.append(key)
+    for key, stored in catalog.objects.items():
+        if match := _GROUP.match(key):
+            groups.setdefault(match["name"], {})[match["field"]] = values.load(stored.item)
+        elif key.startswith(_NESTED):
+            nested[_path(catalog, key)] = values.load(stored.item)
+        elif key not in _COMMON:
+            rest.append(key)
+    return weights, states, groups, nested, tuple(_dropped(rest, ignored))
+
+
+def _path(catalog: Catalog, key: str) -> Path:
+    """Where the leaf `key` stood in the nested state; planner data tell, else the dots of the key."""
+    known = catalog.planner_paths.get(key)
+    path = known if known is not None and len(known) > 1 else key.split(".")
+    return tuple(int(part) if isinstance(part, str) and part.isdigit() else part for part in path)
+
+
+def _dropped(keys: Iterable[str], ignored: tuple[str, ...]) -> Iterable[str]:
+    unknown = []
+    rules = (*_DROPPED, *((glob, "--ignore-keys") for glob in ignored))
+    for key in keys:
+        reason = next((why for glob, why in rules if fnmatchcase(key, glob)), None)
+        if reason is None:
+            unknown.append(key)
+        else:
+            yield f"{key}: {reason}"
+    if unknown:
+        raise MappingError(
+            "the checkpoint holds keys that no rule accounts for; leave them out with --ignore-keys GLOB if the "
+            "target can do without them:\n" + list_problems(unknown)
+        )
+
+
+def _join(weights: Mapping[str, TensorEntry], states: _States, values: _Values) -> tuple[FsdpTensor, ...]:
+    """Live tensors in stored order, halves joined where the first of them stood."""
+    _refuse_masters(states)
+    problems = [
+        f"optimizer state of {name}: there is no such weight" for name in states if name not in weights
+    ]
+    halves: dict[str, dict[str, str]] = {}
+    for name in weights:
+        match = _HALF.match(name)
+        whole, half = (match["name"], match["half"]) if match else (name, "")
+        halves.setdefault(whole, {})[half] = name
+    tensors = []
+    for whole, names in halves.items():
+        parts = [names[half] for half in ("", "w", "v") if half in names]
+        if len(parts) != (1 if "" in names else 2):
+            problems.append(f"{whole}: stored as {parts}, expected it whole or as _w and _v")
+            continue
+        wrong = list(_mismatches(whole, parts, weights, states))
+        problems += wrong
+        if not wrong:
+            tensors.append(_tensor(whole, parts, weights, states, values))
+    if problems:
+        raise MappingError("weights and optimizer states do not fit together:\n" + list_problems(problems))
+    return tuple(tensors)
+
+
+def _refuse_masters(states: _States) -> None:
+    masters = [
+        f"{name}.{kind}"
+        for name, kinds in states.items()
+        for kind in kinds
+        if kind in ("fp32_param", "param")
+    ]
+    if masters:
+        raise UnsupportedCheckpointError(
+            "fp32 masters stand among the optimizer states, where Megatron-FSDP neither writes nor reads them (the "
+            "converter of Megatron-LM does); convert the torch_dist checkpoint this one was made from instead:\n"
+            + list_problems(masters)
+        )
+
+
+def _mismatches(
+    whole: str, parts: list[str], weights: Mapping[str, TensorEntry], states: _States
+) -> Iterable[str]:
+    first = weights[parts[0]]
+    kinds = states.get(parts[0], {}).keys()
+    for part in parts:
+        entry = weights[part]
+        if (entry.shape, entry.dtype) != (first.shape, first.dtype):
+            yield f"{whole}: halves are {first.dtype} {first.shape} and {entry.dtype} {entry.shape}"
+        if states.get(part, {}).keys() != kinds:
+            yield f"{whole}: halves have states {sorted(kinds)} and {sorted(states.get(part, {}))}"
+        for kind, state in states.get(part, {}).items():
+            if state.shape != (() if kind == STEP else entry.shape):
+                yield f"{state.key}: shape {state.shape} does not fit the weight's {entry.shape}"
+
+
+def _tensor(
+    whole: str, parts: list[str], weights: Mapping[str, TensorEntry], states: _States, values: _Values
+) -> FsdpTensor:
+    shape = weights[parts[0]].shape
+    if len(parts) == 2:
+        shape = (2 * shape[0], *shape[1:])
+    found = [{WEIGHT: weights[part]} | states.get(part, {}) for part in parts]
+    steps = {_number(values.tensor(kinds.pop(STEP))) for kinds in found if STEP in kinds}
+    if len(steps) > 1:
+        raise MappingError(f"{whole}: its halves have different steps {sorted(steps)}")
+    return FsdpTensor(
+        name=whole,
+        shape=shape,
+        dtypes={kind: entry.dtype for kind, entry in found[0].items()},
+        sources={kind: _sources([kinds[kind] for kinds in found], shape) for kind in found[0]},
+        step=steps.pop() if steps else None,
+    )
+
+
+def _sources(entries: list[TensorEntry], shape: tuple[int, ...]) -> tuple[Source, ...]:
+    if len(entries) == 1:
+        return (Source(entries[0].key),)
+    rest = (0,) * (len(shape) - 1)
+    count = shape[0] // 2
+    return tuple(Source(e.key, (Place((i * count, *rest), shape),)) for i, e in enumerate(entries))
+
+
+def _number(tensor: StoredTensor) -> float:
+    """The 0-d fp32 step as a number."""
+    if tensor.dtype != "float32" or tensor.shape:
+        raise MappingError(f"a step is a 0-d float32 tensor, found {tensor.dtype} {tensor.shape}")
+    return float(struct.unpack("<f", tensor.data)[0])

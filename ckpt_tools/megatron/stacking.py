@@ -1,0 +1,167 @@
+"""Which stored parameters share one tensor: the layers of a homogeneous block and the experts of a layer.
+
+Megatron stacks a block's layers along a leading axis unless its configuration says that layers may differ
+(transformer_block.py `sharded_state_dict`); experts of a layer always share a tensor. The target model asks for
+exactly its own form, so the choice follows the args, and a block whose layers differ cannot be stacked at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from ckpt_tools.errors import MappingError, list_problems
+from ckpt_tools.megatron.common_state import CommonState
+from ckpt_tools.megatron.stored import StoredParameter
+from ckpt_tools.megatron.target import Source
+from ckpt_tools.megatron.torch_dist import LAYER_NUMBER, missing_layers
+from ckpt_tools.megatron.views import Insert, Place, View
+
+# Settings under which a transformer block names its layers one by one.
+_FREQUENCIES = ("moe_layer_freq", "linear_attention_freq")
+_FLAGS = (
+    "hetereogenous_dist_checkpoint",  # Megatron's spelling
+    "heterogeneous_block_specs",
+    "heterogeneous_layers_config_path",
+    "heterogeneous_layers_config_encoded_json",
+    "is_hybrid_model",
+    "hybrid_layer_pattern",
+    "hybrid_override_pattern",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """One tensor of the target: parameters by their index on its leading (layer, expert) axes.
+
+    `lead` are the lengths of those axes, () for a single parameter.
+    """
+
+    key: str
+    lead: tuple[int, ...]
+    members: Mapping[tuple[int, ...], StoredParameter]
+
+    @property
+    def parameters(self) -> tuple[StoredParameter, ...]:
+        return tuple(self.members.values())
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global shape, leading axes included, in elements."""
+        return (*self.lead, *self.parameters[0].shape)
+
+    def sources(self, kind: str) -> tuple[Source, ...]:
+        """Sources that tile the tensor with one kind of its parameters' values."""
+        found = []
+        for index, parameter in self.members.items():
+            place = Place((*index, *(0,) * len(parameter.shape)), self.shape)
+            steps: View = (*(Insert(0) for _ in index), place) if index else ()
+            found += [Source(source.key, (*source.view, *steps)) for source in parameter.sources(kind)]
+        return tuple(found)
+
+
+_Content: TypeAlias = tuple[str, int | None, tuple[int, ...]]
+"""What tells a parameter of one layer from another: rest of its name, expert, shape."""
+
+
+class _Place(NamedTuple):
+    """Where a parameter stands: its block (`decoder.layers.`), its layer there, and the rest of its name."""
+
+    block: str
+    layer: int | None
+    rest: str
+
+
+def stack_parameters(
+    parameters: Sequence[StoredParameter], common: CommonState, stacked: bool | None
+) -> tuple[list[Stack], list[str]]:
+    """The target's tensors in order of first appearance, and notes on how blocks were laid out.
+
+    `stacked` overrides what the args say, but not what is impossible.
+
+    Raises:
+        MappingError: missing layers or experts, members of different shapes, or a block that `stacked` asks to
+            stack although its layers differ.
+    """
+    _refuse_gaps(parameters)
+    places = [_place(p.name) for p in parameters]
+    as_stack, notes = _choose(parameters, places, common, stacked)
+    members: dict[str, dict[tuple[int, ...], StoredParameter]] = {}
+    for parameter, (block, layer, rest) in zip(parameters, places, strict=True):
+        is_stacked = layer is not None and as_stack[block]
+        key = f"{block}{rest}" if is_stacked else parameter.name
+        index = (layer if is_stacked else None, parameter.expert)
+        members.setdefault(key, {})[tuple(i for i in index if i is not None)] = parameter
+    problems: list[str] = []
+    stacks = [_stack(key, found, problems) for key, found in members.items()]
+    if problems:
+        raise MappingError("layers or experts do not make whole tensors:\n" + list_problems(problems))
+    return stacks, notes
+
+
+def _refuse_gaps(parameters: Sequence[StoredParameter]) -> None:
+    problems = missing_layers(p.name for p in parameters)
+    if problems:
+        raise MappingError("the model is not whole:\n" + list_problems(problems))
+
+
+def _place(name: str) -> _Place:
+    match = LAYER_NUMBER.search(name)
+    if match is None:
+        return _Place("", None, name)
+    return _Place(name[: match.start(1)], int(match[1]), name[match.end() :])
+
+
+def _choose(
+    parameters: Sequence[StoredParameter],
+    places: Sequence[_Place],
+    common: CommonState,
+    stacked: bool | None,
+) -> tuple[dict[str, bool], list[str]]:
+    """Whether each block is stacked, and notes."""
+    layers: dict[str, dict[int, set[_Content]]] = {}
+    for p, (block, layer, rest) in zip(parameters, places, strict=True):
+        if layer is not None:
+            layers.setdefault(block, {}).setdefault(layer, set()).add((rest, p.expert, p.shape))
+    reason = _reason_apart(common)
+    choice, notes = {}, []
+    for block, found in layers.items():
+        alike = len({frozenset(content) for content in found.values()}) == 1
+        never = f".{block}".startswith(".mtp.") or ".mtp." in block or _is_hybrid(found)
+        if stacked and not never and not alike:
+            raise MappingError(f"{block}*: its layers hold different parameters and cannot be stacked")
+        wanted = stacked if stacked is not None else not reason or "vision_model." in block
+        choice[block] = bool(wanted) and alike and not never
+        if not never:
+            why = "--stacked" if stacked is not None else reason if alike else "its layers differ"
+            form = "one tensor for all layers" if choice[block] else "a tensor for each layer"
+            notes.append(f"{block}*: {form}" + (f" ({why})" if why else ""))
+    return choice, notes
+
+
+def _is_hybrid(layers: Mapping[int, Iterable[_Content]]) -> bool:
+    """Whether a block is a hybrid or Mamba stack, whose layers always stand alone (ssm/mamba_block.py)."""
+    return any(rest.startswith("mixer.") for found in layers.values() for rest, _, _ in found)
+
+
+def _reason_apart(common: CommonState) -> str | None:
+    """The setting that makes transformer blocks write their layers one by one, None when none does."""
+    for name in _FREQUENCIES:
+        value = common.arg(name)
+        if isinstance(value, list) or (isinstance(value, int) and value > 1):
+            return f"{name} = {value}"
+    return next((name for name in _FLAGS if common.arg(name)), None)
+
+
+def _stack(key: str, members: dict[tuple[int, ...], StoredParameter], problems: list[str]) -> Stack:
+    lead = tuple(max(axis) + 1 for axis in zip(*members, strict=True))
+    shapes = {p.shape for p in members.values()}
+    if len(shapes) > 1:
+        problems.append(f"{key}: its layers or experts have different shapes {sorted(shapes)}")
+    expected = 1
+    for length in lead:
+        expected *= length
+    if len(members) != expected:
+        problems.append(f"{key}: {len(members)} of {expected} (layer, expert) slices are there")
+    return Stack(key, lead, dict(sorted(members.items())))

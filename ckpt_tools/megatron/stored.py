@@ -1,0 +1,218 @@
+"""Stored parameters: what `torch_dist` makes of the tensors of a running model. The mirror of `live.py`.
+
+Every live tensor becomes one stored parameter, or several for fused projections, whose parts are cut apart again.
+Their sizes come from the shapes of the tensors around them and have to add up to the fused one; the rows of a
+gated delta net or Mamba projection are grouped by tensor-parallel rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ckpt_tools.errors import MappingError, UsageError, list_problems
+from ckpt_tools.megatron.fsdp_source import FsdpTensor
+from ckpt_tools.megatron.names import (
+    MLA_DOWN,
+    MLA_FUSED_DOWN,
+    MTP_LIVE,
+    PART,
+    PART_ORDERS,
+    fuse_local_norm,
+    split_expert,
+    stored_name,
+)
+from ckpt_tools.megatron.target import Source
+from ckpt_tools.megatron.views import Narrow, Place
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredParameter:
+    """One parameter or buffer under its `torch_dist` name, layers and experts still one by one.
+
+    `name` has the layer number but no expert number. `cuts` are the rows `(start, count)` of the live tensor that
+    it is made of, in order; none when it is all of it.
+    """
+
+    name: str
+    expert: int | None
+    shape: tuple[int, ...]
+    tensor: FsdpTensor
+    cuts: tuple[tuple[int, int], ...] = ()
+
+    def sources(self, kind: str) -> tuple[Source, ...]:
+        """Sources that tile this parameter with one kind of the live tensor's values."""
+        whole = self.tensor.sources[kind]
+        if not self.cuts:
+            return whole
+        rest = (0,) * (len(self.shape) - 1)
+        found, at = [], 0
+        for start, count in self.cuts:
+            steps = (Narrow(0, start, count), Place((at, *rest), self.shape))
+            found += [Source(source.key, (*source.view, *steps)) for source in whole]
+            at += count
+        return tuple(found)
+
+
+def stored_parameters(
+    tensors: Sequence[FsdpTensor], tp: int | None, local_norms: bool | None
+) -> list[StoredParameter]:
+    """Stored parameters of the model in the order of its live tensors.
+
+    `tp` is the tensor-parallel size of the job that wrote the tensors, None when nothing tells it; `local_norms`
+    whether its norms are modules of their own where Transformer Engine fuses them, None when nobody said.
+
+    Raises:
+        UsageError: `tp` is needed and unknown.
+        MappingError: the parts of a fused projection do not add up, or two tensors get one name.
+    """
+    hybrid = any(f"{MTP_LIVE}layers." in tensor.name for tensor in tensors)
+    named = [(tensor, *split_expert(stored_name(tensor.name, hybrid))) for tensor in tensors]
+    shapes = {name: tensor.shape for tensor, name, _ in named}
+    parameters: list[StoredParameter] = []
+    problems: list[str] = []
+    for tensor, name, expert in named:
+        try:
+            parts = _parts(name, shapes)
+        except MappingError as error:
+            problems.append(str(error))
+            continue
+        if parts is None:
+            own_name = _norm_name(name, shapes, local_norms)
+            parameters.append(StoredParameter(own_name, expert, tensor.shape, tensor))
+        elif MLA_FUSED_DOWN in name:
+            parameters += _split(tensor, parts, 1)
+        elif tp is None:
+            raise UsageError(
+                f"{tensor.name}: the rows of this projection are grouped by tensor-parallel rank, and the checkpoint "
+                "holds no rng states that tell how many ranks wrote it; pass --tp"
+            )
+        else:
+            parameters += _split(tensor, parts, tp)
+    problems += _clashes(parameters)
+    if problems:
+        raise MappingError("the live tensors do not make a torch_dist model:\n" + list_problems(problems))
+    return parameters
+
+
+def _clashes(parameters: Iterable[StoredParameter]) -> Iterable[str]:
+    seen: dict[tuple[str, int | None], str] = {}
+    for p in parameters:
+        other = seen.setdefault((p.name, p.expert), p.tensor.name)
+        if other != p.tensor.name:
+            yield f"{other} and {p.tensor.name} would both be written as {p.name}"
+
+
+def _norm_name(name: str, shapes: Shapes, local_norms: bool | None) -> str:
+    """The stored name of a norm; other names as they are.
+
+    Only the local specs of layers with a `linear_qkv` rename their norms on the way to disk, those of a vision
+    tower excepted (gpt_layer_specs.py, vit_layer_specs.py). Such a layer is known by what it holds: Transformer
+    Engine would have the input norm inside `linear_qkv`.
+    """
+    fused = fuse_local_norm(name)
+    if fused == name or local_norms is False or "vision_model." in name:
+        return name
+    layer = name.rpartition(".")[0].rpartition(".")[0]
+    is_local = (
+        f"{layer}.input_layernorm.weight" in shapes
+        and f"{layer}.self_attention.linear_qkv.weight" in shapes
+        and f"{layer}.self_attention.linear_qkv.layer_norm_weight" not in shapes
+    )
+    return fused if is_local else name
+
+
+def _split(tensor: FsdpTensor, parts: Mapping[str, int], ranks: int) -> list[StoredParameter]:
+    """The parts of a fused projection, whose rows are grouped by rank."""
+    uneven = [part for part, rows in parts.items() if rows % ranks]
+    if uneven:
+        raise MappingError(
+            f"{tensor.name}: the rows of {uneven} of {dict(parts)} do not divide by tensor parallel size {ranks}"
+        )
+    local = {part: rows // ranks for part, rows in parts.items()}
+    starts, at = {}, 0
+    for part, rows in local.items():
+        starts[part] = at
+        at += rows
+    return [
+        StoredParameter(
+            name,
+            None,
+            (parts[name], *tensor.shape[1:]),
+            tensor,
+            tuple((rank * at + starts[name], local[name]) for rank in range(ranks)),
+        )
+        for name in parts
+    ]
+
+
+def _parts(name: str, shapes: Shapes) -> dict[str, int] | None:
+    """Stored names and rows of the parts of a fused projection in order; None for any other tensor."""
+    if MLA_FUSED_DOWN in name and name.endswith((".weight", ".bias")):
+        return _mla_parts(name, shapes)
+    module, _, projection = name.rpartition(".")[0].rpartition(".")
+    if projection not in ("in_proj", "conv1d") or PART.match(name) or f"{module}.A_log" not in shapes:
+        return None
+    if not name.endswith((".weight", ".bias")):
+        return None  # a norm fused into the projection
+    sizes = _mamba_sizes(module, shapes) if module.endswith(".mixer") else _gdn_sizes(module, shapes)
+    order = _IN_CONV[tuple(sizes)] if projection == "conv1d" else tuple(sizes)
+    parts = {f"{name}.{part}": sizes[part] for part in order}
+    if sum(parts.values()) != shapes[name][0]:
+        raise MappingError(
+            f"{name}: has {shapes[name][0]} rows, but its parts {sizes} make {sum(parts.values())}; "
+            "this is not a projection that this tool knows"
+        )
+    return parts
+
+
+_GDN, _, _GDN_CONV, _MAMBA, _MAMBA_CONV = PART_ORDERS
+_IN_CONV = {_GDN: _GDN_CONV, _MAMBA: _MAMBA_CONV}
+
+
+def _gdn_sizes(module: str, shapes: Shapes) -> dict[str, int]:
+    """Rows of the parts of a gated delta net's input projection (gated_delta_net/gdn.py)."""
+    heads = _rows(shapes, f"{module}.A_log")
+    value = _columns(shapes, f"{module}.out_proj.weight")
+    key = _half(_rows(shapes, f"{module}.conv1d.weight") - value, f"{module}.conv1d.weight")
+    return dict(zip(_GDN, (key, key, value, value, heads, heads), strict=True))
+
+
+def _mamba_sizes(module: str, shapes: Shapes) -> dict[str, int]:
+    """Rows of the parts of a Mamba mixer's input projection (ssm/mamba_mixer.py)."""
+    inner = _columns(shapes, f"{module}.out_proj.weight")
+    state = _half(_rows(shapes, f"{module}.conv1d.weight") - inner, f"{module}.conv1d.weight")
+    return dict(zip(_MAMBA, (inner, inner, state, state, _rows(shapes, f"{module}.dt_bias")), strict=True))
+
+
+def _mla_parts(name: str, shapes: Shapes) -> dict[str, int]:
+    """Rows of the query and key-value halves of a fused MLA down projection."""
+    layer, _, leaf = name.partition(MLA_FUSED_DOWN)
+    query = _columns(shapes, f"{layer}.linear_q_up_proj.weight")
+    rest = shapes[name][0] - query
+    if rest < _columns(shapes, f"{layer}.linear_kv_up_proj.weight"):
+        raise MappingError(f"{name}: {shapes[name][0]} rows are too few for {query} query rows and the keys")
+    return dict(zip((f"{layer}{part}{leaf}" for part in MLA_DOWN), (query, rest), strict=True))
+
+
+def _rows(shapes: Shapes, name: str) -> int:
+    return _shape(shapes, name, 1)[0]
+
+
+def _columns(shapes: Shapes, name: str) -> int:
+    return _shape(shapes, name, 2)[1]
+
+
+def _shape(shapes: Shapes, name: str, dims: int) -> tuple[int, ...]:
+    shape = shapes.get(name, ())
+    if len(shape) < dims:
+        raise MappingError(f"{name}: needed to cut a fused projection apart, found shape {shape}")
+    return shape
+
+
+def _half(rows: int, name: str) -> int:
+    if rows < 2 or rows % 2:
+        raise MappingError(f"{name}: {rows} rows are left for two equal parts")
+    return rows // 2

@@ -1,0 +1,249 @@
+"""From an `fsdp_dtensor` checkpoint to the `Target` of its `torch_dist` conversion: all decisions, no bytes.
+
+The result has the `fully_reshardable` optimizer layout, which core 0.15 and later load at any topology::
+
+    <weight key>                                   in the training dtype, stacked over layers and experts
+    optimizer.state.{param,exp_avg,exp_avg_sq}.<weight key>         fp32, of the same shape
+    <module>._extra_state/shard_<index>_<shape>, rng_state/shard_<pp>.<tp>_<PP>.<TP>, common_state/shard_0_1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt_tools.catalog.unpickle import TorchDtype
+from ckpt_tools.dtypes import CASTABLE
+from ckpt_tools.errors import MappingError, UsageError, list_problems
+from ckpt_tools.megatron.common_state import COMMON_OBJECT, CommonState
+from ckpt_tools.megatron.extra_state import extra_state_keys
+from ckpt_tools.megatron.fsdp_source import WEIGHT, FsdpSource
+from ckpt_tools.megatron.group_rebuild import rebuild_optimizer
+from ckpt_tools.megatron.settings import read_settings
+from ckpt_tools.megatron.stacking import Stack, stack_parameters
+from ckpt_tools.megatron.stored import StoredParameter, stored_parameters
+from ckpt_tools.megatron.target import Target, TargetObject, TargetTensor
+from ckpt_tools.megatron.torch_dist import layer_counts
+
+CONTENT_METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+OPTIMIZER_METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+}
+_CARRIED = ("args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far")
+_FP32_BUFFERS = (".expert_bias",)  # kept in fp32 whatever the model's type is (moe/router.py)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchDistOptions:
+    """What a user may decide about the target; None leaves the decision to the checkpoint."""
+
+    layer_spec: str | None = None  # "te" or "local"
+    stacked: bool | None = None  # layers of a block in one tensor
+    dtype: str | None = None  # of the weights
+    tp: int | None = None  # tensor-parallel size of the job that wrote the checkpoint
+    ep: int | None = (
+        None  # expert-parallel and expert tensor-parallel size of the job that will load the result
+    )
+    etp: int | None = None
+    weights_only: bool = False
+    extra_state: bool = True
+    extra_state_template: tuple[str, ...] = ()  # keys of a checkpoint of the same model; () to derive them
+
+
+@dataclass(frozen=True, slots=True)
+class TorchDistTarget:
+    """A target, and the common state that also goes into `common.pt`."""
+
+    target: Target
+    common: Mapping[str, Any]
+    parameters: tuple[StoredParameter, ...]
+    groups: tuple[int, ...] = ()  # parameters per optimizer group, in id order
+
+
+def build_torch_dist_target(source: FsdpSource, options: TorchDistOptions) -> TorchDistTarget:
+    """Everything the `torch_dist` conversion of `source` must contain.
+
+    Raises:
+        UsageError: something that has to come from the user is missing.
+        MappingError: options or names that contradict the checkpoint, or facts that cannot be proven from it.
+    """
+    settings = read_settings(source.common)
+    with_optimizer = source.has_optimizer and not options.weights_only
+    local = settings.local_norms if options.layer_spec is None else options.layer_spec == "local"
+    tp = options.tp or max((t + 1 for _, t in source.rng), default=None)
+    parameters = stored_parameters(source.tensors, tp, local)
+    _check_counts(parameters, source.common)
+    stacks, notes = stack_parameters(parameters, source.common, options.stacked)
+    common: dict[str, Any] = {k: source.common.values[k] for k in _CARRIED if k in source.common.values}
+    common = (
+        {"checkpoint_version": 3.0, "iteration": 0} | common | {"content_metadata": dict(CONTENT_METADATA)}
+    )
+    counts: tuple[int, ...] = ()
+    objects = []
+    if with_optimizer:
+        optimizer, counts = rebuild_optimizer(
+            source, parameters, _experts_apart(parameters, source.common, options)
+        )
+        common["optimizer"] = optimizer
+        common["content_metadata"] |= OPTIMIZER_METADATA
+    if not options.weights_only:
+        if source.scheduler:
+            common["opt_param_scheduler"] = dict(source.scheduler)
+        rng, rng_notes = rng_objects(source.rng)
+        objects += rng
+        notes += rng_notes
+    objects += [TargetObject(key, [None]) for key in _extra_keys(stacks, local, options)]
+    objects.append(TargetObject(COMMON_OBJECT, [common]))
+    target = Target(
+        tensors=(*_weights(stacks, source, options), *(_states(stacks) if with_optimizer else ())),
+        objects=tuple(objects),
+        dropped=source.dropped,
+        renamed=_renamed(parameters),
+        notes=(*notes, *_losses(options)),
+    )
+    return TorchDistTarget(target, common, tuple(parameters), counts)
+
+
+def _check_counts(parameters: Sequence[StoredParameter], common: CommonState) -> None:
+    """Layers and experts against the args.
+
+    Raises:
+        MappingError: the weights have other numbers.
+    """
+    problems = []
+    layers, wanted = layer_counts(p.name for p in parameters).get("decoder.layers."), common.arg("num_layers")
+    if None not in (layers, wanted) and layers != wanted:
+        problems.append(f"the args say num_layers = {wanted}, the weights have {layers} layers")
+    experts = {p.expert for p in parameters if p.expert is not None}
+    wanted = common.arg("num_experts") or common.arg("num_moe_experts")
+    if experts and wanted is not None and len(experts) != wanted:
+        problems.append(f"the args say {wanted} experts, the weights have {len(experts)}")
+    if problems:
+        raise MappingError("the weights contradict the args:\n" + list_problems(problems))
+
+
+def _experts_apart(
+    parameters: Sequence[StoredParameter], common: CommonState, options: TorchDistOptions
+) -> bool:
+    """Whether the loading job has an optimizer of its own for routed experts (optimizer/__init__.py)."""
+    tp = common.arg("tensor_model_parallel_size") or 1
+    ep = options.ep or common.arg("expert_model_parallel_size") or 1
+    etp = options.etp or common.arg("expert_tensor_parallel_size") or tp
+    return any(p.expert is not None for p in parameters) and (ep > 1 or etp != tp)
+
+
+def _weights(
+    stacks: Sequence[Stack], source: FsdpSource, options: TorchDistOptions
+) -> Iterable[TargetTensor]:
+    """The stored weights and buffers."""
+    for stack in stacks:
+        yield TargetTensor(
+            stack.key,
+            _weight_dtype(stack, source, options),
+            stack.shape,
+            stack.sources(WEIGHT),
+            role="weight",
+        )
+
+
+def _states(stacks: Sequence[Stack]) -> Iterable[TargetTensor]:
+    """Masters and moments of everything that is trained."""
+    for stack in stacks:
+        kinds = {p.tensor.states for p in stack.parameters}
+        if len(kinds) > 1:
+            raise MappingError(
+                f"{stack.key}: some of its layers or experts have {sorted(kinds)[0]}, others not"
+            )
+        if not any(kinds):
+            continue
+        yield TargetTensor(
+            f"optimizer.state.param.{stack.key}", "float32", stack.shape, stack.sources(WEIGHT), role="master"
+        )
+        for kind in stack.parameters[0].tensor.states:
+            dtype = stack.parameters[0].tensor.dtypes[kind]
+            yield TargetTensor(
+                f"optimizer.state.{kind}.{stack.key}", dtype, stack.shape, stack.sources(kind), role=kind
+            )
+
+
+def _weight_dtype(stack: Stack, source: FsdpSource, options: TorchDistOptions) -> str:
+    """Element type of a stored weight: the training type for parameters, buffers keep theirs.
+
+    Buffers and frozen weights are known by having no optimizer state, so a checkpoint without any tells them by
+    name only.
+    """
+    (stored, *others) = {p.tensor.dtypes[WEIGHT] for p in stack.parameters}
+    if others:
+        raise MappingError(
+            f"{stack.key}: its layers or experts have different types {sorted([stored, *others])}"
+        )
+    trained = bool(stack.parameters[0].tensor.states) or not source.has_optimizer
+    if stored not in CASTABLE or not trained or stack.key.endswith(_FP32_BUFFERS):
+        return stored
+    return options.dtype or training_dtype(source.common) or _need_dtype(stack.key, stored)
+
+
+def _need_dtype(key: str, stored: str) -> str:
+    if stored == "float32":
+        raise UsageError(
+            f"{key} is stored as an fp32 master, and neither args nor run_config.yaml name the type the model is "
+            "trained in; pass --dtype"
+        )
+    return stored
+
+
+def training_dtype(common: CommonState) -> str | None:
+    """Element type of the running model's parameters, None when nothing names it."""
+    value = common.arg("params_dtype")
+    if isinstance(value, TorchDtype):
+        return value.name
+    if isinstance(value, Mapping):
+        value = value.get("_target_")
+    if isinstance(value, str):
+        return value.removeprefix("torch.")
+    for flag, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
+        if common.arg(flag):
+            return dtype
+    return "float32" if common.arg("bf16") is False else None
+
+
+def _extra_keys(stacks: Sequence[Stack], local: bool | None, options: TorchDistOptions) -> Sequence[str]:
+    if not options.extra_state:
+        return ()
+    return options.extra_state_template or extra_state_keys(stacks, transformer_engine=not local)
+
+
+def rng_objects(rng: Mapping[tuple[int, int], object]) -> tuple[list[TargetObject], list[str]]:
+    """`rng_state/shard_<pp>.<tp>_<PP>.<TP>` of every rank, and a note when there are none.
+
+    An empty mapping of trackers vanishes in `fsdp_dtensor`; the loader asks for it.
+    """
+    if not rng:
+        return [], ["the source has no rng states: resume with --no-load-rng"]
+    shape = ".".join(str(1 + max(ranks)) for ranks in zip(*rng, strict=True))
+    found = []
+    for (pp, tp), states in sorted(rng.items()):
+        if not isinstance(states, list) or not all(isinstance(state, dict) for state in states):
+            raise MappingError(
+                f"rng_state.({pp}, {tp}): expected a list of states, found {type(states).__name__}"
+            )
+        whole = [{"rng_tracker_states": {}} | state for state in states]
+        found.append(TargetObject(f"rng_state/shard_{pp}.{tp}_{shape}", [whole]))
+    return found, []
+
+
+def _renamed(parameters: Iterable[StoredParameter]) -> tuple[str, ...]:
+    """One line per live name that changed by more than a layer or expert axis."""
+    return tuple(
+        f"{p.tensor.name} -> {p.name}" for p in parameters if p.name != p.tensor.name and p.expert is None
+    )
+
+
+def _losses(options: TorchDistOptions) -> list[str]:
+    """What an `fsdp_dtensor` checkpoint does not hold and the target would have."""
+    notes = ["rerun state machine: not part of fsdp_dtensor, the loading job starts a new one"]
+    if options.extra_state:
+        return [*notes, "Transformer Engine extra states are written empty: FP8 scaling starts anew"]
+    return [*notes, "no Transformer Engine extra states: load with --dist-ckpt-strictness log_all"]
