@@ -66,6 +66,15 @@ def locate(path: str, iteration: int | None = None) -> Location:
         folder.close()
 
 
+def iteration_numbers(root: str) -> list[int]:
+    """Numbers of the iteration folders in a run's root, ascending."""
+    files = open_files(root)
+    try:
+        return sorted(int(match[1]) for match in map(_ITERATION.fullmatch, files.list()) if match)
+    finally:
+        files.close()
+
+
 def _check_folder(path: str) -> None:
     """Refuse what is no folder, with the closest existing name."""
     folder = Path(path)

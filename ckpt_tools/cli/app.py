@@ -13,7 +13,7 @@ import traceback
 import typer
 
 from ckpt_tools import __version__
-from ckpt_tools.cli import inspect
+from ckpt_tools.cli import convert, inspect
 from ckpt_tools.errors import CkptError, Interrupted, StorageError, UsageError
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 inspect.register(app)
+convert.register(app)
 
 
 def _print_version(wanted: bool) -> None:

@@ -146,6 +146,7 @@ def model_tensors(
             path=(head, f"{tail}.{name}" if tail else name),
             must_round_to=_cut(weights, half, parameter) if use_master else (),
             must_round_dtype=weight_dtype if use_master else None,
+            parameter=name,
             role="master" if use_master else "weight",
         )
 
@@ -166,6 +167,7 @@ def state_tensors(
                 shape=(half.count, *parameter.shape[1:]) if parameter.shape else (),
                 sources=_cut(sources, half, parameter),
                 path=("optimizer", "state", f"{prefixes.wrappers}.{name}", kind),
+                parameter=name,
                 role=kind if kind in ("exp_avg", "exp_avg_sq") else "other",
             )
 

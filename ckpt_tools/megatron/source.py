@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -111,8 +112,13 @@ def _steps(optimizer: object) -> Any:
 
 
 def _number(value: object) -> object:
-    """A 0-d stored tensor as the Python number it holds."""
-    return value.item() if isinstance(value, StoredTensor) else value
+    """A stored tensor of one element as the Python number it holds."""
+    if not isinstance(value, StoredTensor):
+        return value
+    return struct.unpack(_NUMBER_FORMATS[value.dtype], value.data)[0]
+
+
+_NUMBER_FORMATS = {"float32": "<f", "float64": "<d", "int32": "<i", "int64": "<q"}
 
 
 def stored_groups(files: Files, catalog: Catalog, common: CommonState) -> tuple[Mapping[str, Any], ...]:

@@ -1,0 +1,247 @@
+"""Command line options that several commands share, and how they become library options."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from ckpt_tools.convert.placements import Layout
+
+
+class LayerSpec(str, Enum):
+    TE = "te"
+    LOCAL = "local"
+
+
+class Experts(str, Enum):
+    GROUPED = "grouped"
+    SEQUENTIAL = "sequential"
+
+
+class Check(str, Enum):
+    SAMPLE = "sample"
+    ALL = "all"
+    NONE = "none"
+
+
+class Dialect(str, Enum):
+    CORE_0_16 = "core-0.16"
+    CORE_0_17 = "core-0.17"
+    CORE_0_19 = "core-0.19"
+    MAIN = "main"
+    BRIDGE = "bridge"
+
+
+class LayoutName(str, Enum):
+    MFSDP_V1 = "mfsdp-v1"
+    MFSDP_V2 = "mfsdp-v2"
+    FSDP2 = "fsdp2"
+    EVEN = "even"
+
+
+_MODEL, _PLACE, _RUN = "The model and its target", "Placement", "How to run"
+
+Target = Annotated[
+    Dialect | None,
+    typer.Option("--target", help="Program that will load the result. Default: bridge for a Bridge checkpoint, "
+                 "else main.", rich_help_panel=_MODEL),
+]  # fmt: skip
+LayerSpecOption = Annotated[
+    LayerSpec | None,
+    typer.Option("--layer-spec", help="Norm names: Transformer Engine's or the local spec's. Default: the args.",
+                 rich_help_panel=_MODEL),
+]  # fmt: skip
+ExpertsOption = Annotated[
+    Experts | None,
+    typer.Option("--experts", help="Expert names: one grouped module or one module each. Default: the args.",
+                 rich_help_panel=_MODEL),
+]  # fmt: skip
+Swiglu = Annotated[
+    bool | None,
+    typer.Option("--swiglu/--no-swiglu", help="Whether gated MLPs use SwiGLU. Default: the args.",
+                 rich_help_panel=_MODEL),
+]  # fmt: skip
+SwigluModules = Annotated[
+    str,
+    typer.Option("--swiglu-modules", help="Comma-separated modules whose MLPs are SwiGLU. Default: by shape.",
+                 rich_help_panel=_MODEL),
+]  # fmt: skip
+RenameMtp = Annotated[
+    bool,
+    typer.Option("--rename-mtp-keys", help="Name MTP inner layers mtp_model_layer whatever the target.",
+                 rich_help_panel=_MODEL),
+]  # fmt: skip
+GroupMapFile = Annotated[
+    Path | None,
+    typer.Option("--param-to-param-group-map-json", help="Parameter groups to use instead of derived ones.",
+                 rich_help_panel=_MODEL),
+]  # fmt: skip
+StrictMap = Annotated[
+    bool,
+    typer.Option("--strict-map", help="Names missing from the map are errors.", rich_help_panel=_MODEL),
+]
+WeightsOnly = Annotated[
+    bool,
+    typer.Option("--weights-only", help="Leave out optimizer, scheduler and rng: a warm start.",
+                 rich_help_panel=_MODEL),
+]  # fmt: skip
+Dtype = Annotated[
+    str | None,
+    typer.Option("--dtype", help="With --weights-only: element type of the weights, e.g. bfloat16.",
+                 rich_help_panel=_MODEL),
+]  # fmt: skip
+ModelPrefix = Annotated[
+    str,
+    typer.Option(
+        "--output-model-weight-prefix", help="Prefix of weights in the output.", rich_help_panel=_MODEL
+    ),
+]
+StatePrefix = Annotated[
+    str | None,
+    typer.Option("--output-optimizer-state-prefix", help="Prefix of optimizer states in the output. Default: "
+                 "optimizer.state.module.module.module, one module less for fp32 training.",
+                 rich_help_panel=_MODEL),
+]  # fmt: skip
+
+DpShard = Annotated[int | None, typer.Option("--dp-shard", help="Ranks that shard.", rich_help_panel=_PLACE)]
+DpOuter = Annotated[
+    int, typer.Option("--dp-outer", help="Replicas of the sharding group (HSDP).", rich_help_panel=_PLACE)
+]
+Tp = Annotated[
+    int | None, typer.Option("--tp", help="Tensor parallel size of the target.", rich_help_panel=_PLACE)
+]
+Cp = Annotated[int, typer.Option("--cp", help="Context parallel size.", rich_help_panel=_PLACE)]
+Ep = Annotated[int, typer.Option("--ep", help="Expert parallel size.", rich_help_panel=_PLACE)]
+Etp = Annotated[
+    int | None,
+    typer.Option("--etp", help="Expert tensor parallel size. Default: --tp.", rich_help_panel=_PLACE),
+]
+Strategy = Annotated[
+    str,
+    typer.Option(
+        "--strategy", help="no_shard, optim, optim_grads or optim_grads_params.", rich_help_panel=_PLACE
+    ),
+]
+OuterStrategy = Annotated[
+    str, typer.Option("--outer-strategy", help="no_shard or optim.", rich_help_panel=_PLACE)
+]
+LayoutOption = Annotated[
+    LayoutName | None,
+    typer.Option("--layout", help="Whose placement. Default: mfsdp-v1 with --dp-shard, else even.",
+                 rich_help_panel=_PLACE),
+]  # fmt: skip
+WorldSize = Annotated[
+    int | None,
+    typer.Option("--world-size", help="Target ranks, one file each. Default: the converting ranks.",
+                 rich_help_panel=_PLACE),
+]  # fmt: skip
+
+Iteration = Annotated[
+    str | None,
+    typer.Option(
+        "--iteration", help="Iteration of a root, or all. Default: the latest.", rich_help_panel=_RUN
+    ),
+]
+CheckMasters = Annotated[
+    Check,
+    typer.Option("--check-masters", help="How many rows of every master must be shown to round to the weights.",
+                 rich_help_panel=_RUN),
+]  # fmt: skip
+IgnoreKeys = Annotated[
+    list[str] | None,
+    typer.Option("--ignore-keys", help="Source keys that may be left out (glob, repeatable).",
+                 rich_help_panel=_RUN),
+]  # fmt: skip
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace an output that is there.", rich_help_panel=_RUN)
+]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on with a conversion that was stopped.", rich_help_panel=_RUN)
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Plan and check everything, write nothing.", rich_help_panel=_RUN)
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.", rich_help_panel=_RUN)]
+ReportFile = Annotated[
+    Path | None, typer.Option("--report", help="Write the report there as JSON.", rich_help_panel=_RUN)
+]
+AsJson = Annotated[bool, typer.Option("--json", help="The report as JSON on stdout.", rich_help_panel=_RUN)]
+Threads = Annotated[int, typer.Option("--threads", min=1, help="Threads per process.", rich_help_panel=_RUN)]
+MaxMemory = Annotated[
+    str, typer.Option("--max-memory", help="Buffer memory per process, e.g. 96MiB.", rich_help_panel=_RUN)
+]
+Fsync = Annotated[
+    bool,
+    typer.Option("--fsync", help="Make the output durable before it is published.", rich_help_panel=_RUN),
+]
+OomTraceback = Annotated[
+    bool, typer.Option("--oom-traceback", help="Accepted for NVIDIA's script; changes nothing.", hidden=True)
+]
+
+
+def choose_layout(
+    layout: LayoutName | None,
+    world_size: int | None,
+    dp_shard: int | None,
+    dp_outer: int,
+    tp: int | None,
+    cp: int,
+    ep: int,
+    etp: int | None,
+    strategy: str,
+    outer_strategy: str,
+) -> Layout | None:
+    """The layout the placement options ask for; None when they ask for nothing.
+
+    Raises:
+        UsageError: sizes that do not multiply to the world, or a topology Megatron-FSDP refuses.
+    """
+    from ckpt_tools.convert.placements import Layout
+    from ckpt_tools.errors import UsageError
+    from ckpt_tools.sharding.topology import Topology
+
+    exact = layout is not None and layout is not LayoutName.EVEN
+    if dp_shard is None and not exact:
+        if (dp_outer, cp, ep, etp) != (1, 1, 1, None):
+            raise UsageError(
+                "--dp-outer, --cp, --ep and --etp describe a topology, which needs --dp-shard too"
+            )
+        return None if world_size is None else Layout(world=_positive(world_size))
+    sizes = {"dp_shard": dp_shard, "dp_outer": dp_outer, "tp": tp or 1, "cp": cp, "ep": ep, "etp": etp or 0}
+    strategies = {"strategy": strategy, "outer_strategy": outer_strategy}
+    if world_size is not None:
+        topology = Topology.of_world(world_size, **sizes, **strategies)  # type: ignore[arg-type]
+    elif dp_shard is None:
+        raise UsageError(f"--layout {layout.value if layout else ''} needs --dp-shard or --world-size")
+    else:
+        topology = Topology(**sizes, **strategies)  # type: ignore[arg-type]
+    return Layout((layout or LayoutName.MFSDP_V1).value, topology)
+
+
+def _positive(world_size: int) -> int:
+    from ckpt_tools.errors import UsageError
+
+    if world_size < 1:
+        raise UsageError(f"--world-size {world_size}: at least one rank is needed")
+    return world_size
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from a size as people write it: `96MiB`, `5GB`, `1048576`.
+
+    Raises:
+        UsageError: not a size.
+    """
+    import re
+
+    from ckpt_tools.errors import UsageError
+
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?)[bB]?\s*", text)
+    if not match:
+        raise UsageError(f"{text!r} is not a size; write for example 96MiB, 5GB or 1048576")
+    base = 1024 if match[3] else 1000
+    return int(float(match[1]) * base ** " kmgt".index(match[2].lower() or " "))

@@ -1,0 +1,58 @@
+"""The final report of a conversion, for people."""
+
+from __future__ import annotations
+
+from ckpt_tools.cli.render import console, escape, human_bytes
+from ckpt_tools.convert.outputs import ConversionReport
+from ckpt_tools.execute.run import WriteReport
+
+_SHOWN = 8
+
+
+def print_report(report: ConversionReport) -> None:
+    """What was converted, how fast, and what changed on the way; long lists are cut (`--json` has them whole)."""
+    done = "converted" if report.written else "would convert"
+    lines = [
+        f"{done} {report.source} -> {report.output}",
+        f"  source     torch_dist, {report.source_layout}, iteration {report.iteration}",
+        f"  target     {report.target} for {report.dialect}",
+        f"  holds      {report.tensors:,} tensors, {report.objects:,} objects and scalars, groups {report.groups}",
+        f"  masters    {report.masters_checked}",
+    ]
+    if report.written:
+        lines += _written(report.written)
+    else:
+        lines.append(
+            f"  would write {human_bytes(report.plan['bytes_to_write'])} in {len(report.plan['files'])} files"
+        )
+    for title, entries in (
+        ("dropped", _by_reason(report.dropped)),
+        ("renamed", report.renamed),
+        ("filled in", report.backfilled),
+        ("note", report.notes),
+    ):
+        lines += [f"  {title:<10} {entry}" for entry in entries[:_SHOWN]]
+        if len(entries) > _SHOWN:
+            lines.append(f"  {title:<10} ... and {len(entries) - _SHOWN:,} more (--json lists all)")
+    for line in lines:
+        console().print(escape(line), soft_wrap=True)
+
+
+def _by_reason(dropped: tuple[str, ...]) -> list[str]:
+    """One line per reason: what was dropped, or how many keys when there are several."""
+    keys: dict[str, list[str]] = {}
+    for line in dropped:
+        key, _, reason = line.rpartition(": ")
+        keys.setdefault(reason, []).append(key)
+    return [f"{found[0] if len(found) == 1 else f'{len(found):,} keys'}: {why}".removeprefix(": ")
+            for why, found in keys.items()]  # fmt: skip
+
+
+def _written(w: WriteReport) -> list[str]:
+    rate = human_bytes(int(w.bytes_written / max(w.seconds, 1e-9)))
+    return [
+        f"  wrote      {human_bytes(w.bytes_written)} in {w.seconds:.2f} s ({rate}/s), {w.ranks} process(es); "
+        f"read {human_bytes(w.bytes_read)}, largest peak RSS {human_bytes(w.peak_rss_bytes)}",
+        f"  copied     {human_bytes(w.bytes_cloned)} cloned, {human_bytes(w.bytes_kernel_copied)} in the kernel, "
+        f"{human_bytes(w.bytes_touched)} through buffers; {w.items_resumed:,} of {w.items:,} items resumed",
+    ]

@@ -1,0 +1,98 @@
+"""Where a conversion's result goes, the archives of its objects, and what is said about it afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ckpt_tools.catalog.detect import Location
+from ckpt_tools.catalog.pickling import dump_archive
+from ckpt_tools.errors import UsageError
+from ckpt_tools.execute.run import Output, WriteReport
+from ckpt_tools.megatron.target import Target, TargetObject
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionReport:
+    """What a conversion did, for people and, as JSON, for programs."""
+
+    source: str
+    output: str
+    iteration: int | None
+    source_layout: str
+    target: str
+    dialect: str
+    tensors: int
+    objects: int
+    groups: dict[int, int]  # group id -> number of parameters
+    masters_checked: str
+    dropped: tuple[str, ...]
+    renamed: tuple[str, ...]
+    backfilled: tuple[str, ...]
+    notes: tuple[str, ...]
+    written: WriteReport | None = None  # None: a dry run
+    plan: Mapping[str, Any] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """The report as plain data, with its schema version."""
+        return {"schema_version": 1, **asdict(self)}
+
+
+def choose_output(source: str, location: Location, output: str, overwrite: bool, resume: bool) -> Output:
+    """Like to like: a run's root becomes a root with `iter_%07d` and tracker, an iteration directory one directory.
+
+    Raises:
+        UsageError: the output is the source, or one of them lies inside the other.
+    """
+    _refuse_overlap(source, location, output)
+    if not is_root(source, location):
+        return Output(Path(output), overwrite=overwrite, resume=resume)
+    name = "release" if location.is_release else f"iter_{location.iteration:07d}"
+    tracker = "release" if location.is_release else str(location.iteration)
+    return Output(Path(output, name), tracker, overwrite=overwrite, resume=resume)
+
+
+def is_root(source: str, location: Location) -> bool:
+    """Whether the user named the run's root and not the iteration in it."""
+    return location.root is not None and Path(source).resolve() == Path(location.root).resolve()
+
+
+def _refuse_overlap(source: str, location: Location, output: str) -> None:
+    target = Path(output).resolve()
+    for place in (Path(location.path).resolve(), Path(source).resolve()):
+        if target == place or place in target.parents or target in place.parents:
+            raise UsageError(
+                f"the output {output} and the source {source} overlap; a conversion never writes into its "
+                "source. Choose a directory outside it."
+            )
+
+
+def object_archives(objects: Iterable[TargetObject]) -> list[tuple[str, bytes]]:
+    """(key, archive) of every object; equal small values are pickled once.
+
+    Group fields repeat for every parameter: a large model has hundreds of thousands of them and a few dozen values.
+    """
+    seen: dict[tuple[type, str], bytes] = {}
+    archives = []
+    for item in objects:
+        if not _is_plain(item.value):
+            archives.append((item.key, dump_archive(item.value)))
+            continue
+        same = (type(item.value), repr(item.value))
+        if same not in seen:
+            seen[same] = dump_archive(item.value)
+        archives.append((item.key, seen[same]))
+    return archives
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def count_objects(target: Target) -> int:
+    """Objects and inline tensors of a target."""
+    return len(target.objects) + len(target.inline)

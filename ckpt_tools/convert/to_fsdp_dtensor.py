@@ -1,0 +1,214 @@
+"""`convert-torch-dist-to-fsdp-dtensor`: plan the whole conversion, prove what can be proven, then move the bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from ckpt_tools.catalog.dcp import read_catalog
+from ckpt_tools.catalog.detect import Location, iteration_numbers, locate
+from ckpt_tools.catalog.files import Files, open_files
+from ckpt_tools.catalog.model import Catalog
+from ckpt_tools.convert.outputs import (
+    ConversionReport,
+    choose_output,
+    count_objects,
+    is_root,
+    object_archives,
+)
+from ckpt_tools.convert.placements import Layout, even_placement, exact_placement, live_tensors
+from ckpt_tools.errors import UnsupportedCheckpointError, UsageError
+from ckpt_tools.execute.ranks import DistributedRanks, Ranks, connect
+from ckpt_tools.execute.run import WriteOptions, write_checkpoint
+from ckpt_tools.megatron.source import TorchDistSource, read_torch_dist
+from ckpt_tools.megatron.target import Target
+from ckpt_tools.megatron.to_fsdp_dtensor import FsdpTarget, TargetOptions, build_fsdp_target
+from ckpt_tools.plan.build import build_plan
+from ckpt_tools.plan.model import Plan, plan_json
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all) as a conversion goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertOptions:
+    """What a user may decide about a conversion; the defaults let the checkpoint decide."""
+
+    target: TargetOptions = field(default_factory=TargetOptions)
+    layout: Layout | None = None  # None: rows over the ranks that convert
+    iteration: int | None = None
+    check_masters: str = "sample"  # sample, all or none
+    ignore_keys: tuple[str, ...] = ()
+    trust_pickle: bool = False
+    overwrite: bool = False
+    resume: bool = False
+    write: WriteOptions = field(default_factory=WriteOptions)
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A conversion that is ready to run."""
+
+    location: Location
+    files: Files
+    source: TorchDistSource
+    built: FsdpTarget
+    plan: Plan
+
+
+def convert_to_fsdp_dtensor(
+    source: str,
+    output: str,
+    options: ConvertOptions | None = None,
+    progress: Progress | None = None,
+    dry_run: bool = False,
+) -> ConversionReport:
+    """Convert the `torch_dist` checkpoint at `source` and publish it at `output`; called on every rank.
+
+    Raises:
+        UsageError: options that contradict each other, or an output that cannot be taken.
+        UnsupportedCheckpointError: the source is no `torch_dist` checkpoint, or of a kind that is not read.
+        MappingError: options that contradict the checkpoint, or facts that cannot be proven from it.
+        VerificationError: masters that do not round to the stored weights.
+        CorruptCheckpointError, StorageError: damaged files, full disks.
+    """
+    options = options or ConvertOptions()
+    ranks = connect()
+    location = locate(source, options.iteration)
+    place = choose_output(source, location, output, options.overwrite, options.resume)
+    planned = plan_conversion(location, options, ranks)
+    checked = "not checked"
+    written = None
+    try:
+        if not dry_run:
+            checked = prove_masters(planned, options.check_masters, ranks)
+            written = write_checkpoint(
+                planned.plan, planned.files, place, options.write, ranks=ranks, progress=progress
+            )
+    finally:
+        planned.files.close()
+    return _report(source, output, planned, checked, written)
+
+
+def convert_iterations(
+    source: str,
+    output: str,
+    iteration: str | None,
+    options: ConvertOptions,
+    progress: Progress | None = None,
+    dry_run: bool = False,
+) -> list[ConversionReport]:
+    """`convert_to_fsdp_dtensor` for the latest iteration of a root (None), a given one, or `all` in turn.
+
+    Raises:
+        UsageError: `iteration` is neither a number nor `all`.
+    """
+    if iteration is None or iteration.isdecimal():
+        number = None if iteration is None else int(iteration)
+        return [
+            convert_to_fsdp_dtensor(source, output, replace(options, iteration=number), progress, dry_run)
+        ]
+    if iteration != "all":
+        raise UsageError(f"--iteration {iteration}: give a number, or all")
+    latest = locate(source)
+    if not is_root(source, latest):
+        raise UsageError(f"--iteration all: {source} is one checkpoint, not a run's root")
+    numbers = sorted(n for n in iteration_numbers(source) if n != latest.iteration)
+    wanted = [*numbers, latest.iteration]  # the source's latest comes last, so the tracker ends on it
+    return [
+        convert_to_fsdp_dtensor(source, output, replace(options, iteration=number), progress, dry_run)
+        for number in wanted
+    ]
+
+
+def plan_conversion(location: Location, options: ConvertOptions, ranks: Ranks | DistributedRanks) -> Planned:
+    """Everything up to the first byte."""
+    files, source = open_source(location, options.ignore_keys, options.trust_pickle)
+    layout = options.layout or Layout(world=ranks.world)
+    target_options = options.target
+    if layout.topology is not None and target_options.tp is None:
+        target_options = replace(target_options, tp=layout.topology.tp)
+    built = build_fsdp_target(source, target_options)
+    return Planned(location, files, source, built, make_plan(source.catalog, built, layout))
+
+
+def open_source(
+    location: Location, ignore_keys: tuple[str, ...] = (), trust_pickle: bool = False
+) -> tuple[Files, TorchDistSource]:
+    """The `torch_dist` checkpoint at `location`, taken apart, and its open files."""
+    if location.kind != "torch_dist":
+        raise UnsupportedCheckpointError(
+            f"{location.path} is {_A_KIND.get(location.kind, location.kind)}, not a torch_dist checkpoint"
+        )
+    files = open_files(location.path)
+    return files, read_torch_dist(files, read_catalog(files, trust_pickle), ignore_keys, trust_pickle)
+
+
+_A_KIND = {"fsdp_dtensor": "already an fsdp_dtensor checkpoint", "safetensors": "a Hugging Face model"}
+
+
+def make_plan(catalog: Catalog, built: FsdpTarget, layout: Layout) -> Plan:
+    """The plan of a target laid out for the ranks of `layout`."""
+    target = built.target
+    if layout.name == "even":
+        place = even_placement(layout.ranks)
+    else:
+        frozen = {p.name for p in built.parameters if p.group_name not in built.memberships}
+        place, order = exact_placement(live_tensors(built.parameters, None, frozen), layout)
+        target = _in_reading_order(target, order)
+    return build_plan(catalog, target, place, layout.ranks, object_archives(target.objects))
+
+
+def _in_reading_order(target: Target, order: list[str]) -> Target:
+    """Tensors in the order in which training ranks read them, so that a file is read front to back."""
+    position = {name: i for i, name in enumerate(order)}
+    kinds = {"master": 0, "weight": 0}
+    tensors = sorted(target.tensors, key=lambda t: (kinds.get(t.role, 1), position[t.parameter]))
+    return replace(target, tensors=tuple(tensors))
+
+
+def prove_masters(planned: Planned, mode: str, ranks: Ranks | DistributedRanks) -> str:
+    """Every master rounds to its stored weight: said how many elements were compared."""
+    from ckpt_tools.execute.check_masters import check_masters
+
+    if mode == "none":
+        return "not checked (--check-masters none)"
+    mine = [t for t in planned.built.target.tensors if t.must_round_to][ranks.rank :: ranks.world]
+
+    def check() -> tuple[int, int]:
+        report = check_masters(planned.files, planned.source.catalog, mine, mode, ranks.check)
+        return report.tensors, report.elements
+
+    tensors, elements = (sum(column) for column in zip(*ranks.together(check), strict=True))
+    if not tensors:
+        return "the source has none"
+    return f"{elements:,} elements of {tensors:,} masters round to the stored weights ({mode})"
+
+
+def _report(source: str, output: str, planned: Planned, checked: str, written: object) -> ConversionReport:
+    target = planned.built.target
+    states = planned.source.states
+    return ConversionReport(
+        source=source,
+        output=output,
+        iteration=planned.location.iteration,
+        source_layout=states.layout if states else "weights only",
+        target="fsdp_dtensor",
+        dialect=planned.built.dialect.name,
+        tensors=len(target.tensors),
+        objects=count_objects(target),
+        groups=dict(sorted(Counter(m.group for m in planned.built.memberships.values()).items())),
+        masters_checked=checked,
+        dropped=target.dropped,
+        renamed=target.renamed,
+        backfilled=target.backfilled,
+        notes=target.notes,
+        written=written,  # type: ignore[arg-type]
+        plan={k: v for k, v in plan_json(planned.plan).items() if k not in ("tensors", "blobs")},
+    )
+
+
+def membership_map(built: FsdpTarget) -> Mapping[str, int]:
+    """The content of a `param_to_param_group_map.json`: every trainable parameter's live name and group id."""
+    return {f"model.module.{name}": m.group for name, m in built.memberships.items()}
