@@ -158,7 +158,8 @@ def build_param_group_map(
     import json
 
     from ckpt_tools.cli.render import escape
-    from ckpt_tools.convert.group_map import TargetOptions, build_group_map
+    from ckpt_tools.convert.group_map import build_group_map
+    from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions
 
     options = TargetOptions(
         dialect=target.value if target else None,

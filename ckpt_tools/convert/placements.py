@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from ckpt_tools.box import Box
 from ckpt_tools.errors import UsageError
-from ckpt_tools.megatron.live import LiveParameter
 from ckpt_tools.megatron.target import TargetTensor
+from ckpt_tools.megatron.to_fsdp_dtensor import FsdpTarget
 from ckpt_tools.plan.build import Placement as PlanPlacement
 from ckpt_tools.sharding.describe import LiveTensor, describe
 from ckpt_tools.sharding.fsdp2 import chunk_rows
@@ -47,20 +47,21 @@ def even_placement(world: int) -> PlanPlacement:
     return place
 
 
-def live_tensors(
-    parameters: Iterable[LiveParameter], dtype: str | None, frozen: set[str]
-) -> list[LiveTensor]:
-    """Live parameters as the sharding room describes them; `frozen` names those without optimizer state."""
+def live_tensors(built: FsdpTarget) -> list[LiveTensor]:
+    """Live parameters as the sharding room describes them.
+
+    Frozen ones are those without a group; a conversion of weights alone tells nothing, and takes all as trainable.
+    """
     return [
         LiveTensor(
             p.name,
             p.shape,
-            dtype or p.stored[0].dtype,
+            p.stored[0].dtype,
             gated=p.gated,
             buffer=p.name.endswith(".expert_bias"),
-            trainable=p.name not in frozen,
+            trainable=not built.memberships or p.group_name in built.memberships,
         )
-        for p in parameters
+        for p in built.parameters
     ]
 
 

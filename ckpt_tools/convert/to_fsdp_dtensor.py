@@ -154,8 +154,7 @@ def make_plan(catalog: Catalog, built: FsdpTarget, layout: Layout) -> Plan:
     if layout.name == "even":
         place = even_placement(layout.ranks)
     else:
-        frozen = {p.name for p in built.parameters if p.group_name not in built.memberships}
-        place, order = exact_placement(live_tensors(built.parameters, None, frozen), layout)
+        place, order = exact_placement(live_tensors(built), layout)
         target = _in_reading_order(target, order)
     return build_plan(catalog, target, place, layout.ranks, object_archives(target.objects))
 

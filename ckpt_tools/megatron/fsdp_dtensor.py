@@ -221,7 +221,8 @@ def backfill_groups(
     The loader asks for exactly the fields its own groups have, so a field the writer did not know yet would fail
     a strict load.
     """
-    filled, notes = [], {}
+    filled: list[dict[str, Any]] = []
+    notes: dict[str, list[int]] = {}
     for index, group in enumerate(groups):
         whole = dict(group)
         for alias, name in (("pre_wd_mult", "wd_mult"), ("pre_lr_mult", "lr_mult")):

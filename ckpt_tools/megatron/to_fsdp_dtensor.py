@@ -30,7 +30,7 @@ from ckpt_tools.megatron.param_groups import (
     rules_from_args,
 )
 from ckpt_tools.megatron.source import TorchDistSource
-from ckpt_tools.megatron.target import InlineTensor, Target, TargetObject
+from ckpt_tools.megatron.target import InlineTensor, Target, TargetObject, TargetTensor
 from ckpt_tools.megatron.torch_dist import EXPERTS, layer_counts
 
 
@@ -78,37 +78,63 @@ def build_fsdp_target(source: TorchDistSource, options: TargetOptions) -> FsdpTa
     tp = options.tp or _writer_tp(source)
     parameters = choose_parameters(source, options, style, dialect, tp)
     notes += dialect_notes(parameters, source, dialect, options)
-    states = None if options.weights_only else source.states
     prefixes = Prefixes(options.model_prefix, options.state_prefix or _state_prefix(source))
-    tensors, memberships, inline, objects, backfilled = [], {}, [], [], []
-    for parameter in parameters:
-        tensors += model_tensors(parameter, source.states, options.model_prefix, options.dtype)
-    if states is not None:
-        trainable = [p for p in parameters if is_trainable(p, states)]
-        groups, backfilled = backfill_groups(source.groups, source.scheduler, source.step)
-        memberships, map_notes = choose_memberships(source, options, trainable)
-        notes += map_notes
-        for parameter in trainable:
-            tensors += state_tensors(parameter, states, prefixes)
-        inline += step_tensors(trainable, memberships, groups, prefixes)
-        objects += group_objects(trainable, memberships, groups, prefixes)
-        live = {p.name for p in trainable}
-        notes += [
-            f"{p.name}: no optimizer state in the source (buffer or frozen weight)"
-            for p in parameters
-            if p.name not in live
-        ]
-    scalars, dropped, scalar_notes = common_items(source, options, tp)
+    weights = [
+        tensor
+        for p in parameters
+        for tensor in model_tensors(p, source.states, prefixes.model, options.dtype)
+    ]
+    optimizer = optimizer_part(source, options, parameters, prefixes)
+    common = common_part(source, options, tp)
     target = Target(
-        tensors=tuple(tensors),
-        inline=tuple(inline + [i for i in scalars if isinstance(i, InlineTensor)]),
-        objects=tuple(objects + [i for i in scalars if isinstance(i, TargetObject)]),
-        dropped=tuple(source.dropped) + tuple(dropped),
+        tensors=(*weights, *optimizer.tensors),
+        inline=(*optimizer.inline, *common.inline),
+        objects=(*optimizer.objects, *common.objects),
+        dropped=(*source.dropped, *common.dropped),
         renamed=renamed(parameters),
-        backfilled=tuple(backfilled),
-        notes=tuple(notes + scalar_notes),
+        backfilled=optimizer.backfilled,
+        notes=(*notes, *optimizer.notes, *common.notes),
     )
-    return FsdpTarget(target, tuple(parameters), memberships, dialect, style, tp, prefixes)
+    return FsdpTarget(target, tuple(parameters), optimizer.memberships, dialect, style, tp, prefixes)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some items of a target, and what their making left out or filled in."""
+
+    tensors: tuple[TargetTensor, ...] = ()
+    inline: tuple[InlineTensor, ...] = ()
+    objects: tuple[TargetObject, ...] = ()
+    dropped: tuple[str, ...] = ()
+    backfilled: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    memberships: Mapping[str, Membership] = field(default_factory=dict)
+
+
+def optimizer_part(
+    source: TorchDistSource, options: TargetOptions, parameters: Sequence[LiveParameter], prefixes: Prefixes
+) -> Part:
+    """States, steps and group fields of every trainable parameter; nothing for a conversion of weights."""
+    states = source.states
+    if states is None or options.weights_only:
+        return Part()
+    trainable = [p for p in parameters if is_trainable(p, states)]
+    groups, backfilled = backfill_groups(source.groups, source.scheduler, source.step)
+    memberships, notes = choose_memberships(source, options, trainable)
+    live = {p.name for p in trainable}
+    notes += [
+        f"{p.name}: no optimizer state in the source (buffer or frozen weight)"
+        for p in parameters
+        if p.name not in live
+    ]
+    return Part(
+        tensors=tuple(tensor for p in trainable for tensor in state_tensors(p, states, prefixes)),
+        inline=tuple(step_tensors(trainable, memberships, groups, prefixes)),
+        objects=tuple(group_objects(trainable, memberships, groups, prefixes)),
+        backfilled=tuple(backfilled),
+        notes=tuple(notes),
+        memberships=memberships,
+    )
 
 
 def choose_dialect(source: TorchDistSource, options: TargetOptions) -> Dialect:
@@ -186,37 +212,36 @@ def choose_memberships(
     return merge_map(derived, options.group_map, names, len(source.groups), options.strict_map)
 
 
-def common_items(
-    source: TorchDistSource, options: TargetOptions, tp: int
-) -> tuple[list[InlineTensor | TargetObject], list[str], list[str]]:
-    """Items of the common state and rng; what of it is dropped; notes."""
-    items: list[InlineTensor | TargetObject] = []
+def common_part(source: TorchDistSource, options: TargetOptions, tp: int) -> Part:
+    """Arguments, progress, scheduler and rng."""
     notes: list[str] = []
-    scalars: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": 0}
-    scalars |= {k: source.common[k] for k in CARRIED_SCALARS if k in source.common}
+    values: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": 0}
+    values |= {k: source.common[k] for k in CARRIED_SCALARS if k in source.common}
     if source.args_object is not None:
-        scalars["args"] = source.args_object
-    if not options.weights_only:
-        scalars["opt_param_scheduler"] = source.scheduler
+        values["args"] = source.args_object
+    dropped = [
+        f"common state {name}: not part of fsdp_dtensor"
+        for name in source.common
+        if name not in {*CARRIED_SCALARS, "args", "optimizer", "opt_param_scheduler"}
+    ]
+    tensors: list[InlineTensor] = []
+    objects: list[TargetObject] = []
+    if options.weights_only:
+        dropped.append("optimizer state, parameter groups, scheduler and rng: --weights-only")
+    else:
+        values["opt_param_scheduler"] = source.scheduler
         if source.grad_scaler:
-            scalars["optimizer"] = {"grad_scaler": source.grad_scaler}
+            values["optimizer"] = {"grad_scaler": source.grad_scaler}
             notes.append(
                 "the loss scaler is kept as optimizer.grad_scaler.*; Megatron-FSDP does not ask for it"
             )
-    for name, value in scalars.items():
-        tensors, objects = leaves(value, (name,))
-        items += [*tensors, *objects]
-    if not options.weights_only:
-        rng_tensors, rng_objects, rng_notes = rng_items(source.rng, tp)
-        items += [*rng_tensors, *rng_objects]
+        tensors, objects, rng_notes = rng_items(source.rng, tp)
         notes += rng_notes
-    handled = {*CARRIED_SCALARS, "args", "optimizer", "opt_param_scheduler"}
-    dropped = [
-        f"common state {name!r}: not part of fsdp_dtensor" for name in source.common if name not in handled
-    ]
-    if options.weights_only:
-        dropped.append("optimizer state, parameter groups, scheduler and rng (--weights-only)")
-    return items, dropped, notes
+    for name, value in values.items():
+        more_tensors, more_objects = leaves(value, (name,))
+        tensors += more_tensors
+        objects += more_objects
+    return Part(inline=tuple(tensors), objects=tuple(objects), dropped=tuple(dropped), notes=tuple(notes))
 
 
 CARRIED_SCALARS = ("checkpoint_version", "iteration", "num_floating_point_operations_so_far")

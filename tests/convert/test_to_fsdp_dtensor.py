@@ -186,7 +186,7 @@ def test_derived_maps_equal_the_dumped_ones(case):
 
 
 def test_two_layouts_of_one_run_convert_to_the_same_bytes(tmp_path):
-    """Saved as fully_reshardable and as dp_reshardable: every item is equal but `args`, which says how it was saved."""
+    """Saved as fully_reshardable and as dp_reshardable: only `args`, which says how it was saved, differs."""
     names = ["core019_llama_tp2_fully_reshardable", "core019_llama_tp2_dp_reshardable"]
     outs = [converted(fixture_dir(name), tmp_path / name) for name in names]
     tensors = [oracle.tensors(out) for out in outs]
