@@ -1,0 +1,249 @@
+"""Plans: what they hold, what they refuse, and that nothing but their inputs decides them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_tools.box import Box, full_box
+from ckpt_tools.catalog.model import Catalog, Chunk, Item, TensorEntry
+from ckpt_tools.errors import CorruptCheckpointError, MappingError
+from ckpt_tools.megatron.target import InlineTensor, Source, Target, TargetObject, TargetTensor
+from ckpt_tools.megatron.views import Narrow, Place, Select
+from ckpt_tools.plan.assign import worker_share
+from ckpt_tools.plan.build import Placement, build_plan
+from ckpt_tools.plan.frames import ALIGNMENT, tensor_frame
+from ckpt_tools.plan.model import Plan, item_rows, plan_json
+from tests.conftest import REPO
+from tests.strategies import Shape, tilings
+
+
+def catalog_of(**tensors: tuple[str, Shape, Sequence[Box]]) -> Catalog:
+    entries = {
+        key: TensorEntry(
+            key, dtype, shape, tuple(Chunk(box, Item("s", 4096 * i, 4096)) for i, box in enumerate(boxes))
+        )
+        for key, (dtype, shape, boxes) in tensors.items()
+    }
+    return Catalog("", entries, {})
+
+
+def rows(world: int) -> Placement:
+    """Shard(0) over `world` ranks by the rule of torch.chunk."""
+
+    def place(tensor: TargetTensor) -> list[tuple[int, Box]]:
+        if not tensor.shape:
+            return [(0, full_box(()))]
+        step = -(-tensor.shape[0] // world)
+        cuts = [min(step * rank, tensor.shape[0]) for rank in range(world + 1)]
+        rest = tensor.shape[1:]
+        return [
+            (rank, Box((cuts[rank], *(0,) * len(rest)), (cuts[rank + 1] - cuts[rank], *rest)))
+            for rank in range(world)
+        ]
+
+    return place
+
+
+def whole(tensor: TargetTensor) -> list[tuple[int, Box]]:
+    return [(0, full_box(tensor.shape))]
+
+
+def stacked_plan(world: int) -> Plan:
+    """Two layers stored by two tensor-parallel ranks, unstacked."""
+    chunks = [Box((layer, 4 * tp, 0), (1, 4, 6)) for tp in range(2) for layer in range(2)]
+    catalog = catalog_of(w=("float32", (2, 8, 6), chunks), b=("bfloat16", (), [full_box(())]))
+    tensors = [TargetTensor(f"w.{i}", "float32", (8, 6), (Source("w", (Select(0, i),)),)) for i in range(2)]
+    tensors.append(TargetTensor("b", "bfloat16", (), (Source("b"),), path=("x", 0)))
+    target = Target(
+        tuple(tensors), (InlineTensor("step", "float32", (), b"\0\0\0\0"),), (TargetObject("args", None),)
+    )
+    return build_plan(catalog, target, rows(world), world, [("args", b"archive")])
+
+
+def test_a_small_plan_in_full() -> None:
+    plan = stacked_plan(1)
+    assert [(i.key, i.box, [t.strategy for t in i.transfers]) for i in plan.items] == [
+        ("w.0", full_box((8, 6)), ["verbatim", "verbatim"]),
+        ("w.1", full_box((8, 6)), ["verbatim", "verbatim"]),
+        ("b", full_box(()), ["verbatim"]),
+    ]
+    assert [(b.key, b.box) for b in plan.blobs] == [("args", None), ("step", full_box(()))]
+    assert plan.paths == {
+        "args": ("args",),
+        "step": ("step",),
+        "w.0": ("w.0",),
+        "w.1": ("w.1",),
+        "b": ("x", 0),
+    }
+    assert plan.bytes_by_strategy == {"verbatim": 2 * 48 * 4 + 2}
+    last = plan.items[-1]
+    assert (
+        plan.file_bytes
+        == {"__0_0.distcp": last.offset + last.length}
+        == {"__0_0.distcp": plan.bytes_to_write}
+    )
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8, 11])
+def test_items_lie_aligned_in_order_without_overlap(world: int) -> None:
+    plan = stacked_plan(world)
+    ends: Counter[str] = Counter()
+    for part in (*plan.blobs, *plan.items):
+        assert part.offset % ALIGNMENT == 0
+        assert 0 <= part.offset - ends[part.file] < ALIGNMENT
+        ends[part.file] = part.offset + part.length
+    assert ends == plan.file_bytes
+    assert all(item.length == tensor_frame(item.dtype, item.box.size).length for item in plan.items)
+    assert not any(item.box.is_empty for item in plan.items)
+
+
+@given(st.data())
+def test_every_world_moves_the_same_elements(data: st.DataObject) -> None:
+    shape = data.draw(st.tuples(st.integers(1, 6), st.integers(1, 9), st.integers(1, 5)))
+    catalog = catalog_of(w=("float32", shape, data.draw(tilings(shape))))
+    tensor = TargetTensor("t", "float32", shape[1:], (Source("w", (Select(0, shape[0] - 1),)),))
+
+    def moved(world: int) -> Counter[tuple[int, int, tuple[int, ...]]]:
+        """(source item, payload element, target index) of every element."""
+        found: Counter[tuple[int, int, tuple[int, ...]]] = Counter()
+        for item in build_plan(catalog, Target((tensor,)), rows(world), world).items:
+            for t in item.transfers:
+                for at in range(t.piece.box.volume):
+                    i, j = divmod(at, t.piece.box.size[1])
+                    element = t.piece.offset + i * t.piece.strides[0] + j * t.piece.strides[1]
+                    start = t.piece.box.shift(item.box.start).start
+                    found[t.item.offset, element, (start[0] + i, start[1] + j)] += 1
+        return found
+
+    reference = moved(1)
+    assert len(reference) == math.prod(shape[1:])
+    assert set(reference.values()) == {1}
+    assert moved(2) == moved(3) == moved(7) == reference
+
+
+@given(st.data())
+def test_shares_are_a_partition_in_order(data: st.DataObject) -> None:
+    plan = stacked_plan(data.draw(st.integers(1, 9)))
+    workers = data.draw(st.integers(1, 20))
+    shares = [worker_share(plan.items, i, workers) for i in range(workers)]
+    assert [n for share in shares for n in share] == list(range(len(plan.items)))
+
+
+def test_shares_are_balanced() -> None:
+    catalog = catalog_of(
+        w=("float32", (64, 1000, 1000), [Box((i, 0, 0), (1, 1000, 1000)) for i in range(64)])
+    )
+    tensors = tuple(
+        TargetTensor(f"w{i}", "float32", (1000, 1000), (Source("w", (Select(0, i),)),)) for i in range(64)
+    )
+    items = build_plan(catalog, Target(tensors), whole, 1).items
+    assert [len(worker_share(items, i, 4)) for i in range(4)] == [16] * 4
+
+
+def failing(catalog: Catalog, *tensors: TargetTensor, placement: Placement = whole) -> str:
+    with pytest.raises(MappingError) as caught:
+        build_plan(catalog, Target(tensors), placement, 2)
+    return str(caught.value)
+
+
+W = catalog_of(
+    w=("float32", (4, 6), [Box((0, 0), (4, 3)), Box((0, 3), (4, 3))]), i=("int64", (4,), [full_box((4,))])
+)
+
+
+def test_wrong_mappings_are_named() -> None:
+    def tensor(*sources: Source, shape: Shape = (4, 6), dtype: str = "float32") -> TargetTensor:
+        return TargetTensor("t", dtype, shape, sources)
+
+    upper = Source("w", (Narrow(0, 0, 2), Place((0, 0), (4, 6))))
+    assert "w.x is not in the checkpoint" in failing(W, tensor(Source("w.x")))
+    assert "expected shape (3, 6)" in failing(W, tensor(Source("w"), shape=(3, 6)))
+    assert "does not fit" in failing(W, tensor(Source("w", (Select(0, 9),)), shape=(6,)))
+    assert "is not cast to" in failing(W, tensor(Source("i"), shape=(4,)))
+    message = failing(W, tensor(upper))
+    assert "t [0:4, 0:6]" in message
+    assert "12 of 24 elements" in message
+    assert "overlap" in failing(W, tensor(upper, Source("w")))
+    assert "more than once" in failing(W, tensor(Source("w")), tensor(Source("w")))
+    lost = failing(W, tensor(Source("w")), placement=lambda t: [(0, Box((0, 0), (3, 6)))])
+    assert "its placement does not tile shape (4, 6)" in lost
+    many = failing(W, *(TargetTensor(f"t{i}", "float32", (4, 6), (Source("no"),)) for i in range(30)))
+    assert "30 tensors cannot be planned" in many
+    assert "and 10 more" in many
+
+
+def test_zero_filled_elements_are_counted_and_allowed_only_when_said() -> None:
+    source = Source("w", (Place((0, 0), (7, 6)),))
+    assert "18 of 42 elements" in failing(W, TargetTensor("t", "float32", (7, 6), (source,)))
+    plan = build_plan(
+        W, Target((TargetTensor("t", "float32", (7, 6), (source,), zero_filled=True),)), rows(2), 2
+    )
+    assert [item.zero_elems for item in plan.items] == [0, 18]
+
+
+@pytest.mark.parametrize(
+    ("chunks", "says"),
+    [
+        ([Box((0,), (3,))], "1 of 4 elements"),
+        ([Box((0,), (3,)), Box((2,), (2,))], "overlap"),
+        ([Box((0,), (4,)), Box((0,), (4,))], "overlap"),
+        ([Box((0,), (4,)), Box((4,), (1,))], None),  # outside: no target element comes from it
+    ],
+)
+def test_damaged_sources_are_corrupt(chunks: list[Box], says: str | None) -> None:
+    catalog = catalog_of(w=("float32", (4,), chunks))
+    target = Target((TargetTensor("t", "float32", (4,), (Source("w"),)),))
+    if says is None:
+        build_plan(catalog, target, whole, 1)
+        return
+    with pytest.raises(CorruptCheckpointError, match=says):
+        build_plan(catalog, target, whole, 1)
+
+
+def test_archives_must_be_those_of_the_objects() -> None:
+    target = Target((), objects=(TargetObject("a", 1),))
+    with pytest.raises(MappingError, match="archives"):
+        build_plan(W, target, whole, 1, [("b", b"")])
+    with pytest.raises(MappingError, match="needs 8 bytes, but has 3"):
+        build_plan(W, Target((), (InlineTensor("s", "int64", (), b"123"),)), whole, 1)
+
+
+def test_json_says_everything_and_digest_changes_with_it() -> None:
+    plan = stacked_plan(2)
+    assert json.loads(json.dumps(plan_json(plan)))["digest"] == plan.digest
+    listed = json.loads(json.dumps(list(item_rows(plan))))
+    assert [row["length"] for row in listed] == [item.length for item in plan.items]
+    assert len({stacked_plan(world).digest for world in (1, 2, 3, 4, 8)}) == 5
+
+
+def test_plan_is_the_same_under_every_hash_seed() -> None:
+    code = "from tests.plan.test_build import stacked_plan; print(stacked_plan(3).digest)"
+    seeds = ["0", "1", "4711"]
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            cwd=REPO,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+        for seed in seeds
+    }
+    assert found == {stacked_plan(3).digest}
+
+
+def test_planning_does_not_import_torch() -> None:
+    code = "import sys, ckpt_tools.plan.build, ckpt_tools.execute.run; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -1,0 +1,32 @@
+"""The synthetic checkpoint is one that stock DCP reads, with the grammar the tool expects."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from ckpt_tools.catalog.dcp import read_catalog
+from ckpt_tools.catalog.files import open_files
+from ckpt_tools.plan.overlap import entry_problem
+from tests.synthetic import Llama, write_llama
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_stock_dcp_reads_it_and_masters_round_to_weights(tmp_path: Path) -> None:
+    write_llama(tmp_path / "iter", gib=0.01)
+    files = open_files(str(tmp_path / "iter"))
+    catalog = read_catalog(files)
+    assert len(catalog.tensors) == 4 * len(list(Llama(0.01, 2).parameters()))
+    assert not [problem for entry in catalog.tensors.values() if (problem := entry_problem(entry))]
+    assert torch.load(tmp_path / "iter" / "common.pt", weights_only=False)["args"].swiglu
+    keys = [key for key in catalog.tensors if "linear_fc1.weight" in key and "exp" not in key]
+    state = {key: torch.zeros(catalog.tensors[key].shape, dtype=torch.float32) for key in keys}
+    state = {k: v if "param" in k else v.to(torch.bfloat16) for k, v in state.items()}
+    dcp.load(state, checkpoint_id=tmp_path / "iter")
+    weight, master = (state[key] for key in sorted(keys))
+    assert master.to(torch.bfloat16).view(torch.int16).equal(weight.view(torch.int16))
+    assert np.unique(master.numpy()).size > 1000
