@@ -20,7 +20,7 @@ from ckpt_tools.catalog.unpickle import Function, TorchDtype, load_pickle
 from ckpt_tools.dtypes import itemsize
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError
 
-MAX_PICKLE_BYTES = 1 << 30
+MAX_PICKLE_BYTES = 64 << 20
 _WINDOW = 4096  # covers every record but the payload of a single-tensor archive (1.5 KiB in torch 2.13)
 
 STORAGE_DTYPES = {

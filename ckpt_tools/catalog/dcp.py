@@ -6,122 +6,55 @@ Every writer's file is read: plain torch of any version, Megatron core 0.8 to ma
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from array import array
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 from ckpt_tools.box import Box
 from ckpt_tools.catalog.files import Files
+from ckpt_tools.catalog.metadata_pickle import (
+    CHUNK,
+    STORED,
+    Machine,
+    Name,
+    Object,
+    Pairs,
+    Record,
+    integer,
+    integers,
+)
 from ckpt_tools.catalog.model import Catalog, Chunk, Item, ObjectEntry, TensorEntry
-from ckpt_tools.catalog.unpickle import Sealed, TorchDtype, load_pickle
-from ckpt_tools.errors import CkptError, CorruptCheckpointError, UnsupportedCheckpointError, list_problems
+from ckpt_tools.dtypes import ITEMSIZE
+from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError, list_problems
 
 METADATA = ".metadata"
+EAGER_BYTES = 2 << 20  # up to this size everything is decoded, and so checked, on opening
+_KEPT = 100_000  # items of entries that were looked at, kept decoded
 
-
-class _Plain(metaclass=Sealed):
-    """A class of `.metadata` whose state is its attributes; the C unpickler fills them without calling us."""
-
-
-class _Metadata(_Plain):
-    metadata_class = "torch.distributed.checkpoint.metadata.Metadata"
-
-
-class _MCoreMetadata(_Metadata):
-    metadata_class = "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata"
-
-
-class _Tensor(_Plain):
-    pass
-
-
-class _Bytes(_Plain):
-    pass
-
-
-class _Chunk(_Plain):
-    pass
-
-
-class _Index(_Plain):
-    offset = index = None
-
-
-class _StorageInfo(_Plain):
-    transform_descriptors = None
-
-
-class _Properties(metaclass=Sealed):
-    __slots__ = ("dtype",)
-
-    def __setstate__(self, state: Any) -> None:
-        self.dtype = state[0]
-
-
-class _Skipped(metaclass=Sealed):
-    """Save plans: not needed, and the largest part of some files."""
-
-    __slots__ = ()
-
-    def __new__(cls, *_args: Any) -> _Skipped:
-        return object.__new__(cls)
-
-    def __setstate__(self, state: Any) -> None:
-        pass
-
-
-_TORCH = "torch.distributed.checkpoint"
-_OLD = "torch.distributed._shard.sharded_tensor.metadata"  # where torch <= 2.2 kept tensor properties
-_STRATEGY = "megatron.core.dist_checkpointing.strategies.torch"
-_KNOWN: dict[tuple[str, str], object] = {
-    (f"{_TORCH}.metadata", "Metadata"): _Metadata,
-    (_STRATEGY, "MCoreMetadata"): _MCoreMetadata,
-    (f"{_TORCH}.metadata", "TensorStorageMetadata"): _Tensor,
-    (f"{_TORCH}.metadata", "BytesStorageMetadata"): _Bytes,
-    (f"{_TORCH}.metadata", "ChunkStorageMetadata"): _Chunk,
-    (f"{_TORCH}.metadata", "MetadataIndex"): _Index,
-    (f"{_TORCH}.filesystem", "_StorageInfo"): _StorageInfo,
-    (f"{_TORCH}.metadata", "TensorProperties"): _Properties,
-    (_OLD, "TensorProperties"): _Properties,
-    (f"{_TORCH}.metadata", "_MEM_FORMAT_ENCODING"): _Skipped,
-    (_OLD, "MEM_FORMAT_ENCODING"): _Skipped,
-    ("torch.serialization", "_get_layout"): _Skipped,
-    (f"{_TORCH}.planner", "SavePlan"): _Skipped,
-    (_STRATEGY, "MCoreSavePlan"): _Skipped,
-    (f"{_TORCH}.planner", "WriteItem"): _Skipped,
-    (f"{_TORCH}.planner", "TensorWriteData"): _Skipped,
-    (f"{_TORCH}.planner", "WriteItemType"): _Skipped,
-}
+Offset = tuple[int, ...]
 
 
 def read_catalog(files: Files, trust_pickle: bool = False) -> Catalog:
-    """What the checkpoint in `files` holds, its `.metadata` proven consistent in itself.
+    """What the checkpoint in `files` holds.
+
+    Tensors and objects are decoded when they are looked at. What contradicts itself is found on opening in all but
+    very large catalogs, and then at the look-up of the key that it concerns.
 
     Raises:
         UnsupportedCheckpointError: no `.metadata`, or items that a torch extension transformed.
         CorruptCheckpointError: `.metadata` is damaged, contradicts itself, or points outside the folder.
     """
-    root = _load(files, trust_pickle)
+    if not files.exists(METADATA):
+        raise missing_metadata(files)
     where = f"{files.location.rstrip('/')}/{METADATA}"
+    machine = Machine(files.read(METADATA, 0, files.size(METADATA)), where, trust_pickle)
+    root = machine.load()
     try:
-        return _convert(root, files.location, where)
-    except CkptError:
-        raise
-    except Exception as error:
+        return _catalog(machine, root, files.location)
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
         raise CorruptCheckpointError(
             f"{where}: not the metadata of a checkpoint ({type(error).__name__}: {error})."
         ) from error
-
-
-def _load(files: Files, trust_pickle: bool) -> _Metadata:
-    where = f"{files.location.rstrip('/')}/{METADATA}"
-    if not files.exists(METADATA):
-        raise missing_metadata(files)
-    root = load_pickle(
-        files.read(METADATA, 0, files.size(METADATA)), where, _KNOWN, trust_pickle=trust_pickle
-    )
-    if not isinstance(root, _Metadata):
-        raise CorruptCheckpointError(f"{where}: holds a {type(root).__name__}, not checkpoint metadata.")
-    return root
 
 
 def missing_metadata(files: Files) -> UnsupportedCheckpointError:
@@ -143,100 +76,258 @@ def missing_metadata(files: Files) -> UnsupportedCheckpointError:
     )
 
 
-def _convert(root: _Metadata, location: str, where: str) -> Catalog:
-    fields = vars(root)
-    problems: list[str] = []
-    items = _items(fields["storage_data"], problems)
-    tensors: dict[str, TensorEntry] = {}
-    objects: dict[str, ObjectEntry] = {}
-    for key, stored in fields["state_dict_metadata"].items():
-        if isinstance(stored, _Bytes):
-            item = items.pop((key, None), None)
-            if item is None:
-                problems.append(f"{key}: no file holds it")
-            else:
-                objects[key] = ObjectEntry(key, item)
-        else:
-            tensors[key] = _tensor_entry(key, stored, items, problems)
-    problems += [f"{key}: chunk at {offset} is stored but not described" for key, offset in items]
+def _catalog(machine: Machine, root: Any, location: str) -> Catalog:
+    if type(root) is not Object or root.kind.name not in ("Metadata", "MCoreMetadata"):
+        kind = f"{root.kind.module}.{root.kind.name}" if type(root) is Object else type(root).__name__
+        raise CorruptCheckpointError(f"{machine.where}: holds a {kind}, not checkpoint metadata.")
+    fields = root.state.as_dict()
+    stored = fields["state_dict_metadata"].as_dict()
+    storage = _Storage(machine, fields.get("storage_data") or Pairs())
+    by_kind: dict[str, dict[str, Object]] = {"TensorStorageMetadata": {}, "BytesStorageMetadata": {}}
+    for key, entry in stored.items():
+        by_kind[entry.kind.name][key] = entry
+    decoder = _Decoder(machine, storage, by_kind["TensorStorageMetadata"])
+    tensors = _Lazy(by_kind["TensorStorageMetadata"], decoder.tensor, lambda tensor: len(tensor.chunks))
+    objects = _Lazy(by_kind["BytesStorageMetadata"], decoder.object, lambda _object: 1)
+    unknown = [f"{key}: stored but not described" for key in storage.keys() - stored.keys()]
+    problems = storage.path_problems() + sorted(unknown)
+    if len(machine.data) <= EAGER_BYTES:
+        problems += [str(error) for lazy in (tensors, objects) for error in lazy.errors()]
     if problems:
-        raise CorruptCheckpointError(f"{where} contradicts itself:\n{list_problems(problems)}")
+        raise CorruptCheckpointError(f"{machine.where} contradicts itself:\n{list_problems(problems)}")
+    planner = fields.get("planner_data")
+    version = fields.get("version")
     return Catalog(
         root=location,
         tensors=tensors,
         objects=objects,
-        planner_paths={key: tuple(path) for key, path in (fields.get("planner_data") or {}).items()},
+        planner_paths={key: _path(path) for key, path in planner.as_dict().items()} if planner else {},
         original_shapes=_original_shapes(fields.get("mcore_data")),
-        metadata_class=root.metadata_class,
-        metadata_version=fields.get("version"),
+        metadata_class=f"{root.kind.module}.{root.kind.name}",
+        metadata_version=version if isinstance(version, str) else None,
     )
 
 
-_Key = tuple[str, tuple[int, ...] | None]
+V = TypeVar("V")
 
 
-def _items(storage: Mapping[Any, Any], problems: list[str]) -> dict[_Key, Item]:
-    """Every stored item by key and chunk offset; file names are proven to stay inside the folder."""
-    found: dict[_Key, Item] = {}
-    safe: set[str] = set()
-    for index, info in storage.items():
-        item = Item(info.relative_path, info.offset, info.length)
-        if item.file not in safe:
-            problem = _path_problem(item.file)
-            if problem:
-                problems.append(f"{index.fqn}: {problem}")
-            safe.add(item.file)
-        if info.transform_descriptors:
-            raise UnsupportedCheckpointError(
-                f"{index.fqn} in {item.file} was transformed by {', '.join(map(str, info.transform_descriptors))} "
-                "when it was saved. Save the checkpoint again without torch extensions."
+class _Lazy(Mapping[str, V]):
+    """Entries decoded on look-up, the latest kept."""
+
+    def __init__(
+        self, raw: Mapping[str, object], decode: Callable[[str], V], weigh: Callable[[V], int]
+    ) -> None:
+        self._raw, self._decode, self._weigh = raw, decode, weigh
+        self._kept: dict[str, V] = {}
+        self._weight = 0
+
+    def __getitem__(self, key: str) -> V:
+        value = self._kept.get(key)
+        if value is None:
+            if key not in self._raw:
+                raise KeyError(key)
+            value = self._decode(key)
+            self._weight += self._weigh(value)
+            if self._weight > _KEPT:
+                self._kept, self._weight = {}, self._weigh(value)
+            self._kept[key] = value
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._raw)
+
+    def __len__(self) -> int:
+        return len(self._raw)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._raw
+
+    def errors(self) -> Iterator[CorruptCheckpointError]:
+        """What is wrong with the entries."""
+        for key in self._raw:
+            try:
+                self[key]
+            except CorruptCheckpointError as error:
+                yield error
+
+
+class _Storage:
+    """Where the items of every key are stored, packed records included."""
+
+    def __init__(self, machine: Machine, pairs: Pairs) -> None:
+        self._machine = machine
+        self._packed: dict[str, array[int]] = {}
+        for get, places in machine.stored.items():  # equal names may be different memo entries
+            self._packed.setdefault(self._text(machine.fetch(get)), array("Q")).extend(places)
+        self._plain: dict[str, list[tuple[Offset | None, Item]]] = {}
+        for index, info in zip(pairs[::2], pairs[1::2], strict=True):
+            key, offset, item = _plain_item(index, info)
+            self._plain.setdefault(key, []).append((offset, item))
+        self._known: set[tuple[bytes, ...]] = set()  # attribute names of packed records that proved right
+        self._files: dict[bytes, str] = {}
+        self._sizes: dict[bytes, Offset] = {}
+
+    def keys(self) -> set[str]:
+        return self._packed.keys() | self._plain.keys()
+
+    def path_problems(self) -> list[str]:
+        """File names that are none, or that lead out of the checkpoint."""
+        packed = [
+            self._file(*((name, None) if name[0] in b"hj" else (None, name))) for name in self._machine.files
+        ]
+        plain = [item.file for items in self._plain.values() for _, item in items]
+        return [problem for file in sorted({*packed, *plain}) if (problem := _path_problem(file))]
+
+    def items(self, key: str) -> dict[Offset | None, Item]:
+        """Every item of a key, by the offset of its chunk (None: an object)."""
+        found = list(self._plain.get(key, ()))
+        found += map(self._packed_item, self._packed.get(key, ()))
+        items = dict(found)
+        if len(items) != len(found):
+            raise CorruptCheckpointError(f"{key}: two items are stored for one chunk")
+        return items
+
+    def size(self, opcodes: bytes | None, get: bytes | None) -> Offset:
+        """A SIZE by what its groups matched: a tuple's opcodes, or the fetch of one."""
+        source = opcodes or get or b""
+        value = self._sizes.get(source)
+        if value is None:
+            value = integers(opcodes) if opcodes else self._machine.fetch(get) if get else ()
+            if len(self._sizes) > 10_000:
+                self._sizes.clear()
+            self._sizes[source] = value = _offset(value)
+        return value
+
+    def check_names(self, gets: tuple[bytes, ...], kind: str, names: tuple[str, ...]) -> None:
+        """Prove that a packed record is of the class `kind` and its attributes have these names."""
+        if gets in self._known:
+            return
+        cls, *found = map(self._machine.fetch, gets)
+        if type(cls) is not Name or cls.name != kind or tuple(found) != names:
+            raise CorruptCheckpointError(
+                f"{self._machine.where}: a {kind} with {found} instead of {list(names)}"
             )
-        if item.offset < 0 or item.length < 0:
-            problems.append(f"{index.fqn}: bytes {item.offset}..{item.offset + item.length} of {item.file}")
-        key = (index.fqn, index.offset)
-        if key in found:
-            problems.append(f"{index.fqn}: two items are stored for the chunk at {index.offset}")
-        found[key] = item
-    return found
+        self._known.add(gets)
+
+    def _packed_item(self, place: int) -> tuple[Offset | None, Item]:
+        match = STORED.match(self._machine.data, place)
+        assert match is not None  # it did when it was packed
+        self.check_names(match.group(1, 2, 4), "MetadataIndex", ("fqn", "index"))
+        self.check_names(match.group(8, 9, 12, 14), "_StorageInfo", ("relative_path", "offset", "length"))
+        offset = None
+        if match[5]:
+            self.check_names(match.group(1, 5), "MetadataIndex", ("offset",))
+            offset = self.size(match[6], match[7])
+        return offset, Item(self._file(match[10], match[11]), integer(match[13]), integer(match[15]))
+
+    def _file(self, get: bytes | None, literal: bytes | None) -> str:
+        source = get or literal or b""
+        if source not in self._files:
+            self._files[source] = self._text(self._machine.fetch(get)) if get else source[1:].decode()
+        return self._files[source]
+
+    def _text(self, value: Any) -> str:
+        if not isinstance(value, str):
+            raise CorruptCheckpointError(f"{self._machine.where}: {value!r} where a name belongs")
+        return value
+
+
+class _Decoder:
+    """Entries of the catalog from what the metadata says about a key."""
+
+    def __init__(self, machine: Machine, storage: _Storage, tensors: Mapping[str, Object]) -> None:
+        self._machine, self._storage, self._tensors = machine, storage, tensors
+
+    def object(self, key: str) -> ObjectEntry:
+        items = self._storage.items(key)
+        if list(items) != [None]:
+            raise CorruptCheckpointError(f"{key}: {len(items)} items are stored for an object")
+        _check_range(key, items[None])
+        return ObjectEntry(key, items[None])
+
+    def tensor(self, key: str) -> TensorEntry:
+        state = self._tensors[key].state.as_dict()
+        shape = _offset(state["size"])
+        items = self._storage.items(key)
+        chunks = []
+        for box in map(self._box, state["chunks"]):
+            item = items.pop(box.start, None)
+            if item is None:
+                raise CorruptCheckpointError(f"{key}: no file holds the chunk {box}")
+            if len(box.start) != len(shape) or any(b > n for b, n in zip(box.stop, shape, strict=True)):
+                raise CorruptCheckpointError(f"{key}: chunk {box} is outside of shape {list(shape)}")
+            _check_range(key, item)
+            chunks.append(Chunk(box, item))
+        if items:
+            raise CorruptCheckpointError(
+                f"{key}: items are stored for chunks at {list(items)}, which it has not"
+            )
+        return TensorEntry(key, _dtype(key, state["properties"]), shape, tuple(chunks))
+
+    def _box(self, chunk: Any) -> Box:
+        """One element of `chunks`: a packed record, or an object that was executed."""
+        if type(chunk) is not Record:
+            state = chunk.state.as_dict()
+            return Box(_offset(state["offsets"]), _offset(state["sizes"]))
+        match = CHUNK.match(self._machine.data, chunk)
+        assert match is not None  # it did when it was packed
+        self._storage.check_names(match.group(1, 2, 5), "ChunkStorageMetadata", ("offsets", "sizes"))
+        return Box(self._storage.size(match[3], match[4]), self._storage.size(match[6], match[7]))
+
+
+def _plain_item(index: Any, info: Any) -> tuple[str, Offset | None, Item]:
+    """Key, chunk offset and item of one storage entry that was executed."""
+    where, what = index.state.as_dict(), info.state.as_dict()
+    key, offset = where["fqn"], where.get("offset")
+    transforms = what.get("transform_descriptors")
+    if transforms:
+        raise UnsupportedCheckpointError(
+            f"{key} was transformed by {transforms!r:.200} when it was saved. Save the checkpoint again without "
+            "torch extensions."
+        )
+    item = Item(what["relative_path"], what["offset"], what["length"])
+    return key, None if offset is None else _offset(offset), item
+
+
+def _check_range(key: str, item: Item) -> None:
+    if not (type(item.offset) is type(item.length) is int and item.offset >= 0 and 0 < item.length < 1 << 62):
+        raise CorruptCheckpointError(
+            f"{key}: {item.length} bytes at {item.offset} of {item.file} are no item"
+        )
 
 
 def _path_problem(path: object) -> str | None:
     if not isinstance(path, str) or not path or "\0" in path:
-        return f"file name {path!r} is no file name"
-    if path.startswith("/") or "\\" in path or ".." in path.split("/"):
-        return f"file name {path!r} leads out of the checkpoint"
+        return f"file name {path!r:.200} is none"
+    if path.startswith("/") or "\\" in path or ".." in path.split("/") or "://" in path:
+        return f"file name {path!r:.200} leads out of the checkpoint"
     return None
 
 
-def _tensor_entry(key: str, stored: Any, items: dict[_Key, Item], problems: list[str]) -> TensorEntry:
-    shape = tuple(stored.size)
-    chunks = []
-    for chunk in stored.chunks:
-        box = Box(chunk.offsets, chunk.sizes)
-        item = items.pop((key, box.start), None)
-        if item is None:
-            problems.append(f"{key}: no file holds the chunk {box}")
-        elif not _inside(box, shape):
-            problems.append(f"{key}: chunk {box} is outside of shape {list(shape)}")
-        else:
-            chunks.append(Chunk(box, item))
-    return TensorEntry(key, _dtype(stored.properties), shape, tuple(chunks))
+def _offset(value: Any) -> Offset:
+    """A size or offset: a tuple of natural numbers."""
+    if type(value) is not tuple or not all(type(n) is int and 0 <= n < 1 << 62 for n in value):
+        raise CorruptCheckpointError(f"{value!r:.200} is no shape or offset")
+    return value
 
 
-def _inside(box: Box, shape: tuple[int, ...]) -> bool:
-    return len(box.start) == len(box.size) == len(shape) and all(
-        a >= 0 and n >= 0 and a + n <= m for a, n, m in zip(box.start, box.size, shape, strict=True)
-    )
+def _path(value: Any) -> tuple[str | int, ...]:
+    if type(value) is not tuple or not all(isinstance(part, str | int) for part in value):
+        raise TypeError("a planner path is no tuple of names and numbers")
+    return value
 
 
-def _dtype(properties: Any) -> str:
-    if isinstance(properties.dtype, TorchDtype):
-        return properties.dtype.name
-    raise UnsupportedCheckpointError(f"element type {properties.dtype!r} is not supported.")
+def _dtype(key: str, properties: Object) -> str:
+    dtype = properties.state[0]
+    if type(dtype) is Name and dtype.module == "torch" and dtype.name in ITEMSIZE:
+        return dtype.name
+    raise UnsupportedCheckpointError(f"{key}: element type {dtype!r:.200} is not supported.")
 
 
-def _original_shapes(mcore_data: Any) -> dict[str, tuple[int, ...]] | None:
+def _original_shapes(mcore_data: Pairs | None) -> dict[str, Offset] | None:
+    """Shapes before N-D flattening, of the keys that have one; plain tensors have an empty dict or no entry."""
     if mcore_data is None:
         return None
     name = "nd_reformulated_orig_global_shape"
-    return {key: tuple(info[name]) for key, info in mcore_data.items() if name in info}
+    entries = {key: info.as_dict() for key, info in mcore_data.as_dict().items()}
+    return {key: _offset(info[name]) for key, info in entries.items() if name in info}

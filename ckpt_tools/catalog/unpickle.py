@@ -157,11 +157,35 @@ _INERT = re.compile(
     r"argparse\.Namespace|types\.SimpleNamespace|signal\.Signals|_?io\.BytesIO|functools\.partial"
     r"|pathlib(\._local)?\.(Pure)?(Posix|Windows)?Path"
     r"|numpy\.(ndarray|dtype|dtypes\.\w+)|numpy\.(_?core)\.multiarray\.(_reconstruct|scalar)"
-    r"|torch\._C\.Generator|torch\.distributed\.checkpoint\.[\w.]+"
+    r"|torch\._C\.Generator|torch\.distributed\.(checkpoint|_shard)\.[\w.]+"
     r"|(megatron|nemo|nvidia_resiliency_ext)\.[\w.]+"
 )
 
 Globals = Mapping[tuple[str, str], object]
+
+
+def check_global(module: str, name: str, where: str) -> None:
+    """Refuse a global that is not known to be harmless.
+
+    Raises:
+        UnsupportedCheckpointError: naming it.
+    """
+    if (module, name) in _PLAIN or _INERT.fullmatch(f"{module}.{name}"):
+        return
+    raise UnsupportedCheckpointError(
+        f"{where}: the pickle names {module}.{name!r}, which no known checkpoint holds. Nothing was imported. If "
+        "you trust the file, --trust-pickle reads it as an inert placeholder."
+    )
+
+
+def check_global_count(count: int, where: str) -> None:
+    """Refuse more distinct globals than any checkpoint has; each costs a class.
+
+    Raises:
+        CorruptCheckpointError: there are more than 1000.
+    """
+    if count > MAX_GLOBALS:
+        raise CorruptCheckpointError(f"{where}: the pickle names more than {MAX_GLOBALS} globals.")
 
 
 class _Unpickler(pickle.Unpickler):
@@ -176,17 +200,13 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         key = (module, name)
         self._names.add(key)
-        if len(self._names) > MAX_GLOBALS:
-            raise CorruptCheckpointError(f"{self._where}: the pickle names more than {MAX_GLOBALS} globals.")
+        check_global_count(len(self._names), self._where)
         for table in (self._known, _PLAIN):
             if key in table:
                 return table[key]
-        if self._trust or _INERT.fullmatch(f"{module}.{name}"):
-            return stand_in(module, name)
-        raise UnsupportedCheckpointError(
-            f"{self._where}: the pickle names {module}.{name!r}, which no known checkpoint holds. "
-            "Nothing was imported. If you trust the file, --trust-pickle reads it as an inert placeholder."
-        )
+        if not self._trust:
+            check_global(module, name, self._where)
+        return stand_in(module, name)
 
     def persistent_load(self, pid: Any) -> Any:
         if self._storage is None:

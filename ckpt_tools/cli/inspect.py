@@ -33,6 +33,7 @@ def inspect(
     checkpoint: Annotated[
         str, typer.Argument(help="A run's root, an iteration folder, or any torch DCP folder.")
     ],
+    *,
     keys: Annotated[
         list[str] | None, typer.Option("--keys", help="List only keys that match this glob.")
     ] = None,

@@ -16,6 +16,7 @@ from ckpt_tools.catalog.dcp import read_catalog
 from ckpt_tools.catalog.files import Files, open_files
 from ckpt_tools.catalog.model import Catalog, Chunk, TensorEntry
 from ckpt_tools.convert.values import json_value
+from ckpt_tools.errors import StorageError, UsageError
 
 SCHEMA_VERSION = 1
 MAP_FILE = "param_to_param_group_map.json"
@@ -54,18 +55,22 @@ def write_group_map(path: str, trust_pickle: bool = False) -> str | None:
     """Write the map file of a group map dump into its folder and return its path; None for any other checkpoint.
 
     Raises:
+        UsageError: the dump is in an object store, where nothing is written on the side.
         StorageError: the folder cannot be written.
     """
     groups = read_group_map(path, trust_pickle)
     if groups is None:
         return None
+    if "://" in path:
+        raise UsageError(f"{path}: {MAP_FILE} is only written to a disk; copy the dump, or give --no-write.")
     target = Path(path, MAP_FILE)
     temporary = target.with_name(f".{MAP_FILE}.{os.getpid()}")
     try:
         temporary.write_text(json.dumps(groups, indent=2))
         temporary.replace(target)
-    finally:
+    except OSError as error:
         temporary.unlink(missing_ok=True)
+        raise StorageError(f"{target}: {error.strerror}. --no-write leaves the folder as it is.") from error
     return str(target)
 
 

@@ -1,0 +1,357 @@
+"""`.metadata` as an index over its own bytes: a small pickle machine that leaves the bulk of the file packed.
+
+A large checkpoint's metadata is a million chunk records and as many storage records. As Python objects, with the
+memo that keeps each of their parts alive, they take twelve times the file's size. Both kinds are flat and always
+pickled alike (protocol 4 and later), so one regular expression recognises a whole record where it stands; only its
+place is kept, and `records` decodes it when asked. Everything else is executed opcode by opcode. Nothing in a
+pickle is imported or called: globals are names, objects are a name with a state.
+
+Later opcodes may fetch a part of a packed record from the memo. `_bases` tells which record made a memo entry, and
+the fetch executes that record.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from array import array
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ckpt_tools.catalog.unpickle import check_global, check_global_count
+from ckpt_tools.errors import CkptError, CorruptCheckpointError
+
+GET = rb"(?:h.|j.{4})"
+INT = rb"(?:K.|M..|J.{4}|\x8a(?:\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8}))"
+_TUPLE = rb"(?:%b\x85|%b{2}\x86|%b{3}\x87|\(%b{4,16}t)" % (INT, INT, INT, INT)
+SIZE = rb"(?:%b(?:(%b)\x94|\))\x85\x94R\x94|(%b))" % (
+    GET,
+    _TUPLE,
+    GET,
+)  # torch.Size of a tuple, or a known one
+_SHORT = b"|".join(re.escape(bytes([n])) + b".{%d}" % n for n in range(8, 40))
+_OPEN = rb"(%b)\)\x81\x94}\x94\(" % GET
+_NAME = rb"(%b)" % GET
+
+_INTS = re.compile(INT, re.DOTALL)
+
+# An object whose two attributes are sizes; and a key (name, index, offset) with its value (file, offset, length).
+CHUNK = re.compile(_OPEN + _NAME + SIZE + _NAME + SIZE + b"ub", re.DOTALL)
+STORED = re.compile(
+    _OPEN + _NAME + _NAME + _NAME + rb"(?:%b|N)" % INT + rb"(?:%b%b)?ub" % (_NAME, SIZE)
+    + _OPEN + _NAME + rb"(?:(%b)|\x8c(%b)\x94)" % (GET, _SHORT) + (_NAME + rb"(%b)" % INT) * 2 + b"ub",
+    re.DOTALL,
+)  # fmt: skip
+
+
+class Name(NamedTuple):
+    """A global, as named."""
+
+    module: str
+    name: str
+
+
+class Object:
+    """What a global made: its arguments, and the state that was put into it."""
+
+    __slots__ = ("args", "kind", "state")
+
+    def __init__(self, kind: Name, args: tuple[Any, ...]) -> None:
+        self.kind, self.args = kind, args
+        self.state: Any = None
+
+
+class Record(int):
+    """Where a packed chunk begins, in bytes of the pickle."""
+
+    __slots__ = ()
+
+
+class Pairs(list[Any]):
+    """A dict as its keys and values in turn."""
+
+    __slots__ = ()
+
+    def as_dict(self) -> dict[Any, Any]:
+        """The dict, if its keys are all texts (a name of the caller's own is then found without surprises)."""
+        if not all(type(key) is str for key in self[::2]):
+            raise TypeError("a key is no text")
+        return dict(zip(self[::2], self[1::2], strict=True))
+
+
+class Machine:
+    """Executes one pickle.
+
+    Afterwards `stored` has, by the GET opcode of their key's name, the places of all packed storage records (they
+    are in no dict), and `files` the texts (GET opcodes or literals) that name their files.
+    """
+
+    def __init__(self, data: bytes, where: str, trust_pickle: bool = False) -> None:
+        self.data, self.where, self._trust = data, where, trust_pickle
+        self.stored: defaultdict[bytes, array[int]] = defaultdict(lambda: array("Q"))
+        self.files: set[bytes] = set()
+        self._at = 0
+        self._stack: list[Any] = []
+        self._outer: list[list[Any]] = []
+        self._memo: dict[int, Any] = {}
+        self._count = 0  # memo entries so far, packed ones included
+        self._bases = array("Q")  # first memo entry of each packed record that made any
+        self._places = array("Q")  # and where it begins
+        self._names: set[Name] = set()
+
+    def load(self) -> Any:
+        """The pickle's value.
+
+        Raises:
+            CorruptCheckpointError: the bytes are no pickle, or one with opcodes that metadata never has.
+            UnsupportedCheckpointError: a global that no known checkpoint holds, named.
+        """
+        try:
+            self._run(len(self.data))
+            return self._stack.pop()
+        except CkptError:
+            raise
+        except Exception as error:
+            raise CorruptCheckpointError(
+                f"{self.where}: not a readable pickle at byte {self._at} ({type(error).__name__}: {error}). "
+                "It is truncated or damaged; copy the checkpoint again."
+            ) from error
+
+    def fetch(self, get: bytes) -> Any:
+        """What a GET opcode, given with its argument, fetches."""
+        return self._fetch(int.from_bytes(get[1:], "little"))
+
+    def _run(self, end: int) -> None:
+        data, steps = self.data, _STEPS
+        while self._at < end:
+            code = data[self._at]
+            self._at += 1
+            if code == 0x2E:  # STOP
+                return
+            steps[code](self)
+
+    def _fetch(self, index: int) -> Any:
+        if index not in self._memo and self._bases:
+            self._execute_record(bisect_right(self._bases, index) - 1)
+        return self._memo[index]
+
+    def _execute_record(self, number: int) -> None:
+        """Put the memo entries that a packed record made into the memo."""
+        place = self._places[number]
+        match = CHUNK.match(self.data, place) or STORED.match(self.data, place)
+        if match is None or number < 0:
+            raise ValueError("a memo entry that was never made")
+        inner = Machine(self.data, self.where, self._trust)
+        inner._memo, inner._names, inner._at, inner._count = (
+            self._memo,
+            self._names,
+            place,
+            self._bases[number],
+        )
+        inner._run(match.end())
+
+    def _pack_records(self) -> None:
+        """Step over the records that begin here, inside of a list or dict that is being filled."""
+        kind = type(self._outer[-1][-1]) if self._outer and self._outer[-1] else None
+        data, at = self.data, self._at
+        if kind is list:
+            while found := CHUNK.match(data, at):
+                self._stack.append(Record(at))
+                at = self._packed(at, found, 2 + _size_memos(found, 3) + _size_memos(found, 6))
+        elif kind is Pairs:
+            while found := STORED.match(data, at):
+                self.stored[found[3]].append(at)
+                self.files.add(found[10] or found[11])
+                named_here = found[11] is not None
+                at = self._packed(at, found, 4 + _size_memos(found, 6) * (found[5] is not None) + named_here)
+        self._at = at
+
+    def _packed(self, at: int, found: re.Match[bytes], memos: int) -> int:
+        self._bases.append(self._count)
+        self._places.append(at)
+        self._count += memos
+        return found.end()
+
+    def _take(self, count: int) -> bytes:
+        at = self._at
+        self._at = at + count
+        if self._at > len(self.data):
+            raise ValueError(f"{count} bytes are needed")
+        return self.data[at : self._at]
+
+    def _skip(self, count: int) -> None:
+        self._at += count
+
+    def _drop(self, value: object) -> None:
+        """Do nothing with what was taken from the stack."""
+
+    def _counted(self, width: int) -> bytes:
+        return self._take(int.from_bytes(self._take(width), "little"))
+
+    def _line(self) -> str:
+        end = self.data.index(b"\n", self._at)
+        line = self.data[self._at : end].decode()
+        self._at = end + 1
+        return line
+
+    def _push(self, value: Any) -> None:
+        self._stack.append(value)
+
+    def _text(self, width: int) -> None:
+        self._stack.append(self._counted(width).decode("utf-8", "surrogatepass"))
+
+    def _integer(self, width: int, signed: bool) -> None:
+        self._stack.append(int.from_bytes(self._take(width), "little", signed=signed))
+
+    def _memoize(self) -> None:
+        self._memo[self._count] = self._stack[-1]
+        self._count += 1
+
+    def _put(self, index: int) -> None:
+        self._count += index not in self._memo
+        self._memo[index] = self._stack[-1]
+
+    def _mark(self) -> None:
+        self._outer.append(self._stack)
+        self._stack = []
+        self._pack_records()
+
+    def _pop_mark(self) -> list[Any]:
+        items, self._stack = self._stack, self._outer.pop()
+        return items
+
+    def _tuple(self, count: int) -> None:
+        items = tuple(self._stack[-count:])
+        if len(items) != count:
+            raise IndexError("the stack is too short")
+        self._stack[-count:] = [items]
+
+    def _extend(self, items: list[Any]) -> None:
+        """Append to the list or set on top of the stack, or put keys and values into the dict there."""
+        target = self._stack[-1]
+        if not isinstance(target, list):
+            raise TypeError(f"{type(target).__name__} is no list or dict")
+        target.extend(items)
+
+    def _append(self) -> None:
+        value = self._stack.pop()
+        self._extend([value])
+
+    def _set_item(self) -> None:
+        value, key = self._stack.pop(), self._stack.pop()
+        self._extend([key, value])
+
+    def _global(self, module: str, name: str) -> None:
+        found = Name(module, name)
+        if found not in self._names:
+            if not self._trust:
+                check_global(module, name, self.where)
+            check_global_count(len(self._names), self.where)
+            self._names.add(found)
+        self._stack.append(found)
+
+    def _stack_global(self) -> None:
+        name, module = self._stack.pop(), self._stack.pop()
+        if type(name) is not str or type(module) is not str:
+            raise TypeError("a global's name is no text")
+        self._global(module, name)
+
+    def _call(self) -> None:
+        """NEWOBJ and REDUCE: an object of the class, but plain values of the few that stand for one."""
+        args, kind = self._stack.pop(), self._stack.pop()
+        if type(kind) is not Name or type(args) is not tuple:
+            raise TypeError("what is called is no global")
+        if kind.name == "Size" and kind.module == "torch":
+            self._stack.append(tuple(args[0]))
+        elif kind.name == "OrderedDict":
+            self._stack.append(Pairs())
+        else:
+            self._stack.append(Object(kind, args))
+
+    def _build(self) -> None:
+        state = self._stack.pop()
+        target = self._stack[-1]
+        if type(target) is not Object:
+            raise TypeError(f"{type(target).__name__} takes no state")
+        target.state = state
+        self._pack_records()
+
+
+def _size_memos(match: re.Match[bytes], group: int) -> int:
+    """Memo entries that one SIZE makes: its tuple unless that is empty, the arguments, the size."""
+    return 0 if match[group + 1] else 3 if match[group] else 2
+
+
+def integer(opcode: bytes) -> int:
+    """The value of an INT, given as opcode and argument."""
+    if opcode[0] == 0x8A:
+        return int.from_bytes(opcode[2:], "little", signed=True)
+    return int.from_bytes(opcode[1:], "little", signed=opcode[0] == 0x4A)
+
+
+def integers(opcodes: bytes) -> tuple[int, ...]:
+    """The elements of a tuple of INTs, given as its opcodes (`_TUPLE`)."""
+    return tuple(integer(found) for found in _INTS.findall(opcodes, opcodes[0] == 0x28, len(opcodes) - 1))
+
+
+def _pushing(value: Any) -> Callable[[Machine], None]:
+    return lambda machine: machine._push(value)
+
+
+def _refuse(machine: Machine) -> None:
+    code = machine.data[machine._at - 1]
+    raise ValueError(f"opcode {code:#04x} is none that metadata has")
+
+
+def _steps() -> list[Callable[[Machine], None]]:
+    """What each opcode does."""
+    table: dict[bytes, Callable[[Machine], None]] = {
+        b"\x80": lambda m: m._skip(1),  # PROTO
+        b"\x95": lambda m: m._skip(8),  # FRAME
+        b"(": Machine._mark,
+        b"0": lambda m: m._drop(m._stack.pop()),
+        b"1": lambda m: m._drop(m._pop_mark()),
+        b"2": lambda m: m._push(m._stack[-1]),
+        b"N": _pushing(None),
+        b"\x88": _pushing(True),
+        b"\x89": _pushing(False),
+        b"K": lambda m: m._integer(1, False),
+        b"M": lambda m: m._integer(2, False),
+        b"J": lambda m: m._integer(4, True),
+        b"\x8a": lambda m: m._push(int.from_bytes(m._counted(1), "little", signed=True)),
+        b"G": lambda m: m._push(struct.unpack(">d", m._take(8))[0]),
+        b"\x8c": lambda m: m._text(1),
+        b"X": lambda m: m._text(4),
+        b"\x8d": lambda m: m._text(8),
+        b"C": lambda m: m._push(m._counted(1)),
+        b"B": lambda m: m._push(m._counted(4)),
+        b")": _pushing(()),
+        b"\x85": lambda m: m._tuple(1),
+        b"\x86": lambda m: m._tuple(2),
+        b"\x87": lambda m: m._tuple(3),
+        b"t": lambda m: m._push(tuple(m._pop_mark())),
+        b"]": lambda m: m._push([]),
+        b"\x8f": lambda m: m._push([]),  # EMPTY_SET
+        b"}": lambda m: m._push(Pairs()),
+        b"a": Machine._append,
+        b"s": Machine._set_item,
+        b"e": lambda m: m._extend(m._pop_mark()),
+        b"u": lambda m: m._extend(m._pop_mark()),
+        b"\x90": lambda m: m._extend(m._pop_mark()),  # ADDITEMS
+        b"h": lambda m: m._push(m._fetch(m._take(1)[0])),
+        b"j": lambda m: m._push(m._fetch(int.from_bytes(m._take(4), "little"))),
+        b"\x94": Machine._memoize,
+        b"q": lambda m: m._put(m._take(1)[0]),
+        b"r": lambda m: m._put(int.from_bytes(m._take(4), "little")),
+        b"c": lambda m: m._global(m._line(), m._line()),
+        b"\x93": Machine._stack_global,
+        b"R": Machine._call,
+        b"\x81": Machine._call,
+        b"b": Machine._build,
+    }
+    return [table.get(bytes([code]), _refuse) for code in range(256)]
+
+
+_STEPS = _steps()
