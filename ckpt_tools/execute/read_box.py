@@ -44,7 +44,7 @@ class BoxReader:
         raw = np.zeros(box.size, raw_dtype(dtype))
         for entry, chunk, piece in pieces:
             payload = self._source.payload(ChunkRef(entry.key, chunk.item, entry.dtype, chunk.box.size))
-            region = raw[tuple(map(slice, piece.box.start, piece.box.stop))]
+            region = raw[(..., *map(slice, piece.box.start, piece.box.stop))]  # a view of 0-d arrays too
             if entry.dtype == dtype:
                 read_region(payload, piece, region, self._scratch)
                 continue

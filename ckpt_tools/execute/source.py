@@ -136,7 +136,7 @@ def read_region(payload: Payload, piece: Piece, out: Array, scratch: Array) -> i
     pattern = read_pattern(out.shape, strides, width, len(scratch) // width)
     bytes_read = 0
     for block in pattern_blocks(pattern, out.shape):
-        target = out[tuple(slice(a, a + n) for a, n in zip(block.start, block.size, strict=True))]
+        target = out[(..., *(slice(a, a + n) for a, n in zip(block.start, block.size, strict=True)))]
         first = offset + sum(a * s for a, s in zip(block.start, strides, strict=True))
         span = span_elems(block.size, strides) * width
         at = payload.offset + first * width

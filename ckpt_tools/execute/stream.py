@@ -149,7 +149,7 @@ class Pump:
             if piece is None:
                 continue
             corner = piece.box.relative_to(tile)
-            region = out[tuple(map(slice, corner.start, corner.stop))]
+            region = out[(..., *map(slice, corner.start, corner.stop))]  # `...`: a view of 0-d arrays too
             payload = self._source.payload(chunk_of(transfer))
             if transfer.dtype == item.dtype:
                 self.counters.read += read_region(payload, piece, region, self._scratch)
