@@ -48,7 +48,7 @@ class Reader:
         """`count` elements from element `start` of a bucket's state."""
         import numpy as np
 
-        parts = []
+        parts: list[Bits] = []
         at = bisect.bisect_right(flat.chunks, start, key=lambda run: run[0]) - 1
         while count > 0:
             first, chunk = flat.chunks[at]

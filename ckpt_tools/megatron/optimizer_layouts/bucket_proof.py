@@ -119,20 +119,21 @@ def _walk(bucket: Bucket, index: PieceIndex, reader: Reader, problems: list[str]
 
 
 def _walk_coalesced(bucket: Bucket, index: PieceIndex, reader: Reader, problems: list[str]) -> list[_Slot]:
-    """The same where nothing marks parameters, nor the buckets that were joined without their last padding."""
+    """The same where nothing marks parameters, nor the buckets that were joined without their last padding.
+
+    Their padding is zero: states were gathered into zeroed memory (v0.13 get_parameter_state_dp_zero).
+    """
     slots: list[_Slot] = []
     at, base, before = 0, 0, None
     while at < bucket.numel:
         padded = base + _align(at - base)
-        alike = next(
-            (a for a in index.matches(bucket, at, reader) if padded == at or index.continues(before, a)), None
-        )
-        if alike is None and padded < bucket.numel:
+        here = list(index.matches(bucket, at, reader))
+        alike = next((a for a in here if padded == at or index.continues(before, a)), None)
+        if alike is None and at < padded < bucket.numel and _is_zero(bucket, at, padded, reader):
             alike = next(index.matches(bucket, padded, reader), None)
             at = at if alike is None else padded
-        if alike is None:
-            alike = next(index.matches(bucket, at, reader), None)
-            base = at
+        if alike is None and here:
+            alike, base = here[0], at
         if alike is None:
             problems.append(
                 f"{bucket.name}: element {at} and what follows are the master of no stored weight"
@@ -141,6 +142,10 @@ def _walk_coalesced(bucket: Bucket, index: PieceIndex, reader: Reader, problems:
         slots.append(_Slot(bucket, at, alike))
         at, before = at + alike.numel, alike
     return slots
+
+
+def _is_zero(bucket: Bucket, start: int, stop: int, reader: Reader) -> bool:
+    return not reader.flat(bucket.states[MASTER], start, stop - start).any()
 
 
 def _align(at: int) -> int:

@@ -45,8 +45,8 @@ def expert_transposition(
     """Weight keys of the expert modules whose flattened states are stored transposed.
 
     A module is decided as a whole: by any of its states whose shapes allow one reading only, else by
-    `legacy_grouped_gemm`. A square, uncut module without that hint is read as not transposed; the check that
-    masters round to their weights is what proves it.
+    `legacy_grouped_gemm`. Without that hint, an uncut module that is square or has no note of its shapes is read
+    as not transposed; the check that masters round to their weights is what proves it.
     """
     evidence: dict[str, set[bool]] = {}
     members: dict[str, set[str]] = {}

@@ -221,6 +221,8 @@ def _add_buffer(
         stored = numel if layout == "dp_reshardable" else padded
         for kind in KINDS:
             flat = rng.integers(0, 1 << 32, padded, np.uint32)  # padding holds anything
+            if layout == "coalesced":
+                flat[:] = 0
             for start, _, values in bucket:
                 flat[start : start + values[kind].size] = values[kind]
             joined[kind].append(flat[:numel])
