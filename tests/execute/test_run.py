@@ -1,0 +1,229 @@
+"""Whole conversions: stock DCP reads what was written, and nothing but the plan decides a byte."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt_tools.box import full_box
+from ckpt_tools.catalog.dcp import read_catalog
+from ckpt_tools.catalog.files import open_files
+from ckpt_tools.errors import CorruptCheckpointError, StorageError, UsageError
+from ckpt_tools.execute.casts import Array, numpy_dtype
+from ckpt_tools.execute.read_box import BoxReader
+from ckpt_tools.execute.run import TRACKER, Output, WriteOptions, write_checkpoint
+from ckpt_tools.megatron.target import Source, Target, TargetTensor
+from ckpt_tools.megatron.views import view_shape
+from ckpt_tools.plan.build import build_plan
+from ckpt_tools.plan.model import Plan
+from tests.conftest import REPO
+from tests.execute.conftest import Case, make_case
+from tests.megatron.test_views import ABSENT, expected
+from tests.plan.test_build import rows
+from tests.strategies import tilings, viewed_shapes
+from tests.synthetic import DcpFolder
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def tree(folder: Path) -> dict[str, str]:
+    """Name -> SHA-256 of every file."""
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.iterdir())}
+
+
+def stock_load(folder: Path, plan: Plan) -> dict[str, Array]:
+    """Every tensor as stock DCP reads it, as bytes of its type."""
+    state = {k: torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for k, t in plan.tensors.items()}
+    dcp.load(state, checkpoint_id=folder)
+    return {
+        k: np.frombuffer(
+            v.reshape(-1).view(torch.uint8).numpy().tobytes(), numpy_dtype(plan.tensors[k].dtype)
+        )
+        for k, v in state.items()
+    }
+
+
+def assert_equal(found: dict[str, Array], wanted: dict[str, Array]) -> None:
+    assert found.keys() == wanted.keys()
+    for key, values in found.items():
+        assert values.tobytes() == wanted[key].tobytes(), key
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_stock_dcp_reads_every_tensor_and_object(case: Case, tmp_path: Path, world: int) -> None:
+    plan = case.plan(world)
+    out = tmp_path / "out" / "iter_0000007"
+    report = write_checkpoint(plan, case.files, Output(out, tracker="7", extra_files={"extra.txt": b"x"}))
+    assert sorted(p.name for p in out.iterdir()) == sorted([".metadata", "extra.txt", *plan.file_bytes])
+    assert sorted(p.name for p in out.parent.iterdir()) == ["iter_0000007", TRACKER]
+    assert (out.parent / TRACKER).read_text() == "7"
+    assert_equal(stock_load(out, plan), case.expected)
+    state = {"iteration": None}
+    dcp.load(state, checkpoint_id=out)
+    assert state == {"iteration": 7}
+    assert {p.name: p.stat().st_size for p in out.glob("*.distcp")} == plan.file_bytes
+    assert report.bytes_written == plan.bytes_to_write
+    again = read_catalog(open_files(str(out)))
+    assert again.planner_paths == plan.paths
+    assert {k: (e.dtype, e.shape) for k, e in again.tensors.items()} == dict(plan.tensors)
+
+
+def test_metadata_holds_genuine_torch_classes(case: Case, tmp_path: Path) -> None:
+    write_checkpoint(case.plan(2), case.files, Output(tmp_path / "out"))
+    metadata = dcp.FileSystemReader(tmp_path / "out").read_metadata()
+    assert type(metadata) is dcp.metadata.Metadata
+    stored = metadata.state_dict_metadata["layer.0"]
+    assert stored.properties == dcp.metadata.TensorProperties(dtype=torch.float32)
+    assert stored.chunks[1] == dcp.metadata.ChunkStorageMetadata(torch.Size([128, 0]), torch.Size([128, 128]))
+    assert type(stored.size) is torch.Size
+    assert type(metadata.state_dict_metadata["iteration"]) is dcp.metadata.BytesStorageMetadata
+    index = next(i for i in metadata.storage_data if i.fqn == "layer.0" and i.offset[0])
+    assert (index, index.index) == (dcp.metadata.MetadataIndex("layer.0", (128, 0)), 1)
+    assert (metadata.storage_meta.checkpoint_id, metadata.storage_meta.modules) == (None, [])
+    assert metadata.planner_data["layer.0"] == ("layer.0",)
+    assert metadata.version == "1.0.0"
+
+
+@pytest.mark.parametrize("options", [WriteOptions(1, 3 << 16), WriteOptions(4, 12 << 16, fsync=True)])
+def test_options_do_not_change_a_byte(case: Case, tmp_path: Path, options: WriteOptions) -> None:
+    plan = case.plan(2)
+    write_checkpoint(plan, case.files, Output(tmp_path / "a"))
+    write_checkpoint(plan, case.files, Output(tmp_path / "b"), options)
+    assert tree(tmp_path / "a") == tree(tmp_path / "b")
+
+
+def test_kernel_copies_equal_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(tmp_path / "source", scale=32)
+    plan = case.plan(1)
+    report = write_checkpoint(plan, case.files, Output(tmp_path / "kernel"))
+    assert report.bytes_kernel_copied + report.bytes_cloned >= 4 * 512 * 512 * 4
+    monkeypatch.setattr("ckpt_tools.execute.stream.KERNEL_COPY_BYTES", 1 << 60)
+    report = write_checkpoint(plan, case.files, Output(tmp_path / "tiles"))
+    assert report.bytes_kernel_copied == report.bytes_cloned == 0
+    assert tree(tmp_path / "kernel") == tree(tmp_path / "tiles")
+    assert_equal(stock_load(tmp_path / "tiles", plan), case.expected)
+
+
+@settings(max_examples=25)
+@given(data=st.data())
+def test_any_view_of_any_chunks(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("view")
+    shape, view = data.draw(viewed_shapes())
+    wanted = expected(shape, view)
+    source = DcpFolder(folder / "source")
+    source.tensor(
+        "w",
+        "int64",
+        np.arange(wanted.size if not shape else np.prod(shape)).reshape(shape),
+        data.draw(tilings(shape)),
+    )
+    source.finish()
+    files = open_files(str(folder / "source"))
+    target = TargetTensor("t", "int64", view_shape(view, shape), (Source("w", view),), zero_filled=True)
+    world = data.draw(st.integers(1, 3))
+    catalog = read_catalog(files)
+    plan = build_plan(catalog, Target((target,)), rows(world), world)
+    write_checkpoint(plan, files, Output(folder / "out"), WriteOptions(data.draw(st.integers(1, 2)), 6 << 16))
+    wanted = np.where(wanted == ABSENT, 0, wanted)
+    assert_equal(stock_load(folder / "out", plan), {"t": wanted})
+    reader = BoxReader(files, catalog)
+    assert reader.read(target, full_box(target.shape)).tobytes() == wanted.tobytes()
+    reader.close()
+
+
+def test_transposed_payloads_of_stock_dcp(tmp_path: Path) -> None:
+    """A stock writer keeps the memory format of what it saves: payloads need not be row-major."""
+    values = torch.arange(2 * 3 * 40 * 50, dtype=torch.float32).reshape(3, 40, 2, 50)
+    dcp.save(
+        {"w": values.permute(3, 0, 2, 1), "v": torch.arange(12.0).reshape(3, 4).t()},
+        checkpoint_id=tmp_path / "in",
+    )
+    files = open_files(str(tmp_path / "in"))
+    tensors = (
+        TargetTensor("w", "float32", (50, 3, 2, 40), (Source("w"),)),
+        TargetTensor("v", "float32", (4, 3), (Source("v"),)),
+    )
+    plan = build_plan(read_catalog(files), Target(tensors), rows(2), 2)
+    write_checkpoint(plan, files, Output(tmp_path / "out"), WriteOptions(memory_bytes=6 << 16))
+    found = stock_load(tmp_path / "out", plan)
+    assert found["w"].tobytes() == values.permute(3, 0, 2, 1).contiguous().numpy().tobytes()
+    assert found["v"].tobytes() == np.arange(12, dtype=np.float32).reshape(3, 4).T.tobytes()
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+def test_items_that_are_not_what_the_metadata_says(tmp_path: Path) -> None:
+    source = DcpFolder(tmp_path / "in")
+    source.tensor("w", "float32", np.zeros((4, 6), np.float32))
+    source.tensor("v", "int32", np.zeros((4, 6), np.int32))
+    source.finish()
+    files = open_files(str(tmp_path / "in"))
+    catalog = read_catalog(files)
+    entry = catalog.tensors["w"]
+    swapped = entry.chunks[0]._replace(item=catalog.tensors["v"].chunks[0].item)
+    object.__setattr__(entry, "chunks", (swapped,))
+    plan = build_plan(catalog, Target((TargetTensor("w", "float32", (4, 6), (Source("w"),)),)), rows(1), 1)
+    with pytest.raises(
+        CorruptCheckpointError, match=r"w: the metadata says float32 \(4, 6\).*int32 \(4, 6\)"
+    ):
+        write_checkpoint(plan, files, Output(tmp_path / "out"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in"]
+
+
+def test_outputs_that_are_refused(case: Case, tmp_path: Path) -> None:
+    plan = case.plan(1)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "precious").write_text("x")
+    with pytest.raises(UsageError, match="not empty"):
+        write_checkpoint(plan, case.files, Output(out))
+    with pytest.raises(UsageError, match="not a directory"):
+        write_checkpoint(plan, case.files, Output(out / "precious"))
+    with pytest.raises(UsageError, match="not enough for 2 threads"):
+        write_checkpoint(plan, case.files, Output(out, overwrite=True), WriteOptions(memory_bytes=1000))
+    assert (out / "precious").read_text() == "x"
+    write_checkpoint(plan, case.files, Output(out, overwrite=True))
+    assert not (out / "precious").exists()
+    assert_equal(stock_load(out, plan), case.expected)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "source"]
+
+
+def test_too_little_disk_is_known_before_the_first_byte(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.statvfs(tmp_path)
+    small = os.statvfs_result((*real[:4], 100, *real[5:]))
+    monkeypatch.setattr(os, "statvfs", lambda path: small)
+    with pytest.raises(StorageError, match="are needed"):
+        write_checkpoint(case.plan(1), case.files, Output(tmp_path / "out"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
+
+
+def test_a_source_that_changes_underneath(case: Case, tmp_path: Path) -> None:
+    def touch(done: int, total: int) -> None:
+        os.utime(tmp_path / "source" / "__0_0.distcp", ns=(1, 1))
+
+    with pytest.raises(CorruptCheckpointError, match=r"__0_0\.distcp changed while"):
+        write_checkpoint(case.plan(1), case.files, Output(tmp_path / "out"), progress=touch)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
+
+
+def test_writing_does_not_import_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from tests.execute.conftest import make_case;"
+        "from ckpt_tools.execute.run import *; here = Path(sys.argv[1]); case = make_case(here / 'in');"
+        "write_checkpoint(case.plan(2), case.files, Output(here / 'out')); print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=REPO, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "False"
