@@ -180,6 +180,8 @@ def flatten(entry: TensorEntry) -> Flat:
                 f"{entry.key}: shape {entry.shape} with a chunk {chunk.box} is no flat bucket without holes"
             )
         at += chunk.box.volume
+    if at != entry.numel:
+        raise CorruptCheckpointError(f"{entry.key}: chunks hold {at} of {entry.numel} elements")
     view: View = (Defragment((entry.numel,), (entry.shape[0],)),) if len(entry.shape) == 2 else ()
     return Flat(entry, view, tuple(runs))
 
