@@ -109,7 +109,8 @@ class Machine:
             UnsupportedCheckpointError: a global that no known checkpoint holds, named.
         """
         try:
-            self._run(len(self.data))
+            if not self._run(len(self.data)):
+                raise EOFError("no STOP")
             return self._stack.pop()
         except CkptError:
             raise
@@ -123,14 +124,16 @@ class Machine:
         """What a GET opcode, given with its argument, fetches."""
         return self._fetch(int.from_bytes(get[1:], "little"))
 
-    def _run(self, end: int) -> None:
+    def _run(self, end: int) -> bool:
+        """Execute up to `end`; whether that ended with a STOP."""
         data, steps = self.data, _STEPS
         while self._at < end:
             code = data[self._at]
             self._at += 1
-            if code == 0x2E:  # STOP
-                return
+            if code == 0x2E:
+                return True
             steps[code](self)
+        return False
 
     def _fetch(self, index: int) -> Any:
         if index not in self._memo and self._bases:
