@@ -125,7 +125,7 @@ def convert(
 
 def _long_form(to: Format, source: str) -> Callable[..., None]:
     """`convert` with its `--to` fixed, under the name that NVIDIA's users know."""
-    signature = inspect.signature(convert)
+    signature = inspect.signature(convert, eval_str=True)
     kept = [p for name, p in signature.parameters.items() if name != "to"]
 
     def command(*args: Any, **kwargs: Any) -> None:
@@ -182,9 +182,10 @@ def _finish(reports: list[ConversionReport], as_json: bool, file: Path | None) -
     """Print the reports on rank 0; write them where asked."""
     import json
 
+    from ckpt_tools.cli.progress import is_first_rank
     from ckpt_tools.cli.reports import print_report
 
-    if not reports:  # another rank speaks
+    if not is_first_rank():
         return
     data: Any = [r.as_json() for r in reports]
     text = json.dumps(data if len(data) > 1 else data[0], indent=2, default=str)

@@ -13,11 +13,15 @@ from ckpt_tools.cli.render import human_bytes
 _SECONDS_BETWEEN_LINES = 10.0
 
 
+def is_first_rank() -> bool:
+    """Whether this process speaks for the job: rank 0 of torchrun or Slurm, or the only one."""
+    return (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0") == "0"
+
+
 @contextmanager
 def progress_bar(quiet: bool) -> Iterator[Callable[[int, int], None]]:
     """A callback that takes (bytes done, bytes in all) of this process."""
-    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
-    if quiet or rank != "0":
+    if quiet or not is_first_rank():
         yield lambda _done, _total: None
     elif sys.stderr.isatty():
         with _bar() as update:

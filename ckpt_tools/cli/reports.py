@@ -42,7 +42,7 @@ def _by_reason(dropped: tuple[str, ...]) -> list[str]:
     """One line per reason: what was dropped, or how many keys when there are several."""
     keys: dict[str, list[str]] = {}
     for line in dropped:
-        key, _, reason = line.rpartition(": ")
+        key, _, reason = line.partition(": ")
         keys.setdefault(reason, []).append(key)
     return [f"{found[0] if len(found) == 1 else f'{len(found):,} keys'}: {why}".removeprefix(": ")
             for why, found in keys.items()]  # fmt: skip

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ckpt_tools.dtypes import CASTABLE
 from ckpt_tools.errors import MappingError, UsageError, list_problems
 from ckpt_tools.megatron.flatten import leaves
 from ckpt_tools.megatron.fsdp_dtensor import (
@@ -73,6 +74,7 @@ def build_fsdp_target(source: TorchDistSource, options: TargetOptions) -> FsdpTa
         UsageError: options that contradict each other.
         MappingError: options or names that contradict the checkpoint, or facts that cannot be proven from it.
     """
+    check_options(options)
     dialect = choose_dialect(source, options)
     style, notes = choose_style(source, options)
     tp = options.tp or _writer_tp(source)
@@ -135,6 +137,22 @@ def optimizer_part(
         notes=tuple(notes),
         memberships=memberships,
     )
+
+
+def check_options(options: TargetOptions) -> None:
+    """Refuse options that cannot be met whatever the checkpoint.
+
+    Raises:
+        UsageError: with the reason.
+    """
+    if options.dtype is not None and not options.weights_only:
+        raise UsageError(
+            "--dtype goes with --weights-only: a job that resumes needs its fp32 masters as they are"
+        )
+    if options.dtype is not None and options.dtype not in CASTABLE:
+        raise UsageError(f"--dtype {options.dtype}: weights can be written as {', '.join(sorted(CASTABLE))}")
+    if options.tp is not None and options.tp < 1:
+        raise UsageError(f"--tp {options.tp}: at least one rank is needed")
 
 
 def choose_dialect(source: TorchDistSource, options: TargetOptions) -> Dialect:

@@ -1,0 +1,230 @@
+"""The convert commands as users type them: outcomes, exit codes, messages, and what is left on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ckpt_tools.cli.app import run
+from tests.conftest import DATA
+
+LLAMA = DATA / "core019_llama_tp2_fully_reshardable"
+ITERATION = "iter_0000002"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A writable copy of a run's root."""
+    return Path(shutil.copytree(LLAMA, tmp_path / "source"))
+
+
+def convert(*words: object) -> int:
+    return run(["convert", *map(str, words), "--quiet"])
+
+
+def assert_nothing_published(folder: Path) -> None:
+    """Nothing below `folder` that a loader would take for a checkpoint."""
+    assert not [p for p in folder.rglob(".metadata") if ".ckpt_tools-partial" not in str(p)]
+    assert not list(folder.rglob("latest_checkpointed_iteration.txt"))
+
+
+def test_a_root_becomes_a_root_ready_for_load(tmp_path):
+    assert convert(LLAMA, tmp_path / "out") == 0
+    assert sorted(os.listdir(tmp_path / "out")) == [ITERATION, "latest_checkpointed_iteration.txt"]
+    assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "2"
+    assert sorted(os.listdir(tmp_path / "out" / ITERATION)) == [".metadata", "__0_0.distcp"]
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_an_iteration_directory_becomes_one(tmp_path):
+    assert convert(LLAMA / ITERATION, tmp_path / "here") == 0
+    assert sorted(os.listdir(tmp_path / "here")) == [".metadata", "__0_0.distcp"]
+
+
+def test_all_iterations_of_a_root(source, tmp_path):
+    shutil.copytree(source / ITERATION, source / "iter_0000007")
+    assert convert(source, tmp_path / "out", "--iteration", "all") == 0
+    assert sorted(os.listdir(tmp_path / "out")) == [
+        ITERATION,
+        "iter_0000007",
+        "latest_checkpointed_iteration.txt",
+    ]
+    assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "2"
+    assert convert(source, tmp_path / "other", "--iteration", "7") == 0
+    assert (tmp_path / "other" / "latest_checkpointed_iteration.txt").read_text() == "7"
+
+
+def test_nvidias_spelling_of_command_and_options(tmp_path):
+    words = ["convert-torch-dist-to-fsdp-dtensor", str(LLAMA / ITERATION), str(tmp_path / "out"), "--swiglu"]
+    words += ["--oom-traceback", "--enable-msc", "--output-model-weight-prefix", "model.module"]
+    words += ["--output-optimizer-state-prefix", "optimizer.state.module.module.module", "--quiet"]
+    words += ["--param-to-param-group-map-json"]
+    words += [str(LLAMA / "param_to_param_group_map" / "param_to_param_group_map.json")]
+    assert run(words) == 0
+
+
+def test_dry_run_writes_nothing_and_reports_the_plan(tmp_path, capsys):
+    assert convert(LLAMA, tmp_path / "out", "--dry-run", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["schema_version"] == 1
+    assert report["written"] is None
+    assert report["plan"]["bytes_to_write"] > 600_000
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_report_says_what_happened(tmp_path, capsys):
+    assert convert(LLAMA, tmp_path / "out", "--report", tmp_path / "report.json") == 0
+    text = capsys.readouterr().out
+    assert "masters round to the stored weights (sample)" in text
+    assert "Transformer Engine extra state" in text
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["groups"] == {"0": 10, "1": 5}
+    assert report["written"]["bytes_written"] == sum(
+        f.stat().st_size for f in (tmp_path / "out" / ITERATION).glob("*.distcp")
+    )
+    assert any("_extra_state" in line for line in report["dropped"])
+
+
+def test_weights_only_keeps_args_and_progress(tmp_path, capsys):
+    assert convert(LLAMA, tmp_path / "out", "--weights-only", "--dtype", "bfloat16", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["tensors"] == 17
+    assert run(["inspect", str(tmp_path / "out"), "--json"]) == 0
+    keys = json.loads(capsys.readouterr().out)
+    names = {entry["key"] for entry in keys["tensors"]} | {entry["key"] for entry in keys["objects"]}
+    assert {"args", "iteration", "checkpoint_version"} <= names
+    assert {entry["dtype"] for entry in keys["tensors"]} == {"bfloat16"}
+    assert not any(name.startswith(("optimizer", "opt_param", "rng")) for name in names)
+
+
+def break_distcp(source: Path) -> None:
+    file = source / ITERATION / "__1_0.distcp"
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def break_metadata(source: Path) -> None:
+    file = source / ITERATION / ".metadata"
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def remove_file(source: Path) -> None:
+    (source / ITERATION / "__0_0.distcp").unlink()
+
+
+def make_legacy(source: Path) -> None:
+    shutil.rmtree(source / ITERATION)
+    (source / ITERATION / "mp_rank_00").mkdir(parents=True)
+    (source / ITERATION / "mp_rank_00" / "model_optim_rng.pt").write_bytes(b"x")
+
+
+def make_zarr(source: Path) -> None:
+    (source / ITERATION / "metadata.json").write_text(
+        '{"sharded_backend": "zarr", "sharded_backend_version": 1}'
+    )
+
+
+def make_empty(source: Path) -> None:
+    shutil.rmtree(source)
+    source.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("damage", "code", "message"),
+    [
+        (shutil.rmtree, 3, "does not exist"),
+        (make_empty, 3, "source"),
+        (make_legacy, 3, "mp_rank_*"),
+        (make_zarr, 3, "zarr"),
+        (break_metadata, 4, ".metadata"),
+        (break_distcp, 4, "__1_0.distcp"),
+        (remove_file, 4, "__0_0.distcp"),
+    ],
+)
+def test_bad_sources_are_refused_by_name(source, tmp_path, capsys, damage, code, message):
+    damage(source)
+    assert convert(source, tmp_path / "out") == code
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+    assert_nothing_published(tmp_path / "out")
+
+
+def test_the_output_must_be_elsewhere_and_empty(source, tmp_path, capsys):
+    for inside in (source, source / ITERATION, source / "sub" / "dir", tmp_path):
+        assert convert(source, inside) == 2, inside
+    assert "overlap" in capsys.readouterr().err
+    (tmp_path / "out" / ITERATION).mkdir(parents=True)
+    (tmp_path / "out" / ITERATION / "mine.txt").write_text("keep")
+    assert convert(source, tmp_path / "out") == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert (tmp_path / "out" / ITERATION / "mine.txt").read_text() == "keep"
+    assert convert(source, tmp_path / "out", "--overwrite") == 0
+    assert not (tmp_path / "out" / ITERATION / "mine.txt").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["--no-swiglu"], 5, "--no-swiglu was given"),
+        (["--swiglu-modules", "vision_model"], 5, "leaves out"),
+        (["--target", "core-9"], 2, "core-0.16"),
+        (["--target", "main", "--rename-mtp-keys"], 2, "contradicts"),
+        (["--dp-shard", "2", "--world-size", "5"], 2, "5"),
+        (["--dp-shard", "2", "--tp", "5"], 2, "tp"),
+        (["--ep", "2"], 2, "--dp-shard"),
+        (["--world-size", "0"], 2, "at least one"),
+        (["--max-memory", "lots"], 2, "not a size"),
+        (["--dtype", "float32"], 2, "--weights-only"),
+        (["--dtype", "float7", "--weights-only"], 2, "float7"),
+        (["--iteration", "5"], 3, "iter_0000005"),
+        (["--iteration", "first"], 2, "first"),
+        (["--no-such-option"], 2, "no-such-option"),
+    ],
+)
+def test_options_that_cannot_be_met_are_refused(tmp_path, capsys, words, code, message):
+    assert convert(LLAMA, tmp_path / "out", *words) == code
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"model.module.decoder.layers.9.mlp.linear_fc1.weight": 0}', "no such parameter"),
+        ('{"model.module.output_layer.weight": 7}', "group 7"),
+        ('{"model.module.output_layer.weight": "0"}', "group '0'"),
+        ('{"a.weight": 0, "a.weight": 1}', "more than once"),
+        ("[1, 2]", "list"),
+        ("{", "not a readable"),
+    ],
+)
+def test_maps_that_contradict_the_checkpoint_are_refused(tmp_path, capsys, content, message):
+    (tmp_path / "map.json").write_text(content)
+    assert convert(LLAMA, tmp_path / "out", "--param-to-param-group-map-json", tmp_path / "map.json") == 5
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_names_missing_from_a_map_are_derived_and_said(tmp_path, capsys):
+    (tmp_path / "map.json").write_text('{"model.module.output_layer.weight": 1}')
+    words = (LLAMA, tmp_path / "out", "--param-to-param-group-map-json", tmp_path / "map.json", "--json")
+    assert convert(*words, "--strict-map") == 5
+    assert convert(*words) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["groups"] == {"0": 9, "1": 6}
+    assert sum("not in the given map" in note for note in report["notes"]) == 14
+
+
+def test_build_param_group_map_explains_itself(tmp_path, capsys):
+    out = tmp_path / "map.json"
+    assert run(["build-param-group-map", str(LLAMA), "-o", str(out), "--explain"]) == 0
+    dumped = LLAMA / "param_to_param_group_map"
+    assert json.loads(out.read_text()) == json.loads((dumped / "param_to_param_group_map.json").read_text())
+    assert "model.module.output_layer.weight: group 0 (2 dimensions: weight decay)" in capsys.readouterr().err
+    assert run(["build-param-group-map", str(dumped)]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(out.read_text())
+    native = DATA / "core019_llama_tp2_native_fsdp_dtensor"
+    assert run(["build-param-group-map", str(native)]) == 3

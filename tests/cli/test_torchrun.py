@@ -1,0 +1,57 @@
+"""The conversion under real torchrun: the number of converting processes never changes a byte."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.conftest import DATA, REPO
+
+LLAMA = DATA / "core019_llama_tp2_fully_reshardable"
+
+
+def torchrun(ranks: int, *words: object) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [*launcher, "-m", "ckpt_tools", "convert-torch-dist-to-fsdp-dtensor", *map(str, words)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, cwd=REPO, env=env, capture_output=True, text=True, timeout=200, check=False
+    )
+
+
+def digests(folder: Path) -> dict[str, str]:
+    files = sorted(p for p in folder.rglob("*") if p.is_file())
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+
+def test_one_two_and_four_processes_write_the_same_bytes(tmp_path):
+    found = []
+    for ranks in (1, 2, 4):
+        done = torchrun(ranks, LLAMA, tmp_path / str(ranks), "--world-size", 3)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("converted") == 1, done.stdout
+        found.append(digests(tmp_path / str(ranks)))
+    assert found[0] == found[1] == found[2]
+    assert {f"iter_0000002/__{rank}_0.distcp" for rank in range(3)} < set(found[0])
+
+
+def test_without_a_world_size_every_process_is_a_target_rank(tmp_path):
+    done = torchrun(2, LLAMA, tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    names = sorted(os.listdir(tmp_path / "out" / "iter_0000002"))
+    assert names == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+
+
+def test_a_rank_that_fails_fails_all_and_nothing_is_published(tmp_path):
+    """A payload of one rank's share is damaged: both ranks end with its message and its exit code."""
+    source = Path(shutil.copytree(LLAMA, tmp_path / "source"))
+    os.truncate(source / "iter_0000002" / "__1_0.distcp", 150_000)
+    done = torchrun(2, source, tmp_path / "out", "--check-masters", "none", "--world-size", 2)
+    assert done.returncode != 0
+    assert "__1_0.distcp" in done.stderr
+    assert done.stderr.count("exitcode  : 4") == 2, done.stderr
+    assert not list(tmp_path.glob("out/**/.metadata"))
