@@ -10,7 +10,7 @@ from ckpt_tools.box import Box
 from ckpt_tools.catalog.files import Files
 from ckpt_tools.catalog.model import Catalog
 from ckpt_tools.execute.casts import Array, cast_raw, numpy_dtype, raw_dtype
-from ckpt_tools.execute.source import ChunkRef, SourceReader, read_region
+from ckpt_tools.execute.source import ChunkRef, SourceReader, index_of, read_region
 from ckpt_tools.megatron.target import TargetTensor
 from ckpt_tools.plan.overlap import ChunkFinder, SourcePiece, TargetReader
 
@@ -44,7 +44,7 @@ class BoxReader:
         raw = np.zeros(box.size, raw_dtype(dtype))
         for entry, chunk, piece in pieces:
             payload = self._source.payload(ChunkRef(entry.key, chunk.item, entry.dtype, chunk.box.size))
-            region = raw[(..., *map(slice, piece.box.start, piece.box.stop))]  # a view of 0-d arrays too
+            region = raw[index_of(piece.box)]
             if entry.dtype == dtype:
                 read_region(payload, piece, region, self._scratch)
                 continue

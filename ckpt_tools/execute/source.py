@@ -8,11 +8,11 @@ import threading
 from collections import OrderedDict
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ckpt_tools.box import full_box
+from ckpt_tools.box import Box, full_box
 from ckpt_tools.catalog.container import Frame, read_frame
 from ckpt_tools.catalog.files import Files, LocalFiles
 from ckpt_tools.catalog.model import Item
@@ -136,7 +136,7 @@ def read_region(payload: Payload, piece: Piece, out: Array, scratch: Array) -> i
     pattern = read_pattern(out.shape, strides, width, len(scratch) // width)
     bytes_read = 0
     for block in pattern_blocks(pattern, out.shape):
-        target = out[(..., *(slice(a, a + n) for a, n in zip(block.start, block.size, strict=True)))]
+        target = out[index_of(block)]
         first = offset + sum(a * s for a, s in zip(block.start, strides, strict=True))
         span = span_elems(block.size, strides) * width
         at = payload.offset + first * width
@@ -148,6 +148,11 @@ def read_region(payload: Payload, piece: Piece, out: Array, scratch: Array) -> i
             target[...] = np.ndarray(block.size, target.dtype, scratch.data, 0, byte_strides)
         bytes_read += span
     return bytes_read
+
+
+def index_of(box: Box) -> tuple[Any, ...]:
+    """The index that shows `box` of an array as a view; the `...` makes it one for 0-d arrays too."""
+    return (..., *map(slice, box.start, box.stop))
 
 
 def _bytes_of(array: Array) -> memoryview:

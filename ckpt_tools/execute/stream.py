@@ -21,7 +21,7 @@ from ckpt_tools.dtypes import itemsize
 from ckpt_tools.execute import crc
 from ckpt_tools.execute.casts import cast_raw, raw_dtype
 from ckpt_tools.execute.fileio import At, CopyCount, copy_range, storage_errors, write_all
-from ckpt_tools.execute.source import ChunkRef, Payload, SourceReader, read_region
+from ckpt_tools.execute.source import ChunkRef, Payload, SourceReader, index_of, read_region
 from ckpt_tools.plan.byte_runs import is_run, row_major_tiles
 from ckpt_tools.plan.frames import tensor_frame
 from ckpt_tools.plan.model import VERBATIM, OutputItem, Transfer
@@ -149,7 +149,7 @@ class Pump:
             if piece is None:
                 continue
             corner = piece.box.relative_to(tile)
-            region = out[(..., *map(slice, corner.start, corner.stop))]  # `...`: a view of 0-d arrays too
+            region = out[index_of(corner)]
             payload = self._source.payload(chunk_of(transfer))
             if transfer.dtype == item.dtype:
                 self.counters.read += read_region(payload, piece, region, self._scratch)
