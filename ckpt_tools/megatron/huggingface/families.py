@@ -25,7 +25,7 @@ QKV_BIAS = {"add_bias_linear": False, "add_qkv_bias": True}
 QK_NORM = {"qk_layernorm": True}
 NO_QK_NORM = {"qk_layernorm": False}
 NO_SHARED = {"moe_shared_expert_intermediate_size": None}
-DEEPSEEK = ROPE | NO_BIAS | FULL | {
+DEEPSEEK = ROPE | NO_BIAS | FULL | QK_NORM | {
     "activation": "swiglu",
     "softmax_type": "vanilla",
     "multi_latent_attention": True,

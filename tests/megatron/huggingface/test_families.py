@@ -60,9 +60,9 @@ def make_case(name: str, directory: Path) -> Case:
     return Case(directory, want, config, tensors, imported, megatron, exported, again)
 
 
-@pytest.fixture(params=sorted(CONFIGS))
-def case(request: pytest.FixtureRequest, tmp_path: Path) -> Case:
-    return make_case(request.param, tmp_path / "original")
+@pytest.fixture(scope="module", params=sorted(CONFIGS))
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return make_case(request.param, tmp_path_factory.mktemp(request.param) / "original")
 
 
 def load(directory: Path, tensors: Arrays, config: dict[str, Any]) -> Any:

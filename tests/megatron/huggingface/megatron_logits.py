@@ -1,0 +1,225 @@
+"""Run by a test in its own process: logits of real megatron-core GPTModels on a CPU, from our parameters.
+
+    python -m tests.megatron.huggingface.megatron_logits FOLDER      (megatron-core 0.16.1 on PYTHONPATH)
+
+For every `<name>.npz` in FOLDER (parameters under torch_dist names) with `<name>.json` (args) it writes
+`<name>.out.npz`: `logits`, and `keys`: what the model's own `sharded_state_dict` calls its tensors.
+Everything that wants a GPU is replaced: streams, RNG trackers, Transformer Engine's router kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def without_gpu() -> None:
+    """What megatron-core asks of a GPU, as no-ops."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "1"}
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+
+    class Nothing:
+        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args, **kwargs: None
+
+    torch.cuda.current_device = lambda: "cpu"
+    torch.cuda.Stream = torch.cuda.Event = Nothing
+    torch.cuda.current_stream = lambda *args: Nothing()
+    torch.cuda.stream = lambda *args: contextlib.nullcontext()
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    ones = torch.ones
+    torch.ones = lambda *args, **kwargs: ones(*args, **{k: v for k, v in kwargs.items() if k != "device"})
+
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.tensor_parallel import random
+
+    parallel_state.initialize_model_parallel()
+    for module in (random, tensor_parallel):
+        module.get_cuda_rng_tracker = lambda *args, **kwargs: Tracker()
+    for module in list(sys.modules.values()):
+        if getattr(module, "__name__", "").startswith("megatron.") and hasattr(
+            module, "get_cuda_rng_tracker"
+        ):
+            module.get_cuda_rng_tracker = lambda *args, **kwargs: Tracker()
+
+
+class Tracker:
+    """An RNG tracker that tracks nothing: nothing here is drawn."""
+
+    def fork(self, *args: Any) -> Any:
+        return contextlib.nullcontext()
+
+    def is_initialized(self) -> bool:
+        return True
+
+
+def transformer_config(args: dict[str, Any]) -> Any:
+    """Megatron's config for these args, every fusion switched off."""
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+    from torch.nn import functional
+
+    mla = args["multi_latent_attention"]
+    kind = MLATransformerConfig if mla else TransformerConfig
+    known = {
+        name: args[name]
+        for name in kind.__dataclass_fields__
+        if name in args and name not in ("params_dtype",)
+    }
+    known |= {"num_moe_experts": args["num_experts"], "params_dtype": torch.float32, "bf16": False,
+              "hidden_dropout": 0.0, "attention_dropout": 0.0, "bias_activation_fusion": False,
+              "masked_softmax_fusion": False, "persist_layer_norm": False, "apply_rope_fusion": False,
+              "bias_dropout_fusion": False, "moe_grouped_gemm": False, "use_cpu_initialization": True,
+              "gradient_accumulation_fusion": False, "perform_initialization": False,
+              "activation_func": functional.silu, "gated_linear_unit": True}  # fmt: skip
+    if args["num_experts"]:
+        known |= {"moe_token_dispatcher_type": "allgather", "moe_router_load_balancing_type": "none",
+                  "moe_layer_freq": args["moe_layer_freq"]}  # fmt: skip
+    if args.get("quick_geglu"):
+        from megatron.core.fusions.fused_bias_geglu import quick_gelu
+
+        known |= {"activation_func": quick_gelu}
+    if args.get("gated_linear_unit") and not args["swiglu"]:
+        known |= {"activation_func": lambda x: functional.gelu(x, approximate="tanh")}
+    if not (args["swiglu"] or args.get("quick_geglu") or args.get("gated_linear_unit")):
+        known |= {
+            "activation_func": lambda x: functional.gelu(x, approximate="tanh"),
+            "gated_linear_unit": False,
+        }
+    config = kind(**known)
+    if mla:
+        config.rotary_base, config.rotary_percent = args["rotary_base"], 1.0
+    if args["position_embedding_type"] == "yarn":  # no config fields in 0.16: GPTModel reads these attributes
+        yarn = {name: args[name] for name in args if name.startswith("yarn_")}
+        yarn |= {"yarn_rotary_scaling_factor": args["rotary_scaling_factor"], "yarn_mscale": None,
+                 "yarn_mscale_all_dim": None}  # fmt: skip
+        vars(config).update(yarn)
+    return config
+
+
+def build(args: dict[str, Any]) -> Any:
+    """The GPTModel of these args, local layer spec."""
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+
+    config = transformer_config(args)
+    if config.num_moe_experts:
+        spec = gpt_layer_specs.get_gpt_decoder_block_spec(
+            config, use_transformer_engine=False, normalization=args["normalization"], qk_l2_norm=False
+        )
+    else:
+        spec = gpt_layer_specs.get_gpt_layer_local_spec(
+            None, None, args["qk_layernorm"], args["multi_latent_attention"],
+            normalization=args["normalization"],
+        )  # fmt: skip
+    return GPTModel(
+        config,
+        spec,
+        vocab_size=args["padded_vocab_size"],
+        max_sequence_length=args["max_position_embeddings"],
+        share_embeddings_and_output_weights=not args["untie_embeddings_and_output_weights"],
+        position_embedding_type=args["position_embedding_type"],
+        rotary_base=args["rotary_base"],
+        rope_scaling=args.get("use_rope_scaling", False),
+        rope_scaling_factor=args.get("rope_scaling_factor", 8.0),
+        seq_len_interpolation_factor=args.get("rotary_seq_len_interpolation_factor"),
+        parallel_output=False,
+    ).eval()
+
+
+def live(name: str, names: set[str]) -> str:
+    """A torch_dist name as the local layer spec's modules spell it."""
+    name = re.sub(r"\.experts\.experts\.(\d+)\.", r".experts.local_experts.\1.", name)
+    for fused, module in (
+        ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+        ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
+        ("self_attention.linear_q_up_proj.layer_norm_", "self_attention.q_layernorm."),
+        ("self_attention.linear_kv_up_proj.layer_norm_", "self_attention.kv_layernorm."),
+    ):
+        if name not in names:
+            name = name.replace(fused, module)
+    return name
+
+
+def main(folder: Path) -> None:
+    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory, apply_factories
+
+    without_gpu()
+    prepare_mla_and_moe()
+    tokens = (torch.arange(2 * 24).reshape(2, 24) * 7) % 97
+    for path in sorted(folder.glob("*.json")):
+        args = json.loads(path.read_text())
+        parameters = dict(np.load(path.with_suffix(".npz")))
+        if args[
+            "layernorm_zero_centered_gamma"
+        ]:  # local norms cannot; the same function, stored as 1 + weight
+            args["layernorm_zero_centered_gamma"] = False
+            parameters = {name: array + norm_weight(name) for name, array in parameters.items()}
+        model = build(args)
+        own = model.state_dict()
+        names = {name for name in own if not name.endswith("_extra_state")}
+        given = {live(name, names): torch.from_numpy(array) for name, array in parameters.items()}
+        model.load_state_dict({**{k: v for k, v in own.items() if k not in names}, **given}, strict=True)
+        hook(model, args)
+        positions = torch.arange(24).expand(2, 24)
+        mask = torch.ones(1, 1, 24, 24).triu(1).bool()
+        with torch.no_grad():
+            logits = model(tokens, positions, mask)
+        state = model.sharded_state_dict()
+        assert not any(
+            isinstance(value, ShardedTensorFactory) and not value.data.numel() for value in state.values()
+        )
+        apply_factories(state)
+        keys = sorted({key for key in flat_keys(state) if not key.endswith("_extra_state")})
+        np.savez(path.with_suffix(".out.npz"), logits=logits.numpy(), keys=np.array(keys))
+
+
+def norm_weight(name: str) -> bool:
+    return bool(re.search(r"norm_?\.?weight$", name))
+
+
+def flat_keys(state: Any) -> list[str]:
+    """The keys of all sharded tensors below a state dict."""
+    if isinstance(state, dict):
+        return [key for value in state.values() for key in flat_keys(value)]
+    if isinstance(state, list):
+        return [key for value in state for key in flat_keys(value)]
+    return [state.key] if hasattr(state, "key") and hasattr(state, "global_shape") else []
+
+
+def hook(model: Any, args: dict[str, Any]) -> None:
+    """Gemma scales its embeddings at run time, in a Bridge module that plain megatron-core lacks."""
+    if args.get("gated_linear_unit"):
+        model.embedding.register_forward_hook(lambda module, inputs, out: out * args["hidden_size"] ** 0.5)
+
+
+def prepare_mla_and_moe() -> None:
+    """Transformer Engine's place in MLA and in the router, and its extra arguments, without it."""
+    from megatron.core.transformer import dot_product_attention, multi_latent_attention
+    from megatron.core.transformer.moe import moe_utils
+
+    moe_utils.te_general_gemm = None
+    multi_latent_attention.HAVE_TE = False
+    multi_latent_attention.TELinear = type("TELinear", (), {})
+    plain = dot_product_attention.DotProductAttention.__init__
+
+    def init(
+        self: Any, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **rest: Any
+    ) -> None:
+        plain(self, *args, **rest)
+        if v_channels is not None:
+            self.hidden_size_per_partition = v_channels * self.config.num_attention_heads
+
+    dot_product_attention.DotProductAttention.__init__ = init
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

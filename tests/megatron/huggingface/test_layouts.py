@@ -1,0 +1,108 @@
+"""Layouts against numpy written out by hand, and their two directions against each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_tools.megatron.huggingface.layouts import LAYOUTS, Layout, stack
+from ckpt_tools.megatron.huggingface.model_args import ModelArgs
+from ckpt_tools.megatron.target import Source, TargetTensor
+from tests.megatron.huggingface.materialise import materialise
+
+
+def model(heads: int = 4, groups: int = 2, dim: int = 6, **rest: Any) -> ModelArgs:
+    return ModelArgs(num_layers=1, hidden_size=heads * dim, num_attention_heads=heads, num_query_groups=groups,
+                     kv_channels=dim, ffn_hidden_size=8, max_position_embeddings=8, **rest)  # fmt: skip
+
+
+def numbered(*shape: int) -> np.ndarray[Any, Any]:
+    return np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+
+
+def to_hf(layout: Layout, core: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+    targets = [
+        TargetTensor(str(i), "float32", t.seen,
+                     tuple(Source("core", link.to_hf(t.seen)) for link in layout.links if link.hf == i))
+        for i, t in enumerate(layout.tensors)
+    ]  # fmt: skip
+    made = materialise(targets, {"core": core})
+    return [made[str(i)].reshape(t.shape) for i, t in enumerate(layout.tensors)]
+
+
+def to_core(layout: Layout, hf: list[np.ndarray[Any, Any]], shape: tuple[int, ...], filled: bool) -> Any:
+    sources = tuple(Source(str(link.hf), link.to_core(shape)) for link in layout.links)
+    seen = {str(i): array.reshape(layout.tensors[i].seen) for i, array in enumerate(hf)}
+    return materialise([TargetTensor("core", "float32", shape, sources, zero_filled=filled)], seen)["core"]
+
+
+def test_qkv_is_cut_by_query_group() -> None:
+    """4 heads of 6 in 2 groups: q0 q1 k0 v0 q2 q3 k1 v1."""
+    core = numbered(8 * 6, 3)
+    q, k, v = to_hf(LAYOUTS["qkv"][1](core.shape, model()), core)
+    blocks = np.split(core, 8)
+    assert np.array_equal(q, np.concatenate([blocks[i] for i in (0, 1, 4, 5)]))
+    assert np.array_equal(k, np.concatenate([blocks[i] for i in (2, 6)]))
+    assert np.array_equal(v, np.concatenate([blocks[i] for i in (3, 7)]))
+
+
+def test_interleaved_rotary_rows_are_half_a_head_apart() -> None:
+    """Megatron rows 0 1 2 3 4 5 of a query or key head are Hugging Face's 0 3 1 4 2 5; values stay."""
+    core = numbered(8 * 6, 2)
+    q, k, v = to_hf(LAYOUTS["qkv"][1](core.shape, model(rotary_interleaved=True)), core)
+    plain = to_hf(LAYOUTS["qkv"][1](core.shape, model()), core)
+    for ours, rows in ((q, plain[0]), (k, plain[1])):
+        heads = rows.reshape(-1, 6, 2)
+        assert np.array_equal(
+            ours, np.concatenate([heads[:, 0::2], heads[:, 1::2]], axis=1).reshape(ours.shape)
+        )
+    assert np.array_equal(v, plain[2])
+
+
+def test_conv1d_is_three_thirds_of_columns() -> None:
+    core = numbered(3 * 4 * 6, 5)
+    (c_attn,) = to_hf(LAYOUTS["qkv_conv1d"][1](core.shape, model(groups=4)), core)
+    heads = core.reshape(4, 3, 6, 5)
+    assert np.array_equal(c_attn, heads.transpose(1, 0, 2, 3).reshape(72, 5).T)
+
+
+def test_interleaved_columns_are_gate_and_up() -> None:
+    """GPT-OSS: even columns of an (experts, in, out) tensor are the gate."""
+    experts = [numbered(8, 3) + 100 * e for e in range(2)]
+    layouts = stack([LAYOUTS["gate_up_interleaved"][1]((8, 3), model())] * 2)
+    links = [(e, link) for e, layout in enumerate(layouts) for link in layout.links]
+    tensor = layouts[0].tensors[0]
+    target = TargetTensor(
+        "t", "float32", tensor.seen, tuple(Source(str(e), k.to_hf(tensor.seen)) for e, k in links)
+    )
+    made = materialise([target], {str(e): array for e, array in enumerate(experts)})["t"].reshape(
+        tensor.shape
+    )
+    assert made.shape == (2, 3, 8)
+    for e, core in enumerate(experts):
+        assert np.array_equal(made[e, :, 0::2], core[:4].T)
+        assert np.array_equal(made[e, :, 1::2], core[4:].T)
+
+
+@pytest.mark.parametrize("name", sorted(LAYOUTS))
+@given(data=st.data())
+def test_both_directions_tile_and_undo_each_other(name: str, data: st.DataObject) -> None:
+    """`materialise` fails unless each element of each side is shown exactly once."""
+    groups, per = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
+    dim, columns = 2 * data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
+    per = 1 if name == "qkv_conv1d" else per
+    rows = groups * (per + 2) * dim if "qkv" in name else 2 * data.draw(st.integers(1, 6))
+    vocab = data.draw(st.integers(1, rows))
+    settings = model(groups * per, groups, dim, vocab_size=vocab, rotary_interleaved=data.draw(st.booleans()))
+    flat = name not in ("transposed", "vocab") and data.draw(st.booleans())
+    core = numbered(rows) if flat else numbered(rows, columns)
+    layout = LAYOUTS[name][1](core.shape, settings)
+    assert len(layout.tensors) == LAYOUTS[name][0]
+    again = to_core(layout, to_hf(layout, core), core.shape, filled=name == "vocab")
+    assert np.array_equal(
+        again[: vocab if name == "vocab" else None], core[: vocab if name == "vocab" else None]
+    )

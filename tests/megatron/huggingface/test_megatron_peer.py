@@ -1,0 +1,113 @@
+"""The layouts against the real megatron-core: one set of weights, a GPTModel and a transformers model, equal logits.
+
+This is the test that a mistake made in both directions of a rule cannot pass.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckpt_tools.megatron.huggingface.model_args import read_model_args
+from ckpt_tools.megatron.huggingface.rules import expand
+from tests.conftest import REPO
+from tests.megatron.huggingface.models import CONFIGS
+from tests.megatron.huggingface.test_families import Case, make_case
+
+MCORE = Path(os.environ.get("CKPT_TOOLS_PEERS", "")) / "megatron_core-0.16.1"
+RAN = sorted(set(CONFIGS) - {"gemma2", "gemma3"})  # whose layers are modules of Megatron-Bridge
+
+pytestmark = [
+    pytest.mark.peer,
+    pytest.mark.skipif(not MCORE.is_dir(), reason="CKPT_TOOLS_PEERS has no megatron_core-0.16.1"),
+]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Case], Path]:
+    """Every family's case, and the folder with what megatron-core made of its parameters."""
+    folder, originals = tmp_path_factory.mktemp("megatron"), tmp_path_factory.mktemp("originals")
+    cases = {name: make_case(name, originals / name) for name in RAN}
+    wrong = cases["llama3"]
+    inputs = {name: (case.megatron, case.imported.args) for name, case in cases.items()}
+    inputs["naive_qkv"] = (wrong.megatron | naive_qkv(wrong), wrong.imported.args)
+    inputs["swapped_gate_up"] = (wrong.megatron | swapped_gate_up(wrong), wrong.imported.args)
+    for name, (parameters, args) in inputs.items():
+        np.savez(folder / f"{name}.npz", **parameters)  # type: ignore[arg-type]
+        (folder / f"{name}.json").write_text(json.dumps(dict(args)))
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "tests.megatron.huggingface.megatron_logits",
+        str(folder),
+    ]
+    done = subprocess.run(
+        command,
+        cwd=REPO,
+        env={**os.environ, "PYTHONPATH": str(MCORE)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return cases, folder
+
+
+def naive_qkv(case: Case) -> dict[str, Any]:
+    name = "decoder.layers.1.self_attention.linear_qkv.weight"
+    return {name: np.concatenate([case.tensors[f"model.layers.1.self_attn.{x}_proj.weight"] for x in "qkv"])}
+
+
+def swapped_gate_up(case: Case) -> dict[str, Any]:
+    name = "decoder.layers.1.mlp.linear_fc1.weight"
+    return {name: np.concatenate(np.split(case.megatron[name], 2)[::-1])}
+
+
+def difference(folder: Path, name: str, case: Case) -> float:
+    """Largest difference of the two models' logits, padding rows of the vocabulary left out."""
+    ours = np.load(folder / f"{name}.out.npz")["logits"][..., : case.want.shape[-1]]
+    return float(np.abs(ours - case.want.numpy()).max())
+
+
+@pytest.mark.parametrize("name", RAN)
+def test_equal_logits(name: str, runs: tuple[dict[str, Case], Path]) -> None:
+    cases, folder = runs
+    assert difference(folder, name, cases[name]) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["naive_qkv", "swapped_gate_up"])
+def test_wrong_layouts_are_seen(name: str, runs: tuple[dict[str, Case], Path]) -> None:
+    cases, folder = runs
+    assert difference(folder, name, cases["llama3"]) > 1e-2
+
+
+@pytest.mark.parametrize("name", RAN)
+def test_keys_are_those_megatron_writes(name: str, runs: tuple[dict[str, Case], Path]) -> None:
+    """The model's own `sharded_state_dict` has one key for every rule, and no other."""
+    cases, folder = runs
+    written = {key for key in np.load(folder / f"{name}.out.npz")["keys"]}
+    case = cases[name]
+    pairs = expand(case.exported.family, read_model_args(case.imported.args))
+    for pair in pairs:
+        spellings = {stacked(one) for core in pair.core for one in (core, *pair.also)}
+        spellings |= {
+            re.sub(r"(?<=experts\.)\d+\.", "", one) for core in pair.core for one in (core, *pair.also)
+        }
+        assert spellings & written, (pair.core, sorted(written))
+    known = {stacked(one) for pair in pairs for core in pair.core for one in (core, *pair.also)}
+    assert {stacked(key) for key in written} <= known
+
+
+def stacked(name: str) -> str:
+    """The name without layer and expert numbers."""
+    return re.sub(r"(?<=layers\.)\d+\.|(?<=experts\.)\d+\.", "", name)
