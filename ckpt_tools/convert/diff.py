@@ -1,0 +1,159 @@
+"""`diff`: two checkpoints of any kind, brought under the same names and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from ckpt_tools.convert.inspect import role_of
+from ckpt_tools.convert.opened import Opened, open_checkpoint
+from ckpt_tools.errors import UsageError
+from ckpt_tools.megatron.common_state import COMMON_OBJECT
+from ckpt_tools.megatron.names import DIALECTS
+from ckpt_tools.megatron.optimizer_layouts.kinds import optimizer_layout
+from ckpt_tools.megatron.source import TorchDistSource, read_torch_dist
+from ckpt_tools.megatron.target import InlineTensor, Source, TargetTensor
+from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions, build_fsdp_target
+from ckpt_tools.verify.diff import DiffOptions, DiffReport, Side, diff_objects, diff_tensors
+
+KEYS, PARAMETERS = "keys", "parameters"
+_COMPARABLE_LAYOUTS = (
+    "none",
+    "fully_reshardable",
+    "non_distributed",
+)  # the same keys and shapes for any topology
+
+
+@dataclass(frozen=True, slots=True)
+class DiffRequest:
+    """How two checkpoints are brought together."""
+
+    by: str = "auto"  # auto, keys or parameters
+    iterations: tuple[int | None, int | None] = (None, None)
+    target: TargetOptions = field(default_factory=TargetOptions)  # how a torch_dist side is named
+    trust_pickle: bool = False
+
+
+def diff_checkpoints(
+    a: str,
+    b: str,
+    options: DiffOptions | None = None,
+    request: DiffRequest | None = None,
+    tick: Callable[[int], None] = lambda _: None,
+) -> DiffReport:
+    """What differs between the checkpoints at `a` and `b`; `tick` is told the bytes read.
+
+    Raises:
+        UsageError: they are of kinds that share no names.
+        MappingError: a `torch_dist` checkpoint cannot be seen as its `fsdp_dtensor` conversion.
+        Otherwise the errors of opening and reading checkpoints.
+    """
+    options, request = options or DiffOptions(), request or DiffRequest()
+    opened = [
+        open_checkpoint(path, iteration, request.trust_pickle)
+        for path, iteration in zip((a, b), request.iterations, strict=True)
+    ]
+    with opened[0] as first, opened[1] as second:
+        by = _choose(request.by, first, second)
+        if by == KEYS:
+            sides, notes = (_by_keys(first), _by_keys(second)), list[str]()
+        else:
+            sides, notes = _by_parameters(first, second, request.target)
+        tensors = diff_tensors(*sides, options, tick)
+        values, compared = diff_objects(*sides, options)
+    places = first.location.path, second.location.path
+    return DiffReport(*places, by, options.tolerance, tensors, values, compared, tuple(notes))
+
+
+def _choose(by: str, a: Opened, b: Opened) -> str:
+    kinds = {a.location.kind, b.location.kind}
+    if by == PARAMETERS and not kinds <= {"torch_dist", "fsdp_dtensor"}:
+        raise UsageError(f"--by parameters needs torch_dist or fsdp_dtensor checkpoints, not {sorted(kinds)}")
+    if by != "auto":
+        return by
+    if kinds == {"torch_dist"}:
+        layouts = {optimizer_layout(side.catalog, side.common) for side in (a, b)}
+        return KEYS if len(layouts) == 1 and layouts <= set(_COMPARABLE_LAYOUTS) else PARAMETERS
+    if kinds == {"torch_dist", "fsdp_dtensor"}:
+        return PARAMETERS
+    return KEYS
+
+
+def _by_keys(opened: Opened) -> Side:
+    """The checkpoint under its stored keys; a common state is one value wherever it lies."""
+    tensors = {
+        key: TargetTensor(key, entry.dtype, entry.shape, (Source(key),), role=role_of(key))
+        for key, entry in opened.catalog.tensors.items()
+    }
+    objects: dict[str, object] = {k: o for k, o in opened.catalog.objects.items() if k != COMMON_OBJECT}
+    if opened.location.kind == "torch_dist":
+        objects = {"common_state": opened.common.values, **objects}
+    return Side(opened.files, opened.catalog, tensors, objects, opened.trust_pickle)
+
+
+def _by_parameters(a: Opened, b: Opened, target: TargetOptions) -> tuple[tuple[Side, Side], list[str]]:
+    """Both under the names of `fsdp_dtensor`; a `torch_dist` checkpoint is seen as its conversion."""
+    if a.location.kind == b.location.kind == "fsdp_dtensor":
+        return (_by_keys(a), _by_keys(b)), []
+    if a.location.kind == "fsdp_dtensor":
+        stored = _by_keys(a)
+        converted, notes = _as_converted(b, target, stored)
+        return (stored, converted), notes
+    if b.location.kind == "fsdp_dtensor":
+        stored = _by_keys(b)
+        converted, notes = _as_converted(a, target, stored)
+        return (converted, stored), notes
+    first, notes = _as_converted(a, target, None)
+    second, more = _as_converted(b, target, None)
+    return (first, second), [*notes, *more]
+
+
+def _as_converted(opened: Opened, target: TargetOptions, other: Side | None) -> tuple[Side, list[str]]:
+    """The conversion of a `torch_dist` checkpoint, under the names that fit `other` best."""
+    source = read_torch_dist(opened.files, opened.catalog, ("*",), opened.trust_pickle)
+    options = target if other is None else _fitted(target, source, other)
+    side = _converted(opened, source, options)
+    if other is None or target.dialect is not None:
+        return side, []
+    best, misfit = side, _misfit(side, other)
+    for name in DIALECTS if misfit else ():
+        candidate = _converted(opened, source, replace(options, dialect=name))
+        if _misfit(candidate, other) < misfit:
+            best, misfit = candidate, _misfit(candidate, other)
+            options = replace(options, dialect=name)
+    return best, [f"names as --target {options.dialect} writes them"] if options.dialect else []
+
+
+def _fitted(target: TargetOptions, source: TorchDistSource, other: Side) -> TargetOptions:
+    """The options with what the other side's keys tell where nobody has said."""
+    names = [key for key in other.tensors if key.startswith("model.")]
+    told: dict[str, object] = {}
+    if target.layer_spec is None and any(name.endswith(_FUSED_NORMS) for name in names):
+        told["layer_spec"] = "te"
+    elif target.layer_spec is None and any(name.endswith(".input_layernorm.weight") for name in names):
+        told["layer_spec"] = "local"
+    if target.experts is None and any(".experts." in name for name in names):
+        told["experts"] = "sequential" if any(".local_experts." in name for name in names) else "grouped"
+    if target.swiglu is None and source.settings.swiglu is None:
+        told["swiglu"] = any(".linear_fc1.weight" in name and name.endswith("_w") for name in names)
+    if target.tp is None:
+        ranks = {key.split(")")[0] for key in other.tensors if key.startswith("rng_state.(")}
+        told["tp"] = len(ranks) or None
+    if not any(key.startswith("optimizer.") for key in other.tensors):
+        told["weights_only"] = True
+    return replace(target, **told)  # type: ignore[arg-type]  # each value has its field's type
+
+
+_FUSED_NORMS = (".linear_qkv.layer_norm_weight", ".linear_fc1.layer_norm_weight")
+
+
+def _converted(opened: Opened, source: TorchDistSource, options: TargetOptions) -> Side:
+    built = build_fsdp_target(source, options).target
+    tensors: dict[str, TargetTensor | InlineTensor] = {t.key: t for t in built.tensors}
+    tensors |= {t.key: t for t in built.inline}
+    objects = {o.key: o.value for o in built.objects}
+    return Side(opened.files, source.catalog, tensors, objects, opened.trust_pickle)
+
+
+def _misfit(side: Side, other: Side) -> int:
+    return len(side.tensors.keys() ^ other.tensors.keys())
