@@ -251,8 +251,8 @@ class Machine:
         if found not in self._names:
             if not self._trust:
                 check_global(module, name, self.where)
-            check_global_count(len(self._names), self.where)
             self._names.add(found)
+            check_global_count(len(self._names), self.where)
         self._stack.append(found)
 
     def _stack_global(self) -> None:

@@ -1,7 +1,7 @@
 """A walk over a pickle's opcodes that finds what would hurt the C unpickler before it runs.
 
-The C unpickler grows its memo to any index that a PUT names, 16 bytes a slot, and hashes nested tuples by
-recursion without a limit. Either takes a process down with a few bytes.
+The C unpickler grows its memo to any index that a PUT names, 16 bytes a slot. Hashing a nested tuple recurses
+without a limit. Integers that are equal modulo 2**61 - 1 share a hash, so a dict of them takes quadratic time.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from ckpt_tools.errors import CorruptCheckpointError
 
 MAX_TUPLES = 20_000  # nested tuples hash by C recursion, about 100 bytes of an 8 MiB stack a level
 
+MAX_WIDE_INTEGERS = 2_000  # random states have 32-bit integers; nothing has many that can share a hash
+
 _COUNTED = {  # bytes of the count that precedes that many bytes of data
     "SHORT_BINSTRING": 1, "SHORT_BINBYTES": 1, "SHORT_BINUNICODE": 1, "LONG1": 1,
     "BINSTRING": 4, "BINBYTES": 4, "BINUNICODE": 4, "LONG4": 4,
@@ -20,6 +22,7 @@ _COUNTED = {  # bytes of the count that precedes that many bytes of data
 _LINES = {"GLOBAL": 2, "INST": 2}
 _TUPLES = frozenset(b"t\x85\x86\x87")
 _PUTS = frozenset(b"prq")
+_INTEGERS = frozenset(b"IL\x8a\x8b")
 _CODE = {ord(op.code): op for op in pickletools.opcodes}
 
 
@@ -40,25 +43,28 @@ _FIXED, _COUNT_BYTES, _LINE_COUNT = _widths()
 
 
 def check_opcodes(data: bytes, where: str) -> None:
-    """Prove that a pickle uses no memo index beyond its own length and cannot nest tuples without end.
+    """Prove that a pickle cannot make the C unpickler grow, recurse or search without end.
 
     Raises:
-        CorruptCheckpointError: it does, or it is no sequence of opcodes.
+        CorruptCheckpointError: it could, or it is no sequence of opcodes.
     """
-    at, tuples, size, fixed = 0, 0, len(data), _FIXED
+    at, tuples, wide, size, fixed = 0, 0, 0, len(data), _FIXED
     while at < size:
         code = data[at]
         width = fixed[code]
-        if width >= 0:
-            at += 1 + width
-            if code in _TUPLES:
-                tuples += 1
-            elif code == 0x2E:  # STOP
-                break
+        if width < 0:
+            start, at = at, _skip(data, at, where)
+            wide += code in _INTEGERS and at - start > 9
             continue
-        at = _skip(data, at, where)
-    if tuples > MAX_TUPLES:
-        raise CorruptCheckpointError(f"{where}: {tuples} tuples, which may nest deeper than is safe to read.")
+        at += 1 + width
+        if code in _TUPLES:
+            tuples += 1
+        elif code == 0x2E:  # STOP
+            break
+    if tuples > MAX_TUPLES or wide > MAX_WIDE_INTEGERS:
+        raise CorruptCheckpointError(
+            f"{where}: a pickle of {tuples} tuples and {wide} integers of 8 bytes or more cannot be read safely."
+        )
 
 
 def _skip(data: bytes, at: int, where: str) -> int:

@@ -21,7 +21,7 @@ from ckpt_tools.catalog.opcodes import check_opcodes
 from ckpt_tools.dtypes import ITEMSIZE
 from ckpt_tools.errors import CkptError, CorruptCheckpointError, UnsupportedCheckpointError
 
-MAX_GLOBALS = 1000  # distinct names in one pickle; real ones have fewer than 30
+MAX_GLOBALS = 500  # distinct names in one pickle; real ones have fewer than 30
 
 
 class Sealed(type):
@@ -73,7 +73,10 @@ class StandIn(metaclass=Sealed):
         return mine == (other.args, other.kwargs, other.state, other.items, other.pairs)
 
     def __hash__(self) -> int:
-        return hash((self.module, self.qualname))
+        """By class and plain arguments (an enum member); what cannot be told apart that way is not hashable."""
+        if not self.args or not all(isinstance(arg, str | int) for arg in self.args):
+            raise TypeError(f"{self.module}.{self.qualname} as a key")
+        return hash((self.module, self.qualname, *self.args))
 
     def __repr__(self) -> str:
         inside = [repr(a) for a in self.args] + [f"{k}={v!r}" for k, v in self.attributes.items()]
@@ -182,7 +185,7 @@ def check_global_count(count: int, where: str) -> None:
     """Refuse more distinct globals than any checkpoint has; each costs a class.
 
     Raises:
-        CorruptCheckpointError: there are more than 1000.
+        CorruptCheckpointError: there are more than 500.
     """
     if count > MAX_GLOBALS:
         raise CorruptCheckpointError(f"{where}: the pickle names more than {MAX_GLOBALS} globals.")

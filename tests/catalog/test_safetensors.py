@@ -1,0 +1,147 @@
+"""Safetensors directories: read as the safetensors library reads them, refused where it refuses, by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from ckpt_tools.catalog.safetensors import INDEX_FILE, SINGLE_FILE, read_safetensors_catalog
+from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError
+
+ARRAYS = {
+    "matrix": np.arange(12, dtype=np.float32).reshape(3, 4),
+    "scalar": np.array(7, dtype=np.int64),
+    "empty": np.zeros((0, 4), np.float16),
+    "flags": np.array([True, False]),
+}
+
+
+def header_of(tensors: dict[str, Any], data: bytes, pad: int = 0) -> bytes:
+    text = json.dumps(tensors).encode() + b" " * pad
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def test_every_payload_is_found(tmp_path: Path) -> None:
+    save_file(ARRAYS, tmp_path / SINGLE_FILE, metadata={"format": "pt"})
+    catalog = read_safetensors_catalog(tmp_path)
+    assert catalog.tensors.keys() == ARRAYS.keys()
+    raw = (tmp_path / SINGLE_FILE).read_bytes()
+    for key, array in ARRAYS.items():
+        entry = catalog.tensors[key]
+        (chunk,) = entry.chunks
+        assert (entry.shape, entry.nbytes) == (array.shape, array.nbytes) and chunk.item.bare
+        assert chunk.box.size == array.shape
+        assert raw[chunk.item.offset : chunk.item.offset + chunk.item.length] == array.tobytes()
+
+
+def sharded(root: Path) -> dict[str, Any]:
+    root.mkdir(exist_ok=True)
+    weight_map = {}
+    for number, key in enumerate(("matrix", "scalar"), 1):
+        name = f"model-0000{number}-of-00002.safetensors"
+        save_file({key: ARRAYS[key]}, root / name)
+        weight_map[key] = name
+    return {"metadata": {"total_size": 56}, "weight_map": weight_map}
+
+
+def test_shards_are_read_through_the_index(tmp_path: Path) -> None:
+    (tmp_path / INDEX_FILE).write_text(json.dumps(sharded(tmp_path)))
+    assert read_safetensors_catalog(tmp_path).tensors.keys() == {"matrix", "scalar"}
+
+
+def break_index(index: dict[str, Any], root: Path) -> None:
+    index["weight_map"]["ghost"] = index["weight_map"]["matrix"]
+
+
+def missing_shard(index: dict[str, Any], root: Path) -> None:
+    (root / index["weight_map"]["scalar"]).unlink()
+
+
+def stale_shard(index: dict[str, Any], root: Path) -> None:
+    save_file({"old": ARRAYS["matrix"]}, root / "model-00003-of-00003.safetensors")
+
+
+def moved_tensor(index: dict[str, Any], root: Path) -> None:
+    index["weight_map"] |= {"scalar": index["weight_map"]["matrix"], "matrix": index["weight_map"]["scalar"]}
+
+
+def escaping(index: dict[str, Any], root: Path) -> None:
+    index["weight_map"]["matrix"] = "../model.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (break_index, "lacks ghost"),
+        (missing_shard, "shard model-00002-of-00002.safetensors is missing"),
+        (stale_shard, "model-00003-of-00003.safetensors is not in the index"),
+        (moved_tensor, "holds matrix, which the index places in model-00002-of-00002.safetensors"),
+        (escaping, "is not a file name"),
+    ],
+)
+def test_index_and_shards_must_agree(damage: Any, text: str, tmp_path: Path) -> None:
+    index = sharded(tmp_path)
+    damage(index, tmp_path)
+    (tmp_path / INDEX_FILE).write_text(json.dumps(index))
+    with pytest.raises(CorruptCheckpointError) as caught:
+        read_safetensors_catalog(tmp_path)
+    assert text in str(caught.value)
+
+
+def test_directories_without_one_set_of_weights_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedCheckpointError, match="neither"):
+        read_safetensors_catalog(tmp_path)
+    index = sharded(tmp_path)
+    with pytest.raises(UnsupportedCheckpointError, match="the index is missing"):
+        read_safetensors_catalog(tmp_path)
+    (tmp_path / INDEX_FILE).write_text(json.dumps(index))
+    save_file(ARRAYS, tmp_path / SINGLE_FILE)
+    with pytest.raises(UnsupportedCheckpointError, match="both"):
+        read_safetensors_catalog(tmp_path)
+
+
+def tensor(start: int, stop: int, shape: list[int], dtype: str = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"", "header of 0 bytes in a file of 0 bytes"),
+        ((10**9).to_bytes(8, "little") + b"{}", "header of 1,000,000,000 bytes"),
+        ((200).to_bytes(8, "little") + b"{}", "header of 200 bytes in a file of 10 bytes"),
+        ((2).to_bytes(8, "little") + b"{!", "not JSON"),
+        ((2).to_bytes(8, "little") + b"[]", "not a JSON object"),
+        ((16).to_bytes(8, "little") + b'{"a": 1, "a": 2}', "duplicate name 'a'"),
+        (header_of({"a": {"shape": [1]}}, b""), "a: no dtype, shape and data_offsets"),
+        (header_of({"a": tensor(0, 4, [1], "F7")}, bytes(4)), "unknown element type 'F7'"),
+        (header_of({"a": tensor(0, 4, [-1])}, bytes(4)), "cannot be"),
+        (header_of({"a": tensor(0, 4, [2])}, bytes(4)), "needs 8 bytes, data_offsets give 4"),
+        (header_of({"a": tensor(0, 4, [1]), "b": tensor(8, 12, [1])}, bytes(12)), "b: begins at byte"),
+        (
+            header_of({"a": tensor(0, 8, [2]), "b": tensor(4, 12, [2])}, bytes(12)),
+            "overlaps the tensor before it",
+        ),
+        (header_of({"a": tensor(0, 4, [1])}, bytes(3)), "truncated"),
+        (header_of({"a": tensor(0, 4, [1])}, bytes(5)), "trailing bytes"),
+    ],
+)
+def test_files_that_break_the_format_are_refused(content: bytes, text: str, tmp_path: Path) -> None:
+    (tmp_path / SINGLE_FILE).write_bytes(content)
+    with pytest.raises(CorruptCheckpointError) as caught:
+        read_safetensors_catalog(tmp_path)
+    assert text in str(caught.value)
+    import safetensors
+
+    with pytest.raises(safetensors.SafetensorError), safetensors.safe_open(tmp_path / SINGLE_FILE, "np"):
+        pass
+
+
+def test_padding_of_the_header_is_allowed(tmp_path: Path) -> None:
+    (tmp_path / SINGLE_FILE).write_bytes(header_of({"a": tensor(0, 4, [1])}, bytes(4), pad=5))
+    assert read_safetensors_catalog(tmp_path).tensors["a"].shape == (1,)
