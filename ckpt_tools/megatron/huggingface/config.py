@@ -37,12 +37,12 @@ def read_config(family: Family, config: Config) -> ModelArgs:
     """
     config = in_v4_form(config)
     values: dict[str, Any] = {}
+    missing = [one.hf for one in family.fields if one.default is REQUIRED and one.hf not in config]
+    if missing:
+        raise MappingError(f"config.json of a {family.name} model: {', '.join(missing)} is missing")
     problems = _not_fixed(family, config)
     for one in family.fields:
-        value = config.get(one.hf, _default(one, config))
-        if value is REQUIRED:
-            problems.append(f"{one.hf} is missing")
-            continue
+        value = config[one.hf] if one.hf in config else _default(one, config)
         try:
             value = one.read(value, config)
         except MappingError as error:

@@ -1,0 +1,169 @@
+"""Megatron's and Bridge's settings as config.json, references, and which family a model is."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from ckpt_tools.errors import MappingError
+from ckpt_tools.megatron.huggingface.config import in_v4_form, reconcile, write_config
+from ckpt_tools.megatron.huggingface.config_fields import REQUIRED
+from ckpt_tools.megatron.huggingface.detect import detect_family
+from ckpt_tools.megatron.huggingface.families import FAMILIES
+from ckpt_tools.megatron.huggingface.model_args import ModelArgs, read_model_args
+from ckpt_tools.megatron.huggingface.rules import CONDITIONS, DIMENSIONS
+from ckpt_tools.megatron.huggingface.targets import export_targets
+from tests.megatron.huggingface.materialise import specs
+from tests.megatron.huggingface.test_targets import DEEPSEEK, LLAMA, QWEN3_MOE, directory, imported
+
+MLM = {
+    "num_layers": 2, "hidden_size": 12, "num_attention_heads": 4, "group_query_attention": True,
+    "num_query_groups": 2, "kv_channels": 4, "ffn_hidden_size": 10, "max_position_embeddings": 32, "vocab_size": 11,
+    "padded_vocab_size": 11, "untie_embeddings_and_output_weights": True, "normalization": "RMSNorm",
+    "norm_epsilon": 1e-6, "swiglu": True, "add_bias_linear": False, "position_embedding_type": "rope",
+    "rotary_base": 10000, "params_dtype": "torch.bfloat16", "bf16": True,
+}  # fmt: skip
+
+
+def llama_config(**changes: Any) -> dict[str, Any]:
+    return write_config(FAMILIES["llama"], read_model_args({**MLM, **changes}))
+
+
+def test_names_of_all_versions_are_read() -> None:
+    model = read_model_args(MLM)
+    later = {**MLM, "layernorm_epsilon": 1e-6}
+    del later["norm_epsilon"]
+    assert read_model_args(later) == model
+    ungrouped = read_model_args({**MLM, "group_query_attention": False, "num_query_groups": 1})
+    assert ungrouped.num_query_groups == 4  # the stored 1 means nothing without the flag
+
+
+def test_bridge_provider_is_read() -> None:
+    provider = {
+        "num_layers": 2, "hidden_size": 12, "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 4,
+        "ffn_hidden_size": 10, "seq_length": 32, "vocab_size": 11, "padded_vocab_size": 11,
+        "share_embeddings_and_output_weights": False, "normalization": "RMSNorm", "layernorm_epsilon": 1e-6,
+        "gated_linear_unit": True, "activation_func": {"_target_": "torch.nn.functional.silu", "_call_": False},
+        "add_bias_linear": False, "position_embedding_type": "rope", "rotary_base": 10000,
+        "params_dtype": {"_target_": "torch.bfloat16", "_call_": False},
+    }  # fmt: skip
+    ours, theirs = read_model_args(provider), read_model_args(MLM)
+    assert write_config(FAMILIES["llama"], ours) == write_config(FAMILIES["llama"], theirs)
+    nested = {
+        "_builder_": "x",
+        "transformer": {k: v for k, v in provider.items() if k != "vocab_size"},
+        "vocab_size": 11,
+    }
+    assert read_model_args(nested) == ours
+    factor32 = read_model_args({**provider, "rope_scaling": True, "rope_scaling_factor": 32.0})
+    assert [scaling and scaling["factor"] for scaling in factor32.rope_scaling] == [32.0]
+
+
+def test_rope_scaling_is_what_was_trained() -> None:
+    """Megatron-LM trained with factor 8 whatever its args said: then the args alone do not tell."""
+    assert llama_config(use_rope_scaling=True, rope_scaling_factor=8.0)["rope_scaling"]["factor"] == 8.0
+    open_args = {**MLM, "use_rope_scaling": True, "rope_scaling_factor": 32.0}
+    with pytest.raises(MappingError, match="do not tell whether"):
+        llama_config(**open_args)
+    for factor in (8.0, 32.0):
+        scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                   "original_max_position_embeddings": 8192}  # fmt: skip
+        model = reconcile(FAMILIES["llama"], read_model_args(open_args), {**LLAMA, "rope_scaling": scaling})
+        assert model.rope_scaling == (scaling,)
+    with pytest.raises(MappingError, match="was trained with one of"):
+        reconcile(FAMILIES["llama"], read_model_args(open_args), LLAMA)
+    with pytest.raises(MappingError, match="do not tell whether"):
+        llama_config(rotary_seq_len_interpolation_factor=4)
+
+
+def test_reference_fills_in_and_must_not_contradict() -> None:
+    found, megatron = imported(LLAMA, directory(LLAMA))
+    reference = {**LLAMA, "max_position_embeddings": 4096, "bos_token_id": 3, "quantization_config": None}
+    config = export_targets(specs(megatron), found.args, reference).config
+    assert config["max_position_embeddings"] == 4096 and config["bos_token_id"] == 3
+    assert "quantization_config" not in config
+    with pytest.raises(MappingError) as caught:
+        export_targets(specs(megatron), found.args, {**LLAMA, "rope_theta": 5e5, "intermediate_size": 11})
+    assert "rope_theta: the checkpoint has 10000" in str(caught.value)
+    assert "intermediate_size: the checkpoint has 10, the reference config 11" in str(caught.value)
+
+
+def test_reference_alone_describes_a_checkpoint_without_args() -> None:
+    _, megatron = imported(LLAMA, directory(LLAMA))
+    exported = export_targets(specs(megatron), None, LLAMA)
+    assert exported.family.name == "llama"
+    with pytest.raises(MappingError, match="--hf-config"):
+        export_targets(specs(megatron), None)
+
+
+def test_transformers_5_spellings_are_read() -> None:
+    new = {"rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}, "dtype": "bfloat16",
+           "num_local_experts": 8}  # fmt: skip
+    old = in_v4_form(new)
+    assert old["rope_theta"] == 5e5 and old["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
+    assert old["torch_dtype"] == "bfloat16" and old["num_experts"] == 8
+    assert (
+        in_v4_form({"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}})["rope_scaling"] is None
+    )
+
+
+def test_floats_are_floats() -> None:
+    """transformers 5 refuses an int where it expects a float; Megatron's rotary_base is an int."""
+    config = llama_config(norm_epsilon=1, init_method_std=1)
+    assert {type(config[k]) for k in ("rope_theta", "rms_norm_eps", "initializer_range")} == {float}
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"normalization": "LayerNorm"}, "normalization is 'LayerNorm'; LlamaForCausalLM is 'RMSNorm'"),
+        ({"swiglu": False}, "activation is 'gelu'"),
+        ({"rotary_percent": 0.5}, "rotary_percent is 0.5"),
+        ({"window_size": [7, 0], "window_attn_skip_freq": 2}, "sliding windows on some layers only"),
+        ({"softmax_type": "off-by-one"}, "softmax_type"),
+    ],
+)
+def test_settings_without_a_hugging_face_form_are_refused(changes: dict[str, Any], text: str) -> None:
+    found, megatron = imported(LLAMA, directory(LLAMA))
+    with pytest.raises(MappingError, match=re.escape(text)):
+        export_targets(specs(megatron), {**found.args, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [({"moe_layer_freq": [1, 0]}, "DeepSeek has dense layers first"),
+     ({"moe_layer_freq": [1]}, "does not name 2 layers"), ({"moe_layer_freq": [1, 2]}, "2 is not 0 or 1")],
+)  # fmt: skip
+def test_patterns_are_checked(changes: dict[str, Any], text: str) -> None:
+    found, _ = imported(DEEPSEEK, directory(DEEPSEEK))
+    with pytest.raises(MappingError, match=text):
+        write_config(FAMILIES["deepseek_v3"], read_model_args({**found.args, "num_experts": 3, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("config", "name"), [(LLAMA, "llama"), (QWEN3_MOE, "qwen3_moe"), (DEEPSEEK, "deepseek_v3")]
+)
+def test_family_is_told_by_its_parameters(config: dict[str, Any], name: str) -> None:
+    _, megatron = imported(config, directory(config))
+    assert detect_family(megatron).name == name
+
+
+def test_families_without_rules_are_refused() -> None:
+    with pytest.raises(MappingError, match="Nemotron-H layers: decoder.layers.N.mixer.in_proj.weight.z"):
+        detect_family(["decoder.layers.3.mixer.in_proj.weight.z", "embedding.word_embeddings.weight"])
+    with pytest.raises(MappingError, match="'bert'"):
+        detect_family([], config={"model_type": "bert"})
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
+def test_tables_use_known_words(family: Any) -> None:
+    """Dimensions, conditions, settings and fields of a family exist, and no parameter has two rules at once."""
+    for rule in family.rules:
+        assert set(rule.shape) <= set(DIMENSIONS) and set(rule.when) <= set(CONDITIONS)
+    known = ModelArgs.__dataclass_fields__
+    assert set(family.needs) <= set(known) and {field.arg for field in family.fields} <= set(known)
+    assert all(field.default is not REQUIRED for field in family.fields if field.hf.startswith("tie"))
+    keys = [(rule.core, rule.when) for rule in family.rules]
+    assert len(set(keys)) == len(keys)

@@ -1,0 +1,243 @@
+"""What export and import account for: names, shapes, vocabularies, norms, heads, prediction layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckpt_tools.errors import CkptError, MappingError, UnsupportedCheckpointError
+from ckpt_tools.megatron.huggingface.checks import Spec
+from ckpt_tools.megatron.huggingface.config import read_config
+from ckpt_tools.megatron.huggingface.detect import family_of_config
+from ckpt_tools.megatron.huggingface.rules import expand
+from ckpt_tools.megatron.huggingface.targets import Imported, export_targets, import_targets
+from tests.megatron.huggingface.materialise import Arrays, materialise, specs
+
+BASE = {"vocab_size": 11, "hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 4, "intermediate_size": 10, "max_position_embeddings": 32,
+        "rms_norm_eps": 1e-6, "torch_dtype": "float32"}  # fmt: skip
+LLAMA = {**BASE, "model_type": "llama"}
+QWEN3_MOE = {**BASE, "model_type": "qwen3_moe", "num_experts": 3, "num_experts_per_tok": 2,
+             "moe_intermediate_size": 6, "norm_topk_prob": True}  # fmt: skip
+DEEPSEEK = {**BASE, "model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lora_rank": 6, "kv_lora_rank": 8,
+            "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4, "n_routed_experts": 3,
+            "num_experts_per_tok": 2, "moe_intermediate_size": 6, "n_shared_experts": 1,
+            "first_k_dense_replace": 1, "num_nextn_predict_layers": 2}  # fmt: skip
+
+
+def directory(config: dict[str, Any], seed: int = 0) -> Arrays:
+    """Random tensors under the names and shapes the family's rules give."""
+    family = family_of_config(config)
+    model = read_config(family, config)
+    model = replace(model, padded_vocab_size=model.vocab_size)
+    random = np.random.default_rng(seed)
+    return {
+        key: random.normal(size=shape.shape).astype(np.float32)
+        for pair in expand(family, model)
+        for key, shape in zip(pair.hf, pair.tensors, strict=True)
+    }
+
+
+def imported(config: dict[str, Any], tensors: Arrays, multiple: int = 1) -> tuple[Imported, Arrays]:
+    found = import_targets(specs(tensors), config, vocab_multiple=multiple)
+    return found, materialise(found.tensors, tensors, source_shapes=found.shapes)
+
+
+def problems(call: Any) -> str:
+    with pytest.raises(MappingError) as caught:
+        call()
+    return str(caught.value)
+
+
+def test_every_problem_of_an_export_is_named() -> None:
+    found, megatron = imported(QWEN3_MOE, directory(QWEN3_MOE))
+    parameters = specs(megatron)
+    del parameters["decoder.layers.1.mlp.experts.experts.2.linear_fc2.weight"]
+    del parameters["decoder.layers.0.self_attention.linear_proj.weight"]
+    parameters["decoder.layers.0.mlp.router.weight"] = Spec("float32", (4, 12))
+    parameters["decoder.layers.0.surprise.weight"] = Spec("float32", (1,))
+    parameters["decoder.layers.1.mlp.linear_fc1.layer_norm_weight"] = Spec("float32", (12,))
+    text = problems(lambda: export_targets(parameters, found.args))
+    assert "decoder.layers.1.mlp.experts.experts.2.linear_fc2.weight [12, 6] is missing" in text
+    assert "decoder.layers.0.self_attention.linear_proj.weight [12, 16] is missing" in text
+    assert "decoder.layers.0.mlp.router.weight has shape [4, 12], its settings ask for [3, 12]" in text
+    assert "decoder.layers.0.surprise.weight: no rule of qwen3_moe has this parameter" in text
+    assert "are two names of one parameter" in text
+    assert text.count("\n  - ") == 5
+
+
+def test_every_problem_of_an_import_is_named() -> None:
+    tensors = specs(directory(QWEN3_MOE))
+    del tensors["model.layers.1.mlp.experts.2.up_proj.weight"]
+    tensors["model.norm.weight"] = Spec("float32", (13,))
+    tensors["model.layers.0.extra"] = Spec("float32", (1,))
+    text = problems(lambda: import_targets(tensors, QWEN3_MOE))
+    assert "model.layers.1.mlp.experts.2.up_proj.weight [6, 12] is missing" in text
+    assert "model.norm.weight has shape [13], config.json asks for [12]" in text
+    assert "model.layers.0.extra: no rule of qwen3_moe has this tensor" in text
+    assert text.count("\n  - ") == 3
+
+
+def test_vocabulary_is_padded_with_zeros_and_cut_again() -> None:
+    tensors = directory(LLAMA)
+    found, megatron = imported(LLAMA, tensors, multiple=8)
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        assert megatron[name].shape == (16, 12)
+        assert not megatron[name][11:].any() and megatron[name][:11].any()
+    assert found.args["padded_vocab_size"] == 16 and found.args["vocab_size"] == 11
+    exported = export_targets(specs(megatron), found.args)
+    assert exported.config["vocab_size"] == 11
+    assert "cut from 16 to 11" in exported.notes[0]
+    args = {**found.args, "vocab_size": None}
+    whole = export_targets(specs(megatron), args)
+    assert whole.config["vocab_size"] == 16 and "not known" in whole.notes[0]
+    assert export_targets(specs(megatron), args, LLAMA).config["vocab_size"] == 11
+    assert export_targets(specs(megatron), args, vocab_size=12).config["vocab_size"] == 12
+    assert export_targets(specs(megatron), args, {**LLAMA, "vocab_size": 20}).config["vocab_size"] == 16
+    assert "fewer than" in problems(lambda: export_targets(specs(megatron), args, vocab_size=17))
+
+
+@pytest.mark.parametrize(("centred", "offset"), [(False, -1.0), (True, 0.0)])
+def test_gemma_norms_are_offset_by_the_convention(centred: bool, offset: float) -> None:
+    """Gemma computes 1 + w. Megatron stores w with zero-centred gamma, 1 + w without."""
+    config = {**LLAMA, "model_type": "gemma", "tie_word_embeddings": True}
+    tensors = directory(config)
+    found, megatron = imported(config, tensors)
+    args = {**found.args, "layernorm_zero_centered_gamma": centred, "apply_layernorm_1p": centred}
+    stored = {key: array - np.float32(offset) if "norm" in key else array for key, array in megatron.items()}
+    exported = export_targets(specs(stored), args)
+    assert {t.add for t in exported.tensors if "norm" in t.key} == {offset}
+    assert {t.add for t in exported.tensors if "norm" not in t.key} == {0.0}
+    again = materialise(exported.tensors, stored)
+    for key, array in tensors.items():
+        np.testing.assert_allclose(again[key], array, atol=2e-7)  # x + 1 - 1 is not the identity in float32
+
+
+def test_zero_centred_llama_norms_get_one_added() -> None:
+    found, megatron = imported(LLAMA, directory(LLAMA))
+    exported = export_targets(specs(megatron), {**found.args, "layernorm_zero_centered_gamma": True})
+    assert {t.add for t in exported.tensors if "norm" in t.key} == {1.0}
+
+
+def test_local_layer_spec_names_are_accepted() -> None:
+    found, megatron = imported(QWEN3_MOE, directory(QWEN3_MOE))
+    renamed = {
+        key.replace("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight").replace(
+            "pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"
+        ): array
+        for key, array in megatron.items()
+    }
+    assert renamed.keys() != megatron.keys()
+    exported = export_targets(specs(renamed), found.args)
+    for key, array in materialise(exported.tensors, renamed).items():
+        assert array.tobytes() == directory(QWEN3_MOE)[key].tobytes()
+
+
+def test_tied_head_is_not_written_and_a_stored_one_is_to_be_proven_equal() -> None:
+    config = {**LLAMA, "tie_word_embeddings": True}
+    tensors = dict(directory(config))
+    assert "lm_head.weight" not in tensors
+    found, megatron = imported(config, {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]})
+    assert found.equal == (("model.embed_tokens.weight", "lm_head.weight"),)
+    assert "output_layer.weight" not in megatron
+    stored = {**megatron, "output_layer.weight": megatron["embedding.word_embeddings.weight"]}
+    exported = export_targets(specs(stored), found.args)
+    assert exported.equal == (("embedding.word_embeddings.weight", "output_layer.weight"),)
+    assert "lm_head.weight" not in {target.key for target in exported.tensors}
+    assert exported.config["tie_word_embeddings"] is True
+
+
+def test_prediction_layers_of_deepseek() -> None:
+    """MTP layer i is layer L + i; the release repeats embedding and head there, Megatron does not store them."""
+    tensors = dict(directory(DEEPSEEK))
+    assert {"model.layers.2.eh_proj.weight", "model.layers.3.shared_head.norm.weight",
+            "model.layers.3.mlp.experts.2.gate_proj.weight"} < tensors.keys()  # fmt: skip
+    copies = {}
+    for layer in (2, 3):
+        copies[f"model.layers.{layer}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
+        copies[f"model.layers.{layer}.shared_head.head.weight"] = tensors["lm_head.weight"]
+    found, megatron = imported(DEEPSEEK, {**tensors, **copies})
+    assert {name for _, name in found.equal} == copies.keys() == set(found.dropped)
+    assert "mtp.layers.1.transformer_layer.mlp.experts.experts.2.linear_fc1.weight" in megatron
+    assert found.args["mtp_num_layers"] == 2
+    plain = export_targets(specs(megatron), found.args)
+    again = materialise(plain.tensors, megatron)
+    assert again.keys() == tensors.keys()
+    assert all(again[key].tobytes() == tensors[key].tobytes() for key in tensors)
+    assert plain.config["num_nextn_predict_layers"] == 2
+    whole = export_targets(specs(megatron), found.args, mtp_copies=True)
+    again = materialise(whole.tensors, megatron)
+    assert again.keys() == {**tensors, **copies}.keys()
+    assert all(again[key].tobytes() == copies[key].tobytes() for key in copies)
+
+
+def test_config_with_prediction_layers_that_no_file_holds() -> None:
+    tensors = {
+        k: v for k, v in directory(DEEPSEEK).items() if ".layers.2." not in k and ".layers.3." not in k
+    }
+    found, _ = imported(DEEPSEEK, tensors)
+    assert found.args["mtp_num_layers"] is None
+    assert any("prediction layers" in note for note in found.notes)
+
+
+def test_score_bias_stays_float32() -> None:
+    tensors = directory(DEEPSEEK)
+    found = import_targets(specs(tensors), DEEPSEEK, dtype="bfloat16")
+    types = {target.key: target.dtype for target in found.tensors}
+    assert types.pop("decoder.layers.1.mlp.router.expert_bias") == "float32"
+    assert types.pop("mtp.layers.0.transformer_layer.mlp.router.expert_bias") == "float32"
+    assert types.pop("mtp.layers.1.transformer_layer.mlp.router.expert_bias") == "float32"
+    assert set(types.values()) == {"bfloat16"}
+    parameters = {t.key: Spec(t.dtype, t.shape) for t in found.tensors}
+    exported = export_targets(parameters, found.args, dtype="float16")
+    kept = {t.key for t in exported.tensors if t.dtype == "float32"}
+    assert kept == {f"model.layers.{i}.mlp.gate.e_score_correction_bias" for i in (1, 2, 3)}
+    assert exported.config["torch_dtype"] == "float16"
+
+
+def test_directories_saved_from_a_bare_model_and_masks_are_read() -> None:
+    """The released `gpt2` spells its names without `transformer.` and stores its causal masks."""
+    config = {"model_type": "gpt2", "n_embd": 12, "n_layer": 2, "n_head": 3, "n_positions": 9, "vocab_size": 11,
+              "layer_norm_epsilon": 1e-5}  # fmt: skip
+    tensors = directory(config)
+    bare = {key.removeprefix("transformer."): array for key, array in tensors.items()}
+    masks = {f"h.{i}.attn.bias": np.zeros((1, 1, 9, 9), np.float32) for i in range(2)}
+    found, megatron = imported(config, {**bare, **masks})
+    assert set(found.dropped) == masks.keys()
+    assert all(
+        megatron[key].tobytes() == array.tobytes() for key, array in imported(config, tensors)[1].items()
+    )
+
+
+def test_experts_of_different_types_are_refused() -> None:
+    tensors = specs(directory(QWEN3_MOE))
+    tensors["model.layers.0.mlp.experts.1.up_proj.weight"] = Spec("bfloat16", (6, 12))
+    assert "become one parameter" in problems(lambda: import_targets(tensors, QWEN3_MOE))
+
+
+def test_quantized_weights_are_refused() -> None:
+    with pytest.raises(UnsupportedCheckpointError, match="quantized .fp8."):
+        import_targets({}, {**LLAMA, "quantization_config": {"quant_method": "fp8"}})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [
+        ("hidden_act", "gelu", "hidden_act is 'gelu'"),
+        ("attention_bias", True, "mlp_bias=False and another field disagree"),
+        ("rope_scaling", {"rope_type": "longrope", "factor": 2.0}, "no 'longrope' scaling"),
+        ("rope_scaling", {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                          "original_max_position_embeddings": 4096}, "llama3 scaling has"),
+        ("rope_scaling", {"rope_type": "yarn", "factor": 8.0, "attention_factor": 2.0}, "cannot set"),
+        ("hidden_size", None, "hidden_size is missing"),
+    ],
+)  # fmt: skip
+def test_configs_megatron_cannot_express_are_refused(key: str, value: Any, text: str) -> None:
+    config = {**LLAMA, key: value}
+    if value is None:
+        del config[key]
+    with pytest.raises(CkptError, match=text):
+        import_targets(specs(directory(LLAMA)), config)
