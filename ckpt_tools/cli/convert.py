@@ -51,6 +51,8 @@ def convert(
     experts: o.ExpertsOption = None,
     weights_only: o.WeightsOnly = False,
     dtype: o.Dtype = None,
+    vocab_size_padded: o.VocabSizePadded = None,
+    vocab_size: o.VocabSize = None,
     layout: o.LayoutOption = None,
     world_size: o.WorldSize = None,
     dp_shard: o.DpShard = None,
@@ -83,12 +85,9 @@ def convert(
     checkpoint, and a flag that contradicts it is an error. Run it alone, or under torchrun or srun.
     """
     from ckpt_tools.convert.group_map import load_group_map
-    from ckpt_tools.convert.to_fsdp_dtensor import (
-        ConvertOptions,
-        TargetOptions,
-        WriteOptions,
-        convert_iterations,
-    )
+    from ckpt_tools.convert.to_fsdp_dtensor import ConvertOptions, convert_iterations
+    from ckpt_tools.execute.run import WriteOptions
+    from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions
 
     wanted = TargetOptions(
         dialect=target.value if target else None,
@@ -100,6 +99,8 @@ def convert(
         tp=tp,
         weights_only=weights_only,
         dtype=dtype,
+        vocab_size_padded=vocab_size_padded,
+        vocab_size=vocab_size,
         group_map=load_group_map(group_map_file) if group_map_file else None,
         strict_map=strict_map,
         model_prefix=model_prefix,

@@ -94,6 +94,16 @@ Dtype = Annotated[
     typer.Option("--dtype", help="With --weights-only: element type of the weights, e.g. bfloat16.",
                  rich_help_panel=_MODEL),
 ]  # fmt: skip
+VocabSizePadded = Annotated[
+    int | None,
+    typer.Option("--vocab-size-padded", help="Rows of the vocabulary in the target: padding is cut or zeros added.",
+                 rich_help_panel=_MODEL),
+]  # fmt: skip
+VocabSize = Annotated[
+    int | None,
+    typer.Option("--vocab-size", help="Real tokens: the rows after them are padding.",
+                 rich_help_panel=_MODEL),
+]  # fmt: skip
 ModelPrefix = Annotated[
     str,
     typer.Option(

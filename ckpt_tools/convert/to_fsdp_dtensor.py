@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from ckpt_tools.box import Box
 from ckpt_tools.catalog.dcp import read_catalog
 from ckpt_tools.catalog.detect import Location, iteration_numbers, locate
 from ckpt_tools.catalog.files import Files, open_files
@@ -18,11 +19,11 @@ from ckpt_tools.convert.outputs import (
     object_archives,
 )
 from ckpt_tools.convert.placements import Layout, even_placement, exact_placement, live_tensors
-from ckpt_tools.errors import UnsupportedCheckpointError, UsageError
+from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError
 from ckpt_tools.execute.ranks import DistributedRanks, Ranks, connect
 from ckpt_tools.execute.run import WriteOptions, write_checkpoint
 from ckpt_tools.megatron.source import TorchDistSource, read_torch_dist
-from ckpt_tools.megatron.target import Target
+from ckpt_tools.megatron.target import Target, TargetTensor
 from ckpt_tools.megatron.to_fsdp_dtensor import FsdpTarget, TargetOptions, build_fsdp_target
 from ckpt_tools.plan.build import build_plan
 from ckpt_tools.plan.model import Plan, plan_json
@@ -81,6 +82,7 @@ def convert_to_fsdp_dtensor(
     checked = "not checked"
     written = None
     try:
+        prove_padding(planned)
         if not dry_run:
             checked = prove_masters(planned, options.check_masters, ranks)
             written = write_checkpoint(
@@ -165,6 +167,33 @@ def _in_reading_order(target: Target, order: list[str]) -> Target:
     kinds = {"master": 0, "weight": 0}
     tensors = sorted(target.tensors, key=lambda t: (kinds.get(t.role, 1), position[t.parameter]))
     return replace(target, tensors=tuple(tensors))
+
+
+def prove_padding(planned: Planned) -> None:
+    """Rows that a smaller vocabulary leaves out must be zeros where nothing tells how many tokens are real.
+
+    Raises:
+        MappingError: some are not.
+    """
+    from ckpt_tools.execute.read_box import read_box
+    from ckpt_tools.megatron.fsdp_dtensor import weight_sources
+    from ckpt_tools.megatron.live import Rows
+
+    vocab = planned.built.vocab
+    for parameter in vocab.parameters:
+        if parameter.name not in vocab.cut:
+            continue
+        stored = parameter.stored[0]
+        whole = replace(parameter, shape=stored.shape, rows=(Rows(stored, 0, stored.shape[0], 0),))
+        tensor = TargetTensor(parameter.name, stored.dtype, stored.shape, weight_sources(whole))
+        dropped = Box(
+            (vocab.kept, *(0,) * (len(stored.shape) - 1)), (stored.shape[0] - vocab.kept, *stored.shape[1:])
+        )
+        if read_box(planned.files, planned.source.catalog, tensor, dropped).any():
+            raise MappingError(
+                f"{parameter.name}: rows {vocab.kept} to {stored.shape[0] - 1} would be cut off and are not zeros; "
+                "give the number of real tokens with --vocab-size if they are padding"
+            )
 
 
 def prove_masters(planned: Planned, mode: str, ranks: Ranks | DistributedRanks) -> str:

@@ -76,12 +76,13 @@ def state_sources(parameter: LiveParameter, states: OptimizerStates, kind: str) 
 
 
 def _assemble(parameter: LiveParameter, stored: Any) -> tuple[Source, ...]:
-    whole = len(parameter.rows) == 1
     sources = []
     for rows in parameter.rows:
         origin = (rows.at, *(0,) * (len(parameter.shape) - 1))
         steps: View = (Narrow(0, rows.start, rows.count), Place(origin, parameter.shape))
-        sources += [Source(s.key, s.view if whole else (*s.view, *steps)) for s in stored(rows.parameter)]
+        sources += [
+            Source(s.key, s.view if parameter.is_whole else (*s.view, *steps)) for s in stored(rows.parameter)
+        ]
     return tuple(sources)
 
 
@@ -146,6 +147,7 @@ def model_tensors(
             path=(head, f"{tail}.{name}" if tail else name),
             must_round_to=_cut(weights, half, parameter) if use_master else (),
             must_round_dtype=weight_dtype if use_master else None,
+            zero_filled=parameter.has_padding,
             parameter=name,
             role="master" if use_master else "weight",
         )
@@ -167,6 +169,7 @@ def state_tensors(
                 shape=(half.count, *parameter.shape[1:]) if parameter.shape else (),
                 sources=_cut(sources, half, parameter),
                 path=("optimizer", "state", f"{prefixes.wrappers}.{name}", kind),
+                zero_filled=parameter.has_padding,
                 parameter=name,
                 role=kind if kind in ("exp_avg", "exp_avg_sq") else "other",
             )

@@ -46,6 +46,16 @@ class LiveParameter:
     gated: bool = False  # written as two halves `_w` and `_v`
 
     @property
+    def is_whole(self) -> bool:
+        """Whether it is one stored parameter as it stands."""
+        return len(self.rows) == 1 and self.rows[0].parameter.shape == self.shape
+
+    @property
+    def has_padding(self) -> bool:
+        """Whether it has rows that no stored parameter gives: they are zeros."""
+        return bool(self.shape) and sum(rows.count for rows in self.rows) < self.shape[0]
+
+    @property
     def stored(self) -> tuple[Parameter, ...]:
         """The stored parameters it is made of, each once, in order of first use."""
         return tuple({(r.parameter.key, r.parameter.lead): r.parameter for r in self.rows}.values())

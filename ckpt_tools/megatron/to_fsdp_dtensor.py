@@ -33,6 +33,7 @@ from ckpt_tools.megatron.param_groups import (
 from ckpt_tools.megatron.source import TorchDistSource
 from ckpt_tools.megatron.target import InlineTensor, Target, TargetObject, TargetTensor
 from ckpt_tools.megatron.torch_dist import EXPERTS, layer_counts
+from ckpt_tools.megatron.vocab import VocabChange, resize_vocab
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,8 @@ class TargetOptions:
     swiglu: bool | None = None
     swiglu_modules: tuple[str, ...] = ()
     rename_mtp: bool = False
+    vocab_size_padded: int | None = None  # rows of the vocabulary tensors in the target
+    vocab_size: int | None = None  # real tokens; the rest is padding
     tp: int | None = None  # tensor-parallel size of the job that will load the result
     weights_only: bool = False
     dtype: str | None = None  # of the weights, with weights_only
@@ -62,9 +65,7 @@ class FsdpTarget:
     parameters: tuple[LiveParameter, ...]
     memberships: Mapping[str, Membership]
     dialect: Dialect
-    style: ModelStyle
-    tp: int
-    prefixes: Prefixes = field(default_factory=Prefixes)
+    vocab: VocabChange
 
 
 def build_fsdp_target(source: TorchDistSource, options: TargetOptions) -> FsdpTarget:
@@ -80,6 +81,8 @@ def build_fsdp_target(source: TorchDistSource, options: TargetOptions) -> FsdpTa
     tp = options.tp or _writer_tp(source)
     parameters = choose_parameters(source, options, style, dialect, tp)
     notes += dialect_notes(parameters, source, dialect, options)
+    vocab = choose_vocab(options, parameters)
+    parameters = vocab.parameters
     prefixes = Prefixes(options.model_prefix, options.state_prefix or _state_prefix(source))
     weights = [
         tensor
@@ -95,9 +98,9 @@ def build_fsdp_target(source: TorchDistSource, options: TargetOptions) -> FsdpTa
         dropped=(*source.dropped, *common.dropped),
         renamed=renamed(parameters),
         backfilled=optimizer.backfilled,
-        notes=(*notes, *optimizer.notes, *common.notes),
+        notes=(*notes, *vocab.notes, *optimizer.notes, *common.notes),
     )
-    return FsdpTarget(target, tuple(parameters), optimizer.memberships, dialect, style, tp, prefixes)
+    return FsdpTarget(target, tuple(parameters), optimizer.memberships, dialect, vocab)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +216,21 @@ def choose_parameters(
     if problems:
         raise MappingError("the weights contradict each other or the args:\n" + list_problems(problems))
     return parameters
+
+
+def choose_vocab(options: TargetOptions, parameters: list[LiveParameter]) -> VocabChange:
+    """The parameters with the vocabulary size that was asked for; unchanged when none was.
+
+    `args.vocab_size` is not asked: it leaves out tokens that some tokenizers add (NullTokenizer's end of text).
+    """
+    rows = options.vocab_size_padded
+    if rows is None:
+        if options.vocab_size is not None:
+            raise UsageError("--vocab-size only tells padding from tokens for --vocab-size-padded")
+        return VocabChange(parameters, (), 0, ())
+    if rows < 1:
+        raise UsageError(f"--vocab-size-padded {rows}: at least one row is needed")
+    return resize_vocab(parameters, rows, options.vocab_size)
 
 
 def choose_memberships(
