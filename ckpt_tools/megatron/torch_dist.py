@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckpt_tools.catalog.model import Catalog, TensorEntry
 from ckpt_tools.errors import MappingError, list_problems
@@ -53,13 +53,20 @@ def sort_keys(catalog: Catalog) -> SortedKeys:
     """
     optimizer = [key for key in catalog.tensors if is_optimizer_key(key)]
     weights = [entry for key, entry in catalog.tensors.items() if not is_optimizer_key(key)]
-    parameters = [parameter for entry in weights for parameter in slices_of(entry)]
+    parameters = without_wrapper([parameter for entry in weights for parameter in slices_of(entry)])
     problems = [f"{e.key}: adapter weights (LoRA) are not part of a pre-training checkpoint; merge them first"
                 for e in weights if ".adapter." in e.key or ".lora_" in e.key]  # fmt: skip
     problems += missing_layers(p.name for p in parameters)
     if problems:
         raise MappingError("the weights do not make a whole Megatron model:\n" + list_problems(problems))
     return SortedKeys(tuple(parameters), tuple(optimizer), tuple(catalog.objects))
+
+
+def without_wrapper(parameters: list[Parameter]) -> list[Parameter]:
+    """The parameters without the `module.` that NeMo 2 puts in front of every name."""
+    if not all(p.name.startswith("module.") for p in parameters):
+        return parameters
+    return [replace(p, name=p.name.removeprefix("module.")) for p in parameters]
 
 
 def is_optimizer_key(key: str) -> bool:
