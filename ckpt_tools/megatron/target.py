@@ -34,9 +34,6 @@ class TargetTensor:
     zero_filled: bool = False
     parameter: str = ""  # the live parameter, or half of one, whose placement it shares
     role: str = "weight"  # weight, master, exp_avg, exp_avg_sq or other; for reports only
-    add: float = (
-        0.0  # added to every element in fp32 before the one rounding to `dtype` (norms stored as w - 1)
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,14 +48,16 @@ from ckpt_tools.megatron.views import Shape
 class Exported:
     """What a Hugging Face directory must contain.
 
-    `shapes` are the header's shapes of tensors whose target has split axes (the bytes are the same). Each pair
-    of `equal` must hold the same bytes in the source: a tied head that is stored nevertheless.
+    `shapes` are the header's shapes of tensors whose target has split axes (the bytes are the same). `offsets`
+    are to be added to all elements of a tensor, in float32 before the one rounding: norms that one side stores as
+    weight - 1. Each pair of `equal` must hold the same bytes in the source: a tied head stored nevertheless.
     """
 
     family: Family
     tensors: tuple[TargetTensor, ...]
     config: Mapping[str, Any]
     shapes: Mapping[str, Shape] = field(default_factory=dict)
+    offsets: Mapping[str, float] = field(default_factory=dict)
     equal: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -113,19 +115,23 @@ def export_targets(
     problems += [f"{name}: no rule of {family.name} has this parameter" for name in unused]
     if problems:
         raise MappingError(f"the checkpoint is not a whole {family.name} model:\n" + list_problems(problems))
-    tensors, shapes = [], {}
+    tensors: list[TargetTensor] = []
+    shapes: dict[str, Shape] = {}
+    offsets: dict[str, float] = {}
     for pair in pairs:
-        for target, shape in _export_pair(
-            pair, _norm_offset(family, model, pair), spelled, parameters, dtype
-        ):
-            tensors.append(target)
-            if shape != target.shape:
-                shapes[target.key] = shape
+        made = _export_pair(pair, spelled, parameters, dtype)
+        tensors += made
+        shapes |= {
+            key: one.shape for key, one in zip(pair.hf, pair.tensors, strict=True) if one.shape != one.seen
+        }
+        if pair.rule.norm and model.zero_centered_gamma != family.plus_one:
+            offsets |= dict.fromkeys(pair.hf, 1.0 if model.zero_centered_gamma else -1.0)
     if mtp_copies:
         tensors += _copies(family, model, tensors)
     model = replace(model, params_dtype=_bulk_dtype(tensors))
     config = (keep_reference(reference) if reference else {}) | write_config(family, model)
-    return Exported(family, tuple(tensors), config, shapes, equal, (*notes, *semantic_notes(family, model)))
+    notes = (*notes, *semantic_notes(family, model))
+    return Exported(family, tuple(tensors), config, shapes, offsets, equal, notes)
 
 
 def import_targets(
@@ -175,13 +181,7 @@ def import_targets(
     problems += [f"{name}: no rule of {family.name} has this tensor" for name in sorted(rest)]
     if problems:
         raise MappingError(f"the directory is not a whole {family.name} model:\n" + list_problems(problems))
-    made = [
-        target
-        for pair in pairs
-        for target in _import_pair(
-            model, pair, prefix, tensors, dtype=dtype, add=-_norm_offset(family, model, pair)
-        )
-    ]
+    made = [target for pair in pairs for target in _import_pair(model, pair, prefix, tensors, dtype)]
     args = megatron_args(replace(model, params_dtype=_bulk_dtype(made)))
     shapes = {
         prefix(name): shape.seen
@@ -202,41 +202,25 @@ def _stray_head(
     return ((EMBEDDING, HEAD),)
 
 
-def _norm_offset(family: Family, model: ModelArgs, pair: Pair) -> float:
-    """Hugging Face's norm weight minus Megatron's: each side may store weight - 1."""
-    return float(model.zero_centered_gamma) - float(family.plus_one) if pair.rule.norm else 0.0
-
-
 def _export_pair(
-    pair: Pair,
-    add: float,
-    spelled: Mapping[str, str],
-    parameters: Mapping[str, Spec],
-    dtype: str | None,
-) -> Iterable[tuple[TargetTensor, Shape]]:
-    """The Hugging Face tensors of a pair, with their headers' shapes."""
+    pair: Pair, spelled: Mapping[str, str], parameters: Mapping[str, Spec], dtype: str | None
+) -> list[TargetTensor]:
+    """The Hugging Face tensors of a pair."""
     stored = {parameters[spelled[name]].dtype for name in pair.core}
     if len(stored) > 1:
         raise MappingError(
             f"{pair.core[0]} and its fellow experts are stored as {' and '.join(sorted(stored))}"
         )
-    for number, (key, shape) in enumerate(zip(pair.hf, pair.tensors, strict=True)):
-        sources = tuple(
-            Source(spelled[name], link.to_hf(shape.seen))
-            for name, layout in zip(pair.core, pair.layouts, strict=True)
-            for link in layout.links
-            if link.hf == number
-        )
-        yield (
-            TargetTensor(
-                key,
-                pair.rule.dtype or dtype or next(iter(stored)),
-                shape.seen,
-                sources,
-                add=add,
-            ),
-            shape.shape,
-        )
+    sources: list[list[Source]] = [[] for _ in pair.hf]
+    for name, layout in zip(pair.core, pair.layouts, strict=True):
+        for link in layout.links:
+            view = link.to_hf(pair.tensors[link.hf].seen)
+            sources[link.hf].append(Source(spelled[name], view))
+    chosen = pair.rule.dtype or dtype or stored.pop()
+    return [
+        TargetTensor(key, chosen, shape.seen, tuple(found))
+        for key, shape, found in zip(pair.hf, pair.tensors, sources, strict=True)
+    ]
 
 
 def _import_pair(
@@ -244,9 +228,7 @@ def _import_pair(
     pair: Pair,
     prefix: Prefix,
     tensors: Mapping[str, Spec],
-    *,
     dtype: str | None,
-    add: float,
 ) -> Iterable[TargetTensor]:
     """The Megatron parameters of a pair."""
     hf = [prefix(name) for name in pair.hf]
@@ -260,7 +242,6 @@ def _import_pair(
             pair.shape,
             tuple(Source(hf[link.hf], link.to_core(pair.shape)) for link in layout.links),
             zero_filled=pair.rule.layout == "vocab" and pair.shape[0] > model.true_vocab_size,
-            add=add,
         )
 
 

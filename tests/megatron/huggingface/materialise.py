@@ -27,10 +27,11 @@ def materialise(
     sources: Arrays,
     source_shapes: Mapping[str, tuple[int, ...]] | None = None,
     target_shapes: Mapping[str, tuple[int, ...]] | None = None,
+    offsets: Mapping[str, float] | None = None,
 ) -> dict[str, np.ndarray[Any, Any]]:
     """Every target's elements; fails unless each is shown exactly once (padding excepted).
 
-    `source_shapes` and `target_shapes` are the `shapes` of `Imported` and `Exported`.
+    `source_shapes` and `target_shapes` are the `shapes` of `Imported` and `Exported`, `offsets` the latter's.
     """
     made = {}
     for target in targets:
@@ -52,8 +53,8 @@ def materialise(
                 count[here] += 1
         assert count.max() == 1, target.key
         assert target.zero_filled or count.min() == 1, target.key
-        if target.add:
+        if target.key in (offsets or {}):
             assert target.dtype == "float32", "the test helper adds in float32 only"
-            out += np.float32(target.add)
+            out += np.float32((offsets or {})[target.key])
         made[target.key] = out.reshape((target_shapes or {}).get(target.key, target.shape))
     return made

@@ -151,7 +151,9 @@ def test_family_is_told_by_its_parameters(config: dict[str, Any], name: str) -> 
 
 
 def test_families_without_rules_are_refused() -> None:
-    with pytest.raises(MappingError, match="Nemotron-H layers: decoder.layers.N.mixer.in_proj.weight.z"):
+    with pytest.raises(
+        MappingError, match=r"Nemotron-H layers: decoder\.layers\.N\.mixer\.in_proj\.weight\.z"
+    ):
         detect_family(["decoder.layers.3.mixer.in_proj.weight.z", "embedding.word_embeddings.weight"])
     with pytest.raises(MappingError, match="'bert'"):
         detect_family([], config={"model_type": "bert"})

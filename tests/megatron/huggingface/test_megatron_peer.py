@@ -95,7 +95,7 @@ def test_wrong_layouts_are_seen(name: str, runs: tuple[dict[str, Case], Path]) -
 def test_keys_are_those_megatron_writes(name: str, runs: tuple[dict[str, Case], Path]) -> None:
     """The model's own `sharded_state_dict` has one key for every rule, and no other."""
     cases, folder = runs
-    written = {key for key in np.load(folder / f"{name}.out.npz")["keys"]}
+    written = set(np.load(folder / f"{name}.out.npz")["keys"])
     case = cases[name]
     pairs = expand(case.exported.family, read_model_args(case.imported.args))
     for pair in pairs:
