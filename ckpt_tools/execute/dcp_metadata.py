@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from ckpt_tools.box import Box
 from ckpt_tools.plan.model import Plan, TensorInfo
@@ -52,7 +52,10 @@ def metadata_bytes(plan: Plan) -> bytes:
     items = ((pickle.index(*row[:3]), pickle.storage(*row[3:])) for row in stored)
     storage_meta = pickle.instance("StorageMeta", b"N", b"N", b"N", b"]")
     fields = (pickle.dict(entries), pickle.dict(paths), pickle.dict(items), storage_meta, text_ops("1.0.0"))
-    return pickle.prologue + pickle.instance("Metadata", *fields) + b"."
+    extra = b""
+    if plan.original_shapes is not None:  # an attribute of Megatron's, not a field of torch's class
+        extra = pickle.text("mcore_data") + pickle.original_shapes(plan.original_shapes)
+    return pickle.prologue + pickle.instance("Metadata", *fields, extra=extra) + b"."
 
 
 class _Pickle:
@@ -88,16 +91,24 @@ class _Pickle:
         known = self._memo.get(numbers)
         return known or self._made(numbers, self._memo["class", "Size"] + int_tuple_ops(numbers) + b"\x85R")
 
-    def instance(self, name: str, *values: bytes) -> bytes:
-        """An object of a class of `_FIELDS` with the given values of its fields."""
+    def instance(self, name: str, *values: bytes, extra: bytes = b"") -> bytes:
+        """An object of a class of `_FIELDS` with the given values of its fields, and `extra` names and values."""
         made = self._memo["class", name] + b")\x81"
         if not values:
             return made
         fields = zip(_FIELDS[name], values, strict=True)
-        return made + b"}(" + b"".join([self._memo[field] + value for field, value in fields]) + b"ub"
+        return made + b"}(" + b"".join([self._memo[field] + value for field, value in fields]) + extra + b"ub"
 
     def dict(self, entries: Iterable[tuple[bytes, bytes]]) -> bytes:
         return _batched(b"}", (key + value for key, value in entries), b"u")
+
+    def original_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> bytes:
+        """Megatron's `mcore_data` (dist_checkpointing/strategies/torch.py, core 0.8 to 0.15)."""
+        name = "nd_reformulated_orig_global_shape"
+        return self.dict(
+            (self.text(key), self.dict([(self.text(name), int_tuple_ops(shape))]))
+            for key, shape in shapes.items()
+        )
 
     def path(self, path: tuple[str | int, ...]) -> bytes:
         parts = [self.text(part) if isinstance(part, str) else int_ops(part) for part in path]

@@ -61,26 +61,29 @@ class Staging:
             UsageError: the output is in use or not empty, or a stopped conversion lies here and neither `resume`
                 nor `overwrite` says what to do with it.
         """
-        with storage_errors(self.partial):
-            self.final.parent.mkdir(parents=True, exist_ok=True)
-            self._take_lock()
-            try:
-                self._undo_half_replacement()
-                if resume and self._is_published():
-                    return Found.PUBLISHED
-                self._check_final(overwrite)
-                if resume and self.journal.exists():
-                    return Found.UNFINISHED
-                if self.journal.exists() and not overwrite:
-                    raise UsageError(
-                        f"{self.partial} holds a conversion that was stopped. Go on from it with --resume, or "
-                        "start anew with --overwrite."
-                    )
-                self._clear()
-                self.data.mkdir()
-            except BaseException:
-                self.release()
-                raise
+        try:
+            with storage_errors(self.partial):
+                self.final.parent.mkdir(parents=True, exist_ok=True)
+                self._take_lock()
+                return self._examine(overwrite, resume)
+        except BaseException:
+            self.release()
+            raise
+
+    def _examine(self, overwrite: bool, resume: bool) -> Found:
+        self._undo_half_replacement()
+        if resume and self._is_published():
+            return Found.PUBLISHED
+        self._check_final(overwrite)
+        if resume and self.journal.exists():
+            return Found.UNFINISHED
+        if self.journal.exists() and not overwrite:
+            raise UsageError(
+                f"{self.partial} holds a conversion that was stopped. Go on from it with --resume, or start anew "
+                "with --overwrite."
+            )
+        self._clear()
+        self.data.mkdir()
         return Found.NOTHING
 
     def _is_published(self) -> bool:
@@ -104,9 +107,9 @@ class Staging:
                 os.close(fd)
                 raise UsageError(f"{self.final} is being written by another converter ({owner})") from None
             if path.exists() and os.path.samestat(os.fstat(fd), path.stat()):
+                self._lock = fd
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
-                self._lock = fd
                 return
             os.close(fd)
 

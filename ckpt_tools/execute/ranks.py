@@ -25,10 +25,16 @@ _LAST_WORDS_SECONDS = 10.0  # how long a failing rank waits for the others' mess
 
 
 class Ranks:
-    """One process: everything is agreed at once. `DistributedRanks` has the same methods."""
+    """One process: everything is agreed at once. `DistributedRanks` has the same methods.
+
+    `watch` is called whenever a rank waits or asks whether to go on, and may raise to stop.
+    """
 
     rank = 0
     world = 1
+
+    def __init__(self) -> None:
+        self.watch: Callable[[], None] = _go_on
 
     def together(self, step: Callable[[], T]) -> list[T]:
         """Run `step` on every rank; the results of all ranks, in rank order.
@@ -43,6 +49,11 @@ class Ranks:
         Raises:
             PeerFailedError: another rank has failed, so that this one may stop early.
         """
+        self.watch()
+
+
+def _go_on() -> None:
+    """Watches nothing."""
 
 
 class PeerFailedError(Exception):
@@ -55,6 +66,7 @@ class DistributedRanks:
     def __init__(self, rank: int, world: int, store: Any) -> None:
         self.rank = rank
         self.world = world
+        self.watch: Callable[[], None] = _go_on
         self._store = store
         self._round = 0
         self._polled = time.monotonic()
@@ -75,7 +87,10 @@ class DistributedRanks:
                 self._post(f"{self._round}/{self.rank}", json.dumps(outcome))
                 raise
         self._post(f"{self._round}/{self.rank}", json.dumps(outcome))
-        outcomes = [self._outcome(peer) for peer in range(self.world)]
+        try:
+            outcomes = [self._outcome(peer) for peer in range(self.world)]
+        finally:
+            self._leave_round()
         failed = {peer: o["error"] for peer, o in enumerate(outcomes) if o and o.get("error")}
         if failed:
             raise _joined(failed)
@@ -86,6 +101,7 @@ class DistributedRanks:
 
     def check(self) -> None:
         """As `Ranks.check`; asks the store at most once a second."""
+        self.watch()
         with self._lock:
             if time.monotonic() - self._polled < _POLL_SECONDS:
                 return
@@ -98,6 +114,7 @@ class DistributedRanks:
         key = f"{self._round}/{peer}"
         deadline = None
         while True:
+            self.watch()
             if self._has(key):
                 found: dict[str, Any] = json.loads(self._ask(lambda: self._store.get(key)))
                 return found
@@ -105,6 +122,16 @@ class DistributedRanks:
                 deadline = time.monotonic() + _LAST_WORDS_SECONDS
             if deadline is not None and time.monotonic() > deadline:
                 return None
+            time.sleep(0.01)
+
+    def _leave_round(self) -> None:
+        """Rank 0, which may host the store, leaves a round last: when all others have left or do not answer."""
+        key = f"{self._round}/left"
+        if self.rank != 0:
+            self._ask(lambda: self._store.add(key, 1))
+            return
+        deadline = time.monotonic() + _LAST_WORDS_SECONDS
+        while self._ask(lambda: self._store.add(key, 0)) < self.world - 1 and time.monotonic() < deadline:
             time.sleep(0.01)
 
     def _has(self, key: str) -> bool:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import resource
-import signal
-import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ from ckpt_tools.execute.fileio import replace_file, storage_errors, write_all
 from ckpt_tools.execute.journal import check_unchanged, fingerprint
 from ckpt_tools.execute.publish import Found, Staging
 from ckpt_tools.execute.ranks import DistributedRanks, Ranks
+from ckpt_tools.execute.signals import StopSignals
 from ckpt_tools.execute.source import SourceReader
 from ckpt_tools.execute.work import Progress, Work, tile_bytes
 from ckpt_tools.plan.assign import worker_share
@@ -83,8 +81,9 @@ def write_checkpoint(
     started = time.monotonic()
     options = options or WriteOptions()
     ranks = ranks or Ranks()
-    job = _Job(plan, files, output, options, ranks=ranks, progress=progress or (lambda done, total: None))
-    with _stoppable():
+    with StopSignals() as signals:
+        ranks.watch = signals.check
+        job = _Job(plan, files, output, options, ranks=ranks, progress=progress or (lambda done, total: None))
         if len(set(ranks.together(lambda: plan.digest))) > 1:
             raise UsageError("the ranks made different plans: do they all see the same source and options?")
         counts = job.run()
@@ -100,24 +99,6 @@ def write_checkpoint(
         peak_rss_bytes=max((c.get("peak_rss", 0) for c in counts), default=0),
         ranks=ranks.world,
     )
-
-
-@contextmanager
-def _stoppable() -> Iterator[None]:
-    """Ctrl-C and SIGTERM inside become Interrupted and Terminated."""
-
-    def terminate(_number: int, _frame: object) -> None:
-        raise Terminated("terminated; go on with --resume")
-
-    in_main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, terminate) if in_main else None
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise Interrupted("interrupted; nothing was published, --resume goes on from here") from None
-    finally:
-        if in_main:
-            signal.signal(signal.SIGTERM, before)
 
 
 class _Job:
@@ -200,6 +181,7 @@ class _Job:
         return counts
 
     def _publish(self, found: str) -> None:
+        self._ranks.check()
         if not self._leads:
             return
         staging, output, sync = self._staging, self._output, self._options.fsync

@@ -50,29 +50,41 @@ def make_case(folder: Path, scale: int = 8) -> Case:
     source.tensor("scalar", "float64", np.array(2.5))
     source.tensor("tiny", "bool", np.array([True, False, True]))
     source.finish()
-    tensors, expected = [], {}
-    for i in range(2):
-        tensors.append(
-            TargetTensor(f"layer.{i}", "float32", (rows_, columns), (Source("stacked", (Select(0, i),)),))
-        )
-        expected[f"layer.{i}"] = stacked[i]
-    gate = (Select(0, 0), Narrow(0, 0, rows_ // 2 + 3))
-    tensors.append(TargetTensor("gate", "float32", (rows_ // 2 + 3, columns), (Source("stacked", gate),)))
-    expected["gate"] = stacked[0, : rows_ // 2 + 3]
-    tensors.append(TargetTensor("weight", "bfloat16", weight.shape, (Source("weight"),)))
-    expected["weight"] = weight
-    turned = Source("weight", (Permute((1, 0)),))
-    tensors.append(TargetTensor("turned", "bfloat16", weight.T.shape, (turned,)))
-    expected["turned"] = weight.T
-    tensors.append(TargetTensor("scalar", "float64", (), (Source("scalar"),)))
-    expected["scalar"] = np.array(2.5)
-    tensors.append(TargetTensor("tiny", "bool", (3,), (Source("tiny"),)))
-    expected["tiny"] = np.array([True, False, True])
-    step = InlineTensor("step", "float32", (), np.float32(7).tobytes())
-    expected["step"] = np.array(7, np.float32)
+    case = reopened_case(folder)
+    half = rows_ // 2 + 3
+    case.expected.update(
+        {f"layer.{i}": stacked[i] for i in range(2)},
+        gate=stacked[0, :half],
+        weight=weight,
+        turned=weight.T,
+        scalar=np.array(2.5),
+        tiny=np.array([True, False, True]),
+        step=np.array(7, np.float32),
+    )
+    return case
+
+
+def reopened_case(folder: Path) -> Case:
+    """The case in a folder that `make_case` filled, without its expectations."""
     files = open_files(str(folder))
-    target = Target(tuple(tensors), (step,), (TargetObject("iteration", 7),))
-    return Case(files, read_catalog(files), target, expected)
+    catalog = read_catalog(files)
+    rows_, columns = catalog.tensors["weight"].shape
+    half = rows_ // 2 + 3
+    layers = [
+        TargetTensor(f"layer.{i}", "float32", (rows_, columns), (Source("stacked", (Select(0, i),)),))
+        for i in range(2)
+    ]
+    gate = (Select(0, 0), Narrow(0, 0, half))
+    tensors = (
+        *layers,
+        TargetTensor("gate", "float32", (half, columns), (Source("stacked", gate),)),
+        TargetTensor("weight", "bfloat16", (rows_, columns), (Source("weight"),)),
+        TargetTensor("turned", "bfloat16", (columns, rows_), (Source("weight", (Permute((1, 0)),)),)),
+        TargetTensor("scalar", "float64", (), (Source("scalar"),)),
+        TargetTensor("tiny", "bool", (3,), (Source("tiny"),)),
+    )
+    step = InlineTensor("step", "float32", (), np.float32(7).tobytes())
+    return Case(files, catalog, Target(tensors, (step,), (TargetObject("iteration", 7),)), {})
 
 
 @pytest.fixture
