@@ -58,12 +58,14 @@ def build_plan(
     placement: Placement,
     world: int,
     blobs: Iterable[tuple[str, bytes]] = (),
+    original_shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Plan:
     """The plan that writes `target` from `catalog` into the files of `world` target ranks.
 
     Args:
         placement: boxes and owners of each target tensor; the boxes must tile it.
         blobs: the archive of every object of the target, as (key, bytes).
+        original_shapes: of states that stay N-D flattened in the target, as in `Catalog`.
 
     Raises:
         MappingError: a target tensor has no source, another shape, or is not tiled by its sources or boxes; a
@@ -82,13 +84,14 @@ def build_plan(
                 items[rank].append(item)
         except (MappingError, CorruptCheckpointError) as error:
             problems.append(error)
-    _raise_all(problems)
+    raise_all(problems)
     tensors = {t.key: TensorInfo(t.dtype, t.shape) for t in target.inline}
     tensors |= {t.key: TensorInfo(t.dtype, t.shape) for t in target.tensors}
     paths = {t.key: t.path or (t.key,) for t in _entries(target)}
     sizes = {file_name(rank): end for rank, end in enumerate(files.end) if end}
     ordered = tuple(item for share in items for item in share)
-    return Plan(ordered, fixed, sizes, tensors, paths, _digest(ordered, fixed, sizes, tensors, paths))
+    digest = plan_digest(ordered, fixed, sizes, tensors, paths, original_shapes)
+    return Plan(ordered, fixed, sizes, tensors, paths, digest, original_shapes)
 
 
 def _place_blobs(target: Target, blobs: Iterable[tuple[str, bytes]], files: _Files) -> tuple[OutputBlob, ...]:
@@ -120,7 +123,7 @@ def _tensor_items(
             continue  # an empty shard: torch writes nothing, and its offset could hide a real chunk
         found = reader.pieces(box)
         length = tensor_frame(tensor.dtype, box.size).length
-        transfers = tuple(sorted((_transfer(p, tensor, box) for p in found), key=lambda t: t.piece.box.start))
+        transfers = tuple(sorted((source_transfer(p, tensor, box) for p in found), key=lambda t: t.piece.box.start))
         zeros = box.volume - sum(t.piece.box.volume for t in transfers)
         offset = files.place(rank, length)
         items.append(
@@ -132,7 +135,7 @@ def _tensor_items(
     return items
 
 
-def _transfer(found: SourcePiece, tensor: TargetTensor, box: Box) -> Transfer:
+def source_transfer(found: SourcePiece, tensor: TargetTensor, box: Box) -> Transfer:
     entry, chunk, piece = found
     size = piece.box.size
     whole = piece.box.volume == chunk.box.volume and is_dense(size, piece.strides)
@@ -160,7 +163,7 @@ def _check_unique(target: Target) -> None:
         raise MappingError("the target has keys more than once:\n" + list_problems(twice))
 
 
-def _raise_all(problems: Sequence[MappingError | CorruptCheckpointError]) -> None:
+def raise_all(problems: Sequence[MappingError | CorruptCheckpointError]) -> None:
     """Raise one error with all messages; damage of the source weighs more than a wrong mapping."""
     if len(problems) == 1:
         raise problems[0]
@@ -169,12 +172,13 @@ def _raise_all(problems: Sequence[MappingError | CorruptCheckpointError]) -> Non
         raise kind(f"{len(problems)} tensors cannot be planned:\n" + list_problems(map(str, problems)))
 
 
-def _digest(
+def plan_digest(
     items: Sequence[OutputItem],
     blobs: Sequence[OutputBlob],
     sizes: Mapping[str, int],
     tensors: Mapping[str, TensorInfo],
     paths: Mapping[str, tuple[str | int, ...]],
+    original_shapes: Mapping[str, tuple[int, ...]] | None,
 ) -> str:
     """SHA-256 over a canonical rendering of the plan."""
     state = hashlib.sha256()
@@ -184,5 +188,6 @@ def _digest(
         box = None if blob.box is None else list(blob.box)
         row = [blob.key, box, blob.file, blob.offset, hashlib.sha256(blob.data).hexdigest()]
         state.update(json.dumps(row).encode())
-    state.update(json.dumps([dict(sizes), dict(tensors), dict(paths)]).encode())
+    shapes = [] if original_shapes is None else [dict(original_shapes)]
+    state.update(json.dumps([dict(sizes), dict(tensors), dict(paths), *shapes]).encode())
     return state.hexdigest()

@@ -42,7 +42,7 @@ class Transfer(NamedTuple):
 
 
 class OutputItem(NamedTuple):
-    """One `torch.save` archive to write at `offset` of `file`; `length` bytes with its container."""
+    """One `torch.save` archive or bare payload to write at `offset` of `file`; `length` bytes with its container."""
 
     key: str
     box: Box  # in the target tensor's global coordinates
@@ -52,6 +52,7 @@ class OutputItem(NamedTuple):
     length: int
     transfers: tuple[Transfer, ...]
     zero_elems: int = 0  # elements that no transfer covers: zeros
+    bare: bool = False  # the payload alone, without an archive around it (safetensors)
 
     @property
     def nbytes(self) -> int:
@@ -90,7 +91,8 @@ class Plan:
     file_bytes: Mapping[str, int]  # file name -> length in bytes
     tensors: Mapping[str, TensorInfo]
     paths: Mapping[str, tuple[str | int, ...]]  # planner_data: key -> path
-    digest: str  # SHA-256 over all of the above
+    digest: str  # SHA-256 over all other fields
+    original_shapes: Mapping[str, tuple[int, ...]] | None = None  # `mcore_data`: see `Catalog`
 
     @property
     def bytes_to_write(self) -> int:
@@ -125,8 +127,8 @@ def item_row(item: OutputItem) -> list[object]:
         ]
         for t in item.transfers
     ]
-    key, box, dtype, file, offset, length, _, zeros = item
-    return [key, list(box), dtype, file, offset, length, transfers, zeros]
+    key, box, dtype, file, offset, length, _, zeros, bare = item
+    return [key, list(box), dtype, file, offset, length, transfers, zeros, *([True] if bare else [])]
 
 
 def plan_json(plan: Plan) -> dict[str, object]:
