@@ -122,7 +122,6 @@ def _pack(shapes: Sequence[Shape], cell: int, small: list[int], align: Sequence[
     [30, 32), c does not and goes to the tail [60, 64).
     """
     numels = [math.prod(shape) for shape in shapes]
-    small = list(small)
     fragments = set(small)
     big = [i for i in range(len(shapes)) if i not in fragments]
     offsets: dict[int, int] = {}

@@ -20,18 +20,21 @@ _COLUMN = (
     r"word_embeddings|output_layer|linear_qkv|linear_q|linear_kv|linear_fc1|linear_q_proj|linear_q_up_proj"
     r"|linear_kv_up_proj|eh_proj|in_proj|conv1d"
 )
-# The first rule that matches the last two steps of a name tells the dimension that tensor parallelism cuts.
+
+
+def _ending(text: str) -> re.Pattern[str]:
+    return re.compile(rf"(?:.*\.)?(?:{text})")
+
+
+# The first rule that matches the end of a name tells the dimension that tensor parallelism cuts.
 _TP_DIMS: tuple[tuple[re.Pattern[str], int | None], ...] = (
-    (re.compile(rf"(?:{_COLUMN})\.(?:weight|bias)\d*"), 0),
-    (re.compile(r"(?:linear_proj|linear_fc2|out_proj)\.weight\d*"), 1),
-    (re.compile(r"(?:linear_proj|linear_fc2|out_proj)\.bias\d*"), None),
-    (
-        re.compile(r"mixer\.norm\.weight|(?:.*\.)?(?:softmax_offset|conv1d_(?:weight|bias)|A_log|D|dt_bias)"),
-        0,
-    ),
-    (re.compile(r"\w*norm\w*\.(?:weight|bias)|.*\.layer_norm_(?:weight|bias)"), None),
-    (re.compile(r"router\.\w+|.*\.gate_weight|(?:position|tokentype)_embeddings\.weight"), None),
-    (re.compile(r"conv1\.weight|ln_(?:pre|post)\.(?:weight|bias)|.*\.class_token"), None),  # vision tower
+    (_ending(rf"(?:{_COLUMN})\.(?:weight|bias)\d*"), 0),
+    (_ending(r"(?:linear_proj|linear_fc2|out_proj)\.weight\d*"), 1),
+    (_ending(r"(?:linear_proj|linear_fc2|out_proj)\.bias\d*"), None),
+    (_ending(r"mixer\.norm\.weight|softmax_offset|conv1d_(?:weight|bias)|A_log|D|dt_bias"), 0),
+    (_ending(r"\w*norm\w*\.(?:weight|bias)|layer_norm_(?:weight|bias)"), None),
+    (_ending(r"router\.\w+|gate_weight|(?:position|tokentype)_embeddings\.weight"), None),
+    (_ending(r"conv1\.weight|ln_(?:pre|post)\.(?:weight|bias)|class_token"), None),  # vision tower
 )
 _NO_RULE = -1
 
@@ -59,11 +62,13 @@ def describe(
     units: Sequence[str] = UNITS,
     root: Sequence[str] = ROOT,
     tp_dims: Mapping[str, int | None] | None = None,
+    layout: str = "mfsdp-v1",
 ) -> list[Parameter]:
     """Parameters for `Placement`, in the model's order.
 
     `units` and `root` are patterns of module paths (see `units`). `tp_dims` maps shell patterns of names to the
-    dimension that tensor parallelism cuts, and is asked before the built-in rules.
+    dimension that tensor parallelism cuts, and is asked before the built-in rules. What `layout` does not depend
+    on is not asked for: units with `fsdp2`, and nothing with `even`.
 
     Raises:
         MappingError: tensor parallelism is asked for and a name has no rule; a layer's experts are not 0 .. n-1.
@@ -72,13 +77,16 @@ def describe(
     by_name = {tensor.name: tensor for tensor in tensors}
     names = model_order(list(by_name))
     # Megatron's adapter names no unit classes if it shards nothing.
-    modules = find_units(names, units, root) if topology.strategy != "no_shard" else []
-    experts = _experts(names)
+    has_units = layout.startswith("mfsdp") and topology.strategy != "no_shard"
+    modules = find_units(names, units, root) if has_units else []
+    experts = _experts(names) if layout != "even" else {}
     dims = {name: _tp_dim(name, tp_dims or {}) for name in names}
     unknown = [
         name
         for name in names
-        if dims[name] == _NO_RULE and (topology.etp if name in experts else topology.tp) > 1
+        if dims[name] == _NO_RULE
+        and layout != "even"
+        and (topology.etp if name in experts else topology.tp) > 1
     ]
     if unknown:
         raise MappingError(
@@ -111,7 +119,7 @@ def _tp_dim(name: str, given: Mapping[str, int | None]) -> int | None:
     for pattern, dim in given.items():
         if fnmatchcase(name, pattern):
             return dim
-    return _ruled_dim(".".join(name.split(".")[-2:]))
+    return _ruled_dim(".".join(name.split(".")[-3:]))
 
 
 @lru_cache(maxsize=4096)

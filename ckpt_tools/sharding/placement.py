@@ -149,10 +149,11 @@ class Placement:
         Shards are uneven, so torch cannot tell boxes from this: use `shards`. FSDP2 writes the two cuts of
         dimension 0 of a column-parallel parameter as a strided shard.
         """
-        t, strategy = self.topology, self.topology.strategy
-        axes = [
-            MeshAxis("dp_shard", self.shard_size(parameter.is_expert), None if strategy == "no_shard" else 0)
-        ]
+        t = self.topology
+        if parameter.buffer:  # a plain tensor
+            return ()
+        dim = None if t.strategy == "no_shard" else 0
+        axes = [MeshAxis("dp_shard", self.shard_size(parameter.is_expert), dim)]
         if t.dp_outer > 1:
             axes.insert(0, MeshAxis("dp_outer", t.dp_outer, 0 if t.shards_outer else None))
         if parameter.tp_size(t) > 1:

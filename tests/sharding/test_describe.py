@@ -152,6 +152,38 @@ def test_tensor_parallelism_needs_a_rule() -> None:
     assert [p.tp_dim for p in describe(tensors, Topology(tp=2), tp_dims=dims)] == [1, 0]
 
 
+@pytest.mark.parametrize(
+    ("name", "dim"),
+    [
+        ("decoder.layers.0.mixer.norm.weight", 0),
+        ("decoder.layers.0.norm.weight", None),
+        ("decoder.layers.0.mixer.D", 0),
+        ("decoder.layers.0.mixer.conv1d_weight", 0),
+        ("decoder.layers.0.mixer.out_proj.weight", 1),
+        ("decoder.layers.0.self_attention.out_norm.weight", None),
+        ("decoder.layers.0.self_attention.core_attention.softmax_offset", 0),
+        ("decoder.layers.0.mlp.shared_experts.gate_weight", None),
+        ("decoder.layers.0.mlp.linear_fc2.bias", None),
+        ("decoder.layers.0.mlp.experts.linear_fc1.weight0", 0),
+        ("decoder.layers.0.mlp.experts.linear_fc2.weight0", 1),
+        ("decoder.layers.0.mlp.experts.linear_fc2.bias0", None),
+        ("output_layer.bias", 0),
+    ],
+)
+def test_dimension_by_name(name: str, dim: int | None) -> None:
+    (p,) = describe([LiveTensor(name, (4, 4), "bfloat16")], Topology(tp=2))
+    assert p.tp_dim == dim
+
+
+def test_nothing_is_asked_that_the_layout_does_not_need() -> None:
+    strange = [LiveTensor("tower.blocks.3.experts.local_experts.7.x", (3, 4), "bfloat16")]
+    assert describe(strange, Topology(tp=2), layout="even")[0].name == strange[0].name
+    assert (
+        describe([LiveTensor("tower.blocks.3.x", (3, 4), "bfloat16")], Topology(2), layout="fsdp2")[0].unit
+        is None
+    )
+
+
 def test_missing_experts_and_odd_halves_are_refused() -> None:
     def tensor(name: str) -> LiveTensor:
         return LiveTensor(name, (4, 4), "bfloat16")

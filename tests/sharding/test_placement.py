@@ -316,6 +316,26 @@ def test_all_problems_are_listed_and_double_names_refused() -> None:
     assert all(text in str(error.value) for text in ("x: tp 2", "y: tp 2", "y is listed 2 times"))
 
 
+@pytest.mark.parametrize(
+    ("strategy", "buckets"), [("optim", [["x"], ["e"], ["y"]]), ("no_shard", [["x", "e", "y"]])]
+)
+def test_a_shared_embedding_has_a_bucket_of_its_own_if_anything_is_sharded(
+    strategy: str, buckets: list[list[str]]
+) -> None:
+    parameters = [Parameter(n, (4, 2), "float32", shared_embedding=n == "e") for n in ("x", "e", "y")]
+    found = Placement(parameters, Topology(2, strategy=strategy)).buckets(0)
+    assert [[parameters[i].name for i in b.group.members] for b in found] == buckets
+
+
+def test_mesh_axes_say_what_is_sharded() -> None:
+    p, b = Parameter("w", (4, 2), "float32", tp_dim=1), Parameter("b", (4,), "float32", buffer=True)
+    hfsdp = Placement([p, b], Topology(2, 3, 2, outer_strategy="optim"))
+    assert hfsdp.mesh(p) == (("dp_outer", 3, 0), ("dp_shard", 2, 0), ("tp", 2, 1))
+    assert hfsdp.mesh(b) == ()
+    whole = Placement([p], Topology(2, 3, strategy="no_shard"))
+    assert whole.mesh(p) == (("dp_outer", 3, None), ("dp_shard", 2, None))
+
+
 def test_even_takes_scalars_and_gives_them_to_rank_0() -> None:
     placement = Placement(
         [Parameter("s", (), "float32"), Parameter("w", (3, 0), "float32")], Topology(3), "even"
