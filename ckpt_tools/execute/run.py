@@ -32,6 +32,7 @@ class Output:
     directory: Path
     tracker: str | None = None  # content of the tracker beside the directory; None: leave it alone
     extra_files: Mapping[str, bytes] = field(default_factory=dict)  # small files to put into the directory
+    is_dcp: bool = True  # describe the tensors in `.metadata`, which is written last
     overwrite: bool = False
     resume: bool = False
 
@@ -190,7 +191,8 @@ class _Job:
             check_unchanged(self._source_state, after, self._files.location)
             for name, data in output.extra_files.items():
                 staging.write_file(name, data, sync)
-            staging.write_file(".metadata", metadata_bytes(self._plan), sync)
+            if output.is_dcp:
+                staging.write_file(".metadata", metadata_bytes(self._plan), sync)
             staging.publish(sync)
         if output.tracker is not None:
             tracker = output.directory.parent / TRACKER

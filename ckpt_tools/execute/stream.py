@@ -23,7 +23,7 @@ from ckpt_tools.execute.casts import cast_raw, raw_dtype
 from ckpt_tools.execute.fileio import At, CopyCount, copy_range, storage_errors, write_all
 from ckpt_tools.execute.source import ChunkRef, Payload, SourceReader, index_of, read_region
 from ckpt_tools.plan.byte_runs import is_run, row_major_tiles
-from ckpt_tools.plan.frames import tensor_frame
+from ckpt_tools.plan.frames import Frame, bare_frame, tensor_frame
 from ckpt_tools.plan.model import VERBATIM, OutputItem, Transfer
 from ckpt_tools.plan.tiling import BoxIndex
 
@@ -70,13 +70,13 @@ class Pump:
         self.counters = Counters()
 
     def write_item(self, item: OutputItem, fd: int, path: Path) -> int:
-        """Write one archive into the open file `fd` (`path` is for messages); returns its payload's CRC-32.
+        """Write one item into the open file `fd` (`path` is for messages); returns its payload's CRC-32.
 
         Raises:
             CorruptCheckpointError: a source item is damaged or not what the metadata says.
             StorageError: the file system refused.
         """
-        frame = tensor_frame(item.dtype, item.box.size)
+        frame = _frame_of(item)
         at = At(fd, item.offset + len(frame.head))
         total = 0
         for segment in segments(item):
@@ -92,7 +92,7 @@ class Pump:
 
     def is_intact(self, item: OutputItem, fd: int, path: Path, checksum: int) -> bool:
         """Whether the archive is there as it was written: its frame, and a payload with this CRC-32."""
-        frame = tensor_frame(item.dtype, item.box.size)
+        frame = _frame_of(item)
         at = item.offset + len(frame.head)
         end = at + frame.payload_bytes
         total = 0
@@ -104,6 +104,7 @@ class Pump:
                 total = crc.crc32(part, total)
                 self._tick(len(part))
             tail = frame.tail(checksum)
+            self._tick(frame.length - frame.payload_bytes)
             around = os.pread(fd, len(frame.head), item.offset) + os.pread(fd, len(tail), end)
         return total == checksum and around == frame.head + tail
 
@@ -158,6 +159,12 @@ class Pump:
             self.counters.read += read_region(payload, piece, values, self._scratch)
             region[...] = cast_raw(values, transfer.dtype, item.dtype)
         return data.data
+
+
+def _frame_of(item: OutputItem) -> Frame:
+    """The bytes around the item's payload."""
+    make = bare_frame if item.bare else tensor_frame
+    return make(item.dtype, item.box.size)
 
 
 def chunk_of(transfer: Transfer) -> ChunkRef:

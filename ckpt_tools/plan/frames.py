@@ -65,7 +65,7 @@ class Frame(NamedTuple):
 
     def tail(self, crc: int) -> bytes:
         """What follows a payload whose CRC-32 is `crc`."""
-        return _tail(self.records, len(self.head) + self.payload_bytes, crc)
+        return _tail(self.records, len(self.head) + self.payload_bytes, crc) if self.records else b""
 
 
 @lru_cache(maxsize=4096)
@@ -90,6 +90,12 @@ def tensor_frame(dtype: str, shape: tuple[int, ...]) -> Frame:
     out += _local_header(records[-1])
     end = len(out) + payload_bytes
     return Frame(bytes(out), payload_bytes, end + len(_tail(tuple(records), end, 0)), tuple(records))
+
+
+def bare_frame(dtype: str, shape: tuple[int, ...]) -> Frame:
+    """No bytes around the payload at all."""
+    payload_bytes = prod(shape) * itemsize(dtype)
+    return Frame(b"", payload_bytes, payload_bytes, ())
 
 
 def framed_tensor(dtype: str, shape: Sequence[int], payload: bytes) -> bytes:
