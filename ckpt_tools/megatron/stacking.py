@@ -125,6 +125,8 @@ def _choose(
         if layer is not None:
             layers.setdefault(block, {}).setdefault(layer, set()).add((rest, p.expert, p.shape))
     reason = _reason_apart(common)
+    if stacked is not False and (reason is None or reason.startswith(_FREQUENCIES)):
+        _refuse_partial_layers(layers)
     choice, notes = {}, []
     for block, found in layers.items():
         alike = len({frozenset(content) for content in found.values()}) == 1
@@ -134,10 +136,32 @@ def _choose(
         wanted = stacked if stacked is not None else not reason or "vision_model." in block
         choice[block] = bool(wanted) and alike and not never
         if not never:
-            why = "--stacked" if stacked is not None else reason if alike else "its layers differ"
+            why = "as asked for" if stacked is not None else reason if alike else "its layers differ"
             form = "one tensor for all layers" if choice[block] else "a tensor for each layer"
             notes.append(f"{block}*: {form}" + (f" ({why})" if why else ""))
     return choice, notes
+
+
+def _refuse_partial_layers(layers: Mapping[str, Mapping[int, set[_Content]]]) -> None:
+    """Layers of different kinds each have something of their own; one that only lacks something is damaged.
+
+    Raises:
+        MappingError: a layer holds a part of what another layer of its block holds.
+    """
+    problems = []
+    for block, found in layers.items():
+        kinds = {frozenset(content): layer for layer, content in sorted(found.items(), reverse=True)}
+        for part, layer in kinds.items():
+            whole = next((other for other in kinds if part < other), None)
+            if whole is not None:
+                name, expert, _ = min(whole - part)
+                which = "" if expert is None else f" (expert {expert})"
+                problems.append(f"{block}{layer}.{name}{which} is missing, layer {kinds[whole]} has it")
+    if problems:
+        raise MappingError(
+            "layers are not whole; if the model is meant to be so, ask for a tensor for each layer:\n"
+            + list_problems(problems)
+        )
 
 
 def _is_hybrid(layers: Mapping[int, Iterable[_Content]]) -> bool:

@@ -9,6 +9,7 @@ The result has the `fully_reshardable` optimizer layout, which core 0.15 and lat
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -116,10 +117,12 @@ def _check_counts(parameters: Sequence[StoredParameter], common: CommonState) ->
     layers, wanted = layer_counts(p.name for p in parameters).get("decoder.layers."), common.arg("num_layers")
     if None not in (layers, wanted) and layers != wanted:
         problems.append(f"the args say num_layers = {wanted}, the weights have {layers} layers")
-    experts = {p.expert for p in parameters if p.expert is not None}
     wanted = common.arg("num_experts") or common.arg("num_moe_experts")
-    if experts and wanted is not None and len(experts) != wanted:
-        problems.append(f"the args say {wanted} experts, the weights have {len(experts)}")
+    experts = Counter(p.name for p in parameters if p.expert is not None)
+    if wanted is not None:
+        problems += [
+            f"{k}: the args say {wanted} experts, there are {n}" for k, n in experts.items() if n != wanted
+        ]
     if problems:
         raise MappingError("the weights contradict the args:\n" + list_problems(problems))
 

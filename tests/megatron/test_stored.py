@@ -1,0 +1,198 @@
+"""Live tensors back to stored parameters: the inverse of `live.py`, for every dialect and style."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_tools.catalog.model import TensorEntry
+from ckpt_tools.errors import MappingError, UsageError
+from ckpt_tools.megatron.fsdp_source import WEIGHT, FsdpTensor
+from ckpt_tools.megatron.live import live_parameters
+from ckpt_tools.megatron.names import DIALECTS, ModelStyle
+from ckpt_tools.megatron.stored import stored_parameters
+from ckpt_tools.megatron.target import Source
+from ckpt_tools.megatron.torch_dist import slices_of
+
+ATTENTION = {
+    "self_attention.linear_qkv.layer_norm_weight": (4,),
+    "self_attention.linear_qkv.layer_norm_bias": (4,),
+    "self_attention.linear_qkv.weight": (12, 4),
+    "self_attention.linear_proj.weight": (4, 4),
+}
+MLA = {
+    "input_layernorm.weight": (4,),
+    "self_attention.linear_q_down_proj.weight": (6, 4),
+    "self_attention.linear_kv_down_proj.weight": (5, 4),
+    "self_attention.linear_q_up_proj.weight": (8, 6),
+    "self_attention.linear_kv_up_proj.weight": (8, 3),
+}
+GDN = {
+    "self_attention.in_proj.layer_norm_weight": (4,),
+    **{
+        f"self_attention.in_proj.weight.{part}": (rows, 4)
+        for part, rows in zip(
+            ("query", "key", "value", "z", "beta", "alpha"), (4, 4, 8, 8, 2, 2), strict=True
+        )
+    },
+    **{
+        f"self_attention.conv1d.weight.{part}": (rows, 1, 3)
+        for part, rows in (("query", 4), ("key", 4), ("value", 8))
+    },
+    "self_attention.A_log": (2,),
+    "self_attention.dt_bias": (2,),
+    "self_attention.out_norm.weight": (4,),
+    "self_attention.out_proj.weight": (4, 8),
+}
+MAMBA = {
+    **{
+        f"mixer.in_proj.weight.{part}": (rows, 4)
+        for part, rows in (("z", 8), ("x", 8), ("B", 4), ("C", 4), ("dt", 2))
+    },
+    **{
+        f"mixer.conv1d.{leaf}.{part}": (rows, *rest)
+        for leaf, rest in (("weight", (1, 3)), ("bias", ()))
+        for part, rows in (("x", 8), ("B", 4), ("C", 4))
+    },
+    "mixer.A_log": (2,),
+    "mixer.D": (2,),
+    "mixer.dt_bias": (2,),
+    "mixer.out_proj.weight": (4, 8),
+}
+DENSE = {
+    "mlp.linear_fc1.layer_norm_weight": (4,),
+    "mlp.linear_fc1.weight": (8, 4),
+    "mlp.linear_fc2.weight": (4, 8),
+}
+MOE = {
+    "mlp.router.weight": (2, 4),
+    "mlp.router.expert_bias": (2,),
+    "mlp.experts.experts.linear_fc1.weight": (2, 8, 4),
+    "mlp.experts.experts.linear_fc1.bias": (2, 8),
+    "mlp.experts.experts.linear_fc2.weight": (2, 4, 8),
+}
+PREFIXES = ("decoder.layers.3.", "mtp.layers.0.transformer_layer.", "language_model.decoder.layers.0.")
+
+
+@st.composite
+def layers(draw):
+    """(prefix, shapes, whether norms are stored under the names of fused ones) of one transformer layer."""
+    mixer = draw(st.sampled_from([ATTENTION, MLA, GDN, MAMBA]))
+    mlp = draw(st.sampled_from([DENSE, MOE]))
+    shapes = {**mixer, **mlp}
+    if mlp is MOE or mixer is MLA:
+        shapes = {**shapes, "pre_mlp_layernorm.weight": (4,)}
+    return draw(st.sampled_from(PREFIXES)), shapes, mixer is ATTENTION
+
+
+def parameters_of(shapes):
+    return [p for key, shape in shapes.items() for p in slices_of(TensorEntry(key, "bfloat16", shape, ()))]
+
+
+def as_tensors(live):
+    return [FsdpTensor(p.name, p.shape, {WEIGHT: "float32"}, {WEIGHT: (Source(p.name),)}) for p in live]
+
+
+@given(
+    layers(),
+    st.sampled_from(sorted(DIALECTS)),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([1, 2]),
+)
+def test_stored_parameters_undo_live_ones(layer, dialect, local, grouped, fused_mla, tp):
+    prefix, shapes, attention = layer
+    if local:  # only layers with a `linear_qkv` store their own norms under the fused names
+        if not attention:
+            shapes = {k: v for k, v in shapes.items() if k != "mlp.linear_fc1.layer_norm_weight"}
+        else:
+            shapes = {k: v for k, v in shapes.items() if k != "pre_mlp_layernorm.weight"}
+            shapes["mlp.linear_fc1.layer_norm_weight"] = (4,)
+    stored = parameters_of({f"{prefix}{name}": shape for name, shape in shapes.items()})
+    style = ModelStyle(local, grouped, fused_mla)
+    live = live_parameters(stored, style, DIALECTS[dialect], tp)
+    back = stored_parameters(as_tensors(live), tp, local)
+    assert {(p.name, p.expert, p.shape) for p in back} == {(p.name, p.expert, p.shape) for p in stored}
+    assert len(back) == len(stored)
+    rows = {(r.parameter.name, r.parameter.expert): [] for p in live for r in p.rows}
+    for p in live:
+        for r in p.rows:
+            rows[r.parameter.name, r.parameter.expert].append((r.start, (r.at, r.count)))
+    for p in back:
+        whole = ((0, p.shape[0]),)
+        assert (p.cuts or whole) == tuple(cut for _, cut in sorted(rows[p.name, p.expert]))
+
+
+def back_names(shapes, tp=None, local=None):
+    tensors = [FsdpTensor(n, s, {WEIGHT: "float32"}, {WEIGHT: (Source(n),)}) for n, s in shapes.items()]
+    return [p.name for p in stored_parameters(tensors, tp, local)]
+
+
+LOCAL_LAYER = {
+    "decoder.layers.0.input_layernorm.weight": (4,),
+    "decoder.layers.0.self_attention.linear_qkv.weight": (12, 4),
+    "decoder.layers.0.pre_mlp_layernorm.weight": (4,),
+}
+
+
+def test_a_vision_tower_and_a_transformer_engine_model_keep_their_norms():
+    vision = {f"vision_model.{name}": shape for name, shape in LOCAL_LAYER.items()}
+    assert back_names(vision, local=True) == list(vision)
+    fused = LOCAL_LAYER | {"decoder.layers.0.self_attention.linear_qkv.layer_norm_weight": (4,)}
+    del fused["decoder.layers.0.input_layernorm.weight"]
+    assert back_names(fused, local=True) == list(fused)
+    assert back_names(LOCAL_LAYER, local=False) == list(LOCAL_LAYER)
+
+
+@pytest.mark.parametrize("local", [True, None])
+def test_local_norms_are_stored_under_the_fused_names(local):
+    assert back_names(LOCAL_LAYER, local=local) == [
+        "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight",
+        "decoder.layers.0.self_attention.linear_qkv.weight",
+        "decoder.layers.0.mlp.linear_fc1.layer_norm_weight",
+    ]
+
+
+def test_the_inner_layers_of_a_hybrid_mtp_keep_their_live_name():
+    shapes = {
+        "mtp.layers.0.mtp_model_layer.layers.0.mlp.linear_fc2.weight": (4, 4),
+        "mtp.layers.0.mtp_model_layer.final_norm.weight": (4,),
+    }
+    assert back_names(shapes) == list(shapes)
+
+
+def test_a_norm_absorbed_by_the_fused_mla_projection_is_the_input_norm():
+    name = "decoder.layers.0.self_attention.linear_qkv_down_proj.layer_norm_weight"
+    assert back_names({name: (4,)}) == ["decoder.layers.0.input_layernorm.weight"]
+
+
+FUSED_GDN = {
+    "layers.0.self_attention.in_proj.weight": (28, 4),
+    "layers.0.self_attention.conv1d.weight": (16, 1, 3),
+    "layers.0.self_attention.A_log": (2,),
+    "layers.0.self_attention.out_proj.weight": (4, 8),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "tp", "error", "message"),
+    [
+        ({}, None, UsageError, "grouped by tensor-parallel rank.*pass --tp"),
+        ({}, 3, MappingError, "do not divide by tensor parallel size 3"),
+        ({"in_proj.weight": (30, 4)}, 1, MappingError, "has 30 rows, but its parts .* make 28"),
+        ({"conv1d.weight": (15, 1, 3)}, 1, MappingError, "7 rows are left for two equal parts"),
+        ({"out_proj.weight": (4,)}, 1, MappingError, "needed to cut a fused projection apart"),
+    ],
+)
+def test_a_fused_projection_that_does_not_add_up_is_refused(change, tp, error, message):
+    shapes = FUSED_GDN | {f"layers.0.self_attention.{name}": shape for name, shape in change.items()}
+    with pytest.raises(error, match=message):
+        back_names(shapes, tp)
+
+
+def test_two_tensors_of_one_stored_name_are_refused():
+    shapes = {
+        f"mtp.layers.0.{inner}.linear.weight": (2, 2) for inner in ("transformer_layer", "mtp_model_layer")
+    }
+    with pytest.raises(MappingError, match="would both be written as mtp"):
+        back_names(shapes)
