@@ -156,4 +156,5 @@ def _converted(opened: Opened, source: TorchDistSource, options: TargetOptions) 
 
 
 def _misfit(side: Side, other: Side) -> int:
-    return len(side.tensors.keys() ^ other.tensors.keys())
+    """How many names stand on one side only."""
+    return len(side.tensors.keys() ^ other.tensors.keys()) + len(side.objects.keys() ^ other.objects.keys())

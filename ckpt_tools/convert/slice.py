@@ -129,7 +129,7 @@ def slice_layers(
         len(target.tensors),
         len(target.objects),
         tuple(key for key, name in renamed.items() if name is None),
-        {key: name for key, name in renamed.items() if name not in (None, key)},  # type: ignore[misc]
+        {key: name for key, name in renamed.items() if name not in (None, key)},
         report,
     )
 
