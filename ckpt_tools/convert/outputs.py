@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.catalog.detect import Location
+from ckpt_tools.catalog.detect import TRACKER, Location
 from ckpt_tools.catalog.pickling import dump_archive
 from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.run import Output, WriteReport
@@ -46,12 +46,12 @@ def choose_output(source: str, location: Location, output: str, overwrite: bool,
     Raises:
         UsageError: the output is the source, or one of them lies inside the other.
     """
-    _refuse_overlap(source, location, output)
+    refuse_overlap(source, location, output)
     if not is_root(source, location):
         return Output(Path(output), overwrite=overwrite, resume=resume)
     name = "release" if location.is_release else f"iter_{location.iteration:07d}"
     tracker = "release" if location.is_release else str(location.iteration)
-    return Output(Path(output, name), tracker, overwrite=overwrite, resume=resume)
+    return Output(Path(output, name), {TRACKER: tracker.encode()}, overwrite=overwrite, resume=resume)
 
 
 def is_root(source: str, location: Location) -> bool:
@@ -59,7 +59,7 @@ def is_root(source: str, location: Location) -> bool:
     return location.root is not None and Path(source).resolve() == Path(location.root).resolve()
 
 
-def _refuse_overlap(source: str, location: Location, output: str) -> None:
+def refuse_overlap(source: str, location: Location, output: str) -> None:
     target = Path(output).resolve()
     for place in (Path(location.path).resolve(), Path(source).resolve()):
         if target == place or place in target.parents or target in place.parents:

@@ -21,7 +21,15 @@ from ckpt_tools.convert.outputs import (
 from ckpt_tools.convert.placements import Layout, even_placement, exact_placement, live_tensors
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError
 from ckpt_tools.execute.ranks import DistributedRanks, Ranks, connect
-from ckpt_tools.execute.run import WriteOptions, write_checkpoint
+from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
+from ckpt_tools.megatron.bridge import (
+    BRIDGE_FILES,
+    LATEST_TRAIN_STATE,
+    RUN_CONFIG,
+    TRAIN_STATE,
+    fsdp_run_config,
+    train_state_file,
+)
 from ckpt_tools.megatron.source import TorchDistSource, read_torch_dist
 from ckpt_tools.megatron.target import Target, TargetTensor
 from ckpt_tools.megatron.to_fsdp_dtensor import FsdpTarget, TargetOptions, build_fsdp_target
@@ -84,6 +92,7 @@ def convert_to_fsdp_dtensor(
     try:
         prove_padding(planned)
         if not dry_run:
+            place = with_bridge_files(place, planned)
             checked = prove_masters(planned, options.check_masters, ranks)
             written = write_checkpoint(
                 planned.plan, planned.files, place, options.write, ranks=ranks, progress=progress
@@ -167,6 +176,23 @@ def _in_reading_order(target: Target, order: list[str]) -> Target:
     kinds = {"master": 0, "weight": 0}
     tensors = sorted(target.tensors, key=lambda t: (kinds.get(t.role, 1), position[t.parameter]))
     return replace(target, tensors=tuple(tensors))
+
+
+def with_bridge_files(place: Output, planned: Planned) -> Output:
+    """The output with the files Bridge reads beside the tensors; unchanged for other targets.
+
+    A Bridge source's own are taken over; progress is made up from the args of a Megatron-LM source.
+    """
+    if planned.built.dialect.name != "bridge":
+        return place
+    files, source = planned.files, planned.source
+    kept = {name: files.read(name, 0, files.size(name)) for name in BRIDGE_FILES if files.exists(name)}
+    state = kept.get(TRAIN_STATE) or train_state_file(source.common, source.args or {})
+    inside = {TRAIN_STATE: state}
+    if RUN_CONFIG in kept:
+        inside[RUN_CONFIG] = fsdp_run_config(kept[RUN_CONFIG])
+    beside = {**place.beside, LATEST_TRAIN_STATE: state} if place.beside else {}
+    return replace(place, extra_files=inside, beside=beside)
 
 
 def prove_padding(planned: Planned) -> None:

@@ -22,7 +22,6 @@ from ckpt_tools.execute.work import Progress, Work, tile_bytes
 from ckpt_tools.plan.assign import worker_share
 from ckpt_tools.plan.model import Plan
 
-TRACKER = "latest_checkpointed_iteration.txt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +29,7 @@ class Output:
     """Where the checkpoint goes, and what may already be there."""
 
     directory: Path
-    tracker: str | None = None  # content of the tracker beside the directory; None: leave it alone
+    beside: Mapping[str, bytes] = field(default_factory=dict)  # files to replace in its parent afterwards: trackers
     extra_files: Mapping[str, bytes] = field(default_factory=dict)  # small files to put into the directory
     is_dcp: bool = True  # describe the tensors in `.metadata`, which is written last
     overwrite: bool = False
@@ -118,7 +117,7 @@ class _Job:
         self._plan, self._files, self._output, self._options = plan, files, output, options
         self._ranks, self._progress = ranks, progress
         self._leads = ranks.rank == 0
-        self._staging = Staging(output.directory)
+        self._staging = Staging(output.directory, plan.digest)
         self._source_state: list[list[object]] = []
 
     def run(self) -> list[dict[str, Any]]:
@@ -142,10 +141,10 @@ class _Job:
             return ""
         found = self._staging.acquire(self._output.overwrite, self._output.resume)
         self._source_state = fingerprint(self._files, self._plan.source_files)
-        if found is not Found.NOTHING:
-            self._staging.journal.resume(self._plan, self._source_state, self._files.location)
         if found is Found.PUBLISHED:
             return found.name
+        if found is Found.UNFINISHED:
+            self._staging.journal.resume(self._plan, self._source_state, self._files.location)
         self._staging.create_files(self._plan.file_bytes)
         if found is Found.NOTHING:
             self._staging.journal.begin(self._plan, self._source_state)
@@ -194,10 +193,10 @@ class _Job:
             if output.is_dcp:
                 staging.write_file(".metadata", metadata_bytes(self._plan), sync)
             staging.publish(sync)
-        if output.tracker is not None:
-            tracker = output.directory.parent / TRACKER
-            with storage_errors(tracker):
-                replace_file(tracker, output.tracker.encode())
+        for name, data in output.beside.items():
+            path = output.directory.parent / name
+            with storage_errors(path):
+                replace_file(path, data)
         staging.discard()
 
     def _leave(self, error: BaseException) -> None:

@@ -40,6 +40,7 @@ class TorchDistSource:
     groups: tuple[Mapping[str, Any], ...]
     settings: ModelSettings
     common: Mapping[str, Any]
+    model_config: Mapping[str, Any]  # the `model` section of Bridge's run_config.yaml
     rng: Mapping[tuple[int, int], object]  # (pp, tp) -> list of rng states
     dropped: tuple[str, ...]
 
@@ -94,6 +95,7 @@ def read_torch_dist(
         groups=stored_groups(files, catalog, common),
         settings=read_settings(common),
         common=common.values,
+        model_config=common.model_config,
         rng=rng_states(files, catalog),
         dropped=tuple(dropped_objects(keys, states, ignored)),
     )

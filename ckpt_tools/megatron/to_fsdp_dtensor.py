@@ -8,6 +8,7 @@ from typing import Any
 
 from ckpt_tools.dtypes import CASTABLE
 from ckpt_tools.errors import MappingError, UsageError, list_problems
+from ckpt_tools.megatron.bridge import args_from_model_config
 from ckpt_tools.megatron.flatten import leaves
 from ckpt_tools.megatron.fsdp_dtensor import (
     STATE_PREFIX,
@@ -90,7 +91,7 @@ def build_fsdp_target(source: TorchDistSource, options: TargetOptions) -> FsdpTa
         for tensor in model_tensors(p, source.states, prefixes.model, options.dtype)
     ]
     optimizer = optimizer_part(source, options, parameters, prefixes)
-    common = common_part(source, options, tp)
+    common = common_part(source, options, dialect, tp)
     target = Target(
         tensors=(*weights, *optimizer.tensors),
         inline=(*optimizer.inline, *common.inline),
@@ -248,13 +249,17 @@ def choose_memberships(
     return merge_map(derived, options.group_map, names, len(source.groups), options.strict_map)
 
 
-def common_part(source: TorchDistSource, options: TargetOptions, tp: int) -> Part:
+def common_part(source: TorchDistSource, options: TargetOptions, dialect: Dialect, tp: int) -> Part:
     """Arguments, progress, scheduler and rng."""
     notes: list[str] = []
     values: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": 0}
     values |= {k: source.common[k] for k in CARRIED_SCALARS if k in source.common}
     if source.args_object is not None:
         values["args"] = source.args_object
+    elif dialect.name != "bridge":  # Megatron-LM refuses a checkpoint without args, Bridge asks for none
+        values["args"] = args_from_model_config(source.model_config, values["iteration"])
+        held = ", ".join(values["args"].attributes)
+        notes.append(f"args: the source has none; made up with {held}. Load with --finetune if a check asks for more")
     dropped = [
         f"common state {name}: not part of fsdp_dtensor"
         for name in source.common

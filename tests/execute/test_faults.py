@@ -6,16 +6,20 @@ import errno
 import itertools
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ckpt_tools.catalog.detect import TRACKER
 from ckpt_tools.catalog.files import open_files
 from ckpt_tools.errors import (
     CorruptCheckpointError,
@@ -250,7 +254,7 @@ def test_a_process_killed_between_two_renames_gives_the_old_back(
     out = tmp_path / "out"
     write_checkpoint(case.plan(1), case.files, Output(out))
     before = tree(out)
-    finished = Staging(out)
+    finished = Staging(out, "")
     finished.acquire(overwrite=True, resume=False)
     out.rename(finished.partial / "replaced")
     finished.release()
@@ -259,89 +263,119 @@ def test_a_process_killed_between_two_renames_gives_the_old_back(
     assert tree(out) == before
 
 
-SCRIPT = """
-import sys
+SERVER = """
+import os, sys
 from pathlib import Path
-from ckpt_tools.catalog.dcp import read_catalog
 from ckpt_tools.errors import CkptError
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from tests.execute.conftest import reopened_case
 here = Path(sys.argv[1])
-case = reopened_case(here / "source")
-plan = case.plan(2)
-print("ready", flush=True)
-try:
+plan = reopened_case(here / "source").plan(2)
+
+def convert():
+    files = reopened_case(here / "source").files
     output = Output(here / "out", "7", overwrite=True, resume=True)
-    write_checkpoint(plan, case.files, output, WriteOptions(2, 6 << 16))
-except CkptError as error:
-    print(error)
-    sys.exit(error.exit_code)
+    try:
+        write_checkpoint(plan, files, output, WriteOptions(2, 6 << 16))
+    except CkptError as error:
+        return error.exit_code
+    return 0
+
+for _ in sys.stdin:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(convert())
+    print(pid, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
 
 
-def start(folder: Path) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(folder)], cwd=REPO, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    return process
+class Converters:
+    """Starts converters of one source, each a fresh fork of a process that has imported everything."""
 
+    def __init__(self, folder: Path) -> None:
+        self._server = subprocess.Popen(
+            [sys.executable, "-c", SERVER, str(folder)],
+            cwd=REPO,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
 
-def finish(folder: Path) -> None:
-    process = start(folder)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, output
+    def __enter__(self) -> Converters:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._server.communicate(timeout=60)
+
+    def start(self) -> int:
+        """The process id of a new converter."""
+        assert self._server.stdin is not None
+        self._server.stdin.write("go\n")
+        self._server.stdin.flush()
+        return self._number()
+
+    def wait(self) -> int:
+        """The exit status of the converter started last."""
+        return self._number()
+
+    def _number(self) -> int:
+        assert self._server.stdout is not None
+        return int(self._server.stdout.readline())
+
+    def finish(self) -> None:
+        """Run one to its end."""
+        self.start()
+        assert self.wait() == 0
 
 
 def test_kill_9_anywhere_leaves_the_old_state_and_a_way_on(tmp_path: Path) -> None:
     kills = int(os.environ.get("CKPT_TOOLS_KILLS", "20"))
-    case = make_case(tmp_path / "source", scale=40)
-    plan = case.plan(2)
+    make_case(tmp_path / "source", scale=24)
     out, partial = tmp_path / "out", tmp_path / ".out.ckpt_tools-partial"
-    began = time.monotonic()
-    write_checkpoint(plan, case.files, Output(tmp_path / "good"), SMALL)
-    typical = time.monotonic() - began
-    good = tree(tmp_path / "good")
-    out.mkdir()
-    (out / "old").write_text("old")
     dice = random.Random(7)
-    states = {"old": 0, "new": 0}
-    for _ in range(kills):
-        process = start(tmp_path)
-        time.sleep(dice.uniform(0, 1.3 * typical))
-        process.kill()
-        process.communicate()
-        names = {p.name for p in out.iterdir()}
-        if names == {"old"}:
-            states["old"] += 1
-        else:
-            assert tree(out) == good
-            states["new"] += 1
-            finish(tmp_path)  # the tracker and cleaning up are left
-            assert not partial.exists()
+    ends = Counter[str]()
+    with Converters(tmp_path) as converters:
+        began = time.monotonic()
+        converters.finish()
+        typical = time.monotonic() - began
+        good = tree(out)
+        for _ in range(kills):
+            shutil.rmtree(out, ignore_errors=True)
+            out.mkdir()
             (out / "old").write_text("old")
-            for path in out.iterdir():
-                if path.name != "old":
-                    path.unlink()
-    finish(tmp_path)
+            pid = converters.start()
+            time.sleep(dice.uniform(0, 1.1 * typical))
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            converters.wait()
+            names = {p.name for p in out.iterdir()}
+            assert names == {"old"} or tree(out) == good
+            ends["old" if names == {"old"} else "cleaning" if partial.exists() else "done"] += 1
+            if dice.random() < 0.5:  # half of them go on, the others are left for the next to start anew
+                converters.finish()
+                assert tree(out) == good
+                assert not partial.exists()
+            elif partial.exists():
+                shutil.rmtree(partial)
+        (tmp_path / TRACKER).unlink()
+        converters.finish()
     assert tree(out) == good
-    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "7"
+    assert (tmp_path / TRACKER).read_text() == "7"
     assert not partial.exists()
-    assert states["old"]
+    assert ends["old"], ends
 
 
 def test_sigterm_ends_cleanly_and_resumable(tmp_path: Path) -> None:
-    case = make_case(tmp_path / "source", scale=100)
-    process = start(tmp_path)
-    while not (tmp_path / ".out.ckpt_tools-partial" / "journal" / "0.jsonl").exists():
-        time.sleep(0.001)
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == Terminated.exit_code == 143
-    assert "--resume" in output
-    assert not (tmp_path / "out").exists()
-    finish(tmp_path)
+    case = make_case(tmp_path / "source", scale=80)
+    with Converters(tmp_path) as converters:
+        pid = converters.start()
+        while not (tmp_path / ".out.ckpt_tools-partial" / "journal" / "0.jsonl").exists():
+            time.sleep(0.001)
+        os.kill(pid, signal.SIGTERM)
+        assert converters.wait() == Terminated.exit_code == 143
+        assert not (tmp_path / "out").exists()
+        converters.finish()
     write_checkpoint(case.plan(2), case.files, Output(tmp_path / "good"))
     assert tree(tmp_path / "out") == tree(tmp_path / "good")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import subprocess
 import sys
@@ -17,11 +18,12 @@ from hypothesis import strategies as st
 
 from ckpt_tools.box import full_box
 from ckpt_tools.catalog.dcp import read_catalog
+from ckpt_tools.catalog.detect import TRACKER
 from ckpt_tools.catalog.files import open_files
 from ckpt_tools.errors import CorruptCheckpointError, StorageError, UsageError
 from ckpt_tools.execute.casts import Array, numpy_dtype
 from ckpt_tools.execute.read_box import BoxReader
-from ckpt_tools.execute.run import TRACKER, Output, WriteOptions, write_checkpoint
+from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from ckpt_tools.megatron.target import Source, Target, TargetTensor
 from ckpt_tools.megatron.views import view_shape
 from ckpt_tools.plan.build import build_plan
@@ -63,7 +65,7 @@ def assert_equal(found: dict[str, Array], wanted: dict[str, Array]) -> None:
 def test_stock_dcp_reads_every_tensor_and_object(case: Case, tmp_path: Path, world: int) -> None:
     plan = case.plan(world)
     out = tmp_path / "out" / "iter_0000007"
-    report = write_checkpoint(plan, case.files, Output(out, tracker="7", extra_files={"extra.txt": b"x"}))
+    report = write_checkpoint(plan, case.files, Output(out, beside={TRACKER: b"7"}, extra_files={"extra.txt": b"x"}))
     assert sorted(p.name for p in out.iterdir()) == sorted([".metadata", "extra.txt", *plan.file_bytes])
     assert sorted(p.name for p in out.parent.iterdir()) == ["iter_0000007", TRACKER]
     assert (out.parent / TRACKER).read_text() == "7"
@@ -119,12 +121,12 @@ def test_kernel_copies_equal_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_any_view_of_any_chunks(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("view")
     shape, view = data.draw(viewed_shapes())
-    wanted = expected(shape, view)
+    wanted = expected(shape, view) + 1  # no element is zero, so that one left out shows
     source = DcpFolder(folder / "source")
     source.tensor(
         "w",
         "int64",
-        np.arange(wanted.size if not shape else np.prod(shape)).reshape(shape),
+        np.arange(math.prod(shape)).reshape(shape) + 1,
         data.draw(tilings(shape)),
     )
     source.finish()
@@ -134,7 +136,7 @@ def test_any_view_of_any_chunks(data: st.DataObject, tmp_path_factory: pytest.Te
     catalog = read_catalog(files)
     plan = build_plan(catalog, Target((target,)), rows(world), world)
     write_checkpoint(plan, files, Output(folder / "out"), WriteOptions(data.draw(st.integers(1, 2)), 6 << 16))
-    wanted = np.where(wanted == ABSENT, 0, wanted)
+    wanted = np.where(wanted == ABSENT + 1, 0, wanted)
     assert_equal(stock_load(folder / "out", plan), {"t": wanted})
     reader = BoxReader(files, catalog)
     assert reader.read(target, full_box(target.shape)).tobytes() == wanted.tobytes()
