@@ -15,7 +15,8 @@ from ckpt_tools.sharding.placement import Placement
 from ckpt_tools.sharding.topology import Topology
 from tests.conftest import DATA, vector_dir
 from tests.data.vectors.make import records
-from tests.sharding.replay import REPLAYS, Comparison, parameters_of
+from tests.sharding.replay import Comparison, parameters_of
+from tests.sharding.replay_models import REPLAYS
 
 # (records, values) compared: a replay that skips something is found out.
 FULL = {
