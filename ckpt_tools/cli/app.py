@@ -13,7 +13,7 @@ import traceback
 import typer
 
 from ckpt_tools import __version__
-from ckpt_tools.cli import convert, inspect
+from ckpt_tools.cli import convert, huggingface, inspect
 from ckpt_tools.errors import CkptError, Interrupted, StorageError, UsageError
 
 app = typer.Typer(
@@ -26,6 +26,7 @@ app = typer.Typer(
 )
 inspect.register(app)
 convert.register(app)
+huggingface.register(app)
 
 
 def _print_version(wanted: bool) -> None:
@@ -55,7 +56,7 @@ def run(argv: list[str] | None = None) -> int:
         sys.stdout.flush()
     except typer.Exit as stop:
         return stop.exit_code
-    except BrokenPipeError:  # whoever reads stdout has seen enough; nothing must be flushed into it at exit
+    except (BrokenPipeError, SystemExit):  # click exits when a pipe breaks: whoever reads stdout has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (Exception, KeyboardInterrupt) as error:

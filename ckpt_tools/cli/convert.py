@@ -121,7 +121,7 @@ def convert(
 
     with progress_bar(quiet) as progress:
         reports = convert_iterations(input_dir, output_dir, iteration, chosen, progress, dry_run)
-    _finish(reports, as_json, report)
+    finish(reports, as_json, report)
 
 
 def _long_form(to: Format, source: str) -> Callable[..., None]:
@@ -179,7 +179,7 @@ def build_param_group_map(
             print(f"{escape(name)}: group {found.groups[name]} ({rule})", file=sys.stderr)
 
 
-def _finish(reports: list[ConversionReport], as_json: bool, file: Path | None) -> None:
+def finish(reports: list[ConversionReport], as_json: bool, file: Path | None) -> None:
     """Print the reports on rank 0; write them where asked."""
     import json
 

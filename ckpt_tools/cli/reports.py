@@ -14,7 +14,7 @@ def print_report(report: ConversionReport) -> None:
     done = "converted" if report.written else "would convert"
     lines = [
         f"{done} {report.source} -> {report.output}",
-        f"  source     torch_dist, {report.source_layout}, iteration {report.iteration}",
+        f"  source     {report.source_layout}, iteration {report.iteration}",
         f"  target     {report.target} for {report.dialect}",
         f"  holds      {report.tensors:,} tensors, {report.objects:,} objects and scalars, groups {report.groups}",
         f"  masters    {report.masters_checked}",

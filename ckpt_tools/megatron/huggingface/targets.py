@@ -114,7 +114,10 @@ def export_targets(
     equal = _stray_head(model, unused, parameters)
     problems += [f"{name}: no rule of {family.name} has this parameter" for name in unused]
     if problems:
-        raise MappingError(f"the checkpoint is not a whole {family.name} model:\n" + list_problems(problems))
+        how = "by config.json" if reference else "by its parameters; --hf-config or --rules can say otherwise"
+        raise MappingError(
+            f"the checkpoint is not a whole {family.name} model (told {how}):\n" + list_problems(problems)
+        )
     tensors: list[TargetTensor] = []
     shapes: dict[str, Shape] = {}
     offsets: dict[str, float] = {}

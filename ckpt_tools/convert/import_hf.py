@@ -1,0 +1,252 @@
+"""`import-hf`: a Hugging Face model directory as a Megatron checkpoint of either format, weights only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ckpt_tools.box import full_box
+from ckpt_tools.catalog.detect import METADATA_JSON, TRACKER, Location
+from ckpt_tools.catalog.files import LocalFiles
+from ckpt_tools.catalog.model import Catalog, TensorEntry
+from ckpt_tools.catalog.pickling import dump_archive
+from ckpt_tools.catalog.safetensors import read_safetensors_catalog
+from ckpt_tools.catalog.unpickle import StandIn, TorchDtype, stand_in
+from ckpt_tools.convert.hf_parts import families_with, prove_equal, read_config
+from ckpt_tools.convert.outputs import ConversionReport, object_archives, refuse_overlap
+from ckpt_tools.convert.placements import Layout
+from ckpt_tools.convert.to_fsdp_dtensor import Progress, make_plan
+from ckpt_tools.convert.to_torch_dist import METADATA_JSON_BYTES, slice_placement
+from ckpt_tools.dtypes import CASTABLE
+from ckpt_tools.errors import UsageError
+from ckpt_tools.execute.ranks import connect
+from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, write_checkpoint
+from ckpt_tools.megatron.common_state import COMMON_FILE, CommonState
+from ckpt_tools.megatron.fsdp_source import WEIGHT, FsdpSource, FsdpTensor
+from ckpt_tools.megatron.huggingface.checks import Spec
+from ckpt_tools.megatron.huggingface.targets import Imported, import_targets
+from ckpt_tools.megatron.names import ModelStyle, live_name
+from ckpt_tools.megatron.rebase import Base, rebase
+from ckpt_tools.megatron.settings import read_settings
+from ckpt_tools.megatron.source import TorchDistSource
+from ckpt_tools.megatron.target import Source, Target
+from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions, build_fsdp_target
+from ckpt_tools.megatron.to_torch_dist import TorchDistOptions, build_torch_dist_target
+from ckpt_tools.megatron.torch_dist import EXPERTS, Parameter
+from ckpt_tools.plan.build import build_plan
+from ckpt_tools.plan.model import Plan, plan_json
+
+FORMATS = ("torch_dist", "fsdp_dtensor")
+
+
+@dataclass(frozen=True, slots=True)
+class ImportOptions:
+    """What a user may decide about an import; the defaults let the model decide."""
+
+    to: str = "torch_dist"
+    rules: Path | None = None  # a rule file
+    dtype: str | None = None
+    vocab_multiple: int = 128  # --make-vocab-size-divisible-by times the tensor-parallel size
+    layer_spec: str | None = None  # "te" (default) or "local"
+    fsdp: TargetOptions = field(default_factory=TargetOptions)
+    torch_dist: TorchDistOptions = field(default_factory=TorchDistOptions)
+    layout: Layout | None = None
+    iteration: int | None = None  # None: a release
+    overwrite: bool = False
+    resume: bool = False
+    write: WriteOptions = field(default_factory=WriteOptions)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedImport:
+    """An import that is ready to run."""
+
+    imported: Imported
+    target: Target
+    plan: Plan
+    extra_files: Mapping[str, bytes]
+
+
+def import_hf(
+    source: str,
+    output: str,
+    options: ImportOptions | None = None,
+    progress: Progress | None = None,
+    dry_run: bool = False,
+) -> ConversionReport:
+    """Import the Hugging Face directory `source` into the run's root `output`; called on every rank.
+
+    Raises:
+        UsageError: options that contradict each other, or an output that cannot be taken.
+        UnsupportedCheckpointError: no safetensors weights there, or quantized ones.
+        MappingError: an architecture without rules, or a model that is not whole or contradicts its config.json.
+        CorruptCheckpointError, StorageError: damaged files, full disks.
+    """
+    options = options or ImportOptions()
+    ranks = connect()
+    refuse_overlap(source, Location("safetensors", source), output)
+    files = LocalFiles(source)
+    written = None
+    try:
+        planned = plan_import(source, files, options, ranks.world)
+        if not dry_run:
+            tracker = "release" if options.iteration is None else str(options.iteration)
+            name = "release" if options.iteration is None else f"iter_{options.iteration:07d}"
+            place = Output(
+                Path(output, name),
+                beside={TRACKER: tracker.encode()},
+                extra_files=planned.extra_files,
+                overwrite=options.overwrite,
+                resume=options.resume,
+            )
+            written = write_checkpoint(
+                planned.plan, files, place, options.write, ranks=ranks, progress=progress
+            )
+    finally:
+        files.close()
+    return _report(source, output, options, planned, written)
+
+
+def plan_import(source: str, files: LocalFiles, options: ImportOptions, world: int) -> PlannedImport:
+    """Everything up to the first byte."""
+    _check_options(options)
+    catalog = read_safetensors_catalog(source)
+    specs = {key: Spec(entry.dtype, entry.shape) for key, entry in catalog.tensors.items()}
+    imported = import_targets(
+        specs,
+        read_config(source),
+        dtype=options.dtype,
+        vocab_multiple=options.vocab_multiple,
+        families=families_with(options.rules),
+    )
+    own = {key: Base(spec.dtype, spec.shape, (Source(key),)) for key, spec in specs.items()}
+    prove_equal(files, catalog, own, imported.equal)
+    seen = replace(catalog, tensors={k: _seen(e, imported.shapes) for k, e in catalog.tensors.items()})
+    common = common_state(imported, options, source)
+    make = _plan_torch_dist if options.to == "torch_dist" else _plan_fsdp_dtensor
+    return make(seen, imported, common, options, world)
+
+
+def common_state(imported: Imported, options: ImportOptions, source: str) -> CommonState:
+    """The common state of a run that has not begun: its arguments, as Megatron-LM pickles them."""
+    args = dict(imported.args)
+    args |= {
+        "params_dtype": TorchDtype(args["params_dtype"]),
+        "transformer_impl": "local" if options.layer_spec == "local" else "transformer_engine",
+        "make_vocab_size_divisible_by": options.vocab_multiple,
+        "tokenizer_type": "HuggingFaceTokenizer",
+        "tokenizer_model": source,
+        "ckpt_format": options.to,
+    }
+    namespace = StandIn.__new__(stand_in("argparse", "Namespace"))
+    namespace.state = args
+    return CommonState(
+        {"args": namespace, "checkpoint_version": 3.0, "iteration": options.iteration or 0}, None
+    )
+
+
+def _check_options(options: ImportOptions) -> None:
+    if options.to not in FORMATS:
+        raise UsageError(f"--to {options.to}: Hugging Face models become {' or '.join(FORMATS)}")
+    if options.dtype is not None and options.dtype not in CASTABLE:
+        raise UsageError(f"--dtype {options.dtype}: weights can be written as {', '.join(sorted(CASTABLE))}")
+    if options.vocab_multiple < 1:
+        raise UsageError(f"--vocab-multiple {options.vocab_multiple}: at least one row")
+
+
+def _plan_torch_dist(
+    catalog: Catalog, imported: Imported, common: CommonState, options: ImportOptions, world: int
+) -> PlannedImport:
+    style = ModelStyle(local_norms=options.layer_spec == "local", grouped_experts=True)
+    tensors = tuple(
+        FsdpTensor(live_name(p, style), p.shape, {WEIGHT: p.dtype}, {WEIGHT: (Source(p.key),)})
+        for p in _parameters(imported)
+    )
+    source = FsdpSource(catalog, common, tensors, groups={}, scheduler={}, rng={})
+    wanted = replace(
+        options.torch_dist, weights_only=True, layer_spec=options.layer_spec, dtype=options.dtype
+    )
+    built = build_torch_dist_target(source, wanted)
+    target = _rebased(built.target, imported, catalog)
+    archives = object_archives(target.objects)
+    plan = build_plan(catalog, target, slice_placement(world), world, archives)
+    extra = {METADATA_JSON: METADATA_JSON_BYTES, COMMON_FILE: dump_archive(built.common)}
+    return PlannedImport(imported, target, plan, extra)
+
+
+def _plan_fsdp_dtensor(
+    catalog: Catalog, imported: Imported, common: CommonState, options: ImportOptions, world: int
+) -> PlannedImport:
+    parameters = _parameters(imported)
+    source = TorchDistSource(
+        catalog=catalog,
+        parameters=tuple(parameters),
+        states=None,
+        groups=(),
+        settings=read_settings(common),
+        common=common.values,
+        model_config={},
+        rng={},
+        dropped=(),
+    )
+    wanted = replace(options.fsdp, weights_only=True, layer_spec=options.layer_spec)
+    built = build_fsdp_target(source, wanted)
+    built = replace(built, target=_rebased(built.target, imported, catalog))
+    plan = make_plan(catalog, built, options.layout or Layout(world=world))
+    return PlannedImport(imported, built.target, plan, {})
+
+
+def _parameters(imported: Imported) -> list[Parameter]:
+    """The imported parameters as if a `torch_dist` checkpoint held each as a tensor of its own."""
+    found = []
+    for tensor in imported.tensors:
+        head, experts, tail = tensor.key.partition(EXPERTS)
+        expert, _, leaf = tail.partition(".")
+        name = f"{head}{EXPERTS}{leaf}" if experts else tensor.key
+        number = int(expert) if experts else None
+        found.append(Parameter(name, tensor.key, (), tensor.shape, tensor.dtype, number))
+    return found
+
+
+def _rebased(target: Target, imported: Imported, catalog: Catalog) -> Target:
+    bases = {t.key: Base(t.dtype, t.shape, t.sources, t.zero_filled) for t in imported.tensors}
+    shapes = {key: entry.shape for key, entry in catalog.tensors.items()}
+    tensors = rebase(target.tensors, bases, shapes)
+    return replace(target, tensors=tuple(tensors))
+
+
+def _seen(entry: TensorEntry, shapes: Mapping[str, tuple[int, ...]]) -> TensorEntry:
+    """The tensor with the axes that views ask for; its one chunk holds the same bytes."""
+    if entry.key not in shapes:
+        return entry
+    shape = shapes[entry.key]
+    (chunk,) = entry.chunks
+    return replace(entry, shape=shape, chunks=(chunk._replace(box=full_box(shape)),))
+
+
+def _report(
+    source: str, output: str, options: ImportOptions, planned: PlannedImport, written: WriteReport | None
+) -> ConversionReport:
+    target, imported = planned.target, planned.imported
+    plan: dict[str, Any] = plan_json(planned.plan)
+    dropped = [f"{key}: no content of its own" for key in imported.dropped]
+    return ConversionReport(
+        source=source,
+        output=output,
+        iteration=options.iteration,
+        source_layout=f"Hugging Face {imported.family.architecture}",
+        target=options.to,
+        dialect=imported.family.name,
+        tensors=len(target.tensors),
+        objects=len(target.objects) + len(target.inline),
+        groups={},
+        masters_checked="none: weights only",
+        dropped=(*dropped, *target.dropped),
+        renamed=(),
+        backfilled=target.backfilled,
+        notes=(*imported.notes, *target.notes),
+        written=written,
+        plan={k: v for k, v in plan.items() if k not in ("tensors", "blobs")},
+    )
