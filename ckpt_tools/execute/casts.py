@@ -35,15 +35,15 @@ def cast_raw(values: Array, source: str, target: str) -> Array:
 def cast(values: Array, source: str, target: str) -> Array:
     """`values` of element type `source` (as `numpy_dtype` says) as `target`, rounded to nearest even.
 
-    Both types are in `dtypes.CASTABLE`. Doubles reach bfloat16 by way of float32, as in torch. NaNs stay NaNs.
+    Both types are in `dtypes.CASTABLE`. Doubles reach 16 bits by way of float32, as in torch. NaNs stay NaNs.
     """
     if source == target:
         return values
     if source == "bfloat16":
         values = bfloat16_to_float32(values)
-    if target == "bfloat16":
-        return float32_to_bfloat16(_to_float(values, np.dtype(np.float32)))
-    return _to_float(values, numpy_dtype(target))
+    if itemsize(target) == 2:
+        values = _to_float(values, np.dtype(np.float32))
+    return float32_to_bfloat16(values) if target == "bfloat16" else _to_float(values, numpy_dtype(target))
 
 
 def _to_float(values: Array, target: np.dtype[Any]) -> Array:

@@ -5,7 +5,7 @@ Everything is written under `<parent>/.<name>.ckpt_tools-partial/`::
     lock         held while a converter works here
     journal/     what is finished
     checkpoint/  the future directory; its `.metadata` comes last
-    publishing   the inode number of `checkpoint/`, once it is complete
+    publishing   the inode number of `checkpoint/` and its plan, once it is complete
     replaced/    the old directory, where the file system cannot exchange two names at once
 
 `checkpoint/` is renamed to `<parent>/<name>` when it is complete. A process killed before that leaves the old state
@@ -39,13 +39,15 @@ class Found(enum.Enum):
 
 
 class Staging:
-    """The partial directory of one output."""
+    """The partial directory of one output, for the plan with this digest."""
 
-    def __init__(self, final: Path) -> None:
+    def __init__(self, final: Path, digest: str) -> None:
         self.final = final
+        self._digest = digest
         self.partial = final.parent / f".{final.name}.ckpt_tools-partial"
         self.data = self.partial / "checkpoint"
         self.journal = Journal(self.partial / "journal")
+        self._marker = self.partial / "publishing"
         self._replaced = self.partial / "replaced"
         self._lock: int | None = None
 
@@ -82,14 +84,16 @@ class Staging:
                 f"{self.partial} holds a conversion that was stopped. Go on from it with --resume, or start anew "
                 "with --overwrite."
             )
+        self._marker.unlink(missing_ok=True)  # before the rest: it must not vouch for what is written next
         self._clear()
         self.data.mkdir()
         return Found.NOTHING
 
     def _is_published(self) -> bool:
         """Whether an earlier process was stopped after it had put the output in place."""
-        marker = self.partial / "publishing"
-        return marker.exists() and self.final.exists() and marker.read_text() == str(self.final.stat().st_ino)
+        if not (self._marker.exists() and self.final.exists()):
+            return False
+        return self._marker.read_text() == f"{self.final.stat().st_ino} {self._digest}"
 
     def _take_lock(self) -> None:
         """Lock the partial directory, which a finishing converter may be removing right now."""
@@ -128,8 +132,8 @@ class Staging:
 
     def _clear(self) -> None:
         for path in self.partial.iterdir():
-            if path.name != "lock":
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            if path.is_dir():
+                shutil.rmtree(path)
 
     def _check_space(self, nbytes: int) -> None:
         with storage_errors(self.partial):
@@ -171,7 +175,7 @@ class Staging:
         with storage_errors(self.final):
             if sync:
                 sync_directory(self.data)
-            (self.partial / "publishing").write_text(str(self.data.stat().st_ino))
+            self._marker.write_text(f"{self.data.stat().st_ino} {self._digest}")
             if not self.final.exists():
                 self.data.rename(self.final)
             elif not _exchange(self.data, self.final):
@@ -181,9 +185,10 @@ class Staging:
                 sync_directory(self.final.parent)
 
     def discard(self) -> None:
-        """Remove the partial directory and everything in it."""
+        """Remove the partial directory and everything in it; the marker last, as it says that all is well."""
         with storage_errors(self.partial):
             self._clear()
+            self._marker.unlink(missing_ok=True)
             (self.partial / "lock").unlink()
             self.partial.rmdir()
         self.release()

@@ -93,6 +93,7 @@ class Work:
                 worker.join()
         if self._errors:
             raise self._errors[0]
+        progress(self._done, self._total)
         return [pump.counters for pump in pumps]
 
     def close(self, sync: bool) -> None:

@@ -274,7 +274,7 @@ plan = reopened_case(here / "source").plan(2)
 
 def convert():
     files = reopened_case(here / "source").files
-    output = Output(here / "out", "7", overwrite=True, resume=True)
+    output = Output(here / "out", {"latest_checkpointed_iteration.txt": b"7"}, overwrite=True, resume=True)
     try:
         write_checkpoint(plan, files, output, WriteOptions(2, 6 << 16))
     except CkptError as error:

@@ -1,0 +1,73 @@
+"""Casts equal torch's, bit for bit; joined checksums equal zlib's."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_tools.dtypes import CASTABLE, ITEMSIZE
+from ckpt_tools.execute import crc
+from ckpt_tools.execute.casts import Array, cast, cast_raw, numpy_dtype, raw_dtype
+
+
+def bits_of(tensor: torch.Tensor, dtype: str) -> Array:
+    return np.frombuffer(tensor.view(torch.uint8).numpy().tobytes(), f"u{ITEMSIZE[dtype]}")
+
+
+def patterns(dtype: str) -> Array:
+    """All 16-bit patterns, or those of wider types where rounding turns, and noise."""
+    if ITEMSIZE[dtype] == 2:
+        return np.arange(1 << 16, dtype=np.uint16)
+    rng = np.random.default_rng(1)
+    if ITEMSIZE[dtype] == 4:
+        high = np.arange(1 << 16, dtype=np.uint32)[:, None] << 16
+        low = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x0FFF, 0x1000, 0x1001, 0x3000], np.uint32)
+        return np.concatenate([(high | low).ravel(), rng.integers(0, 1 << 32, 1 << 16, np.uint32)])
+    floats = np.concatenate(
+        [patterns("float32").view(np.float32).astype(np.float64) * (1 + d) for d in (0, 1e-9, -1e-9)]
+    )
+    return np.concatenate([floats.view(np.uint64), rng.integers(0, 1 << 63, 1 << 16, np.uint64)])
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value")
+@pytest.mark.parametrize(("source", "target"), [*itertools.product(sorted(CASTABLE), repeat=2)])
+def test_casts_equal_torch(source: str, target: str) -> None:
+    bits = patterns(source)
+    values = torch.from_numpy(bits.view("u1").copy()).view(getattr(torch, source))
+    wanted_tensor = values.to(getattr(torch, target))
+    found = cast(bits.view(numpy_dtype(source)), source, target)
+    assert found.dtype == numpy_dtype(target)
+    is_nan = wanted_tensor.isnan().numpy()
+    got = found.view(f"u{ITEMSIZE[target]}")
+    assert np.array_equal(got[~is_nan], bits_of(wanted_tensor, target)[~is_nan])
+    nans = torch.from_numpy(got[is_nan].view("u1").copy()).view(getattr(torch, target))
+    assert nans.isnan().all()  # a NaN's payload is not promised, that it is one is
+    raw = cast_raw(bits.view(raw_dtype(source)), source, target)
+    assert raw.dtype == raw_dtype(target)
+    assert raw.tobytes() == found.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ITEMSIZE)
+def test_numpy_types_have_the_size_of_the_element(dtype: str) -> None:
+    assert numpy_dtype(dtype).itemsize == raw_dtype(dtype).itemsize == ITEMSIZE[dtype]
+    assert getattr(torch, dtype).itemsize == ITEMSIZE[dtype]
+
+
+@given(st.binary(max_size=300), st.binary(max_size=300))
+def test_joined_checksums(a: bytes, b: bytes) -> None:
+    assert crc.crc32(a) == zlib.crc32(a)
+    assert crc.combine(zlib.crc32(a), zlib.crc32(b), len(b)) == zlib.crc32(a + b)
+
+
+def test_joined_checksum_of_much() -> None:
+    block = bytes(1 << 20)
+    total = 0
+    for _ in range(40):
+        total = crc.combine(total, zlib.crc32(block), len(block))
+    assert total == zlib.crc32(bytes(40 << 20))

@@ -1,0 +1,97 @@
+"""Masters against weights: equal ones pass, every kind of difference is named with its tensor and element."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ckpt_tools.box import Box, full_box
+from ckpt_tools.catalog.dcp import read_catalog
+from ckpt_tools.catalog.files import open_files
+from ckpt_tools.errors import VerificationError
+from ckpt_tools.execute.casts import Array, cast
+from ckpt_tools.execute.check_masters import MastersReport, check_masters, sample_boxes
+from ckpt_tools.megatron.target import Source, TargetTensor
+from ckpt_tools.megatron.views import Place
+from tests.strategies import Shape
+from tests.synthetic import DcpFolder
+
+
+def masters() -> Array:
+    return np.random.default_rng(3).standard_normal((40, 5000)).astype(np.float32)
+
+
+def check(folder: Path, values: Array, weights: Array, level: str, dtype: str = "bfloat16") -> MastersReport:
+    source = DcpFolder(folder)
+    source.tensor("m", "float32", values, [Box((0, 0), (40, 3000)), Box((0, 3000), (40, 2000))])
+    source.tensor("w", dtype, weights, [Box((0, 0), (11, 5000)), Box((11, 0), (29, 5000))])
+    source.finish()
+    files = open_files(str(folder))
+    target = TargetTensor(
+        "t", "float32", (40, 5000), (Source("m"),), must_round_to=(Source("w"),), must_round_dtype=dtype
+    )
+    other = TargetTensor("x", "float32", (40, 5000), (Source("m"),))
+    return check_masters(files, read_catalog(files), [target, other], level)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_masters_that_round_pass(tmp_path: Path, dtype: str) -> None:
+    values = masters()
+    weights = cast(values, "float32", dtype)
+    assert check(tmp_path / "a", values, weights, "all", dtype) == MastersReport(1, 200_000, 200_000)
+    assert check(tmp_path / "s", values, weights, "sample", dtype) == MastersReport(1, 4 * 4096, 200_000)
+    assert check(tmp_path / "n", values, weights + 1, "none", dtype) == MastersReport()
+
+
+@pytest.mark.parametrize("at", [(0, 0), (39, 4999), (17, 3001)])
+def test_one_bit_in_one_weight_is_found(tmp_path: Path, at: tuple[int, int]) -> None:
+    values = masters()
+    weights = cast(values, "float32", "bfloat16")
+    weights[at] ^= 1
+    with pytest.raises(VerificationError) as caught:
+        check(tmp_path / "a", values, weights, "all")
+    assert f"t[{at[0]}, {at[1]}]: master {float(values[at])!r}, stored bfloat16 weight" in str(caught.value)
+
+
+def test_a_sample_finds_a_shifted_tensor(tmp_path: Path) -> None:
+    values = masters()
+    with pytest.raises(VerificationError, match=r"1 tensors do not round.*\n.*t\[0, "):
+        check(tmp_path / "s", values, cast(np.roll(values, 1, 1), "float32", "bfloat16"), "sample")
+
+
+def test_nan_equals_nan_and_nothing_else(tmp_path: Path) -> None:
+    values = masters()
+    values[3, 4] = np.nan
+    weights = cast(values, "float32", "bfloat16")
+    weights[3, 4] = 0xFFFF
+    assert check(tmp_path / "a", values, weights, "all").elements == 200_000
+    weights[3, 4] = 0x3F80
+    with pytest.raises(VerificationError, match=r"t\[3, 4\]: master nan, stored bfloat16 weight 1\.0"):
+        check(tmp_path / "b", values, weights, "all")
+
+
+def test_padding_rows_are_zeros_on_both_sides(tmp_path: Path) -> None:
+    source = DcpFolder(tmp_path / "in")
+    values = masters()
+    source.tensor("m", "float32", values)
+    source.tensor("w", "bfloat16", cast(values, "float32", "bfloat16"))
+    source.finish()
+    files = open_files(str(tmp_path / "in"))
+    m, w = (Source(key, (Place((0, 0), (48, 5000)),)) for key in "mw")
+    target = TargetTensor(
+        "t", "float32", (48, 5000), (m,), must_round_to=(w,), must_round_dtype="bfloat16", zero_filled=True
+    )
+    assert check_masters(files, read_catalog(files), [target], "all").elements == 240_000
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (100_000,), (3, 1 << 20), (7, 9, 5000), (100_000, 1), (0, 4)])
+def test_samples_lie_inside_and_reach_both_ends(shape: Shape) -> None:
+    boxes = sample_boxes(full_box(shape))
+    assert all(full_box(shape).contains(box) for box in boxes)
+    assert sum(box.volume for box in boxes) <= max(4 * 4096, 1)
+    corners = {(0,) * len(shape), tuple(n - 1 for n in shape)}
+    if math.prod(shape):
+        assert all(any(box.contains(Box(corner, (1,) * len(shape))) for box in boxes) for corner in corners)
