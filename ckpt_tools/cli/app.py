@@ -56,7 +56,10 @@ def run(argv: list[str] | None = None) -> int:
         sys.stdout.flush()
     except typer.Exit as stop:
         return stop.exit_code
-    except (BrokenPipeError, SystemExit):  # click exits when a pipe breaks: whoever reads stdout has seen enough
+    except (BrokenPipeError, SystemExit) as stop:
+        if not isinstance(stop, BrokenPipeError) and not isinstance(stop.__context__, BrokenPipeError):
+            raise
+        # Whoever reads stdout has seen enough (click makes an exit of it); nothing must be flushed into it later.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (Exception, KeyboardInterrupt) as error:

@@ -1,0 +1,117 @@
+"""Outcomes to exit codes, stdout and stderr kept apart, and a start that loads nothing heavy."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import typer
+
+from ckpt_tools import __version__, errors
+from ckpt_tools.cli import app as module
+from ckpt_tools.cli.app import run
+from tests.conftest import REPO, fixture_dir
+
+LLAMA = "core019_llama_tp2_fully_reshardable"
+
+
+def python(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *args],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **env},
+    )
+
+
+RAISED = [
+    (errors.UsageError("u"), 2, "error: u\n"),
+    (errors.UnsupportedCheckpointError("s"), 3, "error: s\n"),
+    (errors.CorruptCheckpointError("c"), 4, "error: c\n"),
+    (errors.MappingError("m"), 5, "error: m\n"),
+    (errors.VerificationError("v"), 6, "error: v\n"),
+    (errors.StorageError("d"), 7, "error: d\n"),
+    (errors.Terminated("t"), 143, "error: t\n"),
+    (KeyboardInterrupt(), 130, "error: interrupted; nothing was published.\n"),
+    (typer.Abort(), 130, "error: interrupted; nothing was published.\n"),
+    (OSError(28, "No space left on device", "x"), 7, "error: [Errno 28] No space left on device: 'x'\n"),
+    (typer.BadParameter("bad"), 2, "error: Invalid value: bad\n"),
+]
+
+
+@pytest.mark.parametrize(("error", "code", "message"), RAISED, ids=lambda value: type(value).__name__)
+def test_exit_codes(
+    error: BaseException,
+    code: int,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(**_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(module, "app", fail)
+    assert run([]) == code
+    assert tuple(capsys.readouterr()) == ("", message)
+
+
+def test_defects_show_their_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "app", lambda **_: 1 // 0)
+    assert run([]) == 70
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_codes_of_commands_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "app", lambda **_: 1)
+    assert run([]) == 1
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out == f"{__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        ([], "Missing command"),
+        (["inspectt"], "'inspectt'"),
+        (["inspect"], "checkpoint"),
+        (["inspect", "x", "--nope"], "--nope"),
+        (["inspect", "x", "--iteration", "two"], "--iteration"),
+    ],
+)
+def test_usage_errors(argv: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The wording is typer's, and differs between its versions."""
+    assert run(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert part.lower() in captured.err.lower()
+    assert "--help" in captured.err
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["inspect", str(fixture_dir(LLAMA))], ["inspect", "--help"]])
+def test_start_is_light(argv: list[str]) -> None:
+    """No torch and no numpy, neither for help nor to inspect."""
+    program = (
+        f"import sys; from ckpt_tools.cli.app import run; print(run({argv!r}), *sys.modules, file=sys.stderr)"
+    )
+    code, *modules = python("-c", program).stderr.split()
+    assert code == "0"
+    assert not {"torch", "numpy", "fsspec", "orjson"} & set(modules)
+
+
+def test_module_and_broken_pipe() -> None:
+    assert python("-m", "ckpt_tools", "--version").stdout == f"{__version__}\n"
+    command = f"{sys.executable} -m ckpt_tools inspect --json {fixture_dir(LLAMA)} | head -c 10"
+    found = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], cwd=REPO, capture_output=True, check=False
+    )
+    assert (found.returncode, found.stderr) == (0, b"")
