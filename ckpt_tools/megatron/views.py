@@ -36,8 +36,10 @@ class Piece(NamedTuple):
         common = self.box.intersect(box)
         if common is None:
             return None
-        steps = zip(common.start, self.box.start, self.strides, strict=True)
-        return Piece(common, self.offset + sum((a - b) * s for a, b, s in steps), self.strides)
+        offset = self.offset
+        for a, b, s in zip(common.start, self.box.start, self.strides, strict=True):
+            offset += (a - b) * s
+        return Piece(common, offset, self.strides)
 
 
 def chunk_piece(box: Box) -> Piece:
