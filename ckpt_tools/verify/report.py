@@ -9,12 +9,13 @@ ERROR, WARNING = "error", "warning"
 
 
 class Finding(NamedTuple):
-    """One thing that is wrong (`error`) or unusual (`warning`); `where` is a key, a file or a folder."""
+    """One thing that is wrong (`error`) or unusual (`warning`); `where` is a key, a file, a folder or a setting."""
 
     check: str
     severity: str
     where: str
     message: str
+    fix: str = ""  # what to do about it, where that is not part of the message
 
 
 @dataclass(frozen=True, slots=True)
