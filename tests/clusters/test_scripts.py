@@ -1,0 +1,166 @@
+"""The batch scripts with stand-ins for Slurm's programs: what they run, in which order, and what they return."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPO
+
+SCRIPTS = REPO / "example-scripts"
+CONVERT = SCRIPTS / "sbatch_checkpoint_convert.sh"
+TRAIN = SCRIPTS / "sbatch_mfsdp_deepseek_v3.sh"
+
+_SRUN = """#!/usr/bin/env bash
+printf '%s\\n' "$*" >>"$CALLS"
+[[ -z ${FAIL:-} || $* != *"$FAIL"* ]] || exit 6
+"""
+
+
+class Slurm:
+    """Stand-ins on PATH; `run` gives a script's exit code, its stderr, and the arguments of every `srun`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name, text in [("srun", _SRUN), ("scontrol", "#!/usr/bin/env bash\necho node7\necho node8\n")]:
+            (folder / name).write_text(text)
+            (folder / name).chmod(0o755)
+
+    def run(self, script: Path, **settings: str) -> tuple[int, str, list[str]]:
+        calls = self.folder / "calls"
+        calls.unlink(missing_ok=True)
+        environ = {
+            "PATH": f"{self.folder}:{os.environ['PATH']}",
+            "CALLS": str(calls),
+            "SLURM_JOB_ID": "20017",
+            "SLURM_JOB_NUM_NODES": "2",
+            "SLURM_JOB_NODELIST": "node[7-8]",
+            **settings,
+        }
+        done = subprocess.run(
+            ["bash", str(script)], env=environ, cwd=self.folder, capture_output=True, text=True, check=False
+        )
+        return done.returncode, done.stderr, calls.read_text().splitlines() if calls.exists() else []
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> Slurm:
+    return Slurm(tmp_path)
+
+
+@pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.sh")), ids=lambda path: path.name)
+def test_scripts_are_strict_executable_and_end_with_a_newline(script: Path) -> None:
+    text = script.read_text()
+    assert text.startswith("#!/usr/bin/env bash\n")
+    assert "\nset -euo pipefail\n" in text
+    assert text.endswith("\n")
+    assert os.access(script, os.X_OK)
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="no shellcheck: apt-get install shellcheck")
+def test_scripts_are_shellcheck_clean() -> None:
+    found = subprocess.run(
+        ["shellcheck", *map(str, sorted(SCRIPTS.glob("*.sh")))], capture_output=True, text=True, check=False
+    )
+    assert found.stdout == ""
+
+
+def test_convert_starts_one_task_a_rank_then_verifies(slurm: Slurm) -> None:
+    code, _, calls = slurm.run(CONVERT, INPUT="/in", OUTPUT="/out dir", CONVERT_ARGS="--dp-shard 8 --fsync")
+    assert code == 0
+    assert calls == [
+        "--nodes=2 --ntasks=8 --ntasks-per-node=4 --kill-on-bad-exit=1 --label python3 -m ckpt_tools "
+        "convert-torch-dist-to-fsdp-dtensor /in /out dir --resume --report convert-20017.json --dp-shard 8 --fsync",
+        "--nodes=1 --ntasks=1 python3 -m ckpt_tools verify /out dir",
+    ]
+
+
+def test_convert_with_torchrun_in_a_container(slurm: Slurm) -> None:
+    code, _, calls = slurm.run(
+        CONVERT,
+        INPUT="/in",
+        OUTPUT="/out",
+        LAUNCHER="torchrun",
+        RANKS_PER_NODE="16",
+        VERIFY="0",
+        COMMAND="convert",
+        CONTAINER_IMAGE="nvcr.io/x:1",
+        CONTAINER_MOUNTS="/in,/out",
+        SLURM_RESTART_COUNT="3",
+    )
+    assert code == 0
+    assert calls == [
+        "--nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 --label --container-image=nvcr.io/x:1 "
+        "--container-mounts=/in,/out torchrun --nnodes 2 --nproc-per-node 16 --rdzv-backend c10d "
+        "--rdzv-endpoint node7:20017 --rdzv-id 20017.3 -m ckpt_tools convert /in /out --resume "
+        "--report convert-20017.json"
+    ]
+
+
+def test_convert_returns_the_failure_of_its_ranks_and_of_the_verification(slurm: Slurm) -> None:
+    code, _, calls = slurm.run(CONVERT, INPUT="/in", OUTPUT="/out", FAIL="convert-")
+    assert (code, len(calls)) == (6, 1)
+    code, _, calls = slurm.run(CONVERT, INPUT="/in", OUTPUT="/out", FAIL="verify")
+    assert (code, len(calls)) == (6, 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"OUTPUT": "/out"}, "set INPUT to the checkpoint to convert"),
+        ({"INPUT": "/in"}, "set OUTPUT to the directory to write"),
+        (
+            {"INPUT": "/in", "OUTPUT": "/out", "LAUNCHER": "mpirun"},
+            "LAUNCHER is srun or torchrun, not mpirun",
+        ),
+    ],
+)
+def test_convert_refuses_incomplete_settings(slurm: Slurm, settings: dict[str, str], message: str) -> None:
+    code, stderr, calls = slurm.run(CONVERT, **settings)
+    assert code != 0
+    assert message in stderr
+    assert calls == []
+
+
+def test_training_starts_after_a_preflight_of_the_same_flags(slurm: Slurm) -> None:
+    code, stderr, calls = slurm.run(
+        TRAIN, CHECKPOINT="/ckpt", SAVE="/save", MEGATRON="/m", EP="16", EXTRA_ARGS="--fp8-format hybrid"
+    )
+    assert code == 0, stderr
+    preflight, train = calls
+    assert preflight.startswith(
+        "--nodes=1 --ntasks=1 python3 -m ckpt_tools preflight /ckpt -- --use-megatron-fsdp"
+    )
+    flags = preflight.partition(" -- ")[2]
+    assert "/m/pretrain_gpt.py " + flags in train
+    for wanted in [
+        "--data-parallel-sharding-strategy optim_grads_params",
+        "--no-gradient-accumulation-fusion",
+        "--ckpt-format fsdp_dtensor",
+        "--expert-model-parallel-size 16",
+        "--load /ckpt --save /save",
+        "--mock-data",
+        "--fp8-format hybrid",
+    ]:
+        assert wanted in flags
+    assert "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node7:20017" in train
+
+
+def test_training_does_not_start_when_the_preflight_fails(slurm: Slurm) -> None:
+    code, _, calls = slurm.run(TRAIN, CHECKPOINT="/ckpt", SAVE="/save", MEGATRON="/m", FAIL="preflight")
+    assert (code, len(calls)) == (6, 1)
+
+
+def test_training_goes_on_from_what_it_saved(slurm: Slurm, tmp_path: Path) -> None:
+    settings = {"CHECKPOINT": "/ckpt", "SAVE": str(tmp_path), "MEGATRON": "/m", "WEIGHTS_ONLY": "1"}
+    first = slurm.run(TRAIN, **settings)[2][1]
+    assert "--load /ckpt " in first
+    assert "--no-load-optim --no-load-rng --finetune" in first
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("200")
+    again = slurm.run(TRAIN, **settings)[2][1]
+    assert f"--load {tmp_path} " in again
+    assert "--no-load-optim" not in again

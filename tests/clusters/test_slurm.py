@@ -1,0 +1,138 @@
+"""The batch script on a real Slurm: two nodes convert, something stops them half way, the requeued job finishes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.clusters import slurm
+from tests.clusters.slurm import Cluster
+from tests.conftest import REPO, fixture_dir
+
+pytestmark = pytest.mark.skipif(slurm.missing() is not None, reason=f"no Slurm: {slurm.missing()}")
+
+SOURCE = "core019_llama_tp2_fully_reshardable"
+SCRIPT = REPO / "example-scripts" / "sbatch_checkpoint_convert.sh"
+SLOW_DISK = Path(__file__).parent / "slow_disk"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with tempfile.TemporaryDirectory(prefix="slurm") as folder, slurm.cluster(Path(folder)) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The output of one process."""
+    output = tmp_path_factory.mktemp("one") / "out"
+    words = ["convert", str(fixture_dir(SOURCE)), str(output), "--world-size", "2", "--quiet"]
+    subprocess.run([sys.executable, "-m", "ckpt_tools", *words], check=True, capture_output=True)
+    return _content(output)
+
+
+def test_ranks_come_from_slurm_alone(cluster: Cluster, tmp_path: Path, undisturbed: dict[str, bytes]) -> None:
+    words = [
+        "convert",
+        str(fixture_dir(SOURCE)),
+        str(tmp_path / "out"),
+        "--world-size",
+        "2",
+        "--quiet",
+        "--json",
+    ]
+    stdout = cluster.command(
+        "srun", "-N2", "-n2", sys.executable, "-m", "ckpt_tools", *words, environ={"PYTHONPATH": str(REPO)}
+    )
+    assert json.loads(stdout)["written"]["ranks"] == 2, "one report, of both ranks"
+    assert _content(tmp_path / "out") == undisturbed
+
+
+class Job:
+    """A submitted conversion of the fixture, its first start on a slow disk."""
+
+    def __init__(self, cluster: Cluster, folder: Path, launcher: str) -> None:
+        self.cluster, self.output = cluster, folder / "out"
+        self.log, self.report = folder / "job.log", folder / "report.json"
+        settings = {
+            "INPUT": str(fixture_dir(SOURCE)),
+            "OUTPUT": str(self.output),
+            "REPORT": str(self.report),
+            "CONVERT_ARGS": "--world-size 2 --quiet",
+            "LAUNCHER": launcher,
+            "RANKS_PER_NODE": "1",
+            "VERIFY": "0",
+            "PYTHON": sys.executable,
+            "TORCHRUN": str(Path(sys.executable).with_name("torchrun")),
+            "PYTHONPATH": f"{SLOW_DISK}:{REPO}",
+        }
+        words = ("sbatch", "--parsable", f"--output={self.log}", str(SCRIPT))
+        self.number = cluster.command(*words, environ=settings)
+
+    def wait_until_half_done(self) -> None:
+        journals = self.output / ".iter_0000002.ckpt_tools-partial" / "journal"
+        for rank in (0, 1):
+            file = journals / f"{rank}.jsonl"
+            self._wait(f"rank {rank} to write", lambda f=file: f.exists() and f.read_text().count("\n") >= 4)
+
+    def wait_until_done(self) -> None:
+        def ended() -> bool:
+            state = self.cluster.job(self.number)["JobState"]
+            assert state not in ("FAILED", "CANCELLED", "TIMEOUT"), self._log()
+            return state == "COMPLETED"
+
+        self._wait("the requeued job to finish", ended)
+
+    def _wait(self, what: str, ready: Callable[[], bool]) -> None:
+        try:
+            self.cluster.wait(what, ready, 120)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self._log()}") from None
+
+    def _log(self) -> str:
+        return self.log.read_text() if self.log.exists() else "no log yet"
+
+
+def _content(root: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
+
+
+def _check_end(job: Job, undisturbed: dict[str, bytes]) -> str:
+    assert job.cluster.job(job.number)["Restarts"] == "1"
+    assert _content(job.output) == undisturbed
+    report = json.loads(job.report.read_text())
+    assert report["written"]["ranks"] == 2
+    assert 0 < report["written"]["items_resumed"] < report["written"]["items"]
+    return job.log.read_text()
+
+
+def test_a_node_dies_and_the_requeued_job_finishes_identical(
+    cluster: Cluster, tmp_path: Path, undisturbed: dict[str, bytes]
+) -> None:
+    job = Job(cluster, tmp_path, "srun")
+    job.wait_until_half_done()
+    cluster.kill_node(slurm.NODES[1])
+    assert not (job.output / "iter_0000002").exists()
+    cluster.start_node(slurm.NODES[1])
+    job.wait_until_done()
+    assert "NODE FAILURE" in _check_end(job, undisturbed)
+
+
+def test_torchrun_ranks_stop_before_the_time_limit_and_go_on_after_the_requeue(
+    cluster: Cluster, tmp_path: Path, undisturbed: dict[str, bytes]
+) -> None:
+    job = Job(cluster, tmp_path, "torchrun")
+    job.wait_until_half_done()
+    cluster.command(
+        "scancel", "--batch", "--signal=USR1", job.number
+    )  # what --signal=B:USR1@180 makes Slurm send
+    job.wait_until_done()
+    log = _check_end(job, undisturbed)
+    assert "time is nearly up" in log
+    assert "error: terminated" in log
