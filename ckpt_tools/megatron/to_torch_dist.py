@@ -70,41 +70,46 @@ def build_torch_dist_target(source: FsdpSource, options: TorchDistOptions) -> To
         UsageError: something that has to come from the user is missing.
         MappingError: options or names that contradict the checkpoint, or facts that cannot be proven from it.
     """
-    settings = read_settings(source.common)
-    with_optimizer = source.has_optimizer and not options.weights_only
-    local = settings.local_norms if options.layer_spec is None else options.layer_spec == "local"
+    local = (
+        read_settings(source.common).local_norms
+        if options.layer_spec is None
+        else options.layer_spec == "local"
+    )
     tp = options.tp or max((t + 1 for _, t in source.rng), default=None)
     parameters = stored_parameters(source.tensors, tp, local)
     _check_counts(parameters, source.common)
     stacks, notes = stack_parameters(parameters, source.common, options.stacked)
-    common: dict[str, Any] = {k: source.common.values[k] for k in _CARRIED if k in source.common.values}
-    common = (
-        {"checkpoint_version": 3.0, "iteration": 0} | common | {"content_metadata": dict(CONTENT_METADATA)}
-    )
-    counts: tuple[int, ...] = ()
-    objects = []
-    if with_optimizer:
-        optimizer, counts = rebuild_optimizer(
-            source, parameters, _experts_apart(parameters, source.common, options)
-        )
-        common["optimizer"] = optimizer
-        common["content_metadata"] |= OPTIMIZER_METADATA
-    if not options.weights_only:
-        if source.scheduler:
-            common["opt_param_scheduler"] = dict(source.scheduler)
-        rng, rng_notes = rng_objects(source.rng)
-        objects += rng
-        notes += rng_notes
-    objects += [TargetObject(key, [None]) for key in _extra_keys(stacks, local, options)]
-    objects.append(TargetObject(COMMON_OBJECT, [common]))
+    common, counts = _common_state(source, parameters, options)
+    rng, rng_notes = ([], []) if options.weights_only else rng_objects(source.rng)
+    extra = [TargetObject(key, [None]) for key in _extra_keys(stacks, local, options)]
     target = Target(
-        tensors=(*_weights(stacks, source, options), *(_states(stacks) if with_optimizer else ())),
-        objects=tuple(objects),
+        tensors=(*_weights(stacks, source, options), *(_states(stacks) if "optimizer" in common else ())),
+        objects=(*rng, *extra, TargetObject(COMMON_OBJECT, [common])),
         dropped=source.dropped,
         renamed=_renamed(parameters),
-        notes=(*notes, *_losses(options)),
+        notes=(*notes, *rng_notes, *_losses(source, options)),
     )
     return TorchDistTarget(target, common, tuple(parameters), counts)
+
+
+def _common_state(
+    source: FsdpSource, parameters: Sequence[StoredParameter], options: TorchDistOptions
+) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """The common state, and the number of live tensors in each optimizer group."""
+    values = source.common.values
+    common: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": 0}
+    common |= {name: values[name] for name in _CARRIED if name in values}
+    common["content_metadata"] = dict(CONTENT_METADATA)
+    if options.weights_only:
+        return common, ()
+    if source.scheduler:
+        common["opt_param_scheduler"] = dict(source.scheduler)
+    if not source.has_optimizer:
+        return common, ()
+    apart = _experts_apart(parameters, source.common, options)
+    common["optimizer"], counts = rebuild_optimizer(source, parameters, apart)
+    common["content_metadata"] |= OPTIMIZER_METADATA
+    return common, counts
 
 
 def _check_counts(parameters: Sequence[StoredParameter], common: CommonState) -> None:
@@ -157,7 +162,7 @@ def _states(stacks: Sequence[Stack]) -> Iterable[TargetTensor]:
         kinds = {p.tensor.states for p in stack.parameters}
         if len(kinds) > 1:
             raise MappingError(
-                f"{stack.key}: some of its layers or experts have {sorted(kinds)[0]}, others not"
+                f"{stack.key}: its layers or experts have different optimizer states {sorted(kinds)}"
             )
         if not any(kinds):
             continue
@@ -244,9 +249,17 @@ def _renamed(parameters: Iterable[StoredParameter]) -> tuple[str, ...]:
     )
 
 
-def _losses(options: TorchDistOptions) -> list[str]:
-    """What an `fsdp_dtensor` checkpoint does not hold and the target would have."""
+def _losses(source: FsdpSource, options: TorchDistOptions) -> list[str]:
+    """What an `fsdp_dtensor` checkpoint, or this one, does not hold and the target would have."""
     notes = ["rerun state machine: not part of fsdp_dtensor, the loading job starts a new one"]
     if options.extra_state:
-        return [*notes, "Transformer Engine extra states are written empty: FP8 scaling starts anew"]
-    return [*notes, "no Transformer Engine extra states: load with --dist-ckpt-strictness log_all"]
+        notes.append("Transformer Engine extra states are written empty: FP8 scaling starts anew")
+    else:
+        notes.append("no Transformer Engine extra states: load with --dist-ckpt-strictness log_all")
+    if source.has_optimizer and not options.weights_only:
+        for tensor in source.tensors:
+            if not tensor.states:
+                notes.append(f"{tensor.name}: no optimizer state in the source (buffer or frozen weight)")
+            elif tensor.dtypes[WEIGHT] != "float32":
+                notes.append(f"{tensor.name}: its master is {tensor.dtypes[WEIGHT]}, not fp32; widened")
+    return notes

@@ -216,7 +216,8 @@ def test_weights_only_leaves_states_groups_and_scheduler_out_but_keeps_buffers_a
          r"decoder\.layers\.0\.self_attention\.linear_qkv\.weight is missing, layer 1 has it"),
         ([tensor("decoder.layers.0.mlp.experts.linear_fc2.weight1", 2, 2)], {}, "1 of 2 .* slices"),
         ([tensor("x.experts.fc.weight0", 2, 2), tensor("x.experts.fc.weight1", 2, 3)], {}, "different shapes"),
-        ([tensor("x.experts.fc.weight0", 2, 2), tensor("x.experts.fc.weight1", 2, 2, states=())], {}, "others not"),
+        ([tensor("x.experts.fc.weight0", 2, 2), tensor("x.experts.fc.weight1", 2, 2, states=())], {},
+         "different optimizer states"),
         ([tensor("x.experts.fc.weight0", 2, 2), tensor("x.experts.fc.weight1", 2, 2, dtype="bfloat16")], {},
          "different types"),
     ],
@@ -224,6 +225,17 @@ def test_weights_only_leaves_states_groups_and_scheduler_out_but_keeps_buffers_a
 def test_a_model_that_is_not_whole_is_refused(tensors, settings, message):
     with pytest.raises(MappingError, match=message):
         build(source(tensors, common(**settings)))
+
+
+def test_what_the_source_lacks_is_said():
+    narrow = tensor("output_layer.weight", 8, 4, dtype="bfloat16")
+    notes = build(source([*model(), narrow])).target.notes
+    assert (
+        "decoder.layers.0.mlp.router.expert_bias: no optimizer state in the source (buffer or frozen weight)"
+        in notes
+    )
+    assert "output_layer.weight: its master is bfloat16, not fp32; widened" in notes
+    assert not any("no optimizer state" in note for note in build(source(), weights_only=True).target.notes)
 
 
 def test_rng_keeps_its_ranks_and_gets_back_an_empty_tracker():
