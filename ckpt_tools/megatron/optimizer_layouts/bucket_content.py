@@ -107,11 +107,9 @@ class PieceIndex:
         for (dtype, numel, sample), members in grouped.items():
             entry = (numel, sample, LookAlikes(tuple(members)))
             self._by_head.setdefault((dtype, sample[0]), []).append(entry)
-        for entries in self._by_head.values():
-            entries.sort(key=lambda entry: -entry[0])
-        self._heads = {
-            dtype: sorted({len(h) for d, h in self._by_head if d == dtype}) for dtype, _ in self._by_head
-        }
+        self._heads: dict[str, set[int]] = {}  # lengths in bytes
+        for dtype, head in self._by_head:
+            self._heads.setdefault(dtype, set()).add(len(head))
 
     def matches(self, bucket: Bucket, start: int, reader: Reader) -> Iterator[LookAlikes]:
         """Look-alikes whose samples agree with what the bucket has from element `start` on; longest first."""

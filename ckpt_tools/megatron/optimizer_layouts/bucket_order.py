@@ -128,7 +128,7 @@ def settle(
     usable = set(allowed)
     certain = {s.members[0] for s in slots if s.is_certain}
     result: list[Piece | None] = [s.members[0] if s.is_certain else None for s in slots]
-    ranks = {p: registration_rank(p, convention) for s in slots for p in s.members}
+    ranks = {p: registration_rank(p, convention) for s in set(slots) for p in s.members}
     fixed = [i for i, p in enumerate(result) if p is not None and ranks[p].complete]
     for start, stop in itertools.pairwise((-1, *fixed, len(slots))):
         above = ranks[slots[start].members[0]] if start >= 0 else None

@@ -65,7 +65,8 @@ def find_stretches(
     index = PieceIndex(pieces, reader)
     problems: list[str] = []
     walked = [(buffer, _walk_buffer(buffer, index, reader, problems)) for buffer in buffers]
-    unseen_parts = _half_found(pieces, (p for _, slots in walked for s in slots for p in s.alike.members))
+    seen = {s.alike for _, slots in walked for s in slots}
+    unseen_parts = _half_found(pieces, (p for alike in seen for p in alike.members))
     stretches = _assign(walked, _conventions(pieces), problems)
     if not problems:
         problems += _half_found(pieces, (s.piece for s in stretches))
@@ -169,7 +170,7 @@ def _assign(
             return all(m in marks or type(m) not in kinds for m in _marks(piece))  # noqa: B023
 
         alikes = [s.alike for s in slots]
-        members = {p for alike in alikes for p in alike.members if not alike.is_certain}
+        members = {p for alike in set(alikes) for p in alike.members if not alike.is_certain}
         allowed = [p for p in members if held_here(p)]
         settled = {tuple(order) for c in tried if (order := settle(alikes, allowed, c)) is not None}
         if len(settled) != 1:
