@@ -23,13 +23,14 @@ from ckpt_tools.plan.assign import worker_share
 from ckpt_tools.plan.model import Plan
 
 
-
 @dataclass(frozen=True, slots=True)
 class Output:
     """Where the checkpoint goes, and what may already be there."""
 
     directory: Path
-    beside: Mapping[str, bytes] = field(default_factory=dict)  # files to replace in its parent afterwards: trackers
+    beside: Mapping[str, bytes] = field(
+        default_factory=dict
+    )  # files to replace in its parent afterwards: trackers
     extra_files: Mapping[str, bytes] = field(default_factory=dict)  # small files to put into the directory
     is_dcp: bool = True  # describe the tensors in `.metadata`, which is written last
     overwrite: bool = False
@@ -155,9 +156,9 @@ class _Job:
         for name in dict.fromkeys(blob.file for blob in self._plan.blobs):
             path = self._staging.data / name
             with storage_errors(path), open(path, "r+b", buffering=0) as file:
-                for blob in self._plan.blobs:
-                    if blob.file == name:
-                        write_all(file.fileno(), blob.data, blob.offset)
+                shared = {blob.offset: blob.data for blob in self._plan.blobs if blob.file == name}
+                for offset, data in shared.items():
+                    write_all(file.fileno(), data, offset)
 
     def _work(self) -> list[dict[str, Any]]:
         """This rank's share of the items."""

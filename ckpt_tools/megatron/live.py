@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.names import (
+    DIALECTS,
     MLA_DOWN,
     MLA_FUSED_DOWN,
     PART,
@@ -44,6 +45,8 @@ class LiveParameter:
     shape: tuple[int, ...]
     rows: tuple[Rows, ...]
     gated: bool = False  # written as two halves `_w` and `_v`
+    other_names: tuple[str, ...] = ()  # what other dialects call `name`
+    other_group_names: tuple[str, ...] = ()
 
     @property
     def is_whole(self) -> bool:
@@ -109,11 +112,22 @@ _GDN_PARTS = frozenset(part for order in PART_ORDERS if order[0] == "query" for 
 
 def _single(parameter: Parameter, name: str, group: str, dialect: Dialect) -> LiveParameter:
     count = parameter.shape[0] if parameter.shape else 1
+    return _named(name, group, dialect, parameter.shape, (Rows(parameter, 0, count, 0),))
+
+
+def _named(
+    name: str, group: str, dialect: Dialect, shape: tuple[int, ...], rows: tuple[Rows, ...]
+) -> LiveParameter:
+    """A live parameter under the dialect's names, the other dialects' beside them."""
+    own = state_name(name, dialect), group_name(group, dialect)
+    others = ((state_name(name, d), group_name(group, d)) for d in DIALECTS.values())
+    names, groups = (tuple(dict.fromkeys(column)) for column in zip(*others, strict=True))
     return LiveParameter(
-        state_name(name, dialect),
-        group_name(group, dialect),
-        parameter.shape,
-        (Rows(parameter, 0, count, 0),),
+        *own,
+        shape,
+        rows,
+        other_names=tuple(n for n in names if n != own[0]),
+        other_group_names=tuple(n for n in groups if n != own[1]),
     )
 
 
@@ -133,7 +147,7 @@ def _fused(base: str, parts: dict[str, Parameter], dialect: Dialect, tp: int) ->
             rows.append(Rows(parameter, rank * count, count, at))
             at += count
     shape = (at, *next(iter(parts.values())).shape[1:])
-    return LiveParameter(state_name(base, dialect), group_name(base, dialect), shape, tuple(rows))
+    return _named(base, base, dialect, shape, tuple(rows))
 
 
 def part_order(base: str, parts: Iterable[str]) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ckpt_tools.megatron.views import View
@@ -58,11 +59,15 @@ class TargetObject:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A whole checkpoint to write, and what its making left out, renamed or filled in."""
+    """A whole checkpoint to write, and what its making left out, renamed or filled in.
+
+    `aliases` are further keys of its tensors, which cost no bytes: alias -> (key, path of the alias).
+    """
 
     tensors: tuple[TargetTensor, ...]
     inline: tuple[InlineTensor, ...] = ()
     objects: tuple[TargetObject, ...] = ()
+    aliases: Mapping[str, tuple[str, tuple[str | int, ...]]] = field(default_factory=dict)
     dropped: tuple[str, ...] = ()  # one line each: source key and the reason
     renamed: tuple[str, ...] = ()
     backfilled: tuple[str, ...] = ()

@@ -17,10 +17,12 @@ from ckpt_tools.megatron.fsdp_dtensor import (
     backfill_groups,
     group_objects,
     is_trainable,
+    item_aliases,
     model_tensors,
     rng_items,
     state_tensors,
     step_tensors,
+    tensor_aliases,
 )
 from ckpt_tools.megatron.gating import GatingChoice, mark_gated
 from ckpt_tools.megatron.live import LiveParameter, live_parameters
@@ -52,6 +54,7 @@ class TargetOptions:
     tp: int | None = None  # tensor-parallel size of the job that will load the result
     weights_only: bool = False
     dtype: str | None = None  # of the weights, with weights_only
+    aliases: bool = False  # also under the names other targets use
     group_map: Mapping[str, int] | None = None
     strict_map: bool = False
     model_prefix: str = "model.module"
@@ -66,6 +69,7 @@ class FsdpTarget:
     parameters: tuple[LiveParameter, ...]
     memberships: Mapping[str, Membership]
     dialect: Dialect
+    style: ModelStyle
     vocab: VocabChange
 
 
@@ -92,8 +96,10 @@ def build_fsdp_target(source: TorchDistSource, options: TargetOptions) -> FsdpTa
     ]
     optimizer = optimizer_part(source, options, parameters, prefixes)
     common = common_part(source, options, dialect, tp)
+    tensors = (*weights, *optimizer.tensors)
     target = Target(
-        tensors=(*weights, *optimizer.tensors),
+        tensors=tensors,
+        aliases=tensor_aliases(parameters, tensors) if options.aliases else {},
         inline=(*optimizer.inline, *common.inline),
         objects=(*optimizer.objects, *common.objects),
         dropped=(*source.dropped, *common.dropped),
@@ -101,7 +107,7 @@ def build_fsdp_target(source: TorchDistSource, options: TargetOptions) -> FsdpTa
         backfilled=optimizer.backfilled,
         notes=(*notes, *vocab.notes, *optimizer.notes, *common.notes),
     )
-    return FsdpTarget(target, tuple(parameters), optimizer.memberships, dialect, vocab)
+    return FsdpTarget(target, tuple(parameters), optimizer.memberships, dialect, style, vocab)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +139,16 @@ def optimizer_part(
         for p in parameters
         if p.name not in live
     ]
+    inline = list(step_tensors(trainable, memberships, groups, prefixes))
+    objects = list(group_objects(trainable, memberships, groups, prefixes))
+    if options.aliases:
+        more_inline, more_objects = item_aliases(trainable, inline, objects, prefixes)
+        inline += more_inline
+        objects += more_objects
     return Part(
         tensors=tuple(tensor for p in trainable for tensor in state_tensors(p, states, prefixes)),
-        inline=tuple(step_tensors(trainable, memberships, groups, prefixes)),
-        objects=tuple(group_objects(trainable, memberships, groups, prefixes)),
+        inline=tuple(inline),
+        objects=tuple(objects),
         backfilled=tuple(backfilled),
         notes=tuple(notes),
         memberships=memberships,
@@ -259,7 +271,9 @@ def common_part(source: TorchDistSource, options: TargetOptions, dialect: Dialec
     elif dialect.name != "bridge":  # Megatron-LM refuses a checkpoint without args, Bridge asks for none
         values["args"] = args_from_model_config(source.model_config, values["iteration"])
         held = ", ".join(values["args"].attributes)
-        notes.append(f"args: the source has none; made up with {held}. Load with --finetune if a check asks for more")
+        notes.append(
+            f"args: the source has none; made up with {held}. Load with --finetune if a check asks for more"
+        )
     dropped = [
         f"common state {name}: not part of fsdp_dtensor"
         for name in source.common

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import TypeAlias
 
 from ckpt_tools.box import Box, full_box
@@ -88,14 +89,20 @@ def build_plan(
     tensors = {t.key: TensorInfo(t.dtype, t.shape) for t in target.inline}
     tensors |= {t.key: TensorInfo(t.dtype, t.shape) for t in target.tensors}
     paths = {t.key: t.path or (t.key,) for t in _entries(target)}
+    tensors |= {alias: tensors[key] for alias, (key, _) in target.aliases.items()}
+    paths |= {alias: path for alias, (_, path) in target.aliases.items()}
+    aliases = {alias: key for alias, (key, _) in target.aliases.items()}
     sizes = {file_name(rank): end for rank, end in enumerate(files.end) if end}
     ordered = tuple(item for share in items for item in share)
-    digest = plan_digest(ordered, fixed, sizes, tensors, paths, original_shapes)
-    return Plan(ordered, fixed, sizes, tensors, paths, digest, original_shapes)
+    digest = plan_digest(ordered, fixed, sizes, tensors, paths, original_shapes, aliases)
+    return Plan(ordered, fixed, sizes, tensors, paths, digest, original_shapes, aliases)
 
 
 def _place_blobs(target: Target, blobs: Iterable[tuple[str, bytes]], files: _Files) -> tuple[OutputBlob, ...]:
-    """Objects and inline tensors, which all go to target rank 0, in front of its items."""
+    """Objects and inline tensors, which all go to target rank 0, in front of its items.
+
+    Stock readers go by key to a byte range, so several keys may have the same one.
+    """
     archives: list[tuple[str, Box | None, bytes]] = [(key, None, data) for key, data in blobs]
     for t in target.inline:
         expected = math.prod(t.shape) * itemsize(t.dtype)
@@ -105,9 +112,11 @@ def _place_blobs(target: Target, blobs: Iterable[tuple[str, bytes]], files: _Fil
     given = [key for key, box, _ in archives if box is None]
     if sorted(given) != sorted(o.key for o in target.objects):
         raise MappingError("the archives given are not those of the target's objects")
-    return tuple(
-        OutputBlob(key, box, file_name(0), files.place(0, len(data)), data) for key, box, data in archives
-    )
+    places: dict[bytes, int] = {}
+    for _, _, data in archives:
+        if data not in places:  # equal archives share their bytes: group fields repeat for every parameter
+            places[data] = files.place(0, len(data))
+    return tuple(OutputBlob(key, box, file_name(0), places[data], data) for key, box, data in archives)
 
 
 def _tensor_items(
@@ -123,7 +132,9 @@ def _tensor_items(
             continue  # an empty shard: torch writes nothing, and its offset could hide a real chunk
         found = reader.pieces(box)
         length = tensor_frame(tensor.dtype, box.size).length
-        transfers = tuple(sorted((source_transfer(p, tensor, box) for p in found), key=lambda t: t.piece.box.start))
+        transfers = tuple(
+            sorted((source_transfer(p, tensor, box) for p in found), key=lambda t: t.piece.box.start)
+        )
         zeros = box.volume - sum(t.piece.box.volume for t in transfers)
         offset = files.place(rank, length)
         items.append(
@@ -155,10 +166,10 @@ def _entries(target: Target) -> list[TargetObject | InlineTensor | TargetTensor]
 def _check_unique(target: Target) -> None:
     seen: set[str] = set()
     twice = []
-    for t in _entries(target):
-        if t.key in seen:
-            twice.append(t.key)
-        seen.add(t.key)
+    for key in (*(t.key for t in _entries(target)), *target.aliases):
+        if key in seen:
+            twice.append(key)
+        seen.add(key)
     if twice:
         raise MappingError("the target has keys more than once:\n" + list_problems(twice))
 
@@ -178,16 +189,18 @@ def plan_digest(
     sizes: Mapping[str, int],
     tensors: Mapping[str, TensorInfo],
     paths: Mapping[str, tuple[str | int, ...]],
-    original_shapes: Mapping[str, tuple[int, ...]] | None,
+    original_shapes: Mapping[str, tuple[int, ...]] | None = None,
+    aliases: Mapping[str, str] | None = None,
 ) -> str:
     """SHA-256 over a canonical rendering of the plan."""
     state = hashlib.sha256()
+    data_digest = cache(lambda data: hashlib.sha256(data).hexdigest())
     for item in items:
         state.update(json.dumps(item_row(item), separators=(",", ":")).encode())
     for blob in blobs:
         box = None if blob.box is None else list(blob.box)
-        row = [blob.key, box, blob.file, blob.offset, hashlib.sha256(blob.data).hexdigest()]
+        row = [blob.key, box, blob.file, blob.offset, data_digest(blob.data)]
         state.update(json.dumps(row).encode())
     shapes = [] if original_shapes is None else [dict(original_shapes)]
-    state.update(json.dumps([dict(sizes), dict(tensors), dict(paths), *shapes]).encode())
+    state.update(json.dumps([dict(sizes), dict(tensors), dict(paths), *shapes, dict(aliases or {})]).encode())
     return state.hexdigest()

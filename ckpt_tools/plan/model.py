@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ckpt_tools.box import Box
@@ -93,6 +93,9 @@ class Plan:
     paths: Mapping[str, tuple[str | int, ...]]  # planner_data: key -> path
     digest: str  # SHA-256 over all other fields
     original_shapes: Mapping[str, tuple[int, ...]] | None = None  # `mcore_data`: see `Catalog`
+    aliases: Mapping[str, str] = field(
+        default_factory=dict
+    )  # further keys of stored tensors -> their first key
 
     @property
     def bytes_to_write(self) -> int:

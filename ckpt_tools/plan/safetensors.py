@@ -69,7 +69,7 @@ def build_safetensors_plan(
         tensors |= infos
     raise_all(problems)
     paths = {key: (key,) for key in tensors}
-    digest = plan_digest(tuple(items), tuple(blobs), sizes, tensors, paths, None)
+    digest = plan_digest(tuple(items), tuple(blobs), sizes, tensors, paths)
     return Plan(tuple(items), tuple(blobs), sizes, tensors, paths, digest)
 
 

@@ -32,7 +32,7 @@ def test_weights_and_states_get_the_rows_asked_for(tmp_path, options):
     rows, changed = options["vocab_size_padded"], 0
     for key, before in plain.items():
         after = resized[key]
-        if "word_embeddings" not in key and "output_layer" not in key or before.dim() == 0:
+        if ("word_embeddings" not in key and "output_layer" not in key) or before.dim() == 0:
             assert oracle.same_bytes(before, after), key
             continue
         kept = min(rows, ROWS)
