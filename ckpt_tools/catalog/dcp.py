@@ -6,26 +6,18 @@ Every writer's file is read: plain torch of any version, Megatron core 0.8 to ma
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from ckpt_tools.box import Box
 from ckpt_tools.catalog.files import Files
-from ckpt_tools.catalog.metadata_pickle import (
-    CHUNK,
-    STORED,
-    Machine,
-    Name,
-    Object,
-    Pairs,
-    Record,
-    integer,
-    integers,
-)
+from ckpt_tools.catalog.metadata_pickle import Machine, Name, Object, Pairs, Record
 from ckpt_tools.catalog.model import Catalog, Chunk, Item, ObjectEntry, TensorEntry
+from ckpt_tools.catalog.records import CHUNK, STORED, Kind, integer, integers
 from ckpt_tools.dtypes import ITEMSIZE
-from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError, list_problems
+from ckpt_tools.errors import CkptError, CorruptCheckpointError, UnsupportedCheckpointError, list_problems
 
 METADATA = ".metadata"
 EAGER_BYTES = 2 << 20  # up to this size everything is decoded, and so checked, on opening
@@ -51,7 +43,9 @@ def read_catalog(files: Files, trust_pickle: bool = False) -> Catalog:
     root = machine.load()
     try:
         return _catalog(machine, root, files.location)
-    except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+    except CkptError:
+        raise
+    except Exception as error:  # whatever a structure that is not ours runs into
         raise CorruptCheckpointError(
             f"{where}: not the metadata of a checkpoint ({type(error).__name__}: {error})."
         ) from error
@@ -108,6 +102,17 @@ def _catalog(machine: Machine, root: Any, location: str) -> Catalog:
     )
 
 
+# Groups of a packed record that hold its class and the names of its attributes, and what they must be.
+_CHUNK_NAMES = {"class": "", "offsets_name": "offsets", "sizes_name": "sizes"}
+_INFO_NAMES = {
+    "info_class": "",
+    "path_name": "relative_path",
+    "offset_name": "offset",
+    "length_name": "length",
+}
+_OBJECT_NAMES = {"index_class": "", "fqn_name": "fqn", "index_name": "index"}
+_INDEX_NAMES = {**_OBJECT_NAMES, "start_name": "offset"}
+
 V = TypeVar("V")
 
 
@@ -126,7 +131,12 @@ class _Lazy(Mapping[str, V]):
         if value is None:
             if key not in self._raw:
                 raise KeyError(key)
-            value = self._decode(key)
+            try:
+                value = self._decode(key)
+            except CkptError:
+                raise
+            except Exception as error:
+                raise CorruptCheckpointError(f"{key}: {type(error).__name__}: {error}") from error
             self._weight += self._weigh(value)
             if self._weight > _KEPT:
                 self._kept, self._weight = {}, self._weigh(value)
@@ -156,15 +166,15 @@ class _Storage:
 
     def __init__(self, machine: Machine, pairs: Pairs) -> None:
         self._machine = machine
+        self._texts: dict[bytes, str] = {}
         self._packed: dict[str, array[int]] = {}
-        for get, places in machine.stored.items():  # equal names may be different memo entries
-            self._packed.setdefault(self._text(machine.fetch(get)), array("Q")).extend(places)
+        for opcode, places in machine.stored.items():  # equal names may be pushed by different opcodes
+            self._packed.setdefault(self._text(opcode), array("Q")).extend(places)
         self._plain: dict[str, list[tuple[Offset | None, Item]]] = {}
         for index, info in zip(pairs[::2], pairs[1::2], strict=True):
             key, offset, item = _plain_item(index, info)
             self._plain.setdefault(key, []).append((offset, item))
-        self._known: set[tuple[bytes, ...]] = set()  # attribute names of packed records that proved right
-        self._files: dict[bytes, str] = {}
+        self._known: set[Any] = set()  # opcodes of class and attribute names that proved right
         self._sizes: dict[bytes, Offset] = {}
 
     def keys(self) -> set[str]:
@@ -172,9 +182,7 @@ class _Storage:
 
     def path_problems(self) -> list[str]:
         """File names that are none, or that lead out of the checkpoint."""
-        packed = [
-            self._file(*((name, None) if name[0] in b"hj" else (None, name))) for name in self._machine.files
-        ]
+        packed = map(self._text, self._machine.files)
         plain = [item.file for items in self._plain.values() for _, item in items]
         return [problem for file in sorted({*packed, *plain}) if (problem := _path_problem(file))]
 
@@ -187,49 +195,46 @@ class _Storage:
             raise CorruptCheckpointError(f"{key}: two items are stored for one chunk")
         return items
 
-    def size(self, opcodes: bytes | None, get: bytes | None) -> Offset:
-        """A SIZE by what its groups matched: a tuple's opcodes, or the fetch of one."""
-        source = opcodes or get or b""
+    def size(self, match: re.Match[bytes], name: str) -> Offset:
+        """A SIZE of a packed record."""
+        made, fetched = match[f"{name}_tuple"], match[name]
+        source = made or fetched or b""
         value = self._sizes.get(source)
         if value is None:
-            value = integers(opcodes) if opcodes else self._machine.fetch(get) if get else ()
             if len(self._sizes) > 10_000:
                 self._sizes.clear()
-            self._sizes[source] = value = _offset(value)
+            value = integers(made) if made else self._machine.value(fetched) if fetched else ()
+            self._sizes[source] = _offset(value)
         return value
 
-    def check_names(self, gets: tuple[bytes, ...], kind: str, names: tuple[str, ...]) -> None:
-        """Prove that a packed record is of the class `kind` and its attributes have these names."""
-        if gets in self._known:
+    def check_names(self, match: re.Match[bytes], kind: str, names: Mapping[str, str]) -> None:
+        """Prove that a packed record is of the class `kind` and its attributes have these names, by group."""
+        opcodes = match.group(*names)
+        if opcodes in self._known:
             return
-        cls, *found = map(self._machine.fetch, gets)
-        if type(cls) is not Name or cls.name != kind or tuple(found) != names:
+        cls, *found = map(self._machine.value, opcodes)
+        if type(cls) is not Name or cls.name != kind or found != list(names.values())[1:]:
             raise CorruptCheckpointError(
-                f"{self._machine.where}: a {kind} with {found} instead of {list(names)}"
+                f"{self._machine.where}: a {kind} with the attributes {found!r:.200}"
             )
-        self._known.add(gets)
+        self._known.add(opcodes)
 
     def _packed_item(self, place: int) -> tuple[Offset | None, Item]:
-        match = STORED.match(self._machine.data, place)
-        assert match is not None  # it did when it was packed
-        self.check_names(match.group(1, 2, 4), "MetadataIndex", ("fqn", "index"))
-        self.check_names(match.group(8, 9, 12, 14), "_StorageInfo", ("relative_path", "offset", "length"))
-        offset = None
-        if match[5]:
-            self.check_names(match.group(1, 5), "MetadataIndex", ("offset",))
-            offset = self.size(match[6], match[7])
-        return offset, Item(self._file(match[10], match[11]), integer(match[13]), integer(match[15]))
+        match = _packed(STORED, self._machine.data, place)
+        self.check_names(match, "_StorageInfo", _INFO_NAMES)
+        self.check_names(match, "MetadataIndex", _INDEX_NAMES if match["start_name"] else _OBJECT_NAMES)
+        offset = self.size(match, "start") if match["start_name"] else None
+        path = self._text(match["path"] or match["path_text"])
+        return offset, Item(path, integer(match["offset"]), integer(match["length"]))
 
-    def _file(self, get: bytes | None, literal: bytes | None) -> str:
-        source = get or literal or b""
-        if source not in self._files:
-            self._files[source] = self._text(self._machine.fetch(get)) if get else source[1:].decode()
-        return self._files[source]
-
-    def _text(self, value: Any) -> str:
-        if not isinstance(value, str):
-            raise CorruptCheckpointError(f"{self._machine.where}: {value!r} where a name belongs")
-        return value
+    def _text(self, opcode: bytes) -> str:
+        text = self._texts.get(opcode)
+        if text is None:
+            text = self._machine.value(opcode)
+            if not isinstance(text, str):
+                raise CorruptCheckpointError(f"{self._machine.where}: {text!r:.200} where a name belongs")
+            self._texts[opcode] = text
+        return text
 
 
 class _Decoder:
@@ -269,10 +274,15 @@ class _Decoder:
         if type(chunk) is not Record:
             state = chunk.state.as_dict()
             return Box(_offset(state["offsets"]), _offset(state["sizes"]))
-        match = CHUNK.match(self._machine.data, chunk)
-        assert match is not None  # it did when it was packed
-        self._storage.check_names(match.group(1, 2, 5), "ChunkStorageMetadata", ("offsets", "sizes"))
-        return Box(self._storage.size(match[3], match[4]), self._storage.size(match[6], match[7]))
+        match = _packed(CHUNK, self._machine.data, chunk)
+        self._storage.check_names(match, "ChunkStorageMetadata", _CHUNK_NAMES)
+        return Box(self._storage.size(match, "offsets"), self._storage.size(match, "sizes"))
+
+
+def _packed(kind: Kind, data: bytes, place: int) -> re.Match[bytes]:
+    match = kind.match(data, place)
+    assert match is not None  # it did when it was packed
+    return match
 
 
 def _plain_item(index: Any, info: Any) -> tuple[str, Offset | None, Item]:

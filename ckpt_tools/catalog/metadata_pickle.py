@@ -1,9 +1,8 @@
 """`.metadata` as an index over its own bytes: a small pickle machine that leaves the bulk of the file packed.
 
 A large checkpoint's metadata is a million chunk records and as many storage records. As Python objects, with the
-memo that keeps each of their parts alive, they take twelve times the file's size. Both kinds are flat and always
-pickled alike (protocol 4 and later), so one regular expression recognises a whole record where it stands; only its
-place is kept, and `records` decodes it when asked. Everything else is executed opcode by opcode. Nothing in a
+memo that keeps each of their parts alive, they take twelve times the file's size. Here a record is recognised where
+it stands (see `records`) and only its place is kept. Everything else is executed opcode by opcode. Nothing in a
 pickle is imported or called: globals are names, objects are a name with a state.
 
 Later opcodes may fetch a part of a packed record from the memo. `_bases` tells which record made a memo entry, and
@@ -20,30 +19,9 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from ckpt_tools.catalog.records import CHUNK, PLANNED, STORED, Kind
 from ckpt_tools.catalog.unpickle import check_global, check_global_count
 from ckpt_tools.errors import CkptError, CorruptCheckpointError
-
-GET = rb"(?:h.|j.{4})"
-INT = rb"(?:K.|M..|J.{4}|\x8a(?:\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8}))"
-_TUPLE = rb"(?:%b\x85|%b{2}\x86|%b{3}\x87|\(%b{4,16}t)" % (INT, INT, INT, INT)
-SIZE = rb"(?:%b(?:(%b)\x94|\))\x85\x94R\x94|(%b))" % (
-    GET,
-    _TUPLE,
-    GET,
-)  # torch.Size of a tuple, or a known one
-_SHORT = b"|".join(re.escape(bytes([n])) + b".{%d}" % n for n in range(8, 40))
-_OPEN = rb"(%b)\)\x81\x94}\x94\(" % GET
-_NAME = rb"(%b)" % GET
-
-_INTS = re.compile(INT, re.DOTALL)
-
-# An object whose two attributes are sizes; and a key (name, index, offset) with its value (file, offset, length).
-CHUNK = re.compile(_OPEN + _NAME + SIZE + _NAME + SIZE + b"ub", re.DOTALL)
-STORED = re.compile(
-    _OPEN + _NAME + _NAME + _NAME + rb"(?:%b|N)" % INT + rb"(?:%b%b)?ub" % (_NAME, SIZE)
-    + _OPEN + _NAME + rb"(?:(%b)|\x8c(%b)\x94)" % (GET, _SHORT) + (_NAME + rb"(%b)" % INT) * 2 + b"ub",
-    re.DOTALL,
-)  # fmt: skip
 
 
 class Name(NamedTuple):
@@ -84,8 +62,8 @@ class Pairs(list[Any]):
 class Machine:
     """Executes one pickle.
 
-    Afterwards `stored` has, by the GET opcode of their key's name, the places of all packed storage records (they
-    are in no dict), and `files` the texts (GET opcodes or literals) that name their files.
+    Afterwards `stored` has the places of all packed storage records (they are in no dict) by the opcode that pushes
+    their key's name, and `files` the opcodes that push the names of their files. Packed write items are nowhere.
     """
 
     def __init__(self, data: bytes, where: str, trust_pickle: bool = False) -> None:
@@ -120,9 +98,11 @@ class Machine:
                 "It is truncated or damaged; copy the checkpoint again."
             ) from error
 
-    def fetch(self, get: bytes) -> Any:
-        """What a GET opcode, given with its argument, fetches."""
-        return self._fetch(int.from_bytes(get[1:], "little"))
+    def value(self, opcode: bytes) -> Any:
+        """What a GET or a short text pushes, given as opcode and argument."""
+        if opcode[0] == 0x8C:
+            return opcode[2:].decode()
+        return self._fetch(int.from_bytes(opcode[1:], "little"))
 
     def _run(self, end: int) -> bool:
         """Execute up to `end`; whether that ended with a STOP."""
@@ -143,38 +123,35 @@ class Machine:
     def _execute_record(self, number: int) -> None:
         """Put the memo entries that a packed record made into the memo."""
         place = self._places[number]
-        match = CHUNK.match(self.data, place) or STORED.match(self.data, place)
-        if match is None or number < 0:
-            raise ValueError("a memo entry that was never made")
+        found = next(filter(None, (kind.match(self.data, place) for kind in (CHUNK, STORED, PLANNED))))
         inner = Machine(self.data, self.where, self._trust)
-        inner._memo, inner._names, inner._at, inner._count = (
-            self._memo,
-            self._names,
-            place,
-            self._bases[number],
-        )
-        inner._run(match.end())
+        inner._memo, inner._names = self._memo, self._names
+        inner._bases, inner._places = self._bases, self._places
+        inner._at, inner._count = place, self._bases[number]
+        inner._run(found.end())
 
     def _pack_records(self) -> None:
         """Step over the records that begin here, inside of a list or dict that is being filled."""
-        kind = type(self._outer[-1][-1]) if self._outer and self._outer[-1] else None
+        container = type(self._outer[-1][-1]) if self._outer and self._outer[-1] else None
         data, at = self.data, self._at
-        if kind is list:
+        if container is list:
             while found := CHUNK.match(data, at):
                 self._stack.append(Record(at))
-                at = self._packed(at, found, 2 + _size_memos(found, 3) + _size_memos(found, 6))
-        elif kind is Pairs:
+                at = self._packed(CHUNK, found)
+            while found := PLANNED.match(data, at):
+                at = self._packed(PLANNED, found)
+        elif container is Pairs:
             while found := STORED.match(data, at):
-                self.stored[found[3]].append(at)
-                self.files.add(found[10] or found[11])
-                named_here = found[11] is not None
-                at = self._packed(at, found, 4 + _size_memos(found, 6) * (found[5] is not None) + named_here)
+                self.stored[found["fqn"] or found["fqn_text"]].append(at)
+                self.files.add(found["path"] or found["path_text"])
+                at = self._packed(STORED, found)
         self._at = at
 
-    def _packed(self, at: int, found: re.Match[bytes], memos: int) -> int:
+    def _packed(self, kind: Kind, found: re.Match[bytes]) -> int:
+        """Note which memo entries a record makes; where the next one begins."""
         self._bases.append(self._count)
-        self._places.append(at)
-        self._count += memos
+        self._places.append(found.start())
+        self._count += kind.memos_of(found)
         return found.end()
 
     def _take(self, count: int) -> bytes:
@@ -280,23 +257,6 @@ class Machine:
             raise TypeError(f"{type(target).__name__} takes no state")
         target.state = state
         self._pack_records()
-
-
-def _size_memos(match: re.Match[bytes], group: int) -> int:
-    """Memo entries that one SIZE makes: its tuple unless that is empty, the arguments, the size."""
-    return 0 if match[group + 1] else 3 if match[group] else 2
-
-
-def integer(opcode: bytes) -> int:
-    """The value of an INT, given as opcode and argument."""
-    if opcode[0] == 0x8A:
-        return int.from_bytes(opcode[2:], "little", signed=True)
-    return int.from_bytes(opcode[1:], "little", signed=opcode[0] == 0x4A)
-
-
-def integers(opcodes: bytes) -> tuple[int, ...]:
-    """The elements of a tuple of INTs, given as its opcodes (`_TUPLE`)."""
-    return tuple(integer(found) for found in _INTS.findall(opcodes, opcodes[0] == 0x28, len(opcodes) - 1))
 
 
 def _pushing(value: Any) -> Callable[[Machine], None]:

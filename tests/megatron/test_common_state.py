@@ -69,14 +69,14 @@ def test_dumps_have_none() -> None:
 
 def test_damage_is_named(iteration: Path) -> None:
     torch.save([1], iteration / "common.pt")
-    with pytest.raises(CorruptCheckpointError, match="common.pt: holds a list, expected a dict"):
+    with pytest.raises(CorruptCheckpointError, match=r"common\.pt: holds a list, expected a dict"):
         common_of(iteration)
     torch.save({"f": shutil.copytree}, iteration / "common.pt")
-    with pytest.raises(UnsupportedCheckpointError, match="names shutil.'copytree'"):
+    with pytest.raises(UnsupportedCheckpointError, match=r"names shutil.'copytree'"):
         common_of(iteration)
     (iteration / "common.pt").unlink()
     (iteration / "run_config.yaml").write_text("model: [")
-    with pytest.raises(CorruptCheckpointError, match="run_config.yaml: not readable YAML"):
+    with pytest.raises(CorruptCheckpointError, match=r"run_config\.yaml: not readable YAML"):
         common_of(iteration)
     (iteration / "run_config.yaml").write_text("a: !!python/object/apply:os.system ['id']")
     with pytest.raises(CorruptCheckpointError, match="could not determine a constructor"):

@@ -1,0 +1,119 @@
+"""The flat records that make up most of a `.metadata` file, as patterns over its pickled bytes.
+
+Pickle protocol 4 and later always write these objects alike, so one regular expression recognises a whole record
+where it stands, and its groups are what it holds: a SIZE or text is in one group when the record makes it, and in
+another when it fetches one that was made before (a GET).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_GET = rb"(?:h.|j.{4})"
+_INT = rb"(?:K.|M..|J.{4}|\x8a(?:\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8}))"
+_TUPLE = rb"(?:%b\x85|%b{2}\x86|%b{3}\x87|\(%b{4,16}t)" % (_INT, _INT, _INT, _INT)
+_INTS = re.compile(_INT, re.DOTALL)
+
+# Memo entries that a group makes when it matches, by the end of its name; a SIZE is a tuple, arguments and a call.
+_MEMOS = {"text": 1, "empty": 2, "tuple": 3, "object": 2, "write": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of record: its pattern, and the memo entries that one makes (`memos`, and `more` of its groups)."""
+
+    pattern: re.Pattern[bytes]
+    memos: int
+    more: tuple[tuple[int, int], ...]
+    texts: tuple[int, ...]
+
+    def match(self, data: bytes, at: int) -> re.Match[bytes] | None:
+        """The record that begins at byte `at`, or None."""
+        found = self.pattern.match(data, at)
+        if found:
+            for group in self.texts:  # a text is preceded by its length, which no pattern can count
+                text = found[group]
+                if text is not None and len(text) != text[1] + 2:
+                    return None
+        return found
+
+    def memos_of(self, found: re.Match[bytes]) -> int:
+        """How many memo entries a record makes."""
+        count = self.memos
+        for group, memos in self.more:
+            if found[group] is not None:
+                count += memos
+        return count
+
+
+def _kind(memos: int, *parts: bytes) -> Kind:
+    pattern = re.compile(b"".join(parts), re.DOTALL)
+    ends = {index: name.rpartition("_")[2] for name, index in pattern.groupindex.items()}
+    more = tuple((index, _MEMOS[end]) for index, end in ends.items() if end in _MEMOS)
+    return Kind(pattern, memos, more, tuple(index for index, end in ends.items() if end == "text"))
+
+
+def _get(name: bytes) -> bytes:
+    return b"(?P<%b>%b)" % (name, _GET)
+
+
+def _open(cls: bytes) -> bytes:
+    """Class, no arguments, NEWOBJ, and the beginning of its attributes."""
+    return _get(cls) + rb"\)\x81\x94}\x94\("
+
+
+def _size(name: bytes) -> bytes:
+    """`torch.Size` of a tuple of INTs, or the fetch of one."""
+    made = rb"(?:(?P<%b_tuple>%b)\x94|(?P<%b_empty>\)))\x85\x94R\x94" % (name, _TUPLE, name)
+    return b"(?:%b%b|%b)" % (_GET, made, _get(name))
+
+
+def _text(name: bytes) -> bytes:
+    """A text with its length, or the fetch of one."""
+    return rb"(?:%b|(?P<%b_text>\x8c.[\x00-\x7f]{1,255})\x94)" % (_get(name), name)
+
+
+def _int(name: bytes) -> bytes:
+    return b"(?P<%b>%b)" % (name, _INT)
+
+
+_INDEX = b"".join((
+    _open(b"index_class"), _get(b"fqn_name"), _text(b"fqn"), _get(b"index_name"), b"(?:%b|N)" % _INT,
+    b"(?:%b%b)?ub" % (_get(b"start_name"), _size(b"start")),
+))  # fmt: skip
+_CHUNK = b"".join((
+    _open(b"class"), _get(b"offsets_name"), _size(b"offsets"), _get(b"sizes_name"), _size(b"sizes"), b"ub"
+))  # fmt: skip
+_PROPERTIES = rb"%b\)\x81\x94\(%b%b[\x88\x89]%b[\x88\x89]t\x94b" % (_GET, _GET, _GET, _GET)
+_WRITE = b"".join((
+    rb"(?P<data_write>%b\)\x81\x94}\x94\(" % _GET, _GET, b"(?:%b|(?P<chunk_object>%b))" % (_GET, _CHUNK),
+    _GET, _PROPERTIES, _GET, _size(b"whole"), b"ub)",
+))  # fmt: skip
+
+CHUNK = _kind(2, _CHUNK)
+"""ChunkStorageMetadata: offsets and sizes."""
+
+STORED = _kind(
+    4, _INDEX, _open(b"info_class"), _get(b"path_name"), _text(b"path"),
+    _get(b"offset_name"), _int(b"offset"), _get(b"length_name"), _int(b"length"), b"ub",
+)  # fmt: skip
+"""A MetadataIndex (fqn, index, offset unless it is an object's) and its _StorageInfo (path, offset, length)."""
+
+PLANNED = _kind(
+    4, rb"%b\)\x81\x94}\x94\(" % _GET, _GET, _INDEX, _GET, _GET, _GET, b"(?:%b|N)" % _INT,
+    _GET, b"(?:N|%b)ub" % _WRITE,
+)  # fmt: skip
+"""A WriteItem of a save plan; nothing of it is needed."""
+
+
+def integer(opcode: bytes) -> int:
+    """The value of an INT, given as opcode and argument."""
+    if opcode[0] == 0x8A:
+        return int.from_bytes(opcode[2:], "little", signed=True)
+    return int.from_bytes(opcode[1:], "little", signed=opcode[0] == 0x4A)
+
+
+def integers(opcodes: bytes) -> tuple[int, ...]:
+    """The elements of a tuple of INTs, given as its opcodes."""
+    return tuple(integer(found) for found in _INTS.findall(opcodes, opcodes[0] == 0x28, len(opcodes) - 1))
