@@ -13,7 +13,7 @@ import traceback
 import typer
 
 from ckpt_tools import __version__
-from ckpt_tools.cli import convert, huggingface, inspect
+from ckpt_tools.cli import convert, edit, huggingface, inspect, verify
 from ckpt_tools.errors import CkptError, Interrupted, StorageError, UsageError
 
 app = typer.Typer(
@@ -27,6 +27,8 @@ app = typer.Typer(
 inspect.register(app)
 convert.register(app)
 huggingface.register(app)
+verify.register(app)
+edit.register(app)
 
 
 def _print_version(wanted: bool) -> None:

@@ -15,6 +15,7 @@ from ckpt_tools.megatron.source import TorchDistSource, read_torch_dist
 from ckpt_tools.megatron.target import InlineTensor, Source, TargetTensor
 from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions, build_fsdp_target
 from ckpt_tools.verify.diff import DiffOptions, DiffReport, Side, diff_objects, diff_tensors
+from ckpt_tools.verify.meter import Meter
 
 KEYS, PARAMETERS = "keys", "parameters"
 _COMPARABLE_LAYOUTS = (
@@ -39,9 +40,9 @@ def diff_checkpoints(
     b: str,
     options: DiffOptions | None = None,
     request: DiffRequest | None = None,
-    tick: Callable[[int], None] = lambda _: None,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> DiffReport:
-    """What differs between the checkpoints at `a` and `b`; `tick` is told the bytes read.
+    """What differs between the checkpoints at `a` and `b`; `progress` is told (bytes done, in all).
 
     Raises:
         UsageError: they are of kinds that share no names.
@@ -59,7 +60,9 @@ def diff_checkpoints(
             sides, notes = (_by_keys(first), _by_keys(second)), list[str]()
         else:
             sides, notes = _by_parameters(first, second, request.target)
-        tensors = diff_tensors(*sides, options, tick)
+        meter = Meter(progress)
+        meter.total = sum(entry.nbytes for side in sides for entry in side.catalog.tensors.values())
+        tensors = diff_tensors(*sides, options, meter)
         values, compared = diff_objects(*sides, options)
     places = first.location.path, second.location.path
     return DiffReport(*places, by, options.tolerance, tensors, values, compared, tuple(notes))

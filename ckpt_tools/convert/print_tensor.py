@@ -37,6 +37,19 @@ class Printed:
     chunks: tuple[tuple[Box, str], ...] = ()  # and the file of each
     statistics: Mapping[str, Any] = field(default_factory=dict)
 
+    def as_json(self) -> dict[str, Any]:
+        """In JSON's types; numbers that JSON has not become text."""
+        return {
+            "schema_version": 1,
+            "key": self.key,
+            "dtype": self.dtype,
+            "shape": list(self.shape),
+            "chunks": [{"start": box.start, "size": box.size, "file": file} for box, file in self.chunks],
+            "shown": None if self.box is None else {"start": self.box.start, "size": self.box.size},
+            "values": json_value(self.values),
+            "statistics": dict(self.statistics),
+        }
+
 
 def print_tensor(
     source: str,

@@ -27,9 +27,10 @@ from ckpt_tools.megatron.target import Source, TargetTensor
 from ckpt_tools.megatron.torch_dist import Parameter
 from ckpt_tools.megatron.views import Select
 from ckpt_tools.verify import meaning
+from ckpt_tools.verify.meter import Meter
 from ckpt_tools.verify.place import check_entries, check_place
 from ckpt_tools.verify.report import Check, Findings, Report
-from ckpt_tools.verify.structure import check_files, check_frames, check_tiling
+from ckpt_tools.verify.structure import all_items, check_files, check_frames, check_tiling
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +48,9 @@ def verify_checkpoint(
     path: str,
     iteration: int | None = None,
     options: VerifyOptions | None = None,
-    tick: Callable[[int], None] = lambda _: None,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Report:
-    """Every check that makes sense for the checkpoint at `path`; `tick` is told bytes as they are read.
+    """Every check that makes sense for the checkpoint at `path`; `progress` is told (bytes done, bytes in all).
 
     Damage becomes findings of the report. `options.manifest` is written only when no check finds an error.
 
@@ -67,18 +68,18 @@ def verify_checkpoint(
         return Report(path, "unknown", (_failed("place", path, error),))
     files = open_files(location.path)
     try:
-        return Report(location.path, location.kind, tuple(_checks(location, files, options, tick)))
+        return Report(location.path, location.kind, tuple(_checks(location, files, options, Meter(progress))))
     finally:
         files.close()
 
 
-def _checks(
-    location: Location, files: Files, options: VerifyOptions, tick: Callable[[int], None]
-) -> list[Check]:
+def _checks(location: Location, files: Files, options: VerifyOptions, meter: Meter) -> list[Check]:
     try:
         catalog = _read_catalog(location, files, options)
     except CorruptCheckpointError as error:
         return [_failed("metadata", location.path, error)]
+    passes = options.content + 2 * (options.manifest is not None)  # a manifest reads files and tensors
+    meter.total = passes * sum(item.length for _, item in all_items(catalog))
     checks = []
     common = CommonState({}, None)
     if location.kind != "safetensors":
@@ -91,9 +92,9 @@ def _checks(
     checks.append(check_frames(files, catalog, options.trust_pickle))
     checks += _meaning(location, files, catalog, common)
     if options.content:
-        checks += _content(location, files, catalog, options, tick)
+        checks += _content(location, files, catalog, options, meter)
     if options.manifest is not None:
-        checks.append(_manifest(files, catalog, options, tick, all(check.errors == 0 for check in checks)))
+        checks.append(_manifest(files, catalog, options, meter, all(check.errors == 0 for check in checks)))
     return checks
 
 
@@ -142,13 +143,13 @@ def _groups(files: Files, catalog: Catalog, common: CommonState) -> Check:
 
 
 def _content(
-    location: Location, files: Files, catalog: Catalog, options: VerifyOptions, tick: Callable[[int], None]
+    location: Location, files: Files, catalog: Catalog, options: VerifyOptions, meter: Meter
 ) -> list[Check]:
     from ckpt_tools.verify.content import scan_content
 
     checks = list(
         scan_content(
-            files, catalog, threads=options.threads, allow_nonfinite=options.allow_nonfinite, tick=tick
+            files, catalog, threads=options.threads, allow_nonfinite=options.allow_nonfinite, tick=meter
         )
     )
     if location.kind == "torch_dist":
@@ -193,9 +194,7 @@ def master_targets(parameters: tuple[Parameter, ...], states: OptimizerStates) -
     ]
 
 
-def _manifest(
-    files: Files, catalog: Catalog, options: VerifyOptions, tick: Callable[[int], None], is_valid: bool
-) -> Check:
+def _manifest(files: Files, catalog: Catalog, options: VerifyOptions, meter: Meter, is_valid: bool) -> Check:
     from ckpt_tools.verify.manifest import check_manifest, make_manifest
 
     path = options.manifest
@@ -205,12 +204,12 @@ def _manifest(
             stored = json.loads(path.read_bytes())
         except ValueError as error:
             raise UsageError(f"{path} exists and is no manifest ({error}); choose another file") from None
-        return check_manifest(stored, make_manifest(files, catalog, options.threads, tick))
+        return check_manifest(stored, make_manifest(files, catalog, options.threads, meter))
     found = Findings("manifest", "digests")
     if not is_valid:
         found.error(str(path), "not written: the checkpoint is not valid")
         return found.done()
-    made = make_manifest(files, catalog, options.threads, tick)
+    made = make_manifest(files, catalog, options.threads, meter)
     found.looked_at = len(made["files"]) + len(made["tensors"])
     path.write_text(json.dumps(made, indent=1) + "\n")
     return found.done()

@@ -1,0 +1,285 @@
+"""`verify`, `diff` and its old name `compare-two-checkpoint`, and `preflight`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckpt_tools.cli import findings, render
+from ckpt_tools.cli import options as o
+from ckpt_tools.cli.inspect import EnableMsc, TrustPickle
+
+if TYPE_CHECKING:
+    from ckpt_tools.verify.diff import DiffReport, TensorDiff
+    from ckpt_tools.verify.report import Report
+
+_SHOWN = 20
+Checkpoint = Annotated[
+    str, typer.Argument(help="A run's root, an iteration folder, or any torch DCP folder.")
+]
+Iteration = Annotated[int | None, typer.Option(help="Iteration of a root, instead of its latest.")]
+
+
+class ReportFormat(str, Enum):
+    TEXT = "text"
+    JSON = "json"
+    GITHUB = "github"
+    MARKDOWN = "markdown"
+
+
+class Nan(str, Enum):
+    BITS = "bits"
+    EQUAL = "equal"
+    DIFFERENT = "different"
+
+
+class By(str, Enum):
+    AUTO = "auto"
+    KEYS = "keys"
+    PARAMETERS = "parameters"
+
+
+FormatOption = Annotated[
+    ReportFormat, typer.Option("--format", help="text, json, github (annotations) or markdown.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout, the same as --format json.")]
+Junit = Annotated[Path | None, typer.Option("--junit", help="Also write the report there as JUnit XML.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands to `app`."""
+    app.command("verify")(verify)
+    app.command("diff")(diff)
+    app.command("compare-two-checkpoint", help="The old name of diff.")(diff)
+    app.command("preflight")(preflight)
+
+
+def verify(
+    checkpoint: Checkpoint,
+    content: Annotated[
+        bool,
+        typer.Option("--content", help="Read every byte: checksums, masters against weights, NaN and Inf."),
+    ] = False,
+    manifest: Annotated[
+        Path | None,
+        typer.Option(help="File of SHA-256 sums of files and tensors: written when absent, else checked."),
+    ] = None,
+    allow_nonfinite: Annotated[
+        bool, typer.Option("--allow-nonfinite", help="NaN and Inf are warnings, not errors.")
+    ] = False,
+    iteration: Iteration = None,
+    report_format: FormatOption = ReportFormat.TEXT,
+    as_json: AsJson = False,
+    junit: Junit = None,
+    threads: o.Threads = 2,
+    quiet: o.Quiet = False,
+    trust_pickle: TrustPickle = False,
+) -> None:
+    """Check that a checkpoint is whole and sound. Exit code 1 when it is not."""
+    from ckpt_tools.cli.progress import progress_bar
+    from ckpt_tools.convert.verify import VerifyOptions, verify_checkpoint
+
+    options = VerifyOptions(content, manifest, allow_nonfinite, trust_pickle, threads)
+    with progress_bar(quiet) as progress:
+        report = verify_checkpoint(checkpoint, iteration, options, progress)
+    _print_report(report, "verify", ReportFormat.JSON if as_json else report_format, junit)
+    raise typer.Exit(0 if report.is_valid else 1)
+
+
+def preflight(
+    checkpoint: Checkpoint,
+    job: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="After --: the job's command line, or only its flags.", metavar="[-- COMMAND...]"
+        ),
+    ] = None,
+    yaml_file: Annotated[
+        Path | None, typer.Option("--yaml", help="The job's settings: Bridge's or a Megatron-LM recipe.")
+    ] = None,
+    iteration: Iteration = None,
+    report_format: FormatOption = ReportFormat.TEXT,
+    as_json: AsJson = False,
+    junit: Junit = None,
+    trust_pickle: TrustPickle = False,
+) -> None:
+    """Check that a Megatron-FSDP job can load a checkpoint, and print the flags for it. Exit code 1 when not."""
+    from ckpt_tools.convert.preflight import preflight as check
+
+    found = check(checkpoint, job or (), yaml_file, iteration, trust_pickle)
+    launch = {"environment": found.environment, "flags": found.flags}
+    chosen = ReportFormat.JSON if as_json else report_format
+    _print_report(found.report, "preflight", chosen, junit, {"launch": launch})
+    if chosen is ReportFormat.TEXT:
+        print("launch with")
+        for line in (*found.environment, " \\\n  ".join(("pretrain_gpt.py", *found.flags))):
+            print(f"  {line}")
+    raise typer.Exit(0 if found.report.is_valid else 1)
+
+
+def diff(
+    checkpoint_1: Checkpoint,
+    checkpoint_2: Checkpoint,
+    rtol: Annotated[float, typer.Option(min=0, help="Relative tolerance, of the larger value.")] = 0.0,
+    atol: Annotated[float, typer.Option(min=0, help="Absolute tolerance.")] = 0.0,
+    ulp: Annotated[int, typer.Option(min=0, help="Representable numbers two values may be apart.")] = 0,
+    nan: Annotated[
+        Nan | None,
+        typer.Option(
+            help="NaNs are equal by their bits (default), always (default with a tolerance), or never."
+        ),
+    ] = None,
+    keys: Annotated[
+        list[str] | None, typer.Option("--keys", help="Compare only names that match (glob).")
+    ] = None,
+    ignore: Annotated[
+        list[str] | None, typer.Option("--ignore", help="Leave out names that match (glob), e.g. 'args.*'.")
+    ] = None,
+    by: Annotated[
+        By, typer.Option("--by", help="Compare under stored keys, or under the names of fsdp_dtensor.")
+    ] = By.AUTO,
+    target: o.Target = None,
+    iteration: Iteration = None,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
+    threads: o.Threads = 2,
+    quiet: o.Quiet = False,
+    enable_msc: EnableMsc = False,
+    trust_pickle: TrustPickle = False,
+) -> None:
+    """Compare two checkpoints, also of different formats, bit by bit. Exit code 1 when they differ."""
+    from ckpt_tools.cli.progress import progress_bar
+    from ckpt_tools.convert.diff import DiffRequest, diff_checkpoints
+    from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions
+    from ckpt_tools.verify.compare import Tolerance
+    from ckpt_tools.verify.diff import DiffOptions
+
+    policy = nan.value if nan else "equal" if rtol or atol or ulp else "bits"
+    options = DiffOptions(Tolerance(rtol, atol, ulp, policy), tuple(keys or ()), tuple(ignore or ()), threads)
+    dialect = TargetOptions(dialect=target.value if target else None)
+    request = DiffRequest(by.value, (iteration, iteration), dialect, trust_pickle)
+    with progress_bar(quiet) as progress:
+        report = diff_checkpoints(checkpoint_1, checkpoint_2, options, request, progress)
+    if as_json:
+        sys.stdout.writelines(render.json_lines(_diff_head(report), _diff_lists(report)))
+    else:
+        _print_diff(report)
+    raise typer.Exit(0 if report.is_equal else 1)
+
+
+def _print_report(
+    report: Report, command: str, chosen: ReportFormat, junit: Path | None, more: dict[str, Any] | None = None
+) -> None:
+    if junit is not None:
+        junit.write_text(findings.as_junit(report, command))
+    if chosen is ReportFormat.JSON:
+        print(json.dumps(findings.as_json(report) | (more or {}), indent=1))
+    elif chosen is ReportFormat.GITHUB:
+        print(findings.as_github(report, command), end="")
+    elif chosen is ReportFormat.MARKDOWN:
+        print(findings.as_markdown(report), end="")
+    else:
+        _print_text(report, with_table=command == "verify")
+
+
+def _print_text(report: Report, with_table: bool) -> None:
+    if with_table:
+        rows = [(c.name, c.looked_at, c.unit, c.errors, len(c.findings) - c.errors) for c in report.checks]
+        render.print_table(("check", "looked at", "", "errors", "warnings"), rows)
+    for finding in report.findings:
+        print(findings.plain(finding))
+    errors = sum(check.errors for check in report.checks)
+    verdict = "valid" if report.is_valid else f"not valid: {errors} errors"
+    print(f"{render.escape(report.checkpoint)} ({report.format}) is {verdict}")
+
+
+def _print_diff(report: DiffReport) -> None:
+    from ckpt_tools.verify.diff import summarize
+
+    columns = ("tensors", "compared", "equal", "different", "only in A", "only in B", "different elements",
+               "largest |a-b|", "relative", "ULP")  # fmt: skip
+    rows = [
+        (s.role, s.tensors, s.equal, s.different, s.only_a, s.only_b, s.different_elements,
+         f"{s.max_abs:.3g}", f"{s.max_rel:.3g}", s.max_ulp)
+        for s in summarize(report.tensors)
+    ]  # fmt: skip
+    render.print_table(columns, rows)
+    unequal = [tensor for tensor in report.tensors if tensor.kind != "equal"]
+    unequal.sort(key=lambda tensor: (tensor.kind == "values", -tensor.found.max_abs))
+    lines = [_tensor_line(tensor) for tensor in unequal]
+    values = [f"{v.name}: {_side(v.a)} -> {_side(v.b)}" for v in report.values]
+    for what, found in (("tensors", lines), ("values", values)):
+        for line in found[:_SHOWN]:
+            print(render.escape(line))
+        if len(found) > _SHOWN:
+            print(f"... and {len(found) - _SHOWN:,} more {what} (--json lists all)")
+    for note in report.notes:
+        print(f"note: {note}")
+    verdict = "equal" if report.is_equal else f"different: {len(unequal):,} tensors, {len(values):,} values"
+    print(
+        f"compared {len(report.tensors):,} tensors and {report.values_compared:,} objects by {report.by}: {verdict}"
+    )
+
+
+def _side(value: str | None) -> str:
+    return "(absent)" if value is None else value
+
+
+def _tensor_line(tensor: TensorDiff) -> str:
+    found = tensor.found
+    if tensor.kind.startswith("only"):
+        dtype, shape = tensor.a or tensor.b or ("", ())
+        return f"{tensor.name}: {tensor.kind} ({dtype} {list(shape)})"
+    if tensor.a and tensor.b and tensor.a != tensor.b:
+        ends = " -> ".join(f"{dtype} {list(shape)}" for dtype, shape in (tensor.a, tensor.b))
+        return f"{tensor.name}: {ends}" + (f", {found.different:,} values differ" if tensor.elements else "")
+    text = f"{tensor.name}: {found.different:,} of {tensor.elements:,} elements"
+    if found.index is not None and found.values is not None:
+        at = ", ".join(map(str, found.index))
+        text += f", most at [{at}]: {found.values[0]!r} -> {found.values[1]!r}"
+    return text + (f", {found.nan_mismatches:,} with NaN" if found.nan_mismatches else "")
+
+
+def _diff_head(report: DiffReport) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from ckpt_tools.verify.diff import summarize
+
+    return {
+        "schema_version": findings.SCHEMA_VERSION,
+        "a": report.a,
+        "b": report.b,
+        "by": report.by,
+        "equal": report.is_equal,
+        "tolerance": asdict(report.tolerance),
+        "notes": list(report.notes),
+        "objects_compared": report.values_compared,
+        "summary": [asdict(summary) for summary in summarize(report.tensors)],
+    }
+
+
+def _diff_lists(report: DiffReport) -> dict[str, Any]:
+    tensors = (
+        {
+            "name": t.name,
+            "role": t.role,
+            "kind": t.kind,
+            "a": None if t.a is None else {"dtype": t.a[0], "shape": list(t.a[1])},
+            "b": None if t.b is None else {"dtype": t.b[0], "shape": list(t.b[1])},
+            "elements": t.elements,
+            "different": t.found.different,
+            "max_abs": t.found.max_abs if t.found.max_abs != float("inf") else "inf",
+            "max_rel": t.found.max_rel if t.found.max_rel != float("inf") else "inf",
+            "max_ulp": t.found.max_ulp,
+            "nan_mismatches": t.found.nan_mismatches,
+            "index": None if t.found.index is None else list(t.found.index),
+            "values": None if t.found.values is None else [repr(value) for value in t.found.values],
+        }
+        for t in report.tensors
+    )
+    values = ({"name": v.name, "a": v.a, "b": v.b} for v in report.values)
+    return {"tensors": tensors, "values": values}

@@ -1,0 +1,212 @@
+"""`verify`, `diff`, `preflight` and the editing commands as users type them: exit codes and every form of report."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from xml.etree import ElementTree as Xml
+
+import pytest
+
+from ckpt_tools.cli import findings
+from ckpt_tools.cli.app import run
+from ckpt_tools.verify.report import Check, Finding, Report
+from tests.conftest import REPO, fixture_dir
+from tests.damage import ITERATION, copy_of, flip_bit, payload_of
+
+LLAMA = "core019_llama_tp2_fully_reshardable"
+NATIVE = "core019_llama_tp2_native_fsdp_dtensor"
+NORM = "model.module.decoder.final_layernorm.weight"
+
+
+@pytest.fixture
+def damaged(tmp_path):
+    """A copy with one flipped payload bit."""
+    root = copy_of(NATIVE, tmp_path)
+    path, at, _ = payload_of(root, NORM, (0,))
+    flip_bit(path, at)
+    return root
+
+
+def test_verify_says_valid(capsys):
+    assert run(["verify", str(fixture_dir(NATIVE)), "--content", "--quiet"]) == 0
+    out, err = capsys.readouterr()
+    assert "is valid" in out
+    assert all(name in out for name in ("tiling", "frames", "states", "groups", "checksums", "values"))
+    assert err == ""
+
+
+def test_verify_says_what_is_wrong_and_leaves_with_1(damaged, capsys):
+    assert run(["verify", str(damaged), "-q"]) == 0
+    assert run(["verify", str(damaged), "-q", "--content"]) == 1
+    assert f"error: checksums: {NORM} [0:32]" in capsys.readouterr().out
+
+
+def test_verify_as_json(damaged, capsys):
+    assert run(["verify", str(damaged), "-q", "--content", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert (report["schema_version"], report["format"], report["valid"]) == (1, "fsdp_dtensor", False)
+    (check,) = [check for check in report["checks"] if check["errors"]]
+    assert (check["name"], check["unit"], check["errors"]) == ("checksums", "records", 1)
+    assert check["looked_at"] > 1000
+    assert check["findings"][0]["where"] == f"{NORM} [0:32]"
+
+
+def test_verify_writes_junit(damaged, tmp_path, capsys):
+    assert run(["verify", str(damaged), "-q", "--content", "--junit", str(tmp_path / "out.xml")]) == 1
+    suites = Xml.parse(tmp_path / "out.xml").getroot()
+    assert (suites.get("tests"), suites.get("failures")) == (str(len(suites.findall("*/testcase"))), "1")
+    (case,) = [case for case in suites.iter("testcase") if case.find("failure") is not None]
+    assert case.get("name") == "checksums"
+    assert NORM in (case.findtext("failure") or "")
+    assert "not valid" in capsys.readouterr().out  # the text as well
+
+
+def test_verify_annotates_github_and_markdown(damaged, capsys):
+    assert run(["verify", str(damaged), "-q", "--content", "--format", "github"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"::error title=verify checksums::{NORM} [0:32]: ")
+    assert lines[1] == f"::notice title=verify::{damaged / ITERATION} is not valid"
+    assert run(["verify", str(damaged), "-q", "--content", "--format", "markdown"]) == 1
+    text = capsys.readouterr().out
+    assert "| checksums |" in text
+    assert f"- **error** checksums: `{NORM} [0:32]`" in text
+
+
+def test_names_and_messages_cannot_break_out_of_a_report(tmp_path):
+    evil = Finding(
+        "frames",
+        "error",
+        "a\x1b[31m::error::\r\nb",
+        "x %0A <b>\n::set-output name=y::z | `c` \x00",
+        "fix\x07",
+    )
+    report = Report("p\x1b", "dcp", (Check("frames", "items", 1, (evil,)),))
+    github = findings.as_github(report, "verify")
+    assert len(github.splitlines()) == 2
+    assert "%250A" in github
+    for text in (github, findings.as_markdown(report), findings.plain(evil)):
+        assert not any(c in text for c in "\x1b\x07\x00\r")
+    Xml.fromstring(findings.as_junit(report, "verify"))
+    assert len(findings.as_markdown(report).splitlines()) == 7
+    assert "<b>" not in findings.as_markdown(report)
+    json.dumps(findings.as_json(report))
+
+
+def test_a_manifest_is_written_once_and_then_checked(tmp_path, capsys):
+    root, manifest = copy_of(LLAMA, tmp_path), tmp_path / "manifest.json"
+    command = ["verify", str(root), "-q", "--manifest", str(manifest)]
+    assert run(command) == 0
+    stored = json.loads(manifest.read_text())
+    assert stored["schema"] == 1
+    assert set(stored["files"]) == {".metadata", "metadata.json", "__0_0.distcp", "__1_0.distcp"}
+    assert run(command) == 0
+    path, at, _ = payload_of(root, "decoder.final_layernorm.weight", (0,))
+    flip_bit(path, at)
+    capsys.readouterr()
+    assert run(command) == 1
+    out = capsys.readouterr().out
+    assert "error: manifest: decoder.final_layernorm.weight: sha256" in out
+    assert f"error: manifest: {path.name}: sha256" in out
+    assert out.count("error: manifest") == 2
+    assert json.loads(manifest.read_text()) == stored
+
+
+def test_tensor_digests_outlive_rewriting(tmp_path):
+    from hashlib import sha256
+
+    root, out, manifest = fixture_dir(LLAMA), tmp_path / "out", tmp_path / "manifest.json"
+    assert run(["verify", str(root), "-q", "--manifest", str(manifest)]) == 0
+    assert run(["slice", str(root), str(out), "-q", "--layers", ":"]) == 0
+    again = tmp_path / "again.json"
+    assert run(["verify", str(out), "-q", "--manifest", str(again)]) == 0
+    before, after = (json.loads(path.read_text()) for path in (manifest, again))
+    assert before["tensors"] == after["tensors"]
+    assert before["files"]["__0_0.distcp"] != after["files"]["__0_0.distcp"]
+    _, _, data = payload_of(copy_of(LLAMA, tmp_path), "decoder.final_layernorm.weight", (0,))
+    assert before["tensors"]["decoder.final_layernorm.weight"]["sha256"] == sha256(data).hexdigest()
+
+
+def test_a_manifest_of_a_damaged_checkpoint_is_not_written(tmp_path, capsys):
+    root = copy_of(LLAMA, tmp_path)
+    (root / ITERATION / "__1_0.distcp").unlink()
+    assert run(["verify", str(root), "-q", "--manifest", str(tmp_path / "m.json")]) == 1
+    assert "not written" in capsys.readouterr().out
+    assert not (tmp_path / "m.json").exists()
+    (tmp_path / "m.json").write_text("[]")
+    assert run(["verify", str(root), "-q", "--manifest", str(tmp_path / "m.json")]) == 2
+
+
+@pytest.mark.parametrize("name", ["diff", "compare-two-checkpoint"])
+def test_diff_exit_codes(name, damaged, capsys):
+    good = str(fixture_dir(NATIVE))
+    assert run([name, good, good, "-q"]) == 0
+    assert capsys.readouterr().out.endswith("objects by keys: equal\n")
+    assert run([name, good, str(damaged), "-q"]) == 1
+    out = capsys.readouterr().out
+    assert f"{NORM}: 1 of 32 elements, most at [0]: " in out
+    assert out.endswith("different: 1 tensors, 0 values\n")
+    assert run([name, good, str(damaged), "-q", "--ulp", "1"]) == 0
+    assert run([name, good, str(damaged), "-q", "--ignore", NORM]) == 0
+    assert run([name, good, str(damaged), "-q", "--keys", "optimizer.*"]) == 0
+    assert run([name, good, str(damaged), "-q", "--rtol", "-1"]) == 2
+    assert run([name, good, str(damaged / "nowhere"), "-q"]) == 3
+    (damaged / ITERATION / ".metadata").write_bytes(b"\x80\x02N.")
+    assert run([name, good, str(damaged), "-q"]) == 4
+
+
+def test_diff_as_json(damaged, capsys):
+    assert run(["diff", str(fixture_dir(NATIVE)), str(damaged), "-q", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert (report["schema_version"], report["equal"], report["by"]) == (1, False, "keys")
+    (tensor,) = [tensor for tensor in report["tensors"] if tensor["kind"] != "equal"]
+    assert (tensor["name"], tensor["different"], tensor["index"], tensor["max_ulp"]) == (NORM, 1, [0], 1)
+    assert [s["different"] for s in report["summary"] if s["role"] == "weights"] == [1]
+
+
+def test_preflight(capsys):
+    root = str(fixture_dir(NATIVE))
+    assert run(["preflight", root]) == 0
+    out = capsys.readouterr().out
+    assert "--use-megatron-fsdp" in out
+    assert f"--load {root}" in out
+    assert run(["preflight", root, "--", "x.py", "--use-megatron-fsdp", "--use-torch-fsdp2"]) == 1
+    assert "error: fsdp-or-fsdp2: use_torch_fsdp2 is on" in capsys.readouterr().out
+    assert run(["preflight", root, "--json", "--", "--use-torch-fsdp2"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert "unset CUDA_DEVICE_MAX_CONNECTIONS" in report["launch"]["environment"]
+    assert any(f["fix"] == "drop --use-torch-fsdp2" for c in report["checks"] for f in c["findings"])
+
+
+def test_editing(tmp_path, capsys):
+    root = str(fixture_dir(LLAMA))
+    assert run(["modify-state-dict", root, str(tmp_path / "a"), "--op", "remove _extra_state", "-q"]) == 0
+    assert "removed decoder.layers.mlp.linear_fc1._extra_state/shard_0_2" in capsys.readouterr().out
+    assert run(["modify-state-dict", root, str(tmp_path / "a"), "--op", "remove _extra_state", "-q"]) == 2
+    assert run(["modify-state-dict", root, str(tmp_path / "b"), "-q"]) == 2
+    capsys.readouterr()
+    assert run(["slice", root, str(tmp_path / "c"), "--layers", "0:1", "-q", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tensors"] == 36
+    assert run(["verify", str(tmp_path / "c"), "-q"]) == 0
+    capsys.readouterr()
+    key = "decoder.final_layernorm.weight"
+    assert run(["print-tensor", root, key, "--slice", "0:2", "--stats"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"{key}: bfloat16 [32], 1 chunks\n  elements 2\n")
+    assert run(["print-tensor", root, key, "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["values"]) == 32
+    assert run(["print-tensor", root, "nothing"]) == 5
+
+
+def test_none_of_it_imports_torch():
+    root = str(fixture_dir(NATIVE))
+    script = f"""
+import sys
+from ckpt_tools.cli.app import run
+for command in (["verify", {root!r}, "--content", "-q"], ["diff", {root!r}, {root!r}, "-q"], ["preflight", {root!r}],
+                ["print-tensor", {root!r}, {NORM!r}]):
+    assert run(command) == 0
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=REPO, capture_output=True)
