@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -38,6 +39,7 @@ from ckpt_tools.megatron.torch_dist import EXPERTS, Parameter
 from ckpt_tools.plan.build import build_plan
 from ckpt_tools.plan.model import Plan, plan_json
 
+MLA_NORM = re.compile(r"\.linear_(q|kv)_up_proj\.layer_norm_weight$")
 FORMATS = ("torch_dist", "fsdp_dtensor")
 
 
@@ -162,7 +164,7 @@ def _plan_torch_dist(
     style = ModelStyle(local_norms=options.layer_spec == "local", grouped_experts=True)
     tensors = tuple(
         FsdpTensor(live_name(p, style), p.shape, {WEIGHT: p.dtype}, {WEIGHT: (Source(p.key),)})
-        for p in _parameters(imported)
+        for p in _parameters(imported, options)
     )
     source = FsdpSource(catalog, common, tensors, groups={}, scheduler={}, rng={})
     wanted = replace(
@@ -179,7 +181,7 @@ def _plan_torch_dist(
 def _plan_fsdp_dtensor(
     catalog: Catalog, imported: Imported, common: CommonState, options: ImportOptions, world: int
 ) -> PlannedImport:
-    parameters = _parameters(imported)
+    parameters = _parameters(imported, options)
     source = TorchDistSource(
         catalog=catalog,
         parameters=tuple(parameters),
@@ -198,13 +200,18 @@ def _plan_fsdp_dtensor(
     return PlannedImport(imported, built.target, plan, {})
 
 
-def _parameters(imported: Imported) -> list[Parameter]:
-    """The imported parameters as if a `torch_dist` checkpoint held each as a tensor of its own."""
+def _parameters(imported: Imported, options: ImportOptions) -> list[Parameter]:
+    """The imported parameters as if a `torch_dist` checkpoint held each as a tensor of its own.
+
+    MLA's norms are the only ones whose stored names depend on the layer spec (gpt_layer_specs.py).
+    """
     found = []
     for tensor in imported.tensors:
         head, experts, tail = tensor.key.partition(EXPERTS)
         expert, _, leaf = tail.partition(".")
         name = f"{head}{EXPERTS}{leaf}" if experts else tensor.key
+        if options.layer_spec == "local":
+            name = MLA_NORM.sub(r".\1_layernorm.weight", name)
         number = int(expert) if experts else None
         found.append(Parameter(name, tensor.key, (), tensor.shape, tensor.dtype, number))
     return found

@@ -1,6 +1,6 @@
 """Every family against the real transformers: import, export, load, and compute the same logits.
 
-Runs under whatever transformers is installed; `test_transformers_5.py` runs it once more under another version.
+Runs under whatever transformers is installed; `test_transformers.py` runs it under version 4 and under version 5.
 """
 
 from __future__ import annotations

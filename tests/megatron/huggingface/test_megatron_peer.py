@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ckpt_tools.convert.import_hf import ImportOptions, import_hf
 from ckpt_tools.megatron.huggingface.model_args import read_model_args
 from ckpt_tools.megatron.huggingface.rules import expand
 from tests.conftest import REPO
@@ -24,6 +25,7 @@ from tests.megatron.huggingface.test_families import Case, make_case
 
 MCORE = Path(os.environ.get("CKPT_TOOLS_PEERS", "")) / "megatron_core-0.16.1"
 RAN = sorted(set(CONFIGS) - {"gemma2", "gemma3"})  # whose layers are modules of Megatron-Bridge
+LOADED = sorted(set(RAN) - {"gemma"})  # as checkpoints; Gemma's norms need a layer spec that asks for a GPU
 
 pytestmark = [
     pytest.mark.peer,
@@ -36,6 +38,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Case], Pat
     """Every family's case, and the folder with what megatron-core made of its parameters."""
     folder, originals = tmp_path_factory.mktemp("megatron"), tmp_path_factory.mktemp("originals")
     cases = {name: make_case(name, originals / name) for name in RAN}
+    for name in LOADED:
+        options = ImportOptions(layer_spec="local", vocab_multiple=64)
+        import_hf(str(originals / name), str(folder / name), options)
     wrong = cases["llama3"]
     inputs = {name: (case.megatron, case.imported.args) for name, case in cases.items()}
     inputs["naive_qkv"] = (wrong.megatron | naive_qkv(wrong), wrong.imported.args)
