@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import translate
+from math import prod
 from typing import Any, NamedTuple
 
-from ckpt_tools.catalog.dcp import read_catalog
-from ckpt_tools.catalog.detect import Location, locate
-from ckpt_tools.catalog.files import open_files
+from ckpt_tools.catalog.detect import Location
 from ckpt_tools.catalog.model import Catalog
-from ckpt_tools.catalog.safetensors import read_safetensors_catalog
+from ckpt_tools.convert.opened import open_checkpoint
 from ckpt_tools.convert.values import json_value
-from ckpt_tools.megatron.common_state import CommonState, read_common_state
+from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.optimizer_layouts.kinds import optimizer_layout
 
 SCHEMA_VERSION = 1
@@ -96,6 +95,7 @@ class Inspection:
     layout: str
     parallel_sizes: dict[str, Any]
     arguments: dict[str, Any]
+    rows: tuple[TensorRow, ...]  # all tensors
     totals: dict[tuple[str, str], Total]
     patterns: tuple[str, ...] = ()
     list_group_meta: bool = False
@@ -109,9 +109,7 @@ class Inspection:
     def tensors(self) -> Iterator[TensorRow]:
         """The tensors that the patterns name, in stored order."""
         wanted = _matcher(self.patterns)
-        for key, entry in self.catalog.tensors.items():
-            if wanted(key):
-                yield TensorRow(key, entry.dtype, entry.shape, len(entry.chunks), entry.nbytes, role_of(key))
+        return (row for row in self.rows if wanted(row.key))
 
     def objects(self) -> Iterator[tuple[str, int]]:
         """Key and stored bytes of the objects that the patterns name, in stored order."""
@@ -164,18 +162,14 @@ def inspect_checkpoint(
 ) -> Inspection:
     """What the checkpoint at `path` is; `keys` are globs that choose what is listed.
 
-    No tensor byte is read. Raises the errors of `locate`, `read_catalog` and `read_common_state`.
+    No tensor byte is read. Raises the errors of `open_checkpoint`.
     """
-    location = locate(path, iteration)
-    files = open_files(location.path)
-    try:
-        if location.kind == "safetensors":
-            catalog, common = read_safetensors_catalog(location.path), CommonState({}, None)
-        else:
-            catalog = read_catalog(files, trust_pickle)
-            common = read_common_state(files, catalog, trust_pickle)
-    finally:
-        files.close()
+    with open_checkpoint(path, iteration, trust_pickle) as opened:
+        location, catalog, common = opened.location, opened.catalog, opened.common
+    rows = tuple(  # one pass: the chunks of a very large catalog are decoded as they are looked at
+        TensorRow(key, entry.dtype, entry.shape, len(entry.chunks), entry.nbytes, role_of(key))
+        for key, entry in catalog.tensors.items()
+    )
     return Inspection(
         location=location,
         catalog=catalog,
@@ -185,7 +179,8 @@ def inspect_checkpoint(
         layout=optimizer_layout(catalog, common),
         parallel_sizes=_known_arguments(common, PARALLEL_SIZES),
         arguments=_known_arguments(common, KEY_ARGUMENTS),
-        totals=_totals(catalog),
+        rows=rows,
+        totals=_totals(rows),
         patterns=tuple(keys),
         list_group_meta=list_group_meta,
         group_meta=sum(key.startswith(GROUP_META) for key in catalog.objects),
@@ -224,13 +219,13 @@ def role_of(key: str) -> str:
     return "other" if key.startswith(("rng_state", "optimizer.")) else "weights"
 
 
-def _totals(catalog: Catalog) -> dict[tuple[str, str], Total]:
+def _totals(rows: Iterable[TensorRow]) -> dict[tuple[str, str], Total]:
     sums: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
-    for key, entry in catalog.tensors.items():
-        total = sums[role_of(key), entry.dtype]
+    for row in rows:
+        total = sums[row.role, row.dtype]
         total[0] += 1
-        total[1] += entry.numel
-        total[2] += entry.nbytes
+        total[1] += prod(row.shape)
+        total[2] += row.nbytes
     order = ("weights", "master", "exp_avg", "exp_avg_sq", "other")
     return {
         kind: Total(*sums[kind]) for kind in sorted(sums, key=lambda kind: (order.index(kind[0]), kind[1]))
