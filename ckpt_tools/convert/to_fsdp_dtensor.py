@@ -8,18 +8,24 @@ from dataclasses import dataclass, field, replace
 
 from ckpt_tools.box import Box
 from ckpt_tools.catalog.dcp import read_catalog
-from ckpt_tools.catalog.detect import Location, iteration_numbers, locate
+from ckpt_tools.catalog.detect import Location, locate
 from ckpt_tools.catalog.files import Files, open_files
 from ckpt_tools.catalog.model import Catalog
 from ckpt_tools.convert.outputs import (
     ConversionReport,
     choose_output,
     count_objects,
-    is_root,
     object_archives,
 )
-from ckpt_tools.convert.placements import Layout, even_placement, exact_placement, live_tensors
-from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError
+from ckpt_tools.convert.placements import (
+    Layout,
+    even_placement,
+    exact_placement,
+    in_reading_order,
+    place_model,
+    target_model,
+)
+from ckpt_tools.errors import MappingError, UnsupportedCheckpointError
 from ckpt_tools.execute.ranks import DistributedRanks, Ranks, connect
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from ckpt_tools.megatron.bridge import (
@@ -102,37 +108,6 @@ def convert_to_fsdp_dtensor(
     return _report(source, output, planned, checked, written)
 
 
-def convert_iterations(
-    source: str,
-    output: str,
-    iteration: str | None,
-    options: ConvertOptions,
-    progress: Progress | None = None,
-    dry_run: bool = False,
-) -> list[ConversionReport]:
-    """`convert_to_fsdp_dtensor` for the latest iteration of a root (None), a given one, or `all` in turn.
-
-    Raises:
-        UsageError: `iteration` is neither a number nor `all`.
-    """
-    if iteration is None or iteration.isdecimal():
-        number = None if iteration is None else int(iteration)
-        return [
-            convert_to_fsdp_dtensor(source, output, replace(options, iteration=number), progress, dry_run)
-        ]
-    if iteration != "all":
-        raise UsageError(f"--iteration {iteration}: give a number, or all")
-    latest = locate(source)
-    if not is_root(source, latest):
-        raise UsageError(f"--iteration all: {source} is one checkpoint, not a run's root")
-    numbers = sorted(n for n in iteration_numbers(source) if n != latest.iteration)
-    wanted = [*numbers, latest.iteration]  # the source's latest comes last, so the tracker ends on it
-    return [
-        convert_to_fsdp_dtensor(source, output, replace(options, iteration=number), progress, dry_run)
-        for number in wanted
-    ]
-
-
 def plan_conversion(location: Location, options: ConvertOptions, ranks: Ranks | DistributedRanks) -> Planned:
     """Everything up to the first byte."""
     files, source = open_source(location, options.ignore_keys, options.trust_pickle)
@@ -165,17 +140,10 @@ def make_plan(catalog: Catalog, built: FsdpTarget, layout: Layout) -> Plan:
     if layout.name == "even":
         place = even_placement(layout.ranks)
     else:
-        place, order = exact_placement(live_tensors(built), layout)
-        target = _in_reading_order(target, order)
+        core = place_model(target_model(built), layout)
+        place = exact_placement(core, range(layout.ranks))
+        target = in_reading_order(target, core.names())
     return build_plan(catalog, target, place, layout.ranks, object_archives(target.objects))
-
-
-def _in_reading_order(target: Target, order: list[str]) -> Target:
-    """Tensors in the order in which training ranks read them, so that a file is read front to back."""
-    position = {name: i for i, name in enumerate(order)}
-    kinds = {"master": 0, "weight": 0}
-    tensors = sorted(target.tensors, key=lambda t: (kinds.get(t.role, 1), position[t.parameter]))
-    return replace(target, tensors=tuple(tensors))
 
 
 def with_bridge_files(place: Output, planned: Planned) -> Output:

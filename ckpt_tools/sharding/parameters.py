@@ -84,6 +84,11 @@ def rows_box(local: Shape, start: int, stop: int, tp_dim: int | None, tp_rank: i
     return Box(tuple(offset), (stop - start, *local[1:]))
 
 
+def part_names(parameter: Parameter) -> list[str]:
+    """The checkpoint tensors that hold a parameter."""
+    return [part.name for part in parameter.parts] or [parameter.name]
+
+
 def part_boxes(parameter: Parameter, topology: Topology, box: Box) -> Iterator[tuple[str, Box]]:
     """The non-empty boxes of checkpoint tensors that hold the live parameter's `box`, in row order.
 
@@ -130,7 +135,7 @@ def check_parameters(parameters: Sequence[Parameter], topology: Topology, scalar
             for p in parameters
             if not p.buffer and (not p.shape or row_size(p.shape) == 0)
         ]
-    names = Counter(name for p in parameters for name in ([part.name for part in p.parts] or [p.name]))
+    names = Counter(name for p in parameters for name in part_names(p))
     problems += [f"{name} is listed {count} times" for name, count in names.items() if count > 1]
     if problems:
         raise UsageError("these tensors cannot be placed:\n" + list_problems(problems))

@@ -55,6 +55,7 @@ from ckpt_tools.sharding.parameters import (
     as_parts,
     check_parameters,
     part_boxes,
+    part_names,
     row_size,
     rows_box,
 )
@@ -171,20 +172,28 @@ class Placement:
         p = self.parameters[i]
         return rows_box(self.local_shapes[i], start, stop, p.tp_dim, at[p.is_expert].tp)
 
-    def _boxes(self, rank: int, first_only: bool) -> Iterator[tuple[str, Box]]:
+    def names(self) -> list[str]:
+        """Every checkpoint tensor, in one order that agrees with the order in which each rank loads its own."""
+        order = sorted(range(len(self.parameters)), key=self._loading_order)
+        return [name for i in order for name in part_names(self.parameters[i])]
+
+    def _loading_order(self, i: int) -> tuple[bool, bool, int]:
         """Megatron's checkpoint code takes split tensors out of the state dict and appends their parts, then does
         so with expert tensors that get another number; the rest stays in the model's order."""
+        p = self.parameters[i]
+        return self._expert_rank(p) > 0, bool(p.parts), i
+
+    def _boxes(self, rank: int, first_only: bool) -> Iterator[tuple[str, Box]]:
         at = self._at(rank)
-        moved = at[True].ep > 0
-
-        def loading_order(held: tuple[int, int, int]) -> tuple[bool, bool, int]:
-            p = self.parameters[held[0]]
-            return moved and p.is_expert, bool(p.parts), held[0]
-
-        for i, start, stop in sorted(self._rows(at, keep_empty=False), key=loading_order):
+        held = self._rows(at, keep_empty=False)
+        for i, start, stop in sorted(held, key=lambda rows: self._loading_order(rows[0])):
             p = self.parameters[i]
             if not first_only or self._is_first(p, at[p.is_expert]):
                 yield from part_boxes(p, self.topology, self._box(i, start, stop, at))
+
+    def _expert_rank(self, p: Parameter) -> int:
+        """The expert-parallel rank that holds `p`; 0 for what all of them hold."""
+        return 0 if p.expert is None else p.expert.number * self.topology.ep // p.expert.total
 
     def _is_first(self, p: Parameter, at: Coordinates) -> bool:
         """Whether no lower rank holds the same box of `p`."""
@@ -245,7 +254,7 @@ class Placement:
                 for indices in local:
                     indices.append(i)
             else:
-                local[p.expert.number * ep // p.expert.total].append(i)
+                local[self._expert_rank(p)].append(i)
         return local
 
     def _buckets_of(self, ep: int) -> tuple[Bucket, ...]:
