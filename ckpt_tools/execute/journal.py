@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ckpt_tools.catalog.files import Files, LocalFiles
@@ -105,9 +105,11 @@ class Journal:
             if os.fstat(self._fd).st_size:
                 os.write(self._fd, b"\n")  # ends a line that was cut short
 
-    def append(self, number: int, checksum: int) -> None:
+    def append(self, done: Iterable[tuple[int, int]]) -> None:
+        """Note items as written: (number in the plan, payload CRC-32)."""
+        lines = b"".join(b"[%d,%d]\n" % one for one in done)
         with self._lock, storage_errors(self._folder):
-            os.write(self._fd, b"[%d,%d]\n" % (number, checksum))
+            os.write(self._fd, lines)
 
     def close(self) -> None:
         """Stop appending."""

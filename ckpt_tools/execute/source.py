@@ -22,6 +22,7 @@ from ckpt_tools.execute.casts import Array, raw_dtype
 from ckpt_tools.execute.fileio import storage_errors
 from ckpt_tools.megatron.views import Piece
 from ckpt_tools.plan.byte_runs import is_dense, pattern_blocks, read_pattern, row_major_tiles, span_elems
+from ckpt_tools.plan.frames import tensor_frame
 
 _CACHED_PAYLOADS = 16384
 
@@ -91,6 +92,9 @@ class SourceReader:
                     f"{key} {dtype} {shape} needs {nbytes} bytes, but {item.file} has {item.length} for it"
                 )
             return Payload(self.files, item.file, item.offset, nbytes, None)
+        found = _usual_payload(self.files, chunk)
+        if found is not None:
+            return found
         frame = read_frame(self.files, item)
         if (frame.dtype, frame.shape) != (dtype, shape):
             raise CorruptCheckpointError(
@@ -121,6 +125,26 @@ class SourceReader:
                     file.write(out.tobytes())
         nbytes = prod(chunk.shape) * width
         return Payload(LocalFiles(self._spool.name), Path(path).name, 0, nbytes, None)
+
+
+def _usual_payload(files: Files, chunk: ChunkRef) -> Payload | None:
+    """The payload of an item that is, byte for byte, the frame today's torch writes; None for any other item.
+
+    `read_frame` would say the same, after twenty times the work.
+    """
+    _, item, dtype, shape = chunk
+    frame = tensor_frame(dtype, shape)
+    if item.length != frame.length:
+        return None
+    start = item.offset + len(frame.head)
+    if files.read(item.file, item.offset, len(frame.head)) != frame.head:
+        return None
+    tail = files.read(item.file, start + frame.payload_bytes, len(frame.blank_tail))
+    checksum = frame.crc_in(tail)
+    if tail != frame.tail(checksum):
+        return None
+    known = checksum or not frame.payload_bytes  # a writer that keeps no checksums leaves zeros
+    return Payload(files, item.file, start, frame.payload_bytes, checksum if known else None)
 
 
 def read_region(payload: Payload, piece: Piece, out: Array, scratch: Array) -> int:

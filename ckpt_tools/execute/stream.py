@@ -18,9 +18,11 @@ import numpy as np
 from ckpt_tools.box import Box
 from ckpt_tools.catalog.files import LocalFiles
 from ckpt_tools.dtypes import itemsize
+from ckpt_tools.errors import CorruptCheckpointError
 from ckpt_tools.execute import crc
 from ckpt_tools.execute.casts import cast_raw, raw_dtype
 from ckpt_tools.execute.fileio import At, CopyCount, copy_range, storage_errors, write_all
+from ckpt_tools.execute.small import SmallCopies
 from ckpt_tools.execute.source import ChunkRef, Payload, SourceReader, index_of, read_region
 from ckpt_tools.plan.byte_runs import is_run, row_major_tiles
 from ckpt_tools.plan.frames import Frame, bare_frame, tensor_frame
@@ -90,6 +92,47 @@ class Pump:
         self._tick(len(frame.head) + len(tail))
         return total
 
+    def write_batch(self, items: Sequence[OutputItem], fd: int, path: Path) -> list[int]:
+        """`write_item` for the items of one of `plan.coalesce.batches`: few reads, one write."""
+        small = SmallCopies(self._source.files, items, len(self._scratch))
+        self.counters.read += small.bytes_read
+        base, end = items[0].offset, items[-1].offset + items[-1].length
+        out = self._tile[: end - base].data
+        out[:] = bytes(end - base)
+        checksums = []
+        for item, archive in zip(items, small.archives(), strict=True):
+            if archive is None:
+                return [self.write_item(one, fd, path) for one in items]
+            at = item.offset - base
+            for part in archive[0]:
+                out[at : at + len(part)] = part
+                at += len(part)
+            checksums.append(archive[1])
+        with storage_errors(path):
+            write_all(fd, out, base)
+        self.counters.copies.touched += len(out)
+        self._tick(sum(item.length for item in items))
+        return checksums
+
+    def item_content(self, item: OutputItem) -> Iterator[bytes | memoryview]:
+        """The item's bytes in order, as `write_item` writes them; each part is valid until the next is asked for.
+
+        Raises:
+            CorruptCheckpointError: as `write_item`.
+        """
+        frame = _frame_of(item)
+        yield frame.head
+        total = 0
+        for segment in segments(item):
+            for tile, transfers in _tiles(item, segment, len(self._tile)):
+                data = self._fill(item, tile, transfers, segment.zeros)
+                total = crc.crc32(data, total)
+                self.counters.copies.touched += len(data)
+                self._tick(len(data))
+                yield data
+        self._tick(len(frame.head) + len(frame.tail(total)))
+        yield frame.tail(total)
+
     def is_intact(self, item: OutputItem, fd: int, path: Path, checksum: int) -> bool:
         """Whether the archive is there as it was written: its frame, and a payload with this CRC-32."""
         frame = _frame_of(item)
@@ -110,10 +153,12 @@ class Pump:
 
     def _write_segment(self, item: OutputItem, segment: Segment, at: At, path: Path) -> int:
         """Write a segment's bytes from `at` on; returns their CRC-32."""
+        known = None
         if segment.transfers and segment.transfers[0].strategy == VERBATIM:
             payload = self._source.payload(chunk_of(segment.transfers[0]))
-            if payload.crc32 is not None and self._kernel_copy(payload, at, path):
-                return payload.crc32
+            known = payload.crc32
+            if known is not None and self._kernel_copy(payload, at, path):
+                return known
         total = 0
         for tile, transfers in _tiles(item, segment, len(self._tile)):
             data = self._fill(item, tile, transfers, segment.zeros)
@@ -123,6 +168,12 @@ class Pump:
             at = at.skip(len(data))
             self.counters.copies.touched += len(data)
             self._tick(len(data))
+        if known is not None and total != known:
+            transfer = segment.transfers[0]
+            raise CorruptCheckpointError(
+                f"{transfer.key}: the payload of the item at byte {transfer.item.offset} of {transfer.item.file} "
+                "has another checksum than its archive says. Copy the checkpoint again."
+            )
         return total
 
     def _kernel_copy(self, payload: Payload, at: At, path: Path) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
@@ -13,6 +13,7 @@ from ckpt_tools.execute.fileio import storage_errors
 from ckpt_tools.execute.journal import Journal
 from ckpt_tools.execute.source import SourceReader
 from ckpt_tools.execute.stream import Counters, Pump
+from ckpt_tools.plan.coalesce import batches
 from ckpt_tools.plan.model import Plan
 
 Progress: TypeAlias = Callable[[int, int], None]
@@ -49,10 +50,11 @@ class Work:
     """
 
     def __init__(
-        self, plan: Plan, share: Sequence[int], source: SourceReader, folder: Path, journal: Journal
+        self, plan: Plan, share: range, source: SourceReader, folder: Path, journal: Journal
     ) -> None:
         self._items = plan.items
-        self._todo = iter(share)
+        self._share = share
+        self._todo: Iterator[range] = iter(())
         self._total = sum(plan.items[i].length for i in share)
         self._source = source
         self._folder = folder
@@ -77,6 +79,7 @@ class Work:
         Raises:
             Whatever the first failing thread, `watch` or a signal handler raised.
         """
+        self._todo = batches(self._items, self._share, tile)
         pumps = [Pump(self._source, tile, self._tick) for _ in range(threads)]
         workers = [threading.Thread(target=self._guarded, args=(pump, finished)) for pump in pumps]
         try:
@@ -116,17 +119,25 @@ class Work:
             self._stop.set()
 
     def _write_items(self, pump: Pump, finished: Mapping[int, int]) -> None:
-        while (number := self._next()) is not None:
-            item = self._items[number]
-            path = self._folder / item.file
-            fd = self._open(item.file)
-            if number in finished and pump.is_intact(item, fd, path, finished[number]):
-                with self._lock:
-                    self.resumed += 1
-                continue
-            self._journal.append(number, pump.write_item(item, fd, path))
+        while (batch := self._next()) is not None:
+            file = self._items[batch[0]].file
+            path = self._folder / file
+            fd = self._open(file)
+            missing = [n for n in batch if not self._is_done(n, pump, fd, finished)]
+            if len(missing) == len(batch) > 1:
+                checksums = pump.write_batch(self._items[batch.start : batch.stop], fd, path)
+            else:
+                checksums = [pump.write_item(self._items[n], fd, path) for n in missing]
+            self._journal.append(zip(missing, checksums, strict=True))
 
-    def _next(self) -> int | None:
+    def _is_done(self, number: int, pump: Pump, fd: int, finished: Mapping[int, int]) -> bool:
+        item = self._items[number]
+        done = number in finished and pump.is_intact(item, fd, self._folder / item.file, finished[number])
+        with self._lock:
+            self.resumed += done
+        return done
+
+    def _next(self) -> range | None:
         with self._lock:
             return next(self._todo, None)
 

@@ -27,6 +27,7 @@ from ckpt_tools.plan.pickle_ops import int_ops, int_tuple_ops, text_ops
 ALIGNMENT = 64
 _U32 = 0xFFFFFFFF
 _U64 = 0xFFFFFFFFFFFFFFFF
+_CRC = struct.Struct("<I")
 # c10's hash over the fixed set of record names; the first 20 digits of every such archive's id.
 _NAMES_HASH = 15728199511854643026
 
@@ -55,17 +56,42 @@ class _Record(NamedTuple):
     crc: int
 
 
+class _Blanks(NamedTuple):
+    """Where in a tail the payload's CRC-32 shows; offsets in bytes from the tail's start."""
+
+    crc: tuple[int, ...]  # the payload's CRC-32
+    digits: int  # the serialization id
+    digits_crc: tuple[int, ...]  # and its own CRC-32
+    crcs: tuple[tuple[int, ...], tuple[int, ...]]  # of the other records summed in the id: before and behind
+
+
 class Frame(NamedTuple):
-    """The bytes around a payload. `records` are those up to the payload, whose CRC is not known yet."""
+    """The bytes around a payload; the tail's are those for CRC-32 0, with the places to fill in another."""
 
     head: bytes
     payload_bytes: int
     length: int  # bytes of the whole archive
-    records: tuple[_Record, ...]
+    blank_tail: bytes = b""
+    blanks: _Blanks | None = None
 
     def tail(self, crc: int) -> bytes:
         """What follows a payload whose CRC-32 is `crc`."""
-        return _tail(self.records, len(self.head) + self.payload_bytes, crc) if self.records else b""
+        if self.blanks is None:
+            return self.blank_tail
+        before, behind = self.blanks.crcs
+        own = (crc,) if self.payload_bytes else ()  # an empty record is not summed
+        digits = b"%020d%020d" % (_NAMES_HASH, _combined_crc((*before, *own, *behind)))
+        tail = bytearray(self.blank_tail)
+        at = self.blanks.digits
+        tail[at : at + len(digits)] = digits
+        for places, value in ((self.blanks.crc, crc), (self.blanks.digits_crc, zlib.crc32(digits))):
+            for place in places:
+                _CRC.pack_into(tail, place, value)
+        return bytes(tail)
+
+    def crc_in(self, tail: bytes | memoryview) -> int:
+        """The payload's CRC-32 that `tail` states, if it is one of this frame's."""
+        return int(_CRC.unpack_from(tail, self.blanks.crc[0])[0]) if self.blanks else 0
 
 
 @lru_cache(maxsize=4096)
@@ -89,13 +115,14 @@ def tensor_frame(dtype: str, shape: tuple[int, ...]) -> Frame:
     records.append(_Record(b"archive/data/0", len(out), payload_bytes, 0))
     out += _local_header(records[-1])
     end = len(out) + payload_bytes
-    return Frame(bytes(out), payload_bytes, end + len(_tail(tuple(records), end, 0)), tuple(records))
+    tail, blanks = _blank_tail(records, end)
+    return Frame(bytes(out), payload_bytes, end + len(tail), tail, blanks)
 
 
 def bare_frame(dtype: str, shape: tuple[int, ...]) -> Frame:
     """No bytes around the payload at all."""
     payload_bytes = prod(shape) * itemsize(dtype)
-    return Frame(b"", payload_bytes, payload_bytes, ())
+    return Frame(b"", payload_bytes, payload_bytes)
 
 
 def framed_tensor(dtype: str, shape: Sequence[int], payload: bytes) -> bytes:
@@ -104,17 +131,22 @@ def framed_tensor(dtype: str, shape: Sequence[int], payload: bytes) -> bytes:
     return frame.head + payload + frame.tail(zlib.crc32(payload))
 
 
-def _tail(records: tuple[_Record, ...], start: int, crc: int) -> bytes:
-    """The bytes from archive offset `start` on; the last of `records` is the payload."""
+def _blank_tail(records: list[_Record], start: int) -> tuple[bytes, _Blanks]:
+    """The bytes from archive offset `start` on, behind the payload, which is the last of `records`."""
     out = bytearray()
-    done = [*records[:-1], records[-1]._replace(crc=crc)]
-    if done[-1].size:  # miniz writes no descriptor behind an empty record
-        out += _descriptor(done[-1])
-    done.append(_append_record(out, start, b"archive/version", b"3\n"))
-    digits = b"%020d%020d" % (_NAMES_HASH, _combined_crc(done))
-    done.append(_append_record(out, start, b"archive/.data/serialization_id", digits))
-    _append_directory(out, start, done)
-    return bytes(out)
+    if records[-1].size:  # miniz writes no descriptor behind an empty record
+        out += _descriptor(records[-1])
+    version = _append_record(out, start, b"archive/version", b"3\n")
+    digits = b"0" * 40
+    serial = _append_record(out, start, b"archive/.data/serialization_id", digits)
+    descriptor = len(out) - len(_descriptor(serial))
+    entries = _append_directory(out, start, [*records, version, serial])
+    payload_crc = (*((4,) if records[-1].size else ()), entries[-3])
+    before = tuple(record.crc for record in records[:-1])
+    blanks = _Blanks(
+        payload_crc, descriptor - len(digits), (descriptor + 4, entries[-1]), (before, (version.crc,))
+    )
+    return bytes(out), blanks
 
 
 def _append_record(out: bytearray, base: int, name: bytes, data: bytes) -> _Record:
@@ -146,10 +178,12 @@ def _descriptor(record: _Record) -> bytes:
     return struct.pack("<4sIQQ" if wide else "<4sIII", b"PK\7\10", record.crc, record.size, record.size)
 
 
-def _append_directory(out: bytearray, base: int, records: Sequence[_Record]) -> None:
-    """Append the central directory and the three end records."""
+def _append_directory(out: bytearray, base: int, records: Sequence[_Record]) -> list[int]:
+    """Append the central directory and the three end records; where in `out` each entry's CRC-32 lies."""
     start = base + len(out)
+    places = []
     for name, offset, size, crc in records:
+        places.append(len(out) + 16)
         extra = _zip64_extra(size, size, offset)
         flags = 0x0808 if size else 0x0800
         out += struct.pack(
@@ -163,15 +197,14 @@ def _append_directory(out: bytearray, base: int, records: Sequence[_Record]) -> 
     out += struct.pack("<4sQHHIIQQQQ", b"PK\6\6", 44, 0x031E, 45, 0, 0, n, n, end - start, start)
     out += struct.pack("<4sIQI", b"PK\6\7", 0, end, 1)
     out += struct.pack("<4sHHHHIIH", b"PK\5\6", 0, 0, n, n, end - start, min(start, _U32), 0)
+    return places
 
 
-def _combined_crc(records: Sequence[_Record]) -> int:
+def _combined_crc(crcs: Sequence[int]) -> int:
     """c10::hash_combine over the CRC-32s of all records with data: the id's last 20 digits."""
     seed = 0
-    for record in records:
-        if record.size == 0:
-            continue
-        seed ^= (record.crc + 0x9E3779B9 + (seed << 6) + (seed >> 2)) & _U64
+    for crc in crcs:
+        seed ^= (crc + 0x9E3779B9 + (seed << 6) + (seed >> 2)) & _U64
     return seed
 
 

@@ -239,7 +239,7 @@ def test_replacing_keeps_the_old_until_the_new_is_in_place(
             write_checkpoint(case.plan(2), case.files, Output(out, overwrite=True))
     names = sorted(case.plan(2).file_bytes)
     assert sorted(p.name for p in out.iterdir()) == [".metadata", *names]
-    report = write_checkpoint(case.plan(2), case.files, Output(out, "2", resume=True))
+    report = write_checkpoint(case.plan(2), case.files, Output(out, {TRACKER: b"2"}, resume=True))
     assert report.bytes_read == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "latest_checkpointed_iteration.txt",

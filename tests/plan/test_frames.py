@@ -87,3 +87,13 @@ def test_zip64_frame_equals_torch_save(numel: int) -> None:
     assert frame.head == head
     assert frame.length == recorder.position
     assert frame.tail(0) == tail  # without data torch records CRC 0
+
+
+@given(
+    st.sampled_from(["float32", "uint16"]),
+    st.lists(st.integers(0, 9), max_size=3).map(tuple),
+    st.integers(0, 2**32 - 1),
+)
+def test_a_tail_tells_its_checksum(dtype: str, shape: tuple[int, ...], crc: int) -> None:
+    frame = tensor_frame(dtype, shape)
+    assert frame.crc_in(frame.tail(crc)) == crc

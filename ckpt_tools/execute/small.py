@@ -1,0 +1,72 @@
+"""Many small items at a time: the general way with its reads, writes and frame checks joined.
+
+A small item that is a whole source payload in the frame that today's torch writes is copied out of one large read
+into one large write. Anything unusual is left to the general way, which explains it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+
+from ckpt_tools.catalog.files import Files
+from ckpt_tools.catalog.model import Item
+from ckpt_tools.errors import CorruptCheckpointError
+from ckpt_tools.execute import crc
+from ckpt_tools.plan.coalesce import Span, coalesce
+from ckpt_tools.plan.frames import tensor_frame
+from ckpt_tools.plan.model import OutputItem
+
+
+class _Loaded:
+    """Source items in memory."""
+
+    def __init__(self, files: Files, items: Sequence[Item], max_span_bytes: int) -> None:
+        self._spans: list[Span] = coalesce(items, max_span_bytes)
+        self._data = [memoryview(files.read(s.file, s.start, s.stop - s.start)) for s in self._spans]
+        self._keys = [(s.file, s.start) for s in self._spans]
+        self.nbytes = sum(map(len, self._data))
+
+    def item(self, item: Item) -> memoryview:
+        """All bytes of one of the items."""
+        number = bisect_right(self._keys, (item.file, item.offset)) - 1
+        first = item.offset - self._spans[number].start
+        return self._data[number][first : first + item.length]
+
+
+class SmallCopies:
+    """The archives of a batch of items (see `plan.coalesce.batches`), each made from one source item in memory."""
+
+    def __init__(self, files: Files, items: Sequence[OutputItem], max_span_bytes: int) -> None:
+        self._items = items
+        self._loaded = _Loaded(files, [item.transfers[0].item for item in items], max_span_bytes)
+        self.bytes_read = self._loaded.nbytes
+
+    def archives(self) -> Iterator[tuple[list[bytes | memoryview], int] | None]:
+        """The parts of each item's archive and its payload's CRC-32; None for an item in an unusual frame.
+
+        Raises:
+            CorruptCheckpointError: a payload does not have the CRC-32 that its archive states.
+        """
+        for item in self._items:
+            transfer = item.transfers[0]
+            stored = self._loaded.item(transfer.item)
+            source = tensor_frame(transfer.dtype, transfer.shape)
+            head, end = len(source.head), len(source.head) + source.payload_bytes
+            usual = len(stored) == source.length and stored[:head] == source.head
+            checksum = source.crc_in(stored[end:]) if usual else 0
+            known = checksum or not source.payload_bytes  # a writer that keeps no checksums leaves zeros
+            if not usual or not known or stored[end:] != source.tail(checksum):
+                yield None
+                continue
+            payload = stored[head:end]
+            if crc.crc32(payload) != checksum:
+                raise CorruptCheckpointError(
+                    f"{transfer.key}: the payload of the item at byte {transfer.item.offset} of "
+                    f"{transfer.item.file} has another checksum than its archive says. Copy the checkpoint again."
+                )
+            frame = tensor_frame(item.dtype, item.box.size)
+            if frame is source:
+                yield [stored], checksum
+            else:
+                yield [frame.head, payload, frame.tail(checksum)], checksum
