@@ -11,10 +11,17 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from ckpt_tools.errors import CorruptCheckpointError, StorageError, UnsupportedCheckpointError, UsageError
+from ckpt_tools.errors import (
+    CkptError,
+    CorruptCheckpointError,
+    StorageError,
+    UnsupportedCheckpointError,
+    UsageError,
+)
 
 MAX_RANGE_BYTES = 8 << 20  # of one request; more does not make a connection faster
 MIN_RANGE_BYTES = 2 << 20  # a read is not split into smaller requests
@@ -83,7 +90,7 @@ class Store:
         for attempt in range(1, retry.attempts + 1):
             try:
                 return request(retry.patience + nbytes / retry.min_rate)
-            except (FileNotFoundError, AttributeError, TypeError):
+            except (CkptError, FileNotFoundError, AttributeError, TypeError):
                 raise
             except (PermissionError, ImportError, ValueError) as error:  # asking again cannot help
                 raise StorageError(f"{what}: {_text(error)}. {_HINT}") from error
@@ -109,6 +116,28 @@ class Store:
             return {}
         named = [(entry["name"].rstrip("/").rpartition("/")[2], entry) for entry in entries]
         return {last: entry["size"] if entry["type"] == "file" else None for last, entry in named if last}
+
+    def get(self, name: str) -> bytes:
+        """The content of a small file."""
+        path = self.path(name)
+        found: bytes = self.call(f"{self.where(name)}: reading", lambda t: self.ask(t, "cat_file", path))
+        return found
+
+    def put(self, name: str, data: bytes) -> None:
+        """Store a file; readers see the old or the new one, never a part."""
+        path = self.path(name)
+        self.call(f"{self.where(name)}: writing", lambda t: self.ask(t, "pipe_file", path, data), len(data))
+
+    def remove(self, name: str) -> None:
+        """Delete a file, or a folder with all that is in it; nothing happens if it is not there."""
+        path = self.path(name)
+        with suppress(FileNotFoundError):
+            self.call(f"{self.where(name)}: deleting", lambda t: self.ask(t, "rm", path, recursive=True))
+
+    def open_for_writing(self, name: str, part_bytes: int) -> Any:
+        """A file object that uploads what is written to it in parts and appears when it is closed."""
+        options = {} if self.location.startswith("msc://") else {"block_size": part_bytes}
+        return self.fs.open(self.path(name), "wb", **options)
 
     def ask(self, timeout: float, method: str, *args: Any, **options: Any) -> Any:
         """What the file system's `method` returns; a driver that can be interrupted is, after `timeout` seconds."""

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.catalog.detect import TRACKER, Location
+from ckpt_tools.catalog.detect import TRACKER, Location, iteration_numbers, locate
 from ckpt_tools.catalog.pickling import dump_archive
 from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.run import Output, WriteReport
@@ -48,25 +48,60 @@ def choose_output(source: str, location: Location, output: str, overwrite: bool,
     """
     refuse_overlap(source, location, output)
     if not is_root(source, location):
-        return Output(Path(output), overwrite=overwrite, resume=resume)
+        return Output(_directory(output), overwrite=overwrite, resume=resume)
     name = "release" if location.is_release else f"iter_{location.iteration:07d}"
     tracker = "release" if location.is_release else str(location.iteration)
-    return Output(Path(output, name), {TRACKER: tracker.encode()}, overwrite=overwrite, resume=resume)
+    folder = _directory(f"{output.rstrip('/')}/{name}")
+    return Output(folder, {TRACKER: tracker.encode()}, overwrite=overwrite, resume=resume)
+
+
+def _directory(output: str) -> Path | str:
+    """A path, or the URL of a folder in an object store."""
+    path = output.removeprefix("file://")
+    return path if "://" in path else Path(path)
 
 
 def is_root(source: str, location: Location) -> bool:
     """Whether the user named the run's root and not the iteration in it."""
-    return location.root is not None and Path(source).resolve() == Path(location.root).resolve()
+    return location.root is not None and place_parts(source) == place_parts(location.root)
+
+
+def chosen_iterations(source: str, wanted: str | None) -> list[int | None]:
+    """Iterations to convert, in order: a number, None for the latest, or all of a root's for `all`.
+
+    Of all, the source's latest comes last, so that the output's tracker ends on it.
+
+    Raises:
+        UsageError: `wanted` is neither a number nor `all`, or `source` is no root.
+    """
+    if wanted is None or wanted.isdecimal():
+        return [None if wanted is None else int(wanted)]
+    if wanted != "all":
+        raise UsageError(f"--iteration {wanted}: give a number, or all")
+    latest = locate(source)
+    if not is_root(source, latest):
+        raise UsageError(f"--iteration all: {source} is one checkpoint, not a run's root")
+    return [*(n for n in iteration_numbers(source) if n != latest.iteration), latest.iteration]
 
 
 def refuse_overlap(source: str, location: Location, output: str) -> None:
-    target = Path(output).resolve()
-    for place in (Path(location.path).resolve(), Path(source).resolve()):
-        if target == place or place in target.parents or target in place.parents:
+    target = place_parts(output)
+    for place in (place_parts(location.path), place_parts(source)):
+        common = min(len(target), len(place))
+        if target[:common] == place[:common]:
             raise UsageError(
                 f"the output {output} and the source {source} overlap; a conversion never writes into its "
                 "source. Choose a directory outside it."
             )
+
+
+def place_parts(location: str) -> tuple[str, ...]:
+    """The names that lead to a folder, from its file system or store down; equal for two spellings of one place."""
+    path = location.removeprefix("file://")
+    if "://" not in path:
+        return Path(path).resolve().parts
+    scheme, _, rest = path.partition("://")
+    return (scheme, *filter(None, rest.split("/")))
 
 
 def object_archives(objects: Iterable[TargetObject]) -> list[tuple[str, bytes]]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.catalog.files import Files
 from ckpt_tools.errors import CkptError, Interrupted, StorageError, Terminated, UsageError
@@ -22,12 +22,15 @@ from ckpt_tools.execute.work import Progress, Work, tile_bytes
 from ckpt_tools.plan.assign import worker_share
 from ckpt_tools.plan.model import Plan
 
+if TYPE_CHECKING:
+    from ckpt_tools.execute.remote_output import RemoteJob
+
 
 @dataclass(frozen=True, slots=True)
 class Output:
     """Where the checkpoint goes, and what may already be there."""
 
-    directory: Path
+    directory: Path | str  # str: a URL
     beside: Mapping[str, bytes] = field(
         default_factory=dict
     )  # files to replace in its parent afterwards: trackers
@@ -84,7 +87,10 @@ def write_checkpoint(
     ranks = ranks or Ranks()
     with StopSignals() as signals:
         ranks.watch = signals.check
-        job = _Job(plan, files, output, options, ranks=ranks, progress=progress or (lambda done, total: None))
+        job_of = _remote_job() if isinstance(output.directory, str) else _Job
+        job = job_of(
+            plan, files, output, options, ranks=ranks, progress=progress or (lambda done, total: None)
+        )
         if len(set(ranks.together(lambda: plan.digest))) > 1:
             raise UsageError("the ranks made different plans: do they all see the same source and options?")
         counts = job.run()
@@ -100,6 +106,12 @@ def write_checkpoint(
         peak_rss_bytes=max((c.get("peak_rss", 0) for c in counts), default=0),
         ranks=ranks.world,
     )
+
+
+def _remote_job() -> type[RemoteJob]:
+    from ckpt_tools.execute.remote_output import RemoteJob  # fsspec is not needed for local outputs
+
+    return RemoteJob
 
 
 class _Job:
@@ -118,7 +130,7 @@ class _Job:
         self._plan, self._files, self._output, self._options = plan, files, output, options
         self._ranks, self._progress = ranks, progress
         self._leads = ranks.rank == 0
-        self._staging = Staging(output.directory, plan.digest)
+        self._staging = Staging(Path(output.directory), plan.digest)
         self._source_state: list[list[object]] = []
 
     def run(self) -> list[dict[str, Any]]:
@@ -195,7 +207,7 @@ class _Job:
                 staging.write_file(".metadata", metadata_bytes(self._plan), sync)
             staging.publish(sync)
         for name, data in output.beside.items():
-            path = output.directory.parent / name
+            path = Path(output.directory).parent / name
             with storage_errors(path):
                 replace_file(path, data)
         staging.discard()

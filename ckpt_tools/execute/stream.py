@@ -133,6 +133,25 @@ class Pump:
         self._tick(len(frame.head) + len(frame.tail(total)))
         yield frame.tail(total)
 
+    def item_content(self, item: OutputItem) -> Iterator[bytes | memoryview]:
+        """The item's bytes in order, as `write_item` writes them; each part is valid until the next is asked for.
+
+        Raises:
+            CorruptCheckpointError: as `write_item`.
+        """
+        frame = _frame_of(item)
+        yield frame.head
+        total = 0
+        for segment in segments(item):
+            for tile, transfers in _tiles(item, segment, len(self._tile)):
+                data = self._fill(item, tile, transfers, segment.zeros)
+                total = crc.crc32(data, total)
+                self.counters.copies.touched += len(data)
+                self._tick(len(data))
+                yield data
+        self._tick(len(frame.head) + len(frame.tail(total)))
+        yield frame.tail(total)
+
     def is_intact(self, item: OutputItem, fd: int, path: Path, checksum: int) -> bool:
         """Whether the archive is there as it was written: its frame, and a payload with this CRC-32."""
         frame = _frame_of(item)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +13,10 @@ from ckpt_tools.catalog.dcp import read_catalog
 from ckpt_tools.catalog.files import LocalFiles, open_files
 from ckpt_tools.catalog.remote import RemoteFiles, Retry
 from ckpt_tools.errors import StorageError, UnsupportedCheckpointError
+from ckpt_tools.execute import remote_output
+from ckpt_tools.execute.run import Output, write_checkpoint
 from tests.conftest import fixture_dir
+from tests.execute.conftest import make_case
 from tests.remote.s3 import BUSY, NONE, RESET, SLOW, FaultProxy, fault_proxy, s3_server
 
 s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed")
@@ -99,3 +103,28 @@ def test_a_store_that_stays_down_is_reported(proxy: FaultProxy) -> None:
         StorageError, match=r"s3://runs/large/data: reading bytes 0\.\.65536: still failing after 2 att"
     ):
         files.read("data", 0, 10)
+
+
+def test_a_conversion_from_s3_to_s3_survives_faults_bit_for_bit(
+    proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reads, multipart uploads and their completion, each answer lost, refused or cut at random."""
+    case = make_case(tmp_path / "source", scale=64)  # files of 12 MiB: three parts each
+    s3fs.S3FileSystem().put(str(tmp_path / "source"), "runs/source", recursive=True)
+    write_checkpoint(case.plan(2), case.files, Output(tmp_path / "local"))
+    monkeypatch.setattr(remote_output, "_PART_BYTES", 5 << 20)
+    draw = random.Random(5)
+    proxy.requests.clear()
+    proxy.done.clear()
+    proxy.choose = lambda number, method, path: draw.choice([NONE, NONE, NONE, NONE, NONE, NONE, RESET, BUSY])
+    report = write_checkpoint(case.plan(2), open_files("s3://runs/source"), Output("s3://runs/target"))
+    faults = dict(proxy.done)
+    proxy.choose = lambda number, method, path: NONE
+    assert faults[RESET] > 0
+    assert faults[BUSY] > 0
+    parts = {path for method, path, _ in proxy.requests if method == "PUT" and "partNumber" in path}
+    assert len(parts) >= 4, "multipart uploads"
+    assert report.bytes_read > 10 * MIB
+    fs = s3fs.S3FileSystem()
+    far = {path.rpartition("/")[2]: fs.cat_file(path) for path in fs.find("runs/target")}
+    assert far == {path.name: path.read_bytes() for path in (tmp_path / "local").iterdir()}
