@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
@@ -17,6 +18,8 @@ from ckpt_tools.cli.inspect import EnableMsc, TrustPickle
 if TYPE_CHECKING:
     from ckpt_tools.convert.outputs import ConversionReport
 
+    Run: TypeAlias = Callable[[str, str, int | None, Callable[[int, int], None], bool], ConversionReport]
+
 InputDir = Annotated[str, typer.Argument(help="A run's root or an iteration directory.")]
 OutputDir = Annotated[
     str, typer.Argument(help="Like to like: a root for a root, else an iteration directory.")
@@ -25,16 +28,39 @@ OutputDir = Annotated[
 
 class Format(str, Enum):
     FSDP_DTENSOR = "fsdp_dtensor"
+    TORCH_DIST = "torch_dist"
+    HF = "hf"
+
+
+_RUNNING = {
+    "input_dir", "output_dir", "to", "iteration", "ignore_keys", "overwrite", "resume", "dry_run", "threads",
+    "max_memory", "fsync", "quiet", "as_json", "report", "trust_pickle", "enable_msc", "oom_traceback",
+}  # fmt: skip
+# What has a meaning for one direction only; a flag without effect is refused.
+_MEANING = {
+    Format.FSDP_DTENSOR: _RUNNING | {
+        "swiglu", "swiglu_modules", "group_map_file", "strict_map", "state_prefix", "model_prefix", "rename_mtp",
+        "target", "aliases", "layer_spec", "experts", "weights_only", "dtype", "vocab_size_padded", "vocab_size",
+        "layout", "world_size", "dp_shard", "dp_outer", "tp", "cp", "ep", "etp", "strategy", "outer_strategy",
+        "check_masters",
+    },
+    Format.TORCH_DIST: _RUNNING | {
+        "layer_spec", "weights_only", "dtype", "tp", "ep", "etp", "extra_state", "stacked",
+    },
+    Format.HF: _RUNNING | {"dtype", "tp", "vocab_size", "hf_config", "max_shard_size"},
+}  # fmt: skip
 
 
 def register(app: typer.Typer) -> None:
     """Add this module's commands to `app`."""
     app.command("convert-torch-dist-to-fsdp-dtensor")(_long_form(Format.FSDP_DTENSOR, "torch_dist"))
+    app.command("convert-fsdp-dtensor-to-torch-dist")(_long_form(Format.TORCH_DIST, "fsdp_dtensor"))
     app.command("convert")(convert)
     app.command("build-param-group-map")(build_param_group_map)
 
 
 def convert(
+    ctx: typer.Context,
     input_dir: InputDir,
     output_dir: OutputDir,
     *,
@@ -47,12 +73,17 @@ def convert(
     model_prefix: o.ModelPrefix = "model.module",
     rename_mtp: o.RenameMtp = False,
     target: o.Target = None,
+    aliases: o.Aliases = False,
     layer_spec: o.LayerSpecOption = None,
     experts: o.ExpertsOption = None,
     weights_only: o.WeightsOnly = False,
     dtype: o.Dtype = None,
     vocab_size_padded: o.VocabSizePadded = None,
     vocab_size: o.VocabSize = None,
+    extra_state: o.ExtraState = "derive",
+    stacked: o.Stacked = None,
+    hf_config: o.HfConfig = None,
+    max_shard_size: o.MaxShardSize = "5GB",
     layout: o.LayoutOption = None,
     world_size: o.WorldSize = None,
     dp_shard: o.DpShard = None,
@@ -84,50 +115,118 @@ def convert(
     Nothing but the two directories has to be given: gating, parameter groups and names are decided from the
     checkpoint, and a flag that contradicts it is an error. Run it alone, or under torchrun or srun.
     """
-    from ckpt_tools.convert.group_map import load_group_map
-    from ckpt_tools.convert.to_fsdp_dtensor import ConvertOptions, convert_iterations
-    from ckpt_tools.execute.run import WriteOptions
-    from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions
-
-    wanted = TargetOptions(
-        dialect=target.value if target else None,
-        layer_spec=layer_spec.value if layer_spec else None,
-        experts=experts.value if experts else None,
-        swiglu=swiglu,
-        swiglu_modules=tuple(name for name in swiglu_modules.split(",") if name),
-        rename_mtp=rename_mtp,
-        tp=tp,
-        weights_only=weights_only,
-        dtype=dtype,
-        vocab_size_padded=vocab_size_padded,
-        vocab_size=vocab_size,
-        group_map=load_group_map(group_map_file) if group_map_file else None,
-        strict_map=strict_map,
-        model_prefix=model_prefix,
-        state_prefix=state_prefix,
-    )
-    sizes = (dp_shard, dp_outer, tp, cp, ep, etp, strategy, outer_strategy)
-    chosen = ConvertOptions(
-        target=wanted,
-        layout=o.choose_layout(layout, world_size, *sizes),
-        check_masters=check_masters.value,
-        ignore_keys=tuple(ignore_keys or ()),
-        trust_pickle=trust_pickle,
-        overwrite=overwrite,
-        resume=resume,
-        write=WriteOptions(threads, o.parse_bytes(max_memory), fsync),
-    )
     from ckpt_tools.cli.progress import progress_bar
+    from ckpt_tools.convert.outputs import chosen_iterations
+    from ckpt_tools.execute.run import WriteOptions
 
+    _refuse_meaningless(ctx, to)
+    running = {
+        "ignore_keys": tuple(ignore_keys or ()),
+        "trust_pickle": trust_pickle,
+        "overwrite": overwrite,
+        "resume": resume,
+        "write": WriteOptions(threads, o.parse_bytes(max_memory), fsync),
+    }
+    if to is Format.FSDP_DTENSOR:
+        sizes = (dp_shard, dp_outer, tp, cp, ep, etp, strategy, outer_strategy)
+        run = _to_fsdp_dtensor(
+            running
+            | {"layout": o.choose_layout(layout, world_size, *sizes), "check_masters": check_masters.value},
+            group_map_file,
+            dialect=target.value if target else None,
+            layer_spec=layer_spec.value if layer_spec else None,
+            experts=experts.value if experts else None,
+            swiglu=swiglu,
+            swiglu_modules=tuple(name for name in swiglu_modules.split(",") if name),
+            rename_mtp=rename_mtp,
+            aliases=aliases,
+            tp=tp,
+            weights_only=weights_only,
+            dtype=dtype,
+            vocab_size_padded=vocab_size_padded,
+            vocab_size=vocab_size,
+            strict_map=strict_map,
+            model_prefix=model_prefix,
+            state_prefix=state_prefix,
+        )
+    elif to is Format.TORCH_DIST:
+        run = _to_torch_dist(
+            running,
+            extra_state,
+            layer_spec=layer_spec.value if layer_spec else None,
+            stacked=stacked,
+            dtype=dtype,
+            tp=tp,
+            ep=ep if _is_given(ctx, "ep") else None,
+            etp=etp,
+            weights_only=weights_only,
+        )
+    else:
+        run = _to_hf(running, hf_config, max_shard_size, dtype=dtype, vocab_size=vocab_size, tp=tp)
     with progress_bar(quiet) as progress:
-        reports = convert_iterations(input_dir, output_dir, iteration, chosen, progress, dry_run)
+        reports = [
+            run(input_dir, output_dir, number, progress, dry_run)
+            for number in chosen_iterations(input_dir, iteration)
+        ]
     finish(reports, as_json, report)
 
 
+def _to_fsdp_dtensor(running: dict[str, Any], group_map_file: Path | None, **target: Any) -> Run:
+    from ckpt_tools.convert.group_map import load_group_map
+    from ckpt_tools.convert.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
+    from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions
+
+    group_map = load_group_map(group_map_file) if group_map_file else None
+    options = ConvertOptions(target=TargetOptions(group_map=group_map, **target), **running)
+    return lambda source, output, iteration, progress, dry_run: convert_to_fsdp_dtensor(
+        source, output, replace(options, iteration=iteration), progress, dry_run
+    )
+
+
+def _to_torch_dist(running: dict[str, Any], extra_state: str, **target: Any) -> Run:
+    from ckpt_tools.convert.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
+    from ckpt_tools.megatron.to_torch_dist import TorchDistOptions
+
+    template = None if extra_state in ("derive", "none") else extra_state
+    wanted = TorchDistOptions(extra_state=extra_state != "none", **target)
+    options = ToTorchDistOptions(target=wanted, extra_state_template=template, **running)
+    return lambda source, output, iteration, progress, dry_run: convert_to_torch_dist(
+        source, output, replace(options, iteration=iteration), progress, dry_run
+    )
+
+
+def _to_hf(running: dict[str, Any], hf_config: Path | None, max_shard_size: str, **target: Any) -> Run:
+    from ckpt_tools.convert.export_hf import ExportOptions, export_hf
+    from ckpt_tools.megatron.huggingface.shards import parse_shard_size
+
+    config = str(hf_config) if hf_config else None
+    options = ExportOptions(
+        hf_config=config, max_shard_bytes=parse_shard_size(max_shard_size), **target, **running
+    )
+    return lambda source, output, iteration, progress, dry_run: export_hf(
+        source, output, replace(options, iteration=iteration), progress, dry_run
+    )
+
+
+def _is_given(ctx: typer.Context, name: str) -> bool:
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _refuse_meaningless(ctx: typer.Context, to: Format) -> None:
+    """Refuse options that would do nothing."""
+    from ckpt_tools.errors import UsageError
+
+    useless = [p for p in ctx.command.params if p.name not in _MEANING[to] and _is_given(ctx, p.name or "")]
+    if useless:
+        names = ", ".join(p.opts[0] for p in useless)
+        raise UsageError(f"{names}: no meaning for a conversion to {to.value}")
+
+
 def _long_form(to: Format, source: str) -> Callable[..., None]:
-    """`convert` with its `--to` fixed, under the name that NVIDIA's users know."""
+    """`convert` with its `--to` fixed and only the options it uses, under the name that NVIDIA's users know."""
     signature = inspect.signature(convert, eval_str=True)
-    kept = [p for name, p in signature.parameters.items() if name != "to"]
+    kept = [p for name, p in signature.parameters.items() if name in _MEANING[to] | {"ctx"} and name != "to"]
 
     def command(*args: Any, **kwargs: Any) -> None:
         convert(*args, to=to, **kwargs)

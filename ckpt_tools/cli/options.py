@@ -84,6 +84,11 @@ StrictMap = Annotated[
     bool,
     typer.Option("--strict-map", help="Names missing from the map are errors.", rich_help_panel=_MODEL),
 ]
+Aliases = Annotated[
+    bool,
+    typer.Option("--aliases", help="Also give every item the names other targets would ask for, at no cost.",
+                 rich_help_panel=_MODEL),
+]  # fmt: skip
 WeightsOnly = Annotated[
     bool,
     typer.Option("--weights-only", help="Leave out optimizer, scheduler and rng: a warm start.",
@@ -116,6 +121,25 @@ StatePrefix = Annotated[
                  "optimizer.state.module.module.module, one module less for fp32 training.",
                  rich_help_panel=_MODEL),
 ]  # fmt: skip
+
+ExtraState = Annotated[
+    str,
+    typer.Option("--extra-state", help="Transformer Engine's extra-state objects: derive, none, or a torch_dist "
+                 "checkpoint of the same model to take their keys from.", rich_help_panel=_MODEL),
+]  # fmt: skip
+Stacked = Annotated[
+    bool | None,
+    typer.Option("--stacked/--per-layer", help="Layers of a block in one tensor, or one by one. Default: the args.",
+                 rich_help_panel=_MODEL),
+]  # fmt: skip
+HfConfig = Annotated[
+    Path | None,
+    typer.Option("--hf-config", help="Directory of the original Hugging Face model, for tokenizer and settings.",
+                 rich_help_panel=_MODEL),
+]  # fmt: skip
+MaxShardSize = Annotated[
+    str, typer.Option("--max-shard-size", help="Largest file, e.g. 5GB.", rich_help_panel=_MODEL)
+]
 
 DpShard = Annotated[int | None, typer.Option("--dp-shard", help="Ranks that shard.", rich_help_panel=_PLACE)]
 DpOuter = Annotated[

@@ -17,14 +17,8 @@ from ckpt_tools.convert.outputs import (
     count_objects,
     object_archives,
 )
-from ckpt_tools.convert.placements import (
-    Layout,
-    even_placement,
-    exact_placement,
-    in_reading_order,
-    place_model,
-    target_model,
-)
+from ckpt_tools.convert.placements import Layout, lay_out, target_model
+from ckpt_tools.convert.relayout import relayout, target_tp
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError
 from ckpt_tools.execute.ranks import DistributedRanks, Ranks, connect
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
@@ -37,9 +31,8 @@ from ckpt_tools.megatron.bridge import (
     train_state_file,
 )
 from ckpt_tools.megatron.source import TorchDistSource, read_torch_dist
-from ckpt_tools.megatron.target import Target, TargetTensor
+from ckpt_tools.megatron.target import TargetTensor
 from ckpt_tools.megatron.to_fsdp_dtensor import FsdpTarget, TargetOptions, build_fsdp_target
-from ckpt_tools.plan.build import build_plan
 from ckpt_tools.plan.model import Plan, plan_json
 
 Progress = Callable[[int, int], None]
@@ -81,9 +74,11 @@ def convert_to_fsdp_dtensor(
 ) -> ConversionReport:
     """Convert the `torch_dist` checkpoint at `source` and publish it at `output`; called on every rank.
 
+    A source that is `fsdp_dtensor` already is laid out anew (see `relayout`).
+
     Raises:
         UsageError: options that contradict each other, or an output that cannot be taken.
-        UnsupportedCheckpointError: the source is no `torch_dist` checkpoint, or of a kind that is not read.
+        UnsupportedCheckpointError: the source is of a kind that is not read.
         MappingError: options that contradict the checkpoint, or facts that cannot be proven from it.
         VerificationError: masters that do not round to the stored weights.
         CorruptCheckpointError, StorageError: damaged files, full disks.
@@ -91,6 +86,8 @@ def convert_to_fsdp_dtensor(
     options = options or ConvertOptions()
     ranks = connect()
     location = locate(source, options.iteration)
+    if location.kind == "fsdp_dtensor":
+        return relayout(source, output, location, options, ranks, progress, dry_run)
     place = choose_output(source, location, output, options.overwrite, options.resume)
     planned = plan_conversion(location, options, ranks)
     checked = "not checked"
@@ -112,9 +109,7 @@ def plan_conversion(location: Location, options: ConvertOptions, ranks: Ranks | 
     """Everything up to the first byte."""
     files, source = open_source(location, options.ignore_keys, options.trust_pickle)
     layout = options.layout or Layout(world=ranks.world)
-    target_options = options.target
-    if layout.topology is not None and target_options.tp is None:
-        target_options = replace(target_options, tp=layout.topology.tp)
+    target_options = replace(options.target, tp=target_tp(layout, options))
     built = build_fsdp_target(source, target_options)
     return Planned(location, files, source, built, make_plan(source.catalog, built, layout))
 
@@ -136,14 +131,8 @@ _A_KIND = {"fsdp_dtensor": "already an fsdp_dtensor checkpoint", "safetensors": 
 
 def make_plan(catalog: Catalog, built: FsdpTarget, layout: Layout) -> Plan:
     """The plan of a target laid out for the ranks of `layout`."""
-    target = built.target
-    if layout.name == "even":
-        place = even_placement(layout.ranks)
-    else:
-        core = place_model(target_model(built), layout)
-        place = exact_placement(core, range(layout.ranks))
-        target = in_reading_order(target, core.names())
-    return build_plan(catalog, target, place, layout.ranks, object_archives(target.objects))
+    archives = object_archives(built.target.objects)
+    return lay_out(catalog, built.target, lambda: target_model(built), archives, layout)
 
 
 def with_bridge_files(place: Output, planned: Planned) -> Output:
