@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ckpt_tools.box import Box, full_box
+from ckpt_tools.catalog.model import Catalog
 from ckpt_tools.errors import UsageError
 from ckpt_tools.megatron.fsdp_source import WEIGHT, FsdpSource
 from ckpt_tools.megatron.live import part_order, split_part
@@ -15,6 +16,8 @@ from ckpt_tools.megatron.target import Target, TargetTensor
 from ckpt_tools.megatron.to_fsdp_dtensor import FsdpTarget
 from ckpt_tools.megatron.to_torch_dist import training_dtype
 from ckpt_tools.plan.build import Placement as PlanPlacement
+from ckpt_tools.plan.build import build_plan
+from ckpt_tools.plan.model import Plan
 from ckpt_tools.sharding.describe import LiveTensor, describe
 from ckpt_tools.sharding.fsdp2 import chunk_rows
 from ckpt_tools.sharding.parameters import Part
@@ -45,12 +48,37 @@ class Model(NamedTuple):
     local_spec: bool
 
 
+def lay_out(
+    catalog: Catalog,
+    target: Target,
+    model: Callable[[], Model],
+    archives: Iterable[tuple[str, bytes]],
+    layout: Layout,
+) -> Plan:
+    """The plan of a target whose pieces go to the ranks of `layout`; `model` is asked for exact ones only.
+
+    Raises:
+        UsageError, MappingError: the topology or layout is impossible for the model.
+        Otherwise the errors of `build_plan`.
+    """
+    if layout.name == "even":
+        place = even_placement(layout.ranks)
+    else:
+        core = place_model(model(), layout)
+        place = exact_placement(core, range(layout.ranks))
+        target = in_reading_order(target, core.names())
+    return build_plan(catalog, target, place, layout.ranks, archives)
+
+
 def even_placement(world: int) -> PlanPlacement:
-    """Every tensor cut along dimension 0 by the rule of `torch.chunk`, as `Shard(0)` over `world` ranks."""
+    """Every tensor cut along dimension 0 by the rule of `torch.chunk`, as `Shard(0)` over `world` ranks.
+
+    Tensors of no parameter, such as rng states, stay whole.
+    """
 
     def place(tensor: TargetTensor) -> Sequence[tuple[int, Box]]:
-        if not tensor.shape:
-            return [(0, Box((), ()))]
+        if not tensor.shape or not tensor.parameter:
+            return [(0, full_box(tensor.shape))]
         rows, rest = tensor.shape[0], tensor.shape[1:]
         cuts = [chunk_rows(rows, world, rank) for rank in range(world)]
         return [

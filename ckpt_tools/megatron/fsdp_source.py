@@ -112,6 +112,18 @@ def read_fsdp_source(
     )
 
 
+def parameter_of(key: str) -> tuple[str, str] | None:
+    """(stored name, kind) of the parameter value that `key` holds; None for keys of no parameter.
+
+    The kind is `WEIGHT`, a state's (exp_avg, ...) or `STEP`; halves keep their `_w` and `_v`.
+    """
+    if match := _MODEL.match(key):
+        return match["name"], WEIGHT
+    if match := _STATE.match(key):
+        return match["name"], match["kind"]
+    return None
+
+
 class _Values:
     """Loads objects, equal archives only once: group fields repeat for every parameter."""
 

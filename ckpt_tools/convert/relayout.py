@@ -1,0 +1,152 @@
+"""`convert` of an `fsdp_dtensor` checkpoint: the same tensors and objects, laid out for another training job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ckpt_tools.catalog.dcp import read_catalog
+from ckpt_tools.catalog.detect import Location
+from ckpt_tools.catalog.files import Files, open_files
+from ckpt_tools.catalog.model import Catalog, Item
+from ckpt_tools.convert.outputs import ConversionReport, choose_output, count_objects
+from ckpt_tools.convert.placements import Layout, Model, lay_out, source_model
+from ckpt_tools.errors import UsageError
+from ckpt_tools.execute.ranks import DistributedRanks, Ranks
+from ckpt_tools.execute.run import Output, write_checkpoint
+from ckpt_tools.megatron.bridge import BRIDGE_FILES, LATEST_TRAIN_STATE, TRAIN_STATE
+from ckpt_tools.megatron.common_state import read_common_state
+from ckpt_tools.megatron.fsdp_source import FsdpSource, read_fsdp_source
+from ckpt_tools.megatron.names import ModelStyle
+from ckpt_tools.megatron.relayout import Relayout, build_relayout
+from ckpt_tools.megatron.settings import read_settings
+from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions
+from ckpt_tools.plan.model import plan_json
+
+if TYPE_CHECKING:
+    from ckpt_tools.convert.to_fsdp_dtensor import ConvertOptions
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedFsdp:
+    """An `fsdp_dtensor` checkpoint, and what laying it out for another job takes over from it."""
+
+    files: Files
+    source: FsdpSource
+    style: ModelStyle
+    built: Relayout
+
+    @property
+    def catalog(self) -> Catalog:
+        return self.source.catalog
+
+    def model(self) -> Model:
+        """The model as the sharding room asks for it."""
+        return source_model(self.source, self.style)
+
+    def archives(self) -> Iterator[tuple[str, bytes]]:
+        """(key, bytes) of every object, as they are stored; what several keys share is read once."""
+        read: dict[Item, bytes] = {}
+        for key, item in self.built.archives:
+            if item not in read:
+                read[item] = self.files.read(item.file, item.offset, item.length)
+            yield key, read[item]
+
+
+def open_fsdp(location: Location, options: ConvertOptions, tp: int | None) -> OpenedFsdp:
+    """The checkpoint at `location`, for a job of `tp` tensor-parallel ranks. Close its files when done.
+
+    Raises:
+        UsageError: an option that only a conversion from another format can meet.
+    """
+    kept = TargetOptions(tp=options.target.tp, layer_spec=options.target.layer_spec)
+    if options.target != kept:
+        raise UsageError(
+            f"{location.path} is already an fsdp_dtensor checkpoint; it can be laid out for another topology, but "
+            "its names, types, groups and vocabulary stay as they are: leave those options out"
+        )
+    files = open_files(location.path)
+    try:
+        catalog = read_catalog(files, options.trust_pickle)
+        common = read_common_state(files, catalog, options.trust_pickle)
+        source = read_fsdp_source(files, catalog, common, options.ignore_keys, options.trust_pickle)
+        settings = read_settings(common)
+        local = settings.local_norms if kept.layer_spec is None else kept.layer_spec == "local"
+        style = ModelStyle(bool(local), bool(settings.grouped_experts), settings.fused_mla_down)
+        return OpenedFsdp(files, source, style, build_relayout(source, tp, options.ignore_keys))
+    except BaseException:
+        files.close()
+        raise
+
+
+def target_tp(layout: Layout, options: ConvertOptions) -> int | None:
+    """Tensor-parallel ranks of the target, None when nothing was said.
+
+    Raises:
+        UsageError: the options contradict each other.
+    """
+    asked = options.target.tp
+    if layout.topology is None:
+        return asked
+    if asked not in (None, layout.topology.tp):
+        raise UsageError(f"tp is {asked} for names and {layout.topology.tp} in the topology")
+    return layout.topology.tp
+
+
+def relayout(
+    source: str,
+    output: str,
+    location: Location,
+    options: ConvertOptions,
+    ranks: Ranks | DistributedRanks,
+    progress: Callable[[int, int], None] | None = None,
+    dry_run: bool = False,
+) -> ConversionReport:
+    """Lay the checkpoint at `location` out anew and publish it at `output`; called on every rank.
+
+    Raises:
+        UsageError: an impossible layout, an option that does not apply, or an output that cannot be taken.
+        MappingError, CorruptCheckpointError, StorageError: as reading, planning and writing say.
+    """
+    place = choose_output(source, location, output, options.overwrite, options.resume)
+    layout = options.layout or Layout(world=ranks.world)
+    opened = open_fsdp(location, options, target_tp(layout, options))
+    try:
+        target = opened.built.target
+        plan = lay_out(opened.catalog, target, opened.model, opened.archives(), layout)
+        written = None
+        if not dry_run:
+            place = _with_bridge_files(place, opened.files)
+            written = write_checkpoint(
+                plan, opened.files, place, options.write, ranks=ranks, progress=progress
+            )
+    finally:
+        opened.files.close()
+    return ConversionReport(
+        source=source,
+        output=output,
+        iteration=location.iteration,
+        source_layout="fsdp_dtensor",
+        target="fsdp_dtensor",
+        dialect="the same loader",
+        tensors=len(target.tensors),
+        objects=count_objects(target),
+        groups={},
+        masters_checked="carried over",
+        dropped=target.dropped,
+        renamed=target.renamed,
+        backfilled=target.backfilled,
+        notes=target.notes,
+        written=written,
+        plan={k: v for k, v in plan_json(plan).items() if k not in ("tensors", "blobs")},
+    )
+
+
+def _with_bridge_files(place: Output, files: Files) -> Output:
+    """The output with the small files Bridge reads beside the tensors, as the source has them."""
+    kept = {name: files.read(name, 0, files.size(name)) for name in BRIDGE_FILES if files.exists(name)}
+    beside = dict(place.beside)
+    if beside and TRAIN_STATE in kept:
+        beside[LATEST_TRAIN_STATE] = kept[TRAIN_STATE]
+    return replace(place, extra_files=kept, beside=beside)
