@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,18 @@ settings.register_profile(
     "thorough", deadline=None, max_examples=3000, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Where the released packages were installed on purpose, a peer test that skips has failed."""
+    report = yield
+    if report.skipped and item.get_closest_marker("peer") and "CKPT_TOOLS_PEERS_REQUIRED" in os.environ:
+        report.outcome = "failed"
+        report.longrepr = f"a peer test may not skip here: {report.longrepr}"
+    return report
 
 
 def fixture_dir(name: str) -> Path:
