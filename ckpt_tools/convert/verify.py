@@ -85,7 +85,7 @@ def _checks(location: Location, files: Files, options: VerifyOptions, meter: Met
     if location.kind != "safetensors":
         try:
             common = read_common_state(files, catalog, options.trust_pickle)
-        except CorruptCheckpointError as error:
+        except (CorruptCheckpointError, UnsupportedCheckpointError) as error:
             checks.append(_failed("common state", location.path, error))
     checks.append(_place(location, common))
     checks += [check_tiling(catalog), check_files(files, catalog)]

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import PurePosixPath
 
+from ckpt_tools.box import Box
 from ckpt_tools.catalog.container import outline_object, read_frame
 from ckpt_tools.catalog.files import Files
 from ckpt_tools.catalog.model import Catalog, Item
@@ -74,35 +75,43 @@ def check_files(files: Files, catalog: Catalog) -> Check:
 
 
 def check_frames(files: Files, catalog: Catalog, trust_pickle: bool = False) -> Check:
-    """Whether every item is a sound archive of the tensor that the metadata describes, or of a readable object."""
+    """Whether every item is a sound archive of the tensor that the metadata describes, or of a readable object.
+
+    Items are visited in file order; of an archive only the directory and what describes its value is read.
+    """
     found = Findings("frames", "items")
-    for key, entry in catalog.tensors.items():
-        for chunk in entry.chunks:
-            found.looked_at += 1
-            where = f"{key} {chunk.box}"
-            if chunk.item.bare:
-                nbytes = chunk.box.volume * itemsize(entry.dtype)
-                if chunk.item.length != nbytes:
-                    found.error(where, f"{chunk.item.length} bytes are stored, {nbytes} are needed")
-                continue
-            try:
-                frame = read_frame(files, chunk.item)
-            except CkptError as error:
-                found.error(where, str(error))
-                continue
-            if (frame.dtype, frame.shape) != (entry.dtype, chunk.box.size):
-                found.error(
-                    where,
-                    f"the metadata says {entry.dtype} {chunk.box.size}, the item at byte {chunk.item.offset} of "
-                    f"{chunk.item.file} holds {frame.dtype} {frame.shape}",
-                )
-    for key, stored in catalog.objects.items():
+    chunks = [
+        (c.item, f"{key} {c.box}", e.dtype, c.box) for key, e in catalog.tensors.items() for c in e.chunks
+    ]
+    for item, where, dtype, box in sorted(chunks, key=lambda chunk: chunk[0]):
+        found.looked_at += 1
+        try:
+            problem = _frame_problem(files, item, dtype, box)
+        except CkptError as error:
+            problem = str(error)
+        if problem is not None:
+            found.error(where, problem)
+    for key, stored in sorted(catalog.objects.items(), key=lambda pair: pair[1].item):
         found.looked_at += 1
         try:
             outline_object(files, stored.item, trust_pickle)
         except CkptError as error:
             found.error(key, str(error))
     return found.done()
+
+
+def _frame_problem(files: Files, item: Item, dtype: str, box: Box) -> str | None:
+    """Why the item does not hold a `dtype` tensor of the box's size, or None."""
+    if item.bare:
+        nbytes = box.volume * itemsize(dtype)
+        return None if item.length == nbytes else f"{item.length} bytes are stored, {nbytes} are needed"
+    frame = read_frame(files, item)
+    if (frame.dtype, frame.shape) == (dtype, box.size):
+        return None
+    return (
+        f"the metadata says {dtype} {box.size}, the item at byte {item.offset} of {item.file} holds "
+        f"{frame.dtype} {frame.shape}"
+    )
 
 
 def all_items(catalog: Catalog) -> Iterator[tuple[str, Item]]:

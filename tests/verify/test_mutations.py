@@ -9,6 +9,7 @@ import struct
 import pytest
 
 from ckpt_tools.convert.verify import VerifyOptions, verify_checkpoint
+from tests.conftest import SHARED
 from tests.damage import (
     ITERATION,
     copy_of,
@@ -56,6 +57,18 @@ def only(found, check, where, *parts):
 def test_the_originals_are_sound(name, tmp_path):
     assert errors_of(copy_of(name, tmp_path), content=True) == []
     assert warnings_of(copy_of(name, tmp_path / "again"), content=True) == []
+
+
+REAL = [
+    path for parent in (SHARED / "fixtures", SHARED / "fixtures_cpu") for path in sorted(parent.glob("*/"))
+]
+
+
+@pytest.mark.skipif(not REAL, reason="../shared is absent")
+def test_every_real_checkpoint_is_sound():
+    for root in REAL:
+        place = root / "checkpoint" if (root / "checkpoint").exists() else root
+        assert errors_of(place, content=True) == [], root.name
 
 
 def test_a_truncated_file(tmp_path):
