@@ -23,4 +23,42 @@ One conversion, as data::
 Tensor bytes are moved, not computed on: everything that decides their way is in `.metadata` and the common state.
 """
 
+from typing import Any
+
 __version__ = "0.1.0"
+
+# The public API, by the module each name comes from. They are imported when they are first used, so that neither
+# the command line nor a caller pays for what it does not use.
+_PUBLIC = {
+    "CkptError": "errors",
+    "open_checkpoint": "convert.opened",
+    "inspect_checkpoint": "convert.inspect",
+    "build_group_map": "convert.group_map",
+    "ConvertOptions": "convert.to_fsdp_dtensor",
+    "convert_to_fsdp_dtensor": "convert.to_fsdp_dtensor",
+    "TargetOptions": "megatron.to_fsdp_dtensor",
+    "Layout": "convert.placements",
+    "Topology": "sharding.topology",
+    "ToTorchDistOptions": "convert.to_torch_dist",
+    "convert_to_torch_dist": "convert.to_torch_dist",
+    "ExportOptions": "convert.export_hf",
+    "export_hf": "convert.export_hf",
+    "ImportOptions": "convert.import_hf",
+    "import_hf": "convert.import_hf",
+    "verify_checkpoint": "convert.verify",
+    "diff_checkpoints": "convert.diff",
+    "preflight": "convert.preflight",
+    "modify_state_dict": "convert.modify",
+    "slice_layers": "convert.slice",
+    "print_tensor": "convert.print_tensor",
+}
+__all__ = ["__version__", *_PUBLIC]
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, imported now."""
+    from importlib import import_module
+
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), name)
