@@ -124,31 +124,10 @@ class Pump:
         yield frame.head
         total = 0
         for segment in segments(item):
-            for tile, transfers in _tiles(item, segment, len(self._tile)):
-                data = self._fill(item, tile, transfers, segment.zeros)
-                total = crc.crc32(data, total)
-                self.counters.copies.touched += len(data)
-                self._tick(len(data))
+            checksum = 0
+            for data, checksum in self._segment_content(item, segment):  # noqa: B007  the last one counts
                 yield data
-        self._tick(len(frame.head) + len(frame.tail(total)))
-        yield frame.tail(total)
-
-    def item_content(self, item: OutputItem) -> Iterator[bytes | memoryview]:
-        """The item's bytes in order, as `write_item` writes them; each part is valid until the next is asked for.
-
-        Raises:
-            CorruptCheckpointError: as `write_item`.
-        """
-        frame = _frame_of(item)
-        yield frame.head
-        total = 0
-        for segment in segments(item):
-            for tile, transfers in _tiles(item, segment, len(self._tile)):
-                data = self._fill(item, tile, transfers, segment.zeros)
-                total = crc.crc32(data, total)
-                self.counters.copies.touched += len(data)
-                self._tick(len(data))
-                yield data
+            total = crc.combine(total, checksum, segment.box.volume * itemsize(item.dtype))
         self._tick(len(frame.head) + len(frame.tail(total)))
         yield frame.tail(total)
 
@@ -172,28 +151,38 @@ class Pump:
 
     def _write_segment(self, item: OutputItem, segment: Segment, at: At, path: Path) -> int:
         """Write a segment's bytes from `at` on; returns their CRC-32."""
-        known = None
-        if segment.transfers and segment.transfers[0].strategy == VERBATIM:
-            payload = self._source.payload(chunk_of(segment.transfers[0]))
-            known = payload.crc32
-            if known is not None and self._kernel_copy(payload, at, path):
-                return known
+        payload = self._whole_payload(segment)
+        if payload and payload.crc32 is not None and self._kernel_copy(payload, at, path):
+            return payload.crc32
+        checksum = 0
+        for data, checksum in self._segment_content(item, segment):  # noqa: B007  the last one counts
+            with storage_errors(path):
+                write_all(at.fd, data, at.offset)
+            at = at.skip(len(data))
+        return checksum
+
+    def _segment_content(self, item: OutputItem, segment: Segment) -> Iterator[tuple[memoryview, int]]:
+        """A segment's bytes, a tile at a time, each with the CRC-32 of all so far."""
         total = 0
         for tile, transfers in _tiles(item, segment, len(self._tile)):
             data = self._fill(item, tile, transfers, segment.zeros)
             total = crc.crc32(data, total)
-            with storage_errors(path):
-                write_all(at.fd, data, at.offset)
-            at = at.skip(len(data))
             self.counters.copies.touched += len(data)
+            yield data, total
             self._tick(len(data))
-        if known is not None and total != known:
+        payload = self._whole_payload(segment)
+        if payload and payload.crc32 not in (None, total):
             transfer = segment.transfers[0]
             raise CorruptCheckpointError(
                 f"{transfer.key}: the payload of the item at byte {transfer.item.offset} of {transfer.item.file} "
                 "has another checksum than its archive says. Copy the checkpoint again."
             )
-        return total
+
+    def _whole_payload(self, segment: Segment) -> Payload | None:
+        """The payload that a segment copies as a whole, if it does."""
+        if segment.transfers and segment.transfers[0].strategy == VERBATIM:
+            return self._source.payload(chunk_of(segment.transfers[0]))
+        return None
 
     def _kernel_copy(self, payload: Payload, at: At, path: Path) -> bool:
         """Copy a whole payload without touching it, or say that this is not possible or not worth it."""
