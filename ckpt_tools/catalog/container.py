@@ -16,6 +16,7 @@ from ckpt_tools.box import row_major_strides
 from ckpt_tools.catalog.archive import Record, payload_offset, read_directory
 from ckpt_tools.catalog.files import Files
 from ckpt_tools.catalog.model import Item
+from ckpt_tools.catalog.pickled_names import brief
 from ckpt_tools.catalog.unpickle import Function, TorchDtype, load_pickle
 from ckpt_tools.dtypes import itemsize
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError
@@ -143,7 +144,7 @@ class _Archive:
     def _storage(self, pid: Any) -> _Storage:
         kind, storage_type, key, _location, numel = pid
         if kind != "storage" or not isinstance(storage_type, _StorageType):
-            raise ValueError(f"unknown storage reference {pid!r}")
+            raise ValueError(f"unknown storage reference {brief(pid)}")
         return _Storage(f"data/{key}", storage_type.dtype, _natural(numel))
 
     def _check_byteorder(self) -> None:
@@ -279,7 +280,7 @@ def _rebuilders(rebuild: Callable[[_TensorRef], object]) -> dict[tuple[str, str]
     def v3(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> object:
         dtype = rest[2]
         if not isinstance(dtype, TorchDtype):
-            raise ValueError(f"element type {dtype!r}")
+            raise ValueError(f"element type {brief(dtype)}")
         return checked(storage, dtype.name, offset, shape, strides)
 
     def parameter(data: Any, *_grad_and_hooks: Any) -> object:
@@ -294,5 +295,5 @@ def _rebuilders(rebuild: Callable[[_TensorRef], object]) -> dict[tuple[str, str]
 
 def _natural(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 63:
-        raise ValueError(f"{value!r} is no size or offset")
+        raise ValueError(f"{brief(value)} is no size or offset")
     return value

@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 
 from ckpt_tools.box import Box
 from ckpt_tools.catalog.files import Files
-from ckpt_tools.catalog.metadata_pickle import Machine, Name, Object, Pairs, Record
 from ckpt_tools.catalog.model import Catalog, Chunk, Item, ObjectEntry, TensorEntry
+from ckpt_tools.catalog.pickle_machine import Machine, Name, Object, Pairs, Record
+from ckpt_tools.catalog.pickled_names import brief
 from ckpt_tools.catalog.records import CHUNK, STORED, Kind, integer, integers
 from ckpt_tools.dtypes import ITEMSIZE
 from ckpt_tools.errors import CkptError, CorruptCheckpointError, UnsupportedCheckpointError, list_problems
@@ -215,7 +216,7 @@ class _Storage:
         cls, *found = map(self._machine.value, opcodes)
         if type(cls) is not Name or cls.name != kind or found != list(names.values())[1:]:
             raise CorruptCheckpointError(
-                f"{self._machine.where}: a {kind} with the attributes {found!r:.200}"
+                f"{self._machine.where}: a {kind} with the attributes {brief(found)}"
             )
         self._known.add(opcodes)
 
@@ -232,7 +233,7 @@ class _Storage:
         if text is None:
             text = self._machine.value(opcode)
             if not isinstance(text, str):
-                raise CorruptCheckpointError(f"{self._machine.where}: {text!r:.200} where a name belongs")
+                raise CorruptCheckpointError(f"{self._machine.where}: {brief(text)} where a name belongs")
             self._texts[opcode] = text
         return text
 
@@ -291,8 +292,9 @@ def _plain_item(index: Any, info: Any) -> tuple[str, Offset | None, Item]:
     key, offset = where["fqn"], where.get("offset")
     transforms = what.get("transform_descriptors")
     if transforms:
+        names = ", ".join(map(brief, transforms)) if isinstance(transforms, list) else brief(transforms)
         raise UnsupportedCheckpointError(
-            f"{key} was transformed by {transforms!r:.200} when it was saved. Save the checkpoint again without "
+            f"{key} was transformed by {names} when it was saved. Save the checkpoint again without "
             "torch extensions."
         )
     item = Item(what["relative_path"], what["offset"], what["length"])
@@ -308,16 +310,16 @@ def _check_range(key: str, item: Item) -> None:
 
 def _path_problem(path: object) -> str | None:
     if not isinstance(path, str) or not path or "\0" in path:
-        return f"file name {path!r:.200} is none"
+        return f"file name {brief(path)} is none"
     if path.startswith("/") or "\\" in path or ".." in path.split("/") or "://" in path:
-        return f"file name {path!r:.200} leads out of the checkpoint"
+        return f"file name {brief(path)} leads out of the checkpoint"
     return None
 
 
 def _offset(value: Any) -> Offset:
     """A size or offset: a tuple of natural numbers."""
     if type(value) is not tuple or not all(type(n) is int and 0 <= n < 1 << 62 for n in value):
-        raise CorruptCheckpointError(f"{value!r:.200} is no shape or offset")
+        raise CorruptCheckpointError(f"{brief(value)} is no shape or offset")
     return value
 
 
@@ -331,7 +333,7 @@ def _dtype(key: str, properties: Object) -> str:
     dtype = properties.state[0]
     if type(dtype) is Name and dtype.module == "torch" and dtype.name in ITEMSIZE:
         return dtype.name
-    raise UnsupportedCheckpointError(f"{key}: element type {dtype!r:.200} is not supported.")
+    raise UnsupportedCheckpointError(f"{key}: element type {brief(dtype)} is not supported.")
 
 
 def _original_shapes(mcore_data: Pairs | None) -> dict[str, Offset] | None:

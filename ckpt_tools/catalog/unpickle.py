@@ -5,23 +5,21 @@ an inert `StandIn` when it is one of the classes that Megatron and torch are kno
 namespaces, Megatron's enums and configs, numpy arrays, ...), and is refused by name otherwise. A stand-in
 keeps the original module and name, the constructor arguments and the state, so `pickling` can write it back.
 
-The work is done by the C unpickler. A pickle may BUILD on anything it can name, so nothing it can reach has
-attributes that can be set.
+`pickle_machine` executes a pickle on paper first: what could make the C unpickler grow, recurse or search without
+end is refused there. A pickle may BUILD on anything it can name, so nothing it can reach has attributes to set.
 """
 
 from __future__ import annotations
 
 import pickle
-import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple, cast
 
-from ckpt_tools.catalog.opcodes import check_opcodes
+from ckpt_tools.catalog.pickle_machine import Machine
+from ckpt_tools.catalog.pickled_names import check_global, check_global_count
 from ckpt_tools.dtypes import ITEMSIZE
-from ckpt_tools.errors import CkptError, CorruptCheckpointError, UnsupportedCheckpointError
-
-MAX_GLOBALS = 500  # distinct names in one pickle; real ones have fewer than 30
+from ckpt_tools.errors import CkptError, CorruptCheckpointError
 
 
 class Sealed(type):
@@ -131,6 +129,8 @@ def _bytearray(data: bytes | str = b"", encoding: str = "latin1") -> bytearray:
 
 
 def _size(values: tuple[int, ...] = ()) -> tuple[int, ...]:
+    if not all(type(n) is int for n in values):
+        raise ValueError("a torch.Size of other things than numbers")
     return tuple(values)
 
 
@@ -155,40 +155,7 @@ _PLAIN: dict[tuple[str, str], object] = {
     },
 }
 
-# What checkpoints are known to hold; Megatron and NeMo classes under any path, as versions move them.
-_INERT = re.compile(
-    r"argparse\.Namespace|types\.SimpleNamespace|signal\.Signals|_?io\.BytesIO|functools\.partial"
-    r"|pathlib(\._local)?\.(Pure)?(Posix|Windows)?Path"
-    r"|numpy\.(ndarray|dtype|dtypes\.\w+)|numpy\.(_?core)\.multiarray\.(_reconstruct|scalar)"
-    r"|torch\._C\.Generator|torch\.distributed\.(checkpoint|_shard)\.[\w.]+"
-    r"|(megatron|nemo|nvidia_resiliency_ext)\.[\w.]+"
-)
-
 Globals = Mapping[tuple[str, str], object]
-
-
-def check_global(module: str, name: str, where: str) -> None:
-    """Refuse a global that is not known to be harmless.
-
-    Raises:
-        UnsupportedCheckpointError: naming it.
-    """
-    if (module, name) in _PLAIN or _INERT.fullmatch(f"{module}.{name}"):
-        return
-    raise UnsupportedCheckpointError(
-        f"{where}: the pickle names {module}.{name!r}, which no known checkpoint holds. Nothing was imported. If "
-        "you trust the file, --trust-pickle reads it as an inert placeholder."
-    )
-
-
-def check_global_count(count: int, where: str) -> None:
-    """Refuse more distinct globals than any checkpoint has; each costs a class.
-
-    Raises:
-        CorruptCheckpointError: there are more than 500.
-    """
-    if count > MAX_GLOBALS:
-        raise CorruptCheckpointError(f"{where}: the pickle names more than {MAX_GLOBALS} globals.")
 
 
 class _Unpickler(pickle.Unpickler):
@@ -261,7 +228,7 @@ def load_pickle(
         UnsupportedCheckpointError: a global that is not known to be harmless, named.
         CorruptCheckpointError: anything else that is wrong with the bytes.
     """
-    check_opcodes(data, where)
+    Machine(data, where, trust_pickle, known).load()
     try:
         return _Unpickler(_Source(data, where), known, storage, trust_pickle).load()
     except CkptError:

@@ -62,7 +62,7 @@ def test_corpus_is_what_the_script_writes(tmp_path: Path) -> None:
     names = {path.name for path in HOSTILE.iterdir() if path.is_file()}
     assert names == {path.name for path in tmp_path.iterdir()}
     assert all((tmp_path / name).read_bytes() == (HOSTILE / name).read_bytes() for name in names)
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 110_000
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 100_000
 
 
 AUDIT = """
@@ -72,7 +72,7 @@ from ckpt_tools.errors import CkptError
 import numpy
 resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
 seen = []
-harmless = {"os.listdir", "os.scandir", "object.__getattr__", "sys._getframe", "array.__new__"}
+harmless = {"os.listdir", "os.scandir", "object.__getattr__", "sys._getframe", "array.__new__", "builtins.id"}
 def hook(event, args):
     inside = event == "open" and str(args[0]).startswith(str(HOSTILE))
     if event not in harmless and not inside:

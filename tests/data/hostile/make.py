@@ -17,6 +17,7 @@ EXPECTED: dict[str, str] = {}
 
 DAMAGED = "truncated or damaged"
 NO_METADATA = "not checkpoint metadata"
+DEEP = "a tuple of more than 20000 elements with its parts"
 
 
 def call(module: str, name: str, argument: str) -> bytes:
@@ -117,8 +118,8 @@ def pickles() -> None:
     both("global_inside_known", b"\x80\x02ctorch.hub\nload\n.", "names torch.hub.'load'")
     many = b"".join(f"cnemo.x\nC{i}\n0".encode() for i in range(501))
     both("globals_without_end", b"\x80\x02" + many + b"N.", "names more than 500 globals")
-    both("memo_bomb", b"\x80\x02Nr\xff\xff\xff\x7f.", NO_METADATA, "stores memo entry 2147483647")
-    both("memo_bomb_text", b"Np99999999999999\n.", DAMAGED, "stores memo entry 99999999999999")
+    both("memo_bomb", b"\x80\x02Nr\xff\xff\xff\x7f.", "stores memo entry 2147483647")
+    both("memo_bomb_text", b"Np99999999999999\n.", "opcode 0x70 is none that checkpoints have")
     both("giant_text", b"\x80\x04X\xff\xff\xff\xff.", DAMAGED)
     both("giant_text8", b"\x80\x04\x8d" + b"\xff" * 7 + b"\x7f.", DAMAGED)
     both("giant_bytes8", b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40) + b".", DAMAGED)
@@ -126,21 +127,25 @@ def pickles() -> None:
     both("giant_frame", b"\x80\x04\x95" + struct.pack("<Q", 1 << 40) + b"N.", NO_METADATA, DAMAGED)
     both("extension", b"\x80\x02\x82\x01.", DAMAGED)
     both("persistent_id", b"\x80\x02K\x01Q.", DAMAGED)
-    both("no_opcode", b"\x80\x02\xff\xfe.", DAMAGED, "is 0xff, which is no opcode")
+    both("no_opcode", b"\x80\x02\xff\xfe.", "opcode 0xff is none that checkpoints have")
     both("empty_stack", b"\x80\x020000.", DAMAGED)
     both("build_on_function", b"\x80\x02c_codecs\nencode\n}" + text("x") + b"K\1sb.", DAMAGED)
     slots = b"\x80\x02cargparse\nNamespace\n(N}" + text("module") + text("os") + b"stb."
     both("build_on_class", slots, DAMAGED)
     nested = b"\x80\x02}(" + b")" + b"\x85" * 20_001 + b"NuN."
-    write("nested_tuples.pt", archive([("a/data.pkl", nested)]), "a pickle of 20001 tuples")
+    write("nested_tuples.pt", archive([("a/data.pkl", nested)]), DEEP)
     write("nested_tuples.metadata", b"\x80\x02}(" + b")" + b"\x85" * 5_000 + b"Nu.", NO_METADATA)
     write("nested_lists.metadata", b"\x80\x02" + b"](" * 3_000 + b"e" * 3_000 + b".", NO_METADATA)
+    double = b"\x80\x02)" + b"2\x86" * 60  # each tuple holds the one before twice: 2**60 visits to hash it
+    both("hash_bomb", double + b"q\0}h\0Ns.", DEEP)
+    wide = b"\x80\x02)" + b"".join(b"q%c(" % i + b"h%c" % i * 99 + b"t" for i in range(9))
+    both("hash_bomb_wide", wide + b"q\x63}h\x63Ns.", DEEP)
     write("cyclic.metadata", b"\x80\x02]q\0h\0a.", NO_METADATA)
-    same = b"".join(b"\x8a\x0a" + (i * ((1 << 61) - 1)).to_bytes(10, "little") + b"N" for i in range(2_001))
+    same = b"".join(b"\x8a\x0a" + (i * ((1 << 61) - 1)).to_bytes(10, "little") + b"N" for i in range(1_001))
     write(
         "same_hash.pt",
         archive([("a/data.pkl", b"\x80\x02}(" + same + b"u.")]),
-        "and 2001 integers of 8 bytes",
+        "more than 1000 integers of 8 bytes",
     )
 
 

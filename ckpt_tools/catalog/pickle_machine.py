@@ -1,9 +1,13 @@
-"""`.metadata` as an index over its own bytes: a small pickle machine that leaves the bulk of the file packed.
+"""A small pickle machine: it tells whether a pickle is safe to load, and reads `.metadata` without loading it.
 
 A large checkpoint's metadata is a million chunk records and as many storage records. As Python objects, with the
 memo that keeps each of their parts alive, they take twelve times the file's size. Here a record is recognised where
 it stands (see `records`) and only its place is kept. Everything else is executed opcode by opcode. Nothing in a
 pickle is imported or called: globals are names, objects are a name with a state.
+
+For other pickles its run is a proof. The C unpickler grows its memo to any index that a PUT names. Hashing a tuple
+recurses and visits shared parts again and again. Integers that are equal modulo 2**61 - 1 share a hash, so a dict
+of them takes quadratic time. Each takes a process down with a few bytes, and is refused here.
 
 Later opcodes may fetch a part of a packed record from the memo. `_bases` tells which record made a memo entry, and
 the fetch executes that record.
@@ -16,12 +20,16 @@ import struct
 from array import array
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any, NamedTuple
 
+from ckpt_tools.catalog.pickled_names import check_global, check_global_count
 from ckpt_tools.catalog.records import CHUNK, PLANNED, STORED, Kind
-from ckpt_tools.catalog.unpickle import check_global, check_global_count
 from ckpt_tools.errors import CkptError, CorruptCheckpointError
+
+MAX_TUPLE = 20_000  # elements, shared ones counted as often as they appear; also bounds the depth
+_SMALL_TUPLE = 16
+MAX_WIDE_INTEGERS = 1_000  # random states have 32-bit integers; nothing has many that can share a hash
 
 
 class Name(NamedTuple):
@@ -64,10 +72,19 @@ class Machine:
 
     Afterwards `stored` has the places of all packed storage records (they are in no dict) by the opcode that pushes
     their key's name, and `files` the opcodes that push the names of their files. Packed write items are nowhere.
+    `known` are globals to allow besides the harmless ones; without it, persistent ids are refused.
     """
 
-    def __init__(self, data: bytes, where: str, trust_pickle: bool = False) -> None:
-        self.data, self.where, self._trust = data, where, trust_pickle
+    def __init__(
+        self,
+        data: bytes,
+        where: str,
+        trust_pickle: bool = False,
+        known: Container[tuple[str, str]] | None = None,
+    ) -> None:
+        self.data, self.where, self._trust, self._known = data, where, trust_pickle, known
+        self._large_tuples: dict[int, tuple[tuple[Any, ...], int]] = {}  # by identity, with their size
+        self._wide_integers = 0
         self.stored: defaultdict[bytes, array[int]] = defaultdict(lambda: array("Q"))
         self.files: set[bytes] = set()
         self._at = 0
@@ -125,7 +142,7 @@ class Machine:
         place = self._places[number]
         found = next(filter(None, (kind.match(self.data, place) for kind in (CHUNK, STORED, PLANNED))))
         inner = Machine(self.data, self.where, self._trust)
-        inner._memo, inner._names = self._memo, self._names
+        inner._memo, inner._names, inner._large_tuples = self._memo, self._names, self._large_tuples
         inner._bases, inner._places = self._bases, self._places
         inner._at, inner._count = place, self._bases[number]
         inner._run(found.end())
@@ -190,6 +207,11 @@ class Machine:
         self._count += 1
 
     def _put(self, index: int) -> None:
+        if index > len(self.data):
+            raise CorruptCheckpointError(
+                f"{self.where}: byte {self._at} of the pickle stores memo entry {index}, but the pickle has only "
+                f"{len(self.data)} bytes. It is damaged or hostile."
+            )
         self._count += index not in self._memo
         self._memo[index] = self._stack[-1]
 
@@ -206,14 +228,44 @@ class Machine:
         items = tuple(self._stack[-count:])
         if len(items) != count:
             raise IndexError("the stack is too short")
-        self._stack[-count:] = [items]
+        del self._stack[-count:]
+        self._push_tuple(items)
+
+    def _push_tuple(self, items: tuple[Any, ...]) -> None:
+        """Push a tuple whose size, as hashing would see it, is bounded."""
+        size = 1 + len(items)
+        for item in items:
+            if type(item) is tuple:
+                size += self._large_tuples[id(item)][1] if id(item) in self._large_tuples else _SMALL_TUPLE
+        if size > _SMALL_TUPLE:
+            self._large_tuples[id(items)] = (items, size)  # the reference keeps the identity its own
+        if size > MAX_TUPLE:
+            raise CorruptCheckpointError(
+                f"{self.where}: a tuple of more than {MAX_TUPLE} elements with its parts."
+            )
+        self._stack.append(items)
+
+    def _long(self, width: int) -> None:
+        encoded = self._counted(width)
+        self._wide_integers += len(encoded) >= 8
+        if self._wide_integers > MAX_WIDE_INTEGERS:
+            raise CorruptCheckpointError(
+                f"{self.where}: more than {MAX_WIDE_INTEGERS} integers of 8 bytes or more in one pickle."
+            )
+        self._stack.append(int.from_bytes(encoded, "little", signed=True))
+
+    def _persistent(self) -> None:
+        if self._known is None:
+            raise ValueError("a persistent id where no storage can be")
+        self._stack[-1] = Object(Name("", ""), ())
 
     def _extend(self, items: list[Any]) -> None:
         """Append to the list or set on top of the stack, or put keys and values into the dict there."""
         target = self._stack[-1]
-        if not isinstance(target, list):
+        if isinstance(target, list):
+            target.extend(items)
+        elif type(target) is not Object:  # an object of a list or dict class takes them too
             raise TypeError(f"{type(target).__name__} is no list or dict")
-        target.extend(items)
 
     def _append(self) -> None:
         value = self._stack.pop()
@@ -226,7 +278,7 @@ class Machine:
     def _global(self, module: str, name: str) -> None:
         found = Name(module, name)
         if found not in self._names:
-            if not self._trust:
+            if not self._trust and found not in (self._known or ()):
                 check_global(module, name, self.where)
             self._names.add(found)
             check_global_count(len(self._names), self.where)
@@ -244,7 +296,7 @@ class Machine:
         if type(kind) is not Name or type(args) is not tuple:
             raise TypeError("what is called is no global")
         if kind.name == "Size" and kind.module == "torch":
-            self._stack.append(tuple(args[0]))
+            self._push_tuple(tuple(args[0]))
         elif kind.name == "OrderedDict":
             self._stack.append(Pairs())
         else:
@@ -253,9 +305,10 @@ class Machine:
     def _build(self) -> None:
         state = self._stack.pop()
         target = self._stack[-1]
-        if type(target) is not Object:
+        if type(target) is Object:
+            target.state = state
+        elif type(target) is not Pairs:  # an OrderedDict may have attributes; nobody asks for them
             raise TypeError(f"{type(target).__name__} takes no state")
-        target.state = state
         self._pack_records()
 
 
@@ -265,7 +318,7 @@ def _pushing(value: Any) -> Callable[[Machine], None]:
 
 def _refuse(machine: Machine) -> None:
     code = machine.data[machine._at - 1]
-    raise ValueError(f"opcode {code:#04x} is none that metadata has")
+    raise ValueError(f"opcode {code:#04x} is none that checkpoints have")
 
 
 def _steps() -> list[Callable[[Machine], None]]:
@@ -283,18 +336,21 @@ def _steps() -> list[Callable[[Machine], None]]:
         b"K": lambda m: m._integer(1, False),
         b"M": lambda m: m._integer(2, False),
         b"J": lambda m: m._integer(4, True),
-        b"\x8a": lambda m: m._push(int.from_bytes(m._counted(1), "little", signed=True)),
+        b"\x8a": lambda m: m._long(1),
+        b"\x8b": lambda m: m._long(4),
         b"G": lambda m: m._push(struct.unpack(">d", m._take(8))[0]),
         b"\x8c": lambda m: m._text(1),
         b"X": lambda m: m._text(4),
         b"\x8d": lambda m: m._text(8),
         b"C": lambda m: m._push(m._counted(1)),
         b"B": lambda m: m._push(m._counted(4)),
+        b"\x8e": lambda m: m._push(m._counted(8)),
+        b"\x96": lambda m: m._push(m._counted(8)),  # BYTEARRAY8
         b")": _pushing(()),
         b"\x85": lambda m: m._tuple(1),
         b"\x86": lambda m: m._tuple(2),
         b"\x87": lambda m: m._tuple(3),
-        b"t": lambda m: m._push(tuple(m._pop_mark())),
+        b"t": lambda m: m._push_tuple(tuple(m._pop_mark())),
         b"]": lambda m: m._push([]),
         b"\x8f": lambda m: m._push([]),  # EMPTY_SET
         b"}": lambda m: m._push(Pairs()),
@@ -303,6 +359,8 @@ def _steps() -> list[Callable[[Machine], None]]:
         b"e": lambda m: m._extend(m._pop_mark()),
         b"u": lambda m: m._extend(m._pop_mark()),
         b"\x90": lambda m: m._extend(m._pop_mark()),  # ADDITEMS
+        b"\x91": lambda m: m._push(m._pop_mark()),  # FROZENSET
+        b"Q": Machine._persistent,
         b"h": lambda m: m._push(m._fetch(m._take(1)[0])),
         b"j": lambda m: m._push(m._fetch(int.from_bytes(m._take(4), "little"))),
         b"\x94": Machine._memoize,
