@@ -183,17 +183,18 @@ def _print_report(
     elif chosen is ReportFormat.MARKDOWN:
         print(findings.as_markdown(report), end="")
     else:
-        _print_text(report, with_table=command == "verify")
+        _print_text(report, command)
 
 
-def _print_text(report: Report, with_table: bool) -> None:
-    if with_table:
+def _print_text(report: Report, command: str) -> None:
+    good, bad = ("valid", "not valid") if command == "verify" else ("ready", "not ready")
+    if command == "verify":
         rows = [(c.name, c.looked_at, c.unit, c.errors, len(c.findings) - c.errors) for c in report.checks]
         render.print_table(("check", "looked at", "", "errors", "warnings"), rows)
     for finding in report.findings:
         print(findings.plain(finding))
     errors = sum(check.errors for check in report.checks)
-    verdict = "valid" if report.is_valid else f"not valid: {errors} errors"
+    verdict = good if report.is_valid else f"{bad}: {errors} errors"
     print(f"{render.escape(report.checkpoint)} ({report.format}) is {verdict}")
 
 

@@ -138,7 +138,7 @@ def _launch(opened: Opened, facts: Facts) -> tuple[tuple[str, ...], tuple[str, .
         "--use-distributed-optimizer",
         "--no-gradient-accumulation-fusion",
         "--ckpt-format fsdp_dtensor",
-        f"--load {opened.location.root or opened.location.path}",
+        f"--load {(opened.location.root or opened.location.path) if facts.kind == 'fsdp_dtensor' else 'CONVERTED'}",
         f"--tensor-model-parallel-size {facts.tp}",
         "--pipeline-model-parallel-size 1",
     ]

@@ -159,22 +159,22 @@ def _content(
 
 def _masters(files: Files, catalog: Catalog, options: VerifyOptions) -> Check:
     """Whether every fp32 master rounds to its stored weight."""
-    from ckpt_tools.execute.check_masters import check_masters
+    from ckpt_tools.execute.check_masters import compare_masters
 
     found = Findings("masters", "elements")
     try:
         source = read_torch_dist(files, catalog, ("*",), options.trust_pickle)
         targets = [] if source.states is None else master_targets(source.parameters, source.states)
+        report, problems = compare_masters(files, source.catalog, targets, "all")
+    except StorageError:
+        raise
     except CkptError as error:
         found.error("optimizer", str(error))
         return found.done()
-    for target in targets:
-        try:
-            found.looked_at += check_masters(files, source.catalog, [target], "all").elements
-        except StorageError:
-            raise
-        except CkptError as error:
-            found.error(target.key, str(error))
+    found.looked_at = report.elements
+    for problem in problems:
+        element, _, values = problem.partition(": ")
+        found.error(element, f"{values}: the master does not round to the weight")
     return found.done()
 
 

@@ -47,6 +47,24 @@ def check_masters(
     Raises:
         VerificationError: some elements differ; every tensor concerned is named with its first such element.
     """
+    report, problems = compare_masters(files, catalog, targets, level, tick)
+    if problems:
+        raise VerificationError(
+            f"the master weights of {len(problems)} tensors do not round to the stored weights:\n"
+            f"{list_problems(problems)}\nEither the checkpoint is damaged or its masters belong to another step; "
+            "`--check-masters none` converts it all the same, with the masters."
+        )
+    return report
+
+
+def compare_masters(
+    files: Files,
+    catalog: Catalog,
+    targets: Sequence[TargetTensor],
+    level: str,
+    tick: Callable[[], None] = lambda: None,
+) -> tuple[MastersReport, list[str]]:
+    """As `check_masters`, with a line per tensor that does not round instead of an error."""
     wanted = [t for t in targets if t.must_round_to] if level != "none" else []
     reader = BoxReader(files, catalog)
     problems: list[str] = []
@@ -66,13 +84,7 @@ def check_masters(
                     break
     finally:
         reader.close()
-    if problems:
-        raise VerificationError(
-            f"the master weights of {len(problems)} tensors do not round to the stored weights:\n"
-            f"{list_problems(problems)}\nEither the checkpoint is damaged or its masters belong to another step; "
-            "`--check-masters none` converts it all the same, with the masters."
-        )
-    return MastersReport(len(wanted), elements, sum(math.prod(t.shape) for t in wanted))
+    return MastersReport(len(wanted), elements, sum(math.prod(t.shape) for t in wanted)), problems
 
 
 def sample_boxes(box: Box) -> list[Box]:

@@ -305,7 +305,7 @@ def _mtp(f: Facts) -> str | None:
 _CONVERT = "convert with --layer-spec, --experts or --swiglu as the job has it, or change the job"
 RULES = (
     Rule("checkpoint-format", ERROR, _format, "Megatron-FSDP loads fsdp_dtensor checkpoints only",
-         "convert-torch-dist-to-fsdp-dtensor CHECKPOINT OUTPUT", on_job=False),
+         "convert-torch-dist-to-fsdp-dtensor CHECKPOINT CONVERTED", on_job=False),
     Rule("ckpt-format", ERROR, _ckpt_format, "Megatron-FSDP saves and loads in this format only",
          "--ckpt-format fsdp_dtensor"),
     Rule("megatron-fsdp", ERROR, _megatron_fsdp, "without it the job runs another kind of data parallelism",
