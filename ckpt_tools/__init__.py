@@ -37,6 +37,7 @@ _PUBLIC = {
     "ConvertOptions": "convert.to_fsdp_dtensor",
     "convert_to_fsdp_dtensor": "convert.to_fsdp_dtensor",
     "TargetOptions": "megatron.to_fsdp_dtensor",
+    "load_dtensors": "convert.load_dtensors",
     "Layout": "convert.placements",
     "Topology": "sharding.topology",
     "ToTorchDistOptions": "convert.to_torch_dist",
@@ -52,7 +53,7 @@ _PUBLIC = {
     "slice_layers": "convert.slice",
     "print_tensor": "convert.print_tensor",
 }
-__all__ = ["__version__", *_PUBLIC]
+__all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604  keys of _PUBLIC are strings
 
 
 def __getattr__(name: str) -> Any:
