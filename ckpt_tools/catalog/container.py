@@ -138,7 +138,7 @@ class _Archive:
     def unpickle(self, rebuild: Callable[[_TensorRef], object], trust_pickle: bool) -> Any:
         """The value of `data.pkl`, its tensors made by `rebuild`."""
         data = self.content(self.record("data.pkl"), MAX_PICKLE_BYTES)
-        known = {**_storage_types(), **_rebuilders(rebuild)}
+        known = {**_STORAGE_TYPES, **_rebuilders(rebuild)}
         return load_pickle(data, self.where, known, self._storage, trust_pickle)
 
     def _storage(self, pid: Any) -> _Storage:
@@ -257,12 +257,10 @@ class _StorageType(NamedTuple):
     dtype: str
 
 
-def _storage_types() -> dict[tuple[str, str], object]:
-    known: dict[tuple[str, str], object] = {
-        ("torch", name): _StorageType(dtype) for name, dtype in STORAGE_DTYPES.items()
-    }
-    known["torch.storage", "UntypedStorage"] = _StorageType("uint8")
-    return known
+_STORAGE_TYPES: dict[tuple[str, str], object] = {
+    ("torch.storage", "UntypedStorage"): _StorageType("uint8"),
+    **{("torch", name): _StorageType(dtype) for name, dtype in STORAGE_DTYPES.items()},
+}
 
 
 def _rebuilders(rebuild: Callable[[_TensorRef], object]) -> dict[tuple[str, str], object]:
