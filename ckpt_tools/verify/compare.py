@@ -6,6 +6,7 @@ at most `ulp` representable numbers between a and b. The rule is symmetric in a 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 from ckpt_tools.dtypes import CASTABLE, itemsize
 from ckpt_tools.execute.casts import Array, bfloat16_to_float32, numpy_dtype
 
-NAN_POLICIES = ("bits", "equal", "different")
+_BLOCK = 1 << 15  # elements compared at a time: their numbers stay in the processor's cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,32 +59,74 @@ class Comparison:
 
     def add(self, a: Array, b: Array, start: tuple[int, ...]) -> None:
         """Compare two tiles of raw bits that begin at element `start` of their tensors."""
-        equal_bits = self._same_type and np.array_equal(_bytes(a), _bytes(b))
-        if equal_bits and (self._tolerance.nan != "different" or not self._castable):
+        shape, a, b = a.shape, np.ascontiguousarray(a).reshape(-1), np.ascontiguousarray(b).reshape(-1)
+        if self._bits_decide and np.array_equal(_bytes(a), _bytes(b)):
             return
-        if not self._castable:
-            unequal = (_bytes(a) != _bytes(b)).any(axis=-1)
+        for first in range(0, len(a), _BLOCK):
+            block = slice(first, first + _BLOCK)
+            at = self._add_block(a[block], b[block])
+            if at is not None:
+                index = np.unravel_index(first + at, shape)
+                self.found.index = tuple(int(i) + s for i, s in zip(index, start, strict=True))
+
+    @property
+    def _bits_decide(self) -> bool:
+        """Whether elements of the same bits are equal, so that only the others need a look."""
+        return self._same_type and (self._tolerance.nan != "different" or not self._castable)
+
+    def _add_block(self, a: Array, b: Array) -> int | None:
+        """Compare 1-d stretches; the position of the largest difference when it is the largest so far."""
+        if not self._same_type:
+            at = self._compare_numbers(a, b, np.ones(len(a), bool))
+            return None if at is None else int(at)
+        bits_differ = (_bytes(a) != _bytes(b)).any(axis=1) if a.itemsize > 8 else a != b
+        chosen = np.flatnonzero(bits_differ) if self._bits_decide else np.arange(len(a))
+        if not len(chosen):
+            return None
+        if len(chosen) < len(a):
+            a, b, bits_differ = a[chosen], b[chosen], bits_differ[chosen]
+        if self._castable:
+            at = self._compare_numbers(a, b, bits_differ)
+        else:
             values = (a.view(numpy_dtype(self._dtypes[0])), b.view(numpy_dtype(self._dtypes[1])))
-            self._note(unequal, np.zeros(a.shape), values, start)
-            return
-        values = to_float64(a, self._dtypes[0]), to_float64(b, self._dtypes[1])
-        nans = np.isnan(values[0]), np.isnan(values[1])
+            at = self._note(bits_differ, np.zeros(len(a)), values)
+        return None if at is None else int(chosen[at])
+
+    def _compare_numbers(self, a: Array, b: Array, bits_differ: Array) -> int | None:
+        values = x, y = to_float64(a, self._dtypes[0]), to_float64(b, self._dtypes[1])
         steps = ulp_distance(a, b, self._dtypes[0]) if self._same_type else None
         with np.errstate(invalid="ignore", over="ignore"):
-            distance = np.where(values[0] == values[1], 0.0, np.abs(values[0] - values[1]))
-            larger = np.maximum(np.abs(values[0]), np.abs(values[1]))
-            relative = np.where(distance > 0, distance / larger, 0.0)
-            unequal = self._numbers_differ(a != b, distance, larger, steps)
-        any_nan = nans[0] | nans[1]
-        unequal = np.where(any_nan, self._nans_differ(a != b, nans[0] & nans[1]), unequal)
-        self.found.nan_mismatches += int(np.count_nonzero(unequal & any_nan))
-        counted = unequal & ~any_nan
-        if counted.any():
-            relative = np.nan_to_num(relative, nan=np.inf, posinf=np.inf)  # an infinity on either side
-            self.found.max_rel = max(self.found.max_rel, float(relative[counted].max()))
-            if steps is not None:
-                self.found.max_ulp = max(self.found.max_ulp or 0, int(steps[counted].max()))
-        self._note(unequal, np.where(any_nan, 0.0, distance), values, start)
+            distance = np.abs(x - y)
+            larger = np.maximum(np.abs(x), np.abs(y))
+            odd = not np.isfinite(distance).all()
+            if odd:
+                distance[x == y] = 0.0  # the same infinity
+            unequal = self._numbers_differ(bits_differ, distance, larger, steps)
+            counted = unequal
+            if odd:
+                nans = np.isnan(x), np.isnan(y)
+                any_nan = nans[0] | nans[1]
+                unequal = np.where(any_nan, self._nans_differ(bits_differ, nans[0] & nans[1]), unequal)
+                distance[any_nan] = 0.0
+                self.found.nan_mismatches += int(np.count_nonzero(unequal & any_nan))
+                counted = unequal & ~any_nan
+            self._note_sizes(counted, distance, larger, steps)
+        return self._note(unequal, distance, values)
+
+    def _note_sizes(self, counted: Array, distance: Array, larger: Array, steps: Array | None) -> None:
+        """Keep the largest relative difference and the most representable numbers between two values."""
+        if not counted.all():
+            distance, larger = distance[counted], larger[counted]
+            steps = None if steps is None else steps[counted]
+        if not len(distance):
+            return
+        relative = float(
+            np.fmax.reduce(distance / larger)
+        )  # ignores the NaNs of -0 against +0, of infinities
+        relative = 0.0 if math.isnan(relative) else relative
+        self.found.max_rel = max(self.found.max_rel, math.inf if np.isinf(distance).any() else relative)
+        if steps is not None:
+            self.found.max_ulp = max(self.found.max_ulp or 0, int(steps.max()))
 
     def _numbers_differ(
         self, bits_differ: Array, distance: Array, larger: Array, steps: Array | None
@@ -94,9 +137,8 @@ class Comparison:
         near = distance <= tolerance.atol + tolerance.rtol * larger
         if tolerance.ulp and steps is not None:
             near |= steps <= tolerance.ulp
-        far: Array = ~(
-            near & np.isfinite(distance)
-        )  # an infinity is near itself only, whatever the tolerance
+        near &= np.isfinite(distance)  # an infinity is near itself only, whatever the tolerance
+        far: Array = ~near
         return far
 
     def _nans_differ(self, bits_differ: Array, both: Array) -> Array:
@@ -106,27 +148,26 @@ class Comparison:
             return ~both
         return bits_differ
 
-    def _note(
-        self, unequal: Array, distance: Array, values: tuple[Array, Array], start: tuple[int, ...]
-    ) -> None:
-        """Count the unequal elements and keep the one with the largest distance."""
+    def _note(self, unequal: Array, distance: Array, values: tuple[Array, Array]) -> int | None:
+        """Count the unequal elements; the position of the one with the largest distance when that is a record."""
         count = int(np.count_nonzero(unequal))
         if not count:
-            return
+            return None
         found = self.found
+        is_first = not found.different
         found.different += count
-        score = np.where(unequal, distance, -1.0)
-        at = np.unravel_index(int(np.argmax(score)), unequal.shape)
-        if found.index is None or float(distance[at]) > found.max_abs:
-            found.index = tuple(int(i) + s for i, s in zip(at, start, strict=True))
-            found.values = (values[0][at].item(), values[1][at].item())
-        found.max_abs = max(found.max_abs, float(distance[at]))
+        at = int(np.argmax(distance if count == len(distance) else np.where(unequal, distance, -1.0)))
+        if not is_first and float(distance[at]) <= found.max_abs:
+            return None
+        found.max_abs = float(distance[at])
+        found.values = (values[0][at].item(), values[1][at].item())
+        return at
 
 
 def _bytes(raw: Array) -> Array:
-    """The bytes of every element, along a last axis."""
-    apart: Array = np.ascontiguousarray(raw).reshape(*raw.shape, 1).view(np.uint8)
-    return apart
+    """The bytes of every element of a contiguous 1-d array, a row each."""
+    rows: Array = raw.view(np.uint8).reshape(len(raw), raw.itemsize)
+    return rows
 
 
 def to_float64(raw: Array, dtype: str) -> Array:
@@ -137,21 +178,28 @@ def to_float64(raw: Array, dtype: str) -> Array:
 
 
 def ulp_distance(a: Array, b: Array, dtype: str) -> Array:
-    """How many representable numbers lie from a to b (uint64): 0 for equal ones, and for -0 and +0.
+    """How many representable numbers lie from a to b: 0 for equal ones, and for -0 and +0.
 
     Floats of one sign are ordered like their bits, so bits with the sign taken out as a minus are consecutive
     integers over the whole line. Infinity is the number after the largest; NaNs have no meaningful distance.
     """
     width = 8 * itemsize(dtype)
     first, second = (_ordered(bits, width) for bits in (a, b))
+    if width < 64:
+        near: Array = np.abs(first - second)
+        return near
     low, high = np.minimum(first, second), np.maximum(first, second)
     steps: Array = high.astype(np.uint64) - low.astype(np.uint64)  # wraps to the right answer: no overflow
     return steps
 
 
 def _ordered(raw: Array, width: int) -> Array:
-    bits = raw.astype(np.uint64)
-    sign = np.uint64(1 << (width - 1))
-    magnitude = (bits & (sign - np.uint64(1))).astype(np.int64)
-    ordered: Array = np.where(bits & sign, -magnitude, magnitude)
+    """Bits as int64s that are ordered like the numbers they mean."""
+    if width == 64:
+        signed: Array = raw.view(np.int64)
+        magnitude = signed & np.int64(0x7FFFFFFFFFFFFFFF)
+    else:
+        signed = raw.view(f"i{width // 8}").astype(np.int64)
+        magnitude = signed & np.int64((1 << (width - 1)) - 1)
+    ordered: Array = np.where(signed < 0, -magnitude, magnitude)
     return ordered

@@ -152,8 +152,9 @@ def test_a_torch_dist_checkpoint_is_of_the_wrong_kind():
     (finding,) = found.report.findings
     assert (finding.check, finding.fix) == (
         "checkpoint-format",
-        "convert-torch-dist-to-fsdp-dtensor CHECKPOINT OUTPUT",
+        "convert-torch-dist-to-fsdp-dtensor CHECKPOINT CONVERTED",
     )
+    assert "--load CONVERTED" in found.flags
 
 
 def test_a_conversion_passes(tmp_path):

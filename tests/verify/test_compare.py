@@ -184,3 +184,30 @@ def test_complex_nans_are_compared_by_their_bits():
     a = np.array([complex(float("nan"), 1.0)])
     assert compared_arrays(("complex128",) * 2, a, a.copy(), Tolerance(), (0,)).different == 0
     assert compared_arrays(("complex128",) * 2, a, np.conj(a), Tolerance(), (0,)).different == 1
+
+
+def test_the_largest_relative_difference_and_the_number_of_steps_are_kept():
+    a = np.array([1.0, -0.0, 4.0, 100.0], np.float32)
+    b = np.array([1.0, 0.0, 5.0, 101.0], np.float32)
+    found = compared_arrays(("float32", "float32"), a.view("u4"), b.view("u4"), Tolerance(), (0,))
+    assert (found.different, found.max_abs, found.max_rel) == (3, 1.0, 0.2)
+    assert found.max_ulp == 1 << 21  # from 4 to 5: a quarter of a binade of 2**23 numbers
+    assert found.index == (2,)
+    b[3] = np.inf
+    found = compared_arrays(("float32", "float32"), a.view("u4"), b.view("u4"), Tolerance(), (0,))
+    assert (found.max_abs, found.max_rel, found.index) == (np.inf, np.inf, (3,))
+
+
+@given(st.integers(0, 5), st.integers(0, 1 << 17))
+def test_differences_are_counted_over_blocks(count, seed):
+    rng = np.random.default_rng(seed)
+    a = rng.integers(0, 1 << 32, 100_000, np.uint32).view(np.float32)
+    b = a.copy()
+    places = rng.choice(len(a), count, replace=False)
+    b.view(np.uint32)[places] ^= 1
+    comparison = Comparison(("float32", "float32"), Tolerance())
+    comparison.add(a.view("u4").reshape(100, 1000), b.view("u4").reshape(100, 1000), (7, 0))
+    assert comparison.found.different == count
+    if count:
+        row, column = comparison.found.index
+        assert (row - 7) * 1000 + column in places
