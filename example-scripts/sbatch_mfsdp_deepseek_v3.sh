@@ -120,7 +120,8 @@ if [[ -n ${CONTAINER_IMAGE:-} ]]; then
 fi
 
 # Seconds on one CPU core before hours on every GPU: do checkpoint and flags fit each other?
-srun --nodes=1 --ntasks=1 "${container[@]}" "$PYTHON" -m ckpt_tools preflight "$load" -- "${flags[@]}"
+srun --nodes=1 --ntasks=1 "${container[@]}" "$PYTHON" -m ckpt_tools preflight "$load" -- \
+    "PYTORCH_CUDA_ALLOC_CONF=$PYTORCH_CUDA_ALLOC_CONF" "${flags[@]}"
 
 srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 --label \
     "${container[@]}" "$TORCHRUN" --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node 8 \

@@ -167,12 +167,16 @@ def _offloaded_layers(f: Facts) -> str | None:
 
 def _user_buffers(f: Facts) -> str | None:
     segments = f.job.environment.get("PYTORCH_CUDA_ALLOC_CONF", "").split(",")
-    clash = f.job.has("nccl_ub") and "expandable_segments:True" in segments
+    clash = _registers_buffers(f) and "expandable_segments:True" in segments
     return "nccl_ub with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" if clash else None
 
 
+def _registers_buffers(f: Facts) -> bool:
+    return f.job.has("nccl_ub") or f.job.has("use_nccl_ub")  # Bridge's name, Megatron-LM's flag
+
+
 def _manual_registration(f: Facts) -> str | None:
-    alone = f.job.has("fsdp_manual_registration") and not f.job.has("nccl_ub")
+    alone = f.job.has("fsdp_manual_registration") and not _registers_buffers(f)
     return "fsdp_manual_registration without nccl_ub" if alone else None
 
 
@@ -339,7 +343,7 @@ RULES = (
          "--cpu-offloading-num-layers below the number of layers"),
     Rule("user-buffers", ERROR, _user_buffers, "NCCL user buffers need memory pools, which expandable segments break",
          "unset PYTORCH_CUDA_ALLOC_CONF, or drop --nccl-ub"),
-    Rule("manual-registration", WARNING, _manual_registration, "it registers NCCL user buffers", "--nccl-ub"),
+    Rule("manual-registration", WARNING, _manual_registration, "it registers NCCL user buffers", "--use-nccl-ub"),
     Rule("meta-device", ERROR, _meta_device, "only Megatron-FSDP materialises such a model", "--use-megatron-fsdp"),
     Rule("weight-hash", ERROR, _weight_hash, "no rank has whole weights to compare", "drop the interval"),
     Rule("version-2", ERROR, _version_2, "version 2 runs with TP = CP = 1, without FP8; it loads no optimizer states",

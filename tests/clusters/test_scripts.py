@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import REPO
+from ckpt_tools.convert.preflight import preflight
+from tests.conftest import REPO, fixture_dir
 
 SCRIPTS = REPO / "example-scripts"
 CONVERT = SCRIPTS / "sbatch_checkpoint_convert.sh"
@@ -131,11 +132,9 @@ def test_training_starts_after_a_preflight_of_the_same_flags(slurm: Slurm) -> No
         TRAIN, CHECKPOINT="/ckpt", SAVE="/save", MEGATRON="/m", EP="16", EXTRA_ARGS="--fp8-format hybrid"
     )
     assert code == 0, stderr
-    preflight, train = calls
-    assert preflight.startswith(
-        "--nodes=1 --ntasks=1 python3 -m ckpt_tools preflight /ckpt -- --use-megatron-fsdp"
-    )
-    flags = preflight.partition(" -- ")[2]
+    check, train = calls
+    assert check.startswith("--nodes=1 --ntasks=1 python3 -m ckpt_tools preflight /ckpt -- PYTORCH_CUDA_")
+    flags = check.partition(" PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False ")[2]
     assert "/m/pretrain_gpt.py " + flags in train
     for wanted in [
         "--data-parallel-sharding-strategy optim_grads_params",
@@ -164,3 +163,17 @@ def test_training_goes_on_from_what_it_saved(slurm: Slurm, tmp_path: Path) -> No
     again = slurm.run(TRAIN, **settings)[2][1]
     assert f"--load {tmp_path} " in again
     assert "--no-load-optim" not in again
+
+
+def test_training_flags_break_no_rule_of_preflight(slurm: Slurm) -> None:
+    """Only those on the model itself: the checkpoint at hand is no DeepSeek-V3."""
+    checkpoint = str(fixture_dir("core019_llama_tp2_native_fsdp_dtensor"))
+
+    def broken(**settings: str) -> set[str]:
+        calls = slurm.run(TRAIN, CHECKPOINT="/ckpt", SAVE="/save", MEGATRON="/m", **settings)[2]
+        report = preflight(checkpoint, calls[0].partition(" -- ")[2].split()).report
+        return {finding.check for finding in report.findings}
+
+    assert broken() == {"architecture", "vocabulary", "layer-spec", "mtp"}
+    assert broken(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True") - broken() == {"user-buffers"}
+    assert broken(EXTRA_ARGS="--use-torch-fsdp2") - broken() == {"fsdp-or-fsdp2"}
