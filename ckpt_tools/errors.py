@@ -53,13 +53,13 @@ class StorageError(CkptError):
     exit_code = 7
 
 
-class Interrupted(CkptError):
+class Interrupted(CkptError):  # noqa: N818  named for what happened, like KeyboardInterrupt
     """Ctrl-C: stopped by the user, nothing was published."""
 
     exit_code = 130
 
 
-class Terminated(CkptError):
+class Terminated(CkptError):  # noqa: N818
     """SIGTERM: stopped cleanly, `--resume` goes on from here."""
 
     exit_code = 143

@@ -76,7 +76,9 @@ def test_layer_counts_by_block():
 
 
 def test_the_wrapper_of_nemo_is_no_part_of_a_name():
-    keys = sort_keys(catalog(entry("module.decoder.layers.a.weight", 2, 4), entry("module.output_layer.weight", 4, 4)))
+    keys = sort_keys(
+        catalog(entry("module.decoder.layers.a.weight", 2, 4), entry("module.output_layer.weight", 4, 4))
+    )
     assert [(p.name, p.key) for p in keys.parameters] == [
         ("decoder.layers.0.a.weight", "module.decoder.layers.a.weight"),
         ("decoder.layers.1.a.weight", "module.decoder.layers.a.weight"),
