@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import closing
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ckpt_tools.box import Box
-from ckpt_tools.catalog.files import Files
+from ckpt_tools.catalog.files import Files, open_files
 from ckpt_tools.catalog.model import Catalog
-from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems
-from ckpt_tools.execute.read_box import BoxReader
+from ckpt_tools.errors import CkptError, MappingError, UnsupportedCheckpointError, list_problems
+from ckpt_tools.execute.casts import cast
+from ckpt_tools.execute.read_box import BoxReader, read_box
 from ckpt_tools.megatron.huggingface.families import FAMILIES
 from ckpt_tools.megatron.huggingface.rulefile import load_rule_file
 from ckpt_tools.megatron.huggingface.rules import Family
@@ -43,10 +47,11 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     Raises:
         UnsupportedCheckpointError: there is none, or it is no JSON object.
     """
-    path = Path(folder, CONFIG)
+    path = f"{str(folder).rstrip('/')}/{CONFIG}"
     try:
-        config = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+        with closing(open_files(str(folder))) as files:
+            config = json.loads(files.read(CONFIG, 0, files.size(CONFIG)))
+    except (CkptError, ValueError) as error:
         raise UnsupportedCheckpointError(
             f"{path}: no config.json of a Hugging Face model: {error}"
         ) from error
@@ -58,8 +63,9 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 def read_assets(folder: str | Path, with_code: bool) -> dict[str, bytes]:
     """Tokenizer, generation settings and licence, byte for byte; Python files only `with_code`."""
     patterns = (*ASSETS, *ASSET_PATTERNS, *(("*.py",) if with_code else ()))
-    found = {path for pattern in patterns for path in Path(folder).glob(pattern) if path.is_file()}
-    return {path.name: path.read_bytes() for path in sorted(found)}
+    with closing(open_files(str(folder))) as files:
+        names = [name for name in files.list() if any(fnmatchcase(name, pattern) for pattern in patterns)]
+        return {name: files.read(name, 0, files.size(name)) for name in names}
 
 
 def prove_equal(
@@ -105,11 +111,6 @@ def offset_values(files: Files, catalog: Catalog, tensor: TargetTensor, offset: 
 
     The sum is made in float32 and rounded once, to the tensor's type.
     """
-    from dataclasses import replace
-
-    from ckpt_tools.execute.casts import cast
-    from ckpt_tools.execute.read_box import read_box
-
     whole = Box((0,) * len(tensor.shape), tensor.shape)
     exact = read_box(files, catalog, replace(tensor, dtype="float32"), whole)
     shifted = cast(exact + np.float32(offset), "float32", tensor.dtype)

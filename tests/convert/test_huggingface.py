@@ -152,6 +152,25 @@ def test_real_checkpoints_against_their_truth(name: str, tmp_path: Path) -> None
     }
 
 
+@pytest.mark.parametrize(
+    "name", ["core019_llama_tp2_fully_reshardable", "core019_gpt3_tp2_native_fsdp_dtensor"]
+)
+def test_transformers_loads_what_real_training_wrote(name: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip(
+        "transformers", reason="the optional peer transformers is not installed"
+    )
+    export_hf(str(fixture_dir(name)), str(tmp_path / "out"))
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert not any(info.values()), info
+    import torch
+
+    for key, array in bits(tmp_path / "out").items():
+        tensor = loaded.get_parameter(key).bfloat16().view(torch.uint16)
+        assert tensor.numpy().tobytes() == array.tobytes(), key
+
+
 def test_both_formats_of_one_run_export_the_same_model(tmp_path: Path) -> None:
     """The torch_dist checkpoint, and the fsdp_dtensor one converted from it: equal files to the last byte."""
     source = DATA / "core019_llama_tp2_fully_reshardable"

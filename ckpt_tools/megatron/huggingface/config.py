@@ -12,9 +12,11 @@ from math import isclose
 from typing import Any
 
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems
-from ckpt_tools.megatron.huggingface.config_fields import REQUIRED, Config, Field
+from ckpt_tools.megatron.huggingface.config_fields import REQUIRED, Config
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs
 from ckpt_tools.megatron.huggingface.rules import Family
+
+_MISSING = object()
 
 
 def write_config(family: Family, model: ModelArgs) -> dict[str, Any]:
@@ -37,12 +39,16 @@ def read_config(family: Family, config: Config) -> ModelArgs:
     """
     config = in_v4_form(config)
     values: dict[str, Any] = {}
-    missing = [one.hf for one in family.fields if one.default is REQUIRED and one.hf not in config]
+    missing = [
+        one.hf for one in family.fields if one.default is REQUIRED and not {one.hf, one.also} & config.keys()
+    ]
     if missing:
         raise MappingError(f"config.json of a {family.name} model: {', '.join(missing)} is missing")
     problems = _not_fixed(family, config)
     for one in family.fields:
-        value = config[one.hf] if one.hf in config else _default(one, config)
+        value = config.get(one.hf, config.get(one.also, _MISSING))
+        if value is _MISSING:
+            value = one.default(config) if callable(one.default) else one.default
         try:
             value = one.read(value, config)
         except MappingError as error:
@@ -75,18 +81,17 @@ def reconcile(family: Family, model: ModelArgs, reference: Config) -> ModelArgs:
     return replace(model, **taken)
 
 
-def keep_reference(reference: Config) -> dict[str, Any]:
-    """What an exported config.json takes over from the reference: all but the quantization of its weights."""
-    dropped = ("quantization_config", "transformers_version", "dtype")
+def keep_reference(family: Family, reference: Config) -> dict[str, Any]:
+    """What an exported config.json takes over from the reference.
+
+    That is all but the quantization of its weights, and other spellings of what is written anyway.
+    """
+    dropped = {"quantization_config", "transformers_version", "dtype", *(one.also for one in family.fields)}
     return {key: value for key, value in in_v4_form(reference).items() if key not in dropped}
 
 
 def in_v4_form(config: Config) -> dict[str, Any]:
-    """The config with the names of transformers 4 for what transformers 5 spells in another way.
-
-    Raises:
-        UnsupportedCheckpointError: a quantized model, whose tensors are codes and scales.
-    """
+    """The config with the names of transformers 4 for what transformers 5 spells in another way."""
     found = dict(config)
     rope = found.pop("rope_parameters", None)
     if isinstance(rope, Mapping):
@@ -103,15 +108,14 @@ def in_v4_form(config: Config) -> dict[str, Any]:
         )
     if "dtype" in found:
         found.setdefault("torch_dtype", found["dtype"])
-    for new, old in (("num_local_experts", "num_experts"), ("num_local_experts", "n_routed_experts")):
-        if new in found:
-            found.setdefault(old, found[new])
     return found
 
 
 def refuse_quantized(config: Config) -> None:
-    """Raises:
-    UnsupportedCheckpointError: the weights are codes and scales, not values.
+    """Nothing, for a model whose weights are stored as values.
+
+    Raises:
+        UnsupportedCheckpointError: they are stored as codes and scales.
     """
     quantized = config.get("quantization_config")
     if quantized:
@@ -120,10 +124,6 @@ def refuse_quantized(config: Config) -> None:
             f"config.json says the weights are quantized ({method}); turn them into bfloat16 first "
             "(transformers: from_pretrained with dequantize, then save_pretrained)"
         )
-
-
-def _default(one: Field, config: Config) -> Any:
-    return one.default(config) if callable(one.default) else one.default
 
 
 def _not_fixed(family: Family, config: Config) -> list[str]:

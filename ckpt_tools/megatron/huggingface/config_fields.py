@@ -18,7 +18,8 @@ class Field:
     """config.json's `hf` is `ModelArgs.arg`; `write` and `read` translate the value.
 
     `default` is what the transformers class takes when the key is absent: a value, or a function of the config.
-    `wins` says whose value stands where checkpoint and reference config differ; "" refuses.
+    `wins` says whose value stands where checkpoint and reference config differ; "" refuses. `also` is another
+    spelling of `hf` that readers accept.
     """
 
     hf: str
@@ -27,6 +28,7 @@ class Field:
     write: Callable[[Any, ModelArgs], Any] = lambda value, model: value
     read: Callable[[Any, Config], Any] = lambda value, config: value
     wins: Literal["", "reference", "checkpoint"] = ""
+    also: str = ""
 
 
 def _read_rope(scaling: Config | None, config: Config) -> tuple[Any, ...]:
@@ -83,6 +85,10 @@ def _read_dense(dense: Sequence[int], config: Config) -> tuple[int, ...]:
     return tuple(int(layer not in (dense or ()) and (layer + 1) % step == 0) for layer in layers)
 
 
+def _read_step(step: int, config: Config) -> tuple[int, ...]:
+    return _read_dense(config.get("mlp_only_layers", ()), config)
+
+
 def _write_dense(moe: Sequence[int], model: ModelArgs) -> list[int]:
     return [layer for layer, one in enumerate(moe) if not one]
 
@@ -118,6 +124,24 @@ def _every_second(config: Config) -> list[str]:
 
 def _one_for_none(value: Any, model: ModelArgs) -> Any:
     return 1 if value is None else value
+
+
+def _write_greedy(groups: int | None, model: ModelArgs) -> str:
+    return "group_limited_greedy" if groups else "greedy"
+
+
+def _read_greedy(method: str, config: Config) -> int | None:
+    if method == "greedy":
+        return None
+    if method != "group_limited_greedy":
+        raise MappingError(f"{method!r} is not a way of routing that Megatron knows")
+    groups: int | None = _none_for_one(config.get("n_group"), config)
+    return groups
+
+
+def _read_group_topk(value: int | None, config: Config) -> int | None:
+    """One group of several is a choice; one of one is none."""
+    return None if config.get("n_group") in (None, 1) else value
 
 
 def _write_scale(value: float | None, model: ModelArgs) -> float:
@@ -199,11 +223,12 @@ ATTENTION = (*SIZE, GROUPS, *ROPE, UNTIED)
 TOP_K = Field("num_experts_per_tok", "moe_router_topk")
 NORM_TOP_K = Field("norm_topk_prob", "moe_router_pre_softmax", False, _not, _not)
 EXPERTS = (
-    Field("num_experts", "num_experts"),
+    Field("num_experts", "num_experts", also="num_local_experts"),
     TOP_K,
     Field("moe_intermediate_size", "moe_ffn_hidden_size"),
     NORM_TOP_K,
     Field("mlp_only_layers", "moe_layers", (), _write_dense, _read_dense),
+    Field("decoder_sparse_step", "moe_layers", 1, lambda moe, model: 1, _read_step),
 )
 
 LLAMA = (
@@ -231,7 +256,7 @@ MIXTRAL = (
     Field("num_local_experts", "num_experts"),
     TOP_K,
 )
-DEEPSEEK_V2 = (
+DEEPSEEK = (
     *SIZE,
     GROUPS,
     *ROPE,
@@ -242,16 +267,20 @@ DEEPSEEK_V2 = (
     Field("qk_nope_head_dim", "qk_head_dim"),
     Field("qk_rope_head_dim", "qk_pos_emb_head_dim"),
     Field("v_head_dim", "v_head_dim"),
-    Field("n_routed_experts", "num_experts"),
+    Field("n_routed_experts", "num_experts", also="num_local_experts"),
     TOP_K,
     Field("moe_intermediate_size", "moe_ffn_hidden_size"),
     Field("n_shared_experts", "moe_shared_expert_intermediate_size", None, _write_shared, _read_shared),
     Field("first_k_dense_replace", "moe_layers", 0, _write_leading_dense, _read_leading_dense),
     Field("n_group", "moe_router_num_groups", None, _one_for_none, _none_for_one),
-    Field("topk_group", "moe_router_group_topk", None, _one_for_none, _none_for_one),
+    Field("topk_group", "moe_router_group_topk", None, _one_for_none, _read_group_topk),
     Field("routed_scaling_factor", "moe_router_topk_scaling_factor", 1.0, _write_scale, _none_for_one),
 )
-DEEPSEEK_V3 = (*DEEPSEEK_V2, Field("num_nextn_predict_layers", "mtp_num_layers", 0, wins="checkpoint"))
+DEEPSEEK_V2 = (
+    *DEEPSEEK,
+    Field("topk_method", "moe_router_num_groups", "greedy", _write_greedy, _read_greedy),
+)
+DEEPSEEK_V3 = (*DEEPSEEK, Field("num_nextn_predict_layers", "mtp_num_layers", 0, wins="checkpoint"))
 GPT_OSS = (
     *ATTENTION,
     HEAD_DIM,

@@ -115,7 +115,7 @@ def read_model_args(args: Mapping[str, Any]) -> ModelArgs:
         kv_channels=args.get("kv_channels") or hidden // heads,
         ffn_hidden_size=ffn,
         max_position_embeddings=_first(args, "max_position_embeddings", "seq_length") or 0,
-        vocab_size=args.get("vocab_size"),
+        vocab_size=_vocabulary(args),
         padded_vocab_size=args.get("padded_vocab_size"),
         tied=_tied(args),
         normalization=args.get("normalization", "LayerNorm"),
@@ -251,6 +251,13 @@ def _text(value: object) -> str:
         arguments = value.get("_args_") or [value.get("_target_", "")]
         return str(arguments[0])
     return str(getattr(value, "name", value))
+
+
+def _vocabulary(args: Mapping[str, Any]) -> int | None:
+    """Tokens; the null tokenizers have an end-of-document token beyond `--vocab-size` (null_tokenizer.py)."""
+    size = args.get("vocab_size")
+    null = str(args.get("tokenizer_type", "")).startswith("Null")
+    return size + 1 if size is not None and null else size
 
 
 def _tied(args: Mapping[str, Any]) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckpt_tools.megatron.huggingface.config_fields import Field
 from ckpt_tools.megatron.huggingface.layouts import LAYOUTS, HfShape, Layout, stack
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs
 from ckpt_tools.megatron.views import Shape
@@ -50,7 +51,7 @@ class Family:
     name: str
     architecture: str
     rules: tuple[Rule, ...]
-    fields: tuple[Any, ...]
+    fields: tuple[Field, ...]
     model_type: str = ""  # "" for the same as `name`
     fixed: Mapping[str, Any] = field(default_factory=dict)
     needs: Mapping[str, Any] = field(default_factory=dict)

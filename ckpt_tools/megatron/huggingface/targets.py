@@ -102,11 +102,11 @@ def export_targets(
     if args is None and reference is None:
         raise MappingError("the checkpoint holds no args; pass --hf-config with the model's config.json")
     model = read_model_args(args) if args is not None else None
+    told = vocab_size or (model.vocab_size if model is not None else None)
     family = detect_family(parameters, model, reference, families)
     if reference is not None:
         model = read_config(family, reference) if model is None else reconcile(family, model, reference)
     assert model is not None  # one of the two is given
-    told = vocab_size or (args or {}).get("vocab_size")
     model, notes = with_vocabulary(model, parameters, told)
     problems = not_of_family(family, model, reference)
     pairs = expand(family, model)
@@ -132,7 +132,7 @@ def export_targets(
     if mtp_copies:
         tensors += _copies(family, model, tensors)
     model = replace(model, params_dtype=_bulk_dtype(tensors))
-    config = (keep_reference(reference) if reference else {}) | write_config(family, model)
+    config = (keep_reference(family, reference) if reference else {}) | write_config(family, model)
     notes = (*notes, *semantic_notes(family, model))
     return Exported(family, tuple(tensors), config, shapes, offsets, equal, notes)
 

@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from ckpt_tools.errors import MappingError
-from ckpt_tools.megatron.huggingface.config import in_v4_form, reconcile, write_config
+from ckpt_tools.megatron.huggingface.config import (
+    in_v4_form,
+    keep_reference,
+    read_config,
+    reconcile,
+    write_config,
+)
 from ckpt_tools.megatron.huggingface.config_fields import REQUIRED
 from ckpt_tools.megatron.huggingface.detect import detect_family
 from ckpt_tools.megatron.huggingface.families import FAMILIES
@@ -38,6 +44,11 @@ def test_names_of_all_versions_are_read() -> None:
     assert read_model_args(later) == model
     ungrouped = read_model_args({**MLM, "group_query_attention": False, "num_query_groups": 1})
     assert ungrouped.num_query_groups == 4  # the stored 1 means nothing without the flag
+
+
+@pytest.mark.parametrize(("tokenizer", "size"), [("NullTokenizer", 12), ("GPT2BPETokenizer", 11), (None, 11)])
+def test_null_tokenizer_has_a_token_more(tokenizer: str | None, size: int) -> None:
+    assert read_model_args({**MLM, "tokenizer_type": tokenizer}).vocab_size == size
 
 
 def test_bridge_provider_is_read() -> None:
@@ -99,11 +110,16 @@ def test_reference_alone_describes_a_checkpoint_without_args() -> None:
 
 
 def test_transformers_5_spellings_are_read() -> None:
-    new = {"rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}, "dtype": "bfloat16",
-           "num_local_experts": 8}  # fmt: skip
+    new = {"rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}, "dtype": "bfloat16"}
     old = in_v4_form(new)
     assert old["rope_theta"] == 5e5 and old["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
-    assert old["torch_dtype"] == "bfloat16" and old["num_experts"] == 8
+    assert old["torch_dtype"] == "bfloat16"
+    experts = {
+        "num_local_experts" if key == "num_experts" else key: value for key, value in QWEN3_MOE.items()
+    }
+    family = FAMILIES["qwen3_moe"]
+    assert read_config(family, experts) == read_config(family, QWEN3_MOE)
+    assert "num_local_experts" not in keep_reference(family, experts)
     assert (
         in_v4_form({"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}})["rope_scaling"] is None
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -254,3 +255,26 @@ def test_configs_megatron_cannot_express_are_refused(key: str, value: Any, text:
         del config[key]
     with pytest.raises(CkptError, match=text):
         import_targets(specs(directory(LLAMA)), config)
+
+
+def test_deepseek_v3_has_the_tensors_of_its_release() -> None:
+    """Megatron-Bridge #5790 counted the released model: 46,183 tensors, 684,489,845,504 values, copies included."""
+    config = {
+        **DEEPSEEK, "vocab_size": 129280, "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128,
+        "num_key_value_heads": 128, "intermediate_size": 18432, "q_lora_rank": 1536, "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "first_k_dense_replace": 3, "n_group": 8,
+        "topk_group": 4, "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 1,
+    }  # fmt: skip
+    family = family_of_config(config)
+    model = replace(read_config(family, config), padded_vocab_size=129280)
+    shapes = {
+        key: Spec("bfloat16", shape.shape)
+        for pair in expand(family, model)
+        for key, shape in zip(pair.hf, pair.tensors, strict=True)
+    }
+    found = import_targets(shapes, config)
+    parameters = {target.key: Spec(target.dtype, target.shape) for target in found.tensors}
+    exported = export_targets(parameters, found.args, mtp_copies=True)
+    assert len(exported.tensors) == 46_183
+    assert sum(math.prod(target.shape) for target in exported.tensors) == 684_489_845_504
