@@ -128,10 +128,10 @@ def preallocate(fd: int, length: int) -> None:
     os.ftruncate(fd, length)
 
 
-def drop_cache(fd: int, offset: int, length: int) -> None:
-    """Tell the kernel that these bytes are not needed again; best effort."""
+def drop_cache(fd: int) -> None:
+    """Give the page cache of a file back, as far as it is written out; best effort."""
     with suppress(OSError):
-        os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def sync_directory(path: Path) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import errno
 import fcntl
 import os
 import shutil
@@ -39,11 +40,11 @@ class Found(enum.Enum):
 
 
 class Staging:
-    """The partial directory of one output, for the plan with this digest."""
+    """The partial directory of one output, for the plan with this digest and these files (name -> bytes)."""
 
-    def __init__(self, final: Path, digest: str) -> None:
+    def __init__(self, final: Path, digest: str, sizes: Mapping[str, int]) -> None:
         self.final = final
-        self._digest = digest
+        self._digest, self._sizes = digest, sizes
         self.partial = final.parent / f".{final.name}.ckpt_tools-partial"
         self.data = self.partial / "checkpoint"
         self.journal = Journal(self.partial / "journal")
@@ -77,9 +78,9 @@ class Staging:
         if resume and self._is_published():
             return Found.PUBLISHED
         self._check_final(overwrite)
-        if resume and self.journal.exists():
+        if resume and self.journal.exists() and self._has_own_data():
             return Found.UNFINISHED
-        if self.journal.exists() and not overwrite:
+        if self.journal.exists() and not (overwrite or resume):
             raise UsageError(
                 f"{self.partial} holds a conversion that was stopped. Go on from it with --resume, or start anew "
                 "with --overwrite."
@@ -89,11 +90,25 @@ class Staging:
         self.data.mkdir()
         return Found.NOTHING
 
+    def _has_own_data(self) -> bool:
+        """Whether `checkpoint/` is there and is not what an exchange left in its place."""
+        if not self.data.exists():
+            return False
+        return not self._marker.exists() or self._marker.read_text() == self._mark(self.data)
+
+    def _mark(self, folder: Path) -> str:
+        return f"{folder.stat().st_ino} {self._digest}"
+
     def _is_published(self) -> bool:
         """Whether an earlier process was stopped after it had put the output in place."""
         if not (self._marker.exists() and self.final.exists()):
             return False
-        return self._marker.read_text() == f"{self.final.stat().st_ino} {self._digest}"
+        if self._marker.read_text() != self._mark(self.final):
+            return False
+        paths = {
+            self.final / name: size for name, size in self._sizes.items()
+        }  # inode numbers are used again
+        return all(path.exists() and path.stat().st_size == size for path, size in paths.items())
 
     def _take_lock(self) -> None:
         """Lock the partial directory, which a finishing converter may be removing right now."""
@@ -110,6 +125,9 @@ class Staging:
                 owner = os.read(fd, 100).decode(errors="replace")
                 os.close(fd)
                 raise UsageError(f"{self.final} is being written by another converter ({owner})") from None
+            except OSError as error:
+                if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+                    raise  # these three: a file system without locks, where only the name guards the output
             if path.exists() and os.path.samestat(os.fstat(fd), path.stat()):
                 self._lock = fd
                 os.ftruncate(fd, 0)
@@ -145,15 +163,15 @@ class Staging:
                 "space or choose another output."
             )
 
-    def create_files(self, sizes: Mapping[str, int]) -> None:
+    def create_files(self) -> None:
         """Make the data files in their full length; those that exist keep their content.
 
         Raises:
             StorageError: the disk has not enough space.
         """
         present = [path.stat().st_blocks * 512 for path in self.data.iterdir()]
-        self._check_space(sum(sizes.values()) - sum(present))
-        for name, size in sizes.items():
+        self._check_space(sum(self._sizes.values()) - sum(present))
+        for name, size in self._sizes.items():
             with storage_errors(self.data / name):
                 fd = os.open(self.data / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
                 try:
@@ -175,7 +193,7 @@ class Staging:
         with storage_errors(self.final):
             if sync:
                 sync_directory(self.data)
-            self._marker.write_text(f"{self.data.stat().st_ino} {self._digest}")
+            self._marker.write_text(self._mark(self.data))
             if not self.final.exists():
                 self.data.rename(self.final)
             elif not _exchange(self.data, self.final):
@@ -190,8 +208,9 @@ class Staging:
             self._clear()
             self._marker.unlink(missing_ok=True)
             (self.partial / "lock").unlink()
-            self.partial.rmdir()
         self.release()
+        with suppress(OSError):  # another converter may have begun here already
+            self.partial.rmdir()
 
     def release(self) -> None:
         """Let others take the output; what is in the partial directory stays."""

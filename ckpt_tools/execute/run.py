@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import time
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from ckpt_tools.execute.journal import check_unchanged, fingerprint
 from ckpt_tools.execute.publish import Found, Staging
 from ckpt_tools.execute.ranks import DistributedRanks, Ranks
 from ckpt_tools.execute.signals import StopSignals
-from ckpt_tools.execute.source import SourceReader
+from ckpt_tools.execute.source import SourceReader, forget
 from ckpt_tools.execute.work import Progress, Work, tile_bytes
 from ckpt_tools.plan.assign import worker_share
 from ckpt_tools.plan.model import Plan
@@ -130,7 +131,7 @@ class _Job:
         self._plan, self._files, self._output, self._options = plan, files, output, options
         self._ranks, self._progress = ranks, progress
         self._leads = ranks.rank == 0
-        self._staging = Staging(Path(output.directory), plan.digest)
+        self._staging = Staging(Path(output.directory), plan.digest, plan.file_bytes)
         self._source_state: list[list[object]] = []
 
     def run(self) -> list[dict[str, Any]]:
@@ -158,19 +159,21 @@ class _Job:
             return found.name
         if found is Found.UNFINISHED:
             self._staging.journal.resume(self._plan, self._source_state, self._files.location)
-        self._staging.create_files(self._plan.file_bytes)
+        self._staging.create_files()
         if found is Found.NOTHING:
             self._staging.journal.begin(self._plan, self._source_state)
-        self._write_blobs()
+        self._write_blobs(self._options.fsync)
         return found.name
 
-    def _write_blobs(self) -> None:
+    def _write_blobs(self, sync: bool) -> None:
         for name in dict.fromkeys(blob.file for blob in self._plan.blobs):
             path = self._staging.data / name
             with storage_errors(path), open(path, "r+b", buffering=0) as file:
                 shared = {blob.offset: blob.data for blob in self._plan.blobs if blob.file == name}
                 for offset, data in shared.items():
                     write_all(file.fileno(), data, offset)
+                if sync:
+                    os.fsync(file.fileno())
 
     def _work(self) -> list[dict[str, Any]]:
         """This rank's share of the items."""
@@ -179,15 +182,15 @@ class _Job:
         finished = staging.journal.finished()
         staging.journal.open(self._ranks.rank)
         source = SourceReader(self._files, staging.partial)
-        work = Work(plan, share, source, staging.data, staging.journal)
+        work = Work(plan, share, source, staging.data, journal=staging.journal, sync=options.fsync)
         try:
             tile = tile_bytes(options.memory_bytes, options.threads)
             counters = work.run(finished, options.threads, tile, self._ranks.check, self._progress)
-            work.close(options.fsync)
         finally:
-            work.close(sync=False)
             source.close()
             staging.journal.close()
+        if options.fsync:
+            forget(self._files, {t.item.file for i in share for t in plan.items[i].transfers})
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         counts = [asdict(c) for c in counters]
         counts[0] |= {"resumed": work.resumed, "peak_rss": peak}

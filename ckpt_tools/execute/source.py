@@ -6,6 +6,8 @@ import os
 import tempfile
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +21,7 @@ from ckpt_tools.catalog.model import Item
 from ckpt_tools.dtypes import itemsize
 from ckpt_tools.errors import CorruptCheckpointError
 from ckpt_tools.execute.casts import Array, raw_dtype
-from ckpt_tools.execute.fileio import storage_errors
+from ckpt_tools.execute.fileio import drop_cache, storage_errors
 from ckpt_tools.megatron.views import Piece
 from ckpt_tools.plan.byte_runs import is_dense, pattern_blocks, read_pattern, row_major_tiles, span_elems
 from ckpt_tools.plan.frames import tensor_frame
@@ -125,6 +127,14 @@ class SourceReader:
                     file.write(out.tobytes())
         nbytes = prod(chunk.shape) * width
         return Payload(LocalFiles(self._spool.name), Path(path).name, 0, nbytes, None)
+
+
+def forget(files: Files, names: Iterable[str]) -> None:
+    """Give back the page cache of files that have been read."""
+    if isinstance(files, LocalFiles):
+        for name in names:
+            with suppress(OSError), open(Path(files.location, name), "rb") as file:
+                drop_cache(file.fileno())
 
 
 def _usual_payload(files: Files, chunk: ChunkRef) -> Payload | None:

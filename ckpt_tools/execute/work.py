@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import TypeAlias
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.execute.fileio import storage_errors
+from ckpt_tools.execute.fileio import drop_cache, storage_errors
 from ckpt_tools.execute.journal import Journal
 from ckpt_tools.execute.source import SourceReader
 from ckpt_tools.execute.stream import Counters, Pump
@@ -50,7 +52,7 @@ class Work:
     """
 
     def __init__(
-        self, plan: Plan, share: range, source: SourceReader, folder: Path, journal: Journal
+        self, plan: Plan, share: range, source: SourceReader, folder: Path, *, journal: Journal, sync: bool
     ) -> None:
         self._items = plan.items
         self._share = share
@@ -59,7 +61,7 @@ class Work:
         self._source = source
         self._folder = folder
         self._journal = journal
-        self._files: dict[str, int] = {}
+        self._sync = sync
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._errors: list[BaseException] = []
@@ -99,16 +101,6 @@ class Work:
         progress(self._done, self._total)
         return [pump.counters for pump in pumps]
 
-    def close(self, sync: bool) -> None:
-        """Close the files written, after making them durable if asked."""
-        for name, fd in self._files.items():
-            with storage_errors(self._folder / name):
-                if sync:
-                    os.fsync(fd)
-                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-                os.close(fd)
-        self._files.clear()
-
     def _guarded(self, pump: Pump, finished: Mapping[int, int]) -> None:
         try:
             self._write_items(pump, finished)
@@ -119,16 +111,22 @@ class Work:
             self._stop.set()
 
     def _write_items(self, pump: Pump, finished: Mapping[int, int]) -> None:
-        while (batch := self._next()) is not None:
-            file = self._items[batch[0]].file
+        batches_of_file = groupby(iter(self._next, None), lambda batch: self._items[batch.start].file)
+        for file, group in batches_of_file:
             path = self._folder / file
-            fd = self._open(file)
-            missing = [n for n in batch if not self._is_done(n, pump, fd, finished)]
-            if len(missing) == len(batch) > 1:
-                checksums = pump.write_batch(self._items[batch.start : batch.stop], fd, path)
-            else:
-                checksums = [pump.write_item(self._items[n], fd, path) for n in missing]
-            self._journal.append(zip(missing, checksums, strict=True))
+            with self._open(path) as fd:
+                for batch in group:
+                    self._write_batch(batch, pump, fd, path, finished)
+
+    def _write_batch(
+        self, batch: range, pump: Pump, fd: int, path: Path, finished: Mapping[int, int]
+    ) -> None:
+        missing = [n for n in batch if not self._is_done(n, pump, fd, finished)]
+        if len(missing) == len(batch) > 1:
+            checksums = pump.write_batch(self._items[batch.start : batch.stop], fd, path)
+        else:
+            checksums = [pump.write_item(self._items[n], fd, path) for n in missing]
+        self._journal.append(zip(missing, checksums, strict=True))
 
     def _is_done(self, number: int, pump: Pump, fd: int, finished: Mapping[int, int]) -> bool:
         item = self._items[number]
@@ -141,12 +139,19 @@ class Work:
         with self._lock:
             return next(self._todo, None)
 
-    def _open(self, name: str) -> int:
-        with self._lock:
-            if name not in self._files:
-                with storage_errors(self._folder / name):
-                    self._files[name] = os.open(self._folder / name, os.O_RDWR | os.O_CLOEXEC)
-            return self._files[name]
+    @contextmanager
+    def _open(self, path: Path) -> Iterator[int]:
+        """A descriptor of an output file; what was written through it is made durable, if that is asked for."""
+        with storage_errors(path):
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            yield fd
+            if self._sync:
+                with storage_errors(path):
+                    os.fsync(fd)
+                drop_cache(fd)
+        finally:
+            os.close(fd)
 
     def _tick(self, nbytes: int) -> None:
         with self._lock:
