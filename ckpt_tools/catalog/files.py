@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 from typing import Protocol
 
-from ckpt_tools.errors import CorruptCheckpointError, StorageError
+from ckpt_tools.errors import CorruptCheckpointError, StorageError, UnsupportedCheckpointError
 
 MAX_OPEN_FILES = 256  # the usual soft limit is 1024; further files are opened for each read
 
@@ -30,7 +30,11 @@ class Files(Protocol):
         """Length of a file in bytes."""
 
     def list(self) -> list[str]:
-        """Names of the files and folders directly inside, sorted."""
+        """Names of the files and folders directly inside, sorted.
+
+        Raises:
+            UnsupportedCheckpointError: there is no such folder.
+        """
 
     def read(self, name: str, offset: int, length: int) -> bytes:
         """Exactly `length` bytes at `offset`."""
@@ -67,6 +71,8 @@ class LocalFiles:
     def list(self) -> list[str]:
         try:
             return sorted(os.listdir(self.location))
+        except (FileNotFoundError, NotADirectoryError):
+            raise UnsupportedCheckpointError(f"{self.location} is no folder.") from None
         except OSError as error:
             raise self._explain("", error) from error
 

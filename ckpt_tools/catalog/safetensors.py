@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from math import prod
 from pathlib import Path
 
 from ckpt_tools.box import full_box
+from ckpt_tools.catalog.files import Files, open_files
 from ckpt_tools.catalog.model import Catalog, Chunk, Item, TensorEntry
 from ckpt_tools.dtypes import itemsize
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError, list_problems
@@ -49,13 +51,17 @@ def read_safetensors_catalog(root: str | Path) -> Catalog:
         UnsupportedCheckpointError: no weights there, or two sets of weights at once.
         CorruptCheckpointError: a file breaks the format, or files and index contradict each other.
     """
-    root = Path(root)
-    weight_map = _weight_map(root)
+    with closing(open_files(str(root))) as files:
+        return _read_catalog(files)
+
+
+def _read_catalog(files: Files) -> Catalog:
+    weight_map = _weight_map(files)
     tensors: dict[str, TensorEntry] = {}
     problems: list[str] = []
     for name in sorted(set(weight_map.values())) if weight_map is not None else [SINGLE_FILE]:
         try:
-            found = read_safetensors_header(root, name)
+            found = read_safetensors_header(files, name)
         except CorruptCheckpointError as error:
             problems.append(str(error))
             continue
@@ -67,14 +73,18 @@ def read_safetensors_catalog(root: str | Path) -> Catalog:
             listed = {key for key, file in weight_map.items() if file == name}
             problems += [f"{name} lacks {key}, which the index places there" for key in listed - set(found)]
     if problems:
-        raise CorruptCheckpointError(f"{root}: the weights are not whole:\n" + list_problems(problems))
-    return Catalog(str(root), tensors, {})
+        raise CorruptCheckpointError(
+            f"{files.location}: the weights are not whole:\n" + list_problems(problems)
+        )
+    return Catalog(files.location, tensors, {})
 
 
-def _weight_map(root: Path) -> dict[str, str] | None:
+def _weight_map(files: Files) -> dict[str, str] | None:
     """The index's tensor -> file map with every file proven to exist, or None for a single file."""
-    present = sorted(path.name for path in root.glob("*.safetensors"))
-    if not (root / INDEX_FILE).exists():
+    root = files.location
+    names = files.list()
+    present = [name for name in names if name.endswith(".safetensors")]
+    if INDEX_FILE not in names:
         if SINGLE_FILE in present:
             return None
         raise UnsupportedCheckpointError(
@@ -86,19 +96,25 @@ def _weight_map(root: Path) -> dict[str, str] | None:
             f"{root} has both {SINGLE_FILE} and {INDEX_FILE}; transformers would load the single file only. "
             "Remove the stale one"
         )
-    weight_map = _read_index(root / INDEX_FILE)
-    files = set(weight_map.values())
-    problems = [f"{name!r} is not a file name" for name in files if not name or Path(name).name != name]
-    problems += [f"shard {name} is missing" for name in sorted(files - set(present))]
-    problems += [f"{name} is not in the index: a stale shard" for name in present if name not in files]
+    weight_map = _read_index(files)
+    shards = set(weight_map.values())
+    problems = [f"{name!r} is not a file name" for name in shards if name in ("", ".", "..") or "/" in name]
+    problems += [f"shard {name} is missing" for name in sorted(shards - set(present))]
+    problems += [f"{name} is not in the index: a stale shard" for name in present if name not in shards]
     if problems:
-        raise CorruptCheckpointError(f"{root / INDEX_FILE}:\n" + list_problems(problems))
+        raise CorruptCheckpointError(f"{_where(files, INDEX_FILE)}:\n" + list_problems(problems))
     return weight_map
 
 
-def _read_index(path: Path) -> dict[str, str]:
+def _where(files: Files, name: str) -> str:
+    return f"{files.location.rstrip('/')}/{name}"
+
+
+def _read_index(files: Files) -> dict[str, str]:
+    path = _where(files, INDEX_FILE)
+    raw = files.read(INDEX_FILE, 0, files.size(INDEX_FILE))
     try:
-        index = json.loads(path.read_bytes(), object_pairs_hook=_unique)
+        index = json.loads(raw, object_pairs_hook=_unique)
         weight_map = index["weight_map"]
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptCheckpointError(f"{path}: not a safetensors index: {error}") from error
@@ -107,21 +123,20 @@ def _read_index(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def read_safetensors_header(root: Path, name: str) -> dict[str, TensorEntry]:
-    """The tensors of one file `name` below `root`, in data order.
+def read_safetensors_header(files: Files, name: str) -> dict[str, TensorEntry]:
+    """The tensors of one file, in data order.
 
     Raises:
         CorruptCheckpointError: the file breaks the format; all problems of the header are named.
     """
-    path = root / name
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
-            raise CorruptCheckpointError(
-                f"{path}: header of {length:,} bytes in a file of {size:,} bytes (at most {MAX_HEADER_BYTES:,})"
-            )
-        raw = file.read(length)
+    path = _where(files, name)
+    size = files.size(name)
+    length = int.from_bytes(files.read(name, 0, min(size, 8)), "little")
+    if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
+        raise CorruptCheckpointError(
+            f"{path}: header of {length:,} bytes in a file of {size:,} bytes (at most {MAX_HEADER_BYTES:,})"
+        )
+    raw = files.read(name, 8, length)
     try:
         header = json.loads(raw, object_pairs_hook=_unique)
     except ValueError as error:

@@ -20,7 +20,7 @@ from ckpt_tools.convert.hf_parts import (
     read_config,
 )
 from ckpt_tools.convert.opened import Opened, open_checkpoint
-from ckpt_tools.convert.outputs import ConversionReport, refuse_overlap
+from ckpt_tools.convert.outputs import ConversionReport, output_directory, refuse_overlap
 from ckpt_tools.convert.to_fsdp_dtensor import Progress
 from ckpt_tools.dtypes import CASTABLE, itemsize
 from ckpt_tools.errors import UnsupportedCheckpointError, UsageError
@@ -94,7 +94,7 @@ def export_hf(
         planned = plan_export(opened, options)
         if not dry_run:
             place = Output(
-                Path(output),
+                output_directory(output),
                 extra_files=planned.extra_files,
                 is_dcp=False,
                 overwrite=options.overwrite,

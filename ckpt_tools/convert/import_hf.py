@@ -10,13 +10,13 @@ from typing import Any
 
 from ckpt_tools.box import full_box
 from ckpt_tools.catalog.detect import METADATA_JSON, TRACKER, Location
-from ckpt_tools.catalog.files import LocalFiles
+from ckpt_tools.catalog.files import Files, open_files
 from ckpt_tools.catalog.model import Catalog, TensorEntry
 from ckpt_tools.catalog.pickling import dump_archive
 from ckpt_tools.catalog.safetensors import read_safetensors_catalog
 from ckpt_tools.catalog.unpickle import StandIn, TorchDtype, stand_in
 from ckpt_tools.convert.hf_parts import families_with, prove_equal, read_config
-from ckpt_tools.convert.outputs import ConversionReport, object_archives, refuse_overlap
+from ckpt_tools.convert.outputs import ConversionReport, object_archives, output_directory, refuse_overlap
 from ckpt_tools.convert.placements import Layout
 from ckpt_tools.convert.to_fsdp_dtensor import Progress, make_plan
 from ckpt_tools.convert.to_torch_dist import METADATA_JSON_BYTES, slice_placement
@@ -89,7 +89,7 @@ def import_hf(
     options = options or ImportOptions()
     ranks = connect()
     refuse_overlap(source, Location("safetensors", source), output)
-    files = LocalFiles(source)
+    files = open_files(source)
     written = None
     try:
         planned = plan_import(source, files, options, ranks.world)
@@ -97,7 +97,7 @@ def import_hf(
             tracker = "release" if options.iteration is None else str(options.iteration)
             name = "release" if options.iteration is None else f"iter_{options.iteration:07d}"
             place = Output(
-                Path(output, name),
+                output_directory(f"{output.rstrip('/')}/{name}"),
                 beside={TRACKER: tracker.encode()},
                 extra_files=planned.extra_files,
                 overwrite=options.overwrite,
@@ -111,7 +111,7 @@ def import_hf(
     return _report(source, output, options, planned, written)
 
 
-def plan_import(source: str, files: LocalFiles, options: ImportOptions, world: int) -> PlannedImport:
+def plan_import(source: str, files: Files, options: ImportOptions, world: int) -> PlannedImport:
     """Everything up to the first byte."""
     _check_options(options)
     catalog = read_safetensors_catalog(source)

@@ -48,14 +48,14 @@ def choose_output(source: str, location: Location, output: str, overwrite: bool,
     """
     refuse_overlap(source, location, output)
     if not is_root(source, location):
-        return Output(_directory(output), overwrite=overwrite, resume=resume)
+        return Output(output_directory(output), overwrite=overwrite, resume=resume)
     name = "release" if location.is_release else f"iter_{location.iteration:07d}"
     tracker = "release" if location.is_release else str(location.iteration)
-    folder = _directory(f"{output.rstrip('/')}/{name}")
+    folder = output_directory(f"{output.rstrip('/')}/{name}")
     return Output(folder, {TRACKER: tracker.encode()}, overwrite=overwrite, resume=resume)
 
 
-def _directory(output: str) -> Path | str:
+def output_directory(output: str) -> Path | str:
     """A path, or the URL of a folder in an object store."""
     path = output.removeprefix("file://")
     return path if "://" in path else Path(path)
