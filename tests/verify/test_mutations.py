@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import random
 import shutil
 import struct
 
 import pytest
 
+from ckpt_tools.convert.diff import diff_checkpoints
 from ckpt_tools.convert.verify import VerifyOptions, verify_checkpoint
-from tests.conftest import SHARED
+from ckpt_tools.errors import CkptError
+from tests.conftest import SHARED, fixture_dir
 from tests.damage import (
     ITERATION,
     copy_of,
@@ -22,6 +27,7 @@ from tests.damage import (
     replace_chunk,
 )
 
+FLIPS = int(os.environ.get("CKPT_TOOLS_FLIPS", "30"))  # more by hand
 LLAMA = "core019_llama_tp2_fully_reshardable"
 NATIVE = "core019_llama_tp2_native_fsdp_dtensor"
 MOE = "core019_moe_ep2_fully_reshardable"
@@ -445,3 +451,44 @@ def test_an_unfinished_conversion_is_only_unusual(tmp_path):
     root = copy_of(LLAMA, tmp_path)
     (root / ".iter_0000003.ckpt_tools-partial").mkdir()
     only(warnings_of(root), "place", ".iter_0000003", "unfinished")
+
+
+def test_no_flipped_bit_of_the_data_ends_as_a_silent_wrong_result(tmp_path):
+    """Either the content check finds it, or it fell where no reader looks and nothing has changed."""
+    root = copy_of(NATIVE, tmp_path)
+    path = root / ITERATION / "__1_0.distcp"
+    data, found = path.read_bytes(), 0
+    for seed in range(FLIPS):
+        at = random.Random(seed).randrange(8 * len(data))
+        flip_bit(path, at // 8, at % 8)
+        report = verify_checkpoint(str(root), None, VerifyOptions(content=True, threads=1))
+        if report.is_valid:
+            assert diff_checkpoints(str(fixture_dir(NATIVE)), str(root)).is_equal, f"bit {at} of {path.name}"
+        found += not report.is_valid
+        path.write_bytes(data)
+    assert found > FLIPS / 5  # most of so small items is padding
+
+
+def test_a_flipped_bit_of_the_metadata_gives_a_report_or_our_own_error(tmp_path):
+    root = copy_of(NATIVE, tmp_path)
+    path = root / ITERATION / ".metadata"
+    data = path.read_bytes()
+    for seed in range(FLIPS):
+        at = random.Random(seed).randrange(8 * len(data))
+        flip_bit(path, at // 8, at % 8)
+        with contextlib.suppress(CkptError):
+            verify_checkpoint(str(root))
+        path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", [LLAMA, NATIVE])
+def test_a_file_cut_at_every_item_is_found(name, tmp_path):
+    root = copy_of(name, tmp_path)
+    path = root / ITERATION / "__0_0.distcp"
+    with metadata_of(root) as metadata:
+        ends = {i.offset + i.length for i in metadata.storage_data.values() if i.relative_path == path.name}
+    data = path.read_bytes()
+    for cut in sorted(ends - {len(data)}, reverse=True)[:: max(1, len(ends) // 20)]:
+        path.write_bytes(data[:cut])
+        assert ("files", path.name) in [f[:2] for f in errors_of(root)], cut
+        path.write_bytes(data)
