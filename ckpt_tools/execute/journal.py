@@ -35,7 +35,8 @@ def fingerprint(files: Files, names: Sequence[str]) -> list[list[object]]:
 
 
 def check_unchanged(before: list[list[object]], after: list[list[object]], location: str) -> None:
-    """
+    """Prove that two fingerprints of the source at `location` are the same.
+
     Raises:
         CorruptCheckpointError: a source file is not what it was.
     """

@@ -45,7 +45,8 @@ class Ranks:
         return [step()]
 
     def check(self) -> None:
-        """
+        """Go on, or stop because of `watch` or another rank.
+
         Raises:
             PeerFailedError: another rank has failed, so that this one may stop early.
         """

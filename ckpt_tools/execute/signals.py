@@ -36,9 +36,10 @@ class StopSignals:
         signal.signal(number, self._before[number])
 
     def check(self) -> None:
-        """
+        """Go on, or stop if a signal has arrived.
+
         Raises:
-            Interrupted, Terminated: a signal has arrived.
+            Interrupted, Terminated: it has.
         """
         if self._seen == signal.SIGINT:
             raise Interrupted(f"interrupted: {_RESUMABLE}")
