@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ckpt_tools.catalog.model import Catalog
 from ckpt_tools.catalog.pickling import dump_archive
 from ckpt_tools.catalog.unpickle import StandIn
 from ckpt_tools.convert.opened import Opened, open_checkpoint
@@ -107,14 +108,7 @@ def slice_layers(
                 f"{opened.location.path} is of kind {kind}; torch_dist and fsdp_dtensor checkpoints have layers"
             )
         cut = choose_cut(opened, layers, block)
-        if kind == "torch_dist":
-            read = read_torch_dist(opened.files, opened.catalog, ("*",), options.trust_pickle)
-            tensors, changed = _torch_dist_parts(opened, read, cut)
-            catalog = read.catalog
-        else:
-            tensors, catalog = _kept_tensors(opened, cut, list(opened.catalog.tensors)), opened.catalog
-            changed = {"args": opened.common.values["args"]} if "args" in opened.common.values else {}
-            changed = _with_layers(changed, cut)
+        tensors, changed, catalog = _parts(opened, cut)
         objects, blobs = _objects(opened, cut, changed)
         target = Target(tuple(tensors), objects=tuple(objects))
         report = rewrite(
@@ -132,6 +126,16 @@ def slice_layers(
         {key: name for key, name in renamed.items() if name not in (None, key)},
         report,
     )
+
+
+def _parts(opened: Opened, cut: Cut) -> tuple[list[TargetTensor], dict[str, Any], Catalog]:
+    """The tensors that stay, the common state (or `args` alone) made anew, and the catalog that holds the sources."""
+    if opened.location.kind == "torch_dist":
+        source = read_torch_dist(opened.files, opened.catalog, ("*",), opened.trust_pickle)
+        return *_torch_dist_parts(opened, source, cut), source.catalog
+    args = {name: opened.common.values[name] for name in ("args",) if name in opened.common.values}
+    tensors = _kept_tensors(opened, cut, list(opened.catalog.tensors))
+    return tensors, _with_layers(args, cut), opened.catalog
 
 
 def choose_cut(opened: Opened, layers: str, block: str | None) -> Cut:
