@@ -124,6 +124,12 @@ def parameter_of(key: str) -> tuple[str, str] | None:
     return None
 
 
+def parameter_name(key: str) -> str | None:
+    """The stored name of the parameter that `key` says something of, None for none."""
+    found = parameter_of(key)
+    return found[0] if found else None
+
+
 class _Values:
     """Loads objects, equal archives only once: group fields repeat for every parameter."""
 

@@ -1,0 +1,62 @@
+"""A checkpoint of either format whose `fsdp_dtensor` form is decided, before anyone says who holds its pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from ckpt_tools.catalog.detect import Location, locate
+from ckpt_tools.catalog.files import Files
+from ckpt_tools.catalog.model import Catalog
+from ckpt_tools.convert.outputs import object_archives
+from ckpt_tools.convert.placements import Layout, Model, target_model
+from ckpt_tools.convert.relayout import open_fsdp, target_tp
+from ckpt_tools.convert.to_fsdp_dtensor import ConvertOptions, open_source
+from ckpt_tools.megatron.target import Target
+from ckpt_tools.megatron.to_fsdp_dtensor import build_fsdp_target
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Close its files when done, or use it in a `with`."""
+
+    location: Location
+    files: Files
+    catalog: Catalog  # the source's, with tensors added that stand inside its objects
+    target: Target
+    model: Callable[[], Model]
+    archives: Callable[[], Iterable[tuple[str, bytes]]]  # of the target's objects
+
+    def __enter__(self) -> Prepared:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.files.close()
+
+
+def prepare(source: str, layout: Layout, options: ConvertOptions) -> Prepared:
+    """The checkpoint at `source` as the `fsdp_dtensor` checkpoint that a job of `layout` loads.
+
+    Raises the errors of `convert_to_fsdp_dtensor` up to its plan.
+    """
+    location = locate(source, options.iteration)
+    tp = target_tp(layout, options)
+    if location.kind == "fsdp_dtensor":
+        opened = open_fsdp(location, options, tp)
+        return Prepared(
+            location, opened.files, opened.catalog, opened.built.target, opened.model, opened.archives
+        )
+    files, read = open_source(location, options.ignore_keys, options.trust_pickle)
+    try:
+        built = build_fsdp_target(read, replace(options.target, tp=tp))
+    except BaseException:
+        files.close()
+        raise
+    return Prepared(
+        location,
+        files,
+        read.catalog,
+        built.target,
+        lambda: target_model(built),
+        lambda: object_archives(built.target.objects),
+    )
