@@ -14,6 +14,7 @@ from ckpt_tools.convert.relayout import open_fsdp, target_tp
 from ckpt_tools.convert.to_fsdp_dtensor import ConvertOptions, open_source
 from ckpt_tools.megatron.target import Target
 from ckpt_tools.megatron.to_fsdp_dtensor import build_fsdp_target
+from ckpt_tools.plan.without_gc import without_gc
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class Prepared:
         self.files.close()
 
 
+@without_gc()
 def prepare(source: str, layout: Layout, options: ConvertOptions) -> Prepared:
     """The checkpoint at `source` as the `fsdp_dtensor` checkpoint that a job of `layout` loads.
 

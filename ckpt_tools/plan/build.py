@@ -5,15 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
+
+import orjson
 
 from ckpt_tools.box import Box, full_box
 from ckpt_tools.catalog.model import Catalog
 from ckpt_tools.dtypes import itemsize
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, list_problems
 from ckpt_tools.megatron.target import InlineTensor, Target, TargetObject, TargetTensor
+from ckpt_tools.megatron.views import Piece
 from ckpt_tools.plan.byte_runs import is_dense, is_run, read_pattern
 from ckpt_tools.plan.frames import ALIGNMENT, framed_tensor, tensor_frame
 from ckpt_tools.plan.model import (
@@ -27,8 +30,9 @@ from ckpt_tools.plan.model import (
     Transfer,
     item_row,
 )
-from ckpt_tools.plan.overlap import ChunkFinder, SourcePiece, TargetReader
+from ckpt_tools.plan.overlap import ChunkFinder, Located, SourcePiece, TargetReader
 from ckpt_tools.plan.tiling import tiling_problem
+from ckpt_tools.plan.without_gc import without_gc
 
 SPAN_BYTES = 4 << 20  # longest span assumed when a strategy is chosen
 
@@ -53,6 +57,7 @@ class _Files:
         return offset
 
 
+@without_gc()
 def build_plan(
     catalog: Catalog,
     target: Target,
@@ -76,12 +81,12 @@ def build_plan(
     _check_unique(target)
     files = _Files(world)
     fixed = _place_blobs(target, blobs, files)
-    finder = ChunkFinder(catalog)
+    maker = _Items(catalog, files)
     items: list[list[OutputItem]] = [[] for _ in range(world)]
     problems: list[MappingError | CorruptCheckpointError] = []
     for tensor in target.tensors:
         try:
-            for rank, item in _tensor_items(finder, tensor, placement(tensor), files):
+            for rank, item in maker.of(tensor, placement(tensor)):
                 items[rank].append(item)
         except (MappingError, CorruptCheckpointError) as error:
             problems.append(error)
@@ -119,44 +124,82 @@ def _place_blobs(target: Target, blobs: Iterable[tuple[str, bytes]], files: _Fil
     return tuple(OutputBlob(key, box, file_name(0), places[data], data) for key, box, data in archives)
 
 
-def _tensor_items(
-    finder: ChunkFinder, tensor: TargetTensor, boxes: Sequence[tuple[int, Box]], files: _Files
-) -> list[tuple[int, OutputItem]]:
+class _ItemForm(NamedTuple):
+    """An item without the names of its tensor and sources: the states of a parameter have the same ones."""
+
+    rank: int
+    box: Box
+    length: int  # bytes, container included
+    zeros: int
+    parts: tuple[tuple[Located, str], ...]  # each with its strategy
+
+
+class _Items:
+    """Makes the items of one target tensor after another, and makes what is alike only once."""
+
+    def __init__(self, catalog: Catalog, files: _Files) -> None:
+        self._finder, self._files = ChunkFinder(catalog), files
+        self._known: dict[tuple[object, ...], list[_ItemForm]] = {}
+
+    def of(self, tensor: TargetTensor, boxes: Sequence[tuple[int, Box]]) -> Iterator[tuple[int, OutputItem]]:
+        """(target rank, item) of every box.
+
+        Raises:
+            MappingError, CorruptCheckpointError: see `build_plan`.
+        """
+        reader = TargetReader(self._finder, tensor)
+        key = (*reader.geometry(), *boxes)
+        forms = self._known.get(key)
+        if forms is None:
+            forms = self._known[key] = list(_item_forms(reader, boxes))
+        for rank, box, length, zeros, parts in forms:
+            transfers = []
+            for (source, chunk, piece), strategy in parts:
+                entry = reader.sources[source][1]
+                stored = entry.chunks[chunk]
+                transfers.append(
+                    Transfer(entry.key, stored.item, entry.dtype, stored.box.size, piece, strategy)
+                )
+            offset, name = self._files.place(rank, length), file_name(rank)
+            yield (
+                rank,
+                OutputItem(tensor.key, box, tensor.dtype, name, offset, length, tuple(transfers), zeros),
+            )
+
+
+def _item_forms(reader: TargetReader, boxes: Sequence[tuple[int, Box]]) -> Iterator[_ItemForm]:
+    tensor = reader.target
     problem = tiling_problem(full_box(tensor.shape), [box for _, box in boxes])
     if problem:
         raise MappingError(f"{tensor.key}: its placement does not tile shape {tensor.shape}: {problem}")
-    reader = TargetReader(finder, tensor)
-    items: list[tuple[int, OutputItem]] = []
-    for rank, box in boxes:
-        if box.is_empty and (0 not in tensor.shape or items):
+    for number, (rank, box) in enumerate(boxes):
+        if box.is_empty and (0 not in tensor.shape or number):
             continue  # an empty shard: torch writes nothing, and its offset could hide a real chunk
-        found = reader.pieces(box)
-        length = tensor_frame(tensor.dtype, box.size).length
-        transfers = tuple(
-            sorted((source_transfer(p, tensor, box) for p in found), key=lambda t: t.piece.box.start)
-        )
-        zeros = box.volume - sum(t.piece.box.volume for t in transfers)
-        offset = files.place(rank, length)
-        items.append(
-            (
-                rank,
-                OutputItem(tensor.key, box, tensor.dtype, file_name(rank), offset, length, transfers, zeros),
-            )
-        )
-    return items
+        found = sorted(reader.locate(box), key=lambda at: at.piece.box.start)
+        parts = []
+        for at in found:
+            entry = reader.sources[at.source][1]
+            how = _strategy(entry.dtype, entry.chunks[at.chunk].box, at.piece, tensor.dtype, box)
+            parts.append((at, how))
+        zeros = box.volume - sum(at.piece.box.volume for at in found)
+        yield _ItemForm(rank, box, tensor_frame(tensor.dtype, box.size).length, zeros, tuple(parts))
 
 
 def source_transfer(found: SourcePiece, tensor: TargetTensor, box: Box) -> Transfer:
     entry, chunk, piece = found
-    size = piece.box.size
-    whole = piece.box.volume == chunk.box.volume and is_dense(size, piece.strides)
-    if whole and entry.dtype == tensor.dtype and is_run(piece.box, box.size):
-        strategy = VERBATIM
-    else:
-        width = itemsize(entry.dtype)
-        pattern = read_pattern(size, piece.strides, width, SPAN_BYTES // width)
-        strategy = RUNS if pattern.dense(size) else COVERING
+    strategy = _strategy(entry.dtype, chunk.box, piece, tensor.dtype, box)
     return Transfer(entry.key, chunk.item, entry.dtype, chunk.box.size, piece, strategy)
+
+
+def _strategy(stored: str, chunk: Box, piece: Piece, dtype: str, box: Box) -> str:
+    """How to move `piece` of a chunk of type `stored` into the item `box` of type `dtype`."""
+    size = piece.box.size
+    whole = piece.box.volume == chunk.volume and is_dense(size, piece.strides)
+    if whole and stored == dtype and is_run(piece.box, box.size):
+        return VERBATIM
+    width = itemsize(stored)
+    pattern = read_pattern(size, piece.strides, width, SPAN_BYTES // width)
+    return RUNS if pattern.dense(size) else COVERING
 
 
 def _entries(target: Target) -> list[TargetObject | InlineTensor | TargetTensor]:
@@ -196,11 +239,20 @@ def plan_digest(
     state = hashlib.sha256()
     data_digest = cache(lambda data: hashlib.sha256(data).hexdigest())
     for item in items:
-        state.update(json.dumps(item_row(item), separators=(",", ":")).encode())
+        state.update(_canonical(item_row(item)))
     for blob in blobs:
         box = None if blob.box is None else list(blob.box)
         row = [blob.key, box, blob.file, blob.offset, data_digest(blob.data)]
-        state.update(json.dumps(row).encode())
+        state.update(_canonical(row))
     shapes = [] if original_shapes is None else [dict(original_shapes)]
-    state.update(json.dumps([dict(sizes), dict(tensors), dict(paths), *shapes, dict(aliases or {})]).encode())
+    kinds = {key: tuple(info) for key, info in tensors.items()}
+    state.update(_canonical([dict(sizes), kinds, dict(paths), *shapes, dict(aliases or {})]))
     return state.hexdigest()
+
+
+def _canonical(value: object) -> bytes:
+    """`value` as JSON; the slow way for what UTF-8 cannot spell, such as file names that are no text."""
+    try:
+        return orjson.dumps(value)
+    except orjson.JSONEncodeError:
+        return json.dumps(value).encode()

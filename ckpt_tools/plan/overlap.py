@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ckpt_tools.box import Box, full_box
@@ -22,12 +22,21 @@ class SourcePiece(NamedTuple):
     piece: Piece
 
 
+class Located(NamedTuple):
+    """A piece of chunk number `chunk` of a target's source number `source`."""
+
+    source: int
+    chunk: int
+    piece: Piece
+
+
 class ChunkFinder:
     """The tensors of a catalog with an index over each one's chunks, made when first needed."""
 
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
         self._indexes: dict[str, BoxIndex] = {}
+        self._tilings: dict[tuple[Box, ...], int] = {}
 
     def entry(self, target: TargetTensor, source: Source) -> TensorEntry:
         """The source's tensor, whose view has been checked to fit the target's shape."""
@@ -49,13 +58,17 @@ class ChunkFinder:
             )
         return entry
 
-    def chunks(self, entry: TensorEntry, box: Box) -> Iterator[Chunk]:
-        """The chunks of `entry` that meet `box`."""
+    def tiling(self, entry: TensorEntry) -> int:
+        """A number that tensors have in common whose chunks are the same boxes in the same order."""
+        boxes = tuple(chunk.box for chunk in entry.chunks)
+        return self._tilings.setdefault(boxes, len(self._tilings))
+
+    def chunks(self, entry: TensorEntry, box: Box) -> Iterator[int]:
+        """Numbers of the chunks of `entry` that meet `box`."""
         index = self._indexes.get(entry.key)
         if index is None:
             index = self._indexes[entry.key] = BoxIndex([chunk.box for chunk in entry.chunks])
-        for i in index.meeting(box):
-            yield entry.chunks[i]
+        return index.meeting(box)
 
 
 class TargetReader:
@@ -68,10 +81,13 @@ class TargetReader:
     def __init__(self, finder: ChunkFinder, target: TargetTensor) -> None:
         self.target = target
         self._finder = finder
-        self._sources = [(source, finder.entry(target, source)) for source in target.sources]
+        self.sources = [(source, finder.entry(target, source)) for source in target.sources]
         self._extents: BoxIndex | None = None
-        if len(self._sources) > 1:
-            self._extents = BoxIndex([_extent(source, entry) for source, entry in self._sources])
+
+    def geometry(self) -> tuple[object, ...]:
+        """What `locate` depends on, the box aside: equal for targets whose pieces lie in the same way."""
+        seen = ((s.view, e.shape, e.dtype, self._finder.tiling(e)) for s, e in self.sources)
+        return (self.target.shape, self.target.dtype, self.target.zero_filled, *seen)
 
     def pieces(self, box: Box) -> list[SourcePiece]:
         """The pieces that tile `box`, each in coordinates relative to its start.
@@ -80,31 +96,42 @@ class TargetReader:
             MappingError: the sources do not tile the box.
             CorruptCheckpointError: the chunks of a source do not tile that source.
         """
-        found: list[SourcePiece] = []
-        for source, entry in self._meeting(box):
+        found = []
+        for number, chunk, piece in self.locate(box):
+            entry = self.sources[number][1]
+            found.append(SourcePiece(entry, entry.chunks[chunk], piece))
+        return found
+
+    def locate(self, box: Box) -> list[Located]:
+        """`pieces` by numbers."""
+        found: list[Located] = []
+        for number in self._meeting(box):
+            source, entry = self.sources[number]
             wanted = pull_box(source.view, box).intersect(full_box(entry.shape))
             if wanted is None:
                 continue
             for chunk in self._finder.chunks(entry, wanted):
-                part = chunk_piece(chunk.box).crop(wanted)
+                part = chunk_piece(entry.chunks[chunk].box).crop(wanted)
                 for shown in push_piece(source.view, part) if part else ():
                     kept = shown.crop(box)
                     if kept is not None:
-                        found.append(SourcePiece(entry, chunk, kept._replace(box=kept.box.relative_to(box))))
-        self._prove(box, found)
+                        found.append(Located(number, chunk, kept._replace(box=kept.box.relative_to(box))))
+        self._prove(box, [located.piece.box for located in found])
         return found
 
-    def _meeting(self, box: Box) -> list[tuple[Source, TensorEntry]]:
+    def _meeting(self, box: Box) -> Iterable[int]:
+        if len(self.sources) == 1:
+            return (0,)
         if self._extents is None:
-            return self._sources
-        return [self._sources[i] for i in self._extents.meeting(box)]
+            self._extents = BoxIndex([_extent(source, entry) for source, entry in self.sources])
+        return self._extents.meeting(box)
 
-    def _prove(self, box: Box, found: Sequence[SourcePiece]) -> None:
-        parts = [p.piece.box for p in found]
+    def _prove(self, box: Box, parts: Sequence[Box]) -> None:
         missing = box.volume - sum(part.volume for part in parts)
         if (missing == 0 or (missing > 0 and self.target.zero_filled)) and find_overlap(parts) is None:
             return
-        damaged = [problem for _, entry in self._meeting(box) if (problem := entry_problem(entry))]
+        met = [self.sources[number][1] for number in self._meeting(box)]
+        damaged = [problem for entry in met if (problem := entry_problem(entry))]
         if damaged:
             raise CorruptCheckpointError(f"{self.target.key} {box} cannot be read: {damaged[0]}")
         problem = tiling_problem(Box((0,) * len(box.size), box.size), parts)
