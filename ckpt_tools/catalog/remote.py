@@ -32,7 +32,17 @@ _WINDOWS = 4  # kept by each thread: 32 MiB
 _INSTALL = "pip install 'ckpt-tools[remote]' for s3:// and gs://, multi-storage-client for msc://"
 _HINT = "Check the address, the credentials and the network."
 
+_ASKED_FOR: set[str] = set()  # schemes that must be
+
 T = TypeVar("T")
+
+
+def allow_msc() -> None:
+    """Let this process open `msc://` locations.
+
+    multi-storage-client loads the Python code that its configuration files name, so a URL alone does not start it.
+    """
+    _ASKED_FOR.add("msc")
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +289,10 @@ def _file_system(location: str) -> tuple[Any, str]:
     """fsspec's file system for a URL, and the path in it."""
     import fsspec
 
+    if location.startswith("msc://") and "msc" not in _ASKED_FOR:
+        raise UsageError(
+            f"{location}: multi-storage-client has to be asked for: add --enable-msc, or call allow_msc() first."
+        )
     try:
         fs, path = fsspec.core.url_to_fs(location)
     except ImportError as error:

@@ -253,6 +253,7 @@ def build_param_group_map(
     experts: o.ExpertsOption = None,
     swiglu: o.Swiglu = None,
     iteration: Annotated[int | None, typer.Option(help="Iteration of a root, instead of its latest.")] = None,
+    enable_msc: EnableMsc = False,
 ) -> None:
     """Write a param_to_param_group_map.json: from a training job's dump, or derived from a checkpoint alone."""
     import json

@@ -65,6 +65,7 @@ def slice_layers(
     as_json: AsJson = False,
     quiet: o.Quiet = False,
     trust_pickle: TrustPickle = False,
+    enable_msc: EnableMsc = False,
 ) -> None:
     """Copy a few layers of a checkpoint as a small, whole checkpoint, for tests and CI."""
     from ckpt_tools.cli.progress import progress_bar
@@ -89,6 +90,7 @@ def print_tensor(
     iteration: Iteration = None,
     as_json: AsJson = False,
     trust_pickle: TrustPickle = False,
+    enable_msc: EnableMsc = False,
 ) -> None:
     """Print a stored tensor or object; only what is shown is read."""
     from ckpt_tools.convert.print_tensor import print_tensor as read

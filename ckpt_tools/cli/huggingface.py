@@ -10,7 +10,7 @@ import typer
 
 from ckpt_tools.cli import options as o
 from ckpt_tools.cli.convert import finish
-from ckpt_tools.cli.inspect import TrustPickle
+from ckpt_tools.cli.inspect import EnableMsc, TrustPickle
 
 
 class MegatronFormat(str, Enum):
@@ -82,6 +82,7 @@ def export(
     as_json: o.AsJson = False,
     report: o.ReportFile = None,
     trust_pickle: TrustPickle = False,
+    enable_msc: EnableMsc = False,
 ) -> None:  # fmt: skip
     """Export a checkpoint to Hugging Face: safetensors, index, config.json, without a model in memory."""
     from ckpt_tools.cli.progress import progress_bar
@@ -146,6 +147,7 @@ def import_(
     quiet: o.Quiet = False,
     as_json: o.AsJson = False,
     report: o.ReportFile = None,
+    enable_msc: EnableMsc = False,
 ) -> None:  # fmt: skip
     """Import a Hugging Face model: weights only, for `--finetune` or `--no-load-optim --no-load-rng`."""
     from ckpt_tools.cli.progress import progress_bar

@@ -18,8 +18,19 @@ if TYPE_CHECKING:
 TrustPickle = Annotated[
     bool, typer.Option("--trust-pickle", help="Read unknown classes as inert placeholders.")
 ]
+
+
+def _allow_msc(wanted: bool) -> bool:
+    if wanted:
+        from ckpt_tools.catalog.remote import allow_msc
+
+        allow_msc()
+    return wanted
+
+
 EnableMsc = Annotated[
-    bool, typer.Option("--enable-msc", help="Accepted for NVIDIA's script; changes nothing.")
+    bool,
+    typer.Option("--enable-msc", callback=_allow_msc, help="Open msc:// locations by multi-storage-client."),
 ]
 
 

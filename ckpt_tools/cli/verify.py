@@ -79,6 +79,7 @@ def verify(
     threads: o.Threads = 2,
     quiet: o.Quiet = False,
     trust_pickle: TrustPickle = False,
+    enable_msc: EnableMsc = False,
 ) -> None:
     """Check that a checkpoint is whole and sound. Exit code 1 when it is not."""
     from ckpt_tools.cli.progress import progress_bar
@@ -107,6 +108,7 @@ def preflight(
     as_json: AsJson = False,
     junit: Junit = None,
     trust_pickle: TrustPickle = False,
+    enable_msc: EnableMsc = False,
 ) -> None:
     """Check that a Megatron-FSDP job can load a checkpoint, and print the flags for it. Exit code 1 when not."""
     from ckpt_tools.convert.preflight import preflight as check

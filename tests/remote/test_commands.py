@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from ckpt_tools.catalog import remote
 from ckpt_tools.cli.app import run
 from tests.conftest import fixture_dir
 
@@ -80,3 +82,20 @@ def test_overlap_and_absence_are_told_in_terms_of_urls(capsys: pytest.CaptureFix
     assert "the output memory://in/x and the source memory://in overlap" in capsys.readouterr().err
     assert run(["inspect", "memory://nowhere"]) == 3
     assert "memory://nowhere does not exist" in capsys.readouterr().err
+
+
+def test_msc_is_opened_when_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("multistorageclient", reason="multi-storage-client is not installed")
+    provider = {"type": "file", "options": {"base_path": str(SOURCE)}}
+    (tmp_path / "out").mkdir()
+    target = {"type": "file", "options": {"base_path": str(tmp_path / "out")}}
+    profiles = {"lab": {"storage_provider": provider}, "out": {"storage_provider": target}}
+    (tmp_path / "msc.json").write_text(json.dumps({"profiles": profiles}))
+    monkeypatch.setenv("MSC_CONFIG", str(tmp_path / "msc.json"))
+    monkeypatch.setattr(remote, "_ASKED_FOR", set())
+    assert run(["inspect", "msc://lab/iter_0000002"]) == 2
+    assert "add --enable-msc" in capsys.readouterr().err
+    assert run(["convert", "msc://lab/iter_0000002", "msc://out/fsdp", "--enable-msc", "--quiet"]) == 0
+    assert run(["verify", str(tmp_path / "out" / "fsdp"), "--content"]) == 0

@@ -266,6 +266,10 @@ def test_msc_urls_read_through_multi_storage_client(tmp_path: Path, monkeypatch:
     provider = {"type": "file", "options": {"base_path": str(tmp_path)}}
     (tmp_path / "msc.json").write_text(json.dumps({"profiles": {"lab": {"storage_provider": provider}}}))
     monkeypatch.setenv("MSC_CONFIG", str(tmp_path / "msc.json"))
+    with pytest.raises(UsageError, match="add --enable-msc"):
+        open_files("msc://lab/run")
+    monkeypatch.setattr(remote, "_ASKED_FOR", set())
+    remote.allow_msc()
     files = open_files("msc://lab/run")
     assert files.list() == ["data"]
     assert files.read("data", 5, 9 * MIB) == DATA[5 : 5 + 9 * MIB]
