@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 import pickle
 import warnings
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, load
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 
 class _AnyClass(pickle.Unpickler):
@@ -36,8 +37,9 @@ class PickleModule:
     Unpickler = _AnyClass
 
 
+@cache
 def metadata(folder: Path) -> Metadata:
-    """The stock metadata object."""
+    """The stock metadata object; read once, as tests do not change a checkpoint they have looked at."""
     return _AnyClass(io.BytesIO((folder / ".metadata").read_bytes())).load()
 
 
@@ -64,13 +66,11 @@ class _Reader(FileSystemReader):
 
 def item(folder: Path, key: str) -> Any:
     """One object of a checkpoint."""
-    for index, info in metadata(folder).storage_data.items():
-        if index.fqn == key:
-            with (folder / info.relative_path).open("rb") as file:
-                file.seek(info.offset)
-                data = file.read(info.length)
-            return torch.load(io.BytesIO(data), weights_only=False, pickle_module=PickleModule)
-    raise KeyError(key)
+    info = metadata(folder).storage_data[MetadataIndex(key)]
+    with (folder / info.relative_path).open("rb") as file:
+        file.seek(info.offset)
+        data = file.read(info.length)
+    return torch.load(io.BytesIO(data), weights_only=False, pickle_module=PickleModule)
 
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -142,10 +142,16 @@ def test_a_truncated_source_is_named(case: Case, tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
 
 
-def interrupt(done: int, total: int) -> None:
-    """Ctrl-C, once something is written."""
-    if done:
-        os.kill(os.getpid(), signal.SIGINT)
+def interrupt_once() -> Callable[[int, int], None]:
+    """Ctrl-C when something is written; a second one could arrive after the conversion has ended."""
+    sent: list[int] = []
+
+    def progress(done: int, _total: int) -> None:
+        if done and not sent:
+            sent.append(done)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    return progress
 
 
 def test_interrupted_work_is_resumed_and_equal(
@@ -156,7 +162,7 @@ def test_interrupted_work_is_resumed_and_equal(
     monkeypatch.setattr("ckpt_tools.execute.work._WATCH_SECONDS", 0.0)
     out = tmp_path / "out"
     with pytest.raises(Interrupted, match="--resume"):
-        write_checkpoint(plan, case.files, Output(out), SMALL, progress=interrupt)
+        write_checkpoint(plan, case.files, Output(out), SMALL, progress=interrupt_once())
     assert not out.exists()
     with pytest.raises(UsageError, match="--resume"):
         write_checkpoint(plan, case.files, Output(out))
