@@ -12,16 +12,18 @@ import traceback
 
 import typer
 
-from ckpt_tools import __version__
-from ckpt_tools.cli import convert, edit, huggingface, inspect, verify
+from ckpt_tools.cli import convert, edit, environment, huggingface, inspect, verify
+from ckpt_tools.cli.help import Group
+from ckpt_tools.cli.manual import exit_codes
 from ckpt_tools.errors import CkptError, Interrupted, StorageError, UsageError
 
 app = typer.Typer(
     name="checkpoint-inspector",
+    cls=Group,
     help="Inspect, convert, verify and redistribute Megatron torch_dist and Megatron-FSDP fsdp_dtensor checkpoints.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    add_completion=False,
+    epilog=exit_codes(),
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 inspect.register(app)
@@ -29,18 +31,23 @@ convert.register(app)
 huggingface.register(app)
 verify.register(app)
 edit.register(app)
+environment.register(app)
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(__version__)
+        environment.print_versions()
         raise typer.Exit
 
 
 @app.callback()
 def _options(
     version: bool = typer.Option(
-        False, "--version", callback=_print_version, is_eager=True, help="Print the version."
+        False,
+        "--version",
+        callback=_print_version,
+        is_eager=True,
+        help="Print the version, and those of the libraries.",
     ),
 ) -> None:
     pass

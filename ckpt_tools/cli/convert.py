@@ -14,6 +14,7 @@ import typer
 
 from ckpt_tools.cli import options as o
 from ckpt_tools.cli.inspect import EnableMsc, TrustPickle
+from ckpt_tools.cli.manual import page
 
 if TYPE_CHECKING:
     from ckpt_tools.convert.outputs import ConversionReport
@@ -53,10 +54,10 @@ _MEANING = {
 
 def register(app: typer.Typer) -> None:
     """Add this module's commands to `app`."""
-    app.command("convert-torch-dist-to-fsdp-dtensor")(_long_form(Format.FSDP_DTENSOR, "torch_dist"))
-    app.command("convert-fsdp-dtensor-to-torch-dist")(_long_form(Format.TORCH_DIST, "fsdp_dtensor"))
-    app.command("convert")(convert)
-    app.command("build-param-group-map")(build_param_group_map)
+    app.command(**page("convert"))(convert)
+    app.command(**page("convert-torch-dist-to-fsdp-dtensor"))(_long_form(Format.FSDP_DTENSOR, "torch_dist"))
+    app.command(**page("convert-fsdp-dtensor-to-torch-dist"))(_long_form(Format.TORCH_DIST, "fsdp_dtensor"))
+    app.command(**page("build-param-group-map"))(build_param_group_map)
 
 
 def convert(

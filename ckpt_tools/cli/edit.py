@@ -10,6 +10,7 @@ import typer
 from ckpt_tools.cli import options as o
 from ckpt_tools.cli import render
 from ckpt_tools.cli.inspect import EnableMsc, TrustPickle
+from ckpt_tools.cli.manual import page
 from ckpt_tools.cli.verify import Checkpoint, Iteration
 
 if TYPE_CHECKING:
@@ -23,9 +24,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout.")]
 
 def register(app: typer.Typer) -> None:
     """Add this module's commands to `app`."""
-    app.command("modify-state-dict")(modify_state_dict)
-    app.command("slice")(slice_layers)
-    app.command("print-tensor")(print_tensor)
+    app.command(**page("modify-state-dict"))(modify_state_dict)
+    app.command(**page("slice"))(slice_layers)
+    app.command(**page("print-tensor"))(print_tensor)
 
 
 def modify_state_dict(

@@ -11,6 +11,7 @@ import typer
 from ckpt_tools.cli import options as o
 from ckpt_tools.cli.convert import finish
 from ckpt_tools.cli.inspect import EnableMsc, TrustPickle
+from ckpt_tools.cli.manual import page
 
 
 class MegatronFormat(str, Enum):
@@ -38,8 +39,8 @@ OneIteration = Annotated[
 
 def register(app: typer.Typer) -> None:
     """Add this module's commands to `app`."""
-    app.command("export-hf")(export)
-    app.command("import-hf")(import_)
+    app.command(**page("export-hf"))(export)
+    app.command(**page("import-hf"))(import_)
 
 
 def export(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckpt_tools.cli import render
+from ckpt_tools.cli.manual import page
 
 if TYPE_CHECKING:
     from ckpt_tools.convert.inspect import Inspection
@@ -36,8 +37,8 @@ EnableMsc = Annotated[
 
 def register(app: typer.Typer) -> None:
     """Add this module's commands to `app`."""
-    app.command("inspect")(inspect)
-    app.command("print-torch-dcp-in-json")(print_torch_dcp_in_json)
+    app.command(**page("inspect"))(inspect)
+    app.command(**page("print-torch-dcp-in-json"))(print_torch_dcp_in_json)
 
 
 def inspect(

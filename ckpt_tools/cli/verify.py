@@ -13,6 +13,7 @@ import typer
 from ckpt_tools.cli import findings, render
 from ckpt_tools.cli import options as o
 from ckpt_tools.cli.inspect import EnableMsc, TrustPickle
+from ckpt_tools.cli.manual import page
 
 if TYPE_CHECKING:
     from ckpt_tools.verify.diff import DiffReport, TensorDiff
@@ -53,10 +54,10 @@ Junit = Annotated[Path | None, typer.Option("--junit", help="Also write the repo
 
 def register(app: typer.Typer) -> None:
     """Add this module's commands to `app`."""
-    app.command("verify")(verify)
-    app.command("diff")(diff)
-    app.command("compare-two-checkpoint", help="The old name of diff.")(diff)
-    app.command("preflight")(preflight)
+    app.command(**page("verify"))(verify)
+    app.command(**page("diff"))(diff)
+    app.command(**page("compare-two-checkpoint"), help="Compare two checkpoints: the old name of diff.")(diff)
+    app.command(**page("preflight"))(preflight)
 
 
 def verify(

@@ -74,7 +74,9 @@ def test_codes_of_commands_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--version"]) == 0
-    assert capsys.readouterr().out == f"{__version__}\n"
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"ckpt_tools {__version__}"
+    assert {"python", "torch", "numpy", "typer", "isal"} <= {line.split()[0] for line in lines}
 
 
 @pytest.mark.parametrize(
@@ -97,7 +99,9 @@ def test_usage_errors(argv: list[str], part: str, capsys: pytest.CaptureFixture[
     assert "--help" in captured.err
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["inspect", str(fixture_dir(LLAMA))], ["inspect", "--help"]])
+@pytest.mark.parametrize(
+    "argv", [["--help"], ["--version"], ["env"], ["inspect", str(fixture_dir(LLAMA))], ["inspect", "--help"]]
+)
 def test_start_is_light(argv: list[str]) -> None:
     """No torch and no numpy, neither for help nor to inspect."""
     program = (
@@ -109,7 +113,7 @@ def test_start_is_light(argv: list[str]) -> None:
 
 
 def test_module_and_broken_pipe() -> None:
-    assert python("-m", "ckpt_tools", "--version").stdout == f"{__version__}\n"
+    assert python("-m", "ckpt_tools", "--version").stdout.startswith(f"ckpt_tools {__version__}\n")
     command = f"{sys.executable} -m ckpt_tools inspect --json {fixture_dir(LLAMA)} | head -c 10"
     found = subprocess.run(
         ["bash", "-o", "pipefail", "-c", command], cwd=REPO, capture_output=True, check=False

@@ -1,0 +1,60 @@
+"""How `--help` is laid out: commands and options in named sections, and epilogs that keep their lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from typer.core import TyperCommand, TyperGroup
+
+Row = tuple[str, str]
+
+
+class Command(TyperCommand):
+    """A command whose options stand under the panels they were given."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        _write_parameters(self, ctx, formatter)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        _write_epilog(self.epilog, formatter)
+
+
+class Group(TyperGroup):
+    """A group whose commands stand under the panels they were given."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        _write_parameters(self, ctx, formatter)
+        commands = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
+        _write_sections(
+            ((getattr(command, "rich_help_panel", None) or "Commands", (name, command.get_short_help_str()))
+             for name, command in commands if command is not None and not command.hidden), formatter
+        )  # fmt: skip
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        _write_epilog(self.epilog, formatter)
+
+
+def _write_parameters(command: Any, ctx: Any, formatter: Any) -> None:
+    rows = []
+    for param in command.get_params(ctx):
+        record = param.get_help_record(ctx)
+        default = "Arguments" if param.param_type_name == "argument" else "Options"
+        if record is not None:
+            rows.append((getattr(param, "rich_help_panel", None) or default, record))
+    _write_sections(rows, formatter)
+
+
+def _write_sections(rows: Iterable[tuple[str, Row]], formatter: Any) -> None:
+    """Definition lists, one a section, in the order in which the sections first appear."""
+    sections: dict[str, list[Row]] = {}
+    for section, row in rows:
+        sections.setdefault(section, []).append(row)
+    for section, found in sections.items():
+        with formatter.section(section):
+            formatter.write_dl(found)
+
+
+def _write_epilog(epilog: str | None, formatter: Any) -> None:
+    if epilog:
+        formatter.write(f"\n{epilog}\n")

@@ -1,0 +1,161 @@
+"""The manual: what stands in `--help` beside the options. A test runs every example."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+from ckpt_tools.cli.help import Command
+
+PROGRAM = "checkpoint-inspector"
+LOOK, CONVERT, CHECK, EDIT, PROGRAM_ITSELF = "Look", "Convert", "Check", "Edit", "This program"
+
+PLACEHOLDERS = {
+    "RUN": "a run with torch_dist checkpoints",
+    "FSDP": "one with fsdp_dtensor checkpoints",
+    "HF": "a Hugging Face model",
+    "DUMP": "a dump of --dump-param-to-param-group-map",
+    "OUT": "what will be made",
+}
+EXIT_CODES = {
+    0: "done; equal; valid; ready",
+    1: "different (diff), not valid (verify), not ready (preflight)",
+    2: "usage: also a refused output, an illegal topology, too little memory",
+    3: "not a checkpoint, or of a kind that is not supported",
+    4: "corrupt or hostile input",
+    5: "mapping: an unknown key, a shape clash, a missing parameter group",
+    6: "content that does not prove to be what it must be",
+    7: "storage: disk full, permission, I/O error",
+    130: "interrupted; nothing was published",
+    143: "terminated; --resume goes on from there",
+}
+
+
+class Page(NamedTuple):
+    """A command's entry in the list of commands, and its examples: what is wanted, and the words that do it."""
+
+    section: str
+    summary: str  # at most 42 characters, so that the list fits 80 columns
+    examples: tuple[tuple[str, str], ...]
+
+
+PAGES = {
+    "inspect": Page(LOOK, "what a checkpoint is and what it holds", (
+        ("Everything that the metadata tells", "inspect RUN"),
+        ("The tensors of one layer, as a tree", "inspect FSDP --keys '*.layers.0.*' --tree"),
+        ("Another iteration than the tracker's, for a program", "inspect RUN --iteration 2 --json"),
+    )),
+    "print-tensor": Page(LOOK, "one tensor or object, or a part of it", (
+        ("A corner", "print-tensor RUN embedding.word_embeddings.weight --slice '0:2, :4'"),
+        ("Are there NaNs?", "print-tensor RUN decoder.final_layernorm.weight --stats"),
+        ("An object", "print-tensor FSDP opt_param_scheduler.max_lr"),
+    )),
+    "print-torch-dcp-in-json": Page(LOOK, "metadata of any DCP checkpoint as JSON", (
+        ("Keys, shapes, chunks and where their bytes lie", "print-torch-dcp-in-json RUN/iter_0000002 -o OUT.json"),
+        ("The values of small objects too", "print-torch-dcp-in-json FSDP/iter_0000002 --values"),
+        ("Turn a dump into its map file, beside it", "print-torch-dcp-in-json DUMP"),
+    )),
+    "plan": Page(CONVERT, "what a conversion would do, and its cost", (
+        ("Bytes and memory of every rank of a job", "plan RUN --dp-shard 4"),
+        ("Who owns what, as a picture", "plan RUN --dp-shard 4 --svg OUT.svg"),
+        ("The boxes of some tensors, for a program", "plan RUN --dp-shard 2 --tensor '*linear_qkv*' --json"),
+    )),
+    "convert": Page(CONVERT, "to another format or topology", (
+        ("For Megatron-FSDP", "convert RUN OUT"),
+        ("Rank by rank as 4 GPUs will read it", "convert RUN OUT --dp-shard 4"),
+        ("Back to 3D parallel", "convert FSDP OUT --to torch_dist"),
+        ("See what would happen", "convert RUN OUT --dry-run"),
+        ("With four processes", "torchrun --nproc-per-node 4 -m ckpt_tools convert RUN OUT --resume"),
+    )),
+    "convert-torch-dist-to-fsdp-dtensor": Page(CONVERT, "the same as convert --to fsdp_dtensor", (
+        ("As NVIDIA's guide does it", "convert-torch-dist-to-fsdp-dtensor --swiglu RUN/iter_0000002 OUT"),
+        ("Weights alone, for a warm start",
+         "convert-torch-dist-to-fsdp-dtensor RUN OUT --weights-only --dtype bfloat16"),
+    )),
+    "convert-fsdp-dtensor-to-torch-dist": Page(CONVERT, "the same as convert --to torch_dist", (
+        ("Back to 3D parallel", "convert-fsdp-dtensor-to-torch-dist FSDP OUT"),
+        ("For a job of another tensor parallel size", "convert-fsdp-dtensor-to-torch-dist FSDP OUT --tp 2"),
+    )),
+    "build-param-group-map": Page(CONVERT, "make a param_to_param_group_map.json", (
+        ("Derive the map from a checkpoint", "build-param-group-map RUN -o OUT.json"),
+        ("Which rule placed each parameter?", "build-param-group-map RUN --explain"),
+        ("Take it from a dump", "build-param-group-map DUMP"),
+    )),
+    "export-hf": Page(CONVERT, "to Hugging Face", (
+        ("A model directory for transformers", "export-hf RUN OUT"),
+        ("With the tokenizer of the original", "export-hf FSDP OUT --hf-config HF"),
+        ("In half precision and small files", "export-hf RUN OUT --dtype float16 --max-shard-size 2GB"),
+    )),
+    "import-hf": Page(CONVERT, "from Hugging Face", (
+        ("For --finetune in 3D parallel", "import-hf HF OUT"),
+        ("For Megatron-FSDP on 8 GPUs", "import-hf HF OUT --to fsdp_dtensor --dp-shard 8"),
+    )),
+    "verify": Page(CHECK, "is it whole and sound?", (
+        ("Files, metadata and meaning, without reading tensors", "verify RUN"),
+        ("Every byte: checksums, masters, NaN and Inf", "verify FSDP --content"),
+        ("Remember the bytes now, compare them later", "verify RUN --manifest OUT.json"),
+        ("As annotations in a GitHub workflow", "verify RUN --format github --junit OUT.xml"),
+    )),
+    "diff": Page(CHECK, "compare two, also across formats", (
+        ("A conversion with its source", "diff RUN FSDP"),
+        ("Weights only", "diff RUN RUN --keys 'decoder.*'"),
+        ("Up to rounding, in JSON", "diff RUN RUN --rtol 1e-6 --atol 1e-8 --json"),
+    )),
+    "compare-two-checkpoint": Page(CHECK, "the old name of diff", (
+        ("As NVIDIA's script names it", "compare-two-checkpoint RUN RUN"),
+        ("By the names of fsdp_dtensor", "compare-two-checkpoint RUN FSDP --by parameters"),
+    )),
+    "preflight": Page(CHECK, "will a Megatron-FSDP job start from it?", (
+        ("The flags for the job", "preflight FSDP"),
+        ("Check a command line before a GPU is held",
+         "preflight FSDP -- pretrain_gpt.py --use-megatron-fsdp --ckpt-format fsdp_dtensor --load FSDP"
+         " --data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer"
+         " --no-gradient-accumulation-fusion --tensor-model-parallel-size 2 --swiglu"),
+    )),
+    "modify-state-dict": Page(EDIT, "drop or rename keys", (
+        ("Without the optimizer", "modify-state-dict RUN OUT --op 'remove optimizer\\..*'"),
+        ("Under another prefix",
+         "modify-state-dict FSDP OUT --op 'rename model\\.module\\.(.*) model.language_model.\\1'"),
+    )),
+    "slice": Page(EDIT, "a few layers as a small checkpoint", (
+        ("The first layer, for a test", "slice RUN OUT --layers 0:1"),
+        ("Of a block that has another name", "slice FSDP OUT --layers 0:1 --block decoder.layers"),
+    )),
+    "env": Page(PROGRAM_ITSELF, "versions and settings for a bug report", (
+        ("To paste into an issue", "env"),
+        ("What the file system of an output can do", "env . --json"),
+    )),
+}  # fmt: skip
+
+
+def page(name: str) -> dict[str, Any]:
+    """What `Typer.command` needs to show the page of command `name`."""
+    found = PAGES[name]
+    examples = "\n".join(f"  {what}:\n    {command_line(words)}" for what, words in found.examples)
+    used = [
+        f"  {name:<5} {what}" for name, what in PLACEHOLDERS.items() if re.search(rf"\b{name}\b", examples)
+    ]
+    return {
+        "name": name,
+        "cls": Command,
+        "short_help": found.summary,
+        "rich_help_panel": found.section,
+        "epilog": "\n".join(["Examples:", examples, *(["where"] if used else []), *used]),
+    }
+
+
+def command_line(words: str) -> str:
+    """An example as it is typed, folded before options so that it fits 80 columns with its indent."""
+    line = words if words.startswith("torchrun ") else f"{PROGRAM} {words}"
+    lines = [""]
+    for part in re.split(r"(?= -)", line):
+        if lines[-1] and len(lines[-1] + part) > 72:
+            lines.append(part[1:])
+        else:
+            lines[-1] += part
+    return " \\\n        ".join(lines)
+
+
+def exit_codes() -> str:
+    """The exit codes, for the end of the program's `--help`."""
+    return "Exit codes:\n" + "\n".join(f"  {code:<5}{meaning}" for code, meaning in EXIT_CODES.items())
