@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -114,18 +114,21 @@ class Store:
                 time.sleep(min(retry.pause * 2 ** (attempt - 1), retry.max_pause) * random.uniform(0.5, 1.5))
         raise AssertionError("the last attempt returns or raises")
 
-    def sizes(self, name: str = "") -> dict[str, int | None]:
-        """Sizes of the files and None for the folders directly inside; empty when there is no such folder."""
+    def entries(self, name: str = "") -> dict[str, dict[str, Any]]:
+        """What the driver tells of each file and folder directly inside; empty when there is no such folder."""
         path = self.path(name)
         self.fs.invalidate_cache(path)
         try:
-            entries = self.call(
-                f"{self.where(name)}: listing", lambda t: self.ask(t, "ls", path, detail=True)
-            )
+            found = self.call(f"{self.where(name)}: listing", lambda t: self.ask(t, "ls", path, detail=True))
         except FileNotFoundError:
             return {}
-        named = [(entry["name"].rstrip("/").rpartition("/")[2], entry) for entry in entries]
-        return {last: entry["size"] if entry["type"] == "file" else None for last, entry in named if last}
+        named = [(entry["name"].rstrip("/").rpartition("/")[2], entry) for entry in found]
+        return {last: entry for last, entry in named if last}
+
+    def sizes(self, name: str = "") -> dict[str, int | None]:
+        """Sizes of the files and None for the folders directly inside; empty when there is no such folder."""
+        found = self.entries(name)
+        return {last: entry["size"] if entry["type"] == "file" else None for last, entry in found.items()}
 
     def get(self, name: str) -> bytes:
         """The content of a small file."""
@@ -213,6 +216,13 @@ class RemoteFiles:
         elif buffer:
             window = self._window(name, offset, len(buffer))
             buffer[:] = memoryview(window.data)[offset - window.start :][: len(buffer)]
+
+    def stamps(self, names: Sequence[str]) -> dict[str, tuple[int | None, str | None]]:
+        """Length and version of each file, asked anew: equal as long as nothing changed; Nones when it is gone."""
+        places = {name: name.rpartition("/") for name in names}
+        folders = {folder: self._store.entries(folder) for folder, _, _ in places.values()}
+        entries = {name: folders[folder].get(last, {}) for name, (folder, _, last) in places.items()}
+        return {name: (entry.get("size"), _version(entry)) for name, entry in entries.items()}
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
@@ -302,6 +312,12 @@ def _file_system(location: str) -> tuple[Any, str]:
             f"{location}: {error}. Schemes such as s3://, gs:// and file:// are known."
         ) from error
     return fs, path
+
+
+def _version(entry: Mapping[str, Any]) -> str | None:
+    """What a driver tells of a file's content or its last change, under the names that drivers use."""
+    kinds = ("ETag", "etag", "generation", "md5Hash", "LastModified", "mtime", "created")
+    return next((str(entry[kind]) for kind in kinds if entry.get(kind)), None)
 
 
 def _text(error: BaseException) -> str:

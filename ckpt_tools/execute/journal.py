@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ckpt_tools.catalog.files import Files, LocalFiles
+from ckpt_tools.catalog.remote import RemoteFiles
 from ckpt_tools.errors import CorruptCheckpointError, UsageError
 from ckpt_tools.execute.fileio import storage_errors
 from ckpt_tools.plan.model import Plan
@@ -21,7 +22,9 @@ _HEADER = "plan.json"
 
 
 def fingerprint(files: Files, names: Sequence[str]) -> list[list[object]]:
-    """[name, bytes, modification time in ns or None] of each file; equal as long as nothing changed."""
+    """[name, bytes, modification time in ns or version] of each file; equal as long as nothing changed."""
+    if isinstance(files, RemoteFiles):
+        return [[name, *stamp] for name, stamp in files.stamps(names).items()]
     rows: list[list[object]] = []
     for name in names:
         if isinstance(files, LocalFiles):

@@ -127,6 +127,7 @@ class RemoteJob:
                         self._progress(self._done, total)
                 finally:
                     self._stop.set()
+            self._progress(self._done, total)
             errors = [e for e in (thread.exception() for thread in threads) if e]
             if errors:
                 raise next((e for e in errors if not isinstance(e, _StoppedError)), errors[0])

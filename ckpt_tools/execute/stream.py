@@ -179,8 +179,8 @@ class Pump:
             )
 
     def _whole_payload(self, segment: Segment) -> Payload | None:
-        """The payload that a segment copies as a whole, if it does."""
-        if segment.transfers and segment.transfers[0].strategy == VERBATIM:
+        """The payload that makes up a whole segment, if one does: others may stand beside it, or zeros."""
+        if len(segment.transfers) == 1 and not segment.zeros and segment.transfers[0].strategy == VERBATIM:
             return self._source.payload(chunk_of(segment.transfers[0]))
         return None
 

@@ -264,12 +264,12 @@ def test_msc_urls_read_through_multi_storage_client(tmp_path: Path, monkeypatch:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "data").write_bytes(DATA)
     provider = {"type": "file", "options": {"base_path": str(tmp_path)}}
-    (tmp_path / "msc.json").write_text(json.dumps({"profiles": {"lab": {"storage_provider": provider}}}))
+    (tmp_path / "msc.json").write_text(json.dumps({"profiles": {"shop": {"storage_provider": provider}}}))
     monkeypatch.setenv("MSC_CONFIG", str(tmp_path / "msc.json"))
     with pytest.raises(UsageError, match="add --enable-msc"):
-        open_files("msc://lab/run")
+        open_files("msc://shop/run")
     monkeypatch.setattr(remote, "_ASKED_FOR", set())
     remote.allow_msc()
-    files = open_files("msc://lab/run")
+    files = open_files("msc://shop/run")
     assert files.list() == ["data"]
     assert files.read("data", 5, 9 * MIB) == DATA[5 : 5 + 9 * MIB]

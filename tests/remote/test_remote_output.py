@@ -45,6 +45,7 @@ def store() -> Iterator[MemoryFileSystem]:
     fs = MemoryFileSystem()
     yield fs
     fs.store.clear()
+    fs.pseudo_dirs[:] = [""]
 
 
 @pytest.fixture
@@ -194,6 +195,18 @@ def test_a_damaged_source_is_reported_once_and_not_retried(
     file.write_bytes(bytes(file.stat().st_size))
     with pytest.raises(CorruptCheckpointError, match="does not end like"):
         write_checkpoint(plan, damaged.files, OUT)
+    assert "iter_0000007/.metadata" not in _content(store)
+
+
+def test_a_source_in_a_store_that_changes_meanwhile_is_noticed(case: Case, store: MemoryFileSystem) -> None:
+    store.put(case.files.location, "/source", recursive=True)
+    files = open_files("memory://source")
+
+    def touch(done: int, total: int) -> None:
+        store.pipe_file("/source/__0_0.distcp", store.cat_file("/source/__0_0.distcp", None, None))
+
+    with pytest.raises(CorruptCheckpointError, match=r"memory://source: __0_0\.distcp changed while"):
+        write_checkpoint(case.plan(WORLD), files, OUT, progress=touch)
     assert "iter_0000007/.metadata" not in _content(store)
 
 
