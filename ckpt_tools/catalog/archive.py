@@ -49,7 +49,7 @@ def read_directory(read: ReadAt, length: int, where: str) -> dict[str, Record]:
         )
     records = _entries(read(start, size), count, where)
     records.sort(key=lambda record: record.header)
-    limits = [record.header for record in records[1:]] + [start]
+    limits = [*(record.header for record in records), start][1:]
     found: dict[str, Record] = {}
     for record, limit in zip(records, limits, strict=True):
         if record.header + _LOCAL.size + len(record.name.encode()) + record.size > limit:

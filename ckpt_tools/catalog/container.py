@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from ckpt_tools.box import row_major_strides
 from ckpt_tools.catalog.archive import Record, payload_offset, read_directory
 from ckpt_tools.catalog.files import Files
-from ckpt_tools.catalog.model import Item
+from ckpt_tools.catalog.model import MAX_DIMENSIONS, Item
 from ckpt_tools.catalog.pickled_names import brief
 from ckpt_tools.catalog.unpickle import Function, TorchDtype, load_pickle
 from ckpt_tools.dtypes import itemsize
@@ -143,7 +143,8 @@ class _Archive:
 
     def _storage(self, pid: Any) -> _Storage:
         kind, storage_type, key, _location, numel = pid
-        if kind != "storage" or not isinstance(storage_type, _StorageType):
+        named = type(key) is str and len(key) < 256  # it is copied for every tensor
+        if kind != "storage" or not isinstance(storage_type, _StorageType) or not named:
             raise ValueError(f"unknown storage reference {brief(pid)}")
         return _Storage(f"data/{key}", storage_type.dtype, _natural(numel))
 
@@ -191,11 +192,13 @@ def load_object(files: Files, item: Item, trust_pickle: bool = False) -> Any:
         UnsupportedCheckpointError: a global that is not known to be harmless, named; see `load_pickle`.
     """
     archive = _Archive(files, item)
-    budget = [4 * item.length]  # bytes of all tensors: views of one storage may repeat, but not without end
+    budget = [
+        4 * item.length
+    ]  # bytes that tensors span: views of one storage may repeat, but not without end
 
     def load(ref: _TensorRef) -> StoredTensor:
         record = _checked_record(archive, ref)
-        budget[0] -= prod(ref.shape) * itemsize(ref.dtype)
+        budget[0] -= max(prod(ref.shape), ref.extent) * itemsize(ref.dtype)
         if budget[0] < 0:
             raise CorruptCheckpointError(f"{archive.where}: its tensors are larger than the archive.")
         return StoredTensor(ref.dtype, ref.shape, _dense_bytes(archive, record, ref))
@@ -267,9 +270,9 @@ def _rebuilders(rebuild: Callable[[_TensorRef], object]) -> dict[tuple[str, str]
     def checked(storage: Any, dtype: str, offset: Any, shape: Any, strides: Any) -> object:
         if not isinstance(storage, _Storage):
             raise ValueError("a tensor without a storage")
+        if not len(shape) == len(strides) <= MAX_DIMENSIONS:
+            raise ValueError(f"a tensor of {len(shape)} dimensions with {len(strides)} strides")
         shape, strides = tuple(map(_natural, shape)), tuple(map(_natural, strides))
-        if len(shape) != len(strides):
-            raise ValueError(f"a tensor of shape {shape} with strides {strides}")
         return rebuild(_TensorRef(storage, dtype, _natural(offset), shape, strides))
 
     def v2(storage: Any, offset: Any, shape: Any, strides: Any, *_grad_and_hooks: Any) -> object:

@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 
 from ckpt_tools.box import Box
 from ckpt_tools.catalog.files import Files
-from ckpt_tools.catalog.model import Catalog, Chunk, Item, ObjectEntry, TensorEntry
-from ckpt_tools.catalog.pickle_machine import Machine, Name, Object, Pairs, Record
+from ckpt_tools.catalog.model import MAX_DIMENSIONS, Catalog, Chunk, Item, ObjectEntry, TensorEntry
+from ckpt_tools.catalog.pickle_machine import Machine
+from ckpt_tools.catalog.pickle_values import Name, Object, Pairs, Record
 from ckpt_tools.catalog.pickled_names import brief
 from ckpt_tools.catalog.records import CHUNK, STORED, Kind, integer, integers
 from ckpt_tools.dtypes import ITEMSIZE
@@ -266,7 +267,7 @@ class _Decoder:
             chunks.append(Chunk(box, item))
         if items:
             raise CorruptCheckpointError(
-                f"{key}: items are stored for chunks at {list(items)}, which it has not"
+                f"{key}: {len(items)} items are stored for chunks that it has not, the first at {next(iter(items))}"
             )
         return TensorEntry(key, _dtype(key, state["properties"]), shape, tuple(chunks))
 
@@ -289,7 +290,9 @@ def _packed(kind: Kind, data: bytes, place: int) -> re.Match[bytes]:
 def _plain_item(index: Any, info: Any) -> tuple[str, Offset | None, Item]:
     """Key, chunk offset and item of one storage entry that was executed."""
     where, what = index.state.as_dict(), info.state.as_dict()
-    key, offset = where["fqn"], where.get("offset")
+    key, offset, file = where["fqn"], where.get("offset"), what["relative_path"]
+    if type(key) is not str or type(file) is not str:
+        raise TypeError("a key or file name is no text")
     transforms = what.get("transform_descriptors")
     if transforms:
         names = ", ".join(map(brief, transforms)) if isinstance(transforms, list) else brief(transforms)
@@ -297,14 +300,14 @@ def _plain_item(index: Any, info: Any) -> tuple[str, Offset | None, Item]:
             f"{key} was transformed by {names} when it was saved. Save the checkpoint again without "
             "torch extensions."
         )
-    item = Item(what["relative_path"], what["offset"], what["length"])
+    item = Item(file, what["offset"], what["length"])
     return key, None if offset is None else _offset(offset), item
 
 
 def _check_range(key: str, item: Item) -> None:
     if not (type(item.offset) is type(item.length) is int and item.offset >= 0 and 0 < item.length < 1 << 62):
         raise CorruptCheckpointError(
-            f"{key}: {item.length} bytes at {item.offset} of {item.file} are no item"
+            f"{key}: {brief(item.length)} bytes at {brief(item.offset)} of {item.file} are no item"
         )
 
 
@@ -318,7 +321,11 @@ def _path_problem(path: object) -> str | None:
 
 def _offset(value: Any) -> Offset:
     """A size or offset: a tuple of natural numbers."""
-    if type(value) is not tuple or not all(type(n) is int and 0 <= n < 1 << 62 for n in value):
+    if (
+        type(value) is not tuple
+        or len(value) > MAX_DIMENSIONS
+        or not all(type(n) is int and 0 <= n < 1 << 62 for n in value)
+    ):
         raise CorruptCheckpointError(f"{brief(value)} is no shape or offset")
     return value
 

@@ -14,6 +14,8 @@ from typing import NamedTuple
 from ckpt_tools.box import Box
 from ckpt_tools.dtypes import itemsize
 
+MAX_DIMENSIONS = 64  # of a tensor; torch and numpy have the same limit
+
 
 class Item(NamedTuple):
     """One stored item: `length` bytes at `offset` of `file`, its container included."""

@@ -6,8 +6,9 @@ it stands (see `records`) and only its place is kept. Everything else is execute
 pickle is imported or called: globals are names, objects are a name with a state.
 
 For other pickles its run is a proof. The C unpickler grows its memo to any index that a PUT names. Hashing a tuple
-recurses and visits shared parts again and again. Integers that are equal modulo 2**61 - 1 share a hash, so a dict
-of them takes quadratic time. Each takes a process down with a few bytes, and is refused here.
+recurses and visits shared parts again and again. Only texts and small integers have hashes that nobody can make
+equal; a dict of other keys may take quadratic time. A call that copies its argument copies a shared one as often as
+it is called. Each takes a process down with a few bytes, and is refused here.
 
 Later opcodes may fetch a part of a packed record from the memo. `_bases` tells which record made a memo entry, and
 the fetch executes that record.
@@ -21,50 +22,18 @@ from array import array
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Container
-from typing import Any, NamedTuple
+from typing import Any
 
+from ckpt_tools.catalog.pickle_values import Limits, Members, Name, Object, Pairs, Record
 from ckpt_tools.catalog.pickled_names import check_global, check_global_count
 from ckpt_tools.catalog.records import CHUNK, PLANNED, STORED, Kind
 from ckpt_tools.errors import CkptError, CorruptCheckpointError
 
-MAX_TUPLE = 20_000  # elements, shared ones counted as often as they appear; also bounds the depth
-_SMALL_TUPLE = 16
-MAX_WIDE_INTEGERS = 1_000  # random states have 32-bit integers; nothing has many that can share a hash
-
-
-class Name(NamedTuple):
-    """A global, as named."""
-
-    module: str
-    name: str
-
-
-class Object:
-    """What a global made: its arguments, and the state that was put into it."""
-
-    __slots__ = ("args", "kind", "state")
-
-    def __init__(self, kind: Name, args: tuple[Any, ...]) -> None:
-        self.kind, self.args = kind, args
-        self.state: Any = None
-
-
-class Record(int):
-    """Where a packed chunk begins, in bytes of the pickle."""
-
-    __slots__ = ()
-
-
-class Pairs(list[Any]):
-    """A dict as its keys and values in turn."""
-
-    __slots__ = ()
-
-    def as_dict(self) -> dict[Any, Any]:
-        """The dict, if its keys are all texts (a name of the caller's own is then found without surprises)."""
-        if not all(type(key) is str for key in self[::2]):
-            raise TypeError("a key is no text")
-        return dict(zip(self[::2], self[1::2], strict=True))
+# Calls that the C unpickler carries out, and what they make is as large as what they are given.
+_COPIES = {
+    Name("_codecs", "encode"),
+    *(Name(m, n) for m in ("builtins", "__builtin__") for n in ("set", "frozenset", "bytes", "bytearray")),
+}
 
 
 class Machine:
@@ -83,8 +52,7 @@ class Machine:
         known: Container[tuple[str, str]] | None = None,
     ) -> None:
         self.data, self.where, self._trust, self._known = data, where, trust_pickle, known
-        self._large_tuples: dict[int, tuple[tuple[Any, ...], int]] = {}  # by identity, with their size
-        self._wide_integers = 0
+        self._limits = Limits(where, len(data), makes_tables=known is not None)
         self.stored: defaultdict[bytes, array[int]] = defaultdict(lambda: array("Q"))
         self.files: set[bytes] = set()
         self._at = 0
@@ -142,7 +110,7 @@ class Machine:
         place = self._places[number]
         found = next(filter(None, (kind.match(self.data, place) for kind in (CHUNK, STORED, PLANNED))))
         inner = Machine(self.data, self.where, self._trust)
-        inner._memo, inner._names, inner._large_tuples = self._memo, self._names, self._large_tuples
+        inner._memo, inner._names, inner._limits = self._memo, self._names, self._limits
         inner._bases, inner._places = self._bases, self._places
         inner._at, inner._count = place, self._bases[number]
         inner._run(found.end())
@@ -232,26 +200,18 @@ class Machine:
         self._push_tuple(items)
 
     def _push_tuple(self, items: tuple[Any, ...]) -> None:
-        """Push a tuple whose size, as hashing would see it, is bounded."""
-        size = 1 + len(items)
-        for item in items:
-            if type(item) is tuple:
-                size += self._large_tuples[id(item)][1] if id(item) in self._large_tuples else _SMALL_TUPLE
-        if size > _SMALL_TUPLE:
-            self._large_tuples[id(items)] = (items, size)  # the reference keeps the identity its own
-        if size > MAX_TUPLE:
-            raise CorruptCheckpointError(
-                f"{self.where}: a tuple of more than {MAX_TUPLE} elements with its parts."
-            )
+        self._limits.add_tuple(items)
         self._stack.append(items)
+
+    def _set(self, members: list[Any]) -> None:
+        self._limits.add_set()
+        self._limits.add_keys(members)
+        self._stack.append(Members(members))
 
     def _long(self, width: int) -> None:
         encoded = self._counted(width)
-        self._wide_integers += len(encoded) >= 8
-        if self._wide_integers > MAX_WIDE_INTEGERS:
-            raise CorruptCheckpointError(
-                f"{self.where}: more than {MAX_WIDE_INTEGERS} integers of 8 bytes or more in one pickle."
-            )
+        if len(encoded) >= 8:
+            self._limits.add_wide_integer()
         self._stack.append(int.from_bytes(encoded, "little", signed=True))
 
     def _persistent(self) -> None:
@@ -263,6 +223,8 @@ class Machine:
         """Append to the list or set on top of the stack, or put keys and values into the dict there."""
         target = self._stack[-1]
         if isinstance(target, list):
+            if type(target) is not list:
+                self._limits.add_keys(items[::2] if type(target) is Pairs else items)
             target.extend(items)
         elif type(target) is not Object:  # an object of a list or dict class takes them too
             raise TypeError(f"{type(target).__name__} is no list or dict")
@@ -296,9 +258,17 @@ class Machine:
         if type(kind) is not Name or type(args) is not tuple:
             raise TypeError("what is called is no global")
         if kind.name == "Size" and kind.module == "torch":
-            self._push_tuple(tuple(args[0]))
-        elif kind.name == "OrderedDict":
+            self._push_tuple(tuple(self._limits.copied(args)))
+        elif kind == ("collections", "OrderedDict"):
+            if args:
+                raise TypeError("an OrderedDict is filled after it is made")
             self._stack.append(Pairs())
+        elif self._known is not None and kind in _COPIES:
+            copied = self._limits.copied(args)
+            if kind.name in ("set", "frozenset"):
+                self._set(copied)
+            else:
+                self._stack.append(copied)
         else:
             self._stack.append(Object(kind, args))
 
@@ -307,8 +277,12 @@ class Machine:
         target = self._stack[-1]
         if type(target) is Object:
             target.state = state
-        elif type(target) is not Pairs:  # an OrderedDict may have attributes; nobody asks for them
-            raise TypeError(f"{type(target).__name__} takes no state")
+        elif (
+            type(target) is not Pairs
+            or type(state) is not Pairs
+            or not all(type(name) is str and name.startswith("_") for name in state[::2])
+        ):  # an OrderedDict may have attributes (`_metadata`), but none of its methods replaced
+            raise TypeError(f"{type(target).__name__} takes no such state")
         self._pack_records()
 
 
@@ -352,14 +326,14 @@ def _steps() -> list[Callable[[Machine], None]]:
         b"\x87": lambda m: m._tuple(3),
         b"t": lambda m: m._push_tuple(tuple(m._pop_mark())),
         b"]": lambda m: m._push([]),
-        b"\x8f": lambda m: m._push([]),  # EMPTY_SET
+        b"\x8f": lambda m: m._set([]),  # EMPTY_SET
         b"}": lambda m: m._push(Pairs()),
         b"a": Machine._append,
         b"s": Machine._set_item,
         b"e": lambda m: m._extend(m._pop_mark()),
         b"u": lambda m: m._extend(m._pop_mark()),
         b"\x90": lambda m: m._extend(m._pop_mark()),  # ADDITEMS
-        b"\x91": lambda m: m._push(m._pop_mark()),  # FROZENSET
+        b"\x91": lambda m: m._set(m._pop_mark()),  # FROZENSET
         b"Q": Machine._persistent,
         b"h": lambda m: m._push(m._fetch(m._take(1)[0])),
         b"j": lambda m: m._push(m._fetch(int.from_bytes(m._take(4), "little"))),

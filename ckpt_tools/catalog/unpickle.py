@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple, cast
 
 from ckpt_tools.catalog.pickle_machine import Machine
-from ckpt_tools.catalog.pickled_names import check_global, check_global_count
+from ckpt_tools.catalog.pickled_names import brief, check_global, check_global_count
 from ckpt_tools.dtypes import ITEMSIZE
 from ckpt_tools.errors import CkptError, CorruptCheckpointError
 
@@ -116,7 +116,7 @@ class Function(tuple[Callable[..., Any]]):
 
 def _encode(text: str, encoding: str = "latin1") -> bytes:
     if encoding not in ("latin1", "latin-1"):
-        raise ValueError(f"_codecs.encode to {encoding!r}")
+        raise ValueError(f"_codecs.encode to {brief(encoding)}")
     return text.encode("latin1")
 
 

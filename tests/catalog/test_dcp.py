@@ -177,11 +177,11 @@ CONTRADICTIONS = {
     "no name": ({W0: _StorageInfo(None, 0, 9)}, "KeyError"),
     "negative": ({W0: _StorageInfo("a", -5, 9)}, "w: 9 bytes at -5 of a are no item"),
     "huge": ({W0: _StorageInfo("a", 0, 1 << 62)}, "are no item"),
-    "text length": ({W0: _StorageInfo("a", 0, "9")}, "w: 9 bytes at 0 of a are no item"),
+    "text length": ({W0: _StorageInfo("a", 0, "9")}, "w: '9' bytes at 0 of a are no item"),
     "unknown key": ({MetadataIndex("v", (0,)): _StorageInfo("a", 0, 9)}, "v: stored but not described"),
     "unknown chunk": (
         {MetadataIndex("w", (1, 0)): _StorageInfo("a", 0, 9)},
-        r"chunks at \[\(1, 0\)\], which it has not",
+        r"chunks that it has not, the first at \(1, 0\)",
     ),
 }
 

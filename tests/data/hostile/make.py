@@ -167,12 +167,78 @@ def objects() -> None:
             "has 8 bytes, but its pickle says 3 elements",
         ),
         "tensor_beyond_storage": (tensor("K\3\x85", "K\1\x85"), "needs 12 bytes of a/data/0, which has 8"),
-        "tensor_rank_mismatch": (tensor(one, ")"), "a tensor of shape (2,) with strides ()"),
+        "tensor_rank_mismatch": (tensor(one, ")"), "a tensor of 1 dimensions with 0 strides"),
         "tensor_key_escape": (tensor(one, "K\1\x85", key="../../x"), "no record 'data/../../x'"),
         "tensor_quantized": (tensor(one, "K\1\x85", storage="QInt8Storage"), "names torch.'QInt8Storage'"),
     }
     for name, (pickle, message) in cases.items():
         write(f"{name}.pt", archive([("a/data.pkl", pickle), data]), message)
+
+
+def amplifiers() -> None:
+    """Small pickles that would be copied, printed, hashed or multiplied into something large."""
+    shared = (
+        b"]" + b"q\xc8" + b"0](h\xc8h\xc8eq\xc8" * 60
+    )  # each list holds the one before twice: 2**60 to print
+    many = 40
+    pid = b"(" + text("storage") + b"ctorch\nFloatStorage\n" + shared + text("cpu") + b"K\2tQ"
+    texts = text("x" * 200) + b"q\0"
+    span, strided = b"", tensor("K\2\x85", "M\xff\x01\x85", numel=1024)[2:-1]
+    for _ in range(many):
+        span += strided
+    ones = "(" + "K\1" * 65 + "t"
+    large = b"(" + b"N" * 100 + b"tq\0" + b"0(" + b"h\0" * 50 + b"tq\1" + b"0"
+    keys = [b"h\1K%c\x86" % i for i in range(5)]
+    method = b"ccollections\nOrderedDict\n)R}" + text("items") + b"Nsb"
+    cases = {
+        "shared_storage_key": (pid, "unknown storage reference"),
+        "shared_encoding": (
+            b"c_codecs\nencode\n" + text("x") + shared + b"\x86R",
+            "_codecs.encode to a list",
+        ),
+        "copied_text": (
+            texts + b"c_codecs\nencode\nh\0\x85R" * many,
+            "more copies than the pickle could hold",
+        ),
+        "copied_list": (
+            b"](" + b"N" * 500 + b"eq\0" + b"c__builtin__\nset\nh\0\x85R" * many,
+            "more copies than the pickle could hold",
+        ),
+        "copied_size": (
+            b"](" + b"K\1" * 500 + b"eq\0" + b"ctorch\nSize\nh\0\x85R" * many,
+            "more copies than the pickle could hold",
+        ),
+        "tensors_that_span": (span, "its tensors are larger than the archive"),
+        "tensor_of_65_dimensions": (tensor(ones, ones)[2:-1], "a tensor of 65 dimensions"),
+        "odd_keys": (large + b"}(" + b"N".join(keys) + b"Nu", "keys other than texts and integers, of more"),
+        "odd_members": (large + b"\x8f(" + b"".join(keys) + b"\x90", "keys other than texts"),
+        "replaced_method": (method, "takes no such state"),
+    }
+    for name, (pickle, message) in cases.items():
+        records = [("a/data.pkl", b"\x80\x04" + pickle + b"."), ("a/data/0", bytes(4096))]
+        write(f"{name}.pt", archive(records[: 2 if "tensor" in name else 1]), message)
+    write("shared_offset.metadata", stored(shared, b"K\1"), "x: 1 bytes at a list of a are no item")
+    write("shared_length.metadata", stored(b"K\0", shared), "x: a list bytes at 0 of a are no item")
+    write(
+        "key_of_floats.metadata",
+        stored(b"K\0", b"K\1", key=b"G" + bytes(8) + b"\x85"),
+        "a key or file name is no text",
+    )
+
+
+def stored(offset: bytes, length: bytes, key: bytes = text("x")) -> bytes:
+    """`.metadata` of one object; `offset`, `length` and `key` as opcodes."""
+    package = "torch.distributed.checkpoint"
+
+    def made(module: str, name: str, **state: bytes) -> bytes:
+        pairs = b"".join(text(field) + value for field, value in state.items())
+        return f"c{package}.{module}\n{name}\n".encode() + b")\x81}(" + pairs + b"ub"
+
+    index = made("metadata", "MetadataIndex", fqn=key)
+    info = made("filesystem", "_StorageInfo", relative_path=text("a"), offset=offset, length=length)
+    known = b"}(" + text("x") + made("metadata", "BytesStorageMetadata") + b"u"
+    whole = made("metadata", "Metadata", state_dict_metadata=known, storage_data=b"}(" + index + info + b"u")
+    return b"\x80\x02" + whole + b"."
 
 
 def archives() -> None:
@@ -189,6 +255,7 @@ def archives() -> None:
         archive([good, ("b/data.pkl", good[1])]),
         "2 records named data.pkl, expected one",
     )
+    write("zip_no_records.pt", archive([]), "0 records named data.pkl, expected one")
     write("zip_no_pickle.pt", archive([("a/x", b"1")]), "0 records named data.pkl, expected one")
     write("zip_big_endian.pt", archive([good, ("a/byteorder", b"big")]), "written in byte order 'big'")
     write(
@@ -222,5 +289,6 @@ def archives() -> None:
 if __name__ == "__main__":
     pickles()
     objects()
+    amplifiers()
     archives()
     (HERE / "expected.json").write_text(json.dumps(EXPECTED, indent=1, sort_keys=True) + "\n")
