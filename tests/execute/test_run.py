@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_tools.box import full_box
+from ckpt_tools.box import Box, full_box
 from ckpt_tools.catalog.dcp import read_catalog
 from ckpt_tools.catalog.detect import TRACKER
 from ckpt_tools.catalog.files import open_files
@@ -26,7 +27,7 @@ from ckpt_tools.execute.casts import Array, numpy_dtype
 from ckpt_tools.execute.read_box import BoxReader
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from ckpt_tools.megatron.target import Source, Target, TargetTensor
-from ckpt_tools.megatron.views import Select, view_shape
+from ckpt_tools.megatron.views import Place, Select, view_shape
 from ckpt_tools.plan.build import build_plan
 from ckpt_tools.plan.model import Plan
 from tests.conftest import REPO
@@ -119,6 +120,29 @@ def test_kernel_copies_equal_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert_equal(stock_load(tmp_path / "tiles", plan), case.expected)
 
 
+@pytest.mark.parametrize("at_least", [1, 1 << 60])
+def test_a_whole_payload_beside_others_or_zeros(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_least: int
+) -> None:
+    """The first piece is a whole payload that could be copied, but it is not the whole item."""
+    monkeypatch.setattr(stream, "KERNEL_COPY_BYTES", at_least)
+    values = np.arange(3 * 8, dtype=np.float32).reshape(3, 8)
+    source = DcpFolder(tmp_path / "source")
+    source.tensor("mixed", "float32", values, [Box((0, 0), (1, 8)), Box((1, 0), (2, 4)), Box((1, 4), (2, 4))])
+    source.tensor("short", "float32", values)
+    source.finish()
+    files = open_files(str(tmp_path / "source"))
+    padded = Source("short", (Place((0, 0), (5, 8)),))
+    tensors = (
+        TargetTensor("mixed", "float32", (3, 8), (Source("mixed"),)),
+        TargetTensor("padded", "float32", (5, 8), (padded,), zero_filled=True),
+    )
+    plan = build_plan(read_catalog(files), Target(tensors), rows(1), 1)
+    write_checkpoint(plan, files, Output(tmp_path / "out"))
+    wanted = {"mixed": values, "padded": np.concatenate([values, np.zeros((2, 8), np.float32)])}
+    assert_equal(stock_load(tmp_path / "out", plan), wanted)
+
+
 @settings(max_examples=25)
 @given(data=st.data())
 def test_any_view_of_any_chunks(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -138,7 +162,9 @@ def test_any_view_of_any_chunks(data: st.DataObject, tmp_path_factory: pytest.Te
     world = data.draw(st.integers(1, 3))
     catalog = read_catalog(files)
     plan = build_plan(catalog, Target((target,)), rows(world), world)
-    write_checkpoint(plan, files, Output(folder / "out"), WriteOptions(data.draw(st.integers(1, 2)), 6 << 16))
+    threads = data.draw(st.integers(1, 2))
+    with mock.patch.object(stream, "KERNEL_COPY_BYTES", data.draw(st.sampled_from([1, 1 << 60]))):
+        write_checkpoint(plan, files, Output(folder / "out"), WriteOptions(threads, 6 << 16))
     wanted = np.where(wanted == ABSENT + 1, 0, wanted)
     assert_equal(stock_load(folder / "out", plan), {"t": wanted})
     reader = BoxReader(files, catalog)
