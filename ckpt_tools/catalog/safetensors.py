@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ckpt_tools.box import full_box
 from ckpt_tools.catalog.files import Files, open_files
-from ckpt_tools.catalog.model import Catalog, Chunk, Item, TensorEntry
+from ckpt_tools.catalog.model import MAX_DIMENSIONS, Catalog, Chunk, Item, TensorEntry
 from ckpt_tools.dtypes import itemsize
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError, list_problems
 
@@ -116,7 +116,7 @@ def _read_index(files: Files) -> dict[str, str]:
     try:
         index = json.loads(raw, object_pairs_hook=_unique)
         weight_map = index["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptCheckpointError(f"{path}: not a safetensors index: {error}") from error
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         raise CorruptCheckpointError(f"{path}: weight_map is not a map of tensor names to file names")
@@ -139,7 +139,7 @@ def read_safetensors_header(files: Files, name: str) -> dict[str, TensorEntry]:
     raw = files.read(name, 8, length)
     try:
         header = json.loads(raw, object_pairs_hook=_unique)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{path}: the header is not JSON: {error}") from error
     if not isinstance(header, dict):
         raise CorruptCheckpointError(f"{path}: the header is not a JSON object")
@@ -168,8 +168,12 @@ def _entry(file: str, data_start: int, key: str, info: object, problems: list[st
     if code not in DTYPES:
         problems.append(f"{key}: unknown element type {code!r}")
         return None
-    if not all(type(n) is int and n >= 0 for n in shape) or not 0 <= start <= stop:
-        problems.append(f"{key}: shape {shape} at bytes [{start}, {stop}) cannot be")
+    numbers = [*shape[: MAX_DIMENSIONS + 1], start, stop]
+    if len(numbers) > MAX_DIMENSIONS + 2 or not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers):
+        problems.append(f"{key}: such a shape or data_offsets cannot be")
+        return None
+    if start > stop:
+        problems.append(f"{key}: its bytes [{start}, {stop}) end before they begin")
         return None
     needed = prod(shape) * itemsize(DTYPES[code])
     if needed != stop - start:

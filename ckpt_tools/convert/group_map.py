@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,10 +61,7 @@ def load_group_map(path: Path) -> dict[str, int]:
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        twice = (
-            sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
-        )
+        twice = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
         if twice:
             raise MappingError(f"{path}: names given more than once: {', '.join(twice[:5])}")
         return dict(pairs)

@@ -8,6 +8,7 @@ position: weight decay by shape and name, learning-rate overrides by name, exper
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from ckpt_tools.errors import MappingError, list_problems
 from ckpt_tools.megatron.live import LiveParameter
 
 Group = Mapping[str, Any]
+_WRAPPERS = re.compile(r"\A(?:module\.|model\.)+")
 DECOUPLED_LR_NAMES = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
@@ -173,9 +175,7 @@ def merge_map(
 
 def strip_wrappers(name: str) -> str:
     """A parameter name without the leading `module.` and `model.` segments of its wrappers."""
-    while name.startswith(("module.", "model.")):
-        name = name.partition(".")[2]
-    return name
+    return _WRAPPERS.sub("", name)
 
 
 def _unsplit(name: str) -> str:
