@@ -12,7 +12,7 @@ import traceback
 
 import typer
 
-from ckpt_tools.cli import convert, edit, environment, huggingface, inspect, verify
+from ckpt_tools.cli import convert, edit, environment, huggingface, inspect, plan, verify
 from ckpt_tools.cli.help import Group
 from ckpt_tools.cli.manual import exit_codes
 from ckpt_tools.errors import CkptError, Interrupted, StorageError, UsageError
@@ -28,6 +28,7 @@ app = typer.Typer(
 )
 inspect.register(app)
 convert.register(app)
+plan.register(app)
 huggingface.register(app)
 verify.register(app)
 edit.register(app)

@@ -54,36 +54,40 @@ def lay_out(
     model: Callable[[], Model],
     archives: Iterable[tuple[str, bytes]],
     layout: Layout,
+    only: int | None = None,
 ) -> Plan:
     """The plan of a target whose pieces go to the ranks of `layout`; `model` is asked for exact ones only.
+
+    `only` names a rank whose file is planned alone.
 
     Raises:
         UsageError, MappingError: the topology or layout is impossible for the model.
         Otherwise the errors of `build_plan`.
     """
+    ranks = range(layout.ranks) if only is None else range(only, only + 1)
     if layout.name == "even":
-        place = even_placement(layout.ranks)
+        place = even_placement(layout.ranks, ranks)
     else:
         core = place_model(model(), layout)
-        place = exact_placement(core, range(layout.ranks))
+        place = exact_placement(core, ranks)
         target = in_reading_order(target, core.names())
-    return build_plan(catalog, target, place, layout.ranks, archives)
+    return build_plan(catalog, target, place, layout.ranks, archives, only=only)
 
 
-def even_placement(world: int) -> PlanPlacement:
-    """Every tensor cut along dimension 0 by the rule of `torch.chunk`, as `Shard(0)` over `world` ranks.
+def even_placement(world: int, ranks: Sequence[int]) -> PlanPlacement:
+    """What `ranks` write of tensors cut along dimension 0 by the rule of `torch.chunk`: `Shard(0)` over `world`.
 
     Tensors of no parameter, such as rng states, stay whole.
     """
 
     def place(tensor: TargetTensor) -> Sequence[tuple[int, Box]]:
         if not tensor.shape or not tensor.parameter:
-            return [(0, full_box(tensor.shape))]
+            return [(0, full_box(tensor.shape))] if 0 in ranks else []
         rows, rest = tensor.shape[0], tensor.shape[1:]
-        cuts = [chunk_rows(rows, world, rank) for rank in range(world)]
+        cuts = [(rank, *chunk_rows(rows, world, rank)) for rank in ranks]
         return [
             (rank, Box((start, *(0,) * len(rest)), (stop - start, *rest)))
-            for rank, (start, stop) in enumerate(cuts)
+            for rank, start, stop in cuts
             if stop > start or (rank == 0 and rows == 0)
         ]
 

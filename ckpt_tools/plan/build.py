@@ -65,6 +65,7 @@ def build_plan(
     world: int,
     blobs: Iterable[tuple[str, bytes]] = (),
     original_shapes: Mapping[str, tuple[int, ...]] | None = None,
+    only: int | None = None,
 ) -> Plan:
     """The plan that writes `target` from `catalog` into the files of `world` target ranks.
 
@@ -72,6 +73,8 @@ def build_plan(
         placement: boxes and owners of each target tensor; the boxes must tile it.
         blobs: the archive of every object of the target, as (key, bytes).
         original_shapes: of states that stay N-D flattened in the target, as in `Catalog`.
+        only: a target rank, to plan its file alone; `placement` then gives boxes of that rank, and nothing
+            shows that the boxes of all ranks tile the tensors.
 
     Raises:
         MappingError: a target tensor has no source, another shape, or is not tiled by its sources or boxes; a
@@ -80,8 +83,8 @@ def build_plan(
     """
     _check_unique(target)
     files = _Files(world)
-    fixed = _place_blobs(target, blobs, files)
-    maker = _Items(catalog, files)
+    fixed = _place_blobs(target, blobs, files) if only in (None, 0) else ()
+    maker = _Items(catalog, files, whole=only is None)
     items: list[list[OutputItem]] = [[] for _ in range(world)]
     problems: list[MappingError | CorruptCheckpointError] = []
     for tensor in target.tensors:
@@ -137,8 +140,8 @@ class _ItemForm(NamedTuple):
 class _Items:
     """Makes the items of one target tensor after another, and makes what is alike only once."""
 
-    def __init__(self, catalog: Catalog, files: _Files) -> None:
-        self._finder, self._files = ChunkFinder(catalog), files
+    def __init__(self, catalog: Catalog, files: _Files, whole: bool) -> None:
+        self._finder, self._files, self._whole = ChunkFinder(catalog), files, whole
         self._known: dict[tuple[object, ...], list[_ItemForm]] = {}
 
     def of(self, tensor: TargetTensor, boxes: Sequence[tuple[int, Box]]) -> Iterator[tuple[int, OutputItem]]:
@@ -151,6 +154,8 @@ class _Items:
         key = (*reader.geometry(), *boxes)
         forms = self._known.get(key)
         if forms is None:
+            if self._whole:
+                _prove_tiling(tensor, boxes)
             forms = self._known[key] = list(_item_forms(reader, boxes))
         for rank, box, length, zeros, parts in forms:
             transfers = []
@@ -167,11 +172,14 @@ class _Items:
             )
 
 
-def _item_forms(reader: TargetReader, boxes: Sequence[tuple[int, Box]]) -> Iterator[_ItemForm]:
-    tensor = reader.target
+def _prove_tiling(tensor: TargetTensor, boxes: Sequence[tuple[int, Box]]) -> None:
     problem = tiling_problem(full_box(tensor.shape), [box for _, box in boxes])
     if problem:
         raise MappingError(f"{tensor.key}: its placement does not tile shape {tensor.shape}: {problem}")
+
+
+def _item_forms(reader: TargetReader, boxes: Sequence[tuple[int, Box]]) -> Iterator[_ItemForm]:
+    tensor = reader.target
     for number, (rank, box) in enumerate(boxes):
         if box.is_empty and (0 not in tensor.shape or number):
             continue  # an empty shard: torch writes nothing, and its offset could hide a real chunk

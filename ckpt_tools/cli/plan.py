@@ -1,0 +1,218 @@
+"""`plan`: a conversion's plan and price, as a table, as JSON, and as a picture."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckpt_tools.cli import options as o
+from ckpt_tools.cli import render
+from ckpt_tools.cli.inspect import TrustPickle
+from ckpt_tools.cli.manual import page
+
+if TYPE_CHECKING:
+    from ckpt_tools.convert.plan import Priced
+
+_LISTED_RANKS = 32
+_LISTED_NOTES = 8
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's command to `app`."""
+    app.command(**page("plan"))(plan)
+
+
+def plan(
+    checkpoint: Annotated[
+        str, typer.Argument(help="A torch_dist or fsdp_dtensor checkpoint: a root or an iteration.")
+    ],
+    *,
+    rank: Annotated[int | None, typer.Option("--rank", help="Plan this target rank's file alone.")] = None,
+    tensor: Annotated[
+        list[str] | None, typer.Option("--tensor", help="List target tensors that match this glob.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
+    svg: Annotated[Path | None, typer.Option("--svg", help="Draw who owns what, as one SVG file.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Draw it as one HTML page.")] = None,
+    target: o.Target = None,
+    layer_spec: o.LayerSpecOption = None,
+    experts: o.ExpertsOption = None,
+    swiglu: o.Swiglu = None,
+    weights_only: o.WeightsOnly = False,
+    layout: o.LayoutOption = None,
+    world_size: o.WorldSize = None,
+    dp_shard: o.DpShard = None,
+    dp_outer: o.DpOuter = 1,
+    tp: o.Tp = None,
+    cp: o.Cp = 1,
+    ep: o.Ep = 1,
+    etp: o.Etp = None,
+    strategy: o.Strategy = "optim_grads_params",
+    outer_strategy: o.OuterStrategy = "no_shard",
+    iteration: Annotated[int | None, typer.Option(help="Iteration of a root, instead of its latest.")] = None,
+    ignore_keys: o.IgnoreKeys = None,
+    trust_pickle: TrustPickle = False,
+) -> None:
+    """Show what a conversion to fsdp_dtensor would do: boxes, bytes and memory of every rank. Moves no byte."""
+    from ckpt_tools.convert.placements import Layout
+    from ckpt_tools.convert.plan import plan_checkpoint
+    from ckpt_tools.convert.to_fsdp_dtensor import ConvertOptions
+    from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions
+
+    sizes = (dp_shard, dp_outer, tp, cp, ep, etp, strategy, outer_strategy)
+    wanted = TargetOptions(
+        dialect=target.value if target else None,
+        layer_spec=layer_spec.value if layer_spec else None,
+        experts=experts.value if experts else None,
+        swiglu=swiglu,
+        tp=tp,
+        weights_only=weights_only,
+    )
+    chosen = ConvertOptions(
+        target=wanted, iteration=iteration, ignore_keys=tuple(ignore_keys or ()), trust_pickle=trust_pickle
+    )
+    place = o.choose_layout(layout, world_size, *sizes) or Layout()
+    found = plan_checkpoint(checkpoint, place, chosen, rank, tensor or ())
+    _draw(found, svg, html)
+    if as_json:
+        sys.stdout.writelines(render.json_lines(found.summary(), _json_lists(found)))
+    else:
+        _print(found)
+
+
+def _draw(found: Priced, svg: Path | None, html: Path | None) -> None:
+    if svg is None and html is None:
+        return
+    from ckpt_tools.convert import picture
+
+    name = Path(found.source).resolve().name
+    shown = picture.picture(found.core, f"{name}: {_layout(found)}")
+    if svg is not None:
+        svg.write_text(picture.svg(shown))
+    if html is not None:
+        html.write_text(picture.html(shown))
+
+
+def _layout(found: Priced) -> str:
+    topology = found.layout.topology
+    if topology is None:
+        return f"{found.layout.name}, {found.layout.ranks} ranks"
+    sizes = {name: getattr(topology, name) for name in ("dp_outer", "dp_shard", "cp", "tp", "ep", "etp")}
+    if sizes["etp"] == sizes["tp"]:
+        del sizes["etp"]
+    axes = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "dp_shard")
+    return f"{found.layout.name}, {axes} = {found.layout.ranks} ranks, {topology.strategy}"
+
+
+def _json_lists(found: Priced) -> dict[str, Iterator[Any]]:
+    return {
+        "ranks": (
+            {
+                "rank": cost.rank,
+                "file": cost.file,
+                "items": cost.items,
+                "bytes": cost.nbytes,
+                "memory": None if cost.memory is None else _memory(cost.memory),
+            }
+            for cost in found.costs
+        ),
+        "tensors": (
+            {
+                "key": t.key,
+                "dtype": t.dtype,
+                "shape": t.shape,
+                "role": t.role,
+                "boxes": t.boxes,
+                "bytes": t.nbytes,
+                "strategies": t.strategies,
+            }
+            for t in found.tensors()
+        ),
+        "items": found.item_rows(),
+    }
+
+
+def _memory(memory: Any) -> dict[str, int]:
+    parts = ("weights", "main_weights", "gradients", "adam", "padding", "communication", "persistent", "peak")
+    return {part: getattr(memory, part) for part in parts}
+
+
+def _print(found: Priced) -> None:
+    facts = found.summary()
+    strategies = ", ".join(
+        f"{name} {render.human_bytes(n)}" for name, n in facts["bytes_by_strategy"].items()
+    )
+    rows = [
+        ("source", f"{facts['source']} ({facts['format']}, iteration {facts['iteration']})"),
+        ("layout", _layout(found)),
+        ("holds", f"{facts['tensor_count']:,} tensors, {facts['object_count']:,} objects and scalars"),
+        (
+            "would write",
+            f"{render.human_bytes(facts['bytes_to_write'])} in {len(found.plan.file_bytes)} files",
+        ),
+        ("moved by", strategies or "nothing"),
+        ("imbalance", f"{facts['imbalance']:.3f} (largest file over the mean)"),
+    ]
+    if found.layout.name != "even":
+        rows.append(("padding", f"{render.human_bytes(facts['padding_bytes'])} of buffers in training"))
+    render.print_table(("plan", ""), rows)
+    _print_ranks(found)
+    _print_tensors(found)
+    for name in ("dropped", "renamed", "backfilled", "notes"):
+        for line in facts[name][:_LISTED_NOTES]:
+            print(f"{name}: {render.escape(line)}")
+        if len(facts[name]) > _LISTED_NOTES:
+            print(f"{name}: ... and {len(facts[name]) - _LISTED_NOTES:,} more (--json lists all)")
+
+
+def _print_ranks(found: Priced) -> None:
+    """A row a rank; of many the extremes."""
+    costs, title = found.costs, ""
+    if len(costs) > _LISTED_RANKS:
+        by_size = sorted(costs, key=lambda cost: cost.nbytes)
+        costs = sorted({*by_size[:4], *by_size[-4:]}, key=lambda cost: cost.nbytes)
+        title = f"the smallest and largest of {len(found.costs):,} files (--json lists all, --rank one)"
+    size = render.human_bytes
+    columns = ["rank", "file", "items", "bytes"]
+    rows: list[list[object]] = [[c.rank, c.file, c.items, size(c.nbytes)] for c in costs]
+    if found.layout.name != "even":
+        columns += ["weights", "main weights", "gradients", "Adam", "padding", "peak, no activations"]
+        for row, cost in zip(rows, costs, strict=True):
+            m = cost.memory
+            assert m is not None  # every layout but even has one
+            held = (m.weights, m.main_weights, m.gradients, m.adam, m.padding, m.peak)
+            row += [size(n) for n in held]
+    render.print_table(columns, rows, title)
+
+
+def _print_tensors(found: Priced) -> None:
+    if found.globs and len(found.core.parameters):
+        render.print_table(
+            ("item", "box", "bytes", "file", "offset", "strategies"),
+            [
+                (
+                    item.key,
+                    str(item.box),
+                    item.nbytes,
+                    item.file,
+                    item.offset,
+                    " ".join(dict.fromkeys(t.strategy for t in item.transfers)),
+                )
+                for item in found.items()
+            ],
+        )
+        return
+    if found.rank is None and len(found.plan.tensors) > 200:
+        print(f"{len(found.plan.tensors):,} tensors; --tensor GLOB or --rank R lists them, --json all")
+        return
+    render.print_table(
+        ("tensor", "dtype", "shape", "role", "boxes", "bytes", "strategies"),
+        [
+            (t.key, t.dtype, list(t.shape), t.role, t.boxes, t.nbytes, " ".join(t.strategies))
+            for t in found.tensors()
+        ],
+    )

@@ -1,0 +1,194 @@
+"""`plan` and the placement options as users type them: what is told, and what is refused with which words."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from ckpt_tools.cli.app import run
+from tests.conftest import DATA, REPO, fixture_dir
+
+LLAMA = DATA / "core019_llama_tp2_fully_reshardable"
+
+
+def plan(*words: object) -> int:
+    return run(["plan", *map(str, words)])
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, object]:
+    assert plan(LLAMA, "--json", *words) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("dp", [2, 3, 8])
+def test_json_accounts_for_every_byte(dp, capsys):
+    found = planned(capsys, "--dp-shard", dp)
+    assert found["schema_version"] == 1
+    assert len(found["ranks"]) == dp
+    assert sum(rank["bytes"] for rank in found["ranks"]) == found["bytes_to_write"]
+    assert len(found["items"]) == found["item_count"]
+    covered: dict[str, int] = {}
+    for item in found["items"]:
+        elements = 1
+        for n in item["box"]["size"]:
+            elements *= n
+        covered[item["key"]] = covered.get(item["key"], 0) + elements
+    for tensor in found["tensors"]:
+        elements = 1
+        for n in tensor["shape"]:
+            elements *= n
+        assert covered.pop(tensor["key"]) == elements
+    assert covered == {}
+    assert sum(found["bytes_by_strategy"].values()) == sum(
+        n for tensor in found["tensors"] for n in tensor["strategies"].values()
+    )
+    assert found["imbalance"] >= 1
+    assert any("_extra_state" in line for line in found["dropped"])
+    assert any("input_layernorm" in line for line in found["renamed"])
+
+
+def test_the_plan_is_what_convert_writes(tmp_path, capsys):
+    found = planned(capsys, "--dp-shard", 3)
+    assert run(["convert", str(LLAMA), str(tmp_path / "out"), "--dp-shard", "3", "--quiet"]) == 0
+    files = {p.name: p.stat().st_size for p in tmp_path.glob("out/iter_*/*.distcp")}
+    assert files == {rank["file"]: rank["bytes"] for rank in found["ranks"]}
+
+
+def test_one_rank_is_planned_as_in_the_plan_of_all(capsys):
+    whole = planned(capsys, "--dp-shard", 3)
+    for rank in range(3):
+        alone = planned(capsys, "--dp-shard", 3, "--rank", rank)
+        assert alone["ranks"] == [whole["ranks"][rank]]
+        assert alone["items"] == [i for i in whole["items"] if i["file"] == f"__{rank}_0.distcp"]
+
+
+def test_globs_choose_tensors(capsys):
+    found = planned(capsys, "--dp-shard", 3, "--tensor", "*word_embeddings.weight.exp_avg")
+    assert {t["key"].rpartition(".")[2] for t in found["tensors"]} == {"exp_avg"}
+    assert plan(LLAMA, "--tensor", "*word_embeddings.weight", "--dp-shard", 3) == 0
+    assert "[0:150, 0:32]" in capsys.readouterr().out
+    assert plan(LLAMA, "--tensor", "nothing*") == 2
+    assert "nothing*" in capsys.readouterr().err
+
+
+def test_tables_of_every_layout(capsys):
+    for words in ((), ("--world-size", 4), ("--dp-shard", 2, "--tp", 2), ("--dp-shard", 40)):
+        assert plan(LLAMA, *words) == 0
+        out = capsys.readouterr().out
+        assert "would write" in out
+        assert ("padding" in out) == ("--dp-shard" in words)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--dp-shard", 8),
+        ("--dp-shard", 1, "--tp", 2),
+        ("--layout", "fsdp2", "--dp-shard", 5),
+        ("--layout", "mfsdp-v2", "--dp-shard", 3),
+        ("--world-size", 7),
+        ("--dp-shard", 1024),
+        ("--dp-shard", 3, "--strategy", "no_shard"),
+    ],
+)
+def test_pictures_are_sound_and_bounded(words, tmp_path, capsys):
+    """Well-formed XML; bars lie inside the drawing; a page needs nothing but itself."""
+    assert plan(LLAMA, *words, "--svg", tmp_path / "a.svg", "--html", tmp_path / "a.html") == 0
+    text = (tmp_path / "a.svg").read_text()
+    root = ElementTree.fromstring(text)
+    width, height = map(float, root.get("viewBox").split()[2:])
+    bars = [r for r in root.iter("{http://www.w3.org/2000/svg}rect") if r.get("x") and len(r)]
+    paths = [p for p in root.iter("{http://www.w3.org/2000/svg}path") if len(p)]
+    assert bars or paths
+    for bar in bars:
+        assert 0 <= float(bar.get("x")) <= float(bar.get("x")) + float(bar.get("width")) <= width
+        assert float(bar.get("y")) + float(bar.get("height")) <= height
+    assert len(text) < 2_000_000
+    assert height < 1400
+    page = (tmp_path / "a.html").read_text()
+    assert not re.search(r"(?:src|href)=|@import|url\((?!#)", page)
+    assert text.split("<style>")[0] in page
+
+
+def test_planning_does_not_import_torch():
+    code = (
+        "import sys; from ckpt_tools.cli.app import run; "
+        f"assert run(['plan', {str(LLAMA)!r}, '--dp-shard', '3', '--json']) == 0; assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
+MOE = "core019_moe_ep2_fully_reshardable"
+
+
+@pytest.mark.parametrize(
+    ("source", "words", "message"),
+    [
+        (None, ("--world-size", 7, "--dp-shard", 2, "--tp", 2), r"world size 7 is not .*tp 2 x dp_shard 2 = 4"),
+        (None, ("--world-size", 7, "--layout", "fsdp2", "--tp", 2), r"world size 7 is not a multiple of .*tp 2"),
+        (None, ("--world-size", 6, "--dp-shard", 4), "world size 6 is not"),
+        (None, ("--dp-shard", 1, "--tp", 3), r"embeddings\.weight: tp 3 does not divide dimension 0 of shape \(224, 32\)"),
+        (MOE, ("--dp-shard", 3, "--ep", 3), r"linear_fc1\.weight: ep 3 does not divide the layer's 4 experts"),
+        (None, ("--dp-shard", 3, "--ep", 2), "ep 2 x etp 1 = 2 does not divide dp_shard 3"),
+        (None, ("--dp-shard", 2, "--layout", "fsdp2", "--strategy", "optim"), "fsdp2 shards parameters always"),
+        (None, ("--dp-shard", 2, "--outer-strategy", "optim", "--strategy", "0"), "outer_strategy optim"),
+        (None, ("--ep", 2), "needs --dp-shard"),
+        (None, ("--dp-shard", 2, "--rank", 2), "--rank 2: this layout has ranks 0 to 1"),
+    ],
+)  # fmt: skip
+def test_impossible_topologies_are_refused_with_their_numbers(source, words, message, tmp_path, capsys):
+    path = LLAMA if source is None else fixture_dir(source)
+    assert plan(path, *words) == 2
+    assert re.search(message, capsys.readouterr().err)
+    if "--rank" in words:
+        return
+    assert run(["convert", str(path), str(tmp_path / "out"), "--quiet", *map(str, words)]) == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
+
+
+def with_names(folder: Path, shapes: dict[str, tuple[int, ...]]) -> Path:
+    """A weights-only checkpoint of zeros with these tensors."""
+    import numpy as np
+    import torch
+
+    from tests.synthetic import DcpFolder
+
+    out = DcpFolder(folder)
+    for key, shape in shapes.items():
+        out.tensor(key, "float32", np.zeros(shape, np.float32))
+    out.finish()
+    torch.save({"checkpoint_version": 3.0, "iteration": 1}, folder / "common.pt")
+    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    return folder
+
+
+def test_a_tensor_of_no_unit_is_named(tmp_path, capsys):
+    source = with_names(tmp_path / "in", {"tower.blocks.0.weight": (4, 2), "output_layer.weight": (4, 2)})
+    assert plan(source, "--dp-shard", 2, "--weights-only") == 2
+    assert "no place in any FSDP unit" in (text := capsys.readouterr().err)
+    assert "tower.blocks.0.weight" in text
+    assert plan(source, "--dp-shard", 2, "--weights-only", "--layout", "fsdp2") == 0
+    capsys.readouterr()
+
+
+def test_a_cut_inside_a_row_is_refused_with_a_way_out(tmp_path, capsys):
+    """7 x 10 makes the cell; the two 2 x 3 tensors behind it are cut in a row from 5 ranks on (sharding.md 2.2)."""
+    shapes = {"output_layer.weight": (7, 10), "embedding.a.weight": (2, 3), "embedding.b.weight": (2, 3)}
+    source = with_names(tmp_path / "in", shapes)
+    words = ("--dp-shard", "5", "--weights-only")
+    assert run(["convert", str(source), str(tmp_path / "out"), *words, "--quiet"]) == 2
+    text = capsys.readouterr().err
+    assert re.search(r"embedding\.[ab]\.weight: row \d of \(2, 3\), between rank \d and rank \d", text)
+    assert re.search(r"Use dp_shard \d+, or --layout even", text)
+    assert run(["convert", str(source), str(tmp_path / "out"), *words, "--quiet", "--layout", "even"]) == 0
+    capsys.readouterr()
