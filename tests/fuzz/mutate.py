@@ -64,14 +64,19 @@ def damage(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
 
 
 def damage_pickle(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
-    """Opcodes removed, repeated, exchanged, inserted, or taken from another pickle; now and then a new pickle."""
+    """Opcodes removed, repeated, exchanged, inserted, taken from another pickle, or with another number."""
     ops = _opcodes(data)
     if len(ops) < 3 or rng.random() < 0.05:
         return random_pickle(rng)
     at = rng.randrange(len(ops))
     stop = at + rng.choice([1, 1, 2, 5, 30])
-    kind = rng.randrange(6)
-    if kind == 0:
+    numbers = [i for i, op in enumerate(ops) if op[:1] in b"KMJ"]
+    kind = rng.randrange(8)
+    if kind > 5 and numbers:
+        at = rng.choice(numbers)
+        near = int.from_bytes(ops[at][1:], "little") + rng.choice([-1, 1, 1000])
+        ops[at] = b"J" + (rng.choice([near, rng.choice(NUMBERS)]) % (1 << 32)).to_bytes(4, "little")
+    elif kind == 0:
         del ops[at:stop]
     elif kind == 1:
         ops[at:at] = ops[at:stop] * rng.choice([1, 2, 20])
