@@ -15,6 +15,7 @@ import typer
 from ckpt_tools.cli import convert, edit, environment, huggingface, inspect, plan, verify
 from ckpt_tools.cli.help import Group
 from ckpt_tools.cli.manual import exit_codes
+from ckpt_tools.cli.render import escape_lines
 from ckpt_tools.errors import CkptError, Interrupted, StorageError, UsageError
 
 app = typer.Typer(
@@ -84,14 +85,14 @@ def _explain(error: BaseException) -> int:
     elif isinstance(error, OSError):
         error = StorageError(str(error))
     if isinstance(error, CkptError):
-        print(f"error: {error}", file=sys.stderr)
+        print(escape_lines(f"error: {error}"), file=sys.stderr)
         return error.exit_code
     if hasattr(
         error, "format_message"
     ):  # click's usage errors; typer has its own copy of click in some versions
         context = getattr(error, "ctx", None)
         hint = f"\nTry '{context.command_path} --help'." if context else ""
-        print(f"error: {error.format_message()}{hint}", file=sys.stderr)
+        print(escape_lines(f"error: {error.format_message()}{hint}"), file=sys.stderr)
         return UsageError.exit_code
-    traceback.print_exception(error)
+    print(escape_lines("".join(traceback.format_exception(error)).rstrip()), file=sys.stderr)
     return CkptError.exit_code

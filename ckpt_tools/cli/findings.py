@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tools.cli.render import escape
+from ckpt_tools.cli.render import escape, escape_lines
 
 if TYPE_CHECKING:
     from ckpt_tools.verify.report import Finding, Report
@@ -84,8 +84,7 @@ def as_markdown(report: Report) -> str:
 
 def plain(finding: Finding) -> str:
     """A finding as text that a terminal does not act on."""
-    text = f"{finding.severity}: {finding.check}: {finding.where}: {_message(finding)}"
-    return "\n".join(escape(line) for line in text.splitlines())
+    return escape_lines(f"{finding.severity}: {finding.check}: {escape(finding.where)}: {_message(finding)}")
 
 
 def _message(finding: Finding) -> str:
@@ -98,8 +97,7 @@ def _cell(text: str) -> str:
 
 def _data(text: str) -> str:
     """Escaped as GitHub's runner wants messages."""
-    lines = "\n".join(escape(line) for line in text.splitlines())
-    return lines.replace("%", "%25").replace("\n", "%0A")
+    return escape_lines(text).replace("%", "%25").replace("\n", "%0A")
 
 
 def _property(text: str) -> str:

@@ -29,6 +29,20 @@ def escape(name: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
 
 
+def escape_lines(text: str) -> str:
+    """A message of several lines, each escaped."""
+    return "\n".join(map(escape, text.split("\n")))
+
+
+def say_unmatched(option: str, patterns: Iterable[str], names: Iterable[str]) -> None:
+    """Name on stderr every glob that matches nothing, with the names that were perhaps meant."""
+    from ckpt_tools.convert.close_names import unmatched
+
+    for pattern, close in unmatched(patterns, names).items():
+        hint = f" Did you mean {', '.join(map(escape, close))}?" if close else ""
+        print(f"note: {option} {pattern!r} matches nothing.{hint}", file=sys.stderr)
+
+
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> None:
     """A table on stdout; numbers are right-aligned, text that is too long for the terminal is folded."""
     from rich.box import SIMPLE_HEAD
