@@ -71,7 +71,8 @@ def compare_masters(
     elements = 0
     try:
         for target in wanted:
-            compare = _Comparison(reader, target)
+            stored = catalog.tensors.get(target.sources[0].key)  # the target may ask for another type
+            compare = _Comparison(reader, target if stored is None else replace(target, dtype=stored.dtype))
             everything = full_box(target.shape)
             for box in (
                 row_major_tiles(everything, _TILE_ELEMS) if level == "all" else sample_boxes(everything)

@@ -24,14 +24,21 @@ def masters() -> Array:
     return np.random.default_rng(3).standard_normal((40, 5000)).astype(np.float32)
 
 
-def check(folder: Path, values: Array, weights: Array, level: str, dtype: str = "bfloat16") -> MastersReport:
+def check(
+    folder: Path,
+    values: Array,
+    weights: Array,
+    level: str,
+    dtype: str = "bfloat16",
+    written: str = "float32",
+) -> MastersReport:
     source = DcpFolder(folder)
     source.tensor("m", "float32", values, [Box((0, 0), (40, 3000)), Box((0, 3000), (40, 2000))])
     source.tensor("w", dtype, weights, [Box((0, 0), (11, 5000)), Box((11, 0), (29, 5000))])
     source.finish()
     files = open_files(str(folder))
     target = TargetTensor(
-        "t", "float32", (40, 5000), (Source("m"),), must_round_to=(Source("w"),), must_round_dtype=dtype
+        "t", written, (40, 5000), (Source("m"),), must_round_to=(Source("w"),), must_round_dtype=dtype
     )
     other = TargetTensor("x", "float32", (40, 5000), (Source("m"),))
     return check_masters(files, read_catalog(files), [target, other], level)
@@ -44,6 +51,18 @@ def test_masters_that_round_pass(tmp_path: Path, dtype: str) -> None:
     assert check(tmp_path / "a", values, weights, "all", dtype) == MastersReport(1, 200_000, 200_000)
     assert check(tmp_path / "s", values, weights, "sample", dtype) == MastersReport(1, 4 * 4096, 200_000)
     assert check(tmp_path / "n", values, weights + 1, "none", dtype) == MastersReport()
+
+
+@pytest.mark.parametrize("written", ["float16", "bfloat16", "float64"])
+def test_masters_are_compared_as_they_are_stored_whatever_is_written(tmp_path: Path, written: str) -> None:
+    """Through float16, many fp32 values round to another bfloat16."""
+    values = masters()
+    through = cast(cast(values, "float32", "float16"), "float16", "bfloat16")
+    weights = cast(values, "float32", "bfloat16")
+    assert (weights != through).any()
+    assert check(tmp_path / "a", values, weights, "all", written=written).elements == 200_000
+    with pytest.raises(VerificationError):
+        check(tmp_path / "b", values, through, "all", written=written)
 
 
 @pytest.mark.parametrize("at", [(0, 0), (39, 4999), (17, 3001)])
