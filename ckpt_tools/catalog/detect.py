@@ -6,7 +6,6 @@ checkpoint, a folder that holds one as `weights/`, or a Hugging Face model direc
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from ckpt_tools.catalog.container import StoredTensor, load_object, whole_file
 from ckpt_tools.catalog.dcp import METADATA, missing_metadata
-from ckpt_tools.catalog.files import Files, open_files
+from ckpt_tools.catalog.files import Files, absent_folder, open_files
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError, UsageError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -82,13 +81,7 @@ def _check_folder(path: str) -> None:
         return
     if folder.exists():
         raise UnsupportedCheckpointError(f"{path} is a file; give the checkpoint's folder ({folder.parent}).")
-    parent = folder.parent
-    names = [entry.name for entry in parent.iterdir()] if parent.is_dir() else []
-    close = difflib.get_close_matches(folder.name, names, n=1)
-    hint = f" Did you mean {parent / close[0]}?" if close else f" {parent} holds no folder of a similar name."
-    if not parent.is_dir():
-        hint = f" Nor does {parent}."
-    raise UnsupportedCheckpointError(f"{path} does not exist.{hint}")
+    raise UnsupportedCheckpointError(absent_folder(folder))
 
 
 def _resolve(files: Files, path: str, iteration: int | None) -> tuple[str | None, str, str]:

@@ -6,6 +6,7 @@ A location is a string, never a path object, so that a URL stays what the user t
 
 from __future__ import annotations
 
+import difflib
 import os
 import threading
 from pathlib import Path
@@ -71,7 +72,9 @@ class LocalFiles:
     def list(self) -> list[str]:
         try:
             return sorted(os.listdir(self.location))
-        except (FileNotFoundError, NotADirectoryError):
+        except FileNotFoundError:
+            raise UnsupportedCheckpointError(absent_folder(Path(self.location))) from None
+        except NotADirectoryError:
             raise UnsupportedCheckpointError(f"{self.location} is no folder.") from None
         except OSError as error:
             raise self._explain("", error) from error
@@ -152,3 +155,13 @@ def open_files(location: str) -> Files:
     from ckpt_tools.catalog.remote import RemoteFiles  # fsspec is not needed for local paths
 
     return RemoteFiles(location)
+
+
+def absent_folder(folder: Path) -> str:
+    """What to say of a folder that does not exist: the one that was perhaps meant, or where the path ends."""
+    parent = folder.parent
+    if not parent.is_dir():
+        return f"{folder} does not exist. Nor does {parent}."
+    close = difflib.get_close_matches(folder.name, [entry.name for entry in parent.iterdir()], n=1)
+    hint = f"Did you mean {parent / close[0]}?" if close else f"{parent} holds no folder of a similar name."
+    return f"{folder} does not exist. {hint}"

@@ -169,7 +169,7 @@ def convert(
             run(input_dir, output_dir, number, progress, dry_run)
             for number in chosen_iterations(input_dir, iteration)
         ]
-    finish(reports, as_json, report)
+    finish(reports, as_json, report, is_list=iteration == "all")
 
 
 def _to_fsdp_dtensor(running: dict[str, Any], group_map_file: Path | None, **target: Any) -> Run:
@@ -198,11 +198,10 @@ def _to_torch_dist(running: dict[str, Any], extra_state: str, **target: Any) -> 
 
 def _to_hf(running: dict[str, Any], hf_config: Path | None, max_shard_size: str, **target: Any) -> Run:
     from ckpt_tools.convert.export_hf import ExportOptions, export_hf
-    from ckpt_tools.megatron.huggingface.shards import parse_shard_size
 
     config = str(hf_config) if hf_config else None
     options = ExportOptions(
-        hf_config=config, max_shard_bytes=parse_shard_size(max_shard_size), **target, **running
+        hf_config=config, max_shard_bytes=o.parse_bytes(max_shard_size), **target, **running
     )
     return lambda source, output, iteration, progress, dry_run: export_hf(
         source, output, replace(options, iteration=iteration), progress, dry_run
@@ -244,7 +243,8 @@ def build_param_group_map(
     ],
     *,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="File to write. Default: stdout.")
+        Path | None,
+        typer.Option("-o", "--output", callback=o.in_a_folder, help="File to write. Default: stdout."),
     ] = None,
     explain: Annotated[
         bool, typer.Option("--explain", help="Say on stderr which rule placed each parameter.")
@@ -280,8 +280,8 @@ def build_param_group_map(
             print(f"{escape(name)}: group {found.groups[name]} ({rule})", file=sys.stderr)
 
 
-def finish(reports: list[ConversionReport], as_json: bool, file: Path | None) -> None:
-    """Print the reports on rank 0; write them where asked."""
+def finish(reports: list[ConversionReport], as_json: bool, file: Path | None, is_list: bool = False) -> None:
+    """Print the reports on rank 0; write them where asked. `is_list`: as one JSON object, however many they are."""
     import json
 
     from ckpt_tools.cli.progress import is_first_rank
@@ -289,8 +289,8 @@ def finish(reports: list[ConversionReport], as_json: bool, file: Path | None) ->
 
     if not is_first_rank():
         return
-    data: Any = [r.as_json() for r in reports]
-    text = json.dumps(data if len(data) > 1 else data[0], indent=2, default=str)
+    data = [report.as_json() for report in reports]
+    text = json.dumps({"schema_version": 1, "iterations": data} if is_list else data[0], indent=2)
     if file is not None:
         file.write_text(text + "\n")
     if as_json:

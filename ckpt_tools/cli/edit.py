@@ -124,8 +124,8 @@ def _print_edited(edited: Edited, as_json: bool) -> None:
     written = edited.written
     if as_json:
         print(json.dumps({
-            "schema_version": 1, "source": edited.source, "output": edited.output, "tensors": edited.tensors,
-            "objects": edited.objects, "removed": edited.removed, "renamed": edited.renamed,
+            "schema_version": 1, "source": edited.source, "output": edited.output, "tensor_count": edited.tensors,
+            "object_count": edited.objects, "removed": edited.removed, "renamed": edited.renamed,
             "bytes_written": written.bytes_written, "seconds": written.seconds,
         }, indent=1))  # fmt: skip
         return

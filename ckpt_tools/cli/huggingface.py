@@ -89,14 +89,13 @@ def export(
     from ckpt_tools.cli.progress import progress_bar
     from ckpt_tools.convert.export_hf import ExportOptions, export_hf
     from ckpt_tools.execute.run import WriteOptions
-    from ckpt_tools.megatron.huggingface.shards import parse_shard_size
 
     chosen = ExportOptions(
         hf_config=str(hf_config) if hf_config else None,
         rules=rules,
         dtype=dtype,
         vocab_size=vocab_size,
-        max_shard_bytes=parse_shard_size(max_shard_size),
+        max_shard_bytes=o.parse_bytes(max_shard_size),
         mtp_copies=mtp_copies,
         tp=tp,
         iteration=iteration,

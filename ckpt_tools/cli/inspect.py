@@ -12,6 +12,7 @@ import typer
 
 from ckpt_tools.cli import render
 from ckpt_tools.cli.manual import page
+from ckpt_tools.cli.options import in_a_folder
 
 if TYPE_CHECKING:
     from ckpt_tools.convert.inspect import Inspection
@@ -66,6 +67,8 @@ def inspect(
     from ckpt_tools.convert.inspect import inspect_checkpoint
 
     found = inspect_checkpoint(checkpoint, iteration, keys or (), list_group_meta, trust_pickle)
+    if keys:
+        render.say_unmatched("--keys", keys, (*found.catalog.tensors, *found.catalog.objects))
     if as_json:
         sys.stdout.writelines(render.json_lines(found.summary(), _json_lists(found)))
         return
@@ -83,7 +86,8 @@ def print_torch_dcp_in_json(
         bool, typer.Option("--values", help="Add the values of small objects and scalars.")
     ] = False,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Write there instead of to stdout.")
+        Path | None,
+        typer.Option("-o", "--output", callback=in_a_folder, help="Write there instead of to stdout."),
     ] = None,
     no_write: Annotated[
         bool,

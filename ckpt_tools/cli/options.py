@@ -43,6 +43,20 @@ class LayoutName(str, Enum):
     EVEN = "even"
 
 
+def in_a_folder(file: Path | None) -> Path | None:
+    """`file`, if it can be made where it is to be: told before the work, not after it.
+
+    Raises:
+        UsageError: its folder is not there.
+    """
+    if file is not None and not file.parent.is_dir():
+        from ckpt_tools.catalog.files import absent_folder
+        from ckpt_tools.errors import UsageError
+
+        raise UsageError(f"{file} cannot be written: {absent_folder(file.parent)}")
+    return file
+
+
 _MODEL, _PLACE, _RUN = "The model and its target", "Placement", "How to run"
 
 Target = Annotated[
@@ -201,7 +215,10 @@ DryRun = Annotated[
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.", rich_help_panel=_RUN)]
 ReportFile = Annotated[
-    Path | None, typer.Option("--report", help="Write the report there as JSON.", rich_help_panel=_RUN)
+    Path | None,
+    typer.Option(
+        "--report", callback=in_a_folder, help="Write the report there as JSON.", rich_help_panel=_RUN
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="The report as JSON on stdout.", rich_help_panel=_RUN)]
 Threads = Annotated[int, typer.Option("--threads", min=1, help="Threads per process.", rich_help_panel=_RUN)]
@@ -267,15 +284,20 @@ def _positive(world_size: int) -> int:
 def parse_bytes(text: str) -> int:
     """Bytes from a size as people write it: `96MiB`, `5GB`, `1048576`.
 
+    kB, MB, GB and TB are powers of 1000, as Hugging Face reads them; kiB and so on of 1024.
+
     Raises:
-        UsageError: not a size.
+        UsageError: not a size, or no byte.
     """
     import re
 
     from ckpt_tools.errors import UsageError
 
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?)[bB]?\s*", text)
-    if not match:
+    size = 0
+    if match:
+        base = 1024 if match[3] else 1000
+        size = int(float(match[1]) * base ** " kmgt".index(match[2].lower() or " "))
+    if size < 1:
         raise UsageError(f"{text!r} is not a size; write for example 96MiB, 5GB or 1048576")
-    base = 1024 if match[3] else 1000
-    return int(float(match[1]) * base ** " kmgt".index(match[2].lower() or " "))
+    return size

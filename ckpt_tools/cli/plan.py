@@ -36,8 +36,13 @@ def plan(
         list[str] | None, typer.Option("--tensor", help="List target tensors that match this glob.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
-    svg: Annotated[Path | None, typer.Option("--svg", help="Draw who owns what, as one SVG file.")] = None,
-    html: Annotated[Path | None, typer.Option("--html", help="Draw it as one HTML page.")] = None,
+    svg: Annotated[
+        Path | None,
+        typer.Option("--svg", callback=o.in_a_folder, help="Draw who owns what, as one SVG file."),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", callback=o.in_a_folder, help="Draw it as one HTML page.")
+    ] = None,
     target: o.Target = None,
     layer_spec: o.LayerSpecOption = None,
     experts: o.ExpertsOption = None,

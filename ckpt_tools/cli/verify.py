@@ -49,7 +49,10 @@ FormatOption = Annotated[
     ReportFormat, typer.Option("--format", help="text, json, github (annotations) or markdown.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout, the same as --format json.")]
-Junit = Annotated[Path | None, typer.Option("--junit", help="Also write the report there as JUnit XML.")]
+Junit = Annotated[
+    Path | None,
+    typer.Option("--junit", callback=o.in_a_folder, help="Also write the report there as JUnit XML."),
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -68,7 +71,10 @@ def verify(
     ] = False,
     manifest: Annotated[
         Path | None,
-        typer.Option(help="File of SHA-256 sums of files and tensors: written when absent, else checked."),
+        typer.Option(
+            callback=o.in_a_folder,
+            help="File of SHA-256 sums of files and tensors: written when absent, else checked.",
+        ),
     ] = None,
     allow_nonfinite: Annotated[
         bool, typer.Option("--allow-nonfinite", help="NaN and Inf are warnings, not errors.")
@@ -222,7 +228,7 @@ def _print_diff(report: DiffReport) -> None:
         if len(found) > _SHOWN:
             print(f"... and {len(found) - _SHOWN:,} more {what} (--json lists all)")
     for note in report.notes:
-        print(f"note: {note}")
+        print(f"note: {render.escape(note)}")
     verdict = "equal" if report.is_equal else f"different: {len(unequal):,} tensors, {len(values):,} values"
     print(
         f"compared {len(report.tensors):,} tensors and {report.values_compared:,} objects by {report.by}: {verdict}"
@@ -262,22 +268,30 @@ def _diff_head(report: DiffReport) -> dict[str, Any]:
         "tolerance": asdict(report.tolerance),
         "notes": list(report.notes),
         "objects_compared": report.values_compared,
-        "summary": [asdict(summary) for summary in summarize(report.tensors)],
+        "summary": [
+            {name: _number(value) for name, value in asdict(summary).items()}
+            for summary in summarize(report.tensors)
+        ],
     }
+
+
+def _number(value: Any) -> Any:
+    """`value`; infinity as text, because JSON has none."""
+    return "inf" if value == float("inf") else value
 
 
 def _diff_lists(report: DiffReport) -> dict[str, Any]:
     tensors = (
         {
-            "name": t.name,
+            "key": t.name,
             "role": t.role,
             "kind": t.kind,
             "a": None if t.a is None else {"dtype": t.a[0], "shape": list(t.a[1])},
             "b": None if t.b is None else {"dtype": t.b[0], "shape": list(t.b[1])},
             "elements": t.elements,
             "different": t.found.different,
-            "max_abs": t.found.max_abs if t.found.max_abs != float("inf") else "inf",
-            "max_rel": t.found.max_rel if t.found.max_rel != float("inf") else "inf",
+            "max_abs": _number(t.found.max_abs),
+            "max_rel": _number(t.found.max_rel),
             "max_ulp": t.found.max_ulp,
             "nan_mismatches": t.found.nan_mismatches,
             "index": None if t.found.index is None else list(t.found.index),
@@ -285,5 +299,5 @@ def _diff_lists(report: DiffReport) -> dict[str, Any]:
         }
         for t in report.tensors
     )
-    values = ({"name": v.name, "a": v.a, "b": v.b} for v in report.values)
+    values = ({"key": v.name, "a": v.a, "b": v.b} for v in report.values)
     return {"tensors": tensors, "values": values}

@@ -44,6 +44,7 @@ def dcp_as_json(path: str, values: bool = False, trust_pickle: bool = False) -> 
         files.close()
     return {
         "schema_version": SCHEMA_VERSION,
+        "checkpoint": path,
         "metadata_class": catalog.metadata_class,
         "metadata_version": catalog.metadata_version,
         "tensors": tensors,
@@ -110,8 +111,8 @@ def _describe_tensor(files: Files, entry: TensorEntry, values: bool) -> dict[str
 def _describe_chunk(chunk: Chunk) -> dict[str, Any]:
     box, item = chunk
     return {
-        "offsets": list(box.start),
-        "sizes": list(box.size),
+        "start": list(box.start),
+        "size": list(box.size),
         "file": item.file,
         "offset": item.offset,
         "length": item.length,

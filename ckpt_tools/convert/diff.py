@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from ckpt_tools.convert.close_names import unmatched
 from ckpt_tools.convert.inspect import role_of
 from ckpt_tools.convert.opened import Opened, open_checkpoint
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import UsageError, list_problems
 from ckpt_tools.megatron.common_state import COMMON_OBJECT
 from ckpt_tools.megatron.names import DIALECTS
 from ckpt_tools.megatron.optimizer_layouts.kinds import optimizer_layout
@@ -45,7 +46,7 @@ def diff_checkpoints(
     """What differs between the checkpoints at `a` and `b`; `progress` is told (bytes done, in all).
 
     Raises:
-        UsageError: they are of kinds that share no names.
+        UsageError: they are of kinds that share no names, or a glob of `options.keys` matches nothing.
         MappingError: a `torch_dist` checkpoint cannot be seen as its `fsdp_dtensor` conversion.
         Otherwise the errors of opening and reading checkpoints.
     """
@@ -60,12 +61,36 @@ def diff_checkpoints(
             sides, notes = (_by_keys(first), _by_keys(second)), list[str]()
         else:
             sides, notes = _by_parameters(first, second, request.target)
+        notes += _idle_globs(sides, options)
         meter = Meter(progress)
         meter.total = sum(entry.nbytes for side in sides for entry in side.catalog.tensors.values())
         tensors = diff_tensors(*sides, options, meter)
         values, compared = diff_objects(*sides, options)
     places = first.location.path, second.location.path
     return DiffReport(*places, by, options.tolerance, tensors, values, compared, tuple(notes))
+
+
+def _idle_globs(sides: tuple[Side, Side], options: DiffOptions) -> list[str]:
+    """A note on every glob of `ignore` that matches nothing.
+
+    Raises:
+        UsageError: one of `keys` does: a misspelt name must not make checkpoints equal.
+    """
+    objects = {name for side in sides for name in side.objects}
+    names = (*objects, *(name for side in sides for name in side.tensors))
+
+    def idle(globs: tuple[str, ...]) -> list[str]:
+        of_values = tuple(f"{name}." for name in objects)  # `args.tp_size` is a part of the object `args`
+        found = unmatched([glob for glob in globs if not glob.startswith(of_values)], names)
+        return [
+            f"{glob!r} matches nothing" + (f"; did you mean {', '.join(close)}?" if close else "")
+            for glob, close in found.items()
+        ]
+
+    wrong = idle(options.keys)
+    if wrong:
+        raise UsageError(f"nothing to compare:\n{list_problems(f'--keys {line}' for line in wrong)}")
+    return [f"--ignore {line}" for line in idle(options.ignore)]
 
 
 def _choose(by: str, a: Opened, b: Opened) -> str:

@@ -104,7 +104,7 @@ class Inspection:
     @property
     def parameters(self) -> int:
         """Elements of all weights."""
-        return sum(total.elements for (role, _), total in self.totals.items() if role == "weights")
+        return sum(total.elements for (role, _), total in self.totals.items() if role == "weight")
 
     def tensors(self) -> Iterator[TensorRow]:
         """The tensors that the patterns name, in stored order."""
@@ -123,7 +123,7 @@ class Inspection:
         where = self.location
         return {
             "schema_version": SCHEMA_VERSION,
-            "path": where.path,
+            "checkpoint": where.path,
             "root": where.root,
             "format": where.kind,
             "writer": self.writer,
@@ -212,11 +212,11 @@ def _core_versions(catalog: Catalog, common: CommonState) -> str:
 
 
 def role_of(key: str) -> str:
-    """What a tensor is: `weights`, `master`, `exp_avg`, `exp_avg_sq` or `other`."""
+    """What a tensor is: `weight`, `master`, `exp_avg`, `exp_avg_sq` or `other`."""
     match = _STATE.match(key)
     if match:
         return _ROLES.get(match[1] or match[2], "other")
-    return "other" if key.startswith(("rng_state", "optimizer.")) else "weights"
+    return "other" if key.startswith(("rng_state", "optimizer.")) else "weight"
 
 
 def _totals(rows: Iterable[TensorRow]) -> dict[tuple[str, str], Total]:
@@ -226,7 +226,7 @@ def _totals(rows: Iterable[TensorRow]) -> dict[tuple[str, str], Total]:
         total[0] += 1
         total[1] += prod(row.shape)
         total[2] += row.nbytes
-    order = ("weights", "master", "exp_avg", "exp_avg_sq", "other")
+    order = ("weight", "master", "exp_avg", "exp_avg_sq", "other")
     return {
         kind: Total(*sums[kind]) for kind in sorted(sums, key=lambda kind: (order.index(kind[0]), kind[1]))
     }

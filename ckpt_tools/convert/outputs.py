@@ -37,7 +37,9 @@ class ConversionReport:
 
     def as_json(self) -> dict[str, Any]:
         """The report as plain data, with its schema version."""
-        return {"schema_version": 1, **asdict(self)}
+        data = asdict(self)
+        data["tensor_count"], data["object_count"] = data.pop("tensors"), data.pop("objects")
+        return {"schema_version": 1, **data}
 
 
 def choose_output(source: str, location: Location, output: str, overwrite: bool, resume: bool) -> Output:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import Any
 from ckpt_tools.box import Box, full_box
 from ckpt_tools.catalog.container import load_object
 from ckpt_tools.catalog.model import TensorEntry
+from ckpt_tools.convert.close_names import close_names
 from ckpt_tools.convert.opened import Opened, open_checkpoint
 from ckpt_tools.convert.values import json_value
 from ckpt_tools.dtypes import CASTABLE, itemsize
@@ -29,6 +29,7 @@ _PART = re.compile(r"\s*(?:(-?\d+)|(-?\d*)\s*:\s*(-?\d*))\s*")
 class Printed:
     """A tensor (or the value of an object, with `dtype` None) and what was read of it."""
 
+    checkpoint: str  # its folder
     key: str
     dtype: str | None
     shape: tuple[int, ...] = ()
@@ -41,13 +42,14 @@ class Printed:
         """In JSON's types; numbers that JSON has not become text."""
         return {
             "schema_version": 1,
+            "checkpoint": self.checkpoint,
             "key": self.key,
             "dtype": self.dtype,
             "shape": list(self.shape),
             "chunks": [{"start": box.start, "size": box.size, "file": file} for box, file in self.chunks],
             "shown": None if self.box is None else {"start": self.box.start, "size": self.box.size},
             "values": json_value(self.values),
-            "statistics": dict(self.statistics),
+            "statistics": json_value(dict(self.statistics)),
         }
 
 
@@ -75,7 +77,7 @@ def print_tensor(
             if part is not None or stats:
                 raise UsageError(f"{key} is an object, not a tensor; --slice and --stats do not apply")
             value = load_object(opened.files, opened.catalog.objects[key].item, trust_pickle)
-            return Printed(key, None, values=json_value(value))
+            return Printed(opened.location.path, key, None, values=json_value(value))
         entry = opened.catalog.tensors.get(key)
         if entry is None:
             raise MappingError(_no_such_key(key, [*opened.catalog.tensors, *opened.catalog.objects]))
@@ -95,7 +97,7 @@ def _printed(opened: Opened, entry: TensorEntry, part: str | None, stats: bool) 
     finally:
         reader.close()
     chunks = tuple((chunk.box, chunk.item.file) for chunk in entry.chunks)
-    return Printed(entry.key, entry.dtype, entry.shape, box, values, chunks, statistics)
+    return Printed(opened.location.path, entry.key, entry.dtype, entry.shape, box, values, chunks, statistics)
 
 
 def to_numbers(values: Array, dtype: str) -> Array:
@@ -158,6 +160,6 @@ def _corner(shape: tuple[int, ...]) -> Box:
 
 
 def _no_such_key(key: str, keys: Sequence[str]) -> str:
-    close = difflib.get_close_matches(key, keys, n=3) or [other for other in keys if key in other][:3]
+    close = close_names(key, keys)
     hint = f" Did you mean {', '.join(close)}?" if close else " `inspect` lists the keys."
     return f"no tensor or object is stored under {key!r}.{hint}"

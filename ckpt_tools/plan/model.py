@@ -137,7 +137,7 @@ def item_row(item: OutputItem) -> list[object]:
 def plan_json(plan: Plan) -> dict[str, object]:
     """The plan without its items, which `item_rows` gives one at a time."""
     return {
-        "schema": 1,
+        "schema_version": 1,
         "digest": plan.digest,
         "bytes_to_write": plan.bytes_to_write,
         "bytes_by_strategy": dict(plan.bytes_by_strategy),

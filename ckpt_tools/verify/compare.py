@@ -173,7 +173,8 @@ def _bytes(raw: Array) -> Array:
 def to_float64(raw: Array, dtype: str) -> Array:
     """The exact values of raw bits of a castable type."""
     numbers = bfloat16_to_float32(raw) if dtype == "bfloat16" else raw.view(numpy_dtype(dtype))
-    values: Array = numbers.astype(np.float64)
+    with np.errstate(invalid="ignore"):  # a signalling NaN
+        values: Array = numbers.astype(np.float64)
     return values
 
 

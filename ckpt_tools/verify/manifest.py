@@ -2,7 +2,7 @@
 
 A tensor's digest is that of its row-major little-endian bytes, so it outlives resharding and rewriting::
 
-    {"schema": 1,
+    {"schema_version": 1,
      "files": {"__0_0.distcp": {"bytes": 1024, "sha256": "..."}},
      "tensors": {"model.w": {"dtype": "float32", "shape": [8, 4], "sha256": "..."}}}
 """
@@ -45,7 +45,7 @@ def make_manifest(
         entries = list(catalog.tensors.values())
         tensors = list(pool.map(lambda entry: _tensor(files, catalog, entry, tick), entries))
     return {
-        "schema": SCHEMA,
+        "schema_version": SCHEMA,
         "files": digests,
         "tensors": {entry.key: row for entry, row in zip(entries, tensors, strict=True)},
     }
@@ -57,7 +57,7 @@ def check_manifest(stored: object, found: Mapping[str, Any]) -> Check:
     Raises:
         UsageError: `stored` is no manifest of this version.
     """
-    if not isinstance(stored, dict) or stored.get("schema") != SCHEMA:
+    if not isinstance(stored, dict) or stored.get("schema_version") != SCHEMA:
         raise UsageError(f"the manifest is not one of schema {SCHEMA}; give another file to write a new one")
     findings = Findings("manifest", "digests")
     for part in ("files", "tensors"):

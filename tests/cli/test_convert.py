@@ -91,7 +91,7 @@ def test_the_report_says_what_happened(tmp_path, capsys):
 
 def test_weights_only_keeps_args_and_progress(tmp_path, capsys):
     assert convert(LLAMA, tmp_path / "out", "--weights-only", "--dtype", "bfloat16", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["tensors"] == 17
+    assert json.loads(capsys.readouterr().out)["tensor_count"] == 17
     assert run(["inspect", str(tmp_path / "out"), "--json"]) == 0
     keys = json.loads(capsys.readouterr().out)
     names = {entry["key"] for entry in keys["tensors"]} | {entry["key"] for entry in keys["objects"]}

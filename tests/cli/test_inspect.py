@@ -61,8 +61,8 @@ def test_golden_facts(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert writer in found["writer"]
     assert [found["common_state"], found["has_mcore_data"], found["optimizer_layout"]] == facts
     assert found["format"] == ("fsdp_dtensor" if "native" in name else "torch_dist")
-    weights = sum(t["bytes"] for t in found["tensors"] if t["role"] == "weights")
-    assert weights == sum(t["bytes"] for t in found["totals"] if t["role"] == "weights")
+    weights = sum(t["bytes"] for t in found["tensors"] if t["role"] == "weight")
+    assert weights == sum(t["bytes"] for t in found["totals"] if t["role"] == "weight")
     assert found["tensor_count"] == len(found["tensors"])
 
 
@@ -89,7 +89,7 @@ def test_golden_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["parallel_sizes"]["world_size"] == 2
     assert (found["arguments"]["num_layers"], found["arguments"]["swiglu"]) == (2, True)
     assert found["totals"] == [
-        {"role": "weights", "dtype": "bfloat16", "tensors": 9, "elements": 32928, "bytes": 65856},
+        {"role": "weight", "dtype": "bfloat16", "tensors": 9, "elements": 32928, "bytes": 65856},
         {"role": "master", "dtype": "float32", "tensors": 9, "elements": 32928, "bytes": 131712},
         {"role": "exp_avg", "dtype": "float32", "tensors": 9, "elements": 32928, "bytes": 131712},
         {"role": "exp_avg_sq", "dtype": "float32", "tensors": 9, "elements": 32928, "bytes": 131712},
@@ -100,7 +100,7 @@ def test_golden_json(capsys: pytest.CaptureFixture[str]) -> None:
         "shape": [224, 32],
         "chunks": 2,
         "bytes": 14336,
-        "role": "weights",
+        "role": "weight",
     }
     assert found["objects"][-1] == {"key": "rng_state/shard_0.1_1.2", "bytes": 15449}
 
@@ -113,7 +113,7 @@ def test_roles_of_every_layout(capsys: pytest.CaptureFixture[str]) -> None:
     ):
         found = inspected(capsys, name)
         sums = {t["role"]: t["elements"] for t in found["totals"]}
-        assert sums["exp_avg"] == sums["exp_avg_sq"] >= sums["weights"], name
+        assert sums["exp_avg"] == sums["exp_avg_sq"] >= sums["weight"], name
         assert ("master" in sums) == (found["format"] == "torch_dist")
 
 
@@ -139,7 +139,7 @@ def test_tables_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     captured = capsys.readouterr()
     lines = [" ".join(line.split()) for line in captured.out.splitlines()]
     assert "optimizer layout fully_reshardable" in lines
-    assert "weights bfloat16 9 32,928 64.3 KiB" in lines
+    assert "weight bfloat16 9 32,928 64.3 KiB" in lines
     assert "decoder.layers.mlp.linear_fc1.weight bfloat16 [2, 128, 32] 8 16.0 KiB" in lines
     assert "common_state/shard_0_1 32,429" in lines
     assert captured.err == ""
@@ -209,7 +209,7 @@ def test_dcp_json_of_tensors_and_values(capsys: pytest.CaptureFixture[str], tmp_
     assert found["schema_version"] == 1
     assert set(found["tensors"]["big"]) == {"dtype", "shape", "chunks"}
     chunk = found["tensors"]["big"]["chunks"][0]
-    assert (chunk["offsets"], chunk["sizes"], chunk["file"]) == ([0], [5], "__0_0.distcp")
+    assert (chunk["start"], chunk["size"], chunk["file"]) == ([0], [5], "__0_0.distcp")
     assert set(found["objects"]["n"]) == {"bytes"}
     found = printed(capsys, str(tmp_path), "--values")
     assert found["tensors"]["bf16"]["value"] == 1.5

@@ -99,7 +99,7 @@ def test_a_manifest_is_written_once_and_then_checked(tmp_path, capsys):
     command = ["verify", str(root), "-q", "--manifest", str(manifest)]
     assert run(command) == 0
     stored = json.loads(manifest.read_text())
-    assert stored["schema"] == 1
+    assert stored["schema_version"] == 1
     assert set(stored["files"]) == {".metadata", "metadata.json", "__0_0.distcp", "__1_0.distcp"}
     assert run(command) == 0
     path, at, _ = payload_of(root, "decoder.final_layernorm.weight", (0,))
@@ -161,8 +161,8 @@ def test_diff_as_json(damaged, capsys):
     report = json.loads(capsys.readouterr().out)
     assert (report["schema_version"], report["equal"], report["by"]) == (1, False, "keys")
     (tensor,) = [tensor for tensor in report["tensors"] if tensor["kind"] != "equal"]
-    assert (tensor["name"], tensor["different"], tensor["index"], tensor["max_ulp"]) == (NORM, 1, [0], 1)
-    assert [s["different"] for s in report["summary"] if s["role"] == "weights"] == [1]
+    assert (tensor["key"], tensor["different"], tensor["index"], tensor["max_ulp"]) == (NORM, 1, [0], 1)
+    assert [s["different"] for s in report["summary"] if s["role"] == "weight"] == [1]
 
 
 def test_preflight(capsys):
@@ -187,7 +187,7 @@ def test_editing(tmp_path, capsys):
     assert run(["modify-state-dict", root, str(tmp_path / "b"), "-q"]) == 2
     capsys.readouterr()
     assert run(["slice", root, str(tmp_path / "c"), "--layers", "0:1", "-q", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["tensors"] == 36
+    assert json.loads(capsys.readouterr().out)["tensor_count"] == 36
     assert run(["verify", str(tmp_path / "c"), "-q"]) == 0
     capsys.readouterr()
     key = "decoder.final_layernorm.weight"

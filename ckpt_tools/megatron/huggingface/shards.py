@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt_tools.errors import UsageError
-
-UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}  # decimal, as huggingface_hub reads them
 DEFAULT_SHARD_SIZE = 5 * 10**9
-SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]B)?", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,21 +15,6 @@ class Shard:
 
     file: str
     keys: tuple[str, ...]
-
-
-def parse_shard_size(text: str) -> int:
-    """Bytes of a size such as `5GB` or `300000000`.
-
-    Raises:
-        UsageError: it is not such a size, or zero.
-    """
-    match = SIZE.fullmatch(text.strip())
-    size = int(float(match[1]) * UNITS.get((match[2] or "").upper(), 1)) if match else 0
-    if size < 1:
-        raise UsageError(
-            f"shard size {text!r}: expected bytes or a number with KB, MB, GB or TB, such as 5GB"
-        )
-    return size
 
 
 def pack_shards(sizes: Iterable[tuple[str, int]], max_bytes: int = DEFAULT_SHARD_SIZE) -> list[Shard]:

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tools.errors import UsageError
-from ckpt_tools.megatron.huggingface.shards import pack_shards, parse_shard_size, shard_index
+from ckpt_tools.megatron.huggingface.shards import pack_shards, shard_index
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=30), st.integers(1, 50))
@@ -27,17 +26,3 @@ def test_same_cuts_as_huggingface_hub(sizes: list[int], limit: int) -> None:
     assert index["metadata"] == {"total_size": sum(sizes)} == theirs.metadata
     if theirs.is_sharded:
         assert index["weight_map"] == theirs.tensor_to_filename
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("5GB", 5 * 10**9), ("1.5mb", 1_500_000), ("300", 300), (" 2 KB", 2000), ("1TB", 10**12)],
-)
-def test_sizes_are_decimal(text: str, size: int) -> None:
-    assert parse_shard_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "GB", "5GiB", "-1", "0", "five"])
-def test_other_sizes_are_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="shard size"):
-        parse_shard_size(text)

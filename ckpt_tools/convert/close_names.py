@@ -1,0 +1,28 @@
+"""What somebody meant who wrote a name or a glob that is not there."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+
+_CLOSE = 3
+_COMPARED = 20_000  # names; similarity costs some 20 us each
+
+
+def close_names(wanted: str, names: Iterable[str]) -> list[str]:
+    """Up to three names that hold `wanted`, a name or a glob, or else are spelled much like it."""
+    names = list(names)
+    letters = wanted.strip("*")
+    inside = [name for name in names if letters and letters in name][:_CLOSE]
+    return inside or difflib.get_close_matches(wanted, names[:_COMPARED], n=_CLOSE)
+
+
+def unmatched(patterns: Iterable[str], names: Iterable[str]) -> dict[str, list[str]]:
+    """Globs that match none of `names`, each with the names that were perhaps meant."""
+    names = list(names)
+    return {
+        pattern: close_names(pattern, names)
+        for pattern in patterns
+        if not any(fnmatchcase(name, pattern) for name in names)
+    }

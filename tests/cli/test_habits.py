@@ -1,0 +1,178 @@
+"""Habits of people at a command line: sizes, globs, misspelt names and paths, NO_COLOR."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckpt_tools.cli.app import run
+from ckpt_tools.cli.options import parse_bytes
+from ckpt_tools.errors import UsageError
+from tests.conftest import DATA, REPO
+
+RUN = DATA / "core019_llama_tp2_fully_reshardable"
+FSDP = DATA / "core019_llama_tp2_native_fsdp_dtensor"
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("5GB", 5 * 10**9),
+        ("1.5mb", 1_500_000),
+        ("300", 300),
+        (" 2 KB ", 2000),
+        ("1TB", 10**12),
+        ("96MiB", 96 << 20),
+        ("0.5gib", 1 << 29),
+        ("64k", 64_000),
+        ("1Ki", 1024),
+    ],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1", "0", "0.1", "five", "5 PB", "1e9", "5GBs"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(UsageError, match="not a size; write for example"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize("option", ["--max-memory", "--max-shard-size"])
+def test_both_options_read_sizes_alike(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["export-hf", str(RUN), str(tmp_path / "out"), "-q", "--dry-run"]
+    assert run([*words, option, "1.5GiB"]) == 0
+    assert run([*words, option, "much"]) == 2
+    assert "'much' is not a size" in capsys.readouterr().err
+
+
+def test_inspect_names_globs_that_match_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        run(["inspect", str(RUN), "--keys", "*final_layernorm*", "--keys", "decoder.final_layernrom.weight"])
+        == 0
+    )
+    out, err = capsys.readouterr()
+    assert "decoder.final_layernorm.weight" in out
+    assert err.startswith(
+        "note: --keys 'decoder.final_layernrom.weight' matches nothing. "
+        "Did you mean decoder.final_layernorm.weight, "
+    )
+
+
+def test_globs_without_their_stars_are_found(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["inspect", str(RUN), "--keys", "linear_fc2"]) == 0
+    assert "Did you mean decoder.layers.mlp.linear_fc2.weight, " in capsys.readouterr().err
+
+
+def test_a_misspelt_key_makes_nothing_equal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["diff", str(RUN), str(RUN), "-q", "--keys", "decoder.*", "--keys", "encoder.*"]) == 2
+    err = capsys.readouterr().err
+    assert "--keys 'encoder.*' matches nothing" in err
+    assert "'decoder.*'" not in err
+    assert run(["diff", str(FSDP), str(FSDP), "-q", "--keys", "args.tp*"]) == 0
+    assert run(["diff", str(RUN), str(RUN), "-q", "--ignore", "nothing*"]) == 0
+    assert "note: --ignore 'nothing*' matches nothing" in capsys.readouterr().out
+
+
+def test_print_tensor_knows_what_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["print-tensor", str(RUN), "final_layernorm"]) == 5
+    assert "Did you mean decoder.final_layernorm.weight, " in capsys.readouterr().err
+
+
+COMMANDS_WITH_SOURCES = [
+    "inspect BAD",
+    "print-tensor BAD key",
+    "print-torch-dcp-in-json BAD",
+    "plan BAD",
+    "convert BAD OUT",
+    "build-param-group-map BAD",
+    "export-hf BAD OUT",
+    "import-hf BAD OUT",
+    "verify BAD",
+    "diff RUN BAD",
+    "diff BAD RUN",
+    "preflight BAD",
+    "modify-state-dict BAD OUT --op 'remove x'",
+    "slice BAD OUT --layers 0:1",
+]
+
+
+@pytest.mark.parametrize("words", COMMANDS_WITH_SOURCES)
+def test_every_command_knows_which_path_was_meant(
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run_llama").mkdir()
+    places = {"BAD": tmp_path / "run_lama", "RUN": RUN, "OUT": tmp_path / "out"}
+    argv = [str(places.get(word, word)) for word in words.replace("'remove x'", "remove_x").split()]
+    assert run(["remove x" if word == "remove_x" else word for word in argv]) == 3
+    assert f"Did you mean {tmp_path / 'run_llama'}?" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+OUTPUT_FILES = [
+    "convert RUN OUT --report FILE",
+    "export-hf RUN OUT --report FILE",
+    "build-param-group-map RUN -o FILE",
+    "print-torch-dcp-in-json RUN/iter_0000002 -o FILE",
+    "plan RUN --svg FILE",
+    "plan RUN --html FILE",
+    "verify RUN --junit FILE",
+    "verify RUN --manifest FILE",
+    "preflight FSDP --junit FILE",
+]
+
+
+@pytest.mark.parametrize("words", OUTPUT_FILES)
+def test_files_that_cannot_be_made_are_refused_before_the_work(
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "reports").mkdir()
+    file = tmp_path / "report" / "file"
+    text = words.replace("RUN", str(RUN)).replace("FSDP", str(FSDP)).replace("FILE", str(file))
+    assert run(text.replace("OUT", str(tmp_path / "out")).split()) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == (
+        f"error: {file} cannot be written: {file.parent} does not exist. Did you mean {tmp_path / 'reports'}?\n"
+    )
+    assert os.listdir(tmp_path) == ["reports"]
+
+
+def on_a_terminal(argv: list[str], **env: str) -> str:
+    """What a command writes to a terminal."""
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-m", "ckpt_tools", *argv],
+        cwd=REPO,
+        stdout=theirs,
+        stderr=theirs,
+        env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", **env},
+    ) as process:
+        os.close(theirs)
+        data = b""
+        try:
+            while piece := os.read(ours, 1 << 16):
+                data += piece
+        except OSError:  # the terminal's other end is closed
+            pass
+        finally:
+            os.close(ours)
+    assert process.returncode == 0
+    return data.decode()
+
+
+def test_no_color(tmp_path: Path) -> None:
+    colour = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-8]|4[0-8]|9[0-7]|10[0-7])(?:;\d+)*m")
+    convert = ["convert", str(RUN), str(tmp_path / "a")]
+    assert colour.search(on_a_terminal(convert, NO_COLOR=""))  # the bar; an empty NO_COLOR asks for nothing
+    convert[-1] = str(tmp_path / "b")
+    assert not colour.search(on_a_terminal(convert, NO_COLOR="1"))
+    assert not colour.search(on_a_terminal(["inspect", str(RUN)], NO_COLOR="1"))

@@ -1,0 +1,160 @@
+"""The manual: every example runs, help fits a terminal, options are frozen, the exit codes are the ones it lists."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from ckpt_tools import errors
+from ckpt_tools.cli import manual
+from ckpt_tools.cli.app import app, run
+from tests.cli.options import OPTIONS
+from tests.conftest import DATA
+
+RUN = DATA / "core019_llama_tp2_fully_reshardable"
+FSDP = DATA / "core019_llama_tp2_native_fsdp_dtensor"
+GROUP = typer.main.get_command(app)
+COMMANDS = {name: GROUP.get_command(None, name) for name in GROUP.list_commands(None)}
+EXAMPLES = [(name, words) for name, page in manual.PAGES.items() for _, words in page.examples]
+DIFFERENT = {
+    "diff RUN FSDP",
+    "compare-two-checkpoint RUN FSDP --by parameters",
+}  # one run is no conversion of the other
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face model: the checkpoint RUN, exported."""
+    folder = tmp_path_factory.mktemp("models") / "hf"
+    assert run(["export-hf", str(RUN), str(folder), "-q"]) == 0
+    return folder
+
+
+@pytest.mark.parametrize(("name", "words"), EXAMPLES, ids=[words for _, words in EXAMPLES])
+def test_every_example_runs(
+    name: str, words: str, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dump = shutil.copytree(RUN / "param_to_param_group_map", tmp_path / "dump")
+    places = {"RUN": RUN, "FSDP": FSDP, "HF": models, "DUMP": dump, "OUT": tmp_path / "out"}
+    assert places.keys() == manual.PLACEHOLDERS.keys()
+    words = words.removeprefix(
+        "torchrun --nproc-per-node 4 -m ckpt_tools "
+    )  # in one process, tested elsewhere
+    argv = shlex.split(
+        re.sub("|".join(rf"\b{name}\b" for name in places), lambda m: str(places[m[0]]), words)
+    )
+    assert argv[0] == name
+    assert run(argv) == (1 if words in DIFFERENT else 0)
+    out, err = capsys.readouterr()
+    assert "error" not in err
+    assert out or "OUT" in words or "DUMP" in words
+
+
+def test_every_command_has_a_page_that_fits() -> None:
+    assert manual.PAGES.keys() == COMMANDS.keys()
+    for name, page in manual.PAGES.items():
+        assert 0 < len(page.summary) <= 42
+        assert len(page.examples) >= 2 or name == "compare-two-checkpoint"
+
+
+@pytest.mark.parametrize("argv", [["--help"], *([name, "--help"] for name in COMMANDS)], ids=" ".join)
+def test_help_fits_80_columns(
+    argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(argv) == 0
+    out = capsys.readouterr().out
+    assert not [line for line in out.splitlines() if len(line) > 80]
+    assert "...\n" not in out.partition("Options:")[2]  # no summary is cut
+    assert not re.search(r"\[env var|\bNone\b", out)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_examples_are_shown_as_they_are_typed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([name, "--help"]) == 0
+    shown = capsys.readouterr().out.partition("Examples:\n")[2].replace(" \\\n        ", " ")
+    for what, words in manual.PAGES[name].examples:
+        line = words if words.startswith("torchrun") else f"checkpoint-inspector {words}"
+        assert f"  {what}:\n    {line}\n" in shown
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_options_are_frozen(name: str) -> None:
+    """A new option, or one less, is a decision: write it into tests/cli/options.py as well."""
+    found = {
+        opt
+        for p in COMMANDS[name].params
+        for opt in (*p.opts, *p.secondary_opts)
+        if p.param_type_name == "option"
+    }
+    assert found == set(OPTIONS[name].split())
+
+
+def test_every_error_class_has_its_line_in_the_manual() -> None:
+    codes = {
+        c.exit_code for c in vars(errors).values() if isinstance(c, type) and issubclass(c, errors.CkptError)
+    }
+    assert codes - {errors.CkptError.exit_code} == set(manual.EXIT_CODES) - {0, 1}
+
+
+def _damaged(tmp_path: Path, file: str, data: bytes) -> str:
+    root = shutil.copytree(RUN, tmp_path / "damaged")
+    (root / "iter_0000002" / file).write_bytes(data)
+    return str(root)
+
+
+# What has to happen for every code that one process can leave with on its own; interruption, termination and a failed
+# proof of an output have tests of their own (tests/execute, tests/clusters, tests/convert).
+OUTCOMES = {
+    0: lambda tmp: ["verify", str(RUN)],
+    1: lambda tmp: ["diff", str(RUN), str(FSDP)],
+    2: lambda tmp: ["convert", str(RUN), str(RUN / "inside")],
+    3: lambda tmp: ["inspect", str(tmp)],
+    4: lambda tmp: ["inspect", _damaged(tmp, ".metadata", b"\x80\x04no pickle")],
+    5: lambda tmp: ["print-tensor", str(RUN), "no.such.key"],
+    7: lambda tmp: ["verify", str(RUN), "--junit", "/proc/no_file_can_be_made_here"],
+}
+
+
+@pytest.mark.parametrize("code", manual.EXIT_CODES)
+def test_exit_codes_of_real_commands(code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if code not in OUTCOMES:
+        assert code in {6, 130, 143}
+        return
+    assert run(OUTCOMES[code](tmp_path)) == code
+    assert ("error: " in capsys.readouterr().err) == (code > 1)
+
+
+def test_the_list_of_exit_codes_ends_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--help"]) == 0
+    assert capsys.readouterr().out.rstrip().endswith(manual.exit_codes().rstrip())
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion(shell: str) -> None:
+    """The shell's function asks the program, and gets commands and options."""
+    named = "import sys; sys.argv[0] = 'checkpoint-inspector'; from ckpt_tools.cli.app import main; main()"
+    program = [sys.executable, "-c", named]
+    told = {
+        "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"
+    }  # the shell by name, not by the parent process
+    show = [*program, "--show-completion", shell]
+    script = subprocess.run(show, env=told, capture_output=True, text=True, check=True).stdout
+    assert f"_CHECKPOINT_INSPECTOR_COMPLETE=complete_{shell}" in script
+    for typed, expected in (("ver", "verify"), ("diff --rt", "--rtol"), ("convert --to to", "torch_dist")):
+        asked = {
+            "_CHECKPOINT_INSPECTOR_COMPLETE": f"complete_{shell}",
+            "COMP_WORDS": f"checkpoint-inspector {typed}",
+            "COMP_CWORD": str(typed.count(" ") + 1),
+            "_TYPER_COMPLETE_ARGS": f"checkpoint-inspector {typed}",
+            "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+        }
+        found = subprocess.run(program, env=asked, capture_output=True, text=True, check=False).stdout
+        assert expected in found
