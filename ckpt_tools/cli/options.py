@@ -262,14 +262,21 @@ def choose_layout(
                 "--dp-outer, --cp, --ep and --etp describe a topology, which needs --dp-shard too"
             )
         return None if world_size is None else Layout(world=_positive(world_size))
-    sizes = {"dp_shard": dp_shard, "dp_outer": dp_outer, "tp": tp or 1, "cp": cp, "ep": ep, "etp": etp or 0}
-    strategies = {"strategy": strategy, "outer_strategy": outer_strategy}
-    if world_size is not None:
-        topology = Topology.of_world(world_size, **sizes, **strategies)  # type: ignore[arg-type]
-    elif dp_shard is None:
-        raise UsageError(f"--layout {layout.value if layout else ''} needs --dp-shard or --world-size")
-    else:
-        topology = Topology(**sizes, **strategies)  # type: ignore[arg-type]
+    if world_size is None:
+        if dp_shard is None:
+            raise UsageError(f"--layout {layout.value if layout else ''} needs --dp-shard or --world-size")
+        world_size = dp_shard * dp_outer * cp * (tp or 1)
+    topology = Topology.of_world(
+        world_size,
+        dp_shard=dp_shard,
+        dp_outer=dp_outer,
+        tp=tp or 1,
+        cp=cp,
+        ep=ep,
+        etp=etp or 0,
+        strategy=strategy,
+        outer_strategy=outer_strategy,
+    )
     return Layout((layout or LayoutName.MFSDP_V1).value, topology)
 
 

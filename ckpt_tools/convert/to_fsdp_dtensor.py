@@ -21,7 +21,7 @@ from ckpt_tools.convert.placements import Layout, lay_out, target_model
 from ckpt_tools.convert.relayout import relayout, target_tp
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError
 from ckpt_tools.execute.ranks import DistributedRanks, Ranks, connect
-from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
+from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, write_checkpoint
 from ckpt_tools.megatron.bridge import (
     BRIDGE_FILES,
     LATEST_TRAIN_STATE,
@@ -96,7 +96,7 @@ def convert_to_fsdp_dtensor(
         prove_padding(planned)
         if not dry_run:
             place = with_bridge_files(place, planned)
-            checked = prove_masters(planned, options.check_masters, ranks)
+            checked = prove_masters(planned, options.check_masters, ranks, options.write.threads)
             written = write_checkpoint(
                 planned.plan, planned.files, place, options.write, ranks=ranks, progress=progress
             )
@@ -179,7 +179,7 @@ def prove_padding(planned: Planned) -> None:
             )
 
 
-def prove_masters(planned: Planned, mode: str, ranks: Ranks | DistributedRanks) -> str:
+def prove_masters(planned: Planned, mode: str, ranks: Ranks | DistributedRanks, threads: int) -> str:
     """Every master rounds to its stored weight: said how many elements were compared."""
     from ckpt_tools.execute.check_masters import check_masters
 
@@ -188,7 +188,7 @@ def prove_masters(planned: Planned, mode: str, ranks: Ranks | DistributedRanks) 
     mine = [t for t in planned.built.target.tensors if t.must_round_to][ranks.rank :: ranks.world]
 
     def check() -> tuple[int, int]:
-        report = check_masters(planned.files, planned.source.catalog, mine, mode, ranks.check)
+        report = check_masters(planned.files, planned.source.catalog, mine, mode, ranks.check, threads)
         return report.tensors, report.elements
 
     tensors, elements = (sum(column) for column in zip(*ranks.together(check), strict=True))
@@ -197,7 +197,7 @@ def prove_masters(planned: Planned, mode: str, ranks: Ranks | DistributedRanks) 
     return f"{elements:,} elements of {tensors:,} masters round to the stored weights ({mode})"
 
 
-def _report(source: str, output: str, planned: Planned, checked: str, written: object) -> ConversionReport:
+def _report(source: str, output: str, planned: Planned, checked: str, written: WriteReport | None) -> ConversionReport:
     target = planned.built.target
     states = planned.source.states
     return ConversionReport(
@@ -215,7 +215,7 @@ def _report(source: str, output: str, planned: Planned, checked: str, written: o
         renamed=target.renamed,
         backfilled=target.backfilled,
         notes=target.notes,
-        written=written,  # type: ignore[arg-type]
+        written=written,
         plan={k: v for k, v in plan_json(planned.plan).items() if k not in ("tensors", "blobs")},
     )
 

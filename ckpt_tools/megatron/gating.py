@@ -85,7 +85,7 @@ def _module_id(match: re.Match[str]) -> str:
 
 def _is_fc1_of(name: str, gated: dict[str, bool]) -> bool:
     match = FC1.match(name)
-    return bool(match) and gated.get(_module_id(match), False)  # type: ignore[arg-type]
+    return match is not None and gated.get(_module_id(match), False)
 
 
 def _contradictions(gated: dict[str, bool], choice: GatingChoice) -> Iterable[str]:
