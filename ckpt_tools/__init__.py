@@ -23,7 +23,7 @@ One conversion, as data::
 Tensor bytes are moved, not computed on: everything that decides their way is in `.metadata` and the common state.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
@@ -37,6 +37,7 @@ _PUBLIC = {
     "ConvertOptions": "convert.to_fsdp_dtensor",
     "convert_to_fsdp_dtensor": "convert.to_fsdp_dtensor",
     "TargetOptions": "megatron.to_fsdp_dtensor",
+    "plan_checkpoint": "convert.plan",
     "load_dtensors": "convert.load_dtensors",
     "Layout": "convert.placements",
     "Topology": "sharding.topology",
@@ -46,14 +47,47 @@ _PUBLIC = {
     "export_hf": "convert.export_hf",
     "ImportOptions": "convert.import_hf",
     "import_hf": "convert.import_hf",
+    "VerifyOptions": "convert.verify",
     "verify_checkpoint": "convert.verify",
+    "Tolerance": "verify.compare",
+    "DiffOptions": "verify.diff",
     "diff_checkpoints": "convert.diff",
     "preflight": "convert.preflight",
+    "EditOptions": "convert.rewrite",
     "modify_state_dict": "convert.modify",
     "slice_layers": "convert.slice",
     "print_tensor": "convert.print_tensor",
 }
 __all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604  keys of _PUBLIC are strings
+
+if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
+    from ckpt_tools.convert.diff import diff_checkpoints as diff_checkpoints
+    from ckpt_tools.convert.export_hf import ExportOptions as ExportOptions
+    from ckpt_tools.convert.export_hf import export_hf as export_hf
+    from ckpt_tools.convert.group_map import build_group_map as build_group_map
+    from ckpt_tools.convert.import_hf import ImportOptions as ImportOptions
+    from ckpt_tools.convert.import_hf import import_hf as import_hf
+    from ckpt_tools.convert.inspect import inspect_checkpoint as inspect_checkpoint
+    from ckpt_tools.convert.load_dtensors import load_dtensors as load_dtensors
+    from ckpt_tools.convert.modify import modify_state_dict as modify_state_dict
+    from ckpt_tools.convert.opened import open_checkpoint as open_checkpoint
+    from ckpt_tools.convert.placements import Layout as Layout
+    from ckpt_tools.convert.plan import plan_checkpoint as plan_checkpoint
+    from ckpt_tools.convert.preflight import preflight as preflight
+    from ckpt_tools.convert.print_tensor import print_tensor as print_tensor
+    from ckpt_tools.convert.rewrite import EditOptions as EditOptions
+    from ckpt_tools.convert.slice import slice_layers as slice_layers
+    from ckpt_tools.convert.to_fsdp_dtensor import ConvertOptions as ConvertOptions
+    from ckpt_tools.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor as convert_to_fsdp_dtensor
+    from ckpt_tools.convert.to_torch_dist import ToTorchDistOptions as ToTorchDistOptions
+    from ckpt_tools.convert.to_torch_dist import convert_to_torch_dist as convert_to_torch_dist
+    from ckpt_tools.convert.verify import VerifyOptions as VerifyOptions
+    from ckpt_tools.convert.verify import verify_checkpoint as verify_checkpoint
+    from ckpt_tools.errors import CkptError as CkptError
+    from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions as TargetOptions
+    from ckpt_tools.sharding.topology import Topology as Topology
+    from ckpt_tools.verify.compare import Tolerance as Tolerance
+    from ckpt_tools.verify.diff import DiffOptions as DiffOptions
 
 
 def __getattr__(name: str) -> Any:

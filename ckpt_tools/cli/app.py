@@ -14,7 +14,7 @@ import typer
 
 from ckpt_tools.cli import convert, edit, environment, huggingface, inspect, plan, verify
 from ckpt_tools.cli.help import Group
-from ckpt_tools.cli.manual import exit_codes
+from ckpt_tools.cli.manual import closing
 from ckpt_tools.cli.render import escape_lines
 from ckpt_tools.errors import CkptError, Interrupted, StorageError, UsageError
 
@@ -24,7 +24,7 @@ app = typer.Typer(
     help="Inspect, convert, verify and redistribute Megatron torch_dist and Megatron-FSDP fsdp_dtensor checkpoints.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    epilog=exit_codes(),
+    epilog=closing(),
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 inspect.register(app)

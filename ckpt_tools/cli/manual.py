@@ -156,6 +156,9 @@ def command_line(words: str) -> str:
     return " \\\n        ".join(lines)
 
 
-def exit_codes() -> str:
-    """The exit codes, for the end of the program's `--help`."""
-    return "Exit codes:\n" + "\n".join(f"  {code:<5}{meaning}" for code, meaning in EXIT_CODES.items())
+def closing() -> str:
+    """The end of the program's own `--help`."""
+    codes = "\n".join(f"  {code:<5}{meaning}" for code, meaning in EXIT_CODES.items())
+    return (
+        f"Exit codes:\n{codes}\n\nResults go to stdout, all else to stderr. JSON keeps to ckpt_tools/schemas."
+    )

@@ -45,17 +45,32 @@ def say_unmatched(option: str, patterns: Iterable[str], names: Iterable[str]) ->
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> None:
     """A table on stdout; numbers are right-aligned, text that is too long for the terminal is folded."""
+    values = [list(row) for row in rows]
+    cells = [[f"{v:,}" if isinstance(v, int) else escape(str(v)) for v in row] for row in values]
+    numeric = [bool(values) and all(isinstance(row[i], int) for row in values) for i in range(len(columns))]
+    if sys.stdout.isatty():
+        _print_rich_table(columns, cells, numeric, title)
+        return
+    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+    lines = [columns, ["\u2500" * width for width in widths], *cells]
+    sys.stdout.write(f"\n{title}\n" if title else "\n")
+    for line in lines:
+        aligned = (t.rjust(w) if n else t.ljust(w) for t, w, n in zip(line, widths, numeric, strict=True))
+        sys.stdout.write("  ".join(aligned).rstrip() + "\n")
+
+
+def _print_rich_table(
+    columns: Sequence[str], cells: Iterable[Sequence[str]], numeric: Sequence[bool], title: str
+) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
     table = Table(title=Text(title) if title else None, box=SIMPLE_HEAD, title_justify="left", pad_edge=False)
-    cells = [list(row) for row in rows]
-    for i, column in enumerate(columns):
-        numeric = bool(cells) and all(isinstance(row[i], int) for row in cells)
-        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+    for column, is_numeric in zip(columns, numeric, strict=True):
+        table.add_column(column, justify="right" if is_numeric else "left", overflow="fold")
     for row in cells:
-        table.add_row(*(Text(f"{v:,}" if isinstance(v, int) else escape(str(v))) for v in row))
+        table.add_row(*map(Text, row))
     console().print(table)
 
 

@@ -169,6 +169,15 @@ def on_a_terminal(argv: list[str], **env: str) -> str:
     return data.decode()
 
 
+def test_tables_say_the_same_on_a_terminal_and_in_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["inspect", str(RUN)]) == 0
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", on_a_terminal(["inspect", str(RUN)], COLUMNS="300"))
+    words = [
+        [word for word in text.split() if word.strip("\u2500")] for text in (capsys.readouterr().out, shown)
+    ]
+    assert words[0] == words[1]
+
+
 def test_no_color(tmp_path: Path) -> None:
     colour = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-8]|4[0-8]|9[0-7]|10[0-7])(?:;\d+)*m")
     convert = ["convert", str(RUN), str(tmp_path / "a")]

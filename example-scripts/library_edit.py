@@ -1,0 +1,20 @@
+"""Cut the first layer out as a small checkpoint, drop its optimizer, and look at a tensor and an object of it.
+
+python example-scripts/library_edit.py tests/data/core019_llama_tp2_fully_reshardable /tmp/small /tmp/weights
+"""
+
+import sys
+
+from ckpt_tools import EditOptions, modify_state_dict, open_checkpoint, print_tensor, slice_layers
+
+source, small, weights = sys.argv[1:]
+cut = slice_layers(source, small, "0:1", options=EditOptions(overwrite=True))
+print(f"{cut.tensors} tensors of one layer")
+left = modify_state_dict(small, weights, [r"remove optimizer\..*"], EditOptions(overwrite=True))
+print(f"{left.tensors} tensors without the {len(left.removed)} entries of the optimizer")
+
+norm = print_tensor(weights, "decoder.final_layernorm.weight", part="0:4", stats=True)
+print(norm.dtype, norm.shape, norm.values, norm.statistics["max"])
+with open_checkpoint(weights) as opened:  # the catalog behind all of it: keys, boxes, files, byte ranges
+    for chunk in opened.catalog.tensors["output_layer.weight"].chunks:
+        print(chunk.box, chunk.item.file, chunk.item.offset, chunk.item.length)

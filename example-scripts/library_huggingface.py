@@ -1,0 +1,18 @@
+"""Export to Hugging Face, and import the model again for Megatron-FSDP.
+
+python example-scripts/library_huggingface.py tests/data/core019_llama_tp2_fully_reshardable /tmp/hf /tmp/run
+"""
+
+import sys
+
+from ckpt_tools import ExportOptions, ImportOptions, Layout, Topology, export_hf, import_hf
+
+source, model, run = sys.argv[1:]
+report = export_hf(source, model, ExportOptions(dtype="bfloat16", max_shard_bytes=2 * 10**9))
+print(f"{report.dialect}: {report.tensors} tensors")
+for note in report.notes:
+    print(f"  {note}")
+
+layout = Layout("mfsdp-v1", Topology(dp_shard=2))
+report = import_hf(model, run, ImportOptions(to="fsdp_dtensor", layout=layout))
+print(f"{report.target}: {report.tensors} tensors for {layout.ranks} ranks")
