@@ -6,6 +6,7 @@ Everything is judged by stock torch: its reader's whole tensors are the truth, i
 from __future__ import annotations
 
 import json
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -93,7 +94,7 @@ def differences(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) 
         if not isinstance(tensor, DTensor):
             expected, local = truth[key], tensor
         else:
-            local = tensor.to_local()
+            local = tensor.to_local().cpu()
             box = box_of(tensor)
             if box is None:
                 expected = torch.empty((0, *truth[key].shape[1:]), dtype=truth[key].dtype)
@@ -107,7 +108,7 @@ def differences(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) 
 
 
 def run(case: dict[str, Any], scratch: Path) -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", tuple(case["mesh"]), mesh_dim_names=tuple(case["axes"]))
+    mesh = init_device_mesh(case["device"], tuple(case["mesh"]), mesh_dim_names=tuple(case["axes"]))
     truth = torch.load(case["truth"], weights_only=True)
     options = {"layout": case["layout"], "ep": case.get("ep", 1)}
     loaded = ckpt_tools.load_dtensors(case["source"], mesh, **options)
@@ -144,7 +145,10 @@ def run(case: dict[str, Any], scratch: Path) -> dict[str, Any]:
 def main() -> None:
     task = json.loads(Path(sys.argv[1]).read_text())
     warnings.simplefilter("ignore")
-    dist.init_process_group("gloo")
+    on_gpu = any(case["device"] == "cuda" for case in task["cases"])
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     results = {case["name"]: run(case, Path(task["scratch"])) for case in task["cases"]}
     Path(task["scratch"], f"result_{dist.get_rank()}.json").write_text(json.dumps(results))
     dist.barrier()

@@ -35,6 +35,7 @@ def case(name: str, layout: str, mesh: dict[str, int], ep: int = 1) -> dict[str,
         "axes": list(mesh),
         "mesh": list(mesh.values()),
         "ep": ep,
+        "device": "cpu",
     }
 
 
@@ -115,6 +116,15 @@ def test_two_ranks_along_every_kind_of_axis(tmp_path):
     assert experts[0]
     assert experts[1]
     assert not experts[0] & experts[1]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_gpus_over_nccl(tmp_path):
+    cases = [{**case(MOE, "mfsdp-v1", {"dp_shard": 2}, ep=2), "device": "cuda"}]
+    cases += [{**case(LLAMA, "mfsdp-v1", {"dp_shard": 2}), "device": "cuda"}]
+    for result in run_job(cases, 2, tmp_path):
+        for c in cases:
+            assert_all_equal(result[c["name"]], c["name"])
 
 
 @pytest.mark.parametrize(
