@@ -1,8 +1,9 @@
 """Synthetic checkpoints of any size, written one chunk at a time: `python -m tests.synthetic OUT --gib 2`.
 
-The big one is a Llama-like model as Megatron core 0.16 stores it with `fully_reshardable` optimizer states: stacked
-layers, bf16 weights, fp32 masters that round to them, Adam moments, `common.pt`, `metadata.json`, tensor-parallel
-chunks packed back to back. `tests/test_synthetic.py` reads it with stock DCP.
+The big one is a Llama-like model as Megatron core stores it: stacked layers, bf16 weights, fp32 masters that round to
+them, Adam moments, `common.pt`, `metadata.json`, tensor-parallel chunks packed back to back. `--layout` says how the
+optimizer states lie: with their weights (`fully_reshardable`), flattened (`fully_sharded_model_space`) or in buckets
+(`dp_reshardable`). `tests/test_synthetic.py` reads them all.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -23,6 +25,9 @@ from ckpt_tools.plan.frames import framed_tensor
 from ckpt_tools.plan.model import OutputBlob, OutputItem, Plan, TensorInfo
 from tests.strategies import Shape
 
+LAYOUTS = ("fully_reshardable", "fully_sharded_model_space", "dp_reshardable")  # of the optimizer states
+_KINDS = ("param", "exp_avg", "exp_avg_sq")
+
 
 class DcpFolder:
     """A DCP checkpoint in the making; items are packed without gaps, as the stock writer does."""
@@ -34,6 +39,7 @@ class DcpFolder:
         self._items: list[OutputItem] = []
         self._blobs: list[OutputBlob] = []
         self._tensors: dict[str, TensorInfo] = {}
+        self.original_shapes: dict[str, Shape] | None = None  # `mcore_data`
 
     def chunk(self, key: str, dtype: str, shape: Shape, box: Box, payload: bytes, *, rank: int = 0) -> None:
         """Add one chunk of a tensor; `payload` holds its row-major bytes."""
@@ -65,29 +71,41 @@ class DcpFolder:
         """Write `.metadata`."""
         keys = dict.fromkeys([blob.key for blob in self._blobs] + [item.key for item in self._items])
         paths = {key: (key,) for key in keys}
-        plan = Plan(tuple(self._items), tuple(self._blobs), self._sizes, self._tensors, paths, "")
+        plan = Plan(
+            tuple(self._items),
+            tuple(self._blobs),
+            self._sizes,
+            self._tensors,
+            paths,
+            "",
+            self.original_shapes,
+        )
         (self.folder / ".metadata").write_bytes(metadata_bytes(plan))
 
 
 class Llama:
-    """Shapes of the big model: about `gib` GiB with its optimizer states."""
+    """Shapes of the big model: about `gib` GiB with its optimizer states.
 
-    def __init__(self, gib: float, tp: int) -> None:
-        self.tp = tp
+    With a `vocab` of its own the embedding may be most of it; it is then the output layer too.
+    """
+
+    def __init__(self, gib: float, tp: int, vocab: int | None = None) -> None:
+        self.tp, self.tied = tp, vocab is not None
         self.hidden = 128 if gib < 0.25 else 1024 if gib < 4 else 2048
-        self.heads, self.groups, self.head_dim, self.vocab = self.hidden // 16, 4, 16, 8 * self.hidden
+        self.heads, self.groups, self.head_dim = self.hidden // 16, 4, 16
+        self.vocab = 8 * self.hidden if vocab is None else vocab
         self.ffn = 11 * self.hidden // 4
         per_layer = sum(math.prod(shape) for _, shape, _ in self._layer())
-        rest = 2 * self.vocab * self.hidden
+        rest = (1 if self.tied else 2) * self.vocab * self.hidden
         self.layers = max(1, round((gib * 2**30 / 14 - rest) / per_layer))
 
     def _layer(self) -> list[tuple[str, Shape, int | None]]:
-        """(name, shape, tensor-parallel dimension) of one layer's parameters."""
+        """(name, shape, tensor-parallel dimension) of one layer's parameters, in order of registration."""
         h, qkv = self.hidden, (self.heads + 2 * self.groups) * self.head_dim
         return [
+            ("self_attention.linear_proj.weight", (h, self.heads * self.head_dim), 1),
             ("self_attention.linear_qkv.layer_norm_weight", (h,), None),
             ("self_attention.linear_qkv.weight", (qkv, h), 0),
-            ("self_attention.linear_proj.weight", (h, self.heads * self.head_dim), 1),
             ("mlp.linear_fc1.layer_norm_weight", (h,), None),
             ("mlp.linear_fc1.weight", (2 * self.ffn, h), 0),
             ("mlp.linear_fc2.weight", (h, self.ffn), 1),
@@ -99,7 +117,8 @@ class Llama:
         for name, shape, axis in self._layer():
             yield f"decoder.layers.{name}", (self.layers, *shape), None if axis is None else axis + 1
         yield "decoder.final_layernorm.weight", (self.hidden,), None
-        yield "output_layer.weight", (self.vocab, self.hidden), 0
+        if not self.tied:
+            yield "output_layer.weight", (self.vocab, self.hidden), 0
 
     def chunks(self, key: str, shape: Shape, axis: int | None) -> Iterator[tuple[int, Box]]:
         """(rank, box) of the chunks: one a layer and tensor-parallel rank; gated fc1 is cut in either half."""
@@ -132,7 +151,7 @@ class Llama:
             add_bias_linear=False,
             normalization="RMSNorm",
             position_embedding_type="rope",
-            untie_embeddings_and_output_weights=True,
+            untie_embeddings_and_output_weights=not self.tied,
             transformer_impl="transformer_engine",
             tensor_model_parallel_size=self.tp,
             pipeline_model_parallel_size=1,
@@ -145,26 +164,90 @@ class Llama:
         )
 
 
-def write_llama(folder: Path, gib: float, tp: int = 2, seed: int = 0) -> None:
+class _Numbers:
+    """Elements of a weight or state chunk: some stretch of 64 MiB of random numbers, the same in every layout."""
+
+    def __init__(self, seed: int) -> None:
+        self._pool = np.random.default_rng(seed).standard_normal(1 << 24, np.float32)
+
+    def of(self, kind: str, key: str, box: Box) -> Array:
+        """Row-major float32 elements; `param` ones are the masters of the weights."""
+        first = zlib.crc32(f"{kind} {key} {box.start}".encode()) % len(self._pool)
+        wrapped = [self._pool[first:], *[self._pool] * (box.volume // len(self._pool)), self._pool[:first]]
+        return (
+            np.concatenate(wrapped)[: box.volume]
+            if first + box.volume > len(self._pool)
+            else (self._pool[first : first + box.volume])
+        )
+
+
+def write_llama(
+    folder: Path, gib: float, tp: int = 2, seed: int = 0, layout: str = LAYOUTS[0], vocab: int | None = None
+) -> None:
     """Write the iteration directory `folder` with about `gib` GiB; holds 64 MiB of random numbers and one chunk."""
-    model = Llama(gib, tp)
-    pool = np.random.default_rng(seed).standard_normal(1 << 24, np.float32)
-    out = DcpFolder(folder)
-    turn = np.random.default_rng(seed + 1)
+    model, numbers, out = Llama(gib, tp, vocab), _Numbers(seed), DcpFolder(folder)
     for key, shape, axis in model.parameters():
         for rank, box in model.chunks(key, shape, axis):
-            for kind in ("param", "exp_avg", "exp_avg_sq"):
-                first = int(turn.integers(len(pool)))
-                values = np.take(pool, np.arange(first, first + box.volume), mode="wrap")
-                out.chunk(f"optimizer.state.{kind}.{key}", "float32", shape, box, values.tobytes(), rank=rank)
-                if kind == "param":
-                    weights = cast(values, "float32", "bfloat16")
-                    out.chunk(key, "bfloat16", shape, box, weights.tobytes(), rank=rank)
-    _write_common(out, model)
+            weights = cast(numbers.of("param", key, box), "float32", "bfloat16")
+            out.chunk(key, "bfloat16", shape, box, weights.tobytes(), rank=rank)
+    if layout == "dp_reshardable":
+        _write_buckets(out, model, numbers)
+    else:
+        _write_states(out, model, numbers, flattened=layout == "fully_sharded_model_space")
+    _write_common(out, model, layout)
     out.finish()
 
 
-def _write_common(out: DcpFolder, model: Llama) -> None:
+def _write_states(out: DcpFolder, model: Llama, numbers: _Numbers, flattened: bool) -> None:
+    """One tensor a weight and kind; flattened, every chunk is one row, cut in two for two data-parallel ranks."""
+    out.original_shapes = {} if flattened else None
+    for kind in _KINDS:
+        for key, shape, axis in model.parameters():
+            state = f"optimizer.state.{kind}.{key}"
+            for rank, box in model.chunks(key, shape, axis):
+                values = numbers.of(kind, key, box)
+                if not flattened:
+                    out.chunk(state, "float32", shape, box, values.tobytes(), rank=rank)
+                    continue
+                assert out.original_shapes is not None
+                out.original_shapes[state] = shape
+                grid = tuple(n // part for n, part in zip(shape, box.size, strict=True))
+                cell = tuple(a // part for a, part in zip(box.start, box.size, strict=True))
+                half = box.volume // 2
+                for at in (0, half):
+                    row = Box((*cell, at), (*(1,) * len(cell), half))
+                    part = values[at : at + half].tobytes()
+                    out.chunk(state, "float32", (*grid, box.volume), row, part, rank=rank)
+
+
+def _write_buckets(out: DcpFolder, model: Llama, numbers: _Numbers) -> None:
+    """One buffer of one bucket a tensor-parallel rank: its parts of the parameters in reverse order, a chunk each."""
+    for group in range(model.tp):
+        held: dict[
+            tuple[int, int, int], list[tuple[str, Box]]
+        ] = {}  # by order of registration; gate before up
+        for number, (key, shape, axis) in enumerate(model.parameters()):
+            for rank, box in model.chunks(key, shape, axis):
+                if axis is None or rank == group:
+                    place = (1, box.start[0]) if ".layers." in key else (2 if number else 0, 0)
+                    held.setdefault((*place, number), []).append((key, box))
+        numel = sum(box.volume for parts in held.values() for _, box in parts)
+        assert all(
+            box.volume % 64 == 0 for parts in held.values() for _, box in parts
+        )  # so there is no padding
+        name = f"optimizer.distributed.dp_group_idx_{group}"
+        bucket = f"{name}.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0"
+        for kind in _KINDS:
+            at = 0
+            for _, parts in sorted(held.items(), reverse=True):
+                values = np.concatenate([numbers.of(kind, key, box) for key, box in parts])
+                box = Box((at,), values.shape)
+                out.chunk(f"{bucket}.{kind}", "float32", (numel,), box, values.tobytes(), rank=group)
+                at += len(values)
+        out.object(f"{name}.per_bucket_numel_unpadded/shard_0_1", [[{("bfloat16", "float32"): [numel]}]])
+
+
+def _write_common(out: DcpFolder, model: Llama, layout: str) -> None:
     import torch  # only here: the rest of this module serves processes whose memory is measured
 
     adam = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "bias_correction": True, "step": 100}
@@ -182,11 +265,11 @@ def _write_common(out: DcpFolder, model: Llama) -> None:
         "iteration": 100,
         "optimizer": {
             "optimizer": {"param_groups": groups},
-            "param_state_sharding_type": "fully_reshardable",
+            "param_state_sharding_type": layout,
         },
         "opt_param_scheduler": {"max_lr": 1e-4, "min_lr": 1e-5, "num_steps": 100},
         "num_floating_point_operations_so_far": 0.0,
-        "content_metadata": {"distrib_optim_sharding_type": "fully_reshardable"},
+        "content_metadata": {"distrib_optim_sharding_type": layout},
     }
     torch.save(common, out.folder / "common.pt")
     backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
@@ -202,8 +285,10 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=2)
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--layout", choices=LAYOUTS, default=LAYOUTS[0])
+    parser.add_argument("--vocab", type=int)
     given = parser.parse_args()
-    write_llama(given.out / "iter_0000100", given.gib, given.tp, given.seed)
+    write_llama(given.out / "iter_0000100", given.gib, given.tp, given.seed, given.layout, given.vocab)
     (given.out / "latest_checkpointed_iteration.txt").write_text("100")
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,7 +18,8 @@ from ckpt_tools.execute.read_box import BoxReader
 from ckpt_tools.megatron.target import TargetTensor
 from ckpt_tools.plan.byte_runs import row_major_tiles
 
-_TILE_ELEMS = 1 << 20
+_TILE_ELEMS = 1 << 18  # compared at a time: what a comparison holds of them stays in the cache
+_PART_ELEMS = 1 << 24  # compared by one thread in a row
 _SAMPLE_ELEMS = 4096  # per sampled place
 _SAMPLE_PLACES = 4
 
@@ -37,17 +39,18 @@ def check_masters(
     targets: Sequence[TargetTensor],
     level: str,
     tick: Callable[[], None] = lambda: None,
+    threads: int = 1,
 ) -> MastersReport:
     """Compare the masters among `targets` with the weights they must round to.
 
     Args:
         level: `sample` (a few rows of every tensor), `all` or `none`.
-        tick: called often; may raise to stop.
+        tick: called often, by any thread; may raise to stop.
 
     Raises:
         VerificationError: some elements differ; every tensor concerned is named with its first such element.
     """
-    report, problems = compare_masters(files, catalog, targets, level, tick)
+    report, problems = compare_masters(files, catalog, targets, level, tick, threads)
     if problems:
         raise VerificationError(
             f"the master weights of {len(problems)} tensors do not round to the stored weights:\n"
@@ -63,29 +66,45 @@ def compare_masters(
     targets: Sequence[TargetTensor],
     level: str,
     tick: Callable[[], None] = lambda: None,
+    threads: int = 1,
 ) -> tuple[MastersReport, list[str]]:
     """As `check_masters`, with a line per tensor that does not round instead of an error."""
     wanted = [t for t in targets if t.must_round_to] if level != "none" else []
     reader = BoxReader(files, catalog)
-    problems: list[str] = []
-    elements = 0
+
+    def compare_part(part: tuple[_Comparison, Box]) -> tuple[int, str | None]:
+        comparison, whole = part
+        elements = 0
+        for box in sample_boxes(whole) if level == "sample" else row_major_tiles(whole, _TILE_ELEMS):
+            tick()
+            elements += box.volume
+            problem = comparison.difference(box)
+            if problem is not None:
+                return elements, problem
+        return elements, None
+
     try:
-        for target in wanted:
-            stored = catalog.tensors.get(target.sources[0].key)  # the target may ask for another type
-            compare = _Comparison(reader, target if stored is None else replace(target, dtype=stored.dtype))
-            everything = full_box(target.shape)
-            for box in (
-                row_major_tiles(everything, _TILE_ELEMS) if level == "all" else sample_boxes(everything)
-            ):
-                tick()
-                elements += box.volume
-                problem = compare.difference(box)
-                if problem is not None:
-                    problems.append(problem)
-                    break
+        parts = [part for target in wanted for part in _parts(reader, target, level)]
+        with ThreadPoolExecutor(threads) as pool:  # an error ends `map`, which calls off what has not begun
+            compared = list(pool.map(compare_part, parts))
     finally:
         reader.close()
-    return MastersReport(len(wanted), elements, sum(math.prod(t.shape) for t in wanted)), problems
+    first: dict[_Comparison, str] = {}
+    for (comparison, _), (_, problem) in zip(parts, compared, strict=True):
+        if problem is not None:
+            first.setdefault(comparison, problem)
+    elements = sum(count for count, _ in compared)
+    in_all = sum(math.prod(t.shape) for t in wanted)
+    return MastersReport(len(wanted), elements, in_all), list(first.values())
+
+
+def _parts(reader: BoxReader, target: TargetTensor, level: str) -> Iterator[tuple[_Comparison, Box]]:
+    """A tensor in the parts that one thread compares, in order."""
+    stored = reader.catalog.tensors.get(target.sources[0].key)  # the target may ask for another type
+    comparison = _Comparison(reader, target if stored is None else replace(target, dtype=stored.dtype))
+    everything = full_box(target.shape)
+    for part in [everything] if level == "sample" else row_major_tiles(everything, _PART_ELEMS):
+        yield comparison, part
 
 
 def sample_boxes(box: Box) -> list[Box]:

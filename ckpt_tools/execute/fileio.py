@@ -116,16 +116,30 @@ def _copy(source: At, target: At, length: int, count: CopyCount) -> None:
 def preallocate(fd: int, length: int) -> None:
     """Reserve `length` bytes and make the file that long, so that a full disk shows before the first byte.
 
+    A file system in memory would fill every reserved page with zeros, a second writing of all; there the free
+    space, which the caller looks at, has to do.
+
     Raises:
         OSError: the space is not there.
     """
-    if length:
+    if length and not _in_memory(fd):
         try:
             os.posix_fallocate(fd, 0, length)
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
                 raise
     os.ftruncate(fd, length)
+
+
+def _in_memory(fd: int) -> bool:
+    """Whether a file lies in a tmpfs; False where the mounts cannot be read."""
+    device = os.fstat(fd).st_dev
+    name = f"{os.major(device)}:{os.minor(device)}"
+    with suppress(OSError), open("/proc/self/mountinfo") as mounts:  # proc_pid_mountinfo(5)
+        for mount in mounts:
+            if mount.split(maxsplit=3)[2] == name:
+                return mount.partition(" - ")[2].startswith("tmpfs ")
+    return False
 
 
 def drop_cache(fd: int) -> None:

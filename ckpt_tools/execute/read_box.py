@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -18,12 +19,13 @@ _SCRATCH_BYTES = 4 << 20
 
 
 class BoxReader:
-    """Reads boxes of target tensors from one checkpoint; close it when done. One reader a thread."""
+    """Reads boxes of target tensors from one checkpoint, in any thread; close it when done."""
 
     def __init__(self, files: Files, catalog: Catalog) -> None:
+        self.catalog = catalog
         self._source = SourceReader(files)
         self._finder = ChunkFinder(catalog)
-        self._scratch = np.empty(_SCRATCH_BYTES, np.uint8)
+        self._of_thread = threading.local()
 
     def tensor(self, target: TargetTensor) -> Callable[[Box], Array]:
         """What `read` does for this target, its sources looked up once for many boxes."""
@@ -41,17 +43,25 @@ class BoxReader:
         return self.tensor(target)(box)
 
     def _read(self, dtype: str, box: Box, pieces: Sequence[SourcePiece]) -> Array:
-        raw = np.zeros(box.size, raw_dtype(dtype))
+        scratch = self._scratch()
+        covered = sum(piece.box.volume for _, _, piece in pieces) == box.volume
+        raw = (np.empty if covered else np.zeros)(box.size, raw_dtype(dtype))
         for entry, chunk, piece in pieces:
             payload = self._source.payload(ChunkRef(entry.key, chunk.item, entry.dtype, chunk.box.size))
             region = raw[index_of(piece.box)]
             if entry.dtype == dtype:
-                read_region(payload, piece, region, self._scratch)
+                read_region(payload, piece, region, scratch)
                 continue
             values = np.empty(piece.box.size, raw_dtype(entry.dtype))
-            read_region(payload, piece, values, self._scratch)
+            read_region(payload, piece, values, scratch)
             region[...] = cast_raw(values, entry.dtype, dtype)
         return raw.view(numpy_dtype(dtype))
+
+    def _scratch(self) -> Array:
+        if not hasattr(self._of_thread, "scratch"):
+            self._of_thread.scratch = np.empty(_SCRATCH_BYTES, np.uint8)
+        scratch: Array = self._of_thread.scratch
+        return scratch
 
     def close(self) -> None:
         """Remove temporary files."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     Bits = npt.NDArray[Any]  # unsigned integers of the size of the element type
 
-TILE = 1 << 20  # elements compared at a time
+TILE = 1 << 18  # elements compared at a time: what that takes stays in the cache
 SAMPLE = 64  # elements in each of the three windows of a fingerprint
 
 Fingerprint = tuple[bytes, ...]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from ckpt_tools.errors import VerificationError, list_problems
@@ -36,6 +37,8 @@ ADVICE = (
     "Nothing was converted, because a wrong optimizer state would not be noticed in training. "
     "Load the checkpoint in Megatron and save it again with --dist-ckpt-optim-fully-reshardable."
 )
+_THREADS = 2
+_PART_TILES = 64  # compared by one thread in a row
 
 
 class Stretch(NamedTuple):
@@ -71,8 +74,7 @@ def find_stretches(
     if not problems:
         problems += _half_found(pieces, (s.piece for s in stretches))
     if not problems:
-        spans = windows if sample_only else tiles
-        problems += [p for s in stretches if (p := _mismatch(s, reader, spans(s.piece.numel)))]
+        problems += _mismatches(stretches, reader, sample_only)
         problems += _differing_copies(stretches, reader)
     if problems:
         lines = list_problems(dict.fromkeys([*problems, *unseen_parts]))
@@ -256,6 +258,22 @@ def _half_found(pieces: Iterable[Piece], found: Iterable[Piece]) -> list[str]:
         for p in pieces
         if p not in have and (p.key, p.lead) in slices
     ]
+
+
+def _mismatches(stretches: Sequence[Stretch], reader: Reader, sample_only: bool) -> list[str]:
+    """The first mismatch of every stretch that has one."""
+    parts: list[tuple[Stretch, list[tuple[int, int]]]] = []
+    for stretch in stretches:
+        spans = (windows if sample_only else tiles)(stretch.piece.numel)
+        parts += [(stretch, spans[i : i + _PART_TILES]) for i in range(0, len(spans), _PART_TILES)]
+    found: dict[tuple[str, int], str] = {}
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for (stretch, _), problem in zip(
+            parts, pool.map(lambda part: _mismatch(part[0], reader, part[1]), parts), strict=True
+        ):
+            if problem is not None:
+                found.setdefault((stretch.bucket.name, stretch.start), problem)
+    return list(found.values())
 
 
 def _mismatch(stretch: Stretch, reader: Reader, spans: Iterable[tuple[int, int]]) -> str | None:
