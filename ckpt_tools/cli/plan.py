@@ -195,7 +195,7 @@ def _print_ranks(found: Priced) -> None:
 
 
 def _print_tensors(found: Priced) -> None:
-    if found.globs and len(found.core.parameters):
+    if found.globs:
         render.print_table(
             ("item", "box", "bytes", "file", "offset", "strategies"),
             [

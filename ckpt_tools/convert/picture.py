@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from html import escape
 from typing import NamedTuple
 
@@ -294,13 +295,9 @@ def _totals(shown: Picture) -> dict[str, int]:
     return {kind: found[kind] for kind, _, _ in KINDS if kind in found}
 
 
-_kinds: dict[str, str] = {}
-
-
+@lru_cache(maxsize=1 << 17)
 def _kind(tensor: str) -> str:
-    if tensor not in _kinds:
-        _kinds[tensor] = next(kind for kind, pattern, _ in KINDS if pattern.search(tensor))
-    return _kinds[tensor]
+    return next(kind for kind, pattern, _ in KINDS if pattern.search(tensor))
 
 
 def _css(kind: str) -> str:

@@ -118,7 +118,9 @@ class Priced:
     def summary(self) -> dict[str, Any]:
         """Everything but the listings, as JSON values."""
         whole = {
-            k: v for k, v in plan_json(self.plan).items() if k not in ("schema_version", "tensors", "blobs", "files")
+            k: v
+            for k, v in plan_json(self.plan).items()
+            if k not in ("schema_version", "tensors", "blobs", "files")
         }
         topology = self.layout.topology
         return {

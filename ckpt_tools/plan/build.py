@@ -150,6 +150,8 @@ class _Items:
         Raises:
             MappingError, CorruptCheckpointError: see `build_plan`.
         """
+        if not boxes and not self._whole:
+            return  # nothing of it stands in the one file that is planned
         reader = TargetReader(self._finder, tensor)
         key = (*reader.geometry(), *boxes)
         forms = self._known.get(key)

@@ -37,6 +37,7 @@ class ChunkFinder:
         self.catalog = catalog
         self._indexes: dict[str, BoxIndex] = {}
         self._tilings: dict[tuple[Box, ...], int] = {}
+        self._tiling_of: dict[str, int] = {}
 
     def entry(self, target: TargetTensor, source: Source) -> TensorEntry:
         """The source's tensor, whose view has been checked to fit the target's shape."""
@@ -60,8 +61,11 @@ class ChunkFinder:
 
     def tiling(self, entry: TensorEntry) -> int:
         """A number that tensors have in common whose chunks are the same boxes in the same order."""
-        boxes = tuple(chunk.box for chunk in entry.chunks)
-        return self._tilings.setdefault(boxes, len(self._tilings))
+        number = self._tiling_of.get(entry.key)
+        if number is None:
+            boxes = tuple(chunk.box for chunk in entry.chunks)
+            number = self._tiling_of[entry.key] = self._tilings.setdefault(boxes, len(self._tilings))
+        return number
 
     def chunks(self, entry: TensorEntry, box: Box) -> Iterator[int]:
         """Numbers of the chunks of `entry` that meet `box`."""
