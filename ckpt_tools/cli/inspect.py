@@ -156,7 +156,9 @@ def _print_listing(found: Inspection) -> None:
         ("tensor", "dtype", "shape", "chunks", "bytes"),
         [(t.key, t.dtype, list(t.shape), t.chunks, render.human_bytes(t.nbytes)) for t in found.tensors()],
     )
-    render.print_table(("object", "bytes"), found.objects())
+    objects = list(found.objects())
+    if objects or not found.patterns:
+        render.print_table(("object", "bytes"), objects)
     if found.group_meta and not found.list_group_meta:
         print(
             f"and {found.group_meta:,} param_to_group_meta objects (--not-ignore-param-to-group-meta lists them)"

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import pty
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +11,8 @@ import pytest
 from ckpt_tools.cli.app import run
 from ckpt_tools.cli.options import parse_bytes
 from ckpt_tools.errors import UsageError
-from tests.conftest import DATA, REPO
+from tests.cli.terminal import on_a_terminal
+from tests.conftest import DATA
 
 RUN = DATA / "core019_llama_tp2_fully_reshardable"
 FSDP = DATA / "core019_llama_tp2_native_fsdp_dtensor"
@@ -144,29 +142,6 @@ def test_files_that_cannot_be_made_are_refused_before_the_work(
         f"error: {file} cannot be written: {file.parent} does not exist. Did you mean {tmp_path / 'reports'}?\n"
     )
     assert os.listdir(tmp_path) == ["reports"]
-
-
-def on_a_terminal(argv: list[str], **env: str) -> str:
-    """What a command writes to a terminal."""
-    ours, theirs = pty.openpty()
-    with subprocess.Popen(
-        [sys.executable, "-m", "ckpt_tools", *argv],
-        cwd=REPO,
-        stdout=theirs,
-        stderr=theirs,
-        env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", **env},
-    ) as process:
-        os.close(theirs)
-        data = b""
-        try:
-            while piece := os.read(ours, 1 << 16):
-                data += piece
-        except OSError:  # the terminal's other end is closed
-            pass
-        finally:
-            os.close(ours)
-    assert process.returncode == 0
-    return data.decode()
 
 
 def test_tables_say_the_same_on_a_terminal_and_in_a_file(capsys: pytest.CaptureFixture[str]) -> None:
