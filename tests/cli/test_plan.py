@@ -23,7 +23,12 @@ def plan(*words: object) -> int:
 
 def planned(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, object]:
     assert plan(LLAMA, "--json", *words) == 0
-    return json.loads(capsys.readouterr().out)
+
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        assert len({key for key, _ in pairs}) == len(pairs)
+        return dict(pairs)
+
+    return json.loads(capsys.readouterr().out, object_pairs_hook=unique)
 
 
 @pytest.mark.parametrize("dp", [2, 3, 8])
