@@ -25,10 +25,9 @@ class Group(TyperGroup):
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         _write_parameters(self, ctx, formatter)
-        commands = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
         _write_sections(
             ((getattr(command, "rich_help_panel", None) or "Commands", (name, command.get_short_help_str()))
-             for name, command in commands if command is not None and not command.hidden), formatter
+             for name, command in self.commands.items() if not command.hidden), formatter
         )  # fmt: skip
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:

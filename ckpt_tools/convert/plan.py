@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from ckpt_tools.catalog.detect import Location
+from ckpt_tools.convert.close_names import unmatched
 from ckpt_tools.convert.placements import Layout, lay_out, place_model
 from ckpt_tools.convert.prepared import prepare
 from ckpt_tools.convert.to_fsdp_dtensor import ConvertOptions
@@ -168,9 +169,10 @@ def plan_checkpoint(
         raise UsageError(f"--rank {rank}: this layout has ranks 0 to {layout.ranks - 1}")
     with prepare(source, layout, options or ConvertOptions()) as prepared:
         target = prepared.target
-        idle = [glob for glob in globs if not any(fnmatchcase(t.key, glob) for t in target.tensors)]
-        if idle:
-            raise UsageError(f"--tensor {', '.join(idle)}: no tensor of the target has such a key")
+        idle = unmatched(globs, (t.key for t in target.tensors))
+        for glob, close in idle.items():
+            hint = f"; did you mean {', '.join(close)}?" if close else ""
+            raise UsageError(f"--tensor {glob}: no tensor of the target has such a key{hint}")
         model = prepared.model()
         job = layout if layout.topology else Layout(layout.name, Topology(dp_shard=layout.ranks))
         core = place_model(model, job)

@@ -13,12 +13,14 @@ from ckpt_tools.cli.app import run
 
 def test_versions_settings_and_file_system(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "do-not-show")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://me:do-not-show@store:9000/x@y")
     monkeypatch.setenv("SLURM_NTASKS", "16")
     assert run(["env", str(tmp_path), "--json"]) == 0
     out = capsys.readouterr().out
     found = json.loads(out)
     assert (found["schema_version"], found["versions"]["ckpt_tools"]) == (1, __version__)
     assert found["variables"]["SLURM_NTASKS"] == "16"
+    assert found["variables"]["AWS_ENDPOINT_URL"] == "https://...@store:9000/x@y"
     assert "do-not-show" not in out
     assert found["crc32"] in ("isal.isal_zlib", "zlib")
     assert found["processors"] >= 1
