@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -61,7 +62,10 @@ class LocalFiles:
         self._lock = threading.Lock()
 
     def exists(self, name: str) -> bool:
-        return Path(self._path(name)).exists()
+        try:
+            return Path(self._path(name)).exists()
+        except OSError as error:
+            raise self._explain(name, error) from error
 
     def size(self, name: str) -> int:
         try:
@@ -104,7 +108,8 @@ class LocalFiles:
     def close(self) -> None:
         with self._lock:
             for fd in self._fds.values():
-                os.close(fd)
+                with suppress(OSError):  # nothing was written
+                    os.close(fd)
             self._fds.clear()
 
     def _path(self, name: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from ckpt_tools.execute.fileio import storage_errors
 from ckpt_tools.plan.model import Plan
 
 _HEADER = "plan.json"
+_LINES = re.compile(rb"^\[(\d+),(\d+)\]$", re.MULTILINE)
 
 
 def fingerprint(files: Files, names: Sequence[str]) -> list[list[object]]:
@@ -92,13 +94,10 @@ class Journal:
     def finished(self) -> dict[int, int]:
         """Item number -> payload CRC-32 of all items that any worker wrote."""
         done: dict[int, int] = {}
-        for path in sorted(self._folder.glob("*.jsonl")):
-            with storage_errors(path):
-                text = path.read_text()
-            for line in text.splitlines(keepends=True):
-                if line.endswith("]\n"):
-                    number, checksum = json.loads(line)
-                    done[number] = checksum
+        with storage_errors(self._folder):
+            for path in sorted(self._folder.glob("*.jsonl")):
+                found = _LINES.findall(path.read_bytes())
+                done.update((int(number), int(checksum)) for number, checksum in found)
         return done
 
     def open(self, worker: int) -> None:
@@ -113,8 +112,10 @@ class Journal:
         """Note items as written: (number in the plan, payload CRC-32)."""
         lines = b"".join(b"[%d,%d]\n" % one for one in done)
         with self._lock, storage_errors(self._folder):
-            os.write(self._fd, lines)
+            while lines:
+                lines = lines[os.write(self._fd, lines) :]
 
     def close(self) -> None:
         """Stop appending."""
-        os.close(self._fd)
+        with storage_errors(self._folder):
+            os.close(self._fd)

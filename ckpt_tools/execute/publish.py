@@ -113,27 +113,31 @@ class Staging:
     def _take_lock(self) -> None:
         """Lock the partial directory, which a finishing converter may be removing right now."""
         path = self.partial / "lock"
-        while True:
+        while self._lock is None:
             self.partial.mkdir(exist_ok=True)
             try:
                 fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             except FileNotFoundError:
                 continue
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                owner = os.read(fd, 100).decode(errors="replace")
-                os.close(fd)
-                raise UsageError(f"{self.final} is being written by another converter ({owner})") from None
-            except OSError as error:
-                if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
-                    raise  # these three: a file system without locks, where only the name guards the output
-            if path.exists() and os.path.samestat(os.fstat(fd), path.stat()):
-                self._lock = fd
-                os.ftruncate(fd, 0)
-                os.pwrite(fd, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
-                return
-            os.close(fd)
+                self._lock_file(fd)
+                if path.exists() and os.path.samestat(os.fstat(fd), path.stat()):
+                    os.ftruncate(fd, 0)
+                    os.pwrite(fd, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
+                    self._lock = fd
+            finally:
+                if self._lock is None:
+                    os.close(fd)
+
+    def _lock_file(self, fd: int) -> None:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.read(fd, 100).decode(errors="replace")
+            raise UsageError(f"{self.final} is being written by another converter ({owner})") from None
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+                raise  # these three: a file system without locks, where only the name guards the output
 
     def _check_final(self, overwrite: bool) -> None:
         if self.final.is_symlink() or (self.final.exists() and not self.final.is_dir()):

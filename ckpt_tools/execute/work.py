@@ -151,7 +151,8 @@ class Work:
                     os.fsync(fd)
                 drop_cache(fd)
         finally:
-            os.close(fd)
+            with storage_errors(path):  # NFS tells only now that it could not write
+                os.close(fd)
 
     def _tick(self, nbytes: int) -> None:
         with self._lock:

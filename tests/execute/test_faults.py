@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import random
 import signal
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,11 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.execute import run
 from ckpt_tools.execute.fileio import storage_errors
+from ckpt_tools.execute.journal import Journal
 from ckpt_tools.execute.publish import Staging
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from tests.execute.conftest import Case, make_case
+from tests.execute.fault_matrix import flips, metadata_flips
 from tests.execute.faults import Converters, Faults, kill_anywhere, raising
 from tests.execute.test_run import tree
 
@@ -260,6 +264,23 @@ def test_sigterm_ends_cleanly_and_resumable(tmp_path: Path) -> None:
         converters.finish()
     write_checkpoint(case.plan(2), case.files, Output(tmp_path / "good"))
     assert tree(tmp_path / "out") == tree(tmp_path / "good")
+
+
+def test_a_journal_line_that_ran_into_another_counts_as_not_written(case: Case, tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal")
+    journal.begin(case.plan(1), [])
+    (tmp_path / "journal" / "0.jsonl").write_bytes(b"[0,7]\n[1,2[2,3]\n[3,4]\n\xff[4,5]\n[5,6]\n[6,7")
+    assert journal.finished() == {0: 7, 3: 4, 5: 6}
+
+
+@pytest.mark.parametrize("section", [flips, metadata_flips])
+def test_no_flipped_bit_of_a_source_is_a_silent_wrong_result(
+    tmp_path: Path, section: Callable[..., Iterator[tuple[str, Counter[str]]]]
+) -> None:
+    """A sample of the fault matrix; all of it: `python -m tests.execute.fault_matrix`."""
+    for what, ends in section(tmp_path, 6, random.Random(3)):
+        assert sum(ends.values()) == 6, what
+        assert not {"WRONG result", "error without a name"} & ends.keys(), what
 
 
 def test_storage_errors_explain() -> None:

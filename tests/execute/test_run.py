@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -21,7 +22,7 @@ from ckpt_tools.box import Box, full_box
 from ckpt_tools.catalog.dcp import read_catalog
 from ckpt_tools.catalog.detect import TRACKER
 from ckpt_tools.catalog.files import open_files
-from ckpt_tools.errors import CorruptCheckpointError, StorageError, UsageError
+from ckpt_tools.errors import CkptError, CorruptCheckpointError, StorageError, UsageError
 from ckpt_tools.execute import stream
 from ckpt_tools.execute.casts import Array, numpy_dtype
 from ckpt_tools.execute.read_box import BoxReader
@@ -239,13 +240,46 @@ def test_too_little_disk_is_known_before_the_first_byte(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
 
 
-def test_a_source_that_changes_underneath(case: Case, tmp_path: Path) -> None:
-    def touch(done: int, total: int) -> None:
-        os.utime(tmp_path / "source" / "__0_0.distcp", ns=(1, 1))
+def rewrite(path: Path) -> None:
+    """Other bytes in the same place, as many as before."""
+    with open(path, "r+b") as file:
+        file.write(bytes(1000))
 
-    with pytest.raises(CorruptCheckpointError, match=r"__0_0\.distcp changed while"):
-        write_checkpoint(case.plan(1), case.files, Output(tmp_path / "out"), progress=touch)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
+
+def replace(path: Path) -> None:
+    """Another file of the same length under the same name."""
+    other = path.with_name("other")
+    other.write_bytes(path.read_bytes())
+    other.rename(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda path: os.utime(path, ns=(1, 1)),
+        lambda path: os.truncate(path, path.stat().st_size + 1),
+        lambda path: os.truncate(path, path.stat().st_size - 1),
+        rewrite,
+        replace,
+        Path.unlink,
+    ],
+)
+def test_a_source_that_changes_underneath(
+    case: Case, tmp_path: Path, change: Callable[[Path], object]
+) -> None:
+    path = tmp_path / "source" / "__0_0.distcp"
+    pending = [True]
+
+    def disturb(done: int, total: int) -> None:
+        if done and pending:
+            pending.clear()
+            change(path)
+
+    with pytest.raises(
+        CkptError, match=rf"{path.name}( changed while|.*: No such file|: bytes .* are needed)"
+    ):
+        write_checkpoint(case.plan(1), case.files, Output(tmp_path / "out"), progress=disturb)
+    assert not (tmp_path / "out").exists()
 
 
 def test_writing_does_not_import_torch(tmp_path: Path) -> None:

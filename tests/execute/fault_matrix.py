@@ -1,0 +1,310 @@
+"""The whole fault matrix, by hand: `python -m tests.execute.fault_matrix --kills 200`. Prints what was tried.
+
+Whatever fails, a conversion must end in the right result or in one of our errors that names a file or key, and the
+next one must get there. A wrong result must at least be seen by `verify --content`, of the source or of the output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import builtins
+import contextlib
+import errno
+import io
+import itertools
+import os
+import random
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from ckpt_tools.catalog.container import read_frame
+from ckpt_tools.catalog.files import open_files
+from ckpt_tools.convert.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
+from ckpt_tools.convert.verify import VerifyOptions, verify_checkpoint
+from ckpt_tools.errors import CkptError, StorageError
+from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
+from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions
+from tests.damage import ITERATION, copy_of
+from tests.execute.conftest import make_case, reopened_case
+from tests.execute.faults import Fault, Faults, kill_anywhere, raising
+from tests.execute.test_run import tree
+
+ERRORS = "open close mkdir rename replace unlink rmdir pwrite write pread preadv ftruncate fsync stat statvfs"
+ERRORS += " copy_file_range posix_fallocate"
+SHORT = "pwrite write pread preadv copy_file_range"
+ONE_THREAD = WriteOptions(threads=1, memory_bytes=3 << 16, fsync=True)  # so that calls have an order
+LLAMA = "core019_llama_tp2_fully_reshardable"
+Tree = dict[str, str]
+
+
+def short(real: Callable[..., Any], args: Any) -> Any:
+    """The call, but for one byte."""
+    first, second, *rest = args
+    if real.__name__ == "copy_file_range":
+        return real(first, second, 1, *rest[1:])
+    part = (
+        [second[0][:1]]
+        if isinstance(second, list)
+        else 1
+        if isinstance(second, int)
+        else memoryview(second)[:1]
+    )
+    return real(first, part, *rest)
+
+
+def failing_calls(folder: Path) -> Iterator[tuple[str, Counter[str]]]:
+    """ENOSPC, EIO and short counts at every single call of one small conversion."""
+    make_case(folder / "source", scale=24)
+    convert(folder, overwrite=True)
+    good = tree(folder / "out")
+    for code, call in itertools.product(
+        (errno.ENOSPC, errno.EIO), [*ERRORS.split(), "file.open", "file.write"]
+    ):
+        inject = in_files if call.startswith("file.") else in_os
+        fault = partial(inject, call.removeprefix("file."), fault=raising(code))
+        yield f"{call}: {errno.errorcode[code]}", every_call(folder, good, fault)
+    for call in SHORT.split():
+        yield f"{call}: one byte", every_call(folder, good, partial(in_os, call, fault=short))
+
+
+def every_call(
+    folder: Path, good: Tree, inject: Callable[..., AbstractContextManager[Faults]]
+) -> Counter[str]:
+    """How conversions over an old output end when their n-th call fails, for every n there is."""
+    ends = Counter[str]()
+    for at in range(10_000):
+        put_old(folder)
+        with inject(at=at) as faults:
+            end = convert(folder, overwrite=True)
+        if next(faults.calls) <= at:
+            return ends
+        ends[settle(folder, good, end)] += 1
+    raise AssertionError("too many calls")
+
+
+@contextlib.contextmanager
+def in_os(call: str, at: int, fault: Fault) -> Iterator[Faults]:
+    faults = Faults(getattr(os, call), at, fault)
+    with patch.object(os, call, faults):
+        yield faults
+
+
+@contextlib.contextmanager
+def in_files(call: str, at: int, fault: Fault) -> Iterator[Faults]:
+    """Faults of Python's own files: when they are opened, or written to."""
+    real = io.open
+    faults = Faults(real, at, fault)
+
+    def opened(path: Any, mode: str = "r", *args: Any, **named: Any) -> Any:
+        file = real(path, mode, *args, **named)
+        return file if "r" in mode else _Failing(file, faults)
+
+    replacement = faults if call == "open" else opened
+    with patch.object(builtins, "open", replacement), patch.object(io, "open", replacement):
+        yield faults
+
+
+class _Failing:
+    """An open file with writes that may fail."""
+
+    def __init__(self, file: Any, faults: Faults) -> None:
+        self._file, self._faults = file, faults
+
+    def write(self, data: Any) -> Any:
+        self._faults.real = self._file.write
+        return self._faults(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def __enter__(self) -> _Failing:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._file.close()
+
+
+def put_old(folder: Path) -> None:
+    for path in (folder / "out", folder / ".out.ckpt_tools-partial"):
+        shutil.rmtree(path, ignore_errors=True)
+    (folder / "out").mkdir()
+    (folder / "out" / "old").write_text("old")
+
+
+def convert(folder: Path, **how: bool) -> str:
+    files = open_files(str(folder / "source"))
+    try:
+        plan = reopened_case(folder / "source").plan(2)
+        write_checkpoint(plan, files, Output(folder / "out", {"tracker": b"1"}, **how), ONE_THREAD)
+    except StorageError as error:
+        assert str(folder) in str(error), error
+        return "error"
+    except OSError:
+        return "OSError"  # the command line makes our own of it
+    finally:
+        files.close()
+    return "done"
+
+
+def settle(folder: Path, good: Tree, end: str) -> str:
+    """Check what a conversion left, and that the next one gets there."""
+    out = folder / "out"
+    is_old = {p.name for p in out.iterdir()} == {"old"}
+    assert is_old or tree(out) == good
+    assert end != "done" or not is_old
+    assert convert(folder, overwrite=True, resume=True) == "done"
+    assert tree(out) == good
+    assert not (folder / ".out.ckpt_tools-partial").exists()
+    return f"{end}, {'old' if is_old else 'new'} output"
+
+
+def regions(folder: Path) -> dict[str, list[tuple[str, range]]]:
+    """Name of a region -> (file, bytes) of every item of the small source: what stands in it from head to tail."""
+    found: dict[str, list[tuple[str, range]]] = {}
+    case = reopened_case(folder)
+    for tensor in case.catalog.tensors.values():
+        for chunk in tensor.chunks:
+            item, frame = chunk.item, read_frame(case.files, chunk.item)
+            data = case.files.read(*item[:3])
+            payload_end = frame.payload_offset + frame.nbytes
+            directory = item.offset + data.index(b"PK\x01\x02")
+            cuts = [item.offset, frame.payload_offset, payload_end, directory, item.offset + item.length]
+            for name, a, b in zip(
+                ("frame head", "payload", "tail", "zip directory"), cuts, cuts[1:], strict=False
+            ):
+                found.setdefault(name, []).append((item.file, range(a, b)))
+    case.files.close()
+    return found
+
+
+def truncations(folder: Path) -> Iterator[tuple[str, Counter[str]]]:
+    """The small source cut at, before and behind the beginning of each region, and its metadata at every byte."""
+    source = folder / "source"
+    make_case(source, scale=4)
+    convert(folder, overwrite=True)
+    good = tree(folder / "out")
+    for name, places in regions(source).items():
+        cuts = {(file, place.start + by) for file, place in places for by in (-1, 0, 1)}
+        yield f"cut at {name}", Counter(cut_source(source / f, at, folder, good) for f, at in cuts if at >= 0)
+    metadata = source / ".metadata"
+    yield (
+        "cut in .metadata",
+        Counter(cut_source(metadata, at, folder, good) for at in range(metadata.stat().st_size)),
+    )
+
+
+def cut_source(path: Path, at: int, folder: Path, good: Tree) -> str:
+    data = path.read_bytes()
+    path.write_bytes(data[:at])
+    end = damaged(path, folder, good, lambda: convert(folder, overwrite=True))
+    path.write_bytes(data)
+    return end
+
+
+def flips(folder: Path, count: int, dice: random.Random) -> Iterator[tuple[str, Counter[str]]]:
+    """Bits flipped in every region of the small source."""
+    source = folder / "source"
+    make_case(source, scale=24)
+    convert(folder, overwrite=True)
+    good = tree(folder / "out")
+    for name, places in regions(source).items():
+        ends = Counter[str]()
+        for _ in range(count):
+            file, place = dice.choice(places)
+            bit = 8 * dice.choice(place) + dice.randrange(8)
+            ends[flip_source(source / file, bit, folder, good, lambda: convert(folder, overwrite=True))] += 1
+        yield f"bit of {name}", ends
+
+
+def metadata_flips(folder: Path, count: int, dice: random.Random) -> Iterator[tuple[str, Counter[str]]]:
+    """Bits flipped in the metadata of a real checkpoint that is converted."""
+    root = copy_of(LLAMA, folder)
+    options = ConvertOptions(target=TargetOptions(swiglu=True), overwrite=True, write=ONE_THREAD)
+
+    def whole() -> None:
+        convert_to_fsdp_dtensor(str(root), str(folder / "out"), options)
+
+    whole()
+    shutil.copytree(folder / "out", folder / "first")
+    good = tree(next((folder / "out").glob("iter_*")))
+    path = root / ITERATION / ".metadata"
+    bits = [dice.randrange(8 * path.stat().st_size) for _ in range(count)]
+    yield "bit of .metadata", Counter(flip_source(path, bit, folder, good, whole) for bit in bits)
+
+
+def flip_source(path: Path, bit: int, folder: Path, good: Tree, convert: Callable[[], object]) -> str:
+    data = path.read_bytes()
+    changed = bytearray(data)
+    changed[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(changed)
+    end = damaged(path, folder, good, convert)
+    if end.startswith("WRONG"):
+        print(f"  {path.name} bit {bit}: {end}", flush=True)
+    path.write_bytes(data)
+    return end
+
+
+def damaged(path: Path, folder: Path, good: Tree, convert: Callable[[], object]) -> str:
+    """How a conversion of a damaged source ends; a wrong result is a failure unless `verify --content` sees it."""
+    try:
+        convert()
+    except CkptError as error:
+        named = path.name in str(error) or "." in str(error)
+        return f"error ({type(error).__name__})" if named else "error without a name"
+    out = next((folder / "out").glob("iter_*"), folder / "out")
+    if tree(out) == good:
+        return "right result"
+    for where, checked in (("output", out), ("source", path.parent)):
+        try:
+            found = verify_checkpoint(str(checked), None, VerifyOptions(content=True, threads=1)).findings
+        except CkptError:
+            return f"seen by verify of the {where}"
+        if any(one.severity == "error" and one.check != "values" for one in found):  # random values have NaN
+            return f"seen by verify --content of the {where}"
+    return "WRONG result"
+
+
+def kills(folder: Path, count: int) -> Iterator[tuple[str, Counter[str]]]:
+    """Converters of one and of two processes killed at random calls."""
+    for world in (1, 2):
+        (folder / str(world)).mkdir()
+        yield f"kill -9, {world} process(es)", kill_anywhere(folder / str(world), count // 2, world)
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--kills", type=int, default=200)
+    options.add_argument("--flips", type=int, default=300, help="in each region")
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--only", default="", help="sections whose name has this in it")
+    chosen = options.parse_args()
+    dice = random.Random(chosen.seed)
+    sections: dict[str, Callable[[Path], Iterator[tuple[str, Counter[str]]]]] = {
+        "kills": lambda folder: kills(folder, chosen.kills),
+        "failing calls": failing_calls,
+        "truncations": truncations,
+        "flips": lambda folder: flips(folder, chosen.flips, dice),
+        "metadata flips": lambda folder: metadata_flips(folder, chosen.flips, dice),
+    }
+    wrong = 0
+    for name, section in sections.items():
+        if chosen.only not in name:
+            continue
+        print(f"{name}:", flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            for what, ends in section(Path(folder)):
+                listed = ", ".join(f"{count} {end}" for end, count in sorted(ends.items()))
+                print(f"  {what:<28}{sum(ends.values()):>6}: {listed}", flush=True)
+                wrong += ends["WRONG result"] + ends["error without a name"]
+    raise SystemExit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()
