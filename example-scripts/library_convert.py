@@ -1,6 +1,6 @@
 """Convert for Megatron-FSDP, laid out for four GPUs, and back to 3D parallel.
 
-python example-scripts/library_convert.py tests/data/core019_llama_tp2_fully_reshardable /tmp/fsdp /tmp/back
+python example-scripts/library_convert.py tests/data/core019_llama_tp2_fully_reshardable out/fsdp out/back
 """
 
 import sys

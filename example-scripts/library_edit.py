@@ -1,6 +1,6 @@
 """Cut the first layer out as a small checkpoint, drop its optimizer, and look at a tensor and an object of it.
 
-python example-scripts/library_edit.py tests/data/core019_llama_tp2_fully_reshardable /tmp/small /tmp/weights
+python example-scripts/library_edit.py tests/data/core019_llama_tp2_fully_reshardable out/small out/weights
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Export to Hugging Face, and import the model again for Megatron-FSDP.
 
-python example-scripts/library_huggingface.py tests/data/core019_llama_tp2_fully_reshardable /tmp/hf /tmp/run
+python example-scripts/library_huggingface.py tests/data/core019_llama_tp2_fully_reshardable out/hf out/run
 """
 
 import sys

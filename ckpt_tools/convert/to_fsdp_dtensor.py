@@ -197,7 +197,9 @@ def prove_masters(planned: Planned, mode: str, ranks: Ranks | DistributedRanks, 
     return f"{elements:,} elements of {tensors:,} masters round to the stored weights ({mode})"
 
 
-def _report(source: str, output: str, planned: Planned, checked: str, written: WriteReport | None) -> ConversionReport:
+def _report(
+    source: str, output: str, planned: Planned, checked: str, written: WriteReport | None
+) -> ConversionReport:
     target = planned.built.target
     states = planned.source.states
     return ConversionReport(

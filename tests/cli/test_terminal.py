@@ -44,7 +44,12 @@ def words(tmp_path: Path) -> dict[str, str]:
                 metadata.storage_data[type(index)(evil, index.offset, index.index)] = info
             drop_key(metadata, key)
     plain = copy_of(LLAMA, tmp_path / "plain")
-    return {"root": str(root), "plain": str(plain), "out": str(tmp_path / "out"), "key": f"optimizer.state.exp_avg.{EVIL}"}
+    return {
+        "root": str(root),
+        "plain": str(plain),
+        "out": str(tmp_path / "out"),
+        "key": f"optimizer.state.exp_avg.{EVIL}",
+    }
 
 
 def assert_harmless(text: str) -> None:
