@@ -223,12 +223,25 @@ def _refuse_meaningless(ctx: typer.Context, to: Format) -> None:
         raise UsageError(f"{names}: no meaning for a conversion to {to.value}")
 
 
+def _expect(kind: str, path: str, iteration: str | None, to: Format) -> None:
+    """Refuse a source of another kind than the command's name says."""
+    from ckpt_tools.catalog.detect import locate
+    from ckpt_tools.errors import UnsupportedCheckpointError
+
+    found = locate(path, int(iteration) if iteration and iteration.isdecimal() else None).kind
+    if found != kind:
+        raise UnsupportedCheckpointError(
+            f"{path} is a checkpoint of kind {found}; this command takes {kind}. `convert --to {to.value}` takes any"
+        )
+
+
 def _long_form(to: Format, source: str) -> Callable[..., None]:
     """`convert` with its `--to` fixed and only the options it uses, under the name that NVIDIA's users know."""
     signature = inspect.signature(convert, eval_str=True)
     kept = [p for name, p in signature.parameters.items() if name in _MEANING[to] | {"ctx"} and name != "to"]
 
     def command(*args: Any, **kwargs: Any) -> None:
+        _expect(source, kwargs["input_dir"], kwargs["iteration"], to)
         convert(*args, to=to, **kwargs)
 
     command.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]

@@ -251,6 +251,17 @@ def test_the_way_back_and_out(tmp_path, capsys):
     assert (tmp_path / "hf" / "config.json").exists()
 
 
+def test_a_command_named_for_a_source_takes_no_other(tmp_path, capsys):
+    native = DATA / "core019_llama_tp2_native_fsdp_dtensor"
+    for command, source in (
+        ("convert-torch-dist-to-fsdp-dtensor", native),
+        ("convert-fsdp-dtensor-to-torch-dist", LLAMA),
+    ):
+        assert run([command, str(source), str(tmp_path / "out"), "--quiet"]) == 3
+        assert "this command takes" in capsys.readouterr().err
+    assert convert(native, tmp_path / "out", "--dp-shard", "2") == 0  # laid out anew
+
+
 @pytest.mark.parametrize(
     ("words", "option"),
     [
