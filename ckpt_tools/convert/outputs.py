@@ -60,7 +60,10 @@ def choose_output(source: str, location: Location, output: str, overwrite: bool,
 def output_directory(output: str) -> Path | str:
     """A path, or the URL of a folder in an object store."""
     path = output.removeprefix("file://")
-    return path if "://" in path else Path(path)
+    if "://" in path:
+        return path
+    folder = Path(path)
+    return folder if folder.name not in ("", "..") else folder.resolve()  # publishing needs its name
 
 
 def is_root(source: str, location: Location) -> bool:

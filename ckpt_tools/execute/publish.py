@@ -66,12 +66,22 @@ class Staging:
         """
         try:
             with storage_errors(self.partial):
-                self.final.parent.mkdir(parents=True, exist_ok=True)
+                self._make_parent()
                 self._take_lock()
                 return self._examine(overwrite, resume)
         except BaseException:
+            if self.held and [path.name for path in self.partial.iterdir()] == ["lock"]:
+                self.discard()  # nothing but what this process put there
             self.release()
             raise
+
+    def _make_parent(self) -> None:
+        try:
+            self.final.parent.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise UsageError(
+                f"{self.final.parent} cannot be made: a file stands in its way; choose another output"
+            ) from None
 
     def _examine(self, overwrite: bool, resume: bool) -> Found:
         self._undo_half_replacement()
@@ -142,6 +152,10 @@ class Staging:
     def _check_final(self, overwrite: bool) -> None:
         if self.final.is_symlink() or (self.final.exists() and not self.final.is_dir()):
             raise UsageError(f"{self.final} exists and is not a directory; choose another output")
+        if self.final.is_mount():
+            raise UsageError(
+                f"{self.final} is a mount point, which cannot be replaced; choose a directory inside it"
+            )
         if self.final.exists() and any(self.final.iterdir()) and not overwrite:
             raise UsageError(
                 f"{self.final} is not empty; choose another output or replace it with --overwrite"
@@ -192,14 +206,18 @@ class Staging:
                 file.flush()
                 os.fsync(file.fileno())
 
-    def publish(self, sync: bool) -> None:
-        """Rename the finished directory into place. `discard` then removes what it replaced."""
+    def publish(self, sync: bool, overwrite: bool) -> None:
+        """Rename the finished directory into place. `discard` then removes what it replaced.
+
+        Raises:
+            StorageError: among others, when files have appeared in the output that `overwrite` does not give up.
+        """
         with storage_errors(self.final):
             if sync:
                 sync_directory(self.data)
             self._marker.write_text(self._mark(self.data))
-            if not self.final.exists():
-                self.data.rename(self.final)
+            if not (overwrite and self.final.exists()):
+                self.data.rename(self.final)  # refused unless it is absent or empty
             elif not _exchange(self.data, self.final):
                 self.final.rename(self._replaced)
                 self.data.rename(self.final)

@@ -208,7 +208,7 @@ class _Job:
                 staging.write_file(name, data, sync)
             if output.is_dcp:
                 staging.write_file(".metadata", metadata_bytes(self._plan), sync)
-            staging.publish(sync)
+            staging.publish(sync, output.overwrite)
         for name, data in output.beside.items():
             path = Path(output.directory).parent / name
             with storage_errors(path):

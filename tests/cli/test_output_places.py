@@ -1,0 +1,78 @@
+"""Outputs that cannot be taken, and odd spellings of those that can: refused before the work, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ckpt_tools.cli.app import run
+from ckpt_tools.execute.publish import Staging
+from tests.conftest import DATA
+
+LLAMA = DATA / "core019_llama_tp2_fully_reshardable"
+ITERATION = "iter_0000002"
+
+
+def convert(*words: object) -> int:
+    return run(["convert", *map(str, words), "--quiet"])
+
+
+def tree(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+@pytest.mark.parametrize("source", [LLAMA, LLAMA / ITERATION], ids=["root", "iteration"])
+@pytest.mark.parametrize("output", ["file", "file/below", "file/further/below", "dangling", "full"])
+def test_what_stands_in_the_way_is_refused_and_left_alone(tmp_path, capsys, source, output):
+    (tmp_path / "file").write_text("precious")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    for folder in ("full", f"full/{ITERATION}"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "precious").write_text("precious")
+    before = tree(tmp_path)
+    assert convert(source, tmp_path / output) == 2
+    assert "choose another output" in capsys.readouterr().err
+    assert tree(tmp_path) == before
+
+
+def test_a_mount_point_is_refused_before_the_work(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path / "disk")
+    (tmp_path / "disk").mkdir()
+    assert convert(LLAMA / ITERATION, tmp_path / "disk") == 2
+    assert "mount point" in capsys.readouterr().err
+    assert tree(tmp_path) == ["disk"]
+    assert convert(LLAMA, tmp_path / "disk") == 0  # the iteration lies inside it
+
+
+@pytest.mark.parametrize("output", [".", "../here", "../here/", "../here/.", "deeper/.."])
+def test_spellings_of_the_current_directory(tmp_path, monkeypatch, output):
+    here = tmp_path / "here"
+    (here / "deeper").mkdir(parents=True)
+    monkeypatch.chdir(here)
+    assert convert(LLAMA, output) == 0
+    assert sorted(os.listdir(here)) == ["deeper", ITERATION, "latest_checkpointed_iteration.txt"]
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    assert convert(LLAMA / ITERATION, ".") == 0
+    assert sorted(os.listdir(tmp_path / "empty")) == [".metadata", "__0_0.distcp"]
+    assert sorted(os.listdir(tmp_path)) == ["empty", "here"]
+
+
+def test_files_that_appear_in_the_output_meanwhile_are_kept(tmp_path, monkeypatch, capsys):
+    create_files = Staging.create_files
+
+    def and_then_another_program(staging: Staging) -> None:
+        create_files(staging)
+        staging.final.mkdir()
+        (staging.final / "precious").write_text("precious")
+
+    monkeypatch.setattr(Staging, "create_files", and_then_another_program)
+    assert convert(LLAMA / ITERATION, tmp_path / "out") == 7
+    assert f"{tmp_path}/out" in capsys.readouterr().err
+    assert os.listdir(tmp_path / "out") == ["precious"]
+    (tmp_path / "out" / "precious").unlink()
+    monkeypatch.undo()
+    assert convert(LLAMA / ITERATION, tmp_path / "out", "--resume") == 0
+    assert sorted(os.listdir(tmp_path)) == ["out"]
