@@ -1,8 +1,9 @@
 """Live parameters: what the running model holds, each a concatenation of stored parameters along dimension 0.
 
 Most are one stored parameter. Fused projections are several: gated delta nets, Mamba mixers and fused MLA are
-stored in parts. Inside a fused projection the rows are grouped by tensor-parallel rank: rank 0's rows of every
-part, then rank 1's (gated_delta_net/common.py, mamba_mixer.py `sharded_state_dict`).
+stored in parts, and so is a gated fc1 in some checkpoints. Inside a fused projection the rows are grouped by
+tensor-parallel rank: rank 0's rows of every part, then rank 1's (gated_delta_net/common.py, mamba_mixer.py
+`sharded_state_dict`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.names import (
     DIALECTS,
+    HALF,
+    HALVES,
     MLA_DOWN,
     MLA_FUSED_DOWN,
     PART,
@@ -93,6 +96,9 @@ def split_part(name: str, style: ModelStyle) -> tuple[str, str | None]:
     match = PART.match(name)
     if match:
         return match["base"], match["part"]
+    match = HALF.match(name)
+    if match:
+        return match["base"] + match["expert"], match["part"]
     if style.fused_mla_down:
         for part in MLA_DOWN:
             if part in name:
@@ -133,7 +139,8 @@ def _named(
 
 def _fused(base: str, parts: dict[str, Parameter], dialect: Dialect, tp: int) -> LiveParameter:
     order = part_order(base, parts)
-    ranks = 1 if order == MLA_DOWN else tp  # MLA down-projections are not split over tensor-parallel ranks
+    # MLA down-projections are not split over tensor-parallel ranks, and halves of an fc1 are written apart again
+    ranks = 1 if order in (MLA_DOWN, HALVES) else tp
     rows, at = [], 0
     for rank in range(ranks):
         for part in order:
@@ -157,7 +164,7 @@ def part_order(base: str, parts: Iterable[str]) -> tuple[str, ...]:
         MappingError: they are not all the parts of any known projection.
     """
     found = set(parts)
-    for order in (*PART_ORDERS, MLA_DOWN):
+    for order in (*PART_ORDERS, MLA_DOWN, HALVES):
         if found == set(order):
             return order
     raise MappingError(f"{base}: parts {sorted(found)} do not make a whole fused projection")

@@ -43,6 +43,9 @@ PART_ORDERS = (
     ("z", "x", "B", "C", "dt"),
     ("x", "B", "C"),
 )
+# `singleton_local_shards` keeps the gate and up halves of an fc1 apart (mlp.py `apply_swiglu_sharded_factory`).
+HALF = re.compile(r"^(?P<base>.*\.linear_fc1\.(?:weight|bias))(?P<part>_[wv])(?P<expert>\d*)$")
+HALVES = ("_w", "_v")
 MLA_DOWN = (".linear_q_down_proj.", ".linear_kv_down_proj.")
 MLA_FUSED_DOWN = ".linear_qkv_down_proj."
 

@@ -18,6 +18,8 @@ CHAINED = re.compile(r"^chained_(\d+)\.")
 STACKED_LAYERS = re.compile(r"(?:^|\.)layers\.(?!\d+\.)")
 LAYER_NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 EXPERTS = ".experts.experts."
+# Keys of `singleton_local_shards` (moe/experts.py) have a number here instead of an axis.
+EXPERT_NUMBER = re.compile(r"(?<=\.experts\.experts\.)(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +86,18 @@ def slices_of(entry: TensorEntry) -> list[Parameter]:
         raise MappingError(f"{key}: shape {entry.shape} is too short for its stacked layer and expert axes")
     lead_shape, shape = entry.shape[:axes], entry.shape[axes:]
     layer_range: Iterable[int | None] = range(lead_shape[0]) if layers else (None,)
-    expert_range: Iterable[int | None] = range(lead_shape[-1]) if EXPERTS in key else (None,)
+    number = EXPERT_NUMBER.search(key)
+    name = EXPERT_NUMBER.sub("", key)
+    expert_range: Iterable[int | None] = range(lead_shape[-1]) if has_expert_axis(key) else (None,)
     experts = tuple(expert_range)
     return [
         Parameter(
-            name=key if layer is None else STACKED_LAYERS.sub(rf"\g<0>{layer}.", key),
+            name=name if layer is None else STACKED_LAYERS.sub(rf"\g<0>{layer}.", name),
             key=key,
             lead=tuple(i for i in (layer, expert) if i is not None),
             shape=shape,
             dtype=entry.dtype,
-            expert=expert,
+            expert=int(number[1]) if number else expert,
         )
         for layer in layer_range
         for expert in experts
@@ -102,7 +106,12 @@ def slices_of(entry: TensorEntry) -> list[Parameter]:
 
 def stacked_axes(key: str) -> int:
     """Number of leading (layer, expert) axes of the tensor with this key."""
-    return len(STACKED_LAYERS.findall(key)) + (EXPERTS in key)
+    return len(STACKED_LAYERS.findall(key)) + has_expert_axis(key)
+
+
+def has_expert_axis(key: str) -> bool:
+    """Whether the tensor with this key holds all experts of its layer."""
+    return EXPERTS in key and not EXPERT_NUMBER.search(key)
 
 
 def missing_layers(names: Iterable[str]) -> list[str]:

@@ -14,6 +14,7 @@ from ckpt_tools.megatron.optimizer_layouts.natural import STATE_KEY, model_space
 from ckpt_tools.megatron.param_groups import strip_wrappers
 from ckpt_tools.megatron.torch_dist import (
     EXPERTS,
+    has_expert_axis,
     is_optimizer_key,
     layer_counts,
     missing_layers,
@@ -51,7 +52,7 @@ def torch_dist_weights(catalog: Catalog) -> tuple[list[Weight], list[str]]:
         except MappingError as error:
             problems.append(str(error))
             continue
-        experts = entry.shape[len(slices[0].lead) - 1] if slices and EXPERTS in key else None
+        experts = entry.shape[len(slices[0].lead) - 1] if slices and has_expert_axis(key) else None
         weights += [Weight(s.name, s.shape, experts) for s in slices if not s.expert]
     return weights, problems
 
