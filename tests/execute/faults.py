@@ -48,12 +48,14 @@ import itertools, os, signal, sys
 from pathlib import Path
 from ckpt_tools.catalog.detect import TRACKER
 from ckpt_tools.errors import CkptError
+from ckpt_tools.execute import ranks as waiting
 from ckpt_tools.execute.ranks import connect
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from tests.execute.conftest import reopened_case
 here, world, port = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 if world > 1:
     import torch.distributed
+waiting._LAST_WORDS_SECONDS = 0.5  # the dead do not answer
 plan = reopened_case(here / "source").plan(2)
 count = itertools.count()
 CALLS = "open close mkdir rename replace unlink rmdir pwrite write pread preadv ftruncate"
