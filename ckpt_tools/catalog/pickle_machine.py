@@ -226,7 +226,10 @@ class Machine:
             if type(target) is not list:
                 self._limits.add_keys(items[::2] if type(target) is Pairs else items)
             target.extend(items)
-        elif type(target) is not Object:  # an object of a list or dict class takes them too
+        elif type(target) is Object:  # of a list or dict class
+            target.items = target.items or []
+            target.items += items
+        else:
             raise TypeError(f"{type(target).__name__} is no list or dict")
 
     def _append(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ckpt_tools.errors import CorruptCheckpointError
@@ -10,6 +11,8 @@ MAX_TUPLE = 20_000  # elements, shared ones counted as often as they appear; als
 MAX_WIDE_INTEGERS = 1_000  # random states have 32-bit integers; nothing has many that can share a hash
 MAX_ODD_KEYS = 20_000  # elements of all keys and set members that could be made to share a hash
 MAX_SETS = 100_000  # an empty one takes 216 bytes of memory, and one byte of the pickle
+MAX_DEPTH = 200  # containers inside of each other; real ones have fewer than 20
+MAX_REPETITION = 4  # how many times its own size a pickle may become when shared parts are counted every time
 _SMALL_TUPLE = 16
 _EVEN_KEYS = (str, bytes, int, bool, type(None))
 
@@ -22,13 +25,14 @@ class Name(NamedTuple):
 
 
 class Object:
-    """What a global made: its arguments, and the state that was put into it."""
+    """What a global made: its arguments, the state that was put into it, and what was appended or set by key."""
 
-    __slots__ = ("args", "kind", "state")
+    __slots__ = ("args", "items", "kind", "state")
 
     def __init__(self, kind: Name, args: tuple[Any, ...]) -> None:
         self.kind, self.args = kind, args
         self.state: Any = None
+        self.items: list[Any] | None = None
 
 
 class Record(int):
@@ -116,3 +120,49 @@ class Limits:
     def _check(self, found: int, most: int, what: str) -> None:
         if found > most:
             raise CorruptCheckpointError(f"{self._where}: {what}. It is damaged or hostile.")
+
+
+def check_tree(root: Any, size: int, where: str) -> None:
+    """Prove that whoever walks the value of a pickle of `size` bytes gets to an end soon.
+
+    Raises:
+        CorruptCheckpointError: it contains itself, is nested too deep, or holds shared parts too often.
+    """
+    done: dict[
+        int, tuple[int, int]
+    ] = {}  # by identity: values inside, shared ones as often as they appear; depth
+    begun: set[int] = set()
+    stack = [root]
+    while stack:
+        value = stack[-1]
+        parts = _parts(value)
+        if id(value) not in begun:
+            begun.add(id(value))
+            for part in parts:
+                if id(part) in begun and id(part) not in done:
+                    raise CorruptCheckpointError(f"{where}: the pickle has a value that contains itself.")
+                if _parts(part) and id(part) not in done:
+                    stack.append(part)
+            continue
+        stack.pop()
+        if id(value) in done:
+            continue
+        inside = [done[id(part)] if id(part) in done else (_length(part), 0) for part in parts]
+        count = 1 + sum(count for count, _ in inside)
+        depth = 1 + max((depth for _, depth in inside), default=0)
+        if depth > MAX_DEPTH or count > MAX_REPETITION * size + 100_000:
+            raise CorruptCheckpointError(
+                f"{where}: the pickle nests its values too deep, or has the same one too often. It is hostile."
+            )
+        done[id(value)] = (count, depth)
+
+
+def _parts(value: Any) -> Sequence[Any]:
+    if type(value) is Object:
+        return (value.args, value.state, value.items)
+    return value if type(value) in (tuple, list, Pairs, Members) else ()
+
+
+def _length(value: Any) -> int:
+    """How much a value without parts adds: long texts count for more."""
+    return 1 + len(value) // 64 if isinstance(value, str | bytes) else 1

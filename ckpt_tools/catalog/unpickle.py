@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple, cast
 
 from ckpt_tools.catalog.pickle_machine import Machine
+from ckpt_tools.catalog.pickle_values import check_tree
 from ckpt_tools.catalog.pickled_names import brief, check_global, check_global_count
 from ckpt_tools.dtypes import ITEMSIZE
 from ckpt_tools.errors import CkptError, CorruptCheckpointError
@@ -228,7 +229,7 @@ def load_pickle(
         UnsupportedCheckpointError: a global that is not known to be harmless, named.
         CorruptCheckpointError: anything else that is wrong with the bytes.
     """
-    Machine(data, where, trust_pickle, known).load()
+    check_tree(Machine(data, where, trust_pickle, known).load(), len(data), where)
     try:
         return _Unpickler(_Source(data, where), known, storage, trust_pickle).load()
     except CkptError:

@@ -212,6 +212,12 @@ def amplifiers() -> None:
         "tensor_of_65_dimensions": (tensor(ones, ones)[2:-1], "a tensor of 65 dimensions"),
         "odd_keys": (large + b"}(" + b"N".join(keys) + b"Nu", "keys other than texts and integers, of more"),
         "odd_members": (large + b"\x8f(" + b"".join(keys) + b"\x90", "keys other than texts"),
+        "shared_lists": (shared, "nests its values too deep, or has the same one too often"),
+        "shared_text": (text("x" * 3000) + b"q\0](" + b"h\0" * 4000 + b"e", "has the same one too often"),
+        "deep_lists": (b"]" * 202 + b"a" * 201, "nests its values too deep"),
+        "contains_itself": (b"]q\0h\0a", "a value that contains itself"),
+        "state_of_itself": (b"cargparse\nNamespace\n)\x81q\0}" + text("x") + b"h\0sb", "contains itself"),
+        "item_of_itself": (b"cnemo.x\nList\n)\x81q\0h\0a", "contains itself"),
         "replaced_method": (method, "takes no such state"),
     }
     for name, (pickle, message) in cases.items():
