@@ -59,8 +59,8 @@ def short(real: Callable[..., Any], args: Any) -> Any:
     return real(first, part, *rest)
 
 
-def failing_calls(folder: Path) -> Iterator[tuple[str, Counter[str]]]:
-    """ENOSPC, EIO and short counts at every single call of one small conversion."""
+def failing_calls(folder: Path, resumed: bool) -> Iterator[tuple[str, Counter[str]]]:
+    """ENOSPC, EIO and short counts at every single call of one small conversion, from its start or when resumed."""
     make_case(folder / "source", scale=24)
     convert(folder, overwrite=True)
     good = tree(folder / "out")
@@ -69,20 +69,23 @@ def failing_calls(folder: Path) -> Iterator[tuple[str, Counter[str]]]:
     ):
         inject = in_files if call.startswith("file.") else in_os
         fault = partial(inject, call.removeprefix("file."), fault=raising(code))
-        yield f"{call}: {errno.errorcode[code]}", every_call(folder, good, fault)
+        yield f"{call}: {errno.errorcode[code]}", every_call(folder, good, fault, resumed)
     for call in SHORT.split():
-        yield f"{call}: one byte", every_call(folder, good, partial(in_os, call, fault=short))
+        yield f"{call}: one byte", every_call(folder, good, partial(in_os, call, fault=short), resumed)
 
 
 def every_call(
-    folder: Path, good: Tree, inject: Callable[..., AbstractContextManager[Faults]]
+    folder: Path, good: Tree, inject: Callable[..., AbstractContextManager[Faults]], resumed: bool
 ) -> Counter[str]:
     """How conversions over an old output end when their n-th call fails, for every n there is."""
     ends = Counter[str]()
     for at in range(10_000):
         put_old(folder)
+        if resumed:
+            with in_os("pwrite", 40, raising(errno.EIO)):
+                assert convert(folder, overwrite=True) == "error"
         with inject(at=at) as faults:
-            end = convert(folder, overwrite=True)
+            end = convert(folder, overwrite=True, resume=resumed)
         if next(faults.calls) <= at:
             return ends
         ends[settle(folder, good, end)] += 1
@@ -288,7 +291,8 @@ def main() -> None:
     dice = random.Random(chosen.seed)
     sections: dict[str, Callable[[Path], Iterator[tuple[str, Counter[str]]]]] = {
         "kills": lambda folder: kills(folder, chosen.kills),
-        "failing calls": failing_calls,
+        "failing calls": partial(failing_calls, resumed=False),
+        "failing calls, resumed": partial(failing_calls, resumed=True),
         "truncations": truncations,
         "flips": lambda folder: flips(folder, chosen.flips, dice),
         "metadata flips": lambda folder: metadata_flips(folder, chosen.flips, dice),
