@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import pickle
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -247,6 +248,22 @@ def _write_buckets(out: DcpFolder, model: Llama, numbers: _Numbers) -> None:
         out.object(f"{name}.per_bucket_numel_unpadded/shard_0_1", [[{("bfloat16", "float32"): [numel]}]])
 
 
+def write_storm(folder: Path, layers: int = 10_000) -> None:
+    """Write an iteration directory of nothing but norms: two items of 4 KiB for every layer."""
+    model, numbers, out = Llama(0.001, tp=1), _Numbers(0), DcpFolder(folder)
+    model.layers, model.hidden = layers, 2048
+    for name in ("self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"):
+        key = f"decoder.layers.{name}"
+        for layer in range(layers):
+            box = Box((layer, 0), (1, model.hidden))
+            weights = cast(numbers.of("param", key, box), "float32", "bfloat16")
+            out.chunk(key, "bfloat16", (layers, model.hidden), box, weights.tobytes())
+    _write_common(out, model, LAYOUTS[0])
+    out.finish()
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))  # as Megatron leaves it
+
+
 def _write_common(out: DcpFolder, model: Llama, layout: str) -> None:
     import torch  # only here: the rest of this module serves processes whose memory is measured
 
@@ -285,10 +302,14 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=2)
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--layout", choices=LAYOUTS, default=LAYOUTS[0])
+    parser.add_argument("--layout", choices=(*LAYOUTS, "storm"), default=LAYOUTS[0])
     parser.add_argument("--vocab", type=int)
     given = parser.parse_args()
-    write_llama(given.out / "iter_0000100", given.gib, given.tp, given.seed, given.layout, given.vocab)
+    iteration = given.out / "iter_0000100"
+    if given.layout == "storm":
+        write_storm(iteration)
+    else:
+        write_llama(iteration, given.gib, given.tp, given.seed, given.layout, given.vocab)
     (given.out / "latest_checkpointed_iteration.txt").write_text("100")
 
 
