@@ -45,7 +45,7 @@ def batches(items: Sequence[OutputItem], share: range, max_bytes: int) -> Iterat
 
 def _joinable_bytes(item: OutputItem) -> int | None:
     """Room that a small whole-payload copy takes in a batch, or None if the item is not one."""
-    if item.bare or len(item.transfers) != 1 or item.transfers[0].strategy != VERBATIM:
+    if item.bare or item.zero_elems or len(item.transfers) != 1 or item.transfers[0].strategy != VERBATIM:
         return None
     source = item.transfers[0].item
     length = max(item.length + 64, source.length)

@@ -125,7 +125,10 @@ def test_kernel_copies_equal_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_whole_payload_beside_others_or_zeros(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_least: int
 ) -> None:
-    """The first piece is a whole payload that could be copied, but it is not the whole item."""
+    """The first piece is a whole payload that could be copied, but it is not the whole item.
+
+    Between small items that are whole copies, where such a payload must not join their batch.
+    """
     monkeypatch.setattr(stream, "KERNEL_COPY_BYTES", at_least)
     values = np.arange(3 * 8, dtype=np.float32).reshape(3, 8)
     source = DcpFolder(tmp_path / "source")
@@ -135,12 +138,15 @@ def test_a_whole_payload_beside_others_or_zeros(
     files = open_files(str(tmp_path / "source"))
     padded = Source("short", (Place((0, 0), (5, 8)),))
     tensors = (
+        TargetTensor("before", "float32", (3, 8), (Source("short"),)),
         TargetTensor("mixed", "float32", (3, 8), (Source("mixed"),)),
         TargetTensor("padded", "float32", (5, 8), (padded,), zero_filled=True),
+        TargetTensor("behind", "float32", (3, 8), (Source("short"),)),
     )
     plan = build_plan(read_catalog(files), Target(tensors), rows(1), 1)
     write_checkpoint(plan, files, Output(tmp_path / "out"))
-    wanted = {"mixed": values, "padded": np.concatenate([values, np.zeros((2, 8), np.float32)])}
+    wanted = {name: values for name in ("before", "mixed", "behind")}
+    wanted["padded"] = np.concatenate([values, np.zeros((2, 8), np.float32)])
     assert_equal(stock_load(tmp_path / "out", plan), wanted)
 
 

@@ -48,7 +48,8 @@ def outputs(draw: st.DrawFn) -> OutputItem:
     )
     transfers = (transfer,) * draw(st.sampled_from([1, 1, 1, 2]))
     file = draw(st.sampled_from("xy"))
-    return OutputItem("k", full_box((4,)), "int8", file, 0, length, transfers, bare=draw(st.booleans()))
+    zeros = draw(st.sampled_from([0, 0, 0, 1]))
+    return OutputItem("k", full_box((4,)), "int8", file, 0, length, transfers, zeros, draw(st.booleans()))
 
 
 @given(st.lists(outputs(), max_size=30), st.integers(SMALL_BYTES, 4 * SMALL_BYTES), st.data())
@@ -71,6 +72,7 @@ def test_batches_are_a_partition_of_small_copies(
             assert transfer.strategy == VERBATIM
             assert transfer.item.length <= SMALL_BYTES
             assert not item.bare
+            assert item.zero_elems == 0
             assert not transfer.item.bare
 
 
