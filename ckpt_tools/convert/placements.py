@@ -11,7 +11,7 @@ from ckpt_tools.catalog.model import Catalog
 from ckpt_tools.errors import UsageError
 from ckpt_tools.megatron.fsdp_source import WEIGHT, FsdpSource
 from ckpt_tools.megatron.live import part_order, split_part
-from ckpt_tools.megatron.names import MLA_DOWN, MLA_FUSED_DOWN, ModelStyle
+from ckpt_tools.megatron.names import BUFFERS, MLA_DOWN, MLA_FUSED_DOWN, ModelStyle
 from ckpt_tools.megatron.target import Target, TargetTensor
 from ckpt_tools.megatron.to_fsdp_dtensor import FsdpTarget
 from ckpt_tools.megatron.to_torch_dist import training_dtype
@@ -23,8 +23,6 @@ from ckpt_tools.sharding.fsdp2 import chunk_rows
 from ckpt_tools.sharding.parameters import Part
 from ckpt_tools.sharding.placement import Placement
 from ckpt_tools.sharding.topology import Topology
-
-BUFFERS = (".expert_bias",)  # of modules: never sharded
 
 
 @dataclass(frozen=True, slots=True)

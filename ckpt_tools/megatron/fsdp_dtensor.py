@@ -20,9 +20,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from ckpt_tools.errors import MappingError
+from ckpt_tools.dtypes import CASTABLE
+from ckpt_tools.errors import MappingError, list_problems
 from ckpt_tools.megatron.flatten import Path, dotted, leaves
 from ckpt_tools.megatron.live import LiveParameter
+from ckpt_tools.megatron.names import BUFFERS
 from ckpt_tools.megatron.optimizer_layouts.model import MASTER, OptimizerStates
 from ckpt_tools.megatron.param_groups import Group, Membership
 from ckpt_tools.megatron.target import InlineTensor, Source, TargetObject, TargetTensor
@@ -123,14 +125,47 @@ def is_trainable(parameter: LiveParameter, states: OptimizerStates) -> bool:
     return any(has_state(parameter, states, kind) for kind in states.kinds)
 
 
+def check_states(parameters: Iterable[LiveParameter], states: OptimizerStates) -> list[str]:
+    """Notes on optimizer states of trained parameters that Megatron-FSDP does not resume from: those not Adam's.
+
+    Raises:
+        MappingError: a parameter holds only a part of what others hold. Weights in fp32 need no master.
+    """
+    held: dict[frozenset[str], list[LiveParameter]] = {}
+    for parameter in parameters:
+        kinds = {kind for kind in states.kinds if has_state(parameter, states, kind)}
+        if stored_dtype(parameter) == "float32" and MASTER in states.kinds:
+            kinds.add(MASTER)
+        held.setdefault(frozenset(kinds), []).append(parameter)
+    problems = [
+        f"{p.name}: no {', '.join(sorted(next(other for other in held if kinds < other) - kinds))}"
+        for kinds, found in held.items()
+        if any(kinds < other for other in held)
+        for p in found
+    ]
+    if problems:
+        raise MappingError(
+            "optimizer states are missing that other parameters have:\n" + list_problems(problems)
+        )
+    return [
+        f"{len(found)} parameters, {found[0].name} the first, have optimizer states {sorted(kinds - {MASTER})}; "
+        "Megatron-FSDP resumes from Adam's exp_avg and exp_avg_sq only: load with --no-load-optim"
+        for kinds, found in held.items()
+        if not kinds >= {"exp_avg", "exp_avg_sq"}
+    ]
+
+
 def model_tensors(
     parameter: LiveParameter, states: OptimizerStates | None, prefix: str, dtype: str | None
 ) -> Iterator[TargetTensor]:
     """The `model.*` tensors of one parameter: masters when stored, else the weights.
 
-    `dtype` asks for another element type; stored weights that already have it are taken as they are.
+    `dtype` asks for another element type; stored weights that already have it are taken as they are, and so are
+    buffers and what is not a floating-point number.
     """
     weights, weight_dtype = weight_sources(parameter), stored_dtype(parameter)
+    if weight_dtype not in CASTABLE or parameter.name.endswith(BUFFERS):
+        dtype = None
     use_master = states is not None and has_state(parameter, states, MASTER) and dtype != weight_dtype
     if use_master and states is not None:
         sources = state_sources(parameter, states, MASTER)

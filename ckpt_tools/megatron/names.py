@@ -43,6 +43,7 @@ PART_ORDERS = (
     ("z", "x", "B", "C", "dt"),
     ("x", "B", "C"),
 )
+BUFFERS = (".expert_bias",)  # of modules: fp32 whatever the model's type is, never sharded (moe/router.py)
 # `singleton_local_shards` keeps the gate and up halves of an fc1 apart (mlp.py `apply_swiglu_sharded_factory`).
 HALF = re.compile(r"^(?P<base>.*\.linear_fc1\.(?:weight|bias))(?P<part>_[wv])(?P<expert>\d*)$")
 HALVES = ("_w", "_v")

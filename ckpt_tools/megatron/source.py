@@ -124,14 +124,20 @@ _NUMBER_FORMATS = {"float32": "<f", "float64": "<d", "int32": "<i", "int64": "<q
 
 
 def stored_groups(files: Files, catalog: Catalog, common: CommonState) -> tuple[Mapping[str, Any], ...]:
-    """The optimizer's parameter groups in id order, from the common state or from the buckets' own objects."""
-    groups = optimizer_groups(common.values.get("optimizer"))
-    if groups:
-        return tuple(groups)
+    """The optimizer's parameter groups in id order, from the common state or from the buckets' own objects.
+
+    A `step` that the optimizer kept as a tensor becomes a number, as Megatron asks for.
+    """
+    groups = optimizer_groups(common.values.get("optimizer")) or _groups_of_buckets(files, catalog)
+    return tuple(g | {"step": _number(g["step"])} if "step" in g else g for g in groups)
+
+
+def _groups_of_buckets(files: Files, catalog: Catalog) -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = []
     keys = [key for key in catalog.objects if ".dp_group_idx_0.optimizer/shard_" in key]
     for key in sorted(keys):  # chained_0 before chained_1: the order of ids
         groups += optimizer_groups(load_object(files, catalog.objects[key].item)[0])
-    return tuple(groups)
+    return groups
 
 
 def rng_states(files: Files, catalog: Catalog) -> dict[tuple[int, int], object]:

@@ -15,6 +15,7 @@ from ckpt_tools.megatron.fsdp_dtensor import (
     STATE_PREFIX_FP32,
     Prefixes,
     backfill_groups,
+    check_states,
     group_objects,
     is_trainable,
     item_aliases,
@@ -131,8 +132,10 @@ def optimizer_part(
     if states is None or options.weights_only:
         return Part()
     trainable = [p for p in parameters if is_trainable(p, states)]
+    notes = check_states(trainable, states)
     groups, backfilled = backfill_groups(source.groups, source.scheduler, source.step)
-    memberships, notes = choose_memberships(source, options, trainable)
+    memberships, map_notes = choose_memberships(source, options, trainable)
+    notes += map_notes
     live = {p.name for p in trainable}
     notes += [
         f"{p.name}: no optimizer state in the source (buffer or frozen weight)"
@@ -266,6 +269,8 @@ def common_part(source: TorchDistSource, options: TargetOptions, dialect: Dialec
     notes: list[str] = []
     values: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": 0}
     values |= {k: source.common[k] for k in CARRIED_SCALARS if k in source.common}
+    if "iteration" not in source.common:
+        notes.append("iteration: the source does not tell it; written as 0")
     if source.args_object is not None:
         values["args"] = source.args_object
     elif dialect.name != "bridge":  # Megatron-LM refuses a checkpoint without args, Bridge asks for none
@@ -285,6 +290,8 @@ def common_part(source: TorchDistSource, options: TargetOptions, dialect: Dialec
         dropped.append("optimizer state, parameter groups, scheduler and rng: --weights-only")
     else:
         values["opt_param_scheduler"] = source.scheduler
+        if source.states is not None and not source.scheduler:
+            notes.append("opt_param_scheduler: the source has none, and a strict load asks for it")
         if source.grad_scaler:
             values["optimizer"] = {"grad_scaler": source.grad_scaler}
             notes.append(

@@ -21,6 +21,7 @@ from ckpt_tools.megatron.common_state import COMMON_OBJECT, CommonState
 from ckpt_tools.megatron.extra_state import extra_state_keys
 from ckpt_tools.megatron.fsdp_source import WEIGHT, FsdpSource
 from ckpt_tools.megatron.group_rebuild import rebuild_optimizer
+from ckpt_tools.megatron.names import BUFFERS
 from ckpt_tools.megatron.settings import read_settings
 from ckpt_tools.megatron.stacking import Stack, stack_parameters
 from ckpt_tools.megatron.stored import StoredParameter, stored_parameters
@@ -33,7 +34,6 @@ OPTIMIZER_METADATA = {
     "distrib_optim_fully_reshardable_mem_efficient": False,
 }
 _CARRIED = ("args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far")
-_FP32_BUFFERS = (".expert_bias",)  # kept in fp32 whatever the model's type is (moe/router.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ def _weight_dtype(stack: Stack, source: FsdpSource, options: TorchDistOptions) -
             f"{stack.key}: its layers or experts have different types {sorted([stored, *others])}"
         )
     trained = bool(stack.parameters[0].tensor.states) or not source.has_optimizer
-    if stored not in CASTABLE or not trained or stack.key.endswith(_FP32_BUFFERS):
+    if stored not in CASTABLE or not trained or stack.key.endswith(BUFFERS):
         return stored
     return options.dtype or training_dtype(source.common) or _need_dtype(stack.key, stored)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ckpt_tools.convert.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
 from ckpt_tools.convert.to_torch_dist import convert_to_torch_dist
+from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions
 from tests.conftest import DATA
 from tests.convert import oracle
-from tests.convert.rewritten import read, write
+from tests.convert.rewritten import STATES, read, write
 
 LLAMA = DATA / "core019_llama_tp2_fully_reshardable" / "iter_0000002"
 MOE = DATA / "core019_moe_ep2_fully_reshardable" / "iter_0000002"
@@ -25,6 +27,10 @@ def convert(source: Path, output: Path, **options: object) -> Path:
     target = TargetOptions(**options)  # type: ignore[arg-type]
     convert_to_fsdp_dtensor(str(source), str(output), ConvertOptions(target=target, check_masters="all"))
     return output
+
+
+def notes_of(source: Path, output: Path) -> str:
+    return "\n".join(convert_to_fsdp_dtensor(str(source), str(output)).notes)
 
 
 def objects(folder: Path) -> dict[str, object]:
@@ -209,3 +215,64 @@ def test_states_without_masters(tmp_path):
     assert ours.keys() == theirs.keys()
     for key, tensor in theirs.items():
         assert oracle.same_bytes(ours[key], tensor.bfloat16() if key.startswith("model.") else tensor), key
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_state_that_only_one_parameter_lacks_is_refused(tmp_path, state):
+    """Else its weights would silently lose their fp32 masters, or a strict load fail much later."""
+    parts = read(LLAMA)
+    del parts.tensors[f"optimizer.state.{state}.decoder.final_layernorm.weight"]
+    source = write(tmp_path / "in", parts)
+    name = "master" if state == "param" else state
+    with pytest.raises(MappingError, match=rf"decoder\.final_layernorm\.weight: no {name}$"):
+        convert(source, tmp_path / "out")
+    assert os.listdir(tmp_path) == ["in"]
+    convert(source, tmp_path / "weights", weights_only=True, dtype="bfloat16")
+
+
+def test_an_fp32_weight_needs_no_master(tmp_path):
+    """Optimizers that are not distributed keep masters of half-precision weights only."""
+    parts = read(LLAMA)
+    name = "decoder.final_layernorm.weight"
+    parts.tensors[name] = parts.tensors.pop(f"optimizer.state.param.{name}")
+    ours = oracle.tensors(convert(write(tmp_path / "in", parts), tmp_path / "out"))
+    assert oracle.same_bytes(ours[f"model.module.{name}"], parts.tensors[name])
+
+
+def test_states_that_are_not_adams_are_said(tmp_path):
+    parts = read(LLAMA)
+    for key in [k for k in parts.tensors if ".exp_avg_sq." in k and "norm" not in k]:
+        del parts.tensors[key]
+        other = key.replace(".exp_avg_sq.", ".exp_avg.")
+        parts.tensors[other.replace(".exp_avg.", ".momentum_buffer.")] = parts.tensors.pop(other)
+    notes = notes_of(write(tmp_path / "in", parts), tmp_path / "out")
+    assert "optimizer states ['momentum_buffer']; Megatron-FSDP resumes from Adam's" in notes
+    assert "no-load-optim" not in notes_of(LLAMA, tmp_path / "usual")
+
+
+def test_steps_that_are_tensors_become_numbers(tmp_path):
+    parts = read(LLAMA)
+    for group in parts.groups:
+        group["step"] = torch.tensor(2.0)
+    assert_same(convert(write(tmp_path / "in", parts), tmp_path / "a"), convert(LLAMA, tmp_path / "b"))
+
+
+def test_what_the_common_state_lacks_is_said(tmp_path):
+    parts = read(LLAMA)
+    del parts.common["iteration"], parts.common["opt_param_scheduler"]
+    notes = notes_of(write(tmp_path / "in", parts), tmp_path / "out")
+    assert "iteration: the source does not tell it" in notes
+    assert "opt_param_scheduler: the source has none" in notes
+
+
+def test_buffers_keep_their_type(tmp_path):
+    parts = read(MOE)
+    parts.tensors["decoder.positions"] = torch.arange(5)
+    ours = oracle.tensors(
+        convert(write(tmp_path / "in", parts), tmp_path / "out", weights_only=True, dtype="bfloat16")
+    )
+    kinds = {key: tensor.dtype for key, tensor in ours.items() if tensor.dtype is not torch.bfloat16}
+    assert kinds == {
+        "model.module.decoder.positions": torch.int64,
+        "model.module.decoder.layers.1.mlp.router.expert_bias": torch.float32,
+    }
