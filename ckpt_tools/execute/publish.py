@@ -187,7 +187,8 @@ class Staging:
         Raises:
             StorageError: the disk has not enough space.
         """
-        present = [path.stat().st_blocks * 512 for path in self.data.iterdir()]
+        with storage_errors(self.data):
+            present = [path.stat().st_blocks * 512 for path in self.data.iterdir()]
         self._check_space(sum(self._sizes.values()) - sum(present))
         for name, size in self._sizes.items():
             with storage_errors(self.data / name):
