@@ -21,6 +21,7 @@ from pathlib import Path
 import atheris
 
 with atheris.instrument_imports(include=["ckpt_tools"]):
+    from tests.fuzz.corpus import kept
     from tests.fuzz.mutate import mutate
     from tests.fuzz.parsers import PARSERS, parse, seeds
 
@@ -81,7 +82,7 @@ def main() -> None:
     corpus, failures = chosen.corpus / chosen.parser, chosen.corpus / "failures"
     for folder in (corpus, failures):
         folder.mkdir(parents=True, exist_ok=True)
-    for i, data in enumerate(seeds(chosen.parser)):
+    for i, data in enumerate(seeds(chosen.parser) + kept(chosen.parser)):
         (corpus / f"seed-{i}").write_bytes(data)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     fuzzer = Fuzzer(chosen.parser, failures, 60 * chosen.minutes)

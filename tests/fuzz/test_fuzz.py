@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.data.hostile.make import archive
+from tests.fuzz.corpus import kept
 from tests.fuzz.mutate import mutate
 from tests.fuzz.parsers import parse, seeds
 
@@ -28,6 +29,12 @@ def test_damaged_input_is_taken_or_refused(parser: str) -> None:
 
     check()
     assert 0 < sum(taken) < len(taken)  # damage that only ever ends in the first check would prove nothing
+
+
+@pytest.mark.parametrize("parser", EXAMPLES)
+def test_the_kept_corpus(parser: str) -> None:
+    taken = [parse(parser, data) for data in kept(parser)]
+    assert 0 < sum(taken) < len(taken)
 
 
 SLOW_ONCE = {
