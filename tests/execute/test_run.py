@@ -145,7 +145,7 @@ def test_a_whole_payload_beside_others_or_zeros(
     )
     plan = build_plan(read_catalog(files), Target(tensors), rows(1), 1)
     write_checkpoint(plan, files, Output(tmp_path / "out"))
-    wanted = {name: values for name in ("before", "mixed", "behind")}
+    wanted = dict.fromkeys(("before", "mixed", "behind"), values)
     wanted["padded"] = np.concatenate([values, np.zeros((2, 8), np.float32)])
     assert_equal(stock_load(tmp_path / "out", plan), wanted)
 
