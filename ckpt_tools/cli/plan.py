@@ -11,7 +11,7 @@ import typer
 
 from ckpt_tools.cli import options as o
 from ckpt_tools.cli import render
-from ckpt_tools.cli.inspect import TrustPickle
+from ckpt_tools.cli.inspect import EnableMsc, TrustPickle
 from ckpt_tools.cli.manual import page
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ def plan(
     iteration: Annotated[int | None, typer.Option(help="Iteration of a root, instead of its latest.")] = None,
     ignore_keys: o.IgnoreKeys = None,
     trust_pickle: TrustPickle = False,
+    enable_msc: EnableMsc = False,
 ) -> None:
     """Show what a conversion to fsdp_dtensor would do: boxes, bytes and memory of every rank. Moves no byte."""
     from ckpt_tools.convert.placements import Layout

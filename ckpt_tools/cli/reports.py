@@ -12,11 +12,14 @@ _SHOWN = 8
 def print_report(report: ConversionReport) -> None:
     """What was converted, how fast, and what changed on the way; long lists are cut (`--json` has them whole)."""
     done = "converted" if report.written else "would convert"
+    iteration = "" if report.iteration is None else f", iteration {report.iteration}"
+    # No groups: weights only, or carried over as they are stored.
+    groups = f", groups {report.groups}" if report.groups else ""
     lines = [
         f"{done} {report.source} -> {report.output}",
-        f"  source     {report.source_layout}, iteration {report.iteration}",
+        f"  source     {report.source_layout}{iteration}",
         f"  target     {report.target} for {report.dialect}",
-        f"  holds      {report.tensors:,} tensors, {report.objects:,} objects and scalars, groups {report.groups}",
+        f"  holds      {report.tensors:,} tensors, {report.objects:,} objects and scalars{groups}",
         f"  masters    {report.masters_checked}",
     ]
     if report.written:

@@ -126,7 +126,10 @@ def open_source(
     return files, read_torch_dist(files, read_catalog(files, trust_pickle), ignore_keys, trust_pickle)
 
 
-_A_KIND = {"fsdp_dtensor": "already an fsdp_dtensor checkpoint", "safetensors": "a Hugging Face model"}
+_A_KIND = {
+    "fsdp_dtensor": "already an fsdp_dtensor checkpoint",
+    "safetensors": "a Hugging Face model (use import-hf)",
+}
 
 
 def make_plan(catalog: Catalog, built: FsdpTarget, layout: Layout) -> Plan:

@@ -90,6 +90,12 @@ def convert_to_torch_dist(
     return _report(source, output, planned, written)
 
 
+_A_KIND = {
+    "torch_dist": "already a torch_dist checkpoint",
+    "safetensors": "a Hugging Face model (use import-hf)",
+}
+
+
 def plan_torch_dist(
     source: str, options: ToTorchDistOptions, ranks: Ranks | DistributedRanks
 ) -> PlannedTorchDist:
@@ -98,7 +104,8 @@ def plan_torch_dist(
     try:
         if opened.location.kind != "fsdp_dtensor":
             raise UnsupportedCheckpointError(
-                f"{opened.location.path} is of kind {opened.location.kind}, not an fsdp_dtensor checkpoint"
+                f"{opened.location.path} is {_A_KIND.get(opened.location.kind, opened.location.kind)}, "
+                "not an fsdp_dtensor checkpoint"
             )
         target_options = options.target
         if options.extra_state_template is not None:

@@ -35,7 +35,7 @@ OPTIONS = {
     "plan": (
         "--rank --tensor --json --svg --html --target --layer-spec --experts --swiglu --no-swiglu "
         "--weights-only --layout --world-size --dp-shard --dp-outer --tp --cp --ep --etp --strategy "
-        "--outer-strategy --iteration --ignore-keys --trust-pickle"
+        "--outer-strategy --iteration --ignore-keys --trust-pickle --enable-msc"
     ),
     "export-hf": (
         "--hf-config --rules --dtype --vocab-size --max-shard-size --mtp-copies --tp --iteration "
