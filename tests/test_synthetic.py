@@ -11,8 +11,9 @@ import torch.distributed.checkpoint as dcp
 
 from ckpt_tools.catalog.dcp import read_catalog
 from ckpt_tools.catalog.files import open_files
+from ckpt_tools.convert.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
 from ckpt_tools.plan.overlap import entry_problem
-from tests.synthetic import Llama, write_llama
+from tests.synthetic import LAYOUTS, Llama, write_llama
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -30,3 +31,13 @@ def test_stock_dcp_reads_it_and_masters_round_to_weights(tmp_path: Path) -> None
     weight, master = (state[key] for key in sorted(keys))
     assert master.to(torch.bfloat16).view(torch.int16).equal(weight.view(torch.int16))
     assert np.unique(master.numpy()).size > 1000
+
+
+def test_every_layout_converts_to_the_same_files(tmp_path: Path) -> None:
+    made = []
+    for layout in LAYOUTS:
+        source, output = tmp_path / layout / "iter_0000100", tmp_path / f"{layout}-out"
+        write_llama(source, gib=0.01, layout=layout)
+        convert_to_fsdp_dtensor(str(source), str(output), ConvertOptions(check_masters="all"))
+        made.append({path.name: path.read_bytes() for path in output.rglob("*.distcp")})
+    assert made[0] and made[0] == made[1] == made[2]

@@ -165,7 +165,7 @@ def _masters(files: Files, catalog: Catalog, options: VerifyOptions) -> Check:
     try:
         source = read_torch_dist(files, catalog, ("*",), options.trust_pickle)
         targets = [] if source.states is None else master_targets(source.parameters, source.states)
-        report, problems = compare_masters(files, source.catalog, targets, "all")
+        report, problems = compare_masters(files, source.catalog, targets, "all", threads=options.threads)
     except StorageError:
         raise
     except CkptError as error:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import TypeAlias
 
@@ -16,7 +17,7 @@ from ckpt_tools.execute.journal import Journal
 from ckpt_tools.execute.source import SourceReader
 from ckpt_tools.execute.stream import Counters, Pump
 from ckpt_tools.plan.coalesce import batches
-from ckpt_tools.plan.model import Plan
+from ckpt_tools.plan.model import OutputItem, Plan
 
 Progress: TypeAlias = Callable[[int, int], None]
 """Called several times a second with the bytes done and the bytes in all, from the thread that called."""
@@ -45,6 +46,37 @@ class _StoppedError(Exception):
     """Ends a thread whose work is no longer wanted."""
 
 
+class _Todo:
+    """What is left to write, file by file: most file systems let one thread at a time write into a file."""
+
+    def __init__(self, items: Sequence[OutputItem], share: range, max_bytes: int) -> None:
+        self._left: dict[str, Iterator[range]] = {}
+        for file, run in groupby(share, key=lambda number: items[number].file):
+            first, *rest = run
+            part = batches(items, range(first, first + 1 + len(rest)), max_bytes)
+            self._left[file] = chain(self._left.get(file, ()), part)
+        self._writers: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def file(self) -> str | None:
+        """The unfinished file that the fewest threads have chosen, chosen once more."""
+        with self._lock:
+            name = min(self._left, key=self._writers.__getitem__, default=None)
+            if name is not None:
+                self._writers[name] += 1
+            return name
+
+    def batches(self, file: str) -> Iterator[range]:
+        """Runs of item numbers of a file that no thread has taken yet, each taken when asked for."""
+        while True:
+            with self._lock:
+                batch = next(self._left.get(file, iter(())), None)
+                if batch is None:
+                    self._left.pop(file, None)
+                    return
+            yield batch
+
+
 class Work:
     """Writes the items numbered `share` into the files of `folder`, which exist in full length.
 
@@ -56,7 +88,6 @@ class Work:
     ) -> None:
         self._items = plan.items
         self._share = share
-        self._todo: Iterator[range] = iter(())
         self._total = sum(plan.items[i].length for i in share)
         self._source = source
         self._folder = folder
@@ -81,9 +112,9 @@ class Work:
         Raises:
             Whatever the first failing thread, `watch` or a signal handler raised.
         """
-        self._todo = batches(self._items, self._share, tile)
+        todo = _Todo(self._items, self._share, tile)
         pumps = [Pump(self._source, tile, self._tick) for _ in range(threads)]
-        workers = [threading.Thread(target=self._guarded, args=(pump, finished)) for pump in pumps]
+        workers = [threading.Thread(target=self._guarded, args=(todo, pump, finished)) for pump in pumps]
         try:
             for worker in workers:
                 worker.start()
@@ -101,21 +132,20 @@ class Work:
         progress(self._done, self._total)
         return [pump.counters for pump in pumps]
 
-    def _guarded(self, pump: Pump, finished: Mapping[int, int]) -> None:
+    def _guarded(self, todo: _Todo, pump: Pump, finished: Mapping[int, int]) -> None:
         try:
-            self._write_items(pump, finished)
+            self._write_items(todo, pump, finished)
         except _StoppedError:
             pass
         except BaseException as error:
             self._errors.append(error)
             self._stop.set()
 
-    def _write_items(self, pump: Pump, finished: Mapping[int, int]) -> None:
-        batches_of_file = groupby(iter(self._next, None), lambda batch: self._items[batch.start].file)
-        for file, group in batches_of_file:
+    def _write_items(self, todo: _Todo, pump: Pump, finished: Mapping[int, int]) -> None:
+        while (file := todo.file()) is not None:
             path = self._folder / file
             with self._open(path) as fd:
-                for batch in group:
+                for batch in todo.batches(file):
                     self._write_batch(batch, pump, fd, path, finished)
 
     def _write_batch(
@@ -134,10 +164,6 @@ class Work:
         with self._lock:
             self.resumed += done
         return done
-
-    def _next(self) -> range | None:
-        with self._lock:
-            return next(self._todo, None)
 
     @contextmanager
     def _open(self, path: Path) -> Iterator[int]:

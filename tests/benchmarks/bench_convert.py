@@ -42,6 +42,7 @@ dcp.load(state, checkpoint_id=sys.argv[1])
 dcp.save(state, storage_writer=dcp.FileSystemWriter(sys.argv[2], sync_files=False))
 """
 PARALLEL_CP = "mkdir -p {out}/part && find {sample} -type f | xargs -P 16 -n 1 cp -t {out}/part"
+SIXTEEN = ("--layout", "even", "--world-size", "16")
 
 
 @dataclass
@@ -123,6 +124,7 @@ def commands(source: Path, sample: Path, report: Path) -> dict[str, Callable[[Pa
         "parallel cp": lambda out: ["sh", "-c", PARALLEL_CP.format(sample=f"{sample}16", out=out)],
         "convert": lambda out: [*ours, str(out), *said],
         "convert, before": lambda out: [*ours, str(out), *said],
+        "convert, 16 files": lambda out: [*ours, str(out), *said, *SIXTEEN],
         "convert, 1 thread": lambda out: [*ours, str(out), *said, "--threads", "1"],
         "convert, 8 threads": lambda out: [*ours, str(out), *said, "--threads", "8"],
         "masters all": lambda out: [*ours, str(out), *said, "--check-masters", "all"],
@@ -143,8 +145,7 @@ def prepare(given: argparse.Namespace, source: Path, sample: Path) -> None:
     ours = [sys.executable, "-m", "ckpt_tools", CONVERT, str(source)]
     timed([*ours, str(sample), "--quiet", "--overwrite"])
     if "parallel cp" in given.only:
-        sizes = ["--layout", "even", "--world-size", "16"]
-        timed([*ours, f"{sample}16", "--quiet", "--overwrite", *sizes])
+        timed([*ours, f"{sample}16", "--quiet", "--overwrite", *SIXTEEN])
 
 
 def measure(given: argparse.Namespace) -> tuple[list[Row], int]:

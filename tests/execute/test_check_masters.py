@@ -13,7 +13,7 @@ from ckpt_tools.catalog.dcp import read_catalog
 from ckpt_tools.catalog.files import open_files
 from ckpt_tools.errors import VerificationError
 from ckpt_tools.execute.casts import Array, cast
-from ckpt_tools.execute.check_masters import MastersReport, check_masters, sample_boxes
+from ckpt_tools.execute.check_masters import MastersReport, check_masters, compare_masters, sample_boxes
 from ckpt_tools.megatron.target import Source, TargetTensor
 from ckpt_tools.megatron.views import Place
 from tests.strategies import Shape
@@ -90,6 +90,32 @@ def test_nan_equals_nan_and_nothing_else(tmp_path: Path) -> None:
     weights[3, 4] = 0x3F80
     with pytest.raises(VerificationError, match=r"t\[3, 4\]: master nan, stored bfloat16 weight 1\.0"):
         check(tmp_path / "b", values, weights, "all")
+
+
+@pytest.mark.parametrize("level", ["all", "sample"])
+@pytest.mark.parametrize("damaged", [(), ((0, 0),), ((39, 4999), (21, 7), (0, 1))])
+def test_threads_and_parts_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str, damaged: tuple[tuple[int, int], ...]
+) -> None:
+    values = masters()
+    weights = cast(values, "float32", "bfloat16")
+    for at in damaged:
+        weights[at] ^= 1
+    source = DcpFolder(tmp_path / "in")
+    source.tensor("m", "float32", values)
+    source.tensor("w", "bfloat16", weights)
+    source.finish()
+    files = open_files(str(tmp_path / "in"))
+    target = TargetTensor(
+        "t", "float32", (40, 5000), (Source("m"),), must_round_to=(Source("w"),), must_round_dtype="bfloat16"
+    )
+    compared = [compare_masters(files, read_catalog(files), [target] * 3, level)]
+    monkeypatch.setattr("ckpt_tools.execute.check_masters._PART_ELEMS", 9000)
+    monkeypatch.setattr("ckpt_tools.execute.check_masters._TILE_ELEMS", 700)
+    compared += [compare_masters(files, read_catalog(files), [target] * 3, level, threads=n) for n in (1, 4)]
+    assert all(problems == compared[0][1] for _, problems in compared)
+    assert len(compared[0][1]) == (3 if damaged else 0)
+    assert damaged or len({report for report, _ in compared}) == 1
 
 
 def test_padding_rows_are_zeros_on_both_sides(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from ckpt_tools.execute import stream
 from ckpt_tools.execute.casts import Array, numpy_dtype
 from ckpt_tools.execute.read_box import BoxReader
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
+from ckpt_tools.execute.work import _Todo
 from ckpt_tools.megatron.target import Source, Target, TargetTensor
 from ckpt_tools.megatron.views import Place, Select, view_shape
 from ckpt_tools.plan.build import build_plan
@@ -107,6 +108,21 @@ def test_options_do_not_change_a_byte(case: Case, tmp_path: Path, options: Write
     write_checkpoint(plan, case.files, Output(tmp_path / "a"))
     write_checkpoint(plan, case.files, Output(tmp_path / "b"), options)
     assert tree(tmp_path / "a") == tree(tmp_path / "b")
+
+
+@pytest.mark.parametrize("threads", [1, 3, 8])
+def test_threads_take_every_batch_once_and_spread_over_files(case: Case, threads: int) -> None:
+    items = case.plan(4).items
+    share = range(1, len(items) - 1)
+    todo = _Todo(items, share, 6 << 16)
+    chosen = [file for _ in range(threads) if (file := todo.file())]
+    assert len(set(chosen)) == min(threads, len({items[n].file for n in share}))
+    taken = []
+    while (file := todo.file()) is not None:
+        for batch in todo.batches(file):
+            assert {items[n].file for n in batch} == {file}
+            taken += batch
+    assert taken and sorted(taken) == list(share)
 
 
 def test_kernel_copies_equal_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
