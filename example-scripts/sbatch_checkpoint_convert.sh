@@ -78,26 +78,32 @@ stop_ranks() {
 }
 trap stop_ranks USR1
 
-echo "$(date -Is) start ${SLURM_RESTART_COUNT:-0}: $SLURM_JOB_NUM_NODES nodes, $RANKS_PER_NODE ranks each: $INPUT -> $OUTPUT"
-# One rank's death ends the step: without its share the others can only wait.
-srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$((SLURM_JOB_NUM_NODES * tasks))" --ntasks-per-node="$tasks" \
-    --kill-on-bad-exit=1 --label "${container[@]}" "${program[@]}" &
-step=$!
-interrupted=$((128 + $(kill -l USR1))) # a trapped signal ends the wait, not the step
-code=$interrupted
-while [[ $code == "$interrupted" ]]; do
-    code=0
-    wait "$step" || code=$?
-done
+# A job that is requeued after it has published its output (while it verifies, say) must not convert again.
+published="${SLURM_SUBMIT_DIR:-.}/.published-by-job-$SLURM_JOB_ID"
+if [[ ! -e $published ]]; then
+    echo "$(date -Is) start ${SLURM_RESTART_COUNT:-0}: $SLURM_JOB_NUM_NODES nodes, $RANKS_PER_NODE ranks each: $INPUT -> $OUTPUT"
+    # One rank's death ends the step: without its share the others can only wait.
+    srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$((SLURM_JOB_NUM_NODES * tasks))" --ntasks-per-node="$tasks" \
+        --kill-on-bad-exit=1 --label "${container[@]}" "${program[@]}" &
+    step=$!
+    interrupted=$((128 + $(kill -l USR1))) # a trapped signal ends the wait, not the step
+    code=$interrupted
+    while [[ $code == "$interrupted" ]]; do
+        code=0
+        wait "$step" || code=$?
+    done
 
-if [[ -n $stopping && $code != 0 ]]; then
-    echo "$(date -Is) requeued to go on later" >&2
-    scontrol requeue "$SLURM_JOB_ID"
-    exit "$code"
+    if [[ -n $stopping && $code != 0 ]]; then
+        echo "$(date -Is) requeued to go on later" >&2
+        scontrol requeue "$SLURM_JOB_ID"
+        exit "$code"
+    fi
+    [[ $code == 0 ]] || exit "$code"
+    touch "$published"
 fi
-[[ $code == 0 ]] || exit "$code"
 
 if [[ $VERIFY == 1 ]]; then
     srun --nodes=1 --ntasks=1 "${container[@]}" "$PYTHON" -m ckpt_tools verify "$OUTPUT"
 fi
+rm -f "$published"
 echo "$(date -Is) done"

@@ -29,7 +29,7 @@ CONNECTIONS = 16
 _BLOCK = 64 << 10  # a short read fetches whole blocks; a gap of one block still counts as following
 _WINDOWS = 4  # kept by each thread: 32 MiB
 
-_INSTALL = "pip install 'ckpt-tools[remote]' for s3:// and gs://, multi-storage-client for msc://"
+_INSTALL = "pip install s3fs for s3://, gcsfs for gs://, multi-storage-client for msc://"
 _HINT = "Check the address, the credentials and the network."
 
 _ASKED_FOR: set[str] = set()  # schemes that must be
