@@ -298,7 +298,8 @@ def test_a_source_that_changes_underneath(
             change(path)
 
     with pytest.raises(
-        CkptError, match=rf"{path.name}( changed while| does not exist|.*: No such file|: bytes .* are needed)"
+        CkptError,
+        match=rf"{path.name}( changed while| does not exist|.*: No such file|: bytes .* are needed)",
     ):
         write_checkpoint(case.plan(1), case.files, Output(tmp_path / "out"), progress=disturb)
     assert not (tmp_path / "out").exists()
