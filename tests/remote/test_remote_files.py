@@ -223,7 +223,7 @@ def test_a_missing_folder_is_no_checkpoint(store: Store, location: str) -> None:
     ("location", "message"),
     [
         ("nope://x", "Protocol not known: nope"),
-        ("gs://bucket/x", r"pip install 'ckpt-tools\[remote\]'"),
+        ("gs://bucket/x", "gcsfs for gs://"),
     ],
 )
 def test_urls_without_a_driver_say_what_to_install(
