@@ -17,7 +17,8 @@ from ckpt_tools.convert.to_fsdp_dtensor import Progress
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError
 from ckpt_tools.execute.ranks import DistributedRanks, Ranks, connect
 from ckpt_tools.execute.run import WriteOptions, WriteReport, write_checkpoint
-from ckpt_tools.megatron.common_state import COMMON_FILE, RUN_CONFIG
+from ckpt_tools.megatron.bridge import BRIDGE_FILES
+from ckpt_tools.megatron.common_state import COMMON_FILE
 from ckpt_tools.megatron.fsdp_source import read_fsdp_source
 from ckpt_tools.megatron.target import TargetTensor
 from ckpt_tools.megatron.to_torch_dist import TorchDistOptions, TorchDistTarget, build_torch_dist_target
@@ -31,7 +32,6 @@ METADATA_JSON_BYTES = (
     b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1, '
     b'"common_backend": "torch", "common_backend_version": 1}'
 )
-BRIDGE_FILES = (RUN_CONFIG, "train_state.pt")
 EXTRA_STATE = "*._extra_state/shard_*"
 
 
