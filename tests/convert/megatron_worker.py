@@ -141,8 +141,11 @@ def main() -> None:
                 "not asked for": sorted({key for key in missing if not key.startswith("optimizer.")}),
                 "not there": sorted(unexpected),
             }
-        )
+        ),
+        flush=True,
     )
+    dist.barrier()
+    dist.destroy_process_group()  # left to the interpreter's end, gloo's threads now and then abort the process
 
 
 if __name__ == "__main__":
