@@ -184,7 +184,7 @@ LayoutOption = Annotated[
 ]  # fmt: skip
 WorldSize = Annotated[
     int | None,
-    typer.Option("--world-size", help="Target ranks, one file each. Default: the converting ranks.",
+    typer.Option("--world-size", help="Target ranks, each with files of its own. Default: the converting ranks.",
                  rich_help_panel=_PLACE),
 ]  # fmt: skip
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -119,7 +119,7 @@ def _json_lists(found: Priced) -> dict[str, Iterator[Any]]:
         "ranks": (
             {
                 "rank": cost.rank,
-                "file": cost.file,
+                "files": cost.files,
                 "items": cost.items,
                 "bytes": cost.nbytes,
                 "memory": None if cost.memory is None else _memory(cost.memory),
@@ -181,10 +181,10 @@ def _print_ranks(found: Priced) -> None:
     if len(costs) > _LISTED_RANKS:
         by_size = sorted(costs, key=lambda cost: cost.nbytes)
         costs = sorted({*by_size[:4], *by_size[-4:]}, key=lambda cost: cost.nbytes)
-        title = f"the smallest and largest of {len(found.costs):,} files (--json lists all, --rank one)"
+        title = f"the smallest and largest of {len(found.costs):,} ranks (--json lists all, --rank one)"
     size = render.human_bytes
-    columns = ["rank", "file", "items", "bytes"]
-    rows: list[list[object]] = [[c.rank, c.file, c.items, size(c.nbytes)] for c in costs]
+    columns = ["rank", "files", "items", "bytes"]
+    rows: list[list[object]] = [[c.rank, _file_names(c.files), c.items, size(c.nbytes)] for c in costs]
     if found.layout.name != "even":
         columns += ["weights", "main weights", "gradients", "Adam", "padding", "peak, no activations"]
         for row, cost in zip(rows, costs, strict=True):
@@ -193,6 +193,10 @@ def _print_ranks(found: Priced) -> None:
             held = (m.weights, m.main_weights, m.gradients, m.adam, m.padding, m.peak)
             row += [size(n) for n in held]
     render.print_table(columns, rows, title)
+
+
+def _file_names(files: Sequence[str]) -> str:
+    return " ... ".join(dict.fromkeys((*files[:1], *files[-1:])))
 
 
 def _print_tensors(found: Priced) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
@@ -16,7 +17,7 @@ from ckpt_tools.convert.to_fsdp_dtensor import ConvertOptions
 from ckpt_tools.dtypes import itemsize
 from ckpt_tools.errors import UsageError
 from ckpt_tools.megatron.target import Target
-from ckpt_tools.plan.build import file_name
+from ckpt_tools.plan.build import file_rank
 from ckpt_tools.plan.model import OutputItem, Plan, item_rows, plan_json
 from ckpt_tools.sharding.memory import Memory, rank_memory
 from ckpt_tools.sharding.placement import Placement
@@ -26,10 +27,10 @@ SCHEMA_VERSION = 1
 
 
 class RankCost(NamedTuple):
-    """What one target rank gets: items and bytes of its file, and memory in training (None: no job's layout)."""
+    """What one target rank gets: its files, items and bytes, and memory in training (None: no job's layout)."""
 
     rank: int
-    file: str
+    files: tuple[str, ...]
     items: int
     nbytes: int
     memory: Memory | None
@@ -90,16 +91,17 @@ class Priced:
     @cached_property
     def costs(self) -> list[RankCost]:
         """Every planned rank's share."""
-        counts: dict[str, int] = {}
-        for item in self.plan.items:
-            counts[item.file] = counts.get(item.file, 0) + 1
+        items = Counter(file_rank(item.file) for item in self.plan.items)
+        files: dict[int, list[str]] = {}
+        for name in self.plan.file_bytes:
+            files.setdefault(file_rank(name), []).append(name)
         ranks = range(self.layout.ranks) if self.rank is None else [self.rank]
         return [
             RankCost(
                 rank,
-                file_name(rank),
-                counts.get(file_name(rank), 0),
-                self.plan.file_bytes.get(file_name(rank), 0),
+                tuple(files.get(rank, ())),
+                items[rank],
+                sum(self.plan.file_bytes[name] for name in files.get(rank, ())),
                 None if self.layout.name == "even" else rank_memory(self.core, rank),
             )
             for rank in ranks
@@ -107,7 +109,7 @@ class Priced:
 
     @property
     def imbalance(self) -> float:
-        """Bytes of the largest file over the mean of all; 1.0 is even."""
+        """Bytes of the largest rank's files over the mean of all ranks; 1.0 is even."""
         sizes = [cost.nbytes for cost in self.costs]
         return max(sizes) * len(sizes) / max(sum(sizes), 1)
 

@@ -3,7 +3,7 @@
 Objects appear whole or not at all (multipart uploads), so each is uploaded to its final name, in the order::
 
     .ckpt_tools-partial   what is being written, from what: `--resume` skips objects that are there in full length
-    __<r>_0.distcp ...    data; a worker has whole files, each thread streams one at a time
+    __<r>_<n>.distcp ...  data; a worker has whole files, each thread streams one at a time
     .metadata             last: without it no loader takes the folder for a checkpoint
     trackers              beside the folder; then the partial marker is deleted
 

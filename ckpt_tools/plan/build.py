@@ -35,26 +35,44 @@ from ckpt_tools.plan.tiling import tiling_problem
 from ckpt_tools.plan.without_gc import without_gc
 
 SPAN_BYTES = 4 << 20  # longest span assumed when a strategy is chosen
+FILE_BYTES = 1 << 30  # a file that is this long gets no further item
 
 Placement: TypeAlias = Callable[[TargetTensor], Sequence[tuple[int, Box]]]
 """The boxes of a tensor, in its global coordinates, and the target rank that owns each."""
 
 
-def file_name(rank: int) -> str:
-    """The file of a target rank."""
-    return f"__{rank}_0.distcp"
+def file_rank(file: str) -> int:
+    """The target rank of a file that `build_plan` named."""
+    return int(file.split("_")[2])
 
 
 class _Files:
-    """The next free place in every target rank's file, in bytes."""
+    """The files of every target rank and the next free place in each, in bytes.
+
+    A thread writes one file at a time, as file systems let only one write into a file; so that all threads have
+    work, a rank's items stand in files `__<rank>_0.distcp`, `__<rank>_1.distcp`, ... of about `FILE_BYTES`.
+    """
 
     def __init__(self, world: int) -> None:
-        self.end = [0] * world
+        self._ends = [[0] for _ in range(world)]
 
-    def place(self, rank: int, length: int) -> int:
-        offset = -(-self.end[rank] // ALIGNMENT) * ALIGNMENT
-        self.end[rank] = offset + length
-        return offset
+    def place(self, rank: int, length: int) -> tuple[str, int]:
+        """File and offset of `length` bytes, in the order of the calls."""
+        ends = self._ends[rank]
+        if ends[-1] >= FILE_BYTES:
+            ends.append(0)
+        offset = -(-ends[-1] // ALIGNMENT) * ALIGNMENT
+        ends[-1] = offset + length
+        return f"__{rank}_{len(ends) - 1}.distcp", offset
+
+    def sizes(self) -> dict[str, int]:
+        """Length in bytes of every file that is not empty."""
+        return {
+            f"__{rank}_{number}.distcp": end
+            for rank, ends in enumerate(self._ends)
+            for number, end in enumerate(ends)
+            if end
+        }
 
 
 @without_gc()
@@ -100,7 +118,7 @@ def build_plan(
     tensors |= {alias: tensors[key] for alias, (key, _) in target.aliases.items()}
     paths |= {alias: path for alias, (_, path) in target.aliases.items()}
     aliases = {alias: key for alias, (key, _) in target.aliases.items()}
-    sizes = {file_name(rank): end for rank, end in enumerate(files.end) if end}
+    sizes = files.sizes()
     ordered = tuple(item for share in items for item in share)
     digest = plan_digest(ordered, fixed, sizes, tensors, paths, original_shapes, aliases)
     return Plan(ordered, fixed, sizes, tensors, paths, digest, original_shapes, aliases)
@@ -120,11 +138,11 @@ def _place_blobs(target: Target, blobs: Iterable[tuple[str, bytes]], files: _Fil
     given = [key for key, box, _ in archives if box is None]
     if sorted(given) != sorted(o.key for o in target.objects):
         raise MappingError("the archives given are not those of the target's objects")
-    places: dict[bytes, int] = {}
+    places: dict[bytes, tuple[str, int]] = {}
     for _, _, data in archives:
         if data not in places:  # equal archives share their bytes: group fields repeat for every parameter
             places[data] = files.place(0, len(data))
-    return tuple(OutputBlob(key, box, file_name(0), places[data], data) for key, box, data in archives)
+    return tuple(OutputBlob(key, box, *places[data], data) for key, box, data in archives)
 
 
 class _ItemForm(NamedTuple):
@@ -167,7 +185,7 @@ class _Items:
                 transfers.append(
                     Transfer(entry.key, stored.item, entry.dtype, stored.box.size, piece, strategy)
                 )
-            offset, name = self._files.place(rank, length), file_name(rank)
+            name, offset = self._files.place(rank, length)
             yield (
                 rank,
                 OutputItem(tensor.key, box, tensor.dtype, name, offset, length, tuple(transfers), zeros),

@@ -62,7 +62,7 @@ def test_the_plan_is_what_convert_writes(tmp_path, capsys):
     found = planned(capsys, "--dp-shard", 3)
     assert run(["convert", str(LLAMA), str(tmp_path / "out"), "--dp-shard", "3", "--quiet"]) == 0
     files = {p.name: p.stat().st_size for p in tmp_path.glob("out/iter_*/*.distcp")}
-    assert files == {rank["file"]: rank["bytes"] for rank in found["ranks"]}
+    assert files == {rank["files"][0]: rank["bytes"] for rank in found["ranks"]}
 
 
 def test_one_rank_is_planned_as_in_the_plan_of_all(capsys):

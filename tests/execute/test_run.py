@@ -30,7 +30,7 @@ from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from ckpt_tools.execute.work import _Todo
 from ckpt_tools.megatron.target import Source, Target, TargetTensor
 from ckpt_tools.megatron.views import Place, Select, view_shape
-from ckpt_tools.plan.build import build_plan
+from ckpt_tools.plan.build import FILE_BYTES, build_plan
 from ckpt_tools.plan.model import Plan
 from tests.conftest import REPO
 from tests.execute.conftest import Case, make_case
@@ -65,9 +65,15 @@ def assert_equal(found: dict[str, Array], wanted: dict[str, Array]) -> None:
         assert values.tobytes() == wanted[key].tobytes(), key
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_stock_dcp_reads_every_tensor_and_object(case: Case, tmp_path: Path, world: int) -> None:
+@pytest.mark.parametrize(
+    ("world", "file_bytes", "files"), [(1, FILE_BYTES, 1), (3, FILE_BYTES, 3), (2, 100_000, 6)]
+)
+def test_stock_dcp_reads_every_tensor_and_object(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: int, file_bytes: int, files: int
+) -> None:
+    monkeypatch.setattr("ckpt_tools.plan.build.FILE_BYTES", file_bytes)
     plan = case.plan(world)
+    assert len(plan.file_bytes) == files
     out = tmp_path / "out" / "iter_0000007"
     report = write_checkpoint(
         plan, case.files, Output(out, beside={TRACKER: b"7"}, extra_files={"extra.txt": b"x"})

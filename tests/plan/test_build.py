@@ -20,7 +20,7 @@ from ckpt_tools.errors import CorruptCheckpointError, MappingError
 from ckpt_tools.megatron.target import InlineTensor, Source, Target, TargetObject, TargetTensor
 from ckpt_tools.megatron.views import Narrow, Place, Select
 from ckpt_tools.plan.assign import worker_share
-from ckpt_tools.plan.build import Placement, build_plan
+from ckpt_tools.plan.build import Placement, build_plan, file_rank
 from ckpt_tools.plan.frames import ALIGNMENT, tensor_frame
 from ckpt_tools.plan.model import Plan, item_rows, plan_json
 from tests.conftest import REPO
@@ -105,6 +105,26 @@ def test_items_lie_aligned_in_order_without_overlap(world: int) -> None:
     assert ends == plan.file_bytes
     assert all(item.length == tensor_frame(item.dtype, item.box.size).length for item in plan.items)
     assert not any(item.box.is_empty for item in plan.items)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_full_file_gets_no_further_item(monkeypatch: pytest.MonkeyPatch, world: int) -> None:
+    together = stacked_plan(world)
+    monkeypatch.setattr("ckpt_tools.plan.build.FILE_BYTES", 1000)
+    plan = stacked_plan(world)
+    parts = (*plan.blobs, *plan.items)
+    assert [(p.key, p.box) for p in parts] == [(p.key, p.box) for p in (*together.blobs, *together.items)]
+    assert [file_rank(p.file) for p in parts] == [
+        file_rank(p.file) for p in (*together.blobs, *together.items)
+    ]
+    for rank in range(world):
+        names = [name for name in plan.file_bytes if file_rank(name) == rank]
+        assert names == [f"__{rank}_{number}.distcp" for number in range(len(names))]
+        assert all(plan.file_bytes[name] >= 1000 for name in names[:-1])
+        for name in names:
+            last = max(p.offset for p in parts if p.file == name)
+            assert last < 1000
+    assert len(plan.file_bytes) > world
 
 
 @given(st.data())
