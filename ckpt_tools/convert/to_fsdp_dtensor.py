@@ -34,6 +34,7 @@ from ckpt_tools.megatron.source import TorchDistSource, read_torch_dist
 from ckpt_tools.megatron.target import TargetTensor
 from ckpt_tools.megatron.to_fsdp_dtensor import FsdpTarget, TargetOptions, build_fsdp_target
 from ckpt_tools.plan.model import Plan, plan_json
+from ckpt_tools.plan.without_gc import without_gc
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all) as a conversion goes on."""
@@ -105,6 +106,7 @@ def convert_to_fsdp_dtensor(
     return _report(source, output, planned, checked, written)
 
 
+@without_gc()
 def plan_conversion(location: Location, options: ConvertOptions, ranks: Ranks | DistributedRanks) -> Planned:
     """Everything up to the first byte."""
     files, source = open_source(location, options.ignore_keys, options.trust_pickle)

@@ -25,6 +25,7 @@ from ckpt_tools.megatron.to_torch_dist import TorchDistOptions, TorchDistTarget,
 from ckpt_tools.megatron.torch_dist import stacked_axes
 from ckpt_tools.plan.build import Placement, build_plan
 from ckpt_tools.plan.model import Plan, plan_json
+from ckpt_tools.plan.without_gc import without_gc
 from ckpt_tools.sharding.fsdp2 import chunk_rows
 
 # Readers of core 0.18 and older look at all four fields, later ones ignore the last two.
@@ -96,6 +97,7 @@ _A_KIND = {
 }
 
 
+@without_gc()
 def plan_torch_dist(
     source: str, options: ToTorchDistOptions, ranks: Ranks | DistributedRanks
 ) -> PlannedTorchDist:

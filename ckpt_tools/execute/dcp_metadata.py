@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from ckpt_tools.box import Box
 from ckpt_tools.plan.model import Plan, TensorInfo
 from ckpt_tools.plan.pickle_ops import int_ops, int_tuple_ops, text_ops
+from ckpt_tools.plan.without_gc import without_gc
 
 _MODULE = "torch.distributed.checkpoint.metadata"
 _FIELDS = {
@@ -27,6 +28,7 @@ _FIELDS = {
 _BATCH = 1000  # dict entries and list elements per opcode that adds them, as the stock pickler does
 
 
+@without_gc()
 def metadata_bytes(plan: Plan) -> bytes:
     """The content of `.metadata` for a plan; keys in the order of `plan.paths`, chunks in file order."""
     chunks: dict[str, list[Box]] = defaultdict(list)

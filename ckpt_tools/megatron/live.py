@@ -22,6 +22,7 @@ from ckpt_tools.megatron.names import (
     PART_ORDERS,
     Dialect,
     ModelStyle,
+    depends_on_dialect,
     group_name,
     live_name,
     state_name,
@@ -75,15 +76,16 @@ def live_parameters(
     Raises:
         MappingError: a fused projection lacks a part, or its rows do not divide by `tp`.
     """
-    named = [(parameter, live_name(parameter, style)) for parameter in parameters]
+    names = [live_name(parameter, style) for parameter in parameters]
+    named = [
+        (parameter, name, *split_part(name, style)) for parameter, name in zip(parameters, names, strict=True)
+    ]
     fused: dict[str, dict[str, Parameter]] = {}
-    for parameter, name in named:
-        base, part = split_part(name, style)
+    for parameter, _, base, part in named:
         if part is not None and not _kept_apart(part, dialect):
             fused.setdefault(base, {})[part] = parameter
     live = []
-    for parameter, name in named:
-        base, part = split_part(name, style)
+    for parameter, name, base, part in named:
         if part is None or _kept_apart(part, dialect):
             live.append(_single(parameter, name, base, dialect))
         elif base in fused:  # the fused tensor stands where its first part stood
@@ -125,6 +127,8 @@ def _named(
     name: str, group: str, dialect: Dialect, shape: tuple[int, ...], rows: tuple[Rows, ...]
 ) -> LiveParameter:
     """A live parameter under the dialect's names, the other dialects' beside them."""
+    if not (depends_on_dialect(name) or depends_on_dialect(group)):
+        return LiveParameter(name, group, shape, rows)
     own = state_name(name, dialect), group_name(group, dialect)
     others = ((state_name(name, d), group_name(group, d)) for d in DIALECTS.values())
     names, groups = (tuple(dict.fromkeys(column)) for column in zip(*others, strict=True))

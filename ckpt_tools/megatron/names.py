@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 from ckpt_tools.megatron.torch_dist import EXPERTS, Parameter
 
+_MAMBA_CONV = ".mixer.conv1d."
 MTP_DISK, MTP_LIVE = ".transformer_layer.", ".mtp_model_layer."
 FUSED_QKV_NORM = re.compile(r"\.self_attention\.linear_qkv\.layer_norm_(weight|bias)$")
 FUSED_FC1_NORM = re.compile(r"\.mlp\.linear_fc1\.layer_norm_(weight|bias)$")
@@ -112,13 +113,18 @@ def group_name(name: str, dialect: Dialect) -> str:
     return _mtp(_mamba(name, dialect), dialect.mtp_in_groups)
 
 
+def depends_on_dialect(name: str) -> bool:
+    """Whether dialects may spell a live name in different ways; `state_name` and `group_name` keep any other."""
+    return _MAMBA_CONV in name or _in_mtp(name)
+
+
 def stored_name(name: str, hybrid_mtp: bool = False) -> str:
     """The `torch_dist` spelling of a live name of any dialect: the inverse of `state_name` and `group_name`.
 
     The inner layer of a multi-token-prediction layer keeps its live name in hybrid models (`hybrid_mtp`). A norm
     that a fused MLA down-projection absorbed is stored as the layer's input norm (multi_latent_attention.py).
     """
-    if not hybrid_mtp and (name.startswith("mtp.") or ".mtp." in name):
+    if not hybrid_mtp and _in_mtp(name):
         name = name.replace(MTP_LIVE, MTP_DISK, 1)
     name = name.replace(f".self_attention{MLA_FUSED_DOWN}layer_norm_", ".input_layernorm.")
     return name.replace(".mixer.conv1d_", ".mixer.conv1d.")
@@ -139,8 +145,12 @@ def fuse_local_norm(name: str) -> str:
 
 
 def _mtp(name: str, inner: str) -> str:
-    return name.replace(MTP_DISK, inner, 1) if name.startswith("mtp.") or ".mtp." in name else name
+    return name.replace(MTP_DISK, inner, 1) if _in_mtp(name) else name
+
+
+def _in_mtp(name: str) -> bool:
+    return ".mtp." in name or name.startswith("mtp.")
 
 
 def _mamba(name: str, dialect: Dialect) -> str:
-    return name.replace(".mixer.conv1d.", f".mixer.{dialect.mamba_conv}")
+    return name.replace(_MAMBA_CONV, f".mixer.{dialect.mamba_conv}")

@@ -90,11 +90,13 @@ def slices_of(entry: TensorEntry) -> list[Parameter]:
     name = EXPERT_NUMBER.sub("", key)
     expert_range: Iterable[int | None] = range(lead_shape[-1]) if has_expert_axis(key) else (None,)
     experts = tuple(expert_range)
+    stacked = STACKED_LAYERS.search(name)
+    at = stacked.end() if stacked else 0
     return [
         Parameter(
-            name=name if layer is None else STACKED_LAYERS.sub(rf"\g<0>{layer}.", name),
+            name=name if layer is None else f"{name[:at]}{layer}.{name[at:]}",
             key=key,
-            lead=tuple(i for i in (layer, expert) if i is not None),
+            lead=tuple([i for i in (layer, expert) if i is not None]),
             shape=shape,
             dtype=entry.dtype,
             expert=int(number[1]) if number else expert,

@@ -1,11 +1,13 @@
 """Live names and fused projections, dialect by dialect."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ckpt_tools.catalog.model import TensorEntry
 from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.live import live_parameters
-from ckpt_tools.megatron.names import DIALECTS, ModelStyle
+from ckpt_tools.megatron.names import DIALECTS, ModelStyle, depends_on_dialect, group_name, state_name
 from ckpt_tools.megatron.torch_dist import slices_of
 
 TE = ModelStyle(local_norms=False, grouped_experts=True)
@@ -75,6 +77,25 @@ def test_bridge_keeps_gdn_parts_but_groups_by_the_live_name():
     parts = live(GDN, dialect="bridge")
     assert [p.name for p in parts] == list(GDN)
     assert {p.group_name for p in parts} == {"decoder.layers.0.self_attention.in_proj.weight"}
+
+
+_SEGMENTS = (
+    "mtp",
+    "mixer",
+    "conv1d",
+    "transformer_layer",
+    "mtp_model_layer",
+    "layers",
+    "0",
+    "weight",
+    "amtp",
+)
+
+
+@given(st.lists(st.sampled_from(_SEGMENTS), min_size=1, max_size=6).map(".".join))
+def test_only_names_that_depend_on_the_dialect_are_spelled_by_it(name):
+    spelled = {spell(name, dialect) for dialect in DIALECTS.values() for spell in (state_name, group_name)}
+    assert depends_on_dialect(name) or spelled == {name}
 
 
 def test_mamba_conv_has_two_spellings():

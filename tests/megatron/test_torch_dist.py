@@ -30,6 +30,18 @@ def test_stacked_experts_lose_both_axes():
     assert {p.shape for p in parts} == {(8, 4)}
 
 
+@pytest.mark.parametrize(
+    ("key", "shape", "names"),
+    [
+        ("layers.a.weight", (2,), ["layers.0.a.weight", "layers.1.a.weight"]),
+        ("decoder.layers.3.mtp.layers.weight", (1,), ["decoder.layers.3.mtp.layers.0.weight"]),
+        ("tower.layers.experts.experts.5.fc.weight", (1, 4), ["tower.layers.0.experts.experts.fc.weight"]),
+    ],
+)
+def test_the_layer_number_stands_behind_the_stacked_segment(key, shape, names):
+    assert [p.name for p in slices_of(entry(key, *shape))] == names
+
+
 def test_layer_numbers_and_experts_of_one_layer():
     (norm,) = slices_of(entry("decoder.layers.7.input_layernorm.weight", 4))
     assert (norm.name, norm.lead, norm.shape) == ("decoder.layers.7.input_layernorm.weight", (), (4,))
