@@ -2,13 +2,15 @@
 
 Its opcodes name torch's own classes, so a stock reader gets the genuine `Metadata`, `MetadataIndex` and so on.
 What occurs many times (classes, field names, keys, file names, sizes) is stored once and fetched from the memo.
+Chunk and storage records are spelled as torch spells them, which `catalog.records` recognises whole.
 """
 
 from __future__ import annotations
 
 import struct
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from ckpt_tools.box import Box
 from ckpt_tools.plan.model import Plan, TensorInfo
@@ -16,15 +18,16 @@ from ckpt_tools.plan.pickle_ops import int_ops, int_tuple_ops, text_ops
 from ckpt_tools.plan.without_gc import without_gc
 
 _MODULE = "torch.distributed.checkpoint.metadata"
-_FIELDS = {
-    "Metadata": ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"),
-    "TensorStorageMetadata": ("properties", "size", "chunks"),
-    "ChunkStorageMetadata": ("offsets", "sizes"),
-    "MetadataIndex": ("fqn", "offset", "index"),
-    "StorageMeta": ("checkpoint_id", "save_id", "load_id", "modules"),
-    "_StorageInfo": ("relative_path", "offset", "length"),
-    "BytesStorageMetadata": (),
-}
+_CLASSES = (
+    "Metadata",
+    "TensorStorageMetadata",
+    "TensorProperties",
+    "_MEM_FORMAT_ENCODING",
+    "ChunkStorageMetadata",
+    "BytesStorageMetadata",
+    "MetadataIndex",
+    "StorageMeta",
+)
 _BATCH = 1000  # dict entries and list elements per opcode that adds them, as the stock pickler does
 
 
@@ -46,118 +49,164 @@ def metadata_bytes(plan: Plan) -> bytes:
     for alias, key in plan.aliases.items():
         spellings[key].append(alias)
     stored += [(alias, *row[1:]) for row in stored for alias in spellings.get(row[0], ())]
-    pickle = _Pickle()
-    entries = (
-        (
-            pickle.text(key),
-            pickle.tensor(plan.tensors[key], chunks[key])
-            if key in plan.tensors
-            else pickle.instance("BytesStorageMetadata"),
-        )
-        for key in plan.paths
-    )
-    paths = ((pickle.text(key), pickle.path(path)) for key, path in plan.paths.items())
-    items = ((pickle.index(*row[:3]), pickle.storage(*row[3:])) for row in stored)
-    storage_meta = pickle.instance("StorageMeta", b"N", b"N", b"N", b"]")
-    fields = (pickle.dict(entries), pickle.dict(paths), pickle.dict(items), storage_meta, text_ops("1.0.0"))
-    extra = b""
+    out = _Pickle()
+    out.open("Metadata")
+    out.text("state_dict_metadata")
+    out.fill(b"}", ((key, plan.tensors.get(key), chunks[key]) for key in plan.paths), out.entry, b"u")
+    out.text("planner_data")
+    out.fill(b"}", plan.paths.items(), out.path, b"u")
+    out.text("storage_data")
+    out.fill(b"}", stored, out.stored, b"u")
+    out.text("storage_meta")
+    out.open("StorageMeta")
+    for field, value in (("checkpoint_id", b"N"), ("save_id", b"N"), ("load_id", b"N"), ("modules", b"]")):
+        out.text(field)
+        out.data += value
+    out.close()
+    out.text("version")
+    out.text("1.0.0")
     if plan.original_shapes is not None:  # an attribute of Megatron's, not a field of torch's class
-        extra = pickle.text("mcore_data") + pickle.original_shapes(plan.original_shapes)
-    return pickle.prologue + pickle.instance("Metadata", *fields, extra=extra) + b"."
+        out.text("mcore_data")
+        out.fill(b"}", plan.original_shapes.items(), out.original_shape, b"u")
+    out.close()
+    return bytes(out.data) + b"."
 
 
 class _Pickle:
-    """Opcodes of the objects in a `.metadata`. Every method returns the opcodes that push one object.
+    """Appends opcodes of the objects in a `.metadata` to `data`: every method those of one object, or of an entry.
 
-    `prologue` puts all classes and field names into the memo. Other shared objects are made where they occur first,
-    so opcodes have to be written in the order in which they were asked for.
+    The memo numbers its entries in the order in which they are made: every 0x94 is counted.
     """
 
     def __init__(self) -> None:
+        self.data = bytearray(b"\x80\x04")
         self._memo: dict[object, bytes] = {}
-        self.prologue = b"\x80\x02"
-        for name in ("TensorProperties", "_MEM_FORMAT_ENCODING", *_FIELDS):
-            module = _MODULE if name != "_StorageInfo" else "torch.distributed.checkpoint.filesystem"
-            self.prologue += self._made(("class", name), f"c{module}\n{name}\n".encode()) + b"0"
-        self.prologue += self._made(("class", "Size"), b"ctorch\nSize\n") + b"0"
-        layout = b"ctorch.serialization\n_get_layout\n" + text_ops("torch.strided") + b"\x85R"
-        self.prologue += self._made("layout", layout) + b"0"
-        for field in sorted({field for fields in _FIELDS.values() for field in fields}):
-            self.prologue += self.text(field) + b"0"
+        self._count = 0
+        for name in _CLASSES:
+            self._make(("class", name), f"c{_MODULE}\n{name}\n".encode())
+        self._make(("class", "_StorageInfo"), b"ctorch.distributed.checkpoint.filesystem\n_StorageInfo\n")
+        self._make(("class", "Size"), b"ctorch\nSize\n")
+        self._make(("layout",), b"ctorch.serialization\n_get_layout\n" + text_ops("torch.strided") + b"\x85R")
+        self.data += b"0" * self._count  # they are in the memo now
 
-    def _made(self, name: object, ops: bytes) -> bytes:
-        """Make an object and remember it as `name`."""
-        number = struct.pack("<I", len(self._memo))
-        self._memo[name] = b"j" + number
-        return ops + b"r" + number
+    def _make(self, name: object, ops: bytes, memos: int = 1) -> None:
+        """Push what `ops` make, whose last of `memos` memo entries holds it, and remember it as `name`."""
+        self.data += ops
+        self.data += b"\x94"
+        self._count += memos
+        number = self._count - 1
+        self._memo[name] = b"h" + bytes([number]) if number < 256 else b"j" + struct.pack("<I", number)
 
-    def text(self, text: str) -> bytes:
-        return self._memo.get(text) or self._made(text, text_ops(text))
+    def text(self, text: str) -> None:
+        if known := self._memo.get(text):
+            self.data += known
+            return
+        encoded = text.encode()
+        short = len(encoded) < 256
+        self._make(text, b"\x8c" + bytes([len(encoded)]) + encoded if short else text_ops(text))
 
-    def size(self, numbers: tuple[int, ...]) -> bytes:
+    def size(self, numbers: tuple[int, ...]) -> None:
         """A `torch.Size`."""
-        known = self._memo.get(numbers)
-        return known or self._made(numbers, self._memo["class", "Size"] + int_tuple_ops(numbers) + b"\x85R")
+        if known := self._memo.get(numbers):
+            self.data += known
+            return
+        made = self._memo["class", "Size"] + int_tuple_ops(numbers) + (b"\x94" if numbers else b"")
+        self._make(numbers, made + b"\x85\x94R", memos=3 if numbers else 2)
 
-    def instance(self, name: str, *values: bytes, extra: bytes = b"") -> bytes:
-        """An object of a class of `_FIELDS` with the given values of its fields, and `extra` names and values."""
-        made = self._memo["class", name] + b")\x81"
-        if not values:
-            return made
-        fields = zip(_FIELDS[name], values, strict=True)
-        return made + b"}(" + b"".join([self._memo[field] + value for field, value in fields]) + extra + b"ub"
+    def open(self, name: str) -> None:
+        """An object of a class; its fields and their values follow, and `close`."""
+        self.data += self._memo["class", name]
+        self.data += b")\x81\x94}\x94("
+        self._count += 2
 
-    def dict(self, entries: Iterable[tuple[bytes, bytes]]) -> bytes:
-        return _batched(b"}", (key + value for key, value in entries), b"u")
+    def close(self) -> None:
+        self.data += b"ub"
 
-    def original_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> bytes:
-        """Megatron's `mcore_data` (dist_checkpointing/strategies/torch.py, core 0.8 to 0.15)."""
-        name = "nd_reformulated_orig_global_shape"
-        return self.dict(
-            (self.text(key), self.dict([(self.text(name), int_tuple_ops(shape))]))
-            for key, shape in shapes.items()
-        )
+    def fill(
+        self, empty: bytes, members: Iterable[tuple[Any, ...]], push: Callable[..., None], add: bytes
+    ) -> None:
+        """A dict or list: `empty` makes it, `add` appends the members that were pushed since the last mark."""
+        self.data += empty
+        count = 0
+        for member in members:
+            if count % _BATCH == 0:
+                self.data += b"("
+            push(*member)
+            count += 1
+            if count % _BATCH == 0:
+                self.data += add
+        if count % _BATCH:
+            self.data += add
 
-    def path(self, path: tuple[str | int, ...]) -> bytes:
-        parts = [self.text(part) if isinstance(part, str) else int_ops(part) for part in path]
-        return b"(" + b"".join(parts) + b"t"
+    def original_shape(self, key: str, shape: tuple[int, ...]) -> None:
+        """An entry of Megatron's `mcore_data` (dist_checkpointing/strategies/torch.py, core 0.8 to 0.15)."""
+        self.text(key)
+        self.data += b"}"
+        self.text("nd_reformulated_orig_global_shape")
+        self.data += int_tuple_ops(shape) + b"s"
 
-    def tensor(self, info: TensorInfo, boxes: Iterable[Box]) -> bytes:
-        """A `TensorStorageMetadata`."""
-        properties, shape = self._properties(info.dtype), self.size(info.shape)
-        parts = (self.instance("ChunkStorageMetadata", self.size(b.start), self.size(b.size)) for b in boxes)
-        return self.instance("TensorStorageMetadata", properties, shape, _batched(b"]", parts, b"e"))
+    def path(self, key: str, path: tuple[str | int, ...]) -> None:
+        """An entry of `planner_data`."""
+        self.text(key)
+        self.data += b"("
+        for part in path:
+            if isinstance(part, str):
+                self.text(part)
+            else:
+                self.data += int_ops(part)
+        self.data += b"t"
 
-    def _properties(self, dtype: str) -> bytes:
+    def entry(self, key: str, info: TensorInfo | None, boxes: Iterable[Box]) -> None:
+        """An entry of `state_dict_metadata`: a `TensorStorageMetadata`, or of an object."""
+        self.text(key)
+        if info is None:
+            self.data += self._memo["class", "BytesStorageMetadata"] + b")\x81"
+            return
+        self.open("TensorStorageMetadata")
+        self.text("properties")
+        self._properties(info.dtype)
+        self.text("size")
+        self.size(info.shape)
+        self.text("chunks")
+        self.fill(b"]", ((box,) for box in boxes), self._chunk, b"e")
+        self.close()
+
+    def _chunk(self, box: Box) -> None:
+        self.open("ChunkStorageMetadata")
+        self.text("offsets")
+        self.size(box.start)
+        self.text("sizes")
+        self.size(box.size)
+        self.close()
+
+    def _properties(self, dtype: str) -> None:
         """`TensorProperties`: (dtype, strided layout, no grad, contiguous, not pinned) for its __setstate__."""
-        made = self._memo["class", "TensorProperties"] + b")\x81"
-        element = self._memo.get(("dtype", dtype)) or self._made(
-            ("dtype", dtype), f"ctorch\n{dtype}\n".encode()
-        )
+        self.data += self._memo["class", "TensorProperties"] + b")\x81("
+        if known := self._memo.get(("dtype", dtype)):
+            self.data += known
+        else:
+            self._make(("dtype", dtype), f"ctorch\n{dtype}\n".encode())
         contiguous = self._memo["class", "_MEM_FORMAT_ENCODING"] + b"K\0\x85R"
-        return made + b"(" + element + self._memo["layout"] + b"\x89" + contiguous + b"\x89tb"
+        self.data += self._memo["layout",] + b"\x89" + contiguous + b"\x89tb"
 
-    def index(self, key: str, box: Box | None, number: int) -> bytes:
-        """A `MetadataIndex`; objects have neither offset nor number."""
+    def stored(self, key: str, box: Box | None, number: int, file: str, offset: int, length: int) -> None:
+        """An entry of `storage_data`: a `MetadataIndex` (an object's has no place) and its `_StorageInfo`."""
+        self.open("MetadataIndex")
+        self.text("fqn")
+        self.text(key)
+        self.text("index")
         if box is None:
-            return self.instance("MetadataIndex", self.text(key), b"N", b"N")
-        return self.instance("MetadataIndex", self.text(key), self.size(box.start), int_ops(number))
-
-    def storage(self, file: str, offset: int, length: int) -> bytes:
-        return self.instance("_StorageInfo", self.text(file), int_ops(offset), int_ops(length))
-
-
-def _batched(empty: bytes, members: Iterable[bytes], add: bytes) -> bytes:
-    """A dict or list: `empty` makes it, `add` appends the members since the last mark."""
-    out = bytearray(empty)
-    count = 0
-    for member in members:
-        if count % _BATCH == 0:
-            out += b"("
-        out += member
-        count += 1
-        if count % _BATCH == 0:
-            out += add
-    if count % _BATCH:
-        out += add
-    return bytes(out)
+            self.data += b"N"
+        else:
+            self.data += int_ops(number)
+            self.text("offset")
+            self.size(box.start)
+        self.close()
+        self.open("_StorageInfo")
+        self.text("relative_path")
+        self.text(file)
+        self.text("offset")
+        self.data += int_ops(offset)
+        self.text("length")
+        self.data += int_ops(length)
+        self.close()

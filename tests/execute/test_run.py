@@ -22,9 +22,12 @@ from ckpt_tools.box import Box, full_box
 from ckpt_tools.catalog.dcp import read_catalog
 from ckpt_tools.catalog.detect import TRACKER
 from ckpt_tools.catalog.files import open_files
+from ckpt_tools.catalog.pickle_machine import Machine
+from ckpt_tools.catalog.pickle_values import Object, Record
 from ckpt_tools.errors import CkptError, CorruptCheckpointError, StorageError, UsageError
 from ckpt_tools.execute import stream
 from ckpt_tools.execute.casts import Array, numpy_dtype
+from ckpt_tools.execute.dcp_metadata import metadata_bytes
 from ckpt_tools.execute.read_box import BoxReader
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from ckpt_tools.execute.work import _Todo
@@ -106,6 +109,17 @@ def test_metadata_holds_genuine_torch_classes(case: Case, tmp_path: Path) -> Non
     assert (metadata.storage_meta.checkpoint_id, metadata.storage_meta.modules) == (None, [])
     assert metadata.planner_data["layer.0"] == ("layer.0",)
     assert metadata.version == "1.0.0"
+
+
+def test_reading_recognises_the_records_that_are_written(case: Case) -> None:
+    plan = case.plan(3)
+    machine = Machine(metadata_bytes(plan), "here")
+    described = machine.load().state.as_dict()["state_dict_metadata"].as_dict()
+    chunks = [c for entry in described.values() if entry.state for c in entry.state.as_dict()["chunks"]]
+    assert len(chunks) == len(plan.items) + 1  # and the step
+    # The first of each kind is another: it names the fields, which later ones fetch from the memo.
+    assert [type(chunk) for chunk in chunks] == [Object] + [Record] * len(plan.items)
+    assert sum(map(len, machine.stored.values())) == len(plan.items) + len(plan.blobs) - 1
 
 
 @pytest.mark.parametrize("options", [WriteOptions(1, 3 << 16), WriteOptions(4, 12 << 16, fsync=True)])
