@@ -140,7 +140,8 @@ def commands(source: Path, sample: Path, report: Path) -> dict[str, Callable[[Pa
 def prepare(given: argparse.Namespace, source: Path, sample: Path) -> None:
     """A source, if there is none yet, and what it is converted to, in one file and in sixteen."""
     if not source.exists():
-        sizes = ["--gib", str(given.gib), *(["--vocab", str(given.vocab)] if given.vocab else [])]
+        sizes = ["--gib", str(given.gib), "--tp", str(given.tp)]
+        sizes += ["--vocab", str(given.vocab)] if given.vocab else []
         timed([sys.executable, "-m", "tests.synthetic", str(source), "--layout", given.layout, *sizes])
     ours = [sys.executable, "-m", "ckpt_tools", CONVERT, str(source)]
     timed([*ours, str(sample), "--quiet", "--overwrite"])
@@ -213,6 +214,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--gib", type=float, default=4)
     parser.add_argument("--layout", choices=(*LAYOUTS, "storm"), default=LAYOUTS[0])
+    parser.add_argument("--tp", type=int, default=2, help="1: every payload is copied whole")
     parser.add_argument("--vocab", type=int, help="one embedding of so many tokens")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--only", nargs="*", default=["cp -r", "convert", "masters all", "masters none"])
@@ -220,9 +222,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="append the measurements here, one line a row")
     parser.add_argument("--keep", action="store_true", help="leave source and sample for the next time")
     given = parser.parse_args()
-    given.name = f"{given.layout}-{given.gib:g}-{given.vocab or ''}"
+    given.name = f"{given.layout}-{given.gib:g}-{given.tp}-{given.vocab or ''}"
     rows, size = measure(given)
-    print(f"## {given.layout}, {given.gib:g} GiB, {given.vocab or 'usual'} vocabulary, {given.folder}\n")
+    print(f"## {given.layout}, {given.gib:g} GiB, tp {given.tp}, {given.vocab or 'usual'} vocabulary, {given.folder}\n")
     print_table(rows, size, given.runs)
     if given.json:
         with given.json.open("a") as file:
