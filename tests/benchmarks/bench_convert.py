@@ -224,7 +224,8 @@ def main() -> None:
     given = parser.parse_args()
     given.name = f"{given.layout}-{given.gib:g}-{given.tp}-{given.vocab or ''}"
     rows, size = measure(given)
-    print(f"## {given.layout}, {given.gib:g} GiB, tp {given.tp}, {given.vocab or 'usual'} vocabulary, {given.folder}\n")
+    model = f"{given.gib:g} GiB, tp {given.tp}, {given.vocab or 'usual'} vocabulary"
+    print(f"## {given.layout}, {model}, {given.folder}\n")
     print_table(rows, size, given.runs)
     if given.json:
         with given.json.open("a") as file:
