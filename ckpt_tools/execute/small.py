@@ -19,13 +19,20 @@ from ckpt_tools.plan.model import OutputItem
 
 
 class _Loaded:
-    """Source items in memory."""
+    """Source items in memory: in `buffer` as far as it goes."""
 
-    def __init__(self, files: Files, items: Sequence[Item], max_span_bytes: int) -> None:
-        self._spans: list[Span] = coalesce(items, max_span_bytes)
-        self._data = [memoryview(files.read(s.file, s.start, s.stop - s.start)) for s in self._spans]
+    def __init__(self, files: Files, items: Sequence[Item], buffer: memoryview) -> None:
+        self._spans: list[Span] = coalesce(items, len(buffer))
         self._keys = [(s.file, s.start) for s in self._spans]
-        self.nbytes = sum(map(len, self._data))
+        self._data: list[memoryview] = []
+        self.nbytes = 0
+        for file, start, stop in self._spans:
+            part, buffer = buffer[: stop - start], buffer[stop - start :]
+            if len(part) < stop - start:
+                part = memoryview(bytearray(stop - start))
+            files.read_into(file, start, part)
+            self._data.append(part)
+            self.nbytes += len(part)
 
     def item(self, item: Item) -> memoryview:
         """All bytes of one of the items."""
@@ -35,11 +42,11 @@ class _Loaded:
 
 
 class SmallCopies:
-    """The archives of a batch of items (see `plan.coalesce.batches`), each made from one source item in memory."""
+    """The archives of a batch of items (see `plan.coalesce.batches`), each made from one source item in `buffer`."""
 
-    def __init__(self, files: Files, items: Sequence[OutputItem], max_span_bytes: int) -> None:
+    def __init__(self, files: Files, items: Sequence[OutputItem], buffer: memoryview) -> None:
         self._items = items
-        self._loaded = _Loaded(files, [item.transfers[0].item for item in items], max_span_bytes)
+        self._loaded = _Loaded(files, [item.transfers[0].item for item in items], buffer)
         self.bytes_read = self._loaded.nbytes
 
     def archives(self) -> Iterator[tuple[list[bytes | memoryview], int] | None]:
@@ -53,10 +60,11 @@ class SmallCopies:
             stored = self._loaded.item(transfer.item)
             source = tensor_frame(transfer.dtype, transfer.shape)
             head, end = len(source.head), len(source.head) + source.payload_bytes
-            usual = len(stored) == source.length and stored[:head] == source.head
-            checksum = source.crc_in(stored[end:]) if usual else 0
+            tail = bytes(stored[end:])  # views are compared byte by byte
+            usual = len(stored) == source.length and bytes(stored[:head]) == source.head
+            checksum = source.crc_in(tail) if usual else 0
             known = checksum or not source.payload_bytes  # a writer that keeps no checksums leaves zeros
-            if not usual or not known or stored[end:] != source.tail(checksum):
+            if not usual or not known or tail != source.tail(checksum):
                 yield None
                 continue
             payload = stored[head:end]

@@ -94,11 +94,11 @@ class Pump:
 
     def write_batch(self, items: Sequence[OutputItem], fd: int, path: Path) -> list[int]:
         """`write_item` for the items of one of `plan.coalesce.batches`: few reads, one write."""
-        small = SmallCopies(self._source.files, items, len(self._scratch))
+        small = SmallCopies(self._source.files, items, self._scratch.data)
         self.counters.read += small.bytes_read
         base, end = items[0].offset, items[-1].offset + items[-1].length
+        self._tile[: end - base] = 0  # between items
         out = self._tile[: end - base].data
-        out[:] = bytes(end - base)
         checksums = []
         for item, archive in zip(items, small.archives(), strict=True):
             if archive is None:

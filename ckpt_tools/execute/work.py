@@ -159,8 +159,10 @@ class Work:
         self._journal.append(zip(missing, checksums, strict=True))
 
     def _is_done(self, number: int, pump: Pump, fd: int, finished: Mapping[int, int]) -> bool:
+        if number not in finished:
+            return False
         item = self._items[number]
-        done = number in finished and pump.is_intact(item, fd, self._folder / item.file, finished[number])
+        done = pump.is_intact(item, fd, self._folder / item.file, finished[number])
         with self._lock:
             self.resumed += done
         return done

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
@@ -57,12 +57,12 @@ class _Record(NamedTuple):
 
 
 class _Blanks(NamedTuple):
-    """Where in a tail the payload's CRC-32 shows; offsets in bytes from the tail's start."""
+    """What in a tail depends on the payload's CRC-32: that itself, the serialization id, and the id's own CRC-32."""
 
-    crc: tuple[int, ...]  # the payload's CRC-32
-    digits: int  # the serialization id
-    digits_crc: tuple[int, ...]  # and its own CRC-32
-    crcs: tuple[tuple[int, ...], tuple[int, ...]]  # of the other records summed in the id: before and behind
+    crc: int  # where the payload's first stands, in bytes from the tail's start
+    form: bytes  # the tail with `%(crc)b`, `%(id)b` and `%(id_crc)b` in their places
+    before: int  # combined CRC-32s of the records in front of the payload, and of those behind
+    behind: tuple[int, ...]
 
 
 class Frame(NamedTuple):
@@ -78,20 +78,15 @@ class Frame(NamedTuple):
         """What follows a payload whose CRC-32 is `crc`."""
         if self.blanks is None:
             return self.blank_tail
-        before, behind = self.blanks.crcs
-        own = (crc,) if self.payload_bytes else ()  # an empty record is not summed
-        digits = b"%020d%020d" % (_NAMES_HASH, _combined_crc((*before, *own, *behind)))
-        tail = bytearray(self.blank_tail)
-        at = self.blanks.digits
-        tail[at : at + len(digits)] = digits
-        for places, value in ((self.blanks.crc, crc), (self.blanks.digits_crc, zlib.crc32(digits))):
-            for place in places:
-                _CRC.pack_into(tail, place, value)
-        return bytes(tail)
+        _, form, before, behind = self.blanks
+        own = (crc, *behind) if self.payload_bytes else behind  # an empty record is not summed
+        digits = b"%020d%020d" % (_NAMES_HASH, _combined_crc(own, before))
+        id_crc = _CRC.pack(zlib.crc32(digits))
+        return form % {b"crc": _CRC.pack(crc), b"id": digits, b"id_crc": id_crc}
 
     def crc_in(self, tail: bytes | memoryview) -> int:
         """The payload's CRC-32 that `tail` states, if it is one of this frame's."""
-        return int(_CRC.unpack_from(tail, self.blanks.crc[0])[0]) if self.blanks else 0
+        return int(_CRC.unpack_from(tail, self.blanks.crc)[0]) if self.blanks else 0
 
 
 @lru_cache(maxsize=4096)
@@ -142,11 +137,20 @@ def _blank_tail(records: list[_Record], start: int) -> tuple[bytes, _Blanks]:
     descriptor = len(out) - len(_descriptor(serial))
     entries = _append_directory(out, start, [*records, version, serial])
     payload_crc = (*((4,) if records[-1].size else ()), entries[-3])
-    before = tuple(record.crc for record in records[:-1])
-    blanks = _Blanks(
-        payload_crc, descriptor - len(digits), (descriptor + 4, entries[-1]), (before, (version.crc,))
-    )
-    return bytes(out), blanks
+    places = [(descriptor - len(digits), len(digits), b"id")]
+    places += [(place, _CRC.size, b"crc") for place in payload_crc]
+    places += [(place, _CRC.size, b"id_crc") for place in (descriptor + 4, entries[-1])]
+    before = _combined_crc([record.crc for record in records[:-1]])
+    return bytes(out), _Blanks(payload_crc[0], _form(out, places), before, (version.crc,))
+
+
+def _form(tail: bytes | bytearray, places: Iterable[tuple[int, int, bytes]]) -> bytes:
+    """`tail` for the `%` operator, with a name in each of the `places` (offset, length, name)."""
+    form, done = b"", 0
+    for start, length, name in sorted(places):
+        form += tail[done:start].replace(b"%", b"%%") + b"%%(%b)b" % name
+        done = start + length
+    return form + tail[done:].replace(b"%", b"%%")
 
 
 def _append_record(out: bytearray, base: int, name: bytes, data: bytes) -> _Record:
@@ -200,9 +204,8 @@ def _append_directory(out: bytearray, base: int, records: Sequence[_Record]) -> 
     return places
 
 
-def _combined_crc(crcs: Sequence[int]) -> int:
-    """c10::hash_combine over the CRC-32s of all records with data: the id's last 20 digits."""
-    seed = 0
+def _combined_crc(crcs: Sequence[int], seed: int = 0) -> int:
+    """c10::hash_combine over the CRC-32s of all records with data, the last 20 digits; `seed`: of earlier ones."""
     for crc in crcs:
         seed ^= (crc + 0x9E3779B9 + (seed << 6) + (seed >> 2)) & _U64
     return seed
