@@ -1,7 +1,7 @@
 """The command line: one Typer app, and `main`, which turns every outcome into an exit code.
 
-stdout carries a command's result, stderr everything else. Commands live in one module a group and are registered
-here; their bodies parse, call a function of `convert`, and print what it returns.
+stdout carries a command's result, stderr everything else. Commands live in one module a group, and `commands`
+names it; their bodies parse, call a function of `convert`, and print what it returns.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import traceback
 
 import typer
 
-from ckpt_tools.cli import convert, edit, environment, huggingface, inspect, plan, verify
-from ckpt_tools.cli.help import Group
+from ckpt_tools.cli.commands import Group
 from ckpt_tools.cli.manual import closing
 from ckpt_tools.cli.render import escape_lines
 from ckpt_tools.errors import CkptError, Interrupted, StorageError, UsageError
@@ -27,17 +26,12 @@ app = typer.Typer(
     epilog=closing(),
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-inspect.register(app)
-convert.register(app)
-plan.register(app)
-huggingface.register(app)
-verify.register(app)
-edit.register(app)
-environment.register(app)
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
+        from ckpt_tools.cli import environment
+
         environment.print_versions()
         raise typer.Exit
 

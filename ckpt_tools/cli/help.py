@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand
 
 Row = tuple[str, str]
 
@@ -14,37 +14,24 @@ class Command(TyperCommand):
     """A command whose options stand under the panels they were given."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        _write_parameters(self, ctx, formatter)
+        write_parameters(self, ctx, formatter)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        _write_epilog(self.epilog, formatter)
+        write_epilog(self.epilog, formatter)
 
 
-class Group(TyperGroup):
-    """A group whose commands stand under the panels they were given."""
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        _write_parameters(self, ctx, formatter)
-        _write_sections(
-            ((getattr(command, "rich_help_panel", None) or "Commands", (name, command.get_short_help_str()))
-             for name, command in self.commands.items() if not command.hidden), formatter
-        )  # fmt: skip
-
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        _write_epilog(self.epilog, formatter)
-
-
-def _write_parameters(command: Any, ctx: Any, formatter: Any) -> None:
+def write_parameters(command: Any, ctx: Any, formatter: Any) -> None:
+    """The command's arguments and options, under their panels."""
     rows = []
     for param in command.get_params(ctx):
         record = param.get_help_record(ctx)
         default = "Arguments" if param.param_type_name == "argument" else "Options"
         if record is not None:
             rows.append((getattr(param, "rich_help_panel", None) or default, record))
-    _write_sections(rows, formatter)
+    write_sections(rows, formatter)
 
 
-def _write_sections(rows: Iterable[tuple[str, Row]], formatter: Any) -> None:
+def write_sections(rows: Iterable[tuple[str, Row]], formatter: Any) -> None:
     """Definition lists, one a section, in the order in which the sections first appear."""
     sections: dict[str, list[Row]] = {}
     for section, row in rows:
@@ -54,6 +41,7 @@ def _write_sections(rows: Iterable[tuple[str, Row]], formatter: Any) -> None:
             formatter.write_dl(found)
 
 
-def _write_epilog(epilog: str | None, formatter: Any) -> None:
+def write_epilog(epilog: str | None, formatter: Any) -> None:
+    """The end of a page, line by line as it is."""
     if epilog:
         formatter.write(f"\n{epilog}\n")
