@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpt_tools.cli.render import console, escape, human_bytes
+from ckpt_tools.cli.render import escape, human_bytes
 from ckpt_tools.convert.outputs import ConversionReport
 from ckpt_tools.execute.run import WriteReport
 
@@ -38,7 +38,7 @@ def print_report(report: ConversionReport) -> None:
         if len(entries) > _SHOWN:
             lines.append(f"  {title:<10} ... and {len(entries) - _SHOWN:,} more (--json lists all)")
     for line in lines:
-        console().print(escape(line), soft_wrap=True)
+        print(escape(line))
 
 
 def _by_reason(dropped: tuple[str, ...]) -> list[str]:
