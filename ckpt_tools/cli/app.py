@@ -51,6 +51,8 @@ def _options(
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command line and leave the process with the exit code of the result."""
+    # Once numpy is imported, its BLAS has a thread a core wait for matrices, busily at first. No command has any.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     sys.exit(run(argv))
 
 

@@ -12,6 +12,7 @@ import typer
 from ckpt_tools import __version__, errors
 from ckpt_tools.cli import app as module
 from ckpt_tools.cli.app import run
+from ckpt_tools.cli.commands import MODULES
 from tests.conftest import REPO, fixture_dir
 
 LLAMA = "core019_llama_tp2_fully_reshardable"
@@ -110,6 +111,23 @@ def test_start_is_light(argv: list[str]) -> None:
     code, *modules = python("-c", program).stderr.split()
     assert code == "0"
     assert not {"torch", "numpy", "fsspec", "orjson"} & set(modules)
+
+
+def test_a_command_is_imported_alone() -> None:
+    program = (
+        "import sys; from ckpt_tools.cli.app import run; run(['env']); print(*sys.modules, file=sys.stderr)"
+    )
+    loaded = {name for name in python("-c", program).stderr.split() if name.startswith("ckpt_tools.cli.")}
+    assert "ckpt_tools.cli.environment" in loaded
+    assert not loaded & {f"ckpt_tools.cli.{module}" for module in MODULES.values() if module != "environment"}
+
+
+def test_numpy_starts_no_threads() -> None:
+    program = (
+        "import os, sys; sys.argv[1:] = {!r}; from ckpt_tools.cli.app import main\ntry: main()\n"
+        "finally: print(len(os.listdir('/proc/self/task')), 'numpy' in sys.modules, file=sys.stderr)"
+    ).format(["print-tensor", str(fixture_dir(LLAMA)), "decoder.final_layernorm.weight", "--stats"])
+    assert python("-c", program).stderr.split() == ["1", "True"]
 
 
 def test_module_and_broken_pipe() -> None:
