@@ -69,8 +69,10 @@ def anonymous_bytes(pid: int) -> int:
 def timed(command: Sequence[str], environ: Mapping[str, str] | None = None) -> tuple[float, int, int]:
     """Wall seconds, peak RssAnon and peak RSS in bytes of a command that must succeed."""
     peak = 0
+    environ = {**os.environ, **(environ or {})}
+    environ.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed program is compiled once, not at every start
     began = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, **(environ or {})})
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environ)
     done = threading.Event()
 
     def watch() -> None:
