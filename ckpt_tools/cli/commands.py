@@ -1,4 +1,4 @@
-"""The commands by name, each imported and built when it is asked for: building all takes 60 ms of every start."""
+"""The commands by name, each imported and built when it is asked for: building all takes 35 ms of every start."""
 
 from __future__ import annotations
 
