@@ -20,7 +20,7 @@ class Box(NamedTuple):
     @property
     def stop(self) -> tuple[int, ...]:
         """First index past the box along each dimension."""
-        return tuple(a + n for a, n in zip(self.start, self.size, strict=True))
+        return tuple([a + n for a, n in zip(self.start, self.size, strict=True)])
 
     @property
     def volume(self) -> int:
@@ -33,6 +33,8 @@ class Box(NamedTuple):
 
     def intersect(self, other: Box) -> Box | None:
         """The common region, or None when there is no common element. The identity is the whole space."""
+        if self == other:
+            return None if self.is_empty else self
         start, size = [], []  # plans call this millions of times: no generators, and out at the first gap
         for a, n, b, m in zip(*self, *other, strict=True):
             low = a if a > b else b
@@ -45,11 +47,11 @@ class Box(NamedTuple):
 
     def shift(self, delta: Sequence[int]) -> Box:
         """The same box with `delta` added to its start: a change of coordinate space."""
-        return Box(tuple(a + d for a, d in zip(self.start, delta, strict=True)), self.size)
+        return Box(tuple([a + d for a, d in zip(self.start, delta, strict=True)]), self.size)
 
     def relative_to(self, origin: Box) -> Box:
         """This box in coordinates whose zero is `origin.start`."""
-        return Box(tuple(a - o for a, o in zip(self.start, origin.start, strict=True)), self.size)
+        return Box(tuple([a - o for a, o in zip(self.start, origin.start, strict=True)]), self.size)
 
     def contains(self, other: Box) -> bool:
         """Whether every element of `other` lies in this box."""

@@ -31,6 +31,12 @@ def test_intersection_containment_and_volume_are_those_of_sets(data: st.DataObje
 
 
 @given(st.data())
+def test_a_box_meets_itself_exactly_when_it_has_elements(data: st.DataObject) -> None:
+    box = data.draw(boxes(data.draw(shapes())))
+    assert box.intersect(Box(*box)) == (box if box.volume else None)
+
+
+@given(st.data())
 def test_shift_and_relative_to_are_inverse(data: st.DataObject) -> None:
     shape = data.draw(shapes())
     a, origin = data.draw(boxes(shape)), data.draw(boxes(shape))

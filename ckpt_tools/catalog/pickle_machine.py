@@ -36,6 +36,9 @@ _COPIES = {
 }
 
 
+_UINT2, _UINT4, _INT4 = struct.Struct("<H"), struct.Struct("<I"), struct.Struct("<i")
+
+
 class Machine:
     """Executes one pickle.
 
@@ -109,11 +112,10 @@ class Machine:
         """Put the memo entries that a packed record made into the memo."""
         place = self._places[number]
         found = next(filter(None, (kind.match(self.data, place) for kind in (CHUNK, STORED, PLANNED))))
-        inner = Machine(self.data, self.where, self._trust)
-        inner._memo, inner._names, inner._limits = self._memo, self._names, self._limits
-        inner._bases, inner._places = self._bases, self._places
-        inner._at, inner._count = place, self._bases[number]
-        inner._run(found.end())
+        suspended = self._at, self._count, self._stack, self._outer
+        self._at, self._count, self._stack, self._outer = place, self._bases[number], [], []
+        self._run(found.end())
+        self._at, self._count, self._stack, self._outer = suspended
 
     def _pack_records(self) -> None:
         """Step over the records that begin here, inside of a list or dict that is being filled."""
@@ -167,8 +169,23 @@ class Machine:
     def _text(self, width: int) -> None:
         self._stack.append(self._counted(width).decode("utf-8", "surrogatepass"))
 
-    def _integer(self, width: int, signed: bool) -> None:
-        self._stack.append(int.from_bytes(self._take(width), "little", signed=signed))
+    def _byte(self) -> None:
+        self._stack.append(self.data[self._at])
+        self._at += 1
+
+    def _integer(self, form: struct.Struct) -> None:
+        self._stack += form.unpack_from(self.data, self._at)
+        self._at += form.size
+
+    def _get_byte(self) -> None:
+        index = self.data[self._at]
+        self._at += 1
+        self._stack.append(self._memo[index] if index in self._memo else self._fetch(index))
+
+    def _get(self) -> None:
+        (index,) = _UINT4.unpack_from(self.data, self._at)
+        self._at += 4
+        self._stack.append(self._memo[index] if index in self._memo else self._fetch(index))
 
     def _memoize(self) -> None:
         self._memo[self._count] = self._stack[-1]
@@ -290,7 +307,7 @@ class Machine:
 
 
 def _pushing(value: Any) -> Callable[[Machine], None]:
-    return lambda machine: machine._push(value)
+    return lambda machine: machine._stack.append(value)
 
 
 def _refuse(machine: Machine) -> None:
@@ -310,9 +327,9 @@ def _steps() -> list[Callable[[Machine], None]]:
         b"N": _pushing(None),
         b"\x88": _pushing(True),
         b"\x89": _pushing(False),
-        b"K": lambda m: m._integer(1, False),
-        b"M": lambda m: m._integer(2, False),
-        b"J": lambda m: m._integer(4, True),
+        b"K": Machine._byte,
+        b"M": lambda m: m._integer(_UINT2),
+        b"J": lambda m: m._integer(_INT4),
         b"\x8a": lambda m: m._long(1),
         b"\x8b": lambda m: m._long(4),
         b"G": lambda m: m._push(struct.unpack(">d", m._take(8))[0]),
@@ -328,9 +345,9 @@ def _steps() -> list[Callable[[Machine], None]]:
         b"\x86": lambda m: m._tuple(2),
         b"\x87": lambda m: m._tuple(3),
         b"t": lambda m: m._push_tuple(tuple(m._pop_mark())),
-        b"]": lambda m: m._push([]),
+        b"]": lambda m: m._stack.append([]),
         b"\x8f": lambda m: m._set([]),  # EMPTY_SET
-        b"}": lambda m: m._push(Pairs()),
+        b"}": lambda m: m._stack.append(Pairs()),
         b"a": Machine._append,
         b"s": Machine._set_item,
         b"e": lambda m: m._extend(m._pop_mark()),
@@ -338,8 +355,8 @@ def _steps() -> list[Callable[[Machine], None]]:
         b"\x90": lambda m: m._extend(m._pop_mark()),  # ADDITEMS
         b"\x91": lambda m: m._set(m._pop_mark()),  # FROZENSET
         b"Q": Machine._persistent,
-        b"h": lambda m: m._push(m._fetch(m._take(1)[0])),
-        b"j": lambda m: m._push(m._fetch(int.from_bytes(m._take(4), "little"))),
+        b"h": Machine._get_byte,
+        b"j": Machine._get,
         b"\x94": Machine._memoize,
         b"q": lambda m: m._put(m._take(1)[0]),
         b"r": lambda m: m._put(int.from_bytes(m._take(4), "little")),

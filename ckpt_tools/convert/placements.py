@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import NamedTuple
 
 from ckpt_tools.box import Box, full_box
@@ -78,16 +79,20 @@ def even_placement(world: int, ranks: Sequence[int]) -> PlanPlacement:
     Tensors of no parameter, such as rng states, stay whole.
     """
 
-    def place(tensor: TargetTensor) -> Sequence[tuple[int, Box]]:
-        if not tensor.shape or not tensor.parameter:
-            return [(0, full_box(tensor.shape))] if 0 in ranks else []
-        rows, rest = tensor.shape[0], tensor.shape[1:]
+    @cache
+    def cut(shape: tuple[int, ...]) -> Sequence[tuple[int, Box]]:
+        rows, rest = shape[0], shape[1:]
         cuts = [(rank, *chunk_rows(rows, world, rank)) for rank in ranks]
         return [
             (rank, Box((start, *(0,) * len(rest)), (stop - start, *rest)))
             for rank, start, stop in cuts
             if stop > start or (rank == 0 and rows == 0)
         ]
+
+    def place(tensor: TargetTensor) -> Sequence[tuple[int, Box]]:
+        if tensor.shape and tensor.parameter:
+            return cut(tensor.shape)
+        return [(0, full_box(tensor.shape))] if 0 in ranks else []
 
     return place
 

@@ -22,7 +22,7 @@ from ckpt_tools.megatron.names import ModelStyle
 from ckpt_tools.megatron.relayout import Relayout, build_relayout
 from ckpt_tools.megatron.settings import read_settings
 from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions
-from ckpt_tools.plan.model import plan_json
+from ckpt_tools.plan.model import plan_summary
 
 if TYPE_CHECKING:
     from ckpt_tools.convert.to_fsdp_dtensor import ConvertOptions
@@ -139,7 +139,7 @@ def relayout(
         backfilled=target.backfilled,
         notes=target.notes,
         written=written,
-        plan={k: v for k, v in plan_json(plan).items() if k not in ("tensors", "blobs")},
+        plan=plan_summary(plan),
     )
 
 

@@ -33,7 +33,7 @@ from ckpt_tools.megatron.bridge import (
 from ckpt_tools.megatron.source import TorchDistSource, read_torch_dist
 from ckpt_tools.megatron.target import TargetTensor
 from ckpt_tools.megatron.to_fsdp_dtensor import FsdpTarget, TargetOptions, build_fsdp_target
-from ckpt_tools.plan.model import Plan, plan_json
+from ckpt_tools.plan.model import Plan, plan_summary
 from ckpt_tools.plan.without_gc import without_gc
 
 Progress = Callable[[int, int], None]
@@ -223,7 +223,7 @@ def _report(
         backfilled=target.backfilled,
         notes=target.notes,
         written=written,
-        plan={k: v for k, v in plan_json(planned.plan).items() if k not in ("tensors", "blobs")},
+        plan=plan_summary(planned.plan),
     )
 
 

@@ -24,7 +24,7 @@ from ckpt_tools.megatron.target import TargetTensor
 from ckpt_tools.megatron.to_torch_dist import TorchDistOptions, TorchDistTarget, build_torch_dist_target
 from ckpt_tools.megatron.torch_dist import stacked_axes
 from ckpt_tools.plan.build import Placement, build_plan
-from ckpt_tools.plan.model import Plan, plan_json
+from ckpt_tools.plan.model import Plan, plan_summary
 from ckpt_tools.plan.without_gc import without_gc
 from ckpt_tools.sharding.fsdp2 import chunk_rows
 
@@ -190,5 +190,5 @@ def _report(
         backfilled=target.backfilled,
         notes=target.notes,
         written=written,
-        plan={k: v for k, v in plan_json(planned.plan).items() if k not in ("tensors", "blobs")},
+        plan=plan_summary(planned.plan),
     )

@@ -70,7 +70,7 @@ def halves(parameter: LiveParameter) -> tuple[Half, ...]:
 
 def weight_sources(parameter: LiveParameter) -> tuple[Source, ...]:
     """Sources that tile the unsplit parameter with its stored weights."""
-    return _assemble(parameter, lambda p: (Source(p.key, tuple(Select(0, index) for index in p.lead)),))
+    return _assemble(parameter, lambda p: (Source(p.key, tuple([Select(0, index) for index in p.lead])),))
 
 
 def state_sources(parameter: LiveParameter, states: OptimizerStates, kind: str) -> tuple[Source, ...]:
@@ -79,13 +79,13 @@ def state_sources(parameter: LiveParameter, states: OptimizerStates, kind: str) 
 
 
 def _assemble(parameter: LiveParameter, stored: Any) -> tuple[Source, ...]:
+    if parameter.is_whole:
+        return tuple(stored(parameter.rows[0].parameter))
     sources = []
     for rows in parameter.rows:
         origin = (rows.at, *(0,) * (len(parameter.shape) - 1))
         steps: View = (Narrow(0, rows.start, rows.count), Place(origin, parameter.shape))
-        sources += [
-            Source(s.key, s.view if parameter.is_whole else (*s.view, *steps)) for s in stored(rows.parameter)
-        ]
+        sources += [Source(s.key, (*s.view, *steps)) for s in stored(rows.parameter)]
     return tuple(sources)
 
 

@@ -65,6 +65,8 @@ class LiveParameter:
     @property
     def stored(self) -> tuple[Parameter, ...]:
         """The stored parameters it is made of, each once, in order of first use."""
+        if len(self.rows) == 1:
+            return (self.rows[0].parameter,)
         return tuple({(r.parameter.key, r.parameter.lead): r.parameter for r in self.rows}.values())
 
 

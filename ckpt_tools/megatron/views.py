@@ -36,6 +36,8 @@ class Piece(NamedTuple):
         common = self.box.intersect(box)
         if common is None:
             return None
+        if common is self.box:
+            return self
         offset = self.offset
         for a, b, s in zip(common.start, self.box.start, self.strides, strict=True):
             offset += (a - b) * s
@@ -93,13 +95,13 @@ class Select(NamedTuple):
         )
 
     def push(self, piece: Piece) -> Iterator[Piece]:
-        for kept in Narrow(self.axis, self.index, 1).push(piece):
-            a = self.axis
-            yield Piece(
-                Box(kept.box.start[:a] + kept.box.start[a + 1 :], kept.box.size[:a] + kept.box.size[a + 1 :]),
-                kept.offset,
-                kept.strides[:a] + kept.strides[a + 1 :],
-            )
+        (start, size), _, strides = piece
+        a = self.axis
+        before, behind = (start[:a], size[:a]), (start[a + 1 :], size[a + 1 :])
+        kept = piece.crop(Box((*before[0], self.index, *behind[0]), (*before[1], 1, *behind[1])))
+        if kept is not None:
+            box = Box(before[0] + behind[0], before[1] + behind[1])
+            yield Piece(box, kept.offset, strides[:a] + strides[a + 1 :])
 
 
 class Permute(NamedTuple):

@@ -119,7 +119,8 @@ class TargetReader:
                 for shown in push_piece(source.view, part) if part else ():
                     kept = shown.crop(box)
                     if kept is not None:
-                        found.append(Located(number, chunk, kept._replace(box=kept.box.relative_to(box))))
+                        inside = Piece(kept.box.relative_to(box), kept.offset, kept.strides)
+                        found.append(Located(number, chunk, inside))
         self._prove(box, [located.piece.box for located in found])
         return found
 

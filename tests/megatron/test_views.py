@@ -138,6 +138,7 @@ def test_crop_keeps_the_elements(data: st.DataObject) -> None:
     outer = data.draw(boxes(shape, min_side=1))
     inner = data.draw(boxes(shape, min_side=1))
     payload = np.arange(math.prod(shape)).reshape(shape)[region(outer)].flatten()
+    assert chunk_piece(outer).crop(Box(*outer)) == chunk_piece(outer)
     kept = chunk_piece(outer).crop(inner)
     common = outer.intersect(inner)
     if kept is None:
