@@ -1,8 +1,9 @@
 """Time and memory of planning DeepSeek-V3 (671 B parameters with Adam states) for many ranks. Run by hand:
 
-    python -m tests.benchmarks.bench_plan [--ranks 1024]
+    python -m tests.benchmarks.bench_plan [--ranks 1024] [--json ROWS.jsonl]
 
-A process a line: seconds of wall clock and of CPU, peak memory of the whole process, items planned.
+A process a line: seconds of wall clock and of CPU, peak memory of the whole process, items planned. `--json` appends
+the lines for `chart.py`.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ def measure(folder: str, ranks: int, rank: int | None) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, default=1024)
+    parser.add_argument("--json", type=Path)
     parser.add_argument("--measure", nargs=2, metavar=("FOLDER", "RANK"))
     given = parser.parse_args()
     if given.measure:
@@ -47,7 +49,7 @@ def main() -> None:
     from tests.synthetic_deepseek import write_metadata
 
     with tempfile.TemporaryDirectory() as parent:
-        for layers, rank in ((15, "all"), (30, "all"), (61, "all"), (61, str(given.ranks // 2))):
+        for layers, rank in ((8, "all"), (15, "all"), (30, "all"), (61, "all"), (61, str(given.ranks // 2))):
             folder = Path(parent, f"{layers}-{rank}")
             write_metadata(folder, layers)
             command = [sys.executable, "-m", "tests.benchmarks.bench_plan", "--ranks", str(given.ranks)]
@@ -55,6 +57,9 @@ def main() -> None:
                 [*command, "--measure", str(folder), rank], capture_output=True, check=True
             ).stdout
             m = json.loads(output)
+            if given.json:
+                with given.json.open("a") as file:
+                    file.write(json.dumps({"layers": layers, "rank": rank, **m}) + "\n")
             print(
                 f"{layers} layers, {given.ranks} ranks, {'all' if rank == 'all' else 'rank ' + rank}: "
                 f"{m['seconds']:.1f} s ({m['cpu']:.1f} s of CPU), {m['gib']:.2f} GiB, {m['tensors']:,} tensors, "
