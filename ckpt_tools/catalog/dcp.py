@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Callable, Iterator, Mapping
+from operator import gt
 from typing import Any, TypeVar
 
 from ckpt_tools.box import Box
@@ -261,7 +262,7 @@ class _Decoder:
             item = items.pop(box.start, None)
             if item is None:
                 raise CorruptCheckpointError(f"{key}: no file holds the chunk {box}")
-            if len(box.start) != len(shape) or any(b > n for b, n in zip(box.stop, shape, strict=True)):
+            if len(box.start) != len(shape) or any(map(gt, box.stop, shape)):
                 raise CorruptCheckpointError(f"{key}: chunk {box} is outside of shape {list(shape)}")
             _check_range(key, item)
             chunks.append(Chunk(box, item))

@@ -26,7 +26,7 @@ from typing import Any
 
 from ckpt_tools.catalog.pickle_values import Limits, Members, Name, Object, Pairs, Record
 from ckpt_tools.catalog.pickled_names import check_global, check_global_count
-from ckpt_tools.catalog.records import CHUNK, PLANNED, STORED, Kind
+from ckpt_tools.catalog.records import CHUNK, PLANNED, STORED, Kind, integers
 from ckpt_tools.errors import CkptError, CorruptCheckpointError
 
 # Calls that the C unpickler carries out, and what they make is as large as what they are given.
@@ -36,6 +36,7 @@ _COPIES = {
 }
 
 
+_SIZE = Name("torch", "Size")
 _UINT2, _UINT4, _INT4 = struct.Struct("<H"), struct.Struct("<I"), struct.Struct("<i")
 
 
@@ -105,8 +106,30 @@ class Machine:
 
     def _fetch(self, index: int) -> Any:
         if index not in self._memo and self._bases:
-            self._execute_record(bisect_right(self._bases, index) - 1)
+            number = bisect_right(self._bases, index) - 1
+            self._make_sizes(number)
+            if index not in self._memo:
+                self._execute_record(number)
         return self._memo[index]
+
+    def _make_sizes(self, number: int) -> None:
+        """Put the sizes that a packed chunk made into the memo, as executing it would; they are what is fetched."""
+        found = CHUNK.match(self.data, self._places[number])
+        if found is None:
+            return
+        at = self._bases[number] + 2  # behind the chunk and its attributes
+        for name in ("offsets", "sizes"):
+            made = found[f"{name}_tuple"]
+            if made is None:
+                at += 2 if found[f"{name}_empty"] else 0
+            elif (
+                b"\x8a\x08" not in made and self.value(found[f"{name}_call"]) == _SIZE
+            ):  # no wide integers to count
+                numbers = integers(made)
+                self._memo[at], self._memo[at + 1], self._memo[at + 2] = numbers, (numbers,), numbers
+                at += 3
+            else:
+                return
 
     def _execute_record(self, number: int) -> None:
         """Put the memo entries that a packed record made into the memo."""
@@ -277,7 +300,7 @@ class Machine:
         args, kind = self._stack.pop(), self._stack.pop()
         if type(kind) is not Name or type(args) is not tuple:
             raise TypeError("what is called is no global")
-        if kind.name == "Size" and kind.module == "torch":
+        if kind == _SIZE:
             self._push_tuple(tuple(self._limits.copied(args)))
         elif kind == ("collections", "OrderedDict"):
             if args:

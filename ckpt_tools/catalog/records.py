@@ -66,7 +66,7 @@ def _open(cls: bytes) -> bytes:
 def _size(name: bytes) -> bytes:
     """`torch.Size` of a tuple of INTs, or the fetch of one."""
     made = rb"(?:(?P<%b_tuple>%b)\x94|(?P<%b_empty>\)))\x85\x94R\x94" % (name, _TUPLE, name)
-    return b"(?:%b%b|%b)" % (_GET, made, _get(name))
+    return b"(?:%b%b|%b)" % (_get(name + b"_call"), made, _get(name))
 
 
 def _text(name: bytes) -> bytes:

@@ -20,9 +20,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckpt_tools.catalog import dcp as reader
-from ckpt_tools.catalog.dcp import read_catalog
+from ckpt_tools.catalog.dcp import METADATA, read_catalog
 from ckpt_tools.catalog.files import open_files
 from ckpt_tools.catalog.model import Catalog
+from ckpt_tools.catalog.pickle_machine import Machine
 from ckpt_tools.errors import CkptError, CorruptCheckpointError, UnsupportedCheckpointError
 from tests.catalog.checkpoints import dcp_folders, stock_metadata
 from tests.conftest import fixture_dir
@@ -122,6 +123,21 @@ def test_every_protocol_and_many_chunks(tmp_path: Path, protocol: int) -> None:
     save(tmp_path, value, protocol)
     catalog = read_catalog(open_files(str(tmp_path)))
     assert_same(catalog, value)
+
+
+def test_sizes_of_packed_chunks_are_those_that_executing_them_makes(tmp_path: Path) -> None:
+    save(tmp_path, metadata(GRID | {"scalar": [((), ())]}))
+    data = (tmp_path / METADATA).read_bytes()
+    made, executed = Machine(data, ""), Machine(data, "")
+    made.load(), executed.load()
+    before, found = set(made._memo), 0
+    for number in range(len(made._bases)):
+        made._make_sizes(number)
+        executed._execute_record(number)
+    for index in set(made._memo) - before:
+        assert made._memo[index] == executed._memo[index]
+        found += 1
+    assert found >= 3 * sum(map(len, GRID.values()))  # the offsets of every chunk: numbers, arguments, size
 
 
 def test_small_and_large_catalogs_decode_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
