@@ -16,6 +16,8 @@ def worker_share(items: Sequence[OutputItem], worker: int, workers: int) -> rang
     Neighbours stay together, so a worker reads and writes front to back and mostly has files of its own.
     Shares differ by at most the cost of one item.
     """
+    if workers == 1:
+        return range(len(items))
     total = sum(item.length + ITEM_COST_BYTES for item in items)
     bounds = [total * worker / workers, total * (worker + 1) / workers]
     ends = [0, 0]

@@ -65,7 +65,7 @@ def coalesce(items: Iterable[Item], max_span_bytes: int) -> list[Span]:
             joined = max(last.stop, stop)
             near = last.file == file and offset - last.stop <= MAX_GAP_BYTES
             if near and joined - last.start <= max_span_bytes:
-                spans[-1] = last._replace(stop=joined)
+                spans[-1] = Span(file, last.start, joined)
                 continue
         spans.append(Span(file, offset, stop))
     return spans

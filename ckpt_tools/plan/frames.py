@@ -30,6 +30,7 @@ _U64 = 0xFFFFFFFFFFFFFFFF
 _CRC = struct.Struct("<I")
 # c10's hash over the fixed set of record names; the first 20 digits of every such archive's id.
 _NAMES_HASH = 15728199511854643026
+_ID_FORM = b"%020d" % _NAMES_HASH + b"%020d"
 
 _STORAGE_CLASS = {
     "float64": "DoubleStorage",
@@ -60,7 +61,7 @@ class _Blanks(NamedTuple):
     """What in a tail depends on the payload's CRC-32: that itself, the serialization id, and the id's own CRC-32."""
 
     crc: int  # where the payload's first stands, in bytes from the tail's start
-    form: bytes  # the tail with `%(crc)b`, `%(id)b` and `%(id_crc)b` in their places
+    form: bytes  # the tail with a `%b` wherever one stands
     before: int  # combined CRC-32s of the records in front of the payload, and of those behind
     behind: tuple[int, ...]
 
@@ -80,9 +81,11 @@ class Frame(NamedTuple):
             return self.blank_tail
         _, form, before, behind = self.blanks
         own = (crc, *behind) if self.payload_bytes else behind  # an empty record is not summed
-        digits = b"%020d%020d" % (_NAMES_HASH, _combined_crc(own, before))
-        id_crc = _CRC.pack(zlib.crc32(digits))
-        return form % {b"crc": _CRC.pack(crc), b"id": digits, b"id_crc": id_crc}
+        digits = _ID_FORM % _combined_crc(own, before)
+        stated, id_crc = _CRC.pack(crc), _CRC.pack(zlib.crc32(digits))
+        if not self.payload_bytes:  # has no descriptor
+            return form % (digits, id_crc, stated, id_crc)
+        return form % (stated, digits, id_crc, stated, id_crc)
 
     def crc_in(self, tail: bytes | memoryview) -> int:
         """The payload's CRC-32 that `tail` states, if it is one of this frame's."""
@@ -137,18 +140,17 @@ def _blank_tail(records: list[_Record], start: int) -> tuple[bytes, _Blanks]:
     descriptor = len(out) - len(_descriptor(serial))
     entries = _append_directory(out, start, [*records, version, serial])
     payload_crc = (*((4,) if records[-1].size else ()), entries[-3])
-    places = [(descriptor - len(digits), len(digits), b"id")]
-    places += [(place, _CRC.size, b"crc") for place in payload_crc]
-    places += [(place, _CRC.size, b"id_crc") for place in (descriptor + 4, entries[-1])]
+    places = [(place, _CRC.size) for place in (*payload_crc, descriptor + 4, entries[-1])]
+    places.append((descriptor - len(digits), len(digits)))
     before = _combined_crc([record.crc for record in records[:-1]])
     return bytes(out), _Blanks(payload_crc[0], _form(out, places), before, (version.crc,))
 
 
-def _form(tail: bytes | bytearray, places: Iterable[tuple[int, int, bytes]]) -> bytes:
-    """`tail` for the `%` operator, with a name in each of the `places` (offset, length, name)."""
+def _form(tail: bytes | bytearray, places: Iterable[tuple[int, int]]) -> bytes:
+    """`tail` for the `%` operator, with a `%b` in each of the `places` (offset, length)."""
     form, done = b"", 0
-    for start, length, name in sorted(places):
-        form += tail[done:start].replace(b"%", b"%%") + b"%%(%b)b" % name
+    for start, length in sorted(places):
+        form += tail[done:start].replace(b"%", b"%%") + b"%b"
         done = start + length
     return form + tail[done:].replace(b"%", b"%%")
 
