@@ -109,6 +109,9 @@ def place_parts(location: str) -> tuple[str, ...]:
     return (scheme, *filter(None, rest.split("/")))
 
 
+_PLAIN = (type(None), bool, int, float, str)  # a union would be made anew for each of a million fields
+
+
 def object_archives(objects: Iterable[TargetObject]) -> list[tuple[str, bytes]]:
     """(key, archive) of every object; equal small values are pickled once.
 
@@ -130,7 +133,7 @@ def object_archives(objects: Iterable[TargetObject]) -> list[tuple[str, bytes]]:
 def _is_plain(value: object) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
-    return value is None or isinstance(value, bool | int | float | str)
+    return isinstance(value, _PLAIN)
 
 
 def count_objects(target: Target) -> int:

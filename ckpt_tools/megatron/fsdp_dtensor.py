@@ -281,16 +281,18 @@ def group_objects(
     (param_and_grad_buffer.py drops the attribute).
     """
     written: set[str] = set()
+    fields = [dict(group) | {"is_expert_parallel": False} for group in groups]
+    for group in fields:
+        if not TORCH_ADAM_FIELDS.isdisjoint(group):
+            group.pop("step", None)
     for parameter in parameters:
         name = parameter.group_name
         if name in written:  # the parts of a projection that the target keeps apart share one live name
             continue
         written.add(name)
-        group = dict(groups[memberships[name].group]) | {"is_expert_parallel": False}
-        if not TORCH_ADAM_FIELDS.isdisjoint(group):
-            group.pop("step", None)
-        for field, value in group.items():
-            path: Path = ("optimizer", "param_to_group_meta", f"{prefixes.wrappers}.{name}", field)
+        wrapped = f"{prefixes.wrappers}.{name}"
+        for field, value in fields[memberships[name].group].items():
+            path: Path = ("optimizer", "param_to_group_meta", wrapped, field)
             yield TargetObject(dotted(path), value, path)
 
 
