@@ -50,16 +50,16 @@ def metadata_bytes(plan: Plan) -> bytes:
         spellings[key].append(alias)
     stored += [(alias, *row[1:]) for row in stored for alias in spellings.get(row[0], ())]
     out = _Pickle()
-    out.open("Metadata")
-    out.text("state_dict_metadata")
+    out.open("Metadata", "state_dict_metadata")
     out.fill(b"}", ((key, plan.tensors.get(key), chunks[key]) for key in plan.paths), out.entry, b"u")
     out.text("planner_data")
     out.fill(b"}", plan.paths.items(), out.path, b"u")
     out.text("storage_data")
     out.fill(b"}", stored, out.stored, b"u")
     out.text("storage_meta")
-    out.open("StorageMeta")
-    for field, value in (("checkpoint_id", b"N"), ("save_id", b"N"), ("load_id", b"N"), ("modules", b"]")):
+    out.open("StorageMeta", "checkpoint_id")
+    out.data += b"N"
+    for field, value in (("save_id", b"N"), ("load_id", b"N"), ("modules", b"]")):
         out.text(field)
         out.data += value
     out.close()
@@ -81,6 +81,7 @@ class _Pickle:
     def __init__(self) -> None:
         self.data = bytearray(b"\x80\x04")
         self._memo: dict[object, bytes] = {}
+        self._opened: dict[str, bytes] = {}  # what `open` appends from the second time on
         self._count = 0
         for name in _CLASSES:
             self._make(("class", name), f"c{_MODULE}\n{name}\n".encode())
@@ -113,11 +114,16 @@ class _Pickle:
         made = self._memo["class", "Size"] + int_tuple_ops(numbers) + (b"\x94" if numbers else b"")
         self._make(numbers, made + b"\x85\x94R", memos=3 if numbers else 2)
 
-    def open(self, name: str) -> None:
-        """An object of a class; its fields and their values follow, and `close`."""
-        self.data += self._memo["class", name]
-        self.data += b")\x81\x94}\x94("
+    def open(self, name: str, field: str) -> None:
+        """An object of a class up to its first field's value; other fields and their values follow, and `close`."""
         self._count += 2
+        if known := self._opened.get(name):
+            self.data += known
+            return
+        begun = self._memo["class", name] + b")\x81\x94}\x94("
+        self.data += begun
+        self.text(field)
+        self._opened[name] = begun + self._memo[field]
 
     def close(self) -> None:
         self.data += b"ub"
@@ -162,8 +168,7 @@ class _Pickle:
         if info is None:
             self.data += self._memo["class", "BytesStorageMetadata"] + b")\x81"
             return
-        self.open("TensorStorageMetadata")
-        self.text("properties")
+        self.open("TensorStorageMetadata", "properties")
         self._properties(info.dtype)
         self.text("size")
         self.size(info.shape)
@@ -172,8 +177,7 @@ class _Pickle:
         self.close()
 
     def _chunk(self, box: Box) -> None:
-        self.open("ChunkStorageMetadata")
-        self.text("offsets")
+        self.open("ChunkStorageMetadata", "offsets")
         self.size(box.start)
         self.text("sizes")
         self.size(box.size)
@@ -191,8 +195,7 @@ class _Pickle:
 
     def stored(self, key: str, box: Box | None, number: int, file: str, offset: int, length: int) -> None:
         """An entry of `storage_data`: a `MetadataIndex` (an object's has no place) and its `_StorageInfo`."""
-        self.open("MetadataIndex")
-        self.text("fqn")
+        self.open("MetadataIndex", "fqn")
         self.text(key)
         self.text("index")
         if box is None:
@@ -202,8 +205,7 @@ class _Pickle:
             self.text("offset")
             self.size(box.start)
         self.close()
-        self.open("_StorageInfo")
-        self.text("relative_path")
+        self.open("_StorageInfo", "relative_path")
         self.text(file)
         self.text("offset")
         self.data += int_ops(offset)
