@@ -219,10 +219,10 @@ class _Job:
         """Keep what another process can go on from; remove work that no one can use."""
         if not self._leads or not self._staging.held:
             return
-        stopped = isinstance(error, StorageError | Interrupted | Terminated) or not isinstance(
+        usable = isinstance(error, StorageError | UsageError | Interrupted | Terminated) or not isinstance(
             error, CkptError
         )
-        if stopped and self._staging.journal.exists():
+        if usable and self._staging.journal.exists():
             self._staging.release()
         else:
             self._staging.discard()

@@ -150,7 +150,9 @@ def test_interrupted_work_is_resumed_and_equal(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["good", "out", "source"]
 
 
-def finished_but_unpublished(case: Case, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def finished_but_unpublished(
+    case: Case, out: Path, monkeypatch: pytest.MonkeyPatch, options: WriteOptions | None = None
+) -> None:
     """All items written, then stopped just before publication."""
 
     def stop(*_args: object) -> None:
@@ -159,7 +161,7 @@ def finished_but_unpublished(case: Case, out: Path, monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as patch:
         patch.setattr(run, "check_unchanged", stop)
         with pytest.raises(Interrupted):
-            write_checkpoint(case.plan(2), case.files, Output(out))
+            write_checkpoint(case.plan(2), case.files, Output(out), options)
 
 
 def test_finished_items_are_verified_before_they_are_skipped(
@@ -181,6 +183,17 @@ def test_finished_items_are_verified_before_they_are_skipped(
     report = write_checkpoint(plan, case.files, Output(out, resume=True))
     assert report.items_resumed == len(plan.items) - 2
     assert tree(out) == tree(tmp_path / "good")
+
+
+def test_a_plan_that_is_refused_costs_nothing(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, plan = tmp_path / "out", case.plan(2)
+    finished_but_unpublished(case, out, monkeypatch)
+    with pytest.raises(UsageError, match="another plan"):
+        write_checkpoint(case.plan(3), case.files, Output(out, resume=True))
+    report = write_checkpoint(plan, case.files, Output(out, resume=True))
+    assert report.items_resumed == len(plan.items)
 
 
 def test_resume_refuses_a_source_that_has_changed(
