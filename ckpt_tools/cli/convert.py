@@ -35,7 +35,7 @@ class Format(str, Enum):
 
 _RUNNING = {
     "input_dir", "output_dir", "to", "iteration", "ignore_keys", "overwrite", "resume", "dry_run", "threads",
-    "max_memory", "fsync", "quiet", "as_json", "report", "trust_pickle", "enable_msc", "oom_traceback",
+    "max_memory", "fsync", "direct", "quiet", "as_json", "report", "trust_pickle", "enable_msc", "oom_traceback",
 }  # fmt: skip
 # What has a meaning for one direction only; a flag without effect is refused.
 _MEANING = {
@@ -104,6 +104,7 @@ def convert(
     threads: o.Threads = 2,
     max_memory: o.MaxMemory = "96MiB",
     fsync: o.Fsync = False,
+    direct: o.Direct = False,
     quiet: o.Quiet = False,
     as_json: o.AsJson = False,
     report: o.ReportFile = None,
@@ -126,7 +127,7 @@ def convert(
         "trust_pickle": trust_pickle,
         "overwrite": overwrite,
         "resume": resume,
-        "write": WriteOptions(threads, o.parse_bytes(max_memory), fsync),
+        "write": WriteOptions(threads, o.parse_bytes(max_memory), fsync, direct),
     }
     if to is Format.FSDP_DTENSOR:
         sizes = (dp_shard, dp_outer, tp, cp, ep, etp, strategy, outer_strategy)

@@ -79,6 +79,7 @@ def export(
     threads: o.Threads = 2,
     max_memory: o.MaxMemory = "96MiB",
     fsync: o.Fsync = False,
+    direct: o.Direct = False,
     quiet: o.Quiet = False,
     as_json: o.AsJson = False,
     report: o.ReportFile = None,
@@ -103,7 +104,7 @@ def export(
         trust_pickle=trust_pickle,
         overwrite=overwrite,
         resume=resume,
-        write=WriteOptions(threads, o.parse_bytes(max_memory), fsync),
+        write=WriteOptions(threads, o.parse_bytes(max_memory), fsync, direct),
     )
     with progress_bar(quiet) as progress:
         done = export_hf(input_dir, output_dir, chosen, progress, dry_run)
@@ -144,6 +145,7 @@ def import_(
     threads: o.Threads = 2,
     max_memory: o.MaxMemory = "96MiB",
     fsync: o.Fsync = False,
+    direct: o.Direct = False,
     quiet: o.Quiet = False,
     as_json: o.AsJson = False,
     report: o.ReportFile = None,
@@ -169,7 +171,7 @@ def import_(
         iteration=iteration,
         overwrite=overwrite,
         resume=resume,
-        write=WriteOptions(threads, o.parse_bytes(max_memory), fsync),
+        write=WriteOptions(threads, o.parse_bytes(max_memory), fsync, direct),
     )
     with progress_bar(quiet) as progress:
         done = import_hf(input_dir, output_dir, chosen, progress, dry_run)

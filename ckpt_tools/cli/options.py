@@ -229,6 +229,12 @@ Fsync = Annotated[
     bool,
     typer.Option("--fsync", help="Make the output durable before it is published.", rich_help_panel=_RUN),
 ]
+Direct = Annotated[
+    bool,
+    typer.Option("--direct", help="Write past the page cache (O_DIRECT), which stays as it is for others; best with "
+                 "--threads 4 or more.",
+                 rich_help_panel=_RUN),
+]  # fmt: skip
 OomTraceback = Annotated[
     bool, typer.Option("--oom-traceback", help="Accepted for NVIDIA's script; changes nothing.", hidden=True)
 ]

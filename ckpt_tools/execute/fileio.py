@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 import struct
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ _FICLONERANGE = 0x4020940D  # linux/fs.h
 _CLONE_BLOCK = 4096  # bytes; block size of the file systems that share extents
 _COPY_UNSUPPORTED = {errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.ETXTBSY}
 _BOUNCE_BYTES = 1 << 20
+BLOCK_BYTES = max(4096, mmap.PAGESIZE)  # what passes by the page cache begins and ends at multiples of it
 
 
 @dataclass(slots=True)
@@ -53,15 +56,40 @@ def storage_errors(path: object) -> Iterator[None]:
         raise StorageError(f"{path}: {error.strerror or error}.{hint}") from error
 
 
-def write_all(fd: int, data: bytes | bytearray | memoryview, offset: int) -> None:
-    """Write all of `data` at byte `offset`.
+class OutputFile(NamedTuple):
+    """A file that is written; `path` is for messages."""
+
+    path: Path
+    fd: int
+    direct: int | None = None  # opened O_DIRECT, if whole blocks shall pass by the page cache
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """Write all of `data` at byte `offset`; both begin at the same place of a block.
+
+        Raises:
+            StorageError: the file system refused.
+        """
+        with storage_errors(self.path):
+            write_all(self.fd, data, offset, self.direct)
+
+
+def write_all(fd: int, data: bytes | bytearray | memoryview, offset: int, direct: int | None = None) -> None:
+    """Write all of `data` at byte `offset`, whole blocks of the file through `direct` if that is given.
+
+    No page is then written both ways, so that the cache cannot hold an old one.
 
     Raises:
         OSError: as the system says.
     """
     view = memoryview(data)
     while view:
-        count = os.pwrite(fd, view, offset)
+        whole = len(view) // BLOCK_BYTES * BLOCK_BYTES
+        if direct is None:
+            count = os.pwrite(fd, view, offset)
+        elif whole and offset % BLOCK_BYTES == 0:
+            count = os.pwrite(direct, view[:whole], offset)
+        else:  # what is left of a block, also after a short count
+            count = os.pwrite(fd, view[: BLOCK_BYTES - offset % BLOCK_BYTES], offset)
         if count == 0:
             raise OSError(errno.EIO, "write made no progress")
         view = view[count:]
@@ -129,6 +157,26 @@ def preallocate(fd: int, length: int) -> None:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
                 raise
     os.ftruncate(fd, length)
+
+
+def check_direct(folder: Path) -> None:
+    """Try whether files in `folder` can be written past the page cache.
+
+    Raises:
+        StorageError: they cannot.
+    """
+    try:
+        with tempfile.TemporaryDirectory(prefix="direct-", dir=folder) as name:
+            fd = os.open(f"{name}/try", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_DIRECT)
+            try:
+                os.pwrite(fd, mmap.mmap(-1, BLOCK_BYTES), 0)
+            finally:
+                os.close(fd)
+    except OSError as error:
+        reason = error.strerror or error
+        raise StorageError(
+            f"{folder} cannot be written with --direct: {reason}. Convert without it."
+        ) from error
 
 
 def _in_memory(fd: int) -> bool:

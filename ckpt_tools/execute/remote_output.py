@@ -59,7 +59,11 @@ class RemoteJob:
         ranks: Ranks | DistributedRanks,
         progress: Progress,
     ) -> None:
-        """Raises: UsageError: the output's scheme is unknown or its driver is not installed."""
+        """Raises: UsageError: the output's scheme is unknown or its driver is not installed; `--direct`."""
+        if options.direct:
+            raise UsageError(
+                f"--direct is for files; {output.directory} is in an object store. Leave it out."
+            )
         self._plan, self._files, self._output, self._options = plan, files, output, options
         self._ranks, self._progress = ranks, progress
         self._leads = ranks.rank == 0

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_tools.catalog.files import Files
 from ckpt_tools.errors import CkptError, Interrupted, StorageError, Terminated, UsageError
 from ckpt_tools.execute.dcp_metadata import metadata_bytes
-from ckpt_tools.execute.fileio import replace_file, storage_errors, write_all
+from ckpt_tools.execute.fileio import check_direct, replace_file, storage_errors, write_all
 from ckpt_tools.execute.journal import check_unchanged, fingerprint
 from ckpt_tools.execute.publish import Found, Staging
 from ckpt_tools.execute.ranks import DistributedRanks, Ranks
@@ -48,6 +48,7 @@ class WriteOptions:
     threads: int = 2
     memory_bytes: int = 96 << 20  # for buffers, in every process
     fsync: bool = False  # make everything durable before it is published, and give its page cache back
+    direct: bool = False  # write past the page cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +158,8 @@ class _Job:
         self._source_state = fingerprint(self._files, self._plan.source_files)
         if found is Found.PUBLISHED:
             return found.name
+        if self._options.direct:
+            check_direct(self._staging.partial)
         if found is Found.UNFINISHED:
             self._staging.journal.resume(self._plan, self._source_state, self._files.location)
         self._staging.create_files()
@@ -182,14 +185,22 @@ class _Job:
         finished = staging.journal.finished()
         staging.journal.open(self._ranks.rank)
         source = SourceReader(self._files, staging.partial)
-        work = Work(plan, share, source, staging.data, journal=staging.journal, sync=options.fsync)
+        work = Work(
+            plan,
+            share,
+            source,
+            staging.data,
+            journal=staging.journal,
+            sync=options.fsync,
+            direct=options.direct,
+        )
         try:
             tile = tile_bytes(options.memory_bytes, options.threads)
             counters = work.run(finished, options.threads, tile, self._ranks.check, self._progress)
         finally:
             source.close()
             staging.journal.close()
-        if options.fsync:
+        if options.fsync or options.direct:
             forget(self._files, {t.item.file for i in share for t in plan.items[i].transfers})
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         counts = [asdict(c) for c in counters]

@@ -20,8 +20,16 @@ from ckpt_tools.catalog.files import LocalFiles
 from ckpt_tools.dtypes import itemsize
 from ckpt_tools.errors import CorruptCheckpointError
 from ckpt_tools.execute import crc
-from ckpt_tools.execute.casts import cast_raw, raw_dtype
-from ckpt_tools.execute.fileio import At, CopyCount, copy_range, storage_errors, write_all
+from ckpt_tools.execute.casts import Array, cast_raw, raw_dtype
+from ckpt_tools.execute.fileio import (
+    BLOCK_BYTES,
+    At,
+    CopyCount,
+    OutputFile,
+    copy_range,
+    storage_errors,
+    write_all,
+)
 from ckpt_tools.execute.small import SmallCopies
 from ckpt_tools.execute.source import ChunkRef, Payload, SourceReader, index_of, read_region
 from ckpt_tools.plan.byte_runs import is_run, row_major_tiles
@@ -66,50 +74,52 @@ class Pump:
 
     def __init__(self, source: SourceReader, tile_bytes: int, tick: Callable[[int], None]) -> None:
         self._source = source
-        self._tile = np.empty(tile_bytes, np.uint8)
+        self._tile_bytes = tile_bytes
+        room = np.empty(tile_bytes + 2 * BLOCK_BYTES, np.uint8)
+        self._room = room[-room.ctypes.data % BLOCK_BYTES :]
         self._scratch = np.empty(tile_bytes, np.uint8)
         self._tick = tick
         self.counters = Counters()
 
-    def write_item(self, item: OutputItem, fd: int, path: Path) -> int:
-        """Write one item into the open file `fd` (`path` is for messages); returns its payload's CRC-32.
+    def write_item(self, item: OutputItem, file: OutputFile) -> int:
+        """Write one item; returns its payload's CRC-32.
 
         Raises:
             CorruptCheckpointError: a source item is damaged or not what the metadata says.
             StorageError: the file system refused.
         """
         frame = _frame_of(item)
-        at = At(fd, item.offset + len(frame.head))
+        at = item.offset + len(frame.head)
         total = 0
         for segment in segments(item):
             nbytes = segment.box.volume * itemsize(item.dtype)
-            total = crc.combine(total, self._write_segment(item, segment, at, path), nbytes)
-            at = at.skip(nbytes)
+            total = crc.combine(total, self._write_segment(item, segment, file, at), nbytes)
+            at += nbytes
         tail = frame.tail(total)
-        with storage_errors(path):
-            write_all(fd, frame.head, item.offset)
-            write_all(fd, tail, at.offset)
+        with storage_errors(file.path):
+            write_all(file.fd, frame.head, item.offset)
+            write_all(file.fd, tail, at)
         self._tick(len(frame.head) + len(tail))
         return total
 
-    def write_batch(self, items: Sequence[OutputItem], fd: int, path: Path) -> list[int]:
+    def write_batch(self, items: Sequence[OutputItem], file: OutputFile) -> list[int]:
         """`write_item` for the items of one of `plan.coalesce.batches`: few reads, one write."""
         small = SmallCopies(self._source.files, items, self._scratch.data)
         self.counters.read += small.bytes_read
         base, end = items[0].offset, items[-1].offset + items[-1].length
-        self._tile[: end - base] = 0  # between items
-        out = self._tile[: end - base].data
+        room = self._buffer(base, end - base)
+        room[:] = 0  # between items
+        out = room.data
         checksums = []
         for item, archive in zip(items, small.archives(), strict=True):
             if archive is None:
-                return [self.write_item(one, fd, path) for one in items]
+                return [self.write_item(one, file) for one in items]
             at = item.offset - base
             for part in archive[0]:
                 out[at : at + len(part)] = part
                 at += len(part)
             checksums.append(archive[1])
-        with storage_errors(path):
-            write_all(fd, out, base)
+        file.write(out, base)
         self.counters.copies.touched += len(out)
         self._tick(sum(item.length for item in items))
         return checksums
@@ -125,47 +135,49 @@ class Pump:
         total = 0
         for segment in segments(item):
             checksum = 0
-            for data, checksum in self._segment_content(item, segment):  # noqa: B007  the last one counts
+            for data, checksum in self._segment_content(item, segment, 0):  # noqa: B007  the last one counts
                 yield data
             total = crc.combine(total, checksum, segment.box.volume * itemsize(item.dtype))
         self._tick(len(frame.head) + len(frame.tail(total)))
         yield frame.tail(total)
 
-    def is_intact(self, item: OutputItem, fd: int, path: Path, checksum: int) -> bool:
+    def is_intact(self, item: OutputItem, file: OutputFile, checksum: int) -> bool:
         """Whether the archive is there as it was written: its frame, and a payload with this CRC-32."""
         frame = _frame_of(item)
         at = item.offset + len(frame.head)
         end = at + frame.payload_bytes
         total = 0
-        with storage_errors(path):
-            for done in range(at, end, len(self._tile)):
-                part = self._tile[: min(len(self._tile), end - done)].data
-                if os.preadv(fd, [part], done) != len(part):
+        with storage_errors(file.path):
+            for done in range(at, end, self._tile_bytes):
+                part = self._room[: min(self._tile_bytes, end - done)].data
+                if os.preadv(file.fd, [part], done) != len(part):
                     return False
                 total = crc.crc32(part, total)
                 self._tick(len(part))
             tail = frame.tail(checksum)
             self._tick(frame.length - frame.payload_bytes)
-            around = os.pread(fd, len(frame.head), item.offset) + os.pread(fd, len(tail), end)
+            around = os.pread(file.fd, len(frame.head), item.offset) + os.pread(file.fd, len(tail), end)
         return total == checksum and around == frame.head + tail
 
-    def _write_segment(self, item: OutputItem, segment: Segment, at: At, path: Path) -> int:
-        """Write a segment's bytes from `at` on; returns their CRC-32."""
+    def _write_segment(self, item: OutputItem, segment: Segment, file: OutputFile, at: int) -> int:
+        """Write a segment's bytes from byte `at` of the file on; returns their CRC-32."""
         payload = self._whole_payload(segment)
-        if payload and payload.crc32 is not None and self._kernel_copy(payload, at, path):
+        if payload and payload.crc32 is not None and self._kernel_copy(payload, file, at):
             return payload.crc32
         checksum = 0
-        for data, checksum in self._segment_content(item, segment):  # noqa: B007  the last one counts
-            with storage_errors(path):
-                write_all(at.fd, data, at.offset)
-            at = at.skip(len(data))
+        for data, checksum in self._segment_content(item, segment, at):  # noqa: B007  the last one counts
+            file.write(data, at)
+            at += len(data)
         return checksum
 
-    def _segment_content(self, item: OutputItem, segment: Segment) -> Iterator[tuple[memoryview, int]]:
-        """A segment's bytes, a tile at a time, each with the CRC-32 of all so far."""
+    def _segment_content(
+        self, item: OutputItem, segment: Segment, at: int
+    ) -> Iterator[tuple[memoryview, int]]:
+        """A segment's bytes, to stand from byte `at` on, a tile at a time, each with the CRC-32 of all so far."""
         total = 0
-        for tile, transfers in _tiles(item, segment, len(self._tile)):
-            data = self._fill(item, tile, transfers, segment.zeros)
+        for tile, transfers in _tiles(item, segment, self._tile_bytes):
+            data = self._fill(item, tile, transfers, segment.zeros, at)
+            at += len(data)
             total = crc.crc32(data, total)
             self.counters.copies.touched += len(data)
             yield data, total
@@ -184,23 +196,31 @@ class Pump:
             return self._source.payload(chunk_of(segment.transfers[0]))
         return None
 
-    def _kernel_copy(self, payload: Payload, at: At, path: Path) -> bool:
-        """Copy a whole payload without touching it, or say that this is not possible or not worth it."""
-        if payload.nbytes < KERNEL_COPY_BYTES or not isinstance(payload.files, LocalFiles):
+    def _kernel_copy(self, payload: Payload, file: OutputFile, at: int) -> bool:
+        """Copy a whole payload without touching it, or say that this is not possible, wanted or worth it."""
+        is_small = payload.nbytes < KERNEL_COPY_BYTES
+        if is_small or file.direct is not None or not isinstance(payload.files, LocalFiles):
             return False
         name = Path(payload.files.location, payload.name)
-        with storage_errors(path), open(name, "rb", buffering=0) as file:
+        with storage_errors(file.path), open(name, "rb", buffering=0) as stored:
             for done in range(0, payload.nbytes, _COPY_STEP_BYTES):
                 step = min(_COPY_STEP_BYTES, payload.nbytes - done)
-                source = At(file.fileno(), payload.offset + done)
-                copy_range(source, at.skip(done), step, self.counters.copies)
+                source = At(stored.fileno(), payload.offset + done)
+                copy_range(source, At(file.fd, at + done), step, self.counters.copies)
                 self._tick(step)
         self.counters.read += payload.nbytes
         return True
 
-    def _fill(self, item: OutputItem, tile: Box, transfers: Sequence[Transfer], zeros: bool) -> memoryview:
-        """The bytes of a tile (relative to the item's start), in the tile buffer."""
-        data = self._tile[: tile.volume * itemsize(item.dtype)]
+    def _buffer(self, at: int, nbytes: int) -> Array:
+        """Room for at most a tile, as far into a page as byte `at` of a file: what O_DIRECT asks for."""
+        first = at % BLOCK_BYTES
+        return self._room[first : first + nbytes]
+
+    def _fill(
+        self, item: OutputItem, tile: Box, transfers: Sequence[Transfer], zeros: bool, at: int
+    ) -> memoryview:
+        """The bytes of a tile (relative to the item's start), in the buffer for byte `at` of the file."""
+        data = self._buffer(at, tile.volume * itemsize(item.dtype))
         if zeros:
             data[:] = 0
         out = data.view(raw_dtype(item.dtype)).reshape(tile.size)

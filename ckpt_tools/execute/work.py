@@ -6,13 +6,13 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import chain, groupby
 from pathlib import Path
 from typing import TypeAlias
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.execute.fileio import drop_cache, storage_errors
+from ckpt_tools.execute.fileio import OutputFile, drop_cache, storage_errors
 from ckpt_tools.execute.journal import Journal
 from ckpt_tools.execute.source import SourceReader
 from ckpt_tools.execute.stream import Counters, Pump
@@ -84,7 +84,15 @@ class Work:
     """
 
     def __init__(
-        self, plan: Plan, share: range, source: SourceReader, folder: Path, *, journal: Journal, sync: bool
+        self,
+        plan: Plan,
+        share: range,
+        source: SourceReader,
+        folder: Path,
+        *,
+        journal: Journal,
+        sync: bool,
+        direct: bool,
     ) -> None:
         self._items = plan.items
         self._share = share
@@ -92,7 +100,7 @@ class Work:
         self._source = source
         self._folder = folder
         self._journal = journal
-        self._sync = sync
+        self._sync, self._direct = sync, direct
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._errors: list[BaseException] = []
@@ -142,48 +150,55 @@ class Work:
             self._stop.set()
 
     def _write_items(self, todo: _Todo, pump: Pump, finished: Mapping[int, int]) -> None:
-        while (file := todo.file()) is not None:
-            path = self._folder / file
-            with self._open(path) as fd:
-                for batch in todo.batches(file):
-                    self._write_batch(batch, pump, fd, path, finished)
+        while (name := todo.file()) is not None:
+            with self._open(self._folder / name) as file:
+                for batch in todo.batches(name):
+                    self._write_batch(batch, pump, file, finished)
 
-    def _write_batch(
-        self, batch: range, pump: Pump, fd: int, path: Path, finished: Mapping[int, int]
-    ) -> None:
-        missing = [n for n in batch if not self._is_done(n, pump, fd, finished)]
+    def _write_batch(self, batch: range, pump: Pump, file: OutputFile, finished: Mapping[int, int]) -> None:
+        missing = [n for n in batch if not self._is_done(n, pump, file, finished)]
         if len(missing) == len(batch) > 1:
-            checksums = pump.write_batch(self._items[batch.start : batch.stop], fd, path)
+            checksums = pump.write_batch(self._items[batch.start : batch.stop], file)
         else:
-            checksums = [pump.write_item(self._items[n], fd, path) for n in missing]
+            checksums = [pump.write_item(self._items[n], file) for n in missing]
         self._journal.append(zip(missing, checksums, strict=True))
 
-    def _is_done(self, number: int, pump: Pump, fd: int, finished: Mapping[int, int]) -> bool:
+    def _is_done(self, number: int, pump: Pump, file: OutputFile, finished: Mapping[int, int]) -> bool:
         if number not in finished:
             return False
-        item = self._items[number]
-        done = pump.is_intact(item, fd, self._folder / item.file, finished[number])
+        done = pump.is_intact(self._items[number], file, finished[number])
         with self._lock:
             self.resumed += done
         return done
 
     @contextmanager
-    def _open(self, path: Path) -> Iterator[int]:
-        """A descriptor of an output file; what was written through it is made durable, if that is asked for."""
-        with storage_errors(path):
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            yield fd
+    def _open(self, path: Path) -> Iterator[OutputFile]:
+        """An output file; what was written through it is made durable, if that is asked for."""
+        with ExitStack() as opened:
+            fd = opened.enter_context(_descriptor(path, os.O_RDWR))
+            direct = None
+            if self._direct:
+                direct = opened.enter_context(_descriptor(path, os.O_WRONLY | os.O_DIRECT))
+            yield OutputFile(path, fd, direct)
             if self._sync:
                 with storage_errors(path):
                     os.fsync(fd)
+            if self._sync or self._direct:
                 drop_cache(fd)
-        finally:
-            with storage_errors(path):  # NFS tells only now that it could not write
-                os.close(fd)
 
     def _tick(self, nbytes: int) -> None:
         with self._lock:
             self._done += nbytes
         if self._stop.is_set():
             raise _StoppedError
+
+
+@contextmanager
+def _descriptor(path: Path, flags: int) -> Iterator[int]:
+    with storage_errors(path):
+        fd = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        with storage_errors(path):  # NFS tells only now that it could not write
+            os.close(fd)

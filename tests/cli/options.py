@@ -13,7 +13,7 @@ OPTIONS = {
         "--layer-spec --experts --weights-only --dtype --vocab-size-padded --vocab-size --extra-state "
         "--stacked --per-layer --hf-config --max-shard-size --layout --world-size --dp-shard --dp-outer --tp "
         "--cp --ep --etp --strategy --outer-strategy --iteration --check-masters --ignore-keys --overwrite "
-        "--resume --dry-run --threads --max-memory --fsync --quiet -q --json --report --trust-pickle "
+        "--resume --dry-run --threads --max-memory --fsync --direct --quiet -q --json --report --trust-pickle "
         "--enable-msc --oom-traceback"
     ),
     "convert-torch-dist-to-fsdp-dtensor": (
@@ -21,12 +21,12 @@ OPTIONS = {
         "--output-optimizer-state-prefix --output-model-weight-prefix --rename-mtp-keys --target --aliases "
         "--layer-spec --experts --weights-only --dtype --vocab-size-padded --vocab-size --layout --world-size "
         "--dp-shard --dp-outer --tp --cp --ep --etp --strategy --outer-strategy --iteration --check-masters "
-        "--ignore-keys --overwrite --resume --dry-run --threads --max-memory --fsync --quiet -q --json "
+        "--ignore-keys --overwrite --resume --dry-run --threads --max-memory --fsync --direct --quiet -q --json "
         "--report --trust-pickle --enable-msc --oom-traceback"
     ),
     "convert-fsdp-dtensor-to-torch-dist": (
         "--layer-spec --weights-only --dtype --extra-state --stacked --per-layer --tp --ep --etp --iteration "
-        "--ignore-keys --overwrite --resume --dry-run --threads --max-memory --fsync --quiet -q --json "
+        "--ignore-keys --overwrite --resume --dry-run --threads --max-memory --fsync --direct --quiet -q --json "
         "--report --trust-pickle --enable-msc --oom-traceback"
     ),
     "build-param-group-map": (
@@ -39,13 +39,13 @@ OPTIONS = {
     ),
     "export-hf": (
         "--hf-config --rules --dtype --vocab-size --max-shard-size --mtp-copies --tp --iteration "
-        "--ignore-keys --overwrite --resume --dry-run --threads --max-memory --fsync --quiet -q --json "
+        "--ignore-keys --overwrite --resume --dry-run --threads --max-memory --fsync --direct --quiet -q --json "
         "--report --trust-pickle --enable-msc"
     ),
     "import-hf": (
         "--to --rules --dtype --vocab-multiple --target --layer-spec --experts --layout --world-size "
         "--dp-shard --dp-outer --tp --cp --ep --etp --strategy --outer-strategy --iteration --overwrite "
-        "--resume --dry-run --threads --max-memory --fsync --quiet -q --json --report --enable-msc"
+        "--resume --dry-run --threads --max-memory --fsync --direct --quiet -q --json --report --enable-msc"
     ),
     "verify": (
         "--content --manifest --allow-nonfinite --iteration --format --json --junit --threads --quiet -q "
