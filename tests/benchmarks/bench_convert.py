@@ -42,6 +42,7 @@ dcp.load(state, checkpoint_id=sys.argv[1])
 dcp.save(state, storage_writer=dcp.FileSystemWriter(sys.argv[2], sync_files=False))
 """
 PARALLEL_CP = "mkdir -p {out}/part && find {sample} -type f | xargs -P 16 -n 1 cp -t {out}/part"
+DIRECT = ("--fsync", "--direct", "--threads", "4")
 SIXTEEN = ("--layout", "even", "--world-size", "16")
 
 
@@ -134,6 +135,7 @@ def commands(source: Path, sample: Path, report: Path) -> dict[str, Callable[[Pa
         "masters none": lambda out: [*ours, str(out), *said, "--check-masters", "none"],
         "cp + sync, cold": lambda out: ["sh", "-c", f"cp -r {sample} {out} && sync -f {out}"],
         "convert --fsync, cold": lambda out: [*ours, str(out), *said, "--fsync"],
+        "convert --direct, cold": lambda out: [*ours, str(out), *said, *DIRECT],
         **{f"{n} processes": ranks(n) for n in (1, 2, 4, 16)},
         "stock load + save": lambda out: [sys.executable, "-c", STOCK, str(iteration), str(out)],
     }
