@@ -266,9 +266,9 @@ def test_msc_urls_read_through_multi_storage_client(tmp_path: Path, monkeypatch:
     provider = {"type": "file", "options": {"base_path": str(tmp_path)}}
     (tmp_path / "msc.json").write_text(json.dumps({"profiles": {"shop": {"storage_provider": provider}}}))
     monkeypatch.setenv("MSC_CONFIG", str(tmp_path / "msc.json"))
+    monkeypatch.setattr(remote, "_ASKED_FOR", set())  # an earlier test may have asked
     with pytest.raises(UsageError, match="add --enable-msc"):
         open_files("msc://shop/run")
-    monkeypatch.setattr(remote, "_ASKED_FOR", set())
     remote.allow_msc()
     files = open_files("msc://shop/run")
     assert files.list() == ["data"]
