@@ -68,8 +68,10 @@ def missing_metadata(files: Files) -> UnsupportedCheckpointError:
             f"{files.location}: there are .distcp files but no {METADATA}, so the save was interrupted before it "
             "was complete. Use an earlier iteration."
         )
+    iterations = [name for name in names if name.startswith("iter_")]
+    hint = f" Give one of its iterations: {', '.join(iterations[-3:])}." if iterations else ""
     return UnsupportedCheckpointError(
-        f"{files.location}: no {METADATA}, so this is no distributed checkpoint."
+        f"{files.location}: no {METADATA}, so this is no distributed checkpoint.{hint}"
     )
 
 

@@ -80,7 +80,9 @@ def inspect(
 
 
 def print_torch_dcp_in_json(
-    torch_dcp_dir: Annotated[str, typer.Argument(help="A torch distributed checkpoint.")],
+    torch_dcp_dir: Annotated[
+        str, typer.Argument(help="A folder with a .metadata: an iteration, not a run's root.")
+    ],
     *,
     values: Annotated[
         bool, typer.Option("--values", help="Add the values of small objects and scalars.")

@@ -250,6 +250,9 @@ def test_missing_metadata_says_why(tmp_path: Path) -> None:
         UnsupportedCheckpointError, match=r"no .metadata, so this is no distributed checkpoint"
     ):
         read_catalog(files)
+    (tmp_path / "iter_0000002").mkdir()
+    with pytest.raises(UnsupportedCheckpointError, match="Give one of its iterations: iter_0000002"):
+        read_catalog(files)
     (tmp_path / "__0_0.distcp").touch()
     with pytest.raises(UnsupportedCheckpointError, match="interrupted before it was complete"):
         read_catalog(files)
