@@ -14,7 +14,7 @@
 #   INSPECTOR     the program  [checkpoint-inspector]
 set -euo pipefail
 
-: "${CHECKPOINT:?set CHECKPOINT to the checkpoint to check}"
+[[ -n ${CHECKPOINT:-} ]] || { echo "set CHECKPOINT to the checkpoint to check" >&2 && exit 2; } # 1 is a finding
 RESULTS=${RESULTS:-checkpoint-check}
 read -r -a inspector <<<"${INSPECTOR:-checkpoint-inspector}"
 read -r -a verify_args <<<"${VERIFY_ARGS:-}"

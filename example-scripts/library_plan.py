@@ -11,7 +11,8 @@ plan = plan_checkpoint(sys.argv[1], Layout("mfsdp-v1", Topology(dp_shard=4)))
 for cost in plan.costs:
     peak = cost.memory.peak if cost.memory else 0
     print(
-        f"rank {cost.rank}: {cost.items} items, {cost.nbytes:,} bytes in {cost.file}, {peak:,} bytes in training"
+        f"rank {cost.rank}: {cost.items} items, {cost.nbytes:,} bytes in {', '.join(cost.files)}, "
+        f"{peak:,} bytes in training"
     )
 print(
     f"largest file over the mean: {plan.imbalance:.2f}; bytes by strategy: {dict(plan.plan.bytes_by_strategy)}"

@@ -29,6 +29,7 @@ set -euo pipefail
 
 : "${INPUT:?set INPUT to the checkpoint to convert}"
 : "${OUTPUT:?set OUTPUT to the directory to write}"
+: "${SLURM_JOB_ID:?is set by Slurm: submit this script with sbatch}"
 COMMAND=${COMMAND:-convert-torch-dist-to-fsdp-dtensor}
 LAUNCHER=${LAUNCHER:-srun}
 RANKS_PER_NODE=${RANKS_PER_NODE:-4}

@@ -32,6 +32,7 @@ set -euo pipefail
 : "${CHECKPOINT:?set CHECKPOINT to the fsdp_dtensor checkpoint to start from}"
 : "${SAVE:?set SAVE to the directory for new checkpoints}"
 : "${MEGATRON:?set MEGATRON to a checkout of Megatron-LM}"
+: "${SLURM_JOB_ID:?is set by Slurm: submit this script with sbatch}"
 TP=${TP:-1} EP=${EP:-8} CP=${CP:-1}
 MBS=${MBS:-1} GBS=${GBS:-2048} SEQ_LEN=${SEQ_LEN:-4096} TRAIN_ITERS=${TRAIN_ITERS:-1000} MINUTES=${MINUTES:-225}
 PYTHON=${PYTHON:-python3}

@@ -47,13 +47,17 @@ def in_a_folder(file: Path | None) -> Path | None:
     """`file`, if it can be made where it is to be: told before the work, not after it.
 
     Raises:
-        UsageError: its folder is not there.
+        UsageError: its folder is not there, or it is a folder.
     """
     if file is not None and not file.parent.is_dir():
         from ckpt_tools.catalog.files import absent_folder
         from ckpt_tools.errors import UsageError
 
         raise UsageError(f"{file} cannot be written: {absent_folder(file.parent)}")
+    if file is not None and file.is_dir():
+        from ckpt_tools.errors import UsageError
+
+        raise UsageError(f"{file} cannot be written: it is a folder; give the name of a file")
     return file
 
 

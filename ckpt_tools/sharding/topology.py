@@ -79,7 +79,7 @@ class Topology:
         """
         others = max(dp_outer * cp * tp, 1)
         size = world_size // others if dp_shard is None else dp_shard
-        if size * others != world_size or size < 1:
+        if size * others != world_size or (dp_shard is None and size < 1):
             given = "" if dp_shard is None else f" x dp_shard {dp_shard}"
             raise UsageError(
                 f"world size {world_size} is not {'a multiple of ' if dp_shard is None else ''}"

@@ -143,6 +143,11 @@ def test_files_that_cannot_be_made_are_refused_before_the_work(
     )
     assert os.listdir(tmp_path) == ["reports"]
 
+    text = text.replace(str(file), str(tmp_path / "reports"))
+    assert run(text.replace("OUT", str(tmp_path / "out")).split()) == 2
+    assert "reports cannot be written: it is a folder" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["reports"]
+
 
 def test_tables_say_the_same_on_a_terminal_and_in_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["inspect", str(RUN)]) == 0

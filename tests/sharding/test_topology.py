@@ -74,6 +74,8 @@ def test_the_world_size_decides_what_is_left_over() -> None:
         Topology.of_world(64, tp=3)
     with pytest.raises(UsageError, match="world size 64 is not dp_outer 1 x cp 1 x tp 2 x dp_shard 16 = 32"):
         Topology.of_world(64, dp_shard=16, tp=2)
+    with pytest.raises(UsageError, match="dp_shard is 0, it must be at least 1"):
+        Topology.of_world(0, dp_shard=0)
     with pytest.raises(UsageError, match="world size 2 is not a multiple of"):
         Topology.of_world(2, tp=4)
     with pytest.raises(UsageError, match="pp is 2"):
