@@ -15,5 +15,5 @@ for cost in plan.costs:
         f"{peak:,} bytes in training"
     )
 print(
-    f"largest file over the mean: {plan.imbalance:.2f}; bytes by strategy: {dict(plan.plan.bytes_by_strategy)}"
+    f"largest rank over the mean: {plan.imbalance:.2f}; bytes by strategy: {dict(plan.plan.bytes_by_strategy)}"
 )

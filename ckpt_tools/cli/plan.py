@@ -161,7 +161,7 @@ def _print(found: Priced) -> None:
             f"{render.human_bytes(facts['bytes_to_write'])} in {len(found.plan.file_bytes)} files",
         ),
         ("moved by", strategies or "nothing"),
-        ("imbalance", f"{facts['imbalance']:.3f} (largest file over the mean)"),
+        ("imbalance", f"{facts['imbalance']:.3f} (largest rank over the mean)"),
     ]
     if found.layout.name != "even":
         rows.append(("padding", f"{render.human_bytes(facts['padding_bytes'])} of buffers in training"))

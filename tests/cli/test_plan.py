@@ -65,6 +65,22 @@ def test_the_plan_is_what_convert_writes(tmp_path, capsys):
     assert files == {rank["files"][0]: rank["bytes"] for rank in found["ranks"]}
 
 
+def test_ranks_of_several_files(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("ckpt_tools.plan.build.FILE_BYTES", 3000)
+    found = planned(capsys, "--dp-shard", 3)
+    assert run(["convert", str(LLAMA), str(tmp_path / "out"), "--dp-shard", "3", "--quiet"]) == 0
+    sizes = {p.name: p.stat().st_size for p in tmp_path.glob("out/iter_*/*.distcp")}
+    assert sorted(sizes) == sorted(name for rank in found["ranks"] for name in rank["files"])
+    for rank in found["ranks"]:
+        assert len(rank["files"]) > 3
+        assert rank["bytes"] == sum(sizes[name] for name in rank["files"])
+    capsys.readouterr()
+    assert plan(LLAMA, "--dp-shard", 3) == 0
+    shown = capsys.readouterr().out
+    assert f"{found['imbalance']:.3f} (largest rank over the mean)" in shown
+    assert f"__2_0.distcp ... {found['ranks'][2]['files'][-1]}" in shown
+
+
 def test_one_rank_is_planned_as_in_the_plan_of_all(capsys):
     whole = planned(capsys, "--dp-shard", 3)
     for rank in range(3):
