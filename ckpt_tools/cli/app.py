@@ -6,6 +6,7 @@ names it; their bodies parse, call a function of `convert`, and print what it re
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import traceback
@@ -54,6 +55,9 @@ def main(argv: list[str] | None = None) -> None:
     # Once numpy is imported, its BLAS has a thread a core wait for matrices, busily at first. No command has any.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     _keep_freed_memory()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what the locale cannot spell must not end a command
+            stream.reconfigure(errors="backslashreplace")
     sys.exit(run(argv))
 
 

@@ -130,6 +130,13 @@ def test_numpy_starts_no_threads() -> None:
     assert python("-c", program).stderr.split() == ["1", "True"]
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_what_the_locale_cannot_spell_is_escaped(encoding: str) -> None:
+    found = python("-m", "ckpt_tools", "inspect", str(fixture_dir(LLAMA)), PYTHONIOENCODING=encoding)
+    assert (found.returncode, found.stderr) == (0, "")
+    assert r"\u2500\u2500" in found.stdout
+
+
 def test_module_and_broken_pipe() -> None:
     assert python("-m", "ckpt_tools", "--version").stdout.startswith(f"ckpt_tools {__version__}\n")
     command = f"{sys.executable} -m ckpt_tools inspect --json {fixture_dir(LLAMA)} | head -c 10"
