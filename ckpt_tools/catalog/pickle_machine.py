@@ -64,6 +64,7 @@ class Machine:
         self._outer: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
         self._count = 0  # memo entries so far, packed ones included
+        self._puts = 0  # those that a PUT made
         self._bases = array("Q")  # first memo entry of each packed record that made any
         self._places = array("Q")  # and where it begins
         self._names: set[Name] = set()
@@ -78,6 +79,8 @@ class Machine:
         try:
             if not self._run(len(self.data)):
                 raise EOFError("no STOP")
+            if 0 < self._puts < self._count:  # one may replace what the other made, a packed record's too
+                raise ValueError("memo entries both numbered and not, as no writer makes them")
             return self._stack.pop()
         except CkptError:
             raise
@@ -220,7 +223,9 @@ class Machine:
                 f"{self.where}: byte {self._at} of the pickle stores memo entry {index}, but the pickle has only "
                 f"{len(self.data)} bytes. It is damaged or hostile."
             )
-        self._count += index not in self._memo
+        if index not in self._memo:
+            self._count += 1
+            self._puts += 1
         self._memo[index] = self._stack[-1]
 
     def _mark(self) -> None:

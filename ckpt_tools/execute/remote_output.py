@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import resource
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import asdict
@@ -68,6 +68,7 @@ class RemoteJob:
         self._ranks, self._progress = ranks, progress
         self._leads = ranks.rank == 0
         self._store = Store(str(output.directory))
+        self._entries = _entries_by_file(plan)
         self._source_state: list[list[object]] = []
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -182,7 +183,7 @@ class RemoteJob:
         def upload(_timeout: float) -> None:
             file = self._store.open_for_writing(name, part_bytes)
             try:
-                for data in _content(self._plan, name, pump):
+                for data in _content(self._entries[name], size, pump):
                     file.write(data)
                 file.close()
             except BaseException:
@@ -211,12 +212,21 @@ def share_of_files(plan: Plan, rank: int, world: int) -> list[str]:
     return mine
 
 
-def _content(plan: Plan, name: str, pump: Pump) -> Iterator[bytes | memoryview]:
+def _entries_by_file(plan: Plan) -> dict[str, list[OutputItem | OutputBlob]]:
+    """What stands in each file, in order."""
+    found: dict[str, list[OutputItem | OutputBlob]] = {name: [] for name in plan.file_bytes}
+    entries: list[OutputItem | OutputBlob] = [*plan.items, *plan.blobs]
+    for entry in sorted(entries, key=lambda entry: entry.offset):
+        found[entry.file].append(entry)
+    return found
+
+
+def _content(
+    entries: Sequence[OutputItem | OutputBlob], size: int, pump: Pump
+) -> Iterator[bytes | memoryview]:
     """The bytes of a file in order, gaps as zeros; each part is valid until the next is asked for."""
-    entries: list[OutputItem | OutputBlob] = [item for item in plan.items if item.file == name]
-    entries += [blob for blob in plan.blobs if blob.file == name]
     at = 0
-    for entry in sorted(entries, key=lambda e: e.offset):
+    for entry in entries:
         if entry.offset + entry.length <= at:  # equal blobs share their bytes
             continue
         yield bytes(entry.offset - at)
@@ -225,4 +235,4 @@ def _content(plan: Plan, name: str, pump: Pump) -> Iterator[bytes | memoryview]:
         else:
             yield from pump.item_content(entry)
         at = entry.offset + entry.length
-    yield bytes(plan.file_bytes[name] - at)
+    yield bytes(size - at)

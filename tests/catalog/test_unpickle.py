@@ -126,3 +126,11 @@ def test_a_pickle_cannot_change_us() -> None:
     assert stand_in("argparse", "Namespace").module == "argparse"
     assert load(b"ctorch\nfloat32\n.") == TorchDtype("float32")
     assert load(b"c_codecs\nencode\nX\x01\0\0\0aX\x06\0\0\0latin1\x86R.") == b"a"
+
+
+def test_a_memo_numbered_in_two_ways_is_refused() -> None:
+    """The second MEMOIZE makes entry 1, which the PUT made before: what a GET of it finds depends on the reader."""
+    with pytest.raises(CorruptCheckpointError, match="numbered and not"):
+        Machine(b"\x80\x04]\x94K\x05q\x01\x94h\x01.", "here").load()
+    assert Machine(b"\x80\x04K\x05\x94.", "here").load() == 5
+    assert Machine(b"\x80\x02K\x05q\x01q\x00q\x01h\x01.", "here").load() == 5
