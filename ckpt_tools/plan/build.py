@@ -36,6 +36,10 @@ from ckpt_tools.plan.without_gc import without_gc
 
 SPAN_BYTES = 4 << 20  # longest span assumed when a strategy is chosen
 FILE_BYTES = 1 << 30  # a file that is this long gets no further item
+BLOCK_BYTES = 4096  # file systems that share extents share such blocks
+SHARED_BYTES = (
+    1 << 20
+)  # an item that is this long and a whole source payload may begin behind a gap of a block
 
 Placement: TypeAlias = Callable[[TargetTensor], Sequence[tuple[int, Box]]]
 """The boxes of a tensor, in its global coordinates, and the target rank that owns each."""
@@ -56,12 +60,14 @@ class _Files:
     def __init__(self, world: int) -> None:
         self._ends = [[0] for _ in range(world)]
 
-    def place(self, rank: int, length: int) -> tuple[str, int]:
-        """File and offset of `length` bytes, in the order of the calls."""
+    def place(self, rank: int, length: int, in_block: int | None = None) -> tuple[str, int]:
+        """File and offset of `length` bytes, in the order of the calls; `in_block`: where in a block they begin."""
         ends = self._ends[rank]
         if ends[-1] >= FILE_BYTES:
             ends.append(0)
         offset = -(-ends[-1] // ALIGNMENT) * ALIGNMENT
+        if in_block is not None:
+            offset += (in_block - offset) % BLOCK_BYTES
         ends[-1] = offset + length
         return f"__{rank}_{len(ends) - 1}.distcp", offset
 
@@ -185,11 +191,25 @@ class _Items:
                 transfers.append(
                     Transfer(entry.key, stored.item, entry.dtype, stored.box.size, piece, strategy)
                 )
-            name, offset = self._files.place(rank, length)
+            in_block = _as_in_source(transfers[0], tensor, box) if length >= SHARED_BYTES and parts else None
+            name, offset = self._files.place(rank, length, in_block)
             yield (
                 rank,
                 OutputItem(tensor.key, box, tensor.dtype, name, offset, length, tuple(transfers), zeros),
             )
+
+
+def _as_in_source(first: Transfer, tensor: TargetTensor, box: Box) -> int | None:
+    """Where in a block an item begins so that its first payload lies there as in its source, and can be shared.
+
+    None: it is no whole payload, or the item would not be aligned. The source's head is taken for what torch writes
+    now; where it is another, bytes are copied instead.
+    """
+    if first.strategy != VERBATIM:
+        return None
+    heads = len(tensor_frame(first.dtype, first.shape).head) - len(tensor_frame(tensor.dtype, box.size).head)
+    start = (first.item.offset + heads) % BLOCK_BYTES
+    return None if start % ALIGNMENT or first.item.bare else start
 
 
 def _prove_tiling(tensor: TargetTensor, boxes: Sequence[tuple[int, Box]]) -> None:

@@ -127,6 +127,31 @@ def test_a_full_file_gets_no_further_item(monkeypatch: pytest.MonkeyPatch, world
     assert len(plan.file_bytes) > world
 
 
+@given(at=st.integers(0, 1 << 20), before=st.integers(1, 3000), rows=st.sampled_from([1, 128, 129]))
+def test_a_long_whole_payload_lies_in_its_block_as_in_its_source(at: int, before: int, rows: int) -> None:
+    """So a file system can share its extents; where the source's item is not aligned, the target's still is."""
+    shape = (rows, 2048)  # 1 MiB and a little, where it is long
+    entries = {
+        "small": TensorEntry("small", "uint8", (before,), (Chunk(full_box((before,)), Item("s", 0, 4096)),)),
+        "w": TensorEntry(
+            "w", "float32", (1, *shape), (Chunk(full_box((1, *shape)), Item("s", at, 1 << 21)),)
+        ),
+    }
+    tensors = (
+        TargetTensor("small", "uint8", (before,), (Source("small"),)),
+        TargetTensor("w", "float32", shape, (Source("w", (Select(0, 0),)),)),
+    )
+    small, item = build_plan(Catalog("", entries, {}), Target(tensors), whole, 1).items
+    stored, made = (len(tensor_frame("float32", size).head) for size in ((1, *shape), shape))
+    assert item.offset % ALIGNMENT == 0
+    gap = item.offset - (small.offset + small.length)
+    if rows > 1 and at % ALIGNMENT == 0:
+        assert (item.offset + made - at - stored) % 4096 == 0
+        assert 0 <= gap < 4096 + ALIGNMENT
+    else:
+        assert 0 <= gap < ALIGNMENT
+
+
 @given(st.data())
 def test_every_world_moves_the_same_elements(data: st.DataObject) -> None:
     shape = data.draw(st.tuples(st.integers(1, 6), st.integers(1, 9), st.integers(1, 5)))
