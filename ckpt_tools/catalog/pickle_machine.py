@@ -125,13 +125,11 @@ class Machine:
             made = found[f"{name}_tuple"]
             if made is None:
                 at += 2 if found[f"{name}_empty"] else 0
-            elif (
-                b"\x8a\x08" not in made and self.value(found[f"{name}_call"]) == _SIZE
-            ):  # no wide integers to count
+            elif b"\x8a\x08" not in made and self.value(found[f"{name}_call"]) == _SIZE:
                 numbers = integers(made)
                 self._memo[at], self._memo[at + 1], self._memo[at + 2] = numbers, (numbers,), numbers
                 at += 3
-            else:
+            else:  # not a size, or with wide integers, which are counted as they are executed
                 return
 
     def _execute_record(self, number: int) -> None:

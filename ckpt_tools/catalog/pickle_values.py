@@ -128,9 +128,8 @@ def check_tree(root: Any, size: int, where: str) -> None:
     Raises:
         CorruptCheckpointError: it contains itself, is nested too deep, or holds shared parts too often.
     """
-    done: dict[
-        int, tuple[int, int]
-    ] = {}  # by identity: values inside, shared ones as often as they appear; depth
+    # By identity: how many values are inside, shared ones as often as they appear, and how deep.
+    done: dict[int, tuple[int, int]] = {}
     begun: set[int] = set()
     stack = [root]
     while stack:

@@ -49,16 +49,13 @@ def in_a_folder(file: Path | None) -> Path | None:
     Raises:
         UsageError: its folder is not there, or it is a folder.
     """
-    if file is not None and not file.parent.is_dir():
-        from ckpt_tools.catalog.files import absent_folder
-        from ckpt_tools.errors import UsageError
+    if file is None or (file.parent.is_dir() and not file.is_dir()):
+        return file
+    from ckpt_tools.catalog.files import absent_folder
+    from ckpt_tools.errors import UsageError
 
-        raise UsageError(f"{file} cannot be written: {absent_folder(file.parent)}")
-    if file is not None and file.is_dir():
-        from ckpt_tools.errors import UsageError
-
-        raise UsageError(f"{file} cannot be written: it is a folder; give the name of a file")
-    return file
+    why = "it is a folder; give the name of a file" if file.is_dir() else absent_folder(file.parent)
+    raise UsageError(f"{file} cannot be written: {why}")
 
 
 _MODEL, _PLACE, _RUN = "The model and its target", "Placement", "How to run"

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
 
 from ckpt_tools.catalog.model import Catalog
 from ckpt_tools.catalog.safetensors import INDEX_FILE
@@ -37,7 +36,7 @@ from ckpt_tools.megatron.target import InlineTensor, Source, TargetTensor
 from ckpt_tools.megatron.to_torch_dist import training_dtype
 from ckpt_tools.megatron.torch_dist import EXPERTS, sort_keys
 from ckpt_tools.megatron.views import Select
-from ckpt_tools.plan.model import Plan, plan_json
+from ckpt_tools.plan.model import Plan, plan_summary
 from ckpt_tools.plan.safetensors import WeightFile, build_safetensors_plan
 
 
@@ -246,7 +245,6 @@ def _report(
     notes = list(planned.notes)
     if not any(name.startswith("tokenizer") for name in planned.extra_files):
         notes.append("no tokenizer was written; pass --hf-config DIR to take one over")
-    plan: dict[str, Any] = plan_json(planned.plan)
     return ConversionReport(
         source=source,
         output=output,
@@ -263,5 +261,5 @@ def _report(
         backfilled=(),
         notes=tuple(notes),
         written=written,
-        plan={k: v for k, v in plan.items() if k not in ("tensors", "blobs")},
+        plan=plan_summary(planned.plan),
     )

@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from ckpt_tools.box import full_box
 from ckpt_tools.catalog.detect import METADATA_JSON, TRACKER, Location
@@ -37,7 +36,7 @@ from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions, build_fsdp_target
 from ckpt_tools.megatron.to_torch_dist import TorchDistOptions, build_torch_dist_target
 from ckpt_tools.megatron.torch_dist import EXPERTS, Parameter
 from ckpt_tools.plan.build import build_plan
-from ckpt_tools.plan.model import Plan, plan_json
+from ckpt_tools.plan.model import Plan, plan_summary
 
 MLA_NORM = re.compile(r"\.linear_(q|kv)_up_proj\.layer_norm_weight$")
 FORMATS = ("torch_dist", "fsdp_dtensor")
@@ -237,7 +236,6 @@ def _report(
     source: str, output: str, options: ImportOptions, planned: PlannedImport, written: WriteReport | None
 ) -> ConversionReport:
     target, imported = planned.target, planned.imported
-    plan: dict[str, Any] = plan_json(planned.plan)
     dropped = [f"{key}: no content of its own" for key in imported.dropped]
     return ConversionReport(
         source=source,
@@ -255,5 +253,5 @@ def _report(
         backfilled=target.backfilled,
         notes=(*imported.notes, *target.notes),
         written=written,
-        plan={k: v for k, v in plan.items() if k not in ("tensors", "blobs")},
+        plan=plan_summary(planned.plan),
     )

@@ -18,7 +18,7 @@ from ckpt_tools.dtypes import itemsize
 from ckpt_tools.errors import UsageError
 from ckpt_tools.megatron.target import Target
 from ckpt_tools.plan.build import file_rank
-from ckpt_tools.plan.model import OutputItem, Plan, item_rows, plan_json
+from ckpt_tools.plan.model import OutputItem, Plan, item_rows, plan_summary
 from ckpt_tools.sharding.memory import Memory, rank_memory
 from ckpt_tools.sharding.placement import Placement
 from ckpt_tools.sharding.topology import Topology
@@ -120,11 +120,7 @@ class Priced:
 
     def summary(self) -> dict[str, Any]:
         """Everything but the listings, as JSON values."""
-        whole = {
-            k: v
-            for k, v in plan_json(self.plan).items()
-            if k not in ("schema_version", "tensors", "blobs", "files")
-        }
+        whole = {k: v for k, v in plan_summary(self.plan).items() if k not in ("schema_version", "files")}
         topology = self.layout.topology
         return {
             "schema_version": SCHEMA_VERSION,

@@ -122,16 +122,18 @@ def open_source(
     """The `torch_dist` checkpoint at `location`, taken apart, and its open files."""
     if location.kind != "torch_dist":
         raise UnsupportedCheckpointError(
-            f"{location.path} is {_A_KIND.get(location.kind, location.kind)}, not a torch_dist checkpoint"
+            f"{location.path} is {A_KIND.get(location.kind, location.kind)}, not a torch_dist checkpoint"
         )
     files = open_files(location.path)
     return files, read_torch_dist(files, read_catalog(files, trust_pickle), ignore_keys, trust_pickle)
 
 
-_A_KIND = {
+A_KIND = {
+    "torch_dist": "already a torch_dist checkpoint",
     "fsdp_dtensor": "already an fsdp_dtensor checkpoint",
     "safetensors": "a Hugging Face model (use import-hf)",
 }
+"""What a source is that its converter refuses, by kind."""
 
 
 def make_plan(catalog: Catalog, built: FsdpTarget, layout: Layout) -> Plan:

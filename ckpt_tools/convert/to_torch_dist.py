@@ -13,7 +13,7 @@ from ckpt_tools.catalog.files import Files
 from ckpt_tools.catalog.pickling import dump_archive
 from ckpt_tools.convert.opened import open_checkpoint
 from ckpt_tools.convert.outputs import ConversionReport, choose_output, count_objects, object_archives
-from ckpt_tools.convert.to_fsdp_dtensor import Progress
+from ckpt_tools.convert.to_fsdp_dtensor import A_KIND, Progress
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError
 from ckpt_tools.execute.ranks import DistributedRanks, Ranks, connect
 from ckpt_tools.execute.run import WriteOptions, WriteReport, write_checkpoint
@@ -91,12 +91,6 @@ def convert_to_torch_dist(
     return _report(source, output, planned, written)
 
 
-_A_KIND = {
-    "torch_dist": "already a torch_dist checkpoint",
-    "safetensors": "a Hugging Face model (use import-hf)",
-}
-
-
 @without_gc()
 def plan_torch_dist(
     source: str, options: ToTorchDistOptions, ranks: Ranks | DistributedRanks
@@ -106,7 +100,7 @@ def plan_torch_dist(
     try:
         if opened.location.kind != "fsdp_dtensor":
             raise UnsupportedCheckpointError(
-                f"{opened.location.path} is {_A_KIND.get(opened.location.kind, opened.location.kind)}, "
+                f"{opened.location.path} is {A_KIND.get(opened.location.kind, opened.location.kind)}, "
                 "not an fsdp_dtensor checkpoint"
             )
         target_options = options.target

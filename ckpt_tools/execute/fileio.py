@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckpt_tools.errors import StorageError
+from ckpt_tools.plan.frames import EXTENT_BYTES
 
 _FICLONERANGE = 0x4020940D  # linux/fs.h
-_CLONE_BLOCK = 4096  # bytes; block size of the file systems that share extents
 _COPY_UNSUPPORTED = {errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.ETXTBSY}
 _BOUNCE_BYTES = 1 << 20
 BLOCK_BYTES = max(4096, mmap.PAGESIZE)  # what passes by the page cache begins and ends at multiples of it
@@ -103,9 +103,9 @@ def copy_range(source: At, target: At, length: int, count: CopyCount) -> None:
         OSError: as the system says; EIO when the source ends early.
     """
     done = 0
-    if (source.offset - target.offset) % _CLONE_BLOCK == 0:
-        lead = -source.offset % _CLONE_BLOCK
-        middle = (length - lead) // _CLONE_BLOCK * _CLONE_BLOCK
+    if (source.offset - target.offset) % EXTENT_BYTES == 0:
+        lead = -source.offset % EXTENT_BYTES
+        middle = (length - lead) // EXTENT_BYTES * EXTENT_BYTES
         if middle > 0 and _clone(source.skip(lead), target.skip(lead), middle):
             _copy(source, target, lead, count)
             count.cloned += middle

@@ -18,7 +18,7 @@ from ckpt_tools.errors import CorruptCheckpointError, MappingError, list_problem
 from ckpt_tools.megatron.target import InlineTensor, Target, TargetObject, TargetTensor
 from ckpt_tools.megatron.views import Piece
 from ckpt_tools.plan.byte_runs import is_dense, is_run, read_pattern
-from ckpt_tools.plan.frames import ALIGNMENT, framed_tensor, tensor_frame
+from ckpt_tools.plan.frames import ALIGNMENT, EXTENT_BYTES, framed_tensor, tensor_frame
 from ckpt_tools.plan.model import (
     COVERING,
     RUNS,
@@ -36,13 +36,14 @@ from ckpt_tools.plan.without_gc import without_gc
 
 SPAN_BYTES = 4 << 20  # longest span assumed when a strategy is chosen
 FILE_BYTES = 1 << 30  # a file that is this long gets no further item
-BLOCK_BYTES = 4096  # file systems that share extents share such blocks
-SHARED_BYTES = (
-    1 << 20
-)  # an item that is this long and a whole source payload may begin behind a gap of a block
+SHARED_BYTES = 1 << 20  # so long a copy of a whole payload may begin behind a gap, for extents to be shared
 
 Placement: TypeAlias = Callable[[TargetTensor], Sequence[tuple[int, Box]]]
 """The boxes of a tensor, in its global coordinates, and the target rank that owns each."""
+
+
+def _file_name(rank: int, number: int) -> str:
+    return f"__{rank}_{number}.distcp"
 
 
 def file_rank(file: str) -> int:
@@ -67,14 +68,14 @@ class _Files:
             ends.append(0)
         offset = -(-ends[-1] // ALIGNMENT) * ALIGNMENT
         if in_block is not None:
-            offset += (in_block - offset) % BLOCK_BYTES
+            offset += (in_block - offset) % EXTENT_BYTES
         ends[-1] = offset + length
-        return f"__{rank}_{len(ends) - 1}.distcp", offset
+        return _file_name(rank, len(ends) - 1), offset
 
     def sizes(self) -> dict[str, int]:
         """Length in bytes of every file that is not empty."""
         return {
-            f"__{rank}_{number}.distcp": end
+            _file_name(rank, number): end
             for rank, ends in enumerate(self._ends)
             for number, end in enumerate(ends)
             if end
@@ -208,7 +209,7 @@ def _as_in_source(first: Transfer, tensor: TargetTensor, box: Box) -> int | None
     if first.strategy != VERBATIM:
         return None
     heads = len(tensor_frame(first.dtype, first.shape).head) - len(tensor_frame(tensor.dtype, box.size).head)
-    start = (first.item.offset + heads) % BLOCK_BYTES
+    start = (first.item.offset + heads) % EXTENT_BYTES
     return None if start % ALIGNMENT or first.item.bare else start
 
 

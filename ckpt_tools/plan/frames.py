@@ -25,6 +25,7 @@ from ckpt_tools.dtypes import itemsize
 from ckpt_tools.plan.pickle_ops import int_ops, int_tuple_ops, text_ops
 
 ALIGNMENT = 64
+EXTENT_BYTES = 4096  # file systems that share extents share such blocks
 _U32 = 0xFFFFFFFF
 _U64 = 0xFFFFFFFFFFFFFFFF
 _CRC = struct.Struct("<I")
@@ -58,7 +59,7 @@ class _Record(NamedTuple):
 
 
 class _Blanks(NamedTuple):
-    """What in a tail depends on the payload's CRC-32: that itself, the serialization id, and the id's own CRC-32."""
+    """A tail, but for what depends on the payload's CRC-32: that itself, the serialization id, the id's CRC-32."""
 
     crc: int  # where the payload's first stands, in bytes from the tail's start
     form: bytes  # the tail with a `%b` wherever one stands
@@ -67,18 +68,21 @@ class _Blanks(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """The bytes around a payload; the tail's are those for CRC-32 0, with the places to fill in another."""
+    """The bytes around a payload."""
 
     head: bytes
     payload_bytes: int
     length: int  # bytes of the whole archive
-    blank_tail: bytes = b""
-    blanks: _Blanks | None = None
+    blanks: _Blanks | None = None  # None: no tail
+
+    @property
+    def tail_bytes(self) -> int:
+        return self.length - len(self.head) - self.payload_bytes
 
     def tail(self, crc: int) -> bytes:
         """What follows a payload whose CRC-32 is `crc`."""
         if self.blanks is None:
-            return self.blank_tail
+            return b""
         _, form, before, behind = self.blanks
         own = (crc, *behind) if self.payload_bytes else behind  # an empty record is not summed
         digits = _ID_FORM % _combined_crc(own, before)
@@ -87,9 +91,10 @@ class Frame(NamedTuple):
             return form % (digits, id_crc, stated, id_crc)
         return form % (stated, digits, id_crc, stated, id_crc)
 
-    def crc_in(self, tail: bytes | memoryview) -> int:
-        """The payload's CRC-32 that `tail` states, if it is one of this frame's."""
-        return int(_CRC.unpack_from(tail, self.blanks.crc)[0]) if self.blanks else 0
+    def crc_in(self, tail: bytes) -> int | None:
+        """The payload's CRC-32 that `tail`, of `tail_bytes`, states; None if it is the tail of another frame."""
+        crc = int(_CRC.unpack_from(tail, self.blanks.crc)[0]) if self.blanks else 0
+        return crc if tail == self.tail(crc) else None
 
 
 @lru_cache(maxsize=4096)
@@ -113,8 +118,8 @@ def tensor_frame(dtype: str, shape: tuple[int, ...]) -> Frame:
     records.append(_Record(b"archive/data/0", len(out), payload_bytes, 0))
     out += _local_header(records[-1])
     end = len(out) + payload_bytes
-    tail, blanks = _blank_tail(records, end)
-    return Frame(bytes(out), payload_bytes, end + len(tail), tail, blanks)
+    tail_bytes, blanks = _tail_form(records, end)
+    return Frame(bytes(out), payload_bytes, end + tail_bytes, blanks)
 
 
 def bare_frame(dtype: str, shape: tuple[int, ...]) -> Frame:
@@ -129,8 +134,8 @@ def framed_tensor(dtype: str, shape: Sequence[int], payload: bytes) -> bytes:
     return frame.head + payload + frame.tail(zlib.crc32(payload))
 
 
-def _blank_tail(records: list[_Record], start: int) -> tuple[bytes, _Blanks]:
-    """The bytes from archive offset `start` on, behind the payload, which is the last of `records`."""
+def _tail_form(records: list[_Record], start: int) -> tuple[int, _Blanks]:
+    """Length and form of what stands from archive offset `start` on, behind the payload, the last of `records`."""
     out = bytearray()
     if records[-1].size:  # miniz writes no descriptor behind an empty record
         out += _descriptor(records[-1])
@@ -143,10 +148,10 @@ def _blank_tail(records: list[_Record], start: int) -> tuple[bytes, _Blanks]:
     places = [(place, _CRC.size) for place in (*payload_crc, descriptor + 4, entries[-1])]
     places.append((descriptor - len(digits), len(digits)))
     before = _combined_crc([record.crc for record in records[:-1]])
-    return bytes(out), _Blanks(payload_crc[0], _form(out, places), before, (version.crc,))
+    return len(out), _Blanks(payload_crc[0], _form(out, places), before, (version.crc,))
 
 
-def _form(tail: bytes | bytearray, places: Iterable[tuple[int, int]]) -> bytes:
+def _form(tail: bytearray, places: Iterable[tuple[int, int]]) -> bytes:
     """`tail` for the `%` operator, with a `%b` in each of the `places` (offset, length)."""
     form, done = b"", 0
     for start, length in sorted(places):

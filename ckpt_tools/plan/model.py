@@ -135,21 +135,13 @@ def item_row(item: OutputItem) -> list[object]:
 
 
 def plan_summary(plan: Plan) -> dict[str, object]:
-    """What a report says of the plan."""
+    """The plan without its items, which `item_rows` gives one at a time, and without its tensors."""
     return {
         "schema_version": 1,
         "digest": plan.digest,
         "bytes_to_write": plan.bytes_to_write,
         "bytes_by_strategy": dict(plan.bytes_by_strategy),
         "files": dict(plan.file_bytes),
-    }
-
-
-def plan_json(plan: Plan) -> dict[str, object]:
-    """The plan without its items, which `item_rows` gives one at a time."""
-    return plan_summary(plan) | {
-        "tensors": {key: {"dtype": t.dtype, "shape": list(t.shape)} for key, t in plan.tensors.items()},
-        "blobs": [{"key": b.key, "file": b.file, "offset": b.offset, "length": b.length} for b in plan.blobs],
     }
 
 

@@ -22,7 +22,7 @@ from ckpt_tools.megatron.views import Narrow, Place, Select
 from ckpt_tools.plan.assign import worker_share
 from ckpt_tools.plan.build import Placement, build_plan, file_rank
 from ckpt_tools.plan.frames import ALIGNMENT, tensor_frame
-from ckpt_tools.plan.model import Plan, item_rows, plan_json
+from ckpt_tools.plan.model import Plan, item_rows, plan_summary
 from tests.conftest import REPO
 from tests.strategies import Shape, tilings
 
@@ -265,7 +265,7 @@ def test_archives_must_be_those_of_the_objects() -> None:
 
 def test_json_says_everything_and_digest_changes_with_it() -> None:
     plan = stacked_plan(2)
-    assert json.loads(json.dumps(plan_json(plan)))["digest"] == plan.digest
+    assert json.loads(json.dumps(plan_summary(plan)))["digest"] == plan.digest
     listed = json.loads(json.dumps(list(item_rows(plan))))
     assert [row["length"] for row in listed] == [item.length for item in plan.items]
     assert len({stacked_plan(world).digest for world in (1, 2, 3, 4, 8)}) == 5
