@@ -79,6 +79,24 @@ def payload_offset(read: ReadAt, record: Record, where: str) -> int:
     raise CorruptCheckpointError(f"{where}: record {record.name!r} is not where the zip directory says.")
 
 
+def stored_crc32(record: Record) -> int | None:
+    """The checksum of a record's content, None when its writer kept none: zeros stand there."""
+    return record.crc32 if record.crc32 or not record.size else None
+
+
+def check_record(record: Record, content: bytes, where: str) -> None:
+    """
+    Raises:
+        CorruptCheckpointError: `content` has another checksum than the record's writer stored.
+    """
+    expected, found = stored_crc32(record), zlib.crc32(content)
+    if expected not in (None, found):
+        raise CorruptCheckpointError(
+            f"{where}: record {record.name!r} of {record.size} bytes has CRC-32 {found:08x}, its writer stored "
+            f"{expected:08x}: bits have changed since. Copy the checkpoint again."
+        )
+
+
 def _locate_directory(read: ReadAt, length: int, where: str) -> tuple[int, int, int, int]:
     """Records, offset and size of the directory, and the byte at which it must have ended."""
     end = length - _END.size  # torch writes no comment behind the end record

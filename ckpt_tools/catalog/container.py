@@ -13,7 +13,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckpt_tools.box import row_major_strides
-from ckpt_tools.catalog.archive import Record, payload_offset, read_directory
+from ckpt_tools.catalog.archive import Record, check_record, payload_offset, read_directory, stored_crc32
 from ckpt_tools.catalog.files import Files
 from ckpt_tools.catalog.model import MAX_DIMENSIONS, Item
 from ckpt_tools.catalog.pickled_names import brief
@@ -22,6 +22,7 @@ from ckpt_tools.dtypes import itemsize
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError
 
 MAX_PICKLE_BYTES = 64 << 20
+_ZIP = b"PK\x03\x04"
 _WINDOW = 4096  # covers every record but the payload of a single-tensor archive (1.5 KiB in torch 2.13)
 
 STORAGE_DTYPES = {
@@ -40,6 +41,14 @@ STORAGE_DTYPES = {
 }
 
 
+class Stretch(NamedTuple):
+    """Bytes of a file that one checksum stands for."""
+
+    start: int
+    nbytes: int
+    crc32: int | None  # None when their writer kept none
+
+
 class Frame(NamedTuple):
     """Where the bytes of a stored tensor lie and how its elements are laid out in them."""
 
@@ -50,6 +59,7 @@ class Frame(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # elements
     byteorder: str  # "little": other orders are refused
+    record: Stretch  # that holds the tensor's elements, and others where the tensor is a view of a part
 
     @property
     def is_row_major(self) -> bool:
@@ -133,12 +143,14 @@ class _Archive:
         """The record's bytes, refused above `limit`."""
         if record.size > limit:
             raise CorruptCheckpointError(f"{self.where}: {record.name} has {record.size} bytes (> {limit}).")
-        return self.read(self.start(record), record.size)
+        data = self.read(self.start(record), record.size)
+        check_record(record, data, self.where)
+        return data
 
     def unpickle(self, rebuild: Callable[[_TensorRef], object], trust_pickle: bool) -> Any:
         """The value of `data.pkl`, its tensors made by `rebuild`."""
         data = self.content(self.record("data.pkl"), MAX_PICKLE_BYTES)
-        known = {**_STORAGE_TYPES, **_rebuilders(rebuild)}
+        known = {**_STORAGE_TYPES, **_rebuilders(rebuild, self.where)}
         return load_pickle(data, self.where, known, self._storage, trust_pickle)
 
     def _storage(self, pid: Any) -> _Storage:
@@ -195,15 +207,48 @@ def load_object(files: Files, item: Item, trust_pickle: bool = False) -> Any:
     budget = [
         4 * item.length
     ]  # bytes that tensors span: views of one storage may repeat, but not without end
+    contents: dict[str, bytes] = {}  # several views share a storage, which is proven as a whole
 
     def load(ref: _TensorRef) -> StoredTensor:
         record = _checked_record(archive, ref)
         budget[0] -= max(prod(ref.shape), ref.extent) * itemsize(ref.dtype)
         if budget[0] < 0:
             raise CorruptCheckpointError(f"{archive.where}: its tensors are larger than the archive.")
-        return StoredTensor(ref.dtype, ref.shape, _dense_bytes(archive, record, ref))
+        if record.name not in contents:
+            contents[record.name] = archive.content(record, item.length)
+        return StoredTensor(ref.dtype, ref.shape, _dense_bytes(contents[record.name], ref))
 
     return archive.unpickle(load, trust_pickle)
+
+
+def read_archive(files: Files, item: Item) -> bytes:
+    """All bytes of a BYTES item or of a whole `torch.save` file, every record proven, to be taken over as they are.
+
+    Raises:
+        CorruptCheckpointError, UnsupportedCheckpointError: as `load_object`.
+    """
+    data = files.read(item.file, item.offset, item.length)
+    where = f"{files.location.rstrip('/')}/{item.file} at byte {item.offset}"
+
+    def read(offset: int, length: int) -> bytes:
+        return data[offset : offset + length]
+
+    for record in read_directory(read, item.length, where).values():
+        start = payload_offset(read, record, where)
+        check_record(record, data[start : start + record.size], where)
+    return data
+
+
+def read_small_file(files: Files, name: str) -> bytes:
+    """All bytes of a file beside the tensors; one that is an archive, such as `common.pt`, is proven.
+
+    Raises:
+        CorruptCheckpointError, UnsupportedCheckpointError: as `load_object`.
+    """
+    item = whole_file(files, name)
+    if item.length >= len(_ZIP) and files.read(name, 0, len(_ZIP)) == _ZIP:
+        return read_archive(files, item)
+    return files.read(name, 0, item.length)
 
 
 def whole_file(files: Files, name: str) -> Item:
@@ -215,15 +260,17 @@ def _frame(archive: _Archive, ref: _TensorRef) -> Frame:
     record = _checked_record(archive, ref)
     size = itemsize(ref.dtype)
     nbytes = ref.extent * size
-    whole = ref.offset == 0 and nbytes == record.size
+    start = archive.item.offset + archive.start(record)
+    crc32 = stored_crc32(record)
     return Frame(
-        archive.item.offset + archive.start(record) + ref.offset * size,
+        start + ref.offset * size,
         nbytes,
-        record.crc32 if whole and (record.crc32 or not nbytes) else None,
+        crc32 if ref.offset == 0 and nbytes == record.size else None,
         ref.dtype,
         ref.shape,
         ref.strides,
         "little",
+        Stretch(start, record.size, crc32),
     )
 
 
@@ -245,9 +292,10 @@ def _checked_record(archive: _Archive, ref: _TensorRef) -> Record:
     return record
 
 
-def _dense_bytes(archive: _Archive, record: Record, ref: _TensorRef) -> bytes:
+def _dense_bytes(content: bytes, ref: _TensorRef) -> bytes:
+    """The elements of a tensor, row-major, from all bytes of its record."""
     size = itemsize(ref.dtype)
-    data = archive.read(archive.start(record) + ref.offset * size, ref.extent * size)
+    data = content[ref.offset * size : (ref.offset + ref.extent) * size]
     if ref.extent == prod(ref.shape) and ref.strides == row_major_strides(ref.shape):
         return data
     import numpy as np
@@ -266,7 +314,7 @@ _STORAGE_TYPES: dict[tuple[str, str], object] = {
 }
 
 
-def _rebuilders(rebuild: Callable[[_TensorRef], object]) -> dict[tuple[str, str], object]:
+def _rebuilders(rebuild: Callable[[_TensorRef], object], where: str) -> dict[tuple[str, str], object]:
     def checked(storage: Any, dtype: str, offset: Any, shape: Any, strides: Any) -> object:
         if not isinstance(storage, _Storage):
             raise ValueError("a tensor without a storage")
@@ -275,11 +323,13 @@ def _rebuilders(rebuild: Callable[[_TensorRef], object]) -> dict[tuple[str, str]
         shape, strides = tuple(map(_natural, shape)), tuple(map(_natural, strides))
         return rebuild(_TensorRef(storage, dtype, _natural(offset), shape, strides))
 
-    def v2(storage: Any, offset: Any, shape: Any, strides: Any, *_grad_and_hooks: Any) -> object:
+    def v2(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> object:
+        _refuse_lazy(rest[2:], where)  # behind what autograd needs
         return checked(storage, storage.dtype, offset, shape, strides)
 
     def v3(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> object:
         dtype = rest[2]
+        _refuse_lazy(rest[3:], where)
         if not isinstance(dtype, TorchDtype):
             raise ValueError(f"element type {brief(dtype)}")
         return checked(storage, dtype.name, offset, shape, strides)
@@ -292,6 +342,21 @@ def _rebuilders(rebuild: Callable[[_TensorRef], object]) -> dict[tuple[str, str]
         ("torch._utils", "_rebuild_tensor_v3"): Function((v3,)),
         ("torch._utils", "_rebuild_parameter"): Function((parameter,)),
     }
+
+
+def _refuse_lazy(metadata: tuple[Any, ...], where: str) -> None:
+    """What torch adds to a tensor whose elements are not its values yet: `conj`, `neg`.
+
+    Raises:
+        UnsupportedCheckpointError: there is any.
+    """
+    for entry in metadata:
+        if entry:
+            bits = ", ".join(map(brief, entry)) if isinstance(entry, dict) else brief(entry)
+            raise UnsupportedCheckpointError(
+                f"{where}: a tensor was stored before torch had applied {bits}, so its bytes are not its values. "
+                "Load it with torch and save it again after .resolve_conj().resolve_neg()."
+            )
 
 
 def _natural(value: Any) -> int:

@@ -36,6 +36,7 @@ class Format(str, Enum):
 _RUNNING = {
     "input_dir", "output_dir", "to", "iteration", "ignore_keys", "overwrite", "resume", "dry_run", "threads",
     "max_memory", "fsync", "direct", "quiet", "as_json", "report", "trust_pickle", "enable_msc", "oom_traceback",
+    "check_source",
 }  # fmt: skip
 # What has a meaning for one direction only; a flag without effect is refused.
 _MEANING = {
@@ -97,6 +98,7 @@ def convert(
     outer_strategy: o.OuterStrategy = "no_shard",
     iteration: o.Iteration = None,
     check_masters: o.CheckMasters = o.Check.SAMPLE,
+    check_source: o.CheckSource = o.SourceCheck.ALL,
     ignore_keys: o.IgnoreKeys = None,
     overwrite: o.Overwrite = False,
     resume: o.Resume = False,
@@ -127,7 +129,7 @@ def convert(
         "trust_pickle": trust_pickle,
         "overwrite": overwrite,
         "resume": resume,
-        "write": WriteOptions(threads, o.parse_bytes(max_memory), fsync, direct),
+        "write": WriteOptions(threads, o.parse_bytes(max_memory), fsync, direct, check_source.value),
     }
     if to is Format.FSDP_DTENSOR:
         sizes = (dp_shard, dp_outer, tp, cp, ep, etp, strategy, outer_strategy)

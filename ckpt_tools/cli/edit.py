@@ -11,6 +11,7 @@ from ckpt_tools.cli import options as o
 from ckpt_tools.cli import render
 from ckpt_tools.cli.inspect import EnableMsc, TrustPickle
 from ckpt_tools.cli.manual import page
+from ckpt_tools.cli.reports import source_checksums
 from ckpt_tools.cli.verify import Checkpoint, Iteration
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def modify_state_dict(
         typer.Option("--op", help='"remove REGEX" or "rename REGEX REPLACEMENT"; repeatable.'),
     ] = None,
     iteration: Iteration = None,
+    check_source: o.CheckSource = o.SourceCheck.ALL,
     overwrite: o.Overwrite = False,
     as_json: AsJson = False,
     quiet: o.Quiet = False,
@@ -47,8 +49,9 @@ def modify_state_dict(
     from ckpt_tools.cli.progress import progress_bar
     from ckpt_tools.convert.modify import modify_state_dict as modify
     from ckpt_tools.convert.rewrite import EditOptions
+    from ckpt_tools.execute.run import WriteOptions
 
-    options = EditOptions(iteration, trust_pickle, overwrite)
+    options = EditOptions(iteration, trust_pickle, overwrite, WriteOptions(check_source=check_source.value))
     with progress_bar(quiet) as progress:
         edited = modify(input_dir, output_dir, op or (), options, progress)
     _print_edited(edited, as_json)
@@ -62,6 +65,7 @@ def slice_layers(
         str | None, typer.Option("--block", help="Module that holds the layers. Default: decoder.layers.")
     ] = None,
     iteration: Iteration = None,
+    check_source: o.CheckSource = o.SourceCheck.ALL,
     overwrite: o.Overwrite = False,
     as_json: AsJson = False,
     quiet: o.Quiet = False,
@@ -72,8 +76,9 @@ def slice_layers(
     from ckpt_tools.cli.progress import progress_bar
     from ckpt_tools.convert.rewrite import EditOptions
     from ckpt_tools.convert.slice import slice_layers as cut
+    from ckpt_tools.execute.run import WriteOptions
 
-    options = EditOptions(iteration, trust_pickle, overwrite)
+    options = EditOptions(iteration, trust_pickle, overwrite, WriteOptions(check_source=check_source.value))
     with progress_bar(quiet) as progress:
         edited = cut(input_dir, output_dir, layers, block, options, progress)
     _print_edited(edited, as_json)
@@ -127,6 +132,8 @@ def _print_edited(edited: Edited, as_json: bool) -> None:
             "schema_version": 1, "source": edited.source, "output": edited.output, "tensor_count": edited.tensors,
             "object_count": edited.objects, "removed": edited.removed, "renamed": edited.renamed,
             "bytes_written": written.bytes_written, "seconds": written.seconds,
+            "check_source": written.check_source, "payloads_proven": written.payloads_proven,
+            "payloads_without_checksum": written.payloads_without_checksum, "bytes_proven": written.bytes_proven,
         }, indent=1))  # fmt: skip
         return
     lines = [f"removed {key}" for key in edited.removed]
@@ -139,3 +146,4 @@ def _print_edited(edited: Edited, as_json: bool) -> None:
         f"wrote {edited.tensors:,} tensors and {edited.objects:,} objects, "
         f"{render.human_bytes(written.bytes_written)} in {written.seconds:.2f} s, to {render.escape(edited.output)}"
     )
+    print(f"source checksums: {source_checksums(written)}")

@@ -73,6 +73,7 @@ def export(
     ] = None,
     iteration: OneIteration = None,
     ignore_keys: o.IgnoreKeys = None,
+    check_source: o.CheckSource = o.SourceCheck.ALL,
     overwrite: o.Overwrite = False,
     resume: o.Resume = False,
     dry_run: o.DryRun = False,
@@ -104,7 +105,7 @@ def export(
         trust_pickle=trust_pickle,
         overwrite=overwrite,
         resume=resume,
-        write=WriteOptions(threads, o.parse_bytes(max_memory), fsync, direct),
+        write=WriteOptions(threads, o.parse_bytes(max_memory), fsync, direct, check_source.value),
     )
     with progress_bar(quiet) as progress:
         done = export_hf(input_dir, output_dir, chosen, progress, dry_run)
@@ -139,6 +140,7 @@ def import_(
     iteration: Annotated[
         int | None, typer.Option("--iteration", help="Number of the iteration to make. Default: a release.")
     ] = None,
+    check_source: o.CheckSource = o.SourceCheck.ALL,
     overwrite: o.Overwrite = False,
     resume: o.Resume = False,
     dry_run: o.DryRun = False,
@@ -171,7 +173,7 @@ def import_(
         iteration=iteration,
         overwrite=overwrite,
         resume=resume,
-        write=WriteOptions(threads, o.parse_bytes(max_memory), fsync, direct),
+        write=WriteOptions(threads, o.parse_bytes(max_memory), fsync, direct, check_source.value),
     )
     with progress_bar(quiet) as progress:
         done = import_hf(input_dir, output_dir, chosen, progress, dry_run)

@@ -28,6 +28,11 @@ class Check(str, Enum):
     NONE = "none"
 
 
+class SourceCheck(str, Enum):
+    ALL = "all"
+    NONE = "none"
+
+
 class Dialect(str, Enum):
     CORE_0_16 = "core-0.16"
     CORE_0_17 = "core-0.17"
@@ -199,6 +204,11 @@ CheckMasters = Annotated[
     Check,
     typer.Option("--check-masters", help="How many rows of every master must be shown to round to the weights.",
                  rich_help_panel=_RUN),
+]  # fmt: skip
+CheckSource = Annotated[
+    SourceCheck,
+    typer.Option("--check-source", help="Prove every payload that is read from against the checksum its writer "
+                 "stored, whole or in pieces; none: take damage over unseen.", rich_help_panel=_RUN),
 ]  # fmt: skip
 IgnoreKeys = Annotated[
     list[str] | None,

@@ -23,6 +23,7 @@ def print_report(report: ConversionReport) -> None:
         f"  masters    {report.masters_checked}",
     ]
     if report.written:
+        lines.append(f"  checksums  {source_checksums(report.written)}")
         lines += _written(report.written)
     else:
         lines.append(
@@ -49,6 +50,19 @@ def _by_reason(dropped: tuple[str, ...]) -> list[str]:
         keys.setdefault(reason, []).append(key)
     return [f"{found[0] if len(found) == 1 else f'{len(found):,} keys'}: {why}".removeprefix(": ")
             for why, found in keys.items()]  # fmt: skip
+
+
+def source_checksums(w: WriteReport) -> str:
+    """What was proven of the source's stored bytes."""
+    if w.check_source == "none":
+        return "not checked (--check-source none)"
+    proven = (
+        f"{w.payloads_proven:,} payloads of the source, {human_bytes(w.bytes_proven)}, are what was stored"
+    )
+    if not w.payloads_without_checksum:
+        return proven if w.payloads_proven else "nothing of the source was read"
+    without = f"{w.payloads_without_checksum:,} payloads of the source carry none"
+    return f"{proven}; {without}" if w.payloads_proven else without
 
 
 def _written(w: WriteReport) -> list[str]:

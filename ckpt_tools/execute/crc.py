@@ -22,15 +22,13 @@ def combine(first: int, second: int, second_bytes: int) -> int:
     return _multiply(_power(second_bytes), first) ^ second
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)
 def _power(nbytes: int) -> int:
     """x^(8 * nbytes) modulo the polynomial."""
-    result, square = 1 << 31, 1 << 23  # x^0, x^8
-    while nbytes:
-        if nbytes & 1:
-            result = _multiply(square, result)
-        square = _multiply(square, square)
-        nbytes >>= 1
+    result = 1 << 31  # x^0
+    for bit, factor in enumerate(_SQUARES):
+        if nbytes >> bit & 1:
+            result = _multiply(factor, result)
     return result
 
 
@@ -42,3 +40,14 @@ def _multiply(a: int, b: int) -> int:
             product ^= b
         b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
     return product
+
+
+def _squares() -> list[int]:
+    """x^8 and its repeated squares: enough for any length that 63 bits can say."""
+    found = [1 << 23]
+    while len(found) < 63:
+        found.append(_multiply(found[-1], found[-1]))
+    return found
+
+
+_SQUARES = _squares()

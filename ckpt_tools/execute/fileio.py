@@ -103,14 +103,26 @@ def copy_range(source: At, target: At, length: int, count: CopyCount) -> None:
         OSError: as the system says; EIO when the source ends early.
     """
     done = 0
-    if (source.offset - target.offset) % EXTENT_BYTES == 0:
-        lead = -source.offset % EXTENT_BYTES
-        middle = (length - lead) // EXTENT_BYTES * EXTENT_BYTES
-        if middle > 0 and _clone(source.skip(lead), target.skip(lead), middle):
-            _copy(source, target, lead, count)
-            count.cloned += middle
-            done = lead + middle
+    lead, middle = _shareable(source, target, length)
+    if middle and _clone(source.skip(lead), target.skip(lead), middle):
+        _copy(source, target, lead, count)
+        count.cloned += middle
+        done = lead + middle
     _copy(source.skip(done), target.skip(done), length - done, count)
+
+
+def can_share(source: At, target: At, length: int) -> bool:
+    """Share what `copy_range` would, or say that it would have to copy all."""
+    lead, middle = _shareable(source, target, length)
+    return middle > 0 and _clone(source.skip(lead), target.skip(lead), middle)
+
+
+def _shareable(source: At, target: At, length: int) -> tuple[int, int]:
+    """Bytes before the whole blocks that lie in both files alike, and bytes of these."""
+    lead = -source.offset % EXTENT_BYTES
+    if (source.offset - target.offset) % EXTENT_BYTES or length - lead < EXTENT_BYTES:
+        return 0, 0
+    return lead, (length - lead) // EXTENT_BYTES * EXTENT_BYTES
 
 
 def _clone(source: At, target: At, length: int) -> bool:

@@ -24,7 +24,11 @@ _LINES = re.compile(rb"^\[(\d+),(\d+)\]$", re.MULTILINE)
 
 
 def fingerprint(files: Files, names: Sequence[str]) -> list[list[object]]:
-    """[name, bytes, modification time in ns or version] of each file; equal as long as nothing changed."""
+    """What tells a file from another, for each; equal as long as nothing changed.
+
+    Of a local file its length, both times in ns and its inode number: whoever puts another file in its place may
+    give it the same length and modification time. Of one in a store its length and version (ETag, generation).
+    """
     if isinstance(files, RemoteFiles):
         return [[name, *stamp] for name, stamp in files.stamps(names).items()]
     rows: list[list[object]] = []
@@ -33,7 +37,7 @@ def fingerprint(files: Files, names: Sequence[str]) -> list[list[object]]:
             path = Path(files.location, name)
             with storage_errors(path):
                 status = path.stat()
-            rows.append([name, status.st_size, status.st_mtime_ns])
+            rows.append([name, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino])
         else:
             rows.append([name, files.size(name), None])
     return rows

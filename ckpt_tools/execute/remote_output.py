@@ -26,7 +26,10 @@ from ckpt_tools.catalog.remote import Store
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.execute.dcp_metadata import metadata_bytes
 from ckpt_tools.execute.journal import check_unchanged, fingerprint
+from ckpt_tools.execute.proof import SourceProof
+from ckpt_tools.execute.prove import ProofReport
 from ckpt_tools.execute.ranks import DistributedRanks, Ranks
+from ckpt_tools.execute.run import prove_source
 from ckpt_tools.execute.source import SourceReader
 from ckpt_tools.execute.stream import Pump
 from ckpt_tools.execute.work import Progress, tile_bytes
@@ -70,16 +73,21 @@ class RemoteJob:
         self._store = Store(str(output.directory))
         self._entries = _entries_by_file(plan)
         self._source_state: list[list[object]] = []
+        self._proof = SourceProof() if options.check_source != "none" else None
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._done = 0
 
-    def run(self) -> list[dict[str, Any]]:
-        """The counters of every thread of every rank."""
+    def run(self) -> tuple[list[dict[str, Any]], ProofReport]:
+        """The counters of every thread of every rank, and what was proven of the source."""
         published = self._ranks.together(self._prepare)[0]
-        counts = [] if published else self._ranks.together(self._work)
+        counts: list[list[dict[str, Any]]] = []
+        proven = ProofReport()
+        if not published:
+            counts = self._ranks.together(self._work)
+            proven = prove_source(self._proof, self._plan, self._files, self._options, self._ranks)
         self._ranks.together(lambda: self._publish(published))
-        return [count for share in counts for count in share]
+        return [count for share in counts for count in share], proven
 
     def _prepare(self) -> bool:
         """Rank 0 takes the output; whether an earlier process has published it already."""
@@ -118,7 +126,11 @@ class RemoteJob:
         options, present = self._options, self._store.sizes()
         mine = share_of_files(self._plan, self._ranks.rank, self._ranks.world)
         todo = [name for name in mine if present.get(name) != self._plan.file_bytes[name]]
-        source = SourceReader(self._files)
+        source = SourceReader(self._files, proof=self._proof)
+        for name in set(mine) - set(todo):
+            for entry in self._entries[name]:
+                if isinstance(entry, OutputItem):
+                    source.note(entry.transfers)
         tile = tile_bytes(options.memory_bytes, options.threads)
         pumps = [Pump(source, tile, self._tick) for _ in range(options.threads)]
         total = sum(self._plan.file_bytes[name] for name in todo)

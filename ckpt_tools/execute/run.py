@@ -15,6 +15,8 @@ from ckpt_tools.errors import CkptError, Interrupted, StorageError, Terminated, 
 from ckpt_tools.execute.dcp_metadata import metadata_bytes
 from ckpt_tools.execute.fileio import check_direct, replace_file, storage_errors, write_all
 from ckpt_tools.execute.journal import check_unchanged, fingerprint
+from ckpt_tools.execute.proof import SourceProof
+from ckpt_tools.execute.prove import ProofReport, prove_rest
 from ckpt_tools.execute.publish import Found, Staging
 from ckpt_tools.execute.ranks import DistributedRanks, Ranks
 from ckpt_tools.execute.signals import StopSignals
@@ -49,6 +51,7 @@ class WriteOptions:
     memory_bytes: int = 96 << 20  # for buffers, in every process
     fsync: bool = False  # make everything durable before it is published, and give its page cache back
     direct: bool = False  # write past the page cache
+    check_source: str = "all"  # all: every payload that is read from must have its stored checksum; or none
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,11 @@ class WriteReport:
     seconds: float
     peak_rss_bytes: int  # of the largest rank
     ranks: int
+    check_source: str  # as asked for
+    payloads_proven: int  # of the source
+    payloads_without_checksum: int  # of the source, read from
+    bytes_proven: int
+    bytes_read_to_prove: int  # beside `bytes_read`: what nothing else needed
 
 
 def write_checkpoint(
@@ -81,7 +89,7 @@ def write_checkpoint(
     Raises:
         UsageError: the output is in use, not empty, or another conversion's; too little memory.
         StorageError: too little disk, or the file system refused.
-        CorruptCheckpointError: a source item is damaged, or the source changed meanwhile.
+        CorruptCheckpointError: a source item is damaged, or the source changed meanwhile; nothing is published.
         Interrupted, Terminated: stopped from outside; `Output.resume` goes on from there.
     """
     started = time.monotonic()
@@ -95,7 +103,7 @@ def write_checkpoint(
         )
         if len(set(ranks.together(lambda: plan.digest))) > 1:
             raise UsageError("the ranks made different plans: do they all see the same source and options?")
-        counts = job.run()
+        counts, proven = job.run()
     return WriteReport(
         bytes_written=plan.bytes_to_write,
         bytes_read=sum(c["read"] for c in counts),
@@ -107,6 +115,11 @@ def write_checkpoint(
         seconds=time.monotonic() - started,
         peak_rss_bytes=max((c.get("peak_rss", 0) for c in counts), default=0),
         ranks=ranks.world,
+        check_source=options.check_source,
+        payloads_proven=proven.payloads,
+        payloads_without_checksum=proven.without,
+        bytes_proven=proven.nbytes,
+        bytes_read_to_prove=proven.read_for_it,
     )
 
 
@@ -116,8 +129,26 @@ def _remote_job() -> type[RemoteJob]:
     return RemoteJob
 
 
+def prove_source(
+    proof: SourceProof | None,
+    plan: Plan,
+    files: Files,
+    options: WriteOptions,
+    ranks: Ranks | DistributedRanks,
+) -> ProofReport:
+    """Complete the proof of what all ranks have read for a plan; called on every rank.
+
+    Raises:
+        CorruptCheckpointError: a payload has another checksum than its archive says.
+    """
+    if proof is None:
+        return ProofReport()
+    tile = tile_bytes(options.memory_bytes, options.threads)
+    return prove_rest(proof, files, plan.source_key, ranks, options.threads, tile)
+
+
 class _Job:
-    """The steps of one conversion, in order: prepare, work, publish."""
+    """The steps of one conversion, in order: prepare, work, prove the source, publish."""
 
     def __init__(
         self,
@@ -134,20 +165,23 @@ class _Job:
         self._leads = ranks.rank == 0
         self._staging = Staging(Path(output.directory), plan.digest, plan.file_bytes)
         self._source_state: list[list[object]] = []
+        self._proof = SourceProof() if options.check_source != "none" else None
 
-    def run(self) -> list[dict[str, Any]]:
-        """The counters of every thread of every rank."""
+    def run(self) -> tuple[list[dict[str, Any]], ProofReport]:
+        """The counters of every thread of every rank, and what was proven of the source."""
+        counts: list[list[dict[str, Any]]] = []
+        proven = ProofReport()
         try:
             found = self._ranks.together(self._prepare)[0]
-            if found == Found.PUBLISHED.name:
-                counts: list[list[dict[str, Any]]] = []
-            else:
+            if found != Found.PUBLISHED.name:
                 counts = self._ranks.together(self._work)
+                proven = prove_source(self._proof, self._plan, self._files, self._options, self._ranks)
+                self._forget_source()
             self._ranks.together(lambda: self._publish(found))
         except BaseException as error:
             self._leave(error)
             raise
-        return [count for share in counts for count in share]
+        return [count for share in counts for count in share], proven
 
     def _prepare(self) -> str:
         """Rank 0 takes the output and makes its files in full length."""
@@ -184,7 +218,7 @@ class _Job:
         share = worker_share(plan.items, self._ranks.rank, self._ranks.world)
         finished = staging.journal.finished()
         staging.journal.open(self._ranks.rank)
-        source = SourceReader(self._files, staging.partial)
+        source = SourceReader(self._files, staging.partial, self._proof)
         work = Work(
             plan,
             share,
@@ -200,12 +234,15 @@ class _Job:
         finally:
             source.close()
             staging.journal.close()
-        if options.fsync or options.direct:
-            forget(self._files, {t.item.file for i in share for t in plan.items[i].transfers})
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         counts = [asdict(c) for c in counters]
         counts[0] |= {"resumed": work.resumed, "peak_rss": peak}
         return counts
+
+    def _forget_source(self) -> None:
+        """Give the page cache of what this rank has read back, as that of what it wrote."""
+        if self._options.fsync or self._options.direct:
+            forget(self._files, self._plan.source_files)
 
     def _publish(self, found: str) -> None:
         self._ranks.check()

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 
 from ckpt_tools.catalog.files import Files
 from ckpt_tools.catalog.model import Item
-from ckpt_tools.errors import CorruptCheckpointError
 from ckpt_tools.execute import crc
+from ckpt_tools.execute.proof import Stored, check
+from ckpt_tools.execute.source import SourceReader
 from ckpt_tools.plan.coalesce import Span, coalesce
 from ckpt_tools.plan.frames import tensor_frame
 from ckpt_tools.plan.model import OutputItem
@@ -44,9 +45,10 @@ class _Loaded:
 class SmallCopies:
     """The archives of a batch of items (see `plan.coalesce.batches`), each made from one source item in `buffer`."""
 
-    def __init__(self, files: Files, items: Sequence[OutputItem], buffer: memoryview) -> None:
+    def __init__(self, source: SourceReader, items: Sequence[OutputItem], buffer: memoryview) -> None:
         self._items = items
-        self._loaded = _Loaded(files, [item.transfers[0].item for item in items], buffer)
+        self._proof = source.proof
+        self._loaded = _Loaded(source.files, [item.transfers[0].item for item in items], buffer)
         self.bytes_read = self._loaded.nbytes
 
     def archives(self) -> Iterator[tuple[list[bytes | memoryview], int] | None]:
@@ -68,11 +70,10 @@ class SmallCopies:
                 yield None
                 continue
             payload = stored[head:end]
-            if crc.crc32(payload) != checksum:
-                raise CorruptCheckpointError(
-                    f"{transfer.key}: the payload of the item at byte {transfer.item.offset} of "
-                    f"{transfer.item.file} has another checksum than its archive says. Copy the checkpoint again."
-                )
+            if self._proof is not None and payload:
+                at = Stored(transfer.item, transfer.item.offset + head, len(payload), checksum)
+                check(transfer.key, at, crc.crc32(payload))
+                self._proof.proven(transfer.item, len(payload))
             frame = tensor_frame(item.dtype, item.box.size)
             if frame is source:
                 yield [stored], checksum

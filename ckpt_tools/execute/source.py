@@ -15,18 +15,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ckpt_tools.box import Box, full_box
-from ckpt_tools.catalog.container import Frame, read_frame
+from ckpt_tools.catalog.container import Frame, Stretch, read_frame
 from ckpt_tools.catalog.files import Files, LocalFiles
 from ckpt_tools.catalog.model import Item
 from ckpt_tools.dtypes import itemsize
-from ckpt_tools.errors import CorruptCheckpointError
+from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError
 from ckpt_tools.execute.casts import Array, raw_dtype
 from ckpt_tools.execute.fileio import drop_cache, storage_errors
+from ckpt_tools.execute.proof import RecordProof, SourceProof, Stored
 from ckpt_tools.megatron.views import Piece
 from ckpt_tools.plan.byte_runs import is_dense, pattern_blocks, read_pattern, row_major_tiles, span_elems
 from ckpt_tools.plan.frames import tensor_frame
+from ckpt_tools.plan.model import Transfer
 
 _CACHED_PAYLOADS = 16384
+_MAX_REPEATED_BYTES = 64 << 20  # of a tensor larger than its storage: expanded, or with overlapping strides
 
 
 class ChunkRef(NamedTuple):
@@ -38,6 +41,11 @@ class ChunkRef(NamedTuple):
     shape: tuple[int, ...]
 
 
+def chunk_of(transfer: Transfer) -> ChunkRef:
+    """The source chunk that a transfer reads."""
+    return ChunkRef(transfer.key, transfer.item, transfer.dtype, transfer.shape)
+
+
 class Payload(NamedTuple):
     """A dense row-major payload: `nbytes` bytes at `offset` of the file `name` of `files`."""
 
@@ -46,17 +54,21 @@ class Payload(NamedTuple):
     offset: int
     nbytes: int
     crc32: int | None  # None: unknown
+    proof: RecordProof | None = None  # to be told of every read; None: there is nothing to prove
 
 
 class SourceReader:
     """Payloads of a checkpoint's items. Safe to share between threads; close it to remove its temporary files.
 
     Payloads that are not row-major (their writer saved a transposed tensor) are rewritten row-major to a temporary
-    file in `spool_parent` first.
+    file in `spool_parent` first. `proof` is told of every byte that is read.
     """
 
-    def __init__(self, files: Files, spool_parent: Path | None = None) -> None:
+    def __init__(
+        self, files: Files, spool_parent: Path | None = None, proof: SourceProof | None = None
+    ) -> None:
         self.files = files
+        self.proof = proof
         self._spool_parent = spool_parent
         self._spool: tempfile.TemporaryDirectory[str] | None = None
         self._payloads: OrderedDict[Item, Payload] = OrderedDict()
@@ -72,6 +84,7 @@ class SourceReader:
 
         Raises:
             CorruptCheckpointError: the item is damaged, or holds another type or shape than the metadata says.
+            UnsupportedCheckpointError: its elements lie in a way that is not read.
         """
         with self._lock:
             found = self._payloads.get(chunk.item)
@@ -85,6 +98,12 @@ class SourceReader:
                 self._payloads.popitem(last=False)
         return found
 
+    def note(self, transfers: Iterable[Transfer]) -> None:
+        """Have the payloads of work that another process has done proven too: nobody knows what it saw."""
+        if self.proof is not None:
+            for transfer in transfers:
+                self.payload(chunk_of(transfer))
+
     def _find(self, chunk: ChunkRef) -> Payload:
         key, item, dtype, shape = chunk
         nbytes = prod(shape) * itemsize(dtype)
@@ -93,26 +112,50 @@ class SourceReader:
                 raise CorruptCheckpointError(
                     f"{key} {dtype} {shape} needs {nbytes} bytes, but {item.file} has {item.length} for it"
                 )
-            return Payload(self.files, item.file, item.offset, nbytes, None)
+            return self._to_prove(key, item, Payload(self.files, item.file, item.offset, nbytes, None), None)
         found = _usual_payload(self.files, chunk)
         if found is not None:
-            return found
-        frame = read_frame(self.files, item)
+            return self._to_prove(key, item, found, Stretch(*found[2:5]))
+        try:
+            frame = read_frame(self.files, item)
+        except (CorruptCheckpointError, UnsupportedCheckpointError) as error:
+            raise type(error)(f"{key}: {error}") from error
         if (frame.dtype, frame.shape) != (dtype, shape):
             raise CorruptCheckpointError(
                 f"{key}: the metadata says {dtype} {shape}, but the item at byte {item.offset} of {item.file} "
                 f"holds {frame.dtype} {frame.shape}"
             )
-        if frame.is_row_major:
-            return Payload(self.files, item.file, frame.payload_offset, nbytes, frame.crc32)
-        return self._reordered(chunk, frame)
+        stored = Payload(self.files, item.file, frame.payload_offset, frame.nbytes, frame.crc32)
+        stored = self._to_prove(key, item, stored, frame.record)
+        return stored if frame.is_row_major else self._reordered(chunk, frame, stored)
 
-    def _reordered(self, chunk: ChunkRef, frame: Frame) -> Payload:
-        """The payload rewritten row-major to a temporary file."""
+    def _to_prove(self, key: str, item: Item, payload: Payload, record: Stretch | None) -> Payload:
+        """The payload, which tells of its reads what its record's checksum can be compared with."""
+        if self.proof is None:
+            return payload
+        if record is None or record.crc32 is None:
+            self.proof.without(item)
+            return payload
+        if not record.nbytes:
+            return payload
+        return payload._replace(proof=self.proof.of(key, Stored(item, *record)))  # type: ignore[arg-type]
+
+    def _reordered(self, chunk: ChunkRef, frame: Frame, stored: Payload) -> Payload:
+        """The payload rewritten row-major to a temporary file.
+
+        Raises:
+            UnsupportedCheckpointError: its elements share storage, and it would be too large.
+        """
+        nbytes = prod(chunk.shape) * itemsize(chunk.dtype)
+        if nbytes > max(frame.nbytes, _MAX_REPEATED_BYTES):
+            raise UnsupportedCheckpointError(
+                f"{chunk.key}: a tensor of {nbytes} bytes was saved over {frame.nbytes} bytes of storage (shape "
+                f"{frame.shape}, strides {frame.strides}); more than {_MAX_REPEATED_BYTES} bytes of elements that "
+                "share storage are not read. Load it with torch and save it again after .contiguous()."
+            )
         with self._lock:
             if self._spool is None:
                 self._spool = tempfile.TemporaryDirectory(prefix="spool-", dir=self._spool_parent)
-        stored = Payload(self.files, chunk.item.file, frame.payload_offset, frame.nbytes, None)
         whole = Piece(full_box(chunk.shape), 0, frame.strides)
         width = itemsize(chunk.dtype)
         scratch = np.empty(8 << 20, np.uint8)
@@ -125,7 +168,6 @@ class SourceReader:
                     out = np.empty(tile.size, raw_dtype(chunk.dtype))
                     read_region(stored, part, out, scratch)
                     file.write(out.tobytes())
-        nbytes = prod(chunk.shape) * width
         return Payload(LocalFiles(self._spool.name), Path(path).name, 0, nbytes, None)
 
 
@@ -175,11 +217,15 @@ def read_region(payload: Payload, piece: Piece, out: Array, scratch: Array) -> i
         span = span_elems(block.size, strides) * width
         at = payload.offset + first * width
         if target.flags.c_contiguous and is_dense(block.size, strides):
-            payload.files.read_into(payload.name, at, _bytes_of(target))
+            data = _bytes_of(target)
+            payload.files.read_into(payload.name, at, data)
         else:
-            payload.files.read_into(payload.name, at, scratch[:span].data)
+            data = scratch[:span].data
+            payload.files.read_into(payload.name, at, data)
             byte_strides = tuple(s * width for s in strides)
             target[...] = np.ndarray(block.size, target.dtype, scratch.data, 0, byte_strides)
+        if payload.proof is not None:
+            payload.proof.add(at, data)
         bytes_read += span
     return bytes_read
 

@@ -1,8 +1,8 @@
 """The tile pump: one output item at a time through buffers of a fixed size.
 
-An item is cut into segments that follow each other in its payload. A segment that is a whole source payload is
-copied by the kernel and keeps its CRC-32; anything else passes through a tile buffer, is cast if it must be, and is
-summed on the way. The item's CRC is joined from its segments'.
+An item is cut into segments that follow each other in its payload. A segment that is a whole source payload keeps
+its CRC-32 and, where it need not be proven, is copied by the kernel; anything else passes through a tile buffer, is
+cast if it must be, and is summed on the way. The item's CRC is joined from its segments'.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import numpy as np
 from ckpt_tools.box import Box
 from ckpt_tools.catalog.files import LocalFiles
 from ckpt_tools.dtypes import itemsize
-from ckpt_tools.errors import CorruptCheckpointError
 from ckpt_tools.execute import crc
 from ckpt_tools.execute.casts import Array, cast_raw, raw_dtype
 from ckpt_tools.execute.fileio import (
@@ -26,12 +25,14 @@ from ckpt_tools.execute.fileio import (
     At,
     CopyCount,
     OutputFile,
+    can_share,
     copy_range,
     storage_errors,
     write_all,
 )
+from ckpt_tools.execute.proof import RecordProof
 from ckpt_tools.execute.small import SmallCopies
-from ckpt_tools.execute.source import ChunkRef, Payload, SourceReader, index_of, read_region
+from ckpt_tools.execute.source import Payload, SourceReader, chunk_of, index_of, read_region
 from ckpt_tools.plan.byte_runs import is_run, row_major_tiles
 from ckpt_tools.plan.frames import Frame, bare_frame, tensor_frame
 from ckpt_tools.plan.model import VERBATIM, OutputItem, Transfer
@@ -39,6 +40,9 @@ from ckpt_tools.plan.tiling import BoxIndex
 
 _COPY_STEP_BYTES = 64 << 20  # copied by the kernel between two looks at whether to stop
 _CAST_COPIES = 4  # arrays of a tile's elements that a cast holds at a time
+_CACHED_BYTES = (
+    512 << 10
+)  # of a plain copy at a time: what was read is summed and written out of the processor's cache
 KERNEL_COPY_BYTES = 256 * 1024  # below, one read and one write cost less than joining checksums
 
 
@@ -104,7 +108,7 @@ class Pump:
 
     def write_batch(self, items: Sequence[OutputItem], file: OutputFile) -> list[int]:
         """`write_item` for the items of one of `plan.coalesce.batches`: few reads, one write."""
-        small = SmallCopies(self._source.files, items, self._scratch.data)
+        small = SmallCopies(self._source, items, self._scratch.data)
         self.counters.read += small.bytes_read
         base, end = items[0].offset, items[-1].offset + items[-1].length
         room = self._buffer(base, end - base)
@@ -137,6 +141,7 @@ class Pump:
             checksum = 0
             for data, checksum in self._segment_content(item, segment, 0):  # noqa: B007  the last one counts
                 yield data
+            checksum = self._stated(segment, checksum)
             total = crc.combine(total, checksum, segment.box.volume * itemsize(item.dtype))
         self._tick(len(frame.head) + len(frame.tail(total)))
         yield frame.tail(total)
@@ -162,13 +167,18 @@ class Pump:
     def _write_segment(self, item: OutputItem, segment: Segment, file: OutputFile, at: int) -> int:
         """Write a segment's bytes from byte `at` of the file on; returns their CRC-32."""
         payload = self._whole_payload(segment)
-        if payload and payload.crc32 is not None and self._kernel_copy(payload, file, at):
+        if payload and payload.crc32 is not None and self._copy_whole(payload, file, at):
             return payload.crc32
         checksum = 0
         for data, checksum in self._segment_content(item, segment, at):  # noqa: B007  the last one counts
             file.write(data, at)
             at += len(data)
-        return checksum
+        return self._stated(segment, checksum)
+
+    def _stated(self, segment: Segment, found: int) -> int:
+        """The CRC-32 of a segment's bytes: a whole payload keeps its own, so that unproven damage still shows."""
+        payload = self._whole_payload(segment)
+        return found if payload is None or payload.crc32 is None else payload.crc32
 
     def _segment_content(
         self, item: OutputItem, segment: Segment, at: int
@@ -182,13 +192,6 @@ class Pump:
             self.counters.copies.touched += len(data)
             yield data, total
             self._tick(len(data))
-        payload = self._whole_payload(segment)
-        if payload and payload.crc32 not in (None, total):
-            transfer = segment.transfers[0]
-            raise CorruptCheckpointError(
-                f"{transfer.key}: the payload of the item at byte {transfer.item.offset} of {transfer.item.file} "
-                "has another checksum than its archive says. Copy the checkpoint again."
-            )
 
     def _whole_payload(self, segment: Segment) -> Payload | None:
         """The payload that makes up a whole segment, if one does: others may stand beside it, or zeros."""
@@ -196,20 +199,54 @@ class Pump:
             return self._source.payload(chunk_of(segment.transfers[0]))
         return None
 
-    def _kernel_copy(self, payload: Payload, file: OutputFile, at: int) -> bool:
-        """Copy a whole payload without touching it, or say that this is not possible, wanted or worth it."""
+    def _copy_whole(self, payload: Payload, file: OutputFile, at: int) -> bool:
+        """Copy a long whole payload the shortest way, or say that there is none.
+
+        One that is to be proven is shared with its source or passes through the processor's cache: once it must be
+        read, nothing is cheaper than to write what was read.
+        """
         is_small = payload.nbytes < KERNEL_COPY_BYTES
         if is_small or file.direct is not None or not isinstance(payload.files, LocalFiles):
             return False
-        name = Path(payload.files.location, payload.name)
-        with storage_errors(file.path), open(name, "rb", buffering=0) as stored:
-            for done in range(0, payload.nbytes, _COPY_STEP_BYTES):
-                step = min(_COPY_STEP_BYTES, payload.nbytes - done)
-                source = At(stored.fileno(), payload.offset + done)
-                copy_range(source, At(file.fd, at + done), step, self.counters.copies)
-                self._tick(step)
+        if payload.proof is None:
+            self._kernel_copy(payload, payload.files, file, at)
+        elif self._kernel_copy(payload, payload.files, file, at, shared_only=True):
+            self._pass_through(payload, payload.proof)
+        else:
+            self._pass_through(payload, payload.proof, file, at)
         self.counters.read += payload.nbytes
         return True
+
+    def _kernel_copy(
+        self, payload: Payload, files: LocalFiles, file: OutputFile, at: int, shared_only: bool = False
+    ) -> bool:
+        """Copy a payload unread; False if it cannot be shared and that was asked for."""
+        name = Path(files.location, payload.name)
+        with storage_errors(file.path), open(name, "rb", buffering=0) as stored:
+            source, target = At(stored.fileno(), payload.offset), At(file.fd, at)
+            if shared_only and not can_share(source, target, min(payload.nbytes, _COPY_STEP_BYTES)):
+                return False
+            for done in range(0, payload.nbytes, _COPY_STEP_BYTES):
+                step = min(_COPY_STEP_BYTES, payload.nbytes - done)
+                copy_range(source.skip(done), target.skip(done), step, self.counters.copies)
+                self._tick(step)
+        return True
+
+    def _pass_through(
+        self, payload: Payload, proof: RecordProof, file: OutputFile | None = None, at: int = 0
+    ) -> None:
+        """Read a payload and prove it, writing what was read from byte `at` of `file` on if one is given."""
+        step = min(_CACHED_BYTES, self._tile_bytes)
+        total = 0
+        for done in range(0, payload.nbytes, step):
+            data = self._room[: min(step, payload.nbytes - done)].data
+            payload.files.read_into(payload.name, payload.offset + done, data)
+            total = crc.crc32(data, total)
+            if file is not None:
+                file.write(data, at + done)
+                self.counters.copies.touched += len(data)
+            self._tick(0 if file is None else len(data))
+        proof.whole(total)
 
     def _buffer(self, at: int, nbytes: int) -> Array:
         """Room for at most a tile, as far into a page as byte `at` of a file: what O_DIRECT asks for."""
@@ -244,11 +281,6 @@ def _frame_of(item: OutputItem) -> Frame:
     """The bytes around the item's payload."""
     make = bare_frame if item.bare else tensor_frame
     return make(item.dtype, item.box.size)
-
-
-def chunk_of(transfer: Transfer) -> ChunkRef:
-    """The source chunk that a transfer reads."""
-    return ChunkRef(transfer.key, transfer.item, transfer.dtype, transfer.shape)
 
 
 def _tiles(item: OutputItem, segment: Segment, tile_bytes: int) -> Iterator[tuple[Box, Sequence[Transfer]]]:

@@ -167,6 +167,8 @@ class Work:
         if number not in finished:
             return False
         done = pump.is_intact(self._items[number], file, finished[number])
+        if done:
+            self._source.note(self._items[number].transfers)
         with self._lock:
             self.resumed += done
         return done

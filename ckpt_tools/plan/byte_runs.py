@@ -46,7 +46,8 @@ def read_pattern(size: Sequence[int], strides: Sequence[int], itemsize: int, lim
         dim = order[k]
         if span > limit_elems:
             break
-        rows = min(size[dim], 1 + (limit_elems - span) // strides[dim])
+        # A stride of 0 is an expanded dimension: all its elements are the same one.
+        rows = min(size[dim], 1 + (limit_elems - span) // strides[dim]) if strides[dim] else size[dim]
         full = (rows - 1) * strides[dim] + span
         reads = math.prod(size[d] for d in order[:k]) * -(-size[dim] // rows)
         cost = reads * (READ_COST_BYTES + full * itemsize)

@@ -111,6 +111,11 @@ class Plan:
                 count[transfer.strategy] += transfer.nbytes
         return count
 
+    def source_key(self, item: Item) -> str:
+        """The tensor that a source item holds a part of; looked for, as only messages ask."""
+        keys = (t.key for output in self.items for t in output.transfers if t.item == item)
+        return next(keys, "")
+
     @property
     def source_files(self) -> list[str]:
         """Names of the source files that are read, sorted."""

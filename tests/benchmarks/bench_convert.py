@@ -133,6 +133,7 @@ def commands(source: Path, sample: Path, report: Path) -> dict[str, Callable[[Pa
         "masters all": lambda out: [*ours, str(out), *said, "--check-masters", "all"],
         "masters all, before": lambda out: [*ours, str(out), *said, "--check-masters", "all"],
         "masters none": lambda out: [*ours, str(out), *said, "--check-masters", "none"],
+        "source none": lambda out: [*ours, str(out), *said, "--check-source", "none"],
         "cp + sync, cold": lambda out: ["sh", "-c", f"cp -r {sample} {out} && sync -f {out}"],
         "convert --fsync, cold": lambda out: [*ours, str(out), *said, "--fsync"],
         "convert --direct, cold": lambda out: [*ours, str(out), *said, *DIRECT],

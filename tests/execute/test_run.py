@@ -148,12 +148,15 @@ def test_threads_take_every_batch_once_and_spread_over_files(case: Case, threads
 def test_kernel_copies_equal_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(tmp_path / "source", scale=32)
     plan = case.plan(1)
-    report = write_checkpoint(plan, case.files, Output(tmp_path / "kernel"))
+    unproven = WriteOptions(check_source="none")
+    report = write_checkpoint(plan, case.files, Output(tmp_path / "kernel"), unproven)
     assert report.bytes_kernel_copied + report.bytes_cloned >= 4 * 512 * 512 * 4
+    proven = write_checkpoint(plan, case.files, Output(tmp_path / "proven"))
+    assert proven.bytes_kernel_copied == 0  # what must be read is written as it was read
     monkeypatch.setattr("ckpt_tools.execute.stream.KERNEL_COPY_BYTES", 1 << 60)
-    report = write_checkpoint(plan, case.files, Output(tmp_path / "tiles"))
+    report = write_checkpoint(plan, case.files, Output(tmp_path / "tiles"), unproven)
     assert report.bytes_kernel_copied == report.bytes_cloned == 0
-    assert tree(tmp_path / "kernel") == tree(tmp_path / "tiles")
+    assert tree(tmp_path / "kernel") == tree(tmp_path / "tiles") == tree(tmp_path / "proven")
     assert_equal(stock_load(tmp_path / "tiles", plan), case.expected)
 
 
@@ -207,7 +210,8 @@ def test_any_view_of_any_chunks(data: st.DataObject, tmp_path_factory: pytest.Te
     plan = build_plan(catalog, Target((target,)), rows(world), world)
     threads = data.draw(st.integers(1, 2))
     with mock.patch.object(stream, "KERNEL_COPY_BYTES", data.draw(st.sampled_from([1, 1 << 60]))):
-        write_checkpoint(plan, files, Output(folder / "out"), WriteOptions(threads, 6 << 16))
+        options = WriteOptions(threads, 6 << 16, check_source=data.draw(st.sampled_from(["all", "none"])))
+        write_checkpoint(plan, files, Output(folder / "out"), options)
     wanted = np.where(wanted == ABSENT + 1, 0, wanted)
     assert_equal(stock_load(folder / "out", plan), {"t": wanted})
     reader = BoxReader(files, catalog)
@@ -319,7 +323,7 @@ def test_a_source_that_changes_underneath(
 
     with pytest.raises(
         CkptError,
-        match=rf"{path.name}( changed while| does not exist|.*: No such file|: bytes .* are needed)",
+        match=rf"{path.name}( changed while| does not exist|.*: No such|: bytes .* needed| has another checksum)",
     ):
         write_checkpoint(case.plan(1), case.files, Output(tmp_path / "out"), progress=disturb)
     assert not (tmp_path / "out").exists()
