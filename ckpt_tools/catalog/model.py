@@ -24,6 +24,7 @@ class Item(NamedTuple):
     offset: int  # bytes from the beginning of the file
     length: int  # bytes
     bare: bool = False  # the payload alone, without a container around it (safetensors)
+    crc32: int | None = None  # of a bare payload, if something else in the file states it
 
 
 class Chunk(NamedTuple):

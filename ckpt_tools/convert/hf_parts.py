@@ -17,7 +17,7 @@ from ckpt_tools.catalog.files import Files, open_files
 from ckpt_tools.catalog.model import Catalog
 from ckpt_tools.errors import CkptError, MappingError, UnsupportedCheckpointError, list_problems
 from ckpt_tools.execute.casts import cast
-from ckpt_tools.execute.read_box import BoxReader, read_box
+from ckpt_tools.execute.read_box import BoxReader, read_proven
 from ckpt_tools.megatron.huggingface.families import FAMILIES
 from ckpt_tools.megatron.huggingface.rulefile import load_rule_file
 from ckpt_tools.megatron.huggingface.rules import Family
@@ -111,8 +111,7 @@ def offset_values(files: Files, catalog: Catalog, tensor: TargetTensor, offset: 
 
     The sum is made in float32 and rounded once, to the tensor's type.
     """
-    whole = Box((0,) * len(tensor.shape), tensor.shape)
-    exact = read_box(files, catalog, replace(tensor, dtype="float32"), whole)
+    exact = read_proven(files, catalog, replace(tensor, dtype="float32"))
     shifted = cast(exact + np.float32(offset), "float32", tensor.dtype)
     back = cast(shifted, tensor.dtype, "float32") - np.float32(offset)
     return shifted.tobytes(), int((back != exact).sum())

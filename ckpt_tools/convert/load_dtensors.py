@@ -13,6 +13,7 @@ from ckpt_tools.convert.prepared import Prepared, prepare
 from ckpt_tools.convert.to_fsdp_dtensor import ConvertOptions
 from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.casts import raw_dtype
+from ckpt_tools.execute.proof import SourceProof
 from ckpt_tools.execute.read_box import BoxReader
 from ckpt_tools.megatron.fsdp_source import parameter_name
 from ckpt_tools.megatron.target import InlineTensor, TargetTensor
@@ -49,7 +50,9 @@ def load_dtensors(
     Everything a parameter or an optimizer state gives is a DTensor on `mesh` of which this rank holds its own rows,
     on the mesh's device; buffers, Adam's steps and rng states are whole, plain tensors on the CPU. Shards may be
     uneven or empty: each DTensor carries the chunk that `torch.distributed.checkpoint` asks for, so `dcp.save` and
-    `dcp.load` work on the result as it is. No file is written, and but for making a mesh no rank waits for another.
+    `dcp.load` work on the result as it is. No file is written, and but for making a mesh no rank waits for another:
+    so a rank compares the stored checksums of the payloads that it reads whole (`check_source` of the options) and
+    leaves out those of which it holds a part; `verify --content` compares all.
 
     Args:
         path: a `torch_dist` or `fsdp_dtensor` checkpoint, a run's root or an iteration directory.
@@ -73,9 +76,11 @@ def load_dtensors(
         strategy=strategy,
         outer_strategy=outer_strategy,
     )
-    with prepare(path, Layout(layout, topology), options or ConvertOptions()) as prepared:
+    wanted = options or ConvertOptions()
+    with prepare(path, Layout(layout, topology), wanted) as prepared:
         core = place_model(prepared.model(), Layout(layout, topology))
-        return _load(prepared, core, _rank(mesh), _meshes(mesh, topology))
+        proof = None if wanted.write.check_source == "none" else SourceProof()
+        return _load(prepared, core, _rank(mesh), _meshes(mesh, topology), proof)
 
 
 def mesh_axes(names: Sequence[str] | None, shape: Sequence[int]) -> dict[str, int]:
@@ -142,12 +147,16 @@ def _meshes(mesh: DeviceMesh, topology: Topology) -> dict[bool, _Mesh]:
 
 
 def _load(
-    prepared: Prepared, core: Placement, rank: int, meshes: Mapping[bool, _Mesh]
+    prepared: Prepared,
+    core: Placement,
+    rank: int,
+    meshes: Mapping[bool, _Mesh],
+    proof: SourceProof | None,
 ) -> dict[str, torch.Tensor]:
     """All tensors of one rank, in the order in which Megatron asks for them."""
     owner = {name: p for p in core.parameters for name in part_names(p)}
     held = _held(core, rank)
-    reader = BoxReader(prepared.files, prepared.catalog)
+    reader = BoxReader(prepared.files, prepared.catalog, proof)
     elsewhere = owner.keys() - held.keys()  # experts of other ranks
     tensors: dict[str, torch.Tensor] = {
         t.key: _inline(t) for t in prepared.target.inline if parameter_name(t.key) not in elsewhere

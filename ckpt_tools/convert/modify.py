@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from ckpt_tools.catalog.container import read_archive
 from ckpt_tools.convert.opened import Opened, open_checkpoint
 from ckpt_tools.convert.rewrite import Edited, EditOptions, need_dcp, rewrite
 from ckpt_tools.errors import MappingError, UsageError, list_problems
@@ -52,7 +53,7 @@ def modify_state_dict(
         names = new_names(keys, parsed)
         target = _target(opened, names)
         items = [(names[key], entry.item) for key, entry in catalog.objects.items() if key in names]
-        blobs = ((name, opened.files.read(item.file, item.offset, item.length)) for name, item in items)
+        blobs = ((name, read_archive(opened.files, item)) for name, item in items)
         shapes = catalog.original_shapes
         if shapes is not None:
             shapes = {names[key]: shape for key, shape in shapes.items() if key in names}

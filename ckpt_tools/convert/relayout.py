@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ckpt_tools.catalog.container import read_archive, read_small_file
 from ckpt_tools.catalog.dcp import read_catalog
 from ckpt_tools.catalog.detect import Location
 from ckpt_tools.catalog.files import Files, open_files
@@ -50,7 +51,7 @@ class OpenedFsdp:
         read: dict[Item, bytes] = {}
         for key, item in self.built.archives:
             if item not in read:
-                read[item] = self.files.read(item.file, item.offset, item.length)
+                read[item] = read_archive(self.files, item)
             yield key, read[item]
 
 
@@ -145,7 +146,7 @@ def relayout(
 
 def _with_bridge_files(place: Output, files: Files) -> Output:
     """The output with the small files Bridge reads beside the tensors, as the source has them."""
-    kept = {name: files.read(name, 0, files.size(name)) for name in BRIDGE_FILES if files.exists(name)}
+    kept = {name: read_small_file(files, name) for name in BRIDGE_FILES if files.exists(name)}
     beside = dict(place.beside)
     if beside and TRAIN_STATE in kept:
         beside[LATEST_TRAIN_STATE] = kept[TRAIN_STATE]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ckpt_tools.catalog.container import read_archive
 from ckpt_tools.catalog.model import Catalog
 from ckpt_tools.catalog.pickling import dump_archive
 from ckpt_tools.catalog.unpickle import StandIn
@@ -294,7 +295,7 @@ def _objects(
         elif key == "args" and "args" in changed:
             archive = dump_archive(changed["args"])
         else:
-            archive = files.read(entry.item.file, entry.item.offset, entry.item.length)
+            archive = read_archive(files, entry.item)
         objects.append(TargetObject(name, None, catalog.planner_paths.get(key, ()) if name == key else ()))
         blobs.append((name, archive))
     return objects, blobs

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 
 from ckpt_tools.box import Box
+from ckpt_tools.catalog.container import read_small_file
 from ckpt_tools.catalog.dcp import read_catalog
 from ckpt_tools.catalog.detect import Location, locate
 from ckpt_tools.catalog.files import Files, open_files
@@ -19,7 +21,8 @@ from ckpt_tools.convert.outputs import (
 )
 from ckpt_tools.convert.placements import Layout, lay_out, target_model
 from ckpt_tools.convert.relayout import relayout, target_tp
-from ckpt_tools.errors import MappingError, UnsupportedCheckpointError
+from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, VerificationError
+from ckpt_tools.execute.prove import prove_payloads
 from ckpt_tools.execute.ranks import DistributedRanks, Ranks, connect
 from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, write_checkpoint
 from ckpt_tools.megatron.bridge import (
@@ -97,7 +100,7 @@ def convert_to_fsdp_dtensor(
         prove_padding(planned)
         if not dry_run:
             place = with_bridge_files(place, planned)
-            checked = prove_masters(planned, options.check_masters, ranks, options.write.threads)
+            checked = prove_masters(planned, options, ranks)
             written = write_checkpoint(
                 planned.plan, planned.files, place, options.write, ranks=ranks, progress=progress
             )
@@ -109,11 +112,28 @@ def convert_to_fsdp_dtensor(
 @without_gc()
 def plan_conversion(location: Location, options: ConvertOptions, ranks: Ranks | DistributedRanks) -> Planned:
     """Everything up to the first byte."""
-    files, source = open_source(location, options.ignore_keys, options.trust_pickle)
+    try:
+        files, source = open_source(location, options.ignore_keys, options.trust_pickle)
+    except VerificationError:
+        if options.write.check_source != "none":
+            _look_for_damage(location, options, ranks)
+        raise
     layout = options.layout or Layout(world=ranks.world)
     target_options = replace(options.target, tp=target_tp(layout, options))
     built = build_fsdp_target(source, target_options)
     return Planned(location, files, source, built, make_plan(source.catalog, built, layout))
+
+
+def _look_for_damage(location: Location, options: ConvertOptions, ranks: Ranks | DistributedRanks) -> None:
+    """Every rank has failed to prove by content what a bucket holds; see whether its share of the tensors is sound.
+
+    Raises:
+        CorruptCheckpointError: some rank's is not.
+    """
+    with closing(open_files(location.path)) as files:
+        catalog = read_catalog(files, options.trust_pickle)
+        share = list(catalog.tensors)[ranks.rank :: ranks.world]
+        ranks.together(lambda: prove_payloads(files, catalog, share, options.write.threads))
 
 
 def open_source(
@@ -150,7 +170,7 @@ def with_bridge_files(place: Output, planned: Planned) -> Output:
     if planned.built.dialect.name != "bridge":
         return place
     files, source = planned.files, planned.source
-    kept = {name: files.read(name, 0, files.size(name)) for name in BRIDGE_FILES if files.exists(name)}
+    kept = {name: read_small_file(files, name) for name in BRIDGE_FILES if files.exists(name)}
     state = kept.get(TRAIN_STATE) or train_state_file(source.common, source.args or {})
     inside = {TRAIN_STATE: state}
     if RUN_CONFIG in kept:
@@ -180,22 +200,36 @@ def prove_padding(planned: Planned) -> None:
             (vocab.kept, *(0,) * (len(stored.shape) - 1)), (stored.shape[0] - vocab.kept, *stored.shape[1:])
         )
         if read_box(planned.files, planned.source.catalog, tensor, dropped).any():
+            prove_payloads(planned.files, planned.source.catalog, [stored.key], 1)
             raise MappingError(
                 f"{parameter.name}: rows {vocab.kept} to {stored.shape[0] - 1} would be cut off and are not zeros; "
                 "give the number of real tokens with --vocab-size if they are padding"
             )
 
 
-def prove_masters(planned: Planned, mode: str, ranks: Ranks | DistributedRanks, threads: int) -> str:
-    """Every master rounds to its stored weight: said how many elements were compared."""
+def prove_masters(planned: Planned, options: ConvertOptions, ranks: Ranks | DistributedRanks) -> str:
+    """Every master rounds to its stored weight: said how many elements were compared.
+
+    Raises:
+        CorruptCheckpointError: some do not, as payloads are damaged.
+        VerificationError: some do not, and their payloads are what was stored.
+    """
     from ckpt_tools.execute.check_masters import check_masters
 
+    mode, threads = options.check_masters, options.write.threads
     if mode == "none":
         return "not checked (--check-masters none)"
     mine = [t for t in planned.built.target.tensors if t.must_round_to][ranks.rank :: ranks.world]
 
     def check() -> tuple[int, int]:
-        report = check_masters(planned.files, planned.source.catalog, mine, mode, ranks.check, threads)
+        catalog = planned.source.catalog
+        try:
+            report = check_masters(planned.files, catalog, mine, mode, ranks.check, threads)
+        except VerificationError:
+            if options.write.check_source != "none":
+                keys = {s.key for t in mine for s in (*t.sources, *t.must_round_to)}
+                prove_payloads(planned.files, catalog, sorted(keys), threads)
+            raise
         return report.tensors, report.elements
 
     tensors, elements = (sum(column) for column in zip(*ranks.together(check), strict=True))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from ckpt_tools.box import Box
+from ckpt_tools.catalog.container import read_small_file
 from ckpt_tools.catalog.detect import METADATA_JSON, Location
 from ckpt_tools.catalog.files import Files
 from ckpt_tools.catalog.pickling import dump_archive
@@ -160,7 +161,7 @@ def slice_placement(world: int) -> Placement:
 def extra_files(planned: PlannedTorchDist) -> dict[str, bytes]:
     """The files beside the tensors: `metadata.json`, `common.pt`, and Bridge's own, taken over as they are."""
     files = planned.files
-    kept = {name: files.read(name, 0, files.size(name)) for name in BRIDGE_FILES if files.exists(name)}
+    kept = {name: read_small_file(files, name) for name in BRIDGE_FILES if files.exists(name)}
     return kept | {METADATA_JSON: METADATA_JSON_BYTES, COMMON_FILE: dump_archive(planned.built.common)}
 
 

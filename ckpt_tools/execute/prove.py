@@ -75,7 +75,7 @@ def prove_rest(
     if problems:
         many = f"{len(problems)} payloads are damaged:\n{list_problems(problems)}"
         raise CorruptCheckpointError(problems[0] if len(problems) == 1 else many)
-    without = {item for one in told for item in _items(one["without"])}
+    without = {(file, *rest) for one in told for file, rows in one["without"].items() for rest in rows}
     read_for_it = sum(part.stop - part.start for part in parts)
     return ProofReport(len(done), sum(done.values()), read_for_it, len(without))
 
@@ -88,10 +88,8 @@ def _problems(records: _Records, key_of: Callable[[Item], str]) -> Iterator[str]
             yield damage(key_of(item), stored, found)
 
 
-def prove_payloads(
-    files: Files, catalog: Catalog, chosen: Callable[[int], bool], threads: int, tick: Callable[[], None]
-) -> None:
-    """Prove the payloads of all tensors whose number in the catalog is `chosen`, by reading them.
+def prove_payloads(files: Files, catalog: Catalog, wanted: Iterable[str], threads: int) -> None:
+    """Prove the payloads of the stored tensors `wanted` by reading them: what a proof by content failed for.
 
     Raises:
         CorruptCheckpointError: some are damaged; all are named.
@@ -100,40 +98,35 @@ def prove_payloads(
     source = SourceReader(files, proof=proof)
     keys: dict[Item, str] = {}
     try:
-        for number, (key, entry) in enumerate(catalog.tensors.items()):
-            for chunk in entry.chunks if chosen(number) else ():
+        for key in wanted:
+            entry = catalog.tensors[key]
+            for chunk in entry.chunks:
                 source.payload(ChunkRef(key, chunk.item, entry.dtype, chunk.box.size))
                 keys[chunk.item] = key
     finally:
         source.close()
-    alone = Ranks()
-    alone.watch = tick
-    prove_rest(proof, files, keys.__getitem__, alone, threads)
+    prove_rest(proof, files, keys.__getitem__, Ranks(), threads)
 
 
 def _told(proof: SourceProof) -> dict[str, Any]:
     """What a rank tells the others, as JSON, file by file."""
     unfinished: dict[str, list[Any]] = {}
     for stored, pieces in proof.unfinished():
-        row = [stored.item.offset, stored.item.length, *stored[1:], [list(piece) for piece in pieces]]
+        row = [stored.item[1:], *stored[1:], pieces]
         unfinished.setdefault(stored.item.file, []).append(row)
     done: dict[str, list[Any]] = {}
     for item, nbytes in proof.finished().items():
-        done.setdefault(item.file, []).append([item.offset, item.length, nbytes])
+        done.setdefault(item.file, []).append([item[1:], nbytes])
     without: dict[str, list[Any]] = {}
     for item in proof.unsummed():
-        without.setdefault(item.file, []).append([item.offset, item.length, item.bare])
+        without.setdefault(item.file, []).append(item[1:])
     return {"unfinished": unfinished, "done": done, "without": without}
-
-
-def _items(rows: Mapping[str, Sequence[Sequence[Any]]]) -> Iterable[Item]:
-    return (Item(file, *row) for file, found in rows.items() for row in found)
 
 
 def _done(told: Mapping[str, Any]) -> Iterable[tuple[Item, int]]:
     for file, rows in told["done"].items():
-        for offset, length, nbytes in rows:
-            yield Item(file, offset, length), nbytes
+        for rest, nbytes in rows:
+            yield Item(file, *rest), nbytes
 
 
 def _joined(told: Sequence[Mapping[str, Any]], done: Iterable[Item]) -> _Records:
@@ -141,14 +134,14 @@ def _joined(told: Sequence[Mapping[str, Any]], done: Iterable[Item]) -> _Records
     records: _Records = {}
     for one in told:
         for file, rows in one["unfinished"].items():
-            for offset, length, start, nbytes, crc32, pieces in rows:
-                stored = Stored(Item(file, offset, length), start, nbytes, crc32)
+            for rest, start, nbytes, crc32, pieces in rows:
+                stored = Stored(Item(file, *rest), start, nbytes, crc32)
                 _, known = records.setdefault(stored.item, (stored, Pieces(nbytes)))
                 for piece in pieces:
                     known.put(Piece(*piece))
     for item in done:
         records.pop(item, None)
-    return dict(sorted(records.items()))
+    return dict(sorted(records.items(), key=lambda record: record[0][:3]))
 
 
 def _missing(records: _Records, most_bytes: int) -> list[_Part]:

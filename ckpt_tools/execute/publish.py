@@ -26,6 +26,7 @@ from pathlib import Path
 
 from ckpt_tools.errors import StorageError, UsageError
 from ckpt_tools.execute.fileio import preallocate, storage_errors, sync_directory
+from ckpt_tools.execute.finished import has_files
 from ckpt_tools.execute.journal import Journal
 
 _SPARE_BYTES = 16 << 20  # for `.metadata`, the journal and directories
@@ -37,6 +38,7 @@ class Found(enum.Enum):
     NOTHING = enum.auto()
     UNFINISHED = enum.auto()  # the journal says how far it came
     PUBLISHED = enum.auto()  # the output is in place; only the cleaning up is left
+    FINISHED = enum.auto()  # nothing, but the output has the plan's files: perhaps all is done
 
 
 class Staging:
@@ -87,6 +89,16 @@ class Staging:
         self._undo_half_replacement()
         if resume and self._is_published():
             return Found.PUBLISHED
+        if resume and not self.journal.exists() and has_files(self._sizes, self._present()):
+            return Found.FINISHED
+        return self.begin(overwrite, resume)
+
+    def begin(self, overwrite: bool, resume: bool) -> Found:
+        """Make room for a new beginning, or find what can be gone on from.
+
+        Raises:
+            UsageError: the output is not empty, or a stopped conversion lies here; see `acquire`.
+        """
         self._check_final(overwrite)
         if resume and self.journal.exists() and self._has_own_data():
             return Found.UNFINISHED
@@ -99,6 +111,12 @@ class Staging:
         self._clear()
         self.data.mkdir()
         return Found.NOTHING
+
+    def _present(self) -> dict[str, int | None]:
+        """Lengths of what lies in the output."""
+        if self.final.is_symlink() or not self.final.is_dir():
+            return {}
+        return {path.name: path.stat().st_size for path in self.final.iterdir() if path.is_file()}
 
     def _has_own_data(self) -> bool:
         """Whether `checkpoint/` is there and is not what an exchange left in its place."""

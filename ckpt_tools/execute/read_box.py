@@ -7,10 +7,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ckpt_tools.box import Box
+from ckpt_tools.box import Box, full_box
 from ckpt_tools.catalog.files import Files
 from ckpt_tools.catalog.model import Catalog
 from ckpt_tools.execute.casts import Array, cast_raw, numpy_dtype, raw_dtype
+from ckpt_tools.execute.proof import SourceProof
+from ckpt_tools.execute.prove import prove_rest
+from ckpt_tools.execute.ranks import Ranks
 from ckpt_tools.execute.source import ChunkRef, SourceReader, index_of, read_region
 from ckpt_tools.megatron.target import TargetTensor
 from ckpt_tools.plan.overlap import ChunkFinder, SourcePiece, TargetReader
@@ -21,9 +24,9 @@ _SCRATCH_BYTES = 4 << 20
 class BoxReader:
     """Reads boxes of target tensors from one checkpoint, in any thread; close it when done."""
 
-    def __init__(self, files: Files, catalog: Catalog) -> None:
+    def __init__(self, files: Files, catalog: Catalog, proof: SourceProof | None = None) -> None:
         self.catalog = catalog
-        self._source = SourceReader(files)
+        self._source = SourceReader(files, proof=proof)
         self._finder = ChunkFinder(catalog)
         self._of_thread = threading.local()
 
@@ -66,6 +69,22 @@ class BoxReader:
     def close(self) -> None:
         """Remove temporary files."""
         self._source.close()
+
+
+def read_proven(files: Files, catalog: Catalog, target: TargetTensor) -> Array:
+    """All of a target tensor, as `BoxReader.read`, from payloads that have the checksums their writer stored.
+
+    Raises:
+        CorruptCheckpointError: one of them has another.
+    """
+    proof = SourceProof()
+    reader = BoxReader(files, catalog, proof)
+    try:
+        values = reader.read(target, full_box(target.shape))
+        prove_rest(proof, files, lambda _: target.key, Ranks(), 1)
+    finally:
+        reader.close()
+    return values
 
 
 def read_box(files: Files, catalog: Catalog, target: TargetTensor, box: Box) -> Array:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import resource
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import asdict
@@ -25,9 +25,11 @@ from ckpt_tools.catalog.files import Files
 from ckpt_tools.catalog.remote import Store
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.execute.dcp_metadata import metadata_bytes
+from ckpt_tools.execute.finished import METADATA, has_files, is_written
 from ckpt_tools.execute.journal import check_unchanged, fingerprint
 from ckpt_tools.execute.proof import SourceProof
 from ckpt_tools.execute.prove import ProofReport
+from ckpt_tools.execute.publish import Found
 from ckpt_tools.execute.ranks import DistributedRanks, Ranks
 from ckpt_tools.execute.run import prove_source
 from ckpt_tools.execute.source import SourceReader
@@ -38,7 +40,6 @@ from ckpt_tools.plan.model import OutputBlob, OutputItem, Plan
 if TYPE_CHECKING:
     from ckpt_tools.execute.run import Output, WriteOptions
 
-METADATA = ".metadata"
 MARKER = ".ckpt_tools-partial"
 _PART_BYTES = 16 << 20  # of a multipart upload; held in memory by every thread
 _MAX_PARTS = 9000  # S3 allows 10,000
@@ -80,20 +81,26 @@ class RemoteJob:
 
     def run(self) -> tuple[list[dict[str, Any]], ProofReport]:
         """The counters of every thread of every rank, and what was proven of the source."""
-        published = self._ranks.together(self._prepare)[0]
+        found = self._ranks.together(self._prepare)[0]
+        if found == Found.FINISHED.name:
+            same = all(self._ranks.together(self._compare))
+            found = self._ranks.together(lambda: self._accept(same))[0]
+            if not same and self._proof is not None:
+                self._proof = SourceProof()
         counts: list[list[dict[str, Any]]] = []
         proven = ProofReport()
-        if not published:
+        if found not in (Found.PUBLISHED.name, Found.FINISHED.name):
             counts = self._ranks.together(self._work)
+        if found != Found.PUBLISHED.name:
             proven = prove_source(self._proof, self._plan, self._files, self._options, self._ranks)
-        self._ranks.together(lambda: self._publish(published))
+        self._ranks.together(lambda: self._publish(found))
         return [count for share in counts for count in share], proven
 
-    def _prepare(self) -> bool:
-        """Rank 0 takes the output; whether an earlier process has published it already."""
+    def _prepare(self) -> str:
+        """Rank 0 takes the output; what an earlier process has left there."""
         tile_bytes(self._options.memory_bytes, self._options.threads)
         if not self._leads:
-            return False
+            return ""
         plan, store, location = self._plan, self._store, self._files.location
         self._source_state = fingerprint(self._files, plan.source_files)
         present = store.sizes()
@@ -105,7 +112,43 @@ class RemoteJob:
                     "the command with the same options, or start anew with --overwrite."
                 )
             check_unchanged(header["source"], self._source_state, location)
-            return METADATA in present
+            return (Found.PUBLISHED if METADATA in present else Found.UNFINISHED).name
+        is_marked = METADATA in present or not self._output.is_dcp
+        if self._output.resume and is_marked and has_files(plan.file_bytes, present):
+            return Found.FINISHED.name
+        return self._begin(present)
+
+    def _compare(self) -> bool:
+        """Whether this rank's share is there already as it would be written."""
+        mine = set(share_of_files(self._plan, self._ranks.rank, self._ranks.world))
+        items = [item for item in self._plan.items if item.file in mine]
+        source = SourceReader(self._files, proof=self._proof)
+        try:
+            return is_written(
+                self._plan,
+                self._output,
+                items,
+                source,
+                self._options,
+                small_parts=self._leads,
+                tick=self._ranks.check,
+            )
+        finally:
+            source.close()
+
+    def _accept(self, same: bool) -> str:
+        """Rank 0 takes a finished output for its own, or treats it as any other that is in the way."""
+        if not self._leads:
+            return ""
+        return Found.FINISHED.name if same else self._begin(self._store.sizes())
+
+    def _begin(self, present: Mapping[str, int | None]) -> str:
+        """Rank 0 makes room where `present` lies.
+
+        Raises:
+            UsageError: it is not to be replaced.
+        """
+        store, plan = self._store, self._plan
         if present and not self._output.overwrite:
             what = (
                 "holds a conversion that was stopped, or is being written. Go on from it with --resume, or start "
@@ -119,7 +162,7 @@ class RemoteJob:
         if present:
             store.remove("")
         store.put(MARKER, json.dumps({"digest": plan.digest, "source": self._source_state}).encode())
-        return False
+        return Found.NOTHING.name
 
     def _work(self) -> list[dict[str, Any]]:
         """This rank's share of the files."""
@@ -158,12 +201,12 @@ class RemoteJob:
         counts[0] |= {"resumed": resumed, "peak_rss": peak}
         return counts
 
-    def _publish(self, published: bool) -> None:
+    def _publish(self, found: str) -> None:
         self._ranks.check()
         if not self._leads:
             return
         store, output = self._store, self._output
-        if not published:
+        if found not in (Found.PUBLISHED.name, Found.FINISHED.name):
             after = fingerprint(self._files, self._plan.source_files)
             check_unchanged(self._source_state, after, self._files.location)
             for name, data in output.extra_files.items():
@@ -172,6 +215,8 @@ class RemoteJob:
                 store.put(METADATA, metadata_bytes(self._plan))
         parent = Store(store.location.rstrip("/").rpartition("/")[0]) if output.beside else store
         for name, data in output.beside.items():
+            if found == Found.FINISHED.name and name in parent.sizes():
+                continue  # it was written then, and may have been changed since
             parent.put(name, data)
         store.remove(MARKER)
 

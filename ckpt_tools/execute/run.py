@@ -14,6 +14,7 @@ from ckpt_tools.catalog.files import Files
 from ckpt_tools.errors import CkptError, Interrupted, StorageError, Terminated, UsageError
 from ckpt_tools.execute.dcp_metadata import metadata_bytes
 from ckpt_tools.execute.fileio import check_direct, replace_file, storage_errors, write_all
+from ckpt_tools.execute.finished import is_written
 from ckpt_tools.execute.journal import check_unchanged, fingerprint
 from ckpt_tools.execute.proof import SourceProof
 from ckpt_tools.execute.prove import ProofReport, prove_rest
@@ -173,8 +174,14 @@ class _Job:
         proven = ProofReport()
         try:
             found = self._ranks.together(self._prepare)[0]
-            if found != Found.PUBLISHED.name:
+            if found == Found.FINISHED.name:
+                same = all(self._ranks.together(self._compare))
+                found = self._ranks.together(lambda: self._accept(same))[0]
+                if not same and self._proof is not None:
+                    self._proof = SourceProof()
+            if found not in (Found.PUBLISHED.name, Found.FINISHED.name):
                 counts = self._ranks.together(self._work)
+            if found != Found.PUBLISHED.name:
                 proven = prove_source(self._proof, self._plan, self._files, self._options, self._ranks)
                 self._forget_source()
             self._ranks.together(lambda: self._publish(found))
@@ -184,11 +191,41 @@ class _Job:
         return [count for share in counts for count in share], proven
 
     def _prepare(self) -> str:
-        """Rank 0 takes the output and makes its files in full length."""
+        """Rank 0 takes the output."""
         tile_bytes(self._options.memory_bytes, self._options.threads)
         if not self._leads:
             return ""
         found = self._staging.acquire(self._output.overwrite, self._output.resume)
+        return found.name if found is Found.FINISHED else self._begin(found)
+
+    def _compare(self) -> bool:
+        """Whether this rank's share is there already as it would be written."""
+        share = worker_share(self._plan.items, self._ranks.rank, self._ranks.world)
+        items = self._plan.items[share.start : share.stop]
+        source = SourceReader(self._files, self._staging.partial, self._proof)
+        try:
+            return is_written(
+                self._plan,
+                self._output,
+                items,
+                source,
+                self._options,
+                small_parts=self._leads,
+                tick=self._ranks.check,
+            )
+        finally:
+            source.close()
+
+    def _accept(self, same: bool) -> str:
+        """Rank 0 takes a finished output for its own, or treats it as any other that is in the way."""
+        if not self._leads:
+            return ""
+        if same:
+            return Found.FINISHED.name
+        return self._begin(self._staging.begin(self._output.overwrite, self._output.resume))
+
+    def _begin(self, found: Found) -> str:
+        """Rank 0 makes the files in full length."""
         self._source_state = fingerprint(self._files, self._plan.source_files)
         if found is Found.PUBLISHED:
             return found.name
@@ -249,7 +286,7 @@ class _Job:
         if not self._leads:
             return
         staging, output, sync = self._staging, self._output, self._options.fsync
-        if found != Found.PUBLISHED.name:
+        if found not in (Found.PUBLISHED.name, Found.FINISHED.name):
             after = fingerprint(self._files, self._plan.source_files)
             check_unchanged(self._source_state, after, self._files.location)
             for name, data in output.extra_files.items():
@@ -259,6 +296,8 @@ class _Job:
             staging.publish(sync, output.overwrite)
         for name, data in output.beside.items():
             path = Path(output.directory).parent / name
+            if found == Found.FINISHED.name and path.exists():
+                continue  # it was written then, and may have been changed since
             with storage_errors(path):
                 replace_file(path, data)
         staging.discard()

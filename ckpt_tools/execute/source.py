@@ -112,7 +112,8 @@ class SourceReader:
                 raise CorruptCheckpointError(
                     f"{key} {dtype} {shape} needs {nbytes} bytes, but {item.file} has {item.length} for it"
                 )
-            return self._to_prove(key, item, Payload(self.files, item.file, item.offset, nbytes, None), None)
+            bare = Payload(self.files, item.file, item.offset, nbytes, item.crc32)
+            return self._to_prove(key, item, bare, Stretch(*bare[2:5]))
         found = _usual_payload(self.files, chunk)
         if found is not None:
             return self._to_prove(key, item, found, Stretch(*found[2:5]))
@@ -129,11 +130,11 @@ class SourceReader:
         stored = self._to_prove(key, item, stored, frame.record)
         return stored if frame.is_row_major else self._reordered(chunk, frame, stored)
 
-    def _to_prove(self, key: str, item: Item, payload: Payload, record: Stretch | None) -> Payload:
+    def _to_prove(self, key: str, item: Item, payload: Payload, record: Stretch) -> Payload:
         """The payload, which tells of its reads what its record's checksum can be compared with."""
         if self.proof is None:
             return payload
-        if record is None or record.crc32 is None:
+        if record.crc32 is None:
             self.proof.without(item)
             return payload
         if not record.nbytes:

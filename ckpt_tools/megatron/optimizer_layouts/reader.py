@@ -150,7 +150,7 @@ def _payload(key: str, frame: Frame, file: str) -> TensorEntry:
     """A tensor inside an object as a tensor of one bare chunk."""
     if len(frame.shape) != 1 or not frame.is_row_major:
         raise ValueError(key)
-    item = Item(file, frame.payload_offset, frame.nbytes, bare=True)
+    item = Item(file, frame.payload_offset, frame.nbytes, bare=True, crc32=frame.crc32)
     return TensorEntry(key, frame.dtype, frame.shape, (Chunk(full_box(frame.shape), item),))
 
 
