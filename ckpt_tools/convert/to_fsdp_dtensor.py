@@ -125,14 +125,14 @@ def plan_conversion(location: Location, options: ConvertOptions, ranks: Ranks | 
 
 
 def _look_for_damage(location: Location, options: ConvertOptions, ranks: Ranks | DistributedRanks) -> None:
-    """Every rank has failed to prove by content what a bucket holds; see whether its share of the tensors is sound.
+    """Every rank has failed to prove by content what a bucket holds; see whether its share of the source is sound.
 
     Raises:
         CorruptCheckpointError: some rank's is not.
     """
     with closing(open_files(location.path)) as files:
         catalog = read_catalog(files, options.trust_pickle)
-        share = list(catalog.tensors)[ranks.rank :: ranks.world]
+        share = [*catalog.tensors, *catalog.objects][ranks.rank :: ranks.world]
         ranks.together(lambda: prove_payloads(files, catalog, share, options.write.threads))
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ckpt_tools.catalog.container import record_stretches
 from ckpt_tools.catalog.files import Files
 from ckpt_tools.catalog.model import Catalog, Item
 from ckpt_tools.errors import CorruptCheckpointError, list_problems
@@ -89,7 +90,7 @@ def _problems(records: _Records, key_of: Callable[[Item], str]) -> Iterator[str]
 
 
 def prove_payloads(files: Files, catalog: Catalog, wanted: Iterable[str], threads: int) -> None:
-    """Prove the payloads of the stored tensors `wanted` by reading them: what a proof by content failed for.
+    """Prove the stored tensors and objects `wanted` by reading them: what a proof by content failed for.
 
     Raises:
         CorruptCheckpointError: some are damaged; all are named.
@@ -99,10 +100,17 @@ def prove_payloads(files: Files, catalog: Catalog, wanted: Iterable[str], thread
     keys: dict[Item, str] = {}
     try:
         for key in wanted:
+            if key in catalog.objects:
+                for start, nbytes, crc32 in record_stretches(files, catalog.objects[key].item):
+                    record = Item(catalog.objects[key].item.file, start, nbytes, bare=True, crc32=crc32)
+                    keys[record] = key
+                    if nbytes and crc32 is not None:
+                        proof.of(key, Stored(record, start, nbytes, crc32))
+                continue
             entry = catalog.tensors[key]
             for chunk in entry.chunks:
-                source.payload(ChunkRef(key, chunk.item, entry.dtype, chunk.box.size))
                 keys[chunk.item] = key
+                source.payload(ChunkRef(key, chunk.item, entry.dtype, chunk.box.size))
     finally:
         source.close()
     prove_rest(proof, files, keys.__getitem__, Ranks(), threads)

@@ -18,7 +18,7 @@ from ckpt_tools.box import full_box
 from ckpt_tools.catalog.container import StoredTensor, load_object
 from ckpt_tools.catalog.files import Files
 from ckpt_tools.catalog.model import Catalog, Item, TensorEntry
-from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems
+from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError, list_problems
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.flatten import Path, unflatten
 from ckpt_tools.megatron.target import Source
@@ -150,7 +150,10 @@ class _Values:
             MappingError: it is not.
         """
         if len(entry.chunks) == 1 and entry.chunks[0].box == full_box(entry.shape):
-            value = self.load(entry.chunks[0].item)
+            try:
+                value = self.load(entry.chunks[0].item)
+            except CorruptCheckpointError as error:
+                raise CorruptCheckpointError(f"{entry.key}: {error}") from error
             if isinstance(value, StoredTensor):
                 return value
         raise MappingError(f"{entry.key}: expected one whole tensor, found {len(entry.chunks)} pieces")
