@@ -105,6 +105,7 @@ def write_checkpoint(
         if len(set(ranks.together(lambda: plan.digest))) > 1:
             raise UsageError("the ranks made different plans: do they all see the same source and options?")
         counts, proven = job.run()
+    resumed = sum(c.get("resumed", 0) for c in counts)
     return WriteReport(
         bytes_written=plan.bytes_to_write,
         bytes_read=sum(c["read"] for c in counts),
@@ -112,7 +113,7 @@ def write_checkpoint(
         bytes_kernel_copied=sum(c["copies"]["kernel"] for c in counts),
         bytes_touched=sum(c["copies"]["touched"] for c in counts),
         items=len(plan.items) + len(plan.blobs),
-        items_resumed=sum(c.get("resumed", 0) for c in counts),
+        items_resumed=resumed if counts else len(plan.items) + len(plan.blobs),  # none: all was there
         seconds=time.monotonic() - started,
         peak_rss_bytes=max((c.get("peak_rss", 0) for c in counts), default=0),
         ranks=ranks.world,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +15,10 @@ from ckpt_tools.catalog.container import read_frame, record_stretches
 from ckpt_tools.catalog.dcp import read_catalog
 from ckpt_tools.catalog.detect import locate
 from ckpt_tools.catalog.files import open_files
+from ckpt_tools.catalog.safetensors import read_safetensors_catalog
+from ckpt_tools.cli.reports import source_checksums
 from ckpt_tools.convert.export_hf import ExportOptions, export_hf
+from ckpt_tools.convert.import_hf import import_hf
 from ckpt_tools.convert.modify import modify_state_dict
 from ckpt_tools.convert.placements import Layout
 from ckpt_tools.convert.rewrite import EditOptions
@@ -195,3 +200,43 @@ def test_a_flipped_bit_of_an_object_that_is_taken_over_is_found(tmp_path: Path) 
         with pytest.raises(CorruptCheckpointError, match=r"record .*data\.pkl.* has CRC-32"):
             command(str(source), str(tmp_path / "out"), WriteOptions())
         assert not tree(tmp_path / "out"), key
+
+
+def test_safetensors_carry_no_checksums_which_is_said(tmp_path: Path) -> None:
+    export_hf(str(fixture_dir(NATURAL)), str(tmp_path / "hf"))
+    report = import_hf(str(tmp_path / "hf"), str(tmp_path / "run"))
+    written = report.written
+    assert written is not None
+    assert (written.payloads_proven, written.bytes_proven) == (0, 0)
+    assert (
+        source_checksums(written) == f"{written.payloads_without_checksum} payloads of the source carry none"
+    )
+    assert written.payloads_without_checksum == len(read_safetensors_catalog(str(tmp_path / "hf")).tensors)
+
+
+LOADED = """
+import sys
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+import ckpt_tools
+from ckpt_tools.convert.to_fsdp_dtensor import ConvertOptions
+from ckpt_tools.execute.run import WriteOptions
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))
+ckpt_tools.load_dtensors(sys.argv[1], mesh, options=ConvertOptions(write=WriteOptions(check_source="none")))
+try:
+    ckpt_tools.load_dtensors(sys.argv[1], mesh)
+except ckpt_tools.CkptError as error:
+    print(error.exit_code, error)
+"""
+
+
+def test_a_rank_proves_what_it_reads_whole(tmp_path: Path) -> None:
+    source = copy_of(NATIVE, tmp_path / "in")
+    key, path, offset, nbytes = next(p for p in payloads(source) if "exp_avg" in p[0])
+    flip_bit(path, offset + nbytes // 2)
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED, str(source)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith(f"4 {key}: the payload of the item at byte ")
