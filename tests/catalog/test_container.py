@@ -11,11 +11,19 @@ import pytest
 import torch
 
 from ckpt_tools.catalog.archive import read_directory, write_archive
-from ckpt_tools.catalog.container import StoredTensor, load_object, read_frame, whole_file
+from ckpt_tools.catalog.container import (
+    StoredTensor,
+    load_object,
+    read_archive,
+    read_frame,
+    read_small_file,
+    record_stretches,
+    whole_file,
+)
 from ckpt_tools.catalog.dcp import read_catalog
 from ckpt_tools.catalog.files import Files, open_files
 from ckpt_tools.catalog.model import Item
-from ckpt_tools.errors import CkptError, CorruptCheckpointError
+from ckpt_tools.errors import CkptError, CorruptCheckpointError, UnsupportedCheckpointError
 from tests.catalog.checkpoints import dcp_folders
 from tests.conftest import fixture_dir
 
@@ -177,3 +185,62 @@ def test_large_archive_with_zip64_sizes(tmp_path: Path) -> None:
     sizes = {name.rpartition("x/")[2]: record.size for name, record in directory.items()}
     assert (sizes["data/0"], sizes["data/1"]) == (1 << 32, 20)
     assert max(record.header for record in directory.values()) > 1 << 32
+
+
+def test_no_flipped_bit_of_an_object_changes_its_value(tmp_path: Path) -> None:
+    value = {"max_lr": 0.01, "step": 7, "state": torch.arange(6.0), "seen": torch.arange(12)[3:9]}
+    files, item = saved(tmp_path, value)
+    good = load_object(files, item)
+    data = files.read(item.file, 0, item.length)
+    silent = 0
+    for at in range(0, item.length, 3):
+        damaged = bytearray(data)
+        damaged[at] ^= 1 << at % 8
+        (tmp_path / "y.pt").write_bytes(damaged)
+        try:
+            found = load_object(files, Item("y.pt", 0, item.length))
+        except CkptError:
+            continue
+        assert found == good, f"byte {at}"
+        silent += 1
+    assert 0 < silent < item.length  # padding, and records that hold no value
+
+
+def test_archives_are_taken_over_only_if_every_record_is_sound(tmp_path: Path) -> None:
+    files, item = saved(tmp_path, {"max_lr": 0.01, "state": torch.arange(6.0)})
+    data = files.read(item.file, 0, item.length)
+    assert read_archive(files, item) == read_small_file(files, "x.pt") == data
+    for start, nbytes, crc32 in record_stretches(files, item):
+        assert zlib.crc32(data[start : start + nbytes]) == crc32
+        for at in (start, start + nbytes - 1):
+            damaged = bytearray(data)
+            damaged[at] ^= 4
+            (tmp_path / "y.pt").write_bytes(damaged)
+            for _ in range(2):  # small ones are remembered
+                with pytest.raises(
+                    CorruptCheckpointError, match=r"y\.pt at byte 0: record 'x/.*bits have changed"
+                ):
+                    read_archive(files, Item("y.pt", 0, item.length))
+            with pytest.raises(CorruptCheckpointError, match="bits have changed"):
+                read_small_file(files, "y.pt")
+
+
+def test_a_small_file_that_is_no_archive_is_taken_over_as_it_is(tmp_path: Path) -> None:
+    for content in (b"", b"PK", b"model: {}\n"):
+        (tmp_path / "run_config.yaml").write_bytes(content)
+        assert read_small_file(open_files(str(tmp_path)), "run_config.yaml") == content
+
+
+@pytest.mark.parametrize(
+    ("tensor", "bit"),
+    [(torch.ones(2, dtype=torch.complex64).conj(), "conj"), (torch._neg_view(torch.ones(3)), "neg")],
+)
+def test_bits_that_torch_applies_later_are_refused(tmp_path: Path, tensor: torch.Tensor, bit: str) -> None:
+    files, item = saved(tmp_path, [1, tensor])
+    with pytest.raises(UnsupportedCheckpointError, match=f"x.pt at byte 0: .*'{bit}'"):
+        load_object(files, item)
+    files, item = saved(tmp_path, tensor)
+    with pytest.raises(UnsupportedCheckpointError, match=f"'{bit}'"):
+        read_frame(files, item)
+    files, item = saved(tmp_path, tensor.resolve_conj().resolve_neg())
+    assert read_frame(files, item).is_row_major
