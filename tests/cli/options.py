@@ -8,6 +8,7 @@ OPTIONS = {
         "--values -o --output --no-write --enable-msc --trust-pickle"
     ),
     "convert": (
+        "--check-source "
         "--to --swiglu --no-swiglu --swiglu-modules --param-to-param-group-map-json --strict-map "
         "--output-optimizer-state-prefix --output-model-weight-prefix --rename-mtp-keys --target --aliases "
         "--layer-spec --experts --weights-only --dtype --vocab-size-padded --vocab-size --extra-state "
@@ -17,6 +18,7 @@ OPTIONS = {
         "--enable-msc --oom-traceback"
     ),
     "convert-torch-dist-to-fsdp-dtensor": (
+        "--check-source "
         "--swiglu --no-swiglu --swiglu-modules --param-to-param-group-map-json --strict-map "
         "--output-optimizer-state-prefix --output-model-weight-prefix --rename-mtp-keys --target --aliases "
         "--layer-spec --experts --weights-only --dtype --vocab-size-padded --vocab-size --layout --world-size "
@@ -25,6 +27,7 @@ OPTIONS = {
         "--report --trust-pickle --enable-msc --oom-traceback"
     ),
     "convert-fsdp-dtensor-to-torch-dist": (
+        "--check-source "
         "--layer-spec --weights-only --dtype --extra-state --stacked --per-layer --tp --ep --etp --iteration "
         "--ignore-keys --overwrite --resume --dry-run --threads --max-memory --fsync --direct --quiet -q --json "
         "--report --trust-pickle --enable-msc --oom-traceback"
@@ -38,11 +41,13 @@ OPTIONS = {
         "--outer-strategy --iteration --ignore-keys --trust-pickle --enable-msc"
     ),
     "export-hf": (
+        "--check-source "
         "--hf-config --rules --dtype --vocab-size --max-shard-size --mtp-copies --tp --iteration "
         "--ignore-keys --overwrite --resume --dry-run --threads --max-memory --fsync --direct --quiet -q --json "
         "--report --trust-pickle --enable-msc"
     ),
     "import-hf": (
+        "--check-source "
         "--to --rules --dtype --vocab-multiple --target --layer-spec --experts --layout --world-size "
         "--dp-shard --dp-outer --tp --cp --ep --etp --strategy --outer-strategy --iteration --overwrite "
         "--resume --dry-run --threads --max-memory --fsync --direct --quiet -q --json --report --enable-msc"
@@ -63,9 +68,11 @@ OPTIONS = {
         "--yaml --iteration --format --json --junit --trust-pickle --enable-msc"
     ),
     "modify-state-dict": (
+        "--check-source "
         "--op --iteration --overwrite --json --quiet -q --enable-msc --trust-pickle"
     ),
     "slice": (
+        "--check-source "
         "--layers --block --iteration --overwrite --json --quiet -q --trust-pickle --enable-msc"
     ),
     "print-tensor": (

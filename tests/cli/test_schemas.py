@@ -126,6 +126,7 @@ def test_a_field_more_or_less_is_seen() -> None:
     """The schemas are closed: an output cannot change without them."""
     found = {"schema_version": 1, "source": "a", "output": "b", "tensor_count": 1, "object_count": 0}
     found |= {"removed": [], "renamed": {}, "bytes_written": 1, "seconds": 0.5}
+    found |= {"check_source": "all", "payloads_proven": 1, "payloads_without_checksum": 0, "bytes_proven": 4}
     validate(found, "edit")
     for wrong in ({**found, "more": 1}, {k: v for k, v in found.items() if k != "seconds"}):
         with pytest.raises(jsonschema.ValidationError):
