@@ -27,6 +27,7 @@ from typing import Any
 from ckpt_tools.errors import UsageError, list_problems
 from ckpt_tools.megatron.huggingface.families import FAMILIES
 from ckpt_tools.megatron.huggingface.layouts import LAYOUTS
+from ckpt_tools.megatron.huggingface.ledger import arguments
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs
 from ckpt_tools.megatron.huggingface.rules import CONDITIONS, DIMENSIONS, Family, Rule
 
@@ -70,7 +71,9 @@ def _family(data: Any, problems: list[str]) -> Family | None:
     fixed = _typed(data, "fixed", dict, "$", problems, default={})
     needs = _typed(data, "needs", dict, "$", problems, default={})
     problems += [
-        f"unknown setting @ $.needs.{key}" for key in needs if key not in ModelArgs.__dataclass_fields__
+        f"unknown setting @ $.needs.{key}"
+        for key in needs
+        if key not in ModelArgs.__dataclass_fields__ and key not in arguments().changes
     ]
     ignored = _texts(data.get("ignored", []), "$.ignored", problems)
     problems += [
@@ -79,6 +82,7 @@ def _family(data: Any, problems: list[str]) -> Family | None:
     return replace(
         base,
         name=name or "",
+        like=base.name,
         architecture=_typed(data, "architecture", str, "$", problems, default=base.architecture),
         model_type=_typed(data, "model_type", str, "$", problems, default=name or ""),
         rules=_rules(data, base, problems),
