@@ -64,10 +64,6 @@ def not_of_family(family: Family, model: ModelArgs, reference: Mapping[str, Any]
                if one.wins == "either" and getattr(model, one.arg) is None and one.hf not in told]  # fmt: skip
     if lacking:
         problems.append(f"only a reference config tells {', '.join(lacking)}; pass --hf-config")
-    if model.moe_router_score_function == "sigmoid" and model.num_experts and model.moe_router_topk == 1:
-        problems.append(
-            "moe_router_topk is 1: Megatron keeps the sigmoid of one expert as its weight, config.json makes it 1"
-        )
     if 0 in model.sliding_layers and not any(one.arg == "sliding_layers" for one in family.fields):
         problems.append(f"sliding windows on some layers only; {family.architecture} has them on all or none")
     odd = model.qk_layernorm or model.multi_latent_attention or model.rotary_percent != 1

@@ -188,7 +188,8 @@ def _implied(family: Family, values: dict[str, Any]) -> dict[str, Any]:
         implied["moe_router_pre_softmax"] = False
     if values.get("sliding_window"):
         implied["sliding_layers"] = (1,) * values["num_layers"]
-    return implied | {k: v for k, v in family.needs.items() if k not in values} | values
+    needed = {k: v for k, v in family.needs.items() if k in ModelArgs.__dataclass_fields__}
+    return implied | needed | values
 
 
 def _settle_rope(model: ModelArgs, theirs: ModelArgs) -> Any:

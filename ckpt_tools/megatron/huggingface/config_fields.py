@@ -149,6 +149,14 @@ def _read_group_topk(value: int | None, config: Config) -> int | None:
     return None if config.get("n_group") in (None, 1) else value
 
 
+def _read_sum_to_one(value: bool, config: Config) -> int:
+    """Megatron makes the weights of several experts sum to one, and keeps the sigmoid of a single one."""
+    topk = int(config["num_experts_per_tok"])
+    if bool(value) != (topk > 1):
+        raise MappingError(f"Megatron computes as with {topk > 1} where num_experts_per_tok is {topk}")
+    return topk
+
+
 def _write_scale(value: float | None, model: ModelArgs) -> float:
     return 1.0 if value is None else float(value)
 
@@ -334,7 +342,11 @@ DEEPSEEK_V2 = _defaults(
     n_shared_experts=2,
 )
 DEEPSEEK_V3 = _defaults(
-    (*DEEPSEEK, Field("num_nextn_predict_layers", "mtp_num_layers", 0, wins="checkpoint")),
+    (
+        *DEEPSEEK,
+        Field("norm_topk_prob", "moe_router_topk", True, lambda topk, model: topk > 1, _read_sum_to_one),
+        Field("num_nextn_predict_layers", "mtp_num_layers", 0, wins="checkpoint"),
+    ),
     q_lora_rank=1536,
     n_shared_experts=1,
     first_k_dense_replace=3,

@@ -63,7 +63,7 @@ KNOWN = (
            needs=DEEPSEEK | {"mtp_num_layers": 0, "moe_router_score_function": "softmax",
                              "moe_router_enable_expert_bias": False, "moe_router_pre_softmax": True}),
     Family("deepseek_v3", "DeepseekV3ForCausalLM", rules.DEEPSEEK_V3, fields.DEEPSEEK_V3,
-           fixed=SILU | {"attention_bias": False, "norm_topk_prob": True, "scoring_func": "sigmoid",
+           fixed=SILU | {"attention_bias": False, "scoring_func": "sigmoid",
                          "topk_method": "noaux_tc", "moe_layer_freq": 1},
            needs=DEEPSEEK | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
            copies=(("embedding.word_embeddings.weight", "model.layers.{n}.embed_tokens.weight"),

@@ -94,6 +94,11 @@ def account_for_args(family: Family, args: Mapping[str, Any]) -> Account:
     return Account(tuple(problems), _unknown((k, v) for k, v in args.items() if k not in ledger))
 
 
+def demanded_args(family: Family) -> dict[str, Any]:
+    """Arguments that a rule file demands beyond what `ModelArgs` holds: an imported model has them."""
+    return {name: value for name, value in family.needs.items() if name in arguments().changes}
+
+
 def account_for_config(family: Family, config: Mapping[str, Any]) -> Account:
     """Fields of a config.json (in its transformers-4 form) that Megatron does not compute, and unknown ones."""
     ledger = config_fields_of(family.like or family.name)

@@ -36,7 +36,7 @@ from ckpt_tools.megatron.huggingface.config import (
 )
 from ckpt_tools.megatron.huggingface.detect import detect_family, family_of_config
 from ckpt_tools.megatron.huggingface.families import FAMILIES
-from ckpt_tools.megatron.huggingface.ledger import account_for_settings
+from ckpt_tools.megatron.huggingface.ledger import account_for_settings, demanded_args
 from ckpt_tools.megatron.huggingface.model_args import (
     ModelArgs,
     megatron_args,
@@ -190,7 +190,7 @@ def import_targets(
     if problems:
         raise MappingError(f"the directory is not a whole {family.name} model:\n" + list_problems(problems))
     made = [target for pair in pairs for target in _import_pair(model, pair, prefix, tensors, dtype)]
-    args = megatron_args(replace(model, params_dtype=_bulk_dtype(made)))
+    args = megatron_args(replace(model, params_dtype=_bulk_dtype(made))) | demanded_args(family)
     shapes = {
         prefix(name): shape.seen
         for pair in pairs
