@@ -179,7 +179,7 @@ def _write_shared(size: int | None, model: ModelArgs) -> int | None:
     count, rest = divmod(size or 0, model.moe_ffn_hidden_size)
     if rest:
         raise MappingError(
-            f"a shared expert of {size} is no multiple of the experts' {model.moe_ffn_hidden_size}"
+            f"a shared expert of {size} is not a multiple of the experts' {model.moe_ffn_hidden_size}"
         )
     return count or None
 
