@@ -46,6 +46,13 @@ def read_config(family: Family, config: Config) -> ModelArgs:
     if missing:
         raise MappingError(f"config.json of a {family.name} model: {', '.join(missing)} is missing")
     problems = _not_fixed(family, config)
+    problems += [
+        f"{one.hf} is {config[one.hf]} and {one.also} {config[one.also]}: two names of one setting"
+        for one in family.fields
+        if one.also
+        and None not in (config.get(one.hf), config.get(one.also))
+        and not _equal(config[one.hf], config[one.also])
+    ]
     for one in family.fields:
         value = config.get(one.hf, config.get(one.also, _MISSING))
         if value is _MISSING:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import isclose
 from typing import Any, Final, Literal, TypeAlias
 
 from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs
-from ckpt_tools.megatron.huggingface.rope_args import LLAMA3_SCALING, attention_factor
+from ckpt_tools.megatron.huggingface.rope_args import read_rope
 
 REQUIRED: Final = object()
 Config: TypeAlias = Mapping[str, Any]
@@ -31,48 +30,6 @@ class Field:
     read: Callable[[Any, Config], Any] = lambda value, config: value
     wins: Literal["", "either", "reference", "checkpoint"] = ""
     also: str = ""
-
-
-def _read_rope(scaling: Config | None, config: Config) -> tuple[Any, ...]:
-    """`rope_scaling` with every value spelled out that Megatron can set; others are refused."""
-    if not scaling:
-        return (None,)
-    scaling = dict(scaling)
-    kind = scaling.pop("rope_type", None) or scaling.pop("type", None)
-    scaling.pop("type", None)
-    if kind in (None, "default"):
-        return (None,)
-    settings = {key: value for key, value in scaling.items() if value is not None}
-    known: dict[str, Any] = {"rope_type": kind, "factor": float(settings.pop("factor", 1.0))}
-    if kind == "llama3":
-        known |= {key: settings.pop(key, None) for key in LLAMA3_SCALING}
-        if known != known | LLAMA3_SCALING:
-            raise MappingError(
-                f"Megatron's llama3 scaling has {LLAMA3_SCALING} and no other values: {scaling}"
-            )
-    elif kind == "yarn":
-        known |= {
-            "beta_fast": float(settings.pop("beta_fast", 32)),
-            "beta_slow": float(settings.pop("beta_slow", 1)),
-            "original_max_position_embeddings": settings.pop(
-                "original_max_position_embeddings", config.get("max_position_embeddings")
-            ),
-        }
-        if "kv_lora_rank" in config:
-            known |= {
-                "mscale": settings.pop("mscale", 1.0),
-                "mscale_all_dim": settings.pop("mscale_all_dim", 0.0),
-            }
-        else:
-            known["truncate"] = bool(settings.pop("truncate", True))
-            own, usual = settings.pop("attention_factor", None), attention_factor(known["factor"])
-            if own is not None and not isclose(own, usual, rel_tol=1e-12):
-                known["attention_factor"] = own
-    elif kind != "linear":
-        raise MappingError(f"Megatron has no {kind!r} scaling")
-    if settings:
-        raise MappingError(f"Megatron cannot set {settings} of {kind!r} scaling")
-    return (known,)
 
 
 def _write_rope(candidates: Sequence[Any], model: ModelArgs) -> Any:
@@ -261,7 +218,7 @@ FFN = Field("intermediate_size", "ffn_hidden_size")
 ROPE = (
     Field("rms_norm_eps", "layernorm_epsilon", 1e-6, _float),
     Field("rope_theta", "rotary_base", 10000.0, _float),
-    Field("rope_scaling", "rope_scaling", None, _write_rope, _read_rope),
+    Field("rope_scaling", "rope_scaling", None, _write_rope, read_rope),
 )
 UNTIED = Field("tie_word_embeddings", "tied", False)
 TIED = Field("tie_word_embeddings", "tied", True)

@@ -18,6 +18,9 @@ from ckpt_tools.megatron.huggingface.model_args import ModelArgs, as_text, flat_
 from ckpt_tools.megatron.huggingface.rules import Family
 
 MAX_VALUE_CHARS = 60
+MEGATRON_NAMES = {"activation_clamp": "activation_func_clamp_value", "rotary_base_local": "the local rotary_base",
+                  "sliding_window": "window_size", "sliding_pattern": "interleaved_attn_pattern",
+                  "query_pre_attn_scalar": "softmax_scale, as 1 / its square,"}  # fmt: skip
 UNSET: tuple[Any, ...] = (None, False, "", [], (), {})
 
 
@@ -96,7 +99,7 @@ def account_for_args(family: Family, args: Mapping[str, Any]) -> Account:
 
 def demanded_args(family: Family) -> dict[str, Any]:
     """Arguments that a rule file demands beyond what `ModelArgs` holds: an imported model has them."""
-    return {name: value for name, value in family.needs.items() if name in arguments().changes}
+    return {name: value for name, value in family.needs.items() if name not in ModelArgs.__dataclass_fields__}
 
 
 def account_for_config(family: Family, config: Mapping[str, Any]) -> Account:
@@ -132,12 +135,16 @@ def uncarried(family: Family, model: ModelArgs) -> list[str]:
         "rotary_percent": (1,) if rope else (model.rotary_percent,),
         "sliding_window": (None,),
         "sliding_pattern": (None,),
-        "query_pre_attn_scalar": (None, model.kv_channels),
+        "query_pre_attn_scalar": (
+            None,
+            model.query_pre_attn_scalar if model.multi_latent_attention else model.kv_channels,
+        ),
         "attn_logit_softcapping": (None,),
         "final_logit_softcapping": (None,),
     }
     return [
-        f"{name} is {short(getattr(model, name))}; {family.architecture} has {values[0]!r} and no setting for it"
+        f"{MEGATRON_NAMES.get(name, name)} is {short(getattr(model, name))}; {family.architecture} has {values[0]!r} "
+        f"and no setting for it (`{name}` in a rule file)"
         for name, values in neutral.items()
         if name not in said and not any(equal(getattr(model, name), one) for one in values)
     ]
@@ -219,7 +226,8 @@ def config_fields_of(family: str) -> Ledger:
 def _load(file: str) -> dict[str, Any]:
     import yaml
 
-    data: dict[str, Any] = yaml.safe_load((Path(__file__).parent / file).read_text(encoding="utf-8"))
+    text = (Path(__file__).parent / file).read_text(encoding="utf-8")
+    data: dict[str, Any] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     return data
 
 

@@ -253,6 +253,10 @@ def _gemma_args(model: ModelArgs) -> dict[str, Any]:
         args["interleaved_attn_pattern"] = [model.sliding_pattern - 1, 1]
     if model.rotary_base_local is not None:
         args["rotary_base"] = [model.rotary_base_local, model.rotary_base]
+        linear = model.rope_scaling[0]
+        args |= {
+            "rope_scaling_factor": linear["factor"] if linear and linear["rope_type"] == "linear" else 1.0
+        }
     return args
 
 

@@ -97,6 +97,48 @@ def rope_args(rope: Mapping[str, Any], mla: bool) -> dict[str, Any]:
     return {"rope_type": "rope", "rotary_scaling_factor": 1.0} if mla else {"use_rope_scaling": False}
 
 
+def read_rope(scaling: Mapping[str, Any] | None, config: Mapping[str, Any]) -> tuple[Any, ...]:
+    """`rope_scaling` with every value spelled out that Megatron can set; others are refused."""
+    if not scaling:
+        return (None,)
+    scaling = dict(scaling)
+    kind = scaling.pop("rope_type", None) or scaling.pop("type", None)
+    scaling.pop("type", None)
+    if kind in (None, "default"):
+        return (None,)
+    settings = {key: value for key, value in scaling.items() if value is not None}
+    known: dict[str, Any] = {"rope_type": kind, "factor": float(settings.pop("factor", 1.0))}
+    if kind == "llama3":
+        known |= {key: settings.pop(key, None) for key in LLAMA3_SCALING}
+        if known != known | LLAMA3_SCALING:
+            raise MappingError(
+                f"Megatron's llama3 scaling has {LLAMA3_SCALING} and no other values: {scaling}"
+            )
+    elif kind == "yarn":
+        known |= {
+            "beta_fast": float(settings.pop("beta_fast", 32)),
+            "beta_slow": float(settings.pop("beta_slow", 1)),
+            "original_max_position_embeddings": settings.pop(
+                "original_max_position_embeddings", config.get("max_position_embeddings")
+            ),
+        }
+        if "kv_lora_rank" in config:
+            known |= {
+                "mscale": settings.pop("mscale", 1.0),
+                "mscale_all_dim": settings.pop("mscale_all_dim", 0.0),
+            }
+        else:
+            known["truncate"] = bool(settings.pop("truncate", True))
+            own, usual = settings.pop("attention_factor", None), attention_factor(known["factor"])
+            if own is not None and not isclose(own, usual, rel_tol=1e-12):
+                known["attention_factor"] = own
+    elif kind != "linear":
+        raise MappingError(f"Megatron has no {kind!r} scaling")
+    if settings:
+        raise MappingError(f"Megatron cannot set {settings} of {kind!r} scaling")
+    return (known,)
+
+
 def attention_factor(factor: float) -> float:
     """What YaRN multiplies rotated queries and keys with unless told otherwise."""
     return 0.1 * log(factor) + 1.0 if factor > 1 else 1.0

@@ -181,9 +181,9 @@ def test_several_kinds_of_balancing_are_neutral_together() -> None:
     ("config", "args", "said"),
     [
         (LLAMA, {"glu_linear_offset": 1.0}, "glu_linear_offset is 1.0"),
-        (LLAMA, {"activation_func_clamp_value": 7.0}, "activation_clamp is 7.0"),
-        (LLAMA, {"softmax_scale": 0.25}, "query_pre_attn_scalar is 16.0"),
-        (LLAMA, {"rotary_base": [10000, 1000000]}, "rotary_base_local is 10000"),
+        (LLAMA, {"activation_func_clamp_value": 7.0}, "activation_func_clamp_value is 7.0"),
+        (LLAMA, {"softmax_scale": 0.25}, "softmax_scale, as 1 / its square, is 16.0"),
+        (LLAMA, {"rotary_base": [10000, 1000000]}, "the local rotary_base is 10000"),
         (LLAMA, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
         (LLAMA, {"add_qkv_bias": True}, "add_qkv_bias is True"),
         (LLAMA, {"rotary_percent": 0.5}, "rotary_percent is 0.5"),
@@ -317,6 +317,68 @@ def test_kinds_of_layers_that_the_class_has_anyway_are_neutral() -> None:
     assert (
         import_targets(specs(directory(qwen3)), {**qwen3, "layer_types": ["full_attention"] * 2}).notes == ()
     )
+
+
+def test_two_names_of_one_field_may_not_differ() -> None:
+    tensors = specs(directory(QWEN3_MOE))
+    assert import_targets(tensors, {**QWEN3_MOE, "num_local_experts": 3}).notes == ()
+    text = problems(lambda: import_targets(tensors, {**QWEN3_MOE, "num_local_experts": 4}))
+    assert "num_experts is 3 and num_local_experts 4: two names of one setting" in text
+
+
+def test_a_checkpoint_without_args_says_so() -> None:
+    parameters, _ = source(json.dumps(LLAMA))
+    assert any("holds no args" in note for note in export_targets(parameters, None, LLAMA).notes)
+    text = problems(lambda: export_targets(parameters, None, {**LLAMA, "embedding_multiplier": 12}))
+    assert "embedding_multiplier is 12" in text
+
+
+GPT2 = {"model_type": "gpt2", "n_embd": 12, "n_layer": 2, "n_head": 3, "n_positions": 9, "vocab_size": 11}
+
+
+@pytest.mark.parametrize(
+    ("name", "fused", "written"),
+    [("gelu_new", True, "gelu_new"), ("gelu_pytorch_tanh", True, "gelu_new"), ("gelu", False, "gelu")],
+)
+def test_the_gelu_that_is_computed(name: str, fused: bool, written: str) -> None:
+    """Megatron's fused GELU is the approximation by tanh, its plain one is not."""
+    config = {**GPT2, "activation_function": name}
+    _, args = source(json.dumps(config))
+    assert args["bias_gelu_fusion"] is fused
+    assert export(config).config["activation_function"] == written
+    assert export(config, bias_gelu_fusion=not fused).config["activation_function"] != written
+    assert export(config, use_te_activation_func=True).config["activation_function"] == "gelu_new"
+    assert "'relu' is not one of" in problems(
+        lambda: import_targets(specs(directory(GPT2)), {**GPT2, "activation_function": "relu"})
+    )
+
+
+def test_gpt2_has_as_many_keys_as_queries() -> None:
+    text = problems(lambda: export(GPT2, group_query_attention=True, num_query_groups=1))
+    assert "num_query_groups is 1" in text
+
+
+@pytest.mark.parametrize(
+    ("mscale", "all_dim", "factor"), [(1.0, 0.0, None), (None, None, None), (1.0, 1.0, 1.0), (0.0, 0.0, 1.0)]
+)
+def test_the_attention_factor_of_yarn(
+    mscale: float | None, all_dim: float | None, factor: float | None
+) -> None:
+    """transformers takes 0.1 ln(factor) + 1 unless told; Megatron a quotient of two such terms."""
+    yarn = {"position_embedding_type": "yarn", "rotary_scaling_factor": 4.0, "mscale": mscale}
+    scaling = export(LLAMA, **yarn, mscale_all_dim=all_dim, use_rotary_position_embeddings=False).config[
+        "rope_scaling"
+    ]
+    assert scaling["rope_type"] == "yarn" and scaling.get("attention_factor") == factor
+
+
+def test_gemma3_there_and_back_without_a_reference() -> None:
+    """What Megatron-LM has no names for is kept under Bridge's."""
+    gemma = {**LLAMA, "model_type": "gemma3_text", "tie_word_embeddings": True, "rope_local_base_freq": 10000.0,
+             "rope_theta": 1e6, "sliding_window": 8, "query_pre_attn_scalar": 6,
+             "rope_scaling": {"rope_type": "linear", "factor": 8.0}}  # fmt: skip
+    config = export(gemma).config
+    assert {key: config[key] for key in gemma} == gemma and config["sliding_window_pattern"] == 6
 
 
 def test_unknown_config_fields_are_named_when_they_are_set() -> None:
