@@ -130,7 +130,10 @@ def _rope_fields(rope: Config) -> dict[str, Any]:
     """What `rope_parameters` says, in the fields of transformers 4."""
     said: dict[str, Any] = {}
     if "full_attention" in rope or "sliding_attention" in rope:  # Gemma 3: one set for each kind of layer
-        local, rope = rope.get("sliding_attention") or {}, rope.get("full_attention") or {}
+        local, rope = (
+            one if isinstance(one := rope.get(kind), Mapping) else {}
+            for kind in ("sliding_attention", "full_attention")
+        )
         if "rope_theta" in local:
             said["rope_local_base_freq"] = local["rope_theta"]
         if local.get("rope_type", "default") != "default":

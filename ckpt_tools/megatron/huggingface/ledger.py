@@ -112,11 +112,9 @@ def account_for_config(family: Family, config: Mapping[str, Any]) -> Account:
             problems.append(
                 f"{name} is {short(config[name])}: {change.why}; Megatron's {family.name} has no setting for that"
             )
-    kinds, expected = config.get("layer_types"), _layer_types(family, config)
-    if kinds and expected and list(kinds) != expected:
-        problems.append(
-            f"layer_types is {short(list(kinds))}; Megatron's {family.name} has {short(expected)}"
-        )
+    kinds = config.get("layer_types")
+    if kinds and not _has_layer_types(family, config, kinds):
+        problems.append(f"layer_types is {short(kinds)}, which Megatron's {family.name} does not have")
     unknown = ((k, v) for k, v in config.items() if k not in ledger and k not in said)
     return Account(tuple(problems), _unknown(unknown))
 
@@ -178,21 +176,33 @@ def equal(value: Any, other: Any) -> bool:
     return bool(value == other)
 
 
-def _layer_types(family: Family, config: Mapping[str, Any]) -> list[str]:
-    """The kinds of its layers as this family's class counts them."""
+def _has_layer_types(family: Family, config: Mapping[str, Any], kinds: Any) -> bool:
+    """Whether the layers are of the kinds that this family's class has; carried where it has a field for them."""
     carried = {one.hf for one in family.fields}
-    layers, turn = config.get("num_hidden_layers"), family.window_turn
-    if not isinstance(layers, int) or "layer_types" in carried or ("sliding_window" in carried and not turn):
-        return []
+    turn: Any = family.window_turn
+    if "layer_types" in carried or ("sliding_window" in carried and not turn):
+        return True
     if "sliding_window_pattern" in carried:
-        turn = int(config.get("sliding_window_pattern") or turn)
-    if not turn:
-        return ["full_attention"] * layers
-    return ["full_attention" if (i + 1) % turn == 0 else "sliding_attention" for i in range(layers)]
+        turn = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or turn
+    if (
+        not isinstance(kinds, list)
+        or not isinstance(turn, int)
+        or len(kinds) != config.get("num_hidden_layers")
+    ):
+        return False
+    return kinds == [
+        "sliding_attention" if turn and (layer + 1) % turn else "full_attention"
+        for layer in range(len(kinds))
+    ]
+
+
+def _name(name: object) -> str:
+    """A setting's name as text of one line, whatever it is."""
+    return name if isinstance(name, str) and name.isidentifier() else short(name)
 
 
 def _unknown(found: Iterable[tuple[str, Any]]) -> tuple[str, ...]:
-    texts = [f"{name}={short(value)}" for name, value in sorted(found) if value not in UNSET]
+    texts = sorted(f"{_name(name)}={short(value)}" for name, value in found if value not in UNSET)
     if not texts:
         return ()
     shown = ", ".join(texts[:20]) + (f" and {len(texts) - 20} more" if len(texts) > 20 else "")

@@ -281,8 +281,10 @@ def flat_args(args: Mapping[str, Any]) -> Mapping[str, Any]:
 def as_text(value: object) -> str:
     """A setting that may be an enum, a Bridge `{_target_: ...}` dict or a stub of a foreign class, as text."""
     if isinstance(value, Mapping):
-        arguments = value.get("_args_") or [value.get("_target_", "")]
-        return str(arguments[0])
+        match value.get("_args_"):
+            case [first, *_]:
+                return str(first)
+        return str(value.get("_target_", ""))
     return str(getattr(value, "name", value))
 
 
@@ -324,8 +326,11 @@ def _positions(args: Mapping[str, Any], kind: str) -> str:
 def _query_scalar(args: Mapping[str, Any]) -> float | None:
     """`query_pre_attn_scalar`, which Bridge's Gemma 3 keeps as the softmax scale that follows from it."""
     scalar, scale = args.get("query_pre_attn_scalar"), args.get("softmax_scale")
+    for name, number in (("query_pre_attn_scalar", scalar), ("softmax_scale", scale)):
+        if number is not None and not (isinstance(number, int | float) and number > 0):
+            raise MappingError(f"{name} {number!r} in the checkpoint's args is not a positive number")
     if scalar is not None or scale is None:
-        return None if scalar is None else float(scalar)
+        return scalar
     exact = 1.0 / scale**2
     return float(round(exact)) if isclose(exact, round(exact), rel_tol=1e-9) else exact
 
@@ -347,6 +352,10 @@ def _scale(factor: float | None) -> float | None:
 def _glu_interleave(args: Mapping[str, Any]) -> GluInterleave | None:
     """How the experts' fc1 rows lie; experts that are not one grouped module ignore the setting."""
     block = args.get("moe_mlp_glu_interleave_size")
+    if block is not None and not (isinstance(block, int) and block >= 0):
+        raise MappingError(
+            f"moe_mlp_glu_interleave_size {block!r} in the checkpoint's args is not a number of rows"
+        )
     if not block or not args.get("moe_grouped_gemm", True) or args.get("moe_use_legacy_grouped_gemm"):
         return None
     return GluInterleave(int(block), int(args.get("expert_tensor_parallel_size") or 1))

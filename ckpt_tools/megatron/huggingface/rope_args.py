@@ -23,11 +23,11 @@ def rope_scaling(args: Mapping[str, Any], kind: str, mla: bool) -> tuple[RopeSca
     if args.get("enable_gpt_oss"):
         return (GPT_OSS_SCALING,)
     if mla:
-        factor: float = args.get("rotary_scaling_factor", 1.0)
+        factor: float = args.get("rotary_scaling_factor") or 1.0
         return (None if args.get("rope_type") == "rope" or factor == 1.0 else _mla_yarn(args, factor),)
     if kind == "yarn":
-        told: float | None = args.get("yarn_rotary_scaling_factor")
-        return (_yarn(args, float(args.get("rotary_scaling_factor", 1.0) if told is None else told)),)
+        told = args.get("yarn_rotary_scaling_factor") or args.get("rotary_scaling_factor") or 1.0
+        return (_yarn(args, float(told)),)
     if rotary_bases(args)[1] is not None and args.get("rope_scaling_factor") not in (None, 1, 1.0):
         return (_linear(args["rope_scaling_factor"]),)
     return _llama3_or_linear(args, bridge="share_embeddings_and_output_weights" in args)

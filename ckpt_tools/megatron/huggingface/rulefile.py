@@ -5,7 +5,8 @@ architecture: LlamaForCausalLM
 model_type: llama
 like: llama                   # a known family whose rules, config fields and demands are taken over
 fixed: {hidden_act: silu}     # config.json fields with one value
-needs: {qk_layernorm: true}   # Megatron settings without which the model is not of this family
+needs: {qk_layernorm: true}   # Megatron settings without which the model is not of this family: of ModelArgs, or such
+                              # that arguments.yaml refuses otherwise and this architecture computes
 rules:                        # replace the rule of the same `core`, or add one
   - core: decoder.layers.{l}.mlp.linear_fc2.weight
     hf: model.layers.{l}.mlp.down.weight

@@ -211,6 +211,16 @@ def test_the_weight_of_a_single_expert_is_not_normalized() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    "args",
+    [{"softmax_scale": "x"}, {"softmax_scale": 0}, {"moe_mlp_glu_interleave_size": "x"}, {"rotary_base": "x"},
+     {"rotary_base": [1, 2, 3]}, {"query_pre_attn_scalar": -1}, {"interleaved_attn_pattern": [5, 2]},
+     {"activation_func": {"_args_": 5}, "gated_linear_unit": True}],
+)  # fmt: skip
+def test_values_that_are_not_what_they_must_be(args: dict[str, Any]) -> None:
+    assert next(iter(args)).split("_")[0] in problems(lambda: export(QWEN3_MOE, **args))
+
+
 def test_biases_everywhere_include_those_of_queries_keys_and_values() -> None:
     """Megatron-LM sets add_qkv_bias with add_bias_linear."""
     config = {**LLAMA, "attention_bias": True, "mlp_bias": True}
@@ -223,6 +233,8 @@ def test_unknown_arguments_are_named_when_they_are_set() -> None:
     notes = export(LLAMA, my_scale=2.5, my_path="x" * 100).notes
     (note,) = set(notes) - set(export(LLAMA).notes)
     assert note.startswith("not known to this version") and "my_scale=2.5" in note and len(note) < 200
+    hostile = export(LLAMA, **{"::error::x\n": 1}).notes  # a name cannot begin a line of its own
+    assert all("\n" not in note for note in hostile) and any("'::error::x\\n'=1" in note for note in hostile)
     many = export(LLAMA, **{f"mine_{i:02}": i for i in range(1, 31)}).notes
     assert any("mine_20=20 and 10 more" in one for one in many)
 
@@ -310,6 +322,13 @@ def test_fields_of_one_family(config: dict[str, Any], said: str) -> None:
     config = {**gpt2, **config} if config["model_type"] == "gpt2" else config
     plain = {key: value for key, value in config.items() if key not in said}
     assert f"- {said}" in problems(lambda: import_targets(specs(directory(plain)), config))
+
+
+@pytest.mark.parametrize("kinds", ["full_attention", 5, ["full_attention"], ["full_attention"] * 3, [1, 2]])
+def test_kinds_of_layers_that_are_not_a_list_of_all(kinds: Any) -> None:
+    qwen3 = {**LLAMA, "model_type": "qwen3"}
+    text = problems(lambda: import_targets(specs(directory(qwen3)), {**qwen3, "layer_types": kinds}))
+    assert "- layer_types is" in text
 
 
 def test_kinds_of_layers_that_the_class_has_anyway_are_neutral() -> None:
