@@ -87,7 +87,11 @@ def export(
     trust_pickle: TrustPickle = False,
     enable_msc: EnableMsc = False,
 ) -> None:  # fmt: skip
-    """Export a checkpoint to Hugging Face: safetensors, index, config.json, without a model in memory."""
+    """Export a checkpoint to Hugging Face: safetensors, index, config.json, without a model in memory.
+
+    A setting that changes what the model computes and that config.json cannot say is refused by its name (exit 5);
+    one that this version does not know is named in the report.
+    """
     from ckpt_tools.cli.progress import progress_bar
     from ckpt_tools.convert.export_hf import ExportOptions, export_hf
     from ckpt_tools.execute.run import WriteOptions
@@ -153,7 +157,11 @@ def import_(
     report: o.ReportFile = None,
     enable_msc: EnableMsc = False,
 ) -> None:  # fmt: skip
-    """Import a Hugging Face model: weights only, for `--finetune` or `--no-load-optim --no-load-rng`."""
+    """Import a Hugging Face model: weights only, for `--finetune` or `--no-load-optim --no-load-rng`.
+
+    A field of config.json that changes what the model computes and that Megatron cannot be told is refused by its
+    name (exit 5); one that this version does not know is named in the report.
+    """
     from ckpt_tools.cli.progress import progress_bar
     from ckpt_tools.convert.import_hf import ImportOptions, import_hf
     from ckpt_tools.execute.run import WriteOptions

@@ -8,7 +8,12 @@ from typing import Any, NamedTuple
 
 from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.huggingface.config import in_v4_form
-from ckpt_tools.megatron.huggingface.model_args import TRAINED_LLAMA3_FACTOR, ModelArgs
+from ckpt_tools.megatron.huggingface.model_args import ModelArgs
+from ckpt_tools.megatron.huggingface.rope_args import (
+    GPT_OSS_SCALING,
+    RELEASED_GPT_OSS_SCALING,
+    TRAINED_LLAMA3_FACTOR,
+)
 from ckpt_tools.megatron.huggingface.rules import Family, Pair
 from ckpt_tools.megatron.views import Shape
 
@@ -52,15 +57,20 @@ def not_of_family(family: Family, model: ModelArgs, reference: Mapping[str, Any]
     problems = [
         f"{name} is {getattr(model, name)!r}; {family.architecture} is {needed!r}"
         for name, needed in family.needs.items()
-        if getattr(model, name) != needed
+        if name in ModelArgs.__dataclass_fields__ and getattr(model, name) != needed
     ]
-    lacking = [name for name in family.reference if name not in in_v4_form(reference or {})]
+    told = in_v4_form(reference or {})
+    lacking = [one.hf for one in family.fields
+               if one.wins == "either" and getattr(model, one.arg) is None and one.hf not in told]  # fmt: skip
     if lacking:
         problems.append(f"only a reference config tells {', '.join(lacking)}; pass --hf-config")
     if 0 in model.sliding_layers and not any(one.arg == "sliding_layers" for one in family.fields):
         problems.append(f"sliding windows on some layers only; {family.architecture} has them on all or none")
-    if model.rotary_interleaved and (model.qk_layernorm or model.multi_latent_attention):
-        problems.append("rotary_interleaved together with q/k norms or MLA has no known Hugging Face order")
+    odd = model.qk_layernorm or model.multi_latent_attention or model.rotary_percent != 1
+    if model.rotary_interleaved and odd:
+        problems.append(
+            "rotary_interleaved together with q/k norms, MLA or rotary_percent has no known Hugging Face order"
+        )
     return problems
 
 
@@ -106,6 +116,21 @@ def semantic_notes(family: Family, model: ModelArgs) -> tuple[str, ...]:
     return tuple(notes)
 
 
+def rope_notes(args: Mapping[str, Any] | None, model: ModelArgs) -> tuple[str, ...]:
+    """What `--enable-gpt-oss` makes of the rotary embedding, whatever the other arguments say."""
+    if not (args or {}).get("enable_gpt_oss"):
+        return ()
+    ours, theirs = (
+        one["original_max_position_embeddings"] for one in (GPT_OSS_SCALING, RELEASED_GPT_OSS_SCALING)
+    )
+    taken = (model.rope_scaling[0] or {}).get("original_max_position_embeddings")
+    whose = "as Megatron-LM computes" if taken == ours else "as the reference config says"
+    return (
+        f"enable_gpt_oss: Megatron-LM runs YaRN with original_max_position_embeddings {ours}, the released models "
+        f"have {theirs}; {taken} is written, {whose}",
+    )
+
+
 def import_notes(family: Family, model: ModelArgs) -> tuple[str, ...]:
     notes = list(semantic_notes(family, model))
     rope = model.rope_scaling[0]
@@ -116,7 +141,7 @@ def import_notes(family: Family, model: ModelArgs) -> tuple[str, ...]:
         )
     if rope and rope["rope_type"] == "linear":
         notes.append("linear rope scaling: Megatron-LM's gpt_builders.py does not pass it on")
-    if family.reference:
+    if any(one.wins == "either" for one in family.fields):
         notes.append(
             f"{family.name}: plain Megatron-LM has no such model; its layers come from Megatron-Bridge"
         )

@@ -14,6 +14,7 @@ from typing import Any
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems
 from ckpt_tools.megatron.huggingface.config_fields import REQUIRED, Config
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs
+from ckpt_tools.megatron.huggingface.rope_args import GPT_OSS_SCALING, RELEASED_GPT_OSS_SCALING
 from ckpt_tools.megatron.huggingface.rules import Family
 
 _MISSING = object()
@@ -45,6 +46,13 @@ def read_config(family: Family, config: Config) -> ModelArgs:
     if missing:
         raise MappingError(f"config.json of a {family.name} model: {', '.join(missing)} is missing")
     problems = _not_fixed(family, config)
+    problems += [
+        f"{one.hf} is {config[one.hf]} and {one.also} {config[one.also]}: two names of one setting"
+        for one in family.fields
+        if one.also
+        and None not in (config.get(one.hf), config.get(one.also))
+        and not _equal(config[one.hf], config[one.also])
+    ]
     for one in family.fields:
         value = config.get(one.hf, config.get(one.also, _MISSING))
         if value is _MISSING:
@@ -74,7 +82,9 @@ def reconcile(family: Family, model: ModelArgs, reference: Config) -> ModelArgs:
         ours, other = getattr(model, one.arg), getattr(theirs, one.arg)
         if one.wins == "reference" or (one.wins == "checkpoint" and ours is None):
             taken[one.arg] = other
-        elif one.wins == "" and not _equal(ours, other):
+        elif one.wins == "either" and None in (ours, other):
+            taken[one.arg] = other if ours is None else ours
+        elif one.wins in ("", "either") and not _equal(ours, other):
             problems.append(f"{one.hf}: the checkpoint has {ours}, the reference config {other} ({one.arg})")
     if problems:
         raise MappingError("the reference config contradicts the checkpoint:\n" + list_problems(problems))
@@ -91,24 +101,60 @@ def keep_reference(family: Family, reference: Config) -> dict[str, Any]:
 
 
 def in_v4_form(config: Config) -> dict[str, Any]:
-    """The config with the names of transformers 4 for what transformers 5 spells in another way."""
+    """The config with the names of transformers 4 for what transformers 5 spells in another way.
+
+    Raises:
+        MappingError: `rope_parameters` and a field of transformers 4 contradict each other.
+    """
     found = dict(config)
     rope = found.pop("rope_parameters", None)
     if isinstance(rope, Mapping):
-        if "full_attention" in rope:  # Gemma 3: one set for each kind of layer
-            found.setdefault("rope_local_base_freq", rope["sliding_attention"]["rope_theta"])
-            rope = rope["full_attention"]
-        found.setdefault("rope_theta", rope.get("rope_theta", 10000.0))
-        factor = rope.get("partial_rotary_factor", 1.0)
-        if factor != 1.0:
-            found.setdefault("partial_rotary_factor", factor)
-        scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "partial_rotary_factor")}
-        found.setdefault(
-            "rope_scaling", None if scaling.get("rope_type", "default") == "default" else scaling
-        )
+        said = _rope_fields(rope)
+        problems = [
+            f"{name} is {found[name]}, but rope_parameters has {value}"
+            for name, value in said.items()
+            if name in found and not _equal(_plain(found[name]), _plain(value))
+        ]
+        if problems:
+            raise MappingError(
+                "config.json says two things; transformers 5 goes by rope_parameters, transformers 4 by the other. "
+                "Remove the one that is stale:\n" + list_problems(problems)
+            )
+        found = said | found
     if "dtype" in found:
         found.setdefault("torch_dtype", found["dtype"])
     return found
+
+
+def _rope_fields(rope: Config) -> dict[str, Any]:
+    """What `rope_parameters` says, in the fields of transformers 4."""
+    said: dict[str, Any] = {}
+    if "full_attention" in rope or "sliding_attention" in rope:  # Gemma 3: one set for each kind of layer
+        local, rope = (
+            one if isinstance(one := rope.get(kind), Mapping) else {}
+            for kind in ("sliding_attention", "full_attention")
+        )
+        if "rope_theta" in local:
+            said["rope_local_base_freq"] = local["rope_theta"]
+        if local.get("rope_type", "default") != "default":
+            raise MappingError(f"Megatron has no scaling for layers with a window: {dict(local)}")
+    if "rope_theta" in rope:
+        said["rope_theta"] = rope["rope_theta"]
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        said["partial_rotary_factor"] = rope["partial_rotary_factor"]
+    scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "partial_rotary_factor")}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    said["rope_scaling"] = None if kind == "default" else scaling
+    return said
+
+
+def _plain(value: Any) -> Any:
+    """A `rope_scaling` without what says nothing: other names of its type, empty values, a base beside it."""
+    if not isinstance(value, Mapping):
+        return value
+    kind = value.get("rope_type", value.get("type", "default"))
+    rest = {k: v for k, v in value.items() if v is not None and k not in ("type", "rope_type", "rope_theta")}
+    return None if kind == "default" else {"rope_type": kind, **rest}
 
 
 def refuse_quantized(config: Config) -> None:
@@ -152,12 +198,15 @@ def _implied(family: Family, values: dict[str, Any]) -> dict[str, Any]:
         implied["moe_router_pre_softmax"] = False
     if values.get("sliding_window"):
         implied["sliding_layers"] = (1,) * values["num_layers"]
-    return implied | {k: v for k, v in family.needs.items() if k not in values} | values
+    needed = {k: v for k, v in family.needs.items() if k in ModelArgs.__dataclass_fields__}
+    return implied | needed | values
 
 
 def _settle_rope(model: ModelArgs, theirs: ModelArgs) -> Any:
     """The one scaling the model was trained with, where the args leave several open."""
     wanted = theirs.rope_scaling[0]
+    if model.rope_scaling == (GPT_OSS_SCALING,) and _equal(RELEASED_GPT_OSS_SCALING, wanted):
+        return wanted
     if not model.yarn_told and wanted and wanted["rope_type"] == "yarn":
         return wanted
     fitting = [one for one in model.rope_scaling if _equal(one, wanted)]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeAlias
 
 from ckpt_tools.errors import MappingError
-from ckpt_tools.megatron.huggingface.model_args import LLAMA3_SCALING, ModelArgs
+from ckpt_tools.megatron.huggingface.model_args import ModelArgs
+from ckpt_tools.megatron.huggingface.rope_args import read_rope
 
 REQUIRED: Final = object()
 Config: TypeAlias = Mapping[str, Any]
@@ -18,8 +19,8 @@ class Field:
     """config.json's `hf` is `ModelArgs.arg`; `write` and `read` translate the value.
 
     `default` is what the transformers class takes when the key is absent: a value, or a function of the config.
-    `wins` says whose value stands where checkpoint and reference config differ; "" refuses. `also` is another
-    spelling of `hf` that readers accept.
+    `wins` says whose value stands where checkpoint and reference config differ; "" refuses, and so does "either"
+    unless one of them does not know (None). `also` is another spelling of `hf` that readers accept.
     """
 
     hf: str
@@ -27,47 +28,8 @@ class Field:
     default: Any = REQUIRED
     write: Callable[[Any, ModelArgs], Any] = lambda value, model: value
     read: Callable[[Any, Config], Any] = lambda value, config: value
-    wins: Literal["", "reference", "checkpoint"] = ""
+    wins: Literal["", "either", "reference", "checkpoint"] = ""
     also: str = ""
-
-
-def _read_rope(scaling: Config | None, config: Config) -> tuple[Any, ...]:
-    """`rope_scaling` with every value spelled out that Megatron can set; others are refused."""
-    if not scaling:
-        return (None,)
-    scaling = dict(scaling)
-    kind = scaling.pop("rope_type", None) or scaling.pop("type", None)
-    scaling.pop("type", None)
-    if kind in (None, "default"):
-        return (None,)
-    settings = {key: value for key, value in scaling.items() if value is not None}
-    known: dict[str, Any] = {"rope_type": kind, "factor": float(settings.pop("factor", 1.0))}
-    if kind == "llama3":
-        known |= {key: settings.pop(key, None) for key in LLAMA3_SCALING}
-        if known != known | LLAMA3_SCALING:
-            raise MappingError(
-                f"Megatron's llama3 scaling has {LLAMA3_SCALING} and no other values: {scaling}"
-            )
-    elif kind == "yarn":
-        known |= {
-            "beta_fast": float(settings.pop("beta_fast", 32)),
-            "beta_slow": float(settings.pop("beta_slow", 1)),
-            "original_max_position_embeddings": settings.pop(
-                "original_max_position_embeddings", config.get("max_position_embeddings")
-            ),
-        }
-        if "kv_lora_rank" in config:
-            known |= {
-                "mscale": settings.pop("mscale", 1.0),
-                "mscale_all_dim": settings.pop("mscale_all_dim", 0.0),
-            }
-        else:
-            known["truncate"] = bool(settings.pop("truncate", True))
-    elif kind != "linear":
-        raise MappingError(f"Megatron has no {kind!r} scaling")
-    if settings:
-        raise MappingError(f"Megatron cannot set {settings} of {kind!r} scaling")
-    return (known,)
 
 
 def _write_rope(candidates: Sequence[Any], model: ModelArgs) -> Any:
@@ -144,6 +106,14 @@ def _read_group_topk(value: int | None, config: Config) -> int | None:
     return None if config.get("n_group") in (None, 1) else value
 
 
+def _read_sum_to_one(value: bool, config: Config) -> int:
+    """Megatron makes the weights of several experts sum to one, and keeps the sigmoid of a single one."""
+    topk = int(config["num_experts_per_tok"])
+    if bool(value) != (topk > 1):
+        raise MappingError(f"Megatron computes as with {topk > 1} where num_experts_per_tok is {topk}")
+    return topk
+
+
 def _write_scale(value: float | None, model: ModelArgs) -> float:
     return 1.0 if value is None else float(value)
 
@@ -151,6 +121,11 @@ def _write_scale(value: float | None, model: ModelArgs) -> float:
 def _float(value: Any, model: ModelArgs) -> float:
     """transformers 5 refuses an int where it expects a float; Megatron's rotary_base is an int."""
     return float(value)
+
+
+def _whole(value: float, model: ModelArgs) -> float:
+    """transformers 5 refuses a float where it expects an int."""
+    return int(value) if value == int(value) else value
 
 
 def _none_for_one(value: Any, config: Config) -> Any:
@@ -161,7 +136,7 @@ def _write_shared(size: int | None, model: ModelArgs) -> int | None:
     count, rest = divmod(size or 0, model.moe_ffn_hidden_size)
     if rest:
         raise MappingError(
-            f"a shared expert of {size} is no multiple of the experts' {model.moe_ffn_hidden_size}"
+            f"a shared expert of {size} is not a multiple of the experts' {model.moe_ffn_hidden_size}"
         )
     return count or None
 
@@ -182,6 +157,26 @@ def _dtype(value: Any, config: Config) -> str | None:
     return None if value is None else str(value).removeprefix("torch.")
 
 
+def _number(value: float | None, model: ModelArgs) -> float:
+    if value is None:
+        raise MappingError(
+            "activation_func_clamp_value is not set, and the config.json of GPT-OSS must have swiglu_limit"
+        )
+    return value
+
+
+def _write_gelu(activation: str, model: ModelArgs) -> str:
+    if activation not in GELU.values():
+        raise MappingError(f"activation is {activation!r}; GPT-2 has {' or '.join(GELU.values())}")
+    return next(name for name, value in GELU.items() if value == activation)
+
+
+def _read_gelu(name: str, config: Config) -> str:
+    if name not in GELU:
+        raise MappingError(f"{name!r} is not one of {', '.join(GELU)}")
+    return GELU[name]
+
+
 def _square(heads: int, model: ModelArgs) -> int:
     """The number of heads, where config.json has no field for their size."""
     if heads * model.kv_channels != model.hidden_size:
@@ -196,6 +191,13 @@ def _not(value: Any, _: Any) -> bool:
     return not value
 
 
+def _defaults(fields: Sequence[Field], **values: Any) -> tuple[Field, ...]:
+    """The fields with the defaults of this family's class (transformers 4.57 and 5.24), where Llama's has others."""
+    return tuple(replace(one, default=values.get(one.hf, one.default)) for one in fields)
+
+
+# Megatron's fused GELU is the approximation by tanh.
+GELU = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_erf"}
 VOCAB = Field("vocab_size", "vocab_size", wins="checkpoint")
 DTYPE = Field("torch_dtype", "params_dtype", None, read=_dtype, wins="reference")
 STD = Field("initializer_range", "init_method_std", 0.02, _float, wins="reference")
@@ -208,13 +210,15 @@ SIZE = (
     STD,
     DTYPE,
 )
-GROUPS = Field("num_key_value_heads", "num_query_groups", _heads)
+GROUPS = Field(
+    "num_key_value_heads", "num_query_groups", _heads, read=lambda value, config: value or _heads(config)
+)
 HEAD_DIM = Field("head_dim", "kv_channels", _head_dim, read=lambda value, config: value or _head_dim(config))
 FFN = Field("intermediate_size", "ffn_hidden_size")
 ROPE = (
     Field("rms_norm_eps", "layernorm_epsilon", 1e-6, _float),
     Field("rope_theta", "rotary_base", 10000.0, _float),
-    Field("rope_scaling", "rope_scaling", None, _write_rope, _read_rope),
+    Field("rope_scaling", "rope_scaling", None, _write_rope, read_rope),
 )
 UNTIED = Field("tie_word_embeddings", "tied", False)
 TIED = Field("tie_word_embeddings", "tied", True)
@@ -238,23 +242,33 @@ LLAMA = (
     Field("attention_bias", "add_bias_linear", False),
     Field("mlp_bias", "add_bias_linear", False),
 )
-MISTRAL = (*ATTENTION, HEAD_DIM, FFN, Field("sliding_window", "sliding_window", 4096))
-QWEN2 = (*ATTENTION, FFN, SQUARE)
-QWEN3 = (*ATTENTION, HEAD_DIM, FFN)
-QWEN2_MOE = (
-    *ATTENTION,
-    FFN,
-    SQUARE,
-    *EXPERTS,
-    Field("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+MISTRAL = _defaults(
+    (*ATTENTION, HEAD_DIM, FFN, Field("sliding_window", "sliding_window", 4096)), num_key_value_heads=8
 )
-QWEN3_MOE = (*ATTENTION, HEAD_DIM, FFN, *EXPERTS)
-MIXTRAL = (
-    *ATTENTION,
-    HEAD_DIM,
-    Field("intermediate_size", "moe_ffn_hidden_size"),
-    Field("num_local_experts", "num_experts"),
-    TOP_K,
+QWEN2 = _defaults((*ATTENTION, FFN, SQUARE), num_key_value_heads=32)
+QWEN3 = _defaults((*ATTENTION, HEAD_DIM, FFN), num_key_value_heads=32, head_dim=128)
+QWEN2_MOE = _defaults(
+    (
+        *ATTENTION,
+        FFN,
+        SQUARE,
+        *EXPERTS,
+        Field("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+    ),
+    num_key_value_heads=16,
+)
+QWEN3_MOE = _defaults((*ATTENTION, HEAD_DIM, FFN, *EXPERTS), num_key_value_heads=4)
+MIXTRAL = _defaults(
+    (
+        *ATTENTION,
+        HEAD_DIM,
+        Field("intermediate_size", "moe_ffn_hidden_size"),
+        Field("num_local_experts", "num_experts"),
+        TOP_K,
+    ),
+    num_key_value_heads=8,
+    rope_theta=1e6,
+    rms_norm_eps=1e-5,
 )
 DEEPSEEK = (
     *SIZE,
@@ -276,22 +290,63 @@ DEEPSEEK = (
     Field("topk_group", "moe_router_group_topk", None, _one_for_none, _read_group_topk),
     Field("routed_scaling_factor", "moe_router_topk_scaling_factor", 1.0, _write_scale, _none_for_one),
 )
-DEEPSEEK_V2 = (
-    *DEEPSEEK,
-    Field("topk_method", "moe_router_num_groups", "greedy", _write_greedy, _read_greedy),
+DEEPSEEK_V2 = _defaults(
+    (
+        *DEEPSEEK,
+        Field("topk_method", "moe_router_num_groups", "greedy", _write_greedy, _read_greedy),
+    ),
+    q_lora_rank=1536,
+    n_shared_experts=2,
 )
-DEEPSEEK_V3 = (*DEEPSEEK, Field("num_nextn_predict_layers", "mtp_num_layers", 0, wins="checkpoint"))
-GPT_OSS = (
-    *ATTENTION,
-    HEAD_DIM,
-    Field("intermediate_size", "moe_ffn_hidden_size"),
-    Field("num_local_experts", "num_experts"),
-    TOP_K,
-    Field("sliding_window", "sliding_window"),
-    Field("layer_types", "sliding_layers", _every_second, _write_layer_types, _read_layer_types),
-    Field("swiglu_limit", "activation_clamp", 7.0),
+DEEPSEEK_V3 = _defaults(
+    (
+        *DEEPSEEK,
+        Field("norm_topk_prob", "moe_router_topk", True, lambda topk, model: topk > 1, _read_sum_to_one),
+        Field("num_nextn_predict_layers", "mtp_num_layers", 0, wins="checkpoint"),
+    ),
+    q_lora_rank=1536,
+    n_shared_experts=1,
+    first_k_dense_replace=3,
+    routed_scaling_factor=2.5,
 )
-GEMMA = (*SIZE, GROUPS, *ROPE, TIED, HEAD_DIM, FFN)
+GPT_OSS = _defaults(
+    (
+        *ATTENTION,
+        HEAD_DIM,
+        Field("intermediate_size", "moe_ffn_hidden_size"),
+        Field("num_local_experts", "num_experts"),
+        TOP_K,
+        Field("sliding_window", "sliding_window"),
+        Field("layer_types", "sliding_layers", _every_second, _write_layer_types, _read_layer_types),
+        Field("swiglu_limit", "activation_clamp", 7.0, _number),
+    ),
+    num_key_value_heads=8,
+    head_dim=64,
+    rope_theta=150000.0,
+    rms_norm_eps=1e-5,
+)
+GEMMA = _defaults((*SIZE, GROUPS, *ROPE, TIED, HEAD_DIM, FFN), num_key_value_heads=16, head_dim=256)
+GEMMA2 = _defaults(
+    (
+        *GEMMA,
+        Field("query_pre_attn_scalar", "query_pre_attn_scalar", None, _whole, wins="either"),
+        Field("sliding_window", "sliding_window", None, wins="either"),
+        Field("attn_logit_softcapping", "attn_logit_softcapping", None, wins="either"),
+        Field("final_logit_softcapping", "final_logit_softcapping", None, wins="either"),
+    ),
+    num_key_value_heads=4,
+    head_dim=256,
+)
+GEMMA3 = _defaults(
+    (
+        *GEMMA2[:-2],
+        Field("rope_local_base_freq", "rotary_base_local", None, _float, wins="either"),
+        Field("sliding_window_pattern", "sliding_pattern", 6, wins="either", also="_sliding_window_pattern"),
+    ),
+    num_key_value_heads=4,
+    head_dim=256,
+    rope_theta=1e6,
+)
 GPT2 = (
     VOCAB,
     Field("n_embd", "hidden_size"),
@@ -300,6 +355,7 @@ GPT2 = (
     Field("n_positions", "max_position_embeddings"),
     Field("n_inner", "ffn_hidden_size", None, read=lambda value, config: value or 4 * config["n_embd"]),
     Field("layer_norm_epsilon", "layernorm_epsilon", 1e-5, _float),
+    Field("activation_function", "activation", "gelu_new", _write_gelu, _read_gelu),
     Field("attn_pdrop", "attention_dropout", 0.1, _float, wins="reference"),
     Field("resid_pdrop", "hidden_dropout", 0.1, _float, wins="reference"),
     TIED,

@@ -39,7 +39,6 @@ GEMMA = ROPE | NO_BIAS | DENSE | {
 }  # fmt: skip
 GELU_TANH = "gelu_pytorch_tanh"
 GEMMA_FIXED = {"hidden_activation": GELU_TANH, "attention_bias": False}
-WINDOWED = ("query_pre_attn_scalar", "sliding_window")
 
 KNOWN = (
     Family("llama", "LlamaForCausalLM", rules.LLAMA, fields.LLAMA, fixed=SILU,
@@ -64,7 +63,7 @@ KNOWN = (
            needs=DEEPSEEK | {"mtp_num_layers": 0, "moe_router_score_function": "softmax",
                              "moe_router_enable_expert_bias": False, "moe_router_pre_softmax": True}),
     Family("deepseek_v3", "DeepseekV3ForCausalLM", rules.DEEPSEEK_V3, fields.DEEPSEEK_V3,
-           fixed=SILU | {"attention_bias": False, "norm_topk_prob": True, "scoring_func": "sigmoid",
+           fixed=SILU | {"attention_bias": False, "scoring_func": "sigmoid",
                          "topk_method": "noaux_tc", "moe_layer_freq": 1},
            needs=DEEPSEEK | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
            copies=(("embedding.word_embeddings.weight", "model.layers.{n}.embed_tokens.weight"),
@@ -72,19 +71,18 @@ KNOWN = (
     Family("gpt_oss", "GptOssForCausalLM", rules.GPT_OSS, fields.GPT_OSS,
            fixed=SILU | {"attention_bias": True},
            needs=ROPE | SOFTMAX_MOE | NO_QK_NORM | NO_SHARED | {
-               "activation": "quick_geglu", "softmax_type": "learnable", "multi_latent_attention": False,
-               "add_bias_linear": True, "moe_router_pre_softmax": False}),
+               "activation": "quick_geglu", "glu_linear_offset": 1.0, "softmax_type": "learnable",
+               "multi_latent_attention": False, "add_bias_linear": True, "moe_router_pre_softmax": False}),
     Family("gemma", "GemmaForCausalLM", rules.GEMMA, fields.GEMMA,
            fixed={"hidden_act": (GELU_TANH, "gelu"), **GEMMA_FIXED}, needs=GEMMA | FULL | NO_QK_NORM,
            plus_one=True),
-    Family("gemma2", "Gemma2ForCausalLM", rules.GEMMA2, fields.GEMMA, fixed=GEMMA_FIXED, needs=GEMMA | NO_QK_NORM,
-           plus_one=True, reference=(*WINDOWED, "attn_logit_softcapping", "final_logit_softcapping")),
-    Family("gemma3", "Gemma3ForCausalLM", (*rules.GEMMA2, *rules.QK_NORM), fields.GEMMA, "gemma3_text",
-           fixed=GEMMA_FIXED, needs=GEMMA | QK_NORM, plus_one=True,
-           reference=(*WINDOWED, "rope_local_base_freq")),
-    Family("gpt2", "GPT2LMHeadModel", rules.GPT2, fields.GPT2, fixed={"activation_function": "gelu_new"},
+    Family("gemma2", "Gemma2ForCausalLM", rules.GEMMA2, fields.GEMMA2, fixed=GEMMA_FIXED, needs=GEMMA | NO_QK_NORM,
+           plus_one=True, window_turn=2),
+    Family("gemma3", "Gemma3ForCausalLM", (*rules.GEMMA2, *rules.QK_NORM), fields.GEMMA3, "gemma3_text",
+           fixed=GEMMA_FIXED, needs=GEMMA | QK_NORM, plus_one=True, window_turn=6),
+    Family("gpt2", "GPT2LMHeadModel", rules.GPT2, fields.GPT2,
            needs=DENSE | FULL | NO_QK_NORM | {
-               "normalization": "LayerNorm", "activation": "gelu", "softmax_type": "vanilla",
+               "normalization": "LayerNorm", "softmax_type": "vanilla",
                "position_embedding_type": "learned_absolute", "add_bias_linear": True,
                "multi_latent_attention": False},
            ignored=(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",)),

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
+from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs
 from ckpt_tools.megatron.views import Insert, Narrow, Permute, Place, Select, Shape, Step, View
 
@@ -106,6 +107,27 @@ def _gate_up(shape: Shape, model: ModelArgs) -> Layout:
     half = shape[0] // 2
     one = HfShape((half, *shape[1:]), (half, *shape[1:]))
     return Layout((one, one), (Link(0, (Narrow(0, 0, half),)), Link(1, (Narrow(0, half, half),))))
+
+
+def gate_up_in_turns(shape: Shape, model: ModelArgs) -> Layout:
+    """Gate and up rows of experts in turns of a few (`GluInterleave`), in two tensors."""
+    assert model.glu_interleave is not None
+    (block, parts), half = model.glu_interleave, shape[0] // 2
+    part = half // parts  # rows of each half that one rank has
+    if half % parts or part % block:
+        raise MappingError(
+            f"moe_mlp_glu_interleave_size {block} and expert_tensor_parallel_size {parts} do not divide "
+            f"the {half} gate rows of an expert"
+        )
+    one = HfShape((half, *shape[1:]), (half, *shape[1:]))
+    links = []
+    for rank in range(parts):
+        for turn in range(2 * part // block):
+            stored_half, row = divmod(turn * block, part)
+            start = stored_half * half + rank * part + row
+            cut = Narrow(0, rank * part + turn // 2 * block, block)
+            links.append(Link(turn % 2, (Narrow(0, start, block),), (cut,)))
+    return Layout((one, one), tuple(links))
 
 
 def _gate_up_interleaved(shape: Shape, model: ModelArgs) -> Layout:

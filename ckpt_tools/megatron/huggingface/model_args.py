@@ -8,13 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from math import isclose
+from typing import Any, NamedTuple
 
 from ckpt_tools.errors import MappingError, list_problems
+from ckpt_tools.megatron.huggingface.rope_args import RopeScaling, rope_args, rope_scaling, rotary_bases
 
-RopeScaling: TypeAlias = Mapping[str, Any] | None  # as `rope_scaling` of a transformers-4 config.json
-LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-TRAINED_LLAMA3_FACTOR = 8.0  # what Megatron-LM trained with whatever --rope-scaling-factor said, until #6306
+
+class GluInterleave(NamedTuple):
+    """Gate and up rows in turns of `block` rows, within the rows of each of `parts` expert-tensor-parallel ranks.
+
+    The ranks' rows are stored as halves: all first halves, then all second ones (Megatron-LM mlp.py
+    `apply_swiglu_sharded_factory`, which knows nothing of the turns).
+    """
+
+    block: int
+    parts: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,20 +47,30 @@ class ModelArgs:
     normalization: str = "LayerNorm"
     layernorm_epsilon: float = 1e-5
     zero_centered_gamma: bool = False  # norms are stored as weight - 1
-    activation: str = "gelu"  # swiglu, geglu, quick_geglu, gelu or squared_relu
+    activation: str = (
+        "gelu"  # swiglu, geglu, quick_geglu, gelu (by tanh), gelu_erf, squared_relu; or a name not used
+    )
     activation_clamp: float | None = None
+    glu_linear_offset: float = 0.0
     add_bias_linear: bool = True
     add_qkv_bias: bool = False
     qk_layernorm: bool = False
     softmax_type: str = "vanilla"
     position_embedding_type: str = "learned_absolute"  # or rope or none
     rotary_base: float = 10000
+    rotary_base_local: float | None = (
+        None  # of layers with a sliding window, where they have their own (Gemma 3)
+    )
     rotary_percent: float = 1.0
     rotary_interleaved: bool = False
     rope_scaling: tuple[RopeScaling, ...] = (None,)
     yarn_told: bool = True  # False for Megatron-LM args from before it had options for YaRN
     sliding_window: int | None = None  # keys a query sees, itself included
     sliding_layers: tuple[int, ...] = ()
+    sliding_pattern: int | None = None  # every n-th layer sees all keys (Gemma 3)
+    query_pre_attn_scalar: float | None = None  # 1 / softmax_scale ** 2; None for the size of a head
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
     init_method_std: float = 0.02
     attention_dropout: float = 0.1
     hidden_dropout: float = 0.1
@@ -68,6 +87,9 @@ class ModelArgs:
     moe_router_topk_scaling_factor: float | None = None
     moe_shared_expert_intermediate_size: int | None = None
     moe_shared_expert_gate: bool = False
+    glu_interleave: GluInterleave | None = (
+        None  # how rows of the experts' fc1 lie, if not gate first, then up
+    )
     multi_latent_attention: bool = False
     q_lora_rank: int | None = None
     kv_lora_rank: int = 0
@@ -97,7 +119,7 @@ def read_model_args(args: Mapping[str, Any]) -> ModelArgs:
     Raises:
         MappingError: a field without which no shape can be told is missing, or a pattern does not fit.
     """
-    args = _with_transformer(args)
+    args = flat_args(args)
     missing = [n for n in ("num_layers", "hidden_size", "num_attention_heads") if not args.get(n)]
     if missing:
         raise MappingError(f"the checkpoint's args do not say {', '.join(missing)}; pass --hf-config")
@@ -105,8 +127,11 @@ def read_model_args(args: Mapping[str, Any]) -> ModelArgs:
     grouped = args.get("group_query_attention", args.get("num_query_groups") is not None)
     experts = _first(args, "num_experts", "num_moe_experts")
     ffn = args.get("ffn_hidden_size") or 4 * hidden
-    window = args.get("window_size")
+    window = _window(args.get("window_size"))
     mla = bool(args.get("multi_latent_attention"))
+    kind = as_text(args.get("position_embedding_type", "learned_absolute"))
+    rope = rotary_bases(args)
+    groups = args.get("moe_router_num_groups")
     return ModelArgs(
         num_layers=layers,
         hidden_size=hidden,
@@ -123,18 +148,24 @@ def read_model_args(args: Mapping[str, Any]) -> ModelArgs:
         zero_centered_gamma=bool(_first(args, "layernorm_zero_centered_gamma", "apply_layernorm_1p")),
         activation=_activation(args),
         activation_clamp=args.get("activation_func_clamp_value"),
+        glu_linear_offset=args.get("glu_linear_offset") or 0.0,
         add_bias_linear=bool(args.get("add_bias_linear", True)),
-        add_qkv_bias=bool(args.get("add_qkv_bias")),
+        add_qkv_bias=bool(args.get("add_qkv_bias")) and not args.get("add_bias_linear", True),
         qk_layernorm=bool(args.get("qk_layernorm")),
-        softmax_type=_text(args.get("softmax_type", "vanilla")),
-        position_embedding_type=_positions(args),
-        rotary_base=args.get("rotary_base", 10000),
+        softmax_type=as_text(args.get("softmax_type", "vanilla")),
+        position_embedding_type=_positions(args, kind),
+        rotary_base=rope[0],
+        rotary_base_local=rope[1],
         rotary_percent=args.get("rotary_percent", 1.0),
-        rotary_interleaved=bool(args.get("rotary_interleaved")),
-        rope_scaling=_rope_scaling(args, mla),
+        rotary_interleaved=bool(args.get("rotary_interleaved")) and _positions(args, kind) == "rope",
+        rope_scaling=rope_scaling(args, kind, mla),
         yarn_told=mla or "yarn_original_max_position_embeddings" in args or "gated_linear_unit" in args,
-        sliding_window=_window(window),
-        sliding_layers=_sliding(args.get("window_attn_skip_freq"), layers) if _window(window) else (),
+        sliding_window=window,
+        sliding_layers=_sliding(args.get("window_attn_skip_freq"), layers) if window else (),
+        sliding_pattern=_sliding_pattern(args.get("interleaved_attn_pattern")),
+        query_pre_attn_scalar=_query_scalar(args),
+        attn_logit_softcapping=args.get("attn_logit_softcapping"),
+        final_logit_softcapping=args.get("final_logit_softcapping"),
         init_method_std=args.get("init_method_std", 0.02),
         attention_dropout=args.get("attention_dropout", 0.1),
         hidden_dropout=args.get("hidden_dropout", 0.1),
@@ -146,11 +177,12 @@ def read_model_args(args: Mapping[str, Any]) -> ModelArgs:
         moe_router_pre_softmax=bool(args.get("moe_router_pre_softmax")),
         moe_router_score_function=args.get("moe_router_score_function", "softmax"),
         moe_router_enable_expert_bias=bool(args.get("moe_router_enable_expert_bias")),
-        moe_router_num_groups=args.get("moe_router_num_groups"),
-        moe_router_group_topk=args.get("moe_router_group_topk"),
-        moe_router_topk_scaling_factor=args.get("moe_router_topk_scaling_factor"),
+        moe_router_num_groups=None if groups == 1 else groups,
+        moe_router_group_topk=None if groups in (None, 1) else args.get("moe_router_group_topk"),
+        moe_router_topk_scaling_factor=_scale(args.get("moe_router_topk_scaling_factor")),
         moe_shared_expert_intermediate_size=args.get("moe_shared_expert_intermediate_size"),
         moe_shared_expert_gate=bool(args.get("moe_shared_expert_gate")),
+        glu_interleave=_glu_interleave(args) if experts else None,
         multi_latent_attention=mla,
         q_lora_rank=args.get("q_lora_rank") if mla else None,
         kv_lora_rank=args.get("kv_lora_rank", 32) if mla else 0,
@@ -183,6 +215,7 @@ def megatron_args(model: ModelArgs) -> dict[str, Any]:
         "swiglu": model.activation == "swiglu",
         "quick_geglu": model.activation == "quick_geglu",
         "squared_relu": model.activation == "squared_relu",
+        "bias_gelu_fusion": model.activation == "gelu",
         "add_position_embedding": model.position_embedding_type == "learned_absolute",
         "use_rotary_position_embeddings": model.position_embedding_type == "rope",
         "apply_query_key_layer_scaling": False,
@@ -199,39 +232,39 @@ def megatron_args(model: ModelArgs) -> dict[str, Any]:
         "expert_model_parallel_size": 1,
     }
     if model.activation_clamp is not None:
-        args |= {"activation_func_clamp_value": model.activation_clamp, "glu_linear_offset": 1.0}
+        args |= {"activation_func_clamp_value": model.activation_clamp}
     if model.activation == "geglu":  # Megatron-LM has no option for it; these are Bridge's names
         args |= {"gated_linear_unit": True, "activation_func": "megatron.core.activations.fast_gelu"}
+    args |= _gemma_args(model)
     if model.num_experts:
         every = all(model.moe_layers)
         args |= {"moe_layer_freq": 1 if every else list(model.moe_layers), "moe_grouped_gemm": True}
-    return args | _rope_args(rope, model.multi_latent_attention)
+    return args | rope_args(rope, model.multi_latent_attention)
+
+
+def _gemma_args(model: ModelArgs) -> dict[str, Any]:
+    """What only Bridge has names for, where the model has it."""
+    args: dict[str, Any] = {
+        name: value
+        for name in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
+        if (value := getattr(model, name)) is not None
+    }
+    if model.sliding_pattern is not None:
+        args["interleaved_attn_pattern"] = [model.sliding_pattern - 1, 1]
+    if model.rotary_base_local is not None:
+        args["rotary_base"] = [model.rotary_base_local, model.rotary_base]
+        linear = model.rope_scaling[0]
+        args |= {
+            "rope_scaling_factor": linear["factor"] if linear and linear["rope_type"] == "linear" else 1.0
+        }
+    return args
 
 
 _NOT_MEGATRON = frozenset(
     ("tied", "zero_centered_gamma", "activation", "activation_clamp", "rope_scaling", "sliding_window",
-     "sliding_layers", "moe_layers", "yarn_told")
+     "sliding_layers", "sliding_pattern", "rotary_base_local", "query_pre_attn_scalar", "attn_logit_softcapping",
+     "final_logit_softcapping", "moe_layers", "glu_interleave", "yarn_told")
 )  # fmt: skip
-
-
-def _rope_args(rope: Mapping[str, Any], mla: bool) -> dict[str, Any]:
-    match rope.get("rope_type"):
-        case "llama3":
-            return {"use_rope_scaling": True, "rope_scaling_factor": rope["factor"]}
-        case "linear":
-            return {"rotary_seq_len_interpolation_factor": rope["factor"]}
-        case "yarn" if mla:
-            return {**rope, "rotary_scaling_factor": rope["factor"]}
-        case "yarn":
-            return {
-                "position_embedding_type": "yarn",
-                "rotary_scaling_factor": rope["factor"],
-                "yarn_original_max_position_embeddings": rope["original_max_position_embeddings"],
-                "yarn_beta_fast": rope["beta_fast"],
-                "yarn_beta_slow": rope["beta_slow"],
-                "yarn_correction_range_round_to_int": rope["truncate"],
-            }
-    return {"rope_type": "rope", "rotary_scaling_factor": 1.0} if mla else {"use_rope_scaling": False}
 
 
 def _first(args: Mapping[str, Any], *names: str, default: Any = None) -> Any:
@@ -239,17 +272,19 @@ def _first(args: Mapping[str, Any], *names: str, default: Any = None) -> Any:
     return next((args[name] for name in names if args.get(name) is not None), default)
 
 
-def _with_transformer(args: Mapping[str, Any]) -> Mapping[str, Any]:
+def flat_args(args: Mapping[str, Any]) -> Mapping[str, Any]:
     """Newer Bridge nests the transformer's settings in the model's: both levels as one."""
     nested = args.get("transformer")
     return {**nested, **args} if isinstance(nested, Mapping) else args
 
 
-def _text(value: object) -> str:
+def as_text(value: object) -> str:
     """A setting that may be an enum, a Bridge `{_target_: ...}` dict or a stub of a foreign class, as text."""
     if isinstance(value, Mapping):
-        arguments = value.get("_args_") or [value.get("_target_", "")]
-        return str(arguments[0])
+        match value.get("_args_"):
+            case [first, *_]:
+                return str(first)
+        return str(value.get("_target_", ""))
     return str(getattr(value, "name", value))
 
 
@@ -267,56 +302,63 @@ def _tied(args: Mapping[str, Any]) -> bool:
 
 
 def _activation(args: Mapping[str, Any]) -> str:
-    if "gated_linear_unit" in args:  # Bridge
-        function = _text(args.get("activation_func", "")).rsplit(".", 1)[-1]
-        if not args["gated_linear_unit"]:
-            return "squared_relu" if "squared_relu" in function else "gelu"
-        return {"silu": "swiglu", "quick_gelu": "quick_geglu"}.get(function, "geglu")
-    return next((name for name in ("swiglu", "quick_geglu", "squared_relu") if args.get(name)), "gelu")
+    """The activation in this tool's words; a function that no family has, under its own name.
+
+    Megatron's fused GELU and Transformer Engine's are the tanh approximation, `torch.nn.functional.gelu` is not.
+    """
+    fused = _first(args, "bias_gelu_fusion", "bias_activation_fusion", default=True)
+    gelu = "gelu" if fused or args.get("use_te_activation_func") else "gelu_erf"
+    if "gated_linear_unit" not in args:  # Megatron-LM
+        return next((name for name in ("swiglu", "quick_geglu", "squared_relu") if args.get(name)), gelu)
+    function = as_text(args.get("activation_func") or "gelu").rsplit(".", 1)[-1]
+    known = {"silu": "silu", "swish": "silu", "fast_gelu": "gelu", "openai_gelu": "gelu", "gelu": gelu}
+    function = known.get(function, function)
+    if not args["gated_linear_unit"]:
+        return function
+    return {"silu": "swiglu", "quick_gelu": "quick_geglu", "gelu": "geglu"}.get(function, f"gated {function}")
 
 
-def _positions(args: Mapping[str, Any]) -> str:
-    kind = _text(args.get("position_embedding_type", "learned_absolute"))
-    return "rope" if kind == "yarn" or args.get("use_rotary_position_embeddings") else kind
+def _positions(args: Mapping[str, Any], kind: str) -> str:
+    yarn = kind == "yarn" or args.get("enable_gpt_oss")
+    return "rope" if yarn or args.get("use_rotary_position_embeddings") else kind
 
 
-def _rope_scaling(args: Mapping[str, Any], mla: bool) -> tuple[RopeScaling, ...]:
-    bridge = "share_embeddings_and_output_weights" in args
-    if mla:
-        factor = args.get("rotary_scaling_factor", 1.0)
-        if args.get("rope_type") == "rope" or factor == 1.0:
-            return (None,)
-        return (_yarn(args, factor, "", mla=True),)
-    yarn = args.get("yarn_rotary_scaling_factor")
-    if yarn is None and _text(args.get("position_embedding_type")) == "yarn":
-        yarn = args.get("rotary_scaling_factor", 1.0)
-    if yarn is not None:
-        return (_yarn(args, yarn, "yarn_"),)
-    if args.get("use_rope_scaling") or args.get("rope_scaling") is True:
-        factor = float(args.get("rope_scaling_factor") or TRAINED_LLAMA3_FACTOR)
-        factors = (factor,) if bridge or factor == TRAINED_LLAMA3_FACTOR else (TRAINED_LLAMA3_FACTOR, factor)
-        return tuple({"rope_type": "llama3", "factor": f, **LLAMA3_SCALING} for f in factors)
-    factor = _first(args, "rotary_seq_len_interpolation_factor", "seq_len_interpolation_factor")
-    if factor is not None and factor != 1:
-        linear = {"rope_type": "linear", "factor": float(factor)}
-        return (linear,) if bridge else (None, linear)
-    return (None,)
+def _query_scalar(args: Mapping[str, Any]) -> float | None:
+    """`query_pre_attn_scalar`, which Bridge's Gemma 3 keeps as the softmax scale that follows from it."""
+    scalar, scale = args.get("query_pre_attn_scalar"), args.get("softmax_scale")
+    for name, number in (("query_pre_attn_scalar", scalar), ("softmax_scale", scale)):
+        if number is not None and not (isinstance(number, int | float) and number > 0):
+            raise MappingError(f"{name} {number!r} in the checkpoint's args is not a positive number")
+    if scalar is not None or scale is None:
+        return scalar
+    exact = 1.0 / scale**2
+    return float(round(exact)) if isclose(exact, round(exact), rel_tol=1e-9) else exact
 
 
-def _yarn(args: Mapping[str, Any], factor: float, prefix: str, mla: bool = False) -> dict[str, Any]:
-    scaling: dict[str, Any] = {
-        "rope_type": "yarn",
-        "factor": float(factor),
-        "beta_fast": float(args.get(prefix + "beta_fast") or 32),
-        "beta_slow": float(args.get(prefix + "beta_slow") or 1),
-        "original_max_position_embeddings": args.get(prefix + "original_max_position_embeddings") or 4096,
-    }
-    if mla:
-        return scaling | {
-            "mscale": args.get("mscale", 1.0),
-            "mscale_all_dim": args.get("mscale_all_dim", 0.0),
-        }
-    return scaling | {"truncate": bool(args.get("yarn_correction_range_round_to_int", True))}
+def _sliding_pattern(pattern: object) -> int | None:
+    """Bridge's (local, global) layers in turns, as the number of layers of one turn."""
+    match pattern:
+        case None:
+            return None
+        case [int(local), 1]:
+            return local + 1
+    raise MappingError(f"interleaved_attn_pattern {pattern}: config.json has one global layer in each turn")
+
+
+def _scale(factor: float | None) -> float | None:
+    return None if factor == 1.0 else factor
+
+
+def _glu_interleave(args: Mapping[str, Any]) -> GluInterleave | None:
+    """How the experts' fc1 rows lie; experts that are not one grouped module ignore the setting."""
+    block = args.get("moe_mlp_glu_interleave_size")
+    if block is not None and not (isinstance(block, int) and block >= 0):
+        raise MappingError(
+            f"moe_mlp_glu_interleave_size {block!r} in the checkpoint's args is not a number of rows"
+        )
+    if not block or not args.get("moe_grouped_gemm", True) or args.get("moe_use_legacy_grouped_gemm"):
+        return None
+    return GluInterleave(int(block), int(args.get("expert_tensor_parallel_size") or 1))
 
 
 def _window(window: object) -> int | None:
@@ -361,5 +403,5 @@ def _dtype(args: Mapping[str, Any]) -> str | None:
     if args.get("bf16") or args.get("fp16"):
         return "bfloat16" if args.get("bf16") else "float16"
     value = args.get("params_dtype")
-    text = _text(value) if value is not None else ""
+    text = as_text(value) if value is not None else ""
     return next((name for name in ("bfloat16", "float16", "float32") if name in text), None)

@@ -5,7 +5,8 @@ architecture: LlamaForCausalLM
 model_type: llama
 like: llama                   # a known family whose rules, config fields and demands are taken over
 fixed: {hidden_act: silu}     # config.json fields with one value
-needs: {qk_layernorm: true}   # Megatron settings without which the model is not of this family
+needs: {qk_layernorm: true}   # Megatron settings without which the model is not of this family: of ModelArgs, or such
+                              # that arguments.yaml refuses otherwise and this architecture computes
 rules:                        # replace the rule of the same `core`, or add one
   - core: decoder.layers.{l}.mlp.linear_fc2.weight
     hf: model.layers.{l}.mlp.down.weight
@@ -27,6 +28,7 @@ from typing import Any
 from ckpt_tools.errors import UsageError, list_problems
 from ckpt_tools.megatron.huggingface.families import FAMILIES
 from ckpt_tools.megatron.huggingface.layouts import LAYOUTS
+from ckpt_tools.megatron.huggingface.ledger import arguments
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs
 from ckpt_tools.megatron.huggingface.rules import CONDITIONS, DIMENSIONS, Family, Rule
 
@@ -70,7 +72,9 @@ def _family(data: Any, problems: list[str]) -> Family | None:
     fixed = _typed(data, "fixed", dict, "$", problems, default={})
     needs = _typed(data, "needs", dict, "$", problems, default={})
     problems += [
-        f"unknown setting @ $.needs.{key}" for key in needs if key not in ModelArgs.__dataclass_fields__
+        f"unknown setting @ $.needs.{key}"
+        for key in needs
+        if key not in ModelArgs.__dataclass_fields__ and key not in arguments().changes
     ]
     ignored = _texts(data.get("ignored", []), "$.ignored", problems)
     problems += [
@@ -79,6 +83,7 @@ def _family(data: Any, problems: list[str]) -> Family | None:
     return replace(
         base,
         name=name or "",
+        like=base.name,
         architecture=_typed(data, "architecture", str, "$", problems, default=base.architecture),
         model_type=_typed(data, "model_type", str, "$", problems, default=name or ""),
         rules=_rules(data, base, problems),

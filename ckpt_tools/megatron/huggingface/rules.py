@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.huggingface.config_fields import Field
-from ckpt_tools.megatron.huggingface.layouts import LAYOUTS, HfShape, Layout, stack
+from ckpt_tools.megatron.huggingface.layouts import LAYOUTS, HfShape, Layout, gate_up_in_turns, stack
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs
 from ckpt_tools.megatron.views import Shape
 
@@ -44,8 +45,9 @@ class Family:
     `fields` ties config.json to `ModelArgs` (config.py); `fixed` are config fields with one value; `needs` are
     `ModelArgs` values without which the model is not of this family. `plus_one` says that the Hugging Face
     model computes 1 + weight in its norms. `copies` are further names under which weights are repeated.
-    `ignored` are patterns of Hugging Face tensors without content of their own. `reference` names config fields
-    that no Megatron args tell.
+    `ignored` are patterns of Hugging Face tensors without content of their own.
+    `like` is the known family whose fields a rule file took over. In a model of windows and full attention in
+    turns, the last of `window_turn` layers sees all keys.
     """
 
     name: str
@@ -58,7 +60,8 @@ class Family:
     plus_one: bool = False
     copies: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
-    reference: tuple[str, ...] = ()
+    like: str = ""
+    window_turn: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +170,7 @@ def _pairs(
     shape = tuple(sizes[name] for name in rule.shape)
     fused = _fill(rule.fused, names) if rule.fused else None
     layout_name, hf = ("same", (fused,)) if fused in there and fused else (rule.layout, rule.hf)
-    layout = LAYOUTS[layout_name][1](shape, model)
+    layout = _layout(rule, layout_name, model)(shape, model)
     also = tuple(_fill(name, names) for name in rule.also)
     if "{e}" not in rule.core:
         yield Pair((_fill(rule.core, names),), shape, _all(hf, names), (layout,), rule, also)
@@ -179,6 +182,18 @@ def _pairs(
             yield Pair((core[e],), shape, _all(hf, names | {"e": e}), (layout,), rule)
     else:
         yield Pair(core, shape, _all(hf, names), stack([layout] * len(core)), rule)
+
+
+def _layout(rule: Rule, layout: str, model: ModelArgs) -> Callable[[Shape, ModelArgs], Layout]:
+    """The layout of a rule, with regard to experts that have gate and up rows in turns."""
+    if not model.glu_interleave or "{e}" not in rule.core or ".linear_fc1." not in rule.core:
+        return LAYOUTS[layout][1]
+    if layout != "gate_up":
+        raise MappingError(
+            f"moe_mlp_glu_interleave_size is {model.glu_interleave.block}, and the rule of {rule.core} has the "
+            f"layout {layout}; rows in turns are known for gate_up only"
+        )
+    return gate_up_in_turns
 
 
 def _all(templates: Iterable[str], names: Mapping[str, int]) -> tuple[str, ...]:

@@ -21,11 +21,13 @@ from ckpt_tools.megatron.huggingface.checks import (
     Spec,
     import_notes,
     not_of_family,
+    rope_notes,
     semantic_notes,
     spellings,
     with_vocabulary,
 )
 from ckpt_tools.megatron.huggingface.config import (
+    in_v4_form,
     keep_reference,
     read_config,
     reconcile,
@@ -34,6 +36,7 @@ from ckpt_tools.megatron.huggingface.config import (
 )
 from ckpt_tools.megatron.huggingface.detect import detect_family, family_of_config
 from ckpt_tools.megatron.huggingface.families import FAMILIES
+from ckpt_tools.megatron.huggingface.ledger import account_for_settings, demanded_args
 from ckpt_tools.megatron.huggingface.model_args import (
     ModelArgs,
     megatron_args,
@@ -104,6 +107,7 @@ def export_targets(
     model = read_model_args(args) if args is not None else None
     told = vocab_size or (model.vocab_size if model is not None else None)
     family = detect_family(parameters, model, reference, families)
+    settings = account_for_settings(family, model, args, None if reference is None else in_v4_form(reference))
     if reference is not None:
         model = read_config(family, reference) if model is None else reconcile(family, model, reference)
     assert model is not None  # one of the two is given
@@ -133,7 +137,9 @@ def export_targets(
         tensors += _copies(family, model, tensors)
     model = replace(model, params_dtype=_bulk_dtype(tensors))
     config = (keep_reference(family, reference) if reference else {}) | write_config(family, model)
-    notes = (*notes, *semantic_notes(family, model))
+    if args is None:
+        notes = (*notes, "the checkpoint holds no args: what its numbers mean is taken from --hf-config")
+    notes = (*settings, *notes, *semantic_notes(family, model), *rope_notes(args, model))
     return Exported(family, tuple(tensors), config, shapes, offsets, equal, notes)
 
 
@@ -158,10 +164,11 @@ def import_targets(
     refuse_quantized(config)
     family = family_of_config(config, families)
     model = read_config(family, config)
+    settings = account_for_settings(family, model, None, in_v4_form(config))
     rows = -(-model.true_vocab_size // vocab_multiple) * vocab_multiple
     model = replace(model, padded_vocab_size=rows)
     prefix = _prefix(family, tensors)
-    notes = import_notes(family, model)
+    notes = (*settings, *import_notes(family, model))
     if model.mtp_num_layers and f"model.layers.{model.num_layers}.eh_proj.weight" not in tensors:
         model = replace(model, mtp_num_layers=0)
         notes = (
@@ -185,7 +192,7 @@ def import_targets(
     if problems:
         raise MappingError(f"the directory is not a whole {family.name} model:\n" + list_problems(problems))
     made = [target for pair in pairs for target in _import_pair(model, pair, prefix, tensors, dtype)]
-    args = megatron_args(replace(model, params_dtype=_bulk_dtype(made)))
+    args = megatron_args(replace(model, params_dtype=_bulk_dtype(made))) | demanded_args(family)
     shapes = {
         prefix(name): shape.seen
         for pair in pairs

@@ -135,7 +135,7 @@ def test_floats_are_floats() -> None:
     ("changes", "text"),
     [
         ({"normalization": "LayerNorm"}, "normalization is 'LayerNorm'; LlamaForCausalLM is 'RMSNorm'"),
-        ({"swiglu": False}, "activation is 'gelu'"),
+        ({"swiglu": False}, "activation is 'gelu_erf'"),
         ({"rotary_percent": 0.5}, "rotary_percent is 0.5"),
         ({"window_size": [7, 0], "window_attn_skip_freq": 2}, "sliding windows on some layers only"),
         ({"softmax_type": "off-by-one"}, "softmax_type"),
