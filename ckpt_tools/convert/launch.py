@@ -32,6 +32,12 @@ _LEFT_OUT = re.compile(
     r"|use_torch_fsdp2|torch_fsdp2_.*|use_tp_pp_dp_mapping|hybrid_context_parallel|ddp_.*|reuse_grad_buf_.*"
     r"|overlap_param_gather_with_optimizer_step|dist_url|use_gloo_process_groups"
 )
+# Their defaults differ between versions, or are what a reader looks for first.
+_ALWAYS_SAID = (
+    "data_parallel_sharding_strategy",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+)
 _OLD_NAMES = {"layernorm_epsilon": "norm_epsilon", "layernorm_zero_centered_gamma": "apply_layernorm_1p"}
 _OF_FSDP = re.compile(
     r"(outer_dp_sharding_strategy|num_distributed_optimizer_instances|megatron_fsdp_.*|fsdp_.*|nccl_ub)"
@@ -91,7 +97,7 @@ def _megatron(f: Facts, load: str) -> Iterator[str]:
     yield from ("--nproc-per-node", str(_ranks(settings)), _script(f))
     yield from ("--load", load)
     for name in sorted(settings):
-        yield from flag_words(name, settings[name], version) or ()
+        yield from flag_words(name, settings[name], version, name in _ALWAYS_SAID) or ()
     yield from _data(f)
 
 
@@ -127,6 +133,7 @@ def _decided(f: Facts) -> dict[str, Any]:
         "gradient_accumulation_fusion": False,
         "ckpt_format": "fsdp_dtensor",
         "tensor_model_parallel_size": f.tp,
+        "pipeline_model_parallel_size": 1,
         "padded_vocab_size": _padded(f),
     }
     if stored.gated is not None:

@@ -68,10 +68,11 @@ def parse_flags(words: Sequence[str], version: str) -> Parsed:
     return Parsed(vars(given), tuple(unknown), None)
 
 
-def flag_words(name: str, value: Any, version: str) -> list[str] | None:
-    """The words that set `name` to `value`: none when it is the default, None when no flag of the version can."""
+def flag_words(name: str, value: Any, version: str, always: bool = False) -> list[str] | None:
+    """The words that set `name` to `value`, None when no flag of the version can; none for the default, unless
+    `always`."""
     flags = [flag for flag in flags_of(version) if flag.name == name]
-    if flags and value == defaults_of(version)[name]:
+    if flags and value == defaults_of(version)[name] and not always:
         return []
     return next((words for flag in flags if (words := _words(flag, value)) is not None), None)
 
