@@ -113,6 +113,8 @@ def _settings(f: Facts, version: str) -> dict[str, Any]:
     found |= _decided(f)
     if found.get("expert_tensor_parallel_size") == args.get("tensor_model_parallel_size"):
         found.pop("expert_tensor_parallel_size", None)  # the default: as many as the job's other tensors
+    if found.get("num_query_groups", 1) not in (1, found.get("num_attention_heads")):
+        found["group_query_attention"] = True  # Bridge has no such switch
     if f.tp == 1:
         found.pop("sequence_parallel", None)
     if found.get("num_layers") is not None and found.get("hybrid_layer_pattern") is not None:

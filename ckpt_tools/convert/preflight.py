@@ -151,6 +151,7 @@ def _about(opened: Opened) -> tuple[Facts, int | None]:
         args=common.args or common.model_config,
         by_bridge=not common.args and bool(common.model_config),
         stored=stored_style(shapes, is_fsdp),
+        has_args="args" in catalog.objects or not opened.location.has_run_config,
         states=frozenset(states),
         rng_ranks=frozenset(ranks),
         tp_of_packed=record.tp,

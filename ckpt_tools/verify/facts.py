@@ -36,6 +36,7 @@ class Facts:
     packed: tuple[str, ...] = ()  # those projections
     by_bridge: bool = False  # Megatron-Bridge wrote the checkpoint that was converted
     target: str | None = None  # the program that the conversion wrote names for
+    has_args: bool = True  # False: Bridge's configuration stands in for Megatron-LM's arguments
     tokens: int | None = None  # of the vocabulary, without padding
 
     def on(self, name: str) -> bool:

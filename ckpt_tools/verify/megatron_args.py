@@ -8,11 +8,14 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.resources import files
+from itertools import groupby
 from typing import Any, NamedTuple, NoReturn
 
+_NOT_IN_PATTERN = re.compile(r"[^,\d\[\]()+*]")  # arguments.py _eval_pattern: not even a space
 _LONGEST_PATTERN = 100_000  # layers
 
 
@@ -87,12 +90,19 @@ def _words(flag: Flag, value: Any) -> list[str] | None:
             return None
         if isinstance(value, list | tuple) and flag.nargs is not None:
             return [flag.options[0], *map(str, value)] if value else None
-        return [flag.options[0], str(value)]
+        return [flag.options[0], _runs(value) if flag.type == "pattern" else str(value)]
     if not isinstance(value, bool):
         return None
     if flag.kind == "bool":
         return [next(o for o in flag.options if o.startswith("--no-") != value)]
     return [flag.options[0]] if value == (flag.kind == "true") else None
+
+
+def _runs(value: Any) -> str:
+    """A pattern as short as it can be said: `[0]*3+[1]*58`."""
+    if not isinstance(value, list):
+        return str(value)
+    return "+".join(f"[{item}]*{len(list(group))}" for item, group in groupby(value))
 
 
 @cache
@@ -135,8 +145,10 @@ def pattern(text: str) -> int | list[int]:
     """A frequency: a number, or a list that is built from lists with + and * as Python would."""
     if "[" not in text:
         return int(text)
+    if _NOT_IN_PATTERN.search(text):
+        raise ValueError("only digits, commas, brackets, + and * make a pattern")
     try:
-        built = _built(ast.parse(text.strip(), mode="eval").body)
+        built = _built(ast.parse(text, mode="eval").body)
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(f"not a list of numbers ({error})") from None
     if not isinstance(built, list):

@@ -22,6 +22,10 @@ def _format(f: Facts) -> str | None:
     return None if f.kind == "fsdp_dtensor" else f"the checkpoint is of kind {f.kind}"
 
 
+def _arguments(f: Facts) -> str | None:
+    return None if f.has_args else "the entry args is missing"
+
+
 def _architecture(f: Facts) -> str | None:
     if f.is_warm_start:
         return None
@@ -160,6 +164,8 @@ RULES = (
     Rule("checkpoint-format", ERROR, _format, "Megatron-FSDP loads fsdp_dtensor checkpoints only", _TO_FSDP,
          _LOADED, on_job=False),
     *JOB_RULES,
+    Rule("stored-arguments", ERROR, _arguments, "Megatron-LM reads those of the run before, whatever it is told",
+         "run Megatron-Bridge (--target bridge), or convert a checkpoint of Megatron-LM", _LOADED, VERSIONS),
     Rule("architecture", ERROR, _architecture, "the loader compares these with the stored args and stops",
          "use the checkpoint's values, or --finetune", "training/checkpointing.py check_checkpoint_args"),
     Rule("vocabulary", ERROR, _vocabulary, "a size mismatch is fatal; the table is padded to a multiple of "

@@ -249,8 +249,17 @@ def test_version_2_runs_with_little():
     words = [*without("--use-distributed-optimizer"), "--megatron-fsdp-version", "2"]
     found = broken([*words, "--fp8-format", "hybrid"])["version-2"][1]
     assert "tensor_model_parallel_size is 2, fp8 is on, the optimizer's state is asked for" in found
-    assert "use_distributed_optimizer is on" in broken([*GOOD, "--megatron-fsdp-version", "2"])["version-2"][1]
-    small = [*words, *"--tensor-model-parallel-size 1 --make-vocab-size-divisible-by 32 --no-load-optim".split()]
+    assert (
+        "use_distributed_optimizer is on" in broken([*GOOD, "--megatron-fsdp-version", "2"])["version-2"][1]
+    )
+    small = [
+        *words,
+        "--tensor-model-parallel-size",
+        "1",
+        "--make-vocab-size-divisible-by",
+        "32",
+        "--no-load-optim",
+    ]
     assert broken(small) == {}  # weights alone: its load writes into the masters
     for flag, said in [
         ("--context-parallel-size 2", "context_parallel_size is 2"),
@@ -279,7 +288,11 @@ def test_the_environment_stands_before_the_program():
     assert broken(["CUDA_DEVICE_MAX_CONNECTIONS=8", *GOOD]) == {}
     flags = GOOD[GOOD.index("pretrain_gpt.py") + 1 :]
     assert broken(["CUDA_DEVICE_MAX_CONNECTIONS=1", *flags]).keys() == {"max-connections"}
-    segments = ["PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:32,expandable_segments:True", *GOOD, "--use-nccl-ub"]
+    segments = [
+        "PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:32,expandable_segments:True",
+        *GOOD,
+        "--use-nccl-ub",
+    ]
     assert broken(segments, target="core-0.16")["user-buffers"][0] == "error"
     assert broken(segments, target="core-0.17")["user-buffers"][0] == "error"
     assert broken(segments, target="core-0.19")["user-buffers"][0] == "warning"  # torch 2.11 can
@@ -362,8 +375,8 @@ def test_a_kind_of_state_that_no_weight_has_is_not_ready(kind, tmp_path):
     assert found.launch is None
 
 
-MLA = ("self_attention.linear_q_down_proj.weight", "self_attention.linear_kv_up_proj.weight", "input_layernorm.weight",
-       "mlp.router.weight", "pre_mlp_layernorm.weight")  # fmt: skip
+MLA = ("self_attention.linear_q_down_proj.weight", "self_attention.linear_kv_up_proj.weight",
+       "input_layernorm.weight", "mlp.router.weight", "pre_mlp_layernorm.weight")  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -404,7 +417,7 @@ def test_a_path_that_a_shell_would_read_is_quoted(tmp_path):
 def test_the_program_is_chosen():
     assert preflight(str(fixture_dir(NATIVE))).program == "main"
     assert preflight(str(fixture_dir(NATIVE)), target="core-0.17").program == "core-0.17"
-    with pytest.raises(UsageError, match="core-9 is not a program|'core-9'"):
+    with pytest.raises(UsageError, match="'core-9' is not a program that loads checkpoints"):
         preflight(str(fixture_dir(NATIVE)), target="core-9")
     assert preflight(str(fixture_dir(NATIVE)), ["model.num_layers=2"]).program == "bridge"
 

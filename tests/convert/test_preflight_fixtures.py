@@ -1,4 +1,4 @@
-"""Every real checkpoint is ready for the job that its own arguments describe, and the command printed says that job."""
+"""Every real checkpoint is ready for the job of its own arguments, and the command printed starts that job."""
 
 from __future__ import annotations
 

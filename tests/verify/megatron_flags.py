@@ -76,9 +76,8 @@ def real_parser(checkout: str) -> argparse.ArgumentParser:
     typing.override = getattr(typing, "override", typing_extensions.override)
     sys.meta_path.append(_Finder())
     sys.path.insert(0, checkout)
-    from megatron.training import arguments
-
     from megatron.post_training.arguments import add_modelopt_args
+    from megatron.training import arguments
 
     return add_modelopt_args(arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
 
@@ -92,6 +91,8 @@ def plain(value: Any) -> Any:
 
 def dump(checkout: str) -> list[dict[str, Any]]:
     """Every flag of a checkout."""
+    parser = real_parser(checkout)
+    defaults = vars(parser.parse_args([]))  # of two flags of one name the parser's first decides
     return [
         {
             "options": action.option_strings,
@@ -99,10 +100,12 @@ def dump(checkout: str) -> list[dict[str, Any]]:
             "kind": _KINDS[type(action).__name__],
             "type": _TYPES.get(getattr(action.type, "__name__", ""), "str"),
             "nargs": action.nargs if type(action).__name__ == "_StoreAction" else None,
-            "default": plain(action.default),
-            "choices": plain(list(action.choices)) if action.choices and action.dest != "exit_signal" else None,
+            "default": plain(defaults[action.dest]),
+            "choices": plain(list(action.choices))
+            if action.choices and action.dest != "exit_signal"
+            else None,
         }
-        for action in real_parser(checkout)._actions
+        for action in parser._actions
         if type(action).__name__ != "_HelpAction"
     ]
 
@@ -121,7 +124,9 @@ def merged(tables: dict[str, list[dict[str, Any]]]) -> str:
 def main(words: Iterable[str]) -> None:
     tables = {}
     for version, _, checkout in (word.partition("=") for word in words):
-        done = subprocess.run([sys.executable, __file__, "--dump", checkout], check=True, stdout=subprocess.PIPE)
+        done = subprocess.run(
+            [sys.executable, __file__, "--dump", checkout], check=True, stdout=subprocess.PIPE
+        )
         tables[version] = json.loads(done.stdout.splitlines()[-1])
     TABLE.write_text(merged(tables))
 
