@@ -1,4 +1,4 @@
-"""Will a Megatron-FSDP job start from this checkpoint, and with which flags?
+"""Will a Megatron-FSDP job start from this checkpoint, and with which command?
 
 python example-scripts/library_preflight.py CHECKPOINT [-- flags of the job]
 """
@@ -11,5 +11,6 @@ checkpoint, *flags = sys.argv[1:]
 found = preflight(checkpoint, [flag for flag in flags if flag != "--"])
 for finding in found.report.findings:
     print(f"{finding.severity}: {finding.where}. {finding.message}. Fix: {finding.fix}")
-print("\n".join([*found.environment, " ".join(found.flags)]))
+if found.launch is not None:  # only what is ready
+    print("\n".join([*found.launch.environment, found.launch.command]))
 sys.exit(0 if found.report.is_valid else 1)

@@ -14,7 +14,9 @@
 #   TP, EP, CP       parallel sizes; everything else shards  [1, 8, 1]
 #   MBS, GBS, SEQ_LEN, TRAIN_ITERS   micro and global batch, sequence length, steps  [1, 2048, 4096, 1000]
 #   MINUTES          after which a job saves and leaves; below the time limit  [225]
-#   WEIGHTS_ONLY     1: CHECKPOINT has no optimizer state, start a new one  [0]
+#   WEIGHTS_ONLY     1: CHECKPOINT has no optimizer state, start a new one; Megatron core 0.18 and later cannot  [0]
+#   TARGET           version that MEGATRON is, as preflight names it (core-0.16, core-0.17, core-0.19, main)
+#                    [the one that CHECKPOINT was converted for, else main]
 #   EXTRA_ARGS       further flags of pretrain_gpt.py
 #   PYTHON, TORCHRUN programs of the environment that has ckpt_tools and torch  [python3, torchrun]
 #   CONTAINER_IMAGE  image to run in, where Slurm has pyxis; CONTAINER_MOUNTS as --container-mounts takes them
@@ -121,7 +123,7 @@ if [[ -n ${CONTAINER_IMAGE:-} ]]; then
 fi
 
 # Seconds on one CPU core before hours on every GPU: do checkpoint and flags fit each other?
-srun --nodes=1 --ntasks=1 "${container[@]}" "$PYTHON" -m ckpt_tools preflight "$load" -- \
+srun --nodes=1 --ntasks=1 "${container[@]}" "$PYTHON" -m ckpt_tools preflight "$load" ${TARGET:+--target "$TARGET"} -- \
     "PYTORCH_CUDA_ALLOC_CONF=$PYTORCH_CUDA_ALLOC_CONF" "${flags[@]}"
 
 srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 --label \

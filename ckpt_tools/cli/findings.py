@@ -31,6 +31,7 @@ def as_json(report: Report) -> dict[str, Any]:
                     for f in check.findings
                 ],
             }
+            | ({"source": check.source} if check.source else {})
             for check in report.checks
         ],
     }

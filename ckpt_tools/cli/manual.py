@@ -106,11 +106,12 @@ PAGES = {
         ("By the names of fsdp_dtensor", "compare-two-checkpoint RUN FSDP --by parameters"),
     )),
     "preflight": Page(CHECK, "will a Megatron-FSDP job start from it?", (
-        ("The flags for the job", "preflight FSDP"),
+        ("The command that goes on from it", "preflight FSDP"),
+        ("The same for an older Megatron core", "preflight FSDP --target core-0.17"),
         ("Check a command line before a GPU is held",
          "preflight FSDP -- pretrain_gpt.py --use-megatron-fsdp --ckpt-format fsdp_dtensor --load FSDP"
-         " --data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer"
-         " --no-gradient-accumulation-fusion --tensor-model-parallel-size 2 --swiglu"),
+         " --use-distributed-optimizer --no-gradient-accumulation-fusion --tensor-model-parallel-size 2"
+         " --use-checkpoint-args --transformer-impl local --micro-batch-size 2 --bf16"),
     )),
     "modify-state-dict": Page(EDIT, "drop or rename keys", (
         ("Without the optimizer", "modify-state-dict RUN OUT --op 'remove optimizer\\..*'"),

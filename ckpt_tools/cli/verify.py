@@ -55,6 +55,15 @@ Junit = Annotated[
 ]
 
 
+JobTarget = Annotated[
+    o.Dialect | None,
+    typer.Option(
+        "--target",
+        help="Program that runs the job. Default: the one that the checkpoint was converted for, else main.",
+    ),
+]
+
+
 def register(app: typer.Typer) -> None:
     """Add this module's commands to `app`."""
     app.command(**page("verify"))(verify)
@@ -110,6 +119,7 @@ def preflight(
     yaml_file: Annotated[
         Path | None, typer.Option("--yaml", help="The job's settings: Bridge's or a Megatron-LM recipe.")
     ] = None,
+    target: JobTarget = None,
     iteration: Iteration = None,
     report_format: FormatOption = ReportFormat.TEXT,
     as_json: AsJson = False,
@@ -117,17 +127,20 @@ def preflight(
     trust_pickle: TrustPickle = False,
     enable_msc: EnableMsc = False,
 ) -> None:
-    """Check that a Megatron-FSDP job can load a checkpoint, and print the flags for it. Exit code 1 when not."""
+    """Check that a Megatron-FSDP job can load a checkpoint, and print its launch command. Exit code 1 when not."""
     from ckpt_tools.convert.preflight import preflight as check
 
-    found = check(checkpoint, job or (), yaml_file, iteration, trust_pickle)
-    launch = {"environment": found.environment, "flags": found.flags}
+    found = check(checkpoint, job or (), yaml_file, iteration, trust_pickle, target.value if target else None)
+    start = found.launch
+    launch = None if start is None else {
+        "environment": list(start.environment), "words": list(start.words), "command": start.command
+    }  # fmt: skip
     chosen = ReportFormat.JSON if as_json else report_format
-    _print_report(found.report, "preflight", chosen, junit, {"launch": launch})
-    if chosen is ReportFormat.TEXT:
-        print("launch with")
-        for line in (*found.environment, " \\\n  ".join(("pretrain_gpt.py", *found.flags))):
-            print(f"  {line}")
+    _print_report(found.report, "preflight", chosen, junit, {"program": found.program, "launch": launch})
+    if chosen is ReportFormat.TEXT and start is not None:
+        print(f"launch with ({found.program})")
+        for line in (*start.environment, start.command):
+            print(f"  {render.escape_lines(line)}")
     raise typer.Exit(0 if found.report.is_valid else 1)
 
 

@@ -1,102 +1,231 @@
 """The settings of a training job that is about to start: from its command line, or from its YAML file.
 
-Names are those of Megatron's arguments, with underscores. `--no-x` sets `x` to False. In a nested YAML file
-(Megatron-Bridge) the section names are dropped; in Megatron-LM's test recipes `MODEL_ARGS` and `ENV_VARS` are read.
+Names are those of Megatron's arguments. A Megatron-LM job is read as the parser of its version reads it, so that a
+setting which is not given has that version's default. Megatron-Bridge's settings have its names, without sections.
 """
 
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt_tools.errors import UsageError
 
+BRIDGE, MAIN = "bridge", "main"
+VERSIONS = ("core-0.16", "core-0.17", "core-0.19", MAIN)  # of Megatron-LM, oldest first
+PROGRAMS = (*VERSIONS, BRIDGE)
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
+_OVERRIDE = re.compile(r"[+~]{0,2}([a-z_]+(?:\.[a-z_0-9]+)+)=(.*)", re.DOTALL)
+_BRIDGE_SCRIPTS = ("run_recipe.py",)
 _SECTIONS = ("model", "ddp", "dist", "checkpoint", "optimizer")
-_NUMBER = re.compile(r"[+-]?\d+")
+# What the rules look at and Bridge sets by itself (training/config.py and the dataclasses of megatron-core).
+BRIDGE_DEFAULTS: Mapping[str, Any] = {
+    "ckpt_format": "torch_dist", "strict_fsdp_dtensor_load": False, "data_parallel_sharding_strategy": "no_shard",
+    "outer_dp_sharding_strategy": "no_shard", "gradient_accumulation_fusion": True, "megatron_fsdp_version": 1,
+    "optimizer": "adam", "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1, "load_optim": True, "load_rng": True,
+}  # fmt: skip
+# checkpointing.py `load_args_from_checkpoint`: taken from the checkpoint always, or only where the job is silent.
+_FROM_CHECKPOINT = (
+    "num_query_groups", "group_query_attention", "position_embedding_type", "add_position_embedding",
+    "use_rotary_position_embeddings", "rotary_base", "rotary_percent", "rotary_interleaved", "add_bias_linear",
+    "add_qkv_bias", "squared_relu", "swiglu", "untie_embeddings_and_output_weights", "normalization",
+    "apply_query_key_layer_scaling", "attention_dropout", "hidden_dropout", "mtp_num_layers", "spec",
+    "num_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax",
+    "moe_grouped_gemm", "moe_single_grouped_weight", "moe_single_grouped_bias",
+    "moe_shared_expert_intermediate_size", "moe_router_score_function", "moe_router_enable_expert_bias",
+    "moe_router_topk_scaling_factor",
+)  # fmt: skip
+_IF_SILENT = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "seq_length", "num_attention_heads", "kv_channels",
+    "max_position_embeddings", "padded_vocab_size", "ckpt_format",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """`settings` that were given, by Megatron's names; settings that were not have their program's defaults."""
+    """What starts: every setting by name (a default where nothing is given), and what was `given`.
+
+    `refused` is what the program's own parser would end with, `unknown` the words of which it knows nothing.
+    """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
-    is_bridge: bool = False
+    program: str = MAIN
+    given: frozenset[str] = frozenset()
+    script: str | None = None
+    unknown: tuple[str, ...] = ()
+    refused: str | None = None
 
     def __bool__(self) -> bool:
-        return bool(self.settings)
+        return bool(self.given or self.unknown or self.refused)
 
-    def get(self, *names: str, default: Any = None) -> Any:
-        """The first of these settings that was given and is not None."""
-        found = (self.settings.get(name) for name in names)
-        return next((value for value in found if value is not None), default)
+    @property
+    def is_bridge(self) -> bool:
+        return self.program == BRIDGE
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A setting, or `default` where it is None or not known to the program."""
+        found = self.settings.get(name)
+        return default if found is None else found
 
     def has(self, name: str) -> bool:
         """Whether a switch is on."""
         return bool(self.settings.get(name))
 
 
-def parse_command(words: Sequence[str]) -> Job:
+def is_bridge_command(words: Sequence[str]) -> bool:
+    """Whether a command line is one of Megatron-Bridge: its runner, or settings as `section.name=value`."""
+    return any(_OVERRIDE.fullmatch(word) or word.endswith(_BRIDGE_SCRIPTS) for word in words)
+
+
+def parse_command(words: Sequence[str], program: str = MAIN) -> Job:
     """The job that a command line starts: `NAME=VALUE ... program.py --flag value ...`, or the flags alone.
 
-    What stands before a `.py` file belongs to the launcher and is ignored, but for the environment.
-    """
-    settings: dict[str, Any] = {}
-    environment: dict[str, str] = {}
-    flag: str | None = None
-    for word in words:
-        assignment = _ASSIGNMENT.fullmatch(word)
-        if word.endswith(".py"):
-            settings, flag = {}, None
-        elif word.startswith("--"):
-            name, _, value = word[2:].partition("=")
-            flag = _name(name)
-            if flag.startswith("no_") and not value:
-                settings[flag.removeprefix("no_")] = False
-            settings[flag] = _value(value) if value else True
-        elif assignment and flag is None:
-            environment[assignment[1]] = assignment[2]
-        elif flag is not None:
-            settings[flag] = _joined(settings[flag], _value(word))
-    return Job(settings, environment)
-
-
-def parse_yaml(text: str, name: str = "the YAML file") -> Job:
-    """The job that a YAML file describes.
+    What stands before a `.py` file belongs to the launcher and is ignored, but for the environment. One word that
+    holds the whole command line is split as a shell splits it.
 
     Raises:
-        UsageError: it is no YAML mapping.
+        UsageError: one word is not a command line that a shell can split.
+    """
+    if len(words) == 1 and any(c.isspace() for c in words[0]):
+        try:
+            words = shlex.split(words[0])
+        except ValueError as error:
+            raise UsageError(f"the job's command line: {error}") from None
+    scripts = [i for i, word in enumerate(words) if word.endswith(".py")]
+    script = words[scripts[-1]] if scripts else None
+    environment: dict[str, str] = {}
+    rest = list(words[scripts[-1] + 1 :]) if scripts else list(words)
+    for word in words[: scripts[-1]] if scripts else _leading_assignments(rest):
+        if match := _ASSIGNMENT.fullmatch(word):
+            environment[match[1]] = match[2]
+    if program == BRIDGE:
+        given = _bridge_words(rest)
+        return _bridge_job(given, environment, script)
+    return replace(_flags_job(rest, program), environment=environment, script=script)
+
+
+def parse_yaml(text: str, name: str = "the YAML file", program: str = MAIN) -> Job:
+    """The job that a YAML file describes: Bridge's configuration, a Megatron-LM recipe (`MODEL_ARGS`), or settings.
+
+    Raises:
+        UsageError: it is not a YAML mapping.
     """
     import yaml
 
     try:
         document = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise UsageError(f"{name}: {error}") from None
     if not isinstance(document, Mapping):
         raise UsageError(f"{name}: expected a mapping of settings, found {type(document).__name__}")
-    environment = {str(k): str(v) for k, v in (document.get("ENV_VARS") or {}).items()}
-    is_bridge = isinstance(document.get("model"), Mapping) and any(s in document for s in _SECTIONS[1:])
-    settings: dict[str, Any] = {}
-    for key, value in _leaves(document.get("MODEL_ARGS", document)):
-        if settings.get(key) is None:
-            settings[key] = value
-    for key, value in list(settings.items()):
-        if key.startswith("no_") and value is True:
-            settings.setdefault(key.removeprefix("no_"), False)
-    return Job(settings, environment, is_bridge)
+    variables = document.get("ENV_VARS")
+    environment = {str(k): str(v) for k, v in variables.items()} if isinstance(variables, Mapping) else {}
+    recipe = document.get("MODEL_ARGS")
+    if isinstance(recipe, Mapping):
+        return replace(_flags_job(list(_recipe_words(recipe)), program), environment=environment)
+    given: dict[str, Any] = {}
+    for key, value in _leaves(document):
+        if given.get(key) is None:
+            given[key] = value
+    sections = sum(isinstance(document.get(s), Mapping) for s in _SECTIONS)
+    if program == BRIDGE or (sections > 1 and isinstance(document.get("model"), Mapping)):
+        return _bridge_job(given, environment, None)
+    return Job({**_defaults(program), **given}, environment, program, frozenset(given))
 
 
 def merge(first: Job, second: Job) -> Job:
-    """Both jobs' settings; `second` wins."""
-    return Job(
-        {**first.settings, **second.settings},
-        {**first.environment, **second.environment},
-        first.is_bridge or second.is_bridge,
+    """Both jobs' settings; what `second` was given wins."""
+    return replace(
+        second,
+        settings={**first.settings, **{name: second.settings[name] for name in second.given}},
+        environment={**first.environment, **second.environment},
+        given=first.given | second.given,
+        unknown=first.unknown + second.unknown,
+        refused=first.refused or second.refused,
     )
+
+
+def with_checkpoint_args(job: Job, args: Mapping[str, Any]) -> Job:
+    """The job once `--use-checkpoint-args` has taken its architecture from the checkpoint."""
+    if not job.has("use_checkpoint_args"):
+        return job
+    taken = [*_FROM_CHECKPOINT, *(name for name in _IF_SILENT if job.get(name) is None)]
+    found = {name: args[name] for name in taken if args.get(name) is not None}
+    return replace(job, settings={**job.settings, **found})
+
+
+def _leading_assignments(words: list[str]) -> list[str]:
+    """The words before the first flag that set a variable, taken off `words`."""
+    taken = []
+    while words and _ASSIGNMENT.fullmatch(words[0]):
+        taken.append(words.pop(0))
+    return taken
+
+
+def _flags_job(words: Sequence[str], program: str) -> Job:
+    from ckpt_tools.verify.megatron_args import parse_flags
+
+    parsed = parse_flags(words, program)
+    settings = {**_defaults(program), **parsed.given}
+    return Job(
+        settings,
+        program=program,
+        given=frozenset(parsed.given),
+        unknown=parsed.unknown,
+        refused=parsed.refused,
+    )
+
+
+def _defaults(program: str) -> Mapping[str, Any]:
+    from ckpt_tools.verify.megatron_args import defaults_of
+
+    return defaults_of(program)
+
+
+def _bridge_job(given: Mapping[str, Any], environment: Mapping[str, str], script: str | None) -> Job:
+    return Job({**BRIDGE_DEFAULTS, **given}, environment, BRIDGE, frozenset(given), script)
+
+
+def _bridge_words(words: Sequence[str]) -> dict[str, Any]:
+    """Settings of `section.name=value` words, and of the runner's own options with their values."""
+    given: dict[str, Any] = {}
+    option: str | None = None
+    for word in words:
+        if match := _OVERRIDE.fullmatch(word):
+            given[match[1].rpartition(".")[2]] = _yaml_value(match[2])
+            option = None
+        elif word.startswith("-"):
+            option, _, value = word.lstrip("-").partition("=")
+            option = option.replace("-", "_")
+            given[option] = _yaml_value(value) if value else True
+        elif option is not None:
+            given[option], option = _yaml_value(word), None
+    return given
+
+
+def _yaml_value(word: str) -> Any:
+    """A value as OmegaConf reads it; what is not YAML is text."""
+    import yaml
+
+    try:
+        return yaml.safe_load(word)
+    except (yaml.YAMLError, RecursionError, ValueError):
+        return word
+
+
+def _recipe_words(recipe: Mapping[Any, Any]) -> Iterator[str]:
+    """A recipe's flags as its runner puts them on the command line: true is the flag alone, false and null none."""
+    for flag, value in recipe.items():
+        if value is None or value is False:
+            continue
+        yield str(flag) if str(flag).startswith("--") else "--" + str(flag).replace("_", "-")
+        if value is not True:
+            yield from map(str, value) if isinstance(value, list) else shlex.split(str(value))
 
 
 def _leaves(section: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
@@ -106,23 +235,4 @@ def _leaves(section: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
         if isinstance(value, Mapping):
             yield from _leaves(value)
         else:
-            yield _name(str(key).removeprefix("--")), value
-
-
-def _name(flag: str) -> str:
-    return flag.replace("-", "_")
-
-
-def _value(word: str) -> Any:
-    if _NUMBER.fullmatch(word):
-        return int(word)
-    try:
-        return float(word)
-    except ValueError:
-        return {"true": True, "false": False, "none": None, "null": None}.get(word.lower(), word)
-
-
-def _joined(before: Any, value: Any) -> Any:
-    if before is True:
-        return value
-    return [*before, value] if isinstance(before, list) else [before, value]
+            yield str(key).removeprefix("--").replace("-", "_"), value

@@ -26,6 +26,7 @@ class Check:
     unit: str
     looked_at: int
     findings: tuple[Finding, ...]
+    source: str = ""  # file and function of the program whose demand it is, with versions
 
     @property
     def errors(self) -> int:

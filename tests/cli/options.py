@@ -65,7 +65,7 @@ OPTIONS = {
         "--enable-msc --trust-pickle"
     ),
     "preflight": (
-        "--yaml --iteration --format --json --junit --trust-pickle --enable-msc"
+        "--yaml --target --iteration --format --json --junit --trust-pickle --enable-msc"
     ),
     "modify-state-dict": (
         "--check-source "

@@ -43,6 +43,8 @@ OUTPUTS = [  # (schema, exit code, words)
     ("verify", 0, "verify RUN --content --json"),
     ("verify", 1, "verify BAD --content --json"),
     ("preflight", 0, "preflight FSDP --json"),
+    ("preflight", 0, "preflight FSDP --json --target core-0.16"),
+    ("preflight", 1, "preflight FSDP --json -- pretrain_gpt.py --num-layers 3 --swigl"),
     ("preflight", 1, "preflight RUN --json -- --use-megatron-fsdp --use-torch-fsdp2"),
     ("diff", 1, "diff RUN FSDP --json"),
     ("diff", 1, "diff FSDP BAD --json"),

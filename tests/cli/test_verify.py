@@ -171,11 +171,18 @@ def test_preflight(capsys):
     out = capsys.readouterr().out
     assert "--use-megatron-fsdp" in out
     assert f"--load {root}" in out
+    assert "launch with (main)\n  unset CUDA_DEVICE_MAX_CONNECTIONS\n  torchrun " in out
     assert run(["preflight", root, "--", "x.py", "--use-megatron-fsdp", "--use-torch-fsdp2"]) == 1
-    assert "error: fsdp-or-fsdp2: use_torch_fsdp2 is on" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "error: fsdp-or-fsdp2: use_torch_fsdp2 is on" in out
+    assert "launch with" not in out  # only what is ready is launched
     assert run(["preflight", root, "--json", "--", "--use-torch-fsdp2"]) == 1
     report = json.loads(capsys.readouterr().out)
-    assert "unset CUDA_DEVICE_MAX_CONNECTIONS" in report["launch"]["environment"]
+    assert report["launch"] is None
+    assert report["program"] == "main"
+    sources = {check["name"]: check.get("source") for check in report["checks"]}
+    assert sources["fsdp-or-fsdp2"].endswith("training/arguments.py validate_args (core-0.16 to main)")
+    assert sources["warm-start"].endswith("_copy_model_params_to_main_params (core-0.19 to main)")
     assert any(f["fix"] == "drop --use-torch-fsdp2" for c in report["checks"] for f in c["findings"])
 
 

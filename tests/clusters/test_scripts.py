@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_tools.cli.app import run
 from ckpt_tools.convert.preflight import preflight
-from tests.conftest import REPO, fixture_dir
+from ckpt_tools.verify.report import Report
+from tests.conftest import REPO, SHARED, fixture_dir
 
 SCRIPTS = REPO / "example-scripts"
 CONVERT = SCRIPTS / "sbatch_checkpoint_convert.sh"
@@ -165,6 +167,45 @@ def test_training_goes_on_from_what_it_saved(slurm: Slurm, tmp_path: Path) -> No
     assert "--no-load-optim" not in again
 
 
+# The model of ../shared/fixtures_te/te_mla_ep2_fr, after the script's own flags: the last word counts.
+_SMALL = (
+    "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --kv-channels 16 --q-lora-rank 32 "
+    "--kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16 --max-position-embeddings 64 "
+    "--vocab-size 200 --make-vocab-size-divisible-by 16 --num-experts 4 --moe-layer-freq [0]+[1] "
+    "--moe-ffn-hidden-size 48 --moe-shared-expert-intermediate-size 32 --moe-router-topk 2"
+)
+
+
+def test_training_flags_at_a_small_size_are_ready(slurm: Slurm, tmp_path: Path) -> None:
+    """From the 3D-parallel run to the launch: converted, and checked with the very flags of the script."""
+    source = SHARED / "fixtures_te" / "te_mla_ep2_fr"
+    if not source.is_dir():
+        pytest.skip(f"{source} is absent")
+    assert run(["convert", str(source), str(tmp_path / "out"), "-q"]) == 0
+
+    def checked(**settings: str) -> Report:
+        settings = {"EP": "2", "SEQ_LEN": "32", "EXTRA_ARGS": _SMALL} | settings
+        calls = slurm.run(TRAIN, CHECKPOINT="/ckpt", SAVE="/save", MEGATRON="/m", **settings)[2]
+        return preflight(str(tmp_path / "out"), calls[0].partition(" -- ")[2].split()).report
+
+    report = checked()
+    assert report.findings == []
+    assert {"layer-spec", "sizes", "parts", "expert-layers", "vocabulary", "mtp"} <= {
+        c.name for c in report.checks
+    }
+    for more, rule in [("--num-experts 8", "sizes"), ("--transformer-impl local", "layer-spec"),
+                       ("--mtp-num-layers 2", "mtp"), ("--kv-lora-rank 32", "sizes")]:  # fmt: skip
+        assert {f.check for f in checked(EXTRA_ARGS=f"{_SMALL} {more}").findings} == {rule}
+    assert {f.check for f in checked(WEIGHTS_ONLY="1").findings} == {
+        "warm-start"
+    }  # main raises NotImplementedError
+
+
+def test_the_program_of_the_training_is_told_to_preflight(slurm: Slurm) -> None:
+    calls = slurm.run(TRAIN, CHECKPOINT="/ckpt", SAVE="/save", MEGATRON="/m", TARGET="core-0.16")[2]
+    assert "preflight /ckpt --target core-0.16 -- " in calls[0]
+
+
 def test_training_flags_break_no_rule_of_preflight(slurm: Slurm) -> None:
     """Only those on the model itself: the checkpoint at hand is no DeepSeek-V3."""
     checkpoint = str(fixture_dir("core019_llama_tp2_native_fsdp_dtensor"))
@@ -174,6 +215,6 @@ def test_training_flags_break_no_rule_of_preflight(slurm: Slurm) -> None:
         report = preflight(checkpoint, calls[0].partition(" -- ")[2].split()).report
         return {finding.check for finding in report.findings}
 
-    assert broken() == {"architecture", "vocabulary", "layer-spec", "mtp"}
+    assert broken() == {"architecture", "vocabulary", "layer-spec", "mtp", "sizes", "parts"}
     assert broken(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True") - broken() == {"user-buffers"}
     assert broken(EXTRA_ARGS="--use-torch-fsdp2") - broken() == {"fsdp-or-fsdp2"}
