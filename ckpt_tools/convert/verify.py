@@ -30,7 +30,7 @@ from ckpt_tools.verify import meaning
 from ckpt_tools.verify.meter import Meter
 from ckpt_tools.verify.place import check_entries, check_place
 from ckpt_tools.verify.report import Check, Findings, Report
-from ckpt_tools.verify.structure import all_items, check_files, check_frames, check_tiling
+from ckpt_tools.verify.structure import all_items, check_files, check_frames, check_planner, check_tiling
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def _checks(location: Location, files: Files, options: VerifyOptions, meter: Met
         except (CorruptCheckpointError, UnsupportedCheckpointError) as error:
             checks.append(_failed("common state", location.path, error))
     checks.append(_place(location, common))
-    checks += [check_tiling(catalog), check_files(files, catalog)]
+    checks += [check_tiling(catalog), check_planner(catalog), check_files(files, catalog)]
     checks.append(check_frames(files, catalog, options.trust_pickle))
     checks += _meaning(location, files, catalog, common)
     if options.content:
