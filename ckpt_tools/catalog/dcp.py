@@ -27,6 +27,8 @@ METADATA = ".metadata"
 EAGER_BYTES = 2 << 20  # up to this size everything is decoded, and so checked, on opening
 _KEPT = 100_000  # items of entries that were looked at, kept decoded
 
+_RANK_FILE = re.compile(r"__(\d{1,9})_\d+\.distcp")
+
 Offset = tuple[int, ...]
 
 
@@ -63,6 +65,13 @@ def missing_metadata(files: Files) -> UnsupportedCheckpointError:
         return UnsupportedCheckpointError(
             f"{files.location}: the metadata is spread over {len(per_rank)} files like {per_rank[0]} (saved with "
             "use_collectives=False). Load it with torch and save it again with collectives."
+        )
+    ranks = sorted({int(match[1]) for match in map(_RANK_FILE.fullmatch, names) if match})
+    if ranks and ranks[0] > 0:
+        listed = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+        return UnsupportedCheckpointError(
+            f"{files.location}: here are only the files of rank {listed}; those of rank 0 and {METADATA}, which "
+            "rank 0 writes, are elsewhere. Was it saved to disks of the nodes? Copy all their folders into one."
         )
     if any(name.endswith(".distcp") for name in names):
         return UnsupportedCheckpointError(

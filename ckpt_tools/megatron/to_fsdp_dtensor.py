@@ -297,6 +297,12 @@ def common_part(source: TorchDistSource, options: TargetOptions, dialect: Dialec
             notes.append(
                 "the loss scaler is kept as optimizer.grad_scaler.*; Megatron-FSDP does not ask for it"
             )
+        if source.rng_missing:
+            raise MappingError(
+                "rng states of some ranks are missing, so training would not go on where it stopped. Leave all out "
+                "with --ignore-keys 'rng_state/*' and start the job with --no-load-rng:\n"
+                + list_problems(source.rng_missing)
+            )
         tensors, objects, rng_notes = rng_items(source.rng, tp)
         notes += rng_notes
     for name, value in values.items():

@@ -5,6 +5,7 @@ Nothing here knows what keys mean; `meaning.py` checks that.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 from math import prod
@@ -16,6 +17,7 @@ from ckpt_tools.catalog.files import Files
 from ckpt_tools.catalog.model import Catalog, Item
 from ckpt_tools.dtypes import itemsize
 from ckpt_tools.errors import CkptError, UnsupportedCheckpointError
+from ckpt_tools.megatron.object_grids import object_grids
 from ckpt_tools.plan.overlap import entry_problem
 from ckpt_tools.verify.report import Check, Findings
 
@@ -34,6 +36,20 @@ def check_tiling(catalog: Catalog) -> Check:
             itemsize(entry.dtype)
         except UnsupportedCheckpointError as error:
             found.error(key, str(error))
+    return found.done()
+
+
+def check_shards(catalog: Catalog) -> Check:
+    """Whether every shard is there of the objects that are stored in shards."""
+    found = Findings("shards", "objects")
+    grids = object_grids(catalog.objects)
+    found.looked_at = len(grids)
+    for grid in grids:
+        if grid.problem:
+            found.error(grid.name, grid.problem)
+    for name, count in Counter(grid.name for grid in grids).items():
+        if count > 1:
+            found.error(name, f"its shards are of {count} grids; which one is meant cannot be known")
     return found.done()
 
 
