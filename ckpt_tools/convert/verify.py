@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ckpt_tools.catalog.dcp import read_catalog
 from ckpt_tools.catalog.detect import TRACKER, Location, locate
@@ -22,6 +23,7 @@ from ckpt_tools.errors import (
 from ckpt_tools.megatron.common_state import CommonState, read_common_state
 from ckpt_tools.megatron.optimizer_layouts.kinds import optimizer_layout
 from ckpt_tools.megatron.optimizer_layouts.model import MASTER, OptimizerStates
+from ckpt_tools.megatron.optimizer_layouts.reader import coalesced_buffers
 from ckpt_tools.megatron.source import read_torch_dist, stored_groups
 from ckpt_tools.megatron.target import Source, TargetTensor
 from ckpt_tools.megatron.torch_dist import Parameter
@@ -141,10 +143,10 @@ def _meaning(location: Location, files: Files, catalog: Catalog, common: CommonS
     checks = [check_entries(location, catalog, common)]
     if location.kind == "fsdp_dtensor":
         weights, problems = meaning.fsdp_weights(catalog), list[str]()
-        checks += [meaning.check_fsdp_states(catalog), meaning.check_fsdp_groups(catalog)]
+        checks += [meaning.check_fsdp_states(catalog, common), meaning.check_fsdp_groups(catalog)]
     else:
         weights, problems = meaning.torch_dist_weights(catalog)
-        checks += [meaning.check_torch_dist_states(catalog, common), _groups(files, catalog, common)]
+        checks += _torch_dist_optimizer(files, catalog, common)
     return [
         *checks,
         meaning.check_layers(weights, problems, common),
@@ -152,15 +154,24 @@ def _meaning(location: Location, files: Files, catalog: Catalog, common: CommonS
     ]
 
 
-def _groups(files: Files, catalog: Catalog, common: CommonState) -> Check:
+def _torch_dist_optimizer(files: Files, catalog: Catalog, common: CommonState) -> list[Check]:
+    """The checks of optimizer states and groups."""
+    layout = optimizer_layout(catalog, common)
+    checks, groups, inside = list[Check](), tuple[Mapping[str, Any], ...](), set[str]()
     try:
         groups = stored_groups(files, catalog, common)
+        has_step = meaning.has_step(common.values.get("optimizer"))
+        checks.append(meaning.check_torch_dist_groups(layout != "none", groups, has_step))
     except CkptError as error:
-        return _failed("groups", "optimizer", error)
-    has_states = optimizer_layout(catalog, common) != "none"
-    return meaning.check_torch_dist_groups(
-        has_states, groups, meaning.has_step(common.values.get("optimizer"))
-    )
+        checks.append(_failed("groups", "optimizer", error))
+    try:
+        if layout == "dp_zero_gather_scatter":
+            buckets = [bucket for buffer in coalesced_buffers(files, catalog) for bucket in buffer.buckets]
+            inside = {kind for bucket in buckets for kind in bucket.states}
+        states = meaning.check_torch_dist_states(catalog, common, groups, inside)
+    except CkptError as error:
+        states = _failed("states", "optimizer", error)
+    return [states, *checks]
 
 
 def _content(
