@@ -43,6 +43,7 @@ def infos_of(metadata, key):
 def drop_key(metadata, key):
     """Remove a tensor or object as if it had never been saved."""
     del metadata.state_dict_metadata[key]
+    (metadata.planner_data or {}).pop(key, None)
     for index, _ in list(infos_of(metadata, key).values()):
         del metadata.storage_data[index]
 

@@ -16,15 +16,18 @@ from ckpt_tools.box import Box
 from ckpt_tools.catalog.files import Files
 from ckpt_tools.catalog.model import MAX_DIMENSIONS, Catalog, Chunk, Item, ObjectEntry, TensorEntry
 from ckpt_tools.catalog.pickle_machine import Machine
-from ckpt_tools.catalog.pickle_values import Name, Object, Pairs, Record
+from ckpt_tools.catalog.pickle_values import Object, Pairs, Record
 from ckpt_tools.catalog.pickled_names import brief
 from ckpt_tools.catalog.records import CHUNK, STORED, Kind, integer, integers
+from ckpt_tools.catalog.stored_classes import SIZE, check_properties, check_storage_meta, fields_of, is_class
 from ckpt_tools.dtypes import ITEMSIZE
 from ckpt_tools.errors import CkptError, CorruptCheckpointError, UnsupportedCheckpointError, list_problems
 
 METADATA = ".metadata"
 EAGER_BYTES = 2 << 20  # up to this size everything is decoded, and so checked, on opening
 _KEPT = 100_000  # items of entries that were looked at, kept decoded
+
+_RANK_FILE = re.compile(r"__(\d{1,9})_\d+\.distcp")
 
 Offset = tuple[int, ...]
 
@@ -63,6 +66,13 @@ def missing_metadata(files: Files) -> UnsupportedCheckpointError:
             f"{files.location}: the metadata is spread over {len(per_rank)} files like {per_rank[0]} (saved with "
             "use_collectives=False). Load it with torch and save it again with collectives."
         )
+    ranks = sorted({int(match[1]) for match in map(_RANK_FILE.fullmatch, names) if match})
+    if ranks and ranks[0] > 0:
+        listed = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+        return UnsupportedCheckpointError(
+            f"{files.location}: here are only the files of rank {listed}; those of rank 0 and {METADATA}, which "
+            "rank 0 writes, are elsewhere. Was it saved to disks of the nodes? Copy all their folders into one."
+        )
     if any(name.endswith(".distcp") for name in names):
         return UnsupportedCheckpointError(
             f"{files.location}: there are .distcp files but no {METADATA}, so the save was interrupted before it "
@@ -79,12 +89,17 @@ def _catalog(machine: Machine, root: Any, location: str) -> Catalog:
     if type(root) is not Object or root.kind.name not in ("Metadata", "MCoreMetadata"):
         kind = f"{root.kind.module}.{root.kind.name}" if type(root) is Object else type(root).__name__
         raise CorruptCheckpointError(f"{machine.where}: holds a {kind}, not checkpoint metadata.")
-    fields = root.state.as_dict()
+    fields = fields_of(root, "Metadata", "MCoreMetadata")
+    check_storage_meta(fields.get("storage_meta"))
     stored = fields["state_dict_metadata"].as_dict()
     storage = _Storage(machine, fields.get("storage_data") or Pairs())
     by_kind: dict[str, dict[str, Object]] = {"TensorStorageMetadata": {}, "BytesStorageMetadata": {}}
     for key, entry in stored.items():
         by_kind[entry.kind.name][key] = entry
+        if not is_class(entry.kind, entry.kind.name):
+            raise CorruptCheckpointError(
+                f"{machine.where}: torch has no {entry.kind.module}.{entry.kind.name}."
+            )
     decoder = _Decoder(machine, storage, by_kind["TensorStorageMetadata"])
     tensors = _Lazy(by_kind["TensorStorageMetadata"], decoder.tensor, lambda tensor: len(tensor.chunks))
     objects = _Lazy(by_kind["BytesStorageMetadata"], decoder.object, lambda _object: 1)
@@ -94,7 +109,7 @@ def _catalog(machine: Machine, root: Any, location: str) -> Catalog:
         problems += [str(error) for lazy in (tensors, objects) for error in lazy.errors()]
     if problems:
         raise CorruptCheckpointError(f"{machine.where} contradicts itself:\n{list_problems(problems)}")
-    planner = fields.get("planner_data")
+    planner = fields["planner_data"]  # None in Megatron's
     version = fields.get("version")
     return Catalog(
         root=location,
@@ -203,6 +218,11 @@ class _Storage:
     def size(self, match: re.Match[bytes], name: str) -> Offset:
         """A SIZE of a packed record."""
         made, fetched = match[f"{name}_tuple"], match[name]
+        call = match[f"{name}_call"]
+        if call is not None and call not in self._known:
+            if self._machine.value(call) != SIZE:
+                raise CorruptCheckpointError(f"{self._machine.where}: a size that is not made by torch.Size")
+            self._known.add(call)
         source = made or fetched or b""
         value = self._sizes.get(source)
         if value is None:
@@ -218,7 +238,7 @@ class _Storage:
         if opcodes in self._known:
             return
         cls, *found = map(self._machine.value, opcodes)
-        if type(cls) is not Name or cls.name != kind or found != list(names.values())[1:]:
+        if not is_class(cls, kind) or found != list(names.values())[1:]:
             raise CorruptCheckpointError(
                 f"{self._machine.where}: a {kind} with the attributes {brief(found)}"
             )
@@ -256,7 +276,7 @@ class _Decoder:
         return ObjectEntry(key, items[None])
 
     def tensor(self, key: str) -> TensorEntry:
-        state = self._tensors[key].state.as_dict()
+        state = fields_of(self._tensors[key], "TensorStorageMetadata")
         shape = _offset(state["size"])
         items = self._storage.items(key)
         chunks = []
@@ -277,7 +297,7 @@ class _Decoder:
     def _box(self, chunk: Any) -> Box:
         """One element of `chunks`: a packed record, or an object that was executed."""
         if type(chunk) is not Record:
-            state = chunk.state.as_dict()
+            state = fields_of(chunk, "ChunkStorageMetadata")
             return Box(_offset(state["offsets"]), _offset(state["sizes"]))
         match = _packed(CHUNK, self._machine.data, chunk)
         self._storage.check_names(match, "ChunkStorageMetadata", _CHUNK_NAMES)
@@ -292,7 +312,7 @@ def _packed(kind: Kind, data: bytes, place: int) -> re.Match[bytes]:
 
 def _plain_item(index: Any, info: Any) -> tuple[str, Offset | None, Item]:
     """Key, chunk offset and item of one storage entry that was executed."""
-    where, what = index.state.as_dict(), info.state.as_dict()
+    where, what = fields_of(index, "MetadataIndex"), fields_of(info, "_StorageInfo")
     key, offset, file = where["fqn"], where.get("offset"), what["relative_path"]
     if type(key) is not str or type(file) is not str:
         raise TypeError("a key or file name is no text")
@@ -340,8 +360,8 @@ def _path(value: Any) -> tuple[str | int, ...]:
 
 
 def _dtype(key: str, properties: Object) -> str:
-    dtype = properties.state[0]
-    if type(dtype) is Name and dtype.module == "torch" and dtype.name in ITEMSIZE:
+    dtype = check_properties(properties)
+    if dtype.name in ITEMSIZE:
         return dtype.name
     raise UnsupportedCheckpointError(f"{key}: element type {brief(dtype)} is not supported.")
 

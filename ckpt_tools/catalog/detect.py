@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,9 +70,14 @@ def iteration_numbers(root: str) -> list[int]:
     """Numbers of the iteration folders in a run's root, ascending."""
     files = open_files(root)
     try:
-        return sorted(int(match[1]) for match in map(_ITERATION.fullmatch, files.list()) if match)
+        return sorted(number for _, number in iteration_folders(files.list()))
     finally:
         files.close()
+
+
+def iteration_folders(names: Iterable[str]) -> list[tuple[str, int]]:
+    """The names that are those of iteration folders, with their numbers."""
+    return [(match[0], int(match[1])) for match in map(_ITERATION.fullmatch, names) if match]
 
 
 def _check_folder(path: str) -> None:

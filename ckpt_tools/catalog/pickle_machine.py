@@ -172,8 +172,15 @@ class Machine:
             raise ValueError(f"{count} bytes are needed")
         return self.data[at : self._at]
 
-    def _skip(self, count: int) -> None:
-        self._at += count
+    def _protocol(self) -> None:
+        number = self._take(1)[0]
+        if number > 5:
+            raise ValueError(f"pickle protocol {number}")
+
+    def _frame(self) -> None:
+        length = int.from_bytes(self._take(8), "little")
+        if length > len(self.data) - self._at:
+            raise ValueError(f"a frame of {length} bytes")
 
     def _drop(self, value: object) -> None:
         """Do nothing with what was taken from the stack."""
@@ -262,26 +269,20 @@ class Machine:
             raise ValueError("a persistent id where no storage can be")
         self._stack[-1] = Object(Name("", ""), ())
 
-    def _extend(self, items: list[Any]) -> None:
-        """Append to the list or set on top of the stack, or put keys and values into the dict there."""
+    def _extend(self, kind: type[list[Any]], items: list[Any]) -> None:
+        """Fill the container of this kind on top of the stack: append, add, or put keys and values in turn."""
         target = self._stack[-1]
-        if isinstance(target, list):
-            if type(target) is not list:
-                self._limits.add_keys(items[::2] if type(target) is Pairs else items)
+        if type(target) is kind:
+            if kind is not list:
+                self._limits.add_keys(items[::2] if kind is Pairs else items)
             target.extend(items)
-        elif type(target) is Object:  # of a list or dict class
+        elif type(target) is Object and kind is not Members:  # of a list or dict class
             target.items = target.items or []
             target.items += items
         else:
-            raise TypeError(f"{type(target).__name__} is no list or dict")
-
-    def _append(self) -> None:
-        value = self._stack.pop()
-        self._extend([value])
-
-    def _set_item(self) -> None:
-        value, key = self._stack.pop(), self._stack.pop()
-        self._extend([key, value])
+            raise TypeError(f"a {type(target).__name__} is filled like a {kind.__name__}")
+        if kind is Pairs and len(items) % 2:
+            raise ValueError("a key without a value")
 
     def _global(self, module: str, name: str) -> None:
         found = Name(module, name)
@@ -344,8 +345,8 @@ def _refuse(machine: Machine) -> None:
 def _steps() -> list[Callable[[Machine], None]]:
     """What each opcode does."""
     table: dict[bytes, Callable[[Machine], None]] = {
-        b"\x80": lambda m: m._skip(1),  # PROTO
-        b"\x95": lambda m: m._skip(8),  # FRAME
+        b"\x80": Machine._protocol,
+        b"\x95": Machine._frame,
         b"(": Machine._mark,
         b"0": lambda m: m._drop(m._stack.pop()),
         b"1": lambda m: m._drop(m._pop_mark()),
@@ -374,11 +375,11 @@ def _steps() -> list[Callable[[Machine], None]]:
         b"]": lambda m: m._stack.append([]),
         b"\x8f": lambda m: m._set([]),  # EMPTY_SET
         b"}": lambda m: m._stack.append(Pairs()),
-        b"a": Machine._append,
-        b"s": Machine._set_item,
-        b"e": lambda m: m._extend(m._pop_mark()),
-        b"u": lambda m: m._extend(m._pop_mark()),
-        b"\x90": lambda m: m._extend(m._pop_mark()),  # ADDITEMS
+        b"a": lambda m: m._extend(list, [m._stack.pop()]),
+        b"s": lambda m: m._extend(Pairs, [m._stack.pop(-2), m._stack.pop()]),
+        b"e": lambda m: m._extend(list, m._pop_mark()),
+        b"u": lambda m: m._extend(Pairs, m._pop_mark()),
+        b"\x90": lambda m: m._extend(Members, m._pop_mark()),  # ADDITEMS
         b"\x91": lambda m: m._set(m._pop_mark()),  # FROZENSET
         b"Q": Machine._persistent,
         b"h": Machine._get_byte,

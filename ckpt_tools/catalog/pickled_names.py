@@ -11,10 +11,11 @@ MAX_GLOBALS = 500  # distinct names in one pickle; real ones have fewer than 30
 
 # What checkpoints are known to hold; Megatron and NeMo classes under any path, as versions move them.
 _KNOWN = re.compile(
-    r"collections\.OrderedDict|_codecs\.encode|argparse\.Namespace|types\.SimpleNamespace|signal\.Signals"
-    r"|(builtins|__builtin__)\.(set|frozenset|complex|slice|bytes|bytearray)|_?io\.BytesIO|functools\.partial"
+    r"collections\.(OrderedDict|defaultdict)|_codecs\.encode|argparse\.Namespace|types\.SimpleNamespace|signal\.Signals"
+    r"|(builtins|__builtin__)\.(set|frozenset|complex|slice|bytes|bytearray|list|dict|int|float|str)|_?io\.BytesIO|functools\.partial"
     r"|pathlib(\._local)?\.(Pure)?(Posix|Windows)?Path"
     r"|numpy\.(ndarray|dtype|dtypes\.\w+)|numpy\.(_?core)\.multiarray\.(_reconstruct|scalar)"
+    r"|numpy\.(_?core)\.numeric\._frombuffer"
     rf"|torch\.(Size|device|serialization\._get_layout|_C\.Generator|{'|'.join(ITEMSIZE)})"
     r"|torch\.distributed\.(checkpoint|_shard)\.[\w.]+"
     r"|(megatron|nemo|nvidia_resiliency_ext)\.[\w.]+"

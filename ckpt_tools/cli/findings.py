@@ -14,11 +14,13 @@ SCHEMA_VERSION = 1
 
 def as_json(report: Report) -> dict[str, Any]:
     """The report in JSON's types."""
+    read = {} if report.content_read is None else {"content_read": report.content_read}
     return {
         "schema_version": SCHEMA_VERSION,
         "checkpoint": report.checkpoint,
         "format": report.format,
         "valid": report.is_valid,
+        **read,
         "checks": [
             {
                 "name": check.name,
@@ -63,7 +65,7 @@ def as_github(report: Report, command: str) -> str:
         f"::{f.severity} title={_property(f'{command} {f.check}')}::{_data(f'{f.where}: {_message(f)}')}"
         for f in report.findings
     ]
-    verdict = "valid" if report.is_valid else "not valid"
+    verdict = ("valid" if report.is_valid else "not valid") + report.verdict_suffix
     return (
         "\n".join([*lines, f"::notice title={command}::{_data(f'{report.checkpoint} is {verdict}')}"]) + "\n"
     )
@@ -72,7 +74,7 @@ def as_github(report: Report, command: str) -> str:
 def as_markdown(report: Report) -> str:
     """A table of checks and a list of findings."""
     verdict = "valid" if report.is_valid else "**not valid**"
-    lines = [f"`{escape(report.checkpoint)}` ({report.format}) is {verdict}", ""]
+    lines = [f"`{escape(report.checkpoint)}` ({report.format}) is {verdict}{report.verdict_suffix}", ""]
     lines += ["| check | looked at | errors | warnings |", "|---|---:|---:|---:|"]
     for check in report.checks:
         warnings = len(check.findings) - check.errors

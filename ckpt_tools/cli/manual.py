@@ -93,7 +93,7 @@ PAGES = {
     "verify": Page(CHECK, "is it whole and sound?", (
         ("Files, metadata and meaning, without reading tensors", "verify RUN"),
         ("Every byte: checksums, masters, NaN and Inf", "verify FSDP --content"),
-        ("Remember the bytes now, compare them later", "verify RUN --manifest OUT.json"),
+        ("Remember the bytes; --manifest compares them later", "verify RUN --write-manifest OUT.json"),
         ("As annotations in a GitHub workflow", "verify RUN --format github --junit OUT.xml"),
     )),
     "diff": Page(CHECK, "compare two, also across formats", (

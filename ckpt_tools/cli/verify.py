@@ -81,8 +81,14 @@ def verify(
     manifest: Annotated[
         Path | None,
         typer.Option(
+            help="Compare with a file of SHA-256 sums that --write-manifest made; reads every byte."
+        ),
+    ] = None,
+    write_manifest: Annotated[
+        Path | None,
+        typer.Option(
             callback=o.in_a_folder,
-            help="File of SHA-256 sums of files and tensors: written when absent, else checked.",
+            help="Write SHA-256 sums of files and tensors to a new file, if the checkpoint is valid.",
         ),
     ] = None,
     allow_nonfinite: Annotated[
@@ -101,7 +107,7 @@ def verify(
     from ckpt_tools.cli.progress import progress_bar
     from ckpt_tools.convert.verify import VerifyOptions, verify_checkpoint
 
-    options = VerifyOptions(content, manifest, allow_nonfinite, trust_pickle, threads)
+    options = VerifyOptions(content, manifest, allow_nonfinite, trust_pickle, threads, write_manifest)
     with progress_bar(quiet) as progress:
         report = verify_checkpoint(checkpoint, iteration, options, progress)
     _print_report(report, "verify", ReportFormat.JSON if as_json else report_format, junit)
@@ -217,7 +223,7 @@ def _print_text(report: Report, command: str) -> None:
         print(findings.plain(finding))
     errors = sum(check.errors for check in report.checks)
     verdict = good if report.is_valid else f"{bad}: {errors} errors"
-    print(f"{render.escape(report.checkpoint)} ({report.format}) is {verdict}")
+    print(f"{render.escape(report.checkpoint)} ({report.format}) is {verdict}{report.verdict_suffix}")
 
 
 def _print_diff(report: DiffReport) -> None:

@@ -16,6 +16,7 @@ from ckpt_tools.megatron.source import TorchDistSource, read_torch_dist
 from ckpt_tools.megatron.target import InlineTensor, Source, TargetTensor
 from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions, build_fsdp_target
 from ckpt_tools.verify.diff import DiffOptions, DiffReport, Side, diff_objects, diff_tensors
+from ckpt_tools.verify.diff_values import names_in
 from ckpt_tools.verify.meter import Meter
 
 KEYS, PARAMETERS = "keys", "parameters"
@@ -74,22 +75,31 @@ def _idle_globs(sides: tuple[Side, Side], options: DiffOptions) -> list[str]:
     """A note on every glob of `ignore` that matches nothing.
 
     Raises:
-        UsageError: one of `keys` does: a misspelt name must not make checkpoints equal.
+        UsageError: one of `keys` does, or nothing is left to compare: neither may make checkpoints equal.
     """
-    objects = {name for side in sides for name in side.objects}
-    names = (*objects, *(name for side in sides for name in side.tensors))
+    names = list(dict.fromkeys(name for side in sides for name in (*side.objects, *side.tensors)))
+
+    def look_inside(globs: tuple[str, ...] | None) -> None:
+        """Add the parts of the objects that globs name (`args.tp_size`), or of all."""
+        for side in sides:
+            for name in side.objects:
+                if globs is None or any(glob.startswith(f"{name}.") for glob in globs):
+                    names.extend(names_in(name, side.value(name)))
 
     def idle(globs: tuple[str, ...]) -> list[str]:
-        of_values = tuple(f"{name}." for name in objects)  # `args.tp_size` is a part of the object `args`
-        found = unmatched([glob for glob in globs if not glob.startswith(of_values)], names)
         return [
             f"{glob!r} matches nothing" + (f"; did you mean {', '.join(close)}?" if close else "")
-            for glob, close in found.items()
+            for glob, close in unmatched(globs, names).items()
         ]
 
-    wrong = idle(options.keys)
+    look_inside((*options.keys, *options.ignore))
+    wrong = [f"--keys {line}" for line in idle(options.keys)]
+    if (options.keys or options.ignore) and not wrong and not any(map(options.wants, names)):
+        wrong = ["--keys and --ignore leave out everything"]
     if wrong:
-        raise UsageError(f"nothing to compare:\n{list_problems(f'--keys {line}' for line in wrong)}")
+        raise UsageError(f"nothing to compare:\n{list_problems(wrong)}")
+    if idle(options.ignore):
+        look_inside(None)  # `*.save` is left out of every object
     return [f"--ignore {line}" for line in idle(options.ignore)]
 
 

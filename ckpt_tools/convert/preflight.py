@@ -279,6 +279,6 @@ def _stored_checks(opened: Opened) -> list[Check]:
         check_entries(opened.location, opened.catalog, opened.common),
         meaning.check_layers(weights, (), opened.common),
         meaning.check_experts(weights, opened.common),
-        meaning.check_fsdp_states(opened.catalog),
+        meaning.check_fsdp_states(opened.catalog, opened.common),
         meaning.check_fsdp_groups(opened.catalog),
     ]

@@ -20,6 +20,7 @@ from ckpt_tools.megatron.bridge import BRIDGE_FILES, LATEST_TRAIN_STATE, TRAIN_S
 from ckpt_tools.megatron.common_state import read_common_state
 from ckpt_tools.megatron.fsdp_source import FsdpSource, read_fsdp_source
 from ckpt_tools.megatron.names import ModelStyle
+from ckpt_tools.megatron.optimizer_layouts.expected import expected_states, refuse_missing_states
 from ckpt_tools.megatron.relayout import Relayout, build_relayout
 from ckpt_tools.megatron.settings import read_settings
 from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions
@@ -72,6 +73,9 @@ def open_fsdp(location: Location, options: ConvertOptions, tp: int | None) -> Op
         catalog = read_catalog(files, options.trust_pickle)
         common = read_common_state(files, catalog, options.trust_pickle)
         source = read_fsdp_source(files, catalog, common, options.ignore_keys, options.trust_pickle)
+        if source.has_optimizer:
+            held = {kind for tensor in source.tensors for kind in tensor.states}
+            refuse_missing_states(held, expected_states(common, list(source.groups.values())))
         settings = read_settings(common)
         local = settings.local_norms if kept.layer_spec is None else kept.layer_spec == "local"
         style = ModelStyle(bool(local), bool(settings.grouped_experts), settings.fused_mla_down)

@@ -140,7 +140,7 @@ def merge_map(
     derived: Mapping[str, Membership] | None,
     given: Mapping[str, int],
     names: Sequence[str],
-    group_count: int,
+    groups: Sequence[Group],
     strict: bool,
 ) -> tuple[dict[str, Membership], list[str]]:
     """Memberships with the entries of a user's map put over the derived ones, and notes for the report.
@@ -149,15 +149,16 @@ def merge_map(
     their derived group, or are an error when `strict`.
 
     Raises:
-        MappingError: the map names a parameter or a group that the checkpoint does not have.
+        MappingError: the map names a parameter or a group that the checkpoint does not have, or puts a parameter
+            into a group whose attributes are not the parameter's.
     """
     wanted = {strip_wrappers(name): group for name, group in given.items()}
     known = set(names)
     problems = [f"{name}: no such parameter" for name in wanted if _unsplit(name) not in known]
     problems += [
-        f"{name}: group {group!r}, but the checkpoint has groups 0 to {group_count - 1}"
+        f"{name}: group {group!r}, but the checkpoint has groups 0 to {len(groups) - 1}"
         for name, group in wanted.items()
-        if not isinstance(group, int) or isinstance(group, bool) or not 0 <= group < group_count
+        if not isinstance(group, int) or isinstance(group, bool) or not 0 <= group < len(groups)
     ]
     wanted = {_unsplit(name): group for name, group in wanted.items()}
     absent = [name for name in names if name not in wanted]
@@ -167,10 +168,28 @@ def merge_map(
         problems += [f"{name}: not in the map, and its group cannot be derived" for name in absent]
     if problems:
         raise MappingError("the parameter group map does not fit the checkpoint:\n" + list_problems(problems))
+    _refuse_contradictions(derived or {}, wanted, groups)
     merged = {name: Membership(group, "the given map") for name, group in wanted.items()}
     merged |= {name: derived[name] for name in absent if derived is not None}
     notes = [f"{name}: not in the given map, group {merged[name].group} derived" for name in absent]
     return {name: merged[name] for name in names}, notes
+
+
+def _refuse_contradictions(
+    derived: Mapping[str, Membership], wanted: Mapping[str, int], groups: Sequence[Group]
+) -> None:
+    """Groups with the same fields are one group, whichever of them a map names."""
+    problems = [
+        f"{name}: group {group} in the map, but group {derived[name].group} by the checkpoint ({derived[name].rule})"
+        for name, group in wanted.items()
+        if name in derived and dict(groups[group]) != dict(groups[derived[name].group])
+    ]
+    if problems:
+        raise MappingError(
+            "the parameter group map contradicts the groups' own attributes: it is of another run, or its ids are "
+            "mixed up. Leave it out, or dump it again from the job that wrote the checkpoint:\n"
+            + list_problems(problems)
+        )
 
 
 def strip_wrappers(name: str) -> str:

@@ -15,6 +15,7 @@ from ckpt_tools.catalog.unpickle import StandIn
 from ckpt_tools.errors import MappingError, list_problems
 from ckpt_tools.megatron.common_state import CommonState, read_common_state
 from ckpt_tools.megatron.fsdp_dtensor import RNG_KEY
+from ckpt_tools.megatron.object_grids import object_grids
 from ckpt_tools.megatron.optimizer_layouts.model import OptimizerStates
 from ckpt_tools.megatron.optimizer_layouts.reader import read_optimizer_states
 from ckpt_tools.megatron.param_groups import optimizer_groups
@@ -43,6 +44,7 @@ class TorchDistSource:
     model_config: Mapping[str, Any]  # the `model` section of Bridge's run_config.yaml
     rng: Mapping[tuple[int, int], object]  # (pp, tp) -> list of rng states
     dropped: tuple[str, ...]
+    rng_missing: tuple[str, ...] = ()  # a line for rng states of which some ranks' are not there
 
     @property
     def args_object(self) -> StandIn | None:
@@ -88,6 +90,7 @@ def read_torch_dist(
     common = read_common_state(files, catalog, trust_pickle)
     keys = sort_keys(catalog)
     states = read_optimizer_states(files, catalog, common)
+    rng, rng_missing = rng_states(files, catalog, ignored)
     return TorchDistSource(
         catalog=replace(catalog, tensors={**catalog.tensors, **states.payloads}) if states else catalog,
         parameters=keys.parameters,
@@ -96,7 +99,8 @@ def read_torch_dist(
         settings=read_settings(common),
         common=common.values,
         model_config=common.model_config,
-        rng=rng_states(files, catalog),
+        rng=rng,
+        rng_missing=rng_missing,
         dropped=tuple(dropped_objects(keys, states, ignored)),
     )
 
@@ -140,14 +144,22 @@ def _groups_of_buckets(files: Files, catalog: Catalog) -> list[dict[str, Any]]:
     return groups
 
 
-def rng_states(files: Files, catalog: Catalog) -> dict[tuple[int, int], object]:
-    """The writer's rng states by (pp, tp); of several data-parallel entries the first."""
+def rng_states(
+    files: Files, catalog: Catalog, ignored: tuple[str, ...] = ()
+) -> tuple[dict[tuple[int, int], object], tuple[str, ...]]:
+    """The rng states by (pp, tp), of several data-parallel entries the first; and what of them is missing."""
     found: dict[tuple[int, int], object] = {}
-    for key, entry in catalog.objects.items():
+    wanted = {k: e for k, e in catalog.objects.items() if RNG_KEY.match(k) and not _is_left_out(k, ignored)}
+    for key, entry in wanted.items():
         match = RNG_KEY.match(key)
         if match and match[3] in (None, "0"):
             found[int(match[1]), int(match[2])] = load_object(files, entry.item)[0]
-    return found
+    return found, tuple(grid.problem for grid in object_grids(wanted) if grid.problem)
+
+
+def _is_left_out(key: str, ignored: tuple[str, ...]) -> bool:
+    """Whether a known key is meant: `*` stands for what no rule accounts for."""
+    return any(glob != "*" and fnmatchcase(key, glob) for glob in ignored)
 
 
 def dropped_objects(keys: SortedKeys, states: OptimizerStates | None, ignored: tuple[str, ...]) -> list[str]:
@@ -159,7 +171,8 @@ def dropped_objects(keys: SortedKeys, states: OptimizerStates | None, ignored: t
     consumed = states.consumed if states is not None else frozenset[str]()
     dropped, unknown = [], []
     for key in (*keys.objects, *keys.optimizer):
-        if key in consumed or RNG_KEY.match(key) or fnmatchcase(key, COMMON_OBJECT):
+        is_kept_rng = RNG_KEY.match(key) and not _is_left_out(key, ignored)
+        if key in consumed or is_kept_rng or fnmatchcase(key, COMMON_OBJECT):
             continue
         reason = next((why for glob, why in DROPPED_OBJECTS if fnmatchcase(key, glob)), None)
         if reason is None and any(fnmatchcase(key, glob) for glob in ignored):

@@ -9,6 +9,7 @@ from typing import Any
 from ckpt_tools.dtypes import CASTABLE
 from ckpt_tools.errors import MappingError, UsageError, list_problems
 from ckpt_tools.megatron.bridge import args_from_model_config
+from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.flatten import leaves
 from ckpt_tools.megatron.fsdp_dtensor import (
     STATE_PREFIX,
@@ -28,6 +29,8 @@ from ckpt_tools.megatron.fsdp_dtensor import (
 from ckpt_tools.megatron.gating import GatingChoice, mark_gated
 from ckpt_tools.megatron.live import LiveParameter, live_parameters
 from ckpt_tools.megatron.names import DIALECTS, MTP_DISK, MTP_LIVE, Dialect, ModelStyle
+from ckpt_tools.megatron.optimizer_layouts.expected import expected_states, refuse_missing_states
+from ckpt_tools.megatron.optimizer_layouts.model import MASTER
 from ckpt_tools.megatron.param_groups import (
     Membership,
     derive_memberships,
@@ -129,10 +132,18 @@ def optimizer_part(
 ) -> Part:
     """States, steps and group fields of every trainable parameter; nothing for a conversion of weights."""
     states = source.states
-    if states is None or options.weights_only:
+    if options.weights_only:
+        return Part()
+    if states is not None or source.groups:
+        common = CommonState(dict(source.common), None, dict(source.model_config))
+        kinds = () if states is None else states.kinds
+        refuse_missing_states(kinds, expected_states(common, source.groups))
+    if states is None:
         return Part()
     trainable = [p for p in parameters if is_trainable(p, states)]
     notes = check_states(trainable, states)
+    if MASTER not in states.kinds and any(p.dtype != "float32" for p in source.parameters):
+        notes.append("the optimizer holds no fp32 masters: weights are written as rounded as they are stored")
     groups, backfilled = backfill_groups(source.groups, source.scheduler, source.step)
     memberships, map_notes = choose_memberships(source, options, trainable)
     notes += map_notes
@@ -261,7 +272,7 @@ def choose_memberships(
     except MappingError:  # the map has to do alone, and merge_map says which names it lacks
         derived = None
     names = list(dict.fromkeys(p.group_name for p in trainable))
-    return merge_map(derived, options.group_map, names, len(source.groups), options.strict_map)
+    return merge_map(derived, options.group_map, names, source.groups, options.strict_map)
 
 
 def common_part(source: TorchDistSource, options: TargetOptions, dialect: Dialect, tp: int) -> Part:
@@ -296,6 +307,12 @@ def common_part(source: TorchDistSource, options: TargetOptions, dialect: Dialec
             values["optimizer"] = {"grad_scaler": source.grad_scaler}
             notes.append(
                 "the loss scaler is kept as optimizer.grad_scaler.*; Megatron-FSDP does not ask for it"
+            )
+        if source.rng_missing:
+            raise MappingError(
+                "rng states of some ranks are missing, so training would not go on where it stopped. Leave all out "
+                "with --ignore-keys 'rng_state/*' and start the job with --no-load-rng:\n"
+                + list_problems(source.rng_missing)
             )
         tensors, objects, rng_notes = rng_items(source.rng, tp)
         notes += rng_notes

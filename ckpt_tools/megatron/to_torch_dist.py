@@ -22,6 +22,7 @@ from ckpt_tools.megatron.extra_state import extra_state_keys
 from ckpt_tools.megatron.fsdp_source import WEIGHT, FsdpSource
 from ckpt_tools.megatron.group_rebuild import rebuild_optimizer
 from ckpt_tools.megatron.names import BUFFERS
+from ckpt_tools.megatron.optimizer_layouts.expected import expected_states, refuse_missing_states
 from ckpt_tools.megatron.settings import read_settings
 from ckpt_tools.megatron.stacking import Stack, stack_parameters
 from ckpt_tools.megatron.stored import StoredParameter, stored_parameters
@@ -106,6 +107,8 @@ def _common_state(
         common["opt_param_scheduler"] = dict(source.scheduler)
     if not source.has_optimizer:
         return common, ()
+    held = {kind for tensor in source.tensors for kind in tensor.states}
+    refuse_missing_states(held, expected_states(source.common, list(source.groups.values())))
     apart = _experts_apart(parameters, source.common, options)
     common["optimizer"], counts = rebuild_optimizer(source, parameters, apart)
     common["content_metadata"] |= OPTIMIZER_METADATA

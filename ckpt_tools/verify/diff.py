@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
 
 import numpy as np
 
 from ckpt_tools.box import Box, full_box
-from ckpt_tools.catalog.container import StoredTensor, load_object
+from ckpt_tools.catalog.container import load_object
 from ckpt_tools.catalog.files import Files
 from ckpt_tools.catalog.model import Catalog, ObjectEntry
-from ckpt_tools.catalog.unpickle import StandIn
 from ckpt_tools.dtypes import CASTABLE
 from ckpt_tools.execute.casts import Array, raw_dtype
 from ckpt_tools.execute.read_box import BoxReader
@@ -24,10 +22,9 @@ from ckpt_tools.execute.source import index_of
 from ckpt_tools.megatron.target import InlineTensor, TargetTensor
 from ckpt_tools.plan.byte_runs import row_major_tiles
 from ckpt_tools.verify.compare import Comparison, Extremes, Tolerance
+from ckpt_tools.verify.diff_values import ValueDiff, diff_values, text_of
 
 TILE_ELEMS = 1 << 19  # about 40 MiB of temporary numbers a thread where tiles differ
-_MAX_DEPTH = 64
-_MAX_TEXT = 200  # characters of a value in a report
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +72,6 @@ class TensorDiff:
     b: tuple[str, tuple[int, ...]] | None
     elements: int = 0  # compared
     found: Extremes = field(default_factory=Extremes)
-
-
-@dataclass(frozen=True, slots=True)
-class ValueDiff:
-    """A Python value, or a part of one, that is not the same; None stands for an absent one."""
-
-    name: str
-    a: str | None
-    b: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +171,7 @@ def diff_objects(a: Side, b: Side, options: DiffOptions) -> tuple[tuple[ValueDif
             continue
         compared += 1
         if name not in a.objects or name not in b.objects:
-            value = _text((a if name in a.objects else b).value(name))
+            value = text_of((a if name in a.objects else b).value(name))
             difference = ValueDiff(name, *((value, None) if name in a.objects else (None, value)))
             found += [difference] if options.wants(name) else []
             continue
@@ -196,57 +184,6 @@ def _may_want(name: str, options: DiffOptions) -> bool:
     """Whether the object, or a field of it that a glob names with dots, is to be compared."""
     inner = any(glob.startswith(f"{name}.") for glob in options.keys)
     return inner or options.wants(name)
-
-
-def diff_values(name: str, a: object, b: object, tolerance: Tolerance, depth: int = 0) -> Iterator[ValueDiff]:
-    """The parts of two Python values that are not the same, under dotted names.
-
-    Types count: 1 is not 1.0, and a list is not a tuple. Floats follow the tolerance.
-    """
-    if depth > _MAX_DEPTH:
-        yield ValueDiff(name, "nested too deeply to compare", "nested too deeply to compare")
-    elif (
-        isinstance(a, StandIn)
-        and isinstance(b, StandIn)
-        and type(a) is type(b)
-        and a.attributes
-        and b.attributes
-    ):
-        yield from _diff_mappings(name, a.attributes, b.attributes, tolerance, depth)
-    elif isinstance(a, Mapping) and isinstance(b, Mapping):
-        yield from _diff_mappings(name, a, b, tolerance, depth)
-    elif isinstance(a, list | tuple) and type(a) is type(b) and len(a) == len(b):
-        for index, (left, right) in enumerate(zip(a, b, strict=True)):
-            yield from diff_values(f"{name}.{index}", left, right, tolerance, depth + 1)
-    elif not _same(a, b, tolerance):
-        yield ValueDiff(name, _text(a), _text(b))
-
-
-def _diff_mappings(
-    name: str, a: Mapping[Any, object], b: Mapping[Any, object], tolerance: Tolerance, depth: int
-) -> Iterator[ValueDiff]:
-    for key in dict.fromkeys((*a, *b)):
-        inner = f"{name}.{key}"
-        if key not in a or key not in b:
-            value = _text(a[key] if key in a else b[key])
-            yield ValueDiff(inner, *((value, None) if key in a else (None, value)))
-        else:
-            yield from diff_values(inner, a[key], b[key], tolerance, depth + 1)
-
-
-def _same(a: object, b: object, tolerance: Tolerance) -> bool:
-    if isinstance(a, StoredTensor) and isinstance(b, StoredTensor):
-        return (a.dtype, a.shape, a.data) == (b.dtype, b.shape, b.data)
-    if isinstance(a, float) and isinstance(b, float):
-        comparison = Comparison(("float64", "float64"), tolerance)
-        comparison.add(np.array(a).view(np.uint64), np.array(b).view(np.uint64), ())
-        return not comparison.found.different
-    return type(a) is type(b) and a == b
-
-
-def _text(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}... ({len(text)} characters)"
 
 
 @dataclass(slots=True)

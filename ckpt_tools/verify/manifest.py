@@ -27,7 +27,7 @@ from ckpt_tools.verify.structure import all_items
 
 SCHEMA = 1
 _TILE_BYTES = 4 << 20
-_SMALL_FILES = (".metadata", "metadata.json", "common.pt", "run_config.yaml", "train_state.pt")
+SMALL_FILES = (".metadata", "metadata.json", "common.pt", "run_config.yaml", "train_state.pt")
 
 
 def make_manifest(
@@ -38,10 +38,10 @@ def make_manifest(
     Raises:
         CkptError: something cannot be read.
     """
-    names = {item.file for _, item in all_items(catalog)} | {n for n in _SMALL_FILES if files.exists(n)}
+    names = {item.file for _, item in all_items(catalog)} | {n for n in SMALL_FILES if files.exists(n)}
     with ThreadPoolExecutor(threads) as pool:
         ordered = sorted(names)
-        digests = dict(zip(ordered, pool.map(lambda name: _file(files, name, tick), ordered), strict=True))
+        digests = dict(zip(ordered, pool.map(lambda name: file_row(files, name, tick), ordered), strict=True))
         entries = list(catalog.tensors.values())
         tensors = list(pool.map(lambda entry: _tensor(files, catalog, entry, tick), entries))
     return {
@@ -55,13 +55,14 @@ def check_manifest(stored: object, found: Mapping[str, Any]) -> Check:
     """What a manifest `stored` earlier says otherwise than the one `found` now.
 
     Raises:
-        UsageError: `stored` is no manifest of this version.
+        UsageError: `stored` is not a manifest of this version.
     """
-    if not isinstance(stored, dict) or stored.get("schema_version") != SCHEMA:
-        raise UsageError(f"the manifest is not one of schema {SCHEMA}; give another file to write a new one")
+    if not _is_manifest(stored):
+        raise UsageError(f"the manifest is not one of schema {SCHEMA}, as verify --write-manifest writes it")
+    assert isinstance(stored, dict)
     findings = Findings("manifest", "digests")
     for part in ("files", "tensors"):
-        before, now = stored.get(part, {}), found[part]
+        before, now = stored[part], found[part]
         findings.looked_at += len(before)
         for name, row in before.items():
             if name not in now:
@@ -74,6 +75,15 @@ def check_manifest(stored: object, found: Mapping[str, Any]) -> Check:
         for name in now.keys() - before.keys():
             findings.error(name, f"it is new: the manifest does not list it under {part}")
     return findings.done()
+
+
+def _is_manifest(stored: object) -> bool:
+    if not isinstance(stored, dict) or stored.get("schema_version") != SCHEMA:
+        return False
+    parts = [stored.get("files"), stored.get("tensors")]
+    return all(
+        isinstance(part, dict) and all(isinstance(row, dict) for row in part.values()) for part in parts
+    )
 
 
 def tensor_digest(reader: BoxReader, entry: TensorEntry, tick: Callable[[int], None] = lambda _: None) -> str:
@@ -102,7 +112,8 @@ def _tensor(
     return {"dtype": entry.dtype, "shape": list(entry.shape), "sha256": digest}
 
 
-def _file(files: Files, name: str, tick: Callable[[int], None]) -> dict[str, Any]:
+def file_row(files: Files, name: str, tick: Callable[[int], None] = lambda _: None) -> dict[str, Any]:
+    """A file's row of a manifest; a file that cannot be read has no digest but why."""
     digest = hashlib.sha256()
     try:
         size = files.size(name)

@@ -10,7 +10,9 @@ from ckpt_tools.catalog.model import Catalog
 from ckpt_tools.errors import CkptError, MappingError
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.names import MLA_DOWN, MLA_FUSED_DOWN, MTP_DISK, MTP_LIVE, PART
-from ckpt_tools.megatron.optimizer_layouts.natural import STATE_KEY, model_space_states
+from ckpt_tools.megatron.optimizer_layouts.expected import Expected, expected_states
+from ckpt_tools.megatron.optimizer_layouts.model import MASTER
+from ckpt_tools.megatron.optimizer_layouts.natural import STATE_KEY, canonical_kind, model_space_states
 from ckpt_tools.megatron.param_groups import strip_wrappers
 from ckpt_tools.megatron.torch_dist import (
     EXPERTS,
@@ -122,9 +124,22 @@ def check_experts(weights: Sequence[Weight], common: CommonState) -> Check:
     return found.done()
 
 
-def check_torch_dist_states(catalog: Catalog, common: CommonState) -> Check:
-    """Whether every optimizer state has its weight and every weight all kinds of state."""
+def check_torch_dist_states(
+    catalog: Catalog, common: CommonState, groups: Sequence[Mapping[str, Any]], inside: Iterable[str] = ()
+) -> Check:
+    """Whether every optimizer state has its weight, every weight all kinds of state, and all kinds are there.
+
+    `inside` are the kinds of state that stand inside of objects (`dp_zero_gather_scatter`).
+    """
     found = Findings("states", "states")
+    matches = (BUCKET.match(key) or STATE_KEY.match(key) for key in catalog.tensors)
+    held = {canonical_kind(match["kind"]) for match in matches if match} | set(inside)
+    _check_expected(held, expected_states(common, groups), bool(groups), found)
+    dtypes = {entry.dtype for key, entry in catalog.tensors.items() if not is_optimizer_key(key)}
+    if held and MASTER not in held and dtypes - {"float32"}:
+        found.warning(
+            "optimizer", "it holds no fp32 masters of the weights: an unusual optimizer, or they were lost"
+        )
     kinds: dict[str, dict[str, Any]] = {}
     for key, entry in catalog.tensors.items():
         match = BUCKET.match(key)
@@ -147,9 +162,12 @@ def check_torch_dist_states(catalog: Catalog, common: CommonState) -> Check:
     return found.done()
 
 
-def check_fsdp_states(catalog: Catalog) -> Check:
+def check_fsdp_states(catalog: Catalog, common: CommonState) -> Check:
     """Whether every optimizer state has its weight, of the same shape, and every weight all kinds of state."""
     found = Findings("states", "states")
+    group = {match["field"]: None for match in map(FSDP_GROUP.match, catalog.objects) if match}
+    held = {match["kind"] for match in map(FSDP_STATE.match, catalog.tensors) if match}
+    _check_expected(held, expected_states(common, [group]), bool(group), found)
     shapes = {strip_wrappers(k): e.shape for k, e in catalog.tensors.items() if k.startswith("model.")}
     have: dict[str, set[str]] = {}
     for key, entry in catalog.tensors.items():
@@ -228,6 +246,16 @@ def has_step(optimizer: object) -> bool:
         (name in ("step", "common_step") and not isinstance(value, Mapping)) or has_step(value)
         for name, value in optimizer.items()
     )
+
+
+def _check_expected(held: set[str], expected: Expected, has_groups: bool, found: Findings) -> None:
+    """Every kind of state that the optimizer keeps is there, if there is an optimizer at all."""
+    if not held and not has_groups:
+        return
+    if expected.kinds is None:
+        found.warning("optimizer", f"whether states are missing cannot be known: {expected.why}")
+    for kind in expected.missing(held):
+        found.error("optimizer", f"no parameter has the state {kind}, but {expected.why}")
 
 
 def _check_kinds(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from ckpt_tools.catalog.detect import METADATA_JSON, TRACKER, Location
+import json
+
+from ckpt_tools.catalog.dcp import METADATA
+from ckpt_tools.catalog.detect import METADATA_JSON, TRACKER, Location, iteration_folders
 from ckpt_tools.catalog.files import Files
 from ckpt_tools.catalog.model import Catalog
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.verify.report import Check, Findings
 
 PARTIAL_SUFFIX = ".ckpt_tools-partial"
+_BACKENDS = ("sharded_backend", "sharded_backend_version", "common_backend", "common_backend_version")
 
 
 def check_place(location: Location, root: Files | None, common: CommonState) -> Check:
@@ -37,6 +41,45 @@ def check_place(location: Location, root: Files | None, common: CommonState) -> 
     for name in names:
         if name.endswith(PARTIAL_SUFFIX):
             found.warning(name, "an unfinished conversion; resume or delete it")
+    _check_newer(location, root, found)
+    return found.done()
+
+
+def _check_newer(location: Location, root: Files, found: Findings) -> None:
+    """Name the iterations behind the one that was verified: half-written ones, and ones the tracker is not at."""
+    for name, number in iteration_folders(root.list()):
+        if location.iteration is None or number <= location.iteration:
+            continue
+        if root.exists(f"{name}/{METADATA}"):
+            found.warning(
+                name,
+                f"it is newer than iteration {location.iteration}, which was verified; see --iteration {number}",
+            )
+        else:
+            found.warning(
+                name, f"it is newer and half-written: there is no {METADATA} in it, so its save did not end"
+            )
+
+
+def check_metadata_json(files: Files) -> Check:
+    """Whether every core release takes `metadata.json`: what it names decides which reader a job loads with."""
+    found = Findings(METADATA_JSON, "fields")
+    fields = json.loads(
+        files.read(METADATA_JSON, 0, files.size(METADATA_JSON))
+    )  # a dict: the backend was found
+    found.looked_at = len(fields)
+    for name in ("sharded_backend_version", "common_backend_version"):
+        of_a_backend = name.removesuffix("_version") in fields
+        if of_a_backend and fields.get(name) != 1:
+            found.error(
+                METADATA_JSON, f"{name} is {fields.get(name)!r}, expected 1: no loader is of this version"
+            )
+        elif not of_a_backend and name in fields:
+            found.error(METADATA_JSON, f"{name} is there, but not {name.removesuffix('_version')}")
+    if fields.get("common_backend", "torch") != "torch":
+        found.error(METADATA_JSON, f"common_backend is {fields['common_backend']!r}, expected 'torch'")
+    for name in sorted(fields.keys() - set(_BACKENDS)):
+        found.warning(METADATA_JSON, f"the field {name!r} is not known; core 0.18 and older refuse the file")
     return found.done()
 
 

@@ -60,6 +60,12 @@ class Report:
     checkpoint: str
     format: str
     checks: tuple[Check, ...]
+    content_read: bool | None = None  # whether values were looked at; None where that is no question
+
+    @property
+    def verdict_suffix(self) -> str:
+        """What a verdict must add so that nobody takes it for more than it is."""
+        return "; the values were not read (--content reads them)" if self.content_read is False else ""
 
     @property
     def findings(self) -> list[Finding]:

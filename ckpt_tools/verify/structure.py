@@ -5,8 +5,10 @@ Nothing here knows what keys mean; `meaning.py` checks that.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
+from math import prod
 from pathlib import PurePosixPath
 
 from ckpt_tools.box import Box
@@ -15,6 +17,7 @@ from ckpt_tools.catalog.files import Files
 from ckpt_tools.catalog.model import Catalog, Item
 from ckpt_tools.dtypes import itemsize
 from ckpt_tools.errors import CkptError, UnsupportedCheckpointError
+from ckpt_tools.megatron.object_grids import object_grids
 from ckpt_tools.plan.overlap import entry_problem
 from ckpt_tools.verify.report import Check, Findings
 
@@ -33,6 +36,46 @@ def check_tiling(catalog: Catalog) -> Check:
             itemsize(entry.dtype)
         except UnsupportedCheckpointError as error:
             found.error(key, str(error))
+    return found.done()
+
+
+def check_shards(catalog: Catalog) -> Check:
+    """Whether every shard is there of the objects that are stored in shards."""
+    found = Findings("shards", "objects")
+    grids = object_grids(catalog.objects)
+    found.looked_at = len(grids)
+    for grid in grids:
+        if grid.problem:
+            found.error(grid.name, grid.problem)
+    for name, count in Counter(grid.name for grid in grids).items():
+        if count > 1:
+            found.error(name, f"its shards are of {count} grids; which one is meant cannot be known")
+    return found.done()
+
+
+def check_planner(catalog: Catalog) -> Check:
+    """Whether what torch's and Megatron's planners kept beside the keys fits them.
+
+    torch names every key after its path in the state dict, and puts it back there when nobody gives a state dict.
+    """
+    found = Findings("planner", "keys")
+    found.looked_at = len(catalog.planner_paths)
+    keys = catalog.tensors.keys() | catalog.objects.keys()
+    for key, path in catalog.planner_paths.items():
+        if key not in keys:
+            found.error(key, "the planner has a path for it, but nothing is stored under this key")
+        elif ".".join(map(str, path)) != key:
+            found.error(key, f"the planner puts it at {path}, which is not its name")
+    if catalog.planner_paths:
+        for key in sorted(keys - catalog.planner_paths.keys()):
+            found.error(
+                key, "the planner has no path for it, but for others: torch cannot say where it belongs"
+            )
+    for key, shape in (catalog.original_shapes or {}).items():
+        entry = catalog.tensors.get(key)
+        if entry is None or prod(shape) != entry.numel:
+            stored = "nothing is stored under this key" if entry is None else f"{entry.shape} is stored"
+            found.error(key, f"its shape before flattening was {shape}, but {stored}")
     return found.done()
 
 

@@ -53,8 +53,8 @@ OPTIONS = {
         "--resume --dry-run --threads --max-memory --fsync --direct --quiet -q --json --report --enable-msc"
     ),
     "verify": (
-        "--content --manifest --allow-nonfinite --iteration --format --json --junit --threads --quiet -q "
-        "--trust-pickle --enable-msc"
+        "--content --manifest --write-manifest --allow-nonfinite --iteration --format --json --junit --threads "
+        "--quiet -q --trust-pickle --enable-msc"
     ),
     "diff": (
         "--rtol --atol --ulp --nan --keys --ignore --by --target --iteration --json --threads --quiet -q "

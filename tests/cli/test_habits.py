@@ -123,7 +123,7 @@ OUTPUT_FILES = [
     "plan RUN --svg FILE",
     "plan RUN --html FILE",
     "verify RUN --junit FILE",
-    "verify RUN --manifest FILE",
+    "verify RUN --write-manifest FILE",
     "preflight FSDP --junit FILE",
 ]
 

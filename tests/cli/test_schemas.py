@@ -110,7 +110,7 @@ def test_written_reports_and_manifests(tmp_path: Path) -> None:
     report, manifest = tmp_path / "report.json", tmp_path / "manifest.json"
     assert run(["convert", str(RUN), str(tmp_path / "out"), "-q", "--report", str(report)]) == 0
     validate(strict_json(report.read_text()), "conversion")
-    assert run(["verify", str(RUN), "-q", "--manifest", str(manifest)]) == 0
+    assert run(["verify", str(RUN), "-q", "--write-manifest", str(manifest)]) == 0
     validate(strict_json(manifest.read_text()), "manifest")
 
 

@@ -97,7 +97,11 @@ def test_names_and_messages_cannot_break_out_of_a_report(tmp_path):
 def test_a_manifest_is_written_once_and_then_checked(tmp_path, capsys):
     root, manifest = copy_of(LLAMA, tmp_path), tmp_path / "manifest.json"
     command = ["verify", str(root), "-q", "--manifest", str(manifest)]
-    assert run(command) == 0
+    assert run(command) == 2  # what is to be checked is not made
+    assert not manifest.exists()
+    write = ["verify", str(root), "-q", "--write-manifest", str(manifest)]
+    assert run(write) == 0
+    assert run(write) == 2  # nor is what was written written over
     stored = json.loads(manifest.read_text())
     assert stored["schema_version"] == 1
     assert set(stored["files"]) == {".metadata", "metadata.json", "__0_0.distcp", "__1_0.distcp"}
@@ -117,10 +121,10 @@ def test_tensor_digests_outlive_rewriting(tmp_path):
     from hashlib import sha256
 
     root, out, manifest = fixture_dir(LLAMA), tmp_path / "out", tmp_path / "manifest.json"
-    assert run(["verify", str(root), "-q", "--manifest", str(manifest)]) == 0
+    assert run(["verify", str(root), "-q", "--write-manifest", str(manifest)]) == 0
     assert run(["slice", str(root), str(out), "-q", "--layers", ":"]) == 0
     again = tmp_path / "again.json"
-    assert run(["verify", str(out), "-q", "--manifest", str(again)]) == 0
+    assert run(["verify", str(out), "-q", "--write-manifest", str(again)]) == 0
     before, after = (json.loads(path.read_text()) for path in (manifest, again))
     assert before["tensors"] == after["tensors"]
     assert before["files"]["__0_0.distcp"] != after["files"]["__0_0.distcp"]
@@ -131,11 +135,12 @@ def test_tensor_digests_outlive_rewriting(tmp_path):
 def test_a_manifest_of_a_damaged_checkpoint_is_not_written(tmp_path, capsys):
     root = copy_of(LLAMA, tmp_path)
     (root / ITERATION / "__1_0.distcp").unlink()
-    assert run(["verify", str(root), "-q", "--manifest", str(tmp_path / "m.json")]) == 1
+    assert run(["verify", str(root), "-q", "--write-manifest", str(tmp_path / "m.json")]) == 1
     assert "not written" in capsys.readouterr().out
     assert not (tmp_path / "m.json").exists()
-    (tmp_path / "m.json").write_text("[]")
-    assert run(["verify", str(root), "-q", "--manifest", str(tmp_path / "m.json")]) == 2
+    for text in ("[]", "{", "{}", '{"schema_version": 1, "files": [], "tensors": {}}'):
+        (tmp_path / "m.json").write_text(text)
+        assert run(["verify", str(fixture_dir(LLAMA)), "-q", "--manifest", str(tmp_path / "m.json")]) == 2
 
 
 @pytest.mark.parametrize("name", ["diff", "compare-two-checkpoint"])

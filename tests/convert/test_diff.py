@@ -12,7 +12,8 @@ from ckpt_tools.convert.to_torch_dist import convert_to_torch_dist
 from ckpt_tools.errors import UsageError
 from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions
 from ckpt_tools.verify.compare import Tolerance
-from ckpt_tools.verify.diff import DiffOptions, diff_values, summarize
+from ckpt_tools.verify.diff import DiffOptions, summarize
+from ckpt_tools.verify.diff_values import diff_values
 from tests.conftest import fixture_dir
 from tests.damage import copy_of, drop_key, keys_with, metadata_of, payload_of, replace_chunk
 

@@ -101,7 +101,7 @@ def _map(data: bytes) -> None:
         with suppress(CkptError):
             read_safetensors_catalog(folder)
         found = load_group_map(path)
-    merge_map(None, found, [strip_wrappers(name) for name in found], 9, strict=False)
+    merge_map(None, found, [strip_wrappers(name) for name in found], [{}] * 9, strict=False)
 
 
 def _safetensors(data: bytes) -> None:

@@ -94,12 +94,30 @@ def test_groups_of_every_form_of_the_optimizer_state():
 NAMES = ["a.weight", "b.linear_fc1.weight"]
 
 
-def test_a_map_overrides_and_the_rest_is_derived():
+def test_a_map_names_equal_groups_as_it_likes_and_the_rest_is_derived():
     derived = {name: Membership(0, "rule") for name in NAMES}
     given = {"model.module.b.linear_fc1.weight": 1}
-    merged, notes = merge_map(derived, given, NAMES, 2, strict=False)
+    merged, notes = merge_map(derived, given, NAMES, [DECAY, dict(DECAY)], strict=False)
     assert groups_of(merged) == {"a.weight": 0, "b.linear_fc1.weight": 1}
     assert notes == ["a.weight: not in the given map, group 0 derived"]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_map_that_contradicts_the_attributes_of_groups_names_the_parameters(strict):
+    derived = {name: Membership(at, f"rule {at}") for at, name in enumerate(NAMES)}
+    given = {"module.a.weight": 1, "b.linear_fc1.weight_w": 0, "b.linear_fc1.weight_v": 0}
+    with pytest.raises(MappingError) as caught:
+        merge_map(derived, given, NAMES, [DECAY, NO_DECAY], strict)
+    for line in (
+        "  - a.weight: group 1 in the map, but group 0 by the checkpoint (rule 0)",
+        "  - b.linear_fc1.weight: group 0 in the map, but group 1 by the checkpoint (rule 1)",
+    ):
+        assert line in str(caught.value).splitlines()
+
+
+def test_a_map_does_alone_where_nothing_can_be_derived():
+    given = dict(zip(NAMES, (1, 0), strict=True))
+    assert groups_of(merge_map(None, given, NAMES, [DECAY, NO_DECAY], strict=True)[0]) == given
 
 
 def test_split_names_of_nvidias_converter_are_taken():
@@ -108,7 +126,7 @@ def test_split_names_of_nvidias_converter_are_taken():
         "module.module.b.linear_fc1.weight_v": 1,
         "a.weight": 0,
     }
-    assert groups_of(merge_map(None, given, NAMES, 2, strict=True)[0]) == {
+    assert groups_of(merge_map(None, given, NAMES, [DECAY, NO_DECAY], strict=True)[0]) == {
         "a.weight": 0,
         "b.linear_fc1.weight": 1,
     }
@@ -126,7 +144,7 @@ def test_split_names_of_nvidias_converter_are_taken():
 def test_a_map_that_contradicts_the_checkpoint_is_refused(given, strict, message):
     derived = {name: Membership(0, "rule") for name in NAMES}
     with pytest.raises(MappingError, match=message):
-        merge_map(derived, given, NAMES, 2, strict)
+        merge_map(derived, given, NAMES, [DECAY, NO_DECAY], strict)
 
 
 def test_wrappers_are_stripped():

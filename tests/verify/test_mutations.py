@@ -406,6 +406,7 @@ def test_the_double_dot_of_nvidias_converter(tmp_path):
             ((index, info),) = infos_of(metadata, key).values()
             metadata.state_dict_metadata[wrong] = metadata.state_dict_metadata[key]
             drop_key(metadata, key)
+            metadata.planner_data[wrong] = (wrong,)
             metadata.storage_data[type(index)(wrong)] = info
     found = errors_of(root)
     assert {check for check, _, _ in found} == {"groups"}

@@ -124,7 +124,7 @@ def pickles() -> None:
     both("giant_text8", b"\x80\x04\x8d" + b"\xff" * 7 + b"\x7f.", DAMAGED)
     both("giant_bytes8", b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40) + b".", DAMAGED)
     both("giant_bytearray8", b"\x80\x05\x96" + struct.pack("<Q", 1 << 40) + b".", DAMAGED)
-    both("giant_frame", b"\x80\x04\x95" + struct.pack("<Q", 1 << 40) + b"N.", NO_METADATA, DAMAGED)
+    both("giant_frame", b"\x80\x04\x95" + struct.pack("<Q", 1 << 40) + b"N.", DAMAGED)
     both("extension", b"\x80\x02\x82\x01.", DAMAGED)
     both("persistent_id", b"\x80\x02K\x01Q.", DAMAGED)
     both("no_opcode", b"\x80\x02\xff\xfe.", "opcode 0xff is none that checkpoints have")

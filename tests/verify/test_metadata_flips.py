@@ -1,0 +1,179 @@
+"""`.metadata` with single bits flipped, judged by stock torch: what it cannot load is never called valid."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from ckpt_tools.convert.verify import verify_checkpoint
+from ckpt_tools.errors import CkptError
+from tests.conftest import SHARED
+from tests.damage import ITERATION, copy_of, metadata_of
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning"),
+    pytest.mark.filterwarnings("ignore:TypedStorage is:UserWarning"),
+]
+FLIPS = int(os.environ.get("CKPT_TOOLS_FLIPS", "50"))  # of each file; more by hand
+LLAMA = "core019_llama_tp2_fully_reshardable"
+NATIVE = "core019_llama_tp2_native_fsdp_dtensor"
+MOE = "core019_moe_ep2_fully_reshardable"
+
+
+def stock_load(folder):
+    """Every tensor as stock torch loads it: {key: (dtype, shape, bytes)}."""
+    metadata = FileSystemReader(folder).read_metadata()
+    state = {
+        key: torch.zeros(entry.size, dtype=entry.properties.dtype)
+        for key, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    dcp.load(state, storage_reader=FileSystemReader(folder), no_dist=True)
+    return {
+        k: (t.dtype, t.shape, t.reshape(-1).view(torch.uint8).numpy().tobytes()) for k, t in state.items()
+    }
+
+
+def complaint_of_stock(folder, good):
+    """Why stock torch does not load what it loaded before, None when it does."""
+    try:
+        return None if stock_load(folder) == good else "other values"
+    except (MemoryError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # a C++ error of torch is no Exception
+        return f"{type(error).__name__}: {error}"
+
+
+def is_valid(folder):
+    try:
+        return verify_checkpoint(str(folder)).is_valid
+    except CkptError:
+        return False
+
+
+def copy_of_any(name, tmp_path):
+    if name == "tf2_dcp":
+        import shutil
+
+        if not (SHARED / "fixtures_te" / name).is_dir():
+            pytest.skip("../shared is absent")
+        shutil.copytree(SHARED / "fixtures_te" / name / ITERATION, tmp_path / ITERATION)
+        for path in (tmp_path / ITERATION).rglob("*"):
+            path.chmod(0o644)
+        return tmp_path / ITERATION
+    return copy_of(name, tmp_path) / ITERATION
+
+
+@pytest.mark.parametrize("name", [LLAMA, NATIVE, MOE, "tf2_dcp"])
+def test_what_stock_torch_cannot_load_is_not_valid(name, tmp_path):
+    folder = copy_of_any(name, tmp_path)
+    path = folder / ".metadata"
+    data, good, refused = path.read_bytes(), stock_load(folder), 0
+    assert is_valid(folder)
+    bits = random.Random(name)
+    for _ in range(FLIPS):
+        at = bits.randrange(8 * len(data))
+        damaged = bytearray(data)
+        damaged[at // 8] ^= 1 << at % 8
+        path.write_bytes(damaged)
+        if is_valid(folder):
+            assert complaint_of_stock(folder, good) is None, f"bit {at % 8} of byte {at // 8}"
+        else:
+            refused += 1
+    assert refused > FLIPS / 2
+
+
+# Single flips that were once taken for sound: what stands there, which byte of it, and which bit.
+WRONG = {
+    "a frame longer than the file": (b"\x80\x04\x95", 5, 7),
+    "a pickle protocol of the future": (b"\x80\x04\x95", 1, 3),
+    "a module that torch has not": (b"checkpoint.metadata", 12, 2),
+    "a class that torch has not": (b"_StorageInfo", 3, 1),
+    "chunks in a dict": (b"]\x94h", 0, 5),
+    "attributes appended to a dict": (b"\x94R\x94ub", 3, 4),
+    "planner data of another key": (b"planner_data", 0, 0),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_flips_that_were_laundered(what, tmp_path):
+    folder = copy_of_any(NATIVE, tmp_path)
+    path = folder / ".metadata"
+    data = bytearray(path.read_bytes())
+    pattern, byte, bit = WRONG[what]
+    data[data.index(pattern) + byte] ^= 1 << bit
+    path.write_bytes(data)
+    assert not is_valid(folder)
+
+
+def test_properties_and_sizes_of_other_things(tmp_path):
+    """Every fetch in the records of a tensor, replaced by a fetch of each other value that is at hand."""
+    folder = copy_of_any(LLAMA, tmp_path)
+    path = folder / ".metadata"
+    data, good, refused = path.read_bytes(), stock_load(folder), 0
+    first = data.index(b"TensorStorageMetadata")
+    fetches = [at for at in range(first, first + 900) if data[at] == 0x68]
+    choices = random.Random(5)
+    for at in choices.sample(fetches, min(len(fetches), 24)):
+        for other in choices.sample(range(0x24), 4):
+            damaged = bytearray(data)
+            damaged[at + 1] = other
+            path.write_bytes(damaged)
+            if is_valid(folder):
+                assert complaint_of_stock(folder, good) is None, (at, other)
+            else:
+                refused += 1
+    assert refused > 30
+
+
+@pytest.mark.parametrize("change", ["renamed", "another path", "left out", "one too many"])
+def test_planner_data_fits_the_keys(change, tmp_path):
+    """torch's tools that need no model (`dcp_to_torch_save`) put every value where these paths say."""
+    root = copy_of(NATIVE, tmp_path)
+    key = "model.module.decoder.final_layernorm.weight"
+    with metadata_of(root) as metadata:
+        paths = metadata.planner_data
+        if change == "another path":
+            paths[key] = ("model", "module.decoder.final_layernorm.bias")
+        elif change == "one too many":
+            paths["absent"] = ("absent",)
+        else:
+            path = paths.pop(key)
+            if change == "renamed":
+                paths["model.module.decoder.final_layernorm.weighT"] = path
+    report = verify_checkpoint(str(root))
+    errors = [f for f in report.findings if f.severity == "error"]
+    assert {f.check for f in errors} == {"planner"}
+    assert all(f.where in (key, key[:-1] + "T", "absent") for f in errors)
+
+
+def test_shapes_before_flattening_have_as_many_elements(tmp_path):
+    """`mcore_data` of a class that only Megatron has, so it is read and written through placeholders."""
+    from ckpt_tools.catalog.dcp import read_catalog
+    from ckpt_tools.catalog.files import LocalFiles
+    from ckpt_tools.verify.structure import check_planner
+
+    root = copy_of("v015_dense_ms_tp2_dp2", tmp_path)
+    folder = next(root.rglob(".metadata")).parent
+    catalog = read_catalog(LocalFiles(str(folder)))
+    assert check_planner(catalog).errors == 0
+    key, shape = next(iter(catalog.original_shapes.items()))
+    catalog.original_shapes[key] = (*shape, 2)
+    catalog.original_shapes["absent"] = (1,)
+    assert [f.where for f in check_planner(catalog).findings] == [key, "absent"]
+
+
+def test_a_checkpoint_id_that_is_no_path(tmp_path):
+    root = copy_of(NATIVE, tmp_path)
+    with metadata_of(root) as metadata:
+        metadata.storage_meta.checkpoint_id = {"a": 1}
+    assert not is_valid(root)
+    raw = pickle.loads((root / ITERATION / ".metadata").read_bytes())
+    assert raw.storage_meta.checkpoint_id == {"a": 1}

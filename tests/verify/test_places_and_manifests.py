@@ -1,0 +1,241 @@
+"""What stands beside the tensors: shards of objects, `metadata.json`, `integrity.json`, newer iterations."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+
+import pytest
+
+from ckpt_tools.cli.app import run
+from ckpt_tools.convert.verify import VerifyOptions, verify_checkpoint
+from ckpt_tools.megatron.object_grids import object_grids
+from tests.conftest import SHARED, fixture_dir
+from tests.damage import ITERATION, copy_of, drop_key, flip_bit, metadata_of
+
+LLAMA = "core019_llama_tp2_fully_reshardable"
+MOE = "core019_moe_ep2_fully_reshardable"
+CASES = SHARED / "cases"
+
+
+def findings_of(root, **options):
+    report = verify_checkpoint(str(root), None, VerifyOptions(**options))
+    return [(f.severity, f.check, f.where, f.message) for f in report.findings]
+
+
+@pytest.mark.parametrize(
+    ("case", "where", "missing"),
+    [
+        ("rng_tp1_missing", "rng_state", "rng_state/shard_0.1_1.2"),
+        (
+            "expert_extra_state_missing",
+            "decoder.layers.1.mlp.experts.experts.linear_fc1._extra_state",
+            "decoder.layers.1.mlp.experts.experts.linear_fc1._extra_state/shard_2_4",
+        ),
+    ],
+)
+def test_a_missing_shard_of_an_object(case, where, missing, capsys):
+    if not CASES.is_dir():
+        pytest.skip("../shared is absent")
+    assert run(["verify", str(CASES / "incomplete_objects" / case)]) == 1
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("error")]
+    (line,) = lines
+    assert line.startswith(f"error: shards: {where}: ")
+    assert line.endswith(f"shards are missing: {missing}")
+
+
+def test_rng_states_of_some_ranks_are_not_converted(tmp_path, capsys):
+    if not CASES.is_dir():
+        pytest.skip("../shared is absent")
+    command = ["convert", str(CASES / "incomplete_objects" / "rng_tp1_missing"), str(tmp_path / "out"), "-q"]
+    assert run(command) == 5
+    said = capsys.readouterr().err
+    assert "1 of 2 shards are missing: rng_state/shard_0.1_1.2" in said
+    assert not (tmp_path / "out").exists()
+    assert run([*command, "--weights-only"]) == 0  # which drops them anyway
+    shutil.rmtree(tmp_path / "out")
+    assert run([*command, "--ignore-keys", "rng_state/*"]) == 0
+    said = capsys.readouterr().out
+    assert "rng_state/shard_0.0_1.2: --ignore-keys" in said
+    assert "resume with --no-load-rng" in said
+
+
+def test_every_shard_that_is_missing_is_an_error(tmp_path):
+    """Whatever object it is of, and in however many axes its grid is."""
+    root = copy_of(MOE, tmp_path)
+    path = root / ITERATION / ".metadata"
+    data = path.read_bytes()
+    with metadata_of(root) as metadata:
+        keys = [k for k in metadata.state_dict_metadata if "/shard_" in k and not k.endswith(("_1", "_1.1"))]
+    assert len(keys) > 5
+    for key in keys:
+        path.write_bytes(data)
+        with metadata_of(root) as metadata:
+            drop_key(metadata, key)
+        found = [f for f in findings_of(root) if f[1] == "shards"]
+        assert [(f[0], f[2]) for f in found] == [("error", key.partition("/shard_")[0])]
+        assert key in found[0][3]
+
+
+def test_grids_of_hostile_keys_cost_nothing():
+    (grid,) = object_grids(["a/shard_0_999999999999999999"])
+    assert "999999999999999998 of 999999999999999999 shards are missing: a/shard_1_" in grid.problem
+    assert "and 999999999999999995 more" in grid.problem
+    (grid,) = object_grids(["a/shard_0.0.0_2.1.2", "a/shard_1.0.1_2.1.2", "a/shard_0.0.1_2.1.2"])
+    assert grid.problem.endswith("1 of 4 shards are missing: a/shard_1.0.0_2.1.2")
+    for key in ("a/shard_4_4", "a/shard_0.0_4", "a/shard_0_0"):
+        (grid,) = object_grids([key])
+        assert f"{key} is outside of its own grid" in grid.problem
+    assert object_grids(["a/shard_x_4", "a/shard_0", "plain", "shard_0_4"]) == []
+
+
+def test_shards_of_two_grids(tmp_path):
+    root = copy_of(LLAMA, tmp_path)
+    with metadata_of(root) as metadata:
+        key = next(k for k in metadata.state_dict_metadata if k.startswith("rng_state/shard_"))
+        index, info = next((i, s) for i, s in metadata.storage_data.items() if i.fqn == key)
+        other = "rng_state/shard_0.0.0_1.1.1"
+        metadata.state_dict_metadata[other] = metadata.state_dict_metadata[key]
+        metadata.storage_data[type(index)(other)] = info
+    found = findings_of(root)
+    assert ("shards", "rng_state") in [f[1:3] for f in found]
+    assert any("of 2 grids" in f[3] for f in found)
+
+
+def test_values_that_were_not_read_are_said(capsys):
+    root = str(fixture_dir(LLAMA))
+    said = "is valid; the values were not read (--content reads them)"
+    for form in ("text", "github", "markdown"):
+        assert run(["verify", root, "-q", "--format", form]) == 0
+        assert said in capsys.readouterr().out, form
+        assert run(["verify", root, "-q", "--content", "--format", form]) == 0
+        assert "not read" not in capsys.readouterr().out, form
+    for flags, read in (([], False), (["--content"], True)):
+        assert run(["verify", root, "-q", "--json", *flags]) == 0
+        assert json.loads(capsys.readouterr().out)["content_read"] is read
+
+
+def test_a_newer_iteration_that_is_half_written_is_named(tmp_path):
+    root = copy_of(LLAMA, tmp_path)
+    (root / "iter_0000003").mkdir()
+    shutil.copy(root / ITERATION / "__0_0.distcp", root / "iter_0000003")
+    (root / "iter_0000001").mkdir()  # older: no business of a loader
+    found = [f for f in findings_of(root) if f[1] == "place"]
+    assert [(f[0], f[2]) for f in found] == [("warning", "iter_0000003")]
+    assert "half-written" in found[0][3]
+    shutil.copy(root / ITERATION / ".metadata", root / "iter_0000003")
+    found = [f for f in findings_of(root) if f[1] == "place"]
+    assert [(f[0], f[2]) for f in found] == [("warning", "iter_0000003")]
+    assert "--iteration 3" in found[0][3]
+
+
+def test_files_of_one_node(capsys):
+    if not CASES.is_dir():
+        pytest.skip("../shared is absent")
+    assert run(["inspect", str(CASES / "node_local")]) == 3
+    said = capsys.readouterr().err
+    assert "here are only the files of rank 1; those of rank 0 and .metadata" in said
+    assert "interrupted" not in said
+    assert run(["verify", str(CASES / "node_local")]) == 1
+    assert "files of rank 1" in capsys.readouterr().out
+
+
+def test_files_of_rank_0_without_metadata_are_an_interrupted_save(tmp_path, capsys):
+    root = copy_of(LLAMA, tmp_path)
+    (root / ITERATION / ".metadata").unlink()
+    (root / ITERATION / "metadata.json").unlink()
+    assert run(["inspect", str(root)]) == 3
+    assert "the save was interrupted" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ('{"sharded_backend": "torch_dist", "sharded_backend_version": 3}', "sharded_backend_version is 3"),
+        ('{"sharded_backend": "torch_dist"}', "sharded_backend_version is None"),
+        (
+            '{"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torcj",'
+            ' "common_backend_version": 1}',
+            "common_backend is 'torcj'",
+        ),
+        (
+            '{"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_bbckend": "torch",'
+            ' "common_backend_version": 1}',
+            "common_backend_version is there, but not common_backend",
+        ),
+    ],
+)
+def test_a_metadata_json_that_no_loader_takes(text, part, tmp_path):
+    root = copy_of(LLAMA, tmp_path)
+    (root / ITERATION / "metadata.json").write_text(text)
+    errors = [f for f in findings_of(root) if f[0] == "error"]
+    assert [f[1:3] for f in errors] == [("metadata.json", "metadata.json")]
+    assert part in errors[0][3]
+
+
+def test_a_field_of_metadata_json_that_is_not_known(tmp_path):
+    root = copy_of(LLAMA, tmp_path)
+    path = root / ITERATION / "metadata.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"new": 1}))
+    assert [f[:3] for f in findings_of(root)] == [("warning", "metadata.json", "metadata.json")]
+
+
+def with_integrity(tmp_path):
+    """A copy with the file that Megatron writes (dist_checkpointing/integrity.py)."""
+    root = copy_of(LLAMA, tmp_path)
+    folder = root / ITERATION
+    sums = {
+        p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.iterdir()) if p.is_file()
+    }
+    (folder / "integrity.json").write_text(json.dumps({"algorithm": "sha256", "files": sums}, indent=2))
+    return root, sums
+
+
+def test_megatrons_own_sums_are_checked(tmp_path):
+    root, _ = with_integrity(tmp_path)
+    assert findings_of(root) == findings_of(root, content=True) == []
+    path = root / ITERATION / "__0_0.distcp"
+    flip_bit(path, 52)  # padding of an archive, which no checksum of its own covers
+    assert findings_of(root) == []
+    ((severity, check, where, message),) = findings_of(root, content=True)
+    assert (severity, check, where) == ("error", "integrity", path.name)
+    assert hashlib.sha256(path.read_bytes()).hexdigest() in message
+
+
+def test_a_file_that_the_sums_do_not_fit(tmp_path):
+    root, sums = with_integrity(tmp_path)
+    folder = root / ITERATION
+    (folder / "integrity.json").write_text(json.dumps({"files": {**sums, "__7_0.distcp": "0" * 64}}))
+    assert [f[:3] for f in findings_of(root)] == [("error", "integrity", "__7_0.distcp")]
+    (folder / "__8_0.distcp").write_bytes(b"new")
+    assert ("error", "integrity", "__8_0.distcp") in [f[:3] for f in findings_of(root)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        '{"algorithm": "md5", "files": {}}',
+        '{"algorithm": "sha256"}',
+        '{"files": {"a": 1}}',
+        '{"files": {"a": "XY"}}',
+        "[" * 100_000,
+    ],
+)
+def test_sums_that_are_not_sums(text, tmp_path):
+    root, _ = with_integrity(tmp_path)
+    (root / ITERATION / "integrity.json").write_text(text)
+    assert [f[:3] for f in findings_of(root)] == [("error", "integrity", "integrity.json")]
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "", ".."])
+def test_sums_of_files_elsewhere_are_not_made(name, tmp_path):
+    root, sums = with_integrity(tmp_path)
+    (root / "secret").write_text("secret")
+    text = json.dumps({"files": {**sums, name: "0" * 64}})
+    (root / ITERATION / "integrity.json").write_text(text)
+    ((severity, check, where, message),) = findings_of(root, content=True)
+    assert (severity, check, where) == ("error", "integrity", "integrity.json")
+    assert "not the name of a file of this folder" in message
