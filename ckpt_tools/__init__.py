@@ -17,7 +17,7 @@ One conversion, as data::
       | sharding.placement                  a box per (training rank, tensor)
       | plan.build                          views x boxes x chunks -> transfers; coverage is proven here
     Plan (plain data; printed by `plan`, executed by `convert`)
-      | execute                             tiles through a fixed buffer, CRC as they pass, own files per rank
+      | execute                             tiles through a fixed buffer, CRCs proven and made as they pass, own files
     files, `.metadata` last, directory renamed into place, tracker replaced
 
 Tensor bytes are moved, not computed on: everything that decides their way is in `.metadata` and the common state.
