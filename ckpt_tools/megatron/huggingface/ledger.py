@@ -21,7 +21,6 @@ MAX_VALUE_CHARS = 60
 MEGATRON_NAMES = {"activation_clamp": "activation_func_clamp_value", "rotary_base_local": "the local rotary_base",
                   "sliding_window": "window_size", "sliding_pattern": "interleaved_attn_pattern",
                   "query_pre_attn_scalar": "softmax_scale, as 1 / its square,"}  # fmt: skip
-UNSET: tuple[Any, ...] = (None, False, "", [], (), {})
 
 
 class Change(NamedTuple):
@@ -173,7 +172,7 @@ def equal(value: Any, other: Any) -> bool:
         return len(value) == len(other) and all(equal(a, b) for a, b in zip(value, other, strict=True))
     if isinstance(value, bool) or isinstance(other, bool):
         return value in (0, 1) and other in (0, 1) and bool(value) == bool(other)
-    return bool(value == other)
+    return value is other or (isinstance(value, int | float | str | Mapping) and bool(value == other))
 
 
 def _has_layer_types(family: Family, config: Mapping[str, Any], kinds: Any) -> bool:
@@ -196,13 +195,17 @@ def _has_layer_types(family: Family, config: Mapping[str, Any], kinds: Any) -> b
     ]
 
 
+def _unset(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float | str | list | tuple | dict) and not value)
+
+
 def _name(name: object) -> str:
     """A setting's name as text of one line, whatever it is."""
     return name if isinstance(name, str) and name.isidentifier() else short(name)
 
 
 def _unknown(found: Iterable[tuple[str, Any]]) -> tuple[str, ...]:
-    texts = sorted(f"{_name(name)}={short(value)}" for name, value in found if value not in UNSET)
+    texts = sorted(f"{_name(name)}={short(value)}" for name, value in found if not _unset(value))
     if not texts:
         return ()
     shown = ", ".join(texts[:20]) + (f" and {len(texts) - 20} more" if len(texts) > 20 else "")

@@ -282,7 +282,9 @@ def as_text(value: object) -> str:
     """A setting that may be an enum, a Bridge `{_target_: ...}` dict or a stub of a foreign class, as text."""
     if isinstance(value, Mapping):
         match value.get("_args_"):
-            case [first, *_]:
+            case [first, *_] if not value.get(
+                "_partial_"
+            ):  # an enum's value, not what a function is bound to
                 return str(first)
         return str(value.get("_target_", ""))
     return str(getattr(value, "name", value))

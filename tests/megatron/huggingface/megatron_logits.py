@@ -92,8 +92,11 @@ def transformer_config(args: dict[str, Any]) -> Any:
     if args.get("gated_linear_unit") and not args["swiglu"]:
         known |= {"activation_func": lambda x: functional.gelu(x, approximate="tanh")}
     if not (args["swiglu"] or args.get("quick_geglu") or args.get("gated_linear_unit")):
+        form = (
+            "tanh" if args["bias_gelu_fusion"] else "none"
+        )  # what Megatron's fused kernel computes, and its plain one
         known |= {
-            "activation_func": lambda x: functional.gelu(x, approximate="tanh"),
+            "activation_func": lambda x: functional.gelu(x, approximate=form),
             "gated_linear_unit": False,
         }
     config = kind(**known)

@@ -83,6 +83,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3TextConfig", {**GEMMA, "sliding_window": 8, "query_pre_attn_scalar": 10}),
     "gpt2": ("GPT2Config", {"vocab_size": 97, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 40,
                             "n_inner": 50, "bos_token_id": 1, "eos_token_id": 2}),
+    "gpt2_gelu": ("GPT2Config", {"vocab_size": 97, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 40,
+                                 "activation_function": "gelu", "bos_token_id": 1, "eos_token_id": 2}),
+    "deepseek_v3_one_expert": ("DeepseekV3Config", {**BASE, **MLA, "num_experts_per_tok": 1,
+                                                    "norm_topk_prob": False}),
 }  # fmt: skip
 
 

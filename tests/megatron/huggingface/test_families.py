@@ -24,7 +24,6 @@ transformers = pytest.importorskip("transformers", reason="the optional peer tra
 from safetensors.numpy import load_file, save_file  # noqa: E402  # after the skip
 
 transformers.utils.logging.set_verbosity(logging.ERROR)
-NEEDS_REFERENCE = {"gemma2", "gemma3"}
 
 
 @dataclass
@@ -54,8 +53,7 @@ def make_case(name: str, directory: Path) -> Case:
     megatron = materialise(imported.tensors, tensors, source_shapes=imported.shapes)
     args = imported.args
     open_rope = args.get("rotary_seq_len_interpolation_factor")  # Megatron-LM's args leave it open
-    reference = config if name in NEEDS_REFERENCE or open_rope else None
-    exported = export_targets(specs(megatron), args, reference)
+    exported = export_targets(specs(megatron), args, config if open_rope else None)
     again = materialise(exported.tensors, megatron, target_shapes=exported.shapes)
     return Case(directory, want, config, tensors, imported, megatron, exported, again)
 

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -159,6 +160,8 @@ def test_neutral_values_pass_without_a_word(name: str) -> None:
         {"moe_shared_expert_glu_interleave_size": 32},
         {"no_rope_freq": [0, 0]},
         {"no_rope_freq": (0, 0)},
+        {"transformer_layer_spec": {"_target_": "megatron.core.models.gpt.gpt_layer_specs.get_gpt_decoder_block_spec",
+                                    "_partial_": True, "_args_": [True]}},
         {"rope_scaling_factor": 32.0},  # without use_rope_scaling
         {"window_attn_skip_freq": 2},  # without a window
         {"softmax_scale": 0.5},  # 1 / sqrt(4), the size of a head
@@ -166,7 +169,7 @@ def test_neutral_values_pass_without_a_word(name: str) -> None:
         {"add_qkv_bias": False, "activation_func_clamp_value": None, "glu_linear_offset": 0.0},
         {"tensor_model_parallel_size": 8, "lr": 3e-4, "fp8": "hybrid", "apply_query_key_layer_scaling": True},
     ],
-)
+)  # fmt: skip
 def test_what_has_no_effect_passes(args: dict[str, Any]) -> None:
     assert export(LLAMA, **args) == export(LLAMA)
 
@@ -215,7 +218,8 @@ def test_the_weight_of_a_single_expert_is_not_normalized() -> None:
     "args",
     [{"softmax_scale": "x"}, {"softmax_scale": 0}, {"moe_mlp_glu_interleave_size": "x"}, {"rotary_base": "x"},
      {"rotary_base": [1, 2, 3]}, {"query_pre_attn_scalar": -1}, {"interleaved_attn_pattern": [5, 2]},
-     {"activation_func": {"_args_": 5}, "gated_linear_unit": True}],
+     {"activation_func": {"_args_": 5}, "gated_linear_unit": True}, {"no_rope_freq": np.arange(2)},
+     {"spec": object()}],
 )  # fmt: skip
 def test_values_that_are_not_what_they_must_be(args: dict[str, Any]) -> None:
     assert next(iter(args)).split("_")[0] in problems(lambda: export(QWEN3_MOE, **args))
