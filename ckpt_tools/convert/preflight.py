@@ -34,6 +34,7 @@ from ckpt_tools.verify.rules import RULES
 _ENVIRONMENT = "unset CUDA_DEVICE_MAX_CONNECTIONS"
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _LAYER = re.compile(r"^(?P<layer>.*\blayers\.\d+\.(?:\w+_layer\.)?)(?P<rest>.+)$")
+_RNG_RANK = re.compile(r"rng_state\.\((\d{1,9}), (\d{1,9})\)")
 _PACKED = re.compile(r"^(?P<module>.*\.)(?:in_proj\.|conv1d[._])(?:weight|bias)$")
 # Norms that Transformer Engine's projections have inside, and the modules of their own that stand for them elsewhere,
 # each beside the weight that it belongs to: MLA's input norm and that of experts are apart in every spec.
@@ -96,8 +97,13 @@ def preflight(
 
 
 def run_rule(rule: Rule, facts: Facts) -> Check:
-    """The verdict of one rule."""
-    found = rule.broken(facts)
+    """The verdict of one rule; settings that it cannot compare are not what Megatron takes."""
+    try:
+        found = rule.broken(facts)
+    except (TypeError, ValueError, ArithmeticError) as error:
+        found = (
+            f"the settings cannot be judged ({error}): one has a type or value that Megatron does not take"
+        )
     findings = () if found is None else (Finding(rule.name, rule.severity, found, rule.why, rule.fix),)
     return Check(rule.name, "rules", 1, findings, rule.where)
 
@@ -140,7 +146,7 @@ def _about(opened: Opened) -> tuple[Facts, int | None]:
     shapes = {weight.name: weight.shape for weight in weights}
     keys = (*catalog.tensors, *catalog.objects)
     if is_fsdp:
-        ranks = {_rng_rank(key) for key in keys if key.startswith("rng_state.(")}
+        ranks = {(int(m[1]), int(m[2])) for m in map(_RNG_RANK.match, keys) if m}
         states = {m["kind"] for m in map(meaning.FSDP_STATE.match, catalog.tensors) if m} - {"step"}
     else:
         ranks = {(int(m[1]), int(m[2])) for m in map(RNG_KEY.match, catalog.objects) if m}
@@ -159,12 +165,13 @@ def _about(opened: Opened) -> tuple[Facts, int | None]:
         target=record.program,
         tokens=record.tokens,
     )
-    return facts, record.tp or facts.args.get("tensor_model_parallel_size")
+    size = record.tp or facts.args.get("tensor_model_parallel_size")
+    return facts, size if isinstance(size, int) and size > 0 else None
 
 
 def stored_style(shapes: Mapping[str, tuple[int, ...]], is_fsdp: bool) -> Stored:
     """What names and shapes of the weights tell about the model; how it is spelled only where it is spelled live."""
-    rows = next((shape[0] for name, shape in shapes.items() if name.endswith(EMBEDDING)), None)
+    rows = next((shape[0] for name, shape in shapes.items() if name.endswith(EMBEDDING) and shape), None)
     output = any(name.endswith(OUTPUT) for name in shapes) if rows is not None else None
     mtp = next((n for block, n in layer_counts(shapes).items() if ".mtp." in f".{block}"), 0)
     if not is_fsdp:
@@ -224,11 +231,6 @@ def _packed(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(
         name for name in sorted(live) if (m := _PACKED.match(name)) and f"{m['module']}A_log" in live
     )
-
-
-def _rng_rank(key: str) -> tuple[int, int]:
-    pp, tp = key.removeprefix("rng_state.(").partition(")")[0].split(", ")
-    return int(pp), int(tp)
 
 
 def _flags_check(job: Job) -> Check:

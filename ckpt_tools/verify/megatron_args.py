@@ -82,15 +82,11 @@ def flag_words(name: str, value: Any, version: str, always: bool = False) -> lis
 
 def _words(flag: Flag, value: Any) -> list[str] | None:
     if flag.kind == "store":
-        if (
-            value is None
-            or isinstance(value, bool)
-            or (flag.choices is not None and value not in flag.choices)
-        ):
+        items = list(value) if flag.nargs is not None and isinstance(value, list | tuple) else [value]
+        known = flag.choices is None or all(item in flag.choices for item in items)
+        if not items or not known or any(item is None or isinstance(item, bool) for item in items):
             return None
-        if isinstance(value, list | tuple) and flag.nargs is not None:
-            return [flag.options[0], *map(str, value)] if value else None
-        return [flag.options[0], _runs(value) if flag.type == "pattern" else str(value)]
+        return [flag.options[0], *(_runs(item) if flag.type == "pattern" else str(item) for item in items)]
     if not isinstance(value, bool):
         return None
     if flag.kind == "bool":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 from ckpt_tools.megatron.names import DIALECTS, MTP_DISK, MTP_LIVE
@@ -15,6 +16,7 @@ from ckpt_tools.verify.report import ERROR, WARNING
 
 COMPARED_ARGS = ("num_layers", "hidden_size", "num_attention_heads")
 WITH_VOCAB_FILE = ("max_position_embeddings", "make_vocab_size_divisible_by", "tokenizer_type")
+_SHOWN = 8
 STATE_KINDS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 
 
@@ -37,10 +39,8 @@ def _architecture(f: Facts) -> str | None:
 
 
 def _multiple(f: Facts, settings: Mapping[str, Any]) -> int:
-    divisor = (
-        settings.get("make_vocab_size_divisible_by") or f.args.get("make_vocab_size_divisible_by") or 128
-    )
-    return int(divisor) * f.tp
+    given = (source.get("make_vocab_size_divisible_by") for source in (settings, f.args))
+    return next((divisor for divisor in given if isinstance(divisor, int) and divisor > 0), 128) * f.tp
 
 
 def _pads(f: Facts, settings: Mapping[str, Any]) -> bool:
@@ -52,8 +52,8 @@ def _pads(f: Facts, settings: Mapping[str, Any]) -> bool:
 
 def wanted_rows(f: Facts, settings: Mapping[str, Any]) -> int | None:
     """Rows of the word embeddings under `settings`, None when only the tokenizer knows (build_tokenizer.py)."""
-    if (padded := settings.get("padded_vocab_size")) is not None and settings is not f.args:
-        return int(padded)
+    if isinstance(padded := settings.get("padded_vocab_size"), int) and settings is not f.args:
+        return padded
     size = next(
         (s for s in (settings.get("vocab_size"), f.tokens, f.args.get("vocab_size")) if s is not None), None
     )
@@ -139,7 +139,7 @@ def _state_kinds(f: Facts) -> str | None:
 def _rng_entries(f: Facts) -> str | None:
     if not f.loads("rng"):
         return None
-    missing = [rank for rank in range(f.tp) if (0, rank) not in f.rng_ranks]
+    missing = list(islice((rank for rank in range(f.tp) if (0, rank) not in f.rng_ranks), _SHOWN))
     return f"no rng state for tensor parallel ranks {missing} of {f.tp}" if missing else None
 
 

@@ -184,7 +184,7 @@ def test_every_rule_of_every_version_is_tried():
     elsewhere = {  # tested below, with another checkpoint or another job
         "checkpoint-format", "required", "megatron-fsdp", "distributed-optimizer", "gradient-accumulation-fusion",
         "max-connections", "user-buffers", "version-2", "tied-embeddings", "swiglu", "experts", "expert-layers",
-        "optimizer-entries", "names", "packed-projections", "packed-projections-unknown", "strict-load",
+        "optimizer-entries", "stored-arguments", "names", "packed-projections", "packed-projections-unknown", "strict-load",
     }  # fmt: skip
     missing = {
         (rule.name, program)
@@ -321,6 +321,13 @@ def test_weights_alone(tmp_path, target):
     assert not warm.findings or "core-0.16 or core-0.17" in warm.findings[0].fix
     single = [*without("--bf16"), "--finetune"]  # fp32 has no masters to copy to
     assert preflight(out, single, target=target).report.is_valid
+
+
+def test_a_size_beyond_all_machines_is_answered_at_once():
+    found = broken([*GOOD, "--tensor-model-parallel-size", str(10**15)])
+    assert found["rng-entries"][1].startswith(
+        "no rng state for tensor parallel ranks [2, 3, 4, 5, 6, 7, 8, 9] of"
+    )
 
 
 def test_experts_named_for_another_job():
