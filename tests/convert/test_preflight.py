@@ -184,7 +184,8 @@ def test_every_rule_of_every_version_is_tried():
     elsewhere = {  # tested below, with another checkpoint or another job
         "checkpoint-format", "required", "megatron-fsdp", "distributed-optimizer", "gradient-accumulation-fusion",
         "max-connections", "user-buffers", "version-2", "tied-embeddings", "swiglu", "experts", "expert-layers",
-        "optimizer-entries", "stored-arguments", "names", "packed-projections", "packed-projections-unknown", "strict-load",
+        "optimizer-entries", "stored-arguments", "names", "packed-projections", "packed-projections-unknown",
+        "strict-load",
     }  # fmt: skip
     missing = {
         (rule.name, program)
