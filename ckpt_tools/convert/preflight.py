@@ -21,6 +21,7 @@ from ckpt_tools.verify.job import (
     MAIN,
     PROGRAMS,
     Job,
+    command_words,
     is_bridge_command,
     merge,
     parse_command,
@@ -34,6 +35,7 @@ from ckpt_tools.verify.rules import RULES
 _ENVIRONMENT = "unset CUDA_DEVICE_MAX_CONNECTIONS"
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _LAYER = re.compile(r"^(?P<layer>.*\blayers\.\d+\.(?:\w+_layer\.)?)(?P<rest>.+)$")
+_SCRIPTS = ("pretrain_gpt.py", "pretrain_mamba.py", "pretrain_hybrid.py")  # others may add flags of their own
 _RNG_RANK = re.compile(r"rng_state\.\((\d{1,9}), (\d{1,9})\)")
 _PACKED = re.compile(r"^(?P<module>.*\.)(?:in_proj\.|conv1d[._])(?:weight|bias)$")
 # Norms that Transformer Engine's projections have inside, and the modules of their own that stand for them elsewhere,
@@ -70,13 +72,14 @@ def preflight(
     that the checkpoint's own arguments describe, which is the one that `launch` starts.
 
     Raises:
-        UsageError: the YAML file cannot be read, or `target` is not a known program.
+        UsageError: the YAML file or the command line cannot be read, or `target` is not a known program.
         Otherwise the errors of opening a checkpoint.
     """
     if target is not None and target not in PROGRAMS:
         raise UsageError(
             f"{target!r} is not a program that loads checkpoints; known are {', '.join(PROGRAMS)}"
         )
+    words = command_words(words)
     with open_checkpoint(checkpoint, iteration, trust_pickle) as opened:
         about, packed_for = _about(opened)
         program = target or _program(about, words, yaml_file)
@@ -105,7 +108,7 @@ def run_rule(rule: Rule, facts: Facts) -> Check:
             f"the settings cannot be judged ({error}): one has a type or value that Megatron does not take"
         )
     findings = () if found is None else (Finding(rule.name, rule.severity, found, rule.why, rule.fix),)
-    return Check(rule.name, "rules", 1, findings, rule.where)
+    return Check(rule.name, "rules", 1, findings, source=rule.where)
 
 
 def _applies(rule: Rule, facts: Facts, has_job: bool) -> bool:
@@ -237,20 +240,18 @@ def _flags_check(job: Job) -> Check:
     """Whether the program's own parser takes the command line."""
     source = f"training/arguments.py parse_args ({job.program})"
     if job.is_bridge:
-        return Check(
-            "flags", "settings", len(job.given), (), "Megatron-Bridge scripts/training/run_recipe.py"
-        )
+        return Check("flags", "settings", len(job.given), (), source="Megatron-Bridge run_recipe.py")
     findings = []
     if job.refused is not None:
         findings.append(Finding("flags", ERROR, job.refused, f"the parser of Megatron-LM {job.program} stops at it",
                                 "give the flag as that version takes it"))  # fmt: skip
-    known_script = job.script is None or Path(job.script).name.startswith("pretrain_")
+    known_script = job.script is None or Path(job.script).name in _SCRIPTS
     for word in job.unknown:
         severity = ERROR if known_script else WARNING
         findings.append(
             Finding("flags", severity, word, f"Megatron-LM {job.program} knows no such flag", _meant(word))
         )
-    return Check("flags", "flags", len(job.given) + len(job.unknown), tuple(findings), source)
+    return Check("flags", "flags", len(job.given) + len(job.unknown), tuple(findings), source=source)
 
 
 def _meant(word: str) -> str:

@@ -53,7 +53,17 @@ def flags_of(version: str) -> tuple[Flag, ...]:
 
 def versions_with(option: str) -> tuple[str, ...]:
     """The versions whose parser knows a flag."""
-    return tuple(v for v in _table()["versions"] if any(option in flag.options for flag in flags_of(v)))
+    return tuple(version for version in _table()["versions"] if is_flag(option, version))
+
+
+def is_flag(option: str, version: str) -> bool:
+    """Whether a version's parser knows a flag."""
+    return option in _options(version)
+
+
+@cache
+def _options(version: str) -> frozenset[str]:
+    return frozenset(option for flag in flags_of(version) for option in flag.options)
 
 
 @cache

@@ -10,7 +10,7 @@ from ckpt_tools.convert.launch import launch
 from ckpt_tools.convert.preflight import run_rule
 from ckpt_tools.errors import UsageError
 from ckpt_tools.verify.facts import Facts, Stored
-from ckpt_tools.verify.job import PROGRAMS, VERSIONS, Job, merge, parse_command, parse_yaml
+from ckpt_tools.verify.job import PROGRAMS, VERSIONS, Job, command_words, merge, parse_command, parse_yaml
 from ckpt_tools.verify.megatron_args import (
     defaults_of,
     flag_words,
@@ -147,13 +147,17 @@ def test_words_of_a_command_line():
     assert not parse_command([])
     alone = parse_command(["A=1", "--swiglu"])
     assert (dict(alone.environment), alone.script, alone.unknown) == ({"A": "1"}, None, ())
-    one = parse_command(
-        ["A='1 2' python pretrain_gpt.py --data-path 'a b' c --moe-layer-freq \"([0]*1+[1]*1)\""]
+    one = _from_one_word(
+        "A='1 2' python pretrain_gpt.py --data-path 'a b' c --moe-layer-freq \"([0]*1+[1]*1)\""
     )
     assert (one.settings["data_path"], one.settings["moe_layer_freq"]) == (["a b", "c"], [0, 1])
     assert dict(one.environment) == {"A": "1 2"}
     with pytest.raises(UsageError, match="No closing quotation"):
-        parse_command(["--data-path 'a"])
+        command_words(["--data-path 'a"])
+
+
+def _from_one_word(text):
+    return parse_command(command_words([text]))
 
 
 def test_yaml_files_of_three_kinds():
