@@ -10,13 +10,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt_tools.catalog.unpickle import StandIn
+from ckpt_tools.catalog.unpickle import StandIn, TorchDtype
 from ckpt_tools.verify.facts import Facts, before
 from ckpt_tools.verify.job import BRIDGE
 from ckpt_tools.verify.megatron_args import Flag, flag_words, flags_of
-from ckpt_tools.verify.model_rules import gated_delta_nets
+from ckpt_tools.verify.model_rules import decoder_layers, gated_delta_nets
 from ckpt_tools.verify.rules import wanted_rows
 
+_SAID: Mapping[str, tuple[type, ...]] = {
+    "str": (str,), "int": (int,), "float": (int, float), "bool": (), "tuple": (int,), "pattern": (int,)
+}  # fmt: skip
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "uint8": "fp8"}
 # Settings of the run before that do not go over to the job: places, the 3D-parallel layout, what validate_args itself
 # filled in and refuses to be given, and what belongs to one machine or one evening.
@@ -148,9 +151,10 @@ def _decided(f: Facts) -> dict[str, Any]:
         decided["transformer_impl"] = "local" if stored.local_norms else "transformer_engine"
     delta_nets = gated_delta_nets(stored.shapes)
     if delta_nets and f.args.get("experimental_attention_variant") is None:
-        count = f.args.get("num_layers", 0)
         decided["experimental_attention_variant"] = "gated_delta_net"
-        decided["linear_attention_freq"] = [int(layer in delta_nets) for layer in range(count)]
+        decided["linear_attention_freq"] = [
+            int(i in delta_nets) for i in range(decoder_layers(stored.shapes))
+        ]
     if stored.mtp_layers:
         decided["mtp_num_layers"] = stored.mtp_layers
     if not f.states and f.job.program in before("core-0.19"):
@@ -167,21 +171,31 @@ def _padded(f: Facts) -> int | None:
 
 def _plain(value: Any, flag: Flag) -> Any:
     """A stored argument as its flag takes it; None for what it cannot say."""
-    if type(value).__name__ == "TorchDtype":
+    if isinstance(value, TorchDtype):
         return _DTYPES.get(value.name)
     if isinstance(value, StandIn):  # a member of an enum that counts from 1
         number = value.args[0] if len(value.args) == 1 else None
         choices = flag.choices or ()
         return choices[number - 1] if isinstance(number, int) and 0 < number <= len(choices) else None
-    return value
+    if flag.kind != "store":
+        return value if isinstance(value, bool) else None
+    many = flag.nargs is not None or flag.type in ("tuple", "pattern")
+    items = value if many and isinstance(value, list | tuple) else [value]
+    fits = all(isinstance(item, _SAID[flag.type]) and not isinstance(item, bool) for item in items)
+    return value if fits else None
 
 
 def _ranks(settings: Mapping[str, Any]) -> int:
     """The fewest GPUs on which the job's parallel sizes fit."""
-    tp = settings["tensor_model_parallel_size"]
-    dense = tp * settings.get("context_parallel_size", 1)
-    sparse = settings.get("expert_tensor_parallel_size", tp) * settings.get("expert_model_parallel_size", 1)
-    return math.lcm(dense, sparse) * int(settings.get("num_distributed_optimizer_instances", 1))
+
+    def size(name: str, default: int = 1) -> int:
+        found = settings.get(name, default)
+        return found if isinstance(found, int) and found > 0 else default
+
+    tp = size("tensor_model_parallel_size")
+    dense = tp * size("context_parallel_size")
+    sparse = size("expert_tensor_parallel_size", tp) * size("expert_model_parallel_size")
+    return math.lcm(dense, sparse) * size("num_distributed_optimizer_instances")
 
 
 def _script(f: Facts) -> str:
@@ -229,18 +243,17 @@ def _bridge(f: Facts, load: str) -> Iterator[str]:
         "checkpoint.load_optim": bool(f.states),
         "checkpoint.load_rng": all((0, rank) in f.rng_ranks for rank in range(f.tp)),
     }
-    ranks = {"tensor_model_parallel_size": f.tp}
-    for name in ("context_parallel_size", "expert_model_parallel_size"):
-        ranks[name] = model[name] if isinstance(model[name], int) else 1
     yield from (
         "--nproc-per-node",
-        str(_ranks(ranks)),
+        str(_ranks(model)),
         "scripts/training/run_recipe.py",
         "--recipe",
         "RECIPE",
     )
     for name, value in settings.items():
-        if isinstance(value, bool | int | float | list):
+        if isinstance(value, bool | int | float) or (
+            isinstance(value, list) and set(map(type, value)) <= {int}
+        ):
             yield f"{name}={json.dumps(value, separators=(',', ':'))}"
         elif isinstance(value, str):
             yield f"{name}={value}"

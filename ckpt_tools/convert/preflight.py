@@ -21,6 +21,7 @@ from ckpt_tools.verify.job import (
     MAIN,
     PROGRAMS,
     Job,
+    command_words,
     is_bridge_command,
     merge,
     parse_command,
@@ -34,6 +35,8 @@ from ckpt_tools.verify.rules import RULES
 _ENVIRONMENT = "unset CUDA_DEVICE_MAX_CONNECTIONS"
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _LAYER = re.compile(r"^(?P<layer>.*\blayers\.\d+\.(?:\w+_layer\.)?)(?P<rest>.+)$")
+_SCRIPTS = ("pretrain_gpt.py", "pretrain_mamba.py", "pretrain_hybrid.py")  # others may add flags of their own
+_RNG_RANK = re.compile(r"rng_state\.\((\d{1,9}), (\d{1,9})\)")
 _PACKED = re.compile(r"^(?P<module>.*\.)(?:in_proj\.|conv1d[._])(?:weight|bias)$")
 # Norms that Transformer Engine's projections have inside, and the modules of their own that stand for them elsewhere,
 # each beside the weight that it belongs to: MLA's input norm and that of experts are apart in every spec.
@@ -69,13 +72,14 @@ def preflight(
     that the checkpoint's own arguments describe, which is the one that `launch` starts.
 
     Raises:
-        UsageError: the YAML file cannot be read, or `target` is not a known program.
+        UsageError: the YAML file or the command line cannot be read, or `target` is not a known program.
         Otherwise the errors of opening a checkpoint.
     """
     if target is not None and target not in PROGRAMS:
         raise UsageError(
             f"{target!r} is not a program that loads checkpoints; known are {', '.join(PROGRAMS)}"
         )
+    words = command_words(words)
     with open_checkpoint(checkpoint, iteration, trust_pickle) as opened:
         about, packed_for = _about(opened)
         program = target or _program(about, words, yaml_file)
@@ -96,10 +100,15 @@ def preflight(
 
 
 def run_rule(rule: Rule, facts: Facts) -> Check:
-    """The verdict of one rule."""
-    found = rule.broken(facts)
+    """The verdict of one rule; settings that it cannot compare are not what Megatron takes."""
+    try:
+        found = rule.broken(facts)
+    except (TypeError, ValueError, ArithmeticError) as error:
+        found = (
+            f"the settings cannot be judged ({error}): one has a type or value that Megatron does not take"
+        )
     findings = () if found is None else (Finding(rule.name, rule.severity, found, rule.why, rule.fix),)
-    return Check(rule.name, "rules", 1, findings, rule.where)
+    return Check(rule.name, "rules", 1, findings, source=rule.where)
 
 
 def _applies(rule: Rule, facts: Facts, has_job: bool) -> bool:
@@ -140,7 +149,7 @@ def _about(opened: Opened) -> tuple[Facts, int | None]:
     shapes = {weight.name: weight.shape for weight in weights}
     keys = (*catalog.tensors, *catalog.objects)
     if is_fsdp:
-        ranks = {_rng_rank(key) for key in keys if key.startswith("rng_state.(")}
+        ranks = {(int(m[1]), int(m[2])) for m in map(_RNG_RANK.match, keys) if m}
         states = {m["kind"] for m in map(meaning.FSDP_STATE.match, catalog.tensors) if m} - {"step"}
     else:
         ranks = {(int(m[1]), int(m[2])) for m in map(RNG_KEY.match, catalog.objects) if m}
@@ -159,12 +168,13 @@ def _about(opened: Opened) -> tuple[Facts, int | None]:
         target=record.program,
         tokens=record.tokens,
     )
-    return facts, record.tp or facts.args.get("tensor_model_parallel_size")
+    size = record.tp or facts.args.get("tensor_model_parallel_size")
+    return facts, size if isinstance(size, int) and size > 0 else None
 
 
 def stored_style(shapes: Mapping[str, tuple[int, ...]], is_fsdp: bool) -> Stored:
     """What names and shapes of the weights tell about the model; how it is spelled only where it is spelled live."""
-    rows = next((shape[0] for name, shape in shapes.items() if name.endswith(EMBEDDING)), None)
+    rows = next((shape[0] for name, shape in shapes.items() if name.endswith(EMBEDDING) and shape), None)
     output = any(name.endswith(OUTPUT) for name in shapes) if rows is not None else None
     mtp = next((n for block, n in layer_counts(shapes).items() if ".mtp." in f".{block}"), 0)
     if not is_fsdp:
@@ -226,29 +236,22 @@ def _packed(names: Iterable[str]) -> tuple[str, ...]:
     )
 
 
-def _rng_rank(key: str) -> tuple[int, int]:
-    pp, tp = key.removeprefix("rng_state.(").partition(")")[0].split(", ")
-    return int(pp), int(tp)
-
-
 def _flags_check(job: Job) -> Check:
     """Whether the program's own parser takes the command line."""
     source = f"training/arguments.py parse_args ({job.program})"
     if job.is_bridge:
-        return Check(
-            "flags", "settings", len(job.given), (), "Megatron-Bridge scripts/training/run_recipe.py"
-        )
+        return Check("flags", "settings", len(job.given), (), source="Megatron-Bridge run_recipe.py")
     findings = []
     if job.refused is not None:
         findings.append(Finding("flags", ERROR, job.refused, f"the parser of Megatron-LM {job.program} stops at it",
                                 "give the flag as that version takes it"))  # fmt: skip
-    known_script = job.script is None or Path(job.script).name.startswith("pretrain_")
+    known_script = job.script is None or Path(job.script).name in _SCRIPTS
     for word in job.unknown:
         severity = ERROR if known_script else WARNING
         findings.append(
             Finding("flags", severity, word, f"Megatron-LM {job.program} knows no such flag", _meant(word))
         )
-    return Check("flags", "flags", len(job.given) + len(job.unknown), tuple(findings), source)
+    return Check("flags", "flags", len(job.given) + len(job.unknown), tuple(findings), source=source)
 
 
 def _meant(word: str) -> str:

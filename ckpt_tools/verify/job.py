@@ -82,31 +82,49 @@ def is_bridge_command(words: Sequence[str]) -> bool:
     return any(_OVERRIDE.fullmatch(word) or word.endswith(_BRIDGE_SCRIPTS) for word in words)
 
 
+def command_words(words: Sequence[str]) -> list[str]:
+    """The words of a command line; one word that holds all of it is split as a shell splits it.
+
+    Raises:
+        UsageError: a shell could not split it.
+    """
+    if len(words) != 1 or not any(c.isspace() for c in words[0]):
+        return list(words)
+    try:
+        return shlex.split(words[0])
+    except ValueError as error:
+        raise UsageError(f"the job's command line: {error}") from None
+
+
 def parse_command(words: Sequence[str], program: str = MAIN) -> Job:
     """The job that a command line starts: `NAME=VALUE ... program.py --flag value ...`, or the flags alone.
 
-    What stands before a `.py` file belongs to the launcher and is ignored, but for the environment. One word that
-    holds the whole command line is split as a shell splits it.
-
-    Raises:
-        UsageError: one word is not a command line that a shell can split.
+    What stands before a `.py` file, or a module after `-m`, belongs to the launcher and is ignored, but for the
+    environment.
     """
-    if len(words) == 1 and any(c.isspace() for c in words[0]):
-        try:
-            words = shlex.split(words[0])
-        except ValueError as error:
-            raise UsageError(f"the job's command line: {error}") from None
-    scripts = [i for i, word in enumerate(words) if word.endswith(".py")]
-    script = words[scripts[-1]] if scripts else None
+    at = _script_at(words, program)
+    script = None if at is None else words[at]
     environment: dict[str, str] = {}
-    rest = list(words[scripts[-1] + 1 :]) if scripts else list(words)
-    for word in words[: scripts[-1]] if scripts else _leading_assignments(rest):
+    rest = list(words) if at is None else list(words[at + 1 :])
+    for word in _leading_assignments(rest) if at is None else words[:at]:
         if match := _ASSIGNMENT.fullmatch(word):
             environment[match[1]] = match[2]
     if program == BRIDGE:
-        given = _bridge_words(rest)
-        return _bridge_job(given, environment, script)
+        return _bridge_job(_bridge_words(rest), environment, script)
     return replace(_flags_job(rest, program), environment=environment, script=script)
+
+
+def _script_at(words: Sequence[str], program: str) -> int | None:
+    """Where the training program stands: the last script before the first flag, for a value may end in `.py` too."""
+    from ckpt_tools.verify.megatron_args import is_flag
+
+    flags = (
+        i for i, word in enumerate(words) if program != BRIDGE and is_flag(word.partition("=")[0], program)
+    )
+    first = next(flags, len(words))
+    scripts = [i for i in range(first) if words[i].endswith(".py")]
+    modules = [i + 1 for i in range(first - 1) if words[i] == "-m" and not words[i + 1].startswith("-")]
+    return scripts[-1] if scripts else modules[-1] if modules else None
 
 
 def parse_yaml(text: str, name: str = "the YAML file", program: str = MAIN) -> Job:

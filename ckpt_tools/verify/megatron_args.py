@@ -53,7 +53,17 @@ def flags_of(version: str) -> tuple[Flag, ...]:
 
 def versions_with(option: str) -> tuple[str, ...]:
     """The versions whose parser knows a flag."""
-    return tuple(v for v in _table()["versions"] if any(option in flag.options for flag in flags_of(v)))
+    return tuple(version for version in _table()["versions"] if is_flag(option, version))
+
+
+def is_flag(option: str, version: str) -> bool:
+    """Whether a version's parser knows a flag."""
+    return option in _options(version)
+
+
+@cache
+def _options(version: str) -> frozenset[str]:
+    return frozenset(option for flag in flags_of(version) for option in flag.options)
 
 
 @cache
@@ -82,15 +92,11 @@ def flag_words(name: str, value: Any, version: str, always: bool = False) -> lis
 
 def _words(flag: Flag, value: Any) -> list[str] | None:
     if flag.kind == "store":
-        if (
-            value is None
-            or isinstance(value, bool)
-            or (flag.choices is not None and value not in flag.choices)
-        ):
+        items = list(value) if flag.nargs is not None and isinstance(value, list | tuple) else [value]
+        known = flag.choices is None or all(item in flag.choices for item in items)
+        if not items or not known or any(item is None or isinstance(item, bool) for item in items):
             return None
-        if isinstance(value, list | tuple) and flag.nargs is not None:
-            return [flag.options[0], *map(str, value)] if value else None
-        return [flag.options[0], _runs(value) if flag.type == "pattern" else str(value)]
+        return [flag.options[0], *(_runs(item) if flag.type == "pattern" else str(item) for item in items)]
     if not isinstance(value, bool):
         return None
     if flag.kind == "bool":

@@ -114,8 +114,8 @@ def _pairs(f: Facts, m: _Model) -> Iterator[tuple[str, Any, Any]]:
         shape = _first(f, ending)
         return shape[axis] if shape is not None and len(shape) > axis else None
 
-    embedding = f.stored.shapes.get("embedding.word_embeddings.weight")
-    yield "hidden size", m.hidden, None if embedding is None else embedding[1]
+    embedding = f.stored.shapes.get("embedding.word_embeddings.weight", ())
+    yield "hidden size", m.hidden, embedding[1] if len(embedding) == 2 else None
     gate = m.heads if f.on("attention_output_gate") else 0
     if not m.latent:
         yield (
@@ -144,12 +144,8 @@ def _pairs(f: Facts, m: _Model) -> Iterator[tuple[str, Any, Any]]:
         size("mlp.shared_experts.linear_fc1.weight"),
     )
     yield "num_experts", f.value("num_experts"), size("mlp.router.weight")
-    positions = f.stored.shapes.get("embedding.position_embeddings.weight")
-    yield (
-        "max_position_embeddings",
-        f.value("max_position_embeddings"),
-        None if positions is None else positions[0],
-    )
+    positions = f.stored.shapes.get("embedding.position_embeddings.weight") or (None,)
+    yield "max_position_embeddings", f.value("max_position_embeddings"), positions[0]
 
 
 def _attention_columns(f: Facts) -> int | None:
@@ -157,7 +153,7 @@ def _attention_columns(f: Facts) -> int | None:
     for name in f.stored.shapes:
         if (match := re.match(_LAYER + r"self_attention\.linear_qkv\.weight$", name)) is not None:
             shape = f.stored.shapes.get(f"decoder.layers.{match[1]}.self_attention.linear_proj.weight")
-            return None if shape is None else shape[1]
+            return shape[1] if shape is not None and len(shape) == 2 else None
     return None
 
 
@@ -217,6 +213,11 @@ def _layers(names: Iterable[str], ending: str) -> set[int]:
     return {int(match[1]) for match in map(pattern.match, names) if match}
 
 
+def decoder_layers(names: Iterable[str]) -> int:
+    """How many layers of the decoder are stored."""
+    return len({match[1] for match in map(re.compile(_LAYER).match, names) if match})
+
+
 def gated_delta_nets(names: Iterable[str]) -> set[int]:
     """The decoder layers whose attention is a gated delta net."""
     return _layers(names, "self_attention.A_log")
@@ -224,16 +225,11 @@ def gated_delta_nets(names: Iterable[str]) -> set[int]:
 
 def _frequency(f: Facts) -> str | None:
     """Which layers are mixtures of experts: every Nth from the first one on, or as a list says."""
-    routers, freq, count = (
-        _layers(f.stored.shapes, "mlp.router.weight"),
-        f.value("moe_layer_freq"),
-        f.value("num_layers"),
-    )
-    if not _is_plain_decoder(f) or not routers or freq is None or not isinstance(count, int):
+    routers, freq = _layers(f.stored.shapes, "mlp.router.weight"), f.value("moe_layer_freq")
+    if not _is_plain_decoder(f) or not routers or freq is None:
         return None
-    sparse = {
-        i for i in range(count) if (i % freq == 0 if isinstance(freq, int) else i < len(freq) and freq[i])
-    }
+    every = range(decoder_layers(f.stored.shapes))
+    sparse = {i for i in every if (i % freq == 0 if isinstance(freq, int) else i < len(freq) and freq[i])}
     if sparse == routers:
         return None
     return f"moe_layer_freq {freq} makes experts in layers {sorted(sparse)}, stored in {sorted(routers)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 from ckpt_tools.megatron.names import DIALECTS, MTP_DISK, MTP_LIVE
@@ -15,6 +16,8 @@ from ckpt_tools.verify.report import ERROR, WARNING
 
 COMPARED_ARGS = ("num_layers", "hidden_size", "num_attention_heads")
 WITH_VOCAB_FILE = ("max_position_embeddings", "make_vocab_size_divisible_by", "tokenizer_type")
+_SHOWN = 8
+_TP_SIZES = (1, 2, 4, 8, 16)
 STATE_KINDS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 
 
@@ -36,11 +39,11 @@ def _architecture(f: Facts) -> str | None:
     return "; ".join(found) or None
 
 
-def _multiple(f: Facts, settings: Mapping[str, Any]) -> int:
-    divisor = (
-        settings.get("make_vocab_size_divisible_by") or f.args.get("make_vocab_size_divisible_by") or 128
+def _multiple(f: Facts, settings: Mapping[str, Any], tp: int | None = None) -> int:
+    given = (source.get("make_vocab_size_divisible_by") for source in (settings, f.args))
+    return next((divisor for divisor in given if isinstance(divisor, int) and divisor > 0), 128) * (
+        tp or f.tp
     )
-    return int(divisor) * f.tp
 
 
 def _pads(f: Facts, settings: Mapping[str, Any]) -> bool:
@@ -50,10 +53,13 @@ def _pads(f: Facts, settings: Mapping[str, Any]) -> bool:
     return settings.get(name, f.args.get(name, silent)) is not False
 
 
-def wanted_rows(f: Facts, settings: Mapping[str, Any]) -> int | None:
-    """Rows of the word embeddings under `settings`, None when only the tokenizer knows (build_tokenizer.py)."""
-    if (padded := settings.get("padded_vocab_size")) is not None and settings is not f.args:
-        return int(padded)
+def wanted_rows(f: Facts, settings: Mapping[str, Any], tp: int | None = None) -> int | None:
+    """Rows of the word embeddings under `settings`, None when only the tokenizer knows (build_tokenizer.py).
+
+    `tp` is another tensor-parallel size than the job's.
+    """
+    if isinstance(padded := settings.get("padded_vocab_size"), int) and settings is not f.args:
+        return padded
     size = next(
         (s for s in (settings.get("vocab_size"), f.tokens, f.args.get("vocab_size")) if s is not None), None
     )
@@ -61,7 +67,7 @@ def wanted_rows(f: Facts, settings: Mapping[str, Any]) -> int | None:
         return None
     if settings.get("tokenizer_type") == "NullTokenizer" and f.job.program in before("core-0.19"):
         size += 1  # its end of document
-    multiple = _multiple(f, settings)
+    multiple = _multiple(f, settings, tp)
     return -(-size // multiple) * multiple if _pads(f, settings) else size
 
 
@@ -71,7 +77,9 @@ def _vocabulary(f: Facts) -> str | None:
     if rows is None or rows == wanted:
         return None
     if wanted is not None:
-        return f"the word embeddings have {rows} rows, the job will ask for {wanted}"
+        fits = [str(tp) for tp in _TP_SIZES if wanted_rows(f, settings, tp) == rows]
+        other = f" (tensor parallel size {' or '.join(fits)} would fit)" if fits else ""
+        return f"the word embeddings have {rows} rows, the job will ask for {wanted}{other}"
     multiple = _multiple(f, settings)
     if rows % multiple == 0 or not _pads(f, settings):
         return None
@@ -139,7 +147,7 @@ def _state_kinds(f: Facts) -> str | None:
 def _rng_entries(f: Facts) -> str | None:
     if not f.loads("rng"):
         return None
-    missing = [rank for rank in range(f.tp) if (0, rank) not in f.rng_ranks]
+    missing = list(islice((rank for rank in range(f.tp) if (0, rank) not in f.rng_ranks), _SHOWN))
     return f"no rng state for tensor parallel ranks {missing} of {f.tp}" if missing else None
 
 

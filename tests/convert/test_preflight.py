@@ -179,12 +179,60 @@ def test_one_change_breaks_one_rule(added, rule, severity, found, target):
     assert found in result[rule][1]
 
 
+@pytest.mark.parametrize(
+    ("added", "target", "rules"),
+    [
+        ("--optimizer lion", "core-0.17", set()),
+        (
+            "--init-model-with-meta-device --data-parallel-sharding-strategy no_shard",
+            "core-0.17",
+            {"no-sharding"},
+        ),
+        ("--overlap-moe-expert-parallel-comm --fsdp-double-buffer", "core-0.17", set()),
+        ("--overlap-moe-expert-parallel-comm", "main", set()),
+        ("--overlap-moe-expert-parallel-comm --cuda-graph-impl local", "main", {"expert-overlap"}),
+        ("--overlap-moe-expert-parallel-comm --cuda-graph-impl full_iteration", "main", set()),
+        ("--overlap-moe-expert-parallel-comm --use-nccl-ub", "main", {"expert-overlap"}),
+        ("--overlap-param-gather --overlap-grad-reduce", "main", set()),
+        ("--finetune", "core-0.17", set()),
+        ("--no-load-optim", "core-0.16", set()),
+        ("--finetune --optimizer-cpu-offload", "main", set()),  # its masters are copied on the host
+        ("--use-nccl-ub --fsdp-manual-registration", "main", set()),
+        ("--tensor-parallel-num-weight-shards 2", "main", set()),
+        ("--use-tp-pp-dp-mapping", "main", set()),  # the same order of ranks without a pipeline
+        ("--ddp-average-in-collective", "main", set()),
+        ("--init-model-with-meta-device", "main", set()),
+        ("--fp8-format hybrid --fp8-param-gather", "main", set()),
+        ("--optimizer sgd --sgd-momentum 0", "main", set()),
+        ("--cpu-offloading-num-layers 1", "main", set()),
+        (
+            "--check-weight-hash-across-dp-replicas-interval 10 --data-parallel-sharding-strategy optim",
+            "main",
+            set(),
+        ),
+        ("--tensor-model-parallel-size 1 --make-vocab-size-divisible-by 32", "main", set()),
+        ("--recompute-granularity full", "main", set()),
+    ],
+)
+def test_what_a_version_allows_is_not_refused(added, target, rules):
+    assert broken([*GOOD, *added.split()], target=target).keys() == rules
+
+
+def test_the_tensor_parallel_sizes_that_the_rows_fit_are_said():
+    words = [*GOOD, "--tensor-model-parallel-size", "1", "--make-vocab-size-divisible-by", "16"]
+    assert broken(words)["vocabulary"] == (
+        "error",
+        "the word embeddings have 224 rows, the job will ask for 208 (tensor parallel size 2 would fit)",
+    )
+
+
 def test_every_rule_of_every_version_is_tried():
     tried = {(rule, target) for _, rule, _, _, targets in CASES for target in targets}
     elsewhere = {  # tested below, with another checkpoint or another job
         "checkpoint-format", "required", "megatron-fsdp", "distributed-optimizer", "gradient-accumulation-fusion",
         "max-connections", "user-buffers", "version-2", "tied-embeddings", "swiglu", "experts", "expert-layers",
-        "optimizer-entries", "names", "packed-projections", "packed-projections-unknown", "strict-load",
+        "optimizer-entries", "stored-arguments", "names", "packed-projections", "packed-projections-unknown",
+        "strict-load",
     }  # fmt: skip
     missing = {
         (rule.name, program)
@@ -323,6 +371,13 @@ def test_weights_alone(tmp_path, target):
     assert preflight(out, single, target=target).report.is_valid
 
 
+def test_a_size_beyond_all_machines_is_answered_at_once():
+    found = broken([*GOOD, "--tensor-model-parallel-size", str(10**15)])
+    assert found["rng-entries"][1].startswith(
+        "no rng state for tensor parallel ranks [2, 3, 4, 5, 6, 7, 8, 9] of"
+    )
+
+
 def test_experts_named_for_another_job():
     words = list(preflight(str(fixture_dir(MOE))).launch.words)
     assert broken(words, MOE) == {}
@@ -369,7 +424,7 @@ def test_a_kind_of_state_that_no_weight_has_is_not_ready(kind, tmp_path):
     with metadata_of(root) as metadata:
         for key in [key for key in metadata.state_dict_metadata if key.endswith(f".{kind}")]:
             drop_key(metadata, key)
-    assert broken_in(root, GOOD) == {"state-kinds": f"no weight has {kind}, which adam asks for"}
+    assert broken_in(root, GOOD)["state-kinds"] == f"no weight has {kind}, which adam asks for"
     found = preflight(str(root))
     assert not found.report.is_valid
     assert found.launch is None
@@ -404,7 +459,9 @@ def test_the_launch_is_what_was_checked_and_survives_a_shell(name):
     found = preflight(str(fixture_dir(name))).launch
     assert shlex.split(found.command.replace("\\\n", " ")) == list(found.words)
     assert broken(list(found.words), name) == {}
-    assert broken([found.command.replace("\\\n", " ")], name) == {}  # as one quoted word
+    whole = preflight(str(fixture_dir(name)), [found.command.replace("\\\n", " ")])  # as one quoted word
+    assert whole.report.findings == []
+    assert whole.launch.words == found.words
     assert "--load" in found.words
 
 
@@ -429,8 +486,9 @@ def test_a_flag_that_the_version_does_not_know():
     assert found["--swigl"] == ("error", "did you mean --swiglu?")
     later = preflight(str(fixture_dir(NATIVE)), [*GOOD, "--megatron-fsdp-version", "1"], target="core-0.16")
     assert [f.fix for f in later.report.findings] == ["drop it, or run one of main (--target)", "drop it"]
-    own = [word.replace("pretrain_gpt.py", "my/train.py") for word in GOOD]
-    assert broken([*own, "--my-flag"]) == {"flags": ("warning", "--my-flag")}
+    for script in ("my/train.py", "pretrain_vlm.py"):
+        own = [word.replace("pretrain_gpt.py", script) for word in GOOD]
+        assert broken([*own, "--my-flag"]) == {"flags": ("warning", "--my-flag")}
 
 
 def test_a_value_that_the_parser_refuses():

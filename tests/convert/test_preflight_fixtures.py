@@ -119,6 +119,14 @@ def test_weights_alone_say_which_versions_start_from_them(tmp_path):
     assert "core-0.16 or core-0.17" in found.report.findings[0].fix
 
 
+def test_megatron_lm_does_not_load_what_bridge_trained(tmp_path):
+    if "bridge_dense_fr_tp2_dp2" not in _cases():
+        pytest.skip("../shared is absent")
+    path = str(_converted("bridge_dense_fr_tp2_dp2", tmp_path))
+    assert preflight(path).program == "bridge"
+    assert [f.check for f in preflight(path, target="main").report.findings] == ["stored-arguments"]
+
+
 @pytest.mark.parametrize("name", ["te_gdn_tp2_fr", "main_gdn_fr_tp2"])
 def test_packed_projections_are_for_one_tensor_parallel_size(name, tmp_path):
     if name not in _cases():
