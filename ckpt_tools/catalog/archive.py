@@ -19,6 +19,7 @@ _END64 = Struct("<4sQ2H2I4Q")
 _LOCATOR = Struct("<4sIQI")
 _DESCRIPTOR = Struct("<4s3I")
 _EXTRA = Struct("<2H")
+_ENCRYPTED = 0x2061  # any of the flags for which torch's reader takes a record for encrypted or a patch
 _UTF8, _DESCRIBED = 0x0800, 0x0008  # flags: how names are encoded; sizes and checksum follow the content
 
 ReadAt = Callable[[int, int], bytes]
@@ -113,7 +114,7 @@ def _entries(data: bytes, count: int, where: str) -> list[Record]:
         at += _CENTRAL.size
         name = data[at : at + name_length].decode("utf-8", "replace")
         at += name_length
-        if method or flags & 1:
+        if method or flags & _ENCRYPTED:
             kind = "compressed" if method else "encrypted"
             raise UnsupportedCheckpointError(
                 f"{where}: record {name!r} is {kind}, which torch.save never does. Save the checkpoint again."
