@@ -110,7 +110,7 @@ def _entries(data: bytes, count: int, where: str) -> list[Record]:
         if data[at : at + 4] != b"PK\x01\x02" or at + _CENTRAL.size > len(data):
             raise CorruptCheckpointError(f"{where}: the zip directory is damaged at its byte {at}.")
         _, _, _, flags, method, _, _, crc, *rest = _CENTRAL.unpack_from(data, at)
-        packed, size, name_length, extra_length, comment_length, _, _, _, header = rest
+        packed, size, name_length, extra_length, comment_length, disk, _, _, header = rest
         at += _CENTRAL.size
         name = data[at : at + name_length].decode("utf-8", "replace")
         at += name_length
@@ -119,6 +119,8 @@ def _entries(data: bytes, count: int, where: str) -> list[Record]:
             raise UnsupportedCheckpointError(
                 f"{where}: record {name!r} is {kind}, which torch.save never does. Save the checkpoint again."
             )
+        if disk:
+            raise CorruptCheckpointError(f"{where}: record {name!r} is said to be on another disk.")
         size, packed, header = _wide_fields([size, packed, header], data[at : at + extra_length])
         if size != packed:
             raise CorruptCheckpointError(f"{where}: record {name!r} stores {packed} bytes for {size}.")
