@@ -43,6 +43,7 @@ class By(str, Enum):
     AUTO = "auto"
     KEYS = "keys"
     PARAMETERS = "parameters"
+    HUGGINGFACE = "huggingface"
 
 
 FormatOption = Annotated[
@@ -156,7 +157,7 @@ def diff(
         list[str] | None, typer.Option("--ignore", help="Leave out names that match (glob), e.g. 'args.*'.")
     ] = None,
     by: Annotated[
-        By, typer.Option("--by", help="Compare under stored keys, or under the names of fsdp_dtensor.")
+        By, typer.Option("--by", help="Names: stored keys, those of fsdp_dtensor, or those of export-hf.")
     ] = By.AUTO,
     target: o.Target = None,
     iteration: Iteration = None,
