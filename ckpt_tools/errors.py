@@ -35,6 +35,10 @@ class CorruptCheckpointError(CkptError):
     exit_code = 4
 
 
+class HostileCheckpointError(CorruptCheckpointError):
+    """The files would make their reader run code, read elsewhere, or take memory without end."""
+
+
 class MappingError(CkptError):
     """A key without a rule, a shape clash, or a missing parameter group."""
 

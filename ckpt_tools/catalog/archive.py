@@ -19,6 +19,7 @@ _END64 = Struct("<4sQ2H2I4Q")
 _LOCATOR = Struct("<4sIQI")
 _DESCRIPTOR = Struct("<4s3I")
 _EXTRA = Struct("<2H")
+_ENCRYPTED = 0x2061  # any of the flags for which torch's reader takes a record for encrypted or a patch
 _UTF8, _DESCRIBED = 0x0800, 0x0008  # flags: how names are encoded; sizes and checksum follow the content
 
 ReadAt = Callable[[int, int], bytes]
@@ -127,15 +128,17 @@ def _entries(data: bytes, count: int, where: str) -> list[Record]:
         if data[at : at + 4] != b"PK\x01\x02" or at + _CENTRAL.size > len(data):
             raise CorruptCheckpointError(f"{where}: the zip directory is damaged at its byte {at}.")
         _, _, _, flags, method, _, _, crc, *rest = _CENTRAL.unpack_from(data, at)
-        packed, size, name_length, extra_length, comment_length, _, _, _, header = rest
+        packed, size, name_length, extra_length, comment_length, disk, _, _, header = rest
         at += _CENTRAL.size
         name = data[at : at + name_length].decode("utf-8", "replace")
         at += name_length
-        if method or flags & 1:
+        if method or flags & _ENCRYPTED:
             kind = "compressed" if method else "encrypted"
             raise UnsupportedCheckpointError(
                 f"{where}: record {name!r} is {kind}, which torch.save never does. Save the checkpoint again."
             )
+        if disk:
+            raise CorruptCheckpointError(f"{where}: record {name!r} is said to be on another disk.")
         size, packed, header = _wide_fields([size, packed, header], data[at : at + extra_length])
         if size != packed:
             raise CorruptCheckpointError(f"{where}: record {name!r} stores {packed} bytes for {size}.")

@@ -21,12 +21,19 @@ from ckpt_tools.catalog.pickled_names import brief
 from ckpt_tools.catalog.records import CHUNK, STORED, Kind, integer, integers
 from ckpt_tools.catalog.stored_classes import SIZE, check_properties, check_storage_meta, fields_of, is_class
 from ckpt_tools.dtypes import ITEMSIZE
-from ckpt_tools.errors import CkptError, CorruptCheckpointError, UnsupportedCheckpointError, list_problems
+from ckpt_tools.errors import (
+    CkptError,
+    CorruptCheckpointError,
+    HostileCheckpointError,
+    UnsupportedCheckpointError,
+    list_problems,
+)
 
 METADATA = ".metadata"
 EAGER_BYTES = 2 << 20  # up to this size everything is decoded, and so checked, on opening
 _KEPT = 100_000  # items of entries that were looked at, kept decoded
 
+_LEADS_OUT = "leads out of the checkpoint"
 _RANK_FILE = re.compile(r"__(\d{1,9})_\d+\.distcp")
 
 Offset = tuple[int, ...]
@@ -107,6 +114,8 @@ def _catalog(machine: Machine, root: Any, location: str) -> Catalog:
     problems = storage.path_problems() + sorted(unknown)
     if len(machine.data) <= EAGER_BYTES:
         problems += [str(error) for lazy in (tensors, objects) for error in lazy.errors()]
+    if any(_LEADS_OUT in problem for problem in problems):
+        raise HostileCheckpointError(f"{machine.where} names files elsewhere:\n{list_problems(problems)}")
     if problems:
         raise CorruptCheckpointError(f"{machine.where} contradicts itself:\n{list_problems(problems)}")
     planner = fields["planner_data"]  # None in Megatron's
@@ -338,7 +347,7 @@ def _path_problem(path: object) -> str | None:
     if not isinstance(path, str) or not path or "\0" in path:
         return f"file name {brief(path)} is none"
     if path.startswith("/") or "\\" in path or ".." in path.split("/") or "://" in path:
-        return f"file name {brief(path)} leads out of the checkpoint"
+        return f"file name {brief(path)} {_LEADS_OUT}"
     return None
 
 

@@ -27,7 +27,7 @@ from typing import Any
 from ckpt_tools.catalog.pickle_values import Limits, Members, Name, Object, Pairs, Record
 from ckpt_tools.catalog.pickled_names import check_global, check_global_count
 from ckpt_tools.catalog.records import CHUNK, PLANNED, STORED, Kind, integers
-from ckpt_tools.errors import CkptError, CorruptCheckpointError
+from ckpt_tools.errors import CkptError, CorruptCheckpointError, HostileCheckpointError
 
 # Calls that the C unpickler carries out, and what they make is as large as what they are given.
 _COPIES = {
@@ -224,7 +224,7 @@ class Machine:
 
     def _put(self, index: int) -> None:
         if index > len(self.data):
-            raise CorruptCheckpointError(
+            raise HostileCheckpointError(
                 f"{self.where}: byte {self._at} of the pickle stores memo entry {index}, but the pickle has only "
                 f"{len(self.data)} bytes. It is damaged or hostile."
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ckpt_tools.errors import CorruptCheckpointError
+from ckpt_tools.errors import HostileCheckpointError
 
 MAX_TUPLE = 20_000  # elements, shared ones counted as often as they appear; also bounds the depth
 MAX_WIDE_INTEGERS = 1_000  # random states have 32-bit integers; nothing has many that can share a hash
@@ -119,14 +119,14 @@ class Limits:
 
     def _check(self, found: int, most: int, what: str) -> None:
         if found > most:
-            raise CorruptCheckpointError(f"{self._where}: {what}. It is damaged or hostile.")
+            raise HostileCheckpointError(f"{self._where}: {what}. It is damaged or hostile.")
 
 
 def check_tree(root: Any, size: int, where: str) -> None:
     """Prove that whoever walks the value of a pickle of `size` bytes gets to an end soon.
 
     Raises:
-        CorruptCheckpointError: it contains itself, is nested too deep, or holds shared parts too often.
+        HostileCheckpointError: it contains itself, is nested too deep, or holds shared parts too often.
     """
     # By identity: how many values are inside, shared ones as often as they appear, and how deep.
     done: dict[int, tuple[int, int]] = {}
@@ -139,7 +139,7 @@ def check_tree(root: Any, size: int, where: str) -> None:
             begun.add(id(value))
             for part in parts:
                 if id(part) in begun and id(part) not in done:
-                    raise CorruptCheckpointError(f"{where}: the pickle has a value that contains itself.")
+                    raise HostileCheckpointError(f"{where}: the pickle has a value that contains itself.")
                 if _parts(part) and id(part) not in done:
                     stack.append(part)
             continue
@@ -150,7 +150,7 @@ def check_tree(root: Any, size: int, where: str) -> None:
         count = 1 + sum(count for count, _ in inside)
         depth = 1 + max((depth for _, depth in inside), default=0)
         if depth > MAX_DEPTH or count > MAX_REPETITION * size + 100_000:
-            raise CorruptCheckpointError(
+            raise HostileCheckpointError(
                 f"{where}: the pickle nests its values too deep, or has the same one too often. It is hostile."
             )
         done[id(value)] = (count, depth)

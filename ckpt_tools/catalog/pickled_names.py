@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from ckpt_tools.dtypes import ITEMSIZE
-from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError
+from ckpt_tools.errors import HostileCheckpointError, UnsupportedCheckpointError
 
 MAX_GLOBALS = 500  # distinct names in one pickle; real ones have fewer than 30
 
@@ -22,27 +22,43 @@ _KNOWN = re.compile(
 )
 
 
+# Modules whose functions act: no checkpoint stores what is in them, a pickle that names it wants it called.
+_ACTING = re.compile(
+    r"(os|nt|posix|posixpath|sys|subprocess|_posixsubprocess|shutil|socket|importlib|ctypes|_ctypes|runpy|pty|code|codeop"
+    r"|webbrowser|tempfile|multiprocessing|threading|_thread|asyncio|pickle|_pickle|marshal|operator|_operator|types"
+    r"|gc|inspect|ast|timeit|trace|pdb|bdb|doctest|profile|cProfile|http|urllib|ftplib|smtplib|builtins|__builtin__"
+    r"|io|_io|torch\.(hub|load|jit|package|ops|classes))(\..*)?"
+)
+
+
 def check_global(module: str, name: str, where: str) -> None:
     """Refuse a global that is not known to be harmless.
 
     Raises:
         UnsupportedCheckpointError: naming it.
+        HostileCheckpointError: it is a function that acts.
     """
-    if not _KNOWN.fullmatch(f"{module}.{name}"):
-        raise UnsupportedCheckpointError(
-            f"{where}: the pickle names {module}.{name!r}, which no known checkpoint holds. Nothing was imported. If "
-            "you trust the file, --trust-pickle reads it as an inert placeholder."
+    if _KNOWN.fullmatch(f"{module}.{name}"):
+        return
+    if _ACTING.fullmatch(module) or _ACTING.fullmatch(f"{module}.{name}"):
+        raise HostileCheckpointError(
+            f"{where}: the pickle names {module}.{name!r}, which no known checkpoint holds and which would run code. "
+            "Nothing was imported, and torch should not load it; --trust-pickle reads it as an inert placeholder."
         )
+    raise UnsupportedCheckpointError(
+        f"{where}: the pickle names {module}.{name!r}, which no known checkpoint holds. Nothing was imported. If "
+        "you trust the file, --trust-pickle reads it as an inert placeholder."
+    )
 
 
 def check_global_count(count: int, where: str) -> None:
     """Refuse more distinct globals than any checkpoint has; each costs a class.
 
     Raises:
-        CorruptCheckpointError: there are more than 500.
+        HostileCheckpointError: there are more than 500.
     """
     if count > MAX_GLOBALS:
-        raise CorruptCheckpointError(f"{where}: the pickle names more than {MAX_GLOBALS} globals.")
+        raise HostileCheckpointError(f"{where}: the pickle names more than {MAX_GLOBALS} globals.")
 
 
 def brief(value: object) -> str:

@@ -43,6 +43,7 @@ class By(str, Enum):
     AUTO = "auto"
     KEYS = "keys"
     PARAMETERS = "parameters"
+    HUGGINGFACE = "huggingface"
 
 
 FormatOption = Annotated[
@@ -103,7 +104,7 @@ def verify(
     trust_pickle: TrustPickle = False,
     enable_msc: EnableMsc = False,
 ) -> None:
-    """Check that a checkpoint is whole and sound. Exit code 1 when it is not."""
+    """Check that a checkpoint is whole and sound. Exit code 1 when it is not, 4 when it is hostile."""
     from ckpt_tools.cli.progress import progress_bar
     from ckpt_tools.convert.verify import VerifyOptions, verify_checkpoint
 
@@ -111,7 +112,7 @@ def verify(
     with progress_bar(quiet) as progress:
         report = verify_checkpoint(checkpoint, iteration, options, progress)
     _print_report(report, "verify", ReportFormat.JSON if as_json else report_format, junit)
-    raise typer.Exit(0 if report.is_valid else 1)
+    raise typer.Exit(4 if report.is_hostile else 0 if report.is_valid else 1)
 
 
 def preflight(
@@ -169,7 +170,7 @@ def diff(
         list[str] | None, typer.Option("--ignore", help="Leave out names that match (glob), e.g. 'args.*'.")
     ] = None,
     by: Annotated[
-        By, typer.Option("--by", help="Compare under stored keys, or under the names of fsdp_dtensor.")
+        By, typer.Option("--by", help="Names: stored keys, those of fsdp_dtensor, or those of export-hf.")
     ] = By.AUTO,
     target: o.Target = None,
     iteration: Iteration = None,

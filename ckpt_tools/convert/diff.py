@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from ckpt_tools.convert.close_names import unmatched
+from ckpt_tools.convert.hf_parts import CONFIG
 from ckpt_tools.convert.inspect import role_of
 from ckpt_tools.convert.opened import Opened, open_checkpoint
 from ckpt_tools.errors import UsageError, list_problems
@@ -19,7 +20,8 @@ from ckpt_tools.verify.diff import DiffOptions, DiffReport, Side, diff_objects, 
 from ckpt_tools.verify.diff_values import names_in
 from ckpt_tools.verify.meter import Meter
 
-KEYS, PARAMETERS = "keys", "parameters"
+KEYS, PARAMETERS, HUGGINGFACE = "keys", "parameters", "huggingface"
+_MEGATRON = frozenset({"torch_dist", "fsdp_dtensor"})
 _COMPARABLE_LAYOUTS = (
     "none",
     "fully_reshardable",
@@ -31,7 +33,7 @@ _COMPARABLE_LAYOUTS = (
 class DiffRequest:
     """How two checkpoints are brought together."""
 
-    by: str = "auto"  # auto, keys or parameters
+    by: str = "auto"  # auto, keys, parameters or huggingface
     iterations: tuple[int | None, int | None] = (None, None)
     target: TargetOptions = field(default_factory=TargetOptions)  # how a torch_dist side is named
     trust_pickle: bool = False
@@ -58,7 +60,9 @@ def diff_checkpoints(
     ]
     with opened[0] as first, opened[1] as second:
         by = _choose(request.by, first, second)
-        if by == KEYS:
+        if by == HUGGINGFACE:
+            sides, notes = _by_export(first, second)
+        elif by == KEYS:
             sides, notes = (_by_keys(first), _by_keys(second)), list[str]()
         else:
             sides, notes = _by_parameters(first, second, request.target)
@@ -107,14 +111,31 @@ def _choose(by: str, a: Opened, b: Opened) -> str:
     kinds = {a.location.kind, b.location.kind}
     if by == PARAMETERS and not kinds <= {"torch_dist", "fsdp_dtensor"}:
         raise UsageError(f"--by parameters needs torch_dist or fsdp_dtensor checkpoints, not {sorted(kinds)}")
+    between = "safetensors" in kinds and bool(kinds & _MEGATRON)
+    if by == HUGGINGFACE and not between:
+        raise UsageError(
+            f"--by huggingface needs a Hugging Face model and a Megatron checkpoint, not {sorted(kinds)}"
+        )
     if by != "auto":
         return by
+    if between and any(side.files.exists(CONFIG) for side in (a, b) if side.location.kind == "safetensors"):
+        return HUGGINGFACE
     if kinds == {"torch_dist"}:
         layouts = {optimizer_layout(side.catalog, side.common) for side in (a, b)}
         return KEYS if len(layouts) == 1 and layouts <= set(_COMPARABLE_LAYOUTS) else PARAMETERS
     if kinds == {"torch_dist", "fsdp_dtensor"}:
         return PARAMETERS
     return KEYS
+
+
+def _by_export(a: Opened, b: Opened) -> tuple[tuple[Side, Side], list[str]]:
+    from ckpt_tools.convert.diff_hf import sides_by_export
+
+    if a.location.kind == "safetensors":
+        model, checkpoint, notes = sides_by_export(a, b)
+        return (model, checkpoint), notes
+    model, checkpoint, notes = sides_by_export(b, a)
+    return (checkpoint, model), notes
 
 
 def _by_keys(opened: Opened) -> Side:

@@ -107,6 +107,25 @@ def export_hf(
 
 def plan_export(opened: Opened, options: ExportOptions) -> PlannedExport:
     """Everything up to the first byte."""
+    exported, ready, notes = seen_as_hf(opened, options)
+    sizes = {t.key: prod(t.shape) * itemsize(t.dtype) for t in ready}
+    shards = pack_shards(sizes.items(), options.max_shard_bytes)
+    by_key = {t.key: t for t in ready}
+    files = [WeightFile(shard.file, [by_key[key] for key in shard.keys]) for shard in shards]
+    plan = build_safetensors_plan(opened.catalog, files, exported.shapes)
+    return PlannedExport(
+        opened,
+        exported,
+        plan,
+        _extra_files(options, exported, shards, sizes),
+        (*exported.notes, *notes),
+    )
+
+
+def seen_as_hf(
+    opened: Opened, options: ExportOptions
+) -> tuple[Exported, list[TargetTensor | InlineTensor], list[str]]:
+    """The checkpoint's export, its tensors as views of what is stored, and notes on what they lose."""
     if options.dtype is not None and options.dtype not in CASTABLE:
         raise UsageError(f"--dtype {options.dtype}: weights can be written as {', '.join(sorted(CASTABLE))}")
     bases = parameters_of(opened, options)
@@ -123,19 +142,7 @@ def plan_export(opened: Opened, options: ExportOptions) -> PlannedExport:
     )
     prove_equal(opened.files, opened.catalog, bases, exported.equal)
     tensors = rebase(exported.tensors, bases, _shapes(opened.catalog))
-    ready, notes = _with_offsets(opened, tensors, exported.offsets)
-    sizes = {t.key: prod(t.shape) * itemsize(t.dtype) for t in ready}
-    shards = pack_shards(sizes.items(), options.max_shard_bytes)
-    by_key = {t.key: t for t in ready}
-    files = [WeightFile(shard.file, [by_key[key] for key in shard.keys]) for shard in shards]
-    plan = build_safetensors_plan(opened.catalog, files, exported.shapes)
-    return PlannedExport(
-        opened,
-        exported,
-        plan,
-        _extra_files(options, exported, shards, sizes),
-        (*exported.notes, *notes),
-    )
+    return exported, *_with_offsets(opened, tensors, exported.offsets)
 
 
 def parameters_of(opened: Opened, options: ExportOptions) -> dict[str, Base]:

@@ -268,5 +268,5 @@ def _manifest(
 def _failed(check: str, where: str, error: CkptError) -> Check:
     found = Findings(check, "checkpoints")
     found.looked_at = 1
-    found.error(where, str(error))
+    found.failure(where, error)
     return found.done()

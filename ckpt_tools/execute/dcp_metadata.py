@@ -102,7 +102,7 @@ class _Pickle:
         if known := self._memo.get(text):
             self.data += known
             return
-        encoded = text.encode()
+        encoded = text.encode("utf-8", "surrogatepass")
         short = len(encoded) < 256
         self._make(text, b"\x8c" + bytes([len(encoded)]) + encoded if short else text_ops(text))
 

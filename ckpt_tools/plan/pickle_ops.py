@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 def text_ops(text: str) -> bytes:
     """Pushes a str."""
-    data = text.encode()
+    data = text.encode("utf-8", "surrogatepass")
     return b"X" + struct.pack("<I", len(data)) + data
 
 

@@ -1,7 +1,7 @@
 """Are the stored bytes the ones that were written, and are they numbers: one pass over every item.
 
-Every record of every archive is summed and compared with the CRC-32 its writer stored; the same pass counts NaNs
-and infinities. Memory is one buffer a thread.
+Every record of every archive is summed and compared with the CRC-32 its writer stored, also of the archives that
+are a file of their own (`common.pt`); the same pass counts NaNs and infinities. Memory is one buffer a thread.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ckpt_tools.catalog.archive import payload_offset, read_directory
-from ckpt_tools.catalog.container import read_frame
+from ckpt_tools.catalog.container import read_frame, whole_file
 from ckpt_tools.catalog.files import Files
 from ckpt_tools.catalog.model import Catalog, Item
 from ckpt_tools.errors import CkptError
@@ -97,7 +97,7 @@ def _scans(files: Files, catalog: Catalog, threads: int, tick: Callable[[int], N
             buffers.array = np.empty(_BUFFER_BYTES, np.uint8)
         return _scan_item(files, job, buffers.array, tick)
 
-    jobs = sorted(_jobs(catalog), key=lambda job: job.item)
+    jobs = sorted((*_jobs(catalog), *_archive_files(files)), key=lambda job: job.item)
     with ThreadPoolExecutor(threads) as pool:
         try:
             for first in range(0, len(jobs), _MOST_READ_AHEAD):
@@ -114,6 +114,13 @@ def _jobs(catalog: Catalog) -> Iterable[_Job]:
             yield _Job(chunk.item, key, f"{key} {chunk.box}", entry.dtype)
     for key, stored in catalog.objects.items():
         yield _Job(stored.item, key, key, None)
+
+
+def _archive_files(files: Files) -> Iterable[_Job]:
+    """The files that `torch.save` wrote beside the items: the common state, Bridge's progress."""
+    for name in files.list():
+        if name.endswith(".pt"):
+            yield _Job(whole_file(files, name), name, name, None)
 
 
 def _scan_item(files: Files, job: _Job, buffer: Array, tick: Callable[[int], None]) -> _Scan:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ckpt_tools.errors import CkptError, HostileCheckpointError
+
 ERROR, WARNING = "error", "warning"
 
 
@@ -27,6 +29,7 @@ class Check:
     looked_at: int
     findings: tuple[Finding, ...]
     source: str = ""  # file and function of the program whose demand it is, with versions
+    is_hostile: bool = False  # something there was made to harm its reader
 
     @property
     def errors(self) -> int:
@@ -40,17 +43,23 @@ class Findings:
     def __init__(self, name: str, unit: str) -> None:
         self.name, self.unit = name, unit
         self.looked_at = 0
+        self._is_hostile = False
         self._found: list[Finding] = []
 
     def error(self, where: str, message: str) -> None:
         self._found.append(Finding(self.name, ERROR, where, message))
+
+    def failure(self, where: str, error: CkptError) -> None:
+        """An error that reading met."""
+        self.error(where, str(error))
+        self._is_hostile |= isinstance(error, HostileCheckpointError)
 
     def warning(self, where: str, message: str) -> None:
         self._found.append(Finding(self.name, WARNING, where, message))
 
     def done(self) -> Check:
         """The check, as data."""
-        return Check(self.name, self.unit, self.looked_at, tuple(self._found))
+        return Check(self.name, self.unit, self.looked_at, tuple(self._found), self._is_hostile)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +80,11 @@ class Report:
     def findings(self) -> list[Finding]:
         """All findings, in the order of the checks."""
         return [finding for check in self.checks for finding in check.findings]
+
+    @property
+    def is_hostile(self) -> bool:
+        """Whether a file was made to harm its reader."""
+        return any(check.is_hostile for check in self.checks)
 
     @property
     def is_valid(self) -> bool:

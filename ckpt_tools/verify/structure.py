@@ -131,7 +131,8 @@ def check_frames(files: Files, catalog: Catalog, trust_pickle: bool = False) -> 
         try:
             problem = _frame_problem(files, item, dtype, box)
         except CkptError as error:
-            problem = str(error)
+            found.failure(where, error)
+            continue
         if problem is not None:
             found.error(where, problem)
     for key, stored in sorted(catalog.objects.items(), key=lambda pair: pair[1].item):
@@ -139,7 +140,7 @@ def check_frames(files: Files, catalog: Catalog, trust_pickle: bool = False) -> 
         try:
             outline_object(files, stored.item, trust_pickle)
         except CkptError as error:
-            found.error(key, str(error))
+            found.failure(key, error)
     return found.done()
 
 

@@ -212,12 +212,12 @@ def test_maps_that_contradict_the_checkpoint_are_refused(tmp_path, capsys, conte
 
 
 def test_names_missing_from_a_map_are_derived_and_said(tmp_path, capsys):
-    (tmp_path / "map.json").write_text('{"model.module.output_layer.weight": 1}')
+    (tmp_path / "map.json").write_text('{"model.module.output_layer.weight": 0}')
     words = (LLAMA, tmp_path / "out", "--param-to-param-group-map-json", tmp_path / "map.json", "--json")
     assert convert(*words, "--strict-map") == 5
     assert convert(*words) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["groups"] == {"0": 9, "1": 6}
+    assert report["groups"] == {"0": 10, "1": 5}
     assert sum("not in the given map" in note for note in report["notes"]) == 14
 
 

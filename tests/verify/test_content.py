@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import pickle
+import shutil
+import struct
 import zipfile
 
 import numpy as np
@@ -13,10 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import checkpoint as dcp
 
+from ckpt_tools.catalog.container import load_object, whole_file
+from ckpt_tools.catalog.files import LocalFiles
+from ckpt_tools.cli.app import run
 from ckpt_tools.convert.verify import VerifyOptions, verify_checkpoint
 from ckpt_tools.dtypes import ITEMSIZE
 from ckpt_tools.verify.values import Census
-from tests.damage import ITERATION, copy_of, infos_of, metadata_of
+from tests.conftest import DATA
+from tests.damage import ITERATION, copy_of, flip_bit, infos_of, metadata_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 FLOATING = [name for name in ITEMSIZE if name.startswith(("float", "bfloat", "complex"))]
@@ -94,7 +100,7 @@ class _Hostile:
         return eval, ("__import__('pathlib').Path('hostile-was-here').touch()",)
 
 
-def test_an_object_that_would_run_code_is_named_and_not_run(tmp_path, monkeypatch):
+def test_an_object_that_would_run_code_is_named_and_not_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     root = copy_of("core019_llama_tp2_native_fsdp_dtensor", tmp_path)
     stream = io.BytesIO()
@@ -104,7 +110,90 @@ def test_an_object_that_would_run_code_is_named_and_not_run(tmp_path, monkeypatc
     (finding,) = [f for f in report.findings if f.severity == "error"]
     assert (finding.check, finding.where) == ("frames", "opt_param_scheduler.max_lr")
     assert "eval" in finding.message
+    assert report.is_hostile
+    assert run(["verify", str(root), "-q"]) == 4
+    assert "opt_param_scheduler.max_lr" in capsys.readouterr().out
     assert not (tmp_path / "hostile-was-here").exists()
+
+
+HOSTILE = ("global_Popen", "global_getattr", "globals_without_end", "memo_bomb")
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_hostile_metadata_ends_with_4(command, name, tmp_path, capsys):
+    shutil.copy(DATA / "hostile" / f"{name}.metadata", tmp_path / ".metadata")
+    assert run([command, str(tmp_path)]) == 4
+    said = "".join(capsys.readouterr())
+    assert any(part in said for part in ("no known checkpoint holds", "more than 500 globals", "hostile"))
+
+
+@pytest.mark.parametrize("name", ["../../secret", "/etc/passwd", "a/../../b"])
+def test_metadata_that_names_files_elsewhere_is_hostile(name, tmp_path, capsys):
+    root = copy_of("core019_llama_tp2_fully_reshardable", tmp_path)
+    with metadata_of(root) as metadata:
+        next(iter(metadata.storage_data.values())).relative_path = name
+    for command in ("inspect", "verify"):
+        assert run([command, str(root)]) == 4
+        assert "leads out of the checkpoint" in "".join(capsys.readouterr())
+
+
+def test_damaged_metadata_is_not_valid(tmp_path, capsys):
+    shutil.copy(DATA / "hostile" / "giant_text.metadata", tmp_path / ".metadata")
+    assert run(["inspect", str(tmp_path)]) == 4
+    assert run(["verify", str(tmp_path)]) == 1
+    assert "truncated or damaged" in capsys.readouterr().out
+
+
+OF_016 = "core016_llama_tp2_fully_reshardable"
+
+
+def test_a_flipped_bit_of_the_common_state_is_found(tmp_path):
+    """Every record of `common.pt`: one bit of `data.pkl` makes another learning rate of one."""
+    root = copy_of(OF_016, tmp_path)
+    path = root / ITERATION / "common.pt"
+    data = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        records = {info.filename: archive.read(info) for info in archive.infolist()}
+    assert len(records) >= 5
+    for name, content in records.items():
+        at = data.index(content, data.index(name.encode()))
+        flip_bit(path, at + len(content) // 2, 1)
+        report = verify_checkpoint(str(root), None, VerifyOptions(content=True, threads=1))
+        errors = [f for f in report.findings if f.severity == "error" and f.check == "checksums"]
+        assert [f.where for f in errors] == ["common.pt"], name
+        assert repr(name) in errors[0].message
+        path.write_bytes(data)
+
+
+def test_one_bit_that_makes_another_learning_rate(tmp_path, capsys):
+    root = copy_of(OF_016, tmp_path)
+    path = root / ITERATION / "common.pt"
+    files = LocalFiles(str(path.parent))
+    before = load_object(files, whole_file(files, path.name))["opt_param_scheduler"]["max_lr"]
+    files.close()
+    at = path.read_bytes().index(struct.pack(">d", before), path.read_bytes().index(b"max_lr"))
+    flip_bit(path, at + 1, 4)
+    assert run(["verify", str(root), "-q"]) == 0
+    assert "the values were not read" in capsys.readouterr().out
+    assert run(["verify", str(root), "-q", "--content"]) == 1
+    assert "error: checksums: common.pt: record 'common/data.pkl'" in capsys.readouterr().out
+
+
+def test_flags_that_torchs_reader_refuses(tmp_path):
+    """One bit in the zip directory: torch takes the record for encrypted."""
+    root = copy_of("core019_llama_tp2_fully_reshardable", tmp_path)
+    path = root / ITERATION / "__0_0.distcp"
+    at = path.read_bytes().index(b"PK\x01\x02") + 8
+    for bit in (0, 5, 6, 13):
+        flip_bit(path, at + bit // 8, bit % 8)
+        report = verify_checkpoint(str(root))
+        assert any(f.check == "frames" and "encrypted" in f.message for f in report.findings), bit
+        flip_bit(path, at + bit // 8, bit % 8)
+    assert verify_checkpoint(str(root)).is_valid
+    flip_bit(path, at + 26)  # the number of the disk on which the record begins
+    report = verify_checkpoint(str(root))
+    assert any(f.check == "frames" and "on another disk" in f.message for f in report.findings)
 
 
 def _replace_object(root, key, archive):

@@ -1,0 +1,91 @@
+"""A Hugging Face model against a Megatron checkpoint, which is seen as its export by the rules of `export-hf`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
+
+from ckpt_tools.box import full_box
+from ckpt_tools.catalog.model import Catalog, TensorEntry
+from ckpt_tools.convert.export_hf import ExportOptions, seen_as_hf
+from ckpt_tools.convert.hf_parts import prove_equal, read_config
+from ckpt_tools.convert.opened import Opened
+from ckpt_tools.errors import MappingError
+from ckpt_tools.megatron.huggingface.checks import Spec
+from ckpt_tools.megatron.huggingface.targets import import_targets
+from ckpt_tools.megatron.rebase import Base
+from ckpt_tools.megatron.target import InlineTensor, Source, TargetTensor
+from ckpt_tools.verify.diff import Side
+
+Shape = tuple[int, ...]
+
+
+def sides_by_export(model: Opened, checkpoint: Opened) -> tuple[Side, Side, list[str]]:
+    """The model and the checkpoint under the model's names, and notes on what is not compared.
+
+    Raises:
+        MappingError: the checkpoint cannot be exported as the model that config.json describes.
+    """
+    folder = model.location.path
+    options = ExportOptions(hf_config=folder, trust_pickle=checkpoint.trust_pickle)
+    exported, tensors, notes = seen_as_hf(checkpoint, options)
+    views: dict[str, TargetTensor | InlineTensor] = {tensor.key: tensor for tensor in tensors}
+    shapes = {key: view.shape for key, view in views.items() if key in exported.shapes}
+    catalog = replace(
+        model.catalog, tensors={key: _reshaped(e, shapes) for key, e in model.catalog.tensors.items()}
+    )
+    redundant = _redundant(model, views)
+    stored: dict[str, TargetTensor | InlineTensor] = {
+        key: TargetTensor(key, entry.dtype, entry.shape, (Source(key),))
+        for key, entry in catalog.tensors.items()
+        if key not in redundant
+    }
+    notes = [
+        "weights are compared as export-hf would write them; config.json, arguments and optimizer are not",
+        *notes,
+        *(f"{key}: {why}" for key, why in redundant.items()),
+    ]
+    return (
+        Side(model.files, catalog, stored, {}),
+        Side(checkpoint.files, checkpoint.catalog, views, {}, checkpoint.trust_pickle),
+        notes,
+    )
+
+
+def _reshaped(entry: TensorEntry, shapes: Mapping[str, Shape]) -> TensorEntry:
+    """The stored tensor with the axes that the view of the other side has; its bytes are the same."""
+    shape = shapes.get(entry.key, entry.shape)
+    if shape == entry.shape or prod(shape) != entry.numel:
+        return entry
+    (chunk,) = entry.chunks
+    return replace(entry, shape=shape, chunks=(chunk._replace(box=full_box(shape)),))
+
+
+def _redundant(model: Opened, views: Mapping[str, object]) -> dict[str, str]:
+    """What the model stores though it follows from the rest, proven, with why: an export does not write it."""
+    extra = [key for key in model.catalog.tensors if key not in views]
+    if not extra:
+        return {}
+    specs = {key: Spec(entry.dtype, entry.shape) for key, entry in model.catalog.tensors.items()}
+    imported = import_targets(specs, read_config(model.location.path))
+    found = {key: "no content of its own, as import-hf says" for key in extra if key in imported.dropped}
+    for pair in imported.equal:
+        if sum(key in views for key in pair) == 1 and _is_proven(model, specs, pair):
+            one, other = sorted(pair, key=lambda key: key in views)
+            found[one] = f"the same values as {other}, as config.json says"
+    return found
+
+
+def _is_proven(model: Opened, specs: Mapping[str, Spec], pair: tuple[str, str]) -> bool:
+    catalog: Catalog = model.catalog
+    try:
+        prove_equal(
+            model.files,
+            catalog,
+            {key: Base(specs[key].dtype, specs[key].shape, (Source(key),)) for key in pair},
+            [pair],
+        )
+    except MappingError:
+        return False
+    return True

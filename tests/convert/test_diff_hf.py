@@ -1,0 +1,146 @@
+"""`diff` of a Hugging Face model and a Megatron checkpoint: under the rules of export, not by names."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+
+import pytest
+
+from ckpt_tools.cli.app import run
+from tests.conftest import SHARED, fixture_dir
+from tests.damage import copy_of, flip_bit, payload_of
+
+CASES = SHARED / "cases"
+LLAMA = "core019_llama_tp2_fully_reshardable"
+
+
+def diff(a, b, capsys, *flags):
+    """(exit code, report) of a comparison."""
+    capsys.readouterr()
+    code = run(["diff", str(a), str(b), "-q", "--json", *flags])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def export(name, folder):
+    assert run(["export-hf", str(fixture_dir(name)), str(folder), "-q"]) == 0
+    return folder
+
+
+@pytest.mark.parametrize("to", ["torch_dist", "fsdp_dtensor"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "hf_qwen3",
+        "moonlight_inv_freq/hf",
+        "n_group_1_reference/hf",
+        "n_group_1_reference/hf_v2lite",
+        "enable_gpt_oss/hf",
+    ],
+)
+def test_an_import_equals_its_source(case, to, tmp_path, capsys):
+    if not CASES.is_dir():
+        pytest.skip("../shared is absent")
+    imported = ["import-hf", str(CASES / case), str(tmp_path / "out"), "-q", "--to", to]
+    if run(imported) == 5:
+        pytest.skip("the rules of this family are worked on elsewhere")
+    for pair in ((CASES / case, tmp_path / "out"), (tmp_path / "out", CASES / case)):
+        code, report = diff(*pair, capsys)
+        assert (code, report["by"], report["equal"]) == (0, "huggingface", True)
+        assert len(report["tensors"]) > 20
+        assert any("as export-hf would write them" in note for note in report["notes"])
+
+
+def test_an_export_equals_its_source(tmp_path, capsys):
+    code, report = diff(fixture_dir(LLAMA), export(LLAMA, tmp_path / "hf"), capsys)
+    assert (code, report["by"], report["equal"]) == (0, "huggingface", True)
+    assert len(report["tensors"]) > 15
+
+
+def test_a_tied_head_that_is_stored_nevertheless(tmp_path, capsys):
+    """It follows from the embedding, and is looked at: one changed bit is a difference."""
+    if not CASES.is_dir():
+        pytest.skip("../shared is absent")
+    model = tmp_path / "model"
+    shutil.copytree(CASES / "hf_qwen3", model)
+    for path in model.iterdir():
+        path.chmod(0o644)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    path = model / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    (length,) = struct.unpack_from("<Q", data)
+    header = json.loads(data[8 : 8 + length])
+    head, embedding = (
+        slice(*(8 + length + at for at in header[key]["data_offsets"]))
+        for key in ("lm_head.weight", "model.embed_tokens.weight")
+    )
+    data[head] = data[embedding]
+    path.write_bytes(data)
+    assert run(["import-hf", str(model), str(tmp_path / "out"), "-q", "--to", "torch_dist"]) == 0
+    code, report = diff(model, tmp_path / "out", capsys)
+    assert (code, report["equal"]) == (0, True)
+    assert "lm_head.weight" not in {t["key"] for t in report["tensors"]}
+    assert any(note.startswith("lm_head.weight: the same values as model.embed") for note in report["notes"])
+    data[head.start] ^= 1
+    path.write_bytes(data)
+    code, report = diff(model, tmp_path / "out", capsys)
+    assert code == 1
+    assert [(t["key"], t["kind"]) for t in report["tensors"] if t["kind"] != "equal"] == [
+        ("lm_head.weight", "only in A")
+    ]
+
+
+def test_one_bit_is_named_under_its_hugging_face_name(tmp_path, capsys):
+    """In a part of a fused projection of one layer."""
+    hf = export(LLAMA, tmp_path / "hf")
+    root = copy_of(LLAMA, tmp_path)
+    path, at, _ = payload_of(root, "decoder.layers.self_attention.linear_qkv.weight", (1, 0, 0))
+    flip_bit(path, at)
+    code, report = diff(root, hf, capsys)
+    wrong = [t for t in report["tensors"] if t["kind"] != "equal"]
+    assert (code, len(wrong), wrong[0]["kind"], wrong[0]["different"]) == (1, 1, "values", 1)
+    assert wrong[0]["key"] == "model.layers.1.self_attn.q_proj.weight"
+    assert wrong[0]["index"] == [0, 0]
+
+
+def test_swapped_and_missing_tensors_of_the_model(tmp_path, capsys):
+    hf = export(LLAMA, tmp_path / "hf")
+    path = hf / "model.safetensors"
+    data = path.read_bytes()
+    (length,) = struct.unpack_from("<Q", data)
+    header = json.loads(data[8 : 8 + length])
+    a, b = (f"model.layers.{layer}.mlp.down_proj.weight" for layer in (0, 1))
+    header[a], header[b] = header[b], header[a]
+    _write(path, header, data[8 + length :])
+    code, report = diff(hf, fixture_dir(LLAMA), capsys)
+    assert code == 1
+    assert {t["key"] for t in report["tensors"] if t["kind"] == "values"} == {a, b}
+    header[a], header[b] = header[b], header[a]
+    header["extra.weight"] = header.pop("model.norm.weight")
+    _write(path, header, data[8 + length :])
+    assert run(["diff", str(hf), str(fixture_dir(LLAMA)), "-q"]) in (1, 5)
+    said = "".join(capsys.readouterr())
+    assert "extra.weight" in said or "model.norm.weight" in said
+
+
+def _write(path, header, payload):
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + payload)
+
+
+def test_a_model_without_its_config_is_compared_by_names(tmp_path, capsys):
+    hf = export(LLAMA, tmp_path / "hf")
+    (hf / "config.json").unlink()
+    code, report = diff(hf, fixture_dir(LLAMA), capsys)
+    assert (code, report["by"], report["equal"]) == (1, "keys", False)
+
+
+def test_names_of_export_need_a_model_and_a_checkpoint(tmp_path, capsys):
+    hf = export(LLAMA, tmp_path / "hf")
+    shutil.copytree(hf, tmp_path / "again")
+    for pair in ((hf, tmp_path / "again"), (fixture_dir(LLAMA), fixture_dir(LLAMA))):
+        assert run(["diff", *map(str, pair), "-q", "--by", "huggingface"]) == 2
+        assert "--by huggingface" in capsys.readouterr().err
+    assert diff(hf, tmp_path / "again", capsys)[0] == 0
