@@ -22,6 +22,7 @@ _IN_TEXT = (
     (re.compile(r"(\w://)[^/\s'\"<>]*@(?=\S)"), rf"\1{STARS}@"),
     (re.compile(rf"([?&;](?:{_QUERY_SECRETS})=)[^&\s'\"<>]+", re.IGNORECASE), rf"\1{STARS}"),
 )
+_SHORTEST = 5  # characters; a shorter word would star innocent text
 _NO_LOGIN = {"s3", "s3a", "gs", "gcs"}  # their drivers take none from a URL
 _WEB = ("http", "https")
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:]*)(:\d+)?")
@@ -77,12 +78,13 @@ def redacted(text: str) -> str:
 
 
 def _secrets() -> Iterable[str]:
-    """Every hidden login, password and query, the longest first; too short a word would star innocent text."""
-    words = set()
+    """Every hidden login, password, query and value in it, the longest first."""
+    words: set[str] = set()
     for login, query in _kept.values():
-        for part in (login.rstrip("@"), login.rstrip("@").partition(":")[2], query.removeprefix("?")):
-            words |= {part, unquote(part)}
-    return sorted((word for word in words if len(word) >= 4), key=len, reverse=True)
+        parts = [login[:-1], login[:-1].partition(":")[2], query[1:]]
+        parts += [part.partition("=")[2] for part in re.split("[&;]", query)]
+        words |= {word for part in parts for word in (part, unquote(part)) if len(word) >= _SHORTEST}
+    return sorted(words, key=len, reverse=True)
 
 
 def _holds(folder: str, place: str) -> bool:
