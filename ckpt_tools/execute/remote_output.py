@@ -109,9 +109,10 @@ class RemoteJob:
         plan, store, location = self._plan, self._store, self._files.location
         self._source_state = fingerprint(self._files, plan.source_files)
         present = store.sizes()
-        resumes = self._output.resume and MARKER in present
-        if resumes:
-            header = self._marker()
+        header = self._marker() if self._output.resume and MARKER in present else None
+        if header and header.get("digest") is None and self._output.overwrite:
+            header = None  # stopped while the old files were being deleted: no work to go on from
+        if header is not None:
             if header.get("digest") != plan.digest:
                 raise UsageError(
                     f"{store.location} was begun with another plan (other options, source or version). Repeat "
@@ -126,8 +127,8 @@ class RemoteJob:
                 else "is not empty; choose another output or replace it with --overwrite"
             )
             raise UsageError(f"{store.location} {what}.")
-        published = resumes and METADATA in present
-        self._take(withdraw=METADATA in present and not published, clear=bool(present) and not resumes)
+        published = header is not None and METADATA in present
+        self._take(withdraw=METADATA in present and not published, clear=bool(present) and header is None)
         return published, self._token
 
     def _take(self, withdraw: bool, clear: bool) -> None:
@@ -237,8 +238,10 @@ class RemoteJob:
             after = fingerprint(self._files, self._plan.source_files)
             check_unchanged(self._source_state, after, self._files.location)
             metadata = metadata_bytes(self._plan) if output.is_dcp else b""
+            self._check_marker()
             for name, data in output.extra_files.items():
                 store.put(name, data)
+            self._check_marker()  # a run that lost says so, not which of its files are gone
             self._check_objects(versions)
             self._check_marker()
             if output.is_dcp:
