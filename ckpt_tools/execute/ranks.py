@@ -119,9 +119,7 @@ class DistributedRanks:
             if time.monotonic() - self._polled < _POLL_SECONDS:
                 return
             self._polled = time.monotonic()
-            if self._line.silent():
-                self._post("failed", "1")  # for those that do not watch it
-                raise PeerFailedError
+            self._tell_of_the_silent()
             if self._has("failed"):
                 raise PeerFailedError
 
@@ -134,13 +132,11 @@ class DistributedRanks:
             if self._has(key):
                 found: dict[str, Any] = json.loads(self._ask(lambda: self._store.get(self._key(key))))
                 return found
-            if peer in self._line.silent():
-                self._post("failed", "1")
-                return None
-            if deadline is None and self._has("failed"):
-                deadline = time.monotonic() + _LAST_WORDS_SECONDS
-            if deadline is not None and time.monotonic() > deadline:
-                return None
+            self._tell_of_the_silent()
+            if self._has("failed"):
+                deadline = deadline or time.monotonic() + _LAST_WORDS_SECONDS
+                if self._has(f"silent/{peer}") or time.monotonic() > deadline:
+                    return None
             time.sleep(0.01)
 
     def _leave_round(self) -> None:
@@ -149,13 +145,21 @@ class DistributedRanks:
         if self.rank != 0:
             self._ask(lambda: self._store.add(self._key(key), 1))
             return
-        deadline = time.monotonic() + _LAST_WORDS_SECONDS
+        deadline = (
+            time.monotonic() + 2 * _LAST_WORDS_SECONDS
+        )  # the others may be waiting for somebody's last words
         while self._ask(lambda: self._store.add(self._key(key), 0)) < self.world - 1 - len(
             self._line.silent()
         ):
             if time.monotonic() > deadline:
                 return
             time.sleep(0.01)
+
+    def _tell_of_the_silent(self) -> None:
+        """Let those know that do not watch them."""
+        for peer in self._line.silent():
+            self._post(f"silent/{peer}", "1")
+            self._post("failed", "1")
 
     def _has(self, key: str) -> bool:
         return bool(self._ask(lambda: self._store.check([self._key(key)])))
