@@ -45,7 +45,7 @@ def raising(code: int) -> Fault:
 
 
 _LAST_CALLS = 8  # what is done after publication takes fewer
-SERVER = """
+CONVERT = """
 import itertools, json, os, signal, sys
 from pathlib import Path
 from ckpt_tools.catalog.detect import TRACKER
@@ -54,9 +54,7 @@ from ckpt_tools.execute import ranks as waiting
 from ckpt_tools.execute.ranks import connect
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from tests.execute.conftest import reopened_case
-here, world, port = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-if world > 1:
-    import torch.distributed
+here = Path(sys.argv[1])
 waiting._LAST_WORDS_SECONDS = 0.5  # the dead do not answer
 plan = reopened_case(here / "source").plan(2)
 count = itertools.count()
@@ -70,8 +68,8 @@ def deadly(call, at):
         return call(*args, **named)
     return counted
 
-def convert(rank, at):
-    ranks = connect({"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
+def convert(rank, at, environ):
+    ranks = connect(environ)
     for name in CALLS.split():
         setattr(os, name, deadly(getattr(os, name), at))
     files = reopened_case(here / "source").files
@@ -84,11 +82,26 @@ def convert(rank, at):
     (here / f"calls{rank}").write_text(str(next(count)))
     (here / f"report{rank}").write_text(json.dumps([report.bytes_read, report.items_resumed]))
     return 0
+"""
+TORCHRUN = (
+    CONVERT
+    + """
+rank, victim, at = int(os.environ["RANK"]), int(sys.argv[2]), int(sys.argv[3])
+sys.exit(convert(rank, at if rank == victim else -1, os.environ))
+"""
+)
+SERVER = (
+    CONVERT
+    + """
+world, port = int(sys.argv[2]), sys.argv[3]
+if world > 1:
+    import torch.distributed
 
 def start(rank, at):
     pid = os.fork()
     if pid == 0:
-        os._exit(convert(rank, at))
+        place = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os._exit(convert(rank, at, place))
     return pid
 
 for line in sys.stdin:
@@ -105,6 +118,7 @@ for line in sys.stdin:
             os.kill(other, signal.SIGTERM)
     print(codes[chosen], flush=True)
 """
+)
 
 
 class Converters:
@@ -163,7 +177,44 @@ class Converters:
         assert self.wait() == 0
 
 
-def kill_anywhere(folder: Path, kills: int, world: int = 1, seed: int = 7, aim: str = "") -> Counter[str]:
+class TorchrunConverters(Converters):
+    """As `Converters`, two ranks each, under torchrun itself: some seconds for every one."""
+
+    def __init__(self, folder: Path, world: int = 2) -> None:
+        self._folder, self._world = folder, world
+        self._script = folder / "rank.py"
+        self._script.write_text(TORCHRUN)
+
+    def __exit__(self, *_error: object) -> None:
+        self._job.kill()
+
+    def start(self, killed_at: int = -1, victim: int = 0) -> int:
+        """As `Converters.start`, but the process id is torchrun's."""
+        launcher = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={self._world}",
+        ]
+        words = [self._script, self._folder, str(victim), str(killed_at)]
+        environ = {**os.environ, "PYTHONPATH": str(REPO), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        self._job = subprocess.Popen([*launcher, *words], env=environ, stderr=subprocess.DEVNULL)
+        return self._job.pid
+
+    def wait(self) -> int:
+        """As `Converters.wait`; torchrun's own status is 1 whatever its ranks died of."""
+        return -signal.SIGKILL if self._job.wait(120) else 0
+
+
+def kill_anywhere(
+    folder: Path,
+    kills: int,
+    world: int = 1,
+    seed: int = 7,
+    aim: str = "",
+    launcher: type[Converters] = Converters,
+) -> Counter[str]:
     """How many converters killed at calls of the system left what: the old state, or the whole new one.
 
     The first is killed at its first call, then rank 0 at each of its last calls and until one has left the new state;
@@ -173,7 +224,7 @@ def kill_anywhere(folder: Path, kills: int, world: int = 1, seed: int = 7, aim: 
     make_case(folder / "source", scale=24)
     dice = random.Random(seed)
     ends = Counter[str]()
-    with Converters(folder, world) as converters:
+    with launcher(folder, world) as converters:
         converters.finish()
         state = KilledState(folder, tree(folder / "out"), converters)
         for number in range(kills):
