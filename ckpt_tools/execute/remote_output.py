@@ -134,13 +134,10 @@ class RemoteJob:
     def _take(self, withdraw: bool, clear: bool) -> None:
         """Make the output this run's: what was written there until now cannot be completed any more."""
         self._token = uuid.uuid4().hex
-        if withdraw:
-            self._store.remove(
-                METADATA
-            )  # before all else: from here on no loader takes the folder for a checkpoint
-        self._put_marker(
-            None if clear else self._plan.digest
-        )  # none: what lies here is no work to go on from
+        if withdraw:  # before all else: from here on no loader takes the folder for a checkpoint
+            self._store.remove(METADATA)
+        # With nothing to compare: what lies here now is no work to go on from.
+        self._put_marker(None if clear else self._plan.digest)
         if clear:
             self._store.clear(keep=MARKER)
         self._store.abort_uploads()

@@ -291,6 +291,22 @@ def test_a_failing_source_leaves_no_upload(
     assert _uploads() == []
 
 
+def test_a_run_that_loses_in_the_middle_of_a_file_does_not_complete_it(
+    proxy: FaultProxy, large: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, store = remote_output._content, Store("s3://box/taken")
+
+    def content(entries: Any, size: int, pump: Any) -> Iterator[Any]:
+        yield from original(entries, size, pump)
+        store.put(MARKER, b'{"token": "other", "owner": "process 5 on there"}')
+
+    monkeypatch.setattr(remote_output, "_content", content)
+    with pytest.raises(UsageError, match=r"taken by another converter \(process 5 on there\)"):
+        write_checkpoint(large.plan(2), large.files, Output("s3://box/taken"), WriteOptions(threads=1))
+    assert _parts(proxy)
+    assert sorted(store.sizes()) == [MARKER]
+
+
 def test_ctrl_c_leaves_no_upload(proxy: FaultProxy, large: Case) -> None:
     def interrupt(done: int, _total: int) -> None:
         if _parts(proxy) and not sent:
