@@ -23,7 +23,7 @@ from tests.remote.s3 import s3_server
 HOSTILE = [
     "run[12]", "run[!3]", "run*", "run?", "*", "**", "?", "[a-z]*", "run{1,2}", "{a,b}", "run#1", "run%20x",
     "run%5B1%5D", " run ", "run 1", "läuft", "日本", "run::1", "simplecache::run", "-rf", "--recursive",
-    "run'1", 'run"1', "run\\1", "run$HOME", "run;ls", "run|x", "run&x", "run~", "...", "..run", "run=", "run+1", 
+    "run'1", 'run"1', "run\\1", "run$HOME", "run;ls", "run|x", "run&x", "run~", "...", "..run", "run=", "run+1",
     "run@1", "run,1", "run^",
 ]  # fmt: skip
 NEIGHBOURS = ["run1", "run2", "runx", "run", "a", "b", "run 2", "run[", "x", "run1/deep"]

@@ -371,6 +371,64 @@ def test_uploads_of_a_killed_process_end_when_the_next_one_comes(
     assert sorted(Store(url).sizes()) == [METADATA, "__0_0.distcp", "__1_0.distcp"]
 
 
+RANK = """
+import os, signal, sys
+from pathlib import Path
+from ckpt_tools.errors import CkptError
+from ckpt_tools.execute import heartbeat, ranks as waiting, remote_output
+from ckpt_tools.execute.ranks import connect
+from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
+from tests.execute.conftest import reopened_case
+heartbeat.BEAT_SECONDS, heartbeat.SILENT_SECONDS, waiting._LAST_WORDS_SECONDS = 0.2, 4.0, 1.0
+remote_output._PART_BYTES = 5 << 20
+ranks, case = connect(), reopened_case(Path(sys.argv[1]))
+original = remote_output._content
+
+def content(entries, size, pump):
+    done = 0
+    for data in original(entries, size, pump):
+        if ranks.rank == 1 and done > 6 << 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+        done += len(data)
+        yield data
+
+remote_output._content = content
+try:
+    write_checkpoint(case.plan(2), case.files, Output(sys.argv[2]), WriteOptions(threads=1), ranks=ranks)
+except CkptError as error:
+    print(error)
+    sys.exit(error.exit_code)
+"""
+
+
+def test_uploads_of_a_killed_rank_end_with_the_run(proxy: FaultProxy, large: Case) -> None:
+    url, port = "s3://box/ranks", str(_closed_port())
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, large.files.location, url],
+            cwd=REPO,
+            env={
+                **os.environ,
+                **_environment(proxy.url),
+                **{"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+            },
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [7, -signal.SIGKILL]
+    assert "no sign of life from rank 1" in said[0]
+    assert sum("partNumber" in path and "ranks/__1_0" in path for _, path, _ in proxy.requests), (
+        "it had begun"
+    )
+    assert _uploads() == []
+    assert METADATA not in Store(url).sizes()
+    write_checkpoint(large.plan(2), large.files, Output(url, resume=True))
+    assert sorted(Store(url).sizes()) == [METADATA, "__0_0.distcp", "__1_0.distcp"]
+
+
 def _closed_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
