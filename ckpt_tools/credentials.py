@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from urllib.parse import unquote
 
 STARS = "***"
 _URL = re.compile(
@@ -79,6 +78,8 @@ def redacted(text: str) -> str:
 
 def _secrets() -> Iterable[str]:
     """Every hidden login, password, query and value in it, the longest first."""
+    from urllib.parse import unquote  # for URLs with credentials only
+
     words: set[str] = set()
     for login, query in _kept.values():
         parts = [login[:-1], login[:-1].partition(":")[2], query[1:]]
