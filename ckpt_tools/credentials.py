@@ -10,21 +10,20 @@ import re
 from collections.abc import Iterable
 
 STARS = "***"
-_URL = re.compile(
-    r"(?P<scheme>[A-Za-z][\w+.-]*)://(?P<host>[^/?#]*)(?P<path>[^?]*)(?P<query>\?.*)?", re.DOTALL
-)
+# Patterns are compiled when a URL is met: every start of the program passes here.
+_URL = r"(?s)(?P<scheme>[A-Za-z][\w+.-]*)://(?P<host>[^/?#]*)(?P<path>[^?]*)(?P<query>\?.*)?"
 _QUERY_SECRETS = (
     "x-(?:amz|goog)-(?:signature|credential|security-token)|awsaccesskeyid|signature|sig|se|sp|access_?token|token|"
     "api_?key|key|secret|password|passwd|pwd|auth"
 )
 _IN_TEXT = (
-    (re.compile(r"(\w://)[^/\s'\"<>]*@(?=\S)"), rf"\1{STARS}@"),
-    (re.compile(rf"([?&;](?:{_QUERY_SECRETS})=)[^&\s'\"<>]+", re.IGNORECASE), rf"\1{STARS}"),
+    (r"(\w://)[^/\s'\"<>]*@(?=\S)", rf"\1{STARS}@"),
+    (rf"(?i)([?&;](?:{_QUERY_SECRETS})=)[^&\s'\"<>]+", rf"\1{STARS}"),
 )
 _SHORTEST = 5  # characters; a shorter word would star innocent text
 _NO_LOGIN = {"s3", "s3a", "gs", "gcs"}  # their drivers take none from a URL
 _WEB = ("http", "https")
-_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:]*)(:\d+)?")
+_HOST = r"(\[[0-9A-Fa-f:.]+\]|[^:]*)(:\d+)?"
 
 _kept: dict[str, tuple[str, str]] = {}  # location as shown -> (login with its @, query with its ?)
 
@@ -35,7 +34,7 @@ def hidden(location: str) -> str:
     Raises:
         UsageError: credentials where the store's driver takes none, or two different ones for one place.
     """
-    found = _URL.fullmatch(location)
+    found = re.fullmatch(_URL, location) if "://" in location else None
     if found is None:
         return location
     scheme, query = found["scheme"].lower(), found["query"] or ""
@@ -72,7 +71,7 @@ def redacted(text: str) -> str:
     if "://" not in text and "?" not in text:
         return text
     for pattern, stars in _IN_TEXT:
-        text = pattern.sub(stars, text)
+        text = re.sub(pattern, stars, text)
     return text
 
 
@@ -100,7 +99,7 @@ def _refuse(scheme: str, has_login: bool, host: str, clean: str) -> None:
             f"keys are not taken from {scheme}:// URLs. Give them in the environment (AWS_ACCESS_KEY_ID and "
             f"AWS_SECRET_ACCESS_KEY, or a profile), and the URL as {scheme}://BUCKET/FOLDER."
         )
-    if scheme not in (*_NO_LOGIN, "memory", "file") and not _HOST.fullmatch(host):
+    if scheme not in (*_NO_LOGIN, "memory", "file") and not re.fullmatch(_HOST, host):
         raise _usage(
             f"a {scheme}:// URL begins with HOST or HOST:PORT, this one does not; in a user name or a password "
             "the characters / : @ ? # are written as %2F %3A %40 %3F %23."
