@@ -109,6 +109,33 @@ def test_a_login_is_used_and_not_shown(server: WebServer, capsys: pytest.Capture
         )
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["convert", "URL", "HERE/out", "--json"],
+        ["convert", "URL", "HERE/out"],
+        ["plan", "URL", "--dp-shard", "2", "--html", "HERE/out.html", "--json"],
+        ["verify", "URL", "--junit", "HERE/out.xml"],
+        ["diff", "URL", "URL", "--json"],
+        ["preflight", "URL"],
+        ["build-param-group-map", "URL", "-o", "HERE/out.json"],
+        ["print-tensor", "URL", "no such key"],
+        ["convert", "URL", "HERE/out", "--no-such-option"],
+        ["inspect", "URL/nowhere"],
+    ],
+)
+def test_no_command_shows_a_login_or_writes_it_down(
+    server: WebServer, tmp_path: Path, capfd: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    server.login = "me:hunter22"
+    url = _url(server, login="me:hunter22@")
+    run([word.replace("URL", url).replace("HERE", str(tmp_path)) for word in words])
+    shown = capfd.readouterr()
+    assert shown.out or shown.err
+    assert "hunter22" not in shown.out + shown.err
+    assert not [p for p in tmp_path.rglob("*") if p.is_file() and b"hunter22" in p.read_bytes()]
+
+
 def test_a_token_is_given_to_every_file_and_not_shown(
     server: WebServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
