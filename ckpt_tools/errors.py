@@ -8,13 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ckpt_tools.credentials import redacted
+
 MAX_LISTED_PROBLEMS = 20
 
 
 class CkptError(Exception):
-    """Base of all errors raised on purpose; `exit_code` is the process's return code."""
+    """Base of all errors raised on purpose; `exit_code` is the process's return code. Credentials are not shown."""
 
     exit_code = 70
+
+    def __str__(self) -> str:
+        return redacted(super().__str__())
 
 
 class UsageError(CkptError):

@@ -15,6 +15,7 @@ from pathlib import Path
 from ckpt_tools.catalog.container import StoredTensor, load_object, whole_file
 from ckpt_tools.catalog.dcp import METADATA, missing_metadata
 from ckpt_tools.catalog.files import Files, absent_folder, open_files
+from ckpt_tools.credentials import hidden
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError, UsageError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -52,6 +53,7 @@ def locate(path: str, iteration: int | None = None) -> Location:
         CorruptCheckpointError: the tracker file or `metadata.json` is damaged.
         UsageError: the path does not say which of several iterations is meant, or contradicts `iteration`.
     """
+    path = hidden(path)
     files = open_files(path)
     if "://" not in path:
         _check_folder(path)
@@ -183,11 +185,11 @@ def _describe(files: Files, path: str, root: str | None, name: str) -> Location:
             "with --ckpt-format torch_dist."
         )
     match = _ITERATION.fullmatch(name)
-    roots = open_files(root).list() if root else []
+    roots = _listed(root) if root else []
     return Location(
         kind=_kind(files, names, backend),
         path=path,
-        root=root,
+        root=root if roots else None,
         iteration=int(match[1]) if match else None,
         is_release=name == "release",
         tracker=next((name for name in (TRACKER, BRIDGE_TRACKER) if name in roots), None),
@@ -196,6 +198,14 @@ def _describe(files: Files, path: str, root: str | None, name: str) -> Location:
         has_run_config="run_config.yaml" in names,
         has_train_state="train_state.pt" in names,
     )
+
+
+def _listed(root: str) -> list[str]:
+    """Names in a folder; none when a web server does not list it."""
+    try:
+        return open_files(root).list()
+    except UnsupportedCheckpointError:
+        return []
 
 
 def _kind(files: Files, names: list[str], backend: str | None) -> str:

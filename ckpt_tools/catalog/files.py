@@ -157,6 +157,10 @@ def open_files(location: str) -> Files:
         location = location.removeprefix("file://")
     if "://" not in location:
         return LocalFiles(location)
+    if location.lower().startswith(("http://", "https://")):
+        from ckpt_tools.catalog.web import WebFiles
+
+        return WebFiles(location)
     from ckpt_tools.catalog.remote import RemoteFiles  # fsspec is not needed for local paths
 
     return RemoteFiles(location)

@@ -16,6 +16,7 @@ import typer
 from ckpt_tools.cli.commands import Group
 from ckpt_tools.cli.manual import closing
 from ckpt_tools.cli.render import escape_lines
+from ckpt_tools.credentials import hidden, redacted
 from ckpt_tools.errors import CkptError, Interrupted, StorageError, UsageError
 
 app = typer.Typer(
@@ -72,7 +73,8 @@ def _keep_freed_memory() -> None:
 def run(argv: list[str] | None = None) -> int:
     """The exit code of one command line; errors go to stderr as one message."""
     try:
-        code = app(args=argv, standalone_mode=False)
+        words = sys.argv[1:] if argv is None else argv
+        code = app(args=[hidden(word) for word in words], standalone_mode=False)
         sys.stdout.flush()
     except typer.Exit as stop:
         return stop.exit_code
@@ -101,7 +103,7 @@ def _explain(error: BaseException) -> int:
     ):  # click's usage errors; typer has its own copy of click in some versions
         context = getattr(error, "ctx", None)
         hint = f"\nTry '{context.command_path} --help'." if context else ""
-        print(escape_lines(f"error: {error.format_message()}{hint}"), file=sys.stderr)
+        print(escape_lines(redacted(f"error: {error.format_message()}{hint}")), file=sys.stderr)
         return UsageError.exit_code
-    print(escape_lines("".join(traceback.format_exception(error)).rstrip()), file=sys.stderr)
+    print(escape_lines(redacted("".join(traceback.format_exception(error)).rstrip())), file=sys.stderr)
     return CkptError.exit_code

@@ -24,7 +24,7 @@ TrustPickle = Annotated[
 
 def _allow_msc(wanted: bool) -> bool:
     if wanted:
-        from ckpt_tools.catalog.remote import allow_msc
+        from ckpt_tools.catalog.store import allow_msc
 
         allow_msc()
     return wanted

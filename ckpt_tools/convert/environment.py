@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import shutil
 import tempfile
 from contextlib import suppress
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tools import __version__
+from ckpt_tools.credentials import redacted
 from ckpt_tools.errors import UsageError
 
 LIBRARIES = ("torch", "numpy", "typer", "rich", "orjson", "safetensors", "isal", "fsspec", "pyyaml")
@@ -87,7 +87,7 @@ def describe_environment(directory: str | None = None) -> Environment:
         processors=len(os.sched_getaffinity(0)),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         crc32=crc32.__module__,
-        variables={name: _without_login(os.environ[name]) for name in VARIABLES if name in os.environ},
+        variables={name: redacted(os.environ[name]) for name in VARIABLES if name in os.environ},
         file_system=None if directory is None else describe_file_system(directory),
     )
 
@@ -132,11 +132,6 @@ def _file_system_kind(path: Path) -> str:
             if path.is_relative_to(mount) and len(mount.parts) >= best:
                 best, kind = len(mount.parts), found
     return kind
-
-
-def _without_login(text: str) -> str:
-    """`text`; of a URL in it not the user's name and password."""
-    return re.sub(r"//[^/@\s]*@", "//...@", text)
 
 
 def _installed(name: str) -> str | None:

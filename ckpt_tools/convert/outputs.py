@@ -9,6 +9,7 @@ from typing import Any
 
 from ckpt_tools.catalog.detect import TRACKER, Location, iteration_numbers, locate
 from ckpt_tools.catalog.pickling import dump_archive
+from ckpt_tools.credentials import hidden, redacted
 from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.run import Output, WriteReport
 from ckpt_tools.megatron.target import Target, TargetObject
@@ -39,6 +40,7 @@ class ConversionReport:
         """The report as plain data, with its schema version."""
         data = asdict(self)
         data["tensor_count"], data["object_count"] = data.pop("tensors"), data.pop("objects")
+        data |= {"source": redacted(self.source), "output": redacted(self.output)}
         return {"schema_version": 1, **data}
 
 
@@ -59,7 +61,7 @@ def choose_output(source: str, location: Location, output: str, overwrite: bool,
 
 def output_directory(output: str) -> Path | str:
     """A path, or the URL of a folder in an object store."""
-    path = output.removeprefix("file://")
+    path = hidden(output).removeprefix("file://")
     if "://" in path:
         return path
     folder = Path(path)
@@ -102,7 +104,7 @@ def refuse_overlap(source: str, location: Location, output: str) -> None:
 
 def place_parts(location: str) -> tuple[str, ...]:
     """The names that lead to a folder, from its file system or store down; equal for two spellings of one place."""
-    path = location.removeprefix("file://")
+    path = hidden(location).removeprefix("file://")
     if "://" not in path:
         return Path(path).resolve().parts
     scheme, _, rest = path.partition("://")

@@ -2,6 +2,7 @@
 
 One process needs no torch. Several meet at the launcher's TCP store for a few small messages: outcomes of a step,
 never data. A rank that fails says so at once; the others see it within a second, stop, and all raise the same error.
+A rank that was killed or stopped says nothing: the others end within 90 seconds and name it (see `heartbeat`).
 """
 
 from __future__ import annotations
@@ -17,11 +18,16 @@ from typing import Any, TypeVar
 
 from ckpt_tools import errors
 from ckpt_tools.errors import CkptError, StorageError, UsageError
+from ckpt_tools.execute.heartbeat import Line
 
 T = TypeVar("T")
 
 _POLL_SECONDS = 1.0
 _LAST_WORDS_SECONDS = 10.0  # how long a failing rank waits for the others' messages
+_CONNECT_SECONDS = 300  # as long as a rank may start later than another
+
+_lines: dict[tuple[object, ...], Line] = {}  # of this process, which may convert several times
+_topics: dict[tuple[object, ...], int] = {}  # how often it did
 
 
 class Ranks:
@@ -62,13 +68,15 @@ class PeerFailedError(Exception):
 
 
 class DistributedRanks:
-    """This process and its peers at a `torch.distributed` store. Results of steps must be JSON."""
+    """This process and its peers at a `torch.distributed` store. Results of steps must be JSON.
 
-    def __init__(self, rank: int, world: int, store: Any) -> None:
-        self.rank = rank
-        self.world = world
+    `topic` keeps apart what several conversions of one job say.
+    """
+
+    def __init__(self, line: Line, topic: str) -> None:
+        self.rank, self.world = line.rank, line.world
         self.watch: Callable[[], None] = _go_on
-        self._store = store
+        self._line, self._store, self._topic = line, line.store, topic
         self._round = 0
         self._polled = time.monotonic()
         self._lock = threading.Lock()
@@ -95,9 +103,13 @@ class DistributedRanks:
         failed = {peer: o["error"] for peer, o in enumerate(outcomes) if o and o.get("error")}
         if failed:
             raise _joined(failed)
-        silent = [str(peer) for peer, o in enumerate(outcomes) if o is None or "error" in o]
+        silent = [str(peer) for peer, o in enumerate(outcomes) if o is None]
+        silent = silent or [str(peer) for peer, o in enumerate(outcomes) if o and "error" in o]
         if silent:
-            raise StorageError(f"no answer from rank {', '.join(silent)}: it was stopped or its node is gone")
+            raise StorageError(
+                f"no sign of life from rank {', '.join(silent)}: it was killed or stopped, or its node is gone. "
+                "Nothing was published; --resume goes on from here."
+            )
         return [o["result"] for o in outcomes if o is not None]
 
     def check(self) -> None:
@@ -107,45 +119,59 @@ class DistributedRanks:
             if time.monotonic() - self._polled < _POLL_SECONDS:
                 return
             self._polled = time.monotonic()
+            self._tell_of_the_silent()
             if self._has("failed"):
                 raise PeerFailedError
 
     def _outcome(self, peer: int) -> dict[str, Any] | None:
-        """A peer's outcome of this round; None if some rank has failed and this one does not answer."""
+        """A peer's outcome of this round; None if it gives no sign of life, or none after another has failed."""
         key = f"{self._round}/{peer}"
         deadline = None
         while True:
             self.watch()
             if self._has(key):
-                found: dict[str, Any] = json.loads(self._ask(lambda: self._store.get(key)))
+                found: dict[str, Any] = json.loads(self._ask(lambda: self._store.get(self._key(key))))
                 return found
-            if deadline is None and self._has("failed"):
-                deadline = time.monotonic() + _LAST_WORDS_SECONDS
-            if deadline is not None and time.monotonic() > deadline:
-                return None
+            self._tell_of_the_silent()
+            if self._has("failed"):
+                deadline = deadline or time.monotonic() + _LAST_WORDS_SECONDS
+                if self._has(f"silent/{peer}") or time.monotonic() > deadline:
+                    return None
             time.sleep(0.01)
 
     def _leave_round(self) -> None:
         """Rank 0, which may host the store, leaves a round last: when all others have left or do not answer."""
         key = f"{self._round}/left"
         if self.rank != 0:
-            self._ask(lambda: self._store.add(key, 1))
+            self._ask(lambda: self._store.add(self._key(key), 1))
             return
-        deadline = time.monotonic() + _LAST_WORDS_SECONDS
-        while self._ask(lambda: self._store.add(key, 0)) < self.world - 1 and time.monotonic() < deadline:
+        deadline = (
+            time.monotonic() + 2 * _LAST_WORDS_SECONDS
+        )  # the others may be waiting for somebody's last words
+        while self._ask(lambda: self._store.add(self._key(key), 0)) < self.world - 1 - len(
+            self._line.silent()
+        ):
+            if time.monotonic() > deadline:
+                return
             time.sleep(0.01)
 
+    def _tell_of_the_silent(self) -> None:
+        """Let those know that do not watch them."""
+        for peer in self._line.silent():
+            self._post(f"silent/{peer}", "1")
+            self._post("failed", "1")
+
     def _has(self, key: str) -> bool:
-        return bool(self._ask(lambda: self._store.check([key])))
+        return bool(self._ask(lambda: self._store.check([self._key(key)])))
 
     def _post(self, key: str, text: str) -> None:
-        self._ask(lambda: self._store.set(key, text))
+        self._ask(lambda: self._store.set(self._key(key), text))
+
+    def _key(self, key: str) -> str:
+        return f"{self._topic}/{key}"
 
     def _ask(self, request: Callable[[], Any]) -> Any:
-        try:
-            return request()
-        except (RuntimeError, OSError) as error:  # torch's DistError is a RuntimeError
-            raise StorageError(f"rank {self.rank} lost the other ranks: {error}") from error
+        return self._line.ask(request)
 
 
 def _joined(failed: Mapping[int, tuple[str, str]]) -> CkptError:
@@ -179,19 +205,49 @@ def connect(environ: Mapping[str, str] = os.environ) -> Ranks | DistributedRanks
         raise UsageError(f"{names[0]}={rank} is not below {names[1]}={world}")
     if world == 1 or (prefix and "SLURM_STEP_ID" not in environ):  # a batch script is no task of its own job
         return Ranks()
-    return DistributedRanks(rank, world, _store(rank, world, environ))
+    return DistributedRanks(*_line(rank, world, environ))
 
 
-def _store(rank: int, world: int, environ: Mapping[str, str]) -> Any:
-    from torch.distributed import PrefixStore, TCPStore
+def _line(rank: int, world: int, environ: Mapping[str, str]) -> tuple[Line, str]:
+    """This process's line to the job's store, and a topic that all ranks call by the same name.
 
+    Raises:
+        StorageError: the store cannot be reached.
+    """
     host = environ.get("MASTER_ADDR") or _first_host(environ.get("SLURM_STEP_NODELIST", ""))
     port = int(environ.get("MASTER_PORT") or 20000 + int(environ.get("SLURM_JOB_ID", "0")) % 20000)
     hosted = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent runs the store
-    store = TCPStore(
-        host, port, world, rank == 0 and not hosted, timedelta(seconds=300), wait_for_workers=False
-    )
-    return PrefixStore(f"ckpt_tools/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    restart = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    place = (os.getpid(), rank, world, host, port, restart)
+    if place not in _lines:
+        keeper = "torchrun's agent" if hosted else "rank 0"
+        store = _store(rank, world, (host, port), is_host=rank == 0 and not hosted)
+        _lines[place] = Line(
+            rank, world, _named(store, restart), f"{keeper}, which keeps the store at {host}:{port},"
+        )
+        _topics[place] = 0
+    _topics[place] += 1
+    return _lines[place], str(_topics[place])
+
+
+def _named(store: Any, restart: str) -> Any:
+    from torch.distributed import PrefixStore
+
+    return PrefixStore(f"ckpt_tools/{restart}", store)
+
+
+def _store(rank: int, world: int, place: tuple[str, int], is_host: bool) -> Any:
+    from torch.distributed import TCPStore
+
+    wait = timedelta(seconds=_CONNECT_SECONDS)
+    try:
+        return TCPStore(*place, world, is_host, wait, wait_for_workers=False)
+    except (RuntimeError, OSError) as error:
+        reason = str(error).partition("\n")[0]
+        raise StorageError(
+            f"rank {rank} cannot {'open' if is_host else 'reach'} the store of this job at {place[0]}:{place[1]} "
+            f"({reason}). Check MASTER_ADDR, MASTER_PORT and that rank 0 runs."
+        ) from error
 
 
 def _first_host(nodes: str) -> str:

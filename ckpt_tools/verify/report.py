@@ -59,7 +59,7 @@ class Findings:
 
     def done(self) -> Check:
         """The check, as data."""
-        return Check(self.name, self.unit, self.looked_at, tuple(self._found), self._is_hostile)
+        return Check(self.name, self.unit, self.looked_at, tuple(self._found), is_hostile=self._is_hostile)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions
 from tests.damage import ITERATION, copy_of
 from tests.execute.conftest import make_case, reopened_case
-from tests.execute.faults import Fault, Faults, kill_anywhere, raising
+from tests.execute.faults import Fault, Faults, TorchrunConverters, kill_anywhere, raising
 from tests.execute.test_run import tree
 
 ERRORS = "open close mkdir rename replace unlink rmdir pwrite write pread preadv ftruncate fsync stat statvfs"
@@ -274,23 +274,42 @@ def damaged(path: Path, folder: Path, good: Tree, convert: Callable[[], object])
     return "WRONG result"
 
 
-def kills(folder: Path, count: int) -> Iterator[tuple[str, Counter[str]]]:
-    """Converters of one and of two processes killed at random calls."""
+def kills(folder: Path, count: int, aim: str) -> Iterator[tuple[str, Counter[str]]]:
+    """Converters of one and of two processes killed at random calls, or in the middle of writing."""
     for world in (1, 2):
         (folder / str(world)).mkdir()
-        yield f"kill -9, {world} process(es)", kill_anywhere(folder / str(world), count // 2, world)
+        ends = kill_anywhere(folder / str(world), count // 2, world, aim=aim)
+        after = {name: ends.pop(name, 0) for name in ("went on from finished items", "found published")}
+        yield f"kill -9, {world} process(es)", ends
+        yield "  of which the next", Counter(after)
+        if aim != "mid":
+            assert ends["old"] and ends["new"], "both sides of publication must be seen"
+        assert ends["not reached"] <= count // 4, "most were not killed at all"
+
+
+def torchrun_kills(folder: Path, count: int) -> Iterator[tuple[str, Counter[str]]]:
+    """Ranks of torchrun killed in the middle of writing."""
+    ends = kill_anywhere(folder, count, 2, aim="mid", launcher=TorchrunConverters)
+    went_on = ends.pop("went on from finished items", 0)
+    yield "kill -9, torchrun", ends
+    yield "  of which the next", Counter({"went on from finished items": went_on})
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--kills", type=int, default=200)
     options.add_argument("--flips", type=int, default=300, help="in each region")
+    options.add_argument(
+        "--aim", choices=["", "mid"], default="", help="where kills strike: anywhere, or mid-write"
+    )
+    options.add_argument("--torchrun", type=int, default=20, help="kills of ranks of torchrun itself")
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--only", default="", help="sections whose name has this in it")
     chosen = options.parse_args()
     dice = random.Random(chosen.seed)
     sections: dict[str, Callable[[Path], Iterator[tuple[str, Counter[str]]]]] = {
-        "kills": lambda folder: kills(folder, chosen.kills),
+        "kills": lambda folder: kills(folder, chosen.kills, chosen.aim),
+        "torchrun": lambda folder: torchrun_kills(folder, chosen.torchrun),
         "failing calls": partial(failing_calls, resumed=False),
         "failing calls, resumed": partial(failing_calls, resumed=True),
         "truncations": truncations,

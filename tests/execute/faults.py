@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import random
 import shutil
@@ -43,8 +44,9 @@ def raising(code: int) -> Fault:
     return fault
 
 
-SERVER = """
-import itertools, os, signal, sys
+_LAST_CALLS = 8  # what is done after publication takes fewer
+CONVERT = """
+import itertools, json, os, signal, sys
 from pathlib import Path
 from ckpt_tools.catalog.detect import TRACKER
 from ckpt_tools.errors import CkptError
@@ -52,9 +54,7 @@ from ckpt_tools.execute import ranks as waiting
 from ckpt_tools.execute.ranks import connect
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from tests.execute.conftest import reopened_case
-here, world, port = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-if world > 1:
-    import torch.distributed
+here = Path(sys.argv[1])
 waiting._LAST_WORDS_SECONDS = 0.5  # the dead do not answer
 plan = reopened_case(here / "source").plan(2)
 count = itertools.count()
@@ -68,24 +68,40 @@ def deadly(call, at):
         return call(*args, **named)
     return counted
 
-def convert(rank, at):
-    ranks = connect({"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
+def convert(rank, at, environ):
+    ranks = connect(environ)
     for name in CALLS.split():
         setattr(os, name, deadly(getattr(os, name), at))
     files = reopened_case(here / "source").files
     output = Output(here / "out", {TRACKER: b"7"}, overwrite=True, resume=True)
     try:
-        write_checkpoint(plan, files, output, WriteOptions(2, 6 << 16), ranks=ranks)
+        report = write_checkpoint(plan, files, output, WriteOptions(2, 6 << 16), ranks=ranks)
     except CkptError as error:
         print(error, file=sys.stderr)
         return error.exit_code
     (here / f"calls{rank}").write_text(str(next(count)))
+    (here / f"report{rank}").write_text(json.dumps([report.bytes_read, report.items_resumed]))
     return 0
+"""
+TORCHRUN = (
+    CONVERT
+    + """
+rank, victim, at = int(os.environ["RANK"]), int(sys.argv[2]), int(sys.argv[3])
+sys.exit(convert(rank, at if rank == victim else -1, os.environ))
+"""
+)
+SERVER = (
+    CONVERT
+    + """
+world, port = int(sys.argv[2]), sys.argv[3]
+if world > 1:
+    import torch.distributed
 
 def start(rank, at):
     pid = os.fork()
     if pid == 0:
-        os._exit(convert(rank, at))
+        place = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os._exit(convert(rank, at, place))
     return pid
 
 for line in sys.stdin:
@@ -102,6 +118,7 @@ for line in sys.stdin:
             os.kill(other, signal.SIGTERM)
     print(codes[chosen], flush=True)
 """
+)
 
 
 class Converters:
@@ -145,6 +162,11 @@ class Converters:
         """How many calls of the system a rank made in the last run that came to its end."""
         return int((self._folder / f"calls{rank}").read_text())
 
+    def report(self) -> tuple[int, int]:
+        """Bytes that the last run to its end read, and items that it found finished."""
+        read, resumed = json.loads((self._folder / "report0").read_text())
+        return read, resumed
+
     def _number(self) -> int:
         assert self._server.stdout is not None
         return int(self._server.stdout.readline())
@@ -155,39 +177,111 @@ class Converters:
         assert self.wait() == 0
 
 
-def kill_anywhere(folder: Path, kills: int, world: int = 1, seed: int = 7) -> Counter[str]:
-    """How many converters killed at random calls of the system left what: the old state, or the whole new one.
+class TorchrunConverters(Converters):
+    """As `Converters`, two ranks each, under torchrun itself: some seconds for every one."""
 
-    Half of them go on afterwards; the others leave their remains to the next.
+    def __init__(self, folder: Path, world: int = 2) -> None:
+        self._folder, self._world = folder, world
+        self._script = folder / "rank.py"
+        self._script.write_text(TORCHRUN)
+
+    def __exit__(self, *_error: object) -> None:
+        self._job.kill()
+
+    def start(self, killed_at: int = -1, victim: int = 0) -> int:
+        """As `Converters.start`, but the process id is torchrun's."""
+        launcher = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={self._world}",
+        ]
+        words = [self._script, self._folder, str(victim), str(killed_at)]
+        environ = {**os.environ, "PYTHONPATH": str(REPO), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        self._job = subprocess.Popen([*launcher, *words], env=environ, stderr=subprocess.DEVNULL)
+        return self._job.pid
+
+    def wait(self) -> int:
+        """As `Converters.wait`; torchrun's own status is 1 whatever its ranks died of."""
+        return -signal.SIGKILL if self._job.wait(120) else 0
+
+
+def kill_anywhere(
+    folder: Path,
+    kills: int,
+    world: int = 1,
+    seed: int = 7,
+    aim: str = "",
+    launcher: type[Converters] = Converters,
+) -> Counter[str]:
+    """How many converters killed at calls of the system left what: the old state, or the whole new one.
+
+    The first is killed at its first call, then rank 0 at each of its last calls and until one has left the new state;
+    the others at random calls of random ranks, or, with `aim` "mid", in the middle of writing. Half of them go on
+    afterwards; the others leave their remains to the next.
     """
     make_case(folder / "source", scale=24)
-    out, partial = folder / "out", folder / ".out.ckpt_tools-partial"
     dice = random.Random(seed)
     ends = Counter[str]()
-    with Converters(folder, world) as converters:
+    with launcher(folder, world) as converters:
         converters.finish()
-        good = tree(out)
-        for _ in range(kills):
-            shutil.rmtree(out, ignore_errors=True)
-            if dice.random() < 0.7:
-                out.mkdir()
-                (out / "old").write_text("old")
-            victim = dice.randrange(world)
+        state = KilledState(folder, tree(folder / "out"), converters)
+        for number in range(kills):
+            is_aimed = aim == "" and (number <= min(kills // 2, _LAST_CALLS) or not ends["new"])
+            victim = 0 if is_aimed else dice.randrange(world)
             calls = converters.calls(victim)
-            last = dice.choice([calls, 40, 12])  # all phases, publication, what is done after it
-            converters.start(calls - 1 - dice.randrange(min(last, calls)), victim)
-            status = converters.wait()
-            assert status in (-signal.SIGKILL, 0), status  # 0: going on took fewer calls than from the start
-            is_old = not out.exists() or {p.name for p in out.iterdir()} == {"old"}
-            assert is_old or tree(out) == good
-            ends["not reached" if status == 0 else "old" if is_old else "new"] += 1
-            if dice.random() < 0.5:
-                converters.finish()
-                assert tree(out) == good
-                assert not partial.exists()
-        (folder / TRACKER).unlink()
-        converters.finish()
-    assert tree(out) == good
-    assert (folder / TRACKER).read_text() == "7"
-    assert not partial.exists()
+            if aim == "mid":
+                at = dice.randrange(calls // 8, calls * 7 // 8)
+            elif is_aimed:
+                at = calls - number if number else 0
+            else:
+                at = calls - 1 - dice.randrange(min(dice.choice([calls, 40, 12]), calls))
+            ends.update(state.kill(at, victim, has_old=dice.random() < 0.7, goes_on=dice.random() < 0.5))
+        state.finish()
     return ends
+
+
+class KilledState:
+    """An output that converters are killed at, one after another, and what must be true of it after each."""
+
+    def __init__(self, folder: Path, good: dict[str, str], converters: Converters) -> None:
+        self._folder, self._good, self._converters = folder, good, converters
+        self._out, self._partial = folder / "out", folder / ".out.ckpt_tools-partial"
+        self._tracker = folder / TRACKER
+
+    def kill(self, at: int, victim: int, has_old: bool, goes_on: bool) -> Counter[str]:
+        """Kill one converter at its `at`-th call; how it ended, what it left, and how one went on from there."""
+        shutil.rmtree(self._out, ignore_errors=True)
+        if has_old:
+            self._out.mkdir()
+            (self._out / "old").write_text("old")
+        self._tracker.write_text("old")
+        self._converters.start(at, victim)
+        status = self._converters.wait()
+        assert status in (-signal.SIGKILL, 0), status  # 0: going on took fewer calls than from the start
+        is_old = not self._out.exists() or {p.name for p in self._out.iterdir()} == {"old"}
+        assert is_old or tree(self._out) == self._good
+        tracked = self._tracker.read_text()
+        assert tracked in ("old", "7"), "whole, whenever it is read"
+        assert tracked == "old" or not is_old, "the tracker names what is not there"
+        ends = Counter(["not reached" if status == 0 else "old" if is_old else "new"])
+        if goes_on or not is_old:
+            ends += self._go_on(is_old)
+        return ends
+
+    def _go_on(self, is_old: bool) -> Counter[str]:
+        says_so = (self._partial / "publishing").exists()
+        self.finish()
+        read, resumed = self._converters.report()
+        if says_so and not is_old:
+            assert read == 0, "what was published is written again"
+            return Counter(["found published"])
+        return Counter(["went on from finished items"] if is_old and resumed else [])
+
+    def finish(self) -> None:
+        """Let a converter run to its end."""
+        self._converters.finish()
+        assert tree(self._out) == self._good
+        assert self._tracker.read_text() == "7"
+        assert not self._partial.exists()

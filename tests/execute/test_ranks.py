@@ -39,6 +39,9 @@ if fault == "work" and ranks.rank == 1:
 if fault == "die" and ranks.rank == 1:
     stream.Pump.write_item = lambda *args: os._exit(9)
 try:
+    if fault == "twice":
+        write_checkpoint(plan, case.files, Output(out.with_name("first")), WriteOptions(2, 6 << 16), ranks=ranks)
+        ranks, plan = connect(), case.plan(2)
     report = write_checkpoint(plan, case.files, Output(out), WriteOptions(2, 6 << 16), ranks=ranks)
     print(json.dumps(["report", report.bytes_read, report.ranks]))
 except CkptError as error:
@@ -91,6 +94,17 @@ def test_any_number_of_processes_writes_the_same_bytes(tmp_path: Path) -> None:
         timeout=120,
     )
     assert tree(tmp_path / "1") == tree(tmp_path / "2") == tree(tmp_path / "4")
+
+
+def test_one_job_converts_one_checkpoint_after_another(tmp_path: Path) -> None:
+    """As `--iteration all` does: what was said of the first must not be taken for the second's."""
+    case = make_case(tmp_path / "source", scale=24)
+    ends = launch(tmp_path, tmp_path / "second", 2, "twice")
+    for name, world in (("first", 3), ("second", 2)):
+        place = Output(tmp_path / f"{name}1")
+        one = write_checkpoint(case.plan(world), case.files, place, WriteOptions(2, 6 << 16))
+        assert tree(tmp_path / name) == tree(tmp_path / f"{name}1")
+    assert ends == [(0, ["report", one.bytes_read, 2])] * 2
 
 
 @pytest.mark.parametrize(

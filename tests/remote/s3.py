@@ -147,3 +147,20 @@ def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
             if process.poll() is not None or time.monotonic() > stop:
                 raise RuntimeError("moto's server did not start") from None
             time.sleep(0.1)
+
+
+def s3_environment(url: str) -> dict[str, str]:
+    """What a user's environment says of a server at `url`."""
+    return {
+        "AWS_ENDPOINT_URL": url,
+        "AWS_ACCESS_KEY_ID": "k",
+        "AWS_SECRET_ACCESS_KEY": "s",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+
+
+def closed_port() -> int:
+    """A port of loopback that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from ckpt_tools.catalog import remote
+from ckpt_tools.catalog import store as store_module
 from ckpt_tools.cli.app import run
 from tests.conftest import fixture_dir
 
@@ -94,7 +94,7 @@ def test_msc_is_opened_when_asked_for(
     profiles = {"lab": {"storage_provider": provider}, "out": {"storage_provider": target}}
     (tmp_path / "msc.json").write_text(json.dumps({"profiles": profiles}))
     monkeypatch.setenv("MSC_CONFIG", str(tmp_path / "msc.json"))
-    monkeypatch.setattr(remote, "_ASKED_FOR", set())
+    monkeypatch.setattr(store_module, "_ASKED_FOR", set())
     assert run(["inspect", "msc://lab/iter_0000002"]) == 2
     assert "add --enable-msc" in capsys.readouterr().err
     assert run(["convert", "msc://lab/iter_0000002", "msc://out/fsdp", "--enable-msc", "--quiet"]) == 0

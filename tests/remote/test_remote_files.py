@@ -18,10 +18,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tools.catalog import remote
+from ckpt_tools.catalog import store as store_module
 from ckpt_tools.catalog.dcp import read_catalog
 from ckpt_tools.catalog.files import LocalFiles, open_files
-from ckpt_tools.catalog.remote import MAX_RANGE_BYTES, RemoteFiles, Retry
+from ckpt_tools.catalog.remote import MAX_RANGE_BYTES, RemoteFiles
+from ckpt_tools.catalog.store import Retry
 from ckpt_tools.errors import CorruptCheckpointError, StorageError, UnsupportedCheckpointError, UsageError
 from tests.conftest import fixture_dir
 
@@ -151,8 +152,8 @@ def test_threads_share_one_folder(store: Store) -> None:
 
 def test_pauses_double_and_are_bounded(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
-    monkeypatch.setattr(remote.time, "sleep", pauses.append)
-    monkeypatch.setattr(remote.random, "uniform", lambda low, high: 1.0)
+    monkeypatch.setattr(store_module.time, "sleep", pauses.append)
+    monkeypatch.setattr(store_module.random, "uniform", lambda low, high: 1.0)
 
     def reset(number: int, start: int, end: int) -> bytes | None:
         raise ConnectionResetError("reset by peer")
@@ -266,10 +267,10 @@ def test_msc_urls_read_through_multi_storage_client(tmp_path: Path, monkeypatch:
     provider = {"type": "file", "options": {"base_path": str(tmp_path)}}
     (tmp_path / "msc.json").write_text(json.dumps({"profiles": {"shop": {"storage_provider": provider}}}))
     monkeypatch.setenv("MSC_CONFIG", str(tmp_path / "msc.json"))
-    monkeypatch.setattr(remote, "_ASKED_FOR", set())  # an earlier test may have asked
+    monkeypatch.setattr(store_module, "_ASKED_FOR", set())  # an earlier test may have asked
     with pytest.raises(UsageError, match="add --enable-msc"):
         open_files("msc://shop/run")
-    remote.allow_msc()
+    store_module.allow_msc()
     files = open_files("msc://shop/run")
     assert files.list() == ["data"]
     assert files.read("data", 5, 9 * MIB) == DATA[5 : 5 + 9 * MIB]

@@ -80,7 +80,7 @@ def breaking(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, Excepti
 
 
 def _quick_store(location: str) -> Any:
-    from ckpt_tools.catalog.remote import Retry, Store
+    from ckpt_tools.catalog.store import Retry, Store
 
     return Store(location, Retry(attempts=3, pause=0.001))
 
@@ -177,7 +177,7 @@ def test_overwrite_withdraws_the_old_checkpoint_first(
     store.pipe({"/out/iter_0000007/.metadata": b"old", "/out/iter_0000007/__9_0.distcp": b"old"})
     with pytest.raises(UsageError, match="is not empty"):
         _write(case)
-    breaking(4, PermissionError("Access Denied"))  # the two of this test, the marker, then this
+    breaking(5, PermissionError("Access Denied"))  # the two of this test, the marker twice, then this
     with pytest.raises(StorageError):
         _write(case, overwrite=True)
     assert "iter_0000007/.metadata" not in _content(store)

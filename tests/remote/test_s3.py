@@ -11,7 +11,8 @@ import pytest
 
 from ckpt_tools.catalog.dcp import read_catalog
 from ckpt_tools.catalog.files import LocalFiles, open_files
-from ckpt_tools.catalog.remote import RemoteFiles, Retry
+from ckpt_tools.catalog.remote import RemoteFiles
+from ckpt_tools.catalog.store import Retry
 from ckpt_tools.errors import StorageError, UnsupportedCheckpointError
 from ckpt_tools.execute import remote_output
 from ckpt_tools.execute.run import Output, write_checkpoint

@@ -1,0 +1,340 @@
+"""One folder of an object store through fsspec: where it is, how requests are repeated, and what is asked of it.
+
+A URL is one name and never a pattern: fsspec's `rm`, `cat`, `expand_path` and `glob` expand `*`, `?` and `[...]` in
+what they are given, so that nothing here calls them. Only calls that take one literal path are used (`ls`,
+`rm_file`, `cat_file`, `pipe_file`, `open`), and folders are walked by listing them.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from urllib.parse import quote, urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+from ckpt_tools.credentials import hidden, revealed
+from ckpt_tools.errors import CkptError, StorageError, UsageError
+
+CONNECTIONS = 16
+CONNECT_SECONDS = 5.0
+S3, WEB = ("s3", "s3a"), ("http", "https")
+
+_INSTALL = (
+    "pip install s3fs for s3://, gcsfs for gs://, multi-storage-client for msc://, aiohttp for https://"
+)
+_HINT = "Check the address, the credentials and the network."
+_ASKED_FOR: set[str] = set()  # schemes that must be
+# Drivers wrap what happened in classes of their own, which are not imported only to be caught.
+_FINAL = {
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "ParamValidationError",
+    "ProfileNotFound",
+    "InvalidURL",
+}
+_UNREACHABLE = {
+    "EndpointConnectionError", "ConnectTimeoutError", "ConnectionTimeoutError", "ServerTimeoutError",
+    "ClientConnectorError", "ClientConnectorDNSError", "ClientConnectorCertificateError", "SSLError",
+    "FSTimeoutError", "TimeoutError", "ConnectionRefusedError", "gaierror",
+}  # fmt: skip
+_UNREACHABLE_ATTEMPTS = 2
+_REACHED: set[tuple[str, int]] = set()  # hosts and ports that somebody listens at
+
+T = TypeVar("T")
+
+
+def allow_msc() -> None:
+    """Let this process open `msc://` locations.
+
+    multi-storage-client loads the Python code that its configuration files name, so a URL alone does not start it.
+    """
+    _ASKED_FOR.add("msc")
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """When to ask again: `attempts` in all, pauses doubling from `pause` to `max_pause` seconds, jittered.
+
+    A request that moves less than `min_rate` bytes a second after `patience` seconds counts as failed. `give_up`
+    seconds after its first failure a request is not repeated (drivers repeat on their own as well).
+    """
+
+    attempts: int = 6
+    pause: float = 0.2
+    max_pause: float = 10.0
+    patience: float = 20.0
+    min_rate: float = 256 << 10
+    give_up: float = 120.0
+
+
+class Store:
+    """A folder of an object store: a file system of fsspec, a path in it, and how failures are repeated."""
+
+    def __init__(self, location: str, retry: Retry | None = None) -> None:
+        """Raises: UsageError: the scheme is unknown, its driver is not installed, or the URL is not one name."""
+        self.location = hidden(location)  # as messages and reports name it
+        self.scheme = self.location.partition("://")[0].lower()
+        self.is_web = self.scheme in WEB
+        self.retry = retry or Retry()
+        _check_names(self.location, self.scheme)
+        real, self._query = revealed(self.location)
+        self.fs, path = _file_system(real, self.location)
+        self.root = path.rstrip("/")
+        self._answered = False
+
+    @property
+    def parent(self) -> str:
+        """The folder around this one."""
+        return self.location.rstrip("/").rpartition("/")[0]
+
+    def path(self, name: str) -> str:
+        """The store's own path of a file of this folder."""
+        if self.is_web:
+            return (f"{self.root}/{quote(name)}" if name else self.root) + self._query
+        return f"{self.root}/{name}" if name else self.root
+
+    def where(self, name: str) -> str:
+        """A file of this folder as a message names it."""
+        return f"{self.location.rstrip('/')}/{name}" if name else self.location
+
+    def call(self, what: str, request: Callable[[float], T], nbytes: int = 0) -> T:
+        """The result of `request(seconds it may take)`, repeated while the store fails; `nbytes` is what it moves.
+
+        Raises:
+            FileNotFoundError: the store says so.
+            StorageError: refused, not there, or still failing after the last attempt; begins with `what`.
+        """
+        retry, begin = self.retry, time.monotonic()
+        self._reach(what)
+        for attempt in range(1, retry.attempts + 1):
+            try:
+                found = request(retry.patience + nbytes / retry.min_rate)
+            except (CkptError, FileNotFoundError, AttributeError, TypeError):
+                raise
+            except Exception as error:
+                if _is_final(error):
+                    raise StorageError(f"{what}: {_text(error)}. {_HINT}") from error
+                waited = time.monotonic() - begin
+                if attempt >= self._attempts(error) or waited > retry.give_up:
+                    raise StorageError(
+                        f"{what}: still failing after {attempt} attempts in {waited:.0f} s: {_text(error)}. "
+                        f"{_HINT} Then run the command again."
+                    ) from error
+                time.sleep(min(retry.pause * 2 ** (attempt - 1), retry.max_pause) * random.uniform(0.5, 1.5))
+            else:
+                self._answered = True
+                return found
+        raise AssertionError("the last attempt returns or raises")
+
+    def _attempts(self, error: BaseException) -> int:
+        """How often to ask in all; a store that never answered and cannot be reached is told of in seconds."""
+        if self._answered or not _UNREACHABLE & {type(one).__name__ for one in _causes(error)}:
+            return self.retry.attempts
+        return min(self.retry.attempts, _UNREACHABLE_ATTEMPTS)
+
+    def _reach(self, what: str) -> None:
+        """Prove once that somebody listens at the store's address; drivers take minutes to say that nobody does.
+
+        Raises:
+            StorageError: nobody does; names host and port.
+        """
+        place = None if self._answered else self._host()
+        if place is None or place in _REACHED:
+            return
+        for attempt in range(1, _UNREACHABLE_ATTEMPTS + 1):
+            try:
+                socket.create_connection(place, CONNECT_SECONDS).close()
+            except OSError as error:
+                if attempt == _UNREACHABLE_ATTEMPTS or isinstance(error, socket.gaierror):
+                    raise StorageError(
+                        f"{what}: nothing answers at {place[0]} port {place[1]} ({error}). Check the address "
+                        "(AWS_ENDPOINT_URL for s3://), the network and its proxies."
+                    ) from error
+            else:
+                _REACHED.add(place)
+                return
+
+    def _host(self) -> tuple[str, int] | None:
+        """Host and port that requests go to, where that is known and no proxy stands between."""
+        url = urlsplit("")
+        if self.is_web:
+            url = urlsplit(self.root)
+        elif self.scheme in S3:
+            with suppress(Exception):  # no credentials, no region: the request itself says it better
+                url = urlsplit(self.fs.s3.meta.endpoint_url)
+        if not url.hostname or (getproxies().get(url.scheme) and not proxy_bypass(url.hostname)):
+            return None
+        return url.hostname, url.port or (443 if url.scheme == "https" else 80)
+
+    def entries(self, name: str = "") -> dict[str, dict[str, Any]]:
+        """What the driver tells of each file and folder directly inside; empty when there is no such folder."""
+        path = self.path(name)
+        self.fs.invalidate_cache(path)
+        try:
+            found = self.call(f"{self.where(name)}: listing", lambda t: self.ask(t, "ls", path, detail=True))
+        except FileNotFoundError:
+            return {}
+        inside = [(entry["name"].rstrip("/"), entry) for entry in found]
+        named = [
+            (full.rpartition("/")[2], entry) for full, entry in inside if full != path
+        ]  # a file lists itself
+        return {last: entry for last, entry in named if last}
+
+    def sizes(self, name: str = "") -> dict[str, int | None]:
+        """Sizes of the files and None for the folders directly inside; empty when there is no such folder."""
+        found = self.entries(name)
+        return {last: entry["size"] if entry["type"] == "file" else None for last, entry in found.items()}
+
+    def get(self, name: str) -> bytes:
+        """The content of a small file."""
+        path = self.path(name)
+        found: bytes = self.call(
+            f"{self.where(name)}: reading", lambda t: self.ask(t, "cat_file", path, None, None)
+        )
+        return found
+
+    def version(self, name: str) -> str | None:
+        """What tells this content of a file from another, asked anew; None where the driver tells nothing.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+        """
+        path = self.path(name)
+        self.fs.invalidate_cache(path.rpartition("/")[0])
+        return version_of(self.call(f"{self.where(name)}: asking", lambda t: self.ask(t, "info", path)))
+
+    def put(self, name: str, data: bytes) -> None:
+        """Store a file; readers see the old or the new one, never a part."""
+        path = self.path(name)
+        self.call(f"{self.where(name)}: writing", lambda t: self.ask(t, "pipe_file", path, data), len(data))
+
+    def remove(self, name: str) -> None:
+        """Delete the file of just this name; nothing happens if it is not there."""
+        path = self.path(name)
+        with suppress(FileNotFoundError):
+            self.call(f"{self.where(name)}: deleting", lambda t: self._remove_file(t, path))
+
+    def clear(self, keep: str) -> None:
+        """Delete every file of this folder, at any depth, but the one called `keep`."""
+        with ThreadPoolExecutor(CONNECTIONS, "ckpt-delete") as pool:
+            list(pool.map(self.remove, [name for name in self._files_below() if name != keep]))
+
+    def _files_below(self, name: str = "") -> Iterator[str]:
+        for last, size in self.sizes(name).items():
+            inner = f"{name}/{last}" if name else last
+            if size is None:
+                yield from self._files_below(inner)
+            else:
+                yield inner
+
+    def _remove_file(self, timeout: float, path: str) -> None:
+        try:
+            self.ask(timeout, "rm_file", path)
+        except NotImplementedError:  # the driver has only `rm`, which takes patterns
+            if re.search(r"[*?\[\]{}]", path):
+                raise UsageError(
+                    f"{self.location}: the driver of {self.scheme}:// deletes by pattern, and this name is one. "
+                    "Choose another output."
+                ) from None
+            self.ask(timeout, "rm", path)
+
+    def open_for_writing(self, name: str, part_bytes: int) -> Any:
+        """A file object that uploads what is written to it in parts and appears when it is closed."""
+        options = {} if self.scheme == "msc" else {"block_size": part_bytes}
+        return self.fs.open(self.path(name), "wb", **options)
+
+    def abort_uploads(self) -> None:
+        """Abort the multipart uploads into this folder that were begun and never completed.
+
+        Nobody sees their parts, and every one is paid for. Where the store does not list them, they stay: its own
+        rules may end them.
+        """
+        if self.scheme not in S3:
+            return
+        bucket, key, _ = self.fs.split_path(self.root)
+        prefix = f"{key}/" if key else ""
+        listed: dict[str, Any] = {}
+        with suppress(Exception):
+            listed = self.ask(
+                self.retry.patience, "call_s3", "list_multipart_uploads", Bucket=bucket, Prefix=prefix
+            )
+        for one in listed.get("Uploads", []):
+            if not one["Key"].startswith(prefix):
+                continue
+            self._abort(bucket, one["Key"], one["UploadId"], self.where(one["Key"].removeprefix(prefix)))
+
+    def _abort(self, bucket: str, key: str, upload: str, where: str) -> None:
+        with suppress(FileNotFoundError):  # it has ended meanwhile
+            self.call(f"{where}: aborting an upload", lambda t: self.ask(t, "abort_mpu", bucket, key, upload))
+
+    def ask(self, timeout: float, method: str, *args: Any, **options: Any) -> Any:
+        """What the file system's `method` returns; a driver that can be interrupted is, after `timeout` seconds."""
+        if getattr(self.fs, "async_impl", False):
+            from fsspec.asyn import sync
+
+            return sync(self.fs.loop, getattr(self.fs, f"_{method}"), *args, timeout=timeout, **options)
+        return getattr(self.fs, method)(*args, **options)
+
+
+def version_of(entry: Mapping[str, Any]) -> str | None:
+    """What a driver tells of a file's content or its last change, under the names that drivers use."""
+    kinds = ("ETag", "etag", "generation", "md5Hash", "LastModified", "mtime", "created")
+    return next((str(entry[kind]) for kind in kinds if entry.get(kind)), None)
+
+
+def _check_names(location: str, scheme: str) -> None:
+    """Refuse what a driver would not take for the name it is."""
+    path = location.partition("://")[2]
+    if {".", ".."} & set(path.split("/")):
+        raise UsageError(f"{location}: . and .. are not resolved in a store. Write the address without them.")
+    if scheme in S3 and "?versionId=" in path:
+        raise UsageError(f"{location}: a ?versionId is not read; objects are taken as they are now.")
+
+
+def _file_system(real: str, shown: str) -> tuple[Any, str]:
+    """fsspec's file system for the URL `real`, and the path in it; `::` is a part of names, no chain of drivers."""
+    import fsspec
+
+    scheme = shown.partition("://")[0].lower()
+    if scheme == "msc" and "msc" not in _ASKED_FOR:
+        raise UsageError(
+            f"{shown}: multi-storage-client has to be asked for: add --enable-msc, or call allow_msc() first."
+        )
+    try:
+        driver = fsspec.get_filesystem_class(scheme)
+        if scheme in WEB:
+            fs = driver(encoded=True, headers={"Accept-Encoding": "identity"})
+            return fs, quote(real, safe="%/:@!$&'()*+,;=~[]")
+        return driver(**driver._get_kwargs_from_urls(real)), driver._strip_protocol(real)
+    except ImportError as error:
+        raise UsageError(f"{shown}: {error} ({_INSTALL}).") from error
+    except ValueError as error:
+        raise UsageError(f"{shown}: {error}. Schemes such as s3://, gs:// and file:// are known.") from error
+
+
+def _is_final(error: BaseException) -> bool:
+    """Whether the same request would fail again."""
+    if isinstance(error, PermissionError | ImportError | ValueError) or getattr(error, "status", 0) in (
+        401,
+        403,
+    ):
+        return True
+    return bool(_FINAL & {type(one).__name__ for one in _causes(error)})
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".rstrip(".: ")

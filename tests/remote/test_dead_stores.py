@@ -1,0 +1,73 @@
+"""Stores that are not there: told of in seconds, with exit code 7."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from ckpt_tools.catalog import store as store_module
+from ckpt_tools.catalog.store import Store
+from ckpt_tools.cli.app import run
+from ckpt_tools.errors import StorageError
+from tests.remote.s3 import closed_port, s3_environment
+
+pytest.importorskip("s3fs", reason="s3fs is not installed")
+
+
+def test_a_store_that_refuses_connections_is_told_of_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    import s3fs
+
+    port = closed_port()
+    for name, value in s3_environment(f"http://127.0.0.1:{port}").items():
+        monkeypatch.setenv(name, value)
+    s3fs.S3FileSystem.clear_instance_cache()
+    begin = time.monotonic()
+    assert run(["inspect", "s3://bucket/run"]) == 7
+    assert run(["inspect", f"http://127.0.0.1:{port}/run"]) == 7
+    assert time.monotonic() - begin < 10
+    shown = capsys.readouterr().err
+    assert shown.count(f"nothing answers at 127.0.0.1 port {port}") == 2
+    assert "Connection refused" in shown
+
+
+def test_a_store_that_swallows_connections_is_told_of_in_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A full backlog: the kernel answers no further SYN, as where a firewall drops them."""
+    monkeypatch.setattr(store_module, "CONNECT_SECONDS", 0.5)
+    with socket.socket() as hole:
+        hole.bind(("127.0.0.1", 0))
+        hole.listen(0)
+        port = hole.getsockname()[1]
+        fillers = [socket.socket() for _ in range(4)]
+        for filler in fillers:
+            filler.setblocking(False)
+            filler.connect_ex(("127.0.0.1", port))
+        begin = time.monotonic()
+        assert run(["inspect", f"http://127.0.0.1:{port}/run"]) == 7
+        assert time.monotonic() - begin < 10
+        for filler in fillers:
+            filler.close()
+    assert f"nothing answers at 127.0.0.1 port {port} (timed out)" in capsys.readouterr().err
+
+
+def test_a_store_that_accepts_and_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen(16)
+        quick = store_module.Retry(attempts=6, pause=0.01, patience=0.5)
+        store = Store(f"http://127.0.0.1:{mute.getsockname()[1]}/run", quick)
+        begin = time.monotonic()
+        with pytest.raises(StorageError, match="still failing after 2 attempts"):
+            store.get("x")
+        assert time.monotonic() - begin < 5
+
+
+def test_a_name_that_is_not_known(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["inspect", "http://nowhere.invalid/run"]) == 7
+    assert "nothing answers at nowhere.invalid port 80" in capsys.readouterr().err

@@ -1,0 +1,167 @@
+"""A URL is one name and never a pattern: whatever it holds, its neighbours stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from ckpt_tools.catalog.files import open_files
+from ckpt_tools.catalog.store import Store
+from ckpt_tools.cli.app import run
+from ckpt_tools.errors import UsageError
+from ckpt_tools.execute.run import Output, write_checkpoint
+from tests.execute.conftest import Case, make_case
+from tests.remote.s3 import s3_server
+
+HOSTILE = [
+    "run[12]", "run[!3]", "run*", "run?", "*", "**", "?", "[a-z]*", "run{1,2}", "{a,b}", "run#1", "run%20x",
+    "run%5B1%5D", " run ", "run 1", "läuft", "日本", "run::1", "simplecache::run", "-rf", "--recursive",
+    "run'1", 'run"1', "run\\1", "run$HOME", "run;ls", "run|x", "run&x", "run~", "...", "..run", "run=", "run+1",
+    "run@1", "run,1", "run^",
+]  # fmt: skip
+NEIGHBOURS = ["run1", "run2", "runx", "run", "a", "b", "run 2", "run[", "x", "run1/deep"]
+PIECES = st.sampled_from([*"abr12*?[]{}!-,#%: ~+=@&;'\"\\$^ä", "run", "**", "[12]", "%20", "::", "://"])
+NAMES = (
+    st.lists(PIECES, min_size=1, max_size=6)
+    .map("".join)
+    .filter(lambda name: name.strip("/ .") and "://" not in name)
+)
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return make_case(tmp_path_factory.mktemp("source") / "ckpt", scale=4)
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[Any]:
+    """A file system of a server with one bucket, `box`; the environment points at it."""
+    s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed")
+    pytest.importorskip("moto.server", reason="moto's server is not installed")
+    with s3_server() as (host, port), pytest.MonkeyPatch.context() as patch:
+        for name, value in [
+            ("AWS_ENDPOINT_URL", f"http://{host}:{port}"),
+            ("AWS_ACCESS_KEY_ID", "k"),
+            ("AWS_SECRET_ACCESS_KEY", "s"),
+            ("AWS_DEFAULT_REGION", "us-east-1"),
+        ]:
+            patch.setenv(name, value)
+        s3fs.S3FileSystem.clear_instance_cache()
+        fs = s3fs.S3FileSystem()
+        fs.mkdir("box")
+        yield fs
+
+
+def _objects(fs: Any, root: str) -> dict[str, bytes]:
+    fs.invalidate_cache()
+    return {path: fs.cat_file(path, None, None) for path in fs.find(root)}
+
+
+def _check(fs: Any, url: str, root: str, name: str, case: Case) -> None:
+    """Write to a hostile name, resume, replace, read and delete it: its neighbours stay."""
+    mine, home = f"{root}/{name}/", Store(url)
+    neighbours = {f"{root}/{n}/.metadata": b"not yours" for n in NEIGHBOURS if n != name}
+    for path, data in neighbours.items():
+        fs.pipe_file(path, data)
+    output = Output(f"{url}/{name}")
+    write_checkpoint(case.plan(2), case.files, output)
+    for how in ({"overwrite": True}, {"overwrite": True, "resume": True}):
+        Store(f"{url}/{name}").put("stale [12]*", b"stale")
+        write_checkpoint(case.plan(2), case.files, replace(output, **how))
+    files = open_files(f"{url}/{name}")
+    assert files.list() == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+    for file in files.list():
+        assert len(files.read(file, 0, files.size(file))) == files.size(file)
+    assert name in home.sizes()
+    found = _objects(fs, root)
+    assert {path: data for path, data in found.items() if not path.startswith(mine)} == neighbours
+    assert sum(path.startswith(mine) for path in found) == 3
+    Store(f"{url}/{name}").clear(keep="")
+    assert _objects(fs, root) == neighbours
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in HOSTILE if "::" not in name]
+)  # which fsspec's own misplaces
+def test_hostile_names_in_memory(name: str, case: Case) -> None:
+    try:
+        _check(MemoryFileSystem(), "memory://names", "/names", name, case)
+    finally:
+        MemoryFileSystem.store.clear()
+
+
+@given(name=NAMES.filter(lambda name: "::" not in name))
+@example(name="run[12]")
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
+def test_any_name_in_memory(name: str, case: Case) -> None:
+    try:
+        _check(MemoryFileSystem(), "memory://names", "/names", name, case)
+    finally:
+        MemoryFileSystem.store.clear()
+
+
+@pytest.mark.parametrize("name", ["run[12]", "**", "run#1", "run%20x", "run::1", "läuft 1"])
+def test_hostile_names_in_s3(name: str, s3: Any, case: Case) -> None:
+    _check(s3, "s3://box/names", "box/names", name, case)
+
+
+@given(name=NAMES)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20)
+def test_any_name_in_s3_is_stored_listed_and_deleted_alone(name: str, s3: Any) -> None:
+    neighbours = {
+        f"box/any/{n}": b"not yours" for n in ("run1", "run2", "a", "b", "*x", "run1/deep") if n != name
+    }
+    for path, data in neighbours.items():
+        s3.pipe_file(path, data)
+    store = Store("s3://box/any")
+    store.put(name, b"mine")
+    assert store.get(name) == b"mine"
+    assert name in store.sizes()
+    store.remove(name)
+    assert _objects(s3, "box/any") == neighbours
+
+
+def test_the_command_of_the_issue(s3: Any, tmp_path: Path) -> None:
+    from tests.conftest import fixture_dir
+
+    source = str(fixture_dir("core019_llama_tp2_fully_reshardable") / "iter_0000002")
+    others = {f"box/cli/run{n}/.metadata": b"not yours" for n in (1, 2)}
+    for path, data in others.items():
+        s3.pipe_file(path, data)
+    s3.pipe_file("box/cli/run[12]/old", b"old")
+    assert run(["convert", source, "s3://box/cli/run[12]", "--overwrite", "--quiet"]) == 0
+    found = _objects(s3, "box/cli")
+    assert others.items() <= found.items()
+    assert "box/cli/run[12]/.metadata" in found
+    assert "box/cli/run[12]/old" not in found
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://b/../c", "memory://a/./b", "s3://b/x?versionId=3", "simplecache::s3://b/x"]
+)
+def test_what_is_not_one_name_is_refused(url: str) -> None:
+    with pytest.raises(UsageError):
+        open_files(url)
+
+
+@pytest.mark.parametrize("name", ["run[12]", "run*", "**", "run?", "run{1,2}", " run ", "-rf", "run#1"])
+def test_hostile_names_on_a_disk(name: str, tmp_path: Path, case: Case) -> None:
+    for n in NEIGHBOURS[:4]:
+        (tmp_path / n).mkdir()
+        (tmp_path / n / ".metadata").write_bytes(b"not yours")
+    for _ in range(2):
+        write_checkpoint(case.plan(2), case.files, Output(tmp_path / name, overwrite=True))
+    assert sorted(p.name for p in (tmp_path / name).iterdir()) == [
+        ".metadata",
+        "__0_0.distcp",
+        "__1_0.distcp",
+    ]
+    assert {p.name for p in tmp_path.iterdir()} == {*NEIGHBOURS[:4], name}
+    assert all((tmp_path / n / ".metadata").read_bytes() == b"not yours" for n in NEIGHBOURS[:4])

@@ -1,0 +1,225 @@
+"""Multipart uploads that nobody completes, on a real server: whoever stops or is killed, none is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from ckpt_tools.catalog.store import Store
+from ckpt_tools.errors import CorruptCheckpointError, Interrupted, UsageError
+from ckpt_tools.execute import remote_output
+from ckpt_tools.execute.remote_output import MARKER, METADATA
+from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
+from tests.conftest import REPO
+from tests.execute.conftest import Case, make_case
+from tests.remote.s3 import FaultProxy, closed_port, fault_proxy, s3_environment, s3_server
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[tuple[str, int]]:
+    pytest.importorskip("s3fs", reason="s3fs is not installed")
+    pytest.importorskip("moto.server", reason="moto's server is not installed")
+    with s3_server() as address:
+        yield address
+
+
+@pytest.fixture
+def proxy(server: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
+    import s3fs
+
+    with fault_proxy(server) as found:
+        for name, value in s3_environment(found.url).items():
+            monkeypatch.setenv(name, value)
+        s3fs.S3FileSystem.clear_instance_cache()
+        s3fs.S3FileSystem().makedirs("box", exist_ok=True)
+        monkeypatch.setattr(remote_output, "_PART_BYTES", 5 << 20)
+        yield found
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return make_case(
+        tmp_path_factory.mktemp("large") / "source", scale=64
+    )  # files of 12 MiB: three parts each
+
+
+def _uploads() -> list[str]:
+    import s3fs
+
+    found = s3fs.S3FileSystem().call_s3("list_multipart_uploads", Bucket="box")
+    return [one["Key"] for one in found.get("Uploads") or []]
+
+
+def _parts(proxy: FaultProxy) -> int:
+    return sum(method == "PUT" and "partNumber" in path for method, path, _ in proxy.requests)
+
+
+def test_a_failing_source_leaves_no_upload(
+    proxy: FaultProxy, large: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = remote_output._content
+
+    def content(entries: Any, size: int, pump: Any) -> Iterator[Any]:
+        at = 0
+        for data in original(entries, size, pump):
+            if at > 6 << 20:
+                raise CorruptCheckpointError("a flipped bit")
+            at += len(data)
+            yield data
+
+    monkeypatch.setattr(remote_output, "_content", content)
+    with pytest.raises(CorruptCheckpointError, match="a flipped bit"):
+        write_checkpoint(large.plan(2), large.files, Output("s3://box/failing"))
+    assert _parts(proxy), "uploads had begun"
+    assert _uploads() == []
+    import gc
+
+    gc.collect()  # a forgotten file object must not complete itself
+    assert sorted(Store("s3://box/failing").sizes()) == [MARKER]
+    assert _uploads() == []
+
+
+def test_a_run_that_loses_in_the_middle_of_a_file_does_not_complete_it(
+    proxy: FaultProxy, large: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, store = remote_output._content, Store("s3://box/taken")
+
+    def content(entries: Any, size: int, pump: Any) -> Iterator[Any]:
+        yield from original(entries, size, pump)
+        store.put(MARKER, b'{"token": "other", "owner": "process 5 on there"}')
+
+    monkeypatch.setattr(remote_output, "_content", content)
+    with pytest.raises(UsageError, match=r"taken by another converter \(process 5 on there\)"):
+        write_checkpoint(large.plan(2), large.files, Output("s3://box/taken"), WriteOptions(threads=1))
+    assert _parts(proxy)
+    assert sorted(store.sizes()) == [MARKER]
+
+
+def test_ctrl_c_leaves_no_upload(proxy: FaultProxy, large: Case) -> None:
+    def interrupt(done: int, _total: int) -> None:
+        if _parts(proxy) and not sent:
+            sent.append(done)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    sent: list[int] = []
+    proxy.choose = lambda number, method, path: (
+        "none" if "uploadId" not in path else time.sleep(0.2) or "none"
+    )
+    with pytest.raises(Interrupted):
+        write_checkpoint(large.plan(1), large.files, Output("s3://box/ctrlc"), progress=interrupt)
+    assert sent
+    assert _uploads() == []
+    assert sorted(Store("s3://box/ctrlc").sizes()) == [MARKER]
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from ckpt_tools.execute import remote_output
+from ckpt_tools.execute.run import Output, write_checkpoint
+from tests.execute.conftest import reopened_case
+remote_output._PART_BYTES = 5 << 20
+case = reopened_case(Path(sys.argv[1]))
+write_checkpoint(case.plan(2), case.files, Output(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("how", ["resume", "overwrite"])
+def test_uploads_of_a_killed_process_end_when_the_next_one_comes(
+    proxy: FaultProxy, large: Case, how: str
+) -> None:
+    url = f"s3://box/killed-{how}"
+    reached = threading.Event()
+
+    def choose(_number: int, method: str, path: str) -> str:
+        if method == "PUT" and "partNumber=2" in path:
+            reached.set()
+            time.sleep(1)
+        return "none"
+
+    proxy.choose = choose
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, large.files.location, url],
+        cwd=REPO,
+        env={**os.environ, **s3_environment(proxy.url)},
+    )
+    assert reached.wait(60)
+    process.kill()
+    process.wait()
+    proxy.choose = lambda number, method, path: "none"
+    time.sleep(1.2)  # what was under way arrives
+    assert _uploads()
+    others = Store("s3://box")
+    foreign = others.fs.call_s3("create_multipart_upload", Bucket="box", Key=f"killed-{how}2/x")
+    write_checkpoint(large.plan(2), large.files, Output(url, **{how: True}))
+    assert _uploads() == [f"killed-{how}2/x"], "and nobody else's"
+    others.fs.call_s3(
+        "abort_multipart_upload", Bucket="box", Key=f"killed-{how}2/x", UploadId=foreign["UploadId"]
+    )
+    assert sorted(Store(url).sizes()) == [METADATA, "__0_0.distcp", "__1_0.distcp"]
+
+
+RANK = """
+import os, signal, sys
+from pathlib import Path
+from ckpt_tools.errors import CkptError
+from ckpt_tools.execute import heartbeat, ranks as waiting, remote_output
+from ckpt_tools.execute.ranks import connect
+from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
+from tests.execute.conftest import reopened_case
+heartbeat.BEAT_SECONDS, heartbeat.SILENT_SECONDS, waiting._LAST_WORDS_SECONDS = 0.2, 4.0, 1.0
+remote_output._PART_BYTES = 5 << 20
+ranks, case = connect(), reopened_case(Path(sys.argv[1]))
+original = remote_output._content
+
+def content(entries, size, pump):
+    done = 0
+    for data in original(entries, size, pump):
+        if ranks.rank == 1 and done > 6 << 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+        done += len(data)
+        yield data
+
+remote_output._content = content
+try:
+    write_checkpoint(case.plan(2), case.files, Output(sys.argv[2]), WriteOptions(threads=1), ranks=ranks)
+except CkptError as error:
+    print(error)
+    sys.exit(error.exit_code)
+"""
+
+
+def test_uploads_of_a_killed_rank_end_with_the_run(proxy: FaultProxy, large: Case) -> None:
+    url, port = "s3://box/ranks", str(closed_port())
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, large.files.location, url],
+            cwd=REPO,
+            env={
+                **os.environ,
+                **s3_environment(proxy.url),
+                **{"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+            },
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [7, -signal.SIGKILL]
+    assert "no sign of life from rank 1" in said[0]
+    assert sum("partNumber" in path and "ranks/__1_0" in path for _, path, _ in proxy.requests), (
+        "it had begun"
+    )
+    assert _uploads() == []
+    assert METADATA not in Store(url).sizes()
+    write_checkpoint(large.plan(2), large.files, Output(url, resume=True))
+    assert sorted(Store(url).sizes()) == [METADATA, "__0_0.distcp", "__1_0.distcp"]

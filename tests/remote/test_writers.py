@@ -1,0 +1,211 @@
+"""Two runs with one output in a store: the later has it, whenever it comes; the other stops and touches nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from ckpt_tools.catalog import store as store_module
+from ckpt_tools.catalog.store import Store
+from ckpt_tools.errors import CorruptCheckpointError, StorageError, UsageError
+from ckpt_tools.execute import remote_output
+from ckpt_tools.execute.remote_output import MARKER, METADATA, RemoteJob
+from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
+from tests.execute.conftest import Case, make_case
+
+OUT = Output("memory://out/run", beside={"tracker": b"7"}, extra_files={"extra": b"a"})
+FOLDER = "/out/run"
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return make_case(tmp_path_factory.mktemp("source") / "ckpt")
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryFileSystem]:
+    fs = MemoryFileSystem()
+    yield fs
+    fs.store.clear()
+    fs.pseudo_dirs[:] = [""]
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], None]]:
+    """What to do just before a step: `put NAME`, `write NAME`, `remove NAME`. Each is done once."""
+    chosen: dict[str, Callable[[], None]] = {}
+
+    def before(kind: str, owner: type, method: str) -> None:
+        original = getattr(owner, method)
+
+        def called(self: Any, *args: Any) -> Any:
+            name = next(one for one in args if isinstance(one, str))
+            chosen.pop(f"{kind} {name}", lambda: None)()
+            return original(self, *args)
+
+        monkeypatch.setattr(owner, method, called)
+
+    before("put", Store, "put")
+    before("write", RemoteJob, "_write_file")
+    before("remove", Store, "remove")
+    return chosen
+
+
+def _content(fs: MemoryFileSystem) -> dict[str, bytes]:
+    return {path: fs.cat_file(path, None, None) for path in fs.find("/out")}
+
+
+def _convert(case: Case, world: int = 3, **changes: Any) -> None:
+    write_checkpoint(case.plan(world), case.files, replace(OUT, **changes))
+
+
+@pytest.fixture(scope="module")
+def whole(case: Case) -> dict[str, bytes]:
+    """What a run of two ranks leaves that nobody disturbs."""
+    _convert(case, 2)
+    found = _content(MemoryFileSystem())
+    MemoryFileSystem.store.clear()
+    return found
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        f"put {MARKER}",
+        "write __0_0.distcp",
+        "write __2_0.distcp",
+        "put extra",
+        f"put {METADATA}",
+        f"remove {MARKER}",
+    ],
+)
+@pytest.mark.parametrize("how", [{"overwrite": True}, {"overwrite": True, "resume": True}])
+def test_the_later_run_has_the_output_whenever_it_comes(
+    moment: str,
+    how: dict[str, bool],
+    case: Case,
+    whole: dict[str, bytes],
+    memory: MemoryFileSystem,
+    steps: dict[str, Callable[[], None]],
+) -> None:
+    """The later one comes at each step of the first, and runs to its end before the first one goes on."""
+    if how.get("resume") and moment != f"put {MARKER}":
+        pytest.skip("another plan is not gone on with")
+    steps[moment] = lambda: _convert(case, 2, **how)
+    if moment == f"put {MARKER}":  # the first comes last after all, and has looked before
+        _convert(case, 3)
+        assert f"{FOLDER}/{MARKER}" not in _content(memory)
+        return
+    if moment == f"remove {MARKER}":
+        _convert(case, 3)  # it had published; then it was replaced as any checkpoint may be
+    else:
+        with pytest.raises(UsageError, match=r"memory://out/run was taken by another converter|it has ended"):
+            _convert(case, 3)
+    found = _content(memory)
+    if moment == f"put {METADATA}":
+        assert found[f"{FOLDER}/{METADATA}"] != whole[f"{FOLDER}/{METADATA}"]  # what no check can close
+        return
+    assert found == whole
+
+
+def test_the_loser_exits_with_2_and_leaves_the_winner_alone(
+    case: Case, memory: MemoryFileSystem, steps: dict[str, Callable[[], None]]
+) -> None:
+    """The winner has only begun: its marker and first file are there when the loser notices."""
+
+    def take() -> None:
+        header = json.dumps(
+            {"digest": "x", "source": [], "token": "other", "owner": "process 5 on there"}
+        ).encode()
+        memory.pipe_file(f"{FOLDER}/{MARKER}", header)
+        memory.pipe_file(f"{FOLDER}/__7_0.distcp", b"the winner's")
+
+    steps["write __1_0.distcp"] = take
+    with pytest.raises(UsageError, match=r"was taken by another converter \(process 5 on there\)") as caught:
+        _convert(case)
+    assert caught.value.exit_code == 2
+    found = _content(memory)
+    assert json.loads(found[f"{FOLDER}/{MARKER}"])["token"] == "other"
+    assert found[f"{FOLDER}/__7_0.distcp"] == b"the winner's"
+    assert f"{FOLDER}/{METADATA}" not in found
+    assert "/out/tracker" not in found
+
+
+def test_a_file_that_another_run_replaced_is_not_published(
+    case: Case, memory: MemoryFileSystem, steps: dict[str, Callable[[], None]]
+) -> None:
+    """An upload of the loser that ends late, in a winner's folder, with as many bytes."""
+    name = f"{FOLDER}/__0_0.distcp"
+    steps["put extra"] = lambda: memory.pipe_file(name, bytes(memory.size(name)))
+    with pytest.raises(CorruptCheckpointError, match=r"__0_0\.distcp changed after this run had uploaded it"):
+        _convert(case)
+    assert f"{FOLDER}/{METADATA}" not in _content(memory)
+
+
+def test_a_marker_that_is_none_is_named(case: Case, memory: MemoryFileSystem) -> None:
+    memory.pipe_file(f"{FOLDER}/{MARKER}", b"\xff{")
+    with pytest.raises(UsageError, match="was not written by this version"):
+        _convert(case, resume=True)
+    memory.pipe_file(f"{FOLDER}/{MARKER}", b'{"other": 1}')
+    with pytest.raises(UsageError, match="begun with another plan"):
+        _convert(case, resume=True)
+
+
+def test_metadata_goes_first_and_every_stop_on_the_way_leaves_no_checkpoint(
+    case: Case, memory: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replacing is stopped before its n-th change of the store, for every n; a loader never finds a mix."""
+    _convert(case, 3)
+    old = _content(memory)
+    changes: list[tuple[str, str]] = []
+    stop_at = -1
+
+    class StoppedError(Exception):
+        pass
+
+    def watch(method: str) -> None:
+        original = getattr(MemoryFileSystem, method)
+
+        def called(self: Any, path: str, mode: str = "wb", *args: Any, **named: Any) -> Any:
+            if method == "rm_file" or mode == "wb":
+                changes.append((method, path.rpartition("/")[2]))
+                if len(changes) > stop_at >= 0:
+                    raise StoppedError
+            return original(self, path, *([mode] if method == "_open" else []), *args, **named)
+
+        monkeypatch.setattr(MemoryFileSystem, method, called)
+
+    watch("rm_file")
+    watch("_open")
+    quick = store_module.Retry(attempts=1, patience=1)
+    monkeypatch.setattr(remote_output, "Store", lambda location: Store(location, quick))
+    _convert(case, 2, overwrite=True)
+    new, total = _content(memory), len(changes)
+    assert changes[0] == ("rm_file", METADATA)
+    assert [name for method, name in changes if method == "_open"][-2:] == [METADATA, "tracker"]
+    for n in range(total):
+        memory.store.clear()
+        memory.pipe(old)
+        changes.clear()
+        stop_at = n
+        with pytest.raises((StorageError, StoppedError)):
+            _convert(case, 2, overwrite=True)
+        stop_at = -1
+        found = _content(memory)
+        if f"{FOLDER}/{METADATA}" in found:
+            mine = {path: data for path, data in found.items() if not path.endswith((MARKER, "tracker"))}
+            assert mine in ({p: d for p, d in one.items() if not p.endswith("tracker")} for one in (old, new))
+        _convert(case, 2, overwrite=True, resume=True)
+        assert _content(memory) == new, n
+
+
+def test_options_of_threads_change_nothing(
+    case: Case, memory: MemoryFileSystem, whole: dict[str, bytes]
+) -> None:
+    write_checkpoint(case.plan(2), case.files, OUT, WriteOptions(threads=1))
+    assert _content(memory) == whole
