@@ -28,7 +28,7 @@ from ckpt_tools.errors import StorageError, UsageError
 from ckpt_tools.execute.fileio import preallocate, storage_errors, sync_directory
 from ckpt_tools.execute.journal import Journal
 
-_SPARE_BYTES = 16 << 20  # for `.metadata`, the journal and directories
+SPARE_BYTES = 16 << 20  # for `.metadata`, the journal and directories
 
 
 class Found(enum.Enum):
@@ -175,9 +175,9 @@ class Staging:
         with storage_errors(self.partial):
             status = os.statvfs(self.partial)
         free = status.f_bavail * status.f_frsize
-        if free < nbytes + _SPARE_BYTES:
+        if free < nbytes + SPARE_BYTES:
             raise StorageError(
-                f"{self.final.parent} has {free} bytes free, but {nbytes + _SPARE_BYTES} are needed. Free some "
+                f"{self.final.parent} has {free} bytes free, but {nbytes + SPARE_BYTES} are needed. Free some "
                 "space or choose another output."
             )
 

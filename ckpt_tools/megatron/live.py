@@ -58,6 +58,11 @@ class LiveParameter:
         return len(self.rows) == 1 and self.rows[0].parameter.shape == self.shape
 
     @property
+    def is_packed(self) -> bool:
+        """Whether its rows are grouped by tensor-parallel rank, so that no job of another size can use it."""
+        return len(self.rows) > 1 and PART.match(self.rows[0].parameter.name) is not None
+
+    @property
     def has_padding(self) -> bool:
         """Whether it has rows that no stored parameter gives: they are zeros."""
         return bool(self.shape) and sum(rows.count for rows in self.rows) < self.shape[0]

@@ -32,7 +32,7 @@ class Size(NamedTuple):
 class TargetRecord:
     """The job a checkpoint was written for. None: nothing of the checkpoint depends on it, and nobody said it."""
 
-    target: str  # a key of names.DIALECTS
+    target: str | None = None  # a key of names.DIALECTS
     tp: Size | None = None
     ep: Size | None = None
     etp: Size | None = None
@@ -108,7 +108,7 @@ def read_record(files: Files) -> TargetRecord | None:
 def _parsed(data: Mapping[str, Any]) -> TargetRecord:
     if data["schema_version"] != SCHEMA_VERSION:
         raise ValueError(f"schema version {data['schema_version']!r}, known is {SCHEMA_VERSION}")
-    if not isinstance(data["target"], str):
+    if not isinstance(data["target"], str | None):
         raise TypeError("target is not a string")
     sizes = {axis: _size(axis, data["topology"][axis]) for axis in AXES}
     tokens = data["tokens"]

@@ -159,7 +159,11 @@ def dropped_objects(keys: SortedKeys, states: OptimizerStates | None, ignored: t
     consumed = states.consumed if states is not None else frozenset[str]()
     dropped, unknown = [], []
     for key in (*keys.objects, *keys.optimizer):
-        if key in consumed or RNG_KEY.match(key) or fnmatchcase(key, COMMON_OBJECT):
+        rng = RNG_KEY.match(key)
+        if rng and rng[3] not in (None, "0"):
+            dropped.append(f"{key}: fsdp_dtensor keeps the rng states of one data-parallel rank")
+            continue
+        if rng or key in consumed or fnmatchcase(key, COMMON_OBJECT):
             continue
         reason = next((why for glob, why in DROPPED_OBJECTS if fnmatchcase(key, glob)), None)
         if reason is None and any(fnmatchcase(key, glob) for glob in ignored):
