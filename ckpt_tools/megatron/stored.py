@@ -186,15 +186,22 @@ def _parts(name: str, shapes: Shapes) -> dict[str, int] | None:
     return parts
 
 
-_GDN, _, _GDN_CONV, _MAMBA, _MAMBA_CONV = PART_ORDERS
-_IN_CONV = {_GDN: _GDN_CONV, _MAMBA: _MAMBA_CONV}
+_GDN, _GDN2, _GDN_CONV, _MAMBA, _MAMBA_CONV = PART_ORDERS
+_IN_CONV = {_GDN: _GDN_CONV, _GDN2: _GDN_CONV, _MAMBA: _MAMBA_CONV}
 
 
 def _gdn_sizes(module: str, shapes: Shapes) -> dict[str, int]:
-    """Rows of the parts of a gated delta net's input projection (gated_delta_net/gdn.py)."""
+    """Rows of the parts of a gated delta net's input projection (gated_delta_net/{gdn,gdn2}.py).
+
+    The second kind has gates for every key and value channel where the first has them for every head, and so has
+    its `dt_bias`.
+    """
     heads = _rows(shapes, f"{module}.A_log")
     value = _columns(shapes, f"{module}.out_proj.weight")
     key = _half(_rows(shapes, f"{module}.conv1d.weight") - value, f"{module}.conv1d.weight")
+    projection = shapes.get(f"{module}.in_proj.weight", (0,))
+    if shapes.get(f"{module}.dt_bias") == (key,) and projection[0] == 4 * key + 3 * value:
+        return dict(zip(_GDN2, (key, key, value, value, key, key, value), strict=True))
     return dict(zip(_GDN, (key, key, value, value, heads, heads), strict=True))
 
 
