@@ -28,6 +28,7 @@ from ckpt_tools.megatron.torch_dist import Parameter
 from ckpt_tools.megatron.views import Select
 from ckpt_tools.verify import meaning
 from ckpt_tools.verify.meter import Meter
+from ckpt_tools.verify.packing import check_packing
 from ckpt_tools.verify.place import check_entries, check_place
 from ckpt_tools.verify.report import Check, Findings, Report
 from ckpt_tools.verify.structure import all_items, check_files, check_frames, check_tiling
@@ -121,6 +122,7 @@ def _meaning(location: Location, files: Files, catalog: Catalog, common: CommonS
     if location.kind == "fsdp_dtensor":
         weights, problems = meaning.fsdp_weights(catalog), list[str]()
         checks += [meaning.check_fsdp_states(catalog), meaning.check_fsdp_groups(catalog)]
+        checks.append(check_packing(files, catalog, common))
     else:
         weights, problems = meaning.torch_dist_weights(catalog)
         checks += [meaning.check_torch_dist_states(catalog, common), _groups(files, catalog, common)]

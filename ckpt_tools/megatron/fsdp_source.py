@@ -32,6 +32,7 @@ _MODEL = re.compile(r"^model\.(?:module\.)*(?P<name>.+)$")
 _STATE = re.compile(r"^optimizer\.state\.(?:module\.)*(?P<name>.+)\.(?P<kind>[^.]+)$")
 _GROUP = re.compile(r"^optimizer\.param_to_group_meta\.(?:module\.)*(?P<name>.+)\.(?P<field>[^.]+)$")
 _HALF = re.compile(r"^(?P<name>.+\.(?:weight|bias)\d*)_(?P<half>[wv])$")
+_RNG_KEY = re.compile(r"^rng_state\.\((\d+), (\d+)\)\.")
 _RNG_RANK = re.compile(r"^\((\d+), (\d+)\)$")
 _NESTED = ("opt_param_scheduler.", "rng_state.", "optimizer.grad_scaler.")
 _COMMON = frozenset({"args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far"})
@@ -145,6 +146,12 @@ def parameter_of(key: str) -> tuple[str, str] | None:
     if match := _STATE.match(key):
         return match["name"], match["kind"]
     return None
+
+
+def rng_ranks(catalog: Catalog) -> set[tuple[int, int]]:
+    """The (pp, tp) ranks whose rng states are stored."""
+    keys = (*catalog.tensors, *catalog.objects)
+    return {(int(m[1]), int(m[2])) for m in map(_RNG_KEY.match, keys) if m}
 
 
 def parameter_name(key: str) -> str | None:

@@ -190,6 +190,24 @@ def test_a_record_that_is_not_the_checkpoints_own_is_refused(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+def test_verify_looks_at_the_packing(tmp_path, capsys):
+    folder = tmp_path / "out"
+    assert convert(gdn(GDN[0]), folder, "--tp", 2, "--weights-only") == 0
+    assert run(["verify", str(folder)]) == 0
+    record = json.loads((folder / RECORD_FILE).read_text())
+    record["topology"]["tp"]["ranks"] = 7
+    (folder / RECORD_FILE).write_text(json.dumps(record))
+    capsys.readouterr()
+    assert run(["verify", str(folder)]) == 1
+    assert "rows are not those of 7 tensor-parallel ranks (by ckpt_tools.json)" in capsys.readouterr().out
+    (folder / RECORD_FILE).write_text("[]")
+    assert run(["verify", str(folder)]) == 1
+    assert "not a record that this tool writes" in capsys.readouterr().out
+    (folder / RECORD_FILE).unlink()
+    assert run(["verify", str(folder)]) == 0
+    assert "nothing tells for which tensor parallel size" in capsys.readouterr().out
+
+
 def test_edited_copies_keep_the_record(tmp_path):
     assert convert(LLAMA / "iter_0000002", tmp_path / "first") == 0
     for words in (["slice", "--layers", "0:1"], ["modify-state-dict", "--op", "remove rng_state"]):
