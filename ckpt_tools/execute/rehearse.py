@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def rehearse(
         tile_bytes(options.memory_bytes, options.threads)
         if ranks.rank == 0:
             if isinstance(output.directory, str):
-                _look_remotely(output, options, str(output.directory))
+                _look_remotely(plan, output, options, str(output.directory))
             else:
                 _look(plan, files, output, options)
             check_extents(plan, files)
@@ -72,10 +73,9 @@ def _look(plan: Plan, files: Files, output: Output, options: WriteOptions) -> No
     final = Path(output.directory)
     partial = final.parent / f".{final.name}.ckpt_tools-partial"
     folder = _nearest(final.parent)
-    if not (
-        output.resume and (partial / "publishing").exists()
-    ):  # it may stand there, put there by this conversion
-        _check_final(final, output.overwrite)
+    if output.resume and _is_finished(plan, _sizes(final)):
+        return
+    _check_final(final, output.overwrite)
     present = 0
     if partial.is_dir():
         _check_lock(final, partial)
@@ -100,6 +100,19 @@ def _look(plan: Plan, files: Files, output: Output, options: WriteOptions) -> No
         )
     if options.direct:
         _check_direct(folder)
+
+
+def _is_finished(plan: Plan, present: Mapping[str, int | None]) -> bool:
+    """Whether an earlier process may have got as far as this: that is for who goes on to look at."""
+    return all(present.get(name) == size for name, size in plan.file_bytes.items())
+
+
+def _sizes(folder: Path) -> dict[str, int | None]:
+    """Lengths of the files in a folder, if it is one."""
+    if folder.is_symlink() or not folder.is_dir():
+        return {}
+    with storage_errors(folder):
+        return {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
 
 
 def _nearest(folder: Path) -> Path:
@@ -151,7 +164,7 @@ def _check_direct(folder: Path) -> None:
         ) from error
 
 
-def _look_remotely(output: Output, options: WriteOptions, url: str) -> None:
+def _look_remotely(plan: Plan, output: Output, options: WriteOptions, url: str) -> None:
     from ckpt_tools.catalog.remote import Store
     from ckpt_tools.execute.remote_output import MARKER
 
@@ -159,7 +172,8 @@ def _look_remotely(output: Output, options: WriteOptions, url: str) -> None:
         raise UsageError(f"--direct is for files; {url} is in an object store. Leave it out.")
     store = Store(url)
     present = store.sizes()
-    if not present or output.overwrite or (output.resume and MARKER in present):
+    goes_on = output.resume and (MARKER in present or _is_finished(plan, present))
+    if not present or output.overwrite or goes_on:
         return
     what = "is not empty; choose another output or replace it with --overwrite"
     if MARKER in present:
