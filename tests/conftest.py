@@ -34,7 +34,7 @@ def pytest_runtest_makereport(
 
 def fixture_dir(name: str) -> Path:
     """The folder of a real checkpoint, or skip with the reason when only the repo is there."""
-    for parent in (DATA, SHARED / "fixtures", SHARED / "fixtures_cpu"):
+    for parent in (DATA, SHARED / "fixtures", SHARED / "fixtures_cpu", SHARED / "fixtures_te"):
         if (parent / name).is_dir():
             return parent / name
     pytest.skip(f"{name} is not in tests/data and ../shared is absent")

@@ -17,9 +17,12 @@ from ckpt_tools.cli.inspect import EnableMsc, TrustPickle
 from ckpt_tools.cli.manual import page
 
 if TYPE_CHECKING:
+    from ckpt_tools.convert.iterations import Outcome
     from ckpt_tools.convert.outputs import ConversionReport
 
-    Run: TypeAlias = Callable[[str, str, int | None, Callable[[int, int], None], bool], ConversionReport]
+    Run: TypeAlias = Callable[
+        [str, str, int | None, Callable[[int, int], None], bool, bool], ConversionReport
+    ]
 
 InputDir = Annotated[str, typer.Argument(help="A run's root or an iteration directory.")]
 OutputDir = Annotated[
@@ -43,11 +46,11 @@ _MEANING = {
     Format.FSDP_DTENSOR: _RUNNING | {
         "swiglu", "swiglu_modules", "group_map_file", "strict_map", "state_prefix", "model_prefix", "rename_mtp",
         "target", "aliases", "layer_spec", "experts", "weights_only", "dtype", "vocab_size_padded", "vocab_size",
-        "layout", "world_size", "dp_shard", "dp_outer", "tp", "cp", "ep", "etp", "strategy", "outer_strategy",
-        "check_masters",
+        "layout", "world_size", "gpus", "dp_shard", "dp_outer", "tp", "cp", "ep", "etp", "pp", "strategy",
+        "outer_strategy", "check_masters",
     },
     Format.TORCH_DIST: _RUNNING | {
-        "layer_spec", "weights_only", "dtype", "tp", "ep", "etp", "extra_state", "stacked",
+        "target", "layer_spec", "weights_only", "dtype", "gpus", "tp", "ep", "etp", "extra_state", "stacked",
     },
     Format.HF: _RUNNING | {"dtype", "tp", "vocab_size", "hf_config", "max_shard_size"},
 }  # fmt: skip
@@ -88,14 +91,16 @@ def convert(
     max_shard_size: o.MaxShardSize = "5GB",
     layout: o.LayoutOption = None,
     world_size: o.WorldSize = None,
+    gpus: o.Gpus = None,
     dp_shard: o.DpShard = None,
     dp_outer: o.DpOuter = 1,
     tp: o.Tp = None,
     cp: o.Cp = 1,
     ep: o.Ep = 1,
     etp: o.Etp = None,
-    strategy: o.Strategy = "optim_grads_params",
-    outer_strategy: o.OuterStrategy = "no_shard",
+    pp: o.Pp = 1,
+    strategy: o.Strategy = o.DEFAULT_STRATEGY,
+    outer_strategy: o.OuterStrategy = o.DEFAULT_OUTER_STRATEGY,
     iteration: o.Iteration = None,
     check_masters: o.CheckMasters = o.Check.SAMPLE,
     check_source: o.CheckSource = o.SourceCheck.ALL,
@@ -120,7 +125,8 @@ def convert(
     checkpoint, and a flag that contradicts it is an error. Run it alone, or under torchrun or srun.
     """
     from ckpt_tools.cli.progress import progress_bar
-    from ckpt_tools.convert.outputs import chosen_iterations
+    from ckpt_tools.convert.iterations import convert_iterations
+    from ckpt_tools.errors import UsageError
     from ckpt_tools.execute.run import WriteOptions
 
     _refuse_meaningless(ctx, to)
@@ -132,7 +138,7 @@ def convert(
         "write": WriteOptions(threads, o.parse_bytes(max_memory), fsync, direct, check_source.value),
     }
     if to is Format.FSDP_DTENSOR:
-        sizes = (dp_shard, dp_outer, tp, cp, ep, etp, strategy, outer_strategy)
+        sizes = (gpus, dp_shard, dp_outer, tp, cp, ep, etp, pp, strategy, outer_strategy)
         run = _to_fsdp_dtensor(
             running
             | {"layout": o.choose_layout(layout, world_size, *sizes), "check_masters": check_masters.value},
@@ -157,22 +163,47 @@ def convert(
         run = _to_torch_dist(
             running,
             extra_state,
+            dialect=target.value if target else None,
             layer_spec=layer_spec.value if layer_spec else None,
             stacked=stacked,
             dtype=dtype,
             tp=tp,
+            gpus=gpus,
             ep=ep if _is_given(ctx, "ep") else None,
             etp=etp,
             weights_only=weights_only,
         )
     else:
         run = _to_hf(running, hf_config, max_shard_size, dtype=dtype, vocab_size=vocab_size, tp=tp)
+    if iteration == "all":
+        if to is Format.HF:
+            raise UsageError(
+                "--iteration all: a Hugging Face model has no iterations; export them one by one"
+            )
+        with progress_bar(quiet) as progress:
+            outcomes = convert_iterations(
+                input_dir,
+                output_dir,
+                to.value,
+                overwrite,
+                lambda number, tracker: run(input_dir, output_dir, number, progress, dry_run, tracker),
+            )
+        finish_all(outcomes, as_json, report)
+        return
+    number = _iteration_number(iteration)
     with progress_bar(quiet) as progress:
-        reports = [
-            run(input_dir, output_dir, number, progress, dry_run)
-            for number in chosen_iterations(input_dir, iteration)
-        ]
-    finish(reports, as_json, report, is_list=iteration == "all")
+        done = run(input_dir, output_dir, number, progress, dry_run, True)
+    finish(done, as_json, report)
+
+
+def _iteration_number(iteration: str | None) -> int | None:
+    from ckpt_tools.errors import UsageError
+
+    if iteration is None:
+        return None
+    if not (iteration.isascii() and iteration.isdigit()):
+        raise UsageError(f"--iteration {iteration}: give a number, or all")
+    return int(iteration)
 
 
 def _to_fsdp_dtensor(running: dict[str, Any], group_map_file: Path | None, **target: Any) -> Run:
@@ -182,8 +213,8 @@ def _to_fsdp_dtensor(running: dict[str, Any], group_map_file: Path | None, **tar
 
     group_map = load_group_map(group_map_file) if group_map_file else None
     options = ConvertOptions(target=TargetOptions(group_map=group_map, **target), **running)
-    return lambda source, output, iteration, progress, dry_run: convert_to_fsdp_dtensor(
-        source, output, replace(options, iteration=iteration), progress, dry_run
+    return lambda source, output, iteration, progress, dry_run, tracker: convert_to_fsdp_dtensor(
+        source, output, replace(options, iteration=iteration, tracker=tracker), progress, dry_run
     )
 
 
@@ -194,8 +225,8 @@ def _to_torch_dist(running: dict[str, Any], extra_state: str, **target: Any) -> 
     template = None if extra_state in ("derive", "none") else extra_state
     wanted = TorchDistOptions(extra_state=extra_state != "none", **target)
     options = ToTorchDistOptions(target=wanted, extra_state_template=template, **running)
-    return lambda source, output, iteration, progress, dry_run: convert_to_torch_dist(
-        source, output, replace(options, iteration=iteration), progress, dry_run
+    return lambda source, output, iteration, progress, dry_run, tracker: convert_to_torch_dist(
+        source, output, replace(options, iteration=iteration, tracker=tracker), progress, dry_run
     )
 
 
@@ -206,7 +237,7 @@ def _to_hf(running: dict[str, Any], hf_config: Path | None, max_shard_size: str,
     options = ExportOptions(
         hf_config=config, max_shard_bytes=o.parse_bytes(max_shard_size), **target, **running
     )
-    return lambda source, output, iteration, progress, dry_run: export_hf(
+    return lambda source, output, iteration, progress, dry_run, _tracker: export_hf(
         source, output, replace(options, iteration=iteration), progress, dry_run
     )
 
@@ -296,21 +327,44 @@ def build_param_group_map(
             print(f"{escape(name)}: group {found.groups[name]} ({rule})", file=sys.stderr)
 
 
-def finish(reports: list[ConversionReport], as_json: bool, file: Path | None, is_list: bool = False) -> None:
-    """Print the reports on rank 0; write them where asked. `is_list`: as one JSON object, however many they are."""
-    import json
-
+def finish(done: ConversionReport, as_json: bool, file: Path | None) -> None:
+    """Print the report on rank 0; write it where asked."""
     from ckpt_tools.cli.progress import is_first_rank
     from ckpt_tools.cli.reports import print_report
 
     if not is_first_rank():
         return
-    data = [report.as_json() for report in reports]
-    text = json.dumps({"schema_version": 1, "iterations": data} if is_list else data[0], indent=2)
+    _write_json(done.as_json(), as_json, file)
+    if not as_json:
+        print_report(done)
+
+
+def finish_all(outcomes: list[Outcome], as_json: bool, file: Path | None) -> None:
+    """Print what became of every iteration on rank 0; the exit code is the worst of all.
+
+    Raises:
+        typer.Exit: with that code.
+    """
+    from ckpt_tools.cli.progress import is_first_rank
+    from ckpt_tools.cli.render import escape_lines
+    from ckpt_tools.cli.reports import print_outcome
+    from ckpt_tools.convert import iterations
+
+    if is_first_rank():
+        _write_json(iterations.as_json(outcomes), as_json, file)
+        for outcome in outcomes:
+            if outcome.error is not None:
+                print(escape_lines(f"error: iteration {outcome.iteration}: {outcome.error}"), file=sys.stderr)
+            elif not as_json:
+                print_outcome(outcome)
+    raise typer.Exit(iterations.exit_code(outcomes))
+
+
+def _write_json(data: dict[str, Any], shown: bool, file: Path | None) -> None:
+    import json
+
+    text = json.dumps(data, indent=2)
     if file is not None:
         file.write_text(text + "\n")
-    if as_json:
+    if shown:
         print(text)
-        return
-    for report in reports:
-        print_report(report)

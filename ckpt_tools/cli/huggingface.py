@@ -113,7 +113,7 @@ def export(
     )
     with progress_bar(quiet) as progress:
         done = export_hf(input_dir, output_dir, chosen, progress, dry_run)
-    finish([done], as_json, report)
+    finish(done, as_json, report)
 
 
 def import_(
@@ -133,14 +133,16 @@ def import_(
     experts: o.ExpertsOption = None,
     layout: o.LayoutOption = None,
     world_size: o.WorldSize = None,
+    gpus: o.Gpus = None,
     dp_shard: o.DpShard = None,
     dp_outer: o.DpOuter = 1,
     tp: o.Tp = None,
     cp: o.Cp = 1,
     ep: o.Ep = 1,
     etp: o.Etp = None,
-    strategy: o.Strategy = "optim_grads_params",
-    outer_strategy: o.OuterStrategy = "no_shard",
+    pp: o.Pp = 1,
+    strategy: o.Strategy = o.DEFAULT_STRATEGY,
+    outer_strategy: o.OuterStrategy = o.DEFAULT_OUTER_STRATEGY,
     iteration: Annotated[
         int | None, typer.Option("--iteration", help="Number of the iteration to make. Default: a release.")
     ] = None,
@@ -167,7 +169,7 @@ def import_(
     from ckpt_tools.execute.run import WriteOptions
     from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions
 
-    sizes = (dp_shard, dp_outer, tp, cp, ep, etp, strategy, outer_strategy)
+    sizes = (gpus, dp_shard, dp_outer, tp, cp, ep, etp, pp, strategy, outer_strategy)
     chosen = ImportOptions(
         to=to.value,
         rules=rules,
@@ -185,4 +187,4 @@ def import_(
     )
     with progress_bar(quiet) as progress:
         done = import_hf(input_dir, output_dir, chosen, progress, dry_run)
-    finish([done], as_json, report)
+    finish(done, as_json, report)

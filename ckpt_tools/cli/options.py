@@ -161,19 +161,31 @@ MaxShardSize = Annotated[
     str, typer.Option("--max-shard-size", help="Largest file, e.g. 5GB.", rich_help_panel=_MODEL)
 ]
 
+Gpus = Annotated[
+    int | None,
+    typer.Option("--gpus", help="GPUs of the training job; the sizes that are not given follow from it.",
+                 rich_help_panel=_PLACE),
+]  # fmt: skip
 DpShard = Annotated[int | None, typer.Option("--dp-shard", help="Ranks that shard.", rich_help_panel=_PLACE)]
 DpOuter = Annotated[
     int, typer.Option("--dp-outer", help="Replicas of the sharding group (HSDP).", rich_help_panel=_PLACE)
 ]
 Tp = Annotated[
-    int | None, typer.Option("--tp", help="Tensor parallel size of the target.", rich_help_panel=_PLACE)
-]
+    int | None,
+    typer.Option("--tp", help="Tensor parallel size of the target; with --to torch_dist or hf, the one that the "
+                 "source is for.",
+                 rich_help_panel=_PLACE),
+]  # fmt: skip
 Cp = Annotated[int, typer.Option("--cp", help="Context parallel size.", rich_help_panel=_PLACE)]
+Pp = Annotated[
+    int, typer.Option("--pp", help="Pipeline parallel size: 1 for Megatron-FSDP.", rich_help_panel=_PLACE)
+]
 Ep = Annotated[int, typer.Option("--ep", help="Expert parallel size.", rich_help_panel=_PLACE)]
 Etp = Annotated[
     int | None,
     typer.Option("--etp", help="Expert tensor parallel size. Default: --tp.", rich_help_panel=_PLACE),
 ]
+DEFAULT_STRATEGY, DEFAULT_OUTER_STRATEGY = "optim_grads_params", "no_shard"
 Strategy = Annotated[
     str,
     typer.Option(
@@ -185,7 +197,7 @@ OuterStrategy = Annotated[
 ]
 LayoutOption = Annotated[
     LayoutName | None,
-    typer.Option("--layout", help="Whose placement. Default: mfsdp-v1 with --dp-shard, else even.",
+    typer.Option("--layout", help="Whose placement. Default: mfsdp-v1 with --gpus or --dp-shard, else even.",
                  rich_help_panel=_PLACE),
 ]  # fmt: skip
 WorldSize = Annotated[
@@ -254,16 +266,18 @@ OomTraceback = Annotated[
 def choose_layout(
     layout: LayoutName | None,
     world_size: int | None,
+    gpus: int | None,
     dp_shard: int | None,
     dp_outer: int,
     tp: int | None,
     cp: int,
     ep: int,
     etp: int | None,
+    pp: int,
     strategy: str,
     outer_strategy: str,
 ) -> Layout | None:
-    """The layout the placement options ask for; None when they ask for nothing.
+    """The layout the placement options ask for, of every command that has them; None when they ask for nothing.
 
     Raises:
         UsageError: sizes that do not multiply to the world, or a topology Megatron-FSDP refuses.
@@ -272,37 +286,46 @@ def choose_layout(
     from ckpt_tools.errors import UsageError
     from ckpt_tools.sharding.topology import Topology
 
-    exact = layout is not None and layout is not LayoutName.EVEN
-    if dp_shard is None and not exact:
-        if (dp_outer, cp, ep, etp) != (1, 1, 1, None):
+    is_even = layout in (None, LayoutName.EVEN)
+    if gpus is None and dp_shard is None and is_even:
+        alone = (dp_outer, cp, ep, etp, pp, strategy, outer_strategy)
+        if alone != (1, 1, 1, None, 1, DEFAULT_STRATEGY, DEFAULT_OUTER_STRATEGY):
             raise UsageError(
-                "--dp-outer, --cp, --ep and --etp describe a topology, which needs --dp-shard too"
+                "--dp-outer, --cp, --ep, --etp, --pp, --strategy and --outer-strategy describe a training job, which "
+                "needs its size too: give --gpus or --dp-shard"
             )
         return None if world_size is None else Layout(world=_positive(world_size))
-    if world_size is None:
+    if gpus is not None and world_size not in (None, gpus):
+        raise UsageError(
+            f"--gpus {gpus} contradicts --world-size {world_size}: both are the ranks of the job"
+        )
+    world = world_size if gpus is None else gpus
+    if world is None:
         if dp_shard is None:
-            raise UsageError(f"--layout {layout.value if layout else ''} needs --dp-shard or --world-size")
-        world_size = dp_shard * dp_outer * cp * (tp or 1)
+            named = layout.value if layout else ""
+            raise UsageError(f"--layout {named} needs the size of the job: give --gpus or --dp-shard")
+        world = dp_shard * dp_outer * cp * (tp or 1) * pp
     topology = Topology.of_world(
-        world_size,
+        world,
         dp_shard=dp_shard,
         dp_outer=dp_outer,
-        tp=tp or 1,
+        tp=1 if tp is None else tp,
         cp=cp,
         ep=ep,
-        etp=etp or 0,
+        etp=0 if etp is None else _positive(etp, "--etp"),
+        pp=pp,
         strategy=strategy,
         outer_strategy=outer_strategy,
     )
-    return Layout((layout or LayoutName.MFSDP_V1).value, topology)
+    return Layout((layout or LayoutName.MFSDP_V1).value, topology, tp_given=tp is not None)
 
 
-def _positive(world_size: int) -> int:
+def _positive(ranks: int, option: str = "--world-size") -> int:
     from ckpt_tools.errors import UsageError
 
-    if world_size < 1:
-        raise UsageError(f"--world-size {world_size}: at least one rank is needed")
-    return world_size
+    if ranks < 1:
+        raise UsageError(f"{option} {ranks}: at least one rank is needed")
+    return ranks
 
 
 def parse_bytes(text: str) -> int:

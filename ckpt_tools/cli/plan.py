@@ -50,14 +50,16 @@ def plan(
     weights_only: o.WeightsOnly = False,
     layout: o.LayoutOption = None,
     world_size: o.WorldSize = None,
+    gpus: o.Gpus = None,
     dp_shard: o.DpShard = None,
     dp_outer: o.DpOuter = 1,
     tp: o.Tp = None,
     cp: o.Cp = 1,
     ep: o.Ep = 1,
     etp: o.Etp = None,
-    strategy: o.Strategy = "optim_grads_params",
-    outer_strategy: o.OuterStrategy = "no_shard",
+    pp: o.Pp = 1,
+    strategy: o.Strategy = o.DEFAULT_STRATEGY,
+    outer_strategy: o.OuterStrategy = o.DEFAULT_OUTER_STRATEGY,
     iteration: Annotated[int | None, typer.Option(help="Iteration of a root, instead of its latest.")] = None,
     ignore_keys: o.IgnoreKeys = None,
     trust_pickle: TrustPickle = False,
@@ -69,7 +71,7 @@ def plan(
     from ckpt_tools.convert.to_fsdp_dtensor import ConvertOptions
     from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions
 
-    sizes = (dp_shard, dp_outer, tp, cp, ep, etp, strategy, outer_strategy)
+    sizes = (gpus, dp_shard, dp_outer, tp, cp, ep, etp, pp, strategy, outer_strategy)
     wanted = TargetOptions(
         dialect=target.value if target else None,
         layer_spec=layer_spec.value if layer_spec else None,
@@ -148,6 +150,8 @@ def _memory(memory: Any) -> dict[str, int]:
 
 
 def _print(found: Priced) -> None:
+    from ckpt_tools.convert.target_job import describe
+
     facts = found.summary()
     strategies = ", ".join(
         f"{name} {render.human_bytes(n)}" for name, n in facts["bytes_by_strategy"].items()
@@ -155,6 +159,7 @@ def _print(found: Priced) -> None:
     rows = [
         ("source", f"{facts['source']} ({facts['format']}, iteration {facts['iteration']})"),
         ("layout", _layout(found)),
+        *describe(facts["job"]),
         ("holds", f"{facts['tensor_count']:,} tensors, {facts['object_count']:,} objects and scalars"),
         (
             "would write",

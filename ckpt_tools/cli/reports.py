@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from ckpt_tools.cli.render import escape, human_bytes
+from ckpt_tools.convert.iterations import Outcome
 from ckpt_tools.convert.outputs import ConversionReport
+from ckpt_tools.convert.target_job import describe
 from ckpt_tools.execute.run import WriteReport
 
 _SHOWN = 8
@@ -22,6 +24,8 @@ def print_report(report: ConversionReport) -> None:
         f"  holds      {report.tensors:,} tensors, {report.objects:,} objects and scalars{groups}",
         f"  masters    {report.masters_checked}",
     ]
+    if report.job is not None:
+        lines += [f"  {title:<10} {text}" for title, text in describe(report.job)]
     if report.written:
         lines.append(f"  checksums  {source_checksums(report.written)}")
         lines += _written(report.written)
@@ -40,6 +44,16 @@ def print_report(report: ConversionReport) -> None:
             lines.append(f"  {title:<10} ... and {len(entries) - _SHOWN:,} more (--json lists all)")
     for line in lines:
         print(escape(line))
+
+
+def print_outcome(outcome: Outcome) -> None:
+    """The report of one of several iterations, or that it is left as it is."""
+    if outcome.report is not None:
+        print_report(outcome.report)
+    else:
+        print(
+            f"iteration {outcome.iteration}: is there already, left as it is (--overwrite converts it anew)"
+        )
 
 
 def _by_reason(dropped: tuple[str, ...]) -> list[str]:

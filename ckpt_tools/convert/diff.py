@@ -13,6 +13,7 @@ from ckpt_tools.errors import UsageError, list_problems
 from ckpt_tools.megatron.common_state import COMMON_OBJECT
 from ckpt_tools.megatron.names import DIALECTS
 from ckpt_tools.megatron.optimizer_layouts.kinds import optimizer_layout
+from ckpt_tools.megatron.record import read_record, stored_tp
 from ckpt_tools.megatron.source import TorchDistSource, read_torch_dist
 from ckpt_tools.megatron.target import InlineTensor, Source, TargetTensor
 from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions, build_fsdp_target
@@ -197,7 +198,8 @@ def _fitted(target: TargetOptions, source: TorchDistSource, other: Side) -> Targ
         told["swiglu"] = any(".linear_fc1.weight" in name and name.endswith("_w") for name in names)
     if target.tp is None:
         ranks = {key.split(")")[0] for key in other.tensors if key.startswith("rng_state.(")}
-        told["tp"] = len(ranks) or None
+        tp = stored_tp(read_record(other.files), [(0, rank) for rank in range(len(ranks))], {})
+        told["tp"] = None if tp is None else tp.ranks
     if not any(key.startswith("optimizer.") for key in other.tensors):
         told["weights_only"] = True
     return replace(target, **told)  # type: ignore[arg-type]  # each value has its field's type

@@ -24,6 +24,7 @@ from ckpt_tools.convert.to_fsdp_dtensor import Progress
 from ckpt_tools.dtypes import CASTABLE, itemsize
 from ckpt_tools.errors import UnsupportedCheckpointError, UsageError
 from ckpt_tools.execute.ranks import connect
+from ckpt_tools.execute.rehearse import rehearse
 from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, write_checkpoint
 from ckpt_tools.megatron.fsdp_source import WEIGHT, read_fsdp_source
 from ckpt_tools.megatron.huggingface.checks import Spec
@@ -91,14 +92,15 @@ def export_hf(
     with open_checkpoint(source, options.iteration, options.trust_pickle) as opened:
         refuse_overlap(source, opened.location, output)
         planned = plan_export(opened, options)
+        place = Output(
+            output_directory(output),
+            extra_files=planned.extra_files,
+            is_dcp=False,
+            overwrite=options.overwrite,
+            resume=options.resume,
+        )
+        rehearse(planned.plan, opened.files, place, options.write, ranks)
         if not dry_run:
-            place = Output(
-                output_directory(output),
-                extra_files=planned.extra_files,
-                is_dcp=False,
-                overwrite=options.overwrite,
-                resume=options.resume,
-            )
             written = write_checkpoint(
                 planned.plan, opened.files, place, options.write, ranks=ranks, progress=progress
             )
@@ -163,7 +165,7 @@ def parameters_of(opened: Opened, options: ExportOptions) -> dict[str, Base]:
             source = read_fsdp_source(
                 opened.files, opened.catalog, opened.common, options.ignore_keys, options.trust_pickle
             )
-            tp = options.tp or max((t + 1 for _, t in source.rng), default=None)
+            tp = source.tp_given(options.tp)
             local = read_settings(opened.common).local_norms
             return {
                 one_name(p.name, p.expert): Base(p.tensor.dtypes[WEIGHT], p.shape, p.sources(WEIGHT))

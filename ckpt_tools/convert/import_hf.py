@@ -22,6 +22,7 @@ from ckpt_tools.convert.to_torch_dist import METADATA_JSON_BYTES, slice_placemen
 from ckpt_tools.dtypes import CASTABLE
 from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.ranks import connect
+from ckpt_tools.execute.rehearse import rehearse
 from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, write_checkpoint
 from ckpt_tools.megatron.common_state import COMMON_FILE, CommonState
 from ckpt_tools.megatron.fsdp_source import WEIGHT, FsdpSource, FsdpTensor
@@ -92,16 +93,17 @@ def import_hf(
     written = None
     try:
         planned = plan_import(source, files, options, ranks.world)
+        tracker = "release" if options.iteration is None else str(options.iteration)
+        name = "release" if options.iteration is None else f"iter_{options.iteration:07d}"
+        place = Output(
+            output_directory(f"{output.rstrip('/')}/{name}"),
+            beside={TRACKER: tracker.encode()},
+            extra_files=planned.extra_files,
+            overwrite=options.overwrite,
+            resume=options.resume,
+        )
+        rehearse(planned.plan, files, place, options.write, ranks)
         if not dry_run:
-            tracker = "release" if options.iteration is None else str(options.iteration)
-            name = "release" if options.iteration is None else f"iter_{options.iteration:07d}"
-            place = Output(
-                output_directory(f"{output.rstrip('/')}/{name}"),
-                beside={TRACKER: tracker.encode()},
-                extra_files=planned.extra_files,
-                overwrite=options.overwrite,
-                resume=options.resume,
-            )
             written = write_checkpoint(
                 planned.plan, files, place, options.write, ranks=ranks, progress=progress
             )

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.catalog.detect import TRACKER, Location, iteration_numbers, locate
+from ckpt_tools.catalog.detect import TRACKER, Location
 from ckpt_tools.catalog.pickling import dump_archive
 from ckpt_tools.credentials import hidden, redacted
 from ckpt_tools.errors import UsageError
@@ -33,6 +33,7 @@ class ConversionReport:
     renamed: tuple[str, ...]
     backfilled: tuple[str, ...]
     notes: tuple[str, ...]
+    job: Mapping[str, Any] | None = None  # the one that loads the output (`TargetJob.as_json`)
     written: WriteReport | None = None  # None: a dry run
     plan: Mapping[str, Any] = field(default_factory=dict)
 
@@ -44,8 +45,12 @@ class ConversionReport:
         return {"schema_version": 1, **data}
 
 
-def choose_output(source: str, location: Location, output: str, overwrite: bool, resume: bool) -> Output:
+def choose_output(
+    source: str, location: Location, output: str, overwrite: bool, resume: bool, tracker: bool = True
+) -> Output:
     """Like to like: a run's root becomes a root with `iter_%07d` and tracker, an iteration directory one directory.
+
+    Without `tracker` the root's tracker stays as it is.
 
     Raises:
         UsageError: the output is the source, or one of them lies inside the other.
@@ -54,9 +59,10 @@ def choose_output(source: str, location: Location, output: str, overwrite: bool,
     if not is_root(source, location):
         return Output(output_directory(output), overwrite=overwrite, resume=resume)
     name = "release" if location.is_release else f"iter_{location.iteration:07d}"
-    tracker = "release" if location.is_release else str(location.iteration)
+    latest = "release" if location.is_release else str(location.iteration)
     folder = output_directory(f"{output.rstrip('/')}/{name}")
-    return Output(folder, {TRACKER: tracker.encode()}, overwrite=overwrite, resume=resume)
+    beside = {TRACKER: latest.encode()} if tracker else {}
+    return Output(folder, beside, overwrite=overwrite, resume=resume)
 
 
 def output_directory(output: str) -> Path | str:
@@ -71,24 +77,6 @@ def output_directory(output: str) -> Path | str:
 def is_root(source: str, location: Location) -> bool:
     """Whether the user named the run's root and not the iteration in it."""
     return location.root is not None and place_parts(source) == place_parts(location.root)
-
-
-def chosen_iterations(source: str, wanted: str | None) -> list[int | None]:
-    """Iterations to convert, in order: a number, None for the latest, or all of a root's for `all`.
-
-    Of all, the source's latest comes last, so that the output's tracker ends on it.
-
-    Raises:
-        UsageError: `wanted` is neither a number nor `all`, or `source` is no root.
-    """
-    if wanted is None or wanted.isdecimal():
-        return [None if wanted is None else int(wanted)]
-    if wanted != "all":
-        raise UsageError(f"--iteration {wanted}: give a number, or all")
-    latest = locate(source)
-    if not is_root(source, latest):
-        raise UsageError(f"--iteration all: {source} is one checkpoint, not a run's root")
-    return [*(n for n in iteration_numbers(source) if n != latest.iteration), latest.iteration]
 
 
 def refuse_overlap(source: str, location: Location, output: str) -> None:

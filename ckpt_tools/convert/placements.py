@@ -33,6 +33,7 @@ class Layout:
     name: str = "even"  # one of sharding.topology.LAYOUTS
     topology: Topology | None = None
     world: int = 1
+    tp_given: bool = True  # whether somebody chose the topology's TP; False: it is 1 because nothing was said
 
     @property
     def ranks(self) -> int:

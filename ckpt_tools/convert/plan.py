@@ -13,6 +13,7 @@ from ckpt_tools.catalog.detect import Location
 from ckpt_tools.convert.close_names import unmatched
 from ckpt_tools.convert.placements import Layout, lay_out, place_model
 from ckpt_tools.convert.prepared import prepare
+from ckpt_tools.convert.target_job import TargetJob
 from ckpt_tools.convert.to_fsdp_dtensor import ConvertOptions
 from ckpt_tools.dtypes import itemsize
 from ckpt_tools.errors import UsageError
@@ -58,6 +59,7 @@ class Priced:
     target: Target
     plan: Plan
     core: Placement
+    job: TargetJob
     rank: int | None = None
     globs: tuple[str, ...] = ()
 
@@ -141,6 +143,7 @@ class Priced:
             "renamed": self.target.renamed,
             "backfilled": self.target.backfilled,
             "notes": self.target.notes,
+            "job": self.job.as_json(),
         }
 
     def _wanted(self, key: str) -> bool:
@@ -176,4 +179,4 @@ def plan_checkpoint(
         core = place_model(model, job)
         archives = prepared.archives() if rank in (None, 0) else ()
         plan = lay_out(prepared.catalog, target, lambda: model, archives, layout, rank)
-    return Priced(source, prepared.location, layout, target, plan, core, rank, tuple(globs))
+    return Priced(source, prepared.location, layout, target, plan, core, prepared.job, rank, tuple(globs))

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ckpt_tools.catalog.detect import Location, locate
 from ckpt_tools.catalog.files import Files
 from ckpt_tools.catalog.model import Catalog
 from ckpt_tools.convert.outputs import object_archives
 from ckpt_tools.convert.placements import Layout, Model, target_model
-from ckpt_tools.convert.relayout import open_fsdp, target_tp
-from ckpt_tools.convert.to_fsdp_dtensor import ConvertOptions, open_source
+from ckpt_tools.convert.relayout import open_fsdp
+from ckpt_tools.convert.target_job import TargetJob
+from ckpt_tools.convert.to_fsdp_dtensor import ConvertOptions, build_target, open_source
 from ckpt_tools.megatron.target import Target
-from ckpt_tools.megatron.to_fsdp_dtensor import build_fsdp_target
 from ckpt_tools.plan.without_gc import without_gc
 
 
@@ -27,6 +27,7 @@ class Prepared:
     target: Target
     model: Callable[[], Model]
     archives: Callable[[], Iterable[tuple[str, bytes]]]  # of the target's objects
+    job: TargetJob
 
     def __enter__(self) -> Prepared:
         return self
@@ -42,15 +43,20 @@ def prepare(source: str, layout: Layout, options: ConvertOptions) -> Prepared:
     Raises the errors of `convert_to_fsdp_dtensor` up to its plan.
     """
     location = locate(source, options.iteration)
-    tp = target_tp(layout, options)
     if location.kind == "fsdp_dtensor":
-        opened = open_fsdp(location, options, tp)
+        opened = open_fsdp(location, options, layout)
         return Prepared(
-            location, opened.files, opened.catalog, opened.built.target, opened.model, opened.archives
+            location,
+            opened.files,
+            opened.catalog,
+            opened.built.target,
+            opened.model,
+            opened.archives,
+            opened.job,
         )
     files, read = open_source(location, options.ignore_keys, options.trust_pickle)
     try:
-        built = build_fsdp_target(read, replace(options.target, tp=tp))
+        built, job = build_target(read, layout, options.target)
     except BaseException:
         files.close()
         raise
@@ -61,4 +67,5 @@ def prepare(source: str, layout: Layout, options: ConvertOptions) -> Prepared:
         built.target,
         lambda: target_model(built),
         lambda: object_archives(built.target.objects),
+        job,
     )

@@ -13,17 +13,26 @@ from ckpt_tools.catalog.files import Files, open_files
 from ckpt_tools.catalog.model import Catalog, Item
 from ckpt_tools.convert.outputs import ConversionReport, choose_output, count_objects
 from ckpt_tools.convert.placements import Layout, Model, lay_out, source_model
+from ckpt_tools.convert.target_job import TargetJob, need_tp, said_tp
 from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.ranks import DistributedRanks, Ranks
+from ckpt_tools.execute.rehearse import rehearse
 from ckpt_tools.execute.run import Output, write_checkpoint
 from ckpt_tools.megatron.bridge import BRIDGE_FILES, LATEST_TRAIN_STATE, TRAIN_STATE
 from ckpt_tools.megatron.common_state import read_common_state
 from ckpt_tools.megatron.fsdp_source import FsdpSource, read_fsdp_source
 from ckpt_tools.megatron.names import ModelStyle
 from ckpt_tools.megatron.optimizer_layouts.expected import expected_states, refuse_missing_states
+from ckpt_tools.megatron.record import (
+    RECORD_FILE,
+    TargetRecord,
+    record_bytes,
+)
 from ckpt_tools.megatron.relayout import Relayout, build_relayout
 from ckpt_tools.megatron.settings import read_settings
+from ckpt_tools.megatron.stored import packed_projections
 from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions
+from ckpt_tools.megatron.vocab import vocabulary
 from ckpt_tools.plan.model import plan_summary
 
 if TYPE_CHECKING:
@@ -38,6 +47,7 @@ class OpenedFsdp:
     source: FsdpSource
     style: ModelStyle
     built: Relayout
+    job: TargetJob
 
     @property
     def catalog(self) -> Catalog:
@@ -56,11 +66,11 @@ class OpenedFsdp:
             yield key, read[item]
 
 
-def open_fsdp(location: Location, options: ConvertOptions, tp: int | None) -> OpenedFsdp:
-    """The checkpoint at `location`, for a job of `tp` tensor-parallel ranks. Close its files when done.
+def open_fsdp(location: Location, options: ConvertOptions, layout: Layout) -> OpenedFsdp:
+    """The checkpoint at `location`, for a job of `layout`. Close its files when done.
 
     Raises:
-        UsageError: an option that only a conversion from another format can meet.
+        UsageError: an option that only a conversion from another format can meet, or `--tp` is needed.
     """
     kept = TargetOptions(tp=options.target.tp, layer_spec=options.target.layer_spec)
     if options.target != kept:
@@ -79,24 +89,20 @@ def open_fsdp(location: Location, options: ConvertOptions, tp: int | None) -> Op
         settings = read_settings(common)
         local = settings.local_norms if kept.layer_spec is None else kept.layer_spec == "local"
         style = ModelStyle(bool(local), bool(settings.grouped_experts), settings.fused_mla_down)
-        return OpenedFsdp(files, source, style, build_relayout(source, tp, options.ignore_keys))
+        old, stored = source.record or TargetRecord(), source.tp
+        tp = said_tp(options.target.tp, layout) or stored
+        names = [tensor.name for tensor in source.tensors]
+        packed = packed_projections(names)
+        if layout.topology is not None:
+            need_tp(packed, options.target.tp, layout, stored)
+        built = build_relayout(source, tp, options.ignore_keys)
+        args = common.args or common.model_config
+        rows = vocabulary(((t.name, t.shape) for t in source.tensors), args, old.tokens)
+        job = TargetJob(replace(old, tp=tp), packed, rows)
+        return OpenedFsdp(files, source, style, built, job)
     except BaseException:
         files.close()
         raise
-
-
-def target_tp(layout: Layout, options: ConvertOptions) -> int | None:
-    """Tensor-parallel ranks of the target, None when nothing was said.
-
-    Raises:
-        UsageError: the options contradict each other.
-    """
-    asked = options.target.tp
-    if layout.topology is None:
-        return asked
-    if asked not in (None, layout.topology.tp):
-        raise UsageError(f"tp is {asked} for names and {layout.topology.tp} in the topology")
-    return layout.topology.tp
 
 
 def relayout(
@@ -114,15 +120,22 @@ def relayout(
         UsageError: an impossible layout, an option that does not apply, or an output that cannot be taken.
         MappingError, CorruptCheckpointError, StorageError: as reading, planning and writing say.
     """
-    place = choose_output(source, location, output, options.overwrite, options.resume)
+    if options.layout is None and options.target.tp is None:
+        raise UsageError(
+            f"nothing to convert: {location.path} is an fsdp_dtensor checkpoint already, and no other job is named. "
+            "Give its size to lay the checkpoint out for it (--gpus or --dp-shard, --tp, --world-size), or another "
+            "format with --to"
+        )
+    place = choose_output(source, location, output, options.overwrite, options.resume, options.tracker)
     layout = options.layout or Layout(world=ranks.world)
-    opened = open_fsdp(location, options, target_tp(layout, options))
+    opened = open_fsdp(location, options, layout)
     try:
         target = opened.built.target
         plan = lay_out(opened.catalog, target, opened.model, opened.archives(), layout)
         written = None
+        rehearse(plan, opened.files, place, options.write, ranks)
         if not dry_run:
-            place = _with_bridge_files(place, opened.files)
+            place = _with_small_files(place, opened)
             written = write_checkpoint(
                 plan, opened.files, place, options.write, ranks=ranks, progress=progress
             )
@@ -143,14 +156,17 @@ def relayout(
         renamed=target.renamed,
         backfilled=target.backfilled,
         notes=target.notes,
+        job=opened.job.as_json(),
         written=written,
         plan=plan_summary(plan),
     )
 
 
-def _with_bridge_files(place: Output, files: Files) -> Output:
-    """The output with the small files Bridge reads beside the tensors, as the source has them."""
+def _with_small_files(place: Output, opened: OpenedFsdp) -> Output:
+    """The output with its record, and with the files Bridge reads beside the tensors, as the source has them."""
+    files = opened.files
     kept = {name: read_small_file(files, name) for name in BRIDGE_FILES if files.exists(name)}
+    kept[RECORD_FILE] = record_bytes(opened.job.record)
     beside = dict(place.beside)
     if beside and TRAIN_STATE in kept:
         beside[LATEST_TRAIN_STATE] = kept[TRAIN_STATE]

@@ -12,10 +12,11 @@ from ckpt_tools.convert.opened import Opened
 from ckpt_tools.convert.outputs import choose_output
 from ckpt_tools.errors import UnsupportedCheckpointError
 from ckpt_tools.execute.run import WriteOptions, WriteReport, write_checkpoint
+from ckpt_tools.megatron.record import RECORD_FILE
 from ckpt_tools.megatron.target import Target, TargetTensor
 from ckpt_tools.plan.build import Placement, build_plan
 
-COMPANIONS = ("metadata.json", "common.pt", "run_config.yaml", "train_state.pt")
+COMPANIONS = ("metadata.json", "common.pt", "run_config.yaml", "train_state.pt", RECORD_FILE)
 
 
 @dataclass(frozen=True, slots=True)

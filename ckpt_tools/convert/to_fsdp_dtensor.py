@@ -20,10 +20,12 @@ from ckpt_tools.convert.outputs import (
     object_archives,
 )
 from ckpt_tools.convert.placements import Layout, lay_out, target_model
-from ckpt_tools.convert.relayout import relayout, target_tp
+from ckpt_tools.convert.relayout import relayout
+from ckpt_tools.convert.target_job import TargetJob, need_tp, said_tp
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, VerificationError
 from ckpt_tools.execute.prove import prove_payloads
 from ckpt_tools.execute.ranks import DistributedRanks, Ranks, connect
+from ckpt_tools.execute.rehearse import rehearse
 from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, write_checkpoint
 from ckpt_tools.megatron.bridge import (
     BRIDGE_FILES,
@@ -33,9 +35,10 @@ from ckpt_tools.megatron.bridge import (
     fsdp_run_config,
     train_state_file,
 )
+from ckpt_tools.megatron.record import RECORD_FILE, TargetRecord, record_bytes
 from ckpt_tools.megatron.source import TorchDistSource, read_torch_dist
 from ckpt_tools.megatron.target import TargetTensor
-from ckpt_tools.megatron.to_fsdp_dtensor import FsdpTarget, TargetOptions, build_fsdp_target
+from ckpt_tools.megatron.to_fsdp_dtensor import FsdpTarget, TargetOptions, build_fsdp_target, writer_tp
 from ckpt_tools.plan.model import Plan, plan_summary
 from ckpt_tools.plan.without_gc import without_gc
 
@@ -55,6 +58,7 @@ class ConvertOptions:
     trust_pickle: bool = False
     overwrite: bool = False
     resume: bool = False
+    tracker: bool = True  # the output's root is to name this iteration as its latest
     write: WriteOptions = field(default_factory=WriteOptions)
 
 
@@ -66,6 +70,7 @@ class Planned:
     files: Files
     source: TorchDistSource
     built: FsdpTarget
+    job: TargetJob
     plan: Plan
 
 
@@ -92,15 +97,15 @@ def convert_to_fsdp_dtensor(
     location = locate(source, options.iteration)
     if location.kind == "fsdp_dtensor":
         return relayout(source, output, location, options, ranks, progress, dry_run)
-    place = choose_output(source, location, output, options.overwrite, options.resume)
+    place = choose_output(source, location, output, options.overwrite, options.resume, options.tracker)
     planned = plan_conversion(location, options, ranks)
-    checked = "not checked"
     written = None
     try:
         prove_padding(planned)
+        rehearse(planned.plan, planned.files, place, options.write, ranks)
+        checked = prove_masters(planned, options, ranks)
         if not dry_run:
-            place = with_bridge_files(place, planned)
-            checked = prove_masters(planned, options, ranks)
+            place = with_small_files(place, planned)
             written = write_checkpoint(
                 planned.plan, planned.files, place, options.write, ranks=ranks, progress=progress
             )
@@ -119,9 +124,25 @@ def plan_conversion(location: Location, options: ConvertOptions, ranks: Ranks | 
             _look_for_damage(location, options, ranks)
         raise
     layout = options.layout or Layout(world=ranks.world)
-    target_options = replace(options.target, tp=target_tp(layout, options))
-    built = build_fsdp_target(source, target_options)
-    return Planned(location, files, source, built, make_plan(source.catalog, built, layout))
+    built, job = build_target(source, layout, options.target)
+    return Planned(location, files, source, built, job, make_plan(source.catalog, built, layout))
+
+
+def build_target(
+    source: TorchDistSource, layout: Layout, options: TargetOptions
+) -> tuple[FsdpTarget, TargetJob]:
+    """The target of a conversion for a job of `layout`, and that job.
+
+    Raises:
+        UsageError: `--tp` is needed and was left out, or contradicts the layout.
+        Otherwise the errors of `build_fsdp_target`.
+    """
+    stored = writer_tp(source)
+    tp = said_tp(options.tp, layout) or stored
+    built = build_fsdp_target(source, replace(options, tp=tp.ranks))
+    need_tp(built.packed, options.tp, layout, stored)
+    record = TargetRecord(built.dialect.name, tp, tokens=built.tokens)
+    return built, TargetJob(record, built.packed, built.vocabulary)
 
 
 def _look_for_damage(location: Location, options: ConvertOptions, ranks: Ranks | DistributedRanks) -> None:
@@ -162,17 +183,18 @@ def make_plan(catalog: Catalog, built: FsdpTarget, layout: Layout) -> Plan:
     return lay_out(catalog, built.target, lambda: target_model(built), archives, layout)
 
 
-def with_bridge_files(place: Output, planned: Planned) -> Output:
-    """The output with the files Bridge reads beside the tensors; unchanged for other targets.
+def with_small_files(place: Output, planned: Planned) -> Output:
+    """The output with its record, and for Bridge with the files that it reads beside the tensors.
 
     A Bridge source's own are taken over; progress is made up from the args of a Megatron-LM source.
     """
+    inside = {RECORD_FILE: record_bytes(planned.job.record)}
     if planned.built.dialect.name != "bridge":
-        return place
+        return replace(place, extra_files=inside)
     files, source = planned.files, planned.source
     kept = {name: read_small_file(files, name) for name in BRIDGE_FILES if files.exists(name)}
     state = kept.get(TRAIN_STATE) or train_state_file(source.common, source.args or {})
-    inside = {TRAIN_STATE: state}
+    inside[TRAIN_STATE] = state
     if RUN_CONFIG in kept:
         inside[RUN_CONFIG] = fsdp_run_config(kept[RUN_CONFIG])
     beside = {**place.beside, LATEST_TRAIN_STATE: state} if place.beside else {}
@@ -258,6 +280,7 @@ def _report(
         renamed=target.renamed,
         backfilled=target.backfilled,
         notes=target.notes,
+        job=planned.job.as_json(),
         written=written,
         plan=plan_summary(planned.plan),
     )

@@ -14,13 +14,16 @@ from ckpt_tools.catalog.files import Files
 from ckpt_tools.catalog.pickling import dump_archive
 from ckpt_tools.convert.opened import open_checkpoint
 from ckpt_tools.convert.outputs import ConversionReport, choose_output, count_objects, object_archives
+from ckpt_tools.convert.target_job import TargetJob
 from ckpt_tools.convert.to_fsdp_dtensor import A_KIND, Progress
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError
 from ckpt_tools.execute.ranks import DistributedRanks, Ranks, connect
+from ckpt_tools.execute.rehearse import rehearse
 from ckpt_tools.execute.run import WriteOptions, WriteReport, write_checkpoint
 from ckpt_tools.megatron.bridge import BRIDGE_FILES
 from ckpt_tools.megatron.common_state import COMMON_FILE
 from ckpt_tools.megatron.fsdp_source import read_fsdp_source
+from ckpt_tools.megatron.record import RECORD_FILE, record_bytes
 from ckpt_tools.megatron.target import TargetTensor
 from ckpt_tools.megatron.to_torch_dist import TorchDistOptions, TorchDistTarget, build_torch_dist_target
 from ckpt_tools.megatron.torch_dist import stacked_axes
@@ -48,6 +51,7 @@ class ToTorchDistOptions:
     trust_pickle: bool = False
     overwrite: bool = False
     resume: bool = False
+    tracker: bool = True  # the output's root is to name this iteration as its latest
     write: WriteOptions = field(default_factory=WriteOptions)
 
 
@@ -81,7 +85,10 @@ def convert_to_torch_dist(
     planned = plan_torch_dist(source, options, ranks)
     written = None
     try:
-        place = choose_output(source, planned.location, output, options.overwrite, options.resume)
+        place = choose_output(
+            source, planned.location, output, options.overwrite, options.resume, options.tracker
+        )
+        rehearse(planned.plan, planned.files, place, options.write, ranks)
         if not dry_run:
             place = replace(place, extra_files=extra_files(planned))
             written = write_checkpoint(
@@ -159,10 +166,14 @@ def slice_placement(world: int) -> Placement:
 
 
 def extra_files(planned: PlannedTorchDist) -> dict[str, bytes]:
-    """The files beside the tensors: `metadata.json`, `common.pt`, and Bridge's own, taken over as they are."""
+    """The files beside the tensors: `metadata.json`, `common.pt`, the record, and Bridge's own as they are."""
     files = planned.files
     kept = {name: read_small_file(files, name) for name in BRIDGE_FILES if files.exists(name)}
-    return kept | {METADATA_JSON: METADATA_JSON_BYTES, COMMON_FILE: dump_archive(planned.built.common)}
+    return kept | {
+        METADATA_JSON: METADATA_JSON_BYTES,
+        COMMON_FILE: dump_archive(planned.built.common),
+        RECORD_FILE: record_bytes(planned.built.record),
+    }
 
 
 def _report(
@@ -184,6 +195,7 @@ def _report(
         renamed=target.renamed,
         backfilled=target.backfilled,
         notes=target.notes,
+        job=TargetJob(built.record, (), built.vocabulary).as_json(),
         written=written,
         plan=plan_summary(planned.plan),
     )

@@ -31,6 +31,7 @@ from ckpt_tools.megatron.views import Select
 from ckpt_tools.verify import meaning
 from ckpt_tools.verify.integrity import INTEGRITY, check_integrity
 from ckpt_tools.verify.meter import Meter
+from ckpt_tools.verify.packing import check_packing
 from ckpt_tools.verify.place import check_entries, check_metadata_json, check_place
 from ckpt_tools.verify.report import Check, Findings, Report
 from ckpt_tools.verify.structure import (
@@ -144,6 +145,7 @@ def _meaning(location: Location, files: Files, catalog: Catalog, common: CommonS
     if location.kind == "fsdp_dtensor":
         weights, problems = meaning.fsdp_weights(catalog), list[str]()
         checks += [meaning.check_fsdp_states(catalog, common), meaning.check_fsdp_groups(catalog)]
+        checks.append(check_packing(files, catalog, common))
     else:
         weights, problems = meaning.torch_dist_weights(catalog)
         checks += _torch_dist_optimizer(files, catalog, common)

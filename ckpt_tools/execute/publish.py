@@ -29,7 +29,7 @@ from ckpt_tools.execute.fileio import preallocate, storage_errors, sync_director
 from ckpt_tools.execute.finished import has_files
 from ckpt_tools.execute.journal import Journal
 
-_SPARE_BYTES = 16 << 20  # for `.metadata`, the journal and directories
+SPARE_BYTES = 16 << 20  # for `.metadata`, the journal and directories
 
 
 class Found(enum.Enum):
@@ -193,9 +193,9 @@ class Staging:
         with storage_errors(self.partial):
             status = os.statvfs(self.partial)
         free = status.f_bavail * status.f_frsize
-        if free < nbytes + _SPARE_BYTES:
+        if free < nbytes + SPARE_BYTES:
             raise StorageError(
-                f"{self.final.parent} has {free} bytes free, but {nbytes + _SPARE_BYTES} are needed. Free some "
+                f"{self.final.parent} has {free} bytes free, but {nbytes + SPARE_BYTES} are needed. Free some "
                 "space or choose another output."
             )
 

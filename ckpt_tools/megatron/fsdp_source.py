@@ -21,6 +21,7 @@ from ckpt_tools.catalog.model import Catalog, Item, TensorEntry
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError, list_problems
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.flatten import Path, unflatten
+from ckpt_tools.megatron.record import Size, TargetRecord, read_record, stored_tp
 from ckpt_tools.megatron.target import Source
 from ckpt_tools.megatron.views import Place
 
@@ -31,6 +32,7 @@ _MODEL = re.compile(r"^model\.(?:module\.)*(?P<name>.+)$")
 _STATE = re.compile(r"^optimizer\.state\.(?:module\.)*(?P<name>.+)\.(?P<kind>[^.]+)$")
 _GROUP = re.compile(r"^optimizer\.param_to_group_meta\.(?:module\.)*(?P<name>.+)\.(?P<field>[^.]+)$")
 _HALF = re.compile(r"^(?P<name>.+\.(?:weight|bias)\d*)_(?P<half>[wv])$")
+_RNG_KEY = re.compile(r"^rng_state\.\((\d+), (\d+)\)\.")
 _RNG_RANK = re.compile(r"^\((\d+), (\d+)\)$")
 _NESTED = ("opt_param_scheduler.", "rng_state.", "optimizer.grad_scaler.")
 _COMMON = frozenset({"args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far"})
@@ -75,6 +77,27 @@ class FsdpSource:
     rng: Mapping[tuple[int, int], object]  # (pp, tp) -> list of rng states
     grad_scaler: Mapping[str, Any] = field(default_factory=dict)
     dropped: tuple[str, ...] = ()
+    record: TargetRecord | None = None  # of the job that it was converted for
+
+    @property
+    def tp(self) -> Size | None:
+        """For how many tensor-parallel ranks its packed projections are, None when nothing tells."""
+        return stored_tp(self.record, self.rng, self.common.args)
+
+    def tp_given(self, asked: int | None) -> int | None:
+        """The same, said by `asked` where the checkpoint does not tell.
+
+        Raises:
+            MappingError: it tells otherwise.
+        """
+        known = self.tp
+        if known is None:
+            return asked
+        if asked not in (None, known.ranks):
+            raise MappingError(
+                f"--tp {asked}: the checkpoint is for {known.ranks} tensor-parallel ranks, by {known.source}"
+            )
+        return known.ranks
 
     @property
     def has_optimizer(self) -> bool:
@@ -109,6 +132,7 @@ def read_fsdp_source(
         rng={(int(m[1]), int(m[2])): ranks[rank] for rank in ranks if (m := _RNG_RANK.match(rank))},
         grad_scaler=tree.get("optimizer", {}).get("grad_scaler", {}),
         dropped=dropped,
+        record=read_record(files),
     )
 
 
@@ -122,6 +146,12 @@ def parameter_of(key: str) -> tuple[str, str] | None:
     if match := _STATE.match(key):
         return match["name"], match["kind"]
     return None
+
+
+def rng_ranks(catalog: Catalog) -> set[tuple[int, int]]:
+    """The (pp, tp) ranks whose rng states are stored."""
+    keys = (*catalog.tensors, *catalog.objects)
+    return {(int(m[1]), int(m[2])) for m in map(_RNG_KEY.match, keys) if m}
 
 
 def parameter_name(key: str) -> str | None:

@@ -58,6 +58,11 @@ class LiveParameter:
         return len(self.rows) == 1 and self.rows[0].parameter.shape == self.shape
 
     @property
+    def is_packed(self) -> bool:
+        """Whether its rows are grouped by tensor-parallel rank, so that no job of another size can use it."""
+        return len(self.rows) > 1 and PART.match(self.rows[0].parameter.name) is not None
+
+    @property
     def has_padding(self) -> bool:
         """Whether it has rows that no stored parameter gives: they are zeros."""
         return bool(self.shape) and sum(rows.count for rows in self.rows) < self.shape[0]
@@ -82,16 +87,17 @@ def live_parameters(
     named = [
         (parameter, name, *split_part(name, style)) for parameter, name in zip(parameters, names, strict=True)
     ]
-    fused: dict[str, dict[str, Parameter]] = {}
+    parts: dict[str, dict[str, Parameter]] = {}
     for parameter, _, base, part in named:
-        if part is not None and not _kept_apart(part, dialect):
-            fused.setdefault(base, {})[part] = parameter
+        if part is not None:
+            parts.setdefault(base, {})[part] = parameter
+    fused = {base: found for base, found in parts.items() if not _kept_apart(found, dialect)}
     live = []
     for parameter, name, base, part in named:
-        if part is None or _kept_apart(part, dialect):
+        if part is None or (base in parts and base not in fused):
             live.append(_single(parameter, name, base, dialect))
-        elif base in fused:  # the fused tensor stands where its first part stood
-            live.append(_fused(base, fused.pop(base), dialect, tp))
+        elif base in parts:  # the fused tensor stands where its first part stood
+            live.append(_fused(base, parts.pop(base), dialect, tp))
     return live
 
 
@@ -110,14 +116,14 @@ def split_part(name: str, style: ModelStyle) -> tuple[str, str | None]:
     return name, None
 
 
-def _kept_apart(part: str, dialect: Dialect) -> bool:
-    """Whether the dialect stores this part on its own although the running model holds it fused."""
-    if part in MLA_DOWN:
+def _kept_apart(parts: Iterable[str], dialect: Dialect) -> bool:
+    """Whether the dialect stores these parts on their own although the running model holds them fused."""
+    found = set(parts)
+    if found & set(MLA_DOWN):
         return not dialect.mla_fused_in_state
-    return part in _GDN_PARTS and not dialect.gdn_fused_in_state
-
-
-_GDN_PARTS = frozenset(part for order in PART_ORDERS if order[0] == "query" for part in order)
+    return (
+        "query" in found and not dialect.gdn_fused_in_state
+    )  # a gated delta net's; Mamba's have other names
 
 
 def _single(parameter: Parameter, name: str, group: str, dialect: Dialect) -> LiveParameter:

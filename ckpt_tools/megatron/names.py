@@ -62,16 +62,19 @@ class Dialect:
     mla_fused_in_state: bool = True
     gdn_fused_in_state: bool = True
     mamba_conv: str = "conv1d."
+    rng_by_dp: bool = (
+        False  # in torch_dist: states of every data-parallel rank where there is expert parallelism
+    )
 
 
 DIALECTS = {
     dialect.name: dialect
     for dialect in (
-        Dialect("core-0.16", MTP_DISK, MTP_DISK),
+        Dialect("core-0.16", MTP_DISK, MTP_DISK, rng_by_dp=True),
         Dialect("core-0.17", MTP_LIVE, MTP_LIVE),
         Dialect("core-0.19", MTP_LIVE, MTP_LIVE),
         Dialect("main", MTP_DISK, MTP_LIVE, mla_fused_in_state=False, mamba_conv="conv1d_"),
-        Dialect("bridge", MTP_LIVE, MTP_LIVE, gdn_fused_in_state=False),
+        Dialect("bridge", MTP_LIVE, MTP_LIVE, gdn_fused_in_state=False, rng_by_dp=True),
     )
 }
 

@@ -14,7 +14,8 @@ from fnmatch import fnmatchcase
 from ckpt_tools.catalog.model import Catalog, Item
 from ckpt_tools.errors import MappingError, UsageError, list_problems
 from ckpt_tools.megatron.fsdp_source import STEP, WEIGHT, FsdpSource, parameter_of
-from ckpt_tools.megatron.stored import StoredParameter, stored_parameters
+from ckpt_tools.megatron.record import Size
+from ckpt_tools.megatron.stored import StoredParameter, packed_projections, stored_parameters
 from ckpt_tools.megatron.target import Source, Target, TargetObject, TargetTensor
 from ckpt_tools.megatron.views import Narrow, Place
 
@@ -30,8 +31,8 @@ class Relayout:
     archives: tuple[tuple[str, Item], ...]
 
 
-def build_relayout(source: FsdpSource, tp: int | None, ignored: tuple[str, ...] = ()) -> Relayout:
-    """Everything that `source` holds, for a job of `tp` tensor-parallel ranks (None: as many as wrote it).
+def build_relayout(source: FsdpSource, wanted: Size | None, ignored: tuple[str, ...] = ()) -> Relayout:
+    """Everything that `source` holds, for a job of `wanted` tensor-parallel ranks (None: as many as it is for).
 
     Keys that match `ignored` are left out.
 
@@ -39,8 +40,8 @@ def build_relayout(source: FsdpSource, tp: int | None, ignored: tuple[str, ...] 
         UsageError, MappingError: a fused projection cannot be regrouped.
     """
     catalog = source.catalog
-    writer = max((t + 1 for _, t in source.rng), default=None)
-    tp = tp or writer
+    writer = None if source.tp is None else source.tp.ranks
+    tp = writer if wanted is None else wanted.ranks
     regrouped = {} if tp is None or tp == writer else dict(_regrouped(source, writer, tp))
     dropped = [
         key for key in (*catalog.tensors, *catalog.objects) if any(fnmatchcase(key, glob) for glob in ignored)
@@ -95,13 +96,16 @@ def _keys(catalog: Catalog, tp: int | None, writer: int | None) -> Iterator[tupl
 
 def _regrouped(source: FsdpSource, writer: int | None, tp: int) -> Iterator[tuple[str, tuple[Source, ...]]]:
     """(stored key, sources) of the fused projections whose rows are grouped by tensor-parallel rank."""
-    try:
-        stored = stored_parameters(source.tensors, writer, None)
-    except UsageError as error:
+    packed = packed_projections(tensor.name for tensor in source.tensors)
+    if not packed:
+        return
+    if writer is None:
         raise UsageError(
-            f"the rows of this model's fused projections cannot be regrouped for tensor parallel size {tp}; lay out "
-            f"the torch_dist checkpoint that this one was made from instead: {error}"
-        ) from None
+            f"{packed[0]}: its rows cannot be regrouped for tensor parallel size {tp}, as nothing tells for which "
+            "size they are: the checkpoint holds no rng states and no record of a conversion. Lay out the torch_dist "
+            "checkpoint that this one was made from instead"
+        )
+    stored = stored_parameters(source.tensors, writer, None)
     parts: dict[str, list[StoredParameter]] = {}
     for part in stored:
         if part.cuts and "_down_proj." not in part.name:  # every rank has all of MLA's down-projection
@@ -139,6 +143,10 @@ def _notes(regrouped: Mapping[str, object], writer: int | None, tp: int | None) 
     if regrouped:
         yield f"{len(regrouped)} tensors of fused projections regrouped from tensor parallel size {writer} to {tp}"
     if writer is not None and tp is not None and tp > writer:
-        yield f"rng of tensor-parallel ranks {writer} to {tp - 1}: copied from rank {writer - 1}"
+        yield f"rng of tensor-parallel {_ranks(writer, tp)}: copied from rank {writer - 1}"
     if writer is not None and tp is not None and tp < writer:
-        yield f"rng of tensor-parallel ranks {tp} to {writer - 1}: dropped, the target has no such ranks"
+        yield f"rng of tensor-parallel {_ranks(tp, writer)}: dropped, the target has no such ranks"
+
+
+def _ranks(first: int, stop: int) -> str:
+    return f"rank {first}" if stop == first + 1 else f"ranks {first} to {stop - 1}"

@@ -171,7 +171,11 @@ def dropped_objects(keys: SortedKeys, states: OptimizerStates | None, ignored: t
     consumed = states.consumed if states is not None else frozenset[str]()
     dropped, unknown = [], []
     for key in (*keys.objects, *keys.optimizer):
-        is_kept_rng = RNG_KEY.match(key) and not _is_left_out(key, ignored)
+        rng = RNG_KEY.match(key)
+        if rng and rng[3] not in (None, "0"):
+            dropped.append(f"{key}: fsdp_dtensor keeps the rng states of one data-parallel rank")
+            continue
+        is_kept_rng = rng and not _is_left_out(key, ignored)
         if key in consumed or is_kept_rng or fnmatchcase(key, COMMON_OBJECT):
             continue
         reason = next((why for glob, why in DROPPED_OBJECTS if fnmatchcase(key, glob)), None)

@@ -7,7 +7,7 @@ gated delta net or Mamba projection are grouped by tensor-parallel rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt_tools.errors import MappingError, UsageError, list_problems
@@ -148,15 +148,33 @@ def _split(tensor: FsdpTensor, parts: Mapping[str, int], ranks: int) -> list[Sto
     ]
 
 
+def packed_projections(names: Iterable[str]) -> tuple[str, ...]:
+    """The live tensors whose rows are grouped by tensor-parallel rank, in another order for another size."""
+    live = {stored_name(name): name for name in names}
+    return tuple(name for stored, name in live.items() if _is_packed(stored, live))
+
+
+def _is_packed(name: str, names: Collection[str]) -> bool:
+    """Whether a stored spelling is an input projection or convolution of a gated delta net or a Mamba mixer.
+
+    `.weight` and `.bias` alone: a norm fused into the projection is whole on every rank.
+    """
+    module, _, projection = name.rpartition(".")[0].rpartition(".")
+    return (
+        projection in ("in_proj", "conv1d")
+        and name.endswith((".weight", ".bias"))
+        and not PART.match(name)
+        and f"{module}.A_log" in names
+    )
+
+
 def _parts(name: str, shapes: Shapes) -> dict[str, int] | None:
     """Stored names and rows of the parts of a fused projection in order; None for any other tensor."""
     if MLA_FUSED_DOWN in name and name.endswith((".weight", ".bias")):
         return _mla_parts(name, shapes)
-    module, _, projection = name.rpartition(".")[0].rpartition(".")
-    if projection not in ("in_proj", "conv1d") or PART.match(name) or f"{module}.A_log" not in shapes:
+    if not _is_packed(name, shapes):
         return None
-    if not name.endswith((".weight", ".bias")):
-        return None  # a norm fused into the projection
+    module, _, projection = name.rpartition(".")[0].rpartition(".")
     sizes = _mamba_sizes(module, shapes) if module.endswith(".mixer") else _gdn_sizes(module, shapes)
     order = _IN_CONV[tuple(sizes)] if projection == "conv1d" else tuple(sizes)
     parts = {f"{name}.{part}": sizes[part] for part in order}
@@ -168,15 +186,22 @@ def _parts(name: str, shapes: Shapes) -> dict[str, int] | None:
     return parts
 
 
-_GDN, _, _GDN_CONV, _MAMBA, _MAMBA_CONV = PART_ORDERS
-_IN_CONV = {_GDN: _GDN_CONV, _MAMBA: _MAMBA_CONV}
+_GDN, _GDN2, _GDN_CONV, _MAMBA, _MAMBA_CONV = PART_ORDERS
+_IN_CONV = {_GDN: _GDN_CONV, _GDN2: _GDN_CONV, _MAMBA: _MAMBA_CONV}
 
 
 def _gdn_sizes(module: str, shapes: Shapes) -> dict[str, int]:
-    """Rows of the parts of a gated delta net's input projection (gated_delta_net/gdn.py)."""
+    """Rows of the parts of a gated delta net's input projection (gated_delta_net/{gdn,gdn2}.py).
+
+    The second kind has gates for every key and value channel where the first has them for every head, and so has
+    its `dt_bias`.
+    """
     heads = _rows(shapes, f"{module}.A_log")
     value = _columns(shapes, f"{module}.out_proj.weight")
     key = _half(_rows(shapes, f"{module}.conv1d.weight") - value, f"{module}.conv1d.weight")
+    projection = shapes.get(f"{module}.in_proj.weight", (0,))
+    if shapes.get(f"{module}.dt_bias") == (key,) and projection[0] == 4 * key + 3 * value:
+        return dict(zip(_GDN2, (key, key, value, value, key, key, value), strict=True))
     return dict(zip(_GDN, (key, key, value, value, heads, heads), strict=True))
 
 

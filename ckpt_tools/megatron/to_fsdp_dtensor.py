@@ -37,10 +37,11 @@ from ckpt_tools.megatron.param_groups import (
     merge_map,
     rules_from_args,
 )
+from ckpt_tools.megatron.record import Size
 from ckpt_tools.megatron.source import TorchDistSource
 from ckpt_tools.megatron.target import InlineTensor, Target, TargetObject, TargetTensor
 from ckpt_tools.megatron.torch_dist import EXPERTS, layer_counts
-from ckpt_tools.megatron.vocab import VocabChange, resize_vocab
+from ckpt_tools.megatron.vocab import VocabChange, Vocabulary, resize_vocab, told_tokens, vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,13 @@ class FsdpTarget:
     dialect: Dialect
     style: ModelStyle
     vocab: VocabChange
+    vocabulary: Vocabulary | None
+    tokens: int | None  # of the vocabulary, where it is known
+
+    @property
+    def packed(self) -> tuple[str, ...]:
+        """Names of the parameters whose rows are in an order that only one tensor-parallel size has."""
+        return tuple(p.name for p in self.parameters if p.is_packed)
 
 
 def build_fsdp_target(source: TorchDistSource, options: TargetOptions) -> FsdpTarget:
@@ -87,10 +95,10 @@ def build_fsdp_target(source: TorchDistSource, options: TargetOptions) -> FsdpTa
     check_options(options)
     dialect = choose_dialect(source, options)
     style, notes = choose_style(source, options)
-    tp = options.tp or _writer_tp(source)
+    tp = options.tp or writer_tp(source).ranks
     parameters = choose_parameters(source, options, style, dialect, tp)
     notes += dialect_notes(parameters, source, dialect, options)
-    vocab = choose_vocab(options, parameters)
+    vocab = choose_vocab(source, options, parameters)
     parameters = vocab.parameters
     prefixes = Prefixes(options.model_prefix, options.state_prefix or _state_prefix(source))
     weights = [
@@ -111,7 +119,18 @@ def build_fsdp_target(source: TorchDistSource, options: TargetOptions) -> FsdpTa
         backfilled=optimizer.backfilled,
         notes=(*notes, *vocab.notes, *optimizer.notes, *common.notes),
     )
-    return FsdpTarget(target, tuple(parameters), optimizer.memberships, dialect, style, vocab)
+    args = source.args or source.model_config
+    told = told_tokens(args)
+    return FsdpTarget(
+        target,
+        tuple(parameters),
+        optimizer.memberships,
+        dialect,
+        style,
+        vocab,
+        vocabulary(((p.name, p.shape) for p in parameters), args, options.vocab_size),
+        options.vocab_size or (told[0] if len(told) == 1 else None),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,10 +264,12 @@ def choose_parameters(
     return parameters
 
 
-def choose_vocab(options: TargetOptions, parameters: list[LiveParameter]) -> VocabChange:
+def choose_vocab(
+    source: TorchDistSource, options: TargetOptions, parameters: list[LiveParameter]
+) -> VocabChange:
     """The parameters with the vocabulary size that was asked for; unchanged when none was.
 
-    `args.vocab_size` is not asked: it leaves out tokens that some tokenizers add (NullTokenizer's end of text).
+    Rows beyond the tokens that the args tell of are known to be padding; a smaller vocabulary has to be proven.
     """
     rows = options.vocab_size_padded
     if rows is None:
@@ -257,7 +278,11 @@ def choose_vocab(options: TargetOptions, parameters: list[LiveParameter]) -> Voc
         return VocabChange(parameters, (), 0, ())
     if rows < 1:
         raise UsageError(f"--vocab-size-padded {rows}: at least one row is needed")
-    return resize_vocab(parameters, rows, options.vocab_size)
+    told = max(told_tokens(source.args or source.model_config), default=None)
+    if options.vocab_size is not None or told is None or rows < told:
+        return resize_vocab(parameters, rows, options.vocab_size)
+    change = resize_vocab(parameters, rows, told)
+    return replace(change, notes=(*change.notes, f"vocabulary: {told} tokens, as the source's args tell"))
 
 
 def choose_memberships(
@@ -356,9 +381,12 @@ def renamed(parameters: Sequence[LiveParameter]) -> tuple[str, ...]:
     )
 
 
-def _writer_tp(source: TorchDistSource) -> int:
+def writer_tp(source: TorchDistSource) -> Size:
     """Tensor-parallel ranks of the writer's first stage, as far as rng states or args tell."""
-    return max((t + 1 for p, t in source.rng if p == 0), default=source.settings.tp or 1)
+    held = max((t + 1 for p, t in source.rng if p == 0), default=None)
+    if held is not None:
+        return Size(held, "the source's rng states")
+    return Size(source.settings.tp, "the source's args") if source.settings.tp else Size(1, "default")
 
 
 def _state_prefix(source: TorchDistSource) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_tools.catalog.unpickle import TorchDtype
@@ -21,13 +21,16 @@ from ckpt_tools.megatron.common_state import COMMON_OBJECT, CommonState
 from ckpt_tools.megatron.extra_state import extra_state_keys
 from ckpt_tools.megatron.fsdp_source import WEIGHT, FsdpSource
 from ckpt_tools.megatron.group_rebuild import rebuild_optimizer
-from ckpt_tools.megatron.names import BUFFERS
+from ckpt_tools.megatron.names import BUFFERS, DIALECTS, Dialect
 from ckpt_tools.megatron.optimizer_layouts.expected import expected_states, refuse_missing_states
+from ckpt_tools.megatron.record import Size, TargetRecord
+from ckpt_tools.megatron.rng_grid import Grid, rng_grid, rng_objects
 from ckpt_tools.megatron.settings import read_settings
 from ckpt_tools.megatron.stacking import Stack, stack_parameters
 from ckpt_tools.megatron.stored import StoredParameter, stored_parameters
 from ckpt_tools.megatron.target import Target, TargetObject, TargetTensor
 from ckpt_tools.megatron.torch_dist import layer_counts
+from ckpt_tools.megatron.vocab import Vocabulary, vocabulary
 
 CONTENT_METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 OPTIMIZER_METADATA = {
@@ -44,11 +47,13 @@ class TorchDistOptions:
     layer_spec: str | None = None  # "te" or "local"
     stacked: bool | None = None  # layers of a block in one tensor
     dtype: str | None = None  # of the weights
-    tp: int | None = None  # tensor-parallel size of the job that wrote the checkpoint
+    tp: int | None = None  # the tensor-parallel size that the source's packed projections are for
     ep: int | None = (
-        None  # expert-parallel and expert tensor-parallel size of the job that will load the result
+        None  # sizes of the job that will load the result: expert-parallel, expert tensor-parallel
     )
     etp: int | None = None
+    gpus: int | None = None  # of that job
+    dialect: str | None = None  # a key of names.DIALECTS: the program that will load the result
     weights_only: bool = False
     extra_state: bool = True
     extra_state_template: tuple[str, ...] = ()  # keys of a checkpoint of the same model; () to derive them
@@ -62,6 +67,8 @@ class TorchDistTarget:
     common: Mapping[str, Any]
     parameters: tuple[StoredParameter, ...]
     groups: tuple[int, ...] = ()  # parameters per optimizer group, in id order
+    record: TargetRecord = field(default_factory=TargetRecord)
+    vocabulary: Vocabulary | None = None
 
 
 def build_torch_dist_target(source: FsdpSource, options: TorchDistOptions) -> TorchDistTarget:
@@ -76,12 +83,15 @@ def build_torch_dist_target(source: FsdpSource, options: TorchDistOptions) -> To
         if options.layer_spec is None
         else options.layer_spec == "local"
     )
-    tp = options.tp or max((t + 1 for _, t in source.rng), default=None)
-    parameters = stored_parameters(source.tensors, tp, local)
+    dialect = choose_dialect(source, options.dialect)
+    parameters = stored_parameters(source.tensors, source.tp_given(options.tp), local)
     _check_counts(parameters, source.common)
     stacks, notes = stack_parameters(parameters, source.common, options.stacked)
     common, counts = _common_state(source, parameters, options)
-    rng, rng_notes = ([], []) if options.weights_only else rng_objects(source.rng)
+    grid = None
+    if source.rng and not options.weights_only:
+        grid = rng_grid(source.rng, source.common, dialect, options.ep, options.gpus)
+    rng, rng_notes = ([], []) if options.weights_only else rng_objects(source.rng, grid)
     extra = [TargetObject(key, [None]) for key in _extra_keys(stacks, local, options)]
     target = Target(
         tensors=(*_weights(stacks, source, options), *(_states(stacks) if "optimizer" in common else ())),
@@ -90,7 +100,50 @@ def build_torch_dist_target(source: FsdpSource, options: TorchDistOptions) -> To
         renamed=_renamed(parameters),
         notes=(*notes, *rng_notes, *_losses(source, options)),
     )
-    return TorchDistTarget(target, common, tuple(parameters), counts)
+    record = _record(source, parameters, options, dialect, grid)
+    args = source.common.args or source.common.model_config
+    rows = vocabulary(((p.name, p.shape) for p in parameters), args, record.tokens)
+    return TorchDistTarget(target, common, tuple(parameters), counts, record, rows)
+
+
+def choose_dialect(source: FsdpSource, asked: str | None) -> Dialect:
+    """The program asked for, else the one that the source was made for.
+
+    Raises:
+        UsageError: nobody knows that program.
+    """
+    known = None if source.record is None else source.record.target
+    name = asked or known or ("bridge" if read_settings(source.common).bridge else "main")
+    if name not in DIALECTS:
+        raise UsageError(f"unknown target {name!r}; known targets are {', '.join(DIALECTS)}")
+    return DIALECTS[name]
+
+
+def _record(
+    source: FsdpSource,
+    parameters: Sequence[StoredParameter],
+    options: TorchDistOptions,
+    dialect: Dialect,
+    grid: Grid | None,
+) -> TargetRecord:
+    """The sizes that something written depends on: rng states on TP and DP, the groups of experts on EP and ETP."""
+    arg = source.common.arg
+    has_experts = any(p.expert is not None for p in parameters)
+
+    def size(asked: int | None, option: str, name: str) -> Size | None:
+        told = asked or arg(name)
+        return Size(told, option if asked else "args") if told and has_experts else None
+
+    return TargetRecord(
+        dialect.name,
+        tp=None
+        if grid is None
+        else Size(grid.tp, "args" if arg("tensor_model_parallel_size") else "rng states"),
+        ep=size(options.ep, "--ep", "expert_model_parallel_size"),
+        etp=size(options.etp, "--etp", "expert_tensor_parallel_size"),
+        dp=None if grid is None else grid.dp,
+        tokens=None if source.record is None else source.record.tokens,
+    )
 
 
 def _common_state(
@@ -224,25 +277,6 @@ def _extra_keys(stacks: Sequence[Stack], local: bool | None, options: TorchDistO
     if not options.extra_state:
         return ()
     return options.extra_state_template or extra_state_keys(stacks, transformer_engine=not local)
-
-
-def rng_objects(rng: Mapping[tuple[int, int], object]) -> tuple[list[TargetObject], list[str]]:
-    """`rng_state/shard_<pp>.<tp>_<PP>.<TP>` of every rank, and a note when there are none.
-
-    An empty mapping of trackers vanishes in `fsdp_dtensor`; the loader asks for it.
-    """
-    if not rng:
-        return [], ["the source has no rng states: resume with --no-load-rng"]
-    shape = ".".join(str(1 + max(ranks)) for ranks in zip(*rng, strict=True))
-    found = []
-    for (pp, tp), states in sorted(rng.items()):
-        if not isinstance(states, list) or not all(isinstance(state, dict) for state in states):
-            raise MappingError(
-                f"rng_state.({pp}, {tp}): expected a list of states, found {type(states).__name__}"
-            )
-        whole = [{"rng_tracker_states": {}} | state for state in states]
-        found.append(TargetObject(f"rng_state/shard_{pp}.{tp}_{shape}", [whole]))
-    return found, []
 
 
 def _renamed(parameters: Iterable[StoredParameter]) -> tuple[str, ...]:

@@ -6,12 +6,14 @@ for another number of rows, and a size mismatch is fatal when it loads. Only pad
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from ckpt_tools.errors import MappingError, UsageError
 from ckpt_tools.megatron.live import LiveParameter
 
+_MAX_TP = 1024
 VOCAB_NAMES = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
 
 
@@ -23,6 +25,73 @@ class VocabChange:
     cut: tuple[str, ...]
     kept: int
     notes: tuple[str, ...]
+
+
+class Vocabulary(NamedTuple):
+    """How many rows are stored, and the tensor-parallel sizes whose jobs pad the vocabulary to just as many.
+
+    Where nothing tells the number of real tokens (`is_exact` False) there may be fewer such sizes.
+    """
+
+    rows: int
+    multiple: int | None  # --make-vocab-size-divisible-by
+    fits_tp: tuple[int, ...]
+    is_exact: bool
+
+
+def padded_rows(tokens: int, multiple: int, tp: int) -> int:
+    """Rows that Megatron makes of a vocabulary (vocab_utils.py `calculate_padded_vocab_size`)."""
+    return -(-tokens // (multiple * tp)) * multiple * tp
+
+
+def told_tokens(args: Mapping[str, Any]) -> tuple[int, ...]:
+    """The numbers of real tokens that a run's args allow, () when they do not tell.
+
+    `vocab_size` counts where the tokenizer has no vocabulary of its own and where Bridge pads it; a tokenizer with
+    files may have more tokens than a stale `--vocab-size` says. Up to core 0.16 the null tokenizer adds one to it
+    for the end of a document. What the run padded to tells them apart, or that none of them is right.
+    """
+    size, kind = _count(args.get("vocab_size")), str(args.get("tokenizer_type") or "")
+    if size is None or not (kind.startswith(("Null", "TikTokenizer")) or args.get("should_pad_vocab")):
+        return ()
+    found = (size, size + 1) if kind.startswith("Null") else (size,)
+    padded, multiple, tp = (
+        _count(args.get(name))
+        for name in ("padded_vocab_size", "make_vocab_size_divisible_by", "tensor_model_parallel_size")
+    )
+    if padded is None or multiple is None or tp is None:
+        return found
+    return tuple(tokens for tokens in found if padded_rows(tokens, multiple, tp) == padded)
+
+
+def vocabulary(
+    shapes: Iterable[tuple[str, Sequence[int]]], args: Mapping[str, Any], tokens: int | None
+) -> Vocabulary | None:
+    """What is stored under (live name, shape) of a vocabulary, None when there is none.
+
+    `tokens` is the number of real ones where it is known better than `args` tell.
+    """
+    rows = next((shape[0] for name, shape in shapes if is_vocab(name) and shape), None)
+    if rows is None:
+        return None
+    told = told_tokens(args) if tokens is None else (tokens,)
+    multiple, heads = (
+        _count(args.get(name)) for name in ("make_vocab_size_divisible_by", "num_attention_heads")
+    )
+    if multiple is None:
+        return Vocabulary(rows, None, (), False)
+    sizes = (
+        tp
+        for tp in range(1, min(heads or rows // multiple, _MAX_TP) + 1)
+        if (heads is None or heads % tp == 0)  # Megatron asks for it
+        and rows % (multiple * tp) == 0
+        and all(padded_rows(t, multiple, tp) == rows for t in told)
+    )
+    return Vocabulary(rows, multiple, tuple(sizes), bool(told))
+
+
+def _count(value: object) -> int | None:
+    return value if type(value) is int and value > 0 else None
 
 
 def is_vocab(name: str) -> bool:

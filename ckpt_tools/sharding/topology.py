@@ -77,7 +77,7 @@ class Topology:
         Raises:
             UsageError: the axes do not multiply to `world_size`, or the combination is impossible.
         """
-        others = max(dp_outer * cp * tp, 1)
+        others = max(dp_outer * cp * tp * pp, 1)
         size = world_size // others if dp_shard is None else dp_shard
         if size * others != world_size or (dp_shard is None and size < 1):
             given = "" if dp_shard is None else f" x dp_shard {dp_shard}"

@@ -20,6 +20,7 @@ from ckpt_tools.catalog.model import Catalog, TensorEntry
 from ckpt_tools.dtypes import itemsize
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.execute.read_box import BoxReader
+from ckpt_tools.megatron.record import RECORD_FILE
 from ckpt_tools.megatron.target import Source, TargetTensor
 from ckpt_tools.plan.byte_runs import row_major_tiles
 from ckpt_tools.verify.report import Check, Findings
@@ -27,7 +28,7 @@ from ckpt_tools.verify.structure import all_items
 
 SCHEMA = 1
 _TILE_BYTES = 4 << 20
-SMALL_FILES = (".metadata", "metadata.json", "common.pt", "run_config.yaml", "train_state.pt")
+SMALL_FILES = (".metadata", "metadata.json", "common.pt", "run_config.yaml", "train_state.pt", RECORD_FILE)
 
 
 def make_manifest(

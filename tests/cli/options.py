@@ -12,32 +12,31 @@ OPTIONS = {
         "--to --swiglu --no-swiglu --swiglu-modules --param-to-param-group-map-json --strict-map "
         "--output-optimizer-state-prefix --output-model-weight-prefix --rename-mtp-keys --target --aliases "
         "--layer-spec --experts --weights-only --dtype --vocab-size-padded --vocab-size --extra-state "
-        "--stacked --per-layer --hf-config --max-shard-size --layout --world-size --dp-shard --dp-outer --tp "
-        "--cp --ep --etp --strategy --outer-strategy --iteration --check-masters --ignore-keys --overwrite "
-        "--resume --dry-run --threads --max-memory --fsync --direct --quiet -q --json --report --trust-pickle "
-        "--enable-msc --oom-traceback"
+        "--stacked --per-layer --hf-config --max-shard-size --layout --world-size --gpus --dp-shard --dp-outer "
+        "--tp --cp --ep --etp --pp --strategy --outer-strategy --iteration --check-masters --ignore-keys "
+        "--overwrite --resume --dry-run --threads --max-memory --fsync --direct --quiet -q --json --report "
+        "--trust-pickle --enable-msc --oom-traceback"
     ),
     "convert-torch-dist-to-fsdp-dtensor": (
         "--check-source "
         "--swiglu --no-swiglu --swiglu-modules --param-to-param-group-map-json --strict-map "
         "--output-optimizer-state-prefix --output-model-weight-prefix --rename-mtp-keys --target --aliases "
         "--layer-spec --experts --weights-only --dtype --vocab-size-padded --vocab-size --layout --world-size "
-        "--dp-shard --dp-outer --tp --cp --ep --etp --strategy --outer-strategy --iteration --check-masters "
-        "--ignore-keys --overwrite --resume --dry-run --threads --max-memory --fsync --direct --quiet -q --json "
-        "--report --trust-pickle --enable-msc --oom-traceback"
+        "--gpus --dp-shard --dp-outer --tp --cp --ep --etp --pp --strategy --outer-strategy --iteration "
+        "--check-masters --ignore-keys --overwrite --resume --dry-run --threads --max-memory --fsync --direct "
+        "--quiet -q --json --report --trust-pickle --enable-msc --oom-traceback"
     ),
     "convert-fsdp-dtensor-to-torch-dist": (
-        "--check-source "
-        "--layer-spec --weights-only --dtype --extra-state --stacked --per-layer --tp --ep --etp --iteration "
-        "--ignore-keys --overwrite --resume --dry-run --threads --max-memory --fsync --direct --quiet -q --json "
-        "--report --trust-pickle --enable-msc --oom-traceback"
+        "--check-source --target --layer-spec --weights-only --dtype --extra-state --stacked --per-layer --gpus "
+        "--tp --ep --etp --iteration --ignore-keys --overwrite --resume --dry-run --threads --max-memory --fsync "
+        "--direct --quiet -q --json --report --trust-pickle --enable-msc --oom-traceback"
     ),
     "build-param-group-map": (
         "-o --output --explain --target --layer-spec --experts --swiglu --no-swiglu --iteration --enable-msc"
     ),
     "plan": (
         "--rank --tensor --json --svg --html --target --layer-spec --experts --swiglu --no-swiglu "
-        "--weights-only --layout --world-size --dp-shard --dp-outer --tp --cp --ep --etp --strategy "
+        "--weights-only --layout --world-size --gpus --dp-shard --dp-outer --tp --cp --ep --etp --pp --strategy "
         "--outer-strategy --iteration --ignore-keys --trust-pickle --enable-msc"
     ),
     "export-hf": (
@@ -49,8 +48,9 @@ OPTIONS = {
     "import-hf": (
         "--check-source "
         "--to --rules --dtype --vocab-multiple --target --layer-spec --experts --layout --world-size "
-        "--dp-shard --dp-outer --tp --cp --ep --etp --strategy --outer-strategy --iteration --overwrite "
-        "--resume --dry-run --threads --max-memory --fsync --direct --quiet -q --json --report --enable-msc"
+        "--gpus --dp-shard --dp-outer --tp --cp --ep --etp --pp --strategy --outer-strategy --iteration "
+        "--overwrite --resume --dry-run --threads --max-memory --fsync --direct --quiet -q --json --report "
+        "--enable-msc"
     ),
     "verify": (
         "--content --manifest --write-manifest --allow-nonfinite --iteration --format --json --junit --threads "

@@ -36,13 +36,17 @@ def test_a_root_becomes_a_root_ready_for_load(tmp_path):
     assert convert(LLAMA, tmp_path / "out") == 0
     assert sorted(os.listdir(tmp_path / "out")) == [ITERATION, "latest_checkpointed_iteration.txt"]
     assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "2"
-    assert sorted(os.listdir(tmp_path / "out" / ITERATION)) == [".metadata", "__0_0.distcp"]
+    assert sorted(os.listdir(tmp_path / "out" / ITERATION)) == [
+        ".metadata",
+        "__0_0.distcp",
+        "ckpt_tools.json",
+    ]
     assert os.listdir(tmp_path) == ["out"]
 
 
 def test_an_iteration_directory_becomes_one(tmp_path):
     assert convert(LLAMA / ITERATION, tmp_path / "here") == 0
-    assert sorted(os.listdir(tmp_path / "here")) == [".metadata", "__0_0.distcp"]
+    assert sorted(os.listdir(tmp_path / "here")) == [".metadata", "__0_0.distcp", "ckpt_tools.json"]
 
 
 def test_all_iterations_of_a_root(source, tmp_path):

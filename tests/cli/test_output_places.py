@@ -56,7 +56,7 @@ def test_spellings_of_the_current_directory(tmp_path, monkeypatch, output):
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     assert convert(LLAMA / ITERATION, ".") == 0
-    assert sorted(os.listdir(tmp_path / "empty")) == [".metadata", "__0_0.distcp"]
+    assert sorted(os.listdir(tmp_path / "empty")) == [".metadata", "__0_0.distcp", "ckpt_tools.json"]
     assert sorted(os.listdir(tmp_path)) == ["empty", "here"]
 
 

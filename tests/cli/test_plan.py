@@ -162,7 +162,7 @@ MOE = "core019_moe_ep2_fully_reshardable"
         (None, ("--dp-shard", 3, "--ep", 2), "ep 2 x etp 1 = 2 does not divide dp_shard 3"),
         (None, ("--dp-shard", 2, "--layout", "fsdp2", "--strategy", "optim"), "fsdp2 shards parameters always"),
         (None, ("--dp-shard", 2, "--outer-strategy", "optim", "--strategy", "0"), "outer_strategy optim"),
-        (None, ("--ep", 2), "needs --dp-shard"),
+        (None, ("--ep", 2), "give --gpus or --dp-shard"),
         (None, ("--dp-shard", 2, "--rank", 2), "--rank 2: this layout has ranks 0 to 1"),
     ],
 )  # fmt: skip

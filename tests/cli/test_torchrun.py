@@ -44,7 +44,7 @@ def test_without_a_world_size_every_process_is_a_target_rank(tmp_path):
     done = torchrun(2, LLAMA, tmp_path / "out")
     assert done.returncode == 0, done.stderr
     names = sorted(os.listdir(tmp_path / "out" / "iter_0000002"))
-    assert names == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+    assert names == [".metadata", "__0_0.distcp", "__1_0.distcp", "ckpt_tools.json"]
 
 
 def test_a_rank_that_fails_fails_all_and_nothing_is_published(tmp_path):

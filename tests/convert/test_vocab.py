@@ -24,7 +24,12 @@ def convert(output, **options):
 
 
 @pytest.mark.parametrize(
-    "options", [{"vocab_size_padded": 256}, {"vocab_size_padded": 208, "vocab_size": 201}]
+    "options",
+    [
+        {"vocab_size_padded": 256},
+        {"vocab_size_padded": 208, "vocab_size": 201},
+        {"vocab_size_padded": 208},  # the args tell of 200 tokens and one for a document's end
+    ],
 )
 def test_weights_and_states_get_the_rows_asked_for(tmp_path, options):
     plain, _ = convert(tmp_path / "plain")
@@ -42,9 +47,12 @@ def test_weights_and_states_get_the_rows_asked_for(tmp_path, options):
         changed += 1
     assert changed == 6  # two tensors: master and two moments each
     assert any("vocabulary: 224 ->" in note for note in report.notes)
+    told = "vocabulary: 201 tokens, as the source's args tell"
+    assert (told in report.notes) == ("vocab_size" not in options)
+    assert report.job["vocabulary"]["fits_tp"] == {208: [1], 256: [4]}[rows]
 
 
 def test_rows_that_are_not_known_to_be_padding_are_not_cut(tmp_path):
-    with pytest.raises(MappingError, match="rows 208 to 223 would be cut off and are not zeros"):
-        convert(tmp_path / "out", vocab_size_padded=208)
+    with pytest.raises(MappingError, match="rows 200 to 223 would be cut off and are not zeros"):
+        convert(tmp_path / "out", vocab_size_padded=200)
     assert not (tmp_path / "out").exists()

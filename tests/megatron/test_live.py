@@ -131,3 +131,57 @@ def test_a_missing_part_is_refused():
     shapes = {key: shape for key, shape in GDN.items() if not key.endswith("beta")}
     with pytest.raises(MappingError, match="do not make a whole fused projection"):
         live(shapes)
+
+
+# As sharded_state_dict splits them: gated_delta_net/{gdn,gdn2,common}.py, mamba_mixer.py. Parts of different sizes.
+PACKED = {
+    "self_attention.in_proj.weight": [
+        (("query", 4), ("key", 6), ("value", 8), ("z", 10), ("beta", 2), ("alpha", 12)),
+        (("query", 4), ("key", 6), ("value", 8), ("z", 10), ("f", 2), ("b", 12), ("w", 14)),
+    ],
+    "self_attention.conv1d.weight": [(("query", 4), ("key", 6), ("value", 8))],
+    "mixer.in_proj.weight": [(("z", 8), ("x", 10), ("B", 4), ("C", 6), ("dt", 2))],
+    "mixer.conv1d.weight": [(("x", 10), ("B", 4), ("C", 6))],
+    "mixer.conv1d.bias": [(("x", 10), ("B", 4), ("C", 6))],
+}
+
+
+@pytest.mark.parametrize("stored_order", [1, -1])
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "parts"), [(name, parts) for name, kinds in PACKED.items() for parts in kinds]
+)
+def test_packed_rows_are_those_that_the_ranks_hold(name, parts, tp, stored_order):
+    """Against whole arrays: every rank's slice of every part, as it stands in the rank's own projection."""
+    base = f"decoder.layers.0.{name}"
+    (found,) = live({f"{base}.{part}": (rows, 3) for part, rows in parts[::stored_order]}, tp=tp)
+    values = {part: [f"{part}{row}" for row in range(rows)] for part, rows in parts}
+    ranks = [
+        [row for part, rows in parts for row in values[part][rank * rows // tp : (rank + 1) * rows // tp]]
+        for rank in range(tp)
+    ]
+    packed = [""] * found.shape[0]
+    for rows in found.rows:
+        part = rows.parameter.name.rpartition(".")[2]
+        packed[rows.at : rows.at + rows.count] = values[part][rows.start : rows.start + rows.count]
+    assert packed == [row for rank in ranks for row in rank]
+    assert found.is_packed
+
+
+def test_bridge_fuses_mamba_though_one_part_has_the_name_of_a_gated_delta_nets():
+    parts = dict(PACKED["mixer.in_proj.weight"][0])
+    (found,) = live(
+        {f"l.0.mixer.in_proj.weight.{p}": (n, 3) for p, n in parts.items()}, dialect="bridge", tp=2
+    )
+    assert (found.name, found.shape) == ("l.0.mixer.in_proj.weight", (30, 3))
+
+
+def test_what_is_not_packed():
+    assert not any(p.is_packed for p in live(GDN, dialect="bridge"))
+    whole = {"decoder.layers.0.self_attention.linear_qkv.weight": (12, 4)}
+    halves = {f"decoder.layers.0.mlp.linear_fc1.weight{half}": (4, 3) for half in ("_w", "_v")}
+    fused = {f"l.0.self_attention.linear_{n}_down_proj.weight": (4, 3) for n in ("q", "kv")}
+    style = ModelStyle(local_norms=False, grouped_experts=True, fused_mla_down=True)
+    found = live({**whole, **halves, **fused}, style, dialect="bridge", tp=2)
+    assert len(found) == 3
+    assert not any(p.is_packed for p in found)

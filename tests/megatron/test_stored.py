@@ -43,6 +43,10 @@ GDN = {
     "self_attention.out_norm.weight": (4,),
     "self_attention.out_proj.weight": (4, 8),
 }
+GDN2 = {name: shape for name, shape in GDN.items() if not name.endswith((".beta", ".alpha", ".dt_bias"))} | {
+    **{f"self_attention.in_proj.weight.{part}": (rows, 4) for part, rows in (("f", 4), ("b", 4), ("w", 8))},
+    "self_attention.dt_bias": (4,),
+}
 MAMBA = {
     **{
         f"mixer.in_proj.weight.{part}": (rows, 4)
@@ -76,7 +80,7 @@ PREFIXES = ("decoder.layers.3.", "mtp.layers.0.transformer_layer.", "language_mo
 @st.composite
 def layers(draw):
     """(prefix, shapes, whether norms are stored under the names of fused ones) of one transformer layer."""
-    mixer = draw(st.sampled_from([ATTENTION, MLA, GDN, MAMBA]))
+    mixer = draw(st.sampled_from([ATTENTION, MLA, GDN, GDN2, MAMBA]))
     mlp = draw(st.sampled_from([DENSE, MOE]))
     shapes = {**mixer, **mlp}
     if mlp is MOE or mixer is MLA:

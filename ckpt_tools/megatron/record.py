@@ -1,0 +1,129 @@
+"""`ckpt_tools.json`: what a conversion assumed of the job that will load its output, kept beside the tensors.
+
+A checkpoint does not tell by itself for how many tensor-parallel ranks its packed projections are arranged: `args`
+are those of the job that trained it, not of the job it was converted for. Megatron-LM, Megatron-Bridge and stock
+torch open the files that `.metadata` names and their own few; they never look at this one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ckpt_tools.catalog.files import Files
+from ckpt_tools.errors import CorruptCheckpointError, MappingError
+
+RECORD_FILE = "ckpt_tools.json"
+SCHEMA_VERSION = 1
+AXES = ("tp", "ep", "etp", "dp")
+_MAX_BYTES = 1 << 20
+
+
+class Size(NamedTuple):
+    """Ranks along one axis of the job that loads the checkpoint, and what said so (`--tp`, `args`, ...)."""
+
+    ranks: int
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class TargetRecord:
+    """The job a checkpoint was written for. None: nothing of the checkpoint depends on it, and nobody said it."""
+
+    target: str | None = None  # a key of names.DIALECTS
+    tp: Size | None = None
+    ep: Size | None = None
+    etp: Size | None = None
+    dp: Size | None = None  # data-parallel times context-parallel ranks
+    tokens: int | None = None  # of the vocabulary; its other rows are padding
+
+    def as_json(self) -> dict[str, Any]:
+        """The record as plain data, as it stands in reports and in the file."""
+        sizes = {axis: getattr(self, axis) for axis in AXES}
+        return {
+            "target": self.target,
+            "topology": {
+                axis: None if size is None else {"ranks": size.ranks, "source": size.source}
+                for axis, size in sizes.items()
+            },
+            "tokens": self.tokens,
+        }
+
+
+def stored_tp(
+    record: TargetRecord | None, rng: Iterable[tuple[int, int]], args: Mapping[str, Any]
+) -> Size | None:
+    """For how many tensor-parallel ranks an `fsdp_dtensor` checkpoint is, None when nothing tells it.
+
+    `rng` are the (pp, tp) ranks whose states it holds: one for each that runs. The arguments count only where
+    Megatron-FSDP wrote the checkpoint itself; a conversion carries over those of the job before.
+
+    Raises:
+        MappingError: the record and the states contradict each other.
+    """
+    held = max((t + 1 for _, t in rng), default=None)
+    if record is not None and record.tp is not None:
+        if held not in (None, record.tp.ranks):
+            raise MappingError(
+                f"{RECORD_FILE} says that the checkpoint is for {record.tp.ranks} tensor-parallel ranks, and it "
+                f"holds rng states of {held}; one of them belongs to another checkpoint. Restore the file, or delete "
+                "it to go by the rng states"
+            )
+        return Size(record.tp.ranks, RECORD_FILE)
+    if held is not None:
+        return Size(held, "rng states")
+    size = args.get("tensor_model_parallel_size") if args.get("ckpt_format") == "fsdp_dtensor" else None
+    return Size(size, "args") if isinstance(size, int) and size > 0 else None
+
+
+def record_bytes(record: TargetRecord) -> bytes:
+    """The content of the file."""
+    return (json.dumps({"schema_version": SCHEMA_VERSION, **record.as_json()}, indent=1) + "\n").encode()
+
+
+def read_record(files: Files) -> TargetRecord | None:
+    """What a conversion of ours recorded in a checkpoint's folder; None for checkpoints of other writers.
+
+    Raises:
+        CorruptCheckpointError: the file is there and is not such a record.
+    """
+    if not files.exists(RECORD_FILE):
+        return None
+    where = f"{files.location}/{RECORD_FILE}"
+    size = files.size(RECORD_FILE)
+    if size > _MAX_BYTES:
+        raise CorruptCheckpointError(f"{where}: {size} bytes, expected a small JSON object")
+    try:
+        data = json.loads(files.read(RECORD_FILE, 0, size))
+        return _parsed(data)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CorruptCheckpointError(
+            f"{where}: not a record that this tool writes ({type(error).__name__}: {error}). Delete the file if "
+            "you do not need it, and say with --tp for how many tensor-parallel ranks the checkpoint is"
+        ) from None
+
+
+def _parsed(data: Mapping[str, Any]) -> TargetRecord:
+    if data["schema_version"] != SCHEMA_VERSION:
+        raise ValueError(f"schema version {data['schema_version']!r}, known is {SCHEMA_VERSION}")
+    if not isinstance(data["target"], str | None):
+        raise TypeError("target is not a string")
+    sizes = {axis: _size(axis, data["topology"][axis]) for axis in AXES}
+    tokens = data["tokens"]
+    return TargetRecord(data["target"], **sizes, tokens=None if tokens is None else _count("tokens", tokens))
+
+
+def _size(axis: str, value: Any) -> Size | None:
+    if value is None:
+        return None
+    if not isinstance(value["source"], str):
+        raise TypeError(f"the source of {axis} is not a string")
+    return Size(_count(axis, value["ranks"]), value["source"])
+
+
+def _count(name: str, value: object) -> int:
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name} is {value!r}, not a number of at least 1")
+    return value

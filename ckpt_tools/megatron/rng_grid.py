@@ -1,0 +1,94 @@
+"""Rng states of a `torch_dist` checkpoint: one object for each rank of a grid whose size is part of every key.
+
+A loading job asks for its own ranks' objects when its TP and PP sizes are those in the checkpoint's args
+(checkpointing.py `load_checkpoint`), so the grid has those sizes, whatever ranks an `fsdp_dtensor` checkpoint holds
+states of. Of the releases, core 0.16 alone has data-parallel ranks as a third axis, for jobs with expert parallelism
+(checkpointing.py `get_rng_state`); Bridge has it too.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ckpt_tools.errors import MappingError, UsageError
+from ckpt_tools.megatron.common_state import CommonState
+from ckpt_tools.megatron.names import Dialect
+from ckpt_tools.megatron.record import Size
+from ckpt_tools.megatron.target import TargetObject
+
+Ranks = Mapping[tuple[int, int], object]  # (pp, tp) -> list of rng states
+
+
+class Grid(NamedTuple):
+    """Sizes of the axes; `dp` is None where data-parallel ranks share their states."""
+
+    pp: int
+    tp: int
+    dp: Size | None = None
+
+
+def rng_grid(
+    rng: Ranks, common: CommonState, dialect: Dialect, ep: int | None = None, gpus: int | None = None
+) -> Grid:
+    """The grid that the job which loads the checkpoint asks for; `ep` and `gpus` are its sizes where they are known.
+
+    Raises:
+        UsageError: the number of data-parallel ranks is needed, and neither `gpus` nor the args tell it.
+    """
+    pp, tp = (
+        common.arg(f"{axis}_model_parallel_size") or 1 + max((ranks[i] for ranks in rng), default=0)
+        for i, axis in enumerate(("pipeline", "tensor"))
+    )
+    ep = ep or common.arg("expert_model_parallel_size") or 1
+    if not dialect.rng_by_dp or ep == 1:
+        return Grid(pp, tp)
+    world, source = (gpus, "--gpus") if gpus is not None else (common.arg("world_size"), "args")
+    if world is None or world % (pp * tp) or world < pp * tp:
+        found = "nothing tells how many" if world is None else f"{world} GPUs are no multiple of TP x PP"
+        raise UsageError(
+            f"a {dialect.name} job with expert parallel size {ep} asks for the rng states of each of its "
+            f"data-parallel ranks, and {found}: give --gpus, the GPUs of the job (TP {tp} x PP {pp} x the data and "
+            "context parallel ranks)"
+        )
+    return Grid(pp, tp, Size(world // (pp * tp), source))
+
+
+def rng_objects(rng: Ranks, grid: Grid | None) -> tuple[list[TargetObject], list[str]]:
+    """`rng_state/shard_<pp>.<tp>[.<dp>]_<grid>` of every rank of the grid (None: there are no states), and notes.
+
+    States that the source does not have are copies of the nearest rank's: without them no job would start. An empty
+    mapping of trackers vanishes in `fsdp_dtensor`; the loader asks for it.
+    """
+    if grid is None:
+        return [], ["the source has no rng states: resume with --no-load-rng"]
+    whole = {rank: _with_trackers(rank, states) for rank, states in rng.items()}
+    sizes = [grid.pp, grid.tp] if grid.dp is None else [grid.pp, grid.tp, grid.dp.ranks]
+    shape = ".".join(map(str, sizes))
+    objects, notes = [], []
+    for index in itertools.product(*map(range, sizes)):
+        source = _nearest(whole, index[0], index[1])
+        at = ".".join(map(str, index))
+        objects.append(TargetObject(f"rng_state/shard_{at}_{shape}", [whole[source]]))
+        if source != index[:2] and not any(index[2:]):
+            notes.append(f"rng of (pp, tp) rank {index[:2]}: copied from rank {source}")
+    lost = sorted(rank for rank in whole if rank[0] >= grid.pp or rank[1] >= grid.tp)
+    if lost:
+        notes.append(f"rng of (pp, tp) ranks {lost}: dropped, the args name no such ranks")
+    if grid.dp is not None and grid.dp.ranks > 1:
+        notes.append("rng of data-parallel ranks: all have rank 0's, the source keeps no others")
+    return objects, notes
+
+
+def _nearest(rng: Ranks, pp: int, tp: int) -> tuple[int, int]:
+    """The rank itself, or the one whose states it gets: the last of its stage before it, else of the first stage."""
+    stage = pp if any(p == pp for p, _ in rng) else min(p for p, _ in rng)
+    held = [t for p, t in rng if p == stage]
+    return stage, max((t for t in held if t <= tp), default=min(held))
+
+
+def _with_trackers(rank: tuple[int, int], states: object) -> list[dict[str, object]]:
+    if not isinstance(states, list) or not all(isinstance(state, dict) for state in states):
+        raise MappingError(f"rng_state.{rank}: expected a list of states, found {type(states).__name__}")
+    return [{"rng_tracker_states": {}} | state for state in states]

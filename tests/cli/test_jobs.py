@@ -1,0 +1,323 @@
+"""Sizes of the training job mean one thing in every command; a dry run and `--iteration all` as users meet them."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ckpt_tools.cli.app import run
+from tests.cli.test_convert import ITERATION, LLAMA
+from tests.conftest import DATA
+from tests.damage import payload_of
+
+NATIVE = DATA / "core019_llama_tp2_native_fsdp_dtensor"
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def convert(*words: object) -> int:
+    return run(["convert", *map(str, words), "--quiet"])
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, object]:
+    assert run(["plan", str(LLAMA), "--json", *map(str, words)]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("words", "topology"),
+    [
+        ("--gpus 8 --tp 2", {"dp_shard": 4, "tp": 2, "etp": 2}),
+        ("--gpus 8 --tp 2 --world-size 8", {"dp_shard": 4, "tp": 2, "etp": 2}),
+        ("--gpus 8 --dp-outer 2 --tp 2", {"dp_shard": 2, "dp_outer": 2, "tp": 2, "etp": 2}),
+        ("--gpus 8 --cp 2", {"dp_shard": 4, "cp": 2}),
+        ("--gpus 4 --tp 2 --etp 1 --ep 2", {"dp_shard": 2, "tp": 2, "ep": 2}),
+        ("--gpus 4 --dp-shard 2 --tp 2 --pp 1", {"dp_shard": 2, "tp": 2, "etp": 2}),
+        ("--dp-shard 4 --tp 2", {"dp_shard": 4, "tp": 2, "etp": 2}),
+        ("--gpus 2 --layout fsdp2", {"dp_shard": 2}),
+        ("--gpus 2 --layout even", {"dp_shard": 2}),
+    ],
+)
+def test_plan_and_convert_read_the_sizes_alike(words, topology, tmp_path, capsys):
+    found = planned(capsys, *words.split())
+    ones = dict.fromkeys(("dp_shard", "dp_outer", "tp", "cp", "ep", "etp", "pp"), 1)
+    given = {k: v for k, v in found["topology"].items() if k in ones}
+    assert given == ones | topology
+    assert convert(LLAMA, tmp_path / "out", *words.split(), "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["plan"]["digest"] == found["digest"]
+    assert report["job"] == found["job"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--gpus 8 --tp 3", "world size 8 is not a multiple of dp_outer 1 x cp 1 x tp 3"),
+        ("--gpus 8 --dp-shard 3", "world size 8 is not"),
+        ("--gpus 8 --dp-shard 2 --dp-outer 2 --tp 4", "= 16"),
+        ("--gpus 8 --world-size 4", "--gpus 8 contradicts --world-size 4"),
+        ("--gpus 0", "world size 0"),
+        ("--gpus -2 --tp 2", "world size -2"),
+        ("--gpus 4 --tp 0", "tp"),
+        ("--gpus 4 --tp 2 --etp 0", "--etp 0: at least one"),
+        ("--gpus 4 --pp 2", "Megatron-FSDP does not run with pipeline parallelism"),
+        ("--dp-shard 2 --pp 2", "Megatron-FSDP does not run with pipeline parallelism"),
+        ("--gpus 4 --cp 3", "cp 3"),
+        ("--gpus 2 --ep 4", "ep 4"),
+        ("--pp 2", "give --gpus or --dp-shard"),
+        ("--cp 2 --world-size 4", "give --gpus or --dp-shard"),
+        ("--etp 2", "give --gpus or --dp-shard"),
+        ("--strategy no_shard", "give --gpus or --dp-shard"),
+        ("--outer-strategy optim", "give --gpus or --dp-shard"),
+        ("--layout mfsdp-v1", "give --gpus or --dp-shard"),
+        ("--layout mfsdp-v2 --gpus 4 --tp 2", "mfsdp-v2 has no tp axis"),
+        ("--tp 0", "--tp 0"),
+        ("--world-size 0", "--world-size 0"),
+    ],
+)
+def test_contradictions_are_errors_in_both(words, message, tmp_path, capsys):
+    errors = []
+    for command in (
+        ["plan", LLAMA],
+        ["convert", LLAMA, tmp_path / "out", "--dry-run"],
+        ["convert", LLAMA, tmp_path / "out"],
+    ):
+        assert run([*map(str, command), *words.split()]) == 2, command
+        errors.append(capsys.readouterr().err)
+    assert message in errors[0]
+    assert len(set(errors)) == 1
+    assert not (tmp_path / "out").exists()
+
+
+# What stands in the way of a conversion, made in the folder that gets the output.
+def output_is_taken(folder: Path) -> None:
+    (folder / "out" / ITERATION).mkdir(parents=True)
+    (folder / "out" / ITERATION / "mine").write_text("x")
+
+
+def output_is_a_file(folder: Path) -> None:
+    (folder / "out").mkdir()
+    (folder / "out" / ITERATION).write_text("x")
+
+
+def parent_is_a_file(folder: Path) -> None:
+    (folder / "out").write_text("x")
+
+
+def work_was_stopped(folder: Path) -> None:
+    partial = folder / "out" / f".{ITERATION}.ckpt_tools-partial"
+    (partial / "journal").mkdir(parents=True)
+    (partial / "lock").write_text("process 1 on host")
+    (partial / "journal" / "plan.json").write_text('{"digest": "another", "source": []}')
+
+
+def nothing(folder: Path) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("obstacle", "words", "code", "message"),
+    [
+        (output_is_taken, "", 2, "is not empty"),
+        (output_is_a_file, "", 2, "is not a directory"),
+        (output_is_a_file, "--overwrite", 2, "is not a directory"),
+        (parent_is_a_file, "", 2, "a file stands in its way"),
+        (work_was_stopped, "", 2, "holds a conversion that was stopped"),
+        (work_was_stopped, "--resume", 2, "was begun with another plan"),
+        (nothing, "--max-memory 1kiB", 2, "not enough for 2 threads"),
+        (nothing, "--vocab-size-padded 200", 5, "are not zeros"),
+        (nothing, "--no-swiglu", 5, "--no-swiglu was given"),
+        (nothing, "--tp 3 --gpus 3", 2, "tp 3 does not divide"),
+    ],
+)
+def test_a_dry_run_fails_where_the_run_would(obstacle, words, code, message, tmp_path, capsys):
+    obstacle(tmp_path)
+    before = tree(tmp_path)
+    told = []
+    for dry in (["--dry-run"], []):
+        assert convert(LLAMA, tmp_path / "out", *words.split(), *dry) == code, dry
+        told.append(capsys.readouterr().err)
+        assert tree(tmp_path) == before or not dry
+    assert message in told[0]
+    assert told[0] == told[1]
+
+
+def tree(folder: Path) -> dict[str, object]:
+    return {
+        str(p.relative_to(folder)): p.read_bytes() if p.is_file() else p.stat().st_mtime_ns
+        for p in folder.rglob("*")
+    }
+
+
+def wrong_master(root: Path) -> None:
+    file, at, payload = payload_of(root, "optimizer.state.param.decoder.final_layernorm.weight", (0,))
+    data = bytearray(file.read_bytes())
+    data[at : at + len(payload)] = bytes(len(payload))
+    file.write_bytes(data)
+
+
+def short_file(root: Path) -> None:
+    file = root / ITERATION / "__1_0.distcp"
+    os.truncate(file, file.stat().st_size - 1)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words", "code"),
+    [
+        (wrong_master, "", 6),
+        (wrong_master, "--check-masters all", 6),
+        (short_file, "", 4),
+        (short_file, "--check-masters none --gpus 3", 4),
+    ],
+)
+def test_a_dry_run_looks_at_the_source(damage, words, code, tmp_path, capsys):
+    source = Path(shutil.copytree(LLAMA, tmp_path / "source"))
+    damage(source)
+    for dry in (["--dry-run"], []):
+        assert convert(source, tmp_path / "out", *words.split(), *dry) == code, dry
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("convert", LLAMA), ("convert", NATIVE, "--gpus", 3), ("convert", NATIVE, "--to", "torch_dist"),
+        ("export-hf", LLAMA), ("import-hf", "HF"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("remote", [False, True])
+def test_every_dry_run_sees_a_full_disk_and_a_taken_output(command, remote, tmp_path, monkeypatch, capsys):
+    name, source, *words = map(str, command)
+    if source == "HF":
+        assert run(["export-hf", str(LLAMA), str(tmp_path / "hf"), "-q"]) == 0
+        source = str(tmp_path / "hf")
+    output = f"memory://jobs-{name}-{tmp_path.name}" if remote else str(tmp_path / "out")
+    arguments = [name, source, output, *words, "--quiet"]
+    if not remote:
+        status = os.statvfs(tmp_path)
+        fields = [f for f in dir(status) if f.startswith("f_")]
+        full = namedtuple("Full", fields)(**{f: getattr(status, f) for f in fields} | {"f_bavail": 3})
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "statvfs", lambda _: full)
+            for dry in (["--dry-run"], []):
+                assert run([*arguments, *dry]) == 7
+                assert "bytes free, but" in capsys.readouterr().err
+    assert run(arguments) == 0
+    told = []
+    for dry in (["--dry-run"], []):
+        assert run([*arguments, *dry]) == 2
+        told.append(capsys.readouterr().err)
+    assert "is not empty" in told[0]
+    assert told[0] == told[1]
+    assert run([*arguments, "--dry-run", "--overwrite"]) == 0
+
+
+def test_a_dry_run_sees_another_converter(tmp_path, capsys):
+    partial = tmp_path / f".{ITERATION}.ckpt_tools-partial"
+    partial.mkdir()
+    with open(partial / "lock", "w+") as lock:
+        lock.write("process 1 on elsewhere")
+        lock.flush()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for dry in (["--dry-run"], []):
+            assert convert(LLAMA / ITERATION, tmp_path / ITERATION, *dry) == 2
+            assert "is being written by another converter (process 1 on elsewhere)" in capsys.readouterr().err
+
+
+def test_a_dry_run_is_refused_where_nothing_may_be_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(os, "access", lambda *_: False)  # the tests may run as root
+    assert convert(LLAMA, tmp_path / "out", "--dry-run") == 7
+    assert "Permission denied" in capsys.readouterr().err
+
+
+def run_of(folder: Path, numbers: tuple[int, ...], latest: int) -> Path:
+    for number in numbers:
+        shutil.copytree(LLAMA / ITERATION, folder / f"iter_{number:07d}")
+    (folder / TRACKER).write_text(str(latest))
+    return folder
+
+
+def cut(root: Path, number: int) -> None:
+    (root / f"iter_{number:07d}" / ".metadata").write_bytes(b"")
+
+
+def converted_iterations(root: Path) -> list[str]:
+    return sorted(p.name for p in root.iterdir())
+
+
+def test_all_iterations_go_on_past_broken_ones(tmp_path, capsys):
+    source = run_of(tmp_path / "in", (2, 4, 6, 8), 8)
+    cut(source, 4)
+    os.truncate(source / "iter_0000006" / "__0_0.distcp", 1000)
+    assert convert(source, tmp_path / "out", "--iteration", "all", "--json") == 4
+    told = capsys.readouterr()
+    report = json.loads(told.out)
+    assert [r["iteration"] for r in report["iterations"]] == [2, 8]
+    assert [(f["iteration"], f["exit_code"]) for f in report["failed"]] == [(4, 4), (6, 4)]
+    assert report["already_there"] == []
+    assert [line.split(":")[1] for line in told.err.splitlines() if line.startswith("error")] == [
+        " iteration 4",
+        " iteration 6",
+    ]
+    assert converted_iterations(tmp_path / "out") == ["iter_0000002", "iter_0000008", TRACKER]
+    assert (tmp_path / "out" / TRACKER).read_text() == "8"
+
+
+def test_what_is_converted_already_stays_and_the_tracker_with_it(tmp_path, capsys):
+    source = run_of(tmp_path / "in", (2, 4, 6), 4)
+    out = tmp_path / "out"
+    assert convert(source, out) == 0
+    before = tree(out / "iter_0000004")
+    capsys.readouterr()
+    assert convert(source, out, "--iteration", "all", "--dry-run") == 0
+    assert converted_iterations(out) == ["iter_0000004", TRACKER]
+    capsys.readouterr()
+    assert convert(source, out, "--iteration", "all") == 0
+    assert (
+        "iteration 4: is there already, left as it is (--overwrite converts it anew)"
+        in capsys.readouterr().out
+    )
+    assert tree(out / "iter_0000004") == before
+    assert (out / TRACKER).read_text() == "4"
+    assert convert(source, out, "--iteration", "all", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "schema_version": 1, "iterations": [], "already_there": [2, 6, 4], "failed": [],
+    }  # fmt: skip
+    inode = (out / "iter_0000004").stat().st_ino
+    assert convert(source, out, "--iteration", "all", "--overwrite") == 0
+    assert (out / "iter_0000004").stat().st_ino != inode
+
+
+def test_a_foreign_folder_in_the_output_is_a_failure(tmp_path, capsys):
+    source = run_of(tmp_path / "in", (2, 4), 4)
+    (tmp_path / "out" / ITERATION).mkdir(parents=True)
+    (tmp_path / "out" / ITERATION / "mine").write_text("x")
+    assert convert(source, tmp_path / "out", "--iteration", "all") == 2
+    assert "error: iteration 2:" in capsys.readouterr().err
+    assert (tmp_path / "out" / TRACKER).read_text() == "4"
+    assert (tmp_path / "out" / ITERATION / "mine").exists()
+
+
+@pytest.mark.parametrize("spoil", [lambda root: cut(root, 4), lambda root: (root / TRACKER).write_text("?")])
+def test_a_damaged_latest_or_tracker_does_not_keep_the_others(
+    spoil: Callable[[Path], object], tmp_path, capsys
+):
+    source = run_of(tmp_path / "in", (2, 4), 4)
+    spoil(source)
+    damaged = (source / TRACKER).read_text() == "4"
+    assert convert(source, tmp_path / "out", "--iteration", "all") == (4 if damaged else 0)
+    assert (tmp_path / "out" / TRACKER).read_text() == ("2" if damaged else "4")
+
+
+def test_all_needs_a_root_and_a_format_with_iterations(tmp_path, capsys):
+    assert convert(LLAMA / ITERATION, tmp_path / "out", "--iteration", "all") == 2
+    assert "not a run's root" in capsys.readouterr().err
+    assert convert(LLAMA, tmp_path / "out", "--iteration", "all", "--to", "hf") == 2
+    assert "has no iterations" in capsys.readouterr().err
+    assert convert(tmp_path, tmp_path / "out", "--iteration", "all") in (2, 3)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,113 @@
+"""What a conversion recorded beside its tensors, and for which job a checkpoint is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ckpt_tools.catalog.files import LocalFiles
+from ckpt_tools.errors import CorruptCheckpointError, MappingError
+from ckpt_tools.megatron.record import (
+    RECORD_FILE,
+    Size,
+    TargetRecord,
+    read_record,
+    record_bytes,
+    stored_tp,
+)
+from ckpt_tools.megatron.stored import packed_projections
+
+RECORD = TargetRecord("core-0.16", tp=Size(2, "--tp"), ep=Size(4, "args"), tokens=201)
+
+
+def read(folder: Path, content: bytes | None) -> TargetRecord | None:
+    if content is not None:
+        (folder / RECORD_FILE).write_bytes(content)
+    return read_record(LocalFiles(str(folder)))
+
+
+def test_what_is_written_is_read(tmp_path):
+    assert read(tmp_path, None) is None
+    assert read(tmp_path, record_bytes(RECORD)) == RECORD
+    assert read(tmp_path, record_bytes(TargetRecord("main"))) == TargetRecord("main")
+    assert json.loads(record_bytes(RECORD)) == {
+        "schema_version": 1,
+        "target": "core-0.16",
+        "topology": {
+            "tp": {"ranks": 2, "source": "--tp"},
+            "ep": {"ranks": 4, "source": "args"},
+            "etp": None,
+            "dp": None,
+        },
+        "tokens": 201,
+    }
+
+
+GOOD = json.loads(record_bytes(RECORD))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff\xfe",
+        b"[]",
+        b"null",
+        b"[" * 100_000,
+        b"{}",
+        b" " * (2 << 20),
+        json.dumps(GOOD | {"schema_version": 2}).encode(),
+        json.dumps(GOOD | {"target": 3}).encode(),
+        json.dumps(GOOD | {"tokens": True}).encode(),
+        json.dumps(GOOD | {"tokens": 0}).encode(),
+        json.dumps(GOOD | {"topology": []}).encode(),
+        json.dumps(GOOD | {"topology": GOOD["topology"] | {"tp": 2}}).encode(),
+        json.dumps(GOOD | {"topology": GOOD["topology"] | {"tp": {"ranks": 2.0, "source": ""}}}).encode(),
+        json.dumps(GOOD | {"topology": GOOD["topology"] | {"tp": {"ranks": -2, "source": ""}}}).encode(),
+        json.dumps(GOOD | {"topology": GOOD["topology"] | {"tp": {"ranks": 2, "source": None}}}).encode(),
+    ],
+)
+def test_what_is_no_record_is_refused_by_name(tmp_path, content):
+    with pytest.raises(CorruptCheckpointError, match=RECORD_FILE):
+        read(tmp_path, content)
+
+
+NATIVE, CARRIED = (
+    {"tensor_model_parallel_size": 8, "ckpt_format": kind} for kind in ("fsdp_dtensor", "torch_dist")
+)
+STATES = [(0, 0), (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("record", "rng", "args", "expected"),
+    [
+        (RECORD, STATES, NATIVE, Size(2, RECORD_FILE)),
+        (RECORD, [], NATIVE, Size(2, RECORD_FILE)),
+        (None, STATES, NATIVE, Size(2, "rng states")),
+        (TargetRecord("main"), STATES, NATIVE, Size(2, "rng states")),
+        (None, [], NATIVE, Size(8, "args")),
+        (None, [], CARRIED, None),
+        (None, [], {}, None),
+        (None, [], {"ckpt_format": "fsdp_dtensor"}, None),
+    ],
+)
+def test_for_how_many_ranks_a_checkpoint_is(record, rng, args, expected):
+    assert stored_tp(record, rng, args) == expected
+
+
+def test_a_record_of_another_checkpoint_is_refused():
+    with pytest.raises(MappingError, match="2 tensor-parallel ranks, and it holds rng states of 1"):
+        stored_tp(RECORD, [(0, 0)], {})
+
+
+def test_packed_projections_are_known_by_their_names():
+    names = [
+        *(f"decoder.layers.0.self_attention.{n}" for n in ("A_log", "in_proj.weight", "conv1d.weight")),
+        "decoder.layers.0.self_attention.in_proj.layer_norm_weight",
+        *(f"decoder.layers.1.mixer.{n}" for n in ("A_log", "in_proj.weight", "conv1d_weight", "conv1d_bias")),
+        "decoder.layers.2.self_attention.in_proj.weight",  # of an attention: nothing is packed
+        *(f"decoder.layers.3.self_attention.{n}" for n in ("A_log", "in_proj.weight.query")),
+    ]
+    assert packed_projections(names) == tuple(names[i] for i in (1, 2, 5, 6, 7))

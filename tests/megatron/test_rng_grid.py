@@ -1,0 +1,93 @@
+"""Whose rng states a loading job asks for, and what it gets where the source has none."""
+
+import pytest
+
+from ckpt_tools.catalog.unpickle import stand_in
+from ckpt_tools.errors import MappingError, UsageError
+from ckpt_tools.megatron.common_state import CommonState
+from ckpt_tools.megatron.names import DIALECTS
+from ckpt_tools.megatron.record import Size
+from ckpt_tools.megatron.rng_grid import Grid, rng_grid, rng_objects
+
+MAIN, CORE_016, BRIDGE = (DIALECTS[name] for name in ("main", "core-0.16", "bridge"))
+BOTH = {(0, 0): [{"a": 0}], (0, 1): [{"a": 1}]}
+
+
+def common(**args):
+    namespace = stand_in("argparse", "Namespace")()
+    namespace.state = args
+    return CommonState({"args": namespace}, "items")
+
+
+def sizes(tp=1, pp=1, ep=1, world=None):
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
+    return common(**dict(zip(names, (tp, pp, ep), strict=True)), world_size=world)
+
+
+@pytest.mark.parametrize(
+    ("args", "dialect", "given", "expected"),
+    [
+        (common(), MAIN, {}, Grid(1, 2)),
+        (sizes(tp=1, pp=2), MAIN, {}, Grid(2, 1)),
+        (sizes(ep=2, world=8), MAIN, {}, Grid(1, 1)),
+        (sizes(ep=1, world=8), CORE_016, {}, Grid(1, 1)),
+        (sizes(ep=2, tp=2, world=8), CORE_016, {}, Grid(1, 2, Size(4, "args"))),
+        (sizes(ep=2, pp=4, world=8), BRIDGE, {}, Grid(4, 1, Size(2, "args"))),
+        (sizes(ep=1, world=8), CORE_016, {"ep": 4}, Grid(1, 1, Size(8, "args"))),
+        (sizes(ep=2, tp=2, world=8), CORE_016, {"gpus": 6}, Grid(1, 2, Size(3, "--gpus"))),
+        (sizes(ep=2, world=8), CORE_016, {"ep": 1}, Grid(1, 1)),
+    ],
+)
+def test_the_grid_is_that_of_the_args(args, dialect, given, expected):
+    assert rng_grid(BOTH, args, dialect, **given) == expected
+
+
+@pytest.mark.parametrize(
+    ("args", "gpus", "message"),
+    [
+        (sizes(ep=2), None, "nothing tells how many: give --gpus"),
+        (sizes(ep=2, tp=2), 3, "3 GPUs are no multiple of TP x PP"),
+        (sizes(ep=2, tp=2), 0, "0 GPUs are no multiple"),
+    ],
+)
+def test_data_parallel_ranks_that_nobody_counted(args, gpus, message):
+    with pytest.raises(UsageError, match=message):
+        rng_grid(BOTH, args, CORE_016, gpus=gpus)
+
+
+def written(rng, grid):
+    objects, notes = rng_objects(rng, grid)
+    return {o.key.removeprefix("rng_state/shard_"): o.value[0][0]["a"] for o in objects}, notes
+
+
+def test_every_rank_of_the_grid_has_states_its_own_where_there_are_any():
+    found, notes = written(BOTH, Grid(2, 3))
+    assert found == {f"{p}.{t}_2.3": min(t, 1) for p in (0, 1) for t in (0, 1, 2)}
+    assert notes == [
+        "rng of (pp, tp) rank (0, 2): copied from rank (0, 1)",
+        *(f"rng of (pp, tp) rank (1, {t}): copied from rank (0, {min(t, 1)})" for t in range(3)),
+    ]
+
+
+def test_a_stage_of_its_own_is_kept():
+    found, notes = written({**BOTH, (1, 0): [{"a": 7}]}, Grid(2, 2))
+    assert found == {"0.0_2.2": 0, "0.1_2.2": 1, "1.0_2.2": 7, "1.1_2.2": 7}
+    assert notes == ["rng of (pp, tp) rank (1, 1): copied from rank (1, 0)"]
+
+
+def test_data_parallel_ranks_share_what_there_is():
+    found, notes = written(BOTH, Grid(1, 2, Size(3, "args")))
+    assert found == {f"0.{t}.{d}_1.2.3": t for t in (0, 1) for d in (0, 1, 2)}
+    assert notes == ["rng of data-parallel ranks: all have rank 0's, the source keeps no others"]
+
+
+def test_ranks_that_the_args_do_not_name_are_dropped_by_name():
+    found, notes = written(BOTH, Grid(1, 1))
+    assert found == {"0.0_1.1": 0}
+    assert notes == ["rng of (pp, tp) ranks [(0, 1)]: dropped, the args name no such ranks"]
+
+
+def test_what_are_no_states():
+    assert rng_objects({}, None) == ([], ["the source has no rng states: resume with --no-load-rng"])
+    with pytest.raises(MappingError, match=r"rng_state.\(0, 0\): expected a list of states, found dict"):
+        rng_objects({(0, 0): {}}, Grid(1, 1))
