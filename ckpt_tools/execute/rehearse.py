@@ -165,7 +165,7 @@ def _check_direct(folder: Path) -> None:
 
 
 def _look_remotely(plan: Plan, output: Output, options: WriteOptions, url: str) -> None:
-    from ckpt_tools.catalog.remote import Store
+    from ckpt_tools.catalog.store import Store
     from ckpt_tools.execute.remote_output import MARKER
 
     if options.direct:

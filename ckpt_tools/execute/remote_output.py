@@ -141,10 +141,16 @@ class RemoteJob:
             check_unchanged(header["source"], self._source_state, location)
             self._take(withdraw=False, clear=False)
             return (Found.PUBLISHED if METADATA in present else Found.UNFINISHED).name, self._token
-        is_marked = METADATA in present or not self._output.is_dcp
-        if self._output.resume and is_marked and has_files(plan.file_bytes, present):
+        if self._output.resume and self._may_be_finished(present):
             return Found.FINISHED.name, self._token
         return self._begin(present), self._token
+
+    def _may_be_finished(self, present: Mapping[str, int | None]) -> bool:
+        """Whether all files are there in full length, and nothing that `--overwrite` is to remove."""
+        output, plan = self._output, self._plan
+        strange = present.keys() - {METADATA, *plan.file_bytes, *output.extra_files}
+        is_marked = METADATA in present or not output.is_dcp
+        return is_marked and has_files(plan.file_bytes, present) and not (output.overwrite and strange)
 
     def _compare(self) -> bool:
         """Whether this rank's share is there already as it would be written."""
