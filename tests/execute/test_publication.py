@@ -28,7 +28,7 @@ def case(tmp_path: Path) -> Case:
 
 
 def _killed_in_publication(at: int, convert: Callable[[], object]) -> bool:
-    """Whether a process came to its end that is killed after the `at`-th call of the system in publication."""
+    """Whether a process ended that is killed at the `at`-th moment of its publication: before or after a call."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -36,9 +36,11 @@ def _killed_in_publication(at: int, convert: Callable[[], object]) -> bool:
 
             def deadly(real: Callable[..., Any]) -> Callable[..., Any]:
                 def called(*args: Any, **named: Any) -> Any:
-                    found = real(*args, **named)
-                    if next(count) == at:
-                        os.kill(os.getpid(), signal.SIGKILL)
+                    for moment in ("before", "after"):
+                        if moment == "after":
+                            found = real(*args, **named)
+                        if next(count) == at:
+                            os.kill(os.getpid(), signal.SIGKILL)
                     return found
 
                 return called
