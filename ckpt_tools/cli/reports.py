@@ -70,9 +70,7 @@ def source_checksums(w: WriteReport) -> str:
     """What was proven of the source's stored bytes."""
     if w.check_source == "none":
         return "not checked (--check-source none)"
-    proven = (
-        f"{w.payloads_proven:,} payloads of the source, {human_bytes(w.bytes_proven)}, are what was stored"
-    )
+    proven = f"{w.payloads_proven:,} payloads of the source, {human_bytes(w.bytes_proven)}, proven"
     if not w.payloads_without_checksum:
         return proven if w.payloads_proven else "nothing of the source was read"
     without = f"{w.payloads_without_checksum:,} payloads of the source carry none"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -125,7 +126,8 @@ def assert_named(text: str, key: str, path: Path, offset: int, nbytes: int) -> N
 def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path, name: str) -> None:
     fixture, command = COMMANDS[name]
     source, out = copy_of(fixture, tmp_path / "in"), tmp_path / "out"
-    command(str(source), str(out), WriteOptions())
+    written = command(str(source), str(out), WriteOptions()).written
+    assert re.fullmatch(r"\d+ payloads of the source, [\d.]+ [KM]iB, proven", source_checksums(written))
     good = tree(out)
     shutil.rmtree(out)
     rng = random.Random(name)
@@ -156,6 +158,7 @@ def test_unproven_only_if_asked_for(tmp_path: Path, name: str) -> None:
     _, path, offset, nbytes = weights[len(weights) // 2]
     flip_bit(path, offset + nbytes // 2)
     report = command(str(source), str(out), NONE)
+    assert source_checksums(report.written) == "not checked (--check-source none)"
     assert report.written.check_source == "none"
     assert (report.written.payloads_proven, report.written.bytes_read_to_prove) == (0, 0)
 

@@ -24,6 +24,7 @@ from ckpt_tools.execute import crc, run
 from ckpt_tools.execute.proof import MOST_PIECES, Piece, Pieces, SourceProof, Stored
 from ckpt_tools.execute.prove import prove_rest
 from ckpt_tools.execute.ranks import Ranks
+from ckpt_tools.execute.read_box import read_box
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from ckpt_tools.megatron.target import Source, Target, TargetTensor
 from ckpt_tools.megatron.views import Narrow, Permute
@@ -348,6 +349,9 @@ def test_tensors_of_any_strides_mean_the_same(tmp_path: Path, tensor: torch.Tens
     files = stock_source(tmp_path / "in", tensor, shape, "float32")
     found = copied(files, tmp_path / "out", "float32", shape)
     assert found.numpy().tobytes() == tensor.contiguous().numpy().tobytes()
+    target = TargetTensor("w", "float32", shape, (Source("w"),))
+    read = read_box(files, read_catalog(files), target, Box((0,) * len(shape), shape))
+    assert read.tobytes() == found.numpy().tobytes()
     storage = tensor.untyped_storage().nbytes()
     frame = read_frame(files, read_catalog(files).tensors["w"].chunks[0].item)
     assert frame.record.nbytes == storage
@@ -372,6 +376,9 @@ def test_lazy_bits_are_refused_by_name(tmp_path: Path, tensor: torch.Tensor, bit
     with pytest.raises(UnsupportedCheckpointError, match=f"^w: .*'{bit}'.*resolve_neg"):
         copied(files, tmp_path / "out", dtype, (6,))
     assert not (tmp_path / "out").exists()
+    catalog = read_catalog(files)
+    with pytest.raises(UnsupportedCheckpointError, match=f"^w: .*'{bit}'"):  # diff and print-tensor read so
+        read_box(files, catalog, TargetTensor("w", dtype, (6,), (Source("w"),)), Box((0,), (6,)))
 
 
 def test_elements_that_share_storage_do_not_fill_the_disk(
