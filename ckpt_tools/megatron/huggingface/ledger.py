@@ -158,9 +158,9 @@ def _neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
     if any(equal(value, one) for one in neutral):
         return True
     if isinstance(value, list | tuple):
-        texts = all(isinstance(one, str) for one in value)
-        dotted = ".".join(value) if texts else ""
-        return bool(value) and (all(_neutral(one, neutral) for one in value) or _neutral(dotted, neutral))
+        flat = bool(value) and not any(isinstance(one, list | tuple) for one in value)
+        dotted = ".".join(value) if all(isinstance(one, str) for one in value) else ""
+        return flat and (all(_neutral(one, neutral) for one in value) or _neutral(dotted, neutral))
     return isinstance(value, str | Mapping) and any(
         fnmatchcase(as_text(value), one) for one in neutral if isinstance(one, str)
     )

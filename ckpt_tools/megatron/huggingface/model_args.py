@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from math import isclose
 from typing import Any, NamedTuple
 
-from ckpt_tools.errors import MappingError, list_problems
+from ckpt_tools.errors import MappingError
+from ckpt_tools.megatron.huggingface.layer_patterns import moe_layers, sliding_layers, sliding_turn, window_of
 from ckpt_tools.megatron.huggingface.rope_args import RopeScaling, rope_args, rope_scaling, rotary_bases
 
 
@@ -127,7 +128,7 @@ def read_model_args(args: Mapping[str, Any]) -> ModelArgs:
     grouped = args.get("group_query_attention", args.get("num_query_groups") is not None)
     experts = _first(args, "num_experts", "num_moe_experts")
     ffn = args.get("ffn_hidden_size") or 4 * hidden
-    window = _window(args.get("window_size"))
+    window = window_of(args.get("window_size"))
     mla = bool(args.get("multi_latent_attention"))
     kind = as_text(args.get("position_embedding_type", "learned_absolute"))
     rope = rotary_bases(args)
@@ -161,8 +162,8 @@ def read_model_args(args: Mapping[str, Any]) -> ModelArgs:
         rope_scaling=rope_scaling(args, kind, mla),
         yarn_told=mla or "yarn_original_max_position_embeddings" in args or "gated_linear_unit" in args,
         sliding_window=window,
-        sliding_layers=_sliding(args.get("window_attn_skip_freq"), layers) if window else (),
-        sliding_pattern=_sliding_pattern(args.get("interleaved_attn_pattern")),
+        sliding_layers=sliding_layers(args.get("window_attn_skip_freq"), layers) if window else (),
+        sliding_pattern=sliding_turn(args.get("interleaved_attn_pattern")),
         query_pre_attn_scalar=_query_scalar(args),
         attn_logit_softcapping=args.get("attn_logit_softcapping"),
         final_logit_softcapping=args.get("final_logit_softcapping"),
@@ -171,7 +172,7 @@ def read_model_args(args: Mapping[str, Any]) -> ModelArgs:
         hidden_dropout=args.get("hidden_dropout", 0.1),
         params_dtype=_dtype(args),
         num_experts=experts,
-        moe_layers=_moe_pattern(args.get("moe_layer_freq", 1), layers) if experts else (),
+        moe_layers=moe_layers(args.get("moe_layer_freq", 1), layers) if experts else (),
         moe_ffn_hidden_size=args.get("moe_ffn_hidden_size") or ffn,
         moe_router_topk=args.get("moe_router_topk", 2),
         moe_router_pre_softmax=bool(args.get("moe_router_pre_softmax")),
@@ -337,16 +338,6 @@ def _query_scalar(args: Mapping[str, Any]) -> float | None:
     return float(round(exact)) if isclose(exact, round(exact), rel_tol=1e-9) else exact
 
 
-def _sliding_pattern(pattern: object) -> int | None:
-    """Bridge's (local, global) layers in turns, as the number of layers of one turn."""
-    match pattern:
-        case None:
-            return None
-        case [int(local), 1]:
-            return local + 1
-    raise MappingError(f"interleaved_attn_pattern {pattern}: config.json has one global layer in each turn")
-
-
 def _scale(factor: float | None) -> float | None:
     return None if factor == 1.0 else factor
 
@@ -354,51 +345,15 @@ def _scale(factor: float | None) -> float | None:
 def _glu_interleave(args: Mapping[str, Any]) -> GluInterleave | None:
     """How the experts' fc1 rows lie; experts that are not one grouped module ignore the setting."""
     block = args.get("moe_mlp_glu_interleave_size")
-    if block is not None and not (isinstance(block, int) and block >= 0):
-        raise MappingError(
-            f"moe_mlp_glu_interleave_size {block!r} in the checkpoint's args is not a number of rows"
-        )
+    parts = args.get("expert_tensor_parallel_size") or 1
     if not block or not args.get("moe_grouped_gemm", True) or args.get("moe_use_legacy_grouped_gemm"):
         return None
-    return GluInterleave(int(block), int(args.get("expert_tensor_parallel_size") or 1))
-
-
-def _window(window: object) -> int | None:
-    """Keys a query sees, from Megatron's (left, right) or Bridge's scalar window; None for all."""
-    if window is None:
-        return None
-    if isinstance(window, int):
-        return window
-    match window:
-        case [int(left), 0]:
-            return None if left < 0 else left + 1
-    raise MappingError(f"window_size {window}: only a window to the left has a Hugging Face form")
-
-
-def _sliding(skip: object, layers: int) -> tuple[int, ...]:
-    """1 for every layer with a sliding window (Megatron transformer_config.py `window_attn_skip_freq`)."""
-    if skip is None:
-        return (1,) * layers
-    if isinstance(skip, int):
-        return tuple(int((layer + 1) % skip != 0) for layer in range(layers))
-    return _pattern(skip, layers, "window_attn_skip_freq")
-
-
-def _moe_pattern(freq: object, layers: int) -> tuple[int, ...]:
-    """1 for every MoE layer (Megatron gpt_layer_specs.py `moe_layer_freq`)."""
-    if isinstance(freq, int):
-        return tuple(int(layer % freq == 0) for layer in range(layers))
-    return _pattern(freq, layers, "moe_layer_freq")
-
-
-def _pattern(values: object, layers: int, name: str) -> tuple[int, ...]:
-    pattern = tuple(values) if isinstance(values, list | tuple) else ()
-    problems = [f"{value!r} is not 0 or 1" for value in pattern if value not in (0, 1)]
-    if len(pattern) != layers:
-        problems.append(f"{values!r} does not name {layers} layers")
-    if problems:
-        raise MappingError(f"{name} in the checkpoint's args:\n" + list_problems(problems))
-    return tuple(int(value) for value in pattern)
+    if not (isinstance(block, int) and isinstance(parts, int) and block > 0 < parts):
+        raise MappingError(
+            f"moe_mlp_glu_interleave_size {block!r} with expert_tensor_parallel_size {parts!r} in the checkpoint's "
+            "args: both are numbers above 0"
+        )
+    return GluInterleave(block, parts)
 
 
 def _dtype(args: Mapping[str, Any]) -> str | None:

@@ -225,6 +225,12 @@ def test_values_that_are_not_what_they_must_be(args: dict[str, Any]) -> None:
     assert next(iter(args)).split("_")[0] in problems(lambda: export(QWEN3_MOE, **args))
 
 
+def test_a_list_that_holds_itself_is_refused() -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    assert "no_rope_freq is [[...]]" in problems(lambda: export(LLAMA, no_rope_freq=loop))
+
+
 def test_biases_everywhere_include_those_of_queries_keys_and_values() -> None:
     """Megatron-LM sets add_qkv_bias with add_bias_linear."""
     config = {**LLAMA, "attention_bias": True, "mlp_bias": True}

@@ -1,0 +1,53 @@
+"""Which layers have a window, or experts: the short forms that Megatron and Bridge have for it."""
+
+from __future__ import annotations
+
+from ckpt_tools.errors import MappingError, list_problems
+
+
+def window_of(window: object) -> int | None:
+    """Keys a query sees, from Megatron's (left, right) or Bridge's scalar window; None for all."""
+    if window is None:
+        return None
+    if isinstance(window, int):
+        return window
+    match window:
+        case [int(left), 0]:
+            return None if left < 0 else left + 1
+    raise MappingError(f"window_size {window}: only a window to the left has a Hugging Face form")
+
+
+def sliding_layers(skip: object, layers: int) -> tuple[int, ...]:
+    """1 for every layer with a sliding window (Megatron transformer_config.py `window_attn_skip_freq`)."""
+    if skip is None:
+        return (1,) * layers
+    if isinstance(skip, int):
+        return tuple(int((layer + 1) % skip != 0) for layer in range(layers))
+    return _pattern(skip, layers, "window_attn_skip_freq")
+
+
+def sliding_turn(pattern: object) -> int | None:
+    """Bridge's (local, global) layers in turns, as the number of layers of one turn."""
+    match pattern:
+        case None:
+            return None
+        case [int(local), 1]:
+            return local + 1
+    raise MappingError(f"interleaved_attn_pattern {pattern}: config.json has one global layer in each turn")
+
+
+def moe_layers(freq: object, layers: int) -> tuple[int, ...]:
+    """1 for every MoE layer (Megatron gpt_layer_specs.py `moe_layer_freq`)."""
+    if isinstance(freq, int):
+        return tuple(int(layer % freq == 0) for layer in range(layers))
+    return _pattern(freq, layers, "moe_layer_freq")
+
+
+def _pattern(values: object, layers: int, name: str) -> tuple[int, ...]:
+    pattern = tuple(values) if isinstance(values, list | tuple) else ()
+    problems = [f"{value!r} is not 0 or 1" for value in pattern if value not in (0, 1)]
+    if len(pattern) != layers:
+        problems.append(f"{values!r} does not name {layers} layers")
+    if problems:
+        raise MappingError(f"{name} in the checkpoint's args:\n" + list_problems(problems))
+    return tuple(int(value) for value in pattern)
