@@ -51,7 +51,10 @@ _NORM_APART = (
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """The rules' verdicts, the program they were made for, and, when it is ready, how the job is launched."""
+    """The rules' verdicts, the program they were made for, and how the job is launched.
+
+    There is no `launch` when it is not ready, and where the job is described without the script that runs it.
+    """
 
     report: Report
     program: str
@@ -86,7 +89,7 @@ def preflight(
         job = _described(words, yaml_file, program)
         start = None
         if job is not None:
-            start = Launch((_ENVIRONMENT,), tuple(words)) if words else None
+            start = Launch((_ENVIRONMENT,), tuple(words)) if job.script is not None else None
         elif about.kind == "fsdp_dtensor":
             sizes = {"tensor_model_parallel_size": packed_for or 1}
             start = launch(replace(about, job=Job(sizes, program=program)), _load_path(opened))
@@ -96,7 +99,7 @@ def preflight(
         checks += [run_rule(rule, facts) for rule in RULES if _applies(rule, facts, job is not None)]
         checks += _stored_checks(opened)
         report = Report(opened.location.path, opened.location.kind, tuple(checks))
-        return Preflight(report, program, start if report.is_valid else None)
+        return Preflight(report, facts.job.program, start if report.is_valid else None)
 
 
 def run_rule(rule: Rule, facts: Facts) -> Check:

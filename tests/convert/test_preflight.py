@@ -465,6 +465,14 @@ def test_the_launch_is_what_was_checked_and_survives_a_shell(name):
     assert "--load" in found.words
 
 
+def test_the_launch_of_a_described_job_is_that_job():
+    found = preflight(str(fixture_dir(NATIVE)), GOOD)
+    assert found.launch.words == tuple(GOOD)
+    assert found.launch.environment == ("unset CUDA_DEVICE_MAX_CONNECTIONS",)
+    assert preflight(str(fixture_dir(NATIVE)), GOOD[4:]).launch is None  # flags alone start nothing
+    assert preflight(str(fixture_dir(NATIVE)), [*GOOD, "--use-torch-fsdp2"]).launch is None
+
+
 def test_a_path_that_a_shell_would_read_is_quoted(tmp_path):
     root = copy_of(NATIVE, tmp_path).rename(tmp_path / "it's $(here)")
     found = preflight(str(root))
@@ -506,6 +514,8 @@ def test_a_bridge_configuration(tmp_path):
         "ddp: {average_in_collective: true, data_parallel_sharding_strategy: optim_grads_params}\n"
         "checkpoint: {ckpt_format: fsdp_dtensor, strict_fsdp_dtensor_load: true}\n"
     )
+    found = preflight(str(fixture_dir(NATIVE)), (), file)
+    assert (found.program, found.report.is_valid, found.launch) == ("bridge", True, None)
     expected = {"average-in-collective": ("warning", "average_in_collective is on")}
     assert broken((), yaml_file=file) == expected
     mapping = {"tp-pp-dp-mapping": ("error", "use_tp_pp_dp_mapping is on")}

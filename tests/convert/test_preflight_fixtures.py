@@ -160,3 +160,18 @@ def test_names_of_another_program(written, runs, tmp_path):
     assert "multi-token prediction is stored as" in finding.where
     both = str(_converted("te_mla_ep2_fr", tmp_path / "both", "--target", written, "--aliases"))
     assert preflight(both, target=runs).report.is_valid
+
+
+def test_the_record_of_a_conversion_says_program_and_size(tmp_path):
+    """Without rng states only the record tells for how many ranks rows are packed: the arguments are the source's."""
+    pytest.importorskip("ckpt_tools.megatron.record")
+    if "te_gdn_tp2_fr" not in _cases():
+        pytest.skip("../shared is absent")
+    path = str(_converted("te_gdn_tp2_fr", tmp_path, "--tp", "1", "--target", "core-0.17", "--weights-only"))
+    found = preflight(path)
+    assert found.program == "core-0.17"
+    assert found.launch is not None
+    words = found.launch.words
+    assert words[words.index("--tensor-model-parallel-size") + 1] == "1"
+    other = preflight(path, [*words, "--tensor-model-parallel-size", "2"]).report
+    assert "packed-projections" in {finding.check for finding in other.findings}
