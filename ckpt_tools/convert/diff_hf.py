@@ -19,6 +19,7 @@ from ckpt_tools.megatron.target import InlineTensor, Source, TargetTensor
 from ckpt_tools.verify.diff import Side
 
 Shape = tuple[int, ...]
+_EXACT = {("bfloat16", "float32"), ("float16", "float32"), ("float32", "float64")}  # every value has its like
 
 
 def sides_by_export(model: Opened, checkpoint: Opened) -> tuple[Side, Side, list[str]]:
@@ -37,10 +38,16 @@ def sides_by_export(model: Opened, checkpoint: Opened) -> tuple[Side, Side, list
     )
     redundant = _redundant(model, views)
     stored: dict[str, TargetTensor | InlineTensor] = {
-        key: TargetTensor(key, entry.dtype, entry.shape, (Source(key),))
+        key: TargetTensor(key, _compared_dtype(entry, views.get(key)), entry.shape, (Source(key),))
         for key, entry in catalog.tensors.items()
         if key not in redundant
     }
+    wider = [key for key, tensor in stored.items() if tensor.dtype != catalog.tensors[key].dtype]
+    if wider:
+        notes.append(
+            f"{len(wider)} tensors, {wider[0]} the first, are {views[wider[0]].dtype} in the checkpoint and "
+            f"{catalog.tensors[wider[0]].dtype} in the model; they are compared as the wider type, which is exact"
+        )
     notes = [
         "weights are compared as export-hf would write them; config.json, arguments and optimizer are not",
         *notes,
@@ -51,6 +58,11 @@ def sides_by_export(model: Opened, checkpoint: Opened) -> tuple[Side, Side, list
         Side(checkpoint.files, checkpoint.catalog, views, {}, checkpoint.trust_pickle),
         notes,
     )
+
+
+def _compared_dtype(entry: TensorEntry, view: TargetTensor | InlineTensor | None) -> str:
+    """The stored type, or the other side's where that holds every value of it."""
+    return view.dtype if view is not None and (entry.dtype, view.dtype) in _EXACT else entry.dtype
 
 
 def _reshaped(entry: TensorEntry, shapes: Mapping[str, Shape]) -> TensorEntry:
@@ -69,7 +81,12 @@ def _redundant(model: Opened, views: Mapping[str, object]) -> dict[str, str]:
         return {}
     specs = {key: Spec(entry.dtype, entry.shape) for key, entry in model.catalog.tensors.items()}
     imported = import_targets(specs, read_config(model.location.path))
-    found = {key: "no content of its own, as import-hf says" for key in extra if key in imported.dropped}
+    paired = {key for pair in imported.equal for key in pair}
+    found = {
+        key: "no content of its own, as import-hf says"
+        for key in extra
+        if key in imported.dropped and key not in paired
+    }
     for pair in imported.equal:
         if sum(key in views for key in pair) == 1 and _is_proven(model, specs, pair):
             one, other = sorted(pair, key=lambda key: key in views)

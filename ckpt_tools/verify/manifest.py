@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import PurePosixPath
 from typing import Any
 
 from ckpt_tools.box import full_box
@@ -24,7 +25,7 @@ from ckpt_tools.megatron.record import RECORD_FILE
 from ckpt_tools.megatron.target import Source, TargetTensor
 from ckpt_tools.plan.byte_runs import row_major_tiles
 from ckpt_tools.verify.report import Check, Findings
-from ckpt_tools.verify.structure import all_items
+from ckpt_tools.verify.structure import DATA_SUFFIXES, all_items
 
 SCHEMA = 1
 _TILE_BYTES = 4 << 20
@@ -40,6 +41,9 @@ def make_manifest(
         CkptError: something cannot be read.
     """
     names = {item.file for _, item in all_items(catalog)} | {n for n in SMALL_FILES if files.exists(n)}
+    names |= {
+        name for name in files.list() if PurePosixPath(name).suffix in DATA_SUFFIXES
+    }  # of other saves too
     with ThreadPoolExecutor(threads) as pool:
         ordered = sorted(names)
         digests = dict(zip(ordered, pool.map(lambda name: file_row(files, name, tick), ordered), strict=True))

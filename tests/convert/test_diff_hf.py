@@ -10,7 +10,7 @@ import pytest
 
 from ckpt_tools.cli.app import run
 from tests.conftest import SHARED, fixture_dir
-from tests.damage import copy_of, flip_bit, payload_of
+from tests.damage import ITERATION, copy_of, flip_bit, payload_of
 
 CASES = SHARED / "cases"
 LLAMA = "core019_llama_tp2_fully_reshardable"
@@ -128,6 +128,23 @@ def test_swapped_and_missing_tensors_of_the_model(tmp_path, capsys):
 def _write(path, header, payload):
     text = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + payload)
+
+
+def test_fp32_masters_against_a_half_precision_model(tmp_path, capsys):
+    """The checkpoint's weights are rounded as export-hf rounds them; what is stored wider is compared as that."""
+    if not CASES.is_dir():
+        pytest.skip("../shared is absent")
+    source = CASES / "hf_qwen3"
+    assert run(["import-hf", str(source), str(tmp_path / "out"), "-q", "--dtype", "float32"]) == 0
+    code, report = diff(source, tmp_path / "out", capsys)
+    assert (code, report["equal"]) == (0, True)
+    assert any("compared as the wider type" in note for note in report["notes"])
+    (tmp_path / "out" / "release").rename(tmp_path / "out" / ITERATION)
+    path, at, _ = payload_of(tmp_path / "out", "decoder.final_layernorm.weight", (0,))
+    flip_bit(path, at)  # below what a bfloat16 can say
+    code, report = diff(source, tmp_path / "out" / ITERATION, capsys)
+    assert code == 1
+    assert [t["key"] for t in report["tensors"] if t["kind"] != "equal"] == ["model.norm.weight"]
 
 
 def test_a_model_without_its_config_is_compared_by_names(tmp_path, capsys):

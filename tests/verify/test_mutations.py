@@ -14,6 +14,8 @@ import pytest
 from ckpt_tools.convert.diff import diff_checkpoints
 from ckpt_tools.convert.verify import VerifyOptions, verify_checkpoint
 from ckpt_tools.errors import CkptError
+from ckpt_tools.megatron.common_state import CommonState
+from ckpt_tools.verify import meaning
 from tests.conftest import SHARED, fixture_dir
 from tests.damage import (
     ITERATION,
@@ -364,6 +366,68 @@ def test_a_state_without_a_weight(tmp_path):
         found = errors_of(root)
         assert {check for check, _, _ in found} == {"states"}
         assert all("there is no weight" in message and NORM in message for _, _, message in found)
+
+
+def test_halves_of_a_gated_weight_with_different_shapes(tmp_path):
+    root = copy_of(NATIVE, tmp_path)
+    with metadata_of(root) as metadata:
+        for key in keys_with(metadata, "layers.0.mlp.linear_fc1.weight_v"):
+            stored = metadata.state_dict_metadata[key]
+            if hasattr(stored, "size") and len(stored.size) == 2:
+                stored.size = type(stored.size)((stored.size[0] + 2, stored.size[1]))
+    found = [f for f in errors_of(root) if f[0] == "states"]
+    names = [f"model.module.decoder.layers.0.mlp.linear_fc1.weight_{half}" for half in "wv"]
+    assert sorted(where for _, where, _ in found) == sorted(names)
+    assert all("its other half" in message for _, _, message in found)
+
+
+def test_a_group_of_a_parameter_that_is_not_there(tmp_path):
+    root = copy_of(NATIVE, tmp_path)
+    with metadata_of(root) as metadata:
+        drop_key(metadata, f"model.module.{NORM}")
+        for kind in ("exp_avg", "exp_avg_sq", "step"):
+            drop_key(metadata, f"{STATE}{NORM}.{kind}")
+    only(errors_of(root), "groups", NORM, "it has a group entry, but no optimizer states")
+
+
+def test_buckets_of_different_lengths(tmp_path):
+    root = copy_of("core019_llama_tp2_dp_reshardable", tmp_path)
+    with metadata_of(root) as metadata:
+        key = next(k for k in keys_with(metadata, "optimizer.distributed.") if k.endswith(".exp_avg"))
+        stored = metadata.state_dict_metadata[key]
+        stored.size = type(stored.size)((stored.size[0] + 8,))
+    found = [f for f in errors_of(root) if f[0] == "states"]
+    only(found, "states", key.removesuffix(".exp_avg"), "different lengths")
+
+
+def test_a_router_without_experts(tmp_path):
+    root = copy_of(NATIVE_MOE, tmp_path)
+    with metadata_of(root) as metadata:
+        for key in keys_with(metadata, ".experts."):
+            drop_key(metadata, key)
+    found = errors_of(root)
+    assert {(check, message) for check, _, message in found} == {
+        ("experts", "there is a router, but no experts are stored")
+    }
+
+
+@pytest.mark.parametrize("rows", [3, 5])
+def test_the_rows_of_the_router_say_how_many_experts_there_are(rows):
+    """Where no args do, and where args say otherwise."""
+    module = "decoder.layers.0.mlp"
+    weights = [meaning.Weight(f"{module}.router.weight", (rows, 8))]
+    weights += [
+        meaning.Weight(f"{module}.experts.local_experts.{i}.linear_fc{n}.weight", (8, 8))
+        for i in range(4)
+        for n in (1, 2)
+    ]
+    for values in ({}, {"num_experts": 4}):
+        found = meaning.check_experts(weights, CommonState({}, None, values)).findings
+        assert {f.message for f in found} == {
+            f"experts 0-3 are stored, {rows} are expected (the rows of the router)"
+        }
+    weights[0] = meaning.Weight(f"{module}.router.weight", (4, 8))
+    assert meaning.check_experts(weights, CommonState({}, None)).findings == ()
 
 
 def test_half_of_a_gated_weight_is_missing(tmp_path):

@@ -239,3 +239,23 @@ def test_sums_of_files_elsewhere_are_not_made(name, tmp_path):
     ((severity, check, where, message),) = findings_of(root, content=True)
     assert (severity, check, where) == ("error", "integrity", "integrity.json")
     assert "not the name of a file of this folder" in message
+
+
+def test_what_is_new_since_a_manifest_is_named(tmp_path, capsys):
+    root, manifest = copy_of(LLAMA, tmp_path), tmp_path / "m.json"
+    assert run(["verify", str(root), "-q", "--write-manifest", str(manifest)]) == 0
+    (root / ITERATION / "__9_0.distcp").write_bytes(b"new")
+    with metadata_of(root) as metadata:
+        key = "decoder.final_layernorm.weight"
+        index, info = next((i, s) for i, s in metadata.storage_data.items() if i.fqn == key)
+        metadata.state_dict_metadata["new.weight"] = metadata.state_dict_metadata[key]
+        metadata.storage_data[type(index)("new.weight", index.offset)] = info
+    capsys.readouterr()
+    assert run(["verify", str(root), "-q", "--manifest", str(manifest)]) == 1
+    found = [line for line in capsys.readouterr().out.splitlines() if line.startswith("error: manifest")]
+    assert [line.split(": ")[2] for line in found] == [".metadata", "__9_0.distcp", "new.weight"]
+    assert all("it is new" in line for line in found[1:])
+    drop = root / ITERATION / "__1_0.distcp"
+    drop.unlink()
+    assert run(["verify", str(root), "-q", "--manifest", str(manifest)]) == 1
+    assert f"error: manifest: {drop.name}: " in capsys.readouterr().out
