@@ -17,7 +17,8 @@ from ckpt_tools.catalog.unpickle import StandIn, TorchDtype, stand_in
 from ckpt_tools.convert.hf_parts import families_with, prove_equal, read_config
 from ckpt_tools.convert.outputs import ConversionReport, object_archives, output_directory, refuse_overlap
 from ckpt_tools.convert.placements import Layout
-from ckpt_tools.convert.to_fsdp_dtensor import Progress, make_plan
+from ckpt_tools.convert.target_job import TargetJob
+from ckpt_tools.convert.to_fsdp_dtensor import Progress, build_target, make_plan
 from ckpt_tools.convert.to_torch_dist import METADATA_JSON_BYTES, slice_placement
 from ckpt_tools.dtypes import CASTABLE
 from ckpt_tools.errors import UsageError
@@ -30,12 +31,14 @@ from ckpt_tools.megatron.huggingface.checks import Spec
 from ckpt_tools.megatron.huggingface.targets import Imported, import_targets
 from ckpt_tools.megatron.names import ModelStyle, live_name
 from ckpt_tools.megatron.rebase import Base, rebase
+from ckpt_tools.megatron.record import RECORD_FILE, record_bytes
 from ckpt_tools.megatron.settings import read_settings
 from ckpt_tools.megatron.source import TorchDistSource
 from ckpt_tools.megatron.target import Source, Target
-from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions, build_fsdp_target
+from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions
 from ckpt_tools.megatron.to_torch_dist import TorchDistOptions, build_torch_dist_target
 from ckpt_tools.megatron.torch_dist import EXPERTS, Parameter
+from ckpt_tools.megatron.vocab import vocabulary
 from ckpt_tools.plan.build import build_plan
 from ckpt_tools.plan.model import Plan, plan_summary
 
@@ -69,6 +72,7 @@ class PlannedImport:
     target: Target
     plan: Plan
     extra_files: Mapping[str, bytes]
+    job: TargetJob
 
 
 def import_hf(
@@ -176,7 +180,15 @@ def _plan_torch_dist(
     archives = object_archives(target.objects)
     plan = build_plan(catalog, target, slice_placement(world), world, archives)
     extra = {METADATA_JSON: METADATA_JSON_BYTES, COMMON_FILE: dump_archive(built.common)}
-    return PlannedImport(imported, target, plan, extra)
+    job = _with_tokens(TargetJob(built.record), imported, common)
+    return PlannedImport(imported, target, plan, extra | {RECORD_FILE: record_bytes(job.record)}, job)
+
+
+def _with_tokens(job: TargetJob, imported: Imported, common: CommonState) -> TargetJob:
+    """The job with the vocabulary's real size, which config.json tells."""
+    tokens = imported.args["vocab_size"]
+    rows = vocabulary(((t.key, t.shape) for t in imported.tensors), common.args, tokens)
+    return replace(job, record=replace(job.record, tokens=tokens), vocabulary=rows)
 
 
 def _plan_fsdp_dtensor(
@@ -195,10 +207,12 @@ def _plan_fsdp_dtensor(
         dropped=(),
     )
     wanted = replace(options.fsdp, weights_only=True, layer_spec=options.layer_spec)
-    built = build_fsdp_target(source, wanted)
+    layout = options.layout or Layout(world=world)
+    built, job = build_target(source, layout, wanted)
     built = replace(built, target=_rebased(built.target, imported, catalog))
-    plan = make_plan(catalog, built, options.layout or Layout(world=world))
-    return PlannedImport(imported, built.target, plan, {})
+    plan = make_plan(catalog, built, layout)
+    job = _with_tokens(job, imported, common)
+    return PlannedImport(imported, built.target, plan, {RECORD_FILE: record_bytes(job.record)}, job)
 
 
 def _parameters(imported: Imported, options: ImportOptions) -> list[Parameter]:
@@ -254,6 +268,7 @@ def _report(
         renamed=(),
         backfilled=target.backfilled,
         notes=(*imported.notes, *target.notes),
+        job=planned.job.as_json(),
         written=written,
         plan=plan_summary(planned.plan),
     )

@@ -110,3 +110,31 @@ def test_projections_that_cannot_be_regrouped_are_named(tmp_path, capsys):
     assert re.search(
         r"in_proj\.weight\.\w+: \d+ rows do not divide by tensor parallel size 16", capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize(
+    ("tp", "note"), [(3, "rank 2: copied"), (4, "ranks 2 to 3: copied"), (1, "rank 1: dropped")]
+)
+def test_rng_of_more_or_fewer_ranks(tp, note, tmp_path, capsys):
+    """A rank that the source does not have gets the last one's states; the others keep their own, to the byte."""
+    first = laid_out(LLAMA / "iter_0000002", tmp_path / "a", DP2_TP2)
+    assert run(["convert", str(first), str(tmp_path / "b"), "--quiet", "--tp", str(tp)]) == 0
+    assert f"rng of tensor-parallel {note}" in capsys.readouterr().out
+    prefix = "rng_state.(0, "
+    old, new = (
+        {
+            key: data
+            for key, data in stored_bytes(folder, list(oracle.metadata(folder).state_dict_metadata)).items()
+            if key.startswith(prefix)
+        }
+        for folder in (first, tmp_path / "b")
+    )
+    ranks = {int(key.removeprefix(prefix).partition(")")[0]) for key in new}
+    assert ranks == set(range(tp))
+    for rank in ranks:
+        own, source = f"{prefix}{rank})", f"{prefix}{min(rank, 1)})"
+        expected = {key.replace(source, own): data for key, data in old.items() if key.startswith(source)}
+        assert {key: data for key, data in new.items() if key.startswith(own)} == expected
+    assert {k.replace("(0, 0)", ""): v for k, v in old.items() if "(0, 0)" in k} != {
+        k.replace("(0, 1)", ""): v for k, v in old.items() if "(0, 1)" in k
+    }

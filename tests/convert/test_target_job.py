@@ -275,3 +275,16 @@ def test_a_pipeline_of_the_args_gets_states_for_every_stage(tmp_path):
     assert convert(source, tmp_path / "there") == 0
     assert convert(tmp_path / "there", tmp_path / "back", "--to", "torch_dist") == 0
     assert rng_keys(tmp_path / "back") == rng_keys(source)
+
+
+@pytest.mark.parametrize("to", ["torch_dist", "fsdp_dtensor"])
+def test_an_import_tells_the_vocabularys_sizes(to, tmp_path, capsys):
+    assert run(["export-hf", str(LLAMA), str(tmp_path / "hf"), "-q"]) == 0
+    capsys.readouterr()
+    words = ["import-hf", str(tmp_path / "hf"), str(tmp_path / "run"), "--to", to, "--vocab-multiple", "32"]
+    assert run([*words, "-q", "--json"]) == 0
+    job = json.loads(capsys.readouterr().out)["job"]
+    assert job["tokens"] == 201
+    assert job["vocabulary"] == {"rows": 224, "multiple": 32, "fits_tp": [1], "is_exact": True}
+    record = json.loads((tmp_path / "run" / "release" / RECORD_FILE).read_text())
+    assert record["tokens"] == 201
