@@ -1,0 +1,82 @@
+"""Who may read and write an output: as much as what it replaces or was made from, and the umask, allow.
+
+* A directory gets the permissions of the one it replaces, else of the source's directory, else the umask's; its owner
+  can always use it. Directories that are made on the way to it get the same.
+* It gets the group and the setgid bit of that directory too, unless the directory it is made in hands down its own
+  (setgid). Where the group may not be given, nobody's group gets anything.
+* A file gets of its directory's permissions what a file has. Group and others get nothing if a file in that
+  directory is not readable for them: private files in an open directory stay private.
+* The umask is always taken off. ACLs are the file system's: a default ACL is inherited as ever.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from ckpt_tools.execute.folders import Folder
+
+_LOOKED_AT = 10_000  # files of a model directory; a checkpoint's are alike
+
+
+class Access(NamedTuple):
+    """Permissions that an output takes over. `group` None: whatever the system gives."""
+
+    directory: int = 0o777
+    file: int = 0o666
+    group: int | None = None
+    setgid: bool = False
+
+
+def access_of(folder: Path) -> Access:
+    """The permissions of a directory and of the files in it; the umask's where there is none."""
+    try:
+        status = folder.stat()
+        files = _common_bits(folder)
+    except OSError:
+        return Access()
+    mode = stat.S_IMODE(status.st_mode) & 0o777 | 0o700
+    return Access(mode, mode & files & 0o666, status.st_gid, bool(status.st_mode & stat.S_ISGID))
+
+
+def _common_bits(folder: Path) -> int:
+    """0o777 less those, group or others, who cannot read every plain file in `folder`."""
+    readable = 0o777
+    with os.scandir(folder) as entries:
+        for entry, _ in zip(entries, range(_LOOKED_AT), strict=False):
+            if entry.is_file(follow_symlinks=False):
+                readable &= entry.stat(follow_symlinks=False).st_mode
+    return 0o700 | sum(7 << shift for shift in (3, 0) if readable & 4 << shift)
+
+
+def make_folder(parent: Folder, name: str, access: Access) -> Folder:
+    """A new directory with this access.
+
+    Raises:
+        FileExistsError: something has that name.
+    """
+    folder = parent.make(name, access.directory)
+    status = os.fstat(folder.fd)
+    mode, inherits = stat.S_IMODE(status.st_mode), bool(status.st_mode & stat.S_ISGID)
+    if access.group is None or inherits:
+        return folder
+    if give_group(folder.fd, access.group):
+        os.fchmod(folder.fd, mode | stat.S_ISGID if access.setgid else mode)
+    return folder
+
+
+def give_group(fd: int, group: int) -> bool:
+    """Give an open file or directory to a group; if that is not allowed, take the group's permissions away."""
+    status = os.fstat(fd)
+    if status.st_gid == group:
+        return True
+    try:
+        os.fchown(fd, -1, group)
+    except PermissionError:
+        with suppress(OSError):
+            os.fchmod(fd, stat.S_IMODE(status.st_mode) & ~0o070)
+        return False
+    return True
