@@ -22,6 +22,7 @@ from ckpt_tools.dtypes import itemsize
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError
 
 MAX_PICKLE_BYTES = 64 << 20
+MAX_OBJECT_BYTES = 8 << 30  # of common.pt and its like
 _WINDOW = 4096  # covers every record but the payload of a single-tensor archive (1.5 KiB in torch 2.13)
 
 STORAGE_DTYPES = {
@@ -208,7 +209,13 @@ def load_object(files: Files, item: Item, trust_pickle: bool = False) -> Any:
 
 def whole_file(files: Files, name: str) -> Item:
     """The item that is all of a file, for `common.pt` and its like."""
-    return Item(name, 0, files.size(name))
+    size = files.size(name)
+    if size > MAX_OBJECT_BYTES:
+        raise CorruptCheckpointError(
+            f"{files.location.rstrip('/')}/{name} has {size:,} bytes; of a file of objects at most "
+            f"{MAX_OBJECT_BYTES:,} are read into memory"
+        )
+    return Item(name, 0, size)
 
 
 def _frame(archive: _Archive, ref: _TensorRef) -> Frame:

@@ -15,12 +15,13 @@ from math import prod
 from pathlib import Path
 
 from ckpt_tools.box import full_box
-from ckpt_tools.catalog.files import Files, open_files
+from ckpt_tools.catalog.files import Files, open_files, read_whole
 from ckpt_tools.catalog.model import MAX_DIMENSIONS, Catalog, Chunk, Item, TensorEntry
 from ckpt_tools.dtypes import itemsize
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError, list_problems
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
+MAX_INDEX_BYTES = 128 << 20  # a million tensors
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 DTYPES = {
@@ -112,7 +113,7 @@ def _where(files: Files, name: str) -> str:
 
 def _read_index(files: Files) -> dict[str, str]:
     path = _where(files, INDEX_FILE)
-    raw = files.read(INDEX_FILE, 0, files.size(INDEX_FILE))
+    raw = read_whole(files, INDEX_FILE, MAX_INDEX_BYTES)
     try:
         index = json.loads(raw, object_pairs_hook=_unique)
         weight_map = index["weight_map"]

@@ -36,6 +36,7 @@ class Format(str, Enum):
 _RUNNING = {
     "input_dir", "output_dir", "to", "iteration", "ignore_keys", "overwrite", "resume", "dry_run", "threads",
     "max_memory", "fsync", "direct", "quiet", "as_json", "report", "trust_pickle", "enable_msc", "oom_traceback",
+    "follow_links",
 }  # fmt: skip
 # What has a meaning for one direction only; a flag without effect is refused.
 _MEANING = {

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckpt_tools.catalog.documents import DocumentError, read_named_file
 from ckpt_tools.convert.opened import Opened, open_checkpoint
 from ckpt_tools.errors import UsageError
 from ckpt_tools.megatron.fsdp_dtensor import RNG_KEY
@@ -44,8 +45,8 @@ def preflight(
     job = Job()
     if yaml_file is not None:
         try:
-            job = parse_yaml(yaml_file.read_text(), str(yaml_file))
-        except (OSError, UnicodeDecodeError) as error:
+            job = parse_yaml(read_named_file(yaml_file), str(yaml_file))
+        except (OSError, DocumentError) as error:
             raise UsageError(f"{yaml_file}: {error}") from None
     if words:
         job = merge(job, parse_command(words))

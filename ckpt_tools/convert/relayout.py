@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools.catalog.dcp import read_catalog
 from ckpt_tools.catalog.detect import Location
-from ckpt_tools.catalog.files import Files, open_files
+from ckpt_tools.catalog.files import Files, open_files, read_whole
 from ckpt_tools.catalog.model import Catalog, Item
 from ckpt_tools.convert.outputs import ConversionReport, choose_output, count_objects
 from ckpt_tools.convert.placements import Layout, Model, lay_out, source_model
@@ -145,7 +145,7 @@ def relayout(
 
 def _with_bridge_files(place: Output, files: Files) -> Output:
     """The output with the small files Bridge reads beside the tensors, as the source has them."""
-    kept = {name: files.read(name, 0, files.size(name)) for name in BRIDGE_FILES if files.exists(name)}
+    kept = {name: read_whole(files, name) for name in BRIDGE_FILES if files.exists(name)}
     beside = dict(place.beside)
     if beside and TRAIN_STATE in kept:
         beside[LATEST_TRAIN_STATE] = kept[TRAIN_STATE]

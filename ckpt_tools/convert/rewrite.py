@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckpt_tools.box import Box, full_box
+from ckpt_tools.catalog.container import MAX_OBJECT_BYTES
+from ckpt_tools.catalog.files import read_whole
 from ckpt_tools.catalog.model import Catalog
 from ckpt_tools.convert.opened import Opened
 from ckpt_tools.convert.outputs import choose_output
@@ -66,7 +68,7 @@ def rewrite(
     placement, world = keep_chunks(catalog or opened.catalog)
     plan = build_plan(catalog or opened.catalog, target, placement, world, blobs, original_shapes)
     files = opened.files
-    kept = {name: files.read(name, 0, files.size(name)) for name in COMPANIONS if files.exists(name)}
+    kept = {name: read_whole(files, name, MAX_OBJECT_BYTES) for name in COMPANIONS if files.exists(name)}
     place = replace(place, extra_files=kept | dict(companions or {}))
     return write_checkpoint(plan, files, place, options.write, progress=progress)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from ckpt_tools.box import Box
 from ckpt_tools.catalog.dcp import read_catalog
 from ckpt_tools.catalog.detect import Location, locate
-from ckpt_tools.catalog.files import Files, open_files
+from ckpt_tools.catalog.files import Files, open_files, read_whole
 from ckpt_tools.catalog.model import Catalog
 from ckpt_tools.convert.outputs import (
     ConversionReport,
@@ -150,7 +150,7 @@ def with_bridge_files(place: Output, planned: Planned) -> Output:
     if planned.built.dialect.name != "bridge":
         return place
     files, source = planned.files, planned.source
-    kept = {name: files.read(name, 0, files.size(name)) for name in BRIDGE_FILES if files.exists(name)}
+    kept = {name: read_whole(files, name) for name in BRIDGE_FILES if files.exists(name)}
     state = kept.get(TRAIN_STATE) or train_state_file(source.common, source.args or {})
     inside = {TRAIN_STATE: state}
     if RUN_CONFIG in kept:

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 
 from ckpt_tools.box import Box
 from ckpt_tools.catalog.detect import METADATA_JSON, Location
-from ckpt_tools.catalog.files import Files
+from ckpt_tools.catalog.files import Files, read_whole
 from ckpt_tools.catalog.pickling import dump_archive
 from ckpt_tools.convert.opened import open_checkpoint
 from ckpt_tools.convert.outputs import ConversionReport, choose_output, count_objects, object_archives
@@ -160,7 +160,7 @@ def slice_placement(world: int) -> Placement:
 def extra_files(planned: PlannedTorchDist) -> dict[str, bytes]:
     """The files beside the tensors: `metadata.json`, `common.pt`, and Bridge's own, taken over as they are."""
     files = planned.files
-    kept = {name: files.read(name, 0, files.size(name)) for name in BRIDGE_FILES if files.exists(name)}
+    kept = {name: read_whole(files, name) for name in BRIDGE_FILES if files.exists(name)}
     return kept | {METADATA_JSON: METADATA_JSON_BYTES, COMMON_FILE: dump_archive(planned.built.common)}
 
 

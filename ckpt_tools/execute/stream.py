@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -201,11 +200,10 @@ class Pump:
         is_small = payload.nbytes < KERNEL_COPY_BYTES
         if is_small or file.direct is not None or not isinstance(payload.files, LocalFiles):
             return False
-        name = Path(payload.files.location, payload.name)
-        with storage_errors(file.path), open(name, "rb", buffering=0) as stored:
+        with payload.files.descriptor(payload.name) as stored, storage_errors(file.path):
             for done in range(0, payload.nbytes, _COPY_STEP_BYTES):
                 step = min(_COPY_STEP_BYTES, payload.nbytes - done)
-                source = At(stored.fileno(), payload.offset + done)
+                source = At(stored, payload.offset + done)
                 copy_range(source, At(file.fd, at + done), step, self.counters.copies)
                 self._tick(step)
         self.counters.read += payload.nbytes

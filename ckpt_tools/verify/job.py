@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckpt_tools.catalog import documents
 from ckpt_tools.errors import UsageError
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
@@ -64,17 +65,15 @@ def parse_command(words: Sequence[str]) -> Job:
     return Job(settings, environment)
 
 
-def parse_yaml(text: str, name: str = "the YAML file") -> Job:
+def parse_yaml(text: bytes | str, name: str = "the YAML file") -> Job:
     """The job that a YAML file describes.
 
     Raises:
         UsageError: it is no YAML mapping.
     """
-    import yaml
-
     try:
-        document = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        document = documents.parse_yaml(text)
+    except documents.DocumentError as error:
         raise UsageError(f"{name}: {error}") from None
     if not isinstance(document, Mapping):
         raise UsageError(f"{name}: expected a mapping of settings, found {type(document).__name__}")

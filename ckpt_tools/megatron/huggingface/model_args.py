@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from ckpt_tools.errors import MappingError, list_problems
+from ckpt_tools.megatron.huggingface.numbers import bounded
 
 RopeScaling: TypeAlias = Mapping[str, Any] | None  # as `rope_scaling` of a transformers-4 config.json
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -91,6 +92,7 @@ class ModelArgs:
         return bool(self.moe_layers and self.moe_layers[layer])
 
 
+@bounded("the checkpoint's args")
 def read_model_args(args: Mapping[str, Any]) -> ModelArgs:
     """The architecture that Megatron-LM args or the `model` section of Bridge's run_config.yaml describe.
 

@@ -24,6 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ckpt_tools.catalog.documents import DocumentError, parse_yaml, read_named_file
 from ckpt_tools.errors import UsageError, list_problems
 from ckpt_tools.megatron.huggingface.families import FAMILIES
 from ckpt_tools.megatron.huggingface.layouts import LAYOUTS
@@ -43,11 +44,9 @@ def load_rule_file(path: str | Path) -> Family:
         UsageError: the file is not YAML, or a value is not what it must be; all of them are named with their
             place, as `problem @ $.rules[3].layout`.
     """
-    import yaml
-
     try:
-        data = yaml.safe_load(Path(path).read_text())
-    except (OSError, yaml.YAMLError) as error:
+        data = parse_yaml(read_named_file(Path(path)))
+    except (OSError, DocumentError) as error:
         raise UsageError(f"{path}: {error}") from error
     problems: list[str] = []
     family = _family(data, problems)
