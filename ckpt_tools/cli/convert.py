@@ -272,9 +272,7 @@ def build_param_group_map(
     enable_msc: EnableMsc = False,
 ) -> None:
     """Write a param_to_param_group_map.json: from a training job's dump, or derived from a checkpoint alone."""
-    import json
-
-    from ckpt_tools.cli.render import escape
+    from ckpt_tools.cli.render import escape, json_text, write_text
     from ckpt_tools.convert.group_map import build_group_map
     from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions
 
@@ -285,11 +283,7 @@ def build_param_group_map(
         swiglu=swiglu,
     )
     found = build_group_map(source, options, iteration)
-    text = json.dumps(dict(found.groups), indent=2)
-    if output is None:
-        print(text)
-    else:
-        output.write_text(text)
+    write_text(output or Path("-"), json_text(dict(found.groups), 2) + "\n", source)
     if explain:
         for name, rule in found.rules.items():
             print(f"{escape(name)}: group {found.groups[name]} ({rule})", file=sys.stderr)
@@ -297,17 +291,16 @@ def build_param_group_map(
 
 def finish(reports: list[ConversionReport], as_json: bool, file: Path | None, is_list: bool = False) -> None:
     """Print the reports on rank 0; write them where asked. `is_list`: as one JSON object, however many they are."""
-    import json
-
     from ckpt_tools.cli.progress import is_first_rank
+    from ckpt_tools.cli.render import json_text, write_text
     from ckpt_tools.cli.reports import print_report
 
     if not is_first_rank():
         return
     data = [report.as_json() for report in reports]
-    text = json.dumps({"schema_version": 1, "iterations": data} if is_list else data[0], indent=2)
+    text = json_text({"schema_version": 1, "iterations": data} if is_list else data[0], 2)
     if file is not None:
-        file.write_text(text + "\n")
+        write_text(file, text + "\n", reports[0].source)
     if as_json:
         print(text)
         return

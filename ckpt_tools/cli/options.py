@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -47,14 +48,23 @@ def in_a_folder(file: Path | None) -> Path | None:
     """`file`, if it can be made where it is to be: told before the work, not after it.
 
     Raises:
-        UsageError: its folder is not there, or it is a folder.
+        UsageError: its folder is not there or cannot be written, or it is a folder or a file that cannot.
     """
-    if file is None or (file.parent.is_dir() and not file.is_dir()):
+    if file is None or str(file) == "-":  # stdout
         return file
     from ckpt_tools.catalog.files import absent_folder
     from ckpt_tools.errors import UsageError
 
-    why = "it is a folder; give the name of a file" if file.is_dir() else absent_folder(file.parent)
+    if file.is_dir():
+        why = "it is a folder; give the name of a file"
+    elif not file.parent.is_dir():
+        why = absent_folder(file.parent)
+    elif file.is_symlink() and not file.exists():
+        why = "it is a link to nothing"
+    elif not os.access(file if file.exists() else file.parent, os.W_OK):
+        why = "check its permissions" if file.exists() else f"check the permissions of {file.parent}"
+    else:
+        return file
     raise UsageError(f"{file} cannot be written: {why}")
 
 

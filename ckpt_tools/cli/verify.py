@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from enum import Enum
 from pathlib import Path
@@ -127,7 +126,7 @@ def preflight(
     if chosen is ReportFormat.TEXT:
         print("launch with")
         for line in (*found.environment, " \\\n  ".join(("pretrain_gpt.py", *found.flags))):
-            print(f"  {line}")
+            print(render.escape_lines(f"  {line}"))
     raise typer.Exit(0 if found.report.is_valid else 1)
 
 
@@ -184,9 +183,9 @@ def _print_report(
     report: Report, command: str, chosen: ReportFormat, junit: Path | None, more: dict[str, Any] | None = None
 ) -> None:
     if junit is not None:
-        junit.write_text(findings.as_junit(report, command))
+        render.write_text(junit, findings.as_junit(report, command), report.checkpoint)
     if chosen is ReportFormat.JSON:
-        print(json.dumps(findings.as_json(report) | (more or {}), indent=1))
+        print(render.json_text(findings.as_json(report) | (more or {})))
     elif chosen is ReportFormat.GITHUB:
         print(findings.as_github(report, command), end="")
     elif chosen is ReportFormat.MARKDOWN:

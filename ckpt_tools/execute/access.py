@@ -2,6 +2,7 @@
 
 * A directory gets the permissions of the one it replaces, else of the source's directory, else the umask's; its owner
   can always use it. Directories that are made on the way to it get the same.
+* An iteration is no more open than its run's directory.
 * It gets the group and the setgid bit of that directory too, unless the directory it is made in hands down its own
   (setgid). Where the group may not be given, nobody's group gets anything.
 * A file gets of its directory's permissions what a file has. Group and others get nothing if a file in that
@@ -12,13 +13,16 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from ckpt_tools.execute.fileio import storage_errors
 from ckpt_tools.execute.folders import Folder
 
+_ITERATION = re.compile(r"iter_\d+|release")
 _LOOKED_AT = 10_000  # files of a model directory; a checkpoint's are alike
 
 
@@ -36,9 +40,10 @@ def access_of(folder: Path) -> Access:
     try:
         status = folder.stat()
         files = _common_bits(folder)
+        root = folder.absolute().parent.stat().st_mode if _ITERATION.fullmatch(folder.name) else 0o777
     except OSError:
         return Access()
-    mode = stat.S_IMODE(status.st_mode) & 0o777 | 0o700
+    mode = status.st_mode & root & 0o777 | 0o700
     return Access(mode, mode & files & 0o666, status.st_gid, bool(status.st_mode & stat.S_ISGID))
 
 
@@ -80,3 +85,22 @@ def give_group(fd: int, group: int) -> bool:
             os.fchmod(fd, stat.S_IMODE(status.st_mode) & ~0o070)
         return False
     return True
+
+
+def write_report(file: Path, data: bytes, source: Path | None) -> None:
+    """Write a file that a user named: one that is there keeps its permissions, a new one gets those of `source`.
+
+    Raises:
+        StorageError: the system refused.
+    """
+    access = access_of(source) if source else Access()
+    with storage_errors(file):
+        try:
+            fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, access.file)
+        except FileExistsError:
+            fd = os.open(file, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC)
+        else:
+            if access.group is not None and not file.parent.stat().st_mode & stat.S_ISGID:
+                give_group(fd, access.group)
+        with os.fdopen(fd, "wb") as opened:
+            opened.write(data)

@@ -67,9 +67,7 @@ def test_an_iteration_that_is_a_link_to_elsewhere(tmp_path: Path, capsys: pytest
     assert run(["inspect", str(tmp_path / "run" / ITERATION)]) == 0  # the user named it
 
 
-@pytest.mark.parametrize(
-    "name", [".metadata", "common.pt", "metadata.json", "latest_checkpointed_iteration.txt"]
-)
+@pytest.mark.parametrize("name", [".metadata", "metadata.json", "latest_checkpointed_iteration.txt"])
 def test_a_fifo_in_a_checkpoint_keeps_nobody_waiting(tmp_path: Path, name: str) -> None:
     shutil.copytree(LLAMA, tmp_path / "run")
     path = tmp_path / "run" / name if name.startswith("latest") else tmp_path / "run" / ITERATION / name
