@@ -18,6 +18,7 @@ from ckpt_tools.execute.folders import opened
 from ckpt_tools.execute.journal import check_unchanged, fingerprint
 from ckpt_tools.execute.publish import Found, Staging
 from ckpt_tools.execute.ranks import DistributedRanks, Ranks
+from ckpt_tools.execute.shards import prove_shards
 from ckpt_tools.execute.signals import StopSignals
 from ckpt_tools.execute.source import SourceReader, forget
 from ckpt_tools.execute.work import Progress, Work, tile_bytes
@@ -218,6 +219,7 @@ class _Job:
         if found != Found.PUBLISHED.name:
             after = fingerprint(self._files, self._plan.source_files)
             check_unchanged(self._source_state, after, self._files.location)
+            prove_shards(self._plan, staging.data)
             for name, data in output.extra_files.items():
                 staging.write_file(name, data, sync)
             if output.is_dcp:

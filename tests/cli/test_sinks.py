@@ -177,7 +177,7 @@ def test_tables_and_trees(name: str) -> None:
 @pytest.mark.parametrize(
     "words", ["inspect {}", "verify {} -q", "convert {} out", "diff {} {} -q", "preflight {}", "plan {}"]
 )
-@pytest.mark.parametrize("name", [name for name in EVIL if "\0" not in name and "\ud800" not in name])
+@pytest.mark.parametrize("name", EVIL[:10:3])
 def test_paths_on_stderr(words: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([word.format(name.replace("/", "")) for word in words.split()]) in (2, 3)
     out, err = capsys.readouterr()
