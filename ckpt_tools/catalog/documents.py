@@ -99,8 +99,10 @@ def read_named_file(path: Path, limit: int = SMALL_FILE_BYTES) -> bytes:
         DocumentError: it is longer than `limit` bytes.
         OSError: as the system says.
     """
+    data = bytearray()
     with open(path, "rb") as file:
-        data = file.read(limit + 1)
-    if len(data) > limit:
-        raise DocumentError(f"it has more than {limit:,} bytes")
-    return data
+        while part := file.read(1 << 20):
+            data += part
+            if len(data) > limit:
+                raise DocumentError(f"it has more than {limit:,} bytes")
+    return bytes(data)

@@ -128,8 +128,9 @@ class Folder:
         """
         fd = self.open(name, os.O_RDONLY)
         with os.fdopen(fd, "rb") as file:
-            data = file.read(limit + 1)
-        if len(data) > limit:
+            size = os.fstat(fd).st_size
+            data = file.read() if size <= limit else b""
+        if size > limit:
             raise StorageError(
                 f"{self.path / name} is longer than {limit:,} bytes, which this tool never writes"
             )

@@ -77,10 +77,13 @@ def parse_yaml(text: bytes | str, name: str = "the YAML file") -> Job:
         raise UsageError(f"{name}: {error}") from None
     if not isinstance(document, Mapping):
         raise UsageError(f"{name}: expected a mapping of settings, found {type(document).__name__}")
+    for section in ("ENV_VARS", "MODEL_ARGS"):
+        if not isinstance(document.get(section, {}) or {}, Mapping):
+            raise UsageError(f"{name}: expected a mapping under {section}")
     environment = {str(k): str(v) for k, v in (document.get("ENV_VARS") or {}).items()}
     is_bridge = isinstance(document.get("model"), Mapping) and any(s in document for s in _SECTIONS[1:])
     settings: dict[str, Any] = {}
-    for key, value in _leaves(document.get("MODEL_ARGS", document)):
+    for key, value in _leaves(document.get("MODEL_ARGS", document) or {}):
         if settings.get(key) is None:
             settings[key] = value
     for key, value in list(settings.items()):

@@ -41,7 +41,7 @@ def bomb(line: str) -> bytes:
         (b"a: &a [*a]", "an alias names what it is a part of"),
         (b"&a {b: {c: *a}}", "an alias names what it is a part of"),
         (b"[" * 80 + b"]" * 80, "nested deeper than 64"),
-        (b"[" * 100_000, "nested too deep"),
+        (b"[" * 5_000, "nested too deep"),
         (b"a" * (MAX_YAML_BYTES + 1), "at most 1,048,576"),
         (b"!!python/object/apply:os.system [true]", "not YAML"),
         (b"a: 1\n--- \nb: 2", "not YAML"),
@@ -62,7 +62,7 @@ def test_yaml_bombs_and_rubbish_are_refused(text: bytes, why: str) -> None:
 
 def test_json() -> None:
     assert parse_json(b'{"a": [1, null]}') == {"a": [1, None]}
-    for text, why in ((b"[" * 100_000, "nested too deep"), (b"{", "not JSON"), (b"\xff", "not JSON")):
+    for text, why in ((b"[" * 5_000, "nested too deep"), (b"{", "not JSON"), (b"\xff", "not JSON")):
         with pytest.raises(DocumentError, match=why):
             parse_json(text)
 

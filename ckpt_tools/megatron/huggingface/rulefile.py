@@ -61,7 +61,7 @@ def _family(data: Any, problems: list[str]) -> Family | None:
         return None
     _unknown(data, FAMILY_KEYS, "$", problems)
     like = data.get("like", "llama")
-    if like not in FAMILIES:
+    if not isinstance(like, str) or like not in FAMILIES:
         problems.append(f"{like!r} is not one of {', '.join(FAMILIES)} @ $.like")
         return None
     base = FAMILIES[like]
