@@ -103,13 +103,13 @@ class LocalFiles:
     def exists(self, name: str) -> bool:
         try:
             return Path(self._path(name)).exists()
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise self._explain(name, error) from error
 
     def size(self, name: str) -> int:
         try:
             status = os.stat(self._path(name))  # noqa: PTH116  in every read; a Path takes longer than the call
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise self._explain(name, error) from error
         self._check_kind(name, status.st_mode)
         return status.st_size
@@ -233,8 +233,10 @@ class LocalFiles:
                 f"has {size} bytes. The file is truncated or its metadata is damaged; copy the checkpoint again."
             )
 
-    def _explain(self, name: str, error: OSError) -> CorruptCheckpointError | StorageError:
+    def _explain(self, name: str, error: OSError | ValueError) -> CorruptCheckpointError | StorageError:
         path = self._path(name)
+        if not isinstance(error, OSError):  # half a surrogate pair or a NUL
+            return CorruptCheckpointError(f"{self.location}: {name!r} is not a file name")
         if isinstance(error, FileNotFoundError | NotADirectoryError):
             return CorruptCheckpointError(
                 f"{path} does not exist, but the checkpoint needs it. Copy the checkpoint again."

@@ -117,6 +117,8 @@ def _explain(error: BaseException) -> int:
         error = Interrupted("interrupted; nothing was published.")
     elif isinstance(error, OSError):
         error = StorageError(str(error))
+    elif isinstance(error, UnicodeEncodeError):
+        error = UsageError(f"{error.object!r} is not Unicode text, so nothing can have this name.")
     elif isinstance(error, MemoryError):
         error = StorageError("there is not enough memory for this. Nothing was published.")
     if isinstance(error, CkptError):

@@ -228,9 +228,11 @@ def _refuse_meaningless(ctx: typer.Context, to: Format) -> None:
 def _expect(kind: str, path: str, iteration: str | None, to: Format) -> None:
     """Refuse a source of another kind than the command's name says."""
     from ckpt_tools.catalog.detect import locate
+    from ckpt_tools.convert.outputs import MAX_DIGITS
     from ckpt_tools.errors import UnsupportedCheckpointError
 
-    found = locate(path, int(iteration) if iteration and iteration.isdecimal() else None).kind
+    is_number = iteration and iteration.isdecimal() and len(iteration) <= MAX_DIGITS
+    found = locate(path, int(iteration) if iteration and is_number else None).kind
     if found != kind:
         raise UnsupportedCheckpointError(
             f"{path} is a checkpoint of kind {found}; this command takes {kind}. `convert --to {to.value}` takes any"

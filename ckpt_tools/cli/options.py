@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from enum import Enum
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -68,6 +69,8 @@ def in_a_folder(file: Path | None) -> Path | None:
     raise UsageError(f"{file} cannot be written: {why}")
 
 
+# More than any machine has; a typing mistake must not fill its memory with plans for them.
+MAX_RANKS, MAX_THREADS, MAX_ROWS = 1 << 20, 1024, (1 << 31) - 1
 _MODEL, _PLACE, _RUN = "The model and its target", "Placement", "How to run"
 
 Target = Annotated[
@@ -126,12 +129,13 @@ Dtype = Annotated[
 ]  # fmt: skip
 VocabSizePadded = Annotated[
     int | None,
-    typer.Option("--vocab-size-padded", help="Rows of the vocabulary in the target: padding is cut or zeros added.",
+    typer.Option("--vocab-size-padded", min=1, max=MAX_ROWS,
+                 help="Rows of the vocabulary in the target: padding is cut or zeros added.",
                  rich_help_panel=_MODEL),
 ]  # fmt: skip
 VocabSize = Annotated[
     int | None,
-    typer.Option("--vocab-size", help="Real tokens: the rows after them are padding.",
+    typer.Option("--vocab-size", min=1, max=MAX_ROWS, help="Real tokens: the rows after them are padding.",
                  rich_help_panel=_MODEL),
 ]  # fmt: skip
 ModelPrefix = Annotated[
@@ -232,7 +236,10 @@ ReportFile = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="The report as JSON on stdout.", rich_help_panel=_RUN)]
-Threads = Annotated[int, typer.Option("--threads", min=1, help="Threads per process.", rich_help_panel=_RUN)]
+Threads = Annotated[
+    int,
+    typer.Option("--threads", min=1, max=MAX_THREADS, help="Threads per process.", rich_help_panel=_RUN),
+]
 MaxMemory = Annotated[
     str, typer.Option("--max-memory", help="Buffer memory per process, e.g. 96MiB.", rich_help_panel=_RUN)
 ]
@@ -272,6 +279,11 @@ def choose_layout(
     from ckpt_tools.errors import UsageError
     from ckpt_tools.sharding.topology import Topology
 
+    sizes = [size for size in (dp_shard, dp_outer, tp, cp) if size is not None]
+    if any(size > MAX_RANKS for size in (world_size or 1, ep, etp or 1, *sizes, prod(sizes))):
+        raise UsageError(
+            f"a job of more than {MAX_RANKS:,} ranks is asked for; is a size of the topology mistyped?"
+        )
     exact = layout is not None and layout is not LayoutName.EVEN
     if dp_shard is None and not exact:
         if (dp_outer, cp, ep, etp) != (1, 1, 1, None):
@@ -317,7 +329,7 @@ def parse_bytes(text: str) -> int:
 
     from ckpt_tools.errors import UsageError
 
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?)[bB]?\s*", text)
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([kKmMgGtT]?)(i?)[bB]?\s*", text)
     size = 0
     if match:
         base = 1024 if match[3] else 1000

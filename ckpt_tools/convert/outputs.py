@@ -79,7 +79,7 @@ def chosen_iterations(source: str, wanted: str | None) -> list[int | None]:
     Raises:
         UsageError: `wanted` is neither a number nor `all`, or `source` is no root.
     """
-    if wanted is None or wanted.isdecimal():
+    if wanted is None or (wanted.isdecimal() and len(wanted) <= MAX_DIGITS):
         return [None if wanted is None else int(wanted)]
     if wanted != "all":
         raise UsageError(f"--iteration {wanted}: give a number, or all")
@@ -109,6 +109,7 @@ def place_parts(location: str) -> tuple[str, ...]:
     return (scheme, *filter(None, rest.split("/")))
 
 
+MAX_DIGITS = 18  # of an iteration
 _PLAIN = (type(None), bool, int, float, str)  # a union would be made anew for each of a million fields
 
 

@@ -193,3 +193,15 @@ def test_a_file_that_should_be_small_fills_no_memory(folder: Path) -> None:
         read_whole(files, "long")
     assert read_whole(files, "a") == bytes(range(100))
     files.close()
+
+
+@pytest.mark.parametrize("name", ["\0", "a\0b", "\ud800"])
+def test_what_is_not_a_file_name_is_refused(folder: Path, name: str) -> None:
+    files = LocalFiles(str(folder))
+    with pytest.raises(CorruptCheckpointError, match="is not a file name"):
+        files.size(name)
+    with pytest.raises(CorruptCheckpointError, match="is not a file name"):
+        files.read_into(name, 0, memoryview(bytearray(1)))
+    if "\0" not in name:  # what pathlib answers to that differs between versions
+        with pytest.raises(CorruptCheckpointError, match="is not a file name"):
+            files.exists(name)
