@@ -122,7 +122,8 @@ def import_(
     vocab_multiple: Annotated[
         int,
         typer.Option("--vocab-multiple", min=1, max=o.MAX_ROWS, help="Rows of the vocabulary are filled up with "
-                     "zeros to a multiple of this: make-vocab-size-divisible-by times tensor parallel size.", rich_help_panel=_MODEL),
+                     "zeros to a multiple of this: make-vocab-size-divisible-by times tensor parallel size.",
+                     rich_help_panel=_MODEL),
     ] = 128,
     target: o.Target = None,
     layer_spec: o.LayerSpecOption = None,

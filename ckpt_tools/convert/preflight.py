@@ -61,7 +61,12 @@ def preflight(
 
 def run_rule(rule: Rule, facts: Facts) -> Check:
     """The verdict of one rule."""
-    found = rule.broken(facts)
+    try:
+        found = rule.broken(facts)
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"{rule.name}: a setting of the job has a value that it cannot have ({error})"
+        ) from None
     severity = WARNING if rule.bridge_corrects and facts.job.is_bridge else rule.severity
     findings = () if found is None else (Finding(rule.name, severity, found, rule.why, rule.fix),)
     return Check(rule.name, "rules", 1, findings)

@@ -10,7 +10,8 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from ckpt_tools.catalog.files import Files, LocalFiles
@@ -60,7 +61,7 @@ class Journal:
 
     def __init__(self, folder: Path, parent: Callable[[], Folder] | None = None) -> None:
         self._folder = folder
-        self._parent = parent or (lambda: Folder.named(folder.parent))
+        self._parent = parent
         self._lock = threading.Lock()
 
     def exists(self) -> bool:
@@ -70,14 +71,23 @@ class Journal:
         except FileNotFoundError:
             return False
 
+    @contextmanager
+    def _above(self) -> Iterator[Folder]:
+        if self._parent is not None:
+            yield self._parent()
+            return
+        with Folder.named(self._folder.parent) as folder:
+            yield folder
+
     def _inside(self) -> Folder:
-        return self._parent().enter(self._folder.name)
+        with self._above() as above:
+            return above.enter(self._folder.name)
 
     def begin(self, plan: Plan, source: list[list[object]]) -> None:
         """Start a new journal."""
         with storage_errors(self._folder):
             header = json.dumps({"digest": plan.digest, "source": source})
-            with self._parent().make(self._folder.name, 0o700) as folder:
+            with self._above() as above, above.make(self._folder.name, 0o700) as folder:
                 folder.write(_HEADER, header.encode(), mode=0o600)
 
     def resume(self, plan: Plan, source: list[list[object]], location: str) -> None:

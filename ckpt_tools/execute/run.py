@@ -150,6 +150,9 @@ class _Job:
         except BaseException as error:
             self._leave(error)
             raise
+        finally:
+            if not self._leads:
+                self._staging.release()  # the handles; the lock is the leading rank's
         return [count for share in counts for count in share]
 
     def _prepare(self) -> str:

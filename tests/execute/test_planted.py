@@ -12,6 +12,7 @@ import pytest
 from ckpt_tools.catalog.detect import TRACKER
 from ckpt_tools.errors import CorruptCheckpointError, UsageError
 from ckpt_tools.execute.folders import Folder, Foreign
+from ckpt_tools.execute.journal import Journal
 from ckpt_tools.execute.publish import Staging
 from ckpt_tools.execute.run import Output, write_checkpoint
 from tests.execute.conftest import Case
@@ -208,3 +209,20 @@ def test_a_damaged_journal_is_named(
     (tmp_path / PARTIAL / "journal" / "plan.json").write_bytes(header)
     with pytest.raises(CorruptCheckpointError, match=r"plan\.json is damaged"):
         write_checkpoint(case.plan(2), case.files, Output(tmp_path / "out", resume=True))
+
+
+def test_no_handle_stays_open(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def count() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    write_checkpoint(case.plan(1), case.files, Output(tmp_path / "first"))
+    before = count()
+    write_checkpoint(case.plan(2), case.files, Output(tmp_path / "second", {TRACKER: b"1"}))
+    finished_but_unpublished(case, tmp_path / "out", monkeypatch)
+    with pytest.raises(UsageError, match="another plan"):
+        write_checkpoint(case.plan(3), case.files, Output(tmp_path / "out", resume=True))
+    with pytest.raises(UsageError, match="--resume"):
+        write_checkpoint(case.plan(3), case.files, Output(tmp_path / "out"))
+    write_checkpoint(case.plan(2), case.files, Output(tmp_path / "out", resume=True))
+    Journal(tmp_path / "nothing").exists()
+    assert count() == before

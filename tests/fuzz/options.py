@@ -32,13 +32,19 @@ SOURCES = {
     "verify": 1, "diff": 1, "compare-two-checkpoint": 1, "preflight": 1, "modify-state-dict": 2, "slice": 2,
     "print-tensor": 1, "env": 0,
 }  # fmt: skip
-NUMBERS = ["-1", "0", "1", "2", "3", "4", "7", "8", "64", "1000", "2147483647", "2147483648", "9223372036854775808", "1e10",
+NUMBERS = ["-1", "0", "1", "2", "3", "4", "7", "8", "64", "1000", "2147483647", "2147483648",
+          "9223372036854775808", "1e10",
            "1" * 5000, "0x10", "1_0", "\u0664", "nan", "inf", "-inf", "1e400", "5e-324", "-0"]  # fmt: skip
-TEXTS = ["", " ", "x", "x" * 5000, "a,b", ",", "*", "**", "[", "[!", "(", "\\", "(a+)+$", "{", "%s", "{0}", "\x1b[31m", "\n",
-         "\udcff", "\u202e", "-", "--", "../x", "/", "/dev/null", "/proc/self/mem", "s3://", "file://", "nope://x",
-         "::error::x", "##vso[x]", "0:1", "1:0", ":", "-1:", "0:1:2", "0:99999999999", "...", "None", "5GB", "1e999GB",
-         "9" * 400 + "GB", "0.0000001", "5 XB", "96MiB", "all", "release", "none", "derive", "remove x", "remove (",
-         "rename a b", "rename (a) \\2", "rename a", "float32", "bfloat16", "float8_e4m3fn", "int4", "optim", "no_shard",
+TEXTS = ["", " ", "x", "x" * 5000, "a,b", ",", "*", "**", "[", "[!", "(", "\\", "(a+)+$", "{", "%s",
+          "{0}", "\x1b[31m", "\n",
+         "\udcff", "\u202e", "-", "--", "../x", "/", "/dev/null", "/proc/self/mem", "s3://", "file://",
+          "nope://x",
+         "::error::x", "##vso[x]", "0:1", "1:0", ":", "-1:", "0:1:2", "0:99999999999", "...", "None",
+          "5GB", "1e999GB",
+         "9" * 400 + "GB", "0.0000001", "5 XB", "96MiB", "all", "release", "none", "derive", "remove x",
+          "remove (",
+         "rename a b", "rename (a) \\2", "rename a", "float32", "bfloat16", "float8_e4m3fn", "int4",
+          "optim", "no_shard",
          "decoder.final_layernorm.weight", "args", "iteration", "decoder", "mtp", "model"]  # fmt: skip
 
 
