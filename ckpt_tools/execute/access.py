@@ -69,7 +69,8 @@ def make_folder(parent: Folder, name: str, access: Access) -> Folder:
     if access.group is None or inherits:
         return folder
     if give_group(folder.fd, access.group):
-        os.fchmod(folder.fd, mode | stat.S_ISGID if access.setgid else mode)
+        with suppress(OSError):  # some file systems keep no permissions
+            os.fchmod(folder.fd, mode | stat.S_ISGID if access.setgid else mode)
     return folder
 
 
@@ -80,7 +81,7 @@ def give_group(fd: int, group: int) -> bool:
         return True
     try:
         os.fchown(fd, -1, group)
-    except PermissionError:
+    except OSError:  # not a member of the group, or a file system without groups
         with suppress(OSError):
             os.fchmod(fd, stat.S_IMODE(status.st_mode) & ~0o070)
         return False

@@ -27,6 +27,7 @@ import secrets
 import stat
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 
 from ckpt_tools.errors import StorageError, UsageError
@@ -66,9 +67,14 @@ class Staging:
         self._parent: Folder | None = None
         self._folder: Folder | None = None
         self._lock: int | None = None
-        self._access = access_of(source) if source else Access()
-        if final.is_dir() and not final.is_symlink():
-            self._access = access_of(final)
+        self._source = source
+
+    @cached_property
+    def _access(self) -> Access:
+        """Who may do what with the output; it looks at many files, so only the rank that makes the output asks."""
+        if self.final.is_dir() and not self.final.is_symlink():
+            return access_of(self.final)
+        return access_of(self._source) if self._source else Access()
 
     @property
     def held(self) -> bool:
@@ -198,7 +204,8 @@ class Staging:
             self.parent().make(self.partial.name, 0o700).close()
         try:
             folder = self.folder()
-            os.fchmod(folder.fd, stat.S_IMODE(os.fstat(folder.fd).st_mode) & ~0o077)
+            with suppress(OSError):  # some file systems keep no permissions
+                os.fchmod(folder.fd, stat.S_IMODE(os.fstat(folder.fd).st_mode) & ~0o077)
             names = folder.names()
             if names and _LOCK not in names:
                 raise self._not_own(names[0])
