@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ckpt_tools.box import row_major_strides
 from ckpt_tools.catalog.archive import Record, check_record, payload_offset, read_directory, stored_crc32
-from ckpt_tools.catalog.files import Files
+from ckpt_tools.catalog.files import Files, read_whole
 from ckpt_tools.catalog.model import MAX_DIMENSIONS, Item
 from ckpt_tools.catalog.pickled_names import brief
 from ckpt_tools.catalog.unpickle import Function, TorchDtype, load_pickle
@@ -25,6 +25,7 @@ from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError
 MAX_PICKLE_BYTES = 64 << 20
 _OFTEN_EQUAL_BYTES = 16 << 10
 _ZIP = b"PK\x03\x04"
+MAX_OBJECT_BYTES = 8 << 30  # of common.pt and its like
 _WINDOW = 4096  # covers every record but the payload of a single-tensor archive (1.5 KiB in torch 2.13)
 
 STORAGE_DTYPES = {
@@ -276,12 +277,18 @@ def read_small_file(files: Files, name: str) -> bytes:
     item = whole_file(files, name)
     if item.length >= len(_ZIP) and files.read(name, 0, len(_ZIP)) == _ZIP:
         return read_archive(files, item)
-    return files.read(name, 0, item.length)
+    return read_whole(files, name)
 
 
 def whole_file(files: Files, name: str) -> Item:
     """The item that is all of a file, for `common.pt` and its like."""
-    return Item(name, 0, files.size(name))
+    size = files.size(name)
+    if size > MAX_OBJECT_BYTES:
+        raise CorruptCheckpointError(
+            f"{files.location.rstrip('/')}/{name} has {size:,} bytes; of a file of objects at most "
+            f"{MAX_OBJECT_BYTES:,} are read into memory"
+        )
+    return Item(name, 0, size)
 
 
 def _frame(archive: _Archive, ref: _TensorRef) -> Frame:

@@ -13,7 +13,7 @@ from operator import gt
 from typing import Any, TypeVar
 
 from ckpt_tools.box import Box
-from ckpt_tools.catalog.files import Files
+from ckpt_tools.catalog.files import Files, read_whole
 from ckpt_tools.catalog.model import MAX_DIMENSIONS, Catalog, Chunk, Item, ObjectEntry, TensorEntry
 from ckpt_tools.catalog.pickle_machine import Machine
 from ckpt_tools.catalog.pickle_values import Object, Pairs, Record
@@ -30,6 +30,7 @@ from ckpt_tools.errors import (
 )
 
 METADATA = ".metadata"
+MAX_METADATA_BYTES = 8 << 30  # some tens of millions of chunks
 EAGER_BYTES = 2 << 20  # up to this size everything is decoded, and so checked, on opening
 _KEPT = 100_000  # items of entries that were looked at, kept decoded
 
@@ -52,7 +53,7 @@ def read_catalog(files: Files, trust_pickle: bool = False) -> Catalog:
     if not files.exists(METADATA):
         raise missing_metadata(files)
     where = f"{files.location.rstrip('/')}/{METADATA}"
-    machine = Machine(files.read(METADATA, 0, files.size(METADATA)), where, trust_pickle)
+    machine = Machine(read_whole(files, METADATA, MAX_METADATA_BYTES), where, trust_pickle)
     root = machine.load()
     try:
         return _catalog(machine, root, files.location)

@@ -13,14 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_tools.catalog.container import StoredTensor, load_object, whole_file
-from ckpt_tools.catalog.dcp import METADATA, missing_metadata
-from ckpt_tools.catalog.files import Files, absent_folder, open_files
+from ckpt_tools.catalog.dcp import MAX_METADATA_BYTES, METADATA, missing_metadata
+from ckpt_tools.catalog.files import Files, LocalFiles, absent_folder, open_files, read_whole
 from ckpt_tools.credentials import hidden
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError, UsageError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 BRIDGE_TRACKER = "latest_train_state.pt"
 METADATA_JSON = "metadata.json"
+_TRACKER_BYTES = 4096
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _FSDP_KEY = re.compile(rb"(model\.module\.|optimizer\.state\.module\.|optimizer\.param_to_group_meta\.)")
 
@@ -108,10 +109,18 @@ def _resolve(files: Files, path: str, iteration: int | None) -> tuple[str | None
             raise UnsupportedCheckpointError(
                 f"{path}: iteration {chosen} is meant, but there is no such folder. {_choices(names)}"
             )
+        _check_inner(files, chosen)
         return path, _join(path, chosen), chosen
     if "weights" in names and open_files(_join(path, "weights")).exists(METADATA):
+        _check_inner(files, "weights")
         return None, _join(path, "weights"), name
     raise _nothing_here(path, names)
+
+
+def _check_inner(files: Files, name: str) -> None:
+    """Refuse a folder that is a link to elsewhere: the user named the one it seems to lie in."""
+    if isinstance(files, LocalFiles):
+        files.check_folder(name)
 
 
 def _is_checkpoint(names: list[str]) -> bool:
@@ -126,7 +135,7 @@ def _chosen_iteration(files: Files, names: list[str], iteration: int | None) -> 
     if iteration is not None:
         return f"iter_{iteration:07d}"
     if TRACKER in names:
-        text = files.read(TRACKER, 0, files.size(TRACKER)).decode("utf-8", "replace").strip()
+        text = read_whole(files, TRACKER, _TRACKER_BYTES).decode("utf-8", "replace").strip()
         if text == "release":
             return text
         if not re.fullmatch(r"[0-9]{1,18}", text):
@@ -212,7 +221,7 @@ def _kind(files: Files, names: list[str], backend: str | None) -> str:
     if METADATA in names:
         if backend:
             return "torch_dist"
-        data = files.read(METADATA, 0, files.size(METADATA))
+        data = read_whole(files, METADATA, MAX_METADATA_BYTES)
         return "fsdp_dtensor" if _FSDP_KEY.search(data) else "dcp"
     if any(name.endswith(".safetensors") for name in names):
         return "safetensors"
@@ -220,7 +229,7 @@ def _kind(files: Files, names: list[str], backend: str | None) -> str:
 
 
 def _sharded_backend(files: Files) -> str:
-    raw = files.read(METADATA_JSON, 0, min(files.size(METADATA_JSON), 1 << 20))
+    raw = read_whole(files, METADATA_JSON)
     try:
         backend = json.loads(raw)["sharded_backend"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:

@@ -3,6 +3,9 @@
 A file is: 8 bytes little-endian header length, a JSON header, the data. The header gives every tensor's dtype,
 shape and byte range in the data; ranges must follow one another without gap or overlap from 0 to the end of the
 file (safetensors `Metadata::validate`). Nothing is handed out before all of that holds for every file.
+
+What the safetensors library refuses is refused here too, so that no file means something to this tool that it does
+not mean to others: other encodings than UTF-8, NaN, lone surrogates, sizes that overflow 64 bits on the way.
 """
 
 from __future__ import annotations
@@ -11,16 +14,20 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
+from itertools import accumulate
 from math import prod
+from operator import mul
 from pathlib import Path
+from typing import Any
 
 from ckpt_tools.box import full_box
-from ckpt_tools.catalog.files import Files, open_files
+from ckpt_tools.catalog.files import Files, open_files, read_whole
 from ckpt_tools.catalog.model import MAX_DIMENSIONS, Catalog, Chunk, Item, TensorEntry
 from ckpt_tools.dtypes import itemsize
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError, list_problems
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
+MAX_INDEX_BYTES = 128 << 20  # a million tensors
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 DTYPES = {
@@ -112,7 +119,7 @@ def _where(files: Files, name: str) -> str:
 
 def _read_index(files: Files) -> dict[str, str]:
     path = _where(files, INDEX_FILE)
-    raw = files.read(INDEX_FILE, 0, files.size(INDEX_FILE))
+    raw = read_whole(files, INDEX_FILE, MAX_INDEX_BYTES)
     try:
         index = json.loads(raw, object_pairs_hook=_unique)
         weight_map = index["weight_map"]
@@ -136,15 +143,14 @@ def read_safetensors_header(files: Files, name: str) -> dict[str, TensorEntry]:
         raise CorruptCheckpointError(
             f"{path}: header of {length:,} bytes in a file of {size:,} bytes (at most {MAX_HEADER_BYTES:,})"
         )
-    raw = files.read(name, 8, length)
-    try:
-        header = json.loads(raw, object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{path}: the header is not JSON: {error}") from error
-    if not isinstance(header, dict):
-        raise CorruptCheckpointError(f"{path}: the header is not a JSON object")
-    header.pop("__metadata__", None)
+    header = _parse_header(files.read(name, 8, length), path)
     problems: list[str] = []
+    notes = header.pop("__metadata__", None)
+    if notes is not None and not (
+        isinstance(notes, dict)
+        and all(isinstance(value, str) and _is_text(value) for value in notes.values())
+    ):
+        problems.append("__metadata__ is not an object of texts")
     entries = [
         entry for key, info in header.items() if (entry := _entry(name, 8 + length, key, info, problems))
     ]
@@ -157,31 +163,69 @@ def read_safetensors_header(files: Files, name: str) -> dict[str, TensorEntry]:
     return {entry.key: entry for entry in entries}
 
 
+def _parse_header(raw: bytes, path: str) -> dict[str, object]:
+    try:
+        header = json.loads(
+            raw.decode(), object_pairs_hook=_unique, parse_constant=_no_constant, parse_int=_parse_int
+        )
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{path}: the header is not JSON: {error}") from error
+    if not isinstance(header, dict) or not raw.startswith(b"{"):
+        raise CorruptCheckpointError(f"{path}: the header is not a JSON object")
+    return header
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _parse_int(digits: str) -> int | float:
+    """A number; that -0 is none of the whole ones is the library's opinion."""
+    return int(digits) if digits != "-0" else -0.0
+
+
+def _is_text(value: str) -> bool:
+    """Whether it is Unicode text: JSON's escapes can spell half of a surrogate pair."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _entry(file: str, data_start: int, key: str, info: object, problems: list[str]) -> TensorEntry | None:
     """One tensor of a header; what is wrong with it goes to `problems`."""
     match info:
-        case {"dtype": str(code), "shape": list(shape), "data_offsets": [int(start), int(stop)]}:
-            pass
+        case {"dtype": str(code), "shape": list(shape), "data_offsets": [start, stop], **others} if (
+            not others
+        ):
+            wrong = _wrong_with(code, shape, start, stop)
         case _:
-            problems.append(f"{key}: no dtype, shape and data_offsets")
-            return None
-    if code not in DTYPES:
-        problems.append(f"{key}: unknown element type {code!r}")
+            wrong = "expected dtype, shape and data_offsets"
+    if wrong:
+        problems.append(f"{key}: {wrong}")
         return None
-    numbers = [*shape[: MAX_DIMENSIONS + 1], start, stop]
-    if len(numbers) > MAX_DIMENSIONS + 2 or not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers):
-        problems.append(f"{key}: such a shape or data_offsets cannot be")
-        return None
-    if start > stop:
-        problems.append(f"{key}: its bytes [{start}, {stop}) end before they begin")
-        return None
-    needed = prod(shape) * itemsize(DTYPES[code])
-    if needed != stop - start:
-        problems.append(f"{key}: {code} {shape} needs {needed:,} bytes, data_offsets give {stop - start:,}")
-        return None
+    needed = stop - start
     item = Item(file, data_start + start, needed, bare=True)
     dims = tuple(shape)
     return TensorEntry(key, DTYPES[code], dims, (Chunk(full_box(dims), item),))
+
+
+def _wrong_with(code: str, shape: list[Any], start: Any, stop: Any) -> str:
+    """Why a header's words on one tensor cannot be true; empty when they can."""
+    if code not in DTYPES:
+        return f"unknown element type {code!r}"
+    numbers = [*shape[: MAX_DIMENSIONS + 1], start, stop]
+    if len(numbers) > MAX_DIMENSIONS + 2 or not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers):
+        return "such a shape or data_offsets cannot be"
+    if start > stop:
+        return f"its bytes [{start}, {stop}) end before they begin"
+    if any(n >= 1 << 60 for n in accumulate(shape, mul)):  # in elements of 16 bytes, also before a 0 comes
+        return f"the size of {shape} cannot be told in 64 bits"
+    needed = prod(shape) * itemsize(DTYPES[code])
+    if needed != stop - start:
+        return f"{code} {shape} needs {needed:,} bytes, data_offsets give {stop - start:,}"
+    return ""
 
 
 def _gaps(entries: list[TensorEntry], start: int, stop: int) -> Iterator[str]:
@@ -201,6 +245,8 @@ def _gaps(entries: list[TensorEntry], start: int, stop: int) -> Iterator[str]:
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """A JSON object as a dict; a name that occurs twice is an error."""
     found = dict(pairs)
+    if not all(map(_is_text, found)):
+        raise ValueError("a name is not Unicode text")
     if len(found) != len(pairs):
         counts = Counter(name for name, _ in pairs)
         raise ValueError(f"duplicate name {counts.most_common(1)[0][0]!r}")

@@ -55,11 +55,35 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command line and leave the process with the exit code of the result."""
     # Once numpy is imported, its BLAS has a thread a core wait for matrices, busily at first. No command has any.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    _fill_closed_streams()
     _keep_freed_memory()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # what the locale cannot spell must not end a command
             stream.reconfigure(errors="backslashreplace")
-    sys.exit(run(argv))
+    code = run(argv)
+    _drop_unwritten()
+    sys.exit(code)
+
+
+def _fill_closed_streams() -> None:
+    """Let what was closed by `>&-` lead nowhere, so that no file that is opened gets the number of stdout."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  for as long as the process lives
+
+
+def _drop_unwritten() -> None:
+    """Keep the interpreter from failing once more, when it ends, on output that could not be written."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _keep_freed_memory() -> None:
@@ -95,6 +119,10 @@ def _explain(error: BaseException) -> int:
         error = Interrupted("interrupted; nothing was published.")
     elif isinstance(error, OSError):
         error = StorageError(str(error))
+    elif isinstance(error, UnicodeEncodeError):
+        error = UsageError(f"{error.object!r} is not Unicode text, so nothing can have this name.")
+    elif isinstance(error, MemoryError):
+        error = StorageError("there is not enough memory for this. Nothing was published.")
     if isinstance(error, CkptError):
         print(escape_lines(f"error: {error}"), file=sys.stderr)
         return error.exit_code

@@ -40,6 +40,7 @@ _RUNNING = {
     "input_dir", "output_dir", "to", "iteration", "ignore_keys", "overwrite", "resume", "dry_run", "threads",
     "max_memory", "fsync", "direct", "quiet", "as_json", "report", "trust_pickle", "enable_msc", "oom_traceback",
     "check_source",
+    "follow_links",
 }  # fmt: skip
 # What has a meaning for one direction only; a flag without effect is refused.
 _MEANING = {
@@ -188,7 +189,7 @@ def convert(
                 overwrite,
                 lambda number, tracker: run(input_dir, output_dir, number, progress, dry_run, tracker),
             )
-        finish_all(outcomes, as_json, report)
+        finish_all(outcomes, input_dir, as_json, report)
         return
     number = _iteration_number(iteration)
     with progress_bar(quiet) as progress:
@@ -260,9 +261,11 @@ def _refuse_meaningless(ctx: typer.Context, to: Format) -> None:
 def _expect(kind: str, path: str, iteration: str | None, to: Format) -> None:
     """Refuse a source of another kind than the command's name says."""
     from ckpt_tools.catalog.detect import locate
+    from ckpt_tools.convert.outputs import MAX_DIGITS
     from ckpt_tools.errors import UnsupportedCheckpointError
 
-    found = locate(path, int(iteration) if iteration and iteration.isdecimal() else None).kind
+    is_number = iteration and iteration.isdecimal() and len(iteration) <= MAX_DIGITS
+    found = locate(path, int(iteration) if iteration and is_number else None).kind
     if found != kind:
         raise UnsupportedCheckpointError(
             f"{path} is a checkpoint of kind {found}; this command takes {kind}. `convert --to {to.value}` takes any"
@@ -304,9 +307,7 @@ def build_param_group_map(
     enable_msc: EnableMsc = False,
 ) -> None:
     """Write a param_to_param_group_map.json: from a training job's dump, or derived from a checkpoint alone."""
-    import json
-
-    from ckpt_tools.cli.render import escape
+    from ckpt_tools.cli.render import escape, json_text, write_text
     from ckpt_tools.convert.group_map import build_group_map
     from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions
 
@@ -317,11 +318,7 @@ def build_param_group_map(
         swiglu=swiglu,
     )
     found = build_group_map(source, options, iteration)
-    text = json.dumps(dict(found.groups), indent=2)
-    if output is None:
-        print(text)
-    else:
-        output.write_text(text)
+    write_text(output or Path("-"), json_text(dict(found.groups), 2) + "\n", source)
     if explain:
         for name, rule in found.rules.items():
             print(f"{escape(name)}: group {found.groups[name]} ({rule})", file=sys.stderr)
@@ -334,12 +331,12 @@ def finish(done: ConversionReport, as_json: bool, file: Path | None) -> None:
 
     if not is_first_rank():
         return
-    _write_json(done.as_json(), as_json, file)
+    _write_json(done.as_json(), as_json, file, done.source)
     if not as_json:
         print_report(done)
 
 
-def finish_all(outcomes: list[Outcome], as_json: bool, file: Path | None) -> None:
+def finish_all(outcomes: list[Outcome], source: str, as_json: bool, file: Path | None) -> None:
     """Print what became of every iteration on rank 0; the exit code is the worst of all.
 
     Raises:
@@ -351,7 +348,7 @@ def finish_all(outcomes: list[Outcome], as_json: bool, file: Path | None) -> Non
     from ckpt_tools.convert import iterations
 
     if is_first_rank():
-        _write_json(iterations.as_json(outcomes), as_json, file)
+        _write_json(iterations.as_json(outcomes), as_json, file, source)
         for outcome in outcomes:
             if outcome.error is not None:
                 print(escape_lines(f"error: iteration {outcome.iteration}: {outcome.error}"), file=sys.stderr)
@@ -360,11 +357,12 @@ def finish_all(outcomes: list[Outcome], as_json: bool, file: Path | None) -> Non
     raise typer.Exit(iterations.exit_code(outcomes))
 
 
-def _write_json(data: dict[str, Any], shown: bool, file: Path | None) -> None:
-    import json
+def _write_json(data: dict[str, Any], shown: bool, file: Path | None, source: str) -> None:
+    """Print it, and write it to a file that is as private as the source."""
+    from ckpt_tools.cli.render import json_text, write_text
 
-    text = json.dumps(data, indent=2)
+    text = json_text(data, 2)
     if file is not None:
-        file.write_text(text + "\n")
+        write_text(file, text + "\n", source)
     if shown:
         print(text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -103,10 +102,10 @@ def print_tensor(
 
     printed = read(checkpoint, key, part, stats, iteration, trust_pickle)
     if as_json:
-        print(json.dumps(printed.as_json(), indent=1))
+        print(render.json_text(printed.as_json()))
         return
     if printed.dtype is None:
-        print(json.dumps(printed.values, indent=1))
+        print(render.json_text(printed.values))
         return
     print(
         f"{render.escape(printed.key)}: {printed.dtype} {list(printed.shape)}, {len(printed.chunks)} chunks"
@@ -115,7 +114,7 @@ def print_tensor(
         print(f"  {name:<9}{value}")
     if printed.box is not None and printed.box.size != printed.shape:
         print(f"  shown: {printed.box}")
-    print(render_values(printed.values))
+    print(render.escape_lines(render_values(printed.values)))
 
 
 def render_values(values: object) -> str:
@@ -128,13 +127,13 @@ def render_values(values: object) -> str:
 def _print_edited(edited: Edited, as_json: bool) -> None:
     written = edited.written
     if as_json:
-        print(json.dumps({
+        print(render.json_text({
             "schema_version": 1, "source": edited.source, "output": edited.output, "tensor_count": edited.tensors,
             "object_count": edited.objects, "removed": edited.removed, "renamed": edited.renamed,
             "bytes_written": written.bytes_written, "seconds": written.seconds,
             "check_source": written.check_source, "payloads_proven": written.payloads_proven,
             "payloads_without_checksum": written.payloads_without_checksum, "bytes_proven": written.bytes_proven,
-        }, indent=1))  # fmt: skip
+        }))  # fmt: skip
         return
     lines = [f"removed {key}" for key in edited.removed]
     lines += [f"renamed {key} -> {name}" for key, name in edited.renamed.items()]

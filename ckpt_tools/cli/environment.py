@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
@@ -39,7 +38,7 @@ def env(
 
     found = describe_environment(directory)
     if as_json:
-        print(json.dumps(found.as_json(), indent=1))
+        print(render.json_text(found.as_json()))
         return
     rows = [(name, number or "not installed") for name, number in found.versions.items()]
     rows += [

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from ckpt_tools.verify.report import Finding, Report
 
 SCHEMA_VERSION = 1
+_BACKTICK, _PIPE = r"\x60", r"\x7c"
 
 
 def as_json(report: Report) -> dict[str, Any]:
@@ -46,7 +47,7 @@ def as_junit(report: Report, command: str) -> str:
     failed = sum(check.errors > 0 for check in report.checks)
     counts = {"tests": str(len(report.checks)), "failures": str(failed), "errors": "0", "skipped": "0"}
     suites = Xml.Element("testsuites", counts)
-    suite = Xml.SubElement(suites, "testsuite", {"name": escape(report.checkpoint), **counts})
+    suite = Xml.SubElement(suites, "testsuite", {"name": escape_lines(report.checkpoint), **counts})
     for check in report.checks:
         case = Xml.SubElement(suite, "testcase", {"classname": f"ckpt_tools.{command}", "name": check.name})
         lines = [plain(finding) for finding in check.findings]
@@ -56,7 +57,7 @@ def as_junit(report: Report, command: str) -> str:
         elif lines:
             Xml.SubElement(case, "system-out").text = "\n".join(lines)
     Xml.indent(suites)
-    return Xml.tostring(suites, encoding="unicode", xml_declaration=True) + "\n"
+    return '<?xml version="1.0" encoding="utf-8"?>\n' + Xml.tostring(suites, encoding="unicode") + "\n"
 
 
 def as_github(report: Report, command: str) -> str:
@@ -74,14 +75,14 @@ def as_github(report: Report, command: str) -> str:
 def as_markdown(report: Report) -> str:
     """A table of checks and a list of findings."""
     verdict = "valid" if report.is_valid else "**not valid**"
-    lines = [f"`{escape(report.checkpoint)}` ({report.format}) is {verdict}{report.verdict_suffix}", ""]
+    lines = [f"{_code(report.checkpoint)} ({report.format}) is {verdict}{report.verdict_suffix}", ""]
     lines += ["| check | looked at | errors | warnings |", "|---|---:|---:|---:|"]
     for check in report.checks:
         warnings = len(check.findings) - check.errors
         lines.append(f"| {check.name} | {check.looked_at:,} {check.unit} | {check.errors} | {warnings} |")
     lines += [""] if report.findings else []
     for f in report.findings:
-        lines.append(f"- **{f.severity}** {f.check}: `{escape(f.where)}`: {_cell(_message(f))}")
+        lines.append(f"- **{f.severity}** {f.check}: {_code(f.where)}: {_code(_message(f))}")
     return "\n".join(lines) + "\n"
 
 
@@ -94,8 +95,9 @@ def _message(finding: Finding) -> str:
     return f"{finding.message}. Fix: {finding.fix}" if finding.fix else finding.message
 
 
-def _cell(text: str) -> str:
-    return escape(" ".join(text.split())).replace("<", "&lt;")
+def _code(text: str) -> str:
+    """A code span of Markdown: in one, nothing is a link, a mention, HTML or the end of a cell."""
+    return f"`{escape(' '.join(text.split())).replace('`', _BACKTICK).replace('|', _PIPE) or ' '}`"
 
 
 def _data(text: str) -> str:

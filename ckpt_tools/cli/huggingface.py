@@ -56,7 +56,8 @@ def export(
     dtype: AnyDtype = None,
     vocab_size: Annotated[
         int | None,
-        typer.Option("--vocab-size", help="Real tokens; the rows after them are cut.", rich_help_panel=_MODEL),
+        typer.Option("--vocab-size", min=1, max=o.MAX_ROWS, help="Real tokens; the rows after them are cut.",
+                     rich_help_panel=_MODEL),
     ] = None,
     max_shard_size: Annotated[
         str, typer.Option("--max-shard-size", help="Largest file, e.g. 5GB.", rich_help_panel=_MODEL)
@@ -125,8 +126,9 @@ def import_(
     dtype: AnyDtype = None,
     vocab_multiple: Annotated[
         int,
-        typer.Option("--vocab-multiple", help="Rows of the vocabulary are filled up with zeros to a multiple of "
-                     "this: make-vocab-size-divisible-by times tensor parallel size.", rich_help_panel=_MODEL),
+        typer.Option("--vocab-multiple", min=1, max=o.MAX_ROWS, help="Rows of the vocabulary are filled up with "
+                     "zeros to a multiple of this: make-vocab-size-divisible-by times tensor parallel size.",
+                     rich_help_panel=_MODEL),
     ] = 128,
     target: o.Target = None,
     layer_spec: o.LayerSpecOption = None,

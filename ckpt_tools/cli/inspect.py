@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -103,14 +102,11 @@ def print_torch_dcp_in_json(
     """Print the metadata of a torch distributed checkpoint as JSON; export a parameter group map dump."""
     from ckpt_tools.convert.dcp_json import dcp_as_json, write_group_map
 
-    text = json.dumps(dcp_as_json(torch_dcp_dir, values, trust_pickle), indent=1) + "\n"
-    if output is None:
-        sys.stdout.write(text)
-    else:
-        output.write_text(text)
+    text = render.json_text(dcp_as_json(torch_dcp_dir, values, trust_pickle)) + "\n"
+    render.write_text(output or Path("-"), text, torch_dcp_dir)
     written = None if no_write else write_group_map(torch_dcp_dir, trust_pickle)
     if written:
-        print(f"wrote {written}", file=sys.stderr)
+        print(f"wrote {render.escape(written)}", file=sys.stderr)
 
 
 def _json_lists(found: Inspection) -> dict[str, Iterator[object]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from enum import Enum
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -52,17 +54,28 @@ def in_a_folder(file: Path | None) -> Path | None:
     """`file`, if it can be made where it is to be: told before the work, not after it.
 
     Raises:
-        UsageError: its folder is not there, or it is a folder.
+        UsageError: its folder is not there or cannot be written, or it is a folder or a file that cannot.
     """
-    if file is None or (file.parent.is_dir() and not file.is_dir()):
+    if file is None or str(file) == "-":  # stdout
         return file
     from ckpt_tools.catalog.files import absent_folder
     from ckpt_tools.errors import UsageError
 
-    why = "it is a folder; give the name of a file" if file.is_dir() else absent_folder(file.parent)
+    if file.is_dir():
+        why = "it is a folder; give the name of a file"
+    elif not file.parent.is_dir():
+        why = absent_folder(file.parent)
+    elif file.is_symlink() and not file.exists():
+        why = "it is a link to nothing"
+    elif not os.access(file if file.exists() else file.parent, os.W_OK):
+        why = "check its permissions" if file.exists() else f"check the permissions of {file.parent}"
+    else:
+        return file
     raise UsageError(f"{file} cannot be written: {why}")
 
 
+# More than any machine has; a typing mistake must not fill its memory with plans for them.
+MAX_RANKS, MAX_THREADS, MAX_ROWS = 1 << 20, 1024, (1 << 31) - 1
 _MODEL, _PLACE, _RUN = "The model and its target", "Placement", "How to run"
 
 Target = Annotated[
@@ -121,12 +134,13 @@ Dtype = Annotated[
 ]  # fmt: skip
 VocabSizePadded = Annotated[
     int | None,
-    typer.Option("--vocab-size-padded", help="Rows of the vocabulary in the target: padding is cut or zeros added.",
+    typer.Option("--vocab-size-padded", min=1, max=MAX_ROWS,
+                 help="Rows of the vocabulary in the target: padding is cut or zeros added.",
                  rich_help_panel=_MODEL),
 ]  # fmt: skip
 VocabSize = Annotated[
     int | None,
-    typer.Option("--vocab-size", help="Real tokens: the rows after them are padding.",
+    typer.Option("--vocab-size", min=1, max=MAX_ROWS, help="Real tokens: the rows after them are padding.",
                  rich_help_panel=_MODEL),
 ]  # fmt: skip
 ModelPrefix = Annotated[
@@ -244,7 +258,10 @@ ReportFile = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="The report as JSON on stdout.", rich_help_panel=_RUN)]
-Threads = Annotated[int, typer.Option("--threads", min=1, help="Threads per process.", rich_help_panel=_RUN)]
+Threads = Annotated[
+    int,
+    typer.Option("--threads", min=1, max=MAX_THREADS, help="Threads per process.", rich_help_panel=_RUN),
+]
 MaxMemory = Annotated[
     str, typer.Option("--max-memory", help="Buffer memory per process, e.g. 96MiB.", rich_help_panel=_RUN)
 ]
@@ -286,6 +303,11 @@ def choose_layout(
     from ckpt_tools.errors import UsageError
     from ckpt_tools.sharding.topology import Topology
 
+    sizes = [size for size in (dp_shard, dp_outer, tp, cp, pp) if size is not None]
+    if any(size > MAX_RANKS for size in (world_size or 1, gpus or 1, ep, etp or 1, *sizes, prod(sizes))):
+        raise UsageError(
+            f"a job of more than {MAX_RANKS:,} ranks is asked for; is a size of the topology mistyped?"
+        )
     is_even = layout in (None, LayoutName.EVEN)
     if gpus is None and dp_shard is None and is_even:
         alone = (dp_outer, cp, ep, etp, pp, strategy, outer_strategy)
@@ -340,7 +362,7 @@ def parse_bytes(text: str) -> int:
 
     from ckpt_tools.errors import UsageError
 
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?)[bB]?\s*", text)
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([kKmMgGtT]?)(i?)[bB]?\s*", text)
     size = 0
     if match:
         base = 1024 if match[3] else 1000

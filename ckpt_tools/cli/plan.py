@@ -17,6 +17,7 @@ from ckpt_tools.cli.manual import page
 if TYPE_CHECKING:
     from ckpt_tools.convert.plan import Priced
 
+_STDOUT = Path("-")
 _LISTED_RANKS = 32
 _LISTED_NOTES = 8
 
@@ -86,6 +87,8 @@ def plan(
     place = o.choose_layout(layout, world_size, *sizes) or Layout()
     found = plan_checkpoint(checkpoint, place, chosen, rank, tensor or ())
     _draw(found, svg, html)
+    if _STDOUT in (svg, html):
+        return  # nothing but the picture
     if as_json:
         sys.stdout.writelines(render.json_lines(found.summary(), _json_lists(found)))
     else:
@@ -100,9 +103,9 @@ def _draw(found: Priced, svg: Path | None, html: Path | None) -> None:
     name = Path(found.source).resolve().name
     shown = picture.picture(found.core, f"{name}: {_layout(found)}")
     if svg is not None:
-        svg.write_text(picture.svg(shown))
+        render.write_text(svg, picture.svg(shown), found.source)
     if html is not None:
-        html.write_text(picture.html(shown))
+        render.write_text(html, picture.html(shown), found.source)
 
 
 def _layout(found: Priced) -> str:

@@ -1,15 +1,24 @@
-"""What commands print: tables for people, JSON for programs. Names from a checkpoint are escaped first."""
+"""What commands print: tables for people, JSON for programs.
+
+Names, paths and values come from strangers. Every sink has one function that makes them harmless there: `escape`
+for lines that a terminal or a CI log shows, `json_text` for JSON; `cli.findings` has those of Markdown, GitHub and
+JUnit, `convert.picture` that of SVG and HTML.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.console import Console
 
+_CI_COMMAND = re.compile(r"##(?=\w*\[)")  # Azure's ##vso[ and ##[, TeamCity's ##teamcity[, wherever in a line
 _UNLIMITED = 1 << 16  # columns, when nobody looks: keys must not be folded in a file
 
 
@@ -23,10 +32,16 @@ def console() -> Console:
 
 
 def escape(name: str) -> str:
-    """`name` with everything that a terminal could act on written as a backslash escape."""
-    if name.isprintable():
-        return name
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
+    """`name` with everything that a terminal or the log of a CI service acts on as a backslash escape.
+
+    Terminals: control characters, what reverses or hides text, line ends of all kinds, lone surrogates. Logs: `::` at
+    the beginning of a line (GitHub), `##` before a bracket anywhere (Azure, TeamCity).
+    """
+    if not name.isprintable():
+        name = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
+    if "##" in name:
+        name = _CI_COMMAND.sub(r"#\\x23", name)
+    return name.replace("::", "\\x3a:", 1) if name.lstrip().startswith("::") else name
 
 
 def escape_lines(text: str) -> str:
@@ -40,7 +55,7 @@ def say_unmatched(option: str, patterns: Iterable[str], names: Iterable[str]) ->
 
     for pattern, close in unmatched(patterns, names).items():
         hint = f" Did you mean {', '.join(map(escape, close))}?" if close else ""
-        print(f"note: {option} {pattern!r} matches nothing.{hint}", file=sys.stderr)
+        print(f"note: {option} {escape(repr(pattern))} matches nothing.{hint}", file=sys.stderr)
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> None:
@@ -86,18 +101,37 @@ def print_tree(title: str, leaves: Iterable[tuple[str, str]]) -> None:
         for depth in range(1, len(path)):
             if path[:depth] not in nodes:
                 nodes[path[:depth]] = nodes[path[: depth - 1]].add(Text(path[depth - 1]))
-        nodes[path[:-1]].add(Text(f"{path[-1]}  {description}"))
+        nodes[path[:-1]].add(Text(f"{path[-1]}  {escape(description)}"))
     console().print(root)
+
+
+def json_text(value: Any, indent: int | None = 1) -> str:
+    """JSON in ASCII, in which no string starts a command in a CI log."""
+    return _CI_COMMAND.sub(r"\\u0023#", json.dumps(value, indent=indent))
+
+
+def write_text(file: Path, text: str, source: str) -> None:
+    """Write a report to `file`, `-` for stdout; who cannot read the checkpoint `source` cannot read a new file."""
+    from pathlib import Path
+
+    from ckpt_tools.execute.access import write_report
+
+    if str(file) == "-":
+        sys.stdout.write(text)
+    else:
+        write_report(
+            file, text.encode("utf-8", "backslashreplace"), None if "://" in source else Path(source)
+        )
 
 
 def json_lines(head: dict[str, Any], lists: dict[str, Iterator[Any]]) -> Iterator[str]:
     """The text of one JSON object piece by piece: `head`'s members, then lists whose items are never held at once."""
-    yield json.dumps(head, indent=1)[:-2]
+    yield json_text(head)[:-2]
     for name, items in lists.items():
         yield f",\n {json.dumps(name)}: ["
         separator = "\n  "
         for item in items:
-            yield separator + json.dumps(item)
+            yield separator + json_text(item, None)
             separator = ",\n  "
         yield "\n ]"
     yield "\n}\n"

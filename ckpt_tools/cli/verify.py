@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from enum import Enum
 from pathlib import Path
@@ -204,9 +203,9 @@ def _print_report(
     report: Report, command: str, chosen: ReportFormat, junit: Path | None, more: dict[str, Any] | None = None
 ) -> None:
     if junit is not None:
-        junit.write_text(findings.as_junit(report, command))
+        render.write_text(junit, findings.as_junit(report, command), report.checkpoint)
     if chosen is ReportFormat.JSON:
-        print(json.dumps(findings.as_json(report) | (more or {}), indent=1))
+        print(render.json_text(findings.as_json(report) | (more or {})))
     elif chosen is ReportFormat.GITHUB:
         print(findings.as_github(report, command), end="")
     elif chosen is ReportFormat.MARKDOWN:

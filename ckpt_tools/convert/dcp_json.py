@@ -7,7 +7,6 @@ written as `param_to_param_group_map.json` into the folder, as NVIDIA's user gui
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,8 @@ from ckpt_tools.catalog.files import Files, open_files
 from ckpt_tools.catalog.model import Catalog, Chunk, TensorEntry
 from ckpt_tools.convert.values import json_value
 from ckpt_tools.errors import StorageError, UsageError
+from ckpt_tools.execute.access import access_of
+from ckpt_tools.execute.folders import Folder
 
 SCHEMA_VERSION = 1
 MAP_FILE = "param_to_param_group_map.json"
@@ -65,12 +66,10 @@ def write_group_map(path: str, trust_pickle: bool = False) -> str | None:
     if "://" in path:
         raise UsageError(f"{path}: {MAP_FILE} is only written to a disk; copy the dump, or give --no-write.")
     target = Path(path, MAP_FILE)
-    temporary = target.with_name(f".{MAP_FILE}.{os.getpid()}")
     try:
-        temporary.write_text(json.dumps(groups, indent=2))
-        temporary.replace(target)
+        with Folder.named(target.parent) as folder:
+            folder.write(MAP_FILE, json.dumps(groups, indent=2).encode(), mode=access_of(target.parent).file)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise StorageError(f"{target}: {error.strerror}. --no-write leaves the folder as it is.") from error
     return str(target)
 

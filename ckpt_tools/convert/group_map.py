@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tools.catalog.detect import locate
+from ckpt_tools.catalog.documents import read_named_file
 from ckpt_tools.convert.dcp_json import read_group_map
 from ckpt_tools.convert.to_fsdp_dtensor import membership_map, open_source
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError
 from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions, build_fsdp_target
+
+MAX_MAP_BYTES = 128 << 20  # a million parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,9 @@ def load_group_map(path: Path) -> dict[str, int]:
         return dict(pairs)
 
     try:
-        found = json.loads(path.read_bytes(), object_pairs_hook=unique)
+        found = json.loads(read_named_file(path, MAX_MAP_BYTES), object_pairs_hook=unique)
+    except MappingError:
+        raise
     except (OSError, ValueError, RecursionError) as error:
         raise MappingError(f"{path}: not a readable parameter group map ({error})") from error
     if not isinstance(found, dict):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import replace
@@ -13,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from ckpt_tools.box import Box
-from ckpt_tools.catalog.files import Files, open_files
+from ckpt_tools.catalog.documents import parse_json
+from ckpt_tools.catalog.files import Files, open_files, read_whole
 from ckpt_tools.catalog.model import Catalog
 from ckpt_tools.errors import CkptError, MappingError, UnsupportedCheckpointError, list_problems
 from ckpt_tools.execute.casts import cast
@@ -30,6 +30,7 @@ ASSETS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special
           "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
           "generation_config.json", "LICENSE")  # fmt: skip
 ASSET_PATTERNS = ("*.tiktoken",)
+MAX_ASSET_BYTES = 1 << 30  # the largest tokenizers have some tens of megabytes
 TILE_ELEMS = 1 << 22
 
 
@@ -50,8 +51,8 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     path = f"{str(folder).rstrip('/')}/{CONFIG}"
     try:
         with closing(open_files(str(folder))) as files:
-            config = json.loads(files.read(CONFIG, 0, files.size(CONFIG)))
-    except (CkptError, ValueError) as error:
+            config = parse_json(read_whole(files, CONFIG))
+    except CkptError as error:
         raise UnsupportedCheckpointError(
             f"{path}: no config.json of a Hugging Face model: {error}"
         ) from error
@@ -65,7 +66,7 @@ def read_assets(folder: str | Path, with_code: bool) -> dict[str, bytes]:
     patterns = (*ASSETS, *ASSET_PATTERNS, *(("*.py",) if with_code else ()))
     with closing(open_files(str(folder))) as files:
         names = [name for name in files.list() if any(fnmatchcase(name, pattern) for pattern in patterns)]
-        return {name: files.read(name, 0, files.size(name)) for name in names}
+        return {name: read_whole(files, name, MAX_ASSET_BYTES) for name in names}
 
 
 def prove_equal(

@@ -77,7 +77,7 @@ def parse_operation(text: str) -> Operation:
     Raises:
         UsageError: it describes none.
     """
-    kind, *words = text.split()
+    kind, *words = text.split() or [""]
     if (kind, len(words)) not in (("remove", 1), ("rename", 2)):
         raise UsageError(
             f"--op {text!r}: expected 'remove REGEX' or 'rename REGEX REPLACEMENT' (a space in a pattern is \\s)"

@@ -99,6 +99,7 @@ def place_parts(location: str) -> tuple[str, ...]:
     return (scheme, *filter(None, rest.split("/")))
 
 
+MAX_DIGITS = 18  # of an iteration
 _PLAIN = (type(None), bool, int, float, str)  # a union would be made anew for each of a million fields
 
 

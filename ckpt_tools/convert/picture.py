@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from html import escape
+from html import escape as escape_html
 from typing import NamedTuple
 
 from ckpt_tools.dtypes import itemsize
@@ -155,8 +155,14 @@ def svg(shown: Picture) -> str:
     total = bottom + 64
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {total:.0f}" role="img" '
-        f'aria-label="{escape(shown.title)}">\n{_STYLE}\n' + "\n".join(body) + "\n</svg>\n"
+        f'aria-label="{safe(shown.title)}">\n{_STYLE}\n' + "\n".join(body) + "\n</svg>\n"
     )
+
+
+def safe(text: str) -> str:
+    """Text inside an element or an attribute: no markup, and nothing that hides or turns what stands beside it."""
+    shown = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    return escape_html(shown)
 
 
 def html(shown: Picture) -> str:
@@ -172,7 +178,7 @@ def html(shown: Picture) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(shown.title)}</title>{_PAGE_STYLE}</head><body>\n"
+        f"<title>{safe(shown.title)}</title>{_PAGE_STYLE}</head><body>\n"
         f'<div class="scroll">{svg(shown)}</div>\n<div class="scroll"><table>\n'
         "<thead><tr><th>rank</th><th>weights</th><th>padding</th><th>tensors</th></tr></thead>\n"
         f"<tbody>\n{rows}\n</tbody></table></div>{note}\n</body></html>\n"
@@ -182,7 +188,7 @@ def html(shown: Picture) -> str:
 def _header(shown: Picture, totals: dict[str, int]) -> Iterator[str]:
     whole = shown.row_bytes * len(shown.rows)
     padding = whole - sum(totals.values())
-    yield f'<text class="title" x="{LEFT}" y="26">{escape(shown.title)}</text>'
+    yield f'<text class="title" x="{LEFT}" y="26">{safe(shown.title)}</text>'
     yield (
         f'<text x="{LEFT}" y="46">one row a rank, {_size(shown.row_bytes)} of weight buffers each; '
         f"what no tensor fills is padding: {_size(padding)}, {100 * padding / max(whole, 1):.1f} %. "
@@ -221,7 +227,7 @@ def _bars(shown: Picture, height: float, scale: float) -> Iterator[str]:
             text = f"rank {rank}: {segment.tensor}, {_size(segment.length)}"
             yield (
                 f'<rect class="{_css(kind)}" x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{thick:.2f}">'
-                f"<title>{escape(text)}</title></rect>"
+                f"<title>{safe(text)}</title></rect>"
             )
     for kind, commands in paths.items():
         yield f'<path class="{_css(kind)}" d="{"".join(commands)}"><title>{kind}</title></path>'
@@ -253,7 +259,7 @@ def _column_marks(shown: Picture, scale: float, bottom: float) -> Iterator[str]:
             yield f'<path class="mark" d="M{x:.1f} {TOP - 6}V{bottom:.1f}"/>'
         label = next((t for t in (column.title, _short(column.title)) if len(t) * CHAR < width), "")
         if label and x >= free:
-            yield f'<text class="small" x="{x + 1:.1f}" y="{TOP - 10}">{escape(label)}</text>'
+            yield f'<text class="small" x="{x + 1:.1f}" y="{TOP - 10}">{safe(label)}</text>'
             free = x + 5 + len(label) * CHAR
 
 
@@ -281,7 +287,7 @@ def _legend(totals: dict[str, int], whole: int, bottom: float) -> Iterator[str]:
         if x + width > WIDTH - RIGHT:
             x, y = float(LEFT), y + 20
         yield f'<rect class="{_css(kind)}" x="{x:.0f}" y="{y - 10:.0f}" width="12" height="12"/>'
-        yield f'<text class="small" x="{x + 17:.0f}" y="{y:.0f}">{escape(text)}</text>'
+        yield f'<text class="small" x="{x + 17:.0f}" y="{y:.0f}">{safe(text)}</text>'
         x += width
 
 

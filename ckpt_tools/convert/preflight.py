@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 
+from ckpt_tools.catalog.documents import DocumentError, read_named_file
 from ckpt_tools.convert.close_names import close_names
 from ckpt_tools.convert.launch import Launch, launch
 from ckpt_tools.convert.opened import Opened, open_checkpoint
@@ -125,8 +126,8 @@ def _described(words: Sequence[str], yaml_file: Path | None, program: str) -> Jo
     job = None
     if yaml_file is not None:
         try:
-            job = parse_yaml(yaml_file.read_text(), str(yaml_file), program)
-        except (OSError, UnicodeDecodeError) as error:
+            job = parse_yaml(read_named_file(yaml_file), str(yaml_file), program)
+        except (OSError, DocumentError) as error:
             raise UsageError(f"{yaml_file}: {error}") from None
     if words:
         command = parse_command(words, program if job is None else job.program)

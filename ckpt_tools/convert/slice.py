@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tools.catalog.container import read_archive
+from ckpt_tools.catalog.documents import parse_yaml
+from ckpt_tools.catalog.files import read_whole
 from ckpt_tools.catalog.model import Catalog
 from ckpt_tools.catalog.pickling import dump_archive
 from ckpt_tools.catalog.unpickle import StandIn
@@ -309,7 +311,7 @@ def _companions(opened: Opened, cut: Cut, changed: Mapping[str, Any]) -> dict[st
     if opened.location.has_run_config:
         import yaml
 
-        config = yaml.safe_load(opened.files.read(RUN_CONFIG, 0, opened.files.size(RUN_CONFIG)))
+        config = parse_yaml(read_whole(opened.files, RUN_CONFIG))
         config["model"] |= sliced_settings(config["model"], cut)
         companions[RUN_CONFIG] = yaml.safe_dump(config, sort_keys=False).encode()
     return companions

@@ -206,23 +206,3 @@ def drop_cache(fd: int) -> None:
     """Give the page cache of a file back, as far as it is written out; best effort."""
     with suppress(OSError):
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def sync_directory(path: Path) -> None:
-    """Make the names inside `path` durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def replace_file(path: Path, data: bytes) -> None:
-    """Put `data` at `path` so that a reader sees the old or the new content, never a part."""
-    temporary = path.with_name(f".{path.name}.ckpt_tools-tmp")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    sync_directory(path.parent)

@@ -10,17 +10,20 @@ import json
 import os
 import re
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from ckpt_tools.catalog.files import Files, LocalFiles
 from ckpt_tools.catalog.remote import RemoteFiles
 from ckpt_tools.errors import CorruptCheckpointError, UsageError
 from ckpt_tools.execute.fileio import storage_errors
+from ckpt_tools.execute.folders import Folder
 from ckpt_tools.plan.model import Plan
 
 _HEADER = "plan.json"
-_LINES = re.compile(rb"^\[(\d+),(\d+)\]$", re.MULTILINE)
+_LINES = re.compile(rb"^\[(\d{1,18}),(\d{1,10})\]$", re.MULTILINE)
+_HEADER_BYTES, _JOURNAL_BYTES = 256 << 20, 4 << 30  # a line is written for every item, of millions at most
 
 
 def fingerprint(files: Files, names: Sequence[str]) -> list[list[object]]:
@@ -60,21 +63,36 @@ def check_unchanged(before: list[list[object]], after: list[list[object]], locat
 class Journal:
     """The journal in `folder`; `append` may be called from any thread."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, parent: Callable[[], Folder] | None = None) -> None:
         self._folder = folder
+        self._parent = parent
         self._lock = threading.Lock()
 
     def exists(self) -> bool:
-        return (self._folder / _HEADER).exists()
+        try:
+            with self._inside() as folder:
+                return folder.exists(_HEADER)
+        except FileNotFoundError:
+            return False
+
+    @contextmanager
+    def _above(self) -> Iterator[Folder]:
+        if self._parent is not None:
+            yield self._parent()
+            return
+        with Folder.named(self._folder.parent) as folder:
+            yield folder
+
+    def _inside(self) -> Folder:
+        with self._above() as above:
+            return above.enter(self._folder.name)
 
     def begin(self, plan: Plan, source: list[list[object]]) -> None:
         """Start a new journal."""
         with storage_errors(self._folder):
-            self._folder.mkdir()
             header = json.dumps({"digest": plan.digest, "source": source})
-            temporary = self._folder / f"{_HEADER}.tmp"
-            temporary.write_text(header)
-            temporary.replace(self._folder / _HEADER)
+            with self._above() as above, above.make(self._folder.name, 0o700) as folder:
+                folder.write(_HEADER, header.encode(), mode=0o600)
 
     def resume(self, plan: Plan, source: list[list[object]], location: str) -> None:
         """Prove that the journal belongs to this plan and these source files.
@@ -83,32 +101,34 @@ class Journal:
             UsageError: it belongs to another plan.
             CorruptCheckpointError: the source has changed since.
         """
-        with storage_errors(self._folder):
-            header = json.loads((self._folder / _HEADER).read_text())
-        if header["digest"] != plan.digest:
+        with storage_errors(self._folder), self._inside() as folder:
+            digest, before = _parse_header(folder.read(_HEADER, _HEADER_BYTES), self._folder)
+        if digest != plan.digest:
             raise UsageError(
                 f"{self._folder.parent} was begun with another plan (other options, source or version). Repeat "
                 "the command with the same options, or start anew with --overwrite."
             )
-        names = [[row[0] for row in rows] for rows in (header["source"], source)]
+        names = [[row[0] for row in rows] for rows in (before, source)]
         if names[0] != names[1]:
             raise CorruptCheckpointError(f"{location}: it no longer has the files the conversion began with")
-        check_unchanged(header["source"], source, location)
+        check_unchanged(before, source, location)
 
     def finished(self) -> dict[int, int]:
         """Item number -> payload CRC-32 of all items that any worker wrote."""
         done: dict[int, int] = {}
-        with storage_errors(self._folder):
-            for path in sorted(self._folder.glob("*.jsonl")):
-                found = _LINES.findall(path.read_bytes())
-                done.update((int(number), int(checksum)) for number, checksum in found)
+        with storage_errors(self._folder), self._inside() as folder:
+            for name in folder.names():
+                if name.endswith(".jsonl"):
+                    found = _LINES.findall(folder.read(name, _JOURNAL_BYTES))
+                    done.update((int(number), int(checksum)) for number, checksum in found)
         return done
 
     def open(self, worker: int) -> None:
         """Begin to append as `worker`, behind what an earlier process may have left."""
         path = self._folder / f"{worker}.jsonl"
         with storage_errors(path):
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            with self._inside() as folder:
+                self._fd = folder.open(path.name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             if os.fstat(self._fd).st_size:
                 os.write(self._fd, b"\n")  # ends a line that was cut short
 
@@ -123,3 +143,18 @@ class Journal:
         """Stop appending."""
         with storage_errors(self._folder):
             os.close(self._fd)
+
+
+def _parse_header(data: bytes, folder: Path) -> tuple[str, list[list[object]]]:
+    """Digest of the plan and fingerprint of the source, as `begin` wrote them."""
+    try:
+        match json.loads(data):
+            case {"digest": str(digest), "source": list(rows)} if all(
+                isinstance(row, list) and row and isinstance(row[0], str) for row in rows
+            ):
+                return digest, rows
+    except (ValueError, RecursionError):
+        pass
+    raise CorruptCheckpointError(
+        f"{folder / _HEADER} is damaged, so that nobody can say what was begun here. Start anew with --overwrite."
+    )

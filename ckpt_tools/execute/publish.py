@@ -10,26 +10,37 @@ Everything is written under `<parent>/.<name>.ckpt_tools-partial/`::
 
 `checkpoint/` is renamed to `<parent>/<name>` when it is complete. A process killed before that leaves the old state
 and a hidden partial directory; the next one cleans up or goes on from it.
+
+The name of the partial directory can be guessed, so somebody may have put something there: a link to a directory, a
+lock that is a link to a file. It is held open as a handle, belongs to this user alone (0700), and what is in it is
+used or removed only if this tool made it (`execute.folders`). Nothing that a link points to is ever touched.
 """
 
 from __future__ import annotations
 
-import ctypes
 import enum
 import errno
 import fcntl
 import os
-import shutil
+import re
+import secrets
+import stat
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 
 from ckpt_tools.errors import StorageError, UsageError
-from ckpt_tools.execute.fileio import preallocate, storage_errors, sync_directory
+from ckpt_tools.execute.access import Access, access_of, give_group, make_folder
+from ckpt_tools.execute.fileio import preallocate, storage_errors
 from ckpt_tools.execute.finished import has_files
+from ckpt_tools.execute.folders import Folder, Foreign, Place, exchange, move
 from ckpt_tools.execute.journal import Journal
 
 SPARE_BYTES = 16 << 20  # for `.metadata`, the journal and directories
+_LOCK, _MARKER, _DATA, _REPLACED = "lock", "publishing", "checkpoint", "replaced"
+_OWN = re.compile(rf"{_LOCK}|{_MARKER}|{_DATA}|{_REPLACED}|journal|(spool|direct)-\w+|\.[0-9a-f]{{16}}\.tmp")
+_MARKER_BYTES, _LOCK_BYTES = 1 << 12, 1 << 10
 
 
 class Found(enum.Enum):
@@ -42,45 +53,88 @@ class Found(enum.Enum):
 
 
 class Staging:
-    """The partial directory of one output, for the plan with this digest and these files (name -> bytes)."""
+    """The partial directory of one output, for the plan with this digest and these files (name -> bytes).
 
-    def __init__(self, final: Path, digest: str, sizes: Mapping[str, int]) -> None:
+    `source` is the directory whose permissions a new output takes over.
+    """
+
+    def __init__(
+        self, final: Path, digest: str, sizes: Mapping[str, int], source: Path | None = None
+    ) -> None:
         self.final = final
         self._digest, self._sizes = digest, sizes
         self.partial = final.parent / f".{final.name}.ckpt_tools-partial"
-        self.data = self.partial / "checkpoint"
-        self.journal = Journal(self.partial / "journal")
-        self._marker = self.partial / "publishing"
-        self._replaced = self.partial / "replaced"
+        self.data = self.partial / _DATA
+        self.journal = Journal(self.partial / "journal", self.folder)
+        self._parent: Folder | None = None
+        self._folder: Folder | None = None
         self._lock: int | None = None
+        self._source = source
+
+    @cached_property
+    def _access(self) -> Access:
+        """Who may do what with the output; it looks at many files, so only the rank that makes the output asks."""
+        if self.final.is_dir() and not self.final.is_symlink():
+            return access_of(self.final)
+        return access_of(self._source) if self._source else Access()
 
     @property
     def held(self) -> bool:
         """Whether this process has the output."""
         return self._lock is not None
 
+    def parent(self) -> Folder:
+        """The directory that the output is made in."""
+        if self._parent is None:
+            with storage_errors(self.final.parent):
+                self._parent = Folder.named(self.final.parent)
+        return self._parent
+
+    def folder(self) -> Folder:
+        """The partial directory; other ranks than the one that made it only enter it."""
+        if self._folder is None:
+            with storage_errors(self.partial):
+                self._folder = self.parent().enter(self.partial.name)
+        return self._folder
+
+    def open_data(self) -> Folder:
+        """The future directory; the caller closes it."""
+        with storage_errors(self.data):
+            return self.folder().enter(_DATA)
+
     def acquire(self, overwrite: bool, resume: bool) -> Found:
         """Take the output for this process, and say what lies there already.
 
         Raises:
             UsageError: the output is in use or not empty, or a stopped conversion lies here and neither `resume`
-                nor `overwrite` says what to do with it.
+                nor `overwrite` says what to do with it, or what lies here is somebody else's.
         """
         try:
             with storage_errors(self.partial):
                 self._make_parent()
                 self._take_lock()
+                self._check_own()
                 return self._examine(overwrite, resume)
         except BaseException:
-            if self.held and [path.name for path in self.partial.iterdir()] == ["lock"]:
+            if self.held and self.folder().names() == [_LOCK]:
                 self.discard()  # nothing but what this process put there
             self.release()
             raise
 
     def _make_parent(self) -> None:
+        missing = []
+        for folder in (self.final.parent, *self.final.parent.parents):
+            if folder.is_dir():
+                break
+            missing.append(folder)
         try:
-            self.final.parent.mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError):
+            for folder in reversed(missing):
+                with Folder.named(folder.parent) as above, suppress(FileExistsError):
+                    make_folder(above, folder.name, self._access).close()
+            self.parent()
+        except (Foreign, StorageError, FileExistsError, NotADirectoryError):
+            if self.final.parent.is_dir():
+                raise
             raise UsageError(
                 f"{self.final.parent} cannot be made: a file stands in its way; choose another output"
             ) from None
@@ -107,9 +161,10 @@ class Staging:
                 f"{self.partial} holds a conversion that was stopped. Go on from it with --resume, or start anew "
                 "with --overwrite."
             )
-        self._marker.unlink(missing_ok=True)  # before the rest: it must not vouch for what is written next
+        folder = self.folder()
+        folder.remove(_MARKER)  # before the rest: it must not vouch for what is written next
         self._clear()
-        self.data.mkdir()
+        make_folder(folder, _DATA, self._access).close()
         return Found.NOTHING
 
     def _present(self) -> dict[str, int | None]:
@@ -120,36 +175,39 @@ class Staging:
 
     def _has_own_data(self) -> bool:
         """Whether `checkpoint/` is there and is not what an exchange left in its place."""
-        if not self.data.exists():
+        status = self.folder().status(_DATA)
+        if status is None:
             return False
-        return not self._marker.exists() or self._marker.read_text() == self._mark(self.data)
+        marker = self._read_marker()
+        return marker is None or marker == self._mark(status)
 
-    def _mark(self, folder: Path) -> str:
-        return f"{folder.stat().st_ino} {self._digest}"
+    def _mark(self, folder: os.stat_result) -> bytes:
+        return f"{folder.st_ino} {self._digest}".encode()
+
+    def _read_marker(self) -> bytes | None:
+        try:
+            return self.folder().read(_MARKER, _MARKER_BYTES)
+        except FileNotFoundError:
+            return None
 
     def _is_published(self) -> bool:
         """Whether an earlier process was stopped after it had put the output in place."""
-        if not (self._marker.exists() and self.final.exists()):
+        marker, final = self._read_marker(), self.parent().status(self.final.name)
+        if marker is None or final is None or marker != self._mark(final):
             return False
-        if self._marker.read_text() != self._mark(self.final):
-            return False
-        paths = {
-            self.final / name: size for name, size in self._sizes.items()
-        }  # inode numbers are used again
-        return all(path.exists() and path.stat().st_size == size for path, size in paths.items())
+        with self.parent().enter(self.final.name) as folder:  # inode numbers are used again: the sizes tell
+            found = {name: folder.status(name) for name in self._sizes}
+        return all(s is not None and s.st_size == self._sizes[name] for name, s in found.items())
 
     def _take_lock(self) -> None:
         """Lock the partial directory, which a finishing converter may be removing right now."""
-        path = self.partial / "lock"
         while self._lock is None:
-            self.partial.mkdir(exist_ok=True)
-            try:
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            except FileNotFoundError:
+            fd = self._open_lock()
+            if fd is None:
                 continue
             try:
                 self._lock_file(fd)
-                if path.exists() and os.path.samestat(os.fstat(fd), path.stat()):
+                if self._is_there(fd):
                     os.ftruncate(fd, 0)
                     os.pwrite(fd, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
                     self._lock = fd
@@ -157,41 +215,91 @@ class Staging:
                 if self._lock is None:
                     os.close(fd)
 
+    def _open_lock(self) -> int | None:
+        """The lock file of the partial directory, both made if need be; None when it went away meanwhile."""
+        self._forget_folder()
+        with suppress(FileExistsError):
+            self.parent().make(self.partial.name, 0o700).close()
+        try:
+            folder = self.folder()
+            with suppress(OSError):  # some file systems keep no permissions
+                os.fchmod(folder.fd, stat.S_IMODE(os.fstat(folder.fd).st_mode) & ~0o077)
+            names = folder.names()
+            if names and _LOCK not in names:
+                raise self._not_own(names[0])
+            fd = folder.open(_LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        except (FileNotFoundError, StorageError) as error:
+            if isinstance(error.__cause__ or error, FileNotFoundError):
+                return None
+            raise
+        written = os.pread(fd, _LOCK_BYTES, 0)
+        if written and not written.startswith(b"process "):
+            os.close(fd)
+            raise self._not_own(_LOCK)
+        return fd
+
+    def _is_there(self, lock: int) -> bool:
+        """Whether the lock is still the one in the directory, and the directory the one in its parent."""
+        places = [
+            (lock, self.folder().status(_LOCK)),
+            (self.folder().fd, self.parent().status(self.partial.name)),
+        ]
+        return all(status is not None and os.path.samestat(os.fstat(fd), status) for fd, status in places)
+
     def _lock_file(self, fd: int) -> None:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            owner = os.read(fd, 100).decode(errors="replace")
+            owner = os.pread(fd, 100, 0).decode(errors="replace")
             raise UsageError(f"{self.final} is being written by another converter ({owner})") from None
         except OSError as error:
             if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
                 raise  # these three: a file system without locks, where only the name guards the output
 
+    def _check_own(self) -> None:
+        for name in self.folder().names():
+            if not _OWN.fullmatch(name):
+                raise self._not_own(name)
+
+    def _not_own(self, name: str) -> Foreign:
+        return Foreign(
+            f"{self.partial} is where the output would be made, but it holds {name}, which this tool did not put "
+            "there. Move it away, or choose another output."
+        )
+
     def _check_final(self, overwrite: bool) -> None:
-        if self.final.is_symlink() or (self.final.exists() and not self.final.is_dir()):
+        status = self.parent().status(self.final.name)
+        if status is None:
+            return
+        if not stat.S_ISDIR(status.st_mode):
             raise UsageError(f"{self.final} exists and is not a directory; choose another output")
         if self.final.is_mount():
             raise UsageError(
                 f"{self.final} is a mount point, which cannot be replaced; choose a directory inside it"
             )
-        if self.final.exists() and any(self.final.iterdir()) and not overwrite:
+        if any(self.final.iterdir()) and not overwrite:
             raise UsageError(
                 f"{self.final} is not empty; choose another output or replace it with --overwrite"
             )
 
     def _undo_half_replacement(self) -> None:
         """Put the old directory back if a process was killed between the two renames of `publish`."""
-        if self._replaced.exists() and not self.final.exists():
-            self._replaced.rename(self.final)
+        old = self.folder().status(_REPLACED)
+        if old and stat.S_ISDIR(old.st_mode) and not self.parent().exists(self.final.name):
+            move(Place(self.folder(), _REPLACED), self._final)
+
+    @property
+    def _final(self) -> Place:
+        return Place(self.parent(), self.final.name)
 
     def _clear(self) -> None:
-        for path in self.partial.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path)
+        for name in self.folder().names():
+            if name not in (_LOCK, _MARKER):
+                self.folder().remove(name)
 
     def _check_space(self, nbytes: int) -> None:
         with storage_errors(self.partial):
-            status = os.statvfs(self.partial)
+            status = os.statvfs(self.folder().fd)
         free = status.f_bavail * status.f_frsize
         if free < nbytes + SPARE_BYTES:
             raise StorageError(
@@ -205,25 +313,54 @@ class Staging:
         Raises:
             StorageError: the disk has not enough space.
         """
-        with storage_errors(self.data):
-            present = [path.stat().st_blocks * 512 for path in self.data.iterdir()]
-        self._check_space(sum(self._sizes.values()) - sum(present))
-        for name, size in self._sizes.items():
-            with storage_errors(self.data / name):
-                fd = os.open(self.data / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        with self.open_data() as data:
+            with storage_errors(self.data):
+                found = [data.status(name) for name in data.names()]
+            self._check_space(sum(self._sizes.values()) - sum(s.st_blocks * 512 for s in found if s))
+            for name, size in self._sizes.items():
+                with storage_errors(self.data / name):
+                    fd = data.open(name, os.O_RDWR | os.O_CREAT, self._access.file)
+                    try:
+                        self._give_to_group(fd, data)
+                        preallocate(fd, size)
+                    finally:
+                        os.close(fd)
+
+    def _give_to_group(self, fd: int, folder: Folder) -> None:
+        """A file's group is its directory's, as far as the access of the output says so."""
+        if self._access.group is not None:
+            give_group(fd, os.fstat(folder.fd).st_gid)
+
+    def write_file(self, name: str, content: bytes, sync: bool) -> None:
+        """A small file of the future directory."""
+        with self.open_data() as data, storage_errors(self.data / name):
+            fd = data.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, self._access.file)
+            with os.fdopen(fd, "wb") as file:
+                self._give_to_group(fd, data)
+                file.write(content)
+                if sync:
+                    file.flush()
+                    os.fsync(fd)
+
+    def write_beside(self, name: str, content: bytes) -> None:
+        """Replace a file in the output's parent; a reader sees the old or the new content, never a part."""
+        folder, parent = self.folder(), self.parent()
+        with storage_errors(parent.path / name):
+            old = parent.status(name)
+            is_file = old is not None and stat.S_ISREG(old.st_mode)
+            temporary = f".{secrets.token_hex(8)}.tmp"
+            folder.write(
+                temporary, content, True, old.st_mode & 0o777 if old and is_file else self._access.file
+            )
+            group = old.st_gid if old and is_file else self._access.group
+            if group is not None:
+                fd = folder.open(temporary, os.O_RDONLY)
                 try:
-                    preallocate(fd, size)
+                    give_group(fd, group)
                 finally:
                     os.close(fd)
-
-    def write_file(self, name: str, data: bytes, sync: bool) -> None:
-        """A small file of the future directory."""
-        path = self.data / name
-        with storage_errors(path), open(path, "wb") as file:
-            file.write(data)
-            if sync:
-                file.flush()
-                os.fsync(file.fileno())
+            os.replace(temporary, name, src_dir_fd=folder.fd, dst_dir_fd=parent.fd)
+            parent.sync()
 
     def publish(self, sync: bool, overwrite: bool) -> None:
         """Rename the finished directory into place. `discard` then removes what it replaced.
@@ -231,27 +368,35 @@ class Staging:
         Raises:
             StorageError: among others, when files have appeared in the output that `overwrite` does not give up.
         """
+        folder = self.folder()
+        data, final = Place(folder, _DATA), self._final
         with storage_errors(self.final):
+            with self.open_data() as opened:
+                if sync:
+                    opened.sync()
+                folder.write(_MARKER, self._mark(os.fstat(opened.fd)))
+            if not (overwrite and self.parent().exists(self.final.name)):
+                move(data, final)  # refused unless it is absent or empty
+            elif not exchange(data, final):
+                move(final, Place(folder, _REPLACED))
+                move(data, final)
             if sync:
-                sync_directory(self.data)
-            self._marker.write_text(self._mark(self.data))
-            if not (overwrite and self.final.exists()):
-                self.data.rename(self.final)  # refused unless it is absent or empty
-            elif not _exchange(self.data, self.final):
-                self.final.rename(self._replaced)
-                self.data.rename(self.final)
-            if sync:
-                sync_directory(self.final.parent)
+                self.parent().sync()
 
     def discard(self) -> None:
         """Remove the partial directory and everything in it; the marker last, as it says that all is well."""
         with storage_errors(self.partial):
             self._clear()
-            self._marker.unlink(missing_ok=True)
-            (self.partial / "lock").unlink()
+            self.folder().remove(_MARKER)
+            self.folder().remove(_LOCK)
+            if self._is_named():
+                with suppress(OSError):  # another converter may have begun here already
+                    os.rmdir(self.partial.name, dir_fd=self.parent().fd)
         self.release()
-        with suppress(OSError):  # another converter may have begun here already
-            self.partial.rmdir()
+
+    def _is_named(self) -> bool:
+        status = self.parent().status(self.partial.name)
+        return status is not None and os.path.samestat(os.fstat(self.folder().fd), status)
 
     def release(self) -> None:
         """Let others take the output; what is in the partial directory stays."""
@@ -259,10 +404,12 @@ class Staging:
             with suppress(OSError):
                 os.close(self._lock)
             self._lock = None
+        self._forget_folder()
+        if self._parent is not None:
+            self._parent.close()
+            self._parent = None
 
-
-def _exchange(a: Path, b: Path) -> bool:
-    """Exchange two directories in one step, or say that this system cannot."""
-    at_cwd, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    call = getattr(ctypes.CDLL(None), "renameat2", None)
-    return call is not None and call(at_cwd, os.fsencode(a), at_cwd, os.fsencode(b), exchange) == 0
+    def _forget_folder(self) -> None:
+        if self._folder is not None:
+            self._folder.close()
+            self._folder = None

@@ -5,12 +5,13 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from ckpt_tools.catalog.files import Files
 from ckpt_tools.errors import CorruptCheckpointError, StorageError, UsageError
 from ckpt_tools.execute.fileio import storage_errors
+from ckpt_tools.execute.folders import Folder
 from ckpt_tools.execute.journal import Journal, fingerprint
 from ckpt_tools.execute.publish import SPARE_BYTES
 from ckpt_tools.execute.ranks import DistributedRanks, Ranks
@@ -140,7 +141,10 @@ def _check_final(final: Path, overwrite: bool) -> None:
 
 def _check_lock(final: Path, partial: Path) -> None:
     """Whether another converter works there."""
-    with suppress(FileNotFoundError), storage_errors(partial), open(partial / "lock", "rb") as lock:
+    with ExitStack() as opened, suppress(FileNotFoundError), storage_errors(partial):
+        above = opened.enter_context(Folder.named(final.parent))
+        folder = opened.enter_context(above.enter(partial.name))
+        lock = opened.enter_context(os.fdopen(folder.open("lock", os.O_RDONLY), "rb"))
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

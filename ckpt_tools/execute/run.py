@@ -10,16 +10,18 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tools.catalog.files import Files
+from ckpt_tools.catalog.files import Files, LocalFiles
 from ckpt_tools.errors import CkptError, Interrupted, StorageError, Terminated, UsageError
 from ckpt_tools.execute.dcp_metadata import metadata_bytes
-from ckpt_tools.execute.fileio import check_direct, replace_file, storage_errors, write_all
+from ckpt_tools.execute.fileio import check_direct, storage_errors, write_all
 from ckpt_tools.execute.finished import is_written
+from ckpt_tools.execute.folders import opened
 from ckpt_tools.execute.journal import check_unchanged, fingerprint
 from ckpt_tools.execute.proof import SourceProof
 from ckpt_tools.execute.prove import ProofReport, prove_rest
 from ckpt_tools.execute.publish import Found, Staging
 from ckpt_tools.execute.ranks import DistributedRanks, Ranks
+from ckpt_tools.execute.shards import prove_shards
 from ckpt_tools.execute.signals import StopSignals
 from ckpt_tools.execute.source import SourceReader, forget
 from ckpt_tools.execute.work import Progress, Work, tile_bytes
@@ -165,7 +167,8 @@ class _Job:
         self._plan, self._files, self._output, self._options = plan, files, output, options
         self._ranks, self._progress = ranks, progress
         self._leads = ranks.rank == 0
-        self._staging = Staging(Path(output.directory), plan.digest, plan.file_bytes)
+        source = Path(files.location) if isinstance(files, LocalFiles) else None
+        self._staging = Staging(Path(output.directory), plan.digest, plan.file_bytes, source)
         self._source_state: list[list[object]] = []
         self._proof = SourceProof() if options.check_source != "none" else None
 
@@ -189,6 +192,9 @@ class _Job:
         except BaseException as error:
             self._leave(error)
             raise
+        finally:
+            if not self._leads:
+                self._staging.release()  # the handles; the lock is the leading rank's
         return [count for share in counts for count in share], proven
 
     def _prepare(self) -> str:
@@ -241,14 +247,14 @@ class _Job:
         return found.name
 
     def _write_blobs(self, sync: bool) -> None:
-        for name in dict.fromkeys(blob.file for blob in self._plan.blobs):
-            path = self._staging.data / name
-            with storage_errors(path), open(path, "r+b", buffering=0) as file:
-                shared = {blob.offset: blob.data for blob in self._plan.blobs if blob.file == name}
-                for offset, data in shared.items():
-                    write_all(file.fileno(), data, offset)
-                if sync:
-                    os.fsync(file.fileno())
+        with self._staging.open_data() as folder:
+            for name in dict.fromkeys(blob.file for blob in self._plan.blobs):
+                with opened(folder, name, os.O_RDWR) as fd, storage_errors(folder.path / name):
+                    shared = {blob.offset: blob.data for blob in self._plan.blobs if blob.file == name}
+                    for offset, data in shared.items():
+                        write_all(fd, data, offset)
+                    if sync:
+                        os.fsync(fd)
 
     def _work(self) -> list[dict[str, Any]]:
         """This rank's share of the items."""
@@ -256,12 +262,12 @@ class _Job:
         share = worker_share(plan.items, self._ranks.rank, self._ranks.world)
         finished = staging.journal.finished()
         staging.journal.open(self._ranks.rank)
-        source = SourceReader(self._files, staging.partial, self._proof)
+        source, data = SourceReader(self._files, staging.partial, self._proof), staging.open_data()
         work = Work(
             plan,
             share,
             source,
-            staging.data,
+            data,
             journal=staging.journal,
             sync=options.fsync,
             direct=options.direct,
@@ -271,6 +277,7 @@ class _Job:
             counters = work.run(finished, options.threads, tile, self._ranks.check, self._progress)
         finally:
             source.close()
+            data.close()
             staging.journal.close()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         counts = [asdict(c) for c in counters]
@@ -290,17 +297,16 @@ class _Job:
         if found not in (Found.PUBLISHED.name, Found.FINISHED.name):
             after = fingerprint(self._files, self._plan.source_files)
             check_unchanged(self._source_state, after, self._files.location)
+            prove_shards(self._plan, staging.data)
             for name, data in output.extra_files.items():
                 staging.write_file(name, data, sync)
             if output.is_dcp:
                 staging.write_file(".metadata", metadata_bytes(self._plan), sync)
             staging.publish(sync, output.overwrite)
         for name, data in output.beside.items():
-            path = Path(output.directory).parent / name
-            if found == Found.FINISHED.name and path.exists():
+            if found == Found.FINISHED.name and staging.parent().exists(name):
                 continue  # it was written then, and may have been changed since
-            with storage_errors(path):
-                replace_file(path, data)
+            staging.write_beside(name, data)
         staging.discard()
 
     def _leave(self, error: BaseException) -> None:

@@ -19,7 +19,7 @@ from ckpt_tools.catalog.container import Frame, Stretch, read_frame
 from ckpt_tools.catalog.files import Files, LocalFiles
 from ckpt_tools.catalog.model import Item
 from ckpt_tools.dtypes import itemsize
-from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError
+from ckpt_tools.errors import CkptError, CorruptCheckpointError, UnsupportedCheckpointError
 from ckpt_tools.execute.casts import Array, raw_dtype
 from ckpt_tools.execute.fileio import drop_cache, storage_errors
 from ckpt_tools.execute.proof import RecordProof, SourceProof, Stored
@@ -176,8 +176,8 @@ def forget(files: Files, names: Iterable[str]) -> None:
     """Give back the page cache of files that have been read."""
     if isinstance(files, LocalFiles):
         for name in names:
-            with suppress(OSError), open(Path(files.location, name), "rb") as file:
-                drop_cache(file.fileno())
+            with suppress(CkptError), files.descriptor(name) as fd:
+                drop_cache(fd)
 
 
 def _usual_payload(files: Files, chunk: ChunkRef) -> Payload | None:

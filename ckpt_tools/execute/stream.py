@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -221,9 +220,8 @@ class Pump:
         self, payload: Payload, files: LocalFiles, file: OutputFile, at: int, shared_only: bool = False
     ) -> bool:
         """Copy a payload unread; False if it cannot be shared and that was asked for."""
-        name = Path(files.location, payload.name)
-        with storage_errors(file.path), open(name, "rb", buffering=0) as stored:
-            source, target = At(stored.fileno(), payload.offset), At(file.fd, at)
+        with files.descriptor(payload.name) as stored, storage_errors(file.path):
+            source, target = At(stored, payload.offset), At(file.fd, at)
             if shared_only and not can_share(source, target, min(payload.nbytes, _COPY_STEP_BYTES)):
                 return False
             for done in range(0, payload.nbytes, _COPY_STEP_BYTES):

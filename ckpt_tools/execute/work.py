@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain, groupby
-from pathlib import Path
 from typing import TypeAlias
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.fileio import OutputFile, drop_cache, storage_errors
+from ckpt_tools.execute.folders import Folder, opened
 from ckpt_tools.execute.journal import Journal
 from ckpt_tools.execute.source import SourceReader
 from ckpt_tools.execute.stream import Counters, Pump
@@ -88,7 +88,7 @@ class Work:
         plan: Plan,
         share: range,
         source: SourceReader,
-        folder: Path,
+        folder: Folder,
         *,
         journal: Journal,
         sync: bool,
@@ -151,7 +151,7 @@ class Work:
 
     def _write_items(self, todo: _Todo, pump: Pump, finished: Mapping[int, int]) -> None:
         while (name := todo.file()) is not None:
-            with self._open(self._folder / name) as file:
+            with self._open(name) as file:
                 for batch in todo.batches(name):
                     self._write_batch(batch, pump, file, finished)
 
@@ -174,13 +174,14 @@ class Work:
         return done
 
     @contextmanager
-    def _open(self, path: Path) -> Iterator[OutputFile]:
+    def _open(self, name: str) -> Iterator[OutputFile]:
         """An output file; what was written through it is made durable, if that is asked for."""
-        with ExitStack() as opened:
-            fd = opened.enter_context(_descriptor(path, os.O_RDWR))
+        path = self._folder.path / name
+        with ExitStack() as held:
+            fd = held.enter_context(opened(self._folder, name, os.O_RDWR))
             direct = None
             if self._direct:
-                direct = opened.enter_context(_descriptor(path, os.O_WRONLY | os.O_DIRECT))
+                direct = held.enter_context(opened(self._folder, name, os.O_WRONLY | os.O_DIRECT))
             yield OutputFile(path, fd, direct)
             if self._sync:
                 with storage_errors(path):
@@ -193,14 +194,3 @@ class Work:
             self._done += nbytes
         if self._stop.is_set():
             raise _StoppedError
-
-
-@contextmanager
-def _descriptor(path: Path, flags: int) -> Iterator[int]:
-    with storage_errors(path):
-        fd = os.open(path, flags | os.O_CLOEXEC)
-    try:
-        yield fd
-    finally:
-        with storage_errors(path):  # NFS tells only now that it could not write
-            os.close(fd)

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_tools.catalog.container import load_object, whole_file
-from ckpt_tools.catalog.files import Files
+from ckpt_tools.catalog.documents import DocumentError, parse_yaml
+from ckpt_tools.catalog.files import Files, read_whole
 from ckpt_tools.catalog.model import Catalog
 from ckpt_tools.catalog.unpickle import StandIn
 from ckpt_tools.errors import CorruptCheckpointError
@@ -83,11 +84,9 @@ def _as_dict(values: Any, where: str) -> dict[str, Any]:
 def _model_config(files: Files) -> dict[str, Any]:
     if not files.exists(RUN_CONFIG):
         return {}
-    import yaml
-
     try:
-        config = yaml.safe_load(files.read(RUN_CONFIG, 0, files.size(RUN_CONFIG)))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        config = parse_yaml(read_whole(files, RUN_CONFIG))
+    except DocumentError as error:
         raise CorruptCheckpointError(
             f"{files.location}/{RUN_CONFIG}: not readable YAML ({error})."
         ) from error

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ckpt_tools.catalog import documents
 from ckpt_tools.errors import UsageError
 
 BRIDGE, MAIN = "bridge", "main"
@@ -127,20 +128,21 @@ def _script_at(words: Sequence[str], program: str) -> int | None:
     return scripts[-1] if scripts else modules[-1] if modules else None
 
 
-def parse_yaml(text: str, name: str = "the YAML file", program: str = MAIN) -> Job:
+def parse_yaml(text: bytes | str, name: str = "the YAML file", program: str = MAIN) -> Job:
     """The job that a YAML file describes: Bridge's configuration, a Megatron-LM recipe (`MODEL_ARGS`), or settings.
 
     Raises:
         UsageError: it is not a YAML mapping.
     """
-    import yaml
-
     try:
-        document = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
+        document = documents.parse_yaml(text)
+    except documents.DocumentError as error:
         raise UsageError(f"{name}: {error}") from None
     if not isinstance(document, Mapping):
         raise UsageError(f"{name}: expected a mapping of settings, found {type(document).__name__}")
+    for section in ("ENV_VARS", "MODEL_ARGS"):
+        if not isinstance(document.get(section, {}) or {}, Mapping):
+            raise UsageError(f"{name}: expected a mapping under {section}")
     variables = document.get("ENV_VARS")
     environment = {str(k): str(v) for k, v in variables.items()} if isinstance(variables, Mapping) else {}
     recipe = document.get("MODEL_ARGS")

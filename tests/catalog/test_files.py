@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ckpt_tools.catalog import files as module
-from ckpt_tools.catalog.files import LocalFiles, open_files
+from ckpt_tools.catalog.files import LocalFiles, follow_links, open_files, read_whole
 from ckpt_tools.errors import CorruptCheckpointError, StorageError
 
 
@@ -83,3 +85,120 @@ def test_descriptors_are_bounded_and_returned(folder: Path, monkeypatch: pytest.
     assert len(os.listdir("/proc/self/fd")) == before + 3
     files.close()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.fixture
+def following() -> Iterator[None]:
+    follow_links(True)
+    yield
+    follow_links(False)
+
+
+def test_links_inside_the_folder_are_read(folder: Path) -> None:
+    (folder / "deep").mkdir()
+    (folder / "deep" / "c").write_bytes(b"deep")
+    (folder / "one").symlink_to("a")
+    (folder / "two").symlink_to("deep/c")
+    (folder / "three").symlink_to(folder / "two")
+    files = LocalFiles(str(folder))
+    assert files.read("one", 1, 2) == b"\1\2"
+    assert [files.read(name, 0, 4) for name in ("two", "three", "deep/c")] == [b"deep"] * 3
+    files.close()
+
+
+def test_the_user_s_own_path_may_be_a_link(folder: Path, tmp_path: Path) -> None:
+    link = tmp_path / "here"
+    link.symlink_to(folder)
+    (folder / "one").symlink_to("a")
+    files = LocalFiles(str(link))
+    assert files.read("one", 0, 2) == files.read("a", 0, 2) == b"\0\1"
+    files.close()
+
+
+def elsewhere(folder: Path) -> None:
+    outside = folder.parent / f"{folder.name}-outside"  # a name that begins like the folder's
+    outside.mkdir()
+    (outside / "secret").write_bytes(b"secret")
+    (folder / "direct").symlink_to(outside / "secret")
+    (folder / "relative").symlink_to(f"../{outside.name}/secret")
+    (folder / "twice").symlink_to("direct")
+    (folder / "door").symlink_to(outside)
+
+
+@pytest.mark.parametrize("name", ["direct", "relative", "twice", "door/secret"])
+def test_links_to_elsewhere_are_refused(folder: Path, name: str) -> None:
+    elsewhere(folder)
+    files = LocalFiles(str(folder))
+    with pytest.raises(
+        CorruptCheckpointError, match=r"a link to .*-outside/secret, outside .*--follow-links"
+    ):
+        files.read(name, 0, 6)
+    files.close()
+
+
+@pytest.mark.parametrize("name", ["direct", "relative", "twice", "door/secret"])
+@pytest.mark.usefixtures("following")
+def test_links_to_elsewhere_are_read_when_asked_for(folder: Path, name: str) -> None:
+    elsewhere(folder)
+    files = LocalFiles(str(folder))
+    assert files.read(name, 0, 6) == b"secret"
+    files.close()
+
+
+def test_a_snapshot_of_a_hugging_face_cache_is_read(tmp_path: Path) -> None:
+    model, other = tmp_path / "hub" / "models--a--b", tmp_path / "hub" / "models--c--d"
+    for one in (model, other):
+        (one / "blobs").mkdir(parents=True)
+        (one / "blobs" / "0123").write_bytes(b"blob")
+    snapshot = model / "snapshots" / "abcd"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").symlink_to("../../blobs/0123")
+    (snapshot / "foreign").symlink_to("../../../models--c--d/blobs/0123")
+    files = LocalFiles(str(snapshot))
+    assert files.read("config.json", 0, 4) == b"blob"
+    with pytest.raises(CorruptCheckpointError, match="follow-links"):
+        files.read("foreign", 0, 4)
+    files.close()
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["fifo", "socket", "device", "link to a fifo"])
+def test_what_is_no_file_is_refused_at_once(folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)  # the path of a socket has at most 107 bytes
+    if kind == "socket":
+        with socket.socket(socket.AF_UNIX) as one:
+            one.bind("x")
+    elif kind == "device":
+        (folder / "x").symlink_to("/dev/zero")
+    else:
+        os.mkfifo(folder / ("y" if kind.startswith("link") else "x"))
+        if kind.startswith("link"):
+            (folder / "x").symlink_to("y")
+    files = LocalFiles(str(folder))
+    for read in (
+        lambda: files.read("x", 0, 1),
+        lambda: files.size("x"),
+        lambda: files.read_into("x", 0, memoryview(bytearray(1))),
+    ):
+        with pytest.raises(CorruptCheckpointError, match=r"is a (FIFO|socket|device), not a file"):
+            read()
+    files.close()
+
+
+def test_a_file_that_should_be_small_fills_no_memory(folder: Path) -> None:
+    with open(folder / "long", "wb") as file:
+        file.truncate(1 << 40)
+    files = LocalFiles(str(folder))
+    with pytest.raises(CorruptCheckpointError, match="has 1,099,511,627,776 bytes"):
+        read_whole(files, "long")
+    assert read_whole(files, "a") == bytes(range(100))
+    files.close()
+
+
+@pytest.mark.parametrize("name", ["\0", "a\0b", "\ud800"])
+def test_what_is_not_a_file_name_is_refused(folder: Path, name: str) -> None:
+    files = LocalFiles(str(folder))
+    with pytest.raises(CorruptCheckpointError, match="is not a file name"):
+        files.size(name)
+    with pytest.raises(CorruptCheckpointError, match="is not a file name"):
+        files.read_into(name, 0, memoryview(bytearray(1)))

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors
 from safetensors.numpy import save_file
 
-from ckpt_tools.catalog.safetensors import INDEX_FILE, SINGLE_FILE, read_safetensors_catalog
+from ckpt_tools.catalog.safetensors import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    read_safetensors_catalog,
+    read_safetensors_header,
+)
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError
+from tests.fuzz.mutate import mutate
+from tests.fuzz.parsers import OneFile, seeds
 
 ARRAYS = {
     "matrix": np.arange(12, dtype=np.float32).reshape(3, 4),
@@ -118,7 +128,7 @@ def tensor(start: int, stop: int, shape: list[int], dtype: str = "F32") -> dict[
         ((2).to_bytes(8, "little") + b"{!", "not JSON"),
         ((2).to_bytes(8, "little") + b"[]", "not a JSON object"),
         ((16).to_bytes(8, "little") + b'{"a": 1, "a": 2}', "duplicate name 'a'"),
-        (header_of({"a": {"shape": [1]}}, b""), "a: no dtype, shape and data_offsets"),
+        (header_of({"a": {"shape": [1]}}, b""), "a: expected dtype, shape and data_offsets"),
         (header_of({"a": tensor(0, 4, [1], "F7")}, bytes(4)), "unknown element type 'F7'"),
         (header_of({"a": tensor(0, 4, [-1])}, bytes(4)), "cannot be"),
         (header_of({"a": tensor(0, 4, [2])}, bytes(4)), "needs 8 bytes, data_offsets give 4"),
@@ -136,8 +146,6 @@ def test_files_that_break_the_format_are_refused(content: bytes, text: str, tmp_
     with pytest.raises(CorruptCheckpointError) as caught:
         read_safetensors_catalog(tmp_path)
     assert text in str(caught.value)
-    import safetensors
-
     with pytest.raises(safetensors.SafetensorError), safetensors.safe_open(tmp_path / SINGLE_FILE, "np"):
         pass
 
@@ -145,3 +153,108 @@ def test_files_that_break_the_format_are_refused(content: bytes, text: str, tmp_
 def test_padding_of_the_header_is_allowed(tmp_path: Path) -> None:
     (tmp_path / SINGLE_FILE).write_bytes(header_of({"a": tensor(0, 4, [1])}, bytes(4), pad=5))
     assert read_safetensors_catalog(tmp_path).tensors["a"].shape == (1,)
+
+
+def library_takes(content: bytes) -> bool:
+    try:
+        safetensors.deserialize(content)
+    except safetensors.SafetensorError:
+        return False
+    return True
+
+
+def we_take(content: bytes) -> bool:
+    try:
+        read_safetensors_header(OneFile(content), "input")
+    except CorruptCheckpointError:
+        return False
+    return True
+
+
+def with_header(text: str | bytes, data: bytes = bytes(4)) -> bytes:
+    raw = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+    return len(raw).to_bytes(8, "little") + raw + data
+
+
+ONE = '{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+STRANGE = [
+    with_header(" " + ONE),
+    with_header("\ufeff" + ONE),
+    *(with_header(ONE.encode(code)) for code in ("utf-16", "utf-16-le", "utf-32", "utf-8-sig")),
+    with_header(ONE.replace('"a"', '"\\\\ud800"')),
+    with_header(ONE.replace('"a"', '"\ud800"')),
+    with_header(ONE.replace("[1]", "[1.0]")),
+    with_header(ONE.replace("[1]", "[1e0]")),
+    with_header(ONE.replace("[0,4]", "[-0,4]")),
+    with_header(ONE.replace("[0,4]", "[0,4,4]")),
+    with_header(ONE.replace("[0,4]", "[0]")),
+    with_header(ONE.replace("[1]", "[true]")),
+    with_header(ONE.replace('"F32"', '"F32","dtype":"F32"')),
+    with_header(ONE.replace('"F32"', '"F32","more":1')),
+    with_header(ONE.replace('"F32"', '"F32","more":NaN')),
+    with_header(ONE.replace('"F32"', '"f32"')),
+    *(
+        with_header(ONE.replace("{", f'{{"__metadata__":{notes},', 1))
+        for notes in (
+            "null",
+            "{}",
+            '{"a":"b"}',
+            '{"a":1}',
+            "[]",
+            "1",
+            '"x"',
+            '{"a":null}',
+            '{"a":"\\\\ud800"}',
+            "NaN",
+        )
+    ),
+    with_header(
+        ONE.replace("[1]", "[0,2305843009213693952,2305843009213693952]").replace("[0,4]", "[0,0]"), b""
+    ),
+    with_header(
+        ONE.replace("[1]", "[2305843009213693952,2305843009213693952,0]").replace("[0,4]", "[0,0]"), b""
+    ),
+    with_header(ONE.replace("[1]", "[9223372036854775808,0]").replace("[0,4]", "[0,0]"), b""),
+    with_header("{}", b""),
+    with_header("{}", b"x"),
+    with_header(ONE + "\0"),
+    with_header(ONE + " " * 5),
+    with_header(ONE + "\n\t"),
+    with_header(ONE + "\x0b"),
+    with_header(ONE + ONE),
+    with_header(ONE)[:-1],
+    with_header(ONE) + b"x",
+    (2**63).to_bytes(8, "little") + ONE.encode() + bytes(4),
+    (2**64 - 1).to_bytes(8, "little") + ONE.encode() + bytes(4),
+    bytes(8),
+    b"",
+]
+
+
+@pytest.mark.parametrize("content", STRANGE, ids=range(len(STRANGE)))
+def test_no_strange_header_is_taken_that_the_library_refuses(content: bytes) -> None:
+    assert library_takes(content) or not we_take(content)
+
+
+def test_some_are_taken() -> None:
+    assert we_take(with_header(ONE)) and library_takes(with_header(ONE))
+    assert sum(map(we_take, STRANGE)) >= 5
+
+
+def test_no_damaged_header_is_taken_that_the_library_refuses() -> None:
+    """`CKPT_TOOLS_SEEDS=1000000` tries so many."""
+    rng = random.Random(11)
+    starts = [with_header(ONE), *STRANGE, *(data for data in seeds("safetensors") if len(data) < 1000)]
+    good = [content for content in starts if library_takes(content)]
+    ours = theirs = 0
+    for _ in range(int(os.environ.get("CKPT_TOOLS_SEEDS", "4000"))):
+        content = mutate(rng, "safetensors", rng.choice(good if rng.random() < 0.8 else starts), starts)
+        if rng.random() < 0.7 and len(content) >= 8:  # else most fail for their length alone
+            body = content[8:].split(b"}}")
+            header = b"}}".join(body[:-1]) + b"}}" if len(body) > 1 else content[8:]
+            content = with_header(header, content[8 + len(header) :])
+        we, they = we_take(content), library_takes(content)
+        assert they or not we, content
+        ours, theirs = ours + we, theirs + they
+    assert ours > 20
+    assert theirs - ours < theirs / 2  # and few are refused that the library takes

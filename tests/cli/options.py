@@ -2,13 +2,13 @@
 
 OPTIONS = {
     "inspect": (
-        "--keys --iteration --json --tree --not-ignore-param-to-group-meta --enable-msc --trust-pickle"
+        "--keys --iteration --json --tree --not-ignore-param-to-group-meta --enable-msc --trust-pickle --follow-links"
     ),
     "print-torch-dcp-in-json": (
-        "--values -o --output --no-write --enable-msc --trust-pickle"
+        "--values -o --output --no-write --enable-msc --trust-pickle --follow-links"
     ),
     "convert": (
-        "--check-source "
+        "--follow-links --check-source "
         "--to --swiglu --no-swiglu --swiglu-modules --param-to-param-group-map-json --strict-map "
         "--output-optimizer-state-prefix --output-model-weight-prefix --rename-mtp-keys --target --aliases "
         "--layer-spec --experts --weights-only --dtype --vocab-size-padded --vocab-size --extra-state "
@@ -18,7 +18,7 @@ OPTIONS = {
         "--trust-pickle --enable-msc --oom-traceback"
     ),
     "convert-torch-dist-to-fsdp-dtensor": (
-        "--check-source "
+        "--follow-links --check-source "
         "--swiglu --no-swiglu --swiglu-modules --param-to-param-group-map-json --strict-map "
         "--output-optimizer-state-prefix --output-model-weight-prefix --rename-mtp-keys --target --aliases "
         "--layer-spec --experts --weights-only --dtype --vocab-size-padded --vocab-size --layout --world-size "
@@ -27,15 +27,17 @@ OPTIONS = {
         "--quiet -q --json --report --trust-pickle --enable-msc --oom-traceback"
     ),
     "convert-fsdp-dtensor-to-torch-dist": (
+        "--follow-links "
         "--check-source --target --layer-spec --weights-only --dtype --extra-state --stacked --per-layer --gpus "
         "--tp --ep --etp --iteration --ignore-keys --overwrite --resume --dry-run --threads --max-memory --fsync "
         "--direct --quiet -q --json --report --trust-pickle --enable-msc --oom-traceback"
     ),
     "build-param-group-map": (
-        "-o --output --explain --target --layer-spec --experts --swiglu --no-swiglu --iteration --enable-msc"
+        "-o --output --explain --target --layer-spec --experts --swiglu --no-swiglu --iteration --enable-msc "
+        "--follow-links"
     ),
     "plan": (
-        "--rank --tensor --json --svg --html --target --layer-spec --experts --swiglu --no-swiglu "
+        "--follow-links --rank --tensor --json --svg --html --target --layer-spec --experts --swiglu --no-swiglu "
         "--weights-only --layout --world-size --gpus --dp-shard --dp-outer --tp --cp --ep --etp --pp --strategy "
         "--outer-strategy --iteration --ignore-keys --trust-pickle --enable-msc"
     ),
@@ -43,40 +45,41 @@ OPTIONS = {
         "--check-source "
         "--hf-config --rules --dtype --vocab-size --max-shard-size --mtp-copies --tp --iteration "
         "--ignore-keys --overwrite --resume --dry-run --threads --max-memory --fsync --direct --quiet -q --json "
-        "--report --trust-pickle --enable-msc"
+        "--report --trust-pickle --enable-msc --follow-links"
     ),
     "import-hf": (
-        "--check-source "
+        "--follow-links --check-source "
         "--to --rules --dtype --vocab-multiple --target --layer-spec --experts --layout --world-size "
         "--gpus --dp-shard --dp-outer --tp --cp --ep --etp --pp --strategy --outer-strategy --iteration "
         "--overwrite --resume --dry-run --threads --max-memory --fsync --direct --quiet -q --json --report "
         "--enable-msc"
     ),
     "verify": (
+        "--follow-links "
         "--content --manifest --write-manifest --allow-nonfinite --iteration --format --json --junit --threads "
         "--quiet -q --trust-pickle --enable-msc"
     ),
     "diff": (
         "--rtol --atol --ulp --nan --keys --ignore --by --target --iteration --json --threads --quiet -q "
-        "--enable-msc --trust-pickle"
+        "--enable-msc --trust-pickle --follow-links"
     ),
     "compare-two-checkpoint": (
         "--rtol --atol --ulp --nan --keys --ignore --by --target --iteration --json --threads --quiet -q "
-        "--enable-msc --trust-pickle"
+        "--enable-msc --trust-pickle --follow-links"
     ),
     "preflight": (
-        "--yaml --target --iteration --format --json --junit --trust-pickle --enable-msc"
+        "--follow-links --yaml --target --iteration --format --json --junit --trust-pickle --enable-msc"
     ),
     "modify-state-dict": (
-        "--check-source "
+        "--follow-links --check-source "
         "--op --iteration --overwrite --json --quiet -q --enable-msc --trust-pickle"
     ),
     "slice": (
-        "--check-source "
+        "--follow-links --check-source "
         "--layers --block --iteration --overwrite --json --quiet -q --trust-pickle --enable-msc"
     ),
     "print-tensor": (
-        "--slice --stats --iteration --json --trust-pickle --enable-msc"
+        "--slice --stats --iteration --json --trust-pickle --enable-msc --follow-links"
     ),
     "env": (
         "--json"

@@ -230,7 +230,7 @@ def test_replacing_keeps_the_old_until_the_new_is_in_place(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
 ) -> None:
     if not exchange:
-        monkeypatch.setattr("ckpt_tools.execute.publish._exchange", lambda a, b: False)
+        monkeypatch.setattr("ckpt_tools.execute.publish.exchange", lambda a, b: False)
     out = tmp_path / "out"
     write_checkpoint(case.plan(1), case.files, Output(out))
     with monkeypatch.context() as patch:

@@ -173,4 +173,5 @@ STRUCTURED: dict[str, Mutation] = {
     "frame": damage_archive,
     "map": damage_json,
     "safetensors": damage_json,
+    **dict.fromkeys(("config", "arguments", "rules", "journal", "job"), damage_json),
 }

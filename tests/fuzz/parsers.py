@@ -27,6 +27,7 @@ from ckpt_tools.execute.source import ChunkRef, SourceReader
 from ckpt_tools.megatron.param_groups import merge_map, strip_wrappers
 from ckpt_tools.plan.frames import framed_tensor
 from tests.conftest import DATA
+from tests.fuzz import settings
 
 MAX_SECONDS = 2.0  # of CPU, for one input
 MAX_GROWTH = 256 << 20  # bytes of resident memory, by one input
@@ -127,6 +128,7 @@ PARSERS: dict[str, Callable[[bytes], None]] = {
     "frame": _frame,
     "map": _map,
     "safetensors": _safetensors,
+    **settings.PARSERS,
 }
 
 
@@ -159,7 +161,9 @@ def seeds(parser: str) -> list[bytes]:
 
 
 def _seeds(parser: str) -> Iterable[bytes]:
-    if parser == "metadata":
+    if parser in settings.PARSERS:
+        yield from settings.seeds(parser)
+    elif parser == "metadata":
         paths = sorted(DATA.rglob("*.metadata"))
         yield from (path.read_bytes() for path in paths if path.stat().st_size < 1 << 16)
     elif parser == "object":

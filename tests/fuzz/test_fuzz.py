@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,9 +12,13 @@ from hypothesis import strategies as st
 from tests.data.hostile.make import archive
 from tests.fuzz.corpus import kept
 from tests.fuzz.mutate import mutate
+from tests.fuzz.options import EXIT_CODES, LLAMA, MAX_SECONDS, Lines, outcome
 from tests.fuzz.parsers import parse, seeds
+from tests.fuzz.settings import PARSERS as SETTINGS
 
-EXAMPLES = {"metadata": 400, "object": 800, "frame": 1500, "map": 300, "safetensors": 1500}
+EXAMPLES = {"metadata": 400, "object": 800, "frame": 1500, "map": 300, "safetensors": 1500} | dict.fromkeys(
+    SETTINGS, 300
+)
 dice = st.integers(0, (1 << 64) - 1).map(random.Random)
 
 
@@ -31,7 +36,7 @@ def test_damaged_input_is_taken_or_refused(parser: str) -> None:
     assert 0 < sum(taken) < len(taken)  # damage that only ever ends in the first check would prove nothing
 
 
-@pytest.mark.parametrize("parser", EXAMPLES)
+@pytest.mark.parametrize("parser", sorted(EXAMPLES.keys() - SETTINGS.keys()))
 def test_the_kept_corpus(parser: str) -> None:
     taken = [parse(parser, data) for data in kept(parser)]
     assert 0 < sum(taken) < len(taken)
@@ -56,3 +61,68 @@ SLOW_ONCE = {
 @pytest.mark.parametrize(("parser", "data"), [(p, d) for p, inputs in SLOW_ONCE.items() for d in inputs])
 def test_what_was_slow_or_deep(parser: str, data: bytes) -> None:
     parse(parser, data)
+
+
+def test_any_value_of_any_option(tmp_path: Path) -> None:
+    """By hand: `python -m tests.fuzz.options --minutes 10`."""
+    lines, rng, codes = Lines(tmp_path), random.Random(5), set()
+    for _ in range(40):
+        words = lines.draw(rng)
+        code, said, seconds = outcome(words)
+        assert code in EXIT_CODES, (words, said)
+        assert seconds < MAX_SECONDS, words
+        codes.add(code)
+    assert codes >= {0, 2}
+
+
+PATHS = [
+    "",
+    "/proc/self/mem",
+    "/dev/zero",
+    "/dev/null",
+    "\udcff",
+    "x" * 5000,
+    "a/" * 3000,
+    "://",
+    "file://",
+    "~",
+]
+OPERATIONS = ["", " ", "rename ( x", "rename a \\2", "rename a \ud800"]
+NUMBERS = ["9" * 5000, "\u0664", "\u00b2"]
+SIZES = ["--max-memory", "--threads", "--tp"]
+DRAWN_ONCE = [
+    *(
+        ["modify-state-dict", "IN", "OUT", "-q", "--op", op]
+        for op in ("", " ", "rename ( x", "rename a \\2", "rename a \ud800")
+    ),
+    *(
+        ["convert", "IN", "OUT", "-q", "--dry-run", "--iteration", number]
+        for number in ("9" * 5000, "\u0664", "\u00b2")
+    ),
+    *(
+        ["convert", "IN", "OUT", "-q", "--dry-run", option, "9" * 500]
+        for option in ("--max-memory", "--threads", "--tp")
+    ),
+    ["convert", "IN", "OUT", "-q", "--dry-run", "--vocab-size-padded", "9223372036854775807"],
+    ["convert", "IN", "OUT", "-q", "--output-model-weight-prefix", "\udcff"],
+    ["convert-torch-dist-to-fsdp-dtensor", "IN", "OUT", "-q", "--dry-run", "--iteration", "9" * 5000],
+    ["plan", "IN", "--dp-shard", "2147483647"],
+    ["plan", "IN", "--world-size", "99999999999"],
+    ["plan", "IN", "--dp-shard", "1000", "--dp-outer", "100000"],
+    ["verify", "IN", "-q", "--threads", "1000000"],
+    ["export-hf", "IN", "OUT", "-q", "--dry-run", "--rules", "/dev/zero"],
+    ["convert", "IN", "OUT", "-q", "--dry-run", "--param-to-param-group-map-json", "/dev/zero"],
+    ["preflight", "IN", "--yaml", "/dev/zero"],
+    ["preflight", "IN", "--", "--tensor-model-parallel-size", "x"],
+    *(["inspect", path] for path in PATHS),
+]
+
+
+@pytest.mark.parametrize("words", DRAWN_ONCE, ids=range(len(DRAWN_ONCE)))
+def test_what_ended_as_a_defect_or_too_late(words: list[str], tmp_path: Path) -> None:
+    code, said, seconds = outcome(
+        [{"IN": str(LLAMA), "OUT": str(tmp_path / "out")}.get(word, word) for word in words]
+    )
+    assert code in EXIT_CODES, said
+    assert seconds < 5
+    assert "Traceback" not in said

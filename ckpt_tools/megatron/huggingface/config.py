@@ -14,6 +14,7 @@ from typing import Any
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems
 from ckpt_tools.megatron.huggingface.config_fields import REQUIRED, Config
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs
+from ckpt_tools.megatron.huggingface.numbers import bounded
 from ckpt_tools.megatron.huggingface.rope_args import GPT_OSS_SCALING, RELEASED_GPT_OSS_SCALING
 from ckpt_tools.megatron.huggingface.rules import Family
 
@@ -32,6 +33,7 @@ def write_config(family: Family, model: ModelArgs) -> dict[str, Any]:
     return config
 
 
+@bounded("config.json")
 def read_config(family: Family, config: Config) -> ModelArgs:
     """The architecture that a config.json of this family describes.
 

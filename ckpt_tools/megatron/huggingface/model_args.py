@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.huggingface.layer_patterns import moe_layers, sliding_layers, sliding_turn, window_of
+from ckpt_tools.megatron.huggingface.numbers import bounded
 from ckpt_tools.megatron.huggingface.rope_args import RopeScaling, rope_args, rope_scaling, rotary_bases
 
 
@@ -114,6 +115,7 @@ class ModelArgs:
         return bool(self.moe_layers and self.moe_layers[layer])
 
 
+@bounded("the checkpoint's args")
 def read_model_args(args: Mapping[str, Any]) -> ModelArgs:
     """The architecture that Megatron-LM args or the `model` section of Bridge's run_config.yaml describe.
 

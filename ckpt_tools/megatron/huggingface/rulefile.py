@@ -25,6 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ckpt_tools.catalog.documents import DocumentError, parse_yaml, read_named_file
 from ckpt_tools.errors import UsageError, list_problems
 from ckpt_tools.megatron.huggingface.families import FAMILIES
 from ckpt_tools.megatron.huggingface.layouts import LAYOUTS
@@ -45,11 +46,9 @@ def load_rule_file(path: str | Path) -> Family:
         UsageError: the file is not YAML, or a value is not what it must be; all of them are named with their
             place, as `problem @ $.rules[3].layout`.
     """
-    import yaml
-
     try:
-        data = yaml.safe_load(Path(path).read_text())
-    except (OSError, yaml.YAMLError) as error:
+        data = parse_yaml(read_named_file(Path(path)))
+    except (OSError, DocumentError) as error:
         raise UsageError(f"{path}: {error}") from error
     problems: list[str] = []
     family = _family(data, problems)
@@ -64,7 +63,7 @@ def _family(data: Any, problems: list[str]) -> Family | None:
         return None
     _unknown(data, FAMILY_KEYS, "$", problems)
     like = data.get("like", "llama")
-    if like not in FAMILIES:
+    if not isinstance(like, str) or like not in FAMILIES:
         problems.append(f"{like!r} is not one of {', '.join(FAMILIES)} @ $.like")
         return None
     base = FAMILIES[like]

@@ -180,7 +180,7 @@ def _pairs(
     if any("{e}" in name for name in hf):
         for e in experts:
             yield Pair((core[e],), shape, _all(hf, names | {"e": e}), (layout,), rule)
-    else:
+    elif core:
         yield Pair(core, shape, _all(hf, names), stack([layout] * len(core)), rule)
 
 

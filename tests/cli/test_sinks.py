@@ -1,0 +1,296 @@
+"""Names from strangers in everything that is printed: harmless to terminals, CI logs, Markdown, HTML and XML."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from xml.etree import ElementTree as Xml
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from ckpt_tools.cli import findings, render
+from ckpt_tools.cli.app import run
+from ckpt_tools.convert import picture
+from ckpt_tools.verify.report import Check, Finding, Report
+from tests.conftest import DATA, REPO
+
+LLAMA = DATA / "core019_llama_tp2_fully_reshardable"
+EVIL = [
+    "::error::x",
+    "  ::stop-commands::x",
+    "\n::set-env name=A::b",
+    "##vso[task.setvariable variable=A]b",
+    "##[command]x",
+    "##teamcity[x]",
+    "a%0A::x",
+    "x\r::y",
+    "`; <b>",
+    "| a | b |",
+    "<script>alert(1)</script>",
+    "@everyone",
+    "]]>",
+    "&amp;",
+    "\x1b[31m",
+    "\x9b31m",
+    "\x07",
+    "\u202e",
+    "\u2028::x",
+    "\ud800",
+    "\ufffe",
+    "\x00",
+    "![x](http://x)",
+    "a``b",
+    "\\",
+    "'\"",
+    "\x85::x",
+    "\u200b",
+    "--><svg onload=x>",
+]
+names = st.lists(
+    st.one_of(st.sampled_from(EVIL), st.text(st.characters(), max_size=5)), min_size=1, max_size=4
+).map("".join)
+many = settings(max_examples=60, database=None, deadline=None)
+
+
+def assert_harmless(text: str, ours: str = "") -> None:
+    """What a terminal or a CI service would show of `text` is text; lines may begin with `ours`."""
+    for line in text.split("\n"):
+        assert line.isprintable(), ascii(line)
+        assert not re.search(r"##\w*\[", line)
+        if not ours or not line.startswith(ours):
+            assert not line.lstrip().startswith("::")
+
+
+def report_of(name: str) -> Report:
+    found = (Finding("check", "error", name, name, name), Finding("check", "warning", "a", f"x {name}"))
+    return Report(name, "torch_dist", (Check("check", "things", 2, found),))
+
+
+@many
+@given(name=names)
+@example(name="\n".join(EVIL))
+def test_names(name: str) -> None:
+    assert_harmless(render.escape(name))
+    assert "\n" not in render.escape(name)
+    assert_harmless(render.escape_lines(name))
+    assert render.escape_lines(name).count("\n") == name.count("\n")
+    assert_harmless(findings.plain(Finding("check", "error", name, name, name)))
+
+
+@given(name=st.text(st.characters(codec="ascii", categories=["L", "N", "P", "S", "Zs"])))
+@many
+def test_plain_names_stay_as_they_are(name: str) -> None:
+    if "##" not in name and "::" not in name:
+        assert render.escape(name) == name
+
+
+@many
+@given(name=names)
+@example(name="\n".join(EVIL))
+def test_json(name: str) -> None:
+    for text in (
+        render.json_text({name: [name, {"a": name}]}),
+        "".join(render.json_lines({"a": name}, {"b": iter([name])})),
+    ):
+        assert_harmless(text)
+        assert text.isascii()
+        assert name in json.loads(text).keys() | {json.loads(text).get("a")}
+
+
+@many
+@given(name=names)
+@example(name="\n".join(EVIL))
+def test_github(name: str) -> None:
+    """Every line is a command of ours, and ends where it began."""
+    lines = findings.as_github(report_of(name), "verify").split("\n")
+    assert len(lines) == 4
+    assert lines.pop() == ""
+    for line in lines:
+        assert re.fullmatch(r"::(error|warning|notice) title=[^:,\r\n]+::[^\r\n]*", line)
+        assert_harmless(line, "::")
+        data = line.split("::", 2)[2]
+        for part in data.split("%")[1:]:
+            assert part[:2] in ("25", "0A")
+        assert_harmless("x" + data.replace("%0A", "\nx"))
+
+
+@many
+@given(name=names)
+@example(name="\n".join(EVIL))
+@example(name="\n".join(reversed(EVIL)))
+def test_markdown(name: str) -> None:
+    """Outside of code spans there is nothing but our own words."""
+    text = findings.as_markdown(report_of(name))
+    assert_harmless(text)
+    outside = re.sub(r"(?<!`)`[^`\n]+`(?!`)", "", text)
+    assert outside == (
+        " (torch_dist) is **not valid**\n\n| check | looked at | errors | warnings |\n|---|---:|---:|---:|\n"
+        "| check | 2 things | 1 | 1 |\n\n- **error** check: : \n- **warning** check: : \n"
+    )
+    assert "|" not in "".join(re.findall(r"`[^`\n]+`", text))
+
+
+@many
+@given(name=names)
+@example(name="\n".join(EVIL))
+def test_junit(name: str) -> None:
+    text = findings.as_junit(report_of(name), "verify")
+    assert all(c.isprintable() or c == "\n" for c in text)
+    root = Xml.fromstring(text.encode())
+    assert [one.tag for one in root.iter()] == ["testsuites", "testsuite", "testcase", "failure"]
+    assert root[0].attrib["name"] == render.escape_lines(name)
+
+
+@many
+@given(name=names)
+@example(name="\n".join(EVIL))
+def test_pictures(name: str) -> None:
+    for text in (picture.safe(name),):
+        assert all(c.isprintable() or c == "\n" for c in text)
+        assert not re.search(r"[<>\"']", text)
+        assert html.unescape(text) == render.escape_lines(name) or "##" in name or "::" in name
+
+
+@many
+@given(name=names)
+@example(name="\n".join(EVIL))
+@example(name=".".join(EVIL))
+def test_tables_and_trees(name: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        import io
+
+        out = io.StringIO()
+        patch.setattr(sys, "stdout", out)
+        render.print_table(("a", "b"), [(name, 1), (1, name)])
+        render.print_tree(name, [(name, name), ("a", "b")])
+        assert_harmless(out.getvalue())
+
+
+@pytest.mark.parametrize(
+    "words", ["inspect {}", "verify {} -q", "convert {} out", "diff {} {} -q", "preflight {}", "plan {}"]
+)
+@pytest.mark.parametrize("name", EVIL[:10:3])
+def test_paths_on_stderr(words: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([word.format(name.replace("/", "")) for word in words.split()]) in (2, 3)
+    out, err = capsys.readouterr()
+    assert_harmless(err)
+    assert_harmless(out)
+
+
+def shell(line: str, **more: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-c", line], cwd=REPO, capture_output=True, text=True, check=False, timeout=60, **more
+    )  # type: ignore[call-overload, no-any-return]
+
+
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("words", ["inspect IN --json", "inspect /nowhere", "convert IN OUT"])
+def test_closed_streams_end_cleanly(words: str, closed: str, tmp_path: Path) -> None:
+    text = words.replace("IN", str(LLAMA)).replace("OUT", str(tmp_path / "out"))
+    found = shell(f"{sys.executable} -m ckpt_tools {text} {closed}")
+    assert found.returncode == (3 if "nowhere" in words else 0)
+    assert "Traceback" not in found.stderr
+    assert "Exception" not in found.stderr
+    if "OUT" in words:
+        assert run(["verify", str(tmp_path / "out"), "-q", "--content"]) == 0
+
+
+def test_a_full_disk_behind_stdout_is_named_once() -> None:
+    found = shell(f"{sys.executable} -m ckpt_tools inspect {LLAMA} --json > /dev/full")
+    assert (found.returncode, found.stderr.count("\n")) == (7, 1)
+    assert "No space left" in found.stderr
+
+
+def test_too_little_memory_is_not_a_defect(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(**_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("ckpt_tools.cli.app.app", fail)
+    assert run([]) == 7
+    assert "not enough memory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["plan IN --svg -", "plan IN --html -", "build-param-group-map IN -o -"])
+def test_a_hyphen_is_stdout_alone(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert (
+        run(words.replace("IN", str(LLAMA)).split() + (["--dp-shard", "2"] if "plan" in words else [])) == 0
+    )
+    out = capsys.readouterr().out
+    if "svg" in words:
+        Xml.fromstring(out)
+    elif "html" in words:
+        assert out.startswith("<!doctype html>") and out.endswith("</html>\n")
+    else:
+        assert json.loads(out)
+    assert list(tmp_path.iterdir()) == []
+
+
+REPORTS = [
+    "convert IN OUT -q --report FILE",
+    "build-param-group-map IN -o FILE",
+    "plan IN --dp-shard 2 --svg FILE",
+    "plan IN --dp-shard 2 --html FILE",
+    "verify IN -q --junit FILE",
+    "export-hf IN OUT -q --report FILE",
+]
+
+
+@pytest.mark.parametrize("words", REPORTS)
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Root may write everywhere, so the system's answer is put in its mouth."""
+    real = os.access
+    denied = {tmp_path / "reports", tmp_path / "old"}
+
+    def access(path: Path, mode: int) -> bool:
+        return not (mode == os.W_OK and Path(path) in denied) and real(path, mode)
+
+    monkeypatch.setattr(os, "access", access)
+    (tmp_path / "reports").mkdir()
+    (tmp_path / "old").write_text("old")
+    (tmp_path / "dangling").symlink_to("nothing")
+    for file in (tmp_path / "reports" / "new", tmp_path / "old", tmp_path / "dangling"):
+        argv = [
+            {"IN": str(LLAMA), "OUT": str(tmp_path / "out"), "FILE": str(file)}.get(w, w)
+            for w in words.split()
+        ]
+        assert run(argv) == 2
+        assert f"{file} cannot be written" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert (tmp_path / "old").read_text() == "old"
+
+
+@pytest.mark.parametrize("words", REPORTS)
+def test_reports_of_a_private_checkpoint_are_private(words: str, tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(LLAMA, tmp_path / "run")
+    (tmp_path / "run").chmod(0o700)
+    (tmp_path / "old").write_text("old")
+    (tmp_path / "old").chmod(0o640)
+    for file, mode in ((tmp_path / "new", 0o600), (tmp_path / "old", 0o640)):
+        places = {"IN": str(tmp_path / "run"), "OUT": str(tmp_path / f"out{mode}"), "FILE": str(file)}
+        assert run([places.get(word, word) for word in words.split()]) == 0
+        assert file.stat().st_mode & 0o777 == mode
+        assert file.read_text() != "old"
+
+
+def test_a_terminal_shows_no_command_of_a_hostile_key() -> None:
+    began = time.process_time()
+    assert_harmless(render.escape("##" * 100_000 + "["))
+    assert_harmless(render.escape("##a" * 100_000))
+    assert time.process_time() - began < 1

@@ -1,0 +1,121 @@
+"""Private stays private: permissions, group and setgid of outputs."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckpt_tools.catalog.detect import TRACKER
+from ckpt_tools.execute import access
+from ckpt_tools.execute.run import Output, write_checkpoint
+from tests.execute.conftest import Case
+
+GROUP = 54321
+root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give to any group")
+
+
+@pytest.fixture(autouse=True)
+def umask() -> Iterator[None]:
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def modes(folder: Path) -> set[int]:
+    return {mode(path) for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("source", "mask", "directory", "file"),
+    [
+        (0o755, 0o022, 0o755, 0o644),
+        (0o700, 0o022, 0o700, 0o600),
+        (0o750, 0o022, 0o750, 0o640),
+        (0o770, 0o002, 0o770, 0o660),
+        (0o777, 0o077, 0o700, 0o600),
+        (0o555, 0o022, 0o755, 0o644),  # a read-only source: the owner can always use its output
+    ],
+    ids=oct,
+)
+def test_as_private_as_the_source(
+    case: Case, tmp_path: Path, source: int, mask: int, directory: int, file: int
+) -> None:
+    (tmp_path / "source").chmod(source)
+    os.umask(mask)
+    out = tmp_path / "run" / "iter"
+    write_checkpoint(case.plan(2), case.files, Output(out, {TRACKER: b"1"}, {"extra": b"x"}))
+    assert mode(out) == directory
+    assert mode(out.parent) == directory
+    assert modes(out) == {file}
+    assert mode(out.parent / TRACKER) == file
+
+
+def test_private_files_in_an_open_directory_stay_private(case: Case, tmp_path: Path) -> None:
+    for path in (tmp_path / "source").iterdir():
+        path.chmod(0o600)
+    (tmp_path / "source").chmod(0o775)
+    os.umask(0o002)
+    write_checkpoint(case.plan(2), case.files, Output(tmp_path / "out"))
+    assert mode(tmp_path / "out") == 0o775
+    assert modes(tmp_path / "out") == {0o600}
+
+
+@pytest.mark.parametrize("content", [True, False])
+def test_what_is_replaced_decides_before_the_source(case: Case, tmp_path: Path, content: bool) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    out.chmod(0o700)
+    if content:
+        (out / "old").write_text("old")
+    (tmp_path / TRACKER).write_text("1")
+    (tmp_path / TRACKER).chmod(0o640)
+    write_checkpoint(case.plan(2), case.files, Output(out, {TRACKER: b"2"}, overwrite=True))
+    assert mode(out) == 0o700
+    assert modes(out) == {0o600}
+    assert mode(tmp_path / TRACKER) == 0o640
+
+
+@root_only
+def test_the_group_comes_along(case: Case, tmp_path: Path) -> None:
+    os.chown(tmp_path / "source", -1, GROUP)
+    (tmp_path / "source").chmod(0o2750)
+    write_checkpoint(case.plan(2), case.files, Output(tmp_path / "run" / "out", {TRACKER: b"2"}))
+    for path in (tmp_path / "run", *(tmp_path / "run").rglob("*")):
+        assert path.stat().st_gid == GROUP, path
+    assert mode(tmp_path / "run" / "out") == 0o2750
+
+
+@root_only
+def test_a_parent_that_hands_down_its_group_is_honoured(case: Case, tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    os.chown(shared, -1, GROUP)
+    shared.chmod(0o2775)
+    (tmp_path / "source").chmod(0o750)
+    write_checkpoint(case.plan(2), case.files, Output(shared / "out"))
+    assert mode(shared / "out") == 0o2750
+    assert {path.stat().st_gid for path in shared.rglob("*")} == {GROUP}
+
+
+def test_a_group_that_may_not_be_given_gets_nothing(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "fchown", refuse)
+    real = access.access_of
+    monkeypatch.setattr(
+        "ckpt_tools.execute.publish.access_of", lambda path: real(path)._replace(group=GROUP, setgid=True)
+    )
+    (tmp_path / "source").chmod(0o750)
+    write_checkpoint(case.plan(2), case.files, Output(tmp_path / "out"))
+    assert mode(tmp_path / "out") == 0o700

@@ -1,0 +1,228 @@
+"""What others put where this tool keeps its own files: never followed, never truncated, never removed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckpt_tools.catalog.detect import TRACKER
+from ckpt_tools.errors import CorruptCheckpointError, UsageError
+from ckpt_tools.execute.folders import Folder, Foreign
+from ckpt_tools.execute.journal import Journal
+from ckpt_tools.execute.publish import Staging
+from ckpt_tools.execute.run import Output, write_checkpoint
+from tests.execute.conftest import Case
+from tests.execute.test_faults import finished_but_unpublished
+from tests.execute.test_run import tree
+
+PARTIAL = ".out.ckpt_tools-partial"
+NAMES = ["lock", "journal", "checkpoint", "publishing", "replaced", "journal/plan.json"]
+
+
+@pytest.fixture
+def precious(tmp_path: Path) -> Path:
+    """A directory of somebody else, with names that this tool uses."""
+    folder = tmp_path / "precious"
+    for name in ("journal", "checkpoint", "data"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "file").write_text("precious")
+    (folder / "file").write_text("precious")
+    return folder
+
+
+def everything(folder: Path) -> dict[str, str]:
+    return {str(p.relative_to(folder)): p.read_text() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("options", [{}, {"overwrite": True}, {"resume": True}], ids=str)
+def test_a_partial_directory_that_is_a_link_is_refused(
+    case: Case, tmp_path: Path, precious: Path, options: dict[str, bool]
+) -> None:
+    before = everything(precious)
+    (tmp_path / PARTIAL).symlink_to(precious)
+    with pytest.raises(UsageError, match="is not a directory"):
+        write_checkpoint(case.plan(1), case.files, Output(tmp_path / "out", **options))
+    assert everything(precious) == before
+    assert (tmp_path / PARTIAL).is_symlink()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("target", ["file", "data", "absent"])
+@pytest.mark.parametrize("options", [{}, {"overwrite": True}, {"resume": True}], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_links_in_the_partial_directory_are_not_followed(
+    case: Case, tmp_path: Path, precious: Path, name: str, options: dict[str, bool], target: str
+) -> None:
+    """Whether it goes on from there or refuses: nothing that a link points to changes or appears."""
+    before = everything(precious)
+    (tmp_path / PARTIAL / name).parent.mkdir(parents=True)
+    if name != "lock":
+        (tmp_path / PARTIAL / "lock").write_bytes(b"process 1 on here")
+    (tmp_path / PARTIAL / name).symlink_to(precious / target)
+    try:
+        write_checkpoint(case.plan(1), case.files, Output(tmp_path / "out", **options))
+    except UsageError as error:
+        assert PARTIAL in str(error)
+        assert not (tmp_path / "out").exists()
+    assert everything(precious) == before
+    assert not (precious / "absent").exists()
+
+
+def test_a_lock_with_another_name_elsewhere_is_not_written(
+    case: Case, tmp_path: Path, precious: Path
+) -> None:
+    (tmp_path / PARTIAL).mkdir()
+    (tmp_path / PARTIAL / "lock").hardlink_to(precious / "file")
+    with pytest.raises(Foreign, match="hard link"):
+        write_checkpoint(case.plan(1), case.files, Output(tmp_path / "out", overwrite=True))
+    assert (precious / "file").read_text() == "precious"
+
+
+@pytest.mark.parametrize("what", ["no lock", "another lock", "another name"])
+def test_a_directory_that_only_has_the_name_is_left_alone(case: Case, tmp_path: Path, what: str) -> None:
+    partial = tmp_path / PARTIAL
+    (partial / "checkpoint").mkdir(parents=True)
+    (partial / "checkpoint" / "thesis").write_text("precious")
+    if what == "another lock":
+        (partial / "lock").write_text("held by my own program")
+    if what == "another name":
+        (partial / "lock").write_text("process 1 on here")
+        (partial / "notes").write_text("precious")
+    before = everything(partial)
+    with pytest.raises(UsageError, match="did not put there"):
+        write_checkpoint(case.plan(1), case.files, Output(tmp_path / "out", overwrite=True))
+    assert what == "another name" or everything(partial) == before
+    assert (partial / "checkpoint" / "thesis").read_text() == "precious"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+@pytest.mark.parametrize("which", ["directory", "lock"])
+def test_what_belongs_to_another_user_is_refused(case: Case, tmp_path: Path, which: str) -> None:
+    partial = tmp_path / PARTIAL
+    partial.mkdir()
+    (partial / "lock").touch()
+    os.chown(partial if which == "directory" else partial / "lock", 12345, -1)
+    with pytest.raises(Foreign, match="belongs to user 12345"):
+        write_checkpoint(case.plan(1), case.files, Output(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_links_among_the_files_of_stopped_work_are_not_written_through(
+    case: Case, tmp_path: Path, precious: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, out = case.plan(2), tmp_path / "out"
+    finished_but_unpublished(case, out, monkeypatch)
+    data = tmp_path / PARTIAL / "checkpoint" / plan.items[0].file
+    data.unlink()
+    data.symlink_to(precious / "file")
+    with pytest.raises(Foreign, match="not a plain file"):
+        write_checkpoint(plan, case.files, Output(out, resume=True))
+    assert (precious / "file").read_text() == "precious"
+    write_checkpoint(plan, case.files, Output(out, overwrite=True))
+    assert (precious / "file").read_text() == "precious"
+
+
+def test_a_tracker_is_replaced_and_its_temporary_name_cannot_be_guessed(
+    case: Case, tmp_path: Path, precious: Path
+) -> None:
+    (tmp_path / TRACKER).symlink_to(precious / "file")
+    (tmp_path / f".{TRACKER}.ckpt_tools-tmp").symlink_to(precious / "file")
+    write_checkpoint(case.plan(1), case.files, Output(tmp_path / "out", {TRACKER: b"7"}))
+    assert (precious / "file").read_text() == "precious"
+    assert not (tmp_path / TRACKER).is_symlink()
+    assert (tmp_path / TRACKER).read_bytes() == b"7"
+
+
+def test_replacing_a_directory_removes_links_and_not_what_they_point_to(
+    case: Case, tmp_path: Path, precious: Path
+) -> None:
+    before = everything(precious)
+    out = tmp_path / "out"
+    (out / "deep").mkdir(parents=True)
+    (out / "deep" / "link").symlink_to(precious)
+    (out / "link").symlink_to(precious / "file")
+    write_checkpoint(case.plan(1), case.files, Output(out, overwrite=True))
+    assert everything(precious) == before
+    assert not (out / "link").exists()
+    assert not (tmp_path / PARTIAL).exists()
+
+
+def test_a_partial_directory_that_is_exchanged_meanwhile_leads_nowhere(
+    case: Case, tmp_path: Path, precious: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who may rename in the output's parent puts a link to another directory in its place."""
+    before = everything(precious)
+    create_files = Staging.create_files
+
+    def and_then_exchange(staging: Staging) -> None:
+        create_files(staging)
+        (tmp_path / PARTIAL).rename(tmp_path / "away")
+        (tmp_path / PARTIAL).symlink_to(precious)
+
+    monkeypatch.setattr(Staging, "create_files", and_then_exchange)
+    write_checkpoint(case.plan(1), case.files, Output(tmp_path / "out"))
+    assert everything(precious) == before
+    monkeypatch.undo()
+    write_checkpoint(case.plan(1), case.files, Output(tmp_path / "good"))
+    assert tree(tmp_path / "out") == tree(tmp_path / "good")
+
+
+@pytest.mark.parametrize("name", ["lock", "publishing", "journal/plan.json", "journal/0.jsonl"])
+def test_a_fifo_keeps_nobody_waiting(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    finished_but_unpublished(case, tmp_path / "out", monkeypatch)
+    (tmp_path / PARTIAL / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / PARTIAL / name)
+    code = (
+        "import sys; from pathlib import Path; from tests.execute.conftest import reopened_case\n"
+        "from ckpt_tools.execute.run import Output, write_checkpoint\nhere = Path(sys.argv[1])\n"
+        "case = reopened_case(here / 'source')\n"
+        "write_checkpoint(case.plan(2), case.files, Output(here / 'out', resume=True))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert found.returncode == 1
+    assert "is not a plain file" in found.stderr
+
+
+def test_a_long_file_in_the_place_of_ours_fills_no_memory(tmp_path: Path) -> None:
+    with open(tmp_path / "long", "wb") as file:
+        file.truncate(1 << 40)
+    with Folder.named(tmp_path) as folder, pytest.raises(Exception, match="is longer than 100 bytes"):
+        folder.read("long", 100)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [b"", b"[]", b"{}", b"[" * 10_000, b'{"digest": 1, "source": []}', b'{"digest": "x", "source": [1]}'],
+)
+def test_a_damaged_journal_is_named(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, header: bytes
+) -> None:
+    finished_but_unpublished(case, tmp_path / "out", monkeypatch)
+    (tmp_path / PARTIAL / "journal" / "plan.json").write_bytes(header)
+    with pytest.raises(CorruptCheckpointError, match=r"plan\.json is damaged"):
+        write_checkpoint(case.plan(2), case.files, Output(tmp_path / "out", resume=True))
+
+
+def test_no_handle_stays_open(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def count() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    write_checkpoint(case.plan(1), case.files, Output(tmp_path / "first"))
+    before = count()
+    write_checkpoint(case.plan(2), case.files, Output(tmp_path / "second", {TRACKER: b"1"}))
+    finished_but_unpublished(case, tmp_path / "out", monkeypatch)
+    with pytest.raises(UsageError, match="another plan"):
+        write_checkpoint(case.plan(3), case.files, Output(tmp_path / "out", resume=True))
+    with pytest.raises(UsageError, match="--resume"):
+        write_checkpoint(case.plan(3), case.files, Output(tmp_path / "out"))
+    write_checkpoint(case.plan(2), case.files, Output(tmp_path / "out", resume=True))
+    Journal(tmp_path / "nothing").exists()
+    assert count() == before
