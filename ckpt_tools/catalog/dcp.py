@@ -16,10 +16,10 @@ from ckpt_tools.box import Box
 from ckpt_tools.catalog.files import Files, read_whole
 from ckpt_tools.catalog.model import MAX_DIMENSIONS, Catalog, Chunk, Item, ObjectEntry, TensorEntry
 from ckpt_tools.catalog.pickle_machine import Machine
-from ckpt_tools.catalog.pickle_values import Object, Pairs, Record
+from ckpt_tools.catalog.pickle_values import SIZE, Object, Pairs, Record
 from ckpt_tools.catalog.pickled_names import brief
 from ckpt_tools.catalog.records import CHUNK, STORED, Kind, integer, integers
-from ckpt_tools.catalog.stored_classes import SIZE, check_properties, check_storage_meta, fields_of, is_class
+from ckpt_tools.catalog.stored_classes import check_properties, check_storage_meta, fields_of, is_class
 from ckpt_tools.dtypes import ITEMSIZE
 from ckpt_tools.errors import (
     CkptError,

@@ -21,22 +21,14 @@ import struct
 from array import array
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
-from ckpt_tools.catalog.pickle_values import Limits, Members, Name, Object, Pairs, Record
+from ckpt_tools.catalog.pickle_values import COPIES, SIZE, Limits, Members, Name, Object, Pairs, Record
 from ckpt_tools.catalog.pickled_names import check_global, check_global_count
 from ckpt_tools.catalog.records import CHUNK, PLANNED, STORED, Kind, integers
 from ckpt_tools.errors import CkptError, CorruptCheckpointError, HostileCheckpointError
 
-# Calls that the C unpickler carries out, and what they make is as large as what they are given.
-_COPIES = {
-    Name("_codecs", "encode"),
-    *(Name(m, n) for m in ("builtins", "__builtin__") for n in ("set", "frozenset", "bytes", "bytearray")),
-}
-
-
-_SIZE = Name("torch", "Size")
 _UINT2, _UINT4, _INT4 = struct.Struct("<H"), struct.Struct("<I"), struct.Struct("<i")
 
 
@@ -125,21 +117,32 @@ class Machine:
             made = found[f"{name}_tuple"]
             if made is None:
                 at += 2 if found[f"{name}_empty"] else 0
-            elif b"\x8a\x08" not in made and self.value(found[f"{name}_call"]) == _SIZE:
+            elif b"\x8a\x08" not in made and self.value(found[f"{name}_call"]) == SIZE:
                 numbers = integers(made)
                 self._memo[at], self._memo[at + 1], self._memo[at + 2] = numbers, (numbers,), numbers
                 at += 3
             else:  # not a size, or with wide integers, which are counted as they are executed
                 return
 
-    def _execute_record(self, number: int) -> None:
-        """Put the memo entries that a packed record made into the memo."""
+    def planned(self) -> Iterator[Any]:
+        """Every packed write item, executed; its memo entries are taken out again, so that one is held at a time."""
+        for number, place in enumerate(self._places):
+            found = PLANNED.match(self.data, place)
+            if found:
+                yield self._execute_record(number)
+                for index in range(self._bases[number], self._bases[number] + PLANNED.memos_of(found)):
+                    self._memo.pop(index, None)
+
+    def _execute_record(self, number: int) -> Any:
+        """Put the memo entries that a packed record made into the memo; what it made last."""
         place = self._places[number]
         found = next(filter(None, (kind.match(self.data, place) for kind in (CHUNK, STORED, PLANNED))))
         suspended = self._at, self._count, self._stack, self._outer
         self._at, self._count, self._stack, self._outer = place, self._bases[number], [], []
         self._run(found.end())
+        made = self._stack[-1]
         self._at, self._count, self._stack, self._outer = suspended
+        return made
 
     def _pack_records(self) -> None:
         """Step over the records that begin here, inside of a list or dict that is being filled."""
@@ -166,16 +169,14 @@ class Machine:
         return found.end()
 
     def _take(self, count: int) -> bytes:
-        at = self._at
-        self._at = at + count
+        at, self._at = self._at, self._at + count
         if self._at > len(self.data):
             raise ValueError(f"{count} bytes are needed")
         return self.data[at : self._at]
 
     def _protocol(self) -> None:
-        number = self._take(1)[0]
-        if number > 5:
-            raise ValueError(f"pickle protocol {number}")
+        if self._take(1)[0] > 5:
+            raise ValueError("a pickle protocol after 5")
 
     def _frame(self) -> None:
         length = int.from_bytes(self._take(8), "little")
@@ -304,13 +305,13 @@ class Machine:
         args, kind = self._stack.pop(), self._stack.pop()
         if type(kind) is not Name or type(args) is not tuple:
             raise TypeError("what is called is no global")
-        if kind == _SIZE:
+        if kind == SIZE:
             self._push_tuple(tuple(self._limits.copied(args)))
         elif kind == ("collections", "OrderedDict"):
             if args:
                 raise TypeError("an OrderedDict is filled after it is made")
             self._stack.append(Pairs())
-        elif self._known is not None and kind in _COPIES:
+        elif self._known is not None and kind in COPIES:
             copied = self._limits.copied(args)
             if kind.name in ("set", "frozenset"):
                 self._set(copied)

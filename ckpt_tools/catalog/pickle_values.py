@@ -24,6 +24,14 @@ class Name(NamedTuple):
     name: str
 
 
+SIZE = Name("torch", "Size")
+# Calls that the C unpickler carries out, and what they make is as large as what they are given.
+COPIES = {
+    Name("_codecs", "encode"),
+    *(Name(m, n) for m in ("builtins", "__builtin__") for n in ("set", "frozenset", "bytes", "bytearray")),
+}
+
+
 class Object:
     """What a global made: its arguments, the state that was put into it, and what was appended or set by key."""
 

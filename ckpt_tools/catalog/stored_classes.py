@@ -44,7 +44,6 @@ _LAYOUT = Name("torch.serialization", "_get_layout")
 _LAYOUTS = re.compile(
     r"torch\.(strided|sparse_coo|sparse_csr|sparse_csc|sparse_bsr|sparse_bsc|_mkldnn|jagged)"
 )
-SIZE = Name("torch", "Size")
 
 
 def is_class(value: object, name: str) -> bool:

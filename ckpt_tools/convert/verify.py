@@ -39,6 +39,7 @@ from ckpt_tools.verify.structure import (
     check_files,
     check_frames,
     check_planner,
+    check_plans,
     check_shards,
     check_tiling,
 )
@@ -108,6 +109,8 @@ def _checks(
             checks.append(_failed("common state", location.path, error))
     checks.append(_place(location, common))
     checks += [check_tiling(catalog), check_planner(catalog), check_shards(catalog)]
+    if location.kind != "safetensors":
+        checks.append(check_plans(files, options.trust_pickle))
     checks.append(check_files(files, catalog))
     checks.append(check_frames(files, catalog, options.trust_pickle))
     if location.has_metadata_json:

@@ -13,8 +13,10 @@ from pathlib import PurePosixPath
 
 from ckpt_tools.box import Box
 from ckpt_tools.catalog.container import outline_object, read_frame
+from ckpt_tools.catalog.dcp import METADATA
 from ckpt_tools.catalog.files import Files
 from ckpt_tools.catalog.model import Catalog, Item
+from ckpt_tools.catalog.save_plans import plan_problem
 from ckpt_tools.dtypes import itemsize
 from ckpt_tools.errors import CkptError, UnsupportedCheckpointError
 from ckpt_tools.megatron.object_grids import object_grids
@@ -50,6 +52,15 @@ def check_shards(catalog: Catalog) -> Check:
     for name, count in Counter(grid.name for grid in grids).items():
         if count > 1:
             found.error(name, f"its shards are of {count} grids; which one is meant cannot be known")
+    return found.done()
+
+
+def check_plans(files: Files, trust_pickle: bool = False) -> Check:
+    """Whether torch can make the save plans that Megatron keeps beside the metadata."""
+    found = Findings("save plans", "write items")
+    found.looked_at, problem = plan_problem(files, trust_pickle)
+    if problem:
+        found.error(METADATA, problem)
     return found.done()
 
 

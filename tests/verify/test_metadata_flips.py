@@ -25,6 +25,7 @@ FLIPS = int(os.environ.get("CKPT_TOOLS_FLIPS", "50"))  # of each file; more by h
 LLAMA = "core019_llama_tp2_fully_reshardable"
 NATIVE = "core019_llama_tp2_native_fsdp_dtensor"
 MOE = "core019_moe_ep2_fully_reshardable"
+WITH_PLANS = "main_moe_fr_ep2"  # all_local_plans: what every rank wrote
 
 
 def stock_load(folder):
@@ -68,10 +69,11 @@ def copy_of_any(name, tmp_path):
         for path in (tmp_path / ITERATION).rglob("*"):
             path.chmod(0o644)
         return tmp_path / ITERATION
-    return copy_of(name, tmp_path) / ITERATION
+    root = copy_of(name, tmp_path)
+    return root / "checkpoint" if name == WITH_PLANS else root / ITERATION
 
 
-@pytest.mark.parametrize("name", [LLAMA, NATIVE, MOE, "tf2_dcp"])
+@pytest.mark.parametrize("name", [LLAMA, NATIVE, MOE, "tf2_dcp", WITH_PLANS])
 def test_what_stock_torch_cannot_load_is_not_valid(name, tmp_path):
     folder = copy_of_any(name, tmp_path)
     path = folder / ".metadata"
@@ -131,6 +133,27 @@ def test_properties_and_sizes_of_other_things(tmp_path):
             else:
                 refused += 1
     assert refused > 30
+
+
+def test_save_plans_are_made_as_torch_makes_them(tmp_path):
+    """Fetches of write items replaced by fetches of other values: most of them make something else."""
+    folder = copy_of_any(WITH_PLANS, tmp_path)
+    path = folder / ".metadata"
+    data, good, refused = path.read_bytes(), stock_load(folder), 0
+    first = data.index(b"WriteItemType")
+    fetches = [
+        at for at in range(first, len(data) - 3) if data[at] == 0x6A and data[at + 3 : at + 5] == b"\0\0"
+    ]
+    choices = random.Random(3)
+    for at in choices.sample(fetches, 12):
+        damaged = bytearray(data)
+        damaged[at + 1] ^= 1 << choices.randrange(8)
+        path.write_bytes(damaged)
+        if is_valid(folder):
+            assert complaint_of_stock(folder, good) is None, at
+        else:
+            refused += 1
+    assert refused > 3
 
 
 @pytest.mark.parametrize("change", ["renamed", "another path", "left out", "one too many"])
