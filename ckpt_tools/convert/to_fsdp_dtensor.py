@@ -194,14 +194,24 @@ def prove_masters(planned: Planned, mode: str, ranks: Ranks | DistributedRanks, 
         return "not checked (--check-masters none)"
     mine = [t for t in planned.built.target.tensors if t.must_round_to][ranks.rank :: ranks.world]
 
-    def check() -> tuple[int, int]:
-        report = check_masters(planned.files, planned.source.catalog, mine, mode, ranks.check, threads)
-        return report.tensors, report.elements
+    recipe = planned.source.settings.fp8_recipe
 
-    tensors, elements = (sum(column) for column in zip(*ranks.together(check), strict=True))
+    def check() -> tuple[int, int, int, int]:
+        found = check_masters(planned.files, planned.source.catalog, mine, mode, ranks.check, threads, recipe)
+        return found.tensors, found.elements, found.fp8, found.fp8_by_position
+
+    tensors, elements, fp8, by_position = (sum(column) for column in zip(*ranks.together(check), strict=True))
     if not tensors:
         return "the source has none"
-    return f"{elements:,} elements of {tensors:,} masters round to the stored weights ({mode})"
+    rounds = f"{elements:,} elements of {tensors:,} masters round to the stored weights ({mode})"
+    if fp8:
+        rounds += f"; {fp8:,} of the weights are held in FP8"
+        rounds += (
+            f", {by_position:,} of them proven by position only: no one scale explains every element"
+            if by_position
+            else ": a scale of the E4M3 format explains every element"
+        )
+    return rounds
 
 
 def _report(

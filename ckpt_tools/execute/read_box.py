@@ -32,6 +32,10 @@ class BoxReader:
         pieces = TargetReader(self._finder, target).pieces
         return lambda box: self._read(target.dtype, box, pieces(box))
 
+    def pieces(self, target: TargetTensor) -> Callable[[Box], list[SourcePiece]]:
+        """What makes up boxes of this target, in coordinates of the box."""
+        return TargetReader(self._finder, target).pieces
+
     def read(self, target: TargetTensor, box: Box) -> Array:
         """The elements of `box` (global coordinates of `target`), of the type `casts.numpy_dtype(target.dtype)`.
 

@@ -21,6 +21,9 @@ class ModelSettings:
     num_layers: int | None = None
     tp: int | None = None
     bridge: bool = False
+    fp8_recipe: str | None = (
+        "unknown"  # of weights that may be held in FP8 (`--fp8-param-gather`); None: of none
+    )
 
 
 def read_settings(common: CommonState) -> ModelSettings:
@@ -43,6 +46,7 @@ def settings_from_args(args: Mapping[str, Any]) -> ModelSettings:
         half_precision=None if bf16 is None and fp16 is None else bool(bf16 or fp16),
         num_layers=args.get("num_layers"),
         tp=args.get("tensor_model_parallel_size"),
+        fp8_recipe=_fp8_recipe(args),
     )
 
 
@@ -65,11 +69,19 @@ def settings_from_model_config(model: Mapping[str, Any]) -> ModelSettings:
         num_layers=model.get("num_layers"),
         tp=model.get("tensor_model_parallel_size"),
         bridge=True,
+        fp8_recipe=_fp8_recipe(model),
     )
 
 
 def _maybe_bool(value: object) -> bool | None:
     return None if value is None else bool(value)
+
+
+def _fp8_recipe(settings: Mapping[str, Any]) -> str | None:
+    """The recipe of a run that computes in FP8: what decides is whether its weights are FP8 numbers."""
+    if any(settings.get(name) for name in ("fp8", "fp8_param", "fp8_param_gather")):
+        return str(settings.get("fp8_recipe") or "delayed")
+    return None
 
 
 def _is_local(transformer_impl: object) -> bool | None:
