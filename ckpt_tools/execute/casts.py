@@ -1,4 +1,8 @@
-"""Element types as numpy arrays, and the casts between the floating ones, bit for bit as torch does them on a CPU."""
+"""Element types as numpy arrays, and the casts between the floating ones, bit for bit as torch does them on a CPU.
+
+A cast that makes an infinity of a number is refused where values are written or handed out; what rounding changes is
+counted (`cast_checked`).
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt_tools.dtypes import ITEMSIZE, itemsize
+from ckpt_tools.errors import VerificationError
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -44,6 +49,67 @@ def cast(values: Array, source: str, target: str) -> Array:
     if itemsize(target) == 2:
         values = _to_float(values, np.dtype(np.float32))
     return float32_to_bfloat16(values) if target == "bfloat16" else _to_float(values, numpy_dtype(target))
+
+
+_EXACT = frozenset(
+    (narrow, wide)
+    for narrow, wides in (
+        ("bfloat16", ("float32", "float64")),
+        ("float16", ("float32", "float64")),
+        ("float32", ("float64",)),
+    )
+    for wide in wides
+)
+
+
+def cast_checked(
+    values: Array, source: str, target: str, key: str, start: tuple[int, ...]
+) -> tuple[Array, int]:
+    """`cast_raw` of a part of tensor `key` that begins at `start`, and how many elements have another value now.
+
+    Raises:
+        VerificationError: finite numbers became infinite; the first one is named.
+    """
+    result = cast_raw(values, source, target)
+    if source == target or (source, target) in _EXACT:
+        return result, 0
+    back = cast_raw(result, target, source)
+    changed = back != values
+    if not changed.any():
+        return result, 0
+    changed &= ~_is_nan(values, source)  # which NaN it was is not a value
+    infinite = changed & _is_infinite(result, target)
+    if infinite.any():
+        raise VerificationError(_overflow(values, infinite, source, target, key, start))
+    return result, int(changed.sum())
+
+
+def _overflow(
+    values: Array, infinite: Array, source: str, target: str, key: str, start: tuple[int, ...]
+) -> str:
+    at = tuple(map(int, np.unravel_index(int(infinite.argmax()), infinite.shape)))
+    element = ", ".join(str(a + b) for a, b in zip(start, at, strict=True))
+    number = cast(values[at].reshape(1).view(numpy_dtype(source)), source, "float64").item()
+    others = [t for t in ("bfloat16", "float32", "float64") if t != target]
+    return (
+        f"{key}[{element}]: {number!r} is too large for {target} and would become infinite, as would "
+        f"{int(infinite.sum()):,} of the {infinite.size:,} elements around it; nothing was published. Choose another "
+        f"--dtype ({', '.join(others)}), or leave it out to keep the type {source}"
+    )
+
+
+def _is_nan(bits: Array, dtype: str) -> Array:
+    found: Array = (
+        (bits & 0x7FFF) > 0x7F80 if dtype == "bfloat16" else np.isnan(bits.view(numpy_dtype(dtype)))
+    )
+    return found
+
+
+def _is_infinite(bits: Array, dtype: str) -> Array:
+    found: Array = (
+        (bits & 0x7FFF) == 0x7F80 if dtype == "bfloat16" else np.isinf(bits.view(numpy_dtype(dtype)))
+    )
+    return found
 
 
 def _to_float(values: Array, target: np.dtype[Any]) -> Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -65,6 +66,9 @@ class WriteReport:
     seconds: float
     peak_rss_bytes: int  # of the largest rank
     ranks: int
+    rounded_tensors: int = 0  # with elements that a cast changed, among the items that were not resumed
+    rounded_elements: int = 0
+    rounded_most: str | None = None  # the key with the most of them
 
 
 def write_checkpoint(
@@ -96,6 +100,9 @@ def write_checkpoint(
         if len(set(ranks.together(lambda: plan.digest))) > 1:
             raise UsageError("the ranks made different plans: do they all see the same source and options?")
         counts = job.run()
+    rounded: Counter[str] = Counter()
+    for count in counts:
+        rounded.update(count["rounded"])
     return WriteReport(
         bytes_written=plan.bytes_to_write,
         bytes_read=sum(c["read"] for c in counts),
@@ -107,6 +114,9 @@ def write_checkpoint(
         seconds=time.monotonic() - started,
         peak_rss_bytes=max((c.get("peak_rss", 0) for c in counts), default=0),
         ranks=ranks.world,
+        rounded_tensors=len(rounded),
+        rounded_elements=rounded.total(),
+        rounded_most=max(rounded, key=lambda key: (rounded[key], key)) if rounded else None,
     )
 
 
