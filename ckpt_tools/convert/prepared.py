@@ -48,7 +48,9 @@ def prepare(source: str, layout: Layout, options: ConvertOptions) -> Prepared:
         return Prepared(
             location, opened.files, opened.catalog, opened.built.target, opened.model, opened.archives
         )
-    files, read = open_source(location, options.ignore_keys, options.trust_pickle)
+    files, read = open_source(
+        location, options.ignore_keys, options.trust_pickle, options.target.weights_only
+    )
     try:
         built = build_fsdp_target(read, replace(options.target, tp=tp))
     except BaseException:

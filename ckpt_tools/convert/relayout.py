@@ -74,7 +74,7 @@ def open_fsdp(location: Location, options: ConvertOptions, tp: int | None) -> Op
         settings = read_settings(common)
         local = settings.local_norms if kept.layer_spec is None else kept.layer_spec == "local"
         style = ModelStyle(bool(local), bool(settings.grouped_experts), settings.fused_mla_down)
-        return OpenedFsdp(files, source, style, build_relayout(source, tp, options.ignore_keys))
+        return OpenedFsdp(files, source, style, build_relayout(source, tp))
     except BaseException:
         files.close()
         raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 
 from ckpt_tools.box import Box
 from ckpt_tools.catalog.dcp import read_catalog
@@ -109,7 +109,9 @@ def convert_to_fsdp_dtensor(
 @without_gc()
 def plan_conversion(location: Location, options: ConvertOptions, ranks: Ranks | DistributedRanks) -> Planned:
     """Everything up to the first byte."""
-    files, source = open_source(location, options.ignore_keys, options.trust_pickle)
+    files, source = open_source(
+        location, options.ignore_keys, options.trust_pickle, options.target.weights_only
+    )
     layout = options.layout or Layout(world=ranks.world)
     target_options = replace(options.target, tp=target_tp(layout, options))
     built = build_fsdp_target(source, target_options)
@@ -117,15 +119,19 @@ def plan_conversion(location: Location, options: ConvertOptions, ranks: Ranks | 
 
 
 def open_source(
-    location: Location, ignore_keys: tuple[str, ...] = (), trust_pickle: bool = False
+    location: Location,
+    ignore_keys: tuple[str, ...] = (),
+    trust_pickle: bool = False,
+    weights_only: bool = False,
 ) -> tuple[Files, TorchDistSource]:
-    """The `torch_dist` checkpoint at `location`, taken apart, and its open files."""
+    """The `torch_dist` checkpoint at `location`, taken apart (see `read_torch_dist`), and its open files."""
     if location.kind != "torch_dist":
         raise UnsupportedCheckpointError(
             f"{location.path} is {A_KIND.get(location.kind, location.kind)}, not a torch_dist checkpoint"
         )
     files = open_files(location.path)
-    return files, read_torch_dist(files, read_catalog(files, trust_pickle), ignore_keys, trust_pickle)
+    catalog = read_catalog(files, trust_pickle)
+    return files, read_torch_dist(files, catalog, ignore_keys, trust_pickle, weights_only=weights_only)
 
 
 A_KIND = {
@@ -188,30 +194,19 @@ def prove_padding(planned: Planned) -> None:
 
 def prove_masters(planned: Planned, mode: str, ranks: Ranks | DistributedRanks, threads: int) -> str:
     """Every master rounds to its stored weight: said how many elements were compared."""
-    from ckpt_tools.execute.check_masters import check_masters
+    from ckpt_tools.execute.check_masters import MastersReport, check_masters, describe_masters
 
     if mode == "none":
         return "not checked (--check-masters none)"
     mine = [t for t in planned.built.target.tensors if t.must_round_to][ranks.rank :: ranks.world]
-
     recipe = planned.source.settings.fp8_recipe
 
-    def check() -> tuple[int, int, int, int]:
-        found = check_masters(planned.files, planned.source.catalog, mine, mode, ranks.check, threads, recipe)
-        return found.tensors, found.elements, found.fp8, found.fp8_by_position
-
-    tensors, elements, fp8, by_position = (sum(column) for column in zip(*ranks.together(check), strict=True))
-    if not tensors:
-        return "the source has none"
-    rounds = f"{elements:,} elements of {tensors:,} masters round to the stored weights ({mode})"
-    if fp8:
-        rounds += f"; {fp8:,} of the weights are held in FP8"
-        rounds += (
-            f", {by_position:,} of them proven by position only: no one scale explains every element"
-            if by_position
-            else ": a scale of the E4M3 format explains every element"
+    def check() -> tuple[int, ...]:
+        return astuple(
+            check_masters(planned.files, planned.source.catalog, mine, mode, ranks.check, threads, recipe)
         )
-    return rounds
+
+    return describe_masters(MastersReport(*map(sum, zip(*ranks.together(check), strict=True))), mode)
 
 
 def _report(

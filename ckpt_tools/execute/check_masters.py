@@ -49,6 +49,7 @@ def check_masters(
     tick: Callable[[], None] = lambda: None,
     threads: int = 1,
     fp8_recipe: str | None = None,
+    advice: str | None = None,
 ) -> MastersReport:
     """Compare the masters among `targets` with the weights they must round to.
 
@@ -56,6 +57,7 @@ def check_masters(
         level: `sample` (a few rows of every tensor), `all` or `none`.
         tick: called often, by any thread; may raise to stop.
         fp8_recipe: what the writer's linear layers may be held in FP8 by (`ModelSettings.fp8_recipe`).
+        advice: what else can be done when some do not round.
 
     Raises:
         VerificationError: some elements differ; every tensor concerned is named with its first such element.
@@ -66,9 +68,28 @@ def check_masters(
         raise VerificationError(
             f"the master weights of {len(problems)} tensors do not round to the stored weights:\n"
             f"{list_problems(problems)}\nEither the checkpoint is damaged or its masters belong to another step. "
-            f"`--weights-only --dtype {' or '.join(dtypes)}` takes the stored weights and leaves the optimizer out."
+            + (
+                advice
+                or f"`--weights-only --dtype {dtypes[0]}` takes the stored weights, without an optimizer."
+            )
         )
     return report
+
+
+def describe_masters(report: MastersReport, level: str) -> str:
+    """What was compared and how, in words."""
+    if not report.tensors:
+        return "the source has none"
+    rounds = (
+        f"{report.elements:,} elements of {report.tensors:,} masters round to the stored weights ({level})"
+    )
+    if not report.fp8:
+        return rounds
+    if not report.fp8_by_position:
+        how = ": a scale of the E4M3 format explains every element"
+    else:
+        how = f", {report.fp8_by_position:,} proven by position only: no one scale explains every element"
+    return f"{rounds}; {report.fp8:,} of the weights are held in FP8{how}"
 
 
 def compare_masters(

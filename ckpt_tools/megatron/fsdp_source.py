@@ -17,6 +17,7 @@ from typing import Any
 from ckpt_tools.box import full_box
 from ckpt_tools.catalog.container import StoredTensor, load_object
 from ckpt_tools.catalog.files import Files
+from ckpt_tools.catalog.left_out import leave_out
 from ckpt_tools.catalog.model import Catalog, Item, TensorEntry
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems
 from ckpt_tools.megatron.common_state import CommonState
@@ -75,6 +76,8 @@ class FsdpSource:
     rng: Mapping[tuple[int, int], object]  # (pp, tp) -> list of rng states
     grad_scaler: Mapping[str, Any] = field(default_factory=dict)
     dropped: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()  # as `dropped`, by the user's wish
+    notes: tuple[str, ...] = ()
 
     @property
     def has_optimizer(self) -> bool:
@@ -87,28 +90,40 @@ def read_fsdp_source(
     common: CommonState,
     ignored: tuple[str, ...] = (),
     trust_pickle: bool = False,
+    weights_only: bool = False,
 ) -> FsdpSource:
     """The checkpoint's tensors, groups and scalars.
 
-    `ignored` are globs of keys that may be left out although no rule accounts for them.
+    `ignored` are globs of keys that are left out. With `weights_only` an optimizer that cannot be read is too.
 
     Raises:
         MappingError: keys without a rule, half a gated weight, or states that do not fit their weights.
         UnsupportedCheckpointError: fp32 masters stand beside the model, as a foreign converter writes them.
     """
     values = _Values(files, trust_pickle)
-    weights, states, groups, nested, dropped = _sort_keys(catalog, values, ignored)
+    catalog, left_out = leave_out(catalog, ignored)
+    weights, states, groups, nested, dropped = _sort_keys(catalog, values)
     tree = unflatten(nested) if nested else {}
     ranks = tree.get("rng_state", {})
+    notes: tuple[str, ...] = ()
+    try:
+        tensors = _join(weights, states, values)
+    except (MappingError, UnsupportedCheckpointError) as error:
+        if not weights_only:
+            raise
+        tensors, groups = _join(weights, {}, values), {}
+        notes = (f"the optimizer, which is left out, could not be read: {str(error).splitlines()[0]}",)
     return FsdpSource(
         catalog=catalog,
         common=common,
-        tensors=_join(weights, states, values),
+        tensors=tensors,
         groups=groups,
         scheduler=tree.get("opt_param_scheduler", {}),
         rng={(int(m[1]), int(m[2])): ranks[rank] for rank in ranks if (m := _RNG_RANK.match(rank))},
         grad_scaler=tree.get("optimizer", {}).get("grad_scaler", {}),
-        dropped=dropped,
+        dropped=(*left_out, *dropped),
+        ignored=left_out,
+        notes=notes,
     )
 
 
@@ -161,7 +176,7 @@ _Groups = dict[str, dict[str, Any]]
 
 
 def _sort_keys(
-    catalog: Catalog, values: _Values, ignored: tuple[str, ...]
+    catalog: Catalog, values: _Values
 ) -> tuple[dict[str, TensorEntry], _States, _Groups, dict[Path, object], tuple[str, ...]]:
     """Weights by name, states by name and kind, group fields by name, nested leaves by path, and what is dropped."""
     weights: dict[str, TensorEntry] = {}
@@ -185,7 +200,7 @@ def _sort_keys(
             nested[_path(catalog, key)] = values.load(stored.item)
         elif key not in _COMMON:
             rest.append(key)
-    return weights, states, groups, nested, tuple(_dropped(rest, ignored))
+    return weights, states, groups, nested, tuple(_dropped(rest))
 
 
 def _path(catalog: Catalog, key: str) -> Path:
@@ -195,11 +210,10 @@ def _path(catalog: Catalog, key: str) -> Path:
     return tuple(int(part) if isinstance(part, str) and part.isdigit() else part for part in path)
 
 
-def _dropped(keys: Iterable[str], ignored: tuple[str, ...]) -> Iterable[str]:
+def _dropped(keys: Iterable[str]) -> Iterable[str]:
     unknown = []
-    rules = (*_DROPPED, *((glob, "--ignore-keys") for glob in ignored))
     for key in keys:
-        reason = next((why for glob, why in rules if fnmatchcase(key, glob)), None)
+        reason = next((why for glob, why in _DROPPED if fnmatchcase(key, glob)), None)
         if reason is None:
             unknown.append(key)
         else:

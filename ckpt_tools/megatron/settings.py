@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tools.megatron.common_state import CommonState
+from ckpt_tools.megatron.hybrid import says_hybrid
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +16,7 @@ class ModelSettings:
 
     swiglu: bool | None = None
     local_norms: bool | None = None
+    hybrid: bool = False  # a HybridModel: never with local norms
     grouped_experts: bool | None = None
     fused_mla_down: bool = False
     half_precision: bool | None = None  # trained in bf16 or fp16, so an fp32 master stands beside each weight
@@ -40,7 +42,8 @@ def settings_from_args(args: Mapping[str, Any]) -> ModelSettings:
     bf16, fp16 = args.get("bf16"), args.get("fp16")
     return ModelSettings(
         swiglu=_maybe_bool(args.get("swiglu")),
-        local_norms=_is_local(args.get("transformer_impl")),
+        local_norms=_local_norms(args),
+        hybrid=says_hybrid(args),
         grouped_experts=_maybe_bool(args.get("moe_grouped_gemm")),
         fused_mla_down=bool(args.get("mla_down_proj_fusion")),
         half_precision=None if bf16 is None and fp16 is None else bool(bf16 or fp16),
@@ -62,7 +65,8 @@ def settings_from_model_config(model: Mapping[str, Any]) -> ModelSettings:
         swiglu=None
         if gated is None
         else bool(gated) and target.rpartition(".")[2].lower() in ("silu", "swish"),
-        local_norms=_is_local(model.get("transformer_impl")),
+        local_norms=_local_norms(model),
+        hybrid=says_hybrid(model),
         grouped_experts=_maybe_bool(model.get("moe_grouped_gemm")),
         fused_mla_down=bool(model.get("mla_down_proj_fusion")),
         half_precision=None if bf16 is None and fp16 is None else bool(bf16 or fp16),
@@ -84,5 +88,8 @@ def _fp8_recipe(settings: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _is_local(transformer_impl: object) -> bool | None:
-    return None if transformer_impl is None else transformer_impl == "local"
+def _local_norms(settings: Mapping[str, Any]) -> bool | None:
+    if says_hybrid(settings):
+        return False
+    implementation = settings.get("transformer_impl")
+    return None if implementation is None else implementation == "local"

@@ -10,16 +10,17 @@ from typing import Any
 
 from ckpt_tools.catalog.container import StoredTensor, load_object
 from ckpt_tools.catalog.files import Files
+from ckpt_tools.catalog.left_out import leave_out
 from ckpt_tools.catalog.model import Catalog
 from ckpt_tools.catalog.unpickle import StandIn
-from ckpt_tools.errors import MappingError, list_problems
+from ckpt_tools.errors import CkptError, MappingError, StorageError, list_problems
 from ckpt_tools.megatron.common_state import CommonState, read_common_state
 from ckpt_tools.megatron.fsdp_dtensor import RNG_KEY
 from ckpt_tools.megatron.optimizer_layouts.model import OptimizerStates
 from ckpt_tools.megatron.optimizer_layouts.reader import read_optimizer_states
 from ckpt_tools.megatron.param_groups import optimizer_groups
 from ckpt_tools.megatron.settings import ModelSettings, read_settings
-from ckpt_tools.megatron.torch_dist import Parameter, SortedKeys, sort_keys
+from ckpt_tools.megatron.torch_dist import Parameter, SortedKeys, is_optimizer_key, sort_keys
 
 # Objects that Megatron-FSDP neither reads nor writes, and why they can be left out.
 DROPPED_OBJECTS = (
@@ -43,6 +44,7 @@ class TorchDistSource:
     model_config: Mapping[str, Any]  # the `model` section of Bridge's run_config.yaml
     rng: Mapping[tuple[int, int], object]  # (pp, tp) -> list of rng states
     dropped: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def args_object(self) -> StandIn | None:
@@ -75,30 +77,59 @@ class TorchDistSource:
 
 
 def read_torch_dist(
-    files: Files, catalog: Catalog, ignored: tuple[str, ...] = (), trust_pickle: bool = False
+    files: Files,
+    catalog: Catalog,
+    ignored: tuple[str, ...] = (),
+    trust_pickle: bool = False,
+    *,
+    weights_only: bool = False,
+    unknown_keys: bool = False,
 ) -> TorchDistSource:
-    """The checkpoint in `files` taken apart; `ignored` are globs of keys that may be left out.
+    """The checkpoint in `files` taken apart; `ignored` are globs of keys that are left out.
 
-    Tensors that stand inside stored objects (`dp_zero_gather_scatter`) are added to the catalog.
+    Tensors that stand inside stored objects (`dp_zero_gather_scatter`) are added to the catalog. With `weights_only`
+    the optimizer is read for its masters, as far as it can be read. `unknown_keys` may be there and count as dropped.
 
     Raises:
         UnsupportedCheckpointError, VerificationError: see `read_optimizer_states`.
         MappingError: keys that nothing accounts for, or that do not make a whole model.
     """
     common = read_common_state(files, catalog, trust_pickle)
+    catalog, left_out = leave_out(catalog, ignored)
     keys = sort_keys(catalog)
-    states = read_optimizer_states(files, catalog, common)
+    states, notes = _states(files, catalog, common, weights_only)
+    consumed = (
+        frozenset(filter(is_optimizer_key, (*catalog.tensors, *catalog.objects)))
+        if weights_only
+        else (states.consumed if states is not None else frozenset())
+    )
     return TorchDistSource(
         catalog=replace(catalog, tensors={**catalog.tensors, **states.payloads}) if states else catalog,
         parameters=keys.parameters,
         states=states,
-        groups=stored_groups(files, catalog, common),
+        groups=() if weights_only else stored_groups(files, catalog, common),
         settings=read_settings(common),
         common=common.values,
         model_config=common.model_config,
         rng=rng_states(files, catalog),
-        dropped=tuple(dropped_objects(keys, states, ignored)),
+        dropped=(*left_out, *dropped_objects(keys, consumed, unknown_keys)),
+        notes=notes,
     )
+
+
+def _states(
+    files: Files, catalog: Catalog, common: CommonState, weights_only: bool
+) -> tuple[OptimizerStates | None, tuple[str, ...]]:
+    """The optimizer's states; a note instead of an error when it is left out anyhow."""
+    try:
+        return read_optimizer_states(files, catalog, common), ()
+    except StorageError:
+        raise
+    except CkptError as error:
+        if not weights_only:
+            raise
+        reason = str(error).splitlines()[0].rstrip(":")
+        return None, (f"the stored weights are written, not the masters, which cannot be read: {reason}",)
 
 
 def _steps(optimizer: object) -> Any:
@@ -150,24 +181,23 @@ def rng_states(files: Files, catalog: Catalog) -> dict[tuple[int, int], object]:
     return found
 
 
-def dropped_objects(keys: SortedKeys, states: OptimizerStates | None, ignored: tuple[str, ...]) -> list[str]:
+def dropped_objects(keys: SortedKeys, consumed: frozenset[str], unknown_keys: bool) -> list[str]:
     """One line per object or tensor that the target leaves out.
 
     Raises:
-        MappingError: keys that nothing accounts for.
+        MappingError: keys that nothing accounts for, unless there may be `unknown_keys`.
     """
-    consumed = states.consumed if states is not None else frozenset[str]()
     dropped, unknown = [], []
     for key in (*keys.objects, *keys.optimizer):
         if key in consumed or RNG_KEY.match(key) or fnmatchcase(key, COMMON_OBJECT):
             continue
         reason = next((why for glob, why in DROPPED_OBJECTS if fnmatchcase(key, glob)), None)
-        if reason is None and any(fnmatchcase(key, glob) for glob in ignored):
-            reason = "--ignore-keys"
         if reason is None:
             unknown.append(key)
         else:
             dropped.append(f"{key}: {reason}")
+    if unknown_keys:
+        return dropped + [f"{key}: no rule accounts for it" for key in unknown]
     if unknown:
         raise MappingError(
             "the checkpoint holds keys that no rule accounts for; leave them out with --ignore-keys GLOB if the "

@@ -87,7 +87,7 @@ def build_torch_dist_target(source: FsdpSource, options: TorchDistOptions) -> To
         objects=(*rng, *extra, TargetObject(COMMON_OBJECT, [common])),
         dropped=source.dropped,
         renamed=_renamed(parameters),
-        notes=(*notes, *rng_notes, *_losses(source, options)),
+        notes=(*source.notes, *notes, *rng_notes, *_losses(source, options)),
     )
     return TorchDistTarget(target, common, tuple(parameters), counts)
 
