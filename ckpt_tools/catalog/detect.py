@@ -14,6 +14,8 @@ from pathlib import Path
 from ckpt_tools.catalog.container import StoredTensor, load_object, whole_file
 from ckpt_tools.catalog.dcp import METADATA, missing_metadata
 from ckpt_tools.catalog.files import Files, absent_folder, open_files
+from ckpt_tools.catalog.hub_cache import snapshot_of
+from ckpt_tools.catalog.safetensors import OTHER_WEIGHTS
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError, UsageError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -51,9 +53,10 @@ def locate(path: str, iteration: int | None = None) -> Location:
         CorruptCheckpointError: the tracker file or `metadata.json` is damaged.
         UsageError: the path does not say which of several iterations is meant, or contradicts `iteration`.
     """
-    files = open_files(path)
     if "://" not in path:
         _check_folder(path)
+    path = snapshot_of(path)
+    files = open_files(path)
     try:
         root, found, name = _resolve(files, path, iteration)
     finally:
@@ -157,6 +160,14 @@ def _nothing_here(path: str, names: list[str]) -> UnsupportedCheckpointError:
         return UnsupportedCheckpointError(f"{path} is empty; there is no checkpoint in it.")
     inner = [name for name in names if open_files(_join(path, name)).exists(METADATA)]
     hint = f" Did you mean {_join(path, inner[0])}?" if inner else ""
+    if "config.json" in names and any(name.endswith(OTHER_WEIGHTS) for name in names):
+        hint = (
+            " It looks like a Hugging Face model without safetensors; write it as such first: "
+            "AutoModelForCausalLM.from_pretrained(DIR, torch_dtype='auto').save_pretrained(OUT)"
+        )
+    cached = [name for name in names if name.startswith("models--")]
+    if cached:
+        hint = f" It is a Hugging Face cache; give one of its models, such as {_join(path, cached[0])}."
     shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
     return UnsupportedCheckpointError(
         f"{path} holds no checkpoint: neither {METADATA} nor {TRACKER}, only {shown}.{hint}"

@@ -110,10 +110,10 @@ def plan_export(opened: Opened, options: ExportOptions) -> PlannedExport:
     source = read_export_source(opened, options.dtype, options.tp, options.ignore_keys, options.trust_pickle)
     reference = read_config(options.hf_config) if options.hf_config else None
     exported = export_targets(
-        {name: Spec(base.dtype, base.shape) for name, base in source.bases.items()},
+        {name: Spec(source.types.get(name, base.dtype), base.shape) for name, base in source.bases.items()},
         source.settings,
         reference,
-        dtype=options.dtype or source.dtype,
+        dtype=options.dtype,
         vocab_size=options.vocab_size,
         mtp_copies=options.mtp_copies,
         families=families_with(options.rules),

@@ -12,7 +12,8 @@ from ckpt_tools.convert.opened import Opened
 from ckpt_tools.errors import CkptError, StorageError, UnsupportedCheckpointError, UsageError
 from ckpt_tools.execute.check_masters import check_masters, describe_masters
 from ckpt_tools.megatron.fsdp_source import WEIGHT, read_fsdp_source
-from ckpt_tools.megatron.hybrid import as_gpt, is_hybrid
+from ckpt_tools.megatron.hybrid import as_gpt, gpt_name, is_hybrid
+from ckpt_tools.megatron.names import BUFFERS
 from ckpt_tools.megatron.optimizer_layouts.model import MASTER, OptimizerStates
 from ckpt_tools.megatron.optimizer_layouts.reader import read_optimizer_states
 from ckpt_tools.megatron.rebase import Base
@@ -30,14 +31,14 @@ _WIDE = ("float32", "float64")  # what an fp32 master says more to than the weig
 class ExportSource:
     """Parameters under their `torch_dist` names, layers and experts one by one, and the settings they go with.
 
-    `dtype` is the type of the running model where the values are fp32 masters, None to keep what is stored;
+    `types` has the running model's type of parameters whose values are fp32 masters; others keep what is stored.
     `values` says in words which values are taken.
     """
 
     catalog: Catalog
     bases: Mapping[str, Base]
     settings: Mapping[str, Any] | None
-    dtype: str | None
+    types: Mapping[str, str]
     values: str
     dropped: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -66,8 +67,9 @@ def read_export_source(
     if not is_hybrid(source.bases):
         return source
     bases, settings, note = as_gpt(source.bases, source.settings or {})
+    types = {gpt_name(name): dtype for name, dtype in source.types.items()}
     kept = settings if source.settings is not None else None
-    return replace(source, bases=bases, settings=kept, notes=(*source.notes, note))
+    return replace(source, bases=bases, types=types, settings=kept, notes=(*source.notes, note))
 
 
 def _torch_dist(opened: Opened, dtype: str | None, ignored: tuple[str, ...]) -> ExportSource:
@@ -88,7 +90,7 @@ def _torch_dist(opened: Opened, dtype: str | None, ignored: tuple[str, ...]) -> 
     for p in masters:
         assert states is not None  # or there are none
         bases[one_name(p)] = Base(states.dtype(MASTER, p.key), p.shape, states.sources(MASTER, p.key, p.lead))
-    return ExportSource(catalog, bases, _settings(opened), None, values, left_out, notes)
+    return ExportSource(catalog, bases, _settings(opened), {}, values, left_out, notes)
 
 
 def _masters(opened: Opened, catalog: Catalog) -> tuple[OptimizerStates | None, tuple[str, ...]]:
@@ -113,19 +115,24 @@ def _fsdp_dtensor(
     )
     tp = tp or max((t + 1 for _, t in source.rng), default=None)
     local = read_settings(opened.common).local_norms
-    bases = {
-        one_name(p): Base(p.tensor.dtypes[WEIGHT], p.shape, p.sources(WEIGHT))
-        for p in stored_parameters(source.tensors, tp, local)
-    }
-    own, values = None, "the checkpoint's values are exported"
-    if any(base.dtype == "float32" for base in bases.values()):
-        own = training_dtype(opened.common)
-        if own is None and dtype is None:
-            raise UsageError(
-                "the checkpoint holds fp32 masters, and nothing names the model's type; pass --dtype"
-            )
+    parameters = stored_parameters(source.tensors, tp, local)
+    bases = {one_name(p): Base(p.tensor.dtypes[WEIGHT], p.shape, p.sources(WEIGHT)) for p in parameters}
+    masters = [
+        one_name(p)
+        for p in parameters
+        if source.is_master(p.tensor)
+        and p.tensor.dtypes[WEIGHT] == "float32"
+        and not p.name.endswith(BUFFERS)
+    ]
+    own, values = training_dtype(opened.common), "the checkpoint's values are exported"
+    if masters and own is None and dtype is None:
+        raise UsageError(
+            "the checkpoint holds fp32 masters, and nothing names the model's type; pass --dtype"
+        )
+    if masters:
         values = f"the checkpoint's values, fp32 masters, are exported as {dtype or own}"
-    return ExportSource(source.catalog, bases, _settings(opened), own, values, source.ignored, source.notes)
+    types = dict.fromkeys(masters, own) if own is not None else {}
+    return ExportSource(source.catalog, bases, _settings(opened), types, values, source.ignored, source.notes)
 
 
 def _settings(opened: Opened) -> Mapping[str, Any] | None:

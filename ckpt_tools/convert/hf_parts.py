@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import replace
@@ -14,9 +15,11 @@ import numpy as np
 
 from ckpt_tools.box import Box
 from ckpt_tools.catalog.files import Files, open_files
+from ckpt_tools.catalog.hub_cache import snapshot_of
 from ckpt_tools.catalog.model import Catalog
+from ckpt_tools.catalog.safetensors import refuse_pointers, unread_files
 from ckpt_tools.errors import CkptError, MappingError, UnsupportedCheckpointError, list_problems
-from ckpt_tools.execute.casts import cast
+from ckpt_tools.execute.casts import cast, cast_checked, numpy_dtype, raw_dtype
 from ckpt_tools.execute.read_box import BoxReader, read_box
 from ckpt_tools.megatron.huggingface.families import FAMILIES
 from ckpt_tools.megatron.huggingface.rulefile import load_rule_file
@@ -31,6 +34,12 @@ ASSETS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special
           "generation_config.json", "LICENSE")  # fmt: skip
 ASSET_PATTERNS = ("*.tiktoken",)
 TILE_ELEMS = 1 << 22
+_ADAPTED = re.compile(
+    r"(?:^|\.)(?:base_layer|modules_to_save|original_module|lora_\w+|ia3_l|hada_w\w*|lokr_w\w*|oft_\w+|boft_\w+|"
+    r"vera_lambda\w*|adapter|prompt_encoder)(?:\.|$)"
+)
+_FREQUENCIES = re.compile(r"(?:^|\.)rotary_emb\.(?:original_)?(?:inv_freq|cos_cached|sin_cached)$")
+_COMPUTED = "rotary frequencies are computed from config.json, not loaded"
 
 
 def families_with(rules: Path | None) -> Mapping[str, Family]:
@@ -47,9 +56,11 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     Raises:
         UnsupportedCheckpointError: there is none, or it is no JSON object.
     """
-    path = f"{str(folder).rstrip('/')}/{CONFIG}"
+    folder = snapshot_of(str(folder))
+    path = f"{folder.rstrip('/')}/{CONFIG}"
     try:
-        with closing(open_files(str(folder))) as files:
+        with closing(open_files(folder)) as files:
+            refuse_pointers(files, [CONFIG])
             config = json.loads(files.read(CONFIG, 0, files.size(CONFIG)))
     except (CkptError, ValueError) as error:
         raise UnsupportedCheckpointError(
@@ -63,9 +74,39 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 def read_assets(folder: str | Path, with_code: bool) -> dict[str, bytes]:
     """Tokenizer, generation settings and licence, byte for byte; Python files only `with_code`."""
     patterns = (*ASSETS, *ASSET_PATTERNS, *(("*.py",) if with_code else ()))
-    with closing(open_files(str(folder))) as files:
+    with closing(open_files(snapshot_of(str(folder)))) as files:
         names = [name for name in files.list() if any(fnmatchcase(name, pattern) for pattern in patterns)]
         return {name: files.read(name, 0, files.size(name)) for name in names}
+
+
+def refuse_adapters(names: Iterable[str]) -> None:
+    """Nothing, when no tensor belongs to an adapter.
+
+    Raises:
+        MappingError: some do, and what the model computes is not in the weights alone.
+    """
+    found = [name for name in names if _ADAPTED.search(name)]
+    if found:
+        raise MappingError(
+            f"{len(found)} tensors belong to an adapter (LoRA and its kin), not to a model of its own. Merge it "
+            "first: `model.merge_and_unload().save_pretrained(DIR)` of peft, then import DIR:\n"
+            + list_problems(found[:4])
+        )
+
+
+def without_frequencies(catalog: Catalog) -> tuple[Catalog, tuple[str, ...]]:
+    """The catalog without stored rotary frequencies, which older models kept as buffers; and a line for each."""
+    gone = [name for name in catalog.tensors if _FREQUENCIES.search(name)]
+    kept = {name: entry for name, entry in catalog.tensors.items() if name not in set(gone)}
+    return replace(catalog, tensors=kept), tuple(f"{name}: {_COMPUTED}" for name in gone)
+
+
+def unread_notes(files: Files) -> tuple[str, ...]:
+    """A note on weight files that the index does not name."""
+    unread = unread_files(files)
+    if not unread:
+        return ()
+    return (f"not in the index and not read: {', '.join(unread[:8])}{', ...' if len(unread) > 8 else ''}",)
 
 
 def prove_equal(
@@ -113,6 +154,8 @@ def offset_values(files: Files, catalog: Catalog, tensor: TargetTensor, offset: 
     """
     whole = Box((0,) * len(tensor.shape), tensor.shape)
     exact = read_box(files, catalog, replace(tensor, dtype="float32"), whole)
-    shifted = cast(exact + np.float32(offset), "float32", tensor.dtype)
+    moved = (exact + np.float32(offset)).view(raw_dtype("float32"))
+    bits, _ = cast_checked(moved, "float32", tensor.dtype, tensor.key, whole.start)
+    shifted = bits.view(numpy_dtype(tensor.dtype))
     back = cast(shifted, tensor.dtype, "float32") - np.float32(offset)
     return shifted.tobytes(), int((back != exact).sum())

@@ -12,6 +12,7 @@ import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any
 
 from ckpt_tools.box import full_box
@@ -22,6 +23,7 @@ from ckpt_tools.catalog.model import Catalog, Item, TensorEntry
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.flatten import Path, unflatten
+from ckpt_tools.megatron.names import BUFFERS
 from ckpt_tools.megatron.target import Source
 from ckpt_tools.megatron.views import Place
 
@@ -64,7 +66,7 @@ class FsdpTensor:
         return tuple(kind for kind in self.sources if kind != WEIGHT)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FsdpSource:
     """An `fsdp_dtensor` checkpoint taken apart; tensors are still only described."""
 
@@ -79,9 +81,20 @@ class FsdpSource:
     ignored: tuple[str, ...] = ()  # as `dropped`, by the user's wish
     notes: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def has_optimizer(self) -> bool:
         return bool(self.groups) or any(tensor.states for tensor in self.tensors)
+
+    @cached_property
+    def _all_fp32(self) -> bool:
+        return all(t.dtypes[WEIGHT] == "float32" for t in self.tensors if not t.name.endswith(BUFFERS))
+
+    def is_master(self, tensor: FsdpTensor) -> bool:
+        """Whether a tensor's value is the fp32 master of a parameter, which the model holds in its own type.
+
+        Without an optimizer the values are masters when all are fp32; a model of several types keeps them.
+        """
+        return bool(tensor.states) if self.has_optimizer else self._all_fp32
 
 
 def read_fsdp_source(
@@ -102,7 +115,7 @@ def read_fsdp_source(
     """
     values = _Values(files, trust_pickle)
     catalog, left_out = leave_out(catalog, ignored)
-    weights, states, groups, nested, dropped = _sort_keys(catalog, values)
+    weights, states, groups, nested, dropped = _sort_keys(catalog, values, weights_only)
     tree = unflatten(nested) if nested else {}
     ranks = tree.get("rng_state", {})
     notes: tuple[str, ...] = ()
@@ -176,7 +189,7 @@ _Groups = dict[str, dict[str, Any]]
 
 
 def _sort_keys(
-    catalog: Catalog, values: _Values
+    catalog: Catalog, values: _Values, weights_only: bool
 ) -> tuple[dict[str, TensorEntry], _States, _Groups, dict[Path, object], tuple[str, ...]]:
     """Weights by name, states by name and kind, group fields by name, nested leaves by path, and what is dropped."""
     weights: dict[str, TensorEntry] = {}
@@ -200,7 +213,7 @@ def _sort_keys(
             nested[_path(catalog, key)] = values.load(stored.item)
         elif key not in _COMMON:
             rest.append(key)
-    return weights, states, groups, nested, tuple(_dropped(rest))
+    return weights, states, groups, nested, tuple(_dropped(rest, weights_only))
 
 
 def _path(catalog: Catalog, key: str) -> Path:
@@ -210,10 +223,11 @@ def _path(catalog: Catalog, key: str) -> Path:
     return tuple(int(part) if isinstance(part, str) and part.isdigit() else part for part in path)
 
 
-def _dropped(keys: Iterable[str]) -> Iterable[str]:
+def _dropped(keys: Iterable[str], weights_only: bool) -> Iterable[str]:
     unknown = []
+    rules = (*_DROPPED, *([("optimizer.*", "--weights-only")] if weights_only else []))
     for key in keys:
-        reason = next((why for glob, why in _DROPPED if fnmatchcase(key, glob)), None)
+        reason = next((why for glob, why in rules if fnmatchcase(key, glob)), None)
         if reason is None:
             unknown.append(key)
         else:

@@ -54,7 +54,7 @@ def as_gpt(
             f"{pattern!r}. Only attention and MLP in turn ('*-*-') can be exported, as a model of half as many "
             "transformer layers; no known Hugging Face family is laid out otherwise"
         )
-    renamed = {_gpt_name(name): value for name, value in parameters.items()}
+    renamed = {gpt_name(name): value for name, value in parameters.items()}
     found = dict(settings) | dict.fromkeys((*_NAMED_BY, "spec")) | {"num_layers": layers}
     note = f"a HybridModel of {len(pattern)} layers {pattern!r} is exported as {layers} transformer layers"
     return renamed, found, note
@@ -75,7 +75,8 @@ def _pattern(names: Iterable[str]) -> str:
     return "".join(next(iter(kinds[number])) for number in sorted(kinds))
 
 
-def _gpt_name(name: str) -> str:
+def gpt_name(name: str) -> str:
+    """The name that a parameter of a HybridModel of attention and MLP in turn has in the GPT model."""
     if match := _LAYER.match(name):
         return f"decoder.layers.{int(match['number']) // 2}.{match['leaf']}"
     return name.replace("decoder.final_norm.", "decoder.final_layernorm.")
