@@ -27,6 +27,7 @@ class Prepared:
     target: Target
     model: Callable[[], Model]
     archives: Callable[[], Iterable[tuple[str, bytes]]]  # of the target's objects
+    fp8_recipe: str | None = None  # of a source with weights held in FP8 (`ModelSettings.fp8_recipe`)
 
     def __enter__(self) -> Prepared:
         return self
@@ -63,4 +64,5 @@ def prepare(source: str, layout: Layout, options: ConvertOptions) -> Prepared:
         built.target,
         lambda: target_model(built),
         lambda: object_archives(built.target.objects),
+        read.settings.fp8_recipe,
     )

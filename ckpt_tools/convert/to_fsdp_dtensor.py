@@ -19,7 +19,7 @@ from ckpt_tools.convert.outputs import (
 )
 from ckpt_tools.convert.placements import Layout, lay_out, target_model
 from ckpt_tools.convert.relayout import relayout, target_tp
-from ckpt_tools.errors import MappingError, UnsupportedCheckpointError
+from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, VerificationError
 from ckpt_tools.execute.ranks import DistributedRanks, Ranks, connect
 from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, write_checkpoint
 from ckpt_tools.megatron.bridge import (
@@ -30,6 +30,7 @@ from ckpt_tools.megatron.bridge import (
     fsdp_run_config,
     train_state_file,
 )
+from ckpt_tools.megatron.optimizer_layouts.model import MASTER
 from ckpt_tools.megatron.source import TorchDistSource, read_torch_dist
 from ckpt_tools.megatron.target import TargetTensor
 from ckpt_tools.megatron.to_fsdp_dtensor import FsdpTarget, TargetOptions, build_fsdp_target
@@ -97,7 +98,7 @@ def convert_to_fsdp_dtensor(
         prove_padding(planned)
         if not dry_run:
             place = with_bridge_files(place, planned)
-            checked = prove_masters(planned, options.check_masters, ranks, options.write.threads)
+            planned, checked = with_proven_masters(planned, options, ranks)
             written = write_checkpoint(
                 planned.plan, planned.files, place, options.write, ranks=ranks, progress=progress
             )
@@ -112,10 +113,40 @@ def plan_conversion(location: Location, options: ConvertOptions, ranks: Ranks | 
     files, source = open_source(
         location, options.ignore_keys, options.trust_pickle, options.target.weights_only
     )
+    return _planned(location, files, source, options, ranks)
+
+
+def _planned(
+    location: Location,
+    files: Files,
+    source: TorchDistSource,
+    options: ConvertOptions,
+    ranks: Ranks | DistributedRanks,
+) -> Planned:
     layout = options.layout or Layout(world=ranks.world)
     target_options = replace(options.target, tp=target_tp(layout, options))
     built = build_fsdp_target(source, target_options)
     return Planned(location, files, source, built, make_plan(source.catalog, built, layout))
+
+
+def with_proven_masters(
+    planned: Planned, options: ConvertOptions, ranks: Ranks | DistributedRanks
+) -> tuple[Planned, str]:
+    """The plan, and what its masters were shown to be; a conversion of weights does without those that are not.
+
+    Raises:
+        VerificationError, UnsupportedCheckpointError: masters that do not belong to the stored weights.
+    """
+    try:
+        return planned, prove_masters(planned, options.check_masters, ranks, options.write.threads)
+    except (VerificationError, UnsupportedCheckpointError) as error:
+        if not options.target.weights_only:
+            raise
+        first, second, *_ = [*str(error).splitlines(), ""]
+    reason = f"{first} {second.strip(' -')}" if first.endswith(":") else first
+    note = f"the stored weights are written, not the masters: {reason}"
+    source = replace(planned.source, states=None, notes=(*planned.source.notes, note))
+    return _planned(planned.location, planned.files, source, options, ranks), "left out with the optimizer"
 
 
 def open_source(
@@ -206,6 +237,9 @@ def prove_masters(planned: Planned, mode: str, ranks: Ranks | DistributedRanks, 
             check_masters(planned.files, planned.source.catalog, mine, mode, ranks.check, threads, recipe)
         )
 
+    if not any(t.must_round_to for t in planned.built.target.tensors):
+        has_some = planned.source.states is not None and MASTER in planned.source.states.kinds
+        return "left out with the optimizer" if has_some or planned.source.notes else "the source has none"
     return describe_masters(MastersReport(*map(sum, zip(*ranks.together(check), strict=True))), mode)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from ckpt_tools.box import Box, full_box
 from ckpt_tools.catalog.files import Files
 from ckpt_tools.catalog.model import Catalog
-from ckpt_tools.errors import VerificationError, list_problems
+from ckpt_tools.errors import UnsupportedCheckpointError, VerificationError, list_problems
 from ckpt_tools.execute.casts import Array, cast, raw_dtype
 from ckpt_tools.execute.fp8_masters import HALF_TYPES, Fp8Comparison, describe_element
 from ckpt_tools.execute.read_box import BoxReader
@@ -28,6 +28,7 @@ _TILE_ELEMS = 1 << 18  # compared at a time: what a comparison holds of them sta
 _PART_ELEMS = 1 << 24  # compared by one thread in a row
 _SAMPLE_ELEMS = 4096  # per sampled place
 _SAMPLE_PLACES = 4
+_REMAINDERS = ": all are whole numbers of 16 bits"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,19 +62,21 @@ def check_masters(
 
     Raises:
         VerificationError: some elements differ; every tensor concerned is named with its first such element.
+        UnsupportedCheckpointError: the masters are int16 remainders, stored as numbers.
     """
     report, problems = compare_masters(files, catalog, targets, level, tick, threads, fp8_recipe)
-    if problems:
-        dtypes = sorted({t.must_round_dtype for t in targets if t.must_round_dtype})
-        raise VerificationError(
-            f"the master weights of {len(problems)} tensors do not round to the stored weights:\n"
-            f"{list_problems(problems)}\nEither the checkpoint is damaged or its masters belong to another step. "
-            + (
-                advice
-                or f"`--weights-only --dtype {dtypes[0]}` takes the stored weights, without an optimizer."
-            )
+    if not problems:
+        return report
+    advice = advice or "With --weights-only the stored weights are converted, without an optimizer."
+    if all(line.endswith(_REMAINDERS) for line in problems):
+        raise UnsupportedCheckpointError(
+            f"in place of {len(problems)} masters the optimizer holds their lower halves, as the precision-aware "
+            f"optimizer stores them (int16 remainders); this version does not join them with the weights.\n{advice}"
         )
-    return report
+    raise VerificationError(
+        f"the master weights of {len(problems)} tensors do not round to the stored weights:\n"
+        f"{list_problems(problems)}\nEither the checkpoint is damaged or its masters belong to another step. {advice}"
+    )
 
 
 def describe_masters(report: MastersReport, level: str) -> str:
@@ -230,7 +233,16 @@ class _Comparison:
         if not different.any():
             return None
         at = np.unravel_index(int(different.argmax()), box.size)
-        return describe_element(self.target, self.dtype, masters, weights, box, tuple(map(int, at)))
+        line = describe_element(self.target, self.dtype, masters, weights, box, tuple(map(int, at)))
+        return line + _REMAINDERS if _are_remainders(masters) else line
+
+
+def _are_remainders(masters: Array) -> bool:
+    """Whether fp32 numbers are all int16 ones, and not all small: no weights of a model are."""
+    if masters.dtype != np.float32 or not np.isfinite(masters).all():
+        return False
+    largest = np.abs(masters).max(initial=0)
+    return bool(256 < largest <= 1 << 15) and bool((masters == np.rint(masters)).all())
 
 
 def _is_nan(values: Array, dtype: str) -> Array:

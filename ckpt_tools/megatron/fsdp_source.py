@@ -275,8 +275,8 @@ def _refuse_masters(states: _States) -> None:
     if masters:
         raise UnsupportedCheckpointError(
             "fp32 masters stand among the optimizer states, where Megatron-FSDP neither writes nor reads them (the "
-            "converter of Megatron-LM does); convert the torch_dist checkpoint this one was made from instead:\n"
-            + list_problems(masters)
+            "converter of Megatron-LM does); convert the torch_dist checkpoint this one was made from instead, or "
+            "the model's values alone with --weights-only:\n" + list_problems(masters)
         )
 
 

@@ -199,8 +199,11 @@ def dropped_objects(keys: SortedKeys, consumed: frozenset[str], unknown_keys: bo
     if unknown_keys:
         return dropped + [f"{key}: no rule accounts for it" for key in unknown]
     if unknown:
+        weights = (
+            "; --weights-only leaves out the whole optimizer" if any(map(is_optimizer_key, unknown)) else ""
+        )
         raise MappingError(
             "the checkpoint holds keys that no rule accounts for; leave them out with --ignore-keys GLOB if the "
-            "target can do without them:\n" + list_problems(unknown)
+            f"target can do without them{weights}:\n" + list_problems(unknown)
         )
     return dropped
