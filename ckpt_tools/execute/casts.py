@@ -94,7 +94,7 @@ def _overflow(
     return (
         f"{key}[{element}]: {number!r} is too large for {target} and would become infinite, as would "
         f"{int(infinite.sum()):,} of the {infinite.size:,} elements around it; nothing was published. Choose another "
-        f"--dtype ({', '.join(others)}), or leave it out to keep the type {source}"
+        f"--dtype ({', '.join(others)})"
     )
 
 
