@@ -150,7 +150,12 @@ def diff(
         list[str] | None, typer.Option("--ignore", help="Leave out names that match (glob), e.g. 'args.*'.")
     ] = None,
     by: Annotated[
-        By, typer.Option("--by", help="Compare under stored keys, or under the names of fsdp_dtensor.")
+        By,
+        typer.Option(
+            "--by",
+            help="Compare under stored keys, or under the names of fsdp_dtensor or "
+            "of the Hugging Face model.",
+        ),
     ] = By.AUTO,
     target: o.Target = None,
     iteration: Iteration = None,

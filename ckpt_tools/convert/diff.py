@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from ckpt_tools.convert.close_names import unmatched
+from ckpt_tools.convert.export_hf import ExportOptions, export_tensors
+from ckpt_tools.convert.hf_parts import seen_as, without_frequencies
 from ckpt_tools.convert.inspect import role_of
 from ckpt_tools.convert.opened import Opened, open_checkpoint
 from ckpt_tools.errors import UsageError, list_problems
@@ -59,6 +61,8 @@ def diff_checkpoints(
         by = _choose(request.by, first, second)
         if by == KEYS:
             sides, notes = (_by_keys(first), _by_keys(second)), list[str]()
+        elif "safetensors" in (first.location.kind, second.location.kind):
+            sides, notes = _by_export(first, second)
         else:
             sides, notes = _by_parameters(first, second, request.target)
         notes += _idle_globs(sides, options)
@@ -95,14 +99,22 @@ def _idle_globs(sides: tuple[Side, Side], options: DiffOptions) -> list[str]:
 
 def _choose(by: str, a: Opened, b: Opened) -> str:
     kinds = {a.location.kind, b.location.kind}
-    if by == PARAMETERS and not kinds <= {"torch_dist", "fsdp_dtensor"}:
-        raise UsageError(f"--by parameters needs torch_dist or fsdp_dtensor checkpoints, not {sorted(kinds)}")
+    with_model = "safetensors" in kinds and len(kinds) == 2
+    if by == PARAMETERS and not kinds <= {
+        "torch_dist",
+        "fsdp_dtensor",
+        *(["safetensors"] if with_model else []),
+    }:
+        raise UsageError(
+            f"--by parameters needs two torch_dist or fsdp_dtensor checkpoints, or one and a Hugging Face model, not "
+            f"{sorted(kinds)}"
+        )
     if by != "auto":
         return by
     if kinds == {"torch_dist"}:
         layouts = {optimizer_layout(side.catalog, side.common) for side in (a, b)}
         return KEYS if len(layouts) == 1 and layouts <= set(_COMPARABLE_LAYOUTS) else PARAMETERS
-    if kinds == {"torch_dist", "fsdp_dtensor"}:
+    if kinds == {"torch_dist", "fsdp_dtensor"} or (with_model and "dcp" not in kinds):
         return PARAMETERS
     return KEYS
 
@@ -117,6 +129,27 @@ def _by_keys(opened: Opened) -> Side:
     if opened.location.kind == "torch_dist":
         objects = {"common_state": opened.common.values, **objects}
     return Side(opened.files, opened.catalog, tensors, objects, opened.trust_pickle)
+
+
+def _by_export(a: Opened, b: Opened) -> tuple[tuple[Side, Side], list[str]]:
+    """A Hugging Face model beside a Megatron checkpoint: that one is seen as its export, with the model's config."""
+    if b.location.kind != "safetensors":
+        (other, exported), notes = _by_export(b, a)
+        return (exported, other), notes
+    made = export_tensors(a, ExportOptions(hf_config=b.location.path, trust_pickle=a.trust_pickle))
+    tensors: dict[str, TargetTensor | InlineTensor] = {
+        t.key: replace(t, role=role_of(t.key)) if isinstance(t, TargetTensor) else t for t in made.ready
+    }
+    catalog, left_out = without_frequencies(b.catalog)
+    shapes = {t.key: t.shape for t in made.ready if t.key in made.exported.shapes}
+    seen = {key: seen_as(entry, shapes.get(key, entry.shape)) for key, entry in catalog.tensors.items()}
+    model = _by_keys(replace(b, catalog=replace(catalog, tensors=seen)))
+    side = Side(a.files, made.source.catalog, tensors, {}, a.trust_pickle)
+    notes = [
+        "Hugging Face's names; optimizer, progress and rng of the Megatron side are not compared",
+        *left_out,
+    ]
+    return (side, model), [*notes, *made.notes]
 
 
 def _by_parameters(a: Opened, b: Opened, target: TargetOptions) -> tuple[tuple[Side, Side], list[str]]:

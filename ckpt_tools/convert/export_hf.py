@@ -103,8 +103,18 @@ def export_hf(
     return _report(source, output, planned, written)
 
 
-def plan_export(opened: Opened, options: ExportOptions) -> PlannedExport:
-    """Everything up to the first byte."""
+@dataclass(frozen=True, slots=True)
+class ExportTensors:
+    """A checkpoint as the tensors of a Hugging Face model: what each is made of."""
+
+    source: ExportSource
+    exported: Exported
+    ready: tuple[TargetTensor | InlineTensor, ...]
+    notes: tuple[str, ...]
+
+
+def export_tensors(opened: Opened, options: ExportOptions) -> ExportTensors:
+    """The Hugging Face tensors of a checkpoint of either format. Raises as `export_hf`, short of writing."""
     if options.dtype is not None and options.dtype not in CASTABLE:
         raise UsageError(f"--dtype {options.dtype}: weights can be written as {', '.join(sorted(CASTABLE))}")
     source = read_export_source(opened, options.dtype, options.tp, options.ignore_keys, options.trust_pickle)
@@ -121,19 +131,20 @@ def plan_export(opened: Opened, options: ExportOptions) -> PlannedExport:
     prove_equal(opened.files, source.catalog, source.bases, exported.equal)
     tensors = rebase(exported.tensors, source.bases, _shapes(source.catalog))
     ready, notes = _with_offsets(opened.files, source.catalog, tensors, exported.offsets)
-    sizes = {t.key: prod(t.shape) * itemsize(t.dtype) for t in ready}
+    return ExportTensors(source, exported, tuple(ready), (*source.notes, *exported.notes, *notes))
+
+
+def plan_export(opened: Opened, options: ExportOptions) -> PlannedExport:
+    """Everything up to the first byte."""
+    made = export_tensors(opened, options)
+    exported = made.exported
+    sizes = {t.key: prod(t.shape) * itemsize(t.dtype) for t in made.ready}
     shards = pack_shards(sizes.items(), options.max_shard_bytes)
-    by_key = {t.key: t for t in ready}
+    by_key = {t.key: t for t in made.ready}
     files = [WeightFile(shard.file, [by_key[key] for key in shard.keys]) for shard in shards]
-    plan = build_safetensors_plan(source.catalog, files, exported.shapes)
-    return PlannedExport(
-        opened,
-        source,
-        exported,
-        plan,
-        _extra_files(options, exported, shards, sizes),
-        (*source.notes, *exported.notes, *notes),
-    )
+    plan = build_safetensors_plan(made.source.catalog, files, exported.shapes)
+    extra = _extra_files(options, exported, shards, sizes)
+    return PlannedExport(opened, made.source, exported, plan, extra, made.notes)
 
 
 def _with_offsets(

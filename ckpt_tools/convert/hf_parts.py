@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from ckpt_tools.box import Box
+from ckpt_tools.box import Box, full_box
 from ckpt_tools.catalog.files import Files, open_files
 from ckpt_tools.catalog.hub_cache import snapshot_of
-from ckpt_tools.catalog.model import Catalog
+from ckpt_tools.catalog.model import Catalog, TensorEntry
 from ckpt_tools.catalog.safetensors import refuse_pointers, unread_files
 from ckpt_tools.errors import CkptError, MappingError, UnsupportedCheckpointError, list_problems
 from ckpt_tools.execute.casts import cast, cast_checked, numpy_dtype, raw_dtype
@@ -99,6 +99,14 @@ def without_frequencies(catalog: Catalog) -> tuple[Catalog, tuple[str, ...]]:
     gone = [name for name in catalog.tensors if _FREQUENCIES.search(name)]
     kept = {name: entry for name, entry in catalog.tensors.items() if name not in set(gone)}
     return replace(catalog, tensors=kept), tuple(f"{name}: {_COMPUTED}" for name in gone)
+
+
+def seen_as(entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
+    """A tensor of a model with the axes that views ask for; its one chunk holds the same bytes."""
+    if shape == entry.shape:
+        return entry
+    (chunk,) = entry.chunks
+    return replace(entry, shape=shape, chunks=(chunk._replace(box=full_box(shape)),))
 
 
 def unread_notes(files: Files) -> tuple[str, ...]:

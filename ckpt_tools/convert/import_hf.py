@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ckpt_tools.box import full_box
 from ckpt_tools.catalog.detect import METADATA_JSON, TRACKER, Location
 from ckpt_tools.catalog.files import Files, open_files
 from ckpt_tools.catalog.hub_cache import snapshot_of
-from ckpt_tools.catalog.model import Catalog, TensorEntry
+from ckpt_tools.catalog.model import Catalog
 from ckpt_tools.catalog.pickling import dump_archive
 from ckpt_tools.catalog.safetensors import read_safetensors_catalog
 from ckpt_tools.catalog.unpickle import StandIn, TorchDtype, stand_in
@@ -20,6 +19,7 @@ from ckpt_tools.convert.hf_parts import (
     prove_equal,
     read_config,
     refuse_adapters,
+    seen_as,
     unread_notes,
     without_frequencies,
 )
@@ -139,7 +139,9 @@ def plan_import(source: str, files: Files, options: ImportOptions, world: int) -
     prove_equal(files, catalog, own, imported.equal)
     dropped = (*(f"{key}: no content of its own" for key in imported.dropped), *frequencies)
     imported = replace(imported, dropped=dropped, notes=(*imported.notes, *unread_notes(files)))
-    seen = replace(catalog, tensors={k: _seen(e, imported.shapes) for k, e in catalog.tensors.items()})
+    shapes = imported.shapes
+    tensors = {key: seen_as(entry, shapes.get(key, entry.shape)) for key, entry in catalog.tensors.items()}
+    seen = replace(catalog, tensors=tensors)
     common = common_state(imported, options, source)
     make = _plan_torch_dist if options.to == "torch_dist" else _plan_fsdp_dtensor
     return make(seen, imported, common, options, world)
@@ -236,15 +238,6 @@ def _rebased(target: Target, imported: Imported, catalog: Catalog) -> Target:
     shapes = {key: entry.shape for key, entry in catalog.tensors.items()}
     tensors = rebase(target.tensors, bases, shapes)
     return replace(target, tensors=tuple(tensors))
-
-
-def _seen(entry: TensorEntry, shapes: Mapping[str, tuple[int, ...]]) -> TensorEntry:
-    """The tensor with the axes that views ask for; its one chunk holds the same bytes."""
-    if entry.key not in shapes:
-        return entry
-    shape = shapes[entry.key]
-    (chunk,) = entry.chunks
-    return replace(entry, shape=shape, chunks=(chunk._replace(box=full_box(shape)),))
 
 
 def _report(
