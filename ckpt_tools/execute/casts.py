@@ -17,8 +17,16 @@ from ckpt_tools.errors import VerificationError
 Array: TypeAlias = npt.NDArray[Any]
 
 _NOT_IN_NUMPY = frozenset(name for name in ITEMSIZE if name == "bfloat16" or name.startswith("float8"))
-
-
+_EXACT = frozenset(  # casts that keep every value
+    (narrow, wide)
+    for narrow, wides in (
+        ("bfloat16", ("float32", "float64")),
+        ("float16", ("float32", "float64")),
+        ("float32", ("float64",)),
+    )
+    for wide in wides
+)
+_INFINITY = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F80_0000, "float64": 0x7FF0_0000_0000_0000}
 _RAW = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
 
@@ -51,17 +59,6 @@ def cast(values: Array, source: str, target: str) -> Array:
     return float32_to_bfloat16(values) if target == "bfloat16" else _to_float(values, numpy_dtype(target))
 
 
-_EXACT = frozenset(
-    (narrow, wide)
-    for narrow, wides in (
-        ("bfloat16", ("float32", "float64")),
-        ("float16", ("float32", "float64")),
-        ("float32", ("float64",)),
-    )
-    for wide in wides
-)
-
-
 def cast_checked(
     values: Array, source: str, target: str, key: str, start: tuple[int, ...]
 ) -> tuple[Array, int]:
@@ -73,15 +70,23 @@ def cast_checked(
     result = cast_raw(values, source, target)
     if source == target or (source, target) in _EXACT:
         return result, 0
-    back = cast_raw(result, target, source)
-    changed = back != values
+    if (source, target) == ("float32", "bfloat16"):
+        changed = (values & 0xFFFF) != 0  # the bits that the narrower type has not
+    else:
+        changed = cast_raw(result, target, source) != values
     if not changed.any():
         return result, 0
-    changed &= ~_is_nan(values, source)  # which NaN it was is not a value
-    infinite = changed & _is_infinite(result, target)
+    changed &= _magnitude(values, source) <= _INFINITY[source]  # which NaN it was is not a value
+    infinite = changed & (_magnitude(result, target) == _INFINITY[target])
     if infinite.any():
         raise VerificationError(_overflow(values, infinite, source, target, key, start))
-    return result, int(changed.sum())
+    return result, int(np.count_nonzero(changed))
+
+
+def _magnitude(bits: Array, dtype: str) -> Array:
+    """The bits without their sign: numbers, then infinity, then NaNs in ascending order."""
+    magnitude: Array = bits & bits.dtype.type((1 << (8 * itemsize(dtype) - 1)) - 1)
+    return magnitude
 
 
 def _overflow(
@@ -96,20 +101,6 @@ def _overflow(
         f"{int(infinite.sum()):,} of the {infinite.size:,} elements around it; nothing was published. Choose another "
         f"--dtype ({', '.join(others)})"
     )
-
-
-def _is_nan(bits: Array, dtype: str) -> Array:
-    found: Array = (
-        (bits & 0x7FFF) > 0x7F80 if dtype == "bfloat16" else np.isnan(bits.view(numpy_dtype(dtype)))
-    )
-    return found
-
-
-def _is_infinite(bits: Array, dtype: str) -> Array:
-    found: Array = (
-        (bits & 0x7FFF) == 0x7F80 if dtype == "bfloat16" else np.isinf(bits.view(numpy_dtype(dtype)))
-    )
-    return found
 
 
 def _to_float(values: Array, target: np.dtype[Any]) -> Array:
