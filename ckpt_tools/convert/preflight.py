@@ -9,6 +9,7 @@ from pathlib import Path
 from ckpt_tools.convert.opened import Opened, open_checkpoint
 from ckpt_tools.errors import UsageError
 from ckpt_tools.megatron.fsdp_dtensor import RNG_KEY
+from ckpt_tools.megatron.hybrid import is_hybrid
 from ckpt_tools.megatron.torch_dist import is_optimizer_key, layer_counts
 from ckpt_tools.verify import meaning
 from ckpt_tools.verify.job import Job, merge, parse_command, parse_yaml
@@ -112,7 +113,7 @@ def _stored_style(names: Sequence[str]) -> tuple[bool | None, bool | None, bool 
     return (
         any(name.endswith(("_w", "_v")) for name in fc1) if fc1 else None,
         any(".local_experts." in name for name in experts) if experts else None,
-        apart if fused != apart else None,
+        apart if fused != apart and not is_hybrid(names) else None,  # a HybridModel has one spec only
     )
 
 

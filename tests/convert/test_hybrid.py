@@ -9,6 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from ckpt_tools.convert.export_hf import ExportOptions, export_hf
+from ckpt_tools.convert.preflight import preflight
 from ckpt_tools.convert.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
 from ckpt_tools.convert.to_torch_dist import convert_to_torch_dist
 from ckpt_tools.errors import MappingError
@@ -52,6 +53,14 @@ def test_its_names_are_transformer_engines(
     back = oracle.tensors(tmp_path / "back")
     assert back.keys() == parts.tensors.keys()
     assert [key for key in back if not oracle.same_bytes(back[key], parts.tensors[key])] == []
+
+
+def test_a_job_may_say_either_implementation(cases: Path, tmp_path: Path) -> None:
+    convert_to_fsdp_dtensor(str(cases / "llama_as_hybrid"), str(tmp_path / "out"))
+    for implementation in ("local", "transformer_engine"):
+        report = preflight(str(tmp_path / "out"), ["--transformer-impl", implementation]).report
+        (rule,) = (check for check in report.checks if check.name == "layer-spec")
+        assert rule.findings == ()
 
 
 def test_a_contrary_flag_is_an_error(cases: Path, tmp_path: Path) -> None:

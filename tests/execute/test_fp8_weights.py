@@ -21,6 +21,7 @@ from ckpt_tools.errors import VerificationError
 from ckpt_tools.execute.casts import Array
 from ckpt_tools.execute.check_masters import MastersReport, check_masters
 from ckpt_tools.execute.fp8_weights import round_e4m3
+from ckpt_tools.megatron.settings import ModelSettings, settings_from_args, settings_from_model_config
 from ckpt_tools.megatron.target import Source, TargetTensor
 from tests.conftest import DATA, SHARED
 from tests.convert import oracle
@@ -183,6 +184,21 @@ def test_fp8_weights_of_a_writer_without_fp8_do_not_pass(tmp_path: Path) -> None
     values = masters()
     with pytest.raises(VerificationError, match=r"1 tensors do not round"):
         check(tmp_path, values, by_shard(values, (5000.1, 6000.2)), None)
+
+
+@pytest.mark.parametrize(
+    ("args", "recipe"),
+    [
+        ({"bf16": True, "fp8": None, "fp8_param_gather": False, "fp8_recipe": "delayed"}, None),
+        ({"fp8": "hybrid", "fp8_param_gather": True, "fp8_recipe": "mxfp8"}, "mxfp8"),
+        ({"fp8": "e4m3", "fp8_param": True, "fp8_recipe": "blockwise"}, "blockwise"),
+        ({"fp8": "hybrid"}, "delayed"),
+        ({"fp8_param": True}, "delayed"),
+    ],
+)
+def test_settings_tell_the_recipe(args: dict[str, object], recipe: str | None) -> None:
+    assert settings_from_args(args).fp8_recipe == settings_from_model_config(args).fp8_recipe == recipe
+    assert ModelSettings().fp8_recipe == "unknown"
 
 
 def test_neither_nan_nor_infinity_is_explained(tmp_path: Path) -> None:
