@@ -15,6 +15,8 @@ from pathlib import Path
 from ckpt_tools.catalog.container import StoredTensor, load_object, whole_file
 from ckpt_tools.catalog.dcp import MAX_METADATA_BYTES, METADATA, missing_metadata
 from ckpt_tools.catalog.files import Files, LocalFiles, absent_folder, open_files, read_whole
+from ckpt_tools.catalog.hub_cache import snapshot_of
+from ckpt_tools.catalog.safetensors import OTHER_WEIGHTS
 from ckpt_tools.credentials import hidden
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError, UsageError
 
@@ -55,9 +57,10 @@ def locate(path: str, iteration: int | None = None) -> Location:
         UsageError: the path does not say which of several iterations is meant, or contradicts `iteration`.
     """
     path = hidden(path)
-    files = open_files(path)
     if "://" not in path:
         _check_folder(path)
+    path = snapshot_of(path)
+    files = open_files(path)
     try:
         root, found, name = _resolve(files, path, iteration)
     finally:
@@ -174,6 +177,14 @@ def _nothing_here(path: str, names: list[str]) -> UnsupportedCheckpointError:
         return UnsupportedCheckpointError(f"{path} is empty; there is no checkpoint in it.")
     inner = [name for name in names if open_files(_join(path, name)).exists(METADATA)]
     hint = f" Did you mean {_join(path, inner[0])}?" if inner else ""
+    if "config.json" in names and any(name.endswith(OTHER_WEIGHTS) for name in names):
+        hint = (
+            " It looks like a Hugging Face model without safetensors; write it as such first: "
+            "AutoModelForCausalLM.from_pretrained(DIR, torch_dtype='auto').save_pretrained(OUT)"
+        )
+    cached = [name for name in names if name.startswith("models--")]
+    if cached:
+        hint = f" It is a Hugging Face cache; give one of its models, such as {_join(path, cached[0])}."
     shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
     return UnsupportedCheckpointError(
         f"{path} holds no checkpoint: neither {METADATA} nor {TRACKER}, only {shown}.{hint}"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from itertools import accumulate
 from math import prod
@@ -30,6 +30,10 @@ MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
 MAX_INDEX_BYTES = 128 << 20  # a million tensors
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+ADAPTER = "adapter_model.safetensors"
+OTHER_WEIGHTS = (".bin", ".bin.index.json", ".pth", ".pt", ".ckpt", ".gguf", ".h5", ".msgpack")
+_POINTER = b"version https://git-lfs.github.com/spec/"
+_LONGEST_POINTER = 1024  # bytes, by its specification
 DTYPES = {
     "F64": "float64",
     "F32": "float32",
@@ -64,6 +68,9 @@ def read_safetensors_catalog(root: str | Path) -> Catalog:
 
 def _read_catalog(files: Files) -> Catalog:
     weight_map = _weight_map(files)
+    refuse_pointers(
+        files, [INDEX_FILE, *set(weight_map.values())] if weight_map is not None else [SINGLE_FILE]
+    )
     tensors: dict[str, TensorEntry] = {}
     problems: list[str] = []
     for name in sorted(set(weight_map.values())) if weight_map is not None else [SINGLE_FILE]:
@@ -87,7 +94,10 @@ def _read_catalog(files: Files) -> Catalog:
 
 
 def _weight_map(files: Files) -> dict[str, str] | None:
-    """The index's tensor -> file map with every file proven to exist, or None for a single file."""
+    """The index's tensor -> file map with every file proven to exist, or None for a single file.
+
+    Files that the index does not name are not read: releases hold the same weights once more in another layout.
+    """
     root = files.location
     names = files.list()
     present = [name for name in names if name.endswith(".safetensors")]
@@ -95,22 +105,67 @@ def _weight_map(files: Files) -> dict[str, str] | None:
         if SINGLE_FILE in present:
             return None
         raise UnsupportedCheckpointError(
-            f"{root} has neither {SINGLE_FILE} nor {INDEX_FILE}"
-            + (f", only {', '.join(present[:4])}: the index is missing" if present else "")
+            f"{root} has neither {SINGLE_FILE} nor {INDEX_FILE}{_instead(names)}"
         )
     if SINGLE_FILE in present:
         raise UnsupportedCheckpointError(
             f"{root} has both {SINGLE_FILE} and {INDEX_FILE}; transformers would load the single file only. "
             "Remove the stale one"
         )
+    refuse_pointers(files, [INDEX_FILE])
     weight_map = _read_index(files)
     shards = set(weight_map.values())
     problems = [f"{name!r} is not a file name" for name in shards if name in ("", ".", "..") or "/" in name]
     problems += [f"shard {name} is missing" for name in sorted(shards - set(present))]
-    problems += [f"{name} is not in the index: a stale shard" for name in present if name not in shards]
     if problems:
         raise CorruptCheckpointError(f"{_where(files, INDEX_FILE)}:\n" + list_problems(problems))
     return weight_map
+
+
+def unread_files(files: Files) -> tuple[str, ...]:
+    """The weight files of a sharded model that its index does not name."""
+    names = files.list()
+    if INDEX_FILE not in names:
+        return ()
+    named = set(_read_index(files).values())
+    return tuple(name for name in names if name.endswith(".safetensors") and name not in named)
+
+
+def _instead(names: list[str]) -> str:
+    """What a folder without weights that can be read holds in their place, and the way out."""
+    others = [name for name in names if name.endswith(OTHER_WEIGHTS)]
+    present = [name for name in names if name.endswith(".safetensors")]
+    if ADAPTER in names:
+        return (
+            f", but {ADAPTER}: an adapter (LoRA) without its model. Merge it first: "
+            "PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(DIR)"
+        )
+    if present:
+        return f", only {', '.join(present[:4])}: the index is missing"
+    if others:
+        return (
+            f", but {', '.join(others[:4])}: pickled or other weights are not read. Write them as safetensors first: "
+            "AutoModelForCausalLM.from_pretrained(DIR, torch_dtype='auto').save_pretrained(OUT)"
+        )
+    return ""
+
+
+def refuse_pointers(files: Files, names: Iterable[str]) -> None:
+    """Nothing, when no file is a Git LFS pointer: a few lines that stand for a file which was not fetched.
+
+    Raises:
+        UnsupportedCheckpointError: some are.
+    """
+    pointers = []
+    for name in sorted(names):
+        size = files.size(name) if files.exists(name) else 0
+        if 0 < size <= _LONGEST_POINTER and files.read(name, 0, size).startswith(_POINTER):
+            pointers.append(name)
+    if pointers:
+        raise UnsupportedCheckpointError(
+            f"{files.location}: these are Git LFS pointers, the files themselves were not fetched. Run `git lfs "
+            f"pull` there, or download the model again:\n{list_problems(pointers)}"
+        )
 
 
 def _where(files: Files, name: str) -> str:

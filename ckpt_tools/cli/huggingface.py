@@ -53,7 +53,11 @@ def export(
                      "checkpoint cannot tell, and is checked against it.", rich_help_panel=_MODEL),
     ] = None,
     rules: Rules = None,
-    dtype: AnyDtype = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", help="Element type of the weights. Default: the model's own; float32 takes the "
+                     "optimizer's masters.", rich_help_panel=_MODEL),
+    ] = None,
     vocab_size: Annotated[
         int | None,
         typer.Option("--vocab-size", min=1, max=o.MAX_ROWS, help="Real tokens; the rows after them are cut.",

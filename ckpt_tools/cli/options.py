@@ -238,7 +238,7 @@ CheckSource = Annotated[
 ]  # fmt: skip
 IgnoreKeys = Annotated[
     list[str] | None,
-    typer.Option("--ignore-keys", help="Source keys that may be left out (glob, repeatable).",
+    typer.Option("--ignore-keys", help="Source keys to leave out, tensors too (glob, repeatable).",
                  rich_help_panel=_RUN),
 ]  # fmt: skip
 Overwrite = Annotated[

@@ -79,9 +79,14 @@ def source_checksums(w: WriteReport) -> str:
 
 def _written(w: WriteReport) -> list[str]:
     rate = human_bytes(int(w.bytes_written / max(w.seconds, 1e-9)))
+    rounded = (
+        f"  rounded    {w.rounded_elements:,} elements of {w.rounded_tensors:,} tensors by a cast to their new type, "
+        f"most of them in {w.rounded_most}"
+    )
     return [
         f"  wrote      {human_bytes(w.bytes_written)} in {w.seconds:.2f} s ({rate}/s), {w.ranks} process(es); "
         f"read {human_bytes(w.bytes_read)}, largest peak RSS {human_bytes(w.peak_rss_bytes)}",
         f"  copied     {human_bytes(w.bytes_cloned)} cloned, {human_bytes(w.bytes_kernel_copied)} in the kernel, "
         f"{human_bytes(w.bytes_touched)} through buffers; {w.items_resumed:,} of {w.items:,} items resumed",
+        *([rounded] if w.rounded_tensors else []),
     ]

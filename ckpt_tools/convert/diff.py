@@ -170,7 +170,9 @@ def _by_parameters(a: Opened, b: Opened, target: TargetOptions) -> tuple[tuple[S
 
 def _as_converted(opened: Opened, target: TargetOptions, other: Side | None) -> tuple[Side, list[str]]:
     """The conversion of a `torch_dist` checkpoint, under the names that fit `other` best."""
-    source = read_torch_dist(opened.files, opened.catalog, ("*",), opened.trust_pickle)
+    source = read_torch_dist(
+        opened.files, opened.catalog, trust_pickle=opened.trust_pickle, unknown_keys=True
+    )
     options = target if other is None else _fitted(target, source, other)
     side = _converted(opened, source, options)
     if other is None or target.dialect is not None:

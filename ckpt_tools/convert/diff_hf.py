@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 
-from ckpt_tools.box import full_box
 from ckpt_tools.catalog.model import Catalog, TensorEntry
-from ckpt_tools.convert.export_hf import ExportOptions, seen_as_hf
-from ckpt_tools.convert.hf_parts import prove_equal, read_config
+from ckpt_tools.convert.export_hf import ExportOptions, export_tensors
+from ckpt_tools.convert.hf_parts import prove_equal, read_config, seen_as, without_frequencies
 from ckpt_tools.convert.opened import Opened
 from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.huggingface.checks import Spec
@@ -30,12 +29,12 @@ def sides_by_export(model: Opened, checkpoint: Opened) -> tuple[Side, Side, list
     """
     folder = model.location.path
     options = ExportOptions(hf_config=folder, trust_pickle=checkpoint.trust_pickle)
-    exported, tensors, notes = seen_as_hf(checkpoint, options)
-    views: dict[str, TargetTensor | InlineTensor] = {tensor.key: tensor for tensor in tensors}
-    shapes = {key: view.shape for key, view in views.items() if key in exported.shapes}
-    catalog = replace(
-        model.catalog, tensors={key: _reshaped(e, shapes) for key, e in model.catalog.tensors.items()}
-    )
+    made = export_tensors(checkpoint, options)
+    notes = list(made.notes)
+    views: dict[str, TargetTensor | InlineTensor] = {tensor.key: tensor for tensor in made.ready}
+    shapes = {key: view.shape for key, view in views.items() if key in made.exported.shapes}
+    kept, left_out = without_frequencies(model.catalog)
+    catalog = replace(kept, tensors={key: _reshaped(e, shapes) for key, e in kept.tensors.items()})
     redundant = _redundant(model, views)
     stored: dict[str, TargetTensor | InlineTensor] = {
         key: TargetTensor(key, _compared_dtype(entry, views.get(key)), entry.shape, (Source(key),))
@@ -51,11 +50,12 @@ def sides_by_export(model: Opened, checkpoint: Opened) -> tuple[Side, Side, list
     notes = [
         "weights are compared as export-hf would write them; config.json, arguments and optimizer are not",
         *notes,
+        *left_out,
         *(f"{key}: {why}" for key, why in redundant.items()),
     ]
     return (
         Side(model.files, catalog, stored, {}),
-        Side(checkpoint.files, checkpoint.catalog, views, {}, checkpoint.trust_pickle),
+        Side(checkpoint.files, made.source.catalog, views, {}, checkpoint.trust_pickle),
         notes,
     )
 
@@ -70,8 +70,7 @@ def _reshaped(entry: TensorEntry, shapes: Mapping[str, Shape]) -> TensorEntry:
     shape = shapes.get(entry.key, entry.shape)
     if shape == entry.shape or prod(shape) != entry.numel:
         return entry
-    (chunk,) = entry.chunks
-    return replace(entry, shape=shape, chunks=(chunk._replace(box=full_box(shape)),))
+    return seen_as(entry, shape)
 
 
 def _redundant(model: Opened, views: Mapping[str, object]) -> dict[str, str]:

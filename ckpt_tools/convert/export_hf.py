@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
+from ckpt_tools.catalog.files import Files
 from ckpt_tools.catalog.model import Catalog
 from ckpt_tools.catalog.safetensors import INDEX_FILE
+from ckpt_tools.convert.export_source import ExportSource, read_export_source
 from ckpt_tools.convert.hf_parts import (
     CONFIG,
     families_with,
@@ -22,21 +24,15 @@ from ckpt_tools.convert.opened import Opened, open_checkpoint
 from ckpt_tools.convert.outputs import ConversionReport, output_directory, refuse_overlap
 from ckpt_tools.convert.to_fsdp_dtensor import Progress
 from ckpt_tools.dtypes import CASTABLE, itemsize
-from ckpt_tools.errors import UnsupportedCheckpointError, UsageError
+from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.ranks import connect
 from ckpt_tools.execute.rehearse import rehearse
 from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, write_checkpoint
-from ckpt_tools.megatron.fsdp_source import WEIGHT, read_fsdp_source
 from ckpt_tools.megatron.huggingface.checks import Spec
 from ckpt_tools.megatron.huggingface.shards import DEFAULT_SHARD_SIZE, Shard, pack_shards, shard_index
 from ckpt_tools.megatron.huggingface.targets import Exported, export_targets
-from ckpt_tools.megatron.rebase import Base, rebase
-from ckpt_tools.megatron.settings import read_settings
-from ckpt_tools.megatron.stored import stored_parameters
-from ckpt_tools.megatron.target import InlineTensor, Source, TargetTensor
-from ckpt_tools.megatron.to_torch_dist import training_dtype
-from ckpt_tools.megatron.torch_dist import EXPERTS, sort_keys
-from ckpt_tools.megatron.views import Select
+from ckpt_tools.megatron.rebase import rebase
+from ckpt_tools.megatron.target import InlineTensor, TargetTensor
 from ckpt_tools.plan.model import Plan, plan_summary
 from ckpt_tools.plan.safetensors import WeightFile, build_safetensors_plan
 
@@ -65,6 +61,7 @@ class PlannedExport:
     """An export that is ready to run."""
 
     opened: Opened
+    source: ExportSource
     exported: Exported
     plan: Plan
     extra_files: Mapping[str, bytes]
@@ -84,6 +81,7 @@ def export_hf(
         UsageError: a fact only the user can give is missing, or an output that cannot be taken.
         UnsupportedCheckpointError: the source is no Megatron checkpoint.
         MappingError: an architecture without rules, or a model that is not whole or contradicts its settings.
+        VerificationError: masters that do not round to their weights, or a cast that makes infinities.
         CorruptCheckpointError, StorageError: damaged files, full disks.
     """
     options = options or ExportOptions()
@@ -107,99 +105,52 @@ def export_hf(
     return _report(source, output, planned, written)
 
 
-def plan_export(opened: Opened, options: ExportOptions) -> PlannedExport:
-    """Everything up to the first byte."""
-    exported, ready, notes = seen_as_hf(opened, options)
-    sizes = {t.key: prod(t.shape) * itemsize(t.dtype) for t in ready}
-    shards = pack_shards(sizes.items(), options.max_shard_bytes)
-    by_key = {t.key: t for t in ready}
-    files = [WeightFile(shard.file, [by_key[key] for key in shard.keys]) for shard in shards]
-    plan = build_safetensors_plan(opened.catalog, files, exported.shapes)
-    return PlannedExport(
-        opened,
-        exported,
-        plan,
-        _extra_files(options, exported, shards, sizes),
-        (*exported.notes, *notes),
-    )
+@dataclass(frozen=True, slots=True)
+class ExportTensors:
+    """A checkpoint as the tensors of a Hugging Face model: what each is made of."""
+
+    source: ExportSource
+    exported: Exported
+    ready: tuple[TargetTensor | InlineTensor, ...]
+    notes: tuple[str, ...]
 
 
-def seen_as_hf(
-    opened: Opened, options: ExportOptions
-) -> tuple[Exported, list[TargetTensor | InlineTensor], list[str]]:
-    """The checkpoint's export, its tensors as views of what is stored, and notes on what they lose."""
+def export_tensors(opened: Opened, options: ExportOptions) -> ExportTensors:
+    """The Hugging Face tensors of a checkpoint of either format. Raises as `export_hf`, short of writing."""
     if options.dtype is not None and options.dtype not in CASTABLE:
         raise UsageError(f"--dtype {options.dtype}: weights can be written as {', '.join(sorted(CASTABLE))}")
-    bases = parameters_of(opened, options)
+    source = read_export_source(opened, options.dtype, options.tp, options.ignore_keys, options.trust_pickle)
     reference = read_config(options.hf_config) if options.hf_config else None
-    args = opened.common.args or opened.common.model_config or None
     exported = export_targets(
-        {name: Spec(base.dtype, base.shape) for name, base in bases.items()},
-        args,
+        {name: Spec(source.types.get(name, base.dtype), base.shape) for name, base in source.bases.items()},
+        source.settings,
         reference,
-        dtype=options.dtype or _dtype_of_masters(opened, bases),
+        dtype=options.dtype,
         vocab_size=options.vocab_size,
         mtp_copies=options.mtp_copies,
         families=families_with(options.rules),
     )
-    prove_equal(opened.files, opened.catalog, bases, exported.equal)
-    tensors = rebase(exported.tensors, bases, _shapes(opened.catalog))
-    return exported, *_with_offsets(opened, tensors, exported.offsets)
+    prove_equal(opened.files, source.catalog, source.bases, exported.equal)
+    tensors = rebase(exported.tensors, source.bases, _shapes(source.catalog))
+    ready, notes = _with_offsets(opened.files, source.catalog, tensors, exported.offsets)
+    return ExportTensors(source, exported, tuple(ready), (*source.notes, *exported.notes, *notes))
 
 
-def parameters_of(opened: Opened, options: ExportOptions) -> dict[str, Base]:
-    """Every parameter of the model under its `torch_dist` name, layers and experts one by one.
-
-    Raises:
-        UnsupportedCheckpointError: neither `torch_dist` nor `fsdp_dtensor`.
-    """
-    match opened.location.kind:
-        case "torch_dist":
-            return {
-                one_name(p.name, p.expert): Base(
-                    p.dtype, p.shape, (Source(p.key, tuple(Select(0, i) for i in p.lead)),)
-                )
-                for p in sort_keys(opened.catalog).parameters
-            }
-        case "fsdp_dtensor":
-            source = read_fsdp_source(
-                opened.files, opened.catalog, opened.common, options.ignore_keys, options.trust_pickle
-            )
-            tp = source.tp_given(options.tp)
-            local = read_settings(opened.common).local_norms
-            return {
-                one_name(p.name, p.expert): Base(p.tensor.dtypes[WEIGHT], p.shape, p.sources(WEIGHT))
-                for p in stored_parameters(source.tensors, tp, local)
-            }
-    raise UnsupportedCheckpointError(
-        f"{opened.location.path} is of kind {opened.location.kind}; torch_dist and fsdp_dtensor can be exported"
-    )
-
-
-def one_name(name: str, expert: int | None) -> str:
-    """The name of one expert's parameter: ``...experts.experts.7.linear_fc1.weight``."""
-    return name if expert is None else name.replace(EXPERTS, f"{EXPERTS}{expert}.")
-
-
-def _dtype_of_masters(opened: Opened, bases: Mapping[str, Base]) -> str | None:
-    """The type of the running model where the checkpoint holds fp32 masters; None to keep what is stored.
-
-    Raises:
-        UsageError: nothing names that type.
-    """
-    masters = opened.location.kind == "fsdp_dtensor" and any(b.dtype == "float32" for b in bases.values())
-    if not masters:
-        return None
-    dtype = training_dtype(opened.common)
-    if dtype is None:
-        raise UsageError(
-            "the checkpoint holds fp32 masters, and nothing names the model's type; pass --dtype"
-        )
-    return dtype
+def plan_export(opened: Opened, options: ExportOptions) -> PlannedExport:
+    """Everything up to the first byte."""
+    made = export_tensors(opened, options)
+    exported = made.exported
+    sizes = {t.key: prod(t.shape) * itemsize(t.dtype) for t in made.ready}
+    shards = pack_shards(sizes.items(), options.max_shard_bytes)
+    by_key = {t.key: t for t in made.ready}
+    files = [WeightFile(shard.file, [by_key[key] for key in shard.keys]) for shard in shards]
+    plan = build_safetensors_plan(made.source.catalog, files, exported.shapes)
+    extra = _extra_files(options, exported, shards, sizes)
+    return PlannedExport(opened, made.source, exported, plan, extra, made.notes)
 
 
 def _with_offsets(
-    opened: Opened, tensors: Sequence[TargetTensor], offsets: Mapping[str, float]
+    stored: Files, catalog: Catalog, tensors: Sequence[TargetTensor], offsets: Mapping[str, float]
 ) -> tuple[list[TargetTensor | InlineTensor], list[str]]:
     """Tensors with an offset as their bytes, which are few; and what rounding did to them."""
     ready: list[TargetTensor | InlineTensor] = []
@@ -208,7 +159,7 @@ def _with_offsets(
         if tensor.key not in offsets:
             ready.append(tensor)
             continue
-        data, lost = offset_values(opened.files, opened.catalog, tensor, offsets[tensor.key])
+        data, lost = offset_values(stored, catalog, tensor, offsets[tensor.key])
         ready.append(InlineTensor(tensor.key, tensor.dtype, tensor.shape, data))
         elements += prod(tensor.shape)
         if lost:
@@ -264,8 +215,8 @@ def _report(
         tensors=len(exported.tensors),
         objects=len(planned.extra_files),
         groups={},
-        masters_checked="not checked",
-        dropped=(),
+        masters_checked=planned.source.values,
+        dropped=planned.source.dropped,
         renamed=(),
         backfilled=(),
         notes=tuple(notes),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import replace
@@ -11,12 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from ckpt_tools.box import Box
+from ckpt_tools.box import Box, full_box
 from ckpt_tools.catalog.documents import parse_json
 from ckpt_tools.catalog.files import Files, open_files, read_whole
-from ckpt_tools.catalog.model import Catalog
+from ckpt_tools.catalog.hub_cache import snapshot_of
+from ckpt_tools.catalog.model import Catalog, TensorEntry
+from ckpt_tools.catalog.safetensors import refuse_pointers, unread_files
 from ckpt_tools.errors import CkptError, MappingError, UnsupportedCheckpointError, list_problems
-from ckpt_tools.execute.casts import cast
+from ckpt_tools.execute.casts import cast, cast_checked, numpy_dtype, raw_dtype
 from ckpt_tools.execute.read_box import BoxReader, read_proven
 from ckpt_tools.megatron.huggingface.families import FAMILIES
 from ckpt_tools.megatron.huggingface.rulefile import load_rule_file
@@ -32,6 +35,12 @@ ASSETS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special
 ASSET_PATTERNS = ("*.tiktoken",)
 MAX_ASSET_BYTES = 1 << 30  # the largest tokenizers have some tens of megabytes
 TILE_ELEMS = 1 << 22
+_ADAPTED = re.compile(
+    r"(?:^|\.)(?:base_layer|modules_to_save|original_module|lora_\w+|ia3_l|hada_w\w*|lokr_w\w*|oft_\w+|boft_\w+|"
+    r"vera_lambda\w*|adapter|prompt_encoder)(?:\.|$)"
+)
+_FREQUENCIES = re.compile(r"(?:^|\.)rotary_emb\.(?:original_)?(?:inv_freq|cos_cached|sin_cached)$")
+_COMPUTED = "rotary frequencies are computed from config.json, not loaded"
 
 
 def families_with(rules: Path | None) -> Mapping[str, Family]:
@@ -48,9 +57,11 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     Raises:
         UnsupportedCheckpointError: there is none, or it is no JSON object.
     """
-    path = f"{str(folder).rstrip('/')}/{CONFIG}"
+    folder = snapshot_of(str(folder))
+    path = f"{folder.rstrip('/')}/{CONFIG}"
     try:
-        with closing(open_files(str(folder))) as files:
+        with closing(open_files(folder)) as files:
+            refuse_pointers(files, [CONFIG])
             config = parse_json(read_whole(files, CONFIG))
     except CkptError as error:
         raise UnsupportedCheckpointError(
@@ -64,9 +75,47 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 def read_assets(folder: str | Path, with_code: bool) -> dict[str, bytes]:
     """Tokenizer, generation settings and licence, byte for byte; Python files only `with_code`."""
     patterns = (*ASSETS, *ASSET_PATTERNS, *(("*.py",) if with_code else ()))
-    with closing(open_files(str(folder))) as files:
+    with closing(open_files(snapshot_of(str(folder)))) as files:
         names = [name for name in files.list() if any(fnmatchcase(name, pattern) for pattern in patterns)]
         return {name: read_whole(files, name, MAX_ASSET_BYTES) for name in names}
+
+
+def refuse_adapters(names: Iterable[str]) -> None:
+    """Nothing, when no tensor belongs to an adapter.
+
+    Raises:
+        MappingError: some do, and what the model computes is not in the weights alone.
+    """
+    found = [name for name in names if _ADAPTED.search(name)]
+    if found:
+        raise MappingError(
+            f"{len(found)} tensors belong to an adapter (LoRA and its kin), not to a model of its own. Merge it "
+            "first: `model.merge_and_unload().save_pretrained(DIR)` of peft, then import DIR:\n"
+            + list_problems(found[:4])
+        )
+
+
+def without_frequencies(catalog: Catalog) -> tuple[Catalog, tuple[str, ...]]:
+    """The catalog without stored rotary frequencies, which older models kept as buffers; and a line for each."""
+    gone = [name for name in catalog.tensors if _FREQUENCIES.search(name)]
+    kept = {name: entry for name, entry in catalog.tensors.items() if name not in set(gone)}
+    return replace(catalog, tensors=kept), tuple(f"{name}: {_COMPUTED}" for name in gone)
+
+
+def seen_as(entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
+    """A tensor of a model with the axes that views ask for; its one chunk holds the same bytes."""
+    if shape == entry.shape:
+        return entry
+    (chunk,) = entry.chunks
+    return replace(entry, shape=shape, chunks=(chunk._replace(box=full_box(shape)),))
+
+
+def unread_notes(files: Files) -> tuple[str, ...]:
+    """A note on weight files that the index does not name."""
+    unread = unread_files(files)
+    if not unread:
+        return ()
+    return (f"not in the index and not read: {', '.join(unread[:8])}{', ...' if len(unread) > 8 else ''}",)
 
 
 def prove_equal(
@@ -113,6 +162,8 @@ def offset_values(files: Files, catalog: Catalog, tensor: TargetTensor, offset: 
     The sum is made in float32 and rounded once, to the tensor's type.
     """
     exact = read_proven(files, catalog, replace(tensor, dtype="float32"))
-    shifted = cast(exact + np.float32(offset), "float32", tensor.dtype)
+    moved = (exact + np.float32(offset)).view(raw_dtype("float32"))
+    bits, _ = cast_checked(moved, "float32", tensor.dtype, tensor.key, (0,) * len(tensor.shape))
+    shifted = bits.view(numpy_dtype(tensor.dtype))
     back = cast(shifted, tensor.dtype, "float32") - np.float32(offset)
     return shifted.tobytes(), int((back != exact).sum())

@@ -7,14 +7,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ckpt_tools.box import full_box
 from ckpt_tools.catalog.detect import METADATA_JSON, TRACKER, Location
 from ckpt_tools.catalog.files import Files, open_files
-from ckpt_tools.catalog.model import Catalog, TensorEntry
+from ckpt_tools.catalog.hub_cache import snapshot_of
+from ckpt_tools.catalog.model import Catalog
 from ckpt_tools.catalog.pickling import dump_archive
 from ckpt_tools.catalog.safetensors import read_safetensors_catalog
 from ckpt_tools.catalog.unpickle import StandIn, TorchDtype, stand_in
-from ckpt_tools.convert.hf_parts import families_with, prove_equal, read_config
+from ckpt_tools.convert.hf_parts import (
+    families_with,
+    prove_equal,
+    read_config,
+    refuse_adapters,
+    seen_as,
+    unread_notes,
+    without_frequencies,
+)
 from ckpt_tools.convert.outputs import ConversionReport, object_archives, output_directory, refuse_overlap
 from ckpt_tools.convert.placements import Layout
 from ckpt_tools.convert.target_job import TargetJob
@@ -87,16 +95,19 @@ def import_hf(
     Raises:
         UsageError: options that contradict each other, or an output that cannot be taken.
         UnsupportedCheckpointError: no safetensors weights there, or quantized ones.
-        MappingError: an architecture without rules, or a model that is not whole or contradicts its config.json.
+        MappingError: an architecture without rules, an adapter, or a model that is not whole or contradicts its
+            config.json.
+        VerificationError: a cast that makes infinities.
         CorruptCheckpointError, StorageError: damaged files, full disks.
     """
     options = options or ImportOptions()
     ranks = connect()
-    refuse_overlap(source, Location("safetensors", source), output)
-    files = open_files(source)
+    folder = snapshot_of(source)
+    refuse_overlap(source, Location("safetensors", folder), output)
+    files = open_files(folder)
     written = None
     try:
-        planned = plan_import(source, files, options, ranks.world)
+        planned = plan_import(folder, files, options, ranks.world)
         tracker = "release" if options.iteration is None else str(options.iteration)
         name = "release" if options.iteration is None else f"iter_{options.iteration:07d}"
         place = Output(
@@ -120,6 +131,8 @@ def plan_import(source: str, files: Files, options: ImportOptions, world: int) -
     """Everything up to the first byte."""
     _check_options(options)
     catalog = read_safetensors_catalog(source)
+    refuse_adapters(catalog.tensors)
+    catalog, frequencies = without_frequencies(catalog)
     specs = {key: Spec(entry.dtype, entry.shape) for key, entry in catalog.tensors.items()}
     imported = import_targets(
         specs,
@@ -130,7 +143,11 @@ def plan_import(source: str, files: Files, options: ImportOptions, world: int) -
     )
     own = {key: Base(spec.dtype, spec.shape, (Source(key),)) for key, spec in specs.items()}
     prove_equal(files, catalog, own, imported.equal)
-    seen = replace(catalog, tensors={k: _seen(e, imported.shapes) for k, e in catalog.tensors.items()})
+    dropped = (*(f"{key}: no content of its own" for key in imported.dropped), *frequencies)
+    imported = replace(imported, dropped=dropped, notes=(*imported.notes, *unread_notes(files)))
+    shapes = imported.shapes
+    tensors = {key: seen_as(entry, shapes.get(key, entry.shape)) for key, entry in catalog.tensors.items()}
+    seen = replace(catalog, tensors=tensors)
     common = common_state(imported, options, source)
     make = _plan_torch_dist if options.to == "torch_dist" else _plan_fsdp_dtensor
     return make(seen, imported, common, options, world)
@@ -239,20 +256,10 @@ def _rebased(target: Target, imported: Imported, catalog: Catalog) -> Target:
     return replace(target, tensors=tuple(tensors))
 
 
-def _seen(entry: TensorEntry, shapes: Mapping[str, tuple[int, ...]]) -> TensorEntry:
-    """The tensor with the axes that views ask for; its one chunk holds the same bytes."""
-    if entry.key not in shapes:
-        return entry
-    shape = shapes[entry.key]
-    (chunk,) = entry.chunks
-    return replace(entry, shape=shape, chunks=(chunk._replace(box=full_box(shape)),))
-
-
 def _report(
     source: str, output: str, options: ImportOptions, planned: PlannedImport, written: WriteReport | None
 ) -> ConversionReport:
     target, imported = planned.target, planned.imported
-    dropped = [f"{key}: no content of its own" for key in imported.dropped]
     return ConversionReport(
         source=source,
         output=output,
@@ -264,7 +271,7 @@ def _report(
         objects=len(target.objects) + len(target.inline),
         groups={},
         masters_checked="none: weights only",
-        dropped=(*dropped, *target.dropped),
+        dropped=(*imported.dropped, *target.dropped),
         renamed=(),
         backfilled=target.backfilled,
         notes=(*imported.notes, *target.notes),

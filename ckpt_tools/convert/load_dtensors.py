@@ -13,6 +13,7 @@ from ckpt_tools.convert.prepared import Prepared, prepare
 from ckpt_tools.convert.to_fsdp_dtensor import ConvertOptions
 from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.casts import raw_dtype
+from ckpt_tools.execute.check_masters import check_masters
 from ckpt_tools.execute.proof import SourceProof
 from ckpt_tools.execute.read_box import BoxReader
 from ckpt_tools.megatron.fsdp_source import parameter_name
@@ -79,8 +80,23 @@ def load_dtensors(
     wanted = options or ConvertOptions()
     with prepare(path, Layout(layout, topology), wanted) as prepared:
         core = place_model(prepared.model(), Layout(layout, topology))
+        _check_masters(prepared, wanted, _rank(mesh), mesh.size())
         proof = None if wanted.write.check_source == "none" else SourceProof()
         return _load(prepared, core, _rank(mesh), _meshes(mesh, topology), proof)
+
+
+def _check_masters(prepared: Prepared, options: ConvertOptions, rank: int, world: int) -> None:
+    """This rank's share of the masters must round to the stored weights, as for a conversion."""
+    mine = [t for t in prepared.target.tensors if t.must_round_to][rank::world]
+    advice = "TargetOptions(weights_only=True, dtype=...) with the type of the stored weights takes those."
+    check_masters(
+        prepared.files,
+        prepared.catalog,
+        mine,
+        options.check_masters,
+        fp8_recipe=prepared.fp8_recipe,
+        advice=advice,
+    )
 
 
 def mesh_axes(names: Sequence[str] | None, shape: Sequence[int]) -> dict[str, int]:

@@ -14,6 +14,7 @@ from ckpt_tools.convert.launch import Launch, launch
 from ckpt_tools.convert.opened import Opened, open_checkpoint
 from ckpt_tools.errors import UsageError
 from ckpt_tools.megatron.fsdp_dtensor import RNG_KEY
+from ckpt_tools.megatron.hybrid import is_hybrid
 from ckpt_tools.megatron.torch_dist import is_optimizer_key, layer_counts
 from ckpt_tools.verify import meaning
 from ckpt_tools.verify.facts import Facts, Rule, Stored
@@ -196,7 +197,7 @@ def stored_style(shapes: Mapping[str, tuple[int, ...]], is_fsdp: bool) -> Stored
     )
 
 
-def local_norms(names: Iterable[str]) -> bool | None:
+def local_norms(names: Collection[str]) -> bool | None:
     """Whether norms are modules of their own that Transformer Engine would fuse; None where nothing tells.
 
     A module `input_layernorm` alone tells nothing: before MLA's projections it stands in every layer spec.
@@ -206,7 +207,7 @@ def local_norms(names: Iterable[str]) -> bool | None:
         rests.setdefault(match["layer"], set()).add(match["rest"].removesuffix("_w"))
     fused = any(_FUSED_NORM.search(f".{rest}") for layer in rests.values() for rest in layer)
     apart = any({norm, weight} <= layer for layer in rests.values() for norm, weight in _NORM_APART)
-    return apart if fused != apart else None
+    return apart if fused != apart and not is_hybrid(names) else None  # a HybridModel has one spec only
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ class Prepared:
     model: Callable[[], Model]
     archives: Callable[[], Iterable[tuple[str, bytes]]]  # of the target's objects
     job: TargetJob
+    fp8_recipe: str | None = None  # of a source with weights held in FP8 (`ModelSettings.fp8_recipe`)
 
     def __enter__(self) -> Prepared:
         return self
@@ -54,7 +55,9 @@ def prepare(source: str, layout: Layout, options: ConvertOptions) -> Prepared:
             opened.archives,
             opened.job,
         )
-    files, read = open_source(location, options.ignore_keys, options.trust_pickle)
+    files, read = open_source(
+        location, options.ignore_keys, options.trust_pickle, options.target.weights_only
+    )
     try:
         built, job = build_target(read, layout, options.target)
     except BaseException:
@@ -68,4 +71,5 @@ def prepare(source: str, layout: Layout, options: ConvertOptions) -> Prepared:
         lambda: target_model(built),
         lambda: object_archives(built.target.objects),
         job,
+        read.settings.fp8_recipe,
     )

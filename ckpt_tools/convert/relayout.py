@@ -95,7 +95,7 @@ def open_fsdp(location: Location, options: ConvertOptions, layout: Layout) -> Op
         packed = packed_projections(names)
         if layout.topology is not None:
             need_tp(packed, options.target.tp, layout, stored)
-        built = build_relayout(source, tp, options.ignore_keys)
+        built = build_relayout(source, tp)
         args = common.args or common.model_config
         rows = vocabulary(((t.name, t.shape) for t in source.tensors), args, old.tokens)
         job = TargetJob(replace(old, tp=tp), packed, rows)

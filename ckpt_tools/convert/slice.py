@@ -134,7 +134,9 @@ def slice_layers(
 def _parts(opened: Opened, cut: Cut) -> tuple[list[TargetTensor], dict[str, Any], Catalog]:
     """The tensors that stay, the common state (or `args` alone) made anew, and the catalog that holds the sources."""
     if opened.location.kind == "torch_dist":
-        source = read_torch_dist(opened.files, opened.catalog, ("*",), opened.trust_pickle)
+        source = read_torch_dist(
+            opened.files, opened.catalog, trust_pickle=opened.trust_pickle, unknown_keys=True
+        )
         return *_torch_dist_parts(opened, source, cut), source.catalog
     args = {name: opened.common.values[name] for name in ("args",) if name in opened.common.values}
     tensors = _kept_tensors(opened, cut, list(opened.catalog.tensors))

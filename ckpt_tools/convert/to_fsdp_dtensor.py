@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 
 from ckpt_tools.box import Box
 from ckpt_tools.catalog.container import read_small_file
@@ -35,6 +35,7 @@ from ckpt_tools.megatron.bridge import (
     fsdp_run_config,
     train_state_file,
 )
+from ckpt_tools.megatron.optimizer_layouts.model import MASTER
 from ckpt_tools.megatron.record import RECORD_FILE, TargetRecord, record_bytes
 from ckpt_tools.megatron.source import TorchDistSource, read_torch_dist
 from ckpt_tools.megatron.target import TargetTensor
@@ -103,7 +104,7 @@ def convert_to_fsdp_dtensor(
     try:
         prove_padding(planned)
         rehearse(planned.plan, planned.files, place, options.write, ranks)
-        checked = prove_masters(planned, options, ranks)
+        planned, checked = with_proven_masters(planned, options, ranks)
         if not dry_run:
             place = with_small_files(place, planned)
             written = write_checkpoint(
@@ -118,11 +119,23 @@ def convert_to_fsdp_dtensor(
 def plan_conversion(location: Location, options: ConvertOptions, ranks: Ranks | DistributedRanks) -> Planned:
     """Everything up to the first byte."""
     try:
-        files, source = open_source(location, options.ignore_keys, options.trust_pickle)
+        files, source = open_source(
+            location, options.ignore_keys, options.trust_pickle, options.target.weights_only
+        )
     except VerificationError:
         if options.write.check_source != "none":
             _look_for_damage(location, options, ranks)
         raise
+    return _planned(location, files, source, options, ranks)
+
+
+def _planned(
+    location: Location,
+    files: Files,
+    source: TorchDistSource,
+    options: ConvertOptions,
+    ranks: Ranks | DistributedRanks,
+) -> Planned:
     layout = options.layout or Layout(world=ranks.world)
     built, job = build_target(source, layout, options.target)
     return Planned(location, files, source, built, job, make_plan(source.catalog, built, layout))
@@ -157,16 +170,40 @@ def _look_for_damage(location: Location, options: ConvertOptions, ranks: Ranks |
         ranks.together(lambda: prove_payloads(files, catalog, share, options.write.threads))
 
 
+def with_proven_masters(
+    planned: Planned, options: ConvertOptions, ranks: Ranks | DistributedRanks
+) -> tuple[Planned, str]:
+    """The plan, and what its masters were shown to be; a conversion of weights does without those that are not.
+
+    Raises:
+        VerificationError, UnsupportedCheckpointError: masters that do not belong to the stored weights.
+    """
+    try:
+        return planned, prove_masters(planned, options, ranks)
+    except (VerificationError, UnsupportedCheckpointError) as error:
+        if not options.target.weights_only:
+            raise
+        first, second, *_ = [*str(error).splitlines(), ""]
+    reason = f"{first} {second.strip(' -')}" if first.endswith(":") else first
+    note = f"the stored weights are written, not the masters: {reason}"
+    source = replace(planned.source, states=None, notes=(*planned.source.notes, note))
+    return _planned(planned.location, planned.files, source, options, ranks), "left out with the optimizer"
+
+
 def open_source(
-    location: Location, ignore_keys: tuple[str, ...] = (), trust_pickle: bool = False
+    location: Location,
+    ignore_keys: tuple[str, ...] = (),
+    trust_pickle: bool = False,
+    weights_only: bool = False,
 ) -> tuple[Files, TorchDistSource]:
-    """The `torch_dist` checkpoint at `location`, taken apart, and its open files."""
+    """The `torch_dist` checkpoint at `location`, taken apart (see `read_torch_dist`), and its open files."""
     if location.kind != "torch_dist":
         raise UnsupportedCheckpointError(
             f"{location.path} is {A_KIND.get(location.kind, location.kind)}, not a torch_dist checkpoint"
         )
     files = open_files(location.path)
-    return files, read_torch_dist(files, read_catalog(files, trust_pickle), ignore_keys, trust_pickle)
+    catalog = read_catalog(files, trust_pickle)
+    return files, read_torch_dist(files, catalog, ignore_keys, trust_pickle, weights_only=weights_only)
 
 
 A_KIND = {
@@ -236,28 +273,28 @@ def prove_masters(planned: Planned, options: ConvertOptions, ranks: Ranks | Dist
         CorruptCheckpointError: some do not, as payloads are damaged.
         VerificationError: some do not, and their payloads are what was stored.
     """
-    from ckpt_tools.execute.check_masters import check_masters
+    from ckpt_tools.execute.check_masters import MastersReport, check_masters, describe_masters
 
     mode, threads = options.check_masters, options.write.threads
     if mode == "none":
         return "not checked (--check-masters none)"
     mine = [t for t in planned.built.target.tensors if t.must_round_to][ranks.rank :: ranks.world]
+    recipe = planned.source.settings.fp8_recipe
 
-    def check() -> tuple[int, int]:
+    def check() -> tuple[int, ...]:
         catalog = planned.source.catalog
         try:
-            report = check_masters(planned.files, catalog, mine, mode, ranks.check, threads)
+            return astuple(check_masters(planned.files, catalog, mine, mode, ranks.check, threads, recipe))
         except VerificationError:
             if options.write.check_source != "none":
                 keys = {s.key for t in mine for s in (*t.sources, *t.must_round_to)}
                 prove_payloads(planned.files, catalog, sorted(keys), threads)
             raise
-        return report.tensors, report.elements
 
-    tensors, elements = (sum(column) for column in zip(*ranks.together(check), strict=True))
-    if not tensors:
-        return "the source has none"
-    return f"{elements:,} elements of {tensors:,} masters round to the stored weights ({mode})"
+    if not any(t.must_round_to for t in planned.built.target.tensors):
+        has_some = planned.source.states is not None and MASTER in planned.source.states.kinds
+        return "left out with the optimizer" if has_some or planned.source.notes else "the source has none"
+    return describe_masters(MastersReport(*map(sum, zip(*ranks.together(check), strict=True))), mode)
 
 
 def _report(

@@ -116,11 +116,16 @@ def plan_torch_dist(
             keys = template_keys(options.extra_state_template, options.trust_pickle)
             target_options = replace(target_options, extra_state_template=keys)
         read = read_fsdp_source(
-            opened.files, opened.catalog, opened.common, options.ignore_keys, options.trust_pickle
+            opened.files,
+            opened.catalog,
+            opened.common,
+            options.ignore_keys,
+            options.trust_pickle,
+            weights_only=target_options.weights_only,
         )
         built = build_torch_dist_target(read, target_options)
         archives = object_archives(built.target.objects)
-        plan = build_plan(opened.catalog, built.target, slice_placement(ranks.world), ranks.world, archives)
+        plan = build_plan(read.catalog, built.target, slice_placement(ranks.world), ranks.world, archives)
     except BaseException:
         opened.files.close()
         raise

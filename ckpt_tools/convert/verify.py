@@ -22,12 +22,8 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.megatron.common_state import CommonState, read_common_state
 from ckpt_tools.megatron.optimizer_layouts.kinds import optimizer_layout
-from ckpt_tools.megatron.optimizer_layouts.model import MASTER, OptimizerStates
 from ckpt_tools.megatron.optimizer_layouts.reader import coalesced_buffers
 from ckpt_tools.megatron.source import read_torch_dist, stored_groups
-from ckpt_tools.megatron.target import Source, TargetTensor
-from ckpt_tools.megatron.torch_dist import Parameter
-from ckpt_tools.megatron.views import Select
 from ckpt_tools.verify import meaning
 from ckpt_tools.verify.integrity import INTEGRITY, check_integrity
 from ckpt_tools.verify.meter import Meter
@@ -196,39 +192,33 @@ def _content(
 
 def _masters(files: Files, catalog: Catalog, options: VerifyOptions) -> Check:
     """Whether every fp32 master rounds to its stored weight."""
+    from ckpt_tools.convert.export_source import master_targets
     from ckpt_tools.execute.check_masters import compare_masters
 
     found = Findings("masters", "elements")
     try:
-        source = read_torch_dist(files, catalog, ("*",), options.trust_pickle)
+        source = read_torch_dist(files, catalog, trust_pickle=options.trust_pickle, unknown_keys=True)
         targets = [] if source.states is None else master_targets(source.parameters, source.states)
-        report, problems = compare_masters(files, source.catalog, targets, "all", threads=options.threads)
+        recipe = source.settings.fp8_recipe
+        report, problems = compare_masters(
+            files, source.catalog, targets, "all", threads=options.threads, fp8_recipe=recipe
+        )
     except StorageError:
         raise
     except CkptError as error:
         found.error("optimizer", str(error))
         return found.done()
     found.looked_at = report.elements
+    if report.fp8_by_position:
+        found.warning(
+            "optimizer",
+            f"the weights of {report.fp8_by_position} masters are held in FP8, and no one scale explains every "
+            "element: proven by position only",
+        )
     for problem in problems:
         element, _, values = problem.partition(": ")
         found.error(element, f"{values}: the master does not round to the weight")
     return found.done()
-
-
-def master_targets(parameters: tuple[Parameter, ...], states: OptimizerStates) -> list[TargetTensor]:
-    """The fp32 master of every parameter that has one, with the stored weight it must round to."""
-    return [
-        TargetTensor(
-            p.name if p.expert is None else f"{p.name} of expert {p.expert}",
-            states.dtype(MASTER, p.key),
-            p.shape,
-            states.sources(MASTER, p.key, p.lead),
-            must_round_to=(Source(p.key, tuple(Select(0, index) for index in p.lead)),),
-            must_round_dtype=p.dtype,
-        )
-        for p in parameters
-        if states.has(MASTER, p.key)
-    ]
 
 
 def _read_manifest(options: VerifyOptions) -> object:

@@ -1,4 +1,8 @@
-"""Element types as numpy arrays, and the casts between the floating ones, bit for bit as torch does them on a CPU."""
+"""Element types as numpy arrays, and the casts between the floating ones, bit for bit as torch does them on a CPU.
+
+A cast that makes an infinity of a number is refused where values are written or handed out; what rounding changes is
+counted (`cast_checked`).
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,21 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt_tools.dtypes import ITEMSIZE, itemsize
+from ckpt_tools.errors import VerificationError
 
 Array: TypeAlias = npt.NDArray[Any]
 
 _NOT_IN_NUMPY = frozenset(name for name in ITEMSIZE if name == "bfloat16" or name.startswith("float8"))
-
-
+_EXACT = frozenset(  # casts that keep every value
+    (narrow, wide)
+    for narrow, wides in (
+        ("bfloat16", ("float32", "float64")),
+        ("float16", ("float32", "float64")),
+        ("float32", ("float64",)),
+    )
+    for wide in wides
+)
+_INFINITY = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F80_0000, "float64": 0x7FF0_0000_0000_0000}
 _RAW = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
 
@@ -44,6 +57,50 @@ def cast(values: Array, source: str, target: str) -> Array:
     if itemsize(target) == 2:
         values = _to_float(values, np.dtype(np.float32))
     return float32_to_bfloat16(values) if target == "bfloat16" else _to_float(values, numpy_dtype(target))
+
+
+def cast_checked(
+    values: Array, source: str, target: str, key: str, start: tuple[int, ...]
+) -> tuple[Array, int]:
+    """`cast_raw` of a part of tensor `key` that begins at `start`, and how many elements have another value now.
+
+    Raises:
+        VerificationError: finite numbers became infinite; the first one is named.
+    """
+    result = cast_raw(values, source, target)
+    if source == target or (source, target) in _EXACT:
+        return result, 0
+    if (source, target) == ("float32", "bfloat16"):
+        changed = (values & 0xFFFF) != 0  # the bits that the narrower type has not
+    else:
+        changed = cast_raw(result, target, source) != values
+    if not changed.any():
+        return result, 0
+    changed &= _magnitude(values, source) <= _INFINITY[source]  # which NaN it was is not a value
+    infinite = changed & (_magnitude(result, target) == _INFINITY[target])
+    if infinite.any():
+        raise VerificationError(_overflow(values, infinite, source, target, key, start))
+    return result, int(np.count_nonzero(changed))
+
+
+def _magnitude(bits: Array, dtype: str) -> Array:
+    """The bits without their sign: numbers, then infinity, then NaNs in ascending order."""
+    magnitude: Array = bits & bits.dtype.type((1 << (8 * itemsize(dtype) - 1)) - 1)
+    return magnitude
+
+
+def _overflow(
+    values: Array, infinite: Array, source: str, target: str, key: str, start: tuple[int, ...]
+) -> str:
+    at = tuple(map(int, np.unravel_index(int(infinite.argmax()), infinite.shape)))
+    element = ", ".join(str(a + b) for a, b in zip(start, at, strict=True))
+    number = cast(values[at].reshape(1).view(numpy_dtype(source)), source, "float64").item()
+    others = [t for t in ("bfloat16", "float32", "float64") if t != target]
+    return (
+        f"{key}[{element}]: {number!r} is too large for {target} and would become infinite, as would "
+        f"{int(infinite.sum()):,} of the {infinite.size:,} elements around it; nothing was published. Choose another "
+        f"--dtype ({', '.join(others)})"
+    )
 
 
 def _to_float(values: Array, target: np.dtype[Any]) -> Array:

@@ -1,19 +1,25 @@
-"""Proof that fp32 masters belong to the stored weights: rounded to the weights' type they are equal bit for bit."""
+"""Proof that fp32 masters belong to the stored weights: rounded to the weights' type they are equal bit for bit.
+
+Weights that are held in FP8 (`fp8_weights`) are one more rounding away; a tensor that does not round is looked at
+again.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 
 from ckpt_tools.box import Box, full_box
 from ckpt_tools.catalog.files import Files
 from ckpt_tools.catalog.model import Catalog
-from ckpt_tools.errors import VerificationError, list_problems
+from ckpt_tools.errors import UnsupportedCheckpointError, VerificationError, list_problems
 from ckpt_tools.execute.casts import Array, cast, raw_dtype
+from ckpt_tools.execute.fp8_masters import HALF_TYPES, Fp8Comparison, describe_element
 from ckpt_tools.execute.read_box import BoxReader
 from ckpt_tools.megatron.target import TargetTensor
 from ckpt_tools.plan.byte_runs import row_major_tiles
@@ -22,15 +28,18 @@ _TILE_ELEMS = 1 << 18  # compared at a time: what a comparison holds of them sta
 _PART_ELEMS = 1 << 24  # compared by one thread in a row
 _SAMPLE_ELEMS = 4096  # per sampled place
 _SAMPLE_PLACES = 4
+_REMAINDERS = ": all are whole numbers of 16 bits"
 
 
 @dataclass(frozen=True, slots=True)
 class MastersReport:
-    """What was compared."""
+    """What was compared. Weights held in FP8 are counted among `tensors`, those that no scale explains apart too."""
 
     tensors: int = 0
     elements: int = 0
     elements_in_all: int = 0
+    fp8: int = 0
+    fp8_by_position: int = 0
 
 
 def check_masters(
@@ -40,24 +49,50 @@ def check_masters(
     level: str,
     tick: Callable[[], None] = lambda: None,
     threads: int = 1,
+    fp8_recipe: str | None = None,
+    advice: str | None = None,
 ) -> MastersReport:
     """Compare the masters among `targets` with the weights they must round to.
 
     Args:
         level: `sample` (a few rows of every tensor), `all` or `none`.
         tick: called often, by any thread; may raise to stop.
+        fp8_recipe: what the writer's linear layers may be held in FP8 by (`ModelSettings.fp8_recipe`).
+        advice: what else can be done when some do not round.
 
     Raises:
         VerificationError: some elements differ; every tensor concerned is named with its first such element.
+        UnsupportedCheckpointError: the masters are int16 remainders, stored as numbers.
     """
-    report, problems = compare_masters(files, catalog, targets, level, tick, threads)
-    if problems:
-        raise VerificationError(
-            f"the master weights of {len(problems)} tensors do not round to the stored weights:\n"
-            f"{list_problems(problems)}\nEither the checkpoint is damaged or its masters belong to another step; "
-            "`--check-masters none` converts it all the same, with the masters."
+    report, problems = compare_masters(files, catalog, targets, level, tick, threads, fp8_recipe)
+    if not problems:
+        return report
+    advice = advice or "With --weights-only the stored weights are converted, without an optimizer."
+    if all(line.endswith(_REMAINDERS) for line in problems):
+        raise UnsupportedCheckpointError(
+            f"in place of {len(problems)} masters the optimizer holds their lower halves, as the precision-aware "
+            f"optimizer stores them (int16 remainders); this version does not join them with the weights.\n{advice}"
         )
-    return report
+    raise VerificationError(
+        f"the master weights of {len(problems)} tensors do not round to the stored weights:\n"
+        f"{list_problems(problems)}\nEither the checkpoint is damaged or its masters belong to another step. {advice}"
+    )
+
+
+def describe_masters(report: MastersReport, level: str) -> str:
+    """What was compared and how, in words."""
+    if not report.tensors:
+        return "the source has none"
+    rounds = (
+        f"{report.elements:,} elements of {report.tensors:,} masters round to the stored weights ({level})"
+    )
+    if not report.fp8:
+        return rounds
+    if not report.fp8_by_position:
+        how = ": a scale of the E4M3 format explains every element"
+    else:
+        how = f", {report.fp8_by_position:,} proven by position only: no one scale explains every element"
+    return f"{rounds}; {report.fp8:,} of the weights are held in FP8{how}"
 
 
 def compare_masters(
@@ -67,44 +102,93 @@ def compare_masters(
     level: str,
     tick: Callable[[], None] = lambda: None,
     threads: int = 1,
+    fp8_recipe: str | None = None,
 ) -> tuple[MastersReport, list[str]]:
     """As `check_masters`, with a line per tensor that does not round instead of an error."""
     wanted = [t for t in targets if t.must_round_to] if level != "none" else []
     reader = BoxReader(files, catalog)
 
-    def compare_part(part: tuple[_Comparison, Box]) -> tuple[int, str | None]:
-        comparison, whole = part
-        elements = 0
+    def boxes(whole: Box) -> Iterator[Box]:
         for box in sample_boxes(whole) if level == "sample" else row_major_tiles(whole, _TILE_ELEMS):
             tick()
+            yield box
+
+    try:
+        comparisons = [_comparison(reader, target) for target in wanted]
+        with ThreadPoolExecutor(threads) as pool:  # an error ends `map`, which calls off what has not begun
+            elements, first = _compare_plainly(comparisons, level, boxes, pool)
+            proven = _compare_as_fp8(first, level, boxes, pool, fp8_recipe) if fp8_recipe else {}
+    finally:
+        reader.close()
+    elements.update({c: found.elements for c, found in proven.items()})
+    report = MastersReport(
+        tensors=len(wanted),
+        elements=sum(elements.values()),
+        elements_in_all=sum(math.prod(t.shape) for t in wanted),
+        fp8=len(proven),
+        fp8_by_position=sum(not found.is_exact for found in proven.values()),
+    )
+    return report, list(first.values())
+
+
+_Boxes: TypeAlias = Callable[[Box], Iterator[Box]]
+
+
+def _compare_plainly(
+    comparisons: Sequence[_Comparison], level: str, boxes: _Boxes, pool: ThreadPoolExecutor
+) -> tuple[dict[_Comparison, int], dict[_Comparison, str]]:
+    """Elements compared of every tensor, and the first difference of each that has one."""
+
+    def compare(part: tuple[_Comparison, Box]) -> tuple[int, str | None]:
+        elements = 0
+        for box in boxes(part[1]):
             elements += box.volume
-            problem = comparison.difference(box)
+            problem = part[0].difference(box)
             if problem is not None:
                 return elements, problem
         return elements, None
 
-    try:
-        parts = [part for target in wanted for part in _parts(reader, target, level)]
-        with ThreadPoolExecutor(threads) as pool:  # an error ends `map`, which calls off what has not begun
-            compared = list(pool.map(compare_part, parts))
-    finally:
-        reader.close()
+    parts = [(c, box) for c in comparisons for box in _parts(c, level)]
+    compared = list(pool.map(compare, parts))
+    elements = dict.fromkeys(comparisons, 0)
     first: dict[_Comparison, str] = {}
-    for (comparison, _), (_, problem) in zip(parts, compared, strict=True):
+    for (comparison, _), (count, problem) in zip(parts, compared, strict=True):
+        elements[comparison] += count
         if problem is not None:
             first.setdefault(comparison, problem)
-    elements = sum(count for count, _ in compared)
-    in_all = sum(math.prod(t.shape) for t in wanted)
-    return MastersReport(len(wanted), elements, in_all), list(first.values())
+    return elements, first
 
 
-def _parts(reader: BoxReader, target: TargetTensor, level: str) -> Iterator[tuple[_Comparison, Box]]:
-    """A tensor in the parts that one thread compares, in order."""
+def _compare_as_fp8(
+    first: dict[_Comparison, str], level: str, boxes: _Boxes, pool: ThreadPoolExecutor, recipe: str
+) -> dict[_Comparison, Fp8Comparison]:
+    """The tensors of `first` again, as weights held in FP8: those that are proven leave it and are returned."""
+    found = {
+        c: Fp8Comparison(c.target, c.dtype, c.masters, c.weights, c.pieces, recipe)
+        for c in first
+        if c.can_be_fp8
+    }
+    parts = [(c, box) for c in found for box in _parts(c, level)]
+    list(pool.map(lambda part: found[part[0]].collect(boxes(part[1])), parts))
+    list(pool.map(Fp8Comparison.judge, found.values()))
+    located = list(pool.map(lambda part: found[part[0]].locate(boxes(part[1])), parts))
+    for (comparison, _), problem in reversed(list(zip(parts, located, strict=True))):
+        first[comparison] = problem or first[comparison]
+    proven = {c: one for c, one in found.items() if one.is_proven}
+    for comparison in proven:
+        del first[comparison]
+    return proven
+
+
+def _comparison(reader: BoxReader, target: TargetTensor) -> _Comparison:
     stored = reader.catalog.tensors.get(target.sources[0].key)  # the target may ask for another type
-    comparison = _Comparison(reader, target if stored is None else replace(target, dtype=stored.dtype))
-    everything = full_box(target.shape)
-    for part in [everything] if level == "sample" else row_major_tiles(everything, _PART_ELEMS):
-        yield comparison, part
+    return _Comparison(reader, target if stored is None else replace(target, dtype=stored.dtype))
+
+
+def _parts(comparison: _Comparison, level: str) -> Iterable[Box]:
+    """A tensor in the parts that one thread compares, in order."""
+    everything = full_box(comparison.target.shape)
+    return [everything] if level == "sample" else row_major_tiles(everything, _PART_ELEMS)
 
 
 def sample_boxes(box: Box) -> list[Box]:
@@ -128,25 +212,37 @@ class _Comparison:
 
     def __init__(self, reader: BoxReader, target: TargetTensor) -> None:
         assert target.must_round_dtype is not None  # given with must_round_to
-        self._target, self._dtype = target, target.must_round_dtype
-        weights = replace(target, dtype=self._dtype, sources=target.must_round_to)
-        self._masters, self._weights = reader.tensor(target), reader.tensor(weights)
+        self.target, self.dtype = target, target.must_round_dtype
+        weights = replace(target, dtype=self.dtype, sources=target.must_round_to)
+        self.masters, self.weights = reader.tensor(target), reader.tensor(weights)
+        self.pieces = reader.pieces(weights)
+
+    @property
+    def can_be_fp8(self) -> bool:
+        """Whether Transformer Engine could hold such a weight in FP8: a matrix with fp32 masters."""
+        return len(self.target.shape) >= 2 and self.target.dtype == "float32" and self.dtype in HALF_TYPES
 
     def difference(self, box: Box) -> str | None:
         """The first element of `box` whose master does not round to its weight; any NaN equals any other."""
-        masters, weights = self._masters(box), self._weights(box)
-        rounded = cast(masters, self._target.dtype, self._dtype)
-        bits = raw_dtype(self._dtype)
+        masters, weights = self.masters(box), self.weights(box)
+        rounded = cast(masters, self.target.dtype, self.dtype)
+        bits = raw_dtype(self.dtype)
         different = rounded.view(bits) != weights.view(bits)
         if different.any():
-            different &= ~(_is_nan(rounded, self._dtype) & _is_nan(weights, self._dtype))
+            different &= ~(_is_nan(rounded, self.dtype) & _is_nan(weights, self.dtype))
         if not different.any():
             return None
         at = np.unravel_index(int(different.argmax()), box.size)
-        element = ", ".join(str(int(i) + a) for i, a in zip(at, box.start, strict=True))
-        master = cast(masters[at].reshape(1), self._target.dtype, "float64").item()
-        weight = cast(weights[at].reshape(1), self._dtype, "float64").item()
-        return f"{self._target.key}[{element}]: master {master!r}, stored {self._dtype} weight {weight!r}"
+        line = describe_element(self.target, self.dtype, masters, weights, box, tuple(map(int, at)))
+        return line + _REMAINDERS if _are_remainders(masters) else line
+
+
+def _are_remainders(masters: Array) -> bool:
+    """Whether fp32 numbers are all int16 ones, and not all small: no weights of a model are."""
+    if masters.dtype != np.float32 or not np.isfinite(masters).all():
+        return False
+    largest = np.abs(masters).max(initial=0)
+    return bool(256 < largest <= 1 << 15) and bool((masters == np.rint(masters)).all())
 
 
 def _is_nan(values: Array, dtype: str) -> Array:

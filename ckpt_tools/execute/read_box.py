@@ -10,7 +10,7 @@ import numpy as np
 from ckpt_tools.box import Box, full_box
 from ckpt_tools.catalog.files import Files
 from ckpt_tools.catalog.model import Catalog
-from ckpt_tools.execute.casts import Array, cast_raw, numpy_dtype, raw_dtype
+from ckpt_tools.execute.casts import Array, cast_checked, numpy_dtype, raw_dtype
 from ckpt_tools.execute.proof import SourceProof
 from ckpt_tools.execute.prove import prove_rest
 from ckpt_tools.execute.ranks import Ranks
@@ -33,7 +33,11 @@ class BoxReader:
     def tensor(self, target: TargetTensor) -> Callable[[Box], Array]:
         """What `read` does for this target, its sources looked up once for many boxes."""
         pieces = TargetReader(self._finder, target).pieces
-        return lambda box: self._read(target.dtype, box, pieces(box))
+        return lambda box: self._read(target, box, pieces(box))
+
+    def pieces(self, target: TargetTensor) -> Callable[[Box], list[SourcePiece]]:
+        """What makes up boxes of this target, in coordinates of the box."""
+        return TargetReader(self._finder, target).pieces
 
     def read(self, target: TargetTensor, box: Box) -> Array:
         """The elements of `box` (global coordinates of `target`), of the type `casts.numpy_dtype(target.dtype)`.
@@ -42,11 +46,12 @@ class BoxReader:
 
         Raises:
             MappingError, CorruptCheckpointError: as `TargetReader.pieces`.
+            VerificationError: a cast makes an infinity of a number.
         """
         return self.tensor(target)(box)
 
-    def _read(self, dtype: str, box: Box, pieces: Sequence[SourcePiece]) -> Array:
-        scratch = self._scratch()
+    def _read(self, target: TargetTensor, box: Box, pieces: Sequence[SourcePiece]) -> Array:
+        scratch, dtype = self._scratch(), target.dtype
         covered = sum(piece.box.volume for _, _, piece in pieces) == box.volume
         raw = (np.empty if covered else np.zeros)(box.size, raw_dtype(dtype))
         for entry, chunk, piece in pieces:
@@ -57,7 +62,8 @@ class BoxReader:
                 continue
             values = np.empty(piece.box.size, raw_dtype(entry.dtype))
             read_region(payload, piece, values, scratch)
-            region[...] = cast_raw(values, entry.dtype, dtype)
+            start = tuple(a + b for a, b in zip(box.start, piece.box.start, strict=True))
+            region[...], _ = cast_checked(values, entry.dtype, dtype, target.key, start)
         return raw.view(numpy_dtype(dtype))
 
     def _scratch(self) -> Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -76,6 +77,9 @@ class WriteReport:
     payloads_without_checksum: int  # of the source, read from
     bytes_proven: int
     bytes_read_to_prove: int  # beside `bytes_read`: what nothing else needed
+    rounded_tensors: int = 0  # with elements that a cast changed, among the items that were not resumed
+    rounded_elements: int = 0
+    rounded_most: str | None = None  # the key with the most of them
 
 
 def write_checkpoint(
@@ -108,6 +112,9 @@ def write_checkpoint(
             raise UsageError("the ranks made different plans: do they all see the same source and options?")
         counts, proven = job.run()
     resumed = sum(c.get("resumed", 0) for c in counts)
+    rounded: Counter[str] = Counter()
+    for count in counts:
+        rounded.update(count["rounded"])
     return WriteReport(
         bytes_written=plan.bytes_to_write,
         bytes_read=sum(c["read"] for c in counts),
@@ -124,6 +131,9 @@ def write_checkpoint(
         payloads_without_checksum=proven.without,
         bytes_proven=proven.nbytes,
         bytes_read_to_prove=proven.read_for_it,
+        rounded_tensors=len(rounded),
+        rounded_elements=rounded.total(),
+        rounded_most=max(rounded, key=lambda key: (rounded[key], key)) if rounded else None,
     )
 
 

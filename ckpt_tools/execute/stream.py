@@ -18,7 +18,7 @@ from ckpt_tools.box import Box
 from ckpt_tools.catalog.files import LocalFiles
 from ckpt_tools.dtypes import itemsize
 from ckpt_tools.execute import crc
-from ckpt_tools.execute.casts import Array, cast_raw, raw_dtype
+from ckpt_tools.execute.casts import Array, cast_checked, raw_dtype
 from ckpt_tools.execute.fileio import (
     BLOCK_BYTES,
     At,
@@ -47,10 +47,11 @@ KERNEL_COPY_BYTES = 256 * 1024  # below, one read and one write cost less than j
 
 @dataclass(slots=True)
 class Counters:
-    """What a worker has moved, in bytes."""
+    """What a worker has moved, in bytes; `rounded` counts the elements that casts changed, by key."""
 
     read: int = 0
     copies: CopyCount = field(default_factory=CopyCount)
+    rounded: dict[str, int] = field(default_factory=dict)
 
 
 class Segment(NamedTuple):
@@ -271,8 +272,15 @@ class Pump:
                 continue
             values = np.empty(piece.box.size, raw_dtype(transfer.dtype))
             self.counters.read += read_region(payload, piece, values, self._scratch)
-            region[...] = cast_raw(values, transfer.dtype, item.dtype)
+            start = [sum(at) for at in zip(item.box.start, tile.start, corner.start, strict=True)]
+            region[...] = self._cast(values, transfer.dtype, item, tuple(start))
         return data.data
+
+    def _cast(self, values: Array, dtype: str, item: OutputItem, start: tuple[int, ...]) -> Array:
+        result, changed = cast_checked(values, dtype, item.dtype, item.key, start)
+        if changed:
+            self.counters.rounded[item.key] = self.counters.rounded.get(item.key, 0) + changed
+        return result
 
 
 def _frame_of(item: OutputItem) -> Frame:

@@ -12,15 +12,18 @@ import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any
 
 from ckpt_tools.box import full_box
 from ckpt_tools.catalog.container import StoredTensor, load_object
 from ckpt_tools.catalog.files import Files
+from ckpt_tools.catalog.left_out import leave_out
 from ckpt_tools.catalog.model import Catalog, Item, TensorEntry
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError, list_problems
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.flatten import Path, unflatten
+from ckpt_tools.megatron.names import BUFFERS
 from ckpt_tools.megatron.record import Size, TargetRecord, read_record, stored_tp
 from ckpt_tools.megatron.target import Source
 from ckpt_tools.megatron.views import Place
@@ -65,7 +68,7 @@ class FsdpTensor:
         return tuple(kind for kind in self.sources if kind != WEIGHT)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FsdpSource:
     """An `fsdp_dtensor` checkpoint taken apart; tensors are still only described."""
 
@@ -77,6 +80,8 @@ class FsdpSource:
     rng: Mapping[tuple[int, int], object]  # (pp, tp) -> list of rng states
     grad_scaler: Mapping[str, Any] = field(default_factory=dict)
     dropped: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()  # as `dropped`, by the user's wish
+    notes: tuple[str, ...] = ()
     record: TargetRecord | None = None  # of the job that it was converted for
 
     @property
@@ -99,9 +104,20 @@ class FsdpSource:
             )
         return known.ranks
 
-    @property
+    @cached_property
     def has_optimizer(self) -> bool:
         return bool(self.groups) or any(tensor.states for tensor in self.tensors)
+
+    @cached_property
+    def _all_fp32(self) -> bool:
+        return all(t.dtypes[WEIGHT] == "float32" for t in self.tensors if not t.name.endswith(BUFFERS))
+
+    def is_master(self, tensor: FsdpTensor) -> bool:
+        """Whether a tensor's value is the fp32 master of a parameter, which the model holds in its own type.
+
+        Without an optimizer the values are masters when all are fp32; a model of several types keeps them.
+        """
+        return bool(tensor.states) if self.has_optimizer else self._all_fp32
 
 
 def read_fsdp_source(
@@ -110,28 +126,40 @@ def read_fsdp_source(
     common: CommonState,
     ignored: tuple[str, ...] = (),
     trust_pickle: bool = False,
+    weights_only: bool = False,
 ) -> FsdpSource:
     """The checkpoint's tensors, groups and scalars.
 
-    `ignored` are globs of keys that may be left out although no rule accounts for them.
+    `ignored` are globs of keys that are left out. With `weights_only` an optimizer that cannot be read is too.
 
     Raises:
         MappingError: keys without a rule, half a gated weight, or states that do not fit their weights.
         UnsupportedCheckpointError: fp32 masters stand beside the model, as a foreign converter writes them.
     """
     values = _Values(files, trust_pickle)
-    weights, states, groups, nested, dropped = _sort_keys(catalog, values, ignored)
+    catalog, left_out = leave_out(catalog, ignored)
+    weights, states, groups, nested, dropped = _sort_keys(catalog, values, weights_only)
     tree = unflatten(nested) if nested else {}
     ranks = tree.get("rng_state", {})
+    notes: tuple[str, ...] = ()
+    try:
+        tensors = _join(weights, states, values)
+    except (MappingError, UnsupportedCheckpointError) as error:
+        if not weights_only:
+            raise
+        tensors, groups = _join(weights, {}, values), {}
+        notes = (f"the optimizer, which is left out, could not be read: {str(error).splitlines()[0]}",)
     return FsdpSource(
         catalog=catalog,
         common=common,
-        tensors=_join(weights, states, values),
+        tensors=tensors,
         groups=groups,
         scheduler=tree.get("opt_param_scheduler", {}),
         rng={(int(m[1]), int(m[2])): ranks[rank] for rank in ranks if (m := _RNG_RANK.match(rank))},
         grad_scaler=tree.get("optimizer", {}).get("grad_scaler", {}),
-        dropped=dropped,
+        dropped=(*left_out, *dropped),
+        ignored=left_out,
+        notes=notes,
         record=read_record(files),
     )
 
@@ -194,7 +222,7 @@ _Groups = dict[str, dict[str, Any]]
 
 
 def _sort_keys(
-    catalog: Catalog, values: _Values, ignored: tuple[str, ...]
+    catalog: Catalog, values: _Values, weights_only: bool
 ) -> tuple[dict[str, TensorEntry], _States, _Groups, dict[Path, object], tuple[str, ...]]:
     """Weights by name, states by name and kind, group fields by name, nested leaves by path, and what is dropped."""
     weights: dict[str, TensorEntry] = {}
@@ -218,7 +246,7 @@ def _sort_keys(
             nested[_path(catalog, key)] = values.load(stored.item)
         elif key not in _COMMON:
             rest.append(key)
-    return weights, states, groups, nested, tuple(_dropped(rest, ignored))
+    return weights, states, groups, nested, tuple(_dropped(rest, weights_only))
 
 
 def _path(catalog: Catalog, key: str) -> Path:
@@ -228,9 +256,9 @@ def _path(catalog: Catalog, key: str) -> Path:
     return tuple(int(part) if isinstance(part, str) and part.isdigit() else part for part in path)
 
 
-def _dropped(keys: Iterable[str], ignored: tuple[str, ...]) -> Iterable[str]:
+def _dropped(keys: Iterable[str], weights_only: bool) -> Iterable[str]:
     unknown = []
-    rules = (*_DROPPED, *((glob, "--ignore-keys") for glob in ignored))
+    rules = (*_DROPPED, *([("optimizer.*", "--weights-only")] if weights_only else []))
     for key in keys:
         reason = next((why for glob, why in rules if fnmatchcase(key, glob)), None)
         if reason is None:
@@ -280,8 +308,8 @@ def _refuse_masters(states: _States) -> None:
     if masters:
         raise UnsupportedCheckpointError(
             "fp32 masters stand among the optimizer states, where Megatron-FSDP neither writes nor reads them (the "
-            "converter of Megatron-LM does); convert the torch_dist checkpoint this one was made from instead:\n"
-            + list_problems(masters)
+            "converter of Megatron-LM does); convert the torch_dist checkpoint this one was made from instead, or "
+            "the model's values alone with --weights-only:\n" + list_problems(masters)
         )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from ckpt_tools.catalog.model import Catalog, Item
 from ckpt_tools.errors import MappingError, UsageError, list_problems
@@ -31,10 +30,8 @@ class Relayout:
     archives: tuple[tuple[str, Item], ...]
 
 
-def build_relayout(source: FsdpSource, wanted: Size | None, ignored: tuple[str, ...] = ()) -> Relayout:
+def build_relayout(source: FsdpSource, wanted: Size | None) -> Relayout:
     """Everything that `source` holds, for a job of `wanted` tensor-parallel ranks (None: as many as it is for).
-
-    Keys that match `ignored` are left out.
 
     Raises:
         UsageError, MappingError: a fused projection cannot be regrouped.
@@ -43,16 +40,10 @@ def build_relayout(source: FsdpSource, wanted: Size | None, ignored: tuple[str, 
     writer = None if source.tp is None else source.tp.ranks
     tp = writer if wanted is None else wanted.ranks
     regrouped = {} if tp is None or tp == writer else dict(_regrouped(source, writer, tp))
-    dropped = [
-        key for key in (*catalog.tensors, *catalog.objects) if any(fnmatchcase(key, glob) for glob in ignored)
-    ]
-    left_out = set(dropped)
     tensors: list[TargetTensor] = []
     objects: list[TargetObject] = []
     archives: list[tuple[str, Item]] = []
     for old, key, path in _keys(catalog, tp, writer):
-        if old in left_out:
-            continue
         if old in catalog.objects:
             objects.append(TargetObject(key, None, path))
             archives.append((key, catalog.objects[old].item))
@@ -73,7 +64,7 @@ def build_relayout(source: FsdpSource, wanted: Size | None, ignored: tuple[str, 
     target = Target(
         tuple(tensors),
         objects=tuple(objects),
-        dropped=tuple(f"{key}: --ignore-keys" for key in dropped),
+        dropped=source.ignored,
         notes=tuple(_notes(regrouped, writer, tp)),
     )
     return Relayout(target, tuple(archives))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tools.megatron.common_state import CommonState
+from ckpt_tools.megatron.hybrid import says_hybrid
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,12 +16,16 @@ class ModelSettings:
 
     swiglu: bool | None = None
     local_norms: bool | None = None
+    hybrid: bool = False  # a HybridModel: never with local norms
     grouped_experts: bool | None = None
     fused_mla_down: bool = False
     half_precision: bool | None = None  # trained in bf16 or fp16, so an fp32 master stands beside each weight
     num_layers: int | None = None
     tp: int | None = None
     bridge: bool = False
+    fp8_recipe: str | None = (
+        "unknown"  # of weights that may be held in FP8 (`--fp8-param-gather`); None: of none
+    )
 
 
 def read_settings(common: CommonState) -> ModelSettings:
@@ -37,12 +42,14 @@ def settings_from_args(args: Mapping[str, Any]) -> ModelSettings:
     bf16, fp16 = args.get("bf16"), args.get("fp16")
     return ModelSettings(
         swiglu=_maybe_bool(args.get("swiglu")),
-        local_norms=_is_local(args.get("transformer_impl")),
+        local_norms=_local_norms(args),
+        hybrid=says_hybrid(args),
         grouped_experts=_maybe_bool(args.get("moe_grouped_gemm")),
         fused_mla_down=bool(args.get("mla_down_proj_fusion")),
         half_precision=None if bf16 is None and fp16 is None else bool(bf16 or fp16),
         num_layers=args.get("num_layers"),
         tp=args.get("tensor_model_parallel_size"),
+        fp8_recipe=_fp8_recipe(args),
     )
 
 
@@ -58,13 +65,15 @@ def settings_from_model_config(model: Mapping[str, Any]) -> ModelSettings:
         swiglu=None
         if gated is None
         else bool(gated) and target.rpartition(".")[2].lower() in ("silu", "swish"),
-        local_norms=_is_local(model.get("transformer_impl")),
+        local_norms=_local_norms(model),
+        hybrid=says_hybrid(model),
         grouped_experts=_maybe_bool(model.get("moe_grouped_gemm")),
         fused_mla_down=bool(model.get("mla_down_proj_fusion")),
         half_precision=None if bf16 is None and fp16 is None else bool(bf16 or fp16),
         num_layers=model.get("num_layers"),
         tp=model.get("tensor_model_parallel_size"),
         bridge=True,
+        fp8_recipe=_fp8_recipe(model),
     )
 
 
@@ -72,5 +81,15 @@ def _maybe_bool(value: object) -> bool | None:
     return None if value is None else bool(value)
 
 
-def _is_local(transformer_impl: object) -> bool | None:
-    return None if transformer_impl is None else transformer_impl == "local"
+def _fp8_recipe(settings: Mapping[str, Any]) -> str | None:
+    """The recipe of a run that computes in FP8: what decides is whether its weights are FP8 numbers."""
+    if any(settings.get(name) for name in ("fp8", "fp8_param", "fp8_param_gather")):
+        return str(settings.get("fp8_recipe") or "delayed")
+    return None
+
+
+def _local_norms(settings: Mapping[str, Any]) -> bool | None:
+    if says_hybrid(settings):
+        return False
+    implementation = settings.get("transformer_impl")
+    return None if implementation is None else implementation == "local"

@@ -10,9 +10,10 @@ from typing import Any
 
 from ckpt_tools.catalog.container import StoredTensor, load_object
 from ckpt_tools.catalog.files import Files
+from ckpt_tools.catalog.left_out import leave_out
 from ckpt_tools.catalog.model import Catalog
 from ckpt_tools.catalog.unpickle import StandIn
-from ckpt_tools.errors import MappingError, list_problems
+from ckpt_tools.errors import CkptError, MappingError, StorageError, list_problems
 from ckpt_tools.megatron.common_state import CommonState, read_common_state
 from ckpt_tools.megatron.fsdp_dtensor import RNG_KEY
 from ckpt_tools.megatron.object_grids import object_grids
@@ -20,7 +21,7 @@ from ckpt_tools.megatron.optimizer_layouts.model import OptimizerStates
 from ckpt_tools.megatron.optimizer_layouts.reader import read_optimizer_states
 from ckpt_tools.megatron.param_groups import optimizer_groups
 from ckpt_tools.megatron.settings import ModelSettings, read_settings
-from ckpt_tools.megatron.torch_dist import Parameter, SortedKeys, sort_keys
+from ckpt_tools.megatron.torch_dist import Parameter, SortedKeys, is_optimizer_key, sort_keys
 
 # Objects that Megatron-FSDP neither reads nor writes, and why they can be left out.
 DROPPED_OBJECTS = (
@@ -45,6 +46,7 @@ class TorchDistSource:
     rng: Mapping[tuple[int, int], object]  # (pp, tp) -> list of rng states
     dropped: tuple[str, ...]
     rng_missing: tuple[str, ...] = ()  # a line for rng states of which some ranks' are not there
+    notes: tuple[str, ...] = ()
 
     @property
     def args_object(self) -> StandIn | None:
@@ -77,32 +79,61 @@ class TorchDistSource:
 
 
 def read_torch_dist(
-    files: Files, catalog: Catalog, ignored: tuple[str, ...] = (), trust_pickle: bool = False
+    files: Files,
+    catalog: Catalog,
+    ignored: tuple[str, ...] = (),
+    trust_pickle: bool = False,
+    *,
+    weights_only: bool = False,
+    unknown_keys: bool = False,
 ) -> TorchDistSource:
-    """The checkpoint in `files` taken apart; `ignored` are globs of keys that may be left out.
+    """The checkpoint in `files` taken apart; `ignored` are globs of keys that are left out.
 
-    Tensors that stand inside stored objects (`dp_zero_gather_scatter`) are added to the catalog.
+    Tensors that stand inside stored objects (`dp_zero_gather_scatter`) are added to the catalog. With `weights_only`
+    the optimizer is read for its masters, as far as it can be read. `unknown_keys` may be there and count as dropped.
 
     Raises:
         UnsupportedCheckpointError, VerificationError: see `read_optimizer_states`.
         MappingError: keys that nothing accounts for, or that do not make a whole model.
     """
     common = read_common_state(files, catalog, trust_pickle)
+    catalog, left_out = leave_out(catalog, ignored)
     keys = sort_keys(catalog)
-    states = read_optimizer_states(files, catalog, common)
-    rng, rng_missing = rng_states(files, catalog, ignored)
+    states, notes = _states(files, catalog, common, weights_only)
+    rng, rng_missing = rng_states(files, catalog)
+    consumed = (
+        frozenset(filter(is_optimizer_key, (*catalog.tensors, *catalog.objects)))
+        if weights_only
+        else (states.consumed if states is not None else frozenset())
+    )
     return TorchDistSource(
         catalog=replace(catalog, tensors={**catalog.tensors, **states.payloads}) if states else catalog,
         parameters=keys.parameters,
         states=states,
-        groups=stored_groups(files, catalog, common),
+        groups=() if weights_only else stored_groups(files, catalog, common),
         settings=read_settings(common),
         common=common.values,
         model_config=common.model_config,
         rng=rng,
         rng_missing=rng_missing,
-        dropped=tuple(dropped_objects(keys, states, ignored)),
+        dropped=(*left_out, *dropped_objects(keys, consumed, unknown_keys)),
+        notes=notes,
     )
+
+
+def _states(
+    files: Files, catalog: Catalog, common: CommonState, weights_only: bool
+) -> tuple[OptimizerStates | None, tuple[str, ...]]:
+    """The optimizer's states; a note instead of an error when it is left out anyhow."""
+    try:
+        return read_optimizer_states(files, catalog, common), ()
+    except StorageError:
+        raise
+    except CkptError as error:
+        if not weights_only:
+            raise
+        reason = str(error).splitlines()[0].rstrip(":")
+        return None, (f"the stored weights are written, not the masters, which cannot be read: {reason}",)
 
 
 def _steps(optimizer: object) -> Any:
@@ -144,12 +175,10 @@ def _groups_of_buckets(files: Files, catalog: Catalog) -> list[dict[str, Any]]:
     return groups
 
 
-def rng_states(
-    files: Files, catalog: Catalog, ignored: tuple[str, ...] = ()
-) -> tuple[dict[tuple[int, int], object], tuple[str, ...]]:
+def rng_states(files: Files, catalog: Catalog) -> tuple[dict[tuple[int, int], object], tuple[str, ...]]:
     """The rng states by (pp, tp), of several data-parallel entries the first; and what of them is missing."""
     found: dict[tuple[int, int], object] = {}
-    wanted = {k: e for k, e in catalog.objects.items() if RNG_KEY.match(k) and not _is_left_out(k, ignored)}
+    wanted = {k: e for k, e in catalog.objects.items() if RNG_KEY.match(k)}
     for key, entry in wanted.items():
         match = RNG_KEY.match(key)
         if match and match[3] in (None, "0"):
@@ -157,37 +186,33 @@ def rng_states(
     return found, tuple(grid.problem for grid in object_grids(wanted) if grid.problem)
 
 
-def _is_left_out(key: str, ignored: tuple[str, ...]) -> bool:
-    """Whether a known key is meant: `*` stands for what no rule accounts for."""
-    return any(glob != "*" and fnmatchcase(key, glob) for glob in ignored)
-
-
-def dropped_objects(keys: SortedKeys, states: OptimizerStates | None, ignored: tuple[str, ...]) -> list[str]:
+def dropped_objects(keys: SortedKeys, consumed: frozenset[str], unknown_keys: bool) -> list[str]:
     """One line per object or tensor that the target leaves out.
 
     Raises:
-        MappingError: keys that nothing accounts for.
+        MappingError: keys that nothing accounts for, unless there may be `unknown_keys`.
     """
-    consumed = states.consumed if states is not None else frozenset[str]()
     dropped, unknown = [], []
     for key in (*keys.objects, *keys.optimizer):
         rng = RNG_KEY.match(key)
         if rng and rng[3] not in (None, "0"):
             dropped.append(f"{key}: fsdp_dtensor keeps the rng states of one data-parallel rank")
             continue
-        is_kept_rng = rng and not _is_left_out(key, ignored)
-        if key in consumed or is_kept_rng or fnmatchcase(key, COMMON_OBJECT):
+        if rng or key in consumed or fnmatchcase(key, COMMON_OBJECT):
             continue
         reason = next((why for glob, why in DROPPED_OBJECTS if fnmatchcase(key, glob)), None)
-        if reason is None and any(fnmatchcase(key, glob) for glob in ignored):
-            reason = "--ignore-keys"
         if reason is None:
             unknown.append(key)
         else:
             dropped.append(f"{key}: {reason}")
+    if unknown_keys:
+        return dropped + [f"{key}: no rule accounts for it" for key in unknown]
     if unknown:
+        weights = (
+            "; --weights-only leaves out the whole optimizer" if any(map(is_optimizer_key, unknown)) else ""
+        )
         raise MappingError(
             "the checkpoint holds keys that no rule accounts for; leave them out with --ignore-keys GLOB if the "
-            "target can do without them:\n" + list_problems(unknown)
+            f"target can do without them{weights}:\n" + list_problems(unknown)
         )
     return dropped

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from ckpt_tools.errors import MappingError, UsageError, list_problems
 from ckpt_tools.megatron.fsdp_source import FsdpTensor
+from ckpt_tools.megatron.hybrid import is_hybrid
 from ckpt_tools.megatron.names import (
     MLA_DOWN,
     MLA_FUSED_DOWN,
@@ -69,6 +70,8 @@ def stored_parameters(
         MappingError: the parts of a fused projection do not add up, or two tensors get one name.
     """
     hybrid = any(f"{MTP_LIVE}layers." in tensor.name for tensor in tensors)
+    if is_hybrid(tensor.name for tensor in tensors):
+        local_norms = False
     named = [(tensor, *split_expert(stored_name(tensor.name, hybrid))) for tensor in tensors]
     shapes = {name: tensor.shape for tensor, name, _ in named}
     parameters: list[StoredParameter] = []

@@ -27,6 +27,7 @@ from ckpt_tools.megatron.fsdp_dtensor import (
     tensor_aliases,
 )
 from ckpt_tools.megatron.gating import GatingChoice, mark_gated
+from ckpt_tools.megatron.hybrid import is_hybrid
 from ckpt_tools.megatron.live import LiveParameter, live_parameters
 from ckpt_tools.megatron.names import DIALECTS, MTP_DISK, MTP_LIVE, Dialect, ModelStyle
 from ckpt_tools.megatron.optimizer_layouts.expected import expected_states, refuse_missing_states
@@ -117,7 +118,7 @@ def build_fsdp_target(source: TorchDistSource, options: TargetOptions) -> FsdpTa
         dropped=(*source.dropped, *common.dropped),
         renamed=renamed(parameters),
         backfilled=optimizer.backfilled,
-        notes=(*notes, *vocab.notes, *optimizer.notes, *common.notes),
+        notes=(*source.notes, *notes, *vocab.notes, *optimizer.notes, *common.notes),
     )
     args = source.args or source.model_config
     told = told_tokens(args)
@@ -223,7 +224,14 @@ def choose_style(source: TorchDistSource, options: TargetOptions) -> tuple[Model
     names = {p.name for p in source.parameters}
     has_fused_norms = any(name.endswith((".linear_qkv.layer_norm_weight", ".linear_fc1.layer_norm_weight"))
                           for name in names)  # fmt: skip
+    hybrid = settings.hybrid or is_hybrid(names)
+    if hybrid and options.layer_spec == "local":
+        raise MappingError(
+            "--layer-spec local: a HybridModel has Transformer Engine's layers whatever its args say"
+        )
     local = {"te": False, "local": True}[options.layer_spec] if options.layer_spec else settings.local_norms
+    if hybrid:
+        local = False
     if local is None:
         local = False
         if has_fused_norms:

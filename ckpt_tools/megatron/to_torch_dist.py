@@ -98,7 +98,7 @@ def build_torch_dist_target(source: FsdpSource, options: TorchDistOptions) -> To
         objects=(*rng, *extra, TargetObject(COMMON_OBJECT, [common])),
         dropped=source.dropped,
         renamed=_renamed(parameters),
-        notes=(*notes, *rng_notes, *_losses(source, options)),
+        notes=(*source.notes, *notes, *rng_notes, *_losses(source, options)),
     )
     record = _record(source, parameters, options, dialect, grid)
     args = source.common.args or source.common.model_config
@@ -233,7 +233,7 @@ def _states(stacks: Sequence[Stack]) -> Iterable[TargetTensor]:
 
 
 def _weight_dtype(stack: Stack, source: FsdpSource, options: TorchDistOptions) -> str:
-    """Element type of a stored weight: the training type for parameters, buffers keep theirs.
+    """Element type of a stored weight: the training type for masters; buffers and other weights keep theirs.
 
     Buffers and frozen weights are known by having no optimizer state, so a checkpoint without any tells them by
     name only.
@@ -243,10 +243,13 @@ def _weight_dtype(stack: Stack, source: FsdpSource, options: TorchDistOptions) -
         raise MappingError(
             f"{stack.key}: its layers or experts have different types {sorted([stored, *others])}"
         )
-    trained = bool(stack.parameters[0].tensor.states) or not source.has_optimizer
-    if stored not in CASTABLE or not trained or stack.key.endswith(BUFFERS):
+    tensor = stack.parameters[0].tensor
+    is_frozen = source.has_optimizer and not tensor.states
+    if stored not in CASTABLE or is_frozen or stack.key.endswith(BUFFERS):
         return stored
-    return options.dtype or training_dtype(source.common) or _need_dtype(stack.key, stored)
+    if options.dtype is not None or not source.is_master(tensor):
+        return options.dtype or stored
+    return training_dtype(source.common) or _need_dtype(stack.key, stored)
 
 
 def _need_dtype(key: str, stored: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ import pytest
 import safetensors
 from safetensors.numpy import save_file
 
+from ckpt_tools.catalog.files import open_files
 from ckpt_tools.catalog.safetensors import (
     INDEX_FILE,
     SINGLE_FILE,
     read_safetensors_catalog,
     read_safetensors_header,
+    unread_files,
 )
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError
 from tests.fuzz.mutate import mutate
@@ -72,10 +75,6 @@ def missing_shard(index: dict[str, Any], root: Path) -> None:
     (root / index["weight_map"]["scalar"]).unlink()
 
 
-def stale_shard(index: dict[str, Any], root: Path) -> None:
-    save_file({"old": ARRAYS["matrix"]}, root / "model-00003-of-00003.safetensors")
-
-
 def moved_tensor(index: dict[str, Any], root: Path) -> None:
     index["weight_map"] |= {"scalar": index["weight_map"]["matrix"], "matrix": index["weight_map"]["scalar"]}
 
@@ -89,7 +88,6 @@ def escaping(index: dict[str, Any], root: Path) -> None:
     [
         (break_index, "lacks ghost"),
         (missing_shard, "shard model-00002-of-00002.safetensors is missing"),
-        (stale_shard, "model-00003-of-00003.safetensors is not in the index"),
         (moved_tensor, "holds matrix, which the index places in model-00002-of-00002.safetensors"),
         (escaping, "is not a file name"),
     ],
@@ -112,6 +110,45 @@ def test_directories_without_one_set_of_weights_are_refused(tmp_path: Path) -> N
     (tmp_path / INDEX_FILE).write_text(json.dumps(index))
     save_file(ARRAYS, tmp_path / SINGLE_FILE)
     with pytest.raises(UnsupportedCheckpointError, match="both"):
+        read_safetensors_catalog(tmp_path)
+
+
+def test_files_beside_the_index_are_not_read(tmp_path: Path) -> None:
+    """Mistral publishes its weights a second time, as `consolidated.safetensors`; that one may be anything."""
+    (tmp_path / INDEX_FILE).write_text(json.dumps(sharded(tmp_path)))
+    save_file({"old": ARRAYS["matrix"]}, tmp_path / "consolidated.safetensors")
+    (tmp_path / "extra.safetensors").write_bytes(b"damaged")
+    assert read_safetensors_catalog(tmp_path).tensors.keys() == {"matrix", "scalar"}
+    with closing(open_files(str(tmp_path))) as files:
+        assert unread_files(files) == ("consolidated.safetensors", "extra.safetensors")
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"4d" * 32 + b"\nsize 4976698672\n"
+
+
+@pytest.mark.parametrize("name", [SINGLE_FILE, "model-00002-of-00002.safetensors", INDEX_FILE])
+def test_lfs_pointers_are_named(name: str, tmp_path: Path) -> None:
+    if name != SINGLE_FILE:
+        (tmp_path / INDEX_FILE).write_text(json.dumps(sharded(tmp_path)))
+    (tmp_path / name).write_bytes(POINTER)
+    with pytest.raises(UnsupportedCheckpointError, match=f"Git LFS pointers.*`git lfs pull`.*\n  - {name}$"):
+        read_safetensors_catalog(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("pytorch_model.bin", "but pytorch_model.bin: pickled or other weights are not read"),
+        ("pytorch_model-00001-of-00002.bin", "save_pretrained"),
+        ("consolidated.00.pth", "but consolidated.00.pth: pickled"),
+        ("model-Q4_K_M.gguf", "but model-Q4_K_M.gguf"),
+        ("adapter_model.safetensors", "an adapter .LoRA. without its model. Merge it first"),
+    ],
+)
+def test_folders_with_other_weights_say_what_to_do(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).write_bytes(b"weights")
+    with pytest.raises(UnsupportedCheckpointError, match=text):
         read_safetensors_catalog(tmp_path)
 
 

@@ -75,8 +75,11 @@ def read(folder: Path) -> Parts:
     keys = [key for key, m in kinds.items() if not isinstance(m, TensorStorageMetadata)]
     emptied = re.compile(r".*_extra_state|rerun_state_machine")
     objects = {key: [None] if emptied.match(key) else oracle.item(folder, key) for key in keys}
-    del objects[COMMON]
-    (common,) = oracle.item(folder, COMMON)
+    if COMMON in objects:
+        del objects[COMMON]
+        (common,) = oracle.item(folder, COMMON)
+    else:  # core 0.17 and older
+        common = torch.load(folder / "common.pt", weights_only=False, pickle_module=oracle.PickleModule)
     common.pop("rerun_state_machine", None)
     plain = {k: v for k, v in vars(common["args"]).items() if isinstance(v, bool | int | float | str | None)}
     common["args"] = argparse.Namespace(**plain)

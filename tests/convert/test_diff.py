@@ -9,7 +9,7 @@ import pytest
 from ckpt_tools.convert.diff import DiffRequest, diff_checkpoints
 from ckpt_tools.convert.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
 from ckpt_tools.convert.to_torch_dist import convert_to_torch_dist
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import UnsupportedCheckpointError
 from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions
 from ckpt_tools.verify.compare import Tolerance
 from ckpt_tools.verify.diff import DiffOptions, summarize
@@ -161,11 +161,13 @@ def test_other_types_are_a_difference_bitwise_and_compared_by_value_within_a_tol
     assert differences(tmp_path / "half", tmp_path / "full", tolerance=Tolerance(rtol=2**-8)) == ([], [])
 
 
-def test_a_hugging_face_model_has_no_parameters_in_common(tmp_path):
+def test_a_hugging_face_model_needs_its_config(tmp_path):
     header = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
-    with pytest.raises(UsageError, match="--by parameters"):
-        diff_checkpoints(place_of(LLAMA), str(tmp_path), None, DiffRequest(by="parameters"))
+    for by in ("auto", "parameters"):
+        with pytest.raises(UnsupportedCheckpointError, match=r"no config\.json of a Hugging Face model"):
+            diff_checkpoints(place_of(LLAMA), str(tmp_path), None, DiffRequest(by=by))
+    assert not diff_checkpoints(place_of(LLAMA), str(tmp_path), None, DiffRequest(by="keys")).is_equal
 
 
 def test_values_are_compared_by_type_and_part():

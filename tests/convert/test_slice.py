@@ -38,7 +38,7 @@ def place_of(name):
 def values_of(path):
     """{(kind, stored weight name with its layer, expert): bytes} of all weights and states."""
     with open_checkpoint(path) as opened:
-        source = read_torch_dist(opened.files, opened.catalog, ("*",))
+        source = read_torch_dist(opened.files, opened.catalog, unknown_keys=True)
         reader = BoxReader(opened.files, source.catalog)
         found = {}
         for p in source.parameters:

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tools.dtypes import CASTABLE, ITEMSIZE
+from ckpt_tools.errors import VerificationError
 from ckpt_tools.execute import crc
-from ckpt_tools.execute.casts import Array, cast, cast_raw, numpy_dtype, raw_dtype
+from ckpt_tools.execute.casts import Array, cast, cast_checked, cast_raw, numpy_dtype, raw_dtype
 
 
 def bits_of(tensor: torch.Tensor, dtype: str) -> Array:
@@ -51,6 +52,30 @@ def test_casts_equal_torch(source: str, target: str) -> None:
     raw = cast_raw(bits.view(raw_dtype(source)), source, target)
     assert raw.dtype == raw_dtype(target)
     assert raw.tobytes() == found.tobytes()
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value")
+@pytest.mark.parametrize(("source", "target"), [*itertools.permutations(sorted(CASTABLE), 2)])
+def test_a_checked_cast_counts_what_it_changes_and_refuses_infinities(source: str, target: str) -> None:
+    bits = patterns(source)
+    values = torch.from_numpy(bits.view("u1").copy()).view(getattr(torch, source))
+    there = values.to(getattr(torch, target))
+    too_large = (there.isinf() & values.isfinite()).numpy()
+    changed = ((there.to(values.dtype) != values) & ~values.isnan()).numpy()
+    raw = bits.view(raw_dtype(source))
+    result, count = cast_checked(raw[~too_large], source, target, "w", (0,))
+    assert result.tobytes() == cast_raw(raw[~too_large], source, target).tobytes()
+    assert count == changed[~too_large].sum()
+    if not too_large.any():
+        return
+    first = int(too_large.argmax())
+    with pytest.raises(VerificationError) as caught:
+        cast_checked(raw[None], source, target, "w", (7, 100))
+    number = values[first].double().item()
+    assert str(caught.value).startswith(
+        f"w[7, {100 + first}]: {number!r} is too large for {target} and would become"
+    )
+    assert f"as would {too_large.sum():,} of the {bits.size:,} elements" in str(caught.value)
 
 
 @pytest.mark.parametrize("dtype", ITEMSIZE)

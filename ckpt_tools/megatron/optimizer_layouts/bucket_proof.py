@@ -35,7 +35,8 @@ from ckpt_tools.megatron.torch_dist import LAYER_NUMBER
 
 ADVICE = (
     "Nothing was converted, because a wrong optimizer state would not be noticed in training. "
-    "Load the checkpoint in Megatron and save it again with --dist-ckpt-optim-fully-reshardable."
+    "Load the checkpoint in Megatron and save it again with --dist-ckpt-optim-fully-reshardable, or convert the "
+    "stored weights alone with --weights-only."
 )
 _THREADS = 2
 _PART_TILES = 64  # compared by one thread in a row

@@ -121,6 +121,13 @@ def find_buffers(catalog: Catalog, numels: Mapping[tuple[int, int], Any]) -> tup
             new = _StoredBucket(match["name"], match["dtype"], {})
             bucket = found.setdefault(where, {}).setdefault(int(match["index"]), new)
             bucket.kinds[canonical_kind(match["kind"])] = entry
+    fp8 = [b.name for stored in found.values() for b in stored.values() if b.param_dtype == "uint8"]
+    if fp8:
+        raise UnsupportedCheckpointError(
+            f"{fp8[0]}: a bucket of FP8 primary weights (--fp8-param-gather), whose masters do not round to the "
+            "stored weights, so that nothing proves which parameter lies where. Re-save with "
+            "--dist-ckpt-optim-fully-reshardable; --weights-only converts the stored weights."
+        )
     refuse_encoded(
         e for stored in found.values() for bucket in stored.values() for e in bucket.kinds.values()
     )
@@ -191,7 +198,7 @@ def _bucket(stored: _StoredBucket, numel: int, problems: list[str]) -> Bucket:
     if MASTER not in kinds:
         raise UnsupportedCheckpointError(
             f"{name} holds {', '.join(kinds)} but no master weights, and only those say which parameter lies where. "
-            "Re-save with --dist-ckpt-optim-fully-reshardable."
+            "Re-save with --dist-ckpt-optim-fully-reshardable; --weights-only converts the stored weights."
         )
     states = {kind: flatten(entry) for kind, entry in kinds.items()}
     bounds = {frozenset((*(first for first, _ in flat.chunks), numel)) for flat in states.values()}

@@ -49,7 +49,8 @@ def refuse_encoded(entries: Iterable[TensorEntry]) -> None:
             "optimizer states are stored as the precision-aware optimizer encodes them (int16 is the low half of an "
             "fp32 master), which cannot be read as numbers:\n"
             f"{list_problems(encoded)}\n"
-            "Re-save without --use-precision-aware-optimizer, or with fp32 main parameters and states."
+            "Re-save without --use-precision-aware-optimizer, or with fp32 main parameters and states; "
+            "--weights-only converts the stored weights."
         )
 
 

@@ -125,7 +125,8 @@ def coalesced_buffers(files: Files, catalog: Catalog) -> tuple[Buffer, ...]:
         except (TypeError, ValueError, AttributeError, KeyError):
             raise UnsupportedCheckpointError(
                 f"{where} does not have the form that Megatron core 0.8-0.14 writes. "
-                "Re-save with a newer release and --dist-ckpt-optim-fully-reshardable."
+                "Re-save with a newer release and --dist-ckpt-optim-fully-reshardable; --weights-only converts the "
+                "stored weights."
             ) from None
     return tuple(sorted(buffers, key=lambda b: (b.chain, b.group, b.gbuf)))
 

@@ -1,0 +1,82 @@
+"""HybridModel (and MambaModel): attention, MLP and Mamba are layers of their own, in the order of a pattern.
+
+Its layers come from `hybrid_stack_spec` and `mamba_stack_spec`, which use Transformer Engine's modules whatever
+`--transformer-impl` says (megatron/core/models/{hybrid,mamba}): norms are fused into the projections after them. Its
+last norm is `final_norm`, where a GPT model has `final_layernorm`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from ckpt_tools.errors import MappingError
+
+T = TypeVar("T")
+
+_FINAL_NORM = re.compile(r"^(?:.*\.)?decoder\.final_norm\.(?:weight|bias)$")
+_LAYER = re.compile(r"^decoder\.layers\.(?P<number>\d+)\.(?P<leaf>.+)$")
+_KINDS = {"self_attention": "*", "mlp": "-", "mixer": "M"}
+_NAMED_BY = ("is_hybrid_model", "hybrid_layer_pattern", "hybrid_override_pattern", "hybrid_attention_ratio",
+             "hybrid_mlp_ratio")  # fmt: skip
+
+
+def says_hybrid(settings: Mapping[str, Any]) -> bool:
+    """Whether a run's own settings name a HybridModel."""
+    spec = str(settings.get("spec") or "")
+    return any(map(settings.get, _NAMED_BY)) or "hybrid" in spec or "mamba" in spec
+
+
+def is_hybrid(names: Iterable[str]) -> bool:
+    """Whether the names of a model's parameters are a HybridModel's."""
+    return any(map(_FINAL_NORM.match, names))
+
+
+def as_gpt(
+    parameters: Mapping[str, T], settings: Mapping[str, Any]
+) -> tuple[dict[str, T], dict[str, Any], str]:
+    """A HybridModel of attention and MLP in turn as the GPT model it computes the same as, and a note on it.
+
+    A layer of attention without MLP and one of MLP without attention, one after the other, are a transformer layer.
+
+    Raises:
+        MappingError: it has layers that no GPT model has, or the settings contradict the weights.
+    """
+    pattern = _pattern(parameters)
+    told = settings.get("hybrid_layer_pattern") or settings.get("hybrid_override_pattern")
+    if told and re.sub(r"[|\s]", "", str(told)).replace("E", "-") != pattern:
+        raise MappingError(f"the args say hybrid pattern {told!r}, the weights have layers {pattern!r}")
+    layers = len(pattern) // 2
+    if pattern != "*-" * layers:
+        raise MappingError(
+            f"the checkpoint is a HybridModel: attention (*), MLP (-) and Mamba (M) are layers of their own, here "
+            f"{pattern!r}. Only attention and MLP in turn ('*-*-') can be exported, as a model of half as many "
+            "transformer layers; no known Hugging Face family is laid out otherwise"
+        )
+    renamed = {gpt_name(name): value for name, value in parameters.items()}
+    found = dict(settings) | dict.fromkeys((*_NAMED_BY, "spec")) | {"num_layers": layers}
+    note = f"a HybridModel of {len(pattern)} layers {pattern!r} is exported as {layers} transformer layers"
+    return renamed, found, note
+
+
+def _pattern(names: Iterable[str]) -> str:
+    kinds: dict[int, set[str]] = {}
+    for name in names:
+        if match := _LAYER.match(name):
+            module = match["leaf"].partition(".")[0]
+            kinds.setdefault(int(match["number"]), set()).update(_KINDS.get(module, ""))
+    mixed = [number for number, found in kinds.items() if len(found) != 1]
+    if mixed:
+        raise MappingError(
+            f"decoder.layers.{mixed[0]}: a layer of a HybridModel is attention, an MLP or Mamba, this one holds "
+            f"{sorted(kinds[mixed[0]])}"
+        )
+    return "".join(next(iter(kinds[number])) for number in sorted(kinds))
+
+
+def gpt_name(name: str) -> str:
+    """The name that a parameter of a HybridModel of attention and MLP in turn has in the GPT model."""
+    if match := _LAYER.match(name):
+        return f"decoder.layers.{int(match['number']) // 2}.{match['leaf']}"
+    return name.replace("decoder.final_norm.", "decoder.final_layernorm.")
