@@ -58,7 +58,7 @@ def coalesce(items: Iterable[Item], max_span_bytes: int) -> list[Span]:
     No span is longer than `max_span_bytes`, unless a single item is.
     """
     spans: list[Span] = []
-    for file, offset, length, *_ in sorted(set(items)):
+    for file, offset, length in sorted({item[:3] for item in items}):
         stop = offset + length
         if spans:
             last = spans[-1]
