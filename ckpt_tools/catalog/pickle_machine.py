@@ -127,8 +127,7 @@ class Machine:
     def planned(self) -> Iterator[Any]:
         """Every packed write item, executed; its memo entries are taken out again, so that one is held at a time."""
         for number, place in enumerate(self._places):
-            found = PLANNED.match(self.data, place)
-            if found:
+            if found := PLANNED.match(self.data, place):
                 yield self._execute_record(number)
                 for index in range(self._bases[number], self._bases[number] + PLANNED.memos_of(found)):
                     self._memo.pop(index, None)

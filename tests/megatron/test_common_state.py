@@ -10,7 +10,7 @@ import torch
 
 from ckpt_tools.catalog.dcp import read_catalog
 from ckpt_tools.catalog.files import open_files
-from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError
+from ckpt_tools.errors import CorruptCheckpointError, HostileCheckpointError
 from ckpt_tools.megatron.common_state import CommonState, read_common_state
 from ckpt_tools.megatron.optimizer_layouts.kinds import declared_layout, optimizer_layout
 from tests.conftest import fixture_dir
@@ -72,7 +72,7 @@ def test_damage_is_named(iteration: Path) -> None:
     with pytest.raises(CorruptCheckpointError, match=r"common\.pt: holds a list, expected a dict"):
         common_of(iteration)
     torch.save({"f": shutil.copytree}, iteration / "common.pt")
-    with pytest.raises(UnsupportedCheckpointError, match=r"names shutil.'copytree'"):
+    with pytest.raises(HostileCheckpointError, match=r"names shutil.'copytree'"):
         common_of(iteration)
     (iteration / "common.pt").unlink()
     (iteration / "run_config.yaml").write_text("model: [")
