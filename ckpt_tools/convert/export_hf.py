@@ -158,7 +158,7 @@ def parameters_of(opened: Opened, options: ExportOptions) -> dict[str, Base]:
             source = read_fsdp_source(
                 opened.files, opened.catalog, opened.common, options.ignore_keys, options.trust_pickle
             )
-            tp = source.tp_given(options.tp)
+            tp = source.known_tp(options.tp)
             local = read_settings(opened.common).local_norms
             return {
                 one_name(p.name, p.expert): Base(p.tensor.dtypes[WEIGHT], p.shape, p.sources(WEIGHT))
