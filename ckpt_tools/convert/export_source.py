@@ -113,7 +113,7 @@ def _fsdp_dtensor(
     source = read_fsdp_source(
         opened.files, opened.catalog, opened.common, ignored, trust_pickle, weights_only=True
     )
-    tp = source.tp_given(tp)
+    tp = source.known_tp(tp)
     local = read_settings(opened.common).local_norms
     parameters = stored_parameters(source.tensors, tp, local)
     bases = {one_name(p): Base(p.tensor.dtypes[WEIGHT], p.shape, p.sources(WEIGHT)) for p in parameters}

@@ -72,12 +72,7 @@ def open_fsdp(location: Location, options: ConvertOptions, layout: Layout) -> Op
     Raises:
         UsageError: an option that only a conversion from another format can meet, or `--tp` is needed.
     """
-    kept = TargetOptions(tp=options.target.tp, layer_spec=options.target.layer_spec)
-    if options.target != kept:
-        raise UsageError(
-            f"{location.path} is already an fsdp_dtensor checkpoint; it can be laid out for another topology, but "
-            "its names, types, groups and vocabulary stay as they are: leave those options out"
-        )
+    refuse_changes(location, options)
     files = open_files(location.path)
     try:
         catalog = read_catalog(files, options.trust_pickle)
@@ -87,7 +82,11 @@ def open_fsdp(location: Location, options: ConvertOptions, layout: Layout) -> Op
             held = {kind for tensor in source.tensors for kind in tensor.states}
             refuse_missing_states(held, expected_states(common, list(source.groups.values())))
         settings = read_settings(common)
-        local = settings.local_norms if kept.layer_spec is None else kept.layer_spec == "local"
+        local = (
+            settings.local_norms
+            if options.target.layer_spec is None
+            else options.target.layer_spec == "local"
+        )
         style = ModelStyle(bool(local), bool(settings.grouped_experts), settings.fused_mla_down)
         old, stored = source.record or TargetRecord(), source.tp
         tp = said_tp(options.target.tp, layout) or stored
@@ -105,6 +104,19 @@ def open_fsdp(location: Location, options: ConvertOptions, layout: Layout) -> Op
         raise
 
 
+def refuse_changes(location: Location, options: ConvertOptions) -> None:
+    """
+    Raises:
+        UsageError: an option that only a conversion from another format can meet.
+    """
+    kept = TargetOptions(tp=options.target.tp, layer_spec=options.target.layer_spec)
+    if options.target != kept:
+        raise UsageError(
+            f"{location.path} is already an fsdp_dtensor checkpoint; it can be laid out for another topology, but "
+            "its names, types, groups and vocabulary stay as they are: leave those options out"
+        )
+
+
 def relayout(
     source: str,
     output: str,
@@ -120,6 +132,7 @@ def relayout(
         UsageError: an impossible layout, an option that does not apply, or an output that cannot be taken.
         MappingError, CorruptCheckpointError, StorageError: as reading, planning and writing say.
     """
+    refuse_changes(location, options)
     if options.layout is None and options.target.tp is None:
         raise UsageError(
             f"nothing to convert: {location.path} is an fsdp_dtensor checkpoint already, and no other job is named. "

@@ -44,8 +44,10 @@ def said_tp(asked: int | None, layout: Layout | None) -> Size | None:
     """Tensor-parallel ranks of the target as the user put it, None when nothing was said.
 
     Raises:
-        UsageError: the options contradict each other.
+        UsageError: no number of ranks, or the options contradict each other.
     """
+    if asked is not None and asked < 1:
+        raise UsageError(f"--tp {asked}: at least one rank is needed")
     topology = None if layout is None else layout.topology
     if topology is None:
         return None if asked is None else Size(asked, "--tp")

@@ -89,7 +89,7 @@ class FsdpSource:
         """For how many tensor-parallel ranks its packed projections are, None when nothing tells."""
         return stored_tp(self.record, self.rng, self.common.args)
 
-    def tp_given(self, asked: int | None) -> int | None:
+    def known_tp(self, asked: int | None) -> int | None:
         """The same, said by `asked` where the checkpoint does not tell.
 
         Raises:

@@ -84,7 +84,7 @@ def build_torch_dist_target(source: FsdpSource, options: TorchDistOptions) -> To
         else options.layer_spec == "local"
     )
     dialect = choose_dialect(source, options.dialect)
-    parameters = stored_parameters(source.tensors, source.tp_given(options.tp), local)
+    parameters = stored_parameters(source.tensors, source.known_tp(options.tp), local)
     _check_counts(parameters, source.common)
     stacks, notes = stack_parameters(parameters, source.common, options.stacked)
     common, counts = _common_state(source, parameters, options)

@@ -225,6 +225,12 @@ def test_nothing_to_convert_is_said(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+def test_no_ranks_are_no_job(tmp_path, capsys):
+    for source in (LLAMA, DATA / "core019_llama_tp2_native_fsdp_dtensor"):
+        assert convert(source, tmp_path / "out", "--tp", 0) == 2
+        assert "--tp 0: at least one rank is needed" in capsys.readouterr().err
+
+
 def rng_keys(folder: Path) -> list[str]:
     return sorted(k for k in oracle.metadata(folder).state_dict_metadata if k.startswith("rng_state/"))
 
