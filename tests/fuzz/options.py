@@ -136,7 +136,9 @@ def main() -> None:
         0.0,
     )
     with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)  # a name like "x" is a file here
+        inner = Path(folder, "inner")
+        inner.mkdir()
+        os.chdir(inner)  # names like "x" and "../x" are files here
         lines = Lines(Path(folder))
         while time.monotonic() < until:
             words = lines.draw(rng)

@@ -65,7 +65,8 @@ def test_what_was_slow_or_deep(parser: str, data: bytes) -> None:
 
 def test_any_value_of_any_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By hand: `python -m tests.fuzz.options --minutes 10`."""
-    monkeypatch.chdir(tmp_path)  # a name like "x" is a file here
+    (tmp_path / "inner").mkdir()
+    monkeypatch.chdir(tmp_path / "inner")  # names like "x" and "../x" are files here
     lines, rng, codes = Lines(tmp_path), random.Random(5), set()
     for _ in range(40):
         words = lines.draw(rng)
