@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from ckpt_tools.verify.report import Finding, Report
 
 SCHEMA_VERSION = 1
-_BACKTICK, _PIPE = r"\x60", r"\x7c"
+_IN_CODE = str.maketrans({"`": r"\x60", "|": r"\x7c", "<": r"\x3c"})
 
 
 def as_json(report: Report) -> dict[str, Any]:
@@ -97,7 +97,8 @@ def _message(finding: Finding) -> str:
 
 def _code(text: str) -> str:
     """A code span of Markdown: in one, nothing is a link, a mention, HTML or the end of a cell."""
-    return f"`{escape(' '.join(text.split())).replace('`', _BACKTICK).replace('|', _PIPE) or ' '}`"
+    shown = escape(" ".join(text.split())).translate(_IN_CODE)
+    return f"`{shown or ' '}`"
 
 
 def _data(text: str) -> str:

@@ -60,7 +60,7 @@ def export(
     ] = None,
     vocab_size: Annotated[
         int | None,
-        typer.Option("--vocab-size", min=1, max=o.MAX_ROWS, help="Real tokens; the rows after them are cut.",
+        typer.Option("--vocab-size", max=o.MAX_ROWS, help="Real tokens; the rows after them are cut.",
                      rich_help_panel=_MODEL),
     ] = None,
     max_shard_size: Annotated[
@@ -130,7 +130,7 @@ def import_(
     dtype: AnyDtype = None,
     vocab_multiple: Annotated[
         int,
-        typer.Option("--vocab-multiple", min=1, max=o.MAX_ROWS, help="Rows of the vocabulary are filled up with "
+        typer.Option("--vocab-multiple", max=o.MAX_ROWS, help="Rows of the vocabulary are filled up with "
                      "zeros to a multiple of this: make-vocab-size-divisible-by times tensor parallel size.",
                      rich_help_panel=_MODEL),
     ] = 128,

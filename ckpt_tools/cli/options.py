@@ -134,13 +134,13 @@ Dtype = Annotated[
 ]  # fmt: skip
 VocabSizePadded = Annotated[
     int | None,
-    typer.Option("--vocab-size-padded", min=1, max=MAX_ROWS,
+    typer.Option("--vocab-size-padded", max=MAX_ROWS,
                  help="Rows of the vocabulary in the target: padding is cut or zeros added.",
                  rich_help_panel=_MODEL),
 ]  # fmt: skip
 VocabSize = Annotated[
     int | None,
-    typer.Option("--vocab-size", min=1, max=MAX_ROWS, help="Real tokens: the rows after them are padding.",
+    typer.Option("--vocab-size", max=MAX_ROWS, help="Real tokens: the rows after them are padding.",
                  rich_help_panel=_MODEL),
 ]  # fmt: skip
 ModelPrefix = Annotated[

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import os
 import random
 import re
 import resource
@@ -135,6 +136,9 @@ def main() -> None:
         0.0,
     )
     with tempfile.TemporaryDirectory() as folder:
+        inner = Path(folder, "inner")
+        inner.mkdir()
+        os.chdir(inner)  # names like "x" and "../x" are files here
         lines = Lines(Path(folder))
         while time.monotonic() < until:
             words = lines.draw(rng)

@@ -63,8 +63,10 @@ def test_what_was_slow_or_deep(parser: str, data: bytes) -> None:
     parse(parser, data)
 
 
-def test_any_value_of_any_option(tmp_path: Path) -> None:
+def test_any_value_of_any_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By hand: `python -m tests.fuzz.options --minutes 10`."""
+    (tmp_path / "inner").mkdir()
+    monkeypatch.chdir(tmp_path / "inner")  # names like "x" and "../x" are files here
     lines, rng, codes = Lines(tmp_path), random.Random(5), set()
     for _ in range(40):
         words = lines.draw(rng)
@@ -119,7 +121,10 @@ DRAWN_ONCE = [
 
 
 @pytest.mark.parametrize("words", DRAWN_ONCE, ids=range(len(DRAWN_ONCE)))
-def test_what_ended_as_a_defect_or_too_late(words: list[str], tmp_path: Path) -> None:
+def test_what_ended_as_a_defect_or_too_late(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     code, said, seconds = outcome(
         [{"IN": str(LLAMA), "OUT": str(tmp_path / "out")}.get(word, word) for word in words]
     )

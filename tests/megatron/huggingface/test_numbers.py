@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.huggingface.config import read_config
 from ckpt_tools.megatron.huggingface.families import FAMILIES
 from ckpt_tools.megatron.huggingface.model_args import read_model_args
+from ckpt_tools.megatron.huggingface.rules import Rule, expand
 
 QWEN = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
         "num_key_value_heads": 2, "vocab_size": 32, "rms_norm_eps": 1e-6, "max_position_embeddings": 64,
@@ -77,3 +79,11 @@ def test_what_no_arguments_say(change: dict[str, Any]) -> None:
     with pytest.raises(MappingError):
         read_model_args(ARGS | change)
     assert time.process_time() - began < 1
+
+
+def test_a_rule_for_experts_says_nothing_of_a_model_without_them() -> None:
+    rule = Rule("a.{l}", ("b.{l}",), "same", ("ffn",))
+    of_experts = replace(rule, core="a.{l}.{e}")
+    model = read_config(FAMILIES["llama"], {k: v for k, v in QWEN.items() if "experts" not in k})
+    found = [expand(replace(FAMILIES["llama"], rules=(one,)), model) for one in (rule, of_experts)]
+    assert [len(pairs) for pairs in found] == [2, 0]
