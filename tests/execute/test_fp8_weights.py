@@ -119,6 +119,47 @@ def test_a_power_of_two_a_block(tmp_path: Path, recipe: str, rows: int, columns:
     assert (found.fp8, found.fp8_by_position) == (1, 0)
 
 
+def test_blocks_are_counted_from_the_start_of_what_a_rank_holds(tmp_path: Path) -> None:
+    """A sample of a wide row begins inside a block, and a rank's part of it at any column."""
+    values = np.random.default_rng(5).standard_normal((8, 5008)).astype(np.float32)
+    values *= np.repeat(10.0 ** np.random.default_rng(6).uniform(-4, 0, 5024 // 32), 32)[:5008].astype(
+        np.float32
+    )
+    boxes = [Box((0, 0), (8, 2480)), Box((0, 2480), (8, 2528))]
+    weights = np.empty(values.shape, np.uint16)
+    for box in boxes:
+        first, last = box.start[1], box.stop[1]
+        for at in range(first, last, 32):
+            block = values[:, at : min(at + 32, last)]
+            scale = 2.0 ** np.floor(np.log2(448 / np.abs(block).max(axis=1, keepdims=True)))
+            weights[:, at : at + block.shape[1]] = through_e4m3(block, scale.astype(np.float32))
+    source = DcpFolder(tmp_path / "checkpoint")
+    source.tensor("m", "float32", values, boxes)
+    source.tensor("w", "bfloat16", weights, boxes)
+    source.finish()
+    files = open_files(str(tmp_path / "checkpoint"))
+    target = TargetTensor(
+        "t",
+        "float32",
+        values.shape,
+        (Source("m"),),
+        must_round_to=(Source("w"),),
+        must_round_dtype="bfloat16",
+    )
+    for level in ("sample", "all"):
+        found = check_masters(files, read_catalog(files), [target], level, fp8_recipe="mxfp8")
+        assert (found.fp8, found.fp8_by_position) == (1, 0), level
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8", "unknown"])
+def test_weights_of_few_values_are_not_fp8_for_that(tmp_path: Path, recipe: str) -> None:
+    values = np.full((ROWS, COLUMNS), 0.5, np.float32)
+    weights = torch.from_numpy(values).bfloat16().view(torch.uint16).numpy()
+    values[3, 4] = 0.51
+    with pytest.raises(VerificationError, match=r"t\[3, 4\]"):
+        check(tmp_path, values, weights, recipe)
+
+
 def test_any_scale_a_block_is_proven_by_position(tmp_path: Path) -> None:
     values = masters()
     found = check(tmp_path, values, by_block(values, 32, 128, False), "blockwise")
