@@ -198,11 +198,12 @@ def convert(
 
 
 def _iteration_number(iteration: str | None) -> int | None:
+    from ckpt_tools.convert.outputs import MAX_DIGITS
     from ckpt_tools.errors import UsageError
 
     if iteration is None:
         return None
-    if not (iteration.isascii() and iteration.isdigit()):
+    if not (iteration.isascii() and iteration.isdigit() and len(iteration) <= MAX_DIGITS):
         raise UsageError(f"--iteration {iteration}: give a number, or all")
     return int(iteration)
 
@@ -261,11 +262,9 @@ def _refuse_meaningless(ctx: typer.Context, to: Format) -> None:
 def _expect(kind: str, path: str, iteration: str | None, to: Format) -> None:
     """Refuse a source of another kind than the command's name says."""
     from ckpt_tools.catalog.detect import locate
-    from ckpt_tools.convert.outputs import MAX_DIGITS
     from ckpt_tools.errors import UnsupportedCheckpointError
 
-    is_number = iteration and iteration.isdecimal() and len(iteration) <= MAX_DIGITS
-    found = locate(path, int(iteration) if iteration and is_number else None).kind
+    found = locate(path, None if iteration == "all" else _iteration_number(iteration)).kind
     if found != kind:
         raise UnsupportedCheckpointError(
             f"{path} is a checkpoint of kind {found}; this command takes {kind}. `convert --to {to.value}` takes any"

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from ckpt_tools.convert.close_names import unmatched
-from ckpt_tools.convert.hf_parts import CONFIG
 from ckpt_tools.convert.inspect import role_of
 from ckpt_tools.convert.opened import Opened, open_checkpoint
 from ckpt_tools.errors import UsageError, list_problems
@@ -119,7 +118,7 @@ def _choose(by: str, a: Opened, b: Opened) -> str:
         )
     if by != "auto":
         return by
-    if between and any(side.files.exists(CONFIG) for side in (a, b) if side.location.kind == "safetensors"):
+    if between:
         return HUGGINGFACE
     if kinds == {"torch_dist"}:
         layouts = {optimizer_layout(side.catalog, side.common) for side in (a, b)}

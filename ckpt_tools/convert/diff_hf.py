@@ -35,7 +35,7 @@ def sides_by_export(model: Opened, checkpoint: Opened) -> tuple[Side, Side, list
     shapes = {key: view.shape for key, view in views.items() if key in made.exported.shapes}
     kept, left_out = without_frequencies(model.catalog)
     catalog = replace(kept, tensors={key: _reshaped(e, shapes) for key, e in kept.tensors.items()})
-    redundant = _redundant(model, views)
+    redundant = _redundant(replace(model, catalog=kept), views)
     stored: dict[str, TargetTensor | InlineTensor] = {
         key: TargetTensor(key, _compared_dtype(entry, views.get(key)), entry.shape, (Source(key),))
         for key, entry in catalog.tensors.items()
@@ -79,7 +79,10 @@ def _redundant(model: Opened, views: Mapping[str, object]) -> dict[str, str]:
     if not extra:
         return {}
     specs = {key: Spec(entry.dtype, entry.shape) for key, entry in model.catalog.tensors.items()}
-    imported = import_targets(specs, read_config(model.location.path))
+    try:
+        imported = import_targets(specs, read_config(model.location.path))
+    except MappingError:  # it is not a whole model of its kind, and the comparison says where
+        return {}
     paired = {key for pair in imported.equal for key in pair}
     found = {
         key: "no content of its own, as import-hf says"

@@ -170,8 +170,9 @@ def short_file(root: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words", "code"),
     [
-        (wrong_master, "", 6),
-        (wrong_master, "--check-masters all", 6),
+        (wrong_master, "", 4),
+        (wrong_master, "--check-source none", 6),
+        (wrong_master, "--check-source none --check-masters all", 6),
         (short_file, "", 4),
         (short_file, "--check-masters none --gpus 3", 4),
     ],

@@ -164,7 +164,7 @@ def test_other_types_are_a_difference_bitwise_and_compared_by_value_within_a_tol
 def test_a_hugging_face_model_needs_its_config(tmp_path):
     header = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
-    for by in ("auto", "parameters"):
+    for by in ("auto", "huggingface"):
         with pytest.raises(UnsupportedCheckpointError, match=r"no config\.json of a Hugging Face model"):
             diff_checkpoints(place_of(LLAMA), str(tmp_path), None, DiffRequest(by=by))
     assert not diff_checkpoints(place_of(LLAMA), str(tmp_path), None, DiffRequest(by="keys")).is_equal

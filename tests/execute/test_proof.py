@@ -456,12 +456,12 @@ from tests.execute.conftest import reopened_case
 here, moment = Path(sys.argv[1]), sys.argv[2]
 def die(*args): os._exit(9)
 if moment == "before the tracker":
-    run.replace_file = die
+    publish.Staging.write_beside = die
 elif moment == "after the tracker":
     publish.Staging.discard = die
 elif moment == "in the partial directory":
     clear = publish.Staging._clear
-    publish.Staging._clear = lambda self: (clear(self), self._marker.exists() and die())
+    publish.Staging._clear = lambda self: (clear(self), self._read_marker() is not None and die())
 elif moment == "before it is removed":
     publish.Staging.release = die
 elif moment == "with it removed":

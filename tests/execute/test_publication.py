@@ -48,7 +48,7 @@ def _killed_in_publication(at: int, convert: Callable[[], object]) -> bool:
             def counted(self: Staging, *args: Any, **named: Any) -> None:
                 for name in ("rename", "replace", "unlink", "rmdir", "open", "mkdir"):
                     setattr(os, name, deadly(getattr(os, name)))
-                publish._exchange = deadly(publish._exchange)
+                publish.exchange = deadly(publish.exchange)
                 original(self, *args, **named)
 
             Staging.publish = counted  # type: ignore[method-assign]
@@ -67,7 +67,7 @@ def test_every_stop_of_publication_can_be_gone_on_from(
     case: Case, tmp_path: Path, exchange: bool, has_old: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not exchange:
-        monkeypatch.setattr(publish, "_exchange", lambda *_names: False)
+        monkeypatch.setattr(publish, "exchange", lambda *_names: False)
     out, tracker = tmp_path / "out", tmp_path / TRACKER
     mine, before = (
         Output(out, {TRACKER: b"new"}, overwrite=True),

@@ -109,9 +109,8 @@ def in_v4_form(config: Config) -> dict[str, Any]:
         MappingError: `rope_parameters` and a field of transformers 4 contradict each other.
     """
     found = dict(config)
-    rope = found.pop("rope_parameters", None)
-    if isinstance(rope, Mapping):
-        said = _rope_fields(rope)
+    if found.get("rope_parameters") is not None:
+        said = _rope_fields(_mapping(found["rope_parameters"], "rope_parameters"))
         problems = [
             f"{name} is {found[name]}, but rope_parameters has {value}"
             for name, value in said.items()
@@ -123,9 +122,16 @@ def in_v4_form(config: Config) -> dict[str, Any]:
                 "Remove the one that is stale:\n" + list_problems(problems)
             )
         found = said | found
+    found.pop("rope_parameters", None)
     if "dtype" in found:
         found.setdefault("torch_dtype", found["dtype"])
     return found
+
+
+def _mapping(value: object, name: str) -> Config:
+    if not isinstance(value, Mapping):
+        raise MappingError(f"config.json: {name} is {value!r}, expected a set of fields")
+    return value
 
 
 def _rope_fields(rope: Config) -> dict[str, Any]:
@@ -133,7 +139,7 @@ def _rope_fields(rope: Config) -> dict[str, Any]:
     said: dict[str, Any] = {}
     if "full_attention" in rope or "sliding_attention" in rope:  # Gemma 3: one set for each kind of layer
         local, rope = (
-            one if isinstance(one := rope.get(kind), Mapping) else {}
+            _mapping(rope.get(kind, {}), f"rope_parameters.{kind}")
             for kind in ("sliding_attention", "full_attention")
         )
         if "rope_theta" in local:
