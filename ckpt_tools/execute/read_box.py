@@ -7,13 +7,16 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ckpt_tools.box import Box
+from ckpt_tools.box import Box, full_box
 from ckpt_tools.catalog.files import Files
 from ckpt_tools.catalog.model import Catalog
-from ckpt_tools.execute.casts import Array, cast_raw, numpy_dtype, raw_dtype
-from ckpt_tools.execute.source import ChunkRef, SourceReader, index_of, read_region
+from ckpt_tools.execute.casts import Array, numpy_dtype, raw_dtype
+from ckpt_tools.execute.fill import fill
+from ckpt_tools.execute.source import SourceReader
 from ckpt_tools.megatron.target import TargetTensor
-from ckpt_tools.plan.overlap import ChunkFinder, SourcePiece, TargetReader
+from ckpt_tools.plan.model import Computation, Transfer
+from ckpt_tools.plan.overlap import ChunkFinder, TargetReader
+from ckpt_tools.plan.transfers import transfers_into
 
 _SCRATCH_BYTES = 4 << 20
 
@@ -29,8 +32,8 @@ class BoxReader:
 
     def tensor(self, target: TargetTensor) -> Callable[[Box], Array]:
         """What `read` does for this target, its sources looked up once for many boxes."""
-        pieces = TargetReader(self._finder, target).pieces
-        return lambda box: self._read(target.dtype, box, pieces(box))
+        reader = TargetReader(self._finder, target)
+        return lambda box: self._read(target.dtype, box, transfers_into(reader, box))
 
     def read(self, target: TargetTensor, box: Box) -> Array:
         """The elements of `box` (global coordinates of `target`), of the type `casts.numpy_dtype(target.dtype)`.
@@ -38,23 +41,14 @@ class BoxReader:
         Elements that no source of a `zero_filled` target shows are zeros.
 
         Raises:
-            MappingError, CorruptCheckpointError: as `TargetReader.pieces`.
+            MappingError, CorruptCheckpointError: as `TargetReader.locate`.
         """
         return self.tensor(target)(box)
 
-    def _read(self, dtype: str, box: Box, pieces: Sequence[SourcePiece]) -> Array:
-        scratch = self._scratch()
-        covered = sum(piece.box.volume for _, _, piece in pieces) == box.volume
+    def _read(self, dtype: str, box: Box, transfers: Sequence[Transfer | Computation]) -> Array:
+        covered = sum(transfer.box.volume for transfer in transfers) == box.volume
         raw = (np.empty if covered else np.zeros)(box.size, raw_dtype(dtype))
-        for entry, chunk, piece in pieces:
-            payload = self._source.payload(ChunkRef(entry.key, chunk.item, entry.dtype, chunk.box.size))
-            region = raw[index_of(piece.box)]
-            if entry.dtype == dtype:
-                read_region(payload, piece, region, scratch)
-                continue
-            values = np.empty(piece.box.size, raw_dtype(entry.dtype))
-            read_region(payload, piece, values, scratch)
-            region[...] = cast_raw(values, entry.dtype, dtype)
+        fill(self._source, raw, dtype, full_box(box.size), transfers, self._scratch())
         return raw.view(numpy_dtype(dtype))
 
     def _scratch(self) -> Array:

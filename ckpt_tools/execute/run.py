@@ -21,7 +21,7 @@ from ckpt_tools.execute.signals import StopSignals
 from ckpt_tools.execute.source import SourceReader, forget
 from ckpt_tools.execute.work import Progress, Work, tile_bytes
 from ckpt_tools.plan.assign import worker_share
-from ckpt_tools.plan.model import Plan
+from ckpt_tools.plan.model import Plan, stored_parts
 
 if TYPE_CHECKING:
     from ckpt_tools.execute.remote_output import RemoteJob
@@ -201,7 +201,7 @@ class _Job:
             source.close()
             staging.journal.close()
         if options.fsync or options.direct:
-            forget(self._files, {t.item.file for i in share for t in plan.items[i].transfers})
+            forget(self._files, {t.item.file for i in share for t in stored_parts(plan.items[i].transfers)})
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         counts = [asdict(c) for c in counters]
         counts[0] |= {"resumed": work.resumed, "peak_rss": peak}

@@ -15,7 +15,7 @@ from ckpt_tools.errors import CorruptCheckpointError
 from ckpt_tools.execute import crc
 from ckpt_tools.plan.coalesce import Span, coalesce
 from ckpt_tools.plan.frames import tensor_frame
-from ckpt_tools.plan.model import OutputItem
+from ckpt_tools.plan.model import OutputItem, stored_parts
 
 
 class _Loaded:
@@ -46,7 +46,8 @@ class SmallCopies:
 
     def __init__(self, files: Files, items: Sequence[OutputItem], buffer: memoryview) -> None:
         self._items = items
-        self._loaded = _Loaded(files, [item.transfers[0].item for item in items], buffer)
+        self._copies = [next(stored_parts(item.transfers)) for item in items]
+        self._loaded = _Loaded(files, [transfer.item for transfer in self._copies], buffer)
         self.bytes_read = self._loaded.nbytes
 
     def archives(self) -> Iterator[tuple[list[bytes | memoryview], int] | None]:
@@ -55,8 +56,7 @@ class SmallCopies:
         Raises:
             CorruptCheckpointError: a payload does not have the CRC-32 that its archive states.
         """
-        for item in self._items:
-            transfer = item.transfers[0]
+        for item, transfer in zip(self._items, self._copies, strict=True):
             stored = self._loaded.item(transfer.item)
             source = tensor_frame(transfer.dtype, transfer.shape)
             head, end = len(source.head), len(source.head) + source.payload_bytes

@@ -20,7 +20,7 @@ from ckpt_tools.catalog.files import LocalFiles
 from ckpt_tools.dtypes import itemsize
 from ckpt_tools.errors import CorruptCheckpointError
 from ckpt_tools.execute import crc
-from ckpt_tools.execute.casts import Array, cast_raw, raw_dtype
+from ckpt_tools.execute.casts import Array, raw_dtype
 from ckpt_tools.execute.fileio import (
     BLOCK_BYTES,
     At,
@@ -30,15 +30,17 @@ from ckpt_tools.execute.fileio import (
     storage_errors,
     write_all,
 )
+from ckpt_tools.execute.fill import chunk_of, fill
 from ckpt_tools.execute.small import SmallCopies
-from ckpt_tools.execute.source import ChunkRef, Payload, SourceReader, index_of, read_region
+from ckpt_tools.execute.source import Payload, SourceReader
 from ckpt_tools.plan.byte_runs import is_run, row_major_tiles
 from ckpt_tools.plan.frames import Frame, bare_frame, tensor_frame
-from ckpt_tools.plan.model import VERBATIM, OutputItem, Transfer
+from ckpt_tools.plan.model import VERBATIM, Computation, OutputItem, Transfer, stored_parts
 from ckpt_tools.plan.tiling import BoxIndex
 
 _COPY_STEP_BYTES = 64 << 20  # copied by the kernel between two looks at whether to stop
 _CAST_COPIES = 4  # arrays of a tile's elements that a cast holds at a time
+_KERNEL_COPIES = 8  # and a kernel, its inputs among them
 KERNEL_COPY_BYTES = 256 * 1024  # below, one read and one write cost less than joining checksums
 
 
@@ -54,15 +56,15 @@ class Segment(NamedTuple):
     """A gapless range of an item's payload: `box` is relative to the item's start."""
 
     box: Box
-    transfers: Sequence[Transfer]
+    transfers: Sequence[Transfer | Computation]
     zeros: bool  # some elements come from no transfer
 
 
 def segments(item: OutputItem) -> list[Segment]:
     """The item's payload in order: one segment a transfer where each fills a gapless range, else one in all."""
     size = item.box.size
-    if item.zero_elems == 0 and all(is_run(t.piece.box, size) for t in item.transfers):
-        return [Segment(t.piece.box, (t,), False) for t in item.transfers]
+    if item.zero_elems == 0 and all(is_run(t.box, size) for t in item.transfers):
+        return [Segment(t.box, (t,), False) for t in item.transfers]
     return [Segment(Box((0,) * len(size), size), item.transfers, item.zero_elems > 0)]
 
 
@@ -184,7 +186,7 @@ class Pump:
             self._tick(len(data))
         payload = self._whole_payload(segment)
         if payload and payload.crc32 not in (None, total):
-            transfer = segment.transfers[0]
+            transfer = next(stored_parts(segment.transfers))
             raise CorruptCheckpointError(
                 f"{transfer.key}: the payload of the item at byte {transfer.item.offset} of {transfer.item.file} "
                 "has another checksum than its archive says. Copy the checkpoint again."
@@ -192,9 +194,12 @@ class Pump:
 
     def _whole_payload(self, segment: Segment) -> Payload | None:
         """The payload that makes up a whole segment, if one does: others may stand beside it, or zeros."""
-        if len(segment.transfers) == 1 and not segment.zeros and segment.transfers[0].strategy == VERBATIM:
-            return self._source.payload(chunk_of(segment.transfers[0]))
-        return None
+        if len(segment.transfers) != 1 or segment.zeros:
+            return None
+        (transfer,) = segment.transfers
+        if isinstance(transfer, Computation) or transfer.strategy != VERBATIM:
+            return None
+        return self._source.payload(chunk_of(transfer))
 
     def _kernel_copy(self, payload: Payload, file: OutputFile, at: int) -> bool:
         """Copy a whole payload without touching it, or say that this is not possible, wanted or worth it."""
@@ -217,26 +222,14 @@ class Pump:
         return self._room[first : first + nbytes]
 
     def _fill(
-        self, item: OutputItem, tile: Box, transfers: Sequence[Transfer], zeros: bool, at: int
+        self, item: OutputItem, tile: Box, transfers: Sequence[Transfer | Computation], zeros: bool, at: int
     ) -> memoryview:
         """The bytes of a tile (relative to the item's start), in the buffer for byte `at` of the file."""
         data = self._buffer(at, tile.volume * itemsize(item.dtype))
         if zeros:
             data[:] = 0
         out = data.view(raw_dtype(item.dtype)).reshape(tile.size)
-        for transfer in transfers:
-            piece = transfer.piece.crop(tile)
-            if piece is None:
-                continue
-            corner = piece.box.relative_to(tile)
-            region = out[index_of(corner)]
-            payload = self._source.payload(chunk_of(transfer))
-            if transfer.dtype == item.dtype:
-                self.counters.read += read_region(payload, piece, region, self._scratch)
-                continue
-            values = np.empty(piece.box.size, raw_dtype(transfer.dtype))
-            self.counters.read += read_region(payload, piece, values, self._scratch)
-            region[...] = cast_raw(values, transfer.dtype, item.dtype)
+        self.counters.read += fill(self._source, out, item.dtype, tile, transfers, self._scratch)
         return data.data
 
 
@@ -246,17 +239,16 @@ def _frame_of(item: OutputItem) -> Frame:
     return make(item.dtype, item.box.size)
 
 
-def chunk_of(transfer: Transfer) -> ChunkRef:
-    """The source chunk that a transfer reads."""
-    return ChunkRef(transfer.key, transfer.item, transfer.dtype, transfer.shape)
-
-
-def _tiles(item: OutputItem, segment: Segment, tile_bytes: int) -> Iterator[tuple[Box, Sequence[Transfer]]]:
+def _tiles(
+    item: OutputItem, segment: Segment, tile_bytes: int
+) -> Iterator[tuple[Box, Sequence[Transfer | Computation]]]:
     """Boxes that fit the buffers, in payload order, each with the transfers that meet it."""
     width = max([itemsize(item.dtype), *(itemsize(t.dtype) for t in segment.transfers)])
-    if any(t.dtype != item.dtype for t in segment.transfers):
+    if any(isinstance(t, Computation) for t in segment.transfers):
+        width *= _KERNEL_COPIES
+    elif any(t.dtype != item.dtype for t in segment.transfers):
         width *= _CAST_COPIES
-    index = BoxIndex([t.piece.box for t in segment.transfers]) if len(segment.transfers) > 1 else None
+    index = BoxIndex([t.box for t in segment.transfers]) if len(segment.transfers) > 1 else None
     for tile in row_major_tiles(segment.box, tile_bytes // width):
         if index is None:
             yield tile, segment.transfers
