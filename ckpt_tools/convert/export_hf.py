@@ -25,15 +25,14 @@ from ckpt_tools.dtypes import CASTABLE, itemsize
 from ckpt_tools.errors import UnsupportedCheckpointError, UsageError
 from ckpt_tools.execute.ranks import connect
 from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, write_checkpoint
-from ckpt_tools.megatron.fsdp_source import WEIGHT, read_fsdp_source
+from ckpt_tools.megatron.fsdp_model import fsdp_model
+from ckpt_tools.megatron.fsdp_source import read_fsdp_source
 from ckpt_tools.megatron.huggingface.checks import Spec
 from ckpt_tools.megatron.huggingface.shards import DEFAULT_SHARD_SIZE, Shard, pack_shards, shard_index
 from ckpt_tools.megatron.huggingface.targets import Exported, export_targets
 from ckpt_tools.megatron.rebase import Base, rebase
-from ckpt_tools.megatron.settings import read_settings
-from ckpt_tools.megatron.stored import stored_parameters
+from ckpt_tools.megatron.settings import training_dtype
 from ckpt_tools.megatron.target import InlineTensor, Source, TargetTensor
-from ckpt_tools.megatron.to_torch_dist import training_dtype
 from ckpt_tools.megatron.torch_dist import EXPERTS, sort_keys
 from ckpt_tools.megatron.views import Select
 from ckpt_tools.plan.model import Plan, plan_summary
@@ -156,11 +155,10 @@ def parameters_of(opened: Opened, options: ExportOptions) -> dict[str, Base]:
             source = read_fsdp_source(
                 opened.files, opened.catalog, opened.common, options.ignore_keys, options.trust_pickle
             )
-            tp = options.tp or max((t + 1 for _, t in source.rng), default=None)
-            local = read_settings(opened.common).local_norms
+            model = fsdp_model(source, tp=options.tp, weights_only=True)
             return {
-                one_name(p.name, p.expert): Base(p.tensor.dtypes[WEIGHT], p.shape, p.sources(WEIGHT))
-                for p in stored_parameters(source.tensors, tp, local)
+                one_name(p.name, p.expert): Base(p.main.dtype, p.shape, p.main.sources)
+                for p in model.parameters
             }
     raise UnsupportedCheckpointError(
         f"{opened.location.path} is of kind {opened.location.kind}; torch_dist and fsdp_dtensor can be exported"

@@ -24,17 +24,16 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.ranks import connect
 from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, write_checkpoint
 from ckpt_tools.megatron.common_state import COMMON_FILE, CommonState
-from ckpt_tools.megatron.fsdp_source import WEIGHT, FsdpSource, FsdpTensor
 from ckpt_tools.megatron.huggingface.checks import Spec
 from ckpt_tools.megatron.huggingface.targets import Imported, import_targets
-from ckpt_tools.megatron.names import ModelStyle, live_name
-from ckpt_tools.megatron.rebase import Base, rebase
+from ckpt_tools.megatron.rebase import Base
 from ckpt_tools.megatron.settings import read_settings
-from ckpt_tools.megatron.source import TorchDistSource
 from ckpt_tools.megatron.target import Source, Target
 from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions, build_fsdp_target
 from ckpt_tools.megatron.to_torch_dist import TorchDistOptions, build_torch_dist_target
-from ckpt_tools.megatron.torch_dist import EXPERTS, Parameter
+from ckpt_tools.megatron.torch_dist import EXPERTS
+from ckpt_tools.model.expressions import Value
+from ckpt_tools.model.model import WEIGHT, Model, Parameter
 from ckpt_tools.plan.build import build_plan
 from ckpt_tools.plan.model import Plan, plan_summary
 
@@ -127,7 +126,7 @@ def plan_import(source: str, files: Files, options: ImportOptions, world: int) -
     seen = replace(catalog, tensors={k: _seen(e, imported.shapes) for k, e in catalog.tensors.items()})
     common = common_state(imported, options, source)
     make = _plan_torch_dist if options.to == "torch_dist" else _plan_fsdp_dtensor
-    return make(seen, imported, common, options, world)
+    return make(_model(seen, imported, common, options), imported, options, world)
 
 
 def common_state(imported: Imported, options: ImportOptions, source: str) -> CommonState:
@@ -157,50 +156,26 @@ def _check_options(options: ImportOptions) -> None:
         raise UsageError(f"--vocab-multiple {options.vocab_multiple}: at least one row")
 
 
-def _plan_torch_dist(
-    catalog: Catalog, imported: Imported, common: CommonState, options: ImportOptions, world: int
-) -> PlannedImport:
-    style = ModelStyle(local_norms=options.layer_spec == "local", grouped_experts=True)
-    tensors = tuple(
-        FsdpTensor(live_name(p, style), p.shape, {WEIGHT: p.dtype}, {WEIGHT: (Source(p.key),)})
-        for p in _parameters(imported, options)
-    )
-    source = FsdpSource(catalog, common, tensors, groups={}, scheduler={}, rng={})
+def _plan_torch_dist(model: Model, imported: Imported, options: ImportOptions, world: int) -> PlannedImport:
     wanted = replace(
         options.torch_dist, weights_only=True, layer_spec=options.layer_spec, dtype=options.dtype
     )
-    built = build_torch_dist_target(source, wanted)
-    target = _rebased(built.target, imported, catalog)
-    archives = object_archives(target.objects)
-    plan = build_plan(catalog, target, slice_placement(world), world, archives)
+    built = build_torch_dist_target(model, wanted)
+    archives = object_archives(built.target.objects)
+    plan = build_plan(model.catalog, built.target, slice_placement(world), world, archives)
     extra = {METADATA_JSON: METADATA_JSON_BYTES, COMMON_FILE: dump_archive(built.common)}
-    return PlannedImport(imported, target, plan, extra)
+    return PlannedImport(imported, built.target, plan, extra)
 
 
-def _plan_fsdp_dtensor(
-    catalog: Catalog, imported: Imported, common: CommonState, options: ImportOptions, world: int
-) -> PlannedImport:
-    parameters = _parameters(imported, options)
-    source = TorchDistSource(
-        catalog=catalog,
-        parameters=tuple(parameters),
-        states=None,
-        groups=(),
-        settings=read_settings(common),
-        common=common.values,
-        model_config={},
-        rng={},
-        dropped=(),
-    )
+def _plan_fsdp_dtensor(model: Model, imported: Imported, options: ImportOptions, world: int) -> PlannedImport:
     wanted = replace(options.fsdp, weights_only=True, layer_spec=options.layer_spec)
-    built = build_fsdp_target(source, wanted)
-    built = replace(built, target=_rebased(built.target, imported, catalog))
-    plan = make_plan(catalog, built, options.layout or Layout(world=world))
+    built = build_fsdp_target(model, wanted)
+    plan = make_plan(model.catalog, built, options.layout or Layout(world=world))
     return PlannedImport(imported, built.target, plan, {})
 
 
-def _parameters(imported: Imported, options: ImportOptions) -> list[Parameter]:
-    """The imported parameters as if a `torch_dist` checkpoint held each as a tensor of its own.
+def _model(catalog: Catalog, imported: Imported, common: CommonState, options: ImportOptions) -> Model:
+    """The imported weights as a model.
 
     MLA's norms are the only ones whose stored names depend on the layer spec (gpt_layer_specs.py).
     """
@@ -211,16 +186,10 @@ def _parameters(imported: Imported, options: ImportOptions) -> list[Parameter]:
         name = f"{head}{EXPERTS}{leaf}" if experts else tensor.key
         if options.layer_spec == "local":
             name = MLA_NORM.sub(r".\1_layernorm.weight", name)
+        value = Value(tensor.dtype, tensor.shape, tensor.sources, tensor.zero_filled)
         number = int(expert) if experts else None
-        found.append(Parameter(name, tensor.key, (), tensor.shape, tensor.dtype, number))
-    return found
-
-
-def _rebased(target: Target, imported: Imported, catalog: Catalog) -> Target:
-    bases = {t.key: Base(t.dtype, t.shape, t.sources, t.zero_filled) for t in imported.tensors}
-    shapes = {key: entry.shape for key, entry in catalog.tensors.items()}
-    tensors = rebase(target.tensors, bases, shapes)
-    return replace(target, tensors=tuple(tensors))
+        found.append(Parameter(name, tensor.shape, tensor.dtype, {WEIGHT: value}, number, origin=name))
+    return Model(catalog, tuple(found), common, read_settings(common))
 
 
 def _seen(entry: TensorEntry, shapes: Mapping[str, tuple[int, ...]]) -> TensorEntry:

@@ -48,16 +48,16 @@ def prepare(source: str, layout: Layout, options: ConvertOptions) -> Prepared:
         return Prepared(
             location, opened.files, opened.catalog, opened.built.target, opened.model, opened.archives
         )
-    files, read = open_source(location, options.ignore_keys, options.trust_pickle)
+    files, model = open_source(location, options.ignore_keys, options.trust_pickle)
     try:
-        built = build_fsdp_target(read, replace(options.target, tp=tp))
+        built = build_fsdp_target(model, replace(options.target, tp=tp))
     except BaseException:
         files.close()
         raise
     return Prepared(
         location,
         files,
-        read.catalog,
+        model.catalog,
         built.target,
         lambda: target_model(built),
         lambda: object_archives(built.target.objects),

@@ -30,9 +30,10 @@ from ckpt_tools.megatron.bridge import (
     fsdp_run_config,
     train_state_file,
 )
-from ckpt_tools.megatron.source import TorchDistSource, read_torch_dist
+from ckpt_tools.megatron.source import read_torch_dist
 from ckpt_tools.megatron.target import TargetTensor
 from ckpt_tools.megatron.to_fsdp_dtensor import FsdpTarget, TargetOptions, build_fsdp_target
+from ckpt_tools.model.model import WEIGHT, Model
 from ckpt_tools.plan.model import Plan, plan_summary
 from ckpt_tools.plan.without_gc import without_gc
 
@@ -61,7 +62,7 @@ class Planned:
 
     location: Location
     files: Files
-    source: TorchDistSource
+    model: Model
     built: FsdpTarget
     plan: Plan
 
@@ -109,23 +110,23 @@ def convert_to_fsdp_dtensor(
 @without_gc()
 def plan_conversion(location: Location, options: ConvertOptions, ranks: Ranks | DistributedRanks) -> Planned:
     """Everything up to the first byte."""
-    files, source = open_source(location, options.ignore_keys, options.trust_pickle)
+    files, model = open_source(location, options.ignore_keys, options.trust_pickle)
     layout = options.layout or Layout(world=ranks.world)
     target_options = replace(options.target, tp=target_tp(layout, options))
-    built = build_fsdp_target(source, target_options)
-    return Planned(location, files, source, built, make_plan(source.catalog, built, layout))
+    built = build_fsdp_target(model, target_options)
+    return Planned(location, files, model, built, make_plan(model.catalog, built, layout))
 
 
 def open_source(
     location: Location, ignore_keys: tuple[str, ...] = (), trust_pickle: bool = False
-) -> tuple[Files, TorchDistSource]:
-    """The `torch_dist` checkpoint at `location`, taken apart, and its open files."""
+) -> tuple[Files, Model]:
+    """The model in the `torch_dist` checkpoint at `location`, and its open files."""
     if location.kind != "torch_dist":
         raise UnsupportedCheckpointError(
             f"{location.path} is {A_KIND.get(location.kind, location.kind)}, not a torch_dist checkpoint"
         )
     files = open_files(location.path)
-    return files, read_torch_dist(files, read_catalog(files, trust_pickle), ignore_keys, trust_pickle)
+    return files, read_torch_dist(files, read_catalog(files, trust_pickle), ignore_keys, trust_pickle).model
 
 
 A_KIND = {
@@ -149,9 +150,9 @@ def with_bridge_files(place: Output, planned: Planned) -> Output:
     """
     if planned.built.dialect.name != "bridge":
         return place
-    files, source = planned.files, planned.source
+    files, common = planned.files, planned.model.common
     kept = {name: files.read(name, 0, files.size(name)) for name in BRIDGE_FILES if files.exists(name)}
-    state = kept.get(TRAIN_STATE) or train_state_file(source.common, source.args or {})
+    state = kept.get(TRAIN_STATE) or train_state_file(common.values, common.args)
     inside = {TRAIN_STATE: state}
     if RUN_CONFIG in kept:
         inside[RUN_CONFIG] = fsdp_run_config(kept[RUN_CONFIG])
@@ -166,7 +167,7 @@ def prove_padding(planned: Planned) -> None:
         MappingError: some are not.
     """
     from ckpt_tools.execute.read_box import read_box
-    from ckpt_tools.megatron.fsdp_dtensor import weight_sources
+    from ckpt_tools.megatron.fsdp_dtensor import live_value
     from ckpt_tools.megatron.live import Rows
 
     vocab = planned.built.vocab
@@ -175,11 +176,12 @@ def prove_padding(planned: Planned) -> None:
             continue
         stored = parameter.stored[0]
         whole = replace(parameter, shape=stored.shape, rows=(Rows(stored, 0, stored.shape[0], 0),))
-        tensor = TargetTensor(parameter.name, stored.dtype, stored.shape, weight_sources(whole))
+        value = live_value(whole, WEIGHT)
+        tensor = TargetTensor(parameter.name, value.dtype, value.shape, value.sources)
         dropped = Box(
             (vocab.kept, *(0,) * (len(stored.shape) - 1)), (stored.shape[0] - vocab.kept, *stored.shape[1:])
         )
-        if read_box(planned.files, planned.source.catalog, tensor, dropped).any():
+        if read_box(planned.files, planned.model.catalog, tensor, dropped).any():
             raise MappingError(
                 f"{parameter.name}: rows {vocab.kept} to {stored.shape[0] - 1} would be cut off and are not zeros; "
                 "give the number of real tokens with --vocab-size if they are padding"
@@ -195,7 +197,7 @@ def prove_masters(planned: Planned, mode: str, ranks: Ranks | DistributedRanks, 
     mine = [t for t in planned.built.target.tensors if t.must_round_to][ranks.rank :: ranks.world]
 
     def check() -> tuple[int, int]:
-        report = check_masters(planned.files, planned.source.catalog, mine, mode, ranks.check, threads)
+        report = check_masters(planned.files, planned.model.catalog, mine, mode, ranks.check, threads)
         return report.tensors, report.elements
 
     tensors, elements = (sum(column) for column in zip(*ranks.together(check), strict=True))
@@ -208,12 +210,11 @@ def _report(
     source: str, output: str, planned: Planned, checked: str, written: WriteReport | None
 ) -> ConversionReport:
     target = planned.built.target
-    states = planned.source.states
     return ConversionReport(
         source=source,
         output=output,
         iteration=planned.location.iteration,
-        source_layout=states.layout if states else "weights only",
+        source_layout=planned.model.optimizer_layout or "weights only",
         target="fsdp_dtensor",
         dialect=planned.built.dialect.name,
         tensors=len(target.tensors),

@@ -21,11 +21,9 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.megatron.common_state import CommonState, read_common_state
 from ckpt_tools.megatron.optimizer_layouts.kinds import optimizer_layout
-from ckpt_tools.megatron.optimizer_layouts.model import MASTER, OptimizerStates
 from ckpt_tools.megatron.source import read_torch_dist, stored_groups
-from ckpt_tools.megatron.target import Source, TargetTensor
-from ckpt_tools.megatron.torch_dist import Parameter
-from ckpt_tools.megatron.views import Select
+from ckpt_tools.megatron.target import TargetTensor
+from ckpt_tools.model.model import MASTER, WEIGHT, Model
 from ckpt_tools.verify import meaning
 from ckpt_tools.verify.meter import Meter
 from ckpt_tools.verify.place import check_entries, check_place
@@ -164,8 +162,10 @@ def _masters(files: Files, catalog: Catalog, options: VerifyOptions) -> Check:
     found = Findings("masters", "elements")
     try:
         source = read_torch_dist(files, catalog, ("*",), options.trust_pickle)
-        targets = [] if source.states is None else master_targets(source.parameters, source.states)
-        report, problems = compare_masters(files, source.catalog, targets, "all", threads=options.threads)
+        targets = master_targets(source.model)
+        report, problems = compare_masters(
+            files, source.model.catalog, targets, "all", threads=options.threads
+        )
     except StorageError:
         raise
     except CkptError as error:
@@ -178,19 +178,19 @@ def _masters(files: Files, catalog: Catalog, options: VerifyOptions) -> Check:
     return found.done()
 
 
-def master_targets(parameters: tuple[Parameter, ...], states: OptimizerStates) -> list[TargetTensor]:
+def master_targets(model: Model) -> list[TargetTensor]:
     """The fp32 master of every parameter that has one, with the stored weight it must round to."""
     return [
         TargetTensor(
             p.name if p.expert is None else f"{p.name} of expert {p.expert}",
-            states.dtype(MASTER, p.key),
+            p.values[MASTER].dtype,
             p.shape,
-            states.sources(MASTER, p.key, p.lead),
-            must_round_to=(Source(p.key, tuple(Select(0, index) for index in p.lead)),),
-            must_round_dtype=p.dtype,
+            p.values[MASTER].sources,
+            must_round_to=p.values[WEIGHT].sources,
+            must_round_dtype=p.values[WEIGHT].dtype,
         )
-        for p in parameters
-        if states.has(MASTER, p.key)
+        for p in model.parameters
+        if MASTER in p.values
     ]
 
 

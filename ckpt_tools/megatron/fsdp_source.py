@@ -77,6 +77,11 @@ class FsdpSource:
     dropped: tuple[str, ...] = ()
 
     @property
+    def writer_tp(self) -> int | None:
+        """Tensor-parallel ranks that have rng states here; None where there are none."""
+        return max((t + 1 for _, t in self.rng), default=None)
+
+    @property
     def has_optimizer(self) -> bool:
         return bool(self.groups) or any(tensor.states for tensor in self.tensors)
 

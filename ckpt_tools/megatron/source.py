@@ -11,15 +11,18 @@ from typing import Any
 from ckpt_tools.catalog.container import StoredTensor, load_object
 from ckpt_tools.catalog.files import Files
 from ckpt_tools.catalog.model import Catalog
-from ckpt_tools.catalog.unpickle import StandIn
 from ckpt_tools.errors import MappingError, list_problems
 from ckpt_tools.megatron.common_state import CommonState, read_common_state
 from ckpt_tools.megatron.fsdp_dtensor import RNG_KEY
 from ckpt_tools.megatron.optimizer_layouts.model import OptimizerStates
 from ckpt_tools.megatron.optimizer_layouts.reader import read_optimizer_states
 from ckpt_tools.megatron.param_groups import optimizer_groups
-from ckpt_tools.megatron.settings import ModelSettings, read_settings
-from ckpt_tools.megatron.torch_dist import Parameter, SortedKeys, sort_keys
+from ckpt_tools.megatron.settings import read_settings
+from ckpt_tools.megatron.target import Source
+from ckpt_tools.megatron.torch_dist import Slice, SortedKeys, sort_keys
+from ckpt_tools.megatron.views import Select
+from ckpt_tools.model.expressions import Value
+from ckpt_tools.model.model import WEIGHT, Model, Parameter
 
 # Objects that Megatron-FSDP neither reads nor writes, and why they can be left out.
 DROPPED_OBJECTS = (
@@ -34,44 +37,9 @@ COMMON_OBJECT = "common_state/*"
 class TorchDistSource:
     """A `torch_dist` checkpoint taken apart; tensors are still only described."""
 
-    catalog: Catalog
-    parameters: tuple[Parameter, ...]
+    model: Model
+    parameters: tuple[Slice, ...]  # slices of stored weights, in the order of `model.parameters`
     states: OptimizerStates | None
-    groups: tuple[Mapping[str, Any], ...]
-    settings: ModelSettings
-    common: Mapping[str, Any]
-    model_config: Mapping[str, Any]  # the `model` section of Bridge's run_config.yaml
-    rng: Mapping[tuple[int, int], object]  # (pp, tp) -> list of rng states
-    dropped: tuple[str, ...]
-
-    @property
-    def args_object(self) -> StandIn | None:
-        """The writer's argparse namespace, to be written back as it was."""
-        return self.common.get("args")
-
-    @property
-    def args(self) -> Mapping[str, Any] | None:
-        """The writer's arguments by name."""
-        return None if self.args_object is None else self.args_object.attributes
-
-    @property
-    def scheduler(self) -> Mapping[str, Any]:
-        """The learning-rate scheduler's state; empty when none was saved."""
-        return self.common.get("opt_param_scheduler") or {}
-
-    @property
-    def step(self) -> object:
-        """The optimizer's step where the common state keeps it outside the groups, else None."""
-        return next(_steps(self.common.get("optimizer")), None)
-
-    @property
-    def grad_scaler(self) -> object:
-        """The loss scaler's state of an fp16 run, else None."""
-        optimizer = self.common.get("optimizer")
-        parts = [optimizer, *optimizer.values()] if isinstance(optimizer, Mapping) else []
-        return next(
-            (p["grad_scaler"] for p in parts if isinstance(p, Mapping) and p.get("grad_scaler")), None
-        )
 
 
 def read_torch_dist(
@@ -88,17 +56,39 @@ def read_torch_dist(
     common = read_common_state(files, catalog, trust_pickle)
     keys = sort_keys(catalog)
     states = read_optimizer_states(files, catalog, common)
-    return TorchDistSource(
+    optimizer = common.values.get("optimizer")
+    model = Model(
         catalog=replace(catalog, tensors={**catalog.tensors, **states.payloads}) if states else catalog,
-        parameters=keys.parameters,
-        states=states,
-        groups=stored_groups(files, catalog, common),
+        parameters=tuple(_parameter(p, states) for p in keys.parameters),
+        common=common,
         settings=read_settings(common),
-        common=common.values,
-        model_config=common.model_config,
+        optimizer_layout=None if states is None else states.layout,
+        groups=stored_groups(files, catalog, common),
+        scheduler=common.values.get("opt_param_scheduler") or {},
         rng=rng_states(files, catalog),
+        grad_scaler=_grad_scaler(optimizer),
+        step=next(_steps(optimizer), None),
         dropped=tuple(dropped_objects(keys, states, ignored)),
     )
+    return TorchDistSource(model, keys.parameters, states)
+
+
+def _parameter(stored: Slice, states: OptimizerStates | None) -> Parameter:
+    """A slice of a stored weight, and the same slice of its optimizer states, as a parameter of the model."""
+    selected = tuple([Select(0, index) for index in stored.lead])
+    values = {WEIGHT: Value(stored.dtype, stored.shape, (Source(stored.key, selected),))}
+    if states is not None:
+        for kind in states.kinds:
+            if states.has(kind, stored.key):
+                sources = states.sources(kind, stored.key, stored.lead)
+                values[kind] = Value(states.dtype(kind, stored.key), stored.shape, sources)
+    return Parameter(stored.name, stored.shape, stored.dtype, values, stored.expert, origin=stored.key)
+
+
+def _grad_scaler(optimizer: object) -> Mapping[str, Any]:
+    """The loss scaler's state of an fp16 run; empty without one."""
+    parts = [optimizer, *optimizer.values()] if isinstance(optimizer, Mapping) else []
+    return next((p["grad_scaler"] for p in parts if isinstance(p, Mapping) and p.get("grad_scaler")), {})
 
 
 def _steps(optimizer: object) -> Any:

@@ -1,4 +1,4 @@
-"""From a `torch_dist` checkpoint to the `Target` of its `fsdp_dtensor` conversion: all decisions, no bytes."""
+"""From a `Model` to the `Target` of its `fsdp_dtensor` checkpoint: all decisions, no bytes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ckpt_tools.megatron.fsdp_dtensor import (
     backfill_groups,
     check_states,
     group_objects,
-    is_trainable,
     item_aliases,
     model_tensors,
     rng_items,
+    roles_of,
     state_tensors,
     step_tensors,
     tensor_aliases,
@@ -34,10 +34,10 @@ from ckpt_tools.megatron.param_groups import (
     merge_map,
     rules_from_args,
 )
-from ckpt_tools.megatron.source import TorchDistSource
 from ckpt_tools.megatron.target import InlineTensor, Target, TargetObject, TargetTensor
 from ckpt_tools.megatron.torch_dist import EXPERTS, layer_counts
 from ckpt_tools.megatron.vocab import VocabChange, resize_vocab
+from ckpt_tools.model.model import MASTER, Model
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,36 +74,32 @@ class FsdpTarget:
     vocab: VocabChange
 
 
-def build_fsdp_target(source: TorchDistSource, options: TargetOptions) -> FsdpTarget:
-    """Everything the `fsdp_dtensor` conversion of `source` must contain.
+def build_fsdp_target(model: Model, options: TargetOptions) -> FsdpTarget:
+    """Everything the `fsdp_dtensor` checkpoint of `model` must contain.
 
     Raises:
         UsageError: options that contradict each other.
         MappingError: options or names that contradict the checkpoint, or facts that cannot be proven from it.
     """
     check_options(options)
-    dialect = choose_dialect(source, options)
-    style, notes = choose_style(source, options)
-    tp = options.tp or _writer_tp(source)
-    parameters = choose_parameters(source, options, style, dialect, tp)
-    notes += dialect_notes(parameters, source, dialect, options)
+    dialect = choose_dialect(model, options)
+    style, notes = choose_style(model, options)
+    tp = options.tp or _writer_tp(model)
+    parameters = choose_parameters(model, options, style, dialect, tp)
+    notes += dialect_notes(parameters, model, dialect, options)
     vocab = choose_vocab(options, parameters)
     parameters = vocab.parameters
-    prefixes = Prefixes(options.model_prefix, options.state_prefix or _state_prefix(source))
-    weights = [
-        tensor
-        for p in parameters
-        for tensor in model_tensors(p, source.states, prefixes.model, options.dtype)
-    ]
-    optimizer = optimizer_part(source, options, parameters, prefixes)
-    common = common_part(source, options, dialect, tp)
+    prefixes = Prefixes(options.model_prefix, options.state_prefix or _state_prefix(model))
+    weights = [tensor for p in parameters for tensor in model_tensors(p, prefixes.model, options.dtype)]
+    optimizer = optimizer_part(model, options, parameters, prefixes)
+    common = common_part(model, options, dialect, tp)
     tensors = (*weights, *optimizer.tensors)
     target = Target(
         tensors=tensors,
         aliases=tensor_aliases(parameters, tensors) if options.aliases else {},
         inline=(*optimizer.inline, *common.inline),
         objects=(*optimizer.objects, *common.objects),
-        dropped=(*source.dropped, *common.dropped),
+        dropped=(*model.dropped, *common.dropped),
         renamed=renamed(parameters),
         backfilled=optimizer.backfilled,
         notes=(*notes, *vocab.notes, *optimizer.notes, *common.notes),
@@ -125,16 +121,15 @@ class Part:
 
 
 def optimizer_part(
-    source: TorchDistSource, options: TargetOptions, parameters: Sequence[LiveParameter], prefixes: Prefixes
+    model: Model, options: TargetOptions, parameters: Sequence[LiveParameter], prefixes: Prefixes
 ) -> Part:
     """States, steps and group fields of every trainable parameter; nothing for a conversion of weights."""
-    states = source.states
-    if states is None or options.weights_only:
+    if model.optimizer_layout is None or options.weights_only:
         return Part()
-    trainable = [p for p in parameters if is_trainable(p, states)]
-    notes = check_states(trainable, states)
-    groups, backfilled = backfill_groups(source.groups, source.scheduler, source.step)
-    memberships, map_notes = choose_memberships(source, options, trainable)
+    trainable = [p for p in parameters if roles_of(p)]
+    notes = check_states(trainable, MASTER in model.roles)
+    groups, backfilled = backfill_groups(model.groups, model.scheduler, model.step)
+    memberships, map_notes = choose_memberships(model, options, trainable)
     notes += map_notes
     live = {p.name for p in trainable}
     notes += [
@@ -149,7 +144,7 @@ def optimizer_part(
         inline += more_inline
         objects += more_objects
     return Part(
-        tensors=tuple(tensor for p in trainable for tensor in state_tensors(p, states, prefixes)),
+        tensors=tuple(tensor for p in trainable for tensor in state_tensors(p, prefixes)),
         inline=tuple(inline),
         objects=tuple(objects),
         backfilled=tuple(backfilled),
@@ -174,9 +169,9 @@ def check_options(options: TargetOptions) -> None:
         raise UsageError(f"--tp {options.tp}: at least one rank is needed")
 
 
-def choose_dialect(source: TorchDistSource, options: TargetOptions) -> Dialect:
+def choose_dialect(model: Model, options: TargetOptions) -> Dialect:
     """The dialect asked for, else Bridge's for a Bridge source and Megatron-LM main's for any other."""
-    name = options.dialect or ("bridge" if source.settings.bridge else "main")
+    name = options.dialect or ("bridge" if model.settings.bridge else "main")
     if name not in DIALECTS:
         raise UsageError(f"unknown target {name!r}; known targets are {', '.join(DIALECTS)}")
     dialect = DIALECTS[name]
@@ -187,10 +182,10 @@ def choose_dialect(source: TorchDistSource, options: TargetOptions) -> Dialect:
     return replace(dialect, mtp_in_state=MTP_LIVE)
 
 
-def choose_style(source: TorchDistSource, options: TargetOptions) -> tuple[ModelStyle, list[str]]:
+def choose_style(model: Model, options: TargetOptions) -> tuple[ModelStyle, list[str]]:
     """The facts of the model that names depend on, and a note for each that was assumed."""
-    settings, notes = source.settings, []
-    names = {p.name for p in source.parameters}
+    settings, notes = model.settings, []
+    names = {p.name for p in model.parameters}
     has_fused_norms = any(name.endswith((".linear_qkv.layer_norm_weight", ".linear_fc1.layer_norm_weight"))
                           for name in names)  # fmt: skip
     local = {"te": False, "local": True}[options.layer_spec] if options.layer_spec else settings.local_norms
@@ -212,22 +207,22 @@ def choose_style(source: TorchDistSource, options: TargetOptions) -> tuple[Model
 
 
 def choose_parameters(
-    source: TorchDistSource, options: TargetOptions, style: ModelStyle, dialect: Dialect, tp: int
+    model: Model, options: TargetOptions, style: ModelStyle, dialect: Dialect, tp: int
 ) -> list[LiveParameter]:
     """The live parameters of the target, gated ones marked; checks names for clashes and layers for gaps."""
-    choice = GatingChoice(source.settings.swiglu, options.swiglu, options.swiglu_modules)
-    parameters = mark_gated(live_parameters(source.parameters, style, dialect, tp), choice)
+    choice = GatingChoice(model.settings.swiglu, options.swiglu, options.swiglu_modules)
+    parameters = mark_gated(live_parameters(model.parameters, style, dialect, tp), choice)
     seen: dict[str, LiveParameter] = {}
     problems = []
     for parameter in parameters:
         if parameter.name in seen:
-            keys = [p.key for p in (*seen[parameter.name].stored, *parameter.stored)]
+            keys = [p.origin for p in (*seen[parameter.name].stored, *parameter.stored)]
             problems.append(f"{keys} would all be written as {parameter.name}")
         seen[parameter.name] = parameter
-    found = layer_counts(p.name for p in source.parameters).get("decoder.layers.")
-    if found is not None and source.settings.num_layers not in (None, found):
+    found = layer_counts(p.name for p in model.parameters).get("decoder.layers.")
+    if found is not None and model.settings.num_layers not in (None, found):
         problems.append(
-            f"the args say num_layers = {source.settings.num_layers}, the weights have {found} layers"
+            f"the args say num_layers = {model.settings.num_layers}, the weights have {found} layers"
         )
     if problems:
         raise MappingError("the weights contradict each other or the args:\n" + list_problems(problems))
@@ -250,38 +245,39 @@ def choose_vocab(options: TargetOptions, parameters: list[LiveParameter]) -> Voc
 
 
 def choose_memberships(
-    source: TorchDistSource, options: TargetOptions, trainable: Sequence[LiveParameter]
+    model: Model, options: TargetOptions, trainable: Sequence[LiveParameter]
 ) -> tuple[dict[str, Membership], list[str]]:
     """Every trainable parameter's group: derived, a given map put over it; and notes."""
-    rules = rules_from_args(source.args or {}, source.groups)
+    rules = rules_from_args(model.common.args, model.groups)
     if options.group_map is None:
-        return derive_memberships(trainable, source.groups, rules), []
+        return derive_memberships(trainable, model.groups, rules), []
     try:
-        derived = derive_memberships(trainable, source.groups, rules)
+        derived = derive_memberships(trainable, model.groups, rules)
     except MappingError:  # the map has to do alone, and merge_map says which names it lacks
         derived = None
     names = list(dict.fromkeys(p.group_name for p in trainable))
-    return merge_map(derived, options.group_map, names, len(source.groups), options.strict_map)
+    return merge_map(derived, options.group_map, names, len(model.groups), options.strict_map)
 
 
-def common_part(source: TorchDistSource, options: TargetOptions, dialect: Dialect, tp: int) -> Part:
+def common_part(model: Model, options: TargetOptions, dialect: Dialect, tp: int) -> Part:
     """Arguments, progress, scheduler and rng."""
     notes: list[str] = []
     values: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": 0}
-    values |= {k: source.common[k] for k in CARRIED_SCALARS if k in source.common}
-    if "iteration" not in source.common:
+    stored = model.common.values
+    values |= {k: stored[k] for k in CARRIED_SCALARS if k in stored}
+    if "iteration" not in stored:
         notes.append("iteration: the source does not tell it; written as 0")
-    if source.args_object is not None:
-        values["args"] = source.args_object
+    if model.args_object is not None:
+        values["args"] = model.args_object
     elif dialect.name != "bridge":  # Megatron-LM refuses a checkpoint without args, Bridge asks for none
-        values["args"] = args_from_model_config(source.model_config, values["iteration"])
+        values["args"] = args_from_model_config(model.common.model_config, values["iteration"])
         held = ", ".join(values["args"].attributes)
         notes.append(
             f"args: the source has none; made up with {held}. Load with --finetune if a check asks for more"
         )
     dropped = [
         f"common state {name}: not part of fsdp_dtensor"
-        for name in source.common
+        for name in stored
         if name not in {*CARRIED_SCALARS, "args", "optimizer", "opt_param_scheduler"}
     ]
     tensors: list[InlineTensor] = []
@@ -289,15 +285,15 @@ def common_part(source: TorchDistSource, options: TargetOptions, dialect: Dialec
     if options.weights_only:
         dropped.append("optimizer state, parameter groups, scheduler and rng: --weights-only")
     else:
-        values["opt_param_scheduler"] = source.scheduler
-        if source.states is not None and not source.scheduler:
+        values["opt_param_scheduler"] = model.scheduler
+        if model.optimizer_layout is not None and not model.scheduler:
             notes.append("opt_param_scheduler: the source has none, and a strict load asks for it")
-        if source.grad_scaler:
-            values["optimizer"] = {"grad_scaler": source.grad_scaler}
+        if model.grad_scaler:
+            values["optimizer"] = {"grad_scaler": model.grad_scaler}
             notes.append(
                 "the loss scaler is kept as optimizer.grad_scaler.*; Megatron-FSDP does not ask for it"
             )
-        tensors, objects, rng_notes = rng_items(source.rng, tp)
+        tensors, objects, rng_notes = rng_items(model.rng, tp)
         notes += rng_notes
     for name, value in values.items():
         more_tensors, more_objects = leaves(value, (name,))
@@ -310,16 +306,16 @@ CARRIED_SCALARS = ("checkpoint_version", "iteration", "num_floating_point_operat
 
 
 def dialect_notes(
-    parameters: Sequence[LiveParameter], source: TorchDistSource, dialect: Dialect, options: TargetOptions
+    parameters: Sequence[LiveParameter], model: Model, dialect: Dialect, options: TargetOptions
 ) -> list[str]:
     """A note when the model has parts that other targets would name differently."""
     kinds = {
         "MTP": any(
             ".mtp." in f".{p.name}" and (MTP_DISK in p.name or MTP_LIVE in p.name) for p in parameters
         ),
-        "fused MLA": source.settings.fused_mla_down,
-        "GDN": any(".in_proj." in p.key and p.key.endswith(".query") for p in source.parameters),
-        "Mamba": any(".mixer.conv1d." in p.key for p in source.parameters),
+        "fused MLA": model.settings.fused_mla_down,
+        "GDN": any(".in_proj." in p.name and p.name.endswith(".query") for p in model.parameters),
+        "Mamba": any(".mixer.conv1d." in p.name for p in model.parameters),
     }
     parts = [kind for kind, present in kinds.items() if present]
     if not parts:
@@ -339,14 +335,14 @@ def renamed(parameters: Sequence[LiveParameter]) -> tuple[str, ...]:
     )
 
 
-def _writer_tp(source: TorchDistSource) -> int:
+def _writer_tp(model: Model) -> int:
     """Tensor-parallel ranks of the writer's first stage, as far as rng states or args tell."""
-    return max((t + 1 for p, t in source.rng if p == 0), default=source.settings.tp or 1)
+    return max((t + 1 for p, t in model.rng if p == 0), default=model.settings.tp or 1)
 
 
-def _state_prefix(source: TorchDistSource) -> str:
+def _state_prefix(model: Model) -> str:
     """Optimizer names have one `module.` less when the model was trained in fp32 (no Float16Module)."""
-    half = source.settings.half_precision
+    half = model.settings.half_precision
     if half is None:
-        half = any(p.dtype != "float32" for p in source.parameters)
+        half = any(p.dtype != "float32" for p in model.parameters)
     return STATE_PREFIX if half else STATE_PREFIX_FP32
