@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_tools.box import Box
 from ckpt_tools.dtypes import itemsize
+
+if TYPE_CHECKING:
+    from ckpt_tools.model.expressions import Made
 
 MAX_DIMENSIONS = 64  # of a tensor; torch and numpy have the same limit
 
@@ -36,12 +39,16 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A stored tensor of global `shape` (elements per dimension), tiled by its chunks."""
+    """A tensor of global `shape` (elements per dimension): stored, tiled by its chunks, or `made` by a kernel.
+
+    No file holds a made tensor; readers put it into a catalog beside the tensors that it is made of.
+    """
 
     key: str
     dtype: str
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
+    made: Made | None = None
 
     @property
     def numel(self) -> int:

@@ -13,9 +13,10 @@ from ckpt_tools.megatron.common_state import COMMON_OBJECT
 from ckpt_tools.megatron.names import DIALECTS
 from ckpt_tools.megatron.optimizer_layouts.kinds import optimizer_layout
 from ckpt_tools.megatron.record import read_record, stored_tp
-from ckpt_tools.megatron.source import TorchDistSource, read_torch_dist
+from ckpt_tools.megatron.source import read_torch_dist
 from ckpt_tools.megatron.target import InlineTensor, Source, TargetTensor
 from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions, build_fsdp_target
+from ckpt_tools.model.model import Model
 from ckpt_tools.verify.diff import DiffOptions, DiffReport, Side, diff_objects, diff_tensors
 from ckpt_tools.verify.diff_values import names_in
 from ckpt_tools.verify.meter import Meter
@@ -169,23 +170,23 @@ def _by_parameters(a: Opened, b: Opened, target: TargetOptions) -> tuple[tuple[S
 
 def _as_converted(opened: Opened, target: TargetOptions, other: Side | None) -> tuple[Side, list[str]]:
     """The conversion of a `torch_dist` checkpoint, under the names that fit `other` best."""
-    source = read_torch_dist(
+    model = read_torch_dist(
         opened.files, opened.catalog, trust_pickle=opened.trust_pickle, unknown_keys=True
-    )
-    options = target if other is None else _fitted(target, source, other)
-    side = _converted(opened, source, options)
+    ).model
+    options = target if other is None else _fitted(target, model, other)
+    side = _converted(opened, model, options)
     if other is None or target.dialect is not None:
         return side, []
     best, misfit = side, _misfit(side, other)
     for name in DIALECTS if misfit else ():
-        candidate = _converted(opened, source, replace(options, dialect=name))
+        candidate = _converted(opened, model, replace(options, dialect=name))
         if _misfit(candidate, other) < misfit:
             best, misfit = candidate, _misfit(candidate, other)
             options = replace(options, dialect=name)
     return best, [f"names as --target {options.dialect} writes them"] if options.dialect else []
 
 
-def _fitted(target: TargetOptions, source: TorchDistSource, other: Side) -> TargetOptions:
+def _fitted(target: TargetOptions, model: Model, other: Side) -> TargetOptions:
     """The options with what the other side's keys tell where nobody has said."""
     names = [key for key in other.tensors if key.startswith("model.")]
     told: dict[str, object] = {}
@@ -195,7 +196,7 @@ def _fitted(target: TargetOptions, source: TorchDistSource, other: Side) -> Targ
         told["layer_spec"] = "local"
     if target.experts is None and any(".experts." in name for name in names):
         told["experts"] = "sequential" if any(".local_experts." in name for name in names) else "grouped"
-    if target.swiglu is None and source.settings.swiglu is None:
+    if target.swiglu is None and model.settings.swiglu is None:
         told["swiglu"] = any(".linear_fc1.weight" in name and name.endswith("_w") for name in names)
     if target.tp is None:
         ranks = {key.split(")")[0] for key in other.tensors if key.startswith("rng_state.(")}
@@ -209,12 +210,12 @@ def _fitted(target: TargetOptions, source: TorchDistSource, other: Side) -> Targ
 _FUSED_NORMS = (".linear_qkv.layer_norm_weight", ".linear_fc1.layer_norm_weight")
 
 
-def _converted(opened: Opened, source: TorchDistSource, options: TargetOptions) -> Side:
-    built = build_fsdp_target(source, options).target
+def _converted(opened: Opened, model: Model, options: TargetOptions) -> Side:
+    built = build_fsdp_target(model, options).target
     tensors: dict[str, TargetTensor | InlineTensor] = {t.key: t for t in built.tensors}
     tensors |= {t.key: t for t in built.inline}
     objects = {o.key: o.value for o in built.objects}
-    return Side(opened.files, source.catalog, tensors, objects, opened.trust_pickle)
+    return Side(opened.files, model.catalog, tensors, objects, opened.trust_pickle)
 
 
 def _misfit(side: Side, other: Side) -> int:

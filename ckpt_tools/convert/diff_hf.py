@@ -13,8 +13,8 @@ from ckpt_tools.convert.opened import Opened
 from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.huggingface.checks import Spec
 from ckpt_tools.megatron.huggingface.targets import import_targets
-from ckpt_tools.megatron.rebase import Base
 from ckpt_tools.megatron.target import InlineTensor, Source, TargetTensor
+from ckpt_tools.model.expressions import Value
 from ckpt_tools.verify.diff import Side
 
 Shape = tuple[int, ...]
@@ -102,7 +102,7 @@ def _is_proven(model: Opened, specs: Mapping[str, Spec], pair: tuple[str, str]) 
         prove_equal(
             model.files,
             catalog,
-            {key: Base(specs[key].dtype, specs[key].shape, (Source(key),)) for key in pair},
+            {key: Value(specs[key].dtype, specs[key].shape, (Source(key),)) for key in pair},
             [pair],
         )
     except MappingError:

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt_tools.catalog.left_out import leave_out
 from ckpt_tools.catalog.model import Catalog
 from ckpt_tools.convert.opened import Opened
-from ckpt_tools.errors import CkptError, StorageError, UnsupportedCheckpointError, UsageError
+from ckpt_tools.errors import UnsupportedCheckpointError, UsageError
 from ckpt_tools.execute.check_masters import check_masters, describe_masters
-from ckpt_tools.megatron.fsdp_source import WEIGHT, read_fsdp_source
+from ckpt_tools.megatron.fsdp_model import fsdp_model
+from ckpt_tools.megatron.fsdp_source import read_fsdp_source
 from ckpt_tools.megatron.hybrid import as_gpt, gpt_name, is_hybrid
-from ckpt_tools.megatron.names import BUFFERS
-from ckpt_tools.megatron.optimizer_layouts.model import MASTER, OptimizerStates
-from ckpt_tools.megatron.optimizer_layouts.reader import read_optimizer_states
-from ckpt_tools.megatron.rebase import Base
-from ckpt_tools.megatron.settings import read_settings
-from ckpt_tools.megatron.stored import stored_parameters
-from ckpt_tools.megatron.target import Source, TargetTensor
-from ckpt_tools.megatron.to_torch_dist import training_dtype
-from ckpt_tools.megatron.torch_dist import EXPERTS, Parameter, sort_keys
-from ckpt_tools.megatron.views import Select
+from ckpt_tools.megatron.settings import training_dtype
+from ckpt_tools.megatron.source import read_torch_dist
+from ckpt_tools.megatron.target import TargetTensor
+from ckpt_tools.megatron.torch_dist import EXPERTS
+from ckpt_tools.model.expressions import Value
+from ckpt_tools.model.model import MASTER, Model
 
 _WIDE = ("float32", "float64")  # what an fp32 master says more to than the weight
 
@@ -36,7 +33,7 @@ class ExportSource:
     """
 
     catalog: Catalog
-    bases: Mapping[str, Base]
+    bases: Mapping[str, Value]
     settings: Mapping[str, Any] | None
     types: Mapping[str, str]
     values: str
@@ -73,38 +70,31 @@ def read_export_source(
 
 
 def _torch_dist(opened: Opened, dtype: str | None, ignored: tuple[str, ...]) -> ExportSource:
+    """The stored weights; the masters instead where the export is wide enough to tell them apart."""
     catalog, left_out = leave_out(opened.catalog, ignored)
-    parameters = sort_keys(catalog).parameters
-    states, notes = _masters(opened, catalog) if dtype in _WIDE else (None, ())
-    if states is None:
-        values, masters = "the stored weights are exported", list[Parameter]()
-    else:
-        catalog = replace(catalog, tensors={**catalog.tensors, **states.payloads})
-        masters = [p for p in parameters if states.has(MASTER, p.key)]
-        targets = master_targets(masters, states)
-        recipe = read_settings(opened.common).fp8_recipe
+    wide = dtype in _WIDE
+    model = read_torch_dist(
+        opened.files,
+        catalog,
+        trust_pickle=opened.trust_pickle,
+        optimizer="masters" if wide else "none",
+        unknown_keys=True,
+    ).model
+    values, notes = "the stored weights are exported", tuple[str, ...]()
+    bases = {one_name(p.name, p.expert): p.weight for p in model.parameters}
+    if MASTER in model.roles:
         advice = "Without --dtype the stored weights are exported."
-        report = check_masters(opened.files, catalog, targets, "sample", fp8_recipe=recipe, advice=advice)
+        recipe = model.settings.fp8_recipe
+        targets = master_targets(model)
+        report = check_masters(
+            opened.files, model.catalog, targets, "sample", fp8_recipe=recipe, advice=advice
+        )
         values = f"the fp32 masters are exported: {describe_masters(report, 'sample')}"
-    bases = {one_name(p): Base(p.dtype, p.shape, (_stored(p),)) for p in parameters}
-    for p in masters:
-        assert states is not None  # or there are none
-        bases[one_name(p)] = Base(states.dtype(MASTER, p.key), p.shape, states.sources(MASTER, p.key, p.lead))
-    return ExportSource(catalog, bases, _settings(opened), {}, values, left_out, notes)
-
-
-def _masters(opened: Opened, catalog: Catalog) -> tuple[OptimizerStates | None, tuple[str, ...]]:
-    """The optimizer's states when masters are among them, else a note why the weights have to do."""
-    try:
-        states = read_optimizer_states(opened.files, catalog, opened.common)
-        reason = "the checkpoint holds none"
-    except StorageError:
-        raise
-    except CkptError as error:
-        states, reason = None, f"they cannot be read: {str(error).splitlines()[0].rstrip(':')}"
-    if states is not None and MASTER in states.kinds:
-        return states, ()
-    return None, (f"no fp32 masters are exported, only the stored weights: {reason}",)
+        bases = {one_name(p.name, p.expert): p.main for p in model.parameters}
+    elif wide:
+        reason = model.unread or "the checkpoint holds none"
+        notes = (f"no fp32 masters are exported, only the stored weights: {reason}",)
+    return ExportSource(model.catalog, bases, _settings(opened), {}, values, left_out, notes)
 
 
 def _fsdp_dtensor(
@@ -113,17 +103,9 @@ def _fsdp_dtensor(
     source = read_fsdp_source(
         opened.files, opened.catalog, opened.common, ignored, trust_pickle, weights_only=True
     )
-    tp = source.known_tp(tp)
-    local = read_settings(opened.common).local_norms
-    parameters = stored_parameters(source.tensors, tp, local)
-    bases = {one_name(p): Base(p.tensor.dtypes[WEIGHT], p.shape, p.sources(WEIGHT)) for p in parameters}
-    masters = [
-        one_name(p)
-        for p in parameters
-        if source.is_master(p.tensor)
-        and p.tensor.dtypes[WEIGHT] == "float32"
-        and not p.name.endswith(BUFFERS)
-    ]
+    model = fsdp_model(source, tp=tp, weights_only=True)
+    bases = {one_name(p.name, p.expert): p.weight for p in model.parameters}
+    masters = [p for p in model.parameters if p.weight.dtype == "float32" != p.dtype]
     own, values = training_dtype(opened.common), "the checkpoint's values are exported"
     if masters and own is None and dtype is None:
         raise UsageError(
@@ -131,7 +113,7 @@ def _fsdp_dtensor(
         )
     if masters:
         values = f"the checkpoint's values, fp32 masters, are exported as {dtype or own}"
-    types = dict.fromkeys(masters, own) if own is not None else {}
+    types = {one_name(p.name, p.expert): own for p in masters} if own is not None else {}
     return ExportSource(source.catalog, bases, _settings(opened), types, values, source.ignored, source.notes)
 
 
@@ -139,27 +121,22 @@ def _settings(opened: Opened) -> Mapping[str, Any] | None:
     return opened.common.args or opened.common.model_config or None
 
 
-def one_name(parameter: Any) -> str:
+def one_name(name: str, expert: int | None) -> str:
     """The name of one expert's parameter: ``...experts.experts.7.linear_fc1.weight``."""
-    name: str = parameter.name
-    return name if parameter.expert is None else name.replace(EXPERTS, f"{EXPERTS}{parameter.expert}.")
+    return name if expert is None else name.replace(EXPERTS, f"{EXPERTS}{expert}.")
 
 
-def master_targets(parameters: Sequence[Parameter], states: OptimizerStates) -> list[TargetTensor]:
+def master_targets(model: Model) -> list[TargetTensor]:
     """The fp32 master of every parameter that has one, with the stored weight it must round to."""
     return [
         TargetTensor(
             p.name if p.expert is None else f"{p.name} of expert {p.expert}",
-            states.dtype(MASTER, p.key),
+            p.main.dtype,
             p.shape,
-            states.sources(MASTER, p.key, p.lead),
-            must_round_to=(_stored(p),),
-            must_round_dtype=p.dtype,
+            p.main.sources,
+            must_round_to=p.weight.sources,
+            must_round_dtype=p.weight.dtype,
         )
-        for p in parameters
-        if states.has(MASTER, p.key)
+        for p in model.parameters
+        if MASTER in p.values
     ]
-
-
-def _stored(parameter: Parameter) -> Source:
-    return Source(parameter.key, tuple(Select(0, index) for index in parameter.lead))

@@ -45,11 +45,11 @@ def build_group_map(
         raise UnsupportedCheckpointError(
             f"{source} is neither a dump of --dump-param-to-param-group-map nor a torch_dist checkpoint"
         )
-    files, torch_dist = open_source(location)
+    files, model = open_source(location)
     try:
-        if torch_dist.states is None:
+        if model.optimizer_layout is None:
             raise MappingError(f"{source} has no optimizer state, so its parameters have no groups")
-        built = build_fsdp_target(torch_dist, options or TargetOptions())
+        built = build_fsdp_target(model, options or TargetOptions())
     finally:
         files.close()
     rules = {f"model.module.{name}": m.rule for name, m in built.memberships.items()}

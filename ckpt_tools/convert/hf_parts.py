@@ -24,8 +24,8 @@ from ckpt_tools.execute.read_box import BoxReader, read_proven
 from ckpt_tools.megatron.huggingface.families import FAMILIES
 from ckpt_tools.megatron.huggingface.rulefile import load_rule_file
 from ckpt_tools.megatron.huggingface.rules import Family
-from ckpt_tools.megatron.rebase import Base
 from ckpt_tools.megatron.target import TargetTensor
+from ckpt_tools.model.expressions import Value
 from ckpt_tools.plan.byte_runs import row_major_tiles
 
 CONFIG = "config.json"
@@ -119,7 +119,7 @@ def unread_notes(files: Files) -> tuple[str, ...]:
 
 
 def prove_equal(
-    files: Files, catalog: Catalog, bases: Mapping[str, Base], pairs: Iterable[tuple[str, str]]
+    files: Files, catalog: Catalog, bases: Mapping[str, Value], pairs: Iterable[tuple[str, str]]
 ) -> None:
     """Compare parameters that must repeat each other, a tile at a time.
 

@@ -34,19 +34,17 @@ from ckpt_tools.execute.ranks import connect
 from ckpt_tools.execute.rehearse import rehearse
 from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, write_checkpoint
 from ckpt_tools.megatron.common_state import COMMON_FILE, CommonState
-from ckpt_tools.megatron.fsdp_source import WEIGHT, FsdpSource, FsdpTensor
 from ckpt_tools.megatron.huggingface.checks import Spec
 from ckpt_tools.megatron.huggingface.targets import Imported, import_targets
-from ckpt_tools.megatron.names import ModelStyle, live_name
-from ckpt_tools.megatron.rebase import Base, rebase
 from ckpt_tools.megatron.record import RECORD_FILE, record_bytes
 from ckpt_tools.megatron.settings import read_settings
-from ckpt_tools.megatron.source import TorchDistSource
 from ckpt_tools.megatron.target import Source, Target
 from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions
 from ckpt_tools.megatron.to_torch_dist import TorchDistOptions, build_torch_dist_target
-from ckpt_tools.megatron.torch_dist import EXPERTS, Parameter
+from ckpt_tools.megatron.torch_dist import EXPERTS
 from ckpt_tools.megatron.vocab import vocabulary
+from ckpt_tools.model.expressions import Value
+from ckpt_tools.model.model import WEIGHT, Model, Parameter
 from ckpt_tools.plan.build import build_plan
 from ckpt_tools.plan.model import Plan, plan_summary
 
@@ -141,7 +139,7 @@ def plan_import(source: str, files: Files, options: ImportOptions, world: int) -
         vocab_multiple=options.vocab_multiple,
         families=families_with(options.rules),
     )
-    own = {key: Base(spec.dtype, spec.shape, (Source(key),)) for key, spec in specs.items()}
+    own = {key: Value(spec.dtype, spec.shape, (Source(key),)) for key, spec in specs.items()}
     prove_equal(files, catalog, own, imported.equal)
     dropped = (*(f"{key}: no content of its own" for key in imported.dropped), *frequencies)
     imported = replace(imported, dropped=dropped, notes=(*imported.notes, *unread_notes(files)))
@@ -150,7 +148,7 @@ def plan_import(source: str, files: Files, options: ImportOptions, world: int) -
     seen = replace(catalog, tensors=tensors)
     common = common_state(imported, options, source)
     make = _plan_torch_dist if options.to == "torch_dist" else _plan_fsdp_dtensor
-    return make(seen, imported, common, options, world)
+    return make(_model(seen, imported, common, options), imported, options, world)
 
 
 def common_state(imported: Imported, options: ImportOptions, source: str) -> CommonState:
@@ -180,25 +178,16 @@ def _check_options(options: ImportOptions) -> None:
         raise UsageError(f"--vocab-multiple {options.vocab_multiple}: at least one row")
 
 
-def _plan_torch_dist(
-    catalog: Catalog, imported: Imported, common: CommonState, options: ImportOptions, world: int
-) -> PlannedImport:
-    style = ModelStyle(local_norms=options.layer_spec == "local", grouped_experts=True)
-    tensors = tuple(
-        FsdpTensor(live_name(p, style), p.shape, {WEIGHT: p.dtype}, {WEIGHT: (Source(p.key),)})
-        for p in _parameters(imported, options)
-    )
-    source = FsdpSource(catalog, common, tensors, groups={}, scheduler={}, rng={})
+def _plan_torch_dist(model: Model, imported: Imported, options: ImportOptions, world: int) -> PlannedImport:
     wanted = replace(
         options.torch_dist, weights_only=True, layer_spec=options.layer_spec, dtype=options.dtype
     )
-    built = build_torch_dist_target(source, wanted)
-    target = _rebased(built.target, imported, catalog)
-    archives = object_archives(target.objects)
-    plan = build_plan(catalog, target, slice_placement(world), world, archives)
+    built = build_torch_dist_target(model, wanted)
+    archives = object_archives(built.target.objects)
+    plan = build_plan(model.catalog, built.target, slice_placement(world), world, archives)
     extra = {METADATA_JSON: METADATA_JSON_BYTES, COMMON_FILE: dump_archive(built.common)}
-    job = _with_tokens(TargetJob(built.record), imported, common)
-    return PlannedImport(imported, target, plan, extra | {RECORD_FILE: record_bytes(job.record)}, job)
+    job = _with_tokens(TargetJob(built.record), imported, model.common)
+    return PlannedImport(imported, built.target, plan, extra | {RECORD_FILE: record_bytes(job.record)}, job)
 
 
 def _with_tokens(job: TargetJob, imported: Imported, common: CommonState) -> TargetJob:
@@ -208,32 +197,17 @@ def _with_tokens(job: TargetJob, imported: Imported, common: CommonState) -> Tar
     return replace(job, record=replace(job.record, tokens=tokens), vocabulary=rows)
 
 
-def _plan_fsdp_dtensor(
-    catalog: Catalog, imported: Imported, common: CommonState, options: ImportOptions, world: int
-) -> PlannedImport:
-    parameters = _parameters(imported, options)
-    source = TorchDistSource(
-        catalog=catalog,
-        parameters=tuple(parameters),
-        states=None,
-        groups=(),
-        settings=read_settings(common),
-        common=common.values,
-        model_config={},
-        rng={},
-        dropped=(),
-    )
+def _plan_fsdp_dtensor(model: Model, imported: Imported, options: ImportOptions, world: int) -> PlannedImport:
     wanted = replace(options.fsdp, weights_only=True, layer_spec=options.layer_spec)
     layout = options.layout or Layout(world=world)
-    built, job = build_target(source, layout, wanted)
-    built = replace(built, target=_rebased(built.target, imported, catalog))
-    plan = make_plan(catalog, built, layout)
-    job = _with_tokens(job, imported, common)
+    built, job = build_target(model, layout, wanted)
+    plan = make_plan(model.catalog, built, layout)
+    job = _with_tokens(job, imported, model.common)
     return PlannedImport(imported, built.target, plan, {RECORD_FILE: record_bytes(job.record)}, job)
 
 
-def _parameters(imported: Imported, options: ImportOptions) -> list[Parameter]:
-    """The imported parameters as if a `torch_dist` checkpoint held each as a tensor of its own.
+def _model(catalog: Catalog, imported: Imported, common: CommonState, options: ImportOptions) -> Model:
+    """The imported weights as a model.
 
     MLA's norms are the only ones whose stored names depend on the layer spec (gpt_layer_specs.py).
     """
@@ -244,16 +218,10 @@ def _parameters(imported: Imported, options: ImportOptions) -> list[Parameter]:
         name = f"{head}{EXPERTS}{leaf}" if experts else tensor.key
         if options.layer_spec == "local":
             name = MLA_NORM.sub(r".\1_layernorm.weight", name)
+        value = Value(tensor.dtype, tensor.shape, tensor.sources, tensor.zero_filled)
         number = int(expert) if experts else None
-        found.append(Parameter(name, tensor.key, (), tensor.shape, tensor.dtype, number))
-    return found
-
-
-def _rebased(target: Target, imported: Imported, catalog: Catalog) -> Target:
-    bases = {t.key: Base(t.dtype, t.shape, t.sources, t.zero_filled) for t in imported.tensors}
-    shapes = {key: entry.shape for key, entry in catalog.tensors.items()}
-    tensors = rebase(target.tensors, bases, shapes)
-    return replace(target, tensors=tuple(tensors))
+        found.append(Parameter(name, tensor.shape, tensor.dtype, {WEIGHT: value}, number, origin=name))
+    return Model(catalog, tuple(found), common, read_settings(common))
 
 
 def _report(

@@ -11,11 +11,11 @@ from ckpt_tools.box import Box, full_box
 from ckpt_tools.catalog.model import Catalog
 from ckpt_tools.errors import UsageError
 from ckpt_tools.megatron.fsdp_source import WEIGHT, FsdpSource
-from ckpt_tools.megatron.live import part_order, split_part
+from ckpt_tools.megatron.live import LiveParameter, part_order, split_part
 from ckpt_tools.megatron.names import BUFFERS, MLA_DOWN, MLA_FUSED_DOWN, ModelStyle
+from ckpt_tools.megatron.settings import training_dtype
 from ckpt_tools.megatron.target import Target, TargetTensor
 from ckpt_tools.megatron.to_fsdp_dtensor import FsdpTarget
-from ckpt_tools.megatron.to_torch_dist import training_dtype
 from ckpt_tools.plan.build import Placement as PlanPlacement
 from ckpt_tools.plan.build import build_plan
 from ckpt_tools.plan.model import Plan
@@ -163,7 +163,7 @@ def target_model(built: FsdpTarget) -> Model:
             LiveTensor(
                 p.name,
                 p.shape,
-                p.stored[0].dtype,
+                _element_type(p),
                 gated=p.gated,
                 buffer=p.name.endswith(BUFFERS),
                 trainable=not built.memberships or p.group_name in built.memberships,
@@ -173,6 +173,12 @@ def target_model(built: FsdpTarget) -> Model:
         for p in built.parameters
     )
     return Model(tuple(_join_parts(found, built.style)), built.style.local_norms)
+
+
+def _element_type(parameter: LiveParameter) -> str:
+    """Element type of the running model's parameter; that of what is stored where nothing tells it."""
+    first = parameter.stored[0]
+    return first.dtype or first.main.dtype
 
 
 def source_model(source: FsdpSource, style: ModelStyle) -> Model:

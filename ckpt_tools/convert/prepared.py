@@ -55,21 +55,21 @@ def prepare(source: str, layout: Layout, options: ConvertOptions) -> Prepared:
             opened.archives,
             opened.job,
         )
-    files, read = open_source(
+    files, model = open_source(
         location, options.ignore_keys, options.trust_pickle, options.target.weights_only
     )
     try:
-        built, job = build_target(read, layout, options.target)
+        built, job = build_target(model, layout, options.target)
     except BaseException:
         files.close()
         raise
     return Prepared(
         location,
         files,
-        read.catalog,
+        model.catalog,
         built.target,
         lambda: target_model(built),
         lambda: object_archives(built.target.objects),
         job,
-        read.settings.fp8_recipe,
+        model.settings.fp8_recipe,
     )

@@ -27,6 +27,7 @@ from ckpt_tools.megatron.target import Source, Target, TargetObject, TargetTenso
 from ckpt_tools.megatron.to_torch_dist import CONTENT_METADATA, OPTIMIZER_METADATA
 from ckpt_tools.megatron.torch_dist import is_optimizer_key, layer_counts, stacked_axes
 from ckpt_tools.megatron.views import Insert, Narrow, Place, Step
+from ckpt_tools.model.model import Model
 from ckpt_tools.verify.meaning import fsdp_weights, torch_dist_weights
 
 _PREFIX = {
@@ -137,7 +138,7 @@ def _parts(opened: Opened, cut: Cut) -> tuple[list[TargetTensor], dict[str, Any]
         source = read_torch_dist(
             opened.files, opened.catalog, trust_pickle=opened.trust_pickle, unknown_keys=True
         )
-        return *_torch_dist_parts(opened, source, cut), source.catalog
+        return *_torch_dist_parts(opened, source, cut), source.model.catalog
     args = {name: opened.common.values[name] for name in ("args",) if name in opened.common.values}
     tensors = _kept_tensors(opened, cut, list(opened.catalog.tensors))
     return tensors, _with_layers(args, cut), opened.catalog
@@ -200,7 +201,7 @@ def _torch_dist_parts(
     tensors = _kept_tensors(opened, cut, [key for key in keys if not is_optimizer_key(key)])
     tensors += _states(source.states, opened, cut)
     common["content_metadata"] = CONTENT_METADATA | OPTIMIZER_METADATA
-    common["optimizer"] = _optimizer(source)
+    common["optimizer"] = _optimizer(source.model)
     return tensors, common
 
 
@@ -240,10 +241,10 @@ def _state_sources(state: StateTensor, axes: int, first: int, shape: tuple[int, 
     return tuple(sources)
 
 
-def _optimizer(source: TorchDistSource) -> dict[Any, Any]:
+def _optimizer(model: Model) -> dict[Any, Any]:
     """The optimizer entry of the common state as `fully_reshardable` has it."""
-    step = {} if source.step is None else {"step": source.step}
-    groups = [step | dict(group) for group in source.groups]
+    step = {} if model.step is None else {"step": model.step}
+    groups = [step | dict(group) for group in model.groups]
     parts = [[g for g in groups if bool(g.get("is_expert_parallel")) is expert] for expert in (False, True)]
     optimizers = [
         {"optimizer": {"param_groups": part}, "param_state_sharding_type": "fully_reshardable"}

@@ -35,11 +35,11 @@ from ckpt_tools.megatron.bridge import (
     fsdp_run_config,
     train_state_file,
 )
-from ckpt_tools.megatron.optimizer_layouts.model import MASTER
 from ckpt_tools.megatron.record import RECORD_FILE, TargetRecord, record_bytes
-from ckpt_tools.megatron.source import TorchDistSource, read_torch_dist
+from ckpt_tools.megatron.source import read_torch_dist
 from ckpt_tools.megatron.target import TargetTensor
 from ckpt_tools.megatron.to_fsdp_dtensor import FsdpTarget, TargetOptions, build_fsdp_target, writer_tp
+from ckpt_tools.model.model import MASTER, WEIGHT, Model, without_optimizer
 from ckpt_tools.plan.model import Plan, plan_summary
 from ckpt_tools.plan.without_gc import without_gc
 
@@ -69,7 +69,7 @@ class Planned:
 
     location: Location
     files: Files
-    source: TorchDistSource
+    model: Model
     built: FsdpTarget
     job: TargetJob
     plan: Plan
@@ -119,40 +119,38 @@ def convert_to_fsdp_dtensor(
 def plan_conversion(location: Location, options: ConvertOptions, ranks: Ranks | DistributedRanks) -> Planned:
     """Everything up to the first byte."""
     try:
-        files, source = open_source(
+        files, model = open_source(
             location, options.ignore_keys, options.trust_pickle, options.target.weights_only
         )
     except VerificationError:
         if options.write.check_source != "none":
             _look_for_damage(location, options, ranks)
         raise
-    return _planned(location, files, source, options, ranks)
+    return _planned(location, files, model, options, ranks)
 
 
 def _planned(
     location: Location,
     files: Files,
-    source: TorchDistSource,
+    model: Model,
     options: ConvertOptions,
     ranks: Ranks | DistributedRanks,
 ) -> Planned:
     layout = options.layout or Layout(world=ranks.world)
-    built, job = build_target(source, layout, options.target)
-    return Planned(location, files, source, built, job, make_plan(source.catalog, built, layout))
+    built, job = build_target(model, layout, options.target)
+    return Planned(location, files, model, built, job, make_plan(model.catalog, built, layout))
 
 
-def build_target(
-    source: TorchDistSource, layout: Layout, options: TargetOptions
-) -> tuple[FsdpTarget, TargetJob]:
+def build_target(model: Model, layout: Layout, options: TargetOptions) -> tuple[FsdpTarget, TargetJob]:
     """The target of a conversion for a job of `layout`, and that job.
 
     Raises:
         UsageError: `--tp` is needed and was left out, or contradicts the layout.
         Otherwise the errors of `build_fsdp_target`.
     """
-    stored = writer_tp(source)
+    stored = writer_tp(model)
     tp = said_tp(options.tp, layout) or stored
-    built = build_fsdp_target(source, replace(options, tp=tp.ranks))
+    built = build_fsdp_target(model, replace(options, tp=tp.ranks))
     need_tp(built.packed, options.tp, layout, stored)
     record = TargetRecord(built.dialect.name, tp, tokens=built.tokens)
     return built, TargetJob(record, built.packed, built.vocabulary)
@@ -186,8 +184,8 @@ def with_proven_masters(
         first, second, *_ = [*str(error).splitlines(), ""]
     reason = f"{first} {second.strip(' -')}" if first.endswith(":") else first
     note = f"the stored weights are written, not the masters: {reason}"
-    source = replace(planned.source, states=None, notes=(*planned.source.notes, note))
-    return _planned(planned.location, planned.files, source, options, ranks), "left out with the optimizer"
+    model = without_optimizer(planned.model, note)
+    return _planned(planned.location, planned.files, model, options, ranks), "left out with the optimizer"
 
 
 def open_source(
@@ -195,15 +193,18 @@ def open_source(
     ignore_keys: tuple[str, ...] = (),
     trust_pickle: bool = False,
     weights_only: bool = False,
-) -> tuple[Files, TorchDistSource]:
-    """The `torch_dist` checkpoint at `location`, taken apart (see `read_torch_dist`), and its open files."""
+) -> tuple[Files, Model]:
+    """The model in the `torch_dist` checkpoint at `location` (see `read_torch_dist`), and its open files."""
     if location.kind != "torch_dist":
         raise UnsupportedCheckpointError(
             f"{location.path} is {A_KIND.get(location.kind, location.kind)}, not a torch_dist checkpoint"
         )
     files = open_files(location.path)
     catalog = read_catalog(files, trust_pickle)
-    return files, read_torch_dist(files, catalog, ignore_keys, trust_pickle, weights_only=weights_only)
+    source = read_torch_dist(
+        files, catalog, ignore_keys, trust_pickle, optimizer="masters" if weights_only else "whole"
+    )
+    return files, source.model
 
 
 A_KIND = {
@@ -226,11 +227,12 @@ def with_small_files(place: Output, planned: Planned) -> Output:
     A Bridge source's own are taken over; progress is made up from the args of a Megatron-LM source.
     """
     inside = {RECORD_FILE: record_bytes(planned.job.record)}
+    inside = {RECORD_FILE: record_bytes(planned.job.record)}
     if planned.built.dialect.name != "bridge":
         return replace(place, extra_files=inside)
-    files, source = planned.files, planned.source
+    files, common = planned.files, planned.model.common
     kept = {name: read_small_file(files, name) for name in BRIDGE_FILES if files.exists(name)}
-    state = kept.get(TRAIN_STATE) or train_state_file(source.common, source.args or {})
+    state = kept.get(TRAIN_STATE) or train_state_file(common.values, common.args)
     inside[TRAIN_STATE] = state
     if RUN_CONFIG in kept:
         inside[RUN_CONFIG] = fsdp_run_config(kept[RUN_CONFIG])
@@ -245,7 +247,7 @@ def prove_padding(planned: Planned) -> None:
         MappingError: some are not.
     """
     from ckpt_tools.execute.read_box import read_box
-    from ckpt_tools.megatron.fsdp_dtensor import weight_sources
+    from ckpt_tools.megatron.fsdp_dtensor import live_value
     from ckpt_tools.megatron.live import Rows
 
     vocab = planned.built.vocab
@@ -254,12 +256,13 @@ def prove_padding(planned: Planned) -> None:
             continue
         stored = parameter.stored[0]
         whole = replace(parameter, shape=stored.shape, rows=(Rows(stored, 0, stored.shape[0], 0),))
-        tensor = TargetTensor(parameter.name, stored.dtype, stored.shape, weight_sources(whole))
+        value = live_value(whole, WEIGHT)
+        tensor = TargetTensor(parameter.name, value.dtype, value.shape, value.sources)
         dropped = Box(
             (vocab.kept, *(0,) * (len(stored.shape) - 1)), (stored.shape[0] - vocab.kept, *stored.shape[1:])
         )
-        if read_box(planned.files, planned.source.catalog, tensor, dropped).any():
-            prove_payloads(planned.files, planned.source.catalog, [stored.key], 1)
+        if read_box(planned.files, planned.model.catalog, tensor, dropped).any():
+            prove_payloads(planned.files, planned.model.catalog, sorted({s.key for s in value.sources}), 1)
             raise MappingError(
                 f"{parameter.name}: rows {vocab.kept} to {stored.shape[0] - 1} would be cut off and are not zeros; "
                 "give the number of real tokens with --vocab-size if they are padding"
@@ -279,10 +282,10 @@ def prove_masters(planned: Planned, options: ConvertOptions, ranks: Ranks | Dist
     if mode == "none":
         return "not checked (--check-masters none)"
     mine = [t for t in planned.built.target.tensors if t.must_round_to][ranks.rank :: ranks.world]
-    recipe = planned.source.settings.fp8_recipe
+    recipe = planned.model.settings.fp8_recipe
 
     def check() -> tuple[int, ...]:
-        catalog = planned.source.catalog
+        catalog = planned.model.catalog
         try:
             return astuple(check_masters(planned.files, catalog, mine, mode, ranks.check, threads, recipe))
         except VerificationError:
@@ -292,8 +295,8 @@ def prove_masters(planned: Planned, options: ConvertOptions, ranks: Ranks | Dist
             raise
 
     if not any(t.must_round_to for t in planned.built.target.tensors):
-        has_some = planned.source.states is not None and MASTER in planned.source.states.kinds
-        return "left out with the optimizer" if has_some or planned.source.notes else "the source has none"
+        has_some = MASTER in planned.model.roles
+        return "left out with the optimizer" if has_some or planned.model.unread else "the source has none"
     return describe_masters(MastersReport(*map(sum, zip(*ranks.together(check), strict=True))), mode)
 
 
@@ -301,12 +304,11 @@ def _report(
     source: str, output: str, planned: Planned, checked: str, written: WriteReport | None
 ) -> ConversionReport:
     target = planned.built.target
-    states = planned.source.states
     return ConversionReport(
         source=source,
         output=output,
         iteration=planned.location.iteration,
-        source_layout=states.layout if states else "weights only",
+        source_layout=planned.model.optimizer_layout or "weights only",
         target="fsdp_dtensor",
         dialect=planned.built.dialect.name,
         tensors=len(target.tensors),

@@ -22,6 +22,7 @@ from ckpt_tools.execute.rehearse import rehearse
 from ckpt_tools.execute.run import WriteOptions, WriteReport, write_checkpoint
 from ckpt_tools.megatron.bridge import BRIDGE_FILES
 from ckpt_tools.megatron.common_state import COMMON_FILE
+from ckpt_tools.megatron.fsdp_model import fsdp_model
 from ckpt_tools.megatron.fsdp_source import read_fsdp_source
 from ckpt_tools.megatron.record import RECORD_FILE, record_bytes
 from ckpt_tools.megatron.target import TargetTensor
@@ -123,7 +124,13 @@ def plan_torch_dist(
             options.trust_pickle,
             weights_only=target_options.weights_only,
         )
-        built = build_torch_dist_target(read, target_options)
+        model = fsdp_model(
+            read,
+            tp=target_options.tp,
+            layer_spec=target_options.layer_spec,
+            weights_only=target_options.weights_only,
+        )
+        built = build_torch_dist_target(model, target_options)
         archives = object_archives(built.target.objects)
         plan = build_plan(read.catalog, built.target, slice_placement(ranks.world), ranks.world, archives)
     except BaseException:

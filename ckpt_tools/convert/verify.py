@@ -197,11 +197,10 @@ def _masters(files: Files, catalog: Catalog, options: VerifyOptions) -> Check:
 
     found = Findings("masters", "elements")
     try:
-        source = read_torch_dist(files, catalog, trust_pickle=options.trust_pickle, unknown_keys=True)
-        targets = [] if source.states is None else master_targets(source.parameters, source.states)
-        recipe = source.settings.fp8_recipe
+        model = read_torch_dist(files, catalog, trust_pickle=options.trust_pickle, unknown_keys=True).model
+        targets, recipe = master_targets(model), model.settings.fp8_recipe
         report, problems = compare_masters(
-            files, source.catalog, targets, "all", threads=options.threads, fp8_recipe=recipe
+            files, model.catalog, targets, "all", threads=options.threads, fp8_recipe=recipe
         )
     except StorageError:
         raise

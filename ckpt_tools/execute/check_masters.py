@@ -164,7 +164,7 @@ def _compare_as_fp8(
 ) -> dict[_Comparison, Fp8Comparison]:
     """The tensors of `first` again, as weights held in FP8: those that are proven leave it and are returned."""
     found = {
-        c: Fp8Comparison(c.target, c.dtype, c.masters, c.weights, c.pieces, recipe)
+        c: Fp8Comparison(c.target, c.dtype, c.masters, c.weights, c.transfers, recipe)
         for c in first
         if c.can_be_fp8
     }
@@ -215,7 +215,7 @@ class _Comparison:
         self.target, self.dtype = target, target.must_round_dtype
         weights = replace(target, dtype=self.dtype, sources=target.must_round_to)
         self.masters, self.weights = reader.tensor(target), reader.tensor(weights)
-        self.pieces = reader.pieces(weights)
+        self.transfers = reader.transfers(weights)
 
     @property
     def can_be_fp8(self) -> bool:

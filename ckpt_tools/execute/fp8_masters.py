@@ -24,7 +24,7 @@ from ckpt_tools.execute.fp8_weights import (
 )
 from ckpt_tools.execute.source import index_of
 from ckpt_tools.megatron.target import TargetTensor
-from ckpt_tools.plan.overlap import SourcePiece
+from ckpt_tools.plan.model import Computation, Transfer
 
 HALF_TYPES = ("bfloat16", "float16")  # of models that can be held in FP8
 
@@ -46,11 +46,11 @@ class Fp8Comparison:
         dtype: str,
         masters: Callable[[Box], Array],
         weights: Callable[[Box], Array],
-        pieces: Callable[[Box], Sequence[SourcePiece]],
+        transfers: Callable[[Box], Sequence[Transfer | Computation]],
         recipe: str,
     ) -> None:
         self._target, self._dtype = target, dtype
-        self._masters, self._weights, self._pieces = masters, weights, pieces
+        self._masters, self._weights, self._transfers = masters, weights, transfers
         self._width = BLOCKED.get(recipe)
         self._lock = threading.Lock()
         self._tables: dict[Item, list[Extremes]] = {}
@@ -114,17 +114,17 @@ class Fp8Comparison:
 
     def _read(self, box: Box) -> Iterator[tuple[_Part, Array, Array]]:
         masters, weights = self._masters(box), self._weights(box)
-        for part in map(_part, self._pieces(box)):
+        for part in map(_part, self._transfers(box)):
             where = index_of(part.box)
             yield part, np.ascontiguousarray(masters[where]), np.ascontiguousarray(weights[where])
 
 
-def _part(found: SourcePiece) -> _Part:
-    columns = found.chunk.box.size[-1]
-    piece = found.piece
+def _part(found: Transfer | Computation) -> _Part:
+    assert isinstance(found, Transfer)  # weights are stored
+    columns, piece = found.shape[-1], found.piece
     column = piece.offset % columns
     is_row = piece.strides[-1] == 1 and column + piece.box.size[-1] <= columns
-    return _Part(found.chunk.item, piece.box, column if is_row else None)
+    return _Part(found.item, piece.box, column if is_row else None)
 
 
 def _outside(bounds: Verdict, masters: Array, weights: Array, dtype: str) -> Array:

@@ -10,13 +10,16 @@ import numpy as np
 from ckpt_tools.box import Box, full_box
 from ckpt_tools.catalog.files import Files
 from ckpt_tools.catalog.model import Catalog
-from ckpt_tools.execute.casts import Array, cast_checked, numpy_dtype, raw_dtype
+from ckpt_tools.execute.casts import Array, numpy_dtype, raw_dtype
+from ckpt_tools.execute.fill import Filled, Filler
 from ckpt_tools.execute.proof import SourceProof
 from ckpt_tools.execute.prove import prove_rest
 from ckpt_tools.execute.ranks import Ranks
-from ckpt_tools.execute.source import ChunkRef, SourceReader, index_of, read_region
+from ckpt_tools.execute.source import SourceReader
 from ckpt_tools.megatron.target import TargetTensor
-from ckpt_tools.plan.overlap import ChunkFinder, SourcePiece, TargetReader
+from ckpt_tools.plan.model import Computation, Transfer
+from ckpt_tools.plan.overlap import ChunkFinder, TargetReader
+from ckpt_tools.plan.transfers import transfers_into
 
 _SCRATCH_BYTES = 4 << 20
 
@@ -32,12 +35,13 @@ class BoxReader:
 
     def tensor(self, target: TargetTensor) -> Callable[[Box], Array]:
         """What `read` does for this target, its sources looked up once for many boxes."""
-        pieces = TargetReader(self._finder, target).pieces
-        return lambda box: self._read(target, box, pieces(box))
+        reader = TargetReader(self._finder, target)
+        return lambda box: self._read(target, box, transfers_into(reader, box))
 
-    def pieces(self, target: TargetTensor) -> Callable[[Box], list[SourcePiece]]:
+    def transfers(self, target: TargetTensor) -> Callable[[Box], list[Transfer | Computation]]:
         """What makes up boxes of this target, in coordinates of the box."""
-        return TargetReader(self._finder, target).pieces
+        reader = TargetReader(self._finder, target)
+        return lambda box: transfers_into(reader, box)
 
     def read(self, target: TargetTensor, box: Box) -> Array:
         """The elements of `box` (global coordinates of `target`), of the type `casts.numpy_dtype(target.dtype)`.
@@ -45,26 +49,17 @@ class BoxReader:
         Elements that no source of a `zero_filled` target shows are zeros.
 
         Raises:
-            MappingError, CorruptCheckpointError: as `TargetReader.pieces`.
+            MappingError, CorruptCheckpointError: as `TargetReader.locate`.
             VerificationError: a cast makes an infinity of a number.
         """
         return self.tensor(target)(box)
 
-    def _read(self, target: TargetTensor, box: Box, pieces: Sequence[SourcePiece]) -> Array:
-        scratch, dtype = self._scratch(), target.dtype
-        covered = sum(piece.box.volume for _, _, piece in pieces) == box.volume
-        raw = (np.empty if covered else np.zeros)(box.size, raw_dtype(dtype))
-        for entry, chunk, piece in pieces:
-            payload = self._source.payload(ChunkRef(entry.key, chunk.item, entry.dtype, chunk.box.size))
-            region = raw[index_of(piece.box)]
-            if entry.dtype == dtype:
-                read_region(payload, piece, region, scratch)
-                continue
-            values = np.empty(piece.box.size, raw_dtype(entry.dtype))
-            read_region(payload, piece, values, scratch)
-            start = tuple(a + b for a, b in zip(box.start, piece.box.start, strict=True))
-            region[...], _ = cast_checked(values, entry.dtype, dtype, target.key, start)
-        return raw.view(numpy_dtype(dtype))
+    def _read(self, target: TargetTensor, box: Box, transfers: Sequence[Transfer | Computation]) -> Array:
+        covered = sum(transfer.box.volume for transfer in transfers) == box.volume
+        raw = (np.empty if covered else np.zeros)(box.size, raw_dtype(target.dtype))
+        filler = Filler(self._source, self._scratch(), Filled())
+        filler.fill(raw, target.dtype, full_box(box.size), transfers, target.key, box.start)
+        return raw.view(numpy_dtype(target.dtype))
 
     def _scratch(self) -> Array:
         if not hasattr(self._of_thread, "scratch"):

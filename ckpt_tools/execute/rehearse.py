@@ -17,7 +17,7 @@ from ckpt_tools.execute.publish import SPARE_BYTES
 from ckpt_tools.execute.ranks import DistributedRanks, Ranks
 from ckpt_tools.execute.run import Output, WriteOptions
 from ckpt_tools.execute.work import tile_bytes
-from ckpt_tools.plan.model import Plan
+from ckpt_tools.plan.model import Plan, stored_parts
 
 
 def rehearse(
@@ -56,7 +56,7 @@ def check_extents(plan: Plan, files: Files) -> None:
     """
     ends: dict[str, tuple[int, str]] = {}
     for item in plan.items:
-        for transfer in item.transfers:
+        for transfer in stored_parts(item.transfers):
             stored = transfer.item
             end = stored.offset + stored.length
             if end > ends.get(stored.file, (0, ""))[0]:

@@ -16,7 +16,7 @@ from ckpt_tools.execute.proof import Stored, check
 from ckpt_tools.execute.source import SourceReader
 from ckpt_tools.plan.coalesce import Span, coalesce
 from ckpt_tools.plan.frames import tensor_frame
-from ckpt_tools.plan.model import OutputItem
+from ckpt_tools.plan.model import OutputItem, stored_parts
 
 
 class _Loaded:
@@ -48,7 +48,8 @@ class SmallCopies:
     def __init__(self, source: SourceReader, items: Sequence[OutputItem], buffer: memoryview) -> None:
         self._items = items
         self._proof = source.proof
-        self._loaded = _Loaded(source.files, [item.transfers[0].item for item in items], buffer)
+        self._copies = [next(stored_parts(item.transfers)) for item in items]
+        self._loaded = _Loaded(source.files, [transfer.item for transfer in self._copies], buffer)
         self.bytes_read = self._loaded.nbytes
 
     def archives(self) -> Iterator[tuple[list[bytes | memoryview], int] | None]:
@@ -57,8 +58,7 @@ class SmallCopies:
         Raises:
             CorruptCheckpointError: a payload does not have the CRC-32 that its archive states.
         """
-        for item in self._items:
-            transfer = item.transfers[0]
+        for item, transfer in zip(self._items, self._copies, strict=True):
             stored = self._loaded.item(transfer.item)
             source = tensor_frame(transfer.dtype, transfer.shape)
             head, end = len(source.head), len(source.head) + source.payload_bytes

@@ -26,7 +26,7 @@ from ckpt_tools.execute.proof import RecordProof, SourceProof, Stored
 from ckpt_tools.megatron.views import Piece
 from ckpt_tools.plan.byte_runs import is_dense, pattern_blocks, read_pattern, row_major_tiles, span_elems
 from ckpt_tools.plan.frames import tensor_frame
-from ckpt_tools.plan.model import Transfer
+from ckpt_tools.plan.model import Computation, Transfer, stored_parts
 
 _CACHED_PAYLOADS = 16384
 _MAX_REPEATED_BYTES = 64 << 20  # of a tensor larger than its storage: expanded, or with overlapping strides
@@ -98,10 +98,10 @@ class SourceReader:
                 self._payloads.popitem(last=False)
         return found
 
-    def note(self, transfers: Iterable[Transfer]) -> None:
+    def note(self, transfers: Iterable[Transfer | Computation]) -> None:
         """Have the payloads of work that another process has done proven too: nobody knows what it saw."""
         if self.proof is not None:
-            for transfer in transfers:
+            for transfer in stored_parts(transfers):
                 self.payload(chunk_of(transfer))
 
     def _find(self, chunk: ChunkRef) -> Payload:

@@ -18,7 +18,7 @@ from ckpt_tools.box import Box
 from ckpt_tools.catalog.files import LocalFiles
 from ckpt_tools.dtypes import itemsize
 from ckpt_tools.execute import crc
-from ckpt_tools.execute.casts import Array, cast_checked, raw_dtype
+from ckpt_tools.execute.casts import Array, raw_dtype
 from ckpt_tools.execute.fileio import (
     BLOCK_BYTES,
     At,
@@ -29,44 +29,43 @@ from ckpt_tools.execute.fileio import (
     storage_errors,
     write_all,
 )
+from ckpt_tools.execute.fill import Filled, Filler
 from ckpt_tools.execute.proof import RecordProof
 from ckpt_tools.execute.small import SmallCopies
-from ckpt_tools.execute.source import Payload, SourceReader, chunk_of, index_of, read_region
+from ckpt_tools.execute.source import Payload, SourceReader, chunk_of
 from ckpt_tools.plan.byte_runs import is_run, row_major_tiles
 from ckpt_tools.plan.frames import Frame, bare_frame, tensor_frame
-from ckpt_tools.plan.model import VERBATIM, OutputItem, Transfer
+from ckpt_tools.plan.model import VERBATIM, Computation, OutputItem, Transfer
 from ckpt_tools.plan.tiling import BoxIndex
 
 _COPY_STEP_BYTES = 64 << 20  # copied by the kernel between two looks at whether to stop
 _CAST_COPIES = 4  # arrays of a tile's elements that a cast holds at a time
-_CACHED_BYTES = (
-    512 << 10
-)  # of a plain copy at a time: what was read is summed and written out of the processor's cache
+_KERNEL_COPIES = 8  # and a kernel, its inputs among them
+# Of a plain copy at a time: what was read is summed and written out of the processor's cache.
+_CACHED_BYTES = 512 << 10
 KERNEL_COPY_BYTES = 256 * 1024  # below, one read and one write cost less than joining checksums
 
 
 @dataclass(slots=True)
-class Counters:
-    """What a worker has moved, in bytes; `rounded` counts the elements that casts changed, by key."""
+class Counters(Filled):
+    """What a worker has read and moved, in bytes, and rounded."""
 
-    read: int = 0
     copies: CopyCount = field(default_factory=CopyCount)
-    rounded: dict[str, int] = field(default_factory=dict)
 
 
 class Segment(NamedTuple):
     """A gapless range of an item's payload: `box` is relative to the item's start."""
 
     box: Box
-    transfers: Sequence[Transfer]
+    transfers: Sequence[Transfer | Computation]
     zeros: bool  # some elements come from no transfer
 
 
 def segments(item: OutputItem) -> list[Segment]:
     """The item's payload in order: one segment a transfer where each fills a gapless range, else one in all."""
     size = item.box.size
-    if item.zero_elems == 0 and all(is_run(t.piece.box, size) for t in item.transfers):
-        return [Segment(t.piece.box, (t,), False) for t in item.transfers]
+    if item.zero_elems == 0 and all(is_run(t.box, size) for t in item.transfers):
+        return [Segment(t.box, (t,), False) for t in item.transfers]
     return [Segment(Box((0,) * len(size), size), item.transfers, item.zero_elems > 0)]
 
 
@@ -84,6 +83,7 @@ class Pump:
         self._scratch = np.empty(tile_bytes, np.uint8)
         self._tick = tick
         self.counters = Counters()
+        self._filler = Filler(source, self._scratch, self.counters)
 
     def write_item(self, item: OutputItem, file: OutputFile) -> int:
         """Write one item; returns its payload's CRC-32.
@@ -195,9 +195,12 @@ class Pump:
 
     def _whole_payload(self, segment: Segment) -> Payload | None:
         """The payload that makes up a whole segment, if one does: others may stand beside it, or zeros."""
-        if len(segment.transfers) == 1 and not segment.zeros and segment.transfers[0].strategy == VERBATIM:
-            return self._source.payload(chunk_of(segment.transfers[0]))
-        return None
+        if len(segment.transfers) != 1 or segment.zeros:
+            return None
+        (transfer,) = segment.transfers
+        if isinstance(transfer, Computation) or transfer.strategy != VERBATIM:
+            return None
+        return self._source.payload(chunk_of(transfer))
 
     def _copy_whole(self, payload: Payload, file: OutputFile, at: int) -> bool:
         """Copy a long whole payload the shortest way, or say that there is none.
@@ -253,34 +256,15 @@ class Pump:
         return self._room[first : first + nbytes]
 
     def _fill(
-        self, item: OutputItem, tile: Box, transfers: Sequence[Transfer], zeros: bool, at: int
+        self, item: OutputItem, tile: Box, transfers: Sequence[Transfer | Computation], zeros: bool, at: int
     ) -> memoryview:
         """The bytes of a tile (relative to the item's start), in the buffer for byte `at` of the file."""
         data = self._buffer(at, tile.volume * itemsize(item.dtype))
         if zeros:
             data[:] = 0
         out = data.view(raw_dtype(item.dtype)).reshape(tile.size)
-        for transfer in transfers:
-            piece = transfer.piece.crop(tile)
-            if piece is None:
-                continue
-            corner = piece.box.relative_to(tile)
-            region = out[index_of(corner)]
-            payload = self._source.payload(chunk_of(transfer))
-            if transfer.dtype == item.dtype:
-                self.counters.read += read_region(payload, piece, region, self._scratch)
-                continue
-            values = np.empty(piece.box.size, raw_dtype(transfer.dtype))
-            self.counters.read += read_region(payload, piece, values, self._scratch)
-            start = [sum(at) for at in zip(item.box.start, tile.start, corner.start, strict=True)]
-            region[...] = self._cast(values, transfer.dtype, item, tuple(start))
+        self._filler.fill(out, item.dtype, tile, transfers, item.key, item.box.start)
         return data.data
-
-    def _cast(self, values: Array, dtype: str, item: OutputItem, start: tuple[int, ...]) -> Array:
-        result, changed = cast_checked(values, dtype, item.dtype, item.key, start)
-        if changed:
-            self.counters.rounded[item.key] = self.counters.rounded.get(item.key, 0) + changed
-        return result
 
 
 def _frame_of(item: OutputItem) -> Frame:
@@ -289,12 +273,16 @@ def _frame_of(item: OutputItem) -> Frame:
     return make(item.dtype, item.box.size)
 
 
-def _tiles(item: OutputItem, segment: Segment, tile_bytes: int) -> Iterator[tuple[Box, Sequence[Transfer]]]:
+def _tiles(
+    item: OutputItem, segment: Segment, tile_bytes: int
+) -> Iterator[tuple[Box, Sequence[Transfer | Computation]]]:
     """Boxes that fit the buffers, in payload order, each with the transfers that meet it."""
     width = max([itemsize(item.dtype), *(itemsize(t.dtype) for t in segment.transfers)])
-    if any(t.dtype != item.dtype for t in segment.transfers):
+    if any(isinstance(t, Computation) for t in segment.transfers):
+        width *= _KERNEL_COPIES
+    elif any(t.dtype != item.dtype for t in segment.transfers):
         width *= _CAST_COPIES
-    index = BoxIndex([t.piece.box for t in segment.transfers]) if len(segment.transfers) > 1 else None
+    index = BoxIndex([t.box for t in segment.transfers]) if len(segment.transfers) > 1 else None
     for tile in row_major_tiles(segment.box, tile_bytes // width):
         if index is None:
             yield tile, segment.transfers

@@ -25,10 +25,11 @@ from ckpt_tools.errors import MappingError, list_problems
 from ckpt_tools.megatron.flatten import Path, dotted, leaves
 from ckpt_tools.megatron.live import LiveParameter
 from ckpt_tools.megatron.names import BUFFERS
-from ckpt_tools.megatron.optimizer_layouts.model import MASTER, OptimizerStates
 from ckpt_tools.megatron.param_groups import Group, Membership
 from ckpt_tools.megatron.target import InlineTensor, Source, TargetObject, TargetTensor
-from ckpt_tools.megatron.views import Narrow, Place, Select, View
+from ckpt_tools.megatron.views import Narrow, Place, View
+from ckpt_tools.model.expressions import Value
+from ckpt_tools.model.model import MASTER, WEIGHT
 
 MODEL_PREFIX = "model.module"
 STATE_PREFIX = "optimizer.state.module.module.module"
@@ -68,64 +69,70 @@ def halves(parameter: LiveParameter) -> tuple[Half, ...]:
     return Half("_w", 0, count), Half("_v", count, count)
 
 
-def weight_sources(parameter: LiveParameter) -> tuple[Source, ...]:
-    """Sources that tile the unsplit parameter with its stored weights."""
-    return _assemble(parameter, lambda p: (Source(p.key, tuple([Select(0, index) for index in p.lead])),))
-
-
-def state_sources(parameter: LiveParameter, states: OptimizerStates, kind: str) -> tuple[Source, ...]:
-    """Sources that tile the unsplit parameter with one kind of its optimizer state."""
-    return _assemble(parameter, lambda p: states.sources(kind, p.key, p.lead))
-
-
-def _assemble(parameter: LiveParameter, stored: Any) -> tuple[Source, ...]:
-    if parameter.is_whole:
-        return tuple(stored(parameter.rows[0].parameter))
-    sources = []
-    for rows in parameter.rows:
-        origin = (rows.at, *(0,) * (len(parameter.shape) - 1))
-        steps: View = (Narrow(0, rows.start, rows.count), Place(origin, parameter.shape))
-        sources += [Source(s.key, (*s.view, *steps)) for s in stored(rows.parameter)]
-    return tuple(sources)
-
-
-def _cut(sources: Iterable[Source], half: Half, parameter: LiveParameter) -> tuple[Source, ...]:
-    if not parameter.gated:
-        return tuple(sources)
-    return tuple(Source(s.key, (*s.view, Narrow(0, half.start, half.count))) for s in sources)
-
-
-def stored_dtype(parameter: LiveParameter) -> str:
-    """Element type of the stored weights of a live parameter.
+def live_value(parameter: LiveParameter, role: str) -> Value:
+    """The unsplit parameter as one value: its stored parts, each where the running model has it.
 
     Raises:
-        MappingError: its parts have different types.
+        MappingError: the parts have different element types.
+    """
+    parts = [rows.parameter.values[role] for rows in parameter.rows]
+    dtypes = {part.dtype for part in parts}
+    if len(dtypes) > 1:
+        raise MappingError(f"{parameter.name}: its stored parts have different types {sorted(dtypes)}")
+    zeros = parameter.has_padding or any(part.zero_filled for part in parts)
+    if parameter.is_whole:
+        return replace(parts[0], zero_filled=zeros)
+    sources: list[Source] = []
+    for rows, part in zip(parameter.rows, parts, strict=True):
+        origin = (rows.at, *(0,) * (len(parameter.shape) - 1))
+        steps: View = (Narrow(0, rows.start, rows.count), Place(origin, parameter.shape))
+        sources += [Source(s.key, (*s.view, *steps)) for s in part.sources]
+    return Value(dtypes.pop(), parameter.shape, tuple(sources), zeros)
+
+
+def _cut(value: Value, half: Half, parameter: LiveParameter) -> tuple[Source, ...]:
+    if not parameter.gated:
+        return value.sources
+    return tuple(Source(s.key, (*s.view, Narrow(0, half.start, half.count))) for s in value.sources)
+
+
+def running_dtype(parameter: LiveParameter) -> str | None:
+    """Element type of the parameter in the running model, None where nothing tells it.
+
+    Raises:
+        MappingError: its stored parts have different types.
     """
     found = {p.dtype for p in parameter.stored}
     if len(found) > 1:
-        raise MappingError(f"{parameter.name}: its stored parts have different types {sorted(found)}")
+        raise MappingError(
+            f"{parameter.name}: its stored parts have different types {sorted(map(str, found))}"
+        )
     return found.pop()
 
 
-def has_state(parameter: LiveParameter, states: OptimizerStates, kind: str) -> bool:
-    """Whether every stored part of the parameter has this state.
+def has_role(parameter: LiveParameter, role: str) -> bool:
+    """Whether every stored part of the parameter has this value.
 
     Raises:
         MappingError: some have it and some have not.
     """
-    found = {states.has(kind, p.key) for p in parameter.stored}
-    if len(found) > 1:
-        keys = [p.key for p in parameter.stored if not states.has(kind, p.key)]
-        raise MappingError(f"{parameter.name}: optimizer state {kind!r} is missing for {keys}")
-    return found.pop()
+    lacking = [p.name for p in parameter.stored if role not in p.values]
+    if 0 < len(lacking) < len(parameter.stored):
+        raise MappingError(f"{parameter.name}: optimizer state {role!r} is missing for {lacking}")
+    return not lacking
 
 
-def is_trainable(parameter: LiveParameter, states: OptimizerStates) -> bool:
-    """Whether the optimizer holds anything for the parameter; buffers and frozen weights have nothing."""
-    return any(has_state(parameter, states, kind) for kind in states.kinds)
+def roles_of(parameter: LiveParameter) -> tuple[str, ...]:
+    """What the optimizer holds for the parameter; nothing for buffers and frozen weights.
+
+    Raises:
+        MappingError: some of its stored parts have it and some have not.
+    """
+    known = dict.fromkeys(role for p in parameter.stored for role in p.states)
+    return tuple(role for role in known if has_role(parameter, role))
 
 
-def check_states(parameters: Iterable[LiveParameter], states: OptimizerStates) -> list[str]:
+def check_states(parameters: Iterable[LiveParameter], with_masters: bool) -> list[str]:
     """Notes on optimizer states of trained parameters that Megatron-FSDP does not resume from: those not Adam's.
 
     Raises:
@@ -133,8 +140,8 @@ def check_states(parameters: Iterable[LiveParameter], states: OptimizerStates) -
     """
     held: dict[frozenset[str], list[LiveParameter]] = {}
     for parameter in parameters:
-        kinds = {kind for kind in states.kinds if has_state(parameter, states, kind)}
-        if stored_dtype(parameter) == "float32" and MASTER in states.kinds:
+        kinds = set(roles_of(parameter))
+        if with_masters and running_dtype(parameter) == "float32":
             kinds.add(MASTER)
         held.setdefault(frozenset(kinds), []).append(parameter)
     problems = [
@@ -155,57 +162,51 @@ def check_states(parameters: Iterable[LiveParameter], states: OptimizerStates) -
     ]
 
 
-def model_tensors(
-    parameter: LiveParameter, states: OptimizerStates | None, prefix: str, dtype: str | None
-) -> Iterator[TargetTensor]:
+def model_tensors(parameter: LiveParameter, prefix: str, dtype: str | None) -> Iterator[TargetTensor]:
     """The `model.*` tensors of one parameter: masters when stored, else the weights.
 
     `dtype` asks for another element type; stored weights that already have it are taken as they are, and so are
     buffers and what is not a floating-point number.
     """
-    weights, weight_dtype = weight_sources(parameter), stored_dtype(parameter)
-    if weight_dtype not in CASTABLE or parameter.name.endswith(BUFFERS):
+    running = running_dtype(parameter)
+    if running not in CASTABLE or parameter.name.endswith(BUFFERS):
         dtype = None
-    use_master = states is not None and has_state(parameter, states, MASTER) and dtype != weight_dtype
-    if use_master and states is not None:
-        sources = state_sources(parameter, states, MASTER)
-        own_dtype = states.dtype(MASTER, parameter.stored[0].key)
-    else:
-        sources, own_dtype = weights, weight_dtype
+    weights = live_value(parameter, WEIGHT) if has_role(parameter, WEIGHT) else None
+    use_master = has_role(parameter, MASTER) and (weights is None or dtype != running)
+    values = live_value(parameter, MASTER if use_master else WEIGHT)
+    proof = weights if use_master else None
     head, _, tail = prefix.partition(".")
     for half in halves(parameter):
         name = f"{parameter.name}{half.suffix}"
         yield TargetTensor(
             key=f"{prefix}.{name}",
-            dtype=dtype or own_dtype,
+            dtype=dtype or values.dtype,
             shape=(half.count, *parameter.shape[1:]) if parameter.shape else (),
-            sources=_cut(sources, half, parameter),
+            sources=_cut(values, half, parameter),
             path=(head, f"{tail}.{name}" if tail else name),
-            must_round_to=_cut(weights, half, parameter) if use_master else (),
-            must_round_dtype=weight_dtype if use_master else None,
-            zero_filled=parameter.has_padding,
+            must_round_to=_cut(proof, half, parameter) if proof else (),
+            must_round_dtype=proof.dtype if proof else None,
+            zero_filled=values.zero_filled,
             parameter=name,
             role="master" if use_master else "weight",
         )
 
 
-def state_tensors(
-    parameter: LiveParameter, states: OptimizerStates, prefixes: Prefixes
-) -> Iterator[TargetTensor]:
+def state_tensors(parameter: LiveParameter, prefixes: Prefixes) -> Iterator[TargetTensor]:
     """The `optimizer.state.*` tensors of one parameter, masters excepted: those are the model's values."""
-    for kind in states.kinds:
-        if kind == MASTER or not has_state(parameter, states, kind):
+    for kind in roles_of(parameter):
+        if kind == MASTER:
             continue
-        sources = state_sources(parameter, states, kind)
+        values = live_value(parameter, kind)
         for half in halves(parameter):
             name = f"{parameter.name}{half.suffix}"
             yield TargetTensor(
                 key=f"{prefixes.state}.{name}.{kind}",
-                dtype=states.dtype(kind, parameter.stored[0].key),
+                dtype=values.dtype,
                 shape=(half.count, *parameter.shape[1:]) if parameter.shape else (),
-                sources=_cut(sources, half, parameter),
+                sources=_cut(values, half, parameter),
                 path=("optimizer", "state", f"{prefixes.wrappers}.{name}", kind),
-                zero_filled=parameter.has_padding,
+                zero_filled=values.zero_filled,
                 parameter=name,
                 role=kind if kind in ("exp_avg", "exp_avg_sq") else "other",
             )

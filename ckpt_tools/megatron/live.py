@@ -27,7 +27,7 @@ from ckpt_tools.megatron.names import (
     live_name,
     state_name,
 )
-from ckpt_tools.megatron.torch_dist import Parameter
+from ckpt_tools.model.model import Parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class LiveParameter:
         """The stored parameters it is made of, each once, in order of first use."""
         if len(self.rows) == 1:
             return (self.rows[0].parameter,)
-        return tuple({(r.parameter.key, r.parameter.lead): r.parameter for r in self.rows}.values())
+        return tuple({(r.parameter.name, r.parameter.expert): r.parameter for r in self.rows}.values())
 
 
 def live_parameters(

@@ -21,7 +21,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ckpt_tools.megatron.torch_dist import EXPERTS, Parameter
+from ckpt_tools.megatron.torch_dist import EXPERTS
+from ckpt_tools.model.model import Parameter
 
 _MAMBA_CONV = ".mixer.conv1d."
 MTP_DISK, MTP_LIVE = ".transformer_layer.", ".mtp_model_layer."

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ckpt_tools.box import full_box
 from ckpt_tools.megatron.target import Source, TargetTensor
 from ckpt_tools.megatron.views import Shape, chunk_piece, push_piece
-
-
-@dataclass(frozen=True, slots=True)
-class Base:
-    """A parameter: the sources that tile it. `zero_filled` parameters have elements that no source shows."""
-
-    dtype: str
-    shape: Shape
-    sources: tuple[Source, ...]
-    zero_filled: bool = False
+from ckpt_tools.model.expressions import Value
 
 
 def rebase(
-    targets: Iterable[TargetTensor], bases: Mapping[str, Base], stored: Mapping[str, Shape]
+    targets: Iterable[TargetTensor], bases: Mapping[str, Value], stored: Mapping[str, Shape]
 ) -> list[TargetTensor]:
     """The targets with every source `name` replaced by the sources of `bases[name]`.
 
@@ -40,7 +31,7 @@ def rebase(
     ]
 
 
-def _through(old: Source, base: Base, stored: Mapping[str, Shape]) -> Sequence[Source]:
+def _through(old: Source, base: Value, stored: Mapping[str, Shape]) -> Sequence[Source]:
     found = [Source(source.key, (*source.view, *old.view)) for source in base.sources]
     if len(found) == 1:
         return found

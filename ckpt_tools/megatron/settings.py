@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ckpt_tools.catalog.unpickle import TorchDtype
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.hybrid import says_hybrid
 
@@ -75,6 +76,21 @@ def settings_from_model_config(model: Mapping[str, Any]) -> ModelSettings:
         bridge=True,
         fp8_recipe=_fp8_recipe(model),
     )
+
+
+def training_dtype(common: CommonState) -> str | None:
+    """Element type of the running model's parameters, None when nothing names it."""
+    value = common.arg("params_dtype")
+    if isinstance(value, TorchDtype):
+        return value.name
+    if isinstance(value, Mapping):
+        value = value.get("_target_")
+    if isinstance(value, str):
+        return value.removeprefix("torch.")
+    for flag, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
+        if common.arg(flag):
+            return dtype
+    return "float32" if common.arg("bf16") is False else None
 
 
 def _maybe_bool(value: object) -> bool | None:

@@ -6,13 +6,12 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from ckpt_tools.catalog.container import StoredTensor, load_object
 from ckpt_tools.catalog.files import Files
 from ckpt_tools.catalog.left_out import leave_out
 from ckpt_tools.catalog.model import Catalog
-from ckpt_tools.catalog.unpickle import StandIn
 from ckpt_tools.errors import CkptError, MappingError, StorageError, list_problems
 from ckpt_tools.megatron.common_state import CommonState, read_common_state
 from ckpt_tools.megatron.fsdp_dtensor import RNG_KEY
@@ -20,8 +19,12 @@ from ckpt_tools.megatron.object_grids import object_grids
 from ckpt_tools.megatron.optimizer_layouts.model import OptimizerStates
 from ckpt_tools.megatron.optimizer_layouts.reader import read_optimizer_states
 from ckpt_tools.megatron.param_groups import optimizer_groups
-from ckpt_tools.megatron.settings import ModelSettings, read_settings
-from ckpt_tools.megatron.torch_dist import Parameter, SortedKeys, is_optimizer_key, sort_keys
+from ckpt_tools.megatron.settings import read_settings
+from ckpt_tools.megatron.target import Source
+from ckpt_tools.megatron.torch_dist import Slice, SortedKeys, is_optimizer_key, sort_keys
+from ckpt_tools.megatron.views import Select
+from ckpt_tools.model.expressions import Value
+from ckpt_tools.model.model import WEIGHT, Model, Parameter
 
 # Objects that Megatron-FSDP neither reads nor writes, and why they can be left out.
 DROPPED_OBJECTS = (
@@ -30,52 +33,17 @@ DROPPED_OBJECTS = (
     ("rerun_state_machine_state/*", "rerun state: never read from fsdp_dtensor"),
 )
 COMMON_OBJECT = "common_state/*"
+Extent: TypeAlias = Literal["whole", "masters", "none"]
+"""How much of an optimizer is wanted."""
 
 
 @dataclass(frozen=True, slots=True)
 class TorchDistSource:
     """A `torch_dist` checkpoint taken apart; tensors are still only described."""
 
-    catalog: Catalog
-    parameters: tuple[Parameter, ...]
+    model: Model
+    parameters: tuple[Slice, ...]  # slices of stored weights, in the order of `model.parameters`
     states: OptimizerStates | None
-    groups: tuple[Mapping[str, Any], ...]
-    settings: ModelSettings
-    common: Mapping[str, Any]
-    model_config: Mapping[str, Any]  # the `model` section of Bridge's run_config.yaml
-    rng: Mapping[tuple[int, int], object]  # (pp, tp) -> list of rng states
-    dropped: tuple[str, ...]
-    rng_missing: tuple[str, ...] = ()  # a line for rng states of which some ranks' are not there
-    notes: tuple[str, ...] = ()
-
-    @property
-    def args_object(self) -> StandIn | None:
-        """The writer's argparse namespace, to be written back as it was."""
-        return self.common.get("args")
-
-    @property
-    def args(self) -> Mapping[str, Any] | None:
-        """The writer's arguments by name."""
-        return None if self.args_object is None else self.args_object.attributes
-
-    @property
-    def scheduler(self) -> Mapping[str, Any]:
-        """The learning-rate scheduler's state; empty when none was saved."""
-        return self.common.get("opt_param_scheduler") or {}
-
-    @property
-    def step(self) -> object:
-        """The optimizer's step where the common state keeps it outside the groups, else None."""
-        return next(_steps(self.common.get("optimizer")), None)
-
-    @property
-    def grad_scaler(self) -> object:
-        """The loss scaler's state of an fp16 run, else None."""
-        optimizer = self.common.get("optimizer")
-        parts = [optimizer, *optimizer.values()] if isinstance(optimizer, Mapping) else []
-        return next(
-            (p["grad_scaler"] for p in parts if isinstance(p, Mapping) and p.get("grad_scaler")), None
-        )
 
 
 def read_torch_dist(
@@ -84,13 +52,14 @@ def read_torch_dist(
     ignored: tuple[str, ...] = (),
     trust_pickle: bool = False,
     *,
-    weights_only: bool = False,
+    optimizer: Extent = "whole",
     unknown_keys: bool = False,
 ) -> TorchDistSource:
     """The checkpoint in `files` taken apart; `ignored` are globs of keys that are left out.
 
-    Tensors that stand inside stored objects (`dp_zero_gather_scatter`) are added to the catalog. With `weights_only`
-    the optimizer is read for its masters, as far as it can be read. `unknown_keys` may be there and count as dropped.
+    Tensors that stand inside stored objects (`dp_zero_gather_scatter`) are added to the catalog. Of the
+    optimizer may be wanted the masters alone, as far as they can be read, or nothing. `unknown_keys` may be there and
+    count as dropped.
 
     Raises:
         UnsupportedCheckpointError, VerificationError: see `read_optimizer_states`.
@@ -99,41 +68,64 @@ def read_torch_dist(
     common = read_common_state(files, catalog, trust_pickle)
     catalog, left_out = leave_out(catalog, ignored)
     keys = sort_keys(catalog)
-    states, notes = _states(files, catalog, common, weights_only)
-    rng, rng_missing = rng_states(files, catalog)
+    states, unread = _states(files, catalog, common, optimizer)
+    rng, rng_missing = rng_states(files, catalog) if optimizer == "whole" else ({}, ())
     consumed = (
         frozenset(filter(is_optimizer_key, (*catalog.tensors, *catalog.objects)))
-        if weights_only
+        if optimizer != "whole"
         else (states.consumed if states is not None else frozenset())
     )
-    return TorchDistSource(
+    stored = common.values.get("optimizer")
+    model = Model(
         catalog=replace(catalog, tensors={**catalog.tensors, **states.payloads}) if states else catalog,
-        parameters=keys.parameters,
-        states=states,
-        groups=() if weights_only else stored_groups(files, catalog, common),
+        parameters=tuple(_parameter(p, states) for p in keys.parameters),
+        common=common,
         settings=read_settings(common),
-        common=common.values,
-        model_config=common.model_config,
+        optimizer_layout=None if states is None else states.layout,
+        groups=stored_groups(files, catalog, common) if optimizer == "whole" else (),
+        scheduler=common.values.get("opt_param_scheduler") or {},
         rng=rng,
         rng_missing=rng_missing,
+        grad_scaler=_grad_scaler(stored),
+        step=next(_steps(stored), None),
         dropped=(*left_out, *dropped_objects(keys, consumed, unknown_keys)),
-        notes=notes,
+        unread=unread,
     )
+    return TorchDistSource(model, keys.parameters, states)
+
+
+def _parameter(stored: Slice, states: OptimizerStates | None) -> Parameter:
+    """A slice of a stored weight, and the same slice of its optimizer states, as a parameter of the model."""
+    selected = tuple([Select(0, index) for index in stored.lead])
+    values = {WEIGHT: Value(stored.dtype, stored.shape, (Source(stored.key, selected),))}
+    if states is not None:
+        for kind in states.kinds:
+            if states.has(kind, stored.key):
+                sources = states.sources(kind, stored.key, stored.lead)
+                values[kind] = Value(states.dtype(kind, stored.key), stored.shape, sources)
+    return Parameter(stored.name, stored.shape, stored.dtype, values, stored.expert, origin=stored.key)
+
+
+def _grad_scaler(optimizer: object) -> Mapping[str, Any]:
+    """The loss scaler's state of an fp16 run; empty without one."""
+    parts = [optimizer, *optimizer.values()] if isinstance(optimizer, Mapping) else []
+    return next((p["grad_scaler"] for p in parts if isinstance(p, Mapping) and p.get("grad_scaler")), {})
 
 
 def _states(
-    files: Files, catalog: Catalog, common: CommonState, weights_only: bool
-) -> tuple[OptimizerStates | None, tuple[str, ...]]:
-    """The optimizer's states; a note instead of an error when it is left out anyhow."""
+    files: Files, catalog: Catalog, common: CommonState, wanted: Extent
+) -> tuple[OptimizerStates | None, str | None]:
+    """The optimizer's states, or why they cannot be read where that is not an error."""
+    if wanted == "none":
+        return None, None
     try:
-        return read_optimizer_states(files, catalog, common), ()
+        return read_optimizer_states(files, catalog, common), None
     except StorageError:
         raise
     except CkptError as error:
-        if not weights_only:
+        if wanted == "whole":
             raise
-        reason = str(error).splitlines()[0].rstrip(":")
-        return None, (f"the stored weights are written, not the masters, which cannot be read: {reason}",)
+        return None, f"they cannot be read: {str(error).splitlines()[0].rstrip(':')}"
 
 
 def _steps(optimizer: object) -> Any:

@@ -13,10 +13,11 @@ from typing import NamedTuple, TypeAlias
 
 from ckpt_tools.errors import MappingError, list_problems
 from ckpt_tools.megatron.common_state import CommonState
-from ckpt_tools.megatron.stored import StoredParameter
 from ckpt_tools.megatron.target import Source
 from ckpt_tools.megatron.torch_dist import LAYER_NUMBER, missing_layers
 from ckpt_tools.megatron.views import Insert, Place, View
+from ckpt_tools.model.expressions import Value
+from ckpt_tools.model.model import Parameter
 
 # Settings under which a transformer block names its layers one by one.
 _FREQUENCIES = ("moe_layer_freq", "linear_attention_freq")
@@ -40,10 +41,10 @@ class Stack:
 
     key: str
     lead: tuple[int, ...]
-    members: Mapping[tuple[int, ...], StoredParameter]
+    members: Mapping[tuple[int, ...], Parameter]
 
     @property
-    def parameters(self) -> tuple[StoredParameter, ...]:
+    def parameters(self) -> tuple[Parameter, ...]:
         return tuple(self.members.values())
 
     @property
@@ -51,14 +52,30 @@ class Stack:
         """Global shape, leading axes included, in elements."""
         return (*self.lead, *self.parameters[0].shape)
 
-    def sources(self, kind: str) -> tuple[Source, ...]:
-        """Sources that tile the tensor with one kind of its parameters' values."""
+    @property
+    def weight(self) -> Value:
+        """Its parameters' weights as one tensor.
+
+        Raises:
+            MappingError: they have different element types.
+        """
+        return self._joined({index: p.weight for index, p in self.members.items()})
+
+    def state(self, role: str) -> Value:
+        """One optimizer state, which all its parameters have, as one tensor; raises as `weight`."""
+        return self._joined({index: p.values[role] for index, p in self.members.items()})
+
+    def _joined(self, values: Mapping[tuple[int, ...], Value]) -> Value:
+        dtypes = sorted({value.dtype for value in values.values()})
+        if len(dtypes) > 1:
+            raise MappingError(f"{self.key}: its layers or experts have different types {dtypes}")
         found = []
-        for index, parameter in self.members.items():
-            place = Place((*index, *(0,) * len(parameter.shape)), self.shape)
+        for index, value in values.items():
+            place = Place((*index, *(0,) * len(value.shape)), self.shape)
             steps: View = (*(Insert(0) for _ in index), place) if index else ()
-            found += [Source(source.key, (*source.view, *steps)) for source in parameter.sources(kind)]
-        return tuple(found)
+            found += [Source(source.key, (*source.view, *steps)) for source in value.sources]
+        zeros = any(value.zero_filled for value in values.values())
+        return Value(dtypes[0], self.shape, tuple(found), zeros)
 
 
 _Content: TypeAlias = tuple[str, int | None, tuple[int, ...]]
@@ -74,7 +91,7 @@ class _Place(NamedTuple):
 
 
 def stack_parameters(
-    parameters: Sequence[StoredParameter], common: CommonState, stacked: bool | None
+    parameters: Sequence[Parameter], common: CommonState, stacked: bool | None
 ) -> tuple[list[Stack], list[str]]:
     """The target's tensors in order of first appearance, and notes on how blocks were laid out.
 
@@ -87,7 +104,7 @@ def stack_parameters(
     _refuse_gaps(parameters)
     places = [_place(p.name) for p in parameters]
     as_stack, notes = _choose(parameters, places, common, stacked)
-    members: dict[str, dict[tuple[int, ...], StoredParameter]] = {}
+    members: dict[str, dict[tuple[int, ...], Parameter]] = {}
     for parameter, (block, layer, rest) in zip(parameters, places, strict=True):
         is_stacked = layer is not None and as_stack[block]
         key = f"{block}{rest}" if is_stacked else parameter.name
@@ -100,7 +117,7 @@ def stack_parameters(
     return stacks, notes
 
 
-def _refuse_gaps(parameters: Sequence[StoredParameter]) -> None:
+def _refuse_gaps(parameters: Sequence[Parameter]) -> None:
     problems = missing_layers(p.name for p in parameters)
     if problems:
         raise MappingError("the model is not whole:\n" + list_problems(problems))
@@ -114,7 +131,7 @@ def _place(name: str) -> _Place:
 
 
 def _choose(
-    parameters: Sequence[StoredParameter],
+    parameters: Sequence[Parameter],
     places: Sequence[_Place],
     common: CommonState,
     stacked: bool | None,
@@ -178,7 +195,7 @@ def _reason_apart(common: CommonState) -> str | None:
     return next((name for name in _FLAGS if common.arg(name)), None)
 
 
-def _stack(key: str, members: dict[tuple[int, ...], StoredParameter], problems: list[str]) -> Stack:
+def _stack(key: str, members: dict[tuple[int, ...], Parameter], problems: list[str]) -> Stack:
     lead = tuple(max(axis) + 1 for axis in zip(*members, strict=True))
     shapes = {p.shape for p in members.values()}
     if len(shapes) > 1:

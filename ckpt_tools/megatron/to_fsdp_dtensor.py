@@ -1,4 +1,4 @@
-"""From a `torch_dist` checkpoint to the `Target` of its `fsdp_dtensor` conversion: all decisions, no bytes."""
+"""From a `Model` to the `Target` of its `fsdp_dtensor` checkpoint: all decisions, no bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 from ckpt_tools.dtypes import CASTABLE
 from ckpt_tools.errors import MappingError, UsageError, list_problems
 from ckpt_tools.megatron.bridge import args_from_model_config
-from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.flatten import leaves
 from ckpt_tools.megatron.fsdp_dtensor import (
     STATE_PREFIX,
@@ -18,10 +17,10 @@ from ckpt_tools.megatron.fsdp_dtensor import (
     backfill_groups,
     check_states,
     group_objects,
-    is_trainable,
     item_aliases,
     model_tensors,
     rng_items,
+    roles_of,
     state_tensors,
     step_tensors,
     tensor_aliases,
@@ -31,7 +30,6 @@ from ckpt_tools.megatron.hybrid import is_hybrid
 from ckpt_tools.megatron.live import LiveParameter, live_parameters
 from ckpt_tools.megatron.names import DIALECTS, MTP_DISK, MTP_LIVE, Dialect, ModelStyle
 from ckpt_tools.megatron.optimizer_layouts.expected import expected_states, refuse_missing_states
-from ckpt_tools.megatron.optimizer_layouts.model import MASTER
 from ckpt_tools.megatron.param_groups import (
     Membership,
     derive_memberships,
@@ -39,10 +37,10 @@ from ckpt_tools.megatron.param_groups import (
     rules_from_args,
 )
 from ckpt_tools.megatron.record import Size
-from ckpt_tools.megatron.source import TorchDistSource
 from ckpt_tools.megatron.target import InlineTensor, Target, TargetObject, TargetTensor
 from ckpt_tools.megatron.torch_dist import EXPERTS, layer_counts
 from ckpt_tools.megatron.vocab import VocabChange, Vocabulary, resize_vocab, told_tokens, vocabulary
+from ckpt_tools.model.model import MASTER, Model
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,41 +84,37 @@ class FsdpTarget:
         return tuple(p.name for p in self.parameters if p.is_packed)
 
 
-def build_fsdp_target(source: TorchDistSource, options: TargetOptions) -> FsdpTarget:
-    """Everything the `fsdp_dtensor` conversion of `source` must contain.
+def build_fsdp_target(model: Model, options: TargetOptions) -> FsdpTarget:
+    """Everything the `fsdp_dtensor` checkpoint of `model` must contain.
 
     Raises:
         UsageError: options that contradict each other.
         MappingError: options or names that contradict the checkpoint, or facts that cannot be proven from it.
     """
     check_options(options)
-    dialect = choose_dialect(source, options)
-    style, notes = choose_style(source, options)
-    tp = options.tp or writer_tp(source).ranks
-    parameters = choose_parameters(source, options, style, dialect, tp)
-    notes += dialect_notes(parameters, source, dialect, options)
-    vocab = choose_vocab(source, options, parameters)
+    dialect = choose_dialect(model, options)
+    style, notes = choose_style(model, options)
+    tp = options.tp or writer_tp(model).ranks
+    parameters = choose_parameters(model, options, style, dialect, tp)
+    notes += dialect_notes(parameters, model, dialect, options)
+    vocab = choose_vocab(model, options, parameters)
     parameters = vocab.parameters
-    prefixes = Prefixes(options.model_prefix, options.state_prefix or _state_prefix(source))
-    weights = [
-        tensor
-        for p in parameters
-        for tensor in model_tensors(p, source.states, prefixes.model, options.dtype)
-    ]
-    optimizer = optimizer_part(source, options, parameters, prefixes)
-    common = common_part(source, options, dialect, tp)
+    prefixes = Prefixes(options.model_prefix, options.state_prefix or _state_prefix(model))
+    weights = [tensor for p in parameters for tensor in model_tensors(p, prefixes.model, options.dtype)]
+    optimizer = optimizer_part(model, options, parameters, prefixes)
+    common = common_part(model, options, dialect, tp)
     tensors = (*weights, *optimizer.tensors)
     target = Target(
         tensors=tensors,
         aliases=tensor_aliases(parameters, tensors) if options.aliases else {},
         inline=(*optimizer.inline, *common.inline),
         objects=(*optimizer.objects, *common.objects),
-        dropped=(*source.dropped, *common.dropped),
+        dropped=(*model.dropped, *common.dropped),
         renamed=renamed(parameters),
         backfilled=optimizer.backfilled,
-        notes=(*source.notes, *notes, *vocab.notes, *optimizer.notes, *common.notes),
+        notes=(*_unread(model), *model.notes, *notes, *vocab.notes, *optimizer.notes, *common.notes),
     )
-    args = source.args or source.model_config
+    args = model.common.args or model.common.model_config
     told = told_tokens(args)
     return FsdpTarget(
         target,
@@ -148,24 +142,21 @@ class Part:
 
 
 def optimizer_part(
-    source: TorchDistSource, options: TargetOptions, parameters: Sequence[LiveParameter], prefixes: Prefixes
+    model: Model, options: TargetOptions, parameters: Sequence[LiveParameter], prefixes: Prefixes
 ) -> Part:
     """States, steps and group fields of every trainable parameter; nothing for a conversion of weights."""
-    states = source.states
     if options.weights_only:
         return Part()
-    if states is not None or source.groups:
-        common = CommonState(dict(source.common), None, dict(source.model_config))
-        kinds = () if states is None else states.kinds
-        refuse_missing_states(kinds, expected_states(common, source.groups))
-    if states is None:
+    if model.optimizer_layout is not None or model.groups:
+        refuse_missing_states(model.roles, expected_states(model.common, model.groups))
+    if model.optimizer_layout is None:
         return Part()
-    trainable = [p for p in parameters if is_trainable(p, states)]
-    notes = check_states(trainable, states)
-    if MASTER not in states.kinds and any(p.dtype != "float32" for p in source.parameters):
+    trainable = [p for p in parameters if roles_of(p)]
+    notes = check_states(trainable, MASTER in model.roles)
+    if MASTER not in model.roles and any(p.dtype != "float32" for p in model.parameters):
         notes.append("the optimizer holds no fp32 masters: weights are written as rounded as they are stored")
-    groups, backfilled = backfill_groups(source.groups, source.scheduler, source.step)
-    memberships, map_notes = choose_memberships(source, options, trainable)
+    groups, backfilled = backfill_groups(model.groups, model.scheduler, model.step)
+    memberships, map_notes = choose_memberships(model, options, trainable)
     notes += map_notes
     live = {p.name for p in trainable}
     notes += [
@@ -180,7 +171,7 @@ def optimizer_part(
         inline += more_inline
         objects += more_objects
     return Part(
-        tensors=tuple(tensor for p in trainable for tensor in state_tensors(p, states, prefixes)),
+        tensors=tuple(tensor for p in trainable for tensor in state_tensors(p, prefixes)),
         inline=tuple(inline),
         objects=tuple(objects),
         backfilled=tuple(backfilled),
@@ -205,9 +196,9 @@ def check_options(options: TargetOptions) -> None:
         raise UsageError(f"--tp {options.tp}: at least one rank is needed")
 
 
-def choose_dialect(source: TorchDistSource, options: TargetOptions) -> Dialect:
+def choose_dialect(model: Model, options: TargetOptions) -> Dialect:
     """The dialect asked for, else Bridge's for a Bridge source and Megatron-LM main's for any other."""
-    name = options.dialect or ("bridge" if source.settings.bridge else "main")
+    name = options.dialect or ("bridge" if model.settings.bridge else "main")
     if name not in DIALECTS:
         raise UsageError(f"unknown target {name!r}; known targets are {', '.join(DIALECTS)}")
     dialect = DIALECTS[name]
@@ -218,10 +209,10 @@ def choose_dialect(source: TorchDistSource, options: TargetOptions) -> Dialect:
     return replace(dialect, mtp_in_state=MTP_LIVE)
 
 
-def choose_style(source: TorchDistSource, options: TargetOptions) -> tuple[ModelStyle, list[str]]:
+def choose_style(model: Model, options: TargetOptions) -> tuple[ModelStyle, list[str]]:
     """The facts of the model that names depend on, and a note for each that was assumed."""
-    settings, notes = source.settings, []
-    names = {p.name for p in source.parameters}
+    settings, notes = model.settings, []
+    names = {p.name for p in model.parameters}
     has_fused_norms = any(name.endswith((".linear_qkv.layer_norm_weight", ".linear_fc1.layer_norm_weight"))
                           for name in names)  # fmt: skip
     hybrid = settings.hybrid or is_hybrid(names)
@@ -250,31 +241,29 @@ def choose_style(source: TorchDistSource, options: TargetOptions) -> tuple[Model
 
 
 def choose_parameters(
-    source: TorchDistSource, options: TargetOptions, style: ModelStyle, dialect: Dialect, tp: int
+    model: Model, options: TargetOptions, style: ModelStyle, dialect: Dialect, tp: int
 ) -> list[LiveParameter]:
     """The live parameters of the target, gated ones marked; checks names for clashes and layers for gaps."""
-    choice = GatingChoice(source.settings.swiglu, options.swiglu, options.swiglu_modules)
-    parameters = mark_gated(live_parameters(source.parameters, style, dialect, tp), choice)
+    choice = GatingChoice(model.settings.swiglu, options.swiglu, options.swiglu_modules)
+    parameters = mark_gated(live_parameters(model.parameters, style, dialect, tp), choice)
     seen: dict[str, LiveParameter] = {}
     problems = []
     for parameter in parameters:
         if parameter.name in seen:
-            keys = [p.key for p in (*seen[parameter.name].stored, *parameter.stored)]
+            keys = [p.origin for p in (*seen[parameter.name].stored, *parameter.stored)]
             problems.append(f"{keys} would all be written as {parameter.name}")
         seen[parameter.name] = parameter
-    found = layer_counts(p.name for p in source.parameters).get("decoder.layers.")
-    if found is not None and source.settings.num_layers not in (None, found):
+    found = layer_counts(p.name for p in model.parameters).get("decoder.layers.")
+    if found is not None and model.settings.num_layers not in (None, found):
         problems.append(
-            f"the args say num_layers = {source.settings.num_layers}, the weights have {found} layers"
+            f"the args say num_layers = {model.settings.num_layers}, the weights have {found} layers"
         )
     if problems:
         raise MappingError("the weights contradict each other or the args:\n" + list_problems(problems))
     return parameters
 
 
-def choose_vocab(
-    source: TorchDistSource, options: TargetOptions, parameters: list[LiveParameter]
-) -> VocabChange:
+def choose_vocab(model: Model, options: TargetOptions, parameters: list[LiveParameter]) -> VocabChange:
     """The parameters with the vocabulary size that was asked for; unchanged when none was.
 
     Rows beyond the tokens that the args tell of are known to be padding; a smaller vocabulary has to be proven.
@@ -286,7 +275,7 @@ def choose_vocab(
         return VocabChange(parameters, (), 0, ())
     if rows < 1:
         raise UsageError(f"--vocab-size-padded {rows}: at least one row is needed")
-    told = max(told_tokens(source.args or source.model_config), default=None)
+    told = max(told_tokens(model.common.args or model.common.model_config), default=None)
     if options.vocab_size is not None or told is None or rows < told:
         return resize_vocab(parameters, rows, options.vocab_size)
     change = resize_vocab(parameters, rows, told)
@@ -294,38 +283,39 @@ def choose_vocab(
 
 
 def choose_memberships(
-    source: TorchDistSource, options: TargetOptions, trainable: Sequence[LiveParameter]
+    model: Model, options: TargetOptions, trainable: Sequence[LiveParameter]
 ) -> tuple[dict[str, Membership], list[str]]:
     """Every trainable parameter's group: derived, a given map put over it; and notes."""
-    rules = rules_from_args(source.args or {}, source.groups)
+    rules = rules_from_args(model.common.args, model.groups)
     if options.group_map is None:
-        return derive_memberships(trainable, source.groups, rules), []
+        return derive_memberships(trainable, model.groups, rules), []
     try:
-        derived = derive_memberships(trainable, source.groups, rules)
+        derived = derive_memberships(trainable, model.groups, rules)
     except MappingError:  # the map has to do alone, and merge_map says which names it lacks
         derived = None
     names = list(dict.fromkeys(p.group_name for p in trainable))
-    return merge_map(derived, options.group_map, names, source.groups, options.strict_map)
+    return merge_map(derived, options.group_map, names, model.groups, options.strict_map)
 
 
-def common_part(source: TorchDistSource, options: TargetOptions, dialect: Dialect, tp: int) -> Part:
+def common_part(model: Model, options: TargetOptions, dialect: Dialect, tp: int) -> Part:
     """Arguments, progress, scheduler and rng."""
     notes: list[str] = []
     values: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": 0}
-    values |= {k: source.common[k] for k in CARRIED_SCALARS if k in source.common}
-    if "iteration" not in source.common:
+    stored = model.common.values
+    values |= {k: stored[k] for k in CARRIED_SCALARS if k in stored}
+    if "iteration" not in stored:
         notes.append("iteration: the source does not tell it; written as 0")
-    if source.args_object is not None:
-        values["args"] = source.args_object
+    if model.args_object is not None:
+        values["args"] = model.args_object
     elif dialect.name != "bridge":  # Megatron-LM refuses a checkpoint without args, Bridge asks for none
-        values["args"] = args_from_model_config(source.model_config, values["iteration"])
+        values["args"] = args_from_model_config(model.common.model_config, values["iteration"])
         held = ", ".join(values["args"].attributes)
         notes.append(
             f"args: the source has none; made up with {held}. Load with --finetune if a check asks for more"
         )
     dropped = [
         f"common state {name}: not part of fsdp_dtensor"
-        for name in source.common
+        for name in stored
         if name not in {*CARRIED_SCALARS, "args", "optimizer", "opt_param_scheduler"}
     ]
     tensors: list[InlineTensor] = []
@@ -333,21 +323,21 @@ def common_part(source: TorchDistSource, options: TargetOptions, dialect: Dialec
     if options.weights_only:
         dropped.append("optimizer state, parameter groups, scheduler and rng: --weights-only")
     else:
-        values["opt_param_scheduler"] = source.scheduler
-        if source.states is not None and not source.scheduler:
+        values["opt_param_scheduler"] = model.scheduler
+        if model.optimizer_layout is not None and not model.scheduler:
             notes.append("opt_param_scheduler: the source has none, and a strict load asks for it")
-        if source.grad_scaler:
-            values["optimizer"] = {"grad_scaler": source.grad_scaler}
+        if model.grad_scaler:
+            values["optimizer"] = {"grad_scaler": model.grad_scaler}
             notes.append(
                 "the loss scaler is kept as optimizer.grad_scaler.*; Megatron-FSDP does not ask for it"
             )
-        if source.rng_missing:
+        if model.rng_missing:
             raise MappingError(
                 "rng states of some ranks are missing, so training would not go on where it stopped. Leave all out "
                 "with --ignore-keys 'rng_state/*' and start the job with --no-load-rng:\n"
-                + list_problems(source.rng_missing)
+                + list_problems(model.rng_missing)
             )
-        tensors, objects, rng_notes = rng_items(source.rng, tp)
+        tensors, objects, rng_notes = rng_items(model.rng, tp)
         notes += rng_notes
     for name, value in values.items():
         more_tensors, more_objects = leaves(value, (name,))
@@ -360,16 +350,16 @@ CARRIED_SCALARS = ("checkpoint_version", "iteration", "num_floating_point_operat
 
 
 def dialect_notes(
-    parameters: Sequence[LiveParameter], source: TorchDistSource, dialect: Dialect, options: TargetOptions
+    parameters: Sequence[LiveParameter], model: Model, dialect: Dialect, options: TargetOptions
 ) -> list[str]:
     """A note when the model has parts that other targets would name differently."""
     kinds = {
         "MTP": any(
             ".mtp." in f".{p.name}" and (MTP_DISK in p.name or MTP_LIVE in p.name) for p in parameters
         ),
-        "fused MLA": source.settings.fused_mla_down,
-        "GDN": any(".in_proj." in p.key and p.key.endswith(".query") for p in source.parameters),
-        "Mamba": any(".mixer.conv1d." in p.key for p in source.parameters),
+        "fused MLA": model.settings.fused_mla_down,
+        "GDN": any(".in_proj." in p.name and p.name.endswith(".query") for p in model.parameters),
+        "Mamba": any(".mixer.conv1d." in p.name for p in model.parameters),
     }
     parts = [kind for kind, present in kinds.items() if present]
     if not parts:
@@ -389,17 +379,21 @@ def renamed(parameters: Sequence[LiveParameter]) -> tuple[str, ...]:
     )
 
 
-def writer_tp(source: TorchDistSource) -> Size:
+def _unread(model: Model) -> list[str]:
+    return [f"the stored weights are written, not the masters: {model.unread}"] if model.unread else []
+
+
+def writer_tp(model: Model) -> Size:
     """Tensor-parallel ranks of the writer's first stage, as far as rng states or args tell."""
-    held = max((t + 1 for p, t in source.rng if p == 0), default=None)
+    held = max((t + 1 for p, t in model.rng if p == 0), default=None)
     if held is not None:
         return Size(held, "the source's rng states")
-    return Size(source.settings.tp, "the source's args") if source.settings.tp else Size(1, "default")
+    return Size(model.settings.tp, "the source's args") if model.settings.tp else Size(1, "default")
 
 
-def _state_prefix(source: TorchDistSource) -> str:
+def _state_prefix(model: Model) -> str:
     """Optimizer names have one `module.` less when the model was trained in fp32 (no Float16Module)."""
-    half = source.settings.half_precision
+    half = model.settings.half_precision
     if half is None:
-        half = any(p.dtype != "float32" for p in source.parameters)
+        half = any(p.dtype != "float32" for p in model.parameters)
     return STATE_PREFIX if half else STATE_PREFIX_FP32

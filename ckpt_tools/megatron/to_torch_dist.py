@@ -1,4 +1,4 @@
-"""From an `fsdp_dtensor` checkpoint to the `Target` of its `torch_dist` conversion: all decisions, no bytes.
+"""From a `Model` to the `Target` of its `torch_dist` checkpoint: all decisions, no bytes.
 
 The result has the `fully_reshardable` optimizer layout, which core 0.15 and later load at any topology::
 
@@ -14,23 +14,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt_tools.catalog.unpickle import TorchDtype
 from ckpt_tools.dtypes import CASTABLE
 from ckpt_tools.errors import MappingError, UsageError, list_problems
-from ckpt_tools.megatron.common_state import COMMON_OBJECT, CommonState
+from ckpt_tools.megatron.common_state import COMMON_OBJECT
 from ckpt_tools.megatron.extra_state import extra_state_keys
-from ckpt_tools.megatron.fsdp_source import WEIGHT, FsdpSource
 from ckpt_tools.megatron.group_rebuild import rebuild_optimizer
 from ckpt_tools.megatron.names import BUFFERS, DIALECTS, Dialect
 from ckpt_tools.megatron.optimizer_layouts.expected import expected_states, refuse_missing_states
 from ckpt_tools.megatron.record import Size, TargetRecord
 from ckpt_tools.megatron.rng_grid import Grid, rng_grid, rng_objects
-from ckpt_tools.megatron.settings import read_settings
 from ckpt_tools.megatron.stacking import Stack, stack_parameters
-from ckpt_tools.megatron.stored import StoredParameter, stored_parameters
 from ckpt_tools.megatron.target import Target, TargetObject, TargetTensor
 from ckpt_tools.megatron.torch_dist import layer_counts
 from ckpt_tools.megatron.vocab import Vocabulary, vocabulary
+from ckpt_tools.model.model import MASTER, Model, Parameter
 
 CONTENT_METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 OPTIMIZER_METADATA = {
@@ -65,70 +62,58 @@ class TorchDistTarget:
 
     target: Target
     common: Mapping[str, Any]
-    parameters: tuple[StoredParameter, ...]
     groups: tuple[int, ...] = ()  # parameters per optimizer group, in id order
     record: TargetRecord = field(default_factory=TargetRecord)
     vocabulary: Vocabulary | None = None
 
 
-def build_torch_dist_target(source: FsdpSource, options: TorchDistOptions) -> TorchDistTarget:
-    """Everything the `torch_dist` conversion of `source` must contain.
+def build_torch_dist_target(model: Model, options: TorchDistOptions) -> TorchDistTarget:
+    """Everything the `torch_dist` checkpoint of `model` must contain.
 
     Raises:
         UsageError: something that has to come from the user is missing.
         MappingError: options or names that contradict the checkpoint, or facts that cannot be proven from it.
     """
-    local = (
-        read_settings(source.common).local_norms
-        if options.layer_spec is None
-        else options.layer_spec == "local"
-    )
-    dialect = choose_dialect(source, options.dialect)
-    parameters = stored_parameters(source.tensors, source.known_tp(options.tp), local)
-    _check_counts(parameters, source.common)
-    stacks, notes = stack_parameters(parameters, source.common, options.stacked)
-    common, counts = _common_state(source, parameters, options)
+    local = model.settings.local_norms if options.layer_spec is None else options.layer_spec == "local"
+    dialect = choose_dialect(model, options.dialect)
+    _check_counts(model)
+    stacks, notes = stack_parameters(model.parameters, model.common, options.stacked)
+    common, counts = _common_state(model, options)
     grid = None
-    if source.rng and not options.weights_only:
-        grid = rng_grid(source.rng, source.common, dialect, options.ep, options.gpus)
-    rng, rng_notes = ([], []) if options.weights_only else rng_objects(source.rng, grid)
+    if model.rng and not options.weights_only:
+        grid = rng_grid(model.rng, model.common, dialect, options.ep, options.gpus)
+    rng, rng_notes = ([], []) if options.weights_only else rng_objects(model.rng, grid)
     extra = [TargetObject(key, [None]) for key in _extra_keys(stacks, local, options)]
     target = Target(
-        tensors=(*_weights(stacks, source, options), *(_states(stacks) if "optimizer" in common else ())),
+        tensors=(*_weights(stacks, model, options), *(_states(stacks) if "optimizer" in common else ())),
         objects=(*rng, *extra, TargetObject(COMMON_OBJECT, [common])),
-        dropped=source.dropped,
-        renamed=_renamed(parameters),
-        notes=(*source.notes, *notes, *rng_notes, *_losses(source, options)),
+        dropped=model.dropped,
+        renamed=_renamed(model.parameters),
+        notes=(*model.notes, *notes, *rng_notes, *_losses(model, options)),
     )
-    record = _record(source, parameters, options, dialect, grid)
-    args = source.common.args or source.common.model_config
-    rows = vocabulary(((p.name, p.shape) for p in parameters), args, record.tokens)
-    return TorchDistTarget(target, common, tuple(parameters), counts, record, rows)
+    record = _record(model, options, dialect, grid)
+    args = model.common.args or model.common.model_config
+    rows = vocabulary(((p.name, p.shape) for p in model.parameters), args, record.tokens)
+    return TorchDistTarget(target, common, counts, record, rows)
 
 
-def choose_dialect(source: FsdpSource, asked: str | None) -> Dialect:
+def choose_dialect(model: Model, asked: str | None) -> Dialect:
     """The program asked for, else the one that the source was made for.
 
     Raises:
         UsageError: nobody knows that program.
     """
-    known = None if source.record is None else source.record.target
-    name = asked or known or ("bridge" if read_settings(source.common).bridge else "main")
+    known = None if model.record is None else model.record.target
+    name = asked or known or ("bridge" if model.settings.bridge else "main")
     if name not in DIALECTS:
         raise UsageError(f"unknown target {name!r}; known targets are {', '.join(DIALECTS)}")
     return DIALECTS[name]
 
 
-def _record(
-    source: FsdpSource,
-    parameters: Sequence[StoredParameter],
-    options: TorchDistOptions,
-    dialect: Dialect,
-    grid: Grid | None,
-) -> TargetRecord:
+def _record(model: Model, options: TorchDistOptions, dialect: Dialect, grid: Grid | None) -> TargetRecord:
     """The sizes that something written depends on: rng states on TP and DP, the groups of experts on EP and ETP."""
-    arg = source.common.arg
-    has_experts = any(p.expert is not None for p in parameters)
+    arg = model.common.arg
+    has_experts = any(p.expert is not None for p in model.parameters)
 
     def size(asked: int | None, option: str, name: str) -> Size | None:
         told = asked or arg(name)
@@ -142,44 +127,43 @@ def _record(
         ep=size(options.ep, "--ep", "expert_model_parallel_size"),
         etp=size(options.etp, "--etp", "expert_tensor_parallel_size"),
         dp=None if grid is None else grid.dp,
-        tokens=None if source.record is None else source.record.tokens,
+        tokens=None if model.record is None else model.record.tokens,
     )
 
 
-def _common_state(
-    source: FsdpSource, parameters: Sequence[StoredParameter], options: TorchDistOptions
-) -> tuple[dict[str, Any], tuple[int, ...]]:
-    """The common state, and the number of live tensors in each optimizer group."""
-    values = source.common.values
+def _common_state(model: Model, options: TorchDistOptions) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """The common state, and the number of tensors of the running model in each optimizer group."""
+    values = model.common.values
     common: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": 0}
     common |= {name: values[name] for name in _CARRIED if name in values}
     common["content_metadata"] = dict(CONTENT_METADATA)
     if options.weights_only:
         return common, ()
-    if source.scheduler:
-        common["opt_param_scheduler"] = dict(source.scheduler)
-    if not source.has_optimizer:
+    if model.scheduler:
+        common["opt_param_scheduler"] = dict(model.scheduler)
+    if model.optimizer_layout is None:
         return common, ()
-    held = {kind for tensor in source.tensors for kind in tensor.states}
-    refuse_missing_states(held, expected_states(source.common, list(source.groups.values())))
-    apart = _experts_apart(parameters, source.common, options)
-    common["optimizer"], counts = rebuild_optimizer(source, parameters, apart)
+    refuse_missing_states(model.roles, expected_states(model.common, model.groups))
+    common["optimizer"], counts = rebuild_optimizer(model, _experts_apart(model, options))
     common["content_metadata"] |= OPTIMIZER_METADATA
     return common, counts
 
 
-def _check_counts(parameters: Sequence[StoredParameter], common: CommonState) -> None:
+def _check_counts(model: Model) -> None:
     """Layers and experts against the args.
 
     Raises:
         MappingError: the weights have other numbers.
     """
-    problems = []
-    layers, wanted = layer_counts(p.name for p in parameters).get("decoder.layers."), common.arg("num_layers")
+    problems, common = [], model.common
+    layers, wanted = (
+        layer_counts(p.name for p in model.parameters).get("decoder.layers."),
+        common.arg("num_layers"),
+    )
     if None not in (layers, wanted) and layers != wanted:
         problems.append(f"the args say num_layers = {wanted}, the weights have {layers} layers")
     wanted = common.arg("num_experts") or common.arg("num_moe_experts")
-    experts = Counter(p.name for p in parameters if p.expert is not None)
+    experts = Counter(p.name for p in model.parameters if p.expert is not None)
     if wanted is not None:
         problems += [
             f"{k}: the args say {wanted} experts, there are {n}" for k, n in experts.items() if n != wanted
@@ -188,26 +172,25 @@ def _check_counts(parameters: Sequence[StoredParameter], common: CommonState) ->
         raise MappingError("the weights contradict the args:\n" + list_problems(problems))
 
 
-def _experts_apart(
-    parameters: Sequence[StoredParameter], common: CommonState, options: TorchDistOptions
-) -> bool:
+def _experts_apart(model: Model, options: TorchDistOptions) -> bool:
     """Whether the loading job has an optimizer of its own for routed experts (optimizer/__init__.py)."""
+    common = model.common
     tp = common.arg("tensor_model_parallel_size") or 1
     ep = options.ep or common.arg("expert_model_parallel_size") or 1
     etp = options.etp or common.arg("expert_tensor_parallel_size") or tp
-    return any(p.expert is not None for p in parameters) and (ep > 1 or etp != tp)
+    return any(p.expert is not None for p in model.parameters) and (ep > 1 or etp != tp)
 
 
-def _weights(
-    stacks: Sequence[Stack], source: FsdpSource, options: TorchDistOptions
-) -> Iterable[TargetTensor]:
-    """The stored weights and buffers."""
+def _weights(stacks: Sequence[Stack], model: Model, options: TorchDistOptions) -> Iterable[TargetTensor]:
+    """The stored weights and buffers; a format that keeps masters in their place has them rounded."""
     for stack in stacks:
+        value = stack.weight
         yield TargetTensor(
             stack.key,
-            _weight_dtype(stack, source, options),
-            stack.shape,
-            stack.sources(WEIGHT),
+            _weight_dtype(stack, value.dtype, model, options),
+            value.shape,
+            value.sources,
+            zero_filled=value.zero_filled,
             role="weight",
         )
 
@@ -215,41 +198,35 @@ def _weights(
 def _states(stacks: Sequence[Stack]) -> Iterable[TargetTensor]:
     """Masters and moments of everything that is trained."""
     for stack in stacks:
-        kinds = {p.tensor.states for p in stack.parameters}
-        if len(kinds) > 1:
+        roles = {p.states for p in stack.parameters}
+        if len(roles) > 1:
             raise MappingError(
-                f"{stack.key}: its layers or experts have different optimizer states {sorted(kinds)}"
+                f"{stack.key}: its layers or experts have different optimizer states {sorted(roles)}"
             )
-        if not any(kinds):
-            continue
-        yield TargetTensor(
-            f"optimizer.state.param.{stack.key}", "float32", stack.shape, stack.sources(WEIGHT), role="master"
-        )
-        for kind in stack.parameters[0].tensor.states:
-            dtype = stack.parameters[0].tensor.dtypes[kind]
+        for role in next(iter(roles)):
+            value = stack.state(role)
+            spelled, dtype = ("param", "float32") if role == MASTER else (role, value.dtype)
             yield TargetTensor(
-                f"optimizer.state.{kind}.{stack.key}", dtype, stack.shape, stack.sources(kind), role=kind
+                f"optimizer.state.{spelled}.{stack.key}",
+                dtype,
+                value.shape,
+                value.sources,
+                zero_filled=value.zero_filled,
+                role=role,
             )
 
 
-def _weight_dtype(stack: Stack, source: FsdpSource, options: TorchDistOptions) -> str:
-    """Element type of a stored weight: the training type for masters; buffers and other weights keep theirs.
+def _weight_dtype(stack: Stack, stored: str, model: Model, options: TorchDistOptions) -> str:
+    """Element type of a stored weight: that of the running model for masters; buffers and other weights keep theirs.
 
     Buffers and frozen weights are known by having no optimizer state, so a checkpoint without any tells them by
     name only.
     """
-    (stored, *others) = {p.tensor.dtypes[WEIGHT] for p in stack.parameters}
-    if others:
-        raise MappingError(
-            f"{stack.key}: its layers or experts have different types {sorted([stored, *others])}"
-        )
-    tensor = stack.parameters[0].tensor
-    is_frozen = source.has_optimizer and not tensor.states
+    first = stack.parameters[0]
+    is_frozen = model.optimizer_layout is not None and not first.states
     if stored not in CASTABLE or is_frozen or stack.key.endswith(BUFFERS):
         return stored
-    if options.dtype is not None or not source.is_master(tensor):
-        return options.dtype or stored
-    return training_dtype(source.common) or _need_dtype(stack.key, stored)
+    return options.dtype or first.dtype or _need_dtype(stack.key, stored)
 
 
 def _need_dtype(key: str, stored: str) -> str:
@@ -261,45 +238,31 @@ def _need_dtype(key: str, stored: str) -> str:
     return stored
 
 
-def training_dtype(common: CommonState) -> str | None:
-    """Element type of the running model's parameters, None when nothing names it."""
-    value = common.arg("params_dtype")
-    if isinstance(value, TorchDtype):
-        return value.name
-    if isinstance(value, Mapping):
-        value = value.get("_target_")
-    if isinstance(value, str):
-        return value.removeprefix("torch.")
-    for flag, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
-        if common.arg(flag):
-            return dtype
-    return "float32" if common.arg("bf16") is False else None
-
-
 def _extra_keys(stacks: Sequence[Stack], local: bool | None, options: TorchDistOptions) -> Sequence[str]:
     if not options.extra_state:
         return ()
     return options.extra_state_template or extra_state_keys(stacks, transformer_engine=not local)
 
 
-def _renamed(parameters: Iterable[StoredParameter]) -> tuple[str, ...]:
-    """One line per live name that changed by more than a layer or expert axis."""
+def _renamed(parameters: Iterable[Parameter]) -> tuple[str, ...]:
+    """One line per name that changed by more than a layer or expert axis."""
     return tuple(
-        f"{p.tensor.name} -> {p.name}" for p in parameters if p.name != p.tensor.name and p.expert is None
+        f"{p.origin} -> {p.name}" for p in parameters if p.origin not in (p.name, "") and p.expert is None
     )
 
 
-def _losses(source: FsdpSource, options: TorchDistOptions) -> list[str]:
+def _losses(model: Model, options: TorchDistOptions) -> list[str]:
     """What an `fsdp_dtensor` checkpoint, or this one, does not hold and the target would have."""
     notes = ["rerun state machine: not part of fsdp_dtensor, the loading job starts a new one"]
     if options.extra_state:
         notes.append("Transformer Engine extra states are written empty: FP8 scaling starts anew")
     else:
         notes.append("no Transformer Engine extra states: load with --dist-ckpt-strictness log_all")
-    if source.has_optimizer and not options.weights_only:
-        for tensor in source.tensors:
-            if not tensor.states:
-                notes.append(f"{tensor.name}: no optimizer state in the source (buffer or frozen weight)")
-            elif tensor.dtypes[WEIGHT] != "float32":
-                notes.append(f"{tensor.name}: its master is {tensor.dtypes[WEIGHT]}, not fp32; widened")
+    if model.optimizer_layout is None or options.weights_only:
+        return notes
+    for p in {p.origin: p for p in model.parameters}.values():
+        if not p.states:
+            notes.append(f"{p.origin}: no optimizer state in the source (buffer or frozen weight)")
+        elif MASTER in p.values and p.main.dtype != "float32":
+            notes.append(f"{p.origin}: its master is {p.main.dtype}, not fp32; widened")
     return notes

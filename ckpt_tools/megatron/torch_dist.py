@@ -23,7 +23,7 @@ EXPERT_NUMBER = re.compile(r"(?<=\.experts\.experts\.)(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
-class Parameter:
+class Slice:
     """One slice of a stored weight: a parameter or persistent buffer of one layer and one expert.
 
     `lead` indexes the leading (layer, expert) axes of the stored tensor `key`; `shape` is what is left of its
@@ -42,7 +42,7 @@ class Parameter:
 class SortedKeys:
     """All keys of a `torch_dist` catalog by what they are. Extra states, rng and the like are in `objects`."""
 
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[Slice, ...]
     optimizer: tuple[str, ...]
     objects: tuple[str, ...]
 
@@ -64,7 +64,7 @@ def sort_keys(catalog: Catalog) -> SortedKeys:
     return SortedKeys(tuple(parameters), tuple(optimizer), tuple(catalog.objects))
 
 
-def without_wrapper(parameters: list[Parameter]) -> list[Parameter]:
+def without_wrapper(parameters: list[Slice]) -> list[Slice]:
     """The parameters without the `module.` that NeMo 2 puts in front of every name."""
     if not all(p.name.startswith("module.") for p in parameters):
         return parameters
@@ -76,7 +76,7 @@ def is_optimizer_key(key: str) -> bool:
     return CHAINED.sub("", key).startswith("optimizer.")
 
 
-def slices_of(entry: TensorEntry) -> list[Parameter]:
+def slices_of(entry: TensorEntry) -> list[Slice]:
     """The parameters stacked in one stored weight, in index order; a single one when nothing is stacked."""
     key, layers = entry.key, STACKED_LAYERS.findall(entry.key)
     if len(layers) > 1:
@@ -93,7 +93,7 @@ def slices_of(entry: TensorEntry) -> list[Parameter]:
     stacked = STACKED_LAYERS.search(name)
     at = stacked.end() if stacked else 0
     return [
-        Parameter(
+        Slice(
             name=name if layer is None else f"{name[:at]}{layer}.{name[at:]}",
             key=key,
             lead=tuple([i for i in (layer, expert) if i is not None]),

@@ -16,13 +16,10 @@ from ckpt_tools.catalog.model import Catalog
 from ckpt_tools.dtypes import itemsize
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, list_problems
 from ckpt_tools.megatron.target import InlineTensor, Target, TargetObject, TargetTensor
-from ckpt_tools.megatron.views import Piece
-from ckpt_tools.plan.byte_runs import is_dense, is_run, read_pattern
 from ckpt_tools.plan.frames import ALIGNMENT, EXTENT_BYTES, framed_tensor, tensor_frame
 from ckpt_tools.plan.model import (
-    COVERING,
-    RUNS,
     VERBATIM,
+    Computation,
     OutputBlob,
     OutputItem,
     Plan,
@@ -30,11 +27,11 @@ from ckpt_tools.plan.model import (
     Transfer,
     item_row,
 )
-from ckpt_tools.plan.overlap import ChunkFinder, Located, SourcePiece, TargetReader
+from ckpt_tools.plan.overlap import ChunkFinder, Located, TargetReader
 from ckpt_tools.plan.tiling import tiling_problem
+from ckpt_tools.plan.transfers import strategy, transfer
 from ckpt_tools.plan.without_gc import without_gc
 
-SPAN_BYTES = 4 << 20  # longest span assumed when a strategy is chosen
 FILE_BYTES = 1 << 30  # a file that is this long gets no further item
 SHARED_BYTES = 1 << 20  # so long a copy of a whole payload may begin behind a gap, for extents to be shared
 
@@ -185,13 +182,7 @@ class _Items:
                 _prove_tiling(tensor, boxes)
             forms = self._known[key] = list(_item_forms(reader, boxes))
         for rank, box, length, zeros, parts in forms:
-            transfers = []
-            for (source, chunk, piece), strategy in parts:
-                entry = reader.sources[source][1]
-                stored = entry.chunks[chunk]
-                transfers.append(
-                    Transfer(entry.key, stored.item, entry.dtype, stored.box.size, piece, strategy)
-                )
+            transfers = [transfer(reader, at, how, box) for at, how in parts]
             in_block = _as_in_source(transfers[0], tensor, box) if length >= SHARED_BYTES and parts else None
             name, offset = self._files.place(rank, length, in_block)
             yield (
@@ -200,13 +191,13 @@ class _Items:
             )
 
 
-def _as_in_source(first: Transfer, tensor: TargetTensor, box: Box) -> int | None:
+def _as_in_source(first: Transfer | Computation, tensor: TargetTensor, box: Box) -> int | None:
     """Where in a block an item begins so that its first payload lies there as in its source, and can be shared.
 
     None: it is no whole payload, or the item would not be aligned. The source's head is taken for what torch writes
     now; where it is another, bytes are copied instead.
     """
-    if first.strategy != VERBATIM:
+    if first.strategy != VERBATIM or isinstance(first, Computation):
         return None
     heads = len(tensor_frame(first.dtype, first.shape).head) - len(tensor_frame(tensor.dtype, box.size).head)
     start = (first.item.offset + heads) % EXTENT_BYTES
@@ -225,30 +216,9 @@ def _item_forms(reader: TargetReader, boxes: Sequence[tuple[int, Box]]) -> Itera
         if box.is_empty and (0 not in tensor.shape or number):
             continue  # an empty shard: torch writes nothing, and its offset could hide a real chunk
         found = sorted(reader.locate(box), key=lambda at: at.piece.box.start)
-        parts = []
-        for at in found:
-            entry = reader.sources[at.source][1]
-            how = _strategy(entry.dtype, entry.chunks[at.chunk].box, at.piece, tensor.dtype, box)
-            parts.append((at, how))
+        parts = [(at, strategy(reader, at, box)) for at in found]
         zeros = box.volume - sum(at.piece.box.volume for at in found)
         yield _ItemForm(rank, box, tensor_frame(tensor.dtype, box.size).length, zeros, tuple(parts))
-
-
-def source_transfer(found: SourcePiece, tensor: TargetTensor, box: Box) -> Transfer:
-    entry, chunk, piece = found
-    strategy = _strategy(entry.dtype, chunk.box, piece, tensor.dtype, box)
-    return Transfer(entry.key, chunk.item, entry.dtype, chunk.box.size, piece, strategy)
-
-
-def _strategy(stored: str, chunk: Box, piece: Piece, dtype: str, box: Box) -> str:
-    """How to move `piece` of a chunk of type `stored` into the item `box` of type `dtype`."""
-    size = piece.box.size
-    whole = piece.box.volume == chunk.volume and is_dense(size, piece.strides)
-    if whole and stored == dtype and is_run(piece.box, box.size):
-        return VERBATIM
-    width = itemsize(stored)
-    pattern = read_pattern(size, piece.strides, width, SPAN_BYTES // width)
-    return RUNS if pattern.dense(size) else COVERING
 
 
 def _entries(target: Target) -> list[TargetObject | InlineTensor | TargetTensor]:

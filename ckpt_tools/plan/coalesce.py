@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ckpt_tools.catalog.model import Item
-from ckpt_tools.plan.model import VERBATIM, OutputItem
+from ckpt_tools.plan.model import VERBATIM, Computation, OutputItem
 
 SMALL_BYTES = 64 << 10  # items up to this length, container included, are worth joining
 MAX_GAP_BYTES = 64 << 10  # reading this much in vain costs less than one more read
@@ -45,9 +45,12 @@ def batches(items: Sequence[OutputItem], share: range, max_bytes: int) -> Iterat
 
 def _joinable_bytes(item: OutputItem) -> int | None:
     """Room that a small whole-payload copy takes in a batch, or None if the item is not one."""
-    if item.bare or item.zero_elems or len(item.transfers) != 1 or item.transfers[0].strategy != VERBATIM:
+    if item.bare or item.zero_elems or len(item.transfers) != 1:
         return None
-    source = item.transfers[0].item
+    (transfer,) = item.transfers
+    if isinstance(transfer, Computation) or transfer.strategy != VERBATIM:
+        return None
+    source = transfer.item
     length = max(item.length + 64, source.length)
     return None if source.bare or length > SMALL_BYTES else length
 

@@ -7,18 +7,22 @@ can be printed, priced, compared by `digest` and carried out by any number of wo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_tools.box import Box
 from ckpt_tools.catalog.model import Item
 from ckpt_tools.dtypes import itemsize
-from ckpt_tools.megatron.views import Piece
+from ckpt_tools.megatron.views import Piece, View
+
+if TYPE_CHECKING:
+    from ckpt_tools.model.kernels import Kernel
 
 VERBATIM = "verbatim"  # a whole payload: copied by the kernel, its CRC-32 kept
 RUNS = "runs"  # contiguous runs of 64 KiB or more, or all that is needed
 COVERING = "covering"  # short runs: covering spans are read and strided copies taken from them
+COMPUTED = "computed"  # by a kernel, a tile at a time
 
 
 class Transfer(NamedTuple):
@@ -36,9 +40,60 @@ class Transfer(NamedTuple):
     strategy: str
 
     @property
+    def box(self) -> Box:
+        """The region, relative to the item's start."""
+        return self.piece.box
+
+    @property
     def nbytes(self) -> int:
         """Source bytes wanted."""
         return self.piece.box.volume * itemsize(self.dtype)
+
+
+class Operand(NamedTuple):
+    """What a computation needs of one input of its kernel: `box` of it, filled by transfers as an item is."""
+
+    dtype: str
+    shape: tuple[int, ...]  # of the whole input
+    box: Box  # in the input's coordinates; those of `transfers` begin at its start
+    transfers: tuple[Transfer | Computation, ...]
+    zeros: bool  # some elements come from no transfer
+
+
+class Computation(NamedTuple):
+    """A region of one output item that a kernel computes.
+
+    `view` shows the made tensor, of `shape`, in the coordinates of the target tensor, in which the item begins at
+    `origin`. Any part of the region pulled back through it says which part of the made tensor has to be computed.
+    """
+
+    key: str  # made tensor
+    kernel: Kernel
+    dtype: str
+    shape: tuple[int, ...]
+    view: View
+    origin: tuple[int, ...]
+    box: Box  # relative to the item's start
+    operands: tuple[Operand, ...]
+
+    @property
+    def strategy(self) -> str:
+        return COMPUTED
+
+    @property
+    def nbytes(self) -> int:
+        """Source bytes wanted."""
+        return sum(transfer.nbytes for operand in self.operands for transfer in operand.transfers)
+
+
+def stored_parts(transfers: Iterable[Transfer | Computation]) -> Iterator[Transfer]:
+    """The transfers that read stored payloads, those below computations included."""
+    for transfer in transfers:
+        if isinstance(transfer, Transfer):
+            yield transfer
+        else:
+            for operand in transfer.operands:
+                yield from stored_parts(operand.transfers)
 
 
 class OutputItem(NamedTuple):
@@ -50,7 +105,7 @@ class OutputItem(NamedTuple):
     file: str
     offset: int
     length: int
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[Transfer | Computation, ...]
     zero_elems: int = 0  # elements that no transfer covers: zeros
     bare: bool = False  # the payload alone, without an archive around it (safetensors)
 
@@ -113,30 +168,32 @@ class Plan:
 
     def source_key(self, item: Item) -> str:
         """The tensor that a source item holds a part of; looked for, as only messages ask."""
-        keys = (t.key for output in self.items for t in output.transfers if t.item == item)
+        keys = (t.key for o in self.items for t in stored_parts(o.transfers) if t.item == item)
         return next(keys, "")
 
     @property
     def source_files(self) -> list[str]:
         """Names of the source files that are read, sorted."""
-        return sorted({transfer.item.file for item in self.items for transfer in item.transfers})
+        return sorted({t.item.file for item in self.items for t in stored_parts(item.transfers)})
 
 
 def item_row(item: OutputItem) -> list[object]:
     """An item as nested JSON lists, in the order of the fields; boxes are `[start, size]`."""
-    transfers = [
-        [
-            t.key,
-            list(t.item),
-            t.dtype,
-            t.shape,
-            [list(t.piece.box), t.piece.offset, t.piece.strides],
-            t.strategy,
-        ]
-        for t in item.transfers
-    ]
+    transfers = [_transfer_row(t) for t in item.transfers]
     key, box, dtype, file, offset, length, _, zeros, bare = item
     return [key, list(box), dtype, file, offset, length, transfers, zeros, *([True] if bare else [])]
+
+
+def _transfer_row(t: Transfer | Computation) -> list[object]:
+    if isinstance(t, Transfer):
+        piece = [list(t.piece.box), t.piece.offset, t.piece.strides]
+        return [t.key, list(t.item), t.dtype, t.shape, piece, t.strategy]
+    operands = [
+        [o.dtype, o.shape, list(o.box), [_transfer_row(part) for part in o.transfers], o.zeros]
+        for o in t.operands
+    ]
+    view = [[type(step).__name__, *step] for step in t.view]
+    return [t.key, repr(t.kernel), t.dtype, t.shape, view, t.origin, list(t.box), operands, t.strategy]
 
 
 def plan_summary(plan: Plan) -> dict[str, object]:
@@ -161,18 +218,29 @@ def item_rows(plan: Plan) -> Iterator[dict[str, object]]:
             "offset": item.offset,
             "length": item.length,
             "zero_elems": item.zero_elems,
-            "transfers": [
-                {
-                    "source": t.key,
-                    "file": t.item.file,
-                    "item_offset": t.item.offset,
-                    "item_length": t.item.length,
-                    "dtype": t.dtype,
-                    "box": {"start": list(t.piece.box.start), "size": list(t.piece.box.size)},
-                    "payload_offset": t.piece.offset,
-                    "payload_strides": list(t.piece.strides),
-                    "strategy": t.strategy,
-                }
-                for t in item.transfers
-            ],
+            "transfers": [_transfer_json(t) for t in item.transfers],
         }
+
+
+def _transfer_json(t: Transfer | Computation) -> dict[str, object]:
+    box = {"start": list(t.box.start), "size": list(t.box.size)}
+    if isinstance(t, Transfer):
+        return {
+            "source": t.key,
+            "file": t.item.file,
+            "item_offset": t.item.offset,
+            "item_length": t.item.length,
+            "dtype": t.dtype,
+            "box": box,
+            "payload_offset": t.piece.offset,
+            "payload_strides": list(t.piece.strides),
+            "strategy": t.strategy,
+        }
+    return {
+        "source": t.key,
+        "kernel": t.kernel.name,
+        "dtype": t.dtype,
+        "box": box,
+        "inputs": [[_transfer_json(part) for part in operand.transfers] for operand in t.operands],
+        "strategy": t.strategy,
+    }

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ckpt_tools.box import Box, full_box
-from ckpt_tools.catalog.model import Catalog, Chunk, TensorEntry
+from ckpt_tools.catalog.model import Catalog, TensorEntry
 from ckpt_tools.dtypes import CASTABLE
 from ckpt_tools.errors import CorruptCheckpointError, MappingError
 from ckpt_tools.megatron.target import Source, TargetTensor
 from ckpt_tools.megatron.views import Piece, chunk_piece, pull_box, push_piece, view_shape
 from ckpt_tools.plan.tiling import BoxIndex, find_overlap, tiling_problem
-
-
-class SourcePiece(NamedTuple):
-    """A piece of a stored chunk, in the coordinates of the box that was asked for."""
-
-    entry: TensorEntry
-    chunk: Chunk
-    piece: Piece
 
 
 class Located(NamedTuple):
@@ -67,12 +59,18 @@ class ChunkFinder:
             number = self._tiling_of[entry.key] = self._tilings.setdefault(boxes, len(self._tilings))
         return number
 
-    def chunks(self, entry: TensorEntry, box: Box) -> Iterator[int]:
-        """Numbers of the chunks of `entry` that meet `box`."""
+    def chunks(self, entry: TensorEntry, box: Box) -> Iterable[int]:
+        """Numbers of the chunks of `entry` that meet `box`; a made tensor counts as one."""
+        if entry.made is not None:
+            return (0,)
         index = self._indexes.get(entry.key)
         if index is None:
             index = self._indexes[entry.key] = BoxIndex([chunk.box for chunk in entry.chunks])
         return index.meeting(box)
+
+    def box(self, entry: TensorEntry, chunk: int) -> Box:
+        """What chunk number `chunk` holds of the tensor."""
+        return full_box(entry.shape) if entry.made is not None else entry.chunks[chunk].box
 
 
 class TargetReader:
@@ -84,38 +82,33 @@ class TargetReader:
 
     def __init__(self, finder: ChunkFinder, target: TargetTensor) -> None:
         self.target = target
-        self._finder = finder
+        self.finder = finder
         self.sources = [(source, finder.entry(target, source)) for source in target.sources]
         self._extents: BoxIndex | None = None
 
     def geometry(self) -> tuple[object, ...]:
         """What `locate` depends on, the box aside: equal for targets whose pieces lie in the same way."""
-        seen = ((s.view, e.shape, e.dtype, self._finder.tiling(e)) for s, e in self.sources)
+        seen = (
+            (s.view, e.shape, e.dtype, self.finder.tiling(e) if e.made is None else e.key)
+            for s, e in self.sources
+        )
         return (self.target.shape, self.target.dtype, self.target.zero_filled, *seen)
 
-    def pieces(self, box: Box) -> list[SourcePiece]:
+    def locate(self, box: Box) -> list[Located]:
         """The pieces that tile `box`, each in coordinates relative to its start.
 
         Raises:
             MappingError: the sources do not tile the box.
             CorruptCheckpointError: the chunks of a source do not tile that source.
         """
-        found = []
-        for number, chunk, piece in self.locate(box):
-            entry = self.sources[number][1]
-            found.append(SourcePiece(entry, entry.chunks[chunk], piece))
-        return found
-
-    def locate(self, box: Box) -> list[Located]:
-        """`pieces` by numbers."""
         found: list[Located] = []
         for number in self._meeting(box):
             source, entry = self.sources[number]
             wanted = pull_box(source.view, box).intersect(full_box(entry.shape))
             if wanted is None:
                 continue
-            for chunk in self._finder.chunks(entry, wanted):
-                part = chunk_piece(entry.chunks[chunk].box).crop(wanted)
+            for chunk in self.finder.chunks(entry, wanted):
+                part = chunk_piece(self.finder.box(entry, chunk)).crop(wanted)
                 for shown in push_piece(source.view, part) if part else ():
                     kept = shown.crop(box)
                     if kept is not None:
@@ -148,6 +141,8 @@ class TargetReader:
 
 def entry_problem(entry: TensorEntry) -> str | None:
     """Why the chunks of a stored tensor do not tile it exactly, or None."""
+    if entry.made is not None:
+        return None
     problem = tiling_problem(full_box(entry.shape), [chunk.box for chunk in entry.chunks])
     return f"the chunks of {entry.key} do not tile its shape {entry.shape}: {problem}" if problem else None
 

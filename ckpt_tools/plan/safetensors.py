@@ -17,9 +17,10 @@ from ckpt_tools.catalog.safetensors import DTYPES
 from ckpt_tools.dtypes import itemsize
 from ckpt_tools.errors import CorruptCheckpointError, MappingError
 from ckpt_tools.megatron.target import InlineTensor, TargetTensor
-from ckpt_tools.plan.build import plan_digest, raise_all, source_transfer
+from ckpt_tools.plan.build import plan_digest, raise_all
 from ckpt_tools.plan.model import OutputBlob, OutputItem, Plan, TensorInfo
 from ckpt_tools.plan.overlap import ChunkFinder, TargetReader
+from ckpt_tools.plan.transfers import transfers_into
 
 ITEM_BYTES = 64 << 20  # a larger tensor is written as several items, by several workers
 CODES = {name: code for code, name in DTYPES.items()}
@@ -98,9 +99,8 @@ def _items(finder: ChunkFinder, tensor: TargetTensor, file: str, at: int) -> Ite
     """The tensor in runs of whole rows, from byte `at` of the file on."""
     reader = TargetReader(finder, tensor)
     for box in _runs(tensor):
-        found = reader.pieces(box)
-        transfers = sorted((source_transfer(p, tensor, box) for p in found), key=lambda t: t.piece.box.start)
-        zeros = box.volume - sum(t.piece.box.volume for t in transfers)
+        transfers = transfers_into(reader, box)
+        zeros = box.volume - sum(t.box.volume for t in transfers)
         length = box.volume * itemsize(tensor.dtype)
         yield OutputItem(tensor.key, box, tensor.dtype, file, at, length, tuple(transfers), zeros, bare=True)
         at += length

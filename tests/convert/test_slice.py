@@ -14,7 +14,6 @@ from ckpt_tools.execute.read_box import BoxReader
 from ckpt_tools.megatron.optimizer_layouts.kinds import optimizer_layout
 from ckpt_tools.megatron.source import read_torch_dist
 from ckpt_tools.megatron.target import Source, TargetTensor
-from ckpt_tools.megatron.views import Select
 from tests.conftest import fixture_dir
 
 TORCH_DIST = [
@@ -38,19 +37,15 @@ def place_of(name):
 def values_of(path):
     """{(kind, stored weight name with its layer, expert): bytes} of all weights and states."""
     with open_checkpoint(path) as opened:
-        source = read_torch_dist(opened.files, opened.catalog, unknown_keys=True)
-        reader = BoxReader(opened.files, source.catalog)
+        model = read_torch_dist(opened.files, opened.catalog, unknown_keys=True).model
+        reader = BoxReader(opened.files, model.catalog)
         found = {}
-        for p in source.parameters:
-            seen = {"weight": ((Source(p.key, tuple(Select(0, i) for i in p.lead)),), p.dtype)}
-            for kind in source.states.kinds if source.states else ():
-                if source.states.has(kind, p.key):
-                    seen[kind] = source.states.sources(kind, p.key, p.lead), source.states.dtype(kind, p.key)
-            for kind, (sources, dtype) in seen.items():
-                array = reader.read(TargetTensor(p.name, dtype, p.shape, sources), full_box(p.shape))
-                found[kind, p.name, p.expert] = array.tobytes()
+        for p in model.parameters:
+            for role, value in p.values.items():
+                target = TargetTensor(p.name, value.dtype, value.shape, value.sources)
+                found[role, p.name, p.expert] = reader.read(target, full_box(p.shape)).tobytes()
         reader.close()
-        return found, source
+        return found, model
 
 
 @pytest.mark.parametrize("name", TORCH_DIST)

@@ -12,7 +12,7 @@ from ckpt_tools.megatron.param_groups import (
     optimizer_groups,
     strip_wrappers,
 )
-from ckpt_tools.megatron.torch_dist import Parameter
+from ckpt_tools.model.model import Parameter
 
 DECAY = {"wd_mult": 1.0, "is_expert_parallel": False, "lr": 0.1}
 NO_DECAY = {"wd_mult": 0.0, "is_expert_parallel": False, "lr": 0.1}
@@ -20,7 +20,7 @@ EXPERT = {"wd_mult": 1.0, "is_expert_parallel": True, "lr": 0.1}
 
 
 def parameter(name, *shape, expert=None):
-    stored = Parameter(name, name, (), shape, "bfloat16", expert)
+    stored = Parameter(name, shape, "bfloat16", {}, expert)
     return LiveParameter(name, name, shape, (Rows(stored, 0, shape[0], 0),))
 
 

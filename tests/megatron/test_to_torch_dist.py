@@ -13,9 +13,9 @@ from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageErr
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.extra_state import extra_state_keys
 from ckpt_tools.megatron.flatten import flatten, unflatten
+from ckpt_tools.megatron.fsdp_model import fsdp_model
 from ckpt_tools.megatron.fsdp_source import WEIGHT, FsdpSource, FsdpTensor, read_fsdp_source
 from ckpt_tools.megatron.stacking import stack_parameters
-from ckpt_tools.megatron.stored import stored_parameters
 from ckpt_tools.megatron.target import Source
 from ckpt_tools.megatron.to_torch_dist import TorchDistOptions, build_torch_dist_target
 
@@ -59,7 +59,9 @@ def source(tensors=None, settings=None, **changes):
 
 
 def build(src, **options):
-    return build_torch_dist_target(src, TorchDistOptions(**options))
+    wanted = TorchDistOptions(**options)
+    model = fsdp_model(src, tp=wanted.tp, layer_spec=wanted.layer_spec, weights_only=wanted.weights_only)
+    return build_torch_dist_target(model, wanted)
 
 
 def shapes(built):
@@ -250,7 +252,7 @@ def test_rng_keeps_its_ranks_and_gets_back_an_empty_tracker():
 
 
 def test_extra_states_of_linear_modules_and_of_transformer_engines_own():
-    parameters = stored_parameters(tuple(model(layers=1)), None, None)
+    parameters = fsdp_model(source(model(layers=1))).parameters
     stacks, _ = stack_parameters(parameters, common(), None)
     local = extra_state_keys(stacks, transformer_engine=False)
     assert local == (
@@ -262,7 +264,7 @@ def test_extra_states_of_linear_modules_and_of_transformer_engines_own():
         tensor("layers.0.self_attention.linear_proj.weight", 2, 2),
         tensor("final_layernorm.weight", 2),
     ]
-    stacks, _ = stack_parameters(stored_parameters(attention, None, None), common(), None)
+    stacks, _ = stack_parameters(fsdp_model(source(attention)).parameters, common(), None)
     assert extra_state_keys(stacks, transformer_engine=True) == (
         "layers.self_attention.linear_proj._extra_state/shard_0_1",
         "layers.self_attention.core_attention._extra_state/shard_0_1",

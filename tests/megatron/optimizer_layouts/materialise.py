@@ -13,7 +13,7 @@ from ckpt_tools.catalog.model import Catalog, TensorEntry
 from ckpt_tools.dtypes import itemsize
 from ckpt_tools.megatron.optimizer_layouts.model import OptimizerStates
 from ckpt_tools.megatron.target import Source
-from ckpt_tools.megatron.torch_dist import Parameter
+from ckpt_tools.megatron.torch_dist import Slice
 from ckpt_tools.megatron.views import Select, chunk_piece, push_piece, view_shape
 
 Bits = npt.NDArray[np.unsignedinteger]
@@ -48,7 +48,7 @@ def read_sources(
     return out
 
 
-def read_weight(files: Files, catalog: Catalog, parameter: Parameter) -> Bits:
+def read_weight(files: Files, catalog: Catalog, parameter: Slice) -> Bits:
     """One slice of a stored weight."""
     view = tuple(Select(0, i) for i in parameter.lead)
     return read_sources(files, catalog, None, (Source(parameter.key, view),))

@@ -15,7 +15,7 @@ from ckpt_tools.catalog.model import Catalog
 from ckpt_tools.megatron.common_state import read_common_state
 from ckpt_tools.megatron.optimizer_layouts.model import OptimizerStates
 from ckpt_tools.megatron.optimizer_layouts.reader import read_optimizer_states
-from ckpt_tools.megatron.torch_dist import Parameter, sort_keys
+from ckpt_tools.megatron.torch_dist import Slice, sort_keys
 from tests.conftest import SHARED, fixture_dir
 
 from .materialise import Bits, read_sources, read_weight
@@ -57,7 +57,7 @@ def open_checkpoint(folder: Path, *, sample_only: bool = False) -> Opened:
     return files, catalog, read_optimizer_states(files, catalog, common, sample_only=sample_only)
 
 
-def live_names(parameter: Parameter) -> list[str]:
+def live_names(parameter: Slice) -> list[str]:
     """Names that a slice can have in the truth: experts numbered, norms fused or of their own."""
     name = parameter.name
     if parameter.expert is not None:
@@ -67,10 +67,10 @@ def live_names(parameter: Parameter) -> list[str]:
     return [n.replace(".transformer_layer.", ".mtp_model_layer.") for n in (name, local)]
 
 
-def collect(opened: Opened) -> dict[str, list[tuple[Parameter, Bits]]]:
+def collect(opened: Opened) -> dict[str, list[tuple[Slice, Bits]]]:
     """`<kind>/<candidate live names joined by |>` -> slices; parts of a fused parameter come together."""
     files, catalog, states = opened
-    out: dict[str, list[tuple[Parameter, Bits]]] = {}
+    out: dict[str, list[tuple[Slice, Bits]]] = {}
     for parameter in sort_keys(catalog).parameters:
         names = "|".join(
             re.sub(rf"\.(weight|bias)\.({'|'.join(FUSED)})$", r".\1", n) for n in live_names(parameter)

@@ -1,0 +1,178 @@
+"""Made tensors through plan, pump and box reader: equal to numpy on whole tensors, whatever the views and chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_tools.box import Box, full_box
+from ckpt_tools.catalog.dcp import read_catalog
+from ckpt_tools.catalog.files import open_files
+from ckpt_tools.catalog.model import Catalog
+from ckpt_tools.errors import CorruptCheckpointError
+from ckpt_tools.execute.casts import Array
+from ckpt_tools.execute.read_box import read_box
+from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
+from ckpt_tools.megatron.target import Source, Target, TargetTensor
+from ckpt_tools.megatron.views import Narrow, Permute, Place, View, view_shape
+from ckpt_tools.model.expressions import Made, Value, made_entry
+from ckpt_tools.model.kernels import Dequantize, Form, JoinRemainder, WeightedMean
+from ckpt_tools.plan.build import build_plan
+from ckpt_tools.plan.model import COMPUTED, plan_summary
+from tests.convert import oracle
+from tests.model.test_kernels import masters
+from tests.plan.test_build import rows
+from tests.strategies import shapes, tilings, viewed_shapes
+from tests.synthetic import DcpFolder
+
+
+@dataclass(frozen=True)
+class Remainders:
+    """A weight and its remainders on disk, the catalog with their master, and the master."""
+
+    folder: Path
+    catalog: Catalog
+    master: Array
+
+
+def stored_remainders(
+    folder: Path, shape: tuple[int, ...], chunks: Sequence[Box], dtype: str = "int16", seed: int = 3
+) -> Remainders:
+    weight, remainder, master = masters(np.random.default_rng(seed), shape, exponents=2)
+    source = DcpFolder(folder)
+    source.tensor("weight", "bfloat16", weight, chunks)
+    source.tensor("remainder", dtype, remainder.astype(dtype), chunks[::-1])
+    source.finish()
+    catalog = read_catalog(open_files(str(folder)))
+    inputs = (Value("bfloat16", shape, (Source("weight"),)), Value(dtype, shape, (Source("remainder"),)))
+    entry = made_entry("master", Made(JoinRemainder(dtype), inputs))
+    return Remainders(folder, replace(catalog, tensors={**catalog.tensors, "master": entry}), master)
+
+
+def converted(
+    case: Remainders, target: TargetTensor, output: Path, world: int = 1, memory: int = 96 << 20
+) -> Array:
+    """The target written and read back by stock torch."""
+    plan = build_plan(case.catalog, Target((target,)), rows(world), world)
+    files = open_files(str(case.folder))
+    write_checkpoint(plan, files, Output(output), WriteOptions(threads=1, memory_bytes=memory))
+    return oracle.tensors(output)[target.key].numpy()
+
+
+@given(st.data())
+def test_any_view_of_a_master_is_the_view_of_the_whole_one(data: st.DataObject) -> None:
+    with TemporaryDirectory() as folder:
+        _check_any_view(data, Path(folder))
+
+
+def _check_any_view(data: st.DataObject, folder: Path) -> None:
+    shape, view = data.draw(viewed_shapes().filter(lambda sv: 0 not in view_shape(sv[1], sv[0])))
+    case = stored_remainders(folder / "source", shape, data.draw(tilings(shape)))
+    whole = replace(case.catalog.tensors["master"], chunks=(), made=None)
+    target = TargetTensor(
+        "t", "float32", view_shape(view, shape), (Source("master", view),), zero_filled=True
+    )
+    plain = DcpFolder(folder / "plain")
+    plain.tensor("master", whole.dtype, case.master)
+    plain.finish()
+    files = open_files(str(plain.folder))
+    expected = read_box(files, read_catalog(files), target, full_box(target.shape))
+    found = read_box(open_files(str(case.folder)), case.catalog, target, full_box(target.shape))
+    assert found.tobytes() == expected.tobytes()
+    written = converted(case, target, folder / "out", data.draw(st.integers(1, 3)))
+    assert written.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("view", [(), (Permute((1, 0)),), (Narrow(0, 3, 40), Place((2, 0), (64, 512)))])
+def test_tiles_bound_what_a_kernel_works_on(
+    view: View, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = (64, 512)
+    chunks = [Box((0, 0), (20, 512)), Box((20, 0), (44, 512))]
+    case = stored_remainders(tmp_path / "s", shape, chunks, "float32")
+    target = TargetTensor(
+        "t", "float32", view_shape(view, shape), (Source("master", view),), zero_filled=True
+    )
+    worked_on: list[int] = []
+    compute = JoinRemainder.compute
+
+    def watched(self: JoinRemainder, box: Box, tiles: Sequence[Array]) -> Array:
+        worked_on.append(box.volume)
+        return compute(self, box, tiles)
+
+    monkeypatch.setattr(JoinRemainder, "compute", watched)
+    tile = 64 << 10
+    written = converted(case, target, tmp_path / "o", memory=3 * tile)
+    assert max(worked_on) * 4 <= tile
+    assert sum(worked_on) <= np.prod(target.shape)  # nothing is computed twice
+    shown = case.master if not view else case.master.T if isinstance(view[0], Permute) else case.master[3:43]
+    assert (written[2:42] if len(view) == 2 else written).tobytes() == np.ascontiguousarray(shown).tobytes()
+
+
+def test_the_plan_says_what_is_computed_and_from_which_bytes(tmp_path: Path) -> None:
+    case = stored_remainders(tmp_path / "s", (8, 4), [full_box((8, 4))])
+    target = TargetTensor("t", "float32", (4, 4), (Source("master", (Narrow(0, 2, 4),)),))
+    plan = build_plan(case.catalog, Target((target,)), rows(1), 1)
+    assert plan.source_files == ["__0_0.distcp"]
+    assert plan_summary(plan)["bytes_by_strategy"] == {COMPUTED: 16 * (2 + 2)}
+    assert (
+        plan.digest
+        != build_plan(
+            case.catalog,
+            Target((replace(target, sources=(Source("master", (Narrow(0, 1, 4),)),)),)),
+            rows(1),
+            1,
+        ).digest
+    )
+
+
+def test_a_master_may_be_cast_and_made_of_made_tensors(tmp_path: Path) -> None:
+    """The mean of two masters, each joined, written in half precision."""
+    shape = (6, 4)
+    case = stored_remainders(tmp_path / "s", shape, [full_box(shape)])
+    masters_ = Value("float32", shape, (Source("master"),))
+    mean = made_entry("mean", Made(WeightedMean("float32", (0.5, 0.5)), (masters_, masters_)))
+    case = replace(case, catalog=replace(case.catalog, tensors={**case.catalog.tensors, "mean": mean}))
+    target = TargetTensor("t", "float16", shape, (Source("mean"),))
+    with np.errstate(over="ignore"):
+        expected = case.master.astype(np.float16)
+    assert np.isfinite(expected).all()
+    assert converted(case, target, tmp_path / "o").tobytes() == expected.tobytes()
+
+
+def test_numbers_that_no_writer_writes_are_damage_with_key_and_box(tmp_path: Path) -> None:
+    source = DcpFolder(tmp_path / "s")
+    source.tensor("weight", "bfloat16", np.zeros((2, 2), np.uint16))
+    source.tensor("remainder", "float32", np.array([[0, 1], [0.5, 2]], np.float32))
+    source.finish()
+    files = open_files(str(tmp_path / "s"))
+    catalog = read_catalog(files)
+    inputs = (
+        Value("bfloat16", (2, 2), (Source("weight"),)),
+        Value("float32", (2, 2), (Source("remainder"),)),
+    )
+    entry = made_entry("master", Made(JoinRemainder("float32"), inputs))
+    catalog = replace(catalog, tensors={**catalog.tensors, "master": entry})
+    target = TargetTensor("t", "float32", (2, 2), (Source("master"),))
+    with pytest.raises(CorruptCheckpointError, match=r"master \[0:2, 0:2\]: 0.5 is not a 16-bit remainder"):
+        read_box(files, catalog, target, full_box((2, 2)))
+
+
+@given(st.data(), shapes(2, 2, max_side=9))
+def test_block_scales_follow_any_box(data: st.DataObject, shape: tuple[int, ...]) -> None:
+    kernel = Dequantize("float8_e4m3fn", (2, 3))
+    grid = tuple(-(-n // b) for n, b in zip(shape, kernel.block, strict=True))
+    forms = [Form("float8_e4m3fn", shape), Form("float32", grid)]
+    for box in data.draw(tilings(shape)):
+        values, scales = kernel.needs(box, forms)
+        assert values == box
+        assert all(a * b <= c and d <= e * b for a, e, b, c, d in zip(
+            scales.start, scales.stop, kernel.block, box.start, box.stop, strict=True))  # fmt: skip
+        assert full_box(grid).contains(scales)

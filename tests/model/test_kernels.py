@@ -1,0 +1,139 @@
+"""Kernels against torch on whole tensors, and against themselves on any tiling."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_tools.box import Box, full_box
+from ckpt_tools.execute.casts import Array, numpy_dtype
+from ckpt_tools.model.kernels import (
+    MINIFLOATS,
+    Dequantize,
+    Form,
+    JoinRemainder,
+    Kernel,
+    WeightedMean,
+    minifloat_values,
+)
+from tests.strategies import shapes, tilings
+
+
+def by_tiles(kernel: Kernel, inputs: list[Array], forms: list[Form], tiling: list[Box]) -> Array:
+    """The kernel's result, tile by tile."""
+    form = kernel.form(forms)
+    out = np.empty(form.shape, numpy_dtype(form.dtype))
+    for box in tiling:
+        needed = kernel.needs(box, forms)
+        tiles = [a[_index(b)] for a, b in zip(inputs, needed, strict=True)]
+        out[_index(box)] = kernel.compute(box, tiles)
+    return out
+
+
+def _index(box: Box) -> tuple[slice, ...]:
+    return tuple(map(slice, box.start, box.stop))
+
+
+@pytest.mark.parametrize("dtype", MINIFLOATS)
+def test_every_8_bit_float_has_the_value_torch_gives_it(dtype: str) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(getattr(torch, dtype))
+    expected = codes.to(torch.float32).numpy()
+    assert np.array_equal(minifloat_values(dtype), expected, equal_nan=True)
+    zeros = expected == 0
+    assert np.array_equal(np.signbit(minifloat_values(dtype)[zeros]), np.signbit(expected[zeros]))
+
+
+def masters(
+    rng: np.random.Generator, shape: tuple[int, ...], exponents: int = 30
+) -> tuple[Array, Array, Array]:
+    """Bits of bf16 weights, their int16 remainders, and the fp32 masters that both together are, by torch."""
+    scale = 10.0 ** rng.integers(-exponents, exponents)
+    master = torch.from_numpy(np.asarray(rng.standard_normal(shape) * scale, np.float32))
+    weight = master.to(torch.bfloat16)
+    bits, whole = weight.view(torch.int16).to(torch.int32) << 16, master.view(torch.int32)
+    remainder = whole - bits
+    # A tie that torch rounds down has 32768 left over; Transformer Engine would have rounded it up.
+    fits = remainder <= 32767
+    master = torch.where(fits, whole, bits).view(torch.float32)
+    remainder = torch.where(fits, remainder, 0).to(torch.int16)
+    return weight.view(torch.uint16).numpy(), remainder.numpy(), master.numpy()
+
+
+@given(st.data(), shapes(1, 3), st.sampled_from(["int16", "float32"]))
+def test_a_master_is_the_weight_and_its_remainder_together(
+    data: st.DataObject, shape: tuple[int, ...], dtype: str
+) -> None:
+    rng = np.random.default_rng(data.draw(st.integers(0, 1 << 32)))
+    weight, remainder, expected = masters(rng, shape)
+    forms = [Form("bfloat16", shape), Form(dtype, shape)]
+    inputs = [weight, remainder.astype(dtype)]
+    found = by_tiles(JoinRemainder(dtype), inputs, forms, data.draw(tilings(shape)))
+    assert found.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("number", [0.5, 32768.0, -32769.0, np.nan, np.inf])
+def test_a_number_that_is_not_a_remainder_is_refused(number: float) -> None:
+    low = np.array([1.0, number], np.float32)
+    with pytest.raises(ValueError, match="not a 16-bit remainder"):
+        JoinRemainder("float32").compute(full_box((2,)), [np.zeros(2, np.uint16), low])
+
+
+@given(
+    st.data(),
+    shapes(1, 3),
+    st.sampled_from(["float8_e4m3fn", "float8_e5m2"]),
+    st.sampled_from(["float32", "bfloat16"]),
+)
+def test_a_quantized_tensor_is_its_numbers_times_their_blocks_scales(
+    data: st.DataObject, shape: tuple[int, ...], stored: str, dtype: str
+) -> None:
+    rng = np.random.default_rng(data.draw(st.integers(0, 1 << 32)))
+    block = tuple(data.draw(st.integers(1, 4)) for _ in shape) if data.draw(st.booleans()) else ()
+    coded = rng.integers(0, 256, shape, np.uint8)
+    grid = tuple(-(-n // b) for n, b in zip(shape, block, strict=False))
+    scales = rng.random(grid, np.float32).reshape(grid)
+    wide = torch.from_numpy(scales)
+    for axis, width in enumerate(block):
+        wide = wide.repeat_interleave(width, axis).narrow(axis, 0, shape[axis])
+    values = torch.from_numpy(coded).view(getattr(torch, stored)).to(torch.float32) * wide
+    expected = values.to(getattr(torch, dtype))
+    kernel = Dequantize(stored, block, dtype)
+    forms = [Form(stored, shape), Form("float32", grid)]
+    found = by_tiles(kernel, [coded, scales], forms, data.draw(tilings(shape)))
+    got = torch.from_numpy(found).view(expected.dtype)
+    assert torch.equal(got.isnan(), expected.isnan())
+    assert torch.equal(got.nan_to_num(0), expected.nan_to_num(0))
+
+
+@given(st.data(), shapes(1, 2))
+def test_a_mean_is_rounded_once(data: st.DataObject, shape: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(data.draw(st.integers(0, 1 << 32)))
+    inputs = [rng.standard_normal(shape).astype(np.float32) for _ in range(3)]
+    weights = (0.5, 0.25, 0.25)
+    expected = sum(w * x.astype(np.float64) for w, x in zip(weights, inputs, strict=True))
+    kernel = WeightedMean("float32", weights)
+    found = by_tiles(kernel, inputs, [Form("float32", shape)] * 3, data.draw(tilings(shape)))
+    assert found.tobytes() == np.asarray(expected).astype(np.float32).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("kernel", "forms"),
+    [
+        (JoinRemainder(), [Form("float16", (2,)), Form("int16", (2,))]),
+        (JoinRemainder(), [Form("bfloat16", (2,)), Form("int16", (3,))]),
+        (JoinRemainder("float32"), [Form("bfloat16", (2,)), Form("int16", (2,))]),
+        (Dequantize("float8_e4m3fn", (2,)), [Form("float8_e5m2", (4,)), Form("float32", (2,))]),
+        (Dequantize("float8_e4m3fn", (2,)), [Form("float8_e4m3fn", (4,)), Form("float32", (3,))]),
+        (Dequantize("float8_e4m3fn", (2, 2)), [Form("float8_e4m3fn", (4,)), Form("float32", (2,))]),
+        (Dequantize("float8_e4m3fn"), [Form("float8_e4m3fn", (4,)), Form("float32", (4,))]),
+        (WeightedMean("float32", (1.0,)), [Form("bfloat16", (4,))]),
+        (WeightedMean("float32", (0.5, 0.5)), [Form("float32", (4,)), Form("float32", (5,))]),
+        (WeightedMean("int32", (1.0,)), [Form("int32", (4,))]),
+    ],
+)
+def test_inputs_of_another_form_are_refused(kernel: Kernel, forms: list[Form]) -> None:
+    with pytest.raises(ValueError, match=r"\w"):
+        kernel.form(forms)
