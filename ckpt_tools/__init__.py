@@ -31,58 +31,58 @@ __version__ = "0.1.0"
 # the command line nor a caller pays for what it does not use.
 _PUBLIC = {
     "CkptError": "errors",
-    "open_checkpoint": "convert.opened",
-    "inspect_checkpoint": "convert.inspect",
-    "build_group_map": "convert.group_map",
-    "ConvertOptions": "convert.to_fsdp_dtensor",
-    "convert_to_fsdp_dtensor": "convert.to_fsdp_dtensor",
+    "open_checkpoint": "commands.opened",
+    "inspect_checkpoint": "commands.inspect",
+    "build_group_map": "commands.group_map",
+    "ConvertOptions": "commands.to_fsdp_dtensor",
+    "convert_to_fsdp_dtensor": "commands.to_fsdp_dtensor",
     "TargetOptions": "megatron.to_fsdp_dtensor",
-    "plan_checkpoint": "convert.plan",
-    "load_dtensors": "convert.load_dtensors",
-    "Layout": "convert.placements",
+    "plan_checkpoint": "commands.plan",
+    "load_dtensors": "commands.load_dtensors",
+    "Layout": "commands.placements",
     "Topology": "sharding.topology",
-    "ToTorchDistOptions": "convert.to_torch_dist",
-    "convert_to_torch_dist": "convert.to_torch_dist",
-    "ExportOptions": "convert.export_hf",
-    "export_hf": "convert.export_hf",
-    "ImportOptions": "convert.import_hf",
-    "import_hf": "convert.import_hf",
-    "VerifyOptions": "convert.verify",
-    "verify_checkpoint": "convert.verify",
+    "ToTorchDistOptions": "commands.to_torch_dist",
+    "convert_to_torch_dist": "commands.to_torch_dist",
+    "ExportOptions": "commands.export_hf",
+    "export_hf": "commands.export_hf",
+    "ImportOptions": "commands.import_hf",
+    "import_hf": "commands.import_hf",
+    "VerifyOptions": "commands.verify",
+    "verify_checkpoint": "commands.verify",
     "Tolerance": "verify.compare",
     "DiffOptions": "verify.diff",
-    "diff_checkpoints": "convert.diff",
-    "preflight": "convert.preflight",
-    "EditOptions": "convert.rewrite",
-    "modify_state_dict": "convert.modify",
-    "slice_layers": "convert.slice",
-    "print_tensor": "convert.print_tensor",
+    "diff_checkpoints": "commands.diff",
+    "preflight": "commands.preflight",
+    "EditOptions": "commands.rewrite",
+    "modify_state_dict": "commands.modify",
+    "slice_layers": "commands.slice",
+    "print_tensor": "commands.print_tensor",
 }
 __all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604  keys of _PUBLIC are strings
 
 if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
-    from ckpt_tools.convert.diff import diff_checkpoints as diff_checkpoints
-    from ckpt_tools.convert.export_hf import ExportOptions as ExportOptions
-    from ckpt_tools.convert.export_hf import export_hf as export_hf
-    from ckpt_tools.convert.group_map import build_group_map as build_group_map
-    from ckpt_tools.convert.import_hf import ImportOptions as ImportOptions
-    from ckpt_tools.convert.import_hf import import_hf as import_hf
-    from ckpt_tools.convert.inspect import inspect_checkpoint as inspect_checkpoint
-    from ckpt_tools.convert.load_dtensors import load_dtensors as load_dtensors
-    from ckpt_tools.convert.modify import modify_state_dict as modify_state_dict
-    from ckpt_tools.convert.opened import open_checkpoint as open_checkpoint
-    from ckpt_tools.convert.placements import Layout as Layout
-    from ckpt_tools.convert.plan import plan_checkpoint as plan_checkpoint
-    from ckpt_tools.convert.preflight import preflight as preflight
-    from ckpt_tools.convert.print_tensor import print_tensor as print_tensor
-    from ckpt_tools.convert.rewrite import EditOptions as EditOptions
-    from ckpt_tools.convert.slice import slice_layers as slice_layers
-    from ckpt_tools.convert.to_fsdp_dtensor import ConvertOptions as ConvertOptions
-    from ckpt_tools.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor as convert_to_fsdp_dtensor
-    from ckpt_tools.convert.to_torch_dist import ToTorchDistOptions as ToTorchDistOptions
-    from ckpt_tools.convert.to_torch_dist import convert_to_torch_dist as convert_to_torch_dist
-    from ckpt_tools.convert.verify import VerifyOptions as VerifyOptions
-    from ckpt_tools.convert.verify import verify_checkpoint as verify_checkpoint
+    from ckpt_tools.commands.diff import diff_checkpoints as diff_checkpoints
+    from ckpt_tools.commands.export_hf import ExportOptions as ExportOptions
+    from ckpt_tools.commands.export_hf import export_hf as export_hf
+    from ckpt_tools.commands.group_map import build_group_map as build_group_map
+    from ckpt_tools.commands.import_hf import ImportOptions as ImportOptions
+    from ckpt_tools.commands.import_hf import import_hf as import_hf
+    from ckpt_tools.commands.inspect import inspect_checkpoint as inspect_checkpoint
+    from ckpt_tools.commands.load_dtensors import load_dtensors as load_dtensors
+    from ckpt_tools.commands.modify import modify_state_dict as modify_state_dict
+    from ckpt_tools.commands.opened import open_checkpoint as open_checkpoint
+    from ckpt_tools.commands.placements import Layout as Layout
+    from ckpt_tools.commands.plan import plan_checkpoint as plan_checkpoint
+    from ckpt_tools.commands.preflight import preflight as preflight
+    from ckpt_tools.commands.print_tensor import print_tensor as print_tensor
+    from ckpt_tools.commands.rewrite import EditOptions as EditOptions
+    from ckpt_tools.commands.slice import slice_layers as slice_layers
+    from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions as ConvertOptions
+    from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor as convert_to_fsdp_dtensor
+    from ckpt_tools.commands.to_torch_dist import ToTorchDistOptions as ToTorchDistOptions
+    from ckpt_tools.commands.to_torch_dist import convert_to_torch_dist as convert_to_torch_dist
+    from ckpt_tools.commands.verify import VerifyOptions as VerifyOptions
+    from ckpt_tools.commands.verify import verify_checkpoint as verify_checkpoint
     from ckpt_tools.errors import CkptError as CkptError
     from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions as TargetOptions
     from ckpt_tools.sharding.topology import Topology as Topology

@@ -7,7 +7,7 @@ import shutil
 from contextlib import contextmanager
 from pathlib import Path
 
-from ckpt_tools.plan.frames import framed_tensor
+from ckpt_tools.formats.frames import framed_tensor
 from tests.conftest import fixture_dir
 
 ITERATION = "iter_0000002"
@@ -69,9 +69,9 @@ def replace_chunk(root, key, offset, dtype, payload):
 
 def payload_of(root, key, offset):
     """(path, byte offset, bytes) of the payload of a chunk."""
-    from ckpt_tools.catalog.container import read_frame
-    from ckpt_tools.catalog.dcp import read_catalog
-    from ckpt_tools.catalog.files import LocalFiles
+    from ckpt_tools.formats.container import read_frame
+    from ckpt_tools.formats.dcp import read_catalog
+    from ckpt_tools.formats.files import LocalFiles
 
     files = LocalFiles(str(root / ITERATION))
     chunk = next(c for c in read_catalog(files).tensors[key].chunks if c.box.start == offset)

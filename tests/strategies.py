@@ -6,8 +6,8 @@ import math
 
 from hypothesis import strategies as st
 
-from ckpt_tools.box import Box, full_box
-from ckpt_tools.megatron.views import (
+from ckpt_tools.model.box import Box, full_box
+from ckpt_tools.model.views import (
     Defragment,
     Insert,
     Narrow,

@@ -18,12 +18,12 @@ from pathlib import Path
 
 import numpy as np
 
-from ckpt_tools.box import Box, full_box
-from ckpt_tools.catalog.pickling import dump_archive
-from ckpt_tools.execute.casts import Array, cast, raw_dtype
-from ckpt_tools.execute.dcp_metadata import metadata_bytes
-from ckpt_tools.plan.frames import framed_tensor
-from ckpt_tools.plan.model import OutputBlob, OutputItem, Plan, TensorInfo
+from ckpt_tools.formats.dcp_metadata import metadata_bytes
+from ckpt_tools.formats.frames import framed_tensor
+from ckpt_tools.formats.pickling import dump_archive
+from ckpt_tools.model.box import Box, full_box
+from ckpt_tools.model.casts import Array, cast, raw_dtype
+from ckpt_tools.model.plan import OutputBlob, OutputItem, Plan, TensorInfo
 from tests.strategies import Shape
 
 LAYOUTS = ("fully_reshardable", "fully_sharded_model_space", "dp_reshardable")  # of the optimizer states

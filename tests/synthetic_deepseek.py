@@ -13,11 +13,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from ckpt_tools.box import Box
-from ckpt_tools.dtypes import itemsize
-from ckpt_tools.execute.dcp_metadata import metadata_bytes
-from ckpt_tools.plan.frames import ALIGNMENT, tensor_frame
-from ckpt_tools.plan.model import OutputItem, Plan, TensorInfo
+from ckpt_tools.formats.dcp_metadata import metadata_bytes
+from ckpt_tools.formats.frames import ALIGNMENT, tensor_frame
+from ckpt_tools.model.box import Box
+from ckpt_tools.model.dtypes import itemsize
+from ckpt_tools.model.plan import OutputItem, Plan, TensorInfo
 from tests.benchmarks.bench_sharding import EXPERTS, HIDDEN, deepseek_v3
 from tests.strategies import Shape
 

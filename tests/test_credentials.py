@@ -119,7 +119,7 @@ def test_innocent_texts_stay() -> None:
 
 
 def test_a_crash_shows_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from ckpt_tools.catalog import store
+    from ckpt_tools.formats import store
 
     def crash(*_args: object) -> None:
         raise RuntimeError(f"https://u:{SECRET}@host")

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from ckpt_tools.catalog.dcp import read_catalog
-from ckpt_tools.catalog.files import open_files
-from ckpt_tools.convert.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
+from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
+from ckpt_tools.formats.dcp import read_catalog
+from ckpt_tools.formats.files import open_files
 from ckpt_tools.plan.overlap import entry_problem
 from tests.synthetic import LAYOUTS, Llama, write_llama
 

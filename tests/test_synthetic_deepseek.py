@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from math import prod
 
-from ckpt_tools.convert.placements import Layout
-from ckpt_tools.convert.plan import plan_checkpoint
+from ckpt_tools.commands.placements import Layout
+from ckpt_tools.commands.plan import plan_checkpoint
 from ckpt_tools.plan.build import file_rank
 from ckpt_tools.sharding.topology import Topology
 from tests.synthetic_deepseek import stored_weights, write_metadata

@@ -70,7 +70,7 @@ def _with_follow_links(command: Any) -> Any:
         return command
 
     def reading(*args: Any, follow_links: bool, **options: Any) -> None:
-        from ckpt_tools.catalog import files
+        from ckpt_tools.formats import files
 
         files.follow_links(follow_links)
         command(*args, **options)

@@ -17,8 +17,8 @@ from ckpt_tools.cli.inspect import EnableMsc, TrustPickle
 from ckpt_tools.cli.manual import page
 
 if TYPE_CHECKING:
-    from ckpt_tools.convert.iterations import Outcome
-    from ckpt_tools.convert.outputs import ConversionReport
+    from ckpt_tools.commands.iterations import Outcome
+    from ckpt_tools.commands.outputs import ConversionReport
 
     Run: TypeAlias = Callable[
         [str, str, int | None, Callable[[int, int], None], bool, bool], ConversionReport
@@ -126,7 +126,7 @@ def convert(
     checkpoint, and a flag that contradicts it is an error. Run it alone, or under torchrun or srun.
     """
     from ckpt_tools.cli.progress import progress_bar
-    from ckpt_tools.convert.iterations import convert_iterations
+    from ckpt_tools.commands.iterations import convert_iterations
     from ckpt_tools.errors import UsageError
     from ckpt_tools.execute.run import WriteOptions
 
@@ -198,7 +198,7 @@ def convert(
 
 
 def _iteration_number(iteration: str | None) -> int | None:
-    from ckpt_tools.convert.outputs import MAX_DIGITS
+    from ckpt_tools.commands.outputs import MAX_DIGITS
     from ckpt_tools.errors import UsageError
 
     if iteration is None:
@@ -209,8 +209,8 @@ def _iteration_number(iteration: str | None) -> int | None:
 
 
 def _to_fsdp_dtensor(running: dict[str, Any], group_map_file: Path | None, **target: Any) -> Run:
-    from ckpt_tools.convert.group_map import load_group_map
-    from ckpt_tools.convert.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
+    from ckpt_tools.commands.group_map import load_group_map
+    from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
     from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions
 
     group_map = load_group_map(group_map_file) if group_map_file else None
@@ -221,7 +221,7 @@ def _to_fsdp_dtensor(running: dict[str, Any], group_map_file: Path | None, **tar
 
 
 def _to_torch_dist(running: dict[str, Any], extra_state: str, **target: Any) -> Run:
-    from ckpt_tools.convert.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
+    from ckpt_tools.commands.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
     from ckpt_tools.megatron.to_torch_dist import TorchDistOptions
 
     template = None if extra_state in ("derive", "none") else extra_state
@@ -233,7 +233,7 @@ def _to_torch_dist(running: dict[str, Any], extra_state: str, **target: Any) -> 
 
 
 def _to_hf(running: dict[str, Any], hf_config: Path | None, max_shard_size: str, **target: Any) -> Run:
-    from ckpt_tools.convert.export_hf import ExportOptions, export_hf
+    from ckpt_tools.commands.export_hf import ExportOptions, export_hf
 
     config = str(hf_config) if hf_config else None
     options = ExportOptions(
@@ -261,8 +261,8 @@ def _refuse_meaningless(ctx: typer.Context, to: Format) -> None:
 
 def _expect(kind: str, path: str, iteration: str | None, to: Format) -> None:
     """Refuse a source of another kind than the command's name says."""
-    from ckpt_tools.catalog.detect import locate
     from ckpt_tools.errors import UnsupportedCheckpointError
+    from ckpt_tools.formats.detect import locate
 
     found = locate(path, None if iteration == "all" else _iteration_number(iteration)).kind
     if found != kind:
@@ -307,7 +307,7 @@ def build_param_group_map(
 ) -> None:
     """Write a param_to_param_group_map.json: from a training job's dump, or derived from a checkpoint alone."""
     from ckpt_tools.cli.render import escape, json_text, write_text
-    from ckpt_tools.convert.group_map import build_group_map
+    from ckpt_tools.commands.group_map import build_group_map
     from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions
 
     options = TargetOptions(
@@ -344,7 +344,7 @@ def finish_all(outcomes: list[Outcome], source: str, as_json: bool, file: Path |
     from ckpt_tools.cli.progress import is_first_rank
     from ckpt_tools.cli.render import escape_lines
     from ckpt_tools.cli.reports import print_outcome
-    from ckpt_tools.convert import iterations
+    from ckpt_tools.commands import iterations
 
     if is_first_rank():
         _write_json(iterations.as_json(outcomes), as_json, file, source)

@@ -14,7 +14,7 @@ from ckpt_tools.cli.reports import source_checksums
 from ckpt_tools.cli.verify import Checkpoint, Iteration
 
 if TYPE_CHECKING:
-    from ckpt_tools.convert.rewrite import Edited
+    from ckpt_tools.commands.rewrite import Edited
 
 _SHOWN = 20
 InputDir = Annotated[str, typer.Argument(help="A run's root, an iteration folder, or any torch DCP folder.")]
@@ -46,8 +46,8 @@ def modify_state_dict(
 ) -> None:
     """Copy a checkpoint without some keys or with other names. Removals first; the first rename that fits wins."""
     from ckpt_tools.cli.progress import progress_bar
-    from ckpt_tools.convert.modify import modify_state_dict as modify
-    from ckpt_tools.convert.rewrite import EditOptions
+    from ckpt_tools.commands.modify import modify_state_dict as modify
+    from ckpt_tools.commands.rewrite import EditOptions
     from ckpt_tools.execute.run import WriteOptions
 
     options = EditOptions(iteration, trust_pickle, overwrite, WriteOptions(check_source=check_source.value))
@@ -73,8 +73,8 @@ def slice_layers(
 ) -> None:
     """Copy a few layers of a checkpoint as a small, whole checkpoint, for tests and CI."""
     from ckpt_tools.cli.progress import progress_bar
-    from ckpt_tools.convert.rewrite import EditOptions
-    from ckpt_tools.convert.slice import slice_layers as cut
+    from ckpt_tools.commands.rewrite import EditOptions
+    from ckpt_tools.commands.slice import slice_layers as cut
     from ckpt_tools.execute.run import WriteOptions
 
     options = EditOptions(iteration, trust_pickle, overwrite, WriteOptions(check_source=check_source.value))
@@ -98,7 +98,7 @@ def print_tensor(
     enable_msc: EnableMsc = False,
 ) -> None:
     """Print a stored tensor or object; only what is shown is read."""
-    from ckpt_tools.convert.print_tensor import print_tensor as read
+    from ckpt_tools.commands.print_tensor import print_tensor as read
 
     printed = read(checkpoint, key, part, stats, iteration, trust_pickle)
     if as_json:

@@ -17,7 +17,7 @@ def register(app: typer.Typer) -> None:
 
 def print_versions() -> None:
     """Version of the program and its libraries, one a line."""
-    from ckpt_tools.convert.environment import library_versions
+    from ckpt_tools.commands.environment import library_versions
 
     for name, number in library_versions().items():
         print(name, number or "not installed")
@@ -34,7 +34,7 @@ def env(
     No value of an environment variable that could be a secret is shown. The file system is tried with unnamed
     temporary files of 64 KiB.
     """
-    from ckpt_tools.convert.environment import describe_environment
+    from ckpt_tools.commands.environment import describe_environment
 
     found = describe_environment(directory)
     if as_json:

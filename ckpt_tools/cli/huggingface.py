@@ -98,7 +98,7 @@ def export(
     one that this version does not know is named in the report.
     """
     from ckpt_tools.cli.progress import progress_bar
-    from ckpt_tools.convert.export_hf import ExportOptions, export_hf
+    from ckpt_tools.commands.export_hf import ExportOptions, export_hf
     from ckpt_tools.execute.run import WriteOptions
 
     chosen = ExportOptions(
@@ -171,7 +171,7 @@ def import_(
     name (exit 5); one that this version does not know is named in the report.
     """
     from ckpt_tools.cli.progress import progress_bar
-    from ckpt_tools.convert.import_hf import ImportOptions, import_hf
+    from ckpt_tools.commands.import_hf import ImportOptions, import_hf
     from ckpt_tools.execute.run import WriteOptions
     from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions
 

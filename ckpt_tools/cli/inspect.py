@@ -14,7 +14,7 @@ from ckpt_tools.cli.manual import page
 from ckpt_tools.cli.options import in_a_folder
 
 if TYPE_CHECKING:
-    from ckpt_tools.convert.inspect import Inspection
+    from ckpt_tools.commands.inspect import Inspection
 
 TrustPickle = Annotated[
     bool, typer.Option("--trust-pickle", help="Read unknown classes as inert placeholders.")
@@ -23,7 +23,7 @@ TrustPickle = Annotated[
 
 def _allow_msc(wanted: bool) -> bool:
     if wanted:
-        from ckpt_tools.catalog.store import allow_msc
+        from ckpt_tools.formats.store import allow_msc
 
         allow_msc()
     return wanted
@@ -63,7 +63,7 @@ def inspect(
     trust_pickle: TrustPickle = False,
 ) -> None:
     """Show what a checkpoint is and what it holds, from its metadata alone."""
-    from ckpt_tools.convert.inspect import inspect_checkpoint
+    from ckpt_tools.commands.inspect import inspect_checkpoint
 
     found = inspect_checkpoint(checkpoint, iteration, keys or (), list_group_meta, trust_pickle)
     if keys:
@@ -100,7 +100,7 @@ def print_torch_dcp_in_json(
     trust_pickle: TrustPickle = False,
 ) -> None:
     """Print the metadata of a torch distributed checkpoint as JSON; export a parameter group map dump."""
-    from ckpt_tools.convert.dcp_json import dcp_as_json, write_group_map
+    from ckpt_tools.commands.dcp_json import dcp_as_json, write_group_map
 
     text = render.json_text(dcp_as_json(torch_dcp_dir, values, trust_pickle)) + "\n"
     render.write_text(output or Path("-"), text, torch_dcp_dir)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from ckpt_tools.convert.placements import Layout
+    from ckpt_tools.commands.placements import Layout
 
 
 class LayerSpec(str, Enum):
@@ -58,8 +58,8 @@ def in_a_folder(file: Path | None) -> Path | None:
     """
     if file is None or str(file) == "-":  # stdout
         return file
-    from ckpt_tools.catalog.files import absent_folder
     from ckpt_tools.errors import UsageError
+    from ckpt_tools.formats.files import absent_folder
 
     if file.is_dir():
         why = "it is a folder; give the name of a file"
@@ -299,7 +299,7 @@ def choose_layout(
     Raises:
         UsageError: sizes that do not multiply to the world, or a topology Megatron-FSDP refuses.
     """
-    from ckpt_tools.convert.placements import Layout
+    from ckpt_tools.commands.placements import Layout
     from ckpt_tools.errors import UsageError
     from ckpt_tools.sharding.topology import Topology
 

@@ -15,7 +15,7 @@ from ckpt_tools.cli.inspect import EnableMsc, TrustPickle
 from ckpt_tools.cli.manual import page
 
 if TYPE_CHECKING:
-    from ckpt_tools.convert.plan import Priced
+    from ckpt_tools.commands.plan import Priced
 
 _STDOUT = Path("-")
 _LISTED_RANKS = 32
@@ -67,9 +67,9 @@ def plan(
     enable_msc: EnableMsc = False,
 ) -> None:
     """Show what a conversion to fsdp_dtensor would do: boxes, bytes and memory of every rank. Moves no byte."""
-    from ckpt_tools.convert.placements import Layout
-    from ckpt_tools.convert.plan import plan_checkpoint
-    from ckpt_tools.convert.to_fsdp_dtensor import ConvertOptions
+    from ckpt_tools.commands.placements import Layout
+    from ckpt_tools.commands.plan import plan_checkpoint
+    from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions
     from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions
 
     sizes = (gpus, dp_shard, dp_outer, tp, cp, ep, etp, pp, strategy, outer_strategy)
@@ -98,7 +98,7 @@ def plan(
 def _draw(found: Priced, svg: Path | None, html: Path | None) -> None:
     if svg is None and html is None:
         return
-    from ckpt_tools.convert import picture
+    from ckpt_tools.commands import picture
 
     name = Path(found.source).resolve().name
     shown = picture.picture(found.core, f"{name}: {_layout(found)}")
@@ -153,7 +153,7 @@ def _memory(memory: Any) -> dict[str, int]:
 
 
 def _print(found: Priced) -> None:
-    from ckpt_tools.convert.target_job import describe
+    from ckpt_tools.commands.target_job import describe
 
     facts = found.summary()
     strategies = ", ".join(

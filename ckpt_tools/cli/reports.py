@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ckpt_tools.cli.render import escape, human_bytes
-from ckpt_tools.convert.iterations import Outcome
-from ckpt_tools.convert.outputs import ConversionReport
-from ckpt_tools.convert.target_job import describe
+from ckpt_tools.commands.iterations import Outcome
+from ckpt_tools.commands.outputs import ConversionReport
+from ckpt_tools.commands.target_job import describe
 from ckpt_tools.execute.run import WriteReport
 
 _SHOWN = 8

@@ -105,7 +105,7 @@ def verify(
 ) -> None:
     """Check that a checkpoint is whole and sound. Exit code 1 when it is not, 4 when it is hostile."""
     from ckpt_tools.cli.progress import progress_bar
-    from ckpt_tools.convert.verify import VerifyOptions, verify_checkpoint
+    from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
 
     options = VerifyOptions(content, manifest, allow_nonfinite, trust_pickle, threads, write_manifest)
     with progress_bar(quiet) as progress:
@@ -134,7 +134,7 @@ def preflight(
     enable_msc: EnableMsc = False,
 ) -> None:
     """Check that a Megatron-FSDP job can load a checkpoint, and print its launch command. Exit code 1 when not."""
-    from ckpt_tools.convert.preflight import preflight as check
+    from ckpt_tools.commands.preflight import preflight as check
 
     found = check(checkpoint, job or (), yaml_file, iteration, trust_pickle, target.value if target else None)
     start = found.launch
@@ -181,7 +181,7 @@ def diff(
 ) -> None:
     """Compare two checkpoints, also of different formats, bit by bit. Exit code 1 when they differ."""
     from ckpt_tools.cli.progress import progress_bar
-    from ckpt_tools.convert.diff import DiffRequest, diff_checkpoints
+    from ckpt_tools.commands.diff import DiffRequest, diff_checkpoints
     from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions
     from ckpt_tools.verify.compare import Tolerance
     from ckpt_tools.verify.diff import DiffOptions

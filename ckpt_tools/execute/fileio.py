@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckpt_tools.errors import StorageError
-from ckpt_tools.plan.frames import EXTENT_BYTES
+from ckpt_tools.formats.frames import EXTENT_BYTES
 
 _FICLONERANGE = 0x4020940D  # linux/fs.h
 _COPY_UNSUPPORTED = {errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.ETXTBSY}

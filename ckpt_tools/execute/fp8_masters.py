@@ -8,9 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ckpt_tools.box import Box
-from ckpt_tools.catalog.model import Item
-from ckpt_tools.execute.casts import Array, cast, raw_dtype
 from ckpt_tools.execute.fp8_weights import (
     BLOCKED,
     Extremes,
@@ -23,8 +20,11 @@ from ckpt_tools.execute.fp8_weights import (
     merged,
 )
 from ckpt_tools.execute.source import index_of
-from ckpt_tools.megatron.target import TargetTensor
-from ckpt_tools.plan.model import Computation, Transfer
+from ckpt_tools.model.box import Box
+from ckpt_tools.model.casts import Array, cast, raw_dtype
+from ckpt_tools.model.catalog import Item
+from ckpt_tools.model.plan import Computation, Transfer
+from ckpt_tools.model.target import TargetTensor
 
 HALF_TYPES = ("bfloat16", "float16")  # of models that can be held in FP8
 

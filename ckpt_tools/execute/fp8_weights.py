@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ckpt_tools.execute.casts import Array, cast, numpy_dtype, raw_dtype
+from ckpt_tools.model.casts import Array, cast, numpy_dtype, raw_dtype
 
 E4M3_MAX = 448.0
 BLOCKED = {"mxfp8": 32, "blockwise": 128}  # elements of a row that surely have one scale, by recipe

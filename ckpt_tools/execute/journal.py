@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from ckpt_tools.catalog.files import Files, LocalFiles
-from ckpt_tools.catalog.remote import RemoteFiles
 from ckpt_tools.errors import CorruptCheckpointError, UsageError
 from ckpt_tools.execute.fileio import storage_errors
 from ckpt_tools.execute.folders import Folder
-from ckpt_tools.plan.model import Plan
+from ckpt_tools.formats.files import Files, LocalFiles
+from ckpt_tools.formats.remote import RemoteFiles
+from ckpt_tools.model.plan import Plan
 
 _HEADER = "plan.json"
 _LINES = re.compile(rb"^\[(\d{1,18}),(\d{1,10})\]$", re.MULTILINE)

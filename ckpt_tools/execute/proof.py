@@ -13,9 +13,9 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from ckpt_tools.catalog.model import Item
 from ckpt_tools.errors import CorruptCheckpointError
-from ckpt_tools.execute import crc
+from ckpt_tools.formats import crc
+from ckpt_tools.model.catalog import Item
 
 MOST_PIECES = 4096  # of one payload; more are not kept but read again
 

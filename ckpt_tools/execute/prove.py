@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ckpt_tools.catalog.container import record_stretches
-from ckpt_tools.catalog.files import Files
-from ckpt_tools.catalog.model import Catalog, Item
 from ckpt_tools.errors import CorruptCheckpointError, list_problems
-from ckpt_tools.execute import crc
 from ckpt_tools.execute.proof import Piece, Pieces, SourceProof, Stored, damage
 from ckpt_tools.execute.ranks import DistributedRanks, Ranks
 from ckpt_tools.execute.source import ChunkRef, SourceReader
+from ckpt_tools.formats import crc
+from ckpt_tools.formats.container import record_stretches
+from ckpt_tools.formats.files import Files
+from ckpt_tools.model.catalog import Catalog, Item
 
 _BUFFER_BYTES = 4 << 20
 

@@ -7,17 +7,17 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ckpt_tools.box import Box, full_box
-from ckpt_tools.catalog.files import Files
-from ckpt_tools.catalog.model import Catalog
-from ckpt_tools.execute.casts import Array, numpy_dtype, raw_dtype
 from ckpt_tools.execute.fill import Filled, Filler
 from ckpt_tools.execute.proof import SourceProof
 from ckpt_tools.execute.prove import prove_rest
 from ckpt_tools.execute.ranks import Ranks
 from ckpt_tools.execute.source import SourceReader
-from ckpt_tools.megatron.target import TargetTensor
-from ckpt_tools.plan.model import Computation, Transfer
+from ckpt_tools.formats.files import Files
+from ckpt_tools.model.box import Box, full_box
+from ckpt_tools.model.casts import Array, numpy_dtype, raw_dtype
+from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.plan import Computation, Transfer
+from ckpt_tools.model.target import TargetTensor
 from ckpt_tools.plan.overlap import ChunkFinder, TargetReader
 from ckpt_tools.plan.transfers import transfers_into
 

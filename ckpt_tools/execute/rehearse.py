@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from ckpt_tools.catalog.files import Files
 from ckpt_tools.errors import CorruptCheckpointError, StorageError, UsageError
 from ckpt_tools.execute.fileio import storage_errors
 from ckpt_tools.execute.folders import Folder
@@ -17,7 +16,8 @@ from ckpt_tools.execute.publish import SPARE_BYTES
 from ckpt_tools.execute.ranks import DistributedRanks, Ranks
 from ckpt_tools.execute.run import Output, WriteOptions
 from ckpt_tools.execute.work import tile_bytes
-from ckpt_tools.plan.model import Plan, stored_parts
+from ckpt_tools.formats.files import Files
+from ckpt_tools.model.plan import Plan, stored_parts
 
 
 def rehearse(
@@ -169,8 +169,8 @@ def _check_direct(folder: Path) -> None:
 
 
 def _look_remotely(plan: Plan, output: Output, options: WriteOptions, url: str) -> None:
-    from ckpt_tools.catalog.store import Store
     from ckpt_tools.execute.remote_output import MARKER
+    from ckpt_tools.formats.store import Store
 
     if options.direct:
         raise UsageError(f"--direct is for files; {url} is in an object store. Leave it out.")

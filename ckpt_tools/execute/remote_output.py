@@ -28,10 +28,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tools.catalog.files import Files
-from ckpt_tools.catalog.store import CONNECTIONS, Retry, Store
 from ckpt_tools.errors import CkptError, CorruptCheckpointError, UsageError
-from ckpt_tools.execute.dcp_metadata import metadata_bytes
 from ckpt_tools.execute.finished import METADATA, has_files, is_written
 from ckpt_tools.execute.journal import check_unchanged, fingerprint
 from ckpt_tools.execute.proof import SourceProof
@@ -42,7 +39,10 @@ from ckpt_tools.execute.run import prove_source
 from ckpt_tools.execute.source import SourceReader
 from ckpt_tools.execute.stream import Pump
 from ckpt_tools.execute.work import Progress, tile_bytes
-from ckpt_tools.plan.model import OutputBlob, OutputItem, Plan
+from ckpt_tools.formats.dcp_metadata import metadata_bytes
+from ckpt_tools.formats.files import Files
+from ckpt_tools.formats.store import CONNECTIONS, Retry, Store
+from ckpt_tools.model.plan import OutputBlob, OutputItem, Plan
 
 if TYPE_CHECKING:
     from ckpt_tools.execute.run import Output, WriteOptions

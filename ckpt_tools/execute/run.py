@@ -11,9 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tools.catalog.files import Files, LocalFiles
 from ckpt_tools.errors import CkptError, Interrupted, StorageError, Terminated, UsageError
-from ckpt_tools.execute.dcp_metadata import metadata_bytes
 from ckpt_tools.execute.fileio import check_direct, storage_errors, write_all
 from ckpt_tools.execute.finished import is_written
 from ckpt_tools.execute.folders import opened
@@ -26,8 +24,10 @@ from ckpt_tools.execute.shards import prove_shards
 from ckpt_tools.execute.signals import StopSignals
 from ckpt_tools.execute.source import SourceReader, forget
 from ckpt_tools.execute.work import Progress, Work, tile_bytes
+from ckpt_tools.formats.dcp_metadata import metadata_bytes
+from ckpt_tools.formats.files import Files, LocalFiles
+from ckpt_tools.model.plan import Plan
 from ckpt_tools.plan.assign import worker_share
-from ckpt_tools.plan.model import Plan
 
 if TYPE_CHECKING:
     from ckpt_tools.execute.remote_output import RemoteJob

@@ -9,14 +9,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
-from ckpt_tools.catalog.files import Files
-from ckpt_tools.catalog.model import Item
-from ckpt_tools.execute import crc
 from ckpt_tools.execute.proof import Stored, check
 from ckpt_tools.execute.source import SourceReader
+from ckpt_tools.formats import crc
+from ckpt_tools.formats.files import Files
+from ckpt_tools.formats.frames import tensor_frame
+from ckpt_tools.model.catalog import Item
+from ckpt_tools.model.plan import OutputItem, stored_parts
 from ckpt_tools.plan.coalesce import Span, coalesce
-from ckpt_tools.plan.frames import tensor_frame
-from ckpt_tools.plan.model import OutputItem, stored_parts
 
 
 class _Loaded:

@@ -14,19 +14,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ckpt_tools.box import Box, full_box
-from ckpt_tools.catalog.container import Frame, Stretch, read_frame
-from ckpt_tools.catalog.files import Files, LocalFiles
-from ckpt_tools.catalog.model import Item
-from ckpt_tools.dtypes import itemsize
 from ckpt_tools.errors import CkptError, CorruptCheckpointError, UnsupportedCheckpointError
-from ckpt_tools.execute.casts import Array, raw_dtype
 from ckpt_tools.execute.fileio import drop_cache, storage_errors
 from ckpt_tools.execute.proof import RecordProof, SourceProof, Stored
-from ckpt_tools.megatron.views import Piece
+from ckpt_tools.formats.container import Frame, Stretch, read_frame
+from ckpt_tools.formats.files import Files, LocalFiles
+from ckpt_tools.formats.frames import tensor_frame
+from ckpt_tools.model.box import Box, full_box
+from ckpt_tools.model.casts import Array, raw_dtype
+from ckpt_tools.model.catalog import Item
+from ckpt_tools.model.dtypes import itemsize
+from ckpt_tools.model.plan import Computation, Transfer, stored_parts
+from ckpt_tools.model.views import Piece
 from ckpt_tools.plan.byte_runs import is_dense, pattern_blocks, read_pattern, row_major_tiles, span_elems
-from ckpt_tools.plan.frames import tensor_frame
-from ckpt_tools.plan.model import Computation, Transfer, stored_parts
 
 _CACHED_PAYLOADS = 16384
 _MAX_REPEATED_BYTES = 64 << 20  # of a tensor larger than its storage: expanded, or with overlapping strides

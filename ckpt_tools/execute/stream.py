@@ -14,11 +14,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ckpt_tools.box import Box
-from ckpt_tools.catalog.files import LocalFiles
-from ckpt_tools.dtypes import itemsize
-from ckpt_tools.execute import crc
-from ckpt_tools.execute.casts import Array, raw_dtype
 from ckpt_tools.execute.fileio import (
     BLOCK_BYTES,
     At,
@@ -33,9 +28,14 @@ from ckpt_tools.execute.fill import Filled, Filler
 from ckpt_tools.execute.proof import RecordProof
 from ckpt_tools.execute.small import SmallCopies
 from ckpt_tools.execute.source import Payload, SourceReader, chunk_of
+from ckpt_tools.formats import crc
+from ckpt_tools.formats.files import LocalFiles
+from ckpt_tools.formats.frames import Frame, bare_frame, tensor_frame
+from ckpt_tools.model.box import Box
+from ckpt_tools.model.casts import Array, raw_dtype
+from ckpt_tools.model.dtypes import itemsize
+from ckpt_tools.model.plan import VERBATIM, Computation, OutputItem, Transfer
 from ckpt_tools.plan.byte_runs import is_run, row_major_tiles
-from ckpt_tools.plan.frames import Frame, bare_frame, tensor_frame
-from ckpt_tools.plan.model import VERBATIM, Computation, OutputItem, Transfer
 from ckpt_tools.plan.tiling import BoxIndex
 
 _COPY_STEP_BYTES = 64 << 20  # copied by the kernel between two looks at whether to stop

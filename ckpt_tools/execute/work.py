@@ -16,8 +16,8 @@ from ckpt_tools.execute.folders import Folder, opened
 from ckpt_tools.execute.journal import Journal
 from ckpt_tools.execute.source import SourceReader
 from ckpt_tools.execute.stream import Counters, Pump
+from ckpt_tools.model.plan import OutputItem, Plan
 from ckpt_tools.plan.coalesce import batches
-from ckpt_tools.plan.model import OutputItem, Plan
 
 Progress: TypeAlias = Callable[[int, int], None]
 """Called several times a second with the bytes done and the bytes in all, from the thread that called."""

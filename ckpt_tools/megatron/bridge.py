@@ -11,9 +11,9 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt_tools.catalog.container import StoredTensor
-from ckpt_tools.catalog.pickling import dump_archive
-from ckpt_tools.catalog.unpickle import StandIn, stand_in
+from ckpt_tools.formats.container import StoredTensor
+from ckpt_tools.formats.pickling import dump_archive
+from ckpt_tools.formats.unpickle import StandIn, stand_in
 
 TRAIN_STATE = "train_state.pt"
 RUN_CONFIG = "run_config.yaml"

@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt_tools.catalog.container import load_object, whole_file
-from ckpt_tools.catalog.documents import DocumentError, parse_yaml
-from ckpt_tools.catalog.files import Files, read_whole
-from ckpt_tools.catalog.model import Catalog
-from ckpt_tools.catalog.unpickle import StandIn
 from ckpt_tools.errors import CorruptCheckpointError
+from ckpt_tools.formats.container import load_object, whole_file
+from ckpt_tools.formats.documents import DocumentError, parse_yaml
+from ckpt_tools.formats.files import Files, read_whole
+from ckpt_tools.formats.unpickle import StandIn
+from ckpt_tools.model.catalog import Catalog
 
 COMMON_FILE = "common.pt"
 COMMON_OBJECT = "common_state/shard_0_1"

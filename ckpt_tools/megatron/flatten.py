@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
-from ckpt_tools.catalog.container import StoredTensor
-from ckpt_tools.megatron.target import InlineTensor, TargetObject
+from ckpt_tools.formats.container import StoredTensor
+from ckpt_tools.model.target import InlineTensor, TargetObject
 
 Path: TypeAlias = tuple[str | int, ...]
 

@@ -20,16 +20,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from ckpt_tools.dtypes import CASTABLE
 from ckpt_tools.errors import MappingError, list_problems
 from ckpt_tools.megatron.flatten import Path, dotted, leaves
 from ckpt_tools.megatron.live import LiveParameter
 from ckpt_tools.megatron.names import BUFFERS
 from ckpt_tools.megatron.param_groups import Group, Membership
-from ckpt_tools.megatron.target import InlineTensor, Source, TargetObject, TargetTensor
-from ckpt_tools.megatron.views import Narrow, Place, View
+from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.expressions import Value
 from ckpt_tools.model.model import MASTER, WEIGHT
+from ckpt_tools.model.target import InlineTensor, Source, TargetObject, TargetTensor
+from ckpt_tools.model.views import Narrow, Place, View
 
 MODEL_PREFIX = "model.module"
 STATE_PREFIX = "optimizer.state.module.module.module"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ckpt_tools.dtypes import CASTABLE
 from ckpt_tools.errors import MappingError, list_problems
 from ckpt_tools.megatron import fsdp_source
 from ckpt_tools.megatron.fsdp_dtensor import TORCH_ADAM_FIELDS
@@ -14,6 +13,7 @@ from ckpt_tools.megatron.names import BUFFERS, MLA_DOWN, MLA_FUSED_DOWN, PART, s
 from ckpt_tools.megatron.optimizer_layouts.expected import expected_states, refuse_missing_states
 from ckpt_tools.megatron.settings import read_settings, training_dtype
 from ckpt_tools.megatron.stored import StoredParameter, stored_parameters
+from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.expressions import Value
 from ckpt_tools.model.model import MASTER, WEIGHT, Model, Parameter
 

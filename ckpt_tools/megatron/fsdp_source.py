@@ -15,18 +15,18 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
 
-from ckpt_tools.box import full_box
-from ckpt_tools.catalog.container import StoredTensor, load_object
-from ckpt_tools.catalog.files import Files
-from ckpt_tools.catalog.left_out import leave_out
-from ckpt_tools.catalog.model import Catalog, Item, TensorEntry
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError, list_problems
+from ckpt_tools.formats.container import StoredTensor, load_object
+from ckpt_tools.formats.files import Files
+from ckpt_tools.formats.left_out import leave_out
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.flatten import Path, unflatten
 from ckpt_tools.megatron.names import BUFFERS
 from ckpt_tools.megatron.record import Size, TargetRecord, read_record, stored_tp
-from ckpt_tools.megatron.target import Source
-from ckpt_tools.megatron.views import Place
+from ckpt_tools.model.box import full_box
+from ckpt_tools.model.catalog import Catalog, Item, TensorEntry
+from ckpt_tools.model.target import Source
+from ckpt_tools.model.views import Place
 
 WEIGHT = "weight"  # the stored value of a tensor itself: the fp32 master of a trained parameter
 STEP = "step"

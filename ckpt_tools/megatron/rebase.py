@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from ckpt_tools.box import full_box
-from ckpt_tools.megatron.target import Source, TargetTensor
-from ckpt_tools.megatron.views import Shape, chunk_piece, push_piece
+from ckpt_tools.model.box import full_box
 from ckpt_tools.model.expressions import Value
+from ckpt_tools.model.target import Source, TargetTensor
+from ckpt_tools.model.views import Shape, chunk_piece, push_piece
 
 
 def rebase(

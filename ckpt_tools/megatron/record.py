@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ckpt_tools.catalog.files import Files
 from ckpt_tools.errors import CorruptCheckpointError, MappingError
+from ckpt_tools.formats.files import Files
 
 RECORD_FILE = "ckpt_tools.json"
 SCHEMA_VERSION = 1

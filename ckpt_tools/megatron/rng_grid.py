@@ -16,7 +16,7 @@ from ckpt_tools.errors import MappingError, UsageError
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.names import Dialect
 from ckpt_tools.megatron.record import Size
-from ckpt_tools.megatron.target import TargetObject
+from ckpt_tools.model.target import TargetObject
 
 Ranks = Mapping[tuple[int, int], object]  # (pp, tp) -> list of rng states
 

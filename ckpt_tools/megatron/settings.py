@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt_tools.catalog.unpickle import TorchDtype
+from ckpt_tools.formats.unpickle import TorchDtype
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.hybrid import says_hybrid
 

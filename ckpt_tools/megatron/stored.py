@@ -23,8 +23,8 @@ from ckpt_tools.megatron.names import (
     split_expert,
     stored_name,
 )
-from ckpt_tools.megatron.target import Source
-from ckpt_tools.megatron.views import Narrow, Place
+from ckpt_tools.model.target import Source
+from ckpt_tools.model.views import Narrow, Place
 
 Shapes = Mapping[str, tuple[int, ...]]
 

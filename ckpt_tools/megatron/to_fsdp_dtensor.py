@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckpt_tools.dtypes import CASTABLE
 from ckpt_tools.errors import MappingError, UsageError, list_problems
 from ckpt_tools.megatron.bridge import args_from_model_config
 from ckpt_tools.megatron.flatten import leaves
@@ -37,10 +36,11 @@ from ckpt_tools.megatron.param_groups import (
     rules_from_args,
 )
 from ckpt_tools.megatron.record import Size
-from ckpt_tools.megatron.target import InlineTensor, Target, TargetObject, TargetTensor
 from ckpt_tools.megatron.torch_dist import EXPERTS, layer_counts
 from ckpt_tools.megatron.vocab import VocabChange, Vocabulary, resize_vocab, told_tokens, vocabulary
+from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.model import MASTER, Model
+from ckpt_tools.model.target import InlineTensor, Target, TargetObject, TargetTensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt_tools.dtypes import CASTABLE
 from ckpt_tools.errors import MappingError, UsageError, list_problems
 from ckpt_tools.megatron.common_state import COMMON_OBJECT
 from ckpt_tools.megatron.extra_state import extra_state_keys
@@ -24,10 +23,11 @@ from ckpt_tools.megatron.optimizer_layouts.expected import expected_states, refu
 from ckpt_tools.megatron.record import Size, TargetRecord
 from ckpt_tools.megatron.rng_grid import Grid, rng_grid, rng_objects
 from ckpt_tools.megatron.stacking import Stack, stack_parameters
-from ckpt_tools.megatron.target import Target, TargetObject, TargetTensor
 from ckpt_tools.megatron.torch_dist import layer_counts
 from ckpt_tools.megatron.vocab import Vocabulary, vocabulary
+from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.model import MASTER, Model, Parameter
+from ckpt_tools.model.target import Target, TargetObject, TargetTensor
 
 CONTENT_METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 OPTIMIZER_METADATA = {

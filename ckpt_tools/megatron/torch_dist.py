@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from ckpt_tools.catalog.model import Catalog, TensorEntry
 from ckpt_tools.errors import MappingError, list_problems
+from ckpt_tools.model.catalog import Catalog, TensorEntry
 
 CHAINED = re.compile(r"^chained_(\d+)\.")
 STACKED_LAYERS = re.compile(r"(?:^|\.)layers\.(?!\d+\.)")

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from ckpt_tools.model.kernels import Form, Kernel
 
 if TYPE_CHECKING:
-    from ckpt_tools.catalog.model import TensorEntry
-    from ckpt_tools.megatron.target import Source
+    from ckpt_tools.model.catalog import TensorEntry
+    from ckpt_tools.model.target import Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def made_entry(key: str, made: Made) -> TensorEntry:
     Raises:
         ValueError: the inputs are not what the kernel works on.
     """
-    from ckpt_tools.catalog.model import TensorEntry
+    from ckpt_tools.model.catalog import TensorEntry
 
     dtype, shape = made.form
     return TensorEntry(key, dtype, shape, (), made)

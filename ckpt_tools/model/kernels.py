@@ -21,9 +21,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from ckpt_tools.box import Box, full_box
-from ckpt_tools.dtypes import CASTABLE
-from ckpt_tools.execute.casts import Array, cast
+from ckpt_tools.model.box import Box, full_box
+from ckpt_tools.model.casts import Array, cast
+from ckpt_tools.model.dtypes import CASTABLE
 
 
 class Form(NamedTuple):

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 from ckpt_tools.model.expressions import Value
 
 if TYPE_CHECKING:
-    from ckpt_tools.catalog.model import Catalog
-    from ckpt_tools.catalog.unpickle import StandIn
+    from ckpt_tools.formats.unpickle import StandIn
     from ckpt_tools.megatron.common_state import CommonState
     from ckpt_tools.megatron.record import TargetRecord
     from ckpt_tools.megatron.settings import ModelSettings
+    from ckpt_tools.model.catalog import Catalog
 
 WEIGHT = "weight"  # a parameter's value in the running model's element type
 MASTER = "master"  # its copy in fp32 that the optimizer updates

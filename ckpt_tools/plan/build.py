@@ -11,13 +11,12 @@ from typing import NamedTuple, TypeAlias
 
 import orjson
 
-from ckpt_tools.box import Box, full_box
-from ckpt_tools.catalog.model import Catalog
-from ckpt_tools.dtypes import itemsize
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, list_problems
-from ckpt_tools.megatron.target import InlineTensor, Target, TargetObject, TargetTensor
-from ckpt_tools.plan.frames import ALIGNMENT, EXTENT_BYTES, framed_tensor, tensor_frame
-from ckpt_tools.plan.model import (
+from ckpt_tools.formats.frames import ALIGNMENT, EXTENT_BYTES, framed_tensor, tensor_frame
+from ckpt_tools.model.box import Box, full_box
+from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.dtypes import itemsize
+from ckpt_tools.model.plan import (
     VERBATIM,
     Computation,
     OutputBlob,
@@ -27,6 +26,7 @@ from ckpt_tools.plan.model import (
     Transfer,
     item_row,
 )
+from ckpt_tools.model.target import InlineTensor, Target, TargetObject, TargetTensor
 from ckpt_tools.plan.overlap import ChunkFinder, Located, TargetReader
 from ckpt_tools.plan.tiling import tiling_problem
 from ckpt_tools.plan.transfers import strategy, transfer

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ckpt_tools.box import Box
+from ckpt_tools.model.box import Box
 
 # One more read costs about as much as reading this many bytes more: the disk and the system call.
 READ_COST_BYTES = 64 * 1024

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from ckpt_tools.catalog.model import Item
-from ckpt_tools.plan.model import VERBATIM, Computation, OutputItem
+from ckpt_tools.model.catalog import Item
+from ckpt_tools.model.plan import VERBATIM, Computation, OutputItem
 
 SMALL_BYTES = 64 << 10  # items up to this length, container included, are worth joining
 MAX_GAP_BYTES = 64 << 10  # reading this much in vain costs less than one more read

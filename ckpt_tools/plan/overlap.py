@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ckpt_tools.box import Box, full_box
-from ckpt_tools.catalog.model import Catalog, TensorEntry
-from ckpt_tools.dtypes import CASTABLE
 from ckpt_tools.errors import CorruptCheckpointError, MappingError
-from ckpt_tools.megatron.target import Source, TargetTensor
-from ckpt_tools.megatron.views import Piece, chunk_piece, pull_box, push_piece, view_shape
+from ckpt_tools.model.box import Box, full_box
+from ckpt_tools.model.catalog import Catalog, TensorEntry
+from ckpt_tools.model.dtypes import CASTABLE
+from ckpt_tools.model.target import Source, TargetTensor
+from ckpt_tools.model.views import Piece, chunk_piece, pull_box, push_piece, view_shape
 from ckpt_tools.plan.tiling import BoxIndex, find_overlap, tiling_problem
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import TypeAlias
 
-from ckpt_tools.box import Box
+from ckpt_tools.model.box import Box
 
 
 class _Level:

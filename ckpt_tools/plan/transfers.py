@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from ckpt_tools.box import Box, full_box
-from ckpt_tools.catalog.model import TensorEntry
-from ckpt_tools.dtypes import itemsize
-from ckpt_tools.megatron.target import TargetTensor
-from ckpt_tools.megatron.views import pull_box
+from ckpt_tools.model.box import Box, full_box
+from ckpt_tools.model.catalog import TensorEntry
+from ckpt_tools.model.dtypes import itemsize
 from ckpt_tools.model.expressions import Value
+from ckpt_tools.model.plan import COMPUTED, COVERING, RUNS, VERBATIM, Computation, Operand, Transfer
+from ckpt_tools.model.target import TargetTensor
+from ckpt_tools.model.views import pull_box
 from ckpt_tools.plan.byte_runs import is_dense, is_run, read_pattern
-from ckpt_tools.plan.model import COMPUTED, COVERING, RUNS, VERBATIM, Computation, Operand, Transfer
 from ckpt_tools.plan.overlap import ChunkFinder, Located, TargetReader
 
 SPAN_BYTES = 4 << 20  # longest span assumed when a strategy is chosen

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ckpt_tools.dtypes import itemsize
 from ckpt_tools.errors import UsageError
+from ckpt_tools.model.dtypes import itemsize
 from ckpt_tools.sharding.buffer_layout import Bucket
 from ckpt_tools.sharding.fsdp2 import chunk_length
 from ckpt_tools.sharding.parameters import row_size

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ckpt_tools.box import Box, full_box
 from ckpt_tools.errors import UsageError, list_problems
+from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.sharding.topology import Topology
 
 Shape = tuple[int, ...]

@@ -36,8 +36,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from ckpt_tools.box import Box
 from ckpt_tools.errors import UsageError, list_problems
+from ckpt_tools.model.box import Box
 from ckpt_tools.sharding.buffer_layout import (
     Bucket,
     Group,

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from ckpt_tools.dtypes import CASTABLE, itemsize
-from ckpt_tools.execute.casts import Array, bfloat16_to_float32, numpy_dtype
+from ckpt_tools.model.casts import Array, bfloat16_to_float32, numpy_dtype
+from ckpt_tools.model.dtypes import CASTABLE, itemsize
 
 _BLOCK = 1 << 15  # elements compared at a time: their numbers stay in the processor's cache
 

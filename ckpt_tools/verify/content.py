@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ckpt_tools.catalog.archive import payload_offset, read_directory
-from ckpt_tools.catalog.container import read_frame, whole_file
-from ckpt_tools.catalog.files import Files
-from ckpt_tools.catalog.model import Catalog, Item
 from ckpt_tools.errors import CkptError
-from ckpt_tools.execute import crc
-from ckpt_tools.execute.casts import Array
+from ckpt_tools.formats import crc
+from ckpt_tools.formats.archive import payload_offset, read_directory
+from ckpt_tools.formats.container import read_frame, whole_file
+from ckpt_tools.formats.files import Files
+from ckpt_tools.model.casts import Array
+from ckpt_tools.model.catalog import Catalog, Item
 from ckpt_tools.verify.meaning import BUCKET
 from ckpt_tools.verify.report import Check, Findings
 from ckpt_tools.verify.values import Census

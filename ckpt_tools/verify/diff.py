@@ -11,15 +11,15 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
-from ckpt_tools.box import Box, full_box
-from ckpt_tools.catalog.container import load_object
-from ckpt_tools.catalog.files import Files
-from ckpt_tools.catalog.model import Catalog, ObjectEntry
-from ckpt_tools.dtypes import CASTABLE
-from ckpt_tools.execute.casts import Array, raw_dtype
 from ckpt_tools.execute.read_box import BoxReader
 from ckpt_tools.execute.source import index_of
-from ckpt_tools.megatron.target import InlineTensor, TargetTensor
+from ckpt_tools.formats.container import load_object
+from ckpt_tools.formats.files import Files
+from ckpt_tools.model.box import Box, full_box
+from ckpt_tools.model.casts import Array, raw_dtype
+from ckpt_tools.model.catalog import Catalog, ObjectEntry
+from ckpt_tools.model.dtypes import CASTABLE
+from ckpt_tools.model.target import InlineTensor, TargetTensor
 from ckpt_tools.plan.byte_runs import row_major_tiles
 from ckpt_tools.verify.compare import Comparison, Extremes, Tolerance
 from ckpt_tools.verify.diff_values import ValueDiff, diff_values, text_of

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ckpt_tools.catalog.container import StoredTensor
-from ckpt_tools.catalog.unpickle import StandIn
-from ckpt_tools.execute.casts import raw_dtype
+from ckpt_tools.formats.container import StoredTensor
+from ckpt_tools.formats.unpickle import StandIn
+from ckpt_tools.model.casts import raw_dtype
 from ckpt_tools.verify.compare import Comparison, Tolerance
 
 _MAX_DEPTH = 64

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from ckpt_tools.catalog.files import Files
+from ckpt_tools.formats.files import Files
 from ckpt_tools.verify.manifest import SMALL_FILES, file_row
 from ckpt_tools.verify.report import Check, Findings
 from ckpt_tools.verify.structure import DATA_SUFFIXES

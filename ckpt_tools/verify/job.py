@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckpt_tools.catalog import documents
 from ckpt_tools.errors import UsageError
+from ckpt_tools.formats import documents
 
 BRIDGE, MAIN = "bridge", "main"
 VERSIONS = ("core-0.16", "core-0.17", "core-0.19", MAIN)  # of Megatron-LM, oldest first

@@ -15,14 +15,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import PurePosixPath
 from typing import Any
 
-from ckpt_tools.box import full_box
-from ckpt_tools.catalog.files import Files
-from ckpt_tools.catalog.model import Catalog, TensorEntry
-from ckpt_tools.dtypes import itemsize
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.execute.read_box import BoxReader
+from ckpt_tools.formats.files import Files
 from ckpt_tools.megatron.record import RECORD_FILE
-from ckpt_tools.megatron.target import Source, TargetTensor
+from ckpt_tools.model.box import full_box
+from ckpt_tools.model.catalog import Catalog, TensorEntry
+from ckpt_tools.model.dtypes import itemsize
+from ckpt_tools.model.target import Source, TargetTensor
 from ckpt_tools.plan.byte_runs import row_major_tiles
 from ckpt_tools.verify.report import Check, Findings
 from ckpt_tools.verify.structure import DATA_SUFFIXES, all_items

@@ -6,13 +6,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ckpt_tools.catalog.model import Catalog
 from ckpt_tools.errors import CkptError, MappingError
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.names import MLA_DOWN, MLA_FUSED_DOWN, MTP_DISK, MTP_LIVE, PART
 from ckpt_tools.megatron.optimizer_layouts.expected import Expected, expected_states
-from ckpt_tools.megatron.optimizer_layouts.model import MASTER
 from ckpt_tools.megatron.optimizer_layouts.natural import STATE_KEY, canonical_kind, model_space_states
+from ckpt_tools.megatron.optimizer_layouts.states import MASTER
 from ckpt_tools.megatron.param_groups import strip_wrappers
 from ckpt_tools.megatron.torch_dist import (
     EXPERTS,
@@ -22,6 +21,7 @@ from ckpt_tools.megatron.torch_dist import (
     missing_layers,
     slices_of,
 )
+from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.verify.report import Check, Findings
 
 FSDP_STATE = re.compile(r"^optimizer\.state\.(?:module\.)*(?P<name>.+)\.(?P<kind>[^.]+)$")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 
-from ckpt_tools.catalog.dcp import METADATA
-from ckpt_tools.catalog.detect import METADATA_JSON, TRACKER, Location, iteration_folders
-from ckpt_tools.catalog.files import Files
-from ckpt_tools.catalog.model import Catalog
+from ckpt_tools.formats.dcp import METADATA
+from ckpt_tools.formats.detect import METADATA_JSON, TRACKER, Location, iteration_folders
+from ckpt_tools.formats.files import Files
 from ckpt_tools.megatron.common_state import CommonState
+from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.verify.report import Check, Findings
 
 PARTIAL_SUFFIX = ".ckpt_tools-partial"

@@ -11,15 +11,15 @@ from itertools import pairwise
 from math import prod
 from pathlib import PurePosixPath
 
-from ckpt_tools.box import Box
-from ckpt_tools.catalog.container import outline_object, read_frame
-from ckpt_tools.catalog.dcp import METADATA
-from ckpt_tools.catalog.files import Files
-from ckpt_tools.catalog.model import Catalog, Item
-from ckpt_tools.catalog.save_plans import plan_problem
-from ckpt_tools.dtypes import itemsize
 from ckpt_tools.errors import CkptError, UnsupportedCheckpointError
+from ckpt_tools.formats.container import outline_object, read_frame
+from ckpt_tools.formats.dcp import METADATA
+from ckpt_tools.formats.files import Files
+from ckpt_tools.formats.save_plans import plan_problem
 from ckpt_tools.megatron.object_grids import object_grids
+from ckpt_tools.model.box import Box
+from ckpt_tools.model.catalog import Catalog, Item
+from ckpt_tools.model.dtypes import itemsize
 from ckpt_tools.plan.overlap import entry_problem
 from ckpt_tools.verify.report import Check, Findings
 

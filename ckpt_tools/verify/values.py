@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ckpt_tools.dtypes import CASTABLE
-from ckpt_tools.execute.casts import Array
+from ckpt_tools.model.casts import Array
+from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.verify.compare import to_float64
 
 # Bits of the exponent and of the mantissa: a NaN has all of the first and some of the second, an infinity none.

@@ -30,7 +30,7 @@ from tests.synthetic import LAYOUTS
 
 CONVERT = "convert-torch-dist-to-fsdp-dtensor"
 IMPORTS = (
-    "import ckpt_tools.cli.app, ckpt_tools.convert.to_fsdp_dtensor, ckpt_tools.execute.run, "
+    "import ckpt_tools.cli.app, ckpt_tools.commands.to_fsdp_dtensor, ckpt_tools.execute.run, "
     "ckpt_tools.execute.check_masters"
 )
 STOCK = """

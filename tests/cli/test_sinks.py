@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from ckpt_tools.cli import findings, render
 from ckpt_tools.cli.app import run
-from ckpt_tools.convert import picture
+from ckpt_tools.commands import picture
 from ckpt_tools.verify.report import Check, Finding, Report
 from tests.conftest import DATA, REPO
 

@@ -16,9 +16,9 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 
-from ckpt_tools.catalog.container import read_frame
-from ckpt_tools.catalog.dcp import read_catalog
-from ckpt_tools.catalog.files import LocalFiles
+from ckpt_tools.formats.container import read_frame
+from ckpt_tools.formats.dcp import read_catalog
+from ckpt_tools.formats.files import LocalFiles
 from tests.conftest import REPO, fixture_dir
 
 SCRIPTS = REPO / "example-scripts"

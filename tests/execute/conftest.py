@@ -8,16 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckpt_tools.box import Box
-from ckpt_tools.catalog.dcp import read_catalog
-from ckpt_tools.catalog.files import Files, open_files
-from ckpt_tools.catalog.model import Catalog
-from ckpt_tools.catalog.pickling import dump_archive
-from ckpt_tools.execute.casts import Array
-from ckpt_tools.megatron.target import InlineTensor, Source, Target, TargetObject, TargetTensor
-from ckpt_tools.megatron.views import Narrow, Permute, Select
+from ckpt_tools.formats.dcp import read_catalog
+from ckpt_tools.formats.files import Files, open_files
+from ckpt_tools.formats.pickling import dump_archive
+from ckpt_tools.model.box import Box
+from ckpt_tools.model.casts import Array
+from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.plan import Plan
+from ckpt_tools.model.target import InlineTensor, Source, Target, TargetObject, TargetTensor
+from ckpt_tools.model.views import Narrow, Permute, Select
 from ckpt_tools.plan.build import build_plan
-from ckpt_tools.plan.model import Plan
 from tests.plan.test_build import rows
 from tests.synthetic import DcpFolder
 

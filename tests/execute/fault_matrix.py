@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from ckpt_tools.catalog.container import read_frame
-from ckpt_tools.catalog.files import open_files
-from ckpt_tools.convert.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
-from ckpt_tools.convert.verify import VerifyOptions, verify_checkpoint
+from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
+from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
 from ckpt_tools.errors import CkptError, StorageError
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
+from ckpt_tools.formats.container import read_frame
+from ckpt_tools.formats.files import open_files
 from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions
 from tests.damage import ITERATION, copy_of
 from tests.execute.conftest import make_case, reopened_case

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.catalog.detect import TRACKER
+from ckpt_tools.formats.detect import TRACKER
 from tests.conftest import REPO
 from tests.execute.conftest import make_case
 from tests.execute.test_run import tree
@@ -48,7 +48,7 @@ _LAST_CALLS = 8  # what is done after publication takes fewer
 CONVERT = """
 import itertools, json, os, signal, sys
 from pathlib import Path
-from ckpt_tools.catalog.detect import TRACKER
+from ckpt_tools.formats.detect import TRACKER
 from ckpt_tools.errors import CkptError
 from ckpt_tools.execute import ranks as waiting
 from ckpt_tools.execute.ranks import connect

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_tools.catalog.detect import TRACKER
 from ckpt_tools.execute import access
 from ckpt_tools.execute.run import Output, write_checkpoint
+from ckpt_tools.formats.detect import TRACKER
 from tests.execute.conftest import Case
 
 GROUP = 54321

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tools.dtypes import CASTABLE, ITEMSIZE
 from ckpt_tools.errors import VerificationError
-from ckpt_tools.execute import crc
-from ckpt_tools.execute.casts import Array, cast, cast_checked, cast_raw, numpy_dtype, raw_dtype
+from ckpt_tools.formats import crc
+from ckpt_tools.model.casts import Array, cast, cast_checked, cast_raw, numpy_dtype, raw_dtype
+from ckpt_tools.model.dtypes import CASTABLE, ITEMSIZE
 
 
 def bits_of(tensor: torch.Tensor, dtype: str) -> Array:

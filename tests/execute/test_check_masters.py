@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckpt_tools.box import Box, full_box
-from ckpt_tools.catalog.dcp import read_catalog
-from ckpt_tools.catalog.files import open_files
 from ckpt_tools.errors import VerificationError
-from ckpt_tools.execute.casts import Array, cast
 from ckpt_tools.execute.check_masters import MastersReport, check_masters, compare_masters, sample_boxes
-from ckpt_tools.megatron.target import Source, TargetTensor
-from ckpt_tools.megatron.views import Place
+from ckpt_tools.formats.dcp import read_catalog
+from ckpt_tools.formats.files import open_files
+from ckpt_tools.model.box import Box, full_box
+from ckpt_tools.model.casts import Array, cast
+from ckpt_tools.model.target import Source, TargetTensor
+from ckpt_tools.model.views import Place
 from tests.strategies import Shape
 from tests.synthetic import DcpFolder
 

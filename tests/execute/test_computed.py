@@ -12,21 +12,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tools.box import Box, full_box
-from ckpt_tools.catalog.dcp import read_catalog
-from ckpt_tools.catalog.files import open_files
-from ckpt_tools.catalog.model import Catalog
 from ckpt_tools.errors import CorruptCheckpointError
-from ckpt_tools.execute.casts import Array
 from ckpt_tools.execute.read_box import read_box
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
-from ckpt_tools.megatron.target import Source, Target, TargetTensor
-from ckpt_tools.megatron.views import Narrow, Permute, Place, View, view_shape
+from ckpt_tools.formats.dcp import read_catalog
+from ckpt_tools.formats.files import open_files
+from ckpt_tools.model.box import Box, full_box
+from ckpt_tools.model.casts import Array
+from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.expressions import Made, Value, made_entry
 from ckpt_tools.model.kernels import Dequantize, Form, JoinRemainder, WeightedMean
+from ckpt_tools.model.plan import COMPUTED, plan_summary
+from ckpt_tools.model.target import Source, Target, TargetTensor
+from ckpt_tools.model.views import Narrow, Permute, Place, View, view_shape
 from ckpt_tools.plan.build import build_plan
-from ckpt_tools.plan.model import COMPUTED, plan_summary
-from tests.convert import oracle
+from tests.commands import oracle
 from tests.model.test_kernels import masters
 from tests.plan.test_build import rows
 from tests.strategies import shapes, tilings, viewed_shapes

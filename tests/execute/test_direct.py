@@ -16,16 +16,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_tools.catalog.dcp import read_catalog
-from ckpt_tools.catalog.files import open_files
 from ckpt_tools.errors import StorageError, UsageError
 from ckpt_tools.execute.fileio import BLOCK_BYTES, check_direct
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
-from ckpt_tools.megatron.target import Source, Target, TargetTensor
-from ckpt_tools.megatron.views import Permute
+from ckpt_tools.formats.dcp import read_catalog
+from ckpt_tools.formats.files import open_files
+from ckpt_tools.model.plan import Plan
+from ckpt_tools.model.target import Source, Target, TargetTensor
+from ckpt_tools.model.views import Permute
 from ckpt_tools.plan.build import build_plan
-from ckpt_tools.plan.model import Plan
-from ckpt_tools.plan.safetensors import WeightFile, build_safetensors_plan
+from ckpt_tools.plan.weight_files import WeightFile, build_safetensors_plan
 from tests.execute.conftest import Case, make_case
 from tests.execute.faults import Faults, raising
 from tests.execute.test_faults import finished_but_unpublished

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckpt_tools.box import Box
+from ckpt_tools.model.box import Box
 from tests.conftest import REPO
 from tests.synthetic import DcpFolder
 
@@ -17,12 +17,12 @@ MIB = 1 << 20
 SCRIPT = """
 import sys, threading
 from pathlib import Path
-from ckpt_tools.box import full_box
-from ckpt_tools.catalog.dcp import read_catalog
-from ckpt_tools.catalog.files import open_files
+from ckpt_tools.model.box import full_box
+from ckpt_tools.formats.dcp import read_catalog
+from ckpt_tools.formats.files import open_files
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
-from ckpt_tools.megatron.target import Source, Target, TargetTensor
-from ckpt_tools.megatron.views import Permute
+from ckpt_tools.model.target import Source, Target, TargetTensor
+from ckpt_tools.model.views import Permute
 from ckpt_tools.plan.build import build_plan
 
 def anonymous():

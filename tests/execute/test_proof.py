@@ -14,22 +14,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_tools.box import Box
-from ckpt_tools.catalog.container import read_frame
-from ckpt_tools.catalog.dcp import read_catalog
-from ckpt_tools.catalog.files import LocalFiles, open_files
-from ckpt_tools.catalog.model import Item
 from ckpt_tools.errors import CorruptCheckpointError, Interrupted, UnsupportedCheckpointError, UsageError
-from ckpt_tools.execute import crc, run
+from ckpt_tools.execute import run
 from ckpt_tools.execute.proof import MOST_PIECES, Piece, Pieces, SourceProof, Stored
 from ckpt_tools.execute.prove import prove_rest
 from ckpt_tools.execute.ranks import Ranks
 from ckpt_tools.execute.read_box import read_box
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
-from ckpt_tools.megatron.target import Source, Target, TargetTensor
-from ckpt_tools.megatron.views import Narrow, Permute
+from ckpt_tools.formats import crc
+from ckpt_tools.formats.container import read_frame
+from ckpt_tools.formats.dcp import read_catalog
+from ckpt_tools.formats.files import LocalFiles, open_files
+from ckpt_tools.model.box import Box
+from ckpt_tools.model.catalog import Item
+from ckpt_tools.model.plan import Plan
+from ckpt_tools.model.target import Source, Target, TargetTensor
+from ckpt_tools.model.views import Narrow, Permute
 from ckpt_tools.plan.build import build_plan
-from ckpt_tools.plan.model import Plan
 from tests.conftest import REPO
 from tests.damage import flip_bit
 from tests.execute.conftest import Case, make_case
@@ -303,8 +304,8 @@ def stock_source(folder: Path, tensor: torch.Tensor, shape: tuple[int, ...], dty
     """A checkpoint whose tensor `w` is what torch pickles of `tensor`, as it is."""
     import io
 
-    from ckpt_tools.execute.dcp_metadata import metadata_bytes
-    from ckpt_tools.plan.model import OutputItem, TensorInfo
+    from ckpt_tools.formats.dcp_metadata import metadata_bytes
+    from ckpt_tools.model.plan import OutputItem, TensorInfo
 
     buffer = io.BytesIO()
     torch.save(tensor, buffer)

@@ -18,26 +18,26 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_tools.box import Box, full_box
-from ckpt_tools.catalog.dcp import read_catalog
-from ckpt_tools.catalog.detect import TRACKER
-from ckpt_tools.catalog.files import open_files
-from ckpt_tools.catalog.pickle_machine import Machine
-from ckpt_tools.catalog.pickle_values import Object, Record
 from ckpt_tools.errors import CkptError, CorruptCheckpointError, StorageError, UsageError
 from ckpt_tools.execute import stream
-from ckpt_tools.execute.casts import Array, numpy_dtype
-from ckpt_tools.execute.dcp_metadata import metadata_bytes
 from ckpt_tools.execute.read_box import BoxReader
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from ckpt_tools.execute.work import _Todo
-from ckpt_tools.megatron.target import Source, Target, TargetTensor
-from ckpt_tools.megatron.views import Place, Select, view_shape
+from ckpt_tools.formats.dcp import read_catalog
+from ckpt_tools.formats.dcp_metadata import metadata_bytes
+from ckpt_tools.formats.detect import TRACKER
+from ckpt_tools.formats.files import open_files
+from ckpt_tools.formats.pickle_machine import Machine
+from ckpt_tools.formats.pickle_values import Object, Record
+from ckpt_tools.model.box import Box, full_box
+from ckpt_tools.model.casts import Array, numpy_dtype
+from ckpt_tools.model.plan import Plan
+from ckpt_tools.model.target import Source, Target, TargetTensor
+from ckpt_tools.model.views import Place, Select, view_shape
 from ckpt_tools.plan.build import FILE_BYTES, build_plan
-from ckpt_tools.plan.model import Plan
 from tests.conftest import REPO
 from tests.execute.conftest import Case, make_case
-from tests.megatron.test_views import ABSENT, expected
+from tests.model.test_views import ABSENT, expected
 from tests.plan.test_build import rows
 from tests.strategies import tilings, viewed_shapes
 from tests.synthetic import DcpFolder

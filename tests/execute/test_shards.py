@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_tools.convert.export_hf import export_hf
+from ckpt_tools.commands.export_hf import export_hf
 from ckpt_tools.errors import VerificationError
 from ckpt_tools.execute import run
 from tests.conftest import DATA

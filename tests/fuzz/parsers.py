@@ -14,18 +14,18 @@ from contextlib import suppress
 from pathlib import Path
 from unittest.mock import patch
 
-from ckpt_tools.box import full_box
-from ckpt_tools.catalog import dcp
-from ckpt_tools.catalog.container import load_object, outline_object, read_frame
-from ckpt_tools.catalog.files import LocalFiles
-from ckpt_tools.catalog.model import Catalog, Item, ObjectEntry, TensorEntry
-from ckpt_tools.catalog.pickling import dump_archive
-from ckpt_tools.catalog.safetensors import INDEX_FILE, read_safetensors_catalog, read_safetensors_header
-from ckpt_tools.convert.group_map import load_group_map
+from ckpt_tools.commands.group_map import load_group_map
 from ckpt_tools.errors import CkptError, CorruptCheckpointError
 from ckpt_tools.execute.source import ChunkRef, SourceReader
+from ckpt_tools.formats import dcp
+from ckpt_tools.formats.container import load_object, outline_object, read_frame
+from ckpt_tools.formats.files import LocalFiles
+from ckpt_tools.formats.frames import framed_tensor
+from ckpt_tools.formats.pickling import dump_archive
+from ckpt_tools.formats.safetensors import INDEX_FILE, read_safetensors_catalog, read_safetensors_header
 from ckpt_tools.megatron.param_groups import merge_map, strip_wrappers
-from ckpt_tools.plan.frames import framed_tensor
+from ckpt_tools.model.box import full_box
+from ckpt_tools.model.catalog import Catalog, Item, ObjectEntry, TensorEntry
 from tests.conftest import DATA
 from tests.fuzz import settings
 

@@ -10,9 +10,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from ckpt_tools.catalog.documents import parse_json
 from ckpt_tools.errors import CkptError, MappingError
 from ckpt_tools.execute.journal import Journal
+from ckpt_tools.formats.documents import parse_json
 from ckpt_tools.megatron.huggingface.checks import Spec
 from ckpt_tools.megatron.huggingface.config import read_config
 from ckpt_tools.megatron.huggingface.detect import family_of_config
@@ -20,7 +20,7 @@ from ckpt_tools.megatron.huggingface.families import FAMILIES
 from ckpt_tools.megatron.huggingface.rulefile import load_rule_file
 from ckpt_tools.megatron.huggingface.rules import expand
 from ckpt_tools.megatron.huggingface.targets import export_targets, import_targets
-from ckpt_tools.plan.model import Plan
+from ckpt_tools.model.plan import Plan
 from ckpt_tools.verify.job import parse_command, parse_yaml
 
 Settings = Mapping[str, Any]

@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tools.catalog.model import TensorEntry
 from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.live import live_parameters
 from ckpt_tools.megatron.names import DIALECTS, ModelStyle, depends_on_dialect, group_name, state_name
 from ckpt_tools.megatron.torch_dist import slices_of
+from ckpt_tools.model.catalog import TensorEntry
 
 TE = ModelStyle(local_norms=False, grouped_experts=True)
 LOCAL = ModelStyle(local_norms=True, grouped_experts=False)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_tools.catalog.files import LocalFiles
 from ckpt_tools.errors import CorruptCheckpointError, MappingError
+from ckpt_tools.formats.files import LocalFiles
 from ckpt_tools.megatron.record import (
     RECORD_FILE,
     Size,

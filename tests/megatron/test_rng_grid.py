@@ -2,8 +2,8 @@
 
 import pytest
 
-from ckpt_tools.catalog.unpickle import stand_in
 from ckpt_tools.errors import MappingError, UsageError
+from ckpt_tools.formats.unpickle import stand_in
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.names import DIALECTS
 from ckpt_tools.megatron.record import Size

@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tools.catalog.model import TensorEntry
 from ckpt_tools.errors import MappingError, UsageError
 from ckpt_tools.megatron.fsdp_source import WEIGHT, FsdpTensor
 from ckpt_tools.megatron.live import live_parameters
 from ckpt_tools.megatron.names import DIALECTS, ModelStyle
 from ckpt_tools.megatron.stored import stored_parameters
-from ckpt_tools.megatron.target import Source
 from ckpt_tools.megatron.torch_dist import slices_of
+from ckpt_tools.model.catalog import TensorEntry
+from ckpt_tools.model.target import Source
 
 ATTENTION = {
     "self_attention.linear_qkv.layer_norm_weight": (4,),

@@ -6,18 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tools.catalog.files import LocalFiles
-from ckpt_tools.catalog.model import Catalog, TensorEntry
-from ckpt_tools.catalog.unpickle import TorchDtype, stand_in
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError
+from ckpt_tools.formats.files import LocalFiles
+from ckpt_tools.formats.unpickle import TorchDtype, stand_in
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.extra_state import extra_state_keys
 from ckpt_tools.megatron.flatten import flatten, unflatten
 from ckpt_tools.megatron.fsdp_model import fsdp_model
 from ckpt_tools.megatron.fsdp_source import WEIGHT, FsdpSource, FsdpTensor, read_fsdp_source
 from ckpt_tools.megatron.stacking import stack_parameters
-from ckpt_tools.megatron.target import Source
 from ckpt_tools.megatron.to_torch_dist import TorchDistOptions, build_torch_dist_target
+from ckpt_tools.model.catalog import Catalog, TensorEntry
+from ckpt_tools.model.target import Source
 
 STATES = ("exp_avg", "exp_avg_sq")
 GROUP = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False,

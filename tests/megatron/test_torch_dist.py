@@ -2,9 +2,9 @@
 
 import pytest
 
-from ckpt_tools.catalog.model import Catalog, TensorEntry
 from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.torch_dist import is_optimizer_key, layer_counts, slices_of, sort_keys
+from ckpt_tools.model.catalog import Catalog, TensorEntry
 
 
 def entry(key: str, *shape: int) -> TensorEntry:

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tools.box import Box, full_box
-from ckpt_tools.execute.casts import Array, numpy_dtype
+from ckpt_tools.model.box import Box, full_box
+from ckpt_tools.model.casts import Array, numpy_dtype
 from ckpt_tools.model.kernels import (
     MINIFLOATS,
     Dequantize,

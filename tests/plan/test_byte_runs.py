@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
-from ckpt_tools.box import Box, full_box, row_major_strides
+from ckpt_tools.model.box import Box, full_box, row_major_strides
 from ckpt_tools.plan.byte_runs import (
     is_dense,
     is_run,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tools.box import full_box
-from ckpt_tools.catalog.model import Item
-from ckpt_tools.megatron.views import chunk_piece
+from ckpt_tools.model.box import full_box
+from ckpt_tools.model.catalog import Item
+from ckpt_tools.model.plan import RUNS, VERBATIM, OutputItem, Transfer
+from ckpt_tools.model.views import chunk_piece
 from ckpt_tools.plan.coalesce import MAX_GAP_BYTES, SMALL_BYTES, Span, batches, coalesce
-from ckpt_tools.plan.model import RUNS, VERBATIM, OutputItem, Transfer
 
 ITEMS = st.builds(
     Item, st.sampled_from("ab"), st.integers(0, 10 * MAX_GAP_BYTES), st.integers(1, 2 * MAX_GAP_BYTES)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from ckpt_tools.catalog import store as store_module
 from ckpt_tools.cli.app import run
+from ckpt_tools.formats import store as store_module
 from tests.conftest import fixture_dir
 
 SOURCE = fixture_dir("core019_llama_tp2_fully_reshardable")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_tools.catalog import store as store_module
-from ckpt_tools.catalog.store import Store
 from ckpt_tools.cli.app import run
 from ckpt_tools.errors import StorageError
+from ckpt_tools.formats import store as store_module
+from ckpt_tools.formats.store import Store
 from tests.remote.s3 import closed_port, s3_environment
 
 pytest.importorskip("s3fs", reason="s3fs is not installed")

@@ -12,11 +12,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from ckpt_tools.catalog.files import open_files
-from ckpt_tools.catalog.store import Store
 from ckpt_tools.cli.app import run
 from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.run import Output, write_checkpoint
+from ckpt_tools.formats.files import open_files
+from ckpt_tools.formats.store import Store
 from tests.execute.conftest import Case, make_case
 from tests.remote.s3 import s3_server
 

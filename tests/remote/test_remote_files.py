@@ -18,12 +18,12 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tools.catalog import store as store_module
-from ckpt_tools.catalog.dcp import read_catalog
-from ckpt_tools.catalog.files import LocalFiles, open_files
-from ckpt_tools.catalog.remote import MAX_RANGE_BYTES, RemoteFiles
-from ckpt_tools.catalog.store import Retry
 from ckpt_tools.errors import CorruptCheckpointError, StorageError, UnsupportedCheckpointError, UsageError
+from ckpt_tools.formats import store as store_module
+from ckpt_tools.formats.dcp import read_catalog
+from ckpt_tools.formats.files import LocalFiles, open_files
+from ckpt_tools.formats.remote import MAX_RANGE_BYTES, RemoteFiles
+from ckpt_tools.formats.store import Retry
 from tests.conftest import fixture_dir
 
 QUICK = Retry(attempts=4, pause=0.001)
@@ -255,7 +255,7 @@ def test_file_urls_are_local_files() -> None:
 
 
 def test_local_paths_do_not_import_fsspec() -> None:
-    code = "import sys, ckpt_tools.catalog.files as f; f.open_files('/'); print('fsspec' in sys.modules)"
+    code = "import sys, ckpt_tools.formats.files as f; f.open_files('/'); print('fsspec' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "False"
 

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from ckpt_tools.catalog.dcp import read_catalog
-from ckpt_tools.catalog.files import open_files
-from ckpt_tools.convert.outputs import place_parts
+from ckpt_tools.commands.outputs import place_parts
 from ckpt_tools.errors import CorruptCheckpointError, StorageError, UsageError
 from ckpt_tools.execute import remote_output
 from ckpt_tools.execute.ranks import Ranks
 from ckpt_tools.execute.remote_output import MARKER, METADATA, share_of_files
 from ckpt_tools.execute.run import Output, WriteReport, write_checkpoint
+from ckpt_tools.formats.dcp import read_catalog
+from ckpt_tools.formats.files import open_files
 from tests.execute.conftest import Case, make_case
 
 WORLD = 3
@@ -80,7 +80,7 @@ def breaking(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, Excepti
 
 
 def _quick_store(location: str) -> Any:
-    from ckpt_tools.catalog.store import Retry, Store
+    from ckpt_tools.formats.store import Retry, Store
 
     return Store(location, Retry(attempts=3, pause=0.001))
 

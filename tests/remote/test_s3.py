@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_tools.catalog.dcp import read_catalog
-from ckpt_tools.catalog.files import LocalFiles, open_files
-from ckpt_tools.catalog.remote import RemoteFiles
-from ckpt_tools.catalog.store import Retry
 from ckpt_tools.errors import StorageError, UnsupportedCheckpointError
 from ckpt_tools.execute import remote_output
 from ckpt_tools.execute.run import Output, write_checkpoint
+from ckpt_tools.formats.dcp import read_catalog
+from ckpt_tools.formats.files import LocalFiles, open_files
+from ckpt_tools.formats.remote import RemoteFiles
+from ckpt_tools.formats.store import Retry
 from tests.conftest import fixture_dir
 from tests.execute.conftest import make_case
 from tests.remote.s3 import BUSY, NONE, RESET, SLOW, FaultProxy, fault_proxy, s3_server

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from ckpt_tools.catalog.store import Store
 from ckpt_tools.errors import CorruptCheckpointError, Interrupted, UsageError
 from ckpt_tools.execute import remote_output
 from ckpt_tools.execute.remote_output import MARKER, METADATA
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
+from ckpt_tools.formats.store import Store
 from tests.conftest import REPO
 from tests.execute.conftest import Case, make_case
 from tests.remote.s3 import FaultProxy, closed_port, fault_proxy, s3_environment, s3_server

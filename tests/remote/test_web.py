@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_tools.catalog.dcp import read_catalog
-from ckpt_tools.catalog.files import LocalFiles, open_files
-from ckpt_tools.catalog.web import WebFiles
 from ckpt_tools.cli.app import run
 from ckpt_tools.errors import CorruptCheckpointError, StorageError, UnsupportedCheckpointError
+from ckpt_tools.formats.dcp import read_catalog
+from ckpt_tools.formats.files import LocalFiles, open_files
+from ckpt_tools.formats.web import WebFiles
 from tests.conftest import fixture_dir
 from tests.remote.web import WebServer, web_server
 

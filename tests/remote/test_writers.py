@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from ckpt_tools.catalog import store as store_module
-from ckpt_tools.catalog.store import Store
 from ckpt_tools.errors import CorruptCheckpointError, StorageError, UsageError
 from ckpt_tools.execute import remote_output
 from ckpt_tools.execute.remote_output import MARKER, METADATA, RemoteJob
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
+from ckpt_tools.formats import store as store_module
+from ckpt_tools.formats.store import Store
 from tests.execute.conftest import Case, make_case
 
 OUT = Output("memory://out/run", beside={"tracker": b"7"}, extra_files={"extra": b"a"})

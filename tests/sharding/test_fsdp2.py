@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from ckpt_tools.box import Box
+from ckpt_tools.model.box import Box
 from ckpt_tools.sharding.fsdp2 import chunk_rows
 from ckpt_tools.sharding.parameters import Parameter
 from ckpt_tools.sharding.placement import Placement

@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import pytest
 
-from ckpt_tools.box import Box
+from ckpt_tools.model.box import Box
 from ckpt_tools.sharding.describe import LiveTensor, describe
 from ckpt_tools.sharding.placement import Placement
 from ckpt_tools.sharding.topology import Topology

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from ckpt_tools.box import Box
 from ckpt_tools.errors import UsageError
+from ckpt_tools.model.box import Box
 from ckpt_tools.sharding.parameters import Expert, Parameter, Part
 from ckpt_tools.sharding.placement import Placement
 from ckpt_tools.sharding.topology import LAYOUTS, Topology

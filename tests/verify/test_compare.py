@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tools.execute.casts import float32_to_bfloat16, raw_dtype
+from ckpt_tools.model.casts import float32_to_bfloat16, raw_dtype
 from ckpt_tools.verify.compare import Comparison, Tolerance, to_float64, ulp_distance
 
 WIDTHS = {"bfloat16": 16, "float16": 16, "float32": 32, "float64": 64}

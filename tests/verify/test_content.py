@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import checkpoint as dcp
 
-from ckpt_tools.catalog.container import load_object, whole_file
-from ckpt_tools.catalog.files import LocalFiles
 from ckpt_tools.cli.app import run
-from ckpt_tools.convert.verify import VerifyOptions, verify_checkpoint
-from ckpt_tools.dtypes import ITEMSIZE
+from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
+from ckpt_tools.formats.container import load_object, whole_file
+from ckpt_tools.formats.files import LocalFiles
+from ckpt_tools.model.dtypes import ITEMSIZE
 from ckpt_tools.verify.values import Census
 from tests.conftest import DATA
 from tests.damage import ITERATION, copy_of, flip_bit, infos_of, metadata_of

@@ -15,7 +15,7 @@ import torch
 from torch.distributed import checkpoint as dcp
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.convert.diff import diff_checkpoints
+from ckpt_tools.commands.diff import diff_checkpoints
 from ckpt_tools.errors import UsageError
 from ckpt_tools.verify.compare import Tolerance
 from ckpt_tools.verify.diff import DiffOptions

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from ckpt_tools.convert.launch import launch
-from ckpt_tools.convert.preflight import run_rule
+from ckpt_tools.commands.launch import launch
+from ckpt_tools.commands.preflight import run_rule
 from ckpt_tools.errors import UsageError
 from ckpt_tools.verify.facts import Facts, Stored
 from ckpt_tools.verify.job import PROGRAMS, VERSIONS, Job, command_words, merge, parse_command, parse_yaml

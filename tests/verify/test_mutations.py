@@ -11,8 +11,8 @@ import struct
 
 import pytest
 
-from ckpt_tools.convert.diff import diff_checkpoints
-from ckpt_tools.convert.verify import VerifyOptions, verify_checkpoint
+from ckpt_tools.commands.diff import diff_checkpoints
+from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
 from ckpt_tools.errors import CkptError
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.verify import meaning

@@ -7,9 +7,9 @@ import shutil
 
 import pytest
 
-from ckpt_tools.catalog.unpickle import stand_in
 from ckpt_tools.cli.app import run
-from ckpt_tools.convert.verify import verify_checkpoint
+from ckpt_tools.commands.verify import verify_checkpoint
+from ckpt_tools.formats.unpickle import stand_in
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.optimizer_layouts.expected import expected_states
 from tests.conftest import fixture_dir

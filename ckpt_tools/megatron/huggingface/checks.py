@@ -15,7 +15,7 @@ from ckpt_tools.megatron.huggingface.rope_args import (
     TRAINED_LLAMA3_FACTOR,
 )
 from ckpt_tools.megatron.huggingface.rules import Family, Pair
-from ckpt_tools.megatron.views import Shape
+from ckpt_tools.model.views import Shape
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 

@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeAlias
 
 from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs
-from ckpt_tools.megatron.views import Insert, Narrow, Permute, Place, Select, Shape, Step, View
+from ckpt_tools.model.views import Insert, Narrow, Permute, Place, Select, Shape, Step, View
 
 Cut: TypeAlias = Narrow | Select
 

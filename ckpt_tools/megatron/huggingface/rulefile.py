@@ -25,8 +25,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.catalog.documents import DocumentError, parse_yaml, read_named_file
 from ckpt_tools.errors import UsageError, list_problems
+from ckpt_tools.formats.documents import DocumentError, parse_yaml, read_named_file
 from ckpt_tools.megatron.huggingface.families import FAMILIES
 from ckpt_tools.megatron.huggingface.layouts import LAYOUTS
 from ckpt_tools.megatron.huggingface.ledger import arguments

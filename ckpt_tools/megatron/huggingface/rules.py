@@ -15,7 +15,7 @@ from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.huggingface.config_fields import Field
 from ckpt_tools.megatron.huggingface.layouts import LAYOUTS, HfShape, Layout, gate_up_in_turns, stack
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs
-from ckpt_tools.megatron.views import Shape
+from ckpt_tools.model.views import Shape
 
 
 @dataclass(frozen=True, slots=True)

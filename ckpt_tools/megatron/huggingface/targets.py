@@ -43,8 +43,8 @@ from ckpt_tools.megatron.huggingface.model_args import (
     read_model_args,
 )
 from ckpt_tools.megatron.huggingface.rules import Family, Pair, expand
-from ckpt_tools.megatron.target import Source, TargetTensor
-from ckpt_tools.megatron.views import Shape
+from ckpt_tools.model.target import Source, TargetTensor
+from ckpt_tools.model.views import Shape
 
 
 @dataclass(frozen=True, slots=True)

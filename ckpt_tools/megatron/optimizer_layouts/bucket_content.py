@@ -7,14 +7,14 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tools.catalog.container import read_frame
-from ckpt_tools.catalog.files import Files
-from ckpt_tools.catalog.model import Chunk
-from ckpt_tools.dtypes import itemsize
 from ckpt_tools.errors import UnsupportedCheckpointError
+from ckpt_tools.formats.container import read_frame
+from ckpt_tools.formats.files import Files
 from ckpt_tools.megatron.optimizer_layouts.bucket_order import LookAlikes
 from ckpt_tools.megatron.optimizer_layouts.buckets import Bucket, Flat, Piece
-from ckpt_tools.megatron.optimizer_layouts.model import MASTER
+from ckpt_tools.megatron.optimizer_layouts.states import MASTER
+from ckpt_tools.model.catalog import Chunk
+from ckpt_tools.model.dtypes import itemsize
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -30,7 +30,7 @@ from ckpt_tools.megatron.optimizer_layouts.bucket_order import (
     settle,
 )
 from ckpt_tools.megatron.optimizer_layouts.buckets import ALIGNMENT, Bucket, Buffer, Piece
-from ckpt_tools.megatron.optimizer_layouts.model import MASTER
+from ckpt_tools.megatron.optimizer_layouts.states import MASTER
 from ckpt_tools.megatron.torch_dist import LAYER_NUMBER
 
 ADVICE = (

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ckpt_tools.catalog.model import Catalog
 from ckpt_tools.megatron.common_state import CommonState
+from ckpt_tools.model.catalog import Catalog
 
 _BUCKETS = r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\."
 _BUCKET = re.compile(_BUCKETS + r"gbuf_idx_\d+\.dtype_.*\.bucket_idx_\d+\.")

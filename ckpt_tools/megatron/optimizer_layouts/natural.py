@@ -11,11 +11,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from ckpt_tools.catalog.model import Catalog, TensorEntry
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError, list_problems
-from ckpt_tools.megatron.optimizer_layouts.model import MASTER, OptimizerStates, StateTensor
 from ckpt_tools.megatron.optimizer_layouts.nd_flattened import expert_transposition, state_view
-from ckpt_tools.megatron.target import Source
+from ckpt_tools.megatron.optimizer_layouts.states import MASTER, OptimizerStates, StateTensor
+from ckpt_tools.model.catalog import Catalog, TensorEntry
+from ckpt_tools.model.target import Source
 
 STATE_KEY = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.(?P<kind>[^.]+)\.(?P<weight>.+)$")
 

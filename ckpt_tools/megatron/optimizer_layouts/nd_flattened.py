@@ -11,8 +11,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from ckpt_tools.catalog.model import Catalog
-from ckpt_tools.megatron.views import Defragment, Permute, Shape, Step, View
+from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.views import Defragment, Permute, Shape, Step, View
 
 _EXPERT_WEIGHT = re.compile(r"^(?P<module>.*\bexperts\.experts\.)linear_fc(?P<fc>[12])\.weight$")
 

@@ -6,17 +6,14 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ckpt_tools.box import full_box
-from ckpt_tools.catalog.container import Frame, load_object, outline_object
-from ckpt_tools.catalog.files import Files
-from ckpt_tools.catalog.model import Catalog, Chunk, Item, TensorEntry
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError
+from ckpt_tools.formats.container import Frame, load_object, outline_object
+from ckpt_tools.formats.files import Files
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.optimizer_layouts.bucket_content import Reader
 from ckpt_tools.megatron.optimizer_layouts.bucket_proof import Stretch, find_stretches
 from ckpt_tools.megatron.optimizer_layouts.buckets import Bucket, Buffer, find_buffers, flatten, weight_pieces
 from ckpt_tools.megatron.optimizer_layouts.kinds import optimizer_layout
-from ckpt_tools.megatron.optimizer_layouts.model import MASTER, OptimizerStates, StateTensor
 from ckpt_tools.megatron.optimizer_layouts.natural import (
     STATE_KEY,
     canonical_kind,
@@ -24,9 +21,12 @@ from ckpt_tools.megatron.optimizer_layouts.natural import (
     order_kinds,
     refuse_encoded,
 )
-from ckpt_tools.megatron.target import Source
+from ckpt_tools.megatron.optimizer_layouts.states import MASTER, OptimizerStates, StateTensor
 from ckpt_tools.megatron.torch_dist import is_optimizer_key
-from ckpt_tools.megatron.views import Place, Unflatten, View
+from ckpt_tools.model.box import full_box
+from ckpt_tools.model.catalog import Catalog, Chunk, Item, TensorEntry
+from ckpt_tools.model.target import Source
+from ckpt_tools.model.views import Place, Unflatten, View
 
 _OBJECT = re.compile(
     r"^(?:chained_(?P<chain>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.(?P<what>\w+)/shard_"

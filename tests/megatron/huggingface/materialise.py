@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from ckpt_tools.box import full_box
 from ckpt_tools.megatron.huggingface.checks import Spec
-from ckpt_tools.megatron.target import TargetTensor
-from ckpt_tools.megatron.views import chunk_piece, push_piece, view_shape
+from ckpt_tools.model.box import full_box
+from ckpt_tools.model.target import TargetTensor
+from ckpt_tools.model.views import chunk_piece, push_piece, view_shape
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
 ELEMENTS = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16, "float64": np.float64}

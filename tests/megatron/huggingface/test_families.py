@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpt_tools.catalog.safetensors import read_safetensors_catalog
+from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.megatron.huggingface.config import read_config
 from ckpt_tools.megatron.huggingface.targets import Exported, Imported, Spec, export_targets, import_targets
 from tests.megatron.huggingface.materialise import Arrays, materialise, specs

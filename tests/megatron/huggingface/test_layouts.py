@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ckpt_tools.megatron.huggingface.layouts import LAYOUTS, Layout, stack
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs
-from ckpt_tools.megatron.target import Source, TargetTensor
+from ckpt_tools.model.target import Source, TargetTensor
 from tests.megatron.huggingface.materialise import materialise
 
 

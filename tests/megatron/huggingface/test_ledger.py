@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import yaml
 
-from ckpt_tools.convert.opened import open_checkpoint
+from ckpt_tools.commands.opened import open_checkpoint
 from ckpt_tools.errors import UsageError
 from ckpt_tools.megatron.huggingface import ledger as module
 from ckpt_tools.megatron.huggingface.checks import Spec

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpt_tools.convert.import_hf import ImportOptions, import_hf
+from ckpt_tools.commands.import_hf import ImportOptions, import_hf
 from ckpt_tools.megatron.huggingface.model_args import read_model_args
 from ckpt_tools.megatron.huggingface.rules import expand
 from tests.conftest import REPO

@@ -7,14 +7,14 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_tools.catalog.container import read_frame
-from ckpt_tools.catalog.files import Files
-from ckpt_tools.catalog.model import Catalog, TensorEntry
-from ckpt_tools.dtypes import itemsize
-from ckpt_tools.megatron.optimizer_layouts.model import OptimizerStates
-from ckpt_tools.megatron.target import Source
+from ckpt_tools.formats.container import read_frame
+from ckpt_tools.formats.files import Files
+from ckpt_tools.megatron.optimizer_layouts.states import OptimizerStates
 from ckpt_tools.megatron.torch_dist import Slice
-from ckpt_tools.megatron.views import Select, chunk_piece, push_piece, view_shape
+from ckpt_tools.model.catalog import Catalog, TensorEntry
+from ckpt_tools.model.dtypes import itemsize
+from ckpt_tools.model.target import Source
+from ckpt_tools.model.views import Select, chunk_piece, push_piece, view_shape
 
 Bits = npt.NDArray[np.unsignedinteger]
 

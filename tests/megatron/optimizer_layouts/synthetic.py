@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_tools.box import Box, full_box
-from ckpt_tools.catalog.model import Catalog, Chunk, Item, TensorEntry
 from ckpt_tools.megatron.optimizer_layouts.buckets import Bucket, Buffer, flatten
+from ckpt_tools.model.box import Box, full_box
+from ckpt_tools.model.catalog import Catalog, Chunk, Item, TensorEntry
 
 Bits = npt.NDArray[np.uint32]
 KINDS = ("param", "exp_avg", "exp_avg_sq")

@@ -5,8 +5,6 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tools.box import full_box
-from ckpt_tools.catalog.model import Chunk, Item
 from ckpt_tools.megatron.optimizer_layouts.bucket_order import (
     Convention,
     LookAlikes,
@@ -16,6 +14,8 @@ from ckpt_tools.megatron.optimizer_layouts.bucket_order import (
     settle,
 )
 from ckpt_tools.megatron.optimizer_layouts.buckets import Piece
+from ckpt_tools.model.box import full_box
+from ckpt_tools.model.catalog import Chunk, Item
 
 NORM = "self_attention.linear_qkv.layer_norm_weight"
 LOCAL_LAYER = (NORM, "self_attention.linear_proj.weight", "self_attention.linear_qkv.weight",

@@ -11,13 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tools.box import Box
-from ckpt_tools.catalog.model import Catalog, Chunk, Item, ObjectEntry, TensorEntry
-from ckpt_tools.catalog.pickling import dump_archive
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError
+from ckpt_tools.formats.pickling import dump_archive
 from ckpt_tools.megatron.optimizer_layouts.bucket_content import round_bits, windows
 from ckpt_tools.megatron.optimizer_layouts.buckets import find_buffers, flatten, weight_pieces
 from ckpt_tools.megatron.optimizer_layouts.reader import coalesced_buffers
+from ckpt_tools.model.box import Box
+from ckpt_tools.model.catalog import Catalog, Chunk, Item, ObjectEntry, TensorEntry
 
 from .synthetic import Checkpoint, MemoryFiles, build, llama
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_tools.catalog.container import read_frame
 from ckpt_tools.errors import VerificationError
-from ckpt_tools.megatron.views import Unflatten
+from ckpt_tools.formats.container import read_frame
+from ckpt_tools.model.views import Unflatten
 from tests.conftest import fixture_dir
 
 from .test_real_checkpoints import open_checkpoint

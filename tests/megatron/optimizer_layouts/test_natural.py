@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt_tools.box import full_box
-from ckpt_tools.catalog.model import Catalog, Chunk, Item, TensorEntry
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.optimizer_layouts.natural import model_space_states
 from ckpt_tools.megatron.optimizer_layouts.reader import read_optimizer_states
-from ckpt_tools.megatron.target import Source
-from ckpt_tools.megatron.views import Select
+from ckpt_tools.model.box import full_box
+from ckpt_tools.model.catalog import Catalog, Chunk, Item, TensorEntry
+from ckpt_tools.model.target import Source
+from ckpt_tools.model.views import Select
 
 from .synthetic import MemoryFiles
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tools.box import Box
-from ckpt_tools.catalog.model import Catalog, Chunk, TensorEntry
 from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.optimizer_layouts.natural import model_space_states
+from ckpt_tools.model.box import Box
+from ckpt_tools.model.catalog import Catalog, Chunk, TensorEntry
 
 from .materialise import read_sources
 from .synthetic import MemoryFiles

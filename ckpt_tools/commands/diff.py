@@ -1,0 +1,223 @@
+"""`diff`: two checkpoints of any kind, brought under the same names and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from ckpt_tools.commands.close_names import unmatched
+from ckpt_tools.commands.inspect import role_of
+from ckpt_tools.commands.opened import Opened, open_checkpoint
+from ckpt_tools.errors import UsageError, list_problems
+from ckpt_tools.megatron.common_state import COMMON_OBJECT
+from ckpt_tools.megatron.names import DIALECTS
+from ckpt_tools.megatron.optimizer_layouts.kinds import optimizer_layout
+from ckpt_tools.megatron.record import read_record, stored_tp
+from ckpt_tools.megatron.source import read_torch_dist
+from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions, build_fsdp_target
+from ckpt_tools.model.model import Model
+from ckpt_tools.model.target import InlineTensor, Source, TargetTensor
+from ckpt_tools.verify.diff import DiffOptions, DiffReport, Side, diff_objects, diff_tensors
+from ckpt_tools.verify.diff_values import names_in
+from ckpt_tools.verify.meter import Meter
+
+KEYS, PARAMETERS, HUGGINGFACE = "keys", "parameters", "huggingface"
+_MEGATRON = frozenset({"torch_dist", "fsdp_dtensor"})
+_COMPARABLE_LAYOUTS = (
+    "none",
+    "fully_reshardable",
+    "non_distributed",
+)  # the same keys and shapes for any topology
+
+
+@dataclass(frozen=True, slots=True)
+class DiffRequest:
+    """How two checkpoints are brought together."""
+
+    by: str = "auto"  # auto, keys, parameters or huggingface
+    iterations: tuple[int | None, int | None] = (None, None)
+    target: TargetOptions = field(default_factory=TargetOptions)  # how a torch_dist side is named
+    trust_pickle: bool = False
+
+
+def diff_checkpoints(
+    a: str,
+    b: str,
+    options: DiffOptions | None = None,
+    request: DiffRequest | None = None,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> DiffReport:
+    """What differs between the checkpoints at `a` and `b`; `progress` is told (bytes done, in all).
+
+    Raises:
+        UsageError: they are of kinds that share no names, or a glob of `options.keys` matches nothing.
+        MappingError: a `torch_dist` checkpoint cannot be seen as its `fsdp_dtensor` conversion.
+        Otherwise the errors of opening and reading checkpoints.
+    """
+    options, request = options or DiffOptions(), request or DiffRequest()
+    opened = [
+        open_checkpoint(path, iteration, request.trust_pickle)
+        for path, iteration in zip((a, b), request.iterations, strict=True)
+    ]
+    with opened[0] as first, opened[1] as second:
+        by = _choose(request.by, first, second)
+        if by == HUGGINGFACE:
+            sides, notes = _by_export(first, second)
+        elif by == KEYS:
+            sides, notes = (_by_keys(first), _by_keys(second)), list[str]()
+        else:
+            sides, notes = _by_parameters(first, second, request.target)
+        notes += _idle_globs(sides, options)
+        meter = Meter(progress)
+        meter.total = sum(entry.nbytes for side in sides for entry in side.catalog.tensors.values())
+        tensors = diff_tensors(*sides, options, meter)
+        values, compared = diff_objects(*sides, options)
+    places = first.location.path, second.location.path
+    return DiffReport(*places, by, options.tolerance, tensors, values, compared, tuple(notes))
+
+
+def _idle_globs(sides: tuple[Side, Side], options: DiffOptions) -> list[str]:
+    """A note on every glob of `ignore` that matches nothing.
+
+    Raises:
+        UsageError: one of `keys` does, or nothing is left to compare: neither may make checkpoints equal.
+    """
+    names = list(dict.fromkeys(name for side in sides for name in (*side.objects, *side.tensors)))
+
+    def look_inside(globs: tuple[str, ...] | None) -> None:
+        """Add the parts of the objects that globs name (`args.tp_size`), or of all."""
+        for side in sides:
+            for name in side.objects:
+                if globs is None or any(glob.startswith(f"{name}.") for glob in globs):
+                    names.extend(names_in(name, side.value(name)))
+
+    def idle(globs: tuple[str, ...]) -> list[str]:
+        return [
+            f"{glob!r} matches nothing" + (f"; did you mean {', '.join(close)}?" if close else "")
+            for glob, close in unmatched(globs, names).items()
+        ]
+
+    look_inside((*options.keys, *options.ignore))
+    wrong = [f"--keys {line}" for line in idle(options.keys)]
+    if (options.keys or options.ignore) and not wrong and not any(map(options.wants, names)):
+        wrong = ["--keys and --ignore leave out everything"]
+    if wrong:
+        raise UsageError(f"nothing to compare:\n{list_problems(wrong)}")
+    if idle(options.ignore):
+        look_inside(None)  # `*.save` is left out of every object
+    return [f"--ignore {line}" for line in idle(options.ignore)]
+
+
+def _choose(by: str, a: Opened, b: Opened) -> str:
+    kinds = {a.location.kind, b.location.kind}
+    if by == PARAMETERS and not kinds <= {"torch_dist", "fsdp_dtensor"}:
+        raise UsageError(f"--by parameters needs torch_dist or fsdp_dtensor checkpoints, not {sorted(kinds)}")
+    between = "safetensors" in kinds and bool(kinds & _MEGATRON)
+    if by == HUGGINGFACE and not between:
+        raise UsageError(
+            f"--by huggingface needs a Hugging Face model and a Megatron checkpoint, not {sorted(kinds)}"
+        )
+    if by != "auto":
+        return by
+    if between:
+        return HUGGINGFACE
+    if kinds == {"torch_dist"}:
+        layouts = {optimizer_layout(side.catalog, side.common) for side in (a, b)}
+        return KEYS if len(layouts) == 1 and layouts <= set(_COMPARABLE_LAYOUTS) else PARAMETERS
+    if kinds == {"torch_dist", "fsdp_dtensor"}:
+        return PARAMETERS
+    return KEYS
+
+
+def _by_export(a: Opened, b: Opened) -> tuple[tuple[Side, Side], list[str]]:
+    from ckpt_tools.commands.diff_hf import sides_by_export
+
+    if a.location.kind == "safetensors":
+        model, checkpoint, notes = sides_by_export(a, b)
+        return (model, checkpoint), notes
+    model, checkpoint, notes = sides_by_export(b, a)
+    return (checkpoint, model), notes
+
+
+def _by_keys(opened: Opened) -> Side:
+    """The checkpoint under its stored keys; a common state is one value wherever it lies."""
+    tensors = {
+        key: TargetTensor(key, entry.dtype, entry.shape, (Source(key),), role=role_of(key))
+        for key, entry in opened.catalog.tensors.items()
+    }
+    objects: dict[str, object] = {k: o for k, o in opened.catalog.objects.items() if k != COMMON_OBJECT}
+    if opened.location.kind == "torch_dist":
+        objects = {"common_state": opened.common.values, **objects}
+    return Side(opened.files, opened.catalog, tensors, objects, opened.trust_pickle)
+
+
+def _by_parameters(a: Opened, b: Opened, target: TargetOptions) -> tuple[tuple[Side, Side], list[str]]:
+    """Both under the names of `fsdp_dtensor`; a `torch_dist` checkpoint is seen as its conversion."""
+    if a.location.kind == b.location.kind == "fsdp_dtensor":
+        return (_by_keys(a), _by_keys(b)), []
+    if a.location.kind == "fsdp_dtensor":
+        stored = _by_keys(a)
+        converted, notes = _as_converted(b, target, stored)
+        return (stored, converted), notes
+    if b.location.kind == "fsdp_dtensor":
+        stored = _by_keys(b)
+        converted, notes = _as_converted(a, target, stored)
+        return (converted, stored), notes
+    first, notes = _as_converted(a, target, None)
+    second, more = _as_converted(b, target, None)
+    return (first, second), [*notes, *more]
+
+
+def _as_converted(opened: Opened, target: TargetOptions, other: Side | None) -> tuple[Side, list[str]]:
+    """The conversion of a `torch_dist` checkpoint, under the names that fit `other` best."""
+    model = read_torch_dist(
+        opened.files, opened.catalog, trust_pickle=opened.trust_pickle, unknown_keys=True
+    ).model
+    options = target if other is None else _fitted(target, model, other)
+    side = _converted(opened, model, options)
+    if other is None or target.dialect is not None:
+        return side, []
+    best, misfit = side, _misfit(side, other)
+    for name in DIALECTS if misfit else ():
+        candidate = _converted(opened, model, replace(options, dialect=name))
+        if _misfit(candidate, other) < misfit:
+            best, misfit = candidate, _misfit(candidate, other)
+            options = replace(options, dialect=name)
+    return best, [f"names as --target {options.dialect} writes them"] if options.dialect else []
+
+
+def _fitted(target: TargetOptions, model: Model, other: Side) -> TargetOptions:
+    """The options with what the other side's keys tell where nobody has said."""
+    names = [key for key in other.tensors if key.startswith("model.")]
+    told: dict[str, object] = {}
+    if target.layer_spec is None and any(name.endswith(_FUSED_NORMS) for name in names):
+        told["layer_spec"] = "te"
+    elif target.layer_spec is None and any(name.endswith(".input_layernorm.weight") for name in names):
+        told["layer_spec"] = "local"
+    if target.experts is None and any(".experts." in name for name in names):
+        told["experts"] = "sequential" if any(".local_experts." in name for name in names) else "grouped"
+    if target.swiglu is None and model.settings.swiglu is None:
+        told["swiglu"] = any(".linear_fc1.weight" in name and name.endswith("_w") for name in names)
+    if target.tp is None:
+        ranks = {key.split(")")[0] for key in other.tensors if key.startswith("rng_state.(")}
+        tp = stored_tp(read_record(other.files), [(0, rank) for rank in range(len(ranks))], {})
+        told["tp"] = None if tp is None else tp.ranks
+    if not any(key.startswith("optimizer.") for key in other.tensors):
+        told["weights_only"] = True
+    return replace(target, **told)  # type: ignore[arg-type]  # each value has its field's type
+
+
+_FUSED_NORMS = (".linear_qkv.layer_norm_weight", ".linear_fc1.layer_norm_weight")
+
+
+def _converted(opened: Opened, model: Model, options: TargetOptions) -> Side:
+    built = build_fsdp_target(model, options).target
+    tensors: dict[str, TargetTensor | InlineTensor] = {t.key: t for t in built.tensors}
+    tensors |= {t.key: t for t in built.inline}
+    objects = {o.key: o.value for o in built.objects}
+    return Side(opened.files, model.catalog, tensors, objects, opened.trust_pickle)
+
+
+def _misfit(side: Side, other: Side) -> int:
+    """How many names stand on one side only."""
+    return len(side.tensors.keys() ^ other.tensors.keys()) + len(side.objects.keys() ^ other.objects.keys())

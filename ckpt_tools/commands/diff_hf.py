@@ -1,0 +1,110 @@
+"""A Hugging Face model against a Megatron checkpoint, which is seen as its export by the rules of `export-hf`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
+
+from ckpt_tools.commands.export_hf import ExportOptions, export_tensors
+from ckpt_tools.commands.hf_parts import prove_equal, read_config, seen_as, without_frequencies
+from ckpt_tools.commands.opened import Opened
+from ckpt_tools.errors import MappingError
+from ckpt_tools.megatron.huggingface.checks import Spec
+from ckpt_tools.megatron.huggingface.targets import import_targets
+from ckpt_tools.model.catalog import Catalog, TensorEntry
+from ckpt_tools.model.expressions import Value
+from ckpt_tools.model.target import InlineTensor, Source, TargetTensor
+from ckpt_tools.verify.diff import Side
+
+Shape = tuple[int, ...]
+_EXACT = {("bfloat16", "float32"), ("float16", "float32"), ("float32", "float64")}  # every value has its like
+
+
+def sides_by_export(model: Opened, checkpoint: Opened) -> tuple[Side, Side, list[str]]:
+    """The model and the checkpoint under the model's names, and notes on what is not compared.
+
+    Raises:
+        MappingError: the checkpoint cannot be exported as the model that config.json describes.
+    """
+    folder = model.location.path
+    options = ExportOptions(hf_config=folder, trust_pickle=checkpoint.trust_pickle)
+    made = export_tensors(checkpoint, options)
+    notes = list(made.notes)
+    views: dict[str, TargetTensor | InlineTensor] = {tensor.key: tensor for tensor in made.ready}
+    shapes = {key: view.shape for key, view in views.items() if key in made.exported.shapes}
+    kept, left_out = without_frequencies(model.catalog)
+    catalog = replace(kept, tensors={key: _reshaped(e, shapes) for key, e in kept.tensors.items()})
+    redundant = _redundant(replace(model, catalog=kept), views)
+    stored: dict[str, TargetTensor | InlineTensor] = {
+        key: TargetTensor(key, _compared_dtype(entry, views.get(key)), entry.shape, (Source(key),))
+        for key, entry in catalog.tensors.items()
+        if key not in redundant
+    }
+    wider = [key for key, tensor in stored.items() if tensor.dtype != catalog.tensors[key].dtype]
+    if wider:
+        notes.append(
+            f"{len(wider)} tensors, {wider[0]} the first, are {views[wider[0]].dtype} in the checkpoint and "
+            f"{catalog.tensors[wider[0]].dtype} in the model; they are compared as the wider type, which is exact"
+        )
+    notes = [
+        "weights are compared as export-hf would write them; config.json, arguments and optimizer are not",
+        *notes,
+        *left_out,
+        *(f"{key}: {why}" for key, why in redundant.items()),
+    ]
+    return (
+        Side(model.files, catalog, stored, {}),
+        Side(checkpoint.files, made.source.catalog, views, {}, checkpoint.trust_pickle),
+        notes,
+    )
+
+
+def _compared_dtype(entry: TensorEntry, view: TargetTensor | InlineTensor | None) -> str:
+    """The stored type, or the other side's where that holds every value of it."""
+    return view.dtype if view is not None and (entry.dtype, view.dtype) in _EXACT else entry.dtype
+
+
+def _reshaped(entry: TensorEntry, shapes: Mapping[str, Shape]) -> TensorEntry:
+    """The stored tensor with the axes that the view of the other side has; its bytes are the same."""
+    shape = shapes.get(entry.key, entry.shape)
+    if shape == entry.shape or prod(shape) != entry.numel:
+        return entry
+    return seen_as(entry, shape)
+
+
+def _redundant(model: Opened, views: Mapping[str, object]) -> dict[str, str]:
+    """What the model stores though it follows from the rest, proven, with why: an export does not write it."""
+    extra = [key for key in model.catalog.tensors if key not in views]
+    if not extra:
+        return {}
+    specs = {key: Spec(entry.dtype, entry.shape) for key, entry in model.catalog.tensors.items()}
+    try:
+        imported = import_targets(specs, read_config(model.location.path))
+    except MappingError:  # it is not a whole model of its kind, and the comparison says where
+        return {}
+    paired = {key for pair in imported.equal for key in pair}
+    found = {
+        key: "no content of its own, as import-hf says"
+        for key in extra
+        if key in imported.dropped and key not in paired
+    }
+    for pair in imported.equal:
+        if sum(key in views for key in pair) == 1 and _is_proven(model, specs, pair):
+            one, other = sorted(pair, key=lambda key: key in views)
+            found[one] = f"the same values as {other}, as config.json says"
+    return found
+
+
+def _is_proven(model: Opened, specs: Mapping[str, Spec], pair: tuple[str, str]) -> bool:
+    catalog: Catalog = model.catalog
+    try:
+        prove_equal(
+            model.files,
+            catalog,
+            {key: Value(specs[key].dtype, specs[key].shape, (Source(key),)) for key in pair},
+            [pair],
+        )
+    except MappingError:
+        return False
+    return True

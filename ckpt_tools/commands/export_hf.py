@@ -1,0 +1,225 @@
+"""`export-hf`: a Megatron checkpoint of either format as a Hugging Face model directory, without a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+from ckpt_tools.commands.export_source import ExportSource, read_export_source
+from ckpt_tools.commands.hf_parts import (
+    CONFIG,
+    families_with,
+    offset_values,
+    prove_equal,
+    read_assets,
+    read_config,
+)
+from ckpt_tools.commands.opened import Opened, open_checkpoint
+from ckpt_tools.commands.outputs import ConversionReport, output_directory, refuse_overlap
+from ckpt_tools.commands.to_fsdp_dtensor import Progress
+from ckpt_tools.errors import UsageError
+from ckpt_tools.execute.ranks import connect
+from ckpt_tools.execute.rehearse import rehearse
+from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, write_checkpoint
+from ckpt_tools.formats.files import Files
+from ckpt_tools.formats.safetensors import INDEX_FILE
+from ckpt_tools.megatron.huggingface.checks import Spec
+from ckpt_tools.megatron.huggingface.shards import DEFAULT_SHARD_SIZE, Shard, pack_shards, shard_index
+from ckpt_tools.megatron.huggingface.targets import Exported, export_targets
+from ckpt_tools.megatron.rebase import rebase
+from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.dtypes import CASTABLE, itemsize
+from ckpt_tools.model.plan import Plan, plan_summary
+from ckpt_tools.model.target import InlineTensor, TargetTensor
+from ckpt_tools.plan.weight_files import WeightFile, build_safetensors_plan
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOptions:
+    """What a user may decide about an export; the defaults let the checkpoint decide."""
+
+    hf_config: str | None = None  # directory of the original Hugging Face model
+    rules: Path | None = None  # a rule file
+    dtype: str | None = None
+    vocab_size: int | None = None
+    max_shard_bytes: int = DEFAULT_SHARD_SIZE
+    mtp_copies: bool = False
+    tp: int | None = None  # tensor-parallel size of the job that wrote an fsdp_dtensor checkpoint
+    iteration: int | None = None
+    ignore_keys: tuple[str, ...] = ()
+    trust_pickle: bool = False
+    overwrite: bool = False
+    resume: bool = False
+    write: WriteOptions = field(default_factory=WriteOptions)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedExport:
+    """An export that is ready to run."""
+
+    opened: Opened
+    source: ExportSource
+    exported: Exported
+    plan: Plan
+    extra_files: Mapping[str, bytes]
+    notes: tuple[str, ...]
+
+
+def export_hf(
+    source: str,
+    output: str,
+    options: ExportOptions | None = None,
+    progress: Progress | None = None,
+    dry_run: bool = False,
+) -> ConversionReport:
+    """Export the checkpoint at `source` as the Hugging Face directory `output`; called on every rank.
+
+    Raises:
+        UsageError: a fact only the user can give is missing, or an output that cannot be taken.
+        UnsupportedCheckpointError: the source is no Megatron checkpoint.
+        MappingError: an architecture without rules, or a model that is not whole or contradicts its settings.
+        VerificationError: masters that do not round to their weights, or a cast that makes infinities.
+        CorruptCheckpointError, StorageError: damaged files, full disks.
+    """
+    options = options or ExportOptions()
+    ranks = connect()
+    written = None
+    with open_checkpoint(source, options.iteration, options.trust_pickle) as opened:
+        refuse_overlap(source, opened.location, output)
+        planned = plan_export(opened, options)
+        place = Output(
+            output_directory(output),
+            extra_files=planned.extra_files,
+            is_dcp=False,
+            overwrite=options.overwrite,
+            resume=options.resume,
+        )
+        rehearse(planned.plan, opened.files, place, options.write, ranks)
+        if not dry_run:
+            written = write_checkpoint(
+                planned.plan, opened.files, place, options.write, ranks=ranks, progress=progress
+            )
+    return _report(source, output, planned, written)
+
+
+@dataclass(frozen=True, slots=True)
+class ExportTensors:
+    """A checkpoint as the tensors of a Hugging Face model: what each is made of."""
+
+    source: ExportSource
+    exported: Exported
+    ready: tuple[TargetTensor | InlineTensor, ...]
+    notes: tuple[str, ...]
+
+
+def export_tensors(opened: Opened, options: ExportOptions) -> ExportTensors:
+    """The Hugging Face tensors of a checkpoint of either format. Raises as `export_hf`, short of writing."""
+    if options.dtype is not None and options.dtype not in CASTABLE:
+        raise UsageError(f"--dtype {options.dtype}: weights can be written as {', '.join(sorted(CASTABLE))}")
+    source = read_export_source(opened, options.dtype, options.tp, options.ignore_keys, options.trust_pickle)
+    reference = read_config(options.hf_config) if options.hf_config else None
+    exported = export_targets(
+        {name: Spec(source.types.get(name, base.dtype), base.shape) for name, base in source.bases.items()},
+        source.settings,
+        reference,
+        dtype=options.dtype,
+        vocab_size=options.vocab_size,
+        mtp_copies=options.mtp_copies,
+        families=families_with(options.rules),
+    )
+    prove_equal(opened.files, source.catalog, source.bases, exported.equal)
+    tensors = rebase(exported.tensors, source.bases, _shapes(source.catalog))
+    ready, notes = _with_offsets(opened.files, source.catalog, tensors, exported.offsets)
+    return ExportTensors(source, exported, tuple(ready), (*source.notes, *exported.notes, *notes))
+
+
+def plan_export(opened: Opened, options: ExportOptions) -> PlannedExport:
+    """Everything up to the first byte."""
+    made = export_tensors(opened, options)
+    exported = made.exported
+    sizes = {t.key: prod(t.shape) * itemsize(t.dtype) for t in made.ready}
+    shards = pack_shards(sizes.items(), options.max_shard_bytes)
+    by_key = {t.key: t for t in made.ready}
+    files = [WeightFile(shard.file, [by_key[key] for key in shard.keys]) for shard in shards]
+    plan = build_safetensors_plan(made.source.catalog, files, exported.shapes)
+    extra = _extra_files(options, exported, shards, sizes)
+    return PlannedExport(opened, made.source, exported, plan, extra, made.notes)
+
+
+def _with_offsets(
+    stored: Files, catalog: Catalog, tensors: Sequence[TargetTensor], offsets: Mapping[str, float]
+) -> tuple[list[TargetTensor | InlineTensor], list[str]]:
+    """Tensors with an offset as their bytes, which are few; and what rounding did to them."""
+    ready: list[TargetTensor | InlineTensor] = []
+    changed, elements = {}, 0
+    for tensor in tensors:
+        if tensor.key not in offsets:
+            ready.append(tensor)
+            continue
+        data, lost = offset_values(stored, catalog, tensor, offsets[tensor.key])
+        ready.append(InlineTensor(tensor.key, tensor.dtype, tensor.shape, data))
+        elements += prod(tensor.shape)
+        if lost:
+            changed[tensor.key] = lost
+    if not offsets:
+        return ready, []
+    step = next(iter(offsets.values()))
+    note = f"{step:+g} was added to {len(offsets)} norms in float32 and rounded once: "
+    if not changed:
+        return ready, [note + "every element can be told from the result"]
+    worst = max(changed, key=lambda key: changed[key])
+    return ready, [
+        f"{note}{sum(changed.values()):,} of {elements:,} elements lost bits, most of them ({changed[worst]:,}) in "
+        f"{worst}"
+    ]
+
+
+def _extra_files(
+    options: ExportOptions, exported: Exported, shards: Sequence[Shard], sizes: Mapping[str, int]
+) -> dict[str, bytes]:
+    """Tokenizer, config and, last, the index of several shards."""
+    found: dict[str, bytes] = {}
+    if options.hf_config:
+        found |= read_assets(options.hf_config, with_code="auto_map" in exported.config)
+    found[CONFIG] = _json(exported.config)
+    if len(shards) > 1:
+        found[INDEX_FILE] = _json(shard_index(shards, sizes))
+    return found
+
+
+def _json(value: object) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _shapes(catalog: Catalog) -> dict[str, tuple[int, ...]]:
+    return {key: entry.shape for key, entry in catalog.tensors.items()}
+
+
+def _report(
+    source: str, output: str, planned: PlannedExport, written: WriteReport | None
+) -> ConversionReport:
+    location, exported = planned.opened.location, planned.exported
+    notes = list(planned.notes)
+    if not any(name.startswith("tokenizer") for name in planned.extra_files):
+        notes.append("no tokenizer was written; pass --hf-config DIR to take one over")
+    return ConversionReport(
+        source=source,
+        output=output,
+        iteration=location.iteration,
+        source_layout=location.kind,
+        target="hf",
+        dialect=exported.family.architecture,
+        tensors=len(exported.tensors),
+        objects=len(planned.extra_files),
+        groups={},
+        masters_checked=planned.source.values,
+        dropped=planned.source.dropped,
+        renamed=(),
+        backfilled=(),
+        notes=tuple(notes),
+        written=written,
+        plan=plan_summary(planned.plan),
+    )

@@ -1,0 +1,100 @@
+"""`--iteration all`: all iterations of a run in turn, past those that are there already or cannot be converted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt_tools.commands.outputs import ConversionReport, is_root
+from ckpt_tools.errors import CkptError, Interrupted, Terminated, UsageError
+from ckpt_tools.execute.ranks import connect
+from ckpt_tools.formats.detect import iteration_numbers, locate
+
+Convert = Callable[[int | None, bool], ConversionReport]
+"""Convert an iteration (None: the latest); whether the output's tracker is to name it then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one iteration: its report, or why it was not converted; neither when it was there already."""
+
+    iteration: int | None
+    report: ConversionReport | None = None
+    error: CkptError | None = None
+
+
+def convert_iterations(
+    source: str, output: str, kind: str, overwrite: bool, convert: Convert
+) -> list[Outcome]:
+    """All iterations of the root `source`, converted to checkpoints of `kind` in the root `output`.
+
+    The source's latest comes last, and the output's tracker ends on it if it is there. With several processes the
+    first failure ends the run: they could not agree on going on.
+
+    Raises:
+        UsageError: `source` is not a run's root.
+        Interrupted, Terminated: stopped from outside.
+    """
+    numbers, latest = all_iterations(source)
+    present = set() if overwrite else {n for n in numbers if n is not None and is_there(output, n, kind)}
+    outcomes = []
+    for number in numbers:
+        if number in present:
+            outcomes.append(Outcome(number))
+            continue
+        try:
+            outcomes.append(Outcome(number, convert(number, latest not in present)))
+        except (Interrupted, Terminated):
+            raise
+        except CkptError as error:
+            if connect().world > 1:
+                raise
+            outcomes.append(Outcome(number, error=error))
+    return outcomes
+
+
+def all_iterations(source: str) -> tuple[list[int | None], int | None]:
+    """Every iteration of a run's root in the order of conversion, and the latest (None: a release).
+
+    Raises:
+        UsageError: `source` is not a run's root.
+        Otherwise, where it holds no iteration, the errors of `locate`.
+    """
+    numbers: list[int | None] = list(iteration_numbers(source))
+    try:
+        location = locate(source)
+    except CkptError:
+        if not numbers:
+            raise
+        return numbers, numbers[-1]  # the latest is damaged, or the tracker; the others need not be
+    if not is_root(source, location):
+        raise UsageError(f"--iteration all: {source} is one checkpoint, not a run's root")
+    return [*(n for n in numbers if n != location.iteration), location.iteration], location.iteration
+
+
+def is_there(output: str, number: int, kind: str) -> bool:
+    """Whether the root `output` holds a whole checkpoint of this iteration and kind."""
+    try:
+        return locate(f"{output.rstrip('/')}/iter_{number:07d}").kind == kind
+    except CkptError:
+        return False
+
+
+def exit_code(outcomes: list[Outcome]) -> int:
+    """The worst of all."""
+    return max((o.error.exit_code for o in outcomes if o.error is not None), default=0)
+
+
+def as_json(outcomes: list[Outcome]) -> dict[str, Any]:
+    """The reports and the rest as plain data, with its schema version."""
+    return {
+        "schema_version": 1,
+        "iterations": [o.report.as_json() for o in outcomes if o.report is not None],
+        "already_there": [o.iteration for o in outcomes if o.report is None and o.error is None],
+        "failed": [
+            {"iteration": o.iteration, "exit_code": o.error.exit_code, "error": str(o.error)}
+            for o in outcomes
+            if o.error is not None
+        ],
+    }

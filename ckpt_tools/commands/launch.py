@@ -1,0 +1,259 @@
+"""The command that starts a Megatron-FSDP job on a checkpoint, with the flags of the model that it holds."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt_tools.formats.unpickle import StandIn, TorchDtype
+from ckpt_tools.verify.facts import Facts, before
+from ckpt_tools.verify.job import BRIDGE
+from ckpt_tools.verify.megatron_args import Flag, flag_words, flags_of
+from ckpt_tools.verify.model_rules import decoder_layers, gated_delta_nets
+from ckpt_tools.verify.rules import wanted_rows
+
+_SAID: Mapping[str, tuple[type, ...]] = {
+    "str": (str,), "int": (int,), "float": (int, float), "bool": (), "tuple": (int,), "pattern": (int,)
+}  # fmt: skip
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "uint8": "fp8"}
+# Settings of the run before that do not go over to the job: places, the 3D-parallel layout, what validate_args itself
+# filled in and refuses to be given, and what belongs to one machine or one evening.
+_LEFT_OUT = re.compile(
+    r"load|save|save_.*|pretrained_checkpoint|.*_(path|dir|file|url)|.*data_path|tokenizer_model|yaml_cfg|mock_data"
+    r"|dump_.*|.*pipeline.*|decoder_(first|last)_.*|account_for_.*|overlap_p2p_.*|align_.*|defer_embedding_.*"
+    r"|encoder_(num_layers|seq_length)|(start|end)_weight_decay|add_position_embedding|eval_(global|micro)_batch_size"
+    r"|moe_(deepep|hybridep)_num_sms|high_priority_stream_groups|padded_vocab_size|.*_num_weight_shards"
+    r"|finetune|no_(load|save)_.*|use_checkpoint_args|auto_detect_.*|ckpt_.*|dist_ckpt_.*|async_.*|non_persistent_.*"
+    r"|exit_.*|profile.*|log_.*|tensorboard_.*|wandb_.*|one_logger_.*|timing_.*|record_.*|memory_.*|enable_msc"
+    r"|(rl|grpo|langrl|inference|export|muon|inprocess|error_injection|mamba_inference)_.*|distributed_.*|local_rank"
+    r"|lazy_mpu_init|iterations_to_skip|result_.*|check_weight_hash_.*|rank|world_size|.*_interval|num_workers"
+    r"|use_torch_fsdp2|torch_fsdp2_.*|use_tp_pp_dp_mapping|hybrid_context_parallel|ddp_.*|reuse_grad_buf_.*"
+    r"|overlap_param_gather_with_optimizer_step|dist_url|use_gloo_process_groups"
+)
+# Their defaults differ between versions, or are what a reader looks for first.
+_ALWAYS_SAID = (
+    "data_parallel_sharding_strategy",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+)
+_OLD_NAMES = {"layernorm_epsilon": "norm_epsilon", "layernorm_zero_centered_gamma": "apply_layernorm_1p"}
+_OF_FSDP = re.compile(
+    r"(outer_dp_sharding_strategy|num_distributed_optimizer_instances|megatron_fsdp_.*|fsdp_.*|nccl_ub)"
+)
+# Of Megatron-Bridge's `model` section: its name, and that of Megatron-LM's argument where it is another.
+_BRIDGE_MODEL: Mapping[str, str] = {
+    name: argument or name
+    for name, _, argument in (
+        entry.partition("=")
+        for entry in (
+            "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+            "vocab_size", "make_vocab_size_divisible_by", "seq_length", "normalization", "add_bias_linear",
+            "add_qkv_bias", "qk_layernorm", "layernorm_epsilon", "position_embedding_type", "rotary_base",
+            "rotary_percent", "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim",
+            "qk_pos_emb_head_dim", "v_head_dim", "num_moe_experts=num_experts", "moe_ffn_hidden_size",
+            "moe_shared_expert_intermediate_size", "moe_layer_freq", "moe_router_topk", "moe_grouped_gemm",
+            "moe_router_enable_expert_bias", "mtp_num_layers", "transformer_impl", "should_pad_vocab",
+            "gated_linear_unit=swiglu", "share_embeddings_and_output_weights", "expert_model_parallel_size",
+            "context_parallel_size",
+        )
+    )
+}  # fmt: skip
+
+
+def _is_override(word: str) -> bool:
+    name, equals, _ = word.partition("=")
+    return bool(equals) and "." in name and "/" not in name
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """`words` of the command, after shell lines for the `environment`."""
+
+    environment: tuple[str, ...]
+    words: tuple[str, ...]
+
+    @property
+    def command(self) -> str:
+        """The command as a shell reads it, a line a flag."""
+        lines: list[list[str]] = [[]]
+        for word in self.words:
+            if word.startswith("--") or word.endswith(".py") or _is_override(word):
+                lines.append([])
+            lines[-1].append(shlex.quote(word))
+        return " \\\n    ".join(" ".join(line) for line in lines)
+
+
+def launch(facts: Facts, load: str) -> Launch:
+    """The command of a job that goes on from the checkpoint at `load`, by the settings of the run that wrote it."""
+    words = _bridge(facts, load) if facts.job.program == BRIDGE else _megatron(facts, load)
+    return Launch(("unset CUDA_DEVICE_MAX_CONNECTIONS",), ("torchrun", *words))
+
+
+def _megatron(f: Facts, load: str) -> Iterator[str]:
+    version = f.job.program
+    settings = _settings(f, version)
+    yield from ("--nproc-per-node", str(_ranks(settings)), _script(f))
+    yield from ("--load", load)
+    for name in sorted(settings):
+        yield from flag_words(name, settings[name], version, name in _ALWAYS_SAID) or ()
+    yield from _data(f)
+
+
+def _settings(f: Facts, version: str) -> dict[str, Any]:
+    """Every setting that the job is given, by name: the run's before, but for what Megatron-FSDP decides."""
+    args, native = f.args, bool(f.args.get("use_megatron_fsdp"))
+    found: dict[str, Any] = {}
+    for flag in flags_of(version):
+        value = _plain(args.get(flag.name, args.get(_OLD_NAMES.get(flag.name, ""))), flag)
+        own = native or not _OF_FSDP.fullmatch(flag.name)
+        if value is not None and own and not _LEFT_OUT.fullmatch(flag.name):
+            found[flag.name] = value
+    found |= _decided(f)
+    if found.get("expert_tensor_parallel_size") == args.get("tensor_model_parallel_size"):
+        found.pop("expert_tensor_parallel_size", None)  # the default: as many as the job's other tensors
+    if found.get("num_query_groups", 1) not in (1, found.get("num_attention_heads")):
+        found["group_query_attention"] = True  # Bridge has no such switch
+    if f.tp == 1:
+        found.pop("sequence_parallel", None)
+    if found.get("num_layers") is not None and found.get("hybrid_layer_pattern") is not None:
+        del found["num_layers"]  # Megatron counts the pattern, and refuses both
+    found.setdefault("micro_batch_size", 1)
+    found.setdefault("seq_length", found.get("max_position_embeddings", args.get("encoder_seq_length")))
+    found.setdefault("max_position_embeddings", found["seq_length"])
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _decided(f: Facts) -> dict[str, Any]:
+    """What the checkpoint and Megatron-FSDP decide, whatever the run before was given."""
+    stored = f.stored
+    decided: dict[str, Any] = {
+        "use_megatron_fsdp": True,
+        "data_parallel_sharding_strategy": "optim_grads_params",
+        "use_distributed_optimizer": True,
+        "gradient_accumulation_fusion": False,
+        "ckpt_format": "fsdp_dtensor",
+        "tensor_model_parallel_size": f.tp,
+        "pipeline_model_parallel_size": 1,
+        "padded_vocab_size": _padded(f),
+    }
+    if stored.gated is not None:
+        decided["swiglu"] = stored.gated
+    if stored.sequential_experts is not None:
+        decided["moe_grouped_gemm"] = not stored.sequential_experts
+    if stored.output_layer is not None:
+        decided["untie_embeddings_and_output_weights"] = stored.output_layer
+    if stored.local_norms is not None:
+        decided["transformer_impl"] = "local" if stored.local_norms else "transformer_engine"
+    delta_nets = gated_delta_nets(stored.shapes)
+    if delta_nets and f.args.get("experimental_attention_variant") is None:
+        decided["experimental_attention_variant"] = "gated_delta_net"
+        decided["linear_attention_freq"] = [
+            int(i in delta_nets) for i in range(decoder_layers(stored.shapes))
+        ]
+    if stored.mtp_layers:
+        decided["mtp_num_layers"] = stored.mtp_layers
+    if not f.states and f.job.program in before("core-0.19"):
+        decided["finetune"] = True
+    elif not all((0, rank) in f.rng_ranks for rank in range(f.tp)):
+        decided["no_load_rng"] = True
+    return decided
+
+
+def _padded(f: Facts) -> int | None:
+    """The stored rows, where no padding that the job would do by itself gives them."""
+    return None if f.stored.rows in (None, wanted_rows(f, f.args)) else f.stored.rows
+
+
+def _plain(value: Any, flag: Flag) -> Any:
+    """A stored argument as its flag takes it; None for what it cannot say."""
+    if isinstance(value, TorchDtype):
+        return _DTYPES.get(value.name)
+    if isinstance(value, StandIn):  # a member of an enum that counts from 1
+        number = value.args[0] if len(value.args) == 1 else None
+        choices = flag.choices or ()
+        return choices[number - 1] if isinstance(number, int) and 0 < number <= len(choices) else None
+    if flag.kind != "store":
+        return value if isinstance(value, bool) else None
+    many = flag.nargs is not None or flag.type in ("tuple", "pattern")
+    items = value if many and isinstance(value, list | tuple) else [value]
+    fits = all(isinstance(item, _SAID[flag.type]) and not isinstance(item, bool) for item in items)
+    return value if fits else None
+
+
+def _ranks(settings: Mapping[str, Any]) -> int:
+    """The fewest GPUs on which the job's parallel sizes fit."""
+
+    def size(name: str, default: int = 1) -> int:
+        found = settings.get(name, default)
+        return found if isinstance(found, int) and found > 0 else default
+
+    tp = size("tensor_model_parallel_size")
+    dense = tp * size("context_parallel_size")
+    sparse = size("expert_tensor_parallel_size", tp) * size("expert_model_parallel_size")
+    return math.lcm(dense, sparse) * size("num_distributed_optimizer_instances")
+
+
+def _script(f: Facts) -> str:
+    if any(name.startswith("vision_model.") for name in f.stored.shapes):
+        return "pretrain_vlm.py"
+    if any(".mixer." in name for name in f.stored.shapes):
+        return "pretrain_mamba.py" if f.job.program in before("core-0.19") else "pretrain_hybrid.py"
+    return "pretrain_gpt.py"
+
+
+def _data(f: Facts) -> Iterator[str]:
+    """Data and tokenizer: their places are for the user to fill in."""
+    if f.args.get("mock_data"):
+        yield "--mock-data"
+    else:
+        yield from ("--data-path", "DATA_PATH")
+    if f.args.get("tokenizer_type") is None:
+        yield from ("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "TOKENIZER_MODEL")
+    for name in ("tokenizer_model", "vocab_file", "merge_file"):
+        if f.args.get(name) is not None:
+            yield from ("--" + name.replace("_", "-"), name.upper())
+
+
+def _bridge(f: Facts, load: str) -> Iterator[str]:
+    """Bridge's runner: a recipe of the model's family, and what the checkpoint decides about it."""
+    model = {name: f.args.get(argument, f.args.get(name)) for name, argument in _BRIDGE_MODEL.items()}
+    decided = _decided(f)
+    model |= {name: decided[name] for name in ("transformer_impl", "moe_grouped_gemm") if name in decided}
+    if (untied := f.stored.output_layer) is not None:
+        model["share_embeddings_and_output_weights"] = not untied
+    if (rows := decided["padded_vocab_size"]) is not None:
+        model |= {"vocab_size": rows, "should_pad_vocab": False}
+    model |= {
+        "tensor_model_parallel_size": f.tp,
+        "pipeline_model_parallel_size": 1,
+        "gradient_accumulation_fusion": False,
+    }
+    settings = {f"model.{name}": value for name, value in model.items()} | {
+        "dist.use_megatron_fsdp": True,
+        "ddp.use_megatron_fsdp": True,
+        "ddp.data_parallel_sharding_strategy": "optim_grads_params",
+        "checkpoint.ckpt_format": "fsdp_dtensor",
+        "checkpoint.load": load,
+        "checkpoint.strict_fsdp_dtensor_load": True,
+        "checkpoint.load_optim": bool(f.states),
+        "checkpoint.load_rng": all((0, rank) in f.rng_ranks for rank in range(f.tp)),
+    }
+    yield from (
+        "--nproc-per-node",
+        str(_ranks(model)),
+        "scripts/training/run_recipe.py",
+        "--recipe",
+        "RECIPE",
+    )
+    for name, value in settings.items():
+        if isinstance(value, bool | int | float) or (
+            isinstance(value, list) and set(map(type, value)) <= {int}
+        ):
+            yield f"{name}={json.dumps(value, separators=(',', ':'))}"
+        elif isinstance(value, str):
+            yield f"{name}={value}"

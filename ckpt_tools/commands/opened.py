@@ -1,0 +1,46 @@
+"""A checkpoint opened for reading: where it is, its files, what it holds, and its common state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckpt_tools.formats.dcp import read_catalog
+from ckpt_tools.formats.detect import Location, locate
+from ckpt_tools.formats.files import Files, open_files
+from ckpt_tools.formats.safetensors import read_safetensors_catalog
+from ckpt_tools.megatron.common_state import CommonState, read_common_state
+from ckpt_tools.model.catalog import Catalog
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Close it when done, or use it in a `with`."""
+
+    location: Location
+    files: Files
+    catalog: Catalog
+    common: CommonState
+    trust_pickle: bool = False
+
+    def __enter__(self) -> Opened:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.files.close()
+
+
+def open_checkpoint(path: str, iteration: int | None = None, trust_pickle: bool = False) -> Opened:
+    """The checkpoint that `path` means.
+
+    Raises the errors of `locate`, `read_catalog` and `read_common_state`.
+    """
+    location = locate(path, iteration)
+    files = open_files(location.path)
+    try:
+        if location.kind == "safetensors":
+            return Opened(location, files, read_safetensors_catalog(location.path), CommonState({}, None))
+        catalog = read_catalog(files, trust_pickle)
+        return Opened(location, files, catalog, read_common_state(files, catalog, trust_pickle), trust_pickle)
+    except BaseException:
+        files.close()
+        raise

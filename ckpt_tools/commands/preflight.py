@@ -1,0 +1,292 @@
+"""`preflight`: will a Megatron-FSDP job load this checkpoint, and how is it launched; told before a GPU is held."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+
+from ckpt_tools.commands.close_names import close_names
+from ckpt_tools.commands.launch import Launch, launch
+from ckpt_tools.commands.opened import Opened, open_checkpoint
+from ckpt_tools.errors import UsageError
+from ckpt_tools.formats.documents import DocumentError, read_named_file
+from ckpt_tools.megatron.fsdp_dtensor import RNG_KEY
+from ckpt_tools.megatron.hybrid import is_hybrid
+from ckpt_tools.megatron.torch_dist import is_optimizer_key, layer_counts
+from ckpt_tools.verify import meaning
+from ckpt_tools.verify.facts import Facts, Rule, Stored
+from ckpt_tools.verify.job import (
+    BRIDGE,
+    MAIN,
+    PROGRAMS,
+    Job,
+    command_words,
+    is_bridge_command,
+    merge,
+    parse_command,
+    parse_yaml,
+    with_checkpoint_args,
+)
+from ckpt_tools.verify.place import check_entries
+from ckpt_tools.verify.report import ERROR, WARNING, Check, Finding, Report
+from ckpt_tools.verify.rules import RULES
+
+_ENVIRONMENT = "unset CUDA_DEVICE_MAX_CONNECTIONS"
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+_LAYER = re.compile(r"^(?P<layer>.*\blayers\.\d+\.(?:\w+_layer\.)?)(?P<rest>.+)$")
+_SCRIPTS = ("pretrain_gpt.py", "pretrain_mamba.py", "pretrain_hybrid.py")  # others may add flags of their own
+_RNG_RANK = re.compile(r"rng_state\.\((\d{1,9}), (\d{1,9})\)")
+_PACKED = re.compile(r"^(?P<module>.*\.)(?:in_proj\.|conv1d[._])(?:weight|bias)$")
+# Norms that Transformer Engine's projections have inside, and the modules of their own that stand for them elsewhere,
+# each beside the weight that it belongs to: MLA's input norm and that of experts are apart in every spec.
+_FUSED_NORM = re.compile(r"\.layer_norm_weight$")
+_NORM_APART = (
+    ("input_layernorm.weight", "self_attention.linear_qkv.weight"),
+    ("input_layernorm.weight", "self_attention.in_proj.weight"),
+    ("pre_mlp_layernorm.weight", "mlp.linear_fc1.weight"),
+    ("self_attention.kv_layernorm.weight", "self_attention.linear_kv_up_proj.weight"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """The rules' verdicts, the program they were made for, and how the job is launched.
+
+    There is no `launch` when it is not ready, and where the job is described without the script that runs it.
+    """
+
+    report: Report
+    program: str
+    launch: Launch | None
+
+
+def preflight(
+    checkpoint: str,
+    words: Sequence[str] = (),
+    yaml_file: Path | None = None,
+    iteration: int | None = None,
+    trust_pickle: bool = False,
+    target: str | None = None,
+) -> Preflight:
+    """Every rule on the checkpoint and on the job that is to load it.
+
+    `target` is the program that runs the job. The job is what `words` and `yaml_file` describe; without them the one
+    that the checkpoint's own arguments describe, which is the one that `launch` starts.
+
+    Raises:
+        UsageError: the YAML file or the command line cannot be read, or `target` is not a known program.
+        Otherwise the errors of opening a checkpoint.
+    """
+    if target is not None and target not in PROGRAMS:
+        raise UsageError(
+            f"{target!r} is not a program that loads checkpoints; known are {', '.join(PROGRAMS)}"
+        )
+    words = command_words(words)
+    with open_checkpoint(checkpoint, iteration, trust_pickle) as opened:
+        about, packed_for = _about(opened)
+        program = target or _program(about, words, yaml_file)
+        job = _described(words, yaml_file, program)
+        start = None
+        if job is not None:
+            start = Launch((_ENVIRONMENT,), tuple(words)) if job.script is not None else None
+        elif about.kind == "fsdp_dtensor":
+            sizes = {"tensor_model_parallel_size": packed_for or 1}
+            start = launch(replace(about, job=Job(sizes, program=program)), _load_path(opened))
+            job = parse_command(start.words, program)
+        facts = replace(about, job=with_checkpoint_args(job or Job(program=program), about.args))
+        checks = [_flags_check(facts.job)] if job is not None else []
+        checks += [run_rule(rule, facts) for rule in RULES if _applies(rule, facts, job is not None)]
+        checks += _stored_checks(opened)
+        report = Report(opened.location.path, opened.location.kind, tuple(checks))
+        return Preflight(report, facts.job.program, start if report.is_valid else None)
+
+
+def run_rule(rule: Rule, facts: Facts) -> Check:
+    """The verdict of one rule; settings that it cannot compare are not what Megatron takes."""
+    try:
+        found = rule.broken(facts)
+    except (TypeError, ValueError, ArithmeticError) as error:
+        found = (
+            f"the settings cannot be judged ({error}): one has a type or value that Megatron does not take"
+        )
+    findings = () if found is None else (Finding(rule.name, rule.severity, found, rule.why, rule.fix),)
+    return Check(rule.name, "rules", 1, findings, source=rule.where)
+
+
+def _applies(rule: Rule, facts: Facts, has_job: bool) -> bool:
+    if not rule.on_job:
+        return True
+    return has_job and facts.job.refused is None and facts.job.program in rule.programs
+
+
+def _described(words: Sequence[str], yaml_file: Path | None, program: str) -> Job | None:
+    """The job that the user describes, None when there is no description."""
+    job = None
+    if yaml_file is not None:
+        try:
+            job = parse_yaml(read_named_file(yaml_file), str(yaml_file), program)
+        except (OSError, DocumentError) as error:
+            raise UsageError(f"{yaml_file}: {error}") from None
+    if words:
+        command = parse_command(words, program if job is None else job.program)
+        job = command if job is None else merge(job, command)
+    return job
+
+
+def _program(about: Facts, words: Sequence[str], yaml_file: Path | None) -> str:
+    """Which program runs the job: its command says it, else the conversion, else the checkpoint's writer."""
+    if is_bridge_command(words):
+        return BRIDGE
+    written_for = about.target if about.target in PROGRAMS else None
+    if written_for is not None and (written_for != BRIDGE or not (words or yaml_file)):
+        return written_for
+    return BRIDGE if about.by_bridge and not (words or yaml_file) else MAIN
+
+
+def _about(opened: Opened) -> tuple[Facts, int | None]:
+    """What the checkpoint tells about the job that can load it, and that job's tensor-parallel size."""
+    catalog, common, kind = opened.catalog, opened.common, opened.location.kind
+    is_fsdp = kind == "fsdp_dtensor"
+    weights = meaning.fsdp_weights(catalog) if is_fsdp else meaning.torch_dist_weights(catalog)[0]
+    shapes = {weight.name: weight.shape for weight in weights}
+    keys = (*catalog.tensors, *catalog.objects)
+    if is_fsdp:
+        ranks = {(int(m[1]), int(m[2])) for m in map(_RNG_RANK.match, keys) if m}
+        states = {m["kind"] for m in map(meaning.FSDP_STATE.match, catalog.tensors) if m} - {"step"}
+    else:
+        ranks = {(int(m[1]), int(m[2])) for m in map(RNG_KEY.match, catalog.objects) if m}
+        states = {"any"} if any(is_optimizer_key(key) for key in keys) else set()
+    record = _target_of(opened, shapes, ranks)
+    facts = Facts(
+        kind=kind,
+        args=common.args or common.model_config,
+        by_bridge=not common.args and bool(common.model_config),
+        stored=stored_style(shapes, is_fsdp),
+        has_args="args" in catalog.objects or not opened.location.has_run_config,
+        states=frozenset(states),
+        rng_ranks=frozenset(ranks),
+        tp_of_packed=record.tp,
+        packed=record.packed if is_fsdp else (),
+        target=record.program,
+        tokens=record.tokens,
+    )
+    size = record.tp or facts.args.get("tensor_model_parallel_size")
+    return facts, size if isinstance(size, int) and size > 0 else None
+
+
+def stored_style(shapes: Mapping[str, tuple[int, ...]], is_fsdp: bool) -> Stored:
+    """What names and shapes of the weights tell about the model; how it is spelled only where it is spelled live."""
+    rows = next((shape[0] for name, shape in shapes.items() if name.endswith(EMBEDDING) and shape), None)
+    output = any(name.endswith(OUTPUT) for name in shapes) if rows is not None else None
+    mtp = next((n for block, n in layer_counts(shapes).items() if ".mtp." in f".{block}"), 0)
+    if not is_fsdp:
+        return Stored(shapes, rows, output, mtp_layers=mtp)
+    fc1 = [name for name in shapes if ".linear_fc1.weight" in name]
+    experts = [name for name in shapes if ".experts." in name]
+    return Stored(
+        shapes,
+        rows,
+        output,
+        gated=any(name.endswith(("_w", "_v")) for name in fc1) if fc1 else None,
+        sequential_experts=any(".local_experts." in name for name in experts) if experts else None,
+        local_norms=local_norms(shapes),
+        mtp_layers=mtp,
+    )
+
+
+def local_norms(names: Collection[str]) -> bool | None:
+    """Whether norms are modules of their own that Transformer Engine would fuse; None where nothing tells.
+
+    A module `input_layernorm` alone tells nothing: before MLA's projections it stands in every layer spec.
+    """
+    rests: dict[str, set[str]] = {}
+    for match in filter(None, map(_LAYER.match, names)):
+        rests.setdefault(match["layer"], set()).add(match["rest"].removesuffix("_w"))
+    fused = any(_FUSED_NORM.search(f".{rest}") for layer in rests.values() for rest in layer)
+    apart = any({norm, weight} <= layer for layer in rests.values() for norm, weight in _NORM_APART)
+    return apart if fused != apart and not is_hybrid(names) else None  # a HybridModel has one spec only
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """The job that a conversion was made for, as far as anything tells."""
+
+    tp: int | None = None
+    packed: tuple[str, ...] = ()
+    program: str | None = None
+    tokens: int | None = None
+
+
+def _target_of(opened: Opened, names: Iterable[str], rng: Collection[tuple[int, int]]) -> _Target:
+    """The job that the checkpoint was written for: by its record, its rng states, its arguments."""
+    try:
+        reader = import_module("ckpt_tools.megatron.record")
+    except ModuleNotFoundError:  # conversions are not recorded yet
+        held = max((tp + 1 for _, tp in rng), default=None)
+        return _Target(held or opened.common.args.get("tensor_model_parallel_size"), _packed(names))
+    record = reader.read_record(opened.files)
+    size = reader.stored_tp(record, rng, opened.common.args)
+    tp = None if size is None else size.ranks
+    return _Target(tp, _packed(names), getattr(record, "target", None), getattr(record, "tokens", None))
+
+
+def _packed(names: Iterable[str]) -> tuple[str, ...]:
+    """The projections whose rows are grouped by tensor-parallel rank: of gated delta nets and Mamba mixers."""
+    live = set(names)
+    return tuple(
+        name for name in sorted(live) if (m := _PACKED.match(name)) and f"{m['module']}A_log" in live
+    )
+
+
+def _flags_check(job: Job) -> Check:
+    """Whether the program's own parser takes the command line."""
+    source = f"training/arguments.py parse_args ({job.program})"
+    if job.is_bridge:
+        return Check("flags", "settings", len(job.given), (), source="Megatron-Bridge run_recipe.py")
+    findings = []
+    if job.refused is not None:
+        findings.append(Finding("flags", ERROR, job.refused, f"the parser of Megatron-LM {job.program} stops at it",
+                                "give the flag as that version takes it"))  # fmt: skip
+    known_script = job.script is None or Path(job.script).name in _SCRIPTS
+    for word in job.unknown:
+        severity = ERROR if known_script else WARNING
+        findings.append(
+            Finding("flags", severity, word, f"Megatron-LM {job.program} knows no such flag", _meant(word))
+        )
+    return Check("flags", "flags", len(job.given) + len(job.unknown), tuple(findings), source=source)
+
+
+def _meant(word: str) -> str:
+    """What to write in the place of a word that no flag takes."""
+    from ckpt_tools.verify.megatron_args import flags_of, versions_with
+
+    option = word.partition("=")[0]
+    if others := versions_with(option):
+        return f"drop it, or run one of {', '.join(others)} (--target)"
+    close = (
+        close_names(option, [o for flag in flags_of(MAIN) for o in flag.options])
+        if option[:2] == "--"
+        else []
+    )
+    return f"did you mean {', '.join(close)}?" if close else "drop it"
+
+
+def _load_path(opened: Opened) -> str:
+    return opened.location.root or opened.location.path
+
+
+def _stored_checks(opened: Opened) -> list[Check]:
+    """The checks of `verify` that decide whether a strict load finds every key it asks for."""
+    if opened.location.kind != "fsdp_dtensor":
+        return []
+    weights = meaning.fsdp_weights(opened.catalog)
+    return [
+        check_entries(opened.location, opened.catalog, opened.common),
+        meaning.check_layers(weights, (), opened.common),
+        meaning.check_experts(weights, opened.common),
+        meaning.check_fsdp_states(opened.catalog, opened.common),
+        meaning.check_fsdp_groups(opened.catalog),
+    ]

@@ -1,0 +1,320 @@
+"""`slice`: a few layers of a checkpoint as a small, whole checkpoint of its own, for tests and CI.
+
+Layers are renumbered from 0 and the stored arguments say so. Optimizer states that are flattened or in buckets come
+out as `fully_reshardable`: a part of a bucket is no bucket.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt_tools.commands.opened import Opened, open_checkpoint
+from ckpt_tools.commands.rewrite import Edited, EditOptions, rewrite
+from ckpt_tools.errors import UnsupportedCheckpointError, UsageError
+from ckpt_tools.formats.container import read_archive
+from ckpt_tools.formats.documents import parse_yaml
+from ckpt_tools.formats.files import read_whole
+from ckpt_tools.formats.pickling import dump_archive
+from ckpt_tools.formats.unpickle import StandIn
+from ckpt_tools.megatron.common_state import COMMON_FILE, COMMON_OBJECT, RUN_CONFIG
+from ckpt_tools.megatron.optimizer_layouts.states import MASTER, OptimizerStates, StateTensor
+from ckpt_tools.megatron.source import TorchDistSource, read_torch_dist
+from ckpt_tools.megatron.to_torch_dist import CONTENT_METADATA, OPTIMIZER_METADATA
+from ckpt_tools.megatron.torch_dist import is_optimizer_key, layer_counts, stacked_axes
+from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.model import Model
+from ckpt_tools.model.target import Source, Target, TargetObject, TargetTensor
+from ckpt_tools.model.views import Insert, Narrow, Place, Step
+from ckpt_tools.verify.meaning import fsdp_weights, torch_dist_weights
+
+_PREFIX = {
+    "torch_dist": re.compile(r"^(?:(?:chained_\d+\.)?optimizer\.state\.[^.]+\.)?"),
+    "fsdp_dtensor": re.compile(
+        r"^(?:(?:model|optimizer\.state|optimizer\.param_to_group_meta)\.(?:module\.)*)?"
+    ),
+}
+_NUMBER = re.compile(r"(\d+)(?=\.)")
+_SHARD = re.compile(r"^(?P<key>.*)/shard_(?P<offsets>\d+(?:\.\d+)*)_(?P<shape>\d+(?:\.\d+)*)$")
+_NATURAL = ("none", "fully_reshardable", "non_distributed")
+_COUNTS = ("num_layers", "encoder_num_layers")
+_PATTERNS = ("moe_layer_freq", "linear_attention_freq", "hybrid_layer_pattern", "hybrid_override_pattern")
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Layers `[start, stop)` of the `count` layers of a block (`decoder.layers.`)."""
+
+    block: str
+    start: int
+    stop: int
+    count: int
+    prefix: re.Pattern[str]  # what stands before a weight's name in a key
+
+    def key(self, key: str) -> str | None:
+        """The key with its layer renumbered, the same for other keys, None for a layer that is left out."""
+        shard = _SHARD.match(key)
+        if shard and self.is_stacked(key):
+            return self._shard(shard)
+        head, name = self._split(key)
+        number = _NUMBER.match(name, len(self.block)) if name.startswith(self.block) else None
+        if number is None:
+            return key
+        layer = int(number[1])
+        if not self.start <= layer < self.stop:
+            return None
+        return f"{head}{self.block}{layer - self.start}{name[number.end() :]}"
+
+    def is_stacked(self, key: str) -> bool:
+        """Whether the key's tensor or object has the block's layers along its first axis."""
+        _, name = self._split(key)
+        return name.startswith(self.block) and not _NUMBER.match(name, len(self.block))
+
+    def _split(self, key: str) -> tuple[str, str]:
+        match = self.prefix.match(key)
+        end = match.end() if match else 0
+        return key[:end], key[end:]
+
+    def _shard(self, shard: re.Match[str]) -> str | None:
+        """The key of one layer's object, `<key>/shard_<offsets>_<shape>`, in the new numbering."""
+        layer, *offsets = map(int, shard["offsets"].split("."))
+        _, *shape = map(int, shard["shape"].split("."))
+        if not self.start <= layer < self.stop:
+            return None
+        place = ".".join(map(str, (layer - self.start, *offsets)))
+        return f"{shard['key']}/shard_{place}_{'.'.join(map(str, (self.stop - self.start, *shape)))}"
+
+
+def slice_layers(
+    source: str,
+    output: str,
+    layers: str,
+    block: str | None = None,
+    options: EditOptions | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Edited:
+    """Write layers `start:stop` of the checkpoint at `source` to `output`.
+
+    `block` is the module that holds the layers; None for `decoder.layers.`, or the only one there is.
+
+    Raises:
+        UsageError: not a range of layers, or several blocks to choose from.
+        UnsupportedCheckpointError: neither `torch_dist` nor `fsdp_dtensor`.
+        Otherwise the errors of opening, planning and writing.
+    """
+    options = options or EditOptions()
+    with open_checkpoint(source, options.iteration, options.trust_pickle) as opened:
+        kind = opened.location.kind
+        if kind not in _PREFIX:
+            raise UnsupportedCheckpointError(
+                f"{opened.location.path} is of kind {kind}; torch_dist and fsdp_dtensor checkpoints have layers"
+            )
+        cut = choose_cut(opened, layers, block)
+        tensors, changed, catalog = _parts(opened, cut)
+        objects, blobs = _objects(opened, cut, changed)
+        target = Target(tuple(tensors), objects=tuple(objects))
+        report = rewrite(
+            source, opened, output, target, blobs, options,
+            catalog=catalog, companions=_companions(opened, cut, changed), progress=progress,
+        )  # fmt: skip
+    keys = [*opened.catalog.tensors, *opened.catalog.objects]
+    renamed = {key: cut.key(key) for key in keys}
+    return Edited(
+        source,
+        output,
+        len(target.tensors),
+        len(target.objects),
+        tuple(key for key, name in renamed.items() if name is None),
+        {key: name for key, name in renamed.items() if name not in (None, key)},
+        report,
+    )
+
+
+def _parts(opened: Opened, cut: Cut) -> tuple[list[TargetTensor], dict[str, Any], Catalog]:
+    """The tensors that stay, the common state (or `args` alone) made anew, and the catalog that holds the sources."""
+    if opened.location.kind == "torch_dist":
+        source = read_torch_dist(
+            opened.files, opened.catalog, trust_pickle=opened.trust_pickle, unknown_keys=True
+        )
+        return *_torch_dist_parts(opened, source, cut), source.model.catalog
+    args = {name: opened.common.values[name] for name in ("args",) if name in opened.common.values}
+    tensors = _kept_tensors(opened, cut, list(opened.catalog.tensors))
+    return tensors, _with_layers(args, cut), opened.catalog
+
+
+def choose_cut(opened: Opened, layers: str, block: str | None) -> Cut:
+    """The layers to keep, from `start:stop` as Python counts.
+
+    Raises:
+        UsageError: see `slice_layers`.
+    """
+    weights = (
+        fsdp_weights(opened.catalog)
+        if opened.location.kind == "fsdp_dtensor"
+        else torch_dist_weights(opened.catalog)[0]
+    )
+    counts = layer_counts(weight.name for weight in weights)
+    blocks = {name: n for name, n in counts.items() if ".mtp." not in f".{name}"}
+    if block is None:
+        block = "decoder.layers." if "decoder.layers." in blocks else next(iter(blocks), "")
+        if block != "decoder.layers." and len(blocks) != 1:
+            raise UsageError(f"choose the layers' module with --block; there are {sorted(blocks) or 'none'}")
+    block = f"{block.rstrip('.')}."
+    if block not in counts:
+        raise UsageError(f"--block {block}: there are no such layers; there are {sorted(counts)}")
+    match = re.fullmatch(r"(\d*):(\d*)", layers)
+    if match is None:
+        raise UsageError(f"--layers {layers!r}: expected a range like 0:2")
+    count = counts[block]
+    start, stop = int(match[1] or 0), int(match[2] or count)
+    if not 0 <= start < stop <= count:
+        raise UsageError(f"--layers {layers}: {block} has layers 0:{count}, and at least one must be left")
+    return Cut(block, start, stop, count, _PREFIX[opened.location.kind])
+
+
+def _kept_tensors(opened: Opened, cut: Cut, keys: Sequence[str]) -> list[TargetTensor]:
+    """The tensors of these keys that stay, cut along the layer axis where they have one."""
+    tensors = []
+    for key in keys:
+        entry, name = opened.catalog.tensors[key], cut.key(key)
+        if name is None:
+            continue
+        shape, view = entry.shape, tuple[Step, ...]()
+        if cut.is_stacked(key):
+            view = (Narrow(0, cut.start, cut.stop - cut.start),)
+            shape = (cut.stop - cut.start, *shape[1:])
+        path = opened.catalog.planner_paths.get(key, ()) if name == key else ()
+        tensors.append(TargetTensor(name, entry.dtype, shape, (Source(key, view),), path))
+    return tensors
+
+
+def _torch_dist_parts(
+    opened: Opened, source: TorchDistSource, cut: Cut
+) -> tuple[list[TargetTensor], dict[str, Any]]:
+    """The tensors of a sliced `torch_dist` checkpoint, and its common state."""
+    keys = list(opened.catalog.tensors)
+    common = _with_layers(opened.common.values, cut)
+    if source.states is None or source.states.layout in _NATURAL:
+        return _kept_tensors(opened, cut, keys), common
+    tensors = _kept_tensors(opened, cut, [key for key in keys if not is_optimizer_key(key)])
+    tensors += _states(source.states, opened, cut)
+    common["content_metadata"] = CONTENT_METADATA | OPTIMIZER_METADATA
+    common["optimizer"] = _optimizer(source.model)
+    return tensors, common
+
+
+def _states(states: OptimizerStates, opened: Opened, cut: Cut) -> list[TargetTensor]:
+    """Optimizer states of any layout under the keys and in the shapes of their weights."""
+    tensors = []
+    for (kind, key), state in states.states.items():
+        name = cut.key(key)
+        if name is None:
+            continue
+        shape = opened.catalog.tensors[key].shape
+        first, count = (
+            (cut.start, cut.stop - cut.start) if cut.is_stacked(key) else (0, shape[0] if shape else 1)
+        )
+        shape = (count, *shape[1:]) if shape else shape
+        spelled = "param" if kind == MASTER else kind
+        sources = _state_sources(state, stacked_axes(key), first, shape)
+        tensors.append(TargetTensor(f"optimizer.state.{spelled}.{name}", state.dtype, shape, sources))
+    return tensors
+
+
+def _state_sources(state: StateTensor, axes: int, first: int, shape: tuple[int, ...]) -> tuple[Source, ...]:
+    """Sources that tile rows `[first, first + shape[0])` of a state, of which `axes` leading axes are stacked."""
+    if state.whole is not None:
+        view = (*state.whole.view, Narrow(0, first, shape[0])) if shape else state.whole.view
+        return (Source(state.whole.key, view),)
+    sources = []
+    for lead, parts in state.slices.items():
+        at = tuple(lead)
+        if axes:
+            at = (lead[0] - first, *lead[1:])
+            if not 0 <= at[0] < shape[0]:
+                continue
+        inserts = tuple(Insert(0) for _ in range(axes))
+        place = Place((*at, *(0,) * (len(shape) - axes)), shape)
+        sources += [Source(part.key, (*part.view, *inserts, place)) for part in parts]
+    return tuple(sources)
+
+
+def _optimizer(model: Model) -> dict[Any, Any]:
+    """The optimizer entry of the common state as `fully_reshardable` has it."""
+    step = {} if model.step is None else {"step": model.step}
+    groups = [step | dict(group) for group in model.groups]
+    parts = [[g for g in groups if bool(g.get("is_expert_parallel")) is expert] for expert in (False, True)]
+    optimizers = [
+        {"optimizer": {"param_groups": part}, "param_state_sharding_type": "fully_reshardable"}
+        for part in parts
+    ]
+    return dict(enumerate(optimizers)) if parts[1] else optimizers[0]
+
+
+def _with_layers(values: Mapping[str, Any], cut: Cut) -> dict[str, Any]:
+    """A common state whose arguments have the new number of layers."""
+    args = values.get("args")
+    if not isinstance(args, StandIn) or not isinstance(args.state, dict):
+        return dict(values)
+    changed = type(args).__new__(type(args), *args.args, **args.kwargs)
+    changed.called, changed.items, changed.pairs = args.called, args.items, args.pairs
+    changed.state = args.state | sliced_settings(args.state, cut)
+    return {**values, "args": changed}
+
+
+def sliced_settings(settings: Mapping[str, Any], cut: Cut) -> dict[str, Any]:
+    """The settings that say how many layers there are, or something of each, for the layers kept.
+
+    Raises:
+        UsageError: a pattern that does not have one sign a layer.
+    """
+    changed: dict[str, Any] = {
+        name: cut.stop - cut.start for name in _COUNTS if settings.get(name) == cut.count
+    }
+    for name in _PATTERNS if changed else ():
+        pattern = settings.get(name)
+        if isinstance(pattern, int) and pattern > 1:  # every so many layers, counted from 0
+            pattern = [int(layer % pattern == 0) for layer in range(cut.count)]
+        if isinstance(pattern, list | str) and len(pattern) == cut.count:
+            changed[name] = pattern[cut.start : cut.stop]
+        elif isinstance(pattern, list | str):
+            raise UsageError(f"{name} = {pattern!r} does not have one entry for each of {cut.count} layers")
+    return changed
+
+
+def _objects(
+    opened: Opened, cut: Cut, changed: Mapping[str, Any]
+) -> tuple[list[TargetObject], list[tuple[str, bytes]]]:
+    """The objects that stay, with their archives: `args` or the common state made anew, others as they are."""
+    catalog, files = opened.catalog, opened.files
+    natural = not any(is_optimizer_key(k) and "/shard_" in k for k in catalog.objects)
+    objects, blobs = [], []
+    for key, entry in catalog.objects.items():
+        name = cut.key(key)
+        if name is None or (not natural and is_optimizer_key(key)):
+            continue
+        if key == COMMON_OBJECT:
+            archive = dump_archive([changed])
+        elif key == "args" and "args" in changed:
+            archive = dump_archive(changed["args"])
+        else:
+            archive = read_archive(files, entry.item)
+        objects.append(TargetObject(name, None, catalog.planner_paths.get(key, ()) if name == key else ()))
+        blobs.append((name, archive))
+    return objects, blobs
+
+
+def _companions(opened: Opened, cut: Cut, changed: Mapping[str, Any]) -> dict[str, bytes]:
+    """The small files beside the tensors that tell the number of layers."""
+    companions = {}
+    if opened.location.has_common_pt:
+        companions[COMMON_FILE] = dump_archive(dict(changed))
+    if opened.location.has_run_config:
+        import yaml
+
+        config = parse_yaml(read_whole(opened.files, RUN_CONFIG))
+        config["model"] |= sliced_settings(config["model"], cut)
+        companions[RUN_CONFIG] = yaml.safe_dump(config, sort_keys=False).encode()
+    return companions

@@ -1,0 +1,266 @@
+"""`verify`: is a checkpoint whole and sound, and are its bytes the ones that were written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckpt_tools.errors import (
+    CkptError,
+    CorruptCheckpointError,
+    StorageError,
+    UnsupportedCheckpointError,
+    UsageError,
+)
+from ckpt_tools.formats.dcp import read_catalog
+from ckpt_tools.formats.detect import TRACKER, Location, locate
+from ckpt_tools.formats.files import Files, open_files
+from ckpt_tools.formats.safetensors import read_safetensors_catalog
+from ckpt_tools.megatron.common_state import CommonState, read_common_state
+from ckpt_tools.megatron.optimizer_layouts.kinds import optimizer_layout
+from ckpt_tools.megatron.optimizer_layouts.reader import coalesced_buffers
+from ckpt_tools.megatron.source import read_torch_dist, stored_groups
+from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.verify import meaning
+from ckpt_tools.verify.integrity import INTEGRITY, check_integrity
+from ckpt_tools.verify.meter import Meter
+from ckpt_tools.verify.packing import check_packing
+from ckpt_tools.verify.place import check_entries, check_metadata_json, check_place
+from ckpt_tools.verify.report import Check, Findings, Report
+from ckpt_tools.verify.structure import (
+    all_items,
+    check_files,
+    check_frames,
+    check_planner,
+    check_plans,
+    check_shards,
+    check_tiling,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyOptions:
+    """How much to look at."""
+
+    content: bool = False  # read every byte
+    manifest: Path | None = None  # compared with
+    allow_nonfinite: bool = False
+    trust_pickle: bool = False
+    threads: int = 2
+    write_manifest: Path | None = None  # made, when the checkpoint is valid
+
+
+def verify_checkpoint(
+    path: str,
+    iteration: int | None = None,
+    options: VerifyOptions | None = None,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> Report:
+    """Every check that makes sense for the checkpoint at `path`; `progress` is told (bytes done, bytes in all).
+
+    Damage becomes findings of the report. `options.write_manifest` is written only when no check finds an error.
+
+    Raises:
+        UnsupportedCheckpointError: there is no checkpoint, or one of a kind that is not read.
+        UsageError: the manifest to compare with is absent or is not one; the one to write exists.
+        StorageError: the file system refuses to read.
+    """
+    options = options or VerifyOptions()
+    manifest = _read_manifest(options)
+    try:
+        location = locate(path, iteration)
+    except (CorruptCheckpointError, UnsupportedCheckpointError) as error:
+        if not open_files(path).exists(TRACKER):
+            raise
+        return Report(path, "unknown", (_failed("place", path, error),), content_read=False)
+    files = open_files(location.path)
+    try:
+        checks = tuple(_checks(location, files, options, manifest, Meter(progress)))
+        is_read = options.content or options.manifest is not None
+        return Report(location.path, location.kind, checks, is_read)
+    finally:
+        files.close()
+
+
+def _checks(
+    location: Location, files: Files, options: VerifyOptions, manifest: object, meter: Meter
+) -> list[Check]:
+    try:
+        catalog = _read_catalog(location, files, options)
+    except CorruptCheckpointError as error:
+        return [_failed("metadata", location.path, error)]
+    has_integrity = files.exists(INTEGRITY)
+    passes = options.content * (1 + has_integrity)
+    passes += 2 * (options.manifest is not None or options.write_manifest is not None)  # files and tensors
+    meter.total = passes * sum(item.length for _, item in all_items(catalog))
+    checks = []
+    common = CommonState({}, None)
+    if location.kind != "safetensors":
+        try:
+            common = read_common_state(files, catalog, options.trust_pickle)
+        except (CorruptCheckpointError, UnsupportedCheckpointError) as error:
+            checks.append(_failed("common state", location.path, error))
+    checks.append(_place(location, common))
+    checks += [check_tiling(catalog), check_planner(catalog), check_shards(catalog)]
+    if location.kind != "safetensors":
+        checks.append(check_plans(files, options.trust_pickle))
+    checks.append(check_files(files, catalog))
+    checks.append(check_frames(files, catalog, options.trust_pickle))
+    if location.has_metadata_json:
+        checks.append(check_metadata_json(files))
+    if has_integrity:
+        checks.append(check_integrity(files, options.content, meter))
+    checks += _meaning(location, files, catalog, common)
+    if options.content:
+        checks += _content(location, files, catalog, options, meter)
+    if manifest is not None or options.write_manifest is not None:
+        checks.append(_manifest(files, catalog, options, manifest, meter, not any(c.errors for c in checks)))
+    return checks
+
+
+def _read_catalog(location: Location, files: Files, options: VerifyOptions) -> Catalog:
+    if location.kind == "safetensors":
+        return read_safetensors_catalog(location.path)
+    return read_catalog(files, options.trust_pickle)
+
+
+def _place(location: Location, common: CommonState) -> Check:
+    root = open_files(location.root) if location.root is not None else None
+    try:
+        return check_place(location, root, common)
+    finally:
+        if root is not None:
+            root.close()
+
+
+def _meaning(location: Location, files: Files, catalog: Catalog, common: CommonState) -> list[Check]:
+    """The checks of what keys mean, for the formats whose keys have a meaning."""
+    if location.kind not in ("torch_dist", "fsdp_dtensor"):
+        return []
+    checks = [check_entries(location, catalog, common)]
+    if location.kind == "fsdp_dtensor":
+        weights, problems = meaning.fsdp_weights(catalog), list[str]()
+        checks += [meaning.check_fsdp_states(catalog, common), meaning.check_fsdp_groups(catalog)]
+        checks.append(check_packing(files, catalog, common))
+    else:
+        weights, problems = meaning.torch_dist_weights(catalog)
+        checks += _torch_dist_optimizer(files, catalog, common)
+    return [
+        *checks,
+        meaning.check_layers(weights, problems, common),
+        meaning.check_experts(weights, common),
+    ]
+
+
+def _torch_dist_optimizer(files: Files, catalog: Catalog, common: CommonState) -> list[Check]:
+    """The checks of optimizer states and groups."""
+    layout = optimizer_layout(catalog, common)
+    checks, groups, inside = list[Check](), tuple[Mapping[str, Any], ...](), set[str]()
+    try:
+        groups = stored_groups(files, catalog, common)
+        has_step = meaning.has_step(common.values.get("optimizer"))
+        checks.append(meaning.check_torch_dist_groups(layout != "none", groups, has_step))
+    except CkptError as error:
+        checks.append(_failed("groups", "optimizer", error))
+    try:
+        if layout == "dp_zero_gather_scatter":
+            buckets = [bucket for buffer in coalesced_buffers(files, catalog) for bucket in buffer.buckets]
+            inside = {kind for bucket in buckets for kind in bucket.states}
+        states = meaning.check_torch_dist_states(catalog, common, groups, inside)
+    except CkptError as error:
+        states = _failed("states", "optimizer", error)
+    return [states, *checks]
+
+
+def _content(
+    location: Location, files: Files, catalog: Catalog, options: VerifyOptions, meter: Meter
+) -> list[Check]:
+    from ckpt_tools.verify.content import scan_content
+
+    checks = list(
+        scan_content(
+            files, catalog, threads=options.threads, allow_nonfinite=options.allow_nonfinite, tick=meter
+        )
+    )
+    if location.kind == "torch_dist":
+        checks.append(_masters(files, catalog, options))
+    return checks
+
+
+def _masters(files: Files, catalog: Catalog, options: VerifyOptions) -> Check:
+    """Whether every fp32 master rounds to its stored weight."""
+    from ckpt_tools.commands.export_source import master_targets
+    from ckpt_tools.execute.check_masters import compare_masters
+
+    found = Findings("masters", "elements")
+    try:
+        model = read_torch_dist(files, catalog, trust_pickle=options.trust_pickle, unknown_keys=True).model
+        targets, recipe = master_targets(model), model.settings.fp8_recipe
+        report, problems = compare_masters(
+            files, model.catalog, targets, "all", threads=options.threads, fp8_recipe=recipe
+        )
+    except StorageError:
+        raise
+    except CkptError as error:
+        found.error("optimizer", str(error))
+        return found.done()
+    found.looked_at = report.elements
+    if report.fp8_by_position:
+        found.warning(
+            "optimizer",
+            f"the weights of {report.fp8_by_position} masters are held in FP8, and no one scale explains every "
+            "element: proven by position only",
+        )
+    for problem in problems:
+        element, _, values = problem.partition(": ")
+        found.error(element, f"{values}: the master does not round to the weight")
+    return found.done()
+
+
+def _read_manifest(options: VerifyOptions) -> object:
+    """The manifest to compare with, None for none; told before anything is read, as is one that cannot be written.
+
+    Raises:
+        UsageError: it is absent or not JSON, or the one to write is there already.
+    """
+    path, new = options.manifest, options.write_manifest
+    if new is not None and new.exists():
+        raise UsageError(f"{new} exists; delete it or choose another name. --manifest {new} compares with it")
+    if path is None:
+        return None
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise UsageError(f"there is no manifest {path}; --write-manifest {path} makes one") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is not a manifest ({error})") from None
+    except OSError as error:
+        raise StorageError(f"{path}: {error.strerror or error}") from error
+
+
+def _manifest(
+    files: Files, catalog: Catalog, options: VerifyOptions, stored: object, meter: Meter, is_valid: bool
+) -> Check:
+    from ckpt_tools.verify.manifest import check_manifest, make_manifest
+
+    if options.manifest is None and not is_valid:
+        found = Findings("manifest", "digests")
+        found.error(str(options.write_manifest), "not written: the checkpoint is not valid")
+        return found.done()
+    made = make_manifest(files, catalog, options.threads, meter)
+    found = Findings("manifest", "digests")
+    found.looked_at = len(made["files"]) + len(made["tensors"])
+    check = found.done() if options.manifest is None else check_manifest(stored, made)
+    if options.write_manifest is not None and is_valid and not check.errors:
+        options.write_manifest.write_text(json.dumps(made, indent=1) + "\n")
+    return check
+
+
+def _failed(check: str, where: str, error: CkptError) -> Check:
+    found = Findings(check, "checkpoints")
+    found.looked_at = 1
+    found.failure(where, error)
+    return found.done()

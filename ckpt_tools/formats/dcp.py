@@ -1,0 +1,385 @@
+"""`.metadata` of a torch distributed checkpoint, as a `Catalog`.
+
+Every writer's file is read: plain torch of any version, Megatron core 0.8 to main with its own root class,
+`all_local_plans` and `mcore_data`. Attributes that a version does not write are treated as absent.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Callable, Iterator, Mapping
+from operator import gt
+from typing import Any, TypeVar
+
+from ckpt_tools.errors import (
+    CkptError,
+    CorruptCheckpointError,
+    HostileCheckpointError,
+    UnsupportedCheckpointError,
+    list_problems,
+)
+from ckpt_tools.formats.files import Files, read_whole
+from ckpt_tools.formats.pickle_machine import Machine
+from ckpt_tools.formats.pickle_values import SIZE, Object, Pairs, Record
+from ckpt_tools.formats.pickled_names import brief
+from ckpt_tools.formats.records import CHUNK, STORED, Kind, integer, integers
+from ckpt_tools.formats.stored_classes import check_properties, check_storage_meta, fields_of, is_class
+from ckpt_tools.model.box import Box
+from ckpt_tools.model.catalog import MAX_DIMENSIONS, Catalog, Chunk, Item, ObjectEntry, TensorEntry
+from ckpt_tools.model.dtypes import ITEMSIZE
+
+METADATA = ".metadata"
+MAX_METADATA_BYTES = 8 << 30  # some tens of millions of chunks
+EAGER_BYTES = 2 << 20  # up to this size everything is decoded, and so checked, on opening
+_KEPT = 100_000  # items of entries that were looked at, kept decoded
+
+_LEADS_OUT = "leads out of the checkpoint"
+_RANK_FILE = re.compile(r"__(\d{1,9})_\d+\.distcp")
+
+Offset = tuple[int, ...]
+
+
+def read_catalog(files: Files, trust_pickle: bool = False) -> Catalog:
+    """What the checkpoint in `files` holds.
+
+    Tensors and objects are decoded when they are looked at. What contradicts itself is found on opening in all but
+    very large catalogs, and then at the look-up of the key that it concerns.
+
+    Raises:
+        UnsupportedCheckpointError: no `.metadata`, or items that a torch extension transformed.
+        CorruptCheckpointError: `.metadata` is damaged, contradicts itself, or points outside the folder.
+    """
+    if not files.exists(METADATA):
+        raise missing_metadata(files)
+    where = f"{files.location.rstrip('/')}/{METADATA}"
+    machine = Machine(read_whole(files, METADATA, MAX_METADATA_BYTES), where, trust_pickle)
+    root = machine.load()
+    try:
+        return _catalog(machine, root, files.location)
+    except CkptError:
+        raise
+    except Exception as error:  # whatever a structure that is not ours runs into
+        raise CorruptCheckpointError(
+            f"{where}: not the metadata of a checkpoint ({type(error).__name__}: {error})."
+        ) from error
+
+
+def missing_metadata(files: Files) -> UnsupportedCheckpointError:
+    """Why a folder without `.metadata` cannot be read, as far as its other files tell."""
+    names = files.list()
+    per_rank = [name for name in names if name.startswith("__") and name.endswith(METADATA)]
+    if per_rank:
+        return UnsupportedCheckpointError(
+            f"{files.location}: the metadata is spread over {len(per_rank)} files like {per_rank[0]} (saved with "
+            "use_collectives=False). Load it with torch and save it again with collectives."
+        )
+    ranks = sorted({int(match[1]) for match in map(_RANK_FILE.fullmatch, names) if match})
+    if ranks and ranks[0] > 0:
+        listed = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+        return UnsupportedCheckpointError(
+            f"{files.location}: here are only the files of rank {listed}; those of rank 0 and {METADATA}, which "
+            "rank 0 writes, are elsewhere. Was it saved to disks of the nodes? Copy all their folders into one."
+        )
+    if any(name.endswith(".distcp") for name in names):
+        return UnsupportedCheckpointError(
+            f"{files.location}: there are .distcp files but no {METADATA}, so the save was interrupted before it "
+            "was complete. Use an earlier iteration."
+        )
+    iterations = [name for name in names if name.startswith("iter_")]
+    hint = f" Give one of its iterations: {', '.join(iterations[-3:])}." if iterations else ""
+    return UnsupportedCheckpointError(
+        f"{files.location}: no {METADATA}, so this is no distributed checkpoint.{hint}"
+    )
+
+
+def _catalog(machine: Machine, root: Any, location: str) -> Catalog:
+    if type(root) is not Object or root.kind.name not in ("Metadata", "MCoreMetadata"):
+        kind = f"{root.kind.module}.{root.kind.name}" if type(root) is Object else type(root).__name__
+        raise CorruptCheckpointError(f"{machine.where}: holds a {kind}, not checkpoint metadata.")
+    fields = fields_of(root, "Metadata", "MCoreMetadata")
+    check_storage_meta(fields.get("storage_meta"))
+    stored = fields["state_dict_metadata"].as_dict()
+    storage = _Storage(machine, fields.get("storage_data") or Pairs())
+    by_kind: dict[str, dict[str, Object]] = {"TensorStorageMetadata": {}, "BytesStorageMetadata": {}}
+    for key, entry in stored.items():
+        by_kind[entry.kind.name][key] = entry
+        if not is_class(entry.kind, entry.kind.name):
+            raise CorruptCheckpointError(
+                f"{machine.where}: torch has no {entry.kind.module}.{entry.kind.name}."
+            )
+    decoder = _Decoder(machine, storage, by_kind["TensorStorageMetadata"])
+    tensors = _Lazy(by_kind["TensorStorageMetadata"], decoder.tensor, lambda tensor: len(tensor.chunks))
+    objects = _Lazy(by_kind["BytesStorageMetadata"], decoder.object, lambda _object: 1)
+    unknown = [f"{key}: stored but not described" for key in storage.keys() - stored.keys()]
+    problems = storage.path_problems() + sorted(unknown)
+    if len(machine.data) <= EAGER_BYTES:
+        problems += [str(error) for lazy in (tensors, objects) for error in lazy.errors()]
+    if any(_LEADS_OUT in problem for problem in problems):
+        raise HostileCheckpointError(f"{machine.where} names files elsewhere:\n{list_problems(problems)}")
+    if problems:
+        raise CorruptCheckpointError(f"{machine.where} contradicts itself:\n{list_problems(problems)}")
+    planner = fields["planner_data"]  # None in Megatron's
+    version = fields.get("version")
+    return Catalog(
+        root=location,
+        tensors=tensors,
+        objects=objects,
+        planner_paths={key: _path(path) for key, path in planner.as_dict().items()} if planner else {},
+        original_shapes=_original_shapes(fields.get("mcore_data")),
+        metadata_class=f"{root.kind.module}.{root.kind.name}",
+        metadata_version=version if isinstance(version, str) else None,
+    )
+
+
+# Groups of a packed record that hold its class and the names of its attributes, and what they must be.
+_CHUNK_NAMES = {"class": "", "offsets_name": "offsets", "sizes_name": "sizes"}
+_INFO_NAMES = {
+    "info_class": "",
+    "path_name": "relative_path",
+    "offset_name": "offset",
+    "length_name": "length",
+}
+_OBJECT_NAMES = {"index_class": "", "fqn_name": "fqn", "index_name": "index"}
+_INDEX_NAMES = {**_OBJECT_NAMES, "start_name": "offset"}
+
+V = TypeVar("V")
+
+
+class _Lazy(Mapping[str, V]):
+    """Entries decoded on look-up, the latest kept."""
+
+    def __init__(
+        self, raw: Mapping[str, object], decode: Callable[[str], V], weigh: Callable[[V], int]
+    ) -> None:
+        self._raw, self._decode, self._weigh = raw, decode, weigh
+        self._kept: dict[str, V] = {}
+        self._weight = 0
+
+    def __getitem__(self, key: str) -> V:
+        value = self._kept.get(key)
+        if value is None:
+            if key not in self._raw:
+                raise KeyError(key)
+            try:
+                value = self._decode(key)
+            except CkptError:
+                raise
+            except Exception as error:
+                raise CorruptCheckpointError(f"{key}: {type(error).__name__}: {error}") from error
+            self._weight += self._weigh(value)
+            if self._weight > _KEPT:
+                self._kept, self._weight = {}, self._weigh(value)
+            self._kept[key] = value
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._raw)
+
+    def __len__(self) -> int:
+        return len(self._raw)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._raw
+
+    def errors(self) -> Iterator[CorruptCheckpointError]:
+        """What is wrong with the entries."""
+        for key in self._raw:
+            try:
+                self[key]
+            except CorruptCheckpointError as error:
+                yield error
+
+
+class _Storage:
+    """Where the items of every key are stored, packed records included."""
+
+    def __init__(self, machine: Machine, pairs: Pairs) -> None:
+        self._machine = machine
+        self._texts: dict[bytes, str] = {}
+        self._packed: dict[str, array[int]] = {}
+        for opcode, places in machine.stored.items():  # equal names may be pushed by different opcodes
+            self._packed.setdefault(self._text(opcode), array("Q")).extend(places)
+        self._plain: dict[str, list[tuple[Offset | None, Item]]] = {}
+        for index, info in zip(pairs[::2], pairs[1::2], strict=True):
+            key, offset, item = _plain_item(index, info)
+            self._plain.setdefault(key, []).append((offset, item))
+        self._known: set[Any] = set()  # opcodes of class and attribute names that proved right
+        self._sizes: dict[bytes, Offset] = {}
+
+    def keys(self) -> set[str]:
+        return self._packed.keys() | self._plain.keys()
+
+    def path_problems(self) -> list[str]:
+        """File names that are none, or that lead out of the checkpoint."""
+        packed = map(self._text, self._machine.files)
+        plain = [item.file for items in self._plain.values() for _, item in items]
+        return [problem for file in sorted({*packed, *plain}) if (problem := _path_problem(file))]
+
+    def items(self, key: str) -> dict[Offset | None, Item]:
+        """Every item of a key, by the offset of its chunk (None: an object)."""
+        found = list(self._plain.get(key, ()))
+        found += map(self._packed_item, self._packed.get(key, ()))
+        items = dict(found)
+        if len(items) != len(found):
+            raise CorruptCheckpointError(f"{key}: two items are stored for one chunk")
+        return items
+
+    def size(self, match: re.Match[bytes], name: str) -> Offset:
+        """A SIZE of a packed record."""
+        made, fetched = match[f"{name}_tuple"], match[name]
+        call = match[f"{name}_call"]
+        if call is not None and call not in self._known:
+            if self._machine.value(call) != SIZE:
+                raise CorruptCheckpointError(f"{self._machine.where}: a size that is not made by torch.Size")
+            self._known.add(call)
+        source = made or fetched or b""
+        value = self._sizes.get(source)
+        if value is None:
+            if len(self._sizes) > 10_000:
+                self._sizes.clear()
+            value = integers(made) if made else self._machine.value(fetched) if fetched else ()
+            self._sizes[source] = _offset(value)
+        return value
+
+    def check_names(self, match: re.Match[bytes], kind: str, names: Mapping[str, str]) -> None:
+        """Prove that a packed record is of the class `kind` and its attributes have these names, by group."""
+        opcodes = match.group(*names)
+        if opcodes in self._known:
+            return
+        cls, *found = map(self._machine.value, opcodes)
+        if not is_class(cls, kind) or found != list(names.values())[1:]:
+            raise CorruptCheckpointError(
+                f"{self._machine.where}: a {kind} with the attributes {brief(found)}"
+            )
+        self._known.add(opcodes)
+
+    def _packed_item(self, place: int) -> tuple[Offset | None, Item]:
+        match = _packed(STORED, self._machine.data, place)
+        self.check_names(match, "_StorageInfo", _INFO_NAMES)
+        self.check_names(match, "MetadataIndex", _INDEX_NAMES if match["start_name"] else _OBJECT_NAMES)
+        offset = self.size(match, "start") if match["start_name"] else None
+        path = self._text(match["path"] or match["path_text"])
+        return offset, Item(path, integer(match["offset"]), integer(match["length"]))
+
+    def _text(self, opcode: bytes) -> str:
+        text = self._texts.get(opcode)
+        if text is None:
+            text = self._machine.value(opcode)
+            if not isinstance(text, str):
+                raise CorruptCheckpointError(f"{self._machine.where}: {brief(text)} where a name belongs")
+            self._texts[opcode] = text
+        return text
+
+
+class _Decoder:
+    """Entries of the catalog from what the metadata says about a key."""
+
+    def __init__(self, machine: Machine, storage: _Storage, tensors: Mapping[str, Object]) -> None:
+        self._machine, self._storage, self._tensors = machine, storage, tensors
+
+    def object(self, key: str) -> ObjectEntry:
+        items = self._storage.items(key)
+        if list(items) != [None]:
+            raise CorruptCheckpointError(f"{key}: {len(items)} items are stored for an object")
+        _check_range(key, items[None])
+        return ObjectEntry(key, items[None])
+
+    def tensor(self, key: str) -> TensorEntry:
+        state = fields_of(self._tensors[key], "TensorStorageMetadata")
+        shape = _offset(state["size"])
+        items = self._storage.items(key)
+        chunks = []
+        for box in map(self._box, state["chunks"]):
+            item = items.pop(box.start, None)
+            if item is None:
+                raise CorruptCheckpointError(f"{key}: no file holds the chunk {box}")
+            if len(box.start) != len(shape) or any(map(gt, box.stop, shape)):
+                raise CorruptCheckpointError(f"{key}: chunk {box} is outside of shape {list(shape)}")
+            _check_range(key, item)
+            chunks.append(Chunk(box, item))
+        if items:
+            raise CorruptCheckpointError(
+                f"{key}: {len(items)} items are stored for chunks that it has not, the first at {next(iter(items))}"
+            )
+        return TensorEntry(key, _dtype(key, state["properties"]), shape, tuple(chunks))
+
+    def _box(self, chunk: Any) -> Box:
+        """One element of `chunks`: a packed record, or an object that was executed."""
+        if type(chunk) is not Record:
+            state = fields_of(chunk, "ChunkStorageMetadata")
+            return Box(_offset(state["offsets"]), _offset(state["sizes"]))
+        match = _packed(CHUNK, self._machine.data, chunk)
+        self._storage.check_names(match, "ChunkStorageMetadata", _CHUNK_NAMES)
+        return Box(self._storage.size(match, "offsets"), self._storage.size(match, "sizes"))
+
+
+def _packed(kind: Kind, data: bytes, place: int) -> re.Match[bytes]:
+    match = kind.match(data, place)
+    assert match is not None  # it did when it was packed
+    return match
+
+
+def _plain_item(index: Any, info: Any) -> tuple[str, Offset | None, Item]:
+    """Key, chunk offset and item of one storage entry that was executed."""
+    where, what = fields_of(index, "MetadataIndex"), fields_of(info, "_StorageInfo")
+    key, offset, file = where["fqn"], where.get("offset"), what["relative_path"]
+    if type(key) is not str or type(file) is not str:
+        raise TypeError("a key or file name is no text")
+    transforms = what.get("transform_descriptors")
+    if transforms:
+        names = ", ".join(map(brief, transforms)) if isinstance(transforms, list) else brief(transforms)
+        raise UnsupportedCheckpointError(
+            f"{key} was transformed by {names} when it was saved. Save the checkpoint again without "
+            "torch extensions."
+        )
+    item = Item(file, what["offset"], what["length"])
+    return key, None if offset is None else _offset(offset), item
+
+
+def _check_range(key: str, item: Item) -> None:
+    if not (type(item.offset) is type(item.length) is int and item.offset >= 0 and 0 < item.length < 1 << 62):
+        raise CorruptCheckpointError(
+            f"{key}: {brief(item.length)} bytes at {brief(item.offset)} of {item.file} are no item"
+        )
+
+
+def _path_problem(path: object) -> str | None:
+    if not isinstance(path, str) or not path or "\0" in path:
+        return f"file name {brief(path)} is none"
+    if path.startswith("/") or "\\" in path or ".." in path.split("/") or "://" in path:
+        return f"file name {brief(path)} {_LEADS_OUT}"
+    return None
+
+
+def _offset(value: Any) -> Offset:
+    """A size or offset: a tuple of natural numbers."""
+    if (
+        type(value) is not tuple
+        or len(value) > MAX_DIMENSIONS
+        or not all(type(n) is int and 0 <= n < 1 << 62 for n in value)
+    ):
+        raise CorruptCheckpointError(f"{brief(value)} is no shape or offset")
+    return value
+
+
+def _path(value: Any) -> tuple[str | int, ...]:
+    if type(value) is not tuple or not all(isinstance(part, str | int) for part in value):
+        raise TypeError("a planner path is no tuple of names and numbers")
+    return value
+
+
+def _dtype(key: str, properties: Object) -> str:
+    dtype = check_properties(properties)
+    if dtype.name in ITEMSIZE:
+        return dtype.name
+    raise UnsupportedCheckpointError(f"{key}: element type {brief(dtype)} is not supported.")
+
+
+def _original_shapes(mcore_data: Pairs | None) -> dict[str, Offset] | None:
+    """Shapes before N-D flattening, of the keys that have one; plain tensors have an empty dict or no entry."""
+    if mcore_data is None:
+        return None
+    name = "nd_reformulated_orig_global_shape"
+    entries = {key: info.as_dict() for key, info in mcore_data.as_dict().items()}
+    return {key: _offset(info[name]) for key, info in entries.items() if name in info}

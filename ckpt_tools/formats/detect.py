@@ -1,0 +1,258 @@
+"""Which checkpoint a path means, and of which kind it is, told from the files that lie there.
+
+A path may be a run's root (its tracker file names the iteration), an iteration directory, any torch distributed
+checkpoint, a folder that holds one as `weights/`, or a Hugging Face model directory.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt_tools.credentials import hidden
+from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError, UsageError
+from ckpt_tools.formats.container import StoredTensor, load_object, whole_file
+from ckpt_tools.formats.dcp import MAX_METADATA_BYTES, METADATA, missing_metadata
+from ckpt_tools.formats.files import Files, LocalFiles, absent_folder, open_files, read_whole
+from ckpt_tools.formats.hub_cache import snapshot_of
+from ckpt_tools.formats.safetensors import OTHER_WEIGHTS
+
+TRACKER = "latest_checkpointed_iteration.txt"
+BRIDGE_TRACKER = "latest_train_state.pt"
+METADATA_JSON = "metadata.json"
+_TRACKER_BYTES = 4096
+_ITERATION = re.compile(r"iter_(\d{7,})")
+_FSDP_KEY = re.compile(rb"(model\.module\.|optimizer\.state\.module\.|optimizer\.param_to_group_meta\.)")
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A checkpoint's place and kind.
+
+    `kind` is `torch_dist`, `fsdp_dtensor`, `dcp` (any other torch distributed checkpoint) or `safetensors`.
+    `path` is the folder that holds the files themselves; `root` the run's folder above it, when there is one.
+    """
+
+    kind: str
+    path: str
+    root: str | None = None
+    iteration: int | None = None  # None: release, or not told by the folder
+    is_release: bool = False
+    tracker: str | None = None  # name of the tracker file in `root`
+    has_metadata_json: bool = False
+    has_common_pt: bool = False
+    has_run_config: bool = False
+    has_train_state: bool = False
+
+
+def locate(path: str, iteration: int | None = None) -> Location:
+    """The checkpoint that `path` means; `iteration` picks one of a run's root instead of its latest.
+
+    Raises:
+        UnsupportedCheckpointError: nothing is there, an interrupted save, or a format this tool does not read.
+        CorruptCheckpointError: the tracker file or `metadata.json` is damaged.
+        UsageError: the path does not say which of several iterations is meant, or contradicts `iteration`.
+    """
+    path = hidden(path)
+    if "://" not in path:
+        _check_folder(path)
+    path = snapshot_of(path)
+    files = open_files(path)
+    try:
+        root, found, name = _resolve(files, path, iteration)
+    finally:
+        files.close()
+    folder = open_files(found)
+    try:
+        return _describe(folder, found, root, name)
+    finally:
+        folder.close()
+
+
+def iteration_numbers(root: str) -> list[int]:
+    """Numbers of the iteration folders in a run's root, ascending."""
+    files = open_files(root)
+    try:
+        return sorted(number for _, number in iteration_folders(files.list()))
+    finally:
+        files.close()
+
+
+def iteration_folders(names: Iterable[str]) -> list[tuple[str, int]]:
+    """The names that are those of iteration folders, with their numbers."""
+    return [(match[0], int(match[1])) for match in map(_ITERATION.fullmatch, names) if match]
+
+
+def _check_folder(path: str) -> None:
+    """Refuse what is no folder, with the closest existing name."""
+    folder = Path(path)
+    if folder.is_dir():
+        return
+    if folder.exists():
+        raise UnsupportedCheckpointError(f"{path} is a file; give the checkpoint's folder ({folder.parent}).")
+    raise UnsupportedCheckpointError(absent_folder(folder))
+
+
+def _resolve(files: Files, path: str, iteration: int | None) -> tuple[str | None, str, str]:
+    """Run root, folder of the checkpoint itself, and the name that tells its iteration."""
+    names = files.list()
+    name = path.rstrip("/").rpartition("/")[2]
+    if _is_checkpoint(names) or files.exists(METADATA):
+        match = _ITERATION.fullmatch(name)
+        if iteration is not None and not (match and int(match[1]) == iteration):
+            raise UsageError(f"{path} is one checkpoint, not a run with an iteration {iteration}.")
+        is_iteration = match is not None or name == "release"
+        return (_parent(path) if is_iteration else None), path, name
+    if TRACKER in names or BRIDGE_TRACKER in names or any(map(_ITERATION.fullmatch, names)):
+        chosen = _chosen_iteration(files, names, iteration)
+        if chosen not in names:
+            raise UnsupportedCheckpointError(
+                f"{path}: iteration {chosen} is meant, but there is no such folder. {_choices(names)}"
+            )
+        _check_inner(files, chosen)
+        return path, _join(path, chosen), chosen
+    if "weights" in names and open_files(_join(path, "weights")).exists(METADATA):
+        _check_inner(files, "weights")
+        return None, _join(path, "weights"), name
+    raise _nothing_here(path, names)
+
+
+def _check_inner(files: Files, name: str) -> None:
+    """Refuse a folder that is a link to elsewhere: the user named the one it seems to lie in."""
+    if isinstance(files, LocalFiles):
+        files.check_folder(name)
+
+
+def _is_checkpoint(names: list[str]) -> bool:
+    return any(
+        name == METADATA_JSON or name.endswith((".distcp", ".safetensors")) or name.startswith("mp_rank_0")
+        for name in names
+    )
+
+
+def _chosen_iteration(files: Files, names: list[str], iteration: int | None) -> str:
+    """Name of the iteration's folder: the asked one, the tracker's, or the only one."""
+    if iteration is not None:
+        return f"iter_{iteration:07d}"
+    if TRACKER in names:
+        text = read_whole(files, TRACKER, _TRACKER_BYTES).decode("utf-8", "replace").strip()
+        if text == "release":
+            return text
+        if not re.fullmatch(r"[0-9]{1,18}", text):
+            raise CorruptCheckpointError(
+                f"{files.location}/{TRACKER} holds {text[:40]!r}, not an iteration or 'release'. "
+                f"Choose with --iteration. {_choices(names)}"
+            )
+        return f"iter_{int(text):07d}"
+    if BRIDGE_TRACKER in names:
+        return f"iter_{_bridge_step(files):07d}"
+    folders = [name for name in names if _ITERATION.fullmatch(name)]
+    if len(folders) > 1:
+        raise UsageError(f"{files.location} has no tracker file. Choose with --iteration. {_choices(names)}")
+    return folders[0]
+
+
+def _bridge_step(files: Files) -> int:
+    """The step in Bridge's `latest_train_state.pt`, a dict of 0-d tensors."""
+    state = load_object(files, whole_file(files, BRIDGE_TRACKER))
+    step = state.get("step") if isinstance(state, dict) else None
+    if isinstance(step, StoredTensor) and len(step.data) in (4, 8):
+        return int.from_bytes(step.data, "little")
+    raise CorruptCheckpointError(f"{files.location}/{BRIDGE_TRACKER} names no step. Choose with --iteration.")
+
+
+def _choices(names: list[str]) -> str:
+    found = [name for name in names if _ITERATION.fullmatch(name) or name == "release"]
+    listed = ", ".join(found[-5:])
+    return (
+        f"There are {len(found)}: {'... ' if len(found) > 5 else ''}{listed}." if found else "There is none."
+    )
+
+
+def _nothing_here(path: str, names: list[str]) -> UnsupportedCheckpointError:
+    if not names:
+        return UnsupportedCheckpointError(f"{path} is empty; there is no checkpoint in it.")
+    inner = [name for name in names if open_files(_join(path, name)).exists(METADATA)]
+    hint = f" Did you mean {_join(path, inner[0])}?" if inner else ""
+    if "config.json" in names and any(name.endswith(OTHER_WEIGHTS) for name in names):
+        hint = (
+            " It looks like a Hugging Face model without safetensors; write it as such first: "
+            "AutoModelForCausalLM.from_pretrained(DIR, torch_dtype='auto').save_pretrained(OUT)"
+        )
+    cached = [name for name in names if name.startswith("models--")]
+    if cached:
+        hint = f" It is a Hugging Face cache; give one of its models, such as {_join(path, cached[0])}."
+    shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+    return UnsupportedCheckpointError(
+        f"{path} holds no checkpoint: neither {METADATA} nor {TRACKER}, only {shown}.{hint}"
+    )
+
+
+def _describe(files: Files, path: str, root: str | None, name: str) -> Location:
+    names = files.list()
+    backend = _sharded_backend(files) if METADATA_JSON in names else None
+    if backend not in (None, "torch_dist"):
+        raise UnsupportedCheckpointError(
+            f"{path} is a {backend!r} checkpoint. Load it with the Megatron that wrote it (zarr: core 0.15 or "
+            "older) and save it with --ckpt-format torch_dist."
+        )
+    if any(entry.startswith("mp_rank_0") for entry in names):
+        raise UnsupportedCheckpointError(
+            f"{path} is a legacy 'torch' checkpoint (mp_rank_* folders). Load it with Megatron and save it "
+            "with --ckpt-format torch_dist."
+        )
+    match = _ITERATION.fullmatch(name)
+    roots = _listed(root) if root else []
+    return Location(
+        kind=_kind(files, names, backend),
+        path=path,
+        root=root if roots else None,
+        iteration=int(match[1]) if match else None,
+        is_release=name == "release",
+        tracker=next((name for name in (TRACKER, BRIDGE_TRACKER) if name in roots), None),
+        has_metadata_json=backend is not None,
+        has_common_pt="common.pt" in names,
+        has_run_config="run_config.yaml" in names,
+        has_train_state="train_state.pt" in names,
+    )
+
+
+def _listed(root: str) -> list[str]:
+    """Names in a folder; none when a web server does not list it."""
+    try:
+        return open_files(root).list()
+    except UnsupportedCheckpointError:
+        return []
+
+
+def _kind(files: Files, names: list[str], backend: str | None) -> str:
+    if METADATA in names:
+        if backend:
+            return "torch_dist"
+        data = read_whole(files, METADATA, MAX_METADATA_BYTES)
+        return "fsdp_dtensor" if _FSDP_KEY.search(data) else "dcp"
+    if any(name.endswith(".safetensors") for name in names):
+        return "safetensors"
+    raise missing_metadata(files)
+
+
+def _sharded_backend(files: Files) -> str:
+    raw = read_whole(files, METADATA_JSON)
+    try:
+        backend = json.loads(raw)["sharded_backend"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CorruptCheckpointError(
+            f"{files.location}/{METADATA_JSON} does not name a sharded_backend ({error})."
+        ) from error
+    return str(backend)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path.rstrip('/')}/{name}"
+
+
+def _parent(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[0] or ("/" if path.startswith("/") else ".")

@@ -1,0 +1,67 @@
+"""Which globals a checkpoint's pickles may name. None of them is ever imported."""
+
+from __future__ import annotations
+
+import re
+
+from ckpt_tools.errors import HostileCheckpointError, UnsupportedCheckpointError
+from ckpt_tools.model.dtypes import ITEMSIZE
+
+MAX_GLOBALS = 500  # distinct names in one pickle; real ones have fewer than 30
+
+# What checkpoints are known to hold; Megatron and NeMo classes under any path, as versions move them.
+_KNOWN = re.compile(
+    r"collections\.(OrderedDict|defaultdict)|_codecs\.encode|argparse\.Namespace|types\.SimpleNamespace|signal\.Signals"
+    r"|(builtins|__builtin__)\.(set|frozenset|complex|slice|bytes|bytearray|list|dict|int|float|str)|_?io\.BytesIO|functools\.partial"
+    r"|pathlib(\._local)?\.(Pure)?(Posix|Windows)?Path"
+    r"|numpy\.(ndarray|dtype|dtypes\.\w+)|numpy\.(_?core)\.multiarray\.(_reconstruct|scalar)"
+    r"|numpy\.(_?core)\.numeric\._frombuffer"
+    rf"|torch\.(Size|device|serialization\._get_layout|_C\.Generator|{'|'.join(ITEMSIZE)})"
+    r"|torch\.distributed\.(checkpoint|_shard)\.[\w.]+"
+    r"|(megatron|nemo|nvidia_resiliency_ext)\.[\w.]+"
+)
+
+
+# Modules whose functions act: no checkpoint stores what is in them, a pickle that names it wants it called.
+_ACTING = re.compile(
+    r"(os|nt|posix|posixpath|sys|subprocess|_posixsubprocess|shutil|socket|importlib|ctypes|_ctypes|runpy|pty|code|codeop"
+    r"|webbrowser|tempfile|multiprocessing|threading|_thread|asyncio|pickle|_pickle|marshal|operator|_operator|types"
+    r"|gc|inspect|ast|timeit|trace|pdb|bdb|doctest|profile|cProfile|http|urllib|ftplib|smtplib|builtins|__builtin__"
+    r"|io|_io|torch\.(hub|load|jit|package|ops|classes))(\..*)?"
+)
+
+
+def check_global(module: str, name: str, where: str) -> None:
+    """Refuse a global that is not known to be harmless.
+
+    Raises:
+        UnsupportedCheckpointError: naming it.
+        HostileCheckpointError: it is a function that acts.
+    """
+    if _KNOWN.fullmatch(f"{module}.{name}"):
+        return
+    if _ACTING.fullmatch(module) or _ACTING.fullmatch(f"{module}.{name}"):
+        raise HostileCheckpointError(
+            f"{where}: the pickle names {module}.{name!r}, which no known checkpoint holds and which would run code. "
+            "Nothing was imported, and torch should not load it; --trust-pickle reads it as an inert placeholder."
+        )
+    raise UnsupportedCheckpointError(
+        f"{where}: the pickle names {module}.{name!r}, which no known checkpoint holds. Nothing was imported. If "
+        "you trust the file, --trust-pickle reads it as an inert placeholder."
+    )
+
+
+def check_global_count(count: int, where: str) -> None:
+    """Refuse more distinct globals than any checkpoint has; each costs a class.
+
+    Raises:
+        HostileCheckpointError: there are more than 500.
+    """
+    if count > MAX_GLOBALS:
+        raise HostileCheckpointError(f"{where}: the pickle names more than {MAX_GLOBALS} globals.")
+
+
+def brief(value: object) -> str:
+    """What to say of a value in an error: scalars as they are, of others the class, for they can print forever."""
+    plain = isinstance(value, str | int | float | None)
+    return f"{value!r:.200}" if plain else f"a {type(value).__name__}"

@@ -1,0 +1,80 @@
+"""One answer for every optimizer layout: where the state of a stored weight lies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ckpt_tools.errors import MappingError
+from ckpt_tools.model.catalog import TensorEntry
+from ckpt_tools.model.target import Source
+from ckpt_tools.model.views import Select
+
+MASTER = "master"
+
+
+@dataclass(frozen=True, slots=True)
+class StateTensor:
+    """One kind of state of one stored weight, in the weight's own global coordinates.
+
+    `whole` shows all of it, leading (layer, expert) axes included. Layouts that know only the parts fill
+    `slices` instead: for each index of the leading axes the sources that tile what is left of the shape.
+    """
+
+    dtype: str
+    whole: Source | None = None
+    slices: Mapping[tuple[int, ...], tuple[Source, ...]] = field(default_factory=dict)
+
+    def sources(self, lead: tuple[int, ...]) -> tuple[Source, ...] | None:
+        """The sources of the slice at `lead`, or None when nothing is stored for it."""
+        if self.whole is None:
+            return self.slices.get(lead)
+        return (Source(self.whole.key, (*self.whole.view, *(Select(0, i) for i in lead))),)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerStates:
+    """Optimizer states by kind and by the key their weight has in the catalog.
+
+    `kinds` are canonical: 'master' for the fp32 copy of a weight, others as stored (exp_avg, exp_avg_sq,
+    ...). Sources name tensors of the catalog or of `payloads`: tensors that stand inside stored
+    objects, whose chunks are raw byte ranges.
+    """
+
+    layout: str
+    kinds: tuple[str, ...]
+    states: Mapping[tuple[str, str], StateTensor]
+    payloads: Mapping[str, TensorEntry] = field(default_factory=dict)
+    consumed: frozenset[str] = frozenset()  # catalog keys (tensors and objects) that this layout accounts for
+
+    def has(self, kind: str, model_key: str) -> bool:
+        """Whether state `kind` of the weight `model_key` is stored."""
+        return (kind, model_key) in self.states
+
+    def dtype(self, kind: str, model_key: str) -> str:
+        """Stored element type of a state.
+
+        Raises:
+            MappingError: there is no such state.
+        """
+        return self._state(kind, model_key).dtype
+
+    def sources(self, kind: str, model_key: str, lead: tuple[int, ...] = ()) -> tuple[Source, ...]:
+        """Sources that tile one slice of a state.
+
+        `lead` are the indices of the stacked leading axes (layer, then expert; () for none). The views
+        end in the coordinates of the weight's global shape without those axes.
+
+        Raises:
+            MappingError: there is no such state, or none for this slice.
+        """
+        found = self._state(kind, model_key).sources(lead)
+        if found is None:
+            raise MappingError(f"optimizer state {kind!r} of {model_key} is not stored for index {lead}")
+        return found
+
+    def _state(self, kind: str, model_key: str) -> StateTensor:
+        try:
+            return self.states[kind, model_key]
+        except KeyError:
+            raise MappingError(f"no optimizer state {kind!r} is stored for {model_key}") from None

@@ -1,0 +1,143 @@
+"""From an `fsdp_dtensor` checkpoint to the `Target` that holds the same for another topology: nothing is computed.
+
+Two things depend on the number of tensor-parallel ranks: the rows of fused projections (gated delta nets, Mamba)
+are grouped by rank, and each rank has rng states of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ckpt_tools.errors import MappingError, UsageError, list_problems
+from ckpt_tools.megatron.fsdp_source import STEP, WEIGHT, FsdpSource, parameter_of
+from ckpt_tools.megatron.record import Size
+from ckpt_tools.megatron.stored import StoredParameter, packed_projections, stored_parameters
+from ckpt_tools.model.catalog import Catalog, Item
+from ckpt_tools.model.target import Source, Target, TargetObject, TargetTensor
+from ckpt_tools.model.views import Narrow, Place
+
+_RNG = re.compile(r"^rng_state\.\((?P<pp>\d+), (?P<tp>\d+)\)\.(?P<rest>.+)$")
+Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Relayout:
+    """The target, and for each of its objects the stored archive that is carried over byte for byte."""
+
+    target: Target
+    archives: tuple[tuple[str, Item], ...]
+
+
+def build_relayout(source: FsdpSource, wanted: Size | None) -> Relayout:
+    """Everything that `source` holds, for a job of `wanted` tensor-parallel ranks (None: as many as it is for).
+
+    Raises:
+        UsageError, MappingError: a fused projection cannot be regrouped.
+    """
+    catalog = source.catalog
+    writer = None if source.tp is None else source.tp.ranks
+    tp = writer if wanted is None else wanted.ranks
+    regrouped = {} if tp is None or tp == writer else dict(_regrouped(source, writer, tp))
+    tensors: list[TargetTensor] = []
+    objects: list[TargetObject] = []
+    archives: list[tuple[str, Item]] = []
+    for old, key, path in _keys(catalog, tp, writer):
+        if old in catalog.objects:
+            objects.append(TargetObject(key, None, path))
+            archives.append((key, catalog.objects[old].item))
+            continue
+        entry = catalog.tensors[old]
+        name, kind = parameter_of(old) or ("", "")
+        tensors.append(
+            TargetTensor(
+                key,
+                entry.dtype,
+                entry.shape,
+                regrouped.get(old, (Source(old),)),
+                path,
+                parameter="" if kind == STEP else name,
+                role="weight" if kind == WEIGHT else kind if kind in ("exp_avg", "exp_avg_sq") else "other",
+            )
+        )
+    target = Target(
+        tuple(tensors),
+        objects=tuple(objects),
+        dropped=source.ignored,
+        notes=tuple(_notes(regrouped, writer, tp)),
+    )
+    return Relayout(target, tuple(archives))
+
+
+def _keys(catalog: Catalog, tp: int | None, writer: int | None) -> Iterator[tuple[str, str, Path]]:
+    """(stored key, key in the target, its planner path); rng states for `tp` ranks, the last rank's repeated."""
+    for old in (*catalog.objects, *catalog.tensors):
+        path = tuple(catalog.planner_paths.get(old, (old,)))
+        match = _RNG.match(old)
+        if match is None or writer is None or tp is None or tp == writer:
+            yield old, old, path
+            continue
+        rank = int(match["tp"])
+        for t in range(rank, tp) if rank == writer - 1 else [rank] if rank < tp else []:
+            name = f"({match['pp']}, {t})"
+            middle = tuple(name if step == f"({match['pp']}, {rank})" else step for step in path)
+            yield old, f"rng_state.{name}.{match['rest']}", middle
+
+
+def _regrouped(source: FsdpSource, writer: int | None, tp: int) -> Iterator[tuple[str, tuple[Source, ...]]]:
+    """(stored key, sources) of the fused projections whose rows are grouped by tensor-parallel rank."""
+    packed = packed_projections(tensor.name for tensor in source.tensors)
+    if not packed:
+        return
+    if writer is None:
+        raise UsageError(
+            f"{packed[0]}: its rows cannot be regrouped for tensor parallel size {tp}, as nothing tells for which "
+            "size they are: the checkpoint holds no rng states and no record of a conversion. Lay out the torch_dist "
+            "checkpoint that this one was made from instead"
+        )
+    stored = stored_parameters(source.tensors, writer, None)
+    parts: dict[str, list[StoredParameter]] = {}
+    for part in stored:
+        if part.cuts and "_down_proj." not in part.name:  # every rank has all of MLA's down-projection
+            parts.setdefault(part.tensor.name, []).append(part)
+    problems = [
+        f"{part.name}: {part.shape[0]} rows do not divide by tensor parallel size {tp}"
+        for found in parts.values()
+        for part in found
+        if part.shape[0] % tp
+    ]
+    if problems:
+        raise MappingError(
+            "projections cannot be grouped by tensor-parallel rank:\n" + list_problems(problems)
+        )
+    for found in parts.values():
+        for kind, (whole, *_) in found[0].tensor.sources.items():
+            yield whole.key, tuple(_group(found, kind, tp))
+
+
+def _group(parts: Sequence[StoredParameter], kind: str, tp: int) -> Iterator[Source]:
+    """Rank 0's rows of every part, then rank 1's."""
+    shape = parts[0].tensor.shape
+    rest = (0,) * (len(shape) - 1)
+    at = 0
+    for rank in range(tp):
+        for part in parts:
+            count = part.shape[0] // tp
+            steps = (Narrow(0, rank * count, count), Place((at, *rest), shape))
+            for stored in part.sources(kind):
+                yield Source(stored.key, (*stored.view, *steps))
+            at += count
+
+
+def _notes(regrouped: Mapping[str, object], writer: int | None, tp: int | None) -> Iterator[str]:
+    if regrouped:
+        yield f"{len(regrouped)} tensors of fused projections regrouped from tensor parallel size {writer} to {tp}"
+    if writer is not None and tp is not None and tp > writer:
+        yield f"rng of tensor-parallel {_ranks(writer, tp)}: copied from rank {writer - 1}"
+    if writer is not None and tp is not None and tp < writer:
+        yield f"rng of tensor-parallel {_ranks(tp, writer)}: dropped, the target has no such ranks"
+
+
+def _ranks(first: int, stop: int) -> str:
+    return f"rank {first}" if stop == first + 1 else f"ranks {first} to {stop - 1}"

@@ -1,0 +1,86 @@
+"""What a checkpoint holds: tensors, their chunks, and objects, as plain data.
+
+A catalog says where every item's bytes lie but not what its keys mean. Items are addressed with their
+container (the `torch.save` zip around a payload); `container.py` finds the payload inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+from ckpt_tools.model.box import Box
+from ckpt_tools.model.dtypes import itemsize
+
+if TYPE_CHECKING:
+    from ckpt_tools.model.expressions import Made
+
+MAX_DIMENSIONS = 64  # of a tensor; torch and numpy have the same limit
+
+
+class Item(NamedTuple):
+    """One stored item: `length` bytes at `offset` of `file`, its container included."""
+
+    file: str  # relative to the catalog's root, proven to stay inside it
+    offset: int  # bytes from the beginning of the file
+    length: int  # bytes
+    bare: bool = False  # the payload alone, without a container around it (safetensors)
+    crc32: int | None = None  # of a bare payload, if something else in the file states it
+
+
+class Chunk(NamedTuple):
+    """One stored piece of a tensor: `box` in the tensor's global coordinates."""
+
+    box: Box
+    item: Item
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor of global `shape` (elements per dimension): stored, tiled by its chunks, or `made` by a kernel.
+
+    No file holds a made tensor; readers put it into a catalog beside the tensors that it is made of.
+    """
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+    made: Made | None = None
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole tensor."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Payload bytes of the whole tensor."""
+        return self.numel * itemsize(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectEntry:
+    """A stored Python object: one `torch.save` archive."""
+
+    key: str
+    item: Item
+
+
+@dataclass(frozen=True, slots=True)
+class Catalog:
+    """Everything `.metadata` says, in our own types.
+
+    `tensors` and `objects` keep the stored order. `original_shapes` maps the keys of flattened optimizer
+    states (Megatron core 0.8-0.15) to the shape they had; it is None when the file has no `mcore_data`.
+    """
+
+    root: str
+    tensors: Mapping[str, TensorEntry]
+    objects: Mapping[str, ObjectEntry]
+    planner_paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
+    original_shapes: Mapping[str, tuple[int, ...]] | None = None
+    metadata_class: str = "torch.distributed.checkpoint.metadata.Metadata"
+    metadata_version: str | None = None

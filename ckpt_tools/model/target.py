@@ -1,0 +1,74 @@
+"""What a converted checkpoint must contain, before anyone says which rank holds which rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ckpt_tools.model.views import View
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The tensor `key` of the source catalog, seen through `view`."""
+
+    key: str
+    view: View = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TargetTensor:
+    """A tensor to write: its elements are tiled by what its sources show.
+
+    Several sources make a concatenation or a stack. A source of another dtype is cast. `must_round_to` names,
+    for an fp32 master, the stored weights it has to round to bit for bit; `zero_filled` allows elements that no
+    source shows (vocabulary padding) and writes zeros there.
+    """
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    sources: tuple[Source, ...]
+    path: tuple[str | int, ...] = ()  # planner_data entry; () for (key,)
+    must_round_to: tuple[Source, ...] = ()
+    must_round_dtype: str | None = None
+    zero_filled: bool = False
+    parameter: str = ""  # the live parameter, or half of one, whose placement it shares
+    role: str = "weight"  # weight, master, exp_avg, exp_avg_sq or other; for reports only
+
+
+@dataclass(frozen=True, slots=True)
+class InlineTensor:
+    """A small tensor whose bytes are already known: Adam steps, rng states."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes = field(repr=False)  # row-major, little-endian
+    path: tuple[str | int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TargetObject:
+    """A Python value to store as one `torch.save` archive (a BYTES item)."""
+
+    key: str
+    value: object = field(repr=False)
+    path: tuple[str | int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A whole checkpoint to write, and what its making left out, renamed or filled in.
+
+    `aliases` are further keys of its tensors, which cost no bytes: alias -> (key, path of the alias).
+    """
+
+    tensors: tuple[TargetTensor, ...]
+    inline: tuple[InlineTensor, ...] = ()
+    objects: tuple[TargetObject, ...] = ()
+    aliases: Mapping[str, tuple[str, tuple[str | int, ...]]] = field(default_factory=dict)
+    dropped: tuple[str, ...] = ()  # one line each: source key and the reason
+    renamed: tuple[str, ...] = ()
+    backfilled: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()

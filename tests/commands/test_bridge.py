@@ -1,0 +1,66 @@
+"""Bridge's files beside the checkpoint, and what the other side asks of a source that lacks it."""
+
+from __future__ import annotations
+
+import shutil
+
+import torch
+
+from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
+from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions
+from tests.commands import oracle
+from tests.conftest import DATA, fixture_dir
+
+
+def bridge_root(tmp_path):
+    """The Bridge fixture as a run's root."""
+    case = fixture_dir("bridge_dense_fr_tp2_dp2")
+    root = tmp_path / "run"
+    shutil.copytree(case / "checkpoint", root / "iter_0000002")
+    for name in ("latest_train_state.pt", "latest_checkpointed_iteration.txt"):
+        shutil.copy(case / name, root)
+    return root
+
+
+def convert(source, output, **options):
+    return convert_to_fsdp_dtensor(str(source), str(output), ConvertOptions(target=TargetOptions(**options)))
+
+
+def test_a_bridge_run_stays_one(tmp_path):
+    root = bridge_root(tmp_path)
+    report = convert(root, tmp_path / "out")
+    assert report.dialect == "bridge"
+    source, out = root / "iter_0000002", tmp_path / "out" / "iter_0000002"
+    assert (out / "train_state.pt").read_bytes() == (source / "train_state.pt").read_bytes()
+    assert (tmp_path / "out" / "latest_train_state.pt").read_bytes() == (
+        source / "train_state.pt"
+    ).read_bytes()
+    before, after = ((d / "run_config.yaml").read_text().splitlines() for d in (source, out))
+    changed = [(a, b) for a, b in zip(before, after, strict=True) if a != b]
+    assert changed == [("  ckpt_format: torch_dist", "  ckpt_format: fsdp_dtensor")]
+    assert "args" not in oracle.metadata(out).state_dict_metadata
+
+
+def test_a_bridge_source_gets_the_args_megatron_lm_asks_for(tmp_path):
+    report = convert(bridge_root(tmp_path), tmp_path / "out", dialect="main")
+    args = vars(oracle.item(tmp_path / "out" / "iter_0000002", "args"))
+    assert {
+        "num_layers": 3,
+        "hidden_size": 24,
+        "num_attention_heads": 4,
+        "iteration": 2,
+    }.items() <= args.items()
+    assert any(note.startswith("args: the source has none") for note in report.notes)
+    assert not (tmp_path / "out" / "latest_train_state.pt").exists()
+
+
+def test_a_megatron_lm_source_gets_the_progress_bridge_asks_for(tmp_path):
+    convert(DATA / "core019_llama_tp2_fully_reshardable", tmp_path / "out", dialect="bridge")
+    state = torch.load(tmp_path / "out" / "iter_0000002" / "train_state.pt", weights_only=True)
+    native = torch.load(fixture_dir("bridge_dense_fr_tp2_dp2") / "latest_train_state.pt", weights_only=True)
+    assert {k: (v.dtype, v.shape) for k, v in state.items()} == {
+        k: (v.dtype, v.shape) for k, v in native.items()
+    }
+    args = vars(oracle.item(tmp_path / "out" / "iter_0000002", "args"))
+    assert state["step"] == 2
+    assert state["consumed_train_samples"] == args["consumed_train_samples"] > 0

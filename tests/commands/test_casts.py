@@ -1,0 +1,198 @@
+"""Casts of a conversion: what overflows is refused by name, what is rounded is counted, types are a model's own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ckpt_tools.commands.export_hf import ExportOptions, export_hf
+from ckpt_tools.commands.import_hf import ImportOptions, import_hf
+from ckpt_tools.commands.load_dtensors import load_dtensors
+from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
+from ckpt_tools.commands.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
+from ckpt_tools.errors import VerificationError
+from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions
+from ckpt_tools.megatron.to_torch_dist import TorchDistOptions
+from tests.cases import cases as cases  # noqa: PLC0414  a fixture
+from tests.commands import oracle
+from tests.commands.rewritten import Parts, read, write
+from tests.conftest import DATA
+
+RUN = DATA / "core019_llama_tp2_fully_reshardable"
+LLAMA = RUN / "iter_0000002"
+LARGE = "decoder.layers.mlp.linear_fc2.weight"
+MASTER = f"optimizer.state.param.{LARGE}"
+
+
+def too_large() -> Parts:
+    """A run with two weights that no float16 can hold."""
+    parts = read(LLAMA)
+    for at, value in (((1, 3, 5), 70_000.0), ((1, 3, 9), -1e6)):
+        parts.tensors[MASTER][at] = value
+        parts.tensors[LARGE][at] = value
+    parts.tensors[LARGE] = parts.tensors[MASTER].bfloat16()
+    return parts
+
+
+def model(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(oracle.same_bytes(a[key], b[key]) for key in a)
+
+
+@pytest.mark.parametrize("to", ["fsdp_dtensor", "torch_dist", "hf", "hf again", "import"])
+def test_what_no_float16_can_hold_is_refused_by_name(to: str, tmp_path: Path) -> None:
+    source = str(write(tmp_path / "source", too_large()))
+    out = tmp_path / "out"
+    key, element = "model.layers.1.mlp.down_proj.weight", "[3, 5]: 70144.0"
+    with pytest.raises(VerificationError) as caught:
+        if to == "fsdp_dtensor":
+            key, element = "model.module.decoder.layers.1.mlp.linear_fc2.weight", "[3, 5]: 70000.0"
+            wanted = TargetOptions(weights_only=True, dtype="float16")
+            convert_to_fsdp_dtensor(source, str(out), ConvertOptions(target=wanted))
+        elif to == "hf":
+            export_hf(source, str(out), ExportOptions(dtype="float16"))
+        elif to == "import":
+            key, element = "decoder.layers.mlp.linear_fc2.weight", "[1, 3, 5]: 70144.0"
+            export_hf(source, str(tmp_path / "hf"))
+            import_hf(str(tmp_path / "hf"), str(out), ImportOptions(dtype="float16"))
+        else:
+            convert_to_fsdp_dtensor(source, str(tmp_path / "fsdp"))
+            element = "[3, 5]: 70000.0"
+            if to == "hf again":
+                export_hf(str(tmp_path / "fsdp"), str(out), ExportOptions(dtype="float16"))
+            key, element = LARGE, "[1, 3, 5]: 70000.0"
+            options = ToTorchDistOptions(target=TorchDistOptions(dtype="float16"))
+            convert_to_torch_dist(str(tmp_path / "fsdp"), str(out), options)
+    if to == "hf again":
+        key, element = "model.layers.1.mlp.down_proj.weight", "[3, 5]: 70000.0"
+    assert str(caught.value).startswith(f"{key}{element} is too large for float16 and would become infinite")
+    assert "Choose another --dtype (bfloat16, float32, float64)" in str(caught.value)
+    assert not out.exists() or not any(path.is_file() for path in out.rglob("*"))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_job_is_not_handed_infinities(tmp_path: Path) -> None:
+    source = str(write(tmp_path / "source", too_large()))
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        options = ConvertOptions(target=TargetOptions(weights_only=True, dtype="float16"))
+        with pytest.raises(VerificationError, match=r"linear_fc2\.weight\[3, 5\]: 70000\.0 is too large"):
+            load_dtensors(source, mesh, options=options)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_what_rounding_changes_is_counted(tmp_path: Path) -> None:
+    convert_to_fsdp_dtensor(str(RUN), str(tmp_path / "fsdp"))
+    report = export_hf(str(tmp_path / "fsdp"), str(tmp_path / "hf"))
+    wide = export_hf(str(tmp_path / "fsdp"), str(tmp_path / "wide"), ExportOptions(dtype="float32"))
+    before, after = model(tmp_path / "wide"), model(tmp_path / "hf")
+    changed = {key: int((before[key] != after[key].float()).sum()) for key in before}
+    assert report.written is not None and wide.written is not None
+    assert wide.written.rounded_tensors == 0 and wide.written.rounded_most is None
+    assert report.written.rounded_elements == sum(changed.values()) > 10_000
+    assert report.written.rounded_tensors == sum(count > 0 for count in changed.values())
+    assert changed[report.written.rounded_most or ""] == max(changed.values())
+
+
+@pytest.mark.parametrize("to", ["torch_dist", "fsdp_dtensor"])
+def test_a_model_of_two_types_keeps_them(to: str, cases: Path, tmp_path: Path) -> None:
+    source = cases / "mixed_dtype_rounded" / "hf"
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    report = import_hf(str(source), first, ImportOptions(to=to))
+    assert report.written is not None and report.written.rounded_elements == 0
+    if to == "torch_dist":
+        convert_to_fsdp_dtensor(first, second, ConvertOptions(target=TargetOptions(weights_only=True)))
+    else:
+        convert_to_torch_dist(first, second, ToTorchDistOptions(target=TorchDistOptions(weights_only=True)))
+    truth = model(source)
+    assert {str(tensor.dtype) for tensor in truth.values()} == {"torch.float32", "torch.bfloat16"}
+    for number, megatron in enumerate((first, second)):
+        export_hf(megatron, str(tmp_path / f"hf{number}"))
+        assert same(model(tmp_path / f"hf{number}"), truth)
+
+
+def test_an_import_in_one_type_says_what_it_rounds(cases: Path, tmp_path: Path) -> None:
+    source = cases / "mixed_dtype_rounded" / "hf"
+    report = import_hf(str(source), str(tmp_path / "out"), ImportOptions(dtype="bfloat16"))
+    norms = [tensor for tensor in model(source).values() if tensor.dtype == torch.float32]
+    changed = sum(int((tensor.bfloat16().float() != tensor).sum()) for tensor in norms)
+    assert report.written is not None and report.written.rounded_elements == changed == 448
+    assert report.written.rounded_tensors == 3  # stacked over layers: two norms; and the last one
+
+
+def test_an_export_in_fp32_takes_the_masters_of_either_format(tmp_path: Path) -> None:
+    wide = ExportOptions(dtype="float32")
+    report = export_hf(str(RUN), str(tmp_path / "a"), wide)
+    assert report.masters_checked.startswith("the fp32 masters are exported: ")
+    assert "round to the stored weights (sample)" in report.masters_checked
+    convert_to_fsdp_dtensor(str(RUN), str(tmp_path / "fsdp"))
+    other = export_hf(str(tmp_path / "fsdp"), str(tmp_path / "b"), wide)
+    assert other.masters_checked == "the checkpoint's values, fp32 masters, are exported as float32"
+    found = model(tmp_path / "a")
+    assert same(found, model(tmp_path / "b"))
+    stored = oracle.tensors(LLAMA)
+    master = stored[MASTER][1]
+    assert oracle.same_bytes(found["model.layers.1.mlp.down_proj.weight"], master)
+    assert not oracle.same_bytes(master, stored[LARGE][1].float())
+    assert export_hf(str(RUN), str(tmp_path / "c")).masters_checked == "the stored weights are exported"
+    assert json.loads((tmp_path / "a" / "config.json").read_bytes())["torch_dtype"] == "float32"
+
+
+def test_an_export_in_fp32_says_when_there_are_no_masters(tmp_path: Path) -> None:
+    parts = read(LLAMA)
+    weights = {key: tensor for key, tensor in parts.tensors.items() if not key.startswith("optimizer.")}
+    encoded = {
+        key: tensor.to(torch.int16) for key, tensor in parts.tensors.items() if key.startswith("optimizer.")
+    }
+    exports = []
+    for name, tensors in (("none", weights), ("encoded", weights | encoded)):
+        source = write(tmp_path / name, Parts(tensors, parts.objects, parts.common))
+        report = export_hf(str(source), str(tmp_path / f"{name} hf"), ExportOptions(dtype="float32"))
+        assert report.masters_checked == "the stored weights are exported"
+        assert any(
+            note.startswith("no fp32 masters are exported, only the stored weights: ")
+            for note in report.notes
+        )
+        exports.append(model(tmp_path / f"{name} hf"))
+    assert same(*exports)
+    stored = weights[LARGE][1].float()
+    assert oracle.same_bytes(exports[0]["model.layers.1.mlp.down_proj.weight"], stored)
+
+
+def test_an_export_in_fp32_refuses_damaged_masters(tmp_path: Path) -> None:
+    parts = read(LLAMA)
+    parts.tensors[MASTER][1, 3, 5] *= 2
+    source = write(tmp_path / "source", parts)
+    with pytest.raises(
+        VerificationError, match=r"linear_fc2\.weight\[3, 5\].*\n.*Without --dtype the stored weights"
+    ):
+        export_hf(str(source), str(tmp_path / "out"), ExportOptions(dtype="float32"))
+    export_hf(str(source), str(tmp_path / "out"))
+
+
+def test_an_import_refuses_what_only_bfloat16_can_hold(tmp_path: Path, cases: Path) -> None:
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    source = cases / "mixed_dtype_rounded" / "hf"
+    tensors = model(source)
+    tensors["model.norm.weight"][7] = 65520.0  # the first that rounds to infinity
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_bytes((source / "config.json").read_bytes())
+    with pytest.raises(VerificationError, match=r"final_layernorm\.weight\[7\]: 65520\.0"):
+        import_hf(str(folder), str(tmp_path / "out"), ImportOptions(to="fsdp_dtensor", dtype="float16"))
+    tensors["model.norm.weight"][7] = 65519.0
+    save_file(tensors, folder / "model.safetensors")
+    import_hf(str(folder), str(tmp_path / "out"), ImportOptions(to="fsdp_dtensor", dtype="float16"))

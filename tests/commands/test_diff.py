@@ -1,0 +1,227 @@
+"""`diff` on pairs of real checkpoints: conversions are equal tensor by tensor, and every kind of change is named."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+
+from ckpt_tools.commands.diff import DiffRequest, diff_checkpoints
+from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
+from ckpt_tools.commands.to_torch_dist import convert_to_torch_dist
+from ckpt_tools.errors import UnsupportedCheckpointError
+from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions
+from ckpt_tools.verify.compare import Tolerance
+from ckpt_tools.verify.diff import DiffOptions, summarize
+from ckpt_tools.verify.diff_values import diff_values
+from tests.conftest import fixture_dir
+from tests.damage import copy_of, drop_key, keys_with, metadata_of, payload_of, replace_chunk
+
+LLAMA = "core019_llama_tp2_fully_reshardable"
+NATIVE = "core019_llama_tp2_native_fsdp_dtensor"
+MOE = "core019_moe_ep2_fully_reshardable"
+NORM = "decoder.final_layernorm.weight"
+STATE = "optimizer.state.module.module.module."
+SAME_RUNS = ("args.save", "args.dump_param_to_param_group_map", "args.dist_ckpt_optim_fully_reshardable")
+
+
+def place_of(name):
+    root = fixture_dir(name)
+    return str(root / "checkpoint" if (root / "checkpoint").exists() else root)
+
+
+def differences(a, b, **options):
+    report = diff_checkpoints(str(a), str(b), DiffOptions(**options))
+    return [t for t in report.tensors if t.kind != "equal"], list(report.values)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        (LLAMA, TargetOptions()),
+        (MOE, TargetOptions()),
+        ("core016_llama_tp2_dp_reshardable", TargetOptions(layer_spec="te")),
+        ("main_mla_mtp_moe_fr_tp2", TargetOptions(dialect="core-0.16")),
+        ("main_gdn_fr_tp2", TargetOptions(layer_spec="te", dialect="bridge", tp=1)),
+        ("main_moe_fr_ep2", TargetOptions(experts="sequential")),
+        ("v015_moe_ms_etp2_shared", TargetOptions()),
+        ("v013_dense_dpzero_tp2_dp2", TargetOptions()),
+        ("bridge_hfimport", TargetOptions(layer_spec="te")),
+    ],
+)
+def test_a_conversion_equals_its_source_in_both_directions(name, options, tmp_path):
+    convert_to_fsdp_dtensor(place_of(name), str(tmp_path / "out"), ConvertOptions(target=options))
+    for pair in ((place_of(name), str(tmp_path / "out")), (str(tmp_path / "out"), place_of(name))):
+        report = diff_checkpoints(*pair)
+        assert report.by == "parameters"
+        assert [t.name for t in report.tensors if t.kind != "equal"] == []
+        assert report.values == ()
+        assert sum(t.elements for t in report.tensors) > 1000
+
+
+@pytest.mark.parametrize("name", [LLAMA, MOE])
+def test_there_and_back_is_equal(name, tmp_path):
+    convert_to_fsdp_dtensor(place_of(name), str(tmp_path / "there"))
+    convert_to_torch_dist(str(tmp_path / "there"), str(tmp_path / "back"))
+    report = diff_checkpoints(place_of(name), str(tmp_path / "back"))
+    assert report.by == "keys"
+    assert [t for t in report.tensors if t.kind != "equal"] == []
+
+
+def test_two_layouts_of_one_run_are_equal():
+    report = diff_checkpoints(
+        place_of(LLAMA), place_of("core019_llama_tp2_dp_reshardable"), DiffOptions(ignore=SAME_RUNS)
+    )
+    assert (report.by, report.is_equal) == ("parameters", True)
+    assert {s.role: s.tensors for s in summarize(report.tensors)}["master"] == 17
+
+
+def test_native_training_is_near_its_conversion(tmp_path):
+    convert_to_fsdp_dtensor(place_of(LLAMA), str(tmp_path / "out"))
+    tensors, values = differences(place_of(NATIVE), tmp_path / "out")
+    assert {t.kind for t in tensors} == {"values"}
+    assert {v.name.split(".")[0] for v in values} == {"args"}
+    near, _ = differences(
+        place_of(NATIVE), tmp_path / "out", tolerance=Tolerance(atol=1e-3), ignore=("rng_state*",)
+    )
+    assert near == []
+
+
+def test_one_changed_bit_is_named_with_its_index(tmp_path):
+    root = copy_of(NATIVE, tmp_path)
+    key = "model.module.decoder.layers.1.mlp.linear_fc2.weight"
+    _, _, data = payload_of(root, key, (0, 32))
+    at = 5 * 32 + 7
+    changed = bytearray(data)
+    changed[4 * at] ^= 1
+    replace_chunk(root, key, (0, 32), "float32", bytes(changed))
+    (tensor,), values = differences(place_of(NATIVE), root)
+    assert (tensor.name, tensor.found.different, tensor.found.index) == (key, 1, (5, 39))
+    assert tensor.found.max_ulp == 1
+    assert tensor.found.values == tuple(struct.unpack_from("<f", d, 4 * at)[0] for d in (data, changed))
+    assert values == []
+    assert differences(place_of(NATIVE), root, tolerance=Tolerance(ulp=1)) == ([], [])
+    assert differences(place_of(NATIVE), root, ignore=("model.*",)) == ([], [])
+    assert differences(place_of(NATIVE), root, keys=("optimizer.*", "args")) == ([], [])
+
+
+def test_what_stands_on_one_side_only_is_named(tmp_path):
+    root = copy_of(NATIVE, tmp_path)
+    with metadata_of(root) as metadata:
+        drop_key(metadata, STATE + NORM + ".exp_avg")
+        drop_key(metadata, "iteration")
+    (tensor,), (value,) = differences(place_of(NATIVE), root)
+    assert (tensor.name, tensor.kind, tensor.b) == (STATE + NORM + ".exp_avg", "only in A", None)
+    assert (value.name, value.a, value.b) == ("iteration", "2", None)
+    (tensor,), (value,) = differences(root, place_of(NATIVE))
+    assert (tensor.kind, value.a, value.b) == ("only in B", None, "2")
+
+
+def test_a_group_field_that_changed_is_named(tmp_path):
+    root = copy_of(NATIVE, tmp_path)
+    with metadata_of(root) as metadata:
+        wrong, right = (
+            keys_with(metadata, "linear_proj.weight.weight_decay")[0],
+            keys_with(metadata, f"{NORM}.weight_decay")[0],
+        )
+        stored = {index.fqn: info for index, info in metadata.storage_data.items()}
+        for index in metadata.storage_data:
+            if index.fqn == wrong:
+                metadata.storage_data[index] = stored[right]
+    tensors, (value,) = differences(place_of(NATIVE), root)
+    assert (tensors, value.name, value.a, value.b) == ([], wrong, "0.1", "0.0")
+
+
+def test_shapes_and_types_that_differ_are_named(tmp_path):
+    import torch
+
+    root = copy_of(NATIVE, tmp_path)
+    first, second = f"model.module.{NORM}", "model.module.output_layer.weight"
+    with metadata_of(root) as metadata:
+        stored = metadata.state_dict_metadata[first]
+        stored.size = stored.chunks[0].sizes = type(stored.size)((16,))
+        other = metadata.state_dict_metadata[second]
+        other.properties.dtype = torch.int32
+    tensors, _ = differences(place_of(NATIVE), root)
+    assert {t.name: (t.kind, t.b) for t in tensors} == {
+        first: ("shape", ("float32", (16,))),
+        second: ("dtype", ("int32", (224, 32))),
+    }
+
+
+def test_other_types_are_a_difference_bitwise_and_compared_by_value_within_a_tolerance(tmp_path):
+    options = ConvertOptions(target=TargetOptions(weights_only=True, dtype="bfloat16"))
+    convert_to_fsdp_dtensor(place_of(LLAMA), str(tmp_path / "half"), options)
+    convert_to_fsdp_dtensor(
+        place_of(LLAMA), str(tmp_path / "full"), ConvertOptions(target=TargetOptions(weights_only=True))
+    )
+    tensors, _ = differences(tmp_path / "half", tmp_path / "full")
+    assert {t.kind for t in tensors} == {"dtype"}
+    assert any(t.found.different for t in tensors)
+    assert differences(tmp_path / "half", tmp_path / "full", tolerance=Tolerance(rtol=2**-8)) == ([], [])
+
+
+def test_a_hugging_face_model_needs_its_config(tmp_path):
+    header = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
+    for by in ("auto", "huggingface"):
+        with pytest.raises(UnsupportedCheckpointError, match=r"no config\.json of a Hugging Face model"):
+            diff_checkpoints(place_of(LLAMA), str(tmp_path), None, DiffRequest(by=by))
+    assert not diff_checkpoints(place_of(LLAMA), str(tmp_path), None, DiffRequest(by="keys")).is_equal
+
+
+def test_values_are_compared_by_type_and_part():
+    tolerance = Tolerance()
+    for a, b, names in (
+        ({"x": 1}, {"x": 1.0}, ["v.x"]),
+        ({"x": [1, 2]}, {"x": (1, 2)}, ["v.x"]),
+        ({"x": (1, 2)}, {"x": (1, 3)}, ["v.x.1"]),
+        ({"x": None}, {}, ["v.x"]),
+        (float("nan"), float("nan"), []),
+        (0.0, -0.0, ["v"]),
+        (True, 1, ["v"]),
+    ):
+        assert [d.name for d in diff_values("v", a, b, tolerance)] == names, (a, b)
+    assert list(diff_values("v", 1.0, 1.0 + 2**-52, Tolerance(ulp=1))) == []
+    deep_a: list[object] = []
+    deep_b: list[object] = []
+    for _ in range(100):
+        deep_a, deep_b = [deep_a], [deep_b]
+    assert [d.a for d in diff_values("v", deep_a, deep_b, tolerance)] == ["nested too deeply to compare"]
+
+
+def test_a_large_tensor_is_compared_in_bounded_memory(tmp_path):
+    import tracemalloc
+
+    from ckpt_tools.formats.files import LocalFiles
+    from ckpt_tools.model.box import full_box
+    from ckpt_tools.model.catalog import Catalog, Chunk, Item, TensorEntry
+    from ckpt_tools.model.target import Source, TargetTensor
+    from ckpt_tools.verify.diff import Side, diff_tensors
+
+    shape = (64, 1 << 20)  # 256 MiB, sparse on disk
+    sides = []
+    for name in ("a", "b"):
+        with open(tmp_path / name, "wb") as file:
+            file.truncate(4 * shape[0] * shape[1])
+        entry = TensorEntry(
+            "w", "float32", shape, (Chunk(full_box(shape), Item(name, 0, 4 * shape[0] * shape[1], True)),)
+        )
+        catalog = Catalog(str(tmp_path), {"w": entry}, {})
+        sides.append(
+            Side(
+                LocalFiles(str(tmp_path)),
+                catalog,
+                {"w": TargetTensor("w", "float32", shape, (Source("w"),))},
+                {},
+            )
+        )
+    with open(tmp_path / "b", "r+b") as file:
+        file.seek(4 * (63 * shape[1] + 5))
+        file.write(struct.pack("<f", 1.0))
+    tracemalloc.start()
+    (tensor,) = diff_tensors(*sides, DiffOptions(threads=1))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (tensor.found.different, tensor.found.index) == (1, (63, 5))
+    assert peak < 64 << 20

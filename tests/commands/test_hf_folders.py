@@ -1,0 +1,141 @@
+"""Hugging Face folders as they are published and cached, and what is said of those that cannot be imported."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ckpt_tools.commands.export_hf import ExportOptions, export_hf
+from ckpt_tools.commands.import_hf import import_hf
+from ckpt_tools.commands.inspect import inspect_checkpoint
+from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError
+from tests.cases import cases as cases  # noqa: PLC0414  a fixture
+from tests.commands import oracle
+
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 7\n"
+
+
+def model(*files: Path) -> dict[str, torch.Tensor]:
+    return {key: tensor for file in files for key, tensor in load_file(file).items()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(oracle.same_bytes(a[key], b[key]) for key in a)
+
+
+def there_and_back(source: Path, tmp_path: Path) -> dict[str, torch.Tensor]:
+    import_hf(str(source), str(tmp_path / "run"))
+    export_hf(str(tmp_path / "run"), str(tmp_path / "back"))
+    return model(*(tmp_path / "back").glob("*.safetensors"))
+
+
+def test_adapters_are_named_with_the_way_out(cases: Path, tmp_path: Path) -> None:
+    with pytest.raises(MappingError) as caught:
+        import_hf(str(cases / "peft_names"), str(tmp_path / "out"))
+    text = str(caught.value)
+    assert text.startswith("12 tensors belong to an adapter (LoRA and its kin)")
+    assert "merge_and_unload" in text and text.count("\n") == 4
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight",
+        "model.layers.0.self_attn.q_proj.lora_magnitude_vector.default.weight",
+        "model.embed_tokens.lora_embedding_B.default",
+        "model.layers.0.mlp.down_proj.ia3_l.default",
+        "lm_head.modules_to_save.default.weight",
+    ],
+)
+def test_every_kind_of_adapter_is_known_by_its_names(name: str, cases: Path, tmp_path: Path) -> None:
+    source = cases / "mixed_dtype_rounded" / "hf"
+    folder = tmp_path / "hf"
+    shutil.copytree(source, folder)
+    save_file(load_file(source / "model.safetensors") | {name: torch.ones(4)}, folder / "model.safetensors")
+    with pytest.raises(MappingError, match="1 tensors belong to an adapter"):
+        import_hf(str(folder), str(tmp_path / "out"))
+
+
+def test_the_index_says_which_files_are_the_model(cases: Path, tmp_path: Path) -> None:
+    source = cases / "mistral_consolidated" / "hf"
+    report = import_hf(str(source), str(tmp_path / "out"))
+    assert "not in the index and not read: consolidated.safetensors" in report.notes
+    truth = model(*source.glob("model-*.safetensors"))
+    assert same(there_and_back(source, tmp_path), truth)
+
+
+def test_stored_rotary_frequencies_are_left_out_and_said(cases: Path, tmp_path: Path) -> None:
+    source = cases / "moonlight_inv_freq" / "hf"
+    report = import_hf(str(source), str(tmp_path / "out"))
+    left_out = [f"model.layers.{n}.self_attn.rotary_emb.inv_freq" for n in range(3)]
+    why = "rotary frequencies are computed from config.json, not loaded"
+    assert [line for line in report.dropped if "inv_freq" in line] == [f"{name}: {why}" for name in left_out]
+    truth = model(source / "model.safetensors")
+    for name in left_out:
+        del truth[name]
+    biases = {key: tensor.float() for key, tensor in truth.items() if key.endswith("e_score_correction_bias")}
+    truth |= biases  # which Megatron holds in fp32
+    assert len(biases) == 2 and same(there_and_back(source, tmp_path), truth)
+
+
+def test_pointers_are_named_wherever_they_stand(cases: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    shutil.copytree(cases / "mixed_dtype_rounded" / "hf", folder)
+    (folder / "config.json").write_bytes(LFS)
+    with pytest.raises(UnsupportedCheckpointError, match=r"Git LFS pointers.*\n  - config\.json"):
+        import_hf(str(folder), str(tmp_path / "out"))
+
+
+def cache(folder: Path, source: Path, revisions: tuple[str, ...], main: str | None) -> Path:
+    """A model in the hub's cache, its snapshots links to blobs."""
+    root = folder / "models--some--model"
+    (root / "blobs").mkdir(parents=True)
+    (root / "refs").mkdir()
+    for file in source.iterdir():
+        if file.is_file():
+            shutil.copyfile(file, root / "blobs" / file.name)
+    for revision in revisions:
+        snapshot = root / "snapshots" / revision
+        snapshot.mkdir(parents=True)
+        for blob in (root / "blobs").iterdir():
+            (snapshot / blob.name).symlink_to(Path("..") / ".." / "blobs" / blob.name)
+    if main is not None:
+        (root / "refs" / "main").write_text(main)
+    return root
+
+
+@pytest.mark.parametrize("main", ["b2", None])
+def test_the_root_of_a_cache_means_its_snapshot(main: str | None, cases: Path, tmp_path: Path) -> None:
+    source = cases / "mixed_dtype_rounded" / "hf"
+    root = cache(tmp_path, source, ("a1", "b2") if main else ("b2",), main)
+    assert same(there_and_back(root, tmp_path), model(source / "model.safetensors"))
+    reference = ExportOptions(hf_config=str(root))
+    export_hf(str(tmp_path / "run"), str(tmp_path / "again"), reference)
+    assert inspect_checkpoint(str(root)).location.path == f"{root}/snapshots/b2"
+
+
+def test_several_snapshots_without_a_main_one_are_named(cases: Path, tmp_path: Path) -> None:
+    root = cache(tmp_path, cases / "mixed_dtype_rounded" / "hf", ("a1", "b2"), "gone")
+    for command in (
+        lambda: import_hf(str(root), str(tmp_path / "out")),
+        lambda: inspect_checkpoint(str(root)),
+    ):
+        with pytest.raises(UsageError, match=f"2 snapshots.*{root}/snapshots/a1, {root}/snapshots/b2"):
+            command()
+
+
+def test_a_folder_of_caches_and_one_of_pickles_say_what_to_give(cases: Path, tmp_path: Path) -> None:
+    cache(tmp_path / "hub", cases / "mixed_dtype_rounded" / "hf", ("a1",), None)
+    with pytest.raises(UnsupportedCheckpointError, match=r"a Hugging Face cache.*hub/models--some--model\."):
+        inspect_checkpoint(str(tmp_path / "hub"))
+    pickles = tmp_path / "pickles"
+    pickles.mkdir()
+    for name in ("config.json", "pytorch_model.bin"):
+        (pickles / name).write_text("{}")
+    with pytest.raises(UnsupportedCheckpointError, match="a Hugging Face model without safetensors"):
+        inspect_checkpoint(str(pickles))

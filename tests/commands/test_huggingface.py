@@ -1,0 +1,299 @@
+"""`export-hf` and `import-hf` end to end: real checkpoints against their truth, every family there and back."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from ckpt_tools.cli.app import run
+from ckpt_tools.commands.export_hf import ExportOptions, export_hf
+from ckpt_tools.commands.import_hf import ImportOptions, import_hf
+from ckpt_tools.errors import CkptError, MappingError, UsageError
+from ckpt_tools.formats.safetensors import read_safetensors_catalog
+from tests.conftest import DATA, REPO, fixture_dir
+from tests.megatron.huggingface.test_targets import DEEPSEEK, LLAMA, QWEN3_MOE, directory
+
+GPT_OSS = {
+    **LLAMA, "model_type": "gpt_oss", "num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention"], "rope_scaling": None,
+}  # fmt: skip
+GPT2 = {"model_type": "gpt2", "n_embd": 12, "n_layer": 2, "n_head": 3, "n_positions": 9, "vocab_size": 11,
+        "layer_norm_epsilon": 1e-5, "torch_dtype": "float32"}  # fmt: skip
+CONFIGS = {
+    "llama": LLAMA,
+    "qwen3_moe": QWEN3_MOE,
+    "qwen3_moe_dense_first": {**QWEN3_MOE, "mlp_only_layers": [0]},
+    "deepseek_v3": DEEPSEEK,
+    "gpt_oss": GPT_OSS,
+    "gpt2": GPT2,
+    "gemma": {**LLAMA, "model_type": "gemma", "tie_word_embeddings": True},
+}
+
+
+def model(name: str, folder: Path) -> dict[str, Any]:
+    """A random Hugging Face directory of a family; its tensors."""
+    folder.mkdir()
+    tensors = dict(directory(CONFIGS[name]))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
+    return tensors
+
+
+def tensors_of(folder: Path) -> dict[str, Any]:
+    read_safetensors_catalog(folder)
+    return {k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
+
+
+def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert ours.keys() == theirs.keys()
+    for key, array in theirs.items():
+        assert (ours[key].dtype, ours[key].shape) == (array.dtype, array.shape), key
+        assert ours[key].tobytes() == array.tobytes(), key
+
+
+@pytest.mark.parametrize("to", ["torch_dist", "fsdp_dtensor"])
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_there_and_back(name: str, to: str, tmp_path: Path) -> None:
+    """Imported, exported again in shards of 2 kB: every tensor bit for bit, config fields as they were."""
+    tensors = model(name, tmp_path / "hf")
+    import_hf(str(tmp_path / "hf"), str(tmp_path / "run"), ImportOptions(to=to))
+    assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "release"
+    assert (tmp_path / "run" / "release" / "metadata.json").exists() == (to == "torch_dist")
+    report = export_hf(str(tmp_path / "run"), str(tmp_path / "out"), ExportOptions(max_shard_bytes=2000))
+    assert_same(tensors_of(tmp_path / "out"), tensors)
+    assert report.tensors == len(tensors)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    for key, value in CONFIGS[name].items():
+        assert config[key] == value, key
+    shards = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert len(shards) > 2
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert sorted(set(index["weight_map"].values())) == shards
+    assert index["metadata"]["total_size"] == sum(array.nbytes for array in tensors.values())
+    for file in shards:
+        data = sum(tensors[k].nbytes for k, f in index["weight_map"].items() if f == file)
+        assert data <= 2000 or list(index["weight_map"].values()).count(file) == 1
+
+
+def truth_of(name: str) -> tuple[Path, dict[str, Any]]:
+    folder = fixture_dir(name)
+    truth = load_truth(folder / "truth.safetensors")
+    return folder / "checkpoint", truth
+
+
+def load_truth(path: Path) -> dict[str, Any]:
+    """Unsharded weights of a fixture under their live names, bfloat16 as its bits."""
+    import torch
+    from safetensors.torch import load_file as load_torch
+
+    found = {}
+    for key, tensor in load_torch(path).items():
+        if key.startswith("model/"):
+            raw = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
+            found[key.removeprefix("model/")] = raw.numpy()
+    return found
+
+
+def bits(folder: Path) -> dict[str, Any]:
+    """All tensors of a directory, bfloat16 as its bits."""
+    import torch
+    from safetensors.torch import load_file as load_torch
+
+    return {
+        key: (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+        for file in folder.glob("*.safetensors")
+        for key, tensor in load_torch(file).items()
+    }
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["v011_dense_ms_tp2_dp1", "v013_dense_dpzero_tp2_dp2", "v014_dense_ms_tp2_dp2_te", "v016_dense_dpr_tp2_dp2",
+     "v016_dense_weightsonly_tp2", "main_dense_dpr_pp2_vpp2_tied", "bridge_dense_fr_tp2_dp2"],
+)  # fmt: skip
+def test_real_checkpoints_against_their_truth(name: str, tmp_path: Path) -> None:
+    """q, k, v, gate and up cut from the unsharded truth by hand; vocabulary rows; every name accounted for."""
+    source, truth = truth_of(name)
+    export_hf(str(source), str(tmp_path / "out"))
+    found = bits(tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    heads, groups, dim = (config[k] for k in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    rows = config["vocab_size"]
+    expected = {"model.embed_tokens.weight": truth["embedding.word_embeddings.weight"][:rows]}
+    if not config["tie_word_embeddings"]:
+        expected["lm_head.weight"] = truth["output_layer.weight"][:rows]
+    for layer in range(config["num_hidden_layers"]):
+        core, hf = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+        for leaf in ("weight", "bias"):
+            qkv = truth.get(f"{core}self_attention.linear_qkv.{leaf}")
+            if qkv is None:
+                continue
+            blocks = qkv.reshape(groups, heads // groups + 2, dim, *qkv.shape[1:])
+            for x, part in zip("qkv", (blocks[:, :-2], blocks[:, -2], blocks[:, -1]), strict=True):
+                expected[f"{hf}self_attn.{x}_proj.{leaf}"] = part.reshape(-1, *qkv.shape[1:])
+            gate, up = np.split(truth[f"{core}mlp.linear_fc1.{leaf}"], 2)
+            expected |= {f"{hf}mlp.gate_proj.{leaf}": gate, f"{hf}mlp.up_proj.{leaf}": up}
+            expected[f"{hf}self_attn.o_proj.{leaf}"] = truth[f"{core}self_attention.linear_proj.{leaf}"]
+            expected[f"{hf}mlp.down_proj.{leaf}"] = truth[f"{core}mlp.linear_fc2.{leaf}"]
+    assert {k for k in found if "norm" not in k} == expected.keys()
+    for key, array in expected.items():
+        assert found[key].tobytes() == array.tobytes(), key
+    assert {k for k in found if "norm" in k} == {"model.norm.weight"} | {
+        f"model.layers.{i}.{n}_layernorm.weight"
+        for i in range(config["num_hidden_layers"])
+        for n in ("input", "post_attention")
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["core019_llama_tp2_fully_reshardable", "core019_gpt3_tp2_native_fsdp_dtensor"]
+)
+def test_transformers_loads_what_real_training_wrote(name: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip(
+        "transformers", reason="the optional peer transformers is not installed"
+    )
+    export_hf(str(fixture_dir(name)), str(tmp_path / "out"))
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert not any(info.values()), info
+    import torch
+
+    for key, array in bits(tmp_path / "out").items():
+        tensor = loaded.get_parameter(key).bfloat16().view(torch.uint16)
+        assert tensor.numpy().tobytes() == array.tobytes(), key
+
+
+def test_both_formats_of_one_run_export_the_same_model(tmp_path: Path) -> None:
+    """The torch_dist checkpoint, and the fsdp_dtensor one converted from it: equal files to the last byte."""
+    source = DATA / "core019_llama_tp2_fully_reshardable"
+    assert run(["convert", str(source), str(tmp_path / "fsdp"), "-q"]) == 0
+    export_hf(str(source), str(tmp_path / "a"))
+    export_hf(str(tmp_path / "fsdp"), str(tmp_path / "b"))
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_two_processes_write_the_same_bytes(tmp_path: Path) -> None:
+    source = DATA / "core019_llama_tp2_fully_reshardable"
+    export_hf(str(source), str(tmp_path / "one"), ExportOptions(max_shard_bytes=20_000))
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ckpt_tools",
+               "export-hf", str(source), str(tmp_path / "two"), "--max-shard-size", "20KB", "-q"]  # fmt: skip
+    done = subprocess.run([sys.executable, *command], cwd=REPO, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    one, two = ({p.name: p.read_bytes() for p in (tmp_path / n).iterdir()} for n in ("one", "two"))
+    assert one == two and len(one) > 4
+
+
+def test_norms_are_shifted_once_in_float32_and_the_loss_is_told(tmp_path: Path) -> None:
+    """A Gemma whose Megatron stores 1 + w in bfloat16: HF gets (1 + w) - 1, rounded once."""
+    import torch
+
+    tensors = model("gemma", tmp_path / "hf")
+    import_hf(str(tmp_path / "hf"), str(tmp_path / "run"), ImportOptions(dtype="bfloat16"))
+    common = tmp_path / "run" / "release" / "common.pt"
+    state = torch.load(common, weights_only=False)
+    state["args"].layernorm_zero_centered_gamma = state["args"].apply_layernorm_1p = False
+    torch.save(state, common)
+    report = export_hf(str(tmp_path / "run"), str(tmp_path / "out"))
+    from safetensors.torch import load_file as load_torch
+
+    found = load_torch(tmp_path / "out" / "model.safetensors")
+    for key, array in tensors.items():
+        want = torch.from_numpy(array).bfloat16()
+        if "norm" in key:
+            want = (want.float() - 1).bfloat16()
+        assert torch.equal(found[key].view(torch.uint16), want.view(torch.uint16)), key
+    assert any("-1 was added to 5 norms in float32" in note and "lost bits" in note for note in report.notes)
+
+
+def test_assets_and_reference(tmp_path: Path) -> None:
+    """--hf-config: tokenizer files byte for byte, its other config fields kept; weights and code are not copied."""
+    model("llama", tmp_path / "hf")
+    for name in (
+        "tokenizer.json",
+        "merges.txt",
+        "generation_config.json",
+        "modeling_x.py",
+        "pytorch_model.bin",
+    ):
+        (tmp_path / "hf" / name).write_text(name)
+    config = {**LLAMA, "bos_token_id": 7, "max_position_embeddings": 99}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    import_hf(str(tmp_path / "hf"), str(tmp_path / "run"))
+    export_hf(str(tmp_path / "run"), str(tmp_path / "out"), ExportOptions(hf_config=str(tmp_path / "hf")))
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "merges.txt",
+        "generation_config.json",
+    }
+    assert (tmp_path / "out" / "merges.txt").read_text() == "merges.txt"
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["bos_token_id"] == 7
+
+
+def test_a_tied_head_must_be_the_embedding(tmp_path: Path) -> None:
+    tensors = model("gemma", tmp_path / "hf")
+    embedding = tensors["model.embed_tokens.weight"]
+    for changed in (False, True):
+        head = embedding.copy()
+        head[7, 3] += changed
+        save_file({**tensors, "lm_head.weight": head}, tmp_path / "hf" / "model.safetensors")
+        run_dir = tmp_path / f"run{changed}"
+        if not changed:
+            import_hf(str(tmp_path / "hf"), str(run_dir))
+            continue
+        with pytest.raises(MappingError, match=r"lm_head.weight differs from model.embed_tokens.weight at"):
+            import_hf(str(tmp_path / "hf"), str(run_dir))
+        assert not run_dir.exists()
+
+
+def test_nothing_is_written_when_something_is_wrong(tmp_path: Path) -> None:
+    tensors = model("qwen3_moe", tmp_path / "hf")
+    del tensors["model.layers.0.mlp.experts.1.down_proj.weight"]
+    save_file(tensors, tmp_path / "hf" / "model.safetensors")
+    with pytest.raises(MappingError, match=r"experts.1.down_proj.weight \[12, 6\] is missing"):
+        import_hf(str(tmp_path / "hf"), str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+    source = DATA / "core019_moe_ep2_fully_reshardable"  # no known family has its sigmoid router without MLA
+    with pytest.raises(MappingError, match="moe_router_score_function is 'sigmoid'"):
+        export_hf(str(source), str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [(ExportOptions(dtype="int8"), UsageError), (ExportOptions(vocab_size=10**6), MappingError),
+     (ExportOptions(hf_config="nowhere"), CkptError)],
+)  # fmt: skip
+def test_impossible_options(options: ExportOptions, error: type[CkptError], tmp_path: Path) -> None:
+    with pytest.raises(error):
+        export_hf(str(DATA / "core019_llama_tp2_fully_reshardable"), str(tmp_path / "out"), options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As users type it, with a dry run first and a report in JSON."""
+    model("llama", tmp_path / "hf")
+    hf, out, run_dir = (str(tmp_path / name) for name in ("hf", "out", "run"))
+    assert run(["import-hf", hf, run_dir, "--to", "fsdp_dtensor", "-q", "--dry-run"]) == 0
+    assert not Path(run_dir).exists()
+    assert run(["import-hf", hf, run_dir, "--to", "fsdp_dtensor", "-q", "--iteration", "5"]) == 0
+    assert (Path(run_dir) / "iter_0000005" / ".metadata").exists()
+    capsys.readouterr()
+    assert (
+        run(["export-hf", run_dir, out, "--json", "-q", "--dtype", "float16", "--max-shard-size", "3KB"]) == 0
+    )
+    report = json.loads(capsys.readouterr().out)
+    assert (report["target"], report["dialect"]) == ("hf", "LlamaForCausalLM")
+    assert {array.dtype for array in tensors_of(Path(out)).values()} == {np.dtype(np.float16)}
+    assert run(["export-hf", run_dir, out, "-q"]) == 2  # the output is not empty

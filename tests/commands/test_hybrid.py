@@ -1,0 +1,131 @@
+"""HybridModel: Transformer Engine's names whatever the args say, and the GPT model that one of its kind is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from ckpt_tools.commands.export_hf import ExportOptions, export_hf
+from ckpt_tools.commands.preflight import preflight
+from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
+from ckpt_tools.commands.to_torch_dist import convert_to_torch_dist
+from ckpt_tools.errors import MappingError
+from ckpt_tools.megatron.settings import settings_from_args
+from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions
+from tests.cases import cases as cases  # noqa: PLC0414  a fixture
+from tests.commands import oracle
+from tests.commands.rewritten import Parts, read, write
+
+HYBRID_ARGS = ("is_hybrid_model", "hybrid_layer_pattern", "spec")
+FUSED = "model.module.decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"
+
+
+def as_gpt(parts: Parts) -> None:
+    """The same weights under the names of a GPT model."""
+
+    def name(key: str) -> str:
+        found = re.sub(r"layers\.(\d+)\.", lambda m: f"layers.{int(m[1]) // 2}.", key)
+        return found.replace("final_norm", "final_layernorm")
+
+    parts.rename(name)
+    parts.args["num_layers"] = 2
+    parts.args["hybrid_layer_pattern"] = parts.args["spec"] = None
+    parts.args["is_hybrid_model"] = False
+
+
+@pytest.mark.parametrize("told", [("is_hybrid_model",), ("hybrid_layer_pattern",), ()])
+@pytest.mark.parametrize("implementation", ["local", "transformer_engine", "inference_optimized"])
+def test_its_names_are_transformer_engines(
+    implementation: str, told: tuple[str, ...], cases: Path, tmp_path: Path
+) -> None:
+    parts = read(cases / "llama_as_hybrid")
+    parts.args["transformer_impl"] = implementation
+    for name in set(HYBRID_ARGS) - set(told):
+        parts.args.pop(name, None)
+    source = write(tmp_path / "source", parts)
+    convert_to_fsdp_dtensor(str(source), str(tmp_path / "out"), ConvertOptions(check_masters="all"))
+    made = oracle.tensors(tmp_path / "out")
+    assert FUSED in made and not any("input_layernorm" in key for key in made)
+    convert_to_torch_dist(str(tmp_path / "out"), str(tmp_path / "back"))
+    back = oracle.tensors(tmp_path / "back")
+    assert back.keys() == parts.tensors.keys()
+    assert [key for key in back if not oracle.same_bytes(back[key], parts.tensors[key])] == []
+
+
+def test_a_job_may_say_either_implementation(cases: Path, tmp_path: Path) -> None:
+    convert_to_fsdp_dtensor(str(cases / "llama_as_hybrid"), str(tmp_path / "out"))
+    for implementation in ("local", "transformer_engine"):
+        report = preflight(str(tmp_path / "out"), ["--transformer-impl", implementation]).report
+        (rule,) = (check for check in report.checks if check.name == "layer-spec")
+        assert rule.findings == ()
+
+
+def test_a_contrary_flag_is_an_error(cases: Path, tmp_path: Path) -> None:
+    options = ConvertOptions(target=TargetOptions(layer_spec="local"))
+    with pytest.raises(MappingError, match="--layer-spec local: a HybridModel"):
+        convert_to_fsdp_dtensor(str(cases / "llama_as_hybrid"), str(tmp_path / "out"), options)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"hybrid_override_pattern": "M-M*"},
+        {"hybrid_attention_ratio": 0.1},
+        {"spec": ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"]},
+    ],
+)
+def test_every_way_to_ask_for_one_is_known(args: dict[str, object]) -> None:
+    assert settings_from_args({"transformer_impl": "local"} | args).local_norms is False
+    plain = dict.fromkeys(args)
+    assert settings_from_args(
+        {"transformer_impl": "local", "hybrid_context_parallel": True} | plain
+    ).local_norms
+
+
+@pytest.mark.parametrize("through", ["torch_dist", "fsdp_dtensor"])
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_attention_and_mlp_in_turn_are_exported_as_a_gpt_model(
+    through: str, dtype: str | None, cases: Path, tmp_path: Path
+) -> None:
+    source = cases / "llama_as_hybrid"
+    parts = read(source)
+    as_gpt(parts)
+    export_hf(str(write(tmp_path / "gpt", parts)), str(tmp_path / "truth"), ExportOptions(dtype=dtype))
+    if through == "fsdp_dtensor":
+        convert_to_fsdp_dtensor(str(source), str(tmp_path / "fsdp"))
+        source = tmp_path / "fsdp"
+    report = export_hf(str(source), str(tmp_path / "out"), ExportOptions(dtype=dtype))
+    assert "a HybridModel of 4 layers '*-*-' is exported as 2 transformer layers" in report.notes
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "truth"))
+    assert one.keys() == other.keys() and all(oracle.same_bytes(one[key], other[key]) for key in one)
+    configs = [(tmp_path / name / "config.json").read_text() for name in ("out", "truth")]
+    assert configs[0] == configs[1]
+
+
+def swap_last_layers(key: str) -> str:
+    return re.sub(r"layers\.([23])\.", lambda m: f"layers.{5 - int(m[1])}.", key)
+
+
+def test_another_order_of_layers_is_refused_by_its_pattern(cases: Path, tmp_path: Path) -> None:
+    parts = read(cases / "llama_as_hybrid")
+    parts.rename(swap_last_layers)
+    parts.args["hybrid_layer_pattern"] = "*--*"
+    with pytest.raises(MappingError, match=r"HybridModel: attention .*here '\*--\*'"):
+        export_hf(str(write(tmp_path / "a", parts)), str(tmp_path / "out"))
+    parts.args["hybrid_layer_pattern"] = "*-*-"
+    with pytest.raises(
+        MappingError, match=r"args say hybrid pattern '\*-\*-', the weights have layers '\*--\*'"
+    ):
+        export_hf(str(write(tmp_path / "b", parts)), str(tmp_path / "out"))
+
+
+def test_mamba_layers_are_refused_by_name(cases: Path, tmp_path: Path) -> None:
+    parts = read(cases / "llama_as_hybrid")
+    parts.rename(lambda key: key.replace("layers.2.self_attention.linear_proj", "layers.2.mixer.out_proj"))
+    with pytest.raises(
+        MappingError, match=r"decoder\.layers\.2: a layer of a HybridModel is .*\['\*', 'M'\]"
+    ):
+        export_hf(str(write(tmp_path / "a", parts)), str(tmp_path / "out"))

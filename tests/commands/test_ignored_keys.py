@@ -1,0 +1,112 @@
+"""`--ignore-keys` leaves out what it matches, tensors too, in every command that has it, and says what it did."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from ckpt_tools.cli.app import run
+from ckpt_tools.commands.export_hf import ExportOptions, export_hf
+from ckpt_tools.commands.modify import modify_state_dict
+from ckpt_tools.commands.placements import Layout
+from ckpt_tools.commands.plan import plan_checkpoint
+from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
+from ckpt_tools.commands.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
+from ckpt_tools.errors import MappingError
+from ckpt_tools.sharding.topology import Topology
+from tests.cases import cases as cases  # noqa: PLC0414  a fixture
+from tests.commands import oracle
+
+GLOB = "*quantizer*"
+
+
+def converted(source: Path, output: Path, *globs: str) -> tuple[str, ...]:
+    return convert_to_fsdp_dtensor(str(source), str(output), ConvertOptions(ignore_keys=globs)).dropped
+
+
+def assert_same(a: Path, b: Path) -> None:
+    one, other = oracle.tensors(a), oracle.tensors(b)
+    assert one.keys() == other.keys()
+    assert [key for key in one if not oracle.same_bytes(one[key], other[key])] == []
+
+
+@pytest.fixture(scope="module")
+def without(cases: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same checkpoint that never had quantizers."""
+    folder = tmp_path_factory.mktemp("without") / "plain"
+    modify_state_dict(str(cases / "quantizer_keys"), str(folder), ["remove quantizer"])
+    assert not any("quantizer" in key for key in oracle.metadata(folder).state_dict_metadata)
+    return folder
+
+
+def test_to_fsdp_dtensor(cases: Path, without: Path, tmp_path: Path) -> None:
+    dropped = converted(cases / "quantizer_keys", tmp_path / "out", GLOB)
+    assert sum(line.endswith("_amax: --ignore-keys") for line in dropped) == 4
+    converted(without, tmp_path / "truth")
+    assert_same(tmp_path / "out", tmp_path / "truth")
+
+
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_export(dtype: str | None, cases: Path, without: Path, tmp_path: Path) -> None:
+    source = str(cases / "quantizer_keys")
+    with pytest.raises(MappingError, match="quantizer"):
+        export_hf(source, str(tmp_path / "out"), ExportOptions(dtype=dtype))
+    report = export_hf(source, str(tmp_path / "out"), ExportOptions(ignore_keys=(GLOB,), dtype=dtype))
+    assert [line.partition(": ")[2] for line in report.dropped] == ["--ignore-keys"] * 4
+    export_hf(str(without), str(tmp_path / "truth"), ExportOptions(dtype=dtype))
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "truth"))
+    assert one.keys() == other.keys() and all(oracle.same_bytes(one[key], other[key]) for key in one)
+
+
+def test_the_way_back_and_a_new_layout(cases: Path, without: Path, tmp_path: Path) -> None:
+    converted(cases / "quantizer_keys", tmp_path / "with")
+    converted(without, tmp_path / "plain")
+    assert any("quantizer" in key for key in oracle.tensors(tmp_path / "with"))
+    options = ToTorchDistOptions(ignore_keys=(GLOB,))
+    report = convert_to_torch_dist(str(tmp_path / "with"), str(tmp_path / "back"), options)
+    assert sum(line.endswith(": --ignore-keys") for line in report.dropped) == 8
+    convert_to_torch_dist(str(tmp_path / "plain"), str(tmp_path / "truth"))
+    assert_same(tmp_path / "back", tmp_path / "truth")
+    layout = Layout("mfsdp-v1", Topology(dp_shard=2))
+    again = ConvertOptions(ignore_keys=(GLOB,), layout=layout)
+    dropped = convert_to_fsdp_dtensor(str(tmp_path / "with"), str(tmp_path / "again"), again).dropped
+    assert sum(line.endswith(": --ignore-keys") for line in dropped) == 8
+    plain = ConvertOptions(layout=layout)
+    convert_to_fsdp_dtensor(str(tmp_path / "plain"), str(tmp_path / "plain again"), plain)
+    assert_same(tmp_path / "again", tmp_path / "plain again")
+
+
+def test_a_plan_leaves_them_out(cases: Path) -> None:
+    options = ConvertOptions(ignore_keys=(GLOB,))
+    report = plan_checkpoint(str(cases / "quantizer_keys"), Layout("mfsdp-v1", Topology(dp_shard=2)), options)
+    assert not any("quantizer" in item.key for item in report.items())
+
+
+def test_a_glob_that_matches_nothing_is_said(
+    cases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        str(cases / "quantizer_keys"),
+        str(tmp_path / "out"),
+        "--ignore-keys",
+        GLOB,
+        "--ignore-keys",
+        "*quantiser*",
+    ]
+    assert run(["convert", *words]) == 0
+    assert (
+        "dropped    --ignore-keys '*quantiser*': matches no key of the checkpoint\n"
+        in capsys.readouterr().out
+    )
+    assert run(["export-hf", *words, "--overwrite"]) == 0
+    assert (
+        "dropped    --ignore-keys '*quantiser*': matches no key of the checkpoint\n"
+        in capsys.readouterr().out
+    )
+
+
+def test_what_a_weight_still_needs_is_missed(cases: Path, tmp_path: Path) -> None:
+    with pytest.raises(MappingError, match=r"there is no weight decoder\.layers\.mlp\.linear_fc2\.weight"):
+        converted(cases / "quantizer_keys", tmp_path / "out", "decoder.layers.mlp.linear_fc2.weight")

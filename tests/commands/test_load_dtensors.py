@@ -1,0 +1,153 @@
+"""Shards for a running job, on real processes: straight from checkpoints, and by stock torch from laid out ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt_tools
+from ckpt_tools.commands.load_dtensors import mesh_axes
+from ckpt_tools.commands.placements import Layout
+from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
+from ckpt_tools.errors import UsageError
+from ckpt_tools.sharding.topology import Topology
+from tests.commands import oracle
+from tests.commands.test_to_fsdp_dtensor import source_of
+from tests.conftest import REPO, fixture_dir
+
+LLAMA, MOE = "core019_llama_tp2_fully_reshardable", "core019_moe_ep2_fully_reshardable"
+GDN = "main_gdn_fr_tp2"
+
+
+def case(name: str, layout: str, mesh: dict[str, int], ep: int = 1) -> dict[str, Any]:
+    label = f"{name}-{layout}-{'-'.join(f'{k}{v}' for k, v in mesh.items())}-ep{ep}"
+    return {
+        "name": label,
+        "fixture": name,
+        "layout": layout,
+        "axes": list(mesh),
+        "mesh": list(mesh.values()),
+        "ep": ep,
+        "device": "cpu",
+    }
+
+
+THREE = [case(LLAMA, "mfsdp-v1", {"dp_shard": 3}), case(LLAMA, "fsdp2", {"fsdp": 3})]
+THREE += [case(MOE, "mfsdp-v1", {"dp_shard": 3}), case(MOE, "mfsdp-v2", {"dp_shard": 3})]
+TWO = [case(LLAMA, "mfsdp-v1", {"dp_shard": 1, "tp": 2}), case(LLAMA, "fsdp2", {"dp": 1, "tp": 2})]
+TWO += [case(MOE, "mfsdp-v1", {"dp_shard": 2}, ep=2), case(GDN, "mfsdp-v1", {"dp_shard": 1, "tp": 2})]
+TWO += [case(LLAMA, "mfsdp-v1", {"dp_outer": 2, "dp_shard": 1})]
+
+
+def run_job(cases: list[dict[str, Any]], ranks: int, tmp_path: Path) -> list[dict[str, Any]]:
+    """What every rank of a torchrun job reports."""
+    for c in cases:
+        source = source_of(fixture_dir(c["fixture"]))
+        sizes = {"dp_shard": 1} | {{"fsdp": "dp_shard", "dp": "dp_shard"}.get(a, a): n
+                                   for a, n in zip(c["axes"], c["mesh"], strict=True)}  # fmt: skip
+        topology = Topology(**sizes, ep=c["ep"])
+        whole, laid_out = tmp_path / f"{c['name']}.whole", tmp_path / f"{c['name']}.laid_out"
+        for folder, layout in (
+            (whole, Layout("even", topology)),
+            (laid_out, Layout(c["layout"], topology)),
+        ):
+            options = ConvertOptions(layout=layout, check_masters="none")
+            convert_to_fsdp_dtensor(str(source), str(folder), options)
+        torch.save(oracle.tensors(whole), tmp_path / f"{c['name']}.pt")
+        c |= {"source": str(source), "converted": str(laid_out), "truth": str(tmp_path / f"{c['name']}.pt")}
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    task = tmp_path / "task.json"
+    task.write_text(json.dumps({"cases": cases, "scratch": str(scratch)}))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    done = subprocess.run(
+        [*launcher, "-m", "tests.commands.dtensor_worker", str(task)],
+        cwd=REPO,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads((scratch / f"result_{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def assert_all_equal(result: dict[str, Any], name: str) -> None:
+    for check in ("wrong", "wrong_from_converted", "wrong_stock", "wrong_saved_again"):
+        assert result[check] == [], (name, check)
+    assert result["same_keys"], name
+    assert result["shards"] > 0, name
+    assert result["front_to_back"], name
+
+
+def test_three_ranks_hold_their_rows_and_open_one_file_each(tmp_path):
+    """Equal to the source bit for bit: loaded by us, loaded by stock torch, saved again and loaded again."""
+    results = run_job(THREE, 3, tmp_path)
+    for c in THREE:
+        name = c["name"]
+        truth = torch.load(c["truth"], weights_only=True)
+        for rank, result in enumerate(results):
+            assert_all_equal(result[name], name)
+            assert result[name]["opened"] == [f"__{rank}_0.distcp"], name
+        sharded = [
+            key for key in truth if not key.startswith("rng") and not key.endswith((".step", "expert_bias"))
+        ]
+        assert sum(r[name]["elements"] for r in results) == sum(truth[key].numel() for key in sharded)
+        assert any(r[name]["uneven"] for r in results), name
+        assert set(results[0][name]["keys"]) == set(truth), name
+
+
+def test_two_ranks_along_every_kind_of_axis(tmp_path):
+    """Tensor, expert and replicated data parallelism: what is replicated may stand in a peer's file."""
+    results = run_job(TWO, 2, tmp_path)
+    for c in TWO:
+        for rank, result in enumerate(results):
+            assert_all_equal(result[c["name"]], c["name"])
+            assert set(result[c["name"]]["opened"]) <= {"__0_0.distcp", f"__{rank}_0.distcp"}
+    experts = [{k for k in r[TWO[2]["name"]]["keys"] if ".experts." in k} for r in results]
+    assert experts[0]
+    assert experts[1]
+    assert not experts[0] & experts[1]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_gpus_over_nccl(tmp_path):
+    cases = [{**case(MOE, "mfsdp-v1", {"dp_shard": 2}, ep=2), "device": "cuda"}]
+    cases += [{**case(LLAMA, "mfsdp-v1", {"dp_shard": 2}), "device": "cuda"}]
+    for result in run_job(cases, 2, tmp_path):
+        for c in cases:
+            assert_all_equal(result[c["name"]], c["name"])
+
+
+@pytest.mark.parametrize(
+    ("names", "shape", "expected"),
+    [
+        (None, (4,), {"dp_shard": 4}),
+        (("fsdp",), (4,), {"dp_shard": 4}),
+        (("dp_replicate", "fsdp", "tp"), (2, 3, 4), {"dp_outer": 2, "dp_shard": 3, "tp": 4}),
+        (("tp",), (4,), {"dp_shard": 1, "tp": 4}),
+    ],
+)
+def test_names_of_axes(names, shape, expected):
+    assert mesh_axes(names, shape) == expected
+
+
+@pytest.mark.parametrize(
+    ("names", "shape"), [(None, (2, 2)), (("tp", "dp"), (2, 2)), (("dp", "fsdp"), (2, 2)), (("pp",), (2,))]
+)
+def test_unknown_axes_are_refused_by_name(names, shape):
+    with pytest.raises(UsageError, match="dp_shard"):
+        mesh_axes(names, shape)
+
+
+def test_even_is_no_layout_of_a_job(tmp_path):
+    with pytest.raises(UsageError, match="even says how files are cut"):
+        ckpt_tools.load_dtensors(str(tmp_path), None, "even")

@@ -1,0 +1,92 @@
+"""Objects that pickles of protocol 5 make, and texts that UTF-8 has not: carried whole by every command."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+
+from ckpt_tools.cli.app import run
+from tests.commands.rewritten import read, write
+from tests.conftest import fixture_dir
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+LLAMA = "core019_llama_tp2_fully_reshardable"
+ODD = {
+    "array": np.arange(6, dtype=np.int16).reshape(2, 3),
+    "number": np.float32(1.5),
+    "bytes": bytearray(b"\x00\xff"),
+    "text \ud800": "value \udfff",
+    "plain": [1, True, 1.0, None],
+}
+
+
+def stock_object(folder, key):
+    """An object as torch's own reader gives it."""
+    metadata = FileSystemReader(folder).read_metadata()
+    (info,) = [i for index, i in metadata.storage_data.items() if index.fqn == key]
+    with open(folder / info.relative_path, "rb") as file:
+        file.seek(info.offset)
+        return torch.load(io.BytesIO(file.read(info.length)), weights_only=False)
+
+
+def same(found, expected=ODD):
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        assert type(found[name]) is type(value)
+        assert np.array_equal(found[name], value) if name == "array" else found[name] == value, name
+    return True
+
+
+@pytest.mark.parametrize("protocol", [2, 5])
+def test_every_command_takes_them(protocol, tmp_path, monkeypatch, capsys):
+    save = torch.save
+    monkeypatch.setattr(torch, "save", lambda o, f, **kw: save(o, f, **{**kw, "pickle_protocol": protocol}))
+    state = {"w \udc80": torch.arange(4.0), "o \ud800": argparse.Namespace(**ODD)}
+    dcp.save(state, checkpoint_id=tmp_path / "a", no_dist=True)
+    for command in (
+        ["inspect", tmp_path / "a"],
+        ["verify", tmp_path / "a", "-q", "--content", "--write-manifest", tmp_path / "m.json"],
+        ["verify", tmp_path / "a", "-q", "--manifest", tmp_path / "m.json", "--json"],
+        ["diff", tmp_path / "a", tmp_path / "a", "-q"],
+        ["print-tensor", tmp_path / "a", "w \udc80"],
+        ["modify-state-dict", tmp_path / "a", tmp_path / "b", "-q", "--op", "rename ^w kept"],
+        ["diff", tmp_path / "a", tmp_path / "b", "-q", "--keys", "o*"],
+        ["verify", tmp_path / "b", "-q", "--content"],
+    ):
+        assert run([str(word) for word in command]) == 0, (command, capsys.readouterr())
+    capsys.readouterr()
+    assert run(["diff", str(tmp_path / "a"), str(tmp_path / "b"), "-q", "--json"]) == 1
+    assert {t["key"] for t in json.loads(capsys.readouterr().out)["tensors"]} == {"w \udc80", "kept \udc80"}
+    assert same(vars(stock_object(tmp_path / "b", "o \ud800")))
+
+
+def test_a_conversion_carries_them(tmp_path):
+    """As arguments of the training job, there and back."""
+    parts = read(folder_of(fixture_dir(LLAMA)))
+    parts.args["odd"] = ODD
+    save = torch.save
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "save", lambda o, f, **kw: save(o, f, **{**kw, "pickle_protocol": 5}))
+        source = write(tmp_path / "in", parts)
+    there, back = tmp_path / "there", tmp_path / "back"
+    assert run(["convert", str(source), str(there), "-q"]) == 0
+    assert run(["diff", str(source), str(there), "-q"]) == 0
+    assert run(["verify", str(there), "-q", "--content"]) == 0
+    assert run(["convert", str(there), str(back), "-q", "--to", "torch_dist"]) == 0
+    assert same(stock_object(folder_of(there), "args").odd)
+    assert same(stock_object(folder_of(back), "common_state/shard_0_1")[0]["args"].odd)
+
+
+def folder_of(root):
+    return next(
+        path.parent
+        for path in sorted(root.rglob(".metadata"))
+        if path.parent.name != "param_to_param_group_map"
+    )

@@ -1,0 +1,561 @@
+"""`preflight`: every rule is broken by one change of a job that is known to run, and by nothing else."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from ckpt_tools.commands.opened import open_checkpoint
+from ckpt_tools.commands.preflight import local_norms, preflight
+from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
+from ckpt_tools.errors import UsageError
+from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions
+from ckpt_tools.verify.job import PROGRAMS, VERSIONS
+from ckpt_tools.verify.rules import RULES
+from tests.conftest import fixture_dir
+from tests.damage import copy_of, drop_key, metadata_of
+
+NATIVE = "core019_llama_tp2_native_fsdp_dtensor"
+MOE = "core019_moe_dp1_native_fsdp_dtensor"
+_COMMAND = """
+torchrun --nproc-per-node 2 pretrain_gpt.py
+--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer
+--no-gradient-accumulation-fusion --ckpt-format fsdp_dtensor --tensor-model-parallel-size 2
+--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --kv-channels 8 --swiglu
+--group-query-attention --num-query-groups 2 --normalization RMSNorm --disable-bias-linear --transformer-impl local
+--position-embedding-type rope --untie-embeddings-and-output-weights --vocab-size 200
+--make-vocab-size-divisible-by 16 --tokenizer-type NullTokenizer --max-position-embeddings 64 --seq-length 32
+--micro-batch-size 2 --bf16
+"""
+GOOD = _COMMAND.split()
+
+
+def broken(words, name=NATIVE, **options):
+    """{rule: (severity, what was found)} of a job."""
+    report = preflight(str(fixture_dir(name)), words, **options).report
+    return {f.check: (f.severity, f.where) for f in report.findings}
+
+
+def without(*flags):
+    """The good job without some flags and their values."""
+    words, keep = [], True
+    for word in GOOD:
+        if word.startswith("--"):
+            keep = word not in flags
+        if keep:
+            words.append(word)
+    return words
+
+
+@pytest.mark.parametrize("target", VERSIONS)
+def test_a_job_that_trained_breaks_no_rule(target):
+    assert broken(GOOD, target=target) == {}
+
+
+CASES = [
+    ("--ckpt-format torch_dist", "ckpt-format", "error", "torch_dist", PROGRAMS),
+    ("--use-torch-fsdp2", "fsdp-or-fsdp2", "error", "use_torch_fsdp2", PROGRAMS),
+    ("--pipeline-model-parallel-size 2", "pipeline", "error", "size 2", PROGRAMS),
+    ("--num-layers-per-virtual-pipeline-stage 1", "pipeline", "error", "virtual stages 1", VERSIONS),
+    ("--data-parallel-sharding-strategy no_shard", "no-sharding", "warning", "no_shard", PROGRAMS),
+    (
+        "--data-parallel-sharding-strategy optim --outer-dp-sharding-strategy optim",
+        "outer-strategy",
+        "error",
+        "optim with optim",
+        PROGRAMS,
+    ),
+    ("--reuse-grad-buf-for-mxfp8-param-ag", "mxfp8-buffer", "warning", "reuse", PROGRAMS),
+    (
+        "--cpu-offloading-num-layers 1 --recompute-granularity full",
+        "cpu-offloading",
+        "error",
+        "recompute_granularity",
+        VERSIONS,
+    ),
+    ("--cpu-offloading-num-layers 2", "offloaded-layers", "error", "2 of 2", VERSIONS),
+    ("--fsdp-manual-registration", "manual-registration", "error", "nccl_ub", PROGRAMS),
+    ("--check-weight-hash-across-dp-replicas-interval 10", "weight-hash", "error", "10", PROGRAMS),
+    ("--seq-length 128", "positions", "error", "64 is below seq_length 128", VERSIONS),
+    ("--expert-model-parallel-size 2", "expert-ranks", "error", "0 experts on 2 ranks", VERSIONS),
+    ("--hybrid-context-parallel", "hybrid-context-parallel", "error", "hybrid_context", VERSIONS),
+    ("--overlap-param-gather", "overlap-param-gather", "error", "without overlap_grad_reduce", VERSIONS),
+    (
+        "--overlap-param-gather-with-optimizer-step",
+        "overlap-optimizer-step",
+        "error",
+        "optimizer_step",
+        VERSIONS,
+    ),
+    ("--fp4-format e2m1 --fp8-format hybrid", "fp4-or-fp8", "error", "both on", VERSIONS),
+    ("--fp4-param-gather", "fp4-gather", "error", "fp4_param_gather", VERSIONS),
+    ("--delay-wgrad-compute", "delayed-gradients", "error", "delay_wgrad_compute", VERSIONS),
+    ("--optimizer muon", "optimizer", "error", "muon", VERSIONS),
+    ("--optimizer dist_muon", "optimizer", "error", "dist_muon", VERSIONS),
+    ("--optimizer lion", "optimizer", "error", "lion", ("core-0.19", "main")),
+    ("--optimizer soap", "optimizer", "error", "soap", ("core-0.19", "main")),
+    ("--moe-single-grouped-weight", "single-grouped", "error", "weight", ("core-0.19", "main")),
+    ("--moe-single-grouped-bias", "single-grouped", "error", "bias", ("core-0.19", "main")),
+    (
+        "--init-model-with-meta-device --data-parallel-sharding-strategy no_shard",
+        "meta-device",
+        "error",
+        "no_shard",
+        ("core-0.19", "main"),
+    ),
+    ("--tensor-parallel-num-weight-shards 4", "weight-shards", "error", "4 on 2", ("core-0.19", "main")),
+    (
+        "--expert-tensor-parallel-num-weight-shards 4",
+        "weight-shards",
+        "error",
+        "expert_tensor",
+        ("core-0.19", "main"),
+    ),
+    (
+        "--overlap-moe-expert-parallel-comm --fsdp-double-buffer",
+        "expert-overlap",
+        "error",
+        "fsdp_double_buffer",
+        ("core-0.19", "main"),
+    ),
+    ("--num-layers 4", "architecture", "error", "num_layers: job 4, checkpoint 2", PROGRAMS),
+    ("--hidden-size 64", "architecture", "error", "hidden_size", PROGRAMS),
+    ("--hidden-size 64", "sizes", "error", "hidden size: job 64, stored 32", VERSIONS),
+    ("--ffn-hidden-size 128", "sizes", "error", "ffn_hidden_size: job 128, stored 64", VERSIONS),
+    ("--num-query-groups 4", "sizes", "error", "rows of linear_qkv: job 96, stored 64", VERSIONS),
+    ("--kv-channels 16", "sizes", "error", "columns of linear_proj: job 64, stored 32", VERSIONS),
+    ("--normalization LayerNorm", "parts", "error", "final_layernorm.bias is not stored", VERSIONS),
+    ("--add-qkv-bias", "parts", "error", "add_qkv_bias is True, linear_qkv.bias is not stored", VERSIONS),
+    ("--qk-layernorm", "parts", "error", "q_layernorm is not stored", VERSIONS),
+    ("--num-experts 4", "parts", "error", "num_experts is 4, a router is not stored", VERSIONS),
+    (
+        "--position-embedding-type learned_absolute",
+        "parts",
+        "error",
+        "position_embeddings.weight is not",
+        VERSIONS,
+    ),
+    ("--vocab-size 300", "vocabulary", "error", "224 rows, the job will ask for 320", VERSIONS),
+    ("--make-vocab-size-divisible-by 128", "vocabulary", "error", "256", VERSIONS),
+    ("--padded-vocab-size 208", "vocabulary", "error", "208", VERSIONS),
+    ("--transformer-impl transformer_engine", "layer-spec", "error", "modules of their own", PROGRAMS),
+    ("--mtp-num-layers 1", "mtp", "error", "0 stored", PROGRAMS),
+    ("--no-strict-fsdp-dtensor-load", "strict-load", "warning", "off", VERSIONS),
+    (
+        "--tensor-model-parallel-size 4 --make-vocab-size-divisible-by 8",
+        "rng-entries",
+        "error",
+        "ranks [2, 3] of 4",
+        VERSIONS,
+    ),
+    ("--optimizer sgd", "state-kinds", "error", "no weight has momentum_buffer", VERSIONS),
+    ("--finetune", "warm-start", "error", "finetune is on", ("core-0.19", "main")),
+    ("--no-load-optim", "warm-start", "error", "no_load_optim is on", ("core-0.19", "main")),
+]
+ALSO = {  # what a broken rule breaks besides
+    "--hidden-size 64": {"architecture", "sizes"},
+    "--num-layers 4": {"architecture"},
+    "--num-experts 4": {"parts"},
+    "--data-parallel-sharding-strategy optim --outer-dp-sharding-strategy optim": {"outer-strategy"},
+    "--init-model-with-meta-device --data-parallel-sharding-strategy no_shard": {
+        "meta-device",
+        "no-sharding",
+    },
+    "--kv-channels 16": {"sizes"},
+}
+
+
+@pytest.mark.parametrize(
+    ("added", "rule", "severity", "found", "target"),
+    [(*case, target) for *case, targets in CASES for target in targets if target in VERSIONS],
+)
+def test_one_change_breaks_one_rule(added, rule, severity, found, target):
+    if target == "core-0.16" and "fp4-param-gather" in added:
+        added, found = "--fp4-param-gather", "fp4_param_gather"
+    result = broken([*GOOD, *added.split()], target=target)
+    assert result.keys() == ALSO.get(added, {rule})
+    assert result[rule][0] == severity
+    assert found in result[rule][1]
+
+
+@pytest.mark.parametrize(
+    ("added", "target", "rules"),
+    [
+        ("--optimizer lion", "core-0.17", set()),
+        (
+            "--init-model-with-meta-device --data-parallel-sharding-strategy no_shard",
+            "core-0.17",
+            {"no-sharding"},
+        ),
+        ("--overlap-moe-expert-parallel-comm --fsdp-double-buffer", "core-0.17", set()),
+        ("--overlap-moe-expert-parallel-comm", "main", set()),
+        ("--overlap-moe-expert-parallel-comm --cuda-graph-impl local", "main", {"expert-overlap"}),
+        ("--overlap-moe-expert-parallel-comm --cuda-graph-impl full_iteration", "main", set()),
+        ("--overlap-moe-expert-parallel-comm --use-nccl-ub", "main", {"expert-overlap"}),
+        ("--overlap-param-gather --overlap-grad-reduce", "main", set()),
+        ("--finetune", "core-0.17", set()),
+        ("--no-load-optim", "core-0.16", set()),
+        ("--finetune --optimizer-cpu-offload", "main", set()),  # its masters are copied on the host
+        ("--use-nccl-ub --fsdp-manual-registration", "main", set()),
+        ("--tensor-parallel-num-weight-shards 2", "main", set()),
+        ("--use-tp-pp-dp-mapping", "main", set()),  # the same order of ranks without a pipeline
+        ("--ddp-average-in-collective", "main", set()),
+        ("--init-model-with-meta-device", "main", set()),
+        ("--fp8-format hybrid --fp8-param-gather", "main", set()),
+        ("--optimizer sgd --sgd-momentum 0", "main", set()),
+        ("--cpu-offloading-num-layers 1", "main", set()),
+        (
+            "--check-weight-hash-across-dp-replicas-interval 10 --data-parallel-sharding-strategy optim",
+            "main",
+            set(),
+        ),
+        ("--tensor-model-parallel-size 1 --make-vocab-size-divisible-by 32", "main", set()),
+        ("--recompute-granularity full", "main", set()),
+    ],
+)
+def test_what_a_version_allows_is_not_refused(added, target, rules):
+    assert broken([*GOOD, *added.split()], target=target).keys() == rules
+
+
+def test_the_tensor_parallel_sizes_that_the_rows_fit_are_said():
+    words = [*GOOD, "--tensor-model-parallel-size", "1", "--make-vocab-size-divisible-by", "16"]
+    assert broken(words)["vocabulary"] == (
+        "error",
+        "the word embeddings have 224 rows, the job will ask for 208 (tensor parallel size 2 would fit)",
+    )
+
+
+def test_every_rule_of_every_version_is_tried():
+    tried = {(rule, target) for _, rule, _, _, targets in CASES for target in targets}
+    elsewhere = {  # tested below, with another checkpoint or another job
+        "checkpoint-format", "required", "megatron-fsdp", "distributed-optimizer", "gradient-accumulation-fusion",
+        "max-connections", "user-buffers", "version-2", "tied-embeddings", "swiglu", "experts", "expert-layers",
+        "optimizer-entries", "stored-arguments", "names", "packed-projections", "packed-projections-unknown",
+        "strict-load",
+    }  # fmt: skip
+    missing = {
+        (rule.name, program)
+        for rule in RULES
+        for program in rule.programs
+        if program in VERSIONS and rule.name not in elsewhere
+    } - tried
+    assert missing == set()
+
+
+def test_rules_say_where_they_come_from():
+    for rule in RULES:
+        assert rule.why and rule.fix and rule.source
+        assert rule.programs
+    for program in PROGRAMS:
+        names = [rule.name for rule in RULES if program in rule.programs]
+        assert len(set(names)) == len(names)
+    assert next(r for r in RULES if r.name == "single-grouped").where.endswith("(core-0.19 to main)")
+
+
+@pytest.mark.parametrize(
+    ("left_out", "target", "rules"),
+    [
+        ("--use-megatron-fsdp", "main", {"megatron-fsdp"}),
+        ("--use-distributed-optimizer", "core-0.16", {"distributed-optimizer"}),
+        ("--use-distributed-optimizer", "core-0.17", {"distributed-optimizer"}),
+        ("--use-distributed-optimizer", "core-0.19", set()),  # switched on by itself
+        ("--use-distributed-optimizer", "main", set()),
+        ("--no-gradient-accumulation-fusion", "main", {"gradient-accumulation-fusion"}),
+        ("--data-parallel-sharding-strategy", "main", set()),  # its default since 0.18
+        ("--data-parallel-sharding-strategy", "core-0.16", {"no-sharding"}),
+        ("--untie-embeddings-and-output-weights", "main", {"tied-embeddings"}),
+        ("--swiglu", "main", {"swiglu"}),
+        ("--transformer-impl", "main", {"layer-spec"}),
+        ("--ckpt-format", "main", {"ckpt-format"}),
+        ("--disable-bias-linear", "main", {"parts"}),
+        ("--group-query-attention", "main", {"sizes"}),
+        ("--normalization", "main", {"parts"}),
+        ("--position-embedding-type", "main", {"parts"}),
+        ("--make-vocab-size-divisible-by", "main", {"vocabulary"}),
+        ("--micro-batch-size", "main", {"required"}),
+        ("--max-position-embeddings", "main", {"required"}),
+        ("--seq-length", "main", {"required"}),
+        ("--vocab-size", "main", set()),  # the tokenizer's: 200, as the stored arguments say
+        ("--bf16", "main", set()),
+    ],
+)
+def test_what_is_not_given_has_the_default_of_its_version(left_out, target, rules):
+    assert broken(without(left_out), target=target).keys() == rules
+
+
+def test_arguments_of_the_checkpoint_stand_in_for_flags():
+    architecture = ("--num-layers", "--hidden-size", "--ffn-hidden-size", "--num-attention-heads", "--kv-channels",
+                    "--swiglu", "--group-query-attention", "--num-query-groups", "--normalization",
+                    "--disable-bias-linear", "--position-embedding-type", "--untie-embeddings-and-output-weights",
+                    "--max-position-embeddings", "--seq-length")  # fmt: skip
+    assert "required" in broken(without(*architecture))
+    assert broken([*without(*architecture), "--use-checkpoint-args"]) == {}
+
+
+def test_version_2_runs_with_little():
+    words = [*without("--use-distributed-optimizer"), "--megatron-fsdp-version", "2"]
+    found = broken([*words, "--fp8-format", "hybrid"])["version-2"][1]
+    assert "tensor_model_parallel_size is 2, fp8 is on, the optimizer's state is asked for" in found
+    assert (
+        "use_distributed_optimizer is on" in broken([*GOOD, "--megatron-fsdp-version", "2"])["version-2"][1]
+    )
+    small = [
+        *words,
+        "--tensor-model-parallel-size",
+        "1",
+        "--make-vocab-size-divisible-by",
+        "32",
+        "--no-load-optim",
+    ]
+    assert broken(small) == {}  # weights alone: its load writes into the masters
+    for flag, said in [
+        ("--context-parallel-size 2", "context_parallel_size is 2"),
+        ("--calculate-per-token-loss", "calculate_per_token_loss is on"),
+        ("--fp16", "fp16 is on"),
+        ("--fp8-param-gather", "fp8_param_gather is on"),
+        ("--fsdp-db-use-persist-buf-on-alloc-fail", "fsdp_db_use_persist_buf_on_alloc_fail is on"),
+        ("--use-nccl-ub", "nccl_ub is on"),
+        ("--delay-wgrad-compute", "delay_wgrad_compute is on"),
+        ("--suggested-communication-unit-size 8", "suggested_communication_unit_size is given"),
+        ("--ddp-num-buckets 2", "ddp_num_buckets is given"),
+        ("--loss-scale 1", "loss_scale is given"),
+        ("--data-parallel-sharding-strategy optim", "data_parallel_sharding_strategy is optim"),
+        ("--outer-dp-sharding-strategy optim", "outer_dp_sharding_strategy is optim"),
+        ("--cuda-graph-impl local", "cuda_graph_impl is local"),
+        ("--optimizer-cpu-offload", "optimizer_cpu_offload is on"),
+        ("--data-parallel-random-init", "data_parallel_random_init is on"),
+        ("--megatron-fsdp-max-pool-double-buffer", "megatron_fsdp_max_pool_double_buffer is on"),
+        ("--megatron-fsdp-enable-fine-grained-param-gather", "fine_grained_param_gather is on"),
+    ]:
+        assert said in broken([*small, *flag.split()])["version-2"][1]
+
+
+def test_the_environment_stands_before_the_program():
+    assert broken(["CUDA_DEVICE_MAX_CONNECTIONS=1", *GOOD]).keys() == {"max-connections"}
+    assert broken(["CUDA_DEVICE_MAX_CONNECTIONS=8", *GOOD]) == {}
+    flags = GOOD[GOOD.index("pretrain_gpt.py") + 1 :]
+    assert broken(["CUDA_DEVICE_MAX_CONNECTIONS=1", *flags]).keys() == {"max-connections"}
+    segments = [
+        "PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:32,expandable_segments:True",
+        *GOOD,
+        "--use-nccl-ub",
+    ]
+    assert broken(segments, target="core-0.16")["user-buffers"][0] == "error"
+    assert broken(segments, target="core-0.17")["user-buffers"][0] == "error"
+    assert broken(segments, target="core-0.19")["user-buffers"][0] == "warning"  # torch 2.11 can
+    assert broken(segments) == {
+        "user-buffers": ("warning", "nccl_ub with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
+    }
+
+
+@pytest.mark.parametrize("target", VERSIONS)
+def test_weights_alone(tmp_path, target):
+    """Core 0.16 and 0.17 start from them; later versions raise NotImplementedError, whatever is asked for."""
+    source = str(fixture_dir("core019_llama_tp2_fully_reshardable"))
+    out = str(tmp_path / "out")
+    convert_to_fsdp_dtensor(source, out, ConvertOptions(target=TargetOptions(weights_only=True)))
+    found = preflight(out, target=target)
+    starts = target in ("core-0.16", "core-0.17")
+    assert found.report.is_valid == starts
+    if starts:
+        assert "--finetune" in found.launch.words
+    assert {f.check for f in preflight(out, GOOD, target=target).report.findings} == {
+        "optimizer-entries",
+        "rng-entries",
+    }
+    warm = preflight(out, [*GOOD, "--finetune"], target=target).report
+    assert [f.check for f in warm.findings] == ([] if starts else ["warm-start"])
+    assert not warm.findings or "core-0.16 or core-0.17" in warm.findings[0].fix
+    single = [*without("--bf16"), "--finetune"]  # fp32 has no masters to copy to
+    assert preflight(out, single, target=target).report.is_valid
+
+
+def test_a_size_beyond_all_machines_is_answered_at_once():
+    found = broken([*GOOD, "--tensor-model-parallel-size", str(10**15)])
+    assert found["rng-entries"][1].startswith(
+        "no rng state for tensor parallel ranks [2, 3, 4, 5, 6, 7, 8, 9] of"
+    )
+
+
+def test_experts_named_for_another_job():
+    words = list(preflight(str(fixture_dir(MOE))).launch.words)
+    assert broken(words, MOE) == {}
+    found = broken([*words, "--moe-grouped-gemm"], MOE)
+    assert found == {"experts": ("error", "moe_grouped_gemm is on, experts are stored as local_experts.N")}
+    found = broken([*words, "--moe-layer-freq", "([1]*2)"], MOE)
+    assert found == {
+        "expert-layers": ("error", "moe_layer_freq [1, 1] makes experts in layers [0, 1], stored in [1]")
+    }
+
+
+def test_a_torch_dist_checkpoint_is_of_the_wrong_kind():
+    found = preflight(str(fixture_dir("core019_llama_tp2_fully_reshardable")))
+    (finding,) = found.report.findings
+    assert (finding.check, finding.fix) == (
+        "checkpoint-format",
+        "convert-torch-dist-to-fsdp-dtensor CHECKPOINT CONVERTED",
+    )
+    assert found.launch is None
+
+
+def test_a_conversion_passes(tmp_path):
+    convert_to_fsdp_dtensor(str(fixture_dir("core019_llama_tp2_fully_reshardable")), str(tmp_path / "out"))
+    assert broken_in(tmp_path / "out", GOOD) == {}
+
+
+def broken_in(path, words):
+    return {f.check: f.where for f in preflight(str(path), words).report.findings}
+
+
+def test_the_key_set_of_a_strict_load(tmp_path):
+    root = copy_of(NATIVE, tmp_path)
+    with metadata_of(root) as metadata:
+        drop_key(metadata, "args")
+        drop_key(
+            metadata, "optimizer.param_to_group_meta.module.module.module.decoder.final_layernorm.weight.lr"
+        )
+    assert broken_in(root, GOOD).keys() == {"entries", "groups"}
+
+
+@pytest.mark.parametrize("kind", ["exp_avg", "exp_avg_sq"])
+def test_a_kind_of_state_that_no_weight_has_is_not_ready(kind, tmp_path):
+    root = copy_of(NATIVE, tmp_path)
+    with metadata_of(root) as metadata:
+        for key in [key for key in metadata.state_dict_metadata if key.endswith(f".{kind}")]:
+            drop_key(metadata, key)
+    assert broken_in(root, GOOD)["state-kinds"] == f"no weight has {kind}, which adam asks for"
+    found = preflight(str(root))
+    assert not found.report.is_valid
+    assert found.launch is None
+
+
+MLA = ("self_attention.linear_q_down_proj.weight", "self_attention.linear_kv_up_proj.weight",
+       "input_layernorm.weight", "mlp.router.weight", "pre_mlp_layernorm.weight")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("names", "local"),
+    [
+        (("self_attention.linear_qkv.weight", "self_attention.linear_qkv.layer_norm_weight"), False),
+        (("self_attention.linear_qkv.weight", "input_layernorm.weight"), True),
+        (("mlp.linear_fc1.weight_w", "pre_mlp_layernorm.weight"), True),
+        (("mlp.linear_fc1.weight_w", "mlp.linear_fc1.layer_norm_weight"), False),
+        (MLA, None),  # alike in both specs
+        ((*MLA, "self_attention.linear_kv_up_proj.layer_norm_weight"), False),
+        ((*MLA, "self_attention.kv_layernorm.weight"), True),
+        (("self_attention.in_proj.weight", "self_attention.in_proj.layer_norm_weight"), False),
+        (("self_attention.in_proj.weight", "input_layernorm.weight"), True),
+        ((), None),
+    ],
+)
+def test_norms_of_the_layer_spec(names, local):
+    assert local_norms(f"decoder.layers.3.{name}" for name in names) is local
+    assert local_norms(f"mtp.layers.0.mtp_model_layer.{name}" for name in names) is local
+
+
+@pytest.mark.parametrize("name", [NATIVE, "core019_gpt3_tp2_native_fsdp_dtensor", MOE])
+def test_the_launch_is_what_was_checked_and_survives_a_shell(name):
+    found = preflight(str(fixture_dir(name))).launch
+    assert shlex.split(found.command.replace("\\\n", " ")) == list(found.words)
+    assert broken(list(found.words), name) == {}
+    whole = preflight(str(fixture_dir(name)), [found.command.replace("\\\n", " ")])  # as one quoted word
+    assert whole.report.findings == []
+    assert whole.launch.words == found.words
+    assert "--load" in found.words
+
+
+def test_the_launch_of_a_described_job_is_that_job():
+    found = preflight(str(fixture_dir(NATIVE)), GOOD)
+    assert found.launch.words == tuple(GOOD)
+    assert found.launch.environment == ("unset CUDA_DEVICE_MAX_CONNECTIONS",)
+    assert preflight(str(fixture_dir(NATIVE)), GOOD[4:]).launch is None  # flags alone start nothing
+    assert preflight(str(fixture_dir(NATIVE)), [*GOOD, "--use-torch-fsdp2"]).launch is None
+
+
+def test_a_path_that_a_shell_would_read_is_quoted(tmp_path):
+    root = copy_of(NATIVE, tmp_path).rename(tmp_path / "it's $(here)")
+    found = preflight(str(root))
+    assert str(root) in shlex.split(found.launch.command.replace("\\\n", " "))
+
+
+def test_the_program_is_chosen():
+    assert preflight(str(fixture_dir(NATIVE))).program == "main"
+    assert preflight(str(fixture_dir(NATIVE)), target="core-0.17").program == "core-0.17"
+    with pytest.raises(UsageError, match="'core-9' is not a program that loads checkpoints"):
+        preflight(str(fixture_dir(NATIVE)), target="core-9")
+    assert preflight(str(fixture_dir(NATIVE)), ["model.num_layers=2"]).program == "bridge"
+
+
+def test_a_flag_that_the_version_does_not_know():
+    report = preflight(str(fixture_dir(NATIVE)), [*GOOD, "--use-custom-fsdp", "--swigl"]).report
+    found = {f.where: (f.severity, f.fix) for f in report.findings}
+    assert found["--use-custom-fsdp"][0] == "error"
+    assert found["--swigl"] == ("error", "did you mean --swiglu?")
+    later = preflight(str(fixture_dir(NATIVE)), [*GOOD, "--megatron-fsdp-version", "1"], target="core-0.16")
+    assert [f.fix for f in later.report.findings] == ["drop it, or run one of main (--target)", "drop it"]
+    for script in ("my/train.py", "pretrain_vlm.py"):
+        own = [word.replace("pretrain_gpt.py", script) for word in GOOD]
+        assert broken([*own, "--my-flag"]) == {"flags": ("warning", "--my-flag")}
+
+
+def test_a_value_that_the_parser_refuses():
+    found = broken([*GOOD, "--num-layers", "two"])
+    assert found == {"flags": ("error", "argument --num-layers: invalid int value: 'two'")}
+    assert "invalid choice: 'zero3'" in broken([*GOOD, "--data-parallel-sharding-strategy=zero3"])["flags"][1]
+
+
+def test_a_bridge_configuration(tmp_path):
+    file = tmp_path / "job.yaml"
+    file.write_text(
+        "model: {tensor_model_parallel_size: 2, pipeline_model_parallel_size: 1, num_layers: 2, "
+        "gradient_accumulation_fusion: false, make_vocab_size_divisible_by: 16}\n"
+        "dist: {use_megatron_fsdp: true, use_tp_pp_dp_mapping: false}\n"
+        "ddp: {average_in_collective: true, data_parallel_sharding_strategy: optim_grads_params}\n"
+        "checkpoint: {ckpt_format: fsdp_dtensor, strict_fsdp_dtensor_load: true}\n"
+    )
+    found = preflight(str(fixture_dir(NATIVE)), (), file)
+    assert (found.program, found.report.is_valid, found.launch) == ("bridge", True, None)
+    expected = {"average-in-collective": ("warning", "average_in_collective is on")}
+    assert broken((), yaml_file=file) == expected
+    mapping = {"tp-pp-dp-mapping": ("error", "use_tp_pp_dp_mapping is on")}
+    assert broken(["dist.use_tp_pp_dp_mapping=true"], yaml_file=file) == expected | mapping
+    for override, rule in [
+        ("ddp.data_parallel_sharding_strategy=zero3", "sharding-strategy"),
+        ("ddp.megatron_fsdp_version=2", "version-2"),
+        ("ddp.fsdp_manual_registration=true", "manual-registration"),
+        ("checkpoint.strict_fsdp_dtensor_load=false", "strict-load"),
+        ("model.num_layers=3", "architecture"),
+        ("optimizer.optimizer=sgd", "state-kinds"),
+    ]:
+        assert broken([override], yaml_file=file).keys() == {"average-in-collective", rule}
+
+
+def test_a_megatron_lm_recipe(tmp_path):
+    file = tmp_path / "model_config.yaml"
+    lines = ["ENV_VARS:", "  CUDA_DEVICE_MAX_CONNECTIONS: 1", "MODEL_ARGS:", "  --use-torch-fsdp2: false"]
+    words = GOOD[4:]
+    while words:
+        flag, value = words.pop(0), True
+        if words and not words[0].startswith("--"):
+            value = words.pop(0)
+        lines.append(f"  {flag}: {'true' if value is True else value}")
+    file.write_text("\n".join(lines))
+    assert broken((), yaml_file=file).keys() == {"max-connections"}
+    assert broken(["--mtp-num-layers", "1"], yaml_file=file).keys() == {"max-connections", "mtp"}
+
+
+@pytest.mark.parametrize("text", ["- a", "a: [", "3"])
+def test_no_yaml_mapping(text, tmp_path):
+    (tmp_path / "job.yaml").write_text(text)
+    with pytest.raises(UsageError, match=r"job\.yaml"):
+        broken((), yaml_file=tmp_path / "job.yaml")
+    with pytest.raises(UsageError, match=r"no\.yaml"):
+        broken((), yaml_file=tmp_path / "no.yaml")
+
+
+def test_the_stored_arguments_are_not_changed_by_a_launch():
+    with open_checkpoint(str(fixture_dir(NATIVE))) as opened:
+        before = dict(opened.common.args)
+        preflight(str(fixture_dir(NATIVE)))
+        assert opened.common.args == before

@@ -1,0 +1,177 @@
+"""Every real checkpoint is ready for the job of its own arguments, and the command printed starts that job."""
+
+from __future__ import annotations
+
+import shlex
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from ckpt_tools.cli.app import run
+from ckpt_tools.commands.launch import _LEFT_OUT, _decided, _plain
+from ckpt_tools.commands.opened import open_checkpoint
+from ckpt_tools.commands.preflight import Preflight, preflight
+from ckpt_tools.verify.facts import Facts
+from ckpt_tools.verify.job import Job, parse_command
+from ckpt_tools.verify.megatron_args import flags_of
+from tests.conftest import DATA, SHARED
+
+FOLDERS = (DATA, SHARED / "fixtures", SHARED / "fixtures_cpu", SHARED / "fixtures_te")
+# Refused when this was written, by name; tried as soon as they convert.
+NOT_CONVERTED = {"te_fp8param_tp2_fr", "te_prec8_dp2_dpr", "te_prec_tp2_fr", "te_remainder8_tp2_dpr",
+                 "te_remainder_tp2_fr"}  # fmt: skip
+
+
+@cache
+def _cases() -> dict[str, Path]:
+    """Checkpoints by name: `torch_dist` of every writer, and native ones."""
+    found: dict[str, Path] = {}
+    for folder in FOLDERS:
+        for child in sorted(folder.iterdir()) if folder.is_dir() else ():
+            root = child / "checkpoint" if (child / "checkpoint").is_dir() else child
+            if list(root.glob("iter_*")) or (root / ".metadata").exists():
+                found.setdefault(child.name, root)
+    return found
+
+
+def _is_native(name: str) -> bool:
+    return "native" in name or name.startswith(("n_", "v16n_"))
+
+
+def _target(name: str) -> str | None:
+    """The program to convert for and to run: core 0.16 where that wrote it."""
+    return "core-0.16" if name.startswith(("v16_", "v016", "core016")) else None
+
+
+def _converted(name: str, folder: Path, *more: str) -> Path:
+    """A conversion for the job of the checkpoint's own arguments."""
+    source = _cases()[name]
+    with open_checkpoint(str(source)) as opened:
+        if opened.location.kind != "torch_dist":
+            pytest.skip(f"{name} is of kind {opened.location.kind}")
+        tp = opened.common.arg("tensor_model_parallel_size") or 1
+    given = source.parent / "convert.args"
+    options = given.read_text().split() if given.exists() else []
+    if "gdn" in name and "--tp" not in options:
+        options += ["--tp", str(tp)]  # packed by rank: no default is safe
+    options += ["--target", target] if (target := _target(name)) else []
+    code = run(["convert", str(source), str(folder / "out"), "-q", *options, *more])
+    if code and name in NOT_CONVERTED:
+        pytest.skip(f"{name} is refused with exit code {code}")
+    assert code == 0
+    return folder / "out"
+
+
+def _assert_ready(found: Preflight) -> None:
+    assert [f for f in found.report.findings if f.severity == "error"] == []
+    assert found.launch is not None
+
+
+@pytest.mark.parametrize("name", [name for name in _cases() if not _is_native(name) and name != "tf2_dcp"])
+def test_a_conversion_is_ready_for_the_job_of_its_arguments(name, tmp_path):
+    path = str(_converted(name, tmp_path))
+    _assert_ready(preflight(path, target=_target(name)))
+    _assert_the_command_says_the_arguments(path, _target(name))
+
+
+@pytest.mark.parametrize("name", [name for name in _cases() if _is_native(name)])
+def test_a_native_checkpoint_is_ready_for_the_job_that_wrote_it(name):
+    target = "core-0.16" if name.startswith("v16n") else None
+    _assert_ready(preflight(str(_cases()[name]), target=target))
+    _assert_the_command_says_the_arguments(str(_cases()[name]), target)
+
+
+def _assert_the_command_says_the_arguments(path: str, target: str | None) -> None:
+    """Every argument of the run before that goes over is a setting of the job that the command starts."""
+    found = preflight(path, target=target)
+    assert found.launch is not None
+    words = shlex.split(found.launch.command.replace("\\\n", " "))
+    assert preflight(path, words, target=target).report.is_valid
+    if found.program == "bridge":
+        return
+    job = parse_command(words, found.program)
+    assert (job.unknown, job.refused, job.script) == ((), None, job.script)
+    with open_checkpoint(path) as opened:
+        args = opened.common.args
+    changed = _decided(Facts("fsdp_dtensor", Job(program=found.program), args)).keys() | {
+        "swiglu", "moe_grouped_gemm", "untie_embeddings_and_output_weights", "transformer_impl", "finetune",
+        "no_load_rng", "expert_tensor_parallel_size", "sequence_parallel", "mtp_num_layers", "seq_length",
+        "micro_batch_size", "max_position_embeddings",
+    }  # fmt: skip
+    for flag in flags_of(found.program):
+        value = _plain(args.get(flag.name), flag)
+        if value is None or _LEFT_OUT.fullmatch(flag.name) or flag.name in changed:
+            continue
+        if not args.get("use_megatron_fsdp") and "fsdp" in flag.name:
+            continue
+        assert job.settings[flag.name] == value, flag.name
+
+
+def test_weights_alone_say_which_versions_start_from_them(tmp_path):
+    if "v016_dense_weightsonly_tp2" not in _cases():
+        pytest.skip("../shared is absent")
+    path = str(_converted("v016_dense_weightsonly_tp2", tmp_path))
+    assert "--finetune" in preflight(path, target="core-0.16").launch.words
+    found = preflight(path, target="main")
+    assert found.launch is None
+    assert [f.check for f in found.report.findings] == ["optimizer-entries"]
+    assert "core-0.16 or core-0.17" in found.report.findings[0].fix
+
+
+def test_megatron_lm_does_not_load_what_bridge_trained(tmp_path):
+    if "bridge_dense_fr_tp2_dp2" not in _cases():
+        pytest.skip("../shared is absent")
+    path = str(_converted("bridge_dense_fr_tp2_dp2", tmp_path))
+    assert preflight(path).program == "bridge"
+    assert [f.check for f in preflight(path, target="main").report.findings] == ["stored-arguments"]
+
+
+@pytest.mark.parametrize("name", ["te_gdn_tp2_fr", "main_gdn_fr_tp2"])
+def test_packed_projections_are_for_one_tensor_parallel_size(name, tmp_path):
+    if name not in _cases():
+        pytest.skip("../shared is absent")
+    path = str(_converted(name, tmp_path, "--tp", "2", "--target", "main"))
+    words = list(preflight(path).launch.words)
+    assert words[words.index("--tensor-model-parallel-size") + 1] == "2"
+    other = [*words, "--tensor-model-parallel-size", "1", "--make-vocab-size-divisible-by", "16",
+             "--padded-vocab-size", words[words.index("--padded-vocab-size") + 1] if "--padded-vocab-size" in words
+             else str(_rows(path))]  # fmt: skip
+    (finding,) = preflight(path, other).report.findings
+    assert finding.check == "packed-projections"
+    assert "are arranged for tensor parallel size 2, the job's is 1" in finding.where
+
+
+def _rows(path: str) -> int:
+    with open_checkpoint(path) as opened:
+        return opened.catalog.tensors["model.module.embedding.word_embeddings.weight"].shape[0]
+
+
+@pytest.mark.parametrize(
+    ("written", "runs"), [("core-0.16", "core-0.19"), ("core-0.19", "core-0.16"), ("core-0.17", "main")]
+)
+def test_names_of_another_program(written, runs, tmp_path):
+    """Multi-token prediction is spelled in two ways; with aliases in both."""
+    if "te_mla_ep2_fr" not in _cases():
+        pytest.skip("../shared is absent")
+    path = str(_converted("te_mla_ep2_fr", tmp_path, "--target", written))
+    assert preflight(path, target=written).report.is_valid
+    (finding,) = [f for f in preflight(path, target=runs).report.findings if f.check == "names"]
+    assert "multi-token prediction is stored as" in finding.where
+    both = str(_converted("te_mla_ep2_fr", tmp_path / "both", "--target", written, "--aliases"))
+    assert preflight(both, target=runs).report.is_valid
+
+
+def test_the_record_of_a_conversion_says_program_and_size(tmp_path):
+    """Without rng states only the record tells for how many ranks rows are packed: the arguments are the source's."""
+    pytest.importorskip("ckpt_tools.megatron.record")
+    if "te_gdn_tp2_fr" not in _cases():
+        pytest.skip("../shared is absent")
+    path = str(_converted("te_gdn_tp2_fr", tmp_path, "--tp", "1", "--target", "core-0.17", "--weights-only"))
+    found = preflight(path)
+    assert found.program == "core-0.17"
+    assert found.launch is not None
+    words = found.launch.words
+    assert words[words.index("--tensor-model-parallel-size") + 1] == "1"
+    other = preflight(path, [*words, "--tensor-model-parallel-size", "2"]).report
+    assert "packed-projections" in {finding.check for finding in other.findings}

@@ -1,0 +1,245 @@
+"""One flipped bit anywhere in what a command reads ends it with exit code 4, and nothing is published."""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ckpt_tools.cli.reports import source_checksums
+from ckpt_tools.commands.export_hf import ExportOptions, export_hf
+from ckpt_tools.commands.import_hf import import_hf
+from ckpt_tools.commands.modify import modify_state_dict
+from ckpt_tools.commands.placements import Layout
+from ckpt_tools.commands.rewrite import EditOptions
+from ckpt_tools.commands.slice import slice_layers
+from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
+from ckpt_tools.commands.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
+from ckpt_tools.errors import CorruptCheckpointError
+from ckpt_tools.execute.run import WriteOptions
+from ckpt_tools.formats.container import read_frame, record_stretches
+from ckpt_tools.formats.dcp import read_catalog
+from ckpt_tools.formats.detect import locate
+from ckpt_tools.formats.files import open_files
+from ckpt_tools.formats.safetensors import read_safetensors_catalog
+from ckpt_tools.sharding.topology import Topology
+from tests.conftest import fixture_dir
+from tests.damage import flip_bit
+
+NONE = WriteOptions(check_source="none")
+Command = Callable[[str, str, WriteOptions], object]
+
+
+def to_fsdp(layout: Layout | None = None) -> Command:
+    return lambda source, output, write: convert_to_fsdp_dtensor(
+        source, output, ConvertOptions(layout=layout, check_masters="none", write=write)
+    )
+
+
+def back(source: str, output: str, write: WriteOptions) -> object:
+    return convert_to_torch_dist(source, output, ToTorchDistOptions(write=write))
+
+
+def exported(source: str, output: str, write: WriteOptions) -> object:
+    return export_hf(source, output, ExportOptions(write=write))
+
+
+def sliced(source: str, output: str, write: WriteOptions) -> object:
+    return slice_layers(source, output, "0:1", None, EditOptions(write=write))
+
+
+def modified(source: str, output: str, write: WriteOptions) -> object:
+    return modify_state_dict(source, output, ["rename decoder dec"], EditOptions(write=write))
+
+
+NATURAL, BUCKETS = "core019_llama_tp2_fully_reshardable", "core019_llama_tp2_dp_reshardable"
+NATIVE = "core019_llama_tp2_native_fsdp_dtensor"
+SHARDED = Layout("mfsdp-v1", Topology(dp_shard=4))
+COMMANDS: dict[str, tuple[str, Command]] = {
+    "natural": (NATURAL, to_fsdp()),
+    "natural, for a topology": (NATURAL, to_fsdp(SHARDED)),
+    "natural, for 3 ranks": (NATURAL, to_fsdp(Layout(world=3))),
+    "buckets": (BUCKETS, to_fsdp()),
+    "buckets, for a topology": (BUCKETS, to_fsdp(SHARDED)),
+    "flattened": ("v015_dense_ms_tp2_dp2", to_fsdp()),
+    "buckets in objects": ("v013_dense_dpzero_tp2_dp2", to_fsdp()),
+    "relayout": (NATIVE, to_fsdp(SHARDED)),
+    "way back": (NATIVE, back),
+    "export": (NATURAL, exported),
+    "slice": (NATURAL, sliced),
+    "modify": (NATURAL, modified),
+}
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def copy_of(fixture: str, folder: Path) -> Path:
+    found = fixture_dir(fixture)
+    shutil.copytree(found / "checkpoint" if (found / "checkpoint").is_dir() else found, folder)
+    for path in folder.rglob("*"):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    return folder
+
+
+def payloads(source: Path) -> list[tuple[str, Path, int, int]]:
+    """(key, file, offset, bytes) of every stored payload with a checksum that is not empty."""
+    location = locate(str(source))
+    files = open_files(location.path)
+    found = []
+    for key, entry in read_catalog(files).tensors.items():
+        for chunk in entry.chunks:
+            frame = read_frame(files, chunk.item)
+            if frame.crc32 is not None and frame.nbytes:
+                place = Path(location.path, chunk.item.file)
+                found.append((key, place, frame.payload_offset, frame.nbytes))
+    for key, stored in read_catalog(files).objects.items():
+        for start, nbytes, _ in record_stretches(files, stored.item) if "param_state" in key else ():
+            if nbytes > 100:
+                found.append((key, Path(location.path, stored.item.file), start, nbytes))
+    files.close()
+    return found
+
+
+def assert_named(text: str, key: str, path: Path, offset: int, nbytes: int) -> None:
+    """Key, file and place of a damaged payload, or record of an object, are told."""
+    if "/param_state" in key:
+        assert "param_state" in text
+    else:
+        assert text.startswith(f"{key}: ")
+    assert path.name in text
+    if "record '" in text:
+        assert f"of {nbytes} bytes has CRC-32" in text
+    else:
+        assert "has another checksum than its archive says" in text
+        assert f"bytes {offset}..{offset + nbytes} " in text
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path, name: str) -> None:
+    fixture, command = COMMANDS[name]
+    source, out = copy_of(fixture, tmp_path / "in"), tmp_path / "out"
+    written = command(str(source), str(out), WriteOptions()).written
+    assert re.fullmatch(r"\d+ payloads of the source, [\d.]+ [KM]iB, proven", source_checksums(written))
+    good = tree(out)
+    shutil.rmtree(out)
+    rng = random.Random(name)
+    stored = payloads(source)
+    unread = 0
+    for key, path, offset, nbytes in rng.sample(stored, min(6, len(stored))):
+        at, bit = offset + rng.randrange(nbytes), rng.randrange(8)
+        flip_bit(path, at, bit)
+        try:
+            command(str(source), str(out), WriteOptions())
+        except CorruptCheckpointError as error:
+            assert error.exit_code == 4
+            assert_named(str(error), key, path, offset, nbytes)
+            assert not tree(out)  # at most the empty root of a run
+        else:
+            assert tree(out) == good  # nothing of this payload is in the output
+            unread += 1
+        shutil.rmtree(out, ignore_errors=True)
+        flip_bit(path, at, bit)
+    assert unread < min(6, len(stored))
+
+
+@pytest.mark.parametrize("name", ["natural", "buckets", "buckets, for a topology", "relayout", "way back"])
+def test_unproven_only_if_asked_for(tmp_path: Path, name: str) -> None:
+    fixture, command = COMMANDS[name]
+    source, out = copy_of(fixture, tmp_path / "in"), tmp_path / "out"
+    weights = [p for p in payloads(source) if "exp_avg" in p[0]]
+    _, path, offset, nbytes = weights[len(weights) // 2]
+    flip_bit(path, offset + nbytes // 2)
+    report = command(str(source), str(out), NONE)
+    assert source_checksums(report.written) == "not checked (--check-source none)"
+    assert report.written.check_source == "none"
+    assert (report.written.payloads_proven, report.written.bytes_read_to_prove) == (0, 0)
+
+
+@pytest.mark.parametrize(("fixture", "part"), [(NATURAL, "linear_qkv.weight"), (BUCKETS, "param")])
+def test_masters_that_do_not_round_since_a_bit_has_changed_are_called_damaged(
+    tmp_path: Path, fixture: str, part: str
+) -> None:
+    source = copy_of(fixture, tmp_path / "in")
+    found = [p for p in payloads(source) if p[0].endswith(part) and "exp_avg" not in p[0]]
+    key, path, offset, nbytes = found[0]
+    flip_bit(path, offset + nbytes // 2 // 4 * 4 + 3, bit=6)
+    with pytest.raises(CorruptCheckpointError, match="has another checksum than its archive says") as error:
+        convert_to_fsdp_dtensor(str(source), str(tmp_path / "out"), ConvertOptions(check_masters="all"))
+    assert key in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "command", [to_fsdp(), exported, sliced, modified], ids=["convert", "export", "slice", "modify"]
+)
+def test_a_flipped_bit_of_common_state_is_found(tmp_path: Path, command: Command) -> None:
+    source = copy_of("core016_llama_tp2_fully_reshardable", tmp_path / "in")
+    path = next(source.rglob("common.pt"))
+    data = path.read_bytes()
+    place = data.index(b"max_lr") if b"max_lr" in data else data.index(b"data.pkl") + 200
+    flip_bit(path, place + len(b"max_lr") + 6)
+    with pytest.raises(CorruptCheckpointError, match=r"common\.pt at byte 0: record .* has CRC-32"):
+        command(str(source), str(tmp_path / "out"), WriteOptions())
+    assert not tree(tmp_path / "out")
+
+
+def test_a_flipped_bit_of_an_object_that_is_taken_over_is_found(tmp_path: Path) -> None:
+    """Archives that nobody unpickles, as rng states, are copied as they are, and proven first."""
+    source = copy_of(NATURAL, tmp_path / "in")
+    location = locate(str(source))
+    files = open_files(location.path)
+    key, entry = next((k, e) for k, e in read_catalog(files).objects.items() if "rng" in k)
+    archive = files.read(entry.item.file, entry.item.offset, entry.item.length)
+    path = Path(location.path, entry.item.file)
+    flip_bit(path, entry.item.offset + archive.index(b"data.pkl") + 300)
+    for command in (sliced, modified):
+        with pytest.raises(CorruptCheckpointError, match=r"record .*data\.pkl.* has CRC-32"):
+            command(str(source), str(tmp_path / "out"), WriteOptions())
+        assert not tree(tmp_path / "out"), key
+
+
+def test_safetensors_carry_no_checksums_which_is_said(tmp_path: Path) -> None:
+    export_hf(str(fixture_dir(NATURAL)), str(tmp_path / "hf"))
+    report = import_hf(str(tmp_path / "hf"), str(tmp_path / "run"))
+    written = report.written
+    assert written is not None
+    assert (written.payloads_proven, written.bytes_proven) == (0, 0)
+    assert (
+        source_checksums(written) == f"{written.payloads_without_checksum} payloads of the source carry none"
+    )
+    assert written.payloads_without_checksum == len(read_safetensors_catalog(str(tmp_path / "hf")).tensors)
+
+
+LOADED = """
+import sys
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+import ckpt_tools
+from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions
+from ckpt_tools.execute.run import WriteOptions
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))
+ckpt_tools.load_dtensors(sys.argv[1], mesh, options=ConvertOptions(write=WriteOptions(check_source="none")))
+try:
+    ckpt_tools.load_dtensors(sys.argv[1], mesh)
+except ckpt_tools.CkptError as error:
+    print(error.exit_code, error)
+"""
+
+
+def test_a_rank_proves_what_it_reads_whole(tmp_path: Path) -> None:
+    source = copy_of(NATIVE, tmp_path / "in")
+    key, path, offset, nbytes = next(p for p in payloads(source) if "exp_avg" in p[0])
+    flip_bit(path, offset + nbytes // 2)
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED, str(source)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith(f"4 {key}: the payload of the item at byte ")

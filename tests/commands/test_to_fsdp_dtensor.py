@@ -1,0 +1,199 @@
+"""The main job on real checkpoints, judged by stock torch and by native Megatron-FSDP checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from ckpt_tools.commands.group_map import build_group_map
+from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
+from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions
+from tests.commands import oracle
+from tests.conftest import DATA, SHARED, fixture_dir
+
+OPTIMIZER = "optimizer.state.module.module.module."
+PAIRS = [
+    ("core019_llama_tp2_fully_reshardable", "core019_llama_tp2_native_fsdp_dtensor"),
+    ("core019_llama_tp2_dp_reshardable", "core019_llama_tp2_native_fsdp_dtensor"),
+    ("core019_gpt3_tp2_fully_reshardable", "core019_gpt3_tp2_native_fsdp_dtensor"),
+    ("core019_moe_ep2_fully_reshardable", "core019_moe_dp1_native_fsdp_dtensor"),
+]
+
+
+def cases() -> list[Path]:
+    """Folders of source checkpoints: the repo's, the shared ones, and those of CKPT_TOOLS_FIXTURES."""
+    parents = [DATA, SHARED / "fixtures", SHARED / "fixtures_cpu"]
+    parents += [Path(p) for p in os.environ.get("CKPT_TOOLS_FIXTURES", "").split(":") if p]
+    found: dict[str, Path] = {}
+    for parent in parents:
+        for folder in sorted(parent.iterdir()) if parent.is_dir() else []:
+            if (folder / "checkpoint").is_dir() or list(folder.glob("iter_*/metadata.json")):
+                found.setdefault(folder.name, folder)
+    return [found[name] for name in sorted(found)]
+
+
+def source_of(case: Path) -> Path:
+    return case / "checkpoint" if (case / "checkpoint").is_dir() else next(case.glob("iter_*"))
+
+
+def options_of(case: Path) -> TargetOptions:
+    file = case / "convert.args"
+    words = shlex.split(file.read_text()) if file.exists() else []
+    given = dict(zip(words[::2], words[1::2], strict=True))
+    return TargetOptions(
+        layer_spec=given.get("--layer-spec"), tp=int(given["--tp"]) if "--tp" in given else None
+    )
+
+
+def converted(case: Path, output: Path, **options: object) -> Path:
+    convert_to_fsdp_dtensor(
+        str(source_of(case)),
+        str(output),
+        ConvertOptions(target=options_of(case), check_masters="all", **options),
+    )
+    return output
+
+
+def shapes(folder: Path) -> dict[str, object]:
+    return {
+        key: (m.properties.dtype, tuple(m.size)) if isinstance(m, TensorStorageMetadata) else "BYTES"
+        for key, m in oracle.metadata(folder).state_dict_metadata.items()
+    }
+
+
+@pytest.mark.parametrize(("source", "native"), PAIRS)
+def test_keys_shapes_and_types_are_those_of_the_native_checkpoint(source, native, tmp_path):
+    native_dir = source_of_native(fixture_dir(native))
+    out = converted(fixture_dir(source), tmp_path / "out")
+    ours, theirs = shapes(out), shapes(native_dir)
+    assert ours.keys() == theirs.keys()
+    assert ours == theirs
+    paths = [oracle.metadata(folder).planner_data for folder in (out, native_dir)]
+    assert paths[0] == paths[1]
+    assert not (out / "metadata.json").exists()
+
+
+def source_of_native(case: Path) -> Path:
+    return next(case.glob("iter_*"))
+
+
+@pytest.mark.parametrize(("source", "native"), PAIRS)
+def test_group_fields_scheduler_and_progress_equal_the_native_ones(source, native, tmp_path):
+    native_dir = source_of_native(fixture_dir(native))
+    out = converted(fixture_dir(source), tmp_path / "out")
+    compared = 0
+    for key, shape in shapes(native_dir).items():
+        if shape == "BYTES" and not key.startswith(("rng_state", "args")):
+            assert oracle.item(out, key) == oracle.item(native_dir, key), key
+            compared += 1
+    assert compared > 200
+
+
+@pytest.mark.parametrize(
+    "source", ["core019_llama_tp2_fully_reshardable", "core019_gpt3_tp2_fully_reshardable"]
+)
+def test_values_are_near_those_of_the_native_run(source, tmp_path):
+    """The native run sums gradients in another order: within 3 % of each tensor's largest value."""
+    native = oracle.tensors(
+        source_of_native(fixture_dir(source.replace("fully_reshardable", "native_fsdp_dtensor")))
+    )
+    ours = oracle.tensors(converted(fixture_dir(source), tmp_path / "out"))
+    for key, theirs in native.items():
+        if not key.startswith("rng_state"):
+            assert (ours[key] - theirs).abs().max() <= 0.03 * theirs.abs().max() + 1e-12, key
+        elif "torch_rng_state" in key:
+            assert oracle.same_bytes(ours[key], theirs), key
+
+
+def expected_values(truth: Path, optimizer: bool) -> dict[str, torch.Tensor]:
+    """The truth of a case under the keys a conversion must give: fc1 split, masters as the model's values."""
+    with safe_open(truth, "pt") as file:
+        stored = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  not a dict
+    gated = {
+        re.sub(r"linear_fc2\.weight(\d*)$", r"linear_fc1.weight\1", key.partition("/")[2]): t.shape[1]
+        for key, t in stored.items()
+        if re.search(r"linear_fc2\.weight\d*$", key)
+    }
+    expected: dict[str, torch.Tensor] = {}
+    for key, tensor in stored.items():
+        state, _, name = key.partition("/")
+        if state == "model" and f"master/{name}" in stored:
+            continue
+        prefix, suffix = ("model.module.", "") if state in ("model", "master") else (OPTIMIZER, f".{state}")
+        if tensor.shape and 2 * gated.get(name, -1) == tensor.shape[0]:
+            for half, part in zip("wv", tensor.chunk(2), strict=True):
+                expected[f"{prefix}{name}_{half}{suffix}"] = part
+        else:
+            expected[f"{prefix}{name}{suffix}"] = tensor
+    return expected
+
+
+def spelled_for_main(name: str) -> str:
+    """Main writes MTP inner layers under their disk name; the truth has live names."""
+    return name.replace(".mtp_model_layer.", ".transformer_layer.")
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in cases() if (c / "truth.safetensors").exists()], ids=lambda c: c.name
+)
+def test_every_value_equals_the_truth_bit_for_bit(case, tmp_path):
+    options = options_of(case)
+    if case.name.startswith("bridge_"):
+        options = TargetOptions(layer_spec=options.layer_spec, dialect="main")
+    out = tmp_path / "out"
+    convert_to_fsdp_dtensor(
+        str(source_of(case)), str(out), ConvertOptions(target=options, check_masters="all")
+    )
+    ours = oracle.tensors(out)
+    expected = {
+        spelled_for_main(key): t for key, t in expected_values(case / "truth.safetensors", True).items()
+    }
+    stored = {key for key in ours if not key.startswith("rng_state") and not key.endswith(".step")}
+    assert stored == set(expected)
+    different = [key for key, tensor in expected.items() if not oracle.same_bytes(ours[key], tensor)]
+    assert different == []
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in cases() if (c / "param_groups.json").exists()], ids=lambda c: c.name
+)
+def test_derived_groups_equal_the_recorded_ones(case):
+    recorded = json.loads((case / "param_groups.json").read_text())["param_to_group"]
+    derived = build_group_map(str(source_of(case)), options_of(case)).groups
+    ours = {key.removeprefix("model.module."): group for key, group in derived.items()}
+    tied = "output_layer.weight" not in ours  # the record of a tied model lists the shared matrix twice
+    assert ours == {
+        key: group for key, group in recorded.items() if not (tied and key == "output_layer.weight")
+    }
+
+
+DUMPED = [c for c in cases() if (c / "param_to_param_group_map" / "param_to_param_group_map.json").exists()]
+
+
+@pytest.mark.parametrize("case", DUMPED, ids=lambda c: c.name)
+def test_derived_maps_equal_the_dumped_ones(case):
+    dumped = json.loads((case / "param_to_param_group_map" / "param_to_param_group_map.json").read_text())
+    assert dict(build_group_map(str(case), options_of(case)).groups) == dumped
+    assert dict(build_group_map(str(case / "param_to_param_group_map")).groups) == dumped
+
+
+def test_two_layouts_of_one_run_convert_to_the_same_bytes(tmp_path):
+    """Saved as fully_reshardable and as dp_reshardable: only `args`, which says how it was saved, differs."""
+    names = ["core019_llama_tp2_fully_reshardable", "core019_llama_tp2_dp_reshardable"]
+    outs = [converted(fixture_dir(name), tmp_path / name) for name in names]
+    tensors = [oracle.tensors(out) for out in outs]
+    assert tensors[0].keys() == tensors[1].keys()
+    assert all(oracle.same_bytes(tensors[0][key], tensors[1][key]) for key in tensors[0])
+    for key, shape in shapes(outs[0]).items():
+        if shape == "BYTES" and key != "args" and "rng_state" not in key:
+            assert oracle.item(outs[0], key) == oracle.item(outs[1], key), key
+    a, b = (vars(oracle.item(out, "args")) for out in outs)
+    assert len({key for key in a if a[key] != b[key]}) == 3

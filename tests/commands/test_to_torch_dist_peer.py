@@ -1,0 +1,74 @@
+"""The real megatron-core 0.16.1 loads what we write: `dist_checkpointing.load` into a GPTModel, on CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckpt_tools.commands.to_torch_dist import convert_to_torch_dist
+from tests.commands.test_to_fsdp_dtensor import converted, source_of
+from tests.conftest import REPO, fixture_dir
+
+MCORE = Path(os.environ.get("CKPT_TOOLS_PEERS", "absent")) / "megatron_core-0.16.1"
+
+pytestmark = [
+    pytest.mark.peer,
+    pytest.mark.skipif(
+        not MCORE.is_dir(),
+        reason="megatron-core 0.16.1 is not in CKPT_TOOLS_PEERS (tests/peers/run installs it)",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "tp", "ep", "tensors", "groups"),
+    [
+        ("core019_llama_tp2_fully_reshardable", 1, 1, 1, 60, 2),
+        ("core019_llama_tp2_fully_reshardable", 2, 1, 1, 60, 2),
+        ("core019_llama_tp2_fully_reshardable", 2, 2, 1, 60, 2),
+        ("core019_moe_ep2_fully_reshardable", 2, 1, 2, 81, 3),
+        ("core019_moe_ep2_fully_reshardable", 2, 2, 1, 97, 2),
+    ],
+)
+def test_megatron_loads_a_round_trip_as_it_loads_the_original(name, world, tp, ep, tensors, groups, tmp_path):
+    converted(fixture_dir(name), tmp_path / "there")
+    ours = tmp_path / "back"
+    convert_to_torch_dist(str(tmp_path / "there"), str(ours))
+    original = shutil.copytree(source_of(fixture_dir(name)), tmp_path / "original")
+    shutil.copy(ours / "common.pt", original)  # 0.16.1 asks for it, and this writer is newer
+    reports = run_ranks(world, tp, ep, tmp_path / "store", ours, original)
+    for report in reports:
+        assert report.pop("elements") > 0
+        assert report == {
+            "tensors": tensors,
+            "different": [],
+            "groups": groups,
+            "not asked for": ["common_state", "rng_state"],
+            "not there": [],
+        }
+
+
+def run_ranks(world: int, tp: int, ep: int, store: Path, *folders: Path) -> list[dict[str, object]]:
+    """The JSON line of every rank of one job."""
+    environment = {**os.environ, "PYTHONPATH": f"{MCORE}:{REPO}", "OMP_NUM_THREADS": "1"}
+    words = [str(w) for w in (world, tp, ep, store, *folders)]
+    worker = [sys.executable, str(REPO / "tests" / "commands" / "megatron_worker.py")]
+    ranks = [
+        subprocess.Popen(
+            [*worker, str(rank), *words],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    results = [rank.communicate(timeout=240) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * world, results[0][1][-3000:]
+    return [json.loads(out.splitlines()[-1]) for out, _ in results]

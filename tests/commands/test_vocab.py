@@ -1,0 +1,58 @@
+"""Another padded vocabulary: zeros added, or rows cut off that are proven to be padding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
+from ckpt_tools.errors import MappingError
+from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions
+from tests.commands import oracle
+from tests.conftest import DATA
+
+LLAMA = DATA / "core019_llama_tp2_fully_reshardable" / "iter_0000002"
+ROWS = 224
+
+
+def convert(output, **options):
+    target = TargetOptions(**options)
+    report = convert_to_fsdp_dtensor(
+        str(LLAMA), str(output), ConvertOptions(target=target, check_masters="all")
+    )
+    return oracle.tensors(output), report
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"vocab_size_padded": 256},
+        {"vocab_size_padded": 208, "vocab_size": 201},
+        {"vocab_size_padded": 208},  # the args tell of 200 tokens and one for a document's end
+    ],
+)
+def test_weights_and_states_get_the_rows_asked_for(tmp_path, options):
+    plain, _ = convert(tmp_path / "plain")
+    resized, report = convert(tmp_path / "resized", **options)
+    rows, changed = options["vocab_size_padded"], 0
+    for key, before in plain.items():
+        after = resized[key]
+        if ("word_embeddings" not in key and "output_layer" not in key) or before.dim() == 0:
+            assert oracle.same_bytes(before, after), key
+            continue
+        kept = min(rows, ROWS)
+        assert after.shape == (rows, before.shape[1])
+        assert oracle.same_bytes(after[:kept], before[:kept])
+        assert torch.count_nonzero(after[kept:]) == 0
+        changed += 1
+    assert changed == 6  # two tensors: master and two moments each
+    assert any("vocabulary: 224 ->" in note for note in report.notes)
+    told = "vocabulary: 201 tokens, as the source's args tell"
+    assert (told in report.notes) == ("vocab_size" not in options)
+    assert report.job["vocabulary"]["fits_tp"] == {208: [1], 256: [4]}[rows]
+
+
+def test_rows_that_are_not_known_to_be_padding_are_not_cut(tmp_path):
+    with pytest.raises(MappingError, match="rows 200 to 223 would be cut off and are not zeros"):
+        convert(tmp_path / "out", vocab_size_padded=200)
+    assert not (tmp_path / "out").exists()

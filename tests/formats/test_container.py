@@ -1,0 +1,246 @@
+"""Frames and objects against torch on every item of the recorded checkpoints."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt_tools.errors import CkptError, CorruptCheckpointError, UnsupportedCheckpointError
+from ckpt_tools.formats.archive import read_directory, write_archive
+from ckpt_tools.formats.container import (
+    StoredTensor,
+    load_object,
+    read_archive,
+    read_frame,
+    read_small_file,
+    record_stretches,
+    whole_file,
+)
+from ckpt_tools.formats.dcp import read_catalog
+from ckpt_tools.formats.files import Files, open_files
+from ckpt_tools.model.catalog import Item
+from tests.conftest import fixture_dir
+from tests.formats.checkpoints import dcp_folders
+
+
+def tensor_bytes(tensor: torch.Tensor) -> bytes:
+    """Row-major little-endian bytes of any element type."""
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def saved(folder: Path, value: object) -> tuple[Files, Item]:
+    torch.save(value, folder / "x.pt")
+    files = open_files(str(folder))
+    return files, whole_file(files, "x.pt")
+
+
+@pytest.mark.parametrize("folder", dcp_folders())
+def test_frames_of_recorded_tensors(folder: Path) -> None:
+    files = open_files(str(folder))
+    for entry in read_catalog(files).tensors.values():
+        for box, item in ((chunk.box, chunk.item) for chunk in entry.chunks):
+            frame = read_frame(files, item)
+            payload = files.read(item.file, frame.payload_offset, frame.nbytes)
+            stock = torch.load(io.BytesIO(files.read(*item[:3])), weights_only=True)
+            assert (
+                (frame.dtype, frame.shape)
+                == (entry.dtype, box.size)
+                == (str(stock.dtype)[6:], tuple(stock.shape))
+            )
+            assert frame.strides == stock.stride()
+            assert frame.is_row_major
+            assert payload == tensor_bytes(stock)
+            assert frame.crc32 == zlib.crc32(payload)
+    files.close()
+
+
+TENSORS = {
+    "scalar": torch.tensor(2.5),
+    "empty": torch.zeros(0, 4),
+    "bool": torch.tensor([True, False]),
+    "int64": torch.arange(5),
+    "complex64": torch.ones(2, dtype=torch.complex64),
+    "uint16": torch.ones(3, dtype=torch.uint16),
+    "fp8": torch.arange(4.0).to(torch.float8_e5m2),
+    "bf16": torch.arange(12.0).reshape(3, 4).bfloat16(),
+    "large": torch.arange(5000.0),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_element_types(tmp_path: Path, name: str) -> None:
+    tensor = TENSORS[name]
+    files, item = saved(tmp_path, tensor)
+    frame = read_frame(files, item)
+    assert (frame.dtype, frame.shape, frame.strides) == (
+        str(tensor.dtype)[6:],
+        tuple(tensor.shape),
+        tensor.stride(),
+    )
+    payload = files.read("x.pt", frame.payload_offset, frame.nbytes)
+    assert payload == tensor_bytes(tensor)
+    assert frame.crc32 == zlib.crc32(payload)
+    assert load_object(files, item) == StoredTensor(frame.dtype, frame.shape, payload)
+
+
+def test_views_keep_their_strides(tmp_path: Path) -> None:
+    """A transposed tensor's payload is not row-major; a slice of a storage has no checksum of its own."""
+    base = torch.arange(24.0).reshape(4, 6)
+    files, item = saved(tmp_path, base.t())
+    frame = read_frame(files, item)
+    assert (frame.shape, frame.strides, frame.is_row_major) == ((6, 4), (1, 6), False)
+    assert load_object(files, item) == StoredTensor("float32", (6, 4), tensor_bytes(base.t()))
+    files, item = saved(tmp_path, base[1:3])
+    frame = read_frame(files, item)
+    assert frame.is_row_major
+    assert frame.crc32 is None
+    assert files.read("x.pt", frame.payload_offset, frame.nbytes) == tensor_bytes(base[1:3])
+    files, item = saved(tmp_path, base[:, 1:3])
+    assert load_object(files, item) == StoredTensor("float32", (4, 2), tensor_bytes(base[:, 1:3]))
+
+
+def test_parameters_are_tensors(tmp_path: Path) -> None:
+    files, item = saved(tmp_path, torch.nn.Parameter(torch.arange(3.0)))
+    assert read_frame(files, item).shape == (3,)
+
+
+def test_checksums_off(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        files, item = saved(tmp_path, torch.arange(3.0))
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert read_frame(files, item).crc32 is None
+
+
+def test_an_object_is_no_tensor(tmp_path: Path) -> None:
+    files, item = saved(tmp_path, {"a": 1})
+    with pytest.raises(CorruptCheckpointError, match="a tensor is expected, found dict"):
+        read_frame(files, item)
+
+
+def test_truncation_anywhere_is_our_error(tmp_path: Path) -> None:
+    """An item cut short, and an item of a file cut short."""
+    files, item = saved(tmp_path, torch.arange(700.0))
+    data = files.read(*item[:3])
+    for end in [*range(0, len(data), 83), *range(len(data) - 120, len(data))]:
+        with pytest.raises(CorruptCheckpointError):
+            read_frame(files, item._replace(length=end))
+    files.close()
+    for end in range(0, len(data), 503):
+        (tmp_path / "x.pt").write_bytes(data[:end])
+        with pytest.raises(CorruptCheckpointError, match=r"the file has|does not end like"):
+            read_frame(open_files(str(tmp_path)), item)
+
+
+def test_flipped_bytes_never_crash(tmp_path: Path) -> None:
+    folder = fixture_dir("core019_llama_tp2_fully_reshardable") / "iter_0000002"
+    source = open_files(str(folder))
+    item = read_catalog(source).objects["common_state/shard_0_1"].item
+    data = source.read(*item[:3])
+    tried = refused = 0
+    for at in [*range(0, 1000, 3), *range(1000, len(data), 997), *range(len(data) - 700, len(data), 3)]:
+        (tmp_path / "x.pt").write_bytes(data[:at] + bytes([data[at] ^ 0xFF]) + data[at + 1 :])
+        files = open_files(str(tmp_path))
+        tried += 1
+        try:
+            load_object(files, whole_file(files, "x.pt"))
+        except CkptError:
+            refused += 1
+        files.close()
+    assert tried > 550
+    assert refused > tried // 4
+
+
+def test_archives_that_torch_reads(tmp_path: Path) -> None:
+    """What `write_archive` makes passes Python's zipfile with its checksums, and reads back record by record."""
+    records = [
+        ("a/data.pkl", b"\x80\x02K\x07."),
+        ("a/byteorder", b"little"),
+        ("a/empty", b""),
+        ("a/x", b"x" * 1000),
+    ]
+    data = write_archive(records)
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        assert archive.testzip() is None
+        assert [(info.filename, archive.read(info)) for info in archive.infolist()] == records
+    directory = read_directory(lambda at, n: data[at : at + n], len(data), "x")
+    assert [(r.name, r.size) for r in directory.values()] == [
+        (name, len(content)) for name, content in records
+    ]
+
+
+def test_large_archive_with_zip64_sizes(tmp_path: Path) -> None:
+    """Above 4 GiB sizes and offsets are in the zip64 extra block; the file is sparse."""
+    with torch.serialization.skip_data():
+        torch.save([torch.empty(1 << 32, dtype=torch.uint8), torch.empty(5)], tmp_path / "x.pt")
+    files = open_files(str(tmp_path))
+    item = whole_file(files, "x.pt")
+    directory = read_directory(lambda at, n: files.read("x.pt", at, n), item.length, "x")
+    sizes = {name.rpartition("x/")[2]: record.size for name, record in directory.items()}
+    assert (sizes["data/0"], sizes["data/1"]) == (1 << 32, 20)
+    assert max(record.header for record in directory.values()) > 1 << 32
+
+
+def test_no_flipped_bit_of_an_object_changes_its_value(tmp_path: Path) -> None:
+    value = {"max_lr": 0.01, "step": 7, "state": torch.arange(6.0), "seen": torch.arange(12)[3:9]}
+    files, item = saved(tmp_path, value)
+    good = load_object(files, item)
+    data = files.read(item.file, 0, item.length)
+    silent = 0
+    for at in range(0, item.length, 3):
+        damaged = bytearray(data)
+        damaged[at] ^= 1 << at % 8
+        (tmp_path / "y.pt").write_bytes(damaged)
+        try:
+            found = load_object(files, Item("y.pt", 0, item.length))
+        except CkptError:
+            continue
+        assert found == good, f"byte {at}"
+        silent += 1
+    assert 0 < silent < item.length  # padding, and records that hold no value
+
+
+def test_archives_are_taken_over_only_if_every_record_is_sound(tmp_path: Path) -> None:
+    files, item = saved(tmp_path, {"max_lr": 0.01, "state": torch.arange(6.0)})
+    data = files.read(item.file, 0, item.length)
+    assert read_archive(files, item) == read_small_file(files, "x.pt") == data
+    for start, nbytes, crc32 in record_stretches(files, item):
+        assert zlib.crc32(data[start : start + nbytes]) == crc32
+        for at in (start, start + nbytes - 1):
+            damaged = bytearray(data)
+            damaged[at] ^= 4
+            (tmp_path / "y.pt").write_bytes(damaged)
+            for _ in range(2):  # small ones are remembered
+                with pytest.raises(
+                    CorruptCheckpointError, match=r"y\.pt at byte 0: record 'x/.*bits have changed"
+                ):
+                    read_archive(files, Item("y.pt", 0, item.length))
+            with pytest.raises(CorruptCheckpointError, match="bits have changed"):
+                read_small_file(files, "y.pt")
+
+
+def test_a_small_file_that_is_no_archive_is_taken_over_as_it_is(tmp_path: Path) -> None:
+    for content in (b"", b"PK", b"model: {}\n"):
+        (tmp_path / "run_config.yaml").write_bytes(content)
+        assert read_small_file(open_files(str(tmp_path)), "run_config.yaml") == content
+
+
+@pytest.mark.parametrize(
+    ("tensor", "bit"),
+    [(torch.ones(2, dtype=torch.complex64).conj(), "conj"), (torch._neg_view(torch.ones(3)), "neg")],
+)
+def test_bits_that_torch_applies_later_are_refused(tmp_path: Path, tensor: torch.Tensor, bit: str) -> None:
+    files, item = saved(tmp_path, [1, tensor])
+    with pytest.raises(UnsupportedCheckpointError, match=f"x.pt at byte 0: .*'{bit}'"):
+        load_object(files, item)
+    files, item = saved(tmp_path, tensor)
+    with pytest.raises(UnsupportedCheckpointError, match=f"'{bit}'"):
+        read_frame(files, item)
+    files, item = saved(tmp_path, tensor.resolve_conj().resolve_neg())
+    assert read_frame(files, item).is_row_major

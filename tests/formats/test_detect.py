@@ -1,0 +1,186 @@
+"""What a path means, and the one paragraph that says why it means nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt_tools.errors import CkptError, CorruptCheckpointError, UnsupportedCheckpointError, UsageError
+from ckpt_tools.formats.detect import locate
+from tests.conftest import fixture_dir
+
+LLAMA = "core019_llama_tp2_fully_reshardable"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A writable copy of a run's root with one iteration."""
+    shutil.copytree(fixture_dir(LLAMA), tmp_path / "run", copy_function=shutil.copyfile)
+    for path in [tmp_path / "run", *(tmp_path / "run").rglob("*")]:
+        path.chmod(0o755)
+    return tmp_path / "run"
+
+
+def test_root_follows_its_tracker(root: Path) -> None:
+    found = locate(str(root))
+    assert (found.kind, found.path, found.root, found.iteration) == (
+        "torch_dist",
+        f"{root}/iter_0000002",
+        str(root),
+        2,
+    )
+    assert found.tracker == "latest_checkpointed_iteration.txt"
+    assert (found.has_metadata_json, found.has_common_pt, found.has_run_config) == (True, False, False)
+
+
+def test_iteration_directory_knows_its_root(root: Path) -> None:
+    assert locate(f"{root}/iter_0000002/") == locate(f"{root}/iter_0000002/", iteration=2)
+    found = locate(str(root / "iter_0000002"))
+    assert (found.root, found.iteration) == (str(root), 2)
+
+
+def test_release(root: Path) -> None:
+    (root / "iter_0000002").rename(root / "release")
+    (root / "latest_checkpointed_iteration.txt").write_text("release\n")
+    found = locate(str(root))
+    assert (found.path, found.iteration, found.is_release) == (f"{root}/release", None, True)
+
+
+def test_bridge_tracker(root: Path) -> None:
+    (root / "latest_checkpointed_iteration.txt").unlink()
+    torch.save({"step": torch.tensor(2, dtype=torch.int32)}, root / "latest_train_state.pt")
+    found = locate(str(root))
+    assert (found.iteration, found.tracker) == (2, "latest_train_state.pt")
+    torch.save({"step": "two"}, root / "latest_train_state.pt")
+    with pytest.raises(CorruptCheckpointError, match="names no step"):
+        locate(str(root))
+
+
+def test_several_iterations(root: Path) -> None:
+    shutil.copytree(root / "iter_0000002", root / "iter_0000010")
+    assert locate(str(root)).iteration == 2
+    assert locate(str(root), iteration=10).iteration == 10
+    with pytest.raises(
+        UnsupportedCheckpointError, match=r"iter_0000007 is meant.*There are 2: iter_0000002, iter_0000010"
+    ):
+        locate(str(root), iteration=7)
+    (root / "latest_checkpointed_iteration.txt").unlink()
+    with pytest.raises(UsageError, match=r"no tracker file. Choose with --iteration. There are 2"):
+        locate(str(root))
+    shutil.rmtree(root / "iter_0000010")
+    assert locate(str(root)).iteration == 2
+
+
+def test_kinds() -> None:
+    native = fixture_dir("core019_llama_tp2_native_fsdp_dtensor")
+    assert locate(str(native)).kind == "fsdp_dtensor"
+    groups = locate(str(fixture_dir(LLAMA) / "param_to_param_group_map"))
+    assert (groups.kind, groups.root, groups.iteration) == ("dcp", None, None)
+    bridge = locate(str(fixture_dir("bridge_dense_fr_tp2_dp2") / "checkpoint"))
+    assert (bridge.kind, bridge.has_run_config, bridge.has_train_state) == ("torch_dist", True, True)
+
+
+def test_weights_folder_of_nemo(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "nemo").mkdir()
+    (root / "iter_0000002").rename(tmp_path / "nemo" / "weights")
+    assert locate(str(tmp_path / "nemo")).path == f"{tmp_path}/nemo/weights"
+
+
+def test_safetensors(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    assert locate(str(tmp_path)).kind == "safetensors"
+
+
+def test_iteration_directory_with_another_iteration(root: Path) -> None:
+    with pytest.raises(UsageError, match="is one checkpoint, not a run with an iteration 3"):
+        locate(str(root / "iter_0000002"), iteration=3)
+
+
+def damage_nothing_there(root: Path) -> str:
+    return str(root.parent / "rum")
+
+
+def damage_no_parent(root: Path) -> str:
+    return str(root / "x" / "y")
+
+
+def damage_file(root: Path) -> str:
+    return str(root / "iter_0000002" / ".metadata")
+
+
+def damage_empty(root: Path) -> str:
+    (root / "new").mkdir()
+    return str(root / "new")
+
+
+def damage_other_folder(root: Path) -> str:
+    return str(root.parent)
+
+
+def damage_legacy(root: Path) -> str:
+    shutil.rmtree(root / "iter_0000002")
+    (root / "iter_0000002" / "mp_rank_00").mkdir(parents=True)
+    return str(root)
+
+
+def damage_zarr(root: Path) -> str:
+    (root / "iter_0000002" / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr"}))
+    return str(root)
+
+
+def damage_json(root: Path) -> str:
+    (root / "iter_0000002" / "metadata.json").write_text("{")
+    return str(root)
+
+
+def damage_interrupted(root: Path) -> str:
+    (root / "iter_0000002" / ".metadata").unlink()
+    return str(root)
+
+
+def damage_tracker(root: Path) -> str:
+    (root / "latest_checkpointed_iteration.txt").write_text("../../etc")
+    return str(root)
+
+
+def damage_tracker_target(root: Path) -> str:
+    (root / "latest_checkpointed_iteration.txt").write_text("30")
+    return str(root)
+
+
+@pytest.mark.parametrize(
+    ("damage", "code", "message"),
+    [
+        (damage_nothing_there, 3, "rum does not exist. Did you mean {parent}/run?"),
+        (damage_no_parent, 3, "y does not exist. Nor does {root}/x."),
+        (damage_file, 3, "is a file; give the checkpoint's folder ({root}/iter_0000002)"),
+        (damage_empty, 3, "new is empty; there is no checkpoint in it"),
+        (
+            damage_other_folder,
+            3,
+            "holds no checkpoint: neither .metadata nor latest_checkpointed_iteration.txt",
+        ),
+        (damage_legacy, 3, "is a legacy 'torch' checkpoint (mp_rank_* folders)"),
+        (damage_zarr, 3, "is a 'zarr' checkpoint"),
+        (damage_json, 4, "metadata.json does not name a sharded_backend"),
+        (damage_interrupted, 3, "the save was interrupted before it was complete"),
+        (damage_tracker, 4, "holds '../../etc', not an iteration or 'release'"),
+        (
+            damage_tracker_target,
+            3,
+            "iter_0000030 is meant, but there is no such folder. There are 1: iter_0000002.",
+        ),
+    ],
+)
+def test_refusals(root: Path, damage: Callable[[Path], str], code: int, message: str) -> None:
+    path = damage(root)
+    with pytest.raises(CkptError) as found:
+        locate(path)
+    assert found.value.exit_code == code
+    assert message.format(parent=root.parent, root=root) in str(found.value)
+    assert "\n" not in str(found.value)

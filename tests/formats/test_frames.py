@@ -1,0 +1,99 @@
+"""Archives around tensors equal what `torch.save` writes, byte for byte."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_tools.formats.frames import framed_tensor, tensor_frame
+from ckpt_tools.model.dtypes import ITEMSIZE
+
+SAME_WRITER = io.BytesIO()
+torch.save(torch.zeros(1), SAME_WRITER)
+needs_same_writer = pytest.mark.skipif(
+    b".format_version" not in SAME_WRITER.getvalue(), reason="this torch writes an older record set"
+)
+
+
+def tensor_of(dtype: str, shape: tuple[int, ...], payload: bytes) -> torch.Tensor:
+    raw = torch.tensor(list(payload), dtype=torch.uint8)
+    return raw.view(getattr(torch, dtype)).reshape(shape)
+
+
+@pytest.mark.parametrize("dtype", ITEMSIZE)
+@pytest.mark.parametrize("shape", [(), (0, 5), (3,), (2, 300), (3, 70000), (1, 2, 1, 3, 2)])
+def test_frame_loads_and_equals_torch_save(dtype: str, shape: tuple[int, ...]) -> None:
+    numel = 1
+    for n in shape:
+        numel *= n
+    payload = bytes(i % 2 for i in range(numel * ITEMSIZE[dtype]))
+    ours = framed_tensor(dtype, shape, payload)
+    loaded = torch.load(io.BytesIO(ours), weights_only=True)
+    assert loaded.dtype == getattr(torch, dtype)
+    assert tuple(loaded.shape) == shape
+    assert loaded.contiguous().flatten().view(torch.uint8).numpy().tobytes() == payload
+    if b".format_version" in SAME_WRITER.getvalue():
+        stock = io.BytesIO()
+        torch.save(tensor_of(dtype, shape, payload), stock)
+        assert ours == stock.getvalue()
+
+
+@needs_same_writer
+@given(
+    st.sampled_from(["float32", "bfloat16", "uint16", "bool"]),
+    st.lists(st.integers(0, 300), max_size=5).map(tuple).filter(lambda s: torch.Size(s).numel() < 100000),
+)
+def test_frame_equals_torch_save(dtype: str, shape: tuple[int, ...]) -> None:
+    payload = bytes(torch.Size(shape).numel() * ITEMSIZE[dtype])
+    stock = io.BytesIO()
+    torch.save(tensor_of(dtype, shape, payload), stock)
+    assert framed_tensor(dtype, shape, payload) == stock.getvalue()
+
+
+class Recorder(io.RawIOBase):
+    """Keeps what is written and leaves out what `skip_data` seeks over."""
+
+    def __init__(self) -> None:
+        self.position = 0
+        self.parts: list[tuple[int, bytes]] = []
+
+    def write(self, data: Any) -> int:
+        self.parts.append((self.position, bytes(data)))
+        self.position += len(self.parts[-1][1])
+        return len(self.parts[-1][1])
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self.position = offset if whence == 0 else self.position + offset
+        return self.position
+
+    def tell(self) -> int:
+        return self.position
+
+
+@needs_same_writer
+@pytest.mark.parametrize("numel", [(1 << 30) - 1, 1 << 30, (1 << 30) + 5, 1 << 32])
+def test_zip64_frame_equals_torch_save(numel: int) -> None:
+    recorder = Recorder()
+    with torch.serialization.skip_data():
+        torch.save(torch.empty(numel, dtype=torch.float32), recorder)
+    frame = tensor_frame("float32", (numel,))
+    head = b"".join(data for at, data in recorder.parts if at < len(frame.head))
+    tail = b"".join(data for at, data in recorder.parts if at >= len(frame.head) + 4 * numel)
+    assert frame.head == head
+    assert frame.length == recorder.position
+    assert frame.tail(0) == tail  # without data torch records CRC 0
+
+
+@given(
+    st.sampled_from(["float32", "uint16"]),
+    st.lists(st.integers(0, 9), max_size=3).map(tuple),
+    st.integers(0, 2**32 - 1),
+)
+def test_a_tail_tells_its_checksum(dtype: str, shape: tuple[int, ...], crc: int) -> None:
+    frame = tensor_frame(dtype, shape)
+    assert frame.crc_in(frame.tail(crc)) == crc

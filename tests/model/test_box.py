@@ -1,0 +1,72 @@
+"""Boxes against sets of indices."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_tools.model.box import Box, flat_range_to_boxes, full_box, row_major_strides
+from tests.strategies import boxes, shapes
+
+
+def indices(box: Box) -> set[tuple[int, ...]]:
+    return set(itertools.product(*map(range, box.start, box.stop)))
+
+
+@given(st.data())
+def test_intersection_containment_and_volume_are_those_of_sets(data: st.DataObject) -> None:
+    shape = data.draw(shapes(max_dims=3))
+    a, b = data.draw(boxes(shape)), data.draw(boxes(shape))
+    common = a.intersect(b)
+    assert (indices(common) if common else set()) == indices(a) & indices(b)
+    assert a.volume == len(indices(a))
+    assert a.is_empty == (not indices(a))
+    if not b.is_empty:
+        assert a.contains(b) == (indices(b) <= indices(a))
+    assert a.intersect(full_box(shape)) == (None if a.is_empty else a)
+
+
+@given(st.data())
+def test_a_box_meets_itself_exactly_when_it_has_elements(data: st.DataObject) -> None:
+    box = data.draw(boxes(data.draw(shapes())))
+    assert box.intersect(Box(*box)) == (box if box.volume else None)
+
+
+@given(st.data())
+def test_shift_and_relative_to_are_inverse(data: st.DataObject) -> None:
+    shape = data.draw(shapes())
+    a, origin = data.draw(boxes(shape)), data.draw(boxes(shape))
+    assert a.relative_to(origin).shift(origin.start) == a
+    assert a.relative_to(a) == full_box(a.size)
+
+
+@given(st.data())
+def test_flat_ranges_become_boxes_in_order(data: st.DataObject) -> None:
+    shape = data.draw(shapes())
+    total = math.prod(shape)
+    start = data.draw(st.integers(0, total))
+    stop = data.draw(st.integers(start, total))
+    strides = row_major_strides(shape)
+    parts = flat_range_to_boxes(start, stop, shape)
+    flat = [
+        sum(i * s for i, s in zip(index, strides, strict=True))
+        for part in parts
+        for index in itertools.product(*map(range, part.start, part.stop))
+    ]
+    assert flat == list(range(start, stop))
+    assert len(parts) <= max(2 * len(shape) - 1, 1)
+
+
+def test_a_range_outside_the_tensor_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"\[3, 7\) is outside a tensor of shape \(2, 3\)"):
+        flat_range_to_boxes(3, 7, (2, 3))
+
+
+def test_a_scalar_has_one_element() -> None:
+    scalar = full_box(())
+    assert (scalar.volume, scalar.is_empty, scalar.intersect(scalar), str(scalar)) == (1, False, scalar, "[]")
+    assert flat_range_to_boxes(0, 1, ()) == [scalar]

@@ -1,0 +1,168 @@
+"""Views against numpy: what a view shows of the chunks of an `arange` is what numpy's own indexing gives."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.lib.stride_tricks import as_strided
+
+from ckpt_tools.model.box import Box, full_box
+from ckpt_tools.model.views import (
+    Defragment,
+    Insert,
+    Narrow,
+    Permute,
+    Piece,
+    Place,
+    Select,
+    Step,
+    Unflatten,
+    View,
+    chunk_piece,
+    pull_box,
+    push_piece,
+    view_shape,
+)
+from tests.strategies import Shape, boxes, defragments, shapes, tilings, viewed_shapes
+
+ABSENT = -1
+
+
+def shown(array: np.ndarray, step: Step) -> np.ndarray:  # noqa: PLR0911  one case a step
+    """What a step shows of an array, by numpy's means."""
+    match step:
+        case Narrow(axis, start, size):
+            return array[(slice(None),) * axis + (slice(start, start + size),)]
+        case Select(axis, index):
+            return array.take(index, axis)
+        case Permute(order):
+            return array.transpose(order)
+        case Unflatten(start, dims):
+            return array[start : start + math.prod(dims)].reshape(dims)
+        case Insert(axis):
+            return np.expand_dims(array, axis)
+        case Place(start, dims):
+            out = np.full(dims, ABSENT)
+            out[tuple(slice(a, a + n) for a, n in zip(start, array.shape, strict=True))] = array
+            return out
+        case Defragment(dims, fragments):
+            out = np.empty(dims, array.dtype)
+            for cell in itertools.product(*map(range, fragments)):
+                corner = [c * n for c, n in zip(cell, step.local, strict=True)]
+                region = tuple(slice(a, a + n) for a, n in zip(corner, step.local, strict=True))
+                out[region] = array[cell].reshape(step.local)
+            return out
+    raise AssertionError(step)
+
+
+def expected(shape: Shape, view: View) -> np.ndarray:
+    array = np.arange(math.prod(shape)).reshape(shape)
+    for step in view:
+        array = shown(array, step)
+    return array
+
+
+def region(box: Box) -> tuple[slice, ...]:
+    return tuple(map(slice, box.start, box.stop))
+
+
+def elements(payload: np.ndarray, piece: Piece) -> np.ndarray:
+    """The piece's elements, after a check that they lie in the payload."""
+    last = piece.offset + sum((n - 1) * s for n, s in zip(piece.box.size, piece.strides, strict=True))
+    assert 0 <= piece.offset <= last < payload.size
+    return as_strided(payload[piece.offset :], piece.box.size, [8 * s for s in piece.strides])
+
+
+def assemble(shape: Shape, view: View, chunks: list[Box]) -> np.ndarray:
+    source = np.arange(math.prod(shape)).reshape(shape)
+    out = np.full(view_shape(view, shape), ABSENT)
+    for chunk in chunks:
+        payload = source[region(chunk)].flatten()
+        for piece in push_piece(view, chunk_piece(chunk)):
+            assert not piece.box.is_empty
+            assert (out[region(piece.box)] == ABSENT).all()  # nothing is shown twice
+            out[region(piece.box)] = elements(payload, piece)
+    return out
+
+
+@given(st.data())
+def test_view_of_chunks_is_numpy_indexing(data: st.DataObject) -> None:
+    shape, view = data.draw(viewed_shapes())
+    chunks = data.draw(tilings(shape))
+    assert np.array_equal(assemble(shape, view, chunks), expected(shape, view))
+
+
+@given(st.data())
+def test_defragment_of_any_chunks(data: st.DataObject) -> None:
+    shape, step = data.draw(defragments())
+    chunks = data.draw(tilings(shape, max_cuts=8))
+    assert np.array_equal(assemble(shape, (step,), chunks), expected(shape, (step,)))
+
+
+@given(st.data())
+def test_pulled_box_holds_every_element_of_the_box(data: st.DataObject) -> None:
+    shape, view = data.draw(viewed_shapes())
+    box = data.draw(boxes(view_shape(view, shape), min_side=1))
+    pulled = pull_box(view, box).intersect(full_box(shape))
+    wanted = expected(shape, view)[region(box)]
+    wanted = wanted[wanted != ABSENT]
+    inside = np.arange(math.prod(shape)).reshape(shape)[region(pulled)] if pulled else np.empty(0, int)
+    assert np.isin(wanted, inside).all()
+
+
+@given(st.data())
+def test_reading_a_box_through_its_pulled_box(data: st.DataObject) -> None:
+    """The planner's way: crop chunks to the pulled box, push, crop to the box."""
+    shape, view = data.draw(viewed_shapes())
+    chunks = data.draw(tilings(shape))
+    box = data.draw(boxes(view_shape(view, shape), min_side=1))
+    source = np.arange(math.prod(shape)).reshape(shape)
+    out = np.full(box.size, ABSENT)
+    for chunk in chunks:
+        part = chunk_piece(chunk).crop(pull_box(view, box))
+        for piece in push_piece(view, part) if part else ():
+            kept = piece.crop(box)
+            if kept is not None:
+                out[region(kept.box.relative_to(box))] = elements(source[region(chunk)].flatten(), kept)
+    assert np.array_equal(out, expected(shape, view)[region(box)])
+
+
+@given(st.data())
+def test_crop_keeps_the_elements(data: st.DataObject) -> None:
+    shape = data.draw(shapes())
+    outer = data.draw(boxes(shape, min_side=1))
+    inner = data.draw(boxes(shape, min_side=1))
+    payload = np.arange(math.prod(shape)).reshape(shape)[region(outer)].flatten()
+    assert chunk_piece(outer).crop(Box(*outer)) == chunk_piece(outer)
+    kept = chunk_piece(outer).crop(inner)
+    common = outer.intersect(inner)
+    if kept is None:
+        assert common is None
+        return
+    assert kept.box == common
+    whole = np.arange(math.prod(shape)).reshape(shape)
+    assert np.array_equal(elements(payload, kept), whole[region(kept.box)])
+
+
+@pytest.mark.parametrize(
+    ("step", "shape"),
+    [
+        (Narrow(0, 2, 3), (4,)),
+        (Narrow(0, -1, 2), (4,)),
+        (Select(1, 3), (4, 3)),
+        (Select(0, -1), (4,)),
+        (Unflatten(1, (2, 2)), (4,)),
+        (Unflatten(0, (4,)), (2, 2)),
+        (Defragment((4, 4), (2, 3)), (2, 3, 2)),
+        (Defragment((4, 4), (2, 2)), (2, 2, 5)),
+        (Place((1,), (4,)), (4,)),
+    ],
+)
+def test_a_step_that_does_not_fit_is_refused(step: Step, shape: Shape) -> None:
+    with pytest.raises(ValueError, match=r"fit|room"):
+        view_shape((step,), shape)
