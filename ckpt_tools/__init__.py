@@ -36,7 +36,7 @@ _PUBLIC = {
     "build_group_map": "commands.group_map",
     "ConvertOptions": "commands.to_fsdp_dtensor",
     "convert_to_fsdp_dtensor": "commands.to_fsdp_dtensor",
-    "TargetOptions": "megatron.to_fsdp_dtensor",
+    "TargetOptions": "megatron.fsdp_dtensor.write",
     "plan_checkpoint": "commands.plan",
     "load_dtensors": "commands.load_dtensors",
     "Layout": "commands.placements",
@@ -50,7 +50,7 @@ _PUBLIC = {
     "VerifyOptions": "commands.verify",
     "verify_checkpoint": "commands.verify",
     "Tolerance": "verify.compare",
-    "DiffOptions": "verify.diff",
+    "DiffOptions": "verify.differences",
     "diff_checkpoints": "commands.diff",
     "preflight": "commands.preflight",
     "EditOptions": "commands.rewrite",
@@ -84,10 +84,10 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
     from ckpt_tools.commands.verify import VerifyOptions as VerifyOptions
     from ckpt_tools.commands.verify import verify_checkpoint as verify_checkpoint
     from ckpt_tools.errors import CkptError as CkptError
-    from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions as TargetOptions
+    from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions as TargetOptions
     from ckpt_tools.sharding.topology import Topology as Topology
     from ckpt_tools.verify.compare import Tolerance as Tolerance
-    from ckpt_tools.verify.diff import DiffOptions as DiffOptions
+    from ckpt_tools.verify.differences import DiffOptions as DiffOptions
 
 
 def __getattr__(name: str) -> Any:

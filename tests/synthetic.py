@@ -23,7 +23,7 @@ from ckpt_tools.formats.frames import framed_tensor
 from ckpt_tools.formats.pickling import dump_archive
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.casts import Array, cast, raw_dtype
-from ckpt_tools.model.plan import OutputBlob, OutputItem, Plan, TensorInfo
+from ckpt_tools.model.transfers import OutputBlob, OutputItem, Plan, TensorInfo
 from tests.strategies import Shape
 
 LAYOUTS = ("fully_reshardable", "fully_sharded_model_space", "dp_reshardable")  # of the optimizer states

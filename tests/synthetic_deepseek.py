@@ -17,7 +17,7 @@ from ckpt_tools.formats.dcp_metadata import metadata_bytes
 from ckpt_tools.formats.frames import ALIGNMENT, tensor_frame
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.dtypes import itemsize
-from ckpt_tools.model.plan import OutputItem, Plan, TensorInfo
+from ckpt_tools.model.transfers import OutputItem, Plan, TensorInfo
 from tests.benchmarks.bench_sharding import EXPERTS, HIDDEN, deepseek_v3
 from tests.strategies import Shape
 

@@ -211,7 +211,7 @@ def _iteration_number(iteration: str | None) -> int | None:
 def _to_fsdp_dtensor(running: dict[str, Any], group_map_file: Path | None, **target: Any) -> Run:
     from ckpt_tools.commands.group_map import load_group_map
     from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
-    from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions
+    from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 
     group_map = load_group_map(group_map_file) if group_map_file else None
     options = ConvertOptions(target=TargetOptions(group_map=group_map, **target), **running)
@@ -222,7 +222,7 @@ def _to_fsdp_dtensor(running: dict[str, Any], group_map_file: Path | None, **tar
 
 def _to_torch_dist(running: dict[str, Any], extra_state: str, **target: Any) -> Run:
     from ckpt_tools.commands.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
-    from ckpt_tools.megatron.to_torch_dist import TorchDistOptions
+    from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
 
     template = None if extra_state in ("derive", "none") else extra_state
     wanted = TorchDistOptions(extra_state=extra_state != "none", **target)
@@ -308,7 +308,7 @@ def build_param_group_map(
     """Write a param_to_param_group_map.json: from a training job's dump, or derived from a checkpoint alone."""
     from ckpt_tools.cli.render import escape, json_text, write_text
     from ckpt_tools.commands.group_map import build_group_map
-    from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions
+    from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 
     options = TargetOptions(
         dialect=target.value if target else None,

@@ -173,7 +173,7 @@ def import_(
     from ckpt_tools.cli.progress import progress_bar
     from ckpt_tools.commands.import_hf import ImportOptions, import_hf
     from ckpt_tools.execute.run import WriteOptions
-    from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions
+    from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 
     sizes = (gpus, dp_shard, dp_outer, tp, cp, ep, etp, pp, strategy, outer_strategy)
     chosen = ImportOptions(

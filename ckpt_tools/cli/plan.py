@@ -70,7 +70,7 @@ def plan(
     from ckpt_tools.commands.placements import Layout
     from ckpt_tools.commands.plan import plan_checkpoint
     from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions
-    from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions
+    from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 
     sizes = (gpus, dp_shard, dp_outer, tp, cp, ep, etp, pp, strategy, outer_strategy)
     wanted = TargetOptions(

@@ -15,7 +15,7 @@ from ckpt_tools.cli.inspect import EnableMsc, TrustPickle
 from ckpt_tools.cli.manual import page
 
 if TYPE_CHECKING:
-    from ckpt_tools.verify.diff import DiffReport, TensorDiff
+    from ckpt_tools.verify.differences import DiffReport, TensorDiff
     from ckpt_tools.verify.report import Report
 
 _SHOWN = 20
@@ -182,9 +182,9 @@ def diff(
     """Compare two checkpoints, also of different formats, bit by bit. Exit code 1 when they differ."""
     from ckpt_tools.cli.progress import progress_bar
     from ckpt_tools.commands.diff import DiffRequest, diff_checkpoints
-    from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions
+    from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
     from ckpt_tools.verify.compare import Tolerance
-    from ckpt_tools.verify.diff import DiffOptions
+    from ckpt_tools.verify.differences import DiffOptions
 
     policy = nan.value if nan else "equal" if rtol or atol or ulp else "bits"
     options = DiffOptions(Tolerance(rtol, atol, ulp, policy), tuple(keys or ()), tuple(ignore or ()), threads)
@@ -227,7 +227,7 @@ def _print_text(report: Report, command: str) -> None:
 
 
 def _print_diff(report: DiffReport) -> None:
-    from ckpt_tools.verify.diff import summarize
+    from ckpt_tools.verify.differences import summarize
 
     columns = ("tensors", "compared", "equal", "different", "only in A", "only in B", "different elements",
                "largest |a-b|", "relative", "ULP")  # fmt: skip
@@ -276,7 +276,7 @@ def _tensor_line(tensor: TensorDiff) -> str:
 def _diff_head(report: DiffReport) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from ckpt_tools.verify.diff import summarize
+    from ckpt_tools.verify.differences import summarize
 
     return {
         "schema_version": findings.SCHEMA_VERSION,

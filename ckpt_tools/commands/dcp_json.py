@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.commands.values import json_value
+from ckpt_tools.commands.read_values import json_value
 from ckpt_tools.errors import StorageError, UsageError
 from ckpt_tools.execute.access import access_of
 from ckpt_tools.execute.folders import Folder

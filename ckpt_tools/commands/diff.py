@@ -10,15 +10,15 @@ from ckpt_tools.commands.inspect import role_of
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.errors import UsageError, list_problems
 from ckpt_tools.megatron.common_state import COMMON_OBJECT
+from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions, build_fsdp_target
 from ckpt_tools.megatron.names import DIALECTS
-from ckpt_tools.megatron.optimizer_layouts.kinds import optimizer_layout
 from ckpt_tools.megatron.record import read_record, stored_tp
-from ckpt_tools.megatron.source import read_torch_dist
-from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions, build_fsdp_target
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
+from ckpt_tools.megatron.torch_dist.read import read_torch_dist
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.target import InlineTensor, Source, TargetTensor
-from ckpt_tools.verify.diff import DiffOptions, DiffReport, Side, diff_objects, diff_tensors
 from ckpt_tools.verify.diff_values import names_in
+from ckpt_tools.verify.differences import DiffOptions, DiffReport, Side, diff_objects, diff_tensors
 from ckpt_tools.verify.meter import Meter
 
 KEYS, PARAMETERS, HUGGINGFACE = "keys", "parameters", "huggingface"

@@ -15,7 +15,7 @@ from ckpt_tools.megatron.huggingface.targets import import_targets
 from ckpt_tools.model.catalog import Catalog, TensorEntry
 from ckpt_tools.model.expressions import Value
 from ckpt_tools.model.target import InlineTensor, Source, TargetTensor
-from ckpt_tools.verify.diff import Side
+from ckpt_tools.verify.differences import Side
 
 Shape = tuple[int, ...]
 _EXACT = {("bfloat16", "float32"), ("float16", "float32"), ("float32", "float64")}  # every value has its like

@@ -27,13 +27,13 @@ from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, write_chec
 from ckpt_tools.formats.files import Files
 from ckpt_tools.formats.safetensors import INDEX_FILE
 from ckpt_tools.megatron.huggingface.checks import Spec
-from ckpt_tools.megatron.huggingface.shards import DEFAULT_SHARD_SIZE, Shard, pack_shards, shard_index
+from ckpt_tools.megatron.huggingface.shard_files import DEFAULT_SHARD_SIZE, Shard, pack_shards, shard_index
 from ckpt_tools.megatron.huggingface.targets import Exported, export_targets
 from ckpt_tools.megatron.rebase import rebase
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.dtypes import CASTABLE, itemsize
-from ckpt_tools.model.plan import Plan, plan_summary
 from ckpt_tools.model.target import InlineTensor, TargetTensor
+from ckpt_tools.model.transfers import Plan, plan_summary
 from ckpt_tools.plan.weight_files import WeightFile, build_safetensors_plan
 
 

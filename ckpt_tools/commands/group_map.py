@@ -14,7 +14,7 @@ from ckpt_tools.commands.to_fsdp_dtensor import membership_map, open_source
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError
 from ckpt_tools.formats.detect import locate
 from ckpt_tools.formats.documents import read_named_file
-from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions, build_fsdp_target
+from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions, build_fsdp_target
 
 MAX_MAP_BYTES = 128 << 20  # a million parameters
 

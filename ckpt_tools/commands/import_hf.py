@@ -32,20 +32,20 @@ from ckpt_tools.formats.pickling import dump_archive
 from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.formats.unpickle import StandIn, TorchDtype, stand_in
 from ckpt_tools.megatron.common_state import COMMON_FILE, CommonState
+from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.megatron.huggingface.checks import Spec
 from ckpt_tools.megatron.huggingface.targets import Imported, import_targets
 from ckpt_tools.megatron.record import RECORD_FILE, record_bytes
 from ckpt_tools.megatron.settings import read_settings
-from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions
-from ckpt_tools.megatron.to_torch_dist import TorchDistOptions, build_torch_dist_target
-from ckpt_tools.megatron.torch_dist import EXPERTS
+from ckpt_tools.megatron.torch_dist.slices import EXPERTS
+from ckpt_tools.megatron.torch_dist.write import TorchDistOptions, build_torch_dist_target
 from ckpt_tools.megatron.vocab import vocabulary
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.expressions import Value
 from ckpt_tools.model.model import WEIGHT, Model, Parameter
-from ckpt_tools.model.plan import Plan, plan_summary
 from ckpt_tools.model.target import Source, Target
+from ckpt_tools.model.transfers import Plan, plan_summary
 from ckpt_tools.plan.build import build_plan
 
 MLA_NORM = re.compile(r"\.linear_(q|kv)_up_proj\.layer_norm_weight$")

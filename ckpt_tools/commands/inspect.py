@@ -11,10 +11,10 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckpt_tools.commands.opened import open_checkpoint
-from ckpt_tools.commands.values import json_value
+from ckpt_tools.commands.read_values import json_value
 from ckpt_tools.formats.detect import Location
 from ckpt_tools.megatron.common_state import CommonState
-from ckpt_tools.megatron.optimizer_layouts.kinds import optimizer_layout
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
 from ckpt_tools.model.catalog import Catalog
 
 SCHEMA_VERSION = 1

@@ -13,9 +13,9 @@ from typing import Any
 from ckpt_tools.formats.unpickle import StandIn, TorchDtype
 from ckpt_tools.verify.facts import Facts, before
 from ckpt_tools.verify.job import BRIDGE
+from ckpt_tools.verify.load_rules import wanted_rows
 from ckpt_tools.verify.megatron_args import Flag, flag_words, flags_of
 from ckpt_tools.verify.model_rules import decoder_layers, gated_delta_nets
-from ckpt_tools.verify.rules import wanted_rows
 
 _SAID: Mapping[str, tuple[type, ...]] = {
     "str": (str,), "int": (int,), "float": (int, float), "bool": (), "tuple": (int,), "pattern": (int,)

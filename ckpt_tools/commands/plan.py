@@ -17,8 +17,8 @@ from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.detect import Location
 from ckpt_tools.model.dtypes import itemsize
-from ckpt_tools.model.plan import OutputItem, Plan, item_rows, plan_summary
 from ckpt_tools.model.target import Target
+from ckpt_tools.model.transfers import OutputItem, Plan, item_rows, plan_summary
 from ckpt_tools.plan.build import file_rank
 from ckpt_tools.sharding.memory import Memory, rank_memory
 from ckpt_tools.sharding.placement import Placement

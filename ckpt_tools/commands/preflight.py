@@ -13,9 +13,9 @@ from ckpt_tools.commands.launch import Launch, launch
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.documents import DocumentError, read_named_file
-from ckpt_tools.megatron.fsdp_dtensor import RNG_KEY
+from ckpt_tools.megatron.fsdp_dtensor.tensors import RNG_KEY
 from ckpt_tools.megatron.hybrid import is_hybrid
-from ckpt_tools.megatron.torch_dist import is_optimizer_key, layer_counts
+from ckpt_tools.megatron.torch_dist.slices import is_optimizer_key, layer_counts
 from ckpt_tools.verify import meaning
 from ckpt_tools.verify.facts import Facts, Rule, Stored
 from ckpt_tools.verify.job import (
@@ -30,9 +30,9 @@ from ckpt_tools.verify.job import (
     parse_yaml,
     with_checkpoint_args,
 )
+from ckpt_tools.verify.load_rules import RULES
 from ckpt_tools.verify.place import check_entries
 from ckpt_tools.verify.report import ERROR, WARNING, Check, Finding, Report
-from ckpt_tools.verify.rules import RULES
 
 _ENVIRONMENT = "unset CUDA_DEVICE_MAX_CONNECTIONS"
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"

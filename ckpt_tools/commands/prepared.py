@@ -14,7 +14,7 @@ from ckpt_tools.formats.detect import Location, locate
 from ckpt_tools.formats.files import Files
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.target import Target
-from ckpt_tools.plan.without_gc import without_gc
+from ckpt_tools.model.without_gc import without_gc
 
 
 @dataclass(frozen=True, slots=True)

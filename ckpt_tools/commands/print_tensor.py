@@ -9,7 +9,7 @@ from typing import Any
 
 from ckpt_tools.commands.close_names import close_names
 from ckpt_tools.commands.opened import Opened, open_checkpoint
-from ckpt_tools.commands.values import json_value
+from ckpt_tools.commands.read_values import json_value
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError
 from ckpt_tools.execute.read_box import BoxReader
 from ckpt_tools.formats.container import load_object

@@ -19,21 +19,21 @@ from ckpt_tools.formats.detect import Location
 from ckpt_tools.formats.files import Files, open_files
 from ckpt_tools.megatron.bridge import BRIDGE_FILES, LATEST_TRAIN_STATE, TRAIN_STATE
 from ckpt_tools.megatron.common_state import read_common_state
-from ckpt_tools.megatron.fsdp_source import FsdpSource, read_fsdp_source
+from ckpt_tools.megatron.fsdp_dtensor.entries import FsdpSource, read_fsdp_source
+from ckpt_tools.megatron.fsdp_dtensor.regroup import Relayout, build_relayout
+from ckpt_tools.megatron.fsdp_dtensor.stored import packed_projections
+from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.megatron.names import ModelStyle
-from ckpt_tools.megatron.optimizer_layouts.expected import expected_states, refuse_missing_states
 from ckpt_tools.megatron.record import (
     RECORD_FILE,
     TargetRecord,
     record_bytes,
 )
-from ckpt_tools.megatron.regroup import Relayout, build_relayout
 from ckpt_tools.megatron.settings import read_settings
-from ckpt_tools.megatron.stored import packed_projections
-from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.expected import expected_states, refuse_missing_states
 from ckpt_tools.megatron.vocab import vocabulary
 from ckpt_tools.model.catalog import Catalog, Item
-from ckpt_tools.model.plan import plan_summary
+from ckpt_tools.model.transfers import plan_summary
 
 if TYPE_CHECKING:
     from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions

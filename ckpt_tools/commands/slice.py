@@ -20,10 +20,10 @@ from ckpt_tools.formats.files import read_whole
 from ckpt_tools.formats.pickling import dump_archive
 from ckpt_tools.formats.unpickle import StandIn
 from ckpt_tools.megatron.common_state import COMMON_FILE, COMMON_OBJECT, RUN_CONFIG
-from ckpt_tools.megatron.optimizer_layouts.states import MASTER, OptimizerStates, StateTensor
-from ckpt_tools.megatron.source import TorchDistSource, read_torch_dist
-from ckpt_tools.megatron.to_torch_dist import CONTENT_METADATA, OPTIMIZER_METADATA
-from ckpt_tools.megatron.torch_dist import is_optimizer_key, layer_counts, stacked_axes
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import MASTER, OptimizerStates, StateTensor
+from ckpt_tools.megatron.torch_dist.read import TorchDistSource, read_torch_dist
+from ckpt_tools.megatron.torch_dist.slices import is_optimizer_key, layer_counts, stacked_axes
+from ckpt_tools.megatron.torch_dist.write import CONTENT_METADATA, OPTIMIZER_METADATA
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.target import Source, Target, TargetObject, TargetTensor

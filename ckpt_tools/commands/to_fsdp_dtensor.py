@@ -33,15 +33,15 @@ from ckpt_tools.megatron.bridge import (
     fsdp_run_config,
     train_state_file,
 )
+from ckpt_tools.megatron.fsdp_dtensor.write import FsdpTarget, TargetOptions, build_fsdp_target, writer_tp
 from ckpt_tools.megatron.record import RECORD_FILE, TargetRecord, record_bytes
-from ckpt_tools.megatron.source import read_torch_dist
-from ckpt_tools.megatron.to_fsdp_dtensor import FsdpTarget, TargetOptions, build_fsdp_target, writer_tp
+from ckpt_tools.megatron.torch_dist.read import read_torch_dist
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.model import MASTER, WEIGHT, Model, without_optimizer
-from ckpt_tools.model.plan import Plan, plan_summary
 from ckpt_tools.model.target import TargetTensor
-from ckpt_tools.plan.without_gc import without_gc
+from ckpt_tools.model.transfers import Plan, plan_summary
+from ckpt_tools.model.without_gc import without_gc
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all) as a conversion goes on."""
@@ -247,8 +247,8 @@ def prove_padding(planned: Planned) -> None:
         MappingError: some are not.
     """
     from ckpt_tools.execute.read_box import read_box
-    from ckpt_tools.megatron.fsdp_dtensor import live_value
-    from ckpt_tools.megatron.live import Rows
+    from ckpt_tools.megatron.fsdp_dtensor.live import Rows
+    from ckpt_tools.megatron.fsdp_dtensor.tensors import live_value
 
     vocab = planned.built.vocab
     for parameter in vocab.parameters:

@@ -21,16 +21,16 @@ from ckpt_tools.formats.files import Files
 from ckpt_tools.formats.pickling import dump_archive
 from ckpt_tools.megatron.bridge import BRIDGE_FILES
 from ckpt_tools.megatron.common_state import COMMON_FILE
-from ckpt_tools.megatron.fsdp_model import fsdp_model
-from ckpt_tools.megatron.fsdp_source import read_fsdp_source
+from ckpt_tools.megatron.fsdp_dtensor.entries import read_fsdp_source
+from ckpt_tools.megatron.fsdp_dtensor.read import fsdp_model
 from ckpt_tools.megatron.record import RECORD_FILE, record_bytes
-from ckpt_tools.megatron.to_torch_dist import TorchDistOptions, TorchDistTarget, build_torch_dist_target
-from ckpt_tools.megatron.torch_dist import stacked_axes
+from ckpt_tools.megatron.torch_dist.slices import stacked_axes
+from ckpt_tools.megatron.torch_dist.write import TorchDistOptions, TorchDistTarget, build_torch_dist_target
 from ckpt_tools.model.box import Box
-from ckpt_tools.model.plan import Plan, plan_summary
 from ckpt_tools.model.target import TargetTensor
+from ckpt_tools.model.transfers import Plan, plan_summary
+from ckpt_tools.model.without_gc import without_gc
 from ckpt_tools.plan.build import Placement, build_plan
-from ckpt_tools.plan.without_gc import without_gc
 from ckpt_tools.sharding.fsdp2 import chunk_rows
 
 # Readers of core 0.18 and older look at all four fields, later ones ignore the last two.

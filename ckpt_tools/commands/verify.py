@@ -20,9 +20,9 @@ from ckpt_tools.formats.detect import TRACKER, Location, locate
 from ckpt_tools.formats.files import Files, open_files
 from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.megatron.common_state import CommonState, read_common_state
-from ckpt_tools.megatron.optimizer_layouts.kinds import optimizer_layout
-from ckpt_tools.megatron.optimizer_layouts.reader import coalesced_buffers
-from ckpt_tools.megatron.source import read_torch_dist, stored_groups
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import coalesced_buffers
+from ckpt_tools.megatron.torch_dist.read import read_torch_dist, stored_groups
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.verify import meaning
 from ckpt_tools.verify.integrity import INTEGRITY, check_integrity

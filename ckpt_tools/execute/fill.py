@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ckpt_tools.errors import CorruptCheckpointError
-from ckpt_tools.execute.source import SourceReader, chunk_of, index_of, read_region
+from ckpt_tools.execute.source_reader import SourceReader, chunk_of, index_of, read_region
 from ckpt_tools.model.box import Box, full_box, row_major_strides
 from ckpt_tools.model.casts import Array, cast_checked, numpy_dtype, raw_dtype
 from ckpt_tools.model.kernels import Form
-from ckpt_tools.model.plan import Computation, Operand, Transfer
+from ckpt_tools.model.transfers import Computation, Operand, Transfer
 from ckpt_tools.model.views import Piece, pull_box, push_piece
 
 

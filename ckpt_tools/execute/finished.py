@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ckpt_tools.execute.source import SourceReader
+from ckpt_tools.execute.source_reader import SourceReader
 from ckpt_tools.execute.stream import Pump
 from ckpt_tools.execute.work import tile_bytes
 from ckpt_tools.formats.dcp_metadata import metadata_bytes
 from ckpt_tools.formats.files import Files, open_files
-from ckpt_tools.model.plan import OutputItem, Plan
+from ckpt_tools.model.transfers import OutputItem, Plan
 
 if TYPE_CHECKING:
     from ckpt_tools.execute.run import Output, WriteOptions

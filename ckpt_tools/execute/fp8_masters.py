@@ -19,12 +19,12 @@ from ckpt_tools.execute.fp8_weights import (
     judge,
     merged,
 )
-from ckpt_tools.execute.source import index_of
+from ckpt_tools.execute.source_reader import index_of
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.casts import Array, cast, raw_dtype
 from ckpt_tools.model.catalog import Item
-from ckpt_tools.model.plan import Computation, Transfer
 from ckpt_tools.model.target import TargetTensor
+from ckpt_tools.model.transfers import Computation, Transfer
 
 HALF_TYPES = ("bfloat16", "float16")  # of models that can be held in FP8
 

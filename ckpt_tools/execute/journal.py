@@ -19,7 +19,7 @@ from ckpt_tools.execute.fileio import storage_errors
 from ckpt_tools.execute.folders import Folder
 from ckpt_tools.formats.files import Files, LocalFiles
 from ckpt_tools.formats.remote import RemoteFiles
-from ckpt_tools.model.plan import Plan
+from ckpt_tools.model.transfers import Plan
 
 _HEADER = "plan.json"
 _LINES = re.compile(rb"^\[(\d{1,18}),(\d{1,10})\]$", re.MULTILINE)

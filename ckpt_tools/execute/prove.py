@@ -13,7 +13,7 @@ import numpy as np
 from ckpt_tools.errors import CorruptCheckpointError, list_problems
 from ckpt_tools.execute.proof import Piece, Pieces, SourceProof, Stored, damage
 from ckpt_tools.execute.ranks import DistributedRanks, Ranks
-from ckpt_tools.execute.source import ChunkRef, SourceReader
+from ckpt_tools.execute.source_reader import ChunkRef, SourceReader
 from ckpt_tools.formats import crc
 from ckpt_tools.formats.container import record_stretches
 from ckpt_tools.formats.files import Files

@@ -11,15 +11,15 @@ from ckpt_tools.execute.fill import Filled, Filler
 from ckpt_tools.execute.proof import SourceProof
 from ckpt_tools.execute.prove import prove_rest
 from ckpt_tools.execute.ranks import Ranks
-from ckpt_tools.execute.source import SourceReader
+from ckpt_tools.execute.source_reader import SourceReader
 from ckpt_tools.formats.files import Files
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.casts import Array, numpy_dtype, raw_dtype
 from ckpt_tools.model.catalog import Catalog
-from ckpt_tools.model.plan import Computation, Transfer
 from ckpt_tools.model.target import TargetTensor
+from ckpt_tools.model.transfers import Computation, Transfer
 from ckpt_tools.plan.overlap import ChunkFinder, TargetReader
-from ckpt_tools.plan.transfers import transfers_into
+from ckpt_tools.plan.strategy import transfers_into
 
 _SCRATCH_BYTES = 4 << 20
 

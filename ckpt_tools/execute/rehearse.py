@@ -17,7 +17,7 @@ from ckpt_tools.execute.ranks import DistributedRanks, Ranks
 from ckpt_tools.execute.run import Output, WriteOptions
 from ckpt_tools.execute.work import tile_bytes
 from ckpt_tools.formats.files import Files
-from ckpt_tools.model.plan import Plan, stored_parts
+from ckpt_tools.model.transfers import Plan, stored_parts
 
 
 def rehearse(

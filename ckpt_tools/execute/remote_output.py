@@ -36,13 +36,13 @@ from ckpt_tools.execute.prove import ProofReport
 from ckpt_tools.execute.publish import Found
 from ckpt_tools.execute.ranks import DistributedRanks, Ranks
 from ckpt_tools.execute.run import prove_source
-from ckpt_tools.execute.source import SourceReader
+from ckpt_tools.execute.source_reader import SourceReader
 from ckpt_tools.execute.stream import Pump
 from ckpt_tools.execute.work import Progress, tile_bytes
 from ckpt_tools.formats.dcp_metadata import metadata_bytes
 from ckpt_tools.formats.files import Files
 from ckpt_tools.formats.store import CONNECTIONS, Retry, Store
-from ckpt_tools.model.plan import OutputBlob, OutputItem, Plan
+from ckpt_tools.model.transfers import OutputBlob, OutputItem, Plan
 
 if TYPE_CHECKING:
     from ckpt_tools.execute.run import Output, WriteOptions

@@ -16,17 +16,17 @@ from ckpt_tools.execute.fileio import check_direct, storage_errors, write_all
 from ckpt_tools.execute.finished import is_written
 from ckpt_tools.execute.folders import opened
 from ckpt_tools.execute.journal import check_unchanged, fingerprint
+from ckpt_tools.execute.opened_shards import prove_shards
 from ckpt_tools.execute.proof import SourceProof
 from ckpt_tools.execute.prove import ProofReport, prove_rest
 from ckpt_tools.execute.publish import Found, Staging
 from ckpt_tools.execute.ranks import DistributedRanks, Ranks
-from ckpt_tools.execute.shards import prove_shards
 from ckpt_tools.execute.signals import StopSignals
-from ckpt_tools.execute.source import SourceReader, forget
+from ckpt_tools.execute.source_reader import SourceReader, forget
 from ckpt_tools.execute.work import Progress, Work, tile_bytes
 from ckpt_tools.formats.dcp_metadata import metadata_bytes
 from ckpt_tools.formats.files import Files, LocalFiles
-from ckpt_tools.model.plan import Plan
+from ckpt_tools.model.transfers import Plan
 from ckpt_tools.plan.assign import worker_share
 
 if TYPE_CHECKING:

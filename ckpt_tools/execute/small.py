@@ -10,12 +10,12 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
 from ckpt_tools.execute.proof import Stored, check
-from ckpt_tools.execute.source import SourceReader
+from ckpt_tools.execute.source_reader import SourceReader
 from ckpt_tools.formats import crc
 from ckpt_tools.formats.files import Files
 from ckpt_tools.formats.frames import tensor_frame
 from ckpt_tools.model.catalog import Item
-from ckpt_tools.model.plan import OutputItem, stored_parts
+from ckpt_tools.model.transfers import OutputItem, stored_parts
 from ckpt_tools.plan.coalesce import Span, coalesce
 
 

@@ -27,14 +27,14 @@ from ckpt_tools.execute.fileio import (
 from ckpt_tools.execute.fill import Filled, Filler
 from ckpt_tools.execute.proof import RecordProof
 from ckpt_tools.execute.small import SmallCopies
-from ckpt_tools.execute.source import Payload, SourceReader, chunk_of
+from ckpt_tools.execute.source_reader import Payload, SourceReader, chunk_of
 from ckpt_tools.formats import crc
 from ckpt_tools.formats.files import LocalFiles
 from ckpt_tools.formats.frames import Frame, bare_frame, tensor_frame
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.casts import Array, raw_dtype
 from ckpt_tools.model.dtypes import itemsize
-from ckpt_tools.model.plan import VERBATIM, Computation, OutputItem, Transfer
+from ckpt_tools.model.transfers import VERBATIM, Computation, OutputItem, Transfer
 from ckpt_tools.plan.byte_runs import is_run, row_major_tiles
 from ckpt_tools.plan.tiling import BoxIndex
 

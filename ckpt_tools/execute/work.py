@@ -14,9 +14,9 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.fileio import OutputFile, drop_cache, storage_errors
 from ckpt_tools.execute.folders import Folder, opened
 from ckpt_tools.execute.journal import Journal
-from ckpt_tools.execute.source import SourceReader
+from ckpt_tools.execute.source_reader import SourceReader
 from ckpt_tools.execute.stream import Counters, Pump
-from ckpt_tools.model.plan import OutputItem, Plan
+from ckpt_tools.model.transfers import OutputItem, Plan
 from ckpt_tools.plan.coalesce import batches
 
 Progress: TypeAlias = Callable[[int, int], None]

@@ -14,8 +14,8 @@ from typing import Any
 
 from ckpt_tools.formats.pickle_ops import int_ops, int_tuple_ops, text_ops
 from ckpt_tools.model.box import Box
-from ckpt_tools.model.plan import Plan, TensorInfo
-from ckpt_tools.plan.without_gc import without_gc
+from ckpt_tools.model.transfers import Plan, TensorInfo
+from ckpt_tools.model.without_gc import without_gc
 
 _MODULE = "torch.distributed.checkpoint.metadata"
 _CLASSES = (

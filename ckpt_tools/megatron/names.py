@@ -21,7 +21,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ckpt_tools.megatron.torch_dist import EXPERTS
+from ckpt_tools.megatron.torch_dist.slices import EXPERTS
 from ckpt_tools.model.model import Parameter
 
 _MAMBA_CONV = ".mixer.conv1d."

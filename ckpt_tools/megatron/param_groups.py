@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tools.errors import MappingError, list_problems
-from ckpt_tools.megatron.live import LiveParameter
+from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter
 
 Group = Mapping[str, Any]
 _WRAPPERS = re.compile(r"\A(?:module\.|model\.)+")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ckpt_tools.errors import MappingError, UsageError
-from ckpt_tools.megatron.live import LiveParameter
+from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter
 
 _MAX_TP = 1024
 VOCAB_NAMES = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ckpt_tools.model.plan import OutputItem
+from ckpt_tools.model.transfers import OutputItem
 
 # Fixed cost of an item in bytes: finding payloads, framing, journalling (measured: 0.1 ms, at 1 GB/s).
 ITEM_COST_BYTES = 100_000

@@ -16,7 +16,8 @@ from ckpt_tools.formats.frames import ALIGNMENT, EXTENT_BYTES, framed_tensor, te
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.dtypes import itemsize
-from ckpt_tools.model.plan import (
+from ckpt_tools.model.target import InlineTensor, Target, TargetObject, TargetTensor
+from ckpt_tools.model.transfers import (
     VERBATIM,
     Computation,
     OutputBlob,
@@ -26,11 +27,10 @@ from ckpt_tools.model.plan import (
     Transfer,
     item_row,
 )
-from ckpt_tools.model.target import InlineTensor, Target, TargetObject, TargetTensor
+from ckpt_tools.model.without_gc import without_gc
 from ckpt_tools.plan.overlap import ChunkFinder, Located, TargetReader
+from ckpt_tools.plan.strategy import strategy, transfer
 from ckpt_tools.plan.tiling import tiling_problem
-from ckpt_tools.plan.transfers import strategy, transfer
-from ckpt_tools.plan.without_gc import without_gc
 
 FILE_BYTES = 1 << 30  # a file that is this long gets no further item
 SHARED_BYTES = 1 << 20  # so long a copy of a whole payload may begin behind a gap, for extents to be shared

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ckpt_tools.model.catalog import Item
-from ckpt_tools.model.plan import VERBATIM, Computation, OutputItem
+from ckpt_tools.model.transfers import VERBATIM, Computation, OutputItem
 
 SMALL_BYTES = 64 << 10  # items up to this length, container included, are worth joining
 MAX_GAP_BYTES = 64 << 10  # reading this much in vain costs less than one more read

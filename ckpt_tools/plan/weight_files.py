@@ -16,11 +16,11 @@ from ckpt_tools.formats.safetensors import DTYPES
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.dtypes import itemsize
-from ckpt_tools.model.plan import OutputBlob, OutputItem, Plan, TensorInfo
 from ckpt_tools.model.target import InlineTensor, TargetTensor
+from ckpt_tools.model.transfers import OutputBlob, OutputItem, Plan, TensorInfo
 from ckpt_tools.plan.build import plan_digest, raise_all
 from ckpt_tools.plan.overlap import ChunkFinder, TargetReader
-from ckpt_tools.plan.transfers import transfers_into
+from ckpt_tools.plan.strategy import transfers_into
 
 ITEM_BYTES = 64 << 20  # a larger tensor is written as several items, by several workers
 CODES = {name: code for code, name in DTYPES.items()}

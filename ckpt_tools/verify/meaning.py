@@ -9,11 +9,15 @@ from typing import Any, NamedTuple
 from ckpt_tools.errors import CkptError, MappingError
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.names import MLA_DOWN, MLA_FUSED_DOWN, MTP_DISK, MTP_LIVE, PART
-from ckpt_tools.megatron.optimizer_layouts.expected import Expected, expected_states
-from ckpt_tools.megatron.optimizer_layouts.natural import STATE_KEY, canonical_kind, model_space_states
-from ckpt_tools.megatron.optimizer_layouts.states import MASTER
 from ckpt_tools.megatron.param_groups import strip_wrappers
-from ckpt_tools.megatron.torch_dist import (
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.expected import Expected, expected_states
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.natural import (
+    STATE_KEY,
+    canonical_kind,
+    model_space_states,
+)
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import MASTER
+from ckpt_tools.megatron.torch_dist.slices import (
     EXPERTS,
     has_expert_axis,
     is_optimizer_key,

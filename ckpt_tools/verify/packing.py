@@ -5,9 +5,9 @@ from __future__ import annotations
 from ckpt_tools.errors import CkptError
 from ckpt_tools.formats.files import Files
 from ckpt_tools.megatron.common_state import CommonState
-from ckpt_tools.megatron.fsdp_source import rng_ranks
+from ckpt_tools.megatron.fsdp_dtensor.entries import rng_ranks
+from ckpt_tools.megatron.fsdp_dtensor.stored import packed_projections
 from ckpt_tools.megatron.record import RECORD_FILE, read_record, stored_tp
-from ckpt_tools.megatron.stored import packed_projections
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.verify.meaning import fsdp_weights
 from ckpt_tools.verify.report import Check, Findings

@@ -16,7 +16,7 @@ from ckpt_tools.formats.container import outline_object, read_frame
 from ckpt_tools.formats.dcp import METADATA
 from ckpt_tools.formats.files import Files
 from ckpt_tools.formats.save_plans import plan_problem
-from ckpt_tools.megatron.object_grids import object_grids
+from ckpt_tools.megatron.torch_dist.object_grids import object_grids
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Catalog, Item
 from ckpt_tools.model.dtypes import itemsize

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from ckpt_tools.cli import render
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.values import json_value
+from ckpt_tools.commands.read_values import json_value
 from tests.conftest import DATA, SHARED, fixture_dir
 
 LLAMA = "core019_llama_tp2_fully_reshardable"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
-from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions
+from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from tests.commands import oracle
 from tests.conftest import fixture_dir
 

@@ -23,7 +23,7 @@ from ckpt_tools.commands.to_torch_dist import convert_to_torch_dist
 from ckpt_tools.errors import UsageError
 from ckpt_tools.execute import run, stream
 from ckpt_tools.execute.run import WriteOptions
-from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions
+from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.megatron.vocab import is_vocab
 from ckpt_tools.plan import coalesce
 from ckpt_tools.sharding.topology import Topology

@@ -15,8 +15,8 @@ from ckpt_tools.commands.load_dtensors import load_dtensors
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
 from ckpt_tools.commands.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
 from ckpt_tools.errors import VerificationError
-from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions
-from ckpt_tools.megatron.to_torch_dist import TorchDistOptions
+from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
+from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
 from tests.cases import cases as cases  # noqa: PLC0414  a fixture
 from tests.commands import oracle
 from tests.commands.rewritten import Parts, read, write

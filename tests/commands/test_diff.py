@@ -10,10 +10,10 @@ from ckpt_tools.commands.diff import DiffRequest, diff_checkpoints
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
 from ckpt_tools.commands.to_torch_dist import convert_to_torch_dist
 from ckpt_tools.errors import UnsupportedCheckpointError
-from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions
+from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.verify.compare import Tolerance
-from ckpt_tools.verify.diff import DiffOptions, summarize
 from ckpt_tools.verify.diff_values import diff_values
+from ckpt_tools.verify.differences import DiffOptions, summarize
 from tests.conftest import fixture_dir
 from tests.damage import copy_of, drop_key, keys_with, metadata_of, payload_of, replace_chunk
 
@@ -197,7 +197,7 @@ def test_a_large_tensor_is_compared_in_bounded_memory(tmp_path):
     from ckpt_tools.model.box import full_box
     from ckpt_tools.model.catalog import Catalog, Chunk, Item, TensorEntry
     from ckpt_tools.model.target import Source, TargetTensor
-    from ckpt_tools.verify.diff import Side, diff_tensors
+    from ckpt_tools.verify.differences import Side, diff_tensors
 
     shape = (64, 1 << 20)  # 256 MiB, sparse on disk
     sides = []

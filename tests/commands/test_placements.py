@@ -9,7 +9,7 @@ import pytest
 from ckpt_tools.commands.placements import Layout, Model, exact_placement, lay_out, mla_tp_dims, place_model
 from ckpt_tools.commands.prepared import prepare
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions
-from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions
+from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.target import TargetTensor
 from ckpt_tools.plan.build import file_rank

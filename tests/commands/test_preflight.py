@@ -10,9 +10,9 @@ from ckpt_tools.commands.opened import open_checkpoint
 from ckpt_tools.commands.preflight import local_norms, preflight
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
 from ckpt_tools.errors import UsageError
-from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions
+from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.verify.job import PROGRAMS, VERSIONS
-from ckpt_tools.verify.rules import RULES
+from ckpt_tools.verify.load_rules import RULES
 from tests.conftest import fixture_dir
 from tests.damage import copy_of, drop_key, metadata_of
 

@@ -10,7 +10,7 @@ import pytest
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.placements import Layout
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
-from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions
+from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.sharding.topology import Topology
 from tests.commands import oracle
 from tests.commands.test_to_fsdp_dtensor import cases, options_of, source_of

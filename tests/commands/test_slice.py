@@ -10,8 +10,8 @@ from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
 from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.read_box import BoxReader
-from ckpt_tools.megatron.optimizer_layouts.kinds import optimizer_layout
-from ckpt_tools.megatron.source import read_torch_dist
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
+from ckpt_tools.megatron.torch_dist.read import read_torch_dist
 from ckpt_tools.model.box import full_box
 from ckpt_tools.model.target import Source, TargetTensor
 from tests.conftest import fixture_dir

@@ -19,8 +19,8 @@ from ckpt_tools.errors import (
     UnsupportedCheckpointError,
     VerificationError,
 )
-from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions
-from ckpt_tools.megatron.to_torch_dist import TorchDistOptions
+from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
+from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
 from tests.commands import oracle
 from tests.commands.rewritten import Parts, read, write
 from tests.conftest import DATA

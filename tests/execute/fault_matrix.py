@@ -30,7 +30,7 @@ from ckpt_tools.errors import CkptError, StorageError
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from ckpt_tools.formats.container import read_frame
 from ckpt_tools.formats.files import open_files
-from ckpt_tools.megatron.to_fsdp_dtensor import TargetOptions
+from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from tests.damage import ITERATION, copy_of
 from tests.execute.conftest import make_case, reopened_case
 from tests.execute.faults import Fault, Faults, TorchrunConverters, kill_anywhere, raising

@@ -22,8 +22,8 @@ from ckpt_tools.model.casts import Array
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.expressions import Made, Value, made_entry
 from ckpt_tools.model.kernels import Dequantize, Form, JoinRemainder, WeightedMean
-from ckpt_tools.model.plan import COMPUTED, plan_summary
 from ckpt_tools.model.target import Source, Target, TargetTensor
+from ckpt_tools.model.transfers import COMPUTED, plan_summary
 from ckpt_tools.model.views import Narrow, Permute, Place, View, view_shape
 from ckpt_tools.plan.build import build_plan
 from tests.commands import oracle

@@ -27,8 +27,8 @@ from ckpt_tools.formats.dcp import read_catalog
 from ckpt_tools.formats.files import LocalFiles, open_files
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Item
-from ckpt_tools.model.plan import Plan
 from ckpt_tools.model.target import Source, Target, TargetTensor
+from ckpt_tools.model.transfers import Plan
 from ckpt_tools.model.views import Narrow, Permute
 from ckpt_tools.plan.build import build_plan
 from tests.conftest import REPO
@@ -305,7 +305,7 @@ def stock_source(folder: Path, tensor: torch.Tensor, shape: tuple[int, ...], dty
     import io
 
     from ckpt_tools.formats.dcp_metadata import metadata_bytes
-    from ckpt_tools.model.plan import OutputItem, TensorInfo
+    from ckpt_tools.model.transfers import OutputItem, TensorInfo
 
     buffer = io.BytesIO()
     torch.save(tensor, buffer)
@@ -384,7 +384,7 @@ def test_lazy_bits_are_refused_by_name(tmp_path: Path, tensor: torch.Tensor, bit
 def test_elements_that_share_storage_do_not_fill_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckpt_tools.execute.source._MAX_REPEATED_BYTES", 1000)
+    monkeypatch.setattr("ckpt_tools.execute.source_reader._MAX_REPEATED_BYTES", 1000)
     files = stock_source(tmp_path / "in", torch.arange(5.0).expand(60, 5), (60, 5), "float32")
     with pytest.raises(
         UnsupportedCheckpointError, match=r"^w: a tensor of 1200 bytes was saved over 20 bytes"

@@ -31,8 +31,8 @@ from ckpt_tools.formats.pickle_machine import Machine
 from ckpt_tools.formats.pickle_values import Object, Record
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.casts import Array, numpy_dtype
-from ckpt_tools.model.plan import Plan
 from ckpt_tools.model.target import Source, Target, TargetTensor
+from ckpt_tools.model.transfers import Plan
 from ckpt_tools.model.views import Place, Select, view_shape
 from ckpt_tools.plan.build import FILE_BYTES, build_plan
 from tests.conftest import REPO
@@ -369,7 +369,7 @@ def test_joined_small_items_equal_the_general_way(tmp_path: Path, monkeypatch: p
         patch.setattr(
             "ckpt_tools.execute.small.SmallCopies.archives", lambda self: iter([None] * len(self._items))
         )
-        patch.setattr("ckpt_tools.execute.source._usual_payload", lambda files, chunk: None)
+        patch.setattr("ckpt_tools.execute.source_reader._usual_payload", lambda files, chunk: None)
         write_checkpoint(plan, files, Output(tmp_path / "one by one"))
     assert tree(tmp_path / "joined") == tree(tmp_path / "one by one")
 

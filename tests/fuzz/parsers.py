@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 from ckpt_tools.commands.group_map import load_group_map
 from ckpt_tools.errors import CkptError, CorruptCheckpointError
-from ckpt_tools.execute.source import ChunkRef, SourceReader
+from ckpt_tools.execute.source_reader import ChunkRef, SourceReader
 from ckpt_tools.formats import dcp
 from ckpt_tools.formats.container import load_object, outline_object, read_frame
 from ckpt_tools.formats.files import LocalFiles

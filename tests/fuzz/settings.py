@@ -15,12 +15,12 @@ from ckpt_tools.execute.journal import Journal
 from ckpt_tools.formats.documents import parse_json
 from ckpt_tools.megatron.huggingface.checks import Spec
 from ckpt_tools.megatron.huggingface.config import read_config
-from ckpt_tools.megatron.huggingface.detect import family_of_config
 from ckpt_tools.megatron.huggingface.families import FAMILIES
+from ckpt_tools.megatron.huggingface.identify import family_of_config
 from ckpt_tools.megatron.huggingface.rulefile import load_rule_file
 from ckpt_tools.megatron.huggingface.rules import expand
 from ckpt_tools.megatron.huggingface.targets import export_targets, import_targets
-from ckpt_tools.model.plan import Plan
+from ckpt_tools.model.transfers import Plan
 from ckpt_tools.verify.job import parse_command, parse_yaml
 
 Settings = Mapping[str, Any]

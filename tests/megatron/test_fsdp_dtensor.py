@@ -3,7 +3,7 @@
 import pytest
 
 from ckpt_tools.errors import MappingError
-from ckpt_tools.megatron.fsdp_dtensor import backfill_groups, rng_items
+from ckpt_tools.megatron.fsdp_dtensor.tensors import backfill_groups, rng_items
 
 SCHEDULER = {"max_lr": 0.3, "min_lr": 0.007}
 ADAMW = {"amsgrad": False, "foreach": None}

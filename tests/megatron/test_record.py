@@ -9,6 +9,7 @@ import pytest
 
 from ckpt_tools.errors import CorruptCheckpointError, MappingError
 from ckpt_tools.formats.files import LocalFiles
+from ckpt_tools.megatron.fsdp_dtensor.stored import packed_projections
 from ckpt_tools.megatron.record import (
     RECORD_FILE,
     Size,
@@ -17,7 +18,6 @@ from ckpt_tools.megatron.record import (
     record_bytes,
     stored_tp,
 )
-from ckpt_tools.megatron.stored import packed_projections
 
 RECORD = TargetRecord("core-0.16", tp=Size(2, "--tp"), ep=Size(4, "args"), tokens=201)
 

@@ -7,7 +7,7 @@ from ckpt_tools.formats.unpickle import stand_in
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.names import DIALECTS
 from ckpt_tools.megatron.record import Size
-from ckpt_tools.megatron.rng_grid import Grid, rng_grid, rng_objects
+from ckpt_tools.megatron.torch_dist.rng_grid import Grid, rng_grid, rng_objects
 
 MAIN, CORE_016, BRIDGE = (DIALECTS[name] for name in ("main", "core-0.16", "bridge"))
 BOTH = {(0, 0): [{"a": 0}], (0, 1): [{"a": 1}]}

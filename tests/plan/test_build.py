@@ -18,8 +18,8 @@ from ckpt_tools.errors import CorruptCheckpointError, MappingError
 from ckpt_tools.formats.frames import ALIGNMENT, tensor_frame
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.catalog import Catalog, Chunk, Item, TensorEntry
-from ckpt_tools.model.plan import Plan, item_rows, plan_summary
 from ckpt_tools.model.target import InlineTensor, Source, Target, TargetObject, TargetTensor
+from ckpt_tools.model.transfers import Plan, item_rows, plan_summary
 from ckpt_tools.model.views import Narrow, Place, Select
 from ckpt_tools.plan.assign import worker_share
 from ckpt_tools.plan.build import Placement, build_plan, file_rank

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from ckpt_tools.model.box import full_box
 from ckpt_tools.model.catalog import Item
-from ckpt_tools.model.plan import RUNS, VERBATIM, OutputItem, Transfer
+from ckpt_tools.model.transfers import RUNS, VERBATIM, OutputItem, Transfer
 from ckpt_tools.model.views import chunk_piece
 from ckpt_tools.plan.coalesce import MAX_GAP_BYTES, SMALL_BYTES, Span, batches, coalesce
 

@@ -10,7 +10,7 @@ import pytest
 
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
-from ckpt_tools.megatron.object_grids import object_grids
+from ckpt_tools.megatron.torch_dist.object_grids import object_grids
 from tests.conftest import SHARED, fixture_dir
 from tests.damage import ITERATION, copy_of, drop_key, flip_bit, metadata_of
 

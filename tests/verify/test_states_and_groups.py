@@ -11,7 +11,7 @@ from ckpt_tools.cli.app import run
 from ckpt_tools.commands.verify import verify_checkpoint
 from ckpt_tools.formats.unpickle import stand_in
 from ckpt_tools.megatron.common_state import CommonState
-from ckpt_tools.megatron.optimizer_layouts.expected import expected_states
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.expected import expected_states
 from tests.conftest import fixture_dir
 from tests.damage import copy_of, drop_key, keys_with, metadata_of
 

@@ -34,8 +34,8 @@ from ckpt_tools.megatron.huggingface.config import (
     refuse_quantized,
     write_config,
 )
-from ckpt_tools.megatron.huggingface.detect import detect_family, family_of_config
 from ckpt_tools.megatron.huggingface.families import FAMILIES
+from ckpt_tools.megatron.huggingface.identify import detect_family, family_of_config
 from ckpt_tools.megatron.huggingface.ledger import account_for_settings, demanded_args
 from ckpt_tools.megatron.huggingface.model_args import (
     ModelArgs,

@@ -16,8 +16,8 @@ from ckpt_tools.megatron.huggingface.config import (
     write_config,
 )
 from ckpt_tools.megatron.huggingface.config_fields import REQUIRED
-from ckpt_tools.megatron.huggingface.detect import detect_family
 from ckpt_tools.megatron.huggingface.families import FAMILIES
+from ckpt_tools.megatron.huggingface.identify import detect_family
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs, read_model_args
 from ckpt_tools.megatron.huggingface.rules import CONDITIONS, DIMENSIONS
 from ckpt_tools.megatron.huggingface.targets import export_targets

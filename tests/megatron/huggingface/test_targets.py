@@ -12,7 +12,7 @@ import pytest
 from ckpt_tools.errors import CkptError, MappingError, UnsupportedCheckpointError
 from ckpt_tools.megatron.huggingface.checks import Spec
 from ckpt_tools.megatron.huggingface.config import read_config
-from ckpt_tools.megatron.huggingface.detect import family_of_config
+from ckpt_tools.megatron.huggingface.identify import family_of_config
 from ckpt_tools.megatron.huggingface.rules import expand
 from ckpt_tools.megatron.huggingface.targets import Imported, export_targets, import_targets
 from tests.megatron.huggingface.materialise import Arrays, materialise, specs

@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from ckpt_tools.formats.container import read_frame
 from ckpt_tools.formats.files import Files
-from ckpt_tools.megatron.optimizer_layouts.states import OptimizerStates
-from ckpt_tools.megatron.torch_dist import Slice
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import OptimizerStates
+from ckpt_tools.megatron.torch_dist.slices import Slice
 from ckpt_tools.model.catalog import Catalog, TensorEntry
 from ckpt_tools.model.dtypes import itemsize
 from ckpt_tools.model.target import Source

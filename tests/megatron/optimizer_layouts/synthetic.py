@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_tools.megatron.optimizer_layouts.buckets import Bucket, Buffer, flatten
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.buckets import Bucket, Buffer, flatten
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.catalog import Catalog, Chunk, Item, TensorEntry
 

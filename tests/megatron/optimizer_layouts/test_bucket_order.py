@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tools.megatron.optimizer_layouts.bucket_order import (
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_order import (
     Convention,
     LookAlikes,
     conventions,
@@ -13,7 +13,7 @@ from ckpt_tools.megatron.optimizer_layouts.bucket_order import (
     registration_rank,
     settle,
 )
-from ckpt_tools.megatron.optimizer_layouts.buckets import Piece
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.buckets import Piece
 from ckpt_tools.model.box import full_box
 from ckpt_tools.model.catalog import Chunk, Item
 

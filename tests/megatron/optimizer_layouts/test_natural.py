@@ -6,8 +6,8 @@ import pytest
 
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError
 from ckpt_tools.megatron.common_state import CommonState
-from ckpt_tools.megatron.optimizer_layouts.natural import model_space_states
-from ckpt_tools.megatron.optimizer_layouts.reader import read_optimizer_states
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.natural import model_space_states
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import read_optimizer_states
 from ckpt_tools.model.box import full_box
 from ckpt_tools.model.catalog import Catalog, Chunk, Item, TensorEntry
 from ckpt_tools.model.target import Source

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tools.errors import MappingError
-from ckpt_tools.megatron.optimizer_layouts.natural import model_space_states
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.natural import model_space_states
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Catalog, Chunk, TensorEntry
 

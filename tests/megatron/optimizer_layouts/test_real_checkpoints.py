@@ -12,9 +12,9 @@ import pytest
 from ckpt_tools.formats.dcp import read_catalog
 from ckpt_tools.formats.files import Files, open_files
 from ckpt_tools.megatron.common_state import read_common_state
-from ckpt_tools.megatron.optimizer_layouts.reader import read_optimizer_states
-from ckpt_tools.megatron.optimizer_layouts.states import OptimizerStates
-from ckpt_tools.megatron.torch_dist import Slice, sort_keys
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import read_optimizer_states
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import OptimizerStates
+from ckpt_tools.megatron.torch_dist.slices import Slice, sort_keys
 from ckpt_tools.model.catalog import Catalog
 from tests.conftest import SHARED, fixture_dir
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from ckpt_tools.errors import VerificationError
-from ckpt_tools.model.plan import Plan
+from ckpt_tools.model.transfers import Plan
 
 _SUFFIX = ".safetensors"
 

@@ -6,8 +6,8 @@ from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.catalog import TensorEntry
 from ckpt_tools.model.dtypes import itemsize
 from ckpt_tools.model.expressions import Value
-from ckpt_tools.model.plan import COMPUTED, COVERING, RUNS, VERBATIM, Computation, Operand, Transfer
 from ckpt_tools.model.target import TargetTensor
+from ckpt_tools.model.transfers import COMPUTED, COVERING, RUNS, VERBATIM, Computation, Operand, Transfer
 from ckpt_tools.model.views import pull_box
 from ckpt_tools.plan.byte_runs import is_dense, is_run, read_pattern
 from ckpt_tools.plan.overlap import ChunkFinder, Located, TargetReader

@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from ckpt_tools.errors import MappingError, list_problems
-from ckpt_tools.megatron.flatten import Path, dotted, leaves
-from ckpt_tools.megatron.live import LiveParameter
+from ckpt_tools.megatron.fsdp_dtensor.flatten import Path, dotted, leaves
+from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter
 from ckpt_tools.megatron.names import BUFFERS
 from ckpt_tools.megatron.param_groups import Group, Membership
 from ckpt_tools.model.dtypes import CASTABLE

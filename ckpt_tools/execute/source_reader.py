@@ -24,7 +24,7 @@ from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.casts import Array, raw_dtype
 from ckpt_tools.model.catalog import Item
 from ckpt_tools.model.dtypes import itemsize
-from ckpt_tools.model.plan import Computation, Transfer, stored_parts
+from ckpt_tools.model.transfers import Computation, Transfer, stored_parts
 from ckpt_tools.model.views import Piece
 from ckpt_tools.plan.byte_runs import is_dense, pattern_blocks, read_pattern, row_major_tiles, span_elems
 

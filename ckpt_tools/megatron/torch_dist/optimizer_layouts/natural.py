@@ -12,8 +12,8 @@ import re
 from collections.abc import Iterable
 
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError, list_problems
-from ckpt_tools.megatron.optimizer_layouts.nd_flattened import expert_transposition, state_view
-from ckpt_tools.megatron.optimizer_layouts.states import MASTER, OptimizerStates, StateTensor
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.nd_flattened import expert_transposition, state_view
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import MASTER, OptimizerStates, StateTensor
 from ckpt_tools.model.catalog import Catalog, TensorEntry
 from ckpt_tools.model.target import Source
 

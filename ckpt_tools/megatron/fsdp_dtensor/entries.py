@@ -20,7 +20,7 @@ from ckpt_tools.formats.container import StoredTensor, load_object
 from ckpt_tools.formats.files import Files
 from ckpt_tools.formats.left_out import leave_out
 from ckpt_tools.megatron.common_state import CommonState
-from ckpt_tools.megatron.flatten import Path, unflatten
+from ckpt_tools.megatron.fsdp_dtensor.flatten import Path, unflatten
 from ckpt_tools.megatron.names import BUFFERS
 from ckpt_tools.megatron.record import Size, TargetRecord, read_record, stored_tp
 from ckpt_tools.model.box import full_box

@@ -16,14 +16,14 @@ from typing import Any
 
 from ckpt_tools.errors import MappingError, UsageError, list_problems
 from ckpt_tools.megatron.common_state import COMMON_OBJECT
-from ckpt_tools.megatron.extra_state import extra_state_keys
-from ckpt_tools.megatron.group_rebuild import rebuild_optimizer
 from ckpt_tools.megatron.names import BUFFERS, DIALECTS, Dialect
-from ckpt_tools.megatron.optimizer_layouts.expected import expected_states, refuse_missing_states
 from ckpt_tools.megatron.record import Size, TargetRecord
-from ckpt_tools.megatron.rng_grid import Grid, rng_grid, rng_objects
-from ckpt_tools.megatron.stacking import Stack, stack_parameters
-from ckpt_tools.megatron.torch_dist import layer_counts
+from ckpt_tools.megatron.torch_dist.extra_state import extra_state_keys
+from ckpt_tools.megatron.torch_dist.groups import rebuild_optimizer
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.expected import expected_states, refuse_missing_states
+from ckpt_tools.megatron.torch_dist.rng_grid import Grid, rng_grid, rng_objects
+from ckpt_tools.megatron.torch_dist.slices import layer_counts
+from ckpt_tools.megatron.torch_dist.stacking import Stack, stack_parameters
 from ckpt_tools.megatron.vocab import Vocabulary, vocabulary
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.model import MASTER, Model, Parameter

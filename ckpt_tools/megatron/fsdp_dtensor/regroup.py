@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt_tools.errors import MappingError, UsageError, list_problems
-from ckpt_tools.megatron.fsdp_source import STEP, WEIGHT, FsdpSource, parameter_of
+from ckpt_tools.megatron.fsdp_dtensor.entries import STEP, WEIGHT, FsdpSource, parameter_of
+from ckpt_tools.megatron.fsdp_dtensor.stored import StoredParameter, packed_projections, stored_parameters
 from ckpt_tools.megatron.record import Size
-from ckpt_tools.megatron.stored import StoredParameter, packed_projections, stored_parameters
 from ckpt_tools.model.catalog import Catalog, Item
 from ckpt_tools.model.target import Source, Target, TargetObject, TargetTensor
 from ckpt_tools.model.views import Narrow, Place

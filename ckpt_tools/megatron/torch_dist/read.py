@@ -13,13 +13,13 @@ from ckpt_tools.formats.container import StoredTensor, load_object
 from ckpt_tools.formats.files import Files
 from ckpt_tools.formats.left_out import leave_out
 from ckpt_tools.megatron.common_state import CommonState, read_common_state
-from ckpt_tools.megatron.fsdp_dtensor import RNG_KEY
-from ckpt_tools.megatron.object_grids import object_grids
-from ckpt_tools.megatron.optimizer_layouts.reader import read_optimizer_states
-from ckpt_tools.megatron.optimizer_layouts.states import OptimizerStates
+from ckpt_tools.megatron.fsdp_dtensor.tensors import RNG_KEY
 from ckpt_tools.megatron.param_groups import optimizer_groups
 from ckpt_tools.megatron.settings import read_settings
-from ckpt_tools.megatron.torch_dist import Slice, SortedKeys, is_optimizer_key, sort_keys
+from ckpt_tools.megatron.torch_dist.object_grids import object_grids
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import read_optimizer_states
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import OptimizerStates
+from ckpt_tools.megatron.torch_dist.slices import Slice, SortedKeys, is_optimizer_key, sort_keys
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.expressions import Value
 from ckpt_tools.model.model import WEIGHT, Model, Parameter

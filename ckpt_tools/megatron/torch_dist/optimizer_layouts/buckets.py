@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError, list_problems
-from ckpt_tools.megatron.optimizer_layouts.natural import canonical_kind, refuse_encoded
-from ckpt_tools.megatron.optimizer_layouts.states import MASTER
-from ckpt_tools.megatron.torch_dist import is_optimizer_key, slices_of
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.natural import canonical_kind, refuse_encoded
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import MASTER
+from ckpt_tools.megatron.torch_dist.slices import is_optimizer_key, slices_of
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Catalog, Chunk, TensorEntry
 from ckpt_tools.model.views import Defragment, View

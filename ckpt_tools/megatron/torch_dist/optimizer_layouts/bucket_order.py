@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ckpt_tools.megatron.optimizer_layouts.buckets import Piece
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.buckets import Piece
 
 
 class Rank(NamedTuple):

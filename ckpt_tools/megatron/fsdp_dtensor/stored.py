@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt_tools.errors import MappingError, UsageError, list_problems
-from ckpt_tools.megatron.fsdp_source import FsdpTensor
+from ckpt_tools.megatron.fsdp_dtensor.entries import FsdpTensor
 from ckpt_tools.megatron.hybrid import is_hybrid
 from ckpt_tools.megatron.names import (
     MLA_DOWN,

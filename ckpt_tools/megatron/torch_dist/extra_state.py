@@ -12,7 +12,7 @@ import itertools
 import re
 from collections.abc import Iterable
 
-from ckpt_tools.megatron.stacking import Stack
+from ckpt_tools.megatron.torch_dist.stacking import Stack
 
 _LINEAR = re.compile(r"^(?P<module>.*\.(?:linear_\w+|in_proj|out_proj|eh_proj))\.weight(?:\.\w+)?$")
 _NORM = re.compile(r"^(?P<module>.*(?:norm|\.ln_\w+))\.weight$")

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ckpt_tools.errors import MappingError, list_problems
-from ckpt_tools.megatron import fsdp_source
-from ckpt_tools.megatron.fsdp_dtensor import TORCH_ADAM_FIELDS
-from ckpt_tools.megatron.fsdp_source import FsdpSource, FsdpTensor
+from ckpt_tools.megatron.fsdp_dtensor import entries
+from ckpt_tools.megatron.fsdp_dtensor.entries import FsdpSource, FsdpTensor
+from ckpt_tools.megatron.fsdp_dtensor.stored import StoredParameter, stored_parameters
+from ckpt_tools.megatron.fsdp_dtensor.tensors import TORCH_ADAM_FIELDS
 from ckpt_tools.megatron.names import BUFFERS, MLA_DOWN, MLA_FUSED_DOWN, PART, split_expert, stored_name
-from ckpt_tools.megatron.optimizer_layouts.expected import expected_states, refuse_missing_states
 from ckpt_tools.megatron.settings import read_settings, training_dtype
-from ckpt_tools.megatron.stored import StoredParameter, stored_parameters
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.expected import expected_states, refuse_missing_states
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.expressions import Value
 from ckpt_tools.model.model import MASTER, WEIGHT, Model, Parameter
@@ -65,11 +65,11 @@ def _parameter(
 ) -> Parameter:
     """What is stored in the place of a trained weight is its fp32 master."""
     tensor = stored.tensor
-    kept = tensor.dtypes[fsdp_source.WEIGHT]
+    kept = tensor.dtypes[entries.WEIGHT]
     values = {}
-    for kind in tensor.sources if with_optimizer else (fsdp_source.WEIGHT,):
+    for kind in tensor.sources if with_optimizer else (entries.WEIGHT,):
         role = kind
-        if kind == fsdp_source.WEIGHT:
+        if kind == entries.WEIGHT:
             role = MASTER if tensor.states and with_optimizer else WEIGHT
         values[role] = Value(tensor.dtypes[kind], stored.shape, stored.sources(kind))
     dtype: str | None = kept

@@ -8,8 +8,10 @@ from typing import Any
 
 from ckpt_tools.errors import MappingError, UsageError, list_problems
 from ckpt_tools.megatron.bridge import args_from_model_config
-from ckpt_tools.megatron.flatten import leaves
-from ckpt_tools.megatron.fsdp_dtensor import (
+from ckpt_tools.megatron.fsdp_dtensor.flatten import leaves
+from ckpt_tools.megatron.fsdp_dtensor.gating import GatingChoice, mark_gated
+from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter, live_parameters
+from ckpt_tools.megatron.fsdp_dtensor.tensors import (
     STATE_PREFIX,
     STATE_PREFIX_FP32,
     Prefixes,
@@ -24,11 +26,8 @@ from ckpt_tools.megatron.fsdp_dtensor import (
     step_tensors,
     tensor_aliases,
 )
-from ckpt_tools.megatron.gating import GatingChoice, mark_gated
 from ckpt_tools.megatron.hybrid import is_hybrid
-from ckpt_tools.megatron.live import LiveParameter, live_parameters
 from ckpt_tools.megatron.names import DIALECTS, MTP_DISK, MTP_LIVE, Dialect, ModelStyle
-from ckpt_tools.megatron.optimizer_layouts.expected import expected_states, refuse_missing_states
 from ckpt_tools.megatron.param_groups import (
     Membership,
     derive_memberships,
@@ -36,7 +35,8 @@ from ckpt_tools.megatron.param_groups import (
     rules_from_args,
 )
 from ckpt_tools.megatron.record import Size
-from ckpt_tools.megatron.torch_dist import EXPERTS, layer_counts
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.expected import expected_states, refuse_missing_states
+from ckpt_tools.megatron.torch_dist.slices import EXPERTS, layer_counts
 from ckpt_tools.megatron.vocab import VocabChange, Vocabulary, resize_vocab, told_tokens, vocabulary
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.model import MASTER, Model

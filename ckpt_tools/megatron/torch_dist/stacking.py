@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 from ckpt_tools.errors import MappingError, list_problems
 from ckpt_tools.megatron.common_state import CommonState
-from ckpt_tools.megatron.torch_dist import LAYER_NUMBER, missing_layers
+from ckpt_tools.megatron.torch_dist.slices import LAYER_NUMBER, missing_layers
 from ckpt_tools.model.expressions import Value
 from ckpt_tools.model.model import Parameter
 from ckpt_tools.model.target import Source

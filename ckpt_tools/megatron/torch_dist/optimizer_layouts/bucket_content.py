@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from ckpt_tools.errors import UnsupportedCheckpointError
 from ckpt_tools.formats.container import read_frame
 from ckpt_tools.formats.files import Files
-from ckpt_tools.megatron.optimizer_layouts.bucket_order import LookAlikes
-from ckpt_tools.megatron.optimizer_layouts.buckets import Bucket, Flat, Piece
-from ckpt_tools.megatron.optimizer_layouts.states import MASTER
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_order import LookAlikes
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.buckets import Bucket, Flat, Piece
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import MASTER
 from ckpt_tools.model.catalog import Chunk
 from ckpt_tools.model.dtypes import itemsize
 

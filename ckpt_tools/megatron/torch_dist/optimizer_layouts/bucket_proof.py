@@ -14,14 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from ckpt_tools.errors import VerificationError, list_problems
-from ckpt_tools.megatron.optimizer_layouts.bucket_content import (
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_content import (
     PieceIndex,
     Reader,
     round_bits,
     tiles,
     windows,
 )
-from ckpt_tools.megatron.optimizer_layouts.bucket_order import (
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_order import (
     Convention,
     LookAlikes,
     conventions,
@@ -29,9 +29,9 @@ from ckpt_tools.megatron.optimizer_layouts.bucket_order import (
     registration_rank,
     settle,
 )
-from ckpt_tools.megatron.optimizer_layouts.buckets import ALIGNMENT, Bucket, Buffer, Piece
-from ckpt_tools.megatron.optimizer_layouts.states import MASTER
-from ckpt_tools.megatron.torch_dist import LAYER_NUMBER
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.buckets import ALIGNMENT, Bucket, Buffer, Piece
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import MASTER
+from ckpt_tools.megatron.torch_dist.slices import LAYER_NUMBER
 
 ADVICE = (
     "Nothing was converted, because a wrong optimizer state would not be noticed in training. "

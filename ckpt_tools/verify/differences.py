@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 import numpy as np
 
 from ckpt_tools.execute.read_box import BoxReader
-from ckpt_tools.execute.source import index_of
+from ckpt_tools.execute.source_reader import index_of
 from ckpt_tools.formats.container import load_object
 from ckpt_tools.formats.files import Files
 from ckpt_tools.model.box import Box, full_box

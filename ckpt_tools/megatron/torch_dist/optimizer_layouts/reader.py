@@ -10,19 +10,25 @@ from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError
 from ckpt_tools.formats.container import Frame, load_object, outline_object
 from ckpt_tools.formats.files import Files
 from ckpt_tools.megatron.common_state import CommonState
-from ckpt_tools.megatron.optimizer_layouts.bucket_content import Reader
-from ckpt_tools.megatron.optimizer_layouts.bucket_proof import Stretch, find_stretches
-from ckpt_tools.megatron.optimizer_layouts.buckets import Bucket, Buffer, find_buffers, flatten, weight_pieces
-from ckpt_tools.megatron.optimizer_layouts.kinds import optimizer_layout
-from ckpt_tools.megatron.optimizer_layouts.natural import (
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_content import Reader
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_proof import Stretch, find_stretches
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.buckets import (
+    Bucket,
+    Buffer,
+    find_buffers,
+    flatten,
+    weight_pieces,
+)
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.natural import (
     STATE_KEY,
     canonical_kind,
     model_space_states,
     order_kinds,
     refuse_encoded,
 )
-from ckpt_tools.megatron.optimizer_layouts.states import MASTER, OptimizerStates, StateTensor
-from ckpt_tools.megatron.torch_dist import is_optimizer_key
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import MASTER, OptimizerStates, StateTensor
+from ckpt_tools.megatron.torch_dist.slices import is_optimizer_key
 from ckpt_tools.model.box import full_box
 from ckpt_tools.model.catalog import Catalog, Chunk, Item, TensorEntry
 from ckpt_tools.model.target import Source

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ckpt_tools.errors import MappingError, list_problems
-from ckpt_tools.megatron.live import LiveParameter
+from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter
 
 FC1 = re.compile(r"^(?P<module>.*)\.linear_fc1\.(?P<leaf>weight|bias)(?P<expert>\d*)$")
 

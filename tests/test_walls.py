@@ -1,0 +1,56 @@
+"""The walls of the house: a room imports nothing from a room to its right, and no two files have one name."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPO
+
+PACKAGE = REPO / "ckpt_tools"
+# From left to right; what stands in no folder (errors, credentials) is on the ground floor too.
+ROOMS = ("model", "formats", "megatron", "sharding", "plan", "execute", "verify", "commands", "cli")
+MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE)
+# A command stands in two rooms, what it does and how it is asked for; and every room may say what it is.
+PAIRED = {"__init__", "read", "write"}
+
+
+def _imports(path: Path) -> Iterator[tuple[str, int]]:
+    """Rooms that a module imports at run time, with the line."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            node.body = []
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module]
+            if node.module == "ckpt_tools":
+                names = [f"ckpt_tools.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "ckpt_tools" and len(parts) > 1 and parts[1] in ROOMS:
+                yield parts[1], node.lineno
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_room_imports_nothing_to_its_right(path: Path) -> None:
+    own = ROOMS.index(path.relative_to(PACKAGE).parts[0])
+    wrong = [f"line {line}: {room}" for room, line in _imports(path) if ROOMS.index(room) > own]
+    assert not wrong, wrong
+
+
+def test_no_file_name_stands_twice() -> None:
+    stems = [path.stem for path in MODULES if path.relative_to(PACKAGE).parts[0] != "cli"]
+    twice = [name for name, count in Counter(stems).items() if count > 1 and name not in PAIRED]
+    assert not twice, twice
+    screens = Counter(path.stem for path in MODULES if path.relative_to(PACKAGE).parts[0] == "cli")
+    commands = {path.stem for path in (PACKAGE / "commands").glob("*.py")}
+    others = set(stems) - commands
+    assert not [name for name in screens if name in others - PAIRED]
