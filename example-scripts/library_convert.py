@@ -17,7 +17,7 @@ from ckpt_tools import (
 source, fsdp, back = sys.argv[1:]
 options = ConvertOptions(layout=Layout("mfsdp-v1", Topology(dp_shard=4)), check_masters="all")
 report = convert_to_fsdp_dtensor(source, fsdp, options, progress=lambda done, total: None)
-print(f"{report.tensors} tensors in groups {report.groups}; {report.masters_checked}")
+print(f"{report.tensors} tensors in groups {report.groups}; masters {report.masters.use}")
 for line in (*report.dropped, *report.notes):
     print(f"  {line}")
 

@@ -9,10 +9,10 @@ from ckpt_tools import ExportOptions, ImportOptions, Layout, Topology, export_hf
 
 source, model, run = sys.argv[1:]
 report = export_hf(source, model, ExportOptions(dtype="bfloat16", max_shard_bytes=2 * 10**9))
-print(f"{report.dialect}: {report.tensors} tensors")
+print(f"{report.architecture}: {report.tensors} tensors")
 for note in report.notes:
     print(f"  {note}")
 
 layout = Layout("mfsdp-v1", Topology(dp_shard=2))
 report = import_hf(model, run, ImportOptions(to="fsdp_dtensor", layout=layout))
-print(f"{report.target}: {report.tensors} tensors for {layout.ranks} ranks")
+print(f"{report.output_format}: {report.tensors} tensors for {layout.ranks} ranks")

@@ -17,8 +17,8 @@ from ckpt_tools.cli.inspect import EnableMsc, TrustPickle
 from ckpt_tools.cli.manual import page
 
 if TYPE_CHECKING:
+    from ckpt_tools.commands.conversion_report import ConversionReport
     from ckpt_tools.commands.iterations import Outcome
-    from ckpt_tools.commands.outputs import ConversionReport
 
     Run: TypeAlias = Callable[
         [str, str, int | None, Callable[[int, int], None], bool, bool], ConversionReport

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from ckpt_tools.cli.render import escape, human_bytes
+from ckpt_tools.commands.conversion_report import ConversionReport, Masters
 from ckpt_tools.commands.iterations import Outcome
-from ckpt_tools.commands.outputs import ConversionReport
 from ckpt_tools.commands.target_job import describe
+from ckpt_tools.execute.check_masters import describe_masters
 from ckpt_tools.execute.run import WriteReport
 
 _SHOWN = 8
@@ -19,10 +20,10 @@ def print_report(report: ConversionReport) -> None:
     groups = f", groups {report.groups}" if report.groups else ""
     lines = [
         f"{done} {report.source} -> {report.output}",
-        f"  source     {report.source_layout}{iteration}",
-        f"  target     {report.target} for {report.dialect}",
+        f"  source     {_source(report)}{iteration}",
+        f"  target     {report.output_format} for {report.loader or 'the same loader'}{_architecture(report)}",
         f"  holds      {report.tensors:,} tensors, {report.objects:,} objects and scalars{groups}",
-        f"  masters    {report.masters_checked}",
+        f"  masters    {_masters(report.masters)}",
     ]
     if report.job is not None:
         lines += [f"  {title:<10} {text}" for title, text in describe(report.job)]
@@ -44,6 +45,30 @@ def print_report(report: ConversionReport) -> None:
             lines.append(f"  {title:<10} ... and {len(entries) - _SHOWN:,} more (--json lists all)")
     for line in lines:
         print(escape(line))
+
+
+def _source(report: ConversionReport) -> str:
+    if report.source_format == "safetensors":
+        return f"Hugging Face {report.architecture}"
+    layout = report.optimizer_layout or "weights only"
+    return report.source_format if layout == report.source_format else f"{report.source_format}, {layout}"
+
+
+def _architecture(report: ConversionReport) -> str:
+    return f": {report.architecture}" if report.output_format == "hf" else ""
+
+
+def _masters(masters: Masters) -> str:
+    """What became of them, and what was proven."""
+    if masters.use == "none":
+        return "the source has none"
+    if masters.use == "left_out":
+        return "left out; the stored weights are written"
+    if masters.use == "as_stored":
+        return "the source keeps them in the place of weights; there is nothing to compare them with"
+    if masters.mode == "none":
+        return "not checked (--check-masters none)"
+    return describe_masters(masters.found, masters.mode)
 
 
 def print_outcome(outcome: Outcome) -> None:

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 from ckpt_tools.commands.close_names import unmatched
 from ckpt_tools.commands.inspect import role_of
 from ckpt_tools.commands.opened import Opened, open_checkpoint
+from ckpt_tools.commands.read_model import Wanted, read_model
 from ckpt_tools.errors import UsageError, list_problems
 from ckpt_tools.megatron.common_state import COMMON_OBJECT
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions, build_fsdp_target
 from ckpt_tools.megatron.names import DIALECTS
 from ckpt_tools.megatron.record import read_record, stored_tp
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
-from ckpt_tools.megatron.torch_dist.read import read_torch_dist
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.target import InlineTensor, Source, TargetTensor
 from ckpt_tools.verify.diff_values import names_in
@@ -170,9 +170,7 @@ def _by_parameters(a: Opened, b: Opened, target: TargetOptions) -> tuple[tuple[S
 
 def _as_converted(opened: Opened, target: TargetOptions, other: Side | None) -> tuple[Side, list[str]]:
     """The conversion of a `torch_dist` checkpoint, under the names that fit `other` best."""
-    model = read_torch_dist(
-        opened.files, opened.catalog, trust_pickle=opened.trust_pickle, unknown_keys=True
-    ).model
+    model = read_model(opened, Wanted(unknown_keys=True))
     options = target if other is None else _fitted(target, model, other)
     side = _converted(opened, model, options)
     if other is None or target.dialect is not None:

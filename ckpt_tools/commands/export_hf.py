@@ -1,13 +1,15 @@
-"""`export-hf`: a Megatron checkpoint of either format as a Hugging Face model directory, without a model."""
+"""WRITE a Hugging Face model directory from a Megatron checkpoint of either format, without a model in memory."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from ckpt_tools.commands.conversion import Conversion, Progress, SourceOptions, Writer, convert
+from ckpt_tools.commands.conversion_report import ConversionReport
 from ckpt_tools.commands.export_source import ExportSource, read_export_source
 from ckpt_tools.commands.hf_parts import (
     CONFIG,
@@ -18,12 +20,10 @@ from ckpt_tools.commands.hf_parts import (
     read_config,
 )
 from ckpt_tools.commands.opened import Opened, open_checkpoint
-from ckpt_tools.commands.outputs import ConversionReport, output_directory, refuse_overlap
-from ckpt_tools.commands.to_fsdp_dtensor import Progress
+from ckpt_tools.commands.outputs import output_directory, refuse_overlap
 from ckpt_tools.errors import UsageError
-from ckpt_tools.execute.ranks import connect
-from ckpt_tools.execute.rehearse import rehearse
-from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, write_checkpoint
+from ckpt_tools.execute.run import Output
+from ckpt_tools.formats.detect import Location
 from ckpt_tools.formats.files import Files
 from ckpt_tools.formats.safetensors import INDEX_FILE
 from ckpt_tools.megatron.huggingface.checks import Spec
@@ -32,13 +32,12 @@ from ckpt_tools.megatron.huggingface.targets import Exported, export_targets
 from ckpt_tools.megatron.rebase import rebase
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.dtypes import CASTABLE, itemsize
-from ckpt_tools.model.target import InlineTensor, TargetTensor
-from ckpt_tools.model.transfers import Plan, plan_summary
+from ckpt_tools.model.target import InlineTensor, Target, TargetTensor
 from ckpt_tools.plan.weight_files import WeightFile, build_safetensors_plan
 
 
 @dataclass(frozen=True, slots=True)
-class ExportOptions:
+class ExportOptions(SourceOptions):
     """What a user may decide about an export; the defaults let the checkpoint decide."""
 
     hf_config: str | None = None  # directory of the original Hugging Face model
@@ -48,24 +47,6 @@ class ExportOptions:
     max_shard_bytes: int = DEFAULT_SHARD_SIZE
     mtp_copies: bool = False
     tp: int | None = None  # tensor-parallel size of the job that wrote an fsdp_dtensor checkpoint
-    iteration: int | None = None
-    ignore_keys: tuple[str, ...] = ()
-    trust_pickle: bool = False
-    overwrite: bool = False
-    resume: bool = False
-    write: WriteOptions = field(default_factory=WriteOptions)
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedExport:
-    """An export that is ready to run."""
-
-    opened: Opened
-    source: ExportSource
-    exported: Exported
-    plan: Plan
-    extra_files: Mapping[str, bytes]
-    notes: tuple[str, ...]
 
 
 def export_hf(
@@ -84,25 +65,7 @@ def export_hf(
         VerificationError: masters that do not round to their weights, or a cast that makes infinities.
         CorruptCheckpointError, StorageError: damaged files, full disks.
     """
-    options = options or ExportOptions()
-    ranks = connect()
-    written = None
-    with open_checkpoint(source, options.iteration, options.trust_pickle) as opened:
-        refuse_overlap(source, opened.location, output)
-        planned = plan_export(opened, options)
-        place = Output(
-            output_directory(output),
-            extra_files=planned.extra_files,
-            is_dcp=False,
-            overwrite=options.overwrite,
-            resume=options.resume,
-        )
-        rehearse(planned.plan, opened.files, place, options.write, ranks)
-        if not dry_run:
-            written = write_checkpoint(
-                planned.plan, opened.files, place, options.write, ranks=ranks, progress=progress
-            )
-    return _report(source, output, planned, written)
+    return convert(source, output, TO_HF, options or ExportOptions(), progress, dry_run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +82,7 @@ def export_tensors(opened: Opened, options: ExportOptions) -> ExportTensors:
     """The Hugging Face tensors of a checkpoint of either format. Raises as `export_hf`, short of writing."""
     if options.dtype is not None and options.dtype not in CASTABLE:
         raise UsageError(f"--dtype {options.dtype}: weights can be written as {', '.join(sorted(CASTABLE))}")
-    source = read_export_source(opened, options.dtype, options.tp, options.ignore_keys, options.trust_pickle)
+    source = read_export_source(opened, options.dtype, options.tp, options.ignore_keys)
     reference = read_config(options.hf_config) if options.hf_config else None
     exported = export_targets(
         {name: Spec(source.types.get(name, base.dtype), base.shape) for name, base in source.bases.items()},
@@ -136,17 +99,33 @@ def export_tensors(opened: Opened, options: ExportOptions) -> ExportTensors:
     return ExportTensors(source, exported, tuple(ready), (*source.notes, *exported.notes, *notes))
 
 
-def plan_export(opened: Opened, options: ExportOptions) -> PlannedExport:
-    """Everything up to the first byte."""
+def plan_export(opened: Opened, options: ExportOptions, world: int = 1) -> Conversion:
+    """Everything up to the first byte; the files do not depend on how many processes write them."""
+    del world
     made = export_tensors(opened, options)
-    exported = made.exported
+    source, exported = made.source, made.exported
     sizes = {t.key: prod(t.shape) * itemsize(t.dtype) for t in made.ready}
     shards = pack_shards(sizes.items(), options.max_shard_bytes)
     by_key = {t.key: t for t in made.ready}
     files = [WeightFile(shard.file, [by_key[key] for key in shard.keys]) for shard in shards]
-    plan = build_safetensors_plan(made.source.catalog, files, exported.shapes)
     extra = _extra_files(options, exported, shards, sizes)
-    return PlannedExport(opened, made.source, exported, plan, extra, made.notes)
+    notes = made.notes
+    if not any(name.startswith("tokenizer") for name in extra):
+        notes = (*notes, "no tokenizer was written; pass --hf-config DIR to take one over")
+    return Conversion(
+        "hf",
+        "transformers",
+        opened.location.iteration,
+        source.catalog,
+        Target(tuple(exported.tensors), dropped=source.dropped, notes=notes),
+        build_safetensors_plan(source.catalog, files, exported.shapes),
+        extra_files=extra,
+        architecture=exported.family.architecture,
+        masters=source.masters,
+        must_round=source.must_round,
+        fp8_recipe=source.fp8_recipe,
+        advice="Without --dtype the stored weights are exported.",
+    )
 
 
 def _with_offsets(
@@ -198,28 +177,13 @@ def _shapes(catalog: Catalog) -> dict[str, tuple[int, ...]]:
     return {key: entry.shape for key, entry in catalog.tensors.items()}
 
 
-def _report(
-    source: str, output: str, planned: PlannedExport, written: WriteReport | None
-) -> ConversionReport:
-    location, exported = planned.opened.location, planned.exported
-    notes = list(planned.notes)
-    if not any(name.startswith("tokenizer") for name in planned.extra_files):
-        notes.append("no tokenizer was written; pass --hf-config DIR to take one over")
-    return ConversionReport(
-        source=source,
-        output=output,
-        iteration=location.iteration,
-        source_layout=location.kind,
-        target="hf",
-        dialect=exported.family.architecture,
-        tensors=len(exported.tensors),
-        objects=len(planned.extra_files),
-        groups={},
-        masters_checked=planned.source.values,
-        dropped=planned.source.dropped,
-        renamed=(),
-        backfilled=(),
-        notes=tuple(notes),
-        written=written,
-        plan=plan_summary(planned.plan),
-    )
+def _place(source: str, location: Location, output: str, options: ExportOptions) -> Output:
+    refuse_overlap(source, location, output)
+    return Output(output_directory(output), overwrite=options.overwrite, resume=options.resume)
+
+
+TO_HF = Writer(
+    open=lambda source, options: open_checkpoint(source, options.iteration, options.trust_pickle),
+    place=_place,
+    plan=plan_export,
+)

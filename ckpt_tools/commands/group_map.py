@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tools.commands.dcp_json import read_group_map
-from ckpt_tools.commands.to_fsdp_dtensor import membership_map, open_source
+from ckpt_tools.commands.opened import open_checkpoint
+from ckpt_tools.commands.read_model import read_model
+from ckpt_tools.commands.to_fsdp_dtensor import membership_map
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError
 from ckpt_tools.formats.detect import locate
 from ckpt_tools.formats.documents import read_named_file
@@ -45,13 +47,11 @@ def build_group_map(
         raise UnsupportedCheckpointError(
             f"{source} is neither a dump of --dump-param-to-param-group-map nor a torch_dist checkpoint"
         )
-    files, model = open_source(location)
-    try:
+    with open_checkpoint(source, iteration) as opened:
+        model = read_model(opened)
         if model.optimizer_layout is None:
             raise MappingError(f"{source} has no optimizer state, so its parameters have no groups")
         built = build_fsdp_target(model, options or TargetOptions())
-    finally:
-        files.close()
     rules = {f"model.module.{name}": m.rule for name, m in built.memberships.items()}
     return GroupMap(membership_map(built), rules, "derived")
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt_tools.commands.outputs import ConversionReport, is_root
+from ckpt_tools.commands.conversion_report import SCHEMA_VERSION, ConversionReport
+from ckpt_tools.commands.outputs import is_root
 from ckpt_tools.errors import CkptError, Interrupted, Terminated, UsageError
 from ckpt_tools.execute.ranks import connect
 from ckpt_tools.formats.detect import iteration_numbers, locate
@@ -89,7 +90,7 @@ def exit_code(outcomes: list[Outcome]) -> int:
 def as_json(outcomes: list[Outcome]) -> dict[str, Any]:
     """The reports and the rest as plain data, with its schema version."""
     return {
-        "schema_version": 1,
+        "schema_version": SCHEMA_VERSION,
         "iterations": [o.report.as_json() for o in outcomes if o.report is not None],
         "already_there": [o.iteration for o in outcomes if o.report is None and o.error is None],
         "failed": [

@@ -7,17 +7,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ckpt_tools.commands.opened import open_checkpoint
 from ckpt_tools.commands.placements import Layout, in_reading_order, place_model
-from ckpt_tools.commands.prepared import Prepared, prepare
-from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions
+from ckpt_tools.commands.prepared import Prepared
+from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, prepare
 from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.check_masters import check_masters
 from ckpt_tools.execute.proof import SourceProof
 from ckpt_tools.execute.read_box import BoxReader
+from ckpt_tools.formats.files import Files
 from ckpt_tools.megatron.fsdp_dtensor.entries import parameter_name
 from ckpt_tools.model.box import Box, full_box, row_major_strides
 from ckpt_tools.model.casts import raw_dtype
 from ckpt_tools.model.target import InlineTensor, TargetTensor
+from ckpt_tools.model.without_gc import without_gc
 from ckpt_tools.sharding.parameters import Parameter, part_boxes, part_names
 from ckpt_tools.sharding.placement import MeshAxis, Placement
 from ckpt_tools.sharding.topology import Topology
@@ -78,19 +81,22 @@ def load_dtensors(
         outer_strategy=outer_strategy,
     )
     wanted = options or ConvertOptions()
-    with prepare(path, Layout(layout, topology), wanted) as prepared:
+    with open_checkpoint(path, wanted.iteration, wanted.trust_pickle) as opened:
+        with without_gc():
+            prepared = prepare(opened, wanted, Layout(layout, topology))
         core = place_model(prepared.model(), Layout(layout, topology))
-        _check_masters(prepared, wanted, _rank(mesh), mesh.size())
+        _check_masters(opened.files, prepared, wanted, _rank(mesh), mesh.size())
         proof = None if wanted.write.check_source == "none" else SourceProof()
-        return _load(prepared, core, _rank(mesh), _meshes(mesh, topology), proof)
+        reader = BoxReader(opened.files, prepared.catalog, proof)
+        return _load(prepared, core, _rank(mesh), _meshes(mesh, topology), reader)
 
 
-def _check_masters(prepared: Prepared, options: ConvertOptions, rank: int, world: int) -> None:
+def _check_masters(files: Files, prepared: Prepared, options: ConvertOptions, rank: int, world: int) -> None:
     """This rank's share of the masters must round to the stored weights, as for a conversion."""
-    mine = [t for t in prepared.target.tensors if t.must_round_to][rank::world]
+    mine = prepared.must_round[rank::world]
     advice = "TargetOptions(weights_only=True, dtype=...) with the type of the stored weights takes those."
     check_masters(
-        prepared.files,
+        files,
         prepared.catalog,
         mine,
         options.check_masters,
@@ -167,12 +173,11 @@ def _load(
     core: Placement,
     rank: int,
     meshes: Mapping[bool, _Mesh],
-    proof: SourceProof | None,
+    reader: BoxReader,
 ) -> dict[str, torch.Tensor]:
     """All tensors of one rank, in the order in which Megatron asks for them."""
     owner = {name: p for p in core.parameters for name in part_names(p)}
     held = _held(core, rank)
-    reader = BoxReader(prepared.files, prepared.catalog, proof)
     elsewhere = owner.keys() - held.keys()  # experts of other ranks
     tensors: dict[str, torch.Tensor] = {
         t.key: _inline(t) for t in prepared.target.inline if parameter_name(t.key) not in elsewhere

@@ -1,48 +1,16 @@
-"""Where a conversion's result goes, the archives of its objects, and what is said about it afterwards."""
+"""Where a conversion's result goes, and the archives of its objects."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-from ckpt_tools.credentials import hidden, redacted
+from ckpt_tools.credentials import hidden
 from ckpt_tools.errors import UsageError
-from ckpt_tools.execute.run import Output, WriteReport
+from ckpt_tools.execute.run import Output
 from ckpt_tools.formats.detect import TRACKER, Location
 from ckpt_tools.formats.pickling import dump_archive
-from ckpt_tools.model.target import Target, TargetObject
-
-
-@dataclass(frozen=True, slots=True)
-class ConversionReport:
-    """What a conversion did, for people and, as JSON, for programs."""
-
-    source: str
-    output: str
-    iteration: int | None
-    source_layout: str
-    target: str
-    dialect: str
-    tensors: int
-    objects: int
-    groups: dict[int, int]  # group id -> number of parameters
-    masters_checked: str
-    dropped: tuple[str, ...]
-    renamed: tuple[str, ...]
-    backfilled: tuple[str, ...]
-    notes: tuple[str, ...]
-    job: Mapping[str, Any] | None = None  # the one that loads the output (`TargetJob.as_json`)
-    written: WriteReport | None = None  # None: a dry run
-    plan: Mapping[str, Any] = field(default_factory=dict)
-
-    def as_json(self) -> dict[str, Any]:
-        """The report as plain data, with its schema version."""
-        data = asdict(self)
-        data["tensor_count"], data["object_count"] = data.pop("tensors"), data.pop("objects")
-        data |= {"source": redacted(self.source), "output": redacted(self.output)}
-        return {"schema_version": 1, **data}
+from ckpt_tools.model.target import TargetObject
 
 
 def choose_output(
@@ -58,8 +26,16 @@ def choose_output(
     refuse_overlap(source, location, output)
     if not is_root(source, location):
         return Output(output_directory(output), overwrite=overwrite, resume=resume)
-    name = "release" if location.is_release else f"iter_{location.iteration:07d}"
-    latest = "release" if location.is_release else str(location.iteration)
+    iteration = None if location.is_release else location.iteration
+    return in_root(output, iteration, overwrite, resume, tracker)
+
+
+def in_root(
+    output: str, iteration: int | None, overwrite: bool, resume: bool, tracker: bool = True
+) -> Output:
+    """An iteration (None: a release) in the run's root `output`."""
+    name = "release" if iteration is None else f"iter_{iteration:07d}"
+    latest = "release" if iteration is None else str(iteration)
     folder = output_directory(f"{output.rstrip('/')}/{name}")
     beside = {TRACKER: latest.encode()} if tracker else {}
     return Output(folder, beside, overwrite=overwrite, resume=resume)
@@ -125,8 +101,3 @@ def _is_plain(value: object) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
     return isinstance(value, _PLAIN)
-
-
-def count_objects(target: Target) -> int:
-    """Objects and inline tensors of a target."""
-    return len(target.objects) + len(target.inline)

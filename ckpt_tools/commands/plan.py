@@ -10,15 +10,16 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from ckpt_tools.commands.close_names import unmatched
-from ckpt_tools.commands.placements import Layout, lay_out, place_model
-from ckpt_tools.commands.prepared import prepare
+from ckpt_tools.commands.opened import open_checkpoint
+from ckpt_tools.commands.placements import Layout, place_model
 from ckpt_tools.commands.target_job import TargetJob
-from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions
+from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, prepare
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.detect import Location
 from ckpt_tools.model.dtypes import itemsize
 from ckpt_tools.model.target import Target
 from ckpt_tools.model.transfers import OutputItem, Plan, item_rows, plan_summary
+from ckpt_tools.model.without_gc import without_gc
 from ckpt_tools.plan.build import file_rank
 from ckpt_tools.sharding.memory import Memory, rank_memory
 from ckpt_tools.sharding.placement import Placement
@@ -168,15 +169,15 @@ def plan_checkpoint(
     """
     if rank is not None and not 0 <= rank < layout.ranks:
         raise UsageError(f"--rank {rank}: this layout has ranks 0 to {layout.ranks - 1}")
-    with prepare(source, layout, options or ConvertOptions()) as prepared:
+    options = options or ConvertOptions()
+    with open_checkpoint(source, options.iteration, options.trust_pickle) as opened, without_gc():
+        prepared = prepare(opened, options, layout)
         target = prepared.target
         idle = unmatched(globs, (t.key for t in target.tensors))
         for glob, close in idle.items():
             hint = f"; did you mean {', '.join(close)}?" if close else ""
             raise UsageError(f"--tensor {glob}: no tensor of the target has such a key{hint}")
-        model = prepared.model()
         job = layout if layout.topology else Layout(layout.name, Topology(dp_shard=layout.ranks))
-        core = place_model(model, job)
-        archives = prepared.archives() if rank in (None, 0) else ()
-        plan = lay_out(prepared.catalog, target, lambda: model, archives, layout, rank)
-    return Priced(source, prepared.location, layout, target, plan, core, prepared.job, rank, tuple(globs))
+        core = place_model(prepared.model(), job)
+        plan = prepared.lay_out(layout, rank)
+    return Priced(source, opened.location, layout, target, plan, core, prepared.job, rank, tuple(globs))

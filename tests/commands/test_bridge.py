@@ -29,7 +29,7 @@ def convert(source, output, **options):
 def test_a_bridge_run_stays_one(tmp_path):
     root = bridge_root(tmp_path)
     report = convert(root, tmp_path / "out")
-    assert report.dialect == "bridge"
+    assert report.loader == "bridge"
     source, out = root / "iter_0000002", tmp_path / "out" / "iter_0000002"
     assert (out / "train_state.pt").read_bytes() == (source / "train_state.pt").read_bytes()
     assert (tmp_path / "out" / "latest_train_state.pt").read_bytes() == (

@@ -136,18 +136,18 @@ def test_an_import_in_one_type_says_what_it_rounds(cases: Path, tmp_path: Path) 
 def test_an_export_in_fp32_takes_the_masters_of_either_format(tmp_path: Path) -> None:
     wide = ExportOptions(dtype="float32")
     report = export_hf(str(RUN), str(tmp_path / "a"), wide)
-    assert report.masters_checked.startswith("the fp32 masters are exported: ")
-    assert "round to the stored weights (sample)" in report.masters_checked
+    assert (report.masters.use, report.masters.mode) == ("written", "sample")
+    assert report.masters.found.elements > 0
     convert_to_fsdp_dtensor(str(RUN), str(tmp_path / "fsdp"))
     other = export_hf(str(tmp_path / "fsdp"), str(tmp_path / "b"), wide)
-    assert other.masters_checked == "the checkpoint's values, fp32 masters, are exported as float32"
+    assert (other.masters.use, other.masters.found.tensors) == ("as_stored", 0)
     found = model(tmp_path / "a")
     assert same(found, model(tmp_path / "b"))
     stored = oracle.tensors(LLAMA)
     master = stored[MASTER][1]
     assert oracle.same_bytes(found["model.layers.1.mlp.down_proj.weight"], master)
     assert not oracle.same_bytes(master, stored[LARGE][1].float())
-    assert export_hf(str(RUN), str(tmp_path / "c")).masters_checked == "the stored weights are exported"
+    assert export_hf(str(RUN), str(tmp_path / "c")).masters.use == "left_out"
     assert json.loads((tmp_path / "a" / "config.json").read_bytes())["torch_dtype"] == "float32"
 
 
@@ -161,7 +161,7 @@ def test_an_export_in_fp32_says_when_there_are_no_masters(tmp_path: Path) -> Non
     for name, tensors in (("none", weights), ("encoded", weights | encoded)):
         source = write(tmp_path / name, Parts(tensors, parts.objects, parts.common))
         report = export_hf(str(source), str(tmp_path / f"{name} hf"), ExportOptions(dtype="float32"))
-        assert report.masters_checked == "the stored weights are exported"
+        assert report.masters.use == ("left_out" if name == "encoded" else "none")
         assert any(
             note.startswith("no fp32 masters are exported, only the stored weights: ")
             for note in report.notes

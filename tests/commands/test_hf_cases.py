@@ -36,7 +36,7 @@ def config_of(source: Path, reference: Path | None) -> tuple[dict[str, Any], tup
     """config.json of an export, and what is said about it."""
     with open_checkpoint(str(source)) as opened:
         planned = plan_export(opened, ExportOptions(hf_config=str(reference) if reference else None))
-        return json.loads(planned.extra_files["config.json"]), planned.notes
+        return json.loads(planned.extra_files["config.json"]), planned.target.notes
 
 
 @pytest.mark.parametrize(

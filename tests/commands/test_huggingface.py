@@ -294,6 +294,7 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         run(["export-hf", run_dir, out, "--json", "-q", "--dtype", "float16", "--max-shard-size", "3KB"]) == 0
     )
     report = json.loads(capsys.readouterr().out)
-    assert (report["target"], report["dialect"]) == ("hf", "LlamaForCausalLM")
+    assert (report["source_format"], report["output_format"]) == ("fsdp_dtensor", "hf")
+    assert (report["loader"], report["architecture"]) == ("transformers", "LlamaForCausalLM")
     assert {array.dtype for array in tensors_of(Path(out)).values()} == {np.dtype(np.float16)}
     assert run(["export-hf", run_dir, out, "-q"]) == 2  # the output is not empty

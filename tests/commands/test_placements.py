@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from ckpt_tools.commands.placements import Layout, Model, exact_placement, lay_out, mla_tp_dims, place_model
-from ckpt_tools.commands.prepared import prepare
-from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions
+from ckpt_tools.commands.opened import open_checkpoint
+from ckpt_tools.commands.placements import Layout, Model, exact_placement, mla_tp_dims, place_model
+from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, prepare
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.target import TargetTensor
@@ -37,9 +37,10 @@ def test_every_file_is_in_the_order_in_which_its_rank_reads(name, sizes, layout)
         topology = replace(topology, tp=1, etp=0)
     job = Layout(layout, topology)
     case = fixture_dir(name)
-    with prepare(str(source_of(case)), job, ConvertOptions(target=replace(options_of(case), tp=None))) as p:
+    with open_checkpoint(str(source_of(case))) as opened:
+        p = prepare(opened, ConvertOptions(target=replace(options_of(case), tp=None)), job)
         core = place_model(p.model(), job)
-        plan = lay_out(p.catalog, p.target, p.model, p.archives(), job)
+        plan = p.lay_out(job)
     for rank in range(job.ranks):
         items = [item for item in plan.items if file_rank(item.file) == rank]
         assert [item.offset for item in items] == sorted(item.offset for item in items)
@@ -54,8 +55,8 @@ def test_parts_that_bridge_keeps_apart_are_placed_as_the_fused_tensor_is():
     """Rank 0 of two tensor-parallel ranks has the first half of the rows of every part."""
     case = fixture_dir("main_gdn_fr_tp2")
     job = Layout("mfsdp-v1", Topology(1, tp=2))
-    with prepare(str(source_of(case)), job, ConvertOptions(target=TargetOptions(dialect="bridge"))) as p:
-        model = p.model()
+    with open_checkpoint(str(source_of(case))) as opened:
+        model = prepare(opened, ConvertOptions(target=TargetOptions(dialect="bridge")), job).model()
         core = place_model(model, job)
     fused = [t for t in model.tensors if t.name.endswith("in_proj.weight")]
     assert fused

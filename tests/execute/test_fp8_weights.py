@@ -277,7 +277,8 @@ def test_a_real_run_converts_with_its_masters(tmp_path: Path) -> None:
     if not source.is_dir():
         pytest.skip("../shared is absent")
     report = convert_to_fsdp_dtensor(str(source), str(tmp_path / "out"), ConvertOptions(check_masters="all"))
-    assert "10 of the weights are held in FP8: a scale of the E4M3 format explains" in report.masters_checked
+    assert report.masters.use == "written" and report.masters.mode == "all"
+    assert (report.masters.found.fp8, report.masters.found.fp8_by_position) == (10, 0)
     stored = oracle.tensors(source / "iter_0000002")
     made = oracle.tensors(tmp_path / "out" / "iter_0000002")
     for layer in range(2):

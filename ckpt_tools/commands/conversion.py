@@ -1,0 +1,251 @@
+"""One conversion, whatever it makes: planned as data, rehearsed, proven, carried out and reported.
+
+`convert` is `WRITE(READ(opened, options), options)`: READ stands in `read_model`, one entry a format that is read; a
+`Writer` makes a `Conversion` of what was read, one a format that is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
+from typing import Generic, NamedTuple, TypeVar
+
+from ckpt_tools.commands.conversion_report import ConversionReport, Format, Masters, MastersUse
+from ckpt_tools.commands.opened import Opened
+from ckpt_tools.commands.target_job import TargetJob
+from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, VerificationError
+from ckpt_tools.execute.check_masters import MastersReport, check_masters
+from ckpt_tools.execute.prove import prove_payloads
+from ckpt_tools.execute.ranks import DistributedRanks, Ranks, connect
+from ckpt_tools.execute.read_box import read_box
+from ckpt_tools.execute.rehearse import rehearse
+from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, write_checkpoint
+from ckpt_tools.formats.detect import Location
+from ckpt_tools.model.box import Box
+from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.target import Target, TargetTensor
+from ckpt_tools.model.transfers import Plan, plan_summary
+from ckpt_tools.model.without_gc import without_gc
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all) as a conversion goes on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """How any conversion is carried out."""
+
+    overwrite: bool = False
+    resume: bool = False
+    write: WriteOptions = field(default_factory=WriteOptions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceOptions(RunOptions):
+    """And which Megatron checkpoint is read, and how."""
+
+    iteration: int | None = None
+    ignore_keys: tuple[str, ...] = ()
+    trust_pickle: bool = False
+
+
+class CutRows(NamedTuple):
+    """Rows of a tensor that the output leaves out, and that must be zeros."""
+
+    tensor: TargetTensor
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """A conversion that is ready to run: what is written, what of, what must be proven first, and what is said."""
+
+    to: Format
+    loader: str | None  # None: whoever loads the source
+    iteration: int | None
+    catalog: Catalog  # the source's, with tensors added that stand inside its objects
+    target: Target
+    plan: Plan
+    extra_files: Mapping[str, bytes] = field(default_factory=dict)  # beside the tensors
+    beside: Mapping[str, bytes] = field(default_factory=dict)  # in the run's root, where the output has one
+    job: TargetJob | None = None
+    architecture: str | None = None
+    optimizer_layout: str | None = None  # of the source
+    groups: Mapping[int, int] = field(default_factory=dict)
+    masters: MastersUse = "none"
+    must_round: Sequence[TargetTensor] = ()  # masters, with the stored weights that they must round to
+    check_masters: str = "sample"  # sample, all or none
+    fp8_recipe: str | None = None  # of a source with weights held in FP8 (`ModelSettings.fp8_recipe`)
+    advice: str | None = None  # what else can be done when masters do not round
+    must_be_zero: Sequence[CutRows] = ()
+    without_masters: Callable[[str], Conversion] | None = (
+        None  # the same for masters that do not, with a note why
+    )
+
+
+AnyOptions = TypeVar("AnyOptions", bound=RunOptions)
+
+
+@dataclass(frozen=True, slots=True)
+class Writer(Generic[AnyOptions]):
+    """How checkpoints of one format are made: what is opened for them, where they go, and what is written."""
+
+    open: Callable[[str, AnyOptions], Opened]
+    place: Callable[[str, Location, str, AnyOptions], Output]
+    plan: Callable[[Opened, AnyOptions, int], Conversion]  # the last: number of converting ranks
+
+
+def convert(
+    source: str,
+    output: str,
+    writer: Writer[AnyOptions],
+    options: AnyOptions,
+    progress: Progress | None = None,
+    dry_run: bool = False,
+) -> ConversionReport:
+    """Make what `writer` makes of the checkpoint at `source`, and publish it at `output`; called on every rank.
+
+    Raises the errors of the writer, of the proofs, of `rehearse` and of `write_checkpoint`, and:
+        CorruptCheckpointError: facts of the source contradict each other, since payloads are damaged.
+    """
+    ranks = connect()
+    with writer.open(source, options) as opened:
+        place = writer.place(source, opened.location, output, options)
+        conversion = _plan(writer, opened, options, ranks)
+        prove_zeros(opened, conversion)
+        rehearse(conversion.plan, opened.files, _complete(place, conversion), options.write, ranks)
+        conversion, masters = with_proven_masters(opened, conversion, options.write, ranks)
+        written = None
+        if not dry_run:
+            place = _complete(place, conversion)
+            written = write_checkpoint(
+                conversion.plan, opened.files, place, options.write, ranks=ranks, progress=progress
+            )
+    return _report(source, output, opened.location, conversion, masters, written)
+
+
+def _plan(
+    writer: Writer[AnyOptions], opened: Opened, options: AnyOptions, ranks: Ranks | DistributedRanks
+) -> Conversion:
+    """Everything up to the first byte. A proof by content that fails may be a matter of damaged payloads."""
+    try:
+        with without_gc():
+            return writer.plan(opened, options, ranks.world)
+    except VerificationError:
+        if options.write.check_source != "none":
+            share = [*opened.catalog.tensors, *opened.catalog.objects][ranks.rank :: ranks.world]
+            threads = options.write.threads
+            ranks.together(lambda: prove_payloads(opened.files, opened.catalog, share, threads))
+        raise
+
+
+def _complete(place: Output, conversion: Conversion) -> Output:
+    """The output with its small files."""
+    beside = {**place.beside, **conversion.beside} if place.beside else {}
+    return replace(place, extra_files=conversion.extra_files, beside=beside, is_dcp=conversion.to != "hf")
+
+
+def prove_zeros(opened: Opened, conversion: Conversion) -> None:
+    """Rows that a smaller vocabulary leaves out must be zeros where nothing tells how many tokens are real.
+
+    Raises:
+        MappingError: some are not.
+    """
+    for tensor, box in conversion.must_be_zero:
+        if read_box(opened.files, conversion.catalog, tensor, box).any():
+            prove_payloads(opened.files, conversion.catalog, sorted({s.key for s in tensor.sources}), 1)
+            raise MappingError(
+                f"{tensor.key}: rows {box.start[0]} to {tensor.shape[0] - 1} would be cut off and are not zeros; "
+                "give the number of real tokens with --vocab-size if they are padding"
+            )
+
+
+def with_proven_masters(
+    opened: Opened, conversion: Conversion, options: WriteOptions, ranks: Ranks | DistributedRanks
+) -> tuple[Conversion, Masters]:
+    """The conversion, and what its masters were shown to be; one of weights does without those that are not.
+
+    Raises:
+        VerificationError, UnsupportedCheckpointError: masters that do not belong to the stored weights.
+    """
+    try:
+        return conversion, _prove_masters(opened, conversion, options, ranks)
+    except (VerificationError, UnsupportedCheckpointError) as error:
+        if conversion.without_masters is None:
+            raise
+        first, second, *_ = [*str(error).splitlines(), ""]
+    reason = f"{first} {second.strip(' -')}" if first.endswith(":") else first
+    with without_gc():
+        return conversion.without_masters(
+            f"the stored weights are written, not the masters: {reason}"
+        ), Masters("left_out")
+
+
+def _prove_masters(
+    opened: Opened, conversion: Conversion, options: WriteOptions, ranks: Ranks | DistributedRanks
+) -> Masters:
+    """Every master rounds to its stored weight; the ranks share them out.
+
+    Raises:
+        CorruptCheckpointError: some do not, as payloads are damaged.
+        VerificationError: some do not, and their payloads are what was stored.
+    """
+    mode, catalog = conversion.check_masters, conversion.catalog
+    if mode == "none" or not conversion.must_round:
+        return Masters(conversion.masters)
+    mine = conversion.must_round[ranks.rank :: ranks.world]
+
+    def check() -> tuple[int, ...]:
+        try:
+            return astuple(
+                check_masters(
+                    opened.files,
+                    catalog,
+                    mine,
+                    mode,
+                    ranks.check,
+                    options.threads,
+                    conversion.fp8_recipe,
+                    conversion.advice,
+                )
+            )
+        except VerificationError:
+            if options.check_source != "none":
+                keys = {s.key for t in mine for s in (*t.sources, *t.must_round_to)}
+                prove_payloads(opened.files, catalog, sorted(keys), options.threads)
+            raise
+
+    found = MastersReport(*map(sum, zip(*ranks.together(check), strict=True)))
+    return Masters(conversion.masters, mode, found)
+
+
+def _report(
+    source: str,
+    output: str,
+    location: Location,
+    conversion: Conversion,
+    masters: Masters,
+    written: WriteReport | None,
+) -> ConversionReport:
+    target = conversion.target
+    return ConversionReport(
+        source=source,
+        output=output,
+        iteration=conversion.iteration,
+        source_format=location.kind,
+        optimizer_layout=conversion.optimizer_layout,
+        output_format=conversion.to,
+        loader=conversion.loader,
+        architecture=conversion.architecture,
+        tensors=len(target.tensors),
+        objects=len(target.objects) + len(target.inline),
+        groups=dict(conversion.groups),
+        masters=masters,
+        dropped=target.dropped,
+        renamed=target.renamed,
+        backfilled=target.backfilled,
+        notes=target.notes,
+        job=None if conversion.job is None else conversion.job.as_json(),
+        written=written,
+        plan=plan_summary(conversion.plan),
+    )

@@ -1,0 +1,102 @@
+"""READ: the model in an opened checkpoint, one entry a format. Every command that wants a model asks here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ckpt_tools.commands.opened import Opened
+from ckpt_tools.errors import UnsupportedCheckpointError
+from ckpt_tools.megatron.fsdp_dtensor.entries import read_fsdp_source
+from ckpt_tools.megatron.fsdp_dtensor.read import fsdp_model
+from ckpt_tools.megatron.torch_dist.read import Extent, read_torch_dist
+from ckpt_tools.model.model import Model, Parameter
+
+A_KIND = {
+    "torch_dist": "already a torch_dist checkpoint",
+    "fsdp_dtensor": "already an fsdp_dtensor checkpoint",
+    "safetensors": "a Hugging Face model (use import-hf)",
+}
+"""What a source is that a converter refuses, by kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is wanted of a model; a reader passes over what its format does not have."""
+
+    optimizer: Extent = "whole"
+    ignore_keys: tuple[str, ...] = ()
+    unknown_keys: bool = False  # keys that no rule accounts for may be there, and count as dropped
+    tp: int | None = (
+        None  # tensor-parallel size that packed projections are for, where the checkpoint does not tell
+    )
+    layer_spec: str | None = None  # te or local, where the arguments do not tell
+
+
+def read_model(opened: Opened, wanted: Wanted | None = None) -> Model:
+    """The model that the checkpoint holds.
+
+    Raises:
+        UnsupportedCheckpointError: of a kind that is not read here.
+        Otherwise the errors of `read_torch_dist`, `read_fsdp_source` and `fsdp_model`.
+    """
+    kind = opened.location.kind
+    if kind not in READ:
+        raise UnsupportedCheckpointError(
+            f"{opened.location.path} is of kind {kind}; {' and '.join(READ)} checkpoints are read"
+        )
+    return READ[kind](opened, wanted or Wanted())
+
+
+def _torch_dist(opened: Opened, wanted: Wanted) -> Model:
+    return read_torch_dist(
+        opened.files,
+        opened.catalog,
+        wanted.ignore_keys,
+        opened.trust_pickle,
+        optimizer=wanted.optimizer,
+        unknown_keys=wanted.unknown_keys,
+    ).model
+
+
+def _fsdp_dtensor(opened: Opened, wanted: Wanted) -> Model:
+    """The masters stand in the place of weights: they are there without the rest of an optimizer."""
+    weights_only = wanted.optimizer != "whole"
+    source = read_fsdp_source(
+        opened.files,
+        opened.catalog,
+        opened.common,
+        wanted.ignore_keys,
+        opened.trust_pickle,
+        weights_only=weights_only,
+    )
+    return fsdp_model(source, tp=wanted.tp, layer_spec=wanted.layer_spec, weights_only=weights_only)
+
+
+READ: Mapping[str, Callable[[Opened, Wanted], Model]] = {
+    "torch_dist": _torch_dist,
+    "fsdp_dtensor": _fsdp_dtensor,
+}
+
+
+def need_kind(opened: Opened, kind: str) -> None:
+    """
+    Raises:
+        UnsupportedCheckpointError: the checkpoint is of another kind.
+    """
+    found = opened.location.kind
+    if found != kind:
+        article = "an" if kind.startswith("f") else "a"
+        raise UnsupportedCheckpointError(
+            f"{opened.location.path} is {A_KIND.get(found, found)}, not {article} {kind} checkpoint"
+        )
+
+
+def keeps_masters(model: Model) -> bool:
+    """Whether what stands in the place of some weights are their fp32 masters."""
+    return any(map(is_master, model.parameters))
+
+
+def is_master(parameter: Parameter) -> bool:
+    """Whether what stands in the place of a parameter's weight is its fp32 master."""
+    return parameter.weight.dtype == "float32" != parameter.dtype
