@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from enum import Enum
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -174,6 +175,26 @@ HfConfig = Annotated[
 MaxShardSize = Annotated[
     str, typer.Option("--max-shard-size", help="Largest file, e.g. 5GB.", rich_help_panel=_MODEL)
 ]
+Rules = Annotated[
+    Path | None,
+    typer.Option(
+        "--rules", help="YAML file with the rules of one more architecture.", rich_help_panel=_MODEL
+    ),
+]
+MtpCopies = Annotated[
+    bool,
+    typer.Option("--mtp-copies", help="Repeat embedding and head in DeepSeek's prediction layers.",
+                 rich_help_panel=_MODEL),
+]  # fmt: skip
+VocabMultiple = Annotated[
+    int,
+    typer.Option("--vocab-multiple", max=MAX_ROWS, help="Rows of the vocabulary are filled up with zeros to a "
+                 "multiple of this: make-vocab-size-divisible-by times tensor parallel size.",
+                 rich_help_panel=_MODEL),
+]  # fmt: skip
+OneIteration = Annotated[
+    int | None, typer.Option("--iteration", help="Iteration of a root, instead of its latest.")
+]
 
 Gpus = Annotated[
     int | None,
@@ -280,8 +301,23 @@ OomTraceback = Annotated[
 ]
 
 
+JOB_SIZES = (
+    "layout", "world_size", "gpus", "dp_shard", "dp_outer", "tp", "cp", "ep", "etp", "pp", "strategy",
+    "outer_strategy",
+)  # fmt: skip
+
+
+def layout_of(given: Mapping[str, Any]) -> Layout | None:
+    """The layout that the placement options ask for; None when they ask for nothing.
+
+    Raises:
+        UsageError: sizes that do not multiply to the world, or a topology Megatron-FSDP refuses.
+    """
+    return choose_layout(**{name: given[name] for name in JOB_SIZES})
+
+
 def choose_layout(
-    layout: LayoutName | None,
+    layout: str | None,
     world_size: int | None,
     gpus: int | None,
     dp_shard: int | None,
@@ -294,11 +330,7 @@ def choose_layout(
     strategy: str,
     outer_strategy: str,
 ) -> Layout | None:
-    """The layout the placement options ask for, of every command that has them; None when they ask for nothing.
-
-    Raises:
-        UsageError: sizes that do not multiply to the world, or a topology Megatron-FSDP refuses.
-    """
+    """As `layout_of`."""
     from ckpt_tools.commands.placements import Layout
     from ckpt_tools.errors import UsageError
     from ckpt_tools.sharding.topology import Topology
@@ -308,7 +340,7 @@ def choose_layout(
         raise UsageError(
             f"a job of more than {MAX_RANKS:,} ranks is asked for; is a size of the topology mistyped?"
         )
-    is_even = layout in (None, LayoutName.EVEN)
+    is_even = layout in (None, LayoutName.EVEN.value)
     if gpus is None and dp_shard is None and is_even:
         alone = (dp_outer, cp, ep, etp, pp, strategy, outer_strategy)
         if alone != (1, 1, 1, None, 1, DEFAULT_STRATEGY, DEFAULT_OUTER_STRATEGY):
@@ -324,8 +356,7 @@ def choose_layout(
     world = world_size if gpus is None else gpus
     if world is None:
         if dp_shard is None:
-            named = layout.value if layout else ""
-            raise UsageError(f"--layout {named} needs the size of the job: give --gpus or --dp-shard")
+            raise UsageError(f"--layout {layout or ''} needs the size of the job: give --gpus or --dp-shard")
         world = dp_shard * dp_outer * cp * (tp or 1) * pp
     topology = Topology.of_world(
         world,
@@ -339,7 +370,7 @@ def choose_layout(
         strategy=strategy,
         outer_strategy=outer_strategy,
     )
-    return Layout((layout or LayoutName.MFSDP_V1).value, topology, tp_given=tp is not None)
+    return Layout(layout or LayoutName.MFSDP_V1.value, topology, tp_given=tp is not None)
 
 
 def _positive(ranks: int, option: str = "--world-size") -> int:

@@ -11,7 +11,7 @@ import typer
 
 from ckpt_tools.cli import options as o
 from ckpt_tools.cli import render
-from ckpt_tools.cli.inspect import EnableMsc, TrustPickle
+from ckpt_tools.cli import table as t
 from ckpt_tools.cli.manual import page
 
 if TYPE_CHECKING:
@@ -24,7 +24,13 @@ _LISTED_NOTES = 8
 
 def register(app: typer.Typer) -> None:
     """Add this module's command to `app`."""
-    app.command(**page("plan"))(plan)
+    app.command(**page("plan"))(
+        t.with_options(
+            plan,
+            t.JOB | t.READING | {"dialect", "layer_spec", "experts", "swiglu", "weights_only", "enable_msc"},
+            {"iteration": o.OneIteration},
+        )
+    )
 
 
 def plan(
@@ -44,27 +50,7 @@ def plan(
     html: Annotated[
         Path | None, typer.Option("--html", callback=o.in_a_folder, help="Draw it as one HTML page.")
     ] = None,
-    target: o.Target = None,
-    layer_spec: o.LayerSpecOption = None,
-    experts: o.ExpertsOption = None,
-    swiglu: o.Swiglu = None,
-    weights_only: o.WeightsOnly = False,
-    layout: o.LayoutOption = None,
-    world_size: o.WorldSize = None,
-    gpus: o.Gpus = None,
-    dp_shard: o.DpShard = None,
-    dp_outer: o.DpOuter = 1,
-    tp: o.Tp = None,
-    cp: o.Cp = 1,
-    ep: o.Ep = 1,
-    etp: o.Etp = None,
-    pp: o.Pp = 1,
-    strategy: o.Strategy = o.DEFAULT_STRATEGY,
-    outer_strategy: o.OuterStrategy = o.DEFAULT_OUTER_STRATEGY,
-    iteration: Annotated[int | None, typer.Option(help="Iteration of a root, instead of its latest.")] = None,
-    ignore_keys: o.IgnoreKeys = None,
-    trust_pickle: TrustPickle = False,
-    enable_msc: EnableMsc = False,
+    **given: Any,
 ) -> None:
     """Show what a conversion to fsdp_dtensor would do: boxes, bytes and memory of every rank. Moves no byte."""
     from ckpt_tools.commands.placements import Layout
@@ -72,19 +58,8 @@ def plan(
     from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions
     from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 
-    sizes = (gpus, dp_shard, dp_outer, tp, cp, ep, etp, pp, strategy, outer_strategy)
-    wanted = TargetOptions(
-        dialect=target.value if target else None,
-        layer_spec=layer_spec.value if layer_spec else None,
-        experts=experts.value if experts else None,
-        swiglu=swiglu,
-        tp=tp,
-        weights_only=weights_only,
-    )
-    chosen = ConvertOptions(
-        target=wanted, iteration=iteration, ignore_keys=tuple(ignore_keys or ()), trust_pickle=trust_pickle
-    )
-    place = o.choose_layout(layout, world_size, *sizes) or Layout()
+    place = o.layout_of(given) or Layout()
+    chosen = t.fill(ConvertOptions, given, target=t.fill(TargetOptions, given), layout=None)
     found = plan_checkpoint(checkpoint, place, chosen, rank, tensor or ())
     _draw(found, svg, html)
     if _STDOUT in (svg, html):

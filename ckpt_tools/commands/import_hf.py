@@ -59,7 +59,6 @@ class ImportOptions(RunOptions):
     vocab_multiple: int = 128  # --make-vocab-size-divisible-by times the tensor-parallel size
     layer_spec: str | None = None  # "te" (default) or "local"
     fsdp: TargetOptions = field(default_factory=TargetOptions)
-    torch_dist: TorchDistOptions = field(default_factory=TorchDistOptions)
     layout: Layout | None = None
     iteration: int | None = None  # None: a release
 
@@ -89,9 +88,7 @@ def plan_import(opened: Opened, options: ImportOptions, world: int) -> Conversio
     _check_options(options)
     imported, model = read_huggingface(opened, options)
     if options.to == "torch_dist":
-        wanted = replace(
-            options.torch_dist, weights_only=True, layer_spec=options.layer_spec, dtype=options.dtype
-        )
+        wanted = TorchDistOptions(options.layer_spec, dtype=options.dtype, weights_only=True)
         made = write_torch_dist(model, opened, wanted, world)
     else:
         target = replace(options.fsdp, weights_only=True, layer_spec=options.layer_spec)

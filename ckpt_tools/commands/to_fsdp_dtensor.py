@@ -29,6 +29,7 @@ from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter, Rows
 from ckpt_tools.megatron.fsdp_dtensor.tensors import live_value
 from ckpt_tools.megatron.fsdp_dtensor.write import FsdpTarget, TargetOptions, build_fsdp_target, writer_tp
 from ckpt_tools.megatron.record import RECORD_FILE, TargetRecord, record_bytes
+from ckpt_tools.megatron.torch_dist.read import Extent
 from ckpt_tools.megatron.vocab import VocabChange
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.model import MASTER, WEIGHT, Model, without_optimizer
@@ -82,8 +83,8 @@ def prepare(opened: Opened, options: ConvertOptions, layout: Layout) -> Prepared
     if opened.location.kind == "fsdp_dtensor":
         return prepare_relayout(opened, options, layout)
     need_kind(opened, "torch_dist")
-    optimizer = "masters" if options.target.weights_only else "whole"
-    wanted = Wanted(optimizer, options.ignore_keys)  # type: ignore[arg-type]
+    optimizer: Extent = "masters" if options.target.weights_only else "whole"
+    wanted = Wanted(optimizer, options.ignore_keys)
     return prepare_model(read_model(opened, wanted), opened.files, options.target, layout)
 
 

@@ -74,7 +74,7 @@ def test_nvidias_spelling_of_command_and_options(tmp_path):
 def test_dry_run_writes_nothing_and_reports_the_plan(tmp_path, capsys):
     assert convert(LLAMA, tmp_path / "out", "--dry-run", "--json") == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["schema_version"] == 1
+    assert report["schema_version"] == 2
     assert report["written"] is None
     assert report["plan"]["bytes_to_write"] > 500_000
     assert os.listdir(tmp_path) == []

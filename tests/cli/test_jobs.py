@@ -287,7 +287,7 @@ def test_what_is_converted_already_stays_and_the_tracker_with_it(tmp_path, capsy
     assert (out / TRACKER).read_text() == "4"
     assert convert(source, out, "--iteration", "all", "--json") == 0
     assert json.loads(capsys.readouterr().out) == {
-        "schema_version": 1, "iterations": [], "already_there": [2, 6, 4], "failed": [],
+        "schema_version": 2, "iterations": [], "already_there": [2, 6, 4], "failed": [],
     }  # fmt: skip
     inode = (out / "iter_0000004").stat().st_ino
     assert convert(source, out, "--iteration", "all", "--overwrite") == 0
