@@ -50,8 +50,9 @@ def print_report(report: ConversionReport) -> None:
 def _source(report: ConversionReport) -> str:
     if report.source_format == "safetensors":
         return f"Hugging Face {report.architecture}"
-    layout = report.optimizer_layout or "weights only"
-    return report.source_format if layout == report.source_format else f"{report.source_format}, {layout}"
+    layout = report.optimizer_layout
+    same = layout in (None, report.source_format)
+    return report.source_format if same else f"{report.source_format}, {layout}"
 
 
 def _architecture(report: ConversionReport) -> str:

@@ -11,7 +11,8 @@ from dataclasses import astuple, dataclass, field, replace
 from typing import Generic, NamedTuple, TypeVar
 
 from ckpt_tools.commands.conversion_report import ConversionReport, Format, Masters, MastersUse
-from ckpt_tools.commands.opened import Opened
+from ckpt_tools.commands.opened import Opened, open_checkpoint
+from ckpt_tools.commands.outputs import choose_output
 from ckpt_tools.commands.target_job import TargetJob
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, VerificationError
 from ckpt_tools.execute.check_masters import MastersReport, check_masters
@@ -47,6 +48,13 @@ class SourceOptions(RunOptions):
     iteration: int | None = None
     ignore_keys: tuple[str, ...] = ()
     trust_pickle: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronOptions(SourceOptions):
+    """And how a Megatron checkpoint is published."""
+
+    tracker: bool = True  # the output's root is to name this iteration as its latest
 
 
 class CutRows(NamedTuple):
@@ -93,6 +101,16 @@ class Writer(Generic[AnyOptions]):
     open: Callable[[str, AnyOptions], Opened]
     place: Callable[[str, Location, str, AnyOptions], Output]
     plan: Callable[[Opened, AnyOptions, int], Conversion]  # the last: number of converting ranks
+
+
+def open_source(source: str, options: SourceOptions) -> Opened:
+    """The Megatron checkpoint that is meant."""
+    return open_checkpoint(source, options.iteration, options.trust_pickle)
+
+
+def like_to_like(source: str, location: Location, output: str, options: MegatronOptions) -> Output:
+    """See `choose_output`."""
+    return choose_output(source, location, output, options.overwrite, options.resume, options.tracker)
 
 
 def convert(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from ckpt_tools.commands.conversion import Conversion, Progress, SourceOptions, Writer, convert
+from ckpt_tools.commands.conversion import Conversion, Progress, SourceOptions, Writer, convert, open_source
 from ckpt_tools.commands.conversion_report import ConversionReport
 from ckpt_tools.commands.export_source import ExportSource, read_export_source
 from ckpt_tools.commands.hf_parts import (
@@ -19,7 +19,7 @@ from ckpt_tools.commands.hf_parts import (
     read_assets,
     read_config,
 )
-from ckpt_tools.commands.opened import Opened, open_checkpoint
+from ckpt_tools.commands.opened import Opened
 from ckpt_tools.commands.outputs import output_directory, refuse_overlap
 from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.run import Output
@@ -182,8 +182,4 @@ def _place(source: str, location: Location, output: str, options: ExportOptions)
     return Output(output_directory(output), overwrite=options.overwrite, resume=options.resume)
 
 
-TO_HF = Writer(
-    open=lambda source, options: open_checkpoint(source, options.iteration, options.trust_pickle),
-    place=_place,
-    plan=plan_export,
-)
+TO_HF = Writer(open=open_source, place=_place, plan=plan_export)

@@ -8,8 +8,11 @@ from pathlib import Path
 from ckpt_tools.credentials import hidden
 from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.run import Output
+from ckpt_tools.formats.container import read_small_file
 from ckpt_tools.formats.detect import TRACKER, Location
+from ckpt_tools.formats.files import Files
 from ckpt_tools.formats.pickling import dump_archive
+from ckpt_tools.megatron.bridge import BRIDGE_FILES
 from ckpt_tools.model.target import TargetObject
 
 
@@ -73,6 +76,11 @@ def place_parts(location: str) -> tuple[str, ...]:
         return Path(path).resolve().parts
     scheme, _, rest = path.partition("://")
     return (scheme, *filter(None, rest.split("/")))
+
+
+def read_bridge_files(files: Files) -> dict[str, bytes]:
+    """The files that Bridge keeps beside the tensors, as they are; none in a checkpoint of another program."""
+    return {name: read_small_file(files, name) for name in BRIDGE_FILES if files.exists(name)}
 
 
 MAX_DIGITS = 18  # of an iteration

@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckpt_tools.commands.opened import Opened
+from ckpt_tools.commands.outputs import read_bridge_files
 from ckpt_tools.commands.placements import Layout, source_model
 from ckpt_tools.commands.prepared import Prepared
 from ckpt_tools.commands.target_job import TargetJob, need_tp, said_tp
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats.container import read_archive, read_small_file
+from ckpt_tools.formats.container import read_archive
 from ckpt_tools.formats.detect import Location
 from ckpt_tools.formats.files import Files
-from ckpt_tools.megatron.bridge import BRIDGE_FILES
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.fsdp_dtensor.entries import read_fsdp_source
 from ckpt_tools.megatron.fsdp_dtensor.regroup import Relayout, build_relayout
@@ -52,17 +52,15 @@ def prepare_relayout(opened: Opened, options: ConvertOptions, layout: Layout) ->
     args = common.args or common.model_config
     rows = vocabulary(((t.name, t.shape) for t in source.tensors), args, old.tokens)
     return Prepared(
-        old.target,
-        source.catalog,
-        built.target,
-        lambda: source_model(source, _style(common, options)),
-        lambda: stored_archives(opened.files, built),
-        TargetJob(replace(old, tp=tp), packed, rows),
-        lambda: {
-            name: read_small_file(opened.files, name) for name in BRIDGE_FILES if opened.files.exists(name)
-        },
-        "as_stored" if source.has_optimizer else "none",
-        "fsdp_dtensor" if source.has_optimizer else None,
+        loader=old.target,
+        catalog=source.catalog,
+        target=built.target,
+        model=lambda: source_model(source, _style(common, options)),
+        archives=lambda: stored_archives(opened.files, built),
+        job=TargetJob(replace(old, tp=tp), packed, rows),
+        small_files=lambda: read_bridge_files(opened.files),
+        masters="as_stored" if source.has_optimizer else "none",
+        optimizer_layout="fsdp_dtensor" if source.has_optimizer else None,
     )
 
 
@@ -94,15 +92,15 @@ def refuse_changes(location: Location, options: ConvertOptions) -> None:
         )
 
 
-def need_other_job(opened: Opened, options: ConvertOptions) -> None:
+def need_other_job(location: Location, options: ConvertOptions) -> None:
     """
     Raises:
         UsageError: no job is named, so that nothing would change.
     """
-    refuse_changes(opened.location, options)
+    refuse_changes(location, options)
     if options.layout is None and options.target.tp is None:
         raise UsageError(
-            f"nothing to convert: {opened.location.path} is an fsdp_dtensor checkpoint already, and no other job is "
+            f"nothing to convert: {location.path} is an fsdp_dtensor checkpoint already, and no other job is "
             "named. Give its size to lay the checkpoint out for it (--gpus or --dp-shard, --tp, --world-size), or "
             "another format with --to"
         )

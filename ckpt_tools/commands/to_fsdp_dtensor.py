@@ -6,19 +6,26 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from ckpt_tools.commands.conversion import Conversion, CutRows, Progress, SourceOptions, Writer, convert
+from ckpt_tools.commands.conversion import (
+    Conversion,
+    CutRows,
+    MegatronOptions,
+    Progress,
+    Writer,
+    convert,
+    like_to_like,
+    open_source,
+)
 from ckpt_tools.commands.conversion_report import ConversionReport
-from ckpt_tools.commands.opened import Opened, open_checkpoint
-from ckpt_tools.commands.outputs import choose_output, object_archives
+from ckpt_tools.commands.opened import Opened
+from ckpt_tools.commands.outputs import object_archives, read_bridge_files
 from ckpt_tools.commands.placements import Layout, target_model
 from ckpt_tools.commands.prepared import Prepared
 from ckpt_tools.commands.read_model import Wanted, need_kind, read_model
 from ckpt_tools.commands.relayout import need_other_job, prepare_relayout
 from ckpt_tools.commands.target_job import TargetJob, need_tp, said_tp
-from ckpt_tools.formats.container import read_small_file
 from ckpt_tools.formats.files import Files
 from ckpt_tools.megatron.bridge import (
-    BRIDGE_FILES,
     LATEST_TRAIN_STATE,
     RUN_CONFIG,
     TRAIN_STATE,
@@ -37,13 +44,12 @@ from ckpt_tools.model.target import TargetTensor
 
 
 @dataclass(frozen=True, slots=True)
-class ConvertOptions(SourceOptions):
+class ConvertOptions(MegatronOptions):
     """What a user may decide about a conversion; the defaults let the checkpoint decide."""
 
     target: TargetOptions = field(default_factory=TargetOptions)
     layout: Layout | None = None  # None: rows over the ranks that convert
     check_masters: str = "sample"  # sample, all or none
-    tracker: bool = True  # the output's root is to name this iteration as its latest
 
 
 def convert_to_fsdp_dtensor(
@@ -55,7 +61,7 @@ def convert_to_fsdp_dtensor(
 ) -> ConversionReport:
     """Convert the `torch_dist` checkpoint at `source` and publish it at `output`; called on every rank.
 
-    A source that is `fsdp_dtensor` already is laid out anew (see `relayout`).
+    A source that is `fsdp_dtensor` already is laid out anew (see `relayout.py`).
 
     Raises:
         UsageError: options that contradict each other, or an output that cannot be taken.
@@ -70,7 +76,7 @@ def convert_to_fsdp_dtensor(
 def plan_fsdp_dtensor(opened: Opened, options: ConvertOptions, world: int) -> Conversion:
     """Everything up to the first byte; `world` processes convert."""
     if opened.location.kind == "fsdp_dtensor":
-        need_other_job(opened, options)
+        need_other_job(opened.location, options)
     layout = options.layout or Layout(world=world)
     return planned(opened, prepare(opened, options, layout), options, layout)
 
@@ -107,19 +113,19 @@ def prepare_model(model: Model, files: Files, options: TargetOptions, layout: La
         return prepare_model(without_optimizer(model, note), files, options, layout)
 
     return Prepared(
-        built.dialect.name,
-        model.catalog,
-        built.target,
-        lambda: target_model(built),
-        lambda: object_archives(built.target.objects),
-        job,
-        lambda: _small_files(built, model, files),
-        "written" if written else "left_out" if left_out else "none",
-        model.optimizer_layout,
-        dict(sorted(Counter(m.group for m in built.memberships.values()).items())),
-        model.settings.fp8_recipe,
-        tuple(_cut_rows(built.vocab)),
-        without_masters if options.weights_only else None,
+        loader=built.dialect.name,
+        catalog=model.catalog,
+        target=built.target,
+        model=lambda: target_model(built),
+        archives=lambda: object_archives(built.target.objects),
+        job=job,
+        small_files=lambda: _small_files(built, model, files),
+        masters="written" if written else "left_out" if left_out else "none",
+        optimizer_layout=model.optimizer_layout,
+        groups=dict(sorted(Counter(m.group for m in built.memberships.values()).items())),
+        fp8_recipe=model.settings.fp8_recipe,
+        must_be_zero=tuple(_cut_rows(built.vocab)),
+        without_masters=without_masters if options.weights_only else None,
     )
 
 
@@ -132,12 +138,12 @@ def planned(opened: Opened, prepared: Prepared, options: ConvertOptions, layout:
 
     small = prepared.small_files()
     return Conversion(
-        "fsdp_dtensor",
-        prepared.loader,
-        opened.location.iteration,
-        prepared.catalog,
-        prepared.target,
-        prepared.lay_out(layout),
+        to="fsdp_dtensor",
+        loader=prepared.loader,
+        iteration=opened.location.iteration,
+        catalog=prepared.catalog,
+        target=prepared.target,
+        plan=prepared.lay_out(layout),
         extra_files=small | {RECORD_FILE: record_bytes(prepared.job.record)},
         beside={LATEST_TRAIN_STATE: small[TRAIN_STATE]} if TRAIN_STATE in small else {},
         job=prepared.job,
@@ -159,7 +165,7 @@ def _small_files(built: FsdpTarget, model: Model, files: Files) -> dict[str, byt
     """
     if built.dialect.name != "bridge":
         return {}
-    kept = {name: read_small_file(files, name) for name in BRIDGE_FILES if files.exists(name)}
+    kept = read_bridge_files(files)
     if RUN_CONFIG in kept:
         kept[RUN_CONFIG] = fsdp_run_config(kept[RUN_CONFIG])
     return {TRAIN_STATE: train_state_file(model.common.values, model.common.args)} | kept
@@ -186,10 +192,4 @@ def membership_map(built: FsdpTarget) -> Mapping[str, int]:
     return {f"model.module.{name}": m.group for name, m in built.memberships.items()}
 
 
-TO_FSDP_DTENSOR = Writer(
-    open=lambda source, options: open_checkpoint(source, options.iteration, options.trust_pickle),
-    place=lambda source, location, output, options: choose_output(
-        source, location, output, options.overwrite, options.resume, options.tracker
-    ),
-    plan=plan_fsdp_dtensor,
-)
+TO_FSDP_DTENSOR = Writer(open=open_source, place=like_to_like, plan=plan_fsdp_dtensor)

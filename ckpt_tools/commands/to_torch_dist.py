@@ -7,17 +7,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
-from ckpt_tools.commands.conversion import Conversion, Progress, SourceOptions, Writer, convert
+from ckpt_tools.commands.conversion import (
+    Conversion,
+    MegatronOptions,
+    Progress,
+    Writer,
+    convert,
+    like_to_like,
+    open_source,
+)
 from ckpt_tools.commands.conversion_report import ConversionReport
 from ckpt_tools.commands.opened import Opened, open_checkpoint
-from ckpt_tools.commands.outputs import choose_output, object_archives
+from ckpt_tools.commands.outputs import object_archives, read_bridge_files
 from ckpt_tools.commands.read_model import Wanted, keeps_masters, need_kind, read_model
 from ckpt_tools.commands.target_job import TargetJob
 from ckpt_tools.errors import MappingError
-from ckpt_tools.formats.container import read_small_file
 from ckpt_tools.formats.detect import METADATA_JSON
 from ckpt_tools.formats.pickling import dump_archive
-from ckpt_tools.megatron.bridge import BRIDGE_FILES
 from ckpt_tools.megatron.common_state import COMMON_FILE
 from ckpt_tools.megatron.record import RECORD_FILE, record_bytes
 from ckpt_tools.megatron.torch_dist.read import Extent
@@ -38,12 +44,11 @@ EXTRA_STATE = "*._extra_state/shard_*"
 
 
 @dataclass(frozen=True, slots=True)
-class ToTorchDistOptions(SourceOptions):
+class ToTorchDistOptions(MegatronOptions):
     """What a user may decide about a conversion; the defaults let the checkpoint decide."""
 
     target: TorchDistOptions = field(default_factory=TorchDistOptions)
     extra_state_template: str | None = None  # a torch_dist checkpoint of the same model
-    tracker: bool = True  # the output's root is to name this iteration as its latest
 
 
 def convert_to_torch_dist(
@@ -80,8 +85,6 @@ def write_torch_dist(model: Model, opened: Opened, options: TorchDistOptions, wo
     """The model as `torch_dist`: a chunk for every layer and expert, written by `world` processes."""
     built = build_torch_dist_target(model, options)
     archives = object_archives(built.target.objects)
-    files = opened.files
-    kept = {name: read_small_file(files, name) for name in BRIDGE_FILES if files.exists(name)}
     return Conversion(
         "torch_dist",
         built.record.target or "main",
@@ -89,7 +92,7 @@ def write_torch_dist(model: Model, opened: Opened, options: TorchDistOptions, wo
         model.catalog,
         built.target,
         build_plan(model.catalog, built.target, slice_placement(world), world, archives),
-        extra_files=kept
+        extra_files=read_bridge_files(opened.files)
         | {
             METADATA_JSON: METADATA_JSON_BYTES,
             COMMON_FILE: dump_archive(built.common),
@@ -140,10 +143,4 @@ def slice_placement(world: int) -> Placement:
     return place
 
 
-TO_TORCH_DIST = Writer(
-    open=lambda source, options: open_checkpoint(source, options.iteration, options.trust_pickle),
-    place=lambda source, location, output, options: choose_output(
-        source, location, output, options.overwrite, options.resume, options.tracker
-    ),
-    plan=plan_torch_dist,
-)
+TO_TORCH_DIST = Writer(open=open_source, place=like_to_like, plan=plan_torch_dist)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 
 import torch
 
+from ckpt_tools.commands.export_hf import export_hf
+from ckpt_tools.commands.import_hf import ImportOptions, import_hf
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
+from ckpt_tools.formats.detect import locate
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from tests.commands import oracle
 from tests.conftest import DATA, fixture_dir
@@ -64,3 +68,15 @@ def test_a_megatron_lm_source_gets_the_progress_bridge_asks_for(tmp_path):
     args = vars(oracle.item(tmp_path / "out" / "iter_0000002", "args"))
     assert state["step"] == 2
     assert state["consumed_train_samples"] == args["consumed_train_samples"] > 0
+
+
+def test_an_import_for_bridge_has_the_progress_that_bridge_asks_for(tmp_path):
+    """Without a train_state.pt, and its copy in the root, Bridge does not find the checkpoint."""
+    export_hf(str(DATA / "core019_llama_tp2_fully_reshardable"), str(tmp_path / "hf"))
+    options = ImportOptions(to="fsdp_dtensor", fsdp=TargetOptions(dialect="bridge"), iteration=7)
+    report = import_hf(str(tmp_path / "hf"), str(tmp_path / "run"), options)
+    assert (report.loader, report.iteration, report.architecture) == ("bridge", 7, "LlamaForCausalLM")
+    state = (tmp_path / "run" / "iter_0000007" / "train_state.pt").read_bytes()
+    assert (tmp_path / "run" / "latest_train_state.pt").read_bytes() == state
+    assert int(torch.load(io.BytesIO(state))["step"]) == 7
+    assert locate(str(tmp_path / "run")).iteration == 7

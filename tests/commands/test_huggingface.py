@@ -298,3 +298,21 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (report["loader"], report["architecture"]) == ("transformers", "LlamaForCausalLM")
     assert {array.dtype for array in tensors_of(Path(out)).values()} == {np.dtype(np.float16)}
     assert run(["export-hf", run_dir, out, "-q"]) == 2  # the output is not empty
+
+
+def test_convert_to_hf_is_export_hf(tmp_path: Path) -> None:
+    """The same bytes, and the same report but for the place and what was measured."""
+    source, reports = str(DATA / "core019_llama_tp2_fully_reshardable"), []
+    for words in (["export-hf", source, "a"], ["convert", source, "b", "--to", "hf"]):
+        words[2], file = str(tmp_path / words[2]), tmp_path / "report.json"
+        assert (
+            run([*words, "--dtype", "float32", "--max-shard-size", "60KB", "-q", "--report", str(file)]) == 0
+        )
+        report = json.loads(file.read_bytes())
+        for measured in ("seconds", "peak_rss_bytes"):
+            del report["written"][measured]
+        del report["output"]
+        reports.append(report)
+    assert reports[0] == reports[1]
+    made = [{p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("a", "b")]
+    assert made[0] == made[1] and "model.safetensors.index.json" in made[0]
