@@ -10,7 +10,8 @@ from typing import Any
 
 from ckpt_tools.catalog.dcp import read_catalog
 from ckpt_tools.catalog.detect import TRACKER, Location, locate
-from ckpt_tools.catalog.files import Files, open_files
+from ckpt_tools.catalog.documents import DocumentError, read_named_file
+from ckpt_tools.catalog.files import Files, LocalFiles, open_files
 from ckpt_tools.catalog.model import Catalog
 from ckpt_tools.catalog.safetensors import read_safetensors_catalog
 from ckpt_tools.errors import (
@@ -20,6 +21,7 @@ from ckpt_tools.errors import (
     UnsupportedCheckpointError,
     UsageError,
 )
+from ckpt_tools.execute.access import write_report
 from ckpt_tools.megatron.common_state import CommonState, read_common_state
 from ckpt_tools.megatron.optimizer_layouts.kinds import optimizer_layout
 from ckpt_tools.megatron.optimizer_layouts.reader import coalesced_buffers
@@ -39,6 +41,8 @@ from ckpt_tools.verify.structure import (
     check_shards,
     check_tiling,
 )
+
+MAX_MANIFEST_BYTES = 256 << 20  # a million tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,10 +237,10 @@ def _read_manifest(options: VerifyOptions) -> object:
     if path is None:
         return None
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(read_named_file(path, MAX_MANIFEST_BYTES))
     except FileNotFoundError:
         raise UsageError(f"there is no manifest {path}; --write-manifest {path} makes one") from None
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, DocumentError) as error:
         raise UsageError(f"{path} is not a manifest ({error})") from None
     except OSError as error:
         raise StorageError(f"{path}: {error.strerror or error}") from error
@@ -256,7 +260,8 @@ def _manifest(
     found.looked_at = len(made["files"]) + len(made["tensors"])
     check = found.done() if options.manifest is None else check_manifest(stored, made)
     if options.write_manifest is not None and is_valid and not check.errors:
-        options.write_manifest.write_text(json.dumps(made, indent=1) + "\n")
+        source = Path(files.location) if isinstance(files, LocalFiles) else None
+        write_report(options.write_manifest, (json.dumps(made, indent=1) + "\n").encode(), source)
     return check
 
 

@@ -286,6 +286,8 @@ def choose_vocab(
         return VocabChange(parameters, (), 0, ())
     if rows < 1:
         raise UsageError(f"--vocab-size-padded {rows}: at least one row is needed")
+    if options.vocab_size is not None and options.vocab_size < 1:
+        raise UsageError(f"--vocab-size {options.vocab_size}: at least one token is needed")
     told = max(told_tokens(source.args or source.model_config), default=None)
     if options.vocab_size is not None or told is None or rows < told:
         return resize_vocab(parameters, rows, options.vocab_size)

@@ -119,3 +119,15 @@ def test_a_group_that_may_not_be_given_gets_nothing(
     (tmp_path / "source").chmod(0o750)
     write_checkpoint(case.plan(2), case.files, Output(tmp_path / "out"))
     assert mode(tmp_path / "out") == 0o700
+
+
+@root_only
+def test_a_tracker_gets_the_group_that_its_folder_hands_down(case: Case, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    os.chown(run, -1, GROUP)
+    run.chmod(0o2755)
+    write_checkpoint(case.plan(2), case.files, Output(run / "iter", {TRACKER: b"1"}))
+    assert {path.stat().st_gid for path in (run / TRACKER, run / "iter", *(run / "iter").iterdir())} == {
+        GROUP
+    }
