@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_tools.catalog.detect import TRACKER
+from ckpt_tools.catalog.files import open_files
 from ckpt_tools.execute import access
 from ckpt_tools.execute.run import Output, write_checkpoint
 from tests.execute.conftest import Case
@@ -63,7 +64,8 @@ def test_private_files_in_an_open_directory_stay_private(case: Case, tmp_path: P
         path.chmod(0o600)
     (tmp_path / "source").chmod(0o775)
     os.umask(0o002)
-    write_checkpoint(case.plan(2), case.files, Output(tmp_path / "out"))
+    files = open_files(case.files.location)  # as it is now
+    write_checkpoint(case.plan(2), files, Output(tmp_path / "out"))
     assert mode(tmp_path / "out") == 0o775
     assert modes(tmp_path / "out") == {0o600}
 
