@@ -24,11 +24,11 @@ import threading
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tools.catalog.files import Files
+from ckpt_tools.catalog.files import Files, open_files
 from ckpt_tools.catalog.store import CONNECTIONS, Retry, Store
 from ckpt_tools.errors import CkptError, CorruptCheckpointError, UsageError
 from ckpt_tools.execute.dcp_metadata import metadata_bytes
@@ -39,6 +39,7 @@ from ckpt_tools.execute.prove import ProofReport
 from ckpt_tools.execute.publish import Found
 from ckpt_tools.execute.ranks import DistributedRanks, Ranks
 from ckpt_tools.execute.run import prove_source
+from ckpt_tools.execute.shards import prove_uploaded
 from ckpt_tools.execute.source import SourceReader
 from ckpt_tools.execute.stream import Pump
 from ckpt_tools.execute.work import Progress, tile_bytes
@@ -294,6 +295,8 @@ class RemoteJob:
             check_as_opened(self._files)
             metadata = metadata_bytes(self._plan) if output.is_dcp else b""
             self._check_marker()
+            with closing(open_files(str(output.directory))) as there:
+                prove_uploaded(self._plan, there)
             for name, data in output.extra_files.items():
                 store.put(name, data)
             self._check_marker()  # a run that lost says so, not which of its files are gone
