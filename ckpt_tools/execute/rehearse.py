@@ -91,20 +91,32 @@ def _look(plan: Plan, files: Files, output: Output, options: WriteOptions) -> No
     above, present = _nearest(final.parent), 0
     with ExitStack() as opened, storage_errors(above):
         parent = opened.enter_context(Folder.named(above))
-        stands = None
-        if above == final.parent and parent.exists(partial_of(final).name):
-            partial = opened.enter_context(parent.enter(partial_of(final).name))
-            _check_lock(final, partial)
-            if partial.exists(REPLACED) and not parent.exists(final.name):
-                stands = partial.path / REPLACED
-            present = _present(plan, files, output, partial)
-        check_final(parent, final, output.overwrite, stands)
+        if above == final.parent:
+            present = _check_place(plan, files, output, parent)
         if not os.access(above, os.W_OK | os.X_OK):
             raise PermissionError(13, os.strerror(13))
         _check_names(above, final)
         check_space(parent, final, plan.bytes_to_write - present)
     if options.direct:
         _check_direct(above)
+
+
+def _check_place(plan: Plan, files: Files, output: Output, parent: Folder) -> int:
+    """Bytes that are set aside already in the output's parent, if nothing there stands in the way.
+
+    Raises:
+        UsageError: something does.
+    """
+    final, stands, present = Path(output.directory), None, 0
+    with ExitStack() as opened:
+        if parent.exists(partial_of(final).name):
+            partial = opened.enter_context(parent.enter(partial_of(final).name))
+            _check_lock(final, partial)
+            if partial.exists(REPLACED) and not parent.exists(final.name):
+                stands = partial.path / REPLACED
+            present = _present(plan, files, output, partial)
+        check_final(parent, final, output.overwrite, stands)
+    return present
 
 
 def _present(plan: Plan, files: Files, output: Output, partial: Folder) -> int:

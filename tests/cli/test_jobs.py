@@ -179,6 +179,12 @@ def test_a_dry_run_fails_where_the_run_would(obstacle, words, code, message, tmp
     assert told[0] == told[1]
 
 
+def test_what_has_the_outputs_name_one_folder_up_is_not_in_its_way(tmp_path):
+    (tmp_path / ITERATION).write_text("x")
+    for dry in (["--dry-run"], []):
+        assert convert(LLAMA, tmp_path / "new", *dry) == 0
+
+
 @pytest.mark.parametrize(
     ("name", "code", "message"),
     [
