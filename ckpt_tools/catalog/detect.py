@@ -89,7 +89,7 @@ def iteration_folders(names: Iterable[str]) -> list[tuple[str, int]]:
 
 
 def _check_folder(path: str) -> None:
-    """Refuse what is no folder, with the closest existing name."""
+    """Refuse what is not a folder, with the closest existing name."""
     folder = Path(path)
     if folder.is_dir():
         return

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
 MARKER = ".ckpt_tools-partial"
 _PART_BYTES = 16 << 20  # of a multipart upload; held in memory by every thread
+_MARKER_BYTES = 256 << 20  # it tells of every file of the source
 _MAX_PARTS = 9000  # S3 allows 10,000
 _WATCH_SECONDS = 0.1
 _LEAVING = Retry(attempts=1, patience=5.0)  # a run that failed tidies up, but waits for nobody
@@ -123,7 +124,10 @@ class RemoteJob:
         plan, store, location = self._plan, self._store, self._files.location
         self._source_state = fingerprint(self._files, plan)
         present = store.sizes()
-        header = self._marker() if self._output.resume and MARKER in present else None
+        goes_on = self._output.resume and MARKER in present
+        if goes_on and (present[MARKER] or 0) > _MARKER_BYTES:
+            raise self._not_a_marker()
+        header = self._marker() if goes_on else None
         if header and header.get("digest") is None and self._output.overwrite:
             header = None  # stopped while the old files were being deleted: no work to go on from
         if header is not None:
@@ -218,10 +222,13 @@ class RemoteJob:
         except ValueError:
             found = None
         if not isinstance(found, dict):
-            raise UsageError(
-                f"{self._store.where(MARKER)} was not written by this version. Start anew with --overwrite."
-            )
+            raise self._not_a_marker()
         return found
+
+    def _not_a_marker(self) -> UsageError:
+        return UsageError(
+            f"{self._store.where(MARKER)} was not written by this version. Start anew with --overwrite."
+        )
 
     def _check_marker(self) -> None:
         """Go on as long as the output is this run's.

@@ -1,7 +1,7 @@
 """The settings that rules calculate with are of the kind that Megatron takes.
 
 A command line is typed by its parser. YAML files and stored arguments are not: there a size can be a word, or so
-large that it is none of a model's. What is wrong is named once, and the rules go on without it.
+large that no model has it. What is wrong is named once, and the rules go on without it.
 """
 
 from __future__ import annotations
