@@ -16,7 +16,13 @@ from ckpt_tools.commands.hf_parts import (
     unread_notes,
     without_frequencies,
 )
-from ckpt_tools.commands.outputs import ConversionReport, object_archives, output_directory, refuse_overlap
+from ckpt_tools.commands.outputs import (
+    MAX_DIGITS,
+    ConversionReport,
+    object_archives,
+    output_directory,
+    refuse_overlap,
+)
 from ckpt_tools.commands.placements import Layout
 from ckpt_tools.commands.target_job import TargetJob
 from ckpt_tools.commands.to_fsdp_dtensor import Progress, build_target, make_plan
@@ -176,6 +182,8 @@ def _check_options(options: ImportOptions) -> None:
         raise UsageError(f"--dtype {options.dtype}: weights can be written as {', '.join(sorted(CASTABLE))}")
     if options.vocab_multiple < 1:
         raise UsageError(f"--vocab-multiple {options.vocab_multiple}: at least one row")
+    if options.iteration is not None and not 0 <= options.iteration < 10**MAX_DIGITS:
+        raise UsageError(f"--iteration {options.iteration}: a number from 0 of at most {MAX_DIGITS} digits")
 
 
 def _plan_torch_dist(model: Model, imported: Imported, options: ImportOptions, world: int) -> PlannedImport:

@@ -33,6 +33,7 @@ from ckpt_tools.verify.job import (
 from ckpt_tools.verify.load_rules import RULES
 from ckpt_tools.verify.place import check_entries
 from ckpt_tools.verify.report import ERROR, WARNING, Check, Finding, Report
+from ckpt_tools.verify.settings import checked_settings
 
 _ENVIRONMENT = "unset CUDA_DEVICE_MAX_CONNECTIONS"
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -97,7 +98,8 @@ def preflight(
             start = launch(replace(about, job=Job(sizes, program=program)), _load_path(opened))
             job = parse_command(start.words, program)
         facts = replace(about, job=with_checkpoint_args(job or Job(program=program), about.args))
-        checks = [_flags_check(facts.job)] if job is not None else []
+        facts, settings = checked_settings(facts)
+        checks = [_flags_check(facts.job), settings] if job is not None else []
         checks += [run_rule(rule, facts) for rule in RULES if _applies(rule, facts, job is not None)]
         checks += _stored_checks(opened)
         report = Report(opened.location.path, opened.location.kind, tuple(checks))
@@ -105,13 +107,8 @@ def preflight(
 
 
 def run_rule(rule: Rule, facts: Facts) -> Check:
-    """The verdict of one rule; settings that it cannot compare are not what Megatron takes."""
-    try:
-        found = rule.broken(facts)
-    except (TypeError, ValueError, ArithmeticError) as error:
-        found = (
-            f"the settings cannot be judged ({error}): one has a type or value that Megatron does not take"
-        )
+    """The verdict of one rule on facts whose settings are sound (`checked_settings`)."""
+    found = rule.broken(facts)
     findings = () if found is None else (Finding(rule.name, rule.severity, found, rule.why, rule.fix),)
     return Check(rule.name, "rules", 1, findings, source=rule.where)
 

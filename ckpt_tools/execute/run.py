@@ -15,7 +15,7 @@ from ckpt_tools.errors import CkptError, Interrupted, StorageError, Terminated, 
 from ckpt_tools.execute.fileio import check_direct, storage_errors, write_all
 from ckpt_tools.execute.finished import is_written
 from ckpt_tools.execute.folders import opened
-from ckpt_tools.execute.journal import check_unchanged, fingerprint
+from ckpt_tools.execute.journal import check_as_opened, check_unchanged, fingerprint
 from ckpt_tools.execute.opened_shards import prove_shards
 from ckpt_tools.execute.proof import SourceProof
 from ckpt_tools.execute.prove import ProofReport, prove_rest
@@ -243,7 +243,7 @@ class _Job:
 
     def _begin(self, found: Found) -> str:
         """Rank 0 makes the files in full length."""
-        self._source_state = fingerprint(self._files, self._plan.source_files)
+        self._source_state = fingerprint(self._files, self._plan)
         if found is Found.PUBLISHED:
             return found.name
         if self._options.direct:
@@ -305,8 +305,9 @@ class _Job:
             return
         staging, output, sync = self._staging, self._output, self._options.fsync
         if found not in (Found.PUBLISHED.name, Found.FINISHED.name):
-            after = fingerprint(self._files, self._plan.source_files)
+            after = fingerprint(self._files, self._plan)
             check_unchanged(self._source_state, after, self._files.location)
+            check_as_opened(self._files)
             prove_shards(self._plan, staging.data)
             for name, data in output.extra_files.items():
                 staging.write_file(name, data, sync)

@@ -56,8 +56,10 @@ def locate(path: str, iteration: int | None = None) -> Location:
         CorruptCheckpointError: the tracker file or `metadata.json` is damaged.
         UsageError: the path does not say which of several iterations is meant, or contradicts `iteration`.
     """
+    if iteration is not None and iteration < 0:
+        raise UsageError(f"--iteration {iteration}: iterations are counted from 0")
     path = hidden(path)
-    if "://" not in path:
+    if path and "://" not in path:
         _check_folder(path)
     path = snapshot_of(path)
     files = open_files(path)
@@ -87,7 +89,7 @@ def iteration_folders(names: Iterable[str]) -> list[tuple[str, int]]:
 
 
 def _check_folder(path: str) -> None:
-    """Refuse what is no folder, with the closest existing name."""
+    """Refuse what is not a folder, with the closest existing name."""
     folder = Path(path)
     if folder.is_dir():
         return

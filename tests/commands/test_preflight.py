@@ -372,7 +372,7 @@ def test_weights_alone(tmp_path, target):
 
 
 def test_a_size_beyond_all_machines_is_answered_at_once():
-    found = broken([*GOOD, "--tensor-model-parallel-size", str(10**15)])
+    found = broken([*GOOD, "--tensor-model-parallel-size", str(10**12)])
     assert found["rng-entries"][1].startswith(
         "no rng state for tensor parallel ranks [2, 3, 4, 5, 6, 7, 8, 9] of"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_tools.cli.reports import source_checksums
+from ckpt_tools.commands import to_fsdp_dtensor
 from ckpt_tools.commands.export_hf import ExportOptions, export_hf
 from ckpt_tools.commands.import_hf import import_hf
 from ckpt_tools.commands.modify import modify_state_dict
@@ -243,3 +245,36 @@ def test_a_rank_proves_what_it_reads_whole(tmp_path: Path) -> None:
         [sys.executable, "-c", LOADED, str(source)], capture_output=True, text=True, check=True
     )
     assert done.stdout.startswith(f"4 {key}: the payload of the item at byte ")
+
+
+def replaced(file: Path) -> None:
+    """Another file of the same name, content and times."""
+    copy = file.with_name("copy")
+    shutil.copy2(file, copy)
+    copy.rename(file)
+
+
+def rewritten(file: Path) -> None:
+    """The same file, of the same length and modification time."""
+    status = file.stat()
+    file.write_bytes(file.read_bytes())
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+@pytest.mark.parametrize("change", [replaced, rewritten, Path.unlink])
+@pytest.mark.parametrize("name", [".metadata", "common.pt"])
+@pytest.mark.parametrize("step", ["build_target", "rehearse"])
+def test_a_source_that_is_described_anew_meanwhile_is_a_mix(name, change, step, tmp_path, monkeypatch):
+    """What describes a checkpoint is read first: it may change before and after a plan was made of it."""
+    source = Path(shutil.copytree(fixture_dir("core016_llama_tp2_fully_reshardable"), tmp_path / "source"))
+    (folder,) = source.glob("iter_*")
+    real = getattr(to_fsdp_dtensor, step)
+
+    def changing(*args: object, **named: object) -> object:
+        change(folder / name)
+        return real(*args, **named)
+
+    monkeypatch.setattr(to_fsdp_dtensor, step, changing)
+    with pytest.raises(CorruptCheckpointError, match=f"{re.escape(name)}.* changed while the conversion ran"):
+        to_fsdp()(str(source), str(tmp_path / "out"), WriteOptions())
+    assert not list(tmp_path.glob("out/iter_*"))

@@ -275,6 +275,8 @@ def choose_vocab(model: Model, options: TargetOptions, parameters: list[LivePara
         return VocabChange(parameters, (), 0, ())
     if rows < 1:
         raise UsageError(f"--vocab-size-padded {rows}: at least one row is needed")
+    if options.vocab_size is not None and options.vocab_size < 1:
+        raise UsageError(f"--vocab-size {options.vocab_size}: at least one token is needed")
     told = max(told_tokens(model.common.args or model.common.model_config), default=None)
     if options.vocab_size is not None or told is None or rows < told:
         return resize_vocab(parameters, rows, options.vocab_size)

@@ -29,7 +29,12 @@ _EXPERTS = ("num_experts", "num_moe_experts", "num_local_experts", "n_routed_exp
 _HEADS = ("num_attention_heads", "num_key_value_heads", "num_query_groups")
 _POSITIVE = ("num_hidden_layers", "num_layers", "hidden_size", "head_dim", "kv_channels", "ffn_hidden_size",
              "intermediate_size")  # fmt: skip
+_COUNTS = ("num_experts_per_tok", "moe_router_topk", "n_shared_experts", "moe_intermediate_size",
+           "moe_ffn_hidden_size", "shared_expert_intermediate_size",
+           "moe_shared_expert_intermediate_size")  # fmt: skip
 _BOUNDS = (
+    (_COUNTS, 0, MAX_SIZE),
+    (("decoder_sparse_step",), 1, MAX_LAYERS),
     (_LAYERS, 0, MAX_LAYERS),
     (_EXPERTS, 0, MAX_EXPERTS),
     (_HEADS, 1, MAX_HEADS),
