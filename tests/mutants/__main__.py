@@ -1,0 +1,179 @@
+"""Tries wrong lines by hand: `python -m tests.mutants --rooms execute,megatron --count 150 --seed 1`.
+
+Sites are drawn by room and kind of mistake; each mutant runs against the tests that cover its line, in a copy of the
+repository. The first run measures which those are (minutes; needs `pip install coverage`) and keeps that outside the
+repository. Survivors that cannot hurt are listed with their reason in `equivalent.txt`; any other fails the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+
+from tests.conftest import REPO
+from tests.mutants.coverage_map import CoverageMap, load_map, make_map
+from tests.mutants.named import named_mutants
+from tests.mutants.sites import Mutant, mutants
+from tests.mutants.trial import Outcome, make_tree, try_mutant
+
+ROOMS = ("catalog", "megatron", "sharding", "plan", "execute", "verify", "convert", "cli")
+EQUIVALENT = Path(__file__).with_name("equivalent.txt")
+_FOR_PEOPLE = {  # what is only looked at, or only bounds time and memory
+    *(
+        "convert/picture.py",
+        "convert/environment.py",
+        "convert/close_names.py",
+        "cli/help.py",
+        "cli/render.py",
+    ),
+    *(
+        "cli/environment.py",
+        "cli/progress.py",
+        "cli/manual.py",
+        "cli/findings.py",
+        "cli/reports.py",
+        "cli/inspect.py",
+    ),
+    *(
+        "verify/report.py",
+        "verify/meter.py",
+        "sharding/describe.py",
+        "sharding/memory.py",
+        "plan/without_gc.py",
+    ),
+}
+_RARE = {"swapped arguments": 0.3, "off by one": 0.6, "truth value": 0.5}  # mostly a TypeError, or a limit
+
+
+def main() -> int:
+    options = _options()
+    rooms = tuple(options.rooms.split(","))
+    kept = options.folder / "map.json"
+    workers = [make_tree(options.folder / f"worker{i}") for i in range(options.parallel)]
+    if not kept.exists():
+        make_map(workers[0], kept)
+    tests, reasons = load_map(kept), read_equivalent()
+    chosen, problems = named_mutants(REPO, rooms)
+    chosen += draw(rooms, options.count, options.seed)
+    if options.only:
+        chosen = [m for m in chosen if options.only in m.name]
+    trees: SimpleQueue[Path] = SimpleQueue()
+    for tree in workers:
+        trees.put(tree)
+
+    def attempt(mutant: Mutant) -> Outcome:
+        tree = trees.get()
+        try:
+            outcome = try_mutant(
+                tree, mutant, covering(tests, mutant, options.seconds), 4 * options.seconds + 60
+            )
+        finally:
+            trees.put(tree)
+        print(f"{outcome.how:12} {mutant.name}  [{mutant.kind}, line {mutant.line}] {outcome.by}", flush=True)
+        return outcome
+
+    with ThreadPoolExecutor(options.parallel) as pool:
+        outcomes = dict(zip(chosen, pool.map(attempt, chosen), strict=True))
+    for tree in workers:
+        shutil.rmtree(tree.parent)
+    return report(outcomes, reasons, problems)
+
+
+def _options() -> argparse.Namespace:
+    memory = Path("/dev/shm")
+    default = (
+        memory if memory.is_dir() else Path(tempfile.gettempdir())
+    ) / f"ckpt_tools-mutants-{os.getuid()}"
+    options = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
+    options.add_argument("--rooms", default=",".join(ROOMS))
+    options.add_argument("--count", type=int, default=150, help="beside the named ones")
+    options.add_argument("--seed", type=int, default=1)
+    options.add_argument(
+        "--seconds", type=float, default=40, help="of tests for each mutant, as they were measured"
+    )
+    options.add_argument("--parallel", type=int, default=2)
+    options.add_argument("--only", default="", help="mutants with this in their name")
+    options.add_argument(
+        "--folder", type=Path, default=default, help="for copies and the map; delete it to measure anew"
+    )
+    return options.parse_args()
+
+
+def draw(rooms: Iterable[str], count: int, seed: int) -> list[Mutant]:
+    """As many of every room, the kinds of mistakes mixed; the same ones for the same seed and sources."""
+    rng = random.Random(seed)
+    by_room = {room: _shuffled(room, rng) for room in rooms}
+    chosen: list[Mutant] = []
+    while len(chosen) < count and any(by_room.values()):
+        for left in by_room.values():
+            if left and len(chosen) < count:
+                chosen.append(left.pop())
+    return chosen
+
+
+def _shuffled(room: str, rng: random.Random) -> list[Mutant]:
+    """All of a room, so that the kinds take turns from the end on."""
+    kinds: dict[str, list[Mutant]] = defaultdict(list)
+    for path in sorted((REPO / "ckpt_tools" / room).rglob("*.py")):
+        file = str(path.relative_to(REPO))
+        if file.removeprefix("ckpt_tools/") not in _FOR_PEOPLE:
+            for mutant in mutants(file, path.read_text()):
+                kinds[mutant.kind].append(mutant)
+    keyed = []
+    for kind, found in sorted(kinds.items()):
+        rng.shuffle(found)
+        keyed += [(i / _RARE.get(kind, 1.0) + rng.random(), mutant) for i, mutant in enumerate(found)]
+    return [mutant for _, mutant in sorted(keyed, key=lambda pair: -pair[0])]
+
+
+def covering(tests: CoverageMap, mutant: Mutant, seconds: float) -> list[str]:
+    """The tests to try, the quick ones first, as many as `seconds` allow."""
+    lines = range(mutant.line, mutant.line + 1)
+    if not tests.is_current(mutant.file):
+        lines = range(max(1, mutant.line - 15), mutant.line + 16)  # where it may have stood
+    found = tests.tests(mutant.file, lines)
+    if all("::" not in test for test in found):  # a table, or newer than the map
+        found = tests.whole_module(mutant.file)
+    chosen, spent = [], 0.0
+    for test in found:
+        spent += tests.seconds.get(test, 1.0)
+        if spent > seconds and chosen:
+            break
+        chosen.append(test)
+    return chosen
+
+
+def read_equivalent() -> dict[str, str]:
+    """Reasons by the names of mutants that cannot hurt: lines `name | reason`."""
+    lines = [line for line in EQUIVALENT.read_text().splitlines() if line and not line.startswith("#")]
+    return {name.strip(): reason.strip() for name, _, reason in (line.rpartition(" | ") for line in lines)}
+
+
+def report(outcomes: dict[Mutant, Outcome], reasons: dict[str, str], problems: list[str]) -> int:
+    """Print a table by room, and say what is left to do; the exit code."""
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    for mutant, outcome in outcomes.items():
+        counts[mutant.file.split("/")[1]][outcome.how] += 1
+    columns = ("killed", "hung", "survived", "not covered")
+    print(f"\n{'room':10} {'tried':>6}" + "".join(f"{column:>13}" for column in columns))
+    for room, count in (*counts.items(), ("all", sum(counts.values(), Counter[str]()))):
+        print(f"{room:10} {count.total():6}" + "".join(f"{count[column]:13}" for column in columns))
+    alive = [m for m, outcome in outcomes.items() if outcome.how in ("survived", "not covered")]
+    for mutant in alive:
+        print(f"alive: {mutant.name}: {reasons.get(mutant.name, 'NO REASON GIVEN')}")
+    for problem in problems:
+        print(f"cannot be made: {problem}")
+    return 1 if problems or any(m.name not in reasons for m in alive) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
