@@ -143,7 +143,8 @@ def covering(tests: CoverageMap, mutant: Mutant, seconds: float) -> list[str]:
     found = tests.tests(mutant.file, lines)
     if all("::" not in test for test in found):  # a table, or newer than the map
         found = tests.whole_module(mutant.file)
-    chosen, spent = [], 0.0
+    chosen: list[str] = []
+    spent = 0.0
     for test in found:
         spent += tests.seconds.get(test, 1.0)
         if spent > seconds and chosen:

@@ -52,6 +52,7 @@ _OTHER_STRING = {a: b for pair in _STRING_PAIRS for a, b in (pair, pair[::-1])}
 _WORDS_FOR_PEOPLE = re.compile(
     r"note|messag|advice|hint|describ|\bwhy\b|line|text|title|explain|render|table|print|told_where"
 )
+_LEFT_ALONE = (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)  # messages, or nothing
 _UNORDERED = {
     "isinstance",
     "issubclass",
@@ -88,6 +89,10 @@ class _Finder(ast.NodeVisitor):
         self._file, self._lines = file, source.encode().splitlines(keepends=True)
         self._scope: list[str] = []
         self.found: list[Mutant] = []
+
+    def visit(self, node: ast.AST) -> None:
+        if not isinstance(node, _LEFT_ALONE):
+            super().visit(node)
 
     def generic_visit(self, node: ast.AST) -> None:
         for kind, other in _changes(node):
@@ -158,11 +163,6 @@ class _Finder(ast.NodeVisitor):
     def visit_If(self, node: ast.If) -> None:
         if not (isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"):
             self.generic_visit(node)
-
-    def _skip(self, node: ast.AST) -> None:
-        """What stands in a message, or changes nothing."""
-
-    visit_Raise = visit_Assert = visit_JoinedStr = visit_Import = visit_ImportFrom = _skip
 
 
 def _for_people(node: ast.AST) -> bool:

@@ -42,13 +42,12 @@ def make_tree(folder: Path) -> Path:
     for part in _PARTS:
         source = REPO / part
         if source.is_dir():
-            shutil.copytree(source, tree / part, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(source, tree / part)  # what is compiled with it: the sources keep their times
         elif source.exists():
             shutil.copy2(source, tree / part)
     shared = REPO.parent / "shared"
     if shared.exists():
         (folder / "shared").symlink_to(shared.resolve())
-    subprocess.run([sys.executable, "-m", "compileall", "-q", "ckpt_tools", "tests"], cwd=tree, check=False)
     return tree
 
 
