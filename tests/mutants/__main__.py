@@ -37,6 +37,7 @@ _FOR_PEOPLE = {  # what is only looked at, or only bounds time and memory
     ),
     *(
         "cli/environment.py",
+        "cli/commands.py",
         "cli/progress.py",
         "cli/manual.py",
         "cli/findings.py",
@@ -78,7 +79,10 @@ def main() -> int:
             )
         finally:
             trees.put(tree)
-        print(f"{outcome.how:12} {mutant.name}  [{mutant.kind}, line {mutant.line}] {outcome.by}", flush=True)
+        print(
+            f"{outcome.how:12} {mutant.name}  [{mutant.kind}, line {mutant.lines[-1]}] {outcome.by}",
+            flush=True,
+        )
         return outcome
 
     with ThreadPoolExecutor(options.parallel) as pool:
@@ -137,9 +141,9 @@ def _shuffled(room: str, rng: random.Random) -> list[Mutant]:
 
 def covering(tests: CoverageMap, mutant: Mutant, seconds: float) -> list[str]:
     """The tests to try, the quick ones first, as many as `seconds` allow."""
-    lines = range(mutant.line, mutant.line + 1)
+    lines = mutant.lines
     if not tests.is_current(mutant.file):
-        lines = range(max(1, mutant.line - 15), mutant.line + 16)  # where it may have stood
+        lines = range(max(1, lines[0] - 15), lines[-1] + 16)  # where it may have stood
     found = tests.tests(mutant.file, lines)
     if all("::" not in test for test in found):  # a table, or newer than the map
         found = tests.whole_module(mutant.file)

@@ -26,5 +26,6 @@ def named_mutants(repo: Path, rooms: Iterable[str]) -> tuple[list[Mutant], list[
             continue
         ((path, text),) = places.items()
         line = text[: text.index(old)].count("\n") + 1
-        found.append(Mutant(str(path.relative_to(repo)), line, what, "named", text.replace(old, new)))
+        lines = range(line, line + old.count("\n") + 1)
+        found.append(Mutant(str(path.relative_to(repo)), lines, what, "named", text.replace(old, new)))
     return found, problems

@@ -34,13 +34,11 @@ _PAIRS = (
     ("min", "max"),
     ("any", "all"),
     ("start", "stop"),
-    ("rows", "columns"),
 )
 _OTHER = {a: b for pair in _PAIRS for a, b in (pair, pair[::-1])}
 _STRING_PAIRS = (
     ("min_lr", "max_lr"),
     ("exp_avg", "exp_avg_sq"),
-    ("query", "key"),
     ("weight", "bias"),
     ("weight_decay", "wd_mult"),
     ("start_wd", "end_wd"),
@@ -50,7 +48,7 @@ _STRING_PAIRS = (
 )
 _OTHER_STRING = {a: b for pair in _STRING_PAIRS for a, b in (pair, pair[::-1])}
 _WORDS_FOR_PEOPLE = re.compile(
-    r"note|messag|advice|hint|describ|\bwhy\b|line|text|title|explain|render|table|print|told_where"
+    r"note|messag|short|format_|advice|hint|describ|\bwhy\b|line|text|title|explain|render|table|print|told_where"
 )
 _LEFT_ALONE = (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)  # messages, or nothing
 _UNORDERED = {
@@ -71,7 +69,7 @@ class Mutant(NamedTuple):
     """A wrong version of one file."""
 
     file: str  # below the repository
-    line: int
+    lines: range  # from the beginning of the statement to where it changes
     name: str  # as `tests/mutants/equivalent.txt` writes it: function, and what became what
     kind: str
     text: str  # of the whole file
@@ -88,16 +86,24 @@ class _Finder(ast.NodeVisitor):
     def __init__(self, file: str, source: str) -> None:
         self._file, self._lines = file, source.encode().splitlines(keepends=True)
         self._scope: list[str] = []
+        self._begin = 1  # of the statement
+        self._names: set[str] = set()  # that the function uses
         self.found: list[Mutant] = []
 
     def visit(self, node: ast.AST) -> None:
+        if isinstance(node, ast.stmt):
+            self._begin = node.lineno
         if not isinstance(node, _LEFT_ALONE):
             super().visit(node)
 
     def generic_visit(self, node: ast.AST) -> None:
-        for kind, other in _changes(node):
-            self._add(kind, node, other)
+        self._change(node)
         super().generic_visit(node)
+
+    def _change(self, node: ast.AST) -> None:
+        for kind, other in _changes(node):
+            if not (isinstance(node, ast.Name) and other in ("start", "stop") and other not in self._names):
+                self._add(kind, node, other)
 
     def _add(self, kind: str, node: ast.AST, other: str) -> None:
         assert isinstance(node, ast.expr | ast.stmt)
@@ -111,17 +117,20 @@ class _Finder(ast.NodeVisitor):
         text = (before + other.encode() + after).decode()
         change = f"{_short(ast.unparse(node))} -> {_short(other)}"
         scope = ".".join(self._scope) or "module"
-        self.found.append(Mutant(self._file, node.lineno, f"{self._file} {scope}: {change}", kind, text))
+        lines = range(min(self._begin, node.lineno), node.lineno + 1)
+        self.found.append(Mutant(self._file, lines, f"{self._file} {scope}: {change}", kind, text))
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         if re.search(r"__repr__|__str__", node.name) or _WORDS_FOR_PEOPLE.search(node.name):
             return
         self._scope.append(node.name)
+        outer, self._names = self._names, {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
         for statement in node.body:
             self.visit(statement)
         for default in (*node.args.defaults, *(d for d in node.args.kw_defaults if d)):
             self.visit(default)
         self._returns(node)
+        self._names = outer
         self._scope.pop()
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
@@ -153,8 +162,25 @@ class _Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
-        if not _for_people(node.func):
-            self.generic_visit(node)
+        if _for_people(node.func):
+            return
+        if isinstance(node.func, ast.Attribute) and node.func.attr in ("startswith", "endswith"):
+            self.visit(node.func.value)
+            return
+        self.generic_visit(node)
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        self._change(node)
+        for side in (node.left, *node.comparators):
+            parts = side.elts if isinstance(side, ast.Tuple) else [side]  # `in (...)` has no order
+            for part in parts:
+                self.visit(part)
+
+    def visit_For(self, node: ast.For) -> None:
+        for part in (*node.body, *node.orelse):
+            self.visit(part)
+        if not isinstance(node.iter, ast.Tuple):  # what is done to each of a few names has no order
+            self.visit(node.iter)
 
     def visit_keyword(self, node: ast.keyword) -> None:
         if node.arg is None or not (_WORDS_FOR_PEOPLE.search(node.arg) or node.arg == "help"):
@@ -234,13 +260,13 @@ def _call(node: ast.Call) -> Iterator[tuple[str, str]]:
     name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
     if len(first) < 2 or any(isinstance(a, ast.Starred | ast.JoinedStr) for a in first) or name in _UNORDERED:
         return
-    if name.endswith("Error") or name == "Option":
+    if name.endswith("Error") or name == "Option" or type(first[0]) is not type(first[1]):
         return
     yield "swapped arguments", ast.unparse(ast.Call(node.func, [*first[::-1], *node.args[2:]], node.keywords))
 
 
 def _dictionary(node: ast.Dict) -> Iterator[tuple[str, str]]:
-    if len(node.values) < 2 or None in node.keys:
+    if len(node.values) < 2 or None in node.keys or ast.dump(node.values[0]) == ast.dump(node.values[1]):
         return
     swapped = [node.values[1], node.values[0], *node.values[2:]]
     yield "swapped values", ast.unparse(ast.Dict(node.keys, swapped))

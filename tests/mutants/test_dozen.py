@@ -34,7 +34,7 @@ def test_unit_tests_notice_a_dozen_wrong_lines(tmp_path: Path) -> None:
     """Two of the dozen may do no harm; the files as they are must pass."""
     trees = [make_tree(tmp_path / str(i)) for i in range(2)]
     chosen = _dozen(seed=11)
-    whole = [Mutant(file, 1, file, "none", (REPO / file).read_text()) for file in UNIT_TESTS]
+    whole = [Mutant(file, range(1, 2), file, "none", (REPO / file).read_text()) for file in UNIT_TESTS]
 
     def outcomes(part: int) -> dict[str, str]:
         return {m.name: _outcome(trees[part], m) for m in [*chosen[part::2], *whole[part::2]]}
