@@ -27,31 +27,14 @@ from tests.mutants.trial import Outcome, make_tree, try_mutant
 
 ROOMS = ("catalog", "megatron", "sharding", "plan", "execute", "verify", "convert", "cli")
 EQUIVALENT = Path(__file__).with_name("equivalent.txt")
-_FOR_PEOPLE = {  # what is only looked at, or only bounds time and memory
-    *(
-        "convert/picture.py",
-        "convert/environment.py",
-        "convert/close_names.py",
-        "cli/help.py",
-        "cli/render.py",
-    ),
-    *(
-        "cli/environment.py",
-        "cli/commands.py",
-        "cli/progress.py",
-        "cli/manual.py",
-        "cli/findings.py",
-        "cli/reports.py",
-        "cli/inspect.py",
-    ),
-    *(
-        "verify/report.py",
-        "verify/meter.py",
-        "sharding/describe.py",
-        "sharding/memory.py",
-        "plan/without_gc.py",
-    ),
-}
+_FOR_PEOPLE = frozenset(  # what is only looked at, or only bounds time and memory
+    """
+    convert/picture.py convert/environment.py convert/close_names.py cli/help.py cli/render.py
+    cli/environment.py cli/commands.py cli/progress.py cli/manual.py cli/findings.py
+    cli/reports.py cli/inspect.py verify/report.py verify/meter.py sharding/describe.py
+    sharding/memory.py plan/without_gc.py
+    """.split()
+)
 _RARE = {"swapped arguments": 0.3, "off by one": 0.6, "truth value": 0.5}  # mostly a TypeError, or a limit
 
 
@@ -65,8 +48,9 @@ def main() -> int:
     tests, reasons = load_map(kept), read_equivalent()
     chosen, problems = named_mutants(REPO, rooms)
     chosen += draw(rooms, options.count, options.seed)
-    if options.only:
-        chosen = [m for m in chosen if options.only in m.name]
+    last = options.folder / "alive.txt"
+    again = set(last.read_text().splitlines()) if options.again else None
+    chosen = [m for m in chosen if options.only in m.name and (again is None or m.name in again)]
     trees: SimpleQueue[Path] = SimpleQueue()
     for tree in workers:
         trees.put(tree)
@@ -89,7 +73,12 @@ def main() -> int:
         outcomes = dict(zip(chosen, pool.map(attempt, chosen), strict=True))
     for tree in workers:
         shutil.rmtree(tree.parent)
+    last.write_text("".join(f"{m.name}\n" for m in _alive(outcomes)))
     return report(outcomes, reasons, problems)
+
+
+def _alive(outcomes: dict[Mutant, Outcome]) -> list[Mutant]:
+    return [m for m, outcome in outcomes.items() if outcome.how in ("survived", "not covered")]
 
 
 def _options() -> argparse.Namespace:
@@ -105,6 +94,7 @@ def _options() -> argparse.Namespace:
         "--seconds", type=float, default=40, help="of tests for each mutant, as they were measured"
     )
     options.add_argument("--parallel", type=int, default=2)
+    options.add_argument("--again", action="store_true", help="only those that the last run left alive")
     options.add_argument("--only", default="", help="mutants with this in their name")
     options.add_argument(
         "--folder", type=Path, default=default, help="for copies and the map; delete it to measure anew"
@@ -172,7 +162,7 @@ def report(outcomes: dict[Mutant, Outcome], reasons: dict[str, str], problems: l
     print(f"\n{'room':10} {'tried':>6}" + "".join(f"{column:>13}" for column in columns))
     for room, count in (*counts.items(), ("all", sum(counts.values(), Counter[str]()))):
         print(f"{room:10} {count.total():6}" + "".join(f"{count[column]:13}" for column in columns))
-    alive = [m for m, outcome in outcomes.items() if outcome.how in ("survived", "not covered")]
+    alive = _alive(outcomes)
     for mutant in alive:
         print(f"alive: {mutant.name}: {reasons.get(mutant.name, 'NO REASON GIVEN')}")
     for problem in problems:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -86,6 +87,7 @@ class _Finder(ast.NodeVisitor):
     def __init__(self, file: str, source: str) -> None:
         self._file, self._lines = file, source.encode().splitlines(keepends=True)
         self._scope: list[str] = []
+        self._seen = Counter[str]()
         self._begin = 1  # of the statement
         self._names: set[str] = set()  # that the function uses
         self.found: list[Mutant] = []
@@ -118,7 +120,10 @@ class _Finder(ast.NodeVisitor):
         change = f"{_short(ast.unparse(node))} -> {_short(other)}"
         scope = ".".join(self._scope) or "module"
         lines = range(min(self._begin, node.lineno), node.lineno + 1)
-        self.found.append(Mutant(self._file, lines, f"{self._file} {scope}: {change}", kind, text))
+        name = f"{self._file} {scope}: {change}"
+        self._seen[name] += 1
+        name += f" #{self._seen[name]}" if self._seen[name] > 1 else ""
+        self.found.append(Mutant(self._file, lines, name, kind, text))
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         if re.search(r"__repr__|__str__", node.name) or _WORDS_FOR_PEOPLE.search(node.name):

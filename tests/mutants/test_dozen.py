@@ -31,7 +31,7 @@ def _dozen(seed: int) -> list[Mutant]:
 
 
 def test_unit_tests_notice_a_dozen_wrong_lines(tmp_path: Path) -> None:
-    """Two of the dozen may do no harm; the files as they are must pass."""
+    """The files as they are pass. Two may live unexplained, as a change of the code draws others."""
     trees = [make_tree(tmp_path / str(i)) for i in range(2)]
     chosen = _dozen(seed=11)
     whole = [Mutant(file, range(1, 2), file, "none", (REPO / file).read_text()) for file in UNIT_TESTS]
@@ -42,7 +42,7 @@ def test_unit_tests_notice_a_dozen_wrong_lines(tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
         found = {name: how for part in pool.map(outcomes, range(2)) for name, how in part.items()}
     assert {found.pop(m.name) for m in whole} == {"survived"}
-    alive = [name for name, how in found.items() if how not in ("killed", "hung")]
+    alive = {name for name, how in found.items() if how not in ("killed", "hung")} - read_equivalent().keys()
     assert len(found) == 12
     assert len(alive) <= 2, alive
 
