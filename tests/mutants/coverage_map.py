@@ -43,16 +43,16 @@ disable_warnings = no-data-collected, module-not-imported, module-not-measured, 
 class CoverageMap(NamedTuple):
     """Tests by line, and what they were measured on."""
 
-    seconds: dict[str, float]  # by test
-    lines: dict[str, dict[str, list[str]]]  # file -> line -> tests
+    seconds: dict[str, float]  # by test, the quick ones first
+    lines: dict[str, dict[str, list[int]]]  # file -> line -> tests, by their number in `seconds`
     hashes: dict[str, str]  # of product and test files
 
     def tests(self, file: str, lines: Iterable[int]) -> list[str]:
         """Tests that run one of the lines, the quick ones first, then what is newer than the map."""
         by_line = self.lines.get(file, {})
-        found = {test for line in lines for test in by_line.get(str(line), ())}
-        ordered = sorted(found, key=lambda test: (self.seconds.get(test, 1.0), test))
-        return [*self._newer(file), *ordered]
+        names = list(self.seconds)
+        found = {number for line in lines for number in by_line.get(str(line), ())}
+        return [*self._newer(file), *(names[number] for number in sorted(found))]
 
     def whole_module(self, file: str) -> list[str]:
         """Tests that run anything of a module: for its tables, which are read when it is imported."""
@@ -112,16 +112,18 @@ def make_map(tree: Path, path: Path) -> None:
 
 
 def _as_map(tree: Path, data: Any, seconds: dict[str, float]) -> CoverageMap:
-    lines: dict[str, dict[str, list[str]]] = {}
+    ordered = dict(sorted(seconds.items(), key=lambda pair: (pair[1], pair[0])))
+    numbers = {test: number for number, test in enumerate(ordered)}
+    lines: dict[str, dict[str, list[int]]] = {}
     for file in data.measured_files():
         name = str(Path(file).resolve().relative_to(tree.resolve())) if Path(file).is_absolute() else file
         by_line = {}
         for line, contexts in data.contexts_by_lineno(file).items():
-            tests = {context.removesuffix(" (call)").removesuffix(" (setup)") for context in contexts} - {""}
-            by_line[str(line)] = sorted(tests, key=lambda test: (seconds.get(test, 1.0), test))[:_MANY]
+            tests = {context.removesuffix(" (call)").removesuffix(" (setup)") for context in contexts}
+            by_line[str(line)] = sorted(numbers[test] for test in tests if test in numbers)[:_MANY]
         lines[name] = {line: tests for line, tests in by_line.items() if tests}
     files = [*_test_files(), *(str(p.relative_to(tree)) for p in (tree / "ckpt_tools").rglob("*.py"))]
-    return CoverageMap(dict(seconds), lines, {name: _hash(tree / name) for name in files})
+    return CoverageMap(ordered, lines, {name: _hash(tree / name) for name in files})
 
 
 def _test_files() -> list[str]:
