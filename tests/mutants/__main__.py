@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 import shutil
 import sys
 import tempfile
@@ -145,8 +146,14 @@ def covering(tests: CoverageMap, mutant: Mutant, seconds: float) -> list[str]:
     lines = mutant.lines
     if not tests.is_current(mutant.file):
         lines = range(max(1, lines[0] - 15), lines[-1] + 16)  # where it may have stood
-    found = tests.tests(mutant.file, lines)
-    if all("::" not in test for test in found):  # a table, or newer than the map
+    table = table_at(mutant)
+    if table:  # read when its module is imported: what counts is who uses it
+        users = users_of(table)
+        found = list(dict.fromkeys(test for file, used in users.items() for test in tests.tests(file, used)))
+        found.sort(key=lambda test: tests.seconds.get(test, 0.0))
+    else:
+        found = tests.tests(mutant.file, lines)
+    if all("::" not in test for test in found):
         found = tests.whole_module(mutant.file)
     chosen: list[str] = []
     spent = 0.0
@@ -156,6 +163,31 @@ def covering(tests: CoverageMap, mutant: Mutant, seconds: float) -> list[str]:
             break
         chosen.append(test)
     return chosen
+
+
+def table_at(mutant: Mutant) -> str:
+    """The name of the module's constant that a mutant changes; "" when it is none."""
+    for line in reversed((REPO / mutant.file).read_text().splitlines()[: mutant.lines[0]]):
+        if line[:1].strip() and line[0] not in ")]}":
+            match = re.match(r"(\w+)(?::[^=]*)? = ", line)
+            return match[1] if match else ""
+    return ""
+
+
+def users_of(name: str, depth: int = 2) -> dict[str, set[int]]:
+    """Lines that use a constant, by file, also through other constants."""
+    found: dict[str, set[int]] = defaultdict(set)
+    word = re.compile(rf"\b{name}\b") if name else re.compile("(?!)")
+    for path in (REPO / "ckpt_tools").rglob("*.py"):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if not word.search(line) or line.lstrip().startswith(("#", "from ", "import ")):
+                continue
+            found[str(path.relative_to(REPO))].add(number)
+            names = re.match(r"(\w+(?:, \w+)*)(?::[^=]*)? = ", line)
+            for other in names[1].split(", ") if names and depth else ():
+                for file, lines in users_of(other, depth - 1).items() if other != name else ():
+                    found[file] |= lines
+    return found
 
 
 def in_two_steps(tests: list[str], mutant: Mutant) -> list[list[str]]:
