@@ -11,12 +11,12 @@ import argparse
 import os
 import random
 import re
-import shutil
 import sys
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -24,7 +24,7 @@ from tests.conftest import REPO
 from tests.mutants.coverage_map import CoverageMap, load_map, make_map
 from tests.mutants.named import named_mutants
 from tests.mutants.sites import Mutant, mutants
-from tests.mutants.trial import Outcome, make_tree, try_mutant
+from tests.mutants.trial import Outcome, Trials, make_tree
 
 ROOMS = ("catalog", "megatron", "sharding", "plan", "execute", "verify", "convert", "cli")
 EQUIVALENT = Path(__file__).with_name("equivalent.txt")
@@ -45,48 +45,66 @@ _FOR_PEOPLE = {  # modules that only show something, or only bound time and memo
     "sharding": ("describe", "memory"),
     "plan": ("without_gc",),
 }
+_SLOW = ("torch", "typer", "rich.console", "yaml", "orjson", "safetensors", "fsspec")  # to import
 _RARE = {"swapped arguments": 0.3, "off by one": 0.6, "truth value": 0.5}  # mostly a TypeError, or a limit
 
 
 def main() -> int:
     options = _options()
+    os.nice(10)
     rooms = tuple(options.rooms.split(","))
     kept = options.folder / "map.json"
-    workers = [make_tree(options.folder / f"worker{i}") for i in range(options.parallel)]
     if not kept.exists():
-        make_map(workers[0], kept)
+        make_map(make_tree(options.folder / "measured"), kept)
     tests, reasons = load_map(kept), read_equivalent()
     chosen, problems = named_mutants(REPO, rooms)
     chosen += draw(rooms, options.count, options.seed)
     last = options.folder / "alive.txt"
     again = set(last.read_text().splitlines()) if options.again else None
     chosen = [m for m in chosen if options.only in m.name and (again is None or m.name in again)]
-    trees: SimpleQueue[Path] = SimpleQueue()
-    for tree in workers:
-        trees.put(tree)
+    with ExitStack() as stack:
+        trials = [
+            stack.enter_context(Trials(options.folder / f"copy{i}", _SLOW)) for i in range(options.parallel)
+        ]
+        outcomes = try_all(chosen, trials, tests, options.seconds)
+        outcomes = without_false_alarms(outcomes, trials[0])
+    last.write_text("".join(f"{m.name}\n" for m in _alive(outcomes)))
+    return report(outcomes, reasons, problems)
+
+
+def try_all(
+    chosen: list[Mutant], trials: list[Trials], tests: CoverageMap, seconds: float
+) -> dict[Mutant, Outcome]:
+    """How each mutant fared, told as it becomes known."""
+    free: SimpleQueue[Trials] = SimpleQueue()
+    for one in trials:
+        free.put(one)
 
     def attempt(mutant: Mutant) -> Outcome:
-        tree = trees.get()
+        one = free.get()
         try:
             outcome = Outcome("not covered")
-            for some in in_two_steps(covering(tests, mutant, options.seconds), mutant):
-                outcome = try_mutant(tree, mutant, some, 4 * options.seconds + 60)
+            for some in in_two_steps(covering(tests, mutant, seconds), mutant):
+                outcome = one.try_mutant(mutant, some, 4 * seconds + 60)
                 if outcome.how != "survived":
                     break
         finally:
-            trees.put(tree)
-        print(
-            f"{outcome.how:12} {mutant.name}  [{mutant.kind}, line {mutant.lines[-1]}] {outcome.by}",
-            flush=True,
-        )
+            free.put(one)
+        place = f"[{mutant.kind}, line {mutant.lines[-1]}]"
+        print(f"{outcome.how:12} {mutant.name}  {place} {outcome.by}", flush=True)
         return outcome
 
-    with ThreadPoolExecutor(options.parallel) as pool:
-        outcomes = dict(zip(chosen, pool.map(attempt, chosen), strict=True))
-    for tree in workers:
-        shutil.rmtree(tree.parent)
-    last.write_text("".join(f"{m.name}\n" for m in _alive(outcomes)))
-    return report(outcomes, reasons, problems)
+    with ThreadPoolExecutor(len(trials)) as pool:
+        return dict(zip(chosen, pool.map(attempt, chosen), strict=True))
+
+
+def without_false_alarms(outcomes: dict[Mutant, Outcome], trials: Trials) -> dict[Mutant, Outcome]:
+    """A test that fails on the code as it is has not noticed anything: its mutants count as alive."""
+    noticed = sorted({outcome.by for outcome in outcomes.values() if outcome.how == "killed"})
+    false = trials.failing(noticed, 1800) if noticed else set()
+    for test in sorted(false):
+        print(f"fails without any mutant: {test}")
+    return {m: Outcome("survived") if o.by in false else o for m, o in outcomes.items()}
 
 
 def _alive(outcomes: dict[Mutant, Outcome]) -> list[Mutant]:
@@ -142,7 +160,7 @@ def _shuffled(room: str, rng: random.Random) -> list[Mutant]:
 
 
 def covering(tests: CoverageMap, mutant: Mutant, seconds: float) -> list[str]:
-    """The tests to try, the quick ones first, as many as `seconds` allow."""
+    """The tests to try, of every file the quick ones first, as many as `seconds` allow."""
     lines = mutant.lines
     if not tests.is_current(mutant.file):
         lines = range(max(1, lines[0] - 15), lines[-1] + 16)  # where it may have stood
@@ -157,12 +175,23 @@ def covering(tests: CoverageMap, mutant: Mutant, seconds: float) -> list[str]:
         found = tests.whole_module(mutant.file)
     chosen: list[str] = []
     spent = 0.0
-    for test in found:
+    for test in in_turns(found):
         spent += tests.seconds.get(test, 1.0)
         if spent > seconds and chosen:
             break
         chosen.append(test)
     return chosen
+
+
+def in_turns(tests: list[str]) -> list[str]:
+    """One of each file, then a second one of each: they differ more than neighbours do."""
+    turns: Counter[str] = Counter()
+    keyed = []
+    for number, test in enumerate(tests):
+        file = test.partition("::")[0]
+        turns[file] += 1
+        keyed.append((turns[file], number, test))
+    return [test for *_, test in sorted(keyed)]
 
 
 def table_at(mutant: Mutant) -> str:

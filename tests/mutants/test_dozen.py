@@ -11,7 +11,7 @@ from tests.conftest import REPO
 from tests.mutants.__main__ import ROOMS, read_equivalent
 from tests.mutants.named import named_mutants
 from tests.mutants.sites import Mutant, mutants
-from tests.mutants.trial import make_tree, try_mutant
+from tests.mutants.trial import Trials
 
 UNIT_TESTS = {  # quick ones, which import no torch
     "ckpt_tools/box.py": "tests/test_box.py",
@@ -32,12 +32,13 @@ def _dozen(seed: int) -> list[Mutant]:
 
 def test_unit_tests_notice_a_dozen_wrong_lines(tmp_path: Path) -> None:
     """The files as they are pass. Two may live unexplained, as a change of the code draws others."""
-    trees = [make_tree(tmp_path / str(i)) for i in range(2)]
     chosen = _dozen(seed=11)
     whole = [Mutant(file, range(1, 2), file, "none", (REPO / file).read_text()) for file in UNIT_TESTS]
 
     def outcomes(part: int) -> dict[str, str]:
-        return {m.name: _outcome(trees[part], m) for m in [*chosen[part::2], *whole[part::2]]}
+        with Trials(tmp_path / str(part)) as trials:
+            mine = [*chosen[part::2], *whole[part::2]]
+            return {m.name: trials.try_mutant(m, [UNIT_TESTS[m.file]], 60).how for m in mine}
 
     with ThreadPoolExecutor(2) as pool:
         found = {name: how for part in pool.map(outcomes, range(2)) for name, how in part.items()}
@@ -45,10 +46,6 @@ def test_unit_tests_notice_a_dozen_wrong_lines(tmp_path: Path) -> None:
     alive = {name for name, how in found.items() if how not in ("killed", "hung")} - read_equivalent().keys()
     assert len(found) == 12
     assert len(alive) <= 2, alive
-
-
-def _outcome(tree: Path, mutant: Mutant) -> str:
-    return try_mutant(tree, mutant, [UNIT_TESTS[mutant.file]], 60).how
 
 
 def test_the_named_wrong_lines_follow_the_code() -> None:

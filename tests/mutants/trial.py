@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -51,66 +51,76 @@ def make_tree(folder: Path) -> Path:
     return tree
 
 
-def try_mutant(tree: Path, mutant: Mutant, tests: Sequence[str], seconds: float) -> Outcome:
-    """Run the tests on the mutated copy until one fails; the copy is whole again afterwards."""
-    if not tests:
-        return Outcome("not covered")
-    file = tree / mutant.file
-    original, times = file.read_bytes(), file.stat()
-    file.write_text(mutant.text)
-    _forget_compiled(file)
-    try:
-        return _run(tree, tests, seconds)
-    finally:
-        file.write_bytes(original)
-        os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+class Trials:
+    """Tries mutants in one copy, one at a time."""
+
+    def __init__(self, folder: Path, imported: Sequence[str] = ()) -> None:
+        """`imported` are modules that every run of tests finds in memory."""
+        self.tree = make_tree(folder)
+        self._said = folder / "said"
+        environ = {**os.environ, "PYTHONPATH": str(self.tree), "PYTHONDONTWRITEBYTECODE": "1"}
+        self._server = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("server.py")), *imported],
+            cwd=self.tree,
+            env=environ,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def __enter__(self) -> Trials:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._server.communicate()
+        shutil.rmtree(self.tree.parent)
+
+    def try_mutant(self, mutant: Mutant, tests: Sequence[str], seconds: float) -> Outcome:
+        """Run the tests on the mutated copy until one fails; the copy is whole again afterwards."""
+        file = self.tree / mutant.file
+        original, times = file.read_bytes(), file.stat()
+        file.write_text(mutant.text)
         _forget_compiled(file)
+        try:
+            return self._run(tests, seconds)
+        finally:
+            file.write_bytes(original)
+            os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+            _forget_compiled(file)
+
+    def failing(self, tests: Sequence[str], seconds: float) -> set[str]:
+        """Which of the tests fail on the copy as it is: what they say of a mutant counts for nothing."""
+        self._ask(["--maxfail", "100000", *tests], seconds)
+        return set(self._failed())
+
+    def _run(self, tests: Sequence[str], seconds: float) -> Outcome:
+        status = self._ask(["-x", *tests], seconds)
+        if status in ("hung", "0"):
+            return Outcome("hung" if status == "hung" else "survived")
+        failed = self._failed()
+        if not failed:
+            raise RuntimeError(f"pytest ended with {status}: {self._said.read_text()[-500:]}")
+        return Outcome("killed", failed[0])
+
+    def _ask(self, words: Sequence[str], seconds: float) -> str:
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        usual = ["-q", "-n", "0", "-p", "no:cacheprovider", "--tb", "no", "--durations", "0", "-rfE"]
+        usual += [
+            "-W",
+            "ignore::pytest.PytestAssertRewriteWarning",
+        ]  # the server has imported a plugin already
+        self._server.stdin.write(json.dumps([seconds, str(self._said), *usual, *words]) + "\n")
+        self._server.stdin.flush()
+        return self._server.stdout.readline().strip()
+
+    def _failed(self) -> list[str]:
+        lines = self._said.read_text(errors="replace").splitlines()
+        return [
+            line.split(" ", 1)[1].split(" - ")[0] for line in lines if line.startswith(("FAILED ", "ERROR "))
+        ]
 
 
 def _forget_compiled(file: Path) -> None:
     for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*"):
         compiled.unlink()  # it would be believed: same size, same second
-
-
-def _run(tree: Path, tests: Sequence[str], seconds: float) -> Outcome:
-    words = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-q",
-        "-n",
-        "0",
-        "-p",
-        "no:cacheprovider",
-        "--tb",
-        "no",
-        "--durations",
-        "0",
-    ]
-    environ = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-    process = subprocess.Popen(
-        ["nice", "-n", "10", *words, *tests],
-        cwd=tree,
-        env=environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        said = process.communicate(timeout=seconds)[0]
-    except subprocess.TimeoutExpired:
-        return Outcome("hung")
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-    if process.returncode == 0:
-        return Outcome("survived")
-    if process.returncode not in (1, 2) and not said.strip():
-        raise RuntimeError(f"pytest ended with {process.returncode}")
-    failed = [line for line in said.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    if not failed or "not found" in said:
-        return Outcome("survived" if "no tests ran" in said else "killed", said[-300:])
-    return Outcome("killed", failed[0].split(" ")[1])
