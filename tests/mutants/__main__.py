@@ -84,7 +84,7 @@ def try_all(
         one = free.get()
         try:
             outcome = Outcome("not covered")
-            for some in in_two_steps(covering(tests, mutant, seconds), mutant):
+            for some in covering(tests, mutant, seconds):
                 outcome = one.try_mutant(mutant, some, 4 * seconds + 60)
                 if outcome.how != "survived":
                     break
@@ -159,8 +159,8 @@ def _shuffled(room: str, rng: random.Random) -> list[Mutant]:
     return [mutant for _, mutant in sorted(keyed, key=lambda pair: -pair[0])]
 
 
-def covering(tests: CoverageMap, mutant: Mutant, seconds: float) -> list[str]:
-    """The tests to try, of every file the quick ones first, as many as `seconds` allow."""
+def covering(tests: CoverageMap, mutant: Mutant, seconds: float) -> list[list[str]]:
+    """The tests to try, in two steps: the room's own, then all others; each as many as `seconds` allow."""
     lines = mutant.lines
     if not tests.is_current(mutant.file):
         lines = range(max(1, lines[0] - 15), lines[-1] + 16)  # where it may have stood
@@ -173,9 +173,15 @@ def covering(tests: CoverageMap, mutant: Mutant, seconds: float) -> list[str]:
         found = tests.tests(mutant.file, lines)
     if all("::" not in test for test in found):
         found = tests.whole_module(mutant.file)
+    own = f"tests/{mutant.file.split('/')[1]}/"
+    steps = [[test for test in found if test.startswith(own) == first] for first in (True, False)]
+    return [_within(in_turns(step), tests, seconds) for step in steps if step]
+
+
+def _within(found: list[str], tests: CoverageMap, seconds: float) -> list[str]:
     chosen: list[str] = []
     spent = 0.0
-    for test in in_turns(found):
+    for test in found:
         spent += tests.seconds.get(test, 1.0)
         if spent > seconds and chosen:
             break
@@ -184,7 +190,7 @@ def covering(tests: CoverageMap, mutant: Mutant, seconds: float) -> list[str]:
 
 
 def in_turns(tests: list[str]) -> list[str]:
-    """One of each file, then a second one of each: they differ more than neighbours do."""
+    """The quickest of each file, then a second one of each: they differ more than neighbours do."""
     turns: Counter[str] = Counter()
     keyed = []
     for number, test in enumerate(tests):
@@ -217,16 +223,6 @@ def users_of(name: str, depth: int = 2) -> dict[str, set[int]]:
                 for file, lines in users_of(other, depth - 1).items() if other != name else ():
                     found[file] |= lines
     return found
-
-
-def in_two_steps(tests: list[str], mutant: Mutant) -> list[list[str]]:
-    """First the quickest of the room's own tests, which tell in most cases, in a few files; then all others."""
-    room = mutant.file.split("/")[1]
-    own = [test for test in tests if test.startswith(f"tests/{room}/")]
-    files = list(dict.fromkeys(test.partition("::")[0] for test in own))[:3]
-    first = [test for test in own if test.partition("::")[0] in files][:40]
-    rest = [test for test in tests if test not in set(first)]
-    return [some for some in (first, rest) if some]
 
 
 def read_equivalent() -> dict[str, str]:
