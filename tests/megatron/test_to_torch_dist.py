@@ -96,6 +96,13 @@ def test_settings_under_which_layers_stand_alone(settings):
     assert not any(key.startswith("decoder.layers.mlp") for key in found)
 
 
+@pytest.mark.parametrize("stacked", [None, True])
+def test_layers_of_a_mamba_stack_stand_alone_whatever_the_args_say(stacked):
+    layers = [tensor(f"decoder.layers.{i}.mixer.out_proj.weight", 4, 8) for i in (0, 1)]
+    found = shapes(build(source(layers), stacked=stacked))
+    assert {key for key in found if not key.startswith("optimizer")} == {t.name for t in layers}
+
+
 def test_every_block_decides_on_its_own():
     extra = [tensor(f"{block}{layer}.w.weight", 2, 2) for block in ("vision_model.decoder.layers.", "mtp.layers.")
              for layer in (0, 1)]  # fmt: skip
