@@ -129,6 +129,8 @@ def _rule(item: Any, at: str, problems: list[str]) -> Rule | None:
                  for i, one in enumerate(shape) if one not in DIMENSIONS]  # fmt: skip
     problems += [f"{one!r} is not one of {', '.join(CONDITIONS)} @ {at}.when[{i}]"
                  for i, one in enumerate(when) if one not in CONDITIONS]  # fmt: skip
+    if not shape and layout != "same":
+        problems.append(f"layout {layout} cuts rows, and shape names no dimension @ {at}.shape")
     places = set(PLACEHOLDER.findall(core or ""))
     for i, name in enumerate(hf):
         strange = set(PLACEHOLDER.findall(name)) - places - ({"n"} if "m" in places else set())
