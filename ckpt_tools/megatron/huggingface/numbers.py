@@ -18,7 +18,7 @@ MAX_LAYERS = 10_000
 MAX_HEADS = 1 << 13
 MAX_EXPERTS = 1 << 16
 MAX_EXPERT_MODULES = 1 << 18  # layers x experts: 16 times the largest model of today
-MAX_HEAD_MODULES = 1 << 17  # layers x heads: 7 times the largest model of today
+MAX_HEAD_MODULES = 1 << 16  # layers x heads: 3 times the largest model of today
 _LAYERS = (
     "num_hidden_layers",
     "num_layers",
