@@ -21,8 +21,8 @@ One conversion, as data::
       | execute                             tiles through a fixed buffer, CRCs proven and made as they pass, own files
     files, `.metadata` last, directory renamed into place, tracker replaced
 
-Everything that decides a byte's way is in `.metadata` and the common state. What views show is moved as bytes, what no
-stored tensor holds is computed by a kernel, a tile at a time. `README.md` beside this file follows one conversion
+Everything that decides a byte's way is in `.metadata` and the common state. What views show is moved as bytes; what
+no stored tensor holds is computed by a kernel, a tile at a time. `README.md` beside this file follows one conversion
 through the modules; each room's docstring lists its own.
 """
 

@@ -1,7 +1,7 @@
 """Carries out a plan: the public door of this room.
 
-Every rank calls `write_checkpoint` with the same plan, and all go through the same steps (`_Job.run`). A step is run by
-`Ranks.together`: all ranks call it, and none goes on before all have ended it; if one fails, all raise its error.
+Every rank calls `write_checkpoint` with the same plan, and all go through the same steps (`_Job.run`). A step is run
+by `Ranks.together`: all ranks call it, and none goes on before all have ended it; if one fails, all raise its error.
 
     step       rank 0                                                     other ranks
     digest     the plans are compared                                     the same
@@ -20,8 +20,9 @@ Every rank calls `write_checkpoint` with the same plan, and all go through the s
     publish    source unchanged?; shards open?; small files; `.metadata`  nothing
                last; the rename; trackers; the partial folder goes
 
-An error before `publish` leaves the partial folder if somebody can go on from it (storage, signals, defects), and removes
-it if not (damage, wrong masters). Into a store it is the same order with a marker for the rename (`RemoteJob`).
+An output that a process had put in place before it was killed goes from `prepare` to the end of `publish`. An error
+leaves the partial folder if somebody can go on from it (storage, signals, defects), and removes it if not (damage,
+wrong masters). Into a store the order is the same, with a marker for the rename (`RemoteJob`).
 """
 
 from __future__ import annotations

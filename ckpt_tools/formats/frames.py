@@ -141,8 +141,8 @@ def framed_tensor(dtype: str, shape: Sequence[int], payload: bytes) -> bytes:
 def _tail_form(records: list[_Record], start: int) -> tuple[int, _Blanks]:
     """Length and form of what stands from archive offset `start` on, behind the payload, the last of `records`.
 
-    It is written once with zeros where the payload's CRC-32 has a say, and those places are cut out afterwards. In the
-    order in which `Frame.tail` fills them in::
+    It is written once with zeros where the payload's CRC-32 has a say, and those places are cut out afterwards. In
+    the order in which `Frame.tail` fills them in::
 
         payload's data descriptor    CRC-32 of the payload        (4 bytes behind its signature; none if it is empty)
         .data/serialization_id       40 digits: hash of the names, hash of all records' CRC-32s

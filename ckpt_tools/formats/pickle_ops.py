@@ -1,4 +1,4 @@
-"""Pickle protocol 2 opcodes of texts, ints and int tuples, for the pickles that are written without torch.
+r"""Pickle protocol 2 opcodes of texts, ints and int tuples, for the pickles that are written without torch.
 
 What stands in the bytes, here and in `dcp_metadata` and `frames` (`pickletools.dis` shows any pickle this way)::
 
@@ -10,7 +10,8 @@ What stands in the bytes, here and in `dcp_metadata` and `frames` (`pickletools.
     s   one dict entry                            R   call: function, arguments
     \x81  new object: class, arguments            b   set its state
     q <u8>  put into the memo under a number      \x94  the same, under the next number (protocol 4)
-    h <u8>  j <u32>   push from the memo          N None   \x88 \x89 True, False   0 drop the top   . end
+    h <u8>  j <u32>   push from the memo          N None   \x88 \x89 True, False
+    Q   the top names a persistent object         0   drop the top   . end
 """
 
 from __future__ import annotations

@@ -40,16 +40,16 @@ def read_pattern(size: Sequence[int], strides: Sequence[int], itemsize: int, lim
     """The cheapest way to read a region in spans of at most `limit_elems` elements (at least 1).
 
     One candidate a dimension, from the fastest to the slowest in the payload: everything faster than `dim` is inside
-    a span, `dim` is cut in as many `rows` as the limit allows, everything slower is one read per index. Going outwards,
-    reads become fewer and spans take in more unwanted bytes; the best is where the sum of both costs is least. In the
-    example of this module's head (columns 2..3 of (4, 8), 2 bytes an element): one span a row is 4 reads of 4 bytes, one
-    span over all rows 1 read of 52 bytes, and as a read costs 64 KiB, the second wins.
+    a span, of `dim` as many `rows` as the limit allows, everything slower is one read per index. Going outwards,
+    reads become fewer and spans take in more unwanted bytes; the best is where the sum of both costs is least. In
+    the example of this module's head (columns 2..3 of (4, 8), 2 bytes an element) one span a row is 4 reads of 4
+    bytes, one span over all rows 1 read of 52 bytes, and as a read costs as much as 64 KiB, the second wins.
     """
     # By stride, not by position: a transposed view has its fastest dimension first. Dimensions of one element have
     # no say (their stride may be anything).
     order = sorted((d for d, n in enumerate(size) if n > 1), key=lambda d: -strides[d])
     span = 1  # elements from the first to the last of what lies inside of `dim`
-    # Element by element, if nothing else is allowed: the limit may be smaller than the distance of two elements.
+    # Element by element: best where even neighbours lie far apart, and all there is for a region of one element.
     best = ReadPattern(tuple(order), None, 1, 1, math.prod(size))
     best_cost = best.reads * (READ_COST_BYTES + itemsize)
     for k in range(len(order) - 1, -1, -1):

@@ -125,11 +125,11 @@ def settle(
     A slot with one look-alike is certain. Between two certain slots of known rank, each set of look-alikes
     must have exactly as many allowed members as slots; they then stand in descending order.
 
-    Example: a buffer of two layers whose four norms all hold ones, so that no element tells them apart. The slots are
-    ``fc2[1] ? fc1[1] ? proj[1] fc2[0] ? fc1[0] ? proj[0]``, in descending order of registration. Between fc1[1] and
-    proj[1] only one of the four norms can have been registered: that of layer 1's MLP under one convention, another or
-    none under the other. So every slot has one candidate, or the convention is wrong. With three slots and four norms
-    between two certain neighbours nothing is known, and None says so: a guess would be a silent swap.
+    Example: one layer whose two norms hold nothing but ones. The buffer, registered last to first, has the slots
+    ``fc2 fc1 ? qkv ? proj``. Where norms belong to the linear behind them (Transformer Engine), only the MLP's norm
+    can stand between fc1 and qkv, and only attention's between qkv and proj: each has its slot. Where they are
+    modules of their own, attention's was registered before proj and cannot stand there: no candidate, so this
+    convention drops out. Two candidates for one slot would leave a choice; a guess could be a silent swap.
     """
     usable = set(allowed)
     certain = {s.members[0] for s in slots if s.is_certain}
