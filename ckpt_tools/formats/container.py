@@ -396,5 +396,5 @@ def _refuse_lazy(metadata: tuple[Any, ...], where: str) -> None:
 
 def _natural(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 63:
-        raise ValueError(f"{brief(value)} is no size or offset")
+        raise ValueError(f"{brief(value)} is not a size or offset")
     return value
