@@ -1,18 +1,19 @@
 """Inspect, convert, verify and redistribute Megatron `torch_dist` and Megatron-FSDP `fsdp_dtensor` checkpoints.
 
-Data goes through six rooms, left to right; a room imports nothing to its right::
+Data goes through these rooms, left to right; a room imports nothing to its right::
 
-    catalog/  ->  megatron/  ->  sharding/  ->  plan/  ->  execute/  ->  verify/      convert/, cli/ on top
-    what is       what the       where each     which      move the      prove it
-    on disk       keys mean      piece goes     bytes      bytes
+    formats/ -> megatron/ -> sharding/ -> plan/ -> execute/ -> verify/ -> commands/ -> cli/       all upon model/
+    bytes in    what keys    which rank   which    move and    prove it   a function   options,   plain data
+    and out     mean         owns what    bytes    compute                a verb       exit codes
 
 One conversion, as data::
 
     directory or URL
-      | catalog.dcp.read_catalog            .metadata through an allow-listed unpickler, no torch
+      | formats.dcp                         .metadata through an allow-listed unpickler, no torch
     Catalog {key: TensorEntry(dtype, shape, chunks) | ObjectEntry}
-      | megatron.torch_dist                 keys -> parameters, optimizer layout -> views, groups, common state
-      | megatron.fsdp_dtensor               what the target must contain, under its own names
+      | megatron.<source format>.read       keys -> parameters, each value an expression over stored tensors
+    Model (parameters, groups, scheduler, rng, settings: free of any format)
+      | megatron.<target format>.write      what the target must contain, under its own names
     Target (TargetTensor: key, dtype, shape, the views it is read through)
       | sharding.placement                  a box per (training rank, tensor)
       | plan.build                          views x boxes x chunks -> transfers; coverage is proven here
@@ -20,7 +21,9 @@ One conversion, as data::
       | execute                             tiles through a fixed buffer, CRCs proven and made as they pass, own files
     files, `.metadata` last, directory renamed into place, tracker replaced
 
-Tensor bytes are moved, not computed on: everything that decides their way is in `.metadata` and the common state.
+Everything that decides a byte's way is in `.metadata` and the common state. What views show is moved as bytes; what
+no stored tensor holds is computed by a kernel, a tile at a time. `README.md` beside this file follows one conversion
+through the modules; each room's docstring lists its own.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,29 @@
-"""Carries out a plan: the public door of this room."""
+"""Carries out a plan: the public door of this room.
+
+Every rank calls `write_checkpoint` with the same plan, and all go through the same steps (`_Job.run`). A step is run
+by `Ranks.together`: all ranks call it, and none goes on before all have ended it; if one fails, all raise its error.
+
+    step       rank 0                                                     other ranks
+    digest     the plans are compared                                     the same
+    prepare    takes the output (`Staging.acquire`: lock, what lies       nothing
+               there); notes the state of the source; makes the files
+               in full length; begins or goes on with the journal;
+               writes what the plan holds itself (blobs)
+    compare    only for an output that seems finished, with `resume`:     the same
+               its share as it is against what would be written
+    accept     takes it for its own, or prepares as for any other         nothing
+    work       its share of the items (`worker_share`), by threads        the same
+               (`Work`), each with a pump (`Pump`); every item that
+               is done goes into the rank's journal
+    prove      sums of the source that several ranks hold parts of are    the same
+               joined, what nobody read is read (`prove_rest`)
+    publish    source unchanged?; shards open?; small files; `.metadata`  nothing
+               last; the rename; trackers; the partial folder goes
+
+An output that a process had put in place before it was killed goes from `prepare` to the end of `publish`. An error
+leaves the partial folder if somebody can go on from it (storage, signals, defects), and removes it if not (damage,
+wrong masters). Into a store the order is the same, with a marker for the rename (`RemoteJob`).
+"""
 
 from __future__ import annotations
 

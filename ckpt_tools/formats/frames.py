@@ -59,7 +59,11 @@ class _Record(NamedTuple):
 
 
 class _Blanks(NamedTuple):
-    """A tail, but for what depends on the payload's CRC-32: that itself, the serialization id, the id's CRC-32."""
+    """A tail, but for what depends on the payload's CRC-32: that itself, the serialization id, the id's CRC-32.
+
+    A tail is known but for five places, so it is made once for an element type and shape, and filled in for each
+    payload: a checkpoint has many tensors of one shape, and the zip records cost more than the CRC of a small one.
+    """
 
     crc: int  # where the payload's first stands, in bytes from the tail's start
     form: bytes  # the tail with a `%b` wherever one stands
@@ -135,7 +139,20 @@ def framed_tensor(dtype: str, shape: Sequence[int], payload: bytes) -> bytes:
 
 
 def _tail_form(records: list[_Record], start: int) -> tuple[int, _Blanks]:
-    """Length and form of what stands from archive offset `start` on, behind the payload, the last of `records`."""
+    """Length and form of what stands from archive offset `start` on, behind the payload, the last of `records`.
+
+    It is written once with zeros where the payload's CRC-32 has a say, and those places are cut out afterwards. In
+    the order in which `Frame.tail` fills them in::
+
+        payload's data descriptor    CRC-32 of the payload        (4 bytes behind its signature; none if it is empty)
+        .data/serialization_id       40 digits: hash of the names, hash of all records' CRC-32s
+        the id's data descriptor     CRC-32 of these digits
+        central directory            CRC-32 of the payload        (its entry is the last but two)
+        central directory            CRC-32 of the digits         (the last entry)
+
+    The hash sums records in their order in the archive: those before the payload are summed here (`before`), the
+    payload's and the version's when it is known. The id itself has no part in it.
+    """
     out = bytearray()
     if records[-1].size:  # miniz writes no descriptor behind an empty record
         out += _descriptor(records[-1])
@@ -152,7 +169,10 @@ def _tail_form(records: list[_Record], start: int) -> tuple[int, _Blanks]:
 
 
 def _form(tail: bytearray, places: Iterable[tuple[int, int]]) -> bytes:
-    """`tail` for the `%` operator, with a `%b` in each of the `places` (offset, length)."""
+    """`tail` for the `%` operator, with a `%b` in each of the `places` (offset, length).
+
+    Binary zips may hold a `%` anywhere, so it is doubled. Formatting is one call into C for the whole tail.
+    """
     form, done = b"", 0
     for start, length in sorted(places):
         form += tail[done:start].replace(b"%", b"%%") + b"%b"

@@ -19,7 +19,7 @@ from ckpt_tools.model.views import Piece, View
 if TYPE_CHECKING:
     from ckpt_tools.model.kernels import Kernel
 
-VERBATIM = "verbatim"  # a whole payload: copied by the kernel, its CRC-32 kept
+VERBATIM = "verbatim"  # a whole payload, as it lies: shared or copied, its CRC-32 kept
 RUNS = "runs"  # contiguous runs of 64 KiB or more, or all that is needed
 COVERING = "covering"  # short runs: covering spans are read and strided copies taken from them
 COMPUTED = "computed"  # by a kernel, a tile at a time

@@ -1,6 +1,6 @@
 """Everything a conversion reads of an `fsdp_dtensor` checkpoint before it plans: all of it small.
 
-The keys are those of `fsdp_dtensor.py`. Wrapper segments (`module.`) are dropped from names, the gate and up halves
+The keys are those of `tensors.py`. Wrapper segments (`module.`) are dropped from names, the gate and up halves
 `_w` and `_v` joined again, and everything that is not a parameter or its state brought back into the nested form
 that the training job had in memory.
 """

@@ -1,8 +1,9 @@
 """A user's rule file: one more family, in YAML.
 
-family: mymodel               # must match model_type of --hf-config, or be chosen with --family
+family: mymodel               # a name of its own; a known family of that name is replaced
 architecture: LlamaForCausalLM
-model_type: llama
+model_type: llama             # that of config.json (--hf-config, or the model to import), which chooses the family;
+                              # without it: the name
 like: llama                   # a known family whose rules, config fields and demands are taken over
 fixed: {hidden_act: silu}     # config.json fields with one value
 needs: {qk_layernorm: true}   # Megatron settings without which the model is not of this family: of ModelArgs, or such

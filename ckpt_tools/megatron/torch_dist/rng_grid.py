@@ -46,7 +46,7 @@ def rng_grid(
         return Grid(pp, tp)
     world, source = (gpus, "--gpus") if gpus is not None else (common.arg("world_size"), "args")
     if world is None or world % (pp * tp) or world < pp * tp:
-        found = "nothing tells how many" if world is None else f"{world} GPUs are no multiple of TP x PP"
+        found = "nothing tells how many" if world is None else f"{world} GPUs are not a multiple of TP x PP"
         raise UsageError(
             f"a {dialect.name} job with expert parallel size {ep} asks for the rng states of each of its "
             f"data-parallel ranks, and {found}: give --gpus, the GPUs of the job (TP {tp} x PP {pp} x the data and "

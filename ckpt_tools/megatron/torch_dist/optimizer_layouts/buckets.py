@@ -184,7 +184,7 @@ def flatten(entry: TensorEntry) -> Flat:
         whole_rows = chunk.box.size[-1] == width or chunk.box.volume == chunk.box.size[-1]
         if start != at or not whole_rows or len(entry.shape) > 2:
             raise CorruptCheckpointError(
-                f"{entry.key}: shape {entry.shape} with a chunk {chunk.box} is no flat bucket without holes"
+                f"{entry.key}: shape {entry.shape} with a chunk {chunk.box} is not a flat bucket without holes"
             )
         at += chunk.box.volume
     if at != entry.numel:
