@@ -95,7 +95,11 @@ def _check_model(model: Any, where: str) -> None:
     products = (
         (1, "", MAX_LAYERS),
         (model.num_experts or 0, "experts", MAX_EXPERT_MODULES),
-        (model.num_attention_heads + model.num_query_groups, "heads and query groups", MAX_HEAD_MODULES),
+        (
+            (model.num_attention_heads or 0) + (model.num_query_groups or 0),
+            "heads and query groups",
+            MAX_HEAD_MODULES,
+        ),
     )
     for count, what, most in products if not problems else ():
         if model.num_layers * count > most:
