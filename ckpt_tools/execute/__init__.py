@@ -18,6 +18,7 @@
 * `fileio`: exact reads and writes of local files
 * `folders`: directories held open
 * `access`: who may read and write an output
+* `vacant`: whether a local output can be taken
 * `publish`: an output folder that appears whole or not at all
 * `journal`: what is finished, for `--resume`
 * `finished`: whether an output that is there is what would be written

@@ -14,6 +14,7 @@
 * `diff_values`: what differs between two objects
 * `differences`: are two checkpoints the same
 * `job`: the settings of a job that is about to start
+* `job_settings`: settings of the kind that Megatron takes
 * `megatron_args`: Megatron-LM's command line, read as its own parser does
 * `facts`: what rules look at, and what a rule is
 * `job_rules`: what Megatron refuses of settings alone

@@ -20,7 +20,7 @@ from ckpt_tools.verify.megatron_args import (
     pattern,
     versions_with,
 )
-from ckpt_tools.verify.settings import checked_settings
+from ckpt_tools.verify.job_settings import checked_settings
 from tests.verify.megatron_flags import TABLE
 
 
