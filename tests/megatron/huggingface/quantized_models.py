@@ -143,13 +143,13 @@ def compressed_fp8(strategy: str, dtype: torch.dtype) -> Quantized:
 
 
 def compressed_int4(
-    group: int | None = 4, zero_points: bool = False, dtype: torch.dtype = torch.bfloat16
+    group: int | None = 4, zero_points: bool = False, dtype: torch.dtype = torch.bfloat16, **config: int
 ) -> Quantized:
     """Packed 4-bit integers; `group` None is a scale for each row. Rows and columns do not fill their words."""
     sizes = {"num_bits": 4, "type": "int", "symmetric": not zero_points, "strategy": "group" if group else "channel",
              "group_size": group}  # fmt: skip
-    config = {**LLAMA, "intermediate_size": 20}
-    model = _model(config, compressed([weights(**sizes)], "pack-quantized"), dtype)
+    settings = compressed([weights(**sizes)], "pack-quantized")
+    model = _model({**LLAMA, "intermediate_size": 20, **config}, settings, dtype)
     generator = torch.Generator().manual_seed(5)
     for name in [name for name in model.plain if LINEAR.search(name)]:
         rows, columns = model.stored.pop(name).shape
