@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from ckpt_tools.errors import MappingError
 
+_PLAIN = re.compile(r"[\w.-]*[\w-]")
 _CHEAP = re.compile(r"(?:[\w.$^|()-]|\.\*|\\[.\w])*")
 _MOST_STARS = 3
 _LONGEST = 500  # characters
@@ -18,35 +19,43 @@ _LONGEST = 500  # characters
 
 @dataclass(frozen=True, slots=True)
 class Patterns:
-    """Names of modules: whole ones, ends of them, and what a pattern matches; with what config.json says for each."""
+    """Names of modules, with what config.json says for each pattern; long lists cost no more than short ones."""
 
     names: frozenset[str] = frozenset()
+    inside: bool = False  # a name stands for the modules inside it too
     ends: tuple[str, ...] = ()
     compiled: tuple[tuple[str, re.Pattern[str]], ...] = ()
     unchecked: tuple[str, ...] = ()
 
     def listing(self, module: str) -> str | None:
         """What names this module, or None."""
-        if module in self.names:
-            return module
-        ending = next((end for end in self.ends if module.endswith(end)), None)
-        return ending or next((said for said, pattern in self.compiled if pattern.match(module)), None)
+        name = module
+        while name:
+            if name in self.names:
+                return name
+            name = name.rpartition(".")[0] if self.inside else ""
+        if module.endswith(self.ends):
+            return next(end for end in self.ends if module.endswith(end))
+        return next((said for said, pattern in self.compiled if pattern.match(module)), None)
 
 
 def modules_left_alone(said: object) -> Patterns:
     """`modules_to_not_convert` as transformers reads it: a pattern up to a module's border, or the end of a name."""
-    names = _texts(said, "modules_to_not_convert")
-    return _compile({name: rf"(?:{name})(?:(?<=\.)|(?=\.|$))" for name in names}, frozenset(), tuple(names))
+    texts = _texts(said, "modules_to_not_convert")
+    names = frozenset(text for text in texts if _PLAIN.fullmatch(text))
+    patterns = {text: rf"(?:{text})(?:(?<=\.)|(?=\.|$))" for text in texts if not _PLAIN.fullmatch(text)}
+    return Patterns(names, True, tuple(texts), *_compile(patterns))
 
 
 def targets_ignored(said: object) -> Patterns:
     """`ignore` of compressed-tensors: whole names, and patterns behind `re:`."""
-    names = _texts(said, "ignore")
-    plain = frozenset(name for name in names if not name.startswith("re:"))
-    return _compile({name: name[3:] for name in names if name not in plain}, plain, ())
+    texts = _texts(said, "ignore")
+    patterns = {text: text.removeprefix("re:") for text in texts if text.startswith("re:")}
+    return Patterns(frozenset(texts) - patterns.keys(), False, (), *_compile(patterns))
 
 
-def _compile(patterns: dict[str, str], names: frozenset[str], ends: tuple[str, ...]) -> Patterns:
+def _compile(patterns: dict[str, str]) -> tuple[tuple[tuple[str, re.Pattern[str]], ...], tuple[str, ...]]:
+    """The patterns that are safe to try, and what config.json says for the others."""
     compiled, unchecked = [], []
     for said, pattern in patterns.items():
         text = said.removeprefix("re:")
@@ -56,7 +65,7 @@ def _compile(patterns: dict[str, str], names: frozenset[str], ends: tuple[str, .
         except re.error:
             cheap = None
         unchecked += [] if cheap else [said]
-    return Patterns(names, ends, tuple(compiled), tuple(unchecked))
+    return tuple(compiled), tuple(unchecked)
 
 
 def _texts(said: object, field: str) -> list[str]:

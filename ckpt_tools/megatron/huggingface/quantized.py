@@ -148,12 +148,10 @@ def dequantized(catalog: Catalog, config: Mapping[str, Any], files: Files) -> De
     method = settings.get("quant_method") if isinstance(settings, Mapping) else settings
     if not isinstance(settings, Mapping) or not isinstance(method, str) or method not in _READERS:
         raise UnsupportedCheckpointError(_not_read(method))
-    ignored = settings.get("ignore") or () if method == "compressed-tensors" else ()
-    left_alone = (
-        targets_ignored(ignored)
-        if ignored
-        else modules_left_alone(settings.get("modules_to_not_convert") or ())
-    )
+    if method == "compressed-tensors":
+        left_alone = targets_ignored(settings.get("ignore") or ())
+    else:
+        left_alone = modules_left_alone(settings.get("modules_to_not_convert") or ())
     found = _Found(catalog.tensors, settings, _dtype_of(config), left_alone, files)
     _READERS[method](found)
     activations = [name for name in catalog.tensors if _OF_ACTIVATIONS.search(name)]
