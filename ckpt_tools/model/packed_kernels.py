@@ -1,8 +1,8 @@
 """Kernels for weights of 4 bits, several in one stored element, with a scale for each group of them.
 
-Both decode by table and take the product with the scale in float32, where it is exact, and round it once; so do
-the decoders of the programs that define these encodings. Worked example, a (16, 64) weight of 4-bit integers with a
-scale for every 32 columns; its box of rows 2:4 and columns 30:34::
+Both take the product with the scale in float32 and round it once, as the decoders of the programs that define these
+encodings do; they look up what a byte can mean. Worked example, a (16, 64) weight of 4-bit integers with a scale for
+every 32 columns; its box of rows 2:4 and columns 30:34::
 
     UnpackInt4(columns=64, group=32)
     .form   the words (int32, (16, 8)) and the scales (float32, (16, 2)) give (bfloat16, (16, 64))
@@ -35,8 +35,6 @@ class DecodeMxfp4:
     the power s - 127.
     """
 
-    dtype: str = "bfloat16"
-
     @property
     def name(self) -> str:
         return "decode MXFP4"
@@ -51,7 +49,7 @@ class DecodeMxfp4:
                 f"{blocks.shape} with {scales.shape}"
             )
         experts, rows, groups = scales.shape
-        return Form(self.dtype, (experts, groups * _BLOCK, rows))
+        return Form("bfloat16", (experts, groups * _BLOCK, rows))
 
     def needs(self, box: Box, inputs: Sequence[Form]) -> tuple[Box, ...]:
         (expert, column, row), (experts, columns, rows) = box
@@ -63,13 +61,11 @@ class DecodeMxfp4:
         blocks, scales = tiles
         if (scales == _NAN_SCALE).any():
             raise ValueError(f"an MXFP4 scale is {_NAN_SCALE}, which is not a number")
-        with np.errstate(over="ignore"):  # infinities as the decoders give them
-            values = _nibble_values(*_E2M1, *(-x for x in _E2M1))[blocks].reshape(*scales.shape, _BLOCK)
-            values *= np.ldexp(np.float32(1), scales.astype(np.int32) - 127)[..., None]
-        rows = values.reshape(*scales.shape[:2], -1)
+        pairs = _mxfp4_pairs().take((scales.astype(np.uint16) << 8)[..., None] | blocks)
+        rows = pairs.view(np.uint16).reshape(*scales.shape[:2], -1)
         skipped = box.start[1] % _BLOCK
-        shown = rows[..., skipped : skipped + box.size[1]].transpose(0, 2, 1)
-        return cast(np.ascontiguousarray(shown), "float32", self.dtype)
+        shown: Array = rows[..., skipped : skipped + box.size[1]].transpose(0, 2, 1)
+        return shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +132,24 @@ def _cells(start: int, size: int, width: int) -> tuple[int, int]:
 def _signed(words: Array) -> Array:
     """(rows, words) of packed 4-bit integers as float32 (rows, 8 x words)."""
     octets = np.ascontiguousarray(words, "<i4").view(np.uint8)
-    signed: Array = _nibble_values(*range(-8, 8))[octets].reshape(len(words), -1)
-    return signed
+    return _int4_pairs().take(octets).view(np.float32).reshape(len(words), -1)
 
 
 @cache
-def _nibble_values(*values: float) -> Array:
+def _int4_pairs() -> Array:
+    """For each byte its two 4-bit integers as float32, in the bits of one number."""
+    return _nibbles(tuple(range(-8, 8))).view(np.uint64).reshape(-1)
+
+
+@cache
+def _mxfp4_pairs() -> Array:
+    """For each scale and byte, number `scale << 8 | byte`, the two bfloat16s in the bits of one number."""
+    with np.errstate(over="ignore", invalid="ignore"):  # infinities as the decoders give them
+        scales = np.ldexp(np.float32(1), np.arange(256, dtype=np.int32) - 127)
+        values = scales[:, None, None] * _nibbles((*_E2M1, *(-x for x in _E2M1)))
+    return cast(values, "float32", "bfloat16").view(np.uint32).reshape(-1)
+
+
+def _nibbles(values: tuple[float, ...]) -> Array:
     """For each byte the float32 values of its lower and its upper nibble."""
-    table = np.array([(values[octet & 15], values[octet >> 4]) for octet in range(256)], np.float32)
-    table.setflags(write=False)
-    return table
+    return np.array([(values[octet & 15], values[octet >> 4]) for octet in range(256)], np.float32)

@@ -50,6 +50,14 @@ def test_imported_values_are_the_dequantized_ones(name: str, to: str, tmp_path: 
     assert all("cannot be told from the values again" in note for note in done.notes[: len(counts)])
 
 
+def test_another_type_is_cast_from_the_dequantized_values(tmp_path: Path) -> None:
+    model = gpt_oss()
+    import_hf(str(model.save(tmp_path / "hf")), str(tmp_path / "run"), ImportOptions(dtype="float32"))
+    export_hf(str(tmp_path / "run"), str(tmp_path / "out"))
+    wide = {key: tensor.float() for key, tensor in model.plain.items()}
+    same_bits(load_file(tmp_path / "out" / "model.safetensors"), wide)
+
+
 def test_the_report_says_what_was_dropped(tmp_path: Path) -> None:
     source = fp8_tensors().save(tmp_path / "hf")
     done = import_hf(str(source), str(tmp_path / "run"), dry_run=True)
