@@ -39,7 +39,7 @@ from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.formats.unpickle import StandIn, TorchDtype, stand_in
 from ckpt_tools.megatron.common_state import COMMON_FILE, CommonState
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
-from ckpt_tools.megatron.huggingface.checks import Spec
+from ckpt_tools.megatron.huggingface.quantized import dequantized
 from ckpt_tools.megatron.huggingface.targets import Imported, import_targets
 from ckpt_tools.megatron.record import RECORD_FILE, record_bytes
 from ckpt_tools.megatron.settings import read_settings
@@ -98,7 +98,7 @@ def import_hf(
 
     Raises:
         UsageError: options that contradict each other, or an output that cannot be taken.
-        UnsupportedCheckpointError: no safetensors weights there, or quantized ones.
+        UnsupportedCheckpointError: no safetensors weights there, or quantized in a way that is not read.
         MappingError: an architecture without rules, an adapter, or a model that is not whole or contradicts its
             config.json.
         VerificationError: a cast that makes infinities.
@@ -137,18 +137,20 @@ def plan_import(source: str, files: Files, options: ImportOptions, world: int) -
     catalog = read_safetensors_catalog(source)
     refuse_adapters(catalog.tensors)
     catalog, frequencies = without_frequencies(catalog)
-    specs = {key: Spec(entry.dtype, entry.shape) for key, entry in catalog.tensors.items()}
+    plain = dequantized(catalog, read_config(source), files)
+    catalog, specs = plain.catalog, plain.specs
     imported = import_targets(
         specs,
-        read_config(source),
+        plain.config,
         dtype=options.dtype,
         vocab_multiple=options.vocab_multiple,
         families=families_with(options.rules),
     )
     own = {key: Value(spec.dtype, spec.shape, (Source(key),)) for key, spec in specs.items()}
     prove_equal(files, catalog, own, imported.equal)
-    dropped = (*(f"{key}: no content of its own" for key in imported.dropped), *frequencies)
-    imported = replace(imported, dropped=dropped, notes=(*imported.notes, *unread_notes(files)))
+    dropped = (*(f"{key}: no content of its own" for key in imported.dropped), *frequencies, *plain.dropped)
+    notes = (*plain.notes, *imported.notes, *unread_notes(files))
+    imported = replace(imported, dropped=dropped, notes=notes)
     shapes = imported.shapes
     tensors = {key: seen_as(entry, shapes.get(key, entry.shape)) for key, entry in catalog.tensors.items()}
     seen = replace(catalog, tensors=tensors)

@@ -30,10 +30,10 @@ from ckpt_tools.verify.job import (
     parse_yaml,
     with_checkpoint_args,
 )
+from ckpt_tools.verify.job_settings import checked_settings
 from ckpt_tools.verify.load_rules import RULES
 from ckpt_tools.verify.place import check_entries
 from ckpt_tools.verify.report import ERROR, WARNING, Check, Finding, Report
-from ckpt_tools.verify.job_settings import checked_settings
 
 _ENVIRONMENT = "unset CUDA_DEVICE_MAX_CONNECTIONS"
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"

@@ -6,6 +6,7 @@
 * `catalog`: what a checkpoint holds: tensors, their chunks, objects
 * `views`: how a tensor is seen in the coordinates of another: index arithmetic, moved as bytes
 * `kernels`: values that are computed from stored tensors, a tile at a time
+* `packed_kernels`: kernels for weights of 4 bits
 * `expressions`: values made of views, and tensors made by kernels
 * `model`: `Model`, `Parameter`: what a checkpoint says, free of its format
 * `target`: what an output must contain, before anyone says who holds which rows

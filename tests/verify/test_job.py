@@ -11,6 +11,7 @@ from ckpt_tools.commands.preflight import run_rule
 from ckpt_tools.errors import UsageError
 from ckpt_tools.verify.facts import Facts, Stored
 from ckpt_tools.verify.job import PROGRAMS, VERSIONS, Job, command_words, merge, parse_command, parse_yaml
+from ckpt_tools.verify.job_settings import checked_settings
 from ckpt_tools.verify.load_rules import RULES
 from ckpt_tools.verify.megatron_args import (
     defaults_of,
@@ -20,7 +21,6 @@ from ckpt_tools.verify.megatron_args import (
     pattern,
     versions_with,
 )
-from ckpt_tools.verify.job_settings import checked_settings
 from tests.verify.megatron_flags import TABLE
 
 

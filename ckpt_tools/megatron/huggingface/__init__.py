@@ -14,6 +14,9 @@
 * `config`: `config.json`, read and written
 * `ledger`: every other setting of either side, and what becomes of it (arguments.yaml, config_json.yaml)
 * `checks`: what must hold for a model to be exported or imported
+* `quantized`: codes and scales seen as the weights they stand for
+* `compressed_tensors`: the schemes of that library
+* `module_patterns`: which modules config.json leaves as they are
 * `targets`: all tensors of the other side, or every reason why not
 * `shard_files`: how the tensors are cut into files
 """
