@@ -21,6 +21,7 @@ from ckpt_tools.formats.files import Files
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.casts import Array, cast, raw_dtype
 from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.kernels import JoinRemainder
 from ckpt_tools.model.target import TargetTensor
 from ckpt_tools.plan.byte_runs import row_major_tiles
 
@@ -71,7 +72,8 @@ def check_masters(
     if all(line.endswith(_REMAINDERS) for line in problems):
         raise UnsupportedCheckpointError(
             f"in place of {len(problems)} masters the optimizer holds their lower halves, as the precision-aware "
-            f"optimizer stores them (int16 remainders); this version does not join them with the weights.\n{advice}"
+            f"optimizer stores them (int16 remainders); they are joined with the weights where the args say "
+            f"--use-precision-aware-optimizer, which these do not.\n{advice}"
         )
     raise VerificationError(
         f"the master weights of {len(problems)} tensors do not round to the stored weights:\n"
@@ -216,6 +218,8 @@ class _Comparison:
         weights = replace(target, dtype=self.dtype, sources=target.must_round_to)
         self.masters, self.weights = reader.tensor(target), reader.tensor(weights)
         self.transfers = reader.transfers(weights)
+        made = reader.catalog.tensors[target.sources[0].key].made
+        self.rounds_half_up = made is not None and isinstance(made.kernel, JoinRemainder)
 
     @property
     def can_be_fp8(self) -> bool:
@@ -230,6 +234,10 @@ class _Comparison:
         different = rounded.view(bits) != weights.view(bits)
         if different.any():
             different &= ~(_is_nan(rounded, self.dtype) & _is_nan(weights, self.dtype))
+        if (
+            self.rounds_half_up
+        ):  # the optimizer that splits masters takes the weight above where two are as near
+            different &= masters.view(np.uint32) & 0xFFFF != 1 << 15
         if not different.any():
             return None
         at = np.unravel_index(int(different.argmax()), box.size)

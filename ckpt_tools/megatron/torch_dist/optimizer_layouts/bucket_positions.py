@@ -1,0 +1,213 @@
+"""Proof by position: which weight shard each stretch of a bucket of 16-bit remainders belongs to.
+
+Any remainder can stand beside any bf16 weight, so content proves nothing here (`bucket_proof` needs masters). What
+does is how Megatron lays out a buffer, all of which is on disk:
+
+* every rank writes a file of its own, so a rank's weight shards lie in the files that its bucket lies in (those of
+  its data-parallel group); what tensor-parallel ranks share lies in the files of one of them;
+* a buffer holds all parameters of its rank once, in reverse order of registration (`bucket_order`);
+* each starts at a multiple of 64 elements, and a chunk begins and ends wherever a parameter does, or a rank's share.
+
+Sizes, cuts and order must agree to the last element, for every way of registering that does not contradict them the
+parameters must be the same, and states that several ranks hold must be equal (`bucket_proof`). Else it is refused.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_order import (
+    Convention,
+    Rank,
+    conventions,
+    registration_rank,
+)
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.buckets import ALIGNMENT, Bucket, Buffer, Piece
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import MASTER
+from ckpt_tools.model.catalog import Chunk
+
+_FILE = re.compile(r"(?:^|/)__(\d+)_\d+\.distcp$")
+
+
+class Stretch(NamedTuple):
+    """Elements of a bucket, from `start` on, that hold the states of `piece`."""
+
+    bucket: Bucket
+    start: int
+    piece: Piece
+
+
+class _Live(NamedTuple):
+    """A parameter of a running rank: its pieces follow each other in the buffer (gate, up)."""
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(piece.numel for piece in self.pieces)
+
+
+def holds_remainders(buffer: Buffer) -> bool:
+    """Whether the masters of a buffer are stored as remainders."""
+    return any(bucket.states[MASTER].entry.dtype == "int16" for bucket in buffer.buckets)
+
+
+def place_by_position(
+    buffers: Sequence[Buffer], encoded: Sequence[Buffer], pieces: Sequence[Piece], problems: list[str]
+) -> list[Stretch]:
+    """What every element of the buckets of `encoded` belongs to; `buffers` are all that there are.
+
+    What cannot be proven becomes a line of `problems`.
+    """
+    writers = [_writers(buffer) for buffer in encoded]
+    for buffer, ranks in zip(encoded, writers, strict=True):
+        others = [
+            b for b in buffers if b is not buffer and (b.chain, b.group) == (buffer.chain, buffer.group)
+        ]
+        if not ranks:
+            problems.append(f"{_name(buffer)}: its files do not say which rank wrote them")
+        elif any(holds_remainders(other) for other in others):
+            problems.append(
+                f"{_name(buffer)}: its rank has several buffers of remainders (virtual pipeline stages), and nothing "
+                "says which layers lie in which"
+            )
+    if problems:
+        return []
+    owned = [
+        [p for p in pieces if _rank(p.chunk) in ranks and _is_of(p, buffer, buffers)]
+        for buffer, ranks in zip(encoded, writers, strict=True)
+    ]
+    stretches: list[Stretch] = []
+    for i, buffer in enumerate(encoded):
+        mates = [
+            own
+            for j, own in enumerate(owned)
+            if encoded[j].chain == buffer.chain and _are_mates(owned[i], own)
+        ]
+        shared = (p for own in mates for p in own if p.shard[1] == 1)
+        held = dict.fromkeys((*owned[i], *shared))
+        stretches += _place(buffer, [p for p in held if p.dtype == buffer.buckets[0].param_dtype], problems)
+    return stretches
+
+
+def _name(buffer: Buffer) -> str:
+    return buffer.buckets[0].name.rpartition(".bucket_idx_")[0]
+
+
+def _rank(chunk: Chunk) -> int | None:
+    """The global rank that wrote a chunk, as the name of its file says."""
+    match = _FILE.search(chunk.item.file)
+    return int(match[1]) if match else None
+
+
+def _writers(buffer: Buffer) -> frozenset[int]:
+    """The ranks that wrote a buffer; none where a file does not say."""
+    chunks = [
+        chunk for bucket in buffer.buckets for flat in bucket.states.values() for _, chunk in flat.chunks
+    ]
+    ranks = {_rank(chunk) for chunk in chunks}
+    return frozenset(rank for rank in ranks if rank is not None) if None not in ranks else frozenset()
+
+
+def _is_of(piece: Piece, buffer: Buffer, buffers: Sequence[Buffer]) -> bool:
+    """Whether the optimizer of a buffer has such a parameter: of two in a chain, the second has the experts."""
+    return len({b.chain for b in buffers}) == 1 or (piece.expert is not None) == (buffer.chain > 0)
+
+
+def _are_mates(one: Iterable[Piece], other: Iterable[Piece]) -> bool:
+    """Whether two ranks hold shards of the same tensors: they then share those that are not cut."""
+    cut = {(p.key, p.lead) for p in one if p.shard[1] > 1}
+    return any((p.key, p.lead) in cut for p in other)
+
+
+def _place(buffer: Buffer, held: Sequence[Piece], problems: list[str]) -> list[Stretch]:
+    live = _live_parameters(buffer, held, problems)
+    if live is None:
+        return []
+    found: dict[tuple[object, ...], list[Stretch]] = {}
+    for convention in conventions(shared_embedding=False):
+        order = _registered(live, convention)
+        placed = None if order is None else _lay_out(buffer.buckets, order)
+        if placed is not None:
+            found[tuple((s.bucket.name, s.start, s.piece) for s in placed)] = placed
+    if len(found) != 1:
+        what = "several orders" if found else "no order"
+        problems.append(
+            f"{_name(buffer)}: {what} of its rank's {len(live)} parameters, {sum(p.numel for p in live):,} elements, "
+            f"would fill its {len(buffer.buckets)} bucket(s) of {sum(b.numel for b in buffer.buckets):,} elements as "
+            "their chunks are cut"
+        )
+        return []
+    return next(iter(found.values()))
+
+
+def _live_parameters(buffer: Buffer, held: Sequence[Piece], problems: list[str]) -> list[_Live] | None:
+    """The parameters of a running rank; None where pieces do not say how they follow each other."""
+    families: dict[tuple[str, int | None], list[Piece]] = {}
+    for piece in held:
+        families.setdefault(piece.family, []).append(piece)
+    wrong = [members for members in families.values() if not _is_one_or_pair(members)]
+    problems += [
+        f"{_name(buffer)}: its rank has {len(members)} parts of {members[0].label}; in which order is not known"
+        for members in wrong
+    ]
+    if wrong:
+        return None
+    return [_Live(tuple(sorted(members, key=lambda p: p.shard))) for members in families.values()]
+
+
+def _is_one_or_pair(members: Sequence[Piece]) -> bool:
+    """Whether pieces are one shard of one tensor, or the two halves (gate, up) of a rank."""
+    first, *rest = sorted(members, key=lambda p: p.shard)
+    index, count = first.shard
+    return not rest or (
+        len(rest) == 1
+        and (rest[0].key, rest[0].lead) == (first.key, first.lead)
+        and rest[0].shard == (index + count // 2, count)
+    )
+
+
+def _registered(live: Sequence[_Live], convention: Convention) -> list[_Live] | None:
+    """The parameters as a buffer has them, the last registered first; None where their order is not known."""
+    ranks: dict[Rank, _Live] = {registration_rank(p.pieces[0], convention): p for p in live}
+    if len(ranks) < len(live) or not all(rank.complete for rank in ranks):
+        return None
+    return [ranks[rank] for rank in sorted(ranks, key=lambda r: r.steps, reverse=True)]
+
+
+def _lay_out(buckets: Sequence[Bucket], order: Iterable[_Live]) -> list[Stretch] | None:
+    """The parameters one after another; None where the chunks are cut otherwise."""
+    stretches: list[Stretch] = []
+    left = iter(buckets)
+    bucket = next(left)
+    at = 0
+    for live in order:
+        if at == bucket.numel:
+            following = next(left, None)
+            if following is None:
+                return None
+            bucket, at = following, 0
+        start = -(-at // ALIGNMENT) * ALIGNMENT
+        stop = start + live.numel
+        if not (_is_run(bucket, at, start) and _is_run(bucket, start, stop)):
+            return None
+        for piece in live.pieces:
+            stretches.append(Stretch(bucket, start, piece))
+            start += piece.numel
+        at = stop
+    return stretches if at == bucket.numel and next(left, None) is None else None
+
+
+def _is_run(bucket: Bucket, start: int, stop: int) -> bool:
+    """Whether chunks begin at `start`, end at `stop` and between them only where another rank's share begins."""
+    bounds = bucket.bounds or frozenset()
+    if not (start in bounds and stop in bounds and stop <= bucket.numel):
+        return False
+    runs = bucket.states[MASTER].chunks
+    return all(
+        start >= first or first >= stop or _rank(before) != _rank(after)
+        for (_, before), (first, after) in itertools.pairwise(runs)
+    )
