@@ -5,7 +5,8 @@ does is how Megatron lays out a buffer, all of which is on disk:
 
 * every rank writes a file of its own, so a rank's weight shards lie in the files that its bucket lies in (those of
   its data-parallel group); what tensor-parallel ranks share lies in the files of one of them;
-* a buffer holds all parameters of its rank once, in reverse order of registration (`bucket_order`);
+* its buffers hold all parameters of a rank once, in reverse order of registration (`bucket_order`); with a virtual
+  pipeline there is one for each stage, in the order of the layers;
 * each starts at a multiple of 64 elements, and a chunk begins and ends wherever a parameter does, or a rank's share.
 
 Sizes, cuts and order must agree to the last element, for every way of registering that does not contradict them the
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_order import (
@@ -62,34 +63,28 @@ def place_by_position(
 
     What cannot be proven becomes a line of `problems`.
     """
-    writers = [_writers(buffer) for buffer in encoded]
-    for buffer, ranks in zip(encoded, writers, strict=True):
-        others = [
-            b for b in buffers if b is not buffer and (b.chain, b.group) == (buffer.chain, buffer.group)
+    chains = {buffer.chain for buffer in buffers}
+    memories: dict[tuple[int, int, str], list[Buffer]] = {}
+    for buffer in encoded:
+        where = (buffer.chain, buffer.group, buffer.buckets[0].param_dtype)
+        memories.setdefault(where, []).append(buffer)
+    owned: dict[tuple[int, int, str], list[Piece]] = {}
+    for where, memory in memories.items():
+        writers = _writers(memory)
+        if not writers:
+            problems.append(f"{_name(memory[0])}: its files do not say which rank wrote them")
+        owned[where] = [
+            p
+            for p in pieces
+            if p.dtype == where[2] and _rank(p.chunk) in writers and _is_of(p, where[0], chains)
         ]
-        if not ranks:
-            problems.append(f"{_name(buffer)}: its files do not say which rank wrote them")
-        elif any(holds_remainders(other) for other in others):
-            problems.append(
-                f"{_name(buffer)}: its rank has several buffers of remainders (virtual pipeline stages), and nothing "
-                "says which layers lie in which"
-            )
-    if problems:
-        return []
-    owned = [
-        [p for p in pieces if _rank(p.chunk) in ranks and _is_of(p, buffer, buffers)]
-        for buffer, ranks in zip(encoded, writers, strict=True)
-    ]
     stretches: list[Stretch] = []
-    for i, buffer in enumerate(encoded):
+    for where, memory in memories.items() if not problems else ():
         mates = [
-            own
-            for j, own in enumerate(owned)
-            if encoded[j].chain == buffer.chain and _are_mates(owned[i], own)
+            own for other, own in owned.items() if other[0] == where[0] and _are_mates(owned[where], own)
         ]
         shared = (p for own in mates for p in own if p.shard[1] == 1)
-        held = dict.fromkeys((*owned[i], *shared))
-        stretches += _place(buffer, [p for p in held if p.dtype == buffer.buckets[0].param_dtype], problems)
+        stretches += _place(memory, list(dict.fromkeys((*owned[where], *shared))), problems)
     return stretches
 
 
@@ -103,18 +98,17 @@ def _rank(chunk: Chunk) -> int | None:
     return int(match[1]) if match else None
 
 
-def _writers(buffer: Buffer) -> frozenset[int]:
-    """The ranks that wrote a buffer; none where a file does not say."""
-    chunks = [
-        chunk for bucket in buffer.buckets for flat in bucket.states.values() for _, chunk in flat.chunks
-    ]
+def _writers(memory: Iterable[Buffer]) -> frozenset[int]:
+    """The ranks that wrote buffers; none where a file does not say."""
+    states = (flat for buffer in memory for bucket in buffer.buckets for flat in bucket.states.values())
+    chunks = [chunk for flat in states for _, chunk in flat.chunks]
     ranks = {_rank(chunk) for chunk in chunks}
     return frozenset(rank for rank in ranks if rank is not None) if None not in ranks else frozenset()
 
 
-def _is_of(piece: Piece, buffer: Buffer, buffers: Sequence[Buffer]) -> bool:
-    """Whether the optimizer of a buffer has such a parameter: of two in a chain, the second has the experts."""
-    return len({b.chain for b in buffers}) == 1 or (piece.expert is not None) == (buffer.chain > 0)
+def _is_of(piece: Piece, chain: int, chains: Collection[int]) -> bool:
+    """Whether an optimizer has such a parameter: of two in a chain, the second has the experts."""
+    return len(chains) == 1 or (piece.expert is not None) == (chain > 0)
 
 
 def _are_mates(one: Iterable[Piece], other: Iterable[Piece]) -> bool:
@@ -123,21 +117,24 @@ def _are_mates(one: Iterable[Piece], other: Iterable[Piece]) -> bool:
     return any((p.key, p.lead) in cut for p in other)
 
 
-def _place(buffer: Buffer, held: Sequence[Piece], problems: list[str]) -> list[Stretch]:
-    live = _live_parameters(buffer, held, problems)
+def _place(memory: Sequence[Buffer], held: Sequence[Piece], problems: list[str]) -> list[Stretch]:
+    """The pieces of one rank in its buffers, of which there is one for each stage of a virtual pipeline."""
+    live = _live_parameters(memory[0], held, problems)
     if live is None:
         return []
+    ascending = sorted(memory, key=lambda buffer: buffer.gbuf)
+    buckets = [bucket for buffer in reversed(ascending) for bucket in buffer.buckets]
     found: dict[tuple[object, ...], list[Stretch]] = {}
     for convention in conventions(shared_embedding=False):
         order = _registered(live, convention)
-        placed = None if order is None else _lay_out(buffer.buckets, order)
+        placed = None if order is None else _lay_out(buckets, order)
         if placed is not None:
             found[tuple((s.bucket.name, s.start, s.piece) for s in placed)] = placed
     if len(found) != 1:
         what = "several orders" if found else "no order"
         problems.append(
-            f"{_name(buffer)}: {what} of its rank's {len(live)} parameters, {sum(p.numel for p in live):,} elements, "
-            f"would fill its {len(buffer.buckets)} bucket(s) of {sum(b.numel for b in buffer.buckets):,} elements as "
+            f"{_name(memory[0])}: {what} of its rank's {len(live)} parameters, {sum(p.numel for p in live):,} "
+            f"elements, would fill its {len(buckets)} bucket(s) of {sum(b.numel for b in buckets):,} elements as "
             "their chunks are cut"
         )
         return []
