@@ -1,5 +1,7 @@
 """Proof that fp32 masters belong to the stored weights: rounded to the weights' type they are equal bit for bit.
 
+Of two bf16 weights that are as near, either may be stored.
+
 Weights that are held in FP8 (`fp8_weights`) are one more rounding away; a tensor that does not round is looked at
 again.
 """
@@ -21,7 +23,6 @@ from ckpt_tools.formats.files import Files
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.casts import Array, cast, raw_dtype
 from ckpt_tools.model.catalog import Catalog
-from ckpt_tools.model.kernels import JoinRemainder
 from ckpt_tools.model.target import TargetTensor
 from ckpt_tools.plan.byte_runs import row_major_tiles
 
@@ -218,8 +219,6 @@ class _Comparison:
         weights = replace(target, dtype=self.dtype, sources=target.must_round_to)
         self.masters, self.weights = reader.tensor(target), reader.tensor(weights)
         self.transfers = reader.transfers(weights)
-        made = reader.catalog.tensors[target.sources[0].key].made
-        self.rounds_half_up = made is not None and isinstance(made.kernel, JoinRemainder)
 
     @property
     def can_be_fp8(self) -> bool:
@@ -234,15 +233,24 @@ class _Comparison:
         different = rounded.view(bits) != weights.view(bits)
         if different.any():
             different &= ~(_is_nan(rounded, self.dtype) & _is_nan(weights, self.dtype))
-        if (
-            self.rounds_half_up
-        ):  # the optimizer that splits masters takes the weight above where two are as near
-            different &= masters.view(np.uint32) & 0xFFFF != 1 << 15
+            if (self.target.dtype, self.dtype) == ("float32", "bfloat16"):
+                different &= ~_is_tie(masters, weights)
         if not different.any():
             return None
         at = np.unravel_index(int(different.argmax()), box.size)
         line = describe_element(self.target, self.dtype, masters, weights, box, tuple(map(int, at)))
         return line + _REMAINDERS if _are_remainders(masters) else line
+
+
+def _is_tie(masters: Array, weights: Array) -> Array:
+    """Where fp32 masters lie in the middle of two bf16 numbers and the weight is one of them.
+
+    torch takes the even one, the fused Adam that splits masters in weight and remainder the one further from zero.
+    """
+    bits = masters.view(np.uint32)
+    lower, upper = bits >> 16, (bits >> 16) + 1
+    tie: Array = (bits & 0xFFFF == 1 << 15) & ((weights == lower) | (weights == upper))
+    return tie
 
 
 def _are_remainders(masters: Array) -> bool:
