@@ -6,15 +6,16 @@ Planned as a whole before the first byte.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from fnmatch import fnmatchcase
+from typing import TypeVar
 
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.outputs import ConversionReport, choose_output, count_objects, object_archives
 from ckpt_tools.commands.target_job import TargetJob
-from ckpt_tools.commands.to_fsdp_dtensor import A_KIND, Progress
-from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError
+from ckpt_tools.commands.to_fsdp_dtensor import A_KIND, Progress, look_for_damage
+from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError, VerificationError
 from ckpt_tools.execute.ranks import DistributedRanks, Ranks, connect
 from ckpt_tools.execute.rehearse import rehearse
 from ckpt_tools.execute.run import WriteOptions, WriteReport, write_checkpoint
@@ -104,7 +105,7 @@ def convert_to_torch_dist(
             source, planned.location, output, options.overwrite, options.resume, options.tracker
         )
         rehearse(planned.plan, planned.files, place, options.write, ranks)
-        checked = prove_masters(planned, ranks)
+        checked = _proven(planned.location, options, ranks, lambda: prove_masters(planned, ranks))
         if not dry_run:
             place = replace(place, extra_files=extra_files(planned))
             written = write_checkpoint(
@@ -126,7 +127,7 @@ def plan_torch_dist(
         if options.extra_state_template is not None:
             keys = template_keys(options.extra_state_template, options.trust_pickle)
             target_options = replace(target_options, extra_state_template=keys)
-        model = _read_model(opened, options)
+        model = _proven(opened.location, options, ranks, lambda: _read_model(opened, options))
         built = build_torch_dist_target(model, target_options)
         carried = carried_objects(model, built.target.objects)
         archives = _archives(opened, built.target.objects, carried)
@@ -135,6 +136,21 @@ def plan_torch_dist(
         opened.files.close()
         raise
     return PlannedTorchDist(opened.location, opened.files, model, built, plan)
+
+
+_T = TypeVar("_T")
+
+
+def _proven(
+    location: Location, options: ToTorchDistOptions, ranks: Ranks | DistributedRanks, prove: Callable[[], _T]
+) -> _T:
+    """What `prove` gives; where it fails, damaged payloads are the better answer."""
+    try:
+        return prove()
+    except VerificationError:
+        if options.write.check_source != "none":
+            look_for_damage(location, options.trust_pickle, options.write.threads, ranks)
+        raise
 
 
 def _read_model(opened: Opened, options: ToTorchDistOptions) -> Model:

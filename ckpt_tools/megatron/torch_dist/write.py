@@ -17,7 +17,7 @@ from typing import Any
 
 from ckpt_tools.errors import MappingError, UsageError, list_problems
 from ckpt_tools.megatron.common_state import COMMON_OBJECT
-from ckpt_tools.megatron.names import BUFFERS, DIALECTS, Dialect
+from ckpt_tools.megatron.names import BUFFERS, DIALECTS, HALF, Dialect
 from ckpt_tools.megatron.record import Size, TargetRecord
 from ckpt_tools.megatron.torch_dist.extra_state import extra_state_keys
 from ckpt_tools.megatron.torch_dist.groups import rebuild_optimizer
@@ -177,6 +177,11 @@ def _check_counts(model: Model) -> None:
     )
     if None not in (layers, wanted) and layers != wanted:
         problems.append(f"the args say num_layers = {wanted}, the weights have {layers} layers")
+    problems += [
+        f"{p.name} is one half of {p.name[:-2]} (singleton_local_shards), which fully_reshardable has in one tensor"
+        for p in model.parameters
+        if HALF.match(p.name)
+    ]
     wanted = common.arg("num_experts") or common.arg("num_moe_experts")
     experts = Counter(p.name for p in model.parameters if p.expert is not None)
     if wanted is not None:
