@@ -162,6 +162,11 @@ def _read_model(opened: Opened, options: ToTorchDistOptions) -> Model:
     """
     files, wanted = opened.files, options.target
     if opened.location.kind == "torch_dist":
+        if wanted.tp is not None:
+            raise UsageError(
+                f"--tp {wanted.tp}: no meaning for a torch_dist source, which loads at any tensor-parallel size; "
+                "leave it out"
+            )
         extent: Extent = "none" if wanted.weights_only else "whole"
         source = read_torch_dist(
             files, opened.catalog, options.ignore_keys, options.trust_pickle, optimizer=extent
