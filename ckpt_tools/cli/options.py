@@ -159,7 +159,8 @@ StatePrefix = Annotated[
 ExtraState = Annotated[
     str,
     typer.Option("--extra-state", help="Transformer Engine's extra-state objects: derive (a torch_dist source's own "
-                 "are kept), none, or a torch_dist checkpoint of the same model to take their keys from.", rich_help_panel=_MODEL),
+                 "are kept), none, or a torch_dist checkpoint of the same model to take their keys from.",
+                 rich_help_panel=_MODEL),
 ]  # fmt: skip
 Stacked = Annotated[
     bool | None,
