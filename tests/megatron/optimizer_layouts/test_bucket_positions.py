@@ -107,7 +107,8 @@ def test_every_remainder_is_placed(
 
 
 REAL = ("core019_llama_tp2_dp_reshardable", "core019_llama_dp2_dp_reshardable", "te_llama_dp2_buckets_dpr",
-        "core016_llama_tp2_dp_reshardable", "te_moe_ep2_dpr", "v016_dense_dpr_tp2_dp2")  # fmt: skip
+        "core016_llama_tp2_dp_reshardable", "te_moe_ep2_dpr", "v016_dense_dpr_tp2_dp2",
+        "main_dense_dpr_pp2_vpp2_tied")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REAL)

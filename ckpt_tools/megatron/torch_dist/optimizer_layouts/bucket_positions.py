@@ -30,6 +30,7 @@ from ckpt_tools.megatron.torch_dist.optimizer_layouts.buckets import ALIGNMENT, 
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import MASTER
 from ckpt_tools.model.catalog import Chunk
 
+_EMBEDDING = "embedding.word_embeddings.weight"
 _FILE = re.compile(r"(?:^|/)__(\d+)_\d+\.distcp$")
 
 
@@ -84,7 +85,8 @@ def place_by_position(
             own for other, own in owned.items() if other[0] == where[0] and _are_mates(owned[where], own)
         ]
         shared = (p for own in mates for p in own if p.shard[1] == 1)
-        stretches += _place(memory, list(dict.fromkeys((*owned[where], *shared))), problems)
+        held = list(dict.fromkeys((*owned[where], *shared)))
+        stretches += _place(memory, held, _shared_embedding(pieces, held), problems)
     return stretches
 
 
@@ -117,8 +119,28 @@ def _are_mates(one: Iterable[Piece], other: Iterable[Piece]) -> bool:
     return any((p.key, p.lead) in cut for p in other)
 
 
-def _place(memory: Sequence[Buffer], held: Sequence[Piece], problems: list[str]) -> list[Stretch]:
-    """The pieces of one rank in its buffers, of which there is one for each stage of a virtual pipeline."""
+def _shared_embedding(pieces: Iterable[Piece], held: Sequence[Piece]) -> Piece | None:
+    """What the last pipeline stage may hold in the place of its output layer: a copy of the first one's embedding.
+
+    It is stored once, by the first stage; the copies of its states must be equal (`bucket_proof`).
+    """
+    found = None
+    for piece in pieces:
+        if piece.name.endswith("output_layer.weight"):
+            return None
+        indices = {p.shard[0] for p in held if p.shard[1] == piece.shard[1]}
+        if piece.name.endswith(_EMBEDDING) and piece not in held and indices == {piece.shard[0]}:
+            found = piece
+    return found
+
+
+def _place(
+    memory: Sequence[Buffer], held: Sequence[Piece], embedding: Piece | None, problems: list[str]
+) -> list[Stretch]:
+    """The pieces of one rank in its buffers, of which there is one for each stage of a virtual pipeline.
+
+    A shared `embedding` may stand before all others.
+    """
     live = _live_parameters(memory[0], held, problems)
     if live is None:
         return []
@@ -127,9 +149,10 @@ def _place(memory: Sequence[Buffer], held: Sequence[Piece], problems: list[str])
     found: dict[tuple[object, ...], list[Stretch]] = {}
     for convention in conventions(shared_embedding=False):
         order = _registered(live, convention)
-        placed = None if order is None else _lay_out(buckets, order)
-        if placed is not None:
-            found[tuple((s.bucket.name, s.start, s.piece) for s in placed)] = placed
+        for first in ([], [_Live((embedding,))] if embedding is not None else []):
+            placed = None if order is None else _lay_out(buckets, [*first, *order])
+            if placed is not None:
+                found[tuple((s.bucket.name, s.start, s.piece) for s in placed)] = placed
     if len(found) != 1:
         what = "several orders" if found else "no order"
         problems.append(
