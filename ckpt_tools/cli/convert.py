@@ -70,7 +70,12 @@ def convert(
     input_dir: InputDir,
     output_dir: OutputDir,
     *,
-    to: Annotated[Format, typer.Option("--to", help="Format of the output.")] = Format.FSDP_DTENSOR,
+    to: Annotated[
+        Format,
+        typer.Option(
+            "--to", help="Format of the output; torch_dist has the fully_reshardable optimizer layout."
+        ),
+    ] = Format.FSDP_DTENSOR,
     swiglu: o.Swiglu = None,
     swiglu_modules: o.SwigluModules = "",
     group_map_file: o.GroupMapFile = None,

@@ -124,7 +124,7 @@ def plan_conversion(location: Location, options: ConvertOptions, ranks: Ranks | 
         )
     except VerificationError:
         if options.write.check_source != "none":
-            _look_for_damage(location, options, ranks)
+            look_for_damage(location, options.trust_pickle, options.write.threads, ranks)
         raise
     return _planned(location, files, model, options, ranks)
 
@@ -156,16 +156,18 @@ def build_target(model: Model, layout: Layout, options: TargetOptions) -> tuple[
     return built, TargetJob(record, built.packed, built.vocabulary)
 
 
-def _look_for_damage(location: Location, options: ConvertOptions, ranks: Ranks | DistributedRanks) -> None:
-    """Every rank has failed to prove by content what a bucket holds; see whether its share of the source is sound.
+def look_for_damage(
+    location: Location, trust_pickle: bool, threads: int, ranks: Ranks | DistributedRanks
+) -> None:
+    """Every rank has failed to prove by content what a source holds; see whether its share of it is sound.
 
     Raises:
         CorruptCheckpointError: some rank's is not.
     """
     with closing(open_files(location.path)) as files:
-        catalog = read_catalog(files, options.trust_pickle)
+        catalog = read_catalog(files, trust_pickle)
         share = [*catalog.tensors, *catalog.objects][ranks.rank :: ranks.world]
-        ranks.together(lambda: prove_payloads(files, catalog, share, options.write.threads))
+        ranks.together(lambda: prove_payloads(files, catalog, share, threads))
 
 
 def with_proven_masters(

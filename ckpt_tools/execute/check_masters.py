@@ -1,5 +1,7 @@
 """Proof that fp32 masters belong to the stored weights: rounded to the weights' type they are equal bit for bit.
 
+Of two bf16 weights that are as near, either may be stored.
+
 Weights that are held in FP8 (`fp8_weights`) are one more rounding away; a tensor that does not round is looked at
 again.
 """
@@ -71,7 +73,8 @@ def check_masters(
     if all(line.endswith(_REMAINDERS) for line in problems):
         raise UnsupportedCheckpointError(
             f"in place of {len(problems)} masters the optimizer holds their lower halves, as the precision-aware "
-            f"optimizer stores them (int16 remainders); this version does not join them with the weights.\n{advice}"
+            f"optimizer stores them (int16 remainders); they are joined with the weights where the args say "
+            f"--use-precision-aware-optimizer, which these do not.\n{advice}"
         )
     raise VerificationError(
         f"the master weights of {len(problems)} tensors do not round to the stored weights:\n"
@@ -230,11 +233,24 @@ class _Comparison:
         different = rounded.view(bits) != weights.view(bits)
         if different.any():
             different &= ~(_is_nan(rounded, self.dtype) & _is_nan(weights, self.dtype))
+            if (self.target.dtype, self.dtype) == ("float32", "bfloat16"):
+                different &= ~_is_tie(masters, weights)
         if not different.any():
             return None
         at = np.unravel_index(int(different.argmax()), box.size)
         line = describe_element(self.target, self.dtype, masters, weights, box, tuple(map(int, at)))
         return line + _REMAINDERS if _are_remainders(masters) else line
+
+
+def _is_tie(masters: Array, weights: Array) -> Array:
+    """Where fp32 masters lie in the middle of two bf16 numbers and the weight is one of them.
+
+    torch takes the even one, the fused Adam that splits masters in weight and remainder the one further from zero.
+    """
+    bits = masters.view(np.uint32)
+    lower, upper = bits >> 16, (bits >> 16) + 1
+    tie: Array = (bits & 0xFFFF == 1 << 15) & ((weights == lower) | (weights == upper))
+    return tie
 
 
 def _are_remainders(masters: Array) -> bool:

@@ -45,6 +45,11 @@ class CommonState:
         return args[name] if name in args else self.model_config.get(name, default)
 
     @property
+    def of_torch_dist(self) -> bool:
+        """Whether a `torch_dist` checkpoint had it: `fsdp_dtensor` has no entry for all of it."""
+        return self.source in ("common.pt", "common_state")
+
+    @property
     def iteration(self) -> int | None:
         """Training steps done."""
         value = self.values.get("iteration")

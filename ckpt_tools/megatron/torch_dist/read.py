@@ -90,6 +90,7 @@ def read_torch_dist(
         step=next(_steps(stored), None),
         dropped=(*left_out, *dropped_objects(keys, consumed, unknown_keys)),
         unread=unread,
+        notes=_joined(states),
     )
     return TorchDistSource(model, keys.parameters, states)
 
@@ -104,6 +105,17 @@ def _parameter(stored: Slice, states: OptimizerStates | None) -> Parameter:
                 sources = states.sources(kind, stored.key, stored.lead)
                 values[kind] = Value(states.dtype(kind, stored.key), stored.shape, sources)
     return Parameter(stored.name, stored.shape, stored.dtype, values, stored.expert, origin=stored.key)
+
+
+def _joined(states: OptimizerStates | None) -> tuple[str, ...]:
+    """A note where masters are not stored."""
+    made = [e for e in states.payloads.values() if e.made is not None] if states is not None else []
+    if not made:
+        return ()
+    return (
+        f"{sum(e.numel for e in made):,} elements of masters are computed: the optimizer (precision-aware) kept the "
+        "16 bits by which they differ from their bf16 weights",
+    )
 
 
 def _grad_scaler(optimizer: object) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 from ckpt_tools.errors import MappingError, list_problems
 from ckpt_tools.megatron.common_state import CommonState
-from ckpt_tools.megatron.torch_dist.slices import LAYER_NUMBER, missing_layers
+from ckpt_tools.megatron.torch_dist.slices import LAYER_NUMBER, STACKED_LAYERS, missing_layers
 from ckpt_tools.model.expressions import Value
 from ckpt_tools.model.model import Parameter
 from ckpt_tools.model.target import Source
@@ -138,8 +138,10 @@ def _choose(
 ) -> tuple[dict[str, bool], list[str]]:
     """Whether each block is stacked, and notes."""
     layers: dict[str, dict[int, set[_Content]]] = {}
+    stored: dict[str, bool] = {}
     for p, (block, layer, rest) in zip(parameters, places, strict=True):
         if layer is not None:
+            stored[block] = STACKED_LAYERS.search(p.origin) is not None
             layers.setdefault(block, {}).setdefault(layer, set()).add((rest, p.expert, p.shape))
     reason = _reason_apart(common)
     if stacked is not False and (reason is None or reason.startswith(_FREQUENCIES)):
@@ -150,13 +152,24 @@ def _choose(
         never = f".{block}".startswith(".mtp.") or ".mtp." in block or _is_hybrid(found)
         if stacked and not never and not alike:
             raise MappingError(f"{block}*: its layers hold different parameters and cannot be stacked")
-        wanted = stacked if stacked is not None else not reason or "vision_model." in block
-        choice[block] = bool(wanted) and alike and not never
+        wanted, why = _wanted(block, stacked, stored if common.of_torch_dist else {}, reason)
+        choice[block] = wanted and alike and not never
         if not never:
-            why = "as asked for" if stacked is not None else reason if alike else "its layers differ"
+            why = why if alike or stacked is not None else "its layers differ"
             form = "one tensor for all layers" if choice[block] else "a tensor for each layer"
             notes.append(f"{block}*: {form}" + (f" ({why})" if why else ""))
     return choice, notes
+
+
+def _wanted(
+    block: str, asked: bool | None, stored: Mapping[str, bool], reason: str | None
+) -> tuple[bool, str | None]:
+    """Whether a block is to be stacked, and why: as asked for, as the source has it, or as the settings say."""
+    if asked is not None:
+        return asked, "as asked for"
+    if block in stored:
+        return stored[block], "as in the source"
+    return not reason or "vision_model." in block, reason
 
 
 def _refuse_partial_layers(layers: Mapping[str, Mapping[int, set[_Content]]]) -> None:

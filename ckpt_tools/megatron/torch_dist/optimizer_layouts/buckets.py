@@ -16,7 +16,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError, list_problems
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.natural import canonical_kind, refuse_encoded
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.natural import (
+    are_remainders,
+    canonical_kind,
+    refuse_encoded,
+)
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import MASTER
 from ckpt_tools.megatron.torch_dist.slices import is_optimizer_key, slices_of
 from ckpt_tools.model.box import Box
@@ -129,7 +133,11 @@ def find_buffers(catalog: Catalog, numels: Mapping[tuple[int, int], Any]) -> tup
             "--dist-ckpt-optim-fully-reshardable; --weights-only converts the stored weights."
         )
     refuse_encoded(
-        e for stored in found.values() for bucket in stored.values() for e in bucket.kinds.values()
+        e
+        for stored in found.values()
+        for bucket in stored.values()
+        for kind, e in bucket.kinds.items()
+        if not are_remainders(kind, e)
     )
     problems: list[str] = []
     buffers = []

@@ -34,11 +34,16 @@ def order_kinds(kinds: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(unique, key=lambda kind: kind != MASTER))
 
 
+def are_remainders(kind: str, entry: TensorEntry) -> bool:
+    """Whether a state is stored as the 16 bits by which masters and their weights differ (see `remainders`)."""
+    return canonical_kind(kind) == MASTER and entry.dtype == "int16"
+
+
 def refuse_encoded(entries: Iterable[TensorEntry]) -> None:
     """Nothing, when every state is stored as plain floating-point numbers.
 
-    A precision-aware optimizer can keep int16 remainders (the low half of an fp32 master whose high half is
-    the bf16 weight) or scaled 8-bit states; neither is a value by itself.
+    A precision-aware optimizer can keep int16 remainders, of which `remainders` makes masters in the layouts that are
+    known to have them, or scaled 8-bit states; neither is a value by itself.
 
     Raises:
         UnsupportedCheckpointError: some state is not.
@@ -68,7 +73,8 @@ def model_space_states(
         UnsupportedCheckpointError: states are encoded, not numbers.
     """
     entries = {key: match for key in catalog.tensors if (match := STATE_KEY.match(key))}
-    refuse_encoded(catalog.tensors[key] for key in entries)
+    stored = {key: catalog.tensors[key] for key in entries}
+    refuse_encoded(e for key, e in stored.items() if not are_remainders(entries[key]["kind"], e))
     weight_of = {key: match["weight"] for key, match in entries.items()}
     transposed = expert_transposition(catalog, weight_of, transposed_experts)
     states: dict[tuple[str, str], StateTensor] = {}

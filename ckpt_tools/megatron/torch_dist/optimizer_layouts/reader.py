@@ -11,7 +11,8 @@ from ckpt_tools.formats.container import Frame, load_object, outline_object
 from ckpt_tools.formats.files import Files
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_content import Reader
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_proof import Stretch, find_stretches
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_positions import Stretch
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_proof import find_stretches
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.buckets import (
     Bucket,
     Buffer,
@@ -27,6 +28,7 @@ from ckpt_tools.megatron.torch_dist.optimizer_layouts.natural import (
     order_kinds,
     refuse_encoded,
 )
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.remainders import joined_masters
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import MASTER, OptimizerStates, StateTensor
 from ckpt_tools.megatron.torch_dist.slices import is_optimizer_key
 from ckpt_tools.model.box import full_box
@@ -61,7 +63,8 @@ def read_optimizer_states(
             f"{catalog.root}: optimizer layout {layout!r} is not one of torch_dist's"
         )
     if layout not in _BUCKET_LAYOUTS:
-        return model_space_states(catalog, layout, common.arg("moe_use_legacy_grouped_gemm"))
+        states = model_space_states(catalog, layout, common.arg("moe_use_legacy_grouped_gemm"))
+        return joined_masters(files, catalog, common, states)
     if layout == "dp_zero_gather_scatter":
         buffers = coalesced_buffers(files, catalog)
     else:
@@ -71,7 +74,7 @@ def read_optimizer_states(
         buffers = find_buffers(catalog, numels)
     pieces = tuple(weight_pieces(catalog))
     stretches = find_stretches(buffers, pieces, Reader(files), sample_only=sample_only)
-    return bucket_states(catalog, layout, buffers, stretches)
+    return joined_masters(files, catalog, common, bucket_states(catalog, layout, buffers, stretches))
 
 
 def bucket_states(
