@@ -35,9 +35,9 @@ from ckpt_tools.megatron.common_state import COMMON_FILE, CommonState
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.megatron.huggingface.checks import Spec
 from ckpt_tools.megatron.huggingface.targets import Imported, import_targets
+from ckpt_tools.megatron.keys import EXPERTS
 from ckpt_tools.megatron.record import RECORD_FILE, record_bytes
 from ckpt_tools.megatron.settings import read_settings
-from ckpt_tools.megatron.torch_dist.slices import EXPERTS
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions, build_torch_dist_target
 from ckpt_tools.megatron.vocab import vocabulary
 from ckpt_tools.model.catalog import Catalog

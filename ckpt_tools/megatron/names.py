@@ -21,7 +21,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ckpt_tools.megatron.torch_dist.slices import EXPERTS
+from ckpt_tools.megatron.keys import expert_name
 from ckpt_tools.model.model import Parameter
 
 _MAMBA_CONV = ".mixer.conv1d."
@@ -30,13 +30,6 @@ FUSED_QKV_NORM = re.compile(r"\.self_attention\.linear_qkv\.layer_norm_(weight|b
 FUSED_FC1_NORM = re.compile(r"\.mlp\.linear_fc1\.layer_norm_(weight|bias)$")
 LOCAL_INPUT_NORM = re.compile(r"\.input_layernorm\.(weight|bias)$")
 LOCAL_MLP_NORM = re.compile(r"\.pre_mlp_layernorm\.(weight|bias)$")
-SEQUENTIAL_EXPERT = re.compile(r"^(?P<module>.*)\.experts\.local_experts\.(?P<expert>\d+)\.(?P<leaf>.+)$")
-GROUPED_EXPERT = re.compile(
-    r"^(?P<module>.*)\.experts\.(?P<leaf>(?!experts\.|local_experts\.).*\D)(?P<expert>\d+)$"
-)
-PART = re.compile(
-    r"^(?P<base>.*(?:in_proj|conv1d)\.(?:weight|bias))\.(?P<part>query|key|value|z|beta|alpha|f|b|w|x|B|C|dt)$"
-)
 # The order in which the live tensor holds its parts (gated_delta_net/{gdn,gdn2}.py, mamba_mixer.py).
 PART_ORDERS = (
     ("query", "key", "value", "z", "beta", "alpha"),
@@ -45,10 +38,6 @@ PART_ORDERS = (
     ("z", "x", "B", "C", "dt"),
     ("x", "B", "C"),
 )
-BUFFERS = (".expert_bias",)  # of modules: fp32 whatever the model's type is, never sharded (moe/router.py)
-# `singleton_local_shards` keeps the gate and up halves of an fc1 apart (mlp.py `apply_swiglu_sharded_factory`).
-HALF = re.compile(r"^(?P<base>.*\.linear_fc1\.(?:weight|bias))(?P<part>_[wv])(?P<expert>\d*)$")
-HALVES = ("_w", "_v")
 MLA_DOWN = (".linear_q_down_proj.", ".linear_kv_down_proj.")
 MLA_FUSED_DOWN = ".linear_qkv_down_proj."
 
@@ -100,13 +89,6 @@ def live_name(parameter: Parameter, style: ModelStyle) -> str:
     return name
 
 
-def expert_name(name: str, expert: int, grouped: bool) -> str:
-    """`...mlp.experts.experts.linear_fc1.weight` as the live name of one expert (global number)."""
-    if grouped:
-        return f"{name.replace(EXPERTS, '.experts.')}{expert}"
-    return name.replace(EXPERTS, f".experts.local_experts.{expert}.")
-
-
 def state_name(name: str, dialect: Dialect) -> str:
     """A live name as the dialect spells it in `model.*` and `optimizer.state.*`."""
     return _mtp(_mamba(name, dialect), dialect.mtp_in_state)
@@ -132,14 +114,6 @@ def stored_name(name: str, hybrid_mtp: bool = False) -> str:
         name = name.replace(MTP_LIVE, MTP_DISK, 1)
     name = name.replace(f".self_attention{MLA_FUSED_DOWN}layer_norm_", ".input_layernorm.")
     return name.replace(".mixer.conv1d_", ".mixer.conv1d.")
-
-
-def split_expert(name: str) -> tuple[str, int | None]:
-    """The stored name of a live one and the expert it belongs to: the inverse of `expert_name` in either style."""
-    match = SEQUENTIAL_EXPERT.match(name) or GROUPED_EXPERT.match(name)
-    if match is None:
-        return name, None
-    return f"{match['module']}{EXPERTS}{match['leaf']}", int(match["expert"])
 
 
 def fuse_local_norm(name: str) -> str:

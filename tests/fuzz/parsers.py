@@ -23,7 +23,8 @@ from ckpt_tools.formats.files import LocalFiles
 from ckpt_tools.formats.frames import framed_tensor
 from ckpt_tools.formats.pickling import dump_archive
 from ckpt_tools.formats.safetensors import INDEX_FILE, read_safetensors_catalog, read_safetensors_header
-from ckpt_tools.megatron.param_groups import merge_map, strip_wrappers
+from ckpt_tools.megatron.keys import strip_wrappers
+from ckpt_tools.megatron.param_groups import merge_map
 from ckpt_tools.model.box import full_box
 from ckpt_tools.model.catalog import Catalog, Item, ObjectEntry, TensorEntry
 from tests.conftest import DATA

@@ -12,8 +12,6 @@ from ckpt_tools.megatron.fsdp_dtensor.flatten import leaves
 from ckpt_tools.megatron.fsdp_dtensor.gating import GatingChoice, mark_gated
 from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter, live_parameters
 from ckpt_tools.megatron.fsdp_dtensor.tensors import (
-    STATE_PREFIX,
-    STATE_PREFIX_FP32,
     Prefixes,
     backfill_groups,
     check_states,
@@ -27,6 +25,7 @@ from ckpt_tools.megatron.fsdp_dtensor.tensors import (
     tensor_aliases,
 )
 from ckpt_tools.megatron.hybrid import is_hybrid
+from ckpt_tools.megatron.keys import EXPERTS, MODEL_PREFIX, STATE_PREFIX, STATE_PREFIX_FP32
 from ckpt_tools.megatron.names import DIALECTS, MTP_DISK, MTP_LIVE, Dialect, ModelStyle
 from ckpt_tools.megatron.param_groups import (
     Membership,
@@ -36,7 +35,7 @@ from ckpt_tools.megatron.param_groups import (
 )
 from ckpt_tools.megatron.record import Size
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.expected import expected_states, refuse_missing_states
-from ckpt_tools.megatron.torch_dist.slices import EXPERTS, layer_counts
+from ckpt_tools.megatron.torch_dist.slices import layer_counts
 from ckpt_tools.megatron.vocab import VocabChange, Vocabulary, resize_vocab, told_tokens, vocabulary
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.model import MASTER, Model
@@ -61,7 +60,7 @@ class TargetOptions:
     aliases: bool = False  # also under the names other targets use
     group_map: Mapping[str, int] | None = None
     strict_map: bool = False
-    model_prefix: str = "model.module"
+    model_prefix: str = MODEL_PREFIX
     state_prefix: str | None = None
 
 

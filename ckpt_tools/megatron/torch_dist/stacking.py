@@ -13,7 +13,8 @@ from typing import NamedTuple, TypeAlias
 
 from ckpt_tools.errors import MappingError, list_problems
 from ckpt_tools.megatron.common_state import CommonState
-from ckpt_tools.megatron.torch_dist.slices import LAYER_NUMBER, missing_layers
+from ckpt_tools.megatron.keys import layer_of
+from ckpt_tools.megatron.torch_dist.slices import missing_layers
 from ckpt_tools.model.expressions import Value
 from ckpt_tools.model.model import Parameter
 from ckpt_tools.model.target import Source
@@ -124,10 +125,8 @@ def _refuse_gaps(parameters: Sequence[Parameter]) -> None:
 
 
 def _place(name: str) -> _Place:
-    match = LAYER_NUMBER.search(name)
-    if match is None:
-        return _Place("", None, name)
-    return _Place(name[: match.start(1)], int(match[1]), name[match.end() :])
+    layer = layer_of(name)
+    return _Place("", None, name) if layer is None else _Place(*layer)
 
 
 def _choose(

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_tools.errors import MappingError, UsageError, list_problems
-from ckpt_tools.megatron.common_state import COMMON_OBJECT
-from ckpt_tools.megatron.names import BUFFERS, DIALECTS, Dialect
+from ckpt_tools.megatron.keys import BUFFERS, COMMON_OBJECT, state_role
+from ckpt_tools.megatron.names import DIALECTS, Dialect
 from ckpt_tools.megatron.record import Size, TargetRecord
 from ckpt_tools.megatron.torch_dist.extra_state import extra_state_keys
 from ckpt_tools.megatron.torch_dist.groups import rebuild_optimizer
@@ -212,7 +212,7 @@ def _states(stacks: Sequence[Stack]) -> Iterable[TargetTensor]:
                 value.shape,
                 value.sources,
                 zero_filled=value.zero_filled,
-                role=role,
+                role=state_role(role),
             )
 
 

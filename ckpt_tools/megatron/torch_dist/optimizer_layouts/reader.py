@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError
 from ckpt_tools.formats.container import Frame, load_object, outline_object
 from ckpt_tools.formats.files import Files
 from ckpt_tools.megatron.common_state import CommonState
+from ckpt_tools.megatron.keys import bucket_key, bucket_object, canonical_kind, state_key
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_content import Reader
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_proof import Stretch, find_stretches
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.buckets import (
@@ -21,22 +21,16 @@ from ckpt_tools.megatron.torch_dist.optimizer_layouts.buckets import (
 )
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.natural import (
-    STATE_KEY,
-    canonical_kind,
     model_space_states,
     order_kinds,
     refuse_encoded,
 )
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import MASTER, OptimizerStates, StateTensor
-from ckpt_tools.megatron.torch_dist.slices import is_optimizer_key
 from ckpt_tools.model.box import full_box
 from ckpt_tools.model.catalog import Catalog, Chunk, Item, TensorEntry
 from ckpt_tools.model.target import Source
 from ckpt_tools.model.views import Place, Unflatten, View
 
-_OBJECT = re.compile(
-    r"^(?:chained_(?P<chain>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.(?P<what>\w+)/shard_"
-)
 _BUCKET_LAYOUTS = ("dp_reshardable", "fully_sharded_bucket_space", "dp_zero_gather_scatter")
 
 
@@ -56,7 +50,7 @@ def read_optimizer_states(
     layout = optimizer_layout(catalog, common)
     if layout == "none":
         return None
-    if layout == "fsdp_dtensor" or (layout == "unknown" and not any(map(STATE_KEY.match, catalog.tensors))):
+    if layout == "fsdp_dtensor" or (layout == "unknown" and not any(map(state_key, catalog.tensors))):
         raise UnsupportedCheckpointError(
             f"{catalog.root}: optimizer layout {layout!r} is not one of torch_dist's"
         )
@@ -104,7 +98,7 @@ def bucket_states(
         order_kinds(kind for kind, _ in states),
         states,
         payloads={e.key: e for e in entries if e.key not in catalog.tensors},
-        consumed=frozenset(key for key in (*catalog.tensors, *catalog.objects) if is_optimizer_key(key)),
+        consumed=frozenset((*filter(bucket_key, catalog.tensors), *filter(bucket_object, catalog.objects))),
     )
 
 
@@ -165,7 +159,7 @@ def _objects(catalog: Catalog, what: str) -> list[tuple[tuple[int, int], Item]]:
     """The items of one kind of optimizer object, by (chain, group)."""
     found = []
     for key, entry in catalog.objects.items():
-        match = _OBJECT.match(key)
-        if match and match["what"] == what:
-            found.append(((int(match["chain"] or 0), int(match["group"])), entry.item))
+        about = bucket_object(key)
+        if about and about.what == what:
+            found.append(((about.chain, about.group), entry.item))
     return found
