@@ -50,9 +50,8 @@ MODEL_PREFIX = "model.module"
 STATE_PREFIX = "optimizer.state.module.module.module"
 STATE_PREFIX_FP32 = "optimizer.state.module.module"  # no Float16Module around the model
 GROUP_META = "optimizer.param_to_group_meta."
-EXPERTS = (
-    ".experts.experts."  # in `torch_dist`; running models have one `experts` less, or `local_experts.<i>`
-)
+DECODER_LAYERS = "decoder.layers."
+EXPERTS = ".experts.experts."  # running models have one `experts` less, or `local_experts.<i>`
 HALVES = ("_w", "_v")  # gate and up of an fc1
 STEP = "step"
 # Buffers of modules, not parameters: fp32 whatever the model's type is, never sharded, no states (moe/router.py).
@@ -205,6 +204,12 @@ def layer_of(name: str) -> Layer | None:
     """The layer that a name is of; None for names outside of layers."""
     match = _LAYER.search(name)
     return Layer(name[: match.start(1)], int(match[1]), name[match.end() :]) if match else None
+
+
+def decoder_layer(name: str) -> tuple[int, str] | None:
+    """(number, name inside of the layer) of a weight in the decoder's layers; None for any other."""
+    layer = layer_of(name)
+    return layer[1:] if layer and layer.block == DECODER_LAYERS else None
 
 
 def expert_of(key: str) -> tuple[str, int | None]:

@@ -21,6 +21,8 @@ from ckpt_tools.megatron.keys import (
 )
 from ckpt_tools.model.catalog import Catalog, TensorEntry
 
+_SHOWN = 16  # missing layers that a message names; a key may claim to be of any layer
+
 
 @dataclass(frozen=True, slots=True)
 class Slice:
@@ -109,9 +111,11 @@ def missing_layers(names: Iterable[str]) -> list[str]:
             blocks.setdefault(layer.block, set()).add(layer.number)
     problems = []
     for block, found in sorted(blocks.items()):
-        absent = sorted(set(range(max(found) + 1)) - found)
-        if absent:
-            problems.append(f"{block}*: layers {absent} are missing below layer {max(found)}")
+        count = max(found) + 1 - len(found)
+        if count:
+            first = [n for n in range(len(found) + _SHOWN) if n not in found][:_SHOWN]
+            named = f"layers {first[:count]}" if count <= _SHOWN else f"{count} layers, the first {first},"
+            problems.append(f"{block}*: {named} are missing below layer {max(found)}")
     return problems
 
 
