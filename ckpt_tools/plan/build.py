@@ -12,7 +12,8 @@ from typing import NamedTuple, TypeAlias
 import orjson
 
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, list_problems
-from ckpt_tools.formats.frames import ALIGNMENT, EXTENT_BYTES, framed_tensor, tensor_frame
+from ckpt_tools.formats.archive import ALIGNMENT
+from ckpt_tools.formats.frames import EXTENT_BYTES, framed_tensor, tensor_frame
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.dtypes import itemsize

@@ -16,7 +16,7 @@ import numpy as np
 from ckpt_tools.errors import CkptError
 from ckpt_tools.formats import crc
 from ckpt_tools.formats.archive import payload_offset, read_directory
-from ckpt_tools.formats.container import read_frame, whole_file
+from ckpt_tools.formats.container import find_tensor, whole_file
 from ckpt_tools.formats.files import Files
 from ckpt_tools.megatron.keys import bucket_key
 from ckpt_tools.model.casts import Array
@@ -164,8 +164,8 @@ def _stretches(
     def read(offset: int, length: int) -> bytes:
         return files.read(item.file, item.offset + offset, length)
 
-    frame = read_frame(files, item) if dtype is not None else None
-    payload = (frame.payload_offset, frame.nbytes) if frame else None
+    tensor = find_tensor(files, item) if dtype is not None else None
+    payload = (tensor.payload_offset, tensor.nbytes) if tensor else None
     seen = False
     for record in read_directory(read, item.length, place).values():
         start = item.offset + payload_offset(read, record, place)

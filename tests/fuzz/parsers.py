@@ -18,7 +18,7 @@ from ckpt_tools.commands.group_map import load_group_map
 from ckpt_tools.errors import CkptError, CorruptCheckpointError
 from ckpt_tools.execute.source_reader import ChunkRef, SourceReader
 from ckpt_tools.formats import dcp
-from ckpt_tools.formats.container import load_object, outline_object, read_frame
+from ckpt_tools.formats.container import find_tensor, load_object, outline_object
 from ckpt_tools.formats.files import LocalFiles
 from ckpt_tools.formats.frames import framed_tensor
 from ckpt_tools.formats.pickling import dump_archive
@@ -87,7 +87,7 @@ def _object(data: bytes) -> None:
 def _frame(data: bytes) -> None:
     """The frame, which the engine's shortcut must see alike."""
     files, item = OneFile(data), Item(NAME, 0, len(data))
-    frame = read_frame(files, item)
+    frame = find_tensor(files, item)
     assert 0 <= frame.payload_offset <= frame.payload_offset + frame.nbytes <= len(data)
     if frame.is_row_major:
         payload = SourceReader(files).payload(ChunkRef("key", item, frame.dtype, frame.shape))

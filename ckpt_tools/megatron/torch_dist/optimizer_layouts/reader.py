@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError
-from ckpt_tools.formats.container import Frame, load_object, outline_object
+from ckpt_tools.formats.container import TensorBytes, load_object, outline_object
 from ckpt_tools.formats.files import Files
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.keys import bucket_key, bucket_object, canonical_kind, state_key
@@ -133,9 +133,9 @@ def coalesced_buffers(files: Files, catalog: Catalog) -> tuple[Buffer, ...]:
 
 def _coalesced(name: str, dtype: str, kinds: Mapping[str, Any], item: Item) -> Bucket:
     entries = {
-        canonical_kind(kind): _payload(f"{name}.{kind}", frame, item.file)
-        for kind, frame in kinds.items()
-        if isinstance(frame, Frame)
+        canonical_kind(kind): _payload(f"{name}.{kind}", tensor, item.file)
+        for kind, tensor in kinds.items()
+        if isinstance(tensor, TensorBytes)
     }
     refuse_encoded(entries.values())
     numel = kinds["numel_unpadded"]
@@ -147,12 +147,12 @@ def _coalesced(name: str, dtype: str, kinds: Mapping[str, Any], item: Item) -> B
     return Bucket(name, dtype, numel, {kind: flatten(entry) for kind, entry in entries.items()}, bounds=None)
 
 
-def _payload(key: str, frame: Frame, file: str) -> TensorEntry:
+def _payload(key: str, tensor: TensorBytes, file: str) -> TensorEntry:
     """A tensor inside an object as a tensor of one bare chunk."""
-    if len(frame.shape) != 1 or not frame.is_row_major:
+    if len(tensor.shape) != 1 or not tensor.is_row_major:
         raise ValueError(key)
-    item = Item(file, frame.payload_offset, frame.nbytes, bare=True, crc32=frame.crc32)
-    return TensorEntry(key, frame.dtype, frame.shape, (Chunk(full_box(frame.shape), item),))
+    item = Item(file, tensor.payload_offset, tensor.nbytes, bare=True, crc32=tensor.crc32)
+    return TensorEntry(key, tensor.dtype, tensor.shape, (Chunk(full_box(tensor.shape), item),))
 
 
 def _objects(catalog: Catalog, what: str) -> list[tuple[tuple[int, int], Item]]:
