@@ -7,7 +7,7 @@ every version prefer the file. An `fsdp_dtensor` checkpoint has the same entries
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from ckpt_tools.errors import CorruptCheckpointError
 from ckpt_tools.formats.container import load_object, whole_file
@@ -29,7 +29,7 @@ class CommonState:
     """
 
     values: dict[str, Any]
-    source: str | None
+    source: Literal["common.pt", "common_state", "items"] | None
     model_config: dict[str, Any] = field(default_factory=dict)
 
     @property

@@ -20,7 +20,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
+from ckpt_tools.errors import UsageError
 from ckpt_tools.megatron.keys import expert_name
 from ckpt_tools.model.model import Parameter
 
@@ -42,11 +44,18 @@ MLA_DOWN = (".linear_q_down_proj.", ".linear_kv_down_proj.")
 MLA_FUSED_DOWN = ".linear_qkv_down_proj."
 
 
+DialectName: TypeAlias = Literal["core-0.16", "core-0.17", "core-0.19", "main", "bridge"]
+LayerSpec: TypeAlias = Literal["te", "local"]
+"""Whose modules a layer is made of: Transformer Engine's, which fuse norms into projections, or Megatron's own."""
+ExpertModules: TypeAlias = Literal["grouped", "sequential"]
+"""How a running model holds its experts: all in one module, or in a module each."""
+
+
 @dataclass(frozen=True, slots=True)
 class Dialect:
     """What one loading program calls the few things that programs call differently."""
 
-    name: str
+    name: DialectName
     mtp_in_state: str
     mtp_in_groups: str
     mla_fused_in_state: bool = True
@@ -57,7 +66,7 @@ class Dialect:
     )
 
 
-DIALECTS = {
+DIALECTS: dict[DialectName, Dialect] = {
     dialect.name: dialect
     for dialect in (
         Dialect("core-0.16", MTP_DISK, MTP_DISK, rng_by_dp=True),
@@ -67,6 +76,18 @@ DIALECTS = {
         Dialect("bridge", MTP_LIVE, MTP_LIVE, gdn_fused_in_state=False, rng_by_dp=True),
     )
 }
+
+
+def dialect_named(name: str) -> Dialect:
+    """The dialect of a program.
+
+    Raises:
+        UsageError: no such program is known.
+    """
+    found = next((dialect for known, dialect in DIALECTS.items() if known == name), None)
+    if found is None:
+        raise UsageError(f"unknown target {name!r}; known targets are {', '.join(DIALECTS)}")
+    return found
 
 
 @dataclass(frozen=True, slots=True)

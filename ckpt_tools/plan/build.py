@@ -24,6 +24,7 @@ from ckpt_tools.model.transfers import (
     OutputBlob,
     OutputItem,
     Plan,
+    Strategy,
     TensorInfo,
     Transfer,
     item_row,
@@ -157,7 +158,7 @@ class _ItemForm(NamedTuple):
     box: Box
     length: int  # bytes, container included
     zeros: int
-    parts: tuple[tuple[Located, str], ...]  # each with its strategy
+    parts: tuple[tuple[Located, Strategy], ...]  # each with its strategy
 
 
 class _Items:

@@ -10,7 +10,7 @@ from ckpt_tools.megatron.fsdp_dtensor.entries import FsdpSource, FsdpTensor
 from ckpt_tools.megatron.fsdp_dtensor.stored import StoredParameter, stored_parameters
 from ckpt_tools.megatron.fsdp_dtensor.tensors import TORCH_ADAM_FIELDS
 from ckpt_tools.megatron.keys import BUFFERS, split_expert, split_projection
-from ckpt_tools.megatron.names import MLA_DOWN, MLA_FUSED_DOWN, stored_name
+from ckpt_tools.megatron.names import MLA_DOWN, MLA_FUSED_DOWN, LayerSpec, stored_name
 from ckpt_tools.megatron.settings import read_settings, training_dtype
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.expected import expected_states, refuse_missing_states
 from ckpt_tools.model.dtypes import CASTABLE
@@ -21,7 +21,11 @@ Group = dict[str, Any]
 
 
 def fsdp_model(
-    source: FsdpSource, *, tp: int | None = None, layer_spec: str | None = None, weights_only: bool = False
+    source: FsdpSource,
+    *,
+    tp: int | None = None,
+    layer_spec: LayerSpec | None = None,
+    weights_only: bool = False,
 ) -> Model:
     """The model that an `fsdp_dtensor` checkpoint holds.
 

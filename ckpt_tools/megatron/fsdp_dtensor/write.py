@@ -26,7 +26,17 @@ from ckpt_tools.megatron.fsdp_dtensor.tensors import (
 )
 from ckpt_tools.megatron.hybrid import is_hybrid
 from ckpt_tools.megatron.keys import EXPERTS, MODEL_PREFIX, STATE_PREFIX, STATE_PREFIX_FP32
-from ckpt_tools.megatron.names import DIALECTS, MTP_DISK, MTP_LIVE, Dialect, ModelStyle
+from ckpt_tools.megatron.names import (
+    DIALECTS,
+    MTP_DISK,
+    MTP_LIVE,
+    Dialect,
+    DialectName,
+    ExpertModules,
+    LayerSpec,
+    ModelStyle,
+    dialect_named,
+)
 from ckpt_tools.megatron.param_groups import (
     Membership,
     derive_memberships,
@@ -46,9 +56,9 @@ from ckpt_tools.model.target import InlineTensor, Target, TargetObject, TargetTe
 class TargetOptions:
     """What a user may decide about the target; None leaves the decision to the checkpoint."""
 
-    dialect: str | None = None  # a key of names.DIALECTS
-    layer_spec: str | None = None  # "te" or "local"
-    experts: str | None = None  # "grouped" or "sequential"
+    dialect: DialectName | None = None
+    layer_spec: LayerSpec | None = None
+    experts: ExpertModules | None = None
     swiglu: bool | None = None
     swiglu_modules: tuple[str, ...] = ()
     rename_mtp: bool = False
@@ -198,9 +208,7 @@ def check_options(options: TargetOptions) -> None:
 def choose_dialect(model: Model, options: TargetOptions) -> Dialect:
     """The dialect asked for, else Bridge's for a Bridge source and Megatron-LM main's for any other."""
     name = options.dialect or ("bridge" if model.settings.bridge else "main")
-    if name not in DIALECTS:
-        raise UsageError(f"unknown target {name!r}; known targets are {', '.join(DIALECTS)}")
-    dialect = DIALECTS[name]
+    dialect = dialect_named(name)
     if not options.rename_mtp or dialect.mtp_in_state == MTP_LIVE:
         return dialect
     if options.dialect:
@@ -219,7 +227,7 @@ def choose_style(model: Model, options: TargetOptions) -> tuple[ModelStyle, list
         raise MappingError(
             "--layer-spec local: a HybridModel has Transformer Engine's layers whatever its args say"
         )
-    local = {"te": False, "local": True}[options.layer_spec] if options.layer_spec else settings.local_norms
+    local = options.layer_spec == "local" if options.layer_spec else settings.local_norms
     if hybrid:
         local = False
     if local is None:

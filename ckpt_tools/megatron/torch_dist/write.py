@@ -16,7 +16,7 @@ from typing import Any
 
 from ckpt_tools.errors import MappingError, UsageError, list_problems
 from ckpt_tools.megatron.keys import BUFFERS, COMMON_OBJECT, state_role
-from ckpt_tools.megatron.names import DIALECTS, Dialect
+from ckpt_tools.megatron.names import Dialect, DialectName, LayerSpec, dialect_named
 from ckpt_tools.megatron.record import Size, TargetRecord
 from ckpt_tools.megatron.torch_dist.extra_state import extra_state_keys
 from ckpt_tools.megatron.torch_dist.groups import rebuild_optimizer
@@ -41,7 +41,7 @@ _CARRIED = ("args", "checkpoint_version", "iteration", "num_floating_point_opera
 class TorchDistOptions:
     """What a user may decide about the target; None leaves the decision to the checkpoint."""
 
-    layer_spec: str | None = None  # "te" or "local"
+    layer_spec: LayerSpec | None = None
     stacked: bool | None = None  # layers of a block in one tensor
     dtype: str | None = None  # of the weights
     tp: int | None = None  # the tensor-parallel size that the source's packed projections are for
@@ -50,7 +50,7 @@ class TorchDistOptions:
     )
     etp: int | None = None
     gpus: int | None = None  # of that job
-    dialect: str | None = None  # a key of names.DIALECTS: the program that will load the result
+    dialect: DialectName | None = None  # of the program that will load the result
     weights_only: bool = False
     extra_state: bool = True
     extra_state_template: tuple[str, ...] = ()  # keys of a checkpoint of the same model; () to derive them
@@ -105,9 +105,7 @@ def choose_dialect(model: Model, asked: str | None) -> Dialect:
     """
     known = None if model.record is None else model.record.target
     name = asked or known or ("bridge" if model.settings.bridge else "main")
-    if name not in DIALECTS:
-        raise UsageError(f"unknown target {name!r}; known targets are {', '.join(DIALECTS)}")
-    return DIALECTS[name]
+    return dialect_named(name)
 
 
 def _record(model: Model, options: TorchDistOptions, dialect: Dialect, grid: Grid | None) -> TargetRecord:
