@@ -11,8 +11,15 @@ from hypothesis import strategies as st
 from ckpt_tools.errors import MappingError
 from ckpt_tools.formats import detect
 from ckpt_tools.megatron import keys
+from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter, Rows
+from ckpt_tools.megatron.fsdp_dtensor.tensors import model_tensors
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import bucket_states
 from ckpt_tools.megatron.torch_dist.read import dropped_objects
 from ckpt_tools.megatron.torch_dist.slices import SortedKeys, missing_layers
+from ckpt_tools.model.catalog import Catalog, Item, ObjectEntry, TensorEntry
+from ckpt_tools.model.expressions import Value
+from ckpt_tools.model.model import Parameter
+from ckpt_tools.model.target import Source
 from tests.conftest import REPO
 
 FC1 = "decoder.layers.0.mlp.linear_fc1.weight"
@@ -200,3 +207,24 @@ def test_no_other_module_spells_a_key_as_a_pattern() -> None:
 def test_the_format_is_told_by_keys_that_are_of_it(key: str) -> None:
     is_fsdp = detect._FSDP_KEY.search(key.encode()) is not None
     assert is_fsdp == ("model.module." in key or "state.module." in key or keys.group_key(key) is not None)
+
+
+def test_a_key_that_no_layout_has_is_not_taken_for_a_state_of_a_bucket() -> None:
+    strange = f"{DIST}.gbuf_idx_1.dtype_(bfloat16).bucket_idx_2.exp_avg"
+    stored = {key: TensorEntry(key, "float32", (64,), ()) for key in (f"{BUCKET}.exp_avg", strange)}
+    about = {f"{DIST}.optimizer/shard_0_1": ObjectEntry(f"{DIST}.optimizer/shard_0_1", Item("x", 0, 1))}
+    states = bucket_states(Catalog("memory", stored, about), "dp_reshardable", (), ())
+    assert states.consumed == {f"{BUCKET}.exp_avg", *about}
+    with pytest.raises(MappingError, match=re.escape(strange)):
+        dropped_objects(SortedKeys((), tuple(stored), tuple(about)), states.consumed, unknown_keys=False)
+
+
+@pytest.mark.parametrize("leaf", ["router.expert_bias", "router.local_tokens_per_expert", "router.weight"])
+def test_buffers_keep_their_type_whatever_the_model_is_cast_to(leaf: str) -> None:
+    """A loader makes them in fp32; of two lists of buffers one did not have the tokens of an expert."""
+    name = f"decoder.layers.0.mlp.{leaf}"
+    stored = Parameter(name, (4,), "float32", {"weight": Value("float32", (4,), (Source(name),))})
+    live = LiveParameter(name, name, (4,), (Rows(stored, 0, 4, 0),))
+    (tensor,) = model_tensors(live, keys.MODEL_PREFIX, "bfloat16")
+    assert tensor.dtype == ("float32" if leaf.endswith(keys.BUFFERS) else "bfloat16")
+    assert leaf.endswith(keys.BUFFERS) is (leaf != "router.weight")

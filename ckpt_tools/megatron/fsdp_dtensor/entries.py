@@ -26,6 +26,7 @@ from ckpt_tools.megatron.keys import (
     HALVES,
     NESTED_STATES,
     STEP,
+    canonical_kind,
     fsdp_state,
     group_key,
     model_name,
@@ -36,7 +37,7 @@ from ckpt_tools.megatron.keys import (
 from ckpt_tools.megatron.record import Size, TargetRecord, read_record, stored_tp
 from ckpt_tools.model.box import full_box
 from ckpt_tools.model.catalog import Catalog, Item, TensorEntry
-from ckpt_tools.model.model import WEIGHT
+from ckpt_tools.model.model import MASTER, WEIGHT
 from ckpt_tools.model.target import Source
 from ckpt_tools.model.views import Place
 
@@ -282,10 +283,7 @@ def _join(weights: Mapping[str, TensorEntry], states: _States, values: _Values) 
 
 def _refuse_masters(states: _States) -> None:
     masters = [
-        f"{name}.{kind}"
-        for name, kinds in states.items()
-        for kind in kinds
-        if kind in ("fp32_param", "param")
+        f"{name}.{kind}" for name, kinds in states.items() for kind in kinds if canonical_kind(kind) == MASTER
     ]
     if masters:
         raise UnsupportedCheckpointError(
