@@ -6,11 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from ckpt_tools.commands.close_names import unmatched
-from ckpt_tools.commands.inspect import role_of
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.errors import UsageError, list_problems
-from ckpt_tools.megatron.common_state import COMMON_OBJECT
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions, build_fsdp_target
+from ckpt_tools.megatron.keys import COMMON_OBJECT, role_of
 from ckpt_tools.megatron.names import DIALECTS
 from ckpt_tools.megatron.record import read_record, stored_tp
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout

@@ -13,9 +13,9 @@ from ckpt_tools.formats.left_out import leave_out
 from ckpt_tools.megatron.fsdp_dtensor.entries import read_fsdp_source
 from ckpt_tools.megatron.fsdp_dtensor.read import fsdp_model
 from ckpt_tools.megatron.hybrid import as_gpt, gpt_name, is_hybrid
+from ckpt_tools.megatron.keys import EXPERTS
 from ckpt_tools.megatron.settings import training_dtype
 from ckpt_tools.megatron.torch_dist.read import read_torch_dist
-from ckpt_tools.megatron.torch_dist.slices import EXPERTS
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.expressions import Value
 from ckpt_tools.model.model import MASTER, Model

@@ -41,9 +41,10 @@ from ckpt_tools.megatron.common_state import COMMON_FILE, CommonState
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.megatron.huggingface.quantized import dequantized
 from ckpt_tools.megatron.huggingface.targets import Imported, import_targets
+from ckpt_tools.megatron.keys import EXPERTS
+from ckpt_tools.megatron.names import LayerSpec
 from ckpt_tools.megatron.record import RECORD_FILE, record_bytes
 from ckpt_tools.megatron.settings import read_settings
-from ckpt_tools.megatron.torch_dist.slices import EXPERTS
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions, build_torch_dist_target
 from ckpt_tools.megatron.vocab import vocabulary
 from ckpt_tools.model.catalog import Catalog
@@ -66,7 +67,7 @@ class ImportOptions:
     rules: Path | None = None  # a rule file
     dtype: str | None = None
     vocab_multiple: int = 128  # --make-vocab-size-divisible-by times the tensor-parallel size
-    layer_spec: str | None = None  # "te" (default) or "local"
+    layer_spec: LayerSpec | None = None  # te by default
     fsdp: TargetOptions = field(default_factory=TargetOptions)
     torch_dist: TorchDistOptions = field(default_factory=TorchDistOptions)
     layout: Layout | None = None

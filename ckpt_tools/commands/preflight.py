@@ -13,9 +13,9 @@ from ckpt_tools.commands.launch import Launch, launch
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.documents import DocumentError, read_named_file
-from ckpt_tools.megatron.fsdp_dtensor.tensors import RNG_KEY
 from ckpt_tools.megatron.hybrid import is_hybrid
-from ckpt_tools.megatron.torch_dist.slices import is_optimizer_key, layer_counts
+from ckpt_tools.megatron.keys import fsdp_state, is_optimizer_key, rng_key, rng_shard
+from ckpt_tools.megatron.torch_dist.slices import layer_counts
 from ckpt_tools.verify import meaning
 from ckpt_tools.verify.facts import Facts, Rule, Stored
 from ckpt_tools.verify.job import (
@@ -39,7 +39,6 @@ _ENVIRONMENT = "unset CUDA_DEVICE_MAX_CONNECTIONS"
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _LAYER = re.compile(r"^(?P<layer>.*\blayers\.\d+\.(?:\w+_layer\.)?)(?P<rest>.+)$")
 _SCRIPTS = ("pretrain_gpt.py", "pretrain_mamba.py", "pretrain_hybrid.py")  # others may add flags of their own
-_RNG_RANK = re.compile(r"rng_state\.\((\d{1,9}), (\d{1,9})\)")
 _PACKED = re.compile(r"^(?P<module>.*\.)(?:in_proj\.|conv1d[._])(?:weight|bias)$")
 # Norms that Transformer Engine's projections have inside, and the modules of their own that stand for them elsewhere,
 # each beside the weight that it belongs to: MLA's input norm and that of experts are apart in every spec.
@@ -151,10 +150,10 @@ def _about(opened: Opened) -> tuple[Facts, int | None]:
     shapes = {weight.name: weight.shape for weight in weights}
     keys = (*catalog.tensors, *catalog.objects)
     if is_fsdp:
-        ranks = {(int(m[1]), int(m[2])) for m in map(_RNG_RANK.match, keys) if m}
-        states = {m["kind"] for m in map(meaning.FSDP_STATE.match, catalog.tensors) if m} - {"step"}
+        ranks = {(found.pp, found.tp) for found in map(rng_key, keys) if found}
+        states = {found.kind for found in map(fsdp_state, catalog.tensors) if found} - {"step"}
     else:
-        ranks = {(int(m[1]), int(m[2])) for m in map(RNG_KEY.match, catalog.objects) if m}
+        ranks = {(rank.pp, rank.tp) for rank in map(rng_shard, catalog.objects) if rank}
         states = {"any"} if any(is_optimizer_key(key) for key in keys) else set()
     record = _target_of(opened, shapes, ranks)
     facts = Facts(

@@ -20,7 +20,7 @@ from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, Verifica
 from ckpt_tools.execute.prove import prove_payloads
 from ckpt_tools.execute.ranks import DistributedRanks, Ranks, connect
 from ckpt_tools.execute.rehearse import rehearse
-from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, write_checkpoint
+from ckpt_tools.execute.run import CheckLevel, Output, WriteOptions, WriteReport, write_checkpoint
 from ckpt_tools.formats.container import read_small_file
 from ckpt_tools.formats.dcp import read_catalog
 from ckpt_tools.formats.detect import Location, locate
@@ -54,7 +54,7 @@ class ConvertOptions:
     target: TargetOptions = field(default_factory=TargetOptions)
     layout: Layout | None = None  # None: rows over the ranks that convert
     iteration: int | None = None
-    check_masters: str = "sample"  # sample, all or none
+    check_masters: CheckLevel = "sample"
     ignore_keys: tuple[str, ...] = ()
     trust_pickle: bool = False
     overwrite: bool = False

@@ -27,9 +27,9 @@ from ckpt_tools.megatron.bridge import BRIDGE_FILES
 from ckpt_tools.megatron.common_state import COMMON_FILE
 from ckpt_tools.megatron.fsdp_dtensor.entries import read_fsdp_source
 from ckpt_tools.megatron.fsdp_dtensor.read import fsdp_model
+from ckpt_tools.megatron.keys import stacked_axes
 from ckpt_tools.megatron.record import RECORD_FILE, read_record, record_bytes
 from ckpt_tools.megatron.torch_dist.read import Extent, read_torch_dist
-from ckpt_tools.megatron.torch_dist.slices import stacked_axes
 from ckpt_tools.megatron.torch_dist.write import (
     TorchDistOptions,
     TorchDistTarget,

@@ -19,6 +19,7 @@ import numpy as np
 from ckpt_tools.errors import UnsupportedCheckpointError, VerificationError, list_problems
 from ckpt_tools.execute.fp8_masters import HALF_TYPES, Fp8Comparison, describe_element
 from ckpt_tools.execute.read_box import BoxReader
+from ckpt_tools.execute.run import CheckLevel
 from ckpt_tools.formats.files import Files
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.casts import Array, cast, raw_dtype
@@ -48,7 +49,7 @@ def check_masters(
     files: Files,
     catalog: Catalog,
     targets: Sequence[TargetTensor],
-    level: str,
+    level: CheckLevel,
     tick: Callable[[], None] = lambda: None,
     threads: int = 1,
     fp8_recipe: str | None = None,
@@ -82,7 +83,7 @@ def check_masters(
     )
 
 
-def describe_masters(report: MastersReport, level: str) -> str:
+def describe_masters(report: MastersReport, level: CheckLevel) -> str:
     """What was compared and how, in words."""
     if not report.tensors:
         return "the source has none"
@@ -102,7 +103,7 @@ def compare_masters(
     files: Files,
     catalog: Catalog,
     targets: Sequence[TargetTensor],
-    level: str,
+    level: CheckLevel,
     tick: Callable[[], None] = lambda: None,
     threads: int = 1,
     fp8_recipe: str | None = None,
@@ -138,7 +139,7 @@ _Boxes: TypeAlias = Callable[[Box], Iterator[Box]]
 
 
 def _compare_plainly(
-    comparisons: Sequence[_Comparison], level: str, boxes: _Boxes, pool: ThreadPoolExecutor
+    comparisons: Sequence[_Comparison], level: CheckLevel, boxes: _Boxes, pool: ThreadPoolExecutor
 ) -> tuple[dict[_Comparison, int], dict[_Comparison, str]]:
     """Elements compared of every tensor, and the first difference of each that has one."""
 
@@ -163,7 +164,7 @@ def _compare_plainly(
 
 
 def _compare_as_fp8(
-    first: dict[_Comparison, str], level: str, boxes: _Boxes, pool: ThreadPoolExecutor, recipe: str
+    first: dict[_Comparison, str], level: CheckLevel, boxes: _Boxes, pool: ThreadPoolExecutor, recipe: str
 ) -> dict[_Comparison, Fp8Comparison]:
     """The tensors of `first` again, as weights held in FP8: those that are proven leave it and are returned."""
     found = {
@@ -188,7 +189,7 @@ def _comparison(reader: BoxReader, target: TargetTensor) -> _Comparison:
     return _Comparison(reader, target if stored is None else replace(target, dtype=stored.dtype))
 
 
-def _parts(comparison: _Comparison, level: str) -> Iterable[Box]:
+def _parts(comparison: _Comparison, level: CheckLevel) -> Iterable[Box]:
     """A tensor in the parts that one thread compares, in order."""
     everything = full_box(comparison.target.shape)
     return [everything] if level == "sample" else row_major_tiles(everything, _PART_ELEMS)

@@ -34,7 +34,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ckpt_tools.errors import CkptError, Interrupted, StorageError, Terminated, UsageError
 from ckpt_tools.execute.fileio import check_direct, storage_errors, write_all
@@ -56,6 +56,11 @@ from ckpt_tools.plan.assign import worker_share
 
 if TYPE_CHECKING:
     from ckpt_tools.execute.remote_output import RemoteJob
+
+SourceCheck: TypeAlias = Literal["all", "none"]
+"""Whether every payload that is read from must have the checksum its writer stored."""
+CheckLevel: TypeAlias = Literal["sample", "all", "none"]
+"""How much of fp32 masters is compared with weights: a few rows of every tensor, everything, or nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +85,7 @@ class WriteOptions:
     memory_bytes: int = 96 << 20  # for buffers, in every process
     fsync: bool = False  # make everything durable before it is published, and give its page cache back
     direct: bool = False  # write past the page cache
-    check_source: str = "all"  # all: every payload that is read from must have its stored checksum; or none
+    check_source: SourceCheck = "all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +102,7 @@ class WriteReport:
     seconds: float
     peak_rss_bytes: int  # of the largest rank
     ranks: int
-    check_source: str  # as asked for
+    check_source: SourceCheck  # as asked for
     payloads_proven: int  # of the source
     payloads_without_checksum: int  # of the source, read from
     bytes_proven: int

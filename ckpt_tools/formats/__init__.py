@@ -17,6 +17,7 @@
 * `unpickle`: objects from strangers, read without importing or running anything
 * `pickling`: Python values as archives, written without torch
 * `pickle_ops`: opcodes of texts and ints, for the two writers
+* `storage_classes`: torch's typed storages by element type
 * `container`: what one stored item holds: a tensor's frame, or an object
 * `archive`: the zip archive of `torch.save`
 * `frames`: the archive around one tensor, byte for byte as torch writes it

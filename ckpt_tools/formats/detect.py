@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 from ckpt_tools.credentials import hidden
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError, UsageError
@@ -28,15 +29,18 @@ _ITERATION = re.compile(r"iter_(\d{7,})")
 _FSDP_KEY = re.compile(rb"(model\.module\.|optimizer\.state\.module\.|optimizer\.param_to_group_meta\.)")
 
 
+CheckpointKind: TypeAlias = Literal["torch_dist", "fsdp_dtensor", "dcp", "safetensors"]
+
+
 @dataclass(frozen=True, slots=True)
 class Location:
     """A checkpoint's place and kind.
 
-    `kind` is `torch_dist`, `fsdp_dtensor`, `dcp` (any other torch distributed checkpoint) or `safetensors`.
+    `dcp` is any other torch distributed checkpoint, `safetensors` a Hugging Face model.
     `path` is the folder that holds the files themselves; `root` the run's folder above it, when there is one.
     """
 
-    kind: str
+    kind: CheckpointKind
     path: str
     root: str | None = None
     iteration: int | None = None  # None: release, or not told by the folder
@@ -230,7 +234,7 @@ def _listed(root: str) -> list[str]:
         return []
 
 
-def _kind(files: Files, names: list[str], backend: str | None) -> str:
+def _kind(files: Files, names: list[str], backend: str | None) -> CheckpointKind:
     if METADATA in names:
         if backend:
             return "torch_dist"

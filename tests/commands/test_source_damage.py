@@ -25,7 +25,7 @@ from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_
 from ckpt_tools.commands.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
 from ckpt_tools.errors import CorruptCheckpointError
 from ckpt_tools.execute.run import WriteOptions
-from ckpt_tools.formats.container import read_frame, record_stretches
+from ckpt_tools.formats.container import find_tensor, record_stretches
 from ckpt_tools.formats.dcp import read_catalog
 from ckpt_tools.formats.detect import locate
 from ckpt_tools.formats.files import open_files
@@ -98,7 +98,7 @@ def payloads(source: Path) -> list[tuple[str, Path, int, int]]:
     found = []
     for key, entry in read_catalog(files).tensors.items():
         for chunk in entry.chunks:
-            frame = read_frame(files, chunk.item)
+            frame = find_tensor(files, chunk.item)
             if frame.crc32 is not None and frame.nbytes:
                 place = Path(location.path, chunk.item.file)
                 found.append((key, place, frame.payload_offset, frame.nbytes))

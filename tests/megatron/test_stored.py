@@ -5,12 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tools.errors import MappingError, UsageError
-from ckpt_tools.megatron.fsdp_dtensor.entries import WEIGHT, FsdpTensor
+from ckpt_tools.megatron.fsdp_dtensor.entries import FsdpTensor
 from ckpt_tools.megatron.fsdp_dtensor.live import live_parameters
 from ckpt_tools.megatron.fsdp_dtensor.stored import stored_parameters
 from ckpt_tools.megatron.names import DIALECTS, ModelStyle
 from ckpt_tools.megatron.torch_dist.slices import slices_of
 from ckpt_tools.model.catalog import TensorEntry
+from ckpt_tools.model.model import WEIGHT
 from ckpt_tools.model.target import Source
 
 ATTENTION = {

@@ -13,7 +13,8 @@ from typing import NamedTuple, TypeAlias
 
 from ckpt_tools.errors import MappingError, list_problems
 from ckpt_tools.megatron.common_state import CommonState
-from ckpt_tools.megatron.torch_dist.slices import LAYER_NUMBER, STACKED_LAYERS, missing_layers
+from ckpt_tools.megatron.keys import layer_of, stacked_layers
+from ckpt_tools.megatron.torch_dist.slices import missing_layers
 from ckpt_tools.model.expressions import Value
 from ckpt_tools.model.model import Parameter
 from ckpt_tools.model.target import Source
@@ -124,10 +125,8 @@ def _refuse_gaps(parameters: Sequence[Parameter]) -> None:
 
 
 def _place(name: str) -> _Place:
-    match = LAYER_NUMBER.search(name)
-    if match is None:
-        return _Place("", None, name)
-    return _Place(name[: match.start(1)], int(match[1]), name[match.end() :])
+    layer = layer_of(name)
+    return _Place("", None, name) if layer is None else _Place(*layer)
 
 
 def _choose(
@@ -141,7 +140,7 @@ def _choose(
     stored: dict[str, bool] = {}
     for p, (block, layer, rest) in zip(parameters, places, strict=True):
         if layer is not None:
-            stored[block] = STACKED_LAYERS.search(p.origin) is not None
+            stored[block] = bool(stacked_layers(p.origin))
             layers.setdefault(block, {}).setdefault(layer, set()).add((rest, p.expert, p.shape))
     reason = _reason_apart(common)
     if stacked is not False and (reason is None or reason.startswith(_FREQUENCIES)):

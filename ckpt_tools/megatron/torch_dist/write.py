@@ -16,8 +16,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from ckpt_tools.errors import MappingError, UsageError, list_problems
-from ckpt_tools.megatron.common_state import COMMON_OBJECT
-from ckpt_tools.megatron.names import BUFFERS, DIALECTS, HALF, Dialect
+from ckpt_tools.megatron.keys import BUFFERS, COMMON_OBJECT, split_half, state_role
+from ckpt_tools.megatron.names import Dialect, DialectName, LayerSpec, dialect_named
 from ckpt_tools.megatron.record import Size, TargetRecord
 from ckpt_tools.megatron.torch_dist.extra_state import extra_state_keys
 from ckpt_tools.megatron.torch_dist.groups import rebuild_optimizer
@@ -46,7 +46,7 @@ _RESUMED = {"rerun_state_machine"}
 class TorchDistOptions:
     """What a user may decide about the target; None leaves the decision to the checkpoint."""
 
-    layer_spec: str | None = None  # "te" or "local"
+    layer_spec: LayerSpec | None = None
     stacked: bool | None = None  # layers of a block in one tensor
     dtype: str | None = None  # of the weights
     tp: int | None = None  # the tensor-parallel size that the source's packed projections are for
@@ -55,7 +55,7 @@ class TorchDistOptions:
     )
     etp: int | None = None
     gpus: int | None = None  # of that job
-    dialect: str | None = None  # a key of names.DIALECTS: the program that will load the result
+    dialect: DialectName | None = None  # of the program that will load the result
     weights_only: bool = False
     extra_state: bool = True
     extra_state_template: tuple[str, ...] = ()  # keys of a checkpoint of the same model; () to derive them
@@ -118,9 +118,7 @@ def choose_dialect(model: Model, asked: str | None) -> Dialect:
     """
     known = None if model.record is None else model.record.target
     name = asked or known or ("bridge" if model.settings.bridge else "main")
-    if name not in DIALECTS:
-        raise UsageError(f"unknown target {name!r}; known targets are {', '.join(DIALECTS)}")
-    return DIALECTS[name]
+    return dialect_named(name)
 
 
 def _record(model: Model, options: TorchDistOptions, dialect: Dialect, grid: Grid | None) -> TargetRecord:
@@ -180,7 +178,7 @@ def _check_counts(model: Model) -> None:
     problems += [
         f"{p.name} is one half of {p.name[:-2]} (singleton_local_shards), which fully_reshardable has in one tensor"
         for p in model.parameters
-        if HALF.match(p.name)
+        if split_half(p.name)[1]
     ]
     wanted = common.arg("num_experts") or common.arg("num_moe_experts")
     experts = Counter(p.name for p in model.parameters if p.expert is not None)
@@ -232,7 +230,7 @@ def _states(stacks: Sequence[Stack]) -> Iterable[TargetTensor]:
                 value.shape,
                 value.sources,
                 zero_filled=value.zero_filled,
-                role=role,
+                role=state_role(role),
             )
 
 

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from ckpt_tools.errors import VerificationError, list_problems
+from ckpt_tools.megatron.keys import layer_of
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_content import (
     PieceIndex,
     Reader,
@@ -36,7 +37,6 @@ from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_positions import (
 )
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.buckets import ALIGNMENT, Bucket, Buffer, Piece
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import MASTER
-from ckpt_tools.megatron.torch_dist.slices import LAYER_NUMBER
 
 ADVICE = (
     "Nothing was converted, because a wrong optimizer state would not be noticed in training. "
@@ -187,8 +187,10 @@ def _assign(
 
 def _marks(piece: Piece) -> Iterable[object]:
     """What a model chunk holds all of or nothing of: the piece's layer (as text) and its expert (as a number)."""
-    layer = LAYER_NUMBER.search(piece.name)
-    return ([piece.name[: layer.end()]] if layer else []) + ([] if piece.expert is None else [piece.expert])
+    layer = layer_of(piece.name)
+    return ([f"{layer.block}{layer.number}."] if layer else []) + (
+        [] if piece.expert is None else [piece.expert]
+    )
 
 
 def _shards_by_rank(
