@@ -18,6 +18,7 @@ from ckpt_tools.errors import CorruptCheckpointError, UsageError
 from ckpt_tools.execute.fileio import storage_errors
 from ckpt_tools.execute.folders import Folder
 from ckpt_tools.formats.files import Files, LocalFiles
+from ckpt_tools.formats.joined_files import JoinedFiles, by_folder, joined_name
 from ckpt_tools.formats.remote import RemoteFiles
 from ckpt_tools.model.transfers import Plan
 
@@ -32,6 +33,12 @@ def fingerprint(files: Files, names: Sequence[str]) -> list[list[object]]:
     Of a local file its length, both times in ns and its inode number: whoever puts another file in its place may
     give it the same length and modification time. Of one in a store its length and version (ETag, generation).
     """
+    if isinstance(files, JoinedFiles):
+        return [
+            [joined_name(part, str(name)), *stamp]
+            for part, inside in by_folder(files, names)
+            for name, *stamp in fingerprint(part, inside)
+        ]
     if isinstance(files, RemoteFiles):
         return [[name, *stamp] for name, stamp in files.stamps(names).items()]
     rows: list[list[object]] = []
