@@ -16,8 +16,9 @@ from ckpt_tools.commands.mean_targets import Parts, check_alike, mean_targets, p
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.outputs import choose_output, output_directory, refuse_overlap
 from ckpt_tools.commands.rewrite import COMPANIONS
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import UsageError, VerificationError
 from ckpt_tools.execute.check_masters import check_masters, describe_masters
+from ckpt_tools.execute.prove import prove_payloads
 from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, write_checkpoint
 from ckpt_tools.execute.work import MIN_TILE_BYTES
 from ckpt_tools.formats.container import read_archive, read_small_file
@@ -88,9 +89,9 @@ def average_checkpoints(
             for source in sources
         ]
         _check_places(sources, output, opened)
-        parts = [parts_of(one) for one in opened]
+        read = [_read(one, options.write) for one in opened]
+        parts, checked = [its for its, _ in read], read[-1][1]
         check_alike(parts, opened)
-        checked = _check_masters(opened, parts, options.write.threads)
         catalog, targets = mean_targets(opened, parts[-1], weights)
         make = _safetensors if opened[-1].location.kind == "safetensors" else _dcp
         plan, place = make(sources[-1], opened[-1], output, catalog, targets, options)
@@ -153,38 +154,50 @@ def _check_places(sources: Sequence[str], output: str, opened: Sequence[Opened])
         raise UsageError(f"checkpoints of one kind have a mean: {found}. Convert them to one kind first")
 
 
-def _check_masters(opened: Sequence[Opened], parts: Sequence[Parts], threads: int) -> str:
+def _read(opened: Opened, write: WriteOptions) -> tuple[Parts, str]:
+    """The parts of a source, and what was found of its masters.
+
+    Raises:
+        CorruptCheckpointError: masters do not belong to the weights because bits have changed.
+    """
+    try:
+        parts = parts_of(opened)
+        return parts, _check_masters(opened, parts, write.threads)
+    except VerificationError:
+        if write.check_source != "none":
+            prove_payloads(opened.files, opened.catalog, opened.catalog.tensors, write.threads)
+        raise
+
+
+def _check_masters(opened: Opened, parts: Parts, threads: int) -> str:
     """What was found of the masters: that they belong to the weights, which will be made of them.
 
     It is always looked at: what stands in the place of masters may be their lower halves.
     """
-    said = "the sources have none"
-    for one, its in zip(opened, parts, strict=True):
-        if not its.rounded:
-            continue
-        tensors = one.catalog.tensors
-        targets = [
-            TargetTensor(
-                key,
-                tensors[sources[0].key].dtype,
-                tensors[key].shape,
-                sources,
-                must_round_to=(Source(key),),
-                must_round_dtype=tensors[key].dtype,
-            )
-            for key, sources in its.rounded.items()
-        ]
-        report = check_masters(
-            one.files,
-            one.catalog,
-            targets,
-            _HOW,
-            threads=threads,
-            fp8_recipe=_fp8_recipe(one),
-            advice=f"`strip {one.location.path} OUT` keeps the weights alone; average what it makes of all of them.",
+    if not parts.rounded:
+        return "the sources have none"
+    tensors, path = opened.catalog.tensors, opened.location.path
+    targets = [
+        TargetTensor(
+            key,
+            tensors[sources[0].key].dtype,
+            tensors[key].shape,
+            sources,
+            must_round_to=(Source(key),),
+            must_round_dtype=tensors[key].dtype,
         )
-        said = f"{describe_masters(report, _HOW)}, in every source"
-    return said
+        for key, sources in parts.rounded.items()
+    ]
+    report = check_masters(
+        opened.files,
+        opened.catalog,
+        targets,
+        _HOW,
+        threads=threads,
+        fp8_recipe=_fp8_recipe(opened),
+        advice=f"`strip {path} OUT` keeps the weights alone; average what it makes of every source.",
+    )
+    return f"{describe_masters(report, _HOW)}, in every source"
 
 
 def _fp8_recipe(opened: Opened) -> str | None:

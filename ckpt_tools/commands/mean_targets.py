@@ -228,7 +228,7 @@ def mean_targets(
     for key in parts.means:
         sources = []
         for one in opened:
-            name = f"{one.location.path}: {key}"
+            name = f"{key} of {one.location.path}"
             tensors[name] = joined_entry(one.files, one.catalog.tensors[key], name)
             sources.append(Source(name))
         entry = last.catalog.tensors[key]

@@ -48,10 +48,10 @@ def access_of(folder: Path) -> Access:
     return Access(mode, mode & files & 0o666, status.st_gid, bool(status.st_mode & stat.S_ISGID))
 
 
-def common_access(folders: Iterable[Path]) -> Access:
-    """What the permissions of all these directories allow, so that nobody reads in a mean what they may not read."""
+def common_access(places: Iterable[Access]) -> Access:
+    """What all of these allow, so that nobody reads in the mean of several sources what they may not read."""
     common: Access | None = None
-    for access in map(access_of, folders):
+    for access in places:
         if common is None:
             common = access
             continue
@@ -59,7 +59,7 @@ def common_access(folders: Iterable[Path]) -> Access:
         if access.group == common.group:
             common = Access(directory, file, common.group, common.setgid and access.setgid)
         else:
-            common = Access(directory & ~0o070, file & ~0o060)
+            common = Access(directory & ~0o070, file & ~0o070)
     return common or Access()
 
 

@@ -76,7 +76,7 @@ class Staging:
         """Who may do what with the output; it looks at many files, so only the rank that makes the output asks."""
         if self.final.is_dir() and not self.final.is_symlink():
             return access_of(self.final)
-        return common_access(self._sources)
+        return common_access(access_of(source) for source in self._sources)
 
     @property
     def held(self) -> bool:
