@@ -184,8 +184,9 @@ class WeightedMean(_Elementwise):
 
     def compute(self, box: Box, tiles: Sequence[Array]) -> Array:
         total = np.zeros(box.size, np.float64)
-        for weight, tile in zip(self.weights, tiles, strict=True):
-            total += weight * cast(tile, self.dtype, "float64")
+        with np.errstate(invalid="ignore"):  # infinities of both signs make a NaN
+            for weight, tile in zip(self.weights, tiles, strict=True):
+                total += weight * cast(tile, self.dtype, "float64")
         if self.dtype in ("bfloat16", "float16"):  # which a cast reaches by way of float32
             return cast(_rounded_to_odd(total), "float32", self.dtype)
         return cast(total, "float64", self.dtype)

@@ -119,3 +119,17 @@ def test_a_group_that_may_not_be_given_gets_nothing(
     (tmp_path / "source").chmod(0o750)
     write_checkpoint(case.plan(2), case.files, Output(tmp_path / "out"))
     assert mode(tmp_path / "out") == 0o700
+
+
+def test_several_sources_give_what_all_of_them_allow() -> None:
+    access_to = access.Access
+    common = access.common_access
+    assert common([]) == access_to()
+    assert common([access_to(0o750, 0o640, 7, True)]) == access_to(0o750, 0o640, 7, True)
+    assert common([access_to(0o755, 0o644, 7), access_to(0o770, 0o660, 7)]) == access_to(0o750, 0o640, 7)
+    assert common([access_to(0o755, 0o644, 7), access_to(0o700, 0o600, 7)]) == access_to(0o700, 0o600, 7)
+    # nobody is known to be in both groups
+    assert common([access_to(0o775, 0o664, 7), access_to(0o775, 0o664, 8)]) == access_to(0o705, 0o604)
+    # once groups differ, one that comes back does not count
+    three = [access_to(0o770, 0o660, group) for group in (7, 8, 7)]
+    assert common(three) == access_to(0o700, 0o600)
