@@ -30,10 +30,12 @@ _BUFFER = re.compile(
     r"(?:^|\.)(?:expert_bias|e_score_correction_bias|local_tokens_per_expert|inv_freq|original_inv_freq|cos_cached|"
     r"sin_cached|running_mean|running_var|_extra_state)$"
 )
+# In a plain checkpoint, outside the model: what stands under the name of an optimizer or the like, or is a state by its
+# own name.
 _OF_A_RUN = re.compile(
-    r"(?:^|\.)(?:optim\w*|lr_scheduler|opt_param_scheduler|scheduler|rng\w*|rng_state\S*|train_state|dataloader)\."
+    r"^(?!model\.|module\.)(?:(?:\w+\.)?(?:optim\w*|lr_scheduler\w*|opt_param_scheduler|scheduler\w*|rng\w*|train_state|"
+    r"dataloader\w*)\.|.*\.(?:step|exp_avg|exp_avg_sq|max_exp_avg_sq|exp_inf|momentum_buffer|square_avg)$)"
 )
-_STATE = re.compile(r"\.(?:step|exp_avg|exp_avg_sq|max_exp_avg_sq|exp_inf|momentum_buffer|square_avg|sum)$")
 _SEPARATE_MASTER = re.compile(
     r"(?:^|\.)(?:fp32_from_fp16_params|fp32_from_fp32_params|fp32_params?|master_params?|master_weights?|master|param)"
     r"(?:\.|$)"
@@ -121,8 +123,13 @@ def _fsdp_dtensor(opened: Opened) -> Parts:
 
 
 def _dcp(opened: Opened) -> Parts:
-    of_a_run = {key for key in opened.catalog.tensors if _OF_A_RUN.search(key) or _STATE.search(key)}
-    _refuse_masters(opened, [key for key in of_a_run if _SEPARATE_MASTER.search(key)])
+    of_a_run = {key for key in opened.catalog.tensors if _OF_A_RUN.match(key)}
+    beside = [
+        key
+        for key in opened.catalog.tensors
+        if _SEPARATE_MASTER.search(key) and (key in of_a_run or key.startswith(("master", "fp32_")))
+    ]
+    _refuse_masters(opened, beside)
     means, kept = _sorted_out(opened, [key for key in opened.catalog.tensors if key not in of_a_run], None)
     return Parts(means, kept)
 

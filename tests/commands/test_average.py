@@ -117,6 +117,7 @@ def test_fsdp_dtensor_holds_masters_in_the_place_of_weights(tmp_path: Path) -> N
         assert oracle.same_bytes(found, expected), key
     assert set(done.averaged) == {key for key in after if key.startswith("model.")}
     assert is_sound(out)
+    assert run(["preflight", str(out)]) == 0
 
 
 def test_an_averaged_checkpoint_converts(tmp_path: Path) -> None:
@@ -236,6 +237,41 @@ def test_plain_dcp(tmp_path: Path) -> None:
     assert found["optimizer"]["state"]["w"]["step"].item() == 4.0
     assert set(done.averaged) == {"model.w", "model.half"}
     assert set(done.kept) == {"model.running_mean", "model.batches"}
+
+
+def test_the_tensors_of_a_run_are_told_from_those_of_a_model(tmp_path: Path) -> None:
+    of_a_run = {
+        "optimizer.state.w.exp_avg",
+        "optim.state.w.momentum_buffer",
+        "app.optimizer.state.w.exp_avg_sq",
+        "optimizers_0.state.w.sum",
+        "lr_scheduler.last",
+        "train_state.loss",
+        "state.w.exp_avg",
+    }
+    of_a_model = {
+        "w",
+        "model.scheduler.w",
+        "model.optimizer.w",
+        "module.layer.step",
+        "app.model.w",
+        "encoder.rng_proj",
+    }
+    for name, value in (("a", 1.0), ("b", 3.0)):
+        state = {key: torch.tensor([value]) for key in of_a_run | of_a_model}
+        dcp.save(state, checkpoint_id=tmp_path / name, no_dist=True)
+    done = averaged([tmp_path / "a", tmp_path / "b"], tmp_path / "out")
+    assert set(done.averaged) == of_a_model
+    found = {key: value.item() for key, value in oracle.tensors(tmp_path / "out").items()}
+    assert found == dict.fromkeys(of_a_run, 3.0) | dict.fromkeys(of_a_model, 2.0)
+
+
+@pytest.mark.parametrize("key", ["optimizer.state.w.master_param", "optim.fp32_params.0", "master_weights.w"])
+def test_masters_of_a_plain_checkpoint_are_refused(key: str, tmp_path: Path) -> None:
+    state = {"model.w": torch.zeros(2, dtype=torch.bfloat16), key: torch.zeros(2)}
+    dcp.save(state, checkpoint_id=tmp_path / "a", no_dist=True)
+    with pytest.raises(UnsupportedCheckpointError, match=f"modify-state-dict CKPT OUT(?s:.*){key}"):
+        averaged([tmp_path / "a", tmp_path / "a"], tmp_path / "out")
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64])
