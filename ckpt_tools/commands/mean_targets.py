@@ -30,8 +30,8 @@ _BUFFER = re.compile(
     r"(?:^|\.)(?:expert_bias|e_score_correction_bias|local_tokens_per_expert|inv_freq|original_inv_freq|cos_cached|"
     r"sin_cached|running_mean|running_var|_extra_state)$"
 )
-# In a plain checkpoint, outside the model: what stands under the name of an optimizer or the like, or is a state by its
-# own name.
+# In a plain checkpoint, outside the model: what stands under the name of an optimizer or the like, or is itself named
+# as a state.
 _OF_A_RUN = re.compile(
     r"^(?!model\.|module\.)(?:(?:\w+\.)?(?:optim\w*|lr_scheduler\w*|opt_param_scheduler|scheduler\w*|rng\w*|train_state|"
     r"dataloader\w*)\.|.*\.(?:step|exp_avg|exp_avg_sq|max_exp_avg_sq|exp_inf|momentum_buffer|square_avg)$)"
@@ -185,7 +185,7 @@ def _refuse_masters(opened: Opened, keys: Sequence[str]) -> None:
         raise UnsupportedCheckpointError(
             f"{opened.location.path}: masters stand among the optimizer states, and nothing ties them to their "
             f"weights, which must stay their rounding; {_ALONE} "
-            f"(`modify-state-dict CKPT OUT --op 'remove ^optim'`):\n{list_problems(keys)}"
+            f"(`modify-state-dict CKPT OUT --op 'remove REGEX'`):\n{list_problems(keys)}"
         )
 
 
