@@ -59,11 +59,16 @@ _PUBLIC = {
     "EditOptions": "commands.rewrite",
     "modify_state_dict": "commands.modify",
     "slice_layers": "commands.slice",
+    "AverageOptions": "commands.average",
+    "average_checkpoints": "commands.average",
+    "strip_checkpoint": "commands.strip",
     "print_tensor": "commands.print_tensor",
 }
 __all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604  keys of _PUBLIC are strings
 
 if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
+    from ckpt_tools.commands.average import AverageOptions as AverageOptions
+    from ckpt_tools.commands.average import average_checkpoints as average_checkpoints
     from ckpt_tools.commands.diff import diff_checkpoints as diff_checkpoints
     from ckpt_tools.commands.export_hf import ExportOptions as ExportOptions
     from ckpt_tools.commands.export_hf import export_hf as export_hf
@@ -80,6 +85,7 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
     from ckpt_tools.commands.print_tensor import print_tensor as print_tensor
     from ckpt_tools.commands.rewrite import EditOptions as EditOptions
     from ckpt_tools.commands.slice import slice_layers as slice_layers
+    from ckpt_tools.commands.strip import strip_checkpoint as strip_checkpoint
     from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions as ConvertOptions
     from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor as convert_to_fsdp_dtensor
     from ckpt_tools.commands.to_torch_dist import ToTorchDistOptions as ToTorchDistOptions

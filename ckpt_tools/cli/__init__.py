@@ -10,6 +10,8 @@
 * `huggingface`: `export-hf`, `import-hf`
 * `inspect`: `inspect`, `print-torch-dcp-in-json`
 * `edit`: `modify-state-dict`, `slice`, `print-tensor`
+* `average`: `average`
+* `strip`: `strip`
 * `verify`: `verify`, `diff`, `preflight`
 * `environment`: `env`, `--version`
 * `render`: tables for people, JSON for programs

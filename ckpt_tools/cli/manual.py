@@ -123,6 +123,16 @@ PAGES = {
         ("The first layer, for a test", "slice RUN OUT --layers 0:1"),
         ("Of a block that has another name", "slice FSDP OUT --layers 0:1 --block decoder.layers"),
     )),
+    "average": Page(EDIT, "weighted mean of several checkpoints", (
+        ("Equal shares; moments and all else of the last", "average RUN RUN OUT"),
+        ("With shares", "average FSDP FSDP OUT --weights 0.7,0.3"),
+        ("As a moving average, for a program", "average RUN RUN RUN OUT --ema 0.9 --json"),
+        ("Of Hugging Face models", "average HF HF OUT"),
+    )),
+    "strip": Page(EDIT, "the weights alone, in the same format", (
+        ("Without optimizer, scheduler and rng states", "strip RUN OUT"),
+        ("In half precision", "strip FSDP OUT --dtype bfloat16"),
+    )),
     "env": Page(PROGRAM_ITSELF, "versions and settings for a bug report", (
         ("To paste into an issue", "env"),
         ("What the file system of an output can do", "env . --json"),

@@ -29,6 +29,9 @@
 * `launch`: the launch command that it prints
 * `modify`: `modify-state-dict`
 * `slice`: `slice`
+* `strip`: `strip`
+* `average`: `average`
+* `mean_targets`: of which stored tensors each tensor of a mean is made
 * `rewrite`: what the editing commands share
 * `environment`: `env`
 """

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from ckpt_tools.errors import CorruptCheckpointError, UsageError
 from ckpt_tools.execute.fileio import storage_errors
 from ckpt_tools.execute.folders import Folder
 from ckpt_tools.formats.files import Files, LocalFiles, stamp_of
+from ckpt_tools.formats.joined_files import JoinedFiles, by_folder, joined_name
 from ckpt_tools.formats.remote import RemoteFiles
 from ckpt_tools.model.transfers import Plan
 
@@ -28,12 +29,29 @@ _HEADER_BYTES, _JOURNAL_BYTES = 256 << 20, 4 << 30  # a line is written for ever
 
 
 def fingerprint(files: Files, plan: Plan) -> list[list[object]]:
-    """What tells the files that a plan was made of and reads from others; equal as long as nothing changed.
+    """What tells the files that a plan was made of and reads from others; equal as long as nothing changed."""
+    return file_stamps(files, [*plan.source_files, *_describing(files)])
+
+
+def _describing(files: Files) -> list[str]:
+    """The files that are there and say what a checkpoint holds; of joined folders those of each."""
+    if isinstance(files, JoinedFiles):
+        return [joined_name(part, name) for part in files.parts for name in _describing(part)]
+    return [name for name in _DESCRIBING if files.exists(name)]
+
+
+def file_stamps(files: Files, names: Sequence[str]) -> list[list[object]]:
+    """What tells each file from another that is put in its place.
 
     Of a local file its length, both times in ns and its inode number: whoever puts another file in its place may
     give it the same length and modification time. Of one in a store its length and version (ETag, generation).
     """
-    names = [*plan.source_files, *(name for name in _DESCRIBING if files.exists(name))]
+    if isinstance(files, JoinedFiles):
+        return [
+            [joined_name(part, str(name)), *stamp]
+            for part, inside in by_folder(files, names)
+            for name, *stamp in file_stamps(part, inside)
+        ]
     if isinstance(files, RemoteFiles):
         return [[name, *stamp] for name, stamp in files.stamps(names).items()]
     rows: list[list[object]] = []
@@ -64,6 +82,9 @@ def check_as_opened(files: Files) -> None:
     Raises:
         CorruptCheckpointError: one is not.
     """
+    if isinstance(files, JoinedFiles):
+        for part in files.parts:
+            check_as_opened(part)
     if isinstance(files, LocalFiles):
         changed = []
         for name, stamp in list(files.opened.items()):

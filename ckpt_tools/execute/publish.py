@@ -23,13 +23,13 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 
 from ckpt_tools.errors import StorageError
-from ckpt_tools.execute.access import Access, access_of, give_group, make_folder
+from ckpt_tools.execute.access import Access, access_of, common_access, give_group, make_folder
 from ckpt_tools.execute.fileio import preallocate, storage_errors
 from ckpt_tools.execute.finished import has_files, lengths
 from ckpt_tools.execute.folders import Folder, Foreign, Place, exchange, move
@@ -66,11 +66,11 @@ class Found(enum.Enum):
 class Staging:
     """The partial directory of one output, for the plan with this digest and these files (name -> bytes).
 
-    `source` is the directory whose permissions a new output takes over.
+    `sources` are the directories whose permissions a new output takes over.
     """
 
     def __init__(
-        self, final: Path, digest: str, sizes: Mapping[str, int], source: Path | None = None
+        self, final: Path, digest: str, sizes: Mapping[str, int], sources: Sequence[Path] = ()
     ) -> None:
         self.final = final
         self._digest, self._sizes = digest, sizes
@@ -80,14 +80,14 @@ class Staging:
         self._parent: Folder | None = None
         self._folder: Folder | None = None
         self._lock: int | None = None
-        self._source = source
+        self._sources = sources
 
     @cached_property
     def _access(self) -> Access:
         """Who may do what with the output; it looks at many files, so only the rank that makes the output asks."""
         if self.final.is_dir() and not self.final.is_symlink():
             return access_of(self.final)
-        return access_of(self._source) if self._source else Access()
+        return common_access(access_of(source) for source in self._sources)
 
     @property
     def held(self) -> bool:

@@ -51,6 +51,7 @@ from ckpt_tools.execute.source_reader import SourceReader, forget
 from ckpt_tools.execute.work import Progress, Work, tile_bytes
 from ckpt_tools.formats.dcp_metadata import metadata_bytes
 from ckpt_tools.formats.files import Files, LocalFiles
+from ckpt_tools.formats.joined_files import JoinedFiles
 from ckpt_tools.model.transfers import Plan
 from ckpt_tools.plan.assign import worker_share
 
@@ -191,6 +192,12 @@ def prove_source(
     return prove_rest(proof, files, plan.source_key, ranks, options.threads, tile)
 
 
+def _folders(files: Files) -> list[Path]:
+    """The directories of a mounted file system that a source lies in."""
+    parts = files.parts if isinstance(files, JoinedFiles) else (files,)
+    return [Path(part.location) for part in parts if isinstance(part, LocalFiles)]
+
+
 class _Job:
     """The steps of one conversion, in order: prepare, work, prove the source, publish."""
 
@@ -207,8 +214,7 @@ class _Job:
         self._plan, self._files, self._output, self._options = plan, files, output, options
         self._ranks, self._progress = ranks, progress
         self._leads = ranks.rank == 0
-        source = Path(files.location) if isinstance(files, LocalFiles) else None
-        self._staging = Staging(Path(output.directory), plan.digest, plan.file_bytes, source)
+        self._staging = Staging(Path(output.directory), plan.digest, plan.file_bytes, _folders(files))
         self._source_state: list[list[object]] = []
         self._proof = SourceProof() if options.check_source != "none" else None
 

@@ -6,7 +6,7 @@ import os
 import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from math import prod
 from pathlib import Path
@@ -20,6 +20,7 @@ from ckpt_tools.execute.proof import RecordProof, SourceProof, Stored
 from ckpt_tools.formats.container import Stretch, TensorBytes, find_tensor
 from ckpt_tools.formats.files import Files, LocalFiles
 from ckpt_tools.formats.frames import tensor_frame
+from ckpt_tools.formats.joined_files import by_folder, place_of
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.casts import Array, raw_dtype
 from ckpt_tools.model.catalog import Item
@@ -107,18 +108,20 @@ class SourceReader:
     def _find(self, chunk: ChunkRef) -> Payload:
         key, item, dtype, shape = chunk
         nbytes = prod(shape) * itemsize(dtype)
+        files, name = place_of(self.files, item.file)
+        inner = item._replace(file=name)
         if item.bare:
             if item.length != nbytes:
                 raise CorruptCheckpointError(
                     f"{key} {dtype} {shape} needs {nbytes} bytes, but {item.file} has {item.length} for it"
                 )
-            bare = Payload(self.files, item.file, item.offset, nbytes, item.crc32)
+            bare = Payload(files, name, item.offset, nbytes, item.crc32)
             return self._to_prove(key, item, bare, Stretch(*bare[2:5]))
-        found = _usual_payload(self.files, chunk)
+        found = _usual_payload(files, chunk._replace(item=inner))
         if found is not None:
             return self._to_prove(key, item, found, Stretch(*found[2:5]))
         try:
-            tensor = find_tensor(self.files, item)
+            tensor = find_tensor(files, inner)
         except (CorruptCheckpointError, UnsupportedCheckpointError) as error:
             raise type(error)(f"{key}: {error}") from error
         if (tensor.dtype, tensor.shape) != (dtype, shape):
@@ -126,7 +129,7 @@ class SourceReader:
                 f"{key}: the metadata says {dtype} {shape}, but the item at byte {item.offset} of {item.file} "
                 f"holds {tensor.dtype} {tensor.shape}"
             )
-        stored = Payload(self.files, item.file, tensor.payload_offset, tensor.nbytes, tensor.crc32)
+        stored = Payload(files, name, tensor.payload_offset, tensor.nbytes, tensor.crc32)
         stored = self._to_prove(key, item, stored, tensor.record)
         return stored if tensor.is_row_major else self._reordered(chunk, tensor, stored)
 
@@ -172,12 +175,13 @@ class SourceReader:
         return Payload(LocalFiles(self._spool.name), Path(path).name, 0, nbytes, None)
 
 
-def forget(files: Files, names: Iterable[str]) -> None:
+def forget(files: Files, names: Sequence[str]) -> None:
     """Give back the page cache of files that have been read."""
-    if isinstance(files, LocalFiles):
-        for name in names:
-            with suppress(CkptError), files.descriptor(name) as fd:
-                drop_cache(fd)
+    for part, inside in by_folder(files, names):
+        if isinstance(part, LocalFiles):
+            for name in inside:
+                with suppress(CkptError), part.descriptor(name) as fd:
+                    drop_cache(fd)
 
 
 def _usual_payload(files: Files, chunk: ChunkRef) -> Payload | None:

@@ -1,6 +1,7 @@
 """Bytes in and out: files, archives, pickles, metadata. What the keys mean is for the next room.
 
 * `files`: byte ranges of local files: the seam between checkpoints and storage
+* `joined_files`: several folders as one
 * `store`: one folder of an object store, its requests and their retries
 * `remote`: that seam through fsspec
 * `web`: that seam over http, by byte ranges

@@ -258,9 +258,25 @@ class WeightedMean(_Elementwise):
 
     def compute(self, box: Box, tiles: Sequence[Array]) -> Array:
         total = np.zeros(box.size, np.float64)
-        for weight, tile in zip(self.weights, tiles, strict=True):
-            total += weight * cast(tile, self.dtype, "float64")
+        with np.errstate(invalid="ignore"):  # infinities of both signs make a NaN
+            for weight, tile in zip(self.weights, tiles, strict=True):
+                total += weight * cast(tile, self.dtype, "float64")
+        if self.dtype in ("bfloat16", "float16"):  # which a cast reaches by way of float32
+            return cast(_rounded_to_odd(total), "float32", self.dtype)
         return cast(total, "float64", self.dtype)
+
+
+def _rounded_to_odd(values: Array) -> Array:
+    """Doubles as float32 of which a shorter float is rounded as if it were from the doubles themselves.
+
+    What is cut off is kept in the last bit, so that no number comes to lie halfway that does not.
+    """
+    near = values.astype(np.float32)
+    inexact = (near != values) & np.isfinite(near)
+    bits = near.view(np.uint32)
+    bits -= inexact & (np.abs(near) > np.abs(values))
+    bits |= inexact
+    return near
 
 
 class Minifloat(NamedTuple):

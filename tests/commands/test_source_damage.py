@@ -15,12 +15,14 @@ import pytest
 
 from ckpt_tools.cli.reports import source_checksums
 from ckpt_tools.commands import to_fsdp_dtensor
+from ckpt_tools.commands.average import AverageOptions, average_checkpoints
 from ckpt_tools.commands.export_hf import ExportOptions, export_hf
 from ckpt_tools.commands.import_hf import import_hf
 from ckpt_tools.commands.modify import modify_state_dict
 from ckpt_tools.commands.placements import Layout
 from ckpt_tools.commands.rewrite import EditOptions
 from ckpt_tools.commands.slice import slice_layers
+from ckpt_tools.commands.strip import strip_checkpoint
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
 from ckpt_tools.commands.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
 from ckpt_tools.errors import CorruptCheckpointError
@@ -60,6 +62,21 @@ def modified(source: str, output: str, write: WriteOptions) -> object:
     return modify_state_dict(source, output, ["rename decoder dec"], EditOptions(write=write))
 
 
+def stripped(source: str, output: str, write: WriteOptions) -> object:
+    return strip_checkpoint(source, output, None, EditOptions(write=write))
+
+
+def averaged(fixture: str, place: int) -> Command:
+    """A mean with the fixture itself, of which the checkpoint that may be damaged is the first or the last."""
+
+    def average(source: str, output: str, write: WriteOptions) -> object:
+        sources = [str(fixture_dir(fixture))] * 2
+        sources[place] = source
+        return average_checkpoints(sources, output, AverageOptions(write=write))
+
+    return average
+
+
 NATURAL, BUCKETS = "core019_llama_tp2_fully_reshardable", "core019_llama_tp2_dp_reshardable"
 NATIVE = "core019_llama_tp2_native_fsdp_dtensor"
 SHARDED = Layout("mfsdp-v1", Topology(dp_shard=4))
@@ -76,6 +93,12 @@ COMMANDS: dict[str, tuple[str, Command]] = {
     "export": (NATURAL, exported),
     "slice": (NATURAL, sliced),
     "modify": (NATURAL, modified),
+    "strip": (NATURAL, stripped),
+    "strip, of buckets": (BUCKETS, stripped),
+    "average, first": (NATURAL, averaged(NATURAL, 0)),
+    "average, last": (NATURAL, averaged(NATURAL, 1)),
+    "average, buckets": (BUCKETS, averaged(BUCKETS, 0)),
+    "average, native": (NATIVE, averaged(NATIVE, 0)),
 }
 
 
@@ -115,7 +138,7 @@ def assert_named(text: str, key: str, path: Path, offset: int, nbytes: int) -> N
     if "/param_state" in key:
         assert "param_state" in text
     else:
-        assert text.startswith(f"{key}: ")
+        assert text.startswith((f"{key}: ", f"{key} of {path.parent}: "))
     assert path.name in text
     if "record '" in text:
         assert f"of {nbytes} bytes has CRC-32" in text
@@ -179,7 +202,17 @@ def test_masters_that_do_not_round_since_a_bit_has_changed_are_called_damaged(
 
 
 @pytest.mark.parametrize(
-    "command", [to_fsdp(), exported, sliced, modified], ids=["convert", "export", "slice", "modify"]
+    "command",
+    [
+        to_fsdp(),
+        exported,
+        sliced,
+        modified,
+        stripped,
+        averaged("core016_llama_tp2_fully_reshardable", 0),
+        averaged("core016_llama_tp2_fully_reshardable", 1),
+    ],
+    ids=["convert", "export", "slice", "modify", "strip", "average, first", "average, last"],
 )
 def test_a_flipped_bit_of_common_state_is_found(tmp_path: Path, command: Command) -> None:
     source = copy_of("core016_llama_tp2_fully_reshardable", tmp_path / "in")
@@ -201,7 +234,7 @@ def test_a_flipped_bit_of_an_object_that_is_taken_over_is_found(tmp_path: Path) 
     archive = files.read(entry.item.file, entry.item.offset, entry.item.length)
     path = Path(location.path, entry.item.file)
     flip_bit(path, entry.item.offset + archive.index(b"data.pkl") + 300)
-    for command in (sliced, modified):
+    for command in (sliced, modified, averaged(NATURAL, 1)):
         with pytest.raises(CorruptCheckpointError, match=r"record .*data\.pkl.* has CRC-32"):
             command(str(source), str(tmp_path / "out"), WriteOptions())
         assert not tree(tmp_path / "out"), key

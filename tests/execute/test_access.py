@@ -133,3 +133,17 @@ def test_a_tracker_gets_the_group_that_its_folder_hands_down(case: Case, tmp_pat
     assert {path.stat().st_gid for path in (run / TRACKER, run / "iter", *(run / "iter").iterdir())} == {
         GROUP
     }
+
+
+def test_several_sources_give_what_all_of_them_allow() -> None:
+    access_to = access.Access
+    common = access.common_access
+    assert common([]) == access_to()
+    assert common([access_to(0o750, 0o640, 7, True)]) == access_to(0o750, 0o640, 7, True)
+    assert common([access_to(0o755, 0o644, 7), access_to(0o770, 0o660, 7)]) == access_to(0o750, 0o640, 7)
+    assert common([access_to(0o755, 0o644, 7), access_to(0o700, 0o600, 7)]) == access_to(0o700, 0o600, 7)
+    # nobody is known to be in both groups
+    assert common([access_to(0o775, 0o664, 7), access_to(0o775, 0o664, 8)]) == access_to(0o705, 0o604)
+    # once groups differ, one that comes back does not count
+    three = [access_to(0o770, 0o660, group) for group in (7, 8, 7)]
+    assert common(three) == access_to(0o700, 0o600)
