@@ -26,7 +26,7 @@ from ckpt_tools.errors import (
     UsageError,
 )
 from ckpt_tools.execute import run
-from ckpt_tools.execute.fileio import storage_errors
+from ckpt_tools.execute.fileio import storage_errors, write_all
 from ckpt_tools.execute.journal import Journal
 from ckpt_tools.execute.publish import Staging
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
@@ -97,6 +97,14 @@ def test_short_counts_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert next(shorts) > 10
     monkeypatch.undo()
     assert tree(tmp_path / "out") == tree(tmp_path / "good")
+
+
+def test_a_write_without_progress_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = iter([3, 0])
+    monkeypatch.setattr(os, "pwrite", lambda *_args: next(made))  # asked a third time, it would raise
+    with open(tmp_path / "file", "wb") as file, pytest.raises(OSError, match="no progress") as caught:
+        write_all(file.fileno(), b"content", 0)
+    assert caught.value.errno == errno.EIO
 
 
 def test_where_the_kernel_cannot_copy_the_process_does(
