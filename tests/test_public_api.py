@@ -49,7 +49,6 @@ def test_what_lets_something_in_or_replaces_something_is_off_unless_asked_for():
         "overwrite",
         "follow_links",
         "weights_only",
-        "aliases",
         "with_code",
     }
     modules = [
