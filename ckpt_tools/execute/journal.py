@@ -12,7 +12,9 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
+from typing import TypeGuard
 
 from ckpt_tools.catalog.files import Files, LocalFiles
 from ckpt_tools.catalog.remote import RemoteFiles
@@ -46,13 +48,21 @@ def fingerprint(files: Files, names: Sequence[str]) -> list[list[object]]:
     return rows
 
 
+def is_fingerprint(rows: object) -> TypeGuard[list[list[object]]]:
+    """Whether a value that was read has the form of a fingerprint."""
+    return isinstance(rows, list) and all(
+        isinstance(row, list) and row and isinstance(row[0], str) for row in rows
+    )
+
+
 def check_unchanged(before: list[list[object]], after: list[list[object]], location: str) -> None:
     """Prove that two fingerprints of the source at `location` are the same.
 
     Raises:
         CorruptCheckpointError: a source file is not what it was.
     """
-    changed = [str(a[0]) for a, b in zip(before, after, strict=True) if a != b]
+    # Fewer or more rows than there are files: what was noted of them is damaged, so nothing shows that they are.
+    changed = [str((a or b)[0]) for a, b in zip_longest(before, after, fillvalue=list[object]()) if a != b]
     if changed:
         raise CorruptCheckpointError(
             f"{location}: {', '.join(changed[:5])} changed while the conversion ran, so what was read is a mix. "
@@ -149,9 +159,7 @@ def _parse_header(data: bytes, folder: Path) -> tuple[str, list[list[object]]]:
     """Digest of the plan and fingerprint of the source, as `begin` wrote them."""
     try:
         match json.loads(data):
-            case {"digest": str(digest), "source": list(rows)} if all(
-                isinstance(row, list) and row and isinstance(row[0], str) for row in rows
-            ):
+            case {"digest": str(digest), "source": rows} if is_fingerprint(rows):
                 return digest, rows
     except (ValueError, RecursionError):
         pass

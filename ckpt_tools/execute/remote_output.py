@@ -33,7 +33,7 @@ from ckpt_tools.catalog.store import CONNECTIONS, Retry, Store
 from ckpt_tools.errors import CkptError, CorruptCheckpointError, UsageError
 from ckpt_tools.execute.dcp_metadata import metadata_bytes
 from ckpt_tools.execute.finished import METADATA, has_files, is_written
-from ckpt_tools.execute.journal import check_unchanged, fingerprint
+from ckpt_tools.execute.journal import check_unchanged, fingerprint, is_fingerprint
 from ckpt_tools.execute.proof import SourceProof
 from ckpt_tools.execute.prove import ProofReport
 from ckpt_tools.execute.publish import Found
@@ -229,7 +229,7 @@ class RemoteJob:
             return {}
         except ValueError:
             found = None
-        if not isinstance(found, dict):
+        if not isinstance(found, dict) or not is_fingerprint(found.setdefault("source", [])):
             raise UsageError(
                 f"{self._store.where(MARKER)} was not written by this version. Start anew with --overwrite."
             )
