@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeGuard
 
 from ckpt_tools.errors import CorruptCheckpointError, UsageError
 from ckpt_tools.execute.fileio import storage_errors
@@ -63,6 +64,13 @@ def file_stamps(files: Files, names: Sequence[str]) -> list[list[object]]:
         else:
             rows.append([name, files.size(name), None])
     return rows
+
+
+def is_fingerprint(rows: object) -> TypeGuard[list[list[object]]]:
+    """Whether a value that was read has the form of a fingerprint."""
+    return isinstance(rows, list) and all(
+        isinstance(row, list) and row and isinstance(row[0], str) for row in rows
+    )
 
 
 def check_unchanged(before: list[list[object]], after: list[list[object]], location: str) -> None:
@@ -195,9 +203,7 @@ def _parse_header(data: bytes, folder: Path) -> tuple[str, list[list[object]]]:
     """Digest of the plan and fingerprint of the source, as `begin` wrote them."""
     try:
         match json.loads(data):
-            case {"digest": str(digest), "source": list(rows)} if all(
-                isinstance(row, list) and row and isinstance(row[0], str) for row in rows
-            ):
+            case {"digest": str(digest), "source": rows} if is_fingerprint(rows):
                 return digest, rows
     except (ValueError, RecursionError):
         pass

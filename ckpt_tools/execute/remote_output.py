@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.errors import CkptError, CorruptCheckpointError, UsageError
 from ckpt_tools.execute.finished import METADATA, has_files, is_written
-from ckpt_tools.execute.journal import check_as_opened, check_unchanged, fingerprint
+from ckpt_tools.execute.journal import check_as_opened, check_unchanged, fingerprint, is_fingerprint
 from ckpt_tools.execute.opened_shards import prove_uploaded
 from ckpt_tools.execute.proof import SourceProof
 from ckpt_tools.execute.prove import ProofReport
@@ -221,7 +221,7 @@ class RemoteJob:
             return {}
         except ValueError:
             found = None
-        if not isinstance(found, dict):
+        if not isinstance(found, dict) or not is_fingerprint(found.setdefault("source", [])):
             raise self._not_a_marker()
         return found
 

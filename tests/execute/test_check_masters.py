@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckpt_tools.errors import VerificationError
+from ckpt_tools.errors import UnsupportedCheckpointError, VerificationError
 from ckpt_tools.execute.check_masters import MastersReport, check_masters, compare_masters, sample_boxes
 from ckpt_tools.formats.dcp import read_catalog
 from ckpt_tools.formats.files import open_files
@@ -140,3 +140,25 @@ def test_samples_lie_inside_and_reach_both_ends(shape: Shape) -> None:
     corners = {(0,) * len(shape), tuple(n - 1 for n in shape)}
     if math.prod(shape):
         assert all(any(box.contains(Box(corner, (1,) * len(shape))) for box in boxes) for corner in corners)
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_remainders_are_told_from_damage(tmp_path: Path, damaged: bool) -> None:
+    """Int16 remainders are a format that is not read; where anything else is wrong too, the checkpoint is."""
+    values = masters()
+    source = DcpFolder(tmp_path / "in")
+    source.tensor("m", "float32", np.arange(-20_000, 20_000, dtype=np.float32).reshape(8, 5000))
+    source.tensor("w", "bfloat16", cast(values[:8], "float32", "bfloat16"))
+    source.tensor("m2", "float32", np.roll(values, 1, 1) if damaged else values)
+    source.tensor("w2", "bfloat16", cast(values, "float32", "bfloat16"))
+    source.finish()
+    files = open_files(str(tmp_path / "in"))
+    targets = [
+        TargetTensor(
+            m, "float32", shape, (Source(m),), must_round_to=(Source(w),), must_round_dtype="bfloat16"
+        )
+        for m, w, shape in (("m", "w", (8, 5000)), ("m2", "w2", (40, 5000)))
+    ]
+    error = VerificationError if damaged else UnsupportedCheckpointError
+    with pytest.raises(error, match="of 2 tensors do not round" if damaged else "in place of 1 masters"):
+        check_masters(files, read_catalog(files), targets, "all")

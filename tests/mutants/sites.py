@@ -188,7 +188,7 @@ class _Finder(ast.NodeVisitor):
             self.visit(node.iter)
 
     def visit_keyword(self, node: ast.keyword) -> None:
-        if node.arg is None or not (_WORDS_FOR_PEOPLE.search(node.arg) or node.arg == "help"):
+        if node.arg is None or not (_WORDS_FOR_PEOPLE.search(node.arg) or node.arg in ("help", "strict")):
             self.generic_visit(node)
 
     def visit_If(self, node: ast.If) -> None:
