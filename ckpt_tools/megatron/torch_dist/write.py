@@ -319,7 +319,7 @@ def _losses(model: Model, options: TorchDistOptions, kept: Collection[str]) -> l
     if model.common.arg("use_precision_aware_optimizer"):
         notes.append(
             "masters are written as plain fp32 numbers: load without --use-precision-aware-optimizer, or with "
-            "store_param_remainders off; a job that stores remainders would take them for such"
+            "store_param_remainders off; a job that keeps remainders expects those in their place"
         )
     for p in {p.origin: p for p in model.parameters}.values():
         if not p.states:
