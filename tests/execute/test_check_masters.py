@@ -162,3 +162,24 @@ def test_remainders_are_told_from_damage(tmp_path: Path, damaged: bool) -> None:
     error = VerificationError if damaged else UnsupportedCheckpointError
     with pytest.raises(error, match="of 2 tensors do not round" if damaged else "in place of 1 masters"):
         check_masters(files, read_catalog(files), targets, "all")
+
+
+@pytest.mark.parametrize(
+    ("weight", "passes"), [(0x3F81, True), (0x3F82, True), (0x3F80, False), (0x3F83, False)]
+)
+@pytest.mark.parametrize("sign", [0, 0x8000])
+def test_of_two_weights_as_near_either_may_be_stored(
+    tmp_path: Path, weight: int, passes: bool, sign: int
+) -> None:
+    """torch takes the even one, the fused Adam that keeps 16-bit remainders the one further from zero."""
+    values = np.full((40, 5000), (sign | 0x3F81) << 16 | 0x8000, np.uint32).view(np.float32)
+    weights = np.full((40, 5000), sign | weight, np.uint16)
+    if passes:
+        assert check(tmp_path / "a", values, weights, "all").elements == 200_000
+    else:
+        with pytest.raises(VerificationError, match="do not round"):
+            check(tmp_path / "a", values, weights, "all")
+    beside = (values.view(np.uint32) + np.uint32(1)).view(np.float32)  # nearer to the one above
+    if weight == 0x3F81:
+        with pytest.raises(VerificationError, match="do not round"):
+            check(tmp_path / "b", beside, weights, "all")

@@ -26,10 +26,10 @@ from tests.mutants.named import named_mutants
 from tests.mutants.sites import Mutant, mutants
 from tests.mutants.trial import Outcome, Trials, make_tree
 
-ROOMS = ("catalog", "megatron", "sharding", "plan", "execute", "verify", "convert", "cli")
+ROOMS = ("model", "formats", "megatron", "sharding", "plan", "execute", "verify", "commands", "cli")
 EQUIVALENT = Path(__file__).with_name("equivalent.txt")
 _FOR_PEOPLE = {  # modules that only show something, or only bound time and memory
-    "convert": ("picture", "environment", "close_names"),
+    "commands": ("picture", "environment", "close_names"),
     "cli": (
         "help",
         "render",
@@ -43,7 +43,7 @@ _FOR_PEOPLE = {  # modules that only show something, or only bound time and memo
     ),
     "verify": ("report", "meter"),
     "sharding": ("describe", "memory"),
-    "plan": ("without_gc",),
+    "model": ("without_gc",),
 }
 _SLOW = ("torch", "typer", "rich.console", "yaml", "orjson", "safetensors", "fsspec")  # to import
 _RARE = {"swapped arguments": 0.3, "off by one": 0.6, "truth value": 0.5}  # mostly a TypeError, or a limit

@@ -14,10 +14,10 @@ from tests.mutants.sites import Mutant, mutants
 from tests.mutants.trial import Trials
 
 UNIT_TESTS = {  # quick ones, which import no torch
-    "ckpt_tools/box.py": "tests/test_box.py",
-    "ckpt_tools/megatron/views.py": "tests/megatron/test_views.py",
-    "ckpt_tools/megatron/gating.py": "tests/megatron/test_gating.py",
-    "ckpt_tools/megatron/rng_grid.py": "tests/megatron/test_rng_grid.py",
+    "ckpt_tools/model/box.py": "tests/model/test_box.py",
+    "ckpt_tools/model/views.py": "tests/model/test_views.py",
+    "ckpt_tools/megatron/fsdp_dtensor/gating.py": "tests/megatron/test_gating.py",
+    "ckpt_tools/megatron/torch_dist/rng_grid.py": "tests/megatron/test_rng_grid.py",
     "ckpt_tools/plan/coalesce.py": "tests/plan/test_coalesce.py",
     "ckpt_tools/sharding/topology.py": "tests/sharding/test_topology.py",
 }

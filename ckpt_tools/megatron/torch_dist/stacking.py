@@ -8,12 +8,12 @@ exactly its own form, so the choice follows the args, and a block whose layers d
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
 from ckpt_tools.errors import MappingError, list_problems
 from ckpt_tools.megatron.common_state import CommonState
-from ckpt_tools.megatron.keys import layer_of, stacked_layers
+from ckpt_tools.megatron.keys import HALVES, layer_of, split_half, stacked_layers
 from ckpt_tools.megatron.torch_dist.slices import missing_layers
 from ckpt_tools.model.expressions import Value
 from ckpt_tools.model.model import Parameter
@@ -116,6 +116,45 @@ def stack_parameters(
     if problems:
         raise MappingError("layers or experts do not make whole tensors:\n" + list_problems(problems))
     return stacks, notes
+
+
+def joined_halves(parameters: Sequence[Parameter]) -> list[Parameter]:
+    """The parameters with the gate and up halves of an fc1 in one, which `singleton_local_shards` keeps apart.
+
+    Raises:
+        MappingError: a half stands alone, or has other states or another shape than its twin.
+    """
+    twins: dict[tuple[str, int | None], dict[str, Parameter]] = {}
+    for p in parameters:
+        name, half = split_half(p.name)
+        if half:
+            twins.setdefault((name, p.expert), {})[half] = p
+    joined = []
+    for p in parameters:
+        name, half = split_half(p.name)
+        if not half:
+            joined.append(p)
+        elif half == HALVES[0] or len(twins[name, p.expert]) == 1:
+            joined.append(_joined_half(name, twins[name, p.expert]))
+    return joined
+
+
+def _joined_half(name: str, twins: Mapping[str, Parameter]) -> Parameter:
+    parts = [twins[part] for part in HALVES if part in twins]
+    if len({(p.shape, p.dtype, p.states) for p in parts}) != 1 or len(parts) != len(HALVES):
+        raise MappingError(f"{name}: its halves {', '.join(p.name for p in parts)} do not make one tensor")
+    first = parts[0]
+    rows, rest = first.shape[0], first.shape[1:]
+    whole = (rows * len(parts), *rest)
+    values = {}
+    for role, value in first.values.items():
+        sources = tuple(
+            Source(s.key, (*s.view, Place((i * rows, *(0,) * len(rest)), whole)))
+            for i, p in enumerate(parts)
+            for s in p.values[role].sources
+        )
+        values[role] = replace(value, shape=whole, sources=sources)
+    return replace(first, name=name, shape=whole, values=values, origin=first.origin.removesuffix(HALVES[0]))
 
 
 def _refuse_gaps(parameters: Sequence[Parameter]) -> None:

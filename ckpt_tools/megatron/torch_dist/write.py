@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from ckpt_tools.errors import MappingError, UsageError, list_problems
-from ckpt_tools.megatron.keys import BUFFERS, COMMON_OBJECT, split_half, state_role
+from ckpt_tools.megatron.keys import BUFFERS, COMMON_OBJECT, state_role
 from ckpt_tools.megatron.names import Dialect, DialectName, LayerSpec, dialect_named
 from ckpt_tools.megatron.record import Size, TargetRecord
 from ckpt_tools.megatron.torch_dist.extra_state import extra_state_keys
@@ -24,7 +24,7 @@ from ckpt_tools.megatron.torch_dist.groups import rebuild_optimizer
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.expected import expected_states, refuse_missing_states
 from ckpt_tools.megatron.torch_dist.rng_grid import Grid, rng_grid, rng_objects
 from ckpt_tools.megatron.torch_dist.slices import layer_counts
-from ckpt_tools.megatron.torch_dist.stacking import Stack, stack_parameters
+from ckpt_tools.megatron.torch_dist.stacking import Stack, joined_halves, stack_parameters
 from ckpt_tools.megatron.vocab import Vocabulary, vocabulary
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.model import MASTER, Model
@@ -82,7 +82,7 @@ def build_torch_dist_target(model: Model, options: TorchDistOptions) -> TorchDis
     local = model.settings.local_norms if options.layer_spec is None else options.layer_spec == "local"
     dialect = choose_dialect(model, options.dialect)
     _check_counts(model)
-    stacks, notes = stack_parameters(model.parameters, model.common, options.stacked)
+    stacks, notes = stack_parameters(joined_halves(model.parameters), model.common, options.stacked)
     common, counts = _common_state(model, options)
     grid = None
     if model.rng and not options.weights_only:
@@ -175,11 +175,6 @@ def _check_counts(model: Model) -> None:
     )
     if None not in (layers, wanted) and layers != wanted:
         problems.append(f"the args say num_layers = {wanted}, the weights have {layers} layers")
-    problems += [
-        f"{p.name} is one half of {p.name[:-2]} (singleton_local_shards), which fully_reshardable has in one tensor"
-        for p in model.parameters
-        if split_half(p.name)[1]
-    ]
     wanted = common.arg("num_experts") or common.arg("num_moe_experts")
     experts = Counter(p.name for p in model.parameters if p.expert is not None)
     if wanted is not None:
@@ -322,7 +317,7 @@ def _losses(model: Model, options: TorchDistOptions, kept: Collection[str]) -> l
     if model.common.arg("use_precision_aware_optimizer"):
         notes.append(
             "masters are written as plain fp32 numbers: load without --use-precision-aware-optimizer, or with "
-            "store_param_remainders off; a job that stores remainders would take them for such"
+            "store_param_remainders off; a job that keeps remainders expects those in their place"
         )
     for p in {p.origin: p for p in model.parameters}.values():
         if not p.states:
