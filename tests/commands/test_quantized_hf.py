@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,10 @@ from ckpt_tools.cli.app import run
 from ckpt_tools.commands.export_hf import export_hf
 from ckpt_tools.commands.import_hf import ImportOptions, import_hf
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError
+from ckpt_tools.formats.files import open_files
+from ckpt_tools.megatron.huggingface.checks import Spec
+from ckpt_tools.megatron.huggingface.quantized import dequantized
+from ckpt_tools.model.catalog import Catalog, TensorEntry
 from tests.megatron.huggingface.quantized_models import (
     MODELS,
     Quantized,
@@ -91,6 +97,23 @@ def test_diff_sees_the_same_values(
     code, report = diff(model.save(tmp_path / "changed"))
     wrong = [one["key"] for one in report["tensors"] if one["kind"] != "equal"]
     assert (code, wrong) == (1, [scale[: scale.index("_scale")]])
+
+
+def test_the_time_grows_with_the_number_of_tensors_and_not_faster(tmp_path: Path) -> None:
+    """DeepSeek-V3 has 45,000 quantized weights."""
+    tensors = {}
+    for n in range(20_000):
+        name = f"model.layers.{n}.mlp.up_proj.weight"
+        tensors[name] = TensorEntry(name, "float8_e4m3fn", (256, 128), ())
+        tensors[f"{name}_scale_inv"] = TensorEntry(f"{name}_scale_inv", "float32", (2, 1), ())
+    listed = [f"model.layers.{n}.mlp.gate" for n in range(20_000, 20_200)]
+    settings = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": listed}
+    with closing(open_files(str(tmp_path))) as files:
+        started = time.process_time()
+        plain = dequantized(Catalog("", tensors, {}), {"quantization_config": settings}, files)
+        assert time.process_time() - started < 10  # a set of all names for each weight takes far longer
+    assert len(plain.specs) == 20_000 and len(plain.parts) == 40_000
+    assert set(plain.specs.values()) == {Spec("bfloat16", (256, 128))}
 
 
 Change = Callable[[Quantized], Any]

@@ -90,7 +90,7 @@ class _Found:
         inputs = tuple(inputs)
         names = {one.name for one in inputs}
         self.used |= names
-        twice = {name, name + STORED} & self.tensors.keys() - names
+        twice = {one for one in (name, name + STORED) if one in self.tensors} - names
         if twice:
             self.problems.append(f"{name} is stored twice, as {kind} and as {' and '.join(sorted(twice))}")
             return
