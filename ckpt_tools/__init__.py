@@ -1,18 +1,19 @@
 """Inspect, convert, verify and redistribute Megatron `torch_dist` and Megatron-FSDP `fsdp_dtensor` checkpoints.
 
-Data goes through six rooms, left to right; a room imports nothing to its right::
+Data goes through these rooms, left to right; a room imports nothing to its right::
 
-    catalog/  ->  megatron/  ->  sharding/  ->  plan/  ->  execute/  ->  verify/      convert/, cli/ on top
-    what is       what the       where each     which      move the      prove it
-    on disk       keys mean      piece goes     bytes      bytes
+    formats/ -> megatron/ -> sharding/ -> plan/ -> execute/ -> verify/ -> commands/ -> cli/       all upon model/
+    bytes in    what keys    which rank   which    move and    prove it   a function   options,   plain data
+    and out     mean         owns what    bytes    compute                a verb       exit codes
 
 One conversion, as data::
 
     directory or URL
-      | catalog.dcp.read_catalog            .metadata through an allow-listed unpickler, no torch
+      | formats.dcp                         .metadata through an allow-listed unpickler, no torch
     Catalog {key: TensorEntry(dtype, shape, chunks) | ObjectEntry}
-      | megatron.torch_dist                 keys -> parameters, optimizer layout -> views, groups, common state
-      | megatron.fsdp_dtensor               what the target must contain, under its own names
+      | megatron.<source format>.read       keys -> parameters, each value an expression over stored tensors
+    Model (parameters, groups, scheduler, rng, settings: free of any format)
+      | megatron.<target format>.write      what the target must contain, under its own names
     Target (TargetTensor: key, dtype, shape, the views it is read through)
       | sharding.placement                  a box per (training rank, tensor)
       | plan.build                          views x boxes x chunks -> transfers; coverage is proven here
@@ -20,7 +21,9 @@ One conversion, as data::
       | execute                             tiles through a fixed buffer, CRCs proven and made as they pass, own files
     files, `.metadata` last, directory renamed into place, tracker replaced
 
-Tensor bytes are moved, not computed on: everything that decides their way is in `.metadata` and the common state.
+Everything that decides a byte's way is in `.metadata` and the common state. What views show is moved as bytes; what
+no stored tensor holds is computed by a kernel, a tile at a time. `README.md` beside this file follows one conversion
+through the modules; each room's docstring lists its own.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -56,11 +59,16 @@ _PUBLIC = {
     "EditOptions": "commands.rewrite",
     "modify_state_dict": "commands.modify",
     "slice_layers": "commands.slice",
+    "AverageOptions": "commands.average",
+    "average_checkpoints": "commands.average",
+    "strip_checkpoint": "commands.strip",
     "print_tensor": "commands.print_tensor",
 }
 __all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604  keys of _PUBLIC are strings
 
 if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
+    from ckpt_tools.commands.average import AverageOptions as AverageOptions
+    from ckpt_tools.commands.average import average_checkpoints as average_checkpoints
     from ckpt_tools.commands.diff import diff_checkpoints as diff_checkpoints
     from ckpt_tools.commands.export_hf import ExportOptions as ExportOptions
     from ckpt_tools.commands.export_hf import export_hf as export_hf
@@ -77,6 +85,7 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
     from ckpt_tools.commands.print_tensor import print_tensor as print_tensor
     from ckpt_tools.commands.rewrite import EditOptions as EditOptions
     from ckpt_tools.commands.slice import slice_layers as slice_layers
+    from ckpt_tools.commands.strip import strip_checkpoint as strip_checkpoint
     from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions as ConvertOptions
     from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor as convert_to_fsdp_dtensor
     from ckpt_tools.commands.to_torch_dist import ToTorchDistOptions as ToTorchDistOptions

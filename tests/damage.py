@@ -69,13 +69,13 @@ def replace_chunk(root, key, offset, dtype, payload):
 
 def payload_of(root, key, offset):
     """(path, byte offset, bytes) of the payload of a chunk."""
-    from ckpt_tools.formats.container import read_frame
+    from ckpt_tools.formats.container import find_tensor
     from ckpt_tools.formats.dcp import read_catalog
     from ckpt_tools.formats.files import LocalFiles
 
     files = LocalFiles(str(root / ITERATION))
     chunk = next(c for c in read_catalog(files).tensors[key].chunks if c.box.start == offset)
-    frame = read_frame(files, chunk.item)
+    frame = find_tensor(files, chunk.item)
     data = files.read(chunk.item.file, frame.payload_offset, frame.nbytes)
     files.close()
     return Path(root, ITERATION, chunk.item.file), frame.payload_offset, data

@@ -31,6 +31,8 @@ MODULES = {
     "preflight": "verify",
     "modify-state-dict": "edit",
     "slice": "edit",
+    "average": "average",
+    "strip": "strip",
     "print-tensor": "edit",
     "env": "environment",
 }

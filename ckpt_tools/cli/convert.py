@@ -64,7 +64,12 @@ def convert(
     input_dir: InputDir,
     output_dir: OutputDir,
     *,
-    to: Annotated[Format, typer.Option("--to", help="Format of the output.")] = Format.FSDP_DTENSOR,
+    to: Annotated[
+        Format,
+        typer.Option(
+            "--to", help="Format of the output; torch_dist has the fully_reshardable optimizer layout."
+        ),
+    ] = Format.FSDP_DTENSOR,
     **given: Any,
 ) -> None:
     """Convert a checkpoint to another format; the source's own format is detected.

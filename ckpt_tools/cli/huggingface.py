@@ -102,6 +102,9 @@ def import_(
 
     A field of config.json that changes what the model computes and that Megatron cannot be told is refused by its
     name (exit 5); one that this version does not know is named in the report.
+
+    Quantized models are dequantized as they are read, bit for bit as transformers does it: block FP8 (DeepSeek),
+    MXFP4 (GPT-OSS), compressed-tensors FP8 and INT4 (pack-quantized).
     """
     from ckpt_tools.commands.import_hf import ImportOptions, import_hf
     from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions

@@ -64,6 +64,7 @@ PAGES = {
         ("For Megatron-FSDP", "convert RUN OUT"),
         ("Rank by rank as 4 GPUs will read it", "convert RUN OUT --dp-shard 4"),
         ("Back to 3D parallel", "convert FSDP OUT --to torch_dist"),
+        ("As fully_reshardable, for core 0.19", "convert RUN OUT --to torch_dist --target core-0.19"),
         ("See what would happen", "convert RUN OUT --dry-run"),
         ("With four processes", "torchrun --nproc-per-node 4 -m ckpt_tools convert RUN OUT --resume"),
     )),
@@ -121,6 +122,16 @@ PAGES = {
     "slice": Page(EDIT, "a few layers as a small checkpoint", (
         ("The first layer, for a test", "slice RUN OUT --layers 0:1"),
         ("Of a block that has another name", "slice FSDP OUT --layers 0:1 --block decoder.layers"),
+    )),
+    "average": Page(EDIT, "weighted mean of several checkpoints", (
+        ("Equal shares; moments and all else of the last", "average RUN RUN OUT"),
+        ("With shares", "average FSDP FSDP OUT --weights 0.7,0.3"),
+        ("As a moving average, for a program", "average RUN RUN RUN OUT --ema 0.9 --json"),
+        ("Of Hugging Face models", "average HF HF OUT"),
+    )),
+    "strip": Page(EDIT, "the weights alone, in the same format", (
+        ("Without optimizer, scheduler and rng states", "strip RUN OUT"),
+        ("In half precision", "strip FSDP OUT --dtype bfloat16"),
     )),
     "env": Page(PROGRAM_ITSELF, "versions and settings for a bug report", (
         ("To paste into an issue", "env"),

@@ -159,12 +159,14 @@ StatePrefix = Annotated[
 
 ExtraState = Annotated[
     str,
-    typer.Option("--extra-state", help="Transformer Engine's extra-state objects: derive, none, or a torch_dist "
-                 "checkpoint of the same model to take their keys from.", rich_help_panel=_MODEL),
+    typer.Option("--extra-state", help="Transformer Engine's extra-state objects: derive (a torch_dist source's own "
+                 "are kept), none, or a torch_dist checkpoint of the same model to take their keys from.",
+                 rich_help_panel=_MODEL),
 ]  # fmt: skip
 Stacked = Annotated[
     bool | None,
-    typer.Option("--stacked/--per-layer", help="Layers of a block in one tensor, or one by one. Default: the args.",
+    typer.Option("--stacked/--per-layer", help="Layers of a block in one tensor, or one by one. Default: as a "
+                 "torch_dist source has them, else the args.",
                  rich_help_panel=_MODEL),
 ]  # fmt: skip
 HfConfig = Annotated[

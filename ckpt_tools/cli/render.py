@@ -2,7 +2,7 @@
 
 Names, paths and values come from strangers. Every sink has one function that makes them harmless there: `escape`
 for lines that a terminal or a CI log shows, `json_text` for JSON; `cli.findings` has those of Markdown, GitHub and
-JUnit, `convert.picture` that of SVG and HTML.
+JUnit, `commands.picture` that of SVG and HTML.
 """
 
 from __future__ import annotations

@@ -1,0 +1,40 @@
+"""What the verbs do, as library functions; `cli/` asks for them. They share how a checkpoint is opened and laid out.
+
+* `opened`: a checkpoint opened for reading
+* `inspect`: what a checkpoint is and holds
+* `dcp_json`: `print-torch-dcp-in-json`
+* `print_tensor`: `print-tensor`
+* `read_values`: Python values as JSON values
+* `close_names`: what somebody meant who misspelt a name
+* `conversion`: one conversion: planned, rehearsed, proven, carried out
+* `conversion_report`: what a conversion says of itself
+* `read_model`: READ: the model in an opened checkpoint
+* `to_fsdp_dtensor`: `convert` to Megatron-FSDP
+* `relayout`: `convert` of what is for Megatron-FSDP already
+* `to_torch_dist`: `convert` back to 3D parallel
+* `prepared`: a checkpoint whose `fsdp_dtensor` form is decided
+* `placements`: which rank writes which box
+* `target_job`: the job that will load an output
+* `iterations`: `--iteration all`
+* `outputs`: where a result goes, and what is reported of it
+* `plan`: `plan`
+* `picture`: its pictures
+* `group_map`: `build-param-group-map`
+* `load_dtensors`: a running job's shards, straight from a checkpoint
+* `export_hf`: `export-hf`
+* `export_source`: what an export reads
+* `import_hf`: `import-hf`
+* `hf_parts`: what exports and imports share
+* `verify`: `verify`
+* `diff`: `diff`
+* `diff_hf`: `diff` of a Hugging Face model and a Megatron checkpoint
+* `preflight`: `preflight`
+* `launch`: the launch command that it prints
+* `modify`: `modify-state-dict`
+* `slice`: `slice`
+* `strip`: `strip`
+* `average`: `average`
+* `mean_targets`: of which stored tensors each tensor of a mean is made
+* `rewrite`: what the editing commands share
+* `environment`: `env`
+"""

@@ -20,7 +20,7 @@ from ckpt_tools.execute.prove import prove_payloads
 from ckpt_tools.execute.ranks import DistributedRanks, Ranks, connect
 from ckpt_tools.execute.read_box import read_box
 from ckpt_tools.execute.rehearse import rehearse
-from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, write_checkpoint
+from ckpt_tools.execute.run import CheckLevel, Output, WriteOptions, WriteReport, write_checkpoint
 from ckpt_tools.formats.detect import Location
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Catalog
@@ -82,7 +82,7 @@ class Conversion:
     groups: Mapping[int, int] = field(default_factory=dict)
     masters: MastersUse = "none"
     must_round: Sequence[TargetTensor] = ()  # masters, with the stored weights that they must round to
-    check_masters: str = "sample"  # sample, all or none
+    check_masters: CheckLevel = "sample"
     fp8_recipe: str | None = None  # of a source with weights held in FP8 (`ModelSettings.fp8_recipe`)
     advice: str | None = None  # what else can be done when masters do not round
     must_be_zero: Sequence[CutRows] = ()

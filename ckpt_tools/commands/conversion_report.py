@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 from ckpt_tools.credentials import redacted
 from ckpt_tools.execute.check_masters import MastersReport
-from ckpt_tools.execute.run import WriteReport
+from ckpt_tools.execute.run import CheckLevel, WriteReport
 
 SCHEMA_VERSION = 2
 Format: TypeAlias = Literal["torch_dist", "fsdp_dtensor", "hf"]
@@ -25,7 +25,7 @@ class Masters:
     """What became of the masters, and how many were compared with the stored weights (`mode`: sample, all, none)."""
 
     use: MastersUse = "none"
-    mode: str = "none"
+    mode: CheckLevel = "none"
     found: MastersReport = field(default_factory=MastersReport)
 
     def as_json(self) -> dict[str, Any]:

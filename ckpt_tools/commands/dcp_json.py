@@ -14,7 +14,7 @@ from ckpt_tools.commands.read_values import json_value
 from ckpt_tools.errors import StorageError, UsageError
 from ckpt_tools.execute.access import access_of
 from ckpt_tools.execute.folders import Folder
-from ckpt_tools.formats.container import StoredTensor, load_object, read_frame
+from ckpt_tools.formats.container import StoredTensor, find_tensor, load_object
 from ckpt_tools.formats.dcp import read_catalog
 from ckpt_tools.formats.files import Files, open_files
 from ckpt_tools.model.catalog import Catalog, Chunk, TensorEntry
@@ -101,9 +101,9 @@ def _describe_tensor(files: Files, entry: TensorEntry, values: bool) -> dict[str
     chunks = [_describe_chunk(chunk) for chunk in entry.chunks]
     described = {"dtype": entry.dtype, "shape": list(entry.shape), "chunks": chunks}
     if values and entry.numel == 1 and len(entry.chunks) == 1:
-        frame = read_frame(files, entry.chunks[0].item)
-        data = files.read(entry.chunks[0].item.file, frame.payload_offset, frame.nbytes)
-        described["value"] = json_value(StoredTensor(frame.dtype, (), data))
+        tensor = find_tensor(files, entry.chunks[0].item)
+        data = files.read(entry.chunks[0].item.file, tensor.payload_offset, tensor.nbytes)
+        described["value"] = json_value(StoredTensor(tensor.dtype, (), data))
     return described
 
 

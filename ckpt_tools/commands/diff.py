@@ -6,15 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from ckpt_tools.commands.close_names import unmatched
-from ckpt_tools.commands.inspect import role_of
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.read_model import Wanted, read_model
 from ckpt_tools.errors import UsageError, list_problems
-from ckpt_tools.megatron.common_state import COMMON_OBJECT
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions, build_fsdp_target
+from ckpt_tools.megatron.keys import COMMON_OBJECT, role_of
 from ckpt_tools.megatron.names import DIALECTS
 from ckpt_tools.megatron.record import read_record, stored_tp
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import read_optimizer_states
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.target import InlineTensor, Source, TargetTensor
 from ckpt_tools.verify.diff_values import names_in
@@ -123,10 +123,19 @@ def _choose(by: str, a: Opened, b: Opened) -> str:
         return HUGGINGFACE
     if kinds == {"torch_dist"}:
         layouts = {optimizer_layout(side.catalog, side.common) for side in (a, b)}
-        return KEYS if len(layouts) == 1 and layouts <= set(_COMPARABLE_LAYOUTS) else PARAMETERS
+        comparable = len(layouts) == 1 and layouts <= set(_COMPARABLE_LAYOUTS)
+        return KEYS if comparable and _joins_masters(a) == _joins_masters(b) else PARAMETERS
     if kinds == {"torch_dist", "fsdp_dtensor"}:
         return PARAMETERS
     return KEYS
+
+
+def _joins_masters(opened: Opened) -> bool:
+    """Whether a `torch_dist` checkpoint holds remainders in the place of masters."""
+    if not opened.common.arg("use_precision_aware_optimizer"):
+        return False
+    states = read_optimizer_states(opened.files, opened.catalog, opened.common, sample_only=True)
+    return states is not None and states.has_made
 
 
 def _by_export(a: Opened, b: Opened) -> tuple[tuple[Side, Side], list[str]]:

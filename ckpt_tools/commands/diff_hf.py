@@ -11,6 +11,7 @@ from ckpt_tools.commands.hf_parts import prove_equal, read_config, seen_as, with
 from ckpt_tools.commands.opened import Opened
 from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.huggingface.checks import Spec
+from ckpt_tools.megatron.huggingface.quantized import Dequantized, dequantized
 from ckpt_tools.megatron.huggingface.targets import import_targets
 from ckpt_tools.model.catalog import Catalog, TensorEntry
 from ckpt_tools.model.expressions import Value
@@ -34,12 +35,14 @@ def sides_by_export(model: Opened, checkpoint: Opened) -> tuple[Side, Side, list
     views: dict[str, TargetTensor | InlineTensor] = {tensor.key: tensor for tensor in made.ready}
     shapes = {key: view.shape for key, view in views.items() if key in made.exported.shapes}
     kept, left_out = without_frequencies(model.catalog)
+    plain = dequantized(kept, read_config(folder), model.files)
+    kept = plain.catalog
     catalog = replace(kept, tensors={key: _reshaped(e, shapes) for key, e in kept.tensors.items()})
-    redundant = _redundant(replace(model, catalog=kept), views)
+    redundant = _redundant(replace(model, catalog=kept), plain, views)
     stored: dict[str, TargetTensor | InlineTensor] = {
         key: TargetTensor(key, _compared_dtype(entry, views.get(key)), entry.shape, (Source(key),))
         for key, entry in catalog.tensors.items()
-        if key not in redundant
+        if key not in redundant and key not in plain.parts
     }
     wider = [key for key, tensor in stored.items() if tensor.dtype != catalog.tensors[key].dtype]
     if wider:
@@ -51,6 +54,8 @@ def sides_by_export(model: Opened, checkpoint: Opened) -> tuple[Side, Side, list
         "weights are compared as export-hf would write them; config.json, arguments and optimizer are not",
         *notes,
         *left_out,
+        *plain.dropped,
+        *plain.notes,
         *(f"{key}: {why}" for key, why in redundant.items()),
     ]
     return (
@@ -73,14 +78,14 @@ def _reshaped(entry: TensorEntry, shapes: Mapping[str, Shape]) -> TensorEntry:
     return seen_as(entry, shape)
 
 
-def _redundant(model: Opened, views: Mapping[str, object]) -> dict[str, str]:
+def _redundant(model: Opened, plain: Dequantized, views: Mapping[str, object]) -> dict[str, str]:
     """What the model stores though it follows from the rest, proven, with why: an export does not write it."""
-    extra = [key for key in model.catalog.tensors if key not in views]
+    specs = plain.specs
+    extra = [key for key in specs if key not in views]
     if not extra:
         return {}
-    specs = {key: Spec(entry.dtype, entry.shape) for key, entry in model.catalog.tensors.items()}
     try:
-        imported = import_targets(specs, read_config(model.location.path))
+        imported = import_targets(specs, plain.config)
     except MappingError:  # it is not a whole model of its kind, and the comparison says where
         return {}
     paired = {key for pair in imported.equal for key in pair}

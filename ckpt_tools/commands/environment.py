@@ -101,7 +101,7 @@ def describe_file_system(directory: str) -> FileSystem:
     from ckpt_tools.execute.fileio import At, CopyCount, copy_range
 
     if not Path(directory).is_dir():
-        raise UsageError(f"{directory} is no directory; its file system cannot be tried")
+        raise UsageError(f"{directory} is not a directory; its file system cannot be tried")
     count, is_writable = CopyCount(), False
     with (
         suppress(OSError),

@@ -82,6 +82,9 @@ def export_tensors(opened: Opened, options: ExportOptions) -> ExportTensors:
     """The Hugging Face tensors of a checkpoint of either format. Raises as `export_hf`, short of writing."""
     if options.dtype is not None and options.dtype not in CASTABLE:
         raise UsageError(f"--dtype {options.dtype}: weights can be written as {', '.join(sorted(CASTABLE))}")
+    for option, number in (("--vocab-size", options.vocab_size), ("--tp", options.tp)):
+        if number is not None and number < 1:
+            raise UsageError(f"{option} {number}: a number from 1 is expected")
     source = read_export_source(opened, options.dtype, options.tp, options.ignore_keys)
     reference = read_config(options.hf_config) if options.hf_config else None
     exported = export_targets(

@@ -12,8 +12,8 @@ from ckpt_tools.commands.read_model import Wanted, is_master, keeps_masters, rea
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.left_out import leave_out
 from ckpt_tools.megatron.hybrid import as_gpt, gpt_name, is_hybrid
+from ckpt_tools.megatron.keys import EXPERTS, is_optimizer_key
 from ckpt_tools.megatron.settings import training_dtype
-from ckpt_tools.megatron.torch_dist.slices import EXPERTS, is_optimizer_key
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.expressions import Value
 from ckpt_tools.model.model import MASTER, Model

@@ -24,7 +24,8 @@ from ckpt_tools.megatron.huggingface.rules import Family
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.casts import cast, cast_checked, numpy_dtype, raw_dtype
 from ckpt_tools.model.catalog import Catalog, TensorEntry
-from ckpt_tools.model.expressions import Value
+from ckpt_tools.model.expressions import Value, made_entry
+from ckpt_tools.model.kernels import reshaped
 from ckpt_tools.model.target import TargetTensor
 from ckpt_tools.plan.byte_runs import row_major_tiles
 
@@ -106,6 +107,9 @@ def seen_as(entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
     """A tensor of a model with the axes that views ask for; its one chunk holds the same bytes."""
     if shape == entry.shape:
         return entry
+    if entry.made is not None:
+        kernel = reshaped(entry.made.kernel, entry.shape, shape)
+        return made_entry(entry.key, replace(entry.made, kernel=kernel))
     (chunk,) = entry.chunks
     return replace(entry, shape=shape, chunks=(chunk._replace(box=full_box(shape)),))
 

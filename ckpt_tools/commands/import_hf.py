@@ -18,7 +18,7 @@ from ckpt_tools.commands.hf_parts import (
     without_frequencies,
 )
 from ckpt_tools.commands.opened import Opened
-from ckpt_tools.commands.outputs import in_root, refuse_overlap
+from ckpt_tools.commands.outputs import MAX_DIGITS, in_root, refuse_overlap
 from ckpt_tools.commands.placements import Layout
 from ckpt_tools.commands.target_job import TargetJob
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, planned, prepare_model
@@ -32,11 +32,12 @@ from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.formats.unpickle import StandIn, TorchDtype, stand_in
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
-from ckpt_tools.megatron.huggingface.checks import Spec
+from ckpt_tools.megatron.huggingface.quantized import dequantized
 from ckpt_tools.megatron.huggingface.targets import Imported, import_targets
+from ckpt_tools.megatron.keys import EXPERTS
+from ckpt_tools.megatron.names import LayerSpec
 from ckpt_tools.megatron.record import RECORD_FILE, TargetRecord, record_bytes
 from ckpt_tools.megatron.settings import read_settings
-from ckpt_tools.megatron.torch_dist.slices import EXPERTS
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
 from ckpt_tools.megatron.vocab import vocabulary
 from ckpt_tools.model.catalog import Catalog
@@ -57,7 +58,7 @@ class ImportOptions(RunOptions):
     rules: Path | None = None  # a rule file
     dtype: str | None = None
     vocab_multiple: int = 128  # --make-vocab-size-divisible-by times the tensor-parallel size
-    layer_spec: str | None = None  # "te" (default) or "local"
+    layer_spec: LayerSpec | None = None  # te by default
     fsdp: TargetOptions = field(default_factory=TargetOptions)
     layout: Layout | None = None
     iteration: int | None = None  # None: a release
@@ -74,7 +75,7 @@ def import_hf(
 
     Raises:
         UsageError: options that contradict each other, or an output that cannot be taken.
-        UnsupportedCheckpointError: no safetensors weights there, or quantized ones.
+        UnsupportedCheckpointError: no safetensors weights there, or quantized in a way that is not read.
         MappingError: an architecture without rules, an adapter, or a model that is not whole or contradicts its
             config.json.
         VerificationError: a cast that makes infinities.
@@ -110,18 +111,20 @@ def read_huggingface(opened: Opened, options: ImportOptions) -> tuple[Imported, 
     catalog = opened.catalog
     refuse_adapters(catalog.tensors)
     catalog, frequencies = without_frequencies(catalog)
-    specs = {key: Spec(entry.dtype, entry.shape) for key, entry in catalog.tensors.items()}
+    plain = dequantized(catalog, read_config(opened.location.path), opened.files)
+    catalog, specs = plain.catalog, plain.specs
     imported = import_targets(
         specs,
-        read_config(opened.location.path),
+        plain.config,
         dtype=options.dtype,
         vocab_multiple=options.vocab_multiple,
         families=families_with(options.rules),
     )
     own = {key: Value(spec.dtype, spec.shape, (Source(key),)) for key, spec in specs.items()}
     prove_equal(opened.files, catalog, own, imported.equal)
-    dropped = (*(f"{key}: no content of its own" for key in imported.dropped), *frequencies)
-    imported = replace(imported, dropped=dropped, notes=(*imported.notes, *unread_notes(opened.files)))
+    dropped = (*(f"{key}: no content of its own" for key in imported.dropped), *frequencies, *plain.dropped)
+    notes = (*plain.notes, *imported.notes, *unread_notes(opened.files))
+    imported = replace(imported, dropped=dropped, notes=notes)
     shapes = imported.shapes
     tensors = {key: seen_as(entry, shapes.get(key, entry.shape)) for key, entry in catalog.tensors.items()}
     seen = replace(catalog, tensors=tensors)
@@ -153,6 +156,8 @@ def _check_options(options: ImportOptions) -> None:
         raise UsageError(f"--dtype {options.dtype}: weights can be written as {', '.join(sorted(CASTABLE))}")
     if options.vocab_multiple < 1:
         raise UsageError(f"--vocab-multiple {options.vocab_multiple}: at least one row")
+    if options.iteration is not None and not 0 <= options.iteration < 10**MAX_DIGITS:
+        raise UsageError(f"--iteration {options.iteration}: a number from 0 of at most {MAX_DIGITS} digits")
 
 
 def _with_tokens(job: TargetJob, imported: Imported, common: CommonState) -> TargetJob:

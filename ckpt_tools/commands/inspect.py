@@ -14,11 +14,12 @@ from ckpt_tools.commands.opened import open_checkpoint
 from ckpt_tools.commands.read_values import json_value
 from ckpt_tools.formats.detect import Location
 from ckpt_tools.megatron.common_state import CommonState
+from ckpt_tools.megatron.keys import GROUP_META, role_of
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
 from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.target import Role
 
 SCHEMA_VERSION = 1
-GROUP_META = "optimizer.param_to_group_meta."
 
 PARALLEL_SIZES = (
     "tensor_model_parallel_size",
@@ -58,10 +59,6 @@ KEY_ARGUMENTS = (
     "optimizer",
     "use_distributed_optimizer",
 )
-_ROLES = {"param": "master", "fp32_param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-_STATE = re.compile(
-    r"(?:chained_\d+\.)?optimizer\.(?:state\.(param|fp32_param|exp_avg|exp_avg_sq)\.|.*\.(\w+)$)"
-)
 
 
 class Total(NamedTuple):
@@ -80,7 +77,7 @@ class TensorRow(NamedTuple):
     shape: tuple[int, ...]
     chunks: int
     nbytes: int
-    role: str
+    role: Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +93,7 @@ class Inspection:
     parallel_sizes: dict[str, Any]
     arguments: dict[str, Any]
     rows: tuple[TensorRow, ...]  # all tensors
-    totals: dict[tuple[str, str], Total]
+    totals: dict[tuple[Role, str], Total]
     patterns: tuple[str, ...] = ()
     list_group_meta: bool = False
     group_meta: int = 0
@@ -211,16 +208,8 @@ def _core_versions(catalog: Catalog, common: CommonState) -> str:
     return "0.8 to 0.12 (common.pt, mcore_data)"
 
 
-def role_of(key: str) -> str:
-    """What a tensor is: `weight`, `master`, `exp_avg`, `exp_avg_sq` or `other`."""
-    match = _STATE.match(key)
-    if match:
-        return _ROLES.get(match[1] or match[2], "other")
-    return "other" if key.startswith(("rng_state", "optimizer.")) else "weight"
-
-
-def _totals(rows: Iterable[TensorRow]) -> dict[tuple[str, str], Total]:
-    sums: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
+def _totals(rows: Iterable[TensorRow]) -> dict[tuple[Role, str], Total]:
+    sums: defaultdict[tuple[Role, str], list[int]] = defaultdict(lambda: [0, 0, 0])
     for row in rows:
         total = sums[row.role, row.dtype]
         total[0] += 1

@@ -16,7 +16,7 @@ from ckpt_tools.execute.check_masters import check_masters
 from ckpt_tools.execute.proof import SourceProof
 from ckpt_tools.execute.read_box import BoxReader
 from ckpt_tools.formats.files import Files
-from ckpt_tools.megatron.fsdp_dtensor.entries import parameter_name
+from ckpt_tools.megatron.keys import parameter_name
 from ckpt_tools.model.box import Box, full_box, row_major_strides
 from ckpt_tools.model.casts import raw_dtype
 from ckpt_tools.model.target import InlineTensor, TargetTensor

@@ -59,6 +59,16 @@ def is_root(source: str, location: Location) -> bool:
 
 
 def refuse_overlap(source: str, location: Location, output: str) -> None:
+    """Nothing, for an output that is a place of its own.
+
+    Raises:
+        UsageError: it has no name (a shell's variable that is not set), or shares folders with the source.
+    """
+    if not hidden(output).removeprefix("file://"):
+        raise UsageError("the output's name is empty; is a variable not set?")
+    scheme, separator, folder = output.partition("://")
+    if separator and not folder.strip("/") and scheme != "file":
+        raise UsageError(f"{output} does not name a folder; choose another output.")
     target = place_parts(output)
     for place in (place_parts(location.path), place_parts(source)):
         common = min(len(target), len(place))

@@ -8,13 +8,15 @@ from functools import cache
 from typing import NamedTuple
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.megatron.fsdp_dtensor.entries import WEIGHT, FsdpSource
+from ckpt_tools.megatron.fsdp_dtensor.entries import FsdpSource
 from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter, part_order, split_part
 from ckpt_tools.megatron.fsdp_dtensor.write import FsdpTarget
-from ckpt_tools.megatron.names import BUFFERS, MLA_DOWN, MLA_FUSED_DOWN, ModelStyle
+from ckpt_tools.megatron.keys import BUFFERS
+from ckpt_tools.megatron.names import MLA_DOWN, MLA_FUSED_DOWN, ModelStyle
 from ckpt_tools.megatron.settings import training_dtype
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.model import WEIGHT
 from ckpt_tools.model.target import Target, TargetTensor
 from ckpt_tools.model.transfers import Plan
 from ckpt_tools.plan.build import Placement as PlanPlacement

@@ -13,9 +13,9 @@ from ckpt_tools.commands.launch import Launch, launch
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.documents import DocumentError, read_named_file
-from ckpt_tools.megatron.fsdp_dtensor.tensors import RNG_KEY
 from ckpt_tools.megatron.hybrid import is_hybrid
-from ckpt_tools.megatron.torch_dist.slices import is_optimizer_key, layer_counts
+from ckpt_tools.megatron.keys import fsdp_state, is_optimizer_key, rng_key, rng_shard
+from ckpt_tools.megatron.torch_dist.slices import layer_counts
 from ckpt_tools.verify import meaning
 from ckpt_tools.verify.facts import Facts, Rule, Stored
 from ckpt_tools.verify.job import (
@@ -30,6 +30,7 @@ from ckpt_tools.verify.job import (
     parse_yaml,
     with_checkpoint_args,
 )
+from ckpt_tools.verify.job_settings import checked_settings
 from ckpt_tools.verify.load_rules import RULES
 from ckpt_tools.verify.place import check_entries
 from ckpt_tools.verify.report import ERROR, WARNING, Check, Finding, Report
@@ -38,7 +39,6 @@ _ENVIRONMENT = "unset CUDA_DEVICE_MAX_CONNECTIONS"
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _LAYER = re.compile(r"^(?P<layer>.*\blayers\.\d+\.(?:\w+_layer\.)?)(?P<rest>.+)$")
 _SCRIPTS = ("pretrain_gpt.py", "pretrain_mamba.py", "pretrain_hybrid.py")  # others may add flags of their own
-_RNG_RANK = re.compile(r"rng_state\.\((\d{1,9}), (\d{1,9})\)")
 _PACKED = re.compile(r"^(?P<module>.*\.)(?:in_proj\.|conv1d[._])(?:weight|bias)$")
 # Norms that Transformer Engine's projections have inside, and the modules of their own that stand for them elsewhere,
 # each beside the weight that it belongs to: MLA's input norm and that of experts are apart in every spec.
@@ -97,7 +97,8 @@ def preflight(
             start = launch(replace(about, job=Job(sizes, program=program)), _load_path(opened))
             job = parse_command(start.words, program)
         facts = replace(about, job=with_checkpoint_args(job or Job(program=program), about.args))
-        checks = [_flags_check(facts.job)] if job is not None else []
+        facts, settings = checked_settings(facts)
+        checks = [_flags_check(facts.job), settings] if job is not None else []
         checks += [run_rule(rule, facts) for rule in RULES if _applies(rule, facts, job is not None)]
         checks += _stored_checks(opened)
         report = Report(opened.location.path, opened.location.kind, tuple(checks))
@@ -105,13 +106,8 @@ def preflight(
 
 
 def run_rule(rule: Rule, facts: Facts) -> Check:
-    """The verdict of one rule; settings that it cannot compare are not what Megatron takes."""
-    try:
-        found = rule.broken(facts)
-    except (TypeError, ValueError, ArithmeticError) as error:
-        found = (
-            f"the settings cannot be judged ({error}): one has a type or value that Megatron does not take"
-        )
+    """The verdict of one rule on facts whose settings are sound (`checked_settings`)."""
+    found = rule.broken(facts)
     findings = () if found is None else (Finding(rule.name, rule.severity, found, rule.why, rule.fix),)
     return Check(rule.name, "rules", 1, findings, source=rule.where)
 
@@ -154,10 +150,10 @@ def _about(opened: Opened) -> tuple[Facts, int | None]:
     shapes = {weight.name: weight.shape for weight in weights}
     keys = (*catalog.tensors, *catalog.objects)
     if is_fsdp:
-        ranks = {(int(m[1]), int(m[2])) for m in map(_RNG_RANK.match, keys) if m}
-        states = {m["kind"] for m in map(meaning.FSDP_STATE.match, catalog.tensors) if m} - {"step"}
+        ranks = {(found.pp, found.tp) for found in map(rng_key, keys) if found}
+        states = {found.kind for found in map(fsdp_state, catalog.tensors) if found} - {"step"}
     else:
-        ranks = {(int(m[1]), int(m[2])) for m in map(RNG_KEY.match, catalog.objects) if m}
+        ranks = {(rank.pp, rank.tp) for rank in map(rng_shard, catalog.objects) if rank}
         states = {"any"} if any(is_optimizer_key(key) for key in keys) else set()
     record = _target_of(opened, shapes, ranks)
     facts = Facts(

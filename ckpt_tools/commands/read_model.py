@@ -9,6 +9,7 @@ from ckpt_tools.commands.opened import Opened
 from ckpt_tools.errors import UnsupportedCheckpointError
 from ckpt_tools.megatron.fsdp_dtensor.entries import read_fsdp_source
 from ckpt_tools.megatron.fsdp_dtensor.read import fsdp_model
+from ckpt_tools.megatron.names import LayerSpec
 from ckpt_tools.megatron.torch_dist.read import Extent, read_torch_dist
 from ckpt_tools.model.model import Model, Parameter
 
@@ -30,7 +31,7 @@ class Wanted:
     tp: int | None = (
         None  # tensor-parallel size that packed projections are for, where the checkpoint does not tell
     )
-    layer_spec: str | None = None  # te or local, where the arguments do not tell
+    layer_spec: LayerSpec | None = None  # te or local, where the arguments do not tell
 
 
 def read_model(opened: Opened, wanted: Wanted | None = None) -> Model:

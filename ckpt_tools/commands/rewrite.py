@@ -27,6 +27,7 @@ class EditOptions:
     trust_pickle: bool = False
     overwrite: bool = False
     write: WriteOptions = field(default_factory=WriteOptions)
+    resume: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ def rewrite(
         UsageError: the output overlaps the source or is taken.
         MappingError, CorruptCheckpointError, StorageError: as planning and writing say.
     """
-    place = choose_output(source, opened.location, output, options.overwrite, resume=False)
+    place = choose_output(source, opened.location, output, options.overwrite, options.resume)
     placement, world = keep_chunks(catalog or opened.catalog)
     plan = build_plan(catalog or opened.catalog, target, placement, world, blobs, original_shapes)
     files = opened.files

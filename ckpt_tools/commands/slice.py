@@ -19,10 +19,19 @@ from ckpt_tools.formats.documents import parse_yaml
 from ckpt_tools.formats.files import read_whole
 from ckpt_tools.formats.pickling import dump_archive
 from ckpt_tools.formats.unpickle import StandIn
-from ckpt_tools.megatron.common_state import COMMON_FILE, COMMON_OBJECT, RUN_CONFIG
+from ckpt_tools.megatron.common_state import COMMON_FILE, RUN_CONFIG
+from ckpt_tools.megatron.keys import (
+    COMMON_OBJECT,
+    ObjectShard,
+    is_optimizer_key,
+    name_start,
+    object_shard,
+    shard_key,
+    stacked_axes,
+)
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import MASTER, OptimizerStates, StateTensor
 from ckpt_tools.megatron.torch_dist.read import TorchDistSource, read_torch_dist
-from ckpt_tools.megatron.torch_dist.slices import is_optimizer_key, layer_counts, stacked_axes
+from ckpt_tools.megatron.torch_dist.slices import layer_counts
 from ckpt_tools.megatron.torch_dist.write import CONTENT_METADATA, OPTIMIZER_METADATA
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.model import Model
@@ -30,14 +39,7 @@ from ckpt_tools.model.target import Source, Target, TargetObject, TargetTensor
 from ckpt_tools.model.views import Insert, Narrow, Place, Step
 from ckpt_tools.verify.meaning import fsdp_weights, torch_dist_weights
 
-_PREFIX = {
-    "torch_dist": re.compile(r"^(?:(?:chained_\d+\.)?optimizer\.state\.[^.]+\.)?"),
-    "fsdp_dtensor": re.compile(
-        r"^(?:(?:model|optimizer\.state|optimizer\.param_to_group_meta)\.(?:module\.)*)?"
-    ),
-}
 _NUMBER = re.compile(r"(\d+)(?=\.)")
-_SHARD = re.compile(r"^(?P<key>.*)/shard_(?P<offsets>\d+(?:\.\d+)*)_(?P<shape>\d+(?:\.\d+)*)$")
 _NATURAL = ("none", "fully_reshardable", "non_distributed")
 _COUNTS = ("num_layers", "encoder_num_layers")
 _PATTERNS = ("moe_layer_freq", "linear_attention_freq", "hybrid_layer_pattern", "hybrid_override_pattern")
@@ -51,11 +53,11 @@ class Cut:
     start: int
     stop: int
     count: int
-    prefix: re.Pattern[str]  # what stands before a weight's name in a key
+    fsdp: bool  # whose keys: of `fsdp_dtensor`, or of `torch_dist`
 
     def key(self, key: str) -> str | None:
         """The key with its layer renumbered, the same for other keys, None for a layer that is left out."""
-        shard = _SHARD.match(key)
+        shard = object_shard(key)
         if shard and self.is_stacked(key):
             return self._shard(shard)
         head, name = self._split(key)
@@ -73,18 +75,16 @@ class Cut:
         return name.startswith(self.block) and not _NUMBER.match(name, len(self.block))
 
     def _split(self, key: str) -> tuple[str, str]:
-        match = self.prefix.match(key)
-        end = match.end() if match else 0
-        return key[:end], key[end:]
+        at = name_start(key, self.fsdp)
+        return key[:at], key[at:]
 
-    def _shard(self, shard: re.Match[str]) -> str | None:
-        """The key of one layer's object, `<key>/shard_<offsets>_<shape>`, in the new numbering."""
-        layer, *offsets = map(int, shard["offsets"].split("."))
-        _, *shape = map(int, shard["shape"].split("."))
+    def _shard(self, shard: ObjectShard) -> str | None:
+        """The key of one layer's object in the new numbering."""
+        layer, *rest = shard.place
         if not self.start <= layer < self.stop:
             return None
-        place = ".".join(map(str, (layer - self.start, *offsets)))
-        return f"{shard['key']}/shard_{place}_{'.'.join(map(str, (self.stop - self.start, *shape)))}"
+        grid = (self.stop - self.start, *shard.grid[1:])
+        return shard_key(shard.name, (layer - self.start, *rest), grid)
 
 
 def slice_layers(
@@ -107,7 +107,7 @@ def slice_layers(
     options = options or EditOptions()
     with open_checkpoint(source, options.iteration, options.trust_pickle) as opened:
         kind = opened.location.kind
-        if kind not in _PREFIX:
+        if kind not in ("torch_dist", "fsdp_dtensor"):
             raise UnsupportedCheckpointError(
                 f"{opened.location.path} is of kind {kind}; torch_dist and fsdp_dtensor checkpoints have layers"
             )
@@ -171,7 +171,7 @@ def choose_cut(opened: Opened, layers: str, block: str | None) -> Cut:
     start, stop = int(match[1] or 0), int(match[2] or count)
     if not 0 <= start < stop <= count:
         raise UsageError(f"--layers {layers}: {block} has layers 0:{count}, and at least one must be left")
-    return Cut(block, start, stop, count, _PREFIX[opened.location.kind])
+    return Cut(block, start, stop, count, fsdp=opened.location.kind == "fsdp_dtensor")
 
 
 def _kept_tensors(opened: Opened, cut: Cut, keys: Sequence[str]) -> list[TargetTensor]:

@@ -24,6 +24,7 @@ from ckpt_tools.commands.prepared import Prepared
 from ckpt_tools.commands.read_model import Wanted, need_kind, read_model
 from ckpt_tools.commands.relayout import need_other_job, prepare_relayout
 from ckpt_tools.commands.target_job import TargetJob, need_tp, said_tp
+from ckpt_tools.execute.run import CheckLevel
 from ckpt_tools.formats.files import Files
 from ckpt_tools.megatron.bridge import (
     LATEST_TRAIN_STATE,
@@ -49,7 +50,7 @@ class ConvertOptions(MegatronOptions):
 
     target: TargetOptions = field(default_factory=TargetOptions)
     layout: Layout | None = None  # None: rows over the ranks that convert
-    check_masters: str = "sample"  # sample, all or none
+    check_masters: CheckLevel = "sample"
 
 
 def convert_to_fsdp_dtensor(

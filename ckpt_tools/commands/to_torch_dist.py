@@ -1,9 +1,12 @@
-"""WRITE `torch_dist`: the way back from `fsdp_dtensor`, planned as a whole before the first byte."""
+"""WRITE `torch_dist`: the way back from `fsdp_dtensor`, or from any optimizer layout to `fully_reshardable`.
+
+Planned as a whole before the first byte.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
@@ -16,22 +19,24 @@ from ckpt_tools.commands.conversion import (
     like_to_like,
     open_source,
 )
-from ckpt_tools.commands.conversion_report import ConversionReport
+from ckpt_tools.commands.conversion_report import ConversionReport, MastersUse
+from ckpt_tools.commands.export_source import master_targets
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.outputs import object_archives, read_bridge_files
-from ckpt_tools.commands.read_model import Wanted, keeps_masters, need_kind, read_model
+from ckpt_tools.commands.read_model import A_KIND, Wanted, keeps_masters, read_model
 from ckpt_tools.commands.target_job import TargetJob
-from ckpt_tools.errors import MappingError
-from ckpt_tools.formats.detect import METADATA_JSON
+from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError
+from ckpt_tools.formats.container import read_archive
+from ckpt_tools.formats.detect import METADATA_JSON, Location
 from ckpt_tools.formats.pickling import dump_archive
 from ckpt_tools.megatron.common_state import COMMON_FILE
-from ckpt_tools.megatron.record import RECORD_FILE, record_bytes
+from ckpt_tools.megatron.keys import stacked_axes
+from ckpt_tools.megatron.record import RECORD_FILE, read_record, record_bytes
 from ckpt_tools.megatron.torch_dist.read import Extent
-from ckpt_tools.megatron.torch_dist.slices import stacked_axes
-from ckpt_tools.megatron.torch_dist.write import TorchDistOptions, build_torch_dist_target
+from ckpt_tools.megatron.torch_dist.write import TorchDistOptions, build_torch_dist_target, carried_objects
 from ckpt_tools.model.box import Box
-from ckpt_tools.model.model import Model
-from ckpt_tools.model.target import TargetTensor
+from ckpt_tools.model.model import MASTER, Model
+from ckpt_tools.model.target import TargetObject, TargetTensor
 from ckpt_tools.plan.build import Placement, build_plan
 from ckpt_tools.sharding.fsdp2 import chunk_rows
 
@@ -58,12 +63,15 @@ def convert_to_torch_dist(
     progress: Progress | None = None,
     dry_run: bool = False,
 ) -> ConversionReport:
-    """Convert the `fsdp_dtensor` checkpoint at `source` and publish it at `output`; called on every rank.
+    """Convert the checkpoint at `source` and publish it at `output`; called on every rank.
+
+    It is `fsdp_dtensor`, or `torch_dist` of another optimizer layout or for another program.
 
     Raises:
-        UsageError: a fact only the user can give is missing, or an output that cannot be taken.
-        UnsupportedCheckpointError: the source is no `fsdp_dtensor` checkpoint, or of a kind that is not read.
+        UsageError: a fact only the user can give is missing, nothing to convert, or an output that cannot be taken.
+        UnsupportedCheckpointError: the source is of a kind, or has an optimizer layout, that is not read.
         MappingError: options that contradict the checkpoint, or facts that cannot be proven from it.
+        VerificationError: masters that do not round to the stored weights.
         CorruptCheckpointError, StorageError: damaged files, full disks.
     """
     return convert(source, output, TO_TORCH_DIST, options or ToTorchDistOptions(), progress, dry_run)
@@ -71,20 +79,66 @@ def convert_to_torch_dist(
 
 def plan_torch_dist(opened: Opened, options: ToTorchDistOptions, world: int) -> Conversion:
     """Everything up to the first byte; `world` processes convert."""
-    need_kind(opened, "fsdp_dtensor")
     target = options.target
     if options.extra_state_template is not None:
         keys = template_keys(options.extra_state_template, options.trust_pickle)
         target = replace(target, extra_state_template=keys)
+    return write_torch_dist(_read_source(opened, options), opened, target, world)
+
+
+def _read_source(opened: Opened, options: ToTorchDistOptions) -> Model:
+    """The model in a checkpoint of either kind.
+
+    Raises:
+        UnsupportedCheckpointError: it is of another kind.
+        UsageError: it is what it would become, or `--tp` is given where it says nothing.
+    """
+    kind, target = opened.location.kind, options.target
     optimizer: Extent = "none" if target.weights_only else "whole"
     wanted = Wanted(optimizer, options.ignore_keys, tp=target.tp, layer_spec=target.layer_spec)
-    return write_torch_dist(read_model(opened, wanted), opened, target, world)
+    if kind == "fsdp_dtensor":
+        return read_model(opened, wanted)
+    if kind != "torch_dist":
+        raise UnsupportedCheckpointError(
+            f"{opened.location.path} is {A_KIND.get(kind, kind)}, not an fsdp_dtensor or torch_dist checkpoint"
+        )
+    if target.tp is not None:
+        raise UsageError(
+            f"--tp {target.tp}: no meaning for a torch_dist source, which loads at any tensor-parallel size; "
+            "leave it out"
+        )
+    model = replace(read_model(opened, wanted), record=read_record(opened.files))
+    _refuse_same(opened.location, model, options)
+    return model
+
+
+def _refuse_same(location: Location, model: Model, options: ToTorchDistOptions) -> None:
+    """
+    Raises:
+        UsageError: a `torch_dist` checkpoint would be written as it is.
+    """
+    known = None if model.record is None else model.record.target
+    wanted = replace(options.target, dialect=None) if options.target.dialect == known else options.target
+    is_plain = model.optimizer_layout in (None, "fully_reshardable") and not any(
+        entry.made for entry in model.catalog.tensors.values()
+    )
+    asked = wanted != TorchDistOptions() or options.extra_state_template or options.ignore_keys
+    if is_plain and not asked:
+        layout = model.optimizer_layout or "without an optimizer"
+        raise UsageError(
+            f"nothing to convert: {location.path} is a torch_dist checkpoint ({layout}) already, which loads at any "
+            "topology. Name another program with --target, another form with --stacked, --dtype or "
+            "--weights-only, or another format with --to"
+        )
 
 
 def write_torch_dist(model: Model, opened: Opened, options: TorchDistOptions, world: int) -> Conversion:
     """The model as `torch_dist`: a chunk for every layer and expert, written by `world` processes."""
     built = build_torch_dist_target(model, options)
-    archives = object_archives(built.target.objects)
+    carried = carried_objects(model, built.target.objects)
+    archives = _archives(opened, built.target.objects, carried)
+    beside_weights = MASTER in model.roles
+    otherwise: MastersUse = "as_stored" if keeps_masters(model) else "left_out" if model.unread else "none"
     return Conversion(
         "torch_dist",
         built.record.target or "main",
@@ -101,8 +155,19 @@ def write_torch_dist(model: Model, opened: Opened, options: TorchDistOptions, wo
         job=TargetJob(built.record, (), built.vocabulary),
         optimizer_layout=model.optimizer_layout,
         groups=dict(enumerate(built.groups)),
-        masters="as_stored" if keeps_masters(model) else "none",
+        masters="written" if beside_weights else otherwise,
+        must_round=master_targets(model),
+        fp8_recipe=model.settings.fp8_recipe,
     )
+
+
+def _archives(
+    opened: Opened, objects: Sequence[TargetObject], carried: Container[str]
+) -> list[tuple[str, bytes]]:
+    """(key, archive) of every object, those of the source as they are stored."""
+    made = dict(object_archives(o for o in objects if o.key not in carried))
+    stored = opened.catalog.objects
+    return [(o.key, made.get(o.key) or read_archive(opened.files, stored[o.key].item)) for o in objects]
 
 
 def template_keys(template: str, trust_pickle: bool = False) -> tuple[str, ...]:

@@ -15,9 +15,11 @@ from ckpt_tools.errors import (
     UnsupportedCheckpointError,
     UsageError,
 )
+from ckpt_tools.execute.access import write_report
 from ckpt_tools.formats.dcp import read_catalog
 from ckpt_tools.formats.detect import TRACKER, Location, locate
-from ckpt_tools.formats.files import Files, open_files
+from ckpt_tools.formats.documents import DocumentError, read_named_file
+from ckpt_tools.formats.files import Files, LocalFiles, open_files
 from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.megatron.common_state import CommonState, read_common_state
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
@@ -39,6 +41,8 @@ from ckpt_tools.verify.structure import (
     check_shards,
     check_tiling,
 )
+
+MAX_MANIFEST_BYTES = 256 << 20  # a million tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,10 +236,10 @@ def _read_manifest(options: VerifyOptions) -> object:
     if path is None:
         return None
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(read_named_file(path, MAX_MANIFEST_BYTES))
     except FileNotFoundError:
         raise UsageError(f"there is no manifest {path}; --write-manifest {path} makes one") from None
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, DocumentError) as error:
         raise UsageError(f"{path} is not a manifest ({error})") from None
     except OSError as error:
         raise StorageError(f"{path}: {error.strerror or error}") from error
@@ -255,7 +259,8 @@ def _manifest(
     found.looked_at = len(made["files"]) + len(made["tensors"])
     check = found.done() if options.manifest is None else check_manifest(stored, made)
     if options.write_manifest is not None and is_valid and not check.errors:
-        options.write_manifest.write_text(json.dumps(made, indent=1) + "\n")
+        source = Path(files.location) if isinstance(files, LocalFiles) else None
+        write_report(options.write_manifest, (json.dumps(made, indent=1) + "\n").encode(), source)
     return check
 
 

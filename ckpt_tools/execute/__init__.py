@@ -1,0 +1,28 @@
+"""Carries out a plan: bounded memory, several workers, all or nothing.
+
+* `run`: the door: who calls what on which rank, in order
+* `ranks`: the processes of one conversion, and how they agree
+* `heartbeat`: signs of life, so that a rank that was killed is missed
+* `signals`: Ctrl-C and SIGTERM as a question
+* `work`: one worker's threads
+* `stream`: the pump: one item at a time through buffers of fixed size
+* `small`: many small items at a time
+* `fill`: gathers, casts and computes the elements of a region
+* `source_reader`: regions of stored tensors
+* `read_box`: any box of a tensor, for checks and printing
+* `proof`: sums of what is read of a source
+* `prove`: what is left of that proof, when all work is done
+* `check_masters`: masters round to the stored weights
+* `fp8_masters`: the same, unit by unit, for weights that may be FP8
+* `fp8_weights`: the scale that explains FP8 weights
+* `fileio`: exact reads and writes of local files
+* `folders`: directories held open
+* `access`: who may read and write an output
+* `vacant`: whether a local output can be taken
+* `publish`: an output folder that appears whole or not at all
+* `journal`: what is finished, for `--resume`
+* `finished`: whether an output that is there is what would be written
+* `rehearse`: what writing would refuse, refused at once
+* `opened_shards`: safetensors files, opened as everybody will open them
+* `remote_output`: the same into an object store
+"""

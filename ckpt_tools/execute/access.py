@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -45,6 +46,21 @@ def access_of(folder: Path) -> Access:
         return Access()
     mode = status.st_mode & root & 0o777 | 0o700
     return Access(mode, mode & files & 0o666, status.st_gid, bool(status.st_mode & stat.S_ISGID))
+
+
+def common_access(places: Iterable[Access]) -> Access:
+    """What all of these allow, so that nobody reads in the mean of several sources what they may not read."""
+    common: Access | None = None
+    for access in places:
+        if common is None:
+            common = access
+            continue
+        directory, file = common.directory & access.directory, common.file & access.file
+        if access.group == common.group:
+            common = Access(directory, file, common.group, common.setgid and access.setgid)
+        else:
+            common = Access(directory & ~0o070, file & ~0o070)
+    return common or Access()
 
 
 def _common_bits(folder: Path) -> int:

@@ -1,5 +1,7 @@
 """Proof that fp32 masters belong to the stored weights: rounded to the weights' type they are equal bit for bit.
 
+Of two bf16 weights that are as near, either may be stored.
+
 Weights that are held in FP8 (`fp8_weights`) are one more rounding away; a tensor that does not round is looked at
 again.
 """
@@ -17,6 +19,7 @@ import numpy as np
 from ckpt_tools.errors import UnsupportedCheckpointError, VerificationError, list_problems
 from ckpt_tools.execute.fp8_masters import HALF_TYPES, Fp8Comparison, describe_element
 from ckpt_tools.execute.read_box import BoxReader
+from ckpt_tools.execute.run import CheckLevel
 from ckpt_tools.formats.files import Files
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.casts import Array, cast, raw_dtype
@@ -46,7 +49,7 @@ def check_masters(
     files: Files,
     catalog: Catalog,
     targets: Sequence[TargetTensor],
-    level: str,
+    level: CheckLevel,
     tick: Callable[[], None] = lambda: None,
     threads: int = 1,
     fp8_recipe: str | None = None,
@@ -71,7 +74,8 @@ def check_masters(
     if all(line.endswith(_REMAINDERS) for line in problems):
         raise UnsupportedCheckpointError(
             f"in place of {len(problems)} masters the optimizer holds their lower halves, as the precision-aware "
-            f"optimizer stores them (int16 remainders); this version does not join them with the weights.\n{advice}"
+            f"optimizer stores them (int16 remainders); they are joined with the weights where the args say "
+            f"--use-precision-aware-optimizer, which these do not.\n{advice}"
         )
     raise VerificationError(
         f"the master weights of {len(problems)} tensors do not round to the stored weights:\n"
@@ -79,7 +83,7 @@ def check_masters(
     )
 
 
-def describe_masters(report: MastersReport, level: str) -> str:
+def describe_masters(report: MastersReport, level: CheckLevel) -> str:
     """What was compared and how, in words."""
     if not report.tensors:
         return "the source has none"
@@ -99,7 +103,7 @@ def compare_masters(
     files: Files,
     catalog: Catalog,
     targets: Sequence[TargetTensor],
-    level: str,
+    level: CheckLevel,
     tick: Callable[[], None] = lambda: None,
     threads: int = 1,
     fp8_recipe: str | None = None,
@@ -135,7 +139,7 @@ _Boxes: TypeAlias = Callable[[Box], Iterator[Box]]
 
 
 def _compare_plainly(
-    comparisons: Sequence[_Comparison], level: str, boxes: _Boxes, pool: ThreadPoolExecutor
+    comparisons: Sequence[_Comparison], level: CheckLevel, boxes: _Boxes, pool: ThreadPoolExecutor
 ) -> tuple[dict[_Comparison, int], dict[_Comparison, str]]:
     """Elements compared of every tensor, and the first difference of each that has one."""
 
@@ -160,7 +164,7 @@ def _compare_plainly(
 
 
 def _compare_as_fp8(
-    first: dict[_Comparison, str], level: str, boxes: _Boxes, pool: ThreadPoolExecutor, recipe: str
+    first: dict[_Comparison, str], level: CheckLevel, boxes: _Boxes, pool: ThreadPoolExecutor, recipe: str
 ) -> dict[_Comparison, Fp8Comparison]:
     """The tensors of `first` again, as weights held in FP8: those that are proven leave it and are returned."""
     found = {
@@ -185,7 +189,7 @@ def _comparison(reader: BoxReader, target: TargetTensor) -> _Comparison:
     return _Comparison(reader, target if stored is None else replace(target, dtype=stored.dtype))
 
 
-def _parts(comparison: _Comparison, level: str) -> Iterable[Box]:
+def _parts(comparison: _Comparison, level: CheckLevel) -> Iterable[Box]:
     """A tensor in the parts that one thread compares, in order."""
     everything = full_box(comparison.target.shape)
     return [everything] if level == "sample" else row_major_tiles(everything, _PART_ELEMS)
@@ -230,11 +234,24 @@ class _Comparison:
         different = rounded.view(bits) != weights.view(bits)
         if different.any():
             different &= ~(_is_nan(rounded, self.dtype) & _is_nan(weights, self.dtype))
+            if (self.target.dtype, self.dtype) == ("float32", "bfloat16"):
+                different &= ~_is_tie(masters, weights)
         if not different.any():
             return None
         at = np.unravel_index(int(different.argmax()), box.size)
         line = describe_element(self.target, self.dtype, masters, weights, box, tuple(map(int, at)))
         return line + _REMAINDERS if _are_remainders(masters) else line
+
+
+def _is_tie(masters: Array, weights: Array) -> Array:
+    """Where fp32 masters lie in the middle of two bf16 numbers and the weight is one of them.
+
+    torch takes the even one, the fused Adam that splits masters in weight and remainder the one further from zero.
+    """
+    bits = masters.view(np.uint32)
+    lower, upper = bits >> 16, (bits >> 16) + 1
+    tie: Array = (bits & 0xFFFF == 1 << 15) & ((weights == lower) | (weights == upper))
+    return tie
 
 
 def _are_remainders(masters: Array) -> bool:

@@ -6,10 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from ckpt_tools.errors import CorruptCheckpointError
 from ckpt_tools.execute.source_reader import SourceReader, chunk_of, index_of, read_region
-from ckpt_tools.model.box import Box, full_box, row_major_strides
+from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.casts import Array, cast_checked, numpy_dtype, raw_dtype
 from ckpt_tools.model.kernels import Form
 from ckpt_tools.model.transfers import Computation, Operand, Transfer
@@ -84,8 +85,8 @@ class Filler:
             values = computation.kernel.compute(wanted, tiles)
         except ValueError as error:
             raise CorruptCheckpointError(f"{name} {wanted}: {error}") from None
-        flat = values.reshape(-1).view(raw_dtype(computation.dtype))
-        for piece in push_piece(computation.view, Piece(wanted, 0, row_major_strides(wanted.size))):
+        flat, steps = _flat(values.view(raw_dtype(computation.dtype)))
+        for piece in push_piece(computation.view, Piece(wanted, 0, steps)):
             part = piece.crop(shown)
             if part is not None:
                 strides = tuple(s * flat.itemsize for s in part.strides)
@@ -110,3 +111,15 @@ class Filler:
         if changed:
             self._done.rounded[key] = self._done.rounded.get(key, 0) + changed
         return result
+
+
+def _flat(values: Array) -> tuple[Array, tuple[int, ...]]:
+    """The memory of a kernel's result from its first element on, and how its elements are spaced in it.
+
+    A kernel may return a view, transposed for one, so that what a view turns back is never copied in between.
+    """
+    if 0 in values.shape or min(values.strides, default=0) < 0:
+        values = np.ascontiguousarray(values)
+    steps = tuple([stride // values.itemsize for stride in values.strides])
+    length = sum((n - 1) * step for n, step in zip(values.shape, steps, strict=True)) + 1
+    return as_strided(values, (max(0, length),), (values.itemsize,)), steps

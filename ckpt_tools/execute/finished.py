@@ -10,10 +10,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ckpt_tools.execute.fileio import storage_errors
 from ckpt_tools.execute.source_reader import SourceReader
 from ckpt_tools.execute.stream import Pump
 from ckpt_tools.execute.work import tile_bytes
@@ -30,6 +32,14 @@ METADATA = ".metadata"
 def has_files(sizes: Mapping[str, int], present: Mapping[str, int | None]) -> bool:
     """Whether all files of a plan (name -> bytes) are present in full length."""
     return bool(sizes) and all(present.get(name) == size for name, size in sizes.items())
+
+
+def lengths(folder: Path) -> dict[str, int | None]:
+    """Lengths of the files in a folder, by name; none where there is no folder."""
+    if folder.is_symlink() or not folder.is_dir():
+        return {}
+    with storage_errors(folder):
+        return {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
 
 
 def is_written(

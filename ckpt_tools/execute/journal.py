@@ -13,25 +13,46 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeGuard
 
 from ckpt_tools.errors import CorruptCheckpointError, UsageError
 from ckpt_tools.execute.fileio import storage_errors
 from ckpt_tools.execute.folders import Folder
-from ckpt_tools.formats.files import Files, LocalFiles
+from ckpt_tools.formats.files import Files, LocalFiles, stamp_of
+from ckpt_tools.formats.joined_files import JoinedFiles, by_folder, joined_name
 from ckpt_tools.formats.remote import RemoteFiles
 from ckpt_tools.model.transfers import Plan
 
+_DESCRIBING = (".metadata", "metadata.json", "common.pt", "run_config.yaml", "train_state.pt", "config.json")
 _HEADER = "plan.json"
 _LINES = re.compile(rb"^\[(\d{1,18}),(\d{1,10})\]$", re.MULTILINE)
 _HEADER_BYTES, _JOURNAL_BYTES = 256 << 20, 4 << 30  # a line is written for every item, of millions at most
 
 
-def fingerprint(files: Files, names: Sequence[str]) -> list[list[object]]:
-    """What tells a file from another, for each; equal as long as nothing changed.
+def fingerprint(files: Files, plan: Plan) -> list[list[object]]:
+    """What tells the files that a plan was made of and reads from others; equal as long as nothing changed."""
+    return file_stamps(files, [*plan.source_files, *_describing(files)])
+
+
+def _describing(files: Files) -> list[str]:
+    """The files that are there and say what a checkpoint holds; of joined folders those of each."""
+    if isinstance(files, JoinedFiles):
+        return [joined_name(part, name) for part in files.parts for name in _describing(part)]
+    return [name for name in _DESCRIBING if files.exists(name)]
+
+
+def file_stamps(files: Files, names: Sequence[str]) -> list[list[object]]:
+    """What tells each file from another that is put in its place.
 
     Of a local file its length, both times in ns and its inode number: whoever puts another file in its place may
     give it the same length and modification time. Of one in a store its length and version (ETag, generation).
     """
+    if isinstance(files, JoinedFiles):
+        return [
+            [joined_name(part, str(name)), *stamp]
+            for part, inside in by_folder(files, names)
+            for name, *stamp in file_stamps(part, inside)
+        ]
     if isinstance(files, RemoteFiles):
         return [[name, *stamp] for name, stamp in files.stamps(names).items()]
     rows: list[list[object]] = []
@@ -39,11 +60,17 @@ def fingerprint(files: Files, names: Sequence[str]) -> list[list[object]]:
         if isinstance(files, LocalFiles):
             path = Path(files.location, name)
             with storage_errors(path):
-                status = path.stat()
-            rows.append([name, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino])
+                rows.append([name, *stamp_of(path.stat())])
         else:
             rows.append([name, files.size(name), None])
     return rows
+
+
+def is_fingerprint(rows: object) -> TypeGuard[list[list[object]]]:
+    """Whether a value that was read has the form of a fingerprint."""
+    return isinstance(rows, list) and all(
+        isinstance(row, list) and row and isinstance(row[0], str) for row in rows
+    )
 
 
 def check_unchanged(before: list[list[object]], after: list[list[object]], location: str) -> None:
@@ -52,7 +79,34 @@ def check_unchanged(before: list[list[object]], after: list[list[object]], locat
     Raises:
         CorruptCheckpointError: a source file is not what it was.
     """
-    changed = [str(a[0]) for a, b in zip(before, after, strict=True) if a != b]
+    now = {str(row[0]): row for row in after}
+    _refuse_mix([str(row[0]) for row in before if now.pop(str(row[0]), None) != row] + list(now), location)
+
+
+def check_as_opened(files: Files) -> None:
+    """Prove that every local file still is what it was when this process opened it first: also what describes the
+    checkpoint, and was read before anything was planned.
+
+    Raises:
+        CorruptCheckpointError: one is not.
+    """
+    if isinstance(files, JoinedFiles):
+        for part in files.parts:
+            check_as_opened(part)
+    if isinstance(files, LocalFiles):
+        changed = []
+        for name, stamp in list(files.opened.items()):
+            with storage_errors(Path(files.location, name)):
+                try:
+                    is_same = stamp_of(Path(files.location, name).stat()) == stamp
+                except FileNotFoundError:
+                    is_same = False
+            if not is_same:
+                changed.append(name)
+        _refuse_mix(changed, files.location)
+
+
+def _refuse_mix(changed: list[str], location: str) -> None:
     if changed:
         raise CorruptCheckpointError(
             f"{location}: {', '.join(changed[:5])} changed while the conversion ran, so what was read is a mix. "
@@ -149,9 +203,7 @@ def _parse_header(data: bytes, folder: Path) -> tuple[str, list[list[object]]]:
     """Digest of the plan and fingerprint of the source, as `begin` wrote them."""
     try:
         match json.loads(data):
-            case {"digest": str(digest), "source": list(rows)} if all(
-                isinstance(row, list) and row and isinstance(row[0], str) for row in rows
-            ):
+            case {"digest": str(digest), "source": rows} if is_fingerprint(rows):
                 return digest, rows
     except (ValueError, RecursionError):
         pass

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import os
+import tempfile
 from pathlib import Path
 
 from ckpt_tools.errors import VerificationError
+from ckpt_tools.execute.fileio import storage_errors
+from ckpt_tools.formats.files import Files
 from ckpt_tools.model.transfers import Plan
 
 _SUFFIX = ".safetensors"
@@ -19,26 +22,53 @@ def prove_shards(plan: Plan, folder: Path) -> None:
     Raises:
         VerificationError: it does not.
     """
-    names = [name for name in plan.file_bytes if name.endswith(_SUFFIX)]
-    if not names:
+    for name, expected in _expected(plan).items():
+        _prove(folder / name, str(folder / name), expected)
+
+
+def prove_uploaded(plan: Plan, files: Files) -> None:
+    """The same for files in a store: their headers are fetched, and stand before holes as long as the tensors.
+
+    Raises:
+        VerificationError: the library does not open one, or does not find a tensor.
+    """
+    shards = _expected(plan)
+    if not shards:
         return
+    heads = dict(plan.file_bytes)
+    for item in plan.items:
+        heads[item.file] = min(heads[item.file], item.offset)
+    with storage_errors(tempfile.gettempdir()), tempfile.TemporaryDirectory(prefix="ckpt-shard-") as folder:
+        for name, expected in shards.items():
+            path = Path(folder, "shard")
+            path.write_bytes(files.read(name, 0, heads[name]))
+            os.truncate(path, files.size(name))
+            _prove(path, f"{files.location.rstrip('/')}/{name}", expected)
+
+
+def _expected(plan: Plan) -> dict[str, set[str]]:
+    """The tensors of every safetensors file."""
+    found: dict[str, set[str]] = {name: set() for name in plan.file_bytes if name.endswith(_SUFFIX)}
+    for item in plan.items:
+        if item.file in found:
+            found[item.file].add(item.key)
+    return found
+
+
+def _prove(path: Path, shown: str, expected: set[str]) -> None:
     from safetensors import SafetensorError, safe_open
 
-    expected: dict[str, set[str]] = defaultdict(set)
-    for item in plan.items:
-        expected[item.file].add(item.key)
-    for name in names:
-        try:
-            with safe_open(folder / name, framework="np") as opened:
-                found = set(opened.keys())
-        except (SafetensorError, OSError) as error:
-            raise VerificationError(
-                f"{folder / name}: the safetensors library does not open what was written ({error}). Nothing was "
-                "published; please report this."
-            ) from error
-        if not expected[name] <= found:
-            lost = sorted(expected[name] - found)
-            raise VerificationError(
-                f"{folder / name}: the safetensors library does not find {', '.join(lost[:3])}, which was written. "
-                "Nothing was published; please report this."
-            )
+    try:
+        with safe_open(path, framework="np") as opened:
+            found = set(opened.keys())
+    except (SafetensorError, OSError) as error:
+        raise VerificationError(
+            f"{shown}: the safetensors library does not open what was written ({error}). Nothing was published; "
+            "please report this."
+        ) from error
+    if not expected <= found:
+        lost = sorted(expected - found)
+        raise VerificationError(
+            f"{shown}: the safetensors library does not find {', '.join(lost[:3])}, which was written. Nothing was "
+            "published; please report this."
+        )

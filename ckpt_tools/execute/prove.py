@@ -99,7 +99,7 @@ def prove_payloads(files: Files, catalog: Catalog, wanted: Iterable[str], thread
     source = SourceReader(files, proof=proof)
     keys: dict[Item, str] = {}
     try:
-        for key in wanted:
+        for key in dict.fromkeys(stored for one in wanted for stored in catalog.stored_keys(one)):
             if key in catalog.objects:
                 for start, nbytes, crc32 in record_stretches(files, catalog.objects[key].item):
                     record = Item(catalog.objects[key].item.file, start, nbytes, bare=True, crc32=crc32)

@@ -20,26 +20,37 @@ from __future__ import annotations
 
 import enum
 import errno
-import fcntl
 import os
-import re
 import secrets
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 
-from ckpt_tools.errors import StorageError, UsageError
-from ckpt_tools.execute.access import Access, access_of, give_group, make_folder
+from ckpt_tools.errors import StorageError
+from ckpt_tools.execute.access import Access, access_of, common_access, give_group, make_folder
 from ckpt_tools.execute.fileio import preallocate, storage_errors
-from ckpt_tools.execute.finished import has_files
+from ckpt_tools.execute.finished import has_files, lengths
 from ckpt_tools.execute.folders import Folder, Foreign, Place, exchange, move
 from ckpt_tools.execute.journal import Journal
+from ckpt_tools.execute.vacant import (
+    DATA,
+    JOURNAL,
+    LOCK,
+    MARKER,
+    REPLACED,
+    allocated,
+    cannot_be_made,
+    check_final,
+    check_own,
+    check_space,
+    lock_output,
+    not_own,
+    partial_of,
+    stopped,
+)
 
-SPARE_BYTES = 16 << 20  # for `.metadata`, the journal and directories
-_LOCK, _MARKER, _DATA, _REPLACED = "lock", "publishing", "checkpoint", "replaced"
-_OWN = re.compile(rf"{_LOCK}|{_MARKER}|{_DATA}|{_REPLACED}|journal|(spool|direct)-\w+|\.[0-9a-f]{{16}}\.tmp")
 _MARKER_BYTES, _LOCK_BYTES = 1 << 12, 1 << 10
 
 
@@ -55,28 +66,28 @@ class Found(enum.Enum):
 class Staging:
     """The partial directory of one output, for the plan with this digest and these files (name -> bytes).
 
-    `source` is the directory whose permissions a new output takes over.
+    `sources` are the directories whose permissions a new output takes over.
     """
 
     def __init__(
-        self, final: Path, digest: str, sizes: Mapping[str, int], source: Path | None = None
+        self, final: Path, digest: str, sizes: Mapping[str, int], sources: Sequence[Path] = ()
     ) -> None:
         self.final = final
         self._digest, self._sizes = digest, sizes
-        self.partial = final.parent / f".{final.name}.ckpt_tools-partial"
-        self.data = self.partial / _DATA
-        self.journal = Journal(self.partial / "journal", self.folder)
+        self.partial = partial_of(final)
+        self.data = self.partial / DATA
+        self.journal = Journal(self.partial / JOURNAL, self.folder)
         self._parent: Folder | None = None
         self._folder: Folder | None = None
         self._lock: int | None = None
-        self._source = source
+        self._sources = sources
 
     @cached_property
     def _access(self) -> Access:
         """Who may do what with the output; it looks at many files, so only the rank that makes the output asks."""
         if self.final.is_dir() and not self.final.is_symlink():
             return access_of(self.final)
-        return access_of(self._source) if self._source else Access()
+        return common_access(access_of(source) for source in self._sources)
 
     @property
     def held(self) -> bool:
@@ -100,7 +111,7 @@ class Staging:
     def open_data(self) -> Folder:
         """The future directory; the caller closes it."""
         with storage_errors(self.data):
-            return self.folder().enter(_DATA)
+            return self.folder().enter(DATA)
 
     def acquire(self, overwrite: bool, resume: bool) -> Found:
         """Take the output for this process, and say what lies there already.
@@ -113,10 +124,9 @@ class Staging:
             with storage_errors(self.partial):
                 self._make_parent()
                 self._take_lock()
-                self._check_own()
                 return self._examine(overwrite, resume)
         except BaseException:
-            if self.held and self.folder().names() == [_LOCK]:
+            if self.held and self.folder().names() == [LOCK]:
                 self.discard()  # nothing but what this process put there
             self.release()
             raise
@@ -135,15 +145,13 @@ class Staging:
         except (Foreign, StorageError, FileExistsError, NotADirectoryError):
             if self.final.parent.is_dir():
                 raise
-            raise UsageError(
-                f"{self.final.parent} cannot be made: a file stands in its way; choose another output"
-            ) from None
+            raise cannot_be_made(self.final.parent) from None
 
     def _examine(self, overwrite: bool, resume: bool) -> Found:
         self._undo_half_replacement()
         if resume and self._is_published():
             return Found.PUBLISHED
-        if resume and not self.journal.exists() and has_files(self._sizes, self._present()):
+        if resume and not self.journal.exists() and has_files(self._sizes, lengths(self.final)):
             return Found.FINISHED
         return self.begin(overwrite, resume)
 
@@ -153,29 +161,20 @@ class Staging:
         Raises:
             UsageError: the output is not empty, or a stopped conversion lies here; see `acquire`.
         """
-        self._check_final(overwrite)
+        check_final(self.parent(), self.final, overwrite)
         if resume and self.journal.exists() and self._has_own_data():
             return Found.UNFINISHED
         if self.journal.exists() and not (overwrite or resume):
-            raise UsageError(
-                f"{self.partial} holds a conversion that was stopped. Go on from it with --resume, or start anew "
-                "with --overwrite."
-            )
+            raise stopped(self.partial)
         folder = self.folder()
-        folder.remove(_MARKER)  # before the rest: it must not vouch for what is written next
+        folder.remove(MARKER)  # before the rest: it must not vouch for what is written next
         self._clear()
-        make_folder(folder, _DATA, self._access).close()
+        make_folder(folder, DATA, self._access).close()
         return Found.NOTHING
-
-    def _present(self) -> dict[str, int | None]:
-        """Lengths of what lies in the output."""
-        if self.final.is_symlink() or not self.final.is_dir():
-            return {}
-        return {path.name: path.stat().st_size for path in self.final.iterdir() if path.is_file()}
 
     def _has_own_data(self) -> bool:
         """Whether `checkpoint/` is there and is not what an exchange left in its place."""
-        status = self.folder().status(_DATA)
+        status = self.folder().status(DATA)
         if status is None:
             return False
         marker = self._read_marker()
@@ -186,7 +185,7 @@ class Staging:
 
     def _read_marker(self) -> bytes | None:
         try:
-            return self.folder().read(_MARKER, _MARKER_BYTES)
+            return self.folder().read(MARKER, _MARKER_BYTES)
         except FileNotFoundError:
             return None
 
@@ -224,10 +223,8 @@ class Staging:
             folder = self.folder()
             with suppress(OSError):  # some file systems keep no permissions
                 os.fchmod(folder.fd, stat.S_IMODE(os.fstat(folder.fd).st_mode) & ~0o077)
-            names = folder.names()
-            if names and _LOCK not in names:
-                raise self._not_own(names[0])
-            fd = folder.open(_LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+            check_own(folder)
+            fd = folder.open(LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         except (FileNotFoundError, StorageError) as error:
             if isinstance(error.__cause__ or error, FileNotFoundError):
                 return None
@@ -235,58 +232,29 @@ class Staging:
         written = os.pread(fd, _LOCK_BYTES, 0)
         if written and not written.startswith(b"process "):
             os.close(fd)
-            raise self._not_own(_LOCK)
+            raise not_own(folder, LOCK)
         return fd
 
     def _is_there(self, lock: int) -> bool:
         """Whether the lock is still the one in the directory, and the directory the one in its parent."""
         places = [
-            (lock, self.folder().status(_LOCK)),
+            (lock, self.folder().status(LOCK)),
             (self.folder().fd, self.parent().status(self.partial.name)),
         ]
         return all(status is not None and os.path.samestat(os.fstat(fd), status) for fd, status in places)
 
     def _lock_file(self, fd: int) -> None:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.pread(fd, 100, 0).decode(errors="replace")
-            raise UsageError(f"{self.final} is being written by another converter ({owner})") from None
+            lock_output(fd, self.final)
         except OSError as error:
             if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
                 raise  # these three: a file system without locks, where only the name guards the output
 
-    def _check_own(self) -> None:
-        for name in self.folder().names():
-            if not _OWN.fullmatch(name):
-                raise self._not_own(name)
-
-    def _not_own(self, name: str) -> Foreign:
-        return Foreign(
-            f"{self.partial} is where the output would be made, but it holds {name}, which this tool did not put "
-            "there. Move it away, or choose another output."
-        )
-
-    def _check_final(self, overwrite: bool) -> None:
-        status = self.parent().status(self.final.name)
-        if status is None:
-            return
-        if not stat.S_ISDIR(status.st_mode):
-            raise UsageError(f"{self.final} exists and is not a directory; choose another output")
-        if self.final.is_mount():
-            raise UsageError(
-                f"{self.final} is a mount point, which cannot be replaced; choose a directory inside it"
-            )
-        if any(self.final.iterdir()) and not overwrite:
-            raise UsageError(
-                f"{self.final} is not empty; choose another output or replace it with --overwrite"
-            )
-
     def _undo_half_replacement(self) -> None:
         """Put the old directory back if a process was killed between the two renames of `publish`."""
-        old = self.folder().status(_REPLACED)
+        old = self.folder().status(REPLACED)
         if old and stat.S_ISDIR(old.st_mode) and not self.parent().exists(self.final.name):
-            move(Place(self.folder(), _REPLACED), self._final)
+            move(Place(self.folder(), REPLACED), self._final)
 
     @property
     def _final(self) -> Place:
@@ -294,18 +262,8 @@ class Staging:
 
     def _clear(self) -> None:
         for name in self.folder().names():
-            if name not in (_LOCK, _MARKER):
+            if name not in (LOCK, MARKER):
                 self.folder().remove(name)
-
-    def _check_space(self, nbytes: int) -> None:
-        with storage_errors(self.partial):
-            status = os.statvfs(self.folder().fd)
-        free = status.f_bavail * status.f_frsize
-        if free < nbytes + SPARE_BYTES:
-            raise StorageError(
-                f"{self.final.parent} has {free} bytes free, but {nbytes + SPARE_BYTES} are needed. Free some "
-                "space or choose another output."
-            )
 
     def create_files(self) -> None:
         """Make the data files in their full length; those that exist keep their content.
@@ -315,8 +273,8 @@ class Staging:
         """
         with self.open_data() as data:
             with storage_errors(self.data):
-                found = [data.status(name) for name in data.names()]
-            self._check_space(sum(self._sizes.values()) - sum(s.st_blocks * 512 for s in found if s))
+                present = allocated(data)
+            check_space(self.folder(), self.final, sum(self._sizes.values()) - present)
             for name, size in self._sizes.items():
                 with storage_errors(self.data / name):
                     fd = data.open(name, os.O_RDWR | os.O_CREAT, self._access.file)
@@ -330,6 +288,11 @@ class Staging:
         """A file's group is its directory's, as far as the access of the output says so."""
         if self._access.group is not None:
             give_group(fd, os.fstat(folder.fd).st_gid)
+
+    def _group_in(self, folder: Folder) -> int | None:
+        """The group of a new file in a directory that was there before; one with setgid hands down its own."""
+        status = os.fstat(folder.fd)
+        return status.st_gid if status.st_mode & stat.S_ISGID else self._access.group
 
     def write_file(self, name: str, content: bytes, sync: bool) -> None:
         """A small file of the future directory."""
@@ -352,7 +315,7 @@ class Staging:
             folder.write(
                 temporary, content, True, old.st_mode & 0o777 if old and is_file else self._access.file
             )
-            group = old.st_gid if old and is_file else self._access.group
+            group = old.st_gid if old and is_file else self._group_in(parent)
             if group is not None:
                 fd = folder.open(temporary, os.O_RDONLY)
                 try:
@@ -369,16 +332,16 @@ class Staging:
             StorageError: among others, when files have appeared in the output that `overwrite` does not give up.
         """
         folder = self.folder()
-        data, final = Place(folder, _DATA), self._final
+        data, final = Place(folder, DATA), self._final
         with storage_errors(self.final):
             with self.open_data() as opened:
                 if sync:
                     opened.sync()
-                folder.write(_MARKER, self._mark(os.fstat(opened.fd)))
+                folder.write(MARKER, self._mark(os.fstat(opened.fd)))
             if not (overwrite and self.parent().exists(self.final.name)):
                 move(data, final)  # refused unless it is absent or empty
             elif not exchange(data, final):
-                move(final, Place(folder, _REPLACED))
+                move(final, Place(folder, REPLACED))
                 move(data, final)
             if sync:
                 self.parent().sync()
@@ -387,8 +350,8 @@ class Staging:
         """Remove the partial directory and everything in it; the marker last, as it says that all is well."""
         with storage_errors(self.partial):
             self._clear()
-            self.folder().remove(_MARKER)
-            self.folder().remove(_LOCK)
+            self.folder().remove(MARKER)
+            self.folder().remove(LOCK)
             if self._is_named():
                 with suppress(OSError):  # another converter may have begun here already
                     os.rmdir(self.partial.name, dir_fd=self.parent().fd)

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
-from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 from ckpt_tools.errors import CorruptCheckpointError, StorageError, UsageError
 from ckpt_tools.execute.fileio import storage_errors
+from ckpt_tools.execute.finished import has_files, lengths
 from ckpt_tools.execute.folders import Folder
 from ckpt_tools.execute.journal import Journal, fingerprint
-from ckpt_tools.execute.publish import SPARE_BYTES
 from ckpt_tools.execute.ranks import DistributedRanks, Ranks
 from ckpt_tools.execute.run import Output, WriteOptions
+from ckpt_tools.execute.vacant import (
+    DATA,
+    JOURNAL,
+    LOCK,
+    REPLACED,
+    allocated,
+    cannot_be_made,
+    check_final,
+    check_own,
+    check_space,
+    lock_output,
+    partial_of,
+    stopped,
+)
 from ckpt_tools.execute.work import tile_bytes
 from ckpt_tools.formats.files import Files
 from ckpt_tools.model.transfers import Plan, stored_parts
@@ -38,7 +52,7 @@ def rehearse(
         tile_bytes(options.memory_bytes, options.threads)
         if ranks.rank == 0:
             if isinstance(output.directory, str):
-                _look_remotely(plan, output, options, str(output.directory))
+                _look_remotely(plan, output, options)
             else:
                 _look(plan, files, output, options)
             check_extents(plan, files)
@@ -72,48 +86,57 @@ def check_extents(plan: Plan, files: Files) -> None:
 
 def _look(plan: Plan, files: Files, output: Output, options: WriteOptions) -> None:
     final = Path(output.directory)
-    partial = final.parent / f".{final.name}.ckpt_tools-partial"
-    folder = _nearest(final.parent)
-    if output.resume and _is_finished(plan, _sizes(final)):
-        return
-    _check_final(final, output.overwrite)
-    present = 0
-    if partial.is_dir():
-        _check_lock(final, partial)
-        journal = Journal(partial / "journal")
-        if journal.exists() and output.resume:
-            journal.resume(plan, fingerprint(files, plan.source_files), files.location)
-            present = _allocated(partial / "checkpoint")
-        elif journal.exists() and not output.overwrite:
-            raise UsageError(
-                f"{partial} holds a conversion that was stopped. Go on from it with --resume, or start anew with "
-                "--overwrite."
-            )
-    with storage_errors(folder):
-        if not os.access(folder, os.W_OK | os.X_OK):
+    if output.resume and has_files(plan.file_bytes, lengths(final)):
+        return  # an earlier process may have got as far as this: that is for who goes on to look at
+    above, present = _nearest(final.parent), 0
+    with ExitStack() as opened, storage_errors(above):
+        parent = opened.enter_context(Folder.named(above))
+        if above == final.parent:
+            present = _check_place(plan, files, output, parent)
+        if not os.access(above, os.W_OK | os.X_OK):
             raise PermissionError(13, os.strerror(13))
-        status = os.statvfs(folder)
-    free, needed = status.f_bavail * status.f_frsize, plan.bytes_to_write - present + SPARE_BYTES
-    if free < needed:
-        raise StorageError(
-            f"{final.parent} has {free} bytes free, but {needed} are needed. Free some space or choose another "
-            "output."
-        )
+        _check_names(above, final)
+        check_space(parent, final, plan.bytes_to_write - present)
     if options.direct:
-        _check_direct(folder)
+        _check_direct(above)
 
 
-def _is_finished(plan: Plan, present: Mapping[str, int | None]) -> bool:
-    """Whether an earlier process may have got as far as this: that is for who goes on to look at."""
-    return all(present.get(name) == size for name, size in plan.file_bytes.items())
+def _check_place(plan: Plan, files: Files, output: Output, parent: Folder) -> int:
+    """Bytes that are set aside already in the output's parent, if nothing there stands in the way.
+
+    Raises:
+        UsageError: something does.
+    """
+    final, stands, present = Path(output.directory), None, 0
+    with ExitStack() as opened:
+        if parent.exists(partial_of(final).name):
+            partial = opened.enter_context(parent.enter(partial_of(final).name))
+            _check_lock(final, partial)
+            if partial.exists(REPLACED) and not parent.exists(final.name):
+                stands = partial.path / REPLACED
+            present = _present(plan, files, output, partial)
+        check_final(parent, final, output.overwrite, stands)
+    return present
 
 
-def _sizes(folder: Path) -> dict[str, int | None]:
-    """Lengths of the files in a folder, if it is one."""
-    if folder.is_symlink() or not folder.is_dir():
-        return {}
-    with storage_errors(folder):
-        return {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
+def _present(plan: Plan, files: Files, output: Output, partial: Folder) -> int:
+    """Bytes that a stopped conversion has set aside already, if it is gone on from.
+
+    Raises:
+        UsageError: no option says what to do with it, or it is another's.
+    """
+    journal = Journal(partial.path / JOURNAL, lambda: partial)
+    if not journal.exists():
+        return 0
+    if not (output.resume or output.overwrite):
+        raise stopped(partial.path)
+    if not output.resume:
+        return 0
+    journal.resume(plan, fingerprint(files, plan), files.location)
+    if not partial.exists(DATA):
+        return 0
+    with partial.enter(DATA) as data:
+        return allocated(data)
 
 
 def _nearest(folder: Path) -> Path:
@@ -124,38 +147,30 @@ def _nearest(folder: Path) -> Path:
     """
     found = next(above for above in (folder, *folder.parents) if above.exists())
     if not found.is_dir():
-        raise UsageError(f"{folder} cannot be made: a file stands in its way; choose another output")
+        raise cannot_be_made(folder)
     return found
 
 
-def _check_final(final: Path, overwrite: bool) -> None:
-    if final.is_symlink() or (final.exists() and not final.is_dir()):
-        raise UsageError(f"{final} exists and is not a directory; choose another output")
-    if final.is_mount():
-        raise UsageError(f"{final} is a mount point, which cannot be replaced; choose a directory inside it")
-    with storage_errors(final):
-        is_taken = final.exists() and any(final.iterdir())
-    if is_taken and not overwrite:
-        raise UsageError(f"{final} is not empty; choose another output or replace it with --overwrite")
+def _check_names(above: Path, final: Path) -> None:
+    """
+    Raises:
+        OSError: the file system does not take a name that is to be made.
+    """
+    limit = os.pathconf(above, "PC_NAME_MAX")
+    made = final.parent.relative_to(above).parts
+    if any(len(os.fsencode(name)) > limit for name in (*made, partial_of(final).name)):
+        raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
 
 
-def _check_lock(final: Path, partial: Path) -> None:
-    """Whether another converter works there."""
-    with ExitStack() as opened, suppress(FileNotFoundError), storage_errors(partial):
-        above = opened.enter_context(Folder.named(final.parent))
-        folder = opened.enter_context(above.enter(partial.name))
-        lock = opened.enter_context(os.fdopen(folder.open("lock", os.O_RDONLY), "rb"))
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = lock.read(100).decode(errors="replace")
-            raise UsageError(f"{final} is being written by another converter ({owner})") from None
-
-
-def _allocated(folder: Path) -> int:
-    """Bytes that the files of a stopped conversion have already."""
-    with storage_errors(folder):
-        return sum(path.stat().st_blocks * 512 for path in folder.iterdir()) if folder.is_dir() else 0
+def _check_lock(final: Path, partial: Folder) -> None:
+    """
+    Raises:
+        UsageError: another converter works there, or somebody has put there what is not this tool's.
+    """
+    check_own(partial)
+    if partial.exists(LOCK):
+        with os.fdopen(partial.open(LOCK, os.O_RDONLY), "rb") as lock:
+            lock_output(lock.fileno(), final, fcntl.LOCK_SH)
 
 
 def _check_direct(folder: Path) -> None:
@@ -168,21 +183,11 @@ def _check_direct(folder: Path) -> None:
         ) from error
 
 
-def _look_remotely(plan: Plan, output: Output, options: WriteOptions, url: str) -> None:
-    from ckpt_tools.execute.remote_output import MARKER
-    from ckpt_tools.formats.store import Store
+def _look_remotely(plan: Plan, output: Output, options: WriteOptions) -> None:
+    from ckpt_tools.execute.remote_output import MARKER, open_store, refuse_present
 
-    if options.direct:
-        raise UsageError(f"--direct is for files; {url} is in an object store. Leave it out.")
-    store = Store(url)
+    store = open_store(output, options)
     present = store.sizes()
-    goes_on = output.resume and (MARKER in present or _is_finished(plan, present))
-    if not present or output.overwrite or goes_on:
-        return
-    what = "is not empty; choose another output or replace it with --overwrite"
-    if MARKER in present:
-        what = (
-            "holds a conversion that was stopped, or is being written. Go on from it with --resume, or start anew "
-            "with --overwrite"
-        )
-    raise UsageError(f"{store.location} {what}.")
+    goes_on = output.resume and (MARKER in present or has_files(plan.file_bytes, present))
+    if present and not output.overwrite and not goes_on:
+        raise refuse_present(store, present)

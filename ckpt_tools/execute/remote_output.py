@@ -22,15 +22,16 @@ import os
 import resource
 import threading
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.errors import CkptError, CorruptCheckpointError, UsageError
 from ckpt_tools.execute.finished import METADATA, has_files, is_written
-from ckpt_tools.execute.journal import check_unchanged, fingerprint
+from ckpt_tools.execute.journal import check_as_opened, check_unchanged, fingerprint, is_fingerprint
+from ckpt_tools.execute.opened_shards import prove_uploaded
 from ckpt_tools.execute.proof import SourceProof
 from ckpt_tools.execute.prove import ProofReport
 from ckpt_tools.execute.publish import Found
@@ -40,7 +41,7 @@ from ckpt_tools.execute.source_reader import SourceReader
 from ckpt_tools.execute.stream import Pump
 from ckpt_tools.execute.work import Progress, tile_bytes
 from ckpt_tools.formats.dcp_metadata import metadata_bytes
-from ckpt_tools.formats.files import Files
+from ckpt_tools.formats.files import Files, open_files
 from ckpt_tools.formats.store import CONNECTIONS, Retry, Store
 from ckpt_tools.model.transfers import OutputBlob, OutputItem, Plan
 
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 
 MARKER = ".ckpt_tools-partial"
 _PART_BYTES = 16 << 20  # of a multipart upload; held in memory by every thread
+_MARKER_BYTES = 256 << 20  # it tells of every file of the source
 _MAX_PARTS = 9000  # S3 allows 10,000
 _WATCH_SECONDS = 0.1
 _LEAVING = Retry(attempts=1, patience=5.0)  # a run that failed tidies up, but waits for nobody
@@ -72,17 +74,10 @@ class RemoteJob:
         progress: Progress,
     ) -> None:
         """Raises: UsageError: the output cannot be opened or written at all; `--direct`."""
-        if options.direct:
-            raise UsageError(
-                f"--direct is for files; {output.directory} is in an object store. Leave it out."
-            )
         self._plan, self._files, self._output, self._options = plan, files, output, options
         self._ranks, self._progress = ranks, progress
         self._leads = ranks.rank == 0
-        self._store = Store(str(output.directory))
-        if self._store.is_web or not self._store.root.strip("/"):
-            why = "is read only" if self._store.is_web else "names no folder"
-            raise UsageError(f"{self._store.location} {why}; choose another output.")
+        self._store = open_store(output, options)
         self._token = ""  # of the run that has the output; all ranks learn it
         self._entries = _entries_by_file(plan)
         self._source_state: list[list[object]] = []
@@ -127,9 +122,12 @@ class RemoteJob:
         if not self._leads:
             return "", ""
         plan, store, location = self._plan, self._store, self._files.location
-        self._source_state = fingerprint(self._files, plan.source_files)
+        self._source_state = fingerprint(self._files, plan)
         present = store.sizes()
-        header = self._marker() if self._output.resume and MARKER in present else None
+        goes_on = self._output.resume and MARKER in present
+        if goes_on and (present[MARKER] or 0) > _MARKER_BYTES:
+            raise self._not_a_marker()
+        header = self._marker() if goes_on else None
         if header and header.get("digest") is None and self._output.overwrite:
             header = None  # stopped while the old files were being deleted: no work to go on from
         if header is not None:
@@ -187,13 +185,7 @@ class RemoteJob:
         """
         store = self._store
         if present and not self._output.overwrite:
-            what = (
-                "holds a conversion that was stopped, or is being written. Go on from it with --resume, or start "
-                "anew with --overwrite"
-                if MARKER in present
-                else "is not empty; choose another output or replace it with --overwrite"
-            )
-            raise UsageError(f"{store.location} {what}.")
+            raise refuse_present(store, present)
         self._take(withdraw=METADATA in present, clear=bool(present))
         return Found.NOTHING.name
 
@@ -229,11 +221,14 @@ class RemoteJob:
             return {}
         except ValueError:
             found = None
-        if not isinstance(found, dict):
-            raise UsageError(
-                f"{self._store.where(MARKER)} was not written by this version. Start anew with --overwrite."
-            )
+        if not isinstance(found, dict) or not is_fingerprint(found.setdefault("source", [])):
+            raise self._not_a_marker()
         return found
+
+    def _not_a_marker(self) -> UsageError:
+        return UsageError(
+            f"{self._store.where(MARKER)} was not written by this version. Start anew with --overwrite."
+        )
 
     def _check_marker(self) -> None:
         """Go on as long as the output is this run's.
@@ -302,10 +297,13 @@ class RemoteJob:
             return
         store, output = self._store, self._output
         if found not in (Found.PUBLISHED.name, Found.FINISHED.name):
-            after = fingerprint(self._files, self._plan.source_files)
+            after = fingerprint(self._files, self._plan)
             check_unchanged(self._source_state, after, self._files.location)
+            check_as_opened(self._files)
             metadata = metadata_bytes(self._plan) if output.is_dcp else b""
             self._check_marker()
+            with closing(open_files(str(output.directory))) as there:
+                prove_uploaded(self._plan, there)
             for name, data in output.extra_files.items():
                 store.put(name, data)
             self._check_marker()  # a run that lost says so, not which of its files are gone
@@ -388,6 +386,32 @@ class RemoteJob:
             self._done += nbytes
         if self._stop.is_set():
             raise _StoppedError("another thread has failed")
+
+
+def open_store(output: Output, options: WriteOptions) -> Store:
+    """The store of an output.
+
+    Raises:
+        UsageError: it cannot be opened or written at all; `--direct`.
+    """
+    if options.direct:
+        raise UsageError(f"--direct is for files; {output.directory} is in an object store. Leave it out.")
+    store = Store(str(output.directory))
+    if store.is_web or not store.root.strip("/"):
+        why = "is read only" if store.is_web else "does not name a folder"
+        raise UsageError(f"{store.location} {why}; choose another output.")
+    return store
+
+
+def refuse_present(store: Store, present: Iterable[str]) -> UsageError:
+    """What to say of an output with files in it that no option gives up."""
+    what = "is not empty; choose another output or replace it with --overwrite"
+    if MARKER in present:
+        what = (
+            "holds a conversion that was stopped, or is being written. Go on from it with --resume, or start anew "
+            "with --overwrite"
+        )
+    return UsageError(f"{store.location} {what}.")
 
 
 def share_of_files(plan: Plan, rank: int, world: int) -> list[str]:

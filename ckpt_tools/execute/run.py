@@ -1,4 +1,29 @@
-"""Carries out a plan: the public door of this room."""
+"""Carries out a plan: the public door of this room.
+
+Every rank calls `write_checkpoint` with the same plan, and all go through the same steps (`_Job.run`). A step is run
+by `Ranks.together`: all ranks call it, and none goes on before all have ended it; if one fails, all raise its error.
+
+    step       rank 0                                                     other ranks
+    digest     the plans are compared                                     the same
+    prepare    takes the output (`Staging.acquire`: lock, what lies       nothing
+               there); notes the state of the source; makes the files
+               in full length; begins or goes on with the journal;
+               writes what the plan holds itself (blobs)
+    compare    only for an output that seems finished, with `resume`:     the same
+               its share as it is against what would be written
+    accept     takes it for its own, or prepares as for any other         nothing
+    work       its share of the items (`worker_share`), by threads        the same
+               (`Work`), each with a pump (`Pump`); every item that
+               is done goes into the rank's journal
+    prove      sums of the source that several ranks hold parts of are    the same
+               joined, what nobody read is read (`prove_rest`)
+    publish    source unchanged?; shards open?; small files; `.metadata`  nothing
+               last; the rename; trackers; the partial folder goes
+
+An output that a process had put in place before it was killed goes from `prepare` to the end of `publish`. An error
+leaves the partial folder if somebody can go on from it (storage, signals, defects), and removes it if not (damage,
+wrong masters). Into a store the order is the same, with a marker for the rename (`RemoteJob`).
+"""
 
 from __future__ import annotations
 
@@ -9,13 +34,13 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ckpt_tools.errors import CkptError, Interrupted, StorageError, Terminated, UsageError
 from ckpt_tools.execute.fileio import check_direct, storage_errors, write_all
 from ckpt_tools.execute.finished import is_written
 from ckpt_tools.execute.folders import opened
-from ckpt_tools.execute.journal import check_unchanged, fingerprint
+from ckpt_tools.execute.journal import check_as_opened, check_unchanged, fingerprint
 from ckpt_tools.execute.opened_shards import prove_shards
 from ckpt_tools.execute.proof import SourceProof
 from ckpt_tools.execute.prove import ProofReport, prove_rest
@@ -26,11 +51,17 @@ from ckpt_tools.execute.source_reader import SourceReader, forget
 from ckpt_tools.execute.work import Progress, Work, tile_bytes
 from ckpt_tools.formats.dcp_metadata import metadata_bytes
 from ckpt_tools.formats.files import Files, LocalFiles
+from ckpt_tools.formats.joined_files import JoinedFiles
 from ckpt_tools.model.transfers import Plan
 from ckpt_tools.plan.assign import worker_share
 
 if TYPE_CHECKING:
     from ckpt_tools.execute.remote_output import RemoteJob
+
+SourceCheck: TypeAlias = Literal["all", "none"]
+"""Whether every payload that is read from must have the checksum its writer stored."""
+CheckLevel: TypeAlias = Literal["sample", "all", "none"]
+"""How much of fp32 masters is compared with weights: a few rows of every tensor, everything, or nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +86,7 @@ class WriteOptions:
     memory_bytes: int = 96 << 20  # for buffers, in every process
     fsync: bool = False  # make everything durable before it is published, and give its page cache back
     direct: bool = False  # write past the page cache
-    check_source: str = "all"  # all: every payload that is read from must have its stored checksum; or none
+    check_source: SourceCheck = "all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +103,7 @@ class WriteReport:
     seconds: float
     peak_rss_bytes: int  # of the largest rank
     ranks: int
-    check_source: str  # as asked for
+    check_source: SourceCheck  # as asked for
     payloads_proven: int  # of the source
     payloads_without_checksum: int  # of the source, read from
     bytes_proven: int
@@ -161,6 +192,12 @@ def prove_source(
     return prove_rest(proof, files, plan.source_key, ranks, options.threads, tile)
 
 
+def _folders(files: Files) -> list[Path]:
+    """The directories of a mounted file system that a source lies in."""
+    parts = files.parts if isinstance(files, JoinedFiles) else (files,)
+    return [Path(part.location) for part in parts if isinstance(part, LocalFiles)]
+
+
 class _Job:
     """The steps of one conversion, in order: prepare, work, prove the source, publish."""
 
@@ -177,8 +214,7 @@ class _Job:
         self._plan, self._files, self._output, self._options = plan, files, output, options
         self._ranks, self._progress = ranks, progress
         self._leads = ranks.rank == 0
-        source = Path(files.location) if isinstance(files, LocalFiles) else None
-        self._staging = Staging(Path(output.directory), plan.digest, plan.file_bytes, source)
+        self._staging = Staging(Path(output.directory), plan.digest, plan.file_bytes, _folders(files))
         self._source_state: list[list[object]] = []
         self._proof = SourceProof() if options.check_source != "none" else None
 
@@ -243,7 +279,7 @@ class _Job:
 
     def _begin(self, found: Found) -> str:
         """Rank 0 makes the files in full length."""
-        self._source_state = fingerprint(self._files, self._plan.source_files)
+        self._source_state = fingerprint(self._files, self._plan)
         if found is Found.PUBLISHED:
             return found.name
         if self._options.direct:
@@ -305,8 +341,9 @@ class _Job:
             return
         staging, output, sync = self._staging, self._output, self._options.fsync
         if found not in (Found.PUBLISHED.name, Found.FINISHED.name):
-            after = fingerprint(self._files, self._plan.source_files)
+            after = fingerprint(self._files, self._plan)
             check_unchanged(self._source_state, after, self._files.location)
+            check_as_opened(self._files)
             prove_shards(self._plan, staging.data)
             for name, data in output.extra_files.items():
                 staging.write_file(name, data, sync)

@@ -6,7 +6,7 @@ import os
 import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from math import prod
 from pathlib import Path
@@ -17,9 +17,10 @@ import numpy as np
 from ckpt_tools.errors import CkptError, CorruptCheckpointError, UnsupportedCheckpointError
 from ckpt_tools.execute.fileio import drop_cache, storage_errors
 from ckpt_tools.execute.proof import RecordProof, SourceProof, Stored
-from ckpt_tools.formats.container import Frame, Stretch, read_frame
+from ckpt_tools.formats.container import Stretch, TensorBytes, find_tensor
 from ckpt_tools.formats.files import Files, LocalFiles
 from ckpt_tools.formats.frames import tensor_frame
+from ckpt_tools.formats.joined_files import by_folder, place_of
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.casts import Array, raw_dtype
 from ckpt_tools.model.catalog import Item
@@ -107,28 +108,30 @@ class SourceReader:
     def _find(self, chunk: ChunkRef) -> Payload:
         key, item, dtype, shape = chunk
         nbytes = prod(shape) * itemsize(dtype)
+        files, name = place_of(self.files, item.file)
+        inner = item._replace(file=name)
         if item.bare:
             if item.length != nbytes:
                 raise CorruptCheckpointError(
                     f"{key} {dtype} {shape} needs {nbytes} bytes, but {item.file} has {item.length} for it"
                 )
-            bare = Payload(self.files, item.file, item.offset, nbytes, item.crc32)
+            bare = Payload(files, name, item.offset, nbytes, item.crc32)
             return self._to_prove(key, item, bare, Stretch(*bare[2:5]))
-        found = _usual_payload(self.files, chunk)
+        found = _usual_payload(files, chunk._replace(item=inner))
         if found is not None:
             return self._to_prove(key, item, found, Stretch(*found[2:5]))
         try:
-            frame = read_frame(self.files, item)
+            tensor = find_tensor(files, inner)
         except (CorruptCheckpointError, UnsupportedCheckpointError) as error:
             raise type(error)(f"{key}: {error}") from error
-        if (frame.dtype, frame.shape) != (dtype, shape):
+        if (tensor.dtype, tensor.shape) != (dtype, shape):
             raise CorruptCheckpointError(
                 f"{key}: the metadata says {dtype} {shape}, but the item at byte {item.offset} of {item.file} "
-                f"holds {frame.dtype} {frame.shape}"
+                f"holds {tensor.dtype} {tensor.shape}"
             )
-        stored = Payload(self.files, item.file, frame.payload_offset, frame.nbytes, frame.crc32)
-        stored = self._to_prove(key, item, stored, frame.record)
-        return stored if frame.is_row_major else self._reordered(chunk, frame, stored)
+        stored = Payload(files, name, tensor.payload_offset, tensor.nbytes, tensor.crc32)
+        stored = self._to_prove(key, item, stored, tensor.record)
+        return stored if tensor.is_row_major else self._reordered(chunk, tensor, stored)
 
     def _to_prove(self, key: str, item: Item, payload: Payload, record: Stretch) -> Payload:
         """The payload, which tells of its reads what its record's checksum can be compared with."""
@@ -141,23 +144,23 @@ class SourceReader:
             return payload
         return payload._replace(proof=self.proof.of(key, Stored(item, *record)))  # type: ignore[arg-type]
 
-    def _reordered(self, chunk: ChunkRef, frame: Frame, stored: Payload) -> Payload:
+    def _reordered(self, chunk: ChunkRef, tensor: TensorBytes, stored: Payload) -> Payload:
         """The payload rewritten row-major to a temporary file.
 
         Raises:
             UnsupportedCheckpointError: its elements share storage, and it would be too large.
         """
         nbytes = prod(chunk.shape) * itemsize(chunk.dtype)
-        if nbytes > max(frame.nbytes, _MAX_REPEATED_BYTES):
+        if nbytes > max(tensor.nbytes, _MAX_REPEATED_BYTES):
             raise UnsupportedCheckpointError(
-                f"{chunk.key}: a tensor of {nbytes} bytes was saved over {frame.nbytes} bytes of storage (shape "
-                f"{frame.shape}, strides {frame.strides}); more than {_MAX_REPEATED_BYTES} bytes of elements that "
+                f"{chunk.key}: a tensor of {nbytes} bytes was saved over {tensor.nbytes} bytes of storage (shape "
+                f"{tensor.shape}, strides {tensor.strides}); more than {_MAX_REPEATED_BYTES} bytes of elements that "
                 "share storage are not read. Load it with torch and save it again after .contiguous()."
             )
         with self._lock:
             if self._spool is None:
                 self._spool = tempfile.TemporaryDirectory(prefix="spool-", dir=self._spool_parent)
-        whole = Piece(full_box(chunk.shape), 0, frame.strides)
+        whole = Piece(full_box(chunk.shape), 0, tensor.strides)
         width = itemsize(chunk.dtype)
         scratch = np.empty(8 << 20, np.uint8)
         with storage_errors(self._spool.name):
@@ -172,18 +175,19 @@ class SourceReader:
         return Payload(LocalFiles(self._spool.name), Path(path).name, 0, nbytes, None)
 
 
-def forget(files: Files, names: Iterable[str]) -> None:
+def forget(files: Files, names: Sequence[str]) -> None:
     """Give back the page cache of files that have been read."""
-    if isinstance(files, LocalFiles):
-        for name in names:
-            with suppress(CkptError), files.descriptor(name) as fd:
-                drop_cache(fd)
+    for part, inside in by_folder(files, names):
+        if isinstance(part, LocalFiles):
+            for name in inside:
+                with suppress(CkptError), part.descriptor(name) as fd:
+                    drop_cache(fd)
 
 
 def _usual_payload(files: Files, chunk: ChunkRef) -> Payload | None:
     """The payload of an item that is, byte for byte, the frame today's torch writes; None for any other item.
 
-    `read_frame` would say the same, after twenty times the work.
+    `find_tensor` would say the same, after twenty times the work.
     """
     _, item, dtype, shape = chunk
     frame = tensor_frame(dtype, shape)

@@ -1,10 +1,15 @@
-"""The zip archive of `torch.save`: stored records, 64-byte aligned, directory at the end. Read and written."""
+"""The zip archive of `torch.save`: stored records, 64-byte aligned, directory at the end. Read and written.
+
+Record contents start at multiples of 64 bytes from the archive's start; the local headers' extra fields ("FB", then
+`Z`) make up the distance (caffe2/serialize/inline_container.cc, `getPadding`). Records that do not fit 32 bits get
+the zip64 extra field in front of it, and an 8-byte-wide data descriptor, as miniz writes them.
+"""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from struct import Struct
+from struct import Struct, pack
 from typing import NamedTuple
 
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError
@@ -12,12 +17,14 @@ from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError
 ALIGNMENT = 64  # bytes; every record's content starts at a multiple, counted from the archive's beginning
 
 _MAX_DIRECTORY = 1 << 28
+_U32 = 0xFFFFFFFF
 _LOCAL = Struct("<4s5H3I2H")
 _CENTRAL = Struct("<4s6H3I5H2I")
 _END = Struct("<4s4H2IH")
 _END64 = Struct("<4sQ2H2I4Q")
 _LOCATOR = Struct("<4sIQI")
 _DESCRIPTOR = Struct("<4s3I")
+_WIDE_DESCRIPTOR = Struct("<4sIQQ")
 _EXTRA = Struct("<2H")
 _ENCRYPTED = 0x2061  # any of the flags for which torch's reader takes a record for encrypted or a patch
 _UTF8, _DESCRIBED = 0x0800, 0x0008  # flags: how names are encoded; sizes and checksum follow the content
@@ -155,33 +162,81 @@ def _wide_fields(values: list[int], extra: bytes) -> list[int]:
         block = extra[at + 4 : at + 4 + length]
         if kind == 1:
             for i, value in enumerate(values):
-                if value == 0xFFFFFFFF and len(block) >= 8:
+                if value == _U32 and len(block) >= 8:
                     values[i], block = int.from_bytes(block[:8], "little"), block[8:]
         at += 4 + length
     return values
 
 
-def write_archive(records: Sequence[tuple[str, bytes]]) -> bytes:
-    """The archive of these records, in order, as torch's writer lays it out.
+class WrittenRecord(NamedTuple):
+    """A record of an archive that is being written, for its directory; sizes and offset in bytes."""
 
-    Raises:
-        ValueError: it would need zip64 sizes (4 GiB).
-    """
-    out, directory = bytearray(), bytearray()
-    for name, content in records:
-        header, encoded, crc = len(out), name.encode(), zlib.crc32(content)
-        padding = -(header + _LOCAL.size + len(encoded) + _EXTRA.size) % ALIGNMENT
-        flags = _UTF8 | _DESCRIBED if content else _UTF8
-        out += _LOCAL.pack(b"PK\x03\x04", 0, flags, *(0,) * 6, len(encoded), _EXTRA.size + padding)
-        out += encoded + b"FB" + padding.to_bytes(2, "little") + b"Z" * padding + content
-        if content:
-            out += _DESCRIPTOR.pack(b"PK\x07\x08", crc, len(content), len(content))
-        sizes = (crc, len(content), len(content), len(encoded))
-        directory += _CENTRAL.pack(b"PK\x01\x02", 0, 0, flags, 0, 0, 0, *sizes, *(0,) * 5, header)
-        directory += encoded
-    start, size, count = len(out), len(directory), len(records)
-    if start + size >= 0xFFFFFFFF:
-        raise ValueError(f"an object of {start} bytes is too large for one archive")
-    end64 = (_END64.size - 12, 0x031E, 45, 0, 0, count, count, size, start)  # zip64 always, as torch does
-    out += directory + _END64.pack(b"PK\x06\x06", *end64) + _LOCATOR.pack(b"PK\x06\x07", 0, start + size, 1)
-    return bytes(out + _END.pack(b"PK\x05\x06", 0, 0, count, count, size, start, 0))
+    name: bytes
+    offset: int  # of its local header
+    size: int
+    crc: int
+
+
+def write_archive(records: Sequence[tuple[str, bytes]]) -> bytes:
+    """The archive of these records, in order, as torch's writer lays it out."""
+    out = bytearray()
+    append_directory(out, 0, [append_record(out, 0, name.encode(), content) for name, content in records])
+    return bytes(out)
+
+
+def append_record(out: bytearray, base: int, name: bytes, content: bytes) -> WrittenRecord:
+    """Append a record; `base` is the archive offset of `out`'s first byte."""
+    record = WrittenRecord(name, base + len(out), len(content), zlib.crc32(content))
+    out += local_header(record)
+    out += content
+    out += descriptor(record)
+    return record
+
+
+def local_header(record: WrittenRecord) -> bytes:
+    """What stands in front of a record's content, filled up so that this begins at a multiple of `ALIGNMENT`."""
+    name, offset, size, _ = record
+    extra = _zip64_extra(size, 0, offset)  # the stored size is not known yet when miniz writes this
+    pad = -(offset + _LOCAL.size + len(name) + len(extra) + _EXTRA.size) % ALIGNMENT
+    extra += b"FB" + pad.to_bytes(2, "little") + b"Z" * pad
+    return _LOCAL.pack(b"PK\x03\x04", 0, _flags(size), *(0,) * 6, len(name), len(extra)) + name + extra
+
+
+def descriptor(record: WrittenRecord) -> bytes:
+    """What stands behind a record's content; miniz writes none behind an empty one."""
+    if not record.size:
+        return b""
+    wide = record.size >= _U32 or record.offset >= _U32
+    return (_WIDE_DESCRIPTOR if wide else _DESCRIPTOR).pack(
+        b"PK\x07\x08", record.crc, record.size, record.size
+    )
+
+
+def append_directory(out: bytearray, base: int, records: Sequence[WrittenRecord]) -> list[int]:
+    """Append the central directory and the three end records; where in `out` each entry's CRC-32 lies."""
+    start = base + len(out)
+    places = []
+    for name, offset, size, crc in records:
+        places.append(len(out) + 16)
+        extra = _zip64_extra(size, size, offset)
+        sizes = (crc, min(size, _U32), min(size, _U32), len(name), len(extra))
+        out += _CENTRAL.pack(
+            b"PK\x01\x02", 0, 0, _flags(size), 0, 0, 0, *sizes, 0, 0, 0, 0, min(offset, _U32)
+        )
+        out += name + extra
+    end, count = base + len(out), len(records)
+    # zip64 always, as torch does
+    out += _END64.pack(b"PK\x06\x06", _END64.size - 12, 0x031E, 45, 0, 0, count, count, end - start, start)
+    out += _LOCATOR.pack(b"PK\x06\x07", 0, end, 1)
+    out += _END.pack(b"PK\x05\x06", 0, 0, count, count, end - start, min(start, _U32), 0)
+    return places
+
+
+def _flags(size: int) -> int:
+    return _UTF8 | _DESCRIBED if size else _UTF8
+
+
+def _zip64_extra(size: int, stored: int, offset: int) -> bytes:
+    """The extra field of what does not fit 32 bits; empty when all does."""
+    fields = ([size, stored] if size >= _U32 else []) + ([offset] if offset >= _U32 else [])
+    return pack(f"<HH{len(fields)}Q", 1, 8 * len(fields), *fields) if fields else b""

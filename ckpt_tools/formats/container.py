@@ -17,6 +17,7 @@ from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError
 from ckpt_tools.formats.archive import Record, check_record, payload_offset, read_directory, stored_crc32
 from ckpt_tools.formats.files import Files, read_whole
 from ckpt_tools.formats.pickled_names import brief
+from ckpt_tools.formats.storage_classes import STORAGE_CLASSES
 from ckpt_tools.formats.unpickle import Function, TorchDtype, load_pickle
 from ckpt_tools.model.box import row_major_strides
 from ckpt_tools.model.catalog import MAX_DIMENSIONS, Item
@@ -28,21 +29,6 @@ _ZIP = b"PK\x03\x04"
 MAX_OBJECT_BYTES = 8 << 30  # of common.pt and its like
 _WINDOW = 4096  # covers every record but the payload of a single-tensor archive (1.5 KiB in torch 2.13)
 
-STORAGE_DTYPES = {
-    "DoubleStorage": "float64",
-    "FloatStorage": "float32",
-    "HalfStorage": "float16",
-    "BFloat16Storage": "bfloat16",
-    "LongStorage": "int64",
-    "IntStorage": "int32",
-    "ShortStorage": "int16",
-    "CharStorage": "int8",
-    "ByteStorage": "uint8",
-    "BoolStorage": "bool",
-    "ComplexFloatStorage": "complex64",
-    "ComplexDoubleStorage": "complex128",
-}
-
 
 class Stretch(NamedTuple):
     """Bytes of a file that one checksum stands for."""
@@ -52,7 +38,7 @@ class Stretch(NamedTuple):
     crc32: int | None  # None when their writer kept none
 
 
-class Frame(NamedTuple):
+class TensorBytes(NamedTuple):
     """Where the bytes of a stored tensor lie and how its elements are laid out in them."""
 
     payload_offset: int  # bytes from the beginning of the file, at the tensor's first element
@@ -61,7 +47,6 @@ class Frame(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # elements
-    byteorder: str  # "little": other orders are refused
     record: Stretch  # that holds the tensor's elements, and others where the tensor is a view of a part
 
     @property
@@ -173,7 +158,7 @@ class _Archive:
             )
 
 
-def read_frame(files: Files, item: Item) -> Frame:
+def find_tensor(files: Files, item: Item) -> TensorBytes:
     """Where the payload of a tensor item lies.
 
     Raises:
@@ -181,20 +166,20 @@ def read_frame(files: Files, item: Item) -> Frame:
         UnsupportedCheckpointError: compressed, big-endian, or an element type without a fixed size.
     """
     archive = _Archive(files, item)
-    frame = archive.unpickle(lambda ref: _frame(archive, ref), trust_pickle=False)
-    if not isinstance(frame, Frame):
-        raise CorruptCheckpointError(f"{archive.where}: a tensor is expected, found {type(frame).__name__}.")
-    return frame
+    tensor = archive.unpickle(lambda ref: _tensor_bytes(archive, ref), trust_pickle=False)
+    if not isinstance(tensor, TensorBytes):
+        raise CorruptCheckpointError(f"{archive.where}: a tensor is expected, found {type(tensor).__name__}.")
+    return tensor
 
 
 def outline_object(files: Files, item: Item, trust_pickle: bool = False) -> Any:
-    """The Python value of a BYTES item with a `Frame` in place of every tensor: nothing large is read.
+    """The Python value of a BYTES item with a `TensorBytes` in place of every tensor: nothing large is read.
 
     Raises:
         CorruptCheckpointError, UnsupportedCheckpointError: as `load_object`.
     """
     archive = _Archive(files, item)
-    return archive.unpickle(lambda ref: _frame(archive, ref), trust_pickle)
+    return archive.unpickle(lambda ref: _tensor_bytes(archive, ref), trust_pickle)
 
 
 def load_object(files: Files, item: Item, trust_pickle: bool = False) -> Any:
@@ -291,20 +276,19 @@ def whole_file(files: Files, name: str) -> Item:
     return Item(name, 0, size)
 
 
-def _frame(archive: _Archive, ref: _TensorRef) -> Frame:
+def _tensor_bytes(archive: _Archive, ref: _TensorRef) -> TensorBytes:
     record = _checked_record(archive, ref)
     size = itemsize(ref.dtype)
     nbytes = ref.extent * size
     start = archive.item.offset + archive.start(record)
     crc32 = stored_crc32(record)
-    return Frame(
+    return TensorBytes(
         start + ref.offset * size,
         nbytes,
         crc32 if ref.offset == 0 and nbytes == record.size else None,
         ref.dtype,
         ref.shape,
         ref.strides,
-        "little",
         Stretch(start, record.size, crc32),
     )
 
@@ -345,7 +329,7 @@ class _StorageType(NamedTuple):
 
 _STORAGE_TYPES: dict[tuple[str, str], object] = {
     ("torch.storage", "UntypedStorage"): _StorageType("uint8"),
-    **{("torch", name): _StorageType(dtype) for name, dtype in STORAGE_DTYPES.items()},
+    **{("torch", name): _StorageType(dtype) for dtype, name in STORAGE_CLASSES.items()},
 }
 
 
@@ -396,5 +380,5 @@ def _refuse_lazy(metadata: tuple[Any, ...], where: str) -> None:
 
 def _natural(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 63:
-        raise ValueError(f"{brief(value)} is no size or offset")
+        raise ValueError(f"{brief(value)} is not a size or offset")
     return value

@@ -89,7 +89,7 @@ def missing_metadata(files: Files) -> UnsupportedCheckpointError:
     iterations = [name for name in names if name.startswith("iter_")]
     hint = f" Give one of its iterations: {', '.join(iterations[-3:])}." if iterations else ""
     return UnsupportedCheckpointError(
-        f"{files.location}: no {METADATA}, so this is no distributed checkpoint.{hint}"
+        f"{files.location}: no {METADATA}, so this is not a distributed checkpoint.{hint}"
     )
 
 
@@ -325,7 +325,7 @@ def _plain_item(index: Any, info: Any) -> tuple[str, Offset | None, Item]:
     where, what = fields_of(index, "MetadataIndex"), fields_of(info, "_StorageInfo")
     key, offset, file = where["fqn"], where.get("offset"), what["relative_path"]
     if type(key) is not str or type(file) is not str:
-        raise TypeError("a key or file name is no text")
+        raise TypeError("a key or file name is not text")
     transforms = what.get("transform_descriptors")
     if transforms:
         names = ", ".join(map(brief, transforms)) if isinstance(transforms, list) else brief(transforms)
@@ -340,13 +340,13 @@ def _plain_item(index: Any, info: Any) -> tuple[str, Offset | None, Item]:
 def _check_range(key: str, item: Item) -> None:
     if not (type(item.offset) is type(item.length) is int and item.offset >= 0 and 0 < item.length < 1 << 62):
         raise CorruptCheckpointError(
-            f"{key}: {brief(item.length)} bytes at {brief(item.offset)} of {item.file} are no item"
+            f"{key}: {brief(item.length)} bytes at {brief(item.offset)} of {item.file} are not an item"
         )
 
 
 def _path_problem(path: object) -> str | None:
     if not isinstance(path, str) or not path or "\0" in path:
-        return f"file name {brief(path)} is none"
+        return f"{brief(path)} is not a file name"
     if path.startswith("/") or "\\" in path or ".." in path.split("/") or "://" in path:
         return f"file name {brief(path)} {_LEADS_OUT}"
     return None
@@ -359,13 +359,13 @@ def _offset(value: Any) -> Offset:
         or len(value) > MAX_DIMENSIONS
         or not all(type(n) is int and 0 <= n < 1 << 62 for n in value)
     ):
-        raise CorruptCheckpointError(f"{brief(value)} is no shape or offset")
+        raise CorruptCheckpointError(f"{brief(value)} is not a shape or offset")
     return value
 
 
 def _path(value: Any) -> tuple[str | int, ...]:
     if type(value) is not tuple or not all(isinstance(part, str | int) for part in value):
-        raise TypeError("a planner path is no tuple of names and numbers")
+        raise TypeError("a planner path is not a tuple of names and numbers")
     return value
 
 

@@ -1,8 +1,20 @@
-"""The `.metadata` pickle that `torch.distributed.checkpoint` reads, written without torch.
+r"""The `.metadata` pickle that `torch.distributed.checkpoint` reads, written without torch.
 
 Its opcodes name torch's own classes, so a stock reader gets the genuine `Metadata`, `MetadataIndex` and so on.
 What occurs many times (classes, field names, keys, file names, sizes) is stored once and fetched from the memo.
-Chunk and storage records are spelled as torch spells them, which `catalog.records` recognises whole.
+Chunk and storage records are spelled as torch spells them, which `formats.records` recognises whole.
+
+Why opcodes and not `pickle.dumps`: the classes are torch's, and importing torch takes seconds. And a large checkpoint
+has millions of records that differ in a few numbers: what is the same in each is appended as one run of bytes
+(`open`), only the rest is spelled. The legend of opcodes is in `pickle_ops`; an object is::
+
+    h <class> ) \x81 \x94        new object of the class in the memo, with no arguments; numbered
+    } \x94 (                     its state: a dict, numbered; mark
+    h <field> <value> ...        fields and values
+    u b                          into the dict; the dict becomes the state
+
+Every `\x94` uses up a number, also where nothing ever asks for it: so torch's pickler spells these records, and only
+what is spelled so is read record by record.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 from ckpt_tools.credentials import hidden
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError, UsageError
@@ -28,15 +29,18 @@ _ITERATION = re.compile(r"iter_(\d{7,})")
 _FSDP_KEY = re.compile(rb"(model\.module\.|optimizer\.state\.module\.|optimizer\.param_to_group_meta\.)")
 
 
+CheckpointKind: TypeAlias = Literal["torch_dist", "fsdp_dtensor", "dcp", "safetensors"]
+
+
 @dataclass(frozen=True, slots=True)
 class Location:
     """A checkpoint's place and kind.
 
-    `kind` is `torch_dist`, `fsdp_dtensor`, `dcp` (any other torch distributed checkpoint) or `safetensors`.
+    `dcp` is any other torch distributed checkpoint, `safetensors` a Hugging Face model.
     `path` is the folder that holds the files themselves; `root` the run's folder above it, when there is one.
     """
 
-    kind: str
+    kind: CheckpointKind
     path: str
     root: str | None = None
     iteration: int | None = None  # None: release, or not told by the folder
@@ -56,8 +60,10 @@ def locate(path: str, iteration: int | None = None) -> Location:
         CorruptCheckpointError: the tracker file or `metadata.json` is damaged.
         UsageError: the path does not say which of several iterations is meant, or contradicts `iteration`.
     """
+    if iteration is not None and iteration < 0:
+        raise UsageError(f"--iteration {iteration}: iterations are counted from 0")
     path = hidden(path)
-    if "://" not in path:
+    if path and "://" not in path:
         _check_folder(path)
     path = snapshot_of(path)
     files = open_files(path)
@@ -87,7 +93,7 @@ def iteration_folders(names: Iterable[str]) -> list[tuple[str, int]]:
 
 
 def _check_folder(path: str) -> None:
-    """Refuse what is no folder, with the closest existing name."""
+    """Refuse what is not a folder, with the closest existing name."""
     folder = Path(path)
     if folder.is_dir():
         return
@@ -228,7 +234,7 @@ def _listed(root: str) -> list[str]:
         return []
 
 
-def _kind(files: Files, names: list[str], backend: str | None) -> str:
+def _kind(files: Files, names: list[str], backend: str | None) -> CheckpointKind:
     if METADATA in names:
         if backend:
             return "torch_dist"

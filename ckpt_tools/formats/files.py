@@ -19,9 +19,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from ckpt_tools.errors import CorruptCheckpointError, StorageError, UnsupportedCheckpointError
+from ckpt_tools.errors import CorruptCheckpointError, StorageError, UnsupportedCheckpointError, UsageError
 
 MAX_OPEN_FILES = 256  # the usual soft limit is 1024; further files are opened for each read
 SMALL_FILE_BYTES = 16 << 20  # for settings: real ones are a thousandth of it
@@ -54,6 +54,19 @@ def read_whole(files: Files, name: str, limit: int = SMALL_FILE_BYTES) -> bytes:
             "is not read into memory"
         )
     return files.read(name, 0, size)
+
+
+class Stamp(NamedTuple):
+    """Tells a file from what stood there before: whoever replaces one may give it the same length and time."""
+
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    inode: int
+
+
+def stamp_of(status: os.stat_result) -> Stamp:
+    return Stamp(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
 
 class Files(Protocol):
@@ -98,6 +111,7 @@ class LocalFiles:
         self.location = root
         self._allowed: tuple[str, ...] | None = None
         self._fds: dict[str, int] = {}
+        self.opened: dict[str, Stamp] = {}  # what every file was when it was opened first
         self._lock = threading.Lock()
 
     def exists(self, name: str) -> bool:
@@ -194,7 +208,9 @@ class LocalFiles:
                     fd = os.open(path, flags | os.O_NOFOLLOW)
             is_here = fd >= 0
             fd = fd if is_here else os.open(path, flags)
-            self._check_kind(name, os.fstat(fd).st_mode)
+            status = os.fstat(fd)
+            self._check_kind(name, status.st_mode)
+            self.opened.setdefault(name, stamp_of(status))
             if not is_here:
                 self._check_place(name, _path_of(fd) or os.path.realpath(path))
         except OSError as error:
@@ -264,10 +280,11 @@ def open_files(location: str) -> Files:
     """The files at `location`: a folder of a mounted file system, or the URL of one in an object store.
 
     Raises:
-        UsageError: the URL's scheme is unknown or its driver is not installed.
+        UsageError: the URL's scheme is unknown or its driver is not installed, or there is no name at all.
     """
     if location.startswith("file://"):
         location = location.removeprefix("file://")
+    refuse_unnamed(location)
     if "://" not in location:
         return LocalFiles(location)
     if location.lower().startswith(("http://", "https://")):
@@ -277,6 +294,16 @@ def open_files(location: str) -> Files:
     from ckpt_tools.formats.remote import RemoteFiles  # fsspec is not needed for local paths
 
     return RemoteFiles(location)
+
+
+def refuse_unnamed(location: str) -> None:
+    """Nothing, for a location that has a name.
+
+    Raises:
+        UsageError: it is empty; as a path it would be the working directory, or, put before a name, the root.
+    """
+    if not location:
+        raise UsageError("the name of a checkpoint is empty; is a variable not set?")
 
 
 def absent_folder(folder: Path) -> str:

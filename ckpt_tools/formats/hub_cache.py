@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats.files import open_files
+from ckpt_tools.formats.files import open_files, refuse_unnamed
 
 SNAPSHOTS, REFS, MAIN = "snapshots", "refs", "main"
 _LONGEST_REVISION = 200
@@ -17,8 +17,9 @@ def snapshot_of(path: str) -> str:
     That is the one `refs/main` names, or the only one.
 
     Raises:
-        UsageError: there are several, and nothing says which.
+        UsageError: there are several, and nothing says which; or the path is empty.
     """
+    refuse_unnamed(path)
     path = path.rstrip("/") if len(path) > 1 else path
     revisions = _revisions(path)
     if revisions is None:

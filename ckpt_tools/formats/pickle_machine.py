@@ -296,14 +296,14 @@ class Machine:
     def _stack_global(self) -> None:
         name, module = self._stack.pop(), self._stack.pop()
         if type(name) is not str or type(module) is not str:
-            raise TypeError("a global's name is no text")
+            raise TypeError("a global's name is not text")
         self._global(module, name)
 
     def _call(self) -> None:
         """NEWOBJ and REDUCE: an object of the class, but plain values of the few that stand for one."""
         args, kind = self._stack.pop(), self._stack.pop()
         if type(kind) is not Name or type(args) is not tuple:
-            raise TypeError("what is called is no global")
+            raise TypeError("what is called is not a global")
         if kind == SIZE:
             self._push_tuple(tuple(self._limits.copied(args)))
         elif kind == ("collections", "OrderedDict"):
@@ -339,7 +339,7 @@ def _pushing(value: Any) -> Callable[[Machine], None]:
 
 def _refuse(machine: Machine) -> None:
     code = machine.data[machine._at - 1]
-    raise ValueError(f"opcode {code:#04x} is none that checkpoints have")
+    raise ValueError(f"opcode {code:#04x} is not one that checkpoints have")
 
 
 def _steps() -> list[Callable[[Machine], None]]:

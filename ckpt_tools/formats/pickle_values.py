@@ -57,7 +57,7 @@ class Pairs(list[Any]):
     def as_dict(self) -> dict[Any, Any]:
         """The dict, if its keys are all texts (a name of the caller's own is then found without surprises)."""
         if not all(type(key) is str for key in self[::2]):
-            raise TypeError("a key is no text")
+            raise TypeError("a key is not text")
         return dict(zip(self[::2], self[1::2], strict=True))
 
 

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ckpt_tools.formats.archive import ALIGNMENT, write_archive
-from ckpt_tools.formats.container import STORAGE_DTYPES, StoredTensor
+from ckpt_tools.formats.container import StoredTensor
+from ckpt_tools.formats.storage_classes import STORAGE_CLASSES
 from ckpt_tools.formats.unpickle import StandIn, TorchDtype, stand_in
 from ckpt_tools.model.box import row_major_strides
 from ckpt_tools.model.dtypes import itemsize
@@ -53,7 +54,6 @@ class _StorageRef(NamedTuple):
     numel: int
 
 
-_STORAGE_NAMES = {dtype: ("torch", name) for name, dtype in STORAGE_DTYPES.items()}
 _WRITABLE_MODULES = frozenset(("builtins", "collections", "_codecs"))
 
 
@@ -90,10 +90,11 @@ class _Pickler(pickle._Pickler):  # the C pickler imports every global it writes
 
     def _reduce_tensor(self, tensor: StoredTensor) -> tuple[object, tuple[object, ...]]:
         """The call by which torch makes the tensor again; types without a storage class go by `v3`."""
-        name = _STORAGE_NAMES.get(tensor.dtype)
+        name = STORAGE_CLASSES.get(tensor.dtype)
         nbytes = len(tensor.data)
+        kind = ("torch", name) if name else ("torch.storage", "UntypedStorage")
         numel = nbytes // itemsize(tensor.dtype) if name else nbytes
-        storage = _StorageRef(len(self.tensors), name or ("torch.storage", "UntypedStorage"), numel)
+        storage = _StorageRef(len(self.tensors), kind, numel)
         self.tensors.append(tensor)
         args: tuple[object, ...] = (
             storage,

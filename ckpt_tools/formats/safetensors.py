@@ -1,6 +1,7 @@
-"""A Hugging Face model directory's `*.safetensors` files as a `Catalog`.
+"""Safetensors: a Hugging Face model directory's files as a `Catalog`, and the header of a file to be written.
 
-A file is: 8 bytes little-endian header length, a JSON header, the data. The header gives every tensor's dtype,
+A file is: 8 bytes little-endian header length, a JSON header (ours are filled up with spaces to a multiple of 8), the
+data. The header gives every tensor's dtype,
 shape and byte range in the data; ranges must follow one another without gap or overlap from 0 to the end of the
 file (safetensors `Metadata::validate`). Nothing is handed out before all of that holds for every file.
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from itertools import accumulate
 from math import prod
@@ -20,11 +21,12 @@ from operator import mul
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError, list_problems
+from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError, list_problems
 from ckpt_tools.formats.files import Files, open_files, read_whole
 from ckpt_tools.model.box import full_box
 from ckpt_tools.model.catalog import MAX_DIMENSIONS, Catalog, Chunk, Item, TensorEntry
 from ckpt_tools.model.dtypes import itemsize
+from ckpt_tools.model.transfers import TensorInfo
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
 MAX_INDEX_BYTES = 128 << 20  # a million tensors
@@ -53,6 +55,7 @@ DTYPES = {
     "BOOL": "bool",
     "C64": "complex64",
 }
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 def read_safetensors_catalog(root: str | Path) -> Catalog:
@@ -306,3 +309,24 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         counts = Counter(name for name, _ in pairs)
         raise ValueError(f"duplicate name {counts.most_common(1)[0][0]!r}")
     return found
+
+
+def safetensors_header(tensors: Mapping[str, TensorInfo]) -> bytes:
+    """Length and JSON header of a file whose tensors follow one another in this order.
+
+    Older readers fail without the `format` entry (huggingface/safetensors issue 549).
+
+    Raises:
+        MappingError: an element type has no safetensors code.
+    """
+    fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for key, (dtype, shape) in tensors.items():
+        if dtype not in _CODES:
+            raise MappingError(f"{key}: safetensors has no element type {dtype}")
+        end = at + prod(shape) * itemsize(dtype)
+        fields[key] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

@@ -136,9 +136,11 @@ class WebFiles(RemoteFiles):
             links = self._store.call(what, lambda t: self._store.ask(t, "ls_real", folder, detail=False))
         base = urlsplit(folder).path
         names = {
-            urlsplit(link).path.removeprefix(base).rstrip("/") for link in links if not urlsplit(link).query
+            unquote(urlsplit(link).path.removeprefix(base).rstrip("/"))
+            for link in links
+            if not urlsplit(link).query
         }
-        return {unquote(name) for name in names if name and "/" not in name}
+        return {name for name in names if "/" not in name and name not in ("", ".", "..")}
 
     def _iteration(self, found: Sequence[str]) -> set[str]:
         """The folder that the tracker of a run's root names, if it is one."""

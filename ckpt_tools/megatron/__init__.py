@@ -1,0 +1,16 @@
+"""What keys mean: from stored keys to a `Model`, and from a `Model` to the keys of an output.
+
+* `torch_dist/`: Megatron's own format, read and written, with its optimizer layouts
+* `fsdp_dtensor/`: Megatron-FSDP's format, read and written
+* `huggingface/`: Hugging Face models: rules, settings, ledgers
+* `keys`: every form of a key, and what it names
+* `names`: names of the running model, dialect by dialect
+* `param_groups`: the optimizer's groups, and which parameter is in which
+* `vocab`: padded vocabularies
+* `common_state`: what a run saved once for all ranks
+* `settings`: the few training settings that decide a conversion
+* `bridge`: the files that Megatron-Bridge keeps beside a checkpoint
+* `hybrid`: HybridModel and MambaModel: layers in the order of a pattern
+* `record`: `ckpt_tools.json`: for which job an output was made
+* `rebase`: targets over parameters, as targets over stored tensors
+"""

@@ -7,19 +7,18 @@ every version prefer the file. An `fsdp_dtensor` checkpoint has the same entries
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from ckpt_tools.errors import CorruptCheckpointError
 from ckpt_tools.formats.container import load_object, whole_file
 from ckpt_tools.formats.documents import DocumentError, parse_yaml
 from ckpt_tools.formats.files import Files, read_whole
 from ckpt_tools.formats.unpickle import StandIn
+from ckpt_tools.megatron.keys import COMMON_ITEMS, COMMON_OBJECT
 from ckpt_tools.model.catalog import Catalog
 
 COMMON_FILE = "common.pt"
-COMMON_OBJECT = "common_state/shard_0_1"
 RUN_CONFIG = "run_config.yaml"
-_ITEMS = ("args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +29,7 @@ class CommonState:
     """
 
     values: dict[str, Any]
-    source: str | None
+    source: Literal["common.pt", "common_state", "items"] | None
     model_config: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -43,6 +42,11 @@ class CommonState:
         """One argument: from Megatron's namespace, else Bridge's model configuration."""
         args = self.args
         return args[name] if name in args else self.model_config.get(name, default)
+
+    @property
+    def of_torch_dist(self) -> bool:
+        """Whether a `torch_dist` checkpoint had it: `fsdp_dtensor` has no entry for all of it."""
+        return self.source in ("common.pt", "common_state")
 
     @property
     def iteration(self) -> int | None:
@@ -69,7 +73,7 @@ def read_common_state(files: Files, catalog: Catalog, trust_pickle: bool = False
         return CommonState(_as_dict(values, COMMON_OBJECT), "common_state", model_config)
     found = {
         key: load_object(files, catalog.objects[key].item, trust_pickle)
-        for key in _ITEMS
+        for key in COMMON_ITEMS
         if key in catalog.objects
     }
     return CommonState(found, "items" if found else None, model_config)

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from ckpt_tools.errors import MappingError
+from ckpt_tools.megatron.keys import DECODER_LAYERS, decoder_layer
 
 T = TypeVar("T")
 
 _FINAL_NORM = re.compile(r"^(?:.*\.)?decoder\.final_norm\.(?:weight|bias)$")
-_LAYER = re.compile(r"^decoder\.layers\.(?P<number>\d+)\.(?P<leaf>.+)$")
 _KINDS = {"self_attention": "*", "mlp": "-", "mixer": "M"}
 _NAMED_BY = ("is_hybrid_model", "hybrid_layer_pattern", "hybrid_override_pattern", "hybrid_attention_ratio",
              "hybrid_mlp_ratio")  # fmt: skip
@@ -63,9 +63,10 @@ def as_gpt(
 def _pattern(names: Iterable[str]) -> str:
     kinds: dict[int, set[str]] = {}
     for name in names:
-        if match := _LAYER.match(name):
-            module = match["leaf"].partition(".")[0]
-            kinds.setdefault(int(match["number"]), set()).update(_KINDS.get(module, ""))
+        if layer := decoder_layer(name):
+            number, leaf = layer
+            module = leaf.partition(".")[0]
+            kinds.setdefault(number, set()).update(_KINDS.get(module, ""))
     mixed = [number for number, found in kinds.items() if len(found) != 1]
     if mixed:
         raise MappingError(
@@ -77,6 +78,7 @@ def _pattern(names: Iterable[str]) -> str:
 
 def gpt_name(name: str) -> str:
     """The name that a parameter of a HybridModel of attention and MLP in turn has in the GPT model."""
-    if match := _LAYER.match(name):
-        return f"decoder.layers.{int(match['number']) // 2}.{match['leaf']}"
+    if layer := decoder_layer(name):
+        number, leaf = layer
+        return f"{DECODER_LAYERS}{number // 2}.{leaf}"
     return name.replace("decoder.final_norm.", "decoder.final_layernorm.")

@@ -20,8 +20,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
-from ckpt_tools.megatron.torch_dist.slices import EXPERTS
+from ckpt_tools.errors import UsageError
+from ckpt_tools.megatron.keys import expert_name
 from ckpt_tools.model.model import Parameter
 
 _MAMBA_CONV = ".mixer.conv1d."
@@ -30,13 +32,6 @@ FUSED_QKV_NORM = re.compile(r"\.self_attention\.linear_qkv\.layer_norm_(weight|b
 FUSED_FC1_NORM = re.compile(r"\.mlp\.linear_fc1\.layer_norm_(weight|bias)$")
 LOCAL_INPUT_NORM = re.compile(r"\.input_layernorm\.(weight|bias)$")
 LOCAL_MLP_NORM = re.compile(r"\.pre_mlp_layernorm\.(weight|bias)$")
-SEQUENTIAL_EXPERT = re.compile(r"^(?P<module>.*)\.experts\.local_experts\.(?P<expert>\d+)\.(?P<leaf>.+)$")
-GROUPED_EXPERT = re.compile(
-    r"^(?P<module>.*)\.experts\.(?P<leaf>(?!experts\.|local_experts\.).*\D)(?P<expert>\d+)$"
-)
-PART = re.compile(
-    r"^(?P<base>.*(?:in_proj|conv1d)\.(?:weight|bias))\.(?P<part>query|key|value|z|beta|alpha|f|b|w|x|B|C|dt)$"
-)
 # The order in which the live tensor holds its parts (gated_delta_net/{gdn,gdn2}.py, mamba_mixer.py).
 PART_ORDERS = (
     ("query", "key", "value", "z", "beta", "alpha"),
@@ -45,19 +40,22 @@ PART_ORDERS = (
     ("z", "x", "B", "C", "dt"),
     ("x", "B", "C"),
 )
-BUFFERS = (".expert_bias",)  # of modules: fp32 whatever the model's type is, never sharded (moe/router.py)
-# `singleton_local_shards` keeps the gate and up halves of an fc1 apart (mlp.py `apply_swiglu_sharded_factory`).
-HALF = re.compile(r"^(?P<base>.*\.linear_fc1\.(?:weight|bias))(?P<part>_[wv])(?P<expert>\d*)$")
-HALVES = ("_w", "_v")
 MLA_DOWN = (".linear_q_down_proj.", ".linear_kv_down_proj.")
 MLA_FUSED_DOWN = ".linear_qkv_down_proj."
+
+
+DialectName: TypeAlias = Literal["core-0.16", "core-0.17", "core-0.19", "main", "bridge"]
+LayerSpec: TypeAlias = Literal["te", "local"]
+"""Whose modules a layer is made of: Transformer Engine's, which fuse norms into projections, or Megatron's own."""
+ExpertModules: TypeAlias = Literal["grouped", "sequential"]
+"""How a running model holds its experts: all in one module, or in a module each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
     """What one loading program calls the few things that programs call differently."""
 
-    name: str
+    name: DialectName
     mtp_in_state: str
     mtp_in_groups: str
     mla_fused_in_state: bool = True
@@ -68,7 +66,7 @@ class Dialect:
     )
 
 
-DIALECTS = {
+DIALECTS: dict[DialectName, Dialect] = {
     dialect.name: dialect
     for dialect in (
         Dialect("core-0.16", MTP_DISK, MTP_DISK, rng_by_dp=True),
@@ -78,6 +76,18 @@ DIALECTS = {
         Dialect("bridge", MTP_LIVE, MTP_LIVE, gdn_fused_in_state=False, rng_by_dp=True),
     )
 }
+
+
+def dialect_named(name: str) -> Dialect:
+    """The dialect of a program.
+
+    Raises:
+        UsageError: no such program is known.
+    """
+    found = next((dialect for known, dialect in DIALECTS.items() if known == name), None)
+    if found is None:
+        raise UsageError(f"unknown target {name!r}; known targets are {', '.join(DIALECTS)}")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +108,6 @@ def live_name(parameter: Parameter, style: ModelStyle) -> str:
     if parameter.expert is not None:
         name = expert_name(name, parameter.expert, style.grouped_experts)
     return name
-
-
-def expert_name(name: str, expert: int, grouped: bool) -> str:
-    """`...mlp.experts.experts.linear_fc1.weight` as the live name of one expert (global number)."""
-    if grouped:
-        return f"{name.replace(EXPERTS, '.experts.')}{expert}"
-    return name.replace(EXPERTS, f".experts.local_experts.{expert}.")
 
 
 def state_name(name: str, dialect: Dialect) -> str:
@@ -132,14 +135,6 @@ def stored_name(name: str, hybrid_mtp: bool = False) -> str:
         name = name.replace(MTP_LIVE, MTP_DISK, 1)
     name = name.replace(f".self_attention{MLA_FUSED_DOWN}layer_norm_", ".input_layernorm.")
     return name.replace(".mixer.conv1d_", ".mixer.conv1d.")
-
-
-def split_expert(name: str) -> tuple[str, int | None]:
-    """The stored name of a live one and the expert it belongs to: the inverse of `expert_name` in either style."""
-    match = SEQUENTIAL_EXPERT.match(name) or GROUPED_EXPERT.match(name)
-    if match is None:
-        return name, None
-    return f"{match['module']}{EXPERTS}{match['leaf']}", int(match["expert"])
 
 
 def fuse_local_norm(name: str) -> str:

@@ -8,16 +8,15 @@ position: weight decay by shape and name, learning-rate overrides by name, exper
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tools.errors import MappingError, list_problems
 from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter
+from ckpt_tools.megatron.keys import split_half, strip_wrappers
 
 Group = Mapping[str, Any]
-_WRAPPERS = re.compile(r"\A(?:module\.|model\.)+")
 DECOUPLED_LR_NAMES = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
@@ -192,12 +191,6 @@ def _refuse_contradictions(
         )
 
 
-def strip_wrappers(name: str) -> str:
-    """A parameter name without the leading `module.` and `model.` segments of its wrappers."""
-    return _WRAPPERS.sub("", name)
-
-
 def _unsplit(name: str) -> str:
     """NVIDIA's converter asks for `_w` and `_v` entries too; both name the same parameter."""
-    leaf = name.rpartition(".")[2]
-    return name[:-2] if leaf.startswith(("weight", "bias")) and leaf.endswith(("_w", "_v")) else name
+    return split_half(name)[0]

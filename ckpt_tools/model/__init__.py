@@ -1,4 +1,15 @@
 """The ground floor: plain data that every room speaks of.
 
+* `box`: regions of a tensor: start and size per dimension
+* `dtypes`: element types by name, and their sizes
+* `casts`: casts between floating types, bit for bit as torch does them
+* `catalog`: what a checkpoint holds: tensors, their chunks, objects
+* `views`: how a tensor is seen in the coordinates of another: index arithmetic, moved as bytes
 * `kernels`: values that are computed from stored tensors, a tile at a time
+* `packed_kernels`: kernels for weights of 4 bits
+* `expressions`: values made of views, and tensors made by kernels
+* `model`: `Model`, `Parameter`: what a checkpoint says, free of its format
+* `target`: what an output must contain, before anyone says who holds which rows
+* `transfers`: the plan: every byte's way from a source to the files of an output
+* `without_gc`: the garbage collector, left alone while millions of small objects are made
 """

@@ -84,3 +84,11 @@ class Catalog:
     original_shapes: Mapping[str, tuple[int, ...]] | None = None
     metadata_class: str = "torch.distributed.checkpoint.metadata.Metadata"
     metadata_version: str | None = None
+
+    def stored_keys(self, key: str) -> tuple[str, ...]:
+        """The key itself, or those of the stored tensors that a made one is computed from."""
+        entry = self.tensors.get(key)
+        if entry is None or entry.made is None:
+            return (key,)
+        sources = (source for value in entry.made.inputs for source in value.sources)
+        return tuple(stored for source in sources for stored in self.stored_keys(source.key))

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -157,7 +158,80 @@ class Dequantize:
         else:
             scales = scales.reshape(())
         with np.errstate(over="ignore", invalid="ignore"):  # infinities and NaNs as the decoders give them
-            return cast(minifloat_values(self.stored)[coded] * scales, "float32", self.dtype)
+            return cast(minifloat_values(self.stored).take(coded) * scales, "float32", self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Reshaped:
+    """The result of `kernel` with some of its axes split: the same elements in the same order.
+
+    `splits` has the lengths that each axis becomes, ((4,), (3, 2)) for (4, 6) as (4, 3, 2). A box needs the smallest
+    box of the unsplit axes around it, so a view that shows one of two interleaved columns computes both.
+    """
+
+    kernel: Kernel
+    splits: tuple[tuple[int, ...], ...]
+
+    @property
+    def name(self) -> str:
+        return self.kernel.name
+
+    def form(self, inputs: Sequence[Form]) -> Form:
+        dtype, whole = self.kernel.form(inputs)
+        if tuple(map(prod, self.splits)) != whole:
+            raise ValueError(f"the axes of {whole} cannot be split in {self.splits}")
+        return Form(dtype, tuple([length for split in self.splits for length in split]))
+
+    def needs(self, box: Box, inputs: Sequence[Form]) -> tuple[Box, ...]:
+        return self.kernel.needs(self._around(box)[0], inputs)
+
+    def compute(self, box: Box, tiles: Sequence[Array]) -> Array:
+        around, shown = self._around(box)
+        values = self.kernel.compute(around, tiles)
+        for axis, elements in enumerate(shown):
+            values = _along(values, elements, axis)
+        return values.reshape(box.size)
+
+    def _around(self, box: Box) -> tuple[Box, list[Array]]:
+        """The box of the unsplit axes, and which of its elements along each axis belong to `box`."""
+        spans, at = [], 0
+        for split in self.splits:
+            part = slice(at, at + len(split))
+            elements = np.zeros(1, np.int64)
+            for length, start, size in zip(split, box.start[part], box.size[part], strict=True):
+                elements = np.add.outer(elements * length, np.arange(start, start + size)).reshape(-1)
+            spans.append(elements)
+            at += len(split)
+        first = [int(elements[0]) if elements.size else 0 for elements in spans]
+        shown = [elements - a for elements, a in zip(spans, first, strict=True)]
+        extent = [int(elements[-1]) + 1 if elements.size else 0 for elements in shown]
+        return Box(tuple(first), tuple(extent)), shown
+
+
+def _along(values: Array, elements: Array, axis: int) -> Array:
+    """The elements with these numbers, ascending, along an axis: a view where they are evenly spaced."""
+    steps = np.diff(elements)
+    if not steps.size or steps.min() == steps.max():
+        step = int(steps[0]) if steps.size else 1
+        return values[(slice(None),) * axis + (slice(None, None, step),)]
+    return values.take(elements, axis)
+
+
+def reshaped(kernel: Kernel, whole: tuple[int, ...], shape: tuple[int, ...]) -> Kernel:
+    """`kernel`, which gives the shape `whole`, as one that gives `shape`.
+
+    Raises:
+        ValueError: axes would have to be joined.
+    """
+    splits, at = [], 0
+    for axis, length in enumerate(whole):
+        first, at = at, at + 1
+        while at < len(shape) and (prod(shape[first:at]) < length or axis == len(whole) - 1):
+            at += 1
+        splits.append(shape[first:at])
+    if tuple(map(prod, splits)) != whole:
+        raise ValueError(f"the axes of {whole} cannot be split into {shape}")
+    return Reshaped(kernel, tuple(splits))
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +258,25 @@ class WeightedMean(_Elementwise):
 
     def compute(self, box: Box, tiles: Sequence[Array]) -> Array:
         total = np.zeros(box.size, np.float64)
-        for weight, tile in zip(self.weights, tiles, strict=True):
-            total += weight * cast(tile, self.dtype, "float64")
+        with np.errstate(invalid="ignore"):  # infinities of both signs make a NaN
+            for weight, tile in zip(self.weights, tiles, strict=True):
+                total += weight * cast(tile, self.dtype, "float64")
+        if self.dtype in ("bfloat16", "float16"):  # which a cast reaches by way of float32
+            return cast(_rounded_to_odd(total), "float32", self.dtype)
         return cast(total, "float64", self.dtype)
+
+
+def _rounded_to_odd(values: Array) -> Array:
+    """Doubles as float32 of which a shorter float is rounded as if it were from the doubles themselves.
+
+    What is cut off is kept in the last bit, so that no number comes to lie halfway that does not.
+    """
+    near = values.astype(np.float32)
+    inexact = (near != values) & np.isfinite(near)
+    bits = near.view(np.uint32)
+    bits -= inexact & (np.abs(near) > np.abs(values))
+    bits |= inexact
+    return near
 
 
 class Minifloat(NamedTuple):

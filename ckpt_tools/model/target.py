@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
 from ckpt_tools.model.views import View
+
+Role: TypeAlias = Literal["weight", "master", "exp_avg", "exp_avg_sq", "other"]
+"""What a tensor is, in reports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,7 @@ class TargetTensor:
     must_round_dtype: str | None = None
     zero_filled: bool = False
     parameter: str = ""  # the live parameter, or half of one, whose placement it shares
-    role: str = "weight"  # weight, master, exp_avg, exp_avg_sq or other; for reports only
+    role: Role = "weight"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Item
@@ -19,10 +19,11 @@ from ckpt_tools.model.views import Piece, View
 if TYPE_CHECKING:
     from ckpt_tools.model.kernels import Kernel
 
-VERBATIM = "verbatim"  # a whole payload: copied by the kernel, its CRC-32 kept
-RUNS = "runs"  # contiguous runs of 64 KiB or more, or all that is needed
-COVERING = "covering"  # short runs: covering spans are read and strided copies taken from them
-COMPUTED = "computed"  # by a kernel, a tile at a time
+Strategy: TypeAlias = Literal["verbatim", "runs", "covering", "computed"]
+VERBATIM: Final = "verbatim"  # a whole payload: as it lies: shared or copied, its CRC-32 kept
+RUNS: Final = "runs"  # contiguous runs of 64 KiB or more, or all that is needed
+COVERING: Final = "covering"  # short runs: covering spans are read and strided copies taken from them
+COMPUTED: Final = "computed"  # by a kernel, a tile at a time
 
 
 class Transfer(NamedTuple):
@@ -37,7 +38,7 @@ class Transfer(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     piece: Piece
-    strategy: str
+    strategy: Strategy
 
     @property
     def box(self) -> Box:
@@ -77,7 +78,7 @@ class Computation(NamedTuple):
     operands: tuple[Operand, ...]
 
     @property
-    def strategy(self) -> str:
+    def strategy(self) -> Strategy:
         return COMPUTED
 
     @property
@@ -158,9 +159,9 @@ class Plan:
         return sum(self.file_bytes.values())
 
     @property
-    def bytes_by_strategy(self) -> Counter[str]:
+    def bytes_by_strategy(self) -> Counter[Strategy]:
         """Source payload bytes wanted, by transfer strategy."""
-        count: Counter[str] = Counter()
+        count: Counter[Strategy] = Counter()
         for item in self.items:
             for transfer in item.transfers:
                 count[transfer.strategy] += transfer.nbytes

@@ -12,7 +12,8 @@ from typing import NamedTuple, TypeAlias
 import orjson
 
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, list_problems
-from ckpt_tools.formats.frames import ALIGNMENT, EXTENT_BYTES, framed_tensor, tensor_frame
+from ckpt_tools.formats.archive import ALIGNMENT
+from ckpt_tools.formats.frames import EXTENT_BYTES, framed_tensor, tensor_frame
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.dtypes import itemsize
@@ -23,6 +24,7 @@ from ckpt_tools.model.transfers import (
     OutputBlob,
     OutputItem,
     Plan,
+    Strategy,
     TensorInfo,
     Transfer,
     item_row,
@@ -156,7 +158,7 @@ class _ItemForm(NamedTuple):
     box: Box
     length: int  # bytes, container included
     zeros: int
-    parts: tuple[tuple[Located, str], ...]  # each with its strategy
+    parts: tuple[tuple[Located, Strategy], ...]  # each with its strategy
 
 
 class _Items:

@@ -37,21 +37,31 @@ class ReadPattern(NamedTuple):
 
 
 def read_pattern(size: Sequence[int], strides: Sequence[int], itemsize: int, limit_elems: int) -> ReadPattern:
-    """The cheapest way to read a region in spans of at most `limit_elems` elements (at least 1)."""
+    """The cheapest way to read a region in spans of at most `limit_elems` elements (at least 1).
+
+    One candidate a dimension, from the fastest to the slowest in the payload: everything faster than `dim` is inside
+    a span, of `dim` as many `rows` as the limit allows, everything slower is one read per index. Going outwards,
+    reads become fewer and spans take in more unwanted bytes; the best is where the sum of both costs is least. In
+    the example of this module's head (columns 2..3 of (4, 8), 2 bytes an element) one span a row is 4 reads of 4
+    bytes, one span over all rows 1 read of 52 bytes, and as a read costs as much as 64 KiB, the second wins.
+    """
+    # By stride, not by position: a transposed view has its fastest dimension first. Dimensions of one element have
+    # no say (their stride may be anything).
     order = sorted((d for d, n in enumerate(size) if n > 1), key=lambda d: -strides[d])
-    span = 1
+    span = 1  # elements from the first to the last of what lies inside of `dim`
+    # Element by element: best where even neighbours lie far apart, and all there is for a region of one element.
     best = ReadPattern(tuple(order), None, 1, 1, math.prod(size))
     best_cost = best.reads * (READ_COST_BYTES + itemsize)
     for k in range(len(order) - 1, -1, -1):
         dim = order[k]
-        if span > limit_elems:
+        if span > limit_elems:  # what is inside does not fit one span, and further out it only grows
             break
         # A stride of 0 is an expanded dimension: all its elements are the same one.
         rows = min(size[dim], 1 + (limit_elems - span) // strides[dim]) if strides[dim] else size[dim]
         full = (rows - 1) * strides[dim] + span
         reads = math.prod(size[d] for d in order[:k]) * -(-size[dim] // rows)
         cost = reads * (READ_COST_BYTES + full * itemsize)
-        if cost <= best_cost:
+        if cost <= best_cost:  # at equal cost fewer reads: the later candidate
             best, best_cost = ReadPattern(tuple(order[:k]), dim, rows, full, reads), cost
         span += (size[dim] - 1) * strides[dim]
     return best

@@ -7,7 +7,16 @@ from ckpt_tools.model.catalog import TensorEntry
 from ckpt_tools.model.dtypes import itemsize
 from ckpt_tools.model.expressions import Value
 from ckpt_tools.model.target import TargetTensor
-from ckpt_tools.model.transfers import COMPUTED, COVERING, RUNS, VERBATIM, Computation, Operand, Transfer
+from ckpt_tools.model.transfers import (
+    COMPUTED,
+    COVERING,
+    RUNS,
+    VERBATIM,
+    Computation,
+    Operand,
+    Strategy,
+    Transfer,
+)
 from ckpt_tools.model.views import pull_box
 from ckpt_tools.plan.byte_runs import is_dense, is_run, read_pattern
 from ckpt_tools.plan.overlap import ChunkFinder, Located, TargetReader
@@ -25,7 +34,7 @@ def transfers_into(reader: TargetReader, box: Box) -> list[Transfer | Computatio
     return [transfer(reader, at, strategy(reader, at, box), box) for at in found]
 
 
-def strategy(reader: TargetReader, at: Located, box: Box) -> str:
+def strategy(reader: TargetReader, at: Located, box: Box) -> Strategy:
     """How to move a part of `box`: by bytes as its piece lies in its chunk, or by computing."""
     entry = reader.sources[at.source][1]
     if entry.made is not None:
@@ -40,7 +49,7 @@ def strategy(reader: TargetReader, at: Located, box: Box) -> str:
     return RUNS if pattern.dense(size) else COVERING
 
 
-def transfer(reader: TargetReader, at: Located, how: str, box: Box) -> Transfer | Computation:
+def transfer(reader: TargetReader, at: Located, how: Strategy, box: Box) -> Transfer | Computation:
     """The part `at` of `box`, to be moved as `how` says."""
     source, entry = reader.sources[at.source]
     if entry.made is None:

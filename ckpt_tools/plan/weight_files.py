@@ -1,18 +1,16 @@
 """The plan of a Hugging Face directory's weight files: headers as blobs, payloads bare, every offset fixed.
 
-A file is: 8 bytes little-endian header length, the JSON header filled up with spaces to a multiple of 8, the
-tensors without a gap. Wider element types come first, so that every tensor is aligned to its own width.
+Wider element types come first, so that every tensor is aligned to its own width.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
 from ckpt_tools.errors import CorruptCheckpointError, MappingError
-from ckpt_tools.formats.safetensors import DTYPES
+from ckpt_tools.formats.safetensors import safetensors_header
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.dtypes import itemsize
@@ -23,7 +21,6 @@ from ckpt_tools.plan.overlap import ChunkFinder, TargetReader
 from ckpt_tools.plan.strategy import transfers_into
 
 ITEM_BYTES = 64 << 20  # a larger tensor is written as several items, by several workers
-CODES = {name: code for code, name in DTYPES.items()}
 
 
 class WeightFile(NamedTuple):
@@ -72,27 +69,6 @@ def build_safetensors_plan(
     paths = {key: (key,) for key in tensors}
     digest = plan_digest(tuple(items), tuple(blobs), sizes, tensors, paths)
     return Plan(tuple(items), tuple(blobs), sizes, tensors, paths, digest)
-
-
-def safetensors_header(tensors: Mapping[str, TensorInfo]) -> bytes:
-    """Length and JSON header of a file whose tensors follow one another in this order.
-
-    Older readers fail without the `format` entry (huggingface/safetensors issue 549).
-
-    Raises:
-        MappingError: an element type has no safetensors code.
-    """
-    fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for key, (dtype, shape) in tensors.items():
-        if dtype not in CODES:
-            raise MappingError(f"{key}: safetensors has no element type {dtype}")
-        end = at + prod(shape) * itemsize(dtype)
-        fields[key] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [at, end]}
-        at = end
-    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 def _items(finder: ChunkFinder, tensor: TargetTensor, file: str, at: int) -> Iterator[OutputItem]:

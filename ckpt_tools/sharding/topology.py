@@ -138,7 +138,7 @@ class Topology:
         """
         problems = []
         if layout not in LAYOUTS:
-            problems.append(f"layout {layout!r} is none of {', '.join(LAYOUTS)}")
+            problems.append(f"layout {layout!r} is not one of {', '.join(LAYOUTS)}")
         if layout == "mfsdp-v2":
             problems += [
                 f"layout mfsdp-v2 has no {axis} axis, but {axis} is {getattr(self, axis)}; use mfsdp-v1"
@@ -166,7 +166,7 @@ def _strategy_name(value: object, field: str, problems: list[str]) -> str:
     if text.isdecimal() and int(text) < len(names):
         return names[int(text)]
     choices = ", ".join(f"{name} ({i})" for i, name in enumerate(names))
-    problems.append(f"{field} {value!r} is none of {choices}")
+    problems.append(f"{field} {value!r} is not one of {choices}")
     return names[0]
 
 

@@ -1,0 +1,23 @@
+"""Proves it: files to reports. What `verify`, `diff` and `preflight` find.
+
+* `report`: checks and findings, as plain data
+* `structure`: chunks, files, frames: whole, without reading values
+* `meaning`: layers, experts, states, groups: a whole model
+* `packing`: for which job packed projections are
+* `place`: folder, tracker and what lies beside
+* `integrity`: Megatron's own `integrity.json`
+* `manifest`: SHA-256 sums of files and tensors
+* `content`: one pass over every byte
+* `values`: what is no number
+* `meter`: bytes read so far
+* `compare`: are two arrays the same
+* `diff_values`: what differs between two objects
+* `differences`: are two checkpoints the same
+* `job`: the settings of a job that is about to start
+* `job_settings`: settings of the kind that Megatron takes
+* `megatron_args`: Megatron-LM's command line, read as its own parser does
+* `facts`: what rules look at, and what a rule is
+* `job_rules`: what Megatron refuses of settings alone
+* `load_rules`: whether the checkpoint fits the job
+* `model_rules`: whether the model has the tensors that are stored
+"""

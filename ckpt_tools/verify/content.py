@@ -16,11 +16,11 @@ import numpy as np
 from ckpt_tools.errors import CkptError
 from ckpt_tools.formats import crc
 from ckpt_tools.formats.archive import payload_offset, read_directory
-from ckpt_tools.formats.container import read_frame, whole_file
+from ckpt_tools.formats.container import find_tensor, whole_file
 from ckpt_tools.formats.files import Files
+from ckpt_tools.megatron.keys import bucket_key
 from ckpt_tools.model.casts import Array
 from ckpt_tools.model.catalog import Catalog, Item
-from ckpt_tools.verify.meaning import BUCKET
 from ckpt_tools.verify.report import Check, Findings
 from ckpt_tools.verify.values import Census
 
@@ -79,7 +79,7 @@ def scan_content(
         if not count.nans and not count.infinities:
             continue
         message = f"{count.nans} NaN and {count.infinities} infinite of {count.elements} elements"
-        if BUCKET.match(key):  # gaps between parameters are uninitialised memory in every checkpoint
+        if bucket_key(key):  # gaps between parameters are uninitialised memory in every checkpoint
             values.warning(key, f"{message}; they may lie in the alignment gaps of the bucket")
         elif allow_nonfinite:
             values.warning(key, message)
@@ -164,8 +164,8 @@ def _stretches(
     def read(offset: int, length: int) -> bytes:
         return files.read(item.file, item.offset + offset, length)
 
-    frame = read_frame(files, item) if dtype is not None else None
-    payload = (frame.payload_offset, frame.nbytes) if frame else None
+    tensor = find_tensor(files, item) if dtype is not None else None
+    payload = (tensor.payload_offset, tensor.nbytes) if tensor else None
     seen = False
     for record in read_directory(read, item.length, place).values():
         start = item.offset + payload_offset(read, record, place)

@@ -245,7 +245,7 @@ def _recipe_words(recipe: Mapping[Any, Any]) -> Iterator[str]:
             continue
         yield str(flag) if str(flag).startswith("--") else "--" + str(flag).replace("_", "-")
         if value is not True:
-            yield from map(str, value) if isinstance(value, list) else shlex.split(str(value))
+            yield from map(str, value) if isinstance(value, list) else command_words([f"{value} "])
 
 
 def _leaves(section: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:

@@ -156,7 +156,7 @@ def _optimizer(f: Facts) -> str | None:
 
 
 def _muon(f: Facts) -> str | None:
-    found = f.value("optimizer")
+    found = f.value("optimizer", "")
     return f"optimizer is {found}" if "muon" in found else None
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
-from ckpt_tools.megatron.names import DIALECTS, MTP_DISK, MTP_LIVE
+from ckpt_tools.megatron.names import MTP_DISK, MTP_LIVE, dialect_named
 from ckpt_tools.verify.facts import Facts, Rule, before, since
 from ckpt_tools.verify.job import BRIDGE, VERSIONS
 from ckpt_tools.verify.job_rules import JOB_RULES
@@ -101,7 +101,7 @@ def _packed_unknown(f: Facts) -> str | None:
 
 def _dialect(f: Facts) -> str | None:
     """Names that the job's program will ask for under another spelling."""
-    dialect = DIALECTS[f.job.program]
+    dialect = dialect_named(f.job.program)
     names = f.stored.shapes
     spelled = {
         inner for inner in (MTP_DISK, MTP_LIVE) if any(".mtp." in f".{n}" and inner in n for n in names)

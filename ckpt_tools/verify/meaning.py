@@ -2,41 +2,34 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ckpt_tools.errors import CkptError, MappingError
 from ckpt_tools.megatron.common_state import CommonState
-from ckpt_tools.megatron.names import MLA_DOWN, MLA_FUSED_DOWN, MTP_DISK, MTP_LIVE, PART
-from ckpt_tools.megatron.param_groups import strip_wrappers
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.expected import Expected, expected_states
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.natural import (
-    STATE_KEY,
-    canonical_kind,
-    model_space_states,
-)
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import MASTER
-from ckpt_tools.megatron.torch_dist.slices import (
+from ckpt_tools.megatron.keys import (
+    BUFFERS,
     EXPERTS,
+    HALVES,
+    bucket_key,
+    canonical_kind,
+    fsdp_state,
+    group_key,
     has_expert_axis,
     is_optimizer_key,
-    layer_counts,
-    missing_layers,
-    slices_of,
+    model_name,
+    split_expert,
+    split_half,
+    split_projection,
+    state_key,
 )
+from ckpt_tools.megatron.names import MLA_DOWN, MLA_FUSED_DOWN, MTP_DISK, MTP_LIVE
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.expected import Expected, expected_states
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.natural import model_space_states
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import MASTER
+from ckpt_tools.megatron.torch_dist.slices import layer_counts, missing_layers, slices_of
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.verify.report import Check, Findings
-
-FSDP_STATE = re.compile(r"^optimizer\.state\.(?:module\.)*(?P<name>.+)\.(?P<kind>[^.]+)$")
-FSDP_GROUP = re.compile(r"^optimizer\.param_to_group_meta\.(?:module\.)*(?P<name>.+)\.(?P<field>[^.]+)$")
-BUCKET = re.compile(r"^(?P<bucket>(?:chained_\d+\.)?optimizer\.distributed\..+)\.(?P<kind>[^.]+)$")
-EXPERT = re.compile(
-    r"^(?P<module>.*\.experts)\.(?:local_experts\.(?P<local>\d+)\.)?(?P<leaf>linear_fc[12]\.(?:weight|bias))"
-    r"(?P<number>\d*)(?P<half>_[wv])?$"
-)
-HALF = re.compile(r"(\.(?:weight|bias)\d*)_[wv]$")
-BUFFERS = (".expert_bias", ".local_tokens_per_expert")
 
 
 class Weight(NamedTuple):
@@ -65,11 +58,12 @@ def torch_dist_weights(catalog: Catalog) -> tuple[list[Weight], list[str]]:
 
 def fsdp_weights(catalog: Catalog) -> list[Weight]:
     """The weights of an `fsdp_dtensor` checkpoint without their wrappers' prefix."""
-    return [
-        Weight(strip_wrappers(key), entry.shape)
-        for key, entry in catalog.tensors.items()
-        if key.startswith("model.")
-    ]
+    return [Weight(name, shape) for name, shape in _fsdp_shapes(catalog).items()]
+
+
+def _fsdp_shapes(catalog: Catalog) -> dict[str, tuple[int, ...]]:
+    named = ((model_name(key), entry.shape) for key, entry in catalog.tensors.items())
+    return {name: shape for name, shape in named if name is not None}
 
 
 def check_layers(weights: Sequence[Weight], problems: Iterable[str], common: CommonState) -> Check:
@@ -97,13 +91,13 @@ def check_experts(weights: Sequence[Weight], common: CommonState) -> Check:
     sets: dict[tuple[str, str], set[int]] = {}
     routers: dict[str, int] = {}
     for weight in weights:
-        match = EXPERT.match(weight.name)
+        whole, half = split_half(weight.name)
+        stored, number = split_expert(whole)
+        module, _, leaf = stored.partition(EXPERTS)
         if weight.experts is not None:
-            module, _, leaf = weight.name.partition(EXPERTS)
-            sets[f"{module}.experts", leaf] = set(range(weight.experts))
-        elif match and (match["local"] or match["number"]):
-            leaf = match["leaf"] + (match["half"] or "")
-            sets.setdefault((match["module"], leaf), set()).add(int(match["local"] or match["number"]))
+            sets[f"{module}.experts", leaf + half] = set(range(weight.experts))
+        elif number is not None:
+            sets.setdefault((f"{module}.experts", leaf + half), set()).add(number)
         elif weight.name.endswith(".router.weight"):
             routers[weight.name.removesuffix(".router.weight") + ".experts"] = weight.shape[0]
     wanted = common.arg("num_experts", common.arg("num_moe_experts"))
@@ -136,8 +130,8 @@ def check_torch_dist_states(
     `inside` are the kinds of state that stand inside of objects (`dp_zero_gather_scatter`).
     """
     found = Findings("states", "states")
-    matches = (BUCKET.match(key) or STATE_KEY.match(key) for key in catalog.tensors)
-    held = {canonical_kind(match["kind"]) for match in matches if match} | set(inside)
+    named = (bucket_key(key) or state_key(key) for key in catalog.tensors)
+    held = {canonical_kind(state.kind) for state in named if state} | set(inside)
     _check_expected(held, expected_states(common, groups), bool(groups), found)
     dtypes = {entry.dtype for key, entry in catalog.tensors.items() if not is_optimizer_key(key)}
     if held and MASTER not in held and dtypes - {"float32"}:
@@ -146,12 +140,11 @@ def check_torch_dist_states(
         )
     kinds: dict[str, dict[str, Any]] = {}
     for key, entry in catalog.tensors.items():
-        match = BUCKET.match(key)
-        if match:
+        if state := bucket_key(key):
             found.looked_at += 1
-            kinds.setdefault(match["bucket"], {})[match["kind"]] = entry.shape
+            kinds.setdefault(state.bucket, {})[state.kind] = entry.shape
     _check_buckets(kinds, found)
-    if not any(STATE_KEY.match(key) for key in catalog.tensors):
+    if not any(map(state_key, catalog.tensors)):
         return found.done()
     legacy = common.arg("moe_use_legacy_grouped_gemm")
     try:
@@ -169,26 +162,27 @@ def check_torch_dist_states(
 def check_fsdp_states(catalog: Catalog, common: CommonState) -> Check:
     """Whether every optimizer state has its weight, of the same shape, and every weight all kinds of state."""
     found = Findings("states", "states")
-    group = {match["field"]: None for match in map(FSDP_GROUP.match, catalog.objects) if match}
-    held = {match["kind"] for match in map(FSDP_STATE.match, catalog.tensors) if match}
+    group = {of_group.field: None for of_group in map(group_key, catalog.objects) if of_group}
+    held = {state.kind for state in map(fsdp_state, catalog.tensors) if state}
     _check_expected(held, expected_states(common, [group]), bool(group), found)
-    shapes = {strip_wrappers(k): e.shape for k, e in catalog.tensors.items() if k.startswith("model.")}
+    shapes = _fsdp_shapes(catalog)
     have: dict[str, set[str]] = {}
     for key, entry in catalog.tensors.items():
-        match = FSDP_STATE.match(key)
-        if not match:
+        state = fsdp_state(key)
+        if not state:
             continue
         found.looked_at += 1
-        name, kind = match["name"], match["kind"]
+        name, kind = state
         have.setdefault(name, set()).add(kind)
         if name not in shapes:
             found.error(key, f"there is no weight model.module.{name}")
         elif entry.shape != shapes[name] and not (kind == "step" and entry.shape == ()):
             found.error(key, f"its shape is {entry.shape}, that of the weight {shapes[name]}")
     for name, shape in shapes.items():
-        if not HALF.search(name):
+        whole, half = split_half(name)
+        if not half:
             continue
-        other = name[:-2] + {"_w": "_v", "_v": "_w"}[name[-2:]]
+        other = whole + HALVES[half == HALVES[0]]
         if shapes.get(other) != shape:
             partner = f"{shapes[other]}" if other in shapes else "missing"
             found.error(f"model.module.{name}", f"its shape is {shape}, its other half {other} is {partner}")
@@ -221,10 +215,9 @@ def check_fsdp_groups(catalog: Catalog) -> Check:
     found = Findings("groups", "parameters")
     fields: dict[str, set[str]] = {}
     for key in catalog.objects:
-        match = FSDP_GROUP.match(key)
-        if match:
-            fields.setdefault(_group_name(match["name"]), set()).add(match["field"])
-    states = {(match["name"], match["kind"]) for key in catalog.tensors if (match := FSDP_STATE.match(key))}
+        if of_group := group_key(key):
+            fields.setdefault(_group_name(of_group.name), set()).add(of_group.field)
+    states = {state for state in map(fsdp_state, catalog.tensors) if state}
     with_state = {name for name, _ in states}
     wanted = {_group_name(name): name for name in with_state}
     found.looked_at = len(wanted)
@@ -285,9 +278,9 @@ def _check_buckets(buckets: Mapping[str, Mapping[str, tuple[int, ...]]], found: 
 
 def _group_name(name: str) -> str:
     """The spelling under which a parameter's state name and its group name are the same."""
-    name = HALF.sub(r"\1", name)
-    match = PART.match(name)
-    name = match["base"] if match else name
+    name = split_half(name)[0]
+    part_of = split_projection(name)
+    name = part_of[0] if part_of else name
     for part in MLA_DOWN:
         name = name.replace(part, MLA_FUSED_DOWN)
     return name.replace(MTP_DISK, MTP_LIVE)

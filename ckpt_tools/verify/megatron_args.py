@@ -18,6 +18,8 @@ from typing import Any, NamedTuple, NoReturn
 _NOT_IN_PATTERN = re.compile(r"[^,\d\[\]()+*]")  # arguments.py _eval_pattern: not even a space
 _LONGEST_PATTERN = 100_000  # layers
 
+MAX_WORDS = 2_000  # of a command line: four times the longest recipe of today
+
 
 class Flag(NamedTuple):
     """One setting as a version's parser takes it; `kind` is store, true, false or bool (`--x` and `--no-x`)."""
@@ -74,6 +76,8 @@ def defaults_of(version: str) -> dict[str, Any]:
 
 def parse_flags(words: Sequence[str], version: str) -> Parsed:
     """The settings that a command line gives, by Megatron's names; abbreviations are unknown, as there."""
+    if len(words) > MAX_WORDS:  # argparse looks at all flags again for every word
+        return Parsed({}, (), f"{len(words):,} words; at most {MAX_WORDS:,} are looked at")
     try:
         given, unknown = _parser(version).parse_known_args(list(words))
     except _RefusedError as error:

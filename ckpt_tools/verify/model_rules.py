@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from ckpt_tools.megatron.keys import DECODER_LAYERS, HALVES, decoder_layer
 from ckpt_tools.verify.facts import Facts, Rule
 from ckpt_tools.verify.job import VERSIONS
 from ckpt_tools.verify.report import ERROR
-
-_LAYER = r"^decoder\.layers\.(\d+)\."
 
 
 def _tied(f: Facts) -> str | None:
@@ -66,15 +64,14 @@ def _is_hybrid(f: Facts) -> bool:
 
 def _is_plain_decoder(f: Facts) -> bool:
     """Whether the stored model is the one decoder that the settings describe: not two towers, not a hybrid."""
-    return (
-        not _is_hybrid(f) and not f.job.is_bridge and any(re.match(_LAYER, name) for name in f.stored.shapes)
-    )
+    return not _is_hybrid(f) and not f.job.is_bridge and any(map(decoder_layer, f.stored.shapes))
 
 
 def _first(f: Facts, ending: str) -> tuple[int, ...] | None:
     """The shape of the first decoder layer's weight with this ending, whole or as one half."""
-    pattern = re.compile(_LAYER + ending.replace(".", r"\.") + "(?:_w)?$")
-    return next((shape for name, shape in f.stored.shapes.items() if pattern.match(name)), None)
+    endings = (ending, ending + HALVES[0])
+    layers = ((decoder_layer(name), shape) for name, shape in f.stored.shapes.items())
+    return next((shape for layer, shape in layers if layer and layer[1] in endings), None)
 
 
 def _has(f: Facts, ending: str) -> bool:
@@ -151,8 +148,9 @@ def _pairs(f: Facts, m: _Model) -> Iterator[tuple[str, Any, Any]]:
 def _attention_columns(f: Facts) -> int | None:
     """Columns of linear_proj in a layer that has linear_qkv: other kinds of attention have their own."""
     for name in f.stored.shapes:
-        if (match := re.match(_LAYER + r"self_attention\.linear_qkv\.weight$", name)) is not None:
-            shape = f.stored.shapes.get(f"decoder.layers.{match[1]}.self_attention.linear_proj.weight")
+        layer = decoder_layer(name)
+        if layer and layer[1] == "self_attention.linear_qkv.weight":
+            shape = f.stored.shapes.get(f"{DECODER_LAYERS}{layer[0]}.self_attention.linear_proj.weight")
             return shape[1] if shape is not None and len(shape) == 2 else None
     return None
 
@@ -209,13 +207,12 @@ def _presences(f: Facts) -> Iterator[tuple[str, bool, str, bool]]:
 
 
 def _layers(names: Iterable[str], ending: str) -> set[int]:
-    pattern = re.compile(_LAYER + ending.replace(".", r"\.") + "$")
-    return {int(match[1]) for match in map(pattern.match, names) if match}
+    return {layer[0] for layer in map(decoder_layer, names) if layer and layer[1] == ending}
 
 
 def decoder_layers(names: Iterable[str]) -> int:
     """How many layers of the decoder are stored."""
-    return len({match[1] for match in map(re.compile(_LAYER).match, names) if match})
+    return len({layer[0] for layer in map(decoder_layer, names) if layer})
 
 
 def gated_delta_nets(names: Iterable[str]) -> set[int]:

@@ -8,6 +8,7 @@ from ckpt_tools.formats.dcp import METADATA
 from ckpt_tools.formats.detect import METADATA_JSON, TRACKER, Location, iteration_folders
 from ckpt_tools.formats.files import Files
 from ckpt_tools.megatron.common_state import CommonState
+from ckpt_tools.megatron.keys import GROUP_META, MODEL_PREFIX
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.verify.report import Check, Findings
 
@@ -92,7 +93,7 @@ def check_entries(location: Location, catalog: Catalog, common: CommonState) -> 
             found.error(
                 location.path, "neither common.pt nor common_state: no arguments, iteration or groups"
             )
-        if any(key.startswith("model.module.") for key in catalog.tensors):
+        if any(key.startswith(f"{MODEL_PREFIX}.") for key in catalog.tensors):
             found.error(
                 METADATA_JSON,
                 "the keys are those of fsdp_dtensor, but this file makes loaders take the folder for torch_dist; "
@@ -107,7 +108,7 @@ def check_entries(location: Location, catalog: Catalog, common: CommonState) -> 
             found.error("args", "the entry is missing; Megatron-LM loads nothing without it")
         for key in catalog.objects:
             if key == "opt_param_scheduler" or (
-                key.startswith("optimizer.param_to_group_meta.") and key.endswith((".weight", ".bias"))
+                key.startswith(GROUP_META) and key.endswith((".weight", ".bias"))
             ):
                 found.error(
                     key,

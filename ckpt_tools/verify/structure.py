@@ -12,7 +12,7 @@ from math import prod
 from pathlib import PurePosixPath
 
 from ckpt_tools.errors import CkptError, UnsupportedCheckpointError
-from ckpt_tools.formats.container import outline_object, read_frame
+from ckpt_tools.formats.container import find_tensor, outline_object
 from ckpt_tools.formats.dcp import METADATA
 from ckpt_tools.formats.files import Files
 from ckpt_tools.formats.save_plans import plan_problem
@@ -160,12 +160,12 @@ def _frame_problem(files: Files, item: Item, dtype: str, box: Box) -> str | None
     if item.bare:
         nbytes = box.volume * itemsize(dtype)
         return None if item.length == nbytes else f"{item.length} bytes are stored, {nbytes} are needed"
-    frame = read_frame(files, item)
-    if (frame.dtype, frame.shape) == (dtype, box.size):
+    tensor = find_tensor(files, item)
+    if (tensor.dtype, tensor.shape) == (dtype, box.size):
         return None
     return (
         f"the metadata says {dtype} {box.size}, the item at byte {item.offset} of {item.file} holds "
-        f"{frame.dtype} {frame.shape}"
+        f"{tensor.dtype} {tensor.shape}"
     )
 
 

@@ -78,6 +78,14 @@ OPTIONS = {
         "--follow-links --check-source "
         "--layers --block --iteration --overwrite --json --quiet -q --trust-pickle --enable-msc"
     ),
+    "average": (
+        "--weights --ema --iteration --check-source --overwrite --resume --threads --max-memory "
+        "--json --quiet -q --trust-pickle --enable-msc --follow-links"
+    ),
+    "strip": (
+        "--dtype --iteration --check-source --overwrite --resume --threads --json --quiet -q --trust-pickle "
+        "--enable-msc --follow-links"
+    ),
     "print-tensor": (
         "--slice --stats --iteration --json --trust-pickle --enable-msc --follow-links"
     ),

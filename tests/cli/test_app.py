@@ -144,3 +144,13 @@ def test_module_and_broken_pipe() -> None:
         ["bash", "-o", "pipefail", "-c", command], cwd=REPO, capture_output=True, check=False
     )
     assert (found.returncode, found.stderr) == (0, b"")
+
+
+def test_an_exit_that_no_closed_pipe_explains_is_not_success(monkeypatch):
+    def leave(**_words):
+        raise SystemExit(3)
+
+    monkeypatch.setattr("ckpt_tools.cli.app.app", leave)
+    with pytest.raises(SystemExit) as stop:
+        run(["verify"])
+    assert stop.value.code == 3

@@ -46,4 +46,4 @@ def test_as_a_table(tmp_path, capsys):
 
 def test_a_file_is_no_directory(tmp_path, capsys):
     assert run(["env", str(tmp_path / "absent")]) == 2
-    assert "is no directory" in capsys.readouterr().err
+    assert "is not a directory" in capsys.readouterr().err

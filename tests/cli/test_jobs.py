@@ -121,9 +121,40 @@ def nothing(folder: Path) -> None:
     pass
 
 
+def somebody_elses_partial(folder: Path) -> None:
+    partial = folder / "out" / f".{ITERATION}.ckpt_tools-partial"
+    partial.mkdir(parents=True)
+    (partial / "thesis.tex").write_text("x")
+
+
+def partial_is_a_link(folder: Path) -> None:
+    (folder / "out").mkdir()
+    (folder / "elsewhere").mkdir()
+    (folder / "out" / f".{ITERATION}.ckpt_tools-partial").symlink_to(folder / "elsewhere")
+
+
+def lock_is_a_link(folder: Path) -> None:
+    partial = folder / "out" / f".{ITERATION}.ckpt_tools-partial"
+    partial.mkdir(parents=True)
+    (folder / "mine").write_text("x")
+    (partial / "lock").symlink_to(folder / "mine")
+
+
+def replacement_was_stopped(folder: Path) -> None:
+    partial = folder / "out" / f".{ITERATION}.ckpt_tools-partial"
+    (partial / "replaced").mkdir(parents=True)
+    (partial / "replaced" / "mine").write_text("x")
+    (partial / "lock").write_text("process 1 on host")
+
+
 @pytest.mark.parametrize(
     ("obstacle", "words", "code", "message"),
     [
+        (somebody_elses_partial, "", 2, "which this tool did not put there"),
+        (somebody_elses_partial, "--overwrite", 2, "which this tool did not put there"),
+        (partial_is_a_link, "", 2, "it is not a directory"),
+        (lock_is_a_link, "--overwrite", 2, "it is not a plain file"),
+        (replacement_was_stopped, "", 2, "is not empty"),
         (output_is_taken, "", 2, "is not empty"),
         (output_is_a_file, "", 2, "is not a directory"),
         (output_is_a_file, "--overwrite", 2, "is not a directory"),
@@ -146,6 +177,30 @@ def test_a_dry_run_fails_where_the_run_would(obstacle, words, code, message, tmp
         assert tree(tmp_path) == before or not dry
     assert message in told[0]
     assert told[0] == told[1]
+
+
+def test_what_has_the_outputs_name_one_folder_up_is_not_in_its_way(tmp_path):
+    (tmp_path / ITERATION).write_text("x")
+    for dry in (["--dry-run"], []):
+        assert convert(LLAMA, tmp_path / "new", *dry) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "message"),
+    [
+        ("n" * 250, 7, "File name too long"),
+        (f"{'n' * 256}/out", 7, "File name too long"),
+        ("http://127.0.0.1:1/out", 2, "is read only"),
+        ("memory:///", 2, "does not name a folder"),
+        ("nosuchscheme://place/out", 2, "Protocol not known"),
+    ],
+)
+def test_a_dry_run_refuses_the_places_that_the_run_would(name, code, message, tmp_path, capsys):
+    output = name if "://" in name else str(tmp_path / name)
+    for dry in (["--dry-run"], []):
+        assert run(["export-hf", str(LLAMA), output, "-q", *dry]) == code, dry
+        assert message in capsys.readouterr().err
+        assert not list(tmp_path.iterdir())
 
 
 def tree(folder: Path) -> dict[str, object]:

@@ -111,7 +111,7 @@ def _damaged(tmp_path: Path, file: str, data: bytes) -> str:
 
 
 # What has to happen for every code that one process can leave with on its own; interruption, termination and a failed
-# proof of an output have tests of their own (tests/execute, tests/clusters, tests/convert).
+# proof of an output have tests of their own (tests/execute, tests/clusters, tests/commands).
 OUTCOMES = {
     0: lambda tmp: ["verify", str(RUN)],
     1: lambda tmp: ["diff", str(RUN), str(FSDP)],

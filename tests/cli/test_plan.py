@@ -213,3 +213,16 @@ def test_a_cut_inside_a_row_is_refused_with_a_way_out(tmp_path, capsys):
     assert re.search(r"Use dp_shard \d+, or --layout even", text)
     assert run(["convert", str(source), str(tmp_path / "out"), *words, "--quiet", "--layout", "even"]) == 0
     capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        *(f"{name} {(1 << 20) + 1}" for name in ("--dp-shard", "--world-size", "--gpus")),
+        *(f"--dp-shard 2 {name} {(1 << 20) + 1}" for name in ("--dp-outer", "--tp", "--cp", "--ep", "--etp", "--pp")),
+        "--dp-shard 1024 --dp-outer 1024 --tp 2",  # each is possible, the job is not
+    ],
+)  # fmt: skip
+def test_a_job_of_more_ranks_than_any_machine_has_is_refused_before_it_is_planned(sizes, capsys):
+    assert plan(LLAMA, *sizes.split()) == 2
+    assert "a job of more than 1,048,576 ranks is asked for" in capsys.readouterr().err

@@ -11,6 +11,7 @@ import pytest
 
 from ckpt_tools.cli import findings
 from ckpt_tools.cli.app import run
+from ckpt_tools.commands import verify
 from ckpt_tools.verify.report import Check, Finding, Report
 from tests.conftest import REPO, fixture_dir
 from tests.damage import ITERATION, copy_of, flip_bit, payload_of
@@ -222,3 +223,17 @@ for command in (["verify", {root!r}, "--content", "-q"], ["diff", {root!r}, {roo
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", script], check=True, cwd=REPO, capture_output=True)
+
+
+def test_a_manifest_is_as_private_as_the_checkpoint(tmp_path):
+    root = copy_of(LLAMA, tmp_path)
+    for folder in (root, *root.glob("iter_*")):
+        folder.chmod(0o700)
+    assert run(["verify", str(root), "-q", "--write-manifest", str(tmp_path / "m.json")]) == 0
+    assert (tmp_path / "m.json").stat().st_mode & 0o077 == 0
+
+
+def test_a_manifest_without_end_is_not_read_into_memory(monkeypatch, capsys):
+    monkeypatch.setattr(verify, "MAX_MANIFEST_BYTES", 1 << 20)
+    assert run(["verify", str(fixture_dir(LLAMA)), "-q", "--manifest", "/dev/zero"]) == 2
+    assert "/dev/zero is not a manifest (it has more than 1,048,576 bytes)" in capsys.readouterr().err

@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 
-from ckpt_tools.formats.container import read_frame
+from ckpt_tools.formats.container import find_tensor
 from ckpt_tools.formats.dcp import read_catalog
 from ckpt_tools.formats.files import LocalFiles
 from tests.conftest import REPO, fixture_dir
@@ -54,7 +54,7 @@ def damaged(converted: Path, tmp_path: Path) -> Path:
     item = largest.chunks[0].item
     file = copy / "iter_0000002" / item.file
     data = bytearray(file.read_bytes())
-    data[read_frame(files, item).payload_offset] ^= 1
+    data[find_tensor(files, item).payload_offset] ^= 1
     files.close()
     file.write_bytes(data)
     return copy

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import struct
 
+import numpy as np
 import pytest
 
+from ckpt_tools.cli.app import run
 from ckpt_tools.commands.diff import DiffRequest, diff_checkpoints
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
 from ckpt_tools.commands.to_torch_dist import convert_to_torch_dist
@@ -16,6 +18,7 @@ from ckpt_tools.verify.diff_values import diff_values
 from ckpt_tools.verify.differences import DiffOptions, summarize
 from tests.conftest import fixture_dir
 from tests.damage import copy_of, drop_key, keys_with, metadata_of, payload_of, replace_chunk
+from tests.synthetic import DcpFolder
 
 LLAMA = "core019_llama_tp2_fully_reshardable"
 NATIVE = "core019_llama_tp2_native_fsdp_dtensor"
@@ -225,3 +228,25 @@ def test_a_large_tensor_is_compared_in_bounded_memory(tmp_path):
     tracemalloc.stop()
     assert (tensor.found.different, tensor.found.index) == (1, (63, 5))
     assert peak < 64 << 20
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("", 1),
+        ("--ulp 1", 0),
+        ("--atol 0.5", 0),
+        ("--rtol 0.5", 0),
+        ("--ulp 1 --nan bits", 1),
+        ("--ulp 1 --nan different", 1),
+        ("--nan equal", 0),
+    ],
+)
+def test_nans_of_other_bits_are_equal_where_there_is_a_tolerance(tmp_path, words, code):
+    for name, payload in (("a", 1), ("b", 2)):
+        folder = DcpFolder(tmp_path / name)
+        folder.tensor(
+            "w", "float32", np.array([0x7FC00000 + payload, 0x3F800000], np.uint32).view(np.float32)
+        )
+        folder.finish()
+    assert run(["diff", str(tmp_path / "a"), str(tmp_path / "b"), "--quiet", *words.split()]) == code

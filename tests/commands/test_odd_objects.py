@@ -13,6 +13,10 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
 from ckpt_tools.cli.app import run
+from ckpt_tools.commands.outputs import object_archives
+from ckpt_tools.formats.container import StoredTensor
+from ckpt_tools.formats.pickling import dump_archive
+from ckpt_tools.model.target import TargetObject
 from tests.commands.rewritten import read, write
 from tests.conftest import fixture_dir
 
@@ -90,3 +94,15 @@ def folder_of(root):
         for path in sorted(root.rglob(".metadata"))
         if path.parent.name != "param_to_param_group_map"
     )
+
+
+def test_values_that_read_alike_are_not_taken_for_one_another():
+    """Archives of equal plain values are shared, by their text; the text of a tensor leaves its bytes out."""
+    one, other = (StoredTensor("float32", (1,), data) for data in (b"\0\0\0\0", b"\0\0\x80\x3f"))
+    assert repr(one) == repr(other)
+    values = [(one,), (other,), ((1, (one,)),), ((1, (other,)),), 1, True, 1.0, (1,), (True,), 0.0, -0.0, "1"]
+    archives = object_archives([TargetObject(str(i), value) for i, value in enumerate([*values, *values])])
+    assert [key for key, _ in archives] == [str(i) for i in range(2 * len(values))]
+    content = [archive for _, archive in archives]
+    assert content == [dump_archive(value) for value in [*values, *values]]
+    assert len(set(content)) == len(values)

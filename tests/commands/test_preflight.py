@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 
 import pytest
@@ -372,7 +373,7 @@ def test_weights_alone(tmp_path, target):
 
 
 def test_a_size_beyond_all_machines_is_answered_at_once():
-    found = broken([*GOOD, "--tensor-model-parallel-size", str(10**15)])
+    found = broken([*GOOD, "--tensor-model-parallel-size", str(10**12)])
     assert found["rng-entries"][1].startswith(
         "no rng state for tensor parallel ranks [2, 3, 4, 5, 6, 7, 8, 9] of"
     )
@@ -559,3 +560,35 @@ def test_the_stored_arguments_are_not_changed_by_a_launch():
         before = dict(opened.common.args)
         preflight(str(fixture_dir(NATIVE)))
         assert opened.common.args == before
+
+
+BRIDGE_SAYS = {  # settings of a job that is ready, by section
+    "model": {
+        "tensor_model_parallel_size": 2,
+        "num_layers": 2,
+        "gradient_accumulation_fusion": False,
+        "make_vocab_size_divisible_by": 16,
+    },
+    "dist": {"use_megatron_fsdp": True},
+    "ddp": {"data_parallel_sharding_strategy": "optim_grads_params"},
+    "checkpoint": {"ckpt_format": "fsdp_dtensor", "strict_fsdp_dtensor_load": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("section", "setting", "rules"),
+    [
+        ("model", "gradient_accumulation_fusion", {"gradient-accumulation-fusion"}),
+        ("model", "tensor_model_parallel_size", {"vocabulary"}),
+        ("ddp", "data_parallel_sharding_strategy", {"no-sharding"}),
+        ("checkpoint", "ckpt_format", {"ckpt-format"}),
+        ("checkpoint", "strict_fsdp_dtensor_load", {"strict-load"}),
+    ],
+)
+def test_what_a_bridge_job_does_not_say_has_bridges_default(tmp_path, section, setting, rules):
+    file = tmp_path / "job.yaml"
+    file.write_text(json.dumps(BRIDGE_SAYS))
+    assert broken((), yaml_file=file).keys() == set()
+    silent = {**BRIDGE_SAYS, section: {k: v for k, v in BRIDGE_SAYS[section].items() if k != setting}}
+    file.write_text(json.dumps(silent))
+    assert broken((), yaml_file=file).keys() == rules

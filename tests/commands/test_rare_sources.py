@@ -10,9 +10,10 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
-from ckpt_tools.commands.to_torch_dist import convert_to_torch_dist
+from ckpt_tools.commands.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
 from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
+from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
 from tests.commands import oracle
 from tests.commands.rewritten import STATES, read, write
 from tests.conftest import DATA
@@ -83,6 +84,12 @@ def test_singleton_local_shards(tmp_path, experts):
     assert_same(
         convert(MOE, tmp_path / "a", experts=experts), convert(single, tmp_path / "b", experts=experts)
     )
+    again = ToTorchDistOptions(TorchDistOptions(dialect="main"))
+    for source, output in ((MOE, "c"), (single, "d")):
+        convert_to_torch_dist(str(source), str(tmp_path / output), again)
+    whole, made = oracle.tensors(tmp_path / "c"), oracle.tensors(tmp_path / "d")
+    assert whole.keys() == made.keys()
+    assert [key for key in whole if not oracle.same_bytes(whole[key], made[key])] == []
 
 
 @pytest.mark.parametrize("masters", [True, False])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import shutil
@@ -13,17 +14,20 @@ from pathlib import Path
 import pytest
 
 from ckpt_tools.cli.reports import source_checksums
+from ckpt_tools.commands import to_fsdp_dtensor
+from ckpt_tools.commands.average import AverageOptions, average_checkpoints
 from ckpt_tools.commands.export_hf import ExportOptions, export_hf
 from ckpt_tools.commands.import_hf import import_hf
 from ckpt_tools.commands.modify import modify_state_dict
 from ckpt_tools.commands.placements import Layout
 from ckpt_tools.commands.rewrite import EditOptions
 from ckpt_tools.commands.slice import slice_layers
+from ckpt_tools.commands.strip import strip_checkpoint
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
 from ckpt_tools.commands.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
 from ckpt_tools.errors import CorruptCheckpointError
 from ckpt_tools.execute.run import WriteOptions
-from ckpt_tools.formats.container import read_frame, record_stretches
+from ckpt_tools.formats.container import find_tensor, record_stretches
 from ckpt_tools.formats.dcp import read_catalog
 from ckpt_tools.formats.detect import locate
 from ckpt_tools.formats.files import open_files
@@ -58,6 +62,21 @@ def modified(source: str, output: str, write: WriteOptions) -> object:
     return modify_state_dict(source, output, ["rename decoder dec"], EditOptions(write=write))
 
 
+def stripped(source: str, output: str, write: WriteOptions) -> object:
+    return strip_checkpoint(source, output, None, EditOptions(write=write))
+
+
+def averaged(fixture: str, place: int) -> Command:
+    """A mean with the fixture itself, of which the checkpoint that may be damaged is the first or the last."""
+
+    def average(source: str, output: str, write: WriteOptions) -> object:
+        sources = [str(fixture_dir(fixture))] * 2
+        sources[place] = source
+        return average_checkpoints(sources, output, AverageOptions(write=write))
+
+    return average
+
+
 NATURAL, BUCKETS = "core019_llama_tp2_fully_reshardable", "core019_llama_tp2_dp_reshardable"
 NATIVE = "core019_llama_tp2_native_fsdp_dtensor"
 SHARDED = Layout("mfsdp-v1", Topology(dp_shard=4))
@@ -74,6 +93,12 @@ COMMANDS: dict[str, tuple[str, Command]] = {
     "export": (NATURAL, exported),
     "slice": (NATURAL, sliced),
     "modify": (NATURAL, modified),
+    "strip": (NATURAL, stripped),
+    "strip, of buckets": (BUCKETS, stripped),
+    "average, first": (NATURAL, averaged(NATURAL, 0)),
+    "average, last": (NATURAL, averaged(NATURAL, 1)),
+    "average, buckets": (BUCKETS, averaged(BUCKETS, 0)),
+    "average, native": (NATIVE, averaged(NATIVE, 0)),
 }
 
 
@@ -96,7 +121,7 @@ def payloads(source: Path) -> list[tuple[str, Path, int, int]]:
     found = []
     for key, entry in read_catalog(files).tensors.items():
         for chunk in entry.chunks:
-            frame = read_frame(files, chunk.item)
+            frame = find_tensor(files, chunk.item)
             if frame.crc32 is not None and frame.nbytes:
                 place = Path(location.path, chunk.item.file)
                 found.append((key, place, frame.payload_offset, frame.nbytes))
@@ -113,7 +138,7 @@ def assert_named(text: str, key: str, path: Path, offset: int, nbytes: int) -> N
     if "/param_state" in key:
         assert "param_state" in text
     else:
-        assert text.startswith(f"{key}: ")
+        assert text.startswith((f"{key}: ", f"{key} of {path.parent}: "))
     assert path.name in text
     if "record '" in text:
         assert f"of {nbytes} bytes has CRC-32" in text
@@ -182,7 +207,17 @@ def test_masters_that_do_not_round_since_a_bit_has_changed_are_called_damaged(
 
 
 @pytest.mark.parametrize(
-    "command", [to_fsdp(), exported, sliced, modified], ids=["convert", "export", "slice", "modify"]
+    "command",
+    [
+        to_fsdp(),
+        exported,
+        sliced,
+        modified,
+        stripped,
+        averaged("core016_llama_tp2_fully_reshardable", 0),
+        averaged("core016_llama_tp2_fully_reshardable", 1),
+    ],
+    ids=["convert", "export", "slice", "modify", "strip", "average, first", "average, last"],
 )
 def test_a_flipped_bit_of_common_state_is_found(tmp_path: Path, command: Command) -> None:
     source = copy_of("core016_llama_tp2_fully_reshardable", tmp_path / "in")
@@ -204,7 +239,7 @@ def test_a_flipped_bit_of_an_object_that_is_taken_over_is_found(tmp_path: Path) 
     archive = files.read(entry.item.file, entry.item.offset, entry.item.length)
     path = Path(location.path, entry.item.file)
     flip_bit(path, entry.item.offset + archive.index(b"data.pkl") + 300)
-    for command in (sliced, modified):
+    for command in (sliced, modified, averaged(NATURAL, 1)):
         with pytest.raises(CorruptCheckpointError, match=r"record .*data\.pkl.* has CRC-32"):
             command(str(source), str(tmp_path / "out"), WriteOptions())
         assert not tree(tmp_path / "out"), key
@@ -248,3 +283,36 @@ def test_a_rank_proves_what_it_reads_whole(tmp_path: Path) -> None:
         [sys.executable, "-c", LOADED, str(source)], capture_output=True, text=True, check=True
     )
     assert done.stdout.startswith(f"4 {key}: the payload of the item at byte ")
+
+
+def replaced(file: Path) -> None:
+    """Another file of the same name, content and times."""
+    copy = file.with_name("copy")
+    shutil.copy2(file, copy)
+    copy.rename(file)
+
+
+def rewritten(file: Path) -> None:
+    """The same file, of the same length and modification time."""
+    status = file.stat()
+    file.write_bytes(file.read_bytes())
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+@pytest.mark.parametrize("change", [replaced, rewritten, Path.unlink])
+@pytest.mark.parametrize("name", [".metadata", "common.pt"])
+@pytest.mark.parametrize("step", ["build_target", "rehearse"])
+def test_a_source_that_is_described_anew_meanwhile_is_a_mix(name, change, step, tmp_path, monkeypatch):
+    """What describes a checkpoint is read first: it may change before and after a plan was made of it."""
+    source = Path(shutil.copytree(fixture_dir("core016_llama_tp2_fully_reshardable"), tmp_path / "source"))
+    (folder,) = source.glob("iter_*")
+    real = getattr(to_fsdp_dtensor, step)
+
+    def changing(*args: object, **named: object) -> object:
+        change(folder / name)
+        return real(*args, **named)
+
+    monkeypatch.setattr(to_fsdp_dtensor, step, changing)
+    with pytest.raises(CorruptCheckpointError, match=f"{re.escape(name)}.* changed while the conversion ran"):
+        to_fsdp()(str(source), str(tmp_path / "out"), WriteOptions())
+    assert not list(tmp_path.glob("out/iter_*"))

@@ -210,7 +210,7 @@ def test_verify_looks_at_the_packing(tmp_path, capsys):
 
 def test_edited_copies_keep_the_record(tmp_path):
     assert convert(LLAMA / "iter_0000002", tmp_path / "first") == 0
-    for words in (["slice", "--layers", "0:1"], ["modify-state-dict", "--op", "remove rng_state"]):
+    for words in (["slice", "--layers", "0:1"], ["modify-state-dict", "--op", "remove rng_state"], ["strip"]):
         command, *rest = words
         assert run([command, str(tmp_path / "first"), str(tmp_path / command), *rest]) == 0
         record = (tmp_path / command / RECORD_FILE).read_bytes()

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
@@ -193,11 +194,14 @@ def test_extra_states_from_a_template_or_none_at_all(tmp_path):
     assert not (tmp_path / "x").exists()
 
 
-def test_a_dry_run_writes_nothing_and_a_torch_dist_source_is_refused(tmp_path):
+def test_a_dry_run_writes_nothing_and_other_kinds_are_refused(tmp_path):
     native = fixture_dir("core019_llama_tp2_native_fsdp_dtensor")
     report = convert_to_torch_dist(str(native), str(tmp_path / "out"), dry_run=True)
     assert (report.written, report.groups, report.tensors) == (None, {0: 10, 1: 5}, 36)
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(UnsupportedCheckpointError, match="not an fsdp_dtensor checkpoint"):
-        source = source_of(fixture_dir("core019_llama_tp2_fully_reshardable"))
-        convert_to_torch_dist(str(source), str(tmp_path / "out"))
+    save_file({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(
+        UnsupportedCheckpointError, match=r"import-hf.*not an fsdp_dtensor or torch_dist checkpoint"
+    ):
+        convert_to_torch_dist(str(tmp_path), str(tmp_path / "out"))

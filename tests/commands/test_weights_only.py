@@ -44,14 +44,8 @@ def remainder(master: torch.Tensor) -> torch.Tensor:
     return (master.view(torch.int32) - upper).to(torch.int16)
 
 
-def remainders(parts: Parts) -> None:
-    """As `dp_reshardable` and others store them."""
-    states = states_of(parts)
-    parts.tensors |= {k: remainder(t) for k, t in states.items() if k.startswith(MASTER)}
-
-
 def remainders_as_numbers(parts: Parts) -> None:
-    """As `fully_reshardable` stores them (`te_remainder_tp2_fr`)."""
+    """As `fully_reshardable` stores them (`te_remainder_tp2_fr`), but under args that do not say so."""
     states = states_of(parts)
     parts.tensors |= {k: remainder(t).float() for k, t in states.items() if k.startswith(MASTER)}
 
@@ -104,7 +98,6 @@ def half_a_state(parts: Parts) -> None:
 
 
 OPTIMIZERS: dict[Callable[[Parts], None], tuple[type[CkptError], str]] = {
-    remainders: (UnsupportedCheckpointError, "int16 is the low half of an fp32 master"),
     remainders_as_numbers: (UnsupportedCheckpointError, "int16 remainders"),
     fp8_states: (UnsupportedCheckpointError, "is uint8"),
     unknown: (MappingError, "optimizer.flat.everything"),

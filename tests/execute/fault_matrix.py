@@ -28,7 +28,7 @@ from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_
 from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
 from ckpt_tools.errors import CkptError, StorageError
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
-from ckpt_tools.formats.container import read_frame
+from ckpt_tools.formats.container import find_tensor
 from ckpt_tools.formats.files import open_files
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from tests.damage import ITERATION, copy_of
@@ -174,7 +174,7 @@ def regions(folder: Path) -> dict[str, list[tuple[str, range]]]:
     case = reopened_case(folder)
     for tensor in case.catalog.tensors.values():
         for chunk in tensor.chunks:
-            item, frame = chunk.item, read_frame(case.files, chunk.item)
+            item, frame = chunk.item, find_tensor(case.files, chunk.item)
             data = case.files.read(*item[:3])
             payload_end = frame.payload_offset + frame.nbytes
             directory = item.offset + data.index(b"PK\x01\x02")

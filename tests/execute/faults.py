@@ -44,32 +44,45 @@ def raising(code: int) -> Fault:
     return fault
 
 
-_LAST_CALLS = 8  # what is done after publication takes fewer
+_LAST_CALLS = (
+    8  # aimed at, counted back from the end: all that is done after publication, and what is before it
+)
+_PUBLISHED = "published+"  # before a number: of calls after publication, else of all
 CONVERT = """
-import itertools, json, os, signal, sys
+import itertools, json, os, signal, sys, threading
 from pathlib import Path
 from ckpt_tools.formats.detect import TRACKER
 from ckpt_tools.errors import CkptError
 from ckpt_tools.execute import ranks as waiting
+from ckpt_tools.execute.publish import Staging
 from ckpt_tools.execute.ranks import connect
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from tests.execute.conftest import reopened_case
 here = Path(sys.argv[1])
 waiting._LAST_WORDS_SECONDS = 0.5  # the dead do not answer
 plan = reopened_case(here / "source").plan(2)
-count = itertools.count()
+count, count_after, published = itertools.count(), itertools.count(), threading.Event()
 CALLS = "open close mkdir rename replace unlink rmdir pwrite write pread preadv ftruncate"
 CALLS += " copy_file_range posix_fallocate"
 
 def deadly(call, at):
+    phase, _, number = at.rpartition("+")
     def counted(*args, **named):
-        if next(count) == at:
+        number_of_all, after = next(count), next(count_after) if published.is_set() else -1
+        if (after if phase else number_of_all) == int(number) >= 0:
             os.kill(os.getpid(), signal.SIGKILL)
         return call(*args, **named)
     return counted
 
+def told(publish):
+    def called(*args, **named):
+        publish(*args, **named)
+        published.set()
+    return called
+
 def convert(rank, at, environ):
     ranks = connect(environ)
+    Staging.publish = told(Staging.publish)
     for name in CALLS.split():
         setattr(os, name, deadly(getattr(os, name), at))
     files = reopened_case(here / "source").files
@@ -79,15 +92,15 @@ def convert(rank, at, environ):
     except CkptError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    (here / f"calls{rank}").write_text(str(next(count)))
+    (here / f"calls{rank}").write_text(f"{next(count)} {next(count_after)}")
     (here / f"report{rank}").write_text(json.dumps([report.bytes_read, report.items_resumed]))
     return 0
 """
 TORCHRUN = (
     CONVERT
     + """
-rank, victim, at = int(os.environ["RANK"]), int(sys.argv[2]), int(sys.argv[3])
-sys.exit(convert(rank, at if rank == victim else -1, os.environ))
+rank, victim, at = int(os.environ["RANK"]), int(sys.argv[2]), sys.argv[3]
+sys.exit(convert(rank, at if rank == victim else "-1", os.environ))
 """
 )
 SERVER = (
@@ -105,9 +118,9 @@ def start(rank, at):
     return pid
 
 for line in sys.stdin:
-    victim, at = map(int, line.split())
-    pids = [start(rank, at if rank == victim else -1) for rank in range(world)]
-    chosen = pids[victim]
+    victim, at = line.split()
+    pids = [start(rank, at if rank == int(victim) else "-1") for rank in range(world)]
+    chosen = pids[int(victim)]
     print(chosen, flush=True)
     codes = {}
     while pids:
@@ -147,8 +160,11 @@ class Converters:
     def __exit__(self, *_error: object) -> None:
         self._server.communicate(timeout=60)
 
-    def start(self, killed_at: int = -1, victim: int = 0) -> int:
-        """The process id of rank `victim` of a new converter, which kills itself instead of its n-th call."""
+    def start(self, killed_at: str = "-1", victim: int = 0) -> int:
+        """The process id of rank `victim` of a new converter, which kills itself instead of its n-th call.
+
+        `published+n` counts from publication on, whatever was done before it.
+        """
         assert self._server.stdin is not None
         self._server.stdin.write(f"{victim} {killed_at}\n")
         self._server.stdin.flush()
@@ -160,7 +176,11 @@ class Converters:
 
     def calls(self, rank: int = 0) -> int:
         """How many calls of the system a rank made in the last run that came to its end."""
-        return int((self._folder / f"calls{rank}").read_text())
+        return int((self._folder / f"calls{rank}").read_text().split()[0])
+
+    def calls_after_publication(self) -> int:
+        """How many of them rank 0 made after it had published, if it did."""
+        return int((self._folder / "calls0").read_text().split()[1])
 
     def report(self) -> tuple[int, int]:
         """Bytes that the last run to its end read, and items that it found finished."""
@@ -188,7 +208,7 @@ class TorchrunConverters(Converters):
     def __exit__(self, *_error: object) -> None:
         self._job.kill()
 
-    def start(self, killed_at: int = -1, victim: int = 0) -> int:
+    def start(self, killed_at: str = "-1", victim: int = 0) -> int:
         """As `Converters.start`, but the process id is torchrun's."""
         launcher = [
             sys.executable,
@@ -197,7 +217,7 @@ class TorchrunConverters(Converters):
             "--standalone",
             f"--nproc-per-node={self._world}",
         ]
-        words = [self._script, self._folder, str(victim), str(killed_at)]
+        words = [self._script, self._folder, str(victim), killed_at]
         environ = {**os.environ, "PYTHONPATH": str(REPO), "TORCH_CPP_LOG_LEVEL": "ERROR"}
         self._job = subprocess.Popen([*launcher, *words], env=environ, stderr=subprocess.DEVNULL)
         return self._job.pid
@@ -217,9 +237,9 @@ def kill_anywhere(
 ) -> Counter[str]:
     """How many converters killed at calls of the system left what: the old state, or the whole new one.
 
-    The first is killed at its first call, then rank 0 at each of its last calls and until one has left the new state;
-    the others at random calls of random ranks, or, with `aim` "mid", in the middle of writing. Half of them go on
-    afterwards; the others leave their remains to the next.
+    The first is killed at its first call, the next is rank 0 at its first call after publication, then at its last
+    calls; the others at random calls of random ranks, or, with `aim` "mid", in the middle of writing. Half of them go
+    on afterwards; the others leave their remains to the next.
     """
     make_case(folder / "source", scale=24)
     dice = random.Random(seed)
@@ -227,19 +247,30 @@ def kill_anywhere(
     with launcher(folder, world) as converters:
         converters.finish()
         state = KilledState(folder, tree(folder / "out"), converters)
+        whole = converters.calls(), converters.calls_after_publication()  # going on takes fewer
         for number in range(kills):
-            is_aimed = aim == "" and (number <= min(kills // 2, _LAST_CALLS) or not ends["new"])
+            is_aimed = aim == "" and number <= min(kills // 2, _LAST_CALLS)
             victim = 0 if is_aimed else dice.randrange(world)
             calls = converters.calls(victim)
             if aim == "mid":
-                at = dice.randrange(calls // 8, calls * 7 // 8)
+                at = str(dice.randrange(calls // 8, calls * 7 // 8))
             elif is_aimed:
-                at = calls - number if number else 0
+                at = _aimed(number, *whole)
             else:
-                at = calls - 1 - dice.randrange(min(dice.choice([calls, 40, 12]), calls))
+                at = str(calls - 1 - dice.randrange(min(dice.choice([calls, 40, 12]), calls)))
             ends.update(state.kill(at, victim, has_old=dice.random() < 0.7, goes_on=dice.random() < 0.5))
         state.finish()
     return ends
+
+
+def _aimed(number: int, calls: int, after: int) -> str:
+    """Where rank 0 is killed: at its first call, then at the first after publication, then back from the last."""
+    if number == 0:
+        return "0"
+    if number == 1:
+        return f"{_PUBLISHED}0"
+    back = number - 1
+    return f"{_PUBLISHED}{after - back}" if back < after else str(calls - back)
 
 
 class KilledState:
@@ -250,7 +281,7 @@ class KilledState:
         self._out, self._partial = folder / "out", folder / ".out.ckpt_tools-partial"
         self._tracker = folder / TRACKER
 
-    def kill(self, at: int, victim: int, has_old: bool, goes_on: bool) -> Counter[str]:
+    def kill(self, at: str, victim: int, has_old: bool, goes_on: bool) -> Counter[str]:
         """Kill one converter at its `at`-th call; how it ended, what it left, and how one went on from there."""
         shutil.rmtree(self._out, ignore_errors=True)
         if has_old:

@@ -12,6 +12,7 @@ import pytest
 from ckpt_tools.execute import access
 from ckpt_tools.execute.run import Output, write_checkpoint
 from ckpt_tools.formats.detect import TRACKER
+from ckpt_tools.formats.files import open_files
 from tests.execute.conftest import Case
 
 GROUP = 54321
@@ -63,7 +64,8 @@ def test_private_files_in_an_open_directory_stay_private(case: Case, tmp_path: P
         path.chmod(0o600)
     (tmp_path / "source").chmod(0o775)
     os.umask(0o002)
-    write_checkpoint(case.plan(2), case.files, Output(tmp_path / "out"))
+    files = open_files(case.files.location)  # as it is now
+    write_checkpoint(case.plan(2), files, Output(tmp_path / "out"))
     assert mode(tmp_path / "out") == 0o775
     assert modes(tmp_path / "out") == {0o600}
 
@@ -119,3 +121,29 @@ def test_a_group_that_may_not_be_given_gets_nothing(
     (tmp_path / "source").chmod(0o750)
     write_checkpoint(case.plan(2), case.files, Output(tmp_path / "out"))
     assert mode(tmp_path / "out") == 0o700
+
+
+@root_only
+def test_a_tracker_gets_the_group_that_its_folder_hands_down(case: Case, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    os.chown(run, -1, GROUP)
+    run.chmod(0o2755)
+    write_checkpoint(case.plan(2), case.files, Output(run / "iter", {TRACKER: b"1"}))
+    assert {path.stat().st_gid for path in (run / TRACKER, run / "iter", *(run / "iter").iterdir())} == {
+        GROUP
+    }
+
+
+def test_several_sources_give_what_all_of_them_allow() -> None:
+    access_to = access.Access
+    common = access.common_access
+    assert common([]) == access_to()
+    assert common([access_to(0o750, 0o640, 7, True)]) == access_to(0o750, 0o640, 7, True)
+    assert common([access_to(0o755, 0o644, 7), access_to(0o770, 0o660, 7)]) == access_to(0o750, 0o640, 7)
+    assert common([access_to(0o755, 0o644, 7), access_to(0o700, 0o600, 7)]) == access_to(0o700, 0o600, 7)
+    # nobody is known to be in both groups
+    assert common([access_to(0o775, 0o664, 7), access_to(0o775, 0o664, 8)]) == access_to(0o705, 0o604)
+    # once groups differ, one that comes back does not count
+    three = [access_to(0o770, 0o660, group) for group in (7, 8, 7)]
+    assert common(three) == access_to(0o700, 0o600)

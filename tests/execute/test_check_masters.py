@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckpt_tools.errors import VerificationError
+from ckpt_tools.errors import UnsupportedCheckpointError, VerificationError
 from ckpt_tools.execute.check_masters import MastersReport, check_masters, compare_masters, sample_boxes
 from ckpt_tools.formats.dcp import read_catalog
 from ckpt_tools.formats.files import open_files
@@ -140,3 +140,46 @@ def test_samples_lie_inside_and_reach_both_ends(shape: Shape) -> None:
     corners = {(0,) * len(shape), tuple(n - 1 for n in shape)}
     if math.prod(shape):
         assert all(any(box.contains(Box(corner, (1,) * len(shape))) for box in boxes) for corner in corners)
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_remainders_are_told_from_damage(tmp_path: Path, damaged: bool) -> None:
+    """Int16 remainders are a format that is not read; where anything else is wrong too, the checkpoint is."""
+    values = masters()
+    source = DcpFolder(tmp_path / "in")
+    source.tensor("m", "float32", np.arange(-20_000, 20_000, dtype=np.float32).reshape(8, 5000))
+    source.tensor("w", "bfloat16", cast(values[:8], "float32", "bfloat16"))
+    source.tensor("m2", "float32", np.roll(values, 1, 1) if damaged else values)
+    source.tensor("w2", "bfloat16", cast(values, "float32", "bfloat16"))
+    source.finish()
+    files = open_files(str(tmp_path / "in"))
+    targets = [
+        TargetTensor(
+            m, "float32", shape, (Source(m),), must_round_to=(Source(w),), must_round_dtype="bfloat16"
+        )
+        for m, w, shape in (("m", "w", (8, 5000)), ("m2", "w2", (40, 5000)))
+    ]
+    error = VerificationError if damaged else UnsupportedCheckpointError
+    with pytest.raises(error, match="of 2 tensors do not round" if damaged else "in place of 1 masters"):
+        check_masters(files, read_catalog(files), targets, "all")
+
+
+@pytest.mark.parametrize(
+    ("weight", "passes"), [(0x3F81, True), (0x3F82, True), (0x3F80, False), (0x3F83, False)]
+)
+@pytest.mark.parametrize("sign", [0, 0x8000])
+def test_of_two_weights_as_near_either_may_be_stored(
+    tmp_path: Path, weight: int, passes: bool, sign: int
+) -> None:
+    """torch takes the even one, the fused Adam that keeps 16-bit remainders the one further from zero."""
+    values = np.full((40, 5000), (sign | 0x3F81) << 16 | 0x8000, np.uint32).view(np.float32)
+    weights = np.full((40, 5000), sign | weight, np.uint16)
+    if passes:
+        assert check(tmp_path / "a", values, weights, "all").elements == 200_000
+    else:
+        with pytest.raises(VerificationError, match="do not round"):
+            check(tmp_path / "a", values, weights, "all")
+    beside = (values.view(np.uint32) + np.uint32(1)).view(np.float32)  # nearer to the one above
+    if weight == 0x3F81:
+        with pytest.raises(VerificationError, match="do not round"):
+            check(tmp_path / "b", beside, weights, "all")

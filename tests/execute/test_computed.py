@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,10 +22,11 @@ from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.casts import Array
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.expressions import Made, Value, made_entry
-from ckpt_tools.model.kernels import Dequantize, Form, JoinRemainder, WeightedMean
+from ckpt_tools.model.kernels import Dequantize, Form, JoinRemainder, WeightedMean, reshaped
+from ckpt_tools.model.packed_kernels import DecodeMxfp4
 from ckpt_tools.model.target import Source, Target, TargetTensor
 from ckpt_tools.model.transfers import COMPUTED, plan_summary
-from ckpt_tools.model.views import Narrow, Permute, Place, View, view_shape
+from ckpt_tools.model.views import Narrow, Permute, Place, Select, View, view_shape
 from ckpt_tools.plan.build import build_plan
 from tests.commands import oracle
 from tests.model.test_kernels import masters
@@ -176,3 +178,42 @@ def test_block_scales_follow_any_box(data: st.DataObject, shape: tuple[int, ...]
         assert all(a * b <= c and d <= e * b for a, e, b, c, d in zip(
             scales.start, scales.stop, kernel.block, box.start, box.stop, strict=True))  # fmt: skip
         assert full_box(grid).contains(scales)
+
+
+@pytest.mark.parametrize(
+    ("view", "shown"),
+    [
+        ((), np.s_[:]),
+        ((Permute((2, 3, 1, 0)),), np.s_[:]),
+        ((Select(3, 1), Narrow(1, 5, 40)), np.s_[:, 5:45, :, 1]),
+        ((Select(3, 0), Select(0, 1), Permute((1, 0))), np.s_[1, :, :, 0]),
+        ((Narrow(2, 2, 1),), np.s_[:, :, 2:3]),
+    ],
+)
+def test_a_kernel_may_return_a_view(view: View, shown: tuple[slice, ...], tmp_path: Path) -> None:
+    """MXFP4 is decoded along its rows, and is shown turned and with its rows in pairs."""
+    rng = np.random.default_rng(5)
+    shape = (2, 600, 2, 16)
+    blocks, scales = rng.integers(0, 256, shape, np.uint8), rng.integers(110, 130, shape[:-1], np.uint8)
+    source = DcpFolder(tmp_path / "s")
+    source.tensor(
+        "blocks", "uint8", blocks, [Box((0, 0, 0, 0), (2, 401, 2, 16)), Box((0, 401, 0, 0), (2, 199, 2, 16))]
+    )
+    source.tensor("scales", "uint8", scales)
+    source.finish()
+    inputs = tuple(
+        Value("uint8", array.shape, (Source(key),)) for key, array in (("blocks", blocks), ("scales", scales))
+    )
+    whole = DecodeMxfp4().compute(full_box((2, 64, 600)), [blocks, scales]).reshape(2, 64, 300, 2)
+    files = open_files(str(tmp_path / "s"))
+    catalog = read_catalog(files)
+    entry = made_entry("made", Made(reshaped(DecodeMxfp4(), (2, 64, 600), whole.shape), inputs))
+    catalog = replace(catalog, tensors={**catalog.tensors, "made": entry})
+    target = TargetTensor("t", "bfloat16", view_shape(view, whole.shape), (Source("made", view),))
+    expected = whole[shown]
+    for step in view:
+        expected = expected.transpose(step.order) if isinstance(step, Permute) else expected
+    plan = build_plan(catalog, Target((target,)), rows(1), 1)
+    write_checkpoint(plan, files, Output(tmp_path / "o"), WriteOptions(threads=1, memory_bytes=192 << 10))
+    written = oracle.tensors(tmp_path / "o")["t"]
+    assert written.view(torch.uint16).numpy().tobytes() == np.ascontiguousarray(expected).tobytes()

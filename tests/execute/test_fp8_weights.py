@@ -15,6 +15,7 @@ import torch
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
 from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
 from ckpt_tools.errors import VerificationError
+from ckpt_tools.execute import fp8_weights
 from ckpt_tools.execute.check_masters import MastersReport, check_masters
 from ckpt_tools.execute.fp8_weights import round_e4m3
 from ckpt_tools.formats.dcp import read_catalog
@@ -287,3 +288,11 @@ def test_a_real_run_converts_with_its_masters(tmp_path: Path) -> None:
             assert oracle.same_bytes(made[f"model.module.decoder.layers.{layer}.{name}"], master)
     checked = verify_checkpoint(str(source), options=VerifyOptions(content=True))
     assert [found for check in checked.checks for found in check.findings] == []
+
+
+def test_the_numbers_of_e4m3_are_those_of_torch() -> None:
+    """Subnormals too: without them small weights would be proven against the wrong neighbours."""
+    every = torch.arange(256, dtype=torch.int16).to(torch.uint8).view(torch.float8_e4m3fn).double().numpy()
+    finite = np.unique(np.abs(every[np.isfinite(every)]))
+    assert np.array_equal(fp8_weights._GRID, finite)
+    assert np.array_equal(round_e4m3(finite.astype(np.float32)), finite.astype(np.float32))

@@ -22,7 +22,7 @@ from ckpt_tools.execute.ranks import Ranks
 from ckpt_tools.execute.read_box import read_box
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from ckpt_tools.formats import crc
-from ckpt_tools.formats.container import read_frame
+from ckpt_tools.formats.container import find_tensor
 from ckpt_tools.formats.dcp import read_catalog
 from ckpt_tools.formats.files import LocalFiles, open_files
 from ckpt_tools.model.box import Box
@@ -167,7 +167,7 @@ def stored_payload(folder: Path, key: str, number: int = 0) -> tuple[Path, int, 
     """File, offset and length of the payload of a chunk."""
     files = LocalFiles(str(folder))
     chunk = read_catalog(files).tensors[key].chunks[number]
-    frame = read_frame(files, chunk.item)
+    frame = find_tensor(files, chunk.item)
     files.close()
     return folder / chunk.item.file, frame.payload_offset, frame.nbytes
 
@@ -246,7 +246,7 @@ def test_unproven_damage_of_a_whole_payload_still_shows(
     out = LocalFiles(str(tmp_path / "out"))
     for key, entry in read_catalog(out).tensors.items():
         path, offset, nbytes = stored_payload(tmp_path / "out", key)
-        stated = read_frame(out, entry.chunks[0].item).crc32
+        stated = find_tensor(out, entry.chunks[0].item).crc32
         assert crc.crc32(path.read_bytes()[offset : offset + nbytes]) != stated
 
 
@@ -353,7 +353,7 @@ def test_tensors_of_any_strides_mean_the_same(tmp_path: Path, tensor: torch.Tens
     read = read_box(files, read_catalog(files), target, Box((0,) * len(shape), shape))
     assert read.tobytes() == found.numpy().tobytes()
     storage = tensor.untyped_storage().nbytes()
-    frame = read_frame(files, read_catalog(files).tensors["w"].chunks[0].item)
+    frame = find_tensor(files, read_catalog(files).tensors["w"].chunks[0].item)
     assert frame.record.nbytes == storage
     flip_bit(
         tmp_path / "in" / "__0_0.distcp", frame.record.start + storage - 1

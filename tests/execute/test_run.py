@@ -151,7 +151,8 @@ def test_kernel_copies_equal_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     unproven = WriteOptions(check_source="none")
     report = write_checkpoint(plan, case.files, Output(tmp_path / "kernel"), unproven)
     assert report.bytes_kernel_copied + report.bytes_cloned >= 4 * 512 * 512 * 4
-    proven = write_checkpoint(plan, case.files, Output(tmp_path / "proven"))
+    one = WriteOptions(threads=1)  # a payload that another thread has proven is copied unread
+    proven = write_checkpoint(plan, case.files, Output(tmp_path / "proven"), one)
     assert proven.bytes_kernel_copied == 0  # what must be read is written as it was read
     monkeypatch.setattr("ckpt_tools.execute.stream.KERNEL_COPY_BYTES", 1 << 60)
     report = write_checkpoint(plan, case.files, Output(tmp_path / "tiles"), unproven)

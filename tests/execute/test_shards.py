@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from ckpt_tools.commands.export_hf import export_hf
+from ckpt_tools.commands.export_hf import ExportOptions, export_hf
 from ckpt_tools.errors import VerificationError
-from ckpt_tools.execute import run
+from ckpt_tools.execute import remote_output, run
+from ckpt_tools.formats.files import open_files
 from tests.conftest import DATA
 
 LLAMA = DATA / "core019_llama_tp2_fully_reshardable"
+
+
+def broken(raw: bytes, damage: str) -> bytes:
+    old, new = {
+        "length": (raw[:8], bytes(8)),
+        "offsets": (b'"data_offsets":[0,', b'"data_offsets":[1,'),
+        "name": (b"final", b"linal") if b"final" in raw else (b"model.norm", b"model.morn"),
+        "cut": (raw, raw[:-1]),
+    }[damage]
+    assert old in raw
+    return raw.replace(old, new, 1)
 
 
 @pytest.mark.parametrize("damage", ["length", "offsets", "name", "cut"])
@@ -23,15 +36,7 @@ def test_a_damaged_shard_is_not_published(
     def work_and_damage(job: run._Job) -> object:
         counts = real(job)
         (path,) = Path(job._staging.data).glob("*.safetensors")
-        raw = path.read_bytes()
-        old, new = {
-            "length": (raw[:8], bytes(8)),
-            "offsets": (b'"data_offsets":[0,', b'"data_offsets":[1,'),
-            "name": (b"final", b"linal") if b"final" in raw else (b"model.norm", b"model.morn"),
-            "cut": (raw, raw[:-1]),
-        }[damage]
-        assert old in raw
-        path.write_bytes(raw.replace(old, new, 1))
+        path.write_bytes(broken(path.read_bytes(), damage))
         return counts
 
     monkeypatch.setattr(run._Job, "_work", work_and_damage)
@@ -40,3 +45,23 @@ def test_a_damaged_shard_is_not_published(
     assert list(tmp_path.iterdir()) == []
     monkeypatch.undo()
     export_hf(str(LLAMA), str(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("damage", ["length", "offsets", "name", "cut"])
+def test_nor_is_one_in_a_store(damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = f"memory://shards-{damage}"
+    real = remote_output._content
+
+    def damaged(entries: list[object], size: int, pump: object) -> Iterator[bytes]:
+        raw = b"".join(bytes(part) for part in real(entries, size, pump))
+        yield broken(raw, damage)
+
+    monkeypatch.setattr(remote_output, "_content", damaged)
+    monkeypatch.setattr(remote_output.RemoteJob, "_check_objects", lambda *_: None)  # looks at the length
+    with pytest.raises(
+        VerificationError, match=rf"{store}/model.safetensors: the safetensors library does not"
+    ):
+        export_hf(str(LLAMA), store)
+    assert set(open_files(store).list()) == {remote_output.MARKER, "model.safetensors"}  # no config.json
+    monkeypatch.undo()
+    export_hf(str(LLAMA), store, ExportOptions(overwrite=True))

@@ -11,18 +11,19 @@ import pytest
 import torch
 
 from ckpt_tools.errors import CkptError, CorruptCheckpointError, UnsupportedCheckpointError
-from ckpt_tools.formats.archive import read_directory, write_archive
+from ckpt_tools.formats.archive import payload_offset, read_directory, write_archive
 from ckpt_tools.formats.container import (
     StoredTensor,
+    find_tensor,
     load_object,
     read_archive,
-    read_frame,
     read_small_file,
     record_stretches,
     whole_file,
 )
 from ckpt_tools.formats.dcp import read_catalog
 from ckpt_tools.formats.files import Files, open_files
+from ckpt_tools.formats.frames import framed_tensor
 from ckpt_tools.model.catalog import Item
 from tests.conftest import fixture_dir
 from tests.formats.checkpoints import dcp_folders
@@ -44,7 +45,7 @@ def test_frames_of_recorded_tensors(folder: Path) -> None:
     files = open_files(str(folder))
     for entry in read_catalog(files).tensors.values():
         for box, item in ((chunk.box, chunk.item) for chunk in entry.chunks):
-            frame = read_frame(files, item)
+            frame = find_tensor(files, item)
             payload = files.read(item.file, frame.payload_offset, frame.nbytes)
             stock = torch.load(io.BytesIO(files.read(*item[:3])), weights_only=True)
             assert (
@@ -76,7 +77,7 @@ TENSORS = {
 def test_element_types(tmp_path: Path, name: str) -> None:
     tensor = TENSORS[name]
     files, item = saved(tmp_path, tensor)
-    frame = read_frame(files, item)
+    frame = find_tensor(files, item)
     assert (frame.dtype, frame.shape, frame.strides) == (
         str(tensor.dtype)[6:],
         tuple(tensor.shape),
@@ -92,11 +93,11 @@ def test_views_keep_their_strides(tmp_path: Path) -> None:
     """A transposed tensor's payload is not row-major; a slice of a storage has no checksum of its own."""
     base = torch.arange(24.0).reshape(4, 6)
     files, item = saved(tmp_path, base.t())
-    frame = read_frame(files, item)
+    frame = find_tensor(files, item)
     assert (frame.shape, frame.strides, frame.is_row_major) == ((6, 4), (1, 6), False)
     assert load_object(files, item) == StoredTensor("float32", (6, 4), tensor_bytes(base.t()))
     files, item = saved(tmp_path, base[1:3])
-    frame = read_frame(files, item)
+    frame = find_tensor(files, item)
     assert frame.is_row_major
     assert frame.crc32 is None
     assert files.read("x.pt", frame.payload_offset, frame.nbytes) == tensor_bytes(base[1:3])
@@ -106,7 +107,7 @@ def test_views_keep_their_strides(tmp_path: Path) -> None:
 
 def test_parameters_are_tensors(tmp_path: Path) -> None:
     files, item = saved(tmp_path, torch.nn.Parameter(torch.arange(3.0)))
-    assert read_frame(files, item).shape == (3,)
+    assert find_tensor(files, item).shape == (3,)
 
 
 def test_checksums_off(tmp_path: Path) -> None:
@@ -115,13 +116,13 @@ def test_checksums_off(tmp_path: Path) -> None:
         files, item = saved(tmp_path, torch.arange(3.0))
     finally:
         torch.serialization.set_crc32_options(True)
-    assert read_frame(files, item).crc32 is None
+    assert find_tensor(files, item).crc32 is None
 
 
 def test_an_object_is_no_tensor(tmp_path: Path) -> None:
     files, item = saved(tmp_path, {"a": 1})
     with pytest.raises(CorruptCheckpointError, match="a tensor is expected, found dict"):
-        read_frame(files, item)
+        find_tensor(files, item)
 
 
 def test_truncation_anywhere_is_our_error(tmp_path: Path) -> None:
@@ -130,12 +131,12 @@ def test_truncation_anywhere_is_our_error(tmp_path: Path) -> None:
     data = files.read(*item[:3])
     for end in [*range(0, len(data), 83), *range(len(data) - 120, len(data))]:
         with pytest.raises(CorruptCheckpointError):
-            read_frame(files, item._replace(length=end))
+            find_tensor(files, item._replace(length=end))
     files.close()
     for end in range(0, len(data), 503):
         (tmp_path / "x.pt").write_bytes(data[:end])
         with pytest.raises(CorruptCheckpointError, match=r"the file has|does not end like"):
-            read_frame(open_files(str(tmp_path)), item)
+            find_tensor(open_files(str(tmp_path)), item)
 
 
 def test_flipped_bytes_never_crash(tmp_path: Path) -> None:
@@ -173,6 +174,19 @@ def test_archives_that_torch_reads(tmp_path: Path) -> None:
     assert [(r.name, r.size) for r in directory.values()] == [
         (name, len(content)) for name, content in records
     ]
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (0, 5)])
+def test_objects_and_tensors_have_one_zip_writer(shape: tuple[int, ...]) -> None:
+    """The records of a tensor's archive, written as those of an object, are that archive again."""
+    data = framed_tensor("float32", shape, bytes(range(4 * shape[0] * shape[1])))
+
+    def read(at: int, n: int) -> bytes:
+        return data[at : at + n]
+
+    records = read_directory(read, len(data), "x").values()
+    starts = [(record, payload_offset(read, record, "x")) for record in records]
+    assert write_archive([(r.name, read(start, r.size)) for r, start in starts]) == data
 
 
 def test_large_archive_with_zip64_sizes(tmp_path: Path) -> None:
@@ -241,6 +255,6 @@ def test_bits_that_torch_applies_later_are_refused(tmp_path: Path, tensor: torch
         load_object(files, item)
     files, item = saved(tmp_path, tensor)
     with pytest.raises(UnsupportedCheckpointError, match=f"'{bit}'"):
-        read_frame(files, item)
+        find_tensor(files, item)
     files, item = saved(tmp_path, tensor.resolve_conj().resolve_neg())
-    assert read_frame(files, item).is_row_major
+    assert find_tensor(files, item).is_row_major

@@ -189,11 +189,11 @@ CONTRADICTIONS = {
     ),
     "url": ({W0: _StorageInfo("s3://b/x", 0, 9)}, "file name 's3://b/x' leads out of the checkpoint"),
     "inner": ({W0: _StorageInfo("a/../../x", 0, 9)}, "leads out of the checkpoint"),
-    "nul": ({W0: _StorageInfo("a\0b", 0, 9)}, "is none"),
+    "nul": ({W0: _StorageInfo("a\0b", 0, 9)}, "is not a file name"),
     "no name": ({W0: _StorageInfo(None, 0, 9)}, "KeyError"),
-    "negative": ({W0: _StorageInfo("a", -5, 9)}, "w: 9 bytes at -5 of a are no item"),
-    "huge": ({W0: _StorageInfo("a", 0, 1 << 62)}, "are no item"),
-    "text length": ({W0: _StorageInfo("a", 0, "9")}, "w: '9' bytes at 0 of a are no item"),
+    "negative": ({W0: _StorageInfo("a", -5, 9)}, "w: 9 bytes at -5 of a are not an item"),
+    "huge": ({W0: _StorageInfo("a", 0, 1 << 62)}, "are not an item"),
+    "text length": ({W0: _StorageInfo("a", 0, "9")}, "w: '9' bytes at 0 of a are not an item"),
     "unknown key": ({MetadataIndex("v", (0,)): _StorageInfo("a", 0, 9)}, "v: stored but not described"),
     "unknown chunk": (
         {MetadataIndex("w", (1, 0)): _StorageInfo("a", 0, 9)},
@@ -247,7 +247,7 @@ def test_unsupported_element_type(tmp_path: Path) -> None:
 def test_missing_metadata_says_why(tmp_path: Path) -> None:
     files = open_files(str(tmp_path))
     with pytest.raises(
-        UnsupportedCheckpointError, match=r"no .metadata, so this is no distributed checkpoint"
+        UnsupportedCheckpointError, match=r"no .metadata, so this is not a distributed checkpoint"
     ):
         read_catalog(files)
     (tmp_path / "iter_0000002").mkdir()

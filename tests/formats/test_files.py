@@ -11,7 +11,7 @@ import pytest
 
 from ckpt_tools.errors import CorruptCheckpointError, StorageError
 from ckpt_tools.formats import files as module
-from ckpt_tools.formats.files import LocalFiles, follow_links, open_files, read_whole
+from ckpt_tools.formats.files import LocalFiles, _places_of, follow_links, open_files, read_whole
 
 
 @pytest.fixture
@@ -202,3 +202,16 @@ def test_what_is_not_a_file_name_is_refused(folder: Path, name: str) -> None:
         files.size(name)
     with pytest.raises(CorruptCheckpointError, match="is not a file name"):
         files.read_into(name, 0, memoryview(bytearray(1)))
+
+
+@pytest.mark.parametrize(
+    ("root", "places"),
+    [
+        ("/cache/models--a/snapshots/1f", ("/cache/models--a/snapshots/1f", "/cache/models--a/blobs")),
+        ("/cache/models--a/others/1f", ("/cache/models--a/others/1f",)),
+        ("/snapshots/1f", ("/snapshots/1f",)),  # no cache: `/blobs` is anybody's
+        ("/run", ("/run",)),
+    ],
+)
+def test_files_of_a_snapshot_may_lie_in_its_caches_blobs_only(root: str, places: tuple[str, ...]) -> None:
+    assert _places_of(root) == places

@@ -76,14 +76,22 @@ class Recorder(io.RawIOBase):
 
 
 @needs_same_writer
-@pytest.mark.parametrize("numel", [(1 << 30) - 1, 1 << 30, (1 << 30) + 5, 1 << 32])
-def test_zip64_frame_equals_torch_save(numel: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "numel"),
+    [
+        *(("float32", numel) for numel in ((1 << 30) - 1, 1 << 30, (1 << 30) + 5, 1 << 32)),
+        # The payload's length, and the offset of the record after it, around the last number of 32 bits.
+        *(("uint8", (1 << 32) - 1 + d) for d in (-1, 0, 1)),
+        *(("uint8", (1 << 32) - 1 - len(tensor_frame("uint8", (1000,)).head) - 16 + d) for d in (-1, 0, 1)),
+    ],
+)
+def test_zip64_frame_equals_torch_save(dtype: str, numel: int) -> None:
     recorder = Recorder()
     with torch.serialization.skip_data():
-        torch.save(torch.empty(numel, dtype=torch.float32), recorder)
-    frame = tensor_frame("float32", (numel,))
+        torch.save(torch.empty(numel, dtype=getattr(torch, dtype)), recorder)
+    frame = tensor_frame(dtype, (numel,))
     head = b"".join(data for at, data in recorder.parts if at < len(frame.head))
-    tail = b"".join(data for at, data in recorder.parts if at >= len(frame.head) + 4 * numel)
+    tail = b"".join(data for at, data in recorder.parts if at >= len(frame.head) + frame.payload_bytes)
     assert frame.head == head
     assert frame.length == recorder.position
     assert frame.tail(0) == tail  # without data torch records CRC 0

@@ -31,6 +31,7 @@ SOURCES = {
     "inspect": 1, "print-torch-dcp-in-json": 1, "convert": 2, "convert-torch-dist-to-fsdp-dtensor": 2,
     "convert-fsdp-dtensor-to-torch-dist": 2, "build-param-group-map": 1, "plan": 1, "export-hf": 2, "import-hf": 2,
     "verify": 1, "diff": 1, "compare-two-checkpoint": 1, "preflight": 1, "modify-state-dict": 2, "slice": 2,
+    "average": 2, "strip": 2,
     "print-tensor": 1, "env": 0,
 }  # fmt: skip
 NUMBERS = ["-1", "0", "1", "2", "3", "4", "7", "8", "64", "1000", "2147483647", "2147483648",
@@ -80,6 +81,8 @@ class Lines:
             sources.append(rng.choice(self._inputs))
         if name == "print-tensor":
             sources.append(rng.choice(["decoder.final_layernorm.weight", "args", "x", rng.choice(TEXTS)]))
+        if name == "average":
+            sources.insert(0, rng.choice([usual] * 9 + self._inputs))
         words = [name, *sources]
         if name == "slice":
             words += ["--layers", rng.choice(["0:1", "0:2", rng.choice(TEXTS)])]

@@ -18,12 +18,13 @@ from ckpt_tools.commands.group_map import load_group_map
 from ckpt_tools.errors import CkptError, CorruptCheckpointError
 from ckpt_tools.execute.source_reader import ChunkRef, SourceReader
 from ckpt_tools.formats import dcp
-from ckpt_tools.formats.container import load_object, outline_object, read_frame
+from ckpt_tools.formats.container import find_tensor, load_object, outline_object
 from ckpt_tools.formats.files import LocalFiles
 from ckpt_tools.formats.frames import framed_tensor
 from ckpt_tools.formats.pickling import dump_archive
 from ckpt_tools.formats.safetensors import INDEX_FILE, read_safetensors_catalog, read_safetensors_header
-from ckpt_tools.megatron.param_groups import merge_map, strip_wrappers
+from ckpt_tools.megatron.keys import strip_wrappers
+from ckpt_tools.megatron.param_groups import merge_map
 from ckpt_tools.model.box import full_box
 from ckpt_tools.model.catalog import Catalog, Item, ObjectEntry, TensorEntry
 from tests.conftest import DATA
@@ -86,7 +87,7 @@ def _object(data: bytes) -> None:
 def _frame(data: bytes) -> None:
     """The frame, which the engine's shortcut must see alike."""
     files, item = OneFile(data), Item(NAME, 0, len(data))
-    frame = read_frame(files, item)
+    frame = find_tensor(files, item)
     assert 0 <= frame.payload_offset <= frame.payload_offset + frame.nbytes <= len(data)
     if frame.is_row_major:
         payload = SourceReader(files).payload(ChunkRef("key", item, frame.dtype, frame.shape))

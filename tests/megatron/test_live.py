@@ -122,6 +122,19 @@ def test_fused_mla_down_projection():
     )
 
 
+@pytest.mark.parametrize("order", [("_w", "_v"), ("_v", "_w")])
+@pytest.mark.parametrize("expert", ["", "3"])
+def test_the_gate_stands_before_the_up_projection(order, expert):
+    """Megatron's fused fc1 is [gate; up]: `_w` and `_v` of whatever order they are stored in."""
+    base = "decoder.layers.0.mlp.linear_fc1.weight"
+    (p,) = live({f"{base}{half}{expert}": (rows, 3) for half, rows in zip(order, (4, 4), strict=True)}, tp=2)
+    assert (p.name, p.shape) == (f"{base}{expert}", (8, 3))
+    assert [(r.parameter.name.removeprefix(base), r.start, r.count, r.at) for r in p.rows] == [
+        (f"_w{expert}", 0, 4, 0),
+        (f"_v{expert}", 0, 4, 4),
+    ]
+
+
 def test_rows_that_tp_does_not_divide_are_refused():
     with pytest.raises(MappingError, match=r"part 'query' has 4 rows, which tensor parallel size 3 does not"):
         live(GDN, tp=3)

@@ -4,13 +4,13 @@ import pytest
 
 from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter, Rows
+from ckpt_tools.megatron.keys import strip_wrappers
 from ckpt_tools.megatron.param_groups import (
     GroupRules,
     Membership,
     derive_memberships,
     merge_map,
     optimizer_groups,
-    strip_wrappers,
 )
 from ckpt_tools.model.model import Parameter
 

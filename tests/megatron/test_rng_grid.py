@@ -46,8 +46,8 @@ def test_the_grid_is_that_of_the_args(args, dialect, given, expected):
     ("args", "gpus", "message"),
     [
         (sizes(ep=2), None, "nothing tells how many: give --gpus"),
-        (sizes(ep=2, tp=2), 3, "3 GPUs are no multiple of TP x PP"),
-        (sizes(ep=2, tp=2), 0, "0 GPUs are no multiple"),
+        (sizes(ep=2, tp=2), 3, "3 GPUs are not a multiple of TP x PP"),
+        (sizes(ep=2, tp=2), 0, "0 GPUs are not a multiple"),
     ],
 )
 def test_data_parallel_ranks_that_nobody_counted(args, gpus, message):

@@ -5,12 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tools.errors import MappingError, UsageError
-from ckpt_tools.megatron.fsdp_dtensor.entries import WEIGHT, FsdpTensor
+from ckpt_tools.megatron.fsdp_dtensor.entries import FsdpTensor
 from ckpt_tools.megatron.fsdp_dtensor.live import live_parameters
 from ckpt_tools.megatron.fsdp_dtensor.stored import stored_parameters
 from ckpt_tools.megatron.names import DIALECTS, ModelStyle
 from ckpt_tools.megatron.torch_dist.slices import slices_of
 from ckpt_tools.model.catalog import TensorEntry
+from ckpt_tools.model.model import WEIGHT
 from ckpt_tools.model.target import Source
 
 ATTENTION = {
@@ -192,6 +193,27 @@ def test_a_fused_projection_that_does_not_add_up_is_refused(change, tp, error, m
     shapes = FUSED_GDN | {f"layers.0.self_attention.{name}": shape for name, shape in change.items()}
     with pytest.raises(error, match=message):
         back_names(shapes, tp)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"), [(9, None), (8, "8 rows are too few for 6 query rows and the keys")]
+)
+def test_a_fused_mla_projection_has_rows_for_queries_and_keys(rows, message):
+    at = "decoder.layers.0.self_attention."
+    shapes = {
+        f"{at}linear_qkv_down_proj.weight": (rows, 4),
+        f"{at}linear_q_up_proj.weight": (8, 6),
+        f"{at}linear_kv_up_proj.weight": (8, 3),
+    }
+    if message is not None:
+        with pytest.raises(MappingError, match=message):
+            back_names(shapes)
+        return
+    tensors = [FsdpTensor(n, s, {WEIGHT: "float32"}, {WEIGHT: (Source(n),)}) for n, s in shapes.items()]
+    assert {p.name: (p.shape, p.cuts) for p in stored_parameters(tensors, None, None)[:2]} == {
+        f"{at}linear_q_down_proj.weight": ((6, 4), ((0, 6),)),
+        f"{at}linear_kv_down_proj.weight": ((3, 4), ((6, 3),)),
+    }
 
 
 def test_two_tensors_of_one_stored_name_are_refused():

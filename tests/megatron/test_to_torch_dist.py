@@ -10,13 +10,14 @@ from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageErr
 from ckpt_tools.formats.files import LocalFiles
 from ckpt_tools.formats.unpickle import TorchDtype, stand_in
 from ckpt_tools.megatron.common_state import CommonState
-from ckpt_tools.megatron.fsdp_dtensor.entries import WEIGHT, FsdpSource, FsdpTensor, read_fsdp_source
+from ckpt_tools.megatron.fsdp_dtensor.entries import FsdpSource, FsdpTensor, read_fsdp_source
 from ckpt_tools.megatron.fsdp_dtensor.flatten import flatten, unflatten
 from ckpt_tools.megatron.fsdp_dtensor.read import fsdp_model
 from ckpt_tools.megatron.torch_dist.extra_state import extra_state_keys
 from ckpt_tools.megatron.torch_dist.stacking import stack_parameters
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions, build_torch_dist_target
 from ckpt_tools.model.catalog import Catalog, TensorEntry
+from ckpt_tools.model.model import WEIGHT
 from ckpt_tools.model.target import Source
 
 STATES = ("exp_avg", "exp_avg_sq")
@@ -94,6 +95,13 @@ def test_settings_under_which_layers_stand_alone(settings):
     found = shapes(build(source(settings=common(**settings))))
     assert found["decoder.layers.1.mlp.experts.experts.linear_fc2.weight"] == ("bfloat16", (2, 4, 8))
     assert not any(key.startswith("decoder.layers.mlp") for key in found)
+
+
+@pytest.mark.parametrize("stacked", [None, True])
+def test_layers_of_a_mamba_stack_stand_alone_whatever_the_args_say(stacked):
+    layers = [tensor(f"decoder.layers.{i}.mixer.out_proj.weight", 4, 8) for i in (0, 1)]
+    found = shapes(build(source(layers), stacked=stacked))
+    assert {key for key in found if not key.startswith("optimizer")} == {t.name for t in layers}
 
 
 def test_every_block_decides_on_its_own():

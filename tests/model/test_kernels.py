@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tools.model.box import Box, full_box
-from ckpt_tools.model.casts import Array, numpy_dtype
+from ckpt_tools.model.casts import Array, cast, numpy_dtype
 from ckpt_tools.model.kernels import (
     MINIFLOATS,
     Dequantize,
@@ -117,6 +117,45 @@ def test_a_mean_is_rounded_once(data: st.DataObject, shape: tuple[int, ...]) -> 
     kernel = WeightedMean("float32", weights)
     found = by_tiles(kernel, inputs, [Form("float32", shape)] * 3, data.draw(tilings(shape)))
     assert found.tobytes() == np.asarray(expected).astype(np.float32).tobytes()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(
+    ("dtype", "values", "expected"),
+    [
+        ("bfloat16", (1, 1 + 2**-7), 1),  # halfway: to even
+        ("bfloat16", (1 + 2**-7, 1 + 2**-6), 1 + 2**-6),
+        ("bfloat16", (1, 1 + 2**-7, 2**-10), 1 + 2**-7),  # a bit more, which float32 does not see
+        ("bfloat16", (1 + 2**-7, 1 + 2**-6, -(2**-10)), 1 + 2**-7),
+        ("float16", (1, 1 + 2**-10), 1),
+        ("float16", (1, 1 + 2**-10, 2**-10), 1 + 2**-10),
+        ("bfloat16", (2.0**-133, 0), 0),  # the smallest subnormal: halfway to zero
+        ("bfloat16", (2.0**-133, 2.0**-132), 2.0**-132),
+        ("bfloat16", (np.inf, 1), np.inf),
+        ("bfloat16", (np.inf, -np.inf), np.nan),
+        ("float16", (65504, 65504), 65504),
+    ],
+)
+def test_a_mean_of_16_bit_numbers_is_rounded_once_too(
+    dtype: str, values: tuple[float, ...], expected: float, sign: int
+) -> None:
+    inputs = [cast(np.array(sign * value, np.float64), "float64", dtype) for value in values]
+    shares = (0.5, 0.5, 2.0**-30)[: len(values)]
+    found = WeightedMean(dtype, shares).compute(Box((), ()), inputs)
+    assert found.shape == ()
+    assert np.array_equal(cast(found, dtype, "float64"), np.float64(sign * expected), equal_nan=True)
+
+
+@given(st.integers(0, 1 << 32))
+def test_half_precision_is_rounded_as_numpy_rounds_doubles(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    inputs = [
+        (rng.standard_normal(64) * 2.0 ** rng.integers(-30, 12, 64)).astype(np.float16) for _ in range(3)
+    ]
+    shares = (0.5, 0.25, 2.0**-25)
+    expected = sum(s * x.astype(np.float64) for s, x in zip(shares, inputs, strict=True))
+    found = WeightedMean("float16", shares).compute(Box((0,), (64,)), inputs)
+    assert found.tobytes() == np.asarray(expected).astype(np.float16).tobytes()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tools.errors import CorruptCheckpointError, MappingError
-from ckpt_tools.formats.frames import ALIGNMENT, tensor_frame
+from ckpt_tools.formats.archive import ALIGNMENT
+from ckpt_tools.formats.frames import tensor_frame
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.catalog import Catalog, Chunk, Item, TensorEntry
 from ckpt_tools.model.target import InlineTensor, Source, Target, TargetObject, TargetTensor
@@ -292,3 +293,15 @@ def test_planning_does_not_import_torch() -> None:
     code = "import sys, ckpt_tools.plan.build, ckpt_tools.execute.run; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (0, 2)])
+def test_an_empty_shard_is_written_only_for_a_tensor_without_elements(shape: Shape) -> None:
+    """Also the first one: its offset would hide the chunk that begins there."""
+    catalog = catalog_of(w=("float32", shape, [full_box(shape)]))
+    target = Target((TargetTensor("w", "float32", shape, (Source("w"),)),))
+    empty, rest = Box((0, 0), (0, 2)), full_box(shape)
+    plan = build_plan(catalog, target, lambda _: [(0, empty), (1, rest), (2, empty)], 3)
+    assert [(item.file, item.box) for item in plan.items] == [
+        ("__1_0.distcp", rest) if shape[0] else ("__0_0.distcp", empty)
+    ]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -80,3 +83,29 @@ def test_neighbours_are_joined() -> None:
     transfer = Transfer("k", Item("s", 0, 1500), "int8", (4,), chunk_piece(full_box((4,))), VERBATIM)
     items = [OutputItem("k", full_box((4,)), "int8", "x", 0, 1500, (transfer,))] * 100
     assert list(batches(items, range(100), 1 << 20)) == [range(100)]
+
+
+def small_copy(source: int = 1500, length: int = 1500, bare: bool = False, **changes: Any) -> OutputItem:
+    transfer = Transfer("k", Item("s", 0, source, bare), "int8", (4,), chunk_piece(full_box((4,))), VERBATIM)
+    item = OutputItem("k", full_box((4,)), "int8", "x", 0, length, (transfer,))
+    return item._replace(**changes)
+
+
+@pytest.mark.parametrize(
+    ("item", "joined"),
+    [
+        (small_copy(), True),
+        (small_copy(SMALL_BYTES, SMALL_BYTES - 64), True),
+        (small_copy(source=SMALL_BYTES + 1), False),
+        (small_copy(length=SMALL_BYTES - 63), False),
+        (small_copy(bare=True), False),
+        (small_copy()._replace(bare=True), False),
+        (small_copy(zero_elems=1), False),
+        (small_copy(transfers=small_copy().transfers * 2), False),
+        (small_copy(transfers=(small_copy().transfers[0]._replace(strategy=RUNS),)), False),
+    ],
+)
+def test_only_small_whole_payloads_are_joined(item: OutputItem, joined: bool) -> None:
+    assert list(batches([item, item], range(2), 8 * SMALL_BYTES)) == (
+        [range(2)] if joined else [range(1), range(1, 2)]
+    )

@@ -44,7 +44,10 @@ def test_conversions_write_what_they_write_to_a_disk(store: MemoryFileSystem, tm
         (["convert-fsdp-dtensor-to-torch-dist", "IN", "OUT"], "fsdp", "back"),
         (["slice", "IN", "OUT", "--layers", "0:1"], "in", "slice"),
         (["modify-state-dict", "IN", "OUT", "--op", "remove rng_state"], "fsdp", "modified"),
+        (["strip", "IN", "OUT"], "in", "weights"),
+        (["average", "IN", "IN", "OUT"], "in", "mean"),
         (["export-hf", "IN", "OUT"], "fsdp", "hf"),
+        (["average", "IN", "IN", "OUT"], "hf", "hf-mean"),
     ]
     for words, source, target in steps:
         local = {"IN": str(SOURCE if source == "in" else tmp_path / source), "OUT": str(tmp_path / target)}

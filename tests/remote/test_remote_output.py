@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -242,3 +243,18 @@ def test_a_signal_stops_the_work(case: Case, store: MemoryFileSystem) -> None:
 def test_spellings_of_one_place(a: str, b: str) -> None:
     assert place_parts(a) == place_parts(b)
     assert place_parts("s3://bucket/run") != place_parts("gs://bucket/run")
+
+
+@pytest.mark.parametrize("rows", [[], [["__0_0.distcp"]], [["a", 1]] * 9, [[]], [1], {}, None, "absent"])
+def test_a_marker_that_does_not_tell_the_source_vouches_for_nothing(
+    case: Case, store: MemoryFileSystem, rows: object
+) -> None:
+    header = {"digest": case.plan(WORLD).digest, "token": "t"} | (
+        {} if rows == "absent" else {"source": rows}
+    )
+    store.pipe_file(f"/out/iter_0000007/{MARKER}", json.dumps(header).encode())
+    with pytest.raises(
+        (CorruptCheckpointError, UsageError), match=r"changed while|not written by this version"
+    ):
+        write_checkpoint(case.plan(WORLD), case.files, replace(OUT, resume=True))
+    assert not store.exists(f"/out/iter_0000007/{METADATA}")

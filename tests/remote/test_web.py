@@ -64,6 +64,14 @@ def test_only_ranges_are_read(server: WebServer) -> None:
     assert all(asked for path, asked in server.requests if path.endswith((".distcp", ".metadata")))
 
 
+@pytest.mark.parametrize("folder", ["", "/iter_0000002"])
+def test_a_folder_holds_what_its_index_names_and_nothing_else(server: WebServer, folder: str) -> None:
+    """Not the folder above it, nor what lies deeper, nor the page's own links to itself."""
+    server.links = ["./", f"/{RUN.name}{folder}/", "deeper/file.bin", "%2e%2e", "a%2Fb"]
+    found = open_files(_url(server, f"{RUN.name}{folder}")).list()
+    assert found == sorted(p.name for p in (RUN.parent / f"{RUN.name}{folder}").iterdir())
+
+
 def test_names_are_names(tmp_path: Path) -> None:
     folder = tmp_path / "run[1] #2 ä"
     folder.mkdir()

@@ -156,6 +156,16 @@ def test_a_marker_that_is_none_is_named(case: Case, memory: MemoryFileSystem) ->
         _convert(case, resume=True)
 
 
+def test_a_marker_without_end_is_not_read(
+    case: Case, memory: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_output, "_MARKER_BYTES", 1 << 10)
+    memory.pipe_file(f"{FOLDER}/{MARKER}", bytes(1 << 11))
+    monkeypatch.setattr(remote_output.RemoteJob, "_marker", lambda _: pytest.fail("it was read"))
+    with pytest.raises(UsageError, match="was not written by this version"):
+        _convert(case, resume=True)
+
+
 def test_metadata_goes_first_and_every_stop_on_the_way_leaves_no_checkpoint(
     case: Case, memory: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ class WebServer(ThreadingHTTPServer):
         self.root = root
         self.ranges = True
         self.index = True
+        self.links: list[str] = []  # more of them on every index page
         self.login = ""  # user:password that every request must bring
         self.query = ""  # that every request for a file must end with
         self.absent = 404
@@ -50,7 +51,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(301, b"", {"Location": f"{url.path}/"})
         elif path.is_dir():
             names = [n.name + "/" * n.is_dir() for n in sorted(path.iterdir()) if not n.name.startswith(".")]
-            links = "".join(f'<a href="{quote(n)}">{html.escape(n)}</a>\n' for n in ["../", *names])
+            links = "".join(
+                f'<a href="{link}">{html.escape(link)}</a>\n'
+                for link in ["../", *server.links, *map(quote, names)]
+            )
             page = f"<html>{links}<a href='?C=M;O=A'>sort</a></html>".encode()
             self._answer(200 if server.index else 403, page, {"Content-Type": "text/html; charset=utf-8"})
         elif not path.is_file() or (server.query and url.query != server.query):

@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from ckpt_tools.errors import UsageError
+from ckpt_tools.sharding.parameters import Parameter, Part, check_parameters
 from ckpt_tools.sharding.topology import STRATEGIES, Coordinates, Topology
 
 
@@ -40,11 +41,11 @@ def test_expert_tensor_parallelism_follows_tensor_parallelism() -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"strategy": "zero3"}, "strategy 'zero3' is none of no_shard"),
-        ({"strategy": 4}, "strategy 4 is none of"),
-        ({"strategy": -1}, "strategy -1 is none of"),
-        ({"outer_strategy": 2}, r"outer_strategy 2 is none of no_shard \(0\), optim \(1\)$"),
-        ({"outer_strategy": "optim_grads"}, "outer_strategy 'optim_grads' is none of"),
+        ({"strategy": "zero3"}, "strategy 'zero3' is not one of no_shard"),
+        ({"strategy": 4}, "strategy 4 is not one of"),
+        ({"strategy": -1}, "strategy -1 is not one of"),
+        ({"outer_strategy": 2}, r"outer_strategy 2 is not one of no_shard \(0\), optim \(1\)$"),
+        ({"outer_strategy": "optim_grads"}, "outer_strategy 'optim_grads' is not one of"),
         ({"outer_strategy": "optim", "strategy": 2}, "must be optim_grads_params, not optim_grads"),
         ({"outer_strategy": "optim", "strategy": 0}, "must be optim_grads_params, not no_shard"),
         ({"pp": 2}, "pp is 2: Megatron-FSDP does not run with pipeline parallelism"),
@@ -97,5 +98,16 @@ def test_layouts_refuse_axes_they_do_not_have() -> None:
         Topology(4, strategy=1).check_layout("fsdp2")
     with pytest.raises(UsageError, match="fsdp2 replicates over the outer axis"):
         Topology(4, outer_strategy=1).check_layout("fsdp2")
-    with pytest.raises(UsageError, match="layout 'zero' is none of mfsdp-v1, mfsdp-v2, fsdp2, even"):
+    with pytest.raises(UsageError, match="layout 'zero' is not one of mfsdp-v1, mfsdp-v2, fsdp2, even"):
         Topology().check_layout("zero")
+
+
+def test_a_tensor_that_is_listed_twice_is_refused() -> None:
+    """Also as a part: two tensors of one name would be written over each other."""
+    twice = [Parameter("w", (4, 2), "float32"), Parameter("w", (4, 2), "float32")]
+    parts = (Part("v_w", 2), Part("v_v", 2))
+    part = [Parameter("v", (4, 2), "float32", parts=parts), Parameter("v_v", (2, 2), "float32")]
+    for parameters, name in ((twice, "w"), (part, "v_v")):
+        with pytest.raises(UsageError, match=f"cannot be placed:\n.*{name} is listed 2 times"):
+            check_parameters(parameters, Topology(2), scalars=False)
+    check_parameters([twice[0], part[0]], Topology(2), scalars=False)

@@ -11,6 +11,7 @@ from ckpt_tools.commands.preflight import run_rule
 from ckpt_tools.errors import UsageError
 from ckpt_tools.verify.facts import Facts, Stored
 from ckpt_tools.verify.job import PROGRAMS, VERSIONS, Job, command_words, merge, parse_command, parse_yaml
+from ckpt_tools.verify.job_settings import checked_settings
 from ckpt_tools.verify.load_rules import RULES
 from ckpt_tools.verify.megatron_args import (
     defaults_of,
@@ -201,6 +202,31 @@ def test_words_of_bridge():
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_defaults_of_every_version_are_sound_settings(version):
+    facts = Facts("fsdp_dtensor", Job(defaults_of(version), {}, version, frozenset()))
+    sound, check = checked_settings(facts)
+    assert check.findings == ()
+    assert sound == facts
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_layers", "many"), ("num_layers", True), ("num_layers", 2.0), ("hidden_size", 10**400),
+        ("expert_model_parallel_size", 0), ("tensor_model_parallel_size", -2), ("optimizer", 3),
+        ("moe_layer_freq", "[1]"), ("moe_layer_freq", 0), ("moe_layer_freq", [1, "x"]), ("seq_length", [4]),
+    ],
+)  # fmt: skip
+def test_a_setting_of_another_kind_is_named_and_left_out(name, value):
+    facts = Facts("fsdp_dtensor", Job({name: value, "swiglu": True}, {}, "main", frozenset()), {name: value})
+    sound, check = checked_settings(facts)
+    (finding,) = check.findings
+    assert finding.severity == "error"
+    assert name in str(finding)
+    assert (sound.job.settings, sound.args) == ({"swiglu": True}, {})
+
+
 JUNK = [None, True, -1, 0, 10**30, 1e300, float("nan"), "x", "", "\x1b[1m", [], [1], {}, {"a": 1}, object()]
 
 
@@ -223,7 +249,7 @@ def test_no_setting_and_no_argument_of_any_type_ends_in_a_crash(program):
             facts = Facts("fsdp_dtensor", job, junk_args, Stored(shapes, 64, True, True, False, None, 0))
             for rule in RULES:
                 if program in rule.programs:
-                    run_rule(rule, facts)
+                    run_rule(rule, checked_settings(facts)[0])
             start = launch(Facts("fsdp_dtensor", Job({}, {}, program), settings, facts.stored), "/x")
             assert start.words[0] == "torchrun"
             assert all(isinstance(word, str) for word in start.words)

@@ -12,6 +12,7 @@ from ckpt_tools.commands.verify import verify_checkpoint
 from ckpt_tools.formats.unpickle import stand_in
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.expected import expected_states
+from ckpt_tools.verify.meaning import has_step
 from tests.conftest import fixture_dir
 from tests.damage import copy_of, drop_key, keys_with, metadata_of
 
@@ -158,3 +159,19 @@ def test_a_map_with_swapped_ids(flags, tmp_path, capsys):
         assert not out.exists()
     assert run([*command, str(right)]) == 0
     shutil.rmtree(out)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "found"),
+    [
+        ({"state": {"common_step": 3}, "param_groups": []}, True),
+        ({"param_groups": [], "step": 3}, True),
+        ({"0": {"optimizer": {"state": {"common_step": 3}}}, "1": {"optimizer": {}}}, True),
+        ({"step": {}, "state": {"common_step": {"step": {}}}}, False),  # mappings of that name hold no number
+        ({"param_groups": [{"step": 3}]}, False),  # in a group, which is looked at on its own
+        ({}, False),
+        (None, False),
+    ],
+)
+def test_a_step_outside_the_groups_is_found_at_any_depth(optimizer, found):
+    assert has_step(optimizer) is found

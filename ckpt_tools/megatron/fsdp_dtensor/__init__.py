@@ -1,0 +1,12 @@
+"""`fsdp_dtensor`: from a `Model` to its keys, and back.
+
+* `write`: from a `Model` to what the checkpoint must contain: all decisions
+* `live`: parameters of the running model as concatenations of stored ones
+* `gating`: which fc1 weights are written in halves
+* `tensors`: the keys, and what stands under them
+* `flatten`: nested values as leaves under dotted keys
+* `entries`: the keys taken apart again
+* `stored`: live parameters as stored ones: the mirror of `live`
+* `read`: the checkpoint as a `Model`
+* `regroup`: the same checkpoint for another topology
+"""

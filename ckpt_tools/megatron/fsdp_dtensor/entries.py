@@ -1,13 +1,12 @@
 """Everything a conversion reads of an `fsdp_dtensor` checkpoint before it plans: all of it small.
 
-The keys are those of `fsdp_dtensor.py`. Wrapper segments (`module.`) are dropped from names, the gate and up halves
+The keys are those of `tensors.py`. Wrapper segments (`module.`) are dropped from names, the gate and up halves
 `_w` and `_v` joined again, and everything that is not a parameter or its state brought back into the nested form
 that the training job had in memory.
 """
 
 from __future__ import annotations
 
-import re
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -21,24 +20,27 @@ from ckpt_tools.formats.files import Files
 from ckpt_tools.formats.left_out import leave_out
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.fsdp_dtensor.flatten import Path, unflatten
-from ckpt_tools.megatron.names import BUFFERS
+from ckpt_tools.megatron.keys import (
+    BUFFERS,
+    COMMON_ITEMS,
+    HALVES,
+    NESTED_STATES,
+    STEP,
+    canonical_kind,
+    fsdp_state,
+    group_key,
+    model_name,
+    rank_of,
+    rng_key,
+    split_half,
+)
 from ckpt_tools.megatron.record import Size, TargetRecord, read_record, stored_tp
 from ckpt_tools.model.box import full_box
 from ckpt_tools.model.catalog import Catalog, Item, TensorEntry
+from ckpt_tools.model.model import MASTER, WEIGHT
 from ckpt_tools.model.target import Source
 from ckpt_tools.model.views import Place
 
-WEIGHT = "weight"  # the stored value of a tensor itself: the fp32 master of a trained parameter
-STEP = "step"
-
-_MODEL = re.compile(r"^model\.(?:module\.)*(?P<name>.+)$")
-_STATE = re.compile(r"^optimizer\.state\.(?:module\.)*(?P<name>.+)\.(?P<kind>[^.]+)$")
-_GROUP = re.compile(r"^optimizer\.param_to_group_meta\.(?:module\.)*(?P<name>.+)\.(?P<field>[^.]+)$")
-_HALF = re.compile(r"^(?P<name>.+\.(?:weight|bias)\d*)_(?P<half>[wv])$")
-_RNG_KEY = re.compile(r"^rng_state\.\((\d+), (\d+)\)\.")
-_RNG_RANK = re.compile(r"^\((\d+), (\d+)\)$")
-_NESTED = ("opt_param_scheduler.", "rng_state.", "optimizer.grad_scaler.")
-_COMMON = frozenset({"args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far"})
 # What native checkpoints do not hold and no loader asks for.
 _DROPPED = (
     ("*._extra_state", "Transformer Engine extra state: never read from fsdp_dtensor"),
@@ -155,7 +157,7 @@ def read_fsdp_source(
         tensors=tensors,
         groups=groups,
         scheduler=tree.get("opt_param_scheduler", {}),
-        rng={(int(m[1]), int(m[2])): ranks[rank] for rank in ranks if (m := _RNG_RANK.match(rank))},
+        rng={rank: states for name, states in ranks.items() if (rank := rank_of(name))},
         grad_scaler=tree.get("optimizer", {}).get("grad_scaler", {}),
         dropped=(*left_out, *dropped),
         ignored=left_out,
@@ -164,28 +166,10 @@ def read_fsdp_source(
     )
 
 
-def parameter_of(key: str) -> tuple[str, str] | None:
-    """(stored name, kind) of the parameter value that `key` holds; None for keys of no parameter.
-
-    The kind is `WEIGHT`, a state's (exp_avg, ...) or `STEP`; halves keep their `_w` and `_v`.
-    """
-    if match := _MODEL.match(key):
-        return match["name"], WEIGHT
-    if match := _STATE.match(key):
-        return match["name"], match["kind"]
-    return None
-
-
 def rng_ranks(catalog: Catalog) -> set[tuple[int, int]]:
     """The (pp, tp) ranks whose rng states are stored."""
     keys = (*catalog.tensors, *catalog.objects)
-    return {(int(m[1]), int(m[2])) for m in map(_RNG_KEY.match, keys) if m}
-
-
-def parameter_name(key: str) -> str | None:
-    """The stored name of the parameter that `key` says something of, None for none."""
-    found = parameter_of(key)
-    return found[0] if found else None
+    return {(found.pp, found.tp) for found in map(rng_key, keys) if found}
 
 
 class _Values:
@@ -231,20 +215,20 @@ def _sort_keys(
     nested: dict[Path, object] = {}
     rest: list[str] = []
     for key, entry in catalog.tensors.items():
-        if match := _MODEL.match(key):
-            weights[match["name"]] = entry
-        elif match := _STATE.match(key):
-            states.setdefault(match["name"], {})[match["kind"]] = entry
-        elif key.startswith(_NESTED):
+        if name := model_name(key):
+            weights[name] = entry
+        elif state := fsdp_state(key):
+            states.setdefault(state.name, {})[state.kind] = entry
+        elif key.startswith(NESTED_STATES):
             nested[_path(catalog, key)] = values.tensor(entry)
         else:
             rest.append(key)
     for key, stored in catalog.objects.items():
-        if match := _GROUP.match(key):
-            groups.setdefault(match["name"], {})[match["field"]] = values.load(stored.item)
-        elif key.startswith(_NESTED):
+        if of_group := group_key(key):
+            groups.setdefault(of_group.name, {})[of_group.field] = values.load(stored.item)
+        elif key.startswith(NESTED_STATES):
             nested[_path(catalog, key)] = values.load(stored.item)
-        elif key not in _COMMON:
+        elif key not in COMMON_ITEMS:
             rest.append(key)
     return weights, states, groups, nested, tuple(_dropped(rest, weights_only))
 
@@ -280,12 +264,11 @@ def _join(weights: Mapping[str, TensorEntry], states: _States, values: _Values) 
     ]
     halves: dict[str, dict[str, str]] = {}
     for name in weights:
-        match = _HALF.match(name)
-        whole, half = (match["name"], match["half"]) if match else (name, "")
+        whole, half = split_half(name)
         halves.setdefault(whole, {})[half] = name
     tensors = []
     for whole, names in halves.items():
-        parts = [names[half] for half in ("", "w", "v") if half in names]
+        parts = [names[half] for half in ("", *HALVES) if half in names]
         if len(parts) != (1 if "" in names else 2):
             problems.append(f"{whole}: stored as {parts}, expected it whole or as _w and _v")
             continue
@@ -300,10 +283,7 @@ def _join(weights: Mapping[str, TensorEntry], states: _States, values: _Values) 
 
 def _refuse_masters(states: _States) -> None:
     masters = [
-        f"{name}.{kind}"
-        for name, kinds in states.items()
-        for kind in kinds
-        if kind in ("fp32_param", "param")
+        f"{name}.{kind}" for name, kinds in states.items() for kind in kinds if canonical_kind(kind) == MASTER
     ]
     if masters:
         raise UnsupportedCheckpointError(

@@ -12,13 +12,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ckpt_tools.errors import MappingError
+from ckpt_tools.megatron.keys import HALVES, split_expert_half, split_projection
 from ckpt_tools.megatron.names import (
     DIALECTS,
-    HALF,
-    HALVES,
     MLA_DOWN,
     MLA_FUSED_DOWN,
-    PART,
     PART_ORDERS,
     Dialect,
     ModelStyle,
@@ -60,7 +58,7 @@ class LiveParameter:
     @property
     def is_packed(self) -> bool:
         """Whether its rows are grouped by tensor-parallel rank, so that no job of another size can use it."""
-        return len(self.rows) > 1 and PART.match(self.rows[0].parameter.name) is not None
+        return len(self.rows) > 1 and split_projection(self.rows[0].parameter.name) is not None
 
     @property
     def has_padding(self) -> bool:
@@ -103,12 +101,8 @@ def live_parameters(
 
 def split_part(name: str, style: ModelStyle) -> tuple[str, str | None]:
     """(`name`, None), or the name of the fused live tensor and the part of it that `name` is."""
-    match = PART.match(name)
-    if match:
-        return match["base"], match["part"]
-    match = HALF.match(name)
-    if match:
-        return match["base"] + match["expert"], match["part"]
+    if found := split_projection(name) or split_expert_half(name):
+        return found
     if style.fused_mla_down:
         for part in MLA_DOWN:
             if part in name:

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ckpt_tools.errors import MappingError, list_problems
-from ckpt_tools.megatron.fsdp_dtensor import entries
 from ckpt_tools.megatron.fsdp_dtensor.entries import FsdpSource, FsdpTensor
 from ckpt_tools.megatron.fsdp_dtensor.stored import StoredParameter, stored_parameters
 from ckpt_tools.megatron.fsdp_dtensor.tensors import TORCH_ADAM_FIELDS
-from ckpt_tools.megatron.names import BUFFERS, MLA_DOWN, MLA_FUSED_DOWN, PART, split_expert, stored_name
+from ckpt_tools.megatron.keys import BUFFERS, split_expert, split_projection
+from ckpt_tools.megatron.names import MLA_DOWN, MLA_FUSED_DOWN, LayerSpec, stored_name
 from ckpt_tools.megatron.settings import read_settings, training_dtype
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.expected import expected_states, refuse_missing_states
 from ckpt_tools.model.dtypes import CASTABLE
@@ -21,7 +21,11 @@ Group = dict[str, Any]
 
 
 def fsdp_model(
-    source: FsdpSource, *, tp: int | None = None, layer_spec: str | None = None, weights_only: bool = False
+    source: FsdpSource,
+    *,
+    tp: int | None = None,
+    layer_spec: LayerSpec | None = None,
+    weights_only: bool = False,
 ) -> Model:
     """The model that an `fsdp_dtensor` checkpoint holds.
 
@@ -65,11 +69,11 @@ def _parameter(
 ) -> Parameter:
     """What is stored in the place of a trained weight is its fp32 master."""
     tensor = stored.tensor
-    kept = tensor.dtypes[entries.WEIGHT]
+    kept = tensor.dtypes[WEIGHT]
     values = {}
-    for kind in tensor.sources if with_optimizer else (entries.WEIGHT,):
+    for kind in tensor.sources if with_optimizer else (WEIGHT,):
         role = kind
-        if kind == entries.WEIGHT:
+        if kind == WEIGHT:
             role = MASTER if tensor.states and with_optimizer else WEIGHT
         values[role] = Value(tensor.dtypes[kind], stored.shape, stored.sources(kind))
     dtype: str | None = kept
@@ -138,8 +142,8 @@ def _group_names(name: str) -> Iterator[str]:
     """Names under which the group of a tensor may stand: its own, or that of the projection it is a part of."""
     spelled = _spelling(name)
     yield spelled
-    if match := PART.match(spelled):
-        yield match["base"]
+    if part_of := split_projection(spelled):
+        yield part_of[0]
     for part in MLA_DOWN:
         if part in spelled:
             yield spelled.replace(part, MLA_FUSED_DOWN)

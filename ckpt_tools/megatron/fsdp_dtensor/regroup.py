@@ -6,19 +6,18 @@ are grouped by rank, and each rank has rng states of its own.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt_tools.errors import MappingError, UsageError, list_problems
-from ckpt_tools.megatron.fsdp_dtensor.entries import STEP, WEIGHT, FsdpSource, parameter_of
+from ckpt_tools.megatron.fsdp_dtensor.entries import FsdpSource
 from ckpt_tools.megatron.fsdp_dtensor.stored import StoredParameter, packed_projections, stored_parameters
+from ckpt_tools.megatron.keys import STEP, parameter_of, rng_key, role_of
 from ckpt_tools.megatron.record import Size
 from ckpt_tools.model.catalog import Catalog, Item
 from ckpt_tools.model.target import Source, Target, TargetObject, TargetTensor
 from ckpt_tools.model.views import Narrow, Place
 
-_RNG = re.compile(r"^rng_state\.\((?P<pp>\d+), (?P<tp>\d+)\)\.(?P<rest>.+)$")
 Path = tuple[str | int, ...]
 
 
@@ -49,7 +48,7 @@ def build_relayout(source: FsdpSource, wanted: Size | None) -> Relayout:
             archives.append((key, catalog.objects[old].item))
             continue
         entry = catalog.tensors[old]
-        name, kind = parameter_of(old) or ("", "")
+        of = parameter_of(old)
         tensors.append(
             TargetTensor(
                 key,
@@ -57,8 +56,8 @@ def build_relayout(source: FsdpSource, wanted: Size | None) -> Relayout:
                 entry.shape,
                 regrouped.get(old, (Source(old),)),
                 path,
-                parameter="" if kind == STEP else name,
-                role="weight" if kind == WEIGHT else kind if kind in ("exp_avg", "exp_avg_sq") else "other",
+                parameter=of.name if of and of.kind != STEP else "",
+                role=role_of(old),
             )
         )
     target = Target(
@@ -74,15 +73,15 @@ def _keys(catalog: Catalog, tp: int | None, writer: int | None) -> Iterator[tupl
     """(stored key, key in the target, its planner path); rng states for `tp` ranks, the last rank's repeated."""
     for old in (*catalog.objects, *catalog.tensors):
         path = tuple(catalog.planner_paths.get(old, (old,)))
-        match = _RNG.match(old)
-        if match is None or writer is None or tp is None or tp == writer:
+        found = rng_key(old)
+        if found is None or writer is None or tp is None or tp == writer:
             yield old, old, path
             continue
-        rank = int(match["tp"])
+        rank = found.tp
         for t in range(rank, tp) if rank == writer - 1 else [rank] if rank < tp else []:
-            name = f"({match['pp']}, {t})"
-            middle = tuple(name if step == f"({match['pp']}, {rank})" else step for step in path)
-            yield old, f"rng_state.{name}.{match['rest']}", middle
+            name = f"({found.pp}, {t})"
+            middle = tuple(name if step == f"({found.pp}, {rank})" else step for step in path)
+            yield old, f"rng_state.{name}.{found.rest}", middle
 
 
 def _regrouped(source: FsdpSource, writer: int | None, tp: int) -> Iterator[tuple[str, tuple[Source, ...]]]:

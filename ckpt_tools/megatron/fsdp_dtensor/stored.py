@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from ckpt_tools.errors import MappingError, UsageError, list_problems
 from ckpt_tools.megatron.fsdp_dtensor.entries import FsdpTensor
 from ckpt_tools.megatron.hybrid import is_hybrid
+from ckpt_tools.megatron.keys import split_expert, split_projection
 from ckpt_tools.megatron.names import (
     MLA_DOWN,
     MLA_FUSED_DOWN,
     MTP_LIVE,
-    PART,
     PART_ORDERS,
     fuse_local_norm,
-    split_expert,
     stored_name,
 )
 from ckpt_tools.model.target import Source
@@ -166,7 +165,7 @@ def _is_packed(name: str, names: Collection[str]) -> bool:
     return (
         projection in ("in_proj", "conv1d")
         and name.endswith((".weight", ".bias"))
-        and not PART.match(name)
+        and not split_projection(name)
         and f"{module}.A_log" in names
     )
 

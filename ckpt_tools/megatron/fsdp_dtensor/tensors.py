@@ -14,7 +14,6 @@ The gate and up halves of a SwiGLU fc1 are written apart as `<name>_w` and `<nam
 
 from __future__ import annotations
 
-import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from typing import Any, TypeVar
 from ckpt_tools.errors import MappingError, list_problems
 from ckpt_tools.megatron.fsdp_dtensor.flatten import Path, dotted, leaves
 from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter
-from ckpt_tools.megatron.names import BUFFERS
+from ckpt_tools.megatron.keys import BUFFERS, HALVES, MODEL_PREFIX, STATE_PREFIX, state_role
 from ckpt_tools.megatron.param_groups import Group, Membership
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.expressions import Value
@@ -31,12 +30,8 @@ from ckpt_tools.model.model import MASTER, WEIGHT
 from ckpt_tools.model.target import InlineTensor, Source, TargetObject, TargetTensor
 from ckpt_tools.model.views import Narrow, Place, View
 
-MODEL_PREFIX = "model.module"
-STATE_PREFIX = "optimizer.state.module.module.module"
-STATE_PREFIX_FP32 = "optimizer.state.module.module"  # no Float16Module around the model
 TORCH_ADAM_FIELDS = frozenset({"amsgrad", "foreach", "maximize", "capturable"})
 Item = TypeVar("Item", InlineTensor, TargetObject)
-RNG_KEY = re.compile(r"^rng_state/shard_(\d+)\.(\d+)(?:\.(\d+))?_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +61,8 @@ def halves(parameter: LiveParameter) -> tuple[Half, ...]:
     if not parameter.gated:
         return (Half("", 0, parameter.shape[0] if parameter.shape else 1),)
     count = parameter.shape[0] // 2
-    return Half("_w", 0, count), Half("_v", count, count)
+    gate, up = HALVES
+    return Half(gate, 0, count), Half(up, count, count)
 
 
 def live_value(parameter: LiveParameter, role: str) -> Value:
@@ -208,7 +204,7 @@ def state_tensors(parameter: LiveParameter, prefixes: Prefixes) -> Iterator[Targ
                 path=("optimizer", "state", f"{prefixes.wrappers}.{name}", kind),
                 zero_filled=values.zero_filled,
                 parameter=name,
-                role=kind if kind in ("exp_avg", "exp_avg_sq") else "other",
+                role=state_role(kind),
             )
 
 

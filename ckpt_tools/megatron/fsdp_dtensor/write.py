@@ -12,8 +12,6 @@ from ckpt_tools.megatron.fsdp_dtensor.flatten import leaves
 from ckpt_tools.megatron.fsdp_dtensor.gating import GatingChoice, mark_gated
 from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter, live_parameters
 from ckpt_tools.megatron.fsdp_dtensor.tensors import (
-    STATE_PREFIX,
-    STATE_PREFIX_FP32,
     Prefixes,
     backfill_groups,
     check_states,
@@ -27,7 +25,18 @@ from ckpt_tools.megatron.fsdp_dtensor.tensors import (
     tensor_aliases,
 )
 from ckpt_tools.megatron.hybrid import is_hybrid
-from ckpt_tools.megatron.names import DIALECTS, MTP_DISK, MTP_LIVE, Dialect, ModelStyle
+from ckpt_tools.megatron.keys import EXPERTS, MODEL_PREFIX, STATE_PREFIX, STATE_PREFIX_FP32
+from ckpt_tools.megatron.names import (
+    DIALECTS,
+    MTP_DISK,
+    MTP_LIVE,
+    Dialect,
+    DialectName,
+    ExpertModules,
+    LayerSpec,
+    ModelStyle,
+    dialect_named,
+)
 from ckpt_tools.megatron.param_groups import (
     Membership,
     derive_memberships,
@@ -36,7 +45,7 @@ from ckpt_tools.megatron.param_groups import (
 )
 from ckpt_tools.megatron.record import Size
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.expected import expected_states, refuse_missing_states
-from ckpt_tools.megatron.torch_dist.slices import EXPERTS, layer_counts
+from ckpt_tools.megatron.torch_dist.slices import layer_counts
 from ckpt_tools.megatron.vocab import VocabChange, Vocabulary, resize_vocab, told_tokens, vocabulary
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.model import MASTER, Model
@@ -47,9 +56,9 @@ from ckpt_tools.model.target import InlineTensor, Target, TargetObject, TargetTe
 class TargetOptions:
     """What a user may decide about the target; None leaves the decision to the checkpoint."""
 
-    dialect: str | None = None  # a key of names.DIALECTS
-    layer_spec: str | None = None  # "te" or "local"
-    experts: str | None = None  # "grouped" or "sequential"
+    dialect: DialectName | None = None
+    layer_spec: LayerSpec | None = None
+    experts: ExpertModules | None = None
     swiglu: bool | None = None
     swiglu_modules: tuple[str, ...] = ()
     rename_mtp: bool = False
@@ -61,7 +70,7 @@ class TargetOptions:
     aliases: bool = False  # also under the names other targets use
     group_map: Mapping[str, int] | None = None
     strict_map: bool = False
-    model_prefix: str = "model.module"
+    model_prefix: str = MODEL_PREFIX
     state_prefix: str | None = None
 
 
@@ -199,9 +208,7 @@ def check_options(options: TargetOptions) -> None:
 def choose_dialect(model: Model, options: TargetOptions) -> Dialect:
     """The dialect asked for, else Bridge's for a Bridge source and Megatron-LM main's for any other."""
     name = options.dialect or ("bridge" if model.settings.bridge else "main")
-    if name not in DIALECTS:
-        raise UsageError(f"unknown target {name!r}; known targets are {', '.join(DIALECTS)}")
-    dialect = DIALECTS[name]
+    dialect = dialect_named(name)
     if not options.rename_mtp or dialect.mtp_in_state == MTP_LIVE:
         return dialect
     if options.dialect:
@@ -220,7 +227,7 @@ def choose_style(model: Model, options: TargetOptions) -> tuple[ModelStyle, list
         raise MappingError(
             "--layer-spec local: a HybridModel has Transformer Engine's layers whatever its args say"
         )
-    local = {"te": False, "local": True}[options.layer_spec] if options.layer_spec else settings.local_norms
+    local = options.layer_spec == "local" if options.layer_spec else settings.local_norms
     if hybrid:
         local = False
     if local is None:
@@ -275,6 +282,8 @@ def choose_vocab(model: Model, options: TargetOptions, parameters: list[LivePara
         return VocabChange(parameters, (), 0, ())
     if rows < 1:
         raise UsageError(f"--vocab-size-padded {rows}: at least one row is needed")
+    if options.vocab_size is not None and options.vocab_size < 1:
+        raise UsageError(f"--vocab-size {options.vocab_size}: at least one token is needed")
     told = max(told_tokens(model.common.args or model.common.model_config), default=None)
     if options.vocab_size is not None or told is None or rows < told:
         return resize_vocab(parameters, rows, options.vocab_size)

@@ -1,11 +1,22 @@
 """Megatron parameters <-> Hugging Face tensors, as rules over views: no model is built, no tensor is held.
 
-layouts.py      one parameter <-> its tensors: query groups, gate and up, transposes, interleaved columns
-rules.py        Rule, Family; a family's rules written out for the layers and experts of a model
-rule_tables.py  families.py   what this tool knows;  rulefile.py: what a user adds
-model_args.py   rope_args.py  layer_patterns.py  config_fields.py  config.py   Megatron's args <-> config.json
-ledger.py       arguments.yaml  config_json.yaml   every other setting of either side, and what becomes of it
-detect.py       which family a model is
-targets.py      export_targets, import_targets: all tensors of the other side, or every reason why not
-shards.py       how the tensors are cut into files
+* `layouts`: one parameter <-> its tensors: query groups, gate and up, transposes, interleaved columns
+* `rules`: what a rule and a family are; a family's rules written out for the layers and experts of a model
+* `rule_tables`: the rules of the families that are known
+* `families`: those families
+* `rulefile`: a family that a user adds
+* `identify`: which family a model is of
+* `model_args`: a model's architecture in one spelling
+* `numbers`: sizes from settings, looked at before anything is built of them
+* `rope_args`: rotary embeddings
+* `layer_patterns`: which layers have a window, or experts
+* `config_fields`: the fields of config.json that say the same, per family
+* `config`: `config.json`, read and written
+* `ledger`: every other setting of either side, and what becomes of it (arguments.yaml, config_json.yaml)
+* `checks`: what must hold for a model to be exported or imported
+* `quantized`: codes and scales seen as the weights they stand for
+* `compressed_tensors`: the schemes of that library
+* `module_patterns`: which modules config.json leaves as they are
+* `targets`: all tensors of the other side, or every reason why not
+* `shard_files`: how the tensors are cut into files
 """

@@ -56,7 +56,7 @@ def read_config(family: Family, config: Config) -> ModelArgs:
         and not _equal(config[one.hf], config[one.also])
     ]
     for one in family.fields:
-        value = config.get(one.hf, config.get(one.also, _MISSING))
+        value = config.get(one.hf, config.get(one.also, _MISSING) if one.also else _MISSING)
         if value is _MISSING:
             value = one.default(config) if callable(one.default) else one.default
         try:

@@ -29,7 +29,7 @@ class Field:
     write: Callable[[Any, ModelArgs], Any] = lambda value, model: value
     read: Callable[[Any, Config], Any] = lambda value, config: value
     wins: Literal["", "either", "reference", "checkpoint"] = ""
-    also: str = ""
+    also: str | None = None
 
 
 def _write_rope(candidates: Sequence[Any], model: ModelArgs) -> Any:

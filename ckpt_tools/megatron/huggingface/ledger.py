@@ -104,7 +104,7 @@ def demanded_args(family: Family) -> dict[str, Any]:
 def account_for_config(family: Family, config: Mapping[str, Any]) -> Account:
     """Fields of a config.json (in its transformers-4 form) that Megatron does not compute, and unknown ones."""
     ledger = config_fields_of(family.like or family.name)
-    said = {name for one in family.fields for name in (one.hf, one.also)} | set(family.fixed)
+    said = {name for one in family.fields for name in (one.hf, one.also) if name} | set(family.fixed)
     problems = []
     for name, change in ledger.changes.items():
         if name not in said and not is_neutral(config.get(name), change, config):

@@ -18,6 +18,7 @@ MAX_LAYERS = 10_000
 MAX_HEADS = 1 << 13
 MAX_EXPERTS = 1 << 16
 MAX_EXPERT_MODULES = 1 << 18  # layers x experts: 16 times the largest model of today
+MAX_HEAD_MODULES = 1 << 16  # layers x heads: 3 times the largest model of today
 _LAYERS = (
     "num_hidden_layers",
     "num_layers",
@@ -29,7 +30,12 @@ _EXPERTS = ("num_experts", "num_moe_experts", "num_local_experts", "n_routed_exp
 _HEADS = ("num_attention_heads", "num_key_value_heads", "num_query_groups")
 _POSITIVE = ("num_hidden_layers", "num_layers", "hidden_size", "head_dim", "kv_channels", "ffn_hidden_size",
              "intermediate_size")  # fmt: skip
+_COUNTS = ("num_experts_per_tok", "moe_router_topk", "n_shared_experts", "moe_intermediate_size",
+           "moe_ffn_hidden_size", "shared_expert_intermediate_size",
+           "moe_shared_expert_intermediate_size")  # fmt: skip
 _BOUNDS = (
+    (_COUNTS, 0, MAX_SIZE),
+    (("decoder_sparse_step",), 1, MAX_LAYERS),
     (_LAYERS, 0, MAX_LAYERS),
     (_EXPERTS, 0, MAX_EXPERTS),
     (_HEADS, 1, MAX_HEADS),
@@ -86,11 +92,19 @@ def _check_model(model: Any, where: str) -> None:
         value, (kind, *optional) = getattr(model, field.name), str(field.type).split(" | ")
         if not (value is None and optional) and (wanted := _wanted(kind, value)):
             problems.append(f"{field.name} is {_short(value)}; expected {wanted}")
-    if not problems and model.num_layers * (model.num_experts or 0) > MAX_EXPERT_MODULES:
-        problems.append(
-            f"{model.num_layers:,} layers of {model.num_experts:,} experts; at most {MAX_EXPERT_MODULES:,} are "
-            "taken for a model"
-        )
+    products = (
+        (1, "", MAX_LAYERS),
+        (model.num_experts or 0, "experts", MAX_EXPERT_MODULES),
+        (
+            (model.num_attention_heads or 0) + (model.num_query_groups or 0),
+            "heads and query groups",
+            MAX_HEAD_MODULES,
+        ),
+    )
+    for count, what, most in products if not problems else ():
+        if model.num_layers * count > most:
+            of = f" of {count:,} {what}" if what else ""
+            problems.append(f"{model.num_layers:,} layers{of}; at most {most:,} are taken for a model")
     if problems:
         raise MappingError(f"{where}: values that no model has:\n" + list_problems(problems))
 

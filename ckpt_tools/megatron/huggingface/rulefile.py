@@ -1,8 +1,9 @@
 """A user's rule file: one more family, in YAML.
 
-family: mymodel               # must match model_type of --hf-config, or be chosen with --family
+family: mymodel               # a name of its own; a known family of that name is replaced
 architecture: LlamaForCausalLM
-model_type: llama
+model_type: llama             # that of config.json (--hf-config, or the model to import), which chooses the family;
+                              # without it: the name
 like: llama                   # a known family whose rules, config fields and demands are taken over
 fixed: {hidden_act: silu}     # config.json fields with one value
 needs: {qk_layernorm: true}   # Megatron settings without which the model is not of this family: of ModelArgs, or such
@@ -129,6 +130,8 @@ def _rule(item: Any, at: str, problems: list[str]) -> Rule | None:
                  for i, one in enumerate(shape) if one not in DIMENSIONS]  # fmt: skip
     problems += [f"{one!r} is not one of {', '.join(CONDITIONS)} @ {at}.when[{i}]"
                  for i, one in enumerate(when) if one not in CONDITIONS]  # fmt: skip
+    if not shape and layout != "same":
+        problems.append(f"layout {layout} cuts rows, and shape names no dimension @ {at}.shape")
     places = set(PLACEHOLDER.findall(core or ""))
     for i, name in enumerate(hf):
         strange = set(PLACEHOLDER.findall(name)) - places - ({"n"} if "m" in places else set())

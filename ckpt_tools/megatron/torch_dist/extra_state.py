@@ -12,6 +12,7 @@ import itertools
 import re
 from collections.abc import Iterable
 
+from ckpt_tools.megatron.keys import shard_key
 from ckpt_tools.megatron.torch_dist.stacking import Stack
 
 _LINEAR = re.compile(r"^(?P<module>.*\.(?:linear_\w+|in_proj|out_proj|eh_proj))\.weight(?:\.\w+)?$")
@@ -26,7 +27,7 @@ def extra_state_keys(stacks: Iterable[Stack], transformer_engine: bool) -> tuple
         for module in _modules(stack.key, transformer_engine):
             modules[module] = stack.lead or (1,)
     return tuple(
-        f"{module}._extra_state/shard_{_dotted(index)}_{_dotted(lead)}"
+        shard_key(f"{module}._extra_state", index, lead)
         for module, lead in modules.items()
         for index in itertools.product(*map(range, lead))
     )
@@ -40,7 +41,3 @@ def _modules(key: str, transformer_engine: bool) -> Iterable[str]:
             yield match["module"]
         if match := _ATTENTION.match(key):
             yield f"{match['module']}.core_attention"
-
-
-def _dotted(numbers: Iterable[int]) -> str:
-    return ".".join(map(str, numbers))

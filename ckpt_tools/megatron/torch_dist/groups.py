@@ -1,5 +1,7 @@
 """The optimizer part of a `torch_dist` common state: the model's groups, as the job that loads counts them.
 
+A `torch_dist` source does not say which parameter is in which group, and need not: its groups are taken as they are.
+
 Megatron-FSDP does not know expert groups, so whether routed experts have an optimizer of their own follows the
 topology that will load the result. Groups are ordered as core 0.16 and later order them: by what a group overrides,
 the default group first (optimizer/__init__.py `_get_param_groups`); loaders match groups by their attributes.
@@ -24,6 +26,8 @@ def rebuild_optimizer(model: Model, experts_apart: bool) -> tuple[dict[Any, Any]
     Raises:
         MappingError: groups that loaders could not tell apart.
     """
+    if all(p.group is None for p in model.parameters):
+        return _stored_optimizer(model, experts_apart), ()
     found = _members(model, experts_apart)
     order = sorted(found, key=lambda item: _rank(item[0], model.scheduler))
     _refuse_lookalikes([group for group, _ in order])
@@ -32,6 +36,20 @@ def rebuild_optimizer(model: Model, experts_apart: bool) -> tuple[dict[Any, Any]
     parts = [[item for item in order if item[0]["is_expert_parallel"] is expert] for expert in (False, True)]
     optimizer = {i: _optimizer([group for group, _ in part], model) for i, part in enumerate(parts)}
     return optimizer, tuple(count for part in parts for _, count in part)
+
+
+def _stored_optimizer(model: Model, experts_apart: bool) -> dict[Any, Any]:
+    """The source's groups in their order; those of routed experts follow where the loading job has them."""
+    step = {} if model.step is None else {"step": model.step}
+    groups = [step | dict(group) for group in model.groups]
+    experts = [g for g in groups if g.get("is_expert_parallel")]
+    others = [g for g in groups if not g.get("is_expert_parallel")]
+    if experts_apart:
+        experts = experts or [g | {"is_expert_parallel": True} for g in others]
+        return {i: _optimizer(part, model) for i, part in enumerate((others, experts))}
+    known = {_identity(group) for group in others}
+    joined = [g | {"is_expert_parallel": False} for g in experts]
+    return _optimizer([*others, *(g for g in joined if _identity(g) not in known)], model)
 
 
 def _optimizer(groups: list[Group], model: Model) -> dict[str, Any]:
@@ -59,11 +77,15 @@ def _rank(group: Group, scheduler: Mapping[str, Any]) -> tuple[Any, ...]:
     return bool(overrides), overrides, group["is_expert_parallel"]
 
 
+def _identity(group: Group) -> tuple[object, ...]:
+    return tuple(group.get(key, group.get(f"pre_{key}")) for key in IDENTIFIERS)
+
+
 def _refuse_lookalikes(groups: Iterable[Group]) -> None:
     seen: dict[tuple[object, ...], Group] = {}
     problems = []
     for group in groups:
-        identity = tuple(group.get(key, group.get(f"pre_{key}")) for key in IDENTIFIERS)
+        identity = _identity(group)
         other = seen.setdefault(identity, group)
         if other is not group:
             differing = [k for k in {*group, *other} if group.get(k) != other.get(k)]

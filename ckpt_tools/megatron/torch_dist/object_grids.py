@@ -5,12 +5,12 @@ The grid says how many shards there were, so a missing one is seen from the keys
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from math import prod
 from typing import NamedTuple
 
-_SHARD = re.compile(r"(?P<name>.+)/shard_(?P<index>\d+(?:\.\d+)*)_(?P<grid>\d+(?:\.\d+)*)")
+from ckpt_tools.megatron.keys import object_shard, shard_key
+
 _SHOWN = 3
 
 Index = tuple[int, ...]
@@ -28,11 +28,11 @@ class Grid(NamedTuple):
         """What is wrong with the shards, or None."""
         outside = [i for i in self.found if len(i) != len(self.axes) or any(map(int.__ge__, i, self.axes))]
         if outside:
-            return f"{_spelled(self, outside[0])} is outside of its own grid"
+            return f"{shard_key(self.name, outside[0], self.axes)} is outside of its own grid"
         missing = prod(self.axes) - len(self.found)
         if not missing:
             return None
-        first = [_spelled(self, index) for index in self._absent(min(missing, _SHOWN))]
+        first = [shard_key(self.name, index, self.axes) for index in self._absent(min(missing, _SHOWN))]
         more = f" and {missing - len(first)} more" if missing > len(first) else ""
         return f"{missing} of {prod(self.axes)} shards are missing: {', '.join(first)}{more}"
 
@@ -54,14 +54,6 @@ def object_grids(keys: Iterable[str]) -> list[Grid]:
     """Every object among the keys that is stored in shards."""
     found: dict[tuple[str, Index], set[Index]] = {}
     for key in keys:
-        if match := _SHARD.fullmatch(key):
-            found.setdefault((match["name"], _numbers(match["grid"])), set()).add(_numbers(match["index"]))
+        if shard := object_shard(key):
+            found.setdefault((shard.name, shard.grid), set()).add(shard.place)
     return [Grid(name, axes, frozenset(shards)) for (name, axes), shards in found.items()]
-
-
-def _numbers(text: str) -> Index:
-    return tuple(int(part[:18]) for part in text.split("."))
-
-
-def _spelled(grid: Grid, index: Index) -> str:
-    return f"{grid.name}/shard_{'.'.join(map(str, index))}_{'.'.join(map(str, grid.axes))}"

@@ -13,13 +13,13 @@ from ckpt_tools.formats.container import StoredTensor, load_object
 from ckpt_tools.formats.files import Files
 from ckpt_tools.formats.left_out import leave_out
 from ckpt_tools.megatron.common_state import CommonState, read_common_state
-from ckpt_tools.megatron.fsdp_dtensor.tensors import RNG_KEY
+from ckpt_tools.megatron.keys import COMMON_OBJECT, bucket_object, is_optimizer_key, rng_shard
 from ckpt_tools.megatron.param_groups import optimizer_groups
 from ckpt_tools.megatron.settings import read_settings
 from ckpt_tools.megatron.torch_dist.object_grids import object_grids
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import read_optimizer_states
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import OptimizerStates
-from ckpt_tools.megatron.torch_dist.slices import Slice, SortedKeys, is_optimizer_key, sort_keys
+from ckpt_tools.megatron.torch_dist.slices import Slice, SortedKeys, sort_keys
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.expressions import Value
 from ckpt_tools.model.model import WEIGHT, Model, Parameter
@@ -32,7 +32,6 @@ DROPPED_OBJECTS = (
     ("*_extra_state", "Transformer Engine extra state: not part of fsdp_dtensor"),
     ("rerun_state_machine_state/*", "rerun state: never read from fsdp_dtensor"),
 )
-COMMON_OBJECT = "common_state/*"
 Extent: TypeAlias = Literal["whole", "masters", "none"]
 """How much of an optimizer is wanted."""
 
@@ -90,6 +89,7 @@ def read_torch_dist(
         step=next(_steps(stored), None),
         dropped=(*left_out, *dropped_objects(keys, consumed, unknown_keys)),
         unread=unread,
+        notes=_joined(states),
     )
     return TorchDistSource(model, keys.parameters, states)
 
@@ -104,6 +104,17 @@ def _parameter(stored: Slice, states: OptimizerStates | None) -> Parameter:
                 sources = states.sources(kind, stored.key, stored.lead)
                 values[kind] = Value(states.dtype(kind, stored.key), stored.shape, sources)
     return Parameter(stored.name, stored.shape, stored.dtype, values, stored.expert, origin=stored.key)
+
+
+def _joined(states: OptimizerStates | None) -> tuple[str, ...]:
+    """A note where masters are not stored."""
+    made = [e for e in states.payloads.values() if e.made is not None] if states is not None else []
+    if not made:
+        return ()
+    return (
+        f"{sum(e.numel for e in made):,} elements of masters are computed: the optimizer (precision-aware) kept the "
+        "16 bits by which they differ from their bf16 weights",
+    )
 
 
 def _grad_scaler(optimizer: object) -> Mapping[str, Any]:
@@ -161,7 +172,8 @@ def stored_groups(files: Files, catalog: Catalog, common: CommonState) -> tuple[
 
 def _groups_of_buckets(files: Files, catalog: Catalog) -> list[dict[str, Any]]:
     groups: list[dict[str, Any]] = []
-    keys = [key for key in catalog.objects if ".dp_group_idx_0.optimizer/shard_" in key]
+    about = ((key, bucket_object(key)) for key in catalog.objects)
+    keys = [key for key, found in about if found and (found.group, found.what) == (0, "optimizer")]
     for key in sorted(keys):  # chained_0 before chained_1: the order of ids
         groups += optimizer_groups(load_object(files, catalog.objects[key].item)[0])
     return groups
@@ -170,12 +182,11 @@ def _groups_of_buckets(files: Files, catalog: Catalog) -> list[dict[str, Any]]:
 def rng_states(files: Files, catalog: Catalog) -> tuple[dict[tuple[int, int], object], tuple[str, ...]]:
     """The rng states by (pp, tp), of several data-parallel entries the first; and what of them is missing."""
     found: dict[tuple[int, int], object] = {}
-    wanted = {k: e for k, e in catalog.objects.items() if RNG_KEY.match(k)}
-    for key, entry in wanted.items():
-        match = RNG_KEY.match(key)
-        if match and match[3] in (None, "0"):
-            found[int(match[1]), int(match[2])] = load_object(files, entry.item)[0]
-    return found, tuple(grid.problem for grid in object_grids(wanted) if grid.problem)
+    ranks = {key: rank for key in catalog.objects if (rank := rng_shard(key))}
+    for key, rank in ranks.items():
+        if not rank.dp:
+            found[rank.pp, rank.tp] = load_object(files, catalog.objects[key].item)[0]
+    return found, tuple(grid.problem for grid in object_grids(ranks) if grid.problem)
 
 
 def dropped_objects(keys: SortedKeys, consumed: frozenset[str], unknown_keys: bool) -> list[str]:
@@ -186,11 +197,11 @@ def dropped_objects(keys: SortedKeys, consumed: frozenset[str], unknown_keys: bo
     """
     dropped, unknown = [], []
     for key in (*keys.objects, *keys.optimizer):
-        rng = RNG_KEY.match(key)
-        if rng and rng[3] not in (None, "0"):
+        rng = rng_shard(key)
+        if rng and rng.dp:
             dropped.append(f"{key}: fsdp_dtensor keeps the rng states of one data-parallel rank")
             continue
-        if rng or key in consumed or fnmatchcase(key, COMMON_OBJECT):
+        if rng or key in consumed or key == COMMON_OBJECT:
             continue
         reason = next((why for glob, why in DROPPED_OBJECTS if fnmatchcase(key, glob)), None)
         if reason is None:

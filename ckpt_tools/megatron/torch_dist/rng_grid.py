@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from ckpt_tools.errors import MappingError, UsageError
 from ckpt_tools.megatron.common_state import CommonState
+from ckpt_tools.megatron.keys import shard_key
 from ckpt_tools.megatron.names import Dialect
 from ckpt_tools.megatron.record import Size
 from ckpt_tools.model.target import TargetObject
@@ -46,7 +47,7 @@ def rng_grid(
         return Grid(pp, tp)
     world, source = (gpus, "--gpus") if gpus is not None else (common.arg("world_size"), "args")
     if world is None or world % (pp * tp) or world < pp * tp:
-        found = "nothing tells how many" if world is None else f"{world} GPUs are no multiple of TP x PP"
+        found = "nothing tells how many" if world is None else f"{world} GPUs are not a multiple of TP x PP"
         raise UsageError(
             f"a {dialect.name} job with expert parallel size {ep} asks for the rng states of each of its "
             f"data-parallel ranks, and {found}: give --gpus, the GPUs of the job (TP {tp} x PP {pp} x the data and "
@@ -65,12 +66,10 @@ def rng_objects(rng: Ranks, grid: Grid | None) -> tuple[list[TargetObject], list
         return [], ["the source has no rng states: resume with --no-load-rng"]
     whole = {rank: _with_trackers(rank, states) for rank, states in rng.items()}
     sizes = [grid.pp, grid.tp] if grid.dp is None else [grid.pp, grid.tp, grid.dp.ranks]
-    shape = ".".join(map(str, sizes))
     objects, notes = [], []
     for index in itertools.product(*map(range, sizes)):
         source = _nearest(whole, index[0], index[1])
-        at = ".".join(map(str, index))
-        objects.append(TargetObject(f"rng_state/shard_{at}_{shape}", [whole[source]]))
+        objects.append(TargetObject(shard_key("rng_state", index, sizes), [whole[source]]))
         if source != index[:2] and not any(index[2:]):
             notes.append(f"rng of (pp, tp) rank {index[:2]}: copied from rank {source}")
     lost = sorted(rank for rank in whole if rank[0] >= grid.pp or rank[1] >= grid.tp)

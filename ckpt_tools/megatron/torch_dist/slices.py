@@ -7,19 +7,21 @@ layers were written one by one. Names at this point are still those of the disk;
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ckpt_tools.errors import MappingError, list_problems
+from ckpt_tools.megatron.keys import (
+    expert_of,
+    has_expert_axis,
+    is_optimizer_key,
+    layer_of,
+    stacked_axes,
+    stacked_layers,
+)
 from ckpt_tools.model.catalog import Catalog, TensorEntry
 
-CHAINED = re.compile(r"^chained_(\d+)\.")
-STACKED_LAYERS = re.compile(r"(?:^|\.)layers\.(?!\d+\.)")
-LAYER_NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-EXPERTS = ".experts.experts."
-# Keys of `singleton_local_shards` (moe/experts.py) have a number here instead of an axis.
-EXPERT_NUMBER = re.compile(r"(?<=\.experts\.experts\.)(\d+)\.")
+_SHOWN = 16  # missing layers that a message names; a key may claim to be of any layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,27 +73,21 @@ def without_wrapper(parameters: list[Slice]) -> list[Slice]:
     return [replace(p, name=p.name.removeprefix("module.")) for p in parameters]
 
 
-def is_optimizer_key(key: str) -> bool:
-    """Whether the key belongs to the optimizer, with or without the `chained_<i>.` prefix."""
-    return CHAINED.sub("", key).startswith("optimizer.")
-
-
 def slices_of(entry: TensorEntry) -> list[Slice]:
     """The parameters stacked in one stored weight, in index order; a single one when nothing is stacked."""
-    key, layers = entry.key, STACKED_LAYERS.findall(entry.key)
-    if len(layers) > 1:
+    key = entry.key
+    name, number = expert_of(key)
+    stacked = stacked_layers(name)
+    if len(stacked) > 1:
         raise MappingError(f"{key}: more than one stacked `layers` segment; no known model writes that")
     axes = stacked_axes(key)
     if len(entry.shape) < axes:
         raise MappingError(f"{key}: shape {entry.shape} is too short for its stacked layer and expert axes")
     lead_shape, shape = entry.shape[:axes], entry.shape[axes:]
-    layer_range: Iterable[int | None] = range(lead_shape[0]) if layers else (None,)
-    number = EXPERT_NUMBER.search(key)
-    name = EXPERT_NUMBER.sub("", key)
+    layer_range: Iterable[int | None] = range(lead_shape[0]) if stacked else (None,)
     expert_range: Iterable[int | None] = range(lead_shape[-1]) if has_expert_axis(key) else (None,)
     experts = tuple(expert_range)
-    stacked = STACKED_LAYERS.search(name)
-    at = stacked.end() if stacked else 0
+    at = stacked[0] if stacked else 0
     return [
         Slice(
             name=name if layer is None else f"{name[:at]}{layer}.{name[at:]}",
@@ -99,35 +95,27 @@ def slices_of(entry: TensorEntry) -> list[Slice]:
             lead=tuple([i for i in (layer, expert) if i is not None]),
             shape=shape,
             dtype=entry.dtype,
-            expert=int(number[1]) if number else expert,
+            expert=expert if number is None else number,
         )
         for layer in layer_range
         for expert in experts
     ]
 
 
-def stacked_axes(key: str) -> int:
-    """Number of leading (layer, expert) axes of the tensor with this key."""
-    return len(STACKED_LAYERS.findall(key)) + has_expert_axis(key)
-
-
-def has_expert_axis(key: str) -> bool:
-    """Whether the tensor with this key holds all experts of its layer."""
-    return EXPERTS in key and not EXPERT_NUMBER.search(key)
-
-
 def missing_layers(names: Iterable[str]) -> list[str]:
     """One line per block whose layer numbers do not run from 0 without a gap."""
     blocks: dict[str, set[int]] = {}
     for name in names:
-        match = LAYER_NUMBER.search(name)
-        if match:
-            blocks.setdefault(name[: match.start(1)], set()).add(int(match[1]))
+        layer = layer_of(name)
+        if layer:
+            blocks.setdefault(layer.block, set()).add(layer.number)
     problems = []
     for block, found in sorted(blocks.items()):
-        absent = sorted(set(range(max(found) + 1)) - found)
-        if absent:
-            problems.append(f"{block}*: layers {absent} are missing below layer {max(found)}")
+        count = max(found) + 1 - len(found)
+        if count:
+            first = [n for n in range(len(found) + _SHOWN) if n not in found][:_SHOWN]
+            named = f"layers {first[:count]}" if count <= _SHOWN else f"{count} layers, the first {first},"
+            problems.append(f"{block}*: {named} are missing below layer {max(found)}")
     return problems
 
 
@@ -135,8 +123,7 @@ def layer_counts(names: Iterable[str]) -> Mapping[str, int]:
     """Number of layers of every block, by the name before the layer number (`decoder.layers.`)."""
     counts: dict[str, int] = {}
     for name in names:
-        match = LAYER_NUMBER.search(name)
-        if match:
-            block = name[: match.start(1)]
-            counts[block] = max(counts.get(block, 0), int(match[1]) + 1)
+        layer = layer_of(name)
+        if layer:
+            counts[layer.block] = max(counts.get(layer.block, 0), layer.number + 1)
     return counts

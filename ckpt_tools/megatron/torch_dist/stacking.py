@@ -8,12 +8,13 @@ exactly its own form, so the choice follows the args, and a block whose layers d
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
 from ckpt_tools.errors import MappingError, list_problems
 from ckpt_tools.megatron.common_state import CommonState
-from ckpt_tools.megatron.torch_dist.slices import LAYER_NUMBER, missing_layers
+from ckpt_tools.megatron.keys import HALVES, layer_of, split_half, stacked_layers
+from ckpt_tools.megatron.torch_dist.slices import missing_layers
 from ckpt_tools.model.expressions import Value
 from ckpt_tools.model.model import Parameter
 from ckpt_tools.model.target import Source
@@ -117,6 +118,45 @@ def stack_parameters(
     return stacks, notes
 
 
+def joined_halves(parameters: Sequence[Parameter]) -> list[Parameter]:
+    """The parameters with the gate and up halves of an fc1 in one, which `singleton_local_shards` keeps apart.
+
+    Raises:
+        MappingError: a half stands alone, or has other states or another shape than its twin.
+    """
+    twins: dict[tuple[str, int | None], dict[str, Parameter]] = {}
+    for p in parameters:
+        name, half = split_half(p.name)
+        if half:
+            twins.setdefault((name, p.expert), {})[half] = p
+    joined = []
+    for p in parameters:
+        name, half = split_half(p.name)
+        if not half:
+            joined.append(p)
+        elif half == HALVES[0] or len(twins[name, p.expert]) == 1:
+            joined.append(_joined_half(name, twins[name, p.expert]))
+    return joined
+
+
+def _joined_half(name: str, twins: Mapping[str, Parameter]) -> Parameter:
+    parts = [twins[part] for part in HALVES if part in twins]
+    if len({(p.shape, p.dtype, p.states) for p in parts}) != 1 or len(parts) != len(HALVES):
+        raise MappingError(f"{name}: its halves {', '.join(p.name for p in parts)} do not make one tensor")
+    first = parts[0]
+    rows, rest = first.shape[0], first.shape[1:]
+    whole = (rows * len(parts), *rest)
+    values = {}
+    for role, value in first.values.items():
+        sources = tuple(
+            Source(s.key, (*s.view, Place((i * rows, *(0,) * len(rest)), whole)))
+            for i, p in enumerate(parts)
+            for s in p.values[role].sources
+        )
+        values[role] = replace(value, shape=whole, sources=sources)
+    return replace(first, name=name, shape=whole, values=values, origin=first.origin.removesuffix(HALVES[0]))
+
+
 def _refuse_gaps(parameters: Sequence[Parameter]) -> None:
     problems = missing_layers(p.name for p in parameters)
     if problems:
@@ -124,10 +164,8 @@ def _refuse_gaps(parameters: Sequence[Parameter]) -> None:
 
 
 def _place(name: str) -> _Place:
-    match = LAYER_NUMBER.search(name)
-    if match is None:
-        return _Place("", None, name)
-    return _Place(name[: match.start(1)], int(match[1]), name[match.end() :])
+    layer = layer_of(name)
+    return _Place("", None, name) if layer is None else _Place(*layer)
 
 
 def _choose(
@@ -138,8 +176,10 @@ def _choose(
 ) -> tuple[dict[str, bool], list[str]]:
     """Whether each block is stacked, and notes."""
     layers: dict[str, dict[int, set[_Content]]] = {}
+    stored: dict[str, bool] = {}
     for p, (block, layer, rest) in zip(parameters, places, strict=True):
         if layer is not None:
+            stored[block] = bool(stacked_layers(p.origin))
             layers.setdefault(block, {}).setdefault(layer, set()).add((rest, p.expert, p.shape))
     reason = _reason_apart(common)
     if stacked is not False and (reason is None or reason.startswith(_FREQUENCIES)):
@@ -150,13 +190,24 @@ def _choose(
         never = f".{block}".startswith(".mtp.") or ".mtp." in block or _is_hybrid(found)
         if stacked and not never and not alike:
             raise MappingError(f"{block}*: its layers hold different parameters and cannot be stacked")
-        wanted = stacked if stacked is not None else not reason or "vision_model." in block
-        choice[block] = bool(wanted) and alike and not never
+        wanted, why = _wanted(block, stacked, stored if common.of_torch_dist else {}, reason)
+        choice[block] = wanted and alike and not never
         if not never:
-            why = "as asked for" if stacked is not None else reason if alike else "its layers differ"
+            why = why if alike or stacked is not None else "its layers differ"
             form = "one tensor for all layers" if choice[block] else "a tensor for each layer"
             notes.append(f"{block}*: {form}" + (f" ({why})" if why else ""))
     return choice, notes
+
+
+def _wanted(
+    block: str, asked: bool | None, stored: Mapping[str, bool], reason: str | None
+) -> tuple[bool, str | None]:
+    """Whether a block is to be stacked, and why: as asked for, as the source has it, or as the settings say."""
+    if asked is not None:
+        return asked, "as asked for"
+    if block in stored:
+        return stored[block], "as in the source"
+    return not reason or "vision_model." in block, reason
 
 
 def _refuse_partial_layers(layers: Mapping[str, Mapping[int, set[_Content]]]) -> None:

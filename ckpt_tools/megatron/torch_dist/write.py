@@ -10,23 +10,24 @@ The result has the `fully_reshardable` optimizer layout, which core 0.15 and lat
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 from ckpt_tools.errors import MappingError, UsageError, list_problems
-from ckpt_tools.megatron.common_state import COMMON_OBJECT
-from ckpt_tools.megatron.names import BUFFERS, DIALECTS, Dialect
+from ckpt_tools.megatron.keys import BUFFERS, COMMON_OBJECT, state_role
+from ckpt_tools.megatron.names import Dialect, DialectName, LayerSpec, dialect_named
 from ckpt_tools.megatron.record import Size, TargetRecord
 from ckpt_tools.megatron.torch_dist.extra_state import extra_state_keys
 from ckpt_tools.megatron.torch_dist.groups import rebuild_optimizer
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.expected import expected_states, refuse_missing_states
 from ckpt_tools.megatron.torch_dist.rng_grid import Grid, rng_grid, rng_objects
 from ckpt_tools.megatron.torch_dist.slices import layer_counts
-from ckpt_tools.megatron.torch_dist.stacking import Stack, stack_parameters
+from ckpt_tools.megatron.torch_dist.stacking import Stack, joined_halves, stack_parameters
 from ckpt_tools.megatron.vocab import Vocabulary, vocabulary
 from ckpt_tools.model.dtypes import CASTABLE
-from ckpt_tools.model.model import MASTER, Model, Parameter
+from ckpt_tools.model.model import MASTER, Model
 from ckpt_tools.model.target import Target, TargetObject, TargetTensor
 
 CONTENT_METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
@@ -34,14 +35,18 @@ OPTIMIZER_METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": False,
 }
-_CARRIED = ("args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far")
+EXTRA_STATE, RERUN = "*._extra_state/shard_*", "rerun_state_machine_state/*"
+_CARRIED = {"args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far"}
+# Of a source's common state: what is made anew, and what only a job that resumes asks for.
+_OWN = {"optimizer", "opt_param_scheduler", "content_metadata"}
+_RESUMED = {"rerun_state_machine"}
 
 
 @dataclass(frozen=True, slots=True)
 class TorchDistOptions:
     """What a user may decide about the target; None leaves the decision to the checkpoint."""
 
-    layer_spec: str | None = None  # "te" or "local"
+    layer_spec: LayerSpec | None = None
     stacked: bool | None = None  # layers of a block in one tensor
     dtype: str | None = None  # of the weights
     tp: int | None = None  # the tensor-parallel size that the source's packed projections are for
@@ -50,7 +55,7 @@ class TorchDistOptions:
     )
     etp: int | None = None
     gpus: int | None = None  # of that job
-    dialect: str | None = None  # a key of names.DIALECTS: the program that will load the result
+    dialect: DialectName | None = None  # of the program that will load the result
     weights_only: bool = False
     extra_state: bool = True
     extra_state_template: tuple[str, ...] = ()  # keys of a checkpoint of the same model; () to derive them
@@ -77,19 +82,27 @@ def build_torch_dist_target(model: Model, options: TorchDistOptions) -> TorchDis
     local = model.settings.local_norms if options.layer_spec is None else options.layer_spec == "local"
     dialect = choose_dialect(model, options.dialect)
     _check_counts(model)
-    stacks, notes = stack_parameters(model.parameters, model.common, options.stacked)
+    stacks, notes = stack_parameters(joined_halves(model.parameters), model.common, options.stacked)
     common, counts = _common_state(model, options)
     grid = None
     if model.rng and not options.weights_only:
         grid = rng_grid(model.rng, model.common, dialect, options.ep, options.gpus)
     rng, rng_notes = ([], []) if options.weights_only else rng_objects(model.rng, grid)
-    extra = [TargetObject(key, [None]) for key in _extra_keys(stacks, local, options)]
+    extra = [TargetObject(key, [None]) for key in _extra_keys(stacks, local, model, options)]
+    rerun = [] if options.weights_only else [TargetObject(key, [None]) for key in _stored(model, RERUN)]
+    objects = (*rng, *extra, *rerun, TargetObject(COMMON_OBJECT, [common]))
+    kept = carried_objects(model, objects)
     target = Target(
         tensors=(*_weights(stacks, model, options), *(_states(stacks) if "optimizer" in common else ())),
-        objects=(*rng, *extra, TargetObject(COMMON_OBJECT, [common])),
-        dropped=model.dropped,
-        renamed=_renamed(model.parameters),
-        notes=(*model.notes, *notes, *rng_notes, *_losses(model, options)),
+        objects=objects,
+        dropped=_dropped(model, kept),
+        renamed=_renamed(stacks, model),
+        notes=(
+            *model.notes,
+            *notes,
+            *(rng_notes if any(o.key not in kept for o in rng) or not rng else ()),
+            *_losses(model, options, kept),
+        ),
     )
     record = _record(model, options, dialect, grid)
     args = model.common.args or model.common.model_config
@@ -105,9 +118,7 @@ def choose_dialect(model: Model, asked: str | None) -> Dialect:
     """
     known = None if model.record is None else model.record.target
     name = asked or known or ("bridge" if model.settings.bridge else "main")
-    if name not in DIALECTS:
-        raise UsageError(f"unknown target {name!r}; known targets are {', '.join(DIALECTS)}")
-    return DIALECTS[name]
+    return dialect_named(name)
 
 
 def _record(model: Model, options: TorchDistOptions, dialect: Dialect, grid: Grid | None) -> TargetRecord:
@@ -135,7 +146,9 @@ def _common_state(model: Model, options: TorchDistOptions) -> tuple[dict[str, An
     """The common state, and the number of tensors of the running model in each optimizer group."""
     values = model.common.values
     common: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": 0}
-    common |= {name: values[name] for name in _CARRIED if name in values}
+    left = _OWN | (_RESUMED if options.weights_only else set())
+    names = set(values) - left if model.common.of_torch_dist else _CARRIED
+    common |= {name: value for name, value in values.items() if name in names}
     common["content_metadata"] = dict(CONTENT_METADATA)
     if options.weights_only:
         return common, ()
@@ -212,7 +225,7 @@ def _states(stacks: Sequence[Stack]) -> Iterable[TargetTensor]:
                 value.shape,
                 value.sources,
                 zero_filled=value.zero_filled,
-                role=role,
+                role=state_role(role),
             )
 
 
@@ -238,28 +251,74 @@ def _need_dtype(key: str, stored: str) -> str:
     return stored
 
 
-def _extra_keys(stacks: Sequence[Stack], local: bool | None, options: TorchDistOptions) -> Sequence[str]:
+def _extra_keys(
+    stacks: Sequence[Stack], local: bool | None, model: Model, options: TorchDistOptions
+) -> Sequence[str]:
+    """Keys of extra states: a template's, the source's where the weights keep their keys, or derived ones.
+
+    Another program may ask for some that the source's does not have.
+    """
     if not options.extra_state:
         return ()
-    return options.extra_state_template or extra_state_keys(stacks, transformer_engine=not local)
+    if options.extra_state_template:
+        return options.extra_state_template
+    stored = _stored(model, EXTRA_STATE) if all(s.key in model.catalog.tensors for s in stacks) else []
+    if stored and options.dialect is None:
+        return stored
+    return tuple(dict.fromkeys((*stored, *extra_state_keys(stacks, transformer_engine=not local))))
 
 
-def _renamed(parameters: Iterable[Parameter]) -> tuple[str, ...]:
-    """One line per name that changed by more than a layer or expert axis."""
+def _stored(model: Model, glob: str) -> list[str]:
+    """Keys of objects that a `torch_dist` source has."""
+    return [key for key in model.catalog.objects if model.common.of_torch_dist and fnmatchcase(key, glob)]
+
+
+def carried_objects(model: Model, objects: Iterable[TargetObject]) -> frozenset[str]:
+    """The keys of objects that a `torch_dist` source has too: they are taken over byte for byte."""
+    stored = model.catalog.objects if model.common.of_torch_dist else {}
+    return frozenset(o.key for o in objects if o.key in stored and o.key != COMMON_OBJECT)
+
+
+def _dropped(model: Model, kept: Container[str]) -> tuple[str, ...]:
+    """What reading left out, as `fsdp_dtensor` does, without what is kept here."""
+    if not model.common.of_torch_dist:
+        return model.dropped
+    lines = (line.partition(": ") for line in model.dropped)
     return tuple(
-        f"{p.origin} -> {p.name}" for p in parameters if p.origin not in (p.name, "") and p.expert is None
+        f"{key}: the target does not ask for it" if "fsdp_dtensor" in why else f"{key}: {why}"
+        for key, _, why in lines
+        if key not in kept
     )
 
 
-def _losses(model: Model, options: TorchDistOptions) -> list[str]:
-    """What an `fsdp_dtensor` checkpoint, or this one, does not hold and the target would have."""
-    notes = ["rerun state machine: not part of fsdp_dtensor, the loading job starts a new one"]
-    if options.extra_state:
+def _renamed(stacks: Sequence[Stack], model: Model) -> tuple[str, ...]:
+    """One line per name that changed by more than a layer or expert axis."""
+    if model.common.of_torch_dist:
+        pairs = dict.fromkeys((p.origin, stack.key) for stack in stacks for p in stack.parameters)
+        return tuple(f"{old} -> {new}" for old, new in pairs if old != new)
+    return tuple(
+        f"{p.origin} -> {p.name}"
+        for p in model.parameters
+        if p.origin not in (p.name, "") and p.expert is None
+    )
+
+
+def _losses(model: Model, options: TorchDistOptions, kept: Collection[str]) -> list[str]:
+    """What the source, or this checkpoint, does not hold and a training job's own would have."""
+    notes = []
+    if not model.common.of_torch_dist:
+        notes.append("rerun state machine: not part of fsdp_dtensor, the loading job starts a new one")
+    if options.extra_state and not any(fnmatchcase(key, EXTRA_STATE) for key in kept):
         notes.append("Transformer Engine extra states are written empty: FP8 scaling starts anew")
-    else:
+    elif not options.extra_state:
         notes.append("no Transformer Engine extra states: load with --dist-ckpt-strictness log_all")
     if model.optimizer_layout is None or options.weights_only:
         return notes
+    if model.common.arg("use_precision_aware_optimizer"):
+        notes.append(
+            "masters are written as plain fp32 numbers: load without --use-precision-aware-optimizer, or with "
+            "store_param_remainders off; a job that keeps remainders expects those in their place"
+        )
     for p in {p.origin: p for p in model.parameters}.values():
         if not p.states:
             notes.append(f"{p.origin}: no optimizer state in the source (buffer or frozen weight)")

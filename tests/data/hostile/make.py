@@ -119,7 +119,7 @@ def pickles() -> None:
     many = b"".join(f"cnemo.x\nC{i}\n0".encode() for i in range(501))
     both("globals_without_end", b"\x80\x02" + many + b"N.", "names more than 500 globals")
     both("memo_bomb", b"\x80\x02Nr\xff\xff\xff\x7f.", "stores memo entry 2147483647")
-    both("memo_bomb_text", b"Np99999999999999\n.", "opcode 0x70 is none that checkpoints have")
+    both("memo_bomb_text", b"Np99999999999999\n.", "opcode 0x70 is not one that checkpoints have")
     both("giant_text", b"\x80\x04X\xff\xff\xff\xff.", DAMAGED)
     both("giant_text8", b"\x80\x04\x8d" + b"\xff" * 7 + b"\x7f.", DAMAGED)
     both("giant_bytes8", b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40) + b".", DAMAGED)
@@ -127,7 +127,7 @@ def pickles() -> None:
     both("giant_frame", b"\x80\x04\x95" + struct.pack("<Q", 1 << 40) + b"N.", DAMAGED)
     both("extension", b"\x80\x02\x82\x01.", DAMAGED)
     both("persistent_id", b"\x80\x02K\x01Q.", DAMAGED)
-    both("no_opcode", b"\x80\x02\xff\xfe.", "opcode 0xff is none that checkpoints have")
+    both("no_opcode", b"\x80\x02\xff\xfe.", "opcode 0xff is not one that checkpoints have")
     both("empty_stack", b"\x80\x020000.", DAMAGED)
     both("build_on_function", b"\x80\x02c_codecs\nencode\n}" + text("x") + b"K\1sb.", DAMAGED)
     slots = b"\x80\x02cargparse\nNamespace\n(N}" + text("module") + text("os") + b"stb."
@@ -161,7 +161,7 @@ def objects() -> None:
     cases = {
         "tensor_expanded": (tensor("J\0\0\0\x40\x85", "K\0\x85"), "its tensors are larger than the archive"),
         "tensor_overflow": (tensor(huge, "K\1\x85"), "needs"),
-        "tensor_negative_stride": (tensor(one, "J\xff\xff\xff\xff\x85"), "-1 is no size or offset"),
+        "tensor_negative_stride": (tensor(one, "J\xff\xff\xff\xff\x85"), "-1 is not a size or offset"),
         "tensor_short_storage": (
             tensor(one, "K\1\x85", numel=3),
             "has 8 bytes, but its pickle says 3 elements",
@@ -223,12 +223,12 @@ def amplifiers() -> None:
     for name, (pickle, message) in cases.items():
         records = [("a/data.pkl", b"\x80\x04" + pickle + b"."), ("a/data/0", bytes(4096))]
         write(f"{name}.pt", archive(records[: 2 if "tensor" in name else 1]), message)
-    write("shared_offset.metadata", stored(shared, b"K\1"), "x: 1 bytes at a list of a are no item")
-    write("shared_length.metadata", stored(b"K\0", shared), "x: a list bytes at 0 of a are no item")
+    write("shared_offset.metadata", stored(shared, b"K\1"), "x: 1 bytes at a list of a are not an item")
+    write("shared_length.metadata", stored(b"K\0", shared), "x: a list bytes at 0 of a are not an item")
     write(
         "key_of_floats.metadata",
         stored(b"K\0", b"K\1", key=b"G" + bytes(8) + b"\x85"),
-        "a key or file name is no text",
+        "a key or file name is not text",
     )
 
 

@@ -81,6 +81,19 @@ def test_what_no_arguments_say(change: dict[str, Any]) -> None:
     assert time.process_time() - began < 1
 
 
+@pytest.mark.parametrize("name", ["num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step"])
+@pytest.mark.parametrize("value", [2.5, "2", True, -1, {}])
+def test_a_count_is_a_whole_number_and_never_rounded(name: str, value: object) -> None:
+    with pytest.raises(MappingError, match=f"{name} is "):
+        read_config(FAMILIES["qwen3_moe"], QWEN | {name: value})
+
+
+@pytest.mark.parametrize("name", ["moe_router_topk", "moe_ffn_hidden_size"])
+def test_nor_is_one_of_the_arguments(name: str) -> None:
+    with pytest.raises(MappingError, match=f"{name} is 2.5"):
+        read_model_args(ARGS | {name: 2.5})
+
+
 def test_a_rule_for_experts_says_nothing_of_a_model_without_them() -> None:
     rule = Rule("a.{l}", ("b.{l}",), "same", ("ffn",))
     of_experts = replace(rule, core="a.{l}.{e}")

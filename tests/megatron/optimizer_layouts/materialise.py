@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_tools.formats.container import read_frame
+from ckpt_tools.formats.container import find_tensor
 from ckpt_tools.formats.files import Files
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import OptimizerStates
 from ckpt_tools.megatron.torch_dist.slices import Slice
@@ -61,7 +61,7 @@ def _entry(catalog: Catalog, states: OptimizerStates | None, key: str) -> Tensor
 def _payload(files: Files, dtype: str, item: object) -> Bits:
     offset, length = item.offset, item.length  # type: ignore[attr-defined]
     if not item.bare:  # type: ignore[attr-defined]
-        frame = read_frame(files, item)  # type: ignore[arg-type]
+        frame = find_tensor(files, item)  # type: ignore[arg-type]
         assert frame.is_row_major and frame.dtype == dtype
         offset, length = frame.payload_offset, frame.nbytes
     return np.frombuffer(files.read(item.file, offset, length), f"<u{itemsize(dtype)}")  # type: ignore[attr-defined]

@@ -48,7 +48,7 @@ Damage = Callable[[Checkpoint], object]
 @pytest.mark.parametrize(
     ("damage", "error", "match"),
     [
-        (lambda m: change(m, f"{NAME}.param", dtype="int16"), UnsupportedCheckpointError, "param is int16"),
+        (lambda m: change(m, f"{NAME}.exp_avg", dtype="int16"), UnsupportedCheckpointError, "exp_avg is int16"),
         (lambda m: m.catalog.tensors.pop(f"{NAME}.param"), UnsupportedCheckpointError, "no master weights"),
         (lambda m: change(m, f"{NAME}.exp_avg", chunks=m.catalog.tensors[f"{NAME}.exp_avg"].chunks[:-1]),
          CorruptCheckpointError, r"exp_avg: chunks hold \d+ of \d+ elements"),

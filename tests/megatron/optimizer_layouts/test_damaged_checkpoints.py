@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_tools.errors import VerificationError
-from ckpt_tools.formats.container import read_frame
+from ckpt_tools.formats.container import find_tensor
 from ckpt_tools.model.views import Unflatten
 from tests.conftest import fixture_dir
 
@@ -38,7 +38,7 @@ class Copy:
         assert isinstance(step, Unflatten)
         found: dict[int, tuple[Path, int]] = {}
         for chunk in self._catalog.tensors[source.key].chunks:
-            offset = read_frame(self._files, chunk.item).payload_offset
+            offset = find_tensor(self._files, chunk.item).payload_offset
             first = chunk.box.start[0]
             for i in range(first, chunk.box.stop[0]):
                 found[i] = (self.folder / "checkpoint" / chunk.item.file, offset + 4 * (i - first))

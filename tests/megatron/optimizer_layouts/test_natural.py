@@ -62,10 +62,10 @@ def test_a_state_under_two_keys_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"), [("param", "int16"), ("exp_avg", "uint8"), ("exp_avg_sq", "float8_e4m3fn")]
+    ("kind", "dtype"), [("param", "uint8"), ("exp_avg", "int16"), ("exp_avg_sq", "float8_e4m3fn")]
 )
 def test_encoded_states_are_refused_by_name(kind: str, dtype: str) -> None:
-    """Synthetic: no file of a precision-aware optimizer is at hand."""
+    """Synthetic: Megatron widens 8-bit moments before it stores them."""
     key = f"optimizer.state.{kind}.{WEIGHT}"
     with pytest.raises(UnsupportedCheckpointError, match=f"precision-aware(.|\n)*{kind}.{WEIGHT} is {dtype}"):
         model_space_states(catalog({WEIGHT: (2,), key: (2,)}, {key: dtype}), "x")

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.errors import UnsupportedCheckpointError
-from ckpt_tools.formats.container import read_frame
+from ckpt_tools.formats.container import find_tensor
 from ckpt_tools.formats.files import Files
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_order import LookAlikes
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.buckets import Bucket, Flat, Piece
@@ -60,13 +60,13 @@ class Reader:
     def _find_payload(self, chunk: Chunk, dtype: str) -> int:
         if chunk.item.bare:
             return chunk.item.offset
-        frame = read_frame(self._files, chunk.item)
-        if frame.dtype != dtype or frame.shape != chunk.box.size or not frame.is_row_major:
+        tensor = find_tensor(self._files, chunk.item)
+        if tensor.dtype != dtype or tensor.shape != chunk.box.size or not tensor.is_row_major:
             raise UnsupportedCheckpointError(
                 f"{chunk.item.file} at byte {chunk.item.offset}: expected a row-major {dtype} tensor of shape "
-                f"{chunk.box.size}, found {frame.dtype} {frame.shape} with strides {frame.strides}"
+                f"{chunk.box.size}, found {tensor.dtype} {tensor.shape} with strides {tensor.strides}"
             )
-        return frame.payload_offset
+        return tensor.payload_offset
 
 
 def round_bits(bits: Bits, dtype: str, to: str) -> Bits:

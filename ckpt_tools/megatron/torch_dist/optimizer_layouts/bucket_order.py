@@ -124,13 +124,19 @@ def settle(
 
     A slot with one look-alike is certain. Between two certain slots of known rank, each set of look-alikes
     must have exactly as many allowed members as slots; they then stand in descending order.
+
+    Example: one layer whose two norms hold nothing but ones. The buffer, registered last to first, has the slots
+    ``fc2 fc1 ? qkv ? proj``. Where norms belong to the linear behind them (Transformer Engine), only the MLP's norm
+    can stand between fc1 and qkv, and only attention's between qkv and proj: each has its slot. Where they are
+    modules of their own, attention's was registered before proj and cannot stand there: no candidate, so this
+    convention drops out. Two candidates for one slot would leave a choice; a guess could be a silent swap.
     """
     usable = set(allowed)
     certain = {s.members[0] for s in slots if s.is_certain}
     result: list[Piece | None] = [s.members[0] if s.is_certain else None for s in slots]
     ranks = {p: registration_rank(p, convention) for s in set(slots) for p in s.members}
     fixed = [i for i, p in enumerate(result) if p is not None and ranks[p].complete]
-    for start, stop in itertools.pairwise((-1, *fixed, len(slots))):
+    for start, stop in itertools.pairwise((-1, *fixed, len(slots))):  # gaps, with the buffer's ends as walls
         above = ranks[slots[start].members[0]] if start >= 0 else None
         below = ranks[slots[stop].members[0]] if stop < len(slots) else None
         groups: dict[LookAlikes, list[int]] = {}
@@ -140,11 +146,13 @@ def settle(
         for alike, positions in groups.items():
             candidates = (p for p in alike.members if p in usable and p not in certain)
             fitting = [p for p in candidates if _inside(ranks[p], above, below)]
+            # Fewer: this convention cannot be right. More: it leaves a choice.
             if len(fitting) != len(positions) or (len(fitting) > 1 and not _distinct(fitting, ranks)):
                 return None
             fitting.sort(key=lambda p: ranks[p].steps, reverse=True)
             for i, piece in zip(positions, fitting, strict=True):
                 result[i] = piece
+    # Each gap was settled on its own; together, and with the certain ones, they must still descend.
     settled = [p for p in result if p is not None]
     return None if first_out_of_order([ranks[p] for p in settled]) is not None else settled
 

@@ -3,7 +3,7 @@
 A master rounds to its stored weight bit for bit, because a checkpoint is saved between optimizer steps.
 Candidates are found by a few sampled elements, look-alikes are told apart by order (`bucket_order`), and then
 every element of every assigned stretch is compared, tile by tile. Whatever remains unproven is refused by
-name.
+name. Buffers of remainders, which round to nothing, are placed by position (`bucket_positions`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from ckpt_tools.errors import VerificationError, list_problems
+from ckpt_tools.megatron.keys import layer_of
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_content import (
     PieceIndex,
     Reader,
@@ -29,9 +30,13 @@ from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_order import (
     registration_rank,
     settle,
 )
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_positions import (
+    Stretch,
+    holds_remainders,
+    place_by_position,
+)
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.buckets import ALIGNMENT, Bucket, Buffer, Piece
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import MASTER
-from ckpt_tools.megatron.torch_dist.slices import LAYER_NUMBER
 
 ADVICE = (
     "Nothing was converted, because a wrong optimizer state would not be noticed in training. "
@@ -40,14 +45,6 @@ ADVICE = (
 )
 _THREADS = 2
 _PART_TILES = 64  # compared by one thread in a row
-
-
-class Stretch(NamedTuple):
-    """Elements of a bucket, from `start` on, that hold the states of `piece`."""
-
-    bucket: Bucket
-    start: int
-    piece: Piece
 
 
 class _Slot(NamedTuple):
@@ -66,16 +63,19 @@ def find_stretches(
     Raises:
         VerificationError: something is not proven; all such places are named.
     """
-    index = PieceIndex(pieces, reader)
+    encoded = [buffer for buffer in buffers if holds_remainders(buffer)]
+    plain = [buffer for buffer in buffers if not holds_remainders(buffer)]
+    index = PieceIndex(pieces if plain else (), reader)
     problems: list[str] = []
-    walked = [(buffer, _walk_buffer(buffer, index, reader, problems)) for buffer in buffers]
+    walked = [(buffer, _walk_buffer(buffer, index, reader, problems)) for buffer in plain]
     seen = {s.alike for _, slots in walked for s in slots}
     unseen_parts = _half_found(pieces, (p for alike in seen for p in alike.members))
-    stretches = _assign(walked, _conventions(pieces), problems)
+    by_content = _assign(walked, _conventions(pieces), problems)
+    stretches = by_content + place_by_position(buffers, encoded, pieces, problems)
     if not problems:
         problems += _half_found(pieces, (s.piece for s in stretches))
     if not problems:
-        problems += _mismatches(stretches, reader, sample_only)
+        problems += _mismatches(by_content, reader, sample_only)
         problems += _differing_copies(stretches, reader)
     if problems:
         lines = list_problems(dict.fromkeys([*problems, *unseen_parts]))
@@ -187,8 +187,10 @@ def _assign(
 
 def _marks(piece: Piece) -> Iterable[object]:
     """What a model chunk holds all of or nothing of: the piece's layer (as text) and its expert (as a number)."""
-    layer = LAYER_NUMBER.search(piece.name)
-    return ([piece.name[: layer.end()]] if layer else []) + ([] if piece.expert is None else [piece.expert])
+    layer = layer_of(piece.name)
+    return ([f"{layer.block}{layer.number}."] if layer else []) + (
+        [] if piece.expert is None else [piece.expert]
+    )
 
 
 def _shards_by_rank(

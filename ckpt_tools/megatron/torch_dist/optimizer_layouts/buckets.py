@@ -10,27 +10,20 @@ each starting at a multiple of 64 elements of its bucket, row-major, as the shar
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError, list_problems
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.natural import canonical_kind, refuse_encoded
+from ckpt_tools.megatron.keys import bucket_key, canonical_kind, is_optimizer_key, split_projection
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.natural import are_remainders, refuse_encoded
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import MASTER
-from ckpt_tools.megatron.torch_dist.slices import is_optimizer_key, slices_of
+from ckpt_tools.megatron.torch_dist.slices import slices_of
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Catalog, Chunk, TensorEntry
 from ckpt_tools.model.views import Defragment, View
 
 ALIGNMENT = 64  # elements; where parameters start inside a bucket
-
-BUCKET_KEY = re.compile(
-    r"^(?P<name>(?:chained_(?P<chain>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)"
-    r"\.gbuf_idx_(?P<gbuf>\d+)\.dtype_\(torch\.(?P<dtype>\w+), torch\.\w+\)\.bucket_idx_(?P<index>\d+))"
-    r"\.(?P<kind>[^.]+)$"
-)
-_FUSED_PART = re.compile(r"\.(weight|bias)\.\w+$")  # in_proj.weight.z: one part of a live parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +88,8 @@ class Piece:
 
     @property
     def family(self) -> tuple[str, int | None]:
-        return _FUSED_PART.sub(r".\1", self.name), self.expert
+        fused = split_projection(self.name)
+        return fused[0] if fused else self.name, self.expert
 
     @property
     def label(self) -> str:
@@ -115,12 +109,10 @@ def find_buffers(catalog: Catalog, numels: Mapping[tuple[int, int], Any]) -> tup
     """
     found: dict[tuple[int, int, int], dict[int, _StoredBucket]] = {}
     for key, entry in catalog.tensors.items():
-        match = BUCKET_KEY.match(key)
-        if match:
-            where = (int(match["chain"] or 0), int(match["group"]), int(match["gbuf"]))
-            new = _StoredBucket(match["name"], match["dtype"], {})
-            bucket = found.setdefault(where, {}).setdefault(int(match["index"]), new)
-            bucket.kinds[canonical_kind(match["kind"])] = entry
+        if named := bucket_key(key):
+            new = _StoredBucket(named.bucket, named.dtype, {})
+            buffer = found.setdefault((named.chain, named.group, named.gbuf), {})
+            buffer.setdefault(named.number, new).kinds[canonical_kind(named.kind)] = entry
     fp8 = [b.name for stored in found.values() for b in stored.values() if b.param_dtype == "uint8"]
     if fp8:
         raise UnsupportedCheckpointError(
@@ -129,7 +121,11 @@ def find_buffers(catalog: Catalog, numels: Mapping[tuple[int, int], Any]) -> tup
             "--dist-ckpt-optim-fully-reshardable; --weights-only converts the stored weights."
         )
     refuse_encoded(
-        e for stored in found.values() for bucket in stored.values() for e in bucket.kinds.values()
+        e
+        for stored in found.values()
+        for bucket in stored.values()
+        for kind, e in bucket.kinds.items()
+        if not are_remainders(kind, e)
     )
     problems: list[str] = []
     buffers = []
@@ -184,7 +180,7 @@ def flatten(entry: TensorEntry) -> Flat:
         whole_rows = chunk.box.size[-1] == width or chunk.box.volume == chunk.box.size[-1]
         if start != at or not whole_rows or len(entry.shape) > 2:
             raise CorruptCheckpointError(
-                f"{entry.key}: shape {entry.shape} with a chunk {chunk.box} is no flat bucket without holes"
+                f"{entry.key}: shape {entry.shape} with a chunk {chunk.box} is not a flat bucket without holes"
             )
         at += chunk.box.volume
     if at != entry.numel:

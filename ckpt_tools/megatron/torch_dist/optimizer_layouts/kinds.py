@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from ckpt_tools.megatron.common_state import CommonState
+from ckpt_tools.megatron.keys import bucket_key, bucket_object, state_key
 from ckpt_tools.model.catalog import Catalog
-
-_BUCKETS = r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\."
-_BUCKET = re.compile(_BUCKETS + r"gbuf_idx_\d+\.dtype_.*\.bucket_idx_\d+\.")
-_PARAM_STATE = re.compile(_BUCKETS + r"param_state/")
-_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+\.)")
 
 
 def optimizer_layout(catalog: Catalog, common: CommonState) -> str:
@@ -21,16 +16,16 @@ def optimizer_layout(catalog: Catalog, common: CommonState) -> str:
     `fully_sharded_model_space`, `fully_reshardable`, `non_distributed`, or `unknown`.
     """
     declared = declared_layout(common)
-    if any(_PARAM_STATE.match(key) for key in catalog.objects):
+    if any(found.what == "param_state" for found in map(bucket_object, catalog.objects) if found):
         return "dp_zero_gather_scatter"
-    if any(_BUCKET.match(key) for key in catalog.tensors):
+    if any(map(bucket_key, catalog.tensors)):
         return "fully_sharded_bucket_space" if declared == "fully_sharded_bucket_space" else "dp_reshardable"
-    states = {match[1] for match in map(_STATE.match, catalog.tensors) if match}
-    if "module." in states or "exp_avg." not in states:
-        return "fsdp_dtensor" if "module." in states else "unknown" if states else "none"
+    states = {found.kind for found in map(state_key, catalog.tensors) if found}
+    if "module" in states or "exp_avg" not in states:
+        return "fsdp_dtensor" if "module" in states else "unknown" if states else "none"
     if catalog.original_shapes:
         return "fully_sharded_model_space"
-    return "fully_reshardable" if "param." in states else declared or "non_distributed"
+    return "fully_reshardable" if "param" in states else declared or "non_distributed"
 
 
 def declared_layout(common: CommonState) -> str | None:

@@ -8,24 +8,16 @@ ChainedOptimizer).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError, list_problems
+from ckpt_tools.megatron.keys import canonical_kind, state_key
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.nd_flattened import expert_transposition, state_view
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import MASTER, OptimizerStates, StateTensor
 from ckpt_tools.model.catalog import Catalog, TensorEntry
 from ckpt_tools.model.target import Source
 
-STATE_KEY = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.(?P<kind>[^.]+)\.(?P<weight>.+)$")
-
-_MASTER_NAMES = frozenset({"param", "fp32_param"})  # since core 0.15; before
 _STATE_DTYPES = frozenset({"float32", "bfloat16", "float16", "float64"})
-
-
-def canonical_kind(stored: str) -> str:
-    """'master' for either spelling of the fp32 weights, any other state's own name."""
-    return MASTER if stored in _MASTER_NAMES else stored
 
 
 def order_kinds(kinds: Iterable[str]) -> tuple[str, ...]:
@@ -34,11 +26,16 @@ def order_kinds(kinds: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(unique, key=lambda kind: kind != MASTER))
 
 
+def are_remainders(kind: str, entry: TensorEntry) -> bool:
+    """Whether a state is stored as the 16 bits by which masters and their weights differ (see `remainders`)."""
+    return canonical_kind(kind) == MASTER and entry.dtype == "int16"
+
+
 def refuse_encoded(entries: Iterable[TensorEntry]) -> None:
     """Nothing, when every state is stored as plain floating-point numbers.
 
-    A precision-aware optimizer can keep int16 remainders (the low half of an fp32 master whose high half is
-    the bf16 weight) or scaled 8-bit states; neither is a value by itself.
+    A precision-aware optimizer can keep int16 remainders, of which `remainders` makes masters in the layouts that are
+    known to have them, or scaled 8-bit states; neither is a value by itself.
 
     Raises:
         UnsupportedCheckpointError: some state is not.
@@ -67,14 +64,15 @@ def model_space_states(
         CorruptCheckpointError: two keys claim the same state.
         UnsupportedCheckpointError: states are encoded, not numbers.
     """
-    entries = {key: match for key in catalog.tensors if (match := STATE_KEY.match(key))}
-    refuse_encoded(catalog.tensors[key] for key in entries)
-    weight_of = {key: match["weight"] for key, match in entries.items()}
+    entries = {key: found for key in catalog.tensors if (found := state_key(key))}
+    stored = {key: catalog.tensors[key] for key in entries}
+    refuse_encoded(e for key, e in stored.items() if not are_remainders(entries[key].kind, e))
+    weight_of = {key: found.weight for key, found in entries.items()}
     transposed = expert_transposition(catalog, weight_of, transposed_experts)
     states: dict[tuple[str, str], StateTensor] = {}
     problems: list[str] = []
-    for key, match in entries.items():
-        kind, weight_key, entry = canonical_kind(match["kind"]), match["weight"], catalog.tensors[key]
+    for key, found in entries.items():
+        kind, weight_key, entry = canonical_kind(found.kind), found.weight, catalog.tensors[key]
         weight = catalog.tensors.get(weight_key)
         if weight is None:
             problems.append(f"{key}: there is no weight {weight_key}")

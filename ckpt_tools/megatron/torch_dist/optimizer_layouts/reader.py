@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError
-from ckpt_tools.formats.container import Frame, load_object, outline_object
+from ckpt_tools.formats.container import TensorBytes, load_object, outline_object
 from ckpt_tools.formats.files import Files
 from ckpt_tools.megatron.common_state import CommonState
+from ckpt_tools.megatron.keys import bucket_key, bucket_object, canonical_kind, state_key
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_content import Reader
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_proof import Stretch, find_stretches
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_positions import Stretch
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_proof import find_stretches
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.buckets import (
     Bucket,
     Buffer,
@@ -21,22 +22,17 @@ from ckpt_tools.megatron.torch_dist.optimizer_layouts.buckets import (
 )
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.natural import (
-    STATE_KEY,
-    canonical_kind,
     model_space_states,
     order_kinds,
     refuse_encoded,
 )
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.remainders import joined_masters
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import MASTER, OptimizerStates, StateTensor
-from ckpt_tools.megatron.torch_dist.slices import is_optimizer_key
 from ckpt_tools.model.box import full_box
 from ckpt_tools.model.catalog import Catalog, Chunk, Item, TensorEntry
 from ckpt_tools.model.target import Source
 from ckpt_tools.model.views import Place, Unflatten, View
 
-_OBJECT = re.compile(
-    r"^(?:chained_(?P<chain>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.(?P<what>\w+)/shard_"
-)
 _BUCKET_LAYOUTS = ("dp_reshardable", "fully_sharded_bucket_space", "dp_zero_gather_scatter")
 
 
@@ -56,12 +52,13 @@ def read_optimizer_states(
     layout = optimizer_layout(catalog, common)
     if layout == "none":
         return None
-    if layout == "fsdp_dtensor" or (layout == "unknown" and not any(map(STATE_KEY.match, catalog.tensors))):
+    if layout == "fsdp_dtensor" or (layout == "unknown" and not any(map(state_key, catalog.tensors))):
         raise UnsupportedCheckpointError(
             f"{catalog.root}: optimizer layout {layout!r} is not one of torch_dist's"
         )
     if layout not in _BUCKET_LAYOUTS:
-        return model_space_states(catalog, layout, common.arg("moe_use_legacy_grouped_gemm"))
+        states = model_space_states(catalog, layout, common.arg("moe_use_legacy_grouped_gemm"))
+        return joined_masters(files, catalog, common, states)
     if layout == "dp_zero_gather_scatter":
         buffers = coalesced_buffers(files, catalog)
     else:
@@ -71,7 +68,7 @@ def read_optimizer_states(
         buffers = find_buffers(catalog, numels)
     pieces = tuple(weight_pieces(catalog))
     stretches = find_stretches(buffers, pieces, Reader(files), sample_only=sample_only)
-    return bucket_states(catalog, layout, buffers, stretches)
+    return joined_masters(files, catalog, common, bucket_states(catalog, layout, buffers, stretches))
 
 
 def bucket_states(
@@ -104,7 +101,7 @@ def bucket_states(
         order_kinds(kind for kind, _ in states),
         states,
         payloads={e.key: e for e in entries if e.key not in catalog.tensors},
-        consumed=frozenset(key for key in (*catalog.tensors, *catalog.objects) if is_optimizer_key(key)),
+        consumed=frozenset((*filter(bucket_key, catalog.tensors), *filter(bucket_object, catalog.objects))),
     )
 
 
@@ -139,9 +136,9 @@ def coalesced_buffers(files: Files, catalog: Catalog) -> tuple[Buffer, ...]:
 
 def _coalesced(name: str, dtype: str, kinds: Mapping[str, Any], item: Item) -> Bucket:
     entries = {
-        canonical_kind(kind): _payload(f"{name}.{kind}", frame, item.file)
-        for kind, frame in kinds.items()
-        if isinstance(frame, Frame)
+        canonical_kind(kind): _payload(f"{name}.{kind}", tensor, item.file)
+        for kind, tensor in kinds.items()
+        if isinstance(tensor, TensorBytes)
     }
     refuse_encoded(entries.values())
     numel = kinds["numel_unpadded"]
@@ -153,19 +150,19 @@ def _coalesced(name: str, dtype: str, kinds: Mapping[str, Any], item: Item) -> B
     return Bucket(name, dtype, numel, {kind: flatten(entry) for kind, entry in entries.items()}, bounds=None)
 
 
-def _payload(key: str, frame: Frame, file: str) -> TensorEntry:
+def _payload(key: str, tensor: TensorBytes, file: str) -> TensorEntry:
     """A tensor inside an object as a tensor of one bare chunk."""
-    if len(frame.shape) != 1 or not frame.is_row_major:
+    if len(tensor.shape) != 1 or not tensor.is_row_major:
         raise ValueError(key)
-    item = Item(file, frame.payload_offset, frame.nbytes, bare=True, crc32=frame.crc32)
-    return TensorEntry(key, frame.dtype, frame.shape, (Chunk(full_box(frame.shape), item),))
+    item = Item(file, tensor.payload_offset, tensor.nbytes, bare=True, crc32=tensor.crc32)
+    return TensorEntry(key, tensor.dtype, tensor.shape, (Chunk(full_box(tensor.shape), item),))
 
 
 def _objects(catalog: Catalog, what: str) -> list[tuple[tuple[int, int], Item]]:
     """The items of one kind of optimizer object, by (chain, group)."""
     found = []
     for key, entry in catalog.objects.items():
-        match = _OBJECT.match(key)
-        if match and match["what"] == what:
-            found.append(((int(match["chain"] or 0), int(match["group"])), entry.item))
+        about = bucket_object(key)
+        if about and about.what == what:
+            found.append(((about.chain, about.group), entry.item))
     return found

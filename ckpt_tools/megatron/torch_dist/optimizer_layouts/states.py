@@ -38,7 +38,7 @@ class OptimizerStates:
 
     `kinds` are canonical: 'master' for the fp32 copy of a weight, others as stored (exp_avg, exp_avg_sq,
     ...). Sources name tensors of the catalog or of `payloads`: tensors that stand inside stored
-    objects, whose chunks are raw byte ranges.
+    objects, whose chunks are raw byte ranges, and masters that are computed (`remainders`).
     """
 
     layout: str
@@ -46,6 +46,11 @@ class OptimizerStates:
     states: Mapping[tuple[str, str], StateTensor]
     payloads: Mapping[str, TensorEntry] = field(default_factory=dict)
     consumed: frozenset[str] = frozenset()  # catalog keys (tensors and objects) that this layout accounts for
+
+    @property
+    def has_made(self) -> bool:
+        """Whether masters are computed from what is stored."""
+        return any(entry.made is not None for entry in self.payloads.values())
 
     def has(self, kind: str, model_key: str) -> bool:
         """Whether state `kind` of the weight `model_key` is stored."""

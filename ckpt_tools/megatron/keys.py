@@ -1,0 +1,369 @@
+"""Every form of a key in a Megatron checkpoint, and what it names. Keys are taken apart here and nowhere else.
+
+`torch_dist` (megatron-core dist_checkpointing; up to core 0.13 a chain of optimizers puts `chained_<i>.` in front)::
+
+    decoder.layers.mlp.linear_fc1.weight                          weight, the layers along its first axis
+    decoder.layers.3.mlp.linear_fc1.weight                        weight of one layer
+    decoder.layers.mlp.experts.experts.linear_fc1.weight          all experts along the axis behind the layers'
+    decoder.layers.mlp.experts.experts.7.linear_fc1.weight        one expert (`singleton_local_shards`)
+    decoder.layers.mlp.experts.experts.7.linear_fc1.weight_w      its gate, kept apart from up, `_v`
+    decoder.layers.self_attention.in_proj.weight.query            part of a projection that running models fuse
+    module.decoder.layers...                                      NeMo 2 puts `module.` in front of every weight
+    optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight  state under the key of its weight
+    optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0.exp_avg
+                                                                  state of a flat bucket
+    optimizer.distributed.dp_group_idx_0.per_bucket_numel_unpadded/shard_0_1  what a rank says of its buckets
+    decoder.layers.mlp.linear_fc1._extra_state/shard_0_2          object: its place in a grid, and the grid
+    rng_state/shard_0.1_1.2                                       object of (pp, tp) rank (0, 1); some add dp
+    common_state/shard_0_1                                        what all ranks share; `common.pt` before core 0.19
+
+`fsdp_dtensor` (Megatron-LM checkpointing.py `preprocess_fsdp_dtensor_state_dict`; `module.` once a wrapper)::
+
+    model.module.decoder.layers.0.mlp.linear_fc1.weight_w         value of a live parameter, here of a gate half
+    model.module.decoder.layers.0.mlp.experts.linear_fc1.weight7  one expert of a grouped module
+    model.module.decoder.layers.0.mlp.experts.local_experts.7.linear_fc1.weight  one expert, a module of its own
+    optimizer.state.module.module.module.decoder.layers.0.mlp.linear_fc1.weight_w.exp_avg
+    optimizer.param_to_group_meta.module.module.module.decoder.layers.0.mlp.linear_fc1.weight.lr
+    opt_param_scheduler.max_lr, rng_state.(0, 1).0.np_rng_state.0, optimizer.grad_scaler.scale, args, iteration
+
+Group-map dumps (`--dump-param-to-param-group-map`) name live parameters behind their wrappers::
+
+    module.module.decoder.layers.0.mlp.linear_fc1.weight          some programs write `model.module.` in front
+
+Kinds of state stay as they are stored; `canonical_kind` joins the two spellings of masters. Numbers that no job can
+have (ten digits) make a key one of another form, so that nobody computes with them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from ckpt_tools.model.model import MASTER, WEIGHT
+from ckpt_tools.model.target import Role
+
+COMMON_OBJECT = "common_state/shard_0_1"  # the only shard there is: one object, saved by one rank
+COMMON_ITEMS = ("args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far")
+NESTED_STATES = ("opt_param_scheduler.", "rng_state.", "optimizer.grad_scaler.")
+MODEL_PREFIX = "model.module"
+STATE_PREFIX = "optimizer.state.module.module.module"
+STATE_PREFIX_FP32 = "optimizer.state.module.module"  # no Float16Module around the model
+GROUP_META = "optimizer.param_to_group_meta."
+DECODER_LAYERS = "decoder.layers."
+EXPERTS = ".experts.experts."  # running models have one `experts` less, or `local_experts.<i>`
+HALVES = ("_w", "_v")  # gate and up of an fc1
+STEP = "step"
+# Buffers of modules, not parameters: fp32 whatever the model's type is, never sharded, no states (moe/router.py).
+BUFFERS = (".expert_bias", ".local_tokens_per_expert")
+
+_RANK = r"[0-9]{1,9}"
+_CHAIN = r"(?:chained_(?P<chain>[0-9]{1,9})\.)?optimizer\."
+_GROUP = rf"(?P<group>{_RANK})"
+_DOTTED = r"[0-9]{1,18}(?:\.[0-9]{1,18})*"
+
+_OPTIMIZER = re.compile(_CHAIN)
+_STATE = re.compile(rf"{_CHAIN}state\.(?P<kind>[^.]+)\.(?P<weight>.+)")
+_STATE_PREFIX = re.compile(_CHAIN + r"state\.[^.]+\.")
+_BUCKET = re.compile(
+    rf"(?P<bucket>{_CHAIN}distributed\.dp_group_idx_{_GROUP}\.gbuf_idx_(?P<gbuf>{_RANK})"
+    rf"\.dtype_\(torch\.(?P<dtype>\w+), torch\.\w+\)\.bucket_idx_(?P<number>{_RANK}))\.(?P<kind>[^.]+)"
+)
+_BUCKET_OBJECT = re.compile(rf"{_CHAIN}distributed\.dp_group_idx_{_GROUP}\.(?P<what>\w+)/shard_.+")
+_SHARD = re.compile(rf"(?P<name>.+)/shard_(?P<place>{_DOTTED})_(?P<grid>{_DOTTED})")
+_STACKED_LAYERS = re.compile(r"(?:^|\.)layers\.(?!\d+\.)")
+_LAYER = re.compile(rf"(?:^|\.)layers\.({_RANK})\.")
+_EXPERT_NUMBER = re.compile(rf"(?<=\.experts\.experts\.)({_RANK})\.")
+
+_MODEL = re.compile(r"model\.(?:module\.)*(?P<name>.+)")
+_FSDP_STATE = re.compile(r"optimizer\.state\.(?:module\.)*(?P<name>.+)\.(?P<kind>[^.]+)")
+_FSDP_GROUP = re.compile(re.escape(GROUP_META) + r"(?:module\.)*(?P<name>.+)\.(?P<field>[^.]+)")
+_FSDP_PREFIX = re.compile(r"(?:model|optimizer\.state|optimizer\.param_to_group_meta)\.(?:module\.)*")
+_RNG = re.compile(rf"rng_state\.\((?P<pp>{_RANK}), (?P<tp>{_RANK})\)\.(?P<rest>.+)")
+_RANKS = re.compile(rf"\(({_RANK}), ({_RANK})\)")
+_WRAPPERS = re.compile(r"(?:module\.|model\.)+")
+_HALF = re.compile(r"(?P<whole>.+\.(?:weight|bias)\d*)(?P<half>_[wv])")
+_SEQUENTIAL_EXPERT = re.compile(rf"(?P<module>.*)\.experts\.local_experts\.(?P<expert>{_RANK})\.(?P<leaf>.+)")
+_GROUPED_EXPERT = re.compile(
+    rf"(?P<module>.*)\.experts\.(?P<leaf>(?!experts\.|local_experts\.).*\D)(?P<expert>{_RANK})"
+)
+_PART = re.compile(
+    r"(?P<base>.*(?:in_proj|conv1d)\.(?:weight|bias))\.(?P<part>query|key|value|z|beta|alpha|f|b|w|x|B|C|dt)"
+)
+# The gate or up of one expert: `singleton_local_shards` (mlp.py `apply_swiglu_sharded_factory`) put the half behind
+# the leaf, `expert_name` the expert's number behind that.
+_EXPERT_HALF = re.compile(r"(?P<base>.*\.linear_fc1\.(?:weight|bias))(?P<part>_[wv])(?P<expert>\d*)")
+
+_MASTER_NAMES = frozenset({"param", "fp32_param"})  # since core 0.15; before
+_MOMENTS: tuple[Role, ...] = ("exp_avg", "exp_avg_sq")
+
+
+# ---- torch_dist
+
+
+class StateKey(NamedTuple):
+    """An optimizer state under the key of its weight."""
+
+    kind: str
+    weight: str
+
+
+class BucketKey(NamedTuple):
+    """An optimizer state of a flat bucket; `bucket` is the key without the kind, `dtype` the parameters' type."""
+
+    bucket: str
+    chain: int
+    group: int
+    gbuf: int
+    dtype: str
+    number: int
+    kind: str
+
+
+class BucketObject(NamedTuple):
+    """What one model-parallel rank says of its buckets: `per_bucket_numel`, `optimizer`, `param_state`, ..."""
+
+    chain: int
+    group: int
+    what: str
+
+
+class ObjectShard(NamedTuple):
+    """One shard of an object: where it stands in the grid of all, a number an axis."""
+
+    name: str
+    place: tuple[int, ...]
+    grid: tuple[int, ...]
+
+
+class Rank(NamedTuple):
+    """Whose rng states an object holds; `dp` is None where data-parallel ranks share them."""
+
+    pp: int
+    tp: int
+    dp: int | None = None
+
+
+class Layer(NamedTuple):
+    """A name's layer: `block` ends with `layers.`, `leaf` is the name inside of the layer."""
+
+    block: str
+    number: int
+    leaf: str
+
+
+def is_optimizer_key(key: str) -> bool:
+    """Whether the key belongs to the optimizer, with or without the `chained_<i>.` prefix; of either format."""
+    return _OPTIMIZER.match(key) is not None
+
+
+def state_key(key: str) -> StateKey | None:
+    """What `optimizer.state.<kind>.<weight>` names; None for other keys."""
+    match = _STATE.fullmatch(key)
+    return StateKey(match["kind"], match["weight"]) if match else None
+
+
+def bucket_key(key: str) -> BucketKey | None:
+    """What the key of a bucket's state names; None for other keys."""
+    match = _BUCKET.fullmatch(key)
+    if match is None:
+        return None
+    chain, group, gbuf = int(match["chain"] or 0), int(match["group"]), int(match["gbuf"])
+    return BucketKey(match["bucket"], chain, group, gbuf, match["dtype"], int(match["number"]), match["kind"])
+
+
+def bucket_object(key: str) -> BucketObject | None:
+    """What the key of an object about buckets names; None for other keys."""
+    match = _BUCKET_OBJECT.fullmatch(key)
+    return BucketObject(int(match["chain"] or 0), int(match["group"]), match["what"]) if match else None
+
+
+def object_shard(key: str) -> ObjectShard | None:
+    """What `<name>/shard_<place>_<grid>` names; None for other keys."""
+    match = _SHARD.fullmatch(key)
+    return ObjectShard(match["name"], _numbers(match["place"]), _numbers(match["grid"])) if match else None
+
+
+def shard_key(name: str, place: Iterable[int], grid: Iterable[int]) -> str:
+    """The key of one shard of an object: the inverse of `object_shard`."""
+    return f"{name}/shard_{'.'.join(map(str, place))}_{'.'.join(map(str, grid))}"
+
+
+def rng_shard(key: str) -> Rank | None:
+    """The rank whose rng states a `torch_dist` object holds; None for other keys."""
+    shard = object_shard(key) if key.startswith("rng_state/") else None
+    return Rank(*shard.place) if shard and shard.name == "rng_state" and len(shard.place) in (2, 3) else None
+
+
+def stacked_layers(key: str) -> list[int]:
+    """Where in a key the layer numbers are left out, since the tensor has them along an axis; one place at most."""
+    return [match.end() for match in _STACKED_LAYERS.finditer(key)]
+
+
+def layer_of(name: str) -> Layer | None:
+    """The layer that a name is of; None for names outside of layers."""
+    match = _LAYER.search(name)
+    return Layer(name[: match.start(1)], int(match[1]), name[match.end() :]) if match else None
+
+
+def decoder_layer(name: str) -> tuple[int, str] | None:
+    """(number, name inside of the layer) of a weight in the decoder's layers; None for any other."""
+    layer = layer_of(name)
+    return layer[1:] if layer and layer.block == DECODER_LAYERS else None
+
+
+def expert_of(key: str) -> tuple[str, int | None]:
+    """The key without the number of its expert, and that number; None where the experts are an axis, or not there."""
+    match = _EXPERT_NUMBER.search(key)
+    return (key[: match.start()] + key[match.end() :], int(match[1])) if match else (key, None)
+
+
+def has_expert_axis(key: str) -> bool:
+    """Whether the tensor with this key holds all experts of its layer."""
+    return EXPERTS in key and expert_of(key)[1] is None
+
+
+def stacked_axes(key: str) -> int:
+    """Number of leading (layer, expert) axes of the tensor with this key."""
+    return len(stacked_layers(key)) + has_expert_axis(key)
+
+
+# ---- fsdp_dtensor
+
+
+class ParameterKey(NamedTuple):
+    """A value of a parameter: `WEIGHT`, a state's kind, or `STEP`; halves keep their `_w` and `_v`."""
+
+    name: str
+    kind: str
+
+
+class GroupKey(NamedTuple):
+    """One field of a parameter's group."""
+
+    name: str
+    field: str
+
+
+class RngKey(NamedTuple):
+    """A leaf of one rank's rng states."""
+
+    pp: int
+    tp: int
+    rest: str
+
+
+def model_name(key: str) -> str | None:
+    """The parameter or buffer whose value stands under `model.*`; None for other keys."""
+    match = _MODEL.fullmatch(key)
+    return match["name"] if match else None
+
+
+def fsdp_state(key: str) -> ParameterKey | None:
+    """What `optimizer.state.<wrappers><name>.<kind>` names; None for other keys."""
+    match = _FSDP_STATE.fullmatch(key)
+    return ParameterKey(match["name"], match["kind"]) if match else None
+
+
+def parameter_of(key: str) -> ParameterKey | None:
+    """The parameter's value that `key` holds; None for keys of no parameter."""
+    name = model_name(key)
+    return ParameterKey(name, WEIGHT) if name is not None else fsdp_state(key)
+
+
+def parameter_name(key: str) -> str | None:
+    """The stored name of the parameter whose value `key` holds, None for none."""
+    found = parameter_of(key)
+    return found.name if found else None
+
+
+def group_key(key: str) -> GroupKey | None:
+    """What `optimizer.param_to_group_meta.<wrappers><name>.<field>` names; None for other keys."""
+    match = _FSDP_GROUP.fullmatch(key)
+    return GroupKey(match["name"], match["field"]) if match else None
+
+
+def rng_key(key: str) -> RngKey | None:
+    """What `rng_state.(pp, tp).<rest>` names; None for other keys."""
+    match = _RNG.fullmatch(key)
+    return RngKey(int(match["pp"]), int(match["tp"]), match["rest"]) if match else None
+
+
+def rank_of(text: str) -> tuple[int, int] | None:
+    """`(0, 1)` as numbers: how rng states name the (pp, tp) rank that they are of."""
+    match = _RANKS.fullmatch(text)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def strip_wrappers(name: str) -> str:
+    """A parameter name without the leading `module.` and `model.` segments of its wrappers."""
+    match = _WRAPPERS.match(name)
+    return name[match.end() :] if match else name
+
+
+# ---- parts of parameters, in either format
+
+
+def split_half(name: str) -> tuple[str, str]:
+    """The name of the whole parameter, and which half of it this is: `_w`, `_v` or nothing."""
+    match = _HALF.fullmatch(name)
+    return (match["whole"], match["half"]) if match else (name, "")
+
+
+def split_expert_half(name: str) -> tuple[str, str] | None:
+    """The live name of the fc1 of one expert, and the half `_w` or `_v` of it that `torch_dist` kept apart."""
+    match = _EXPERT_HALF.fullmatch(name)
+    return (match["base"] + match["expert"], match["part"]) if match else None
+
+
+def split_projection(name: str) -> tuple[str, str] | None:
+    """The projection that running models fuse, and the part of it that `name` is; None for other names."""
+    match = _PART.fullmatch(name)
+    return (match["base"], match["part"]) if match else None
+
+
+def expert_name(name: str, expert: int, grouped: bool) -> str:
+    """`...mlp.experts.experts.linear_fc1.weight` as the live name of one expert (global number)."""
+    if grouped:
+        return f"{name.replace(EXPERTS, '.experts.')}{expert}"
+    return name.replace(EXPERTS, f".experts.local_experts.{expert}.")
+
+
+def split_expert(name: str) -> tuple[str, int | None]:
+    """The stored name of a live one and the expert it belongs to: the inverse of `expert_name` in either style."""
+    match = _SEQUENTIAL_EXPERT.fullmatch(name) or _GROUPED_EXPERT.fullmatch(name)
+    if match is None:
+        return name, None
+    return f"{match['module']}{EXPERTS}{match['leaf']}", int(match["expert"])
+
+
+# ---- what a key is about
+
+
+def name_start(key: str, fsdp: bool) -> int:
+    """Where in a key of `fsdp_dtensor` or of `torch_dist` the weight's name begins, behind prefixes and wrappers."""
+    match = (_FSDP_PREFIX if fsdp else _STATE_PREFIX).match(key)
+    return match.end() if match else 0
+
+
+def canonical_kind(stored: str) -> str:
+    """'master' for either spelling of the fp32 weights, any other state's own name."""
+    return MASTER if stored in _MASTER_NAMES else stored
+
+
+def state_role(kind: str) -> Role:
+    """What an optimizer state of this kind is, for reports."""
+    kind = canonical_kind(kind)
+    return "master" if kind == MASTER else next((role for role in _MOMENTS if role == kind), "other")
+
+
+def role_of(key: str) -> Role:
+    """What a tensor of either format is, for reports."""
+    if not is_optimizer_key(key):
+        return "other" if key.startswith(("rng_state", "opt_param_scheduler.")) else "weight"
+    named = (state_key(key), bucket_key(key), fsdp_state(key))
+    return next((role for n in named if n and (role := state_role(n.kind)) != "other"), "other")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(".")))

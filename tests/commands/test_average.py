@@ -1,0 +1,478 @@
+"""`average`: bit-equal to torch on whole tensors, for every kind; what it takes from the last; what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed import checkpoint as dcp
+
+from ckpt_tools.cli.app import run
+from ckpt_tools.commands.average import Averaged, AverageOptions, average_checkpoints, mean_weights
+from ckpt_tools.commands.diff import diff_checkpoints
+from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor
+from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
+from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError, UsageError
+from ckpt_tools.execute.run import WriteOptions
+from ckpt_tools.model.box import Box
+from ckpt_tools.model.casts import Array
+from ckpt_tools.model.kernels import WeightedMean
+from tests.altered import altered, overwrite, scaled
+from tests.commands import oracle
+from tests.conftest import DATA, fixture_dir
+from tests.damage import ITERATION, copy_of, drop_key, flip_bit, metadata_of, payload_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+
+RUN = "core019_llama_tp2_fully_reshardable"
+MOE = "core019_moe_ep2_fully_reshardable"
+FSDP = "core019_llama_tp2_native_fsdp_dtensor"
+SHARES = (0.5, 0.3, 0.2)
+NORM = "decoder.final_layernorm.weight"
+
+
+def mean(values: Sequence[torch.Tensor], shares: Sequence[float]) -> torch.Tensor:
+    """Whole tensors, in double, rounded once."""
+    total = torch.zeros(values[0].shape, dtype=torch.float64)
+    for share, value in zip(shares, values, strict=True):
+        total += share * value.double()
+    return total.to(values[0].dtype)
+
+
+def three(name: str, place: Path) -> list[Path]:
+    return [altered(name, place / str(seed), seed) for seed in (1, 2)] + [DATA / name]
+
+
+def averaged(sources: Sequence[Path], output: Path, **options: object) -> Averaged:
+    return average_checkpoints([str(s) for s in sources], str(output), AverageOptions(**options))  # type: ignore[arg-type]
+
+
+def is_sound(place: Path) -> bool:
+    return verify_checkpoint(str(place), None, VerifyOptions(content=True)).is_valid
+
+
+@pytest.mark.parametrize("name", [RUN, MOE])
+def test_masters_are_averaged_and_weights_are_their_rounding(name: str, tmp_path: Path) -> None:
+    sources, out = three(name, tmp_path), tmp_path / "out"
+    done = averaged(sources, out, weights=SHARES)
+    before = [oracle.tensors(source / ITERATION) for source in sources]
+    after = oracle.tensors(out / ITERATION)
+    assert after.keys() == before[-1].keys()
+    weights = [key for key in after if not key.startswith("optimizer.")]
+    changed = 0
+    for key, found in after.items():
+        master = f"optimizer.state.param.{key}"
+        if key in weights and master in after:
+            expected = mean([b[master] for b in before], SHARES).reshape(found.shape).to(found.dtype)
+        elif key.startswith("optimizer.state.param."):
+            expected = mean([b[key] for b in before], SHARES)
+        else:
+            expected = before[-1][key]
+            assert key.endswith("expert_bias") or "exp_avg" in key
+        assert oracle.same_bytes(found, expected), key
+        changed += not oracle.same_bytes(found, before[-1][key])
+    assert changed == 2 * (len(weights) - len(done.kept)) == 2 * len(done.averaged)
+    assert [key.rpartition(".")[2] for key in done.kept] == (["expert_bias"] if name == MOE else [])
+    assert (out / "latest_checkpointed_iteration.txt").read_text() == "2"
+    assert is_sound(out)
+
+
+@pytest.mark.parametrize("name", [RUN, MOE, FSDP])
+def test_everything_else_is_the_last_ones(name: str, tmp_path: Path) -> None:
+    sources = [altered(name, tmp_path / "a", 1), DATA / name]
+    averaged(sources, tmp_path / "out")
+    was, now = (oracle.metadata(place / ITERATION) for place in (sources[-1], tmp_path / "out"))
+    assert was.planner_data in (None, now.planner_data)  # Megatron keeps none
+    assert was.state_dict_metadata.keys() == now.state_dict_metadata.keys()
+    for key, entry in was.state_dict_metadata.items():
+        if not hasattr(entry, "chunks"):
+            first, second = (oracle.item(place / ITERATION, key) for place in (sources[-1], tmp_path / "out"))
+            assert repr(first) == repr(second) or first == second, key
+            continue
+        boxes = [{(*c.offsets, *c.sizes) for c in m.state_dict_metadata[key].chunks} for m in (was, now)]
+        assert boxes[0] == boxes[1], key
+    files = [
+        {(i.fqn, *i.offset): info.relative_path for i, info in m.storage_data.items() if i.offset is not None}
+        for m in (was, now)
+    ]
+    assert files[0] == files[1]
+
+
+def test_fsdp_dtensor_holds_masters_in_the_place_of_weights(tmp_path: Path) -> None:
+    sources, out = three(FSDP, tmp_path), tmp_path / "out"
+    done = averaged(sources, out, ema=0.75)
+    shares = (0.5625, 0.1875, 0.25)  # 0.75 squared, 0.25 of 0.75, 0.25
+    assert done.weights == shares
+    before = [oracle.tensors(source / ITERATION) for source in sources]
+    after = oracle.tensors(out / ITERATION)
+    for key, found in after.items():
+        is_weight = key.startswith("model.")
+        expected = mean([b[key] for b in before], shares) if is_weight else before[-1][key]
+        assert oracle.same_bytes(found, expected), key
+    assert set(done.averaged) == {key for key in after if key.startswith("model.")}
+    assert is_sound(out)
+    assert run(["preflight", str(out)]) == 0
+
+
+def test_an_averaged_checkpoint_converts(tmp_path: Path) -> None:
+    averaged([altered(MOE, tmp_path / "a", 1), DATA / MOE], tmp_path / "mean")
+    report = convert_to_fsdp_dtensor(str(tmp_path / "mean"), str(tmp_path / "fsdp"))
+    assert "round to the stored weights" in report.masters_checked
+    assert is_sound(tmp_path / "fsdp")
+
+
+def test_buckets_are_averaged_as_the_parameters_in_them(tmp_path: Path) -> None:
+    """Two layouts of one job have one mean."""
+    found = []
+    for layout in ("fully_reshardable", "dp_reshardable"):
+        root = fixture_dir(f"core019_llama_tp2_{layout}")
+        place = tmp_path / layout
+        averaged([scaled(root, tmp_path / f"twice-{layout}", -2.0), root], place, weights=(0.3, 0.7))
+        assert is_sound(place)
+        found.append(oracle.tensors(place / ITERATION))
+    weights = [key for key in found[0] if not key.startswith("optimizer.")]
+    assert len(weights) == 9
+    for key in weights:
+        assert oracle.same_bytes(found[0][key], found[1][key]), key
+    before = oracle.tensors(fixture_dir("core019_llama_tp2_dp_reshardable") / ITERATION)
+    for key in [key for key in found[1] if key.endswith(".param")]:
+        expected = mean([-2.0 * before[key], before[key]], (0.3, 0.7))
+        assert oracle.same_bytes(found[1][key], expected), key
+    report = diff_checkpoints(str(tmp_path / "fully_reshardable"), str(tmp_path / "dp_reshardable"))
+    assert all(t.kind == "equal" for t in report.tensors)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["v013_moe_ms_ep2", "v015_dense_ms_tp2_dp2", "v016_dense_nodistopt_tp2", "tf2_dist", "te_moe_ep2_dpr"],
+)
+def test_the_mean_of_a_checkpoint_and_itself_is_itself(name: str, tmp_path: Path) -> None:
+    root = fixture_dir(name)
+    root = root / "checkpoint" if (root / "checkpoint").exists() else root
+    averaged([root, root], tmp_path / "out")
+    assert diff_checkpoints(str(root), str(tmp_path / "out")).is_equal
+
+
+def test_buckets_of_another_order_are_refused(tmp_path: Path) -> None:
+    sources = [fixture_dir(f"core019_llama_{job}_dp_reshardable") for job in ("dp2", "tp2")]
+    with pytest.raises(
+        MappingError, match=r"masters elsewhere in .*convert both to fsdp_dtensor and average"
+    ):
+        averaged(sources, tmp_path / "out")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face model of several files."""
+    folder = tmp_path_factory.mktemp("hf") / "model"
+    assert run(["export-hf", str(DATA / RUN), str(folder), "-q", "--max-shard-size", "30kB"]) == 0
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def another(model: Path, place: Path) -> Path:
+    shutil.copytree(model, place)
+    generator = torch.Generator().manual_seed(5)
+    for path in place.glob("*.safetensors"):
+        tensors = load_file(path)
+        values = {k: (v + torch.randn(v.shape, generator=generator)).to(v.dtype) for k, v in tensors.items()}
+        save_file(values, path, {"format": "pt"})
+    return place
+
+
+def test_hugging_face_models(model: Path, tmp_path: Path) -> None:
+    sources, out = [another(model, tmp_path / "other"), model], tmp_path / "out"
+    averaged(sources, out, weights=(3, 1))
+    names = sorted(path.name for path in model.iterdir())
+    assert sorted(path.name for path in out.iterdir()) == names
+    assert len([name for name in names if name.endswith(".safetensors")]) > 2
+    for name in names:
+        if not name.endswith(".safetensors"):
+            assert (out / name).read_bytes() == (model / name).read_bytes(), name
+            continue
+        tensors = [load_file(place / name) for place in (*sources, out)]
+        assert tensors[0].keys() == tensors[2].keys()
+        for key, found in tensors[2].items():
+            assert oracle.same_bytes(found, mean([t[key] for t in tensors[:2]], (0.75, 0.25))), key
+    assert run(["import-hf", str(out), str(tmp_path / "again"), "-q"]) == 0
+
+
+def test_quantized_models_have_no_mean(model: Path, tmp_path: Path) -> None:
+    place = shutil.copytree(model, tmp_path / "quantized")
+    config = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps({**config, "quantization_config": {"bits": 4}}))
+    with pytest.raises(UnsupportedCheckpointError, match="quantization_config"):
+        averaged([model, place], tmp_path / "out")
+
+
+def test_plain_dcp(tmp_path: Path) -> None:
+    states = []
+    for number in (1, 2):
+        model = {
+            "w": torch.arange(12.0).reshape(3, 4).t() * number,
+            "half": torch.tensor([1.0, 3.0], dtype=torch.float16) * number,
+            "running_mean": torch.full((2,), float(number)),
+            "batches": torch.tensor(number),
+        }
+        optimizer = {
+            "state": {"w": {"exp_avg": torch.full((4, 3), 0.5 * number), "step": torch.tensor(2.0 * number)}}
+        }
+        states.append({"model": model, "optimizer": optimizer, "epoch": number})
+        dcp.save(states[-1], checkpoint_id=tmp_path / str(number), no_dist=True)
+    done = averaged([tmp_path / "1", tmp_path / "2"], tmp_path / "out", weights=(1, 3))
+    found = {"model": {k: torch.zeros_like(v) for k, v in states[0]["model"].items()}, "epoch": 0}
+    found["optimizer"] = {"state": {"w": {"exp_avg": torch.zeros(4, 3), "step": torch.tensor(0.0)}}}
+    dcp.load(found, checkpoint_id=tmp_path / "out", no_dist=True)
+    assert torch.equal(found["model"]["w"], states[0]["model"]["w"] * 1.75)
+    assert found["model"]["half"].tolist() == [1.75, 5.25]
+    assert found["model"]["running_mean"].tolist() == [2.0, 2.0]
+    assert (found["model"]["batches"].item(), found["epoch"]) == (2, 2)
+    assert torch.equal(found["optimizer"]["state"]["w"]["exp_avg"], torch.full((4, 3), 1.0))
+    assert found["optimizer"]["state"]["w"]["step"].item() == 4.0
+    assert set(done.averaged) == {"model.w", "model.half"}
+    assert set(done.kept) == {"model.running_mean", "model.batches"}
+
+
+def test_the_tensors_of_a_run_are_told_from_those_of_a_model(tmp_path: Path) -> None:
+    of_a_run = {
+        "optimizer.state.w.exp_avg",
+        "optim.state.w.momentum_buffer",
+        "app.optimizer.state.w.exp_avg_sq",
+        "optimizers_0.state.w.sum",
+        "lr_scheduler.last",
+        "train_state.loss",
+        "state.w.exp_avg",
+    }
+    of_a_model = {
+        "w",
+        "model.scheduler.w",
+        "model.optimizer.w",
+        "module.layer.step",
+        "app.model.w",
+        "encoder.rng_proj",
+    }
+    for name, value in (("a", 1.0), ("b", 3.0)):
+        state = {key: torch.tensor([value]) for key in of_a_run | of_a_model}
+        dcp.save(state, checkpoint_id=tmp_path / name, no_dist=True)
+    done = averaged([tmp_path / "a", tmp_path / "b"], tmp_path / "out")
+    assert set(done.averaged) == of_a_model
+    found = {key: value.item() for key, value in oracle.tensors(tmp_path / "out").items()}
+    assert found == dict.fromkeys(of_a_run, 3.0) | dict.fromkeys(of_a_model, 2.0)
+
+
+@pytest.mark.parametrize("key", ["optimizer.state.w.master_param", "optim.fp32_params.0", "master_weights.w"])
+def test_masters_of_a_plain_checkpoint_are_refused(key: str, tmp_path: Path) -> None:
+    state = {"model.w": torch.zeros(2, dtype=torch.bfloat16), key: torch.zeros(2)}
+    dcp.save(state, checkpoint_id=tmp_path / "a", no_dist=True)
+    with pytest.raises(UnsupportedCheckpointError, match=f"modify-state-dict CKPT OUT(?s:.*){key}"):
+        averaged([tmp_path / "a", tmp_path / "a"], tmp_path / "out")
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64])
+def test_numbers_without_a_mean_are_refused_by_name(dtype: torch.dtype, tmp_path: Path) -> None:
+    dcp.save({"model": {"odd": torch.zeros(4).to(dtype)}}, checkpoint_id=tmp_path / "a", no_dist=True)
+    with pytest.raises(UnsupportedCheckpointError, match=r"model\.odd is "):
+        averaged([tmp_path / "a", tmp_path / "a"], tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "name", ["te_remainder_tp2_fr", "te_prec8_dp2_dpr", "tf2_dcp", "v014_moe_dpzero_ep2"]
+)
+def test_masters_that_are_no_numbers_of_their_own_are_refused(name: str, tmp_path: Path) -> None:
+    root = fixture_dir(name)
+    root = root / "checkpoint" if (root / "checkpoint").exists() else root
+    with pytest.raises(UnsupportedCheckpointError, match=r"strip|modify-state-dict|fsdp_dtensor"):
+        averaged([root, root], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_masters_of_another_step_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stale = copy_of(RUN, tmp_path)
+    key = f"optimizer.state.param.{NORM}"
+    overwrite(stale / ITERATION, {key: oracle.tensors(stale / ITERATION)[key] + 1})
+    assert run(["average", str(stale), str(DATA / RUN), str(tmp_path / "out"), "-q"]) == 6
+    err = capsys.readouterr().err
+    assert NORM in err
+    assert f"strip {stale}" in err
+
+
+@pytest.mark.parametrize(
+    ("weights", "ema", "expected"),
+    [
+        (None, None, (0.5, 0.5)),
+        ((1, 3), None, (0.25, 0.75)),
+        (None, 0.25, (0.25, 0.75)),
+    ],
+)
+def test_shares(weights: tuple[float, ...] | None, ema: float | None, expected: tuple[float, ...]) -> None:
+    assert mean_weights(2, weights, ema) == expected
+
+
+@pytest.mark.parametrize(
+    ("count", "weights", "ema"),
+    [
+        (1, None, None),
+        (2, (1.0,), None),
+        (2, (1.0, 0.0), None),
+        (2, (2.0, -1.0), None),
+        (2, (1.0, float("nan")), None),
+        (2, (1.0, float("inf")), None),
+        (2, None, 1.0),
+        (2, None, 0.0),
+        (2, None, float("nan")),
+        (2, (1.0, 1.0), 0.5),
+    ],
+)
+def test_shares_that_make_no_mean(count: int, weights: tuple[float, ...] | None, ema: float | None) -> None:
+    with pytest.raises(UsageError):
+        mean_weights(count, weights, ema)
+
+
+def test_an_average_of_moving_averages_is_one() -> None:
+    shares = mean_weights(7, None, 0.9)
+    value = 0.0
+    for number in range(7):
+        value = float(number) if number == 0 else 0.9 * value + 0.1 * number
+    assert sum(share * number for number, share in enumerate(shares)) == pytest.approx(value, rel=1e-12)
+
+
+def test_other_keys_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    less = copy_of(RUN, tmp_path)
+    with metadata_of(less) as metadata:
+        for key in [k for k in metadata.state_dict_metadata if k.endswith(NORM)]:
+            drop_key(metadata, key)
+    for sources in ([less, DATA / RUN], [DATA / RUN, less]):
+        assert run(["average", *map(str, sources), str(tmp_path / "out"), "-q"]) == 5
+        err = capsys.readouterr().err
+        assert f"{NORM} is in {DATA / RUN / ITERATION}, but not in {less / ITERATION}" in err
+        assert f"optimizer.state.param.{NORM} is in" in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_shapes_and_types_are_named(tmp_path: Path) -> None:
+    for name, value in (("a", torch.zeros(4)), ("b", torch.zeros(5)), ("c", torch.zeros(4).half())):
+        dcp.save({"model": {"w": value}}, checkpoint_id=tmp_path / name, no_dist=True)
+    with pytest.raises(MappingError, match=r"model\.w is float32 \(4,\) in .*a, but float32 \(5,\) in .*b"):
+        averaged([tmp_path / "a", tmp_path / "b"], tmp_path / "out")
+    with pytest.raises(MappingError, match=r"model\.w is float32 \(4,\) in .*a, but float16 \(4,\) in .*c"):
+        averaged([tmp_path / "a", tmp_path / "a", tmp_path / "c"], tmp_path / "out")
+
+
+def test_what_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    root = copy_of(RUN, tmp_path)
+    with pytest.raises(UsageError, match="of one kind"):
+        averaged([root, DATA / FSDP], tmp_path / "out")
+    with pytest.raises(UsageError, match="overlap"):
+        averaged([root, DATA / RUN], root / "mean")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ITERATION).mkdir()
+    (tmp_path / "out" / ITERATION / "mine").touch()
+    with pytest.raises(UsageError, match="not empty"):
+        averaged([root, DATA / RUN], tmp_path / "out")
+    averaged([root, DATA / RUN], tmp_path / "out", overwrite=True)
+    assert is_sound(tmp_path / "out")
+
+
+@pytest.mark.parametrize("damaged", [0, 1])
+@pytest.mark.parametrize("key", [f"optimizer.state.param.{NORM}", f"optimizer.state.exp_avg.{NORM}"])
+def test_damage_of_any_source_is_named(
+    damaged: int, key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = copy_of(RUN, tmp_path)
+    path, at, _ = payload_of(root, key, (0,))
+    flip_bit(path, at)  # the last bit of a fraction: no weight tells of it
+    sources = [DATA / RUN, DATA / RUN]
+    sources[damaged] = root
+    is_read = damaged == 1 or "param" in key  # of the first one's moments nothing is taken
+    assert run(["average", *map(str, sources), str(tmp_path / "out"), "-q"]) == (4 if is_read else 0)
+    err = capsys.readouterr().err
+    if is_read:
+        assert f"of {path}" in err
+        assert key in err
+        assert not (tmp_path / "out" / ITERATION).exists()
+        words = ["average", *map(str, sources), str(tmp_path / "out"), "-q", "--check-source", "none"]
+        assert run(words) == 0
+
+
+def stopped(sources: Sequence[Path], output: Path) -> None:
+    """Begin, and stop where some items are written."""
+
+    def stop(done: int, _total: int) -> None:
+        if done:
+            raise RuntimeError("stopped")
+
+    with pytest.raises(RuntimeError, match="stopped"):
+        average_checkpoints([str(s) for s in sources], str(output), AverageOptions(), stop)
+
+
+def test_it_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    sources = [altered(RUN, tmp_path / "a", 1), DATA / RUN]
+    averaged(sources, tmp_path / "whole")
+    stopped(sources, tmp_path / "out")
+    averaged(sources, tmp_path / "out", resume=True)
+    for name in ("__0_0.distcp", "__1_0.distcp", ".metadata"):
+        whole, resumed = ((tmp_path / place / ITERATION / name).read_bytes() for place in ("whole", "out"))
+        assert whole == resumed
+    with pytest.raises(UsageError, match="not empty"):
+        averaged(sources, tmp_path / "out")
+
+
+@pytest.mark.parametrize("changed", [0, 1])
+def test_it_does_not_go_on_from_a_source_that_changed(changed: int, tmp_path: Path) -> None:
+    sources = [altered(RUN, tmp_path / str(seed), seed) for seed in (1, 2)]
+    stopped(sources, tmp_path / "out")
+    path, at, _ = payload_of(sources[changed], f"optimizer.state.param.{NORM}", (0,))
+    flip_bit(path, at)
+    with pytest.raises(CorruptCheckpointError, match=str(path)):
+        averaged(sources, tmp_path / "out", resume=True)
+
+
+def test_tiles_of_all_sources_share_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(6):
+        state = {"model": {"w": torch.full((1024, 512), float(number), dtype=torch.float32)}}
+        dcp.save(state, checkpoint_id=tmp_path / str(number), no_dist=True)
+    held: list[int] = []
+    compute = WeightedMean.compute
+
+    def watched(self: WeightedMean, box: Box, tiles: Sequence[Array]) -> Array:
+        held.append(sum(tile.nbytes for tile in tiles))
+        return compute(self, box, tiles)
+
+    monkeypatch.setattr(WeightedMean, "compute", watched)
+    memory = 3 << 20
+    sources = [tmp_path / str(number) for number in range(6)]
+    averaged(sources, tmp_path / "out", write=WriteOptions(threads=2, memory_bytes=memory))
+    assert sum(held) == 6 * 1024 * 512 * 4  # nothing is computed twice
+    assert max(held) <= memory / 2
+    assert oracle.tensors(tmp_path / "out")["model.w"].unique().tolist() == [2.5]
+
+
+def test_as_private_as_the_most_private_source(tmp_path: Path) -> None:
+    sources = [copy_of(RUN, tmp_path / name) for name in ("a", "b")]
+    (sources[0] / ITERATION).chmod(0o700)
+    averaged(sources, tmp_path / "out")
+    assert stat.S_IMODE((tmp_path / "out" / ITERATION).stat().st_mode) == 0o700
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out" / ITERATION).iterdir()}
+    assert modes == {0o600}
+
+
+def test_from_and_to_an_object_store(tmp_path: Path) -> None:
+    import fsspec
+
+    place = f"memory://{tmp_path.name}-average"
+    source = altered(RUN, tmp_path / "a", 1)
+    fsspec.filesystem("memory").put(str(source), f"{place}/run", recursive=True)
+    average_checkpoints([f"{place}/run", str(DATA / RUN)], f"{place}/out")
+    averaged([source, DATA / RUN], tmp_path / "local")
+    fsspec.filesystem("memory").get(f"{place}/out", str(tmp_path / "got"), recursive=True)
+    found, expected = (
+        oracle.tensors(folder / ITERATION) for folder in (tmp_path / "got", tmp_path / "local")
+    )
+    assert found.keys() == expected.keys()
+    assert all(oracle.same_bytes(found[key], expected[key]) for key in expected)

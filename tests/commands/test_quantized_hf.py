@@ -1,0 +1,229 @@
+"""Quantized Hugging Face models through `import-hf` and `diff`: an independent decoder's values, or a refusal."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ckpt_tools.cli.app import run
+from ckpt_tools.commands.export_hf import export_hf
+from ckpt_tools.commands.import_hf import ImportOptions, import_hf
+from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError
+from ckpt_tools.formats.files import open_files
+from ckpt_tools.megatron.huggingface.checks import Spec
+from ckpt_tools.megatron.huggingface.quantized import dequantized
+from ckpt_tools.model.catalog import Catalog, TensorEntry
+from tests.megatron.huggingface.quantized_models import (
+    MODELS,
+    Quantized,
+    compressed,
+    compressed_fp8,
+    compressed_int4,
+    fp8_blocks,
+    fp8_tensors,
+    gpt_oss,
+    weights,
+)
+
+
+def same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert (found[key].dtype, found[key].shape) == (tensor.dtype, tensor.shape), key
+        assert torch.equal(found[key].view(torch.uint8), tensor.contiguous().view(torch.uint8)), key
+
+
+@pytest.mark.parametrize("to", ["torch_dist", "fsdp_dtensor"])
+@pytest.mark.parametrize("name", MODELS)
+def test_imported_values_are_the_dequantized_ones(name: str, to: str, tmp_path: Path) -> None:
+    model = MODELS[name]()
+    source = model.save(tmp_path / "hf")
+    done = import_hf(str(source), str(tmp_path / "run"), ImportOptions(to=to))
+    export_hf(str(tmp_path / "run"), str(tmp_path / "out"))
+    same_bits(load_file(tmp_path / "out" / "model.safetensors"), model.plain)
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    quantized = sum(key not in model.stored or model.stored[key].element_size() == 1 for key in model.plain)
+    counts = [int(note.split()[0]) for note in done.notes if "tensors were dequantized from" in note]
+    assert sum(counts) == quantized >= 4
+    assert all("cannot be told from the values again" in note for note in done.notes[: len(counts)])
+
+
+def test_another_type_is_cast_from_the_dequantized_values(tmp_path: Path) -> None:
+    model = gpt_oss()
+    import_hf(str(model.save(tmp_path / "hf")), str(tmp_path / "run"), ImportOptions(dtype="float32"))
+    export_hf(str(tmp_path / "run"), str(tmp_path / "out"))
+    wide = {key: tensor.float() for key, tensor in model.plain.items()}
+    same_bits(load_file(tmp_path / "out" / "model.safetensors"), wide)
+
+
+def test_the_report_says_what_was_dropped(tmp_path: Path) -> None:
+    source = fp8_tensors().save(tmp_path / "hf")
+    done = import_hf(str(source), str(tmp_path / "run"), dry_run=True)
+    assert len([line for line in done.dropped if "a scale of activations" in line]) == 14
+    assert done.notes[0].startswith("14 tensors were dequantized from FP8 to bfloat16")
+
+
+@pytest.mark.parametrize("make", [fp8_blocks, gpt_oss, compressed_int4])
+def test_diff_sees_the_same_values(
+    make: Callable[[], Quantized], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And one scale that is another."""
+    model = make()
+    source = model.save(tmp_path / "hf")
+    import_hf(str(source), str(tmp_path / "run"))
+
+    def diff(folder: Path) -> tuple[int, Any]:
+        capsys.readouterr()
+        code = run(["diff", str(folder), str(tmp_path / "run"), "-q", "--json"])
+        return code, json.loads(capsys.readouterr().out)
+
+    code, report = diff(source)
+    assert (code, report["by"], report["equal"]) == (0, "huggingface", True)
+    assert {one["key"] for one in report["tensors"]} == model.plain.keys()
+    assert any("tensors were dequantized from" in note for note in report["notes"])
+    scale = next(
+        key for key in model.stored if "layers.1.mlp" in key and "down_proj" in key and "_scale" in key
+    )
+    model.stored[scale] = model.stored[scale].clone()
+    model.stored[scale].view(-1)[0] += 1
+    code, report = diff(model.save(tmp_path / "changed"))
+    wrong = [one["key"] for one in report["tensors"] if one["kind"] != "equal"]
+    assert (code, wrong) == (1, [scale[: scale.index("_scale")]])
+
+
+def test_the_time_grows_with_the_number_of_tensors_and_not_faster(tmp_path: Path) -> None:
+    """DeepSeek-V3 has 45,000 quantized weights."""
+    tensors = {}
+    for n in range(20_000):
+        name = f"model.layers.{n}.mlp.up_proj.weight"
+        tensors[name] = TensorEntry(name, "float8_e4m3fn", (256, 128), ())
+        tensors[f"{name}_scale_inv"] = TensorEntry(f"{name}_scale_inv", "float32", (2, 1), ())
+    listed = [f"model.layers.{n}.mlp.gate" for n in range(20_000, 20_200)]
+    settings = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": listed}
+    with closing(open_files(str(tmp_path))) as files:
+        started = time.process_time()
+        plain = dequantized(Catalog("", tensors, {}), {"quantization_config": settings}, files)
+        assert time.process_time() - started < 10  # a set of all names for each weight takes far longer
+    assert len(plain.specs) == 20_000 and len(plain.parts) == 40_000
+    assert set(plain.specs.values()) == {Spec("bfloat16", (256, 128))}
+
+
+Change = Callable[[Quantized], Any]
+Q = "model.layers.0.self_attn.q_a_proj.weight"
+LLAMA_Q = "model.layers.0.self_attn.q_proj.weight"
+EXPERTS = "model.layers.1.mlp.experts.down_proj"
+
+
+def drop(name: str) -> Change:
+    return lambda model: model.stored.pop(name)
+
+
+def settings(**fields: Any) -> Change:
+    return lambda model: model.settings.update(fields)
+
+
+def store(name: str, tensor: torch.Tensor) -> Change:
+    return lambda model: model.stored.update({name: tensor})
+
+
+def one_group(layout: str = "float-quantized", **fields: Any) -> Change:
+    """Another scheme than the tensors have."""
+    return lambda model: model.config.update(quantization_config=compressed([weights(**fields)], layout))
+
+
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "said"),
+    [
+        (fp8_blocks, drop(f"{Q}_scale_inv"), f"its scales, {Q}_scale_inv, are missing"),
+        (fp8_blocks, drop(Q), f"{Q}_scale_inv: there is no quantized weight"),
+        (fp8_blocks, store(f"{Q}_scale_inv", torch.ones(1, 1)), f"{Q}: .* has scales"),
+        (fp8_blocks, store(f"{Q}_scale_inv", torch.ones(1, 2, dtype=torch.uint8)), "_scale_inv is uint8"),
+        (fp8_blocks, settings(weight_block_size=[4, 4]), "in blocks of .4, 4. has scales"),
+        (fp8_blocks, settings(weight_block_size=[0, 128]), "expected two lengths"),
+        (fp8_blocks, settings(weight_block_size=None), "in blocks of"),
+        (fp8_blocks, settings(modules_to_not_convert=["model.layers.*.self_attn"]), "leaves its module alone"),
+        (fp8_blocks, settings(modules_to_not_convert=["q_a_proj"]), "leaves its module alone .'q_a_proj'"),
+        (fp8_blocks, settings(modules_to_not_convert="q_a_proj"), "expected a list of module names"),
+        (fp8_blocks, store(f"{Q} as stored", torch.ones(2)), "is stored twice"),
+        (fp8_blocks, lambda model: model.config.pop("quantization_config"), "has no quantization_config"),
+        (fp8_blocks, lambda model: model.config.update(torch_dtype="int8"), "torch_dtype is 'int8'"),
+        (gpt_oss, drop(f"{EXPERTS}_scales"), f"its scales, {EXPERTS}_scales, are missing"),
+        (gpt_oss, drop(f"{EXPERTS}_blocks"), f"{EXPERTS}_scales: there is no quantized weight"),
+        (gpt_oss, store(f"{EXPERTS}_scales", torch.ones(3, 64, 2, dtype=torch.uint8)), "and a scale for each"),
+        (gpt_oss, store(EXPERTS, torch.ones(3, 96, 64)), f"{EXPERTS} is stored twice"),
+        (gpt_oss, settings(modules_to_not_convert=["model.layers.1.mlp"]), "leaves its module alone"),
+        (gpt_oss, lambda model: model.config.pop("quantization_config"), "has no quantization_config"),
+        (compressed_int4, drop(f"{LLAMA_Q}_scale"), f"its scales, {LLAMA_Q}_scale, are missing"),
+        (compressed_int4, drop(f"{LLAMA_Q}_packed"), f"{LLAMA_Q}_scale: there is no quantized weight"),
+        (compressed_int4, drop(f"{LLAMA_Q}_shape"), f"its shape, {LLAMA_Q}_shape with two integers, is missing"),
+        (compressed_int4, store(f"{LLAMA_Q}_shape", torch.tensor([16, 20])), f"{LLAMA_Q}: .* are stored as"),
+        (compressed_int4, store(f"{LLAMA_Q}_shape", torch.tensor([15, 12])), "weight_shape is .15, 12."),
+        (compressed_int4, store(f"{LLAMA_Q}_shape", torch.tensor([16, 0])), "are stored as|whole groups"),
+        (compressed_int4, store(f"{LLAMA_Q}_shape", torch.tensor([16, -12])), "are stored as|whole groups"),
+        (compressed_int4, store(f"{LLAMA_Q}_g_idx", torch.zeros(12)), "g_idx: there is no quantized weight"),
+        (compressed_int4, store(LLAMA_Q, torch.zeros(16, 12)), "is stored twice"),
+        (compressed_int4, settings(ignore=["re:.*self_attn.*"]), "leaves its module alone .'re:.*self_attn"),
+        (compressed_int4, settings(ignore=["model.layers.0.self_attn.q_proj"]), "leaves its module alone"),
+        (compressed_int4, one_group("pack-quantized", **INT4 | {"group_size": 6}), "in groups of 6"),
+        (compressed_int4, one_group("pack-quantized", **INT4 | {"symmetric": False}), "zero points are part"),
+        (compressed_int4, one_group(strategy="channel"), "config.json has no scheme of INT4"),
+        (compressed_int4, lambda model: model.config.update(torch_dtype="float16"), "Correct torch_dtype"),
+        (compressed_int4, settings(config_groups={}), "expected groups"),
+        (lambda: compressed_int4(zero_points=True), one_group("pack-quantized", **INT4), "zero points are not"),
+    ],
+)  # fmt: skip
+def test_parts_that_do_not_belong_together_are_named(
+    make: Callable[[], Quantized], change: Change, said: str, tmp_path: Path
+) -> None:
+    model = make()
+    change(model)
+    with pytest.raises(MappingError, match=said):
+        import_hf(str(model.save(tmp_path / "hf")), str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def sparse(model: Quantized) -> None:
+    model.settings["sparsity_config"] = {"format": "sparse-24-bitmask"}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (settings(quant_method="awq"), "quantized by AWQ; read are fp8, mxfp4, compressed-tensors"),
+        (settings(quant_method="gptq"), "quantized by GPTQ"),
+        (settings(quant_method="bitsandbytes"), "quantized by bitsandbytes.*save_pretrained"),
+        (settings(quant_method="next_year"), "quantized by 'next_year'"),
+        (settings(quant_method=None), "quantized by None"),
+        (lambda model: model.config.update(quantization_config="fp8"), "quantized by 'fp8'"),
+        (one_group("int-quantized", num_bits=8, type="int", strategy="channel"), "8-bit int, is not read"),
+        (one_group("nvfp4-pack-quantized", num_bits=4, strategy="tensor_group"), "4-bit float, is not read"),
+        (one_group("marlin-24", **INT4), "4-bit int in the format 'marlin-24'"),
+        (one_group("pack-quantized", **INT4 | {"actorder": "group"}), "order of their activations"),
+        (one_group(strategy="token"), "a scale for each token"),
+        (sparse, "sparse-24-bitmask"),
+    ],
+)
+def test_other_quantizations_are_refused_with_the_way_out(change: Change, said: str, tmp_path: Path) -> None:
+    model = compressed_fp8("channel", torch.bfloat16)
+    change(model)
+    with pytest.raises(UnsupportedCheckpointError, match=said) as caught:
+        import_hf(str(model.save(tmp_path / "hf")), str(tmp_path / "run"))
+    assert "import the model that it was quantized from" in str(caught.value)
+
+
+def test_a_scale_that_is_not_a_number_is_damage_with_its_place(tmp_path: Path) -> None:
+    model = gpt_oss()
+    model.stored[f"{EXPERTS}_scales"][2, 5, 1] = 255
+    with pytest.raises(CorruptCheckpointError, match=rf"{EXPERTS} \[2:3, .*scale is 255"):
+        import_hf(str(model.save(tmp_path / "hf")), str(tmp_path / "run"))

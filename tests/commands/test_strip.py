@@ -1,0 +1,197 @@
+"""`strip`: the weights byte for byte where they were, nothing of the optimizer, and a checkpoint that still works."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from ckpt_tools.cli.app import run
+from ckpt_tools.commands.export_hf import export_hf
+from ckpt_tools.commands.opened import open_checkpoint
+from ckpt_tools.commands.rewrite import EditOptions
+from ckpt_tools.commands.strip import strip_checkpoint
+from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
+from ckpt_tools.commands.to_torch_dist import convert_to_torch_dist
+from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
+from ckpt_tools.errors import UnsupportedCheckpointError, UsageError
+from ckpt_tools.formats.unpickle import StandIn
+from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
+from tests.commands import oracle
+from tests.conftest import DATA, fixture_dir
+from tests.damage import ITERATION, copy_of, flip_bit, payload_of
+
+RUN, MOE = DATA / "core019_llama_tp2_fully_reshardable", DATA / "core019_moe_ep2_fully_reshardable"
+FSDP = DATA / "core019_llama_tp2_native_fsdp_dtensor"
+TORCH_DIST = [
+    "core019_moe_ep2_fully_reshardable",
+    "core016_llama_tp2_dp_reshardable",
+    "v013_moe_ms_ep2",
+    "v014_moe_dpzero_ep2",
+    "v015_dense_ms_tp2_dp1_torchadam",
+    "v016_dense_nodistopt_tp2",
+    "bridge_dense_fr_tp2_dp2",
+    "te_remainder8_tp2_dpr",
+    "te_fp8_tp2_fr",
+]
+NATIVE = ["core019_llama_tp2_native_fsdp_dtensor", "core019_moe_dp1_native_fsdp_dtensor", "n_moe_ep2"]
+OF_THE_OPTIMIZER = ("optimizer", "chained_", "opt_param_scheduler", "rng_state", "rerun_state")
+
+
+def place_of(name: str) -> Path:
+    root = fixture_dir(name)
+    return root / "checkpoint" if (root / "checkpoint").exists() else root
+
+
+def iteration_of(root: Path) -> Path:
+    return next(iter(root.glob("iter_*")), root)
+
+
+def is_sound(place: Path) -> bool:
+    return verify_checkpoint(str(place), None, VerifyOptions(content=True)).is_valid
+
+
+@pytest.mark.parametrize("name", TORCH_DIST + NATIVE)
+def test_the_weights_stay_where_they_were(name: str, tmp_path: Path) -> None:
+    done = strip_checkpoint(str(place_of(name)), str(tmp_path / "out"))
+    before, after = iteration_of(place_of(name)), iteration_of(tmp_path / "out")
+    was, now = oracle.metadata(before), oracle.metadata(after)
+    kept = {key for key in was.state_dict_metadata if not key.startswith(OF_THE_OPTIMIZER)}
+    assert now.state_dict_metadata.keys() == kept
+    assert set(was.state_dict_metadata) - kept == {
+        key for key in done.removed if not key.startswith("common")
+    }
+    old, new = oracle.tensors(before), oracle.tensors(after)
+    for key, value in new.items():
+        assert oracle.same_bytes(value, old[key]), key
+        boxes = [{(*c.offsets, *c.sizes) for c in m.state_dict_metadata[key].chunks} for m in (was, now)]
+        assert boxes[0] == boxes[1], key
+    for key in kept - new.keys() - {"common_state/shard_0_1"}:
+        found, expected = (oracle.item(folder, key) for folder in (after, before))
+        assert repr(found) == repr(expected) or found == expected, key
+    assert done.cast == ()
+    assert done.written.rounded_elements == 0
+    assert is_sound(tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", TORCH_DIST)
+def test_the_common_state_says_nothing_of_an_optimizer(name: str, tmp_path: Path) -> None:
+    """It has the entries of a job that saved with --no-save-optim --no-save-rng."""
+    strip_checkpoint(str(place_of(name)), str(tmp_path / "out"))
+    with open_checkpoint(str(place_of(name))) as a, open_checkpoint(str(tmp_path / "out")) as b:
+        was, now = a.common, b.common
+        assert (was.source, was.args, was.model_config) == (now.source, now.args, now.model_config)
+        assert isinstance(now.values.get("args"), StandIn) == isinstance(was.values.get("args"), StandIn)
+        usual = {"args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far"}
+        assert now.values.keys() <= usual | {"content_metadata"}
+        assert now.values.keys() >= was.values.keys() & usual
+        assert not any(
+            "optim_sharding" in name or "reshardable" in name for name in now.values["content_metadata"]
+        )
+        assert optimizer_layout(b.catalog, now) == "none"
+
+
+def test_the_same_entries_as_a_job_without_optimizer_writes(tmp_path: Path) -> None:
+    strip_checkpoint(str(place_of("v016_dense_fr_tp2_dp2_te")), str(tmp_path / "out"))
+    with (
+        open_checkpoint(str(place_of("v016_dense_weightsonly_tp2"))) as a,
+        open_checkpoint(str(tmp_path / "out")) as b,
+    ):
+        assert a.common.values.keys() == b.common.values.keys()
+        assert a.common.values["content_metadata"] == b.common.values["content_metadata"]
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_masters_cast_to_the_models_type(name: str, tmp_path: Path) -> None:
+    done = strip_checkpoint(str(place_of(name)), str(tmp_path / "out"), "bfloat16")
+    old, new = (oracle.tensors(iteration_of(root)) for root in (place_of(name), tmp_path / "out"))
+    rounded = 0
+    for key, found in new.items():
+        is_buffer = key.endswith(".expert_bias")
+        expected = old[key] if is_buffer else old[key].bfloat16()
+        assert oracle.same_bytes(found, expected), key
+        rounded += int((found.float() != old[key]).sum())
+    assert rounded
+    assert done.written.rounded_elements == rounded
+    assert set(done.cast) == {key for key in new if not key.endswith(".expert_bias")}
+    assert is_sound(tmp_path / "out")
+
+
+def test_it_holds_what_a_conversion_of_the_weights_holds(tmp_path: Path) -> None:
+    convert_to_fsdp_dtensor(str(MOE), str(tmp_path / "whole"))
+    strip_checkpoint(str(tmp_path / "whole"), str(tmp_path / "stripped"), "bfloat16")
+    weights = ConvertOptions(target=TargetOptions(weights_only=True, dtype="bfloat16"))
+    convert_to_fsdp_dtensor(str(MOE), str(tmp_path / "weights"), weights)
+    found, expected = (oracle.tensors(tmp_path / name / ITERATION) for name in ("stripped", "weights"))
+    assert found.keys() == expected.keys()
+    assert all(oracle.same_bytes(found[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize("root", [RUN, FSDP], ids=lambda root: root.name)
+def test_what_was_stripped_is_exported_as_the_whole(root: Path, tmp_path: Path) -> None:
+    strip_checkpoint(str(root), str(tmp_path / "weights"))
+    for name, source in (("a", root), ("b", tmp_path / "weights")):
+        export_hf(str(source), str(tmp_path / name))
+    tensors = [load_file(tmp_path / name / "model.safetensors") for name in "ab"]
+    assert tensors[0].keys() == tensors[1].keys()
+    assert all(oracle.same_bytes(tensors[0][key], tensors[1][key]) for key in tensors[0])
+
+
+def test_what_was_stripped_converts_there_and_back(tmp_path: Path) -> None:
+    strip_checkpoint(str(MOE), str(tmp_path / "weights"))
+    convert_to_fsdp_dtensor(str(tmp_path / "weights"), str(tmp_path / "fsdp"))
+    convert_to_torch_dist(str(tmp_path / "fsdp"), str(tmp_path / "back"))
+    found, expected = (oracle.tensors(tmp_path / name / ITERATION) for name in ("back", "weights"))
+    assert found.keys() == expected.keys()
+    assert all(oracle.same_bytes(found[key], expected[key]) for key in expected)
+
+
+def test_only_what_is_kept_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    key = "decoder.final_layernorm.weight"
+    root = copy_of(RUN.name, tmp_path)
+    path, at, _ = payload_of(root, f"optimizer.state.exp_avg.{key}", (0,))
+    flip_bit(path, at)
+    assert run(["strip", str(root), str(tmp_path / "out"), "-q"]) == 0
+    path, at, _ = payload_of(root, key, (0,))
+    flip_bit(path, at)
+    assert run(["strip", str(root), str(tmp_path / "out2"), "-q"]) == 4
+    assert key in capsys.readouterr().err
+    assert not (tmp_path / "out2" / ITERATION).exists()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "bf16"])
+def test_other_types_are_refused(dtype: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=f"--dtype {dtype}: weights can be written as bfloat16"):
+        strip_checkpoint(str(FSDP), str(tmp_path / "out"), dtype)
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is torch_dist, whose weights have the element type of the job"):
+        strip_checkpoint(str(RUN), str(tmp_path / "out"), "bfloat16")
+    strip_checkpoint(str(RUN), str(tmp_path / "weights"))
+    with pytest.raises(UsageError, match="holds weights alone"):
+        strip_checkpoint(str(tmp_path / "weights"), str(tmp_path / "out"))
+    with pytest.raises(UsageError, match="overlap"):
+        strip_checkpoint(str(RUN), str(RUN / ITERATION))
+    export_hf(str(RUN), str(tmp_path / "hf"))
+    with pytest.raises(
+        UnsupportedCheckpointError, match="is safetensors; strip works on torch_dist and fsdp_dtensor"
+    ):
+        strip_checkpoint(str(tmp_path / "hf"), str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_it_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    def stop(done: int, _total: int) -> None:
+        if done:
+            raise RuntimeError("stopped")
+
+    with pytest.raises(RuntimeError, match="stopped"):
+        strip_checkpoint(str(RUN), str(tmp_path / "out"), None, EditOptions(), stop)
+    strip_checkpoint(str(RUN), str(tmp_path / "out"), None, EditOptions(resume=True))
+    strip_checkpoint(str(RUN), str(tmp_path / "whole"))
+    for name in ("__0_0.distcp", "__1_0.distcp", ".metadata"):
+        whole, resumed = ((tmp_path / place / ITERATION / name).read_bytes() for place in ("whole", "out"))
+        assert whole == resumed

@@ -1,0 +1,80 @@
+"""Quantized models as the real transformers dequantizes them, against an import that is exported again.
+
+Runs under whatever transformers is installed; `test_transformers.py` runs it under a release.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="the optional peer transformers is not installed")
+from safetensors.torch import load_file  # noqa: E402  # after the skip
+
+from ckpt_tools.commands.export_hf import export_hf  # noqa: E402
+from ckpt_tools.commands.import_hf import import_hf  # noqa: E402
+from tests.megatron.huggingface.quantized_models import (  # noqa: E402
+    Quantized,
+    compressed_fp8,
+    compressed_int4,
+    fp8_blocks,
+    gpt_oss,
+)
+
+transformers.utils.logging.set_verbosity(logging.ERROR)
+pytestmark = pytest.mark.filterwarnings("ignore:You passed .quantization_config")
+# transformers takes the size of a block from the grid, so its blocks are whole ones; and it knows no MTP layers.
+WHOLE_BLOCKS = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "moe_intermediate_size": 8,
+                "intermediate_size": 16, "num_nextn_predict_layers": 0}  # fmt: skip
+
+
+def fp8() -> Quantized:
+    return fp8_blocks((4, 4), **WHOLE_BLOCKS)
+
+
+MODELS: dict[str, tuple[Callable[[], Quantized], str, dict[str, Any]]] = {
+    "fp8_blocks": (fp8, "FineGrainedFP8Config", {"dequantize": True, "weight_block_size": (4, 4)}),
+    "mxfp4": (gpt_oss, "Mxfp4Config", {"dequantize": True}),
+    **{
+        name: (make, "CompressedTensorsConfig", {"run_compressed": False})
+        for name, make in {
+            "fp8_tensor": lambda: compressed_fp8("tensor", torch.float32),
+            "fp8_channel": lambda: compressed_fp8("channel", torch.bfloat16),
+            "fp8_block": lambda: compressed_fp8("block", torch.bfloat16),
+            "int4_group": compressed_int4,
+            "int4_channel_fp16": lambda: compressed_int4(None, dtype=torch.float16),
+            "int4_zero_points": lambda: compressed_int4(zero_points=True, head_dim=8),
+        }.items()
+    },
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_dequantizes_to_the_same_bits(name: str, tmp_path: Path) -> None:
+    make, config, options = MODELS[name]
+    if config == "CompressedTensorsConfig":
+        pytest.importorskip(
+            "compressed_tensors", reason="the optional peer compressed-tensors is not installed"
+        )
+    quantized = make()
+    source = quantized.save(tmp_path / "hf")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        source,
+        quantization_config=getattr(transformers, config)(**options),
+        dtype=getattr(torch, quantized.config["torch_dtype"]),
+    )
+    model.save_pretrained(tmp_path / "theirs")
+    import_hf(str(source), str(tmp_path / "run"))
+    export_hf(str(tmp_path / "run"), str(tmp_path / "ours"))
+    theirs, ours = (load_file(tmp_path / side / "model.safetensors") for side in ("theirs", "ours"))
+    assert ours.keys() == theirs.keys()
+    for key, tensor in theirs.items():
+        kept_wide = key.endswith("mlp.gate.weight")  # of DeepSeek, whatever it was stored as
+        wanted = tensor.to(ours[key].dtype) if kept_wide else tensor
+        assert (ours[key].dtype, ours[key].shape) == (wanted.dtype, wanted.shape), key
+        assert torch.equal(ours[key].view(torch.uint8), wanted.view(torch.uint8)), key
