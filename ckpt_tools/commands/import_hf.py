@@ -44,7 +44,8 @@ from ckpt_tools.megatron.vocab import vocabulary
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.expressions import Value
-from ckpt_tools.model.model import WEIGHT, Model, Parameter
+from ckpt_tools.model.model import Model, Parameter
+from ckpt_tools.model.roles import WEIGHT
 from ckpt_tools.model.target import Source, Target
 from ckpt_tools.model.transfers import Plan, plan_summary
 from ckpt_tools.plan.build import build_plan

@@ -38,7 +38,8 @@ from ckpt_tools.megatron.record import RECORD_FILE, TargetRecord, record_bytes
 from ckpt_tools.megatron.torch_dist.read import read_torch_dist
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Catalog
-from ckpt_tools.model.model import MASTER, WEIGHT, Model, without_optimizer
+from ckpt_tools.model.model import Model, without_optimizer
+from ckpt_tools.model.roles import MASTER, WEIGHT
 from ckpt_tools.model.target import TargetTensor
 from ckpt_tools.model.transfers import Plan, plan_summary
 from ckpt_tools.model.without_gc import without_gc

@@ -26,7 +26,7 @@ from ckpt_tools.megatron.keys import BUFFERS, HALVES, MODEL_PREFIX, STATE_PREFIX
 from ckpt_tools.megatron.param_groups import Group, Membership
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.expressions import Value
-from ckpt_tools.model.model import MASTER, WEIGHT
+from ckpt_tools.model.roles import MASTER, WEIGHT
 from ckpt_tools.model.target import InlineTensor, Source, TargetObject, TargetTensor
 from ckpt_tools.model.views import Narrow, Place, View
 

@@ -48,7 +48,8 @@ from ckpt_tools.megatron.torch_dist.optimizer_layouts.expected import expected_s
 from ckpt_tools.megatron.torch_dist.slices import layer_counts
 from ckpt_tools.megatron.vocab import VocabChange, Vocabulary, resize_vocab, told_tokens, vocabulary
 from ckpt_tools.model.dtypes import CASTABLE
-from ckpt_tools.model.model import MASTER, Model
+from ckpt_tools.model.model import Model
+from ckpt_tools.model.roles import MASTER
 from ckpt_tools.model.target import InlineTensor, Target, TargetObject, TargetTensor
 
 

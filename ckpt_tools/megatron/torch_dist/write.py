@@ -26,7 +26,8 @@ from ckpt_tools.megatron.torch_dist.slices import layer_counts
 from ckpt_tools.megatron.torch_dist.stacking import Stack, stack_parameters
 from ckpt_tools.megatron.vocab import Vocabulary, vocabulary
 from ckpt_tools.model.dtypes import CASTABLE
-from ckpt_tools.model.model import MASTER, Model, Parameter
+from ckpt_tools.model.model import Model, Parameter
+from ckpt_tools.model.roles import MASTER
 from ckpt_tools.model.target import Target, TargetObject, TargetTensor
 
 CONTENT_METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
