@@ -16,7 +16,8 @@ from ckpt_tools.megatron.keys import EXPERTS, is_optimizer_key
 from ckpt_tools.megatron.settings import training_dtype
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.expressions import Value
-from ckpt_tools.model.model import MASTER, Model
+from ckpt_tools.model.model import Model
+from ckpt_tools.model.roles import MASTER
 from ckpt_tools.model.target import TargetTensor
 
 _WIDE = ("float32", "float64")  # what an fp32 master says more to than the weight

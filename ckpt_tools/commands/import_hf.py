@@ -43,7 +43,8 @@ from ckpt_tools.megatron.vocab import vocabulary
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.expressions import Value
-from ckpt_tools.model.model import WEIGHT, Model, Parameter
+from ckpt_tools.model.model import Model, Parameter
+from ckpt_tools.model.roles import WEIGHT
 from ckpt_tools.model.target import Source
 
 MLA_NORM = re.compile(r"\.linear_(q|kv)_up_proj\.layer_norm_weight$")

@@ -17,7 +17,7 @@ from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.keys import GROUP_META, role_of
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
 from ckpt_tools.model.catalog import Catalog
-from ckpt_tools.model.target import Role
+from ckpt_tools.model.roles import Role
 
 SCHEMA_VERSION = 1
 

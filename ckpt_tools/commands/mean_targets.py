@@ -17,12 +17,12 @@ from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_pro
 from ckpt_tools.formats.joined_files import joined_entry
 from ckpt_tools.megatron.keys import is_optimizer_key, parameter_of, stacked_axes
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import read_optimizer_states
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import MASTER, StateTensor
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import StateTensor
 from ckpt_tools.model.catalog import Catalog, TensorEntry
 from ckpt_tools.model.dtypes import CASTABLE, FLOATING
 from ckpt_tools.model.expressions import Made, Value, made_entry
 from ckpt_tools.model.kernels import WeightedMean
-from ckpt_tools.model.model import WEIGHT
+from ckpt_tools.model.roles import MASTER, WEIGHT
 from ckpt_tools.model.target import Source, TargetTensor
 from ckpt_tools.model.views import Insert, Place
 

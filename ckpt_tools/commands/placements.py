@@ -16,7 +16,7 @@ from ckpt_tools.megatron.names import MLA_DOWN, MLA_FUSED_DOWN, ModelStyle
 from ckpt_tools.megatron.settings import training_dtype
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.catalog import Catalog
-from ckpt_tools.model.model import WEIGHT
+from ckpt_tools.model.roles import WEIGHT
 from ckpt_tools.model.target import Target, TargetTensor
 from ckpt_tools.model.transfers import Plan
 from ckpt_tools.plan.build import Placement as PlanPlacement

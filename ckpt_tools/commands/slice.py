@@ -29,12 +29,13 @@ from ckpt_tools.megatron.keys import (
     shard_key,
     stacked_axes,
 )
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import MASTER, OptimizerStates, StateTensor
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import OptimizerStates, StateTensor
 from ckpt_tools.megatron.torch_dist.read import TorchDistSource, read_torch_dist
 from ckpt_tools.megatron.torch_dist.slices import layer_counts
 from ckpt_tools.megatron.torch_dist.write import CONTENT_METADATA, OPTIMIZER_METADATA
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.model import Model
+from ckpt_tools.model.roles import MASTER
 from ckpt_tools.model.target import Source, Target, TargetObject, TargetTensor
 from ckpt_tools.model.views import Insert, Narrow, Place, Step
 from ckpt_tools.verify.meaning import fsdp_weights, torch_dist_weights

@@ -21,7 +21,7 @@ from ckpt_tools.megatron.common_state import COMMON_FILE
 from ckpt_tools.megatron.keys import BUFFERS, COMMON_OBJECT, is_optimizer_key, parameter_of
 from ckpt_tools.megatron.torch_dist.write import OPTIMIZER_METADATA
 from ckpt_tools.model.dtypes import CASTABLE
-from ckpt_tools.model.model import WEIGHT
+from ckpt_tools.model.roles import WEIGHT
 from ckpt_tools.model.target import Source, Target, TargetObject, TargetTensor
 
 # What a job that saves with --no-save-optim and --no-save-rng does not write, beside the keys of its optimizer.

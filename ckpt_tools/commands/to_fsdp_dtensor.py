@@ -40,7 +40,8 @@ from ckpt_tools.megatron.record import RECORD_FILE, TargetRecord, record_bytes
 from ckpt_tools.megatron.torch_dist.read import Extent
 from ckpt_tools.megatron.vocab import VocabChange
 from ckpt_tools.model.box import Box
-from ckpt_tools.model.model import MASTER, WEIGHT, Model, without_optimizer
+from ckpt_tools.model.model import Model, without_optimizer
+from ckpt_tools.model.roles import MASTER, WEIGHT
 from ckpt_tools.model.target import TargetTensor
 
 

@@ -35,7 +35,8 @@ from ckpt_tools.megatron.record import RECORD_FILE, read_record, record_bytes
 from ckpt_tools.megatron.torch_dist.read import Extent
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions, build_torch_dist_target, carried_objects
 from ckpt_tools.model.box import Box
-from ckpt_tools.model.model import MASTER, Model
+from ckpt_tools.model.model import Model
+from ckpt_tools.model.roles import MASTER
 from ckpt_tools.model.target import TargetObject, TargetTensor
 from ckpt_tools.plan.build import Placement, build_plan
 from ckpt_tools.sharding.fsdp2 import chunk_rows

@@ -19,14 +19,16 @@ from itertools import accumulate
 from math import prod
 from operator import mul
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError, list_problems
 from ckpt_tools.formats.files import Files, open_files, read_whole
 from ckpt_tools.model.box import full_box
 from ckpt_tools.model.catalog import MAX_DIMENSIONS, Catalog, Chunk, Item, TensorEntry
 from ckpt_tools.model.dtypes import itemsize
-from ckpt_tools.model.transfers import TensorInfo
+
+if TYPE_CHECKING:
+    from ckpt_tools.model.transfers import TensorInfo
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
 MAX_INDEX_BYTES = 128 << 20  # a million tensors

@@ -40,8 +40,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ckpt_tools.model.model import MASTER, WEIGHT
-from ckpt_tools.model.target import Role
+from ckpt_tools.model.roles import MASTER, WEIGHT, Role
 
 COMMON_OBJECT = "common_state/shard_0_1"  # the only shard there is: one object, saved by one rank
 COMMON_ITEMS = ("args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far")

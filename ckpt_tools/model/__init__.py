@@ -8,6 +8,7 @@
 * `kernels`: values that are computed from stored tensors, a tile at a time
 * `packed_kernels`: kernels for weights of 4 bits
 * `expressions`: values made of views, and tensors made by kernels
+* `roles`: what a value of a parameter is: the weight, its master, a state
 * `model`: `Model`, `Parameter`: what a checkpoint says, free of its format
 * `target`: what an output must contain, before anyone says who holds which rows
 * `transfers`: the plan: every byte's way from a source to the files of an output

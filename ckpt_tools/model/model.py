@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.model.expressions import Value
+from ckpt_tools.model.roles import MASTER, WEIGHT
 
 if TYPE_CHECKING:
     from ckpt_tools.formats.unpickle import StandIn
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
     from ckpt_tools.megatron.record import TargetRecord
     from ckpt_tools.megatron.settings import ModelSettings
     from ckpt_tools.model.catalog import Catalog
-
-WEIGHT = "weight"  # a parameter's value in the running model's element type
-MASTER = "master"  # its copy in fp32 that the optimizer updates
 
 
 @dataclass(frozen=True, slots=True)

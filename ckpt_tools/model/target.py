@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
 
+from ckpt_tools.model.roles import Role
 from ckpt_tools.model.views import View
-
-Role: TypeAlias = Literal["weight", "master", "exp_avg", "exp_avg_sq", "other"]
-"""What a tensor is, in reports."""
 
 
 @dataclass(frozen=True, slots=True)

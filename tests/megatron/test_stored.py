@@ -11,7 +11,7 @@ from ckpt_tools.megatron.fsdp_dtensor.stored import stored_parameters
 from ckpt_tools.megatron.names import DIALECTS, ModelStyle
 from ckpt_tools.megatron.torch_dist.slices import slices_of
 from ckpt_tools.model.catalog import TensorEntry
-from ckpt_tools.model.model import WEIGHT
+from ckpt_tools.model.roles import WEIGHT
 from ckpt_tools.model.target import Source
 
 ATTENTION = {

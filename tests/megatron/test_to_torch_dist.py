@@ -17,7 +17,7 @@ from ckpt_tools.megatron.torch_dist.extra_state import extra_state_keys
 from ckpt_tools.megatron.torch_dist.stacking import stack_parameters
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions, build_torch_dist_target
 from ckpt_tools.model.catalog import Catalog, TensorEntry
-from ckpt_tools.model.model import WEIGHT
+from ckpt_tools.model.roles import WEIGHT
 from ckpt_tools.model.target import Source
 
 STATES = ("exp_avg", "exp_avg_sq")

@@ -37,7 +37,7 @@ from ckpt_tools.megatron.keys import (
 from ckpt_tools.megatron.record import Size, TargetRecord, read_record, stored_tp
 from ckpt_tools.model.box import full_box
 from ckpt_tools.model.catalog import Catalog, Item, TensorEntry
-from ckpt_tools.model.model import MASTER, WEIGHT
+from ckpt_tools.model.roles import MASTER, WEIGHT
 from ckpt_tools.model.target import Source
 from ckpt_tools.model.views import Place
 

@@ -15,7 +15,8 @@ from ckpt_tools.megatron.settings import read_settings, training_dtype
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.expected import expected_states, refuse_missing_states
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.expressions import Value
-from ckpt_tools.model.model import MASTER, WEIGHT, Model, Parameter
+from ckpt_tools.model.model import Model, Parameter
+from ckpt_tools.model.roles import MASTER, WEIGHT
 
 Group = dict[str, Any]
 

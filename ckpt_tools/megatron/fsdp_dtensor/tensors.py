@@ -22,11 +22,19 @@ from typing import Any, TypeVar
 from ckpt_tools.errors import MappingError, list_problems
 from ckpt_tools.megatron.fsdp_dtensor.flatten import Path, dotted, leaves
 from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter
-from ckpt_tools.megatron.keys import BUFFERS, HALVES, MODEL_PREFIX, STATE_PREFIX, state_role
+from ckpt_tools.megatron.keys import (
+    BUFFERS,
+    HALVES,
+    MODEL_PREFIX,
+    STATE_PREFIX,
+    STATE_PREFIX_FP32,
+    state_role,
+)
 from ckpt_tools.megatron.param_groups import Group, Membership
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.expressions import Value
-from ckpt_tools.model.model import MASTER, WEIGHT
+from ckpt_tools.model.model import Model
+from ckpt_tools.model.roles import MASTER, WEIGHT
 from ckpt_tools.model.target import InlineTensor, Source, TargetObject, TargetTensor
 from ckpt_tools.model.views import Narrow, Place, View
 
@@ -45,6 +53,14 @@ class Prefixes:
     def wrappers(self) -> str:
         """The wrapper segments in front of a parameter's name in optimizer keys."""
         return self.state.removeprefix("optimizer.state.")
+
+
+def state_prefix(model: Model) -> str:
+    """Optimizer names have one `module.` less when the model was trained in fp32 (no Float16Module)."""
+    half = model.settings.half_precision
+    if half is None:
+        half = any(p.dtype != "float32" for p in model.parameters)
+    return STATE_PREFIX if half else STATE_PREFIX_FP32
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,12 +20,13 @@ from ckpt_tools.megatron.fsdp_dtensor.tensors import (
     model_tensors,
     rng_items,
     roles_of,
+    state_prefix,
     state_tensors,
     step_tensors,
     tensor_aliases,
 )
 from ckpt_tools.megatron.hybrid import is_hybrid
-from ckpt_tools.megatron.keys import EXPERTS, MODEL_PREFIX, STATE_PREFIX, STATE_PREFIX_FP32
+from ckpt_tools.megatron.keys import EXPERTS, MODEL_PREFIX
 from ckpt_tools.megatron.names import (
     DIALECTS,
     MTP_DISK,
@@ -48,7 +49,8 @@ from ckpt_tools.megatron.torch_dist.optimizer_layouts.expected import expected_s
 from ckpt_tools.megatron.torch_dist.slices import layer_counts
 from ckpt_tools.megatron.vocab import VocabChange, Vocabulary, resize_vocab, told_tokens, vocabulary
 from ckpt_tools.model.dtypes import CASTABLE
-from ckpt_tools.model.model import MASTER, Model
+from ckpt_tools.model.model import Model
+from ckpt_tools.model.roles import MASTER
 from ckpt_tools.model.target import InlineTensor, Target, TargetObject, TargetTensor
 
 
@@ -108,7 +110,7 @@ def build_fsdp_target(model: Model, options: TargetOptions) -> FsdpTarget:
     notes += dialect_notes(parameters, model, dialect, options)
     vocab = choose_vocab(model, options, parameters)
     parameters = vocab.parameters
-    prefixes = Prefixes(options.model_prefix, options.state_prefix or _state_prefix(model))
+    prefixes = Prefixes(options.model_prefix, options.state_prefix or state_prefix(model))
     weights = [tensor for p in parameters for tensor in model_tensors(p, prefixes.model, options.dtype)]
     optimizer = optimizer_part(model, options, parameters, prefixes)
     common = common_part(model, options, dialect, tp)
@@ -398,11 +400,3 @@ def writer_tp(model: Model) -> Size:
     if held is not None:
         return Size(held, "the source's rng states")
     return Size(model.settings.tp, "the source's args") if model.settings.tp else Size(1, "default")
-
-
-def _state_prefix(model: Model) -> str:
-    """Optimizer names have one `module.` less when the model was trained in fp32 (no Float16Module)."""
-    half = model.settings.half_precision
-    if half is None:
-        half = any(p.dtype != "float32" for p in model.parameters)
-    return STATE_PREFIX if half else STATE_PREFIX_FP32

@@ -22,7 +22,8 @@ from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import OptimizerSta
 from ckpt_tools.megatron.torch_dist.slices import Slice, SortedKeys, sort_keys
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.expressions import Value
-from ckpt_tools.model.model import WEIGHT, Model, Parameter
+from ckpt_tools.model.model import Model, Parameter
+from ckpt_tools.model.roles import WEIGHT
 from ckpt_tools.model.target import Source
 from ckpt_tools.model.views import Select
 

@@ -27,7 +27,8 @@ from ckpt_tools.megatron.torch_dist.slices import layer_counts
 from ckpt_tools.megatron.torch_dist.stacking import Stack, joined_halves, stack_parameters
 from ckpt_tools.megatron.vocab import Vocabulary, vocabulary
 from ckpt_tools.model.dtypes import CASTABLE
-from ckpt_tools.model.model import MASTER, Model
+from ckpt_tools.model.model import Model
+from ckpt_tools.model.roles import MASTER
 from ckpt_tools.model.target import Target, TargetObject, TargetTensor
 
 CONTENT_METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}

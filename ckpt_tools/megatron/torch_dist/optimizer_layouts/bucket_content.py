@@ -12,9 +12,9 @@ from ckpt_tools.formats.container import find_tensor
 from ckpt_tools.formats.files import Files
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_order import LookAlikes
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.buckets import Bucket, Flat, Piece
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import MASTER
 from ckpt_tools.model.catalog import Chunk
 from ckpt_tools.model.dtypes import itemsize
+from ckpt_tools.model.roles import MASTER
 
 if TYPE_CHECKING:
     import numpy.typing as npt

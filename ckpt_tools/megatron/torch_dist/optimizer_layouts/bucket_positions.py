@@ -27,8 +27,8 @@ from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_order import (
     registration_rank,
 )
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.buckets import ALIGNMENT, Bucket, Buffer, Piece
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import MASTER
 from ckpt_tools.model.catalog import Chunk
+from ckpt_tools.model.roles import MASTER
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _FILE = re.compile(r"(?:^|/)__(\d+)_\d+\.distcp$")

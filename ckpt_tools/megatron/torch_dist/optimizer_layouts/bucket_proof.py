@@ -36,7 +36,7 @@ from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_positions import (
     place_by_position,
 )
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.buckets import ALIGNMENT, Bucket, Buffer, Piece
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import MASTER
+from ckpt_tools.model.roles import MASTER
 
 ADVICE = (
     "Nothing was converted, because a wrong optimizer state would not be noticed in training. "

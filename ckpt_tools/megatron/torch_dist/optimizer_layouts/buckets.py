@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError, list_problems
 from ckpt_tools.megatron.keys import bucket_key, canonical_kind, is_optimizer_key, split_projection
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.natural import are_remainders, refuse_encoded
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import MASTER
 from ckpt_tools.megatron.torch_dist.slices import slices_of
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Catalog, Chunk, TensorEntry
+from ckpt_tools.model.roles import MASTER
 from ckpt_tools.model.views import Defragment, View
 
 ALIGNMENT = 64  # elements; where parameters start inside a bucket

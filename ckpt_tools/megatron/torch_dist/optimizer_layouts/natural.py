@@ -13,8 +13,9 @@ from collections.abc import Iterable
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError, list_problems
 from ckpt_tools.megatron.keys import canonical_kind, state_key
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.nd_flattened import expert_transposition, state_view
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import MASTER, OptimizerStates, StateTensor
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import OptimizerStates, StateTensor
 from ckpt_tools.model.catalog import Catalog, TensorEntry
+from ckpt_tools.model.roles import MASTER
 from ckpt_tools.model.target import Source
 
 _STATE_DTYPES = frozenset({"float32", "bfloat16", "float16", "float64"})

@@ -27,9 +27,10 @@ from ckpt_tools.megatron.torch_dist.optimizer_layouts.natural import (
     refuse_encoded,
 )
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.remainders import joined_masters
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import MASTER, OptimizerStates, StateTensor
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import OptimizerStates, StateTensor
 from ckpt_tools.model.box import full_box
 from ckpt_tools.model.catalog import Catalog, Chunk, Item, TensorEntry
+from ckpt_tools.model.roles import MASTER
 from ckpt_tools.model.target import Source
 from ckpt_tools.model.views import Place, Unflatten, View
 

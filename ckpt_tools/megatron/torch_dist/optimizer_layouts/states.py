@@ -10,8 +10,6 @@ from ckpt_tools.model.catalog import TensorEntry
 from ckpt_tools.model.target import Source
 from ckpt_tools.model.views import Select
 
-MASTER = "master"
-
 
 @dataclass(frozen=True, slots=True)
 class StateTensor:
