@@ -6,6 +6,7 @@
 * `help`: how `--help` is laid out
 * `options`: options that several commands share
 * `convert`: `convert`, its long names, `build-param-group-map`
+* `table`: options of the commands that convert, stated once
 * `plan`: `plan`
 * `huggingface`: `export-hf`, `import-hf`
 * `inspect`: `inspect`, `print-torch-dcp-in-json`

@@ -199,9 +199,11 @@ def test_a_dry_run_writes_nothing_and_other_kinds_are_refused(tmp_path):
     report = convert_to_torch_dist(str(native), str(tmp_path / "out"), dry_run=True)
     assert (report.written, report.groups, report.tensors) == (None, {0: 10, 1: 5}, 36)
     assert list(tmp_path.iterdir()) == []
-    save_file({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text("{}")
+    model = tmp_path / "model"
+    model.mkdir()
+    save_file({"a": torch.zeros(2)}, model / "model.safetensors")
+    (model / "config.json").write_text("{}")
     with pytest.raises(
         UnsupportedCheckpointError, match=r"import-hf.*not an fsdp_dtensor or torch_dist checkpoint"
     ):
-        convert_to_torch_dist(str(tmp_path), str(tmp_path / "out"))
+        convert_to_torch_dist(str(model), str(tmp_path / "out"))
