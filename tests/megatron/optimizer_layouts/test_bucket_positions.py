@@ -14,11 +14,11 @@ from ckpt_tools.errors import VerificationError
 from ckpt_tools.formats.container import load_object
 from ckpt_tools.formats.dcp import read_catalog
 from ckpt_tools.formats.files import open_files
+from ckpt_tools.megatron.keys import bucket_key
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_content import Reader
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_positions import Stretch, place_by_position
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_proof import find_stretches
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.buckets import (
-    BUCKET_KEY,
     find_buffers,
     weight_pieces,
 )
@@ -34,23 +34,23 @@ def as_remainders(made: Checkpoint, params: list[Param], tp: int = 1, pp: int = 
     files, tensors = made.files, {}
     stages = {(p.key, p.lead): p.stage for p in params}
     for key, entry in made.catalog.tensors.items():
-        match = BUCKET_KEY.match(key)
-        if match is None:
+        named = bucket_key(key)
+        if named is None:
             chunks = [_renamed(made, c, _writer(entry, c, stages, tp, dp), 0) for c in entry.chunks]
             tensors[key] = replace(entry, chunks=tuple(chunks))
             continue
-        group, padded = int(match["group"]), -(-entry.numel // math.lcm(dp, 128)) * math.lcm(dp, 128)
+        group, padded = named.group, -(-entry.numel // math.lcm(dp, 128)) * math.lcm(dp, 128)
         chunks = []
         for chunk in entry.chunks:
             rank = (group // tp * dp + chunk.box.start[0] * dp // padded) * tp + group % tp
-            if match["kind"] != "param":
+            if named.kind != "param":
                 chunks.append(_renamed(made, chunk, rank, 1))
                 continue
             item = chunk.item
             masters = np.frombuffer(files.read(item.file, item.offset, item.length), np.uint32)
             low = (masters & 0xFFFF).astype(np.uint16).view(np.int16)
             chunks.append(Chunk(chunk.box, files.add(f"__{rank}_2.distcp", low)))
-        dtype = "int16" if match["kind"] == "param" else entry.dtype
+        dtype = "int16" if named.kind == "param" else entry.dtype
         tensors[key] = TensorEntry(key, dtype, entry.shape, tuple(chunks))
     return replace(made, catalog=Catalog("memory", tensors, {}))
 
@@ -79,9 +79,9 @@ def found(made: Checkpoint) -> list[Stretch]:
 def assert_placed(made: Checkpoint) -> None:
     places: dict[tuple[int, str, tuple[int, ...]], list[tuple[str, int, int]]] = {}
     for bucket, start, piece in found(made):
-        match = BUCKET_KEY.match(f"{bucket.name}.param")
-        assert match
-        where = (int(match["group"]), piece.key, piece.lead)
+        named = bucket_key(f"{bucket.name}.param")
+        assert named
+        where = (named.group, piece.key, piece.lead)
         places.setdefault(where, []).append((bucket.name, start, piece.numel))
         assert places[where][0][2] == piece.numel  # gate and up
     whole = {w: (parts[0][0], parts[0][1], sum(n for _, _, n in parts)) for w, parts in places.items()}

@@ -1,0 +1,15 @@
+"""Average checkpoints of one run, the later ones more, and keep the weights of the mean alone.
+
+python example-scripts/library_average.py out/mean out/weights RUN/iter_0001000 RUN/iter_0002000
+"""
+
+import sys
+
+from ckpt_tools import AverageOptions, EditOptions, average_checkpoints, strip_checkpoint
+
+mean, weights, *sources = sys.argv[1:]
+averaged = average_checkpoints(sources, mean, AverageOptions(ema=0.9, overwrite=True))
+print("shares of the mean:", ", ".join(f"{share:.2f}" for share in averaged.weights))
+print(f"{len(averaged.averaged)} tensors averaged, {len(averaged.rounded)} of them rounded anew as weights")
+left = strip_checkpoint(mean, weights, options=EditOptions(overwrite=True))
+print(f"{left.tensors} tensors without {len(left.removed)} keys of the run")
