@@ -11,7 +11,7 @@ from ckpt_tools.cli import render
 from ckpt_tools.cli.edit import AsJson
 from ckpt_tools.cli.inspect import EnableMsc, TrustPickle
 from ckpt_tools.cli.manual import page
-from ckpt_tools.cli.reports import source_checksums
+from ckpt_tools.cli.reports import source_checksums, written_json
 from ckpt_tools.cli.verify import Iteration
 
 if TYPE_CHECKING:
@@ -81,7 +81,6 @@ def _shares(text: str | None) -> tuple[float, ...] | None:
 
 
 def _as_json(done: Averaged) -> dict[str, object]:
-    written = done.written
     return {
         "schema_version": 1,
         "sources": done.sources,
@@ -94,12 +93,7 @@ def _as_json(done: Averaged) -> dict[str, object]:
         "rounded_from_masters": done.rounded,
         "not_averaged": done.kept,
         "masters_checked": done.masters_checked,
-        "bytes_written": written.bytes_written,
-        "seconds": written.seconds,
-        "check_source": written.check_source,
-        "payloads_proven": written.payloads_proven,
-        "payloads_without_checksum": written.payloads_without_checksum,
-        "bytes_proven": written.bytes_proven,
+        **written_json(done.written),
     }
 
 

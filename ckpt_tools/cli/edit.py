@@ -10,7 +10,7 @@ from ckpt_tools.cli import options as o
 from ckpt_tools.cli import render
 from ckpt_tools.cli.inspect import EnableMsc, TrustPickle
 from ckpt_tools.cli.manual import page
-from ckpt_tools.cli.reports import source_checksums
+from ckpt_tools.cli.reports import source_checksums, written_json
 from ckpt_tools.cli.verify import Checkpoint, Iteration
 
 if TYPE_CHECKING:
@@ -130,9 +130,7 @@ def _print_edited(edited: Edited, as_json: bool) -> None:
         print(render.json_text({
             "schema_version": 1, "source": edited.source, "output": edited.output, "tensor_count": edited.tensors,
             "object_count": edited.objects, "removed": edited.removed, "renamed": edited.renamed,
-            "bytes_written": written.bytes_written, "seconds": written.seconds,
-            "check_source": written.check_source, "payloads_proven": written.payloads_proven,
-            "payloads_without_checksum": written.payloads_without_checksum, "bytes_proven": written.bytes_proven,
+            **written_json(written),
         }))  # fmt: skip
         return
     lines = [f"removed {key}" for key in edited.removed]

@@ -1,4 +1,4 @@
-"""The final report of a conversion, for people."""
+"""The final report of a conversion, for people; and what all commands that write say of it."""
 
 from __future__ import annotations
 
@@ -101,6 +101,18 @@ def source_checksums(w: WriteReport) -> str:
         return proven if w.payloads_proven else "nothing of the source was read"
     without = f"{w.payloads_without_checksum:,} payloads of the source carry none"
     return f"{proven}; {without}" if w.payloads_proven else without
+
+
+def written_json(w: WriteReport) -> dict[str, object]:
+    """What was written and proven, as every command that rewrites a checkpoint says it to programs."""
+    return {
+        "bytes_written": w.bytes_written,
+        "seconds": w.seconds,
+        "check_source": w.check_source,
+        "payloads_proven": w.payloads_proven,
+        "payloads_without_checksum": w.payloads_without_checksum,
+        "bytes_proven": w.bytes_proven,
+    }
 
 
 def _written(w: WriteReport) -> list[str]:

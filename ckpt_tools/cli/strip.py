@@ -11,7 +11,7 @@ from ckpt_tools.cli import render
 from ckpt_tools.cli.edit import AsJson, OutputDir
 from ckpt_tools.cli.inspect import EnableMsc, TrustPickle
 from ckpt_tools.cli.manual import page
-from ckpt_tools.cli.reports import source_checksums
+from ckpt_tools.cli.reports import source_checksums, written_json
 from ckpt_tools.cli.verify import Iteration
 
 if TYPE_CHECKING:
@@ -67,12 +67,7 @@ def _as_json(done: Stripped) -> dict[str, object]:
         "dtype": done.dtype,
         "cast": done.cast,
         "rounded_elements": written.rounded_elements,
-        "bytes_written": written.bytes_written,
-        "seconds": written.seconds,
-        "check_source": written.check_source,
-        "payloads_proven": written.payloads_proven,
-        "payloads_without_checksum": written.payloads_without_checksum,
-        "bytes_proven": written.bytes_proven,
+        **written_json(written),
     }
 
 
