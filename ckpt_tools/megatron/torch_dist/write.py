@@ -308,7 +308,7 @@ def _losses(model: Model, options: TorchDistOptions, kept: Collection[str]) -> l
     """What the source, or this checkpoint, does not hold and a training job's own would have."""
     notes = []
     if not model.common.of_torch_dist:
-        notes.append("rerun state machine: not part of fsdp_dtensor, the loading job starts a new one")
+        notes.append("rerun state machine: the source has none, the loading job starts a new one")
     if options.extra_state and not any(fnmatchcase(key, EXTRA_STATE) for key in kept):
         notes.append("Transformer Engine extra states are written empty: FP8 scaling starts anew")
     elif not options.extra_state:
