@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_tools.cli.reports import source_checksums
-from ckpt_tools.commands import to_fsdp_dtensor
+from ckpt_tools.commands import conversion, to_fsdp_dtensor
 from ckpt_tools.commands.average import AverageOptions, average_checkpoints
 from ckpt_tools.commands.export_hf import ExportOptions, export_hf
 from ckpt_tools.commands.import_hf import import_hf
@@ -301,18 +301,22 @@ def rewritten(file: Path) -> None:
 
 @pytest.mark.parametrize("change", [replaced, rewritten, Path.unlink])
 @pytest.mark.parametrize("name", [".metadata", "common.pt"])
-@pytest.mark.parametrize("step", ["build_target", "rehearse"])
-def test_a_source_that_is_described_anew_meanwhile_is_a_mix(name, change, step, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("room", "step"),
+    [(to_fsdp_dtensor, "build_fsdp_target"), (conversion, "rehearse")],
+    ids=["plan", "rehearse"],
+)
+def test_a_source_that_is_described_anew_meanwhile_is_a_mix(name, change, room, step, tmp_path, monkeypatch):
     """What describes a checkpoint is read first: it may change before and after a plan was made of it."""
     source = Path(shutil.copytree(fixture_dir("core016_llama_tp2_fully_reshardable"), tmp_path / "source"))
     (folder,) = source.glob("iter_*")
-    real = getattr(to_fsdp_dtensor, step)
+    real = getattr(room, step)
 
     def changing(*args: object, **named: object) -> object:
         change(folder / name)
         return real(*args, **named)
 
-    monkeypatch.setattr(to_fsdp_dtensor, step, changing)
+    monkeypatch.setattr(room, step, changing)
     with pytest.raises(CorruptCheckpointError, match=f"{re.escape(name)}.* changed while the conversion ran"):
         to_fsdp()(str(source), str(tmp_path / "out"), WriteOptions())
     assert not list(tmp_path.glob("out/iter_*"))
