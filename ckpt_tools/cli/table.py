@@ -33,9 +33,11 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def _group_map(file: Any) -> Mapping[str, int] | None:
+    if not file:
+        return None
     from ckpt_tools.commands.group_map import load_group_map
 
-    return load_group_map(file) if file else None
+    return load_group_map(file)
 
 
 def _text(path: Any) -> str | None:

@@ -26,7 +26,7 @@ from ckpt_tools.execute import heartbeat, ranks as waiting
 heartbeat.BEAT_SECONDS, heartbeat.SILENT_SECONDS, waiting._LAST_WORDS_SECONDS = 0.2, 3.0, 1.0
 """
 WORK = """
-import json, os, signal, sys, time
+import json, os, signal, sys, threading, time
 from pathlib import Path
 from ckpt_tools.errors import CkptError
 from ckpt_tools.execute import stream
@@ -41,7 +41,9 @@ def convert(here, environ, victim, number, busy):
     def hooked(name):
         def write(*args):
             if ranks.rank == victim:
-                (here / "gone").write_text(str(os.getpid()))
+                own = here / f"gone-{threading.get_ident()}"  # a thread may be stopped between opening and writing
+                own.write_text(str(os.getpid()))
+                own.replace(here / "gone")
                 os.kill(os.getpid(), number)
             time.sleep(busy)
             return real[name](*args)
