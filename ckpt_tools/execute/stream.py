@@ -1,8 +1,8 @@
 """The tile pump: one output item at a time through buffers of a fixed size.
 
 An item is cut into segments that follow each other in its payload. A segment that is a whole source payload keeps
-its CRC-32 and, where it need not be proven, is copied by the kernel; anything else passes through a tile buffer, is
-cast if it must be, and is summed on the way. The item's CRC is joined from its segments'.
+its CRC-32 and is copied by the kernel where it need not be proven, is large and local (`_copy_whole`); anything else
+passes through a tile buffer, is cast if it must be, and is summed on the way. The item's CRC is joined from its segments'.
 """
 
 from __future__ import annotations
