@@ -2,7 +2,8 @@
 
 An item is cut into segments that follow each other in its payload. A segment that is a whole source payload keeps
 its CRC-32 and is copied by the kernel where it need not be proven, is large and local (`_copy_whole`); anything else
-passes through a tile buffer, is cast if it must be, and is summed on the way. The item's CRC is joined from its segments'.
+passes through a tile buffer, is cast if it must be, and is summed on the way. The item's CRC is joined from its
+segments'.
 """
 
 from __future__ import annotations
