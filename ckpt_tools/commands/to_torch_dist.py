@@ -138,7 +138,7 @@ def write_torch_dist(model: Model, opened: Opened, options: TorchDistOptions, wo
     built = build_torch_dist_target(model, options)
     carried = carried_objects(model, built.target.objects)
     archives = _archives(opened, built.target.objects, carried)
-    beside_weights = MASTER in model.roles
+    beside_weights = opened.location.kind == "torch_dist" and MASTER in model.roles
     otherwise: MastersUse = "as_stored" if keeps_masters(model) else "left_out" if model.unread else "none"
     return Conversion(
         "torch_dist",
@@ -157,7 +157,7 @@ def write_torch_dist(model: Model, opened: Opened, options: TorchDistOptions, wo
         optimizer_layout=model.optimizer_layout,
         groups=dict(enumerate(built.groups)),
         masters="written" if beside_weights else otherwise,
-        must_round=master_targets(model),
+        must_round=master_targets(model) if beside_weights else (),  # else the masters are the weights
         fp8_recipe=model.settings.fp8_recipe,
     )
 

@@ -24,7 +24,7 @@ E4M3_MAX = 448.0
 BLOCKED = {"mxfp8": 32, "blockwise": 128}  # elements of a row that surely have one scale, by recipe
 _RUN = 32
 _STEPS = np.arange(8)
-_GRID = np.unique(np.concatenate([_STEPS * 2.0**-9, *((8 + _STEPS) * 2.0 ** (e - 3) for e in range(-6, 9))]))
+_GRID = np.concatenate([_STEPS * 2.0**-9, *((8 + _STEPS) * 2.0 ** (e - 3) for e in range(-6, 9))])
 _GRID = _GRID[_GRID <= E4M3_MAX]
 _MIDDLE = (_GRID[1:] + _GRID[:-1]) / 2
 _FLOOR = np.concatenate(

@@ -17,7 +17,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 from ckpt_tools.credentials import hidden, revealed
 from ckpt_tools.errors import CkptError, StorageError, UsageError
@@ -169,6 +168,11 @@ class Store:
         elif self.scheme in S3:
             with suppress(Exception):  # no credentials, no region: the request itself says it better
                 url = urlsplit(self.fs.s3.meta.endpoint_url)
+        from urllib.request import (  # http and ssl: nobody without a store pays for them
+            getproxies,
+            proxy_bypass,
+        )
+
         if not url.hostname or (getproxies().get(url.scheme) and not proxy_bypass(url.hostname)):
             return None
         return url.hostname, url.port or (443 if url.scheme == "https" else 80)

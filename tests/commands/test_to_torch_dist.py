@@ -198,6 +198,7 @@ def test_a_dry_run_writes_nothing_and_other_kinds_are_refused(tmp_path):
     native = fixture_dir("core019_llama_tp2_native_fsdp_dtensor")
     report = convert_to_torch_dist(str(native), str(tmp_path / "out"), dry_run=True)
     assert (report.written, report.groups, report.tensors) == (None, {0: 10, 1: 5}, 36)
+    assert (report.masters.use, report.masters.mode) == ("as_stored", "none")  # nothing to compare them with
     assert list(tmp_path.iterdir()) == []
     model = tmp_path / "model"
     model.mkdir()
