@@ -35,7 +35,7 @@ from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.megatron.huggingface.quantized import dequantized
 from ckpt_tools.megatron.huggingface.targets import Imported, import_targets
 from ckpt_tools.megatron.keys import EXPERTS
-from ckpt_tools.megatron.names import LayerSpec
+from ckpt_tools.megatron.names import FUSED_FC1_NORM, LayerSpec, fuse_local_norm
 from ckpt_tools.megatron.record import RECORD_FILE, TargetRecord, record_bytes
 from ckpt_tools.megatron.settings import read_settings
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
@@ -169,17 +169,15 @@ def _with_tokens(job: TargetJob, imported: Imported, common: CommonState) -> Tar
 
 
 def _model(catalog: Catalog, imported: Imported, common: CommonState, options: ImportOptions) -> Model:
-    """The imported weights as a model.
-
-    MLA's norms are the only ones whose stored names depend on the layer spec (gpt_layer_specs.py).
-    """
+    """The imported weights as a model."""
     found = []
+    has_mla = bool(imported.args.get("multi_latent_attention"))
     for tensor in imported.tensors:
         head, experts, tail = tensor.key.partition(EXPERTS)
         expert, _, leaf = tail.partition(".")
         name = f"{head}{EXPERTS}{leaf}" if experts else tensor.key
         if options.layer_spec == "local":
-            name = MLA_NORM.sub(r".\1_layernorm.weight", name)
+            name = _local_name(name, has_mla)
         value = Value(tensor.dtype, tensor.shape, tensor.sources, tensor.zero_filled)
         number = int(expert) if experts else None
         found.append(Parameter(name, tensor.shape, tensor.dtype, {WEIGHT: value}, number, origin=name))
@@ -191,6 +189,16 @@ def _model(catalog: Catalog, imported: Imported, common: CommonState, options: I
         dropped=imported.dropped,
         notes=imported.notes,
     )
+
+
+def _local_name(name: str, has_mla: bool) -> str:
+    """The stored name of a norm under Megatron's own modules, other names as they are.
+
+    They rename the norms on the way to disk, those of experts' layers too; around MLA none (gpt_layer_specs.py).
+    """
+    if has_mla:
+        return FUSED_FC1_NORM.sub(r".pre_mlp_layernorm.\1", MLA_NORM.sub(r".\1_layernorm.weight", name))
+    return fuse_local_norm(name)
 
 
 def _open(source: str, _options: ImportOptions) -> Opened:

@@ -57,10 +57,8 @@ MODELS: dict[str, tuple[Callable[[], Quantized], str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_dequantizes_to_the_same_bits(name: str, tmp_path: Path) -> None:
     make, config, options = MODELS[name]
-    if config == "CompressedTensorsConfig":
-        pytest.importorskip(
-            "compressed_tensors", reason="the optional peer compressed-tensors is not installed"
-        )
+    package = "compressed_tensors" if config == "CompressedTensorsConfig" else "accelerate"
+    pytest.importorskip(package, reason=f"the optional peer {package} is not installed")
     quantized = make()
     source = quantized.save(tmp_path / "hf")
     model = transformers.AutoModelForCausalLM.from_pretrained(
