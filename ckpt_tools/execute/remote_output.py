@@ -154,8 +154,7 @@ class RemoteJob:
         """Whether this rank's share is there already as it would be written."""
         mine = set(share_of_files(self._plan, self._ranks.rank, self._ranks.world))
         items = [item for item in self._plan.items if item.file in mine]
-        source = SourceReader(self._files, proof=self._proof)
-        try:
+        with closing(SourceReader(self._files, proof=self._proof)) as source:
             return is_written(
                 self._plan,
                 self._output,
@@ -165,8 +164,6 @@ class RemoteJob:
                 small_parts=self._leads,
                 tick=self._ranks.check,
             )
-        finally:
-            source.close()
 
     def _accept(self, same: bool) -> tuple[str, str]:
         """Rank 0 takes a finished output for its own, or treats it as any other that is in the way."""

@@ -32,6 +32,7 @@ import resource
 import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -255,8 +256,7 @@ class _Job:
         """Whether this rank's share is there already as it would be written."""
         share = worker_share(self._plan.items, self._ranks.rank, self._ranks.world)
         items = self._plan.items[share.start : share.stop]
-        source = SourceReader(self._files, self._staging.partial, self._proof)
-        try:
+        with closing(SourceReader(self._files, self._staging.partial, self._proof)) as source:
             return is_written(
                 self._plan,
                 self._output,
@@ -266,8 +266,6 @@ class _Job:
                 small_parts=self._leads,
                 tick=self._ranks.check,
             )
-        finally:
-            source.close()
 
     def _accept(self, same: bool) -> str:
         """Rank 0 takes a finished output for its own, or treats it as any other that is in the way."""
