@@ -28,6 +28,7 @@ from contextlib import closing, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from ckpt_tools.credentials import hidden
 from ckpt_tools.errors import CkptError, CorruptCheckpointError, UsageError
 from ckpt_tools.execute.finished import METADATA, has_files, is_written
 from ckpt_tools.execute.journal import check_as_opened, check_unchanged, fingerprint, is_fingerprint
@@ -42,7 +43,7 @@ from ckpt_tools.execute.stream import Pump
 from ckpt_tools.execute.work import Progress, tile_bytes
 from ckpt_tools.formats.dcp_metadata import metadata_bytes
 from ckpt_tools.formats.files import Files, open_files
-from ckpt_tools.formats.store import CONNECTIONS, Retry, Store
+from ckpt_tools.formats.store import CONNECTIONS, WEB, Retry, Store
 from ckpt_tools.model.transfers import OutputBlob, OutputItem, Plan
 
 if TYPE_CHECKING:
@@ -393,10 +394,12 @@ def open_store(output: Output, options: WriteOptions) -> Store:
     """
     if options.direct:
         raise UsageError(f"--direct is for files; {output.directory} is in an object store. Leave it out.")
+    location = hidden(str(output.directory))
+    if location.partition("://")[0].lower() in WEB:  # whether or not its driver is installed
+        raise UsageError(f"{location} is read only; choose another output.")
     store = Store(str(output.directory))
-    if store.is_web or not store.root.strip("/"):
-        why = "is read only" if store.is_web else "does not name a folder"
-        raise UsageError(f"{store.location} {why}; choose another output.")
+    if not store.root.strip("/"):
+        raise UsageError(f"{location} does not name a folder; choose another output.")
     return store
 
 
