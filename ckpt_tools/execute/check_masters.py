@@ -19,7 +19,7 @@ import numpy as np
 from ckpt_tools.errors import UnsupportedCheckpointError, VerificationError, list_problems
 from ckpt_tools.execute.fp8_masters import HALF_TYPES, Fp8Comparison, describe_element
 from ckpt_tools.execute.read_box import BoxReader
-from ckpt_tools.execute.run import CheckLevel
+from ckpt_tools.execute.write_job import CheckLevel
 from ckpt_tools.formats.files import Files
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.casts import Array, cast, raw_dtype

@@ -271,7 +271,7 @@ def test_resume_proves_what_another_process_has_moved(
     path, offset, nbytes = stored_payload(tmp_path / "source", "weight")
     flip_bit(path, offset + nbytes - 1)
     with monkeypatch.context() as patch:
-        patch.setattr(run, "prove_source", stop)
+        patch.setattr(run, "prove_rest", stop)
         with pytest.raises(Interrupted):
             write_checkpoint(plans(case)["columns"], case.files, Output(tmp_path / "out"))
     assert (tmp_path / ".out.ckpt_tools-partial").exists()
