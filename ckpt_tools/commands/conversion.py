@@ -1,18 +1,20 @@
 """One conversion, whatever it makes: planned as data, rehearsed, proven, carried out and reported.
 
 `convert` is `WRITE(READ(opened, options), options)`: READ stands in `read_model`, one entry a format that is read; a
-`Writer` makes a `Conversion` of what was read, one a format that is written.
+`Writer` makes a `Conversion` of what was read, one a format that is written. `plan` and `load_dtensors` take the same
+`Conversion` before anybody has said who holds which pieces, and ask the sharding room for themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Generic, NamedTuple, TypeVar
 
 from ckpt_tools.commands.conversion_report import ConversionReport, Format, Masters, MastersUse
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.outputs import choose_output
+from ckpt_tools.commands.placements import Layout, LiveModel, lay_out
 from ckpt_tools.commands.target_job import TargetJob
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, VerificationError
 from ckpt_tools.execute.check_masters import MastersReport, check_masters
@@ -66,14 +68,14 @@ class CutRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """A conversion that is ready to run: what is written, what of, what must be proven first, and what is said."""
+    """What is written, what of, what must be proven first, and what is said of it: what every command starts from."""
 
     to: Format
     loader: str | None  # None: whoever loads the source
     iteration: int | None
     catalog: Catalog  # the source's, with tensors added that stand inside its objects
     target: Target
-    plan: Plan
+    plan: Plan | None = None  # None: it is not said yet who holds which pieces
     extra_files: Mapping[str, bytes] = field(default_factory=dict)  # beside the tensors
     beside: Mapping[str, bytes] = field(default_factory=dict)  # in the run's root, where the output has one
     job: TargetJob | None = None
@@ -89,6 +91,18 @@ class Conversion:
     without_masters: Callable[[str], Conversion] | None = (
         None  # the same for masters that do not, with a note why
     )
+    model: Callable[[], LiveModel] | None = None  # that a job's placement is asked of; before there is a plan
+    archives: Callable[[], Iterable[tuple[str, bytes]]] | None = None  # of the target's objects, likewise
+
+    def live_model(self) -> LiveModel:
+        """The model as the job that loads it has it."""
+        assert self.model is not None  # a format that a job's placement cuts gives one
+        return self.model()
+
+    def lay_out(self, layout: Layout, only: int | None = None) -> Plan:
+        """The plan for the ranks of `layout`, or the file of one rank alone (see `placements.lay_out`)."""
+        archives = self.archives() if self.archives is not None and only in (None, 0) else ()
+        return lay_out(self.catalog, self.target, self.live_model, archives, layout, only)
 
 
 AnyOptions = TypeVar("AnyOptions", bound=RunOptions)
@@ -131,13 +145,13 @@ def convert(
         place = writer.place(source, opened.location, output, options)
         conversion = _plan(writer, opened, options, ranks)
         prove_zeros(opened, conversion)
-        rehearse(conversion.plan, opened.files, _complete(place, conversion), options.write, ranks)
+        rehearse(_plan_of(conversion), opened.files, _complete(place, conversion), options.write, ranks)
         conversion, masters = with_proven_masters(opened, conversion, options.write, ranks)
         written = None
         if not dry_run:
-            place = _complete(place, conversion)
+            plan, place = _plan_of(conversion), _complete(place, conversion)
             written = write_checkpoint(
-                conversion.plan, opened.files, place, options.write, ranks=ranks, progress=progress
+                plan, opened.files, place, options.write, ranks=ranks, progress=progress
             )
     return _report(source, output, opened.location, conversion, masters, written)
 
@@ -155,6 +169,11 @@ def _plan(
             threads = options.write.threads
             ranks.together(lambda: prove_payloads(opened.files, opened.catalog, share, threads))
         raise
+
+
+def _plan_of(conversion: Conversion) -> Plan:
+    assert conversion.plan is not None  # a writer says who holds which pieces
+    return conversion.plan
 
 
 def _complete(place: Output, conversion: Conversion) -> Output:
@@ -265,5 +284,5 @@ def _report(
         notes=target.notes,
         job=None if conversion.job is None else conversion.job.as_json(),
         written=written,
-        plan=plan_summary(conversion.plan),
+        plan=plan_summary(_plan_of(conversion)),
     )

@@ -43,7 +43,7 @@ class Layout:
         return self.world if self.topology is None else self.topology.world_size
 
 
-class Model(NamedTuple):
+class LiveModel(NamedTuple):
     """What the sharding room asks about a model: its live tensors, and whether norms are modules of their own."""
 
     tensors: tuple[LiveTensor, ...]
@@ -53,7 +53,7 @@ class Model(NamedTuple):
 def lay_out(
     catalog: Catalog,
     target: Target,
-    model: Callable[[], Model],
+    model: Callable[[], LiveModel],
     archives: Iterable[tuple[str, bytes]],
     layout: Layout,
     only: int | None = None,
@@ -100,7 +100,7 @@ def even_placement(world: int, ranks: Sequence[int]) -> PlanPlacement:
     return place
 
 
-def place_model(model: Model, layout: Layout) -> Placement:
+def place_model(model: LiveModel, layout: Layout) -> Placement:
     """The placement of a model's parameters over the ranks of the training job.
 
     Raises:
@@ -154,7 +154,7 @@ def in_reading_order(target: Target, names: Iterable[str]) -> Target:
     return replace(target, tensors=tuple(sorted(target.tensors, key=key)))
 
 
-def target_model(built: FsdpTarget) -> Model:
+def target_model(built: FsdpTarget) -> LiveModel:
     """The model that a conversion from `torch_dist` gives.
 
     Frozen parameters are those without a group; a conversion of weights alone tells nothing, and takes all as
@@ -174,7 +174,7 @@ def target_model(built: FsdpTarget) -> Model:
         )
         for p in built.parameters
     )
-    return Model(tuple(_join_parts(found, built.style)), built.style.local_norms)
+    return LiveModel(tuple(_join_parts(found, built.style)), built.style.local_norms)
 
 
 def _element_type(parameter: LiveParameter) -> str:
@@ -183,7 +183,7 @@ def _element_type(parameter: LiveParameter) -> str:
     return first.dtype or first.main.dtype
 
 
-def source_model(source: FsdpSource, style: ModelStyle) -> Model:
+def source_model(source: FsdpSource, style: ModelStyle) -> LiveModel:
     """The model that an `fsdp_dtensor` checkpoint holds."""
     trained = training_dtype(source.common)
     found = []
@@ -200,7 +200,7 @@ def source_model(source: FsdpSource, style: ModelStyle) -> Model:
             trainable=trainable,
         )
         found.append(_Stored(live, split_part(t.name, style)[0]))
-    return Model(tuple(_join_parts(found, style)), style.local_norms)
+    return LiveModel(tuple(_join_parts(found, style)), style.local_norms)
 
 
 class _Stored(NamedTuple):
