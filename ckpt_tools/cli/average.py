@@ -11,7 +11,7 @@ from ckpt_tools.cli import render
 from ckpt_tools.cli.edit import AsJson
 from ckpt_tools.cli.inspect import EnableMsc, TrustPickle
 from ckpt_tools.cli.manual import page
-from ckpt_tools.cli.reports import source_checksums, written_json
+from ckpt_tools.cli.reports import masters_text, print_rewritten
 from ckpt_tools.cli.verify import Iteration
 
 if TYPE_CHECKING:
@@ -82,35 +82,26 @@ def _shares(text: str | None) -> tuple[float, ...] | None:
 
 def _as_json(done: Averaged) -> dict[str, object]:
     return {
-        "schema_version": 1,
+        "schema_version": 2,
         "sources": done.sources,
-        "output": done.output,
-        "kind": done.kind,
+        **done.as_json(),
         "weights": done.weights,
-        "tensor_count": done.tensors,
-        "object_count": done.objects,
         "averaged": done.averaged,
         "rounded_from_masters": done.rounded,
         "not_averaged": done.kept,
-        "masters_checked": done.masters_checked,
-        **written_json(done.written),
     }
 
 
 def _print(done: Averaged) -> None:
-    written = done.written
     for share, source in zip(done.weights, done.sources, strict=True):
         print(render.escape(f"{share:.6g} of {source}"))
     print(
         f"averaged {len(done.averaged):,} tensors; {len(done.rounded):,} weights are their masters' mean, rounded"
     )
-    print(f"masters: {done.masters_checked}")
+    if done.masters is not None:
+        print(f"masters of the last source: {masters_text(done.masters)}")
     for key in done.kept[:_SHOWN]:
         print(render.escape(f"not averaged, taken from the last: {key}"))
     if len(done.kept) > _SHOWN:
         print(f"... and {len(done.kept) - _SHOWN:,} more (--json lists all)")
-    print(
-        f"wrote {done.tensors:,} tensors and {done.objects:,} objects, "
-        f"{render.human_bytes(written.bytes_written)} in {written.seconds:.2f} s, to {render.escape(done.output)}"
-    )
-    print(f"source checksums: {source_checksums(written)}")
+    print_rewritten(done)

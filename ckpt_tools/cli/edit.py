@@ -10,7 +10,7 @@ from ckpt_tools.cli import options as o
 from ckpt_tools.cli import render
 from ckpt_tools.cli.inspect import EnableMsc, TrustPickle
 from ckpt_tools.cli.manual import page
-from ckpt_tools.cli.reports import source_checksums, written_json
+from ckpt_tools.cli.reports import print_rewritten
 from ckpt_tools.cli.verify import Checkpoint, Iteration
 
 if TYPE_CHECKING:
@@ -125,12 +125,10 @@ def render_values(values: object) -> str:
 
 
 def _print_edited(edited: Edited, as_json: bool) -> None:
-    written = edited.written
     if as_json:
         print(render.json_text({
-            "schema_version": 1, "source": edited.source, "output": edited.output, "tensor_count": edited.tensors,
-            "object_count": edited.objects, "removed": edited.removed, "renamed": edited.renamed,
-            **written_json(written),
+            "schema_version": 1, "source": edited.source, **edited.as_json(),
+            "removed": edited.removed, "renamed": edited.renamed,
         }))  # fmt: skip
         return
     lines = [f"removed {key}" for key in edited.removed]
@@ -139,8 +137,4 @@ def _print_edited(edited: Edited, as_json: bool) -> None:
         print(render.escape(line))
     if len(lines) > _SHOWN:
         print(f"... and {len(lines) - _SHOWN:,} more (--json lists all)")
-    print(
-        f"wrote {edited.tensors:,} tensors and {edited.objects:,} objects, "
-        f"{render.human_bytes(written.bytes_written)} in {written.seconds:.2f} s, to {render.escape(edited.output)}"
-    )
-    print(f"source checksums: {source_checksums(written)}")
+    print_rewritten(edited)

@@ -11,7 +11,7 @@ from ckpt_tools.cli import render
 from ckpt_tools.cli.edit import AsJson, OutputDir
 from ckpt_tools.cli.inspect import EnableMsc, TrustPickle
 from ckpt_tools.cli.manual import page
-from ckpt_tools.cli.reports import source_checksums, written_json
+from ckpt_tools.cli.reports import print_rewritten
 from ckpt_tools.cli.verify import Iteration
 
 if TYPE_CHECKING:
@@ -56,30 +56,22 @@ def strip(
 
 
 def _as_json(done: Stripped) -> dict[str, object]:
-    written = done.written
     return {
         "schema_version": 1,
         "source": done.source,
-        "output": done.output,
-        "tensor_count": done.tensors,
-        "object_count": done.objects,
+        **done.as_json(),
         "removed": done.removed,
         "dtype": done.dtype,
         "cast": done.cast,
-        "rounded_elements": written.rounded_elements,
-        **written_json(written),
+        "rounded_elements": done.written.rounded_elements,
     }
 
 
 def _print(done: Stripped) -> None:
-    written = done.written
     print(f"left out {len(done.removed):,} keys and entries of optimizer, scheduler and random number states")
     if done.cast:
         print(
-            f"cast {len(done.cast):,} tensors to {done.dtype}, which rounded {written.rounded_elements:,} elements"
+            f"cast {len(done.cast):,} tensors to {done.dtype}, which rounded "
+            f"{done.written.rounded_elements:,} elements"
         )
-    print(
-        f"wrote {done.tensors:,} tensors and {done.objects:,} objects, "
-        f"{render.human_bytes(written.bytes_written)} in {written.seconds:.2f} s, to {render.escape(done.output)}"
-    )
-    print(f"source checksums: {source_checksums(written)}")
+    print_rewritten(done)

@@ -12,15 +12,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from ckpt_tools.commands.conversion_report import Masters
 from ckpt_tools.commands.hf_parts import CONFIG, read_assets
 from ckpt_tools.commands.mean_targets import Parts, check_alike, mean_targets, parts_of
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.outputs import choose_output, output_directory, refuse_overlap
-from ckpt_tools.commands.rewrite import COMPANIONS
+from ckpt_tools.commands.rewrite import COMPANIONS, Edited, use_of_masters
 from ckpt_tools.errors import UsageError, VerificationError
-from ckpt_tools.execute.check_masters import check_masters, describe_masters
+from ckpt_tools.execute.check_masters import check_masters
 from ckpt_tools.execute.prove import prove_payloads
-from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, write_checkpoint
+from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from ckpt_tools.execute.work import MIN_TILE_BYTES
 from ckpt_tools.formats.container import read_archive, read_small_file
 from ckpt_tools.formats.files import read_whole
@@ -50,21 +51,15 @@ class AverageOptions:
     write: WriteOptions = field(default_factory=WriteOptions)
 
 
-@dataclass(frozen=True, slots=True)
-class Averaged:
-    """What `average` did."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Averaged(Edited):
+    """What `average` did; `source` is the last, of which all is that no mean is taken of."""
 
     sources: tuple[str, ...]
-    output: str
-    kind: str
     weights: tuple[float, ...]  # of the sources, together 1
-    tensors: int
-    objects: int
     averaged: tuple[str, ...]
     rounded: tuple[str, ...]  # weights that are the rounding of an averaged master
     kept: tuple[str, ...]  # of the model, taken from the last source
-    masters_checked: str
-    written: WriteReport
 
 
 def average_checkpoints(
@@ -91,7 +86,7 @@ def average_checkpoints(
         ]
         _check_places(sources, output, opened)
         read = [_read(one, options.write) for one in opened]
-        parts, checked = [its for its, _ in read], read[-1][1]
+        parts, masters = [its for its, _ in read], read[-1][1]
         check_alike(parts, opened)
         catalog, targets = mean_targets(opened, parts[-1], weights)
         make = _safetensors if opened[-1].location.kind == "safetensors" else _dcp
@@ -101,17 +96,18 @@ def average_checkpoints(
         written = write_checkpoint(plan, files, place, write, progress=progress)
         last = opened[-1]
     return Averaged(
-        tuple(sources),
-        output,
-        last.location.kind,
-        weights,
-        len(targets),
-        len(last.catalog.objects),
-        parts[-1].means,
-        tuple(parts[-1].rounded),
-        parts[-1].kept,
-        checked,
-        written,
+        source=sources[-1],
+        output=output,
+        source_format=last.location.kind,
+        tensors=len(targets),
+        objects=len(last.catalog.objects),
+        masters=masters,
+        written=written,
+        sources=tuple(sources),
+        weights=weights,
+        averaged=parts[-1].means,
+        rounded=tuple(parts[-1].rounded),
+        kept=parts[-1].kept,
     )
 
 
@@ -155,7 +151,7 @@ def _check_places(sources: Sequence[str], output: str, opened: Sequence[Opened])
         raise UsageError(f"checkpoints of one kind have a mean: {found}. Convert them to one kind first")
 
 
-def _read(opened: Opened, write: WriteOptions) -> tuple[Parts, str]:
+def _read(opened: Opened, write: WriteOptions) -> tuple[Parts, Masters]:
     """The parts of a source, and what was found of its masters.
 
     Raises:
@@ -170,13 +166,13 @@ def _read(opened: Opened, write: WriteOptions) -> tuple[Parts, str]:
         raise
 
 
-def _check_masters(opened: Opened, parts: Parts, threads: int) -> str:
+def _check_masters(opened: Opened, parts: Parts, threads: int) -> Masters:
     """What was found of the masters: that they belong to the weights, which will be made of them.
 
     It is always looked at: what stands in the place of masters may be their lower halves.
     """
     if not parts.rounded:
-        return "the sources have none"
+        return Masters(use_of_masters(opened, "none"))
     tensors, path = opened.catalog.tensors, opened.location.path
     targets = [
         TargetTensor(
@@ -198,7 +194,7 @@ def _check_masters(opened: Opened, parts: Parts, threads: int) -> str:
         fp8_recipe=_fp8_recipe(opened),
         advice=f"`strip {path} OUT` keeps the weights alone; average what it makes of every source.",
     )
-    return f"{describe_masters(report, _HOW)}, in every source"
+    return Masters("written", _HOW, report)
 
 
 def _fp8_recipe(opened: Opened) -> str | None:

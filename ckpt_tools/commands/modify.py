@@ -61,13 +61,14 @@ def modify_state_dict(
             source, opened, output, target, blobs, options, original_shapes=shapes, progress=progress
         )
     return Edited(
-        source,
-        output,
-        len(target.tensors),
-        len(target.objects),
-        tuple(key for key in keys if key not in names),
-        {key: name for key, name in names.items() if key != name},
-        report,
+        source=source,
+        output=output,
+        source_format=opened.location.kind,
+        tensors=len(target.tensors),
+        objects=len(target.objects),
+        removed=tuple(key for key in keys if key not in names),
+        renamed={key: name for key, name in names.items() if key != name},
+        written=report,
     )
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from ckpt_tools.commands.conversion_report import Masters, MastersUse
 from ckpt_tools.commands.opened import Opened
 from ckpt_tools.commands.outputs import choose_output
 from ckpt_tools.errors import UnsupportedCheckpointError
 from ckpt_tools.execute.run import WriteOptions, WriteReport, write_checkpoint
 from ckpt_tools.formats.container import read_small_file
+from ckpt_tools.megatron.keys import is_optimizer_key
 from ckpt_tools.megatron.record import RECORD_FILE
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.catalog import Catalog
@@ -30,17 +32,39 @@ class EditOptions:
     resume: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Edited:
-    """What an editing command did."""
+    """What a command did that writes a checkpoint in the format of its source."""
 
     source: str
     output: str
+    source_format: str  # `Location.kind`
     tensors: int
     objects: int
-    removed: tuple[str, ...]
-    renamed: Mapping[str, str]
+    removed: tuple[str, ...] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    masters: Masters | None = None  # what became of them; None: as any other tensor, unlooked at
     written: WriteReport
+
+    def as_json(self) -> dict[str, object]:
+        """What all of these commands say to programs."""
+        masters = {} if self.masters is None else {"masters": self.masters.as_json()}
+        return {
+            "output": self.output,
+            "source_format": self.source_format,
+            "tensor_count": self.tensors,
+            "object_count": self.objects,
+            **masters,
+            **self.written.in_short(),
+        }
+
+
+def use_of_masters(opened: Opened, otherwise: MastersUse) -> MastersUse:
+    """What becomes of masters: those of `fsdp_dtensor` stand in the place of weights, of others it is `otherwise`."""
+    catalog = opened.catalog
+    if not any(map(is_optimizer_key, (*catalog.tensors, *catalog.objects))):
+        return "none"
+    return "as_stored" if opened.location.kind == "fsdp_dtensor" else otherwise
 
 
 def rewrite(

@@ -123,13 +123,14 @@ def slice_layers(
     keys = [*opened.catalog.tensors, *opened.catalog.objects]
     renamed = {key: cut.key(key) for key in keys}
     return Edited(
-        source,
-        output,
-        len(target.tensors),
-        len(target.objects),
-        tuple(key for key, name in renamed.items() if name is None),
-        {key: name for key, name in renamed.items() if name not in (None, key)},
-        report,
+        source=source,
+        output=output,
+        source_format=opened.location.kind,
+        tensors=len(target.tensors),
+        objects=len(target.objects),
+        removed=tuple(key for key, name in renamed.items() if name is None),
+        renamed={key: name for key, name in renamed.items() if name not in (None, key)},
+        written=report,
     )
 
 

@@ -78,6 +78,17 @@ class WriteReport:
     rounded_elements: int = 0
     rounded_most: str | None = None  # the key with the most of them
 
+    def in_short(self) -> dict[str, object]:
+        """What was written and proven, as every command that rewrites a checkpoint says it to programs."""
+        return {
+            "bytes_written": self.bytes_written,
+            "seconds": self.seconds,
+            "check_source": self.check_source,
+            "payloads_proven": self.payloads_proven,
+            "payloads_without_checksum": self.payloads_without_checksum,
+            "bytes_proven": self.bytes_proven,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class WriteJob:

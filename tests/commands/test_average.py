@@ -476,3 +476,13 @@ def test_from_and_to_an_object_store(tmp_path: Path) -> None:
     )
     assert found.keys() == expected.keys()
     assert all(oracle.same_bytes(found[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "use"), [(RUN, "written"), ("core019_llama_tp2_native_fsdp_dtensor", "as_stored")]
+)
+def test_the_report_says_what_became_of_the_masters(name: str, use: str, tmp_path: Path) -> None:
+    done = averaged([DATA / name] * 2, tmp_path / "out")
+    assert done.masters is not None
+    assert (done.masters.use, done.masters.mode) == (use, "sample" if use == "written" else "none")
+    assert (done.masters.found.tensors > 0) == (use == "written") == bool(done.rounded)
