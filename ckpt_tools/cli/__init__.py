@@ -5,6 +5,7 @@
 * `manual`: summaries, examples and exit codes of `--help`
 * `help`: how `--help` is laid out
 * `options`: options that several commands share
+* `job_sizes`: those that describe a training job
 * `convert`: `convert`, its long names, `build-param-group-map`
 * `table`: options of the commands that convert, stated once
 * `plan`: `plan`

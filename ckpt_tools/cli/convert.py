@@ -13,6 +13,7 @@ import typer
 
 from ckpt_tools.cli import options as o
 from ckpt_tools.cli import table as t
+from ckpt_tools.cli.job_sizes import layout_of
 from ckpt_tools.cli.manual import page
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ def _to_fsdp_dtensor(given: t.Given) -> Run:
         ConvertOptions,
         given,
         target=t.fill(TargetOptions, given),
-        layout=o.layout_of(given),
+        layout=layout_of(given),
         write=write_options(given),
     )
     return lambda source, output, iteration, tracker, progress: convert_to_fsdp_dtensor(

@@ -11,6 +11,7 @@ import typer
 from ckpt_tools.cli import options as o
 from ckpt_tools.cli import table as t
 from ckpt_tools.cli.convert import carry_out, to_hf, write_options
+from ckpt_tools.cli.job_sizes import layout_of
 from ckpt_tools.cli.manual import page
 
 
@@ -115,7 +116,7 @@ def import_(
         given,
         to=MegatronFormat(to).value,
         fsdp=t.fill(TargetOptions, named),
-        layout=o.layout_of(given),
+        layout=layout_of(given),
         write=write_options(given),
     )
     carry_out(lambda progress: import_hf(input_dir, output_dir, options, progress, given["dry_run"]), given)

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from enum import Enum
-from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
-
-if TYPE_CHECKING:
-    from ckpt_tools.commands.placements import Layout
 
 
 class LayerSpec(str, Enum):
@@ -301,86 +296,6 @@ Direct = Annotated[
 OomTraceback = Annotated[
     bool, typer.Option("--oom-traceback", help="Accepted for NVIDIA's script; changes nothing.", hidden=True)
 ]
-
-
-JOB_SIZES = (
-    "layout", "world_size", "gpus", "dp_shard", "dp_outer", "tp", "cp", "ep", "etp", "pp", "strategy",
-    "outer_strategy",
-)  # fmt: skip
-
-
-def layout_of(given: Mapping[str, Any]) -> Layout | None:
-    """The layout that the placement options ask for; None when they ask for nothing.
-
-    Raises:
-        UsageError: sizes that do not multiply to the world, or a topology Megatron-FSDP refuses.
-    """
-    return choose_layout(**{name: given[name] for name in JOB_SIZES})
-
-
-def choose_layout(
-    layout: str | None,
-    world_size: int | None,
-    gpus: int | None,
-    dp_shard: int | None,
-    dp_outer: int,
-    tp: int | None,
-    cp: int,
-    ep: int,
-    etp: int | None,
-    pp: int,
-    strategy: str,
-    outer_strategy: str,
-) -> Layout | None:
-    """As `layout_of`."""
-    from ckpt_tools.commands.placements import Layout
-    from ckpt_tools.errors import UsageError
-    from ckpt_tools.sharding.topology import Topology
-
-    sizes = [size for size in (dp_shard, dp_outer, tp, cp, pp) if size is not None]
-    if any(size > MAX_RANKS for size in (world_size or 1, gpus or 1, ep, etp or 1, *sizes, prod(sizes))):
-        raise UsageError(
-            f"a job of more than {MAX_RANKS:,} ranks is asked for; is a size of the topology mistyped?"
-        )
-    is_even = layout in (None, LayoutName.EVEN.value)
-    if gpus is None and dp_shard is None and is_even:
-        alone = (dp_outer, cp, ep, etp, pp, strategy, outer_strategy)
-        if alone != (1, 1, 1, None, 1, DEFAULT_STRATEGY, DEFAULT_OUTER_STRATEGY):
-            raise UsageError(
-                "--dp-outer, --cp, --ep, --etp, --pp, --strategy and --outer-strategy describe a training job, which "
-                "needs its size too: give --gpus or --dp-shard"
-            )
-        return None if world_size is None else Layout(world=_positive(world_size))
-    if gpus is not None and world_size not in (None, gpus):
-        raise UsageError(
-            f"--gpus {gpus} contradicts --world-size {world_size}: both are the ranks of the job"
-        )
-    world = world_size if gpus is None else gpus
-    if world is None:
-        if dp_shard is None:
-            raise UsageError(f"--layout {layout or ''} needs the size of the job: give --gpus or --dp-shard")
-        world = dp_shard * dp_outer * cp * (tp or 1) * pp
-    topology = Topology.of_world(
-        world,
-        dp_shard=dp_shard,
-        dp_outer=dp_outer,
-        tp=1 if tp is None else tp,
-        cp=cp,
-        ep=ep,
-        etp=0 if etp is None else _positive(etp, "--etp"),
-        pp=pp,
-        strategy=strategy,
-        outer_strategy=outer_strategy,
-    )
-    return Layout(layout or LayoutName.MFSDP_V1.value, topology, tp_given=tp is not None)
-
-
-def _positive(ranks: int, option: str = "--world-size") -> int:
-    from ckpt_tools.errors import UsageError
-
-    if ranks < 1:
-        raise UsageError(f"{option} {ranks}: at least one rank is needed")
-    return ranks
 
 
 def parse_bytes(text: str) -> int:

@@ -12,6 +12,7 @@ import typer
 from ckpt_tools.cli import options as o
 from ckpt_tools.cli import render
 from ckpt_tools.cli import table as t
+from ckpt_tools.cli.job_sizes import layout_of
 from ckpt_tools.cli.manual import page
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def plan(
     from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions
     from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 
-    place = o.layout_of(given) or Layout()
+    place = layout_of(given) or Layout()
     chosen = t.fill(ConvertOptions, given, target=t.fill(TargetOptions, given), layout=None)
     found = plan_checkpoint(checkpoint, place, chosen, rank, tensor or ())
     _draw(found, svg, html)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ckpt_tools.cli import options as o
 from ckpt_tools.cli.inspect import EnableMsc, TrustPickle
+from ckpt_tools.cli.job_sizes import JOB_SIZES
 
 AnyOptions = TypeVar("AnyOptions")
 Given = Mapping[str, Any]
@@ -99,7 +100,7 @@ TABLE = {
     "oom_traceback": Row(o.OomTraceback, False),
 }
 
-JOB = frozenset(o.JOB_SIZES)
+JOB = frozenset(JOB_SIZES)
 FSDP_TARGET = frozenset({
     "swiglu", "swiglu_modules", "group_map", "strict_map", "state_prefix", "model_prefix", "rename_mtp", "dialect",
     "aliases", "layer_spec", "experts", "weights_only", "dtype", "vocab_size_padded", "vocab_size", "tp",

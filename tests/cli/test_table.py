@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ckpt_tools.cli import options as o
 from ckpt_tools.cli import table
+from ckpt_tools.cli.job_sizes import JOB_SIZES
 from ckpt_tools.commands.export_hf import ExportOptions
 from ckpt_tools.commands.import_hf import ImportOptions
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions
@@ -57,7 +57,7 @@ def test_every_field_can_be_given(options: type, names: set[str]) -> None:
 
 
 def test_every_row_is_used_by_a_class_or_by_the_command_line_itself() -> None:
-    own = {"dry_run", "quiet", "as_json", "report", "enable_msc", "oom_traceback", *o.JOB_SIZES}
+    own = {"dry_run", "quiet", "as_json", "report", "enable_msc", "oom_traceback", *JOB_SIZES}
     filled = {field.name for options in CLASSES for field in fields(options)}
     assert not table.TABLE.keys() - filled - own
 

@@ -38,12 +38,7 @@ from ckpt_tools.megatron.names import (
     ModelStyle,
     dialect_named,
 )
-from ckpt_tools.megatron.param_groups import (
-    Membership,
-    derive_memberships,
-    merge_map,
-    rules_from_args,
-)
+from ckpt_tools.megatron.param_groups import Membership, derive_memberships, merge_map, rules_from_args
 from ckpt_tools.megatron.record import Size
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.expected import expected_states, refuse_missing_states
 from ckpt_tools.megatron.torch_dist.slices import layer_counts
