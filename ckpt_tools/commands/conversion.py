@@ -14,7 +14,7 @@ from typing import Generic, NamedTuple, TypeVar
 from ckpt_tools.commands.conversion_report import ConversionReport, Format, Masters, MastersUse
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.outputs import choose_output
-from ckpt_tools.commands.placements import Layout, LiveModel, lay_out
+from ckpt_tools.commands.placements import Layout, LiveModel, lay_out, place_model
 from ckpt_tools.commands.target_job import TargetJob
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, VerificationError
 from ckpt_tools.execute.check_masters import MastersReport, check_masters
@@ -29,6 +29,7 @@ from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.target import Target, TargetTensor
 from ckpt_tools.model.transfers import Plan, plan_summary
 from ckpt_tools.model.without_gc import without_gc
+from ckpt_tools.sharding.placement import Placement
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all) as a conversion goes on."""
@@ -99,10 +100,15 @@ class Conversion:
         assert self.model is not None  # a format that a job's placement cuts gives one
         return self.model()
 
-    def lay_out(self, layout: Layout, only: int | None = None) -> Plan:
-        """The plan for the ranks of `layout`, or the file of one rank alone (see `placements.lay_out`)."""
+    def lay_out(self, layout: Layout, only: int | None = None, core: Placement | None = None) -> Plan:
+        """The plan for the ranks of `layout`, or the file of one rank alone (see `placements.lay_out`).
+
+        `core` is the placement that the layout gives, where it is known already.
+        """
         archives = self.archives() if self.archives is not None and only in (None, 0) else ()
-        return lay_out(self.catalog, self.target, self.live_model, archives, layout, only)
+        if core is None and layout.name != "even":
+            core = place_model(self.live_model(), layout)
+        return lay_out(self.catalog, self.target, core, archives, layout, only)
 
 
 AnyOptions = TypeVar("AnyOptions", bound=RunOptions)

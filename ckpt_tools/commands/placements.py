@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
@@ -53,24 +53,19 @@ class LiveModel(NamedTuple):
 def lay_out(
     catalog: Catalog,
     target: Target,
-    model: Callable[[], LiveModel],
+    core: Placement | None,
     archives: Iterable[tuple[str, bytes]],
     layout: Layout,
     only: int | None = None,
 ) -> Plan:
-    """The plan of a target whose pieces go to the ranks of `layout`; `model` is asked for exact ones only.
+    """The plan of a target whose pieces go to the ranks of `layout`: as `core` says, or evenly where there is none.
 
-    `only` names a rank whose file is planned alone.
-
-    Raises:
-        UsageError, MappingError: the topology or layout is impossible for the model.
-        Otherwise the errors of `build_plan`.
+    `only` names a rank whose file is planned alone. Raises the errors of `build_plan`.
     """
     ranks = range(layout.ranks) if only is None else range(only, only + 1)
-    if layout.name == "even":
+    if core is None:
         place = even_placement(layout.ranks, ranks)
     else:
-        core = place_model(model(), layout)
         place = exact_placement(core, ranks)
         target = in_reading_order(target, core.names())
     return build_plan(catalog, target, place, layout.ranks, archives, only=only)

@@ -179,6 +179,6 @@ def plan_checkpoint(
             raise UsageError(f"--tensor {glob}: no tensor of the target has such a key{hint}")
         job = layout if layout.topology else Layout(layout.name, Topology(dp_shard=layout.ranks))
         core = place_model(prepared.live_model(), job)
-        plan = prepared.lay_out(layout, rank)
+        plan = prepared.lay_out(layout, rank, None if layout.name == "even" else core)
     assert prepared.job is not None  # what is laid out for a job names it
     return Priced(source, opened.location, layout, target, plan, core, prepared.job, rank, tuple(globs))
