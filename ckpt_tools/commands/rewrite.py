@@ -11,6 +11,7 @@ from ckpt_tools.commands.outputs import choose_output
 from ckpt_tools.errors import UnsupportedCheckpointError
 from ckpt_tools.execute.run import WriteOptions, WriteReport, write_checkpoint
 from ckpt_tools.formats.container import read_small_file
+from ckpt_tools.formats.files import Files
 from ckpt_tools.megatron.keys import is_optimizer_key
 from ckpt_tools.megatron.record import RECORD_FILE
 from ckpt_tools.model.box import Box, full_box
@@ -78,24 +79,27 @@ def rewrite(
     catalog: Catalog | None = None,
     companions: Mapping[str, bytes] | None = None,
     original_shapes: Mapping[str, tuple[int, ...]] | None = None,
+    placement: tuple[Placement, int] | None = None,
+    files: Files | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> WriteReport:
     """Write `target` to `output` and publish it.
 
     `blobs` are the archives of the target's objects; `companions` replace the small files of the source of the same
-    name; `catalog` is the source's with tensors added that stand inside its objects.
+    name; `catalog` is the source's with tensors added that stand inside its objects, or that `files` hold besides.
+    `placement` and its number of files are those of `keep_chunks` unless given.
 
     Raises:
         UsageError: the output overlaps the source or is taken.
         MappingError, CorruptCheckpointError, StorageError: as planning and writing say.
     """
     place = choose_output(source, opened.location, output, options.overwrite, options.resume)
-    placement, world = keep_chunks(catalog or opened.catalog)
-    plan = build_plan(catalog or opened.catalog, target, placement, world, blobs, original_shapes)
-    files = opened.files
-    kept = {name: read_small_file(files, name) for name in COMPANIONS if files.exists(name)}
+    where, world = placement or keep_chunks(catalog or opened.catalog)
+    plan = build_plan(catalog or opened.catalog, target, where, world, blobs, original_shapes)
+    own = opened.files
+    kept = {name: read_small_file(own, name) for name in COMPANIONS if own.exists(name)}
     place = replace(place, extra_files=kept | dict(companions or {}))
-    return write_checkpoint(plan, files, place, options.write, progress=progress)
+    return write_checkpoint(plan, files or own, place, options.write, progress=progress)
 
 
 def keep_chunks(catalog: Catalog) -> tuple[Placement, int]:
