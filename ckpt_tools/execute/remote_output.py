@@ -36,7 +36,7 @@ from ckpt_tools.execute.opened_shards import prove_uploaded
 from ckpt_tools.execute.proof import SourceProof
 from ckpt_tools.execute.prove import ProofReport
 from ckpt_tools.execute.publish import Found
-from ckpt_tools.execute.ranks import DistributedRanks, Ranks
+from ckpt_tools.execute.ranks import Ranks
 from ckpt_tools.execute.run import prove_source
 from ckpt_tools.execute.source_reader import SourceReader
 from ckpt_tools.execute.stream import Pump
@@ -71,7 +71,7 @@ class RemoteJob:
         output: Output,
         options: WriteOptions,
         *,
-        ranks: Ranks | DistributedRanks,
+        ranks: Ranks,
         progress: Progress,
     ) -> None:
         """Raises: UsageError: the output cannot be opened or written at all; `--direct`."""

@@ -46,7 +46,7 @@ from ckpt_tools.execute.opened_shards import prove_shards
 from ckpt_tools.execute.proof import SourceProof
 from ckpt_tools.execute.prove import ProofReport, prove_rest
 from ckpt_tools.execute.publish import Found, Staging
-from ckpt_tools.execute.ranks import DistributedRanks, Ranks
+from ckpt_tools.execute.ranks import Ranks
 from ckpt_tools.execute.signals import StopSignals
 from ckpt_tools.execute.source_reader import SourceReader, forget
 from ckpt_tools.execute.work import Progress, Work, tile_bytes
@@ -83,8 +83,9 @@ class Output:
 class WriteOptions:
     """How to work. None of it changes a byte of the result."""
 
-    threads: int = 2
-    memory_bytes: int = 96 << 20  # for buffers, in every process
+    workers: int | None = None  # processes forked on this machine, see `workers`; None: as many as help
+    threads: int = 2  # of every process
+    memory_bytes: int = 96 << 20  # for buffers, of all workers together
     fsync: bool = False  # make everything durable before it is published, and give its page cache back
     direct: bool = False  # write past the page cache
     check_source: SourceCheck = "all"
@@ -120,7 +121,7 @@ def write_checkpoint(
     output: Output,
     options: WriteOptions | None = None,
     *,
-    ranks: Ranks | DistributedRanks | None = None,
+    ranks: Ranks | None = None,
     progress: Progress | None = None,
 ) -> WriteReport:
     """Write the checkpoint of `plan` from the source `files` and publish it; called on every rank.
@@ -180,7 +181,7 @@ def prove_source(
     plan: Plan,
     files: Files,
     options: WriteOptions,
-    ranks: Ranks | DistributedRanks,
+    ranks: Ranks,
 ) -> ProofReport:
     """Complete the proof of what all ranks have read for a plan; called on every rank.
 
@@ -209,7 +210,7 @@ class _Job:
         output: Output,
         options: WriteOptions,
         *,
-        ranks: Ranks | DistributedRanks,
+        ranks: Ranks,
         progress: Progress,
     ) -> None:
         self._plan, self._files, self._output, self._options = plan, files, output, options
