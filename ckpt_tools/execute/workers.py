@@ -35,7 +35,6 @@ from ckpt_tools.execute.run import WriteOptions
 
 T = TypeVar("T")
 
-MAX_WORKERS = 64
 _WORTH_BYTES = 256 << 20  # a worker's least share: moving less takes no longer than forking and agreeing
 _MOST_BY_DEFAULT = 16  # beyond, one machine's memory is busy (measured on 16 and 32 cores)
 _WATCH_SECONDS = 0.1
@@ -67,7 +66,7 @@ def shared_out(nbytes: int, options: WriteOptions, ranks: Ranks) -> Iterator[tup
     """
     workers = options.workers
     if workers is None:
-        alone = ranks.world == 1 and can_fork()
+        alone = ranks.world == 1 and is_alone()
         workers = default_workers(nbytes, options, usable_cores()) if alone else 1
     elif workers > 1 and ranks.world > 1:
         raise UsageError(f"--workers {workers}: the launcher has started {ranks.world} processes already")
@@ -83,12 +82,13 @@ def shared_out(nbytes: int, options: WriteOptions, ranks: Ranks) -> Iterator[tup
 
 
 def can_fork() -> bool:
-    """Whether nothing but this thread runs in the process, and it is the main one.
+    """Whether no other Python thread runs: a fork copies none of them, but the locks they hold."""
+    return threading.current_thread() is threading.main_thread() and threading.active_count() == 1
 
-    A fork copies no other thread, but the locks it holds. Threads of C libraries count too.
-    """
-    is_main = threading.current_thread() is threading.main_thread()
-    return is_main and len(os.listdir("/proc/self/task")) == 1
+
+def is_alone() -> bool:
+    """Whether no thread of a C library runs either: some outlive a fork well, so they keep nobody who asks from it."""
+    return can_fork() and len(os.listdir("/proc/self/task")) == 1
 
 
 @contextmanager
@@ -229,7 +229,7 @@ class WorkerRanks(Ranks):
 
     def _end_of(self, rank: int) -> str:
         return (
-            f"worker {rank} (process {self.processes[rank - 1]}) has ended early: it was killed, perhaps since memory "
+            f"worker {rank} (process {self.processes[rank - 1]}) has ended early: it was killed, perhaps as memory "
             "ran out. Nothing was published; --resume goes on from here, with fewer --workers if need be."
         )
 
