@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from ckpt_tools.cli.render import human_bytes
 
 _SECONDS_BETWEEN_LINES = 10.0
+_SECONDS_BETWEEN_PICTURES = 0.1
 
 
 def is_first_rank() -> bool:
@@ -36,17 +37,19 @@ def _bar() -> Iterator[Callable[[int, int], None]]:
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, console=Console(stderr=True))
-    task = bar.add_task("", total=None)
+    # Without its own thread, which would keep this process from being forked (`execute.workers`).
+    with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as bar:
+        task = bar.add_task("", total=None)
+        drawn = 0.0
 
-    def update(done: int, total: int) -> None:
-        bar.start()  # not before: its thread would keep the process from being forked
-        bar.update(task, completed=done, total=total)
+        def update(done: int, total: int) -> None:
+            nonlocal drawn
+            bar.update(task, completed=done, total=total)
+            if time.monotonic() - drawn > _SECONDS_BETWEEN_PICTURES or done == total:
+                drawn = time.monotonic()
+                bar.refresh()
 
-    try:
         yield update
-    finally:
-        bar.stop()
 
 
 def _lines() -> Callable[[int, int], None]:

@@ -109,8 +109,8 @@ TORCH_DIST_TARGET = frozenset({
     "dialect", "layer_spec", "weights_only", "dtype", "extra_state", "stacked", "gpus", "tp", "ep", "etp",
 })  # fmt: skip
 RUNNING = frozenset({
-    "check_source", "overwrite", "resume", "dry_run", "workers", "threads", "memory_bytes", "fsync", "direct", "quiet",
-    "as_json", "report", "enable_msc",
+    "check_source", "overwrite", "resume", "dry_run", "workers", "threads", "memory_bytes", "fsync", "direct",
+    "quiet", "as_json", "report", "enable_msc",
 })  # fmt: skip
 READING = frozenset({"iteration", "ignore_keys", "trust_pickle"})
 

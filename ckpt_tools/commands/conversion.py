@@ -15,7 +15,7 @@ from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.outputs import choose_output
 from ckpt_tools.commands.target_job import TargetJob
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, VerificationError
-from ckpt_tools.execute.check_masters import MastersReport, check_masters
+from ckpt_tools.execute.check_masters import MastersReport, check_masters, sum_up
 from ckpt_tools.execute.prove import prove_payloads
 from ckpt_tools.execute.ranks import Ranks, connect
 from ckpt_tools.execute.read_box import read_box
@@ -231,7 +231,7 @@ def _prove_masters(opened: Opened, conversion: Conversion, options: WriteOptions
                 prove_payloads(opened.files, catalog, sorted(keys), options.threads)
             raise
 
-    found = MastersReport(*map(sum, zip(*ranks.together(check), strict=True)))
+    found = sum_up(MastersReport(*told) for told in ranks.together(check))
     return Masters(conversion.masters, mode, found)
 
 

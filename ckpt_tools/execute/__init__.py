@@ -3,6 +3,7 @@
 * `run`: the door: who calls what on which rank, in order
 * `ranks`: the processes of one conversion, and how they agree
 * `workers`: several processes of one machine, forked
+* `spread`: one function over many jobs, by threads and workers
 * `heartbeat`: signs of life, so that a rank that was killed is missed
 * `signals`: Ctrl-C and SIGTERM as a question
 * `work`: one worker's threads

@@ -15,7 +15,6 @@ A process that was killed closes its pipe, so that nobody waits for it.
 from __future__ import annotations
 
 import gc
-import json
 import os
 import threading
 import time
@@ -38,7 +37,7 @@ T = TypeVar("T")
 _WORTH_BYTES = 256 << 20  # a worker's least share: moving less takes no longer than forking and agreeing
 _MOST_BY_DEFAULT = 16  # beyond, one machine's memory is busy (measured on 16 and 32 cores)
 _WATCH_SECONDS = 0.1
-_STOP = b"stop"
+_STOP = "stop"
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -87,7 +86,7 @@ def can_fork() -> bool:
 
 
 def is_alone() -> bool:
-    """Whether no thread of a C library runs either: some outlive a fork well, so they keep nobody who asks from it."""
+    """Whether no thread of a C library runs either: who asks for workers may know that it outlives a fork."""
     return can_fork() and len(os.listdir("/proc/self/task")) == 1
 
 
@@ -136,7 +135,7 @@ def _fork(workers: int, pipes: ExitStack) -> WorkerRanks:
 
 
 class WorkerRanks(Ranks):
-    """As `Ranks`, for one of several forked processes. Results of steps must be JSON."""
+    """As `Ranks`, for one of several forked processes. Results of steps are pickled."""
 
     def __init__(self, rank: int, world: int, lines: list[Connection], processes: list[int]) -> None:
         self.rank, self.world, self.processes = rank, world, processes
@@ -184,10 +183,10 @@ class WorkerRanks(Ranks):
     def _tell(self, own: Mapping[str, Any]) -> list[Any]:
         """A worker's part of the end of a step: the outcomes of all."""
         line = self._lines[0]
-        line.send_bytes(json.dumps(own).encode())
-        while (told := line.recv_bytes()) == _STOP:
+        line.send(own)
+        while (told := line.recv()) == _STOP:
             pass
-        outcomes: list[Any] = json.loads(told)
+        outcomes: list[Any] = told
         return outcomes
 
     def _gather(self, own: dict[str, Any]) -> list[Any]:
@@ -206,14 +205,14 @@ class WorkerRanks(Ranks):
             except CkptError as error:
                 self._outcomes[0] = {"error": [type(error).__name__, str(error)]}
         outcomes = [self._outcomes[rank] for rank in range(self.world)]
-        self._send(json.dumps(outcomes).encode())
+        self._send(outcomes)
         self._outcomes = {}
         return outcomes
 
-    def _send(self, message: bytes) -> None:
+    def _send(self, message: object) -> None:
         for line in self._lines:
             with suppress(OSError):  # a worker that is gone has its outcome already
-                line.send_bytes(message)
+                line.send(message)
 
     def _receive(self, seconds: float) -> None:
         """What has come from workers, waiting at most so long for it."""
@@ -223,7 +222,7 @@ class WorkerRanks(Ranks):
             if line not in ready:
                 continue
             try:
-                self._outcomes[rank] = json.loads(line.recv_bytes())
+                self._outcomes[rank] = line.recv()
             except (EOFError, OSError):
                 self._outcomes[rank] = {"error": ["StorageError", self._end_of(rank)]}
 
