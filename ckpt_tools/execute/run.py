@@ -83,12 +83,12 @@ class Output:
 class WriteOptions:
     """How to work. None of it changes a byte of the result."""
 
-    workers: int | None = None  # processes forked on this machine, see `workers`; None: as many as help
     threads: int = 2  # of every process
     memory_bytes: int = 96 << 20  # for buffers, of all workers together
     fsync: bool = False  # make everything durable before it is published, and give its page cache back
     direct: bool = False  # write past the page cache
     check_source: SourceCheck = "all"
+    workers: int | None = None  # processes forked on this machine, see `workers`; None: as many as help
 
 
 @dataclass(frozen=True, slots=True)
