@@ -23,14 +23,14 @@ OPTIONS = {
         "--output-optimizer-state-prefix --output-model-weight-prefix --rename-mtp-keys --target --aliases "
         "--layer-spec --experts --weights-only --dtype --vocab-size-padded --vocab-size --layout --world-size "
         "--gpus --dp-shard --dp-outer --tp --cp --ep --etp --pp --strategy --outer-strategy --iteration "
-        "--check-masters --ignore-keys --overwrite --resume --dry-run --workers --threads --max-memory --fsync --direct "
-        "--quiet -q --json --report --trust-pickle --enable-msc --oom-traceback"
+        "--check-masters --ignore-keys --overwrite --resume --dry-run --workers --threads --max-memory --fsync "
+        "--direct --quiet -q --json --report --trust-pickle --enable-msc --oom-traceback"
     ),
     "convert-fsdp-dtensor-to-torch-dist": (
         "--follow-links "
         "--check-source --target --layer-spec --weights-only --dtype --extra-state --stacked --per-layer --gpus "
-        "--tp --ep --etp --iteration --ignore-keys --overwrite --resume --dry-run --workers --threads --max-memory --fsync "
-        "--direct --quiet -q --json --report --trust-pickle --enable-msc --oom-traceback"
+        "--tp --ep --etp --iteration --ignore-keys --overwrite --resume --dry-run --workers --threads --max-memory "
+        "--fsync --direct --quiet -q --json --report --trust-pickle --enable-msc --oom-traceback"
     ),
     "build-param-group-map": (
         "-o --output --explain --target --layer-spec --experts --swiglu --no-swiglu --iteration --enable-msc "
