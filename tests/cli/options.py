@@ -44,8 +44,8 @@ OPTIONS = {
     "export-hf": (
         "--check-source "
         "--hf-config --rules --dtype --vocab-size --max-shard-size --mtp-copies --tp --iteration "
-        "--ignore-keys --overwrite --resume --dry-run --workers --threads --max-memory --fsync --direct --quiet -q --json "
-        "--report --trust-pickle --enable-msc --follow-links"
+        "--ignore-keys --overwrite --resume --dry-run --workers --threads --max-memory --fsync --direct "
+        "--quiet -q --json --report --trust-pickle --enable-msc --follow-links"
     ),
     "import-hf": (
         "--follow-links --check-source "
