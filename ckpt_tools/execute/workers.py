@@ -24,10 +24,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe, wait
-from pathlib import Path
 from typing import Any, TypeVar
 
 from ckpt_tools import errors
+from ckpt_tools.cores import usable_cores
 from ckpt_tools.errors import CkptError, Interrupted, StorageError, UsageError
 from ckpt_tools.execute.ranks import PeerFailedError, Ranks, go_on
 from ckpt_tools.execute.run import WriteOptions
@@ -38,16 +38,6 @@ _WORTH_BYTES = 256 << 20  # a worker's least share: moving less takes no longer 
 _MOST_BY_DEFAULT = 16  # beyond, one machine's memory is busy (measured on 16 and 32 cores)
 _WATCH_SECONDS = 0.1
 _STOP = "stop"
-_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
-
-
-def usable_cores(quota: Path = _CPU_QUOTA) -> int:
-    """Processors this process may use at a time: its affinity, and its control group's quota if that is less."""
-    cores = len(os.sched_getaffinity(0))
-    with suppress(OSError, ValueError):  # no quota: "max", or no such file
-        most, period = quota.read_text().split()
-        cores = min(cores, max(1, round(int(most) / int(period))))
-    return cores
 
 
 def default_workers(nbytes: int, options: WriteOptions, cores: int) -> int:

@@ -10,7 +10,7 @@ from ckpt_tools.model.transfers import Computation, OutputItem
 
 # Fixed cost of an item in bytes: finding payloads, framing, journalling (measured: 0.1 ms, at 1 GB/s).
 ITEM_COST_BYTES = 100_000
-# What a byte costs that is not just moved: a cast passes a dozen times over what it reads, a kernel over several inputs.
+# What a byte costs that is not just moved: a cast passes a dozen times over what it reads, a kernel over its inputs.
 CAST_COST, COMPUTE_COST = 4, 6
 
 

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_tools.cores import usable_cores
 from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.ranks import Ranks
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
-from ckpt_tools.execute.workers import default_workers, shared_out, usable_cores
+from ckpt_tools.execute.workers import default_workers, shared_out
 from tests.conftest import REPO
 from tests.execute.conftest import make_case
 from tests.execute.test_run import tree
