@@ -71,7 +71,7 @@ def in_a_folder(file: Path | None) -> Path | None:
 
 
 # More than any machine has; a typing mistake must not fill its memory with plans for them.
-MAX_RANKS, MAX_THREADS, MAX_ROWS = 1 << 20, 1024, (1 << 31) - 1
+MAX_RANKS, MAX_WORKERS, MAX_THREADS, MAX_ROWS = 1 << 20, 256, 1024, (1 << 31) - 1
 _MODEL, _PLACE, _RUN = "The model and its target", "Placement", "How to run"
 
 Target = Annotated[
@@ -276,12 +276,21 @@ ReportFile = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="The report as JSON on stdout.", rich_help_panel=_RUN)]
+Workers = Annotated[
+    int | None,
+    typer.Option("--workers", min=1, max=MAX_WORKERS,
+                 help="Processes on this machine. Default: as many as cores, memory and bytes pay for, at most 16.",
+                 rich_help_panel=_RUN),
+]  # fmt: skip
 Threads = Annotated[
     int,
     typer.Option("--threads", min=1, max=MAX_THREADS, help="Threads per process.", rich_help_panel=_RUN),
 ]
 MaxMemory = Annotated[
-    str, typer.Option("--max-memory", help="Buffer memory per process, e.g. 96MiB.", rich_help_panel=_RUN)
+    str,
+    typer.Option(
+        "--max-memory", help="Buffer memory of all workers together, e.g. 96MiB.", rich_help_panel=_RUN
+    ),
 ]
 Fsync = Annotated[
     bool,

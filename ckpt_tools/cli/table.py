@@ -88,6 +88,7 @@ TABLE = {
     "overwrite": Row(o.Overwrite, False),
     "resume": Row(o.Resume, False),
     "dry_run": Row(o.DryRun, False),
+    "workers": Row(o.Workers),
     "threads": Row(o.Threads, 2),
     "memory_bytes": Row(o.MaxMemory, "96MiB", o.parse_bytes),
     "fsync": Row(o.Fsync, False),
@@ -109,8 +110,8 @@ TORCH_DIST_TARGET = frozenset({
     "dialect", "layer_spec", "weights_only", "dtype", "extra_state", "stacked", "gpus", "tp", "ep", "etp",
 })  # fmt: skip
 RUNNING = frozenset({
-    "check_source", "overwrite", "resume", "dry_run", "threads", "memory_bytes", "fsync", "direct", "quiet",
-    "as_json", "report", "enable_msc",
+    "check_source", "overwrite", "resume", "dry_run", "workers", "threads", "memory_bytes", "fsync", "direct",
+    "quiet", "as_json", "report", "enable_msc",
 })  # fmt: skip
 READING = frozenset({"iteration", "ignore_keys", "trust_pickle"})
 

@@ -17,12 +17,13 @@ from ckpt_tools.commands.outputs import choose_output
 from ckpt_tools.commands.placements import Layout, LiveModel, lay_out, place_model
 from ckpt_tools.commands.target_job import TargetJob
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, VerificationError
-from ckpt_tools.execute.check_masters import MastersReport, check_masters
+from ckpt_tools.execute.check_masters import MastersReport, check_masters, sum_up
 from ckpt_tools.execute.prove import prove_payloads
-from ckpt_tools.execute.ranks import DistributedRanks, Ranks, connect
+from ckpt_tools.execute.ranks import Ranks, connect
 from ckpt_tools.execute.read_box import read_box
 from ckpt_tools.execute.rehearse import rehearse
 from ckpt_tools.execute.run import CheckLevel, Output, WriteOptions, WriteReport, write_checkpoint
+from ckpt_tools.execute.workers import shared_out
 from ckpt_tools.formats.detect import Location
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Catalog
@@ -151,20 +152,18 @@ def convert(
         place = writer.place(source, opened.location, output, options)
         conversion = _plan(writer, opened, options, ranks)
         prove_zeros(opened, conversion)
-        rehearse(_plan_of(conversion), opened.files, _complete(place, conversion), options.write, ranks)
-        conversion, masters = with_proven_masters(opened, conversion, options.write, ranks)
-        written = None
-        if not dry_run:
-            plan, place = _plan_of(conversion), _complete(place, conversion)
-            written = write_checkpoint(
-                plan, opened.files, place, options.write, ranks=ranks, progress=progress
-            )
+        nbytes = _plan_of(conversion).bytes_to_write
+        with shared_out(nbytes, options.write, ranks) as (ranks, write):
+            rehearse(_plan_of(conversion), opened.files, _complete(place, conversion), write, ranks)
+            conversion, masters = with_proven_masters(opened, conversion, write, ranks)
+            written = None
+            if not dry_run:
+                plan, place = _plan_of(conversion), _complete(place, conversion)
+                written = write_checkpoint(plan, opened.files, place, write, ranks=ranks, progress=progress)
     return _report(source, output, opened.location, conversion, masters, written)
 
 
-def _plan(
-    writer: Writer[AnyOptions], opened: Opened, options: AnyOptions, ranks: Ranks | DistributedRanks
-) -> Conversion:
+def _plan(writer: Writer[AnyOptions], opened: Opened, options: AnyOptions, ranks: Ranks) -> Conversion:
     """Everything up to the first byte. A proof by content that fails may be a matter of damaged payloads."""
     try:
         with without_gc():
@@ -204,7 +203,7 @@ def prove_zeros(opened: Opened, conversion: Conversion) -> None:
 
 
 def with_proven_masters(
-    opened: Opened, conversion: Conversion, options: WriteOptions, ranks: Ranks | DistributedRanks
+    opened: Opened, conversion: Conversion, options: WriteOptions, ranks: Ranks
 ) -> tuple[Conversion, Masters]:
     """The conversion, and what its masters were shown to be; one of weights does without those that are not.
 
@@ -224,9 +223,7 @@ def with_proven_masters(
         ), Masters("left_out")
 
 
-def _prove_masters(
-    opened: Opened, conversion: Conversion, options: WriteOptions, ranks: Ranks | DistributedRanks
-) -> Masters:
+def _prove_masters(opened: Opened, conversion: Conversion, options: WriteOptions, ranks: Ranks) -> Masters:
     """Every master rounds to its stored weight; the ranks share them out.
 
     Raises:
@@ -258,7 +255,7 @@ def _prove_masters(
                 prove_payloads(opened.files, catalog, sorted(keys), options.threads)
             raise
 
-    found = MastersReport(*map(sum, zip(*ranks.together(check), strict=True)))
+    found = sum_up(MastersReport(*told) for told in ranks.together(check))
     return Masters(conversion.masters, mode, found)
 
 

@@ -9,7 +9,9 @@ from ckpt_tools.commands.conversion_report import Masters, MastersUse
 from ckpt_tools.commands.opened import Opened
 from ckpt_tools.commands.outputs import choose_output
 from ckpt_tools.errors import UnsupportedCheckpointError
+from ckpt_tools.execute.ranks import Ranks
 from ckpt_tools.execute.run import WriteOptions, WriteReport, write_checkpoint
+from ckpt_tools.execute.workers import shared_out
 from ckpt_tools.formats.container import read_small_file
 from ckpt_tools.formats.files import Files
 from ckpt_tools.megatron.keys import is_optimizer_key
@@ -99,7 +101,8 @@ def rewrite(
     own = opened.files
     kept = {name: read_small_file(own, name) for name in COMPANIONS if own.exists(name)}
     place = replace(place, extra_files=kept | dict(companions or {}))
-    return write_checkpoint(plan, files or own, place, options.write, progress=progress)
+    with shared_out(plan.bytes_to_write, options.write, Ranks()) as (ranks, write):
+        return write_checkpoint(plan, files or own, place, write, ranks=ranks, progress=progress)
 
 
 def keep_chunks(catalog: Catalog) -> tuple[Placement, int]:

@@ -197,15 +197,13 @@ def _content(
 def _masters(files: Files, catalog: Catalog, options: VerifyOptions) -> Check:
     """Whether every fp32 master rounds to its stored weight."""
     from ckpt_tools.commands.export_source import master_targets
-    from ckpt_tools.execute.check_masters import compare_masters
+    from ckpt_tools.execute.check_masters import compare_all_masters
 
     found = Findings("masters", "elements")
     try:
         model = read_torch_dist(files, catalog, trust_pickle=options.trust_pickle, unknown_keys=True).model
         targets, recipe = master_targets(model), model.settings.fp8_recipe
-        report, problems = compare_masters(
-            files, model.catalog, targets, "all", threads=options.threads, fp8_recipe=recipe
-        )
+        report, problems = compare_all_masters(files, model.catalog, targets, options.threads, recipe)
     except StorageError:
         raise
     except CkptError as error:

@@ -5,6 +5,8 @@
 * `local_output`: an output in a directory
 * `remote_output`: an output in an object store
 * `ranks`: the processes of one conversion, and how they agree
+* `workers`: several processes of one machine, forked
+* `spread`: one function over many jobs, by threads and workers
 * `heartbeat`: signs of life, so that a rank that was killed is missed
 * `signals`: Ctrl-C and SIGTERM as a question
 * `work`: one rank's threads

@@ -13,7 +13,7 @@ from ckpt_tools.execute.fileio import storage_errors
 from ckpt_tools.execute.finished import has_files, lengths
 from ckpt_tools.execute.folders import Folder
 from ckpt_tools.execute.journal import Journal, fingerprint
-from ckpt_tools.execute.ranks import DistributedRanks, Ranks
+from ckpt_tools.execute.ranks import Ranks
 from ckpt_tools.execute.vacant import (
     DATA,
     JOURNAL,
@@ -39,7 +39,7 @@ def rehearse(
     files: Files,
     output: Output,
     options: WriteOptions | None = None,
-    ranks: Ranks | DistributedRanks | None = None,
+    ranks: Ranks | None = None,
 ) -> None:
     """Return if `write_checkpoint` would begin; called on every rank.
 

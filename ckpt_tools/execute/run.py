@@ -37,7 +37,7 @@ from ckpt_tools.execute.journal import check_as_opened, check_unchanged, fingerp
 from ckpt_tools.execute.local_output import LocalOutput
 from ckpt_tools.execute.proof import SourceProof
 from ckpt_tools.execute.prove import ProofReport, prove_rest
-from ckpt_tools.execute.ranks import DistributedRanks, Ranks
+from ckpt_tools.execute.ranks import Ranks
 from ckpt_tools.execute.signals import StopSignals
 from ckpt_tools.execute.source_reader import SourceReader, forget
 from ckpt_tools.execute.work import tile_bytes
@@ -68,7 +68,7 @@ def write_checkpoint(
     output: Output,
     options: WriteOptions | None = None,
     *,
-    ranks: Ranks | DistributedRanks | None = None,
+    ranks: Ranks | None = None,
     progress: Progress | None = None,
 ) -> WriteReport:
     """Write the checkpoint of `plan` from the source `files` and publish it; called on every rank.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
-from ckpt_tools.execute.ranks import DistributedRanks, Ranks
+from ckpt_tools.execute.ranks import Ranks
 from ckpt_tools.execute.source_reader import SourceReader
 from ckpt_tools.execute.stream import Counters
 from ckpt_tools.formats.files import Files
@@ -49,10 +49,11 @@ class WriteOptions:
     """How to work. None of it changes a byte of the result."""
 
     threads: int = 2
-    memory_bytes: int = 96 << 20  # for buffers, in every process
+    memory_bytes: int = 96 << 20  # for buffers, of all workers together
     fsync: bool = False  # make everything durable before it is published, and give its page cache back
     direct: bool = False  # write past the page cache
     check_source: SourceCheck = "all"
+    workers: int | None = None  # processes forked on this machine, see `workers`; None: as many as help
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ class WriteJob:
     files: Files  # of the source
     output: Output
     options: WriteOptions
-    ranks: Ranks | DistributedRanks
+    ranks: Ranks
     progress: Progress
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -13,12 +12,13 @@ import numpy as np
 
 from ckpt_tools.execute.read_box import BoxReader
 from ckpt_tools.execute.source_reader import index_of
+from ckpt_tools.execute.spread import Tick, spread
 from ckpt_tools.formats.container import load_object
 from ckpt_tools.formats.files import Files
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.casts import Array, raw_dtype
 from ckpt_tools.model.catalog import Catalog, ObjectEntry
-from ckpt_tools.model.dtypes import CASTABLE
+from ckpt_tools.model.dtypes import CASTABLE, itemsize
 from ckpt_tools.model.target import InlineTensor, TargetTensor
 from ckpt_tools.plan.byte_runs import row_major_tiles
 from ckpt_tools.verify.compare import Comparison, Extremes, Tolerance
@@ -93,7 +93,7 @@ class DiffReport:
 
 
 def diff_tensors(
-    a: Side, b: Side, options: DiffOptions, tick: Callable[[int], None] = lambda _: None
+    a: Side, b: Side, options: DiffOptions, tick: Tick = lambda _: None
 ) -> tuple[TensorDiff, ...]:
     """Every chosen tensor of either side; `tick` is told the bytes read.
 
@@ -104,21 +104,25 @@ def diff_tensors(
     readers = threading.local()
     opened: list[BoxReader] = []
 
-    def compare(name: str) -> TensorDiff:
+    def compare(name: str, told: Tick) -> TensorDiff:
         if not hasattr(readers, "pair"):
             readers.pair = BoxReader(a.files, a.catalog), BoxReader(b.files, b.catalog)
             opened.extend(readers.pair)
-        return _diff_tensor(name, (a, b), readers.pair, options.tolerance, tick)
+        return _diff_tensor(name, (a, b), readers.pair, options.tolerance, told)
 
-    with ThreadPoolExecutor(options.threads) as pool:
-        try:
-            return tuple(pool.map(compare, names))
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-        finally:
-            for reader in opened:
-                reader.close()
+    try:
+        return tuple(
+            spread(compare, names, nbytes=_bytes_of(names, a, b), threads=options.threads, tick=tick)
+        )
+    finally:
+        for reader in opened:
+            reader.close()
+
+
+def _bytes_of(names: Sequence[str], *sides: Side) -> int:
+    """Of the tensors `names`, on both sides."""
+    found = (side.tensors[name] for side in sides for name in names if name in side.tensors)
+    return sum(math.prod(t.shape) * itemsize(t.dtype) for t in found)
 
 
 def _diff_tensor(
@@ -126,7 +130,7 @@ def _diff_tensor(
     sides: tuple[Side, Side],
     readers: tuple[BoxReader, BoxReader],
     tolerance: Tolerance,
-    tick: Callable[[int], None],
+    tick: Tick,
 ) -> TensorDiff:
     a, b = (side.tensors.get(name) for side in sides)
     forms = [None if t is None else (t.dtype, t.shape) for t in (a, b)]

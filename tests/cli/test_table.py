@@ -49,7 +49,7 @@ def test_an_option_that_is_not_given_is_the_fields_default(options: type) -> Non
     [
         (TargetOptions, table.FSDP_TARGET),
         (TorchDistOptions, table.TORCH_DIST_TARGET | {"extra_state_template"}),
-        (WriteOptions, {"threads", "memory_bytes", "fsync", "direct", "check_source"}),
+        (WriteOptions, {"workers", "threads", "memory_bytes", "fsync", "direct", "check_source"}),
     ],
 )
 def test_every_field_can_be_given(options: type, names: set[str]) -> None:

@@ -196,6 +196,20 @@ def test_shares_are_balanced() -> None:
     assert [len(worker_share(items, i, 4)) for i in range(4)] == [16] * 4
 
 
+def test_shares_weigh_casts() -> None:
+    catalog = catalog_of(
+        w=("float32", (64, 1000, 1000), [Box((i, 0, 0), (1, 1000, 1000)) for i in range(64)])
+    )
+    tensors = tuple(
+        TargetTensor(
+            f"w{i}", "bfloat16" if i < 32 else "float32", (1000, 1000), (Source("w", (Select(0, i),)),)
+        )
+        for i in range(64)
+    )
+    items = build_plan(catalog, Target(tensors), whole, 1).items  # 32 casts of 2 MB, 32 moves of 4 MB
+    assert [len(worker_share(items, i, 2)) for i in range(2)] == [24, 40]
+
+
 def failing(catalog: Catalog, *tensors: TargetTensor, placement: Placement = whole) -> str:
     with pytest.raises(MappingError) as caught:
         build_plan(catalog, Target(tensors), placement, 2)
