@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeAlias, TypeVar
 
 from ckpt_tools.execute.ranks import Ranks
-from ckpt_tools.execute.write_job import WriteOptions
 from ckpt_tools.execute.workers import shared_out
+from ckpt_tools.execute.write_job import WriteOptions
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
