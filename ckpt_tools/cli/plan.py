@@ -17,6 +17,7 @@ from ckpt_tools.cli.manual import page
 
 if TYPE_CHECKING:
     from ckpt_tools.commands.plan import Priced
+    from ckpt_tools.plan.duration import Duration
 
 _STDOUT = Path("-")
 _LISTED_RANKS = 32
@@ -51,17 +52,39 @@ def plan(
     html: Annotated[
         Path | None, typer.Option("--html", callback=o.in_a_folder, help="Draw it as one HTML page.")
     ] = None,
+    disk: Annotated[
+        str | None,
+        typer.Option(
+            "--disk", help="What a node's disk copies in a second, e.g. 3GB: says how long it takes."
+        ),
+    ] = None,
+    network: Annotated[
+        str | None, typer.Option("--network", help="The same of a file system or store that all nodes share.")
+    ] = None,
+    nodes: Annotated[
+        int, typer.Option("--nodes", min=1, max=4096, help="With --disk: how many convert.")
+    ] = 1,
+    workers: Annotated[
+        int, typer.Option("--workers", min=1, max=o.MAX_WORKERS, help="With --disk: processes on each.")
+    ] = 16,
     **given: Any,
 ) -> None:
     """Show what a conversion to fsdp_dtensor would do: boxes, bytes and memory of every rank. Moves no byte."""
     from ckpt_tools.commands.placements import Layout
     from ckpt_tools.commands.plan import plan_checkpoint
     from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions
+    from ckpt_tools.errors import UsageError
     from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
+    from ckpt_tools.plan.duration import Machines
 
     place = layout_of(given) or Layout()
     chosen = t.fill(ConvertOptions, given, target=t.fill(TargetOptions, given), layout=None)
-    found = plan_checkpoint(checkpoint, place, chosen, rank, tensor or ())
+    machines = None
+    if disk is not None:
+        machines = Machines(o.parse_bytes(disk), nodes, workers, network and o.parse_bytes(network))
+    elif network is not None or nodes > 1:
+        raise UsageError("--network and --nodes say how long a conversion takes; --disk is needed with them")
+    found = plan_checkpoint(checkpoint, place, chosen, rank, tensor or (), machines)
     _draw(found, svg, html)
     if _STDOUT in (svg, html):
         return  # nothing but the picture
@@ -147,6 +170,8 @@ def _print(found: Priced) -> None:
         ("moved by", strategies or "nothing"),
         ("imbalance", f"{facts['imbalance']:.3f} (largest rank over the mean)"),
     ]
+    if found.duration is not None:
+        rows.append(("would take", _duration(found.duration)))
     if found.layout.name != "even":
         rows.append(("padding", f"{render.human_bytes(facts['padding_bytes'])} of buffers in training"))
     render.print_table(("plan", ""), rows)
@@ -157,6 +182,17 @@ def _print(found: Priced) -> None:
             print(f"{name}: {render.escape(line)}")
         if len(facts[name]) > _LISTED_NOTES:
             print(f"{name}: ... and {len(facts[name]) - _LISTED_NOTES:,} more (--json lists all)")
+
+
+def _duration(found: Duration) -> str:
+    parts = {
+        "start": found.starting + found.metadata,
+        "planning": found.planning,
+        "moving bytes": found.moving,
+    }
+    told = ", ".join(f"{name} {render.human_seconds(seconds)}" for name, seconds in parts.items())
+    worker = f"the busiest worker has {found.straggling:.2f} of the mean"
+    return f"about {render.human_seconds(found.seconds)}: {told}; {worker}"
 
 
 def _print_ranks(found: Priced) -> None:

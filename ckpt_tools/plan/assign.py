@@ -20,11 +20,17 @@ def worker_share(items: Sequence[OutputItem], worker: int, workers: int) -> rang
     Neighbours stay together, so a worker reads and writes front to back and mostly has files of its own.
     Shares differ by at most the cost of one item.
     """
+    bounds = share_bounds(items, workers)
+    return range(bounds[worker], bounds[worker + 1])
+
+
+def share_bounds(items: Sequence[OutputItem], workers: int) -> list[int]:
+    """The first item of every worker, and the number of items: `worker_share` of all workers at once."""
     if workers == 1:
-        return range(len(items))
+        return [0, len(items)]
     ends = list(accumulate(map(_cost, items), initial=0))
     middles = [(start + end) / 2 for start, end in pairwise(ends)]
-    return range(*(bisect_left(middles, ends[-1] * part / workers) for part in (worker, worker + 1)))
+    return [bisect_left(middles, ends[-1] * part / workers) for part in range(workers + 1)]
 
 
 def _cost(item: OutputItem) -> int:
