@@ -47,9 +47,8 @@ class Crew:
     """Threads that do one task, each with a pump, while the thread that called watches over them."""
 
     def __init__(self, source: SourceReader, options: WriteOptions, total: int) -> None:
-        tile = tile_bytes(options.memory_bytes, options.threads)
-        self.tile = tile
-        self._pumps = [Pump(source, tile, self._tick) for _ in range(options.threads)]
+        self.tile = tile_bytes(options.memory_bytes, options.threads)
+        self._source, self._count = source, options.threads
         self._total, self._done = total, 0
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -63,7 +62,9 @@ class Crew:
         Raises:
             Whatever the first failing thread, `watch` or a signal handler raised.
         """
-        threads = [threading.Thread(target=self._guarded, args=(task, pump)) for pump in self._pumps]
+        # Not kept by the crew, which they keep by its `_tick`: their buffers would outlive the work.
+        pumps = [Pump(self._source, self.tile, self._tick) for _ in range(self._count)]
+        threads = [threading.Thread(target=self._guarded, args=(task, pump)) for pump in pumps]
         try:
             for thread in threads:
                 thread.start()
@@ -79,7 +80,7 @@ class Crew:
         if self._errors:
             raise self._errors[0]
         progress(self._done, self._total)
-        return [pump.counters for pump in self._pumps]
+        return [pump.counters for pump in pumps]
 
     def check(self) -> None:
         """

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import math
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -391,3 +394,26 @@ def test_a_flipped_bit_in_a_small_payload_is_found(
     with pytest.raises(CorruptCheckpointError, match=r"w13: the payload of the item .* another checksum"):
         write_checkpoint(build_plan(catalog, target, rows(1), 1), files, Output(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("place", ["local", "store"])
+def test_buffers_do_not_outlive_the_work(
+    place: str, case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing refers to a pump in a circle: an `--iteration all` would hold more with every checkpoint."""
+    made: list[weakref.ref[stream.Pump]] = []
+    real = stream.Pump.__init__
+
+    def noted(pump: stream.Pump, *args: Any) -> None:
+        made.append(weakref.ref(pump))
+        real(pump, *args)
+
+    monkeypatch.setattr(stream.Pump, "__init__", noted)
+    gc.disable()
+    try:
+        output = tmp_path / "out" if place == "local" else "memory://outlive/out"
+        write_checkpoint(case.plan(2), case.files, Output(output))
+        assert len(made) == WriteOptions().threads
+        assert not [pump for pump in made if pump() is not None]
+    finally:
+        gc.enable()
