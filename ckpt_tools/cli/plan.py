@@ -81,7 +81,9 @@ def plan(
     chosen = t.fill(ConvertOptions, given, target=t.fill(TargetOptions, given), layout=None)
     machines = None
     if disk is not None:
-        machines = Machines(o.parse_bytes(disk), nodes, workers, network and o.parse_bytes(network))
+        machines = Machines(
+            o.parse_bytes(disk), nodes, workers, None if network is None else o.parse_bytes(network)
+        )
     elif network is not None or nodes > 1:
         raise UsageError("--network and --nodes say how long a conversion takes; --disk is needed with them")
     found = plan_checkpoint(checkpoint, place, chosen, rank, tensor or (), machines)

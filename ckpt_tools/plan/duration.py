@@ -54,16 +54,14 @@ def predict(plan: Plan, chunks: int, machines: Machines) -> Duration:
     shares = [plan.items[start:stop] for start, stop in pairwise(bounds)]
     sizes = [sum(item.length for item in share) for share in shares]
     nodes = [sizes[i : i + machines.workers] for i in range(0, len(sizes), machines.workers)]
-    moving = max(
-        max(map(_busy, shares)),
-        max(map(sum, nodes)) / machines.disk,
-        sum(sizes) / machines.network if machines.network else 0.0,
-    )
+    limits = [*map(_busy, shares), *(sum(node) / machines.disk for node in nodes)]
+    if machines.network is not None:
+        limits.append(sum(sizes) / machines.network)
     return Duration(
         starting=_START_SECONDS,
         metadata=chunks * _SECONDS_PER_CHUNK,
         planning=len(plan.tensors) * _SECONDS_PER_TENSOR,
-        moving=moving,
+        moving=max(limits),
         straggling=max(sizes) * len(sizes) / max(sum(sizes), 1),
     )
 

@@ -37,7 +37,8 @@ OPTIONS = {
         "--follow-links"
     ),
     "plan": (
-        "--follow-links --disk --network --nodes --workers --rank --tensor --json --svg --html --target --layer-spec --experts --swiglu --no-swiglu "
+        "--follow-links --disk --network --nodes --workers "
+        "--rank --tensor --json --svg --html --target --layer-spec --experts --swiglu --no-swiglu "
         "--weights-only --layout --world-size --gpus --dp-shard --dp-outer --tp --cp --ep --etp --pp --strategy "
         "--outer-strategy --iteration --ignore-keys --trust-pickle --enable-msc"
     ),
