@@ -35,7 +35,7 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.errors import CkptError, Interrupted, StorageError, Terminated, UsageError
 from ckpt_tools.execute.fileio import check_direct, storage_errors, write_all
@@ -53,16 +53,12 @@ from ckpt_tools.execute.work import Progress, Work, tile_bytes
 from ckpt_tools.formats.dcp_metadata import metadata_bytes
 from ckpt_tools.formats.files import Files, LocalFiles
 from ckpt_tools.formats.joined_files import JoinedFiles
+from ckpt_tools.model.choices import SourceCheck
 from ckpt_tools.model.transfers import Plan
 from ckpt_tools.plan.assign import worker_share
 
 if TYPE_CHECKING:
     from ckpt_tools.execute.remote_output import RemoteJob
-
-SourceCheck: TypeAlias = Literal["all", "none"]
-"""Whether every payload that is read from must have the checksum its writer stored."""
-CheckLevel: TypeAlias = Literal["sample", "all", "none"]
-"""How much of fp32 masters is compared with weights: a few rows of every tensor, everything, or nothing."""
 
 
 @dataclass(frozen=True, slots=True)

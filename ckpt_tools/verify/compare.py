@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ckpt_tools.model.casts import Array, bfloat16_to_float32, numpy_dtype
+from ckpt_tools.model.choices import NanPolicy
 from ckpt_tools.model.dtypes import CASTABLE, itemsize
 
 _BLOCK = 1 << 15  # elements compared at a time: their numbers stay in the processor's cache
@@ -28,7 +29,7 @@ class Tolerance:
     rtol: float = 0.0
     atol: float = 0.0
     ulp: int = 0
-    nan: str = "bits"
+    nan: NanPolicy = "bits"
 
     @property
     def is_bitwise(self) -> bool:

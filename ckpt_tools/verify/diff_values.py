@@ -16,6 +16,7 @@ import numpy as np
 from ckpt_tools.formats.container import StoredTensor
 from ckpt_tools.formats.unpickle import StandIn
 from ckpt_tools.model.casts import raw_dtype
+from ckpt_tools.model.choices import NanPolicy
 from ckpt_tools.verify.compare import Comparison, Tolerance
 
 _MAX_DEPTH = 64
@@ -158,7 +159,7 @@ def _same(a: object, b: object, tolerance: Tolerance) -> bool:
 
 
 def _same_floats(a: tuple[float, ...], b: tuple[float, ...], tolerance: Tolerance) -> bool:
-    nan = "different" if tolerance.nan == "different" else "equal"
+    nan: NanPolicy = "different" if tolerance.nan == "different" else "equal"
     tolerance = Tolerance(tolerance.rtol, tolerance.atol, tolerance.ulp, nan)
     return _same_numbers("float64", np.array(a).tobytes(), np.array(b).tobytes(), tolerance)
 
