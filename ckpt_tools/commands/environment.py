@@ -77,7 +77,7 @@ def describe_environment(directory: str | None = None) -> Environment:
     The file system is tried with two unnamed temporary files of 64 KiB.
 
     Raises:
-        UsageError: `directory` is none.
+        UsageError: `directory` is not a directory.
     """
     from ckpt_tools.formats.crc import crc32
 
@@ -96,7 +96,7 @@ def describe_file_system(directory: str) -> FileSystem:
     """What the file system under `directory` is and can do.
 
     Raises:
-        UsageError: `directory` is none.
+        UsageError: `directory` is not a directory.
     """
     from ckpt_tools.execute.fileio import At, CopyCount, copy_range
 

@@ -192,7 +192,7 @@ class RemoteJob:
         self._token = uuid.uuid4().hex
         if withdraw:  # before all else: from here on no loader takes the folder for a checkpoint
             self._store.remove(METADATA)
-        # With nothing to compare: what lies here now is no work to go on from.
+        # With nothing to compare: nothing that lies here now can be gone on from.
         self._put_marker(None if clear else self._plan.digest)
         if clear:
             self._store.clear(keep=MARKER)

@@ -136,7 +136,7 @@ class Comparison:
         if tolerance.is_bitwise:
             return bits_differ if self._same_type else distance > 0
         near = distance <= tolerance.atol + tolerance.rtol * larger
-        near |= distance == 0  # 0 x infinity, as the bound of equal infinities has it, is no number
+        near |= distance == 0  # 0 x infinity, as the bound of equal infinities has it, is not a number
         if tolerance.ulp and steps is not None:
             near |= steps <= tolerance.ulp
         near &= np.isfinite(distance)  # an infinity is near itself only, whatever the tolerance

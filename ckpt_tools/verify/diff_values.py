@@ -1,7 +1,7 @@
 """What differs between two Python values from checkpoints, part by part under dotted names.
 
-Types count: 1 is neither 1.0 nor True, a list no tuple, an OrderedDict no dict. Floats follow the tolerance, also
-inside tensors. A NaN is a NaN, unless NaNs shall never be equal.
+Types count: 1 is neither 1.0 nor True, a list is not a tuple, an OrderedDict not a dict. Floats follow the
+tolerance, also inside tensors. A NaN is a NaN, unless NaNs shall never be equal.
 """
 
 from __future__ import annotations

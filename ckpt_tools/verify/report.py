@@ -69,7 +69,7 @@ class Report:
     checkpoint: str
     format: str
     checks: tuple[Check, ...]
-    content_read: bool | None = None  # whether values were looked at; None where that is no question
+    content_read: bool | None = None  # whether values were looked at; None where nobody asks
 
     @property
     def verdict_suffix(self) -> str:
