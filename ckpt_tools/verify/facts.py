@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ckpt_tools.verify.job import PROGRAMS, VERSIONS, Job
+from ckpt_tools.verify.report import Severity
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class Rule(NamedTuple):
     """`broken` gives what was found, or None. Rules with `on_job` need a job that is described."""
 
     name: str
-    severity: str
+    severity: Severity
     broken: Callable[[Facts], str | None]
     why: str
     fix: str

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 from ckpt_tools.errors import CkptError, HostileCheckpointError
 
-ERROR, WARNING = "error", "warning"
+Severity: TypeAlias = Literal["error", "warning"]
+ERROR: Final = "error"
+WARNING: Final = "warning"
 
 
 class Finding(NamedTuple):
     """One thing that is wrong (`error`) or unusual (`warning`); `where` is a key, a file, a folder or a setting."""
 
     check: str
-    severity: str
+    severity: Severity
     where: str
     message: str
     fix: str = ""  # what to do about it, where that is not part of the message
