@@ -23,6 +23,7 @@ from ckpt_tools.execute.prove import prove_payloads
 from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, write_checkpoint
 from ckpt_tools.execute.work import MIN_TILE_BYTES
 from ckpt_tools.formats.container import read_archive, read_small_file
+from ckpt_tools.formats.detect import CheckpointKind
 from ckpt_tools.formats.files import read_whole
 from ckpt_tools.formats.joined_files import JoinedFiles
 from ckpt_tools.formats.safetensors import INDEX_FILE, MAX_INDEX_BYTES
@@ -56,7 +57,7 @@ class Averaged:
 
     sources: tuple[str, ...]
     output: str
-    kind: str
+    kind: CheckpointKind
     weights: tuple[float, ...]  # of the sources, together 1
     tensors: int
     objects: int

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 from ckpt_tools.errors import CkptError, HostileCheckpointError
+from ckpt_tools.formats.detect import CheckpointKind
 
 Severity: TypeAlias = Literal["error", "warning"]
 ERROR: Final = "error"
@@ -69,7 +70,7 @@ class Report:
     """All checks of one checkpoint."""
 
     checkpoint: str
-    format: str
+    format: CheckpointKind | Literal["unknown"]
     checks: tuple[Check, ...]
     content_read: bool | None = None  # whether values were looked at; None where nobody asks
 
