@@ -72,8 +72,7 @@ def _defaults(filled: Callable[..., Any]) -> dict[str, Any]:
     """What each field, or parameter of a function, is when it is not given."""
     if isinstance(filled, type):
         return {
-            f.name: f.default if f.default_factory is MISSING else f.default_factory()
-            for f in fields(filled)  # type: ignore[arg-type]
+            f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(filled)
         }
     return {name: p.default for name, p in inspect.signature(filled).parameters.items()}
 

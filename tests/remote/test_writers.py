@@ -12,9 +12,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from ckpt_tools.errors import CorruptCheckpointError, StorageError, UsageError
 from ckpt_tools.execute import remote_output
-from ckpt_tools.execute.remote_output import MARKER, METADATA, RemoteJob
+from ckpt_tools.execute.remote_output import MARKER, RemoteJob
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from ckpt_tools.formats import store as store_module
+from ckpt_tools.formats.dcp import METADATA
 from ckpt_tools.formats.store import Store
 from tests.execute.conftest import Case, make_case
 
