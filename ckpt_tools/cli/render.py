@@ -23,7 +23,7 @@ _UNLIMITED = 1 << 16  # columns, when nobody looks: keys must not be folded in a
 
 
 def console() -> Console:
-    """Where tables go: stdout, without colours when NO_COLOR is set or it is no terminal."""
+    """Where tables go: stdout, without colours when NO_COLOR is set or stdout is not a terminal."""
     from rich.console import Console
 
     return Console(

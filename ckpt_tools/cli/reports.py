@@ -9,6 +9,7 @@ from ckpt_tools.commands.rewrite import Edited
 from ckpt_tools.commands.target_job import describe
 from ckpt_tools.execute.check_masters import describe_masters
 from ckpt_tools.execute.run import WriteReport
+from ckpt_tools.model.choices import assert_never
 
 _SHOWN = 8
 
@@ -62,15 +63,19 @@ def _architecture(report: ConversionReport) -> str:
 
 def masters_text(masters: Masters) -> str:
     """What became of them, and what was proven."""
-    if masters.use == "none":
-        return "the source has none"
-    if masters.use == "left_out":
-        return "left out; the stored weights are written"
-    if masters.use == "as_stored":
-        return "the source keeps them in the place of weights; there is nothing to compare them with"
-    if masters.mode == "none":
-        return "not checked (--check-masters none)"
-    return describe_masters(masters.found, masters.mode)
+    match masters.use:
+        case "none":
+            return "the source has none"
+        case "left_out":
+            return "left out; the stored weights are written"
+        case "as_stored":
+            return "the source keeps them in the place of weights; there is nothing to compare them with"
+        case "written":
+            if masters.mode == "none":
+                return "not checked (--check-masters none)"
+            return describe_masters(masters.found, masters.mode)
+        case _:
+            assert_never(masters.use)
 
 
 def print_outcome(outcome: Outcome) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Generic, NamedTuple, TypeVar
 
-from ckpt_tools.commands.conversion_report import ConversionReport, Format, Masters, MastersUse
+from ckpt_tools.commands.conversion_report import ConversionReport, Masters, MastersUse
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.outputs import choose_output
 from ckpt_tools.commands.placements import Layout, LiveModel, lay_out, place_model
@@ -22,11 +22,12 @@ from ckpt_tools.execute.prove import prove_payloads
 from ckpt_tools.execute.ranks import Ranks, connect
 from ckpt_tools.execute.read_box import read_box
 from ckpt_tools.execute.rehearse import rehearse
-from ckpt_tools.execute.run import CheckLevel, Output, WriteOptions, WriteReport, write_checkpoint
+from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, write_checkpoint
 from ckpt_tools.execute.workers import shared_out
 from ckpt_tools.formats.detect import Location
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.choices import CheckLevel, Format
 from ckpt_tools.model.target import Target, TargetTensor
 from ckpt_tools.model.transfers import Plan, plan_summary
 from ckpt_tools.model.without_gc import without_gc

@@ -19,6 +19,7 @@ from ckpt_tools.formats.files import Files
 from ckpt_tools.megatron.keys import parameter_name
 from ckpt_tools.model.box import Box, full_box, row_major_strides
 from ckpt_tools.model.casts import raw_dtype
+from ckpt_tools.model.choices import LayoutName
 from ckpt_tools.model.target import InlineTensor, TargetTensor
 from ckpt_tools.model.without_gc import without_gc
 from ckpt_tools.sharding.parameters import Parameter, part_boxes, part_names
@@ -41,7 +42,7 @@ _ALIASES = {alias: axis for axis, aliases in AXES.items() for alias in aliases}
 def load_dtensors(
     path: str,
     mesh: DeviceMesh,
-    layout: str = "mfsdp-v1",
+    layout: LayoutName = "mfsdp-v1",
     *,
     ep: int = 1,
     etp: int = 0,

@@ -36,7 +36,7 @@ def modify_state_dict(
     Removals come first; of several renames the first whose pattern is found in a key wins (`re.search`, `re.sub`).
 
     Raises:
-        UsageError: an operation that is none, or that changes nothing; nothing would be left.
+        UsageError: an operation that cannot be read, or that changes nothing; nothing would be left.
         MappingError: two keys would get the same name.
         Otherwise the errors of opening, planning and writing.
     """

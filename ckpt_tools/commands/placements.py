@@ -16,6 +16,7 @@ from ckpt_tools.megatron.names import MLA_DOWN, MLA_FUSED_DOWN, ModelStyle
 from ckpt_tools.megatron.settings import training_dtype
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.choices import LayoutName
 from ckpt_tools.model.roles import WEIGHT
 from ckpt_tools.model.target import Target, TargetTensor
 from ckpt_tools.model.transfers import Plan
@@ -32,7 +33,7 @@ from ckpt_tools.sharding.topology import Topology
 class Layout:
     """The training job the output is laid out for. Without a topology: rows over `world` ranks (`even`)."""
 
-    name: str = "even"  # one of sharding.topology.LAYOUTS
+    name: LayoutName = "even"
     topology: Topology | None = None
     world: int = 1
     tp_given: bool = True  # whether somebody chose the topology's TP; False: it is 1 because nothing was said

@@ -126,7 +126,7 @@ def keep_chunks(catalog: Catalog) -> tuple[Placement, int]:
 def need_dcp(opened: Opened) -> None:
     """
     Raises:
-        UnsupportedCheckpointError: the checkpoint is no torch distributed checkpoint.
+        UnsupportedCheckpointError: it is not a torch distributed checkpoint.
     """
     if opened.location.kind == "safetensors":
         raise UnsupportedCheckpointError(

@@ -1,7 +1,7 @@
 """`slice`: a few layers of a checkpoint as a small, whole checkpoint of its own, for tests and CI.
 
 Layers are renumbered from 0 and the stored arguments say so. Optimizer states that are flattened or in buckets come
-out as `fully_reshardable`: a part of a bucket is no bucket.
+out as `fully_reshardable`: a part of a bucket is not a bucket.
 """
 
 from __future__ import annotations

@@ -23,7 +23,6 @@ from ckpt_tools.commands.placements import Layout, target_model
 from ckpt_tools.commands.read_model import Wanted, need_kind, read_model
 from ckpt_tools.commands.relayout import need_other_job, prepare_relayout
 from ckpt_tools.commands.target_job import TargetJob, need_tp, said_tp
-from ckpt_tools.execute.run import CheckLevel
 from ckpt_tools.formats.files import Files
 from ckpt_tools.megatron.bridge import RUN_CONFIG, TRAIN_STATE, fsdp_run_config, train_state_file
 from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter, Rows
@@ -33,6 +32,7 @@ from ckpt_tools.megatron.record import TargetRecord
 from ckpt_tools.megatron.torch_dist.read import Extent
 from ckpt_tools.megatron.vocab import VocabChange
 from ckpt_tools.model.box import Box
+from ckpt_tools.model.choices import CheckLevel
 from ckpt_tools.model.model import Model, without_optimizer
 from ckpt_tools.model.roles import MASTER, WEIGHT
 from ckpt_tools.model.target import TargetTensor

@@ -54,6 +54,7 @@ class VerifyOptions:
     allow_nonfinite: bool = False
     trust_pickle: bool = False
     threads: int = 2
+    workers: int | None = None  # processes forked on this machine; None: as many as help
     write_manifest: Path | None = None  # made, when the checkpoint is valid
 
 
@@ -186,7 +187,12 @@ def _content(
 
     checks = list(
         scan_content(
-            files, catalog, threads=options.threads, allow_nonfinite=options.allow_nonfinite, tick=meter
+            files,
+            catalog,
+            threads=options.threads,
+            workers=options.workers,
+            allow_nonfinite=options.allow_nonfinite,
+            tick=meter,
         )
     )
     if location.kind == "torch_dist":
@@ -203,7 +209,9 @@ def _masters(files: Files, catalog: Catalog, options: VerifyOptions) -> Check:
     try:
         model = read_torch_dist(files, catalog, trust_pickle=options.trust_pickle, unknown_keys=True).model
         targets, recipe = master_targets(model), model.settings.fp8_recipe
-        report, problems = compare_all_masters(files, model.catalog, targets, options.threads, recipe)
+        report, problems = compare_all_masters(
+            files, model.catalog, targets, options.threads, options.workers, recipe
+        )
     except StorageError:
         raise
     except CkptError as error:
@@ -252,7 +260,7 @@ def _manifest(
         found = Findings("manifest", "digests")
         found.error(str(options.write_manifest), "not written: the checkpoint is not valid")
         return found.done()
-    made = make_manifest(files, catalog, options.threads, meter)
+    made = make_manifest(files, catalog, options.threads, options.workers, meter)
     found = Findings("manifest", "digests")
     found.looked_at = len(made["files"]) + len(made["tensors"])
     check = found.done() if options.manifest is None else check_manifest(stored, made)

@@ -21,11 +21,12 @@ from ckpt_tools.execute.fp8_masters import HALF_TYPES, Fp8Comparison, describe_e
 from ckpt_tools.execute.ranks import Ranks
 from ckpt_tools.execute.read_box import BoxReader
 from ckpt_tools.execute.workers import shared_out
-from ckpt_tools.execute.write_job import CheckLevel, WriteOptions
+from ckpt_tools.execute.write_job import WriteOptions
 from ckpt_tools.formats.files import Files
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.casts import Array, cast, raw_dtype
 from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.choices import CheckLevel
 from ckpt_tools.model.dtypes import itemsize
 from ckpt_tools.model.target import TargetTensor
 from ckpt_tools.plan.byte_runs import row_major_tiles
@@ -143,11 +144,12 @@ def compare_all_masters(
     catalog: Catalog,
     targets: Sequence[TargetTensor],
     threads: int,
+    workers: int | None = None,
     fp8_recipe: str | None = None,
 ) -> tuple[MastersReport, list[str]]:
     """`compare_masters` of every element, shared by as many workers as help; called where none are."""
     nbytes = sum(math.prod(t.shape) * (itemsize(t.dtype) + 2) for t in targets)
-    with shared_out(nbytes, WriteOptions(threads=threads), Ranks()) as (ranks, _):
+    with shared_out(nbytes, WriteOptions(threads=threads, workers=workers), Ranks()) as (ranks, _):
         mine = targets[ranks.rank :: ranks.world]
         shares = ranks.together(
             lambda: compare_masters(files, catalog, mine, "all", ranks.check, threads, fp8_recipe)

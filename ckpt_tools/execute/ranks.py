@@ -203,7 +203,9 @@ def connect(environ: Mapping[str, str] = os.environ) -> Ranks:
         ) from None
     if not 0 <= rank < world:
         raise UsageError(f"{names[0]}={rank} is not below {names[1]}={world}")
-    if world == 1 or (prefix and "SLURM_STEP_ID" not in environ):  # a batch script is no task of its own job
+    if world == 1 or (
+        prefix and "SLURM_STEP_ID" not in environ
+    ):  # a batch script is not a task of its own job
         return Ranks()
     return DistributedRanks(*_line(rank, world, environ))
 

@@ -20,7 +20,13 @@ _MOST_AHEAD = 256  # jobs handed to the threads of a process before their result
 
 
 def spread(
-    work: Callable[[Job, Tick], Result], jobs: Sequence[Job], *, nbytes: int, threads: int, tick: Tick
+    work: Callable[[Job, Tick], Result],
+    jobs: Sequence[Job],
+    *,
+    nbytes: int,
+    threads: int,
+    workers: int | None = None,
+    tick: Tick,
 ) -> list[Result]:
     """`work` of every job, in the order of `jobs`.
 
@@ -28,12 +34,13 @@ def spread(
         work: given a job, and what to tell of the bytes it reads. It and what it returns are plain: a result may
             come from another process.
         nbytes: how much there is to read in all, which decides the number of processes.
+        workers: how many processes instead.
         tick: told about how much has been read, by this process alone.
 
     Raises:
         What `work` raised first, in any process.
     """
-    with shared_out(nbytes, WriteOptions(threads=threads), Ranks()) as (ranks, _):
+    with shared_out(nbytes, WriteOptions(threads=threads, workers=workers), Ranks()) as (ranks, _):
 
         def told(count: int) -> None:
             ranks.check()

@@ -52,6 +52,7 @@ def scan_content(
     catalog: Catalog,
     *,
     threads: int = 2,
+    workers: int | None = None,
     allow_nonfinite: bool = False,
     tick: Tick = lambda _: None,
 ) -> tuple[Check, Check]:
@@ -59,7 +60,7 @@ def scan_content(
     sums, values = Findings("checksums", "records"), Findings("values", "elements")
     census: dict[str, Census] = {key: Census() for key in catalog.tensors}
     without = 0
-    for scan in _scans(files, catalog, threads, tick):
+    for scan in _scans(files, catalog, threads, workers, tick):
         sums.looked_at += scan.compared
         without += scan.without
         for problem in scan.problems:
@@ -87,7 +88,7 @@ def scan_content(
     return sums.done(), values.done()
 
 
-def _scans(files: Files, catalog: Catalog, threads: int, tick: Tick) -> list[_Scan]:
+def _scans(files: Files, catalog: Catalog, threads: int, workers: int | None, tick: Tick) -> list[_Scan]:
     """Every item once, in file order."""
     buffers = threading.local()
 
@@ -98,7 +99,7 @@ def _scans(files: Files, catalog: Catalog, threads: int, tick: Tick) -> list[_Sc
 
     jobs = sorted((*_jobs(catalog), *_archive_files(files)), key=lambda job: job.item)
     nbytes = sum(job.item.length for job in jobs)
-    return spread(scan, jobs, nbytes=nbytes, threads=threads, tick=tick)
+    return spread(scan, jobs, nbytes=nbytes, threads=threads, workers=workers, tick=tick)
 
 
 def _jobs(catalog: Catalog) -> Iterable[_Job]:

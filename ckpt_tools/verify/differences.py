@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -18,7 +19,9 @@ from ckpt_tools.formats.files import Files
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.casts import Array, raw_dtype
 from ckpt_tools.model.catalog import Catalog, ObjectEntry
+from ckpt_tools.model.choices import DiffBy
 from ckpt_tools.model.dtypes import CASTABLE, itemsize
+from ckpt_tools.model.roles import Role
 from ckpt_tools.model.target import InlineTensor, TargetTensor
 from ckpt_tools.plan.byte_runs import row_major_tiles
 from ckpt_tools.verify.compare import Comparison, Extremes, Tolerance
@@ -55,19 +58,23 @@ class DiffOptions:
     keys: tuple[str, ...] = ()  # () for all
     ignore: tuple[str, ...] = ()
     threads: int = 2
+    workers: int | None = None  # processes forked on this machine; None: as many as help
 
     def wants(self, name: str) -> bool:
         chosen = not self.keys or any(fnmatchcase(name, glob) for glob in self.keys)
         return chosen and not any(fnmatchcase(name, glob) for glob in self.ignore)
 
 
+DiffKind: TypeAlias = Literal["equal", "values", "dtype", "shape", "only in A", "only in B"]
+
+
 @dataclass(frozen=True, slots=True)
 class TensorDiff:
-    """One tensor of two checkpoints. `kind` is `equal`, `values`, `dtype`, `shape`, `only in A` or `only in B`."""
+    """One tensor of two checkpoints, and how they differ."""
 
     name: str
-    role: str
-    kind: str
+    role: Role
+    kind: DiffKind
     a: tuple[str, tuple[int, ...]] | None  # element type and shape
     b: tuple[str, tuple[int, ...]] | None
     elements: int = 0  # compared
@@ -80,7 +87,7 @@ class DiffReport:
 
     a: str
     b: str
-    by: str  # what names are: stored keys, or parameters of the running model
+    by: DiffBy  # what names are: stored keys, or parameters of the running model
     tolerance: Tolerance
     tensors: tuple[TensorDiff, ...]
     values: tuple[ValueDiff, ...]
@@ -112,7 +119,14 @@ def diff_tensors(
 
     try:
         return tuple(
-            spread(compare, names, nbytes=_bytes_of(names, a, b), threads=options.threads, tick=tick)
+            spread(
+                compare,
+                names,
+                nbytes=_bytes_of(names, a, b),
+                threads=options.threads,
+                workers=options.workers,
+                tick=tick,
+            )
         )
     finally:
         for reader in opened:
@@ -134,9 +148,9 @@ def _diff_tensor(
 ) -> TensorDiff:
     a, b = (side.tensors.get(name) for side in sides)
     forms = [None if t is None else (t.dtype, t.shape) for t in (a, b)]
-    role = next((t.role for t in (a, b) if isinstance(t, TargetTensor)), "other")
+    role: Role = next((t.role for t in (a, b) if isinstance(t, TargetTensor)), "other")
     if a is None or b is None:
-        kind = "only in B" if a is None else "only in A"
+        kind: DiffKind = "only in B" if a is None else "only in A"
         return TensorDiff(name, role, kind, forms[0], forms[1])
     if a.shape != b.shape:
         return TensorDiff(name, role, "shape", forms[0], forms[1])
@@ -194,7 +208,7 @@ def _may_want(name: str, options: DiffOptions) -> bool:
 class KindSummary:
     """Tensors of one role: how many are equal, differ, or stand on one side only; the largest differences."""
 
-    role: str
+    role: Role
     tensors: int = 0
     equal: int = 0
     different: int = 0

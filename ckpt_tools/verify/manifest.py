@@ -33,7 +33,7 @@ SMALL_FILES = (".metadata", "metadata.json", "common.pt", "run_config.yaml", "tr
 
 
 def make_manifest(
-    files: Files, catalog: Catalog, threads: int = 2, tick: Tick = lambda _: None
+    files: Files, catalog: Catalog, threads: int = 2, workers: int | None = None, tick: Tick = lambda _: None
 ) -> dict[str, Any]:
     """The manifest of a checkpoint as plain data.
 
@@ -47,7 +47,12 @@ def make_manifest(
     ordered, entries = sorted(names), list(catalog.tensors.values())
     nbytes = sum(item.length for _, item in all_items(catalog))
     rows = spread(
-        lambda name, told: file_row(files, name, told), ordered, nbytes=nbytes, threads=threads, tick=tick
+        lambda name, told: file_row(files, name, told),
+        ordered,
+        nbytes=nbytes,
+        threads=threads,
+        workers=workers,
+        tick=tick,
     )
     digests = dict(zip(ordered, rows, strict=True))
     tensors = spread(
@@ -55,6 +60,7 @@ def make_manifest(
         entries,
         nbytes=nbytes,
         threads=threads,
+        workers=workers,
         tick=tick,
     )
     return {

@@ -57,15 +57,15 @@ OPTIONS = {
     ),
     "verify": (
         "--follow-links "
-        "--content --manifest --write-manifest --allow-nonfinite --iteration --format --json --junit --threads "
+        "--content --manifest --write-manifest --allow-nonfinite --iteration --format --json --junit --workers --threads "
         "--quiet -q --trust-pickle --enable-msc"
     ),
     "diff": (
-        "--rtol --atol --ulp --nan --keys --ignore --by --target --iteration --json --threads --quiet -q "
+        "--rtol --atol --ulp --nan --keys --ignore --by --target --iteration --json --workers --threads --quiet -q "
         "--enable-msc --trust-pickle --follow-links"
     ),
     "compare-two-checkpoint": (
-        "--rtol --atol --ulp --nan --keys --ignore --by --target --iteration --json --threads --quiet -q "
+        "--rtol --atol --ulp --nan --keys --ignore --by --target --iteration --json --workers --threads --quiet -q "
         "--enable-msc --trust-pickle --follow-links"
     ),
     "preflight": (
@@ -80,11 +80,11 @@ OPTIONS = {
         "--layers --block --iteration --overwrite --json --quiet -q --trust-pickle --enable-msc"
     ),
     "average": (
-        "--weights --ema --iteration --check-source --overwrite --resume --threads --max-memory "
+        "--weights --ema --iteration --check-source --overwrite --resume --workers --threads --max-memory "
         "--json --quiet -q --trust-pickle --enable-msc --follow-links"
     ),
     "strip": (
-        "--dtype --iteration --check-source --overwrite --resume --threads --json --quiet -q --trust-pickle "
+        "--dtype --iteration --check-source --overwrite --resume --workers --threads --json --quiet -q --trust-pickle "
         "--enable-msc --follow-links"
     ),
     "print-tensor": (

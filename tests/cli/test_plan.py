@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -21,7 +22,7 @@ def plan(*words: object) -> int:
     return run(["plan", *map(str, words)])
 
 
-def planned(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, object]:
+def planned(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
     assert plan(LLAMA, "--json", *words) == 0
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -123,13 +124,13 @@ def test_pictures_are_sound_and_bounded(words, tmp_path, capsys):
     assert plan(LLAMA, *words, "--svg", tmp_path / "a.svg", "--html", tmp_path / "a.html") == 0
     text = (tmp_path / "a.svg").read_text()
     root = ElementTree.fromstring(text)
-    width, height = map(float, root.get("viewBox").split()[2:])
+    width, height = map(float, root.attrib["viewBox"].split()[2:])
     bars = [r for r in root.iter("{http://www.w3.org/2000/svg}rect") if r.get("x") and len(r)]
     paths = [p for p in root.iter("{http://www.w3.org/2000/svg}path") if len(p)]
     assert bars or paths
     for bar in bars:
-        assert 0 <= float(bar.get("x")) <= float(bar.get("x")) + float(bar.get("width")) <= width
-        assert float(bar.get("y")) + float(bar.get("height")) <= height
+        assert 0 <= float(bar.attrib["x"]) <= float(bar.attrib["x"]) + float(bar.attrib["width"]) <= width
+        assert float(bar.attrib["y"]) + float(bar.attrib["height"]) <= height
     assert len(text) < 2_000_000
     assert height < 1400
     page = (tmp_path / "a.html").read_text()
@@ -204,7 +205,11 @@ def test_a_tensor_of_no_unit_is_named(tmp_path, capsys):
 
 def test_a_cut_inside_a_row_is_refused_with_a_way_out(tmp_path, capsys):
     """7 x 10 makes the cell; the two 2 x 3 tensors behind it are cut in a row from 5 ranks on (sharding.md 2.2)."""
-    shapes = {"output_layer.weight": (7, 10), "embedding.a.weight": (2, 3), "embedding.b.weight": (2, 3)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "output_layer.weight": (7, 10),
+        "embedding.a.weight": (2, 3),
+        "embedding.b.weight": (2, 3),
+    }
     source = with_names(tmp_path / "in", shapes)
     words = ("--dp-shard", "5", "--weights-only")
     assert run(["convert", str(source), str(tmp_path / "out"), *words, "--quiet"]) == 2

@@ -140,7 +140,7 @@ def test_threads_take_every_batch_once_and_spread_over_files(case: Case, threads
     todo = _Todo(items, share, 6 << 16)
     chosen = [file for _ in range(threads) if (file := todo.file())]
     assert len(set(chosen)) == min(threads, len({items[n].file for n in share}))
-    taken = []
+    taken: list[int] = []
     while (file := todo.file()) is not None:
         for batch in todo.batches(file):
             assert {items[n].file for n in batch} == {file}
@@ -363,9 +363,14 @@ def test_joined_small_items_equal_the_general_way(tmp_path: Path, monkeypatch: p
     target, wanted = small_source(tmp_path / "in", 300)
     files = open_files(str(tmp_path / "in"))
     plan = build_plan(read_catalog(files), target, rows(2), 2)
-    joined = []
+    joined: list[int] = []
     real = stream.Pump.write_batch
-    monkeypatch.setattr(stream.Pump, "write_batch", lambda *args: joined.extend(args[1]) or real(*args))
+
+    def counted(*args: Any) -> Any:
+        joined.extend(args[1])
+        return real(*args)
+
+    monkeypatch.setattr(stream.Pump, "write_batch", counted)
     write_checkpoint(plan, files, Output(tmp_path / "joined"), WriteOptions(memory_bytes=6 << 16))
     assert len(joined) > 100
     assert_equal(stock_load(tmp_path / "joined", plan), wanted)

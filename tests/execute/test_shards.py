@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,7 +57,7 @@ def test_nor_is_one_in_a_store(damage: str, monkeypatch: pytest.MonkeyPatch) -> 
     store = f"memory://shards-{damage}"
     real = uploads._content
 
-    def damaged(entries: list[object], size: int, pump: object) -> Iterator[bytes]:
+    def damaged(entries: Any, size: int, pump: Any) -> Iterator[bytes]:
         raw = b"".join(bytes(part) for part in real(entries, size, pump))
         yield broken(raw, damage)
 

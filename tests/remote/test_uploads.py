@@ -111,9 +111,13 @@ def test_ctrl_c_leaves_no_upload(proxy: FaultProxy, large: Case) -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
     sent: list[int] = []
-    proxy.choose = lambda number, method, path: (
-        "none" if "uploadId" not in path else time.sleep(0.2) or "none"
-    )
+
+    def slow_parts(_number: int, _method: str, path: str) -> str:
+        if "uploadId" in path:
+            time.sleep(0.2)
+        return "none"
+
+    proxy.choose = slow_parts
     with pytest.raises(Interrupted):
         write_checkpoint(large.plan(1), large.files, Output("s3://box/ctrlc"), progress=interrupt)
     assert sent
@@ -160,7 +164,9 @@ def test_uploads_of_a_killed_process_end_when_the_next_one_comes(
     assert _uploads()
     others = Store("s3://box")
     foreign = others.fs.call_s3("create_multipart_upload", Bucket="box", Key=f"killed-{how}2/x")
-    write_checkpoint(large.plan(2), large.files, Output(url, **{how: True}))
+    write_checkpoint(
+        large.plan(2), large.files, Output(url, overwrite=how == "overwrite", resume=how == "resume")
+    )
     assert _uploads() == [f"killed-{how}2/x"], "and nobody else's"
     others.fs.call_s3(
         "abort_multipart_upload", Bucket="box", Key=f"killed-{how}2/x", UploadId=foreign["UploadId"]

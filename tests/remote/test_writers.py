@@ -15,8 +15,8 @@ from ckpt_tools.execute import marker, remote_output
 from ckpt_tools.execute.marker import MARKER
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from ckpt_tools.execute.uploads import Uploads
-from ckpt_tools.execute.write_job import METADATA
 from ckpt_tools.formats import store as store_module
+from ckpt_tools.formats.dcp import METADATA
 from ckpt_tools.formats.store import Store
 from tests.execute.conftest import Case, make_case
 

@@ -186,7 +186,7 @@ def import_targets(
         model = replace(model, mtp_num_layers=0)
         notes = (
             *notes,
-            "config.json names prediction layers (MTP), the files hold none; neither will Megatron's args",
+            "config.json names prediction layers (MTP), the files hold none; Megatron's args name none then",
         )
     pairs = expand(family, model, tensors)
     wanted = {
