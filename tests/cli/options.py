@@ -57,8 +57,8 @@ OPTIONS = {
     ),
     "verify": (
         "--follow-links "
-        "--content --manifest --write-manifest --allow-nonfinite --iteration --format --json --junit --workers --threads "
-        "--quiet -q --trust-pickle --enable-msc"
+        "--content --manifest --write-manifest --allow-nonfinite --iteration --format --json --junit "
+        "--workers --threads --quiet -q --trust-pickle --enable-msc"
     ),
     "diff": (
         "--rtol --atol --ulp --nan --keys --ignore --by --target --iteration --json --workers --threads --quiet -q "
@@ -84,8 +84,8 @@ OPTIONS = {
         "--json --quiet -q --trust-pickle --enable-msc --follow-links"
     ),
     "strip": (
-        "--dtype --iteration --check-source --overwrite --resume --workers --threads --json --quiet -q --trust-pickle "
-        "--enable-msc --follow-links"
+        "--dtype --iteration --check-source --overwrite --resume --workers --threads --json --quiet -q "
+        "--trust-pickle --enable-msc --follow-links"
     ),
     "print-tensor": (
         "--slice --stats --iteration --json --trust-pickle --enable-msc --follow-links"

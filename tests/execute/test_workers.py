@@ -90,7 +90,7 @@ def partial(out: Path) -> Path:
 
 
 @pytest.fixture
-def expected(tmp_path: Path) -> dict[str, bytes]:
+def expected(tmp_path: Path) -> dict[str, str]:
     case = make_case(tmp_path / "source")
     write_checkpoint(case.plan(3), case.files, Output(tmp_path / "one"))
     return tree(tmp_path / "one")
@@ -98,7 +98,7 @@ def expected(tmp_path: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_any_number_of_workers_writes_the_same(
-    tmp_path: Path, expected: dict[str, bytes], workers: int
+    tmp_path: Path, expected: dict[str, str], workers: int
 ) -> None:
     code, out, err = ended(start(tmp_path, tmp_path / "out", workers))
     assert (code, out, err) == (0, "0\nleft by 0\n", "")
@@ -120,7 +120,7 @@ def test_a_defect_in_a_worker_shows_where_it_is(tmp_path: Path) -> None:
 
 
 def test_a_killed_worker_is_named_and_another_number_goes_on(
-    tmp_path: Path, expected: dict[str, bytes]
+    tmp_path: Path, expected: dict[str, str]
 ) -> None:
     code, out, _ = ended(start(tmp_path, tmp_path / "out", 3, "killed"))
     assert code == 7 and "worker 1 (process " in out and "--resume" in out
