@@ -8,6 +8,8 @@ from functools import cache
 from typing import NamedTuple
 
 from ckpt_tools.errors import UsageError
+from ckpt_tools.megatron.common_state import CommonState
+from ckpt_tools.megatron.fp8_held import FP8, is_held_in_fp8
 from ckpt_tools.megatron.fsdp_dtensor.entries import FsdpSource
 from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter, part_order, split_part
 from ckpt_tools.megatron.fsdp_dtensor.write import FsdpTarget
@@ -154,8 +156,8 @@ def in_reading_order(target: Target, names: Iterable[str]) -> Target:
     return replace(target, tensors=tuple(sorted(target.tensors, key=key)))
 
 
-def target_model(built: FsdpTarget) -> Model:
-    """The model that a conversion from `torch_dist` gives.
+def target_model(built: FsdpTarget, common: CommonState) -> Model:
+    """The model that a conversion from `torch_dist` gives; `common` has the settings of the run that wrote it.
 
     Frozen parameters are those without a group; a conversion of weights alone tells nothing, and takes all as
     trainable. The element type is that of the running model, not of its masters.
@@ -165,7 +167,7 @@ def target_model(built: FsdpTarget) -> Model:
             LiveTensor(
                 p.name,
                 p.shape,
-                _element_type(p),
+                FP8 if is_held_in_fp8(p.name, common) else _element_type(p),
                 gated=p.gated,
                 buffer=p.name.endswith(BUFFERS),
                 trainable=not built.memberships or p.group_name in built.memberships,
@@ -194,7 +196,7 @@ def source_model(source: FsdpSource, style: ModelStyle) -> Model:
         live = LiveTensor(
             t.name,
             t.shape,
-            trained or stored if trainable else stored,
+            FP8 if is_held_in_fp8(t.name, source.common) else trained or stored if trainable else stored,
             gated=len(t.sources[WEIGHT]) == 2,
             buffer=buffer,
             trainable=trainable,

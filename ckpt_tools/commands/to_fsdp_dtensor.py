@@ -118,7 +118,7 @@ def prepare_model(model: Model, files: Files, options: TargetOptions, layout: La
         loader=built.dialect.name,
         catalog=model.catalog,
         target=built.target,
-        model=lambda: target_model(built),
+        model=lambda: target_model(built, model.common),
         archives=lambda: object_archives(built.target.objects),
         job=job,
         small_files=lambda: _small_files(built, model, files),
