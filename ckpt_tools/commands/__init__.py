@@ -33,6 +33,9 @@
 * `modify`: `modify-state-dict`
 * `slice`: `slice`
 * `strip`: `strip`
+* `repair`: `repair`
+* `mend_keys`: what it does to keys of `fsdp_dtensor`
+* `mend_weights`: what it does to weights of `torch_dist`
 * `average`: `average`
 * `mean_targets`: of which stored tensors each tensor of a mean is made
 * `rewrite`: what the editing commands share

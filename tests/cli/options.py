@@ -82,6 +82,10 @@ OPTIONS = {
         "--weights --ema --iteration --check-source --overwrite --resume --threads --max-memory "
         "--json --quiet -q --trust-pickle --enable-msc --follow-links"
     ),
+    "repair": (
+        "--trust-masters --dry-run --iteration --check-source --overwrite --resume --threads --json --quiet -q "
+        "--trust-pickle --enable-msc --follow-links"
+    ),
     "strip": (
         "--dtype --iteration --check-source --overwrite --resume --threads --json --quiet -q --trust-pickle "
         "--enable-msc --follow-links"
