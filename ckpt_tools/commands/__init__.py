@@ -10,6 +10,7 @@
 * `conversion_report`: what a conversion says of itself
 * `read_model`: READ: the model in an opened checkpoint
 * `to_fsdp_dtensor`: `convert` to Megatron-FSDP
+* `version_2`: the names of Megatron-FSDP v2
 * `relayout`: `convert` of what is for Megatron-FSDP already
 * `to_torch_dist`: `convert` back to 3D parallel
 * `prepared`: a checkpoint whose `fsdp_dtensor` form is decided

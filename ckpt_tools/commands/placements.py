@@ -111,7 +111,10 @@ def place_model(model: Model, layout: Layout) -> Placement:
     if layout.topology is None:
         raise UsageError(f"--layout {layout.name} needs a topology: give --dp-shard and the other sizes")
     tp_dims = mla_tp_dims(model.local_spec)
-    parameters = describe(model.tensors, layout.topology, tp_dims=tp_dims, layout=layout.name)
+    tensors = model.tensors
+    if layout.name == "mfsdp-v2":  # which holds no weights in FP8
+        tensors = tuple(replace(t, dtype="bfloat16") if t.dtype == FP8 else t for t in tensors)
+    parameters = describe(tensors, layout.topology, tp_dims=tp_dims, layout=layout.name)
     return Placement(parameters, layout.topology, layout.name)
 
 

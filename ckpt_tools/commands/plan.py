@@ -13,7 +13,7 @@ from ckpt_tools.commands.close_names import unmatched
 from ckpt_tools.commands.opened import open_checkpoint
 from ckpt_tools.commands.placements import Layout, place_model
 from ckpt_tools.commands.target_job import TargetJob
-from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, prepare
+from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, prepare_output
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.detect import Location
 from ckpt_tools.model.dtypes import itemsize
@@ -171,7 +171,7 @@ def plan_checkpoint(
         raise UsageError(f"--rank {rank}: this layout has ranks 0 to {layout.ranks - 1}")
     options = options or ConvertOptions()
     with open_checkpoint(source, options.iteration, options.trust_pickle) as opened, without_gc():
-        prepared = prepare(opened, options, layout)
+        prepared = prepare_output(opened, options, layout)
         target = prepared.target
         idle = unmatched(globs, (t.key for t in target.tensors))
         for glob, close in idle.items():

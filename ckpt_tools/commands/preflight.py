@@ -281,7 +281,9 @@ def _stored_checks(opened: Opened) -> list[Check]:
     weights = meaning.fsdp_weights(opened.catalog)
     return [
         check_entries(opened.location, opened.catalog, opened.common),
-        meaning.check_layers(weights, (), opened.common),
+        meaning.check_layers(
+            weights, (), opened.common, meaning.stage_numbers(opened.catalog, opened.common)
+        ),
         meaning.check_experts(weights, opened.common),
         meaning.check_fsdp_states(opened.catalog, opened.common),
         meaning.check_fsdp_groups(opened.catalog),
