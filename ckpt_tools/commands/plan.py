@@ -16,6 +16,8 @@ from ckpt_tools.commands.target_job import TargetJob
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, prepare_output
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.detect import Location
+from ckpt_tools.formats.unpickle import TorchDtype
+from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.model.dtypes import itemsize
 from ckpt_tools.model.target import Target
 from ckpt_tools.model.transfers import OutputItem, Plan, item_rows, plan_summary
@@ -50,6 +52,16 @@ class TensorRow(NamedTuple):
     strategies: dict[str, int]
 
 
+class BufferTypes(NamedTuple):
+    """Element types of the job's buffers; None: that of the model."""
+
+    main: str | None = "float32"  # the weights that the optimizer steps
+    gradients: str | None = None
+
+
+_USUAL = BufferTypes()
+
+
 @dataclass(frozen=True)
 class Priced:
     """A planned conversion; `rank` is the only one that was planned, None for all."""
@@ -63,6 +75,7 @@ class Priced:
     job: TargetJob
     rank: int | None = None
     globs: tuple[str, ...] = ()
+    types: BufferTypes = _USUAL
 
     def items(self) -> Iterator[OutputItem]:
         """The planned items of the tensors that were asked for."""
@@ -105,7 +118,7 @@ class Priced:
                 tuple(files.get(rank, ())),
                 items[rank],
                 sum(self.plan.file_bytes[name] for name in files.get(rank, ())),
-                None if self.layout.name == "even" else rank_memory(self.core, rank),
+                None if self.layout.name == "even" else rank_memory(self.core, rank, *self.types),
             )
             for rank in ranks
         ]
@@ -180,4 +193,24 @@ def plan_checkpoint(
         job = layout if layout.topology else Layout(layout.name, Topology(dp_shard=layout.ranks))
         core = place_model(prepared.model(), job)
         plan = prepared.lay_out(layout, rank)
-    return Priced(source, opened.location, layout, target, plan, core, prepared.job, rank, tuple(globs))
+    types = buffer_types(opened.common)
+    return Priced(
+        source, opened.location, layout, target, plan, core, prepared.job, rank, tuple(globs), types
+    )
+
+
+def buffer_types(common: CommonState) -> BufferTypes:
+    """Those of the Megatron-FSDP job that wrote a checkpoint, the defaults for any other's."""
+    if not common.arg("use_megatron_fsdp"):
+        return _USUAL
+    return BufferTypes(
+        _type(common, "megatron_fsdp_main_params_dtype", _USUAL.main),
+        _type(common, "megatron_fsdp_main_grads_dtype", _USUAL.gradients),
+    )
+
+
+def _type(common: CommonState, name: str, usual: str | None) -> str | None:
+    value = common.arg(name, usual)
+    if isinstance(value, TorchDtype):
+        return value.name
+    return None if value is None else usual

@@ -5,10 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from ckpt_tools.cli.app import run
+from ckpt_tools.commands.plan import BufferTypes, buffer_types
 from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
+from ckpt_tools.formats.unpickle import TorchDtype
+from ckpt_tools.megatron.common_state import CommonState
 from tests.commands import oracle
+from tests.commands.test_repair import parts, write
 from tests.conftest import fixture_dir
 
 HSDP = "--dp-shard 1 --dp-outer 2 --outer-strategy optim"
@@ -86,3 +91,57 @@ def test_an_outer_strategy_that_the_inner_one_does_not_allow(
     words = f"{HSDP} --strategy optim".split()
     assert run(["convert", native, str(tmp_path / "out"), "--quiet", *words]) == 2
     assert "strategy must be optim_grads_params, not optim" in capsys.readouterr().err.replace("\n", " ")
+
+
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+def test_bf16_main_weights_are_exact_masters(moments: torch.dtype, tmp_path: Path) -> None:
+    """What `--megatron-fsdp-main-params-dtype bf16` stores: laid out byte for byte, widened for 3D."""
+    native = next(fixture_dir("core019_llama_tp2_native_fsdp_dtensor").glob("iter_*"))
+    tensors, objects = parts(native)
+    tensors = {
+        key: value.bfloat16()
+        if key.startswith("model.")
+        else value.to(moments)
+        if key.endswith(("exp_avg", "exp_avg_sq"))
+        else value
+        for key, value in tensors.items()
+    }
+    source = write(tmp_path / "source" / "iter_0000002", tensors | objects)
+    again = oracle.tensors(laid_out(source, tmp_path / "again", "--dp-shard 3 --tp 2"))
+    assert all(oracle.same_bytes(again[key], tensors[key]) for key in tensors)
+    there = laid_out(source, tmp_path / "there", "--to torch_dist")
+    assert verify_checkpoint(str(there), None, VerifyOptions(content=True)).is_valid
+    found = oracle.tensors(there)
+    proj = "self_attention.linear_proj.weight"
+    for layer in (0, 1):
+        stored = tensors[f"model.module.decoder.layers.{layer}.{proj}"]
+        assert oracle.same_bytes(found[f"decoder.layers.{proj}"][layer], stored)
+        assert oracle.same_bytes(found[f"optimizer.state.param.decoder.layers.{proj}"][layer], stored.float())
+        assert found[f"optimizer.state.exp_avg.decoder.layers.{proj}"].dtype == moments
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, ("float32", None)),
+        ({"use_megatron_fsdp": True}, ("float32", None)),
+        (
+            {"megatron_fsdp_main_params_dtype": TorchDtype("bfloat16")},
+            ("float32", None),
+        ),  # of another kind of job
+        (
+            {
+                "use_megatron_fsdp": True,
+                "megatron_fsdp_main_params_dtype": TorchDtype("bfloat16"),
+                "megatron_fsdp_main_grads_dtype": TorchDtype("float32"),
+            },
+            ("bfloat16", "float32"),
+        ),
+        ({"use_megatron_fsdp": True, "megatron_fsdp_main_params_dtype": None}, (None, None)),
+        ({"use_megatron_fsdp": True, "megatron_fsdp_main_params_dtype": "auto"}, ("float32", None)),
+    ],
+)
+def test_memory_is_of_the_types_that_the_job_had(
+    settings: dict[str, object], expected: tuple[str | None, str | None]
+) -> None:
+    assert buffer_types(CommonState({}, None, settings)) == BufferTypes(*expected)
