@@ -24,7 +24,7 @@ from ckpt_tools.commands.prepared import Prepared
 from ckpt_tools.commands.read_model import Wanted, need_kind, read_model
 from ckpt_tools.commands.relayout import need_other_job, prepare_relayout
 from ckpt_tools.commands.target_job import TargetJob, need_tp, said_tp
-from ckpt_tools.commands.version_2 import VERSION_2, for_version_2
+from ckpt_tools.commands.version_2 import VERSION_1, VERSION_2, for_version_1, for_version_2
 from ckpt_tools.execute.run import CheckLevel
 from ckpt_tools.formats.files import Files
 from ckpt_tools.megatron.bridge import (
@@ -87,6 +87,8 @@ def plan_fsdp_dtensor(opened: Opened, options: ConvertOptions, world: int) -> Co
 def prepare_output(opened: Opened, options: ConvertOptions, layout: Layout) -> Prepared:
     """As `prepare`, under the names that the version of Megatron-FSDP has whose layout is asked for."""
     prepared = prepare(opened, options, layout)
+    if layout.name == VERSION_1 and opened.location.kind == "fsdp_dtensor":
+        return for_version_1(prepared)
     return for_version_2(prepared, opened.common, layout) if layout.name == VERSION_2 else prepared
 
 

@@ -9,17 +9,20 @@ tensors nobody has said: the code that takes them apart for v1 asks for attribut
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from typing import TypeAlias
 
 from ckpt_tools.commands.placements import Layout
 from ckpt_tools.commands.prepared import Prepared
 from ckpt_tools.errors import MappingError, UsageError
 from ckpt_tools.megatron.common_state import CommonState
-from ckpt_tools.megatron.keys import GROUP_META, MODEL_PREFIX, STEP, fsdp_state, split_half
+from ckpt_tools.megatron.keys import GROUP_META, MODEL_PREFIX, STATE_PREFIX, STEP, fsdp_state, split_half
 from ckpt_tools.model.target import Target
 
-VERSION_2 = "mfsdp-v2"
+VERSION_1, VERSION_2 = "mfsdp-v1", "mfsdp-v2"
+Rename: TypeAlias = Callable[[str], str]
+Path: TypeAlias = tuple[str | int, ...]
 _WRAPPER = "module."
 _PREFIXES = ("model.", "optimizer.state.", GROUP_META)  # of the three kinds of names, before their wrappers
 _NOTE = "named for Megatron-FSDP v2 (--megatron-fsdp-version 2 of Megatron-LM main)"
@@ -30,24 +33,29 @@ _OPTIMIZER = (
 
 
 def for_version_2(prepared: Prepared, common: CommonState, layout: Layout) -> Prepared:
-    """What v2 asks for, of what v1 does.
+    """What v2 asks for, of what v1 does; what has the names of v2 keeps them.
 
     Raises:
         MappingError: the model has tensors for which v2's form is not known.
         UsageError: another program than main is to load it, or experts with their optimizer.
     """
     _refuse(prepared, common, layout)
-    archives = prepared.archives
     notes = [_NOTE, *([_OPTIMIZER] if _has_optimizer(prepared.target) else [])]
-    target = _respelled(prepared.target)
+    made = prepared if is_version_2(t.key for t in prepared.target.tensors) else _renamed(prepared, respelled)
     return replace(
-        prepared,
-        target=replace(target, notes=(*target.notes, *notes)),
-        archives=lambda: ((respelled(key), data) for key, data in archives()),
+        made,
+        target=replace(made.target, notes=(*made.target.notes, *notes)),
         without_masters=None
         if prepared.without_masters is None
         else lambda note: _again(prepared, note, common, layout),
     )
+
+
+def for_version_1(prepared: Prepared) -> Prepared:
+    """What v1 asks for, of a checkpoint that may have the names of v2."""
+    if not is_version_2(t.key for t in prepared.target.tensors):
+        return prepared
+    return _renamed(prepared, wrapped)
 
 
 def respelled(key: str) -> str:
@@ -58,10 +66,19 @@ def respelled(key: str) -> str:
     return key
 
 
+def wrapped(key: str) -> str:
+    """The key under which v1 asks for what v2 has under `key`."""
+    for prefix in _PREFIXES:
+        if key.startswith(prefix):
+            return prefix + _WRAPPER + key[len(prefix) :]
+    return key
+
+
 def is_version_2(keys: Iterable[str]) -> bool:
-    """Whether weights have the names that v2 asks for."""
-    weights = [key for key in keys if key.startswith("model.")]
-    return bool(weights) and not any(key.startswith(f"{MODEL_PREFIX}.") for key in weights)
+    """Whether weights, and optimizer states where there are some, have the names that v2 asks for."""
+    own = [key for key in keys if key.startswith(_PREFIXES)]
+    of_version_1 = (f"{MODEL_PREFIX}.", f"{STATE_PREFIX}.")
+    return bool(own) and not any(key.startswith(of_version_1) for key in own)
 
 
 def _again(prepared: Prepared, note: str, common: CommonState, layout: Layout) -> Prepared:
@@ -69,27 +86,36 @@ def _again(prepared: Prepared, note: str, common: CommonState, layout: Layout) -
     return for_version_2(prepared.without_masters(note), common, layout)
 
 
-def _respelled(target: Target) -> Target:
-    return replace(
+def _renamed(prepared: Prepared, rename: Rename) -> Prepared:
+    archives, target = prepared.archives, prepared.target
+    renamed = replace(
         target,
-        tensors=tuple(replace(t, key=respelled(t.key), path=_path(t.path)) for t in target.tensors),
-        inline=tuple(replace(t, key=respelled(t.key), path=_path(t.path)) for t in target.inline),
-        objects=tuple(replace(o, key=respelled(o.key), path=_path(o.path)) for o in target.objects),
+        tensors=tuple(
+            replace(t, key=rename(t.key), path=_path(t.path, rename(t.key))) for t in target.tensors
+        ),
+        inline=tuple(replace(t, key=rename(t.key), path=_path(t.path, rename(t.key))) for t in target.inline),
+        objects=tuple(
+            replace(o, key=rename(o.key), path=_path(o.path, rename(o.key))) for o in target.objects
+        ),
         aliases={
-            respelled(alias): (respelled(key), _path(path)) for alias, (key, path) in target.aliases.items()
+            rename(alias): (rename(key), _path(path, rename(alias)))
+            for alias, (key, path) in target.aliases.items()
         },
     )
-
-
-def _path(path: tuple[str | int, ...]) -> tuple[str | int, ...]:
-    """A planner path with one wrapper less in the name, which is one of its steps."""
-    if len(path) == 1:
-        return tuple(respelled(step) if isinstance(step, str) else step for step in path)
-    at = 1 if path[0] == "model" else 2 if path[:1] == ("optimizer",) else len(path)
-    return tuple(
-        step.removeprefix(_WRAPPER) if i == at and isinstance(step, str) else step
-        for i, step in enumerate(path)
+    return replace(
+        prepared, target=renamed, archives=lambda: ((rename(key), data) for key, data in archives())
     )
+
+
+def _path(path: Path, key: str) -> Path:
+    """The planner path of what gets the name `key`: only the step that is a parameter's name becomes another."""
+    if len(path) < 2:
+        return (key,) if path else ()
+    at = {"model": 1, "optimizer": 2}.get(str(path[0]), len(path))
+    if at >= len(path):
+        return path
+    before, after = ".".join(map(str, path[:at])) + ".", "".join(f".{step}" for step in path[at + 1 :])
+    return (*path[:at], key[len(before) : len(key) - len(after)], *path[at + 1 :])
 
 
 def _refuse(prepared: Prepared, common: CommonState, layout: Layout) -> None:

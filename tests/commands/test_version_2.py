@@ -82,6 +82,30 @@ def test_it_is_compared_with_what_it_was_made_from_and_goes_back(tmp_path: Path)
     assert all(oracle.same_bytes(first[key], second[key]) for key in first)
 
 
+def test_laid_out_anew_for_either_version(tmp_path: Path) -> None:
+    """v2 to v2 keeps the names, and v2 to v1 and back gives the same bytes."""
+    two = converted(GPT, tmp_path / "v2")
+
+    def again(source: Path, output: Path, layout: str) -> Path:
+        words = ["--layout", layout, "--gpus", "2"]
+        assert run(["convert", str(source), str(output), "-q", *words]) == 0
+        return output
+
+    other = again(two, tmp_path / "a", "mfsdp-v2")
+    one = again(two, tmp_path / "b", "mfsdp-v1")
+    back = again(one, tmp_path / "c", "mfsdp-v2")
+    was, kept, wrapped, last = map(oracle.tensors, (two, other, one, back))
+    assert was.keys() == kept.keys() == last.keys() == {respelled(key) for key in wrapped}
+    assert all(key.startswith("model.module.") for key in wrapped if key.startswith("model."))
+    for key, value in was.items():
+        assert oracle.same_bytes(kept[key], value)
+        assert oracle.same_bytes(last[key], value)
+    assert (
+        oracle.metadata(other).state_dict_metadata.keys() == oracle.metadata(back).state_dict_metadata.keys()
+    )
+    assert oracle.metadata(other).planner_data == oracle.metadata(back).planner_data
+
+
 def test_from_v1_of_the_same_model(tmp_path: Path) -> None:
     native = next(fixture_dir("core019_gpt3_tp2_native_fsdp_dtensor").glob("iter_*"))
     words = ["convert", str(native), str(tmp_path / "out"), "-q", "--layout", "mfsdp-v2", "--gpus", "2"]
