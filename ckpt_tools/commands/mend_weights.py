@@ -10,7 +10,7 @@ import numpy as np
 
 from ckpt_tools.commands.export_source import master_targets
 from ckpt_tools.errors import CorruptCheckpointError, VerificationError, list_problems
-from ckpt_tools.execute.check_masters import compare_masters
+from ckpt_tools.execute.check_masters import compare_masters, unlike
 from ckpt_tools.execute.prove import prove_payloads
 from ckpt_tools.execute.read_box import BoxReader
 from ckpt_tools.formats.files import Files
@@ -46,25 +46,39 @@ class Damage:
 
 
 def find_damage(files: Files, model: Model, threads: int) -> dict[int, Damage]:
-    """The damaged weights by the number of their parameter in `model`.
+    """The damaged weights by the number of their parameter in `model`: all of it is read once.
+
+    Raises the errors of `judge_damage`.
+    """
+    _, problems = compare_masters(
+        files,
+        model.catalog,
+        master_targets(model),
+        "all",
+        threads=threads,
+        fp8_recipe=model.settings.fp8_recipe,
+    )
+    return judge_damage(files, model, threads, problems)
+
+
+def judge_damage(files: Files, model: Model, threads: int, problems: Sequence[str]) -> dict[int, Damage]:
+    """What is known of the weights of `problems`, lines of `compare_masters`.
 
     Raises:
         CorruptCheckpointError: masters of damaged weights have other checksums than their writer stored.
         VerificationError: some of those masters are no finite numbers.
     """
     numbers = [i for i, p in enumerate(model.parameters) if MASTER in p.values]
-    found: dict[int, Damage] = {}
+    targets = dict(zip(numbers, master_targets(model), strict=True))
+    lines = {line.partition("[")[0]: line for line in problems}
     sound = _Payloads(files, model, threads)
     reader = BoxReader(files, model.catalog)
+    found = {}
     try:
-        for i, target in zip(numbers, master_targets(model), strict=True):
-            recipe = model.settings.fp8_recipe
-            _, problems = compare_masters(
-                files, model.catalog, [target], "all", threads=threads, fp8_recipe=recipe
-            )
-            if problems:
+        for i, target in targets.items():
+            if target.key in lines:
                 sound.need(model.parameters[i].main)
-                found[i] = _judge(files, model, model.parameters[i], target, reader, sound, problems[0])
+                found[i] = _judge(files, model, model.parameters[i], target, reader, sound, lines[target.key])
     finally:
         reader.close()
     return found
@@ -155,9 +169,8 @@ def _all_are_no_numbers(reader: BoxReader, target: TargetTensor) -> bool:
             raise VerificationError(
                 f"{target.key}: its master holds NaN or infinite numbers too; nothing to repair from"
             )
-        rounded = _plain(cast(exact, target.dtype, target.must_round_dtype), target.must_round_dtype)
-        values = _plain(stored, target.must_round_dtype)
-        if (np.isfinite(values) & (rounded != values)).any():
+        wrong = unlike(exact, target.dtype, stored, target.must_round_dtype)
+        if (wrong & np.isfinite(_plain(stored, target.must_round_dtype))).any():
             return False
     return True
 

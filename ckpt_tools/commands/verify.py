@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -221,7 +221,7 @@ def _masters(files: Files, catalog: Catalog, options: VerifyOptions) -> Check:
             f"the weights of {report.fp8_by_position} masters are held in FP8, and no one scale explains every "
             "element: proven by position only",
         )
-    known = _known_damage(files, model, options.threads) if problems else {}
+    known = _known_damage(files, model, options.threads, problems) if problems else {}
     for problem in problems:
         element, _, values = problem.partition(": ")
         cause = known.get(element.partition("[")[0], "")
@@ -229,12 +229,12 @@ def _masters(files: Files, catalog: Catalog, options: VerifyOptions) -> Check:
     return found.done()
 
 
-def _known_damage(files: Files, model: Model, threads: int) -> dict[str, str]:
+def _known_damage(files: Files, model: Model, threads: int, problems: Sequence[str]) -> dict[str, str]:
     """By the name of a weight that its master does not round to: what is known of such damage, and the way out."""
-    from ckpt_tools.commands.mend_weights import find_damage
+    from ckpt_tools.commands.mend_weights import judge_damage
 
     try:
-        damaged = find_damage(files, model, threads).values()
+        damaged = judge_damage(files, model, threads, problems).values()
     except CkptError:
         return {}  # masters that are no better: their own checks say so
     return {

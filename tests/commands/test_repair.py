@@ -382,6 +382,19 @@ def test_states_of_other_shapes_prove_nothing(tmp_path: Path) -> None:
     assert key in refusal(write(tmp_path / "stage" / "iter_0000002", state), tmp_path, MappingError)
 
 
+def test_weights_alone_do_not_tell_their_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tensors, objects = of_stage(oracle.tensors(iteration_of(DATA / NATIVE)), 1)
+    weights = {key: value for key, value in tensors.items() if key.startswith("model.")}
+    args = argparse.Namespace(num_layers=2, pipeline_model_parallel_size=2, swiglu=True, bf16=True)
+    state = {**weights, "args": args, "iteration": 2, "checkpoint_version": 3.0}
+    source = write(tmp_path / "stage" / "iter_0000002", state)
+    assert "no optimizer states tell of which stage they are" in refusal(source, tmp_path, MappingError)
+    assert run(["verify", str(source)]) == 1
+    assert "MLM#7452: the weights are of layers 0, the args say 2 layers and 2 pipeline stages" in (
+        capsys.readouterr().out
+    )
+
+
 def test_a_job_without_stages_is_not_said_to_have_some(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -38,6 +38,7 @@ class LocalNumbers:
         held = f", the optimizer's states layers {ranges(self.states)}" if self.states else ""
         told = "" if self.layers is None else f", the args say {self.layers} layers"
         met = "" if self.offset is not None else ", one over the other: those of other stages are lost"
+        met = met if self.states else ", and no optimizer states tell of which stage they are"
         return (
             f"{ISSUE}: the weights are of layers {ranges(self.weights)}{held}{told} and {self.stages} pipeline "
             f"stages: the weights were saved under the numbers that layers have inside of their stage{met}"
@@ -48,10 +49,10 @@ class LocalNumbers:
         """What to do about it."""
         if self.offset is not None:
             return "`repair` gives the layers of this stage their numbers in the model"
-        return (
-            "save the run again as torch_dist, or from a job without pipeline parallelism, or take a checkpoint from "
-            "before; of this one only the optimizer's states are whole"
-        )
+        again = "save the run again as torch_dist, or from a job without pipeline parallelism"
+        if not self.states:
+            return again
+        return f"{again}, or take a checkpoint from before; of this one only the optimizer's states are whole"
 
 
 def local_numbers(
