@@ -383,7 +383,7 @@ def test_states_of_other_shapes_prove_nothing(tmp_path: Path) -> None:
 
 
 def test_weights_alone_do_not_tell_their_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tensors, objects = of_stage(oracle.tensors(iteration_of(DATA / NATIVE)), 1)
+    tensors, _ = of_stage(oracle.tensors(iteration_of(DATA / NATIVE)), 1)
     weights = {key: value for key, value in tensors.items() if key.startswith("model.")}
     args = argparse.Namespace(num_layers=2, pipeline_model_parallel_size=2, swiglu=True, bf16=True)
     state = {**weights, "args": args, "iteration": 2, "checkpoint_version": 3.0}
