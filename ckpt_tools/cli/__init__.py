@@ -16,6 +16,7 @@
 * `edit`: `modify-state-dict`, `slice`, `print-tensor`
 * `average`: `average`
 * `strip`: `strip`
+* `repair`: `repair`
 * `verify`: `verify`, `diff`, `preflight`
 * `environment`: `env`, `--version`
 * `render`: tables for people, JSON for programs

@@ -32,6 +32,7 @@ MODULES = {
     "slice": "edit",
     "average": "average",
     "strip": "strip",
+    "repair": "repair",
     "print-tensor": "edit",
     "env": "environment",
 }

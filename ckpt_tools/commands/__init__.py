@@ -10,6 +10,7 @@
 * `conversion_report`: what a conversion says of itself
 * `read_model`: READ: the model in an opened checkpoint
 * `to_fsdp_dtensor`: `convert` to Megatron-FSDP
+* `version_2`: the names of Megatron-FSDP v2
 * `relayout`: `convert` of what is for Megatron-FSDP already
 * `to_torch_dist`: `convert` back to 3D parallel
 * `placements`: which rank writes which box
@@ -32,6 +33,9 @@
 * `modify`: `modify-state-dict`
 * `slice`: `slice`
 * `strip`: `strip`
+* `repair`: `repair`
+* `mend_keys`: what it does to keys of `fsdp_dtensor`
+* `mend_weights`: what it does to weights of `torch_dist`
 * `average`: `average`
 * `mean_targets`: of which stored tensors each tensor of a mean is made
 * `rewrite`: what the editing commands share

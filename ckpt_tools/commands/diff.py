@@ -10,9 +10,11 @@ from typing import Final
 from ckpt_tools.commands.close_names import unmatched
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.read_model import Wanted, read_model
+from ckpt_tools.commands.version_2 import is_version_2, respelled
 from ckpt_tools.errors import UsageError, list_problems
+from ckpt_tools.megatron.fsdp_dtensor.tensors import state_prefix
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions, build_fsdp_target
-from ckpt_tools.megatron.keys import COMMON_OBJECT, role_of
+from ckpt_tools.megatron.keys import COMMON_OBJECT, MODEL_PREFIX, role_of
 from ckpt_tools.megatron.names import DIALECTS
 from ckpt_tools.megatron.record import read_record, stored_tp
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
@@ -147,7 +149,8 @@ def _choose(by: DiffBy, a: Opened, b: Opened) -> DiffBy:
         return KEYS if comparable and _joins_masters(a) == _joins_masters(b) else PARAMETERS
     if kinds == {"torch_dist", "fsdp_dtensor"}:
         return PARAMETERS
-    return KEYS
+    versions = {is_version_2(side.catalog.tensors) for side in (a, b)}
+    return PARAMETERS if kinds == {"fsdp_dtensor"} and len(versions) == 2 else KEYS
 
 
 def _joins_masters(opened: Opened) -> bool:
@@ -183,7 +186,10 @@ def _by_keys(opened: Opened) -> Side:
 def _by_parameters(a: Opened, b: Opened, target: TargetOptions) -> tuple[tuple[Side, Side], list[str]]:
     """Both under the names of `fsdp_dtensor`; a `torch_dist` checkpoint is seen as its conversion."""
     if a.location.kind == b.location.kind == "fsdp_dtensor":
-        return (_by_keys(a), _by_keys(b)), []
+        first, second = _by_keys(a), _by_keys(b)
+        if is_version_2(first.tensors) != is_version_2(second.tensors):
+            first, second = _as_version_2(first), _as_version_2(second)
+        return (first, second), []
     if a.location.kind == "fsdp_dtensor":
         stored = _by_keys(a)
         converted, notes = _as_converted(b, target, stored)
@@ -195,6 +201,17 @@ def _by_parameters(a: Opened, b: Opened, target: TargetOptions) -> tuple[tuple[S
     first, notes = _as_converted(a, target, None)
     second, more = _as_converted(b, target, None)
     return (first, second), [*notes, *more]
+
+
+def _as_version_2(side: Side) -> Side:
+    """Under the names of Megatron-FSDP v2, which are those of v1 without one wrapper."""
+    if is_version_2(side.tensors):
+        return side
+    return replace(
+        side,
+        tensors={respelled(key): value for key, value in side.tensors.items()},
+        objects={respelled(key): value for key, value in side.objects.items()},
+    )
 
 
 def _as_converted(opened: Opened, target: TargetOptions, other: Side | None) -> tuple[Side, list[str]]:
@@ -217,6 +234,9 @@ def _fitted(target: TargetOptions, model: Model, other: Side) -> TargetOptions:
     """The options with what the other side's keys tell where nobody has said."""
     names = [key for key in other.tensors if key.startswith("model.")]
     told: dict[str, object] = {}
+    if target.model_prefix == MODEL_PREFIX and is_version_2(other.tensors):
+        told["model_prefix"] = MODEL_PREFIX.removesuffix(".module")
+        told["state_prefix"] = target.state_prefix or state_prefix(model).removesuffix(".module")
     if target.layer_spec is None and any(name.endswith(_FUSED_NORMS) for name in names):
         told["layer_spec"] = "te"
     elif target.layer_spec is None and any(name.endswith(".input_layernorm.weight") for name in names):

@@ -23,6 +23,7 @@ from ckpt_tools.commands.placements import Layout
 from ckpt_tools.commands.target_job import TargetJob
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, planned, prepare_model
 from ckpt_tools.commands.to_torch_dist import write_torch_dist
+from ckpt_tools.commands.version_2 import VERSION_2, for_version_2
 from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.run import Output
 from ckpt_tools.formats.detect import Location
@@ -97,6 +98,8 @@ def plan_import(opened: Opened, options: ImportOptions, world: int) -> Conversio
         target = replace(options.fsdp, weights_only=True, layer_spec=options.layer_spec)
         layout = options.layout or Layout(world=world)
         prepared = prepare_model(model, opened.files, target, layout)
+        if layout.name == VERSION_2:
+            prepared = for_version_2(prepared, model.common, layout)
         made = planned(opened, prepared, ConvertOptions(target), layout)
     job = _with_tokens(made.job or TargetJob(TargetRecord()), imported, model.common)
     return replace(

@@ -10,7 +10,7 @@ import numpy as np
 from ckpt_tools.commands.conversion import Conversion
 from ckpt_tools.commands.opened import open_checkpoint
 from ckpt_tools.commands.placements import Layout, in_reading_order, place_model
-from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, prepare
+from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, prepare_output
 from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.check_masters import check_masters
 from ckpt_tools.execute.proof import SourceProof
@@ -84,7 +84,7 @@ def load_dtensors(
     wanted = options or ConvertOptions()
     with open_checkpoint(path, wanted.iteration, wanted.trust_pickle) as opened:
         with without_gc():
-            prepared = prepare(opened, wanted, Layout(layout, topology))
+            prepared = prepare_output(opened, wanted, Layout(layout, topology))
         core = place_model(prepared.live_model(), Layout(layout, topology))
         _check_masters(opened.files, prepared, wanted, _rank(mesh), mesh.size())
         proof = None if wanted.write.check_source == "none" else SourceProof()

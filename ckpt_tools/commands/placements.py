@@ -8,6 +8,8 @@ from functools import cache
 from typing import NamedTuple
 
 from ckpt_tools.errors import UsageError
+from ckpt_tools.megatron.common_state import CommonState
+from ckpt_tools.megatron.fp8_held import FP8, is_held_in_fp8
 from ckpt_tools.megatron.fsdp_dtensor.entries import FsdpSource
 from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter, part_order, split_part
 from ckpt_tools.megatron.fsdp_dtensor.write import FsdpTarget
@@ -105,7 +107,10 @@ def place_model(model: LiveModel, layout: Layout) -> Placement:
     if layout.topology is None:
         raise UsageError(f"--layout {layout.name} needs a topology: give --dp-shard and the other sizes")
     tp_dims = mla_tp_dims(model.local_spec)
-    parameters = describe(model.tensors, layout.topology, tp_dims=tp_dims, layout=layout.name)
+    tensors = model.tensors
+    if layout.name == "mfsdp-v2":  # which holds no weights in FP8
+        tensors = tuple(replace(t, dtype="bfloat16") if t.dtype == FP8 else t for t in tensors)
+    parameters = describe(tensors, layout.topology, tp_dims=tp_dims, layout=layout.name)
     return Placement(parameters, layout.topology, layout.name)
 
 
@@ -150,8 +155,8 @@ def in_reading_order(target: Target, names: Iterable[str]) -> Target:
     return replace(target, tensors=tuple(sorted(target.tensors, key=key)))
 
 
-def target_model(built: FsdpTarget) -> LiveModel:
-    """The model that a conversion from `torch_dist` gives.
+def target_model(built: FsdpTarget, common: CommonState) -> LiveModel:
+    """The model that a conversion from `torch_dist` gives; `common` has the settings of the run that wrote it.
 
     Frozen parameters are those without a group; a conversion of weights alone tells nothing, and takes all as
     trainable. The element type is that of the running model, not of its masters.
@@ -161,7 +166,7 @@ def target_model(built: FsdpTarget) -> LiveModel:
             LiveTensor(
                 p.name,
                 p.shape,
-                _element_type(p),
+                FP8 if is_held_in_fp8(p.name, common) else _element_type(p),
                 gated=p.gated,
                 buffer=p.name.endswith(BUFFERS),
                 trainable=not built.memberships or p.group_name in built.memberships,
@@ -190,7 +195,7 @@ def source_model(source: FsdpSource, style: ModelStyle) -> LiveModel:
         live = LiveTensor(
             t.name,
             t.shape,
-            trained or stored if trainable else stored,
+            FP8 if is_held_in_fp8(t.name, source.common) else trained or stored if trainable else stored,
             gated=len(t.sources[WEIGHT]) == 2,
             buffer=buffer,
             trainable=trainable,

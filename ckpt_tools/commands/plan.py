@@ -13,9 +13,11 @@ from ckpt_tools.commands.close_names import unmatched
 from ckpt_tools.commands.opened import open_checkpoint
 from ckpt_tools.commands.placements import Layout, place_model
 from ckpt_tools.commands.target_job import TargetJob
-from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, prepare
+from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, prepare_output
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.detect import Location
+from ckpt_tools.formats.unpickle import TorchDtype
+from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.model.dtypes import itemsize
 from ckpt_tools.model.target import Target
 from ckpt_tools.model.transfers import OutputItem, Plan, item_rows, plan_summary
@@ -51,6 +53,16 @@ class TensorRow(NamedTuple):
     strategies: dict[str, int]
 
 
+class BufferTypes(NamedTuple):
+    """Element types of the job's buffers; None: that of the model."""
+
+    main: str | None = "float32"  # the weights that the optimizer steps
+    gradients: str | None = None
+
+
+_USUAL = BufferTypes()
+
+
 @dataclass(frozen=True)
 class Priced:
     """A planned conversion; `rank` is the only one that was planned, None for all."""
@@ -64,6 +76,7 @@ class Priced:
     job: TargetJob
     rank: int | None = None
     globs: tuple[str, ...] = ()
+    types: BufferTypes = _USUAL
     chunks: int = 0  # of the source's tensors
     machines: Machines | None = None
 
@@ -113,7 +126,7 @@ class Priced:
                 tuple(files.get(rank, ())),
                 items[rank],
                 sum(self.plan.file_bytes[name] for name in files.get(rank, ())),
-                None if self.layout.name == "even" else rank_memory(self.core, rank),
+                None if self.layout.name == "even" else rank_memory(self.core, rank, *self.types),
             )
             for rank in ranks
         ]
@@ -186,7 +199,7 @@ def plan_checkpoint(
         )
     options = options or ConvertOptions()
     with open_checkpoint(source, options.iteration, options.trust_pickle) as opened, without_gc():
-        prepared = prepare(opened, options, layout)
+        prepared = prepare_output(opened, options, layout)
         target = prepared.target
         idle = unmatched(globs, (t.key for t in target.tensors))
         for glob, close in idle.items():
@@ -196,7 +209,6 @@ def plan_checkpoint(
         core = place_model(prepared.live_model(), job)
         plan = prepared.lay_out(layout, rank, None if layout.name == "even" else core)
     assert prepared.job is not None  # what is laid out for a job names it
-    chunks = sum(len(entry.chunks) for entry in opened.catalog.tensors.values()) if machines else 0
     return Priced(
         source,
         opened.location,
@@ -207,6 +219,24 @@ def plan_checkpoint(
         prepared.job,
         rank,
         tuple(globs),
-        chunks,
-        machines,
+        types=buffer_types(opened.common),
+        chunks=sum(len(entry.chunks) for entry in opened.catalog.tensors.values()) if machines else 0,
+        machines=machines,
     )
+
+
+def buffer_types(common: CommonState) -> BufferTypes:
+    """Those of the Megatron-FSDP job that wrote a checkpoint, the defaults for any other's."""
+    if not common.arg("use_megatron_fsdp"):
+        return _USUAL
+    return BufferTypes(
+        _type(common, "megatron_fsdp_main_params_dtype", _USUAL.main),
+        _type(common, "megatron_fsdp_main_grads_dtype", _USUAL.gradients),
+    )
+
+
+def _type(common: CommonState, name: str, usual: str | None) -> str | None:
+    value = common.arg(name, usual)
+    if isinstance(value, TorchDtype):
+        return value.name
+    return None if value is None else usual

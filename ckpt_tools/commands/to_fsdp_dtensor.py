@@ -23,6 +23,7 @@ from ckpt_tools.commands.placements import Layout, target_model
 from ckpt_tools.commands.read_model import Wanted, need_kind, read_model
 from ckpt_tools.commands.relayout import need_other_job, prepare_relayout
 from ckpt_tools.commands.target_job import TargetJob, need_tp, said_tp
+from ckpt_tools.commands.version_2 import VERSION_1, VERSION_2, for_version_1, for_version_2
 from ckpt_tools.formats.files import Files
 from ckpt_tools.megatron.bridge import RUN_CONFIG, TRAIN_STATE, fsdp_run_config, train_state_file
 from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter, Rows
@@ -73,7 +74,15 @@ def plan_fsdp_dtensor(opened: Opened, options: ConvertOptions, world: int) -> Co
     if opened.location.kind == "fsdp_dtensor":
         need_other_job(opened.location, options)
     layout = options.layout or Layout(world=world)
-    return planned(opened, prepare(opened, options, layout), options, layout)
+    return planned(opened, prepare_output(opened, options, layout), options, layout)
+
+
+def prepare_output(opened: Opened, options: ConvertOptions, layout: Layout) -> Conversion:
+    """As `prepare`, under the names that the version of Megatron-FSDP has whose layout is asked for."""
+    prepared = prepare(opened, options, layout)
+    if layout.name == VERSION_1 and opened.location.kind == "fsdp_dtensor":
+        return for_version_1(prepared)
+    return for_version_2(prepared, opened.common, layout) if layout.name == VERSION_2 else prepared
 
 
 def prepare(opened: Opened, options: ConvertOptions, layout: Layout) -> Conversion:
@@ -124,7 +133,7 @@ def prepare_model(model: Model, files: Files, options: TargetOptions, layout: La
         fp8_recipe=model.settings.fp8_recipe,
         must_be_zero=tuple(_cut_rows(built.vocab)),
         without_masters=without_masters if options.weights_only else None,
-        model=lambda: target_model(built),
+        model=lambda: target_model(built, model.common),
         archives=lambda: object_archives(built.target.objects),
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_lay
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import coalesced_buffers
 from ckpt_tools.megatron.torch_dist.read import read_torch_dist, stored_groups
 from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.model import Model
 from ckpt_tools.verify import meaning
 from ckpt_tools.verify.integrity import INTEGRITY, check_integrity
 from ckpt_tools.verify.meter import Meter
@@ -146,8 +147,10 @@ def _meaning(location: Location, files: Files, catalog: Catalog, common: CommonS
     if location.kind not in ("torch_dist", "fsdp_dtensor"):
         return []
     checks = [check_entries(location, catalog, common)]
+    stages = None
     if location.kind == "fsdp_dtensor":
         weights, problems = meaning.fsdp_weights(catalog), list[str]()
+        stages = meaning.stage_numbers(catalog, common)
         checks += [meaning.check_fsdp_states(catalog, common), meaning.check_fsdp_groups(catalog)]
         checks.append(check_packing(files, catalog, common))
     else:
@@ -155,7 +158,7 @@ def _meaning(location: Location, files: Files, catalog: Catalog, common: CommonS
         checks += _torch_dist_optimizer(files, catalog, common)
     return [
         *checks,
-        meaning.check_layers(weights, problems, common),
+        meaning.check_layers(weights, problems, common, stages),
         meaning.check_experts(weights, common),
     ]
 
@@ -224,10 +227,28 @@ def _masters(files: Files, catalog: Catalog, options: VerifyOptions) -> Check:
             f"the weights of {report.fp8_by_position} masters are held in FP8, and no one scale explains every "
             "element: proven by position only",
         )
+    known = _known_damage(files, model, options.threads, problems) if problems else {}
     for problem in problems:
         element, _, values = problem.partition(": ")
-        found.error(element, f"{values}: the master does not round to the weight")
+        cause = known.get(element.partition("[")[0], "")
+        found.error(element, f"{values}: the master does not round to the weight{cause}")
     return found.done()
+
+
+def _known_damage(files: Files, model: Model, threads: int, problems: Sequence[str]) -> dict[str, str]:
+    """By the name of a weight that its master does not round to: what is known of such damage, and the way out."""
+    from ckpt_tools.commands.mend_weights import judge_damage
+
+    try:
+        damaged = judge_damage(files, model, threads, problems).values()
+    except CkptError:
+        return {}  # masters that are no better: their own checks say so
+    return {
+        d.name: f" ({d.issue or 'damaged after it was written'}: "
+        + ("`repair` takes it from the master)" if d.is_proven else f"{d.what.partition(': ')[2]})")
+        for d in damaged
+        if d.issue or d.is_proven
+    }
 
 
 def _read_manifest(options: VerifyOptions) -> object:

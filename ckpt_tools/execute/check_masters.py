@@ -256,18 +256,24 @@ class _Comparison:
     def difference(self, box: Box) -> str | None:
         """The first element of `box` whose master does not round to its weight; any NaN equals any other."""
         masters, weights = self.masters(box), self.weights(box)
-        rounded = cast(masters, self.target.dtype, self.dtype)
-        bits = raw_dtype(self.dtype)
-        different = rounded.view(bits) != weights.view(bits)
-        if different.any():
-            different &= ~(_is_nan(rounded, self.dtype) & _is_nan(weights, self.dtype))
-            if (self.target.dtype, self.dtype) == ("float32", "bfloat16"):
-                different &= ~_is_tie(masters, weights)
+        different = unlike(masters, self.target.dtype, weights, self.dtype)
         if not different.any():
             return None
         at = np.unravel_index(int(different.argmax()), box.size)
         line = describe_element(self.target, self.dtype, masters, weights, box, tuple(map(int, at)))
         return line + _REMAINDERS if _are_remainders(masters) else line
+
+
+def unlike(masters: Array, master_dtype: str, weights: Array, dtype: str) -> Array:
+    """Where masters do not round to weights; any NaN equals any other."""
+    rounded = cast(masters, master_dtype, dtype)
+    bits = raw_dtype(dtype)
+    different: Array = rounded.view(bits) != weights.view(bits)
+    if different.any():
+        different &= ~(_is_nan(rounded, dtype) & _is_nan(weights, dtype))
+        if (master_dtype, dtype) == ("float32", "bfloat16"):
+            different &= ~_is_tie(masters, weights)
+    return different
 
 
 def _is_tie(masters: Array, weights: Array) -> Array:

@@ -22,6 +22,7 @@ class Stored:
     sequential_experts: bool | None = None
     local_norms: bool | None = None  # norms are modules of their own, not part of the projection behind them
     mtp_layers: int = 0
+    version_2: bool = False  # named for Megatron-FSDP v2, which has a wrapper less
 
 
 @dataclass(frozen=True, slots=True)

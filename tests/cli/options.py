@@ -83,6 +83,10 @@ OPTIONS = {
         "--weights --ema --iteration --check-source --overwrite --resume --workers --threads --max-memory "
         "--json --quiet -q --trust-pickle --enable-msc --follow-links"
     ),
+    "repair": (
+        "--trust-masters --dry-run --iteration --check-source --overwrite --resume --workers --threads --json -q "
+        "--quiet --trust-pickle --enable-msc --follow-links"
+    ),
     "strip": (
         "--dtype --iteration --check-source --overwrite --resume --workers --threads --json --quiet -q "
         "--trust-pickle --enable-msc --follow-links"

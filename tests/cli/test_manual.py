@@ -16,6 +16,7 @@ import typer.main
 from ckpt_tools import errors
 from ckpt_tools.cli import manual
 from ckpt_tools.cli.app import app, run
+from tests.altered import without_numbers
 from tests.cli.options import OPTIONS
 from tests.conftest import DATA
 
@@ -44,6 +45,7 @@ def test_every_example_runs(
 ) -> None:
     dump = shutil.copytree(RUN / "param_to_param_group_map", tmp_path / "dump")
     places = {"RUN": RUN, "FSDP": FSDP, "HF": models, "DUMP": dump, "OUT": tmp_path / "out"}
+    places["BAD"] = without_numbers(RUN, tmp_path / "bad", "output_layer.weight") if "BAD" in words else RUN
     assert places.keys() == manual.PLACEHOLDERS.keys()
     words = words.removeprefix(
         "torchrun --nproc-per-node 4 -m ckpt_tools "

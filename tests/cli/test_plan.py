@@ -121,7 +121,9 @@ def test_tables_of_every_layout(capsys):
 )
 def test_pictures_are_sound_and_bounded(words, tmp_path, capsys):
     """Well-formed XML; bars lie inside the drawing; a page needs nothing but itself."""
-    assert plan(LLAMA, *words, "--svg", tmp_path / "a.svg", "--html", tmp_path / "a.html") == 0
+    gpt = "core019_gpt3_tp2_fully_reshardable"  # v2 has no form for a gated MLP yet
+    source = fixture_dir(gpt) if "mfsdp-v2" in words else LLAMA
+    assert plan(source, *words, "--svg", tmp_path / "a.svg", "--html", tmp_path / "a.html") == 0
     text = (tmp_path / "a.svg").read_text()
     root = ElementTree.fromstring(text)
     width, height = map(float, root.attrib["viewBox"].split()[2:])

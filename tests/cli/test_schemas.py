@@ -12,6 +12,7 @@ import pytest
 
 import ckpt_tools
 from ckpt_tools.cli.app import run
+from tests.altered import without_numbers
 from tests.conftest import DATA
 from tests.damage import flip_bit, payload_of
 
@@ -44,6 +45,8 @@ OUTPUTS = [  # (schema, exit code, words)
     ("average", 0, "average HF HF OUT --weights 3,1 --json"),
     ("strip", 0, "strip RUN OUT --json"),
     ("strip", 0, "strip FSDP OUT --dtype bfloat16 --json"),
+    ("repair", 0, "repair HURT OUT --json"),
+    ("repair", 0, "repair HURT OUT --dry-run --json"),
     ("verify", 0, "verify RUN --content --json"),
     ("verify", 1, "verify BAD --content --json"),
     ("preflight", 0, "preflight FSDP --json"),
@@ -91,7 +94,8 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             f.seek(at + byte)
             f.write(bytes([bits]))
     flip_bit(file, at + 4)
-    return {"RUN": RUN, "FSDP": FSDP, "MOE": MOE, "BAD": bad, "HF": folder / "hf"}
+    hurt = without_numbers(RUN, folder / "hurt", "output_layer.weight")
+    return {"RUN": RUN, "FSDP": FSDP, "MOE": MOE, "BAD": bad, "HURT": hurt, "HF": folder / "hf"}
 
 
 @pytest.mark.parametrize(("name", "code", "words"), OUTPUTS, ids=[words for *_, words in OUTPUTS])

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
-from ckpt_tools.cli import average, convert, edit, huggingface, strip, verify
+from ckpt_tools.cli import average, convert, edit, huggingface, repair, strip, verify
 from ckpt_tools.cli import inspect as look
 from ckpt_tools.cli import plan as cli_plan
 from ckpt_tools.cli.job_sizes import JOB_SIZES
@@ -24,6 +24,7 @@ from ckpt_tools.commands.import_hf import ImportOptions
 from ckpt_tools.commands.inspect import inspect_checkpoint
 from ckpt_tools.commands.plan import plan_checkpoint
 from ckpt_tools.commands.print_tensor import print_tensor
+from ckpt_tools.commands.repair import RepairOptions
 from ckpt_tools.commands.rewrite import EditOptions
 from ckpt_tools.commands.slice import slice_layers
 from ckpt_tools.commands.strip import strip_checkpoint
@@ -48,6 +49,7 @@ FILLED: tuple[tuple[Callable[..., Any], Mapping[str, Row]], ...] = (
     (AverageOptions, average._OWN),
     (EditOptions, {}),
     (strip_checkpoint, strip._OWN),
+    (RepairOptions, repair._OWN),
     (slice_layers, edit._SLICE),
     (VerifyOptions, verify._VERIFY),
     (DiffOptions, verify._DIFF),

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from ckpt_tools.commands.opened import open_checkpoint
+from ckpt_tools.commands.placements import Layout
 from ckpt_tools.commands.preflight import local_norms, preflight
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
 from ckpt_tools.errors import UsageError
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
+from ckpt_tools.sharding.topology import Topology
 from ckpt_tools.verify.job import PROGRAMS, VERSIONS
 from ckpt_tools.verify.load_rules import RULES
 from tests.commands.launched import launch_of
@@ -235,7 +237,7 @@ def test_every_rule_of_every_version_is_tried():
         "checkpoint-format", "required", "megatron-fsdp", "distributed-optimizer", "gradient-accumulation-fusion",
         "max-connections", "user-buffers", "version-2", "tied-embeddings", "swiglu", "experts", "expert-layers",
         "optimizer-entries", "stored-arguments", "names", "packed-projections", "packed-projections-unknown",
-        "strict-load",
+        "strict-load", "fsdp-version",
     }  # fmt: skip
     missing = {
         (rule.name, program)
@@ -299,7 +301,10 @@ def test_arguments_of_the_checkpoint_stand_in_for_flags():
 def test_version_2_runs_with_little():
     words = [*without("--use-distributed-optimizer"), "--megatron-fsdp-version", "2"]
     found = broken([*words, "--fp8-format", "hybrid"])["version-2"][1]
-    assert "tensor_model_parallel_size is 2, fp8 is on, the optimizer's state is asked for" in found
+    assert (
+        "tensor_model_parallel_size is 2, fp8 is on, swiglu is on, the optimizer's state is asked for"
+        in found
+    )
     assert (
         "use_distributed_optimizer is on" in broken([*GOOD, "--megatron-fsdp-version", "2"])["version-2"][1]
     )
@@ -311,7 +316,10 @@ def test_version_2_runs_with_little():
         "32",
         "--no-load-optim",
     ]
-    assert broken(small) == {}  # weights alone: its load writes into the masters
+    found = broken(small)
+    assert found.keys() == {"fsdp-version", "version-2"}
+    assert found["version-2"][1] == "swiglu is on"
+    assert found["fsdp-version"][1] == "the names are those of Megatron-FSDP v1, the job's is v2"
     for flag, said in [
         ("--context-parallel-size 2", "context_parallel_size is 2"),
         ("--calculate-per-token-loss", "calculate_per_token_loss is on"),
@@ -594,3 +602,25 @@ def test_what_a_bridge_job_does_not_say_has_bridges_default(tmp_path, section, s
     silent = {**BRIDGE_SAYS, section: {k: v for k, v in BRIDGE_SAYS[section].items() if k != setting}}
     file.write_text(json.dumps(silent))
     assert broken((), yaml_file=file).keys() == rules
+
+
+def test_a_conversion_for_version_2_starts_from_its_weights(tmp_path):
+    """The launch command says so, and version 1 is refused by the names."""
+    source = str(next(fixture_dir("core019_gpt3_tp2_fully_reshardable").glob("iter_*")))
+    layout = Layout("mfsdp-v2", Topology(dp_shard=2))
+    options = ConvertOptions(target=TargetOptions(vocab_size_padded=208), layout=layout)
+    convert_to_fsdp_dtensor(source, str(tmp_path / "v2"), options)
+    found = preflight(str(tmp_path / "v2"))
+    assert found.launch is not None
+    words = list(found.launch.words)
+    assert words[words.index("--megatron-fsdp-version") + 1] == "2"
+    assert "--no-load-optim" in words
+    assert "--use-distributed-optimizer" not in words
+    again = preflight(str(tmp_path / "v2"), words).report
+    assert [f for f in again.findings if f.severity == "error"] == []
+    at = words.index("--megatron-fsdp-version")
+    older = preflight(
+        str(tmp_path / "v2"), [*words[:at], *words[at + 2 :], "--use-distributed-optimizer"]
+    ).report
+    (named,) = [f for f in older.findings if f.check == "fsdp-version"]
+    assert named.where == "the names are those of Megatron-FSDP v2, the job's is v1"
