@@ -66,7 +66,7 @@ def judge_damage(files: Files, model: Model, threads: int, problems: Sequence[st
 
     Raises:
         CorruptCheckpointError: masters of damaged weights have other checksums than their writer stored.
-        VerificationError: some of those masters are no finite numbers.
+        VerificationError: some of those masters are not finite numbers.
     """
     numbers = [i for i, p in enumerate(model.parameters) if MASTER in p.values]
     targets = dict(zip(numbers, master_targets(model), strict=True))
