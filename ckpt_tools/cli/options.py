@@ -128,6 +128,11 @@ WeightsOnly = Annotated[
     typer.Option("--weights-only", help="Leave out optimizer, scheduler and rng: a warm start.",
                  rich_help_panel=_MODEL),
 ]  # fmt: skip
+KeepStates = Annotated[
+    bool,
+    typer.Option("--keep-states", help="Keep states of an optimizer that the target does not have, beside, for the "
+                 "way back.", rich_help_panel=_MODEL),
+]  # fmt: skip
 Dtype = Annotated[
     str | None,
     typer.Option("--dtype", help="With --weights-only: element type of the weights, e.g. bfloat16.",

@@ -151,7 +151,7 @@ def _print(found: Priced) -> None:
     render.print_table(("plan", ""), rows)
     _print_ranks(found)
     _print_tensors(found)
-    for name in ("dropped", "renamed", "backfilled", "notes"):
+    for name in ("dropped", "kept", "renamed", "backfilled", "notes"):
         for line in facts[name][:_LISTED_NOTES]:
             print(f"{name}: {render.escape(line)}")
         if len(facts[name]) > _LISTED_NOTES:

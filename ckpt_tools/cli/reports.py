@@ -36,6 +36,7 @@ def print_report(report: ConversionReport) -> None:
         )
     for title, entries in (
         ("dropped", _by_reason(report.dropped)),
+        ("kept", report.kept),
         ("renamed", report.renamed),
         ("filled in", report.backfilled),
         ("note", report.notes),

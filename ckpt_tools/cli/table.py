@@ -58,6 +58,7 @@ TABLE = {
     "layer_spec": Row(o.LayerSpecOption),
     "experts": Row(o.ExpertsOption),
     "weights_only": Row(o.WeightsOnly, False),
+    "keep_states": Row(o.KeepStates, False),
     "dtype": Row(o.Dtype),
     "vocab_size_padded": Row(o.VocabSizePadded),
     "vocab_size": Row(o.VocabSize),
@@ -102,7 +103,8 @@ TABLE = {
 JOB = frozenset(o.JOB_SIZES)
 FSDP_TARGET = frozenset({
     "swiglu", "swiglu_modules", "group_map", "strict_map", "state_prefix", "model_prefix", "rename_mtp", "dialect",
-    "aliases", "layer_spec", "experts", "weights_only", "dtype", "vocab_size_padded", "vocab_size", "tp",
+    "aliases", "layer_spec", "experts", "weights_only", "keep_states", "dtype", "vocab_size_padded", "vocab_size",
+    "tp",
 })  # fmt: skip
 TORCH_DIST_TARGET = frozenset({
     "dialect", "layer_spec", "weights_only", "dtype", "extra_state", "stacked", "gpus", "tp", "ep", "etp",

@@ -141,6 +141,7 @@ class Priced:
             "imbalance": self.imbalance,
             "padding_bytes": self.padding,
             "dropped": self.target.dropped,
+            "kept": self.target.kept,
             "renamed": self.target.renamed,
             "backfilled": self.target.backfilled,
             "notes": self.target.notes,

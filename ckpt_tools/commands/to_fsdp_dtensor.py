@@ -25,6 +25,7 @@ from ckpt_tools.commands.read_model import Wanted, need_kind, read_model
 from ckpt_tools.commands.relayout import need_other_job, prepare_relayout
 from ckpt_tools.commands.target_job import TargetJob, need_tp, said_tp
 from ckpt_tools.execute.run import CheckLevel
+from ckpt_tools.formats.container import read_archive
 from ckpt_tools.formats.files import Files
 from ckpt_tools.megatron.bridge import (
     LATEST_TRAIN_STATE,
@@ -119,7 +120,7 @@ def prepare_model(model: Model, files: Files, options: TargetOptions, layout: La
         catalog=model.catalog,
         target=built.target,
         model=lambda: target_model(built),
-        archives=lambda: object_archives(built.target.objects),
+        archives=lambda: _archives(built, files),
         job=job,
         small_files=lambda: _small_files(built, model, files),
         masters="written" if written else "left_out" if left_out else "none",
@@ -158,6 +159,13 @@ def planned(opened: Opened, prepared: Prepared, options: ConvertOptions, layout:
         must_be_zero=prepared.must_be_zero,
         without_masters=None if prepared.without_masters is None else without_masters,
     )
+
+
+def _archives(built: FsdpTarget, files: Files) -> Iterator[tuple[str, bytes]]:
+    """(key, archive) of every object; what is kept of the source goes along as it is stored."""
+    yield from object_archives(o for o in built.target.objects if o.key not in built.archives)
+    for key, item in built.archives.items():
+        yield key, read_archive(files, item)
 
 
 def _small_files(built: FsdpTarget, model: Model, files: Files) -> dict[str, bytes]:

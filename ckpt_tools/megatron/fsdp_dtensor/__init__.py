@@ -8,5 +8,6 @@
 * `entries`: the keys taken apart again
 * `stored`: live parameters as stored ones: the mirror of `live`
 * `read`: the checkpoint as a `Model`
+* `kept`: what Megatron-FSDP has no place for, beside what it asks for
 * `regroup`: the same checkpoint for another topology
 """

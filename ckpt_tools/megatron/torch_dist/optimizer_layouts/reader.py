@@ -53,7 +53,7 @@ def read_optimizer_states(
     layout = optimizer_layout(catalog, common)
     if layout == "none":
         return None
-    if layout == "fsdp_dtensor" or (layout == "unknown" and not any(map(state_key, catalog.tensors))):
+    if layout == "fsdp_dtensor":
         raise UnsupportedCheckpointError(
             f"{catalog.root}: optimizer layout {layout!r} is not one of torch_dist's"
         )
