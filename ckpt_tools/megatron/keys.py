@@ -83,7 +83,9 @@ _EXPERT_NUMBER = re.compile(rf"(?<=\.experts\.experts\.)({_RANK})\.")
 _MODEL = re.compile(r"model\.(?:module\.)*(?P<name>.+)")
 _FSDP_STATE = re.compile(r"optimizer\.state\.(?:module\.)*(?P<name>.+)\.(?P<kind>[^.]+)")
 _FSDP_GROUP = re.compile(re.escape(GROUP_META) + r"(?:module\.)*(?P<name>.+)\.(?P<field>[^.]+)")
-_FSDP_PREFIX = re.compile(r"(?:model|optimizer\.state|optimizer\.param_to_group_meta)\.(?:module\.)*")
+_FSDP_PREFIX = re.compile(
+    rf"(?:{re.escape(KEPT)})?(?:(?:model|optimizer\.state|optimizer\.param_to_group_meta)\.(?:module\.)*)?"
+)
 _RNG = re.compile(rf"rng_state\.\((?P<pp>{_RANK}), (?P<tp>{_RANK})\)\.(?P<rest>.+)")
 _RANKS = re.compile(rf"\(({_RANK}), ({_RANK})\)")
 _WRAPPERS = re.compile(r"(?:module\.|model\.)+")

@@ -42,6 +42,7 @@ OPTIMIZER_METADATA = {
     "distrib_optim_fully_reshardable_mem_efficient": False,
 }
 EXTRA_STATE, RERUN = "*._extra_state/shard_*", "rerun_state_machine_state/*"
+FP8_WEIGHTS = ("fp8_param_gather", "fp8_param", "fp4_param_gather", "fp4_param")  # args of a job that holds such
 _CARRIED = {"args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far"}
 # Of a source's common state: what is made anew, and what only a job that resumes asks for.
 _OWN = {"optimizer", "opt_param_scheduler", "content_metadata"}
@@ -343,6 +344,10 @@ def _losses(model: Model, options: TorchDistOptions, kept: Collection[str]) -> l
     notes = []
     if not model.common.of_torch_dist:
         notes.append("rerun state machine: the source has none, the loading job starts a new one")
+        if any(map(model.common.arg, FP8_WEIGHTS)) and any(MASTER in p.values for p in model.parameters):
+            notes.append(
+                "weights are the masters rounded to the training type; a job that holds them in FP8 quantizes them anew"
+            )
     if restored_objects(model, (TargetObject(key, None) for key in kept)) and not model.common.of_torch_dist:
         notes.append(
             f"{len(model.extra_states)} Transformer Engine extra states come back as they were, at iteration "
