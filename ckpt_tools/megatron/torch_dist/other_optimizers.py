@@ -100,12 +100,14 @@ def is_distributed(entry: Any) -> bool:
     return any(isinstance(part, Mapping) and _SHARDING in part for part in parts_of(entry))
 
 
-def spelled_master(entry: Any, kinds: Iterable[str]) -> str:
-    """How the job that has this entry calls the master of a parameter with these states.
+def spelled_master(entry: Any, kinds: Iterable[str], all_kinds: Iterable[str]) -> str:
+    """How the job that has this entry calls the master of a parameter with these kinds of states.
 
-    Of a layer-wise optimizer and a distributed one the first has the matrices, which have a momentum_buffer.
+    Where a layer-wise optimizer stands beside a distributed one, the first has the matrices: it is Muon, whose buffers
+    nothing else has, or Lion with Adam for the rest.
     """
     found = {isinstance(part, Mapping) and _SHARDING in part for part in parts_of(entry)}
-    if found == {True, False}:
-        return "fp32_param" if "momentum_buffer" in kinds else "param"
-    return "param" if found == {True} else "fp32_param"
+    if found != {True, False}:
+        return "param" if found == {True} else "fp32_param"
+    is_layer_wise = "momentum_buffer" in kinds if "momentum_buffer" in all_kinds else "exp_avg_sq" not in kinds
+    return "fp32_param" if is_layer_wise else "param"

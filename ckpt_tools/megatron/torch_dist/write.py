@@ -235,7 +235,7 @@ def _states(stacks: Sequence[Stack], model: Model) -> Iterable[TargetTensor]:
             )
         held = next(iter(roles))
         own = model.own_optimizer
-        master = "param" if own is None else spelled_master(own, held)
+        master = "param" if own is None else spelled_master(own, held, model.roles)
         for role in held:
             if role == MASTER and master == "fp32_param" and stack.parameters[0].dtype == "float32":
                 continue  # an optimizer that is not distributed keeps none of fp32 weights
