@@ -1,6 +1,6 @@
 """One rank of a job with the real megatron-core on CPU: loads `torch_dist` checkpoints into a real GPTModel.
 
-    python megatron_worker.py RANK WORLD TP EP STORE_FILE OURS ORIGINAL
+    python megatron_worker.py RANK WORLD TP EP STORE_FILE OURS ORIGINAL [AXES]
 
 Every tensor of the model and of its optimizer is loaded from OURS with Megatron's default strictness, and again
 from ORIGINAL, the checkpoint that real training wrote; both have to be equal bit by bit. The optimizer's groups are
@@ -96,6 +96,17 @@ def load(model: Any, folder: str, fill: float) -> tuple[dict[str, Any], dict[str
     return {key: value.clone() for key, value in tensors.items() if isinstance(value, torch.Tensor)}, loaded
 
 
+def rng_asked_for(axes: int) -> Any:
+    """This rank's rng states, as the training loop of that version names them: with or without a data-parallel axis."""
+    from megatron.core import parallel_state as ps
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    sizes = (1, ps.get_tensor_model_parallel_world_size(), ps.get_data_parallel_world_size())
+    place = (0, ps.get_tensor_model_parallel_rank(), ps.get_data_parallel_rank())
+    copy = 0 if axes == 3 else place[2]
+    return ShardedObject("rng_state", [], sizes[:axes], place[:axes], replica_id=copy)
+
+
 def match_groups(model: Any, common: dict[str, Any], args: Any) -> int:
     """Groups that Megatron asks for, all found in the checkpoint by its own matching."""
     from megatron.core.optimizer import OptimizerConfig, _get_param_groups
@@ -128,8 +139,10 @@ def main() -> None:
     (a, common), (b, _) = load(model, ours, 7.0), load(model, original, 9.0)
     assert a.keys() == b.keys()
     different = [key for key in a if a[key].dtype != b[key].dtype or not torch.equal(a[key], b[key])]
+    axes = int(sys.argv[8]) if len(sys.argv) > 8 else 0
+    rng = {"rng": rng_asked_for(axes)} if axes else {}
     _, missing, unexpected = dist_checkpointing.load(
-        {"model": model.sharded_state_dict()}, ours, strict="return_all"
+        {"model": model.sharded_state_dict(), **rng}, ours, strict="return_all"
     )
     print(
         json.dumps(
