@@ -21,8 +21,8 @@ OPTIONS = {
         "--follow-links --check-source "
         "--swiglu --no-swiglu --swiglu-modules --param-to-param-group-map-json --strict-map "
         "--output-optimizer-state-prefix --output-model-weight-prefix --rename-mtp-keys --target --aliases "
-        "--layer-spec --experts --weights-only --keep-states --dtype --vocab-size-padded --vocab-size --layout --world-size "
-        "--gpus --dp-shard --dp-outer --tp --cp --ep --etp --pp --strategy --outer-strategy --iteration "
+        "--layer-spec --experts --weights-only --keep-states --dtype --vocab-size-padded --vocab-size --layout "
+        "--world-size --gpus --dp-shard --dp-outer --tp --cp --ep --etp --pp --strategy --outer-strategy --iteration "
         "--check-masters --ignore-keys --overwrite --resume --dry-run --threads --max-memory --fsync --direct "
         "--quiet -q --json --report --trust-pickle --enable-msc --oom-traceback"
     ),

@@ -21,6 +21,10 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 STATES = ("param", "exp_avg", "exp_avg_sq")
+AXES = (
+    int(sys.argv[8]) if len(sys.argv) > 8 else 0
+)  # of rng states that are asked for; with them, names are TE's
+TE_NORMS = AXES > 0
 
 
 def start(rank: int, world: int, tp: int, ep: int, store: str) -> None:
@@ -73,6 +77,21 @@ def build_model(args: Any, tp: int, ep: int) -> Any:
     ).bfloat16()
 
 
+def asked_for(model: Any) -> dict[str, Any]:
+    """What the model asks for; the norm before experts by the name that Transformer Engine's layers give it.
+
+    The local spec names it as if it stood in a dense layer, where it is a part of the projection after it.
+    """
+    metadata = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+    sharded = model.sharded_state_dict(metadata=metadata)
+    norm = ".mlp.linear_fc1.layer_norm_weight"
+    for value in sharded.values():
+        layer = value.key.removesuffix(norm)
+        if TE_NORMS and value.key.endswith(norm) and f"{layer}.mlp.router.weight" in sharded:
+            value.key = f"{layer}.pre_mlp_layernorm.weight"
+    return sharded
+
+
 def load(model: Any, folder: str, fill: float) -> tuple[dict[str, Any], dict[str, Any]]:
     """(tensors of this rank, common state) of a checkpoint; memory is filled with `fill` before."""
     from megatron.core import dist_checkpointing
@@ -80,8 +99,7 @@ def load(model: Any, folder: str, fill: float) -> tuple[dict[str, Any], dict[str
 
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data.fill_(fill)
-    metadata = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-    sharded = model.sharded_state_dict(metadata=metadata)
+    sharded = asked_for(model)
     optimizer = {
         f"{kind} {name}": make_sharded_optimizer_tensor(
             sharded[name], torch.full(p.shape, fill), prefix=f"optimizer.state.{kind}"
@@ -97,7 +115,7 @@ def load(model: Any, folder: str, fill: float) -> tuple[dict[str, Any], dict[str
 
 
 def rng_asked_for(axes: int) -> Any:
-    """This rank's rng states, as the training loop of that version names them: with or without a data-parallel axis."""
+    """This rank's rng states, as that version's training loop names them: with or without a data-parallel axis."""
     from megatron.core import parallel_state as ps
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
@@ -139,10 +157,9 @@ def main() -> None:
     (a, common), (b, _) = load(model, ours, 7.0), load(model, original, 9.0)
     assert a.keys() == b.keys()
     different = [key for key in a if a[key].dtype != b[key].dtype or not torch.equal(a[key], b[key])]
-    axes = int(sys.argv[8]) if len(sys.argv) > 8 else 0
-    rng = {"rng": rng_asked_for(axes)} if axes else {}
+    rng = {"rng": rng_asked_for(AXES)} if AXES else {}
     _, missing, unexpected = dist_checkpointing.load(
-        {"model": model.sharded_state_dict(), **rng}, ours, strict="return_all"
+        {"model": asked_for(model), **rng}, ours, strict="return_all"
     )
     print(
         json.dumps(

@@ -125,7 +125,9 @@ def test_a_loader_is_asked_for_the_same_keys_with_and_without_what_is_kept(
 ) -> None:
     for name, options in (("plain", ConvertOptions()), ("kept", KEEPING)):
         convert_to_fsdp_dtensor(str(real / "main_muon_dpr"), str(tmp_path / name), options)
-    without, beside = (set(oracle.metadata(tmp_path / name).state_dict_metadata) for name in ("plain", "kept"))
+    without, beside = (
+        set(oracle.metadata(tmp_path / name).state_dict_metadata) for name in ("plain", "kept")
+    )
     assert without < beside
     assert all(key.startswith(KEPT) for key in beside - without)
 
@@ -136,9 +138,7 @@ def test_what_is_kept_goes_along_to_another_topology(name: str, real: Path, tmp_
     convert_to_fsdp_dtensor(str(real / name), str(tmp_path / "there"), KEEPING)
     convert_to_fsdp_dtensor(str(tmp_path / "there"), str(tmp_path / "anew"), ConvertOptions(layout=layout))
     convert_to_torch_dist(str(tmp_path / "anew"), str(tmp_path / "back"))
-    assert_same_tensors(
-        oracle.tensors(tmp_path / "back"), oracle.tensors(plain(real, name, tmp_path))
-    )
+    assert_same_tensors(oracle.tensors(tmp_path / "back"), oracle.tensors(plain(real, name, tmp_path)))
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -174,7 +174,7 @@ def test_a_slice_has_the_kept_states_of_its_layers_and_strip_has_none(real: Path
 
 
 def test_another_form_of_a_checkpoint_keeps_its_states(real: Path, tmp_path: Path) -> None:
-    """What an SGD job asks for: masters called fp32_param, and its groups; there is no layout of a distributed one."""
+    """What an SGD job asks for: masters called fp32_param, and its groups; it has no layout of a distributed one."""
     apart = ToTorchDistOptions(target=TorchDistOptions(stacked=False))
     convert_to_torch_dist(str(real / "core016_sgd"), str(tmp_path / "apart"), apart)
     ours, source = oracle.tensors(tmp_path / "apart"), oracle.tensors(real / "core016_sgd")
@@ -260,7 +260,9 @@ def test_no_job_asks_for_what_is_kept_of_fp8(tmp_path: Path) -> None:
     convert_to_fsdp_dtensor(str(source_of(fixture_dir("te_fp8param_tp2_fr"))), str(tmp_path / "out"))
     native = set(oracle.metadata(source_of(fixture_dir("n_fp8p_dp2"))).state_dict_metadata)
     ours = set(oracle.metadata(tmp_path / "out").state_dict_metadata)
-    more = {key for key in ours - native if not key.startswith("rng_state.(0, 1).")}  # it has TP 2, the native one 1
+    more = {
+        key for key in ours - native if not key.startswith("rng_state.(0, 1).")
+    }  # it has TP 2, the native one 1
     assert native - ours == set()
     assert len(more) == 8 and all(key.startswith(KEPT) for key in more)
 

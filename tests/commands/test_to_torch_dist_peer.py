@@ -57,7 +57,9 @@ def test_megatron_loads_a_round_trip_as_it_loads_the_original(name, world, tp, e
         }
 
 
-def run_ranks(world: int, tp: int, ep: int, store: Path, *folders: Path, axes: int = 0) -> list[dict[str, object]]:
+def run_ranks(
+    world: int, tp: int, ep: int, store: Path, *folders: Path, axes: int = 0
+) -> list[dict[str, object]]:
     """The JSON line of every rank of one job."""
     environment = {**os.environ, "PYTHONPATH": f"{MCORE}:{REPO}", "OMP_NUM_THREADS": "1"}
     words = [str(w) for w in (world, tp, ep, store, *folders, *([axes] if axes else []))]
@@ -97,4 +99,5 @@ def test_the_release_loads_both_ways_of_its_own_checkpoints(name, target, axes, 
         assert report["elements"] > 0
         assert report["different"] == report["not there"] == []
         assert report["groups"] == 3
-        assert report["not asked for"] == ["common_state"]
+        rest = [key for key in report["not asked for"] if not key.endswith("._extra_state")]
+        assert rest == ["common_state"]  # the rng states are asked for, and there

@@ -109,9 +109,14 @@ class Nothing:
 def answer_stream_calls() -> None:
     """Lets an offloaded optimizer copy without a GPU."""
     empty = torch.empty
-    torch.cuda.current_stream = torch.cuda.Stream = torch.cuda.stream = lambda *_, **__: Nothing()  # type: ignore[misc,assignment]
+    for name in ("current_stream", "Stream", "stream"):
+        setattr(torch.cuda, name, lambda *_, **__: Nothing())
     torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign,assignment]
-    torch.empty = lambda *a, pin_memory=False, **k: empty(*a, **k)  # type: ignore[assignment]
+
+    def without_pinning(*sizes: Any, pin_memory: bool = False, **settings: Any) -> torch.Tensor:
+        return empty(*sizes, **settings)
+
+    torch.empty = without_pinning  # type: ignore[assignment]
 
 
 def prepare_megatron(optimizer: str) -> None:
@@ -236,7 +241,9 @@ def load(model: Any, optimizer: Any, case: dict[str, Any]) -> None:
     """As Megatron-LM resumes; what it asks for and does not find ends it."""
     from megatron.core import dist_checkpointing
 
-    if case["optimizer"].startswith("sgd"):  # Megatron has no init_state_fn for it: the states are those of a step
+    if case["optimizer"].startswith(
+        "sgd"
+    ):  # Megatron cannot initialise its states: those of a step are there
         base.train(model, optimizer, seed=case["seed"] + 1)
     if case["optimizer"] == OFFLOADED:  # 0.16.1 does not tell torch that its own groups hold classes
         let_adam_be_pickled()

@@ -1,7 +1,7 @@
 """What Megatron-FSDP has no place for, kept beside what it asks for: under `kept.`, which no loader knows.
 
-A loader asks for its own keys and passes over all others (`DefaultLoadPlanner`), so these change no load. The way back
-to `torch_dist` finds them and puts them where they were::
+A loader asks for its own keys and passes over all others (`DefaultLoadPlanner`), so these change no load. The way
+back to `torch_dist` finds them and puts them where they were::
 
     kept.optimizer.state.module.module.module.<name>.<kind>   states of another optimizer than Adam (`--keep-states`)
     kept.optimizer                                            its entry in the common state: groups and steps
@@ -33,17 +33,24 @@ class Kept:
 
     tensors: tuple[TargetTensor, ...] = ()
     objects: tuple[TargetObject, ...] = ()
-    archives: Mapping[str, Item] = field(default_factory=dict)  # of objects that go along byte for byte, by key
+    archives: Mapping[str, Item] = field(
+        default_factory=dict
+    )  # of objects that go along byte for byte, by key
     kept: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def other_states(model: Model, trainable: Sequence[LiveParameter], prefixes: Prefixes, keep: bool) -> Kept:
     """The states of an optimizer that Megatron-FSDP does not have: kept beside, or left out, by name."""
     kinds = _kinds(trainable)
+    notes = (
+        f"no optimizer is written: {NOT_LOADED}, and the source's is {_named(model)}. The weights are "
+        f"{'its masters' if MASTER in model.roles else 'as stored'}; the job starts its optimizer anew",
+    )
     if not keep:
         why = f"{NOT_LOADED}; --keep-states keeps them beside, for the way back to torch_dist"
-        return Kept(dropped=(f"optimizer states {kinds}: {why}",) if kinds else ())
+        return Kept(dropped=(f"optimizer states {kinds}: {why}",) if kinds else (), notes=notes)
     tensors = (
         replace(tensor, key=KEPT + tensor.key, path=())
         for parameter in trainable
@@ -54,7 +61,15 @@ def other_states(model: Model, trainable: Sequence[LiveParameter], prefixes: Pre
         tuple(tensors),
         (TargetObject(KEPT_OPTIMIZER, model.own_optimizer),),
         kept=(*states, f"the optimizer's groups and steps: as {KEPT_OPTIMIZER}"),
+        notes=notes,
     )
+
+
+def _named(model: Model) -> str:
+    """What the args call the optimizer, else the states that it keeps."""
+    kinds = [role for role in model.roles if role != MASTER]
+    named = model.common.arg("optimizer")
+    return named if isinstance(named, str) else f"one with {', '.join(kinds) or 'no states'}"
 
 
 def _kinds(trainable: Iterable[LiveParameter]) -> str:
@@ -70,16 +85,17 @@ def _kinds(trainable: Iterable[LiveParameter]) -> str:
     )
 
 
-def extra_states(model: Model) -> Kept:
-    """Transformer Engine's states that hold something, as the source stores them."""
-    archives = {KEPT + key: item for key, item in model.extra_states.items()}
-    if not archives:
-        return Kept()
+def extra_states(model: Model, keep: bool) -> Kept:
+    """Transformer Engine's states that hold something, as the source stores them; and what else reading left out."""
+    archives = {KEPT + key: item for key, item in model.extra_states.items()} if keep else {}
+    dropped = (line for line in model.dropped if KEPT + line.partition(": ")[0] not in archives)
+    kept = (
+        f"{len(archives)} Transformer Engine extra states (FP8 scales and amax histories): as "
+        f"{KEPT}*._extra_state/*, byte for byte; Megatron-FSDP starts its own"
+    )
     return Kept(
         objects=tuple(TargetObject(key, None) for key in archives),
         archives=archives,
-        kept=(
-            f"{len(archives)} Transformer Engine extra states (FP8 scales and amax histories): as "
-            f"{KEPT}*._extra_state/*, byte for byte; Megatron-FSDP starts its own",
-        ),
+        kept=(kept,) if archives else (),
+        dropped=tuple(dropped),
     )

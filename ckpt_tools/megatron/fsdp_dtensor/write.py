@@ -10,7 +10,7 @@ from ckpt_tools.errors import MappingError, UsageError, list_problems
 from ckpt_tools.megatron.bridge import args_from_model_config
 from ckpt_tools.megatron.fsdp_dtensor.flatten import leaves
 from ckpt_tools.megatron.fsdp_dtensor.gating import GatingChoice, mark_gated
-from ckpt_tools.megatron.fsdp_dtensor.kept import NOT_LOADED, Kept, extra_states, other_states
+from ckpt_tools.megatron.fsdp_dtensor.kept import extra_states, other_states
 from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter, live_parameters
 from ckpt_tools.megatron.fsdp_dtensor.tensors import (
     Prefixes,
@@ -27,7 +27,7 @@ from ckpt_tools.megatron.fsdp_dtensor.tensors import (
     tensor_aliases,
 )
 from ckpt_tools.megatron.hybrid import is_hybrid
-from ckpt_tools.megatron.keys import EXPERTS, KEPT, MODEL_PREFIX
+from ckpt_tools.megatron.keys import EXPERTS, MODEL_PREFIX
 from ckpt_tools.megatron.names import (
     DIALECTS,
     MTP_DISK,
@@ -71,7 +71,9 @@ class TargetOptions:
     vocab_size: int | None = None  # real tokens; the rest is padding
     tp: int | None = None  # tensor-parallel size of the job that will load the result
     weights_only: bool = False
-    keep_states: bool = False  # of an optimizer that Megatron-FSDP does not have, under keys that nobody asks for
+    keep_states: bool = (
+        False  # of an optimizer that Megatron-FSDP does not have, under keys that nobody asks for
+    )
     dtype: str | None = None  # of the weights, with weights_only
     aliases: bool = False  # also under the names other targets use
     group_map: Mapping[str, int] | None = None
@@ -92,7 +94,9 @@ class FsdpTarget:
     vocab: VocabChange
     vocabulary: Vocabulary | None
     tokens: int | None  # of the vocabulary, where it is known
-    archives: Mapping[str, Item] = field(default_factory=dict)  # of objects that go along byte for byte, by key
+    archives: Mapping[str, Item] = field(
+        default_factory=dict
+    )  # of objects that go along byte for byte, by key
 
     @property
     def packed(self) -> tuple[str, ...]:
@@ -119,14 +123,14 @@ def build_fsdp_target(model: Model, options: TargetOptions) -> FsdpTarget:
     weights = [tensor for p in parameters for tensor in model_tensors(p, prefixes.model, options.dtype)]
     optimizer = optimizer_part(model, options, parameters, prefixes)
     common = common_part(model, options, dialect, tp)
-    extra = Kept() if options.weights_only else extra_states(model)
+    extra = extra_states(model, keep=not options.weights_only)
     tensors = (*weights, *optimizer.tensors)
     target = Target(
         tensors=tensors,
         aliases=tensor_aliases(parameters, tensors) if options.aliases else {},
         inline=(*optimizer.inline, *common.inline),
         objects=(*optimizer.objects, *common.objects, *extra.objects),
-        dropped=(*_dropped(model, extra), *optimizer.dropped, *common.dropped),
+        dropped=(*extra.dropped, *optimizer.dropped, *common.dropped),
         kept=(*optimizer.kept, *extra.kept),
         renamed=renamed(parameters),
         backfilled=optimizer.backfilled,
@@ -174,7 +178,14 @@ def optimizer_part(
     trainable = [p for p in parameters if roles_of(p)]
     check_states(trainable, MASTER in model.roles, mixes_lion_and_adam(model.common))
     if model.own_optimizer is not None:
-        return _other_optimizer(model, options, trainable, prefixes)
+        found = other_states(model, trainable, prefixes, options.keep_states)
+        return Part(
+            tensors=found.tensors,
+            objects=found.objects,
+            dropped=found.dropped,
+            kept=found.kept,
+            notes=found.notes,
+        )
     notes: list[str] = []
     if MASTER not in model.roles and any(p.dtype != "float32" for p in model.parameters):
         notes.append("the optimizer holds no fp32 masters: weights are written as rounded as they are stored")
@@ -201,33 +212,6 @@ def optimizer_part(
         notes=tuple(notes),
         memberships=memberships,
     )
-
-
-def _other_optimizer(
-    model: Model, options: TargetOptions, trainable: Sequence[LiveParameter], prefixes: Prefixes
-) -> Part:
-    """Another optimizer than Adam: the masters stand in the place of weights, its states beside or nowhere."""
-    found = other_states(model, trainable, prefixes, options.keep_states)
-    note = (
-        f"no optimizer is written: {NOT_LOADED}, and the source's is {_named(model)}. The weights are "
-        f"{'its masters' if MASTER in model.roles else 'as stored'}; the job starts its optimizer anew"
-    )
-    return Part(
-        tensors=found.tensors, objects=found.objects, dropped=found.dropped, kept=found.kept, notes=(note,)
-    )
-
-
-def _named(model: Model) -> str:
-    """What the args call the optimizer, else the states that it keeps."""
-    kinds = [role for role in model.roles if role != MASTER]
-    named = model.common.arg("optimizer")
-    return named if isinstance(named, str) else f"one with {', '.join(kinds) or 'no states'}"
-
-
-def _dropped(model: Model, extra: Kept) -> tuple[str, ...]:
-    """What reading left out, without what is kept."""
-    kept = {key.removeprefix(KEPT) for key in extra.archives}
-    return tuple(line for line in model.dropped if line.partition(": ")[0] not in kept)
 
 
 def check_options(options: TargetOptions) -> None:

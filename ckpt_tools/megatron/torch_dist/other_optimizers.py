@@ -1,15 +1,15 @@
 """Optimizers other than Adam: Muon, Lion, SGD, and mixtures of them with Adam.
 
-Megatron-FSDP runs Adam alone (arguments.py refuses the emerging optimizers, distrib_optimizer.py SGD), so none of its
-jobs can load their states. Jobs of `torch_dist` can, and each asks for what its own kind of optimizer would have saved
-(optimizer.py, layer_wise_optimizer.py)::
+Megatron-FSDP runs Adam alone (arguments.py refuses the emerging optimizers, distrib_optimizer.py SGD), so none of
+its jobs can load their states. Jobs of `torch_dist` can, and each asks for what its own kind of optimizer would have
+saved (optimizer.py, layer_wise_optimizer.py)::
 
     optimizer.state.fp32_param.<weight key>           the master, where the optimizer is not distributed
     optimizer.state.param.<weight key>                the master of a distributed optimizer (Lion beside Muon)
     optimizer.state.momentum_buffer.<weight key>      SGD, Muon; adaptive Muon has moment2_buffer too
     optimizer.state.exp_avg.<weight key>              Lion, and with exp_avg_sq what Muon leaves to Adam
 
-Chains, as {0: Muon, 1: Adam}, and their groups are read by position: the entry of the common state goes along as it is.
+Chains, as {0: Muon, 1: Adam}, and their groups are read by position: the common state's entry goes along as it is.
 """
 
 from __future__ import annotations
@@ -103,11 +103,13 @@ def is_distributed(entry: Any) -> bool:
 def spelled_master(entry: Any, kinds: Iterable[str], all_kinds: Iterable[str]) -> str:
     """How the job that has this entry calls the master of a parameter with these kinds of states.
 
-    Where a layer-wise optimizer stands beside a distributed one, the first has the matrices: it is Muon, whose buffers
-    nothing else has, or Lion with Adam for the rest.
+    Where a layer-wise optimizer stands beside a distributed one, the first has the matrices: it is Muon, whose
+    buffers nothing else has, or Lion with Adam for the rest.
     """
     found = {isinstance(part, Mapping) and _SHARDING in part for part in parts_of(entry)}
     if found != {True, False}:
         return "param" if found == {True} else "fp32_param"
-    is_layer_wise = "momentum_buffer" in kinds if "momentum_buffer" in all_kinds else "exp_avg_sq" not in kinds
+    is_layer_wise = (
+        "momentum_buffer" in kinds if "momentum_buffer" in all_kinds else "exp_avg_sq" not in kinds
+    )
     return "fp32_param" if is_layer_wise else "param"

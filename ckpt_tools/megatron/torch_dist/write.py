@@ -42,7 +42,12 @@ OPTIMIZER_METADATA = {
     "distrib_optim_fully_reshardable_mem_efficient": False,
 }
 EXTRA_STATE, RERUN = "*._extra_state/shard_*", "rerun_state_machine_state/*"
-FP8_WEIGHTS = ("fp8_param_gather", "fp8_param", "fp4_param_gather", "fp4_param")  # args of a job that holds such
+FP8_WEIGHTS = (
+    "fp8_param_gather",
+    "fp8_param",
+    "fp4_param_gather",
+    "fp4_param",
+)  # args of a job that holds such
 _CARRIED = {"args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far"}
 # Of a source's common state: what is made anew, and what only a job that resumes asks for.
 _OWN = {"optimizer", "opt_param_scheduler", "content_metadata"}
@@ -101,7 +106,10 @@ def build_torch_dist_target(model: Model, options: TorchDistOptions) -> TorchDis
     kept = carried_objects(model, objects)
     restored = restored_objects(model, objects)
     target = Target(
-        tensors=(*_weights(stacks, model, options), *(_states(stacks, model) if "optimizer" in common else ())),
+        tensors=(
+            *_weights(stacks, model, options),
+            *(_states(stacks, model) if "optimizer" in common else ()),
+        ),
         objects=objects,
         dropped=(
             *_dropped(model, kept | restored),
@@ -346,7 +354,8 @@ def _losses(model: Model, options: TorchDistOptions, kept: Collection[str]) -> l
         notes.append("rerun state machine: the source has none, the loading job starts a new one")
         if any(map(model.common.arg, FP8_WEIGHTS)) and any(MASTER in p.values for p in model.parameters):
             notes.append(
-                "weights are the masters rounded to the training type; a job that holds them in FP8 quantizes them anew"
+                "weights are the masters rounded to the training type: a job that holds them in FP8 quantizes them "
+                "anew"
             )
     if restored_objects(model, (TargetObject(key, None) for key in kept)) and not model.common.of_torch_dist:
         notes.append(
@@ -361,7 +370,7 @@ def _losses(model: Model, options: TorchDistOptions, kept: Collection[str]) -> l
         return notes
     if model.own_optimizer is not None:
         notes.append(
-            "its optimizer is not Adam: its states and groups are as they were, for a job with the same optimizer and "
+            "its optimizer is not Adam: states and groups are as they were, for a job with the same optimizer and "
             "expert-parallel size"
         )
     if model.common.arg("use_precision_aware_optimizer") and not model.common.arg("optimizer_cpu_offload"):
