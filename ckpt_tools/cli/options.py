@@ -174,6 +174,11 @@ Stacked = Annotated[
                  "torch_dist source has them, else the args.",
                  rich_help_panel=_MODEL),
 ]  # fmt: skip
+LikeSource = Annotated[
+    bool,
+    typer.Option("--like-source", help="Masters as the source's job keeps them: with a precision-aware optimizer as "
+                 "16-bit remainders.", rich_help_panel=_MODEL),
+]  # fmt: skip
 HfConfig = Annotated[
     Path | None,
     typer.Option("--hf-config", help="Directory of the original Hugging Face model, for tokenizer and settings.",

@@ -65,6 +65,7 @@ TABLE = {
     "vocab_multiple": Row(o.VocabMultiple, 128),
     "extra_state": Row(o.ExtraState, "derive"),
     "stacked": Row(o.Stacked),
+    "like_source": Row(o.LikeSource, False),
     "hf_config": Row(o.HfConfig, None, _text),
     "rules": Row(o.Rules),
     "max_shard_bytes": Row(o.MaxShardSize, "5GB", o.parse_bytes),
@@ -107,7 +108,8 @@ FSDP_TARGET = frozenset({
     "tp",
 })  # fmt: skip
 TORCH_DIST_TARGET = frozenset({
-    "dialect", "layer_spec", "weights_only", "dtype", "extra_state", "stacked", "gpus", "tp", "ep", "etp",
+    "dialect", "layer_spec", "weights_only", "dtype", "extra_state", "stacked", "like_source",
+    "gpus", "tp", "ep", "etp",
 })  # fmt: skip
 RUNNING = frozenset({
     "check_source", "overwrite", "resume", "dry_run", "threads", "memory_bytes", "fsync", "direct", "quiet",

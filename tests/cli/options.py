@@ -12,8 +12,8 @@ OPTIONS = {
         "--to --swiglu --no-swiglu --swiglu-modules --param-to-param-group-map-json --strict-map "
         "--output-optimizer-state-prefix --output-model-weight-prefix --rename-mtp-keys --target --aliases "
         "--layer-spec --experts --weights-only --keep-states --dtype --vocab-size-padded --vocab-size --extra-state "
-        "--stacked --per-layer --hf-config --max-shard-size --layout --world-size --gpus --dp-shard --dp-outer "
-        "--tp --cp --ep --etp --pp --strategy --outer-strategy --iteration --check-masters --ignore-keys "
+        "--stacked --per-layer --like-source --hf-config --max-shard-size --layout --world-size --gpus --dp-shard "
+        "--dp-outer --tp --cp --ep --etp --pp --strategy --outer-strategy --iteration --check-masters --ignore-keys "
         "--overwrite --resume --dry-run --threads --max-memory --fsync --direct --quiet -q --json --report "
         "--trust-pickle --enable-msc --oom-traceback"
     ),
@@ -28,8 +28,9 @@ OPTIONS = {
     ),
     "convert-fsdp-dtensor-to-torch-dist": (
         "--follow-links "
-        "--check-source --target --layer-spec --weights-only --dtype --extra-state --stacked --per-layer --gpus "
-        "--tp --ep --etp --iteration --ignore-keys --overwrite --resume --dry-run --threads --max-memory --fsync "
+        "--check-source --target --layer-spec --weights-only --dtype --extra-state --stacked --per-layer "
+        "--like-source --gpus --tp --ep --etp --iteration --ignore-keys --overwrite --resume --dry-run "
+        "--threads --max-memory --fsync "
         "--direct --quiet -q --json --report --trust-pickle --enable-msc --oom-traceback"
     ),
     "build-param-group-map": (

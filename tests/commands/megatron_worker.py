@@ -111,7 +111,8 @@ def load(model: Any, folder: str, fill: float) -> tuple[dict[str, Any], dict[str
         {"model": sharded, "states": optimizer}, folder, validate_access_integrity=True
     )
     tensors = {**loaded.pop("model"), **loaded.pop("states")}
-    return {key: value.clone() for key, value in tensors.items() if isinstance(value, torch.Tensor)}, loaded
+    kept = {key: value for key, value in tensors.items() if not key.endswith("._extra_state")}
+    return {key: value.clone() for key, value in kept.items() if isinstance(value, torch.Tensor)}, loaded
 
 
 def rng_asked_for(axes: int) -> Any:
