@@ -19,6 +19,7 @@ from ckpt_tools.commands.slice import slice_layers
 from ckpt_tools.commands.strip import strip_checkpoint
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
 from ckpt_tools.commands.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
+from ckpt_tools.commands.verify import verify_checkpoint
 from ckpt_tools.errors import MappingError, UsageError
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
@@ -171,6 +172,33 @@ def test_a_slice_has_the_kept_states_of_its_layers_and_strip_has_none(real: Path
     assert_same_tensors(ours, {k: v[1:] if ".layers." in k else v for k, v in source.items()})
     strip_checkpoint(str(tmp_path / "out"), str(tmp_path / "stripped"))
     assert not any(k.startswith(KEPT) for k in oracle.metadata(tmp_path / "stripped").state_dict_metadata)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_slice_of_two_layouts_is_what_a_slice_of_one_is(name: str, real: Path, tmp_path: Path) -> None:
+    for layout in ("dpr", "fr"):
+        slice_layers(str(real / f"{name}_{layout}"), str(tmp_path / layout), "1:2")
+    assert_same_tensors(oracle.tensors(tmp_path / "dpr"), oracle.tensors(tmp_path / "fr"))
+    assert optimizer_of(tmp_path / "dpr") == optimizer_of(tmp_path / "fr")
+
+
+def test_verify_finds_nothing_in_what_megatron_saved(real: Path) -> None:
+    """But that nothing tells which states a mixture keeps of which weight."""
+    for folder in sorted(real.iterdir()):
+        report = verify_checkpoint(str(folder))
+        assert report.is_valid, folder
+        assert {f.message.partition(":")[0] for f in report.findings} <= {
+            "whether states are missing cannot be known"
+        }, folder
+
+
+def test_verify_finds_a_state_that_one_weight_of_muon_has_lost(real: Path, tmp_path: Path) -> None:
+    parts = read(real / "main_muon_fr")
+    del parts.tensors["optimizer.state.exp_avg_sq.decoder.final_layernorm.weight"]
+    report = verify_checkpoint(str(write(tmp_path / "in", parts)))
+    assert [(f.where, f.message) for f in report.findings if f.where.startswith("decoder")] == [
+        ("decoder.final_layernorm.weight", "its states ['exp_avg_sq'] are missing, others are there")
+    ]
 
 
 def test_another_form_of_a_checkpoint_keeps_its_states(real: Path, tmp_path: Path) -> None:

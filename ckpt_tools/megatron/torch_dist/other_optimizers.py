@@ -85,7 +85,8 @@ def _reshardable(files: Files, catalog: Catalog, chain: int, part: Any) -> Any:
         about = bucket_object(key)
         if not groups and about and (about.chain, about.group, about.what) == (chain, 0, "optimizer"):
             groups = optimizer_groups(load_object(files, stored.item)[0])
-    return {"optimizer": {"param_groups": groups}, _SHARDING: "fully_reshardable"}
+    scaler = {"grad_scaler": part["grad_scaler"]} if part.get("grad_scaler") else {}
+    return {"optimizer": {"param_groups": groups}, **scaler, _SHARDING: "fully_reshardable"}
 
 
 def parts_of(entry: Any) -> tuple[Any, ...]:
