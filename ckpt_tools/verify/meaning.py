@@ -11,6 +11,8 @@ from ckpt_tools.megatron.keys import (
     BUFFERS,
     EXPERTS,
     HALVES,
+    KEPT,
+    ParameterKey,
     bucket_key,
     canonical_kind,
     fsdp_state,
@@ -162,16 +164,21 @@ def check_torch_dist_states(
     return found.done()
 
 
+def _state_or_kept(key: str) -> ParameterKey | None:
+    """The optimizer state that a key of `fsdp_dtensor` names, one that is kept beside too."""
+    return fsdp_state(key.removeprefix(KEPT))
+
+
 def check_fsdp_states(catalog: Catalog, common: CommonState) -> Check:
     """Whether every optimizer state has its weight, of the same shape, and every weight all kinds of state."""
     found = Findings("states", "states")
     group = {of_group.field: None for of_group in map(group_key, catalog.objects) if of_group}
-    held = {state.kind for state in map(fsdp_state, catalog.tensors) if state}
+    held = {state.kind for state in map(_state_or_kept, catalog.tensors) if state}
     _check_expected(held, expected_states(common, [group]), bool(group), found)
     shapes = _fsdp_shapes(catalog)
     have: dict[str, set[str]] = {}
     for key, entry in catalog.tensors.items():
-        state = fsdp_state(key)
+        state = _state_or_kept(key)
         if not state:
             continue
         found.looked_at += 1

@@ -13,6 +13,7 @@ import torch
 
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.diff import diff_checkpoints
+from ckpt_tools.commands.modify import modify_state_dict
 from ckpt_tools.commands.opened import open_checkpoint
 from ckpt_tools.commands.placements import Layout
 from ckpt_tools.commands.slice import slice_layers
@@ -199,6 +200,15 @@ def test_verify_finds_a_state_that_one_weight_of_muon_has_lost(real: Path, tmp_p
     assert [(f.where, f.message) for f in report.findings if f.where.startswith("decoder")] == [
         ("decoder.final_layernorm.weight", "its states ['exp_avg_sq'] are missing, others are there")
     ]
+
+
+def test_verify_looks_at_what_is_kept(real: Path, tmp_path: Path) -> None:
+    convert_to_fsdp_dtensor(str(real / "core016_sgd"), str(tmp_path / "out"), KEEPING)
+    assert not verify_checkpoint(str(tmp_path / "out")).findings
+    lost = "kept.optimizer.state.module.module.module.decoder.final_layernorm.weight.momentum_buffer"
+    modify_state_dict(str(tmp_path / "out"), str(tmp_path / "less"), [f"remove {re.escape(lost)}"])
+    (finding,) = verify_checkpoint(str(tmp_path / "less")).findings
+    assert finding.where == "model.module.decoder.final_layernorm.weight"
 
 
 def test_another_form_of_a_checkpoint_keeps_its_states(real: Path, tmp_path: Path) -> None:
