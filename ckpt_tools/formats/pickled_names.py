@@ -21,7 +21,7 @@ _KNOWN = re.compile(
     r"|(megatron|nemo|nvidia_resiliency_ext)\.[\w.]+"
     # classes of optimizers, which an offloaded optimizer has among the settings of its groups
     r"|torch\.optim\.\w+\.(Adam|AdamW|SGD)"
-    r"|(transformer_engine\.pytorch|apex)\.optimizers\.\w+\.Fused(Adam|SGD)|deepspeed\.ops\.adam\.\w+\.\w*Adam"
+    r"|(transformer_engine\.pytorch|apex)\.optimizers\.\w+\.Fused(Adam|SGD)"
 )
 
 

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.diff import diff_checkpoints
+from ckpt_tools.commands.load_dtensors import load_dtensors
 from ckpt_tools.commands.modify import modify_state_dict
 from ckpt_tools.commands.opened import open_checkpoint
 from ckpt_tools.commands.placements import Layout
@@ -209,6 +211,17 @@ def test_verify_looks_at_what_is_kept(real: Path, tmp_path: Path) -> None:
     modify_state_dict(str(tmp_path / "out"), str(tmp_path / "less"), [f"remove {re.escape(lost)}"])
     (finding,) = verify_checkpoint(str(tmp_path / "less")).findings
     assert finding.where == "model.module.decoder.final_layernorm.weight"
+
+
+def test_a_running_job_is_not_handed_what_is_kept(real: Path, tmp_path: Path) -> None:
+    convert_to_fsdp_dtensor(str(real / "core016_sgd"), str(tmp_path / "out"), KEEPING)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        loaded = load_dtensors(str(tmp_path / "out"), mesh)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert len(loaded) == 18 and all(key.startswith("model.") for key in loaded)
 
 
 def test_another_form_of_a_checkpoint_keeps_its_states(real: Path, tmp_path: Path) -> None:
