@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import re
 import tarfile
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 
 from ckpt_tools.cli.app import run
@@ -316,6 +319,16 @@ def test_no_job_asks_for_what_is_kept_of_fp8(tmp_path: Path) -> None:
     }  # it has TP 2, the native one 1
     assert native - ours == set()
     assert len(more) == 8 and all(key.startswith(KEPT) for key in more)
+    known = oracle.metadata(source_of(fixture_dir("n_fp8p_dp2"))).state_dict_metadata
+    asked = {
+        key: torch.full(tuple(entry.size), torch.nan)
+        for key, entry in known.items()
+        if isinstance(entry, TensorStorageMetadata) and not key.startswith("rng_state")
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # what no_dist asks for
+        load(asked, storage_reader=FileSystemReader(str(tmp_path / "out")), no_dist=True)  # strict
+    assert asked and not any(value.isnan().any() for value in asked.values())
 
 
 def test_the_way_back_says_that_weights_are_no_longer_those_of_fp8(tmp_path: Path) -> None:
