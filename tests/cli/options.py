@@ -39,7 +39,8 @@ OPTIONS = {
     ),
     "plan": (
         "--follow-links --rank --tensor --json --svg --html --target --layer-spec --experts --swiglu --no-swiglu "
-        "--weights-only --layout --world-size --gpus --dp-shard --dp-outer --tp --cp --ep --etp --pp --strategy "
+        "--weights-only --keep-states --layout --world-size --gpus --dp-shard --dp-outer --tp --cp --ep --etp "
+        "--pp --strategy "
         "--outer-strategy --iteration --ignore-keys --trust-pickle --enable-msc"
     ),
     "export-hf": (

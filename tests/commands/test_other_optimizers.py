@@ -277,6 +277,16 @@ def test_states_cannot_be_kept_of_weights_alone(real: Path, tmp_path: Path) -> N
         convert_to_fsdp_dtensor(str(real / "core016_sgd"), str(tmp_path / "out"), options)
 
 
+def test_a_plan_prices_what_is_kept(real: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", str(real / "core016_sgd"), "--gpus", "2", "--json"]
+    sizes = []
+    for more in ([], ["--keep-states"]):
+        assert run([*words, *more]) == 0
+        said = json.loads(capsys.readouterr().out)
+        sizes.append((said["tensor_count"], bool(said["kept"])))
+    assert sizes == [(18, False), (36, True)]
+
+
 def test_the_command_says_what_is_kept(
     real: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
