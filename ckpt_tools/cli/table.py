@@ -135,7 +135,7 @@ FSDP_TARGET = frozenset({
     "tp",
 })  # fmt: skip
 TORCH_DIST_TARGET = frozenset({
-    "dialect", "layer_spec", "weights_only", "keep_states", "dtype", "extra_state", "stacked", "like_source",
+    "dialect", "layer_spec", "weights_only", "dtype", "extra_state", "stacked", "like_source",
     "gpus", "tp", "ep", "etp",
 })  # fmt: skip
 REWRITING = frozenset({"check_source", "overwrite", "quiet", "as_json"})
