@@ -13,6 +13,7 @@
 * `edit`: `modify-state-dict`, `slice`, `print-tensor`
 * `average`: `average`
 * `strip`: `strip`
+* `stats`: `stats`
 * `verify`: `verify`, `diff`, `preflight`
 * `environment`: `env`, `--version`
 * `render`: tables for people, JSON for programs

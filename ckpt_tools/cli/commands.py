@@ -22,6 +22,7 @@ MODULES = {
     "convert-torch-dist-to-fsdp-dtensor": "convert",
     "convert-fsdp-dtensor-to-torch-dist": "convert",
     "build-param-group-map": "convert",
+    "stats": "stats",
     "plan": "plan",
     "export-hf": "huggingface",
     "import-hf": "huggingface",

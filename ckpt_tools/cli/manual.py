@@ -55,6 +55,12 @@ PAGES = {
         ("The values of small objects too", "print-torch-dcp-in-json FSDP/iter_0000002 --values"),
         ("Turn a dump into its map file, beside it", "print-torch-dcp-in-json DUMP"),
     )),
+    "stats": Page(LOOK, "norms, NaN, Inf; what a training changed", (
+        ("Norms by layer and role; is anything NaN?", "stats RUN"),
+        ("As a page, with histograms", "stats FSDP --html OUT.html"),
+        ("Every tensor of some names", "stats RUN --keys '*linear_fc2*' --role weight"),
+        ("What has changed from one to the other", "stats RUN FSDP"),
+    )),
     "plan": Page(CONVERT, "what a conversion would do, and its cost", (
         ("Bytes and memory of every rank of a job", "plan RUN --dp-shard 4"),
         ("Who owns what, as a picture", "plan RUN --dp-shard 4 --svg OUT.svg"),

@@ -17,6 +17,11 @@
 * `target_job`: the job that will load an output
 * `iterations`: `--iteration all`
 * `outputs`: where a result goes, and what is reported of it
+* `named_tensors`: the tensors of any checkpoint by parameter, layer and role
+* `stats`: `stats`
+* `stats_page`: its pictures
+* `strips`: layers as columns, kinds of tensors as rows
+* `pages`: what all pages and drawings share
 * `plan`: `plan`
 * `picture`: its pictures
 * `group_map`: `build-param-group-map`

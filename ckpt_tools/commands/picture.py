@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from html import escape as escape_html
 from typing import NamedTuple
 
+from ckpt_tools.commands.pages import safe, size
 from ckpt_tools.model.dtypes import itemsize
 from ckpt_tools.sharding.fsdp2 import chunk_length
 from ckpt_tools.sharding.parameters import row_size
@@ -159,18 +159,12 @@ def svg(shown: Picture) -> str:
     )
 
 
-def safe(text: str) -> str:
-    """Text inside an element or an attribute: no markup, and nothing that hides or turns what stands beside it."""
-    shown = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
-    return escape_html(shown)
-
-
 def html(shown: Picture) -> str:
     """A page with the picture and a table of the ranks."""
     totals = [sum(s.length for s in row) for row in shown.rows]
     listed = _sampled(len(shown.rows), 64)
     rows = "\n".join(
-        f"<tr><td>{rank}</td><td>{_size(totals[rank])}</td><td>{_size(shown.row_bytes - totals[rank])}</td>"
+        f"<tr><td>{rank}</td><td>{size(totals[rank])}</td><td>{size(shown.row_bytes - totals[rank])}</td>"
         f"<td>{len({s.tensor for s in shown.rows[rank]})}</td></tr>"
         for rank in listed
     )
@@ -190,8 +184,8 @@ def _header(shown: Picture, totals: dict[str, int]) -> Iterator[str]:
     padding = whole - sum(totals.values())
     yield f'<text class="title" x="{LEFT}" y="26">{safe(shown.title)}</text>'
     yield (
-        f'<text x="{LEFT}" y="46">one row a rank, {_size(shown.row_bytes)} of weight buffers each; '
-        f"what no tensor fills is padding: {_size(padding)}, {100 * padding / max(whole, 1):.1f} %. "
+        f'<text x="{LEFT}" y="46">one row a rank, {size(shown.row_bytes)} of weight buffers each; '
+        f"what no tensor fills is padding: {size(padding)}, {100 * padding / max(whole, 1):.1f} %. "
         "Columns are FSDP units, bare numbers are layers.</text>"
     )
 
@@ -224,7 +218,7 @@ def _bars(shown: Picture, height: float, scale: float) -> Iterator[str]:
             if not one_by_one:
                 paths.setdefault(kind, []).append(f"M{x:.1f} {y:.2f}h{width:.1f}v{thick:.2f}h-{width:.1f}z")
                 continue
-            text = f"rank {rank}: {segment.tensor}, {_size(segment.length)}"
+            text = f"rank {rank}: {segment.tensor}, {size(segment.length)}"
             yield (
                 f'<rect class="{_css(kind)}" x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{thick:.2f}">'
                 f"<title>{safe(text)}</title></rect>"
@@ -281,8 +275,8 @@ def _rank_labels(count: int, height: float) -> Iterator[str]:
 def _legend(totals: dict[str, int], whole: int, bottom: float) -> Iterator[str]:
     x, y = float(LEFT), bottom + 22
     padding = whole - sum(totals.values())
-    for kind, size in [*totals.items(), ("padding", padding)]:
-        text = f"{kind} {_size(size)}"
+    for kind, nbytes in [*totals.items(), ("padding", padding)]:
+        text = f"{kind} {size(nbytes)}"
         width = 26 + len(text) * CHAR
         if x + width > WIDTH - RIGHT:
             x, y = float(LEFT), y + 20
@@ -313,15 +307,6 @@ def _css(kind: str) -> str:
 def _sampled(count: int, most: int) -> list[int]:
     step = -(-count // most)
     return sorted({*range(0, count, step), count - 1})
-
-
-def _size(count: int) -> str:
-    value, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
 _COLOURS = "".join(f".{_css(kind)}{{fill:{colour}}}" for kind, _, colour in KINDS)

@@ -10,7 +10,7 @@ from typing import Any
 from ckpt_tools.commands.close_names import close_names
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.read_values import json_value
-from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError
+from ckpt_tools.errors import MappingError, UsageError
 from ckpt_tools.execute.read_box import BoxReader
 from ckpt_tools.formats.container import load_object
 from ckpt_tools.model.box import Box, full_box
@@ -110,8 +110,6 @@ def to_numbers(values: Array, dtype: str) -> Array:
 def _statistics(read: Any, box: Box, dtype: str) -> dict[str, Any]:
     from ckpt_tools.verify.values import Statistics
 
-    if dtype.startswith(("float8", "complex")):
-        raise UnsupportedCheckpointError(f"statistics of {dtype} are not supported")
     found = Statistics()
     for tile in row_major_tiles(box, _TILE_BYTES // itemsize(dtype)):
         if not tile.is_empty:

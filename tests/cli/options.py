@@ -36,6 +36,10 @@ OPTIONS = {
         "-o --output --explain --target --layer-spec --experts --swiglu --no-swiglu --iteration --enable-msc "
         "--follow-links"
     ),
+    "stats": (
+        "--keys --role --by --svg --html --iteration --threads --json --quiet -q --trust-pickle --enable-msc "
+        "--follow-links"
+    ),
     "plan": (
         "--follow-links --rank --tensor --json --svg --html --target --layer-spec --experts --swiglu --no-swiglu "
         "--weights-only --layout --world-size --gpus --dp-shard --dp-outer --tp --cp --ep --etp --pp --strategy "

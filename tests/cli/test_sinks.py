@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from ckpt_tools.cli import findings, render
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands import picture
+from ckpt_tools.commands import pages
 from ckpt_tools.verify.report import Check, Finding, Report
 from tests.conftest import DATA, REPO
 
@@ -153,7 +153,7 @@ def test_junit(name: str) -> None:
 @given(name=names)
 @example(name="\n".join(EVIL))
 def test_pictures(name: str) -> None:
-    for text in (picture.safe(name),):
+    for text in (pages.safe(name),):
         assert all(c.isprintable() or c == "\n" for c in text)
         assert not re.search(r"[<>\"']", text)
         assert html.unescape(text) == render.escape_lines(name) or "##" in name or "::" in name
