@@ -63,6 +63,9 @@ _PUBLIC = {
     "average_checkpoints": "commands.average",
     "strip_checkpoint": "commands.strip",
     "print_tensor": "commands.print_tensor",
+    "StatsOptions": "commands.stats",
+    "checkpoint_statistics": "commands.stats",
+    "checkpoint_change": "commands.stats",
 }
 __all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604  keys of _PUBLIC are strings
 
@@ -85,6 +88,9 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
     from ckpt_tools.commands.print_tensor import print_tensor as print_tensor
     from ckpt_tools.commands.rewrite import EditOptions as EditOptions
     from ckpt_tools.commands.slice import slice_layers as slice_layers
+    from ckpt_tools.commands.stats import StatsOptions as StatsOptions
+    from ckpt_tools.commands.stats import checkpoint_change as checkpoint_change
+    from ckpt_tools.commands.stats import checkpoint_statistics as checkpoint_statistics
     from ckpt_tools.commands.strip import strip_checkpoint as strip_checkpoint
     from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions as ConvertOptions
     from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor as convert_to_fsdp_dtensor

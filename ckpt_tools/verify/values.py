@@ -117,8 +117,8 @@ class Statistics:
 
     def _add_values(self, values: Array, times: Array | None = None) -> None:
         """Count each of `values`, or as often as `times` says."""
-        weighted = values if times is None else values * times
         with np.errstate(over="ignore", invalid="ignore"):
+            weighted = values if times is None else values * times
             squares = float(np.dot(values, weighted))
         if math.isfinite(squares):  # then every element is
             self.census.elements += _count(None, values, times)
@@ -131,10 +131,11 @@ class Statistics:
                 squares = float(np.dot(values, weighted))
         if not len(values):
             return
+        with np.errstate(over="ignore", invalid="ignore"):
+            self.total += float(weighted.sum())
         self.zeros += _count(values == 0, values, times)
         self.smallest = min(self.smallest, float(values.min()))
         self.largest = max(self.largest, float(values.max()))
-        self.total += float(weighted.sum())
         self.squares += squares
         if self.exponents is not None:
             of = values.view(np.uint64) >> 52 & 0x7FF

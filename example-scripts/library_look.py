@@ -1,0 +1,17 @@
+"""Look at the values of a checkpoint, and at what a training has changed.
+
+python example-scripts/library_look.py RUN/iter_0001000 RUN/iter_0002000
+"""
+
+import sys
+
+from ckpt_tools import StatsOptions, checkpoint_change, checkpoint_statistics
+
+before, after = sys.argv[1:]
+found = checkpoint_statistics(before)
+sick = [t.named.title for t in found.sick()]
+print(", ".join(sick) if sick else f"no NaN in {len(found.tensors)} tensors")
+for (layer, role), change in (
+    checkpoint_change(before, after, StatsOptions(roles=("master",))).layers().items()
+):
+    print(f"{layer or 'outside of layers'}, {role}: {change.relative}, cosine {change.cosine}")
