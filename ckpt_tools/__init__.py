@@ -63,6 +63,8 @@ _PUBLIC = {
     "average_checkpoints": "commands.average",
     "strip_checkpoint": "commands.strip",
     "print_tensor": "commands.print_tensor",
+    "list_run": "commands.ls",
+    "disk_usage": "commands.du",
     "StatsOptions": "commands.stats",
     "checkpoint_statistics": "commands.stats",
     "checkpoint_change": "commands.stats",
@@ -73,6 +75,7 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
     from ckpt_tools.commands.average import AverageOptions as AverageOptions
     from ckpt_tools.commands.average import average_checkpoints as average_checkpoints
     from ckpt_tools.commands.diff import diff_checkpoints as diff_checkpoints
+    from ckpt_tools.commands.du import disk_usage as disk_usage
     from ckpt_tools.commands.export_hf import ExportOptions as ExportOptions
     from ckpt_tools.commands.export_hf import export_hf as export_hf
     from ckpt_tools.commands.group_map import build_group_map as build_group_map
@@ -80,6 +83,7 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
     from ckpt_tools.commands.import_hf import import_hf as import_hf
     from ckpt_tools.commands.inspect import inspect_checkpoint as inspect_checkpoint
     from ckpt_tools.commands.load_dtensors import load_dtensors as load_dtensors
+    from ckpt_tools.commands.ls import list_run as list_run
     from ckpt_tools.commands.modify import modify_state_dict as modify_state_dict
     from ckpt_tools.commands.opened import open_checkpoint as open_checkpoint
     from ckpt_tools.commands.placements import Layout as Layout

@@ -13,6 +13,8 @@
 * `edit`: `modify-state-dict`, `slice`, `print-tensor`
 * `average`: `average`
 * `strip`: `strip`
+* `ls`: `ls`
+* `du`: `du`
 * `stats`: `stats`
 * `verify`: `verify`, `diff`, `preflight`
 * `environment`: `env`, `--version`

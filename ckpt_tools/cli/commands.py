@@ -22,6 +22,8 @@ MODULES = {
     "convert-torch-dist-to-fsdp-dtensor": "convert",
     "convert-fsdp-dtensor-to-torch-dist": "convert",
     "build-param-group-map": "convert",
+    "ls": "ls",
+    "du": "du",
     "stats": "stats",
     "plan": "plan",
     "export-hf": "huggingface",

@@ -52,6 +52,12 @@ def inspect(
     iteration: Annotated[int | None, typer.Option(help="Iteration of a root, instead of its latest.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
     tree: Annotated[bool, typer.Option("--tree", help="List keys as a tree.")] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            "--html", callback=in_a_folder, help="Write a page: the tree, a search, chunks over ranks."
+        ),
+    ] = None,
     list_group_meta: Annotated[
         bool,
         typer.Option(
@@ -68,6 +74,12 @@ def inspect(
     found = inspect_checkpoint(checkpoint, iteration, keys or (), list_group_meta, trust_pickle)
     if keys:
         render.say_unmatched("--keys", keys, (*found.catalog.tensors, *found.catalog.objects))
+    if html is not None:
+        from ckpt_tools.commands.inspect_page import inspection_html
+
+        render.write_text(html, inspection_html(found), checkpoint)
+        if str(html) == "-":
+            return
     if as_json:
         sys.stdout.writelines(render.json_lines(found.summary(), _json_lists(found)))
         return

@@ -43,6 +43,7 @@ PAGES = {
     "inspect": Page(LOOK, "what a checkpoint is and what it holds", (
         ("Everything that the metadata tells", "inspect RUN"),
         ("The tensors of one layer, as a tree", "inspect FSDP --keys '*.layers.0.*' --tree"),
+        ("As a page with a search", "inspect RUN --html OUT.html"),
         ("Another iteration than the tracker's, for a program", "inspect RUN --iteration 2 --json"),
     )),
     "print-tensor": Page(LOOK, "one tensor or object, or a part of it", (
@@ -54,6 +55,15 @@ PAGES = {
         ("Keys, shapes, chunks and where their bytes lie", "print-torch-dcp-in-json RUN/iter_0000002 -o OUT.json"),
         ("The values of small objects too", "print-torch-dcp-in-json FSDP/iter_0000002 --values"),
         ("Turn a dump into its map file, beside it", "print-torch-dcp-in-json DUMP"),
+    )),
+    "ls": Page(LOOK, "the iterations of a run", (
+        ("Which iterations are whole, and how large?", "ls RUN"),
+        ("For a program", "ls FSDP --json"),
+    )),
+    "du": Page(LOOK, "where the bytes of a run lie", (
+        ("By iteration, role and element type; what is twice", "du RUN"),
+        ("As a tree map", "du RUN --html OUT.html"),
+        ("By layer and rank", "du FSDP --by layer --by rank"),
     )),
     "stats": Page(LOOK, "norms, NaN, Inf; what a training changed", (
         ("Norms by layer and role; is anything NaN?", "stats RUN"),

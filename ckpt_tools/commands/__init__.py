@@ -2,6 +2,7 @@
 
 * `opened`: a checkpoint opened for reading
 * `inspect`: what a checkpoint is and holds
+* `inspect_page`: its page
 * `dcp_json`: `print-torch-dcp-in-json`
 * `print_tensor`: `print-tensor`
 * `read_values`: Python values as JSON values
@@ -17,6 +18,9 @@
 * `target_job`: the job that will load an output
 * `iterations`: `--iteration all`
 * `outputs`: where a result goes, and what is reported of it
+* `ls`: `ls`
+* `du`: `du`
+* `du_page`: its picture
 * `named_tensors`: the tensors of any checkpoint by parameter, layer and role
 * `stats`: `stats`
 * `stats_page`: its pictures

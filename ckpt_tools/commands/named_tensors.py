@@ -155,13 +155,13 @@ def _by_keys(opened: Opened) -> NamedTensors:
     def named(key: str, entry: TensorEntry) -> NamedTensor:
         tensor = TargetTensor(key, entry.dtype, entry.shape, (Source(key),))
         keys = tuple(dict.fromkeys(catalog.stored_keys(key)))
-        return NamedTensor(key, part_of(_weight(key, kind)), role_of(key), tensor, keys=keys)
+        return NamedTensor(key, part_of(weight_name(key, kind)), role_of(key), tensor, keys=keys)
 
     found = (named(key, entry) for key, entry in catalog.tensors.items() if key not in left_out)
     return NamedTensors(KEYS, catalog, in_layer_order(found), notes)
 
 
-def _weight(key: str, kind: str) -> str:
+def weight_name(key: str, kind: str) -> str:
     """The name of the weight whose value or state stands under a key; the key where it is of none."""
     if kind == "fsdp_dtensor":
         return parameter_name(key) or key

@@ -2,7 +2,8 @@
 
 OPTIONS = {
     "inspect": (
-        "--keys --iteration --json --tree --not-ignore-param-to-group-meta --enable-msc --trust-pickle --follow-links"
+        "--keys --iteration --json --tree --html --not-ignore-param-to-group-meta --enable-msc --trust-pickle "
+        "--follow-links"
     ),
     "print-torch-dcp-in-json": (
         "--values -o --output --no-write --enable-msc --trust-pickle --follow-links"
@@ -35,6 +36,12 @@ OPTIONS = {
     "build-param-group-map": (
         "-o --output --explain --target --layer-spec --experts --swiglu --no-swiglu --iteration --enable-msc "
         "--follow-links"
+    ),
+    "ls": (
+        "--json --trust-pickle --enable-msc --follow-links"
+    ),
+    "du": (
+        "--by --duplicates --no-duplicates --svg --html --iteration --json --trust-pickle --enable-msc --follow-links"
     ),
     "stats": (
         "--keys --role --by --svg --html --iteration --threads --json --quiet -q --trust-pickle --enable-msc "
