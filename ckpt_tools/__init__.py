@@ -34,7 +34,7 @@ __version__ = "0.1.0"
 # the command line nor a caller pays for what it does not use.
 _PUBLIC = {
     "CkptError": "errors",
-    "open_checkpoint": "commands.opened",
+    "open": "commands.checkpoint",
     "inspect_checkpoint": "commands.inspect",
     "build_group_map": "commands.group_map",
     "ConvertOptions": "commands.to_fsdp_dtensor",
@@ -74,6 +74,7 @@ __all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604  keys of _PUBLIC are string
 if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
     from ckpt_tools.commands.average import AverageOptions as AverageOptions
     from ckpt_tools.commands.average import average_checkpoints as average_checkpoints
+    from ckpt_tools.commands.checkpoint import open as open
     from ckpt_tools.commands.diff import diff_checkpoints as diff_checkpoints
     from ckpt_tools.commands.du import disk_usage as disk_usage
     from ckpt_tools.commands.export_hf import ExportOptions as ExportOptions
@@ -85,7 +86,6 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
     from ckpt_tools.commands.load_dtensors import load_dtensors as load_dtensors
     from ckpt_tools.commands.ls import list_run as list_run
     from ckpt_tools.commands.modify import modify_state_dict as modify_state_dict
-    from ckpt_tools.commands.opened import open_checkpoint as open_checkpoint
     from ckpt_tools.commands.placements import Layout as Layout
     from ckpt_tools.commands.plan import plan_checkpoint as plan_checkpoint
     from ckpt_tools.commands.preflight import preflight as preflight

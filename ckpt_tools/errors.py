@@ -18,8 +18,17 @@ class CkptError(Exception):
 
     exit_code = 70
 
+    def __init__(self, message: str = "", problems: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self._problems = tuple(problems)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Everything that is wrong, one text each: all of it, where the message lists the first few."""
+        return tuple(map(redacted, self._problems)) or (str(self),)
+
     def __str__(self) -> str:
-        return redacted(super().__str__())
+        return redacted(Exception.__str__(self))
 
 
 class UsageError(CkptError):
@@ -48,6 +57,10 @@ class MappingError(CkptError):
     """A key without a rule, a shape clash, or a missing parameter group."""
 
     exit_code = 5
+
+
+class NoSuchKeyError(MappingError, KeyError):
+    """Nothing has the name that was asked for: to Python a KeyError."""
 
 
 class VerificationError(CkptError):

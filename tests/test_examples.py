@@ -71,6 +71,13 @@ def test_the_examples_show_the_whole_public_api() -> None:
         for node in ast.walk(ast.parse(script.read_text()))
         if isinstance(node, ast.ImportFrom) and node.module == "ckpt_tools"
         for alias in node.names
+    } | {
+        node.attr
+        for script in SCRIPTS
+        for node in ast.walk(ast.parse(script.read_text()))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "ckpt_tools"
     }
     assert shown == set(ckpt_tools.__all__) - {"__version__"}
 

@@ -1,6 +1,7 @@
 """What the verbs do, as library functions; `cli/` asks for them. They share how a checkpoint is opened and laid out.
 
 * `opened`: a checkpoint opened for reading
+* `checkpoint`: `ckpt_tools.open`: a checkpoint as an object that is indexed
 * `inspect`: what a checkpoint is and holds
 * `inspect_page`: its page
 * `dcp_json`: `print-torch-dcp-in-json`

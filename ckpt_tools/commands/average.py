@@ -23,7 +23,7 @@ from ckpt_tools.execute.prove import prove_payloads
 from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, write_checkpoint
 from ckpt_tools.execute.work import MIN_TILE_BYTES
 from ckpt_tools.formats.container import read_archive, read_small_file
-from ckpt_tools.formats.files import read_whole
+from ckpt_tools.formats.files import AnyPath, path_text, read_whole
 from ckpt_tools.formats.joined_files import JoinedFiles
 from ckpt_tools.formats.safetensors import INDEX_FILE, MAX_INDEX_BYTES
 from ckpt_tools.model.box import Box, full_box
@@ -68,8 +68,8 @@ class Averaged:
 
 
 def average_checkpoints(
-    sources: Sequence[str],
-    output: str,
+    sources: Sequence[AnyPath],
+    output: AnyPath,
     options: AverageOptions | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Averaged:
@@ -82,26 +82,27 @@ def average_checkpoints(
         UnsupportedCheckpointError: numbers that have no mean.
         Otherwise the errors of opening, planning and writing.
     """
+    paths, output = [path_text(source) for source in sources], path_text(output)
     options = options or AverageOptions()
-    weights = mean_weights(len(sources), options.weights, options.ema)
+    weights = mean_weights(len(paths), options.weights, options.ema)
     with ExitStack() as stack:
         opened = [
             stack.enter_context(open_checkpoint(source, options.iteration, options.trust_pickle))
-            for source in sources
+            for source in paths
         ]
-        _check_places(sources, output, opened)
+        _check_places(paths, output, opened)
         read = [_read(one, options.write) for one in opened]
         parts, checked = [its for its, _ in read], read[-1][1]
         check_alike(parts, opened)
         catalog, targets = mean_targets(opened, parts[-1], weights)
         make = _safetensors if opened[-1].location.kind == "safetensors" else _dcp
-        plan, place = make(sources[-1], opened[-1], output, catalog, targets, options)
+        plan, place = make(paths[-1], opened[-1], output, catalog, targets, options)
         files = JoinedFiles(one.files for one in opened)
-        write = _within_memory(options.write, len(sources))
+        write = _within_memory(options.write, len(paths))
         written = write_checkpoint(plan, files, place, write, progress=progress)
         last = opened[-1]
     return Averaged(
-        tuple(sources),
+        tuple(paths),
         output,
         last.location.kind,
         weights,

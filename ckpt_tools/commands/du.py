@@ -19,6 +19,7 @@ from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.errors import CkptError, CorruptCheckpointError, StorageError, UsageError
 from ckpt_tools.execute.source_reader import ChunkRef, SourceReader
 from ckpt_tools.formats.detect import locate
+from ckpt_tools.formats.files import AnyPath, path_text
 from ckpt_tools.formats.tree import files_below
 from ckpt_tools.megatron.keys import bucket_key, role_of, stacked_layers
 from ckpt_tools.model.box import Box
@@ -118,7 +119,7 @@ class Usage:
 
 
 def disk_usage(
-    place: str, iteration: int | None = None, duplicates: bool = True, trust_pickle: bool = False
+    place: AnyPath, iteration: int | None = None, duplicates: bool = True, trust_pickle: bool = False
 ) -> Usage:
     """Where the bytes lie at `place`, a run's root with all its iterations or one checkpoint.
 
@@ -130,6 +131,7 @@ def disk_usage(
         UnsupportedCheckpointError: nothing is there.
         StorageError: the system or the store refused.
     """
+    place = path_text(place)
     sizes = files_below(place)
     names = iteration_names(place)
     is_root = bool(names) and iteration is None

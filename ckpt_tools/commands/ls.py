@@ -8,7 +8,7 @@ from typing import Any
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.errors import CkptError, CorruptCheckpointError, StorageError, UsageError
 from ckpt_tools.formats.detect import iteration_folders, locate
-from ckpt_tools.formats.files import open_files
+from ckpt_tools.formats.files import AnyPath, open_files, path_text
 from ckpt_tools.formats.tree import files_below
 from ckpt_tools.megatron.record import AXES, read_record
 from ckpt_tools.verify.structure import check_files
@@ -75,13 +75,14 @@ class RunListing:
         }
 
 
-def list_run(root: str, trust_pickle: bool = False) -> RunListing:
+def list_run(root: AnyPath, trust_pickle: bool = False) -> RunListing:
     """The iterations in a run's root, or the one checkpoint that `root` is. No tensor byte is read.
 
     Raises:
         UnsupportedCheckpointError: nothing is there.
         StorageError: the system or the store refused.
     """
+    root = path_text(root)
     sizes = files_below(root)
     names = iteration_names(root)
     if not names:

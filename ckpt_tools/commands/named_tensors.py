@@ -17,7 +17,7 @@ from ckpt_tools.commands.opened import Opened
 from ckpt_tools.commands.read_model import READ, Wanted, read_model
 from ckpt_tools.errors import CkptError, StorageError, UsageError
 from ckpt_tools.megatron.huggingface.quantized import SETTINGS, dequantized
-from ckpt_tools.megatron.keys import layer_of, parameter_name, role_of, state_key
+from ckpt_tools.megatron.keys import layer_of, one_expert, parameter_name, role_of, state_key
 from ckpt_tools.model.catalog import Catalog, TensorEntry
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.target import Source, TargetTensor
@@ -54,8 +54,8 @@ class NamedTensor:
 
     @property
     def title(self) -> str:
-        """The name, with the expert's number where the name does not tell it."""
-        return self.name if self.expert is None else f"{self.name} (expert {self.expert})"
+        """The name, with the expert's number."""
+        return one_expert(self.name, self.expert)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from ckpt_tools.commands.target_job import TargetJob
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, prepare
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.detect import Location
+from ckpt_tools.formats.files import AnyPath, path_text
 from ckpt_tools.model.dtypes import itemsize
 from ckpt_tools.model.target import Target
 from ckpt_tools.model.transfers import OutputItem, Plan, item_rows, plan_summary
@@ -152,7 +153,7 @@ class Priced:
 
 
 def plan_checkpoint(
-    source: str,
+    source: AnyPath,
     layout: Layout,
     options: ConvertOptions | None = None,
     rank: int | None = None,
@@ -167,6 +168,7 @@ def plan_checkpoint(
     Raises the errors of `convert_to_fsdp_dtensor` up to its plan, and:
         UsageError: there is no such rank, or no tensor that a glob matches.
     """
+    source = path_text(source)
     if rank is not None and not 0 <= rank < layout.ranks:
         raise UsageError(f"--rank {rank}: this layout has ranks 0 to {layout.ranks - 1}")
     options = options or ConvertOptions()

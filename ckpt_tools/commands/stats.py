@@ -26,6 +26,7 @@ from ckpt_tools.commands.named_tensors import (
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.read_values import json_value
 from ckpt_tools.errors import UsageError, list_problems
+from ckpt_tools.formats.files import AnyPath, path_text
 from ckpt_tools.model.dtypes import itemsize
 from ckpt_tools.model.roles import MASTER, WEIGHT
 from ckpt_tools.model.target import TargetTensor
@@ -153,7 +154,7 @@ class CheckpointChange:
 
 
 def checkpoint_statistics(
-    source: str, options: StatsOptions | None = None, progress: Progress = lambda _done, _total: None
+    source: AnyPath, options: StatsOptions | None = None, progress: Progress = lambda _done, _total: None
 ) -> CheckpointStatistics:
     """What the values of the checkpoint at `source` are like; `progress` is told (bytes done, in all).
 
@@ -161,6 +162,7 @@ def checkpoint_statistics(
         UsageError: a glob or a role that matches nothing.
         Otherwise the errors of opening and reading checkpoints.
     """
+    source = path_text(source)
     options = options or StatsOptions()
     with open_checkpoint(source, options.iteration, options.trust_pickle) as opened:
         named = named_tensors(opened, options.by)
@@ -184,7 +186,10 @@ def checkpoint_statistics(
 
 
 def checkpoint_change(
-    a: str, b: str, options: StatsOptions | None = None, progress: Progress = lambda _done, _total: None
+    a: AnyPath,
+    b: AnyPath,
+    options: StatsOptions | None = None,
+    progress: Progress = lambda _done, _total: None,
 ) -> CheckpointChange:
     """How the values at `a` have moved at `b`; `progress` is told (bytes done, in all).
 
@@ -192,6 +197,7 @@ def checkpoint_change(
         UsageError: a glob or a role that matches nothing, or checkpoints without a name in common.
         Otherwise the errors of opening and reading checkpoints.
     """
+    a, b = path_text(a), path_text(b)
     options = options or StatsOptions()
     with ExitStack() as stack:
         first, second = (
@@ -292,7 +298,7 @@ def _chosen(tensors: Sequence[NamedTensor], options: StatsOptions) -> list[Named
     if not wrong and not found:
         wrong = ["the checkpoint holds no tensor that is asked for"]
     if wrong:
-        raise UsageError(f"nothing to measure:\n{list_problems(wrong)}")
+        raise UsageError(f"nothing to measure:\n{list_problems(wrong)}", wrong)
     return found
 
 

@@ -25,7 +25,7 @@ from ckpt_tools.commands.read_model import Wanted, need_kind, read_model
 from ckpt_tools.commands.relayout import need_other_job, prepare_relayout
 from ckpt_tools.commands.target_job import TargetJob, need_tp, said_tp
 from ckpt_tools.execute.run import CheckLevel
-from ckpt_tools.formats.files import Files
+from ckpt_tools.formats.files import AnyPath, Files, path_text
 from ckpt_tools.megatron.bridge import (
     LATEST_TRAIN_STATE,
     RUN_CONFIG,
@@ -55,8 +55,8 @@ class ConvertOptions(MegatronOptions):
 
 
 def convert_to_fsdp_dtensor(
-    source: str,
-    output: str,
+    source: AnyPath,
+    output: AnyPath,
     options: ConvertOptions | None = None,
     progress: Progress | None = None,
     dry_run: bool = False,
@@ -72,6 +72,7 @@ def convert_to_fsdp_dtensor(
         VerificationError: masters that do not round to the stored weights.
         CorruptCheckpointError, StorageError: damaged files, full disks.
     """
+    source, output = path_text(source), path_text(output)
     return convert(source, output, TO_FSDP_DTENSOR, options or ConvertOptions(), progress, dry_run)
 
 

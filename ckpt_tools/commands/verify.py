@@ -19,7 +19,7 @@ from ckpt_tools.execute.access import write_report
 from ckpt_tools.formats.dcp import read_catalog
 from ckpt_tools.formats.detect import TRACKER, Location, locate
 from ckpt_tools.formats.documents import DocumentError, read_named_file
-from ckpt_tools.formats.files import Files, LocalFiles, open_files
+from ckpt_tools.formats.files import AnyPath, Files, LocalFiles, open_files, path_text
 from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.megatron.common_state import CommonState, read_common_state
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
@@ -58,7 +58,7 @@ class VerifyOptions:
 
 
 def verify_checkpoint(
-    path: str,
+    path: AnyPath,
     iteration: int | None = None,
     options: VerifyOptions | None = None,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
@@ -72,6 +72,7 @@ def verify_checkpoint(
         UsageError: the manifest to compare with is absent or is not one; the one to write exists.
         StorageError: the file system refuses to read.
     """
+    path = path_text(path)
     options = options or VerifyOptions()
     manifest = _read_manifest(options)
     try:

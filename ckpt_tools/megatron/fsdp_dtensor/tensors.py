@@ -164,7 +164,7 @@ def check_states(parameters: Iterable[LiveParameter], with_masters: bool) -> lis
     ]
     if problems:
         raise MappingError(
-            "optimizer states are missing that other parameters have:\n" + list_problems(problems)
+            "optimizer states are missing that other parameters have:\n" + list_problems(problems), problems
         )
     return [
         f"{len(found)} parameters, {found[0].name} the first, have optimizer states {sorted(kinds - {MASTER})}; "
