@@ -65,6 +65,8 @@ _PUBLIC = {
     "print_tensor": "commands.print_tensor",
     "list_run": "commands.ls",
     "disk_usage": "commands.du",
+    "CopyOptions": "commands.copy",
+    "copy_checkpoint": "commands.copy",
     "StatsOptions": "commands.stats",
     "checkpoint_statistics": "commands.stats",
     "checkpoint_change": "commands.stats",
@@ -75,6 +77,8 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
     from ckpt_tools.commands.average import AverageOptions as AverageOptions
     from ckpt_tools.commands.average import average_checkpoints as average_checkpoints
     from ckpt_tools.commands.checkpoint import open as open
+    from ckpt_tools.commands.copy import CopyOptions as CopyOptions
+    from ckpt_tools.commands.copy import copy_checkpoint as copy_checkpoint
     from ckpt_tools.commands.diff import diff_checkpoints as diff_checkpoints
     from ckpt_tools.commands.du import disk_usage as disk_usage
     from ckpt_tools.commands.export_hf import ExportOptions as ExportOptions

@@ -29,7 +29,7 @@ CASES = {
     "library_load_dtensors": ([RUN], 0, "rank 1 holds "),
     "library_preflight": ([FSDP, "--", "--use-torch-fsdp2"], 1, "error: use_torch_fsdp2 is on"),
     "library_edit": ([RUN, 1, 2], 0, "bfloat16 (32,)"),
-    "library_average": ([1, 2, RUN, RUN], 0, "shares of the mean: 0.90, 0.10"),
+    "library_average": ([1, 2, 3, RUN, RUN], 0, "shares of the mean: 0.90, 0.10"),
     "library_look": ([RUN, RUN, FSDP], 0, "no NaN in 60 tensors"),
     "library_group_map": ([MOE], 0, "model.module.decoder.layers.0."),
 }

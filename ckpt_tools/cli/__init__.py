@@ -11,6 +11,7 @@
 * `huggingface`: `export-hf`, `import-hf`
 * `inspect`: `inspect`, `print-torch-dcp-in-json`
 * `edit`: `modify-state-dict`, `slice`, `print-tensor`
+* `copy`: `copy`
 * `average`: `average`
 * `strip`: `strip`
 * `ls`: `ls`

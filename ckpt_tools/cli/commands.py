@@ -34,6 +34,7 @@ MODULES = {
     "preflight": "verify",
     "modify-state-dict": "edit",
     "slice": "edit",
+    "copy": "copy",
     "average": "average",
     "strip": "strip",
     "print-tensor": "edit",

@@ -92,7 +92,7 @@ def _convert_to(to: Format, source: str, output: str, given: dict[str, Any]) -> 
     iteration = given.pop("iteration")
     run = RUNS[to](given)
     if iteration != "all":
-        carry_out(lambda progress: run(source, output, _iteration_number(iteration), True, progress), given)
+        carry_out(lambda progress: run(source, output, o.iteration_number(iteration), True, progress), given)
         return
     if to is Format.HF:
         raise UsageError("--iteration all: a Hugging Face model has no iterations; export them one by one")
@@ -114,17 +114,6 @@ def carry_out(run: Callable[[Progress], ConversionReport], given: t.Given) -> No
     with progress_bar(given["quiet"]) as progress:
         done = run(progress)
     finish(done, given["as_json"], given["report"])
-
-
-def _iteration_number(iteration: str | None) -> int | None:
-    from ckpt_tools.commands.outputs import MAX_DIGITS
-    from ckpt_tools.errors import UsageError
-
-    if iteration is None:
-        return None
-    if not (iteration.isascii() and iteration.isdigit() and len(iteration) <= MAX_DIGITS):
-        raise UsageError(f"--iteration {iteration}: give a number, or all")
-    return int(iteration)
 
 
 def _to_fsdp_dtensor(given: t.Given) -> Run:
@@ -206,7 +195,7 @@ def _expect(kind: str, path: str, iteration: str | None, to: Format) -> None:
     from ckpt_tools.errors import UnsupportedCheckpointError
     from ckpt_tools.formats.detect import locate
 
-    found = locate(path, None if iteration == "all" else _iteration_number(iteration)).kind
+    found = locate(path, None if iteration == "all" else o.iteration_number(iteration)).kind
     if found != kind:
         raise UnsupportedCheckpointError(
             f"{path} is a checkpoint of kind {found}; this command takes {kind}. `convert --to {to.value}` takes any"

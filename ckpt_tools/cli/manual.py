@@ -139,6 +139,11 @@ PAGES = {
         ("The first layer, for a test", "slice RUN OUT --layers 0:1"),
         ("Of a block that has another name", "slice FSDP OUT --layers 0:1 --block decoder.layers"),
     )),
+    "copy": Page(EDIT, "to another place, proven on the way", (
+        ("To a bucket: s3://bucket/run instead of OUT", "copy RUN OUT"),
+        ("Everything of a run; what is there is passed over", "copy FSDP OUT --iteration all"),
+        ("And compare the copy once more", "copy HF OUT --read-back"),
+    )),
     "average": Page(EDIT, "weighted mean of several checkpoints", (
         ("Equal shares; moments and all else of the last", "average RUN RUN OUT"),
         ("With shares", "average FSDP FSDP OUT --weights 0.7,0.3"),

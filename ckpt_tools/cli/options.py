@@ -383,6 +383,22 @@ def _positive(ranks: int, option: str = "--world-size") -> int:
     return ranks
 
 
+def iteration_number(iteration: str | None) -> int | None:
+    """The number that `--iteration` names, None for the latest.
+
+    Raises:
+        UsageError: not a number.
+    """
+    from ckpt_tools.commands.outputs import MAX_DIGITS
+    from ckpt_tools.errors import UsageError
+
+    if iteration is None:
+        return None
+    if not (iteration.isascii() and iteration.isdigit() and len(iteration) <= MAX_DIGITS):
+        raise UsageError(f"--iteration {iteration}: give a number, or all")
+    return int(iteration)
+
+
 def parse_bytes(text: str) -> int:
     """Bytes from a size as people write it: `96MiB`, `5GB`, `1048576`.
 

@@ -42,6 +42,7 @@
 * `launch`: the launch command that it prints
 * `modify`: `modify-state-dict`
 * `slice`: `slice`
+* `copy`: `copy`
 * `strip`: `strip`
 * `average`: `average`
 * `mean_targets`: of which stored tensors each tensor of a mean is made

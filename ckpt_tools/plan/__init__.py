@@ -8,4 +8,5 @@
 * `coalesce`: which small items make one write, and which one read
 * `assign`: which worker carries out which items
 * `weight_files`: the plan of safetensors files
+* `raw_files`: the plan of a copy
 """

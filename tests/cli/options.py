@@ -89,6 +89,10 @@ OPTIONS = {
         "--follow-links --check-source "
         "--layers --block --iteration --overwrite --json --quiet -q --trust-pickle --enable-msc"
     ),
+    "copy": (
+        "--iteration --read-back --check-source --overwrite --resume --threads --max-memory --fsync --direct --json "
+        "--quiet -q --trust-pickle --enable-msc --follow-links"
+    ),
     "average": (
         "--weights --ema --iteration --check-source --overwrite --resume --threads --max-memory "
         "--json --quiet -q --trust-pickle --enable-msc --follow-links"

@@ -50,6 +50,8 @@ OUTPUTS = [  # (schema, exit code, words)
     ("edit", 0, "modify-state-dict FSDP OUT --op 'remove optimizer' --json"),
     ("average", 0, "average RUN RUN OUT --json"),
     ("average", 0, "average HF HF OUT --weights 3,1 --json"),
+    ("copy", 0, "copy RUN OUT --json"),
+    ("copy", 4, "copy BAD OUT --iteration all --json"),
     ("strip", 0, "strip RUN OUT --json"),
     ("strip", 0, "strip FSDP OUT --dtype bfloat16 --json"),
     ("verify", 0, "verify RUN --content --json"),
