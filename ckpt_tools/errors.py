@@ -6,11 +6,14 @@ The classes follow what the user has to do, not the module that raises. A messag
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from ckpt_tools.credentials import redacted
 
 MAX_LISTED_PROBLEMS = 20
+_LISTED_ALIKE = 3
+_NUMBERS = re.compile(r"\d+")
 
 
 class CkptError(Exception):
@@ -88,9 +91,24 @@ class Terminated(CkptError):  # noqa: N818
 
 
 def list_problems(problems: Iterable[str]) -> str:
-    """One indented line per problem, the first 20 in full and the rest counted."""
+    """One indented line per problem; of very many three of each kind, and how many more there are.
+
+    Problems are of one kind that differ in numbers alone: the same of every layer.
+    """
     lines = list(problems)
-    shown = [f"  - {line}" for line in lines[:MAX_LISTED_PROBLEMS]]
-    if len(lines) > MAX_LISTED_PROBLEMS:
-        shown.append(f"  ... and {len(lines) - MAX_LISTED_PROBLEMS} more")
+    if len(lines) <= MAX_LISTED_PROBLEMS:
+        return "\n".join(f"  - {line}" for line in lines)
+    kinds: dict[str, list[str]] = {}
+    for line in lines:
+        kinds.setdefault(_NUMBERS.sub("#", line), []).append(line)
+    shown, told = list[str](), 0
+    for alike in kinds.values():
+        if len(shown) >= MAX_LISTED_PROBLEMS:
+            break
+        shown += [f"  - {line}" for line in alike[:_LISTED_ALIKE]]
+        told += len(alike)
+        if len(alike) > _LISTED_ALIKE:
+            shown.append(f"  ... and {len(alike) - _LISTED_ALIKE} more like these")
+    if told < len(lines):
+        shown.append(f"  ... and {len(lines) - told} more")
     return "\n".join(shown)

@@ -14,6 +14,9 @@ from ckpt_tools import (
     strip_checkpoint,
 )
 
+if len(sys.argv) < 5:
+    sys.exit(__doc__)
+
 mean, weights, elsewhere, *sources = sys.argv[1:]
 averaged = average_checkpoints(sources, mean, AverageOptions(ema=0.9, overwrite=True))
 print("shares of the mean:", ", ".join(f"{share:.2f}" for share in averaged.weights))

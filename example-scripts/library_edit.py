@@ -8,6 +8,9 @@ import sys
 import ckpt_tools
 from ckpt_tools import EditOptions, modify_state_dict, print_tensor, slice_layers
 
+if len(sys.argv) < 4:
+    sys.exit(__doc__)
+
 source, small, weights = sys.argv[1:]
 cut = slice_layers(source, small, "0:1", options=EditOptions(overwrite=True))
 print(f"{cut.tensors} tensors of one layer")

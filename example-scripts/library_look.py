@@ -7,6 +7,9 @@ import sys
 
 from ckpt_tools import StatsOptions, checkpoint_change, checkpoint_statistics, disk_usage, list_run
 
+if len(sys.argv) < 4:
+    sys.exit(__doc__)
+
 run, before, after = sys.argv[1:]
 print({row.name: row.state for row in list_run(run).iterations}, disk_usage(run).by("role"))
 found = checkpoint_statistics(before)

@@ -56,6 +56,17 @@ def test_example(name: str, tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_without_arguments_an_example_says_how_it_is_used(script: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, script], cwd=REPO, capture_output=True, text=True, timeout=60, check=False,
+        env={**os.environ, "PYTHONPATH": str(REPO)},
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert f"python example-scripts/{script.name} " in done.stderr or "torchrun" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_every_example_is_run_and_short() -> None:
     assert {script.stem for script in SCRIPTS} == CASES.keys()
     for script in SCRIPTS:

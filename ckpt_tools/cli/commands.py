@@ -42,6 +42,19 @@ MODULES = {
 }
 
 
+# What people type, and the command that does it.
+MEANT = {
+    "info": "inspect", "show": "inspect", "keys": "inspect --keys GLOB", "tree": "inspect --tree", "list": "ls",
+    "cat": "print-tensor", "dump": "print-torch-dcp-in-json", "check": "verify", "validate": "verify",
+    "test": "verify", "fsck": "verify --content", "compare": "diff", "cmp": "diff", "cp": "copy", "sync": "copy",
+    "upload": "copy", "download": "copy", "size": "du", "usage": "du", "norm": "stats", "norms": "stats",
+    "nan": "stats", "export": "export-hf", "to-hf": "export-hf", "import": "import-hf", "from-hf": "import-hf",
+    "reshard": "convert", "resize": "convert", "mean": "average", "merge": "average", "ema": "average",
+    "rename": "modify-state-dict", "remove": "modify-state-dict", "cut": "slice", "version": "--version",
+    "help": "--help",
+}  # fmt: skip
+
+
 class Commands(Mapping[str, Any]):
     """Every command by its name, built now."""
 
@@ -51,7 +64,7 @@ class Commands(Mapping[str, Any]):
         import_module(f"ckpt_tools.cli.{module}").register(app)
         app.registered_commands = [command for command in app.registered_commands if command.name == name]
         (command,) = app.registered_commands
-        command.callback = _with_follow_links(command.callback)
+        command.callback = _with_common_options(command.callback, name)
         return typer.main.get_command(app)
 
     def __iter__(self) -> Iterator[str]:
@@ -69,26 +82,40 @@ FollowLinks = Annotated[
 ]
 
 
-def _with_follow_links(command: Any) -> Any:
-    """The function of a command, with one more option if it reads checkpoints. The option is about the process."""
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No notes.")]
+
+
+def _with_common_options(command: Any, name: str) -> Any:
+    """The function of a command with the options that all have: of those that read, --follow-links; --quiet.
+
+    Both are about the process, as is the name under which progress is shown.
+    """
     signature = inspect.signature(command, eval_str=True)
-    if "enable_msc" not in signature.parameters:
-        return command
+    own = signature.parameters
+    reads = "enable_msc" in own
 
-    def reading(*args: Any, follow_links: bool, **options: Any) -> None:
-        from ckpt_tools.formats import files
+    def with_them(*args: Any, **options: Any) -> None:
+        from ckpt_tools.cli import progress, render
 
-        files.follow_links(follow_links)
+        if reads:
+            from ckpt_tools.formats import files
+
+            files.follow_links(options.pop("follow_links"))
+        render.be_quiet(options["quiet"] if "quiet" in own else options.pop("quiet"))
+        progress.name_work(name)
         command(*args, **options)
 
-    one = inspect.Parameter(
-        "follow_links", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=FollowLinks
-    )
-    parameters = [*signature.parameters.values(), one]
-    reading.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    reading.__annotations__ = {p.name: p.annotation for p in parameters}
-    reading.__doc__ = command.__doc__
-    return reading
+    more = {"follow_links": FollowLinks} if reads else {}
+    more |= {} if "quiet" in own else {"quiet": Quiet}
+    added = [
+        inspect.Parameter(option, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=annotation)
+        for option, annotation in more.items()
+    ]
+    parameters = [*own.values(), *added]
+    with_them.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    with_them.__annotations__ = {p.name: p.annotation for p in parameters}
+    with_them.__doc__ = command.__doc__
+    return with_them
 
 
 class Group(TyperGroup):
@@ -96,6 +123,12 @@ class Group(TyperGroup):
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes | {"commands": Commands()})
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        meant = MEANT.get(args[0]) if args and args[0] not in self.commands else None
+        if meant is not None:
+            ctx.fail(f"No such command '{args[0]}'. Try '{ctx.command_path} {meant}'.")
+        return super().resolve_command(ctx, args)
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(self.commands)

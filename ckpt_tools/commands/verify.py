@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,32 @@ def verify_checkpoint(
         return Report(location.path, location.kind, checks, is_read)
     finally:
         files.close()
+
+
+def verify_checkpoints(
+    paths: Iterable[str],
+    iteration: int | None = None,
+    options: VerifyOptions | None = None,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> list[Report]:
+    """A report for each of several paths; what is not a checkpoint is a report that says so.
+
+    Raises:
+        UsageError: a manifest belongs to one checkpoint.
+        StorageError: the file system refuses to read.
+    """
+    options = options or VerifyOptions()
+    if options.manifest is not None or options.write_manifest is not None:
+        raise UsageError("a manifest is of one checkpoint; verify the others without it")
+    reports = []
+    for path in paths:
+        try:
+            reports.append(verify_checkpoint(path, iteration, options, progress))
+        except (StorageError, UsageError):
+            raise
+        except CkptError as error:
+            reports.append(Report(path, "unknown", (_failed("place", path, error),), content_read=False))
+    return reports
 
 
 def _checks(

@@ -3,10 +3,10 @@
 OPTIONS = {
     "inspect": (
         "--keys --iteration --json --tree --html --not-ignore-param-to-group-meta --enable-msc --trust-pickle "
-        "--follow-links"
+        "--follow-links --quiet -q"
     ),
     "print-torch-dcp-in-json": (
-        "--values -o --output --no-write --enable-msc --trust-pickle --follow-links"
+        "--values -o --output --no-write --enable-msc --trust-pickle --follow-links --quiet -q"
     ),
     "convert": (
         "--follow-links --check-source "
@@ -35,13 +35,14 @@ OPTIONS = {
     ),
     "build-param-group-map": (
         "-o --output --explain --target --layer-spec --experts --swiglu --no-swiglu --iteration --enable-msc "
-        "--follow-links"
+        "--follow-links --quiet -q"
     ),
     "ls": (
-        "--json --trust-pickle --enable-msc --follow-links"
+        "--json --trust-pickle --enable-msc --follow-links --quiet -q"
     ),
     "du": (
-        "--by --duplicates --no-duplicates --svg --html --iteration --json --trust-pickle --enable-msc --follow-links"
+        "--by --duplicates --no-duplicates --svg --html --iteration --json --trust-pickle --enable-msc "
+        "--follow-links --quiet -q"
     ),
     "stats": (
         "--keys --role --by --svg --html --iteration --threads --json --quiet -q --trust-pickle --enable-msc "
@@ -50,7 +51,7 @@ OPTIONS = {
     "plan": (
         "--follow-links --rank --tensor --json --svg --html --target --layer-spec --experts --swiglu --no-swiglu "
         "--weights-only --layout --world-size --gpus --dp-shard --dp-outer --tp --cp --ep --etp --pp --strategy "
-        "--outer-strategy --iteration --ignore-keys --trust-pickle --enable-msc"
+        "--outer-strategy --iteration --ignore-keys --trust-pickle --enable-msc --quiet -q"
     ),
     "export-hf": (
         "--check-source "
@@ -79,7 +80,7 @@ OPTIONS = {
         "--enable-msc --trust-pickle --follow-links"
     ),
     "preflight": (
-        "--follow-links --yaml --target --iteration --format --json --junit --trust-pickle --enable-msc"
+        "--follow-links --yaml --target --iteration --format --json --junit --trust-pickle --enable-msc --quiet -q"
     ),
     "modify-state-dict": (
         "--follow-links --check-source "
@@ -102,9 +103,9 @@ OPTIONS = {
         "--enable-msc --follow-links"
     ),
     "print-tensor": (
-        "--slice --stats --iteration --json --trust-pickle --enable-msc --follow-links"
+        "--slice --stats --iteration --json --trust-pickle --enable-msc --follow-links --quiet -q"
     ),
     "env": (
-        "--json"
+        "--json --quiet -q"
     ),
 }  # fmt: skip

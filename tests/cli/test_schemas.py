@@ -56,6 +56,7 @@ OUTPUTS = [  # (schema, exit code, words)
     ("strip", 0, "strip FSDP OUT --dtype bfloat16 --json"),
     ("verify", 0, "verify RUN --content --json"),
     ("verify", 1, "verify BAD --content --json"),
+    ("verify-several", 1, "verify RUN BAD OUT --content --json"),
     ("preflight", 0, "preflight FSDP --json"),
     ("preflight", 0, "preflight FSDP --json --target core-0.16"),
     ("preflight", 1, "preflight FSDP --json -- pretrain_gpt.py --num-layers 3 --swigl"),

@@ -142,7 +142,7 @@ def test_markdown(name: str) -> None:
 @given(name=names)
 @example(name="\n".join(EVIL))
 def test_junit(name: str) -> None:
-    text = findings.as_junit(report_of(name), "verify")
+    text = findings.as_junit([report_of(name)], "verify")
     assert all(c.isprintable() or c == "\n" for c in text)
     root = Xml.fromstring(text.encode())
     assert [one.tag for one in root.iter()] == ["testsuites", "testsuite", "testcase", "failure"]

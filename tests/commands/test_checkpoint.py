@@ -192,7 +192,7 @@ def test_names_that_are_not_there() -> None:
 
 
 def test_errors_carry_their_problems_as_data(tmp_path: Path) -> None:
-    """All of them, where the message lists the first twenty."""
+    """All of them, where the message lists some."""
     tensors = {f"decoder.layers.{i}.x": torch.ones(1) for i in range(40)}
     dcp.save(tensors, checkpoint_id=tmp_path / "a", no_dist=True)
     with pytest.raises(UsageError) as caught:
@@ -200,8 +200,8 @@ def test_errors_carry_their_problems_as_data(tmp_path: Path) -> None:
             tmp_path / "a", tmp_path / "b", [f"remove nothing{i}" for i in range(30)]
         )
     assert len(caught.value.problems) == 30
-    assert "... and 10 more" in str(caught.value)
-    assert all(one.strip() in str(caught.value) for one in caught.value.problems[:20])
+    assert "... and 27 more like these" in str(caught.value)
+    assert all(one in str(caught.value) for one in caught.value.problems[:3])
     assert StorageError("one thing").problems == ("one thing",)
     assert CkptError("two", ["a", "b"]).problems == ("a", "b")
 
