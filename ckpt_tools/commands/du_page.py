@@ -14,7 +14,7 @@ WIDTH, HEIGHT = 1200.0, 620.0
 _MOST_BOXES = 3000  # drawn one by one, each with its name as a tooltip
 _LEAST_LABEL = (60.0, 13.0)  # pixels of a box that has room for a name
 _LAYER = re.compile(r"^.*?\.(\d+)\.")  # shown as the number alone
-_CHAR = 6.0
+_CHAR = 6.7
 _MOST_ROWS = 400
 _COLOURS = {  # told apart by the colour-blind, too
     "weight": "#4269d0", "master": "#a87900", "exp_avg": "#2f8a41", "exp_avg_sq": "#3d8f7c", "other": "#9c6b4e",

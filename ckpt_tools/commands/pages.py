@@ -11,7 +11,7 @@ _STYLE = (
     ":root{color-scheme:light}*{box-sizing:border-box}"
     "body{margin:16px auto;padding:0 16px;max-width:1600px;font:14px system-ui,sans-serif;color:#222;background:#fff}"
     "h1{font-size:20px;overflow-wrap:anywhere}h2{font-size:16px;margin:28px 0 8px}p{max-width:75ch;margin:8px 0}"
-    ".scroll{overflow-x:auto}svg{display:block}.wide{width:100%;min-width:820px}"
+    ".scroll{overflow-x:auto}svg{display:block}.wide{width:100%;min-width:1100px}"
     "table{border-collapse:collapse;margin:12px 0}th,td{padding:3px 12px 3px 0;text-align:left;"
     "border-bottom:1px solid #ddd;white-space:nowrap}td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}"
     "td.wrap{white-space:normal;overflow-wrap:anywhere;min-width:12em}tr.sick td{color:#b30000;font-weight:600}"

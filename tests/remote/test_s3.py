@@ -139,3 +139,10 @@ def test_a_copy_to_s3_and_back_survives_faults_bit_for_bit(proxy: FaultProxy, tm
     copy_checkpoint("s3://runs/copied", tmp_path / "back", CopyOptions(read_back=True))
     for path in (fixture_dir(NAME) / "iter_0000002").iterdir():
         assert (tmp_path / "back" / "iter_0000002" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_a_bucket_that_is_not_there_is_named(proxy: FaultProxy) -> None:
+    with pytest.raises(
+        StorageError, match=r"s3://no-bucket/x/\S+: writing: .*bucket.* Make the bucket first"
+    ):
+        copy_checkpoint(fixture_dir(NAME), "s3://no-bucket/x")
