@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt_tools.commands.iterations import all_iterations, is_there
+from ckpt_tools.commands.opened import open_checkpoint
 from ckpt_tools.commands.outputs import choose_output, is_root
 from ckpt_tools.errors import CkptError, Interrupted, Terminated, UsageError, VerificationError
 from ckpt_tools.execute.finished import METADATA, is_written
@@ -21,7 +22,7 @@ from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, write_chec
 from ckpt_tools.execute.source_reader import SourceReader
 from ckpt_tools.formats import crc
 from ckpt_tools.formats.container import Stretch, read_archive, record_stretches, whole_file
-from ckpt_tools.formats.dcp import MAX_METADATA_BYTES, read_catalog
+from ckpt_tools.formats.dcp import MAX_METADATA_BYTES
 from ckpt_tools.formats.detect import BRIDGE_TRACKER, Location, locate
 from ckpt_tools.formats.files import AnyPath, Files, open_files, path_text, read_whole
 from ckpt_tools.formats.safetensors import read_safetensors_header
@@ -152,13 +153,15 @@ def _copy(
     progress: Callable[[int, int], None] | None,
     tracker: bool = True,
 ) -> Copied:
-    location = locate(source, options.iteration)
-    place = choose_output(source, location, output, options.overwrite, options.resume, tracker)
-    names = files_below(location.path)
-    left_out = tuple(name for name in names if "/" in name)
-    sizes = {name: nbytes for name, nbytes in names.items() if "/" not in name}
-    with closing(open_files(location.path)) as files:
-        catalog = _catalog(location, files, options)
+    with open_checkpoint(source, options.iteration, options.trust_pickle, with_common=False) as opened:
+        location, files, catalog = opened.location, opened.files, opened.catalog
+        place = choose_output(source, location, output, options.overwrite, options.resume, tracker)
+        names = files_below(location.path)
+        left_out = tuple(name for name in names if "/" in name)
+        sizes = {name: nbytes for name, nbytes in names.items() if "/" not in name}
+        sizes |= {
+            name: files.size(name) for name in _named_by(catalog) - sizes.keys()
+        }  # a server without an index
         big = {name: n for name, n in sizes.items() if n and (n > _SMALL_BYTES or _holds_tensors(name))}
         big.pop(METADATA, None)
         runs, proven_whole = _runs(files, catalog, big, options.write.check_source != "none")
@@ -184,9 +187,10 @@ def _copy(
     )
 
 
-def _catalog(location: Location, files: Files, options: CopyOptions) -> Catalog | None:
-    """What a torch distributed checkpoint says of its files; safetensors say it themselves."""
-    return None if location.kind == "safetensors" else read_catalog(files, options.trust_pickle)
+def _named_by(catalog: Catalog) -> set[str]:
+    """The files that a catalog's items lie in."""
+    tensors = {chunk.item.file for entry in catalog.tensors.values() for chunk in entry.chunks}
+    return tensors | {entry.item.file for entry in catalog.objects.values()}
 
 
 def _holds_tensors(name: str) -> bool:
@@ -210,7 +214,7 @@ def _trackers(source: str, location: Location) -> Mapping[str, bytes]:
 
 
 def _runs(
-    files: Files, catalog: Catalog | None, sizes: Mapping[str, int], prove: bool
+    files: Files, catalog: Catalog, sizes: Mapping[str, int], prove: bool
 ) -> tuple[dict[str, RawFile], int]:
     """The payloads of every file, and how many small archives were proven on the way."""
     runs: dict[str, list[Run]] = {name: [] for name in sizes}
@@ -252,15 +256,14 @@ def _prove_record(files: Files, item: Item, key: str, record: Stretch) -> None:
         check(key, Stored(item, start, nbytes, crc32), found)
 
 
-def _archives(files: Files, catalog: Catalog | None, sizes: Mapping[str, int]) -> Iterator[tuple[Item, str]]:
+def _archives(files: Files, catalog: Catalog, sizes: Mapping[str, int]) -> Iterator[tuple[Item, str]]:
     """Every `torch.save` archive once: items of tensors and objects, and files that are one."""
     seen = set[Item]()
-    if catalog is not None:
-        stored = [(c.item, entry.key) for entry in catalog.tensors.values() for c in entry.chunks]
-        for item, key in [*stored, *((entry.item, key) for key, entry in catalog.objects.items())]:
-            if not item.bare and item not in seen:
-                seen.add(item)
-                yield item, key
+    stored = [(c.item, entry.key) for entry in catalog.tensors.values() for c in entry.chunks]
+    for item, key in [*stored, *((entry.item, key) for key, entry in catalog.objects.items())]:
+        if not item.bare and item not in seen:
+            seen.add(item)
+            yield item, key
     for name in sizes:
         if name.endswith(".pt"):
             yield whole_file(files, name), name

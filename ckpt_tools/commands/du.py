@@ -179,7 +179,7 @@ def _add(
     """Add the bytes of one iteration's files, which are all of its folder."""
     left = Counter(sizes)
     try:
-        with open_checkpoint(folder, None, trust_pickle) as opened:
+        with open_checkpoint(folder, None, trust_pickle, with_common=False) as opened:
             shares = Counter[Share]()
             for item, share, nbytes in _items(opened, name):
                 shares[share] += nbytes

@@ -7,13 +7,16 @@ from typing import Any
 
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.errors import CkptError, CorruptCheckpointError, StorageError, UsageError
+from ckpt_tools.formats.dcp import METADATA
 from ckpt_tools.formats.detect import iteration_folders, locate
 from ckpt_tools.formats.files import AnyPath, open_files, path_text
 from ckpt_tools.formats.tree import files_below
+from ckpt_tools.megatron.common_state import read_common_state
 from ckpt_tools.megatron.record import AXES, read_record
 from ckpt_tools.verify.structure import check_files
 
 COMPLETE, INCOMPLETE, DAMAGED = "complete", "incomplete", "damaged"
+NOT_READ = "not read"  # of a format that this tool does not know, or empty
 RELEASE = "release"
 _SIZES = {  # what training arguments call the axes
     "tp": "tensor_model_parallel_size",
@@ -93,7 +96,7 @@ def list_run(root: AnyPath, trust_pickle: bool = False) -> RunListing:
     latest, note = _latest(root)
     rows = []
     for name, number in names.items():
-        inside = {file: n for file, n in sizes.items() if file.startswith(f"{name}/")}
+        inside = {file[len(name) + 1 :]: n for file, n in sizes.items() if file.startswith(f"{name}/")}
         row = _row(name, join(root, name), number, inside, trust_pickle, name == latest)
         rows.append(row)
     return RunListing(root, tuple(rows), others_in(sizes, names), latest, note)
@@ -146,7 +149,7 @@ def _row(
 ) -> IterationRow:
     nbytes, files = sum(sizes.values()), len(sizes)
     try:
-        with open_checkpoint(path, None, trust_pickle) as opened:
+        with open_checkpoint(path, None, trust_pickle, with_common=False) as opened:
             check = check_files(opened.files, opened.catalog)
             wrong = next((f"{f.where}: {f.message}" for f in check.findings if f.severity == "error"), "")
             state = DAMAGED if wrong else COMPLETE
@@ -154,7 +157,10 @@ def _row(
     except (StorageError, UsageError):
         raise
     except CkptError as error:
-        state = DAMAGED if isinstance(error, CorruptCheckpointError) else INCOMPLETE
+        interrupted = METADATA not in sizes and any(file.endswith(".distcp") for file in sizes)
+        state = (
+            INCOMPLETE if interrupted else DAMAGED if isinstance(error, CorruptCheckpointError) else NOT_READ
+        )
         return IterationRow(name, number, state, str(error), nbytes, files, is_latest=is_latest)
     return IterationRow(name, number, state, wrong, nbytes, files, kind, topology, is_latest)
 
@@ -167,7 +173,13 @@ def topology_of(opened: Opened) -> dict[str, int]:
         told = {axis: size.ranks for axis, size in sizes.items() if size is not None}
         if told:
             return told
-    values = {axis: opened.common.arg(name) for axis, name in _SIZES.items()}
+    try:
+        common = read_common_state(opened.files, opened.catalog, opened.trust_pickle)
+    except StorageError:
+        raise
+    except CkptError:  # it is `verify`'s affair
+        return {}
+    values = {axis: common.arg(name) for axis, name in _SIZES.items()}
     return {
         axis: size for axis, size in values.items() if isinstance(size, int) and not isinstance(size, bool)
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,31 @@ def test_listing(three: Path) -> None:
     broken = list_run(str(three))
     assert broken.latest is None
     assert "iter_0000009" in broken.note
+
+
+def test_what_is_there_but_not_read_is_told_from_what_is_not_whole(three: Path) -> None:
+    legacy = three / "iter_0000008" / "mp_rank_00"
+    legacy.mkdir(parents=True)
+    (legacy / "model_optim_rng.pt").write_bytes(bytes(100))
+    (three / "iter_0000009").mkdir()
+    rows = {row.name: row for row in list_run(str(three)).iterations}
+    assert [rows[f"iter_000000{n}"].state for n in (6, 8, 9)] == ["incomplete", "not read", "not read"]
+    assert "legacy 'torch' checkpoint" in rows["iter_0000008"].why
+    found = disk_usage(str(three))
+    assert_adds_up(found, three)
+    assert found.by("iteration")["iter_0000008"] == 100
+
+
+def test_a_common_state_that_is_not_read_hides_no_bytes(three: Path) -> None:
+    """Of an unknown class, or damaged: the tensors lie where `.metadata` says."""
+
+    torch.save({"iteration": 2, "x": Fraction(1, 2)}, three / ITERATION / "common.pt")
+    (three / "iter_0000004" / "common.pt").write_bytes(b"no archive")
+    found = disk_usage(str(three))
+    assert list(found.unread) == ["iter_0000006"]
+    rows = list_run(str(three)).iterations
+    assert [row.state for row in rows] == ["complete", "complete", "incomplete"]
+    assert rows[1].topology == {}
 
 
 def test_a_conversion_tells_the_topology_that_it_is_for(tmp_path: Path) -> None:
