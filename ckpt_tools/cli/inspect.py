@@ -118,7 +118,7 @@ def print_torch_dcp_in_json(
     render.write_text(output or Path("-"), text, torch_dcp_dir)
     written = None if no_write else write_group_map(torch_dcp_dir, trust_pickle)
     if written:
-        print(f"wrote {render.escape(written)}", file=sys.stderr)
+        render.say(f"wrote {render.escape(written)}")
 
 
 def _json_lists(found: Inspection) -> dict[str, Iterator[object]]:

@@ -57,15 +57,19 @@ def escape_lines(text: str) -> str:
     return "\n".join(map(escape, text.split("\n")))
 
 
+def say(note: str) -> None:
+    """A note on stderr, unless the user wants none."""
+    if not _is_quiet:
+        print(note, file=sys.stderr)
+
+
 def say_unmatched(option: str, patterns: Iterable[str], names: Iterable[str]) -> None:
     """Name on stderr every glob that matches nothing, with the names that were perhaps meant."""
     from ckpt_tools.commands.close_names import unmatched
 
-    if _is_quiet:
-        return
     for pattern, close in unmatched(patterns, names).items():
         hint = f" Did you mean {', '.join(map(escape, close))}?" if close else ""
-        print(f"note: {option} {escape(repr(pattern))} matches nothing.{hint}", file=sys.stderr)
+        say(f"note: {option} {escape(repr(pattern))} matches nothing.{hint}")
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> None:
