@@ -45,7 +45,7 @@ def parse_page(page: str) -> _Tags:
     assert not tags.open
     assert not _LEADS_OUT.search(re.sub(r">[^<]*<", "><", page)), _LEADS_OUT.search(page)
     for _, attributes in tags.seen:
-        assert not {"src", "href"} & attributes.keys() or attributes.get("href", "#").startswith("#")
+        assert not {"src", "href"} & attributes.keys() or (attributes.get("href") or "#").startswith("#")
         assert not any(name.startswith("on") for name in attributes)
     return tags
 

@@ -19,7 +19,7 @@ FSDP = DATA / "core019_llama_tp2_native_fsdp_dtensor"
 MOE = DATA / "core019_moe_ep2_fully_reshardable"
 
 # script -> arguments (numbers: outputs), exit code, what it must say
-CASES = {
+CASES: dict[str, tuple[list[object], int, str]] = {
     "library_inspect": ([RUN], 0, "32,928 parameters"),
     "library_plan": ([RUN], 0, "rank 3: "),
     "library_convert": ([RUN, 1, 2], 0, "back in "),

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping
 from importlib import import_module
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 import typer.main
@@ -63,8 +62,6 @@ class Commands(Mapping[str, Any]):
         app = typer.Typer(add_completion=False, rich_markup_mode=None)
         import_module(f"ckpt_tools.cli.{module}").register(app)
         app.registered_commands = [command for command in app.registered_commands if command.name == name]
-        (command,) = app.registered_commands
-        command.callback = _with_common_options(command.callback, name)
         return typer.main.get_command(app)
 
     def __iter__(self) -> Iterator[str]:
@@ -72,50 +69,6 @@ class Commands(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(MODULES)
-
-
-FollowLinks = Annotated[
-    bool,
-    typer.Option(
-        "--follow-links", help="Read a checkpoint's files also through links that lead out of its folder."
-    ),
-]
-
-
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No notes.")]
-
-
-def _with_common_options(command: Any, name: str) -> Any:
-    """The function of a command with the options that all have: of those that read, --follow-links; --quiet.
-
-    Both are about the process, as is the name under which progress is shown.
-    """
-    signature = inspect.signature(command, eval_str=True)
-    own = signature.parameters
-    reads = "enable_msc" in own
-
-    def with_them(*args: Any, **options: Any) -> None:
-        from ckpt_tools.cli import progress, render
-
-        if reads:
-            from ckpt_tools.formats import files
-
-            files.follow_links(options.pop("follow_links"))
-        render.be_quiet(options["quiet"] if "quiet" in own else options.pop("quiet"))
-        progress.name_work(name)
-        command(*args, **options)
-
-    more = {"follow_links": FollowLinks} if reads else {}
-    more |= {} if "quiet" in own else {"quiet": Quiet}
-    added = [
-        inspect.Parameter(option, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=annotation)
-        for option, annotation in more.items()
-    ]
-    parameters = [*own.values(), *added]
-    with_them.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    with_them.__annotations__ = {p.name: p.annotation for p in parameters}
-    with_them.__doc__ = command.__doc__
-    return with_them
 
 
 class Group(TyperGroup):
@@ -128,7 +81,11 @@ class Group(TyperGroup):
         meant = MEANT.get(args[0]) if args and args[0] not in self.commands else None
         if meant is not None:
             ctx.fail(f"No such command '{args[0]}'. Try '{ctx.command_path} {meant}'.")
-        return super().resolve_command(ctx, args)
+        found = super().resolve_command(ctx, args)
+        from ckpt_tools.cli.progress import name_work
+
+        name_work(found[0] or "")
+        return found
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(self.commands)

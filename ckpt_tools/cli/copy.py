@@ -2,64 +2,52 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckpt_tools.cli import options as o
 from ckpt_tools.cli import render
-from ckpt_tools.cli.edit import AsJson
-from ckpt_tools.cli.inspect import EnableMsc, TrustPickle
+from ckpt_tools.cli.given_values import iteration_number
 from ckpt_tools.cli.manual import page
+from ckpt_tools.cli.options import flag
+from ckpt_tools.cli.signature import fill, with_options
+from ckpt_tools.cli.table import ITERATIONS, READING, REWRITING
 
 if TYPE_CHECKING:
     from ckpt_tools.commands.copy import Copied, CopyReport
 
 _SHOWN = 5
+_OWN = {
+    "read_back": flag("--read-back", help="Read the copy once more and compare it with the source."),
+    "iteration": ITERATIONS,
+}
 
 
 def register(app: typer.Typer) -> None:
     """Add this module's command to `app`."""
-    app.command(**page("copy"))(copy)
+    names = READING | REWRITING | {"resume", "workers", "threads", "memory_bytes", "fsync", "direct"}
+    app.command(**page("copy"))(with_options(copy, names, _OWN))
 
 
 def copy(
     source: Annotated[str, typer.Argument(help="A run's root or one checkpoint: a folder or a URL.")],
     output: Annotated[str, typer.Argument(help="A root for a root, else one folder; a folder or a URL.")],
-    iteration: o.Iteration = None,
-    read_back: Annotated[
-        bool, typer.Option("--read-back", help="Read the copy once more and compare it with the source.")
-    ] = False,
-    check_source: o.CheckSource = o.SourceCheck.ALL,
-    overwrite: o.Overwrite = False,
-    resume: o.Resume = False,
-    threads: o.Threads = 2,
-    max_memory: o.MaxMemory = "96MiB",
-    fsync: o.Fsync = False,
-    direct: o.Direct = False,
-    as_json: AsJson = False,
-    quiet: o.Quiet = False,
-    trust_pickle: TrustPickle = False,
-    enable_msc: EnableMsc = False,
+    **given: Any,
 ) -> None:
     """Copy checkpoints between folders and object stores: every payload proven, all or nothing, resumable."""
     from ckpt_tools.cli.progress import progress_bar
     from ckpt_tools.commands.copy import CopyOptions, copy_checkpoint
-    from ckpt_tools.execute.run import WriteOptions
 
-    write = WriteOptions(threads, o.parse_bytes(max_memory), fsync, direct, check_source.value)
-    options = CopyOptions(
-        iteration=None if iteration == "all" else o.iteration_number(iteration),
+    iteration = given["iteration"]
+    options = fill(
+        CopyOptions,
+        given,
+        iteration=None if iteration == "all" else iteration_number(iteration),
         every_iteration=iteration == "all",
-        read_back=read_back,
-        trust_pickle=trust_pickle,
-        overwrite=overwrite,
-        resume=resume,
-        write=write,
     )
-    with progress_bar(quiet) as progress:
+    with progress_bar(given["quiet"]) as progress:
         done = copy_checkpoint(source, output, options, progress)
-    print(render.json_text(done.as_json())) if as_json else _print(done)
+    print(render.json_text(done.as_json())) if given["as_json"] else _print(done)
     raise typer.Exit(max((error.exit_code for _, error in done.failed), default=0))
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckpt_tools.cli import options as o
+from ckpt_tools.cli import given_values as v
 from ckpt_tools.cli import render
-from ckpt_tools.cli.edit import AsJson
-from ckpt_tools.cli.inspect import EnableMsc, TrustPickle
 from ckpt_tools.cli.manual import page
-from ckpt_tools.cli.verify import Iteration
+from ckpt_tools.cli.options import option
+from ckpt_tools.cli.signature import with_options
+from ckpt_tools.cli.table import READING
+from ckpt_tools.model.choices import UsageAxis
 
 if TYPE_CHECKING:
     from ckpt_tools.commands.du import Usage
@@ -22,43 +23,33 @@ _STDOUT = Path("-")
 _SHOWN = 10
 
 
-class Axis(str, Enum):
-    ITERATION = "iteration"
-    ROLE = "role"
-    DTYPE = "dtype"
-    LAYER = "layer"
-    RANK = "rank"
+_DEFAULT_AXES: tuple[UsageAxis, ...] = ("iteration", "role", "dtype")
+_OWN = {
+    "by": option(
+        list[UsageAxis], "--by", help="Table to show, repeatable. Default: iteration, role and dtype."
+    ),
+    "duplicates": option(
+        bool, "--duplicates/--no-duplicates", default=True, help="Look for items that several iterations hold."
+    ),
+    "svg": option(Path, "--svg", callback=v.in_a_folder, help="Draw a tree map as one SVG file."),
+    "html": option(Path, "--html", callback=v.in_a_folder, help="The same as one HTML page, with all sums."),
+}  # fmt: skip
 
 
 def register(app: typer.Typer) -> None:
     """Add this module's command to `app`."""
-    app.command(**page("du"))(du)
+    app.command(**page("du"))(with_options(du, READING | {"as_json"}, _OWN))
 
 
 def du(
     run: Annotated[str, typer.Argument(help="A run's root with all its iterations, or one checkpoint.")],
-    by: Annotated[
-        list[Axis] | None,
-        typer.Option("--by", help="Table to show, repeatable. Default: iteration, role and dtype."),
-    ] = None,
-    duplicates: Annotated[
-        bool, typer.Option("--duplicates/--no-duplicates", help="Look for items that several iterations hold.")
-    ] = True,
-    svg: Annotated[
-        Path | None, typer.Option("--svg", callback=o.in_a_folder, help="Draw a tree map as one SVG file.")
-    ] = None,
-    html: Annotated[
-        Path | None, typer.Option("--html", callback=o.in_a_folder, help="The same as one HTML page, with all sums.")
-    ] = None,
-    iteration: Iteration = None,
-    as_json: AsJson = False,
-    trust_pickle: TrustPickle = False,
-    enable_msc: EnableMsc = False,
-) -> None:  # fmt: skip
+    **given: Any,
+) -> None:
     """Where the bytes of a run lie, and which are there twice. Tells it from metadata; reads no tensor."""
     from ckpt_tools.commands.du import disk_usage
 
-    found = disk_usage(run, iteration, duplicates, trust_pickle)
+    svg, html = given["svg"], given["html"]
+    found = disk_usage(run, given["iteration"], given["duplicates"], given["trust_pickle"])
     if svg is not None or html is not None:
         from ckpt_tools.commands import du_page
 
@@ -68,13 +59,13 @@ def du(
             render.write_text(html, du_page.usage_html(found), run)
         if _STDOUT in (svg, html):
             return  # nothing but the picture
-    if as_json:
+    if given["as_json"]:
         print(render.json_text(found.as_json()))
     else:
-        _print(found, [axis.value for axis in by or (Axis.ITERATION, Axis.ROLE, Axis.DTYPE)])
+        _print(found, given["by"] or _DEFAULT_AXES)
 
 
-def _print(found: Usage, axes: list[str]) -> None:
+def _print(found: Usage, axes: Sequence[UsageAxis]) -> None:
     total = max(found.total, 1)
     for axis in axes:
         rows = [

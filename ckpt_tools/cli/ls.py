@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ckpt_tools.cli import render
-from ckpt_tools.cli.edit import AsJson
-from ckpt_tools.cli.inspect import EnableMsc, TrustPickle
 from ckpt_tools.cli.manual import page
+from ckpt_tools.cli.signature import with_options
+from ckpt_tools.cli.table import OPENING
 
 if TYPE_CHECKING:
     from ckpt_tools.commands.ls import RunListing
@@ -17,20 +17,18 @@ if TYPE_CHECKING:
 
 def register(app: typer.Typer) -> None:
     """Add this module's command to `app`."""
-    app.command(**page("ls"))(ls)
+    app.command(**page("ls"))(with_options(ls, OPENING | {"trust_pickle", "as_json"}))
 
 
 def ls(
     run: Annotated[str, typer.Argument(help="A run's root, or one checkpoint.")],
-    as_json: AsJson = False,
-    trust_pickle: TrustPickle = False,
-    enable_msc: EnableMsc = False,
+    **given: Any,
 ) -> None:
     """List the iterations of a run: whole or not, size, format, and the topology that they were written for."""
     from ckpt_tools.commands.ls import list_run
 
-    found = list_run(run, trust_pickle)
-    print(render.json_text(found.as_json())) if as_json else _print(found)
+    found = list_run(run, given["trust_pickle"])
+    print(render.json_text(found.as_json())) if given["as_json"] else _print(found)
 
 
 def _print(found: RunListing) -> None:

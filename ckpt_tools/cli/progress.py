@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from ckpt_tools.cli.render import human_bytes
 
 _SECONDS_BETWEEN_LINES = 10.0
+_SECONDS_BETWEEN_PICTURES = 0.1
 _work = ""
 
 
@@ -50,18 +51,23 @@ def _bar() -> Iterator[Callable[[int, int], None]]:
     console = Console(stderr=True)
     columns = [TextColumn(_work), BarColumn(bar_width=40 if console.width >= 80 else 8)]
     columns += [TextColumn("{task.percentage:>3.0f} %"), TextColumn("{task.fields[size]}")]
-    with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
+    # Without its own thread, which would keep this process from being forked (`execute.workers`).
+    with Progress(*columns, TimeRemainingColumn(), console=console, auto_refresh=False) as bar:
         task = bar.add_task("", total=None, size="")
-        started = time.monotonic()
+        started, drawn, latest = time.monotonic(), 0.0, 0
 
         def update(done: int, total: int) -> None:
-            rate = human_bytes(int(done / max(time.monotonic() - started, 1e-3)))
-            bar.update(task, completed=done, total=total, size=f"{_of(done, total)} {rate}/s")
+            nonlocal drawn, latest
+            now, latest = time.monotonic(), total
+            if now - drawn > _SECONDS_BETWEEN_PICTURES or done == total:
+                drawn = now
+                rate = human_bytes(int(done / max(now - started, 1e-3)))
+                size = f"{_of(done, total)} {rate}/s"
+                bar.update(task, completed=done, total=total, size=size, refresh=True)
 
         yield update
-        total = bar.tasks[0].total
-        if total is not None:
-            update(int(total), int(total))
+        if latest:
+            update(latest, latest)
 
 
 class _Lines:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckpt_tools.cli import options as o
+from ckpt_tools.cli import given_values as v
 from ckpt_tools.cli import render
-from ckpt_tools.cli.edit import AsJson
-from ckpt_tools.cli.inspect import EnableMsc, TrustPickle
 from ckpt_tools.cli.manual import page
-from ckpt_tools.cli.verify import Iteration
+from ckpt_tools.cli.options import option
+from ckpt_tools.cli.signature import fill, with_options
+from ckpt_tools.cli.table import READING
+from ckpt_tools.model.choices import StatsBy
 
 if TYPE_CHECKING:
     from ckpt_tools.commands.stats import CheckpointChange, CheckpointStatistics
@@ -22,61 +22,45 @@ _STDOUT = Path("-")
 _SHOWN = 20
 
 
-class Names(str, Enum):
-    AUTO = "auto"
-    KEYS = "keys"
-    PARAMETERS = "parameters"
+_OWN = {
+    "keys": option(
+        list[str], "--keys", read=v.globs, help="Measure only names that match this glob, and list each tensor."
+    ),
+    "roles": option(
+        list[str], "--role", read=v.globs, help="Only weight, master, exp_avg, ... (repeatable)."
+    ),
+    "by": option(
+        StatsBy, "--by", default="auto",
+        help="Names of parameters, or stored keys. Default: the first that can be.",
+    ),
+    "svg": option(Path, "--svg", callback=v.in_a_folder, help="Draw layers and roles as one SVG file."),
+    "html": option(Path, "--html", callback=v.in_a_folder, help="The same as one HTML page, with all numbers."),
+}  # fmt: skip
 
 
 def register(app: typer.Typer) -> None:
     """Add this module's command to `app`."""
-    app.command(**page("stats"))(stats)
+    app.command(**page("stats"))(with_options(stats, READING | {"workers", "threads", "as_json"}, _OWN))
 
 
 def stats(
-    checkpoint: Annotated[str, typer.Argument(help="A run's root, an iteration folder, or a Hugging Face model.")],
+    checkpoint: Annotated[
+        str, typer.Argument(help="A run's root, an iteration folder, or a Hugging Face model.")
+    ],
     other: Annotated[
         str | None, typer.Argument(help="A second one: what has changed from the first to it.")
     ] = None,
-    keys: Annotated[
-        list[str] | None,
-        typer.Option("--keys", help="Measure only names that match this glob, and list each tensor."),
-    ] = None,
-    role: Annotated[
-        list[str] | None, typer.Option("--role", help="Only weight, master, exp_avg, ... (repeatable).")
-    ] = None,
-    by: Annotated[
-        Names, typer.Option("--by", help="Names of parameters, or stored keys. Default: the first that can be.")
-    ] = Names.AUTO,
-    svg: Annotated[
-        Path | None, typer.Option("--svg", callback=o.in_a_folder, help="Draw layers and roles as one SVG file.")
-    ] = None,
-    html: Annotated[
-        Path | None,
-        typer.Option("--html", callback=o.in_a_folder, help="The same as one HTML page, with all numbers."),
-    ] = None,
-    iteration: Iteration = None,
-    threads: o.Threads = 2,
-    as_json: AsJson = False,
-    quiet: o.Quiet = False,
-    trust_pickle: TrustPickle = False,
-    enable_msc: EnableMsc = False,
-) -> None:  # fmt: skip
+    **given: Any,
+) -> None:
     """Norms, extremes, zeros, NaN and Inf by layer and role, or what has changed between two. Sums are float64."""
     from ckpt_tools.cli.progress import progress_bar
     from ckpt_tools.commands.stats import StatsOptions, checkpoint_change, checkpoint_statistics
 
-    options = StatsOptions(
-        keys=tuple(keys or ()),
-        roles=tuple(role or ()),
-        by=by.value,
-        iteration=iteration,
-        histogram=other is None and (svg is not None or html is not None),
-        threads=threads,
-        trust_pickle=trust_pickle,
-    )
+    svg, html = given["svg"], given["html"]
+    is_drawn = svg is not None or html is not None
+    options = fill(StatsOptions, given, histogram=other is None and is_drawn)
     found: CheckpointStatistics | CheckpointChange
-    with progress_bar(quiet) as progress:
+    with progress_bar(given["quiet"]) as progress:
         if other is None:
             found = checkpoint_statistics(checkpoint, options, progress)
         else:
@@ -84,7 +68,7 @@ def stats(
     _draw(found, svg, html, checkpoint)
     if _STDOUT in (svg, html):
         return  # nothing but the picture
-    if as_json:
+    if given["as_json"]:
         print(render.json_text(found.as_json()))
     else:
         _print(found)

@@ -14,7 +14,6 @@
 * `to_fsdp_dtensor`: `convert` to Megatron-FSDP
 * `relayout`: `convert` of what is for Megatron-FSDP already
 * `to_torch_dist`: `convert` back to 3D parallel
-* `prepared`: a checkpoint whose `fsdp_dtensor` form is decided
 * `placements`: which rank writes which box
 * `target_job`: the job that will load an output
 * `iterations`: `--iteration all`

@@ -16,10 +16,11 @@ from ckpt_tools.commands.iterations import all_iterations, is_there
 from ckpt_tools.commands.opened import open_checkpoint
 from ckpt_tools.commands.outputs import choose_output, is_root
 from ckpt_tools.errors import CkptError, Interrupted, Terminated, UsageError, VerificationError
-from ckpt_tools.execute.finished import METADATA, is_written
+from ckpt_tools.execute.finished import is_written
 from ckpt_tools.execute.proof import Stored, check
 from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, write_checkpoint
 from ckpt_tools.execute.source_reader import SourceReader
+from ckpt_tools.execute.write_job import METADATA
 from ckpt_tools.formats import crc
 from ckpt_tools.formats.container import Stretch, read_archive, record_stretches, whole_file
 from ckpt_tools.formats.dcp import MAX_METADATA_BYTES

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Final
 
 from ckpt_tools.commands.close_names import unmatched
 from ckpt_tools.commands.opened import Opened, open_checkpoint
@@ -16,13 +18,16 @@ from ckpt_tools.megatron.names import DIALECTS
 from ckpt_tools.megatron.record import read_record, stored_tp
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import read_optimizer_states
+from ckpt_tools.model.choices import DiffBy
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.target import InlineTensor, Source, TargetTensor
 from ckpt_tools.verify.diff_values import names_in
 from ckpt_tools.verify.differences import DiffOptions, DiffReport, Side, diff_objects, diff_tensors
 from ckpt_tools.verify.meter import Meter
 
-KEYS, PARAMETERS, HUGGINGFACE = "keys", "parameters", "huggingface"
+KEYS: Final = "keys"
+PARAMETERS: Final = "parameters"
+HUGGINGFACE: Final = "huggingface"
 _MEGATRON = frozenset({"torch_dist", "fsdp_dtensor"})
 _COMPARABLE_LAYOUTS = (
     "none",
@@ -35,7 +40,7 @@ _COMPARABLE_LAYOUTS = (
 class DiffRequest:
     """How two checkpoints are brought together."""
 
-    by: str = "auto"  # auto, keys, parameters or huggingface
+    by: DiffBy = "auto"
     iterations: tuple[int | None, int | None] = (None, None)
     target: TargetOptions = field(default_factory=TargetOptions)  # how a torch_dist side is named
     trust_pickle: bool = False
@@ -63,13 +68,15 @@ def diff_checkpoints(
     ]
     with opened[0] as first, opened[1] as second:
         by = _choose(request.by, first, second)
+        of_export = tuple[str, ...]()  # globs of `ignore` that are for `export-hf --ignore-keys`
         if by == HUGGINGFACE:
-            sides, notes = _by_export(first, second)
+            of_export = _meant_for_export(first, second, options.ignore)
+            sides, notes = _by_export(first, second, of_export)
         elif by == KEYS:
             sides, notes = (_by_keys(first), _by_keys(second)), list[str]()
         else:
             sides, notes = _by_parameters(first, second, request.target)
-        notes += _idle_globs(sides, options)
+        notes += _idle_globs(sides, options, of_export)
         meter = Meter(progress)
         meter.total = sum(entry.nbytes for side in sides for entry in side.catalog.tensors.values())
         tensors = diff_tensors(*sides, options, meter)
@@ -78,8 +85,20 @@ def diff_checkpoints(
     return DiffReport(*places, by, options.tolerance, tensors, values, compared, tuple(notes))
 
 
-def _idle_globs(sides: tuple[Side, Side], options: DiffOptions) -> list[str]:
-    """A note on every glob of `ignore` that matches nothing.
+def _meant_for_export(a: Opened, b: Opened, ignore: tuple[str, ...]) -> tuple[str, ...]:
+    """The globs that match keys of the Megatron checkpoint and no tensor of the model: an export left those out."""
+    model, checkpoint = (a, b) if a.location.kind == "safetensors" else (b, a)
+    keys = (*checkpoint.catalog.tensors, *checkpoint.catalog.objects)
+    return tuple(
+        glob
+        for glob in ignore
+        if any(fnmatchcase(key, glob) for key in keys)
+        and not any(fnmatchcase(key, glob) for key in model.catalog.tensors)
+    )
+
+
+def _idle_globs(sides: tuple[Side, Side], options: DiffOptions, used: tuple[str, ...]) -> list[str]:
+    """A note on every glob of `ignore` that matches nothing, but for those that were `used` already.
 
     Raises:
         UsageError: one of `keys` does, or nothing is left to compare: neither may make checkpoints equal.
@@ -105,12 +124,13 @@ def _idle_globs(sides: tuple[Side, Side], options: DiffOptions) -> list[str]:
         wrong = ["--keys and --ignore leave out everything"]
     if wrong:
         raise UsageError(f"nothing to compare:\n{list_problems(wrong)}", wrong)
-    if idle(options.ignore):
+    ignore = tuple(glob for glob in options.ignore if glob not in used)
+    if idle(ignore):
         look_inside(None)  # `*.save` is left out of every object
-    return [f"--ignore {line}" for line in idle(options.ignore)]
+    return [f"--ignore {line}" for line in idle(ignore)]
 
 
-def _choose(by: str, a: Opened, b: Opened) -> str:
+def _choose(by: DiffBy, a: Opened, b: Opened) -> DiffBy:
     kinds = {a.location.kind, b.location.kind}
     if by == PARAMETERS and not kinds <= {"torch_dist", "fsdp_dtensor"}:
         raise UsageError(f"--by parameters needs torch_dist or fsdp_dtensor checkpoints, not {sorted(kinds)}")
@@ -140,13 +160,13 @@ def _joins_masters(opened: Opened) -> bool:
     return states is not None and states.has_made
 
 
-def _by_export(a: Opened, b: Opened) -> tuple[tuple[Side, Side], list[str]]:
+def _by_export(a: Opened, b: Opened, ignore_keys: tuple[str, ...]) -> tuple[tuple[Side, Side], list[str]]:
     from ckpt_tools.commands.diff_hf import sides_by_export
 
     if a.location.kind == "safetensors":
-        model, checkpoint, notes = sides_by_export(a, b)
+        model, checkpoint, notes = sides_by_export(a, b, ignore_keys)
         return (model, checkpoint), notes
-    model, checkpoint, notes = sides_by_export(b, a)
+    model, checkpoint, notes = sides_by_export(b, a, ignore_keys)
     return (checkpoint, model), notes
 
 

@@ -11,7 +11,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from ckpt_tools.commands.ls import RELEASE, iteration_names, join, others_in
 from ckpt_tools.commands.named_tensors import part_of, weight_name
@@ -24,6 +24,7 @@ from ckpt_tools.formats.tree import files_below
 from ckpt_tools.megatron.keys import bucket_key, role_of, stacked_layers
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Item, TensorEntry
+from ckpt_tools.model.choices import UsageAxis
 
 OBJECTS, METADATA, GAPS, UNREAD = (
     "objects",
@@ -32,7 +33,7 @@ OBJECTS, METADATA, GAPS, UNREAD = (
     "not a whole checkpoint",
 )
 BUCKETS = "flat buffers"
-AXES = ("iteration", "role", "dtype", "layer", "rank")
+AXES: tuple[UsageAxis, ...] = get_args(UsageAxis)
 _RANK = re.compile(r"__(\d{1,9})_\d+\.distcp")
 
 
@@ -83,7 +84,7 @@ class Usage:
         """Bytes of duplicates beyond their first copy."""
         return sum(one.spare for one in self.duplicates)
 
-    def by(self, axis: str) -> dict[str, int]:
+    def by(self, axis: UsageAxis) -> dict[str, int]:
         """Bytes by one of `AXES`, the most first; iterations, layers and ranks in their order."""
         sums: Counter[str] = Counter()
         for share, nbytes in self.shares.items():
@@ -255,7 +256,7 @@ def _note_checksums(found: _Found, opened: Opened, name: str) -> None:
 
 
 def _rank(file: str) -> str:
-    """The rank whose file it is; the name of a file that is no rank's."""
+    """The rank whose file it is; the name of a file that belongs to none."""
     match = _RANK.fullmatch(file)
     return match[1] if match else file if file.endswith(".safetensors") else ""
 

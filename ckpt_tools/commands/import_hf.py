@@ -35,12 +35,13 @@ from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.megatron.huggingface.quantized import dequantized
 from ckpt_tools.megatron.huggingface.targets import Imported, import_targets
 from ckpt_tools.megatron.keys import EXPERTS
-from ckpt_tools.megatron.names import FUSED_FC1_NORM, LayerSpec, fuse_local_norm
+from ckpt_tools.megatron.names import FUSED_FC1_NORM, fuse_local_norm
 from ckpt_tools.megatron.record import RECORD_FILE, TargetRecord, record_bytes
 from ckpt_tools.megatron.settings import read_settings
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
 from ckpt_tools.megatron.vocab import vocabulary
 from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.choices import LayerSpec, MegatronFormat
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.expressions import Value
 from ckpt_tools.model.model import Model, Parameter
@@ -55,7 +56,7 @@ FORMATS = ("torch_dist", "fsdp_dtensor")
 class ImportOptions(RunOptions):
     """What a user may decide about an import; the defaults let the model decide."""
 
-    to: str = "torch_dist"
+    to: MegatronFormat = "torch_dist"
     rules: Path | None = None  # a rule file
     dtype: str | None = None
     vocab_multiple: int = 128  # --make-vocab-size-divisible-by times the tensor-parallel size

@@ -45,7 +45,7 @@ class IterationRow:
 
 @dataclass(frozen=True, slots=True)
 class RunListing:
-    """What lies in a run's root; `others` are the bytes of files and folders that are no iteration."""
+    """What lies in a run's root; `others` are the bytes of other files and folders."""
 
     root: str
     iterations: tuple[IterationRow, ...]
@@ -103,7 +103,7 @@ def list_run(root: AnyPath, trust_pickle: bool = False) -> RunListing:
 
 
 def iteration_names(root: str) -> dict[str, int | None]:
-    """The iteration folders of a run's root with their numbers, in order; a release has none. {}: it is no root."""
+    """The iteration folders of a run's root with their numbers, in order; a release has none. {}: not a root."""
     files = open_files(root)
     try:
         found = files.list()

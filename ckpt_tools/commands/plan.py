@@ -22,6 +22,7 @@ from ckpt_tools.model.target import Target
 from ckpt_tools.model.transfers import OutputItem, Plan, item_rows, plan_summary
 from ckpt_tools.model.without_gc import without_gc
 from ckpt_tools.plan.build import file_rank
+from ckpt_tools.plan.duration import Duration, Machines, predict
 from ckpt_tools.sharding.memory import Memory, rank_memory
 from ckpt_tools.sharding.placement import Placement
 from ckpt_tools.sharding.topology import Topology
@@ -64,6 +65,13 @@ class Priced:
     job: TargetJob
     rank: int | None = None
     globs: tuple[str, ...] = ()
+    chunks: int = 0  # of the source's tensors
+    machines: Machines | None = None
+
+    @cached_property
+    def duration(self) -> Duration | None:
+        """How long it would take on the machines that were told of."""
+        return None if self.machines is None else predict(self.plan, self.chunks, self.machines)
 
     def items(self) -> Iterator[OutputItem]:
         """The planned items of the tensors that were asked for."""
@@ -140,6 +148,7 @@ class Priced:
             "object_count": len(self.target.objects) + len(self.target.inline),
             "item_count": len(self.plan.items),
             "imbalance": self.imbalance,
+            "duration": None if self.duration is None else asdict(self.duration),
             "padding_bytes": self.padding,
             "dropped": self.target.dropped,
             "renamed": self.target.renamed,
@@ -158,19 +167,25 @@ def plan_checkpoint(
     options: ConvertOptions | None = None,
     rank: int | None = None,
     globs: Sequence[str] = (),
+    machines: Machines | None = None,
 ) -> Priced:
     """What converting the checkpoint at `source` for `layout` would do, priced.
 
     Args:
         rank: plan the file of this target rank alone.
         globs: target keys to list; all when empty.
+        machines: what is to carry it out, for a prediction of how long that takes; of all ranks only.
 
     Raises the errors of `convert_to_fsdp_dtensor` up to its plan, and:
-        UsageError: there is no such rank, or no tensor that a glob matches.
+        UsageError: there is no such rank, or no tensor that a glob matches; one rank and `machines`.
     """
     source = path_text(source)
     if rank is not None and not 0 <= rank < layout.ranks:
         raise UsageError(f"--rank {rank}: this layout has ranks 0 to {layout.ranks - 1}")
+    if rank is not None and machines is not None:
+        raise UsageError(
+            "how long a conversion takes is told of all ranks together: leave --rank or --disk out"
+        )
     options = options or ConvertOptions()
     with open_checkpoint(source, options.iteration, options.trust_pickle) as opened, without_gc():
         prepared = prepare(opened, options, layout)
@@ -180,6 +195,20 @@ def plan_checkpoint(
             hint = f"; did you mean {', '.join(close)}?" if close else ""
             raise UsageError(f"--tensor {glob}: no tensor of the target has such a key{hint}")
         job = layout if layout.topology else Layout(layout.name, Topology(dp_shard=layout.ranks))
-        core = place_model(prepared.model(), job)
-        plan = prepared.lay_out(layout, rank)
-    return Priced(source, opened.location, layout, target, plan, core, prepared.job, rank, tuple(globs))
+        core = place_model(prepared.live_model(), job)
+        plan = prepared.lay_out(layout, rank, None if layout.name == "even" else core)
+    assert prepared.job is not None  # what is laid out for a job names it
+    chunks = sum(len(entry.chunks) for entry in opened.catalog.tensors.values()) if machines else 0
+    return Priced(
+        source,
+        opened.location,
+        layout,
+        target,
+        plan,
+        core,
+        prepared.job,
+        rank,
+        tuple(globs),
+        chunks,
+        machines,
+    )

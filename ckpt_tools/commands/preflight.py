@@ -34,7 +34,7 @@ from ckpt_tools.verify.job import (
 from ckpt_tools.verify.job_settings import checked_settings
 from ckpt_tools.verify.load_rules import RULES
 from ckpt_tools.verify.place import check_entries
-from ckpt_tools.verify.report import ERROR, WARNING, Check, Finding, Report
+from ckpt_tools.verify.report import ERROR, WARNING, Check, Finding, Report, Severity
 
 _ENVIRONMENT = "unset CUDA_DEVICE_MAX_CONNECTIONS"
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -250,7 +250,7 @@ def _flags_check(job: Job) -> Check:
                                 "give the flag as that version takes it"))  # fmt: skip
     known_script = job.script is None or Path(job.script).name in _SCRIPTS
     for word in job.unknown:
-        severity = ERROR if known_script else WARNING
+        severity: Severity = ERROR if known_script else WARNING
         findings.append(
             Finding("flags", severity, word, f"Megatron-LM {job.program} knows no such flag", _meant(word))
         )

@@ -27,6 +27,7 @@ from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.read_values import json_value
 from ckpt_tools.errors import UsageError, list_problems
 from ckpt_tools.formats.files import AnyPath, path_text
+from ckpt_tools.model.choices import StatsBy
 from ckpt_tools.model.dtypes import itemsize
 from ckpt_tools.model.roles import MASTER, WEIGHT
 from ckpt_tools.model.target import TargetTensor
@@ -46,10 +47,11 @@ class StatsOptions:
 
     keys: tuple[str, ...] = ()  # globs on names and stored keys; () for all
     roles: tuple[str, ...] = ()  # () for all
-    by: str = "auto"  # auto, keys or parameters
+    by: StatsBy = "auto"
     iteration: int | None = None
     histogram: bool = False  # count elements by their size
     threads: int = 2
+    workers: int | None = None  # processes; None: as many as help
     trust_pickle: bool = False
 
 
@@ -172,6 +174,7 @@ def checkpoint_statistics(
             [t.tensor for t in chosen],
             histogram=options.histogram,
             threads=options.threads,
+            workers=options.workers,
             tick=_meter(progress, chosen),
         )
     pairs = zip(chosen, found, strict=True)
@@ -219,6 +222,7 @@ def checkpoint_change(
             (Place(first.files, sides[0].catalog), Place(second.files, sides[1].catalog)),
             [(x.tensor, y.tensor) for x, y in alike],
             threads=options.threads,
+            workers=options.workers,
             tick=_meter(progress, [t for pair in alike for t in pair]),
         )
     return CheckpointChange(
@@ -234,7 +238,7 @@ def checkpoint_change(
     )
 
 
-def _under_one_kind_of_name(a: Opened, b: Opened, by: str) -> tuple[NamedTensors, NamedTensors]:
+def _under_one_kind_of_name(a: Opened, b: Opened, by: StatsBy) -> tuple[NamedTensors, NamedTensors]:
     """Both by parameters, by keys, or a Megatron checkpoint as its export to the other, a Hugging Face model."""
     kinds = {a.location.kind, b.location.kind}
     if by == "auto" and "safetensors" in kinds and kinds & _MEGATRON:

@@ -54,6 +54,7 @@ class VerifyOptions:
     allow_nonfinite: bool = False
     trust_pickle: bool = False
     threads: int = 2
+    workers: int | None = None  # processes forked on this machine; None: as many as help
     write_manifest: Path | None = None  # made, when the checkpoint is valid
 
 
@@ -213,7 +214,12 @@ def _content(
 
     checks = list(
         scan_content(
-            files, catalog, threads=options.threads, allow_nonfinite=options.allow_nonfinite, tick=meter
+            files,
+            catalog,
+            threads=options.threads,
+            workers=options.workers,
+            allow_nonfinite=options.allow_nonfinite,
+            tick=meter,
         )
     )
     if location.kind == "torch_dist":
@@ -224,14 +230,14 @@ def _content(
 def _masters(files: Files, catalog: Catalog, options: VerifyOptions) -> Check:
     """Whether every fp32 master rounds to its stored weight."""
     from ckpt_tools.commands.export_source import master_targets
-    from ckpt_tools.execute.check_masters import compare_masters
+    from ckpt_tools.execute.check_masters import compare_all_masters
 
     found = Findings("masters", "elements")
     try:
         model = read_torch_dist(files, catalog, trust_pickle=options.trust_pickle, unknown_keys=True).model
         targets, recipe = master_targets(model), model.settings.fp8_recipe
-        report, problems = compare_masters(
-            files, model.catalog, targets, "all", threads=options.threads, fp8_recipe=recipe
+        report, problems = compare_all_masters(
+            files, model.catalog, targets, options.threads, options.workers, recipe
         )
     except StorageError:
         raise
@@ -281,7 +287,7 @@ def _manifest(
         found = Findings("manifest", "digests")
         found.error(str(options.write_manifest), "not written: the checkpoint is not valid")
         return found.done()
-    made = make_manifest(files, catalog, options.threads, meter)
+    made = make_manifest(files, catalog, options.threads, options.workers, meter)
     found = Findings("manifest", "digests")
     found.looked_at = len(made["files"]) + len(made["tensors"])
     check = found.done() if options.manifest is None else check_manifest(stored, made)

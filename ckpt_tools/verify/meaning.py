@@ -41,7 +41,7 @@ class Weight(NamedTuple):
 
 
 def torch_dist_weights(catalog: Catalog) -> tuple[list[Weight], list[str]]:
-    """The weights of a `torch_dist` checkpoint with their layers apart, and a line per key that is none."""
+    """The weights of a `torch_dist` checkpoint with their layers apart, and a line per key that is not a weight's."""
     weights, problems = [], []
     for key, entry in catalog.tensors.items():
         if is_optimizer_key(key):

@@ -1,29 +1,29 @@
-"""Tensors measured tile by tile by a few threads: statistics of one checkpoint, changes between two.
+"""Tensors measured tile by tile by threads and processes: statistics of one checkpoint, changes between two.
 
 A long tensor is shared out in parts, and the sums of parts are joined in their order: the result does not depend on
-how many threads there are. Memory is a tile a thread and a handful of numbers a tensor.
+how many threads and processes there are. Memory is a tile a thread and a handful of numbers a part.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from math import prod
 from typing import NamedTuple, TypeVar
 
 from ckpt_tools.execute.read_box import BoxReader
+from ckpt_tools.execute.spread import Tick, spread
 from ckpt_tools.formats.files import Files
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.casts import Array
 from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.dtypes import itemsize
 from ckpt_tools.model.target import TargetTensor
 from ckpt_tools.plan.byte_runs import row_major_tiles
 from ckpt_tools.verify.values import Change, Statistics
 
 TILE_ELEMS = 1 << 19
-_PART_ELEMS = 1 << 24  # of a tensor, measured by one thread
-_MOST_READ_AHEAD = 256  # parts handed to the threads before their results are taken
+_PART_ELEMS = 1 << 26  # of a tensor, measured by one thread
 
 
 class Place(NamedTuple):
@@ -31,6 +31,17 @@ class Place(NamedTuple):
 
     files: Files
     catalog: Catalog
+
+
+class _Part(NamedTuple):
+    """What one thread measures: a box of a tensor, given by its number."""
+
+    number: int
+    box: Box
+
+    def tiles(self) -> Iterator[Box]:
+        """The box in pieces that are held in memory."""
+        return (tile for tile in row_major_tiles(self.box, TILE_ELEMS) if not tile.is_empty)
 
 
 AnySums = TypeVar("AnySums", Statistics, Change)
@@ -42,7 +53,8 @@ def statistics(
     *,
     histogram: bool = False,
     threads: int = 2,
-    tick: Callable[[int], None] = lambda _: None,
+    workers: int | None = None,
+    tick: Tick = lambda _: None,
 ) -> list[Statistics]:
     """The statistics of each tensor; `tick` is told the bytes read.
 
@@ -50,19 +62,21 @@ def statistics(
         CorruptCheckpointError, MappingError: a tensor cannot be read.
     """
 
-    def measure(number: int, tiles: Iterable[Box]) -> Statistics:
+    def measure(part: _Part, told: Tick) -> Statistics:
         found = Statistics(histogram)
-        tensor = tensors[number]
+        tensor = tensors[part.number]
         read = reader.tensor(tensor)
-        for tile in tiles:
+        for tile in part.tiles():
             values = read(tile)
             found.add(values, tensor.dtype)
-            tick(values.nbytes)
+            told(values.nbytes)
         return found
 
     with ExitStack() as stack:
         reader = _reader(place, stack)
-        return _joined(tensors, measure, lambda: Statistics(histogram), threads)
+        parts = _parts(tensors)
+        found = spread(measure, parts, nbytes=_nbytes(tensors), threads=threads, workers=workers, tick=tick)
+        return _joined([Statistics(histogram) for _ in tensors], parts, found)
 
 
 def changes(
@@ -70,7 +84,8 @@ def changes(
     pairs: Sequence[tuple[TargetTensor, TargetTensor]],
     *,
     threads: int = 2,
-    tick: Callable[[int], None] = lambda _: None,
+    workers: int | None = None,
+    tick: Tick = lambda _: None,
 ) -> list[Change]:
     """How each tensor of the first place has moved in the second; both of a pair have one shape.
 
@@ -78,19 +93,22 @@ def changes(
         CorruptCheckpointError, MappingError: a tensor cannot be read.
     """
 
-    def measure(number: int, tiles: Iterable[Box]) -> Change:
+    def measure(part: _Part, told: Tick) -> Change:
         found = Change()
-        pair = pairs[number]
+        pair = pairs[part.number]
         reads = [reader.tensor(tensor) for reader, tensor in zip(readers, pair, strict=True)]
-        for tile in tiles:
+        for tile in part.tiles():
             a, b = _both(reads, tile)
             found.add((a, b), (pair[0].dtype, pair[1].dtype))
-            tick(a.nbytes + b.nbytes)
+            told(a.nbytes + b.nbytes)
         return found
 
     with ExitStack() as stack:
         readers = [_reader(place, stack) for place in places]
-        return _joined([a for a, _ in pairs], measure, Change, threads)
+        parts = _parts([a for a, _ in pairs])
+        nbytes = _nbytes([tensor for pair in pairs for tensor in pair])
+        found = spread(measure, parts, nbytes=nbytes, threads=threads, workers=workers, tick=tick)
+        return _joined([Change() for _ in pairs], parts, found)
 
 
 def _both(reads: Sequence[Callable[[Box], Array]], tile: Box) -> tuple[Array, Array]:
@@ -103,39 +121,21 @@ def _reader(place: Place, stack: ExitStack) -> BoxReader:
     return reader
 
 
-def _joined(
-    tensors: Sequence[TargetTensor],
-    measure: Callable[[int, Iterable[Box]], AnySums],
-    empty: Callable[[], AnySums],
-    threads: int,
-) -> list[AnySums]:
+def _joined(whole: list[AnySums], parts: Sequence[_Part], found: Sequence[AnySums]) -> list[AnySums]:
     """The sums of every tensor, of its parts in order."""
-    results = [empty() for _ in tensors]
-    parts = _parts(tensors)
-    with ThreadPoolExecutor(threads, "ckpt-measure") as pool:
-        try:
-            while some := list(itertools.islice(parts, _MOST_READ_AHEAD)):
-                numbers = [number for number, _ in some]
-                for number, found in zip(numbers, pool.map(measure, *zip(*some, strict=True)), strict=True):
-                    results[number].join(found)
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-    return results
+    for part, sums in zip(parts, found, strict=True):
+        whole[part.number].join(sums)
+    return whole
 
 
-def _parts(tensors: Sequence[TargetTensor]) -> Iterator[tuple[int, list[Box]]]:
-    """Number of a tensor, and tiles of it that one thread measures."""
-    for number, tensor in enumerate(tensors):
-        tiles = (t for t in row_major_tiles(full_box(tensor.shape), TILE_ELEMS) if not t.is_empty)
-        while some := list(_until_full(tiles)):
-            yield number, some
+def _parts(tensors: Sequence[TargetTensor]) -> list[_Part]:
+    return [
+        _Part(number, box)
+        for number, tensor in enumerate(tensors)
+        for box in row_major_tiles(full_box(tensor.shape), _PART_ELEMS)
+        if not box.is_empty
+    ]
 
 
-def _until_full(tiles: Iterator[Box]) -> Iterator[Box]:
-    elements = 0
-    for tile in tiles:
-        yield tile
-        elements += tile.volume
-        if elements >= _PART_ELEMS:
-            return
+def _nbytes(tensors: Sequence[TargetTensor]) -> int:
+    return sum(prod(tensor.shape) * itemsize(tensor.dtype) for tensor in tensors)

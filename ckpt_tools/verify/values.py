@@ -39,7 +39,7 @@ _EXPONENTS = 2048  # of a double
 
 @dataclass(slots=True)
 class Census:
-    """Elements seen, and those that are no finite number; of a complex type each part counts as one."""
+    """Elements seen, and those that are not finite numbers; of a complex type each part counts as one."""
 
     elements: int = 0
     nans: int = 0

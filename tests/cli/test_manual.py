@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer.main
@@ -20,7 +21,7 @@ from tests.conftest import DATA
 
 RUN = DATA / "core019_llama_tp2_fully_reshardable"
 FSDP = DATA / "core019_llama_tp2_native_fsdp_dtensor"
-GROUP = typer.main.get_command(app)
+GROUP: Any = typer.main.get_command(app)  # a group of one of Typer's two copies of click
 COMMANDS = {name: GROUP.get_command(None, name) for name in GROUP.list_commands(None)}
 EXAMPLES = [(name, words) for name, page in manual.PAGES.items() for _, words in page.examples]
 DIFFERENT = {

@@ -68,7 +68,7 @@ OUTPUTS = [  # (schema, exit code, words)
     ("group-map", 0, "build-param-group-map RUN"),
 ]
 
-VERSIONS = {"conversion": 2}  # 1 for the others
+VERSIONS = {"conversion": 2, "average": 2}  # 1 for the others
 
 
 def strict_json(text: str) -> Any:
@@ -144,6 +144,7 @@ def test_every_schema_is_one_and_is_used() -> None:
 def test_a_field_more_or_less_is_seen() -> None:
     """The schemas are closed: an output cannot change without them."""
     found = {"schema_version": 1, "source": "a", "output": "b", "tensor_count": 1, "object_count": 0}
+    found["source_format"] = "dcp"
     found |= {"removed": [], "renamed": {}, "bytes_written": 1, "seconds": 0.5}
     found |= {"check_source": "all", "payloads_proven": 1, "payloads_without_checksum": 0, "bytes_proven": 4}
     validate(found, "edit")

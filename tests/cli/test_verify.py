@@ -156,7 +156,7 @@ def test_diff_exit_codes(name, damaged, capsys):
     line = next(line for line in out.splitlines() if line.startswith(NORM))
     values = [ckpt_tools.open(place)[NORM][0].item() for place in (good, damaged)]
     assert line.split() == [NORM, "1", "32", "[0]", *two_values(*values), "0"]
-    assert out.endswith("different: 1 tensors, 0 values\n")
+    assert out.endswith("different: 1 tensors, 0 entries of objects\n")
     assert run([name, good, str(damaged), "-q", "--ulp", "1"]) == 0
     assert run([name, good, str(damaged), "-q", "--ignore", NORM]) == 0
     assert run([name, good, str(damaged), "-q", "--keys", "optimizer.*"]) == 0

@@ -20,6 +20,9 @@ from torch.distributed import checkpoint as dcp
 import ckpt_tools
 from ckpt_tools.commands import checkpoint
 from ckpt_tools.errors import CkptError, MappingError, NoSuchKeyError, StorageError, UsageError
+from ckpt_tools.execute.read_box import BoxReader
+from ckpt_tools.model.box import Box
+from ckpt_tools.model.casts import Array
 from ckpt_tools.model.dtypes import ITEMSIZE
 from tests.commands import oracle
 from tests.conftest import DATA, fixture_dir
@@ -90,14 +93,19 @@ def test_indices_that_numpy_refuses_too(numbers: Path) -> None:
 
 
 def test_only_the_box_is_read(numbers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    boxes = []
-    real = checkpoint.BoxReader.tensor
+    boxes: list[Box] = []
+    real = BoxReader.tensor
 
     def tensor(reader: Any, target: Any) -> Any:
         read = real(reader, target)
-        return lambda box: boxes.append(box) or read(box)
 
-    monkeypatch.setattr(checkpoint.BoxReader, "tensor", tensor)
+        def noted(box: Box) -> Any:
+            boxes.append(box)
+            return read(box)
+
+        return noted
+
+    monkeypatch.setattr(BoxReader, "tensor", tensor)
     with ckpt_tools.open(numbers) as c:
         assert c["a"][3, ::-2, 1].tolist() == [46.0, 40.0]
         assert boxes == [((3, 1, 1), (1, 3, 1))]
@@ -110,7 +118,7 @@ def test_only_the_box_is_read(numbers: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("dtype", ITEMSIZE)
 def test_every_element_type(dtype: str, tmp_path: Path) -> None:
-    raw = np.arange(256, dtype=np.uint8)
+    raw: Array = np.arange(256, dtype=np.uint8)
     raw = raw & 1 if dtype == "bool" else np.tile(raw, ITEMSIZE[dtype])
     tensor = torch.frombuffer(bytearray(raw.tobytes()), dtype=getattr(torch, dtype))
     dcp.save({"t": tensor}, checkpoint_id=tmp_path, no_dist=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -16,7 +17,9 @@ from ckpt_tools.cli.app import run
 from ckpt_tools.commands import copy as module
 from ckpt_tools.commands.copy import CopyOptions, CopyReport, copy_checkpoint
 from ckpt_tools.errors import CorruptCheckpointError, StorageError, UsageError, VerificationError
-from ckpt_tools.execute.run import WriteOptions
+from ckpt_tools.execute.remote_output import RemoteOutput
+from ckpt_tools.execute.run import WriteOptions, write_checkpoint
+from ckpt_tools.model.transfers import Transfer
 from ckpt_tools.plan import raw_files
 from ckpt_tools.plan.raw_files import RawFile, Run, build_copy_plan
 from tests.conftest import DATA, fixture_dir
@@ -103,15 +106,19 @@ def test_metadata_comes_last_in_a_store(
 ) -> None:
     """Nobody who looks at the folder meanwhile takes it for a checkpoint."""
     put: list[str] = []
-    real = module.write_checkpoint.__globals__["_remote_job"]()
-    original = real._publish
+    original = RemoteOutput.publish
 
-    def publish(job: object, *args: object) -> None:
-        store_put = job._store.put  # type: ignore[attr-defined]
-        job._store.put = lambda name, data: put.append(name) or store_put(name, data)  # type: ignore[attr-defined]
-        original(job, *args)  # type: ignore[arg-type]
+    def publish(output: RemoteOutput, *args: Any) -> None:
+        store_put = output._store.put
 
-    monkeypatch.setattr(real, "_publish", publish)
+        def noted(name: str, data: bytes) -> None:
+            put.append(name)
+            store_put(name, data)
+
+        monkeypatch.setattr(output._store, "put", noted)
+        original(output, *args)
+
+    monkeypatch.setattr(RemoteOutput, "publish", publish)
     copy_checkpoint(DATA / RUN / ITERATION, "memory://bucket/one")
     assert put[-1] == ".metadata"
     assert len(put) > 1
@@ -227,7 +234,7 @@ def test_all_iterations_past_those_that_are_there_or_not_whole(tmp_path: Path) -
 
 
 def test_reading_back_finds_what_storage_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = module.write_checkpoint
+    real = write_checkpoint
 
     def and_rot(*args: object, **named: object) -> object:
         written = real(*args, **named)  # type: ignore[arg-type]
@@ -252,10 +259,11 @@ def test_a_plan_cuts_files_where_checksums_begin_and_end(monkeypatch: pytest.Mon
     plan = build_copy_plan(
         {"f": RawFile(200, (Run(20, 100, "k", 7), Run(130, 0, "e", 3)), b"h" * 10), "g": RawFile(5)}
     )
-    rows = [
-        (i.file, i.offset, i.length, i.transfers[0].item.crc32, i.transfers[0].piece.offset)
-        for i in plan.items
-    ]  # type: ignore[union-attr]
+    rows = []
+    for i in plan.items:
+        (first, *_) = i.transfers
+        assert isinstance(first, Transfer)
+        rows.append((i.file, i.offset, i.length, first.item.crc32, first.piece.offset))
     assert rows == [
         ("f", 10, 10, None, 0), ("f", 20, 40, 7, 0), ("f", 60, 40, 7, 40), ("f", 100, 20, 7, 80),
         ("f", 120, 10, None, 0), ("f", 130, 40, None, 0), ("f", 170, 30, None, 40), ("g", 0, 5, None, 0),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.verify.job import PROGRAMS, VERSIONS
 from ckpt_tools.verify.load_rules import RULES
+from tests.commands.launched import launch_of
 from tests.conftest import fixture_dir
 from tests.damage import copy_of, drop_key, metadata_of
 
@@ -360,7 +362,7 @@ def test_weights_alone(tmp_path, target):
     starts = target in ("core-0.16", "core-0.17")
     assert found.report.is_valid == starts
     if starts:
-        assert "--finetune" in found.launch.words
+        assert launch_of(found).words.count("--finetune") == 1
     assert {f.check for f in preflight(out, GOOD, target=target).report.findings} == {
         "optimizer-entries",
         "rng-entries",
@@ -380,7 +382,7 @@ def test_a_size_beyond_all_machines_is_answered_at_once():
 
 
 def test_experts_named_for_another_job():
-    words = list(preflight(str(fixture_dir(MOE))).launch.words)
+    words = list(launch_of(preflight(str(fixture_dir(MOE)))).words)
     assert broken(words, MOE) == {}
     found = broken([*words, "--moe-grouped-gemm"], MOE)
     assert found == {"experts": ("error", "moe_grouped_gemm is on, experts are stored as local_experts.N")}
@@ -451,25 +453,25 @@ MLA = ("self_attention.linear_q_down_proj.weight", "self_attention.linear_kv_up_
     ],
 )
 def test_norms_of_the_layer_spec(names, local):
-    assert local_norms(f"decoder.layers.3.{name}" for name in names) is local
-    assert local_norms(f"mtp.layers.0.mtp_model_layer.{name}" for name in names) is local
+    assert local_norms([f"decoder.layers.3.{name}" for name in names]) is local
+    assert local_norms([f"mtp.layers.0.mtp_model_layer.{name}" for name in names]) is local
 
 
 @pytest.mark.parametrize("name", [NATIVE, "core019_gpt3_tp2_native_fsdp_dtensor", MOE])
 def test_the_launch_is_what_was_checked_and_survives_a_shell(name):
-    found = preflight(str(fixture_dir(name))).launch
+    found = launch_of(preflight(str(fixture_dir(name))))
     assert shlex.split(found.command.replace("\\\n", " ")) == list(found.words)
     assert broken(list(found.words), name) == {}
     whole = preflight(str(fixture_dir(name)), [found.command.replace("\\\n", " ")])  # as one quoted word
     assert whole.report.findings == []
-    assert whole.launch.words == found.words
+    assert launch_of(whole).words == found.words
     assert "--load" in found.words
 
 
 def test_the_launch_of_a_described_job_is_that_job():
     found = preflight(str(fixture_dir(NATIVE)), GOOD)
-    assert found.launch.words == tuple(GOOD)
-    assert found.launch.environment == ("unset CUDA_DEVICE_MAX_CONNECTIONS",)
+    assert launch_of(found).words == tuple(GOOD)
+    assert launch_of(found).environment == ("unset CUDA_DEVICE_MAX_CONNECTIONS",)
     assert preflight(str(fixture_dir(NATIVE)), GOOD[4:]).launch is None  # flags alone start nothing
     assert preflight(str(fixture_dir(NATIVE)), [*GOOD, "--use-torch-fsdp2"]).launch is None
 
@@ -477,7 +479,7 @@ def test_the_launch_of_a_described_job_is_that_job():
 def test_a_path_that_a_shell_would_read_is_quoted(tmp_path):
     root = copy_of(NATIVE, tmp_path).rename(tmp_path / "it's $(here)")
     found = preflight(str(root))
-    assert str(root) in shlex.split(found.launch.command.replace("\\\n", " "))
+    assert str(root) in shlex.split(launch_of(found).command.replace("\\\n", " "))
 
 
 def test_the_program_is_chosen():
@@ -537,10 +539,10 @@ def test_a_megatron_lm_recipe(tmp_path):
     lines = ["ENV_VARS:", "  CUDA_DEVICE_MAX_CONNECTIONS: 1", "MODEL_ARGS:", "  --use-torch-fsdp2: false"]
     words = GOOD[4:]
     while words:
-        flag, value = words.pop(0), True
+        flag, value = words.pop(0), "true"
         if words and not words[0].startswith("--"):
             value = words.pop(0)
-        lines.append(f"  {flag}: {'true' if value is True else value}")
+        lines.append(f"  {flag}: {value}")
     file.write_text("\n".join(lines))
     assert broken((), yaml_file=file).keys() == {"max-connections"}
     assert broken(["--mtp-num-layers", "1"], yaml_file=file).keys() == {"max-connections", "mtp"}
@@ -562,7 +564,7 @@ def test_the_stored_arguments_are_not_changed_by_a_launch():
         assert opened.common.args == before
 
 
-BRIDGE_SAYS = {  # settings of a job that is ready, by section
+BRIDGE_SAYS: dict[str, dict[str, Any]] = {  # settings of a job that is ready, by section
     "model": {
         "tensor_model_parallel_size": 2,
         "num_layers": 2,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +25,7 @@ from ckpt_tools.model.dtypes import ITEMSIZE
 from ckpt_tools.verify import measure
 from ckpt_tools.verify.values import Change, Statistics
 from tests.commands import oracle
-from tests.conftest import DATA, fixture_dir
+from tests.conftest import DATA, REPO, fixture_dir
 from tests.damage import ITERATION
 from tests.pages import parse_page, parse_svg
 
@@ -147,16 +149,30 @@ def test_any_optimizer_layout_is_measured_as_its_conversion(name: str, tmp_path:
 def test_the_result_does_not_depend_on_threads_and_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "TILE_ELEMS", 64)
     monkeypatch.setattr(measure, "_PART_ELEMS", 256)
-    monkeypatch.setattr(measure, "_MOST_READ_AHEAD", 3)
     one, four = (checkpoint_statistics(str(DATA / RUN), StatsOptions(threads=n)).as_json() for n in (1, 4))
     assert one == four
+
+
+def test_the_result_does_not_depend_on_workers() -> None:
+    """In another process, because one with threads, as pytest's may be, is not forked."""
+    script = f"""
+from ckpt_tools.commands.stats import StatsOptions, checkpoint_change, checkpoint_statistics
+run = {str(DATA / RUN)!r}
+one, three = (StatsOptions(workers=n, histogram=True) for n in (1, 3))
+told = []
+shared = checkpoint_statistics(run, three, lambda *now: told.append(now))
+assert checkpoint_statistics(run, one).as_json() == shared.as_json()
+assert told and told == sorted(told)
+assert checkpoint_change(run, run, one).as_json() == checkpoint_change(run, run, three).as_json()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=REPO)
 
 
 def test_progress_ends_with_all_bytes() -> None:
     told: list[tuple[int, int]] = []
     found = checkpoint_statistics(str(DATA / RUN), progress=lambda *now: told.append(now))
-    nbytes = sum(t.named.tensor.shape and math.prod(t.named.tensor.shape) * ITEMSIZE[t.named.tensor.dtype]
-                 for t in found.tensors)  # fmt: skip
+    held = [t.named.tensor for t in found.tensors]
+    nbytes = sum(math.prod(tensor.shape) * ITEMSIZE[tensor.dtype] for tensor in held)
     assert told[-1] == (nbytes, nbytes)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.model.box import Box
+from ckpt_tools.model.choices import LayoutName
 from ckpt_tools.sharding.describe import LiveTensor, describe
 from ckpt_tools.sharding.memory import rank_memory
 from ckpt_tools.sharding.parameters import Parameter, Part
@@ -45,10 +46,10 @@ def replay_whole_model(record: Json, c: Comparison) -> None:
     topology = Topology(topo["shard"], topo.get("outer", 1), tp, 1, ep, etp, 1, strategy, outer_strategy)
     order = _traversal(listed, given["model"]["units"])
     params = parameters_of(listed, order, given["model"]["units"], ep, innermost=kind == "v2")
-    layout = {"v1": "mfsdp-v1", "v2": "mfsdp-v2", "fsdp2": "fsdp2"}[kind]
+    layouts: dict[str, LayoutName] = {"v1": "mfsdp-v1", "v2": "mfsdp-v2", "fsdp2": "fsdp2"}
 
     def make() -> Placement:
-        return Placement(params, topology, layout, given.get("bucket_size"))
+        return Placement(params, topology, layouts[kind], given.get("bucket_size"))
 
     if "error" in record:
         _replay_error(record, make, c)
