@@ -32,6 +32,7 @@ MODULES = {
     "modify-state-dict": "edit",
     "slice": "edit",
     "average": "average",
+    "merge-adapter": "merge_adapter",
     "strip": "strip",
     "print-tensor": "edit",
     "env": "environment",

@@ -61,7 +61,10 @@ def register(app: typer.Typer) -> None:
     app.command(**page("export-hf"))(
         t.with_options(
             export,
-            t.RUNNING | t.READING | _EXPORTED.keys() | {"rules", "max_shard_bytes", "mtp_copies"},
+            t.RUNNING
+            | t.READING
+            | _EXPORTED.keys()
+            | {"rules", "max_shard_bytes", "mtp_copies", "peft", "alpha"},
             _EXPORTED,
         )
     )
@@ -71,7 +74,7 @@ def register(app: typer.Typer) -> None:
             t.RUNNING
             | t.JOB
             | _IMPORTED.keys()
-            | {"rules", "vocab_multiple", "dialect", "layer_spec", "experts"},
+            | {"rules", "vocab_multiple", "dialect", "layer_spec", "experts", "adapter"},
             _IMPORTED,
         )
     )
@@ -86,6 +89,8 @@ def export(
 
     A setting that changes what the model computes and that config.json cannot say is refused by its name (exit 5);
     one that this version does not know is named in the report.
+
+    With --peft the adapter (LoRA) that a checkpoint holds becomes a PEFT directory, by the names of its base.
     """
     run, iteration = to_hf(given), given["iteration"]
     carry_out(lambda progress: run(input_dir, output_dir, iteration, True, progress), given)

@@ -188,6 +188,21 @@ MtpCopies = Annotated[
     typer.Option("--mtp-copies", help="Repeat embedding and head in DeepSeek's prediction layers.",
                  rich_help_panel=_MODEL),
 ]  # fmt: skip
+Adapter = Annotated[
+    str | None,
+    typer.Option("--adapter", help="PEFT directory (LoRA) to merge into the model.", rich_help_panel=_MODEL),
+]
+Peft = Annotated[
+    bool,
+    typer.Option("--peft", help="Write the checkpoint's adapter (LoRA), not its model; --hf-config names the base.",
+                 rich_help_panel=_MODEL),
+]  # fmt: skip
+Alpha = Annotated[
+    float | None,
+    typer.Option(
+        "--alpha", help="Alpha of the adapter, where no run_config.yaml tells it; its scale is alpha / rank."
+    ),
+]
 VocabMultiple = Annotated[
     int,
     typer.Option("--vocab-multiple", max=MAX_ROWS, help="Rows of the vocabulary are filled up with zeros to a "

@@ -7,11 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt_tools.commands.opened import Opened
-from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError, UsageError, list_problems
-from ckpt_tools.formats.detect import locate
+from ckpt_tools.errors import (
+    CorruptCheckpointError,
+    MappingError,
+    UnsupportedCheckpointError,
+    UsageError,
+    list_problems,
+)
 from ckpt_tools.formats.documents import DocumentError, parse_yaml
-from ckpt_tools.formats.files import Files, open_files, read_whole
-from ckpt_tools.formats.hub_cache import snapshot_of
+from ckpt_tools.formats.files import Files, read_whole
 from ckpt_tools.formats.joined_files import joined_entry
 from ckpt_tools.megatron.adapters import (
     WRAPPED,
@@ -23,12 +27,11 @@ from ckpt_tools.megatron.adapters import (
     sort_out,
 )
 from ckpt_tools.megatron.common_state import RUN_CONFIG
-from ckpt_tools.megatron.huggingface.peft import ADAPTER_CONFIG
-from ckpt_tools.megatron.keys import expert_of, is_optimizer_key, strip_wrappers
+from ckpt_tools.megatron.keys import is_optimizer_key, strip_wrappers
 from ckpt_tools.megatron.torch_dist.slices import slices_of
-from ckpt_tools.model.catalog import Catalog, TensorEntry
+from ckpt_tools.model.catalog import TensorEntry
 from ckpt_tools.model.expressions import Value
-from ckpt_tools.model.model import Model
+from ckpt_tools.model.model import Model, Parameter
 from ckpt_tools.model.roles import WEIGHT
 from ckpt_tools.model.target import Source
 from ckpt_tools.model.views import Select
@@ -49,13 +52,18 @@ class AdapterSource:
     is_wrapped: bool
 
     @property
-    def notes(self) -> tuple[str, ...]:
+    def summary(self) -> str:
+        """How many there are, their ranks and scales."""
         ranks = sorted({adapter.rank for adapter in self.adapters})
         scales = ", ".join(f"{self.alpha / rank:g}" for rank in ranks)
-        found = [
-            f"{len(self.adapters):,} adapters of rank {', '.join(map(str, ranks))} were added with scale {scales} "
-            f"(alpha {self.alpha:g}, by {self.told_by}), in float64 and rounded once"
-        ]
+        return (
+            f"{len(self.adapters):,} adapters of rank {', '.join(map(str, ranks))} with scale {scales} (alpha "
+            f"{self.alpha:g}, by {self.told_by})"
+        )
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        found = [f"{self.summary} were added, in float64 and rounded once"]
         if self.whole:
             found.append(f"taken from the adapter, which holds them whole: {', '.join(self.whole)}")
         return tuple(found)
@@ -82,42 +90,28 @@ class AdapterSource:
         Raises:
             MappingError: such weights that the base does not have, or in another shape.
         """
-        catalog = replace(model.catalog, tensors={**model.catalog.tensors, **self.entries})
-        values = {
-            (strip_wrappers(part.name), part.expert): Value(
-                part.dtype, part.shape, (Source(entry.key, tuple(Select(0, i) for i in part.lead)),)
-            )
-            for key, entry in self.whole.items()
-            for part in slices_of(replace(entry, key=key))
+        parts = {
+            (part.name, part.expert): (part, entry.key)
+            for name, entry in self.whole.items()
+            for part in slices_of(replace(entry, key=name))
         }
-        parameters = []
-        for p in model.parameters:
-            value = values.pop((p.name, p.expert), None)
-            if value is not None and value.shape == p.shape:
-                p = replace(p, values={WEIGHT: Value(p.weight.dtype, value.shape, value.sources)})
-            elif value is not None:
-                values[p.name, p.expert] = value
-            parameters.append(p)
-        if values:
+        shapes = {(p.name, p.expert): p.shape for p in model.parameters}
+        wrong = [part.name for place, (part, _) in parts.items() if shapes.get(place) != part.shape]
+        if wrong:
             raise MappingError(
                 f"{self.path} holds weights whole that the base does not have, or in another shape:\n"
-                + list_problems(name for name, _ in values)
+                + list_problems(wrong)
             )
-        return replace(model, catalog=catalog, parameters=tuple(parameters))
 
+        def taken(p: Parameter) -> Parameter:
+            if (p.name, p.expert) not in parts:
+                return p
+            part, key = parts[p.name, p.expert]
+            source = Source(key, tuple(Select(0, i) for i in part.lead))
+            return replace(p, values={WEIGHT: Value(p.weight.dtype, p.shape, (source,))})
 
-def is_peft(path: str) -> bool:
-    """Whether a folder is a PEFT directory."""
-    files = open_files(snapshot_of(path))
-    try:
-        return files.exists(ADAPTER_CONFIG)
-    finally:
-        files.close()
-
-
-def adapter_files(path: str) -> Files:
-    """The files of an adapter: of a PEFT directory, or of the checkpoint that is meant."""
-    return open_files(snapshot_of(path) if is_peft(path) else locate(path).path)
+        catalog = replace(model.catalog, tensors={**model.catalog.tensors, **self.entries})
+        return replace(model, catalog=catalog, parameters=tuple(map(taken, model.parameters)))
 
 
 def read_adapter_source(adapter: Opened, alpha: float | None, base: Opened) -> AdapterSource:
@@ -135,7 +129,9 @@ def read_adapter_source(adapter: Opened, alpha: float | None, base: Opened) -> A
     tensors = sort_out(adapter.catalog)
     if not tensors.factors:
         hint = ": name its adapter behind it" if is_wrapped else ""
-        raise UnsupportedCheckpointError(f"{location.path} holds no low-rank adapter (no `.adapter.` keys){hint}")
+        raise UnsupportedCheckpointError(
+            f"{location.path} holds no low-rank adapter (no `.adapter.` keys){hint}"
+        )
     how = _settings(adapter, base)
     told, told_by = _alpha(how, alpha, location.path)
     joined = _joined(adapter, tensors, is_wrapped)
@@ -177,7 +173,9 @@ def _settings(adapter: Opened, base: Opened) -> AdapterSettings:
             f"{adapter.location.path}: {RUN_CONFIG} says that the adapter is {name}; merged are {', '.join(_MERGED)}"
         )
     states = (adapter.common, base.common)
-    gated = next((g for s in states for n in ("swiglu", "gated_linear_unit") if (g := s.arg(n)) is not None), None)
+    gated = next(
+        (g for s in states for n in ("swiglu", "gated_linear_unit") if (g := s.arg(n)) is not None), None
+    )
     alpha, dim = (section.get(n) for n in ("alpha", "dim"))
     if section.get("normalize_moe_lora"):
         dim = None  # adapters of experts have a smaller one
@@ -197,7 +195,9 @@ def _peft_section(files: Files) -> Mapping[str, Any]:
     try:
         config = parse_yaml(read_whole(files, RUN_CONFIG))
     except DocumentError as error:
-        raise CorruptCheckpointError(f"{files.location}/{RUN_CONFIG}: not readable YAML ({error}).") from error
+        raise CorruptCheckpointError(
+            f"{files.location}/{RUN_CONFIG}: not readable YAML ({error})."
+        ) from error
     section = config.get("peft") if isinstance(config, Mapping) else None
     return section if isinstance(section, Mapping) else {}
 
@@ -205,8 +205,8 @@ def _peft_section(files: Files) -> Mapping[str, Any]:
 def _alpha(how: AdapterSettings, given: float | None, path: str) -> tuple[float, str]:
     if given is None and how.alpha is None:
         raise UsageError(
-            f"{path}: no {RUN_CONFIG} with a `peft` section says alpha, and without it nothing can be merged; give the "
-            "one of the training job with --alpha"
+            f"{path}: no {RUN_CONFIG} with a `peft` section says alpha, without it nothing can be merged; give that "
+            "of the training job with --alpha"
         )
     if given is not None and how.alpha not in (None, given):
         raise UsageError(f"--alpha {given:g}: {RUN_CONFIG} of {path} says {how.alpha:g}; leave it out")
@@ -214,6 +214,8 @@ def _alpha(how: AdapterSettings, given: float | None, path: str) -> tuple[float,
 
 
 def _check_dim(adapters: list[Adapter], dim: int | None) -> None:
-    wrong = [f"{adapter.label}: rank {adapter.rank}" for adapter in adapters if dim not in (None, adapter.rank)]
+    wrong = [
+        f"{adapter.label}: rank {adapter.rank}" for adapter in adapters if dim not in (None, adapter.rank)
+    ]
     if wrong:
         raise MappingError(f"{RUN_CONFIG} says that the adapters have dim {dim}:\n" + list_problems(wrong))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ckpt_tools.commands.conversion import Conversion, Progress, SourceOptions, Writer, convert, open_source
 from ckpt_tools.commands.conversion_report import ConversionReport
+from ckpt_tools.commands.export_peft import plan_peft
 from ckpt_tools.commands.export_source import ExportSource, read_export_source
 from ckpt_tools.commands.hf_parts import (
     CONFIG,
@@ -47,6 +48,8 @@ class ExportOptions(SourceOptions):
     max_shard_bytes: int = DEFAULT_SHARD_SIZE
     mtp_copies: bool = False
     tp: int | None = None  # tensor-parallel size of the job that wrote an fsdp_dtensor checkpoint
+    peft: bool = False  # the checkpoint's adapter (LoRA) as a PEFT directory
+    alpha: float | None = None  # its scale times its rank, where nothing stored tells it
 
 
 def export_hf(
@@ -105,6 +108,10 @@ def export_tensors(opened: Opened, options: ExportOptions) -> ExportTensors:
 def plan_export(opened: Opened, options: ExportOptions, world: int = 1) -> Conversion:
     """Everything up to the first byte; the files do not depend on how many processes write them."""
     del world
+    if options.peft:
+        return plan_peft(opened, options)
+    if options.alpha is not None:
+        raise UsageError("--alpha: it is that of an adapter, which --peft writes")
     made = export_tensors(opened, options)
     source, exported = made.source, made.exported
     sizes = {t.key: prod(t.shape) * itemsize(t.dtype) for t in made.ready}

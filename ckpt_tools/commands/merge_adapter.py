@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from ckpt_tools.commands.adapter_source import AdapterSource, adapter_files, is_peft, read_adapter_source
+from ckpt_tools.commands.adapter_source import AdapterSource, read_adapter_source
 from ckpt_tools.commands.conversion import (
     Conversion,
     MegatronOptions,
@@ -24,15 +24,15 @@ from ckpt_tools.commands.export_source import master_targets
 from ckpt_tools.commands.hf_parts import CONFIG, read_assets, read_config, refuse_adapters
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.outputs import output_directory, refuse_overlap
-from ckpt_tools.commands.peft_source import merge_peft
+from ckpt_tools.commands.peft_source import is_peft, merge_peft, peft_files
 from ckpt_tools.commands.placements import Layout
 from ckpt_tools.commands.read_model import Wanted, read_model
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, planned, prepare_model
 from ckpt_tools.commands.to_torch_dist import write_torch_dist
-from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError
+from ckpt_tools.errors import UnsupportedCheckpointError, UsageError
 from ckpt_tools.execute.run import Output
-from ckpt_tools.formats.detect import Location
-from ckpt_tools.formats.files import read_whole
+from ckpt_tools.formats.detect import Location, locate
+from ckpt_tools.formats.files import open_files, read_whole
 from ckpt_tools.formats.joined_files import FilesBeside
 from ckpt_tools.formats.safetensors import INDEX_FILE, MAX_INDEX_BYTES
 from ckpt_tools.megatron.adapters import Adapter
@@ -49,7 +49,7 @@ from ckpt_tools.plan.weight_files import WeightFile, build_safetensors_plan
 
 @dataclass(frozen=True, slots=True)
 class MergeOptions(MegatronOptions):
-    """Which adapter, and its scale where nothing stored tells it; None for an adapter inside the checkpoint itself."""
+    """Which adapter (None: that in the checkpoint itself), and its alpha where nothing stored tells it."""
 
     adapter: str | None = None
     alpha: float | None = None
@@ -123,7 +123,7 @@ def _read_base(base: Opened, options: MergeOptions) -> Model:
 
 
 def _with_notes(model: Model, source: AdapterSource) -> Model:
-    dropped = "the optimizer, scheduler and random number states of the base are not written: they go on from its weights"
+    dropped = "weights only are written: optimizer, scheduler and random number states belong to the base"
     return replace(model, notes=(*model.notes, *source.notes, dropped))
 
 
@@ -149,7 +149,9 @@ def _plan_huggingface(opened: Opened, options: MergeOptions) -> Conversion:
     path, adapter = opened.location.path, options.adapter
     if adapter is None:
         refuse_adapters(opened.catalog.tensors)
-        raise UsageError(f"{path} is a Hugging Face model without an adapter: name the PEFT directory behind it")
+        raise UsageError(
+            f"{path} is a Hugging Face model without an adapter: name the PEFT directory behind it"
+        )
     if not is_peft(adapter):
         raise UnsupportedCheckpointError(
             f"{adapter} is not a PEFT directory. `export-hf {adapter} PEFT --peft --hf-config {path}` makes one of a "
@@ -174,7 +176,9 @@ def _plan_huggingface(opened: Opened, options: MergeOptions) -> Conversion:
         None,
         None,
         made.catalog,
-        Target(tuple(t for file in files for t in file.tensors if isinstance(t, TargetTensor)), notes=made.notes),
+        Target(
+            tuple(t for file in files for t in file.tensors if isinstance(t, TargetTensor)), notes=made.notes
+        ),
         build_safetensors_plan(made.catalog, files, {}),
         extra_files=_small_files(opened),
     )
@@ -192,7 +196,9 @@ def _open(source: str, options: MergeOptions) -> Opened:
     if options.adapter is None:
         return opened
     try:
-        return replace(opened, files=FilesBeside(opened.files, [adapter_files(options.adapter)]))
+        path = options.adapter
+        beside = peft_files(path) if is_peft(path) else open_files(locate(path).path)
+        return replace(opened, files=FilesBeside(opened.files, [beside]))
     except BaseException:
         opened.files.close()
         raise

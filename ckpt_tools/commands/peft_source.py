@@ -7,7 +7,7 @@ from typing import Any
 
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError
 from ckpt_tools.formats.documents import DocumentError, parse_json
-from ckpt_tools.formats.files import open_files, read_whole
+from ckpt_tools.formats.files import Files, open_files, read_whole
 from ckpt_tools.formats.hub_cache import snapshot_of
 from ckpt_tools.formats.joined_files import joined_entry
 from ckpt_tools.formats.safetensors import read_safetensors_header, refuse_pointers
@@ -45,7 +45,18 @@ def merge_peft(base: Catalog, adapter: str, tied: bool) -> WithAdapter:
     return with_adapter(base, Catalog(files.location, entries, {}), settings, tied)
 
 
-def _config(files: Any) -> Any:
+def is_peft(path: str) -> bool:
+    """Whether a folder is a PEFT directory."""
+    with closing(open_files(snapshot_of(path))) as files:
+        return files.exists(ADAPTER_CONFIG)
+
+
+def peft_files(path: str) -> Files:
+    """The files of a PEFT directory."""
+    return open_files(snapshot_of(path))
+
+
+def _config(files: Files) -> Any:
     try:
         return parse_json(read_whole(files, ADAPTER_CONFIG))
     except DocumentError as error:

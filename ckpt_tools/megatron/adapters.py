@@ -127,7 +127,9 @@ def adapter_name(key: str) -> FactorName | None:
     match = _FACTOR.fullmatch(strip_wrappers(key))
     if match is None or (match["part"] and not match["adapter"]):
         return None
-    return FactorName(match["module"].replace(WRAPPED, "."), match["part"] or "", match["side"], match["piece"] or "")
+    return FactorName(
+        match["module"].replace(WRAPPED, "."), match["part"] or "", match["side"], match["piece"] or ""
+    )
 
 
 def read_adapters(tensors: AdapterTensors, how: AdapterSettings) -> list[Adapter]:
@@ -165,12 +167,16 @@ def _layers(name: FactorName, into: TensorEntry, out: TensorEntry, how: AdapterS
     axes = len(into.shape) - 2
     lead, each_expert = into.shape[: max(axes, 0)], axes > len(stacked)
     if len(out.shape) != axes + 2 or out.shape[:-2] != lead or out.shape[-1] != into.shape[-2]:
-        raise MappingError(f"{into.key} {into.shape} and {out.key} {out.shape} are not A and B of one adapter")
+        raise MappingError(
+            f"{into.key} {into.shape} and {out.key} {out.shape} are not A and B of one adapter"
+        )
     if axes != len(stacked) + each_expert or (each_expert and (EXPERTS not in base or number is not None)):
         raise MappingError(f"{into.key}: shape {into.shape} does not fit its name")
     for entry in (into, out):
         if entry.dtype not in CASTABLE:
-            raise MappingError(f"{entry.key} is {entry.dtype}; adapters are merged from {', '.join(CASTABLE)}")
+            raise MappingError(
+                f"{entry.key} is {entry.dtype}; adapters are merged from {', '.join(CASTABLE)}"
+            )
     at, order = stacked[0] if stacked else 0, _row_order(name, out, how)
     found = []
     for index in itertools.product(*map(range, lead)):
@@ -208,12 +214,16 @@ def _row_order(name: FactorName, out: TensorEntry, how: AdapterSettings) -> list
     if not (how.halved and name.module.endswith("linear_fc1")) or len(starts) <= 2:
         return [()]
     if not name.part and how.gated is None:
-        raise MappingError(f"{out.key}: nothing tells whether fc1 has a gate, on which the order of its rows depends")
+        raise MappingError(
+            f"{out.key}: nothing tells whether fc1 has a gate, on which the order of its rows depends"
+        )
     if not name.part and how.gated:
         return [()]
     step = rows // len(starts)
     if len(starts) % 2 or starts != list(range(0, rows, step)):
-        raise MappingError(f"{out.key}: {len(starts)} chunks of rows at {starts[:6]} are not two for each rank")
+        raise MappingError(
+            f"{out.key}: {len(starts)} chunks of rows at {starts[:6]} are not two for each rank"
+        )
     ranks = len(starts) // 2
     return [
         (
@@ -231,5 +241,6 @@ def _refuse_lost_experts(adapters: Iterable[Adapter], expert_ranks: int | None) 
         ranks = "how many there were is not known" if expert_ranks is None else f"there were {expert_ranks}"
         raise UnsupportedCheckpointError(
             "every expert-parallel rank trains an adapter of its own for its experts, and the checkpoint has kept "
-            f"that of one rank only ({ranks}); merge them in the job that trained them:\n" + list_problems(shared[:4])
+            f"that of one rank only ({ranks}); merge them in the job that trained them:\n"
+            + list_problems(shared[:4])
         )

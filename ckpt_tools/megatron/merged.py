@@ -67,7 +67,9 @@ class _Stored(NamedTuple):
     shapes: dict[str, Shape]
 
 
-def _merged(parameter: Parameter, adapters: Iterable[Adapter], alpha: float, stored: _Stored, model: Model) -> Value:
+def _merged(
+    parameter: Parameter, adapters: Iterable[Adapter], alpha: float, stored: _Stored, model: Model
+) -> Value:
     """The weight with the parts of its adapters added."""
     main, weight = parameter.main, parameter.weight
     if main.dtype not in CASTABLE or len(main.shape) != 2:
@@ -117,13 +119,18 @@ def rows_of(adapter: Adapter, parameter: Parameter, args: Mapping[str, object]) 
     whole, part = parameter.shape[0], adapter.part
     if part in ("q", "k", "v"):
         model = read_model_args(args)
-        queries, dim = model.num_attention_heads // model.num_query_groups * model.kv_channels, model.kv_channels
+        queries, dim = (
+            model.num_attention_heads // model.num_query_groups * model.kv_channels,
+            model.kv_channels,
+        )
         size, offset = {"q": (queries, 0), "k": (dim, queries), "v": (dim, queries + dim)}[part]
         step = queries + 2 * dim
         found = [Rows(g * step + offset, g * size, size) for g in range(model.num_query_groups)]
         whole -= step * model.num_query_groups
         if whole:
-            raise MappingError(f"{parameter.shape[0]} rows are not those of {model.num_query_groups} query groups")
+            raise MappingError(
+                f"{parameter.shape[0]} rows are not those of {model.num_query_groups} query groups"
+            )
     elif part:
         found = [Rows(whole // 2 * (part == "up"), 0, whole // 2)]
     else:

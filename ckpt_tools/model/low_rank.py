@@ -43,9 +43,7 @@ class AddLowRank:
     def form(self, inputs: Sequence[Form]) -> Form:
         weight, left, right = inputs
         if self.dtype not in CASTABLE or any(form.dtype not in _WIDE for form in inputs):
-            raise ValueError(
-                f"{[form.dtype for form in inputs]} numbers are not added up to {self.dtype}"
-            )
+            raise ValueError(f"{[form.dtype for form in inputs]} numbers are not added up to {self.dtype}")
         if [len(form.shape) for form in inputs] != [2, 2, 2]:
             raise ValueError(f"matrices are expected, not {[form.shape for form in inputs]}")
         if left.shape[1] != right.shape[0] or weight.shape != (left.shape[0], right.shape[1]):
@@ -80,7 +78,9 @@ class AddLowRank:
     def _refuse_overflow(self, largest: Array) -> None:
         rounded = cast(rounded_once(largest.reshape(1), self.dtype), self.dtype, "float64")
         if np.isinf(rounded).any():
-            raise ValueError(f"with the adapter's part a weight is {largest.item()!r}, too large for {self.dtype}")
+            raise ValueError(
+                f"with the adapter's part a weight is {largest.item()!r}, too large for {self.dtype}"
+            )
 
 
 def _blocks(rows: int, columns: int) -> Iterator[tuple[slice, slice]]:

@@ -43,13 +43,13 @@ OPTIONS = {
     ),
     "export-hf": (
         "--check-source "
-        "--hf-config --rules --dtype --vocab-size --max-shard-size --mtp-copies --tp --iteration "
+        "--hf-config --rules --dtype --vocab-size --max-shard-size --mtp-copies --peft --alpha --tp --iteration "
         "--ignore-keys --overwrite --resume --dry-run --threads --max-memory --fsync --direct --quiet -q --json "
         "--report --trust-pickle --enable-msc --follow-links"
     ),
     "import-hf": (
         "--follow-links --check-source "
-        "--to --rules --dtype --vocab-multiple --target --layer-spec --experts --layout --world-size "
+        "--to --rules --adapter --dtype --vocab-multiple --target --layer-spec --experts --layout --world-size "
         "--gpus --dp-shard --dp-outer --tp --cp --ep --etp --pp --strategy --outer-strategy --iteration "
         "--overwrite --resume --dry-run --threads --max-memory --fsync --direct --quiet -q --json --report "
         "--enable-msc"
@@ -81,6 +81,10 @@ OPTIONS = {
     "average": (
         "--weights --ema --iteration --check-source --overwrite --resume --threads --max-memory "
         "--json --quiet -q --trust-pickle --enable-msc --follow-links"
+    ),
+    "merge-adapter": (
+        "--alpha --iteration --ignore-keys --check-source --overwrite --resume --dry-run --threads --max-memory "
+        "--fsync --direct --quiet -q --json --report --trust-pickle --enable-msc --follow-links"
     ),
     "strip": (
         "--dtype --iteration --check-source --overwrite --resume --threads --json --quiet -q --trust-pickle "

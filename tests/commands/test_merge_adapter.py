@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_tools.commands.merge_adapter import MergeOptions, merge_adapter
+from ckpt_tools.commands.merge_adapter import merge_adapter
 from tests.commands import oracle
 from tests.conftest import DATA
 from tests.damage import ITERATION
@@ -34,7 +34,9 @@ def whole_delta(made: AdapterFolder, module: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("make", [lora, canonical])
-def test_parts_are_added_to_masters_and_weights_are_their_rounding(make: object, tp: int, tmp_path: Path) -> None:
+def test_parts_are_added_to_masters_and_weights_are_their_rounding(
+    make: object, tp: int, tmp_path: Path
+) -> None:
     made = make(tp=tp)  # type: ignore[operator]
     report = merge_adapter(str(RUN), str(made.save(tmp_path / "adapter")), str(tmp_path / "out"))
     before, after = oracle.tensors(RUN / ITERATION), oracle.tensors(tmp_path / "out" / ITERATION)

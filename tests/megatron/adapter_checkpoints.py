@@ -69,7 +69,13 @@ class AdapterFolder:
         return self.gated and module.endswith(".adapter")
 
     def _put(
-        self, folder: DcpFolder, key: str, whole: torch.Tensor, axis: int, gated: bool = False, halves: bool = False
+        self,
+        folder: DcpFolder,
+        key: str,
+        whole: torch.Tensor,
+        axis: int,
+        gated: bool = False,
+        halves: bool = False,
     ) -> None:
         """Shards of every rank; those of an fc1 in two halves, each in its half of the stored tensor."""
         axis += whole.ndim
@@ -91,7 +97,9 @@ class AdapterFolder:
                     (length // 2 + rank * half, shard.narrow(axis, half, half)),
                 ]
             for start, piece in pieces:
-                for index in torch.cartesian_prod(*map(torch.arange, whole.shape[:lead])).reshape(-1, lead).tolist():
+                for index in (
+                    torch.cartesian_prod(*map(torch.arange, whole.shape[:lead])).reshape(-1, lead).tolist()
+                ):
                     at = [*index, 0, 0]
                     at[axis] = start
                     part = piece[tuple(index)].contiguous()
@@ -117,7 +125,12 @@ class AdapterFolder:
         """The small files beside the tensors."""
         (place / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
         text = RUN_CONFIG.format(
-            gated=str(self.gated).lower(), tp=self.tp, ep=self.ep, name=self.name, alpha=self.alpha, dim=self.rank
+            gated=str(self.gated).lower(),
+            tp=self.tp,
+            ep=self.ep,
+            name=self.name,
+            alpha=self.alpha,
+            dim=self.rank,
         )
         (place / "run_config.yaml").write_text(text)
 

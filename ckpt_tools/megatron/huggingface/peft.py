@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems
+from ckpt_tools.megatron.huggingface.checks import Spec
 from ckpt_tools.model.catalog import Catalog, TensorEntry
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.expressions import Made, Value, made_entry
@@ -30,8 +31,12 @@ from ckpt_tools.model.views import Permute, View
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 BEFORE = " without its adapter"  # the key of a stored weight that an adapter is added to
-_FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(?:\.default)?(?:\.weight)?")
-_OTHER = re.compile(r"(?:^|\.)(?:lora_|ia3_|hada_|lokr_|oft_|boft_|vera_|adapter|prompt|token_adapter|trainable_tokens)")
+_FACTOR = re.compile(
+    r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(?:\.default)?(?:\.weight)?"
+)
+_OTHER = re.compile(
+    r"(?:^|\.)(?:lora_|ia3_|hada_|lokr_|oft_|boft_|vera_|adapter|prompt|token_adapter|trainable_tokens)"
+)
 # Fields of adapter_config.json that say nothing about what is added, or are read below.
 _READ = frozenset({
     "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "fan_in_fan_out",
@@ -56,7 +61,9 @@ _REFUSED = {
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _SIMPLE_PATTERN = re.compile(r"\^?(?:[\w-]|\\?\.|\.\*)+\$?")
 _MAX_WILDCARDS = 3
-_PEFT = "`PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(DIR)` of peft merges it"
+_PEFT = (
+    "`PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(DIR)` of peft merges it"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +86,7 @@ class PeftSettings:
         wanted = _by_pattern(self.ranks, module, self.rank)
         if rank != wanted:
             raise MappingError(f"its rank is {rank}; {ADAPTER_CONFIG} says {wanted}")
-        alpha = _by_pattern(self.alphas, module, self.alpha)
+        alpha = float(_by_pattern(self.alphas, module, self.alpha))
         return alpha / math.sqrt(rank) if self.rslora else alpha / rank
 
 
@@ -92,6 +99,13 @@ class WithAdapter:
     types: Mapping[str, str] = field(default_factory=dict)
     merged: tuple[str, ...] = ()
     replaced: tuple[str, ...] = ()
+
+    def specs(self, base: Mapping[str, Spec]) -> dict[str, Spec]:
+        """Type and shape of every tensor of the model, which are those of its base."""
+        there = {name: spec for name, spec in base.items() if name not in self.parts}
+        return there | {
+            name: Spec(dtype, self.catalog.tensors[name].shape) for name, dtype in self.types.items()
+        }
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -113,7 +127,9 @@ def read_peft_settings(config: Any) -> PeftSettings:
         raise UnsupportedCheckpointError(f"{ADAPTER_CONFIG}: peft_type is {found!r}; LORA is merged. {_PEFT}")
     problems = [f"{name} is {config[name]!r}: {why}" for name, why in _REFUSED.items() if config.get(name)]
     known = _READ | _WITHOUT_PART | _REFUSED.keys()
-    problems += [f"{name} is {value!r}: not known" for name, value in config.items() if value and name not in known]
+    problems += [
+        f"{name} is {value!r}: not known" for name, value in config.items() if value and name not in known
+    ]
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGED_BASE):
         problems.append(
@@ -121,9 +137,11 @@ def read_peft_settings(config: Any) -> PeftSettings:
             "path_initial_model_for_weight_conversion, which makes it one of the original"
         )
     if problems:
-        raise UnsupportedCheckpointError(f"{ADAPTER_CONFIG}: not merged here. {_PEFT}:\n" + list_problems(problems))
+        raise UnsupportedCheckpointError(
+            f"{ADAPTER_CONFIG}: not merged here. {_PEFT}:\n" + list_problems(problems)
+        )
     rank, alpha = config.get("r"), config.get("lora_alpha")
-    if not _is_number(rank) or not isinstance(rank, int) or rank < 1 or not _is_number(alpha):
+    if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float) or not _is_number(alpha):
         raise MappingError(f"{ADAPTER_CONFIG}: r is {rank!r} and lora_alpha {alpha!r}; numbers are expected")
     return PeftSettings(
         rank,
@@ -174,7 +192,9 @@ def with_adapter(base: Catalog, adapter: Catalog, settings: PeftSettings, tied: 
         UnsupportedCheckpointError: tensors of another kind of adapter.
     """
     modules, whole = _sorted_out(adapter, base)
-    problems = [f"{name}: the base has no such tensor" for name in (*modules, *whole) if name not in base.tensors]
+    problems = [
+        f"{name}: the base has no such tensor" for name in (*modules, *whole) if name not in base.tensors
+    ]
     if tied and any(m.is_embedding for m in modules.values()):
         problems.append(
             "the embedding was adapted, and the head shares its weight (tie_word_embeddings): merged, both would "
@@ -183,29 +203,31 @@ def with_adapter(base: Catalog, adapter: Catalog, settings: PeftSettings, tied: 
     there = {name: m for name, m in modules.items() if name in base.tensors}
     square_turned = _square_turned(there, base, settings, problems)
     tensors, types = dict(base.tensors), {}
+    for name, entry in whole.items():
+        if name in base.tensors and entry.shape != base.tensors[name].shape:
+            problems.append(
+                f"{name} has shape {entry.shape} in the adapter, {base.tensors[name].shape} in the base"
+            )
+        tensors[name] = replace(entry, key=name)
+        types[name] = base.tensors[name].dtype if name in base.tensors else entry.dtype
     for name, matrices in there.items():
-        stored = base.tensors[name]
+        stored, dtype = tensors[name], base.tensors[name].dtype
         try:
-            made = _made(name, stored, matrices, settings, _is_turned(stored, matrices, square_turned))
+            made = _made(name, dtype, stored, matrices, settings, _is_turned(stored, matrices, square_turned))
         except (MappingError, ValueError) as error:
             problems.append(f"{name}: {error}")
             continue
         tensors[name], tensors[name + BEFORE] = made_entry(name, made), replace(stored, key=name + BEFORE)
-    for name, entry in whole.items():
-        if name in base.tensors and entry.shape != base.tensors[name].shape:
-            problems.append(f"{name} has shape {entry.shape} in the adapter, {base.tensors[name].shape} in the base")
-        tensors[name] = replace(entry, key=name)
-        types[name] = base.tensors[name].dtype if name in base.tensors else entry.dtype
     if problems:
         raise MappingError("the adapter does not fit the base:\n" + list_problems(problems))
-    parts = frozenset({*(name + BEFORE for name in there), *(m.key for pair in there.values() for m in pair[:2])})
+    parts = frozenset(
+        {*(name + BEFORE for name in there), *(m.key for pair in there.values() for m in pair[:2])}
+    )
     tensors |= {m.key: m for pair in there.values() for m in pair[:2]}
     return WithAdapter(replace(base, tensors=tensors), parts, types, tuple(there), tuple(whole))
 
 
-def _sorted_out(
-    adapter: Catalog, base: Catalog
-) -> tuple[dict[str, _Matrices], dict[str, TensorEntry]]:
+def _sorted_out(adapter: Catalog, base: Catalog) -> tuple[dict[str, _Matrices], dict[str, TensorEntry]]:
     """The adapter's matrices by the weight they are added to, and what it holds whole, by their names in the base.
 
     Raises:
@@ -228,7 +250,11 @@ def _sorted_out(
             f"tensors that are not LoRA's A and B (DoRA, or a bias of B, or another method). {_PEFT}:\n"
             + list_problems(odd[:8])
         )
-    halves = [f"{name}: only lora_{next(iter(sides))} is there" for (name, _), sides in found.items() if len(sides) < 2]
+    halves = [
+        f"{name}: only lora_{next(iter(sides))} is there"
+        for (name, _), sides in found.items()
+        if len(sides) < 2
+    ]
     if halves or not (found or whole):
         raise MappingError("the adapter is not whole:\n" + list_problems(halves or ["it holds no tensors"]))
     return {name: _Matrices(s["A"], s["B"], embedding) for (name, embedding), s in found.items()}, whole
@@ -245,7 +271,9 @@ def _square_turned(
 ) -> bool:
     """Whether square weights are (in, out): the other shapes tell, and where there are none adapter_config.json."""
     linears = {name: (m.b.shape[0], m.a.shape[-1]) for name, m in modules.items() if not m.is_embedding}
-    told = {base.tensors[name].shape == shape[::-1] for name, shape in linears.items() if shape[0] != shape[1]}
+    told = {
+        base.tensors[name].shape == shape[::-1] for name, shape in linears.items() if shape[0] != shape[1]
+    }
     square = [name for name, shape in linears.items() if shape[0] == shape[1]]
     if len(told) > 1 and square:
         problems.append(f"{square[0]}: some weights are (in, out), others (out, in), and this one is square")
@@ -259,8 +287,10 @@ def _is_turned(stored: TensorEntry, matrices: _Matrices, square_turned: bool) ->
     return stored.shape == (a.shape[-1], b.shape[0])
 
 
-def _made(name: str, stored: TensorEntry, matrices: _Matrices, settings: PeftSettings, turned: bool) -> Made:
-    """How the merged weight is computed."""
+def _made(
+    name: str, dtype: str, stored: TensorEntry, matrices: _Matrices, settings: PeftSettings, turned: bool
+) -> Made:
+    """How the merged weight, of type `dtype`, is computed from the stored one."""
     a, b, _ = matrices
     wrong = [e.key for e in (stored, a, b) if e.dtype not in CASTABLE]
     if wrong:
@@ -271,7 +301,7 @@ def _made(name: str, stored: TensorEntry, matrices: _Matrices, settings: PeftSet
     left, right = (a, b) if turned else (b, a)
     turn: View = (Permute((1, 0)),) if turned else ()
     values = (_wide(stored, name + BEFORE, ()), _wide(left, left.key, turn), _wide(right, right.key, turn))
-    made = Made(AddLowRank(stored.dtype, scale), values)
+    made = Made(AddLowRank(dtype, scale), values)
     made.kernel.form([value.form for value in values])
     return made
 
@@ -279,30 +309,3 @@ def _made(name: str, stored: TensorEntry, matrices: _Matrices, settings: PeftSet
 def _wide(entry: TensorEntry, key: str, view: View) -> Value:
     shape = entry.shape[::-1] if view else entry.shape
     return Value("float64" if entry.dtype == "float64" else "float32", shape, (Source(key, view),))
-
-
-def peft_config(
-    *, rank: int, alpha: float, modules: Iterable[str], base: str | None, ranks: Mapping[str, int], version: str
-) -> dict[str, Any]:
-    """adapter_config.json of an adapter whose scale is alpha / rank everywhere.
-
-    Modules of another rank (`ranks`) have their own alpha for the same reason.
-    """
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": rank,
-        "lora_alpha": alpha,
-        "lora_dropout": 0.0,
-        "target_modules": sorted(modules),
-        "rank_pattern": dict(ranks),
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "init_lora_weights": True,
-        "use_rslora": False,
-        "use_dora": False,
-        "modules_to_save": None,
-        "peft_version": version,
-    }
