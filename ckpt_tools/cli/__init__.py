@@ -12,6 +12,7 @@
 * `inspect`: `inspect`, `print-torch-dcp-in-json`
 * `edit`: `modify-state-dict`, `slice`, `print-tensor`
 * `average`: `average`
+* `merge_adapter`: `merge-adapter`
 * `strip`: `strip`
 * `verify`: `verify`, `diff`, `preflight`
 * `environment`: `env`, `--version`

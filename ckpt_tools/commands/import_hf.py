@@ -223,6 +223,8 @@ def _open(source: str, options: ImportOptions) -> Opened:
 
 def _place(source: str, location: Location, output: str, options: ImportOptions) -> Output:
     refuse_overlap(source, location, output)
+    if options.adapter is not None:
+        refuse_overlap(options.adapter, location, output)
     return in_root(output, options.iteration, options.overwrite, options.resume)
 
 

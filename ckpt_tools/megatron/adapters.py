@@ -40,9 +40,7 @@ _OTHER = {
     "weight_magnitude": "DoRA: its merged weight is scaled row by row. Merge it in Megatron-Bridge",
     ".lora_": "PEFT's own modules inside Megatron (ms-swift). Export the adapter as a PEFT directory there",
     "adapter_layer.": "an adapter of NeMo 1, which is not read. Merge it in NeMo 1",
-    ".adapter.": "not a matrix of a low-rank adapter",
 }
-_OTHER_KEY = re.compile("|".join(map(re.escape, _OTHER)))
 
 
 class FactorName(NamedTuple):
@@ -108,11 +106,13 @@ def sort_out(catalog: Catalog) -> AdapterTensors:
         if is_optimizer_key(key):
             continue
         name = adapter_name(key)
-        other = _OTHER_KEY.search(key)
-        if name is not None:
+        other = next((mark for mark in _OTHER if mark in key), None)
+        if other is not None:
+            problems.append(f"{key}: {_OTHER[other]}")
+        elif name is not None:
             factors[name] = entry
-        elif other and not key.endswith("_extra_state"):
-            problems.append(f"{key}: {_OTHER[other[0]]}")
+        elif ".adapter." in key and not key.endswith("_extra_state"):
+            problems.append(f"{key}: not a matrix of a low-rank adapter")
         else:
             others[key] = entry
     if problems:

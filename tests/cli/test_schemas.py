@@ -14,6 +14,7 @@ import ckpt_tools
 from ckpt_tools.cli.app import run
 from tests.conftest import DATA
 from tests.damage import flip_bit, payload_of
+from tests.megatron.adapter_checkpoints import lora
 
 SCHEMAS = Path(ckpt_tools.__file__).parent / "schemas"
 RUN = DATA / "core019_llama_tp2_fully_reshardable"
@@ -38,6 +39,8 @@ OUTPUTS = [  # (schema, exit code, words)
     ("conversion", 0, "convert FSDP OUT --to torch_dist --json"),
     ("conversion", 0, "export-hf RUN OUT --json"),
     ("conversion", 0, "import-hf HF OUT --json"),
+    ("conversion", 0, "merge-adapter RUN LORA OUT --json"),
+    ("conversion", 0, "export-hf LORA OUT --peft --hf-config HF --json"),
     ("edit", 0, "slice RUN OUT --layers 0:1 --json"),
     ("edit", 0, "modify-state-dict FSDP OUT --op 'remove optimizer' --json"),
     ("average", 0, "average RUN RUN OUT --json"),
@@ -91,7 +94,8 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             f.seek(at + byte)
             f.write(bytes([bits]))
     flip_bit(file, at + 4)
-    return {"RUN": RUN, "FSDP": FSDP, "MOE": MOE, "BAD": bad, "HF": folder / "hf"}
+    adapter = lora().save(folder / "lora")
+    return {"RUN": RUN, "FSDP": FSDP, "MOE": MOE, "BAD": bad, "HF": folder / "hf", "LORA": adapter}
 
 
 @pytest.mark.parametrize(("name", "code", "words"), OUTPUTS, ids=[words for *_, words in OUTPUTS])

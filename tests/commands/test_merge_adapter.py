@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from ckpt_tools.commands.merge_adapter import merge_adapter
+from ckpt_tools.commands.export_hf import ExportOptions, export_hf
+from ckpt_tools.commands.merge_adapter import MergeOptions, merge_adapter
+from ckpt_tools.commands.opened import open_checkpoint
+from ckpt_tools.commands.strip import strip_checkpoint
+from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor
+from ckpt_tools.commands.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
+from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError, UsageError
+from ckpt_tools.execute.run import WriteOptions
+from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
 from tests.commands import oracle
 from tests.conftest import DATA
 from tests.damage import ITERATION
 from tests.megatron.adapter_checkpoints import FC1, FC2, PROJ, QKV, AdapterFolder, canonical, lora
+from tests.synthetic import DcpFolder
 
 RUN = DATA / "core019_llama_tp2_fully_reshardable"
 HEADS, GROUPS, DIM = 4, 2, 8
@@ -52,3 +62,264 @@ def test_parts_are_added_to_masters_and_weights_are_their_rounding(
         assert oracle.same_bytes(after[key], expected), key
     assert report.masters.found.tensors == 8
     assert any("scale 2 (alpha 6, by run_config.yaml)" in note for note in report.notes)
+
+
+def bfloat16_sum(weight: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """The exact sum in bfloat16: a double that float32 does not hold is halfway to no bfloat16."""
+    exact = weight.double() + delta
+    near = exact.float()
+    up = torch.nextafter(near, torch.full_like(near, torch.inf))
+    down = torch.nextafter(near, torch.full_like(near, -torch.inf))
+    halfway = near.view(torch.int32) & 0xFFFF == 0x8000
+    above, below = halfway & (exact > near.double()), halfway & (exact < near.double())
+    return torch.where(above, up, torch.where(below, down, near)).bfloat16()
+
+
+def weights_only(tmp_path: Path) -> Path:
+    strip_checkpoint(str(RUN), str(tmp_path / "weights"))
+    return tmp_path / "weights"
+
+
+@pytest.mark.parametrize("memory", [1 << 20, 96 << 20])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+def test_without_masters_the_sum_is_rounded_once(dtype: torch.dtype, memory: int, tmp_path: Path) -> None:
+    made, base = lora(dtype=dtype, alpha=0.7), weights_only(tmp_path)
+    options = MergeOptions(write=WriteOptions(memory_bytes=memory))
+    report = merge_adapter(str(base), str(made.save(tmp_path / "adapter")), str(tmp_path / "out"), options)
+    before, after = oracle.tensors(base / ITERATION), oracle.tensors(tmp_path / "out" / ITERATION)
+    for module in made.matrices:
+        key = f"{module.removesuffix('.adapter')}.weight"
+        assert oracle.same_bytes(after[key], bfloat16_sum(before[key], made.delta(module))), key
+    assert report.masters.use == "none"
+
+
+def wrapped(base: Path, made: AdapterFolder, place: Path, to_wrap: bool) -> Path:
+    """Base and adapter in one checkpoint, with the optimizer of the adapter."""
+    folder = DcpFolder(place)
+    for key, tensor in oracle.tensors(base / ITERATION).items():
+        name = key.replace(".weight", ".to_wrap.weight") if to_wrap and "linear" in key else key
+        folder.tensor(name, "bfloat16", tensor.view(torch.uint16).numpy())
+    made.fill(folder)
+    for module, (a, _) in made.matrices.items():
+        key = f"optimizer.state.exp_avg.{module}.linear_in.weight"
+        folder.tensor(key, "float32", a.float().numpy())
+    with open_checkpoint(str(base)) as opened:
+        folder.object("common_state/shard_0_1", [opened.common.values])
+    folder.finish()
+    made.finish(place)
+    return place
+
+
+@pytest.mark.parametrize("to_wrap", [True, False])
+def test_a_wrapped_checkpoint_merges_by_itself(to_wrap: bool, tmp_path: Path) -> None:
+    made, base = lora(tp=2), weights_only(tmp_path)
+    apart, together = tmp_path / "apart", tmp_path / "together"
+    merge_adapter(str(base), str(made.save(tmp_path / "adapter")), str(apart))
+    merge_adapter(str(wrapped(base, made, tmp_path / "wrapped", to_wrap)), None, str(together))
+    found, expected = oracle.tensors(together), oracle.tensors(apart / ITERATION)
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert oracle.same_bytes(found[key], tensor), key
+
+
+def test_masters_in_the_place_of_weights_are_merged_as_such(tmp_path: Path) -> None:
+    """fsdp_dtensor from fsdp_dtensor: fp32 sums. Converted back it is what a torch_dist base gives."""
+    made = canonical(tp=2)
+    adapter = str(made.save(tmp_path / "adapter"))
+    convert_to_fsdp_dtensor(str(RUN), str(tmp_path / "fsdp"))
+    merge_adapter(str(tmp_path / "fsdp"), adapter, str(tmp_path / "merged"))
+    merge_adapter(str(RUN), adapter, str(tmp_path / "out"))
+    before = oracle.tensors(tmp_path / "fsdp" / ITERATION)
+    after = oracle.tensors(tmp_path / "merged" / ITERATION)
+    key = "model.module.decoder.layers.1.self_attention.linear_proj.weight"
+    expected = (before[key].double() + made.delta(PROJ)[1]).float()
+    assert oracle.same_bytes(after[key], expected)
+    assert not [key for key in after if key.startswith("optimizer.")]
+    options = ToTorchDistOptions(target=TorchDistOptions(weights_only=True))
+    convert_to_torch_dist(str(tmp_path / "merged"), str(tmp_path / "back"), options)
+    found, expected_all = (oracle.tensors(tmp_path / name / ITERATION) for name in ("back", "out"))
+    assert found.keys() == expected_all.keys()
+    for name, tensor in expected_all.items():
+        assert oracle.same_bytes(found[name], tensor), name
+
+
+MOE = DATA / "core019_moe_ep2_fully_reshardable"
+EXPERTS = "decoder.layers.1.mlp.experts.experts.linear_fc1"
+LAYER = "decoder.layers.1."
+
+
+def test_adapters_of_experts_router_and_shared_expert(tmp_path: Path) -> None:
+    made = AdapterFolder(tp=2)
+    made.add(f"{EXPERTS}.adapter", (), 96, 32)  # one for all experts
+    made.add(f"{EXPERTS.replace('fc1', 'fc2')}.adapter", (4,), 32, 48)  # one each
+    made.add(f"{LAYER}mlp.router.adapter", (), 4, 32)
+    made.add(f"{LAYER}mlp.shared_experts.linear_fc1.adapter", (), 48, 32)
+    made.add(f"{LAYER}self_attention.linear_proj", (), 32, 32)  # of torch's own linear: no `.adapter`
+    merge_adapter(str(MOE), str(made.save(tmp_path / "adapter")), str(tmp_path / "out"))
+    before, after = oracle.tensors(MOE / ITERATION), oracle.tensors(tmp_path / "out" / ITERATION)
+    for module in made.matrices:
+        key = f"{module.removesuffix('.adapter')}.weight"
+        master = before[f"optimizer.state.param.{key}"].reshape(before[key].shape)
+        expected = (master.double() + made.delta(module)).float().bfloat16()
+        assert oracle.same_bytes(after[key], expected), key
+    same = [k for k in after if f"{k.removesuffix('.weight')}.adapter" not in made.matrices]
+    assert sum(oracle.same_bytes(after[key], before[key]) for key in same) == len(same) - 1
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_halves_of_an_fc1_without_a_gate_belong_together_again(tp: int, tmp_path: Path) -> None:
+    """Bridge cuts B of every fc1 as if it had a gate; what a rank held is put together again."""
+    made = AdapterFolder(tp=tp, gated=False)
+    made.add(FC1, (2,), 128, 32)
+    adapter = str(made.save(tmp_path / "adapter"))
+    base = weights_only(tmp_path)
+    merge_adapter(str(base), adapter, str(tmp_path / "out"))
+    before, after = oracle.tensors(base / ITERATION), oracle.tensors(tmp_path / "out" / ITERATION)
+    key = "decoder.layers.mlp.linear_fc1.weight"
+    assert oracle.same_bytes(after[key], bfloat16_sum(before[key], made.delta(FC1)))
+
+
+def test_weights_that_the_adapter_holds_whole_are_taken(tmp_path: Path) -> None:
+    made, base = lora(), weights_only(tmp_path)
+    folder = DcpFolder(tmp_path / "adapter")
+    made.fill(folder)
+    head = torch.randn((224, 32), generator=torch.Generator().manual_seed(4)).bfloat16()
+    folder.tensor("output_layer.weight", "bfloat16", head.view(torch.uint16).numpy())
+    folder.finish()
+    made.finish(tmp_path / "adapter")
+    report = merge_adapter(str(base), str(tmp_path / "adapter"), str(tmp_path / "out"))
+    after = oracle.tensors(tmp_path / "out" / ITERATION)
+    assert oracle.same_bytes(after["output_layer.weight"], head)
+    assert "taken from the adapter, which holds them whole: output_layer.weight" in report.notes
+
+
+def without_config(made: AdapterFolder, tmp_path: Path) -> str:
+    place = made.save(tmp_path / "adapter")
+    (place / "run_config.yaml").unlink()
+    return str(place)
+
+
+def test_alpha_is_asked_for_where_nothing_tells_it(tmp_path: Path) -> None:
+    adapter, out = without_config(lora(), tmp_path), tmp_path / "out"
+    with pytest.raises(UsageError, match="give that of the training job with --alpha"):
+        merge_adapter(str(RUN), adapter, str(out))
+    report = merge_adapter(str(RUN), adapter, str(out), MergeOptions(alpha=6))
+    assert any("(alpha 6, by --alpha)" in note for note in report.notes)
+    told = merge_adapter(str(RUN), str(lora().save(tmp_path / "told")), str(tmp_path / "same"))
+    found, expected = (oracle.tensors(place / ITERATION) for place in (out, tmp_path / "same"))
+    assert all(oracle.same_bytes(found[key], expected[key]) for key in expected)
+    assert told.tensors == report.tensors
+
+
+def refused(error: type[Exception], base: Path, adapter: object, tmp_path: Path, **options: object) -> str:
+    out = tmp_path / "refused"
+    place = None if adapter is None else str(adapter)
+    with pytest.raises(error) as caught:
+        merge_adapter(str(base), place, str(out), MergeOptions(**options))  # type: ignore[arg-type]
+    assert not out.exists()
+    return str(caught.value)
+
+
+def test_what_contradicts_itself_is_refused(tmp_path: Path) -> None:
+    adapter = lora().save(tmp_path / "a")
+    assert "run_config.yaml of" in refused(UsageError, RUN, adapter, tmp_path, alpha=5)
+    config = adapter / "run_config.yaml"
+    text = config.read_text()
+    config.write_text(text.replace("dim: 3", "dim: 4"))
+    assert "have dim 4" in refused(MappingError, RUN, adapter, tmp_path)
+    config.write_text(text.replace("lora.LoRA", "dora.DoRA"))
+    assert "says that the adapter is DoRA" in refused(UnsupportedCheckpointError, RUN, adapter, tmp_path)
+    config.write_text("peft: [")
+    assert "not readable YAML" in refused(CorruptCheckpointError, RUN, adapter, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("module", "out", "into", "message"),
+    [
+        ("decoder.layers.self_attention.linear_qkv.adapter", 63, 32, "its adapter makes (63, 32), where the"),
+        ("decoder.layers.self_attention.linear_qkv.adapter", 64, 31, "its adapter makes (64, 31)"),
+        ("decoder.layers.self_attention.linear_qkv.adapter.adapter_q", 16, 32, "its adapter (q) makes (16, 32)"),
+        ("decoder.layers.mlp.linear_fc1.adapter.adapter_up", 32, 32, "its adapter (up) makes (32, 32)"),
+        ("decoder.layers.mlp.linear_fc9.adapter", 32, 32, "0.mlp.linear_fc9.weight: the base has no such weight"),
+    ],
+)  # fmt: skip
+def test_adapters_that_do_not_fit_are_named(
+    module: str, out: int, into: int, message: str, tmp_path: Path
+) -> None:
+    made = AdapterFolder()
+    made.add(module, (2,), out, into)
+    text = refused(MappingError, RUN, made.save(tmp_path / "a"), tmp_path)
+    assert text.startswith("the adapter does not fit the base:") and message in text
+    assert "decoder.layers.1." in text
+
+
+def test_half_an_adapter_and_other_kinds_are_named(tmp_path: Path) -> None:
+    def with_tensor(key: str, without: str = "") -> Path:
+        made, place = lora(), tmp_path / key
+        folder = DcpFolder(place)
+        made.matrices = {m: v for m, v in made.matrices.items() if m != without}
+        made.fill(folder)
+        folder.tensor(key, "float32", np.ones((2, 4, 4), np.float32))
+        folder.finish()
+        made.finish(place)
+        return place
+
+    half = with_tensor(f"{FC2}.linear_in.weight", FC2)
+    assert (
+        "linear_in.weight of" in (text := refused(MappingError, RUN, half, tmp_path))
+        and "linear_out is missing" in text
+    )
+    half = with_tensor(f"{FC2}.linear_out.weight", FC2)
+    assert "its linear_in is missing" in refused(MappingError, RUN, half, tmp_path)
+    for key, why in (
+        (f"{FC2}.weight_magnitude", "DoRA: its merged weight is scaled row by row"),
+        ("decoder.layers.mlp.linear_fc2.lora_A.default.weight", "(ms-swift)"),
+        ("model.adapter_layer.kqv_adapter.linear_in.weight", "an adapter of NeMo 1"),
+    ):
+        text = refused(UnsupportedCheckpointError, RUN, with_tensor(key), tmp_path)
+        assert key in text and why in text
+
+
+@pytest.mark.parametrize("ep", [2, 8])
+def test_adapters_of_experts_that_were_not_all_saved_are_refused(ep: int, tmp_path: Path) -> None:
+    made = AdapterFolder(ep=ep)
+    made.add(f"{EXPERTS}.adapter", (), 96, 32)
+    text = refused(UnsupportedCheckpointError, MOE, made.save(tmp_path / "a"), tmp_path)
+    assert f"kept that of one rank only (there were {ep})" in text
+
+
+def test_other_pairs_are_refused_with_the_way_that_works(tmp_path: Path) -> None:
+    adapter = lora().save(tmp_path / "lora")
+    export_hf(str(RUN), str(tmp_path / "hf"))
+    export_hf(str(adapter), str(tmp_path / "peft"), ExportOptions(peft=True, hf_config=str(tmp_path / "hf")))
+    hf, peft = tmp_path / "hf", tmp_path / "peft"
+    assert "import-hf HF OUT --adapter" in refused(UnsupportedCheckpointError, RUN, peft, tmp_path)
+    assert "--peft --hf-config" in refused(UnsupportedCheckpointError, hf, adapter, tmp_path)
+    assert "name the PEFT directory" in refused(UsageError, hf, None, tmp_path)
+    assert "name its adapter behind it" in refused(UnsupportedCheckpointError, RUN, None, tmp_path)
+    assert "holds no low-rank adapter" in refused(UnsupportedCheckpointError, RUN, RUN, tmp_path)
+    assert "is a Hugging Face model, not an adapter" in refused(UnsupportedCheckpointError, RUN, hf, tmp_path)
+    assert "adapter_config.json says it" in refused(UsageError, hf, peft, tmp_path, alpha=2)
+    with pytest.raises(UsageError, match="overlap"):
+        merge_adapter(str(RUN), str(adapter), str(adapter / "out"))
+
+
+def test_a_damaged_adapter_is_found_by_its_checksum(tmp_path: Path) -> None:
+    adapter = lora().save(tmp_path / "a")
+    file = adapter / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    at = data.index(lora().matrices[PROJ][0][0].contiguous().view(torch.uint8).numpy().tobytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CorruptCheckpointError, match=r"linear_proj\.adapter\.linear_in\.weight"):
+        merge_adapter(str(RUN), str(adapter), str(tmp_path / "out"))
+
+
+def test_a_sum_that_is_too_large_is_refused(tmp_path: Path) -> None:
+    made = AdapterFolder(dtype=torch.float32)
+    made.add(PROJ, (2,), 32, 32)
+    made.matrices[PROJ] = tuple(matrix * 1e20 for matrix in made.matrices[PROJ])  # type: ignore[assignment]
+    with pytest.raises(
+        CorruptCheckpointError, match=r"with the adapter's part a weight is \S+, too large for float32"
+    ):
+        merge_adapter(str(RUN), str(made.save(tmp_path / "a")), str(tmp_path / "out"))

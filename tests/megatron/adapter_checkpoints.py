@@ -7,6 +7,7 @@ shards and where a shard stands in the stored tensor follows Bridge (peft/utils.
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,12 +98,10 @@ class AdapterFolder:
                     (length // 2 + rank * half, shard.narrow(axis, half, half)),
                 ]
             for start, piece in pieces:
-                for index in (
-                    torch.cartesian_prod(*map(torch.arange, whole.shape[:lead])).reshape(-1, lead).tolist()
-                ):
+                for index in itertools.product(*map(range, whole.shape[:lead])):
                     at = [*index, 0, 0]
                     at[axis] = start
-                    part = piece[tuple(index)].contiguous()
+                    part = piece[index].contiguous()
                     folder.chunk(
                         key,
                         DTYPES[whole.dtype],
