@@ -59,7 +59,6 @@ class AddLowRank:
 
     def compute(self, box: Box, tiles: Sequence[Array]) -> Array:
         weight, left, right = tiles
-        left, right = left.astype(np.float64), right.astype(np.float64)
         result = np.empty(box.size, numpy_dtype(self.dtype))
         with np.errstate(over="ignore", invalid="ignore"):  # infinities and NaNs go where they come from
             for block in _blocks(*box.size):
@@ -68,6 +67,7 @@ class AddLowRank:
 
     def _block(self, weight: Array, left: Array, right: Array) -> Array:
         total, product = np.zeros(weight.shape), np.empty(weight.shape)
+        left, right = left.astype(np.float64), right.astype(np.float64)
         for rank in range(len(right)):
             total += np.multiply(left[:, rank, None], right[rank], out=product)
         total *= self.scale
