@@ -64,7 +64,7 @@ def register(app: typer.Typer) -> None:
             t.RUNNING
             | t.READING
             | _EXPORTED.keys()
-            | {"rules", "max_shard_bytes", "mtp_copies", "peft", "alpha"},
+            | {"rules", "max_shard_bytes", "mtp_copies", "quantize", "peft", "alpha"},
             _EXPORTED,
         )
     )

@@ -88,6 +88,7 @@ PAGES = {
         ("A model directory for transformers", "export-hf RUN OUT"),
         ("With the tokenizer of the original", "export-hf FSDP OUT --hf-config HF"),
         ("In half precision and small files", "export-hf RUN OUT --dtype float16 --max-shard-size 2GB"),
+        ("In block FP8, as DeepSeek-V3 is published", "export-hf RUN OUT --quantize fp8-block"),
         ("An adapter as a PEFT directory", "export-hf LORA OUT --peft --hf-config HF"),
     )),
     "import-hf": Page(CONVERT, "from Hugging Face", (

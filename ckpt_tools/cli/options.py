@@ -192,6 +192,17 @@ Adapter = Annotated[
     str | None,
     typer.Option("--adapter", help="PEFT directory (LoRA) to merge into the model.", rich_help_panel=_MODEL),
 ]
+
+
+class Quantization(str, Enum):
+    FP8_BLOCK = "fp8-block"
+
+
+Quantize = Annotated[
+    Quantization | None,
+    typer.Option("--quantize", help="Write linears as E4M3 codes with a scale for every 128 x 128 block, as "
+                 "DeepSeek-V3 is published. --hf-config may ask for ue8m0 scales.", rich_help_panel=_MODEL),
+]  # fmt: skip
 Peft = Annotated[
     bool,
     typer.Option("--peft", help="Write the checkpoint's adapter (LoRA), not its model; --hf-config names the base.",

@@ -69,6 +69,7 @@ TABLE = {
     "max_shard_bytes": Row(o.MaxShardSize, "5GB", o.parse_bytes),
     "mtp_copies": Row(o.MtpCopies, False),
     "adapter": Row(o.Adapter),
+    "quantize": Row(o.Quantize),
     "peft": Row(o.Peft, False),
     "alpha": Row(o.Alpha),
     "layout": Row(o.LayoutOption),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -27,7 +27,9 @@ from ckpt_tools.execute.run import Output
 from ckpt_tools.formats.detect import Location
 from ckpt_tools.formats.files import Files
 from ckpt_tools.formats.safetensors import INDEX_FILE
+from ckpt_tools.megatron.huggingface.block_fp8 import block_fp8_of, quantized_tensors
 from ckpt_tools.megatron.huggingface.checks import Spec
+from ckpt_tools.megatron.huggingface.quantized import SETTINGS
 from ckpt_tools.megatron.huggingface.shard_files import DEFAULT_SHARD_SIZE, Shard, pack_shards, shard_index
 from ckpt_tools.megatron.huggingface.targets import Exported, export_targets
 from ckpt_tools.megatron.rebase import rebase
@@ -35,6 +37,8 @@ from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.dtypes import CASTABLE, itemsize
 from ckpt_tools.model.target import InlineTensor, Target, TargetTensor
 from ckpt_tools.plan.weight_files import WeightFile, build_safetensors_plan
+
+FP8_BLOCK = "fp8-block"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,7 @@ class ExportOptions(SourceOptions):
     max_shard_bytes: int = DEFAULT_SHARD_SIZE
     mtp_copies: bool = False
     tp: int | None = None  # tensor-parallel size of the job that wrote an fsdp_dtensor checkpoint
+    quantize: str | None = None  # fp8-block
     peft: bool = False  # the checkpoint's adapter (LoRA) as a PEFT directory
     alpha: float | None = None  # its scale times its rank, where nothing stored tells it
 
@@ -112,7 +117,7 @@ def plan_export(opened: Opened, options: ExportOptions, world: int = 1) -> Conve
         return plan_peft(opened, options)
     if options.alpha is not None:
         raise UsageError("--alpha: it is that of an adapter, which --peft writes")
-    made = export_tensors(opened, options)
+    made = _as_asked(export_tensors(opened, options), options)
     source, exported = made.source, made.exported
     sizes = {t.key: prod(t.shape) * itemsize(t.dtype) for t in made.ready}
     shards = pack_shards(sizes.items(), options.max_shard_bytes)
@@ -135,6 +140,25 @@ def plan_export(opened: Opened, options: ExportOptions, world: int = 1) -> Conve
         must_round=source.must_round,
         fp8_recipe=source.fp8_recipe,
         advice="Without --dtype the stored weights are exported.",
+    )
+
+
+def _as_asked(made: ExportTensors, options: ExportOptions) -> ExportTensors:
+    """The tensors, quantized where that is asked for, and the config.json that says so."""
+    if options.quantize is None:
+        return made
+    if options.quantize != FP8_BLOCK:
+        raise UsageError(f"--quantize {options.quantize}: {FP8_BLOCK} is written")
+    how = block_fp8_of(read_config(options.hf_config) if options.hf_config else None)
+    found = quantized_tensors(made.ready, made.source.catalog, made.exported.family, how)
+    tensors = tuple(t for t in found.tensors if isinstance(t, TargetTensor))
+    config = {**made.exported.config, SETTINGS: found.settings}
+    return replace(
+        made,
+        source=replace(made.source, catalog=found.catalog),
+        exported=replace(made.exported, tensors=tensors, config=config),
+        ready=found.tensors,
+        notes=(*made.notes, found.note),
     )
 
 

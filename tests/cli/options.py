@@ -43,9 +43,9 @@ OPTIONS = {
     ),
     "export-hf": (
         "--check-source "
-        "--hf-config --rules --dtype --vocab-size --max-shard-size --mtp-copies --peft --alpha --tp --iteration "
-        "--ignore-keys --overwrite --resume --dry-run --threads --max-memory --fsync --direct --quiet -q --json "
-        "--report --trust-pickle --enable-msc --follow-links"
+        "--hf-config --rules --dtype --vocab-size --max-shard-size --mtp-copies --quantize --peft --alpha --tp "
+        "--iteration --ignore-keys --overwrite --resume --dry-run --threads --max-memory --fsync --direct --quiet -q "
+        "--json --report --trust-pickle --enable-msc --follow-links"
     ),
     "import-hf": (
         "--follow-links --check-source "

@@ -139,7 +139,7 @@ MISFITS: dict[str, tuple[type[CkptError], dict[str, Any], str]] = {
     "half": (MappingError, {f"{Q}.lora_A.weight": numbers(0, 2, 12)}, "only lora_A is there"),
     "nothing": (MappingError, {}, "it holds no tensors"),
     "bias of B": (UnsupportedCheckpointError, pair(Q, 16, 12) | {f"{Q}.lora_B.bias": numbers(0, 16)}, "lora_B.bias"),
-    "DoRA": (UnsupportedCheckpointError, pair(Q, 16, 12) | {f"{Q}.lora_magnitude_vector": numbers(0, 16)}, "magnitude"),
+    "DoRA": (UnsupportedCheckpointError, {f"{Q}.lora_magnitude_vector": numbers(0, 16)}, "lora_magnitude_vector"),
     "a convolution": (
         MappingError,
         {f"{Q}.lora_A.weight": numbers(0, 2, 12, 1), f"{Q}.lora_B.weight": numbers(0, 16, 2, 1)},
