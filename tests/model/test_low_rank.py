@@ -39,6 +39,20 @@ def test_a_sum_is_that_of_doubles_rounded_once(
     assert found.tobytes() == expected.numpy().tobytes()
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (1, 9), (9, 1), (70, 1), (3, 2), (33, 65)])
+@pytest.mark.parametrize("rank", [1, 2, 17, 64])
+def test_products_are_added_in_the_order_of_the_ranks(shape: tuple[int, int], rank: int) -> None:
+    """Sizes so different that another order gives another sum; a result of one column included."""
+    rng = np.random.default_rng(rank)
+    sizes = (shape, (shape[0], rank), (rank, shape[1]))
+    inputs = [(rng.standard_normal(s) * 2.0 ** rng.integers(-30, 30, s)).astype(np.float32) for s in sizes]
+    expected = exact(*inputs, scale=1.0).numpy()
+    found = AddLowRank("float64", 1.0).compute(full_box(shape), [one.astype(np.float64) for one in inputs])
+    assert found.tobytes() == expected.tobytes()
+    turned = [np.asfortranarray(one) for one in inputs]
+    assert AddLowRank("float64", 1.0).compute(full_box(shape), turned).tobytes() == expected.tobytes()
+
+
 def test_blocks_of_a_tile_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(1)
     inputs = [rng.standard_normal(s).astype(np.float32) for s in ((70, 1100), (70, 3), (3, 1100))]
