@@ -65,6 +65,9 @@ def _masters(masters: Masters) -> str:
         return "the source has none"
     if masters.use == "left_out":
         return "left out; the stored weights are written"
+    if masters.use == "merged":
+        proven = f"; before, {describe_masters(masters.found, masters.mode)}" if masters.found.tensors else ""
+        return f"the adapter was added to them, and weights are their rounding{proven}"
     if masters.use == "as_stored":
         return "the source keeps them in the place of weights; there is nothing to compare them with"
     if masters.mode == "none":

@@ -19,14 +19,14 @@ from ckpt_tools.commands.conversion import (
     convert,
     like_to_like,
 )
-from ckpt_tools.commands.conversion_report import ConversionReport
+from ckpt_tools.commands.conversion_report import ConversionReport, MastersUse
 from ckpt_tools.commands.export_source import master_targets
 from ckpt_tools.commands.hf_parts import CONFIG, read_assets, read_config, refuse_adapters
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.outputs import output_directory, refuse_overlap
 from ckpt_tools.commands.peft_source import is_peft, merge_peft, peft_files
 from ckpt_tools.commands.placements import Layout
-from ckpt_tools.commands.read_model import Wanted, read_model
+from ckpt_tools.commands.read_model import Wanted, keeps_masters, read_model
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, planned, prepare_model
 from ckpt_tools.commands.to_torch_dist import write_torch_dist
 from ckpt_tools.errors import UnsupportedCheckpointError, UsageError
@@ -98,9 +98,8 @@ def plan_merge(opened: Opened, options: MergeOptions, world: int) -> Conversion:
         merged = _with_notes(merged_model(source.into(model), source.adapters, source.alpha), source)
         made = _write(merged, base, world)
         masters = _adapted_masters(model, source.adapters)
-    if not masters:
-        return made
-    return replace(made, masters="left_out", must_round=masters, fp8_recipe=model.settings.fp8_recipe)
+    use: MastersUse = "merged" if masters or keeps_masters(model) else "left_out" if model.unread else "none"
+    return replace(made, masters=use, must_round=masters, fp8_recipe=model.settings.fp8_recipe)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems
-from ckpt_tools.megatron.keys import EXPERTS, expert_of, is_optimizer_key, stacked_layers, strip_wrappers
+from ckpt_tools.megatron.keys import EXPERTS, expert_of, role_of, stacked_layers, strip_wrappers
 from ckpt_tools.model.catalog import Catalog, TensorEntry
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.expressions import Value
@@ -96,14 +96,14 @@ class AdapterTensors:
 
 
 def sort_out(catalog: Catalog) -> AdapterTensors:
-    """The tensors of a checkpoint by whether they belong to an adapter; the optimizer's are neither.
+    """The weights of a checkpoint by whether they belong to an adapter.
 
     Raises:
         UnsupportedCheckpointError: adapters of another kind; they are named.
     """
     factors, others, problems = {}, {}, []
     for key, entry in catalog.tensors.items():
-        if is_optimizer_key(key):
+        if role_of(key) != "weight":
             continue
         name = adapter_name(key)
         other = next((mark for mark in _OTHER if mark in key), None)

@@ -14,9 +14,11 @@ from ckpt_tools.commands.opened import open_checkpoint
 from ckpt_tools.commands.strip import strip_checkpoint
 from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.commands.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
+from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError, UsageError
 from ckpt_tools.execute.run import WriteOptions
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
+from ckpt_tools.model.box import Box
 from tests.commands import oracle
 from tests.conftest import DATA
 from tests.damage import ITERATION
@@ -42,6 +44,10 @@ def whole_delta(made: AdapterFolder, module: str) -> torch.Tensor:
     return torch.cat(rows, 1)
 
 
+def is_sound(place: Path) -> bool:
+    return verify_checkpoint(str(place), None, VerifyOptions(content=True)).is_valid
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("make", [lora, canonical])
 def test_parts_are_added_to_masters_and_weights_are_their_rounding(
@@ -60,7 +66,8 @@ def test_parts_are_added_to_masters_and_weights_are_their_rounding(
             expected = (master.double() + whole_delta(made, adapted[key])).float().to(expected.dtype)
             assert not torch.equal(expected, before[key])
         assert oracle.same_bytes(after[key], expected), key
-    assert report.masters.found.tensors == 8
+    assert (report.masters.use, report.masters.found.tensors) == ("merged", 8)
+    assert is_sound(tmp_path / "out")
     assert any("scale 2 (alpha 6, by run_config.yaml)" in note for note in report.notes)
 
 
@@ -127,7 +134,8 @@ def test_masters_in_the_place_of_weights_are_merged_as_such(tmp_path: Path) -> N
     made = canonical(tp=2)
     adapter = str(made.save(tmp_path / "adapter"))
     convert_to_fsdp_dtensor(str(RUN), str(tmp_path / "fsdp"))
-    merge_adapter(str(tmp_path / "fsdp"), adapter, str(tmp_path / "merged"))
+    report = merge_adapter(str(tmp_path / "fsdp"), adapter, str(tmp_path / "merged"))
+    assert report.masters.use == "merged" and is_sound(tmp_path / "merged")
     merge_adapter(str(RUN), adapter, str(tmp_path / "out"))
     before = oracle.tensors(tmp_path / "fsdp" / ITERATION)
     after = oracle.tensors(tmp_path / "merged" / ITERATION)
@@ -177,6 +185,33 @@ def test_halves_of_an_fc1_without_a_gate_belong_together_again(tp: int, tmp_path
     before, after = oracle.tensors(base / ITERATION), oracle.tensors(tmp_path / "out" / ITERATION)
     key = "decoder.layers.mlp.linear_fc1.weight"
     assert oracle.same_bytes(after[key], bfloat16_sum(before[key], made.delta(FC1)))
+
+
+@pytest.mark.parametrize("form", ["fsdp_dtensor", "nemo"])
+def test_other_writers_names_are_understood(form: str, tmp_path: Path) -> None:
+    """Megatron-FSDP names layers one by one behind wrappers and cuts rows; NeMo 2 has `module.` and `weights/`."""
+    made, base = lora(rank=4), weights_only(tmp_path)
+    folder = DcpFolder(tmp_path / "adapter" / ("weights" if form == "nemo" else ""))
+    for module, pair in made.matrices.items():
+        for side, whole in zip(("in", "out"), pair, strict=True):
+            if form == "nemo":
+                folder.tensor(
+                    f"module.{module}.linear_{side}.weight", "bfloat16", whole.view(torch.uint16).numpy()
+                )
+                continue
+            for layer, part in enumerate(whole):
+                name = module.replace("layers.", f"layers.{layer}.")
+                cut = [Box((0, 0), (1, part.shape[1])), Box((1, 0), (part.shape[0] - 1, part.shape[1]))]
+                values = part.contiguous().view(torch.uint16).numpy()
+                folder.tensor(f"model.module.{name}.linear_{side}.weight", "bfloat16", values, cut)
+    if form == "fsdp_dtensor":
+        folder.tensor("rng_state.(0, 0).0.torch_rng_state", "uint8", np.zeros(8, np.uint8))
+    folder.finish()
+    merge_adapter(str(base), str(tmp_path / "adapter"), str(tmp_path / "out"), MergeOptions(alpha=made.alpha))
+    merge_adapter(str(base), str(made.save(tmp_path / "same")), str(tmp_path / "expected"))
+    found, expected = (oracle.tensors(tmp_path / name / ITERATION) for name in ("out", "expected"))
+    for key, tensor in expected.items():
+        assert oracle.same_bytes(found[key], tensor), key
 
 
 def test_weights_that_the_adapter_holds_whole_are_taken(tmp_path: Path) -> None:
