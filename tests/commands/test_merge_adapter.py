@@ -190,7 +190,7 @@ def test_halves_of_an_fc1_without_a_gate_belong_together_again(tp: int, tmp_path
 @pytest.mark.parametrize("form", ["fsdp_dtensor", "nemo"])
 def test_other_writers_names_are_understood(form: str, tmp_path: Path) -> None:
     """Megatron-FSDP names layers one by one behind wrappers and cuts rows; NeMo 2 has `module.` and `weights/`."""
-    made, base = lora(rank=4), weights_only(tmp_path)
+    made, base = canonical(rank=4), weights_only(tmp_path)
     folder = DcpFolder(tmp_path / "adapter" / ("weights" if form == "nemo" else ""))
     for module, pair in made.matrices.items():
         for side, whole in zip(("in", "out"), pair, strict=True):
@@ -201,7 +201,8 @@ def test_other_writers_names_are_understood(form: str, tmp_path: Path) -> None:
                 continue
             for layer, part in enumerate(whole):
                 name = module.replace("layers.", f"layers.{layer}.")
-                cut = [Box((0, 0), (1, part.shape[1])), Box((1, 0), (part.shape[0] - 1, part.shape[1]))]
+                step = part.shape[0] // 4
+                cut = [Box((row * step, 0), (step, part.shape[1])) for row in range(4)]
                 values = part.contiguous().view(torch.uint16).numpy()
                 folder.tensor(f"model.module.{name}.linear_{side}.weight", "bfloat16", values, cut)
     if form == "fsdp_dtensor":

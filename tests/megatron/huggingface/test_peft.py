@@ -22,8 +22,9 @@ from ckpt_tools.errors import (
     UsageError,
 )
 from ckpt_tools.megatron.huggingface.peft import read_peft_settings
+from tests.commands.test_huggingface import GPT2
 from tests.conftest import DATA
-from tests.megatron.adapter_checkpoints import FC2, PROJ, QKV, AdapterFolder, lora
+from tests.megatron.adapter_checkpoints import FC1, FC2, PROJ, QKV, AdapterFolder, canonical, lora
 from tests.megatron.huggingface.materialise import Arrays
 from tests.megatron.huggingface.quantized_models import fp8_blocks
 from tests.megatron.huggingface.test_targets import LLAMA, QWEN3_MOE, directory
@@ -95,6 +96,60 @@ def test_an_import_merges_by_the_rules_of_its_family(to: str, tmp_path: Path) ->
         scale = {f"{Q}.weight": 1.5, f"{expert}.weight": 3.0}.get(key)
         expected = added(value, matrices, key.removesuffix(".weight"), scale) if scale else value
         assert after[key].tobytes() == expected.tobytes(), key
+
+
+def test_rslora_is_scaled_by_the_root_of_its_rank(tmp_path: Path) -> None:
+    before, matrices = model(tmp_path / "hf"), pair(Q, 16, 12, rank=4)
+    place = peft(tmp_path / "peft", matrices, {"use_rslora": True, "r": 4})
+    merge_adapter(str(tmp_path / "hf"), place, str(tmp_path / "out"))
+    found = load_file(tmp_path / "out" / "model.safetensors")[f"{Q}.weight"]
+    assert found.tobytes() == added(before[f"{Q}.weight"], matrices, Q, 1.5).tobytes()
+
+
+@pytest.mark.parametrize("fan_in_fan_out", [True, False])
+def test_weights_that_are_turned_are_told_by_their_shape(fan_in_fan_out: bool, tmp_path: Path) -> None:
+    """Conv1D of GPT-2 is (in, out). A square one goes by the others, and alone by adapter_config.json."""
+    before = model(tmp_path / "hf", GPT2)
+    wide, square = "transformer.h.0.mlp.c_fc", "transformer.h.1.attn.c_proj"
+    both = pair(wide, 48, 12) | pair(square, 12, 12, seed=3)
+    merge_adapter(str(tmp_path / "hf"), peft(tmp_path / "both", both), str(tmp_path / "out"))
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    for name in (wide, square):
+        expected = added(before[f"{name}.weight"].T, both, name, 1.5).T
+        assert after[f"{name}.weight"].tobytes() == expected.tobytes(), name
+    alone = peft(tmp_path / "alone", pair(square, 12, 12), {"fan_in_fan_out": fan_in_fan_out})
+    merge_adapter(str(tmp_path / "hf"), alone, str(tmp_path / "out2"))
+    found = load_file(tmp_path / "out2" / "model.safetensors")[f"{square}.weight"]
+    weight, matrices = before[f"{square}.weight"], pair(square, 12, 12)
+    expected = (
+        added(weight.T, matrices, square, 1.5).T if fan_in_fan_out else added(weight, matrices, square, 1.5)
+    )
+    assert found.tobytes() == expected.tobytes()
+
+
+def test_an_embedding_and_weights_held_whole(tmp_path: Path) -> None:
+    """PEFT saves an adapted embedding's base beside its adapter; what was trained whole comes without one."""
+    before = model(tmp_path / "hf")
+    embed = "model.embed_tokens"
+    a, b, base, head = numbers(1, 2, 11), numbers(2, 12, 2), numbers(3, 11, 12), numbers(4, 11, 12)
+    tensors = {
+        f"{embed}.lora_embedding_A": a,
+        f"{embed}.lora_embedding_B": b,
+        f"{embed}.base_layer.weight": base,
+        "lm_head.weight": head,
+    }
+    report = merge_adapter(str(tmp_path / "hf"), peft(tmp_path / "peft", tensors), str(tmp_path / "out"))
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    product = (torch.from_numpy(b).double() @ torch.from_numpy(a).double()).T
+    expected = (torch.from_numpy(base).double() + 1.5 * product).float().numpy()
+    assert after[f"{embed}.weight"].tobytes() == np.ascontiguousarray(expected).tobytes()
+    assert after["lm_head.weight"].tobytes() == head.tobytes()
+    assert all(
+        after[key].tobytes() == before[key].tobytes()
+        for key in before
+        if key not in (f"{embed}.weight", "lm_head.weight")
+    )
+    assert f"taken from the adapter, which holds them whole: lm_head.weight, {embed}.weight" in report.notes
 
 
 def test_a_quantized_base_is_merged_as_it_is_dequantized(tmp_path: Path) -> None:
@@ -287,6 +342,18 @@ def test_parts_of_a_fused_linear_share_its_a(exported: str, tmp_path: Path) -> N
         )
     assert config["base_model_name_or_path"] == exported
     assert (config["r"], config["lora_alpha"], config["use_rslora"]) == (3, 6, False)
+
+
+def test_parts_of_their_own_become_linears_of_their_own(exported: str, tmp_path: Path) -> None:
+    made = canonical(tp=2, dtype=torch.float32)
+    export(made, exported, tmp_path)
+    found = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    places = {f"self_attn.{p}_proj": f"{QKV}.adapter_{p}" for p in "qkv"}
+    places |= {f"mlp.{p}_proj": f"{FC1}.adapter_{p}" for p in ("gate", "up")}
+    for name, module in places.items():
+        for side, whole in zip("AB", made.matrices[module], strict=True):
+            key = f"base_model.model.model.layers.1.{name}.lora_{side}.weight"
+            assert found[key].tobytes() == whole[1].numpy().tobytes(), key
 
 
 def test_modules_are_named_whole_where_their_last_name_means_others(exported: str, tmp_path: Path) -> None:
