@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -180,8 +181,8 @@ def _settings(adapter: Opened, base: Opened) -> AdapterSettings:
     if section.get("normalize_moe_lora"):
         dim = None  # adapters of experts have a smaller one
     return AdapterSettings(
-        alpha if isinstance(alpha, int | float) else None,
-        dim if isinstance(dim, int) else None,
+        alpha if _is_number(alpha) else None,
+        dim if _is_number(dim) else None,
         gated if gated is None else bool(gated),
         adapter.common.arg("expert_model_parallel_size"),
         adapter.location.kind == "torch_dist",
@@ -202,7 +203,13 @@ def _peft_section(files: Files) -> Mapping[str, Any]:
     return section if isinstance(section, Mapping) else {}
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def _alpha(how: AdapterSettings, given: float | None, path: str) -> tuple[float, str]:
+    if given is not None and not _is_number(given):
+        raise UsageError(f"--alpha {given}: a number is expected")
     if given is None and how.alpha is None:
         raise UsageError(
             f"{path}: no {RUN_CONFIG} with a `peft` section says alpha, without it nothing can be merged; give that "

@@ -166,7 +166,13 @@ def _layers(name: FactorName, into: TensorEntry, out: TensorEntry, how: AdapterS
     stacked = stacked_layers(base)
     axes = len(into.shape) - 2
     lead, each_expert = into.shape[: max(axes, 0)], axes > len(stacked)
-    if len(out.shape) != axes + 2 or out.shape[:-2] != lead or out.shape[-1] != into.shape[-2]:
+    fit = (
+        axes >= 0
+        and len(out.shape) == axes + 2
+        and out.shape[:-2] == lead
+        and out.shape[-1] == into.shape[-2]
+    )
+    if not fit or not out.shape[-1]:
         raise MappingError(
             f"{into.key} {into.shape} and {out.key} {out.shape} are not A and B of one adapter"
         )

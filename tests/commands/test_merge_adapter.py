@@ -289,6 +289,26 @@ def test_adapters_that_do_not_fit_are_named(
     assert "decoder.layers.1." in text
 
 
+@pytest.mark.parametrize(
+    "shapes", [((8,), (8,)), ((), ()), ((2, 3, 32), (64, 3)), ((2, 0, 32), (2, 64, 0)), ((3, 32), (64, 3))]
+)
+def test_shapes_that_are_those_of_no_adapter_are_named(
+    shapes: tuple[tuple[int, ...], ...], tmp_path: Path
+) -> None:
+    folder = DcpFolder(tmp_path / "a")
+    for side, shape in zip(("in", "out"), shapes, strict=True):
+        folder.tensor(f"{QKV}.linear_{side}.weight", "float32", np.ones(shape, np.float32))
+    folder.finish()
+    text = refused(MappingError, RUN, tmp_path / "a", tmp_path, alpha=2)
+    assert "are not A and B of one adapter" in text or "does not fit its name" in text
+
+
+@pytest.mark.parametrize("alpha", [float("nan"), float("inf")])
+def test_alpha_is_a_number(alpha: float, tmp_path: Path) -> None:
+    adapter = without_config(lora(), tmp_path)
+    assert "a number is expected" in refused(UsageError, RUN, adapter, tmp_path, alpha=alpha)
+
+
 def test_half_an_adapter_and_other_kinds_are_named(tmp_path: Path) -> None:
     def with_tensor(key: str, without: str = "") -> Path:
         made, place = lora(), tmp_path / key

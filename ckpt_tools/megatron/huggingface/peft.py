@@ -200,7 +200,16 @@ def with_adapter(base: Catalog, adapter: Catalog, settings: PeftSettings, tied: 
             "the embedding was adapted, and the head shares its weight (tie_word_embeddings): merged, both would "
             "change, and only one was trained"
         )
-    there = {name: m for name, m in modules.items() if name in base.tensors}
+    problems += [
+        f"{name}: A and B are matrices, not {m.a.shape} and {m.b.shape}"
+        for name, m in modules.items()
+        if not len(m.a.shape) == len(m.b.shape) == 2
+    ]
+    there = {
+        name: m
+        for name, m in modules.items()
+        if name in base.tensors and len(m.a.shape) == len(m.b.shape) == 2
+    }
     square_turned = _square_turned(there, base, settings, problems)
     tensors, types = dict(base.tensors), {}
     for name, entry in whole.items():
@@ -295,8 +304,6 @@ def _made(
     wrong = [e.key for e in (stored, a, b) if e.dtype not in CASTABLE]
     if wrong:
         raise MappingError(f"not plain floating-point numbers: {', '.join(wrong)}")
-    if len(a.shape) != 2 or len(b.shape) != 2:
-        raise MappingError(f"A and B are matrices, not {a.shape} and {b.shape}")
     scale = settings.scale(name.removesuffix(".weight"), a.shape[0])
     left, right = (a, b) if turned else (b, a)
     turn: View = (Permute((1, 0)),) if turned else ()

@@ -200,6 +200,11 @@ MISFITS: dict[str, tuple[type[CkptError], dict[str, Any], str]] = {
         {f"{Q}.lora_A.weight": numbers(0, 2, 12, 1), f"{Q}.lora_B.weight": numbers(0, 16, 2, 1)},
         "A and B are matrices",
     ),
+    "single numbers": (
+        MappingError,
+        {f"{Q}.lora_A.weight": np.ones((), np.float32), f"{Q}.lora_B.weight": np.ones((), np.float32)},
+        "A and B are matrices",
+    ),
     "integers": (
         MappingError,
         {f"{Q}.lora_A.weight": np.ones((2, 12), np.int8), f"{Q}.lora_B.weight": np.ones((16, 2), np.int8)},
