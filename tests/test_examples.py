@@ -22,7 +22,7 @@ MOE = DATA / "core019_moe_ep2_fully_reshardable"
 ADAPTER = "an adapter of RUN"
 
 # script -> arguments (numbers: outputs), exit code, what it must say
-CASES = {
+CASES: dict[str, tuple[list[object], int, str]] = {
     "library_inspect": ([RUN], 0, "32,928 parameters"),
     "library_plan": ([RUN], 0, "rank 3: "),
     "library_convert": ([RUN, 1, 2], 0, "back in "),
@@ -34,6 +34,7 @@ CASES = {
     "library_edit": ([RUN, 1, 2], 0, "bfloat16 (32,)"),
     "library_average": ([1, 2, RUN, RUN], 0, "shares of the mean: 0.90, 0.10"),
     "library_merge_adapter": ([RUN, ADAPTER, 1, 2, 3], 0, "LlamaForCausalLM: 28 matrices"),
+    "library_repair": ([RUN, 1], 0, "has none of the damage that repair knows"),
     "library_group_map": ([MOE], 0, "model.module.decoder.layers.0."),
 }
 

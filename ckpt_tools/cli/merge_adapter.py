@@ -6,17 +6,16 @@ from typing import Annotated, Any
 
 import typer
 
-from ckpt_tools.cli import options as o
-from ckpt_tools.cli import table as t
-from ckpt_tools.cli.convert import carry_out, write_options
+from ckpt_tools.cli.convert import carry_out
 from ckpt_tools.cli.manual import page
+from ckpt_tools.cli.signature import fill, with_options
+from ckpt_tools.cli.table import READING, RUNNING
 
 
 def register(app: typer.Typer) -> None:
     """Add this module's command to `app`."""
-    app.command(**page("merge-adapter"))(
-        t.with_options(merge, t.RUNNING | t.READING | {"alpha"}, {"iteration": o.OneIteration})
-    )
+    names = RUNNING | READING | {"ignore_keys", "alpha"}
+    app.command(**page("merge-adapter"))(with_options(merge, names))
 
 
 def merge(
@@ -40,7 +39,7 @@ def merge(
             f"a base, its adapter and the output are three folders; {len(input_dirs) + 1} are given"
         )
     base, adapter = input_dirs[0], input_dirs[1] if len(input_dirs) > 1 else None
-    options = t.fill(MergeOptions, given, adapter=adapter, write=write_options(given))
+    options = fill(MergeOptions, given, adapter=adapter)
     carry_out(
         lambda progress: merge_adapter(base, adapter, output_dir, options, progress, given["dry_run"]), given
     )

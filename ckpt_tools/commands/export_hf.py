@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import get_args
 
 from ckpt_tools.commands.conversion import Conversion, Progress, SourceOptions, Writer, convert, open_source
 from ckpt_tools.commands.conversion_report import ConversionReport
@@ -34,11 +35,10 @@ from ckpt_tools.megatron.huggingface.shard_files import DEFAULT_SHARD_SIZE, Shar
 from ckpt_tools.megatron.huggingface.targets import Exported, export_targets
 from ckpt_tools.megatron.rebase import rebase
 from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.choices import Quantization
 from ckpt_tools.model.dtypes import CASTABLE, itemsize
 from ckpt_tools.model.target import InlineTensor, Target, TargetTensor
 from ckpt_tools.plan.weight_files import WeightFile, build_safetensors_plan
-
-FP8_BLOCK = "fp8-block"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class ExportOptions(SourceOptions):
     max_shard_bytes: int = DEFAULT_SHARD_SIZE
     mtp_copies: bool = False
     tp: int | None = None  # tensor-parallel size of the job that wrote an fsdp_dtensor checkpoint
-    quantize: str | None = None  # fp8-block
+    quantize: Quantization | None = None
     peft: bool = False  # the checkpoint's adapter (LoRA) as a PEFT directory
     alpha: float | None = None  # its scale times its rank, where nothing stored tells it
 
@@ -68,7 +68,7 @@ def export_hf(
 
     Raises:
         UsageError: a fact only the user can give is missing, or an output that cannot be taken.
-        UnsupportedCheckpointError: the source is no Megatron checkpoint.
+        UnsupportedCheckpointError: the source is not a Megatron checkpoint.
         MappingError: an architecture without rules, or a model that is not whole or contradicts its settings.
         VerificationError: masters that do not round to their weights, or a cast that makes infinities.
         CorruptCheckpointError, StorageError: damaged files, full disks.
@@ -147,8 +147,9 @@ def _as_asked(made: ExportTensors, options: ExportOptions) -> ExportTensors:
     """The tensors, quantized where that is asked for, and the config.json that says so."""
     if options.quantize is None:
         return made
-    if options.quantize != FP8_BLOCK:
-        raise UsageError(f"--quantize {options.quantize}: {FP8_BLOCK} is written")
+    known = get_args(Quantization)
+    if options.quantize not in known:
+        raise UsageError(f"--quantize {options.quantize}: {', '.join(known)} is written")
     how = block_fp8_of(read_config(options.hf_config) if options.hf_config else None)
     found = quantized_tensors(made.ready, made.source.catalog, made.exported.family, how)
     tensors = tuple(t for t in found.tensors if isinstance(t, TargetTensor))

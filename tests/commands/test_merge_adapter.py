@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -69,6 +71,20 @@ def test_parts_are_added_to_masters_and_weights_are_their_rounding(
     assert (report.masters.use, report.masters.found.tensors) == ("merged", 8)
     assert is_sound(tmp_path / "out")
     assert any("scale 2 (alpha 6, by run_config.yaml)" in note for note in report.notes)
+
+
+def test_workers_write_the_same(tmp_path: Path) -> None:
+    """All of them read base and adapter through what was opened before the fork."""
+    adapter, outputs = lora().save(tmp_path / "adapter"), [tmp_path / "one", tmp_path / "three"]
+    merge_adapter(str(RUN), str(adapter), str(outputs[0]))
+    words = [sys.executable, "-m", "ckpt_tools", "merge-adapter", str(RUN), str(adapter), str(outputs[1])]
+    done = subprocess.run([*words, "--workers", "3", "-q"], capture_output=True, text=True, check=True)
+    assert " 3 process(es)" in done.stdout
+    one, three = (
+        {file.relative_to(place): file.read_bytes() for file in place.rglob("*") if file.is_file()}
+        for place in outputs
+    )
+    assert one == three
 
 
 def bfloat16_sum(weight: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
@@ -374,7 +390,7 @@ def test_a_damaged_adapter_is_found_by_its_checksum(tmp_path: Path) -> None:
 def test_a_sum_that_is_too_large_is_refused(tmp_path: Path) -> None:
     made = AdapterFolder(dtype=torch.float32)
     made.add(PROJ, (2,), 32, 32)
-    made.matrices[PROJ] = tuple(matrix * 1e20 for matrix in made.matrices[PROJ])  # type: ignore[assignment]
+    made.matrices[PROJ] = tuple(matrix * 1e20 for matrix in made.matrices[PROJ])
     with pytest.raises(
         CorruptCheckpointError, match=r"with the adapter's part a weight is \S+, too large for float32"
     ):

@@ -17,6 +17,7 @@ from ckpt_tools.commands.export_hf import ExportOptions, export_hf
 from ckpt_tools.commands.import_hf import ImportOptions, import_hf
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, UsageError
 from ckpt_tools.execute.run import WriteOptions
+from ckpt_tools.model.choices import MegatronFormat
 from tests.commands.test_huggingface import GPT2, GPT_OSS
 from tests.megatron.huggingface.quantized_models import spread
 from tests.megatron.huggingface.test_targets import DEEPSEEK, LLAMA, QWEN3_MOE, directory
@@ -82,7 +83,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None, tuple[int, int]]] 
 @pytest.mark.parametrize("to", ["torch_dist", "fsdp_dtensor"])
 @pytest.mark.parametrize("name", CASES)
 def test_linears_become_codes_and_scales_and_come_back(
-    name: str, to: str, memory: int, tmp_path: Path
+    name: str, to: MegatronFormat, memory: int, tmp_path: Path
 ) -> None:
     config, settings, block = CASES[name]
     plain = model(tmp_path / "hf", config, settings)

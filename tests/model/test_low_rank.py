@@ -18,7 +18,7 @@ from tests.strategies import shapes, tilings
 _: Kernel = AddLowRank("float32", 1.0)
 
 
-def exact(weight: np.ndarray, left: np.ndarray, right: np.ndarray, scale: float) -> torch.Tensor:
+def exact(weight: np.ndarray, left: np.ndarray, right: np.ndarray, *, scale: float) -> torch.Tensor:
     w, b, a = (torch.from_numpy(x).double() for x in (weight, left, right))
     product = torch.zeros(w.shape, dtype=torch.float64)
     for rank in range(a.shape[0]):

@@ -20,7 +20,9 @@ import torch
 import torch.multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).parent))
-from write_checkpoint import answer_cuda_calls  # beside this program, which is no package's
+from write_checkpoint import (  # type: ignore[import-not-found]  # beside this program, in no package
+    answer_cuda_calls,
+)
 
 HIDDEN, FFN, RANK, ALPHA = 24, 40, 4, 8
 
@@ -34,8 +36,8 @@ def main() -> None:
 
 def import_bridge() -> Any:
     """Bridge's two kinds of LoRA, without the rest of Bridge."""
-    engine = types.ModuleType("transformer_engine")
-    pytorch = types.ModuleType("transformer_engine.pytorch")
+    engine: Any = types.ModuleType("transformer_engine")
+    pytorch: Any = types.ModuleType("transformer_engine.pytorch")
     pytorch.Linear = type("Linear", (torch.nn.Module,), {})
     pytorch.ops = types.SimpleNamespace(Sequential=torch.nn.Sequential)
     engine.pytorch = pytorch
@@ -46,7 +48,11 @@ def import_bridge() -> Any:
         if Path(path, "megatron", "bridge").is_dir()
     ]
     absent = "megatron.core.extensions.transformer_engine"
-    stand_ins = {"transformer_engine": engine, "transformer_engine.pytorch": pytorch, absent: None}
+    stand_ins: dict[str, Any] = {
+        "transformer_engine": engine,
+        "transformer_engine.pytorch": pytorch,
+        absent: None,
+    }
     sys.modules |= {**stand_ins, "megatron.bridge": bridge}
     from megatron.bridge.peft.canonical_lora import CanonicalLoRA
     from megatron.bridge.peft.lora import LoRA

@@ -22,6 +22,7 @@ from ckpt_tools.errors import (
     UsageError,
 )
 from ckpt_tools.megatron.huggingface.peft import read_peft_settings
+from ckpt_tools.model.choices import MegatronFormat
 from tests.commands.test_huggingface import GPT2
 from tests.conftest import DATA
 from tests.megatron.adapter_checkpoints import FC1, FC2, PROJ, QKV, AdapterFolder, canonical, lora
@@ -84,7 +85,7 @@ def test_a_weight_is_merged_and_all_else_is_as_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["torch_dist", "fsdp_dtensor"])
-def test_an_import_merges_by_the_rules_of_its_family(to: str, tmp_path: Path) -> None:
+def test_an_import_merges_by_the_rules_of_its_family(to: MegatronFormat, tmp_path: Path) -> None:
     before = model(tmp_path / "hf", QWEN3_MOE)
     expert = "model.layers.1.mlp.experts.2.up_proj"
     matrices = pair(Q, 16, 12) | pair(expert, 6, 12, rank=3)
