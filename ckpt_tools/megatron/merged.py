@@ -57,7 +57,14 @@ def merged_model(model: Model, adapters: Sequence[Adapter], alpha: float) -> Mod
     if problems:
         raise MappingError("the adapter does not fit the base:\n" + list_problems(problems))
     catalog = replace(model.catalog, tensors={**model.catalog.tensors, **made})
-    return replace(model, catalog=catalog, parameters=tuple(parameters), optimizer_layout=None, groups=())
+    return replace(
+        model,
+        catalog=catalog,
+        parameters=tuple(parameters),
+        optimizer_layout=None,
+        groups=(),
+        own_optimizer=None,
+    )
 
 
 class _Stored(NamedTuple):
