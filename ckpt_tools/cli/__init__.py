@@ -16,6 +16,7 @@
 * `edit`: `modify-state-dict`, `slice`, `print-tensor`
 * `copy`: `copy`
 * `average`: `average`
+* `merge_adapter`: `merge-adapter`
 * `strip`: `strip`
 * `repair`: `repair`
 * `ls`: `ls`

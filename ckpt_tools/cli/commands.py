@@ -35,6 +35,7 @@ MODULES = {
     "slice": "edit",
     "copy": "copy",
     "average": "average",
+    "merge-adapter": "merge_adapter",
     "strip": "strip",
     "repair": "repair",
     "print-tensor": "edit",
