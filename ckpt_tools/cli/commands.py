@@ -11,6 +11,7 @@ import typer
 import typer.main
 from typer.core import TyperGroup
 
+from ckpt_tools.cli.completion import offer_values
 from ckpt_tools.cli.help import write_epilog, write_parameters, write_sections
 from ckpt_tools.cli.manual import PAGES
 
@@ -35,6 +36,7 @@ MODULES = {
     "strip": "strip",
     "print-tensor": "edit",
     "env": "environment",
+    "man": "man_pages",
 }
 
 
@@ -48,7 +50,7 @@ class Commands(Mapping[str, Any]):
         app.registered_commands = [command for command in app.registered_commands if command.name == name]
         (command,) = app.registered_commands
         command.callback = _with_follow_links(command.callback)
-        return typer.main.get_command(app)
+        return offer_values(typer.main.get_command(app))
 
     def __iter__(self) -> Iterator[str]:
         return iter(MODULES)

@@ -89,6 +89,7 @@ OPTIONS = {
     "print-tensor": (
         "--slice --stats --iteration --json --trust-pickle --enable-msc --follow-links"
     ),
+    "man": "-o --output",
     "env": (
         "--json"
     ),
