@@ -3,7 +3,7 @@
 #
 #   bash example-scripts/quickstart.sh [OUTPUT_DIR]
 #
-# Makes .venv on first use, of about 135 MB: nothing here needs torch. Set PYTHON to use an environment that has
+# Makes .venv on first use, of about 120 MB: nothing here needs torch. Set PYTHON to use an environment that has
 # ckpt_tools already.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
