@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,6 +70,21 @@ def test_the_public_names_are_there_or_ask_for_it(no_torch: dict[str, str]) -> N
     assert all(WAY_OUT in line for line in asked)
 
 
+def test_the_quickstart_needs_none(no_torch: dict[str, str], tmp_path: Path) -> None:
+    script = REPO / "example-scripts" / "quickstart.sh"
+    installs = [line for line in script.read_text().splitlines() if "pip install" in line]
+    assert len(installs) == 1 and "torch" not in installs[0]
+    done = subprocess.run(
+        ["bash", str(script), str(tmp_path / "out")],
+        env=no_torch | {"PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "is ready for --load" in done.stdout
+
+
 def test_several_hosts_ask_for_it(no_torch: dict[str, str], tmp_path: Path) -> None:
     job = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}
     done = _run(no_torch | job, "-m", "ckpt_tools", "convert", RUN, tmp_path / "out")
@@ -101,7 +117,7 @@ def test_absent_is_told_from_broken(error: ImportError, part: str, monkeypatch: 
 
     found = builtins.__import__
 
-    def fail(name: str, *rest: object) -> object:
+    def fail(name: str, *rest: Any) -> Any:
         if name == "torch":
             raise error
         return found(name, *rest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ def several(tmp_path: Path) -> Path:
 
 
 def offered(
-    line: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    line: Sequence[object], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> list[str]:
     """What bash would get for the last word of `line`."""
     words = ["checkpoint-inspector", *map(str, line)]
@@ -66,7 +67,7 @@ def keys(root: Path) -> set[str]:
     ids=lambda line: " ".join(str(word).rpartition("/")[2] for word in line),
 )
 def test_stored_keys(
-    line: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    line: Sequence[object], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = sorted(key for key in keys(RUN) if key.startswith("decoder."))
     assert len(expected) > 5
@@ -95,7 +96,7 @@ def test_compared_are_the_keys_of_both(
     ids=lambda line: line[0],
 )
 def test_iterations(
-    line: list[str],
+    line: Sequence[object],
     several: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -113,19 +114,20 @@ def test_what_cannot_be_read_offers_nothing(
 ) -> None:
     assert offered(["inspect", several, "--iteration", "200", "--keys", ""], capsys, monkeypatch) == []
     (several / ITERATION / ".metadata").write_bytes(b"\x80\x04no pickle")
-    for line in (
+    damaged: list[list[object]] = [
         ["inspect", several / ITERATION, "--keys", ""],
         ["inspect", "s3://bucket/run", "--keys", ""],
         ["inspect", "/no/such/folder", "--iteration", ""],
         ["inspect", "--keys", ""],
-    ):
+    ]
+    for line in damaged:
         assert offered(line, capsys, monkeypatch) == [], line
 
 
 def test_large_metadata_is_not_read(
     several: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    line = ["inspect", several, "--keys", "decoder."]
+    line: list[object] = ["inspect", several, "--keys", "decoder."]
     size = (several / ITERATION / ".metadata").stat().st_size
     monkeypatch.setattr(completion, "MAX_METADATA_BYTES", size - 1)
     assert offered(line, capsys, monkeypatch) == []
