@@ -175,6 +175,10 @@ PAGES = {
         ("To paste into an issue", "env"),
         ("What the file system of an output can do", "env . --json"),
     )),
+    "man": Page(PROGRAM_ITSELF, "its man pages", (
+        ("Of one command, to read with man -l -", "man convert"),
+        ("Of all, where man looks if it is in ~/.local/share/man/man1", "man --output OUT"),
+    )),
 }  # fmt: skip
 
 

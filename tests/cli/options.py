@@ -118,6 +118,7 @@ OPTIONS = {
     "print-tensor": (
         "--slice --stats --iteration --json --trust-pickle --enable-msc --follow-links --quiet -q"
     ),
+    "man": "-o --output",
     "env": (
         "--json --quiet -q"
     ),
