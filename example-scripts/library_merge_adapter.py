@@ -7,6 +7,9 @@ import sys
 
 from ckpt_tools import ExportOptions, MergeOptions, export_hf, merge_adapter
 
+if len(sys.argv) != 6:
+    sys.exit(__doc__)
+
 base, adapter, merged, model, peft = sys.argv[1:]
 report = merge_adapter(base, adapter, merged, MergeOptions(overwrite=True))
 for note in report.notes:

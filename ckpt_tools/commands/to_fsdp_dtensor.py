@@ -25,7 +25,7 @@ from ckpt_tools.commands.relayout import need_other_job, prepare_relayout
 from ckpt_tools.commands.target_job import TargetJob, need_tp, said_tp
 from ckpt_tools.commands.version_2 import VERSION_1, VERSION_2, for_version_1, for_version_2
 from ckpt_tools.formats.container import read_archive
-from ckpt_tools.formats.files import Files
+from ckpt_tools.formats.files import AnyPath, Files, path_text
 from ckpt_tools.megatron.bridge import RUN_CONFIG, TRAIN_STATE, fsdp_run_config, train_state_file
 from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter, Rows
 from ckpt_tools.megatron.fsdp_dtensor.tensors import live_value
@@ -50,8 +50,8 @@ class ConvertOptions(MegatronOptions):
 
 
 def convert_to_fsdp_dtensor(
-    source: str,
-    output: str,
+    source: AnyPath,
+    output: AnyPath,
     options: ConvertOptions | None = None,
     progress: Progress | None = None,
     dry_run: bool = False,
@@ -67,6 +67,7 @@ def convert_to_fsdp_dtensor(
         VerificationError: masters that do not round to the stored weights.
         CorruptCheckpointError, StorageError: damaged files, full disks.
     """
+    source, output = path_text(source), path_text(output)
     return convert(source, output, TO_FSDP_DTENSOR, options or ConvertOptions(), progress, dry_run)
 
 
