@@ -9,6 +9,7 @@ from ckpt_tools import ExportOptions, MergeOptions, export_hf, merge_adapter
 
 if len(sys.argv) != 6:
     sys.exit(__doc__)
+
 base, adapter, merged, model, peft = sys.argv[1:]
 report = merge_adapter(base, adapter, merged, MergeOptions(overwrite=True))
 for note in report.notes:

@@ -9,6 +9,7 @@ from ckpt_tools import CkptError, RepairOptions, repair_checkpoint
 
 if len(sys.argv) != 3:
     sys.exit(__doc__)
+
 source, output = sys.argv[1:]
 try:
     done = repair_checkpoint(source, output, RepairOptions(overwrite=True))
