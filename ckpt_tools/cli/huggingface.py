@@ -50,8 +50,21 @@ _IMPORTED = {
         typer.Option("--dtype", help="Element type of the weights. Default: the model's own.",
                      rich_help_panel=_MODEL),
     ],
+    "vocab_size_padded": Annotated[
+        int | None,
+        typer.Option("--vocab-size-padded", max=o.MAX_ROWS, help="Rows of the vocabulary in the target: zeros are "
+                     "added. Default: a multiple of 128 times --tp, as Megatron pads it.",
+                     rich_help_panel=_MODEL),
+    ],
+    "fresh_optimizer": Annotated[
+        bool | None,
+        typer.Option("--fresh-optimizer/--no-fresh-optimizer", help="With --to fsdp_dtensor: an optimizer that has "
+                     "not begun. Default: for core-0.19 and main, which start from nothing else.",
+                     rich_help_panel="A fresh optimizer"),
+    ],
     "iteration": Annotated[
-        int | None, typer.Option("--iteration", help="Number of the iteration to make. Default: a release.")
+        int | None,
+        typer.Option("--iteration", help="Number of the iteration to make. Default: a release; 1 with an optimizer."),
     ],
 }  # fmt: skip
 
@@ -71,7 +84,8 @@ def register(app: typer.Typer) -> None:
             t.RUNNING
             | t.JOB
             | _IMPORTED.keys()
-            | {"rules", "vocab_multiple", "dialect", "layer_spec", "experts"},
+            | t.FRESH_OPTIMIZER
+            | {"rules", "dialect", "layer_spec", "experts"},
             _IMPORTED,
         )
     )
@@ -100,6 +114,9 @@ def import_(
 ) -> None:  # fmt: skip
     """Import a Hugging Face model: weights only, for `--finetune` or `--no-load-optim --no-load-rng`.
 
+    Megatron-FSDP of core 0.18 and later starts from a checkpoint with an optimizer only: --fresh-optimizer makes one
+    that has not begun, of --lr, --min-lr and --weight-decay.
+
     A field of config.json that changes what the model computes and that Megatron cannot be told is refused by its
     name (exit 5); one that this version does not know is named in the report.
 
@@ -109,7 +126,7 @@ def import_(
     from ckpt_tools.commands.import_hf import ImportOptions, import_hf
     from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 
-    named = {name: given[name] for name in ("dialect", "experts", "tp")}
+    named = {name: given[name] for name in ("dialect", "experts", "tp", *t.FRESH_OPTIMIZER)}
     options = t.fill(
         ImportOptions,
         given,

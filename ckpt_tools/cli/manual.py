@@ -89,7 +89,8 @@ PAGES = {
     )),
     "import-hf": Page(CONVERT, "from Hugging Face", (
         ("For --finetune in 3D parallel", "import-hf HF OUT"),
-        ("For Megatron-FSDP on 8 GPUs", "import-hf HF OUT --to fsdp_dtensor --dp-shard 8"),
+        ("For Megatron-FSDP on 8 GPUs, with an optimizer that begins",
+         "import-hf HF OUT --to fsdp_dtensor --dp-shard 8 --lr 1e-5 --min-lr 1e-6 --weight-decay 0.1"),
     )),
     "verify": Page(CHECK, "is it whole and sound?", (
         ("Files, metadata and meaning, without reading tensors", "verify RUN"),

@@ -78,6 +78,7 @@ def in_a_folder(file: Path | None) -> Path | None:
 # More than any machine has; a typing mistake must not fill its memory with plans for them.
 MAX_RANKS, MAX_THREADS, MAX_ROWS = 1 << 20, 1024, (1 << 31) - 1
 _MODEL, _PLACE, _RUN = "The model and its target", "Placement", "How to run"
+_FRESH = "A fresh optimizer"
 
 Target = Annotated[
     Dialect | None,
@@ -188,12 +189,24 @@ MtpCopies = Annotated[
     typer.Option("--mtp-copies", help="Repeat embedding and head in DeepSeek's prediction layers.",
                  rich_help_panel=_MODEL),
 ]  # fmt: skip
-VocabMultiple = Annotated[
-    int,
-    typer.Option("--vocab-multiple", max=MAX_ROWS, help="Rows of the vocabulary are filled up with zeros to a "
-                 "multiple of this: make-vocab-size-divisible-by times tensor parallel size.",
-                 rich_help_panel=_MODEL),
+FreshOptimizer = Annotated[
+    bool | None,
+    typer.Option("--fresh-optimizer/--no-fresh-optimizer", help="With --weights-only: an optimizer that has not "
+                 "begun (zero moments, step 0), so that a strict load starts from weights.",
+                 rich_help_panel=_FRESH),
 ]  # fmt: skip
+
+
+def _setting(flag: str, what: str) -> Any:
+    return Annotated[float | None, typer.Option(flag, help=what, rich_help_panel=_FRESH)]
+
+
+Lr = _setting("--lr", "Highest learning rate. Default: the args.")
+MinLr = _setting("--min-lr", "Lowest learning rate. Default: the args.")
+WeightDecay = _setting("--weight-decay", "Weight decay. Default: the args.")
+AdamBeta1 = _setting("--adam-beta1", "Default: the args, else Megatron's 0.9.")
+AdamBeta2 = _setting("--adam-beta2", "Default: the args, else Megatron's 0.999.")
+AdamEps = _setting("--adam-eps", "Default: the args, else Megatron's 1e-8.")
 OneIteration = Annotated[
     int | None, typer.Option("--iteration", help="Iteration of a root, instead of its latest.")
 ]

@@ -61,7 +61,13 @@ TABLE = {
     "dtype": Row(o.Dtype),
     "vocab_size_padded": Row(o.VocabSizePadded),
     "vocab_size": Row(o.VocabSize),
-    "vocab_multiple": Row(o.VocabMultiple, 128),
+    "fresh_optimizer": Row(o.FreshOptimizer),
+    "lr": Row(o.Lr),
+    "min_lr": Row(o.MinLr),
+    "weight_decay": Row(o.WeightDecay),
+    "adam_beta1": Row(o.AdamBeta1),
+    "adam_beta2": Row(o.AdamBeta2),
+    "adam_eps": Row(o.AdamEps),
     "extra_state": Row(o.ExtraState, "derive"),
     "stacked": Row(o.Stacked),
     "hf_config": Row(o.HfConfig, None, _text),
@@ -100,7 +106,10 @@ TABLE = {
 }
 
 JOB = frozenset(o.JOB_SIZES)
-FSDP_TARGET = frozenset({
+FRESH_OPTIMIZER = frozenset({
+    "fresh_optimizer", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps",
+})  # fmt: skip
+FSDP_TARGET = FRESH_OPTIMIZER | frozenset({
     "swiglu", "swiglu_modules", "group_map", "strict_map", "state_prefix", "model_prefix", "rename_mtp", "dialect",
     "aliases", "layer_spec", "experts", "weights_only", "dtype", "vocab_size_padded", "vocab_size", "tp",
 })  # fmt: skip

@@ -10,6 +10,7 @@
 * `conversion_report`: what a conversion says of itself
 * `read_model`: READ: the model in an opened checkpoint
 * `to_fsdp_dtensor`: `convert` to Megatron-FSDP
+* `warm_start`: what a job begins with that has an optimizer and has not begun
 * `relayout`: `convert` of what is for Megatron-FSDP already
 * `to_torch_dist`: `convert` back to 3D parallel
 * `prepared`: a checkpoint whose `fsdp_dtensor` form is decided

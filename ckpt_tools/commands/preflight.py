@@ -7,11 +7,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from ckpt_tools.commands.close_names import close_names
 from ckpt_tools.commands.launch import Launch, launch
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.errors import UsageError
+from ckpt_tools.formats.container import load_object
 from ckpt_tools.formats.documents import DocumentError, read_named_file
 from ckpt_tools.megatron.hybrid import is_hybrid
 from ckpt_tools.megatron.keys import fsdp_state, is_optimizer_key, rng_key, rng_shard
@@ -35,6 +37,7 @@ from ckpt_tools.verify.load_rules import RULES
 from ckpt_tools.verify.place import check_entries
 from ckpt_tools.verify.report import ERROR, WARNING, Check, Finding, Report
 
+SCHEDULER = "opt_param_scheduler."
 _ENVIRONMENT = "unset CUDA_DEVICE_MAX_CONNECTIONS"
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _LAYER = re.compile(r"^(?P<layer>.*\blayers\.\d+\.(?:\w+_layer\.)?)(?P<rest>.+)$")
@@ -168,9 +171,20 @@ def _about(opened: Opened) -> tuple[Facts, int | None]:
         packed=record.packed if is_fsdp else (),
         target=record.program,
         tokens=record.tokens,
+        schedule=_schedule(opened) if is_fsdp else {},
     )
     size = record.tp or facts.args.get("tensor_model_parallel_size")
     return facts, size if isinstance(size, int) and size > 0 else None
+
+
+def _schedule(opened: Opened) -> dict[str, Any]:
+    """The stored state of the learning-rate schedule."""
+    stored = opened.catalog.objects
+    return {
+        key.removeprefix(SCHEDULER): load_object(opened.files, stored[key].item, opened.trust_pickle)
+        for key in stored
+        if key.startswith(SCHEDULER)
+    }
 
 
 def stored_style(shapes: Mapping[str, tuple[int, ...]], is_fsdp: bool) -> Stored:

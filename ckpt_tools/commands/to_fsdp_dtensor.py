@@ -24,7 +24,9 @@ from ckpt_tools.commands.prepared import Prepared
 from ckpt_tools.commands.read_model import Wanted, need_kind, read_model
 from ckpt_tools.commands.relayout import need_other_job, prepare_relayout
 from ckpt_tools.commands.target_job import TargetJob, need_tp, said_tp
-from ckpt_tools.execute.run import CheckLevel
+from ckpt_tools.commands.warm_start import begun_at, with_run_state
+from ckpt_tools.execute.run import CheckLevel, Output
+from ckpt_tools.formats.detect import Location
 from ckpt_tools.formats.files import Files
 from ckpt_tools.megatron.bridge import (
     LATEST_TRAIN_STATE,
@@ -33,6 +35,7 @@ from ckpt_tools.megatron.bridge import (
     fsdp_run_config,
     train_state_file,
 )
+from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import check_fresh, with_fresh_optimizer
 from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter, Rows
 from ckpt_tools.megatron.fsdp_dtensor.tensors import live_value
 from ckpt_tools.megatron.fsdp_dtensor.write import FsdpTarget, TargetOptions, build_fsdp_target, writer_tp
@@ -92,8 +95,10 @@ def prepare(opened: Opened, options: ConvertOptions, layout: Layout) -> Prepared
         return prepare_relayout(opened, options, layout)
     need_kind(opened, "torch_dist")
     optimizer: Extent = "masters" if options.target.weights_only else "whole"
-    wanted = Wanted(optimizer, options.ignore_keys)
-    return prepare_model(read_model(opened, wanted), opened.files, options.target, layout)
+    model = read_model(opened, Wanted(optimizer, options.ignore_keys))
+    if options.target.fresh_optimizer:
+        model = with_run_state(model, opened)
+    return prepare_model(model, opened.files, options.target, layout)
 
 
 def prepare_model(model: Model, files: Files, options: TargetOptions, layout: Layout) -> Prepared:
@@ -103,6 +108,10 @@ def prepare_model(model: Model, files: Files, options: TargetOptions, layout: La
         UsageError: `--tp` is needed and was left out, or contradicts the layout.
         Otherwise the errors of `build_fsdp_target`.
     """
+    plain, asked = model, options
+    check_fresh(options)
+    if options.fresh_optimizer:
+        model, options = with_fresh_optimizer(model, options)
     stored = writer_tp(model)
     tp = said_tp(options.tp, layout) or stored
     built = build_fsdp_target(model, replace(options, tp=tp.ranks))
@@ -112,7 +121,8 @@ def prepare_model(model: Model, files: Files, options: TargetOptions, layout: La
     left_out = MASTER in model.roles or model.unread
 
     def without_masters(note: str) -> Prepared:
-        return prepare_model(without_optimizer(model, note), files, options, layout)
+        weights = replace(without_optimizer(plain, note), groups=plain.groups)
+        return prepare_model(weights, files, asked, layout)
 
     return Prepared(
         loader=built.dialect.name,
@@ -121,13 +131,13 @@ def prepare_model(model: Model, files: Files, options: TargetOptions, layout: La
         model=lambda: target_model(built),
         archives=lambda: object_archives(built.target.objects),
         job=job,
-        small_files=lambda: _small_files(built, model, files),
+        small_files=lambda: _small_files(built, model, files, begins=bool(asked.fresh_optimizer)),
         masters="written" if written else "left_out" if left_out else "none",
-        optimizer_layout=model.optimizer_layout,
+        optimizer_layout=plain.optimizer_layout,
         groups=dict(sorted(Counter(m.group for m in built.memberships.values()).items())),
         fp8_recipe=model.settings.fp8_recipe,
         must_be_zero=tuple(_cut_rows(built.vocab)),
-        without_masters=without_masters if options.weights_only else None,
+        without_masters=without_masters if asked.weights_only else None,
     )
 
 
@@ -142,7 +152,7 @@ def planned(opened: Opened, prepared: Prepared, options: ConvertOptions, layout:
     return Conversion(
         to="fsdp_dtensor",
         loader=prepared.loader,
-        iteration=opened.location.iteration,
+        iteration=begun_at(opened.location, options.target).iteration,
         catalog=prepared.catalog,
         target=prepared.target,
         plan=prepared.lay_out(layout),
@@ -160,14 +170,17 @@ def planned(opened: Opened, prepared: Prepared, options: ConvertOptions, layout:
     )
 
 
-def _small_files(built: FsdpTarget, model: Model, files: Files) -> dict[str, bytes]:
+def _small_files(built: FsdpTarget, model: Model, files: Files, begins: bool) -> dict[str, bytes]:
     """For Bridge the files that it reads beside the tensors.
 
-    A Bridge source's own are taken over; progress is made up from the args of a Megatron-LM source.
+    A Bridge source's own are taken over; progress is made up from the args of a Megatron-LM source, and of a job that
+    `begins`.
     """
     if built.dialect.name != "bridge":
         return {}
     kept = read_bridge_files(files)
+    if begins:
+        kept.pop(TRAIN_STATE, None)
     if RUN_CONFIG in kept:
         kept[RUN_CONFIG] = fsdp_run_config(kept[RUN_CONFIG])
     return {TRAIN_STATE: train_state_file(model.common.values, model.common.args)} | kept
@@ -194,4 +207,8 @@ def membership_map(built: FsdpTarget) -> Mapping[str, int]:
     return {f"model.module.{name}": m.group for name, m in built.memberships.items()}
 
 
-TO_FSDP_DTENSOR = Writer(open=open_source, place=like_to_like, plan=plan_fsdp_dtensor)
+def _place(source: str, location: Location, output: str, options: ConvertOptions) -> Output:
+    return like_to_like(source, begun_at(location, options.target), output, options)
+
+
+TO_FSDP_DTENSOR = Writer(open=open_source, place=_place, plan=plan_fsdp_dtensor)

@@ -55,6 +55,7 @@ from ckpt_tools.formats.files import Files, LocalFiles
 from ckpt_tools.formats.joined_files import JoinedFiles
 from ckpt_tools.model.transfers import Plan
 from ckpt_tools.plan.assign import worker_share
+from ckpt_tools.plan.holes import holes
 
 if TYPE_CHECKING:
     from ckpt_tools.execute.remote_output import RemoteJob
@@ -215,7 +216,9 @@ class _Job:
         self._plan, self._files, self._output, self._options = plan, files, output, options
         self._ranks, self._progress = ranks, progress
         self._leads = ranks.rank == 0
-        self._staging = Staging(Path(output.directory), plan.digest, plan.file_bytes, _folders(files))
+        self._staging = Staging(
+            Path(output.directory), plan.digest, plan.file_bytes, _folders(files), holes(plan)
+        )
         self._source_state: list[list[object]] = []
         self._proof = SourceProof() if options.check_source != "none" else None
 

@@ -131,6 +131,25 @@ def _warm_start(f: Facts) -> str | None:
     return f"{'finetune' if f.is_warm_start else 'no_load_optim'} is on"
 
 
+def _fresh_schedule(f: Facts) -> str | None:
+    """A schedule that begins is compared with the job's, unless one of them is to win."""
+    settled = f.on("override_opt_param_scheduler") or f.on("use_checkpoint_opt_param_scheduler")
+    if not f.begins or not f.loads("optim") or settled:
+        return None
+    rates = {"lr": "max_lr", "min_lr": "min_lr"}
+    pairs = {name: (f.value(name), f.schedule.get(stored)) for name, stored in rates.items()}
+    differ = [f"{n}: job {job}, checkpoint {kept}" for n, (job, kept) in pairs.items() if job != kept]
+    return (
+        "; ".join(differ)
+        or "the schedule has not begun, and whether its steps are the job's is not compared here"
+    )
+
+
+def _fresh_samples(f: Facts) -> str | None:
+    samples = f.value("train_samples")
+    return f"train_samples is {samples}" if f.begins and f.loads("optim") and samples is not None else None
+
+
 def _optimizer_entries(f: Facts) -> str | None:
     return "the checkpoint has no optimizer state" if not f.states and f.loads("optim") else None
 
@@ -159,8 +178,8 @@ def _strict(f: Facts) -> str | None:
 _LOADED = "training/checkpointing.py _load_base_checkpoint"
 _RELOAD = "optimizer/distrib_optimizer.py _copy_model_params_to_main_params"
 _WITH_OPTIMIZER = (
-    "load a checkpoint with the optimizer's state; from weights alone start core-0.16 or core-0.17 (--finetune) and "
-    "go on from what it saves"
+    "give it an optimizer that has not begun: `strip CHECKPOINT OUT --fresh-optimizer` (or convert --weights-only, "
+    "import-hf); from weights alone start core-0.16 or core-0.17 (--finetune) and go on from what they save"
 )
 _TO_FSDP = "convert-torch-dist-to-fsdp-dtensor CHECKPOINT CONVERTED"
 _EVERY_STATE = "a strict load asks for every state"
@@ -196,6 +215,11 @@ RULES = (
     Rule("optimizer-entries", ERROR, _optimizer_entries, "the optimizer would not have what it asks for",
          "checkpoint.load_optim=false, or checkpoint.finetune=true",
          "Megatron-Bridge training/checkpointing.py load_checkpoint", (BRIDGE,)),
+    Rule("fresh-schedule", WARNING, _fresh_schedule, "the loader stops where its schedule and the stored one differ",
+         "--override-opt-param-scheduler", "optimizer_param_scheduler.py load_state_dict", VERSIONS),
+    Rule("fresh-samples", ERROR, _fresh_samples, "a job that has consumed no samples at iteration 1 or later counts "
+         "in iterations, and stops where it is told to count in samples", "--train-iters",
+         "training/training.py build_train_valid_test_data_loaders", VERSIONS),
     Rule("state-kinds", ERROR, _state_kinds, "a strict load asks for every kind of state of the job's optimizer",
          "--optimizer as in the run that wrote the states", "optimizer/distrib_optimizer.py "
          "sharded_param_state_fsdp_dtensor"),
