@@ -133,6 +133,7 @@ PAGES = {
     "strip": Page(EDIT, "the weights alone, in the same format", (
         ("Without optimizer, scheduler and rng states", "strip RUN OUT"),
         ("In half precision", "strip FSDP OUT --dtype bfloat16"),
+        ("With an optimizer that begins", "strip FSDP OUT --fresh-optimizer --lr 1e-5 --min-lr 1e-6"),
     )),
     "env": Page(PROGRAM_ITSELF, "versions and settings for a bug report", (
         ("To paste into an issue", "env"),

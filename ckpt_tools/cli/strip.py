@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -32,6 +33,20 @@ def strip(
             "--dtype", help="Element type of the weights, which fsdp_dtensor stores as fp32 masters."
         ),
     ] = None,
+    fresh_optimizer: Annotated[
+        bool,
+        typer.Option(
+            "--fresh-optimizer",
+            help="Give an fsdp_dtensor checkpoint an optimizer that has not begun (zero "
+            "moments, step 0), so that a strict load starts from its weights.",
+        ),
+    ] = False,
+    lr: o.Lr = None,
+    min_lr: o.MinLr = None,
+    weight_decay: o.WeightDecay = None,
+    adam_beta1: o.AdamBeta1 = None,
+    adam_beta2: o.AdamBeta2 = None,
+    adam_eps: o.AdamEps = None,
     iteration: Iteration = None,
     check_source: o.CheckSource = o.SourceCheck.ALL,
     overwrite: o.Overwrite = False,
@@ -47,11 +62,24 @@ def strip(
     from ckpt_tools.commands.rewrite import EditOptions
     from ckpt_tools.commands.strip import strip_checkpoint
     from ckpt_tools.execute.run import WriteOptions
+    from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import check_fresh
+    from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 
+    settings = TargetOptions(
+        lr=lr,
+        min_lr=min_lr,
+        weight_decay=weight_decay,
+        adam_beta1=adam_beta1,
+        adam_beta2=adam_beta2,
+        adam_eps=adam_eps,
+    )
+    check_fresh(replace(settings, fresh_optimizer=fresh_optimizer, weights_only=True))
     write = WriteOptions(threads, check_source=check_source.value)
     options = EditOptions(iteration, trust_pickle, overwrite, write, resume)
     with progress_bar(quiet) as progress:
-        done = strip_checkpoint(input_dir, output_dir, dtype, options, progress)
+        done = strip_checkpoint(
+            input_dir, output_dir, dtype, options, progress, settings if fresh_optimizer else None
+        )
     print(render.json_text(_as_json(done))) if as_json else _print(done)
 
 
@@ -66,6 +94,7 @@ def _as_json(done: Stripped) -> dict[str, object]:
         "removed": done.removed,
         "dtype": done.dtype,
         "cast": done.cast,
+        "notes": done.notes,
         "rounded_elements": written.rounded_elements,
         **written_json(written),
     }
@@ -82,4 +111,6 @@ def _print(done: Stripped) -> None:
         f"wrote {done.tensors:,} tensors and {done.objects:,} objects, "
         f"{render.human_bytes(written.bytes_written)} in {written.seconds:.2f} s, to {render.escape(done.output)}"
     )
+    for note in done.notes:
+        print(f"note: {render.escape(note)}")
     print(f"source checksums: {source_checksums(written)}")

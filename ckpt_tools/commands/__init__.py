@@ -34,6 +34,7 @@
 * `modify`: `modify-state-dict`
 * `slice`: `slice`
 * `strip`: `strip`
+* `restart`: `strip --fresh-optimizer`
 * `average`: `average`
 * `mean_targets`: of which stored tensors each tensor of a mean is made
 * `rewrite`: what the editing commands share

@@ -54,20 +54,22 @@ def rewrite(
     catalog: Catalog | None = None,
     companions: Mapping[str, bytes] | None = None,
     original_shapes: Mapping[str, tuple[int, ...]] | None = None,
+    placement: tuple[Placement, int] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> WriteReport:
     """Write `target` to `output` and publish it.
 
     `blobs` are the archives of the target's objects; `companions` replace the small files of the source of the same
-    name; `catalog` is the source's with tensors added that stand inside its objects.
+    name; `catalog` is the source's with tensors added that stand inside its objects; `placement` says where tensors
+    go and into how many files, where they are not to keep their chunks.
 
     Raises:
         UsageError: the output overlaps the source or is taken.
         MappingError, CorruptCheckpointError, StorageError: as planning and writing say.
     """
     place = choose_output(source, opened.location, output, options.overwrite, options.resume)
-    placement, world = keep_chunks(catalog or opened.catalog)
-    plan = build_plan(catalog or opened.catalog, target, placement, world, blobs, original_shapes)
+    place_of, world = placement or keep_chunks(catalog or opened.catalog)
+    plan = build_plan(catalog or opened.catalog, target, place_of, world, blobs, original_shapes)
     files = opened.files
     kept = {name: read_small_file(files, name) for name in COMPANIONS if files.exists(name)}
     place = replace(place, extra_files=kept | dict(companions or {}))

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tools.commands.opened import Opened, open_checkpoint
+from ckpt_tools.commands.restart import begin_anew
 from ckpt_tools.commands.rewrite import EditOptions, rewrite
 from ckpt_tools.errors import UnsupportedCheckpointError, UsageError
 from ckpt_tools.execute.run import WriteReport
 from ckpt_tools.formats.container import read_archive
 from ckpt_tools.formats.pickling import dump_archive
 from ckpt_tools.megatron.common_state import COMMON_FILE
+from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.megatron.keys import BUFFERS, COMMON_OBJECT, is_optimizer_key, parameter_of
 from ckpt_tools.megatron.torch_dist.write import OPTIMIZER_METADATA
 from ckpt_tools.model.dtypes import CASTABLE
@@ -44,6 +46,7 @@ class Stripped:
     dtype: str | None  # that was asked for
     cast: tuple[str, ...]  # keys with another element type than before
     written: WriteReport
+    notes: tuple[str, ...] = ()  # on a fresh optimizer
 
 
 def strip_checkpoint(
@@ -52,10 +55,12 @@ def strip_checkpoint(
     dtype: str | None = None,
     options: EditOptions | None = None,
     progress: Callable[[int, int], None] | None = None,
+    fresh: TargetOptions | None = None,
 ) -> Stripped:
     """Write the weights of the checkpoint at `source` to `output`, in its format.
 
     `dtype` casts the weights of an `fsdp_dtensor` checkpoint, which are fp32 masters; buffers keep their type.
+    `fresh` gives it an optimizer that has not begun, with these settings, or those that the source tells.
 
     Raises:
         UsageError: there is nothing but weights, or a type that weights are not cast to.
@@ -64,7 +69,9 @@ def strip_checkpoint(
     """
     options = options or EditOptions()
     with open_checkpoint(source, options.iteration, options.trust_pickle) as opened:
-        _check_request(opened, dtype)
+        _check_request(opened, dtype, fresh)
+        if fresh is not None:
+            return _begun_anew(source, opened, output, fresh, options, progress)
         catalog = opened.catalog
         removed = [key for key in (*catalog.tensors, *catalog.objects) if not is_kept(key)]
         common = _stripped_common(opened.common.values)
@@ -96,18 +103,49 @@ def strip_checkpoint(
     )
 
 
+def _begun_anew(
+    source: str,
+    opened: Opened,
+    output: str,
+    fresh: TargetOptions,
+    options: EditOptions,
+    progress: Callable[[int, int], None] | None,
+) -> Stripped:
+    target, report = begin_anew(source, opened, output, fresh, options, progress)
+    stored = opened.catalog
+    types = {key: entry.dtype for key, entry in stored.tensors.items()}
+    written = {
+        *(t.key for t in target.tensors),
+        *(t.key for t in target.inline),
+        *(t.key for t in target.objects),
+    }
+    return Stripped(
+        source,
+        output,
+        len(target.tensors),
+        len(target.objects) + len(target.inline),
+        tuple(key for key in (*stored.tensors, *stored.objects) if key not in written),
+        None,
+        tuple(t.key for t in target.tensors if t.key in types and t.dtype != types[t.key]),
+        report,
+        target.notes,
+    )
+
+
 def is_kept(key: str) -> bool:
     """Whether a stored key is part of a weights-only checkpoint."""
     return not is_optimizer_key(key) and not _OF_A_RUN.match(key)
 
 
-def _check_request(opened: Opened, dtype: str | None) -> None:
+def _check_request(opened: Opened, dtype: str | None, fresh: TargetOptions | None) -> None:
     kind, path = opened.location.kind, opened.location.path
     if kind not in ("torch_dist", "fsdp_dtensor"):
         raise UnsupportedCheckpointError(
             f"{path} is {kind}; strip works on torch_dist and fsdp_dtensor checkpoints. `modify-state-dict --op "
             "'remove REGEX'` leaves keys out of any torch distributed checkpoint"
         )
+    if fresh is not None:
+        _check_fresh(opened, dtype)
     if dtype is None:
         return
     if dtype not in CASTABLE:
@@ -116,6 +154,19 @@ def _check_request(opened: Opened, dtype: str | None) -> None:
         raise UsageError(
             f"--dtype {dtype}: {path} is torch_dist, whose weights have the element type of the job already; "
             "`convert` and `export-hf` cast on the way to another format"
+        )
+
+
+def _check_fresh(opened: Opened, dtype: str | None) -> None:
+    if opened.location.kind == "torch_dist":
+        raise UsageError(
+            f"--fresh-optimizer: {opened.location.path} is torch_dist, and a 3D-parallel job starts from weights "
+            "alone (--finetune). For Megatron-FSDP: `convert --weights-only --fresh-optimizer`"
+        )
+    if dtype is not None:
+        raise UsageError(
+            f"--dtype {dtype}: fp32 masters stand in the place of weights where there is an optimizer "
+            "(--fresh-optimizer)"
         )
 
 

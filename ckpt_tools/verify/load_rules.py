@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
+from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import SCHEDULE_SETTINGS, schedule_of
 from ckpt_tools.megatron.names import MTP_DISK, MTP_LIVE, dialect_named
 from ckpt_tools.verify.facts import Facts, Rule, before, since
 from ckpt_tools.verify.job import BRIDGE, VERSIONS
@@ -131,18 +132,16 @@ def _warm_start(f: Facts) -> str | None:
     return f"{'finetune' if f.is_warm_start else 'no_load_optim'} is on"
 
 
-def _fresh_schedule(f: Facts) -> str | None:
-    """A schedule that begins is compared with the job's, unless one of them is to win."""
+def _schedule(f: Facts) -> str | None:
+    """What the loader's own comparison finds; a job without a learning rate is not described that far."""
     settled = f.on("override_opt_param_scheduler") or f.on("use_checkpoint_opt_param_scheduler")
-    if not f.begins or not f.loads("optim") or settled:
+    if not f.loads("optim") or settled or f.value("lr") is None:
         return None
-    rates = {"lr": "max_lr", "min_lr": "min_lr"}
-    pairs = {name: (f.value(name), f.schedule.get(stored)) for name, stored in rates.items()}
-    differ = [f"{n}: job {job}, checkpoint {kept}" for n, (job, kept) in pairs.items() if job != kept]
-    return (
-        "; ".join(differ)
-        or "the schedule has not begun, and whether its steps are the job's is not compared here"
-    )
+    job = schedule_of({name: f.value(name) for name in SCHEDULE_SETTINGS}) or {}
+    job |= {"max_lr": f.value("lr"), "min_lr": f.value("min_lr", 0.0)}
+    pairs = {name: (found, f.schedule.get(name)) for name, found in job.items()}
+    found = [f"{n}: job {a}, checkpoint {b}" for n, (a, b) in pairs.items() if b is not None and a != b]
+    return "; ".join(found) or None
 
 
 def _fresh_samples(f: Facts) -> str | None:
@@ -215,8 +214,9 @@ RULES = (
     Rule("optimizer-entries", ERROR, _optimizer_entries, "the optimizer would not have what it asks for",
          "checkpoint.load_optim=false, or checkpoint.finetune=true",
          "Megatron-Bridge training/checkpointing.py load_checkpoint", (BRIDGE,)),
-    Rule("fresh-schedule", WARNING, _fresh_schedule, "the loader stops where its schedule and the stored one differ",
-         "--override-opt-param-scheduler", "optimizer_param_scheduler.py load_state_dict", VERSIONS),
+    Rule("schedule", ERROR, _schedule, "the loader compares its learning-rate schedule with the stored one and stops",
+         "--override-opt_param-scheduler for the job's, --use-checkpoint-opt_param-scheduler for the stored one",
+         "optimizer_param_scheduler.py load_state_dict", VERSIONS),
     Rule("fresh-samples", ERROR, _fresh_samples, "a job that has consumed no samples at iteration 1 or later counts "
          "in iterations, and stops where it is told to count in samples", "--train-iters",
          "training/training.py build_train_valid_test_data_loaders", VERSIONS),

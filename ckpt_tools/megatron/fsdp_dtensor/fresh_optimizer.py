@@ -32,6 +32,11 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 _IN_SCHEDULER = {"lr": "max_lr", "min_lr": "min_lr", "weight_decay": "start_wd"}
 _DEFAULTS = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8}  # Megatron's own
 _SETTINGS = (*_IN_SCHEDULER, *_DEFAULTS)
+SCHEDULE_SETTINGS = (
+    "train_iters", "train_samples", "global_batch_size", "lr_decay_iters", "lr_decay_samples", "lr_warmup_iters",
+    "lr_warmup_samples", "lr_warmup_fraction", "lr_decay_style", "weight_decay_incr_style", "start_weight_decay",
+    "end_weight_decay",
+)  # fmt: skip
 _NOT_BEGUN = {"consumed_train_samples": 0, "skipped_train_samples": 0, "consumed_valid_samples": 0}
 
 
@@ -164,7 +169,7 @@ def scheduler_at_zero(model: Model, settings: Settings, options: TargetOptions) 
     A job that does not take it from the checkpoint compares it with its own and stops where they differ.
     """
     decay = settings.weight_decay
-    kept = model.scheduler if "lr_decay_steps" in model.scheduler else _schedule_of(model.common.args) or {}
+    kept = model.scheduler if "lr_decay_steps" in model.scheduler else schedule_of(model.common.args) or {}
     state: dict[str, Any] = {
         "max_lr": settings.lr,
         "lr_warmup_steps": 0,
@@ -183,7 +188,7 @@ def scheduler_at_zero(model: Model, settings: Settings, options: TargetOptions) 
     return state | {name: value for name, value in kept.items() if name not in own}
 
 
-def _schedule_of(args: Mapping[str, Any]) -> dict[str, Any] | None:
+def schedule_of(args: Mapping[str, Any]) -> dict[str, Any] | None:
     """The schedule that Megatron makes of its args (training.py `get_optimizer_param_scheduler`), None of too few."""
     batch, iterations, samples = (args.get(n) for n in ("global_batch_size", "train_iters", "train_samples"))
     if iterations and batch:
@@ -305,8 +310,8 @@ def _notes(
             f"{_flags(list(settings.defaults))}: nothing tells, Megatron's defaults are written. What is loaded "
             "replaces the job's own: give them if it has others"
         )
-    if not model.scheduler and not _schedule_of(model.common.args):
-        notes.append("the schedule is told by nothing: start the job with --override-opt-param-scheduler")
+    if not model.scheduler and not schedule_of(model.common.args):
+        notes.append("the schedule is told by nothing: start the job with --override-opt_param-scheduler")
     other = model.common.args.get("optimizer")
     if other not in (None, "adam"):
         notes.append(f"the run's optimizer was {other}; the fresh one is Adam")

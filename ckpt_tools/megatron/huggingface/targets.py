@@ -154,7 +154,7 @@ def import_targets(
 ) -> Imported:
     """The Megatron parameters and args of a Hugging Face directory.
 
-    `tensors` are its tensors, `config` its config.json. The vocabulary is filled up with zeros to `vocab_rows`, else to
+    `tensors` are its tensors, `config` its config.json. The vocabulary is filled up with zeros to `vocab_rows`, or to
     a multiple of `vocab_multiple` (make-vocab-size-divisible-by times tensor-parallel size). `dtype` None keeps each
     tensor's own.
 
