@@ -102,7 +102,10 @@ def _as_json(done: Stripped) -> dict[str, object]:
 
 def _print(done: Stripped) -> None:
     written = done.written
-    print(f"left out {len(done.removed):,} keys and entries of optimizer, scheduler and random number states")
+    if done.removed or not done.notes:
+        print(
+            f"left out {len(done.removed):,} keys and entries of optimizer, scheduler and random number states"
+        )
     if done.cast:
         print(
             f"cast {len(done.cast):,} tensors to {done.dtype}, which rounded {written.rounded_elements:,} elements"

@@ -189,10 +189,10 @@ def _check_options(options: ImportOptions) -> None:
 
 
 def _divisor(args: Mapping[str, Any], options: ImportOptions) -> int:
-    """A `--make-vocab-size-divisible-by` that makes the rows that are written, Megatron's own if it does."""
+    """A `--make-vocab-size-divisible-by` that makes the rows that are written: Megatron's own, else a round one."""
     rows, tp = args["padded_vocab_size"], _tp(options)
-    fits = (n for n in (DIVISOR, rows // tp) if n and padded_rows(args["vocab_size"], n, tp) == rows)
-    return next(fits, DIVISOR)
+    tried = (*(DIVISOR >> n for n in range(DIVISOR.bit_length())), rows // tp)
+    return next((n for n in tried if n and padded_rows(args["vocab_size"], n, tp) == rows), DIVISOR)
 
 
 def _tp(options: ImportOptions) -> int:

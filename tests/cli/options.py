@@ -12,6 +12,7 @@ OPTIONS = {
         "--to --swiglu --no-swiglu --swiglu-modules --param-to-param-group-map-json --strict-map "
         "--output-optimizer-state-prefix --output-model-weight-prefix --rename-mtp-keys --target --aliases "
         "--layer-spec --experts --weights-only --dtype --vocab-size-padded --vocab-size --extra-state "
+        "--fresh-optimizer --no-fresh-optimizer --lr --min-lr --weight-decay --adam-beta1 --adam-beta2 --adam-eps "
         "--stacked --per-layer --hf-config --max-shard-size --layout --world-size --gpus --dp-shard --dp-outer "
         "--tp --cp --ep --etp --pp --strategy --outer-strategy --iteration --check-masters --ignore-keys "
         "--overwrite --resume --dry-run --threads --max-memory --fsync --direct --quiet -q --json --report "
@@ -22,6 +23,7 @@ OPTIONS = {
         "--swiglu --no-swiglu --swiglu-modules --param-to-param-group-map-json --strict-map "
         "--output-optimizer-state-prefix --output-model-weight-prefix --rename-mtp-keys --target --aliases "
         "--layer-spec --experts --weights-only --dtype --vocab-size-padded --vocab-size --layout --world-size "
+        "--fresh-optimizer --no-fresh-optimizer --lr --min-lr --weight-decay --adam-beta1 --adam-beta2 --adam-eps "
         "--gpus --dp-shard --dp-outer --tp --cp --ep --etp --pp --strategy --outer-strategy --iteration "
         "--check-masters --ignore-keys --overwrite --resume --dry-run --threads --max-memory --fsync --direct "
         "--quiet -q --json --report --trust-pickle --enable-msc --oom-traceback"
@@ -49,7 +51,8 @@ OPTIONS = {
     ),
     "import-hf": (
         "--follow-links --check-source "
-        "--to --rules --dtype --vocab-multiple --target --layer-spec --experts --layout --world-size "
+        "--fresh-optimizer --no-fresh-optimizer --lr --min-lr --weight-decay --adam-beta1 --adam-beta2 --adam-eps "
+        "--to --rules --dtype --vocab-size-padded --target --layer-spec --experts --layout --world-size "
         "--gpus --dp-shard --dp-outer --tp --cp --ep --etp --pp --strategy --outer-strategy --iteration "
         "--overwrite --resume --dry-run --threads --max-memory --fsync --direct --quiet -q --json --report "
         "--enable-msc"
@@ -83,7 +86,8 @@ OPTIONS = {
         "--json --quiet -q --trust-pickle --enable-msc --follow-links"
     ),
     "strip": (
-        "--dtype --iteration --check-source --overwrite --resume --threads --json --quiet -q --trust-pickle "
+        "--dtype --fresh-optimizer --lr --min-lr --weight-decay --adam-beta1 --adam-beta2 --adam-eps "
+        "--iteration --check-source --overwrite --resume --threads --json --quiet -q --trust-pickle "
         "--enable-msc --follow-links"
     ),
     "print-tensor": (

@@ -287,7 +287,16 @@ def test_a_pipeline_of_the_args_gets_states_for_every_stage(tmp_path):
 def test_an_import_tells_the_vocabularys_sizes(to, tmp_path, capsys):
     assert run(["export-hf", str(LLAMA), str(tmp_path / "hf"), "-q"]) == 0
     capsys.readouterr()
-    words = ["import-hf", str(tmp_path / "hf"), str(tmp_path / "run"), "--to", to, "--vocab-multiple", "32"]
+    words = [
+        "import-hf",
+        str(tmp_path / "hf"),
+        str(tmp_path / "run"),
+        "--to",
+        to,
+        "--vocab-size-padded",
+        "224",
+    ]
+    words += ["--no-fresh-optimizer"] * (to == "fsdp_dtensor")
     assert run([*words, "-q", "--json"]) == 0
     job = json.loads(capsys.readouterr().out)["job"]
     assert job["tokens"] == 201

@@ -130,8 +130,8 @@ def choose_settings(model: Model, options: TargetOptions) -> Settings:
     if missing:
         raise UsageError(
             f"--fresh-optimizer needs {_flags(missing)}, which nothing in the source tells: what is stored replaces "
-            "the settings of the job that loads it. --no-fresh-optimizer writes weights alone, from which core-0.16 "
-            "and core-0.17 start (--finetune), and no later version"
+            "the settings of the job that loads it. Or leave it out (import-hf: --no-fresh-optimizer) for weights "
+            "alone, from which core-0.16 and core-0.17 start (--finetune), and no later version"
         )
     defaults = tuple(name for name in _DEFAULTS if found[name] is None)
     settings = Settings(**found | {name: _DEFAULTS[name] for name in defaults}, defaults=defaults)
