@@ -259,7 +259,7 @@ def _report(
         objects=len(target.objects) + len(target.inline),
         groups=dict(conversion.groups),
         masters=masters,
-        dropped=target.dropped,
+        dropped=(*target.dropped, *location.left_out),
         renamed=target.renamed,
         backfilled=target.backfilled,
         notes=target.notes,

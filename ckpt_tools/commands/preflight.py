@@ -285,7 +285,9 @@ def _meant(word: str) -> str:
 
 
 def _load_path(opened: Opened) -> str:
-    return opened.location.root or opened.location.path
+    """The root where the iteration stands in it as Megatron looks for it, else the folder itself."""
+    path, root = opened.location.path, opened.location.root
+    return root if root is not None and path.rpartition("/")[0] == root.rstrip("/") else path
 
 
 def _stored_checks(opened: Opened) -> list[Check]:

@@ -334,7 +334,7 @@ def common_part(model: Model, options: TargetOptions, dialect: Dialect, tp: int)
     dropped = [
         f"common state {name}: not part of fsdp_dtensor"
         for name in stored
-        if name not in {*CARRIED_SCALARS, "args", "optimizer", "opt_param_scheduler"}
+        if name not in {*CARRIED_SCALARS, "args", "optimizer", "opt_param_scheduler", "lr_scheduler"}
     ]
     tensors: list[InlineTensor] = []
     objects: list[TargetObject] = []
