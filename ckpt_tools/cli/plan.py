@@ -27,7 +27,10 @@ def register(app: typer.Typer) -> None:
     app.command(**page("plan"))(
         t.with_options(
             plan,
-            t.JOB | t.READING | {"dialect", "layer_spec", "experts", "swiglu", "weights_only", "enable_msc"},
+            t.JOB
+            | t.READING
+            | t.FRESH_OPTIMIZER
+            | {"dialect", "layer_spec", "experts", "swiglu", "weights_only", "enable_msc"},
             {"iteration": o.OneIteration},
         )
     )

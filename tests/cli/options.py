@@ -39,6 +39,7 @@ OPTIONS = {
         "--follow-links"
     ),
     "plan": (
+        "--fresh-optimizer --no-fresh-optimizer --lr --min-lr --weight-decay --adam-beta1 --adam-beta2 --adam-eps "
         "--follow-links --rank --tensor --json --svg --html --target --layer-spec --experts --swiglu --no-swiglu "
         "--weights-only --layout --world-size --gpus --dp-shard --dp-outer --tp --cp --ep --etp --pp --strategy "
         "--outer-strategy --iteration --ignore-keys --trust-pickle --enable-msc"

@@ -25,7 +25,7 @@ from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from tests.commands import oracle
 from tests.commands.test_huggingface import model
 from tests.commands.test_strip import iteration_of, place_of
-from tests.conftest import DATA
+from tests.conftest import DATA, fixture_dir
 
 RUN = DATA / "core019_llama_tp2_fully_reshardable"
 NATIVE = DATA / "core019_llama_tp2_native_fsdp_dtensor"
@@ -318,3 +318,30 @@ def test_damage_in_a_hole_is_repaired_on_resume(tmp_path: Path) -> None:
         pump._write_zeros(OutputFile(path, file.fileno()), 4000, 199_000)
         assert list(stored_ranges(file.fileno(), 250_000, 300_000)) == []
     assert path.read_bytes() == b"\x01" * 4000 + b"\0" * 196_000
+
+
+def test_a_bridge_run_tells_its_settings_otherwise(tmp_path: Path) -> None:
+    """Its schedule and groups where they are stored, its configuration where they are not."""
+    source = fixture_dir("bridge_dense_fr_tp2_dp2") / "checkpoint"
+    groups = taken_apart(fresh(source, tmp_path / "out")).groups
+    with open_checkpoint(str(source)) as opened:
+        stored = opened.common.values["optimizer"]["optimizer"]["param_groups"][0]
+    assert {(g["betas"], g["eps"], g["max_lr"]) for g in groups.values()} == {
+        (stored["betas"], stored["eps"], stored["max_lr"])
+    }
+    weights = tmp_path / "weights"
+    strip_checkpoint(str(source), str(weights))
+    config = weights / "run_config.yaml"
+    said = "optimizer:\n  lr: 0.25\n  min_lr: 0.125\n  weight_decay: 0.5\n  adam_beta2: 0.75\n"
+    config.write_text(config.read_text() + said)
+    group = next(iter(taken_apart(fresh(weights, tmp_path / "second")).groups.values()))
+    assert (group["max_lr"], group["min_lr"], group["betas"]) == (0.25, 0.125, (0.9, 0.75))
+
+
+def test_a_plan_knows_what_zeros_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", str(RUN), "--weights-only", "--dp-shard", "2", "--tp", "2", "--json"]
+    assert run(words) == 0
+    weights = json.loads(capsys.readouterr().out)
+    assert run([*words, "--fresh-optimizer"]) == 0
+    whole = json.loads(capsys.readouterr().out)
+    assert whole["bytes_to_write"] > 2.5 * weights["bytes_to_write"]

@@ -8,7 +8,7 @@ makes (optimizer/__init__.py `get_standard_config_overrides`), the schedule is t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -116,16 +116,17 @@ def check_fresh(options: TargetOptions) -> None:
 
 
 def choose_settings(model: Model, options: TargetOptions) -> Settings:
-    """What was asked for, else what the run's args say, else its stored schedule; of Adam, else Megatron's defaults.
+    """What was asked for, else what the run's args, schedule and groups say; for Adam, else Megatron's defaults.
 
     Raises:
         UsageError: a setting is told by nothing, or is no value that Megatron takes.
     """
-    args, stored = model.common.args, model.scheduler
-    found: dict[str, Any] = {}
-    for name in _SETTINGS:
-        told = (getattr(options, name), args.get(name), stored.get(_IN_SCHEDULER.get(name, "")))
-        found[name] = next((value for value in told if value is not None), None)
+    asked = {name: getattr(options, name) for name in _SETTINGS}
+    stored = {name: model.scheduler.get(key) for name, key in _IN_SCHEDULER.items()}
+    sources = (asked, model.common.args, model.common.optimizer_config, stored, _of_groups(model.groups))
+    found: dict[str, Any] = {
+        name: next((told[name] for told in sources if told.get(name) is not None), None) for name in _SETTINGS
+    }
     missing = [name for name in _IN_SCHEDULER if found[name] is None]
     if missing:
         raise UsageError(
@@ -137,6 +138,20 @@ def choose_settings(model: Model, options: TargetOptions) -> Settings:
     settings = Settings(**found | {name: _DEFAULTS[name] for name in defaults}, defaults=defaults)
     _check_settings(settings)
     return settings
+
+
+def _adam(groups: Sequence[Group]) -> Group | None:
+    """The first of a run's groups that are Adam's."""
+    return next((group for group in groups if {"betas", "eps"} <= group.keys()), None)
+
+
+def _of_groups(groups: Sequence[Group]) -> dict[str, Any]:
+    """Adam's own settings as the run's groups have them."""
+    own = _adam(groups)
+    if own is None:
+        return {}
+    first, second = own["betas"]
+    return {"adam_beta1": first, "adam_beta2": second, "adam_eps": own["eps"]}
 
 
 def _check_settings(settings: Settings) -> None:
@@ -221,7 +236,7 @@ def fresh_groups(
     Fields that this does not set are those of the run's own groups, or else of Transformer Engine's fused Adam.
     """
     args = model.common.args
-    own: Group = next((g for g in model.groups if {"betas", "eps"} <= g.keys()), {"bias_correction": True})
+    own = _adam(model.groups) or {"bias_correction": True}
     rates: list[dict[str, Any]] = [
         {"max_lr": settings.lr, "min_lr": settings.min_lr, "default_config": True},
     ]
