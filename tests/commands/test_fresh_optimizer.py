@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,10 @@ from ckpt_tools.execute.run import WriteOptions
 from ckpt_tools.megatron.fsdp_dtensor.entries import FsdpSource, read_fsdp_source
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from tests.commands import oracle
+from tests.commands.rewritten import Parts, read, write
 from tests.commands.test_huggingface import model
 from tests.commands.test_strip import iteration_of, place_of
+from tests.commands.test_weights_only import OPTIMIZERS, muon, weights_of
 from tests.conftest import DATA, fixture_dir
 
 RUN = DATA / "core019_llama_tp2_fully_reshardable"
@@ -345,3 +348,17 @@ def test_a_plan_knows_what_zeros_cost(capsys: pytest.CaptureFixture[str]) -> Non
     assert run([*words, "--fresh-optimizer"]) == 0
     whole = json.loads(capsys.readouterr().out)
     assert whole["bytes_to_write"] > 2.5 * weights["bytes_to_write"]
+
+
+@pytest.mark.parametrize("damage", [*OPTIMIZERS, muon], ids=lambda damage: damage.__name__)
+def test_any_optimizer_is_replaced(damage: Callable[[Parts], None], tmp_path: Path) -> None:
+    """Masters of another run, of a kind that is not read, or none: the weights are their own masters then."""
+    parts = read(RUN / "iter_0000002")
+    bare = Parts(weights_of(parts), dict(parts.objects), dict(parts.common))
+    weights = oracle.tensors(fresh(write(tmp_path / "bare", bare), tmp_path / "wanted"))
+    damage(parts)
+    made = fresh(write(tmp_path / "source", parts), tmp_path / "out")
+    found = oracle.tensors(made)
+    assert found.keys() == weights.keys()
+    assert all(oracle.same_bytes(found[key], tensor) for key, tensor in weights.items())
+    assert preflight(str(made)).report.is_valid
