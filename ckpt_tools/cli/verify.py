@@ -15,6 +15,7 @@ from ckpt_tools.cli.inspect import EnableMsc, TrustPickle
 from ckpt_tools.cli.manual import page
 
 if TYPE_CHECKING:
+    from ckpt_tools.commands.preflight import Start
     from ckpt_tools.verify.differences import DiffReport, TensorDiff
     from ckpt_tools.verify.report import Report
 
@@ -142,12 +143,28 @@ def preflight(
         "environment": list(start.environment), "words": list(start.words), "command": start.command
     }  # fmt: skip
     chosen = ReportFormat.JSON if as_json else report_format
-    _print_report(found.report, "preflight", chosen, junit, {"program": found.program, "launch": launch})
+    starts = [one.as_json() for one in found.starts]
+    more = {"program": found.program, "launch": launch, "starts": starts}
+    _print_report(found.report, "preflight", chosen, junit, more)
+    if chosen is ReportFormat.TEXT:
+        _print_starts(found.starts)
     if chosen is ReportFormat.TEXT and start is not None:
         print(f"launch with ({found.program})")
         for line in (*start.environment, start.command):
             print(f"  {render.escape_lines(line)}")
     raise typer.Exit(0 if found.report.is_valid else 1)
+
+
+def _print_starts(starts: tuple[Start, ...]) -> None:
+    """How every program starts from the checkpoint, those that do alike in one line."""
+    alike: dict[str, list[str]] = {}
+    for start in starts:
+        how = start.how or f"does not start ({', '.join(start.broken)})"
+        alike.setdefault(how, []).append(start.program)
+    if alike:
+        print("started by")
+    for how, programs in alike.items():
+        print(f"  {', '.join(programs)}: {how}")
 
 
 def diff(

@@ -55,8 +55,21 @@ _NORM_APART = (
 
 
 @dataclass(frozen=True, slots=True)
+class Start:
+    """How a program starts from the checkpoint with the command that is made for it, or the rules that it breaks."""
+
+    program: str
+    how: str | None  # "resume", "fresh optimizer", "weights alone"; None: it does not
+    broken: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, object]:
+        """For reports."""
+        return {"program": self.program, "how": self.how, "broken": list(self.broken)}
+
+
+@dataclass(frozen=True, slots=True)
 class Preflight:
-    """The rules' verdicts, the program they were made for, and how the job is launched.
+    """The rules' verdicts, the program they were made for, how the job is launched, and what else would start.
 
     There is no `launch` when it is not ready, and where the job is described without the script that runs it.
     """
@@ -64,6 +77,7 @@ class Preflight:
     report: Report
     program: str
     launch: Launch | None
+    starts: tuple[Start, ...] = ()  # of an fsdp_dtensor checkpoint: every program
 
 
 def preflight(
@@ -96,16 +110,41 @@ def preflight(
         if job is not None:
             start = Launch((_ENVIRONMENT,), tuple(words)) if job.script is not None else None
         elif about.kind == "fsdp_dtensor":
-            sizes = {"tensor_model_parallel_size": packed_for or 1}
-            start = launch(replace(about, job=Job(sizes, program=program)), _load_path(opened))
+            start = _launch(about, program, packed_for, _load_path(opened))
             job = parse_command(start.words, program)
-        facts = replace(about, job=with_checkpoint_args(job or Job(program=program), about.args))
-        facts, settings = checked_settings(facts)
-        checks = [_flags_check(facts.job), settings] if job is not None else []
-        checks += [run_rule(rule, facts) for rule in RULES if _applies(rule, facts, job is not None)]
-        checks += _stored_checks(opened)
-        report = Report(opened.location.path, opened.location.kind, tuple(checks))
-        return Preflight(report, facts.job.program, start if report.is_valid else None)
+        facts, checks = _checks(about, job, program)
+        stored = _stored_checks(opened)
+        report = Report(opened.location.path, opened.location.kind, (*checks, *stored))
+        starts: tuple[Start, ...] = ()
+        if about.kind == "fsdp_dtensor":
+            broken = tuple(check.name for check in stored if check.errors)
+            starts = tuple(_start(about, other, packed_for, broken) for other in PROGRAMS)
+        return Preflight(report, facts.job.program, start if report.is_valid else None, starts)
+
+
+def _launch(about: Facts, program: str, packed_for: int | None, load: str) -> Launch:
+    sizes = {"tensor_model_parallel_size": packed_for or 1}
+    return launch(replace(about, job=Job(sizes, program=program)), load)
+
+
+def _checks(about: Facts, job: Job | None, program: str) -> tuple[Facts, list[Check]]:
+    """The facts with the job, and the verdicts of the rules on both."""
+    facts = replace(about, job=with_checkpoint_args(job or Job(program=program), about.args))
+    facts, settings = checked_settings(facts)
+    checks = [_flags_check(facts.job), settings] if job is not None else []
+    return facts, checks + [run_rule(rule, facts) for rule in RULES if _applies(rule, facts, job is not None)]
+
+
+def _start(about: Facts, program: str, packed_for: int | None, broken: tuple[str, ...]) -> Start:
+    """What comes of the command that would be printed for `program`."""
+    job = parse_command(_launch(about, program, packed_for, "CHECKPOINT").words, program)
+    facts, checks = _checks(about, job, program)
+    broken += tuple(check.name for check in checks if check.errors)
+    if broken:
+        return Start(program, None, broken)
+    if not facts.loads("optim"):
+        return Start(program, "weights alone")
+    return Start(program, "fresh optimizer" if facts.begins else "resume")
 
 
 def run_rule(rule: Rule, facts: Facts) -> Check:

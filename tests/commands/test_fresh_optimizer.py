@@ -161,6 +161,23 @@ def test_preflight_starts_it_strictly_on_every_version(target: str, tmp_path: Pa
     assert [f.check for f in samples.findings] == ["fresh-samples"]
 
 
+def test_preflight_says_what_starts_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def starts(checkpoint: Path) -> dict[str, str | None]:
+        return {start.program: start.how for start in preflight(str(checkpoint)).starts}
+
+    every = ("core-0.16", "core-0.17", "core-0.19", "main")
+    assert [starts(NATIVE)[program] for program in every] == ["resume"] * 4
+    made = fresh(RUN, tmp_path / "fresh")
+    assert [starts(made)[program] for program in every] == ["fresh optimizer"] * 4
+    strip_checkpoint(str(NATIVE), str(tmp_path / "weights"))
+    assert [starts(tmp_path / "weights")[program] for program in every] == ["weights alone"] * 2 + [None] * 2
+    assert run(["preflight", str(tmp_path / "weights")]) == 1
+    said = capsys.readouterr().out
+    assert "  core-0.16, core-0.17, bridge: weights alone\n" in said
+    assert "  core-0.19, main: does not start (optimizer-entries)\n" in said
+    assert not preflight(str(RUN)).starts
+
+
 def test_weights_alone_start_on_old_versions_only(tmp_path: Path) -> None:
     options = ConvertOptions(target=TargetOptions(weights_only=True))
     convert_to_fsdp_dtensor(str(RUN), str(tmp_path / "out"), options)
