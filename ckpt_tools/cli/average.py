@@ -93,6 +93,7 @@ def _as_json(done: Averaged) -> dict[str, object]:
         "rounded_from_masters": done.rounded,
         "not_averaged": done.kept,
         "masters_checked": done.masters_checked,
+        "left_out": done.left_out,
         **written_json(done.written),
     }
 
@@ -109,6 +110,8 @@ def _print(done: Averaged) -> None:
         print(render.escape(f"not averaged, taken from the last: {key}"))
     if len(done.kept) > _SHOWN:
         print(f"... and {len(done.kept) - _SHOWN:,} more (--json lists all)")
+    for line in done.left_out:
+        print(render.escape(f"left out {line}"))
     print(
         f"wrote {done.tensors:,} tensors and {done.objects:,} objects, "
         f"{render.human_bytes(written.bytes_written)} in {written.seconds:.2f} s, to {render.escape(done.output)}"

@@ -130,11 +130,12 @@ def _print_edited(edited: Edited, as_json: bool) -> None:
         print(render.json_text({
             "schema_version": 1, "source": edited.source, "output": edited.output, "tensor_count": edited.tensors,
             "object_count": edited.objects, "removed": edited.removed, "renamed": edited.renamed,
-            **written_json(written),
+            "left_out": edited.left_out, **written_json(written),
         }))  # fmt: skip
         return
     lines = [f"removed {key}" for key in edited.removed]
     lines += [f"renamed {key} -> {name}" for key, name in edited.renamed.items()]
+    lines += [f"left out {line}" for line in edited.left_out]
     for line in lines[:_SHOWN]:
         print(render.escape(line))
     if len(lines) > _SHOWN:

@@ -94,6 +94,7 @@ def _as_json(done: Stripped) -> dict[str, object]:
         "removed": done.removed,
         "dtype": done.dtype,
         "cast": done.cast,
+        "left_out": done.left_out,
         "notes": done.notes,
         "rounded_elements": written.rounded_elements,
         **written_json(written),
@@ -114,6 +115,8 @@ def _print(done: Stripped) -> None:
         f"wrote {done.tensors:,} tensors and {done.objects:,} objects, "
         f"{render.human_bytes(written.bytes_written)} in {written.seconds:.2f} s, to {render.escape(done.output)}"
     )
+    for line in done.left_out:
+        print(render.escape(f"left out {line}"))
     for note in done.notes:
         print(f"note: {render.escape(note)}")
     print(f"source checksums: {source_checksums(written)}")

@@ -65,6 +65,9 @@ class Averaged:
     kept: tuple[str, ...]  # of the model, taken from the last source
     masters_checked: str
     written: WriteReport
+    left_out: tuple[
+        str, ...
+    ] = ()  # a line for each thing beside the source's tensors that is not carried over
 
 
 def average_checkpoints(
@@ -112,6 +115,7 @@ def average_checkpoints(
         parts[-1].kept,
         checked,
         written,
+        last.location.left_out,
     )
 
 

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Generic, NamedTuple, TypeVar
 
@@ -22,6 +22,7 @@ from ckpt_tools.execute.read_box import read_box
 from ckpt_tools.execute.rehearse import rehearse
 from ckpt_tools.execute.run import CheckLevel, Output, WriteOptions, WriteReport, write_checkpoint
 from ckpt_tools.formats.detect import Location
+from ckpt_tools.megatron.bridge import RUN_CONFIG, TRAIN_STATE
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.target import Target, TargetTensor
@@ -259,7 +260,7 @@ def _report(
         objects=len(target.objects) + len(target.inline),
         groups=dict(conversion.groups),
         masters=masters,
-        dropped=(*target.dropped, *location.left_out),
+        dropped=(*target.dropped, *location.left_out, *_not_carried(location, conversion)),
         renamed=target.renamed,
         backfilled=target.backfilled,
         notes=target.notes,
@@ -267,3 +268,11 @@ def _report(
         written=written,
         plan=plan_summary(conversion.plan),
     )
+
+
+def _not_carried(location: Location, conversion: Conversion) -> Iterator[str]:
+    """Megatron-Bridge's own files, where the program that loads the output reads none."""
+    loader = conversion.loader or conversion.to
+    for name, is_there in ((RUN_CONFIG, location.has_run_config), (TRAIN_STATE, location.has_train_state)):
+        if is_there and name not in conversion.extra_files:
+            yield f"{name}: Megatron-Bridge's, which {loader} does not read"

@@ -68,6 +68,7 @@ def modify_state_dict(
         tuple(key for key in keys if key not in names),
         {key: name for key, name in names.items() if key != name},
         report,
+        opened.location.left_out,
     )
 
 

@@ -41,6 +41,9 @@ class Edited:
     removed: tuple[str, ...]
     renamed: Mapping[str, str]
     written: WriteReport
+    left_out: tuple[
+        str, ...
+    ] = ()  # a line for each thing beside the source's tensors that is not carried over
 
 
 def rewrite(

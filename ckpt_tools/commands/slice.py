@@ -130,6 +130,7 @@ def slice_layers(
         tuple(key for key, name in renamed.items() if name is None),
         {key: name for key, name in renamed.items() if name not in (None, key)},
         report,
+        opened.location.left_out,
     )
 
 
@@ -312,7 +313,7 @@ def _companions(opened: Opened, cut: Cut, changed: Mapping[str, Any]) -> dict[st
     companions = {}
     if opened.location.has_common_pt:
         companions[COMMON_FILE] = dump_archive(dict(changed))
-    if opened.location.has_run_config:
+    if opened.common.model_config:  # else there is nothing of the model in it, and it goes over as it is
         import yaml
 
         config = parse_yaml(read_whole(opened.files, RUN_CONFIG))

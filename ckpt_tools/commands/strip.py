@@ -46,6 +46,7 @@ class Stripped:
     dtype: str | None  # that was asked for
     cast: tuple[str, ...]  # keys with another element type than before
     written: WriteReport
+    left_out: tuple[str, ...]  # a line for each thing beside the source's tensors that is not carried over
     notes: tuple[str, ...] = ()  # on a fresh optimizer
 
 
@@ -100,6 +101,7 @@ def strip_checkpoint(
         dtype,
         tuple(t.key for t in target.tensors if t.dtype != types[t.key]),
         report,
+        opened.location.left_out,
     )
 
 
@@ -128,6 +130,7 @@ def _begun_anew(
         None,
         tuple(t.key for t in target.tensors if t.key in types and t.dtype != types[t.key]),
         report,
+        opened.location.left_out,
         target.notes,
     )
 

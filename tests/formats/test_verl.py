@@ -186,6 +186,26 @@ def test_what_bridge_keeps_beside_a_checkpoint_is_listed(tmp_path: Path) -> None
         locate(str(folder / "modelopt_state"))
 
 
+@pytest.mark.parametrize("command", [["convert"], ["strip"], ["slice", "--layers", "0:1"], ["average"],
+                                     ["modify-state-dict", "--op", "remove rng_state.*"]])  # fmt: skip
+def test_every_command_that_writes_says_so(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = put(tmp_path / "run" / "iter_0000002")
+    (folder / "tokenizer").mkdir()
+    for name in ("run_config.yaml", "train_state.pt"):
+        (folder / name).write_bytes(b"{}")
+    name, *options = command
+    sources = [str(folder)] * (2 if name == "average" else 1)
+    assert run([name, *sources, str(tmp_path / "out"), *options, "-q"]) == 0
+    said = capsys.readouterr().out
+    assert "the tokenizer's files" in said
+    if name == "convert":
+        assert "run_config.yaml: Megatron-Bridge's, which main does not read" in said.replace(
+            "2 keys", "run_config.yaml"
+        )
+
+
 def test_a_models_own_files_are_not_listed(tmp_path: Path) -> None:
     assert locate(str(model(tmp_path / "hf"))).left_out == ()
 
