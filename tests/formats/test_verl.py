@@ -12,6 +12,8 @@ import pytest
 from ckpt_tools.cli.app import run
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError, UsageError
 from ckpt_tools.formats.detect import iteration_numbers, locate
+from tests.commands import oracle
+from tests.commands.rewritten import read, write
 from tests.conftest import DATA
 
 SAVED = DATA / "core019_llama_tp2_fully_reshardable" / "iter_0000002"
@@ -221,3 +223,12 @@ def test_a_local_checkpoint_is_named(place: str, name: str, tmp_path: Path) -> N
             UnsupportedCheckpointError, match=r"is a local checkpoint of NVIDIA Resiliency .*--save"
         ):
             locate(str(path))
+
+
+def test_the_schedule_is_found_under_verls_name(tmp_path: Path) -> None:
+    """`lr_scheduler`, which Megatron takes as well (training/checkpointing.py)."""
+    parts = read(SAVED)
+    parts.common["lr_scheduler"] = parts.common.pop("opt_param_scheduler")
+    source = write(tmp_path / "global_step_3" / "actor" / "dist_ckpt", parts)
+    assert run(["convert", str(source), str(tmp_path / "out"), "-q"]) == 0
+    assert oracle.item(tmp_path / "out", "opt_param_scheduler.max_lr") == 0.01
