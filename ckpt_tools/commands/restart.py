@@ -65,7 +65,10 @@ def begin_anew(
 
 def _model(source: FsdpSource, opened: Opened) -> Model:
     """The weights, and what else the run kept that a fresh optimizer goes by."""
-    model = fsdp_model(source, weights_only=True)
+    try:
+        model = fsdp_model(source)  # which says what is trained
+    except MappingError:  # whatever is wrong with the optimizer, it goes
+        model = fsdp_model(source, weights_only=True)
     iteration = opened.location.iteration or model.common.iteration or 0
     return replace(
         model,

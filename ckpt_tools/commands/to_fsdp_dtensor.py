@@ -24,7 +24,7 @@ from ckpt_tools.commands.prepared import Prepared
 from ckpt_tools.commands.read_model import Wanted, need_kind, read_model
 from ckpt_tools.commands.relayout import need_other_job, prepare_relayout
 from ckpt_tools.commands.target_job import TargetJob, need_tp, said_tp
-from ckpt_tools.commands.warm_start import begun_at, with_run_state
+from ckpt_tools.commands.warm_start import begun_at, weights_for_masters, with_run_state
 from ckpt_tools.execute.run import CheckLevel, Output
 from ckpt_tools.formats.detect import Location
 from ckpt_tools.formats.files import Files
@@ -121,8 +121,8 @@ def prepare_model(model: Model, files: Files, options: TargetOptions, layout: La
     left_out = MASTER in model.roles or model.unread
 
     def without_masters(note: str) -> Prepared:
-        weights = replace(without_optimizer(plain, note), groups=plain.groups)
-        return prepare_model(weights, files, asked, layout)
+        without = weights_for_masters if asked.fresh_optimizer else without_optimizer
+        return prepare_model(without(plain, note), files, asked, layout)
 
     return Prepared(
         loader=built.dialect.name,

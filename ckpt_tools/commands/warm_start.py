@@ -9,6 +9,7 @@ from ckpt_tools.formats.detect import Location
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.megatron.torch_dist.read import rng_states, stored_groups
 from ckpt_tools.model.model import Model
+from ckpt_tools.model.roles import MASTER
 from ckpt_tools.verify.facts import since
 
 NEED_OPTIMIZER = since("core-0.19")
@@ -29,6 +30,15 @@ def with_run_state(model: Model, opened: Opened) -> Model:
         common=replace(model.common, values={**model.common.values, "iteration": iteration}),
         notes=(*model.notes, *notes),
     )
+
+
+def weights_for_masters(model: Model, note: str) -> Model:
+    """The model without its masters, with a note why; what else the optimizer kept still says what it works on."""
+    parameters = tuple(
+        replace(p, values={role: value for role, value in p.values.items() if role != MASTER})
+        for p in model.parameters
+    )
+    return replace(model, parameters=parameters, notes=(*model.notes, note))
 
 
 def begun_at(location: Location, options: TargetOptions) -> Location:

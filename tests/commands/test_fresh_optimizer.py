@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import closing
@@ -379,3 +380,46 @@ def test_any_optimizer_is_replaced(damage: Callable[[Parts], None], tmp_path: Pa
     assert found.keys() == weights.keys()
     assert all(oracle.same_bytes(found[key], tensor) for key, tensor in weights.items())
     assert preflight(str(made)).report.is_valid
+
+
+def test_a_disk_needs_no_room_for_zeros(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    for module in ("rehearse", "publish"):
+        monkeypatch.setattr(
+            f"ckpt_tools.execute.{module}.check_space", lambda at, final, nbytes: asked.append(nbytes)
+        )
+    target = TargetOptions(weights_only=True, fresh_optimizer=True, vocab_size_padded=1 << 17, vocab_size=200)
+    report = convert_to_fsdp_dtensor(str(RUN), str(tmp_path / "out"), ConvertOptions(target=target))
+    assert report.written is not None and len(asked) == 2
+    assert set(asked) == {report.written.bytes_written - 4 * (1 << 17) * 32 * 4}
+
+
+FROZEN = "decoder.layers.1.mlp.linear_fc2.weight"
+
+
+def test_what_was_frozen_stays_so(tmp_path: Path) -> None:
+    """A weight that the run's optimizer did not work on gets no states: a job that freezes it asks for none."""
+    keys = oracle.metadata(iteration_of(NATIVE)).state_dict_metadata
+    mine = [key for key in keys if key.startswith("optimizer.") and f".{FROZEN}." in key]
+    assert len(mine) > 4
+    of_it = f"remove optimizer\\..*\\.{re.escape(FROZEN)}\\..*"
+    assert run(["modify-state-dict", str(NATIVE), str(tmp_path / "frozen"), "--op", of_it, "-q"]) == 0
+    strip_checkpoint(str(tmp_path / "frozen"), str(tmp_path / "out"), fresh=TargetOptions())
+    made = shown(iteration_of(tmp_path / "out"))
+    assert made == shown(iteration_of(tmp_path / "frozen"))
+    assert f"model.module.{FROZEN}" in made and not set(mine) & made.keys()
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.5])
+def test_what_was_frozen_in_3d_stays_so(factor: float, tmp_path: Path) -> None:
+    """Also where masters are those of another run, so that weights are taken for them."""
+    parts = read(RUN / "iter_0000002")
+    frozen = "output_layer.weight"
+    for key in [key for key in parts.tensors if key.startswith("optimizer.") and key.endswith(frozen)]:
+        del parts.tensors[key]
+    masters = "optimizer.state.param."
+    parts.tensors |= {k: t * factor for k, t in parts.tensors.items() if k.startswith(masters)}
+    made = shown(fresh(write(tmp_path / "source", parts), tmp_path / "out"))
+    assert made[f"model.module.{frozen}"] == (torch.bfloat16, (224, 32))
+    assert not [key for key in made if key.startswith("optimizer.") and frozen in key]
+    assert made["model.module.embedding.word_embeddings.weight"][0] == torch.float32

@@ -266,10 +266,10 @@ def fresh_groups(
 
 
 def _trained(parameter: Parameter, model: Model) -> bool:
-    """Whether an optimizer works on it: no buffers; and where a run kept masters, what has one."""
+    """Whether an optimizer works on it: no buffer; and where a run's own was read, what that works on."""
     if parameter.name.endswith(BUFFERS) or parameter.weight.dtype not in CASTABLE:
         return False
-    return MASTER not in model.roles or MASTER in parameter.values or parameter.dtype == "float32"
+    return not model.roles or bool(parameter.states)
 
 
 def _fresh(parameter: Parameter, trained: bool, zeros: dict[str, TensorEntry]) -> Parameter:
