@@ -70,6 +70,7 @@ def test_options_in_the_text_exist(document: Path) -> None:
     said = set(re.findall(r"`(--[a-z][a-z0-9_-]+)", document.read_text()))
     foreign = {
         *("--load", "--finetune", "--no-load-rng", "--fp8-param-gather"),
+        "--override-opt_param-scheduler",
         *("--dump-param-to-param-group-map", "--enable-gpt-oss", "--help"),
     }
     assert not said - ours - foreign
