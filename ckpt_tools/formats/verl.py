@@ -1,11 +1,15 @@
-"""Where verl keeps a checkpoint in the folders of a run (0.9.1: utils/megatron_utils.py `get_*_checkpoint_path`)::
+"""Where verl keeps a checkpoint in the folders of a run (0.9.1: utils/megatron_utils.py `get_*_checkpoint_path`).
 
-RUN/latest_checkpointed_iteration.txt    names the last step
-RUN/global_step_N/data.pt                where its data loader is
-RUN/global_step_N/actor, critic          a model each
-.../dist_ckpt, huggingface               up to the first layout: everything, and a Hugging Face model
-.../ckpt_contents.json                   since the second: what is where, and
-.../model, optimizer, extra              a `dist_ckpt` each, or `model/huggingface`
+::
+
+    RUN/latest_checkpointed_iteration.txt    names the last step
+    RUN/global_step_N/data.pt                where its data loader is
+    RUN/global_step_N/actor, critic          a model each
+    .../dist_ckpt, huggingface               in the first layout: everything, and a Hugging Face model
+    .../ckpt_contents.json                   since the second: what is where, and
+    .../model, optimizer, extra              a `dist_ckpt` each, or `model/huggingface`
+
+With PyTorch's FSDP it keeps a pickle a rank instead (`model_world_size_8_rank_0.pt`), of parts that the rank knows.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from ckpt_tools.formats.files import Files, LocalFiles, open_files, read_whole
 
 STEP = re.compile(r"global_step_(\d{1,18})")
 CONTENTS = "ckpt_contents.json"
+_OF_A_RANK = re.compile(r"(model|optim|extra_state)_world_size_\d+_rank_\d+\.pt")
 _CONTENTS_BYTES = 1 << 20
 _MODELS = ("dist_ckpt", "model/dist_ckpt", "huggingface", "model/huggingface")
 _OF_A_ROLE = {"dist_ckpt", "huggingface", "model", "optimizer", "extra"}
@@ -53,14 +58,19 @@ def inner_checkpoint(path: str) -> Inner | None:
 
     Raises:
         UsageError: there are several.
-        UnsupportedCheckpointError: verl saved no model there.
+        UnsupportedCheckpointError: verl saved no model there, or one of FSDP's.
         CorruptCheckpointError: `ckpt_contents.json` does not say what verl says in it.
     """
     names = _names(path)
     if CONTENTS in names:
         return _from_contents(path)
+    if any(map(_OF_A_RANK.fullmatch, names)) and not _OF_A_ROLE & set(names):
+        raise _of_fsdp(path)
     if _OF_A_ROLE & set(names):
-        return _chosen(path, [part for part in _MODELS if _holds_weights(_join(path, part))])
+        found = _chosen(path, [part for part in _MODELS if _holds_weights(_join(path, part))])
+        if found is None and any(map(_OF_A_RANK.fullmatch, names)):
+            raise _of_fsdp(path)
+        return found
     roles = [role for role in _ROLES if role in names and _is_role(_join(path, role))]
     if not roles:
         return None
@@ -72,9 +82,16 @@ def inner_checkpoint(path: str) -> Inner | None:
     return None if found is None else Inner(found.path, (*found.left_out, *data))
 
 
+def _of_fsdp(path: str) -> UnsupportedCheckpointError:
+    return UnsupportedCheckpointError(
+        f"{path} is of verl with PyTorch's FSDP, a pickle a rank. Make a Hugging Face model of it, which import-hf "
+        f"and diff read: python -m verl.model_merger merge --backend fsdp --local_dir {path} --target_dir HF"
+    )
+
+
 def _is_role(path: str) -> bool:
     names = set(_names(path))
-    return CONTENTS in names or bool(_OF_A_ROLE & names)
+    return CONTENTS in names or bool(_OF_A_ROLE & names) or any(map(_OF_A_RANK.fullmatch, names))
 
 
 def _chosen(path: str, models: Sequence[str]) -> Inner | None:

@@ -99,6 +99,25 @@ def test_one_model_twice_is_listed(tmp_path: Path) -> None:
         locate(str(root))
 
 
+@pytest.mark.parametrize("inner", ["", "/global_step_4", "/global_step_4/actor"])
+@pytest.mark.parametrize("with_config", [False, True])
+def test_a_run_of_fsdp_is_named(inner: str, with_config: bool, tmp_path: Path) -> None:
+    role = tmp_path / "run" / "global_step_4" / "actor"
+    role.mkdir(parents=True)
+    for part in ("model", "optim", "extra_state"):
+        (role / f"{part}_world_size_2_rank_0.pt").write_bytes(b"x")
+    if with_config:
+        (role / "huggingface").mkdir()
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("4")
+    with pytest.raises(
+        UnsupportedCheckpointError, match=r"verl\.model_merger merge .*/actor --target_dir HF"
+    ):
+        locate(f"{tmp_path}/run{inner}")
+    if with_config:  # and weights, which are the same step's
+        (role / "huggingface" / "model.safetensors").write_bytes(b"")
+        assert locate(f"{tmp_path}/run{inner}").path == f"{role}/huggingface"
+
+
 def test_what_verl_wrote_of_it_decides(tmp_path: Path) -> None:
     role = second_layout(tmp_path / "global_step_7" / "actor", CONTENTS)
     found = locate(str(role))
