@@ -11,7 +11,7 @@ from dataclasses import replace
 from ckpt_tools.commands.opened import Opened
 from ckpt_tools.commands.outputs import object_archives
 from ckpt_tools.commands.rewrite import EditOptions, rewrite
-from ckpt_tools.commands.warm_start import begun_at
+from ckpt_tools.commands.warm_start import begun_at, begun_common
 from ckpt_tools.errors import MappingError, list_problems
 from ckpt_tools.execute.run import WriteReport
 from ckpt_tools.megatron.fsdp_dtensor.entries import FsdpSource, read_fsdp_source
@@ -69,13 +69,12 @@ def _model(source: FsdpSource, opened: Opened) -> Model:
         model = fsdp_model(source)  # which says what is trained
     except MappingError:  # whatever is wrong with the optimizer, it goes
         model = fsdp_model(source, weights_only=True)
-    iteration = opened.location.iteration or model.common.iteration or 0
     return replace(
         model,
         groups=tuple(source.groups.values()),
         scheduler=source.scheduler,
         rng=source.rng,
-        common=replace(model.common, values={**model.common.values, "iteration": iteration}),
+        common=begun_common(model.common, opened.location),
     )
 
 

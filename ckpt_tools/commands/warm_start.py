@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from ckpt_tools.commands.opened import Opened
 from ckpt_tools.formats.detect import Location
+from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.megatron.torch_dist.read import rng_states, stored_groups
 from ckpt_tools.model.model import Model
@@ -20,14 +21,11 @@ def with_run_state(model: Model, opened: Opened) -> Model:
     """The weights of a `torch_dist` checkpoint with what else its run kept: groups, rng states, its iteration."""
     rng, missing = rng_states(opened.files, model.catalog)
     notes = (f"rng states are left out, as some are missing: {missing[0]}",) if missing else ()
-    iteration = opened.location.iteration or model.common.iteration or 0
-    if opened.location.is_release:
-        iteration = 1
     return replace(
         model,
         rng={} if missing else rng,
         groups=stored_groups(opened.files, model.catalog, model.common),
-        common=replace(model.common, values={**model.common.values, "iteration": iteration}),
+        common=begun_common(model.common, opened.location),
         notes=(*model.notes, *notes),
     )
 
@@ -39,6 +37,13 @@ def weights_for_masters(model: Model, note: str) -> Model:
         for p in model.parameters
     )
     return replace(model, parameters=parameters, notes=(*model.notes, note))
+
+
+def begun_common(common: CommonState, location: Location) -> CommonState:
+    """The common state with the iteration that `begun_at` names the output for."""
+    named = 1 if location.is_release else location.iteration
+    number = common.iteration if named is None else named
+    return replace(common, values={**common.values, "iteration": max(1, number or 0)})
 
 
 def begun_at(location: Location, options: TargetOptions) -> Location:

@@ -230,14 +230,23 @@ def test_an_import_with_an_optimizer_has_the_weights_of_one_without(tmp_path: Pa
     assert run(["diff", str(tmp_path / "hf"), str(tmp_path / "fresh"), "-q"]) == 0
 
 
-def test_a_release_begins_at_iteration_1(tmp_path: Path) -> None:
-    shutil.copytree(RUN, tmp_path / "run")
-    (tmp_path / "run" / "iter_0000002").rename(tmp_path / "run" / "release")
-    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("release")
-    made = fresh(tmp_path / "run", tmp_path / "out")
+@pytest.mark.parametrize("source", [RUN, NATIVE])
+@pytest.mark.parametrize("folder", ["release", "iter_0000000"])
+def test_a_release_begins_at_iteration_1(source: Path, folder: str, tmp_path: Path) -> None:
+    """As what was imported does, whatever iteration is stored in it."""
+    shutil.copytree(source, tmp_path / "run")
+    (tmp_path / "run" / "iter_0000002").rename(tmp_path / "run" / folder)
+    latest = tmp_path / "run" / "latest_checkpointed_iteration.txt"
+    latest.chmod(0o644)
+    latest.write_text("release" if folder == "release" else "0")
+    if source is RUN:
+        made = fresh(tmp_path / "run", tmp_path / "out")
+    else:
+        strip_checkpoint(str(tmp_path / "run"), str(tmp_path / "out"), fresh=TargetOptions())
+        made = iteration_of(tmp_path / "out")
     assert made.name == "iter_0000001"
-    assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "1"
-    assert oracle.item(made, "iteration") == 1
+    assert (tmp_path / "out" / latest.name).read_text() == "1"
+    assert oracle.item(made, "iteration") == oracle.item(made, "args").iteration == 1
     assert preflight(str(tmp_path / "out")).report.is_valid
 
 
