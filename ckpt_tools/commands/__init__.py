@@ -10,10 +10,10 @@
 * `conversion_report`: what a conversion says of itself
 * `read_model`: READ: the model in an opened checkpoint
 * `to_fsdp_dtensor`: `convert` to Megatron-FSDP
+* `version_2`: the names of Megatron-FSDP v2
 * `warm_start`: what a job begins with that has an optimizer and has not begun
 * `relayout`: `convert` of what is for Megatron-FSDP already
 * `to_torch_dist`: `convert` back to 3D parallel
-* `prepared`: a checkpoint whose `fsdp_dtensor` form is decided
 * `placements`: which rank writes which box
 * `target_job`: the job that will load an output
 * `iterations`: `--iteration all`
@@ -34,6 +34,9 @@
 * `modify`: `modify-state-dict`
 * `slice`: `slice`
 * `strip`: `strip`
+* `repair`: `repair`
+* `mend_keys`: what it does to keys of `fsdp_dtensor`
+* `mend_weights`: what it does to weights of `torch_dist`
 * `restart`: `strip --fresh-optimizer`
 * `average`: `average`
 * `mean_targets`: of which stored tensors each tensor of a mean is made

@@ -25,6 +25,7 @@ from ckpt_tools.commands.placements import Layout
 from ckpt_tools.commands.target_job import TargetJob, said_tp
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, planned, prepare_model
 from ckpt_tools.commands.to_torch_dist import write_torch_dist
+from ckpt_tools.commands.version_2 import VERSION_2, for_version_2
 from ckpt_tools.commands.warm_start import NEED_OPTIMIZER
 from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.run import Output
@@ -39,12 +40,13 @@ from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.megatron.huggingface.quantized import dequantized
 from ckpt_tools.megatron.huggingface.targets import Imported, import_targets
 from ckpt_tools.megatron.keys import EXPERTS
-from ckpt_tools.megatron.names import FUSED_FC1_NORM, LayerSpec, fuse_local_norm
+from ckpt_tools.megatron.names import FUSED_FC1_NORM, fuse_local_norm
 from ckpt_tools.megatron.record import RECORD_FILE, TargetRecord, record_bytes
 from ckpt_tools.megatron.settings import read_settings
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
 from ckpt_tools.megatron.vocab import padded_rows, vocabulary
 from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.choices import LayerSpec, MegatronFormat
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.expressions import Value
 from ckpt_tools.model.model import Model, Parameter
@@ -60,7 +62,7 @@ DIVISOR = 128  # Megatron's own --make-vocab-size-divisible-by
 class ImportOptions(RunOptions):
     """What a user may decide about an import; the defaults let the model decide."""
 
-    to: str = "torch_dist"
+    to: MegatronFormat = "torch_dist"
     rules: Path | None = None  # a rule file
     dtype: str | None = None
     vocab_size_padded: int | None = None  # rows of the vocabulary; None: as a job of `--tp` pads it by itself
@@ -104,6 +106,8 @@ def plan_import(opened: Opened, options: ImportOptions, world: int) -> Conversio
         target = replace(options.fsdp, layer_spec=options.layer_spec)
         layout = options.layout or Layout(world=world)
         prepared = prepare_model(model, opened.files, target, layout)
+        if layout.name == VERSION_2:
+            prepared = for_version_2(prepared, model.common, layout)
         made = planned(opened, prepared, ConvertOptions(target), layout)
     job = _with_tokens(made.job or TargetJob(TargetRecord()), imported, model.common)
     return replace(
@@ -119,7 +123,8 @@ def completed(options: ImportOptions) -> ImportOptions:
     """The options with what follows where nothing was said: whether there is an optimizer, and which iteration."""
     fsdp, iteration = options.fsdp, options.iteration
     if options.to == "fsdp_dtensor":
-        needed = (fsdp.dialect or "main") in NEED_OPTIMIZER
+        of_version_2 = options.layout is not None and options.layout.name == VERSION_2  # starts from weights
+        needed = (fsdp.dialect or "main") in NEED_OPTIMIZER and not of_version_2
         fresh = needed if fsdp.fresh_optimizer is None else fsdp.fresh_optimizer
         fsdp = replace(fsdp, fresh_optimizer=fresh, weights_only=True)
         if fresh and iteration is None:

@@ -9,8 +9,8 @@ from ckpt_tools.commands.opened import Opened
 from ckpt_tools.errors import UnsupportedCheckpointError
 from ckpt_tools.megatron.fsdp_dtensor.entries import read_fsdp_source
 from ckpt_tools.megatron.fsdp_dtensor.read import fsdp_model
-from ckpt_tools.megatron.names import LayerSpec
 from ckpt_tools.megatron.torch_dist.read import Extent, read_torch_dist
+from ckpt_tools.model.choices import LayerSpec, MegatronFormat
 from ckpt_tools.model.model import Model, Parameter
 
 A_KIND = {
@@ -80,7 +80,7 @@ READ: Mapping[str, Callable[[Opened, Wanted], Model]] = {
 }
 
 
-def need_kind(opened: Opened, kind: str) -> None:
+def need_kind(opened: Opened, kind: MegatronFormat) -> None:
     """
     Raises:
         UnsupportedCheckpointError: the checkpoint is of another kind.

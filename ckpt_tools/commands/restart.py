@@ -19,9 +19,10 @@ from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import with_fresh_optimize
 from ckpt_tools.megatron.fsdp_dtensor.read import fsdp_model
 from ckpt_tools.megatron.fsdp_dtensor.write import FsdpTarget, TargetOptions, build_fsdp_target
 from ckpt_tools.megatron.keys import MODEL_PREFIX, STATE_PREFIX, STATE_PREFIX_FP32, model_name
-from ckpt_tools.megatron.names import DIALECTS, DialectName, ExpertModules
+from ckpt_tools.megatron.names import DIALECTS
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.choices import DialectName, ExpertModules
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.target import Target, TargetTensor
 from ckpt_tools.plan.build import Placement

@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ckpt_tools.commands.conversion_report import Masters
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.restart import begin_anew
-from ckpt_tools.commands.rewrite import EditOptions, rewrite
+from ckpt_tools.commands.rewrite import Edited, EditOptions, rewrite, use_of_masters
+from ckpt_tools.commands.version_2 import is_version_2
 from ckpt_tools.errors import UnsupportedCheckpointError, UsageError
-from ckpt_tools.execute.run import WriteReport
 from ckpt_tools.formats.container import read_archive
 from ckpt_tools.formats.pickling import dump_archive
 from ckpt_tools.megatron.common_state import COMMON_FILE
@@ -34,19 +35,12 @@ _OF_THE_OPTIMIZER = ("optimizer", "opt_param_scheduler", "lr_scheduler", "rerun_
 _LAYOUT = frozenset(OPTIMIZER_METADATA)
 
 
-@dataclass(frozen=True, slots=True)
-class Stripped:
-    """What `strip` did."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stripped(Edited):
+    """What `strip` did; `removed` are keys, and entries of the common state."""
 
-    source: str
-    output: str
-    tensors: int
-    objects: int
-    removed: tuple[str, ...]  # keys, and entries of the common state
     dtype: str | None  # that was asked for
     cast: tuple[str, ...]  # keys with another element type than before
-    written: WriteReport
-    left_out: tuple[str, ...]  # a line for each thing beside the source's tensors that is not carried over
     notes: tuple[str, ...] = ()  # on a fresh optimizer
 
 
@@ -92,17 +86,19 @@ def strip_checkpoint(
             progress=progress,
         )
         types = {key: entry.dtype for key, entry in catalog.tensors.items()}
-    return Stripped(
-        source,
-        output,
-        len(target.tensors),
-        len(target.objects),
-        (*removed, *(entries if in_common else ())),
-        dtype,
-        tuple(t.key for t in target.tensors if t.dtype != types[t.key]),
-        report,
-        opened.location.left_out,
-    )
+        return Stripped(
+            source=source,
+            output=output,
+            source_format=opened.location.kind,
+            tensors=len(target.tensors),
+            objects=len(target.objects),
+            removed=(*removed, *(entries if in_common else ())),
+            masters=Masters(use_of_masters(opened, "left_out")),
+            written=report,
+            left_out=opened.location.left_out,
+            dtype=dtype,
+            cast=tuple(t.key for t in target.tensors if t.dtype != types[t.key]),
+        )
 
 
 def _begun_anew(
@@ -122,16 +118,18 @@ def _begun_anew(
         *(t.key for t in target.objects),
     }
     return Stripped(
-        source,
-        output,
-        len(target.tensors),
-        len(target.objects) + len(target.inline),
-        tuple(key for key in (*stored.tensors, *stored.objects) if key not in written),
-        None,
-        tuple(t.key for t in target.tensors if t.key in types and t.dtype != types[t.key]),
-        report,
-        opened.location.left_out,
-        target.notes,
+        source=source,
+        output=output,
+        source_format=opened.location.kind,
+        tensors=len(target.tensors),
+        objects=len(target.objects) + len(target.inline),
+        removed=tuple(key for key in (*stored.tensors, *stored.objects) if key not in written),
+        masters=Masters(use_of_masters(opened, "left_out")),
+        written=report,
+        left_out=opened.location.left_out,
+        dtype=None,
+        cast=tuple(t.key for t in target.tensors if t.key in types and t.dtype != types[t.key]),
+        notes=target.notes,
     )
 
 
@@ -165,6 +163,11 @@ def _check_fresh(opened: Opened, dtype: str | None) -> None:
         raise UsageError(
             f"--fresh-optimizer: {opened.location.path} is torch_dist, and a 3D-parallel job starts from weights "
             "alone (--finetune). For Megatron-FSDP: `convert --weights-only --fresh-optimizer`"
+        )
+    if is_version_2(opened.catalog.tensors):
+        raise UsageError(
+            f"--fresh-optimizer: {opened.location.path} is named for Megatron-FSDP v2, which loads no optimizer and "
+            "starts from weights alone (--no-load-optim). For v1: `convert --layout mfsdp-v1` first"
         )
     if dtype is not None:
         raise UsageError(

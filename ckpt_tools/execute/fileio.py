@@ -154,7 +154,7 @@ def _copy(source: At, target: At, length: int, count: CopyCount) -> None:
 
 
 def stored_ranges(fd: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """The parts of bytes `start` to `stop` of a file that are no holes; all where holes cannot be asked for."""
+    """The parts of bytes `start` to `stop` of a file that are stored; all where holes cannot be asked for."""
     while start < stop:
         try:
             first = os.lseek(fd, start, os.SEEK_DATA)

@@ -1,4 +1,4 @@
-"""What programs keep beside the tensors that no conversion reads, and files that are no checkpoint of all ranks."""
+"""What programs keep beside the tensors that no conversion reads, and files that one rank alone keeps."""
 
 from __future__ import annotations
 

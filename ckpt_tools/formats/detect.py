@@ -30,6 +30,10 @@ _TRACKER_BYTES = 4096
 _LOOKED_AT = 32  # folders of a folder that is no checkpoint
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _FSDP_KEY = re.compile(rb"(model\.module\.|optimizer\.state\.module\.|optimizer\.param_to_group_meta\.)")
+_RECORD = "ckpt_tools.json"  # beside what was converted
+# In the metadata of weights alone that were converted for Megatron-FSDP v2, beside the record of that; the outputs of
+# other conversions have no such entries.
+_VERSION_2 = (b"model.", b"checkpoint_version")
 
 
 CheckpointKind: TypeAlias = Literal["torch_dist", "fsdp_dtensor", "dcp", "safetensors"]
@@ -300,7 +304,8 @@ def _kind(files: Files, names: list[str], backend: str | None) -> CheckpointKind
         if backend:
             return "torch_dist"
         data = read_whole(files, METADATA, MAX_METADATA_BYTES)
-        return "fsdp_dtensor" if _FSDP_KEY.search(data) else "dcp"
+        is_fsdp = _FSDP_KEY.search(data) or (_RECORD in names and all(word in data for word in _VERSION_2))
+        return "fsdp_dtensor" if is_fsdp else "dcp"
     if any(name.endswith(".safetensors") for name in names):
         return "safetensors"
     raise missing_metadata(files)

@@ -15,7 +15,7 @@ OPTIONS = {
         "--fresh-optimizer --no-fresh-optimizer --lr --min-lr --weight-decay --adam-beta1 --adam-beta2 --adam-eps "
         "--stacked --per-layer --hf-config --max-shard-size --layout --world-size --gpus --dp-shard --dp-outer "
         "--tp --cp --ep --etp --pp --strategy --outer-strategy --iteration --check-masters --ignore-keys "
-        "--overwrite --resume --dry-run --threads --max-memory --fsync --direct --quiet -q --json --report "
+        "--overwrite --resume --dry-run --workers --threads --max-memory --fsync --direct --quiet -q --json --report "
         "--trust-pickle --enable-msc --oom-traceback"
     ),
     "convert-torch-dist-to-fsdp-dtensor": (
@@ -25,14 +25,14 @@ OPTIONS = {
         "--layer-spec --experts --weights-only --dtype --vocab-size-padded --vocab-size --layout --world-size "
         "--fresh-optimizer --no-fresh-optimizer --lr --min-lr --weight-decay --adam-beta1 --adam-beta2 --adam-eps "
         "--gpus --dp-shard --dp-outer --tp --cp --ep --etp --pp --strategy --outer-strategy --iteration "
-        "--check-masters --ignore-keys --overwrite --resume --dry-run --threads --max-memory --fsync --direct "
-        "--quiet -q --json --report --trust-pickle --enable-msc --oom-traceback"
+        "--check-masters --ignore-keys --overwrite --resume --dry-run --workers --threads --max-memory --fsync "
+        "--direct --quiet -q --json --report --trust-pickle --enable-msc --oom-traceback"
     ),
     "convert-fsdp-dtensor-to-torch-dist": (
         "--follow-links "
         "--check-source --target --layer-spec --weights-only --dtype --extra-state --stacked --per-layer --gpus "
-        "--tp --ep --etp --iteration --ignore-keys --overwrite --resume --dry-run --threads --max-memory --fsync "
-        "--direct --quiet -q --json --report --trust-pickle --enable-msc --oom-traceback"
+        "--tp --ep --etp --iteration --ignore-keys --overwrite --resume --dry-run --workers --threads --max-memory "
+        "--fsync --direct --quiet -q --json --report --trust-pickle --enable-msc --oom-traceback"
     ),
     "build-param-group-map": (
         "-o --output --explain --target --layer-spec --experts --swiglu --no-swiglu --iteration --enable-msc "
@@ -40,35 +40,36 @@ OPTIONS = {
     ),
     "plan": (
         "--fresh-optimizer --no-fresh-optimizer --lr --min-lr --weight-decay --adam-beta1 --adam-beta2 --adam-eps "
-        "--follow-links --rank --tensor --json --svg --html --target --layer-spec --experts --swiglu --no-swiglu "
+        "--follow-links --disk --network --nodes --workers "
+        "--rank --tensor --json --svg --html --target --layer-spec --experts --swiglu --no-swiglu "
         "--weights-only --layout --world-size --gpus --dp-shard --dp-outer --tp --cp --ep --etp --pp --strategy "
         "--outer-strategy --iteration --ignore-keys --trust-pickle --enable-msc"
     ),
     "export-hf": (
         "--check-source "
         "--hf-config --rules --dtype --vocab-size --max-shard-size --mtp-copies --tp --iteration "
-        "--ignore-keys --overwrite --resume --dry-run --threads --max-memory --fsync --direct --quiet -q --json "
-        "--report --trust-pickle --enable-msc --follow-links"
+        "--ignore-keys --overwrite --resume --dry-run --workers --threads --max-memory --fsync --direct "
+        "--quiet -q --json --report --trust-pickle --enable-msc --follow-links"
     ),
     "import-hf": (
         "--follow-links --check-source "
         "--fresh-optimizer --no-fresh-optimizer --lr --min-lr --weight-decay --adam-beta1 --adam-beta2 --adam-eps "
         "--to --rules --dtype --vocab-size-padded --target --layer-spec --experts --layout --world-size "
         "--gpus --dp-shard --dp-outer --tp --cp --ep --etp --pp --strategy --outer-strategy --iteration "
-        "--overwrite --resume --dry-run --threads --max-memory --fsync --direct --quiet -q --json --report "
+        "--overwrite --resume --dry-run --workers --threads --max-memory --fsync --direct --quiet -q --json --report "
         "--enable-msc"
     ),
     "verify": (
         "--follow-links "
-        "--content --manifest --write-manifest --allow-nonfinite --iteration --format --json --junit --threads "
-        "--quiet -q --trust-pickle --enable-msc"
+        "--content --manifest --write-manifest --allow-nonfinite --iteration --format --json --junit "
+        "--workers --threads --quiet -q --trust-pickle --enable-msc"
     ),
     "diff": (
-        "--rtol --atol --ulp --nan --keys --ignore --by --target --iteration --json --threads --quiet -q "
+        "--rtol --atol --ulp --nan --keys --ignore --by --target --iteration --json --workers --threads --quiet -q "
         "--enable-msc --trust-pickle --follow-links"
     ),
     "compare-two-checkpoint": (
-        "--rtol --atol --ulp --nan --keys --ignore --by --target --iteration --json --threads --quiet -q "
+        "--rtol --atol --ulp --nan --keys --ignore --by --target --iteration --json --workers --threads --quiet -q "
         "--enable-msc --trust-pickle --follow-links"
     ),
     "preflight": (
@@ -83,13 +84,17 @@ OPTIONS = {
         "--layers --block --iteration --overwrite --json --quiet -q --trust-pickle --enable-msc"
     ),
     "average": (
-        "--weights --ema --iteration --check-source --overwrite --resume --threads --max-memory "
+        "--weights --ema --iteration --check-source --overwrite --resume --workers --threads --max-memory "
         "--json --quiet -q --trust-pickle --enable-msc --follow-links"
+    ),
+    "repair": (
+        "--trust-masters --dry-run --iteration --check-source --overwrite --resume --workers --threads --json -q "
+        "--quiet --trust-pickle --enable-msc --follow-links"
     ),
     "strip": (
         "--dtype --fresh-optimizer --lr --min-lr --weight-decay --adam-beta1 --adam-beta2 --adam-eps "
-        "--iteration --check-source --overwrite --resume --threads --json --quiet -q --trust-pickle "
-        "--enable-msc --follow-links"
+        "--iteration --check-source --overwrite --resume --workers --threads --json --quiet -q "
+        "--trust-pickle --enable-msc --follow-links"
     ),
     "print-tensor": (
         "--slice --stats --iteration --json --trust-pickle --enable-msc --follow-links"

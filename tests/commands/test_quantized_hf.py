@@ -22,6 +22,7 @@ from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.megatron.huggingface.checks import Spec
 from ckpt_tools.megatron.huggingface.quantized import dequantized
 from ckpt_tools.model.catalog import Catalog, TensorEntry
+from ckpt_tools.model.choices import MegatronFormat
 from tests.megatron.huggingface.quantized_models import (
     MODELS,
     Quantized,
@@ -47,7 +48,7 @@ RATES = {"torch_dist": TargetOptions(), "fsdp_dtensor": TargetOptions(lr=1e-5, m
 
 @pytest.mark.parametrize("to", RATES)
 @pytest.mark.parametrize("name", MODELS)
-def test_imported_values_are_the_dequantized_ones(name: str, to: str, tmp_path: Path) -> None:
+def test_imported_values_are_the_dequantized_ones(name: str, to: MegatronFormat, tmp_path: Path) -> None:
     model = MODELS[name]()
     source = model.save(tmp_path / "hf")
     done = import_hf(str(source), str(tmp_path / "run"), ImportOptions(to=to, fsdp=RATES[to]))

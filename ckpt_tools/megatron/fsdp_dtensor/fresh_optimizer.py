@@ -119,7 +119,7 @@ def choose_settings(model: Model, options: TargetOptions) -> Settings:
     """What was asked for, else what the run's args, schedule and groups say; for Adam, else Megatron's defaults.
 
     Raises:
-        UsageError: a setting is told by nothing, or is no value that Megatron takes.
+        UsageError: a setting is told by nothing, or has a value that Megatron does not take.
     """
     asked = {name: getattr(options, name) for name in _SETTINGS}
     stored = {name: model.scheduler.get(key) for name, key in _IN_SCHEDULER.items()}
