@@ -56,7 +56,16 @@ def register(app: typer.Typer) -> None:
             t.READING
             | JOB_SIZES
             | t.FRESH_OPTIMIZER
-            | {"dialect", "layer_spec", "experts", "swiglu", "weights_only", "ignore_keys", "as_json"},
+            | {
+                "dialect",
+                "layer_spec",
+                "experts",
+                "swiglu",
+                "weights_only",
+                "keep_states",
+                "ignore_keys",
+                "as_json",
+            },
             _OWN,
         )
     )
@@ -184,7 +193,7 @@ def _print(found: Priced) -> None:
     render.print_table(("plan", ""), rows)
     _print_ranks(found)
     _print_tensors(found)
-    for name in ("dropped", "renamed", "backfilled", "notes"):
+    for name in ("dropped", "kept", "renamed", "backfilled", "notes"):
         for line in facts[name][:_LISTED_NOTES]:
             print(f"{name}: {render.escape(line)}")
         if len(facts[name]) > _LISTED_NOTES:

@@ -38,6 +38,7 @@ def print_report(report: ConversionReport) -> None:
         )
     for title, entries in (
         ("dropped", _by_reason(report.dropped)),
+        ("kept", report.kept),
         ("renamed", report.renamed),
         ("filled in", report.backfilled),
         ("note", report.notes),

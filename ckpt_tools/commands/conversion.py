@@ -284,6 +284,7 @@ def _report(
         groups=dict(conversion.groups),
         masters=masters,
         dropped=(*target.dropped, *location.left_out, *_not_carried(location, conversion)),
+        kept=target.kept,
         renamed=target.renamed,
         backfilled=target.backfilled,
         notes=target.notes,

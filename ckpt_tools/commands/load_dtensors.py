@@ -16,7 +16,7 @@ from ckpt_tools.execute.check_masters import check_masters
 from ckpt_tools.execute.proof import SourceProof
 from ckpt_tools.execute.read_box import BoxReader
 from ckpt_tools.formats.files import Files
-from ckpt_tools.megatron.keys import parameter_name
+from ckpt_tools.megatron.keys import KEPT, parameter_name
 from ckpt_tools.model.box import Box, full_box, row_major_strides
 from ckpt_tools.model.casts import raw_dtype
 from ckpt_tools.model.choices import LayoutName
@@ -188,7 +188,7 @@ def _load(
     try:
         for target in in_reading_order(prepared.target, core.names()).tensors:
             parameter = owner.get(target.parameter)
-            if parameter_name(target.key) in elsewhere:
+            if parameter_name(target.key) in elsewhere or target.key.startswith(KEPT):
                 continue
             if parameter is None or parameter.buffer:
                 tensors[target.key] = _torch(reader.read(target, full_box(target.shape)), target.dtype)

@@ -163,6 +163,7 @@ class Priced:
             "duration": None if self.duration is None else asdict(self.duration),
             "padding_bytes": self.padding,
             "dropped": self.target.dropped,
+            "kept": self.target.kept,
             "renamed": self.target.renamed,
             "backfilled": self.target.backfilled,
             "notes": self.target.notes,

@@ -29,7 +29,8 @@ from ckpt_tools.megatron.keys import (
     shard_key,
     stacked_axes,
 )
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import OptimizerStates, StateTensor
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import StateTensor
+from ckpt_tools.megatron.torch_dist.other_optimizers import spelled_master
 from ckpt_tools.megatron.torch_dist.read import TorchDistSource, read_torch_dist
 from ckpt_tools.megatron.torch_dist.slices import layer_counts
 from ckpt_tools.megatron.torch_dist.write import CONTENT_METADATA, OPTIMIZER_METADATA
@@ -202,16 +203,22 @@ def _torch_dist_parts(
     if source.states is None or source.states.layout in _NATURAL:
         return _kept_tensors(opened, cut, keys), common
     tensors = _kept_tensors(opened, cut, [key for key in keys if not is_optimizer_key(key)])
-    tensors += _states(source.states, opened, cut)
+    tensors += _states(source, opened, cut)
     common["content_metadata"] = CONTENT_METADATA | OPTIMIZER_METADATA
-    common["optimizer"] = _optimizer(source.model)
+    own = source.model.own_optimizer
+    common["optimizer"] = _optimizer(source.model) if own is None else own
     return tensors, common
 
 
-def _states(states: OptimizerStates, opened: Opened, cut: Cut) -> list[TargetTensor]:
+def _states(source: TorchDistSource, opened: Opened, cut: Cut) -> list[TargetTensor]:
     """Optimizer states of any layout under the keys and in the shapes of their weights."""
+    assert source.states is not None
+    states, own = source.states.states, source.model.own_optimizer
+    held: dict[str, list[str]] = {}
+    for kind, key in states:
+        held.setdefault(key, []).append(kind)
     tensors = []
-    for (kind, key), state in states.states.items():
+    for (kind, key), state in states.items():
         name = cut.key(key)
         if name is None:
             continue
@@ -220,7 +227,9 @@ def _states(states: OptimizerStates, opened: Opened, cut: Cut) -> list[TargetTen
             (cut.start, cut.stop - cut.start) if cut.is_stacked(key) else (0, shape[0] if shape else 1)
         )
         shape = (count, *shape[1:]) if shape else shape
-        spelled = "param" if kind == MASTER else kind
+        spelled = kind
+        if kind == MASTER:
+            spelled = "param" if own is None else spelled_master(own, held[key], source.model.roles)
         sources = _state_sources(state, stacked_axes(key), first, shape)
         tensors.append(TargetTensor(f"optimizer.state.{spelled}.{name}", state.dtype, shape, sources))
     return tensors

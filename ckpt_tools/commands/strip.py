@@ -21,7 +21,7 @@ from ckpt_tools.formats.container import read_archive
 from ckpt_tools.formats.pickling import dump_archive
 from ckpt_tools.megatron.common_state import COMMON_FILE
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
-from ckpt_tools.megatron.keys import BUFFERS, COMMON_OBJECT, is_optimizer_key, parameter_of
+from ckpt_tools.megatron.keys import BUFFERS, COMMON_OBJECT, KEPT, is_optimizer_key, parameter_of
 from ckpt_tools.megatron.torch_dist.write import OPTIMIZER_METADATA
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.roles import WEIGHT
@@ -30,6 +30,7 @@ from ckpt_tools.model.target import Source, Target, TargetObject, TargetTensor
 # What a job that saves with --no-save-optim and --no-save-rng does not write, beside the keys of its optimizer.
 _OF_A_RUN = re.compile(
     r"^(?:rng_state|rerun_state_machine(?:_state)?|opt_param_scheduler|lr_scheduler)(?:[./]|$)"
+    rf"|^{re.escape(KEPT)}"
 )
 _OF_THE_OPTIMIZER = ("optimizer", "opt_param_scheduler", "lr_scheduler", "rerun_state_machine", "rng_state")
 _LAYOUT = frozenset(OPTIMIZER_METADATA)

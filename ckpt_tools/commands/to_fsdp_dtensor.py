@@ -26,6 +26,7 @@ from ckpt_tools.commands.target_job import TargetJob, need_tp, said_tp
 from ckpt_tools.commands.version_2 import VERSION_1, VERSION_2, for_version_1, for_version_2
 from ckpt_tools.commands.warm_start import begun_at, weights_for_masters, with_run_state
 from ckpt_tools.execute.run import Output
+from ckpt_tools.formats.container import read_archive
 from ckpt_tools.formats.detect import Location
 from ckpt_tools.formats.files import Files
 from ckpt_tools.megatron.bridge import RUN_CONFIG, TRAIN_STATE, fsdp_run_config, train_state_file
@@ -145,7 +146,7 @@ def prepare_model(model: Model, files: Files, options: TargetOptions, layout: La
         must_be_zero=tuple(_cut_rows(built.vocab)),
         without_masters=without_masters if asked.weights_only else None,
         model=lambda: target_model(built, model.common),
-        archives=lambda: object_archives(built.target.objects),
+        archives=lambda: _archives(built, files),
     )
 
 
@@ -165,6 +166,13 @@ def planned(opened: Opened, prepared: Conversion, options: ConvertOptions, layou
         model=None,  # it is large, and not asked again
         archives=None,
     )
+
+
+def _archives(built: FsdpTarget, files: Files) -> Iterator[tuple[str, bytes]]:
+    """(key, archive) of every object; what is kept of the source goes along as it is stored."""
+    yield from object_archives(o for o in built.target.objects if o.key not in built.archives)
+    for key, item in built.archives.items():
+        yield key, read_archive(files, item)
 
 
 def _bridge_files(built: FsdpTarget, model: Model, files: Files, begins: bool) -> dict[str, bytes]:

@@ -11,9 +11,10 @@ OPTIONS = {
         "--follow-links --check-source "
         "--to --swiglu --no-swiglu --swiglu-modules --param-to-param-group-map-json --strict-map "
         "--output-optimizer-state-prefix --output-model-weight-prefix --rename-mtp-keys --target --aliases "
-        "--layer-spec --experts --weights-only --dtype --vocab-size-padded --vocab-size --extra-state "
         "--fresh-optimizer --no-fresh-optimizer --lr --min-lr --weight-decay --adam-beta1 --adam-beta2 --adam-eps "
-        "--stacked --per-layer --hf-config --max-shard-size --layout --world-size --gpus --dp-shard --dp-outer "
+        "--layer-spec --experts --weights-only --keep-states --dtype --vocab-size-padded --vocab-size "
+        "--extra-state --stacked --per-layer --like-source --hf-config --max-shard-size --layout "
+        "--world-size --gpus --dp-shard --dp-outer "
         "--tp --cp --ep --etp --pp --strategy --outer-strategy --iteration --check-masters --ignore-keys "
         "--overwrite --resume --dry-run --workers --threads --max-memory --fsync --direct --quiet -q --json --report "
         "--trust-pickle --enable-msc --oom-traceback"
@@ -22,15 +23,17 @@ OPTIONS = {
         "--follow-links --check-source "
         "--swiglu --no-swiglu --swiglu-modules --param-to-param-group-map-json --strict-map "
         "--output-optimizer-state-prefix --output-model-weight-prefix --rename-mtp-keys --target --aliases "
-        "--layer-spec --experts --weights-only --dtype --vocab-size-padded --vocab-size --layout --world-size "
         "--fresh-optimizer --no-fresh-optimizer --lr --min-lr --weight-decay --adam-beta1 --adam-beta2 --adam-eps "
+        "--layer-spec --experts --weights-only --keep-states --dtype --vocab-size-padded --vocab-size "
+        "--layout --world-size "
         "--gpus --dp-shard --dp-outer --tp --cp --ep --etp --pp --strategy --outer-strategy --iteration "
         "--check-masters --ignore-keys --overwrite --resume --dry-run --workers --threads --max-memory --fsync "
         "--direct --quiet -q --json --report --trust-pickle --enable-msc --oom-traceback"
     ),
     "convert-fsdp-dtensor-to-torch-dist": (
         "--follow-links "
-        "--check-source --target --layer-spec --weights-only --dtype --extra-state --stacked --per-layer --gpus "
+        "--check-source --target --layer-spec --weights-only --dtype --extra-state --stacked --per-layer "
+        "--like-source --gpus "
         "--tp --ep --etp --iteration --ignore-keys --overwrite --resume --dry-run --workers --threads --max-memory "
         "--fsync --direct --quiet -q --json --report --trust-pickle --enable-msc --oom-traceback"
     ),
@@ -42,7 +45,8 @@ OPTIONS = {
         "--fresh-optimizer --no-fresh-optimizer --lr --min-lr --weight-decay --adam-beta1 --adam-beta2 --adam-eps "
         "--follow-links --disk --network --nodes --workers "
         "--rank --tensor --json --svg --html --target --layer-spec --experts --swiglu --no-swiglu "
-        "--weights-only --layout --world-size --gpus --dp-shard --dp-outer --tp --cp --ep --etp --pp --strategy "
+        "--keep-states --weights-only "
+        "--layout --world-size --gpus --dp-shard --dp-outer --tp --cp --ep --etp --pp --strategy "
         "--outer-strategy --iteration --ignore-keys --trust-pickle --enable-msc"
     ),
     "export-hf": (

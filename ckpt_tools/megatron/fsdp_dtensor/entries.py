@@ -25,6 +25,8 @@ from ckpt_tools.megatron.keys import (
     BUFFERS,
     COMMON_ITEMS,
     HALVES,
+    KEPT,
+    KEPT_OPTIMIZER,
     NESTED_STATES,
     STEP,
     canonical_kind,
@@ -86,6 +88,8 @@ class FsdpSource:
     ignored: tuple[str, ...] = ()  # as `dropped`, by the user's wish
     notes: tuple[str, ...] = ()
     record: TargetRecord | None = None  # of the job that it was converted for
+    own_optimizer: Any = None  # of another optimizer than Adam, kept beside: see `kept`
+    extra_states: Mapping[str, Item] = field(default_factory=dict)  # kept beside, by their keys in torch_dist
 
     @property
     def tp(self) -> Size | None:
@@ -109,7 +113,11 @@ class FsdpSource:
 
     @cached_property
     def has_optimizer(self) -> bool:
-        return bool(self.groups) or any(tensor.states for tensor in self.tensors)
+        return bool(self.groups) or self.own_optimizer is not None or self._has_states
+
+    @cached_property
+    def _has_states(self) -> bool:
+        return any(tensor.states for tensor in self.tensors)
 
     @cached_property
     def _all_fp32(self) -> bool:
@@ -118,9 +126,11 @@ class FsdpSource:
     def is_master(self, tensor: FsdpTensor) -> bool:
         """Whether a tensor's value is the fp32 master of a parameter, which the model holds in its own type.
 
-        Without an optimizer the values are masters when all are fp32; a model of several types keeps them.
+        Without states the values are masters when all are fp32; a model of several types keeps them.
         """
-        return bool(tensor.states) if self.has_optimizer else self._all_fp32
+        if self._has_states or self.groups:
+            return bool(tensor.states)
+        return self._all_fp32 and not tensor.name.endswith(BUFFERS)
 
 
 def read_fsdp_source(
@@ -166,7 +176,23 @@ def read_fsdp_source(
         ignored=left_out,
         notes=notes,
         record=read_record(files),
+        own_optimizer=_own_optimizer(catalog, values, weights_only),
+        extra_states={} if weights_only else _extra_states(catalog),
     )
+
+
+def _own_optimizer(catalog: Catalog, values: _Values, weights_only: bool) -> Any:
+    entry = None if weights_only else catalog.objects.get(KEPT_OPTIMIZER)
+    return None if entry is None else values.load(entry.item)
+
+
+def _extra_states(catalog: Catalog) -> dict[str, Item]:
+    """The extra states of the `torch_dist` source that are kept, by their keys there."""
+    return {
+        key.removeprefix(KEPT): entry.item
+        for key, entry in catalog.objects.items()
+        if key.startswith(KEPT) and "._extra_state/" in key
+    }
 
 
 def rng_ranks(catalog: Catalog) -> set[tuple[int, int]]:
@@ -220,7 +246,7 @@ def _sort_keys(
     for key, entry in catalog.tensors.items():
         if name := model_name(key):
             weights[name] = entry
-        elif state := fsdp_state(key):
+        elif state := fsdp_state(key.removeprefix(KEPT)):
             states.setdefault(state.name, {})[state.kind] = entry
         elif key.startswith(NESTED_STATES):
             nested[_path(catalog, key)] = values.tensor(entry)
@@ -231,7 +257,7 @@ def _sort_keys(
             groups.setdefault(of_group.name, {})[of_group.field] = values.load(stored.item)
         elif key.startswith(NESTED_STATES):
             nested[_path(catalog, key)] = values.load(stored.item)
-        elif key not in COMMON_ITEMS:
+        elif key not in COMMON_ITEMS and not key.startswith(KEPT):
             rest.append(key)
     return weights, states, groups, nested, tuple(_dropped(rest, weights_only))
 

@@ -83,6 +83,8 @@ def with_fresh_optimizer(model: Model, options: TargetOptions) -> tuple[Model, T
         scheduler=scheduler,
         grad_scaler={},
         step=0,
+        own_optimizer=None,
+        extra_states={},
         dropped=(*model.dropped, "optimizer state of the source: --fresh-optimizer"),
         notes=(*model.notes, *_notes(model, parameters, settings, scheduler)),
     )
@@ -104,6 +106,8 @@ def check_fresh(options: TargetOptions) -> None:
         raise UsageError(
             "--fresh-optimizer goes with --weights-only: else the source's own optimizer is converted"
         )
+    if options.keep_states:
+        raise UsageError("--keep-states contradicts --fresh-optimizer, which leaves every stored state out")
     if options.dtype is not None:
         raise UsageError(
             f"--dtype {options.dtype}: fp32 masters stand in the place of weights where there is an optimizer"
