@@ -116,11 +116,13 @@ def _draw(found: Priced, svg: Path | None, html: Path | None) -> None:
     from ckpt_tools.commands import picture
 
     name = Path(found.source).resolve().name
-    shown = picture.picture(found.core, f"{name}: {_layout(found)}")
+    memory = {cost.rank: cost.memory for cost in found.costs if cost.memory is not None}
+    padding = found.padding if len(memory) == found.layout.ranks else None
+    shown = picture.picture(found.core, f"{name}: {_layout(found)}", padding)
     if svg is not None:
         render.write_text(svg, picture.svg(shown), found.source)
     if html is not None:
-        render.write_text(html, picture.html(shown), found.source)
+        render.write_text(html, picture.html(shown, memory), found.source)
 
 
 def _layout(found: Priced) -> str:

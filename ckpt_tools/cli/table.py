@@ -123,7 +123,7 @@ TABLE: dict[str, Row] = {
                         "--threads 4 or more."),
     "report_format": option(c.ReportFormat, "--format", default="text",
                             help="text, json, github (annotations) or markdown."),
-    "quiet": flag("--quiet", "-q", panel=RUN, help="No progress."),
+    "quiet": flag("--quiet", "-q", callback=v.be_quiet, help="No progress and no notes."),
     "as_json": flag("--json", help="JSON on stdout."),
     "report": option(Path, "--report", callback=v.in_a_folder, panel=RUN, help="Write the report there as JSON."),
     "junit": option(Path, "--junit", callback=v.in_a_folder, help="Also write the report there as JUnit XML."),
@@ -134,7 +134,12 @@ TABLE: dict[str, Row] = {
     "oom_traceback": flag("--oom-traceback", hidden=True, help="Accepted for NVIDIA's script; changes nothing."),
 }  # fmt: skip
 
-OPENING = frozenset({"enable_msc", "follow_links"})
+# Of commands that can go through all iterations of a run; read by `given_values.iteration_number`.
+ITERATIONS = option(
+    str, "--iteration", panel=RUN, help="Iteration of a root, or all. Default: the latest."
+)  # fmt: skip
+
+OPENING = frozenset({"enable_msc", "follow_links", "quiet"})
 READING = OPENING | {"iteration", "trust_pickle"}
 FRESH_OPTIMIZER = frozenset({
     "fresh_optimizer", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps",
@@ -148,7 +153,7 @@ TORCH_DIST_TARGET = frozenset({
     "dialect", "layer_spec", "weights_only", "dtype", "extra_state", "stacked", "like_source",
     "gpus", "tp", "ep", "etp",
 })  # fmt: skip
-REWRITING = frozenset({"check_source", "overwrite", "quiet", "as_json"})
+REWRITING = frozenset({"check_source", "overwrite", "as_json"})
 RUNNING = OPENING | REWRITING | {
     "resume", "dry_run", "workers", "threads", "memory_bytes", "fsync", "direct", "report",
 }  # fmt: skip

@@ -12,6 +12,7 @@ from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.read_model import Wanted, read_model
 from ckpt_tools.commands.version_2 import is_version_2, respelled
 from ckpt_tools.errors import UsageError, list_problems
+from ckpt_tools.formats.files import AnyPath, path_text
 from ckpt_tools.megatron.fsdp_dtensor.tensors import state_prefix
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions, build_fsdp_target
 from ckpt_tools.megatron.keys import COMMON_OBJECT, KEPT, KEPT_OPTIMIZER, MODEL_PREFIX, role_of
@@ -49,8 +50,8 @@ class DiffRequest:
 
 
 def diff_checkpoints(
-    a: str,
-    b: str,
+    a: AnyPath,
+    b: AnyPath,
     options: DiffOptions | None = None,
     request: DiffRequest | None = None,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
@@ -62,6 +63,7 @@ def diff_checkpoints(
         MappingError: a `torch_dist` checkpoint cannot be seen as its `fsdp_dtensor` conversion.
         Otherwise the errors of opening and reading checkpoints.
     """
+    a, b = path_text(a), path_text(b)
     options, request = options or DiffOptions(), request or DiffRequest()
     opened = [
         open_checkpoint(path, iteration, request.trust_pickle)
@@ -124,7 +126,7 @@ def _idle_globs(sides: tuple[Side, Side], options: DiffOptions, used: tuple[str,
     if (options.keys or options.ignore) and not wrong and not any(map(options.wants, names)):
         wrong = ["--keys and --ignore leave out everything"]
     if wrong:
-        raise UsageError(f"nothing to compare:\n{list_problems(wrong)}")
+        raise UsageError(f"nothing to compare:\n{list_problems(wrong)}", wrong)
     ignore = tuple(glob for glob in options.ignore if glob not in used)
     if idle(ignore):
         look_inside(None)  # `*.save` is left out of every object

@@ -15,7 +15,7 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.check_masters import check_masters
 from ckpt_tools.execute.proof import SourceProof
 from ckpt_tools.execute.read_box import BoxReader
-from ckpt_tools.formats.files import Files
+from ckpt_tools.formats.files import AnyPath, Files, path_text
 from ckpt_tools.megatron.keys import KEPT, parameter_name
 from ckpt_tools.model.box import Box, full_box, row_major_strides
 from ckpt_tools.model.casts import raw_dtype
@@ -40,7 +40,7 @@ _ALIASES = {alias: axis for axis, aliases in AXES.items() for alias in aliases}
 
 
 def load_dtensors(
-    path: str,
+    path: AnyPath,
     mesh: DeviceMesh,
     layout: LayoutName = "mfsdp-v1",
     *,
@@ -72,6 +72,7 @@ def load_dtensors(
         UsageError: a mesh whose axes are not known, or a layout that is impossible on it.
         Otherwise the errors of `convert_to_fsdp_dtensor` up to its plan, and of reading.
     """
+    path = path_text(path)
     if layout == "even":
         raise UsageError("layout even says how files are cut, not what a job holds; choose another layout")
     topology = Topology(

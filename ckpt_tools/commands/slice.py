@@ -16,7 +16,7 @@ from ckpt_tools.commands.rewrite import Edited, EditOptions, rewrite
 from ckpt_tools.errors import UnsupportedCheckpointError, UsageError
 from ckpt_tools.formats.container import read_archive
 from ckpt_tools.formats.documents import parse_yaml
-from ckpt_tools.formats.files import read_whole
+from ckpt_tools.formats.files import AnyPath, path_text, read_whole
 from ckpt_tools.formats.pickling import dump_archive
 from ckpt_tools.formats.unpickle import StandIn
 from ckpt_tools.megatron.common_state import COMMON_FILE, RUN_CONFIG
@@ -90,8 +90,8 @@ class Cut:
 
 
 def slice_layers(
-    source: str,
-    output: str,
+    source: AnyPath,
+    output: AnyPath,
     layers: str,
     block: str | None = None,
     options: EditOptions | None = None,
@@ -106,6 +106,7 @@ def slice_layers(
         UnsupportedCheckpointError: neither `torch_dist` nor `fsdp_dtensor`.
         Otherwise the errors of opening, planning and writing.
     """
+    source, output = path_text(source), path_text(output)
     options = options or EditOptions()
     with open_checkpoint(source, options.iteration, options.trust_pickle) as opened:
         kind = opened.location.kind

@@ -18,6 +18,7 @@ from ckpt_tools.commands.rewrite import Edited, EditOptions, rewrite, use_of_mas
 from ckpt_tools.commands.version_2 import is_version_2
 from ckpt_tools.errors import UnsupportedCheckpointError, UsageError
 from ckpt_tools.formats.container import read_archive
+from ckpt_tools.formats.files import AnyPath, path_text
 from ckpt_tools.formats.pickling import dump_archive
 from ckpt_tools.megatron.common_state import COMMON_FILE
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
@@ -46,8 +47,8 @@ class Stripped(Edited):
 
 
 def strip_checkpoint(
-    source: str,
-    output: str,
+    source: AnyPath,
+    output: AnyPath,
     dtype: str | None = None,
     options: EditOptions | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -63,6 +64,7 @@ def strip_checkpoint(
         UnsupportedCheckpointError: neither `torch_dist` nor `fsdp_dtensor`.
         Otherwise the errors of opening, planning and writing.
     """
+    source, output = path_text(source), path_text(output)
     options = options or EditOptions()
     with open_checkpoint(source, options.iteration, options.trust_pickle) as opened:
         _check_request(opened, dtype, fresh)

@@ -28,7 +28,7 @@ from ckpt_tools.commands.warm_start import begun_at, weights_for_masters, with_r
 from ckpt_tools.execute.run import Output
 from ckpt_tools.formats.container import read_archive
 from ckpt_tools.formats.detect import Location
-from ckpt_tools.formats.files import Files
+from ckpt_tools.formats.files import AnyPath, Files, path_text
 from ckpt_tools.megatron.bridge import RUN_CONFIG, TRAIN_STATE, fsdp_run_config, train_state_file
 from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import check_fresh, with_fresh_optimizer
 from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter, Rows
@@ -54,8 +54,8 @@ class ConvertOptions(MegatronOptions):
 
 
 def convert_to_fsdp_dtensor(
-    source: str,
-    output: str,
+    source: AnyPath,
+    output: AnyPath,
     options: ConvertOptions | None = None,
     progress: Progress | None = None,
     dry_run: bool = False,
@@ -71,6 +71,7 @@ def convert_to_fsdp_dtensor(
         VerificationError: masters that do not round to the stored weights.
         CorruptCheckpointError, StorageError: damaged files, full disks.
     """
+    source, output = path_text(source), path_text(output)
     return convert(source, output, TO_FSDP_DTENSOR, options or ConvertOptions(), progress, dry_run)
 
 

@@ -28,6 +28,7 @@ from ckpt_tools.commands.target_job import TargetJob
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError
 from ckpt_tools.formats.container import read_archive
 from ckpt_tools.formats.detect import METADATA_JSON, Location
+from ckpt_tools.formats.files import AnyPath, path_text
 from ckpt_tools.formats.pickling import dump_archive
 from ckpt_tools.megatron.common_state import COMMON_FILE
 from ckpt_tools.megatron.keys import stacked_axes
@@ -60,8 +61,8 @@ class ToTorchDistOptions(MegatronOptions):
 
 
 def convert_to_torch_dist(
-    source: str,
-    output: str,
+    source: AnyPath,
+    output: AnyPath,
     options: ToTorchDistOptions | None = None,
     progress: Progress | None = None,
     dry_run: bool = False,
@@ -77,6 +78,7 @@ def convert_to_torch_dist(
         VerificationError: masters that do not round to the stored weights.
         CorruptCheckpointError, StorageError: damaged files, full disks.
     """
+    source, output = path_text(source), path_text(output)
     return convert(source, output, TO_TORCH_DIST, options or ToTorchDistOptions(), progress, dry_run)
 
 

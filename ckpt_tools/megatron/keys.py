@@ -225,6 +225,11 @@ def expert_of(key: str) -> tuple[str, int | None]:
     return (key[: match.start()] + key[match.end() :], int(match[1])) if match else (key, None)
 
 
+def one_expert(name: str, expert: int | None) -> str:
+    """The key of one expert as `singleton_local_shards` stores it; the name as it is where it is of none."""
+    return name if expert is None else name.replace(EXPERTS, f"{EXPERTS}{expert}.")
+
+
 def has_expert_axis(key: str) -> bool:
     """Whether the tensor with this key holds all experts of its layer."""
     return EXPERTS in key and expert_of(key)[1] is None

@@ -142,7 +142,8 @@ def find_units(names: Sequence[str], units: Sequence[str] = UNITS, root: Sequenc
         raise UsageError(
             "these tensors have no place in any FSDP unit:\n"
             f"{list_problems(lost)}\n"
-            f"Units are {', '.join(units)}; name more of them, or the modules that belong to no unit"
+            f"Units are {', '.join(units)}; name more of them, or the modules that belong to no unit",
+            lost,
         )
     return list(modules)
 

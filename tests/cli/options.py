@@ -2,10 +2,11 @@
 
 OPTIONS = {
     "inspect": (
-        "--keys --iteration --json --tree --not-ignore-param-to-group-meta --enable-msc --trust-pickle --follow-links"
+        "--keys --iteration --json --tree --html --not-ignore-param-to-group-meta --enable-msc --trust-pickle "
+        "--follow-links --quiet -q"
     ),
     "print-torch-dcp-in-json": (
-        "--values -o --output --no-write --enable-msc --trust-pickle --follow-links"
+        "--values -o --output --no-write --enable-msc --trust-pickle --follow-links --quiet -q"
     ),
     "convert": (
         "--follow-links --check-source "
@@ -39,7 +40,18 @@ OPTIONS = {
     ),
     "build-param-group-map": (
         "-o --output --explain --target --layer-spec --experts --swiglu --no-swiglu --iteration --enable-msc "
-        "--follow-links"
+        "--follow-links --quiet -q"
+    ),
+    "ls": (
+        "--json --trust-pickle --enable-msc --follow-links --quiet -q"
+    ),
+    "du": (
+        "--by --duplicates --no-duplicates --svg --html --iteration --json --trust-pickle --enable-msc "
+        "--follow-links --quiet -q"
+    ),
+    "stats": (
+        "--keys --role --by --svg --html --iteration --workers --threads --json --quiet -q --trust-pickle "
+        "--enable-msc --follow-links"
     ),
     "plan": (
         "--fresh-optimizer --no-fresh-optimizer --lr --min-lr --weight-decay --adam-beta1 --adam-beta2 --adam-eps "
@@ -47,13 +59,13 @@ OPTIONS = {
         "--rank --tensor --json --svg --html --target --layer-spec --experts --swiglu --no-swiglu "
         "--keep-states --weights-only "
         "--layout --world-size --gpus --dp-shard --dp-outer --tp --cp --ep --etp --pp --strategy "
-        "--outer-strategy --iteration --ignore-keys --trust-pickle --enable-msc"
+        "--outer-strategy --iteration --ignore-keys --trust-pickle --enable-msc --quiet -q"
     ),
     "export-hf": (
         "--check-source "
         "--hf-config --rules --dtype --vocab-size --max-shard-size --mtp-copies --tp --iteration "
-        "--ignore-keys --overwrite --resume --dry-run --workers --threads --max-memory --fsync --direct "
-        "--quiet -q --json --report --trust-pickle --enable-msc --follow-links"
+        "--ignore-keys --overwrite --resume --dry-run --workers --threads --max-memory --fsync "
+        "--direct --quiet -q --json --report --trust-pickle --enable-msc --follow-links"
     ),
     "import-hf": (
         "--follow-links --check-source "
@@ -77,7 +89,7 @@ OPTIONS = {
         "--enable-msc --trust-pickle --follow-links"
     ),
     "preflight": (
-        "--follow-links --yaml --target --iteration --format --json --junit --trust-pickle --enable-msc"
+        "--follow-links --yaml --target --iteration --format --json --junit --trust-pickle --enable-msc --quiet -q"
     ),
     "modify-state-dict": (
         "--follow-links --check-source "
@@ -86,6 +98,10 @@ OPTIONS = {
     "slice": (
         "--follow-links --check-source "
         "--layers --block --iteration --overwrite --json --quiet -q --trust-pickle --enable-msc"
+    ),
+    "copy": (
+        "--iteration --read-back --check-source --overwrite --resume --workers --threads --max-memory --fsync "
+        "--direct --json --quiet -q --trust-pickle --enable-msc --follow-links"
     ),
     "average": (
         "--weights --ema --iteration --check-source --overwrite --resume --workers --threads --max-memory "
@@ -101,9 +117,9 @@ OPTIONS = {
         "--trust-pickle --enable-msc --follow-links"
     ),
     "print-tensor": (
-        "--slice --stats --iteration --json --trust-pickle --enable-msc --follow-links"
+        "--slice --stats --iteration --json --trust-pickle --enable-msc --follow-links --quiet -q"
     ),
     "env": (
-        "--json"
+        "--json --quiet -q"
     ),
 }  # fmt: skip

@@ -281,7 +281,8 @@ def _dropped(keys: Iterable[str], weights_only: bool) -> Iterable[str]:
     if unknown:
         raise MappingError(
             "the checkpoint holds keys that no rule accounts for; leave them out with --ignore-keys GLOB if the "
-            "target can do without them:\n" + list_problems(unknown)
+            "target can do without them:\n" + list_problems(unknown),
+            unknown,
         )
 
 
@@ -306,7 +307,9 @@ def _join(weights: Mapping[str, TensorEntry], states: _States, values: _Values) 
         if not wrong:
             tensors.append(_tensor(whole, parts, weights, states, values))
     if problems:
-        raise MappingError("weights and optimizer states do not fit together:\n" + list_problems(problems))
+        raise MappingError(
+            "weights and optimizer states do not fit together:\n" + list_problems(problems), problems
+        )
     return tuple(tensors)
 
 
@@ -326,7 +329,8 @@ def _refuse_masters(states: _States) -> None:
         raise UnsupportedCheckpointError(
             "fp32 masters stand among the optimizer states, where Megatron-FSDP neither writes nor reads them (the "
             "converter of Megatron-LM does); `repair` puts those that round to the weights in their place, and "
-            "--weights-only converts the model's values alone:\n" + list_problems(masters)
+            "--weights-only converts the model's values alone:\n" + list_problems(masters),
+            masters,
         )
 
 

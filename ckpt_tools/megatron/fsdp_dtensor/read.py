@@ -123,7 +123,9 @@ def _groups(source: FsdpSource) -> tuple[list[Group], dict[str, int]]:
         members[tensor.name] = numbers[same]
     problems += [f"param_to_group_meta of {name}: there is no such parameter" for name in sorted(unused)]
     if problems:
-        raise MappingError("optimizer groups and parameters do not fit together:\n" + list_problems(problems))
+        raise MappingError(
+            "optimizer groups and parameters do not fit together:\n" + list_problems(problems), problems
+        )
     return groups, members
 
 

@@ -164,7 +164,7 @@ def check_states(parameters: Iterable[LiveParameter], with_masters: bool, mixed:
     ]
     if problems and not mixed:
         raise MappingError(
-            "optimizer states are missing that other parameters have:\n" + list_problems(problems)
+            "optimizer states are missing that other parameters have:\n" + list_problems(problems), problems
         )
 
 

@@ -293,7 +293,9 @@ def choose_parameters(
             f"the args say num_layers = {model.settings.num_layers}, the weights have {found} layers"
         )
     if problems:
-        raise MappingError("the weights contradict each other or the args:\n" + list_problems(problems))
+        raise MappingError(
+            "the weights contradict each other or the args:\n" + list_problems(problems), problems
+        )
     return parameters
 
 
@@ -371,7 +373,8 @@ def common_part(model: Model, options: TargetOptions, dialect: Dialect, tp: int)
             raise MappingError(
                 "rng states of some ranks are missing, so training would not go on where it stopped. Leave all out "
                 "with --ignore-keys 'rng_state/*' and start the job with --no-load-rng:\n"
-                + list_problems(model.rng_missing)
+                + list_problems(model.rng_missing),
+                model.rng_missing,
             )
         tensors, objects, rng_notes = rng_items(model.rng, tp)
         notes += rng_notes

@@ -243,6 +243,7 @@ def dropped_objects(keys: SortedKeys, consumed: frozenset[str], unknown_keys: bo
         )
         raise MappingError(
             "the checkpoint holds keys that no rule accounts for; leave them out with --ignore-keys GLOB if the "
-            f"target can do without them{weights}:\n" + list_problems(unknown)
+            f"target can do without them{weights}:\n" + list_problems(unknown),
+            unknown,
         )
     return dropped

@@ -209,7 +209,7 @@ def _check_counts(model: Model) -> None:
             f"{k}: the args say {wanted} experts, there are {n}" for k, n in experts.items() if n != wanted
         ]
     if problems:
-        raise MappingError("the weights contradict the args:\n" + list_problems(problems))
+        raise MappingError("the weights contradict the args:\n" + list_problems(problems), problems)
 
 
 def _experts_apart(model: Model, options: TorchDistOptions) -> bool:

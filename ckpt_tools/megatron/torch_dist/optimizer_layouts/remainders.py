@@ -134,7 +134,8 @@ def _told_by_content(files: Files, catalog: Catalog, masters: Mapping[str, State
             "the args say --use-precision-aware-optimizer, and these numbers can be fp32 masters as well as the "
             f"remainders that it stores in their place:\n{list_problems(sorted(both))}\n"
             "Nothing was converted, because a wrong master would not be noticed in training; --weights-only converts "
-            "the stored weights."
+            "the stored weights.",
+            sorted(both),
         )
     return encoded | (both if encoded else set())
 
