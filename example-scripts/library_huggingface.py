@@ -5,7 +5,7 @@ python example-scripts/library_huggingface.py tests/data/core019_llama_tp2_fully
 
 import sys
 
-from ckpt_tools import ExportOptions, ImportOptions, Layout, Topology, export_hf, import_hf
+from ckpt_tools import ExportOptions, ImportOptions, Layout, TargetOptions, Topology, export_hf, import_hf
 
 if len(sys.argv) < 4:
     sys.exit(__doc__)
@@ -16,6 +16,8 @@ print(f"{report.architecture}: {report.tensors} tensors")
 for note in report.notes:
     print(f"  {note}")
 
+# Megatron-FSDP of core 0.18 and later starts from a checkpoint with an optimizer: one that has not begun, with these.
+begins = TargetOptions(lr=1e-5, min_lr=1e-6, weight_decay=0.1)
 layout = Layout("mfsdp-v1", Topology(dp_shard=2))
-report = import_hf(model, run, ImportOptions(to="fsdp_dtensor", layout=layout))
+report = import_hf(model, run, ImportOptions(to="fsdp_dtensor", layout=layout, fsdp=begins))
 print(f"{report.output_format}: {report.tensors} tensors for {layout.ranks} ranks")

@@ -53,8 +53,18 @@ _IMPORTED = {
     "adapter": option(
         str, "--adapter", panel=t.MODEL, help="PEFT directory (LoRA) to merge into the model."
     ),
+    "vocab_size_padded": option(
+        int, "--vocab-size-padded", max=v.MAX_ROWS, panel=t.MODEL,
+        help="Rows of the vocabulary in the target: zeros are added. Default: a multiple of 128 times --tp, as "
+             "Megatron pads it.",
+    ),
+    "fresh_optimizer": option(
+        bool, "--fresh-optimizer/--no-fresh-optimizer", panel=t.FRESH,
+        help="With --to fsdp_dtensor: an optimizer that has not begun. Default: for Megatron-FSDP v1 of core-0.19 "
+             "and main, which starts from nothing else.",
+    ),
     "iteration": option(
-        int, "--iteration", help="Number of the iteration to make. Default: a release."
+        int, "--iteration", help="Number of the iteration to make. Default: a release; 1 with an optimizer."
     ),
     "as_json": AS_JSON,
 }  # fmt: skip
@@ -72,7 +82,7 @@ def register(app: typer.Typer) -> None:
     app.command(**page("import-hf"))(
         with_options(
             import_,
-            t.RUNNING | JOB_SIZES | {"rules", "vocab_multiple", "dialect", "layer_spec", "experts"},
+            t.RUNNING | JOB_SIZES | t.FRESH_OPTIMIZER | {"rules", "dialect", "layer_spec", "experts"},
             _IMPORTED,
         )
     )
@@ -101,6 +111,9 @@ def import_(
 ) -> None:
     """Import a Hugging Face model: weights only, for `--finetune` or `--no-load-optim --no-load-rng`.
 
+    Megatron-FSDP of core 0.18 and later starts from a checkpoint with an optimizer only: --fresh-optimizer makes one
+    that has not begun, of --lr, --min-lr and --weight-decay.
+
     A field of config.json that changes what the model computes and that Megatron cannot be told is refused by its
     name (exit 5); one that this version does not know is named in the report.
 
@@ -110,6 +123,6 @@ def import_(
     from ckpt_tools.commands.import_hf import ImportOptions, import_hf
     from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 
-    named = {name: given[name] for name in ("dialect", "experts", "tp")}
+    named = {name: given[name] for name in ("dialect", "experts", "tp", *t.FRESH_OPTIMIZER)}
     options = fill(ImportOptions, given, fsdp=fill(TargetOptions, named), layout=layout_of(given))
     carry_out(lambda progress: import_hf(input_dir, output_dir, options, progress, given["dry_run"]), given)

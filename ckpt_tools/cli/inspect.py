@@ -125,7 +125,9 @@ def _print_summary(found: Inspection) -> None:
         **found.arguments,
     }
     render.print_table(
-        ("checkpoint", ""), [(name, str(value)) for name, value in facts.items() if value is not None]
+        ("checkpoint", ""),
+        [(name, str(value)) for name, value in facts.items() if value is not None]
+        + [("not read", line) for line in where.left_out],
     )
     render.print_table(
         ("role", "dtype", "tensors", "elements", "bytes"),

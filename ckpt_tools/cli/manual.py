@@ -111,7 +111,8 @@ PAGES = {
     )),
     "import-hf": Page(CONVERT, "from Hugging Face", (
         ("For --finetune in 3D parallel", "import-hf HF OUT"),
-        ("For Megatron-FSDP on 8 GPUs", "import-hf HF OUT --to fsdp_dtensor --dp-shard 8"),
+        ("For Megatron-FSDP on 8 GPUs, with an optimizer that begins",
+         "import-hf HF OUT --to fsdp_dtensor --dp-shard 8 --lr 1e-5 --min-lr 1e-6 --weight-decay 0.1"),
         ("With an adapter merged in", "import-hf HF OUT --adapter PEFT"),
     )),
     "verify": Page(CHECK, "is it whole and sound?", (
@@ -165,6 +166,7 @@ PAGES = {
     "strip": Page(EDIT, "the weights alone, in the same format", (
         ("Without optimizer, scheduler and rng states", "strip RUN OUT"),
         ("In half precision", "strip FSDP OUT --dtype bfloat16"),
+        ("With an optimizer that begins", "strip FSDP OUT --fresh-optimizer --lr 1e-5 --min-lr 1e-6"),
     )),
     "repair": Page(EDIT, "undo damage that is known, with proof", (
         ("A sound copy; what was wrong, and how that is known", "repair BAD OUT"),

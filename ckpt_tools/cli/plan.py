@@ -55,6 +55,7 @@ def register(app: typer.Typer) -> None:
             plan,
             t.READING
             | JOB_SIZES
+            | t.FRESH_OPTIMIZER
             | {
                 "dialect",
                 "layer_spec",

@@ -60,6 +60,7 @@ def _as_json(done: Repaired) -> dict[str, object]:
         ],
         "tensor_count": done.tensors,
         "object_count": done.objects,
+        "left_out": done.left_out,
         "written": None if done.written is None else done.written.in_short(),
     }
 
@@ -73,6 +74,8 @@ def _print(done: Repaired) -> None:
         if len(change.keys) > _SHOWN:
             print(f"  ... and {len(change.keys) - _SHOWN:,} more")
         print(f"  proof: {change.proof}")
+    for line in done.left_out:
+        print(f"left out {render.escape(line)}")
     written = done.written
     if written is None:
         print("nothing was written (--dry-run)")

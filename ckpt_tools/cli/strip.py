@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ckpt_tools.cli import render
 from ckpt_tools.cli.manual import page
-from ckpt_tools.cli.options import option
+from ckpt_tools.cli.options import flag, option
 from ckpt_tools.cli.reports import print_rewritten
 from ckpt_tools.cli.signature import fill, with_options
-from ckpt_tools.cli.table import READING, REWRITING, OutputDir
+from ckpt_tools.cli.table import FRESH, FRESH_OPTIMIZER, READING, REWRITING, OutputDir
 
 if TYPE_CHECKING:
     from ckpt_tools.commands.strip import Stripped
@@ -20,14 +21,19 @@ if TYPE_CHECKING:
 _OWN = {
     "dtype": option(
         str, "--dtype", help="Element type of the weights, which fsdp_dtensor stores as fp32 masters."
-    )
-}
+    ),
+    "fresh_optimizer": flag(
+        "--fresh-optimizer", panel=FRESH,
+        help="Give an fsdp_dtensor checkpoint an optimizer that has not begun (zero moments, step 0), so that a "
+             "strict load starts from its weights.",
+    ),
+}  # fmt: skip
 
 
 def register(app: typer.Typer) -> None:
     """Add this module's command to `app`."""
     app.command(**page("strip"))(
-        with_options(strip, READING | REWRITING | {"resume", "workers", "threads"}, _OWN)
+        with_options(strip, READING | REWRITING | FRESH_OPTIMIZER | {"resume", "workers", "threads"}, _OWN)
     )
 
 
@@ -40,10 +46,15 @@ def strip(
     from ckpt_tools.cli.progress import progress_bar
     from ckpt_tools.commands.rewrite import EditOptions
     from ckpt_tools.commands.strip import strip_checkpoint
+    from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import check_fresh
+    from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 
     options = fill(EditOptions, given)
+    settings = fill(TargetOptions, {name: given[name] for name in FRESH_OPTIMIZER})
+    check_fresh(replace(settings, weights_only=True))
+    fresh = settings if settings.fresh_optimizer else None
     with progress_bar(given["quiet"]) as progress:
-        done = strip_checkpoint(input_dir, output_dir, given["dtype"], options, progress)
+        done = strip_checkpoint(input_dir, output_dir, given["dtype"], options, progress, fresh)
     print(render.json_text(_as_json(done))) if given["as_json"] else _print(done)
 
 
@@ -55,15 +66,21 @@ def _as_json(done: Stripped) -> dict[str, object]:
         "removed": done.removed,
         "dtype": done.dtype,
         "cast": done.cast,
+        "notes": done.notes,
         "rounded_elements": done.written.rounded_elements,
     }
 
 
 def _print(done: Stripped) -> None:
-    print(f"left out {len(done.removed):,} keys and entries of optimizer, scheduler and random number states")
+    if done.removed or not done.notes:
+        print(
+            f"left out {len(done.removed):,} keys and entries of optimizer, scheduler and random number states"
+        )
     if done.cast:
         print(
             f"cast {len(done.cast):,} tensors to {done.dtype}, which rounded "
             f"{done.written.rounded_elements:,} elements"
         )
     print_rewritten(done)
+    for note in done.notes:
+        print(f"note: {render.escape(note)}")

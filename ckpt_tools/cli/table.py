@@ -14,6 +14,7 @@ from ckpt_tools.model import choices as c
 MODEL: Final = "The model and its target"
 PLACE: Final = "Placement"
 RUN: Final = "How to run"
+FRESH: Final = "A fresh optimizer"
 
 Checkpoint = Annotated[
     str, typer.Argument(help="A run's root, an iteration folder, or any torch DCP folder.")
@@ -54,9 +55,15 @@ TABLE: dict[str, Row] = {
                                 help="Rows of the vocabulary in the target: padding is cut or zeros added."),
     "vocab_size": option(int, "--vocab-size", max=v.MAX_ROWS, panel=MODEL,
                          help="Real tokens: the rows after them are padding."),
-    "vocab_multiple": option(int, "--vocab-multiple", default=128, max=v.MAX_ROWS, panel=MODEL,
-                             help="Rows of the vocabulary are filled up with zeros to a multiple of this: "
-                                  "make-vocab-size-divisible-by times tensor parallel size."),
+    "fresh_optimizer": option(bool, "--fresh-optimizer/--no-fresh-optimizer", panel=FRESH,
+                              help="With --weights-only: an optimizer that has not begun (zero moments, step 0), so "
+                                   "that a strict load starts from weights."),
+    "lr": option(float, "--lr", panel=FRESH, help="Highest learning rate. Default: the args."),
+    "min_lr": option(float, "--min-lr", panel=FRESH, help="Lowest learning rate. Default: the args."),
+    "weight_decay": option(float, "--weight-decay", panel=FRESH, help="Weight decay. Default: the args."),
+    "adam_beta1": option(float, "--adam-beta1", panel=FRESH, help="Default: the args, else Megatron's 0.9."),
+    "adam_beta2": option(float, "--adam-beta2", panel=FRESH, help="Default: the args, else Megatron's 0.999."),
+    "adam_eps": option(float, "--adam-eps", panel=FRESH, help="Default: the args, else Megatron's 1e-8."),
     "extra_state": option(str, "--extra-state", default="derive", panel=MODEL,
                           help="Transformer Engine's extra-state objects: derive (a torch_dist source's own are "
                                "kept), none, or a torch_dist checkpoint of the same model to take their keys from."),
@@ -136,7 +143,10 @@ ITERATIONS = option(
 
 OPENING = frozenset({"enable_msc", "follow_links", "quiet"})
 READING = OPENING | {"iteration", "trust_pickle"}
-FSDP_TARGET = frozenset({
+FRESH_OPTIMIZER = frozenset({
+    "fresh_optimizer", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps",
+})  # fmt: skip
+FSDP_TARGET = FRESH_OPTIMIZER | frozenset({
     "swiglu", "swiglu_modules", "group_map", "strict_map", "state_prefix", "model_prefix", "rename_mtp", "dialect",
     "aliases", "layer_spec", "experts", "weights_only", "keep_states", "dtype", "vocab_size_padded", "vocab_size",
     "tp",

@@ -18,6 +18,7 @@ from ckpt_tools.cli.table import READING, Checkpoint
 from ckpt_tools.model.choices import DialectName, DiffBy, NanPolicy, ReportFormat, assert_never
 
 if TYPE_CHECKING:
+    from ckpt_tools.commands.preflight import Start
     from ckpt_tools.verify.differences import DiffReport, TensorDiff
     from ckpt_tools.verify.report import Report
 
@@ -118,14 +119,28 @@ def preflight(
         "environment": list(start.environment), "words": list(start.words), "command": start.command
     }  # fmt: skip
     chosen = _chosen(given)
-    _print_report(
-        found.report, "preflight", chosen, given["junit"], {"program": found.program, "launch": launch}
-    )
+    starts = [one.as_json() for one in found.starts]
+    more = {"program": found.program, "launch": launch, "starts": starts}
+    _print_report(found.report, "preflight", chosen, given["junit"], more)
+    if chosen == "text":
+        _print_starts(found.starts)
     if chosen == "text" and start is not None:
         print(f"launch with ({found.program})")
         for line in (*start.environment, start.command):
             print(f"  {render.escape_lines(line)}")
     raise typer.Exit(0 if found.report.is_valid else 1)
+
+
+def _print_starts(starts: tuple[Start, ...]) -> None:
+    """How every program starts from the checkpoint, those that do alike in one line."""
+    alike: dict[str, list[str]] = {}
+    for start in starts:
+        how = start.how or f"does not start ({', '.join(start.broken)})"
+        alike.setdefault(how, []).append(start.program)
+    if alike:
+        print("started by")
+    for how, programs in alike.items():
+        print(f"  {', '.join(programs)}: {how}")
 
 
 def _chosen(given: Given) -> ReportFormat:

@@ -13,6 +13,7 @@
 * `read_model`: READ: the model in an opened checkpoint
 * `to_fsdp_dtensor`: `convert` to Megatron-FSDP
 * `version_2`: the names of Megatron-FSDP v2
+* `warm_start`: what a job begins with that has an optimizer and has not begun
 * `relayout`: `convert` of what is for Megatron-FSDP already
 * `to_torch_dist`: `convert` back to 3D parallel
 * `placements`: which rank writes which box
@@ -48,6 +49,7 @@
 * `repair`: `repair`
 * `mend_keys`: what it does to keys of `fsdp_dtensor`
 * `mend_weights`: what it does to weights of `torch_dist`
+* `restart`: `strip --fresh-optimizer`
 * `average`: `average`
 * `mean_targets`: of which stored tensors each tensor of a mean is made
 * `merge_adapter`: `merge-adapter`

@@ -100,6 +100,7 @@ def average_checkpoints(
         objects=len(last.catalog.objects),
         masters=masters,
         written=written,
+        left_out=last.location.left_out,
         sources=tuple(paths),
         weights=weights,
         averaged=parts[-1].means,

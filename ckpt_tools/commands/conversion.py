@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Generic, NamedTuple, TypeVar
 
@@ -25,6 +25,7 @@ from ckpt_tools.execute.rehearse import rehearse
 from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, write_checkpoint
 from ckpt_tools.execute.workers import shared_out
 from ckpt_tools.formats.detect import Location
+from ckpt_tools.megatron.bridge import RUN_CONFIG, TRAIN_STATE
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.choices import CheckLevel, Format
@@ -282,7 +283,7 @@ def _report(
         objects=len(target.objects) + len(target.inline),
         groups=dict(conversion.groups),
         masters=masters,
-        dropped=target.dropped,
+        dropped=(*target.dropped, *location.left_out, *_not_carried(location, conversion)),
         kept=target.kept,
         renamed=target.renamed,
         backfilled=target.backfilled,
@@ -291,3 +292,11 @@ def _report(
         written=written,
         plan=plan_summary(_plan_of(conversion)),
     )
+
+
+def _not_carried(location: Location, conversion: Conversion) -> Iterator[str]:
+    """Megatron-Bridge's own files, where the program that loads the output reads none."""
+    loader = conversion.loader or conversion.to
+    for name, is_there in ((RUN_CONFIG, location.has_run_config), (TRAIN_STATE, location.has_train_state)):
+        if is_there and name not in conversion.extra_files:
+            yield f"{name}: Megatron-Bridge's, which {loader} does not read"

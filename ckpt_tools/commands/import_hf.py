@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from ckpt_tools.commands.conversion import Conversion, Progress, RunOptions, Writer, convert
 from ckpt_tools.commands.conversion_report import ConversionReport
@@ -21,10 +23,11 @@ from ckpt_tools.commands.opened import Opened
 from ckpt_tools.commands.outputs import MAX_DIGITS, in_root, refuse_overlap
 from ckpt_tools.commands.peft_source import merge_peft, peft_files
 from ckpt_tools.commands.placements import Layout
-from ckpt_tools.commands.target_job import TargetJob
+from ckpt_tools.commands.target_job import TargetJob, said_tp
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, planned, prepare_model
 from ckpt_tools.commands.to_torch_dist import write_torch_dist
 from ckpt_tools.commands.version_2 import VERSION_2, for_version_2
+from ckpt_tools.commands.warm_start import NEED_OPTIMIZER
 from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.run import Output
 from ckpt_tools.formats.detect import Location
@@ -34,6 +37,7 @@ from ckpt_tools.formats.joined_files import FilesBeside
 from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.formats.unpickle import StandIn, TorchDtype, stand_in
 from ckpt_tools.megatron.common_state import CommonState
+from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import check_fresh
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.megatron.huggingface.quantized import dequantized
 from ckpt_tools.megatron.huggingface.targets import Imported, import_targets
@@ -42,7 +46,7 @@ from ckpt_tools.megatron.names import FUSED_FC1_NORM, fuse_local_norm
 from ckpt_tools.megatron.record import RECORD_FILE, TargetRecord, record_bytes
 from ckpt_tools.megatron.settings import read_settings
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
-from ckpt_tools.megatron.vocab import vocabulary
+from ckpt_tools.megatron.vocab import padded_rows, vocabulary
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.choices import LayerSpec, MegatronFormat
 from ckpt_tools.model.dtypes import CASTABLE
@@ -53,6 +57,7 @@ from ckpt_tools.model.target import Source
 
 MLA_NORM = re.compile(r"\.linear_(q|kv)_up_proj\.layer_norm_weight$")
 FORMATS = ("torch_dist", "fsdp_dtensor")
+DIVISOR = 128  # Megatron's own --make-vocab-size-divisible-by
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +67,13 @@ class ImportOptions(RunOptions):
     to: MegatronFormat = "torch_dist"
     rules: Path | None = None  # a rule file
     dtype: str | None = None
-    vocab_multiple: int = 128  # --make-vocab-size-divisible-by times the tensor-parallel size
+    vocab_size_padded: int | None = None  # rows of the vocabulary; None: as a job of `--tp` pads it by itself
     layer_spec: LayerSpec | None = None  # te by default
-    fsdp: TargetOptions = field(default_factory=TargetOptions)
+    fsdp: TargetOptions = field(
+        default_factory=TargetOptions
+    )  # None for its `fresh_optimizer`: if it is needed
     layout: Layout | None = None
-    iteration: int | None = None  # None: a release
+    iteration: int | None = None  # None: a release, or 1 with an optimizer
     adapter: str | None = None  # a PEFT directory to merge into the model
 
 
@@ -93,13 +100,14 @@ def import_hf(
 
 def plan_import(opened: Opened, options: ImportOptions, world: int) -> Conversion:
     """Everything up to the first byte; `world` processes convert."""
+    options = completed(options)
     _check_options(options)
     imported, model = read_huggingface(opened, options)
     if options.to == "torch_dist":
         wanted = TorchDistOptions(options.layer_spec, dtype=options.dtype, weights_only=True)
         made = write_torch_dist(model, opened, wanted, world)
     else:
-        target = replace(options.fsdp, weights_only=True, layer_spec=options.layer_spec)
+        target = replace(options.fsdp, layer_spec=options.layer_spec)
         layout = options.layout or Layout(world=world)
         prepared = prepare_model(model, opened.files, target, layout)
         if layout.name == VERSION_2:
@@ -113,6 +121,19 @@ def plan_import(opened: Opened, options: ImportOptions, world: int) -> Conversio
         extra_files={**made.extra_files, RECORD_FILE: record_bytes(job.record)},
         architecture=imported.family.architecture,
     )
+
+
+def completed(options: ImportOptions) -> ImportOptions:
+    """The options with what follows where nothing was said: whether there is an optimizer, and which iteration."""
+    fsdp, iteration = options.fsdp, options.iteration
+    if options.to == "fsdp_dtensor":
+        of_version_2 = options.layout is not None and options.layout.name == VERSION_2  # starts from weights
+        needed = (fsdp.dialect or "main") in NEED_OPTIMIZER and not of_version_2
+        fresh = needed if fsdp.fresh_optimizer is None else fsdp.fresh_optimizer
+        fsdp = replace(fsdp, fresh_optimizer=fresh, weights_only=True)
+        if fresh and iteration is None:
+            iteration = 1
+    return replace(options, fsdp=fsdp, iteration=iteration)
 
 
 def read_huggingface(opened: Opened, options: ImportOptions) -> tuple[Imported, Model]:
@@ -130,7 +151,8 @@ def read_huggingface(opened: Opened, options: ImportOptions) -> tuple[Imported, 
         specs,
         plain.config,
         dtype=options.dtype,
-        vocab_multiple=options.vocab_multiple,
+        vocab_multiple=DIVISOR * _tp(options),
+        vocab_rows=options.vocab_size_padded,
         families=families_with(options.rules),
     )
     own = {key: Value(spec.dtype, spec.shape, (Source(key),)) for key, spec in specs.items()}
@@ -150,7 +172,7 @@ def common_state(imported: Imported, options: ImportOptions, source: str) -> Com
     args |= {
         "params_dtype": TorchDtype(args["params_dtype"]),
         "transformer_impl": "local" if options.layer_spec == "local" else "transformer_engine",
-        "make_vocab_size_divisible_by": options.vocab_multiple,
+        "make_vocab_size_divisible_by": _divisor(args, options),
         "tokenizer_type": "HuggingFaceTokenizer",
         "tokenizer_model": source,
         "ckpt_format": options.to,
@@ -167,10 +189,28 @@ def _check_options(options: ImportOptions) -> None:
         raise UsageError(f"--to {options.to}: Hugging Face models become {' or '.join(FORMATS)}")
     if options.dtype is not None and options.dtype not in CASTABLE:
         raise UsageError(f"--dtype {options.dtype}: weights can be written as {', '.join(sorted(CASTABLE))}")
-    if options.vocab_multiple < 1:
-        raise UsageError(f"--vocab-multiple {options.vocab_multiple}: at least one row")
+    rows, fsdp = options.vocab_size_padded, options.fsdp
+    if rows is not None and rows < 1:
+        raise UsageError(f"--vocab-size-padded {rows}: at least one row is needed")
+    if options.to == "torch_dist" and fsdp.fresh_optimizer:
+        raise UsageError("--fresh-optimizer: a 3D-parallel job starts from weights alone (--finetune)")
+    check_fresh(fsdp)
+    if fsdp.fresh_optimizer and options.iteration == 0:
+        raise UsageError("--iteration 0: a job with an optimizer begins at iteration 1 or later")
     if options.iteration is not None and not 0 <= options.iteration < 10**MAX_DIGITS:
         raise UsageError(f"--iteration {options.iteration}: a number from 0 of at most {MAX_DIGITS} digits")
+
+
+def _divisor(args: Mapping[str, Any], options: ImportOptions) -> int:
+    """A `--make-vocab-size-divisible-by` that makes the rows that are written: Megatron's own, else a round one."""
+    rows, tp = args["padded_vocab_size"], _tp(options)
+    tried = (*(DIVISOR >> n for n in range(DIVISOR.bit_length())), rows // tp)
+    return next((n for n in tried if n and padded_rows(args["vocab_size"], n, tp) == rows), DIVISOR)
+
+
+def _tp(options: ImportOptions) -> int:
+    size = said_tp(options.fsdp.tp, options.layout)
+    return 1 if size is None else size.ranks
 
 
 def _with_tokens(job: TargetJob, imported: Imported, common: CommonState) -> TargetJob:
@@ -230,7 +270,7 @@ def _place(source: str, location: Location, output: str, options: ImportOptions)
     refuse_overlap(source, location, output)
     if options.adapter is not None:
         refuse_overlap(options.adapter, location, output)
-    return in_root(output, options.iteration, options.overwrite, options.resume)
+    return in_root(output, completed(options).iteration, options.overwrite, options.resume)
 
 
 FROM_HF = Writer(open=_open, place=_place, plan=plan_import)

@@ -131,6 +131,7 @@ class Inspection:
             "common_state": self.common_source,
             "iteration": self.iteration,
             "release": where.is_release,
+            "left_out": list(where.left_out),
             "optimizer_layout": self.layout,
             "parallel_sizes": self.parallel_sizes,
             "arguments": self.arguments,

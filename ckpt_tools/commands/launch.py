@@ -159,11 +159,19 @@ def _decided(f: Facts) -> dict[str, Any]:
         ]
     if stored.mtp_layers:
         decided["mtp_num_layers"] = stored.mtp_layers
+    if f.begins:
+        decided |= {"override_opt_param_scheduler": True, **_stored_rates(f)}
     if not f.states and f.job.program in before("core-0.19"):
         decided["finetune"] = True
     elif not all((0, rank) in f.rng_ranks for rank in range(f.tp)):
         decided["no_load_rng"] = True
     return decided
+
+
+def _stored_rates(f: Facts) -> dict[str, Any]:
+    """The rates that a fresh optimizer was made with, which the job's arguments replace."""
+    names = {"lr": "max_lr", "min_lr": "min_lr", "weight_decay": "start_wd"}
+    return {name: f.schedule[stored] for name, stored in names.items() if stored in f.schedule}
 
 
 def _padded(f: Facts) -> int | None:

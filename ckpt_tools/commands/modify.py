@@ -71,6 +71,7 @@ def modify_state_dict(
         removed=tuple(key for key in keys if key not in names),
         renamed={key: name for key, name in names.items() if key != name},
         written=report,
+        left_out=opened.location.left_out,
     )
 
 

@@ -7,12 +7,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from ckpt_tools.commands.close_names import close_names
 from ckpt_tools.commands.launch import Launch, launch
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.version_2 import is_version_2
 from ckpt_tools.errors import UsageError
+from ckpt_tools.formats.container import load_object
 from ckpt_tools.formats.documents import DocumentError, read_named_file
 from ckpt_tools.formats.files import AnyPath, path_text
 from ckpt_tools.megatron.hybrid import is_hybrid
@@ -37,6 +39,7 @@ from ckpt_tools.verify.load_rules import RULES
 from ckpt_tools.verify.place import check_entries
 from ckpt_tools.verify.report import ERROR, WARNING, Check, Finding, Report, Severity
 
+SCHEDULER = "opt_param_scheduler."
 _ENVIRONMENT = "unset CUDA_DEVICE_MAX_CONNECTIONS"
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _LAYER = re.compile(r"^(?P<layer>.*\blayers\.\d+\.(?:\w+_layer\.)?)(?P<rest>.+)$")
@@ -54,8 +57,21 @@ _NORM_APART = (
 
 
 @dataclass(frozen=True, slots=True)
+class Start:
+    """How a program starts from the checkpoint with the command that is made for it, or the rules that it breaks."""
+
+    program: str
+    how: str | None  # "resume", "fresh optimizer", "weights alone"; None: it does not
+    broken: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, object]:
+        """For reports."""
+        return {"program": self.program, "how": self.how, "broken": list(self.broken)}
+
+
+@dataclass(frozen=True, slots=True)
 class Preflight:
-    """The rules' verdicts, the program they were made for, and how the job is launched.
+    """The rules' verdicts, the program they were made for, how the job is launched, and what else would start.
 
     There is no `launch` when it is not ready, and where the job is described without the script that runs it.
     """
@@ -63,6 +79,7 @@ class Preflight:
     report: Report
     program: str
     launch: Launch | None
+    starts: tuple[Start, ...] = ()  # of an fsdp_dtensor checkpoint: every program
 
 
 def preflight(
@@ -96,16 +113,41 @@ def preflight(
         if job is not None:
             start = Launch((_ENVIRONMENT,), tuple(words)) if job.script is not None else None
         elif about.kind == "fsdp_dtensor":
-            sizes = {"tensor_model_parallel_size": packed_for or 1}
-            start = launch(replace(about, job=Job(sizes, program=program)), _load_path(opened))
+            start = _launch(about, program, packed_for, _load_path(opened))
             job = parse_command(start.words, program)
-        facts = replace(about, job=with_checkpoint_args(job or Job(program=program), about.args))
-        facts, settings = checked_settings(facts)
-        checks = [_flags_check(facts.job), settings] if job is not None else []
-        checks += [run_rule(rule, facts) for rule in RULES if _applies(rule, facts, job is not None)]
-        checks += _stored_checks(opened)
-        report = Report(opened.location.path, opened.location.kind, tuple(checks))
-        return Preflight(report, facts.job.program, start if report.is_valid else None)
+        facts, checks = _checks(about, job, program)
+        stored = _stored_checks(opened)
+        report = Report(opened.location.path, opened.location.kind, (*checks, *stored))
+        starts: tuple[Start, ...] = ()
+        if about.kind == "fsdp_dtensor":
+            broken = tuple(check.name for check in stored if check.errors)
+            starts = tuple(_start(about, other, packed_for, broken) for other in PROGRAMS)
+        return Preflight(report, facts.job.program, start if report.is_valid else None, starts)
+
+
+def _launch(about: Facts, program: str, packed_for: int | None, load: str) -> Launch:
+    sizes = {"tensor_model_parallel_size": packed_for or 1}
+    return launch(replace(about, job=Job(sizes, program=program)), load)
+
+
+def _checks(about: Facts, job: Job | None, program: str) -> tuple[Facts, list[Check]]:
+    """The facts with the job, and the verdicts of the rules on both."""
+    facts = replace(about, job=with_checkpoint_args(job or Job(program=program), about.args))
+    facts, settings = checked_settings(facts)
+    checks = [_flags_check(facts.job), settings] if job is not None else []
+    return facts, checks + [run_rule(rule, facts) for rule in RULES if _applies(rule, facts, job is not None)]
+
+
+def _start(about: Facts, program: str, packed_for: int | None, broken: tuple[str, ...]) -> Start:
+    """What comes of the command that would be printed for `program`."""
+    job = parse_command(_launch(about, program, packed_for, "CHECKPOINT").words, program)
+    facts, checks = _checks(about, job, program)
+    broken += tuple(check.name for check in checks if check.errors)
+    if broken:
+        return Start(program, None, broken)
+    if not facts.loads("optim"):
+        return Start(program, "weights alone")
+    return Start(program, "fresh optimizer" if facts.begins else "resume")
 
 
 def run_rule(rule: Rule, facts: Facts) -> Check:
@@ -171,9 +213,20 @@ def _about(opened: Opened) -> tuple[Facts, int | None]:
         packed=record.packed if is_fsdp else (),
         target=record.program,
         tokens=record.tokens,
+        schedule=_schedule(opened) if is_fsdp else {},
     )
     size = record.tp or facts.args.get("tensor_model_parallel_size")
     return facts, size if isinstance(size, int) and size > 0 else None
+
+
+def _schedule(opened: Opened) -> dict[str, Any]:
+    """The stored state of the learning-rate schedule."""
+    stored = opened.catalog.objects
+    return {
+        key.removeprefix(SCHEDULER): load_object(opened.files, stored[key].item, opened.trust_pickle)
+        for key in stored
+        if key.startswith(SCHEDULER)
+    }
 
 
 def stored_style(shapes: Mapping[str, tuple[int, ...]], is_fsdp: bool) -> Stored:
@@ -274,7 +327,9 @@ def _meant(word: str) -> str:
 
 
 def _load_path(opened: Opened) -> str:
-    return opened.location.root or opened.location.path
+    """The root where the iteration stands in it as Megatron looks for it, else the folder itself."""
+    path, root = opened.location.path, opened.location.root
+    return root if root is not None and path.rpartition("/")[0] == root.rstrip("/") else path
 
 
 def _stored_checks(opened: Opened) -> list[Check]:

@@ -88,6 +88,11 @@ def refuse_changes(location: Location, options: ConvertOptions) -> None:
     Raises:
         UsageError: an option that only a conversion from another format can meet.
     """
+    if options.target.fresh_optimizer:
+        raise UsageError(
+            f"{location.path} is already an fsdp_dtensor checkpoint: `strip --fresh-optimizer` gives it an optimizer "
+            "that has not begun"
+        )
     kept = TargetOptions(tp=options.target.tp, layer_spec=options.target.layer_spec)
     if options.target != kept:
         raise UsageError(

@@ -46,6 +46,7 @@ class Repaired:
     tensors: int
     objects: int
     written: WriteReport | None  # None: a dry run
+    left_out: tuple[str, ...] = ()  # as of `Edited`
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,7 @@ def _repair_keys(
         len(target.tensors),
         len(target.objects),
         written,
+        opened.location.left_out,
     )
 
 
@@ -144,6 +146,7 @@ def _repair_weights(
         len(conversion.target.tensors),
         len(conversion.target.objects),
         written,
+        opened.location.left_out,
     )
 
 

@@ -48,6 +48,7 @@ class Edited:
     renamed: Mapping[str, str] = field(default_factory=dict)
     masters: Masters | None = None  # what became of them; None: as any other tensor, unlooked at
     written: WriteReport
+    left_out: tuple[str, ...] = ()  # a line for each thing beside the source's tensors that stays behind
 
     def as_json(self) -> dict[str, object]:
         """What all of these commands say to programs."""
@@ -58,6 +59,7 @@ class Edited:
             "tensor_count": self.tensors,
             "object_count": self.objects,
             **masters,
+            "left_out": self.left_out,
             **self.written.in_short(),
         }
 

@@ -133,6 +133,7 @@ def slice_layers(
         removed=tuple(key for key, name in renamed.items() if name is None),
         renamed={key: name for key, name in renamed.items() if name not in (None, key)},
         written=report,
+        left_out=opened.location.left_out,
     )
 
 
@@ -323,7 +324,7 @@ def _companions(opened: Opened, cut: Cut, changed: Mapping[str, Any]) -> dict[st
     companions = {}
     if opened.location.has_common_pt:
         companions[COMMON_FILE] = dump_archive(dict(changed))
-    if opened.location.has_run_config:
+    if opened.common.model_config:  # else there is nothing of the model in it, and it goes over as it is
         import yaml
 
         config = parse_yaml(read_whole(opened.files, RUN_CONFIG))

@@ -13,12 +13,15 @@ from typing import Any
 
 from ckpt_tools.commands.conversion_report import Masters
 from ckpt_tools.commands.opened import Opened, open_checkpoint
+from ckpt_tools.commands.restart import begin_anew
 from ckpt_tools.commands.rewrite import Edited, EditOptions, rewrite, use_of_masters
+from ckpt_tools.commands.version_2 import is_version_2
 from ckpt_tools.errors import UnsupportedCheckpointError, UsageError
 from ckpt_tools.formats.container import read_archive
 from ckpt_tools.formats.files import AnyPath, path_text
 from ckpt_tools.formats.pickling import dump_archive
 from ckpt_tools.megatron.common_state import COMMON_FILE
+from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.megatron.keys import BUFFERS, COMMON_OBJECT, KEPT, is_optimizer_key, parameter_of
 from ckpt_tools.megatron.torch_dist.write import OPTIMIZER_METADATA
 from ckpt_tools.model.dtypes import CASTABLE
@@ -40,6 +43,7 @@ class Stripped(Edited):
 
     dtype: str | None  # that was asked for
     cast: tuple[str, ...]  # keys with another element type than before
+    notes: tuple[str, ...] = ()  # on a fresh optimizer
 
 
 def strip_checkpoint(
@@ -48,10 +52,12 @@ def strip_checkpoint(
     dtype: str | None = None,
     options: EditOptions | None = None,
     progress: Callable[[int, int], None] | None = None,
+    fresh: TargetOptions | None = None,
 ) -> Stripped:
     """Write the weights of the checkpoint at `source` to `output`, in its format.
 
     `dtype` casts the weights of an `fsdp_dtensor` checkpoint, which are fp32 masters; buffers keep their type.
+    `fresh` gives it an optimizer that has not begun, with these settings, or those that the source tells.
 
     Raises:
         UsageError: there is nothing but weights, or a type that weights are not cast to.
@@ -61,7 +67,9 @@ def strip_checkpoint(
     source, output = path_text(source), path_text(output)
     options = options or EditOptions()
     with open_checkpoint(source, options.iteration, options.trust_pickle) as opened:
-        _check_request(opened, dtype)
+        _check_request(opened, dtype, fresh)
+        if fresh is not None:
+            return _begun_anew(source, opened, output, fresh, options, progress)
         catalog = opened.catalog
         removed = [key for key in (*catalog.tensors, *catalog.objects) if not is_kept(key)]
         common = _stripped_common(opened.common.values)
@@ -90,9 +98,42 @@ def strip_checkpoint(
             removed=(*removed, *(entries if in_common else ())),
             masters=Masters(use_of_masters(opened, "left_out")),
             written=report,
+            left_out=opened.location.left_out,
             dtype=dtype,
             cast=tuple(t.key for t in target.tensors if t.dtype != types[t.key]),
         )
+
+
+def _begun_anew(
+    source: str,
+    opened: Opened,
+    output: str,
+    fresh: TargetOptions,
+    options: EditOptions,
+    progress: Callable[[int, int], None] | None,
+) -> Stripped:
+    target, report = begin_anew(source, opened, output, fresh, options, progress)
+    stored = opened.catalog
+    types = {key: entry.dtype for key, entry in stored.tensors.items()}
+    written = {
+        *(t.key for t in target.tensors),
+        *(t.key for t in target.inline),
+        *(t.key for t in target.objects),
+    }
+    return Stripped(
+        source=source,
+        output=output,
+        source_format=opened.location.kind,
+        tensors=len(target.tensors),
+        objects=len(target.objects) + len(target.inline),
+        removed=tuple(key for key in (*stored.tensors, *stored.objects) if key not in written),
+        masters=Masters(use_of_masters(opened, "left_out")),
+        written=report,
+        left_out=opened.location.left_out,
+        dtype=None,
+        cast=tuple(t.key for t in target.tensors if t.key in types and t.dtype != types[t.key]),
+        notes=target.notes,
+    )
 
 
 def is_kept(key: str) -> bool:
@@ -100,13 +141,15 @@ def is_kept(key: str) -> bool:
     return not is_optimizer_key(key) and not _OF_A_RUN.match(key)
 
 
-def _check_request(opened: Opened, dtype: str | None) -> None:
+def _check_request(opened: Opened, dtype: str | None, fresh: TargetOptions | None) -> None:
     kind, path = opened.location.kind, opened.location.path
     if kind not in ("torch_dist", "fsdp_dtensor"):
         raise UnsupportedCheckpointError(
             f"{path} is {kind}; strip works on torch_dist and fsdp_dtensor checkpoints. `modify-state-dict --op "
             "'remove REGEX'` leaves keys out of any torch distributed checkpoint"
         )
+    if fresh is not None:
+        _check_fresh(opened, dtype)
     if dtype is None:
         return
     if dtype not in CASTABLE:
@@ -115,6 +158,24 @@ def _check_request(opened: Opened, dtype: str | None) -> None:
         raise UsageError(
             f"--dtype {dtype}: {path} is torch_dist, whose weights have the element type of the job already; "
             "`convert` and `export-hf` cast on the way to another format"
+        )
+
+
+def _check_fresh(opened: Opened, dtype: str | None) -> None:
+    if opened.location.kind == "torch_dist":
+        raise UsageError(
+            f"--fresh-optimizer: {opened.location.path} is torch_dist, and a 3D-parallel job starts from weights "
+            "alone (--finetune). For Megatron-FSDP: `convert --weights-only --fresh-optimizer`"
+        )
+    if is_version_2(opened.catalog.tensors):
+        raise UsageError(
+            f"--fresh-optimizer: {opened.location.path} is named for Megatron-FSDP v2, which loads no optimizer and "
+            "starts from weights alone (--no-load-optim). For v1: `convert --layout mfsdp-v1` first"
+        )
+    if dtype is not None:
+        raise UsageError(
+            f"--dtype {dtype}: fp32 masters stand in the place of weights where there is an optimizer "
+            "(--fresh-optimizer)"
         )
 
 

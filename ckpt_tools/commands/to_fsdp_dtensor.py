@@ -24,9 +24,13 @@ from ckpt_tools.commands.read_model import Wanted, need_kind, read_model
 from ckpt_tools.commands.relayout import need_other_job, prepare_relayout
 from ckpt_tools.commands.target_job import TargetJob, need_tp, said_tp
 from ckpt_tools.commands.version_2 import VERSION_1, VERSION_2, for_version_1, for_version_2
+from ckpt_tools.commands.warm_start import begun_at, weights_for_masters, with_run_state
+from ckpt_tools.execute.run import Output
 from ckpt_tools.formats.container import read_archive
+from ckpt_tools.formats.detect import Location
 from ckpt_tools.formats.files import AnyPath, Files, path_text
 from ckpt_tools.megatron.bridge import RUN_CONFIG, TRAIN_STATE, fsdp_run_config, train_state_file
+from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import check_fresh, with_fresh_optimizer
 from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter, Rows
 from ckpt_tools.megatron.fsdp_dtensor.tensors import live_value
 from ckpt_tools.megatron.fsdp_dtensor.write import FsdpTarget, TargetOptions, build_fsdp_target, writer_tp
@@ -96,8 +100,10 @@ def prepare(opened: Opened, options: ConvertOptions, layout: Layout) -> Conversi
         return prepare_relayout(opened, options, layout)
     need_kind(opened, "torch_dist")
     optimizer: Extent = "masters" if options.target.weights_only else "whole"
-    wanted = Wanted(optimizer, options.ignore_keys)
-    return prepare_model(read_model(opened, wanted), opened.files, options.target, layout)
+    model = read_model(opened, Wanted(optimizer, options.ignore_keys))
+    if options.target.fresh_optimizer:
+        model = with_run_state(model, opened)
+    return prepare_model(model, opened.files, options.target, layout)
 
 
 def prepare_model(model: Model, files: Files, options: TargetOptions, layout: Layout) -> Conversion:
@@ -107,17 +113,22 @@ def prepare_model(model: Model, files: Files, options: TargetOptions, layout: La
         UsageError: `--tp` is needed and was left out, or contradicts the layout.
         Otherwise the errors of `build_fsdp_target`.
     """
+    plain, asked = model, options
+    check_fresh(options)
+    if options.fresh_optimizer:
+        model, options = with_fresh_optimizer(model, options)
     stored = writer_tp(model)
     tp = said_tp(options.tp, layout) or stored
     built = build_fsdp_target(model, replace(options, tp=tp.ranks))
     need_tp(built.packed, options.tp, layout, stored)
     job = TargetJob(TargetRecord(built.dialect.name, tp, tokens=built.tokens), built.packed, built.vocabulary)
     must_round = [tensor for tensor in built.target.tensors if tensor.must_round_to]
-    small = _bridge_files(built, model, files)
+    small = _bridge_files(built, model, files, begins=bool(asked.fresh_optimizer))
     left_out = MASTER in model.roles or model.unread
 
     def without_masters(note: str) -> Conversion:
-        return prepare_model(without_optimizer(model, note), files, options, layout)
+        without = weights_for_masters if asked.fresh_optimizer else without_optimizer
+        return prepare_model(without(plain, note), files, asked, layout)
 
     return Conversion(
         to="fsdp_dtensor",
@@ -130,11 +141,11 @@ def prepare_model(model: Model, files: Files, options: TargetOptions, layout: La
         job=job,
         masters="written" if must_round else "left_out" if left_out else "none",
         must_round=must_round,
-        optimizer_layout=model.optimizer_layout,
+        optimizer_layout=plain.optimizer_layout,
         groups=dict(sorted(Counter(m.group for m in built.memberships.values()).items())),
         fp8_recipe=model.settings.fp8_recipe,
         must_be_zero=tuple(_cut_rows(built.vocab)),
-        without_masters=without_masters if options.weights_only else None,
+        without_masters=without_masters if asked.weights_only else None,
         model=lambda: target_model(built, model.common),
         archives=lambda: _archives(built, files),
     )
@@ -149,7 +160,7 @@ def planned(opened: Opened, prepared: Conversion, options: ConvertOptions, layou
 
     return replace(
         prepared,
-        iteration=opened.location.iteration,
+        iteration=begun_at(opened.location, options.target).iteration,
         plan=prepared.lay_out(layout),
         check_masters=options.check_masters,
         without_masters=None if prepared.without_masters is None else without_masters,
@@ -165,14 +176,17 @@ def _archives(built: FsdpTarget, files: Files) -> Iterator[tuple[str, bytes]]:
         yield key, read_archive(files, item)
 
 
-def _bridge_files(built: FsdpTarget, model: Model, files: Files) -> dict[str, bytes]:
+def _bridge_files(built: FsdpTarget, model: Model, files: Files, begins: bool) -> dict[str, bytes]:
     """For Bridge the files that it reads beside the tensors.
 
-    A Bridge source's own are taken over; progress is made up from the args of a Megatron-LM source.
+    A Bridge source's own are taken over; progress is made up from the args of a Megatron-LM source, and of a job that
+    `begins`.
     """
     if built.dialect.name != "bridge":
         return {}
     kept = read_bridge_files(files)
+    if begins:
+        kept.pop(TRAIN_STATE, None)
     if RUN_CONFIG in kept:
         kept[RUN_CONFIG] = fsdp_run_config(kept[RUN_CONFIG])
     return {TRAIN_STATE: train_state_file(model.common.values, model.common.args)} | kept
@@ -199,4 +213,8 @@ def membership_map(built: FsdpTarget) -> Mapping[str, int]:
     return {f"model.module.{name}": m.group for name, m in built.memberships.items()}
 
 
-TO_FSDP_DTENSOR = Writer(open=open_source, place=like_to_like, plan=plan_fsdp_dtensor)
+def _place(source: str, location: Location, output: str, options: ConvertOptions) -> Output:
+    return like_to_like(source, begun_at(location, options.target), output, options)
+
+
+TO_FSDP_DTENSOR = Writer(open=open_source, place=_place, plan=plan_fsdp_dtensor)

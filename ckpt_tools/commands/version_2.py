@@ -131,7 +131,8 @@ def _refuse(prepared: Conversion, common: CommonState, layout: Layout) -> None:
     if topology is not None and topology.ep > 1 and _has_optimizer(prepared.target):
         raise UsageError(
             f"--layout {VERSION_2} --ep {topology.ep}: the only known layout of v2's optimizer (the open change "
-            "NVIDIA/Megatron-LM#6215) refuses expert parallelism; pass --weights-only"
+            "NVIDIA/Megatron-LM#6215) refuses expert parallelism; pass --weights-only "
+            "alone, without --fresh-optimizer"
         )
     fused = next(_fused(prepared.target, common), None)
     if fused is not None:

@@ -8,7 +8,7 @@ import mmap
 import os
 import struct
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,22 +153,44 @@ def _copy(source: At, target: At, length: int, count: CopyCount) -> None:
         source, target, length = source.skip(done), target.skip(done), length - done
 
 
-def preallocate(fd: int, length: int) -> None:
+def stored_ranges(fd: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """The parts of bytes `start` to `stop` of a file that are stored; all where holes cannot be asked for."""
+    while start < stop:
+        try:
+            first = os.lseek(fd, start, os.SEEK_DATA)
+            end = os.lseek(fd, first, os.SEEK_HOLE)
+        except OSError as error:
+            if error.errno == errno.ENXIO:
+                return  # a hole up to the end of the file
+            first, end = start, stop
+        if first >= stop:
+            return
+        yield first, min(end, stop)
+        start = end
+
+
+def preallocate(fd: int, length: int, holes: Iterable[tuple[int, int]] = ()) -> None:
     """Reserve `length` bytes and make the file that long, so that a full disk shows before the first byte.
 
-    A file system in memory would fill every reserved page with zeros, a second writing of all; there the free
-    space, which the caller looks at, has to do.
+    Nothing is reserved for the byte ranges `holes`, in order, which will hold zeros. A file system in memory would
+    fill every reserved page with zeros, a second writing of all; there the free space, which the caller looks at, has
+    to do.
 
     Raises:
         OSError: the space is not there.
     """
-    if length and not _in_memory(fd):
-        try:
-            os.posix_fallocate(fd, 0, length)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-                raise
     os.ftruncate(fd, length)
+    if not length or _in_memory(fd):
+        return
+    start = 0
+    for first, stop in (*holes, (length, length)):
+        if first > start:
+            try:
+                os.posix_fallocate(fd, start, first - start)
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                    raise
+        start = stop
 
 
 def check_direct(folder: Path) -> None:

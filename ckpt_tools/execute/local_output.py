@@ -27,6 +27,7 @@ from ckpt_tools.formats.files import Files, LocalFiles
 from ckpt_tools.formats.joined_files import JoinedFiles
 from ckpt_tools.model.transfers import OutputItem
 from ckpt_tools.plan.assign import worker_share
+from ckpt_tools.plan.holes import holes
 
 
 class LocalOutput:
@@ -37,7 +38,8 @@ class LocalOutput:
     def __init__(self, job: WriteJob) -> None:
         self._job = job
         final = Path(job.output.directory)
-        self._staging = Staging(final, job.plan.digest, job.plan.file_bytes, _folders(job.files))
+        plan = job.plan
+        self._staging = Staging(final, plan.digest, plan.file_bytes, _folders(job.files), holes(plan))
         self._state: SourceState = []
         self.scratch: Path | None = self._staging.partial
 

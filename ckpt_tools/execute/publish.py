@@ -50,21 +50,27 @@ from ckpt_tools.execute.vacant import (
     stopped,
 )
 from ckpt_tools.execute.write_job import Found
+from ckpt_tools.plan.holes import Hole, hole_bytes
 
 _MARKER_BYTES, _LOCK_BYTES = 1 << 12, 1 << 10
 
 
 class Staging:
-    """The partial directory of one output, for the plan with this digest and these files (name -> bytes).
+    """The partial directory of one output, for the plan with this digest, these files (name -> bytes) and holes.
 
     `sources` are the directories whose permissions a new output takes over.
     """
 
     def __init__(
-        self, final: Path, digest: str, sizes: Mapping[str, int], sources: Sequence[Path] = ()
+        self,
+        final: Path,
+        digest: str,
+        sizes: Mapping[str, int],
+        sources: Sequence[Path] = (),
+        holes: Mapping[str, list[Hole]] | None = None,
     ) -> None:
         self.final = final
-        self._digest, self._sizes = digest, sizes
+        self._digest, self._sizes, self._holes = digest, sizes, holes or {}
         self.partial = partial_of(final)
         self.data = self.partial / DATA
         self.journal = Journal(self.partial / JOURNAL, self.folder)
@@ -265,13 +271,15 @@ class Staging:
         with self.open_data() as data:
             with storage_errors(self.data):
                 present = allocated(data)
-            check_space(self.folder(), self.final, sum(self._sizes.values()) - present)
+            check_space(
+                self.folder(), self.final, sum(self._sizes.values()) - hole_bytes(self._holes) - present
+            )
             for name, size in self._sizes.items():
                 with storage_errors(self.data / name):
                     fd = data.open(name, os.O_RDWR | os.O_CREAT, self._access.file)
                     try:
                         self._give_to_group(fd, data)
-                        preallocate(fd, size)
+                        preallocate(fd, size, self._holes.get(name, ()))
                     finally:
                         os.close(fd)
 

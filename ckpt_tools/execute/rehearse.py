@@ -32,6 +32,7 @@ from ckpt_tools.execute.work import tile_bytes
 from ckpt_tools.execute.write_job import Output, WriteOptions
 from ckpt_tools.formats.files import Files
 from ckpt_tools.model.transfers import Plan, stored_parts
+from ckpt_tools.plan.holes import hole_bytes, holes
 
 
 def rehearse(
@@ -96,7 +97,7 @@ def _look(plan: Plan, files: Files, output: Output, options: WriteOptions) -> No
         if not os.access(above, os.W_OK | os.X_OK):
             raise PermissionError(13, os.strerror(13))
         _check_names(above, final)
-        check_space(parent, final, plan.bytes_to_write - present)
+        check_space(parent, final, plan.bytes_to_write - hole_bytes(holes(plan)) - present)
     if options.direct:
         _check_direct(above)
 

@@ -23,6 +23,7 @@ from ckpt_tools.execute.fileio import (
     can_share,
     copy_range,
     storage_errors,
+    stored_ranges,
     write_all,
 )
 from ckpt_tools.execute.fill import Filled, Filler
@@ -35,7 +36,7 @@ from ckpt_tools.formats.frames import Frame, bare_frame, tensor_frame
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.casts import Array, raw_dtype
 from ckpt_tools.model.dtypes import itemsize
-from ckpt_tools.model.transfers import VERBATIM, Computation, OutputItem, Transfer
+from ckpt_tools.model.transfers import VERBATIM, Computation, OutputItem, Transfer, only_zeros
 from ckpt_tools.plan.byte_runs import is_run, row_major_tiles
 from ckpt_tools.plan.tiling import BoxIndex
 
@@ -167,6 +168,10 @@ class Pump:
 
     def _write_segment(self, item: OutputItem, segment: Segment, file: OutputFile, at: int) -> int:
         """Write a segment's bytes from byte `at` of the file on; returns their CRC-32."""
+        if only_zeros(segment.transfers):
+            nbytes = segment.box.volume * itemsize(item.dtype)
+            self._write_zeros(file, at, at + nbytes)
+            return crc.of_zeros(nbytes)
         payload = self._whole_payload(segment)
         if payload and payload.crc32 is not None and self._copy_whole(payload, file, at):
             return payload.crc32
@@ -175,6 +180,19 @@ class Pump:
             file.write(data, at)
             at += len(data)
         return self._stated(segment, checksum)
+
+    def _write_zeros(self, file: OutputFile, start: int, stop: int) -> None:
+        """Zeros from byte `start` to `stop` of the file; what is a hole there reads as zeros already."""
+        done = start
+        for first, end in stored_ranges(file.fd, start, stop):
+            for at in range(first, end, self._tile_bytes):
+                data = self._buffer(at, min(self._tile_bytes, end - at))
+                data[:] = 0
+                file.write(data.data, at)
+                self.counters.copies.touched += len(data)
+                self._tick(at + len(data) - done)
+                done = at + len(data)
+        self._tick(stop - done)
 
     def _stated(self, segment: Segment, found: int) -> int:
         """The CRC-32 of a segment's bytes: a whole payload keeps its own, so that unproven damage still shows."""

@@ -7,6 +7,8 @@
 * `remote`: that seam through fsspec
 * `web`: that seam over http, by byte ranges
 * `detect`: which checkpoint a path means, and of which kind
+* `verl`: where verl keeps a checkpoint in the folders of its runs
+* `beside`: what programs keep beside the tensors that is not read
 * `hub_cache`: the cache of the Hugging Face hub
 * `dcp`: `.metadata` of a torch distributed checkpoint as a catalog
 * `records`: the flat records that make up most of it, recognised whole

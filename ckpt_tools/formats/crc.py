@@ -9,7 +9,7 @@ try:
 except ImportError:  # no wheel for this platform: the same sum, about four times slower
     from zlib import crc32
 
-__all__ = ["combine", "crc32"]
+__all__ = ["combine", "crc32", "of_zeros"]
 
 _POLYNOMIAL = 0xEDB88320  # bit-reversed; bit 31 is x^0
 
@@ -20,6 +20,11 @@ def combine(first: int, second: int, second_bytes: int) -> int:
     Appending n zero bytes multiplies the remainder of A by x^(8n) modulo the polynomial (zlib, crc32_combine).
     """
     return _multiply(_power(second_bytes), first) ^ second
+
+
+def of_zeros(nbytes: int) -> int:
+    """CRC-32 of so many zero bytes, without summing them."""
+    return _multiply(_power(nbytes), 0xFFFFFFFF) ^ 0xFFFFFFFF
 
 
 @lru_cache(maxsize=4096)

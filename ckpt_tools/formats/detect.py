@@ -9,22 +9,25 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from ckpt_tools.credentials import hidden
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError, UsageError
+from ckpt_tools.formats.beside import LOCAL_FILE, MODELOPT, left_beside, local_checkpoint
 from ckpt_tools.formats.container import StoredTensor, load_object, whole_file
 from ckpt_tools.formats.dcp import MAX_METADATA_BYTES, METADATA, missing_metadata
 from ckpt_tools.formats.files import Files, LocalFiles, absent_folder, open_files, read_whole
 from ckpt_tools.formats.hub_cache import snapshot_of
 from ckpt_tools.formats.safetensors import OTHER_WEIGHTS
+from ckpt_tools.formats.verl import STEP, inner_checkpoint, step_of
 
 TRACKER = "latest_checkpointed_iteration.txt"
 BRIDGE_TRACKER = "latest_train_state.pt"
 METADATA_JSON = "metadata.json"
 _TRACKER_BYTES = 4096
+_LOOKED_AT = 32  # folders of a folder that is no checkpoint
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _FSDP_KEY = re.compile(rb"(model\.module\.|optimizer\.state\.module\.|optimizer\.param_to_group_meta\.)")
 _RECORD = "ckpt_tools.json"  # beside what was converted
@@ -54,6 +57,7 @@ class Location:
     has_common_pt: bool = False
     has_run_config: bool = False
     has_train_state: bool = False
+    left_out: tuple[str, ...] = ()  # a line for each thing beside the tensors that is not read
 
 
 def locate(path: str, iteration: int | None = None) -> Location:
@@ -72,12 +76,14 @@ def locate(path: str, iteration: int | None = None) -> Location:
     path = snapshot_of(path)
     files = open_files(path)
     try:
-        root, found, name = _resolve(files, path, iteration)
+        root, found, name, left_out = _resolve(files, path, iteration)
     finally:
         files.close()
     folder = open_files(found)
     try:
-        return _describe(folder, found, root, name)
+        described = _describe(folder, found, root, name)
+        beside = () if described.kind == "safetensors" else left_beside(folder.list())
+        return replace(described, left_out=(*left_out, *beside))
     finally:
         folder.close()
 
@@ -92,8 +98,9 @@ def iteration_numbers(root: str) -> list[int]:
 
 
 def iteration_folders(names: Iterable[str]) -> list[tuple[str, int]]:
-    """The names that are those of iteration folders, with their numbers."""
-    return [(match[0], int(match[1])) for match in map(_ITERATION.fullmatch, names) if match]
+    """The names that are those of iteration folders, with their numbers: Megatron's, or verl's."""
+    found = (match for name in names for match in (_ITERATION.fullmatch(name), STEP.fullmatch(name)))
+    return [(match[0], int(match[1])) for match in found if match]
 
 
 def _check_folder(path: str) -> None:
@@ -101,33 +108,62 @@ def _check_folder(path: str) -> None:
     folder = Path(path)
     if folder.is_dir():
         return
+    if LOCAL_FILE.fullmatch(folder.name):
+        raise UnsupportedCheckpointError(local_checkpoint(path))
     if folder.exists():
         raise UnsupportedCheckpointError(f"{path} is a file; give the checkpoint's folder ({folder.parent}).")
     raise UnsupportedCheckpointError(absent_folder(folder))
 
 
-def _resolve(files: Files, path: str, iteration: int | None) -> tuple[str | None, str, str]:
-    """Run root, folder of the checkpoint itself, and the name that tells its iteration."""
+class _Resolved(NamedTuple):
+    """Run root, folder of the checkpoint itself, the name that tells its iteration, and what is not read."""
+
+    root: str | None
+    path: str
+    name: str
+    left_out: tuple[str, ...] = ()
+
+
+def _resolve(files: Files, path: str, iteration: int | None) -> _Resolved:
     names = files.list()
     name = path.rstrip("/").rpartition("/")[2]
+    if name == MODELOPT:
+        raise UnsupportedCheckpointError(
+            f"{path} is ModelOpt's state beside a checkpoint; give {_parent(path)}."
+        )
     if _is_checkpoint(names) or files.exists(METADATA):
         match = _ITERATION.fullmatch(name)
         if iteration is not None and not (match and int(match[1]) == iteration):
             raise UsageError(f"{path} is one checkpoint, not a run with an iteration {iteration}.")
         is_iteration = match is not None or name == "release"
-        return (_parent(path) if is_iteration else None), path, name
-    if TRACKER in names or BRIDGE_TRACKER in names or any(map(_ITERATION.fullmatch, names)):
+        return _Resolved(_parent(path) if is_iteration else None, path, name)
+    if TRACKER in names or BRIDGE_TRACKER in names or iteration_folders(names):
         chosen = _chosen_iteration(files, names, iteration)
         if chosen not in names:
             raise UnsupportedCheckpointError(
                 f"{path}: iteration {chosen} is meant, but there is no such folder. {_choices(names)}"
             )
         _check_inner(files, chosen)
-        return path, _join(path, chosen), chosen
+        if STEP.fullmatch(chosen):
+            return _in_verl(_join(path, chosen), path) or _Resolved(path, _join(path, chosen), chosen)
+        return _Resolved(path, _join(path, chosen), chosen)
     if "weights" in names and open_files(_join(path, "weights")).exists(METADATA):
         _check_inner(files, "weights")
-        return None, _join(path, "weights"), name
+        return _Resolved(None, _join(path, "weights"), name)
+    if (found := _in_verl(path, None)) is not None:
+        if iteration is not None:
+            raise UsageError(f"{path} is one checkpoint, not a run with an iteration {iteration}.")
+        return found
     raise _nothing_here(path, names)
+
+
+def _in_verl(path: str, root: str | None) -> _Resolved | None:
+    """The checkpoint in a step's or a role's folder of verl."""
+    found, step = inner_checkpoint(path), step_of(path)
+    if found is None:
+        return None
+    name = path if step is None else f"iter_{step:07d}"
+    return _Resolved(root, found.path, name, found.left_out)
 
 
 def _check_inner(files: Files, name: str) -> None:
@@ -146,7 +182,7 @@ def _is_checkpoint(names: list[str]) -> bool:
 def _chosen_iteration(files: Files, names: list[str], iteration: int | None) -> str:
     """Name of the iteration's folder: the asked one, the tracker's, or the only one."""
     if iteration is not None:
-        return f"iter_{iteration:07d}"
+        return _folder_of(files, names, iteration)
     if TRACKER in names:
         text = read_whole(files, TRACKER, _TRACKER_BYTES).decode("utf-8", "replace").strip()
         if text == "release":
@@ -156,13 +192,26 @@ def _chosen_iteration(files: Files, names: list[str], iteration: int | None) -> 
                 f"{files.location}/{TRACKER} holds {text[:40]!r}, not an iteration or 'release'. "
                 f"Choose with --iteration. {_choices(names)}"
             )
-        return f"iter_{int(text):07d}"
+        return _folder_of(files, names, int(text))
     if BRIDGE_TRACKER in names:
         return f"iter_{_bridge_step(files):07d}"
-    folders = [name for name in names if _ITERATION.fullmatch(name)]
+    folders = [name for name, _ in iteration_folders(names)]
     if len(folders) > 1:
         raise UsageError(f"{files.location} has no tracker file. Choose with --iteration. {_choices(names)}")
     return folders[0]
+
+
+def _folder_of(files: Files, names: list[str], iteration: int) -> str:
+    """The folder of an iteration, Megatron's name for it where there is none.
+
+    Raises:
+        UsageError: there are several.
+    """
+    found = [name for name, number in iteration_folders(names) if number == iteration]
+    if len(found) > 1:
+        listed = ", ".join(_join(files.location, name) for name in found)
+        raise UsageError(f"{files.location} has several folders of iteration {iteration}; give one: {listed}")
+    return found[0] if found else f"iter_{iteration:07d}"
 
 
 def _bridge_step(files: Files) -> int:
@@ -175,7 +224,7 @@ def _bridge_step(files: Files) -> int:
 
 
 def _choices(names: list[str]) -> str:
-    found = [name for name in names if _ITERATION.fullmatch(name) or name == "release"]
+    found = [name for name in names if iteration_folders([name]) or name == "release"]
     listed = ", ".join(found[-5:])
     return (
         f"There are {len(found)}: {'... ' if len(found) > 5 else ''}{listed}." if found else "There is none."
@@ -185,6 +234,8 @@ def _choices(names: list[str]) -> str:
 def _nothing_here(path: str, names: list[str]) -> UnsupportedCheckpointError:
     if not names:
         return UnsupportedCheckpointError(f"{path} is empty; there is no checkpoint in it.")
+    if local := _local_file(path, names):
+        return UnsupportedCheckpointError(local_checkpoint(local))
     inner = [name for name in names if open_files(_join(path, name)).exists(METADATA)]
     hint = f" Did you mean {_join(path, inner[0])}?" if inner else ""
     if "config.json" in names and any(name.endswith(OTHER_WEIGHTS) for name in names):
@@ -199,6 +250,16 @@ def _nothing_here(path: str, names: list[str]) -> UnsupportedCheckpointError:
     return UnsupportedCheckpointError(
         f"{path} holds no checkpoint: neither {METADATA} nor {TRACKER}, only {shown}.{hint}"
     )
+
+
+def _local_file(path: str, names: list[str], depth: int = 2) -> str | None:
+    """A local checkpoint's file: in a folder of its rank, which may be in one of a session."""
+    for name in names:
+        if LOCAL_FILE.fullmatch(name):
+            return _join(path, name)
+    folders = (_join(path, name) for name in names[:_LOOKED_AT] if depth and "." not in name)
+    inner = (_local_file(folder, _listed(folder), depth - 1) for folder in folders)
+    return next(filter(None, inner), None)
 
 
 def _describe(files: Files, path: str, root: str | None, name: str) -> Location:

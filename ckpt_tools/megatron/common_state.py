@@ -25,12 +25,14 @@ RUN_CONFIG = "run_config.yaml"
 class CommonState:
     """`values` as saved, and where they were found: `common.pt`, `common_state`, `items` or None.
 
-    `model_config` is the `model` section of Bridge's `run_config.yaml`, which stands in for the arguments.
+    `model_config` and `optimizer_config` are those sections of Bridge's `run_config.yaml`, which stands in for the
+    arguments.
     """
 
     values: dict[str, Any]
     source: Literal["common.pt", "common_state", "items"] | None
     model_config: dict[str, Any] = field(default_factory=dict)
+    optimizer_config: dict[str, Any] = field(default_factory=dict)
 
     @property
     def args(self) -> dict[str, Any]:
@@ -62,21 +64,22 @@ def read_common_state(files: Files, catalog: Catalog, trust_pickle: bool = False
         CorruptCheckpointError: it is there but damaged.
         UnsupportedCheckpointError: it names a class that is not known to be harmless.
     """
-    model_config = _model_config(files)
+    config = _run_config(files)
+    sections = _section(config, "model"), _section(config, "optimizer")
     if files.exists(COMMON_FILE):
         values = load_object(files, whole_file(files, COMMON_FILE), trust_pickle)
-        return CommonState(_as_dict(values, f"{files.location}/{COMMON_FILE}"), "common.pt", model_config)
+        return CommonState(_as_dict(values, f"{files.location}/{COMMON_FILE}"), "common.pt", *sections)
     entry = catalog.objects.get(COMMON_OBJECT)
     if entry is not None:
         wrapped = load_object(files, entry.item, trust_pickle)
         values = wrapped[0] if isinstance(wrapped, list) and len(wrapped) == 1 else wrapped
-        return CommonState(_as_dict(values, COMMON_OBJECT), "common_state", model_config)
+        return CommonState(_as_dict(values, COMMON_OBJECT), "common_state", *sections)
     found = {
         key: load_object(files, catalog.objects[key].item, trust_pickle)
         for key in COMMON_ITEMS
         if key in catalog.objects
     }
-    return CommonState(found, "items" if found else None, model_config)
+    return CommonState(found, "items" if found else None, *sections)
 
 
 def _as_dict(values: Any, where: str) -> dict[str, Any]:
@@ -85,14 +88,17 @@ def _as_dict(values: Any, where: str) -> dict[str, Any]:
     raise CorruptCheckpointError(f"{where}: holds a {type(values).__name__}, expected a dict.")
 
 
-def _model_config(files: Files) -> dict[str, Any]:
+def _run_config(files: Files) -> Any:
     if not files.exists(RUN_CONFIG):
-        return {}
+        return None
     try:
-        config = parse_yaml(read_whole(files, RUN_CONFIG))
+        return parse_yaml(read_whole(files, RUN_CONFIG))
     except DocumentError as error:
         raise CorruptCheckpointError(
             f"{files.location}/{RUN_CONFIG}: not readable YAML ({error})."
         ) from error
-    model = config.get("model") if isinstance(config, dict) else None
-    return model if isinstance(model, dict) else {}
+
+
+def _section(config: Any, name: str) -> dict[str, Any]:
+    section = config.get(name) if isinstance(config, dict) else None
+    return section if isinstance(section, dict) else {}

@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 
 from ckpt_tools.model.box import Box, full_box
-from ckpt_tools.model.casts import Array, cast
+from ckpt_tools.model.casts import Array, cast, numpy_dtype
 from ckpt_tools.model.dtypes import CASTABLE
 
 
@@ -66,6 +66,29 @@ class _Elementwise:
 
     def needs(self, box: Box, inputs: Sequence[Form]) -> tuple[Box, ...]:
         return (box,) * len(inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Zeros:
+    """Zeros, of nothing: what an optimizer that has not begun keeps of a parameter. No input is read for them."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return "zeros"
+
+    def form(self, inputs: Sequence[Form]) -> Form:
+        if inputs:
+            raise ValueError(f"zeros are made of nothing, not of {len(inputs)} tensors")
+        return Form(self.dtype, self.shape)
+
+    def needs(self, box: Box, inputs: Sequence[Form]) -> tuple[Box, ...]:
+        return ()
+
+    def compute(self, box: Box, tiles: Sequence[Array]) -> Array:
+        return np.zeros(box.size, numpy_dtype(self.dtype))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Item
 from ckpt_tools.model.dtypes import itemsize
+from ckpt_tools.model.kernels import Zeros
 from ckpt_tools.model.views import Piece, View
 
 if TYPE_CHECKING:
@@ -85,6 +86,11 @@ class Computation(NamedTuple):
     def nbytes(self) -> int:
         """Source bytes wanted."""
         return sum(transfer.nbytes for operand in self.operands for transfer in operand.transfers)
+
+
+def only_zeros(transfers: Iterable[Transfer | Computation]) -> bool:
+    """Whether nothing but zeros comes of these transfers: none are read or computed to know them."""
+    return all(isinstance(t, Computation) and isinstance(t.kernel, Zeros) for t in transfers)
 
 
 def stored_parts(transfers: Iterable[Transfer | Computation]) -> Iterator[Transfer]:

@@ -6,6 +6,7 @@
 * `tiling`: finding boxes among many, in near linear time
 * `byte_runs`: how a strided region is read: in which pieces, with how much waste
 * `coalesce`: which small items make one write, and which one read
+* `holes`: where files hold zeros alone
 * `assign`: which worker carries out which items
 * `duration`: how long it takes, on machines that are not here
 * `weight_files`: the plan of safetensors files

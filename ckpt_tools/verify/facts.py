@@ -41,6 +41,9 @@ class Facts:
     target: str | None = None  # the program that the conversion wrote names for
     has_args: bool = True  # False: Bridge's configuration stands in for Megatron-LM's arguments
     tokens: int | None = None  # of the vocabulary, without padding
+    schedule: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # the stored state of the learning-rate schedule
 
     def on(self, name: str) -> bool:
         """Whether the job has a switch on."""
@@ -64,6 +67,11 @@ class Facts:
     @property
     def has_states(self) -> bool:
         return bool(self.states)
+
+    @property
+    def begins(self) -> bool:
+        """Whether the checkpoint's optimizer has not begun: it was made for a warm start."""
+        return self.has_states and self.schedule.get("num_steps") == 0
 
     def loads(self, what: str) -> bool:
         """Whether the job asks for `optim` or `rng` entries."""

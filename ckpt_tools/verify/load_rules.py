@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
+from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import SCHEDULE_SETTINGS, schedule_of
 from ckpt_tools.megatron.names import MTP_DISK, MTP_LIVE, dialect_named
 from ckpt_tools.verify.facts import Facts, Rule, before, since
 from ckpt_tools.verify.job import BRIDGE, VERSIONS
@@ -142,6 +143,23 @@ def _warm_start(f: Facts) -> str | None:
     return f"{'finetune' if f.is_warm_start else 'no_load_optim'} is on"
 
 
+def _schedule(f: Facts) -> str | None:
+    """What the loader's own comparison finds; a job without a learning rate is not described that far."""
+    settled = f.on("override_opt_param_scheduler") or f.on("use_checkpoint_opt_param_scheduler")
+    if not f.loads("optim") or settled or f.value("lr") is None:
+        return None
+    job = schedule_of({name: f.value(name) for name in SCHEDULE_SETTINGS}) or {}
+    job |= {"max_lr": f.value("lr"), "min_lr": f.value("min_lr", 0.0)}
+    pairs = {name: (found, f.schedule.get(name)) for name, found in job.items()}
+    found = [f"{n}: job {a}, checkpoint {b}" for n, (a, b) in pairs.items() if b is not None and a != b]
+    return "; ".join(found) or None
+
+
+def _fresh_samples(f: Facts) -> str | None:
+    samples = f.value("train_samples")
+    return f"train_samples is {samples}" if f.begins and f.loads("optim") and samples is not None else None
+
+
 def _optimizer_entries(f: Facts) -> str | None:
     return "the checkpoint has no optimizer state" if not f.states and f.loads("optim") else None
 
@@ -170,8 +188,8 @@ def _strict(f: Facts) -> str | None:
 _LOADED = "training/checkpointing.py _load_base_checkpoint"
 _RELOAD = "optimizer/distrib_optimizer.py _copy_model_params_to_main_params"
 _WITH_OPTIMIZER = (
-    "load a checkpoint with the optimizer's state; from weights alone start core-0.16 or core-0.17 (--finetune) and "
-    "go on from what it saves"
+    "give it an optimizer that has not begun: `strip CHECKPOINT OUT --fresh-optimizer` (or convert --weights-only, "
+    "import-hf); from weights alone start core-0.16 or core-0.17 (--finetune) and go on from what they save"
 )
 _TO_FSDP = "convert-torch-dist-to-fsdp-dtensor CHECKPOINT CONVERTED"
 _EVERY_STATE = "a strict load asks for every state"
@@ -210,6 +228,12 @@ RULES = (
     Rule("optimizer-entries", ERROR, _optimizer_entries, "the optimizer would not have what it asks for",
          "checkpoint.load_optim=false, or checkpoint.finetune=true",
          "Megatron-Bridge training/checkpointing.py load_checkpoint", (BRIDGE,)),
+    Rule("schedule", ERROR, _schedule, "the loader compares its learning-rate schedule with the stored one and stops",
+         "--override-opt_param-scheduler for the job's, --use-checkpoint-opt_param-scheduler for the stored one",
+         "optimizer_param_scheduler.py load_state_dict", VERSIONS),
+    Rule("fresh-samples", ERROR, _fresh_samples, "a job that has consumed no samples at iteration 1 or later counts "
+         "in iterations, and stops where it is told to count in samples", "--train-iters",
+         "training/training.py build_train_valid_test_data_loaders", VERSIONS),
     Rule("state-kinds", ERROR, _state_kinds, "a strict load asks for every kind of state of the job's optimizer",
          "--optimizer as in the run that wrote the states", "optimizer/distrib_optimizer.py "
          "sharded_param_state_fsdp_dtensor"),

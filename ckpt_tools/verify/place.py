@@ -32,8 +32,9 @@ def check_place(location: Location, root: Files | None, common: CommonState) -> 
         )
     elif location.tracker == TRACKER:
         text = root.read(TRACKER, 0, min(root.size(TRACKER), 64)).decode("utf-8", "replace").strip()
-        folder = f"iter_{int(text):07d}" if text.isdecimal() and text.isascii() else text
-        if folder != text and folder not in names:
+        is_number = text.isdecimal() and text.isascii()
+        folder = f"iter_{int(text):07d}" if is_number else text
+        if is_number and int(text) not in {number for _, number in iteration_folders(names)}:
             found.error(TRACKER, f"it names iteration {text}, but there is no folder {folder}")
         elif folder == text and text != "release":
             found.error(TRACKER, f"it holds {text[:40]!r}, expected an iteration or 'release'")

@@ -12,6 +12,7 @@ OPTIONS = {
         "--follow-links --check-source "
         "--to --swiglu --no-swiglu --swiglu-modules --param-to-param-group-map-json --strict-map "
         "--output-optimizer-state-prefix --output-model-weight-prefix --rename-mtp-keys --target --aliases "
+        "--fresh-optimizer --no-fresh-optimizer --lr --min-lr --weight-decay --adam-beta1 --adam-beta2 --adam-eps "
         "--layer-spec --experts --weights-only --keep-states --dtype --vocab-size-padded --vocab-size "
         "--extra-state --stacked --per-layer --like-source --hf-config --max-shard-size --layout "
         "--world-size --gpus --dp-shard --dp-outer "
@@ -23,6 +24,7 @@ OPTIONS = {
         "--follow-links --check-source "
         "--swiglu --no-swiglu --swiglu-modules --param-to-param-group-map-json --strict-map "
         "--output-optimizer-state-prefix --output-model-weight-prefix --rename-mtp-keys --target --aliases "
+        "--fresh-optimizer --no-fresh-optimizer --lr --min-lr --weight-decay --adam-beta1 --adam-beta2 --adam-eps "
         "--layer-spec --experts --weights-only --keep-states --dtype --vocab-size-padded --vocab-size "
         "--layout --world-size "
         "--gpus --dp-shard --dp-outer --tp --cp --ep --etp --pp --strategy --outer-strategy --iteration "
@@ -52,6 +54,7 @@ OPTIONS = {
         "--enable-msc --follow-links"
     ),
     "plan": (
+        "--fresh-optimizer --no-fresh-optimizer --lr --min-lr --weight-decay --adam-beta1 --adam-beta2 --adam-eps "
         "--follow-links --disk --network --nodes --workers "
         "--rank --tensor --json --svg --html --target --layer-spec --experts --swiglu --no-swiglu "
         "--keep-states --weights-only "
@@ -66,7 +69,8 @@ OPTIONS = {
     ),
     "import-hf": (
         "--follow-links --check-source "
-        "--to --rules --adapter --dtype --vocab-multiple --target --layer-spec --experts --layout --world-size "
+        "--fresh-optimizer --no-fresh-optimizer --lr --min-lr --weight-decay --adam-beta1 --adam-beta2 --adam-eps "
+        "--to --rules --adapter --dtype --vocab-size-padded --target --layer-spec --experts --layout --world-size "
         "--gpus --dp-shard --dp-outer --tp --cp --ep --etp --pp --strategy --outer-strategy --iteration "
         "--overwrite --resume --dry-run --workers --threads --max-memory --fsync --direct --quiet -q --json --report "
         "--enable-msc"
@@ -112,7 +116,8 @@ OPTIONS = {
         "--quiet --trust-pickle --enable-msc --follow-links"
     ),
     "strip": (
-        "--dtype --iteration --check-source --overwrite --resume --workers --threads --json --quiet -q "
+        "--dtype --fresh-optimizer --lr --min-lr --weight-decay --adam-beta1 --adam-beta2 --adam-eps "
+        "--iteration --check-source --overwrite --resume --workers --threads --json --quiet -q "
         "--trust-pickle --enable-msc --follow-links"
     ),
     "print-tensor": (

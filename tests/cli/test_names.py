@@ -86,7 +86,7 @@ def test_a_source_without_a_name_is_refused(command, made, capsys):
         (["convert", RUN, "out", "--to", "hf", "--vocab-size", "0"], "--vocab-size 0"),
         (["import-hf", "hf", "out", "--iteration", "-1"], "--iteration -1"),
         (["import-hf", "hf", "out", "--iteration", "1" + "0" * 18], "--iteration 1000"),
-        (["import-hf", "hf", "out", "--vocab-multiple", "0"], "--vocab-multiple 0"),
+        (["import-hf", "hf", "out", "--vocab-size-padded", "0"], "--vocab-size-padded 0"),
         (["inspect", RUN, "--iteration", "-1"], "--iteration -1"),
         (["diff", RUN, RUN, "--iteration", "-1"], "--iteration -1"),
         (["convert", RUN, "out", "--iteration", "-1"], "--iteration -1"),

@@ -112,7 +112,8 @@ def test_what_rounding_changes_is_counted(tmp_path: Path) -> None:
 def test_a_model_of_two_types_keeps_them(to: MegatronFormat, cases: Path, tmp_path: Path) -> None:
     source = cases / "mixed_dtype_rounded" / "hf"
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
-    report = import_hf(str(source), first, ImportOptions(to=to))
+    weights = TargetOptions(fresh_optimizer=False)
+    report = import_hf(str(source), first, ImportOptions(to=to, fsdp=weights))
     assert report.written is not None and report.written.rounded_elements == 0
     if to == "torch_dist":
         convert_to_fsdp_dtensor(first, second, ConvertOptions(target=TargetOptions(weights_only=True)))
@@ -192,8 +193,9 @@ def test_an_import_refuses_what_only_bfloat16_can_hold(tmp_path: Path, cases: Pa
     tensors["model.norm.weight"][7] = 65520.0  # the first that rounds to infinity
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_bytes((source / "config.json").read_bytes())
+    options = ImportOptions(to="fsdp_dtensor", dtype="float16", fsdp=TargetOptions(fresh_optimizer=False))
     with pytest.raises(VerificationError, match=r"final_layernorm\.weight\[7\]: 65520\.0"):
-        import_hf(str(folder), str(tmp_path / "out"), ImportOptions(to="fsdp_dtensor", dtype="float16"))
+        import_hf(str(folder), str(tmp_path / "out"), options)
     tensors["model.norm.weight"][7] = 65519.0
     save_file(tensors, folder / "model.safetensors")
-    import_hf(str(folder), str(tmp_path / "out"), ImportOptions(to="fsdp_dtensor", dtype="float16"))
+    import_hf(str(folder), str(tmp_path / "out"), options)

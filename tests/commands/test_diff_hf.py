@@ -42,7 +42,8 @@ def export(name, folder):
 def test_an_import_equals_its_source(case, to, tmp_path, capsys):
     if not CASES.is_dir():
         pytest.skip("../shared is absent")
-    assert run(["import-hf", str(CASES / case), str(tmp_path / "out"), "-q", "--to", to]) == 0
+    rates = ["--lr", "1e-5", "--min-lr", "1e-6", "--weight-decay", "0.1"] if to == "fsdp_dtensor" else []
+    assert run(["import-hf", str(CASES / case), str(tmp_path / "out"), "-q", "--to", to, *rates]) == 0
     for pair in ((CASES / case, tmp_path / "out"), (tmp_path / "out", CASES / case)):
         code, report = diff(*pair, capsys)
         assert (code, report["by"], report["equal"]) == (0, "huggingface", True)

@@ -17,6 +17,7 @@ from ckpt_tools.commands.export_hf import ExportOptions, export_hf
 from ckpt_tools.commands.import_hf import ImportOptions, import_hf
 from ckpt_tools.errors import CkptError, MappingError, UsageError
 from ckpt_tools.formats.safetensors import read_safetensors_catalog
+from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.model.choices import MegatronFormat
 from tests.conftest import DATA, REPO, fixture_dir
 from tests.megatron.huggingface.test_targets import DEEPSEEK, LLAMA, QWEN3_MOE, directory
@@ -64,9 +65,12 @@ def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 def test_there_and_back(name: str, to: MegatronFormat, tmp_path: Path) -> None:
     """Imported, exported again in shards of 2 kB: every tensor bit for bit, config fields as they were."""
     tensors = model(name, tmp_path / "hf")
-    import_hf(str(tmp_path / "hf"), str(tmp_path / "run"), ImportOptions(to=to))
-    assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "release"
-    assert (tmp_path / "run" / "release" / "metadata.json").exists() == (to == "torch_dist")
+    rates = TargetOptions(lr=1e-5, min_lr=1e-6, weight_decay=0.1) if to == "fsdp_dtensor" else TargetOptions()
+    import_hf(str(tmp_path / "hf"), str(tmp_path / "run"), ImportOptions(to=to, fsdp=rates))
+    latest = (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text()
+    assert latest == ("release" if to == "torch_dist" else "1")
+    folder = tmp_path / "run" / ("release" if to == "torch_dist" else "iter_0000001")
+    assert (folder / "metadata.json").exists() == (to == "torch_dist")
     report = export_hf(str(tmp_path / "run"), str(tmp_path / "out"), ExportOptions(max_shard_bytes=2000))
     assert_same(tensors_of(tmp_path / "out"), tensors)
     assert report.tensors == len(tensors)
@@ -286,9 +290,10 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As users type it, with a dry run first and a report in JSON."""
     model("llama", tmp_path / "hf")
     hf, out, run_dir = (str(tmp_path / name) for name in ("hf", "out", "run"))
-    assert run(["import-hf", hf, run_dir, "--to", "fsdp_dtensor", "-q", "--dry-run"]) == 0
+    words = ["import-hf", hf, run_dir, "--to", "fsdp_dtensor", "--no-fresh-optimizer", "-q"]
+    assert run([*words, "--dry-run"]) == 0
     assert not Path(run_dir).exists()
-    assert run(["import-hf", hf, run_dir, "--to", "fsdp_dtensor", "-q", "--iteration", "5"]) == 0
+    assert run([*words, "--iteration", "5"]) == 0
     assert (Path(run_dir) / "iter_0000005" / ".metadata").exists()
     capsys.readouterr()
     assert (

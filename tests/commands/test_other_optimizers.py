@@ -92,6 +92,23 @@ def test_kept_states_come_back_bit_for_bit(name: str, real: Path, tmp_path: Path
     assert optimizer_of(tmp_path / "back") == optimizer_of(expected)
 
 
+def test_what_is_kept_goes_where_a_fresh_optimizer_takes_its_place(real: Path, tmp_path: Path) -> None:
+    """From Muon's run at once, or by `strip` from what was kept of it: the same, and nothing of Muon."""
+    given = TargetOptions(weights_only=True, fresh_optimizer=True)
+    convert_to_fsdp_dtensor(
+        str(real / "main_muon_fr"), str(tmp_path / "at_once"), ConvertOptions(target=given)
+    )
+    convert_to_fsdp_dtensor(str(real / "main_muon_fr"), str(tmp_path / "kept"), KEEPING)
+    strip_checkpoint(
+        str(tmp_path / "kept"), str(tmp_path / "strip"), fresh=TargetOptions(fresh_optimizer=True)
+    )
+    first, second = oracle.tensors(tmp_path / "at_once"), oracle.tensors(tmp_path / "strip")
+    assert not any(key.startswith(KEPT) or "momentum" in key for key in (*first, *second))
+    moments = [tensor for key, tensor in first.items() if key.endswith((".exp_avg", ".exp_avg_sq"))]
+    assert moments and not any(tensor.any() for tensor in moments)
+    assert_same_tensors(second, first)
+
+
 def halves_by_layer(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Masters under the names of the running model: layers one by one, gate and up apart; by hand."""
     found = {}

@@ -124,6 +124,14 @@ CASES = [
         "fsdp_double_buffer",
         ("core-0.19", "main"),
     ),
+    ("--lr 0.02 --min-lr 0.001", "schedule", "error", "max_lr: job 0.02, checkpoint 0.01", VERSIONS),
+    (
+        "--lr 0.01 --min-lr 0.001 --train-iters 40 --global-batch-size 8",
+        "schedule",
+        "error",
+        "lr_decay_steps: job 320, checkpoint 160",
+        VERSIONS,
+    ),
     ("--num-layers 4", "architecture", "error", "num_layers: job 4, checkpoint 2", PROGRAMS),
     ("--hidden-size 64", "architecture", "error", "hidden_size", PROGRAMS),
     ("--hidden-size 64", "sizes", "error", "hidden size: job 64, stored 32", VERSIONS),
@@ -239,7 +247,7 @@ def test_every_rule_of_every_version_is_tried():
         "checkpoint-format", "required", "megatron-fsdp", "distributed-optimizer", "gradient-accumulation-fusion",
         "max-connections", "user-buffers", "version-2", "tied-embeddings", "swiglu", "experts", "expert-layers",
         "optimizer-entries", "stored-arguments", "names", "packed-projections", "packed-projections-unknown",
-        "strict-load", "fsdp-version",
+        "strict-load", "fsdp-version", "fresh-samples",
     }  # fmt: skip
     missing = {
         (rule.name, program)

@@ -18,6 +18,7 @@ from ckpt_tools.commands.export_hf import export_hf
 from ckpt_tools.commands.import_hf import ImportOptions, import_hf
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError
 from ckpt_tools.formats.files import open_files
+from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.megatron.huggingface.checks import Spec
 from ckpt_tools.megatron.huggingface.quantized import dequantized
 from ckpt_tools.model.catalog import Catalog, TensorEntry
@@ -42,12 +43,15 @@ def same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
         assert torch.equal(found[key].view(torch.uint8), tensor.contiguous().view(torch.uint8)), key
 
 
-@pytest.mark.parametrize("to", ["torch_dist", "fsdp_dtensor"])
+RATES = {"torch_dist": TargetOptions(), "fsdp_dtensor": TargetOptions(lr=1e-5, min_lr=1e-6, weight_decay=0.1)}
+
+
+@pytest.mark.parametrize("to", RATES)
 @pytest.mark.parametrize("name", MODELS)
 def test_imported_values_are_the_dequantized_ones(name: str, to: MegatronFormat, tmp_path: Path) -> None:
     model = MODELS[name]()
     source = model.save(tmp_path / "hf")
-    done = import_hf(str(source), str(tmp_path / "run"), ImportOptions(to=to))
+    done = import_hf(str(source), str(tmp_path / "run"), ImportOptions(to=to, fsdp=RATES[to]))
     export_hf(str(tmp_path / "run"), str(tmp_path / "out"))
     same_bits(load_file(tmp_path / "out" / "model.safetensors"), model.plain)
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())

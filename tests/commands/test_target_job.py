@@ -287,10 +287,30 @@ def test_a_pipeline_of_the_args_gets_states_for_every_stage(tmp_path):
 def test_an_import_tells_the_vocabularys_sizes(to, tmp_path, capsys):
     assert run(["export-hf", str(LLAMA), str(tmp_path / "hf"), "-q"]) == 0
     capsys.readouterr()
-    words = ["import-hf", str(tmp_path / "hf"), str(tmp_path / "run"), "--to", to, "--vocab-multiple", "32"]
+    words = [
+        "import-hf",
+        str(tmp_path / "hf"),
+        str(tmp_path / "run"),
+        "--to",
+        to,
+        "--vocab-size-padded",
+        "224",
+    ]
+    words += ["--no-fresh-optimizer"] * (to == "fsdp_dtensor")
     assert run([*words, "-q", "--json"]) == 0
     job = json.loads(capsys.readouterr().out)["job"]
     assert job["tokens"] == 201
     assert job["vocabulary"] == {"rows": 224, "multiple": 32, "fits_tp": [1], "is_exact": True}
     record = json.loads((tmp_path / "run" / "release" / RECORD_FILE).read_text())
     assert record["tokens"] == 201
+
+
+def test_an_import_is_padded_as_its_job_pads(tmp_path, capsys):
+    assert run(["export-hf", str(LLAMA), str(tmp_path / "hf"), "-q"]) == 0
+    words = ["import-hf", str(tmp_path / "hf"), str(tmp_path / "run"), "--to", "fsdp_dtensor", "--tp", "4"]
+    capsys.readouterr()
+    assert run([*words, "--no-fresh-optimizer", "-q", "--json"]) == 0
+    job = json.loads(capsys.readouterr().out)["job"]
+    assert job["vocabulary"] == {"rows": 512, "multiple": 128, "fits_tp": [4], "is_exact": True}
+    assert run([*words, "--no-fresh-optimizer", "-q", "--overwrite", "--vocab-size-padded", "200"]) == 2
+    assert "--vocab-size-padded 200 is less than the 201 tokens" in capsys.readouterr().err

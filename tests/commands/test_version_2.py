@@ -13,9 +13,13 @@ import torch
 
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.diff import diff_checkpoints
+from ckpt_tools.commands.import_hf import ImportOptions, completed
 from ckpt_tools.commands.opened import open_checkpoint
+from ckpt_tools.commands.placements import Layout
 from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
 from ckpt_tools.commands.version_2 import respelled
+from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
+from ckpt_tools.sharding.topology import Topology
 from tests.commands import oracle
 from tests.conftest import fixture_dir
 
@@ -132,6 +136,37 @@ def test_what_is_not_settled_upstream_is_said(tmp_path: Path, capsys: pytest.Cap
     assert "#6215" not in capsys.readouterr().out
 
 
+def test_an_optimizer_that_has_not_begun_is_renamed_as_any_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fresh = " --weights-only --fresh-optimizer"
+    one = converted(GPT, tmp_path / "v1", "--gpus 3" + fresh)
+    two = converted(GPT, tmp_path / "v2", "--layout mfsdp-v2 --gpus 3" + fresh)
+    assert "#6215" in capsys.readouterr().out
+    was, now = oracle.tensors(one), oracle.tensors(two)
+    assert {respelled(key) for key in was} == now.keys()
+    assert all(oracle.same_bytes(now[respelled(key)], was[key]) for key in was)
+    moments = [tensor for key, tensor in now.items() if key.endswith((".exp_avg", ".exp_avg_sq"))]
+    assert moments and not any(tensor.any() for tensor in moments)
+
+
+def test_weights_of_v2_get_no_optimizer_by_strip(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    two = converted(GPT, tmp_path / "v2", "--layout mfsdp-v2 --gpus 3 --weights-only")
+    assert run(["strip", str(two), str(tmp_path / "out"), "-q", "--fresh-optimizer"]) == 2
+    assert "is named for Megatron-FSDP v2, which loads no optimizer" in capsys.readouterr().err.replace(
+        "\n", " "
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_import_for_v2_begins_with_weights_alone(tmp_path: Path) -> None:
+    at = Layout("mfsdp-v2", Topology(dp_shard=2))
+    assert completed(ImportOptions(to="fsdp_dtensor", layout=at)).fsdp.fresh_optimizer is False
+    asked = ImportOptions(to="fsdp_dtensor", layout=at, fsdp=TargetOptions(fresh_optimizer=True))
+    assert completed(asked).fsdp.fresh_optimizer is True
+    assert completed(ImportOptions(to="fsdp_dtensor")).fsdp.fresh_optimizer is True
+
+
 @pytest.mark.parametrize(
     ("name", "words", "code", "why"),
     [
@@ -139,6 +174,12 @@ def test_what_is_not_settled_upstream_is_said(tmp_path: Path, capsys: pytest.Cap
         (LLAMA, "--weights-only", 5, "is a gated MLP's, gate and up in one"),
         (GPT, "--target core-0.19", 2, "a part of Megatron-LM main, not of core-0.19"),
         ("main_moe_fr_ep2", "--ep 2", 2, "refuses expert parallelism; pass --weights-only"),
+        (
+            "main_moe_fr_ep2",
+            "--ep 2 --weights-only --fresh-optimizer",
+            2,
+            "pass --weights-only alone, without --fresh-optimizer",
+        ),
     ],
 )
 def test_what_v2_cannot_hold_is_refused(

@@ -96,3 +96,8 @@ def test_joined_checksum_of_much() -> None:
     for _ in range(40):
         total = crc.combine(total, zlib.crc32(block), len(block))
     assert total == zlib.crc32(bytes(40 << 20))
+
+
+@given(st.integers(0, 100_000))
+def test_the_sum_of_zeros_is_zlibs(nbytes: int) -> None:
+    assert crc.of_zeros(nbytes) == zlib.crc32(bytes(nbytes))

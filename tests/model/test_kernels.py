@@ -18,6 +18,7 @@ from ckpt_tools.model.kernels import (
     Kernel,
     SplitMaster,
     WeightedMean,
+    Zeros,
     minifloat_values,
 )
 from tests.strategies import shapes, tilings
@@ -198,3 +199,16 @@ def test_half_precision_is_rounded_as_numpy_rounds_doubles(seed: int) -> None:
 def test_inputs_of_another_form_are_refused(kernel: Kernel, forms: list[Form]) -> None:
     with pytest.raises(ValueError, match=r"\w"):
         kernel.form(forms)
+
+
+@given(st.data())
+def test_zeros_are_made_of_nothing(data: st.DataObject) -> None:
+    shape = data.draw(shapes(0, 3))
+    kernel = Zeros("float32", shape)
+    found = by_tiles(kernel, [], [], data.draw(tilings(shape)))
+    assert found.dtype == np.float32 and found.tobytes() == np.zeros(shape, np.float32).tobytes()
+
+
+def test_zeros_take_no_input() -> None:
+    with pytest.raises(ValueError, match="not of 1 tensors"):
+        Zeros("float32", (2,)).form([Form("float32", (2,))])

@@ -59,7 +59,8 @@ def test_conversions_write_what_they_write_to_a_disk(store: MemoryFileSystem, tm
 
 def test_a_model_is_imported_from_a_store(store: MemoryFileSystem) -> None:
     assert run(["export-hf", "memory://in", "memory://hf"]) == 0
-    assert run(["import-hf", "memory://hf", "memory://imported", "--to", "fsdp_dtensor"]) == 0
+    rates = ["--lr", "1e-5", "--min-lr", "1e-6", "--weight-decay", "0.1"]
+    assert run(["import-hf", "memory://hf", "memory://imported", "--to", "fsdp_dtensor", *rates]) == 0
     assert run(["verify", "memory://imported", "--content"]) == 0
 
 

@@ -2,6 +2,7 @@
 
 * `write`: from a `Model` to what the checkpoint must contain: all decisions
 * `live`: parameters of the running model as concatenations of stored ones
+* `fresh_optimizer`: an optimizer that has not begun, for weights that start a job
 * `gating`: which fc1 weights are written in halves
 * `tensors`: the keys, and what stands under them
 * `flatten`: nested values as leaves under dotted keys

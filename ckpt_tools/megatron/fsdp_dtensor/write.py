@@ -73,6 +73,13 @@ class TargetOptions:
     strict_map: bool = False
     model_prefix: str = MODEL_PREFIX
     state_prefix: str | None = None
+    fresh_optimizer: bool | None = None  # with weights_only: an optimizer that has not begun
+    lr: float | None = None  # of the fresh optimizer, as all below
+    min_lr: float | None = None
+    weight_decay: float | None = None
+    adam_beta1: float | None = None
+    adam_beta2: float | None = None
+    adam_eps: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,7 +354,7 @@ def common_part(model: Model, options: TargetOptions, dialect: Dialect, tp: int)
     dropped = [
         f"common state {name}: not part of fsdp_dtensor"
         for name in stored
-        if name not in {*CARRIED_SCALARS, "args", "optimizer", "opt_param_scheduler"}
+        if name not in {*CARRIED_SCALARS, "args", "optimizer", "opt_param_scheduler", "lr_scheduler"}
     ]
     tensors: list[InlineTensor] = []
     objects: list[TargetObject] = []

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple
 
-from ckpt_tools.errors import MappingError, list_problems
+from ckpt_tools.errors import MappingError, UsageError, list_problems
 from ckpt_tools.megatron.huggingface.checks import (
     EMBEDDING,
     HEAD,
@@ -163,15 +163,17 @@ def import_targets(
     *,
     dtype: str | None = None,
     vocab_multiple: int = 1,
+    vocab_rows: int | None = None,
     families: Mapping[str, Family] = FAMILIES,
 ) -> Imported:
     """The Megatron parameters and args of a Hugging Face directory.
 
-    `tensors` are its tensors, `config` its config.json. The vocabulary is filled up with zero rows to a multiple
-    of `vocab_multiple` (make-vocab-size-divisible-by times tensor-parallel size). `dtype` None keeps each
+    `tensors` are its tensors, `config` its config.json. The vocabulary is filled up with zeros to `vocab_rows`, or to
+    a multiple of `vocab_multiple` (make-vocab-size-divisible-by times tensor-parallel size). `dtype` None keeps each
     tensor's own.
 
     Raises:
+        UsageError: fewer rows than tokens.
         UnsupportedCheckpointError: the weights are quantized.
         MappingError: tensors without a rule, missing ones, or shapes that contradict config.json.
     """
@@ -179,7 +181,11 @@ def import_targets(
     family = family_of_config(config, families)
     model = read_config(family, config)
     settings = account_for_settings(family, model, None, in_v4_form(config))
-    rows = -(-model.true_vocab_size // vocab_multiple) * vocab_multiple
+    rows = vocab_rows or -(-model.true_vocab_size // vocab_multiple) * vocab_multiple
+    if rows < model.true_vocab_size:
+        raise UsageError(
+            f"--vocab-size-padded {rows} is less than the {model.true_vocab_size} tokens of the vocabulary"
+        )
     model = replace(model, padded_vocab_size=rows)
     prefix = _prefix(family, tensors)
     notes = (*settings, *import_notes(family, model))

@@ -86,7 +86,7 @@ def read_torch_dist(
         settings=read_settings(common),
         optimizer_layout=None if states is None else states.layout,
         groups=stored_groups(files, catalog, common) if optimizer == "whole" else (),
-        scheduler=common.values.get("opt_param_scheduler") or {},
+        scheduler=common.values.get("opt_param_scheduler") or common.values.get("lr_scheduler") or {},
         rng=rng,
         rng_missing=rng_missing,
         grad_scaler=_grad_scaler(stored),

@@ -39,7 +39,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Case], Pat
     folder, originals = tmp_path_factory.mktemp("megatron"), tmp_path_factory.mktemp("originals")
     cases = {name: make_case(name, originals / name) for name in RAN}
     for name in LOADED:
-        options = ImportOptions(layer_spec="local", vocab_multiple=64)
+        options = ImportOptions(
+            layer_spec="local", vocab_size_padded=cases[name].imported.args["padded_vocab_size"]
+        )
         import_hf(str(originals / name), str(folder / name), options)
     wrong = cases["llama3"]
     inputs = {name: (case.megatron, case.imported.args) for name, case in cases.items()}

@@ -1,0 +1,251 @@
+"""Checkpoints in the folders of other programs: found, or named with what to pass; what is not read is listed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_tools.cli.app import run
+from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError, UsageError
+from ckpt_tools.formats.detect import iteration_numbers, locate
+from tests.commands import oracle
+from tests.commands.rewritten import read, write
+from tests.conftest import DATA
+
+SAVED = DATA / "core019_llama_tp2_fully_reshardable" / "iter_0000002"
+
+
+def put(folder: Path) -> Path:
+    """A torch_dist checkpoint, and the folders above it."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(SAVED, folder)
+    return folder
+
+
+def model(folder: Path) -> Path:
+    """A Hugging Face model, as far as finding one goes."""
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(b"")
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def first_layout(run_: Path, *steps: int) -> Path:
+    """verl up to 0.7: everything in `dist_ckpt`, tokenizer and config in `huggingface`."""
+    for step in steps:
+        role = run_ / f"global_step_{step}" / "actor"
+        put(role / "dist_ckpt")
+        (role / "huggingface").mkdir()
+        (role / "huggingface" / "config.json").write_text("{}")
+        (run_ / f"global_step_{step}" / "data.pt").write_bytes(b"x")
+    (run_ / "latest_checkpointed_iteration.txt").write_text(str(steps[-1]))
+    return run_
+
+
+def second_layout(role: Path, contents: dict[str, Any]) -> Path:
+    """verl 0.9: model, optimizer and the rest apart, and a file that says what is where."""
+    for part in ("model", "optimizer", "extra"):
+        put(role / part / "dist_ckpt")
+    (role / "transformer_config.json").write_text("{}")
+    (role / "ckpt_contents.json").write_text(json.dumps({"schema_version": 2, "contents": contents}))
+    return role
+
+
+CONTENTS = {
+    "model": {"path": "model/dist_ckpt", "format": "megatron_dist_checkpoint"},
+    "optimizer": {"path": "optimizer/dist_ckpt", "format": "megatron_dist_checkpoint"},
+    "rng_state": {"path": "extra/dist_ckpt", "format": "megatron_dist_checkpoint"},
+}
+
+
+def test_a_run_of_verl_has_iterations(tmp_path: Path) -> None:
+    root = first_layout(tmp_path / "run", 5, 10)
+    found = locate(str(root))
+    assert (found.kind, found.iteration, found.root) == ("torch_dist", 10, str(root))
+    assert found.path == f"{root}/global_step_10/actor/dist_ckpt"
+    assert locate(str(root), 5).path == f"{root}/global_step_5/actor/dist_ckpt"
+    assert iteration_numbers(str(root)) == [5, 10]
+    assert [line.partition(":")[0] for line in found.left_out] == ["huggingface", "data.pt"]
+    with pytest.raises(UnsupportedCheckpointError, match=r"There are 2: global_step_10, global_step_5"):
+        locate(str(root), 7)
+
+
+@pytest.mark.parametrize("inner", ["", "/actor", "/actor/dist_ckpt"])
+def test_any_folder_on_the_way_is_taken(inner: str, tmp_path: Path) -> None:
+    root = first_layout(tmp_path / "run", 10)
+    found = locate(f"{root}/global_step_10{inner}")
+    assert found.path == f"{root}/global_step_10/actor/dist_ckpt"
+    assert found.iteration == (None if inner.endswith("dist_ckpt") else 10)
+    with pytest.raises(UsageError, match="not a run with an iteration 3"):
+        locate(f"{root}/global_step_10{inner}", 3)
+
+
+def test_several_models_are_listed(tmp_path: Path) -> None:
+    root = first_layout(tmp_path / "run", 10)
+    put(root / "global_step_10" / "critic" / "dist_ckpt")
+    with pytest.raises(UsageError, match=r"several models; give one: .*/actor, .*/critic"):
+        locate(str(root))
+    assert locate(f"{root}/global_step_10/critic").path.endswith("/critic/dist_ckpt")
+
+
+def test_one_model_twice_is_listed(tmp_path: Path) -> None:
+    root = first_layout(tmp_path / "run", 10)
+    (root / "global_step_10" / "actor" / "huggingface" / "model.safetensors").write_bytes(b"")
+    with pytest.raises(UsageError, match=r"more than once; give one: .*actor/dist_ckpt, .*actor/huggingface"):
+        locate(str(root))
+
+
+@pytest.mark.parametrize("inner", ["", "/global_step_4", "/global_step_4/actor"])
+@pytest.mark.parametrize("with_config", [False, True])
+def test_a_run_of_fsdp_is_named(inner: str, with_config: bool, tmp_path: Path) -> None:
+    role = tmp_path / "run" / "global_step_4" / "actor"
+    role.mkdir(parents=True)
+    for part in ("model", "optim", "extra_state"):
+        (role / f"{part}_world_size_2_rank_0.pt").write_bytes(b"x")
+    if with_config:
+        (role / "huggingface").mkdir()
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("4")
+    with pytest.raises(
+        UnsupportedCheckpointError, match=r"verl\.model_merger merge .*/actor --target_dir HF"
+    ):
+        locate(f"{tmp_path}/run{inner}")
+    if with_config:  # and weights, which are the same step's
+        (role / "huggingface" / "model.safetensors").write_bytes(b"")
+        assert locate(f"{tmp_path}/run{inner}").path == f"{role}/huggingface"
+
+
+def test_what_verl_wrote_of_it_decides(tmp_path: Path) -> None:
+    role = second_layout(tmp_path / "global_step_7" / "actor", CONTENTS)
+    found = locate(str(role))
+    assert (found.path, found.iteration) == (f"{role}/model/dist_ckpt", 7)
+    names = [line.partition(":")[0] for line in found.left_out]
+    assert names == ["optimizer/dist_ckpt", "extra/dist_ckpt", "transformer_config.json"]
+    model(role / "model" / "huggingface")
+    assert locate(str(role)).path == f"{role}/model/dist_ckpt"
+
+
+@pytest.mark.parametrize(
+    ("contents", "error", "said"),
+    [
+        ({"optimizer": CONTENTS["optimizer"]}, UnsupportedCheckpointError, "verl saved no model here; its"),
+        (
+            {**CONTENTS, "peft_adapters": {"path": "model/adapters"}},
+            UsageError,
+            "a model and adapters for it",
+        ),
+        (
+            {"model": {"path": "../../elsewhere"}},
+            CorruptCheckpointError,
+            "'../../elsewhere', which is not a folder",
+        ),
+        ({"model": {"path": "/etc"}}, CorruptCheckpointError, "'/etc', which is not a folder inside"),
+        ({"model": {"path": 3}}, CorruptCheckpointError, "which is not a folder inside"),
+        ({"model": "model/dist_ckpt"}, CorruptCheckpointError, "not what verl writes"),
+        ([], CorruptCheckpointError, "not what verl writes"),
+    ],
+)
+def test_what_it_says_is_not_trusted(
+    contents: Any, error: type[Exception], said: str, tmp_path: Path
+) -> None:
+    role = second_layout(tmp_path / "actor", contents)
+    with pytest.raises(error, match=said):
+        locate(str(role))
+
+
+def test_a_role_that_is_a_link_elsewhere_is_refused(tmp_path: Path) -> None:
+    put(tmp_path / "elsewhere" / "dist_ckpt")
+    (tmp_path / "run" / "global_step_1").mkdir(parents=True)
+    (tmp_path / "run" / "global_step_1" / "actor").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CorruptCheckpointError, match="outside the checkpoint's folder"):
+        locate(str(tmp_path / "run"))
+
+
+def test_one_iteration_of_both_programs_is_refused(tmp_path: Path) -> None:
+    root = first_layout(tmp_path / "run", 2)
+    put(root / "iter_0000002")
+    with pytest.raises(UsageError, match=r"several folders of iteration 2; give one: .*global_step_2"):
+        locate(str(root))
+
+
+def test_commands_take_a_run_of_verl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = first_layout(tmp_path / "run", 2)
+    out = tmp_path / "out"
+    assert run(["convert", str(root), str(out), "-q", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["iteration"] == 2
+    assert {"huggingface", "data.pt"} <= {line.partition(":")[0] for line in report["dropped"]}
+    assert (out / "iter_0000002" / ".metadata").exists()
+    assert (out / "latest_checkpointed_iteration.txt").read_text() == "2"
+    assert run(["verify", str(root)]) == 0
+    assert run(["diff", str(root), str(out), "-q"]) == 0
+    assert run(["inspect", str(root)]) == 0
+    assert "data.pt: where verl's data loader is" in capsys.readouterr().out
+    assert run(["convert", str(root), str(tmp_path / "all"), "--iteration", "all", "-q"]) == 0
+    assert (tmp_path / "all" / "iter_0000002" / ".metadata").exists()
+    assert run(["convert", f"{root}/global_step_2/actor", str(tmp_path / "one"), "-q"]) == 0
+    assert (tmp_path / "one" / ".metadata").exists()
+
+
+def test_what_bridge_keeps_beside_a_checkpoint_is_listed(tmp_path: Path) -> None:
+    folder = put(tmp_path / "run" / "iter_0000002")
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("2")
+    for name in ("tokenizer", "modelopt_state", "hf"):
+        (folder / name).mkdir()
+    for name in ("run_config.yaml", "train_dataloader_dprank000.pt", "train_dataloader_dprank001.pt"):
+        (folder / name).write_bytes(b"")
+    names = [line.partition(":")[0] for line in locate(str(tmp_path / "run")).left_out]
+    assert sorted(names) == [
+        "hf", "modelopt_state", "tokenizer", "train_dataloader_dprank000.pt", "train_dataloader_dprank001.pt"
+    ]  # fmt: skip
+    with pytest.raises(
+        UnsupportedCheckpointError, match=r"ModelOpt's state beside a checkpoint; give .*/iter_0000002\."
+    ):
+        locate(str(folder / "modelopt_state"))
+
+
+@pytest.mark.parametrize("command", [["convert"], ["strip"], ["slice", "--layers", "0:1"], ["average"],
+                                     ["modify-state-dict", "--op", "remove rng_state.*"]])  # fmt: skip
+def test_every_command_that_writes_says_so(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = put(tmp_path / "run" / "iter_0000002")
+    (folder / "tokenizer").mkdir()
+    for name in ("run_config.yaml", "train_state.pt"):
+        (folder / name).write_bytes(b"{}")
+    name, *options = command
+    sources = [str(folder)] * (2 if name == "average" else 1)
+    assert run([name, *sources, str(tmp_path / "out"), *options, "-q"]) == 0
+    said = capsys.readouterr().out
+    assert "the tokenizer's files" in said
+    if name == "convert":
+        assert "run_config.yaml, train_state.pt: Megatron-Bridge's, which main does not read" in said
+
+
+def test_a_models_own_files_are_not_listed(tmp_path: Path) -> None:
+    assert locate(str(model(tmp_path / "hf"))).left_out == ()
+
+
+@pytest.mark.parametrize("place", ["", "3", "session/3"])
+@pytest.mark.parametrize("name", ["iter_0000100_3_local.pt", "iter_0000100_3_local.dirty.pt"])
+def test_a_local_checkpoint_is_named(place: str, name: str, tmp_path: Path) -> None:
+    folder = tmp_path / place
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_bytes(b"x")
+    for path in (tmp_path, folder, folder / name):
+        with pytest.raises(
+            UnsupportedCheckpointError, match=r"is a local checkpoint of NVIDIA Resiliency .*--save"
+        ):
+            locate(str(path))
+
+
+def test_the_schedule_is_found_under_verls_name(tmp_path: Path) -> None:
+    """`lr_scheduler`, which Megatron takes as well (training/checkpointing.py)."""
+    parts = read(SAVED)
+    parts.common["lr_scheduler"] = parts.common.pop("opt_param_scheduler")
+    source = write(tmp_path / "global_step_3" / "actor" / "dist_ckpt", parts)
+    assert run(["convert", str(source), str(tmp_path / "out"), "-q"]) == 0
+    assert oracle.item(tmp_path / "out", "opt_param_scheduler.max_lr") == 0.01
