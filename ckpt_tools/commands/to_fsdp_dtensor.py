@@ -90,7 +90,8 @@ def prepare(opened: Opened, options: ConvertOptions, layout: Layout) -> Prepared
     """
     if opened.location.kind == "fsdp_dtensor":
         return prepare_relayout(opened, options, layout)
-    need_kind(opened, "torch_dist")
+    if opened.location.kind != "dcp":
+        need_kind(opened, "torch_dist")
     optimizer: Extent = "masters" if options.target.weights_only else "whole"
     wanted = Wanted(optimizer, options.ignore_keys)
     return prepare_model(read_model(opened, wanted), opened.files, options.target, layout)

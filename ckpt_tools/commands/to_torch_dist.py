@@ -36,7 +36,7 @@ from ckpt_tools.megatron.torch_dist.read import Extent
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions, build_torch_dist_target, carried_objects
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.model import Model
-from ckpt_tools.model.roles import MASTER
+from ckpt_tools.model.roles import MASTER, WEIGHT
 from ckpt_tools.model.target import TargetObject, TargetTensor
 from ckpt_tools.plan.build import Placement, build_plan
 from ckpt_tools.sharding.fsdp2 import chunk_rows
@@ -97,7 +97,7 @@ def _read_source(opened: Opened, options: ToTorchDistOptions) -> Model:
     kind, target = opened.location.kind, options.target
     optimizer: Extent = "none" if target.weights_only else "whole"
     wanted = Wanted(optimizer, options.ignore_keys, tp=target.tp, layer_spec=target.layer_spec)
-    if kind == "fsdp_dtensor":
+    if kind in ("fsdp_dtensor", "dcp"):
         return read_model(opened, wanted)
     if kind != "torch_dist":
         raise UnsupportedCheckpointError(
@@ -138,7 +138,7 @@ def write_torch_dist(model: Model, opened: Opened, options: TorchDistOptions, wo
     built = build_torch_dist_target(model, options)
     carried = carried_objects(model, built.target.objects)
     archives = _archives(opened, built.target.objects, carried)
-    beside_weights = opened.location.kind == "torch_dist" and MASTER in model.roles
+    beside_weights = any(MASTER in p.values and WEIGHT in p.values for p in model.parameters)
     otherwise: MastersUse = "as_stored" if keeps_masters(model) else "left_out" if model.unread else "none"
     return Conversion(
         "torch_dist",

@@ -68,14 +68,13 @@ def fsdp_model(
 def _parameter(
     stored: StoredParameter, source: FsdpSource, group_of: Mapping[str, int], with_optimizer: bool
 ) -> Parameter:
-    """What is stored in the place of a trained weight is its fp32 master."""
+    """What is stored in the place of a trained weight is its fp32 master, unless that stands beside it."""
     tensor = stored.tensor
     kept = tensor.dtypes[WEIGHT]
+    in_place = with_optimizer and tensor.states and MASTER not in tensor.sources
     values = {}
-    for kind in tensor.sources if with_optimizer else (WEIGHT,):
-        role = kind
-        if kind == WEIGHT:
-            role = MASTER if tensor.states and with_optimizer else WEIGHT
+    for kind in tensor.sources if with_optimizer else (k for k in (WEIGHT, MASTER) if k in tensor.sources):
+        role = MASTER if kind == WEIGHT and in_place else kind
         values[role] = Value(tensor.dtypes[kind], stored.shape, stored.sources(kind))
     dtype: str | None = kept
     if source.is_master(tensor) and kept in CASTABLE and not stored.name.endswith(BUFFERS):

@@ -1,0 +1,8 @@
+"""Any state dict that PyTorch's own `torch.distributed.checkpoint` saved: no format of Megatron, one of everybody's.
+
+* `state_dict`: which keys are weights, which optimizer states, and how the latter name their parameters
+* `index_names`: which parameter an optimizer means that numbers them
+* `read`: the checkpoint of a Megatron model as a `Model`
+* `write`: from a `Model` to a plain state dict
+* `same_keys`: the same state dict for another job, or of a Hugging Face model
+"""

@@ -1,0 +1,209 @@
+"""Which keys of a plain PyTorch checkpoint are what: nothing but the nesting of dicts, which DCP writes down, tells.
+
+Models and optimizers give their state dicts names, and a program puts both under names of its own::
+
+    model.<name>, <name>, app.model.<name>               the weights: torchtitan's flat ones stand at the top
+    optimizer.state.<name>.exp_avg                       `get_optimizer_state_dict`: by name
+    optimizer.param_groups.0.lr, .params                   its groups hold the names of their parameters
+    optimizer.state.<name>.exp_avg                       the same with `flatten_optimizer_state_dict`
+    optimizer.param_groups.<name>.lr                       every parameter has its group's fields
+    optimizer.state.7.exp_avg                            `optimizer.state_dict()`: by number, through all groups
+    optimizer.optimizer.state.7.exp_avg                  Megatron's `torch_dcp`: so too, and the masters beside it
+    optimizer.fp32_from_fp16_params.0.7                    by group and place in it
+
+What is neither weight nor state (rng states, data loaders, schedulers) travels unread.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, TypeAlias
+
+from ckpt_tools.megatron.keys import canonical_kind, state_role
+from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.roles import MASTER, Role
+
+Form: TypeAlias = Literal["flattened", "by_name", "by_number"]
+"""How an optimizer's states name their parameters."""
+
+_PARTS = ("state", "param_groups")
+_MASTERS = "fp32_from_fp16_params"
+_EXTRA_STATE = "_extra_state"
+# Without planner data the dots of a key do not tell where a name begins.
+_UNTOLD = re.compile(r"(?P<root>(?:[^.]*optim[^.]*\.)+)(?P<part>state|param_groups)\.(?P<rest>.+)")
+
+
+class _Leaf(NamedTuple):
+    """A key inside an optimizer's state dict: `steps` are what stands behind `state` or `param_groups`."""
+
+    key: str
+    root: str
+    part: str
+    steps: tuple[str, ...]
+    flat: bool  # state or param_groups are no dict of their own: the steps are one dotted name
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerKeys:
+    """One optimizer's states and the fields of its groups: owner -> kind or field -> key.
+
+    Owners are names, or decimal numbers: of parameters where states are `by_number`, of groups unless `flattened`.
+    """
+
+    root: str
+    form: Form
+    states: Mapping[str, Mapping[str, str]]
+    groups: Mapping[str, Mapping[str, str]]
+    masters: Mapping[tuple[int, int], str] = field(default_factory=dict)  # (group, place in it) -> key
+
+
+@dataclass(frozen=True, slots=True)
+class StateDict:
+    """A checkpoint's keys, sorted; `model` is what stands in front of every weight's name."""
+
+    model: str
+    weights: Mapping[str, str]  # name -> key
+    optimizers: tuple[OptimizerKeys, ...]
+    others: tuple[str, ...]
+
+    def roles(self) -> dict[str, Role]:
+        """What every tensor of the model and its optimizers is, by key."""
+        found: dict[str, Role] = {key: "weight" for key in self.weights.values()}
+        for optimizer in self.optimizers:
+            found |= dict.fromkeys(optimizer.masters.values(), MASTER)
+            for kinds in optimizer.states.values():
+                found |= {key: state_role(kind.rpartition(".")[2]) for kind, key in kinds.items()}
+        return found
+
+    @property
+    def layout(self) -> str:
+        """The optimizer's layout, for reports."""
+        forms = {f"state_dict_{optimizer.form}" for optimizer in self.optimizers}
+        return "none" if not forms else forms.pop() if len(forms) == 1 else "state_dict_mixed"
+
+
+def read_state_dict(catalog: Catalog) -> StateDict:
+    """The keys of a plain PyTorch checkpoint, sorted."""
+    keys = (*catalog.tensors, *catalog.objects)
+    leaves = [leaf for key in keys if (leaf := _leaf(catalog, key))]
+    roots = dict.fromkeys(leaf.root for leaf in leaves)
+    masters = _masters(catalog, roots)
+    inside = {leaf.key for leaf in leaves} | {key for found in masters.values() for key in found.values()}
+    outside = [key for key in catalog.tensors if key not in inside and not key.endswith(_EXTRA_STATE)]
+    weights, model = _weights(catalog, outside, [leaf for leaf in leaves if leaf.part == "state"])
+    optimizers = tuple(
+        _optimizer(root, [leaf for leaf in leaves if leaf.root == root], weights, masters.get(root, {}))
+        for root in roots
+    )
+    used = inside | set(weights.values())
+    return StateDict(model, weights, optimizers, tuple(key for key in keys if key not in used))
+
+
+def _leaf(catalog: Catalog, key: str) -> _Leaf | None:
+    """What a key of an optimizer's state dict names; None for other keys."""
+    path = catalog.planner_paths.get(key)
+    if path is None:
+        match = _UNTOLD.fullmatch(key)
+        return _Leaf(key, match["root"], match["part"], (match["rest"],), True) if match else None
+    steps = [str(step) for step in path]
+    for at, step in enumerate(steps):
+        root = "".join(f"{outer}." for outer in steps[:at])
+        if step in _PARTS and at + 2 < len(steps):
+            return _Leaf(key, root, step, tuple(steps[at + 1 :]), False)
+        part, _, rest = step.partition(".")
+        if part in _PARTS and rest and at + 1 == len(steps):
+            return _Leaf(key, root, part, (rest,), True)
+    return None
+
+
+def _masters(catalog: Catalog, roots: Iterable[str]) -> dict[str, dict[tuple[int, int], str]]:
+    """Masters that Megatron's 16-bit optimizer keeps beside its inner one, by the root of that."""
+    found: dict[str, dict[tuple[int, int], str]] = {}
+    for root in roots:
+        outer = root.removesuffix("optimizer.")
+        pattern = re.compile(rf"{re.escape(outer)}{_MASTERS}\.([0-9]{{1,9}})\.([0-9]{{1,9}})")
+        named = ((pattern.fullmatch(key), key) for key in catalog.tensors if key.startswith(outer))
+        found[root] = {(int(match[1]), int(match[2])): key for match, key in named if match}
+    return found
+
+
+def _weights(
+    catalog: Catalog, tensors: Iterable[str], states: Iterable[_Leaf]
+) -> tuple[dict[str, str], str]:
+    """The weights by name, and what stands in front of the names.
+
+    Names of optimizer states tell it; where there are none, the dict that is called `model`, else the outermost.
+    """
+    roots = {key: _root(catalog, key) for key in tensors}
+    root = _root_of_states(roots, states)
+    if root is None:
+        held = Counter(roots.values())
+        named = [r for r in held if r.split(".")[-2:-1] == ["model"]]
+        root = named[0] if named else "" if "" in held or not held else held.most_common(1)[0][0]
+    inside = (key for key, of in roots.items() if key.startswith(root) and root.startswith(of))
+    return {key.removeprefix(root): key for key in inside}, root
+
+
+def _root(catalog: Catalog, key: str) -> str:
+    """The names of the dicts that a tensor stands in, with their dots."""
+    path = catalog.planner_paths.get(key)
+    if path is None:
+        return "model." if key.startswith("model.") else ""
+    return "".join(f"{step}." for step in path[:-1])
+
+
+def _root_of_states(roots: Mapping[str, str], states: Iterable[_Leaf]) -> str | None:
+    """What stands in front of the weights' names, where the states of an optimizer repeat these."""
+    owners = {owner for leaf in states if (owner := _owner(leaf)) and not owner.isdecimal()}
+    if not owners:
+        return None
+    votes: Counter[str] = Counter()
+    for key in roots:
+        votes.update({key[: len(key) - len(name)] for name in _endings(key) if name in owners})
+    return max(votes, key=lambda root: (votes[root], -len(root))) if votes else None
+
+
+def _owner(leaf: _Leaf) -> str:
+    """The name in front of a state's kind, as long as nobody knows better."""
+    return leaf.steps[0] if not leaf.flat else leaf.steps[0].rpartition(".")[0]
+
+
+def _endings(key: str) -> Iterator[str]:
+    """The key, and what is left of it behind each of its dots."""
+    yield key
+    while "." in key:
+        key = key.partition(".")[2]
+        yield key
+
+
+def _optimizer(
+    root: str,
+    leaves: Iterable[_Leaf],
+    weights: Mapping[str, str],
+    masters: Mapping[tuple[int, int], str],
+) -> OptimizerKeys:
+    states: dict[str, dict[str, str]] = {}
+    groups: dict[str, dict[str, str]] = {}
+    for leaf in leaves:
+        owner, rest = _split(leaf, weights)
+        (states if leaf.part == "state" else groups).setdefault(owner, {})[rest] = leaf.key
+    if states and all(owner.isdecimal() for owner in states):
+        form: Form = "by_number"
+    else:
+        form = "by_name" if groups and all(owner.isdecimal() for owner in groups) else "flattened"
+    kinds = {owner: {canonical_kind(k): key for k, key in found.items()} for owner, found in states.items()}
+    return OptimizerKeys(root, form, kinds, groups, masters)
+
+
+def _split(leaf: _Leaf, weights: Mapping[str, str]) -> tuple[str, str]:
+    """Whose state or field it is, and which; a nested state (Shampoo's) keeps its dots."""
+    if not leaf.flat:
+        return leaf.steps[0], ".".join(leaf.steps[1:])
+    text = leaf.steps[0]
+    owner, _, rest = text.rpartition(".")
+    while owner and owner not in weights:
+        owner = owner.rpartition(".")[0]
+    return (owner, text[len(owner) + 1 :]) if owner else (text.rpartition(".")[0], rest)
