@@ -32,6 +32,7 @@ OutputDir = Annotated[
 class Format(str, Enum):
     FSDP_DTENSOR = "fsdp_dtensor"
     TORCH_DIST = "torch_dist"
+    DCP = "dcp"
     HF = "hf"
 
 
@@ -40,6 +41,7 @@ _ANY = t.RUNNING | t.READING | {"oom_traceback"}
 _MEANING = {
     Format.FSDP_DTENSOR: _ANY | t.FSDP_TARGET | t.JOB | {"check_masters"},
     Format.TORCH_DIST: _ANY | t.TORCH_DIST_TARGET,
+    Format.DCP: _ANY | t.DCP_TARGET | t.JOB | {"check_masters"},
     Format.HF: _ANY | {"dtype", "tp", "vocab_size", "hf_config", "max_shard_bytes"},
 }
 _ALWAYS = {"input_dir", "output_dir", "to", "follow_links"}
@@ -67,7 +69,9 @@ def convert(
     to: Annotated[
         Format,
         typer.Option(
-            "--to", help="Format of the output; torch_dist has the fully_reshardable optimizer layout."
+            "--to",
+            help="Format of the output; torch_dist has the fully_reshardable optimizer layout, dcp is a plain PyTorch "
+            "state dict, and what becomes of one that is not Megatron's.",
         ),
     ] = Format.FSDP_DTENSOR,
     **given: Any,
@@ -79,6 +83,7 @@ def convert(
     """
     to = Format(to)
     _refuse_meaningless(ctx, to)
+    given["keep_plain"] = not _is_given(ctx, "to")
     if not _is_given(ctx, "ep") and to is Format.TORCH_DIST:
         given["ep"] = None  # as the arguments say, not one rank
     _convert_to(to, input_dir, output_dir, given)
@@ -143,6 +148,23 @@ def _to_fsdp_dtensor(given: t.Given) -> Run:
     )
 
 
+def _to_dcp(given: t.Given) -> Run:
+    from ckpt_tools.commands.to_dcp import convert_to_dcp
+    from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions
+    from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
+
+    options = t.fill(
+        ConvertOptions,
+        given,
+        target=t.fill(TargetOptions, given),
+        layout=o.layout_of(given),
+        write=write_options(given),
+    )
+    return lambda source, output, iteration, tracker, progress: convert_to_dcp(
+        source, output, replace(options, iteration=iteration, tracker=tracker), progress, given["dry_run"]
+    )
+
+
 def _to_torch_dist(given: t.Given) -> Run:
     from ckpt_tools.commands.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
     from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
@@ -173,6 +195,7 @@ def to_hf(given: t.Given) -> Run:
 RUNS: dict[Format, Callable[[t.Given], Run]] = {
     Format.FSDP_DTENSOR: _to_fsdp_dtensor,
     Format.TORCH_DIST: _to_torch_dist,
+    Format.DCP: _to_dcp,
     Format.HF: to_hf,
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from math import prod
 from pathlib import Path
@@ -237,6 +237,13 @@ LayoutOption = Annotated[
     typer.Option("--layout", help="Whose placement. Default: mfsdp-v1 with --gpus or --dp-shard, else even.",
                  rich_help_panel=_PLACE),
 ]  # fmt: skip
+Units = Annotated[
+    list[str] | None,
+    typer.Option("--units", help="Modules that share a flat buffer of Megatron-FSDP, as module paths (glob, repeatable; "
+                 "**. for leading modules): fsdp_unit_modules of the job. Default: Megatron-Core's layers. FSDP2 cuts "
+                 "every parameter on its own.",
+                 rich_help_panel=_PLACE),
+]  # fmt: skip
 WorldSize = Annotated[
     int | None,
     typer.Option("--world-size", help="Target ranks, each with files of its own. Default: the converting ranks.",
@@ -305,7 +312,7 @@ OomTraceback = Annotated[
 
 JOB_SIZES = (
     "layout", "world_size", "gpus", "dp_shard", "dp_outer", "tp", "cp", "ep", "etp", "pp", "strategy",
-    "outer_strategy",
+    "outer_strategy", "units",
 )  # fmt: skip
 
 
@@ -331,6 +338,7 @@ def choose_layout(
     pp: int,
     strategy: str,
     outer_strategy: str,
+    units: Sequence[str] | None = None,
 ) -> Layout | None:
     """As `layout_of`."""
     from ckpt_tools.commands.placements import Layout
@@ -342,7 +350,14 @@ def choose_layout(
         raise UsageError(
             f"a job of more than {MAX_RANKS:,} ranks is asked for; is a size of the topology mistyped?"
         )
+    if units and layout not in (None, LayoutName.MFSDP_V1.value, LayoutName.MFSDP_V2.value):
+        raise UsageError(
+            f"--units {', '.join(units)}: with --layout {layout} every tensor is cut on its own; leave it out"
+        )
     is_even = layout in (None, LayoutName.EVEN.value)
+    if units and layout is None:
+        layout = LayoutName.MFSDP_V1.value  # no other layout has units
+        is_even = False
     if gpus is None and dp_shard is None and is_even:
         alone = (dp_outer, cp, ep, etp, pp, strategy, outer_strategy)
         if alone != (1, 1, 1, None, 1, DEFAULT_STRATEGY, DEFAULT_OUTER_STRATEGY):
@@ -372,7 +387,13 @@ def choose_layout(
         strategy=strategy,
         outer_strategy=outer_strategy,
     )
-    return Layout(layout or LayoutName.MFSDP_V1.value, topology, tp_given=tp is not None)
+    return Layout(
+        layout or LayoutName.MFSDP_V1.value,
+        topology,
+        tp_given=tp is not None,
+        name_given=layout is not None,
+        units=tuple(units or ()),
+    )
 
 
 def _positive(ranks: int, option: str = "--world-size") -> int:

@@ -80,6 +80,7 @@ TABLE = {
     "pp": Row(o.Pp, 1),
     "strategy": Row(o.Strategy, o.DEFAULT_STRATEGY),
     "outer_strategy": Row(o.OuterStrategy, o.DEFAULT_OUTER_STRATEGY),
+    "units": Row(o.Units, None),
     "iteration": Row(o.Iteration),
     "check_masters": Row(o.CheckMasters, o.Check.SAMPLE),
     "check_source": Row(o.CheckSource, o.SourceCheck.ALL),
@@ -103,6 +104,10 @@ JOB = frozenset(o.JOB_SIZES)
 FSDP_TARGET = frozenset({
     "swiglu", "swiglu_modules", "group_map", "strict_map", "state_prefix", "model_prefix", "rename_mtp", "dialect",
     "aliases", "layer_spec", "experts", "weights_only", "dtype", "vocab_size_padded", "vocab_size", "tp",
+})  # fmt: skip
+DCP_TARGET = frozenset({
+    "group_map", "strict_map", "dialect", "layer_spec", "experts", "weights_only", "dtype", "vocab_size_padded",
+    "vocab_size", "tp",
 })  # fmt: skip
 TORCH_DIST_TARGET = frozenset({
     "dialect", "layer_spec", "weights_only", "dtype", "extra_state", "stacked", "gpus", "tp", "ep", "etp",

@@ -11,7 +11,7 @@ from ckpt_tools.execute.check_masters import MastersReport
 from ckpt_tools.execute.run import CheckLevel, WriteReport
 
 SCHEMA_VERSION = 2
-Format: TypeAlias = Literal["torch_dist", "fsdp_dtensor", "hf"]
+Format: TypeAlias = Literal["torch_dist", "fsdp_dtensor", "dcp", "hf"]
 MastersUse: TypeAlias = Literal["written", "as_stored", "left_out", "none"]
 """What becomes of a source's fp32 masters.
 

@@ -85,13 +85,13 @@ def load_dtensors(
         with without_gc():
             prepared = prepare(opened, wanted, Layout(layout, topology))
         core = place_model(prepared.model(), Layout(layout, topology))
-        _check_masters(opened.files, prepared, wanted, _rank(mesh), mesh.size())
+        check_rank_masters(opened.files, prepared, wanted, _rank(mesh), mesh.size())
         proof = None if wanted.write.check_source == "none" else SourceProof()
         reader = BoxReader(opened.files, prepared.catalog, proof)
         return _load(prepared, core, _rank(mesh), _meshes(mesh, topology), reader)
 
 
-def _check_masters(files: Files, prepared: Prepared, options: ConvertOptions, rank: int, world: int) -> None:
+def check_rank_masters(files: Files, prepared: Prepared, options: ConvertOptions, rank: int, world: int) -> None:
     """This rank's share of the masters must round to the stored weights, as for a conversion."""
     mine = prepared.must_round[rank::world]
     advice = "TargetOptions(weights_only=True, dtype=...) with the type of the stored weights takes those."
@@ -180,7 +180,7 @@ def _load(
     held = _held(core, rank)
     elsewhere = owner.keys() - held.keys()  # experts of other ranks
     tensors: dict[str, torch.Tensor] = {
-        t.key: _inline(t) for t in prepared.target.inline if parameter_name(t.key) not in elsewhere
+        t.key: inline_tensor(t) for t in prepared.target.inline if parameter_name(t.key) not in elsewhere
     }
     try:
         for target in in_reading_order(prepared.target, core.names()).tensors:
@@ -188,10 +188,10 @@ def _load(
             if parameter_name(target.key) in elsewhere:
                 continue
             if parameter is None or parameter.buffer:
-                tensors[target.key] = _torch(reader.read(target, full_box(target.shape)), target.dtype)
+                tensors[target.key] = to_torch(reader.read(target, full_box(target.shape)), target.dtype)
             else:
                 box = held[target.parameter]
-                local = _torch(reader.read(target, box), target.dtype)
+                local = to_torch(reader.read(target, box), target.dtype)
                 tensors[target.key] = _dtensor(target, parameter, box, local, core, meshes)
     finally:
         reader.close()
@@ -277,7 +277,7 @@ def attach_chunk(tensor: Any, box: Box) -> None:
     local.__create_write_items__ = write_items
 
 
-def _torch(values: Any, dtype: str) -> torch.Tensor:
+def to_torch(values: Any, dtype: str) -> torch.Tensor:
     """A numpy array (see `casts.numpy_dtype`) as a tensor of the element type it stands for, without a copy."""
     import torch
 
@@ -285,6 +285,6 @@ def _torch(values: Any, dtype: str) -> torch.Tensor:
     return torch.from_numpy(flat).view(getattr(torch, dtype)).reshape(values.shape)
 
 
-def _inline(tensor: InlineTensor) -> torch.Tensor:
+def inline_tensor(tensor: InlineTensor) -> torch.Tensor:
     bits = np.frombuffer(tensor.data, raw_dtype(tensor.dtype)).copy().reshape(tensor.shape)
-    return _torch(bits, tensor.dtype)
+    return to_torch(bits, tensor.dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from ckpt_tools.commands.conversion import (
@@ -16,13 +16,14 @@ from ckpt_tools.commands.conversion import (
     like_to_like,
     open_source,
 )
-from ckpt_tools.commands.conversion_report import ConversionReport
+from ckpt_tools.commands.conversion_report import ConversionReport, Format
 from ckpt_tools.commands.opened import Opened
 from ckpt_tools.commands.outputs import object_archives, read_bridge_files
 from ckpt_tools.commands.placements import Layout, target_model
 from ckpt_tools.commands.prepared import Prepared
 from ckpt_tools.commands.read_model import Wanted, need_kind, read_model
 from ckpt_tools.commands.relayout import need_other_job, prepare_relayout
+from ckpt_tools.commands.relayout_plain import need_job, plain_layout, prepare_plain, stays_plain
 from ckpt_tools.commands.target_job import TargetJob, need_tp, said_tp
 from ckpt_tools.execute.run import CheckLevel
 from ckpt_tools.formats.files import Files
@@ -52,6 +53,7 @@ class ConvertOptions(MegatronOptions):
     target: TargetOptions = field(default_factory=TargetOptions)
     layout: Layout | None = None  # None: rows over the ranks that convert
     check_masters: CheckLevel = "sample"
+    keep_plain: bool = False  # the state dict of a model that is not Megatron's is laid out as what it is
 
 
 def convert_to_fsdp_dtensor(
@@ -79,6 +81,8 @@ def plan_fsdp_dtensor(opened: Opened, options: ConvertOptions, world: int) -> Co
     """Everything up to the first byte; `world` processes convert."""
     if opened.location.kind == "fsdp_dtensor":
         need_other_job(opened.location, options)
+    if stays_plain(opened, options):
+        return plan_plain(opened, options, world)
     layout = options.layout or Layout(world=world)
     return planned(opened, prepare(opened, options, layout), options, layout)
 
@@ -90,6 +94,8 @@ def prepare(opened: Opened, options: ConvertOptions, layout: Layout) -> Prepared
     """
     if opened.location.kind == "fsdp_dtensor":
         return prepare_relayout(opened, options, layout)
+    if stays_plain(opened, options):
+        return prepare_plain(opened, options, layout)
     if opened.location.kind != "dcp":
         need_kind(opened, "torch_dist")
     optimizer: Extent = "masters" if options.target.weights_only else "whole"
@@ -97,8 +103,21 @@ def prepare(opened: Opened, options: ConvertOptions, layout: Layout) -> Prepared
     return prepare_model(read_model(opened, wanted), opened.files, options.target, layout)
 
 
-def prepare_model(model: Model, files: Files, options: TargetOptions, layout: Layout) -> Prepared:
-    """The model as a job of `layout` loads it; `files` are those of its source.
+def plan_plain(opened: Opened, options: ConvertOptions, world: int) -> Conversion:
+    """A plain state dict for another job."""
+    need_job(opened.location, options)
+    layout = plain_layout(options.layout or Layout(world=world))
+    return planned(opened, prepare_plain(opened, options, layout), options, layout, "dcp")
+
+
+def prepare_model(
+    model: Model,
+    files: Files,
+    options: TargetOptions,
+    layout: Layout,
+    build: Callable[[Model, TargetOptions], FsdpTarget] = build_fsdp_target,
+) -> Prepared:
+    """The model as a job of `layout` loads it, in the format that `build` makes; `files` are those of its source.
 
     Raises:
         UsageError: `--tp` is needed and was left out, or contradicts the layout.
@@ -106,14 +125,15 @@ def prepare_model(model: Model, files: Files, options: TargetOptions, layout: La
     """
     stored = writer_tp(model)
     tp = said_tp(options.tp, layout) or stored
-    built = build_fsdp_target(model, replace(options, tp=tp.ranks))
+    built = build(model, replace(options, tp=tp.ranks))
     need_tp(built.packed, options.tp, layout, stored)
     job = TargetJob(TargetRecord(built.dialect.name, tp, tokens=built.tokens), built.packed, built.vocabulary)
     written = any(tensor.must_round_to for tensor in built.target.tensors)
+    in_place = any(MASTER in p.values and WEIGHT not in p.values for p in model.parameters)
     left_out = MASTER in model.roles or model.unread
 
     def without_masters(note: str) -> Prepared:
-        return prepare_model(without_optimizer(model, note), files, options, layout)
+        return prepare_model(without_optimizer(model, note), files, options, layout, build)
 
     return Prepared(
         loader=built.dialect.name,
@@ -123,7 +143,7 @@ def prepare_model(model: Model, files: Files, options: TargetOptions, layout: La
         archives=lambda: object_archives(built.target.objects),
         job=job,
         small_files=lambda: _small_files(built, model, files),
-        masters="written" if written else "left_out" if left_out else "none",
+        masters="written" if written else "as_stored" if in_place else "left_out" if left_out else "none",
         optimizer_layout=model.optimizer_layout,
         groups=dict(sorted(Counter(m.group for m in built.memberships.values()).items())),
         fp8_recipe=model.settings.fp8_recipe,
@@ -132,16 +152,22 @@ def prepare_model(model: Model, files: Files, options: TargetOptions, layout: La
     )
 
 
-def planned(opened: Opened, prepared: Prepared, options: ConvertOptions, layout: Layout) -> Conversion:
+def planned(
+    opened: Opened,
+    prepared: Prepared,
+    options: ConvertOptions,
+    layout: Layout,
+    to: Format = "fsdp_dtensor",
+) -> Conversion:
     """The conversion for the ranks of `layout`."""
 
     def without_masters(note: str) -> Conversion:
         assert prepared.without_masters is not None
-        return planned(opened, prepared.without_masters(note), options, layout)
+        return planned(opened, prepared.without_masters(note), options, layout, to)
 
     small = prepared.small_files()
     return Conversion(
-        to="fsdp_dtensor",
+        to=to,
         loader=prepared.loader,
         iteration=opened.location.iteration,
         catalog=prepared.catalog,

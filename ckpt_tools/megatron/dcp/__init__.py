@@ -4,5 +4,4 @@
 * `index_names`: which parameter an optimizer means that numbers them
 * `read`: the checkpoint of a Megatron model as a `Model`
 * `write`: from a `Model` to a plain state dict
-* `same_keys`: the same state dict for another job, or of a Hugging Face model
 """

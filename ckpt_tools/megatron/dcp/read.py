@@ -196,6 +196,35 @@ def numbered(
     return name_numbers(members, parameters, shapes, proves if masters and rounds else None), masters
 
 
+def owners(
+    optimizer: OptimizerKeys, found: StateDict, catalog: Catalog, values: SmallValues
+) -> dict[str, str]:
+    """The parameter of every state's and every master's key; of numbers as far as order and shapes tell.
+
+    Raises:
+        MappingError: they leave a choice, or do not fit the model.
+    """
+    names: Mapping[str, str] = {name: name for name in optimizer.states}
+    masters: dict[str, str] = {}
+    if optimizer.form == "by_number":
+        members = group_members(optimizer, catalog, values)
+        of_number, kept = numbered(optimizer, members, found, catalog, None)
+        names = {str(number): name for number, name in of_number.items()}
+        masters = {key: of_number[number] for number, key in kept.items()}
+    return masters | {
+        key: names[owner]
+        for owner, keys in optimizer.states.items()
+        for kind, key in keys.items()
+        if kind != STEP and owner in names
+    }
+
+
+def group_members(optimizer: OptimizerKeys, catalog: Catalog, values: SmallValues) -> list[list[Any]]:
+    """The names or numbers of the parameters of each group, where groups list them."""
+    groups = [optimizer.groups[owner] for owner in sorted(optimizer.groups, key=int)]
+    return [list(_value(keys["params"], catalog, values)) if "params" in keys else [] for keys in groups]
+
+
 def _numbered_masters(optimizer: OptimizerKeys, members: list[list[int]]) -> dict[int, str]:
     if not optimizer.masters:
         return {}
@@ -261,7 +290,7 @@ def _nested(
         MappingError: keys that nothing accounts for.
     """
     nested: dict[tuple[str | int, ...], object] = {}
-    dropped, unknown = [], []
+    dropped, unknown = list[str](), list[str]()
     for key in found.others:
         if key.startswith(NESTED_STATES):
             of_tensor = key in catalog.tensors

@@ -78,11 +78,12 @@ def build_dcp_target(model: Model, options: TargetOptions) -> FsdpTarget:
     weights = [tensor for p in vocab.parameters for tensor in model_tensors(p, MODEL, options.dtype)]
     optimizer = _optimizer(model, options, vocab.parameters)
     common = common_part(model, options, dialect, tp)
+    dropped = (*model.dropped, *common.dropped)
     target = Target(
         tensors=(*weights, *optimizer.tensors),
         inline=(*optimizer.inline, *common.inline),
         objects=(*optimizer.objects, *common.objects),
-        dropped=(*model.dropped, *common.dropped),
+        dropped=tuple(line.replace("fsdp_dtensor", "a plain state dict") for line in dropped),
         renamed=renamed(vocab.parameters),
         backfilled=optimizer.backfilled,
         notes=(*unread_note(model), *model.notes, *notes, *vocab.notes, *optimizer.notes, *common.notes),
