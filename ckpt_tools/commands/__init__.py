@@ -10,6 +10,8 @@
 * `conversion_report`: what a conversion says of itself
 * `read_model`: READ: the model in an opened checkpoint
 * `to_fsdp_dtensor`: `convert` to Megatron-FSDP
+* `to_dcp`: `convert` to a plain PyTorch state dict
+* `relayout_plain`: of what has its keys already
 * `relayout`: `convert` of what is for Megatron-FSDP already
 * `to_torch_dist`: `convert` back to 3D parallel
 * `prepared`: a checkpoint whose `fsdp_dtensor` form is decided
@@ -21,6 +23,7 @@
 * `picture`: its pictures
 * `group_map`: `build-param-group-map`
 * `load_dtensors`: a running job's shards, straight from a checkpoint
+* `storage_reader`: any checkpoint as what `dcp.load` reads
 * `export_hf`: `export-hf`
 * `export_source`: what an export reads
 * `import_hf`: `import-hf`
@@ -32,6 +35,7 @@
 * `launch`: the launch command that it prints
 * `modify`: `modify-state-dict`
 * `slice`: `slice`
+* `slice_plain`: of a plain state dict
 * `strip`: `strip`
 * `average`: `average`
 * `mean_targets`: of which stored tensors each tensor of a mean is made

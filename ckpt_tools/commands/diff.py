@@ -9,6 +9,8 @@ from ckpt_tools.commands.close_names import unmatched
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.read_model import Wanted, read_model
 from ckpt_tools.errors import UsageError, list_problems
+from ckpt_tools.megatron.dcp.read import is_megatron
+from ckpt_tools.megatron.dcp.state_dict import read_state_dict
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions, build_fsdp_target
 from ckpt_tools.megatron.keys import COMMON_OBJECT, role_of
 from ckpt_tools.megatron.names import DIALECTS
@@ -22,7 +24,7 @@ from ckpt_tools.verify.differences import DiffOptions, DiffReport, Side, diff_ob
 from ckpt_tools.verify.meter import Meter
 
 KEYS, PARAMETERS, HUGGINGFACE = "keys", "parameters", "huggingface"
-_MEGATRON = frozenset({"torch_dist", "fsdp_dtensor"})
+_MEGATRON = frozenset({"torch_dist", "fsdp_dtensor", "dcp"})
 _COMPARABLE_LAYOUTS = (
     "none",
     "fully_reshardable",
@@ -110,9 +112,11 @@ def _idle_globs(sides: tuple[Side, Side], options: DiffOptions) -> list[str]:
 
 def _choose(by: str, a: Opened, b: Opened) -> str:
     kinds = {a.location.kind, b.location.kind}
-    if by == PARAMETERS and not kinds <= {"torch_dist", "fsdp_dtensor"}:
-        raise UsageError(f"--by parameters needs torch_dist or fsdp_dtensor checkpoints, not {sorted(kinds)}")
-    between = "safetensors" in kinds and bool(kinds & _MEGATRON)
+    if by == PARAMETERS and not (kinds <= _MEGATRON and all(map(_holds_megatron, (a, b)))):
+        raise UsageError(
+            f"--by parameters needs torch_dist, fsdp_dtensor or dcp checkpoints of Megatron models, not {sorted(kinds)}"
+        )
+    between = "safetensors" in kinds and bool(kinds & _MEGATRON) and all(map(_holds_megatron, (a, b)))
     if by == HUGGINGFACE and not between:
         raise UsageError(
             f"--by huggingface needs a Hugging Face model and a Megatron checkpoint, not {sorted(kinds)}"
@@ -125,9 +129,18 @@ def _choose(by: str, a: Opened, b: Opened) -> str:
         layouts = {optimizer_layout(side.catalog, side.common) for side in (a, b)}
         comparable = len(layouts) == 1 and layouts <= set(_COMPARABLE_LAYOUTS)
         return KEYS if comparable and _joins_masters(a) == _joins_masters(b) else PARAMETERS
-    if kinds == {"torch_dist", "fsdp_dtensor"}:
-        return PARAMETERS
-    return KEYS
+    if kinds == {"dcp"}:
+        return KEYS if len({read_state_dict(side.catalog).layout for side in (a, b)}) == 1 else _across(a, b)
+    return _across(a, b) if len(kinds) == 2 else KEYS
+
+
+def _across(a: Opened, b: Opened) -> str:
+    """By parameters, where both sides hold Megatron's."""
+    return PARAMETERS if all(map(_holds_megatron, (a, b))) else KEYS
+
+
+def _holds_megatron(side: Opened) -> bool:
+    return side.location.kind != "dcp" or is_megatron(read_state_dict(side.catalog))
 
 
 def _joins_masters(opened: Opened) -> bool:
@@ -150,8 +163,15 @@ def _by_export(a: Opened, b: Opened) -> tuple[tuple[Side, Side], list[str]]:
 
 def _by_keys(opened: Opened) -> Side:
     """The checkpoint under its stored keys; a common state is one value wherever it lies."""
+    roles = read_state_dict(opened.catalog).roles() if opened.location.kind == "dcp" else None
     tensors = {
-        key: TargetTensor(key, entry.dtype, entry.shape, (Source(key),), role=role_of(key))
+        key: TargetTensor(
+            key,
+            entry.dtype,
+            entry.shape,
+            (Source(key),),
+            role=role_of(key) if roles is None else roles.get(key, "other"),
+        )
         for key, entry in opened.catalog.tensors.items()
     }
     objects: dict[str, object] = {k: o for k, o in opened.catalog.objects.items() if k != COMMON_OBJECT}
@@ -178,7 +198,7 @@ def _by_parameters(a: Opened, b: Opened, target: TargetOptions) -> tuple[tuple[S
 
 
 def _as_converted(opened: Opened, target: TargetOptions, other: Side | None) -> tuple[Side, list[str]]:
-    """The conversion of a `torch_dist` checkpoint, under the names that fit `other` best."""
+    """The conversion of a `torch_dist` checkpoint or plain state dict, under the names that fit `other` best."""
     model = read_model(opened, Wanted(unknown_keys=True))
     options = target if other is None else _fitted(target, model, other)
     side = _converted(opened, model, options)

@@ -27,6 +27,8 @@ METADATA_JSON = "metadata.json"
 _TRACKER_BYTES = 4096
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _FSDP_KEY = re.compile(rb"(model\.module\.|optimizer\.state\.module\.|optimizer\.param_to_group_meta\.)")
+# A wrapped module's own names with an optimizer that numbers its parameters: no job of Megatron-LM writes these.
+_NUMBERED_STATE = re.compile(rb"optimizer\.state\.\d+\.")
 
 
 CheckpointKind: TypeAlias = Literal["torch_dist", "fsdp_dtensor", "dcp", "safetensors"]
@@ -239,7 +241,7 @@ def _kind(files: Files, names: list[str], backend: str | None) -> CheckpointKind
         if backend:
             return "torch_dist"
         data = read_whole(files, METADATA, MAX_METADATA_BYTES)
-        return "fsdp_dtensor" if _FSDP_KEY.search(data) else "dcp"
+        return "fsdp_dtensor" if _FSDP_KEY.search(data) and not _NUMBERED_STATE.search(data) else "dcp"
     if any(name.endswith(".safetensors") for name in names):
         return "safetensors"
     raise missing_metadata(files)

@@ -22,6 +22,10 @@ _WAY_OUT = (
 )
 
 
+class OpenChoiceError(MappingError):
+    """Several orders fit, and nothing stored tells which is right: the checkpoint may be sound all the same."""
+
+
 def name_numbers(
     groups: Sequence[Sequence[int]],
     parameters: Mapping[str, Shape],
@@ -37,7 +41,8 @@ def name_numbers(
         proves: a dearer test by content, asked only where shapes leave a choice.
 
     Raises:
-        MappingError: no order of the groups fits the model, or several do.
+        MappingError: no order of the groups fits the model.
+        OpenChoiceError: several do.
     """
     has_shape: Fits = lambda name, number: shapes.get(number, parameters[name]) == parameters[name]  # noqa: E731
     found = _interleavings(groups, list(parameters), has_shape)
@@ -60,7 +65,7 @@ def name_numbers(
     first, *others = found
     if others:
         number = next(n for n in first if first[n] != others[0].get(n))
-        raise MappingError(
+        raise OpenChoiceError(
             f"the optimizer numbers its parameters, and its parameter {number} may be {first[number]} or "
             f"{others[0].get(number)}: nothing stored tells. {_WAY_OUT}"
         )
@@ -86,7 +91,7 @@ def _interleavings(
                     step = (*taken[:g], taken[g] + 1, *taken[g + 1 :])
                     _add(following, step, [(way, number, name) for way in ways])
         if len(following) > _MAX_OPEN:
-            raise MappingError(
+            raise OpenChoiceError(
                 f"the optimizer numbers its parameters, and too many orders of its {len(groups)} groups fit the "
                 f"model's shapes. {_WAY_OUT}"
             )

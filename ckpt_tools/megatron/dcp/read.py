@@ -17,6 +17,7 @@ from ckpt_tools.formats.files import Files
 from ckpt_tools.formats.left_out import leave_out
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.dcp.index_names import name_numbers
+from ckpt_tools.megatron.dcp.adam_fields import ADAM_FIELDS, INITIAL_LR
 from ckpt_tools.megatron.dcp.state_dict import OptimizerKeys, StateDict, read_state_dict
 from ckpt_tools.megatron.fsdp_dtensor.entries import (
     FsdpSource,
@@ -131,7 +132,8 @@ def _optimizers(
                 continue
             for name, states, fields in _parameters(optimizer, found, catalog, values, rounds):
                 kinds[name] = {MASTER: states[MASTER]} if weights_only and MASTER in states else dict(states)
-                groups[name] = fields
+                step = _value(states[STEP], catalog, values) if STEP in states and not weights_only else None
+                groups[name] = megatron_fields(fields, step)
     except MappingError as error:
         if not weights_only:
             raise
@@ -236,6 +238,18 @@ def _numbered_masters(optimizer: OptimizerKeys, members: list[list[int]]) -> dic
             "them have one is not known. Take the weights alone with --weights-only"
         )
     return {members[g][place]: key for (g, place), key in optimizer.masters.items()}
+
+
+def megatron_fields(fields: Mapping[str, Any], step: float | None) -> Mapping[str, Any]:
+    """A group's fields without those that `write` filled in for torch's Adam, of which Megatron has no knowledge.
+
+    Its fused Adam is the one that corrects biases on demand; that keeps its step, a whole number, in the group.
+    """
+    kept = {name: value for name, value in fields.items() if name != INITIAL_LR or "max_lr" not in fields}
+    if "bias_correction" not in fields:
+        return kept
+    own = {name: value for name, value in kept.items() if name not in ADAM_FIELDS}
+    return own if step is None or "step" in own else own | {"step": int(step)}
 
 
 def _shape(keys: Mapping[str, str], catalog: Catalog) -> tuple[int, ...] | None:

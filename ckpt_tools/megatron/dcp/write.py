@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ckpt_tools.megatron.dcp.adam_fields import ADAM_FIELDS, DECOUPLED, INITIAL_LR
 from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter
 from ckpt_tools.megatron.fsdp_dtensor.tensors import (
     backfill_groups,
@@ -51,15 +52,6 @@ from ckpt_tools.model.target import InlineTensor, Target, TargetObject, TargetTe
 
 MODEL, OPTIMIZER = "model", "optimizer"
 _ADAM = frozenset({"exp_avg", "exp_avg_sq"})
-# What torch.optim.Adam and AdamW ask of a group beside lr, betas, eps and weight_decay.
-_ADAM_DEFAULTS: Mapping[str, Any] = {
-    "amsgrad": False,
-    "foreach": None,
-    "maximize": False,
-    "capturable": False,
-    "differentiable": False,
-    "fused": None,
-}
 _APART = frozenset({"params", "step"})  # the parameters have the fields, and Adam's steps stand among its states
 
 
@@ -138,13 +130,13 @@ def _adam_fields(model: Model, trained: Sequence[LiveParameter]) -> Mapping[str,
     """What torch's Adam asks of every group; nothing of another optimizer."""
     if any(set(roles_of(p)) - {MASTER} != _ADAM for p in trained):
         return {}
-    return {**_ADAM_DEFAULTS, "decoupled_weight_decay": bool(model.common.arg("decoupled_weight_decay", True))}
+    return {**ADAM_FIELDS, DECOUPLED: bool(model.common.arg(DECOUPLED, ADAM_FIELDS[DECOUPLED]))}
 
 
 def _with_initial_lr(group: Mapping[str, Any]) -> dict[str, Any]:
     """With the rate that torch's schedulers multiply."""
     first = group.get("max_lr")
-    return {"initial_lr": group.get("lr") if first is None else first, **group}
+    return {INITIAL_LR: group.get("lr") if first is None else first, **group}
 
 
 def _states(parameter: LiveParameter) -> Iterator[TargetTensor]:
