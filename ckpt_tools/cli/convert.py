@@ -70,8 +70,8 @@ def convert(
         Format,
         typer.Option(
             "--to",
-            help="Format of the output; torch_dist has the fully_reshardable optimizer layout, dcp is a plain PyTorch "
-            "state dict, and what becomes of one that is not Megatron's.",
+            help="Format of the output; torch_dist has the fully_reshardable optimizer layout, dcp is a plain "
+            "PyTorch state dict, which one of another model than Megatron's stays.",
         ),
     ] = Format.FSDP_DTENSOR,
     **given: Any,

@@ -239,9 +239,9 @@ LayoutOption = Annotated[
 ]  # fmt: skip
 Units = Annotated[
     list[str] | None,
-    typer.Option("--units", help="Modules that share a flat buffer of Megatron-FSDP, as module paths (glob, repeatable; "
-                 "**. for leading modules): fsdp_unit_modules of the job. Default: Megatron-Core's layers. FSDP2 cuts "
-                 "every parameter on its own.",
+    typer.Option("--units", help="Modules that have a flat buffer of Megatron-FSDP each (fsdp_unit_modules of the "
+                 "job), as paths (glob, repeatable; **. for leading modules). Default: Megatron-Core's layers. FSDP2 "
+                 "cuts every parameter on its own.",
                  rich_help_panel=_PLACE),
 ]  # fmt: skip
 WorldSize = Annotated[

@@ -114,7 +114,8 @@ def _choose(by: str, a: Opened, b: Opened) -> str:
     kinds = {a.location.kind, b.location.kind}
     if by == PARAMETERS and not (kinds <= _MEGATRON and all(map(_holds_megatron, (a, b)))):
         raise UsageError(
-            f"--by parameters needs torch_dist, fsdp_dtensor or dcp checkpoints of Megatron models, not {sorted(kinds)}"
+            "--by parameters needs torch_dist, fsdp_dtensor or dcp checkpoints of Megatron models, not "
+            f"{sorted(kinds)}"
         )
     between = "safetensors" in kinds and bool(kinds & _MEGATRON) and all(map(_holds_megatron, (a, b)))
     if by == HUGGINGFACE and not between:

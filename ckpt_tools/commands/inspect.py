@@ -210,7 +210,11 @@ def writer_generation(location: Location, catalog: Catalog, common: CommonState)
 def plain_writer(found: StateDict, common: CommonState) -> str:
     """Whose a plain state dict is, as far as its keys tell."""
     if is_megatron(found):
-        return "Megatron (torch_dcp)" if common.arg("ckpt_format") == "torch_dcp" else "PyTorch, of a Megatron model"
+        return (
+            "Megatron (torch_dcp)"
+            if common.arg("ckpt_format") == "torch_dcp"
+            else "PyTorch, of a Megatron model"
+        )
     if not found.weights:
         return "torch distributed checkpoint"
     if found.model.endswith("model.module."):

@@ -91,7 +91,9 @@ def load_dtensors(
         return _load(prepared, core, _rank(mesh), _meshes(mesh, topology), reader)
 
 
-def check_rank_masters(files: Files, prepared: Prepared, options: ConvertOptions, rank: int, world: int) -> None:
+def check_rank_masters(
+    files: Files, prepared: Prepared, options: ConvertOptions, rank: int, world: int
+) -> None:
     """This rank's share of the masters must round to the stored weights, as for a conversion."""
     mine = prepared.must_round[rank::world]
     advice = "TargetOptions(weights_only=True, dtype=...) with the type of the stored weights takes those."

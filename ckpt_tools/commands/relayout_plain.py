@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions
 
 HF_PREFIX = "model"
+LOADER = "torch.distributed.checkpoint"
 
 
 def stays_plain(opened: Opened, options: ConvertOptions) -> bool:
@@ -55,8 +56,8 @@ def need_job(location: Location, options: ConvertOptions) -> None:
     """
     if options.layout is None:
         raise UsageError(
-            f"nothing to convert: {location.path} is a PyTorch state dict already, and no other job is named. Give its "
-            "size (--gpus or --dp-shard, or --world-size)"
+            f"nothing to convert: {location.path} is a PyTorch state dict already, and no other job is named. Give "
+            "its size (--gpus or --dp-shard, or --world-size)"
         )
 
 
@@ -106,7 +107,7 @@ def prepare_hf(opened: Opened, options: ConvertOptions, layout: Layout) -> Prepa
         live.append(LiveTensor(key, entry.shape, entry.dtype, buffer=not entry.shape))
     note = "weights under the names of their safetensors; config.json and tokenizer stay where they are"
     return Prepared(
-        loader=None,
+        loader=LOADER,
         catalog=catalog,
         target=Target(tuple(tensors), dropped=left_out, notes=(note,)),
         model=lambda: Model(tuple(live), local_spec=False),
@@ -118,7 +119,7 @@ def prepare_hf(opened: Opened, options: ConvertOptions, layout: Layout) -> Prepa
 
 
 def _as_stored(catalog: Catalog, found: StateDict, states: Mapping[str, str]) -> _Plain:
-    """Weights and states share the place of their parameter; another tensor that ranks share has a place of its own."""
+    """Weights and states share the place of their parameter; another tensor that ranks share has its own."""
     owned = dict(states)
     roles = found.roles()
     live: dict[str, LiveTensor] = {}
@@ -178,10 +179,14 @@ def _refuse_changes(location: Location, options: ConvertOptions, layout: Layout)
             f"{location.path} is laid out as it is: names, types, groups and vocabulary stay; leave those options out"
         )
     job = layout.topology
-    asked = {"tp": options.target.tp, "ep": 1, "etp": 1} if job is None else {"tp": job.tp, "ep": job.ep, "etp": job.etp}
+    asked = (
+        {"tp": options.target.tp, "ep": 1, "etp": 1}
+        if job is None
+        else {"tp": job.tp, "ep": job.ep, "etp": job.etp}
+    )
     cut = [f"--{axis} {size}" for axis, size in asked.items() if size not in (None, 1)]
     if cut:
         raise UsageError(
-            f"{', '.join(cut)}: which dimension of a weight these ranks cut is known of Megatron's models only. Leave "
-            "it out: DCP loads any layout into any job"
+            f"{', '.join(cut)}: which dimension of a weight these ranks cut is known of Megatron's models only. "
+            "Leave it out: DCP loads any layout into any job"
         )

@@ -307,7 +307,9 @@ def _objects(
 ) -> tuple[list[TargetObject], list[tuple[str, bytes]]]:
     """The objects that stay, with their archives: `args` or the common state made anew, others as they are."""
     catalog, files = opened.catalog, opened.files
-    natural = cut.plain is not None or not any(is_optimizer_key(k) and "/shard_" in k for k in catalog.objects)
+    natural = cut.plain is not None or not any(
+        is_optimizer_key(k) and "/shard_" in k for k in catalog.objects
+    )
     objects, blobs = [], []
     for key, entry in catalog.objects.items():
         name = cut.key(key)

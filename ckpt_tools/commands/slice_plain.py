@@ -77,7 +77,9 @@ def plain_cut(opened: Opened, rename: Rename) -> PlainCut:
             members = group_members(optimizer, catalog, reader)
             for owner, kept in zip(sorted(optimizer.groups, key=int), members, strict=True):
                 if "params" in optimizer.groups[owner]:
-                    values[optimizer.groups[owner]["params"]] = [n for old in kept if (n := rename(old)) is not None]
+                    values[optimizer.groups[owner]["params"]] = [
+                        n for old in kept if (n := rename(old)) is not None
+                    ]
     return PlainCut(names, values)
 
 

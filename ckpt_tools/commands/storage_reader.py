@@ -1,7 +1,7 @@
 """`StorageReader`: any checkpoint as what `torch.distributed.checkpoint` loads from, without converting it.
 
-The plan is a conversion's: `--to dcp` or `--to fsdp_dtensor`, without its files. DCP's planner then says which boxes of
-which keys a rank wants, and these are read through the same expressions that a conversion writes.
+The plan is a conversion's: `--to dcp` or `--to fsdp_dtensor`, without its files. DCP's planner then says which boxes
+of which keys a rank wants, and these are read through the same expressions that a conversion writes.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import io
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -27,17 +27,18 @@ from torch.distributed.checkpoint.storage import StorageReader as TorchStorageRe
 from torch.futures import Future
 
 from ckpt_tools.commands.close_names import close_names
+from ckpt_tools.commands.import_hf import ImportOptions, read_huggingface
 from ckpt_tools.commands.load_dtensors import check_rank_masters, inline_tensor, to_torch
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.placements import Layout
 from ckpt_tools.commands.prepared import Prepared
 from ckpt_tools.commands.to_dcp import prepare_dcp
-from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, prepare
-from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError, UsageError
+from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, prepare, prepare_model
+from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError, UsageError
 from ckpt_tools.execute.proof import SourceProof
 from ckpt_tools.execute.read_box import BoxReader
 from ckpt_tools.model.box import Box
-from ckpt_tools.model.target import InlineTensor, TargetTensor
+from ckpt_tools.model.target import InlineTensor, TargetObject, TargetTensor
 from ckpt_tools.model.without_gc import without_gc
 
 if TYPE_CHECKING:
@@ -46,14 +47,15 @@ if TYPE_CHECKING:
     Source: TypeAlias = "TargetTensor | InlineTensor"
 
 
-class StorageReader(TorchStorageReader):
+class StorageReader(TorchStorageReader):  # type: ignore[misc]  # torch is not read by the type checker
     """Reads a checkpoint of any format for `dcp.load(state_dict, storage_reader=StorageReader(path))`.
 
     Keys, types and values are those of what `convert PATH OUT --to dcp` writes, with `to="fsdp_dtensor"` of
-    `convert PATH OUT`; `keys()` lists them. So a `torch_dist` or `fsdp_dtensor` checkpoint gives `model.<name>` and
-    `optimizer.state.<name>.exp_avg` of the running module with masters in the place of weights, a Hugging Face
-    folder `model.<its names>`, and a PyTorch state dict what it holds. Only the boxes that are asked for are read,
-    into plain tensors and DTensors of any mesh, whatever the checkpoint's own layout; each rank reads for itself.
+    `convert PATH OUT` or `import-hf PATH OUT --to fsdp_dtensor`; `keys()` lists them. So a `torch_dist` or
+    `fsdp_dtensor` checkpoint gives `model.<name>` and `optimizer.state.<name>.exp_avg` of the running module with
+    masters in the place of weights, a Hugging Face folder `model.<its names>`, and a PyTorch state dict what it
+    holds. Only the boxes that are asked for are read, into plain tensors and DTensors of any mesh, whatever the
+    checkpoint's own layout; each rank reads for itself.
 
     A payload that a rank reads whole is compared with its stored checksum, and its share of the masters with the
     stored weights, as the options say. What a checkpoint holds is looked up once: for a folder that has changed make
@@ -83,7 +85,7 @@ class StorageReader(TorchStorageReader):
         self._seen: _Seen | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Read from `checkpoint_id` from now on; without one go on with what was planned, as `dcp.load` does first."""
+        """Read from `checkpoint_id` from now on; without one, as `dcp.load` calls it, go on with what was planned."""
         if checkpoint_id is None:
             return
         self._path = os.fspath(checkpoint_id)
@@ -114,7 +116,9 @@ class StorageReader(TorchStorageReader):
         meta = StorageMeta(checkpoint_id=self._path)
         return Metadata(entries, planner_data=paths, storage_meta=meta)
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_args: Any, **_kwargs: Any) -> None:
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *_args: Any, **_kwargs: Any
+    ) -> None:
         """This rank's share of the masters must round to the stored weights."""
         rank, world = _rank_and_world()
         seen = self._planned()
@@ -181,7 +185,7 @@ def _plan(path: str, to: str, options: ConvertOptions) -> _Seen:
     opened = open_checkpoint(path, options.iteration, options.trust_pickle)
     try:
         with without_gc():
-            prepared = (prepare_dcp if to == "dcp" else prepare)(opened, options, Layout())
+            prepared = _prepare(opened, to, options)
     except BaseException:
         opened.files.close()
         raise
@@ -189,9 +193,22 @@ def _plan(path: str, to: str, options: ConvertOptions) -> _Seen:
     aliased = {t.key: t for t in target.tensors}
     tensors: dict[str, Source] = {**aliased, **{t.key: t for t in target.inline}}
     tensors |= {alias: aliased[key] for alias, (key, _) in target.aliases.items()}
-    paths = {item.key: item.path for item in (*target.tensors, *target.inline, *target.objects)}
+    items: tuple[Source | TargetObject, ...] = (*target.tensors, *target.inline, *target.objects)
+    paths = {item.key: item.path for item in items}
     paths |= {alias: path for alias, (_, path) in target.aliases.items()}
     return _Seen(opened, prepared, tensors, frozenset(o.key for o in target.objects), paths)
+
+
+def _prepare(opened: Opened, to: str, options: ConvertOptions) -> Prepared:
+    """The conversion's target; a Hugging Face folder becomes `fsdp_dtensor` as `import-hf` makes it."""
+    if to == "dcp":
+        return prepare_dcp(opened, options, Layout())
+    if opened.location.kind != "safetensors":
+        return prepare(opened, options, Layout())
+    target = options.target
+    wanted = ImportOptions(to="fsdp_dtensor", dtype=target.dtype, layer_spec=target.layer_spec, fsdp=target)
+    _, model = read_huggingface(opened, wanted)
+    return prepare_model(model, opened.files, replace(target, weights_only=True, dtype=None), Layout())
 
 
 class _Entries(dict[str, Any]):

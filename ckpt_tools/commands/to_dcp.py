@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ckpt_tools.commands.conversion import Conversion, Progress, Writer, convert, like_to_like, open_source
 from ckpt_tools.commands.conversion_report import ConversionReport
+from ckpt_tools.commands.hf_parts import CONFIG, read_config
 from ckpt_tools.commands.opened import Opened
 from ckpt_tools.commands.placements import Layout
 from ckpt_tools.commands.prepared import Prepared
@@ -38,7 +41,16 @@ def plan_dcp(opened: Opened, options: ConvertOptions, world: int) -> Conversion:
     if opened.location.kind == "dcp":
         need_job(opened.location, options)
     layout = plain_layout(options.layout or Layout(world=world))
-    return planned(opened, prepare_dcp(opened, options, layout), options, layout, "dcp")
+    made = planned(opened, prepare_dcp(opened, options, layout), options, layout, "dcp")
+    return replace(made, architecture=_architecture(opened))
+
+
+def _architecture(opened: Opened) -> str | None:
+    """What a Hugging Face model calls itself, where its settings lie beside it."""
+    if opened.location.kind != "safetensors" or not opened.files.exists(CONFIG):
+        return None
+    names = read_config(opened.location.path).get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else None
 
 
 def prepare_dcp(opened: Opened, options: ConvertOptions, layout: Layout) -> Prepared:
@@ -70,7 +82,9 @@ def _refuse_halves(target: TargetOptions) -> None:
     }
     useless = [name for name, is_asked in asked.items() if is_asked]
     if useless:
-        raise UsageError(f"{', '.join(useless)}: no meaning for a plain state dict, whose names are the running model's")
+        raise UsageError(
+            f"{', '.join(useless)}: no meaning for a plain state dict, whose names are the running model's"
+        )
 
 
 TO_DCP = Writer(open=open_source, place=like_to_like, plan=plan_dcp)

@@ -36,8 +36,8 @@ from ckpt_tools.verify import meaning
 from ckpt_tools.verify.integrity import INTEGRITY, check_integrity
 from ckpt_tools.verify.meter import Meter
 from ckpt_tools.verify.packing import check_packing
-from ckpt_tools.verify.plain_states import check_plain_groups, check_plain_states
 from ckpt_tools.verify.place import check_entries, check_metadata_json, check_place
+from ckpt_tools.verify.plain_states import check_plain_groups, check_plain_states
 from ckpt_tools.verify.report import Check, Findings, Report
 from ckpt_tools.verify.structure import (
     all_items,
@@ -217,7 +217,9 @@ def _content(
     )
     if location.kind == "torch_dist":
         checks.append(_masters(files, catalog, options, _stored_model))
-    elif location.kind == "dcp" and any(optimizer.masters for optimizer in read_state_dict(catalog).optimizers):
+    elif location.kind == "dcp" and any(
+        optimizer.masters for optimizer in read_state_dict(catalog).optimizers
+    ):
         checks.append(_masters(files, catalog, options, partial(_plain_model, location)))
     return checks
 

@@ -56,7 +56,9 @@ def check_plain_groups(files: Files, catalog: Catalog, found: StateDict, trust_p
         every = {field for fields in optimizer.groups.values() for field in fields}
         for owner, fields in optimizer.groups.items():
             if "lr" in every and "lr" not in fields:
-                check.error(f"{optimizer.root}param_groups.{owner}", "the field lr is missing, others have it")
+                check.error(
+                    f"{optimizer.root}param_groups.{owner}", "the field lr is missing, others have it"
+                )
         try:
             grouped = [member.owner for member in _members(optimizer, catalog, values)]
         except CkptError as error:
@@ -100,9 +102,13 @@ def _check_kinds(optimizer: OptimizerKeys, members: Iterable[_Member], check: Fi
         for owner, kinds in held.items():
             where = f"{optimizer.root}state.{owner}"
             if kinds and kinds < every:
-                check.error(where, f"states {sorted(every - kinds)} are missing, others of its group have them")
+                check.error(
+                    where, f"states {sorted(every - kinds)} are missing, others of its group have them"
+                )
             elif not kinds and every:
-                check.warning(where, "it is in a group and has no state: it never had a gradient, or states were lost")
+                check.warning(
+                    where, "it is in a group and has no state: it never had a gradient, or states were lost"
+                )
 
 
 def _twice(names: Iterable[str]) -> set[str]:

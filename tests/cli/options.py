@@ -13,7 +13,7 @@ OPTIONS = {
         "--output-optimizer-state-prefix --output-model-weight-prefix --rename-mtp-keys --target --aliases "
         "--layer-spec --experts --weights-only --dtype --vocab-size-padded --vocab-size --extra-state "
         "--stacked --per-layer --hf-config --max-shard-size --layout --world-size --gpus --dp-shard --dp-outer "
-        "--tp --cp --ep --etp --pp --strategy --outer-strategy --iteration --check-masters --ignore-keys "
+        "--tp --cp --ep --etp --pp --strategy --outer-strategy --units --iteration --check-masters --ignore-keys "
         "--overwrite --resume --dry-run --threads --max-memory --fsync --direct --quiet -q --json --report "
         "--trust-pickle --enable-msc --oom-traceback"
     ),
@@ -22,7 +22,7 @@ OPTIONS = {
         "--swiglu --no-swiglu --swiglu-modules --param-to-param-group-map-json --strict-map "
         "--output-optimizer-state-prefix --output-model-weight-prefix --rename-mtp-keys --target --aliases "
         "--layer-spec --experts --weights-only --dtype --vocab-size-padded --vocab-size --layout --world-size "
-        "--gpus --dp-shard --dp-outer --tp --cp --ep --etp --pp --strategy --outer-strategy --iteration "
+        "--gpus --dp-shard --dp-outer --tp --cp --ep --etp --pp --strategy --outer-strategy --units --iteration "
         "--check-masters --ignore-keys --overwrite --resume --dry-run --threads --max-memory --fsync --direct "
         "--quiet -q --json --report --trust-pickle --enable-msc --oom-traceback"
     ),
@@ -39,7 +39,7 @@ OPTIONS = {
     "plan": (
         "--follow-links --rank --tensor --json --svg --html --target --layer-spec --experts --swiglu --no-swiglu "
         "--weights-only --layout --world-size --gpus --dp-shard --dp-outer --tp --cp --ep --etp --pp --strategy "
-        "--outer-strategy --iteration --ignore-keys --trust-pickle --enable-msc"
+        "--outer-strategy --units --iteration --ignore-keys --trust-pickle --enable-msc"
     ),
     "export-hf": (
         "--check-source "
@@ -50,7 +50,7 @@ OPTIONS = {
     "import-hf": (
         "--follow-links --check-source "
         "--to --rules --dtype --vocab-multiple --target --layer-spec --experts --layout --world-size "
-        "--gpus --dp-shard --dp-outer --tp --cp --ep --etp --pp --strategy --outer-strategy --iteration "
+        "--gpus --dp-shard --dp-outer --tp --cp --ep --etp --pp --strategy --outer-strategy --units --iteration "
         "--overwrite --resume --dry-run --threads --max-memory --fsync --direct --quiet -q --json --report "
         "--enable-msc"
     ),

@@ -1,4 +1,4 @@
-"""What torch's Adam keeps in a parameter group and Megatron's fused one does not: filled in by `write`, out by `read`."""
+"""What torch's Adam keeps in a group and Megatron's fused one does not: `write` fills it in, `read` takes it out."""
 
 from __future__ import annotations
 

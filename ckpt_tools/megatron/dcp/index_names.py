@@ -72,9 +72,7 @@ def name_numbers(
     return first
 
 
-def _interleavings(
-    groups: Sequence[Sequence[int]], names: Sequence[str], fits: Fits
-) -> list[dict[int, str]]:
+def _interleavings(groups: Sequence[Sequence[int]], names: Sequence[str], fits: Fits) -> list[dict[int, str]]:
     """Up to two ways to give the numbers to names, both in order; names may be left over.
 
     A way is a chain of (the way before, number, name); two of them that meet differ, as each step makes a choice.

@@ -16,8 +16,8 @@ from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_pro
 from ckpt_tools.formats.files import Files
 from ckpt_tools.formats.left_out import leave_out
 from ckpt_tools.megatron.common_state import CommonState
-from ckpt_tools.megatron.dcp.index_names import name_numbers
 from ckpt_tools.megatron.dcp.adam_fields import ADAM_FIELDS, INITIAL_LR
+from ckpt_tools.megatron.dcp.index_names import name_numbers
 from ckpt_tools.megatron.dcp.state_dict import OptimizerKeys, StateDict, read_state_dict
 from ckpt_tools.megatron.fsdp_dtensor.entries import (
     FsdpSource,
@@ -38,7 +38,9 @@ from ckpt_tools.model.target import Source
 
 Rounds: TypeAlias = Callable[[Catalog, str, str], bool]
 """Whether all of the master with the second key rounds to the weight with the first."""
-_MEGATRON = re.compile(r"(?:.*\.)?(?:(?:decoder|encoder)\.layers\.\d+\.(?:self_attention|mlp|mixer)|embedding\.word_embeddings)\..+")
+_MEGATRON = re.compile(
+    r"(?:.*\.)?(?:(?:decoder|encoder)\.layers\.\d+\.(?:self_attention|mlp|mixer)|embedding\.word_embeddings)\..+"
+)
 _DROPPED = (
     ("*_extra_state", "Transformer Engine extra state: read from torch_dist only"),
     ("*.param_groups.*", "the group of no parameter"),
@@ -102,9 +104,9 @@ def not_megatron(location: str, found: StateDict) -> UnsupportedCheckpointError:
     """What to do with a model that has no rules here."""
     some = ", ".join(list(found.weights)[:3])
     return UnsupportedCheckpointError(
-        f"{location} is a PyTorch state dict, and its weights ({some}, ...) do not have the names of a Megatron model. "
-        "It can be laid out anew as what it is (convert --to dcp --dp-shard N). For Megatron, let the program that "
-        "trained it write a Hugging Face folder (torchtitan: scripts/checkpoint_conversion/convert_to_hf.py), and "
+        f"{location} is a PyTorch state dict, and its weights ({some}, ...) do not have the names of a Megatron "
+        "model. It can be laid out anew as what it is (convert --to dcp --dp-shard N). For Megatron, let the program "
+        "that trained it write a Hugging Face folder (torchtitan: scripts/checkpoint_conversion/convert_to_hf.py), and "
         "import that with import-hf"
     )
 
@@ -141,7 +143,9 @@ def _optimizers(
         return {}, {}, (note,)
     stray = [name for name in kinds if name not in found.weights]
     if stray:
-        raise MappingError("optimizer states of parameters that the model does not have:\n" + list_problems(stray))
+        raise MappingError(
+            "optimizer states of parameters that the model does not have:\n" + list_problems(stray)
+        )
     return kinds, {} if weights_only else groups, ()
 
 
@@ -193,7 +197,9 @@ def numbered(
     shapes |= {number: catalog.tensors[key].shape for number, key in masters.items()}
 
     def proves(name: str, number: int) -> bool:
-        return number not in masters or rounds is None or rounds(catalog, found.weights[name], masters[number])
+        return (
+            number not in masters or rounds is None or rounds(catalog, found.weights[name], masters[number])
+        )
 
     return name_numbers(members, parameters, shapes, proves if masters and rounds else None), masters
 
@@ -254,7 +260,9 @@ def megatron_fields(fields: Mapping[str, Any], step: float | None) -> Mapping[st
 
 def _shape(keys: Mapping[str, str], catalog: Catalog) -> tuple[int, ...] | None:
     """The shape of a parameter, as its states tell it."""
-    shapes = [catalog.tensors[key].shape for kind, key in keys.items() if kind != STEP and key in catalog.tensors]
+    shapes = [
+        catalog.tensors[key].shape for kind, key in keys.items() if kind != STEP and key in catalog.tensors
+    ]
     return next((shape for shape in shapes if shape), None)
 
 
@@ -308,7 +316,9 @@ def _nested(
     for key in found.others:
         if key.startswith(NESTED_STATES):
             of_tensor = key in catalog.tensors
-            value = values.tensor(catalog.tensors[key]) if of_tensor else values.load(catalog.objects[key].item)
+            value = (
+                values.tensor(catalog.tensors[key]) if of_tensor else values.load(catalog.objects[key].item)
+            )
             nested[nested_path(catalog, key)] = value
         elif key not in COMMON_ITEMS:
             why = next((why for glob, why in _DROPPED if fnmatchcase(key, glob)), None)

@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from ckpt_tools.megatron.keys import canonical_kind, state_role
 from ckpt_tools.model.catalog import Catalog
-from ckpt_tools.model.roles import MASTER, Role
+from ckpt_tools.model.roles import MASTER, WEIGHT, Role
 
 Form: TypeAlias = Literal["flattened", "by_name", "by_number"]
 """How an optimizer's states name their parameters."""
@@ -33,7 +33,9 @@ _PARTS = ("state", "param_groups")
 _MASTERS = "fp32_from_fp16_params"
 _EXTRA_STATE = "_extra_state"
 # Without planner data the dots of a key do not tell where a name begins.
-_UNTOLD = re.compile(r"(?P<root>(?:[^.]*optim[^.]*\.)+)(?P<part>state|param_groups)\.(?P<rest>.+)")
+_UNTOLD = re.compile(
+    r"(?P<root>(?:[^.]+\.){0,2}?(?:[^.]*optim[^.]*\.)+)(?P<part>state|param_groups)\.(?P<rest>.+)"
+)
 
 
 class _Leaf(NamedTuple):
@@ -71,7 +73,7 @@ class StateDict:
 
     def roles(self) -> dict[str, Role]:
         """What every tensor of the model and its optimizers is, by key."""
-        found: dict[str, Role] = {key: "weight" for key in self.weights.values()}
+        found: dict[str, Role] = dict.fromkeys(self.weights.values(), WEIGHT)
         for optimizer in self.optimizers:
             found |= dict.fromkeys(optimizer.masters.values(), MASTER)
             for kinds in optimizer.states.values():
@@ -88,7 +90,7 @@ class StateDict:
 def read_state_dict(catalog: Catalog) -> StateDict:
     """The keys of a plain PyTorch checkpoint, sorted."""
     keys = (*catalog.tensors, *catalog.objects)
-    leaves = [leaf for key in keys if (leaf := _leaf(catalog, key))]
+    leaves = _optimizer_leaves(catalog, keys)
     roots = dict.fromkeys(leaf.root for leaf in leaves)
     masters = _masters(catalog, roots)
     inside = {leaf.key for leaf in leaves} | {key for found in masters.values() for key in found.values()}
@@ -100,6 +102,13 @@ def read_state_dict(catalog: Catalog) -> StateDict:
     )
     used = inside | set(weights.values())
     return StateDict(model, weights, optimizers, tuple(key for key in keys if key not in used))
+
+
+def _optimizer_leaves(catalog: Catalog, keys: Iterable[str]) -> list[_Leaf]:
+    """The keys of optimizers: a module may be called `state` too, but it has no groups."""
+    leaves = [leaf for key in keys if (leaf := _leaf(catalog, key))]
+    grouped = {leaf.root for leaf in leaves if leaf.part == "param_groups"}
+    return [leaf for leaf in leaves if leaf.root in grouped or "optim" in leaf.root]
 
 
 def _leaf(catalog: Catalog, key: str) -> _Leaf | None:
@@ -130,9 +139,7 @@ def _masters(catalog: Catalog, roots: Iterable[str]) -> dict[str, dict[tuple[int
     return found
 
 
-def _weights(
-    catalog: Catalog, tensors: Iterable[str], states: Iterable[_Leaf]
-) -> tuple[dict[str, str], str]:
+def _weights(catalog: Catalog, tensors: Iterable[str], states: Iterable[_Leaf]) -> tuple[dict[str, str], str]:
     """The weights by name, and what stands in front of the names.
 
     Names of optimizer states tell it; where there are none, the dict that is called `model`, else the outermost.

@@ -5,7 +5,7 @@
     optimizer.param_groups.<name>.<field>      every field of the parameter's group
     opt_param_scheduler.<field>, rng_state.(pp, tp).<i>.<name>, args, iteration, ...
 
-That is ``{"model": model.state_dict(), "optimizer": get_optimizer_state_dict(..., flatten_optimizer_state_dict=True)}``.
+That is ``{"model": model.state_dict(), "optimizer": get_optimizer_state_dict(...)}``, the latter flattened.
 Names are those of the running module: gate and up of an fc1 are one tensor, fused projections are fused. Fields that
 torch's Adam has and the groups lack are filled in with its defaults, since it asks for each of its own.
 """
@@ -52,7 +52,9 @@ from ckpt_tools.model.target import InlineTensor, Target, TargetObject, TargetTe
 
 MODEL, OPTIMIZER = "model", "optimizer"
 _ADAM = frozenset({"exp_avg", "exp_avg_sq"})
-_APART = frozenset({"params", "step"})  # the parameters have the fields, and Adam's steps stand among its states
+_APART = frozenset(
+    {"params", "step"}
+)  # the parameters have the fields, and Adam's steps stand among its states
 
 
 def build_dcp_target(model: Model, options: TargetOptions) -> FsdpTarget:

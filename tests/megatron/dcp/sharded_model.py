@@ -1,12 +1,13 @@
-"""A small model under torch's own `fully_shard`, trained and saved by two processes under gloo: what people's jobs do.
+"""A small model under torch's own `fully_shard`, trained and saved by two processes under gloo: what jobs do.
 
-`torchrun --nproc-per-node 2 -m tests.megatron.dcp.sharded_model DIR` writes `DIR/titan`, `DIR/app` and `DIR/numbered`,
-one run under three programs' keys, and `DIR/truth.pt`, the whole tensors by name.
+`torchrun --nproc-per-node 2 -m tests.megatron.dcp.sharded_model DIR` writes `DIR/titan`, `DIR/app` and
+`DIR/numbered`, one run under three programs' keys, and `DIR/truth.pt`, the whole tensors by name.
 `tests/data/fully_shard.tar.xz` holds what it wrote (torch 2.13).
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,13 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
+    set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+
+from tests.commands.oracle import same_bytes
 
 FLATTENED = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -115,8 +119,45 @@ def truth_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, to
     }
 
 
-def main(folder: str) -> None:
+def resumed(folder: Path, kind: str) -> list[str]:
+    """Names of what a fresh model and optimizer do not have as it was after they loaded a checkpoint."""
+    model, optimizer = sharded(seed=8)
+    train(model, optimizer, steps=1)
+    state = state_of(kind, model, optimizer)
+    dcp.load(state, checkpoint_id=str(folder / kind))
+    if kind == "titan":
+        names = get_model_state_dict(model)
+        weights = {name: state[name] for name in names}
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state["optimizer"],
+                       options=FLATTENED)  # fmt: skip
+    elif kind == "app":
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=state["app"]["model"],
+            optim_state_dict=state["app"]["optim"],
+        )
+    else:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    truth = torch.load(folder / "truth.pt", weights_only=True)
+    found = truth_of(model, optimizer)
+    assert found.keys() == truth.keys()
+    return [name for name in truth if not same_bytes(found[name], truth[name])]
+
+
+def resume(folder: Path) -> None:
+    wrong = {kind: resumed(folder, kind) for kind in KINDS}
+    if dist.get_rank() == 0:
+        (folder / "resumed.json").write_text(json.dumps(wrong))
+
+
+def main(folder: str, what: str = "save") -> None:
     dist.init_process_group("gloo")
+    if what == "resume":
+        resume(Path(folder))
+        dist.destroy_process_group()
+        return
     model, optimizer = sharded()
     train(model, optimizer)
     for kind in KINDS:
