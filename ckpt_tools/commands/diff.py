@@ -9,8 +9,7 @@ from ckpt_tools.commands.close_names import unmatched
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.read_model import Wanted, read_model
 from ckpt_tools.errors import UsageError, list_problems
-from ckpt_tools.megatron.dcp.read import is_megatron
-from ckpt_tools.megatron.dcp.state_dict import read_state_dict
+from ckpt_tools.megatron.dcp.state_dict import is_megatron, read_state_dict
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions, build_fsdp_target
 from ckpt_tools.megatron.keys import COMMON_OBJECT, role_of
 from ckpt_tools.megatron.names import DIALECTS

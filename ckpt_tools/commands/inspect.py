@@ -14,8 +14,7 @@ from ckpt_tools.commands.opened import open_checkpoint
 from ckpt_tools.commands.read_values import json_value
 from ckpt_tools.formats.detect import Location
 from ckpt_tools.megatron.common_state import CommonState
-from ckpt_tools.megatron.dcp.read import is_megatron
-from ckpt_tools.megatron.dcp.state_dict import StateDict, read_state_dict
+from ckpt_tools.megatron.dcp.state_dict import StateDict, is_megatron, read_state_dict
 from ckpt_tools.megatron.keys import GROUP_META, role_of
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
 from ckpt_tools.model.catalog import Catalog

@@ -18,8 +18,8 @@ from ckpt_tools.errors import MappingError, UsageError
 from ckpt_tools.formats.container import read_archive
 from ckpt_tools.formats.detect import Location
 from ckpt_tools.formats.left_out import leave_out
-from ckpt_tools.megatron.dcp.read import is_megatron, owners
-from ckpt_tools.megatron.dcp.state_dict import StateDict, read_state_dict
+from ckpt_tools.megatron.dcp.read import owners
+from ckpt_tools.megatron.dcp.state_dict import StateDict, is_megatron, read_state_dict
 from ckpt_tools.megatron.fsdp_dtensor.entries import SmallValues
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.megatron.record import TargetRecord, read_record

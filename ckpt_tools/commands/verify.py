@@ -25,8 +25,7 @@ from ckpt_tools.formats.documents import DocumentError, read_named_file
 from ckpt_tools.formats.files import Files, LocalFiles, open_files
 from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.megatron.common_state import CommonState, read_common_state
-from ckpt_tools.megatron.dcp.read import is_megatron
-from ckpt_tools.megatron.dcp.state_dict import read_state_dict
+from ckpt_tools.megatron.dcp.state_dict import is_megatron, read_state_dict
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import coalesced_buffers
 from ckpt_tools.megatron.torch_dist.read import read_torch_dist, stored_groups

@@ -6,7 +6,6 @@ not a parameter or its state is nested as the training job had it. From there on
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -18,7 +17,7 @@ from ckpt_tools.formats.left_out import leave_out
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.dcp.adam_fields import ADAM_FIELDS, INITIAL_LR
 from ckpt_tools.megatron.dcp.index_names import name_numbers
-from ckpt_tools.megatron.dcp.state_dict import OptimizerKeys, StateDict, read_state_dict
+from ckpt_tools.megatron.dcp.state_dict import OptimizerKeys, StateDict, is_megatron, read_state_dict
 from ckpt_tools.megatron.fsdp_dtensor.entries import (
     FsdpSource,
     FsdpTensor,
@@ -38,9 +37,6 @@ from ckpt_tools.model.target import Source
 
 Rounds: TypeAlias = Callable[[Catalog, str, str], bool]
 """Whether all of the master with the second key rounds to the weight with the first."""
-_MEGATRON = re.compile(
-    r"(?:.*\.)?(?:(?:decoder|encoder)\.layers\.\d+\.(?:self_attention|mlp|mixer)|embedding\.word_embeddings)\..+"
-)
 _DROPPED = (
     ("*_extra_state", "Transformer Engine extra state: read from torch_dist only"),
     ("*.param_groups.*", "the group of no parameter"),
@@ -48,11 +44,6 @@ _DROPPED = (
     ("content_metadata.*", "describes the torch_dist checkpoint this one was made from"),
 )  # fmt: skip
 _EMPTY: Mapping[str, Any] = {}
-
-
-def is_megatron(found: StateDict) -> bool:
-    """Whether the weights have the names of Megatron-Core's modules."""
-    return any(map(_MEGATRON.fullmatch, found.weights))
 
 
 def dcp_model(
@@ -106,8 +97,8 @@ def not_megatron(location: str, found: StateDict) -> UnsupportedCheckpointError:
     return UnsupportedCheckpointError(
         f"{location} is a PyTorch state dict, and its weights ({some}, ...) do not have the names of a Megatron "
         "model. It can be laid out anew as what it is (convert --to dcp --dp-shard N). For Megatron, let the program "
-        "that trained it write a Hugging Face folder (torchtitan: scripts/checkpoint_conversion/convert_to_hf.py), and "
-        "import that with import-hf"
+        "that trained it write a Hugging Face folder (torchtitan: scripts/checkpoint_conversion/convert_to_hf.py), "
+        "and import that with import-hf"
     )
 
 

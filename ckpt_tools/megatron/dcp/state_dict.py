@@ -37,6 +37,10 @@ _UNTOLD = re.compile(
     r"(?P<root>(?:[^.]+\.){0,2}?(?:[^.]*optim[^.]*\.)+)(?P<part>state|param_groups)\.(?P<rest>.+)"
 )
 
+_MEGATRON = re.compile(
+    r"(?:.*\.)?(?:(?:decoder|encoder)\.layers\.\d+\.(?:self_attention|mlp|mixer)|embedding\.word_embeddings)\..+"
+)
+
 
 class _Leaf(NamedTuple):
     """A key inside an optimizer's state dict: `steps` are what stands behind `state` or `param_groups`."""
@@ -85,6 +89,11 @@ class StateDict:
         """The optimizer's layout, for reports."""
         forms = {f"state_dict_{optimizer.form}" for optimizer in self.optimizers}
         return "none" if not forms else forms.pop() if len(forms) == 1 else "state_dict_mixed"
+
+
+def is_megatron(found: StateDict) -> bool:
+    """Whether the weights have the names of Megatron-Core's modules."""
+    return any(map(_MEGATRON.fullmatch, found.weights))
 
 
 def read_state_dict(catalog: Catalog) -> StateDict:

@@ -11,8 +11,8 @@ from ckpt_tools.commands.opened import open_checkpoint
 from ckpt_tools.errors import MappingError
 from ckpt_tools.formats.detect import locate
 from ckpt_tools.megatron.dcp.index_names import OpenChoiceError, name_numbers
-from ckpt_tools.megatron.dcp.read import is_megatron, megatron_fields, owners
-from ckpt_tools.megatron.dcp.state_dict import read_state_dict
+from ckpt_tools.megatron.dcp.read import megatron_fields, owners
+from ckpt_tools.megatron.dcp.state_dict import is_megatron, read_state_dict
 from ckpt_tools.megatron.fsdp_dtensor.entries import SmallValues
 from ckpt_tools.model.box import full_box
 from ckpt_tools.model.catalog import Catalog, Chunk, Item, ObjectEntry, TensorEntry
