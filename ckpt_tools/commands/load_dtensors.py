@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -59,7 +60,7 @@ def load_dtensors(
     leaves out those of which it holds a part; `verify --content` compares all.
 
     Args:
-        path: a `torch_dist` or `fsdp_dtensor` checkpoint, a run's root or an iteration directory.
+        path: a `torch_dist` or `fsdp_dtensor` checkpoint or a plain state dict: root or iteration.
         mesh: all ranks of the job in order, its axes named as in `AXES`; one without names shards over all.
             Context-parallel ranks shard too: flatten them into `dp_shard`.
         layout: whose placement: ``mfsdp-v1``, ``mfsdp-v2`` or ``fsdp2``.
@@ -80,7 +81,7 @@ def load_dtensors(
         strategy=strategy,
         outer_strategy=outer_strategy,
     )
-    wanted = options or ConvertOptions()
+    wanted = replace(options or ConvertOptions(), keep_plain=True)
     with open_checkpoint(path, wanted.iteration, wanted.trust_pickle) as opened:
         with without_gc():
             prepared = prepare(opened, wanted, Layout(layout, topology))

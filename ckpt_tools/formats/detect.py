@@ -27,7 +27,10 @@ METADATA_JSON = "metadata.json"
 _TRACKER_BYTES = 4096
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _FSDP_KEY = re.compile(rb"(model\.module\.|optimizer\.state\.module\.|optimizer\.param_to_group_meta\.)")
-# A wrapped module's own names with an optimizer that numbers its parameters: no job of Megatron-LM writes these.
+_OF_MEGATRON = re.compile(
+    rb"(?:optimizer\.state\.module\.|optimizer\.param_to_group_meta\.|checkpoint_version|iteration"
+    rb"|(?:decoder|encoder|mtp)\.layers\.|word_embeddings)"
+)
 _NUMBERED_STATE = re.compile(rb"optimizer\.state\.\d+\.")
 
 
@@ -241,10 +244,21 @@ def _kind(files: Files, names: list[str], backend: str | None) -> CheckpointKind
         if backend:
             return "torch_dist"
         data = read_whole(files, METADATA, MAX_METADATA_BYTES)
-        return "fsdp_dtensor" if _FSDP_KEY.search(data) and not _NUMBERED_STATE.search(data) else "dcp"
+        return "fsdp_dtensor" if _is_fsdp_dtensor(data) else "dcp"
     if any(name.endswith(".safetensors") for name in names):
         return "safetensors"
     raise missing_metadata(files)
+
+
+def _is_fsdp_dtensor(data: bytes) -> bool:
+    """Whether the keys in a `.metadata` are those of Megatron-LM's Megatron-FSDP.
+
+    Whoever saves a wrapped module himself has `model.module.` too, but not the entries that Megatron-LM puts beside
+    it, nor its names; or an optimizer that numbers its parameters, as Megatron-LM's does not.
+    """
+    if not _FSDP_KEY.search(data) or _NUMBERED_STATE.search(data):
+        return False
+    return _OF_MEGATRON.search(data) is not None
 
 
 def _sharded_backend(files: Files) -> str:

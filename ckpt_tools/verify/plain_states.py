@@ -13,7 +13,7 @@ from ckpt_tools.errors import CkptError
 from ckpt_tools.formats.files import Files
 from ckpt_tools.megatron.dcp.index_names import OpenChoiceError
 from ckpt_tools.megatron.dcp.read import group_members, owners
-from ckpt_tools.megatron.dcp.state_dict import OptimizerKeys, StateDict
+from ckpt_tools.megatron.dcp.state_dict import OptimizerKeys, StateDict, is_number
 from ckpt_tools.megatron.fsdp_dtensor.entries import SmallValues
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.verify.report import Check, Findings
@@ -87,7 +87,7 @@ def _check_shapes(names: Mapping[str, str], catalog: Catalog, found: StateDict, 
             continue
         kind = key.rpartition(".")[2]
         weight, entry = catalog.tensors[found.weights[name]], catalog.tensors.get(key)
-        is_like = kind in _LIKE_WEIGHTS or kind.isdecimal()  # a master is named by its place
+        is_like = kind in _LIKE_WEIGHTS or is_number(kind)  # a master is named by its place
         if entry is not None and is_like and entry.shape != weight.shape:
             check.error(key, f"its shape is {entry.shape}, that of the weight {weight.shape}")
 

@@ -393,3 +393,23 @@ def test_a_real_model_resumes_from_what_was_laid_out(sharded, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads((tmp_path / "resumed.json").read_text()) == {"titan": [], "app": [], "numbered": []}
+
+
+@pytest.mark.parametrize(("name", "kind"), [("numbered", "dcp"), ("weights", "dcp")])
+def test_a_wrapped_module_that_is_not_megatron_lms(sharded, tmp_path, name, kind):
+    """`model.module.` alone does not make `fsdp_dtensor`: Megatron-FSDP on its own, and DDP, write it too."""
+    operations = [r"rename ^model\. model.module."] + ([r"remove ^optimizer\."] if name == "weights" else [])
+    ckpt_tools.modify_state_dict(str(sharded / "numbered"), str(tmp_path / "x"), operations)
+    found = ckpt_tools.inspect_checkpoint(str(tmp_path / "x"))
+    assert (found.location.kind, found.writer) == (kind, "PyTorch, of a wrapped module (Megatron-FSDP, DDP)")
+    report = ckpt_tools.verify_checkpoint(str(tmp_path / "x"), options=ckpt_tools.VerifyOptions(content=True))
+    assert report.findings == []
+
+
+def test_a_wrapped_megatron_model_converts(tmp_path):
+    ckpt_tools.modify_state_dict(
+        str(fixture_dir("tf2_dcp")), str(tmp_path / "x"), [r"rename ^model\. model.module."]
+    )
+    for source, name in ((tmp_path / "x", "a"), (fixture_dir("tf2_dcp"), "b")):
+        convert_to_fsdp_dtensor(str(source), str(tmp_path / name))
+    assert_same(iteration(tmp_path / "a"), iteration(tmp_path / "b"))

@@ -6,6 +6,7 @@ not a parameter or its state is nested as the training job had it. From there on
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -79,7 +80,7 @@ def dcp_model(
         common=common,
         tensors=tuple(_tensor(name, key, kinds.get(name, {}), catalog, values)
                       for name, key in found.weights.items()),
-        groups=groups,
+        groups={_unwrapped(name): fields for name, fields in groups.items()},
         scheduler=tree.get("opt_param_scheduler", {}),
         rng=_rng(tree.get("rng_state", {})),
         grad_scaler=tree.get("optimizer", {}).get("grad_scaler", {}),
@@ -153,7 +154,7 @@ def _parameters(
             yield name, states, fields.get(name, _EMPTY)
         return
     ordered = [fields[owner] for owner in sorted(fields, key=int)]
-    members = [list(group.get("params", ())) for group in ordered]
+    members = group_members(optimizer, catalog, values)
     plain = [{field: value for field, value in group.items() if field != "params"} for group in ordered]
     if optimizer.form == "by_name":
         for group, names in zip(plain, members, strict=True):
@@ -219,15 +220,27 @@ def owners(
 
 
 def group_members(optimizer: OptimizerKeys, catalog: Catalog, values: SmallValues) -> list[list[Any]]:
-    """The names or numbers of the parameters of each group, where groups list them."""
-    groups = [optimizer.groups[owner] for owner in sorted(optimizer.groups, key=int)]
-    return [list(_value(keys["params"], catalog, values)) if "params" in keys else [] for keys in groups]
+    """The names or numbers of the parameters of each group, where groups list them.
+
+    Raises:
+        MappingError: a group lists something else.
+    """
+    wanted = int if optimizer.form == "by_number" else str
+    found: list[list[Any]] = []
+    for owner in sorted(optimizer.groups, key=int):
+        key = optimizer.groups[owner].get("params")
+        listed = [] if key is None else _value(key, catalog, values)
+        if not isinstance(listed, list | tuple) or any(type(name) is not wanted for name in listed):
+            raise MappingError(f"{key}: expected the {'numbers' if wanted is int else 'names'} of parameters")
+        found.append(list(listed))
+    return found
 
 
 def _numbered_masters(optimizer: OptimizerKeys, members: list[list[int]]) -> dict[int, str]:
     if not optimizer.masters:
         return {}
-    counts = [sum(group == g for group, _ in optimizer.masters) for g in range(len(members))]
+    held = Counter(group for group, _ in optimizer.masters)
+    counts = [held[group] for group in range(len(members))]
     wrong = [g for g, (have, group) in enumerate(zip(counts, members, strict=True)) if have != len(group)]
     if wrong or sum(counts) != len(optimizer.masters):
         raise MappingError(
@@ -246,7 +259,7 @@ def megatron_fields(fields: Mapping[str, Any], step: float | None) -> Mapping[st
     if "bias_correction" not in fields:
         return kept
     own = {name: value for name, value in kept.items() if name not in ADAM_FIELDS}
-    return own if step is None or "step" in own else own | {"step": int(step)}
+    return own if step is None or "step" in own else own | {"step": int(step) if step.is_integer() else step}
 
 
 def _shape(keys: Mapping[str, str], catalog: Catalog) -> tuple[int, ...] | None:
@@ -286,12 +299,19 @@ def _tensor(
     if wrong:
         raise MappingError(f"{key} is {weight.shape}, its states have other shapes:\n{list_problems(wrong)}")
     return FsdpTensor(
-        name,
+        _unwrapped(name),
         weight.shape,
         {kind: entry.dtype for kind, entry in kept.items()},
         {kind: (Source(entry.key),) for kind, entry in kept.items()},
         step,
     )
+
+
+def _unwrapped(name: str) -> str:
+    """Without the segments that wrappers (DDP, Megatron-FSDP) put in front."""
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
 
 
 def _nested(

@@ -32,11 +32,10 @@ Form: TypeAlias = Literal["flattened", "by_name", "by_number"]
 _PARTS = ("state", "param_groups")
 _MASTERS = "fp32_from_fp16_params"
 _EXTRA_STATE = "_extra_state"
-# Without planner data the dots of a key do not tell where a name begins.
-_UNTOLD = re.compile(
-    r"(?P<root>(?:[^.]+\.){0,2}?(?:[^.]*optim[^.]*\.)+)(?P<part>state|param_groups)\.(?P<rest>.+)"
+_DIGITS = 9
+_DEEPEST = (
+    64  # names within names that are looked at: no module nests so, but a hostile key has a million dots
 )
-
 _MEGATRON = re.compile(
     r"(?:.*\.)?(?:(?:decoder|encoder)\.layers\.\d+\.(?:self_attention|mlp|mixer)|embedding\.word_embeddings)\..+"
 )
@@ -100,15 +99,14 @@ def read_state_dict(catalog: Catalog) -> StateDict:
     """The keys of a plain PyTorch checkpoint, sorted."""
     keys = (*catalog.tensors, *catalog.objects)
     leaves = _optimizer_leaves(catalog, keys)
-    roots = dict.fromkeys(leaf.root for leaf in leaves)
+    roots: dict[str, list[_Leaf]] = {}
+    for leaf in leaves:
+        roots.setdefault(leaf.root, []).append(leaf)
     masters = _masters(catalog, roots)
     inside = {leaf.key for leaf in leaves} | {key for found in masters.values() for key in found.values()}
     outside = [key for key in catalog.tensors if key not in inside and not key.endswith(_EXTRA_STATE)]
     weights, model = _weights(catalog, outside, [leaf for leaf in leaves if leaf.part == "state"])
-    optimizers = tuple(
-        _optimizer(root, [leaf for leaf in leaves if leaf.root == root], weights, masters.get(root, {}))
-        for root in roots
-    )
+    optimizers = tuple(_optimizer(root, inner, weights, masters[root]) for root, inner in roots.items())
     used = inside | set(weights.values())
     return StateDict(model, weights, optimizers, tuple(key for key in keys if key not in used))
 
@@ -124,28 +122,44 @@ def _leaf(catalog: Catalog, key: str) -> _Leaf | None:
     """What a key of an optimizer's state dict names; None for other keys."""
     path = catalog.planner_paths.get(key)
     if path is None:
-        match = _UNTOLD.fullmatch(key)
-        return _Leaf(key, match["root"], match["part"], (match["rest"],), True) if match else None
+        return _untold(key)
     steps = [str(step) for step in path]
-    for at, step in enumerate(steps):
-        root = "".join(f"{outer}." for outer in steps[:at])
-        if step in _PARTS and at + 2 < len(steps):
-            return _Leaf(key, root, step, tuple(steps[at + 1 :]), False)
+    for at, step in enumerate(steps[:_DEEPEST]):
         part, _, rest = step.partition(".")
-        if part in _PARTS and rest and at + 1 == len(steps):
+        if part not in _PARTS:
+            continue
+        root = "".join(f"{outer}." for outer in steps[:at])
+        if not rest and at + 2 < len(steps):
+            return _Leaf(key, root, part, tuple(steps[at + 1 :]), False)
+        if rest and at + 1 == len(steps):
             return _Leaf(key, root, part, (rest,), True)
+    return None
+
+
+def _untold(key: str) -> _Leaf | None:
+    """The same without planner data, when dots do not tell where a name begins: an optimizer's dict is called so."""
+    steps = key.split(".", _DEEPEST)
+    for at, step in enumerate(steps[1:-1], 1):
+        if step in _PARTS and "optim" in steps[at - 1]:
+            root = "".join(f"{outer}." for outer in steps[:at])
+            return _Leaf(key, root, step, (key[len(root) + len(step) + 1 :],), True)
     return None
 
 
 def _masters(catalog: Catalog, roots: Iterable[str]) -> dict[str, dict[tuple[int, int], str]]:
     """Masters that Megatron's 16-bit optimizer keeps beside its inner one, by the root of that."""
     found: dict[str, dict[tuple[int, int], str]] = {}
-    for root in roots:
-        outer = root.removesuffix("optimizer.")
-        pattern = re.compile(rf"{re.escape(outer)}{_MASTERS}\.([0-9]{{1,9}})\.([0-9]{{1,9}})")
-        named = ((pattern.fullmatch(key), key) for key in catalog.tensors if key.startswith(outer))
-        found[root] = {(int(match[1]), int(match[2])): key for match, key in named if match}
-    return found
+    for key in catalog.tensors:
+        head, name, place = key.partition(f"{_MASTERS}.")
+        group, _, number = place.partition(".")
+        if name and is_number(group) and is_number(number):
+            found.setdefault(head, {})[int(group), int(number)] = key
+    return {root: found.get(root.removesuffix("optimizer."), {}) for root in roots}
+
+
+def is_number(text: str) -> bool:
+    """Whether it is a number that a parameter or a group can have."""
+    return len(text) <= _DIGITS and text.isascii() and text.isdigit()
 
 
 def _weights(catalog: Catalog, tensors: Iterable[str], states: Iterable[_Leaf]) -> tuple[dict[str, str], str]:
@@ -173,7 +187,7 @@ def _root(catalog: Catalog, key: str) -> str:
 
 def _root_of_states(roots: Mapping[str, str], states: Iterable[_Leaf]) -> str | None:
     """What stands in front of the weights' names, where the states of an optimizer repeat these."""
-    owners = {owner for leaf in states if (owner := _owner(leaf)) and not owner.isdecimal()}
+    owners = {owner for leaf in states if (owner := _owner(leaf)) and not is_number(owner)}
     if not owners:
         return None
     votes: Counter[str] = Counter()
@@ -188,11 +202,12 @@ def _owner(leaf: _Leaf) -> str:
 
 
 def _endings(key: str) -> Iterator[str]:
-    """The key, and what is left of it behind each of its dots."""
-    yield key
-    while "." in key:
-        key = key.partition(".")[2]
+    """The key, and what is left of it behind each of its first dots."""
+    for _ in range(_DEEPEST):
         yield key
+        _, dot, key = key.partition(".")
+        if not dot:
+            return
 
 
 def _optimizer(
@@ -206,10 +221,11 @@ def _optimizer(
     for leaf in leaves:
         owner, rest = _split(leaf, weights)
         (states if leaf.part == "state" else groups).setdefault(owner, {})[rest] = leaf.key
-    if states and all(owner.isdecimal() for owner in states):
+    has_numbered_groups = all(map(is_number, groups))
+    if states and has_numbered_groups and all(map(is_number, states)):
         form: Form = "by_number"
     else:
-        form = "by_name" if groups and all(owner.isdecimal() for owner in groups) else "flattened"
+        form = "by_name" if groups and has_numbered_groups else "flattened"
     kinds = {owner: {canonical_kind(k): key for k, key in found.items()} for owner, found in states.items()}
     return OptimizerKeys(root, form, kinds, groups, masters)
 
@@ -219,7 +235,10 @@ def _split(leaf: _Leaf, weights: Mapping[str, str]) -> tuple[str, str]:
     if not leaf.flat:
         return leaf.steps[0], ".".join(leaf.steps[1:])
     text = leaf.steps[0]
-    owner, _, rest = text.rpartition(".")
-    while owner and owner not in weights:
+    whole, _, last = text.rpartition(".")
+    owner = whole
+    for _ in range(_DEEPEST):
+        if owner in weights:
+            return owner, text[len(owner) + 1 :]
         owner = owner.rpartition(".")[0]
-    return (owner, text[len(owner) + 1 :]) if owner else (text.rpartition(".")[0], rest)
+    return whole, last

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
 import torch
 
+import ckpt_tools
 from ckpt_tools.commands.opened import open_checkpoint
 from ckpt_tools.errors import MappingError
 from ckpt_tools.formats.detect import locate
@@ -179,3 +181,25 @@ def test_what_was_filled_in_for_torchs_adam_is_taken_out():
     assert megatron_fields(ours, 3.0) == {"lr": 1.0, "max_lr": 2.0, "bias_correction": True, "step": 3}
     torchs = {"lr": 1.0, "amsgrad": False, "initial_lr": 2.0}
     assert megatron_fields(torchs, 3.0) == torchs
+
+
+# ---- strangers
+
+
+@pytest.mark.parametrize(
+    "key", ["." * 300_000, "optim" * 60_000, "optim.state." * 30_000, "a." * 200_000 + "state.x.y"]
+)
+def test_keys_made_to_cost_time_cost_none(key):
+    entry = TensorEntry(key, "float32", (2,), (Chunk(full_box((2,)), Item("f", 0, 1)),))
+    many = {f"r{i}.optim.state.{i}.exp_avg": entry for i in range(3000)}
+    for paths in ({}, {key: tuple(key.split(".")[:60_000])}):
+        started = time.monotonic()
+        read_state_dict(Catalog("", {key: entry, **many}, {}, paths))
+        assert time.monotonic() - started < 2
+
+
+def test_groups_that_list_something_else_are_refused(sharded, tmp_path):
+    operations = [r"remove param_groups\.1\.params", r"rename param_groups\.1\.lr param_groups.1.params"]
+    ckpt_tools.modify_state_dict(str(sharded / "numbered"), str(tmp_path / "x"), operations)
+    found = ckpt_tools.verify_checkpoint(str(tmp_path / "x")).findings
+    assert any("expected the numbers of parameters" in finding.message for finding in found)
