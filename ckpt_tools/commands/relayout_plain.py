@@ -104,7 +104,7 @@ def prepare_hf(opened: Opened, options: ConvertOptions, layout: Layout) -> Prepa
     for key, entry in catalog.tensors.items():
         path = (HF_PREFIX, key)
         tensors.append(_target(entry, f"{HF_PREFIX}.{key}", path, key))
-        live.append(LiveTensor(key, entry.shape, entry.dtype, buffer=not entry.shape))
+        live.append(LiveTensor(key, entry.shape, entry.dtype, buffer=not entry.shape or not entry.numel))
     note = "weights under the names of their safetensors; config.json and tokenizer stay where they are"
     return Prepared(
         loader=LOADER,
@@ -128,7 +128,9 @@ def _as_stored(catalog: Catalog, found: StateDict, states: Mapping[str, str]) ->
     for name, key in found.weights.items():
         entry = catalog.tensors[key]
         whole = is_cut and len(entry.chunks) == 1 and name not in trained
-        live[name] = LiveTensor(name, entry.shape, entry.dtype, buffer=whole or not entry.shape)
+        live[name] = LiveTensor(
+            name, entry.shape, entry.dtype, buffer=whole or not entry.numel or not entry.shape
+        )
         owned[key] = name
     tensors = []
     for key, entry in catalog.tensors.items():

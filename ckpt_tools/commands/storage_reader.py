@@ -34,7 +34,7 @@ from ckpt_tools.commands.placements import Layout
 from ckpt_tools.commands.prepared import Prepared
 from ckpt_tools.commands.to_dcp import prepare_dcp
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, prepare, prepare_model
-from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError, UsageError
+from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.execute.proof import SourceProof
 from ckpt_tools.execute.read_box import BoxReader
 from ckpt_tools.model.box import Box
@@ -45,6 +45,9 @@ if TYPE_CHECKING:
     from typing import TypeAlias
 
     Source: TypeAlias = "TargetTensor | InlineTensor"
+
+
+_TOLD = 3  # keys asked for in vain of which we say what they may have meant
 
 
 class StorageReader(TorchStorageReader):  # type: ignore[misc]  # torch is not read by the type checker
@@ -58,8 +61,8 @@ class StorageReader(TorchStorageReader):  # type: ignore[misc]  # torch is not r
     checkpoint's own layout; each rank reads for itself.
 
     A payload that a rank reads whole is compared with its stored checksum, and its share of the masters with the
-    stored weights, as the options say. What a checkpoint holds is looked up once: for a folder that has changed make
-    another reader.
+    stored weights, as the options say. What a checkpoint holds is looked up once, here: for a folder that has
+    changed make another reader.
 
     Args:
         path: a checkpoint of any kind: a run's root, an iteration directory, a Hugging Face folder.
@@ -68,7 +71,8 @@ class StorageReader(TorchStorageReader):  # type: ignore[misc]  # torch is not r
 
     Raises:
         UsageError: `to` is not a format of these, or options contradict the checkpoint.
-        Otherwise the errors of the conversion up to its plan; in `dcp.load`, those of reading.
+        Otherwise the errors of the conversion up to its plan; in `dcp.load`, inside of torch's CheckpointException,
+            those of reading.
     """
 
     def __init__(
@@ -81,39 +85,39 @@ class StorageReader(TorchStorageReader):  # type: ignore[misc]  # torch is not r
             raise UsageError(f"to={to!r}: a state dict has the keys of dcp or of fsdp_dtensor")
         super().__init__()
         self._to, self._options = to, options or ConvertOptions()
-        self._path = os.fspath(path)
-        self._seen: _Seen | None = None
+        self._seen = _plan(os.fspath(path), self._to, self._options)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Read from `checkpoint_id` from now on; without one, as `dcp.load` calls it, go on with what was planned."""
-        if checkpoint_id is None:
-            return
-        self._path = os.fspath(checkpoint_id)
-        if self._seen is not None:
-            self._seen.opened.files.close()
-        self._seen = None
+        """Read from `checkpoint_id` from now on, where one is given."""
+        if checkpoint_id is not None:
+            self.close()
+            self._seen = _plan(os.fspath(checkpoint_id), self._to, self._options)
+
+    def close(self) -> None:
+        """Close the checkpoint's files."""
+        self._seen.opened.files.close()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether a checkpoint of some kind is there."""
         try:
             open_checkpoint(os.fspath(checkpoint_id)).files.close()
-        except (UnsupportedCheckpointError, CorruptCheckpointError, UsageError):
+        except CkptError:
             return False
         return True
 
     def keys(self) -> list[str]:
         """Every key that can be asked for."""
-        return [*self._planned().tensors, *self._planned().objects]
+        return [*self._seen.tensors, *self._seen.objects]
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
         """What DCP is told: every tensor as one chunk, of which any box can be had."""
-        seen = self._planned()
+        seen = self._seen
         entries: _Entries = _Entries(seen.opened.location.path, self._to)
         entries |= {key: _entry(tensor) for key, tensor in seen.tensors.items()}
         entries |= {key: BytesStorageMetadata() for key in seen.objects}
         paths = {key: path or (key,) for key, path in seen.paths.items()}
-        meta = StorageMeta(checkpoint_id=self._path)
+        meta = StorageMeta(checkpoint_id=seen.opened.location.path)
         return Metadata(entries, planner_data=paths, storage_meta=meta)
 
     def set_up_storage_reader(
@@ -121,7 +125,7 @@ class StorageReader(TorchStorageReader):  # type: ignore[misc]  # torch is not r
     ) -> None:
         """This rank's share of the masters must round to the stored weights."""
         rank, world = _rank_and_world()
-        seen = self._planned()
+        seen = self._seen
         if self._options.check_masters != "none":
             check_rank_masters(seen.opened.files, seen.prepared, self._options, rank, world)
 
@@ -139,7 +143,7 @@ class StorageReader(TorchStorageReader):  # type: ignore[misc]  # torch is not r
         Raises:
             CorruptCheckpointError, StorageError, VerificationError: as `BoxReader.read`.
         """
-        seen = self._planned()
+        seen = self._seen
         proof = None if self._options.write.check_source == "none" else SourceProof()
         reader = BoxReader(seen.opened.files, seen.prepared.catalog, proof)
         try:
@@ -155,12 +159,6 @@ class StorageReader(TorchStorageReader):  # type: ignore[misc]  # torch is not r
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-    def _planned(self) -> _Seen:
-        """The opened checkpoint, and the conversion's target, made when they are first needed."""
-        if self._seen is None:
-            self._seen = _plan(self._path, self._to, self._options)
-        return self._seen
 
 
 @dataclass
@@ -220,10 +218,14 @@ class _Entries(dict[str, Any]):
     def __init__(self, path: str, to: str) -> None:
         super().__init__()
         self._path, self._to = path, to
+        self._missed = 0
 
     def __contains__(self, key: object) -> bool:
         if super().__contains__(key):
             return True
+        self._missed += 1
+        if self._missed > _TOLD:  # looking for names costs time, and a partial load may miss thousands
+            return False
         close = close_names(str(key), list(self))
         hint = f"; did the program mean {', '.join(close)}?" if close else f". Keys are such as {_some(self)}"
         warnings.warn(

@@ -211,10 +211,26 @@ def test_what_is_no_checkpoint_or_no_format(tmp_path):
     with pytest.raises(UsageError, match="to='torch_dist'"):
         reader(str(LLAMA), "torch_dist")
     with pytest.raises(ckpt_tools.CkptError, match="is empty"):
-        reader(str(tmp_path)).keys()
-    moved = reader(str(tmp_path))
+        reader(str(tmp_path))
+    moved = reader(str(MOE))
     moved.reset(str(LLAMA))
+    assert not any("experts" in key for key in moved.keys())  # noqa: SIM118  it is no dict
     assert "model.decoder.final_layernorm.weight" in set(moved.keys())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_partial_load_of_thousands_tells_of_a_few():
+    """And none of it is slow: names are compared for these alone."""
+    state = {f"model.nobody.{i}": torch.zeros(1) for i in range(2000)}
+    with pytest.warns(UserWarning) as told:
+        planner = DefaultLoadPlanner(allow_partial_load=True)
+        dcp.load(state, storage_reader=ckpt_tools.StorageReader(str(LLAMA)), planner=planner, no_dist=True)
+    assert sum("is not among the keys" in str(w.message) for w in told) == 3
+
+
+def test_a_model_that_cannot_be_had_is_refused_before_a_load(sharded):
+    with pytest.raises(ckpt_tools.CkptError, match="do not have the names of a Megatron model"):
+        ckpt_tools.StorageReader(str(sharded / "titan"), "fsdp_dtensor")
 
 
 def test_the_format_decides_the_names():
