@@ -129,7 +129,11 @@ def _as_stored(catalog: Catalog, found: StateDict, states: Mapping[str, str]) ->
         entry = catalog.tensors[key]
         whole = is_cut and len(entry.chunks) == 1 and name not in trained
         live[name] = LiveTensor(
-            name, entry.shape, entry.dtype, buffer=whole or not entry.numel or not entry.shape
+            name,
+            entry.shape,
+            entry.dtype,
+            buffer=whole or not entry.numel or not entry.shape,
+            trainable=not trained or name in trained,
         )
         owned[key] = name
     tensors = []
