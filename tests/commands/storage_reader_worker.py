@@ -22,7 +22,7 @@ import ckpt_tools
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from tests.commands import oracle
-from tests.commands.dtensor_worker import CountingReader
+from tests.commands.dtensor_worker import CountingReader, emptied
 
 
 def placements_of(key: str, shape: torch.Size, mesh: DeviceMesh) -> list[Placement] | None:
@@ -67,12 +67,29 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
             *(t.to_local() if isinstance(t, DTensor) else t for t in (stock[key], ours[key]))
         )
     ]
+    straight, more = shards_of(case["source"], folder) if case["to"] == "dcp" else (0, [])
     return {
-        "wrong": wrong,
+        "wrong": wrong + more,
+        "straight": straight,
         "tensors": len(stock),
         "sharded": sum(isinstance(t, DTensor) for t in stock.values()),
         "same_keys": set(reader.keys()) == set(oracle.metadata(folder).state_dict_metadata),
     }
+
+
+def shards_of(source: str, folder: Path) -> tuple[int, list[str]]:
+    """Of a state dict that is plain already: how many shards `load_dtensors` gives, and those unlike stock torch's."""
+    if not Path(source, ".metadata").exists() or Path(source, "metadata.json").exists():
+        return 0, []
+    if oracle.metadata(folder).planner_data != oracle.metadata(Path(source)).planner_data:
+        return 0, []  # made of another format
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    found = ckpt_tools.load_dtensors(source, mesh, "fsdp2")
+    shards = {key: tensor for key, tensor in found.items() if isinstance(tensor, DTensor)}
+    stock = {key: emptied(tensor) for key, tensor in shards.items()}
+    dcp.load(stock, storage_reader=CountingReader(str(folder)))
+    wrong = [k for k in shards if not oracle.same_bytes(shards[k].to_local(), stock[k].to_local())]
+    return len(shards), wrong
 
 
 def main() -> None:

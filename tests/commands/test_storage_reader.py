@@ -32,6 +32,7 @@ LLAMA = DATA / "core019_llama_tp2_fully_reshardable"
 MOE = DATA / "core019_moe_ep2_fully_reshardable"
 NATIVE = DATA / "core019_llama_tp2_native_fsdp_dtensor"
 WHOLE = Layout(world=2)
+FORMS = ("titan", "app", "numbered")
 
 # What only ../shared holds: each optimizer layout, computed masters, Megatron's torch_dcp.
 LAYOUTS = (
@@ -85,13 +86,14 @@ def run_job(cases: list[dict[str, Any]], ranks: int, tmp_path: Path) -> None:
             assert result["wrong"] == [], (rank, name)
             assert result["same_keys"], name
             assert 0 < result["sharded"] < result["tensors"], name
+            assert result["straight"] == (17 * 3 + 1 if name.split("-")[0] in FORMS else 0), name
 
 
 def test_two_ranks_find_the_bytes_of_every_conversion(tmp_path, sharded):
     """Every format and optimizer layout that is there, into rows, columns and whole tensors."""
     ckpt_tools.export_hf(str(LLAMA), str(tmp_path / "hf"))
     cases = [case(root, to, tmp_path) for root in (LLAMA, MOE, NATIVE) for to in ("dcp", "fsdp_dtensor")]
-    cases += [case(sharded / name, "dcp", tmp_path) for name in ("titan", "app", "numbered")]
+    cases += [case(sharded / name, "dcp", tmp_path) for name in FORMS]
     cases += [case(LLAMA, "dcp", tmp_path, weights_only=True, dtype="bfloat16")]
     hf = case(tmp_path / "hf", "dcp", tmp_path) | {"objects": []}
     import_hf(str(tmp_path / "hf"), str(tmp_path / "imported"), ImportOptions(to="fsdp_dtensor"))
