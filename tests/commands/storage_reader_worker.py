@@ -78,7 +78,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def shards_of(source: str, folder: Path) -> tuple[int, list[str]]:
-    """Of a state dict that is plain already: how many shards `load_dtensors` gives, and those unlike stock torch's."""
+    """Of a state dict that is plain already: how many shards `load_dtensors` gives, and those unlike stock."""
     if not Path(source, ".metadata").exists() or Path(source, "metadata.json").exists():
         return 0, []
     if oracle.metadata(folder).planner_data != oracle.metadata(Path(source)).planner_data:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import ckpt_tools
 from ckpt_tools.commands.import_hf import ImportOptions, import_hf
@@ -139,6 +140,49 @@ def test_nested_state_dicts_and_objects_in_one_process(tmp_path):
     assert all(oracle.same_bytes(tensor, truth[f"model.{name}"]) for name, tensor in weights.items())
     assert all(oracle.same_bytes(optimizer[name], truth[f"optimizer.{name}"]) for name in names)
     assert all(optimizer[k.removeprefix("optimizer.")] == oracle.item(folder, k) for k in fields)
+
+
+def running_module(names: dict[str, torch.Size]) -> torch.nn.Module:
+    """A module whose parameters have these names and shapes."""
+    top = torch.nn.Module()
+    for name, shape in names.items():
+        *path, leaf = name.split(".")
+        inner = top
+        for step in path:
+            if not hasattr(inner, step):
+                inner.add_module(step, torch.nn.Module())
+            inner = getattr(inner, step)
+        inner.register_parameter(leaf, torch.nn.Parameter(torch.zeros(shape)))
+    return top
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("name", [LLAMA.name, "tf2_dist"])
+def test_a_torch_program_resumes_a_megatron_run(name, tmp_path):
+    """torch's own AdamW, by `set_state_dict`: nothing that it asks for is missing, fused Adam's runs included."""
+    convert_to_dcp(str(fixture_dir(name)), str(tmp_path / "dcp"))
+    truth = oracle.tensors(iteration(tmp_path / "dcp"))
+    reader = ckpt_tools.StorageReader(str(fixture_dir(name)))
+    model = running_module(
+        {k.removeprefix("model."): t.shape for k, t in truth.items() if k.startswith("model.")}
+    )
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() == 1]
+    optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others}])
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    weights, states = get_state_dict(model, optimizer, options=flat)
+    state = {"model": weights, "optimizer": states}
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    set_state_dict(
+        model, optimizer, model_state_dict=weights, optim_state_dict=state["optimizer"], options=flat
+    )
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.0]  # torch has 0.01
+    assert optimizer.param_groups[0]["initial_lr"] > 0
+    for parameter_name, parameter in model.named_parameters():
+        assert oracle.same_bytes(parameter.data, truth[f"model.{parameter_name}"])
+        for kind, value in optimizer.state[parameter].items():
+            assert oracle.same_bytes(value, truth[f"optimizer.state.{parameter_name}.{kind}"])
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -122,7 +122,11 @@ def _optimizer(model: Model, options: TargetOptions, parameters: Sequence[LivePa
         tensors=tuple(tensor for p in trained for tensor in _states(p)),
         inline=tuple(_step(p, groups[memberships[p.group_name].group]) for p in trained),
         objects=tuple(o for p in trained for o in _fields(p, groups[memberships[p.group_name].group])),
-        backfilled=(*filled, *(f"group field {name} = {more[name]!r}: torch's default" for name in lacking)),
+        backfilled=(
+            *filled,
+            *(f"group field {name} = {more[name]!r}: torch's default" for name in lacking),
+            f"group field {INITIAL_LR}: the highest rate, which torch's schedulers multiply",
+        ),
         notes=(*notes, *map_notes),
         memberships=memberships,
     )
