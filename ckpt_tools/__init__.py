@@ -64,6 +64,8 @@ _PUBLIC = {
     "AverageOptions": "commands.average",
     "average_checkpoints": "commands.average",
     "strip_checkpoint": "commands.strip",
+    "RepairOptions": "commands.repair",
+    "repair_checkpoint": "commands.repair",
     "print_tensor": "commands.print_tensor",
 }
 __all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604  keys of _PUBLIC are strings
@@ -85,6 +87,8 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
     from ckpt_tools.commands.plan import plan_checkpoint as plan_checkpoint
     from ckpt_tools.commands.preflight import preflight as preflight
     from ckpt_tools.commands.print_tensor import print_tensor as print_tensor
+    from ckpt_tools.commands.repair import RepairOptions as RepairOptions
+    from ckpt_tools.commands.repair import repair_checkpoint as repair_checkpoint
     from ckpt_tools.commands.rewrite import EditOptions as EditOptions
     from ckpt_tools.commands.slice import slice_layers as slice_layers
     from ckpt_tools.commands.storage_reader import StorageReader as StorageReader

@@ -19,7 +19,7 @@ FSDP = DATA / "core019_llama_tp2_native_fsdp_dtensor"
 MOE = DATA / "core019_moe_ep2_fully_reshardable"
 
 # script -> arguments (numbers: outputs), exit code, what it must say
-CASES = {
+CASES: dict[str, tuple[list[object], int, str]] = {
     "library_inspect": ([RUN], 0, "32,928 parameters"),
     "library_plan": ([RUN], 0, "rank 3: "),
     "library_convert": ([RUN, 1, 2], 0, "back in "),
@@ -31,6 +31,7 @@ CASES = {
     "library_preflight": ([FSDP, "--", "--use-torch-fsdp2"], 1, "error: use_torch_fsdp2 is on"),
     "library_edit": ([RUN, 1, 2], 0, "bfloat16 (32,)"),
     "library_average": ([1, 2, RUN, RUN], 0, "shares of the mean: 0.90, 0.10"),
+    "library_repair": ([RUN, 1], 0, "has none of the damage that repair knows"),
     "library_group_map": ([MOE], 0, "model.module.decoder.layers.0."),
 }
 

@@ -26,7 +26,9 @@ def _imports(path: Path) -> Iterator[tuple[str, int]]:
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             node.body = []
     for node in ast.walk(tree):
-        names = []
+        names: list[str] = []
+        if not isinstance(node, ast.ImportFrom | ast.Import):
+            continue
         if isinstance(node, ast.ImportFrom) and node.module:
             names = [node.module]
             if node.module == "ckpt_tools":

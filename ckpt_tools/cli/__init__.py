@@ -4,15 +4,19 @@
 * `commands`: the commands by name, built when asked for
 * `manual`: summaries, examples and exit codes of `--help`
 * `help`: how `--help` is laid out
-* `options`: options that several commands share
+* `options`: what an option is: one row, from its spelling to its default
+* `table`: the rows that several commands share
+* `given_values`: values as people write them, and places that can be written to
+* `signature`: rows to a command, and what was given to the library's options classes
+* `job_sizes`: the training job of what was given
 * `convert`: `convert`, its long names, `build-param-group-map`
-* `table`: options of the commands that convert, stated once
 * `plan`: `plan`
 * `huggingface`: `export-hf`, `import-hf`
 * `inspect`: `inspect`, `print-torch-dcp-in-json`
 * `edit`: `modify-state-dict`, `slice`, `print-tensor`
 * `average`: `average`
 * `strip`: `strip`
+* `repair`: `repair`
 * `verify`: `verify`, `diff`, `preflight`
 * `environment`: `env`, `--version`
 * `render`: tables for people, JSON for programs

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping
 from importlib import import_module
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 import typer.main
@@ -33,6 +32,7 @@ MODULES = {
     "slice": "edit",
     "average": "average",
     "strip": "strip",
+    "repair": "repair",
     "print-tensor": "edit",
     "env": "environment",
 }
@@ -46,8 +46,6 @@ class Commands(Mapping[str, Any]):
         app = typer.Typer(add_completion=False, rich_markup_mode=None)
         import_module(f"ckpt_tools.cli.{module}").register(app)
         app.registered_commands = [command for command in app.registered_commands if command.name == name]
-        (command,) = app.registered_commands
-        command.callback = _with_follow_links(command.callback)
         return typer.main.get_command(app)
 
     def __iter__(self) -> Iterator[str]:
@@ -55,36 +53,6 @@ class Commands(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(MODULES)
-
-
-FollowLinks = Annotated[
-    bool,
-    typer.Option(
-        "--follow-links", help="Read a checkpoint's files also through links that lead out of its folder."
-    ),
-]
-
-
-def _with_follow_links(command: Any) -> Any:
-    """The function of a command, with one more option if it reads checkpoints. The option is about the process."""
-    signature = inspect.signature(command, eval_str=True)
-    if "enable_msc" not in signature.parameters:
-        return command
-
-    def reading(*args: Any, follow_links: bool, **options: Any) -> None:
-        from ckpt_tools.formats import files
-
-        files.follow_links(follow_links)
-        command(*args, **options)
-
-    one = inspect.Parameter(
-        "follow_links", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=FollowLinks
-    )
-    parameters = [*signature.parameters.values(), one]
-    reading.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    reading.__annotations__ = {p.name: p.annotation for p in parameters}
-    reading.__doc__ = command.__doc__
-    return reading
 
 
 class Group(TyperGroup):

@@ -5,21 +5,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from ckpt_tools.cli import options as o
+from ckpt_tools.cli import given_values as v
 from ckpt_tools.cli import table as t
+from ckpt_tools.cli.job_sizes import JOB_SIZES, layout_of
 from ckpt_tools.cli.manual import page
+from ckpt_tools.cli.options import flag, option
+from ckpt_tools.cli.signature import Given, fill, with_options
+from ckpt_tools.model.choices import Format, MegatronFormat
 
 if TYPE_CHECKING:
     from ckpt_tools.commands.conversion import Progress
     from ckpt_tools.commands.conversion_report import ConversionReport
     from ckpt_tools.commands.iterations import Outcome
-    from ckpt_tools.execute.run import WriteOptions
 
     Run: TypeAlias = Callable[[str, str, int | None, bool, Progress], ConversionReport]
 
@@ -29,34 +31,47 @@ OutputDir = Annotated[
 ]
 
 
-class Format(str, Enum):
-    FSDP_DTENSOR = "fsdp_dtensor"
-    TORCH_DIST = "torch_dist"
-    DCP = "dcp"
-    HF = "hf"
-
-
 # What has a meaning for one direction only; a flag without effect is refused.
-_ANY = t.RUNNING | t.READING | {"oom_traceback"}
-_MEANING = {
-    Format.FSDP_DTENSOR: _ANY | t.FSDP_TARGET | t.JOB | {"check_masters"},
-    Format.TORCH_DIST: _ANY | t.TORCH_DIST_TARGET,
-    Format.DCP: _ANY | t.DCP_TARGET | t.JOB | {"check_masters"},
-    Format.HF: _ANY | {"dtype", "tp", "vocab_size", "hf_config", "max_shard_bytes"},
+_ANY = t.RUNNING | t.READING | {"ignore_keys", "oom_traceback"}
+_MEANING: dict[Format, frozenset[str]] = {
+    "fsdp_dtensor": _ANY | t.FSDP_TARGET | JOB_SIZES | {"check_masters"},
+    "torch_dist": _ANY | t.TORCH_DIST_TARGET,
+    "dcp": _ANY | t.DCP_TARGET | JOB_SIZES | {"check_masters"},
+    "hf": _ANY | {"dtype", "tp", "vocab_size", "hf_config", "max_shard_bytes"},
 }
-_ALWAYS = {"input_dir", "output_dir", "to", "follow_links"}
+_ALWAYS = {"input_dir", "output_dir", "to"}
+AS_JSON = flag("--json", panel=t.RUN, help="The report as JSON on stdout.")
+_OWN = {
+    "iteration": option(
+        str, "--iteration", panel=t.RUN, help="Iteration of a root, or all. Default: the latest."
+    ),
+    "as_json": AS_JSON,
+}
+_TO = {
+    "to": option(
+        Format, "--to", default="fsdp_dtensor",
+        help="Format of the output; torch_dist has the fully_reshardable optimizer layout, dcp is a plain PyTorch "
+             "state dict, which one of another model than Megatron's stays.",
+    )
+}  # fmt: skip
+_MAP = {
+    "output": option(
+        Path, "-o", "--output", callback=v.in_a_folder, help="File to write. Default: stdout."
+    ),
+    "explain": flag("--explain", help="Say on stderr which rule placed each parameter."),
+}  # fmt: skip
 
 
 def register(app: typer.Typer) -> None:
     """Add this module's commands to `app`."""
-    app.command(**page("convert"))(t.with_options(convert, frozenset().union(*_MEANING.values())))
-    app.command(**page("convert-torch-dist-to-fsdp-dtensor"))(_long_form(Format.FSDP_DTENSOR, "torch_dist"))
-    app.command(**page("convert-fsdp-dtensor-to-torch-dist"))(_long_form(Format.TORCH_DIST, "fsdp_dtensor"))
+    app.command(**page("convert"))(with_options(convert, frozenset().union(*_MEANING.values()), _TO | _OWN))
+    app.command(**page("convert-torch-dist-to-fsdp-dtensor"))(_long_form("fsdp_dtensor", "torch_dist"))
+    app.command(**page("convert-fsdp-dtensor-to-torch-dist"))(_long_form("torch_dist", "fsdp_dtensor"))
     app.command(**page("build-param-group-map"))(
-        t.with_options(
+        with_options(
             build_param_group_map,
-            {"dialect", "layer_spec", "experts", "swiglu", "iteration", "enable_msc"},
-            {"iteration": o.OneIteration},
+            t.OPENING | {"dialect", "layer_spec", "experts", "swiglu", "iteration"},
+            _MAP,
         )
     )
 
@@ -66,14 +81,7 @@ def convert(
     input_dir: InputDir,
     output_dir: OutputDir,
     *,
-    to: Annotated[
-        Format,
-        typer.Option(
-            "--to",
-            help="Format of the output; torch_dist has the fully_reshardable optimizer layout, dcp is a plain "
-            "PyTorch state dict, which one of another model than Megatron's stays.",
-        ),
-    ] = Format.FSDP_DTENSOR,
+    to: Format,
     **given: Any,
 ) -> None:
     """Convert a checkpoint to another format; the source's own format is detected.
@@ -81,10 +89,9 @@ def convert(
     Nothing but the two directories has to be given: gating, parameter groups and names are decided from the
     checkpoint, and a flag that contradicts it is an error. Run it alone, or under torchrun or srun.
     """
-    to = Format(to)
     _refuse_meaningless(ctx, to)
     given["keep_plain"] = not _is_given(ctx, "to")
-    if not _is_given(ctx, "ep") and to is Format.TORCH_DIST:
+    if not _is_given(ctx, "ep") and to == "torch_dist":
         given["ep"] = None  # as the arguments say, not one rank
     _convert_to(to, input_dir, output_dir, given)
 
@@ -99,20 +106,20 @@ def _convert_to(to: Format, source: str, output: str, given: dict[str, Any]) -> 
     if iteration != "all":
         carry_out(lambda progress: run(source, output, _iteration_number(iteration), True, progress), given)
         return
-    if to is Format.HF:
+    if to == "hf":
         raise UsageError("--iteration all: a Hugging Face model has no iterations; export them one by one")
     with progress_bar(given["quiet"]) as progress:
         outcomes = convert_iterations(
             source,
             output,
-            to.value,
+            to,
             given["overwrite"],
             lambda number, tracker: run(source, output, number, tracker, progress),
         )
     finish_all(outcomes, source, given["as_json"], given["report"])
 
 
-def carry_out(run: Callable[[Progress], ConversionReport], given: t.Given) -> None:
+def carry_out(run: Callable[[Progress], ConversionReport], given: Given) -> None:
     """One conversion with its progress, and its report as it was asked for."""
     from ckpt_tools.cli.progress import progress_bar
 
@@ -132,79 +139,57 @@ def _iteration_number(iteration: str | None) -> int | None:
     return int(iteration)
 
 
-def _to_fsdp_dtensor(given: t.Given) -> Run:
+def _to_fsdp_dtensor(given: Given) -> Run:
     from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
-    from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 
-    options = t.fill(
-        ConvertOptions,
-        given,
-        target=t.fill(TargetOptions, given),
-        layout=o.layout_of(given),
-        write=write_options(given),
-    )
+    options = fill(ConvertOptions, given, layout=layout_of(given))
     return lambda source, output, iteration, tracker, progress: convert_to_fsdp_dtensor(
         source, output, replace(options, iteration=iteration, tracker=tracker), progress, given["dry_run"]
     )
 
 
-def _to_dcp(given: t.Given) -> Run:
+def _to_dcp(given: Given) -> Run:
     from ckpt_tools.commands.to_dcp import convert_to_dcp
     from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions
-    from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 
-    options = t.fill(
-        ConvertOptions,
-        given,
-        target=t.fill(TargetOptions, given),
-        layout=o.layout_of(given),
-        write=write_options(given),
-    )
+    options = fill(ConvertOptions, given, layout=layout_of(given))
     return lambda source, output, iteration, tracker, progress: convert_to_dcp(
         source, output, replace(options, iteration=iteration, tracker=tracker), progress, given["dry_run"]
     )
 
 
-def _to_torch_dist(given: t.Given) -> Run:
+def _to_torch_dist(given: Given) -> Run:
     from ckpt_tools.commands.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
     from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
 
     extra = given["extra_state"]
-    options = t.fill(
+    options = fill(
         ToTorchDistOptions,
         given,
-        target=t.fill(TorchDistOptions, given, extra_state=extra != "none"),
+        target=fill(TorchDistOptions, given, extra_state=extra != "none"),
         extra_state_template=None if extra in ("derive", "none") else extra,
-        write=write_options(given),
     )
     return lambda source, output, iteration, tracker, progress: convert_to_torch_dist(
         source, output, replace(options, iteration=iteration, tracker=tracker), progress, given["dry_run"]
     )
 
 
-def to_hf(given: t.Given) -> Run:
+def to_hf(given: Given) -> Run:
     """`export-hf`, and `convert --to hf`."""
     from ckpt_tools.commands.export_hf import ExportOptions, export_hf
 
-    options = t.fill(ExportOptions, given, write=write_options(given))
+    options = fill(ExportOptions, given)
     return lambda source, output, iteration, _tracker, progress: export_hf(
         source, output, replace(options, iteration=iteration), progress, given["dry_run"]
     )
 
 
-RUNS: dict[Format, Callable[[t.Given], Run]] = {
-    Format.FSDP_DTENSOR: _to_fsdp_dtensor,
-    Format.TORCH_DIST: _to_torch_dist,
-    Format.DCP: _to_dcp,
-    Format.HF: to_hf,
+RUNS: dict[Format, Callable[[Given], Run]] = {
+    "fsdp_dtensor": _to_fsdp_dtensor,
+    "torch_dist": _to_torch_dist,
+    "dcp": _to_dcp,
+    "hf": to_hf,
 }
-
-
-def write_options(given: t.Given) -> WriteOptions:
-    """How to work, of what was given."""
-    from ckpt_tools.execute.run import WriteOptions
-
-    return t.fill(WriteOptions, given)
 
 
 def _is_given(ctx: typer.Context, name: str) -> bool:
@@ -221,10 +206,10 @@ def _refuse_meaningless(ctx: typer.Context, to: Format) -> None:
     ]
     if useless:
         names = ", ".join(p.opts[0] for p in useless)
-        raise UsageError(f"{names}: no meaning for a conversion to {to.value}")
+        raise UsageError(f"{names}: no meaning for a conversion to {to}")
 
 
-def _expect(kind: str, path: str, iteration: str | None, to: Format) -> None:
+def _expect(kind: MegatronFormat, path: str, iteration: str | None, to: Format) -> None:
     """Refuse a source of another kind than the command's name says."""
     from ckpt_tools.errors import UnsupportedCheckpointError
     from ckpt_tools.formats.detect import locate
@@ -232,33 +217,25 @@ def _expect(kind: str, path: str, iteration: str | None, to: Format) -> None:
     found = locate(path, None if iteration == "all" else _iteration_number(iteration)).kind
     if found != kind:
         raise UnsupportedCheckpointError(
-            f"{path} is a checkpoint of kind {found}; this command takes {kind}. `convert --to {to.value}` takes any"
+            f"{path} is a checkpoint of kind {found}; this command takes {kind}. `convert --to {to}` takes any"
         )
 
 
-def _long_form(to: Format, source: str) -> Callable[..., None]:
+def _long_form(to: Format, source: MegatronFormat) -> Callable[..., None]:
     """`convert` with its `--to` fixed and only the options it uses, under the name that NVIDIA's users know."""
 
     def command(ctx: typer.Context, input_dir: InputDir, output_dir: OutputDir, **given: Any) -> None:
         _expect(source, input_dir, given["iteration"], to)
         convert(ctx, input_dir, output_dir, to=to, **given)
 
-    command.__doc__ = f"Convert a {source} checkpoint to {to.value}: `convert --to {to.value}`."
-    return t.with_options(command, _MEANING[to])
+    command.__doc__ = f"Convert a {source} checkpoint to {to}: `convert --to {to}`."
+    return with_options(command, _MEANING[to], _OWN)
 
 
 def build_param_group_map(
     source: Annotated[
         str, typer.Argument(help="A map dump, or a torch_dist checkpoint to derive the map from.")
     ],
-    *,
-    output: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", callback=o.in_a_folder, help="File to write. Default: stdout."),
-    ] = None,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Say on stderr which rule placed each parameter.")
-    ] = False,
     **given: Any,
 ) -> None:
     """Write a param_to_param_group_map.json: from a training job's dump, or derived from a checkpoint alone."""
@@ -266,9 +243,9 @@ def build_param_group_map(
     from ckpt_tools.commands.group_map import build_group_map
     from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 
-    found = build_group_map(source, t.fill(TargetOptions, given), given["iteration"])
-    write_text(output or Path("-"), json_text(dict(found.groups), 2) + "\n", source)
-    if explain:
+    found = build_group_map(source, fill(TargetOptions, given), given["iteration"])
+    write_text(given["output"] or Path("-"), json_text(dict(found.groups), 2) + "\n", source)
+    if given["explain"]:
         for name, rule in found.rules.items():
             print(f"{escape(name)}: group {found.groups[name]} ({rule})", file=sys.stderr)
 

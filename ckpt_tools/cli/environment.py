@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ckpt_tools.cli import render
 from ckpt_tools.cli.manual import page
+from ckpt_tools.cli.signature import with_options
 
 
 def register(app: typer.Typer) -> None:
     """Add this module's command to `app`."""
-    app.command(**page("env"))(env)
+    app.command(**page("env"))(with_options(env, {"as_json"}))
 
 
 def print_versions() -> None:
@@ -27,7 +28,7 @@ def env(
     directory: Annotated[
         str | None, typer.Argument(help="Also say what the file system of this directory can do.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
+    **given: Any,
 ) -> None:
     """Show versions, machine and settings, for a bug report.
 
@@ -37,7 +38,7 @@ def env(
     from ckpt_tools.commands.environment import describe_environment
 
     found = describe_environment(directory)
-    if as_json:
+    if given["as_json"]:
         print(render.json_text(found.as_json()))
         return
     rows = [(name, number or "not installed") for name, number in found.versions.items()]

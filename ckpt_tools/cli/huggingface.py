@@ -2,76 +2,65 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ckpt_tools.cli import options as o
+from ckpt_tools.cli import given_values as v
 from ckpt_tools.cli import table as t
-from ckpt_tools.cli.convert import carry_out, to_hf, write_options
+from ckpt_tools.cli.convert import AS_JSON, carry_out, to_hf
+from ckpt_tools.cli.job_sizes import JOB_SIZES, layout_of
 from ckpt_tools.cli.manual import page
+from ckpt_tools.cli.options import option
+from ckpt_tools.cli.signature import fill, with_options
+from ckpt_tools.model.choices import MegatronFormat
 
-
-class MegatronFormat(str, Enum):
-    TORCH_DIST = "torch_dist"
-    FSDP_DTENSOR = "fsdp_dtensor"
-
-
-_MODEL = "The model and its target"
 # What is said otherwise than for `convert`.
 _EXPORTED = {
-    "hf_config": Annotated[
-        Path | None,
-        typer.Option("--hf-config", help="Directory of the original model: supplies tokenizer and settings that the "
-                     "checkpoint cannot tell, and is checked against it.", rich_help_panel=_MODEL),
-    ],
-    "dtype": Annotated[
-        str | None,
-        typer.Option("--dtype", help="Element type of the weights. Default: the model's own; float32 takes the "
-                     "optimizer's masters.", rich_help_panel=_MODEL),
-    ],
-    "vocab_size": Annotated[
-        int | None,
-        typer.Option("--vocab-size", max=o.MAX_ROWS, help="Real tokens; the rows after them are cut.",
-                     rich_help_panel=_MODEL),
-    ],
-    "tp": Annotated[
-        int | None,
-        typer.Option("--tp", help="Tensor parallel size of the job that wrote an fsdp_dtensor checkpoint.",
-                     rich_help_panel=_MODEL),
-    ],
-    "iteration": o.OneIteration,
+    "hf_config": option(
+        Path, "--hf-config", read=v.as_text, panel=t.MODEL,
+        help="Directory of the original model: supplies tokenizer and settings that the checkpoint cannot tell, and "
+             "is checked against it.",
+    ),
+    "dtype": option(
+        str, "--dtype", panel=t.MODEL,
+        help="Element type of the weights. Default: the model's own; float32 takes the optimizer's masters.",
+    ),
+    "vocab_size": option(
+        int, "--vocab-size", max=v.MAX_ROWS, panel=t.MODEL, help="Real tokens; the rows after them are cut."
+    ),
+    "tp": option(
+        int, "--tp", panel=t.MODEL,
+        help="Tensor parallel size of the job that wrote an fsdp_dtensor checkpoint.",
+    ),
+    "as_json": AS_JSON,
 }  # fmt: skip
 _IMPORTED = {
-    "dtype": Annotated[
-        str | None,
-        typer.Option("--dtype", help="Element type of the weights. Default: the model's own.",
-                     rich_help_panel=_MODEL),
-    ],
-    "iteration": Annotated[
-        int | None, typer.Option("--iteration", help="Number of the iteration to make. Default: a release.")
-    ],
+    "to": option(MegatronFormat, "--to", default="torch_dist", help="Format of the output."),
+    "dtype": option(
+        str, "--dtype", panel=t.MODEL, help="Element type of the weights. Default: the model's own."
+    ),
+    "iteration": option(
+        int, "--iteration", help="Number of the iteration to make. Default: a release."
+    ),
+    "as_json": AS_JSON,
 }  # fmt: skip
 
 
 def register(app: typer.Typer) -> None:
     """Add this module's commands to `app`."""
     app.command(**page("export-hf"))(
-        t.with_options(
+        with_options(
             export,
-            t.RUNNING | t.READING | _EXPORTED.keys() | {"rules", "max_shard_bytes", "mtp_copies"},
+            t.RUNNING | t.READING | {"ignore_keys", "rules", "max_shard_bytes", "mtp_copies"},
             _EXPORTED,
         )
     )
     app.command(**page("import-hf"))(
-        t.with_options(
+        with_options(
             import_,
-            t.RUNNING
-            | t.JOB
-            | _IMPORTED.keys()
-            | {"rules", "vocab_multiple", "dialect", "layer_spec", "experts"},
+            t.RUNNING | JOB_SIZES | {"rules", "vocab_multiple", "dialect", "layer_spec", "experts"},
             _IMPORTED,
         )
     )
@@ -94,10 +83,8 @@ def export(
 def import_(
     input_dir: Annotated[str, typer.Argument(help="A Hugging Face model directory with safetensors.")],
     output_dir: Annotated[str, typer.Argument(help="The run's root to make, with its tracker.")],
-    *,
-    to: Annotated[MegatronFormat, typer.Option("--to", help="Format of the output.")] = MegatronFormat.TORCH_DIST,
     **given: Any,
-) -> None:  # fmt: skip
+) -> None:
     """Import a Hugging Face model: weights only, for `--finetune` or `--no-load-optim --no-load-rng`.
 
     A field of config.json that changes what the model computes and that Megatron cannot be told is refused by its
@@ -110,12 +97,5 @@ def import_(
     from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 
     named = {name: given[name] for name in ("dialect", "experts", "tp")}
-    options = t.fill(
-        ImportOptions,
-        given,
-        to=MegatronFormat(to).value,
-        fsdp=t.fill(TargetOptions, named),
-        layout=o.layout_of(given),
-        write=write_options(given),
-    )
+    options = fill(ImportOptions, given, fsdp=fill(TargetOptions, named), layout=layout_of(given))
     carry_out(lambda progress: import_hf(input_dir, output_dir, options, progress, given["dry_run"]), given)

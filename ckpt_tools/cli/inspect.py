@@ -5,74 +5,62 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ckpt_tools.cli import given_values as v
 from ckpt_tools.cli import render
 from ckpt_tools.cli.manual import page
-from ckpt_tools.cli.options import in_a_folder
+from ckpt_tools.cli.options import flag, option
+from ckpt_tools.cli.signature import with_options
+from ckpt_tools.cli.table import OPENING, READING, Checkpoint
 
 if TYPE_CHECKING:
     from ckpt_tools.commands.inspect import Inspection
 
-TrustPickle = Annotated[
-    bool, typer.Option("--trust-pickle", help="Read unknown classes as inert placeholders.")
-]
-
-
-def _allow_msc(wanted: bool) -> bool:
-    if wanted:
-        from ckpt_tools.formats.store import allow_msc
-
-        allow_msc()
-    return wanted
-
-
-EnableMsc = Annotated[
-    bool,
-    typer.Option("--enable-msc", callback=_allow_msc, help="Open msc:// locations by multi-storage-client."),
-]
+_INSPECT = {
+    "keys": option(list[str], "--keys", read=v.globs, help="List only keys that match this glob."),
+    "tree": flag("--tree", help="List keys as a tree."),
+    "list_group_meta": flag(
+        "--not-ignore-param-to-group-meta",
+        help="List the param_to_group_meta objects, not only their number.",
+    ),
+}
+_PRINT = {
+    "values": flag("--values", help="Add the values of small objects and scalars."),
+    "output": option(
+        Path, "-o", "--output", callback=v.in_a_folder, help="Write there instead of to stdout."
+    ),
+    "no_write": flag(
+        "--no-write", help="Do not write param_to_param_group_map.json into a map dump's folder."
+    ),
+}  # fmt: skip
 
 
 def register(app: typer.Typer) -> None:
     """Add this module's commands to `app`."""
-    app.command(**page("inspect"))(inspect)
-    app.command(**page("print-torch-dcp-in-json"))(print_torch_dcp_in_json)
+    app.command(**page("inspect"))(with_options(inspect, READING | {"as_json"}, _INSPECT))
+    app.command(**page("print-torch-dcp-in-json"))(
+        with_options(print_torch_dcp_in_json, OPENING | {"trust_pickle"}, _PRINT)
+    )
 
 
-def inspect(
-    checkpoint: Annotated[
-        str, typer.Argument(help="A run's root, an iteration folder, or any torch DCP folder.")
-    ],
-    *,
-    keys: Annotated[
-        list[str] | None, typer.Option("--keys", help="List only keys that match this glob.")
-    ] = None,
-    iteration: Annotated[int | None, typer.Option(help="Iteration of a root, instead of its latest.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
-    tree: Annotated[bool, typer.Option("--tree", help="List keys as a tree.")] = False,
-    list_group_meta: Annotated[
-        bool,
-        typer.Option(
-            "--not-ignore-param-to-group-meta",
-            help="List the param_to_group_meta objects, not only their number.",
-        ),
-    ] = False,
-    enable_msc: EnableMsc = False,
-    trust_pickle: TrustPickle = False,
-) -> None:
+def inspect(checkpoint: Checkpoint, **given: Any) -> None:
     """Show what a checkpoint is and what it holds, from its metadata alone."""
     from ckpt_tools.commands.inspect import inspect_checkpoint
 
-    found = inspect_checkpoint(checkpoint, iteration, keys or (), list_group_meta, trust_pickle)
+    keys = given["keys"]
+    found = inspect_checkpoint(
+        checkpoint, given["iteration"], keys, given["list_group_meta"], given["trust_pickle"]
+    )
     if keys:
         render.say_unmatched("--keys", keys, (*found.catalog.tensors, *found.catalog.objects))
-    if as_json:
+    if given["as_json"]:
         sys.stdout.writelines(render.json_lines(found.summary(), _json_lists(found)))
         return
     _print_summary(found)
-    if tree:
+    if given["tree"]:
         render.print_tree(found.location.path, _leaves(found))
     else:
         _print_listing(found)
@@ -82,29 +70,15 @@ def print_torch_dcp_in_json(
     torch_dcp_dir: Annotated[
         str, typer.Argument(help="A folder with a .metadata: an iteration, not a run's root.")
     ],
-    *,
-    values: Annotated[
-        bool, typer.Option("--values", help="Add the values of small objects and scalars.")
-    ] = False,
-    output: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", callback=in_a_folder, help="Write there instead of to stdout."),
-    ] = None,
-    no_write: Annotated[
-        bool,
-        typer.Option(
-            "--no-write", help="Do not write param_to_param_group_map.json into a map dump's folder."
-        ),
-    ] = False,
-    enable_msc: EnableMsc = False,
-    trust_pickle: TrustPickle = False,
+    **given: Any,
 ) -> None:
     """Print the metadata of a torch distributed checkpoint as JSON; export a parameter group map dump."""
     from ckpt_tools.commands.dcp_json import dcp_as_json, write_group_map
 
-    text = render.json_text(dcp_as_json(torch_dcp_dir, values, trust_pickle)) + "\n"
-    render.write_text(output or Path("-"), text, torch_dcp_dir)
-    written = None if no_write else write_group_map(torch_dcp_dir, trust_pickle)
+    trust_pickle = given["trust_pickle"]
+    text = render.json_text(dcp_as_json(torch_dcp_dir, given["values"], trust_pickle)) + "\n"
+    render.write_text(given["output"] or Path("-"), text, torch_dcp_dir)
+    written = None if given["no_write"] else write_group_map(torch_dcp_dir, trust_pickle)
     if written:
         print(f"wrote {render.escape(written)}", file=sys.stderr)
 

@@ -14,6 +14,7 @@ PLACEHOLDERS = {
     "RUN": "a run with torch_dist checkpoints",
     "FSDP": "one with fsdp_dtensor checkpoints",
     "HF": "a Hugging Face model",
+    "BAD": "a run with a damaged checkpoint",
     "DUMP": "a dump of --dump-param-to-param-group-map",
     "OUT": "what will be made",
 }
@@ -57,6 +58,7 @@ PAGES = {
     )),
     "plan": Page(CONVERT, "what a conversion would do, and its cost", (
         ("Bytes and memory of every rank of a job", "plan RUN --dp-shard 4"),
+        ("How long it takes on 8 nodes whose disks copy 3 GB a second", "plan RUN --gpus 16 --disk 3GB --nodes 8"),
         ("Who owns what, as a picture", "plan RUN --dp-shard 4 --svg OUT.svg"),
         ("The boxes of some tensors, for a program", "plan RUN --dp-shard 2 --tensor '*linear_qkv*' --json"),
     )),
@@ -133,6 +135,11 @@ PAGES = {
     "strip": Page(EDIT, "the weights alone, in the same format", (
         ("Without optimizer, scheduler and rng states", "strip RUN OUT"),
         ("In half precision", "strip FSDP OUT --dtype bfloat16"),
+    )),
+    "repair": Page(EDIT, "undo damage that is known, with proof", (
+        ("A sound copy; what was wrong, and how that is known", "repair BAD OUT"),
+        ("See it first", "repair BAD OUT --dry-run"),
+        ("For a program", "repair BAD OUT --json"),
     )),
     "env": Page(PROGRAM_ITSELF, "versions and settings for a bug report", (
         ("To paste into an issue", "env"),

@@ -9,26 +9,54 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckpt_tools.cli import options as o
+from ckpt_tools.cli import given_values as v
 from ckpt_tools.cli import render
 from ckpt_tools.cli import table as t
+from ckpt_tools.cli.job_sizes import JOB_SIZES, layout_of
 from ckpt_tools.cli.manual import page
+from ckpt_tools.cli.options import option
+from ckpt_tools.cli.signature import Given, fill, with_options
 
 if TYPE_CHECKING:
     from ckpt_tools.commands.plan import Priced
+    from ckpt_tools.plan.duration import Duration, Machines
 
 _STDOUT = Path("-")
 _LISTED_RANKS = 32
 _LISTED_NOTES = 8
+_OWN = {
+    "rank": option(int, "--rank", help="Plan this target rank's file alone."),
+    "tensor": option(list[str], "--tensor", read=v.globs, help="List target tensors that match this glob."),
+    "svg": option(Path, "--svg", callback=v.in_a_folder, help="Draw who owns what, as one SVG file."),
+    "disk": option(
+        str,
+        "--disk",
+        read=v.optional_bytes,
+        help="What a node's disk copies in a second, e.g. 3GB: says how long it takes.",
+    ),
+    "network": option(
+        str,
+        "--network",
+        read=v.optional_bytes,
+        help="The same of a file system or store that all nodes share.",
+    ),
+    "nodes": option(int, "--nodes", default=1, min=1, max=4096, help="With --disk: how many convert."),
+    "workers": option(
+        int, "--workers", default=16, min=1, max=v.MAX_WORKERS, help="With --disk: processes on each."
+    ),
+    "html": option(Path, "--html", callback=v.in_a_folder, help="Draw it as one HTML page."),
+}
 
 
 def register(app: typer.Typer) -> None:
     """Add this module's command to `app`."""
     app.command(**page("plan"))(
-        t.with_options(
+        with_options(
             plan,
-            t.JOB | t.READING | {"dialect", "layer_spec", "experts", "swiglu", "weights_only", "enable_msc"},
-            {"iteration": o.OneIteration},
+            t.READING
+            | JOB_SIZES
+            | {"dialect", "layer_spec", "experts", "swiglu", "weights_only", "ignore_keys", "as_json"},
+            _OWN,
         )
     )
 
@@ -37,37 +65,39 @@ def plan(
     checkpoint: Annotated[
         str, typer.Argument(help="A torch_dist or fsdp_dtensor checkpoint: a root or an iteration.")
     ],
-    *,
-    rank: Annotated[int | None, typer.Option("--rank", help="Plan this target rank's file alone.")] = None,
-    tensor: Annotated[
-        list[str] | None, typer.Option("--tensor", help="List target tensors that match this glob.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
-    svg: Annotated[
-        Path | None,
-        typer.Option("--svg", callback=o.in_a_folder, help="Draw who owns what, as one SVG file."),
-    ] = None,
-    html: Annotated[
-        Path | None, typer.Option("--html", callback=o.in_a_folder, help="Draw it as one HTML page.")
-    ] = None,
     **given: Any,
 ) -> None:
     """Show what a conversion to fsdp_dtensor would do: boxes, bytes and memory of every rank. Moves no byte."""
     from ckpt_tools.commands.placements import Layout
     from ckpt_tools.commands.plan import plan_checkpoint
     from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions
-    from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 
-    place = o.layout_of(given) or Layout()
-    chosen = t.fill(ConvertOptions, given, target=t.fill(TargetOptions, given), layout=None)
-    found = plan_checkpoint(checkpoint, place, chosen, rank, tensor or ())
-    _draw(found, svg, html)
-    if _STDOUT in (svg, html):
+    place = layout_of(given) or Layout()
+    chosen = fill(ConvertOptions, given, layout=None)
+    found = plan_checkpoint(checkpoint, place, chosen, given["rank"], given["tensor"], _machines(given))
+    _draw(found, given["svg"], given["html"])
+    if _STDOUT in (given["svg"], given["html"]):
         return  # nothing but the picture
-    if as_json:
+    if given["as_json"]:
         sys.stdout.writelines(render.json_lines(found.summary(), _json_lists(found)))
     else:
         _print(found)
+
+
+def _machines(given: Given) -> Machines | None:
+    """Who is to convert, where that is told.
+
+    Raises:
+        UsageError: not how fast.
+    """
+    from ckpt_tools.errors import UsageError
+    from ckpt_tools.plan.duration import Machines
+
+    if given["disk"] is not None:
+        return fill(Machines, given)
+    if given["network"] is not None or given["nodes"] > 1:
+        raise UsageError("--network and --nodes say how long a conversion takes; --disk is needed with them")
+    return None
 
 
 def _draw(found: Priced, svg: Path | None, html: Path | None) -> None:
@@ -146,6 +176,8 @@ def _print(found: Priced) -> None:
         ("moved by", strategies or "nothing"),
         ("imbalance", f"{facts['imbalance']:.3f} (largest rank over the mean)"),
     ]
+    if found.duration is not None:
+        rows.append(("would take", _duration(found.duration)))
     if found.layout.name != "even":
         rows.append(("padding", f"{render.human_bytes(facts['padding_bytes'])} of buffers in training"))
     render.print_table(("plan", ""), rows)
@@ -156,6 +188,17 @@ def _print(found: Priced) -> None:
             print(f"{name}: {render.escape(line)}")
         if len(facts[name]) > _LISTED_NOTES:
             print(f"{name}: ... and {len(facts[name]) - _LISTED_NOTES:,} more (--json lists all)")
+
+
+def _duration(found: Duration) -> str:
+    parts = {
+        "start": found.starting + found.metadata,
+        "planning": found.planning,
+        "moving bytes": found.moving,
+    }
+    told = ", ".join(f"{name} {render.human_seconds(seconds)}" for name, seconds in parts.items())
+    worker = f"the busiest worker has {found.straggling:.2f} of the mean"
+    return f"about {render.human_seconds(found.seconds)}: {told}; {worker}"
 
 
 def _print_ranks(found: Priced) -> None:

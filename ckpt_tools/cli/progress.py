@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from ckpt_tools.cli.render import human_bytes
 
 _SECONDS_BETWEEN_LINES = 10.0
+_SECONDS_BETWEEN_PICTURES = 0.1
 
 
 def is_first_rank() -> bool:
@@ -36,9 +37,19 @@ def _bar() -> Iterator[Callable[[int, int], None]]:
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    # Without its own thread, which would keep this process from being forked (`execute.workers`).
+    with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as bar:
         task = bar.add_task("", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        drawn = 0.0
+
+        def update(done: int, total: int) -> None:
+            nonlocal drawn
+            bar.update(task, completed=done, total=total)
+            if time.monotonic() - drawn > _SECONDS_BETWEEN_PICTURES or done == total:
+                drawn = time.monotonic()
+                bar.refresh()
+
+        yield update
 
 
 def _lines() -> Callable[[int, int], None]:

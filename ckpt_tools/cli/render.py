@@ -23,7 +23,7 @@ _UNLIMITED = 1 << 16  # columns, when nobody looks: keys must not be folded in a
 
 
 def console() -> Console:
-    """Where tables go: stdout, without colours when NO_COLOR is set or it is no terminal."""
+    """Where tables go: stdout, without colours when NO_COLOR is set or stdout is not a terminal."""
     from rich.console import Console
 
     return Console(
@@ -135,6 +135,15 @@ def json_lines(head: dict[str, Any], lists: dict[str, Iterator[Any]]) -> Iterato
             separator = ",\n  "
         yield "\n ]"
     yield "\n}\n"
+
+
+def human_seconds(seconds: float) -> str:
+    """A duration as people say it: `0.4 s`, `12 s`, `71 min`, `3.2 h`."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def human_bytes(count: int) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from ckpt_tools.cli.render import escape, human_bytes
 from ckpt_tools.commands.conversion_report import ConversionReport, Masters
 from ckpt_tools.commands.iterations import Outcome
+from ckpt_tools.commands.rewrite import Edited
 from ckpt_tools.commands.target_job import describe
 from ckpt_tools.execute.check_masters import describe_masters
 from ckpt_tools.execute.run import WriteReport
+from ckpt_tools.model.choices import assert_never
 
 _SHOWN = 8
 
@@ -23,7 +25,7 @@ def print_report(report: ConversionReport) -> None:
         f"  source     {_source(report)}{iteration}",
         f"  target     {report.output_format} for {report.loader or 'the same loader'}{_architecture(report)}",
         f"  holds      {report.tensors:,} tensors, {report.objects:,} objects and scalars{groups}",
-        f"  masters    {_masters(report.masters)}",
+        f"  masters    {masters_text(report.masters)}",
     ]
     if report.job is not None:
         lines += [f"  {title:<10} {text}" for title, text in describe(report.job)]
@@ -59,17 +61,21 @@ def _architecture(report: ConversionReport) -> str:
     return f": {report.architecture}" if report.output_format == "hf" else ""
 
 
-def _masters(masters: Masters) -> str:
+def masters_text(masters: Masters) -> str:
     """What became of them, and what was proven."""
-    if masters.use == "none":
-        return "the source has none"
-    if masters.use == "left_out":
-        return "left out; the stored weights are written"
-    if masters.use == "as_stored":
-        return "the source keeps them in the place of weights; there is nothing to compare them with"
-    if masters.mode == "none":
-        return "not checked (--check-masters none)"
-    return describe_masters(masters.found, masters.mode)
+    match masters.use:
+        case "none":
+            return "the source has none"
+        case "left_out":
+            return "left out; the stored weights are written"
+        case "as_stored":
+            return "the source keeps them in the place of weights; there is nothing to compare them with"
+        case "written":
+            if masters.mode == "none":
+                return "not checked (--check-masters none)"
+            return describe_masters(masters.found, masters.mode)
+        case _:
+            assert_never(masters.use)
 
 
 def print_outcome(outcome: Outcome) -> None:
@@ -103,16 +109,14 @@ def source_checksums(w: WriteReport) -> str:
     return f"{proven}; {without}" if w.payloads_proven else without
 
 
-def written_json(w: WriteReport) -> dict[str, object]:
-    """What was written and proven, as every command that rewrites a checkpoint says it to programs."""
-    return {
-        "bytes_written": w.bytes_written,
-        "seconds": w.seconds,
-        "check_source": w.check_source,
-        "payloads_proven": w.payloads_proven,
-        "payloads_without_checksum": w.payloads_without_checksum,
-        "bytes_proven": w.bytes_proven,
-    }
+def print_rewritten(done: Edited) -> None:
+    """The last lines of a command that writes a checkpoint in the format of its source."""
+    written = done.written
+    print(
+        f"wrote {done.tensors:,} tensors and {done.objects:,} objects, "
+        f"{human_bytes(written.bytes_written)} in {written.seconds:.2f} s, to {escape(done.output)}"
+    )
+    print(f"source checksums: {source_checksums(written)}")
 
 
 def _written(w: WriteReport) -> list[str]:

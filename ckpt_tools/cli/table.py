@@ -1,106 +1,133 @@
-"""Options that are fields of the library's options classes: the commands' signatures are made from one table.
-
-A row's name is the field's name; its default is the field's (a test compares them: the classes are not imported for
-`--help`). A command names the rows that it has, gets their values by name, and `fill` puts them into the classes.
-"""
+"""Options that several commands share, a row each, and arguments. A row's name is that of the field that it fills."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import fields
-from enum import Enum
-from typing import Any, NamedTuple, TypeVar
+from pathlib import Path
+from typing import Annotated, Final
 
-from ckpt_tools.cli import options as o
-from ckpt_tools.cli.inspect import EnableMsc, TrustPickle
+import typer
 
-AnyOptions = TypeVar("AnyOptions")
-Given = Mapping[str, Any]
-"""Values of options by the names of their rows, as the library takes them."""
+from ckpt_tools.cli import given_values as v
+from ckpt_tools.cli.options import Row, flag, option
+from ckpt_tools.model import choices as c
 
+MODEL: Final = "The model and its target"
+PLACE: Final = "Placement"
+RUN: Final = "How to run"
 
-class Row(NamedTuple):
-    """How an option is spelled and explained, its default, and how the field's value is made of what was given."""
-
-    annotation: Any
-    default: Any = None
-    read: Callable[[Any], Any] | None = None
-
-
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(word for word in text.split(",") if word)
-
-
-def _group_map(file: Any) -> Mapping[str, int] | None:
-    if not file:
-        return None
-    from ckpt_tools.commands.group_map import load_group_map
-
-    return load_group_map(file)
-
-
-def _text(path: Any) -> str | None:
-    return None if path is None else str(path)
-
+Checkpoint = Annotated[
+    str, typer.Argument(help="A run's root, an iteration folder, or any torch DCP folder.")
+]
+OutputDir = Annotated[str, typer.Argument(help="Like to like: a root for a root, else one folder.")]
 
 # In the order in which help lists them.
-TABLE = {
-    "swiglu": Row(o.Swiglu),
-    "swiglu_modules": Row(o.SwigluModules, "", _words),
-    "group_map": Row(o.GroupMapFile, None, _group_map),
-    "strict_map": Row(o.StrictMap, False),
-    "state_prefix": Row(o.StatePrefix),
-    "model_prefix": Row(o.ModelPrefix, "model.module"),
-    "rename_mtp": Row(o.RenameMtp, False),
-    "dialect": Row(o.Target),
-    "aliases": Row(o.Aliases, False),
-    "layer_spec": Row(o.LayerSpecOption),
-    "experts": Row(o.ExpertsOption),
-    "weights_only": Row(o.WeightsOnly, False),
-    "dtype": Row(o.Dtype),
-    "vocab_size_padded": Row(o.VocabSizePadded),
-    "vocab_size": Row(o.VocabSize),
-    "vocab_multiple": Row(o.VocabMultiple, 128),
-    "extra_state": Row(o.ExtraState, "derive"),
-    "stacked": Row(o.Stacked),
-    "hf_config": Row(o.HfConfig, None, _text),
-    "rules": Row(o.Rules),
-    "max_shard_bytes": Row(o.MaxShardSize, "5GB", o.parse_bytes),
-    "mtp_copies": Row(o.MtpCopies, False),
-    "layout": Row(o.LayoutOption),
-    "world_size": Row(o.WorldSize),
-    "gpus": Row(o.Gpus),
-    "dp_shard": Row(o.DpShard),
-    "dp_outer": Row(o.DpOuter, 1),
-    "tp": Row(o.Tp),
-    "cp": Row(o.Cp, 1),
-    "ep": Row(o.Ep, 1),
-    "etp": Row(o.Etp),
-    "pp": Row(o.Pp, 1),
-    "strategy": Row(o.Strategy, o.DEFAULT_STRATEGY),
-    "outer_strategy": Row(o.OuterStrategy, o.DEFAULT_OUTER_STRATEGY),
-    "units": Row(o.Units, None),
-    "iteration": Row(o.Iteration),
-    "check_masters": Row(o.CheckMasters, o.Check.SAMPLE),
-    "check_source": Row(o.CheckSource, o.SourceCheck.ALL),
-    "ignore_keys": Row(o.IgnoreKeys, None, lambda globs: tuple(globs or ())),
-    "overwrite": Row(o.Overwrite, False),
-    "resume": Row(o.Resume, False),
-    "dry_run": Row(o.DryRun, False),
-    "threads": Row(o.Threads, 2),
-    "memory_bytes": Row(o.MaxMemory, "96MiB", o.parse_bytes),
-    "fsync": Row(o.Fsync, False),
-    "direct": Row(o.Direct, False),
-    "quiet": Row(o.Quiet, False),
-    "as_json": Row(o.AsJson, False),
-    "report": Row(o.ReportFile),
-    "trust_pickle": Row(TrustPickle, False),
-    "enable_msc": Row(EnableMsc, False),
-    "oom_traceback": Row(o.OomTraceback, False),
-}
+TABLE: dict[str, Row] = {
+    "swiglu": option(bool, "--swiglu/--no-swiglu", panel=MODEL,
+                     help="Whether gated MLPs use SwiGLU. Default: the args."),
+    "swiglu_modules": option(str, "--swiglu-modules", default="", read=v.words, panel=MODEL,
+                             help="Comma-separated modules whose MLPs are SwiGLU. Default: by shape."),
+    "group_map": option(Path, "--param-to-param-group-map-json", read=v.group_map, panel=MODEL,
+                        help="Parameter groups to use instead of derived ones."),
+    "strict_map": flag("--strict-map", panel=MODEL, help="Names missing from the map are errors."),
+    "state_prefix": option(str, "--output-optimizer-state-prefix", panel=MODEL,
+                           help="Prefix of optimizer states in the output. Default: "
+                                "optimizer.state.module.module.module, one module less for fp32 training."),
+    "model_prefix": option(str, "--output-model-weight-prefix", default="model.module", panel=MODEL,
+                           help="Prefix of weights in the output."),
+    "rename_mtp": flag("--rename-mtp-keys", panel=MODEL,
+                       help="Name MTP inner layers mtp_model_layer whatever the target."),
+    "dialect": option(c.DialectName, "--target", panel=MODEL,
+                      help="Program that will load the result. Default: bridge for a Bridge checkpoint, else main."),
+    "aliases": flag("--aliases", panel=MODEL,
+                    help="Also give every item the names other targets would ask for, at no cost."),
+    "layer_spec": option(c.LayerSpec, "--layer-spec", panel=MODEL,
+                         help="Norm names: Transformer Engine's or the local spec's. Default: the args."),
+    "experts": option(c.ExpertModules, "--experts", panel=MODEL,
+                      help="Expert names: one grouped module or one module each. Default: the args."),
+    "weights_only": flag("--weights-only", panel=MODEL,
+                         help="Leave out optimizer, scheduler and rng: a warm start."),
+    "dtype": option(str, "--dtype", panel=MODEL,
+                    help="With --weights-only: element type of the weights, e.g. bfloat16."),
+    "vocab_size_padded": option(int, "--vocab-size-padded", max=v.MAX_ROWS, panel=MODEL,
+                                help="Rows of the vocabulary in the target: padding is cut or zeros added."),
+    "vocab_size": option(int, "--vocab-size", max=v.MAX_ROWS, panel=MODEL,
+                         help="Real tokens: the rows after them are padding."),
+    "vocab_multiple": option(int, "--vocab-multiple", default=128, max=v.MAX_ROWS, panel=MODEL,
+                             help="Rows of the vocabulary are filled up with zeros to a multiple of this: "
+                                  "make-vocab-size-divisible-by times tensor parallel size."),
+    "extra_state": option(str, "--extra-state", default="derive", panel=MODEL,
+                          help="Transformer Engine's extra-state objects: derive (a torch_dist source's own are "
+                               "kept), none, or a torch_dist checkpoint of the same model to take their keys from."),
+    "stacked": option(bool, "--stacked/--per-layer", panel=MODEL,
+                      help="Layers of a block in one tensor, or one by one. Default: as a torch_dist source has "
+                           "them, else the args."),
+    "hf_config": option(Path, "--hf-config", read=v.as_text, panel=MODEL,
+                        help="Directory of the original Hugging Face model, for tokenizer and settings."),
+    "rules": option(Path, "--rules", panel=MODEL, help="YAML file with the rules of one more architecture."),
+    "max_shard_bytes": option(str, "--max-shard-size", default="5GB", read=v.parse_bytes, panel=MODEL,
+                              help="Largest file, e.g. 5GB."),
+    "mtp_copies": flag("--mtp-copies", panel=MODEL,
+                       help="Repeat embedding and head in DeepSeek's prediction layers."),
+    "layout": option(c.LayoutName, "--layout", panel=PLACE,
+                     help="Whose placement. Default: mfsdp-v1 with --gpus or --dp-shard, else even."),
+    "world_size": option(int, "--world-size", panel=PLACE,
+                         help="Target ranks, each with files of its own. Default: the converting ranks."),
+    "gpus": option(int, "--gpus", panel=PLACE,
+                   help="GPUs of the training job; the sizes that are not given follow from it."),
+    "dp_shard": option(int, "--dp-shard", panel=PLACE, help="Ranks that shard."),
+    "dp_outer": option(int, "--dp-outer", default=1, panel=PLACE, help="Replicas of the sharding group (HSDP)."),
+    "tp": option(int, "--tp", panel=PLACE,
+                 help="Tensor parallel size of the target; with --to torch_dist or hf, the one that the source is "
+                      "for."),
+    "cp": option(int, "--cp", default=1, panel=PLACE, help="Context parallel size."),
+    "ep": option(int, "--ep", default=1, panel=PLACE, help="Expert parallel size."),
+    "etp": option(int, "--etp", panel=PLACE, help="Expert tensor parallel size. Default: --tp."),
+    "pp": option(int, "--pp", default=1, panel=PLACE, help="Pipeline parallel size: 1 for Megatron-FSDP."),
+    "strategy": option(str, "--strategy", default="optim_grads_params", panel=PLACE,
+                       help="no_shard, optim, optim_grads or optim_grads_params."),
+    "outer_strategy": option(str, "--outer-strategy", default="no_shard", panel=PLACE,
+                             help="no_shard or optim."),
+    "units": option(list[str], "--units", read=v.globs, panel=PLACE,
+                    help="Modules that have a flat buffer of Megatron-FSDP each (fsdp_unit_modules of the job), as "
+                         "paths (glob, repeatable; **. for leading modules). Default: Megatron-Core's layers. FSDP2 "
+                         "cuts every parameter on its own."),
+    "iteration": option(int, "--iteration", help="Iteration of a root, instead of its latest."),
+    "check_masters": option(c.CheckLevel, "--check-masters", default="sample", panel=RUN,
+                            help="How many rows of every master must be shown to round to the weights."),
+    "check_source": option(c.SourceCheck, "--check-source", default="all", panel=RUN,
+                           help="Prove every payload that is read from against the checksum its writer stored, whole "
+                                "or in pieces; none: take damage over unseen."),
+    "ignore_keys": option(list[str], "--ignore-keys", read=v.globs, panel=RUN,
+                          help="Source keys to leave out, tensors too (glob, repeatable)."),
+    "overwrite": flag("--overwrite", panel=RUN, help="Replace an output that is there."),
+    "resume": flag("--resume", panel=RUN, help="Go on with a conversion that was stopped."),
+    "dry_run": flag("--dry-run", panel=RUN, help="Plan and check everything, write nothing."),
+    "workers": option(int, "--workers", min=1, max=v.MAX_WORKERS, panel=RUN,
+                      help="Processes on this machine. Default: as many as cores, memory and bytes pay for, at most "
+                           "16."),
+    "threads": option(int, "--threads", default=2, min=1, max=v.MAX_THREADS, panel=RUN,
+                      help="Threads per process."),
+    "memory_bytes": option(str, "--max-memory", default="96MiB", read=v.parse_bytes, panel=RUN,
+                           help="Buffer memory of all workers together, e.g. 96MiB."),
+    "fsync": flag("--fsync", panel=RUN, help="Make the output durable before it is published."),
+    "direct": flag("--direct", panel=RUN,
+                   help="Write past the page cache (O_DIRECT), which stays as it is for others; best with "
+                        "--threads 4 or more."),
+    "report_format": option(c.ReportFormat, "--format", default="text",
+                            help="text, json, github (annotations) or markdown."),
+    "quiet": flag("--quiet", "-q", panel=RUN, help="No progress."),
+    "as_json": flag("--json", help="JSON on stdout."),
+    "report": option(Path, "--report", callback=v.in_a_folder, panel=RUN, help="Write the report there as JSON."),
+    "junit": option(Path, "--junit", callback=v.in_a_folder, help="Also write the report there as JUnit XML."),
+    "trust_pickle": flag("--trust-pickle", help="Read unknown classes as inert placeholders."),
+    "enable_msc": flag("--enable-msc", callback=v.allow_msc, help="Open msc:// locations by multi-storage-client."),
+    "follow_links": flag("--follow-links", callback=v.follow_links,
+                         help="Read a checkpoint's files also through links that lead out of its folder."),
+    "oom_traceback": flag("--oom-traceback", hidden=True, help="Accepted for NVIDIA's script; changes nothing."),
+}  # fmt: skip
 
-JOB = frozenset(o.JOB_SIZES)
+OPENING = frozenset({"enable_msc", "follow_links"})
+READING = OPENING | {"iteration", "trust_pickle"}
 FSDP_TARGET = frozenset({
     "swiglu", "swiglu_modules", "group_map", "strict_map", "state_prefix", "model_prefix", "rename_mtp", "dialect",
     "aliases", "layer_spec", "experts", "weights_only", "dtype", "vocab_size_padded", "vocab_size", "tp",
@@ -112,54 +139,7 @@ DCP_TARGET = frozenset({
 TORCH_DIST_TARGET = frozenset({
     "dialect", "layer_spec", "weights_only", "dtype", "extra_state", "stacked", "gpus", "tp", "ep", "etp",
 })  # fmt: skip
-RUNNING = frozenset({
-    "check_source", "overwrite", "resume", "dry_run", "threads", "memory_bytes", "fsync", "direct", "quiet",
-    "as_json", "report", "enable_msc",
-})  # fmt: skip
-READING = frozenset({"iteration", "ignore_keys", "trust_pickle"})
-
-
-def with_options(
-    function: Callable[..., None],
-    names: Collection[str],
-    changed: Mapping[str, Any] | None = None,
-    fixed: Mapping[str, Any] | None = None,
-) -> Callable[..., None]:
-    """A function that Typer makes a command of: the parameters of `function`, and the options `names` as keywords.
-
-    Args:
-        function: takes its own parameters, and the values of the options (see `Given`) as `**given`.
-        changed: annotations that stand for those of the table, by name.
-        fixed: parameters of `function` that have this value and are not asked for.
-    """
-    signature = inspect.signature(function, eval_str=True)
-    fixed = fixed or {}
-    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD and p.name not in fixed]
-    annotations = {name: row.annotation for name, row in TABLE.items() if name in names} | dict(changed or {})
-    made = [
-        inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=TABLE[name].default, annotation=annotation
-        )
-        for name, annotation in annotations.items()
-    ]
-
-    def command(*args: Any, **given: Any) -> None:
-        function(*args, **fixed, **{name: _read(name, value) for name, value in given.items()})
-
-    command.__signature__ = signature.replace(parameters=[*own, *made])  # type: ignore[attr-defined]
-    command.__annotations__ = {p.name: p.annotation for p in (*own, *made)}
-    command.__doc__ = function.__doc__
-    return command
-
-
-def _read(name: str, value: Any) -> Any:
-    row = TABLE.get(name)
-    if row is not None and row.read is not None:
-        return row.read(value)
-    return value.value if isinstance(value, Enum) else value
-
-
-def fill(options: type[AnyOptions], given: Given, **more: Any) -> AnyOptions:
-    """Options of the library from the given values of the same names, and `more`."""
-    names = {field.name for field in fields(options)} - more.keys()  # type: ignore[arg-type]
-    return options(**{name: value for name, value in given.items() if name in names}, **more)
+REWRITING = frozenset({"check_source", "overwrite", "quiet", "as_json"})
+RUNNING = OPENING | REWRITING | {
+    "resume", "dry_run", "workers", "threads", "memory_bytes", "fsync", "direct", "report",
+}  # fmt: skip

@@ -3,114 +3,83 @@
 from __future__ import annotations
 
 import sys
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ckpt_tools.cli import findings, render
-from ckpt_tools.cli import options as o
-from ckpt_tools.cli.inspect import EnableMsc, TrustPickle
+from ckpt_tools.cli import given_values as v
 from ckpt_tools.cli.manual import page
+from ckpt_tools.cli.options import flag, option
+from ckpt_tools.cli.signature import Given, fill, with_options
+from ckpt_tools.cli.table import READING, Checkpoint
+from ckpt_tools.model.choices import DialectName, DiffBy, NanPolicy, ReportFormat, assert_never
 
 if TYPE_CHECKING:
     from ckpt_tools.verify.differences import DiffReport, TensorDiff
     from ckpt_tools.verify.report import Report
 
 _SHOWN = 20
-Checkpoint = Annotated[
-    str, typer.Argument(help="A run's root, an iteration folder, or any torch DCP folder.")
-]
-Iteration = Annotated[int | None, typer.Option(help="Iteration of a root, instead of its latest.")]
-
-
-class ReportFormat(str, Enum):
-    TEXT = "text"
-    JSON = "json"
-    GITHUB = "github"
-    MARKDOWN = "markdown"
-
-
-class Nan(str, Enum):
-    BITS = "bits"
-    EQUAL = "equal"
-    DIFFERENT = "different"
-
-
-class By(str, Enum):
-    AUTO = "auto"
-    KEYS = "keys"
-    PARAMETERS = "parameters"
-    HUGGINGFACE = "huggingface"
-
-
-FormatOption = Annotated[
-    ReportFormat, typer.Option("--format", help="text, json, github (annotations) or markdown.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout, the same as --format json.")]
-Junit = Annotated[
-    Path | None,
-    typer.Option("--junit", callback=o.in_a_folder, help="Also write the report there as JUnit XML."),
-]
-
-
-JobTarget = Annotated[
-    o.Dialect | None,
-    typer.Option(
-        "--target",
+_AS_JSON = flag("--json", help="JSON on stdout, the same as --format json.")
+_VERIFY = {
+    "content": flag("--content", help="Read every byte: checksums, masters against weights, NaN and Inf."),
+    "manifest": option(
+        Path, "--manifest",
+        help="Compare with a file of SHA-256 sums that --write-manifest made; reads every byte.",
+    ),
+    "write_manifest": option(
+        Path, "--write-manifest", callback=v.in_a_folder,
+        help="Write SHA-256 sums of files and tensors to a new file, if the checkpoint is valid.",
+    ),
+    "allow_nonfinite": flag("--allow-nonfinite", help="NaN and Inf are warnings, not errors."),
+    "as_json": _AS_JSON,
+}  # fmt: skip
+_PREFLIGHT = {
+    "yaml_file": option(Path, "--yaml", help="The job's settings: Bridge's or a Megatron-LM recipe."),
+    "dialect": option(
+        DialectName, "--target",
         help="Program that runs the job. Default: the one that the checkpoint was converted for, else main.",
     ),
-]
+    "as_json": _AS_JSON,
+}  # fmt: skip
+_DIFF = {
+    "rtol": option(float, "--rtol", default=0.0, min=0, help="Relative tolerance, of the larger value."),
+    "atol": option(float, "--atol", default=0.0, min=0, help="Absolute tolerance."),
+    "ulp": option(int, "--ulp", default=0, min=0, help="Representable numbers two values may be apart."),
+    "nan": option(
+        NanPolicy, "--nan",
+        help="NaNs are equal by their bits (default), always (default with a tolerance), or never.",
+    ),
+    "keys": option(list[str], "--keys", read=v.globs, help="Compare only names that match (glob)."),
+    "ignore": option(
+        list[str], "--ignore", read=v.globs, help="Leave out names that match (glob), e.g. 'args.*'."
+    ),
+    "by": option(
+        DiffBy, "--by", default="auto", help="Names: stored keys, those of fsdp_dtensor, or those of export-hf."
+    ),
+}  # fmt: skip
 
 
 def register(app: typer.Typer) -> None:
     """Add this module's commands to `app`."""
-    app.command(**page("verify"))(verify)
-    app.command(**page("diff"))(diff)
-    app.command(**page("compare-two-checkpoint"), help="Compare two checkpoints: the old name of diff.")(diff)
-    app.command(**page("preflight"))(preflight)
+    reported = READING | {"report_format", "junit"}
+    compare = with_options(diff, READING | {"dialect", "as_json", "workers", "threads", "quiet"}, _DIFF)
+    old_name = page("compare-two-checkpoint") | {"help": "Compare two checkpoints: the old name of diff."}
+    app.command(**page("verify"))(with_options(verify, reported | {"workers", "threads", "quiet"}, _VERIFY))
+    app.command(**page("diff"))(compare)
+    app.command(**old_name)(compare)
+    app.command(**page("preflight"))(with_options(preflight, reported, _PREFLIGHT))
 
 
-def verify(
-    checkpoint: Checkpoint,
-    content: Annotated[
-        bool,
-        typer.Option("--content", help="Read every byte: checksums, masters against weights, NaN and Inf."),
-    ] = False,
-    manifest: Annotated[
-        Path | None,
-        typer.Option(
-            help="Compare with a file of SHA-256 sums that --write-manifest made; reads every byte."
-        ),
-    ] = None,
-    write_manifest: Annotated[
-        Path | None,
-        typer.Option(
-            callback=o.in_a_folder,
-            help="Write SHA-256 sums of files and tensors to a new file, if the checkpoint is valid.",
-        ),
-    ] = None,
-    allow_nonfinite: Annotated[
-        bool, typer.Option("--allow-nonfinite", help="NaN and Inf are warnings, not errors.")
-    ] = False,
-    iteration: Iteration = None,
-    report_format: FormatOption = ReportFormat.TEXT,
-    as_json: AsJson = False,
-    junit: Junit = None,
-    threads: o.Threads = 2,
-    quiet: o.Quiet = False,
-    trust_pickle: TrustPickle = False,
-    enable_msc: EnableMsc = False,
-) -> None:
+def verify(checkpoint: Checkpoint, **given: Any) -> None:
     """Check that a checkpoint is whole and sound. Exit code 1 when it is not, 4 when it is hostile."""
     from ckpt_tools.cli.progress import progress_bar
     from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
 
-    options = VerifyOptions(content, manifest, allow_nonfinite, trust_pickle, threads, write_manifest)
-    with progress_bar(quiet) as progress:
-        report = verify_checkpoint(checkpoint, iteration, options, progress)
-    _print_report(report, "verify", ReportFormat.JSON if as_json else report_format, junit)
+    with progress_bar(given["quiet"]) as progress:
+        report = verify_checkpoint(checkpoint, given["iteration"], fill(VerifyOptions, given), progress)
+    _print_report(report, "verify", _chosen(given), given["junit"])
     raise typer.Exit(4 if report.is_hostile else 0 if report.is_valid else 1)
 
 
@@ -122,77 +91,46 @@ def preflight(
             help="After --: the job's command line, or only its flags.", metavar="[-- COMMAND...]"
         ),
     ] = None,
-    yaml_file: Annotated[
-        Path | None, typer.Option("--yaml", help="The job's settings: Bridge's or a Megatron-LM recipe.")
-    ] = None,
-    target: JobTarget = None,
-    iteration: Iteration = None,
-    report_format: FormatOption = ReportFormat.TEXT,
-    as_json: AsJson = False,
-    junit: Junit = None,
-    trust_pickle: TrustPickle = False,
-    enable_msc: EnableMsc = False,
+    **given: Any,
 ) -> None:
     """Check that a Megatron-FSDP job can load a checkpoint, and print its launch command. Exit code 1 when not."""
     from ckpt_tools.commands.preflight import preflight as check
 
-    found = check(checkpoint, job or (), yaml_file, iteration, trust_pickle, target.value if target else None)
+    found = check(
+        checkpoint, job or (), given["yaml_file"], given["iteration"], given["trust_pickle"], given["dialect"]
+    )
     start = found.launch
     launch = None if start is None else {
         "environment": list(start.environment), "words": list(start.words), "command": start.command
     }  # fmt: skip
-    chosen = ReportFormat.JSON if as_json else report_format
-    _print_report(found.report, "preflight", chosen, junit, {"program": found.program, "launch": launch})
-    if chosen is ReportFormat.TEXT and start is not None:
+    chosen = _chosen(given)
+    _print_report(
+        found.report, "preflight", chosen, given["junit"], {"program": found.program, "launch": launch}
+    )
+    if chosen == "text" and start is not None:
         print(f"launch with ({found.program})")
         for line in (*start.environment, start.command):
             print(f"  {render.escape_lines(line)}")
     raise typer.Exit(0 if found.report.is_valid else 1)
 
 
-def diff(
-    checkpoint_1: Checkpoint,
-    checkpoint_2: Checkpoint,
-    rtol: Annotated[float, typer.Option(min=0, help="Relative tolerance, of the larger value.")] = 0.0,
-    atol: Annotated[float, typer.Option(min=0, help="Absolute tolerance.")] = 0.0,
-    ulp: Annotated[int, typer.Option(min=0, help="Representable numbers two values may be apart.")] = 0,
-    nan: Annotated[
-        Nan | None,
-        typer.Option(
-            help="NaNs are equal by their bits (default), always (default with a tolerance), or never."
-        ),
-    ] = None,
-    keys: Annotated[
-        list[str] | None, typer.Option("--keys", help="Compare only names that match (glob).")
-    ] = None,
-    ignore: Annotated[
-        list[str] | None, typer.Option("--ignore", help="Leave out names that match (glob), e.g. 'args.*'.")
-    ] = None,
-    by: Annotated[
-        By, typer.Option("--by", help="Names: stored keys, those of fsdp_dtensor, or those of export-hf.")
-    ] = By.AUTO,
-    target: o.Target = None,
-    iteration: Iteration = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
-    threads: o.Threads = 2,
-    quiet: o.Quiet = False,
-    enable_msc: EnableMsc = False,
-    trust_pickle: TrustPickle = False,
-) -> None:
+def _chosen(given: Given) -> ReportFormat:
+    chosen: ReportFormat = given["report_format"]
+    return "json" if given["as_json"] else chosen
+
+
+def diff(checkpoint_1: Checkpoint, checkpoint_2: Checkpoint, **given: Any) -> None:
     """Compare two checkpoints, also of different formats, bit by bit. Exit code 1 when they differ."""
     from ckpt_tools.cli.progress import progress_bar
     from ckpt_tools.commands.diff import DiffRequest, diff_checkpoints
-    from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
-    from ckpt_tools.verify.compare import Tolerance
     from ckpt_tools.verify.differences import DiffOptions
 
-    policy = nan.value if nan else "equal" if rtol or atol or ulp else "bits"
-    options = DiffOptions(Tolerance(rtol, atol, ulp, policy), tuple(keys or ()), tuple(ignore or ()), threads)
-    dialect = TargetOptions(dialect=target.value if target else None)
-    request = DiffRequest(by.value, (iteration, iteration), dialect, trust_pickle)
-    with progress_bar(quiet) as progress:
-        report = diff_checkpoints(checkpoint_1, checkpoint_2, options, request, progress)
-    if as_json:
+    if given["nan"] is None:
+        given["nan"] = "equal" if given["rtol"] or given["atol"] or given["ulp"] else "bits"
+    request = fill(DiffRequest, given, iterations=(given["iteration"],) * 2)
+    with progress_bar(given["quiet"]) as progress:
+        report = diff_checkpoints(checkpoint_1, checkpoint_2, fill(DiffOptions, given), request, progress)
+    if given["as_json"]:
         sys.stdout.writelines(render.json_lines(_diff_head(report), _diff_lists(report)))
     else:
         _print_diff(report)
@@ -204,14 +142,17 @@ def _print_report(
 ) -> None:
     if junit is not None:
         render.write_text(junit, findings.as_junit(report, command), report.checkpoint)
-    if chosen is ReportFormat.JSON:
-        print(render.json_text(findings.as_json(report) | (more or {})))
-    elif chosen is ReportFormat.GITHUB:
-        print(findings.as_github(report, command), end="")
-    elif chosen is ReportFormat.MARKDOWN:
-        print(findings.as_markdown(report), end="")
-    else:
-        _print_text(report, command)
+    match chosen:
+        case "json":
+            print(render.json_text(findings.as_json(report) | (more or {})))
+        case "github":
+            print(findings.as_github(report, command), end="")
+        case "markdown":
+            print(findings.as_markdown(report), end="")
+        case "text":
+            _print_text(report, command)
+        case _:
+            assert_never(chosen)
 
 
 def _print_text(report: Report, command: str) -> None:
@@ -248,7 +189,10 @@ def _print_diff(report: DiffReport) -> None:
             print(f"... and {len(found) - _SHOWN:,} more {what} (--json lists all)")
     for note in report.notes:
         print(f"note: {render.escape(note)}")
-    verdict = "equal" if report.is_equal else f"different: {len(unequal):,} tensors, {len(values):,} values"
+    entries = "entries of objects"  # `args.tp_size` is one of `args`
+    verdict = (
+        "equal" if report.is_equal else f"different: {len(unequal):,} tensors, {len(values):,} {entries}"
+    )
     print(
         f"compared {len(report.tensors):,} tensors and {report.values_compared:,} objects by {report.by}: {verdict}"
     )

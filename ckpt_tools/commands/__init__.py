@@ -12,9 +12,9 @@
 * `to_fsdp_dtensor`: `convert` to Megatron-FSDP
 * `to_dcp`: `convert` to a plain PyTorch state dict
 * `relayout_plain`: of what has its keys already
+* `version_2`: the names of Megatron-FSDP v2
 * `relayout`: `convert` of what is for Megatron-FSDP already
 * `to_torch_dist`: `convert` back to 3D parallel
-* `prepared`: a checkpoint whose `fsdp_dtensor` form is decided
 * `placements`: which rank writes which box
 * `target_job`: the job that will load an output
 * `iterations`: `--iteration all`
@@ -37,6 +37,9 @@
 * `slice`: `slice`
 * `slice_plain`: of a plain state dict
 * `strip`: `strip`
+* `repair`: `repair`
+* `mend_keys`: what it does to keys of `fsdp_dtensor`
+* `mend_weights`: what it does to weights of `torch_dist`
 * `average`: `average`
 * `mean_targets`: of which stored tensors each tensor of a mean is made
 * `rewrite`: what the editing commands share

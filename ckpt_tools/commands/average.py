@@ -9,62 +9,52 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Final
 
+from ckpt_tools.commands.conversion_report import Masters
 from ckpt_tools.commands.hf_parts import CONFIG, read_assets
 from ckpt_tools.commands.mean_targets import Parts, check_alike, mean_targets, parts_of
 from ckpt_tools.commands.opened import Opened, open_checkpoint
-from ckpt_tools.commands.outputs import choose_output, output_directory, refuse_overlap
-from ckpt_tools.commands.rewrite import COMPANIONS
+from ckpt_tools.commands.outputs import output_directory, refuse_overlap
+from ckpt_tools.commands.rewrite import Edited, EditOptions, rewrite, use_of_masters
 from ckpt_tools.errors import UsageError, VerificationError
-from ckpt_tools.execute.check_masters import check_masters, describe_masters
+from ckpt_tools.execute.check_masters import check_masters
 from ckpt_tools.execute.prove import prove_payloads
 from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, write_checkpoint
 from ckpt_tools.execute.work import MIN_TILE_BYTES
-from ckpt_tools.formats.container import read_archive, read_small_file
-from ckpt_tools.formats.files import read_whole
+from ckpt_tools.formats.container import read_archive
+from ckpt_tools.formats.files import Files, read_whole
 from ckpt_tools.formats.joined_files import JoinedFiles
 from ckpt_tools.formats.safetensors import INDEX_FILE, MAX_INDEX_BYTES
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.target import Source, Target, TargetObject, TargetTensor
 from ckpt_tools.model.transfers import Plan
-from ckpt_tools.plan.build import Placement, build_plan
+from ckpt_tools.plan.build import Placement
 from ckpt_tools.plan.weight_files import WeightFile, build_safetensors_plan
 
 _HOW: Final = "sample"  # of every master some rows
 _TEMPORARY_TILES = 8  # what a mean needs beside a tile of every source: the sum, a product, the result
 
 
-@dataclass(frozen=True, slots=True)
-class AverageOptions:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AverageOptions(EditOptions):
     """Of what a mean is made and how. `weights` are shares of the checkpoints in order, `ema` a decay; not both."""
 
     weights: tuple[float, ...] | None = None
     ema: float | None = None
-    iteration: int | None = None
-    trust_pickle: bool = False
-    overwrite: bool = False
-    resume: bool = False
-    write: WriteOptions = field(default_factory=WriteOptions)
 
 
-@dataclass(frozen=True, slots=True)
-class Averaged:
-    """What `average` did."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Averaged(Edited):
+    """What `average` did; `source` is the last, of which all is that no mean is taken of."""
 
     sources: tuple[str, ...]
-    output: str
-    kind: str
     weights: tuple[float, ...]  # of the sources, together 1
-    tensors: int
-    objects: int
     averaged: tuple[str, ...]
     rounded: tuple[str, ...]  # weights that are the rounding of an averaged master
     kept: tuple[str, ...]  # of the model, taken from the last source
-    masters_checked: str
-    written: WriteReport
 
 
 def average_checkpoints(
@@ -91,27 +81,29 @@ def average_checkpoints(
         ]
         _check_places(sources, output, opened)
         read = [_read(one, options.write) for one in opened]
-        parts, checked = [its for its, _ in read], read[-1][1]
+        parts, masters = [its for its, _ in read], read[-1][1]
         check_alike(parts, opened)
         catalog, targets = mean_targets(opened, parts[-1], weights)
-        make = _safetensors if opened[-1].location.kind == "safetensors" else _dcp
-        plan, place = make(sources[-1], opened[-1], output, catalog, targets, options)
-        files = JoinedFiles(one.files for one in opened)
-        write = _within_memory(options.write, len(sources))
-        written = write_checkpoint(plan, files, place, write, progress=progress)
-        last = opened[-1]
+        last, files = opened[-1], JoinedFiles(one.files for one in opened)
+        options = replace(options, write=_within_memory(options.write, len(sources)))
+        if last.location.kind == "safetensors":
+            plan, place = _safetensors(last, output, catalog, targets, options)
+            written = write_checkpoint(plan, files, place, options.write, progress=progress)
+        else:
+            written = _dcp(sources[-1], last, output, catalog, targets, files, options, progress)
     return Averaged(
-        tuple(sources),
-        output,
-        last.location.kind,
-        weights,
-        len(targets),
-        len(last.catalog.objects),
-        parts[-1].means,
-        tuple(parts[-1].rounded),
-        parts[-1].kept,
-        checked,
-        written,
+        source=sources[-1],
+        output=output,
+        source_format=last.location.kind,
+        tensors=len(targets),
+        objects=len(last.catalog.objects),
+        masters=masters,
+        written=written,
+        sources=tuple(sources),
+        weights=weights,
+        averaged=parts[-1].means,
+        rounded=tuple(parts[-1].rounded),
+        kept=parts[-1].kept,
     )
 
 
@@ -155,7 +147,7 @@ def _check_places(sources: Sequence[str], output: str, opened: Sequence[Opened])
         raise UsageError(f"checkpoints of one kind have a mean: {found}. Convert them to one kind first")
 
 
-def _read(opened: Opened, write: WriteOptions) -> tuple[Parts, str]:
+def _read(opened: Opened, write: WriteOptions) -> tuple[Parts, Masters]:
     """The parts of a source, and what was found of its masters.
 
     Raises:
@@ -170,13 +162,13 @@ def _read(opened: Opened, write: WriteOptions) -> tuple[Parts, str]:
         raise
 
 
-def _check_masters(opened: Opened, parts: Parts, threads: int) -> str:
+def _check_masters(opened: Opened, parts: Parts, threads: int) -> Masters:
     """What was found of the masters: that they belong to the weights, which will be made of them.
 
     It is always looked at: what stands in the place of masters may be their lower halves.
     """
     if not parts.rounded:
-        return "the sources have none"
+        return Masters(use_of_masters(opened, "none"))
     tensors, path = opened.catalog.tensors, opened.location.path
     targets = [
         TargetTensor(
@@ -198,7 +190,7 @@ def _check_masters(opened: Opened, parts: Parts, threads: int) -> str:
         fp8_recipe=_fp8_recipe(opened),
         advice=f"`strip {path} OUT` keeps the weights alone; average what it makes of every source.",
     )
-    return f"{describe_masters(report, _HOW)}, in every source"
+    return Masters("written", _HOW, report)
 
 
 def _fp8_recipe(opened: Opened) -> str | None:
@@ -213,19 +205,26 @@ def _dcp(
     output: str,
     catalog: Catalog,
     targets: tuple[TargetTensor, ...],
+    files: Files,
     options: AverageOptions,
-) -> tuple[Plan, Output]:
-    """The plan of a torch distributed checkpoint with the last one's objects, files and chunks."""
+    progress: Callable[[int, int], None] | None,
+) -> WriteReport:
+    """Write a torch distributed checkpoint with the last one's objects, files and chunks."""
     stored, paths = last.catalog, last.catalog.planner_paths
     objects = tuple(TargetObject(key, None, paths.get(key, ())) for key in stored.objects)
-    blobs = ((key, read_archive(last.files, entry.item)) for key, entry in stored.objects.items())
-    placement, world = _as_in(stored)
-    plan = build_plan(
-        catalog, Target(targets, objects=objects), placement, world, blobs, stored.original_shapes
+    return rewrite(
+        source,
+        last,
+        output,
+        Target(targets, objects=objects),
+        ((key, read_archive(last.files, entry.item)) for key, entry in stored.objects.items()),
+        options,
+        catalog=catalog,
+        original_shapes=stored.original_shapes,
+        placement=_as_in(stored),
+        files=files,
+        progress=progress,
     )
-    kept = {name: read_small_file(last.files, name) for name in COMPANIONS if last.files.exists(name)}
-    place = choose_output(source, last.location, output, options.overwrite, options.resume)
-    return plan, replace(place, extra_files=kept)
 
 
 def _as_in(stored: Catalog) -> tuple[Placement, int]:
@@ -241,7 +240,6 @@ def _as_in(stored: Catalog) -> tuple[Placement, int]:
 
 
 def _safetensors(
-    _source: str,
     last: Opened,
     output: str,
     catalog: Catalog,

@@ -1,32 +1,37 @@
 """One conversion, whatever it makes: planned as data, rehearsed, proven, carried out and reported.
 
 `convert` is `WRITE(READ(opened, options), options)`: READ stands in `read_model`, one entry a format that is read; a
-`Writer` makes a `Conversion` of what was read, one a format that is written.
+`Writer` makes a `Conversion` of what was read, one a format that is written. `plan` and `load_dtensors` take the same
+`Conversion` before anybody has said who holds which pieces, and ask the sharding room for themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Generic, NamedTuple, TypeVar
 
-from ckpt_tools.commands.conversion_report import ConversionReport, Format, Masters, MastersUse
+from ckpt_tools.commands.conversion_report import ConversionReport, Masters, MastersUse
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.outputs import choose_output
+from ckpt_tools.commands.placements import Layout, LiveModel, lay_out, place_model
 from ckpt_tools.commands.target_job import TargetJob
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, VerificationError
-from ckpt_tools.execute.check_masters import MastersReport, check_masters
+from ckpt_tools.execute.check_masters import MastersReport, check_masters, sum_up
 from ckpt_tools.execute.prove import prove_payloads
-from ckpt_tools.execute.ranks import DistributedRanks, Ranks, connect
+from ckpt_tools.execute.ranks import Ranks, connect
 from ckpt_tools.execute.read_box import read_box
 from ckpt_tools.execute.rehearse import rehearse
-from ckpt_tools.execute.run import CheckLevel, Output, WriteOptions, WriteReport, write_checkpoint
+from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, write_checkpoint
+from ckpt_tools.execute.workers import shared_out
 from ckpt_tools.formats.detect import Location
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.choices import CheckLevel, Format
 from ckpt_tools.model.target import Target, TargetTensor
 from ckpt_tools.model.transfers import Plan, plan_summary
 from ckpt_tools.model.without_gc import without_gc
+from ckpt_tools.sharding.placement import Placement
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all) as a conversion goes on."""
@@ -66,14 +71,14 @@ class CutRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """A conversion that is ready to run: what is written, what of, what must be proven first, and what is said."""
+    """What is written, what of, what must be proven first, and what is said of it: what every command starts from."""
 
     to: Format
     loader: str | None  # None: whoever loads the source
     iteration: int | None
     catalog: Catalog  # the source's, with tensors added that stand inside its objects
     target: Target
-    plan: Plan
+    plan: Plan | None = None  # None: it is not said yet who holds which pieces
     extra_files: Mapping[str, bytes] = field(default_factory=dict)  # beside the tensors
     beside: Mapping[str, bytes] = field(default_factory=dict)  # in the run's root, where the output has one
     job: TargetJob | None = None
@@ -89,6 +94,23 @@ class Conversion:
     without_masters: Callable[[str], Conversion] | None = (
         None  # the same for masters that do not, with a note why
     )
+    model: Callable[[], LiveModel] | None = None  # that a job's placement is asked of; before there is a plan
+    archives: Callable[[], Iterable[tuple[str, bytes]]] | None = None  # of the target's objects, likewise
+
+    def live_model(self) -> LiveModel:
+        """The model as the job that loads it has it."""
+        assert self.model is not None  # a format that a job's placement cuts gives one
+        return self.model()
+
+    def lay_out(self, layout: Layout, only: int | None = None, core: Placement | None = None) -> Plan:
+        """The plan for the ranks of `layout`, or the file of one rank alone (see `placements.lay_out`).
+
+        `core` is the placement that the layout gives, where it is known already.
+        """
+        archives = self.archives() if self.archives is not None and only in (None, 0) else ()
+        if core is None and layout.name != "even":
+            core = place_model(self.live_model(), layout)
+        return lay_out(self.catalog, self.target, core, archives, layout, only)
 
 
 AnyOptions = TypeVar("AnyOptions", bound=RunOptions)
@@ -131,20 +153,18 @@ def convert(
         place = writer.place(source, opened.location, output, options)
         conversion = _plan(writer, opened, options, ranks)
         prove_zeros(opened, conversion)
-        rehearse(conversion.plan, opened.files, _complete(place, conversion), options.write, ranks)
-        conversion, masters = with_proven_masters(opened, conversion, options.write, ranks)
-        written = None
-        if not dry_run:
-            place = _complete(place, conversion)
-            written = write_checkpoint(
-                conversion.plan, opened.files, place, options.write, ranks=ranks, progress=progress
-            )
+        nbytes = _plan_of(conversion).bytes_to_write
+        with shared_out(nbytes, options.write, ranks) as (ranks, write):
+            rehearse(_plan_of(conversion), opened.files, _complete(place, conversion), write, ranks)
+            conversion, masters = with_proven_masters(opened, conversion, write, ranks)
+            written = None
+            if not dry_run:
+                plan, place = _plan_of(conversion), _complete(place, conversion)
+                written = write_checkpoint(plan, opened.files, place, write, ranks=ranks, progress=progress)
     return _report(source, output, opened.location, conversion, masters, written)
 
 
-def _plan(
-    writer: Writer[AnyOptions], opened: Opened, options: AnyOptions, ranks: Ranks | DistributedRanks
-) -> Conversion:
+def _plan(writer: Writer[AnyOptions], opened: Opened, options: AnyOptions, ranks: Ranks) -> Conversion:
     """Everything up to the first byte. A proof by content that fails may be a matter of damaged payloads."""
     try:
         with without_gc():
@@ -155,6 +175,11 @@ def _plan(
             threads = options.write.threads
             ranks.together(lambda: prove_payloads(opened.files, opened.catalog, share, threads))
         raise
+
+
+def _plan_of(conversion: Conversion) -> Plan:
+    assert conversion.plan is not None  # a writer says who holds which pieces
+    return conversion.plan
 
 
 def _complete(place: Output, conversion: Conversion) -> Output:
@@ -179,7 +204,7 @@ def prove_zeros(opened: Opened, conversion: Conversion) -> None:
 
 
 def with_proven_masters(
-    opened: Opened, conversion: Conversion, options: WriteOptions, ranks: Ranks | DistributedRanks
+    opened: Opened, conversion: Conversion, options: WriteOptions, ranks: Ranks
 ) -> tuple[Conversion, Masters]:
     """The conversion, and what its masters were shown to be; one of weights does without those that are not.
 
@@ -199,9 +224,7 @@ def with_proven_masters(
         ), Masters("left_out")
 
 
-def _prove_masters(
-    opened: Opened, conversion: Conversion, options: WriteOptions, ranks: Ranks | DistributedRanks
-) -> Masters:
+def _prove_masters(opened: Opened, conversion: Conversion, options: WriteOptions, ranks: Ranks) -> Masters:
     """Every master rounds to its stored weight; the ranks share them out.
 
     Raises:
@@ -233,7 +256,7 @@ def _prove_masters(
                 prove_payloads(opened.files, catalog, sorted(keys), options.threads)
             raise
 
-    found = MastersReport(*map(sum, zip(*ranks.together(check), strict=True)))
+    found = sum_up(MastersReport(*told) for told in ranks.together(check))
     return Masters(conversion.masters, mode, found)
 
 
@@ -265,5 +288,5 @@ def _report(
         notes=target.notes,
         job=None if conversion.job is None else conversion.job.as_json(),
         written=written,
-        plan=plan_summary(conversion.plan),
+        plan=plan_summary(_plan_of(conversion)),
     )

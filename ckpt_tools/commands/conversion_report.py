@@ -8,10 +8,10 @@ from typing import Any, Literal, TypeAlias
 
 from ckpt_tools.credentials import redacted
 from ckpt_tools.execute.check_masters import MastersReport
-from ckpt_tools.execute.run import CheckLevel, WriteReport
+from ckpt_tools.execute.run import WriteReport
+from ckpt_tools.model.choices import CheckLevel, Format
 
 SCHEMA_VERSION = 2
-Format: TypeAlias = Literal["torch_dist", "fsdp_dtensor", "dcp", "hf"]
 MastersUse: TypeAlias = Literal["written", "as_stored", "left_out", "none"]
 """What becomes of a source's fp32 masters.
 

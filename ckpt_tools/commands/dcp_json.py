@@ -75,7 +75,7 @@ def write_group_map(path: str, trust_pickle: bool = False) -> str | None:
 
 
 def read_group_map(path: str, trust_pickle: bool = False) -> dict[str, int] | None:
-    """Parameter name to group id, as NVIDIA's command names them; None when the checkpoint is no such dump."""
+    """Parameter name to group id, as NVIDIA's command names them; None when the checkpoint is not such a dump."""
     files = open_files(path)
     try:
         catalog = read_catalog(files, trust_pickle)

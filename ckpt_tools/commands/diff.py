@@ -4,25 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Final
 
 from ckpt_tools.commands.close_names import unmatched
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.read_model import Wanted, read_model
+from ckpt_tools.commands.version_2 import is_version_2, respelled
 from ckpt_tools.errors import UsageError, list_problems
 from ckpt_tools.megatron.dcp.state_dict import is_megatron, read_state_dict
+from ckpt_tools.megatron.fsdp_dtensor.tensors import state_prefix
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions, build_fsdp_target
-from ckpt_tools.megatron.keys import COMMON_OBJECT, role_of
+from ckpt_tools.megatron.keys import COMMON_OBJECT, MODEL_PREFIX, role_of
 from ckpt_tools.megatron.names import DIALECTS
 from ckpt_tools.megatron.record import read_record, stored_tp
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import read_optimizer_states
+from ckpt_tools.model.choices import DiffBy
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.target import InlineTensor, Source, TargetTensor
 from ckpt_tools.verify.diff_values import names_in
 from ckpt_tools.verify.differences import DiffOptions, DiffReport, Side, diff_objects, diff_tensors
 from ckpt_tools.verify.meter import Meter
 
-KEYS, PARAMETERS, HUGGINGFACE = "keys", "parameters", "huggingface"
+KEYS: Final = "keys"
+PARAMETERS: Final = "parameters"
+HUGGINGFACE: Final = "huggingface"
 _MEGATRON = frozenset({"torch_dist", "fsdp_dtensor", "dcp"})
 _COMPARABLE_LAYOUTS = (
     "none",
@@ -35,7 +42,7 @@ _COMPARABLE_LAYOUTS = (
 class DiffRequest:
     """How two checkpoints are brought together."""
 
-    by: str = "auto"  # auto, keys, parameters or huggingface
+    by: DiffBy = "auto"
     iterations: tuple[int | None, int | None] = (None, None)
     target: TargetOptions = field(default_factory=TargetOptions)  # how a torch_dist side is named
     trust_pickle: bool = False
@@ -62,13 +69,15 @@ def diff_checkpoints(
     ]
     with opened[0] as first, opened[1] as second:
         by = _choose(request.by, first, second)
+        of_export = tuple[str, ...]()  # globs of `ignore` that are for `export-hf --ignore-keys`
         if by == HUGGINGFACE:
-            sides, notes = _by_export(first, second)
+            of_export = _meant_for_export(first, second, options.ignore)
+            sides, notes = _by_export(first, second, of_export)
         elif by == KEYS:
             sides, notes = (_by_keys(first), _by_keys(second)), list[str]()
         else:
             sides, notes = _by_parameters(first, second, request.target)
-        notes += _idle_globs(sides, options)
+        notes += _idle_globs(sides, options, of_export)
         meter = Meter(progress)
         meter.total = sum(entry.nbytes for side in sides for entry in side.catalog.tensors.values())
         tensors = diff_tensors(*sides, options, meter)
@@ -77,8 +86,20 @@ def diff_checkpoints(
     return DiffReport(*places, by, options.tolerance, tensors, values, compared, tuple(notes))
 
 
-def _idle_globs(sides: tuple[Side, Side], options: DiffOptions) -> list[str]:
-    """A note on every glob of `ignore` that matches nothing.
+def _meant_for_export(a: Opened, b: Opened, ignore: tuple[str, ...]) -> tuple[str, ...]:
+    """The globs that match keys of the Megatron checkpoint and no tensor of the model: an export left those out."""
+    model, checkpoint = (a, b) if a.location.kind == "safetensors" else (b, a)
+    keys = (*checkpoint.catalog.tensors, *checkpoint.catalog.objects)
+    return tuple(
+        glob
+        for glob in ignore
+        if any(fnmatchcase(key, glob) for key in keys)
+        and not any(fnmatchcase(key, glob) for key in model.catalog.tensors)
+    )
+
+
+def _idle_globs(sides: tuple[Side, Side], options: DiffOptions, used: tuple[str, ...]) -> list[str]:
+    """A note on every glob of `ignore` that matches nothing, but for those that were `used` already.
 
     Raises:
         UsageError: one of `keys` does, or nothing is left to compare: neither may make checkpoints equal.
@@ -104,12 +125,13 @@ def _idle_globs(sides: tuple[Side, Side], options: DiffOptions) -> list[str]:
         wrong = ["--keys and --ignore leave out everything"]
     if wrong:
         raise UsageError(f"nothing to compare:\n{list_problems(wrong)}")
-    if idle(options.ignore):
+    ignore = tuple(glob for glob in options.ignore if glob not in used)
+    if idle(ignore):
         look_inside(None)  # `*.save` is left out of every object
-    return [f"--ignore {line}" for line in idle(options.ignore)]
+    return [f"--ignore {line}" for line in idle(ignore)]
 
 
-def _choose(by: str, a: Opened, b: Opened) -> str:
+def _choose(by: DiffBy, a: Opened, b: Opened) -> DiffBy:
     kinds = {a.location.kind, b.location.kind}
     if by == PARAMETERS and not (kinds <= _MEGATRON and all(map(_holds_megatron, (a, b)))):
         raise UsageError(
@@ -131,10 +153,13 @@ def _choose(by: str, a: Opened, b: Opened) -> str:
         return KEYS if comparable and _joins_masters(a) == _joins_masters(b) else PARAMETERS
     if kinds == {"dcp"}:
         return KEYS if len({read_state_dict(side.catalog).layout for side in (a, b)}) == 1 else _across(a, b)
+    versions = {is_version_2(side.catalog.tensors) for side in (a, b)}
+    if kinds == {"fsdp_dtensor"} and len(versions) == 2:
+        return PARAMETERS
     return _across(a, b) if len(kinds) == 2 else KEYS
 
 
-def _across(a: Opened, b: Opened) -> str:
+def _across(a: Opened, b: Opened) -> DiffBy:
     """By parameters, where both sides hold Megatron's."""
     return PARAMETERS if all(map(_holds_megatron, (a, b))) else KEYS
 
@@ -151,13 +176,13 @@ def _joins_masters(opened: Opened) -> bool:
     return states is not None and states.has_made
 
 
-def _by_export(a: Opened, b: Opened) -> tuple[tuple[Side, Side], list[str]]:
+def _by_export(a: Opened, b: Opened, ignore_keys: tuple[str, ...]) -> tuple[tuple[Side, Side], list[str]]:
     from ckpt_tools.commands.diff_hf import sides_by_export
 
     if a.location.kind == "safetensors":
-        model, checkpoint, notes = sides_by_export(a, b)
+        model, checkpoint, notes = sides_by_export(a, b, ignore_keys)
         return (model, checkpoint), notes
-    model, checkpoint, notes = sides_by_export(b, a)
+    model, checkpoint, notes = sides_by_export(b, a, ignore_keys)
     return (checkpoint, model), notes
 
 
@@ -183,7 +208,10 @@ def _by_keys(opened: Opened) -> Side:
 def _by_parameters(a: Opened, b: Opened, target: TargetOptions) -> tuple[tuple[Side, Side], list[str]]:
     """Both under the names of `fsdp_dtensor`; a `torch_dist` checkpoint is seen as its conversion."""
     if a.location.kind == b.location.kind == "fsdp_dtensor":
-        return (_by_keys(a), _by_keys(b)), []
+        first, second = _by_keys(a), _by_keys(b)
+        if is_version_2(first.tensors) != is_version_2(second.tensors):
+            first, second = _as_version_2(first), _as_version_2(second)
+        return (first, second), []
     if a.location.kind == "fsdp_dtensor":
         stored = _by_keys(a)
         converted, notes = _as_converted(b, target, stored)
@@ -195,6 +223,17 @@ def _by_parameters(a: Opened, b: Opened, target: TargetOptions) -> tuple[tuple[S
     first, notes = _as_converted(a, target, None)
     second, more = _as_converted(b, target, None)
     return (first, second), [*notes, *more]
+
+
+def _as_version_2(side: Side) -> Side:
+    """Under the names of Megatron-FSDP v2, which are those of v1 without one wrapper."""
+    if is_version_2(side.tensors):
+        return side
+    return replace(
+        side,
+        tensors={respelled(key): value for key, value in side.tensors.items()},
+        objects={respelled(key): value for key, value in side.objects.items()},
+    )
 
 
 def _as_converted(opened: Opened, target: TargetOptions, other: Side | None) -> tuple[Side, list[str]]:
@@ -217,6 +256,9 @@ def _fitted(target: TargetOptions, model: Model, other: Side) -> TargetOptions:
     """The options with what the other side's keys tell where nobody has said."""
     names = [key for key in other.tensors if key.startswith("model.")]
     told: dict[str, object] = {}
+    if target.model_prefix == MODEL_PREFIX and is_version_2(other.tensors):
+        told["model_prefix"] = MODEL_PREFIX.removesuffix(".module")
+        told["state_prefix"] = target.state_prefix or state_prefix(model).removesuffix(".module")
     if target.layer_spec is None and any(name.endswith(_FUSED_NORMS) for name in names):
         told["layer_spec"] = "te"
     elif target.layer_spec is None and any(name.endswith(".input_layernorm.weight") for name in names):

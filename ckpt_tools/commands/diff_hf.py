@@ -22,14 +22,19 @@ Shape = tuple[int, ...]
 _EXACT = {("bfloat16", "float32"), ("float16", "float32"), ("float32", "float64")}  # every value has its like
 
 
-def sides_by_export(model: Opened, checkpoint: Opened) -> tuple[Side, Side, list[str]]:
+def sides_by_export(
+    model: Opened, checkpoint: Opened, ignore_keys: tuple[str, ...] = ()
+) -> tuple[Side, Side, list[str]]:
     """The model and the checkpoint under the model's names, and notes on what is not compared.
+
+    Args:
+        ignore_keys: as `export-hf --ignore-keys`: globs of the checkpoint's keys that the model was made without.
 
     Raises:
         MappingError: the checkpoint cannot be exported as the model that config.json describes.
     """
     folder = model.location.path
-    options = ExportOptions(hf_config=folder, trust_pickle=checkpoint.trust_pickle)
+    options = ExportOptions(hf_config=folder, trust_pickle=checkpoint.trust_pickle, ignore_keys=ignore_keys)
     made = export_tensors(checkpoint, options)
     notes = list(made.notes)
     views: dict[str, TargetTensor | InlineTensor] = {tensor.key: tensor for tensor in made.ready}

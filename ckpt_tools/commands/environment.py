@@ -23,7 +23,7 @@ VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_NTASKS",
     "SLURM_LOCALID", "SLURM_JOB_NUM_NODES", "SLURM_RESTART_COUNT", "NO_COLOR", "TERM", "COLUMNS", "TMPDIR",
     "OMP_NUM_THREADS", "PYTHONPATH", "PYTHONOPTIMIZE", "LD_PRELOAD", "AWS_REGION", "AWS_PROFILE",
-    "AWS_ENDPOINT_URL", "MSC_CONFIG", "CKPT_TOOLS_FIXTURES", "CKPT_TOOLS_VECTORS",
+    "AWS_ENDPOINT_URL", "MSC_CONFIG",
 )  # fmt: skip
 _PROBE_BYTES = 64 << 10
 
@@ -77,7 +77,7 @@ def describe_environment(directory: str | None = None) -> Environment:
     The file system is tried with two unnamed temporary files of 64 KiB.
 
     Raises:
-        UsageError: `directory` is none.
+        UsageError: `directory` is not a directory.
     """
     from ckpt_tools.formats.crc import crc32
 
@@ -96,7 +96,7 @@ def describe_file_system(directory: str) -> FileSystem:
     """What the file system under `directory` is and can do.
 
     Raises:
-        UsageError: `directory` is none.
+        UsageError: `directory` is not a directory.
     """
     from ckpt_tools.execute.fileio import At, CopyCount, copy_range
 

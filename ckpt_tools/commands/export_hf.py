@@ -60,7 +60,7 @@ def export_hf(
 
     Raises:
         UsageError: a fact only the user can give is missing, or an output that cannot be taken.
-        UnsupportedCheckpointError: the source is no Megatron checkpoint.
+        UnsupportedCheckpointError: the source is not a Megatron checkpoint.
         MappingError: an architecture without rules, or a model that is not whole or contradicts its settings.
         VerificationError: masters that do not round to their weights, or a cast that makes infinities.
         CorruptCheckpointError, StorageError: damaged files, full disks.

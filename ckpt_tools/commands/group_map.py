@@ -60,7 +60,7 @@ def load_group_map(path: Path) -> dict[str, int]:
     """A map file as it stands: parameter names to group ids, checked only for its form.
 
     Raises:
-        MappingError: the file is no flat JSON object, or names a parameter twice.
+        MappingError: the file is not a flat JSON object, or names a parameter twice.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     """config.json of a Hugging Face directory.
 
     Raises:
-        UnsupportedCheckpointError: there is none, or it is no JSON object.
+        UnsupportedCheckpointError: there is none, or it is not a JSON object.
     """
     folder = snapshot_of(str(folder))
     path = f"{folder.rstrip('/')}/{CONFIG}"

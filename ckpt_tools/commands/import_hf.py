@@ -23,6 +23,7 @@ from ckpt_tools.commands.placements import Layout
 from ckpt_tools.commands.target_job import TargetJob
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, planned, prepare_model
 from ckpt_tools.commands.to_torch_dist import write_torch_dist
+from ckpt_tools.commands.version_2 import VERSION_2, for_version_2
 from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.run import Output
 from ckpt_tools.formats.detect import Location
@@ -35,12 +36,13 @@ from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.megatron.huggingface.quantized import dequantized
 from ckpt_tools.megatron.huggingface.targets import Imported, import_targets
 from ckpt_tools.megatron.keys import EXPERTS
-from ckpt_tools.megatron.names import FUSED_FC1_NORM, LayerSpec, fuse_local_norm
+from ckpt_tools.megatron.names import FUSED_FC1_NORM, fuse_local_norm
 from ckpt_tools.megatron.record import RECORD_FILE, TargetRecord, record_bytes
 from ckpt_tools.megatron.settings import read_settings
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
 from ckpt_tools.megatron.vocab import vocabulary
 from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.choices import LayerSpec, MegatronFormat
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.expressions import Value
 from ckpt_tools.model.model import Model, Parameter
@@ -55,7 +57,7 @@ FORMATS = ("torch_dist", "fsdp_dtensor")
 class ImportOptions(RunOptions):
     """What a user may decide about an import; the defaults let the model decide."""
 
-    to: str = "torch_dist"
+    to: MegatronFormat = "torch_dist"
     rules: Path | None = None  # a rule file
     dtype: str | None = None
     vocab_multiple: int = 128  # --make-vocab-size-divisible-by times the tensor-parallel size
@@ -96,6 +98,8 @@ def plan_import(opened: Opened, options: ImportOptions, world: int) -> Conversio
         target = replace(options.fsdp, weights_only=True, layer_spec=options.layer_spec)
         layout = options.layout or Layout(world=world)
         prepared = prepare_model(model, opened.files, target, layout)
+        if layout.name == VERSION_2:
+            prepared = for_version_2(prepared, model.common, layout)
         made = planned(opened, prepared, ConvertOptions(target), layout)
     job = _with_tokens(made.job or TargetJob(TargetRecord()), imported, model.common)
     return replace(

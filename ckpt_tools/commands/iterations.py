@@ -11,6 +11,7 @@ from ckpt_tools.commands.outputs import is_root
 from ckpt_tools.errors import CkptError, Interrupted, Terminated, UsageError
 from ckpt_tools.execute.ranks import connect
 from ckpt_tools.formats.detect import iteration_numbers, locate
+from ckpt_tools.model.choices import Format
 
 Convert = Callable[[int | None, bool], ConversionReport]
 """Convert an iteration (None: the latest); whether the output's tracker is to name it then."""
@@ -26,7 +27,7 @@ class Outcome:
 
 
 def convert_iterations(
-    source: str, output: str, kind: str, overwrite: bool, convert: Convert
+    source: str, output: str, kind: Format, overwrite: bool, convert: Convert
 ) -> list[Outcome]:
     """All iterations of the root `source`, converted to checkpoints of `kind` in the root `output`.
 
@@ -74,7 +75,7 @@ def all_iterations(source: str) -> tuple[list[int | None], int | None]:
     return [*(n for n in numbers if n != location.iteration), location.iteration], location.iteration
 
 
-def is_there(output: str, number: int, kind: str) -> bool:
+def is_there(output: str, number: int, kind: Format) -> bool:
     """Whether the root `output` holds a whole checkpoint of this iteration and kind."""
     try:
         return locate(f"{output.rstrip('/')}/iter_{number:07d}").kind == kind

@@ -141,6 +141,8 @@ def _decided(f: Facts) -> dict[str, Any]:
         "pipeline_model_parallel_size": 1,
         "padded_vocab_size": _padded(f),
     }
+    if stored.version_2:  # of whose optimizer main stores and loads nothing yet
+        decided |= {"megatron_fsdp_version": 2, "use_distributed_optimizer": False, "no_load_optim": True}
     if stored.gated is not None:
         decided["swiglu"] = stored.gated
     if stored.sequential_experts is not None:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ckpt_tools.commands.conversion import Conversion
 from ckpt_tools.commands.opened import open_checkpoint
 from ckpt_tools.commands.placements import Layout, in_reading_order, place_model
-from ckpt_tools.commands.prepared import Prepared
-from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, prepare
+from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, prepare_output
 from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.check_masters import check_masters
 from ckpt_tools.execute.proof import SourceProof
@@ -20,6 +20,7 @@ from ckpt_tools.formats.files import Files
 from ckpt_tools.megatron.keys import parameter_name
 from ckpt_tools.model.box import Box, full_box, row_major_strides
 from ckpt_tools.model.casts import raw_dtype
+from ckpt_tools.model.choices import LayoutName
 from ckpt_tools.model.target import InlineTensor, TargetTensor
 from ckpt_tools.model.without_gc import without_gc
 from ckpt_tools.sharding.parameters import Parameter, part_boxes, part_names
@@ -42,7 +43,7 @@ _ALIASES = {alias: axis for axis, aliases in AXES.items() for alias in aliases}
 def load_dtensors(
     path: str,
     mesh: DeviceMesh,
-    layout: str = "mfsdp-v1",
+    layout: LayoutName = "mfsdp-v1",
     *,
     ep: int = 1,
     etp: int = 0,
@@ -84,8 +85,8 @@ def load_dtensors(
     wanted = replace(options or ConvertOptions(), keep_plain=True)
     with open_checkpoint(path, wanted.iteration, wanted.trust_pickle) as opened:
         with without_gc():
-            prepared = prepare(opened, wanted, Layout(layout, topology))
-        core = place_model(prepared.model(), Layout(layout, topology))
+            prepared = prepare_output(opened, wanted, Layout(layout, topology))
+        core = place_model(prepared.live_model(), Layout(layout, topology))
         check_rank_masters(opened.files, prepared, wanted, _rank(mesh), mesh.size())
         proof = None if wanted.write.check_source == "none" else SourceProof()
         reader = BoxReader(opened.files, prepared.catalog, proof)
@@ -93,7 +94,7 @@ def load_dtensors(
 
 
 def check_rank_masters(
-    files: Files, prepared: Prepared, options: ConvertOptions, rank: int, world: int
+    files: Files, prepared: Conversion, options: ConvertOptions, rank: int, world: int
 ) -> None:
     """This rank's share of the masters must round to the stored weights, as for a conversion."""
     mine = prepared.must_round[rank::world]
@@ -172,7 +173,7 @@ def _meshes(mesh: DeviceMesh, topology: Topology) -> dict[bool, _Mesh]:
 
 
 def _load(
-    prepared: Prepared,
+    prepared: Conversion,
     core: Placement,
     rank: int,
     meshes: Mapping[bool, _Mesh],

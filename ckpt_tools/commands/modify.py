@@ -36,7 +36,7 @@ def modify_state_dict(
     Removals come first; of several renames the first whose pattern is found in a key wins (`re.search`, `re.sub`).
 
     Raises:
-        UsageError: an operation that is none, or that changes nothing; nothing would be left.
+        UsageError: an operation that cannot be read, or that changes nothing; nothing would be left.
         MappingError: two keys would get the same name.
         Otherwise the errors of opening, planning and writing.
     """
@@ -61,13 +61,14 @@ def modify_state_dict(
             source, opened, output, target, blobs, options, original_shapes=shapes, progress=progress
         )
     return Edited(
-        source,
-        output,
-        len(target.tensors),
-        len(target.objects),
-        tuple(key for key in keys if key not in names),
-        {key: name for key, name in names.items() if key != name},
-        report,
+        source=source,
+        output=output,
+        source_format=opened.location.kind,
+        tensors=len(target.tensors),
+        objects=len(target.objects),
+        removed=tuple(key for key in keys if key not in names),
+        renamed={key: name for key, name in names.items() if key != name},
+        written=report,
     )
 
 

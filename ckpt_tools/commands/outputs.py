@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ckpt_tools.credentials import hidden
@@ -12,7 +12,8 @@ from ckpt_tools.formats.container import read_small_file
 from ckpt_tools.formats.detect import TRACKER, Location
 from ckpt_tools.formats.files import Files
 from ckpt_tools.formats.pickling import dump_archive
-from ckpt_tools.megatron.bridge import BRIDGE_FILES
+from ckpt_tools.megatron.bridge import BRIDGE_FILES, LATEST_TRAIN_STATE, TRAIN_STATE
+from ckpt_tools.megatron.record import RECORD_FILE, TargetRecord, record_bytes
 from ckpt_tools.model.target import TargetObject
 
 
@@ -91,6 +92,16 @@ def place_parts(location: str) -> tuple[str, ...]:
 def read_bridge_files(files: Files) -> dict[str, bytes]:
     """The files that Bridge keeps beside the tensors, as they are; none in a checkpoint of another program."""
     return {name: read_small_file(files, name) for name in BRIDGE_FILES if files.exists(name)}
+
+
+def with_record(small: Mapping[str, bytes], record: TargetRecord) -> dict[str, bytes]:
+    """An output's small files, and the one that says for which job it is."""
+    return {**small, RECORD_FILE: record_bytes(record)}
+
+
+def trackers_of(small: Mapping[str, bytes]) -> dict[str, bytes]:
+    """What Bridge wants in the run's root for an iteration with these small files."""
+    return {LATEST_TRAIN_STATE: small[TRAIN_STATE]} if TRAIN_STATE in small else {}
 
 
 MAX_DIGITS = 18  # of an iteration

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
 from ckpt_tools.errors import UsageError
+from ckpt_tools.megatron.common_state import CommonState
+from ckpt_tools.megatron.fp8_held import FP8, is_held_in_fp8
 from ckpt_tools.megatron.fsdp_dtensor.entries import FsdpSource
 from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter, part_order, split_part
 from ckpt_tools.megatron.fsdp_dtensor.write import FsdpTarget
@@ -16,6 +18,7 @@ from ckpt_tools.megatron.names import MLA_DOWN, MLA_FUSED_DOWN, ModelStyle
 from ckpt_tools.megatron.settings import training_dtype
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.choices import LayoutName
 from ckpt_tools.model.roles import WEIGHT
 from ckpt_tools.model.target import Target, TargetTensor
 from ckpt_tools.model.transfers import Plan
@@ -33,7 +36,7 @@ from ckpt_tools.sharding.units import ROOT, UNITS
 class Layout:
     """The training job the output is laid out for. Without a topology: rows over `world` ranks (`even`)."""
 
-    name: str = "even"  # one of sharding.topology.LAYOUTS
+    name: LayoutName = "even"
     topology: Topology | None = None
     world: int = 1
     tp_given: bool = True  # whether somebody chose the topology's TP; False: it is 1 because nothing was said
@@ -46,7 +49,7 @@ class Layout:
         return self.world if self.topology is None else self.topology.world_size
 
 
-class Model(NamedTuple):
+class LiveModel(NamedTuple):
     """What the sharding room asks about a model: its live tensors, and whether norms are modules of their own."""
 
     tensors: tuple[LiveTensor, ...]
@@ -56,24 +59,19 @@ class Model(NamedTuple):
 def lay_out(
     catalog: Catalog,
     target: Target,
-    model: Callable[[], Model],
+    core: Placement | None,
     archives: Iterable[tuple[str, bytes]],
     layout: Layout,
     only: int | None = None,
 ) -> Plan:
-    """The plan of a target whose pieces go to the ranks of `layout`; `model` is asked for exact ones only.
+    """The plan of a target whose pieces go to the ranks of `layout`: as `core` says, or evenly where there is none.
 
-    `only` names a rank whose file is planned alone.
-
-    Raises:
-        UsageError, MappingError: the topology or layout is impossible for the model.
-        Otherwise the errors of `build_plan`.
+    `only` names a rank whose file is planned alone. Raises the errors of `build_plan`.
     """
     ranks = range(layout.ranks) if only is None else range(only, only + 1)
-    if layout.name == "even":
+    if core is None:
         place = even_placement(layout.ranks, ranks)
     else:
-        core = place_model(model(), layout)
         place = exact_placement(core, ranks)
         target = in_reading_order(target, core.names())
     return build_plan(catalog, target, place, layout.ranks, archives, only=only)
@@ -103,7 +101,7 @@ def even_placement(world: int, ranks: Sequence[int]) -> PlanPlacement:
     return place
 
 
-def place_model(model: Model, layout: Layout) -> Placement:
+def place_model(model: LiveModel, layout: Layout) -> Placement:
     """The placement of a model's parameters over the ranks of the training job.
 
     Raises:
@@ -112,8 +110,11 @@ def place_model(model: Model, layout: Layout) -> Placement:
     if layout.topology is None:
         raise UsageError(f"--layout {layout.name} needs a topology: give --dp-shard and the other sizes")
     tp_dims = mla_tp_dims(model.local_spec)
+    tensors = model.tensors
+    if layout.name == "mfsdp-v2":  # which holds no weights in FP8
+        tensors = tuple(replace(t, dtype="bfloat16") if t.dtype == FP8 else t for t in tensors)
     parameters = describe(
-        model.tensors,
+        tensors,
         layout.topology,
         units=layout.units or UNITS,
         root=None if layout.units else ROOT,
@@ -164,8 +165,8 @@ def in_reading_order(target: Target, names: Iterable[str]) -> Target:
     return replace(target, tensors=tuple(sorted(target.tensors, key=key)))
 
 
-def target_model(built: FsdpTarget) -> Model:
-    """The model that a conversion from `torch_dist` gives.
+def target_model(built: FsdpTarget, common: CommonState) -> LiveModel:
+    """The model that a conversion from `torch_dist` gives; `common` has the settings of the run that wrote it.
 
     Frozen parameters are those without a group; a conversion of weights alone tells nothing, and takes all as
     trainable. The element type is that of the running model, not of its masters.
@@ -175,7 +176,7 @@ def target_model(built: FsdpTarget) -> Model:
             LiveTensor(
                 p.name,
                 p.shape,
-                _element_type(p),
+                FP8 if is_held_in_fp8(p.name, common) else _element_type(p),
                 gated=p.gated,
                 buffer=p.name.endswith(BUFFERS),
                 trainable=not built.memberships or p.group_name in built.memberships,
@@ -184,7 +185,7 @@ def target_model(built: FsdpTarget) -> Model:
         )
         for p in built.parameters
     )
-    return Model(tuple(_join_parts(found, built.style)), built.style.local_norms)
+    return LiveModel(tuple(_join_parts(found, built.style)), built.style.local_norms)
 
 
 def _element_type(parameter: LiveParameter) -> str:
@@ -193,7 +194,7 @@ def _element_type(parameter: LiveParameter) -> str:
     return first.dtype or first.main.dtype
 
 
-def source_model(source: FsdpSource, style: ModelStyle) -> Model:
+def source_model(source: FsdpSource, style: ModelStyle) -> LiveModel:
     """The model that an `fsdp_dtensor` checkpoint holds."""
     trained = training_dtype(source.common)
     found = []
@@ -204,13 +205,13 @@ def source_model(source: FsdpSource, style: ModelStyle) -> Model:
         live = LiveTensor(
             t.name,
             t.shape,
-            trained or stored if trainable else stored,
+            FP8 if is_held_in_fp8(t.name, source.common) else trained or stored if trainable else stored,
             gated=len(t.sources[WEIGHT]) == 2,
             buffer=buffer,
             trainable=trainable,
         )
         found.append(_Stored(live, split_part(t.name, style)[0]))
-    return Model(tuple(_join_parts(found, style)), style.local_norms)
+    return LiveModel(tuple(_join_parts(found, style)), style.local_norms)
 
 
 class _Stored(NamedTuple):

@@ -14,14 +14,17 @@ from ckpt_tools.commands.opened import open_checkpoint
 from ckpt_tools.commands.placements import Layout, place_model
 from ckpt_tools.commands.relayout_plain import plain_layout, stays_plain
 from ckpt_tools.commands.target_job import TargetJob
-from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, prepare
+from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, prepare_output
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.detect import Location
+from ckpt_tools.formats.unpickle import TorchDtype
+from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.model.dtypes import itemsize
 from ckpt_tools.model.target import Target
 from ckpt_tools.model.transfers import OutputItem, Plan, item_rows, plan_summary
 from ckpt_tools.model.without_gc import without_gc
 from ckpt_tools.plan.build import file_rank
+from ckpt_tools.plan.duration import Duration, Machines, predict
 from ckpt_tools.sharding.memory import Memory, rank_memory
 from ckpt_tools.sharding.placement import Placement
 from ckpt_tools.sharding.topology import Topology
@@ -51,6 +54,16 @@ class TensorRow(NamedTuple):
     strategies: dict[str, int]
 
 
+class BufferTypes(NamedTuple):
+    """Element types of the job's buffers; None: that of the model."""
+
+    main: str | None = "float32"  # the weights that the optimizer steps
+    gradients: str | None = None
+
+
+_USUAL = BufferTypes()
+
+
 @dataclass(frozen=True)
 class Priced:
     """A planned conversion; `rank` is the only one that was planned, None for all."""
@@ -64,6 +77,14 @@ class Priced:
     job: TargetJob
     rank: int | None = None
     globs: tuple[str, ...] = ()
+    types: BufferTypes = _USUAL
+    chunks: int = 0  # of the source's tensors
+    machines: Machines | None = None
+
+    @cached_property
+    def duration(self) -> Duration | None:
+        """How long it would take on the machines that were told of."""
+        return None if self.machines is None else predict(self.plan, self.chunks, self.machines)
 
     def items(self) -> Iterator[OutputItem]:
         """The planned items of the tensors that were asked for."""
@@ -106,7 +127,7 @@ class Priced:
                 tuple(files.get(rank, ())),
                 items[rank],
                 sum(self.plan.file_bytes[name] for name in files.get(rank, ())),
-                None if self.layout.name == "even" else rank_memory(self.core, rank),
+                None if self.layout.name == "even" else rank_memory(self.core, rank, *self.types),
             )
             for rank in ranks
         ]
@@ -140,6 +161,7 @@ class Priced:
             "object_count": len(self.target.objects) + len(self.target.inline),
             "item_count": len(self.plan.items),
             "imbalance": self.imbalance,
+            "duration": None if self.duration is None else asdict(self.duration),
             "padding_bytes": self.padding,
             "dropped": self.target.dropped,
             "renamed": self.target.renamed,
@@ -158,30 +180,67 @@ def plan_checkpoint(
     options: ConvertOptions | None = None,
     rank: int | None = None,
     globs: Sequence[str] = (),
+    machines: Machines | None = None,
 ) -> Priced:
     """What converting the checkpoint at `source` for `layout` would do, priced.
 
     Args:
         rank: plan the file of this target rank alone.
         globs: target keys to list; all when empty.
+        machines: what is to carry it out, for a prediction of how long that takes; of all ranks only.
 
     Raises the errors of `convert_to_fsdp_dtensor` up to its plan, and:
-        UsageError: there is no such rank, or no tensor that a glob matches.
+        UsageError: there is no such rank, or no tensor that a glob matches; one rank and `machines`.
     """
     if rank is not None and not 0 <= rank < layout.ranks:
         raise UsageError(f"--rank {rank}: this layout has ranks 0 to {layout.ranks - 1}")
+    if rank is not None and machines is not None:
+        raise UsageError(
+            "how long a conversion takes is told of all ranks together: leave --rank or --disk out"
+        )
     options = options or ConvertOptions()
     with open_checkpoint(source, options.iteration, options.trust_pickle) as opened, without_gc():
         options = replace(options, keep_plain=True)
         if stays_plain(opened, options):
             layout = plain_layout(layout)
-        prepared = prepare(opened, options, layout)
+        prepared = prepare_output(opened, options, layout)
         target = prepared.target
         idle = unmatched(globs, (t.key for t in target.tensors))
         for glob, close in idle.items():
             hint = f"; did you mean {', '.join(close)}?" if close else ""
             raise UsageError(f"--tensor {glob}: no tensor of the target has such a key{hint}")
         job = layout if layout.topology else Layout(layout.name, Topology(dp_shard=layout.ranks))
-        core = place_model(prepared.model(), job)
-        plan = prepared.lay_out(layout, rank)
-    return Priced(source, opened.location, layout, target, plan, core, prepared.job, rank, tuple(globs))
+        core = place_model(prepared.live_model(), job)
+        plan = prepared.lay_out(layout, rank, None if layout.name == "even" else core)
+    assert prepared.job is not None  # what is laid out for a job names it
+    return Priced(
+        source,
+        opened.location,
+        layout,
+        target,
+        plan,
+        core,
+        prepared.job,
+        rank,
+        tuple(globs),
+        types=buffer_types(opened.common),
+        chunks=sum(len(entry.chunks) for entry in opened.catalog.tensors.values()) if machines else 0,
+        machines=machines,
+    )
+
+
+def buffer_types(common: CommonState) -> BufferTypes:
+    """Those of the Megatron-FSDP job that wrote a checkpoint, the defaults for any other's."""
+    if not common.arg("use_megatron_fsdp"):
+        return _USUAL
+    return BufferTypes(
+        _type(common, "megatron_fsdp_main_params_dtype", _USUAL.main),
+        _type(common, "megatron_fsdp_main_grads_dtype", _USUAL.gradients),
+    )
+
+
+def _type(common: CommonState, name: str, usual: str | None) -> str | None:
+    value = common.arg(name, usual)
+    if isinstance(value, TorchDtype):
+        return value.name
+    return None if value is None else usual

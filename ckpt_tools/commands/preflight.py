@@ -11,6 +11,7 @@ from pathlib import Path
 from ckpt_tools.commands.close_names import close_names
 from ckpt_tools.commands.launch import Launch, launch
 from ckpt_tools.commands.opened import Opened, open_checkpoint
+from ckpt_tools.commands.version_2 import is_version_2
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.documents import DocumentError, read_named_file
 from ckpt_tools.megatron.hybrid import is_hybrid
@@ -33,7 +34,7 @@ from ckpt_tools.verify.job import (
 from ckpt_tools.verify.job_settings import checked_settings
 from ckpt_tools.verify.load_rules import RULES
 from ckpt_tools.verify.place import check_entries
-from ckpt_tools.verify.report import ERROR, WARNING, Check, Finding, Report
+from ckpt_tools.verify.report import ERROR, WARNING, Check, Finding, Report, Severity
 
 _ENVIRONMENT = "unset CUDA_DEVICE_MAX_CONNECTIONS"
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -160,7 +161,7 @@ def _about(opened: Opened) -> tuple[Facts, int | None]:
         kind=kind,
         args=common.args or common.model_config,
         by_bridge=not common.args and bool(common.model_config),
-        stored=stored_style(shapes, is_fsdp),
+        stored=replace(stored_style(shapes, is_fsdp), version_2=is_fsdp and is_version_2(catalog.tensors)),
         has_args="args" in catalog.objects or not opened.location.has_run_config,
         states=frozenset(states),
         rng_ranks=frozenset(ranks),
@@ -248,7 +249,7 @@ def _flags_check(job: Job) -> Check:
                                 "give the flag as that version takes it"))  # fmt: skip
     known_script = job.script is None or Path(job.script).name in _SCRIPTS
     for word in job.unknown:
-        severity = ERROR if known_script else WARNING
+        severity: Severity = ERROR if known_script else WARNING
         findings.append(
             Finding("flags", severity, word, f"Megatron-LM {job.program} knows no such flag", _meant(word))
         )
@@ -281,7 +282,9 @@ def _stored_checks(opened: Opened) -> list[Check]:
     weights = meaning.fsdp_weights(opened.catalog)
     return [
         check_entries(opened.location, opened.catalog, opened.common),
-        meaning.check_layers(weights, (), opened.common),
+        meaning.check_layers(
+            weights, (), opened.common, meaning.stage_numbers(opened.catalog, opened.common)
+        ),
         meaning.check_experts(weights, opened.common),
         meaning.check_fsdp_states(opened.catalog, opened.common),
         meaning.check_fsdp_groups(opened.catalog),

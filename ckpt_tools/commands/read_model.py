@@ -11,9 +11,9 @@ from ckpt_tools.execute.check_masters import compare_masters
 from ckpt_tools.megatron.dcp.read import dcp_model
 from ckpt_tools.megatron.fsdp_dtensor.entries import read_fsdp_source
 from ckpt_tools.megatron.fsdp_dtensor.read import fsdp_model
-from ckpt_tools.megatron.names import LayerSpec
 from ckpt_tools.megatron.torch_dist.read import Extent, read_torch_dist
 from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.choices import LayerSpec, MegatronFormat
 from ckpt_tools.model.model import Model, Parameter
 from ckpt_tools.model.target import Source, TargetTensor
 
@@ -113,7 +113,7 @@ READ: Mapping[str, Callable[[Opened, Wanted], Model]] = {
 }
 
 
-def need_kind(opened: Opened, kind: str) -> None:
+def need_kind(opened: Opened, kind: MegatronFormat) -> None:
     """
     Raises:
         UnsupportedCheckpointError: the checkpoint is of another kind.

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ckpt_tools.commands.conversion import Conversion
 from ckpt_tools.commands.opened import Opened
-from ckpt_tools.commands.outputs import read_bridge_files
+from ckpt_tools.commands.outputs import read_bridge_files, trackers_of, with_record
 from ckpt_tools.commands.placements import Layout, source_model
-from ckpt_tools.commands.prepared import Prepared
 from ckpt_tools.commands.target_job import TargetJob, need_tp, said_tp
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.container import read_archive
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions
 
 
-def prepare_relayout(opened: Opened, options: ConvertOptions, layout: Layout) -> Prepared:
+def prepare_relayout(opened: Opened, options: ConvertOptions, layout: Layout) -> Conversion:
     """The `fsdp_dtensor` checkpoint for a job of `layout`: keys that nobody knows go along, byte for byte.
 
     Raises:
@@ -51,16 +51,20 @@ def prepare_relayout(opened: Opened, options: ConvertOptions, layout: Layout) ->
     built = build_relayout(source, tp)
     args = common.args or common.model_config
     rows = vocabulary(((t.name, t.shape) for t in source.tensors), args, old.tokens)
-    return Prepared(
+    record, small = replace(old, tp=tp), read_bridge_files(opened.files)
+    return Conversion(
+        to="fsdp_dtensor",
         loader=old.target,
+        iteration=None,
         catalog=source.catalog,
         target=built.target,
-        model=lambda: source_model(source, _style(common, options)),
-        archives=lambda: stored_archives(opened.files, built),
-        job=TargetJob(replace(old, tp=tp), packed, rows),
-        small_files=lambda: read_bridge_files(opened.files),
+        extra_files=with_record(small, record),
+        beside=trackers_of(small),
+        job=TargetJob(record, packed, rows),
         masters="as_stored" if source.has_optimizer else "none",
         optimizer_layout="fsdp_dtensor" if source.has_optimizer else None,
+        model=lambda: source_model(source, _style(common, options)),
+        archives=lambda: stored_archives(opened.files, built),
     )
 
 

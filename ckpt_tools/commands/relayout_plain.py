@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ckpt_tools.commands.conversion import Conversion
 from ckpt_tools.commands.opened import Opened
-from ckpt_tools.commands.placements import Layout, Model
-from ckpt_tools.commands.prepared import Prepared
+from ckpt_tools.commands.outputs import with_record
+from ckpt_tools.commands.placements import Layout, LiveModel
 from ckpt_tools.commands.target_job import TargetJob
 from ckpt_tools.errors import MappingError, UsageError
 from ckpt_tools.formats.container import read_archive
@@ -69,7 +70,7 @@ class _Plain:
     live: tuple[LiveTensor, ...]
 
 
-def prepare_plain(opened: Opened, options: ConvertOptions, layout: Layout) -> Prepared:
+def prepare_plain(opened: Opened, options: ConvertOptions, layout: Layout) -> Conversion:
     """The state dict for a job of `layout`: every key as it is, whoever the model is.
 
     Raises:
@@ -83,20 +84,25 @@ def prepare_plain(opened: Opened, options: ConvertOptions, layout: Layout) -> Pr
     objects = tuple(
         TargetObject(key, None, tuple(catalog.planner_paths.get(key, ()))) for key in catalog.objects
     )
-    return Prepared(
+    must_round = [tensor for tensor in plain.tensors if tensor.must_round_to]
+    record = replace(read_record(opened.files) or TargetRecord(), format="dcp")
+    return Conversion(
+        to="dcp",
         loader=None,
+        iteration=None,
         catalog=catalog,
         target=Target(plain.tensors, objects=objects, dropped=left_out),
-        model=lambda: Model(plain.live, local_spec=False),
-        archives=lambda: ((key, read_archive(opened.files, o.item)) for key, o in catalog.objects.items()),
-        job=TargetJob(read_record(opened.files) or TargetRecord()),
-        small_files=dict,
-        masters="written" if any(tensor.must_round_to for tensor in plain.tensors) else "none",
+        extra_files=with_record({}, record),
+        job=TargetJob(record),
+        masters="written" if must_round else "none",
+        must_round=must_round,
         optimizer_layout=None if found.layout == "none" else found.layout,
+        model=lambda: LiveModel(plain.live, local_spec=False),
+        archives=lambda: ((key, read_archive(opened.files, o.item)) for key, o in catalog.objects.items()),
     )
 
 
-def prepare_hf(opened: Opened, options: ConvertOptions, layout: Layout) -> Prepared:
+def prepare_hf(opened: Opened, options: ConvertOptions, layout: Layout) -> Conversion:
     """The weights of a Hugging Face model under its own names, as ``{"model": model.state_dict()}`` has them."""
     _refuse_changes(opened.location, options, layout)
     catalog, left_out = leave_out(opened.catalog, options.ignore_keys)
@@ -106,15 +112,17 @@ def prepare_hf(opened: Opened, options: ConvertOptions, layout: Layout) -> Prepa
         tensors.append(_target(entry, f"{HF_PREFIX}.{key}", path, key))
         live.append(LiveTensor(key, entry.shape, entry.dtype, buffer=not entry.shape or not entry.numel))
     note = "weights under the names of their safetensors; config.json and tokenizer stay where they are"
-    return Prepared(
+    record = TargetRecord(format="dcp")
+    return Conversion(
+        to="dcp",
         loader=LOADER,
+        iteration=None,
         catalog=catalog,
         target=Target(tuple(tensors), dropped=left_out, notes=(note,)),
-        model=lambda: Model(tuple(live), local_spec=False),
+        extra_files=with_record({}, record),
+        job=TargetJob(record),
+        model=lambda: LiveModel(tuple(live), local_spec=False),
         archives=lambda: (),
-        job=TargetJob(TargetRecord()),
-        small_files=dict,
-        masters="none",
     )
 
 

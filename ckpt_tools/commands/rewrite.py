@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from ckpt_tools.commands.conversion_report import Masters, MastersUse
 from ckpt_tools.commands.opened import Opened
 from ckpt_tools.commands.outputs import choose_output
 from ckpt_tools.errors import UnsupportedCheckpointError
+from ckpt_tools.execute.ranks import Ranks
 from ckpt_tools.execute.run import WriteOptions, WriteReport, write_checkpoint
+from ckpt_tools.execute.workers import shared_out
 from ckpt_tools.formats.container import read_small_file
+from ckpt_tools.formats.files import Files
+from ckpt_tools.megatron.keys import is_optimizer_key
 from ckpt_tools.megatron.record import RECORD_FILE
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.catalog import Catalog
@@ -30,17 +35,39 @@ class EditOptions:
     resume: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Edited:
-    """What an editing command did."""
+    """What a command did that writes a checkpoint in the format of its source."""
 
     source: str
     output: str
+    source_format: str  # `Location.kind`
     tensors: int
     objects: int
-    removed: tuple[str, ...]
-    renamed: Mapping[str, str]
+    removed: tuple[str, ...] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    masters: Masters | None = None  # what became of them; None: as any other tensor, unlooked at
     written: WriteReport
+
+    def as_json(self) -> dict[str, object]:
+        """What all of these commands say to programs."""
+        masters = {} if self.masters is None else {"masters": self.masters.as_json()}
+        return {
+            "output": self.output,
+            "source_format": self.source_format,
+            "tensor_count": self.tensors,
+            "object_count": self.objects,
+            **masters,
+            **self.written.in_short(),
+        }
+
+
+def use_of_masters(opened: Opened, otherwise: MastersUse) -> MastersUse:
+    """What becomes of masters: those of `fsdp_dtensor` stand in the place of weights, of others it is `otherwise`."""
+    catalog = opened.catalog
+    if not any(map(is_optimizer_key, (*catalog.tensors, *catalog.objects))):
+        return "none"
+    return "as_stored" if opened.location.kind == "fsdp_dtensor" else otherwise
 
 
 def rewrite(
@@ -54,24 +81,28 @@ def rewrite(
     catalog: Catalog | None = None,
     companions: Mapping[str, bytes] | None = None,
     original_shapes: Mapping[str, tuple[int, ...]] | None = None,
+    placement: tuple[Placement, int] | None = None,
+    files: Files | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> WriteReport:
     """Write `target` to `output` and publish it.
 
     `blobs` are the archives of the target's objects; `companions` replace the small files of the source of the same
-    name; `catalog` is the source's with tensors added that stand inside its objects.
+    name; `catalog` is the source's with tensors added that stand inside its objects, or that `files` hold besides.
+    `placement` and its number of files are those of `keep_chunks` unless given.
 
     Raises:
         UsageError: the output overlaps the source or is taken.
         MappingError, CorruptCheckpointError, StorageError: as planning and writing say.
     """
     place = choose_output(source, opened.location, output, options.overwrite, options.resume)
-    placement, world = keep_chunks(catalog or opened.catalog)
-    plan = build_plan(catalog or opened.catalog, target, placement, world, blobs, original_shapes)
-    files = opened.files
-    kept = {name: read_small_file(files, name) for name in COMPANIONS if files.exists(name)}
+    where, world = placement or keep_chunks(catalog or opened.catalog)
+    plan = build_plan(catalog or opened.catalog, target, where, world, blobs, original_shapes)
+    own = opened.files
+    kept = {name: read_small_file(own, name) for name in COMPANIONS if own.exists(name)}
     place = replace(place, extra_files=kept | dict(companions or {}))
-    return write_checkpoint(plan, files, place, options.write, progress=progress)
+    with shared_out(plan.bytes_to_write, options.write, Ranks()) as (ranks, write):
+        return write_checkpoint(plan, files or own, place, write, ranks=ranks, progress=progress)
 
 
 def keep_chunks(catalog: Catalog) -> tuple[Placement, int]:
@@ -95,7 +126,7 @@ def keep_chunks(catalog: Catalog) -> tuple[Placement, int]:
 def need_dcp(opened: Opened) -> None:
     """
     Raises:
-        UnsupportedCheckpointError: the checkpoint is no torch distributed checkpoint.
+        UnsupportedCheckpointError: it is not a torch distributed checkpoint.
     """
     if opened.location.kind == "safetensors":
         raise UnsupportedCheckpointError(

@@ -1,7 +1,7 @@
 """`slice`: a few layers of a checkpoint as a small, whole checkpoint of its own, for tests and CI.
 
 Layers are renumbered from 0 and the stored arguments say so. Optimizer states that are flattened or in buckets come
-out as `fully_reshardable`: a part of a bucket is no bucket.
+out as `fully_reshardable`: a part of a bucket is not a bucket.
 """
 
 from __future__ import annotations
@@ -137,13 +137,14 @@ def slice_layers(
     keys = [*opened.catalog.tensors, *opened.catalog.objects]
     renamed = {key: cut.key(key) for key in keys}
     return Edited(
-        source,
-        output,
-        len(target.tensors),
-        len(target.objects),
-        tuple(key for key, name in renamed.items() if name is None),
-        {key: name for key, name in renamed.items() if name not in (None, key)},
-        report,
+        source=source,
+        output=output,
+        source_format=opened.location.kind,
+        tensors=len(target.tensors),
+        objects=len(target.objects),
+        removed=tuple(key for key, name in renamed.items() if name is None),
+        renamed={key: name for key, name in renamed.items() if name not in (None, key)},
+        written=report,
     )
 
 

@@ -27,11 +27,11 @@ from torch.distributed.checkpoint.storage import StorageReader as TorchStorageRe
 from torch.futures import Future
 
 from ckpt_tools.commands.close_names import close_names
+from ckpt_tools.commands.conversion import Conversion
 from ckpt_tools.commands.import_hf import ImportOptions, read_huggingface
 from ckpt_tools.commands.load_dtensors import check_rank_masters, inline_tensor, to_torch
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.placements import Layout
-from ckpt_tools.commands.prepared import Prepared
 from ckpt_tools.commands.to_dcp import prepare_dcp
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, prepare, prepare_model
 from ckpt_tools.errors import CkptError, UsageError
@@ -166,7 +166,7 @@ class _Seen:
     """An opened checkpoint as the target of its conversion."""
 
     opened: Opened
-    prepared: Prepared
+    prepared: Conversion
     tensors: dict[str, Source]
     objects: frozenset[str]
     paths: dict[str, tuple[str | int, ...]]
@@ -175,6 +175,7 @@ class _Seen:
     def archive(self, key: str) -> bytes:
         """A stored or made object, as `torch.save` writes it."""
         if self.archives is None:
+            assert self.prepared.archives is not None  # nothing is laid out
             self.archives = dict(self.prepared.archives())
         return self.archives[key]
 
@@ -197,7 +198,7 @@ def _plan(path: str, to: str, options: ConvertOptions) -> _Seen:
     return _Seen(opened, prepared, tensors, frozenset(o.key for o in target.objects), paths)
 
 
-def _prepare(opened: Opened, to: str, options: ConvertOptions) -> Prepared:
+def _prepare(opened: Opened, to: str, options: ConvertOptions) -> Conversion:
     """The conversion's target; a Hugging Face folder becomes `fsdp_dtensor` as `import-hf` makes it."""
     if to == "dcp":
         return prepare_dcp(opened, options, Layout())

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ckpt_tools.commands.conversion_report import Masters
 from ckpt_tools.commands.opened import Opened, open_checkpoint
-from ckpt_tools.commands.rewrite import EditOptions, rewrite
+from ckpt_tools.commands.rewrite import Edited, EditOptions, rewrite, use_of_masters
 from ckpt_tools.errors import UnsupportedCheckpointError, UsageError
-from ckpt_tools.execute.run import WriteReport
 from ckpt_tools.formats.container import read_archive
 from ckpt_tools.formats.pickling import dump_archive
 from ckpt_tools.megatron.common_state import COMMON_FILE
@@ -32,18 +32,12 @@ _OF_THE_OPTIMIZER = ("optimizer", "opt_param_scheduler", "lr_scheduler", "rerun_
 _LAYOUT = frozenset(OPTIMIZER_METADATA)
 
 
-@dataclass(frozen=True, slots=True)
-class Stripped:
-    """What `strip` did."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stripped(Edited):
+    """What `strip` did; `removed` are keys, and entries of the common state."""
 
-    source: str
-    output: str
-    tensors: int
-    objects: int
-    removed: tuple[str, ...]  # keys, and entries of the common state
     dtype: str | None  # that was asked for
     cast: tuple[str, ...]  # keys with another element type than before
-    written: WriteReport
 
 
 def strip_checkpoint(
@@ -84,16 +78,18 @@ def strip_checkpoint(
             progress=progress,
         )
         types = {key: entry.dtype for key, entry in catalog.tensors.items()}
-    return Stripped(
-        source,
-        output,
-        len(target.tensors),
-        len(target.objects),
-        (*removed, *(entries if in_common else ())),
-        dtype,
-        tuple(t.key for t in target.tensors if t.dtype != types[t.key]),
-        report,
-    )
+        return Stripped(
+            source=source,
+            output=output,
+            source_format=opened.location.kind,
+            tensors=len(target.tensors),
+            objects=len(target.objects),
+            removed=(*removed, *(entries if in_common else ())),
+            masters=Masters(use_of_masters(opened, "left_out")),
+            written=report,
+            dtype=dtype,
+            cast=tuple(t.key for t in target.tensors if t.dtype != types[t.key]),
+        )
 
 
 def is_kept(key: str) -> bool:

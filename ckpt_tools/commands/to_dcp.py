@@ -9,12 +9,10 @@ from ckpt_tools.commands.conversion_report import ConversionReport
 from ckpt_tools.commands.hf_parts import CONFIG, read_config
 from ckpt_tools.commands.opened import Opened
 from ckpt_tools.commands.placements import Layout
-from ckpt_tools.commands.prepared import Prepared
 from ckpt_tools.commands.read_model import Wanted, read_model
 from ckpt_tools.commands.relayout_plain import need_job, plain_layout, prepare_hf, prepare_plain
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, planned, prepare_model
 from ckpt_tools.errors import UsageError
-from ckpt_tools.megatron.dcp.write import build_dcp_target
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.megatron.torch_dist.read import Extent
 
@@ -41,7 +39,7 @@ def plan_dcp(opened: Opened, options: ConvertOptions, world: int) -> Conversion:
     if opened.location.kind == "dcp":
         need_job(opened.location, options)
     layout = plain_layout(options.layout or Layout(world=world))
-    made = planned(opened, prepare_dcp(opened, options, layout), options, layout, "dcp")
+    made = planned(opened, prepare_dcp(opened, options, layout), options, layout)
     return replace(made, architecture=_architecture(opened))
 
 
@@ -53,7 +51,7 @@ def _architecture(opened: Opened) -> str | None:
     return str(names[0]) if isinstance(names, list) and names else None
 
 
-def prepare_dcp(opened: Opened, options: ConvertOptions, layout: Layout) -> Prepared:
+def prepare_dcp(opened: Opened, options: ConvertOptions, layout: Layout) -> Conversion:
     """The checkpoint as the plain state dict that a job of `layout` loads.
 
     Raises the errors of `convert_to_dcp` up to its plan.
@@ -65,7 +63,7 @@ def prepare_dcp(opened: Opened, options: ConvertOptions, layout: Layout) -> Prep
     _refuse_halves(options.target)
     optimizer: Extent = "masters" if options.target.weights_only else "whole"
     model = read_model(opened, Wanted(optimizer, options.ignore_keys))
-    return prepare_model(model, opened.files, options.target, layout, build_dcp_target)
+    return prepare_model(model, opened.files, options.target, layout, "dcp")
 
 
 def _refuse_halves(target: TargetOptions) -> None:

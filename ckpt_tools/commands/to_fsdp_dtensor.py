@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Final, Literal
 
 from ckpt_tools.commands.conversion import (
     Conversion,
@@ -16,34 +17,31 @@ from ckpt_tools.commands.conversion import (
     like_to_like,
     open_source,
 )
-from ckpt_tools.commands.conversion_report import ConversionReport, Format
+from ckpt_tools.commands.conversion_report import ConversionReport
 from ckpt_tools.commands.opened import Opened
-from ckpt_tools.commands.outputs import object_archives, read_bridge_files
+from ckpt_tools.commands.outputs import object_archives, read_bridge_files, trackers_of, with_record
 from ckpt_tools.commands.placements import Layout, target_model
-from ckpt_tools.commands.prepared import Prepared
 from ckpt_tools.commands.read_model import Wanted, need_kind, read_model
 from ckpt_tools.commands.relayout import need_other_job, prepare_relayout
 from ckpt_tools.commands.relayout_plain import need_job, plain_layout, prepare_plain, stays_plain
 from ckpt_tools.commands.target_job import TargetJob, need_tp, said_tp
-from ckpt_tools.execute.run import CheckLevel
+from ckpt_tools.commands.version_2 import VERSION_1, VERSION_2, for_version_1, for_version_2
 from ckpt_tools.formats.files import Files
-from ckpt_tools.megatron.bridge import (
-    LATEST_TRAIN_STATE,
-    RUN_CONFIG,
-    TRAIN_STATE,
-    fsdp_run_config,
-    train_state_file,
-)
+from ckpt_tools.megatron.bridge import RUN_CONFIG, TRAIN_STATE, fsdp_run_config, train_state_file
+from ckpt_tools.megatron.dcp.write import build_dcp_target
 from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter, Rows
 from ckpt_tools.megatron.fsdp_dtensor.tensors import live_value
 from ckpt_tools.megatron.fsdp_dtensor.write import FsdpTarget, TargetOptions, build_fsdp_target, writer_tp
-from ckpt_tools.megatron.record import RECORD_FILE, TargetRecord, record_bytes
+from ckpt_tools.megatron.record import TargetRecord
 from ckpt_tools.megatron.torch_dist.read import Extent
 from ckpt_tools.megatron.vocab import VocabChange
 from ckpt_tools.model.box import Box
+from ckpt_tools.model.choices import CheckLevel
 from ckpt_tools.model.model import Model, without_optimizer
 from ckpt_tools.model.roles import MASTER, WEIGHT
 from ckpt_tools.model.target import TargetTensor
+
+_BUILD: Final = {"fsdp_dtensor": build_fsdp_target, "dcp": build_dcp_target}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +82,20 @@ def plan_fsdp_dtensor(opened: Opened, options: ConvertOptions, world: int) -> Co
     if stays_plain(opened, options):
         return plan_plain(opened, options, world)
     layout = options.layout or Layout(world=world)
-    return planned(opened, prepare(opened, options, layout), options, layout)
+    return planned(opened, prepare_output(opened, options, layout), options, layout)
 
 
-def prepare(opened: Opened, options: ConvertOptions, layout: Layout) -> Prepared:
+def prepare_output(opened: Opened, options: ConvertOptions, layout: Layout) -> Conversion:
+    """As `prepare`, under the names that the version of Megatron-FSDP has whose layout is asked for."""
+    prepared = prepare(opened, options, layout)
+    if prepared.to == "dcp":
+        return prepared
+    if layout.name == VERSION_1 and opened.location.kind == "fsdp_dtensor":
+        return for_version_1(prepared)
+    return for_version_2(prepared, opened.common, layout) if layout.name == VERSION_2 else prepared
+
+
+def prepare(opened: Opened, options: ConvertOptions, layout: Layout) -> Conversion:
     """The checkpoint as the `fsdp_dtensor` checkpoint that a job of `layout` loads.
 
     Raises the errors of `convert_to_fsdp_dtensor` up to its plan.
@@ -107,7 +115,7 @@ def plan_plain(opened: Opened, options: ConvertOptions, world: int) -> Conversio
     """A plain state dict for another job."""
     need_job(opened.location, options)
     layout = plain_layout(options.layout or Layout(world=world))
-    return planned(opened, prepare_plain(opened, options, layout), options, layout, "dcp")
+    return planned(opened, prepare_plain(opened, options, layout), options, layout)
 
 
 def prepare_model(
@@ -115,9 +123,9 @@ def prepare_model(
     files: Files,
     options: TargetOptions,
     layout: Layout,
-    build: Callable[[Model, TargetOptions], FsdpTarget] = build_fsdp_target,
-) -> Prepared:
-    """The model as a job of `layout` loads it, in the format that `build` makes; `files` are those of its source.
+    to: Literal["fsdp_dtensor", "dcp"] = "fsdp_dtensor",
+) -> Conversion:
+    """The model as a job of `layout` loads it; `files` are those of its source.
 
     Raises:
         UsageError: `--tp` is needed and was left out, or contradicts the layout.
@@ -125,69 +133,59 @@ def prepare_model(
     """
     stored = writer_tp(model)
     tp = said_tp(options.tp, layout) or stored
-    built = build(model, replace(options, tp=tp.ranks))
+    built = _BUILD[to](model, replace(options, tp=tp.ranks))
     need_tp(built.packed, options.tp, layout, stored)
-    job = TargetJob(TargetRecord(built.dialect.name, tp, tokens=built.tokens), built.packed, built.vocabulary)
-    written = any(tensor.must_round_to for tensor in built.target.tensors)
+    plain: Literal["dcp"] | None = "dcp" if to == "dcp" else None
+    record = TargetRecord(built.dialect.name, tp, tokens=built.tokens, format=plain)
+    job = TargetJob(record, built.packed, built.vocabulary)
+    must_round = [tensor for tensor in built.target.tensors if tensor.must_round_to]
+    small = _bridge_files(built, model, files)
     in_place = any(MASTER in p.values and WEIGHT not in p.values for p in model.parameters)
     left_out = MASTER in model.roles or model.unread
 
-    def without_masters(note: str) -> Prepared:
-        return prepare_model(without_optimizer(model, note), files, options, layout, build)
+    def without_masters(note: str) -> Conversion:
+        return prepare_model(without_optimizer(model, note), files, options, layout, to)
 
-    return Prepared(
+    return Conversion(
+        to=to,
         loader=built.dialect.name,
+        iteration=None,
         catalog=model.catalog,
         target=built.target,
-        model=lambda: target_model(built),
-        archives=lambda: object_archives(built.target.objects),
+        extra_files=with_record(small, job.record),
+        beside=trackers_of(small),
         job=job,
-        small_files=lambda: _small_files(built, model, files),
-        masters="written" if written else "as_stored" if in_place else "left_out" if left_out else "none",
+        masters="written" if must_round else "as_stored" if in_place else "left_out" if left_out else "none",
+        must_round=must_round,
         optimizer_layout=model.optimizer_layout,
         groups=dict(sorted(Counter(m.group for m in built.memberships.values()).items())),
         fp8_recipe=model.settings.fp8_recipe,
         must_be_zero=tuple(_cut_rows(built.vocab)),
         without_masters=without_masters if options.weights_only else None,
+        model=lambda: target_model(built, model.common),
+        archives=lambda: object_archives(built.target.objects),
     )
 
 
-def planned(
-    opened: Opened,
-    prepared: Prepared,
-    options: ConvertOptions,
-    layout: Layout,
-    to: Format = "fsdp_dtensor",
-) -> Conversion:
+def planned(opened: Opened, prepared: Conversion, options: ConvertOptions, layout: Layout) -> Conversion:
     """The conversion for the ranks of `layout`."""
 
     def without_masters(note: str) -> Conversion:
         assert prepared.without_masters is not None
-        return planned(opened, prepared.without_masters(note), options, layout, to)
+        return planned(opened, prepared.without_masters(note), options, layout)
 
-    small = prepared.small_files()
-    return Conversion(
-        to=to,
-        loader=prepared.loader,
+    return replace(
+        prepared,
         iteration=opened.location.iteration,
-        catalog=prepared.catalog,
-        target=prepared.target,
         plan=prepared.lay_out(layout),
-        extra_files=small | {RECORD_FILE: record_bytes(prepared.job.record)},
-        beside={LATEST_TRAIN_STATE: small[TRAIN_STATE]} if TRAIN_STATE in small else {},
-        job=prepared.job,
-        optimizer_layout=prepared.optimizer_layout,
-        groups=prepared.groups,
-        masters=prepared.masters,
-        must_round=prepared.must_round,
         check_masters=options.check_masters,
-        fp8_recipe=prepared.fp8_recipe,
-        must_be_zero=prepared.must_be_zero,
         without_masters=None if prepared.without_masters is None else without_masters,
+        model=None,  # it is large, and not asked again
+        archives=None,
     )
 
 
-def _small_files(built: FsdpTarget, model: Model, files: Files) -> dict[str, bytes]:
+def _bridge_files(built: FsdpTarget, model: Model, files: Files) -> dict[str, bytes]:
     """For Bridge the files that it reads beside the tensors.
 
     A Bridge source's own are taken over; progress is made up from the args of a Megatron-LM source.

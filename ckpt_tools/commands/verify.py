@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -60,6 +60,7 @@ class VerifyOptions:
     allow_nonfinite: bool = False
     trust_pickle: bool = False
     threads: int = 2
+    workers: int | None = None  # processes forked on this machine; None: as many as help
     write_manifest: Path | None = None  # made, when the checkpoint is valid
 
 
@@ -155,8 +156,10 @@ def _meaning(
     if location.kind not in ("torch_dist", "fsdp_dtensor"):
         return []
     checks = [check_entries(location, catalog, common)]
+    stages = None
     if location.kind == "fsdp_dtensor":
         weights, problems = meaning.fsdp_weights(catalog), list[str]()
+        stages = meaning.stage_numbers(catalog, common)
         checks += [meaning.check_fsdp_states(catalog, common), meaning.check_fsdp_groups(catalog)]
         checks.append(check_packing(files, catalog, common))
     else:
@@ -164,7 +167,7 @@ def _meaning(
         checks += _torch_dist_optimizer(files, catalog, common)
     return [
         *checks,
-        meaning.check_layers(weights, problems, common),
+        meaning.check_layers(weights, problems, common, stages),
         meaning.check_experts(weights, common),
     ]
 
@@ -211,7 +214,12 @@ def _content(
 
     checks = list(
         scan_content(
-            files, catalog, threads=options.threads, allow_nonfinite=options.allow_nonfinite, tick=meter
+            files,
+            catalog,
+            threads=options.threads,
+            workers=options.workers,
+            allow_nonfinite=options.allow_nonfinite,
+            tick=meter,
         )
     )
     if location.kind == "torch_dist":
@@ -240,14 +248,14 @@ def _masters(
 ) -> Check:
     """Whether every fp32 master rounds to its stored weight."""
     from ckpt_tools.commands.export_source import master_targets
-    from ckpt_tools.execute.check_masters import compare_masters
+    from ckpt_tools.execute.check_masters import compare_all_masters
 
     found = Findings("masters", "elements")
     try:
         model = read(files, catalog, options)
         targets, recipe = master_targets(model), model.settings.fp8_recipe
-        report, problems = compare_masters(
-            files, model.catalog, targets, "all", threads=options.threads, fp8_recipe=recipe
+        report, problems = compare_all_masters(
+            files, model.catalog, targets, options.threads, options.workers, recipe
         )
     except StorageError:
         raise
@@ -261,10 +269,28 @@ def _masters(
             f"the weights of {report.fp8_by_position} masters are held in FP8, and no one scale explains every "
             "element: proven by position only",
         )
+    known = _known_damage(files, model, options.threads, problems) if problems else {}
     for problem in problems:
         element, _, values = problem.partition(": ")
-        found.error(element, f"{values}: the master does not round to the weight")
+        cause = known.get(element.partition("[")[0], "")
+        found.error(element, f"{values}: the master does not round to the weight{cause}")
     return found.done()
+
+
+def _known_damage(files: Files, model: Model, threads: int, problems: Sequence[str]) -> dict[str, str]:
+    """By the name of a weight that its master does not round to: what is known of such damage, and the way out."""
+    from ckpt_tools.commands.mend_weights import judge_damage
+
+    try:
+        damaged = judge_damage(files, model, threads, problems).values()
+    except CkptError:
+        return {}  # masters that are no better: their own checks say so
+    return {
+        d.name: f" ({d.issue or 'damaged after it was written'}: "
+        + ("`repair` takes it from the master)" if d.is_proven else f"{d.what.partition(': ')[2]})")
+        for d in damaged
+        if d.issue or d.is_proven
+    }
 
 
 def _read_manifest(options: VerifyOptions) -> object:
@@ -297,7 +323,7 @@ def _manifest(
         found = Findings("manifest", "digests")
         found.error(str(options.write_manifest), "not written: the checkpoint is not valid")
         return found.done()
-    made = make_manifest(files, catalog, options.threads, meter)
+    made = make_manifest(files, catalog, options.threads, options.workers, meter)
     found = Findings("manifest", "digests")
     found.looked_at = len(made["files"]) + len(made["tensors"])
     check = found.done() if options.manifest is None else check_manifest(stored, made)

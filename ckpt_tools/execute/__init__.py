@@ -1,10 +1,17 @@
 """Carries out a plan: bounded memory, several workers, all or nothing.
 
 * `run`: the door: who calls what on which rank, in order
+* `write_job`: what is written, of what and where; what an output must be able to do
+* `local_output`: an output in a directory
+* `remote_output`: an output in an object store
 * `ranks`: the processes of one conversion, and how they agree
+* `workers`: several processes of one machine, forked
+* `spread`: one function over many jobs, by threads and workers
 * `heartbeat`: signs of life, so that a rank that was killed is missed
 * `signals`: Ctrl-C and SIGTERM as a question
-* `work`: one worker's threads
+* `work`: one rank's threads
+* `uploads`: the same into a store, whole files
+* `marker`: who has a folder of a store
 * `stream`: the pump: one item at a time through buffers of fixed size
 * `small`: many small items at a time
 * `fill`: gathers, casts and computes the elements of a region
@@ -24,5 +31,4 @@
 * `finished`: whether an output that is there is what would be written
 * `rehearse`: what writing would refuse, refused at once
 * `opened_shards`: safetensors files, opened as everybody will open them
-* `remote_output`: the same into an object store
 """

@@ -11,19 +11,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
 
 from ckpt_tools.errors import UnsupportedCheckpointError, VerificationError, list_problems
 from ckpt_tools.execute.fp8_masters import HALF_TYPES, Fp8Comparison, describe_element
+from ckpt_tools.execute.ranks import Ranks
 from ckpt_tools.execute.read_box import BoxReader
-from ckpt_tools.execute.run import CheckLevel
+from ckpt_tools.execute.workers import shared_out
+from ckpt_tools.execute.write_job import WriteOptions
 from ckpt_tools.formats.files import Files
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.casts import Array, cast, raw_dtype
 from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.choices import CheckLevel
+from ckpt_tools.model.dtypes import itemsize
 from ckpt_tools.model.target import TargetTensor
 from ckpt_tools.plan.byte_runs import row_major_tiles
 
@@ -135,6 +139,29 @@ def compare_masters(
     return report, list(first.values())
 
 
+def compare_all_masters(
+    files: Files,
+    catalog: Catalog,
+    targets: Sequence[TargetTensor],
+    threads: int,
+    workers: int | None = None,
+    fp8_recipe: str | None = None,
+) -> tuple[MastersReport, list[str]]:
+    """`compare_masters` of every element, shared by as many workers as help; called where none are."""
+    nbytes = sum(math.prod(t.shape) * (itemsize(t.dtype) + 2) for t in targets)
+    with shared_out(nbytes, WriteOptions(threads=threads, workers=workers), Ranks()) as (ranks, _):
+        mine = targets[ranks.rank :: ranks.world]
+        shares = ranks.together(
+            lambda: compare_masters(files, catalog, mine, "all", ranks.check, threads, fp8_recipe)
+        )
+    return sum_up(report for report, _ in shares), [line for _, lines in shares for line in lines]
+
+
+def sum_up(reports: Iterable[MastersReport]) -> MastersReport:
+    """What several processes have compared, each its share of the tensors."""
+    return MastersReport(*map(sum, zip(*map(astuple, reports), strict=True)))
+
+
 _Boxes: TypeAlias = Callable[[Box], Iterator[Box]]
 
 
@@ -229,18 +256,24 @@ class _Comparison:
     def difference(self, box: Box) -> str | None:
         """The first element of `box` whose master does not round to its weight; any NaN equals any other."""
         masters, weights = self.masters(box), self.weights(box)
-        rounded = cast(masters, self.target.dtype, self.dtype)
-        bits = raw_dtype(self.dtype)
-        different = rounded.view(bits) != weights.view(bits)
-        if different.any():
-            different &= ~(_is_nan(rounded, self.dtype) & _is_nan(weights, self.dtype))
-            if (self.target.dtype, self.dtype) == ("float32", "bfloat16"):
-                different &= ~_is_tie(masters, weights)
+        different = unlike(masters, self.target.dtype, weights, self.dtype)
         if not different.any():
             return None
         at = np.unravel_index(int(different.argmax()), box.size)
         line = describe_element(self.target, self.dtype, masters, weights, box, tuple(map(int, at)))
         return line + _REMAINDERS if _are_remainders(masters) else line
+
+
+def unlike(masters: Array, master_dtype: str, weights: Array, dtype: str) -> Array:
+    """Where masters do not round to weights; any NaN equals any other."""
+    rounded = cast(masters, master_dtype, dtype)
+    bits = raw_dtype(dtype)
+    different: Array = rounded.view(bits) != weights.view(bits)
+    if different.any():
+        different &= ~(_is_nan(rounded, dtype) & _is_nan(weights, dtype))
+        if (master_dtype, dtype) == ("float32", "bfloat16"):
+            different &= ~_is_tie(masters, weights)
+    return different
 
 
 def _is_tie(masters: Array, weights: Array) -> Array:

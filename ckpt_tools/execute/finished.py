@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,14 +18,10 @@ from ckpt_tools.execute.fileio import storage_errors
 from ckpt_tools.execute.source_reader import SourceReader
 from ckpt_tools.execute.stream import Pump
 from ckpt_tools.execute.work import tile_bytes
+from ckpt_tools.execute.write_job import METADATA, Output, WriteOptions
 from ckpt_tools.formats.dcp_metadata import metadata_bytes
 from ckpt_tools.formats.files import Files, open_files
 from ckpt_tools.model.transfers import OutputItem, Plan
-
-if TYPE_CHECKING:
-    from ckpt_tools.execute.run import Output, WriteOptions
-
-METADATA = ".metadata"
 
 
 def has_files(sizes: Mapping[str, int], present: Mapping[str, int | None]) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 
 from ckpt_tools.errors import CorruptCheckpointError, list_problems
 from ckpt_tools.execute.proof import Piece, Pieces, SourceProof, Stored, damage
-from ckpt_tools.execute.ranks import DistributedRanks, Ranks
+from ckpt_tools.execute.ranks import Ranks
 from ckpt_tools.execute.source_reader import ChunkRef, SourceReader
 from ckpt_tools.formats import crc
 from ckpt_tools.formats.container import record_stretches
@@ -48,7 +48,7 @@ def prove_rest(
     proof: SourceProof,
     files: Files,
     key_of: Callable[[Item], str],
-    ranks: Ranks | DistributedRanks,
+    ranks: Ranks,
     threads: int,
     buffer_bytes: int = _BUFFER_BYTES,
 ) -> ProofReport:

@@ -18,7 +18,6 @@ used or removed only if this tool made it (`execute.folders`). Nothing that a li
 
 from __future__ import annotations
 
-import enum
 import errno
 import os
 import secrets
@@ -50,17 +49,9 @@ from ckpt_tools.execute.vacant import (
     partial_of,
     stopped,
 )
+from ckpt_tools.execute.write_job import Found
 
 _MARKER_BYTES, _LOCK_BYTES = 1 << 12, 1 << 10
-
-
-class Found(enum.Enum):
-    """What an earlier process left in the partial directory."""
-
-    NOTHING = enum.auto()
-    UNFINISHED = enum.auto()  # the journal says how far it came
-    PUBLISHED = enum.auto()  # the output is in place; only the cleaning up is left
-    FINISHED = enum.auto()  # nothing, but the output has the plan's files: perhaps all is done
 
 
 class Staging:
@@ -150,9 +141,9 @@ class Staging:
     def _examine(self, overwrite: bool, resume: bool) -> Found:
         self._undo_half_replacement()
         if resume and self._is_published():
-            return Found.PUBLISHED
+            return "published"
         if resume and not self.journal.exists() and has_files(self._sizes, lengths(self.final)):
-            return Found.FINISHED
+            return "finished"
         return self.begin(overwrite, resume)
 
     def begin(self, overwrite: bool, resume: bool) -> Found:
@@ -163,14 +154,14 @@ class Staging:
         """
         check_final(self.parent(), self.final, overwrite)
         if resume and self.journal.exists() and self._has_own_data():
-            return Found.UNFINISHED
+            return "unfinished"
         if self.journal.exists() and not (overwrite or resume):
             raise stopped(self.partial)
         folder = self.folder()
         folder.remove(MARKER)  # before the rest: it must not vouch for what is written next
         self._clear()
         make_folder(folder, DATA, self._access).close()
-        return Found.NOTHING
+        return "nothing"
 
     def _has_own_data(self) -> bool:
         """Whether `checkpoint/` is there and is not what an exchange left in its place."""

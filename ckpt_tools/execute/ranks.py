@@ -31,7 +31,7 @@ _topics: dict[tuple[object, ...], int] = {}  # how often it did
 
 
 class Ranks:
-    """One process: everything is agreed at once. `DistributedRanks` has the same methods.
+    """One process: everything is agreed at once. others of several processes are its subclasses.
 
     `watch` is called whenever a rank waits or asks whether to go on, and may raise to stop.
     """
@@ -40,7 +40,7 @@ class Ranks:
     world = 1
 
     def __init__(self) -> None:
-        self.watch: Callable[[], None] = _go_on
+        self.watch: Callable[[], None] = go_on
 
     def together(self, step: Callable[[], T]) -> list[T]:
         """Run `step` on every rank; the results of all ranks, in rank order.
@@ -59,7 +59,7 @@ class Ranks:
         self.watch()
 
 
-def _go_on() -> None:
+def go_on() -> None:
     """Watches nothing."""
 
 
@@ -67,7 +67,7 @@ class PeerFailedError(Exception):
     """Another rank failed; `together` raises its error."""
 
 
-class DistributedRanks:
+class DistributedRanks(Ranks):
     """This process and its peers at a `torch.distributed` store. Results of steps must be JSON.
 
     `topic` keeps apart what several conversions of one job say.
@@ -75,7 +75,7 @@ class DistributedRanks:
 
     def __init__(self, line: Line, topic: str) -> None:
         self.rank, self.world = line.rank, line.world
-        self.watch: Callable[[], None] = _go_on
+        self.watch: Callable[[], None] = go_on
         self._line, self._store, self._topic = line, line.store, topic
         self._round = 0
         self._polled = time.monotonic()
@@ -185,7 +185,7 @@ def _joined(failed: Mapping[int, tuple[str, str]]) -> CkptError:
     return found("\n".join(lines)) if found is not None else CkptError("\n".join(lines))
 
 
-def connect(environ: Mapping[str, str] = os.environ) -> Ranks | DistributedRanks:
+def connect(environ: Mapping[str, str] = os.environ) -> Ranks:
     """The ranks of this job, from torchrun's environment variables or, without them, Slurm's.
 
     Raises:
@@ -203,7 +203,9 @@ def connect(environ: Mapping[str, str] = os.environ) -> Ranks | DistributedRanks
         ) from None
     if not 0 <= rank < world:
         raise UsageError(f"{names[0]}={rank} is not below {names[1]}={world}")
-    if world == 1 or (prefix and "SLURM_STEP_ID" not in environ):  # a batch script is no task of its own job
+    if world == 1 or (
+        prefix and "SLURM_STEP_ID" not in environ
+    ):  # a batch script is not a task of its own job
         return Ranks()
     return DistributedRanks(*_line(rank, world, environ))
 

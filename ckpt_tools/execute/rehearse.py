@@ -13,8 +13,7 @@ from ckpt_tools.execute.fileio import storage_errors
 from ckpt_tools.execute.finished import has_files, lengths
 from ckpt_tools.execute.folders import Folder
 from ckpt_tools.execute.journal import Journal, fingerprint
-from ckpt_tools.execute.ranks import DistributedRanks, Ranks
-from ckpt_tools.execute.run import Output, WriteOptions
+from ckpt_tools.execute.ranks import Ranks
 from ckpt_tools.execute.vacant import (
     DATA,
     JOURNAL,
@@ -30,6 +29,7 @@ from ckpt_tools.execute.vacant import (
     stopped,
 )
 from ckpt_tools.execute.work import tile_bytes
+from ckpt_tools.execute.write_job import Output, WriteOptions
 from ckpt_tools.formats.files import Files
 from ckpt_tools.model.transfers import Plan, stored_parts
 
@@ -39,7 +39,7 @@ def rehearse(
     files: Files,
     output: Output,
     options: WriteOptions | None = None,
-    ranks: Ranks | DistributedRanks | None = None,
+    ranks: Ranks | None = None,
 ) -> None:
     """Return if `write_checkpoint` would begin; called on every rank.
 
@@ -184,7 +184,8 @@ def _check_direct(folder: Path) -> None:
 
 
 def _look_remotely(plan: Plan, output: Output, options: WriteOptions) -> None:
-    from ckpt_tools.execute.remote_output import MARKER, open_store, refuse_present
+    from ckpt_tools.execute.marker import MARKER
+    from ckpt_tools.execute.remote_output import open_store, refuse_present
 
     store = open_store(output, options)
     present = store.sizes()

@@ -1,4 +1,4 @@
-"""One worker's share of a plan: a few threads, each with a pump, and a main thread that watches over them."""
+"""One rank's share of a plan: a few threads, each with a pump, and a main thread that watches over them."""
 
 from __future__ import annotations
 
@@ -8,19 +8,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain, groupby
-from typing import TypeAlias
 
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.execute.fileio import OutputFile, drop_cache, storage_errors
 from ckpt_tools.execute.folders import Folder, opened
 from ckpt_tools.execute.journal import Journal
 from ckpt_tools.execute.source_reader import SourceReader
 from ckpt_tools.execute.stream import Counters, Pump
+from ckpt_tools.execute.write_job import Progress, WriteOptions
 from ckpt_tools.model.transfers import OutputItem, Plan
 from ckpt_tools.plan.coalesce import batches
-
-Progress: TypeAlias = Callable[[int, int], None]
-"""Called several times a second with the bytes done and the bytes in all, from the thread that called."""
 
 MAX_TILE_BYTES = 8 << 20
 MIN_TILE_BYTES = 64 << 10
@@ -42,8 +39,70 @@ def tile_bytes(memory_bytes: int, threads: int) -> int:
     return min(tile, MAX_TILE_BYTES)
 
 
-class _StoppedError(Exception):
-    """Ends a thread whose work is no longer wanted."""
+class _StoppedError(CkptError):
+    """Ends a thread whose work is no longer wanted; a request to a store is not repeated for it."""
+
+
+class Crew:
+    """Threads that do one task, each with a pump, while the thread that called watches over them."""
+
+    def __init__(self, source: SourceReader, options: WriteOptions, total: int) -> None:
+        self.tile = tile_bytes(options.memory_bytes, options.threads)
+        self._source, self._count = source, options.threads
+        self._total, self._done = total, 0
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._errors: list[BaseException] = []
+
+    def run(
+        self, task: Callable[[Pump], None], watch: Callable[[], None], progress: Progress
+    ) -> list[Counters]:
+        """Do it; the counters of every thread. `watch` may raise to stop the work.
+
+        Raises:
+            Whatever the first failing thread, `watch` or a signal handler raised.
+        """
+        # Not kept by the crew, which they keep by its `_tick`: their buffers would outlive the work.
+        pumps = [Pump(self._source, self.tile, self._tick) for _ in range(self._count)]
+        threads = [threading.Thread(target=self._guarded, args=(task, pump)) for pump in pumps]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                while thread.is_alive():
+                    thread.join(_WATCH_SECONDS)
+                    watch()
+                    progress(self._done, self._total)
+        finally:
+            self._stop.set()
+            for thread in threads:
+                thread.join()
+        if self._errors:
+            raise self._errors[0]
+        progress(self._done, self._total)
+        return [pump.counters for pump in pumps]
+
+    def check(self) -> None:
+        """
+        Raises:
+            _StoppedError: the work is no longer wanted.
+        """
+        if self._stop.is_set():
+            raise _StoppedError("another thread has failed")
+
+    def _guarded(self, task: Callable[[Pump], None], pump: Pump) -> None:
+        try:
+            task(pump)
+        except _StoppedError:
+            pass
+        except BaseException as error:
+            self._errors.append(error)
+            self._stop.set()
+
+    def _tick(self, nbytes: int) -> None:
+        with self._lock:
+            self._done += nbytes
+        self.check()
 
 
 class _Todo:
@@ -89,65 +148,22 @@ class Work:
         share: range,
         source: SourceReader,
         folder: Folder,
-        *,
         journal: Journal,
-        sync: bool,
-        direct: bool,
+        options: WriteOptions,
     ) -> None:
         self._items = plan.items
         self._share = share
-        self._total = sum(plan.items[i].length for i in share)
-        self._source = source
-        self._folder = folder
-        self._journal = journal
-        self._sync, self._direct = sync, direct
+        self._source, self._folder, self._journal, self._options = source, folder, journal, options
         self._lock = threading.Lock()
-        self._stop = threading.Event()
-        self._errors: list[BaseException] = []
-        self._done = 0
         self.resumed = 0  # items that an earlier process had finished
 
     def run(
-        self,
-        finished: Mapping[int, int],
-        threads: int,
-        tile: int,
-        watch: Callable[[], None],
-        progress: Progress,
+        self, finished: Mapping[int, int], watch: Callable[[], None], progress: Progress
     ) -> list[Counters]:
-        """Do it; the counters of every thread. `watch` may raise to stop the work.
-
-        Raises:
-            Whatever the first failing thread, `watch` or a signal handler raised.
-        """
-        todo = _Todo(self._items, self._share, tile)
-        pumps = [Pump(self._source, tile, self._tick) for _ in range(threads)]
-        workers = [threading.Thread(target=self._guarded, args=(todo, pump, finished)) for pump in pumps]
-        try:
-            for worker in workers:
-                worker.start()
-            for worker in workers:
-                while worker.is_alive():
-                    worker.join(_WATCH_SECONDS)
-                    watch()
-                    progress(self._done, self._total)
-        finally:
-            self._stop.set()
-            for worker in workers:
-                worker.join()
-        if self._errors:
-            raise self._errors[0]
-        progress(self._done, self._total)
-        return [pump.counters for pump in pumps]
-
-    def _guarded(self, todo: _Todo, pump: Pump, finished: Mapping[int, int]) -> None:
-        try:
-            self._write_items(todo, pump, finished)
-        except _StoppedError:
-            pass
-        except BaseException as error:
-            self._errors.append(error)
-            self._stop.set()
+        """See `Crew.run`."""
+        crew = Crew(self._source, self._options, sum(self._items[i].length for i in self._share))
+        todo = _Todo(self._items, self._share, crew.tile)
+        return crew.run(lambda pump: self._write_items(todo, pump, finished), watch, progress)
 
     def _write_items(self, todo: _Todo, pump: Pump, finished: Mapping[int, int]) -> None:
         while (name := todo.file()) is not None:
@@ -180,17 +196,11 @@ class Work:
         with ExitStack() as held:
             fd = held.enter_context(opened(self._folder, name, os.O_RDWR))
             direct = None
-            if self._direct:
+            if self._options.direct:
                 direct = held.enter_context(opened(self._folder, name, os.O_WRONLY | os.O_DIRECT))
             yield OutputFile(path, fd, direct)
-            if self._sync:
+            if self._options.fsync:
                 with storage_errors(path):
                     os.fsync(fd)
-            if self._sync or self._direct:
+            if self._options.fsync or self._options.direct:
                 drop_cache(fd)
-
-    def _tick(self, nbytes: int) -> None:
-        with self._lock:
-            self._done += nbytes
-        if self._stop.is_set():
-            raise _StoppedError

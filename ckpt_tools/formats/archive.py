@@ -46,7 +46,7 @@ def read_directory(read: ReadAt, length: int, where: str) -> dict[str, Record]:
     """The records of an archive of `length` bytes by name, proven not to overlap.
 
     Raises:
-        CorruptCheckpointError: it is no zip archive, or its sizes contradict each other.
+        CorruptCheckpointError: it is not a zip archive, or its sizes contradict each other.
         UnsupportedCheckpointError: a record is compressed or encrypted.
     """
     count, start, size, end = _locate_directory(read, length, where)

@@ -162,7 +162,7 @@ def find_tensor(files: Files, item: Item) -> TensorBytes:
     """Where the payload of a tensor item lies.
 
     Raises:
-        CorruptCheckpointError: the item is no sound archive of one tensor.
+        CorruptCheckpointError: the item is not a sound archive of one tensor.
         UnsupportedCheckpointError: compressed, big-endian, or an element type without a fixed size.
     """
     archive = _Archive(files, item)

@@ -211,7 +211,7 @@ class _Storage:
         return self._packed.keys() | self._plain.keys()
 
     def path_problems(self) -> list[str]:
-        """File names that are none, or that lead out of the checkpoint."""
+        """Names that are not file names, or that lead out of the checkpoint."""
         packed = map(self._text, self._machine.files)
         plain = [item.file for items in self._plain.values() for _, item in items]
         return [problem for file in sorted({*packed, *plain}) if (problem := _path_problem(file))]

@@ -65,7 +65,7 @@ class Machine:
         """The pickle's value.
 
         Raises:
-            CorruptCheckpointError: the bytes are no pickle, or one with opcodes that metadata never has.
+            CorruptCheckpointError: the bytes are not a pickle, or are one with opcodes that metadata never has.
             UnsupportedCheckpointError: a global that no known checkpoint holds, named.
         """
         try:

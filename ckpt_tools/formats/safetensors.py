@@ -240,7 +240,7 @@ def _no_constant(name: str) -> None:
 
 
 def _parse_int(digits: str) -> int | float:
-    """A number; that -0 is none of the whole ones is the library's opinion."""
+    """A number; that -0 does not count as a whole one is the library's opinion."""
     return int(digits) if digits != "-0" else -0.0
 
 

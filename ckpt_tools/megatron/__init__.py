@@ -10,6 +10,7 @@
 * `vocab`: padded vocabularies
 * `common_state`: what a run saved once for all ranks
 * `settings`: the few training settings that decide a conversion
+* `fp8_held`: which parameters the running model holds in FP8
 * `bridge`: the files that Megatron-Bridge keeps beside a checkpoint
 * `hybrid`: HybridModel and MambaModel: layers in the order of a pattern
 * `record`: `ckpt_tools.json`: for which job an output was made

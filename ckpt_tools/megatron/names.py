@@ -20,10 +20,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.megatron.keys import expert_name
+from ckpt_tools.model.choices import DialectName
 from ckpt_tools.model.model import Parameter
 
 _MAMBA_CONV = ".mixer.conv1d."
@@ -42,13 +42,6 @@ PART_ORDERS = (
 )
 MLA_DOWN = (".linear_q_down_proj.", ".linear_kv_down_proj.")
 MLA_FUSED_DOWN = ".linear_qkv_down_proj."
-
-
-DialectName: TypeAlias = Literal["core-0.16", "core-0.17", "core-0.19", "main", "bridge"]
-LayerSpec: TypeAlias = Literal["te", "local"]
-"""Whose modules a layer is made of: Transformer Engine's, which fuse norms into projections, or Megatron's own."""
-ExpertModules: TypeAlias = Literal["grouped", "sequential"]
-"""How a running model holds its experts: all in one module, or in a module each."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """The ground floor: plain data that every room speaks of.
 
 * `box`: regions of a tensor: start and size per dimension
+* `choices`: the closed alphabets that a user chooses from, for library and command line
 * `dtypes`: element types by name, and their sizes
 * `casts`: casts between floating types, bit for bit as torch does them
 * `catalog`: what a checkpoint holds: tensors, their chunks, objects

@@ -27,6 +27,9 @@ _EXACT = frozenset(  # casts that keep every value
     for wide in wides
 )
 _INFINITY = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F80_0000, "float64": 0x7FF0_0000_0000_0000}
+_ROUNDS_TO_FINITE = (
+    0x7F7F_0000  # float32 bits below which no number becomes an infinite bfloat16, and no NaN is
+)
 _RAW = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
 
@@ -72,6 +75,8 @@ def cast_checked(
         return result, 0
     if (source, target) == ("float32", "bfloat16"):
         changed = (values & 0xFFFF) != 0  # the bits that the narrower type has not
+        if int(_magnitude(values, source).max(initial=0)) < _ROUNDS_TO_FINITE:
+            return result, int(np.count_nonzero(changed))
     else:
         changed = cast_raw(result, target, source) != values
     if not changed.any():

@@ -7,5 +7,6 @@
 * `byte_runs`: how a strided region is read: in which pieces, with how much waste
 * `coalesce`: which small items make one write, and which one read
 * `assign`: which worker carries out which items
+* `duration`: how long it takes, on machines that are not here
 * `weight_files`: the plan of safetensors files
 """

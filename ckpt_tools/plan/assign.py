@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
-from ckpt_tools.model.transfers import OutputItem
+from ckpt_tools.model.transfers import Computation, OutputItem
 
 # Fixed cost of an item in bytes: finding payloads, framing, journalling (measured: 0.1 ms, at 1 GB/s).
 ITEM_COST_BYTES = 100_000
+# What a byte costs that is not just moved: a cast passes a dozen times over what it reads, a kernel over its inputs.
+CAST_COST, COMPUTE_COST = 4, 6
 
 
 def worker_share(items: Sequence[OutputItem], worker: int, workers: int) -> range:
@@ -16,16 +20,25 @@ def worker_share(items: Sequence[OutputItem], worker: int, workers: int) -> rang
     Neighbours stay together, so a worker reads and writes front to back and mostly has files of its own.
     Shares differ by at most the cost of one item.
     """
+    bounds = share_bounds(items, workers)
+    return range(bounds[worker], bounds[worker + 1])
+
+
+def share_bounds(items: Sequence[OutputItem], workers: int) -> list[int]:
+    """The first item of every worker, and the number of items: `worker_share` of all workers at once."""
     if workers == 1:
-        return range(len(items))
-    total = sum(item.length + ITEM_COST_BYTES for item in items)
-    bounds = [total * worker / workers, total * (worker + 1) / workers]
-    ends = [0, 0]
-    middle = 0.0
-    for number, item in enumerate(items):
-        cost = item.length + ITEM_COST_BYTES
-        ends = [
-            number + 1 if middle + cost / 2 < bound else end for bound, end in zip(bounds, ends, strict=True)
-        ]
-        middle += cost
-    return range(*ends)
+        return [0, len(items)]
+    ends = list(accumulate(map(_cost, items), initial=0))
+    middles = [(start + end) / 2 for start, end in pairwise(ends)]
+    return [bisect_left(middles, ends[-1] * part / workers) for part in range(workers + 1)]
+
+
+def _cost(item: OutputItem) -> int:
+    """Of an item, in bytes that are moved."""
+    if any(isinstance(t, Computation) for t in item.transfers):
+        factor = COMPUTE_COST
+    elif any(t.dtype != item.dtype for t in item.transfers):
+        factor = CAST_COST
+    else:
+        factor = 1
+    return item.length * factor + ITEM_COST_BYTES

@@ -196,8 +196,8 @@ class _Items:
 def _as_in_source(first: Transfer | Computation, tensor: TargetTensor, box: Box) -> int | None:
     """Where in a block an item begins so that its first payload lies there as in its source, and can be shared.
 
-    None: it is no whole payload, or the item would not be aligned. The source's head is taken for what torch writes
-    now; where it is another, bytes are copied instead.
+    None: it is not a whole payload, or the item would not be aligned. The source's head is taken for what torch
+    writes now; where it is another, bytes are copied instead.
     """
     if first.strategy != VERBATIM or isinstance(first, Computation):
         return None
@@ -272,7 +272,7 @@ def plan_digest(
 
 
 def _canonical(value: object) -> bytes:
-    """`value` as JSON; the slow way for what UTF-8 cannot spell, such as file names that are no text."""
+    """`value` as JSON; the slow way for what UTF-8 cannot spell, such as file names that are not text."""
     try:
         return orjson.dumps(value)
     except orjson.JSONEncodeError:

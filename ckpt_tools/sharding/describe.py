@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 
 from ckpt_tools.errors import MappingError, list_problems
+from ckpt_tools.model.choices import LayoutName
 from ckpt_tools.sharding.parameters import Expert, Parameter, Part, Shape
 from ckpt_tools.sharding.topology import Topology
 from ckpt_tools.sharding.units import ROOT, UNITS, find_units, model_order, number_units
@@ -62,7 +63,7 @@ def describe(
     units: Sequence[str] = UNITS,
     root: Sequence[str] | None = ROOT,
     tp_dims: Mapping[str, int | None] | None = None,
-    layout: str = "mfsdp-v1",
+    layout: LayoutName = "mfsdp-v1",
 ) -> list[Parameter]:
     """Parameters for `Placement`, in the model's order.
 

@@ -106,7 +106,7 @@ def _held(
     has_main = group.trainable if v1 else main_dtype != group.dtype
     model_width = itemsize(group.dtype)
     main_width = itemsize(main_dtype) if main_dtype and has_main else 0
-    grad_width = itemsize(grad_dtype or group.dtype) if group.trainable else 0
+    grad_width = itemsize(grad_dtype or _reduced(group.dtype)) if group.trainable else 0
     weight, main, grad = _ranges(placement, bucket, part)
     own = _elements(bucket, main)
     held = [
@@ -120,6 +120,11 @@ def _held(
         weights = own * model_width
     adam = _MOMENTS * (main_width or model_width) * own * group.trainable
     return Memory(weights, main_weights, gradients, adam, padding)
+
+
+def _reduced(dtype: str) -> str:
+    """The type of a parameter's gradient where none is asked for: its own, and bf16 for weights held in FP8."""
+    return "bfloat16" if dtype.startswith("float8") else dtype
 
 
 def _ranges(placement: Placement, bucket: Bucket, part: int) -> tuple[_Range, _Range, _Range]:
@@ -159,7 +164,7 @@ def _communication(
     cast = 0
     for bucket in buckets:
         group = bucket.group
-        grad = grad_dtype or group.dtype
+        grad = grad_dtype or _reduced(group.dtype)
         if bucket.parts > 1 and strategy == "optim_grads_params":
             gathered[group.unit] += bucket.size * itemsize(group.dtype)
         if bucket.parts > 1 and strategy in ("optim_grads", "optim_grads_params") and group.trainable:

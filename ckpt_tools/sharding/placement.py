@@ -38,6 +38,7 @@ from typing import NamedTuple
 
 from ckpt_tools.errors import UsageError, list_problems
 from ckpt_tools.model.box import Box
+from ckpt_tools.model.choices import LayoutName
 from ckpt_tools.sharding.buffer_layout import (
     Bucket,
     Group,
@@ -92,7 +93,7 @@ class Placement:
         self,
         parameters: Sequence[Parameter],
         topology: Topology,
-        layout: str = "mfsdp-v1",
+        layout: LayoutName = "mfsdp-v1",
         bucket_size: int | None = None,
     ) -> None:
         topology.check_layout(layout)

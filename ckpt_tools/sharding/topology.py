@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckpt_tools.errors import UsageError, list_problems
+from ckpt_tools.model.choices import LayoutName
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-LAYOUTS = ("mfsdp-v1", "mfsdp-v2", "fsdp2", "even")
+LAYOUTS: tuple[LayoutName, ...] = ("mfsdp-v1", "mfsdp-v2", "fsdp2", "even")
 
 
 class Coordinates(NamedTuple):

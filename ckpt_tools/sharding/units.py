@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from ckpt_tools.errors import UsageError, list_problems
 
-# Modules that are units, and modules that have numbers in their names but are none. `*` stands for anything
+# Modules that are units, and modules that have numbers in their names but are not units. `*` stands for anything
 # without a dot, `**.` for any number of leading modules.
 UNITS = (
     "**.decoder.layers.*",

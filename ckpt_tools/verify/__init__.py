@@ -9,7 +9,7 @@
 * `integrity`: Megatron's own `integrity.json`
 * `manifest`: SHA-256 sums of files and tensors
 * `content`: one pass over every byte
-* `values`: what is no number
+* `values`: what is not a number
 * `meter`: bytes read so far
 * `compare`: are two arrays the same
 * `diff_values`: what differs between two objects

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ckpt_tools.model.casts import Array, bfloat16_to_float32, numpy_dtype
+from ckpt_tools.model.choices import NanPolicy
 from ckpt_tools.model.dtypes import CASTABLE, itemsize
 
 _BLOCK = 1 << 15  # elements compared at a time: their numbers stay in the processor's cache
@@ -28,7 +29,7 @@ class Tolerance:
     rtol: float = 0.0
     atol: float = 0.0
     ulp: int = 0
-    nan: str = "bits"
+    nan: NanPolicy = "bits"
 
     @property
     def is_bitwise(self) -> bool:
@@ -135,7 +136,7 @@ class Comparison:
         if tolerance.is_bitwise:
             return bits_differ if self._same_type else distance > 0
         near = distance <= tolerance.atol + tolerance.rtol * larger
-        near |= distance == 0  # 0 x infinity, as the bound of equal infinities has it, is no number
+        near |= distance == 0  # 0 x infinity, as the bound of equal infinities has it, is not a number
         if tolerance.ulp and steps is not None:
             near |= steps <= tolerance.ulp
         near &= np.isfinite(distance)  # an infinity is near itself only, whatever the tolerance

@@ -7,13 +7,13 @@ are a file of their own (`common.pt`); the same pass counts NaNs and infinities.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from ckpt_tools.errors import CkptError
+from ckpt_tools.execute.spread import Tick, spread
 from ckpt_tools.formats import crc
 from ckpt_tools.formats.archive import payload_offset, read_directory
 from ckpt_tools.formats.container import find_tensor, whole_file
@@ -25,7 +25,6 @@ from ckpt_tools.verify.report import Check, Findings
 from ckpt_tools.verify.values import Census
 
 _BUFFER_BYTES = 4 << 20  # a multiple of every element size
-_MOST_READ_AHEAD = 256  # items handed to the threads before their results are taken
 
 
 class _Job(NamedTuple):
@@ -53,14 +52,15 @@ def scan_content(
     catalog: Catalog,
     *,
     threads: int = 2,
+    workers: int | None = None,
     allow_nonfinite: bool = False,
-    tick: Callable[[int], None] = lambda _: None,
+    tick: Tick = lambda _: None,
 ) -> tuple[Check, Check]:
     """The checks `checksums` (of records) and `values` (of tensors). `tick` is told the bytes read."""
     sums, values = Findings("checksums", "records"), Findings("values", "elements")
     census: dict[str, Census] = {key: Census() for key in catalog.tensors}
     without = 0
-    for scan in _scans(files, catalog, threads, tick):
+    for scan in _scans(files, catalog, threads, workers, tick):
         sums.looked_at += scan.compared
         without += scan.without
         for problem in scan.problems:
@@ -88,23 +88,18 @@ def scan_content(
     return sums.done(), values.done()
 
 
-def _scans(files: Files, catalog: Catalog, threads: int, tick: Callable[[int], None]) -> Iterator[_Scan]:
-    """Every item once, in file order, scanned by a few threads."""
+def _scans(files: Files, catalog: Catalog, threads: int, workers: int | None, tick: Tick) -> list[_Scan]:
+    """Every item once, in file order."""
     buffers = threading.local()
 
-    def scan(job: _Job) -> _Scan:
+    def scan(job: _Job, told: Tick) -> _Scan:
         if not hasattr(buffers, "array"):
             buffers.array = np.empty(_BUFFER_BYTES, np.uint8)
-        return _scan_item(files, job, buffers.array, tick)
+        return _scan_item(files, job, buffers.array, told)
 
     jobs = sorted((*_jobs(catalog), *_archive_files(files)), key=lambda job: job.item)
-    with ThreadPoolExecutor(threads) as pool:
-        try:
-            for first in range(0, len(jobs), _MOST_READ_AHEAD):
-                yield from pool.map(scan, jobs[first : first + _MOST_READ_AHEAD])
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    nbytes = sum(job.item.length for job in jobs)
+    return spread(scan, jobs, nbytes=nbytes, threads=threads, workers=workers, tick=tick)
 
 
 def _jobs(catalog: Catalog) -> Iterable[_Job]:
@@ -123,7 +118,7 @@ def _archive_files(files: Files) -> Iterable[_Job]:
             yield _Job(whole_file(files, name), name, name, None)
 
 
-def _scan_item(files: Files, job: _Job, buffer: Array, tick: Callable[[int], None]) -> _Scan:
+def _scan_item(files: Files, job: _Job, buffer: Array, tick: Tick) -> _Scan:
     item, key, where, dtype = job
     census = Census()
     compared = without = 0

@@ -1,7 +1,7 @@
 """What differs between two Python values from checkpoints, part by part under dotted names.
 
-Types count: 1 is neither 1.0 nor True, a list no tuple, an OrderedDict no dict. Floats follow the tolerance, also
-inside tensors. A NaN is a NaN, unless NaNs shall never be equal.
+Types count: 1 is neither 1.0 nor True, a list is not a tuple, an OrderedDict not a dict. Floats follow the
+tolerance, also inside tensors. A NaN is a NaN, unless NaNs shall never be equal.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 from ckpt_tools.formats.container import StoredTensor
 from ckpt_tools.formats.unpickle import StandIn
 from ckpt_tools.model.casts import raw_dtype
+from ckpt_tools.model.choices import NanPolicy
 from ckpt_tools.verify.compare import Comparison, Tolerance
 
 _MAX_DEPTH = 64
@@ -158,7 +159,7 @@ def _same(a: object, b: object, tolerance: Tolerance) -> bool:
 
 
 def _same_floats(a: tuple[float, ...], b: tuple[float, ...], tolerance: Tolerance) -> bool:
-    nan = "different" if tolerance.nan == "different" else "equal"
+    nan: NanPolicy = "different" if tolerance.nan == "different" else "equal"
     tolerance = Tolerance(tolerance.rtol, tolerance.atol, tolerance.ulp, nan)
     return _same_numbers("float64", np.array(a).tobytes(), np.array(b).tobytes(), tolerance)
 

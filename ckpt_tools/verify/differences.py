@@ -5,20 +5,23 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Literal, TypeAlias
 
 import numpy as np
 
 from ckpt_tools.execute.read_box import BoxReader
 from ckpt_tools.execute.source_reader import index_of
+from ckpt_tools.execute.spread import Tick, spread
 from ckpt_tools.formats.container import load_object
 from ckpt_tools.formats.files import Files
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.casts import Array, raw_dtype
 from ckpt_tools.model.catalog import Catalog, ObjectEntry
-from ckpt_tools.model.dtypes import CASTABLE
+from ckpt_tools.model.choices import DiffBy
+from ckpt_tools.model.dtypes import CASTABLE, itemsize
+from ckpt_tools.model.roles import Role
 from ckpt_tools.model.target import InlineTensor, TargetTensor
 from ckpt_tools.plan.byte_runs import row_major_tiles
 from ckpt_tools.verify.compare import Comparison, Extremes, Tolerance
@@ -55,19 +58,23 @@ class DiffOptions:
     keys: tuple[str, ...] = ()  # () for all
     ignore: tuple[str, ...] = ()
     threads: int = 2
+    workers: int | None = None  # processes forked on this machine; None: as many as help
 
     def wants(self, name: str) -> bool:
         chosen = not self.keys or any(fnmatchcase(name, glob) for glob in self.keys)
         return chosen and not any(fnmatchcase(name, glob) for glob in self.ignore)
 
 
+DiffKind: TypeAlias = Literal["equal", "values", "dtype", "shape", "only in A", "only in B"]
+
+
 @dataclass(frozen=True, slots=True)
 class TensorDiff:
-    """One tensor of two checkpoints. `kind` is `equal`, `values`, `dtype`, `shape`, `only in A` or `only in B`."""
+    """One tensor of two checkpoints, and how they differ."""
 
     name: str
-    role: str
-    kind: str
+    role: Role
+    kind: DiffKind
     a: tuple[str, tuple[int, ...]] | None  # element type and shape
     b: tuple[str, tuple[int, ...]] | None
     elements: int = 0  # compared
@@ -80,7 +87,7 @@ class DiffReport:
 
     a: str
     b: str
-    by: str  # what names are: stored keys, or parameters of the running model
+    by: DiffBy  # what names are: stored keys, or parameters of the running model
     tolerance: Tolerance
     tensors: tuple[TensorDiff, ...]
     values: tuple[ValueDiff, ...]
@@ -93,7 +100,7 @@ class DiffReport:
 
 
 def diff_tensors(
-    a: Side, b: Side, options: DiffOptions, tick: Callable[[int], None] = lambda _: None
+    a: Side, b: Side, options: DiffOptions, tick: Tick = lambda _: None
 ) -> tuple[TensorDiff, ...]:
     """Every chosen tensor of either side; `tick` is told the bytes read.
 
@@ -104,21 +111,32 @@ def diff_tensors(
     readers = threading.local()
     opened: list[BoxReader] = []
 
-    def compare(name: str) -> TensorDiff:
+    def compare(name: str, told: Tick) -> TensorDiff:
         if not hasattr(readers, "pair"):
             readers.pair = BoxReader(a.files, a.catalog), BoxReader(b.files, b.catalog)
             opened.extend(readers.pair)
-        return _diff_tensor(name, (a, b), readers.pair, options.tolerance, tick)
+        return _diff_tensor(name, (a, b), readers.pair, options.tolerance, told)
 
-    with ThreadPoolExecutor(options.threads) as pool:
-        try:
-            return tuple(pool.map(compare, names))
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-        finally:
-            for reader in opened:
-                reader.close()
+    try:
+        return tuple(
+            spread(
+                compare,
+                names,
+                nbytes=_bytes_of(names, a, b),
+                threads=options.threads,
+                workers=options.workers,
+                tick=tick,
+            )
+        )
+    finally:
+        for reader in opened:
+            reader.close()
+
+
+def _bytes_of(names: Sequence[str], *sides: Side) -> int:
+    """Of the tensors `names`, on both sides."""
+    found = (side.tensors[name] for side in sides for name in names if name in side.tensors)
+    return sum(math.prod(t.shape) * itemsize(t.dtype) for t in found)
 
 
 def _diff_tensor(
@@ -126,13 +144,13 @@ def _diff_tensor(
     sides: tuple[Side, Side],
     readers: tuple[BoxReader, BoxReader],
     tolerance: Tolerance,
-    tick: Callable[[int], None],
+    tick: Tick,
 ) -> TensorDiff:
     a, b = (side.tensors.get(name) for side in sides)
     forms = [None if t is None else (t.dtype, t.shape) for t in (a, b)]
-    role = next((t.role for t in (a, b) if isinstance(t, TargetTensor)), "other")
+    role: Role = next((t.role for t in (a, b) if isinstance(t, TargetTensor)), "other")
     if a is None or b is None:
-        kind = "only in B" if a is None else "only in A"
+        kind: DiffKind = "only in B" if a is None else "only in A"
         return TensorDiff(name, role, kind, forms[0], forms[1])
     if a.shape != b.shape:
         return TensorDiff(name, role, "shape", forms[0], forms[1])
@@ -190,7 +208,7 @@ def _may_want(name: str, options: DiffOptions) -> bool:
 class KindSummary:
     """Tensors of one role: how many are equal, differ, or stand on one side only; the largest differences."""
 
-    role: str
+    role: Role
     tensors: int = 0
     equal: int = 0
     different: int = 0

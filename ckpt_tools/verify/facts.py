@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ckpt_tools.formats.detect import CheckpointKind
 from ckpt_tools.verify.job import PROGRAMS, VERSIONS, Job
+from ckpt_tools.verify.report import Severity
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +22,14 @@ class Stored:
     sequential_experts: bool | None = None
     local_norms: bool | None = None  # norms are modules of their own, not part of the projection behind them
     mtp_layers: int = 0
+    version_2: bool = False  # named for Megatron-FSDP v2, which has a wrapper less
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
     """The checkpoint (None: not told by it) and the job."""
 
-    kind: str
+    kind: CheckpointKind
     job: Job = field(default_factory=Job)
     args: Mapping[str, Any] = field(default_factory=dict)
     stored: Stored = field(default_factory=Stored)
@@ -72,7 +75,7 @@ class Rule(NamedTuple):
     """`broken` gives what was found, or None. Rules with `on_job` need a job that is described."""
 
     name: str
-    severity: str
+    severity: Severity
     broken: Callable[[Facts], str | None]
     why: str
     fix: str

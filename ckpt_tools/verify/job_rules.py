@@ -205,6 +205,7 @@ _V2_SWITCHES = (
     "fp8_param_gather", "fp4_param_gather", "fsdp_manual_registration", "fsdp_db_use_persist_buf_on_alloc_fail",
     "delay_wgrad_compute", "megatron_fsdp_enable_fine_grained_param_gather", "megatron_fsdp_max_pool_double_buffer",
     "overlap_param_gather_with_optimizer_step", "optimizer_cpu_offload", "data_parallel_random_init",
+    "swiglu", "mla_down_proj_fusion",  # whose fused tensors the checkpoint code takes apart by what only v1 has
 )  # fmt: skip
 _V2_VALUES = ("suggested_communication_unit_size", "ddp_num_buckets", "loss_scale")
 

@@ -122,6 +122,17 @@ def _dialect(f: Facts) -> str | None:
     return None
 
 
+def _fsdp_version(f: Facts) -> str | None:
+    """Whether names are those of the other version of Megatron-FSDP, which has another number of wrappers."""
+    job = 2 if f.value("megatron_fsdp_version", 1) == 2 else 1
+    stored = 2 if f.stored.version_2 else 1
+    if (
+        job == stored or f.kind != "fsdp_dtensor" or (f.job.is_bridge and job == 2)
+    ):  # which Bridge does not run
+        return None
+    return f"the names are those of Megatron-FSDP v{stored}, the job's is v{job}"
+
+
 def _warm_start(f: Facts) -> str | None:
     """The versions that raise NotImplementedError do so in half precision, for optimizers that live on the GPU."""
     has_masters = f.on("bf16") or f.on("fp16")
@@ -188,6 +199,9 @@ RULES = (
     Rule("names", ERROR, _dialect, "versions spell these keys in different ways, and a strict load asks for its own",
          "convert with --target as the job, or with --aliases",
          "training/checkpointing.py preprocess_fsdp_dtensor_state_dict"),
+    Rule("fsdp-version", ERROR, _fsdp_version, "versions 1 and 2 wrap the model differently, and ask for names with "
+         "wrappers of their own", "--megatron-fsdp-version as the names are, or convert with --layout mfsdp-v1 or "
+         "mfsdp-v2", "distributed/fsdp/mcore_fsdp_adapter.py FullyShardedDataParallelV2"),
     *MODEL_RULES,
     Rule("warm-start", ERROR, _warm_start, "after a load without optimizer Megatron-FSDP is to copy weights to "
          "masters, and stops: it does not implement that", _WITH_OPTIMIZER, _RELOAD, since("core-0.19")),

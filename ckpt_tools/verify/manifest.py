@@ -10,13 +10,13 @@ A tensor's digest is that of its row-major little-endian bytes, so it outlives r
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.execute.read_box import BoxReader
+from ckpt_tools.execute.spread import Tick, spread
 from ckpt_tools.formats.files import Files
 from ckpt_tools.megatron.record import RECORD_FILE
 from ckpt_tools.model.box import full_box
@@ -33,7 +33,7 @@ SMALL_FILES = (".metadata", "metadata.json", "common.pt", "run_config.yaml", "tr
 
 
 def make_manifest(
-    files: Files, catalog: Catalog, threads: int = 2, tick: Callable[[int], None] = lambda _: None
+    files: Files, catalog: Catalog, threads: int = 2, workers: int | None = None, tick: Tick = lambda _: None
 ) -> dict[str, Any]:
     """The manifest of a checkpoint as plain data.
 
@@ -44,11 +44,25 @@ def make_manifest(
     names |= {
         name for name in files.list() if PurePosixPath(name).suffix in DATA_SUFFIXES
     }  # of other saves too
-    with ThreadPoolExecutor(threads) as pool:
-        ordered = sorted(names)
-        digests = dict(zip(ordered, pool.map(lambda name: file_row(files, name, tick), ordered), strict=True))
-        entries = list(catalog.tensors.values())
-        tensors = list(pool.map(lambda entry: _tensor(files, catalog, entry, tick), entries))
+    ordered, entries = sorted(names), list(catalog.tensors.values())
+    nbytes = sum(item.length for _, item in all_items(catalog))
+    rows = spread(
+        lambda name, told: file_row(files, name, told),
+        ordered,
+        nbytes=nbytes,
+        threads=threads,
+        workers=workers,
+        tick=tick,
+    )
+    digests = dict(zip(ordered, rows, strict=True))
+    tensors = spread(
+        lambda entry, told: _tensor(files, catalog, entry, told),
+        entries,
+        nbytes=nbytes,
+        threads=threads,
+        workers=workers,
+        tick=tick,
+    )
     return {
         "schema_version": SCHEMA,
         "files": digests,
@@ -91,7 +105,7 @@ def _is_manifest(stored: object) -> bool:
     )
 
 
-def tensor_digest(reader: BoxReader, entry: TensorEntry, tick: Callable[[int], None] = lambda _: None) -> str:
+def tensor_digest(reader: BoxReader, entry: TensorEntry, tick: Tick = lambda _: None) -> str:
     """SHA-256 of a stored tensor's row-major bytes, in hex."""
     read = reader.tensor(TargetTensor(entry.key, entry.dtype, entry.shape, (Source(entry.key),)))
     digest = hashlib.sha256()
@@ -104,9 +118,7 @@ def tensor_digest(reader: BoxReader, entry: TensorEntry, tick: Callable[[int], N
     return digest.hexdigest()
 
 
-def _tensor(
-    files: Files, catalog: Catalog, entry: TensorEntry, tick: Callable[[int], None]
-) -> dict[str, Any]:
+def _tensor(files: Files, catalog: Catalog, entry: TensorEntry, tick: Tick) -> dict[str, Any]:
     reader = BoxReader(files, catalog)
     try:
         digest = tensor_digest(reader, entry, tick)
@@ -117,7 +129,7 @@ def _tensor(
     return {"dtype": entry.dtype, "shape": list(entry.shape), "sha256": digest}
 
 
-def file_row(files: Files, name: str, tick: Callable[[int], None] = lambda _: None) -> dict[str, Any]:
+def file_row(files: Files, name: str, tick: Tick = lambda _: None) -> dict[str, Any]:
     """A file's row of a manifest; a file that cannot be read has no digest but why."""
     digest = hashlib.sha256()
     try:

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 from ckpt_tools.errors import CkptError, MappingError
 from ckpt_tools.megatron.common_state import CommonState
+from ckpt_tools.megatron.fsdp_dtensor.entries import rng_ranks
+from ckpt_tools.megatron.fsdp_dtensor.stages import LocalNumbers, local_numbers, ranges
 from ckpt_tools.megatron.keys import (
     BUFFERS,
     EXPERTS,
@@ -41,7 +43,7 @@ class Weight(NamedTuple):
 
 
 def torch_dist_weights(catalog: Catalog) -> tuple[list[Weight], list[str]]:
-    """The weights of a `torch_dist` checkpoint with their layers apart, and a line per key that is none."""
+    """The weights of a `torch_dist` checkpoint with their layers apart, and a line per key that is not a weight's."""
     weights, problems = [], []
     for key, entry in catalog.tensors.items():
         if is_optimizer_key(key):
@@ -66,9 +68,24 @@ def _fsdp_shapes(catalog: Catalog) -> dict[str, tuple[int, ...]]:
     return {name: shape for name, shape in named if name is not None}
 
 
-def check_layers(weights: Sequence[Weight], problems: Iterable[str], common: CommonState) -> Check:
+def stage_numbers(catalog: Catalog, common: CommonState) -> LocalNumbers | None:
+    """What tells that an `fsdp_dtensor` checkpoint has the layer numbers of pipeline stages; None if it has not."""
+    states = [found.name for found in map(fsdp_state, catalog.tensors) if found]
+    groups = [found.name for found in map(group_key, catalog.objects) if found]
+    stages = len({pp for pp, _ in rng_ranks(catalog)})
+    return local_numbers(_fsdp_shapes(catalog), (*states, *groups), common, stages)
+
+
+def check_layers(
+    weights: Sequence[Weight],
+    problems: Iterable[str],
+    common: CommonState,
+    stages: LocalNumbers | None = None,
+) -> Check:
     """Whether every block's layers run from 0 to the number of layers that the args say."""
     found = Findings("layers", "layers")
+    if stages is not None:
+        found.error("model.module.decoder.layers.", f"{stages}; {stages.way_out}")
     for problem in problems:
         found.error(problem.partition(":")[0], problem)
     names = [weight.name for weight in weights]
@@ -77,11 +94,8 @@ def check_layers(weights: Sequence[Weight], problems: Iterable[str], common: Com
     for problem in missing_layers(names):
         found.error(problem.partition("*")[0], problem)
     expected, stored = common.arg("num_layers"), counts.get("decoder.layers.")
-    if isinstance(expected, int) and stored is not None and stored != expected:
-        found.error(
-            "decoder.layers.",
-            f"{stored} layers are stored, the args say {expected} (local layer numbers of a pipeline stage?)",
-        )
+    if isinstance(expected, int) and stored is not None and stored != expected and stages is None:
+        found.error("decoder.layers.", f"{stored} layers are stored, the args say {expected}")
     return found.done()
 
 
@@ -108,7 +122,7 @@ def check_experts(weights: Sequence[Weight], common: CommonState) -> Check:
         if numbers != expected:
             found.error(
                 f"{module}.{leaf}",
-                f"experts {_ranges(numbers)} are stored, {len(expected)} are expected"
+                f"experts {ranges(numbers)} are stored, {len(expected)} are expected"
                 + (" (the rows of the router)" if module in routers else ""),
             )
     with_experts = {module for module, _ in sets}
@@ -173,6 +187,13 @@ def check_fsdp_states(catalog: Catalog, common: CommonState) -> Check:
             continue
         found.looked_at += 1
         name, kind = state
+        if canonical_kind(kind) == MASTER:
+            found.error(
+                key,
+                "an fp32 master among the states, where Megatron-LM's converter parks it and no loader asks for it; "
+                "`repair` puts it in the place of the rounded weight",
+            )
+            continue
         have.setdefault(name, set()).add(kind)
         if name not in shapes:
             found.error(key, f"there is no weight model.module.{name}")
@@ -231,7 +252,10 @@ def check_fsdp_groups(catalog: Catalog) -> Check:
         if (name, "step") not in states and "step" not in fields.get(_group_name(name), ()):
             found.error(name, "neither a step state nor a group field step: Adam would start anew")
     for group in fields.keys() - wanted.keys():
-        found.error(group, "it has a group entry, but no optimizer states")
+        empty = " (an empty step in its name, as Megatron-LM's converter writes it; `repair` takes it out)"
+        found.error(
+            group, f"it has a group entry, but no optimizer states{empty if group.startswith('.') else ''}"
+        )
     return found.done()
 
 
@@ -284,14 +308,3 @@ def _group_name(name: str) -> str:
     for part in MLA_DOWN:
         name = name.replace(part, MLA_FUSED_DOWN)
     return name.replace(MTP_DISK, MTP_LIVE)
-
-
-def _ranges(numbers: Iterable[int]) -> str:
-    """`{0, 1, 2, 5}` as `0-2, 5`."""
-    out: list[list[int]] = []
-    for n in sorted(numbers):
-        if out and n == out[-1][1] + 1:
-            out[-1][1] = n
-        else:
-            out.append([n, n])
-    return ", ".join(f"{a}-{b}" if b > a else str(a) for a, b in out)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.resources import files
 from itertools import groupby
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 _NOT_IN_PATTERN = re.compile(r"[^,\d\[\]()+*]")  # arguments.py _eval_pattern: not even a space
 _LONGEST_PATTERN = 100_000  # layers
@@ -26,7 +26,7 @@ class Flag(NamedTuple):
 
     options: tuple[str, ...]
     name: str
-    kind: str
+    kind: Literal["store", "true", "false", "bool"]
     type: str
     nargs: str | int | None
     default: Any

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 from ckpt_tools.errors import CkptError, HostileCheckpointError
+from ckpt_tools.formats.detect import CheckpointKind
 
-ERROR, WARNING = "error", "warning"
+Severity: TypeAlias = Literal["error", "warning"]
+ERROR: Final = "error"
+WARNING: Final = "warning"
 
 
 class Finding(NamedTuple):
     """One thing that is wrong (`error`) or unusual (`warning`); `where` is a key, a file, a folder or a setting."""
 
     check: str
-    severity: str
+    severity: Severity
     where: str
     message: str
     fix: str = ""  # what to do about it, where that is not part of the message
@@ -67,9 +70,9 @@ class Report:
     """All checks of one checkpoint."""
 
     checkpoint: str
-    format: str
+    format: CheckpointKind | Literal["unknown"]
     checks: tuple[Check, ...]
-    content_read: bool | None = None  # whether values were looked at; None where that is no question
+    content_read: bool | None = None  # whether values were looked at; None where nobody asks
 
     @property
     def verdict_suffix(self) -> str:

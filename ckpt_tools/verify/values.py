@@ -1,4 +1,4 @@
-"""Counts of what is no number: NaNs and infinities, told from raw bits of any element type, and simple statistics."""
+"""Counts of what is not a number: NaNs and infinities, told from raw bits of any type, and simple statistics."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _COMPLEX = {"complex64": "float32", "complex128": "float64"}
 
 @dataclass(slots=True)
 class Census:
-    """Elements seen, and those that are no finite number; of a complex type each part counts as one."""
+    """Elements seen, and those that are not finite numbers; of a complex type each part counts as one."""
 
     elements: int = 0
     nans: int = 0

@@ -11,6 +11,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+from ckpt_tools.model.choices import LayoutName
 from ckpt_tools.sharding.describe import LiveTensor, describe
 from ckpt_tools.sharding.memory import rank_memory
 from ckpt_tools.sharding.parameters import Parameter
@@ -75,7 +76,7 @@ def timed(what: str, work: Callable[[], T]) -> T:
     return result
 
 
-def run(tensors: list[LiveTensor], topology: Topology, layout: str) -> None:
+def run(tensors: list[LiveTensor], topology: Topology, layout: LayoutName) -> None:
     print(
         f"{layout}: {topology.world_size} ranks, ep {topology.ep}, tp {topology.tp}, {len(tensors)} live tensors"
     )

@@ -25,7 +25,7 @@ Point = tuple[float, float]
 
 
 def plot(
-    title: str, left: float, lines: Mapping[str, Sequence[Point]], unit: str, ticks: Mapping[float, str]
+    title: str, left: float, lines: Mapping[str, Sequence[Point]], unit: str, ticks: Mapping[int, str]
 ) -> list[str]:
     """SVG elements of one log-log plot, from the first to the last of the horizontal axis's `ticks`."""
     values = [y for points in lines.values() for _, y in points]

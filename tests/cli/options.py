@@ -14,7 +14,7 @@ OPTIONS = {
         "--layer-spec --experts --weights-only --dtype --vocab-size-padded --vocab-size --extra-state "
         "--stacked --per-layer --hf-config --max-shard-size --layout --world-size --gpus --dp-shard --dp-outer "
         "--tp --cp --ep --etp --pp --strategy --outer-strategy --units --iteration --check-masters --ignore-keys "
-        "--overwrite --resume --dry-run --threads --max-memory --fsync --direct --quiet -q --json --report "
+        "--overwrite --resume --dry-run --workers --threads --max-memory --fsync --direct --quiet -q --json --report "
         "--trust-pickle --enable-msc --oom-traceback"
     ),
     "convert-torch-dist-to-fsdp-dtensor": (
@@ -23,48 +23,49 @@ OPTIONS = {
         "--output-optimizer-state-prefix --output-model-weight-prefix --rename-mtp-keys --target --aliases "
         "--layer-spec --experts --weights-only --dtype --vocab-size-padded --vocab-size --layout --world-size "
         "--gpus --dp-shard --dp-outer --tp --cp --ep --etp --pp --strategy --outer-strategy --units --iteration "
-        "--check-masters --ignore-keys --overwrite --resume --dry-run --threads --max-memory --fsync --direct "
-        "--quiet -q --json --report --trust-pickle --enable-msc --oom-traceback"
+        "--check-masters --ignore-keys --overwrite --resume --dry-run --workers --threads --max-memory --fsync "
+        "--direct --quiet -q --json --report --trust-pickle --enable-msc --oom-traceback"
     ),
     "convert-fsdp-dtensor-to-torch-dist": (
         "--follow-links "
         "--check-source --target --layer-spec --weights-only --dtype --extra-state --stacked --per-layer --gpus "
-        "--tp --ep --etp --iteration --ignore-keys --overwrite --resume --dry-run --threads --max-memory --fsync "
-        "--direct --quiet -q --json --report --trust-pickle --enable-msc --oom-traceback"
+        "--tp --ep --etp --iteration --ignore-keys --overwrite --resume --dry-run --workers --threads --max-memory "
+        "--fsync --direct --quiet -q --json --report --trust-pickle --enable-msc --oom-traceback"
     ),
     "build-param-group-map": (
         "-o --output --explain --target --layer-spec --experts --swiglu --no-swiglu --iteration --enable-msc "
         "--follow-links"
     ),
     "plan": (
-        "--follow-links --rank --tensor --json --svg --html --target --layer-spec --experts --swiglu --no-swiglu "
+        "--follow-links --disk --network --nodes --workers "
+        "--rank --tensor --json --svg --html --target --layer-spec --experts --swiglu --no-swiglu "
         "--weights-only --layout --world-size --gpus --dp-shard --dp-outer --tp --cp --ep --etp --pp --strategy "
         "--outer-strategy --units --iteration --ignore-keys --trust-pickle --enable-msc"
     ),
     "export-hf": (
         "--check-source "
         "--hf-config --rules --dtype --vocab-size --max-shard-size --mtp-copies --tp --iteration "
-        "--ignore-keys --overwrite --resume --dry-run --threads --max-memory --fsync --direct --quiet -q --json "
-        "--report --trust-pickle --enable-msc --follow-links"
+        "--ignore-keys --overwrite --resume --dry-run --workers --threads --max-memory --fsync --direct "
+        "--quiet -q --json --report --trust-pickle --enable-msc --follow-links"
     ),
     "import-hf": (
         "--follow-links --check-source "
         "--to --rules --dtype --vocab-multiple --target --layer-spec --experts --layout --world-size "
         "--gpus --dp-shard --dp-outer --tp --cp --ep --etp --pp --strategy --outer-strategy --units --iteration "
-        "--overwrite --resume --dry-run --threads --max-memory --fsync --direct --quiet -q --json --report "
+        "--overwrite --resume --dry-run --workers --threads --max-memory --fsync --direct --quiet -q --json --report "
         "--enable-msc"
     ),
     "verify": (
         "--follow-links "
-        "--content --manifest --write-manifest --allow-nonfinite --iteration --format --json --junit --threads "
-        "--quiet -q --trust-pickle --enable-msc"
+        "--content --manifest --write-manifest --allow-nonfinite --iteration --format --json --junit "
+        "--workers --threads --quiet -q --trust-pickle --enable-msc"
     ),
     "diff": (
-        "--rtol --atol --ulp --nan --keys --ignore --by --target --iteration --json --threads --quiet -q "
+        "--rtol --atol --ulp --nan --keys --ignore --by --target --iteration --json --workers --threads --quiet -q "
         "--enable-msc --trust-pickle --follow-links"
     ),
     "compare-two-checkpoint": (
-        "--rtol --atol --ulp --nan --keys --ignore --by --target --iteration --json --threads --quiet -q "
+        "--rtol --atol --ulp --nan --keys --ignore --by --target --iteration --json --workers --threads --quiet -q "
         "--enable-msc --trust-pickle --follow-links"
     ),
     "preflight": (
@@ -79,12 +80,16 @@ OPTIONS = {
         "--layers --block --iteration --overwrite --json --quiet -q --trust-pickle --enable-msc"
     ),
     "average": (
-        "--weights --ema --iteration --check-source --overwrite --resume --threads --max-memory "
+        "--weights --ema --iteration --check-source --overwrite --resume --workers --threads --max-memory "
         "--json --quiet -q --trust-pickle --enable-msc --follow-links"
     ),
+    "repair": (
+        "--trust-masters --dry-run --iteration --check-source --overwrite --resume --workers --threads --json -q "
+        "--quiet --trust-pickle --enable-msc --follow-links"
+    ),
     "strip": (
-        "--dtype --iteration --check-source --overwrite --resume --threads --json --quiet -q --trust-pickle "
-        "--enable-msc --follow-links"
+        "--dtype --iteration --check-source --overwrite --resume --workers --threads --json --quiet -q "
+        "--trust-pickle --enable-msc --follow-links"
     ),
     "print-tensor": (
         "--slice --stats --iteration --json --trust-pickle --enable-msc --follow-links"

@@ -248,7 +248,7 @@ def test_the_way_back_and_out(tmp_path, capsys):
     assert (back / ITERATION / "metadata.json").exists()
     assert (back / "latest_checkpointed_iteration.txt").read_text() == "2"
     assert run(["diff", str(LLAMA), str(back), "--quiet"]) == 1
-    assert "different: 0 tensors, 3 values" in capsys.readouterr().out
+    assert "different: 0 tensors, 3 entries of objects" in capsys.readouterr().out
     lost = ("--ignore", "*rerun_state_machine*")
     assert run(["diff", str(LLAMA), str(back), "--quiet", *lost]) == 0
     assert convert(there, tmp_path / "hf", "--to", "hf") == 0

@@ -9,6 +9,7 @@ import shutil
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ def convert(*words: object) -> int:
     return run(["convert", *map(str, words), "--quiet"])
 
 
-def planned(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, object]:
+def planned(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
     assert run(["plan", str(LLAMA), "--json", *map(str, words)]) == 0
     return json.loads(capsys.readouterr().out)
 

@@ -12,6 +12,7 @@ import pytest
 
 import ckpt_tools
 from ckpt_tools.cli.app import run
+from tests.altered import without_numbers
 from tests.conftest import DATA
 from tests.damage import flip_bit, payload_of
 
@@ -44,6 +45,8 @@ OUTPUTS = [  # (schema, exit code, words)
     ("average", 0, "average HF HF OUT --weights 3,1 --json"),
     ("strip", 0, "strip RUN OUT --json"),
     ("strip", 0, "strip FSDP OUT --dtype bfloat16 --json"),
+    ("repair", 0, "repair HURT OUT --json"),
+    ("repair", 0, "repair HURT OUT --dry-run --json"),
     ("verify", 0, "verify RUN --content --json"),
     ("verify", 1, "verify BAD --content --json"),
     ("preflight", 0, "preflight FSDP --json"),
@@ -57,7 +60,7 @@ OUTPUTS = [  # (schema, exit code, words)
     ("group-map", 0, "build-param-group-map RUN"),
 ]
 
-VERSIONS = {"conversion": 2}  # 1 for the others
+VERSIONS = {"conversion": 2, "average": 2}  # 1 for the others
 
 
 def strict_json(text: str) -> Any:
@@ -91,7 +94,8 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             f.seek(at + byte)
             f.write(bytes([bits]))
     flip_bit(file, at + 4)
-    return {"RUN": RUN, "FSDP": FSDP, "MOE": MOE, "BAD": bad, "HF": folder / "hf"}
+    hurt = without_numbers(RUN, folder / "hurt", "output_layer.weight")
+    return {"RUN": RUN, "FSDP": FSDP, "MOE": MOE, "BAD": bad, "HURT": hurt, "HF": folder / "hf"}
 
 
 @pytest.mark.parametrize(("name", "code", "words"), OUTPUTS, ids=[words for *_, words in OUTPUTS])
@@ -133,6 +137,7 @@ def test_every_schema_is_one_and_is_used() -> None:
 def test_a_field_more_or_less_is_seen() -> None:
     """The schemas are closed: an output cannot change without them."""
     found = {"schema_version": 1, "source": "a", "output": "b", "tensor_count": 1, "object_count": 0}
+    found["source_format"] = "dcp"
     found |= {"removed": [], "renamed": {}, "bytes_written": 1, "seconds": 0.5}
     found |= {"check_source": "all", "payloads_proven": 1, "payloads_without_checksum": 0, "bytes_proven": 4}
     validate(found, "edit")

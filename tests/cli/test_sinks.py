@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree as Xml
 
 import pytest
@@ -185,10 +186,10 @@ def test_paths_on_stderr(words: str, name: str, capsys: pytest.CaptureFixture[st
     assert_harmless(out)
 
 
-def shell(line: str, **more: object) -> subprocess.CompletedProcess[str]:
+def shell(line: str, **more: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["bash", "-c", line], cwd=REPO, capture_output=True, text=True, check=False, timeout=60, **more
-    )  # type: ignore[call-overload, no-any-return]
+    )
 
 
 @pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])

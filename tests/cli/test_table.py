@@ -1,67 +1,179 @@
-"""Options and the fields they fill: one name, one default, and nothing that does nothing."""
+"""Options and the fields they fill: one name, one default, the same words, and nothing that does nothing."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
-from enum import Enum
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
-from ckpt_tools.cli import options as o
-from ckpt_tools.cli import table
+from ckpt_tools.cli import average, convert, edit, huggingface, repair, strip, verify
+from ckpt_tools.cli import inspect as look
+from ckpt_tools.cli import plan as cli_plan
+from ckpt_tools.cli.job_sizes import JOB_SIZES
+from ckpt_tools.cli.options import Row, option
+from ckpt_tools.cli.signature import fill, with_options
+from ckpt_tools.cli.table import FSDP_TARGET, TABLE, TORCH_DIST_TARGET
+from ckpt_tools.commands.average import AverageOptions
+from ckpt_tools.commands.dcp_json import dcp_as_json
+from ckpt_tools.commands.diff import DiffRequest
 from ckpt_tools.commands.export_hf import ExportOptions
 from ckpt_tools.commands.import_hf import ImportOptions
+from ckpt_tools.commands.inspect import inspect_checkpoint
+from ckpt_tools.commands.plan import plan_checkpoint
+from ckpt_tools.commands.print_tensor import print_tensor
+from ckpt_tools.commands.repair import RepairOptions
+from ckpt_tools.commands.rewrite import EditOptions
+from ckpt_tools.commands.slice import slice_layers
+from ckpt_tools.commands.strip import strip_checkpoint
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions
 from ckpt_tools.commands.to_torch_dist import ToTorchDistOptions
+from ckpt_tools.commands.verify import VerifyOptions
 from ckpt_tools.execute.run import WriteOptions
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
+from ckpt_tools.verify.compare import Tolerance
+from ckpt_tools.verify.differences import DiffOptions
 
-CLASSES = (
-    ConvertOptions, ToTorchDistOptions, ExportOptions, ImportOptions, TargetOptions, TorchDistOptions, WriteOptions
-)  # fmt: skip
+# What is filled by a command's options, and the rows that the command has of its own.
+FILLED: tuple[tuple[Callable[..., Any], Mapping[str, Row]], ...] = (
+    (ConvertOptions, {"iteration": TABLE["iteration"]}),  # `all` or a number, taken apart by the command
+    (ToTorchDistOptions, {"iteration": TABLE["iteration"]}),
+    (TargetOptions, {}),
+    (TorchDistOptions, {}),
+    (WriteOptions, {}),
+    (ExportOptions, huggingface._EXPORTED),
+    (ImportOptions, huggingface._IMPORTED),
+    (AverageOptions, average._OWN),
+    (EditOptions, {}),
+    (strip_checkpoint, strip._OWN),
+    (RepairOptions, repair._OWN),
+    (slice_layers, edit._SLICE),
+    (VerifyOptions, verify._VERIFY),
+    (DiffOptions, verify._DIFF),
+    (DiffRequest, verify._DIFF),
+    (Tolerance, verify._DIFF),
+    (inspect_checkpoint, look._INSPECT),
+    (dcp_as_json, look._PRINT),
+    (print_tensor, edit._PRINT),
+    (plan_checkpoint, cli_plan._OWN),
+)
+NAMES = [filled.__name__ for filled, _ in FILLED]
 # Fields that mean something else than the option of their name, or are asked for in another way.
 OTHERWISE = {
     ("TorchDistOptions", "extra_state"),  # a flag; the option may be a template's place
     ("TorchDistOptions", "ep"),  # None unless given; its row is for a layout
+    ("Tolerance", "nan"),  # follows from the others unless given
+    ("inspect_checkpoint", "keys"),  # its name in the library is `patterns`
 }
 
 
-def _default(field: Any) -> Any:
-    return field.default if field.default_factory is MISSING else field.default_factory()
+def _defaults(filled: Callable[..., Any]) -> dict[str, Any]:
+    """What each field, or parameter of a function, is when it is not given."""
+    if isinstance(filled, type):
+        return {
+            f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(filled)
+        }
+    return {name: p.default for name, p in inspect.signature(filled).parameters.items()}
 
 
-@pytest.mark.parametrize("options", CLASSES, ids=lambda options: options.__name__)
-def test_an_option_that_is_not_given_is_the_fields_default(options: type) -> None:
-    same = [
-        f for f in fields(options) if f.name in table.TABLE and (options.__name__, f.name) not in OTHERWISE
-    ]
+@pytest.mark.parametrize(("filled", "own"), FILLED, ids=NAMES)
+def test_an_option_that_is_not_given_is_the_fields_default(
+    filled: Callable[..., Any], own: Mapping[str, Row]
+) -> None:
+    defaults = _defaults(filled)
+    rows = {**TABLE, **own}
+    same = {
+        name: default
+        for name, default in defaults.items()
+        if name in rows and (filled.__name__, name) not in OTHERWISE
+    }
     assert same
-    for field in same:
-        row = table.TABLE[field.name]
-        value = row.default.value if isinstance(row.default, Enum) else row.default
-        assert (row.read(value) if row.read else value) == _default(field), field.name
+    for name, default in same.items():
+        if default is inspect.Parameter.empty:  # it has to be given, in both
+            assert rows[name].default in (..., None), name
+        else:
+            assert rows[name].value(rows[name].default) == default, name
+
+
+@pytest.mark.parametrize(("filled", "own"), FILLED, ids=NAMES)
+def test_a_choice_has_the_words_of_its_field(filled: Callable[..., Any], own: Mapping[str, Row]) -> None:
+    rows = {**TABLE, **own}
+    for name, hint in get_type_hints(filled).items():
+        words = next((get_args(h) for h in (hint, *get_args(hint)) if get_origin(h) is Literal), None)
+        if words is None or name not in rows:
+            continue
+        assert get_args(rows[name].kind) == words, name
 
 
 @pytest.mark.parametrize(
     ("options", "names"),
     [
-        (TargetOptions, table.FSDP_TARGET),
-        (TorchDistOptions, table.TORCH_DIST_TARGET | {"extra_state_template"}),
-        (WriteOptions, {"threads", "memory_bytes", "fsync", "direct", "check_source"}),
+        (TargetOptions, FSDP_TARGET),
+        (TorchDistOptions, TORCH_DIST_TARGET | {"extra_state_template"}),
+        (WriteOptions, {"workers", "threads", "memory_bytes", "fsync", "direct", "check_source"}),
+        (VerifyOptions, verify._VERIFY.keys() - {"as_json"} | {"workers", "threads", "trust_pickle"}),
+        (DiffOptions, {"tolerance", "keys", "ignore", "workers", "threads"}),
+        (Tolerance, {"rtol", "atol", "ulp", "nan"}),
+        (AverageOptions, average._OWN.keys() | {"iteration", "trust_pickle", "overwrite", "resume", "write"}),
     ],
 )
 def test_every_field_can_be_given(options: type, names: set[str]) -> None:
     assert {field.name for field in fields(options)} == names
 
 
-def test_every_row_is_used_by_a_class_or_by_the_command_line_itself() -> None:
-    own = {"dry_run", "quiet", "as_json", "report", "enable_msc", "oom_traceback", *o.JOB_SIZES}
-    filled = {field.name for options in CLASSES for field in fields(options)}
-    assert not table.TABLE.keys() - filled - own
+def test_every_row_is_used_by_the_library_or_by_the_command_line_itself() -> None:
+    own = {
+        "dry_run", "quiet", "as_json", "report", "report_format", "junit", "enable_msc", "follow_links",
+        "oom_traceback", *JOB_SIZES,
+    }  # fmt: skip
+    filled = {name for fills, _ in FILLED for name in _defaults(fills)}
+    assert not TABLE.keys() - filled - own
 
 
 def test_fill_takes_what_the_class_has_and_more_wins() -> None:
     given = {"threads": 5, "swiglu": True, "fsync": True}
-    assert table.fill(WriteOptions, given, fsync=False) == WriteOptions(threads=5)
+    assert fill(WriteOptions, given, fsync=False) == WriteOptions(threads=5)
+
+
+def test_fill_goes_into_options_that_options_hold() -> None:
+    given = {
+        "threads": 5,
+        "swiglu": True,
+        "weights_only": True,
+        "overwrite": True,
+        "rtol": 0.5,
+        "keys": ("a",),
+    }
+    assert fill(ConvertOptions, given) == ConvertOptions(
+        overwrite=True, write=WriteOptions(threads=5), target=TargetOptions(swiglu=True, weights_only=True)
+    )
+    assert fill(DiffOptions, given) == DiffOptions(Tolerance(rtol=0.5), ("a",), threads=5)
+
+
+def test_a_command_gets_values_as_the_library_takes_them() -> None:
+    found: dict[str, Any] = {}
+
+    def command(place: str, **given: Any) -> None:
+        """What it does."""
+        found.update(given, place=place)
+
+    own = {"kind": option(Literal["a", "b"], "--kind", default="a", help="Which.")}
+    made = with_options(command, {"threads", "memory_bytes"}, own)
+    parameters = inspect.signature(made).parameters
+    assert list(parameters) == ["place", "kind", "threads", "memory_bytes"]
+    assert made.__doc__ == "What it does."
+    made("here", kind=parameters["kind"].default, threads=3, memory_bytes="1MiB")
+    assert found == {"place": "here", "kind": "a", "threads": 3, "memory_bytes": 1 << 20}
+    assert type(found["kind"]) is str
+
+
+def test_an_option_that_is_in_no_row_is_a_defect() -> None:
+    with pytest.raises(AssertionError):
+        with_options(lambda **_: None, {"no_such_row"})
+
+
+def test_only_directions_that_exist_have_options() -> None:
+    assert set(convert.RUNS) == set(convert._MEANING)

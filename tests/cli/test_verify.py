@@ -152,7 +152,7 @@ def test_diff_exit_codes(name, damaged, capsys):
     assert run([name, good, str(damaged), "-q"]) == 1
     out = capsys.readouterr().out
     assert f"{NORM}: 1 of 32 elements, most at [0]: " in out
-    assert out.endswith("different: 1 tensors, 0 values\n")
+    assert out.endswith("different: 1 tensors, 0 entries of objects\n")
     assert run([name, good, str(damaged), "-q", "--ulp", "1"]) == 0
     assert run([name, good, str(damaged), "-q", "--ignore", NORM]) == 0
     assert run([name, good, str(damaged), "-q", "--keys", "optimizer.*"]) == 0

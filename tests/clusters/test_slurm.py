@@ -78,7 +78,11 @@ class Job:
         journals = self.output / ".iter_0000002.ckpt_tools-partial" / "journal"
         for rank in (0, 1):
             file = journals / f"{rank}.jsonl"
-            self._wait(f"rank {rank} to write", lambda f=file: f.exists() and f.read_text().count("\n") >= 4)
+
+            def has_written(journal: Path = file) -> bool:
+                return journal.exists() and journal.read_text().count("\n") >= 4
+
+            self._wait(f"rank {rank} to write", has_written)
 
     def wait_until_done(self) -> None:
         def ended() -> bool:

@@ -7,6 +7,7 @@ import shutil
 import stat
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -212,7 +213,7 @@ def test_quantized_models_have_no_mean(model: Path, tmp_path: Path) -> None:
 
 
 def test_plain_dcp(tmp_path: Path) -> None:
-    states = []
+    states: list[dict[str, Any]] = []
     for number in (1, 2):
         model = {
             "w": torch.arange(12.0).reshape(3, 4).t() * number,
@@ -226,7 +227,10 @@ def test_plain_dcp(tmp_path: Path) -> None:
         states.append({"model": model, "optimizer": optimizer, "epoch": number})
         dcp.save(states[-1], checkpoint_id=tmp_path / str(number), no_dist=True)
     done = averaged([tmp_path / "1", tmp_path / "2"], tmp_path / "out", weights=(1, 3))
-    found = {"model": {k: torch.zeros_like(v) for k, v in states[0]["model"].items()}, "epoch": 0}
+    found: dict[str, Any] = {
+        "model": {k: torch.zeros_like(v) for k, v in states[0]["model"].items()},
+        "epoch": 0,
+    }
     found["optimizer"] = {"state": {"w": {"exp_avg": torch.zeros(4, 3), "step": torch.tensor(0.0)}}}
     dcp.load(found, checkpoint_id=tmp_path / "out", no_dist=True)
     assert torch.equal(found["model"]["w"], states[0]["model"]["w"] * 1.75)
@@ -476,3 +480,13 @@ def test_from_and_to_an_object_store(tmp_path: Path) -> None:
     )
     assert found.keys() == expected.keys()
     assert all(oracle.same_bytes(found[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "use"), [(RUN, "written"), ("core019_llama_tp2_native_fsdp_dtensor", "as_stored")]
+)
+def test_the_report_says_what_became_of_the_masters(name: str, use: str, tmp_path: Path) -> None:
+    done = averaged([DATA / name] * 2, tmp_path / "out")
+    assert done.masters is not None
+    assert (done.masters.use, done.masters.mode) == (use, "sample" if use == "written" else "none")
+    assert (done.masters.found.tensors > 0) == (use == "written") == bool(done.rounded)

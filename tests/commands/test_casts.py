@@ -17,6 +17,7 @@ from ckpt_tools.commands.to_torch_dist import ToTorchDistOptions, convert_to_tor
 from ckpt_tools.errors import VerificationError
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
+from ckpt_tools.model.choices import MegatronFormat
 from tests.cases import cases as cases  # noqa: PLC0414  a fixture
 from tests.commands import oracle
 from tests.commands.rewritten import Parts, read, write
@@ -50,7 +51,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("to", ["fsdp_dtensor", "torch_dist", "hf", "hf again", "import"])
-def test_what_no_float16_can_hold_is_refused_by_name(to: str, tmp_path: Path) -> None:
+def test_what_no_float16_can_hold_is_refused_by_name(to: MegatronFormat, tmp_path: Path) -> None:
     source = str(write(tmp_path / "source", too_large()))
     out = tmp_path / "out"
     key, element = "model.layers.1.mlp.down_proj.weight", "[3, 5]: 70144.0"
@@ -108,7 +109,7 @@ def test_what_rounding_changes_is_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["torch_dist", "fsdp_dtensor"])
-def test_a_model_of_two_types_keeps_them(to: str, cases: Path, tmp_path: Path) -> None:
+def test_a_model_of_two_types_keeps_them(to: MegatronFormat, cases: Path, tmp_path: Path) -> None:
     source = cases / "mixed_dtype_rounded" / "hf"
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     report = import_hf(str(source), first, ImportOptions(to=to))

@@ -223,7 +223,7 @@ def test_a_large_tensor_is_compared_in_bounded_memory(tmp_path):
         file.seek(4 * (63 * shape[1] + 5))
         file.write(struct.pack("<f", 1.0))
     tracemalloc.start()
-    (tensor,) = diff_tensors(*sides, DiffOptions(threads=1))
+    (tensor,) = diff_tensors(sides[0], sides[1], DiffOptions(threads=1))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert (tensor.found.different, tensor.found.index) == (1, (63, 5))

@@ -14,6 +14,7 @@ from ckpt_tools.commands.export_hf import export_hf
 from ckpt_tools.commands.import_hf import ImportOptions, import_hf
 from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.errors import MappingError, UsageError
+from ckpt_tools.model.choices import MegatronFormat
 from ckpt_tools.verify.differences import DiffOptions
 from tests.cases import cases as cases  # noqa: PLC0414  a fixture
 from tests.conftest import DATA
@@ -24,7 +25,7 @@ RUN = DATA / "core019_llama_tp2_fully_reshardable"
 
 @pytest.mark.parametrize("to", ["torch_dist", "fsdp_dtensor"])
 @pytest.mark.parametrize("name", NAMES)
-def test_an_import_equals_its_source(name: str, to: str, cases: Path, tmp_path: Path) -> None:
+def test_an_import_equals_its_source(name: str, to: MegatronFormat, cases: Path, tmp_path: Path) -> None:
     source, run = str(cases / name / "hf"), str(tmp_path / "run")
     import_hf(source, run, ImportOptions(to=to))
     for a, b in ((source, run), (run, source)):

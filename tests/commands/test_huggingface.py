@@ -17,6 +17,7 @@ from ckpt_tools.commands.export_hf import ExportOptions, export_hf
 from ckpt_tools.commands.import_hf import ImportOptions, import_hf
 from ckpt_tools.errors import CkptError, MappingError, UsageError
 from ckpt_tools.formats.safetensors import read_safetensors_catalog
+from ckpt_tools.model.choices import MegatronFormat
 from tests.conftest import DATA, REPO, fixture_dir
 from tests.megatron.huggingface.test_targets import DEEPSEEK, LLAMA, QWEN3_MOE, directory
 
@@ -60,7 +61,7 @@ def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("to", ["torch_dist", "fsdp_dtensor"])
 @pytest.mark.parametrize("name", sorted(CONFIGS))
-def test_there_and_back(name: str, to: str, tmp_path: Path) -> None:
+def test_there_and_back(name: str, to: MegatronFormat, tmp_path: Path) -> None:
     """Imported, exported again in shards of 2 kB: every tensor bit for bit, config fields as they were."""
     tensors = model(name, tmp_path / "hf")
     import_hf(str(tmp_path / "hf"), str(tmp_path / "run"), ImportOptions(to=to))

@@ -8,6 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 from ckpt_tools.cli.app import run
+from ckpt_tools.commands.diff import diff_checkpoints
 from ckpt_tools.commands.export_hf import ExportOptions, export_hf
 from ckpt_tools.commands.modify import modify_state_dict
 from ckpt_tools.commands.placements import Layout
@@ -16,6 +17,7 @@ from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_
 from ckpt_tools.commands.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
 from ckpt_tools.errors import MappingError
 from ckpt_tools.sharding.topology import Topology
+from ckpt_tools.verify.differences import DiffOptions
 from tests.cases import cases as cases  # noqa: PLC0414  a fixture
 from tests.commands import oracle
 
@@ -46,6 +48,24 @@ def test_to_fsdp_dtensor(cases: Path, without: Path, tmp_path: Path) -> None:
     assert sum(line.endswith("_amax: --ignore-keys") for line in dropped) == 4
     converted(without, tmp_path / "truth")
     assert_same(tmp_path / "out", tmp_path / "truth")
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_diff_with_an_export_leaves_out_what_the_export_did(
+    swapped: bool, cases: Path, tmp_path: Path
+) -> None:
+    source, model = str(cases / "quantizer_keys"), str(tmp_path / "hf")
+    export_hf(source, model, ExportOptions(ignore_keys=(GLOB,)))
+    sides = (model, source) if swapped else (source, model)
+    with pytest.raises(MappingError, match="quantizer"):
+        diff_checkpoints(*sides)
+    with pytest.raises(MappingError, match="quantizer"):  # a glob of the model's names is not one of keys
+        diff_checkpoints(*sides, DiffOptions(ignore=("*norm*",)))
+    report = diff_checkpoints(*sides, DiffOptions(ignore=(GLOB, "no.such.name")))
+    assert report.is_equal and len(report.tensors) > 10
+    assert [note for note in report.notes if note.startswith("--ignore")] == [
+        "--ignore 'no.such.name' matches nothing"
+    ]
 
 
 @pytest.mark.parametrize("dtype", [None, "float32"])

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ckpt_tools.commands.opened import open_checkpoint
-from ckpt_tools.commands.placements import Layout, Model, exact_placement, mla_tp_dims, place_model
+from ckpt_tools.commands.placements import Layout, LiveModel, exact_placement, mla_tp_dims, place_model
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, prepare
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.model.box import Box, full_box
@@ -39,7 +39,7 @@ def test_every_file_is_in_the_order_in_which_its_rank_reads(name, sizes, layout)
     case = fixture_dir(name)
     with open_checkpoint(str(source_of(case))) as opened:
         p = prepare(opened, ConvertOptions(target=replace(options_of(case), tp=None)), job)
-        core = place_model(p.model(), job)
+        core = place_model(p.live_model(), job)
         plan = p.lay_out(job)
     for rank in range(job.ranks):
         items = [item for item in plan.items if file_rank(item.file) == rank]
@@ -56,7 +56,7 @@ def test_parts_that_bridge_keeps_apart_are_placed_as_the_fused_tensor_is():
     case = fixture_dir("main_gdn_fr_tp2")
     job = Layout("mfsdp-v1", Topology(1, tp=2))
     with open_checkpoint(str(source_of(case))) as opened:
-        model = prepare(opened, ConvertOptions(target=TargetOptions(dialect="bridge")), job).model()
+        model = prepare(opened, ConvertOptions(target=TargetOptions(dialect="bridge")), job).live_model()
         core = place_model(model, job)
     fused = [t for t in model.tensors if t.name.endswith("in_proj.weight")]
     assert fused
@@ -73,14 +73,14 @@ def test_parts_that_bridge_keeps_apart_are_placed_as_the_fused_tensor_is():
 @pytest.mark.parametrize(("local", "rows"), [(False, 8), (True, 4)])
 def test_mla_down_projections_follow_the_layer_spec(local, rows):
     name = "decoder.layers.0.self_attention.linear_q_down_proj.weight"
-    model = Model((LiveTensor(name, (8, 2), "bfloat16"),), local)
+    model = LiveModel((LiveTensor(name, (8, 2), "bfloat16"),), local)
     core = place_model(model, Layout("mfsdp-v1", Topology(1, tp=2)))
     assert dict(core.boxes(1))[name].size[0] == rows
     assert set(mla_tp_dims(local).values()) == ({None, 0} if local else {None})
 
 
 def test_tensors_of_no_rows_and_of_no_parameter_stand_whole_in_the_first_file():
-    model = Model((LiveTensor("output_layer.weight", (0, 4), "float32"),), False)
+    model = LiveModel((LiveTensor("output_layer.weight", (0, 4), "float32"),), False)
     core = place_model(model, Layout("fsdp2", Topology(2)))
     place = exact_placement(core, range(2))
     empty = TargetTensor(

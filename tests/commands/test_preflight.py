@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import shlex
+from typing import Any
 
 import pytest
 
 from ckpt_tools.commands.opened import open_checkpoint
+from ckpt_tools.commands.placements import Layout
 from ckpt_tools.commands.preflight import local_norms, preflight
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
 from ckpt_tools.errors import UsageError
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
+from ckpt_tools.sharding.topology import Topology
 from ckpt_tools.verify.job import PROGRAMS, VERSIONS
 from ckpt_tools.verify.load_rules import RULES
+from tests.commands.launched import launch_of
 from tests.conftest import fixture_dir
 from tests.damage import copy_of, drop_key, metadata_of
 
@@ -233,7 +237,7 @@ def test_every_rule_of_every_version_is_tried():
         "checkpoint-format", "required", "megatron-fsdp", "distributed-optimizer", "gradient-accumulation-fusion",
         "max-connections", "user-buffers", "version-2", "tied-embeddings", "swiglu", "experts", "expert-layers",
         "optimizer-entries", "stored-arguments", "names", "packed-projections", "packed-projections-unknown",
-        "strict-load",
+        "strict-load", "fsdp-version",
     }  # fmt: skip
     missing = {
         (rule.name, program)
@@ -297,7 +301,10 @@ def test_arguments_of_the_checkpoint_stand_in_for_flags():
 def test_version_2_runs_with_little():
     words = [*without("--use-distributed-optimizer"), "--megatron-fsdp-version", "2"]
     found = broken([*words, "--fp8-format", "hybrid"])["version-2"][1]
-    assert "tensor_model_parallel_size is 2, fp8 is on, the optimizer's state is asked for" in found
+    assert (
+        "tensor_model_parallel_size is 2, fp8 is on, swiglu is on, the optimizer's state is asked for"
+        in found
+    )
     assert (
         "use_distributed_optimizer is on" in broken([*GOOD, "--megatron-fsdp-version", "2"])["version-2"][1]
     )
@@ -309,7 +316,10 @@ def test_version_2_runs_with_little():
         "32",
         "--no-load-optim",
     ]
-    assert broken(small) == {}  # weights alone: its load writes into the masters
+    found = broken(small)
+    assert found.keys() == {"fsdp-version", "version-2"}
+    assert found["version-2"][1] == "swiglu is on"
+    assert found["fsdp-version"][1] == "the names are those of Megatron-FSDP v1, the job's is v2"
     for flag, said in [
         ("--context-parallel-size 2", "context_parallel_size is 2"),
         ("--calculate-per-token-loss", "calculate_per_token_loss is on"),
@@ -360,7 +370,7 @@ def test_weights_alone(tmp_path, target):
     starts = target in ("core-0.16", "core-0.17")
     assert found.report.is_valid == starts
     if starts:
-        assert "--finetune" in found.launch.words
+        assert launch_of(found).words.count("--finetune") == 1
     assert {f.check for f in preflight(out, GOOD, target=target).report.findings} == {
         "optimizer-entries",
         "rng-entries",
@@ -380,7 +390,7 @@ def test_a_size_beyond_all_machines_is_answered_at_once():
 
 
 def test_experts_named_for_another_job():
-    words = list(preflight(str(fixture_dir(MOE))).launch.words)
+    words = list(launch_of(preflight(str(fixture_dir(MOE)))).words)
     assert broken(words, MOE) == {}
     found = broken([*words, "--moe-grouped-gemm"], MOE)
     assert found == {"experts": ("error", "moe_grouped_gemm is on, experts are stored as local_experts.N")}
@@ -451,25 +461,25 @@ MLA = ("self_attention.linear_q_down_proj.weight", "self_attention.linear_kv_up_
     ],
 )
 def test_norms_of_the_layer_spec(names, local):
-    assert local_norms(f"decoder.layers.3.{name}" for name in names) is local
-    assert local_norms(f"mtp.layers.0.mtp_model_layer.{name}" for name in names) is local
+    assert local_norms([f"decoder.layers.3.{name}" for name in names]) is local
+    assert local_norms([f"mtp.layers.0.mtp_model_layer.{name}" for name in names]) is local
 
 
 @pytest.mark.parametrize("name", [NATIVE, "core019_gpt3_tp2_native_fsdp_dtensor", MOE])
 def test_the_launch_is_what_was_checked_and_survives_a_shell(name):
-    found = preflight(str(fixture_dir(name))).launch
+    found = launch_of(preflight(str(fixture_dir(name))))
     assert shlex.split(found.command.replace("\\\n", " ")) == list(found.words)
     assert broken(list(found.words), name) == {}
     whole = preflight(str(fixture_dir(name)), [found.command.replace("\\\n", " ")])  # as one quoted word
     assert whole.report.findings == []
-    assert whole.launch.words == found.words
+    assert launch_of(whole).words == found.words
     assert "--load" in found.words
 
 
 def test_the_launch_of_a_described_job_is_that_job():
     found = preflight(str(fixture_dir(NATIVE)), GOOD)
-    assert found.launch.words == tuple(GOOD)
-    assert found.launch.environment == ("unset CUDA_DEVICE_MAX_CONNECTIONS",)
+    assert launch_of(found).words == tuple(GOOD)
+    assert launch_of(found).environment == ("unset CUDA_DEVICE_MAX_CONNECTIONS",)
     assert preflight(str(fixture_dir(NATIVE)), GOOD[4:]).launch is None  # flags alone start nothing
     assert preflight(str(fixture_dir(NATIVE)), [*GOOD, "--use-torch-fsdp2"]).launch is None
 
@@ -477,7 +487,7 @@ def test_the_launch_of_a_described_job_is_that_job():
 def test_a_path_that_a_shell_would_read_is_quoted(tmp_path):
     root = copy_of(NATIVE, tmp_path).rename(tmp_path / "it's $(here)")
     found = preflight(str(root))
-    assert str(root) in shlex.split(found.launch.command.replace("\\\n", " "))
+    assert str(root) in shlex.split(launch_of(found).command.replace("\\\n", " "))
 
 
 def test_the_program_is_chosen():
@@ -537,10 +547,10 @@ def test_a_megatron_lm_recipe(tmp_path):
     lines = ["ENV_VARS:", "  CUDA_DEVICE_MAX_CONNECTIONS: 1", "MODEL_ARGS:", "  --use-torch-fsdp2: false"]
     words = GOOD[4:]
     while words:
-        flag, value = words.pop(0), True
+        flag, value = words.pop(0), "true"
         if words and not words[0].startswith("--"):
             value = words.pop(0)
-        lines.append(f"  {flag}: {'true' if value is True else value}")
+        lines.append(f"  {flag}: {value}")
     file.write_text("\n".join(lines))
     assert broken((), yaml_file=file).keys() == {"max-connections"}
     assert broken(["--mtp-num-layers", "1"], yaml_file=file).keys() == {"max-connections", "mtp"}
@@ -562,7 +572,7 @@ def test_the_stored_arguments_are_not_changed_by_a_launch():
         assert opened.common.args == before
 
 
-BRIDGE_SAYS = {  # settings of a job that is ready, by section
+BRIDGE_SAYS: dict[str, dict[str, Any]] = {  # settings of a job that is ready, by section
     "model": {
         "tensor_model_parallel_size": 2,
         "num_layers": 2,
@@ -592,3 +602,25 @@ def test_what_a_bridge_job_does_not_say_has_bridges_default(tmp_path, section, s
     silent = {**BRIDGE_SAYS, section: {k: v for k, v in BRIDGE_SAYS[section].items() if k != setting}}
     file.write_text(json.dumps(silent))
     assert broken((), yaml_file=file).keys() == rules
+
+
+def test_a_conversion_for_version_2_starts_from_its_weights(tmp_path):
+    """The launch command says so, and version 1 is refused by the names."""
+    source = str(next(fixture_dir("core019_gpt3_tp2_fully_reshardable").glob("iter_*")))
+    layout = Layout("mfsdp-v2", Topology(dp_shard=2))
+    options = ConvertOptions(target=TargetOptions(vocab_size_padded=208), layout=layout)
+    convert_to_fsdp_dtensor(source, str(tmp_path / "v2"), options)
+    found = preflight(str(tmp_path / "v2"))
+    assert found.launch is not None
+    words = list(found.launch.words)
+    assert words[words.index("--megatron-fsdp-version") + 1] == "2"
+    assert "--no-load-optim" in words
+    assert "--use-distributed-optimizer" not in words
+    again = preflight(str(tmp_path / "v2"), words).report
+    assert [f for f in again.findings if f.severity == "error"] == []
+    at = words.index("--megatron-fsdp-version")
+    older = preflight(
+        str(tmp_path / "v2"), [*words[:at], *words[at + 2 :], "--use-distributed-optimizer"]
+    ).report
+    (named,) = [f for f in older.findings if f.check == "fsdp-version"]
+    assert named.where == "the names are those of Megatron-FSDP v2, the job's is v1"

@@ -15,6 +15,7 @@ from ckpt_tools.commands.preflight import Preflight, preflight
 from ckpt_tools.verify.facts import Facts
 from ckpt_tools.verify.job import Job, parse_command
 from ckpt_tools.verify.megatron_args import flags_of
+from tests.commands.launched import launch_of
 from tests.conftest import DATA, SHARED
 
 FOLDERS = (DATA, SHARED / "fixtures", SHARED / "fixtures_cpu", SHARED / "fixtures_te")
@@ -107,7 +108,7 @@ def test_weights_alone_say_which_versions_start_from_them(tmp_path):
     if "v016_dense_weightsonly_tp2" not in _cases():
         pytest.skip("../shared is absent")
     path = str(_converted("v016_dense_weightsonly_tp2", tmp_path))
-    assert "--finetune" in preflight(path, target="core-0.16").launch.words
+    assert "--finetune" in launch_of(preflight(path, target="core-0.16")).words
     found = preflight(path, target="main")
     assert found.launch is None
     assert [f.check for f in found.report.findings] == ["optimizer-entries"]
@@ -127,7 +128,7 @@ def test_packed_projections_are_for_one_tensor_parallel_size(name, tmp_path):
     if name not in _cases():
         pytest.skip("../shared is absent")
     path = str(_converted(name, tmp_path, "--tp", "2", "--target", "main"))
-    words = list(preflight(path).launch.words)
+    words = list(launch_of(preflight(path)).words)
     assert words[words.index("--tensor-model-parallel-size") + 1] == "2"
     other = [*words, "--tensor-model-parallel-size", "1", "--make-vocab-size-divisible-by", "16",
              "--padded-vocab-size", words[words.index("--padded-vocab-size") + 1] if "--padded-vocab-size" in words

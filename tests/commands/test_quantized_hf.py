@@ -21,6 +21,7 @@ from ckpt_tools.formats.files import open_files
 from ckpt_tools.megatron.huggingface.checks import Spec
 from ckpt_tools.megatron.huggingface.quantized import dequantized
 from ckpt_tools.model.catalog import Catalog, TensorEntry
+from ckpt_tools.model.choices import MegatronFormat
 from tests.megatron.huggingface.quantized_models import (
     MODELS,
     Quantized,
@@ -43,7 +44,7 @@ def same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
 
 @pytest.mark.parametrize("to", ["torch_dist", "fsdp_dtensor"])
 @pytest.mark.parametrize("name", MODELS)
-def test_imported_values_are_the_dequantized_ones(name: str, to: str, tmp_path: Path) -> None:
+def test_imported_values_are_the_dequantized_ones(name: str, to: MegatronFormat, tmp_path: Path) -> None:
     model = MODELS[name]()
     source = model.save(tmp_path / "hf")
     done = import_hf(str(source), str(tmp_path / "run"), ImportOptions(to=to))

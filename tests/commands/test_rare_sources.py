@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -68,7 +69,7 @@ def test_singleton_local_shards(tmp_path, experts):
             pieces = {f"{head}experts.experts.{e}.{leaf}": one for e, one in enumerate(tensor)}
         else:
             pieces = {key: tensor}
-        found = {}
+        found: dict[str, torch.Tensor] = {}
         for name, piece in pieces.items():
             found |= (
                 {name: piece}
@@ -78,7 +79,7 @@ def test_singleton_local_shards(tmp_path, experts):
         return found
 
     for key in [k for k in parts.tensors if not k.startswith("optimizer.") and ".mlp." in k]:
-        parts.map(key, lambda tensor, key=key: apart(key, tensor))
+        parts.map(key, partial(apart, key))
     assert any(key.endswith("experts.experts.3.linear_fc1.weight_v") for key in parts.tensors)
     single = write(tmp_path / "single", parts)
     assert_same(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from ckpt_tools.cli.app import run
 from ckpt_tools.commands.placements import Layout
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
+from ckpt_tools.model.choices import LayoutName
 from ckpt_tools.sharding.topology import Topology
 from tests.commands import oracle
 from tests.commands.test_to_fsdp_dtensor import cases, options_of, source_of
@@ -21,19 +23,23 @@ DP3, DP2_TP2 = Topology(dp_shard=3), Topology(dp_shard=2, tp=2)
 
 
 def laid_out(
-    source: Path, output: Path, topology: Topology, layout: str = "mfsdp-v1", **target: object
+    source: Path,
+    output: Path,
+    topology: Topology,
+    layout: LayoutName = "mfsdp-v1",
+    target: TargetOptions | None = None,
 ) -> Path:
     options = ConvertOptions(
-        target=TargetOptions(**target), layout=Layout(layout, topology), check_masters="none"
+        target=target or TargetOptions(), layout=Layout(layout, topology), check_masters="none"
     )
     convert_to_fsdp_dtensor(str(source), str(output), options)
     return output
 
 
-def contents(folder: Path) -> tuple[dict[str, list[object]], dict[str, object]]:
+def contents(folder: Path) -> tuple[dict[str, list[tuple[Any, ...]]], dict[str, object]]:
     """Chunk boxes and file names by key, and planner paths."""
     known = oracle.metadata(folder)
-    files: dict[str, list[object]] = {}
+    files: dict[str, list[tuple[Any, ...]]] = {}
     for index, info in known.storage_data.items():
         files.setdefault(index.fqn, []).append((tuple(index.offset or ()), info.relative_path))
     return {key: sorted(found) for key, found in files.items()}, known.planner_data
@@ -52,10 +58,10 @@ def stored_bytes(folder: Path, keys: list[str]) -> dict[str, bytes]:
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
 def test_over_another_topology_or_straight_is_the_same(case, tmp_path):
     """TP 1 on the way: fused projections are regrouped, and rng states of the lost rank come from the kept one."""
-    spec = {"layer_spec": options_of(case).layer_spec}
-    straight = laid_out(source_of(case), tmp_path / "straight", DP2_TP2, **spec)
-    first = laid_out(source_of(case), tmp_path / "first", DP3, **spec)
-    second = laid_out(first, tmp_path / "second", DP2_TP2, **spec)
+    spec = TargetOptions(layer_spec=options_of(case).layer_spec)
+    straight = laid_out(source_of(case), tmp_path / "straight", DP2_TP2, target=spec)
+    first = laid_out(source_of(case), tmp_path / "first", DP3, target=spec)
+    second = laid_out(first, tmp_path / "second", DP2_TP2, target=spec)
     tensors, expected = oracle.tensors(second), oracle.tensors(straight)
     assert tensors.keys() == expected.keys()
     different = [key for key in expected if not oracle.same_bytes(tensors[key], expected[key])]

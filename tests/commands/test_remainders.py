@@ -74,18 +74,18 @@ def expected_of_buckets(source: Path) -> dict[str, torch.Tensor]:
     expected = {key: value for key, value in stored.items() if not key.startswith("optimizer.")}
     for kind in ("param", "exp_avg", "exp_avg_sq"):
         flat, at = stored[f"{BUCKET}{kind}"], 0
-        for name, layer in order:
-            weight = stored[name] if layer is None else stored[name][layer]
+        for name, index in order:
+            weight = stored[name] if index is None else stored[name][index]
             part, at = (
                 flat[at : at + weight.numel()].reshape(weight.shape),
                 at + -(-weight.numel() // 64) * 64,
             )
             value = joined(weight, part) if kind == "param" else part
-            if layer is None:
+            if index is None:
                 expected[f"{STATE}{kind}.{name}"] = value
             else:
                 whole = expected.setdefault(f"{STATE}{kind}.{name}", torch.zeros(stored[name].shape))
-                whole[layer] = value
+                whole[index] = value
         assert at == flat.numel()
     return expected
 
@@ -105,7 +105,7 @@ def test_two_layouts_of_one_run_convert_to_the_same(tmp_path: Path) -> None:
     assert {key for key in ours if ours[key] != theirs.get(key)} == {"args"}  # where they were saved
     assert ours.keys() == theirs.keys()
     assert_same_tensors(*(to_torch_dist(source, tmp_path / f"dist{i}") for i, source in enumerate(sources)))
-    report = diff_checkpoints(*map(str, sources))
+    report = diff_checkpoints(str(sources[0]), str(sources[1]))
     assert {tensor.kind for tensor in report.tensors} == {"equal"}
 
 

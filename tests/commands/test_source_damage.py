@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,7 @@ from tests.conftest import fixture_dir
 from tests.damage import flip_bit
 
 NONE = WriteOptions(check_source="none")
-Command = Callable[[str, str, WriteOptions], object]
+Command = Callable[[str, str, WriteOptions], Any]
 
 
 def to_fsdp(layout: Layout | None = None) -> Command:
@@ -46,30 +47,30 @@ def to_fsdp(layout: Layout | None = None) -> Command:
     )
 
 
-def back(source: str, output: str, write: WriteOptions) -> object:
+def back(source: str, output: str, write: WriteOptions) -> Any:
     return convert_to_torch_dist(source, output, ToTorchDistOptions(write=write))
 
 
-def exported(source: str, output: str, write: WriteOptions) -> object:
+def exported(source: str, output: str, write: WriteOptions) -> Any:
     return export_hf(source, output, ExportOptions(write=write))
 
 
-def sliced(source: str, output: str, write: WriteOptions) -> object:
+def sliced(source: str, output: str, write: WriteOptions) -> Any:
     return slice_layers(source, output, "0:1", None, EditOptions(write=write))
 
 
-def modified(source: str, output: str, write: WriteOptions) -> object:
+def modified(source: str, output: str, write: WriteOptions) -> Any:
     return modify_state_dict(source, output, ["rename decoder dec"], EditOptions(write=write))
 
 
-def stripped(source: str, output: str, write: WriteOptions) -> object:
+def stripped(source: str, output: str, write: WriteOptions) -> Any:
     return strip_checkpoint(source, output, None, EditOptions(write=write))
 
 
 def averaged(fixture: str, place: int) -> Command:
     """A mean with the fixture itself, of which the checkpoint that may be damaged is the first or the last."""
 
-    def average(source: str, output: str, write: WriteOptions) -> object:
+    def average(source: str, output: str, write: WriteOptions) -> Any:
         sources = [str(fixture_dir(fixture))] * 2
         sources[place] = source
         return average_checkpoints(sources, output, AverageOptions(write=write))

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, Layout, convert_to_fsdp_dtensor
+from ckpt_tools.commands.placements import Layout
+from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
 from tests.commands import oracle
 from tests.conftest import DATA
 

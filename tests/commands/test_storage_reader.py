@@ -8,7 +8,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -199,11 +199,12 @@ def test_another_type_in_the_template_is_cast_as_stock_torch_does(tmp_path):
 def test_only_what_is_asked_for_is_read(monkeypatch):
     read: list[tuple[str, int]] = []
     own = BoxReader.read
-    monkeypatch.setattr(
-        BoxReader,
-        "read",
-        lambda self, target, box: read.append((target.key, box.volume)) or own(self, target, box),
-    )
+
+    def watched(self, target, box):
+        read.append((target.key, box.volume))
+        return own(self, target, box)
+
+    monkeypatch.setattr(BoxReader, "read", watched)
     options = ConvertOptions(check_masters="none")
     reader = ckpt_tools.StorageReader(str(LLAMA), options=options)
     shape = reader.read_metadata().state_dict_metadata["model.output_layer.weight"].size
@@ -255,7 +256,7 @@ def test_what_is_no_checkpoint_or_no_format(tmp_path):
     assert reader.validate_checkpoint_id(str(LLAMA))
     assert not reader.validate_checkpoint_id(str(tmp_path))
     with pytest.raises(UsageError, match="to='torch_dist'"):
-        reader(str(LLAMA), "torch_dist")
+        reader(str(LLAMA), cast("Any", "torch_dist"))
     with pytest.raises(ckpt_tools.CkptError, match="is empty"):
         reader(str(tmp_path))
     moved = reader(str(MOE))

@@ -72,6 +72,8 @@ def test_the_weights_stay_where_they_were(name: str, tmp_path: Path) -> None:
         found, expected = (oracle.item(folder, key) for folder in (after, before))
         assert repr(found) == repr(expected) or found == expected, key
     assert done.cast == ()
+    assert done.masters is not None
+    assert done.masters.use == ("as_stored" if done.source_format == "fsdp_dtensor" else "left_out")
     assert done.written.rounded_elements == 0
     assert is_sound(tmp_path / "out")
 

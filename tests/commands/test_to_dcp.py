@@ -8,6 +8,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+from collections.abc import Set
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from ckpt_tools.commands.to_dcp import convert_to_dcp
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
 from ckpt_tools.commands.to_torch_dist import convert_to_torch_dist
 from ckpt_tools.errors import UnsupportedCheckpointError
+from ckpt_tools.formats.detect import locate
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.sharding.topology import Topology
 from tests.commands import oracle
@@ -65,7 +67,7 @@ def objects(folder: Path) -> dict[str, bytes]:
     return found
 
 
-def assert_same(a: Path, b: Path, apart: set[str] = frozenset()) -> None:
+def assert_same(a: Path, b: Path, apart: Set[str] = frozenset()) -> None:
     """Equal keys, tensors bit for bit, and objects byte for byte but for the keys in `apart`."""
     left, right = oracle.tensors(a), oracle.tensors(b)
     assert left.keys() == right.keys()
@@ -334,6 +336,42 @@ def test_real_faults_are_found(sharded, tmp_path, name, removed, renamed, said):
     root = without(sharded / name, tmp_path / "x", *removed, rename=renamed)
     found = [finding.message for finding in ckpt_tools.verify_checkpoint(root).findings]
     assert any(said in message for message in found), found
+
+
+@pytest.mark.parametrize(("name", "root"), [("titan", ""), ("app", "app.model."), ("numbered", "model.")])
+def test_print_tensor_shows_what_is_stored_under_a_key(sharded, capsys, name, root):
+    truth = torch.load(sharded / "truth.pt", weights_only=True)["layers.1.up.weight"]
+    key = f"{root}layers.1.up.weight"
+    assert run(["print-tensor", str(sharded / name), key, "--slice", "1:4, 0", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["key"], shown["shape"]) == (key, list(truth.shape))
+    assert len(shown["chunks"]) > 1
+    assert shown["values"] == truth[1:4, :1].tolist()
+    assert run(["print-tensor", str(sharded / name), "layers.1.up.weigh"]) == 5
+    assert "no tensor or object is stored under 'layers.1.up.weigh'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [[], ["--weights-only"]])
+def test_a_state_dict_is_known_again_beside_weights_for_version_2(tmp_path, words):
+    """Both have `model.<name>` beside a record: it says which of them is whose."""
+    source = next(fixture_dir("core019_gpt3_tp2_fully_reshardable").glob("iter_*"))
+    plain, two = tmp_path / "plain", tmp_path / "two"
+    assert run(["convert", str(source), str(plain), "-q", "--to", "dcp", *words]) == 0
+    version_2 = ["--layout", "mfsdp-v2", "--gpus", "2", "--target", "main"]
+    assert run(["convert", str(plain), str(two), "-q", "--to", "fsdp_dtensor", *version_2, *words]) == 0
+    assert (
+        run(["convert", str(plain), str(tmp_path / "other"), "-q", "--to", "dcp", "--world-size", "2"]) == 0
+    )
+    slice_layers(str(plain), str(tmp_path / "slice"), "0:1")
+    slice_layers(str(two), str(tmp_path / "slice of two"), "0:1")
+    kinds = {folder.name: locate(str(folder)).kind for folder in sorted(tmp_path.iterdir())}
+    assert kinds == {
+        "other": "dcp",
+        "plain": "dcp",
+        "slice": "dcp",
+        "slice of two": "fsdp_dtensor",
+        "two": "fsdp_dtensor",
+    }
 
 
 def test_a_slice_is_a_whole_state_dict(sharded, tmp_path):

@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,13 +48,13 @@ def source_of(case: Path) -> Path:
 def options_of(case: Path) -> TargetOptions:
     file = case / "convert.args"
     words = shlex.split(file.read_text()) if file.exists() else []
-    given = dict(zip(words[::2], words[1::2], strict=True))
+    given: dict[str, Any] = dict(zip(words[::2], words[1::2], strict=True))
     return TargetOptions(
         layer_spec=given.get("--layer-spec"), tp=int(given["--tp"]) if "--tp" in given else None
     )
 
 
-def converted(case: Path, output: Path, **options: object) -> Path:
+def converted(case: Path, output: Path, **options: Any) -> Path:
     convert_to_fsdp_dtensor(
         str(source_of(case)),
         str(output),

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,7 +55,7 @@ def test_megatron_loads_a_round_trip_as_it_loads_the_original(name, world, tp, e
         }
 
 
-def run_ranks(world: int, tp: int, ep: int, store: Path, *folders: Path) -> list[dict[str, object]]:
+def run_ranks(world: int, tp: int, ep: int, store: Path, *folders: Path) -> list[dict[str, Any]]:
     """The JSON line of every rank of one job."""
     environment = {**os.environ, "PYTHONPATH": f"{MCORE}:{REPO}", "OMP_NUM_THREADS": "1"}
     words = [str(w) for w in (world, tp, ep, store, *folders)]

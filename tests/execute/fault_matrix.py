@@ -141,11 +141,12 @@ def put_old(folder: Path) -> None:
     (folder / "out" / "old").write_text("old")
 
 
-def convert(folder: Path, **how: bool) -> str:
+def convert(folder: Path, overwrite: bool = False, resume: bool = False) -> str:
     files = open_files(str(folder / "source"))
     try:
         plan = reopened_case(folder / "source").plan(2)
-        write_checkpoint(plan, files, Output(folder / "out", {"tracker": b"1"}, **how), ONE_THREAD)
+        output = Output(folder / "out", {"tracker": b"1"}, overwrite=overwrite, resume=resume)
+        write_checkpoint(plan, files, output, ONE_THREAD)
     except StorageError as error:
         assert str(folder) in str(error), error
         return "error"

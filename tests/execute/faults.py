@@ -217,7 +217,7 @@ class TorchrunConverters(Converters):
             "--standalone",
             f"--nproc-per-node={self._world}",
         ]
-        words = [self._script, self._folder, str(victim), killed_at]
+        words = [str(self._script), str(self._folder), str(victim), killed_at]
         environ = {**os.environ, "PYTHONPATH": str(REPO), "TORCH_CPP_LOG_LEVEL": "ERROR"}
         self._job = subprocess.Popen([*launcher, *words], env=environ, stderr=subprocess.DEVNULL)
         return self._job.pid

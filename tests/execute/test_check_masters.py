@@ -14,6 +14,7 @@ from ckpt_tools.formats.dcp import read_catalog
 from ckpt_tools.formats.files import open_files
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.casts import Array, cast
+from ckpt_tools.model.choices import CheckLevel
 from ckpt_tools.model.target import Source, TargetTensor
 from ckpt_tools.model.views import Place
 from tests.strategies import Shape
@@ -28,7 +29,7 @@ def check(
     folder: Path,
     values: Array,
     weights: Array,
-    level: str,
+    level: CheckLevel,
     dtype: str = "bfloat16",
     written: str = "float32",
 ) -> MastersReport:
@@ -95,7 +96,7 @@ def test_nan_equals_nan_and_nothing_else(tmp_path: Path) -> None:
 @pytest.mark.parametrize("level", ["all", "sample"])
 @pytest.mark.parametrize("damaged", [(), ((0, 0),), ((39, 4999), (21, 7), (0, 1))])
 def test_threads_and_parts_change_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str, damaged: tuple[tuple[int, int], ...]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: CheckLevel, damaged: tuple[tuple[int, int], ...]
 ) -> None:
     values = masters()
     weights = cast(values, "float32", "bfloat16")

@@ -235,7 +235,7 @@ def test_a_damaged_note_of_the_source_vouches_for_nothing(
 
 def test_a_second_converter_stops_at_once(case: Case, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    refused = []
+    refused: list[bool] = []
 
     def second(done: int, total: int) -> None:
         if not refused:
@@ -257,7 +257,7 @@ def test_replacing_keeps_the_old_until_the_new_is_in_place(
     out = tmp_path / "out"
     write_checkpoint(case.plan(1), case.files, Output(out))
     with monkeypatch.context() as patch:
-        patch.setattr(Staging, "discard", lambda self: raising(errno.EIO)(None, None))
+        patch.setattr(Staging, "discard", lambda self: raising(errno.EIO)(print, None))
         with pytest.raises(OSError, match="Input/output error"):
             write_checkpoint(case.plan(2), case.files, Output(out, overwrite=True))
     names = sorted(case.plan(2).file_bytes)

@@ -23,6 +23,7 @@ from ckpt_tools.formats.files import open_files
 from ckpt_tools.megatron.settings import ModelSettings, settings_from_args, settings_from_model_config
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.casts import Array
+from ckpt_tools.model.choices import CheckLevel
 from ckpt_tools.model.target import Source, TargetTensor
 from tests.commands import oracle
 from tests.conftest import DATA, SHARED
@@ -61,7 +62,12 @@ def by_block(values: Array, rows: int, columns: int, power_of_two: bool) -> Arra
 
 
 def check(
-    folder: Path, values: Array, weights: Array, recipe: str | None, level: str = "all", threads: int = 1
+    folder: Path,
+    values: Array,
+    weights: Array,
+    recipe: str | None,
+    level: CheckLevel = "all",
+    threads: int = 1,
 ) -> MastersReport:
     source = DcpFolder(folder / "checkpoint")
     source.tensor("m", "float32", values, SHARDS)
@@ -97,7 +103,7 @@ def test_rounding_is_that_of_torch() -> None:
     ids=["amax", "any", "powers of two", "underflow", "saturation"],
 )
 def test_one_scale_a_rank_is_found_and_proven(
-    tmp_path: Path, scales: tuple[float, float], level: str
+    tmp_path: Path, scales: tuple[float, float], level: CheckLevel
 ) -> None:
     values = masters()
     found = check(tmp_path, values, by_shard(values, scales), "delayed", level)
@@ -114,7 +120,9 @@ def test_masters_that_were_not_cast_to_the_models_type_first(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("level", ["sample", "all"])
 @pytest.mark.parametrize(("recipe", "rows", "columns"), [("mxfp8", 1, 32), ("blockwise", 32, 128)])
-def test_a_power_of_two_a_block(tmp_path: Path, recipe: str, rows: int, columns: int, level: str) -> None:
+def test_a_power_of_two_a_block(
+    tmp_path: Path, recipe: str, rows: int, columns: int, level: CheckLevel
+) -> None:
     values = masters() * np.logspace(-3, 0, ROWS, dtype=np.float32)[:, None]
     found = check(tmp_path, values, by_block(values, rows, columns, True), recipe, level)
     assert (found.fp8, found.fp8_by_position) == (1, 0)
@@ -194,7 +202,7 @@ def test_a_flipped_bit_of_a_master_in_blocks_is_found(tmp_path: Path, recipe: st
 
 @pytest.mark.parametrize("recipe", ["delayed", "mxfp8", "blockwise", "unknown"])
 @pytest.mark.parametrize("level", ["sample", "all"])
-def test_swapped_masters_are_found(tmp_path: Path, recipe: str, level: str) -> None:
+def test_swapped_masters_are_found(tmp_path: Path, recipe: str, level: CheckLevel) -> None:
     weights = (
         by_block(masters(5), 1, 32, True) if recipe == "mxfp8" else by_shard(masters(5), (5000.1, 6000.2))
     )

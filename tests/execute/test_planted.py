@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,7 +41,7 @@ def everything(folder: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("options", [{}, {"overwrite": True}, {"resume": True}], ids=str)
 def test_a_partial_directory_that_is_a_link_is_refused(
-    case: Case, tmp_path: Path, precious: Path, options: dict[str, bool]
+    case: Case, tmp_path: Path, precious: Path, options: dict[str, Any]
 ) -> None:
     before = everything(precious)
     (tmp_path / PARTIAL).symlink_to(precious)
@@ -55,7 +56,7 @@ def test_a_partial_directory_that_is_a_link_is_refused(
 @pytest.mark.parametrize("options", [{}, {"overwrite": True}, {"resume": True}], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_links_in_the_partial_directory_are_not_followed(
-    case: Case, tmp_path: Path, precious: Path, name: str, options: dict[str, bool], target: str
+    case: Case, tmp_path: Path, precious: Path, name: str, options: dict[str, Any], target: str
 ) -> None:
     """Whether it goes on from there or refuses: nothing that a link points to changes or appears."""
     before = everything(precious)

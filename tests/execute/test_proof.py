@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from hypothesis import strategies as st
 from ckpt_tools.errors import CorruptCheckpointError, Interrupted, UnsupportedCheckpointError, UsageError
 from ckpt_tools.execute import run
 from ckpt_tools.execute.proof import MOST_PIECES, Piece, Pieces, SourceProof, Stored
-from ckpt_tools.execute.prove import prove_rest
+from ckpt_tools.execute.prove import ProofReport, prove_rest
 from ckpt_tools.execute.ranks import Ranks
 from ckpt_tools.execute.read_box import read_box
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
@@ -29,7 +31,7 @@ from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Item
 from ckpt_tools.model.target import Source, Target, TargetTensor
 from ckpt_tools.model.transfers import Plan
-from ckpt_tools.model.views import Narrow, Permute
+from ckpt_tools.model.views import Narrow, Permute, View
 from ckpt_tools.plan.build import build_plan
 from tests.conftest import REPO
 from tests.damage import flip_bit
@@ -55,13 +57,18 @@ class OneFile:
         buffer[:] = self._data[offset : offset + len(buffer)]
 
 
+def in_memory(data: bytes) -> Any:
+    """`Files` with what a proof asks for."""
+    return OneFile(data)
+
+
 class Shared:
     """One of several ranks that take turns in one thread: what a rank is told is what was played before."""
 
-    def __init__(self, rank: int, told: list[list[object]]) -> None:
+    def __init__(self, rank: int, told: Sequence[Sequence[object]]) -> None:
         self.rank, self.world, self._told = rank, len(told[0]), iter(told)
 
-    def together(self, step: object) -> list[object]:
+    def together(self, step: Callable[[], Any]) -> list[Any]:
         step()
         return json.loads(json.dumps(next(self._told)))
 
@@ -74,7 +81,8 @@ def reads(draw: st.DrawFn) -> tuple[bytes, list[tuple[int, int]]]:
     """A record, and any ranges of it in any order, some read twice."""
     data = draw(st.binary(min_size=1, max_size=80))
     ends = st.integers(0, len(data))
-    return data, [tuple(sorted(pair)) for pair in draw(st.lists(st.tuples(ends, ends), max_size=12))]
+    pairs = draw(st.lists(st.tuples(ends, ends), max_size=12))
+    return data, [(min(pair), max(pair)) for pair in pairs]
 
 
 @settings(max_examples=300)
@@ -86,13 +94,13 @@ def test_any_reads_of_a_record_prove_the_same(
     stored = Stored(ITEM, at, len(data), crc.crc32(data) ^ damage)
     proof = SourceProof()
 
-    def prove() -> object:
+    def prove() -> ProofReport:
         for start, stop in ranges:
             record = proof.of("key", stored)
             if record is not None:
                 record.add(at + start, memoryview(data)[start:stop])
         proof.of("key", stored)
-        return prove_rest(proof, OneFile(bytes(at) + data), lambda _: "key", Ranks(), 2, buffer)
+        return prove_rest(proof, in_memory(bytes(at) + data), lambda _: "key", Ranks(), 2, buffer)
 
     if damage:
         with pytest.raises(
@@ -116,10 +124,11 @@ def test_any_shares_of_several_ranks_prove_the_same(
 
     data = max((one for one, _ in shares), key=len)
     stored = Stored(ITEM, 0, len(data), crc.crc32(data) ^ damage)
-    files, proofs = OneFile(data), [SourceProof() for _ in shares]
+    files, proofs = in_memory(data), [SourceProof() for _ in shares]
     try:
         for proof, (_, ranges) in zip(proofs, shares, strict=True):
             record = proof.of("key", stored)
+            assert record is not None
             for start, stop in ranges:
                 record.add(start, memoryview(data)[start:stop])
     except CorruptCheckpointError:
@@ -131,10 +140,11 @@ def test_any_shares_of_several_ranks_prove_the_same(
     mine = [prove._share(parts, rank, len(shares)) for rank in range(len(shares))]
     assert [part for share in mine for part in share] == parts
     read = [prove._read(share, files, lambda: None, 1, buffer) for share in mine]
-    verdicts = []
+    verdicts: list[ProofReport | str] = []
     for rank, proof in enumerate(proofs):
         try:
-            verdicts.append(prove_rest(proof, files, lambda _: "key", Shared(rank, [told, read]), 1, buffer))
+            played: Any = Shared(rank, [told, read])
+            verdicts.append(prove_rest(proof, files, lambda _: "key", played, 1, buffer))
         except CorruptCheckpointError:
             verdicts.append("damaged")
     assert len(set(verdicts)) == 1
@@ -150,7 +160,7 @@ def test_more_pieces_than_are_kept_are_read_again() -> None:
     for at in range(1, len(data), 2):
         record.add(at, memoryview(data)[at : at + 1])
     assert len(record.pieces) == MOST_PIECES
-    report = prove_rest(proof, OneFile(data), str, Ranks(), 2, 7)
+    report = prove_rest(proof, in_memory(data), str, Ranks(), 2, 7)
     assert (report.nbytes, report.read_for_it) == (len(data), len(data) - MOST_PIECES)
 
 
@@ -175,7 +185,7 @@ def stored_payload(folder: Path, key: str, number: int = 0) -> tuple[Path, int, 
 def plans(case: Case) -> dict[str, Plan]:
     """One tensor each, read in another way."""
     shape = case.catalog.tensors["weight"].shape
-    ways = {
+    ways: dict[str, tuple[tuple[int, ...], View]] = {
         "whole": (shape, ()),
         "a few rows": ((3, shape[1]), (Narrow(0, 5, 3),)),
         "columns": ((shape[0], 9), (Narrow(1, 20, 9),)),
@@ -271,7 +281,7 @@ def test_resume_proves_what_another_process_has_moved(
     path, offset, nbytes = stored_payload(tmp_path / "source", "weight")
     flip_bit(path, offset + nbytes - 1)
     with monkeypatch.context() as patch:
-        patch.setattr(run, "prove_source", stop)
+        patch.setattr(run, "prove_rest", stop)
         with pytest.raises(Interrupted):
             write_checkpoint(plans(case)["columns"], case.files, Output(tmp_path / "out"))
     assert (tmp_path / ".out.ckpt_tools-partial").exists()

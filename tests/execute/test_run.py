@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import math
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -137,7 +140,7 @@ def test_threads_take_every_batch_once_and_spread_over_files(case: Case, threads
     todo = _Todo(items, share, 6 << 16)
     chosen = [file for _ in range(threads) if (file := todo.file())]
     assert len(set(chosen)) == min(threads, len({items[n].file for n in share}))
-    taken = []
+    taken: list[int] = []
     while (file := todo.file()) is not None:
         for batch in todo.batches(file):
             assert {items[n].file for n in batch} == {file}
@@ -360,9 +363,14 @@ def test_joined_small_items_equal_the_general_way(tmp_path: Path, monkeypatch: p
     target, wanted = small_source(tmp_path / "in", 300)
     files = open_files(str(tmp_path / "in"))
     plan = build_plan(read_catalog(files), target, rows(2), 2)
-    joined = []
+    joined: list[int] = []
     real = stream.Pump.write_batch
-    monkeypatch.setattr(stream.Pump, "write_batch", lambda *args: joined.extend(args[1]) or real(*args))
+
+    def counted(*args: Any) -> Any:
+        joined.extend(args[1])
+        return real(*args)
+
+    monkeypatch.setattr(stream.Pump, "write_batch", counted)
     write_checkpoint(plan, files, Output(tmp_path / "joined"), WriteOptions(memory_bytes=6 << 16))
     assert len(joined) > 100
     assert_equal(stock_load(tmp_path / "joined", plan), wanted)
@@ -391,3 +399,26 @@ def test_a_flipped_bit_in_a_small_payload_is_found(
     with pytest.raises(CorruptCheckpointError, match=r"w13: the payload of the item .* another checksum"):
         write_checkpoint(build_plan(catalog, target, rows(1), 1), files, Output(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("place", ["local", "store"])
+def test_buffers_do_not_outlive_the_work(
+    place: str, case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing refers to a pump in a circle: an `--iteration all` would hold more with every checkpoint."""
+    made: list[weakref.ref[stream.Pump]] = []
+    real = stream.Pump.__init__
+
+    def noted(pump: stream.Pump, *args: Any) -> None:
+        made.append(weakref.ref(pump))
+        real(pump, *args)
+
+    monkeypatch.setattr(stream.Pump, "__init__", noted)
+    gc.disable()
+    try:
+        output = tmp_path / "out" if place == "local" else "memory://outlive/out"
+        write_checkpoint(case.plan(2), case.files, Output(output))
+        assert len(made) == WriteOptions().threads
+        assert not [pump for pump in made if pump() is not None]
+    finally:
+        gc.enable()

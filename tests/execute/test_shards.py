@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ckpt_tools.commands.export_hf import ExportOptions, export_hf
 from ckpt_tools.errors import VerificationError
-from ckpt_tools.execute import remote_output, run
+from ckpt_tools.execute import uploads
+from ckpt_tools.execute.local_output import LocalOutput
+from ckpt_tools.execute.marker import MARKER
+from ckpt_tools.execute.remote_output import RemoteOutput
+from ckpt_tools.execute.source_reader import SourceReader
 from ckpt_tools.formats.files import open_files
 from tests.conftest import DATA
 
@@ -31,15 +36,15 @@ def broken(raw: bytes, damage: str) -> bytes:
 def test_a_damaged_shard_is_not_published(
     damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = run._Job._work
+    real = LocalOutput.work
 
-    def work_and_damage(job: run._Job) -> object:
-        counts = real(job)
-        (path,) = Path(job._staging.data).glob("*.safetensors")
+    def work_and_damage(output: LocalOutput, source: SourceReader) -> object:
+        done = real(output, source)
+        (path,) = Path(output._staging.data).glob("*.safetensors")
         path.write_bytes(broken(path.read_bytes(), damage))
-        return counts
+        return done
 
-    monkeypatch.setattr(run._Job, "_work", work_and_damage)
+    monkeypatch.setattr(LocalOutput, "work", work_and_damage)
     with pytest.raises(VerificationError, match="the safetensors library does not"):
         export_hf(str(LLAMA), str(tmp_path / "out"))
     assert list(tmp_path.iterdir()) == []
@@ -50,18 +55,18 @@ def test_a_damaged_shard_is_not_published(
 @pytest.mark.parametrize("damage", ["length", "offsets", "name", "cut"])
 def test_nor_is_one_in_a_store(damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = f"memory://shards-{damage}"
-    real = remote_output._content
+    real = uploads._content
 
-    def damaged(entries: list[object], size: int, pump: object) -> Iterator[bytes]:
+    def damaged(entries: Any, size: int, pump: Any) -> Iterator[bytes]:
         raw = b"".join(bytes(part) for part in real(entries, size, pump))
         yield broken(raw, damage)
 
-    monkeypatch.setattr(remote_output, "_content", damaged)
-    monkeypatch.setattr(remote_output.RemoteJob, "_check_objects", lambda *_: None)  # looks at the length
+    monkeypatch.setattr(uploads, "_content", damaged)
+    monkeypatch.setattr(RemoteOutput, "_check_objects", lambda *_: None)  # looks at the length
     with pytest.raises(
         VerificationError, match=rf"{store}/model.safetensors: the safetensors library does not"
     ):
         export_hf(str(LLAMA), store)
-    assert set(open_files(store).list()) == {remote_output.MARKER, "model.safetensors"}  # no config.json
+    assert set(open_files(store).list()) == {MARKER, "model.safetensors"}  # no config.json
     monkeypatch.undo()
     export_hf(str(LLAMA), store, ExportOptions(overwrite=True))

@@ -28,6 +28,8 @@ from ckpt_tools.model.catalog import Catalog
 from tests.conftest import fixture_dir
 from tests.formats.checkpoints import dcp_folders, stock_metadata
 
+Chunks = dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]]
+
 
 def assert_same(catalog: Catalog, stock: Metadata) -> None:
     """Every key, chunk and item of the catalog is what torch reads, in the same order."""
@@ -83,7 +85,7 @@ def test_plain_torch_save(tmp_path: Path) -> None:
     assert catalog.original_shapes is None
 
 
-def metadata(tensors: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]], **stored: Any) -> Metadata:
+def metadata(tensors: Chunks, **stored: Any) -> Metadata:
     """Metadata of fp32 tensors from their chunks `(offsets, sizes)`; `stored` adds or replaces storage entries."""
     described: dict[str, Any] = {}
     storage: dict[Any, Any] = {}
@@ -109,7 +111,7 @@ def save(folder: Path, value: object, protocol: int = 4) -> None:
         pickle.dump(value, file, protocol)
 
 
-GRID = {
+GRID: Chunks = {
     "matrix": [((r, c), (64, 300)) for r in range(0, 640, 64) for c in range(0, 70_000, 300)],
     "vector": [((a,), (5,)) for a in range(0, 1500, 5)],
     "deep": [((a, 0, 0, 0, 0), (1, 2, 3, 4, 70_000)) for a in range(300)],
@@ -175,7 +177,7 @@ def test_flipped_bytes_never_crash(tmp_path: Path) -> None:
     assert refused > 80
 
 
-ONE = {"w": [((0, 0), (2, 3)), ((2, 0), (2, 3))]}
+ONE: Chunks = {"w": [((0, 0), (2, 3)), ((2, 0), (2, 3))]}
 W0 = MetadataIndex("w", (0, 0))
 
 CONTRADICTIONS = {

@@ -67,7 +67,7 @@ def test_missing_and_unreadable_files(folder: Path) -> None:
 
 def test_short_reads_are_completed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.preadv
-    monkeypatch.setattr(module.os, "preadv", lambda fd, buffers, at: real(fd, [buffers[0][:7]], at))
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: real(fd, [buffers[0][:7]], at))
     files = LocalFiles(str(folder))
     assert files.read("a", 3, 50) == bytes(range(3, 53))
     files.close()

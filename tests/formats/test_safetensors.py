@@ -26,7 +26,7 @@ from ckpt_tools.formats.safetensors import (
 from tests.fuzz.mutate import mutate
 from tests.fuzz.parsers import OneFile, seeds
 
-ARRAYS = {
+ARRAYS: dict[str, Any] = {
     "matrix": np.arange(12, dtype=np.float32).reshape(3, 4),
     "scalar": np.array(7, dtype=np.int64),
     "empty": np.zeros((0, 4), np.float16),

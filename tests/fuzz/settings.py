@@ -67,7 +67,7 @@ def models() -> dict[str, Model]:
     found = {}
     for config in CONFIGS:
         family = family_of_config(config)
-        pairs = expand(family, read_config(family, config | {"padded_vocab_size": 11}))
+        pairs = expand(family, read_config(family, {**config, "padded_vocab_size": 11}))
         theirs = {
             key: Spec("float32", tuple(config["vocab_size"] if n == 0 else n for n in shape.shape))
             for pair in pairs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -30,7 +31,7 @@ BUCKET = f"{DIST}.gbuf_idx_1.dtype_(torch.bfloat16, torch.float32).bucket_idx_2"
 WRAPPED = f"module.module.module.{FC1}"
 
 # key -> what each function says of it; every other function of the list says None
-FORMS = {
+FORMS: dict[str, dict[str, Any]] = {
     f"optimizer.state.exp_avg.{FC1}": {"state_key": ("exp_avg", FC1)},
     f"chained_1.optimizer.state.fp32_param.{FC1}": {"state_key": ("fp32_param", FC1)},
     f"{BUCKET}.exp_avg": {"bucket_key": (BUCKET, 0, 3, 1, "bfloat16", 2, "exp_avg")},

@@ -1,5 +1,7 @@
 """Live names and fused projections, dialect by dialect."""
 
+from collections.abc import Mapping
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,13 +11,15 @@ from ckpt_tools.megatron.fsdp_dtensor.live import live_parameters
 from ckpt_tools.megatron.names import DIALECTS, ModelStyle, depends_on_dialect, group_name, state_name
 from ckpt_tools.megatron.torch_dist.slices import slices_of
 from ckpt_tools.model.catalog import TensorEntry
+from ckpt_tools.model.model import Parameter
 
 TE = ModelStyle(local_norms=False, grouped_experts=True)
 LOCAL = ModelStyle(local_norms=True, grouped_experts=False)
 
 
-def live(shapes: dict[str, tuple[int, ...]], style=TE, dialect="main", tp=1):
-    stored = [p for key, shape in shapes.items() for p in slices_of(TensorEntry(key, "bfloat16", shape, ()))]
+def live(shapes: Mapping[str, tuple[int, ...]], style=TE, dialect="main", tp=1):
+    slices = [p for key, shape in shapes.items() for p in slices_of(TensorEntry(key, "bfloat16", shape, ()))]
+    stored = [Parameter(p.name, p.shape, p.dtype, {}, p.expert) for p in slices]
     return live_parameters(stored, style, DIALECTS[dialect], tp)
 
 
@@ -147,7 +151,7 @@ def test_a_missing_part_is_refused():
 
 
 # As sharded_state_dict splits them: gated_delta_net/{gdn,gdn2,common}.py, mamba_mixer.py. Parts of different sizes.
-PACKED = {
+PACKED: dict[str, list[tuple[tuple[str, int], ...]]] = {
     "self_attention.in_proj.weight": [
         (("query", 4), ("key", 6), ("value", 8), ("z", 10), ("beta", 2), ("alpha", 12)),
         (("query", 4), ("key", 6), ("value", 8), ("z", 10), ("f", 2), ("b", 12), ("w", 14)),

@@ -1,5 +1,7 @@
 """Whose rng states a loading job asks for, and what it gets where the source has none."""
 
+from typing import Any
+
 import pytest
 
 from ckpt_tools.errors import MappingError, UsageError
@@ -55,9 +57,10 @@ def test_data_parallel_ranks_that_nobody_counted(args, gpus, message):
         rng_grid(BOTH, args, CORE_016, gpus=gpus)
 
 
-def written(rng, grid):
+def written(rng, grid) -> tuple[dict[str, Any], Any]:
     objects, notes = rng_objects(rng, grid)
-    return {o.key.removeprefix("rng_state/shard_"): o.value[0][0]["a"] for o in objects}, notes
+    values: dict[str, Any] = {o.key.removeprefix("rng_state/shard_"): o.value for o in objects}
+    return {place: value[0][0]["a"] for place, value in values.items()}, notes
 
 
 def test_every_rank_of_the_grid_has_states_its_own_where_there_are_any():

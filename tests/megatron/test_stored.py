@@ -1,5 +1,7 @@
 """Live tensors back to stored parameters: the inverse of `live.py`, for every dialect and style."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -119,13 +121,16 @@ def test_stored_parameters_undo_live_ones(layer, dialect, local, grouped, fused_
     back = stored_parameters(as_tensors(live), tp, local)
     assert {(p.name, p.expert, p.shape) for p in back} == {(p.name, p.expert, p.shape) for p in stored}
     assert len(back) == len(stored)
-    rows = {(r.parameter.name, r.parameter.expert): [] for p in live for r in p.rows}
+    rows: dict[tuple[str, int | None], list[Any]] = {
+        (r.parameter.name, r.parameter.expert): [] for p in live for r in p.rows
+    }
     for p in live:
         for r in p.rows:
             rows[r.parameter.name, r.parameter.expert].append((r.start, (r.at, r.count)))
-    for p in back:
-        whole = ((0, p.shape[0]),)
-        assert (p.cuts or whole) == tuple(cut for _, cut in sorted(rows[p.name, p.expert]))
+    for stored_one in back:
+        whole = ((0, stored_one.shape[0]),)
+        found = tuple(cut for _, cut in sorted(rows[stored_one.name, stored_one.expert]))
+        assert (stored_one.cuts or whole) == found
 
 
 def back_names(shapes, tp=None, local=None):

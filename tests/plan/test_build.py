@@ -20,7 +20,7 @@ from ckpt_tools.formats.frames import tensor_frame
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.catalog import Catalog, Chunk, Item, TensorEntry
 from ckpt_tools.model.target import InlineTensor, Source, Target, TargetObject, TargetTensor
-from ckpt_tools.model.transfers import Plan, item_rows, plan_summary
+from ckpt_tools.model.transfers import OutputBlob, OutputItem, Plan, Transfer, item_rows, plan_summary
 from ckpt_tools.model.views import Narrow, Place, Select
 from ckpt_tools.plan.assign import worker_share
 from ckpt_tools.plan.build import Placement, build_plan, file_rank
@@ -99,7 +99,8 @@ def test_a_small_plan_in_full() -> None:
 def test_items_lie_aligned_in_order_without_overlap(world: int) -> None:
     plan = stacked_plan(world)
     ends: Counter[str] = Counter()
-    for part in (*plan.blobs, *plan.items):
+    parts: list[OutputBlob | OutputItem] = [*plan.blobs, *plan.items]
+    for part in parts:
         assert part.offset % ALIGNMENT == 0
         assert 0 <= part.offset - ends[part.file] < ALIGNMENT
         ends[part.file] = part.offset + part.length
@@ -113,11 +114,10 @@ def test_a_full_file_gets_no_further_item(monkeypatch: pytest.MonkeyPatch, world
     together = stacked_plan(world)
     monkeypatch.setattr("ckpt_tools.plan.build.FILE_BYTES", 1000)
     plan = stacked_plan(world)
-    parts = (*plan.blobs, *plan.items)
-    assert [(p.key, p.box) for p in parts] == [(p.key, p.box) for p in (*together.blobs, *together.items)]
-    assert [file_rank(p.file) for p in parts] == [
-        file_rank(p.file) for p in (*together.blobs, *together.items)
-    ]
+    parts: list[OutputBlob | OutputItem] = [*plan.blobs, *plan.items]
+    others: list[OutputBlob | OutputItem] = [*together.blobs, *together.items]
+    assert [(p.key, p.box) for p in parts] == [(p.key, p.box) for p in others]
+    assert [file_rank(p.file) for p in parts] == [file_rank(p.file) for p in others]
     for rank in range(world):
         names = [name for name in plan.file_bytes if file_rank(name) == rank]
         assert names == [f"__{rank}_{number}.distcp" for number in range(len(names))]
@@ -164,6 +164,7 @@ def test_every_world_moves_the_same_elements(data: st.DataObject) -> None:
         found: Counter[tuple[int, int, tuple[int, ...]]] = Counter()
         for item in build_plan(catalog, Target((tensor,)), rows(world), world).items:
             for t in item.transfers:
+                assert isinstance(t, Transfer)
                 for at in range(t.piece.box.volume):
                     i, j = divmod(at, t.piece.box.size[1])
                     element = t.piece.offset + i * t.piece.strides[0] + j * t.piece.strides[1]
@@ -194,6 +195,20 @@ def test_shares_are_balanced() -> None:
     )
     items = build_plan(catalog, Target(tensors), whole, 1).items
     assert [len(worker_share(items, i, 4)) for i in range(4)] == [16] * 4
+
+
+def test_shares_weigh_casts() -> None:
+    catalog = catalog_of(
+        w=("float32", (64, 1000, 1000), [Box((i, 0, 0), (1, 1000, 1000)) for i in range(64)])
+    )
+    tensors = tuple(
+        TargetTensor(
+            f"w{i}", "bfloat16" if i < 32 else "float32", (1000, 1000), (Source("w", (Select(0, i),)),)
+        )
+        for i in range(64)
+    )
+    items = build_plan(catalog, Target(tensors), whole, 1).items  # 32 casts of 2 MB, 32 moves of 4 MB
+    assert [len(worker_share(items, i, 2)) for i in range(2)] == [24, 40]
 
 
 def failing(catalog: Catalog, *tensors: TargetTensor, placement: Placement = whole) -> str:

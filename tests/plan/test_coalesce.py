@@ -72,7 +72,7 @@ def test_batches_are_a_partition_of_small_copies(
         assert sum(item.length + 64 for item in members) <= limit
         for item in members:
             (transfer,) = item.transfers
-            assert transfer.strategy == VERBATIM
+            assert isinstance(transfer, Transfer) and transfer.strategy == VERBATIM
             assert transfer.item.length <= SMALL_BYTES
             assert not item.bare
             assert item.zero_elems == 0
@@ -86,9 +86,13 @@ def test_neighbours_are_joined() -> None:
 
 
 def small_copy(source: int = 1500, length: int = 1500, bare: bool = False, **changes: Any) -> OutputItem:
-    transfer = Transfer("k", Item("s", 0, source, bare), "int8", (4,), chunk_piece(full_box((4,))), VERBATIM)
+    transfer = small_transfer(source, bare)
     item = OutputItem("k", full_box((4,)), "int8", "x", 0, length, (transfer,))
     return item._replace(**changes)
+
+
+def small_transfer(source: int = 1500, bare: bool = False) -> Transfer:
+    return Transfer("k", Item("s", 0, source, bare), "int8", (4,), chunk_piece(full_box((4,))), VERBATIM)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +106,7 @@ def small_copy(source: int = 1500, length: int = 1500, bare: bool = False, **cha
         (small_copy()._replace(bare=True), False),
         (small_copy(zero_elems=1), False),
         (small_copy(transfers=small_copy().transfers * 2), False),
-        (small_copy(transfers=(small_copy().transfers[0]._replace(strategy=RUNS),)), False),
+        (small_copy(transfers=(small_transfer()._replace(strategy=RUNS),)), False),
     ],
 )
 def test_only_small_whole_payloads_are_joined(item: OutputItem, joined: bool) -> None:

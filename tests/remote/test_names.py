@@ -72,9 +72,9 @@ def _check(fs: Any, url: str, root: str, name: str, case: Case) -> None:
         fs.pipe_file(path, data)
     output = Output(f"{url}/{name}")
     write_checkpoint(case.plan(2), case.files, output)
-    for how in ({"overwrite": True}, {"overwrite": True, "resume": True}):
+    for resume in (False, True):
         Store(f"{url}/{name}").put("stale [12]*", b"stale")
-        write_checkpoint(case.plan(2), case.files, replace(output, **how))
+        write_checkpoint(case.plan(2), case.files, replace(output, overwrite=True, resume=resume))
     files = open_files(f"{url}/{name}")
     assert files.list() == [".metadata", "__0_0.distcp", "__1_0.distcp"]
     for file in files.list():

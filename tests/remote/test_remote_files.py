@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -152,8 +153,8 @@ def test_threads_share_one_folder(store: Store) -> None:
 
 def test_pauses_double_and_are_bounded(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
-    monkeypatch.setattr(store_module.time, "sleep", pauses.append)
-    monkeypatch.setattr(store_module.random, "uniform", lambda low, high: 1.0)
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    monkeypatch.setattr(random, "uniform", lambda low, high: 1.0)
 
     def reset(number: int, start: int, end: int) -> bytes | None:
         raise ConnectionResetError("reset by peer")

@@ -15,9 +15,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 from ckpt_tools.commands.outputs import place_parts
 from ckpt_tools.errors import CorruptCheckpointError, StorageError, UsageError
 from ckpt_tools.execute import remote_output
+from ckpt_tools.execute.marker import MARKER
 from ckpt_tools.execute.ranks import Ranks
-from ckpt_tools.execute.remote_output import MARKER, METADATA, share_of_files
 from ckpt_tools.execute.run import Output, WriteReport, write_checkpoint
+from ckpt_tools.execute.uploads import share_of_files
+from ckpt_tools.execute.write_job import METADATA
 from ckpt_tools.formats.dcp import read_catalog
 from ckpt_tools.formats.files import open_files
 from tests.execute.conftest import Case, make_case

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_tools.errors import StorageError, UnsupportedCheckpointError
-from ckpt_tools.execute import remote_output
+from ckpt_tools.execute import uploads
 from ckpt_tools.execute.run import Output, write_checkpoint
 from ckpt_tools.formats.dcp import read_catalog
 from ckpt_tools.formats.files import LocalFiles, open_files
@@ -113,7 +113,7 @@ def test_a_conversion_from_s3_to_s3_survives_faults_bit_for_bit(
     case = make_case(tmp_path / "source", scale=64)  # files of 12 MiB: three parts each
     s3fs.S3FileSystem().put(str(tmp_path / "source"), "runs/source", recursive=True)
     write_checkpoint(case.plan(2), case.files, Output(tmp_path / "local"))
-    monkeypatch.setattr(remote_output, "_PART_BYTES", 5 << 20)
+    monkeypatch.setattr(uploads, "_PART_BYTES", 5 << 20)
     draw = random.Random(5)
     proxy.requests.clear()
     proxy.done.clear()

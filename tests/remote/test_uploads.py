@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from ckpt_tools.errors import CorruptCheckpointError, Interrupted, UsageError
-from ckpt_tools.execute import remote_output
-from ckpt_tools.execute.remote_output import MARKER, METADATA
+from ckpt_tools.execute import uploads
+from ckpt_tools.execute.marker import MARKER
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
+from ckpt_tools.execute.write_job import METADATA
 from ckpt_tools.formats.store import Store
 from tests.conftest import REPO
 from tests.execute.conftest import Case, make_case
@@ -40,7 +41,7 @@ def proxy(server: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> Iterator[
             monkeypatch.setenv(name, value)
         s3fs.S3FileSystem.clear_instance_cache()
         s3fs.S3FileSystem().makedirs("box", exist_ok=True)
-        monkeypatch.setattr(remote_output, "_PART_BYTES", 5 << 20)
+        monkeypatch.setattr(uploads, "_PART_BYTES", 5 << 20)
         yield found
 
 
@@ -65,7 +66,7 @@ def _parts(proxy: FaultProxy) -> int:
 def test_a_failing_source_leaves_no_upload(
     proxy: FaultProxy, large: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = remote_output._content
+    original = uploads._content
 
     def content(entries: Any, size: int, pump: Any) -> Iterator[Any]:
         at = 0
@@ -75,7 +76,7 @@ def test_a_failing_source_leaves_no_upload(
             at += len(data)
             yield data
 
-    monkeypatch.setattr(remote_output, "_content", content)
+    monkeypatch.setattr(uploads, "_content", content)
     with pytest.raises(CorruptCheckpointError, match="a flipped bit"):
         write_checkpoint(large.plan(2), large.files, Output("s3://box/failing"))
     assert _parts(proxy), "uploads had begun"
@@ -90,13 +91,13 @@ def test_a_failing_source_leaves_no_upload(
 def test_a_run_that_loses_in_the_middle_of_a_file_does_not_complete_it(
     proxy: FaultProxy, large: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, store = remote_output._content, Store("s3://box/taken")
+    original, store = uploads._content, Store("s3://box/taken")
 
     def content(entries: Any, size: int, pump: Any) -> Iterator[Any]:
         yield from original(entries, size, pump)
         store.put(MARKER, b'{"token": "other", "owner": "process 5 on there"}')
 
-    monkeypatch.setattr(remote_output, "_content", content)
+    monkeypatch.setattr(uploads, "_content", content)
     with pytest.raises(UsageError, match=r"taken by another converter \(process 5 on there\)"):
         write_checkpoint(large.plan(2), large.files, Output("s3://box/taken"), WriteOptions(threads=1))
     assert _parts(proxy)
@@ -110,9 +111,13 @@ def test_ctrl_c_leaves_no_upload(proxy: FaultProxy, large: Case) -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
     sent: list[int] = []
-    proxy.choose = lambda number, method, path: (
-        "none" if "uploadId" not in path else time.sleep(0.2) or "none"
-    )
+
+    def slow_parts(_number: int, _method: str, path: str) -> str:
+        if "uploadId" in path:
+            time.sleep(0.2)
+        return "none"
+
+    proxy.choose = slow_parts
     with pytest.raises(Interrupted):
         write_checkpoint(large.plan(1), large.files, Output("s3://box/ctrlc"), progress=interrupt)
     assert sent
@@ -123,10 +128,10 @@ def test_ctrl_c_leaves_no_upload(proxy: FaultProxy, large: Case) -> None:
 KILLED = """
 import sys
 from pathlib import Path
-from ckpt_tools.execute import remote_output
+from ckpt_tools.execute import uploads
 from ckpt_tools.execute.run import Output, write_checkpoint
 from tests.execute.conftest import reopened_case
-remote_output._PART_BYTES = 5 << 20
+uploads._PART_BYTES = 5 << 20
 case = reopened_case(Path(sys.argv[1]))
 write_checkpoint(case.plan(2), case.files, Output(sys.argv[2]))
 """
@@ -159,7 +164,9 @@ def test_uploads_of_a_killed_process_end_when_the_next_one_comes(
     assert _uploads()
     others = Store("s3://box")
     foreign = others.fs.call_s3("create_multipart_upload", Bucket="box", Key=f"killed-{how}2/x")
-    write_checkpoint(large.plan(2), large.files, Output(url, **{how: True}))
+    write_checkpoint(
+        large.plan(2), large.files, Output(url, overwrite=how == "overwrite", resume=how == "resume")
+    )
     assert _uploads() == [f"killed-{how}2/x"], "and nobody else's"
     others.fs.call_s3(
         "abort_multipart_upload", Bucket="box", Key=f"killed-{how}2/x", UploadId=foreign["UploadId"]
@@ -171,14 +178,15 @@ RANK = """
 import os, signal, sys
 from pathlib import Path
 from ckpt_tools.errors import CkptError
-from ckpt_tools.execute import heartbeat, ranks as waiting, remote_output
+from ckpt_tools.execute import heartbeat, ranks as waiting, uploads
 from ckpt_tools.execute.ranks import connect
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
+from ckpt_tools.execute.write_job import METADATA
 from tests.execute.conftest import reopened_case
 heartbeat.BEAT_SECONDS, heartbeat.SILENT_SECONDS, waiting._LAST_WORDS_SECONDS = 0.2, 4.0, 1.0
-remote_output._PART_BYTES = 5 << 20
+uploads._PART_BYTES = 5 << 20
 ranks, case = connect(), reopened_case(Path(sys.argv[1]))
-original = remote_output._content
+original = uploads._content
 
 def content(entries, size, pump):
     done = 0
@@ -188,7 +196,7 @@ def content(entries, size, pump):
         done += len(data)
         yield data
 
-remote_output._content = content
+uploads._content = content
 try:
     write_checkpoint(case.plan(2), case.files, Output(sys.argv[2]), WriteOptions(threads=1), ranks=ranks)
 except CkptError as error:

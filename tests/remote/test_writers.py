@@ -11,10 +11,12 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from ckpt_tools.errors import CorruptCheckpointError, StorageError, UsageError
-from ckpt_tools.execute import remote_output
-from ckpt_tools.execute.remote_output import MARKER, METADATA, RemoteJob
+from ckpt_tools.execute import marker, remote_output
+from ckpt_tools.execute.marker import MARKER
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
+from ckpt_tools.execute.uploads import Uploads
 from ckpt_tools.formats import store as store_module
+from ckpt_tools.formats.dcp import METADATA
 from ckpt_tools.formats.store import Store
 from tests.execute.conftest import Case, make_case
 
@@ -51,7 +53,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], None]]:
         monkeypatch.setattr(owner, method, called)
 
     before("put", Store, "put")
-    before("write", RemoteJob, "_write_file")
+    before("write", Uploads, "_upload")
     before("remove", Store, "remove")
     return chosen
 
@@ -159,9 +161,9 @@ def test_a_marker_that_is_none_is_named(case: Case, memory: MemoryFileSystem) ->
 def test_a_marker_without_end_is_not_read(
     case: Case, memory: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_output, "_MARKER_BYTES", 1 << 10)
+    monkeypatch.setattr(marker, "_MOST_BYTES", 1 << 10)
     memory.pipe_file(f"{FOLDER}/{MARKER}", bytes(1 << 11))
-    monkeypatch.setattr(remote_output.RemoteJob, "_marker", lambda _: pytest.fail("it was read"))
+    monkeypatch.setattr(Store, "get", lambda *_: pytest.fail("it was read"))
     with pytest.raises(UsageError, match="was not written by this version"):
         _convert(case, resume=True)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.model.box import Box
+from ckpt_tools.model.choices import LayoutName
 from ckpt_tools.sharding.describe import LiveTensor, describe
 from ckpt_tools.sharding.memory import rank_memory
 from ckpt_tools.sharding.parameters import Parameter, Part
@@ -45,10 +46,10 @@ def replay_whole_model(record: Json, c: Comparison) -> None:
     topology = Topology(topo["shard"], topo.get("outer", 1), tp, 1, ep, etp, 1, strategy, outer_strategy)
     order = _traversal(listed, given["model"]["units"])
     params = parameters_of(listed, order, given["model"]["units"], ep, innermost=kind == "v2")
-    layout = {"v1": "mfsdp-v1", "v2": "mfsdp-v2", "fsdp2": "fsdp2"}[kind]
+    layouts: dict[str, LayoutName] = {"v1": "mfsdp-v1", "v2": "mfsdp-v2", "fsdp2": "fsdp2"}
 
     def make() -> Placement:
-        return Placement(params, topology, layout, given.get("bucket_size"))
+        return Placement(params, topology, layouts[kind], given.get("bucket_size"))
 
     if "error" in record:
         _replay_error(record, make, c)
@@ -281,7 +282,7 @@ def replay_mcore(record: Json, c: Comparison) -> None:
             axes = placement.mesh(p)
             c.equal("mesh", [_MCORE_AXES[axis.name] for axis in axes], e["mesh"])
             c.equal("mesh_shape", [axis.size for axis in axes], e["mesh_shape"])
-            c.equal("placements", [f"Shard(dim={axis.dim})" for axis in axes], e["placements"])
+            c.equal("placements", [_placement(axis.dim) for axis in axes], e["placements"])
             c.equal("tp_mode", _TP_MODES[p.tp_dim], e["tp_mode"] or "replicated")
             c.equal("partition_dim", p.tp_dim, e["partition_dim"])
             c.equal("local_shape", box.size, e["local_shape"])
@@ -298,6 +299,11 @@ def replay_mcore(record: Json, c: Comparison) -> None:
             [n.removeprefix("module."), e["chunk"]] for n, e in expected["checkpoint"].items() if e["items"]
         ]
         c.equal(f"rank {rank} order and boxes", [[n, b] for n, b in held], saved)
+
+
+def _placement(dim: int | None) -> str:
+    """What torch's placement of a mesh axis prints: which dimension it shards, or that it replicates."""
+    return "Replicate()" if dim is None else f"Shard(dim={dim})"
 
 
 def _replay_mcore_groups(expected: Json, placement: Placement, local: dict[str, str], c: Comparison) -> None:

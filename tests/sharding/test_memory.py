@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 
 from ckpt_tools.errors import UsageError
+from ckpt_tools.model.choices import LayoutName
 from ckpt_tools.sharding.memory import Memory, rank_memory
 from ckpt_tools.sharding.parameters import Parameter
 from ckpt_tools.sharding.placement import Placement
@@ -45,8 +46,10 @@ def test_types_of_main_weights_and_gradients() -> None:
 
 def test_frozen_parameters_have_weights_only() -> None:
     frozen = [Parameter("w", (4, 2), "bfloat16", trainable=False, unit=0)]
-    for layout, strategy in product(("mfsdp-v1", "fsdp2"), ("optim_grads_params",)):
-        memory = rank_memory(Placement(frozen, Topology(2, strategy=strategy), layout), 0)
+    layouts: tuple[LayoutName, ...] = ("mfsdp-v1", "fsdp2")
+    for layout in layouts:
+        topology = Topology(2, strategy="optim_grads_params")
+        memory = rank_memory(Placement(frozen, topology, layout), 0)
         assert (memory.weights, memory.main_weights, memory.gradients, memory.adam) == (8, 0, 0, 0)
 
 

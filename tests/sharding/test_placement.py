@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.model.box import Box
+from ckpt_tools.model.choices import LayoutName
 from ckpt_tools.sharding.parameters import Expert, Parameter, Part
 from ckpt_tools.sharding.placement import Placement
 from ckpt_tools.sharding.topology import LAYOUTS, Topology
@@ -25,7 +26,7 @@ STRATEGIES: list[tuple[str | int, int]] = [
 
 
 @st.composite
-def topologies(draw: st.DrawFn, layout: str) -> Topology:
+def topologies(draw: st.DrawFn, layout: LayoutName) -> Topology:
     strategy, outer_strategy = draw(st.sampled_from(STRATEGIES)) if layout != "fsdp2" else (3, 0)
     tp = draw(st.integers(1, 3)) if layout != "mfsdp-v2" else 1
     try:
@@ -110,7 +111,7 @@ def cuts_a_row(placement: Placement) -> bool:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @given(data=st.data())
-def test_what_is_written_tiles_every_tensor_exactly(layout: str, data: st.DataObject) -> None:
+def test_what_is_written_tiles_every_tensor_exactly(layout: LayoutName, data: st.DataObject) -> None:
     topology = data.draw(topologies(layout))
     parameters = data.draw(models(topology))
     bucket_size = data.draw(st.sampled_from([None, 1, 50]))
@@ -303,7 +304,7 @@ def test_the_proposed_size_is_legal_for_the_experts() -> None:
     ],
 )  # fmt: skip
 def test_parameters_that_do_not_fit_are_named(
-    parameter: Parameter, topology: Topology, layout: str, words: str
+    parameter: Parameter, topology: Topology, layout: LayoutName, words: str
 ) -> None:
     with pytest.raises(UsageError, match=words):
         Placement([Parameter("ok", (4, 4), "bfloat16"), parameter], topology, layout)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ckpt_tools.model.choices import LayoutName
 from ckpt_tools.sharding.parameters import Parameter
 from ckpt_tools.sharding.placement import Placement
 from ckpt_tools.sharding.topology import Topology
@@ -157,8 +158,8 @@ def _of_matrix(parameters: list[Parameter], layout: Any) -> Placement:
         strategy=layout["strategy"] or "optim_grads_params",
         outer_strategy=layout["outer_strategy"] or "no_shard",
     )
-    name = {"v1": "mfsdp-v1", "v2": "mfsdp-v2", "fsdp2": "fsdp2"}[layout["kind"]]
-    return Placement(parameters, topology, name)
+    names: dict[str, LayoutName] = {"v1": "mfsdp-v1", "v2": "mfsdp-v2", "fsdp2": "fsdp2"}
+    return Placement(parameters, topology, names[layout["kind"]])
 
 
 def test_a_difference_is_seen() -> None:

@@ -46,7 +46,10 @@ class _Anything(type):
 
 class _StandIn(types.ModuleType):
     __version__ = "3.0.0"
-    __path__: typing.ClassVar[list[str]] = []
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -73,7 +76,8 @@ def real_parser(checkout: str) -> argparse.ArgumentParser:
     import torch._inductor  # noqa: F401  all three look for triton: before the stand-ins come
     import typing_extensions
 
-    typing.override = getattr(typing, "override", typing_extensions.override)
+    if not hasattr(typing, "override"):
+        setattr(typing, "override", typing_extensions.override)  # noqa: B010
     sys.meta_path.append(_Finder())
     sys.path.insert(0, checkout)
     from megatron.post_training.arguments import add_modelopt_args

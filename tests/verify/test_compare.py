@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tools.model.casts import float32_to_bfloat16, raw_dtype
+from ckpt_tools.model.choices import NanPolicy
 from ckpt_tools.verify.compare import Comparison, Tolerance, to_float64, ulp_distance
 
-WIDTHS = {"bfloat16": 16, "float16": 16, "float32": 32, "float64": 64}
+WIDTHS: dict[str, Any] = {"bfloat16": 16, "float16": 16, "float32": 32, "float64": 64}
 INFINITY = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000, "float64": 0x7FF0000000000000}
 types = st.sampled_from(sorted(WIDTHS))
 
@@ -126,7 +128,7 @@ def test_an_infinity_is_near_itself_only(pair, rtol):
 @pytest.mark.parametrize("tolerant", [Tolerance(), Tolerance(ulp=1)])
 def test_nan_policies(tolerant):
     quiet, other, one = 0x7FC00000, 0x7FC00001, 0x3F800000
-    expected = {"bits": (0, 1), "equal": (0, 0), "different": (1, 1)}
+    expected: dict[NanPolicy, tuple[int, int]] = {"bits": (0, 1), "equal": (0, 0), "different": (1, 1)}
     for policy, (same, payload) in expected.items():
         tolerance = Tolerance(ulp=tolerant.ulp, nan=policy)
         assert compared("float32", quiet, quiet, tolerance).different == same
@@ -209,5 +211,5 @@ def test_differences_are_counted_over_blocks(count, seed):
     comparison.add(a.view("u4").reshape(100, 1000), b.view("u4").reshape(100, 1000), (7, 0))
     assert comparison.found.different == count
     if count:
-        row, column = comparison.found.index
+        row, column = comparison.found.index or ()
         assert (row - 7) * 1000 + column in places

@@ -8,6 +8,7 @@ import struct
 import sys
 import types
 from collections import OrderedDict, defaultdict
+from typing import Any
 
 import numpy as np
 import pytest
@@ -81,9 +82,14 @@ def negative_nan():
 
 
 def ordered(metadata):
-    found = OrderedDict(a=1)
+    found: Any = OrderedDict(a=1)
     found._metadata = metadata
     return found
+
+
+def default_of(factory: Any, values: dict[str, Any]) -> Any:
+    """A dict whose values need not be what its factory makes."""
+    return defaultdict(factory, values)
 
 
 @pytest.mark.parametrize(
@@ -120,8 +126,8 @@ def test_the_same_value_is_equal(make, tmp_path):
         ({"a": 1, "b": 2}, {"b": 2, "a": 1}, []),
         (ordered({"version": 1}), ordered({"version": 2}), ["_metadata.version"]),
         (defaultdict(list, {"a": [1]}), defaultdict(list, {"a": [2]}), ["a.0"]),
-        (defaultdict(list, {"a": 1}), defaultdict(list, {"b": 1}), ["a", "b"]),
-        (defaultdict(list, {"a": 1}), defaultdict(dict, {"a": 1}), ["args.0"]),
+        (default_of(list, {"a": 1}), default_of(list, {"b": 1}), ["a", "b"]),
+        (default_of(list, {"a": 1}), default_of(dict, {"a": 1}), ["args.0"]),
         (Items([1, 2]), Items([1, 3]), ["1"]),
         (Items([1, 2]), Items([1]), ["1"]),
         (Items([1]), [1], ["v"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -71,7 +72,7 @@ def test_what_the_parser_does_not_take(words, unknown, refused):
     parsed = parse_flags(words.split(), "main")
     assert parsed.unknown == unknown
     assert (parsed.refused is None) == (refused is None)
-    assert refused is None or parsed.refused.startswith(refused)
+    assert refused is None or (parsed.refused or "").startswith(refused)
 
 
 @pytest.mark.parametrize(
@@ -120,10 +121,10 @@ def test_the_table_is_whole():
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_setting_can_be_said_and_is_read_back(version):
-    samples = {"int": 3, "float": 0.25, "str": "x", "tuple": (1, 2), "pattern": [0, 0, 1]}
+    samples: dict[str, Any] = {"int": 3, "float": 0.25, "str": "x", "tuple": (1, 2), "pattern": [0, 0, 1]}
     for flag in flags_of(version):
         if flag.kind != "store":
-            values = [True, False] if flag.kind == "bool" else [flag.kind == "true"]
+            values: list[Any] = [True, False] if flag.kind == "bool" else [flag.kind == "true"]
         elif flag.type == "bool":
             continue  # a flag for which every word is true
         else:
@@ -133,6 +134,7 @@ def test_every_setting_can_be_said_and_is_read_back(version):
                 value if flag.nargs is None else [value] * (flag.nargs if isinstance(flag.nargs, int) else 1)
             )
             words = flag_words(flag.name, wanted, version, always=True)
+            assert words is not None
             assert parse_flags(words, version).given == {flag.name: wanted}
     assert flag_words("num_layers", None, version) == []
     assert flag_words("swiglu", False, version) == []

@@ -187,9 +187,11 @@ def test_shapes_before_flattening_have_as_many_elements(tmp_path):
     folder = next(root.rglob(".metadata")).parent
     catalog = read_catalog(LocalFiles(str(folder)))
     assert check_planner(catalog).errors == 0
-    key, shape = next(iter(catalog.original_shapes.items()))
-    catalog.original_shapes[key] = (*shape, 2)
-    catalog.original_shapes["absent"] = (1,)
+    shapes = catalog.original_shapes
+    assert isinstance(shapes, dict)
+    key, shape = next(iter(shapes.items()))
+    shapes[key] = (*shape, 2)
+    shapes["absent"] = (1,)
     assert [f.where for f in check_planner(catalog).findings] == [key, "absent"]
 
 

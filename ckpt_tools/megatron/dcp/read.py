@@ -29,9 +29,9 @@ from ckpt_tools.megatron.fsdp_dtensor.entries import (
 from ckpt_tools.megatron.fsdp_dtensor.flatten import unflatten
 from ckpt_tools.megatron.fsdp_dtensor.read import fsdp_model
 from ckpt_tools.megatron.keys import BUFFERS, COMMON_ITEMS, NESTED_STATES, STEP, rank_of
-from ckpt_tools.megatron.names import LayerSpec
 from ckpt_tools.megatron.record import read_record
 from ckpt_tools.model.catalog import Catalog, TensorEntry
+from ckpt_tools.model.choices import LayerSpec
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.roles import MASTER, WEIGHT
 from ckpt_tools.model.target import Source

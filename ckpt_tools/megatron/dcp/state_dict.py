@@ -96,7 +96,14 @@ def is_megatron(found: StateDict) -> bool:
 
 
 def read_state_dict(catalog: Catalog) -> StateDict:
-    """The keys of a plain PyTorch checkpoint, sorted."""
+    """The keys of a plain PyTorch checkpoint, sorted: once for a catalog, since a large one takes seconds."""
+    found: StateDict | None = catalog.derived.get("state_dict")
+    if found is None:
+        found = catalog.derived["state_dict"] = _read(catalog)
+    return found
+
+
+def _read(catalog: Catalog) -> StateDict:
     keys = (*catalog.tensors, *catalog.objects)
     leaves = _optimizer_leaves(catalog, keys)
     roots: dict[str, list[_Leaf]] = {}

@@ -6,6 +6,7 @@
 * `tensors`: the keys, and what stands under them
 * `flatten`: nested values as leaves under dotted keys
 * `entries`: the keys taken apart again
+* `stages`: layers that have the numbers of a pipeline stage
 * `stored`: live parameters as stored ones: the mirror of `live`
 * `read`: the checkpoint as a `Model`
 * `regroup`: the same checkpoint for another topology

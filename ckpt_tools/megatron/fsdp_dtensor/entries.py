@@ -20,6 +20,7 @@ from ckpt_tools.formats.files import Files
 from ckpt_tools.formats.left_out import leave_out
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.fsdp_dtensor.flatten import Path, unflatten
+from ckpt_tools.megatron.fsdp_dtensor.stages import local_numbers
 from ckpt_tools.megatron.keys import (
     BUFFERS,
     COMMON_ITEMS,
@@ -137,14 +138,16 @@ def read_fsdp_source(
     `ignored` are globs of keys that are left out. With `weights_only` an optimizer that cannot be read is too.
 
     Raises:
-        MappingError: keys without a rule, half a gated weight, or states that do not fit their weights.
+        MappingError: keys without a rule, half a gated weight, states that do not fit their weights, or layers
+            under the numbers of a pipeline stage.
         UnsupportedCheckpointError: fp32 masters stand beside the model, as a foreign converter writes them.
     """
     values = SmallValues(files, trust_pickle)
     catalog, left_out = leave_out(catalog, ignored)
     weights, states, groups, nested, dropped = _sort_keys(catalog, values, weights_only)
     tree = unflatten(nested) if nested else {}
-    ranks = tree.get("rng_state", {})
+    ranks = {rank: states for name, states in tree.get("rng_state", {}).items() if (rank := rank_of(name))}
+    _refuse_local_numbers(weights, (*states, *groups), common, len({pp for pp, _ in ranks}))
     notes: tuple[str, ...] = ()
     try:
         tensors = _join(weights, states, values)
@@ -159,7 +162,7 @@ def read_fsdp_source(
         tensors=tensors,
         groups=groups,
         scheduler=tree.get("opt_param_scheduler", {}),
-        rng={rank: states for name, states in ranks.items() if (rank := rank_of(name))},
+        rng=ranks,
         grad_scaler=tree.get("optimizer", {}).get("grad_scaler", {}),
         dropped=(*left_out, *dropped),
         ignored=left_out,
@@ -283,6 +286,14 @@ def _join(weights: Mapping[str, TensorEntry], states: _States, values: SmallValu
     return tuple(tensors)
 
 
+def _refuse_local_numbers(
+    weights: Iterable[str], states: Iterable[str], common: CommonState, stages: int
+) -> None:
+    found = local_numbers(weights, states, common, stages)
+    if found is not None:
+        raise MappingError(f"{found}.\n{found.way_out[:1].upper()}{found.way_out[1:]}")
+
+
 def _refuse_masters(states: _States) -> None:
     masters = [
         f"{name}.{kind}" for name, kinds in states.items() for kind in kinds if canonical_kind(kind) == MASTER
@@ -290,8 +301,8 @@ def _refuse_masters(states: _States) -> None:
     if masters:
         raise UnsupportedCheckpointError(
             "fp32 masters stand among the optimizer states, where Megatron-FSDP neither writes nor reads them (the "
-            "converter of Megatron-LM does); convert the torch_dist checkpoint this one was made from instead, or "
-            "the model's values alone with --weights-only:\n" + list_problems(masters)
+            "converter of Megatron-LM does); `repair` puts those that round to the weights in their place, and "
+            "--weights-only converts the model's values alone:\n" + list_problems(masters)
         )
 
 

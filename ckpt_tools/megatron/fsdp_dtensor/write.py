@@ -32,22 +32,15 @@ from ckpt_tools.megatron.names import (
     MTP_DISK,
     MTP_LIVE,
     Dialect,
-    DialectName,
-    ExpertModules,
-    LayerSpec,
     ModelStyle,
     dialect_named,
 )
-from ckpt_tools.megatron.param_groups import (
-    Membership,
-    derive_memberships,
-    merge_map,
-    rules_from_args,
-)
+from ckpt_tools.megatron.param_groups import Membership, derive_memberships, merge_map, rules_from_args
 from ckpt_tools.megatron.record import Size
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.expected import expected_states, refuse_missing_states
 from ckpt_tools.megatron.torch_dist.slices import layer_counts
 from ckpt_tools.megatron.vocab import VocabChange, Vocabulary, resize_vocab, told_tokens, vocabulary
+from ckpt_tools.model.choices import DialectName, ExpertModules, LayerSpec
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.roles import MASTER

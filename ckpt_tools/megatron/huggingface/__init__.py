@@ -7,6 +7,7 @@
 * `rulefile`: a family that a user adds
 * `identify`: which family a model is of
 * `model_args`: a model's architecture in one spelling
+* `written_args`: and back, as args of a new checkpoint
 * `numbers`: sizes from settings, looked at before anything is built of them
 * `rope_args`: rotary embeddings
 * `layer_patterns`: which layers have a window, or experts

@@ -102,7 +102,7 @@ def _read_greedy(method: str, config: Config) -> int | None:
 
 
 def _read_group_topk(value: int | None, config: Config) -> int | None:
-    """One group of several is a choice; one of one is none."""
+    """One group of several is a choice; one of one leaves nothing to choose."""
     return None if config.get("n_group") in (None, 1) else value
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.huggingface.layer_patterns import moe_layers, sliding_layers, sliding_turn, window_of
 from ckpt_tools.megatron.huggingface.numbers import bounded
-from ckpt_tools.megatron.huggingface.rope_args import RopeScaling, rope_args, rope_scaling, rotary_bases
+from ckpt_tools.megatron.huggingface.rope_args import RopeScaling, rope_scaling, rotary_bases
 
 
 class GluInterleave(NamedTuple):
@@ -123,151 +123,126 @@ def read_model_args(args: Mapping[str, Any]) -> ModelArgs:
         MappingError: a field without which no shape can be told is missing, or a pattern does not fit.
     """
     args = flat_args(args)
-    missing = [n for n in ("num_layers", "hidden_size", "num_attention_heads") if not args.get(n)]
+    needed = ["num_layers", "hidden_size", "num_attention_heads"]
+    if args.get("group_query_attention") and not _is_mla(args):
+        needed.append("num_query_groups")
+    missing = [name for name in needed if not args.get(name)]
     if missing:
         raise MappingError(f"the checkpoint's args do not say {', '.join(missing)}; pass --hf-config")
-    heads, hidden, layers = args["num_attention_heads"], args["hidden_size"], args["num_layers"]
-    grouped = args.get("group_query_attention", args.get("num_query_groups") is not None)
-    experts = _first(args, "num_experts", "num_moe_experts")
-    ffn = args.get("ffn_hidden_size") or 4 * hidden
-    window = window_of(args.get("window_size"))
-    mla = bool(args.get("multi_latent_attention"))
-    kind = as_text(args.get("position_embedding_type", "learned_absolute"))
-    rope = rotary_bases(args)
-    groups = args.get("moe_router_num_groups")
     return ModelArgs(
-        num_layers=layers,
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        num_query_groups=args["num_query_groups"] if grouped and not mla else heads,
-        kv_channels=args.get("kv_channels") or hidden // heads,
-        ffn_hidden_size=ffn,
-        max_position_embeddings=_first(args, "max_position_embeddings", "seq_length") or 0,
-        vocab_size=_vocabulary(args),
-        padded_vocab_size=args.get("padded_vocab_size"),
-        tied=_tied(args),
-        normalization=args.get("normalization", "LayerNorm"),
-        layernorm_epsilon=_first(args, "layernorm_epsilon", "norm_epsilon", default=1e-5),
-        zero_centered_gamma=bool(_first(args, "layernorm_zero_centered_gamma", "apply_layernorm_1p")),
-        activation=_activation(args),
-        activation_clamp=args.get("activation_func_clamp_value"),
-        glu_linear_offset=args.get("glu_linear_offset") or 0.0,
-        add_bias_linear=bool(args.get("add_bias_linear", True)),
-        add_qkv_bias=bool(args.get("add_qkv_bias")) and not args.get("add_bias_linear", True),
-        qk_layernorm=bool(args.get("qk_layernorm")),
-        softmax_type=as_text(args.get("softmax_type", "vanilla")),
-        position_embedding_type=_positions(args, kind),
-        rotary_base=rope[0],
-        rotary_base_local=rope[1],
-        rotary_percent=args.get("rotary_percent", 1.0),
-        rotary_interleaved=bool(args.get("rotary_interleaved")) and _positions(args, kind) == "rope",
-        rope_scaling=rope_scaling(args, kind, mla),
-        yarn_told=mla or "yarn_original_max_position_embeddings" in args or "gated_linear_unit" in args,
-        sliding_window=window,
-        sliding_layers=sliding_layers(args.get("window_attn_skip_freq"), layers) if window else (),
-        sliding_pattern=sliding_turn(args.get("interleaved_attn_pattern")),
-        query_pre_attn_scalar=_query_scalar(args),
-        attn_logit_softcapping=args.get("attn_logit_softcapping"),
-        final_logit_softcapping=args.get("final_logit_softcapping"),
-        init_method_std=args.get("init_method_std", 0.02),
-        attention_dropout=args.get("attention_dropout", 0.1),
-        hidden_dropout=args.get("hidden_dropout", 0.1),
-        params_dtype=_dtype(args),
-        num_experts=experts,
-        moe_layers=moe_layers(args.get("moe_layer_freq", 1), layers) if experts else (),
-        moe_ffn_hidden_size=args.get("moe_ffn_hidden_size") or ffn,
-        moe_router_topk=args.get("moe_router_topk", 2),
-        moe_router_pre_softmax=bool(args.get("moe_router_pre_softmax")),
-        moe_router_score_function=args.get("moe_router_score_function", "softmax"),
-        moe_router_enable_expert_bias=bool(args.get("moe_router_enable_expert_bias")),
-        moe_router_num_groups=None if groups == 1 else groups,
-        moe_router_group_topk=None if groups in (None, 1) else args.get("moe_router_group_topk"),
-        moe_router_topk_scaling_factor=_scale(args.get("moe_router_topk_scaling_factor")),
-        moe_shared_expert_intermediate_size=args.get("moe_shared_expert_intermediate_size"),
-        moe_shared_expert_gate=bool(args.get("moe_shared_expert_gate")),
-        glu_interleave=_glu_interleave(args) if experts else None,
-        multi_latent_attention=mla,
-        q_lora_rank=args.get("q_lora_rank") if mla else None,
-        kv_lora_rank=args.get("kv_lora_rank", 32) if mla else 0,
-        qk_head_dim=args.get("qk_head_dim", 128) if mla else 0,
-        qk_pos_emb_head_dim=args.get("qk_pos_emb_head_dim", 64) if mla else 0,
-        v_head_dim=args.get("v_head_dim", 128) if mla else 0,
-        mtp_num_layers=args.get("mtp_num_layers") or 0,
+        **_sizes(args),
+        **_layers(args),
+        **_positions_and_windows(args),
+        **_softcaps_and_training(args),
+        **_experts(args),
+        **_latent_attention(args),
     )
 
 
-def megatron_args(model: ModelArgs) -> dict[str, Any]:
-    """The architecture as Megatron-LM args of every version, for a checkpoint made from Hugging Face weights.
-
-    `params_dtype` is a name, as everywhere in this tool; who pickles it makes it a torch dtype.
-    """
-    rope = model.rope_scaling[0] or {}
-    dtype = model.params_dtype or "bfloat16"
-    args: dict[str, Any] = {
-        name: getattr(model, name)
-        for name in ModelArgs.__dataclass_fields__
-        if name not in _NOT_MEGATRON and not (name.startswith("moe_") and not model.num_experts)
+def _sizes(args: Mapping[str, Any]) -> dict[str, Any]:
+    heads, hidden = args["num_attention_heads"], args["hidden_size"]
+    grouped = args.get("group_query_attention", args.get("num_query_groups") is not None)
+    return {
+        "num_layers": args["num_layers"],
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_query_groups": args["num_query_groups"] if grouped and not _is_mla(args) else heads,
+        "kv_channels": args.get("kv_channels") or hidden // heads,
+        "ffn_hidden_size": _ffn(args),
+        "max_position_embeddings": _first(args, "max_position_embeddings", "seq_length") or 0,
+        "vocab_size": _vocabulary(args),
+        "padded_vocab_size": args.get("padded_vocab_size"),
     }
-    args |= {
-        "group_query_attention": model.num_query_groups != model.num_attention_heads,
-        "seq_length": model.max_position_embeddings,
-        "untie_embeddings_and_output_weights": not model.tied,
-        "norm_epsilon": model.layernorm_epsilon,
-        "apply_layernorm_1p": model.zero_centered_gamma,
-        "layernorm_zero_centered_gamma": model.zero_centered_gamma,
-        "swiglu": model.activation == "swiglu",
-        "quick_geglu": model.activation == "quick_geglu",
-        "squared_relu": model.activation == "squared_relu",
-        "bias_gelu_fusion": model.activation == "gelu",
-        "add_position_embedding": model.position_embedding_type == "learned_absolute",
-        "use_rotary_position_embeddings": model.position_embedding_type == "rope",
-        "apply_query_key_layer_scaling": False,
-        "params_dtype": dtype,
-        "bf16": dtype == "bfloat16",
-        "fp16": dtype == "float16",
-        "window_size": (model.sliding_window - 1, 0) if model.sliding_window else None,
-        "window_attn_skip_freq": list(model.sliding_layers) if 0 in model.sliding_layers else None,
-        "mtp_num_layers": model.mtp_num_layers or None,
-        "ckpt_format": "torch_dist",
-        "tensor_model_parallel_size": 1,
-        "pipeline_model_parallel_size": 1,
-        "context_parallel_size": 1,
-        "expert_model_parallel_size": 1,
+
+
+def _layers(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Of what a layer consists."""
+    return {
+        "tied": _tied(args),
+        "normalization": args.get("normalization", "LayerNorm"),
+        "layernorm_epsilon": _first(args, "layernorm_epsilon", "norm_epsilon", default=1e-5),
+        "zero_centered_gamma": bool(_first(args, "layernorm_zero_centered_gamma", "apply_layernorm_1p")),
+        "activation": _activation(args),
+        "activation_clamp": args.get("activation_func_clamp_value"),
+        "glu_linear_offset": args.get("glu_linear_offset") or 0.0,
+        "add_bias_linear": bool(args.get("add_bias_linear", True)),
+        "add_qkv_bias": bool(args.get("add_qkv_bias")) and not args.get("add_bias_linear", True),
+        "qk_layernorm": bool(args.get("qk_layernorm")),
+        "softmax_type": as_text(args.get("softmax_type", "vanilla")),
     }
-    if model.activation_clamp is not None:
-        args |= {"activation_func_clamp_value": model.activation_clamp}
-    if model.activation == "geglu":  # Megatron-LM has no option for it; these are Bridge's names
-        args |= {"gated_linear_unit": True, "activation_func": "megatron.core.activations.fast_gelu"}
-    args |= _gemma_args(model)
-    if model.num_experts:
-        every = all(model.moe_layers)
-        args |= {"moe_layer_freq": 1 if every else list(model.moe_layers), "moe_grouped_gemm": True}
-    return args | rope_args(rope, model.multi_latent_attention)
 
 
-def _gemma_args(model: ModelArgs) -> dict[str, Any]:
-    """What only Bridge has names for, where the model has it."""
-    args: dict[str, Any] = {
-        name: value
-        for name in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
-        if (value := getattr(model, name)) is not None
+def _positions_and_windows(args: Mapping[str, Any]) -> dict[str, Any]:
+    mla, window = _is_mla(args), window_of(args.get("window_size"))
+    kind = as_text(args.get("position_embedding_type", "learned_absolute"))
+    rope = rotary_bases(args)
+    return {
+        "position_embedding_type": _positions(args, kind),
+        "rotary_base": rope[0],
+        "rotary_base_local": rope[1],
+        "rotary_percent": args.get("rotary_percent", 1.0),
+        "rotary_interleaved": bool(args.get("rotary_interleaved")) and _positions(args, kind) == "rope",
+        "rope_scaling": rope_scaling(args, kind, mla),
+        "yarn_told": mla or "yarn_original_max_position_embeddings" in args or "gated_linear_unit" in args,
+        "sliding_window": window,
+        "sliding_layers": sliding_layers(args.get("window_attn_skip_freq"), args["num_layers"])
+        if window
+        else (),
+        "sliding_pattern": sliding_turn(args.get("interleaved_attn_pattern")),
     }
-    if model.sliding_pattern is not None:
-        args["interleaved_attn_pattern"] = [model.sliding_pattern - 1, 1]
-    if model.rotary_base_local is not None:
-        args["rotary_base"] = [model.rotary_base_local, model.rotary_base]
-        linear = model.rope_scaling[0]
-        args |= {
-            "rope_scaling_factor": linear["factor"] if linear and linear["rope_type"] == "linear" else 1.0
-        }
-    return args
 
 
-_NOT_MEGATRON = frozenset(
-    ("tied", "zero_centered_gamma", "activation", "activation_clamp", "rope_scaling", "sliding_window",
-     "sliding_layers", "sliding_pattern", "rotary_base_local", "query_pre_attn_scalar", "attn_logit_softcapping",
-     "final_logit_softcapping", "moe_layers", "glu_interleave", "yarn_told")
-)  # fmt: skip
+def _softcaps_and_training(args: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "query_pre_attn_scalar": _query_scalar(args),
+        "attn_logit_softcapping": args.get("attn_logit_softcapping"),
+        "final_logit_softcapping": args.get("final_logit_softcapping"),
+        "init_method_std": args.get("init_method_std", 0.02),
+        "attention_dropout": args.get("attention_dropout", 0.1),
+        "hidden_dropout": args.get("hidden_dropout", 0.1),
+        "params_dtype": _dtype(args),
+    }
+
+
+def _experts(args: Mapping[str, Any]) -> dict[str, Any]:
+    experts = _first(args, "num_experts", "num_moe_experts")
+    groups = args.get("moe_router_num_groups")
+    return {
+        "num_experts": experts,
+        "moe_layers": moe_layers(args.get("moe_layer_freq", 1), args["num_layers"]) if experts else (),
+        "moe_ffn_hidden_size": args.get("moe_ffn_hidden_size") or _ffn(args),
+        "moe_router_topk": args.get("moe_router_topk", 2),
+        "moe_router_pre_softmax": bool(args.get("moe_router_pre_softmax")),
+        "moe_router_score_function": args.get("moe_router_score_function", "softmax"),
+        "moe_router_enable_expert_bias": bool(args.get("moe_router_enable_expert_bias")),
+        "moe_router_num_groups": None if groups == 1 else groups,
+        "moe_router_group_topk": None if groups in (None, 1) else args.get("moe_router_group_topk"),
+        "moe_router_topk_scaling_factor": _scale(args.get("moe_router_topk_scaling_factor")),
+        "moe_shared_expert_intermediate_size": args.get("moe_shared_expert_intermediate_size"),
+        "moe_shared_expert_gate": bool(args.get("moe_shared_expert_gate")),
+        "glu_interleave": _glu_interleave(args) if experts else None,
+    }
+
+
+def _latent_attention(args: Mapping[str, Any]) -> dict[str, Any]:
+    mla = _is_mla(args)
+    return {
+        "multi_latent_attention": mla,
+        "q_lora_rank": args.get("q_lora_rank") if mla else None,
+        "kv_lora_rank": args.get("kv_lora_rank", 32) if mla else 0,
+        "qk_head_dim": args.get("qk_head_dim", 128) if mla else 0,
+        "qk_pos_emb_head_dim": args.get("qk_pos_emb_head_dim", 64) if mla else 0,
+        "v_head_dim": args.get("v_head_dim", 128) if mla else 0,
+        "mtp_num_layers": args.get("mtp_num_layers") or 0,
+    }
+
+
+def _is_mla(args: Mapping[str, Any]) -> bool:
+    return bool(args.get("multi_latent_attention"))
+
+
+def _ffn(args: Mapping[str, Any]) -> Any:
+    return args.get("ffn_hidden_size") or 4 * args["hidden_size"]
 
 
 def _first(args: Mapping[str, Any], *names: str, default: Any = None) -> Any:

@@ -6,9 +6,9 @@ Both come from strangers. A model of 10^10 layers would fill the memory with nam
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from math import isfinite
 from typing import Any, TypeVar
 
 from ckpt_tools.errors import MappingError, list_problems
@@ -41,7 +41,8 @@ _BOUNDS = (
     (_HEADS, 1, MAX_HEADS),
     (_POSITIVE, 1, MAX_SIZE),
 )
-_MISTAKES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+# What reading a value of the wrong kind runs into. A name that is not there is not among them: who reads asks first.
+_MISTAKES = (TypeError, ValueError, ArithmeticError)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -113,11 +114,13 @@ def _wanted(kind: str, value: Any) -> str:
     """What a field of this type holds, when `value` is not that."""
     if kind == "int" and (type(value) is not int or not 0 <= value <= MAX_SIZE):
         return f"a whole number from 0 to {MAX_SIZE:,}"
-    if kind == "float" and (type(value) not in (int, float) or not isfinite(value)):
+    if kind == "float" and (type(value) not in (int, float) or not abs(value) <= sys.float_info.max):
         return "a number"
     return "a word" if kind == "str" and not isinstance(value, str) else ""
 
 
 def _short(value: object) -> str:
+    if isinstance(value, int) and value.bit_length() > 256:  # Python writes no number of any length
+        return f"a whole number of {value.bit_length():,} bits"
     text = str(value) if isinstance(value, Exception) else repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple
@@ -37,12 +37,9 @@ from ckpt_tools.megatron.huggingface.config import (
 from ckpt_tools.megatron.huggingface.families import FAMILIES
 from ckpt_tools.megatron.huggingface.identify import detect_family, family_of_config
 from ckpt_tools.megatron.huggingface.ledger import account_for_settings, demanded_args
-from ckpt_tools.megatron.huggingface.model_args import (
-    ModelArgs,
-    megatron_args,
-    read_model_args,
-)
+from ckpt_tools.megatron.huggingface.model_args import ModelArgs, read_model_args
 from ckpt_tools.megatron.huggingface.rules import Family, Pair, expand
+from ckpt_tools.megatron.huggingface.written_args import megatron_args
 from ckpt_tools.model.target import Source, TargetTensor
 from ckpt_tools.model.views import Shape
 
@@ -112,27 +109,19 @@ def export_targets(
         model = read_config(family, reference) if model is None else reconcile(family, model, reference)
     assert model is not None  # one of the two is given
     model, notes = with_vocabulary(model, parameters, told)
-    problems = not_of_family(family, model, reference)
     pairs = expand(family, model)
-    spelled, unused = spellings(pairs, parameters, problems)
-    equal = _stray_head(model, unused, parameters)
-    problems += [f"{name}: no rule of {family.name} has this parameter" for name in unused]
-    if problems:
-        how = "by config.json" if reference else "by its parameters; --hf-config or --rules can say otherwise"
-        raise MappingError(
-            f"the checkpoint is not a whole {family.name} model (told {how}):\n" + list_problems(problems)
-        )
-    tensors: list[TargetTensor] = []
-    shapes: dict[str, Shape] = {}
+    spelled, equal = _whole(family, model, pairs, parameters, reference)
+    tensors = [target for pair in pairs for target in _export_pair(pair, spelled, parameters, dtype)]
+    shapes = {
+        key: one.shape
+        for pair in pairs
+        for key, one in zip(pair.hf, pair.tensors, strict=True)
+        if one.shape != one.seen
+    }
     offsets: dict[str, float] = {}
-    for pair in pairs:
-        made = _export_pair(pair, spelled, parameters, dtype)
-        tensors += made
-        shapes |= {
-            key: one.shape for key, one in zip(pair.hf, pair.tensors, strict=True) if one.shape != one.seen
-        }
-        if pair.rule.norm and model.zero_centered_gamma != family.plus_one:
-            offsets |= dict.fromkeys(pair.hf, 1.0 if model.zero_centered_gamma else -1.0)
+    if model.zero_centered_gamma != family.plus_one:
+        norms = [key for pair in pairs if pair.rule.norm for key in pair.hf]
+        offsets = dict.fromkeys(norms, 1.0 if model.zero_centered_gamma else -1.0)
     if mtp_copies:
         tensors += _copies(family, model, tensors)
     model = replace(model, params_dtype=_bulk_dtype(tensors))
@@ -141,6 +130,30 @@ def export_targets(
         notes = (*notes, "the checkpoint holds no args: what its numbers mean is taken from --hf-config")
     notes = (*settings, *notes, *semantic_notes(family, model), *rope_notes(args, model))
     return Exported(family, tuple(tensors), config, shapes, offsets, equal, notes)
+
+
+def _whole(
+    family: Family,
+    model: ModelArgs,
+    pairs: Sequence[Pair],
+    parameters: Mapping[str, Spec],
+    reference: Mapping[str, Any] | None,
+) -> tuple[Mapping[str, str], tuple[tuple[str, str], ...]]:
+    """How the checkpoint spells what `pairs` take of it, and pairs of names that must hold the same.
+
+    Raises:
+        MappingError: it is not the whole model, or more than that.
+    """
+    problems = not_of_family(family, model, reference)
+    spelled, unused = spellings(pairs, parameters, problems)
+    equal = _stray_head(model, unused, parameters)
+    problems += [f"{name}: no rule of {family.name} has this parameter" for name in unused]
+    if problems:
+        how = "by config.json" if reference else "by its parameters; --hf-config or --rules can say otherwise"
+        raise MappingError(
+            f"the checkpoint is not a whole {family.name} model (told {how}):\n" + list_problems(problems)
+        )
+    return spelled, equal
 
 
 def import_targets(
@@ -173,19 +186,13 @@ def import_targets(
         model = replace(model, mtp_num_layers=0)
         notes = (
             *notes,
-            "config.json names prediction layers (MTP), the files hold none; neither will Megatron's args",
+            "config.json names prediction layers (MTP), the files hold none; Megatron's args name none then",
         )
     pairs = expand(family, model, tensors)
-    problems = not_of_family(family, model, config)
     wanted = {
         prefix(name): shape.shape for pair in pairs for name, shape in zip(pair.hf, pair.tensors, strict=True)
     }
-    problems += [f"{name} {list(shape)} is missing" for name, shape in wanted.items() if name not in tensors]
-    problems += [
-        f"{name} has shape {list(tensors[name].shape)}, config.json asks for {list(shape)}"
-        for name, shape in wanted.items()
-        if name in tensors and tensors[name].shape != shape
-    ]
+    problems = [*not_of_family(family, model, config), *_misfits(tensors, wanted)]
     equal, ignored = _without_content(family, model, set(tensors) - set(wanted), prefix)
     rest = set(tensors) - set(wanted) - set(ignored)
     problems += [f"{name}: no rule of {family.name} has this tensor" for name in sorted(rest)]
@@ -200,6 +207,14 @@ def import_targets(
         if shape.seen != shape.shape
     }
     return Imported(family, tuple(made), args, shapes, equal, tuple(ignored), notes)
+
+
+def _misfits(tensors: Mapping[str, Spec], wanted: Mapping[str, Shape]) -> Iterator[str]:
+    """What is missing of the tensors that config.json asks for, and what has another shape."""
+    yield from (f"{name} {list(shape)} is missing" for name, shape in wanted.items() if name not in tensors)
+    for name, shape in wanted.items():
+        if name in tensors and tensors[name].shape != shape:
+            yield f"{name} has shape {list(tensors[name].shape)}, config.json asks for {list(shape)}"
 
 
 def _stray_head(

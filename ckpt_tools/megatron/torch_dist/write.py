@@ -17,7 +17,7 @@ from typing import Any
 
 from ckpt_tools.errors import MappingError, UsageError, list_problems
 from ckpt_tools.megatron.keys import BUFFERS, COMMON_OBJECT, state_role
-from ckpt_tools.megatron.names import Dialect, DialectName, LayerSpec, dialect_named
+from ckpt_tools.megatron.names import Dialect, dialect_named
 from ckpt_tools.megatron.record import Size, TargetRecord
 from ckpt_tools.megatron.torch_dist.extra_state import extra_state_keys
 from ckpt_tools.megatron.torch_dist.groups import rebuild_optimizer
@@ -26,6 +26,7 @@ from ckpt_tools.megatron.torch_dist.rng_grid import Grid, rng_grid, rng_objects
 from ckpt_tools.megatron.torch_dist.slices import layer_counts
 from ckpt_tools.megatron.torch_dist.stacking import Stack, joined_halves, stack_parameters
 from ckpt_tools.megatron.vocab import Vocabulary, vocabulary
+from ckpt_tools.model.choices import DialectName, LayerSpec
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.roles import MASTER

@@ -28,6 +28,14 @@ FORMS = {
 }
 
 
+def test_the_keys_of_a_catalog_are_read_once_and_those_of_another_anew(sharded):
+    with open_checkpoint(str(sharded / "titan")) as opened:
+        found = read_state_dict(opened.catalog)
+        assert read_state_dict(opened.catalog) is found
+        kept = dict(list(opened.catalog.tensors.items())[:1])
+        assert len(read_state_dict(replace(opened.catalog, tensors=kept)).weights) < len(found.weights)
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_the_three_forms_of_one_run(sharded, name):
     """Weights, states and their owners are those that the training process had under the same names."""

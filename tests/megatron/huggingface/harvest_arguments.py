@@ -45,7 +45,7 @@ def arguments(source: str) -> Iterator[str]:
             given = [k.value for k in node.keywords if k.arg == "dest"]
             flags = [a.value for a in node.args if isinstance(a, ast.Constant)]
             long = [f[2:].replace("-", "_") for f in flags if isinstance(f, str) and f.startswith("--")]
-            yield from [d.value for d in given if isinstance(d, ast.Constant)] or long[:1]
+            yield from [str(d.value) for d in given if isinstance(d, ast.Constant)] or long[:1]
         if isinstance(node, ast.Assign):
             for target in node.targets:
                 if isinstance(target, ast.Attribute) and ast.unparse(target.value) == "args":

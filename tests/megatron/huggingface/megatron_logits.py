@@ -45,12 +45,10 @@ def without_gpu() -> None:
     from megatron.core.tensor_parallel import random
 
     parallel_state.initialize_model_parallel()
-    for module in (random, tensor_parallel):
-        module.get_cuda_rng_tracker = lambda *args, **kwargs: Tracker()
-    for module in list(sys.modules.values()):
-        if getattr(module, "__name__", "").startswith("megatron.") and hasattr(
-            module, "get_cuda_rng_tracker"
-        ):
+    modules: list[Any] = [random, tensor_parallel]
+    modules += [m for m in sys.modules.values() if getattr(m, "__name__", "").startswith("megatron.")]
+    for module in modules:
+        if hasattr(module, "get_cuda_rng_tracker"):
             module.get_cuda_rng_tracker = lambda *args, **kwargs: Tracker()
 
 

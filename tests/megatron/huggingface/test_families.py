@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from ckpt_tools.formats.safetensors import read_safetensors_catalog
+from ckpt_tools.megatron.huggingface.checks import Spec
 from ckpt_tools.megatron.huggingface.config import read_config
-from ckpt_tools.megatron.huggingface.targets import Exported, Imported, Spec, export_targets, import_targets
+from ckpt_tools.megatron.huggingface.targets import Exported, Imported, export_targets, import_targets
 from tests.megatron.huggingface.materialise import Arrays, materialise, specs
 from tests.megatron.huggingface.models import CONFIGS, eager, logits, make_model
 

@@ -43,8 +43,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Case], Pat
         import_hf(str(originals / name), str(folder / name), options)
     wrong = cases["llama3"]
     inputs = {name: (case.megatron, case.imported.args) for name, case in cases.items()}
-    inputs["naive_qkv"] = (wrong.megatron | naive_qkv(wrong), wrong.imported.args)
-    inputs["swapped_gate_up"] = (wrong.megatron | swapped_gate_up(wrong), wrong.imported.args)
+    inputs["naive_qkv"] = ({**wrong.megatron, **naive_qkv(wrong)}, wrong.imported.args)
+    inputs["swapped_gate_up"] = ({**wrong.megatron, **swapped_gate_up(wrong)}, wrong.imported.args)
     for name, (parameters, args) in inputs.items():
         np.savez(folder / f"{name}.npz", **parameters)  # type: ignore[arg-type]
         (folder / f"{name}.json").write_text(json.dumps(dict(args)))

@@ -100,3 +100,68 @@ def test_a_rule_for_experts_says_nothing_of_a_model_without_them() -> None:
     model = read_config(FAMILIES["llama"], {k: v for k, v in QWEN.items() if "experts" not in k})
     found = [expand(replace(FAMILIES["llama"], rules=(one,)), model) for one in (rule, of_experts)]
     assert [len(pairs) for pairs in found] == [2, 0]
+
+
+class Asked(dict[str, Any]):
+    """Settings that note which of them are looked at."""
+
+    def __init__(self, values: dict[str, Any], names: set[str]) -> None:
+        super().__init__(values)
+        self.names = names
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.names.add(name)
+        return super().get(name, default)
+
+    def __getitem__(self, name: str) -> Any:
+        self.names.add(name)
+        return super().__getitem__(name)
+
+
+STRANGE: tuple[Any, ...] = (
+    0, -1, 7, 1.5, "x", "", [], [1], ["x"], {}, {"a": 1}, {"rope_type": "yarn"}, True, None, float("nan"),
+           float("inf"), [[1]], 10**400, 10**5000, (1,), b"x", object())  # fmt: skip
+KINDS: tuple[dict[str, Any], ...] = (
+    {}, {"multi_latent_attention": True}, {"gated_linear_unit": True}, {"position_embedding_type": "yarn"},
+         {"use_rope_scaling": True}, {"window_size": (1, 0)}, {"moe_mlp_glu_interleave_size": 2})  # fmt: skip
+
+
+def test_any_value_of_any_argument_is_read_or_refused() -> None:
+    """No other error: `bounded` explains wrong values, and would hide a mistake of ours if it caught all."""
+    names: set[str] = set()
+    for kind in KINDS:
+        read_model_args(Asked(ARGS | kind, names))
+    assert len(names) > 70
+    refused = 0
+    for kind in KINDS:
+        for name in sorted(names):
+            for value in STRANGE:
+                try:
+                    read_model_args(ARGS | kind | {name: value})
+                except MappingError:
+                    refused += 1
+    assert refused > 1000
+
+
+def test_any_value_in_a_config_is_read_or_refused() -> None:
+    refused = 0
+    for family in FAMILIES.values():
+        for name in (
+            *QWEN,
+            "rope_scaling",
+            "rope_parameters",
+            "layer_types",
+            "sliding_window",
+            "num_local_experts",
+        ):
+            for value in STRANGE:
+                try:
+                    read_config(family, QWEN | {name: value})
+                except MappingError:
+                    refused += 1
+    assert refused > 1000
+
+
+def test_grouped_queries_without_a_number_of_groups_are_named() -> None:
+    with pytest.raises(MappingError, match="do not say num_query_groups"):
+        read_model_args(ARGS | {"group_query_attention": True})

@@ -27,7 +27,7 @@ def read_sources(
     seen: npt.NDArray[np.int8] | None = None
     for source in sources:
         entry = _entry(catalog, states, source.key)
-        if out is None:
+        if out is None or seen is None:
             shape = view_shape(source.view, entry.shape)
             out, seen = np.zeros(shape, f"<u{itemsize(entry.dtype)}"), np.zeros(shape, np.int8)
         assert view_shape(source.view, entry.shape) == out.shape

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+from ckpt_tools.cores import usable_cores
 from ckpt_tools.errors import VerificationError, list_problems
 from ckpt_tools.megatron.keys import layer_of
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_content import (
@@ -43,7 +44,7 @@ ADVICE = (
     "Load the checkpoint in Megatron and save it again with --dist-ckpt-optim-fully-reshardable, or convert the "
     "stored weights alone with --weights-only."
 )
-_THREADS = 2
+_MOST_THREADS = 8  # more hold each other up
 _PART_TILES = 64  # compared by one thread in a row
 
 
@@ -270,7 +271,7 @@ def _mismatches(stretches: Sequence[Stretch], reader: Reader, sample_only: bool)
         spans = (windows if sample_only else tiles)(stretch.piece.numel)
         parts += [(stretch, spans[i : i + _PART_TILES]) for i in range(0, len(spans), _PART_TILES)]
     found: dict[tuple[str, int], str] = {}
-    with ThreadPoolExecutor(_THREADS) as pool:
+    with ThreadPoolExecutor(min(usable_cores(), _MOST_THREADS)) as pool:
         for (stretch, _), problem in zip(
             parts, pool.map(lambda part: _mismatch(part[0], reader, part[1]), parts), strict=True
         ):

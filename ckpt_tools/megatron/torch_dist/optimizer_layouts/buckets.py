@@ -168,7 +168,7 @@ def flatten(entry: TensorEntry) -> Flat:
     N-D flattening, one row a data-parallel rank.
 
     Raises:
-        CorruptCheckpointError: another shape, or chunks that are no runs of elements.
+        CorruptCheckpointError: another shape, or chunks that are not runs of elements.
     """
     width = entry.shape[-1] if entry.shape else 0
     runs = sorted(

@@ -27,7 +27,7 @@ class Expected(NamedTuple):
 
 
 def expected_states(common: CommonState, groups: Sequence[Mapping[str, Any]]) -> Expected:
-    """What the arguments say, else what the fields of the parameter groups prove; masters are no part of it."""
+    """What the arguments say, else what the fields of the parameter groups prove; masters are not part of it."""
     named = common.arg("optimizer")
     fields = {field for group in groups for field in group}
     if isinstance(named, str):

@@ -84,7 +84,7 @@ def _told_by_content(files: Files, catalog: Catalog, masters: Mapping[str, State
     """The weights whose float32 masters are remainders.
 
     What is neither stays a master, which the proof of masters will find damaged (or its weight held in FP8). Every
-    number is looked at once more where it is used: joining refuses what is no remainder.
+    number is looked at once more where it is used: joining refuses what is not a remainder.
     """
     reader = Reader(files)
     found: dict[str, _Reading] = {}

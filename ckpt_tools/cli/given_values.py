@@ -1,0 +1,115 @@
+"""Values as people write them, and what the library takes for them; places that a file can be written to."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+# More than any machine has; a typing mistake must not fill its memory with plans for them.
+MAX_RANKS, MAX_WORKERS, MAX_THREADS, MAX_ROWS = 1 << 20, 256, 1024, (1 << 31) - 1
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from a size as people write it: `96MiB`, `5GB`, `1048576`.
+
+    kB, MB, GB and TB are powers of 1000, as Hugging Face reads them; kiB and so on of 1024.
+
+    Raises:
+        UsageError: not a size, or less than a byte.
+    """
+    from ckpt_tools.errors import UsageError
+
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([kKmMgGtT]?)(i?)[bB]?\s*", text)
+    size = 0
+    if match:
+        base = 1024 if match[3] else 1000
+        size = int(float(match[1]) * base ** " kmgt".index(match[2].lower() or " "))
+    if size < 1:
+        raise UsageError(f"{text!r} is not a size; write for example 96MiB, 5GB or 1048576")
+    return size
+
+
+def words(text: str) -> tuple[str, ...]:
+    """Words with commas between them."""
+    return tuple(word for word in text.split(",") if word)
+
+
+def globs(given: list[str] | None) -> tuple[str, ...]:
+    """What an option that can be repeated was given."""
+    return tuple(given or ())
+
+
+def shares(text: str | None) -> tuple[float, ...] | None:
+    """Numbers with commas between them.
+
+    Raises:
+        UsageError: they are not.
+    """
+    from ckpt_tools.errors import UsageError
+
+    try:
+        return None if text is None else tuple(map(float, text.split(",")))
+    except ValueError:
+        raise UsageError(f"--weights {text!r}: expected numbers like 0.5,0.3,0.2") from None
+
+
+def group_map(file: Path | None) -> Mapping[str, int] | None:
+    """The parameter groups that a file tells."""
+    if file is None:
+        return None
+    from ckpt_tools.commands.group_map import load_group_map
+
+    return load_group_map(file)
+
+
+def optional_bytes(text: str | None) -> int | None:
+    """`parse_bytes` of what may not be given."""
+    return None if text is None else parse_bytes(text)
+
+
+def as_text(path: Path | None) -> str | None:
+    """A path as the text that was given."""
+    return None if path is None else str(path)
+
+
+def in_a_folder(file: Path | None) -> Path | None:
+    """`file`, if it can be made where it is to be: told before the work, not after it.
+
+    Raises:
+        UsageError: its folder is not there or cannot be written, or it is a folder or a file that cannot.
+    """
+    if file is None or str(file) == "-":  # stdout
+        return file
+    from ckpt_tools.errors import UsageError
+    from ckpt_tools.formats.files import absent_folder
+
+    if file.is_dir():
+        why = "it is a folder; give the name of a file"
+    elif not file.parent.is_dir():
+        why = absent_folder(file.parent)
+    elif file.is_symlink() and not file.exists():
+        why = "it is a link to nothing"
+    elif not os.access(file if file.exists() else file.parent, os.W_OK):
+        why = "check its permissions" if file.exists() else f"check the permissions of {file.parent}"
+    else:
+        return file
+    raise UsageError(f"{file} cannot be written: {why}")
+
+
+def allow_msc(wanted: bool) -> bool:
+    """Let msc:// locations be opened, for as long as the process lives."""
+    if wanted:
+        from ckpt_tools.formats.store import allow_msc
+
+        allow_msc()
+    return wanted
+
+
+def follow_links(wanted: bool) -> bool:
+    """Let links be followed out of a checkpoint, or not."""
+    from ckpt_tools.formats import files
+
+    files.follow_links(wanted)
+    return wanted

@@ -1,0 +1,84 @@
+"""`repair`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckpt_tools.cli import render
+from ckpt_tools.cli.manual import page
+from ckpt_tools.cli.options import flag
+from ckpt_tools.cli.reports import source_checksums
+from ckpt_tools.cli.signature import fill, with_options
+from ckpt_tools.cli.table import READING, REWRITING, OutputDir
+
+if TYPE_CHECKING:
+    from ckpt_tools.commands.repair import Repaired
+
+_SHOWN = 3
+_OWN = {
+    "trust_masters": flag(
+        "--trust-masters",
+        help="Take weights from their masters also where nothing shows which of the two is wrong.",
+    )
+}
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's command to `app`."""
+    names = READING | REWRITING | {"resume", "dry_run", "workers", "threads"}
+    app.command(**page("repair"))(with_options(repair, names, _OWN))
+
+
+def repair(
+    input_dir: Annotated[str, typer.Argument(help="A run's root or an iteration folder; it stays as it is.")],
+    output_dir: OutputDir,
+    **given: Any,
+) -> None:
+    """Write a sound copy of a checkpoint that an upstream program damaged, where the checkpoint proves what is right.
+
+    fp32 masters beside the weights of fsdp_dtensor, group fields under wrong names, layers under the numbers of a
+    pipeline stage; weights of torch_dist that are not numbers or have wrong checksums, from their masters.
+    """
+    from ckpt_tools.cli.progress import progress_bar
+    from ckpt_tools.commands.repair import RepairOptions, repair_checkpoint
+
+    with progress_bar(given["quiet"]) as progress:
+        done = repair_checkpoint(input_dir, output_dir, fill(RepairOptions, given), progress)
+    print(render.json_text(_as_json(done))) if given["as_json"] else _print(done)
+
+
+def _as_json(done: Repaired) -> dict[str, object]:
+    return {
+        "schema_version": 1,
+        "source": done.source,
+        "output": done.output,
+        "format": done.format,
+        "changes": [
+            {"cause": c.cause, "issue": c.issue, "proof": c.proof, "where": c.keys} for c in done.changes
+        ],
+        "tensor_count": done.tensors,
+        "object_count": done.objects,
+        "written": None if done.written is None else done.written.in_short(),
+    }
+
+
+def _print(done: Repaired) -> None:
+    for change in done.changes:
+        issue = f" ({change.issue})" if change.issue else ""
+        print(f"{change.cause}{issue}: {len(change.keys):,} entries")
+        for key in change.keys[:_SHOWN]:
+            print(f"  {render.escape(key)}")
+        if len(change.keys) > _SHOWN:
+            print(f"  ... and {len(change.keys) - _SHOWN:,} more")
+        print(f"  proof: {change.proof}")
+    written = done.written
+    if written is None:
+        print("nothing was written (--dry-run)")
+        return
+    print(
+        f"wrote {done.tensors:,} tensors and {done.objects:,} objects, "
+        f"{render.human_bytes(written.bytes_written)} in {written.seconds:.2f} s, to {render.escape(done.output)}"
+    )
+    print(f"source checksums: {source_checksums(written)}")

@@ -1,0 +1,154 @@
+"""A job of writing, as plain data: what is written, of what, where and how; and what an output must be able to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple, Protocol, TypeAlias
+
+from ckpt_tools.execute.ranks import Ranks
+from ckpt_tools.execute.source_reader import SourceReader
+from ckpt_tools.execute.stream import Counters
+from ckpt_tools.formats.files import Files
+from ckpt_tools.model.transfers import OutputItem, Plan
+
+SourceCheck: TypeAlias = Literal["all", "none"]
+"""Whether every payload that is read from must have the checksum its writer stored."""
+CheckLevel: TypeAlias = Literal["sample", "all", "none"]
+"""How much of fp32 masters is compared with weights: a few rows of every tensor, everything, or nothing."""
+Found: TypeAlias = Literal["nothing", "unfinished", "published", "finished"]
+"""What an earlier process left of an output.
+
+Nothing; some of the work, to be gone on from; the output in place, and only the cleaning up is left; or nothing but
+an output that has the plan's files in full length: perhaps all is done.
+"""
+Progress: TypeAlias = Callable[[int, int], None]
+"""Called several times a second with the bytes done and the bytes in all, from the thread that called."""
+SourceState: TypeAlias = list[list[object]]
+"""See `journal.fingerprint`."""
+METADATA = ".metadata"
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where the checkpoint goes, and what may already be there."""
+
+    directory: Path | str  # str: a URL
+    beside: Mapping[str, bytes] = field(
+        default_factory=dict
+    )  # files to replace in its parent afterwards: trackers
+    extra_files: Mapping[str, bytes] = field(default_factory=dict)  # small files to put into the directory
+    is_dcp: bool = True  # describe the tensors in `.metadata`, which is written last
+    overwrite: bool = False
+    resume: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WriteOptions:
+    """How to work. None of it changes a byte of the result."""
+
+    threads: int = 2
+    memory_bytes: int = 96 << 20  # for buffers, of all workers together
+    fsync: bool = False  # make everything durable before it is published, and give its page cache back
+    direct: bool = False  # write past the page cache
+    check_source: SourceCheck = "all"
+    workers: int | None = None  # processes forked on this machine, see `workers`; None: as many as help
+
+
+@dataclass(frozen=True, slots=True)
+class WriteReport:
+    """What was done, over all ranks; bytes are payload bytes unless said otherwise."""
+
+    bytes_written: int  # length of all files
+    bytes_read: int
+    bytes_cloned: int
+    bytes_kernel_copied: int
+    bytes_touched: int
+    items: int
+    items_resumed: int
+    seconds: float
+    peak_rss_bytes: int  # of the largest rank
+    ranks: int
+    check_source: SourceCheck  # as asked for
+    payloads_proven: int  # of the source
+    payloads_without_checksum: int  # of the source, read from
+    bytes_proven: int
+    bytes_read_to_prove: int  # beside `bytes_read`: what nothing else needed
+    rounded_tensors: int = 0  # with elements that a cast changed, among the items that were not resumed
+    rounded_elements: int = 0
+    rounded_most: str | None = None  # the key with the most of them
+
+    def in_short(self) -> dict[str, object]:
+        """What was written and proven, as every command that rewrites a checkpoint says it to programs."""
+        return {
+            "bytes_written": self.bytes_written,
+            "seconds": self.seconds,
+            "check_source": self.check_source,
+            "payloads_proven": self.payloads_proven,
+            "payloads_without_checksum": self.payloads_without_checksum,
+            "bytes_proven": self.bytes_proven,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class WriteJob:
+    """One plan to carry out, as this rank sees it."""
+
+    plan: Plan
+    files: Files  # of the source
+    output: Output
+    options: WriteOptions
+    ranks: Ranks
+    progress: Progress
+
+
+class Done(NamedTuple):
+    """What one rank has done."""
+
+    counters: Sequence[Counters]  # of its threads
+    resumed: int  # items and blobs that an earlier process had finished
+    versions: Mapping[str, str | None] = {}  # of its files, as the store calls them; a file system has none
+
+
+class JobOutput(Protocol):
+    """What differs between a local directory and a folder of an object store. The order of calls stands in `run`."""
+
+    token: str  # says whose the output is where no lock does: rank 0 draws it, all ranks get it
+    scratch: Path | None  # where temporary files may lie
+
+    def take(self, state: SourceState) -> Found:
+        """Rank 0: make the output this run's, for a source in this state, and all ready to be written into.
+
+        Nothing is touched yet where it says "finished": `keep` or `begin` follows.
+        """
+
+    def keep(self) -> None:
+        """Rank 0: the output was found to be what would be written."""
+
+    def begin(self) -> Found:
+        """Rank 0: it was not: what is there is in the way, as in any other output."""
+
+    def share(self) -> Sequence[OutputItem]:
+        """This rank's items."""
+
+    def work(self, source: SourceReader) -> Done:
+        """This rank's items, and what lies in their files, are written."""
+
+    def publish(self, metadata: bytes | None, versions: Mapping[str, str | None]) -> None:
+        """Rank 0: prove what all ranks have written (`versions` of their files); small files; `.metadata` last."""
+
+    def has_beside(self, name: str) -> bool:
+        """Rank 0: whether the output's parent has such a file."""
+
+    def write_beside(self, name: str, content: bytes) -> None:
+        """Rank 0: replace a file in the output's parent."""
+
+    def finish(self) -> None:
+        """Rank 0: all is done; nothing is left but the output."""
+
+    def leave(self, error: BaseException) -> None:
+        """Rank 0: keep what another process can go on from; remove work that no one can use."""
+
+    def close(self) -> None:
+        """Give back what this rank holds open."""

@@ -1,0 +1,16 @@
+"""What is known to be wrong with a checkpoint, and what shows how it was meant to be; written only if there is proof.
+
+python example-scripts/library_repair.py tests/data/core019_llama_tp2_fully_reshardable out/repaired
+"""
+
+import sys
+
+from ckpt_tools import CkptError, RepairOptions, repair_checkpoint
+
+source, output = sys.argv[1:]
+try:
+    done = repair_checkpoint(source, output, RepairOptions(overwrite=True))
+    for change in done.changes:
+        print(f"{change.cause} ({change.issue}): {len(change.keys)} entries; {change.proof}")
+except CkptError as error:  # nothing to repair, or no proof
+    print(error)

@@ -1,0 +1,405 @@
+"""`repair`: known damage is undone to the byte where the checkpoint proves how, and refused by name elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, save
+
+from ckpt_tools.cli.app import run
+from ckpt_tools.commands.diff import diff_checkpoints
+from ckpt_tools.commands.repair import RepairOptions, repair_checkpoint
+from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor
+from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
+from ckpt_tools.errors import CkptError, CorruptCheckpointError, MappingError, UsageError, VerificationError
+from tests.altered import overwrite
+from tests.commands import oracle
+from tests.commands.stages import GROUP, STATE, of_stage
+from tests.conftest import DATA, fixture_dir
+from tests.damage import copy_of, flip_bit, payload_of
+
+RUN = "core019_llama_tp2_fully_reshardable"
+FC1 = "decoder.layers.mlp.linear_fc1.weight"
+NATIVE = "core019_llama_tp2_native_fsdp_dtensor"
+
+
+def iteration_of(root: Path) -> Path:
+    return next(root.glob("iter_*"))
+
+
+def is_sound(place: Path) -> bool:
+    return verify_checkpoint(str(place), None, VerifyOptions(content=True)).is_valid
+
+
+def refusal(source: Path, tmp_path: Path, error: type[CkptError], **options: Any) -> str:
+    with pytest.raises(error) as caught:
+        repair_checkpoint(str(source), str(tmp_path / "out"), RepairOptions(**options))
+    assert not (tmp_path / "out").exists()
+    return str(caught.value)
+
+
+# ---- weights of torch_dist, from their masters
+
+
+def not_numbers(weight: torch.Tensor) -> torch.Tensor:
+    weight[0, 3:9, 4] = float("nan")
+    weight[1, -1, -1] = float("-inf")
+    return weight
+
+
+def halves(order: Callable[[torch.Tensor], list[torch.Tensor]]) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda weight: torch.cat(order(weight), dim=1)
+
+
+def swapped(weight: torch.Tensor) -> list[torch.Tensor]:
+    return list(reversed(weight.chunk(2, dim=1)))
+
+
+def by_rank(weight: torch.Tensor) -> list[torch.Tensor]:
+    return [weight.chunk(4, dim=1)[i] for i in (0, 2, 1, 3)]  # W0 V0 W1 V1
+
+
+def even_odd(weight: torch.Tensor) -> list[torch.Tensor]:
+    return [weight.chunk(8, dim=1)[i] for i in (0, 2, 4, 6, 1, 3, 5, 7)]
+
+
+def one_element(weight: torch.Tensor) -> torch.Tensor:
+    weight[0, 0, 0] += 1
+    return weight
+
+
+def damaged(tmp_path: Path, change: Callable[[torch.Tensor], torch.Tensor], name: str = RUN) -> Path:
+    root = copy_of(name, tmp_path)
+    folder = iteration_of(root)
+    overwrite(folder, {FC1: change(oracle.tensors(iteration_of(fixture_dir(name)))[FC1].clone())})
+    return root
+
+
+def assert_repaired(output: Path, name: str = RUN) -> None:
+    """Every tensor and every setting is what the undamaged checkpoint has."""
+    assert is_sound(output)
+    assert diff_checkpoints(str(fixture_dir(name)), str(output)).is_equal
+    found, expected = (oracle.tensors(iteration_of(root)) for root in (output, fixture_dir(name)))
+    assert found.keys() == expected.keys()
+    assert all(oracle.same_bytes(found[key], expected[key]) for key in expected)
+
+
+def test_weights_that_are_no_numbers(tmp_path: Path) -> None:
+    source = damaged(tmp_path, not_numbers)
+    before = {path: path.read_bytes() for path in source.rglob("*") if path.is_file()}
+    done = repair_checkpoint(str(source), str(tmp_path / "out"))
+    assert_repaired(tmp_path / "out")
+    (change,) = done.changes
+    assert (change.cause, change.issue) == ("weights-not-a-number", "TransformerEngine#2721")
+    assert change.keys == tuple(f"decoder.layers.{i}.mlp.linear_fc1.weight" for i in (0, 1))
+    assert {path: path.read_bytes() for path in source.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (not_numbers, "(TransformerEngine#2721: `repair` takes it from the master)"),
+        (halves(swapped), "(MLM#2769: the weight has its gate and up halves the other way round)"),
+        (one_element, "does not round to the weight\n"),
+    ],
+)
+def test_verify_names_the_defect(
+    change: Callable[[torch.Tensor], torch.Tensor],
+    told: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    report = verify_checkpoint(str(damaged(tmp_path, change)), None, VerifyOptions(content=True))
+    lines = [f.message for f in report.findings if f.check == "masters"]
+    assert lines
+    assert all(f"{line}\n".endswith(f"{told}\n" if told[-1] == ")" else told) for line in lines)
+
+
+def test_weights_with_another_checksum(tmp_path: Path) -> None:
+    """The stored checksum tells which of the two is damaged; a bit of one payload is another."""
+    source = copy_of(RUN, tmp_path)
+    file, at, _ = payload_of(source, FC1, (1, 0, 0))
+    flip_bit(file, at + 11, 6)
+    assert not is_sound(source)
+    done = repair_checkpoint(str(source), str(tmp_path / "out"))
+    assert_repaired(tmp_path / "out")
+    assert [change.cause for change in done.changes] == ["weights-checksum"]
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (halves(swapped), "halves the other way round"),
+        (halves(by_rank), "gate and up rows by tensor-parallel rank of 2, the master gate before up"),
+        (halves(even_odd), "the weight has gate before up, the master rows by tensor-parallel rank of 4"),
+        (one_element, "decoder.layers.0.mlp.linear_fc1.weight"),
+    ],
+)
+def test_what_only_the_user_can_know(
+    change: Callable[[torch.Tensor], torch.Tensor], what: str, tmp_path: Path
+) -> None:
+    """Both have the checksums of their writer and differ: the relation is named, and --trust-masters decides."""
+    source = damaged(tmp_path, change)
+    message = refusal(source, tmp_path, VerificationError)
+    assert "nothing shows which of the two is wrong" in message
+    assert "--trust-masters" in message
+    assert what in message
+    assert ("MLM#2769" in message) == (change is not one_element)
+    repair_checkpoint(str(source), str(tmp_path / "out"), RepairOptions(trust_masters=True))
+    assert_repaired(tmp_path / "out")
+
+
+def test_masters_that_are_damaged_too_repair_nothing(tmp_path: Path) -> None:
+    source = damaged(tmp_path, not_numbers)
+    file, at, _ = payload_of(source, f"optimizer.state.param.{FC1}", (0, 0, 0))
+    flip_bit(file, at + 11, 6)
+    assert "checksum" in refusal(source, tmp_path, CorruptCheckpointError)
+    assert "checksum" in refusal(source, tmp_path, CorruptCheckpointError, trust_masters=True)
+
+
+def test_masters_that_are_no_numbers_repair_nothing(tmp_path: Path) -> None:
+    source = damaged(tmp_path, not_numbers)
+    key = f"optimizer.state.param.{FC1}"
+    master = oracle.tensors(iteration_of(fixture_dir(RUN)))[key].clone()
+    master[0, 5, 5] = float("nan")
+    overwrite(iteration_of(source), {key: master})
+    assert "NaN or infinite numbers too" in refusal(source, tmp_path, VerificationError)
+
+
+def test_a_flat_bucket_is_read_as_well(tmp_path: Path) -> None:
+    """The proof of a bucket's order needs sound weights: what it cannot place is refused, never guessed."""
+    name = "core019_llama_tp2_dp_reshardable"
+    source = damaged(tmp_path, not_numbers, name)
+    assert refusal(source, tmp_path, VerificationError)
+
+
+@pytest.mark.parametrize("name", [RUN, NATIVE])
+def test_a_sound_checkpoint_has_nothing_to_repair(name: str, tmp_path: Path) -> None:
+    assert "none of the damage" in refusal(DATA / name, tmp_path, UsageError)
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = damaged(tmp_path, not_numbers)
+    words = ["repair", str(source), str(tmp_path / "out"), "--dry-run"]
+    assert run(words) == 0
+    assert "proof: wherever the weights are finite" in capsys.readouterr().out
+    assert run([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["written"] is None
+    assert not (tmp_path / "out").exists()
+
+
+# ---- keys of fsdp_dtensor
+
+
+def write(folder: Path, state: dict[str, Any]) -> Path:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        save(
+            state,
+            storage_writer=FileSystemWriter(folder),
+            planner=DefaultSavePlanner(flatten_state_dict=False),
+            no_dist=True,
+        )
+    return folder
+
+
+def parts(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    tensors = oracle.tensors(folder)
+    keys = oracle.metadata(folder).state_dict_metadata.keys() - tensors.keys()
+    objects = {key: oracle.item(folder, key) for key in keys - {"args"}}
+    args = vars(oracle.item(folder, "args"))
+    plain = {k: v for k, v in args.items() if isinstance(v, bool | int | float | str | None)}
+    return tensors, objects | {"args": argparse.Namespace(**plain)}
+
+
+def as_nvidias_converter_writes(
+    tensors: dict[str, torch.Tensor], objects: dict[str, Any]
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Rounded weights under `model.*`, masters among the states, groups under halves with an empty step before."""
+    made = dict(tensors)
+    for key, value in tensors.items():
+        name = key.removeprefix("model.module.")
+        if f"{STATE}{name}.exp_avg" in tensors:
+            made[key] = value.bfloat16()
+            made[f"{STATE}{name}.fp32_param"] = value
+    fields: dict[str, Any] = {}
+    for key, value in objects.items():
+        name, _, field = key.removeprefix(GROUP).rpartition(".")
+        ends = ("_w", "_v") if ".linear_fc1.weight" in name else ("",)
+        fields |= (
+            {f"{GROUP}.{name}{end}.{field}": value for end in ends} if key.startswith(GROUP) else {key: value}
+        )
+    return made, fields
+
+
+@pytest.fixture
+def sound(tmp_path: Path) -> Path:
+    convert_to_fsdp_dtensor(str(iteration_of(DATA / RUN)), str(tmp_path / "sound"))
+    return tmp_path / "sound"
+
+
+def test_masters_and_groups_where_nvidias_converter_puts_them(sound: Path, tmp_path: Path) -> None:
+    tensors, objects = parts(sound)
+    foreign = write(
+        tmp_path / "foreign",
+        {k: v for d in as_nvidias_converter_writes(tensors, objects) for k, v in d.items()},
+    )
+    report = verify_checkpoint(str(foreign))
+    told = [f.message for f in report.findings]
+    assert sum("`repair` puts it in the place of the rounded weight" in message for message in told) == 17
+    assert sum("`repair` takes it out" in message for message in told) == 15
+    done = repair_checkpoint(str(foreign), str(tmp_path / "out"))
+    assert [change.cause for change in done.changes] == ["masters-beside-weights", "group-names"]
+    assert is_sound(tmp_path / "out")
+    found, kept = parts(tmp_path / "out")
+    assert found.keys() == tensors.keys()
+    assert all(oracle.same_bytes(found[key], tensors[key]) for key in tensors)
+    assert kept.keys() == objects.keys()
+    assert all(kept[key] == objects[key] for key in objects if key.startswith(GROUP))
+
+
+def test_masters_of_another_step_take_no_place(sound: Path, tmp_path: Path) -> None:
+    tensors, objects = as_nvidias_converter_writes(*parts(sound))
+    key = f"{STATE}decoder.layers.0.self_attention.linear_proj.weight.fp32_param"
+    tensors[key] = tensors[key] * 1.5
+    message = refusal(write(tmp_path / "foreign", tensors | objects), tmp_path, VerificationError)
+    assert "do not round to the stored weights" in message
+
+
+def test_halves_that_say_different_things_of_their_group(sound: Path, tmp_path: Path) -> None:
+    tensors, objects = as_nvidias_converter_writes(*parts(sound))
+    (key, *_) = [key for key in objects if key.endswith("0.mlp.linear_fc1.weight_v.lr")]
+    objects[key] = 7.0
+    message = refusal(write(tmp_path / "foreign", tensors | objects), tmp_path, MappingError)
+    assert f"{key} and " in message or f" and {key}" in message
+
+
+# ---- layers under the numbers of a pipeline stage
+
+
+@pytest.fixture(scope="module")
+def collided(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two stages of one layer each in one checkpoint, saved by two processes with stock DCP."""
+    folder = tmp_path_factory.mktemp("stages")
+    torch.save(oracle.tensors(iteration_of(DATA / NATIVE)), folder / "values.pt")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    worker = Path(__file__).with_name("stages_worker.py")
+    done = subprocess.run(
+        [*launcher, str(worker), str(folder / "values.pt"), str(folder / "iter_0000002")],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"},
+        cwd=folder, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return folder / "iter_0000002"
+
+
+def test_stages_that_overwrote_each_other_are_refused_by_name(
+    collided: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One copy of each weight is left, and the states of both layers: the strict load of torch would go through."""
+    stored = oracle.tensors(collided)
+    assert not any(key.startswith("model.module.decoder.layers.1.") for key in stored)
+    assert any(key.startswith(f"{STATE}decoder.layers.1.") for key in stored)
+    assert run(["verify", str(collided)]) == 1
+    told = capsys.readouterr().out
+    assert (
+        "MLM#7452: the weights are of layers 0, the optimizer's states layers 0-1, the args say 2 layers"
+        in told
+    )
+    for words in (
+        ["repair", str(collided), str(tmp_path / "out")],
+        ["convert", str(collided), str(tmp_path / "out"), "--to", "torch_dist"],
+        ["convert", str(collided), str(tmp_path / "out"), "--to", "torch_dist", "--weights-only"],
+        ["convert", str(collided), str(tmp_path / "out"), "--dp-shard", "2"],
+        ["export-hf", str(collided), str(tmp_path / "out")],
+    ):
+        assert run([*words, "-q"]) == 5, words
+        assert "MLM#7452" in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
+
+
+def of_one_stage(tmp_path: Path, stage: int, rng: int | None = None, **args: object) -> Path:
+    tensors, objects = of_stage(oracle.tensors(iteration_of(DATA / NATIVE)), stage)
+    if rng is not None:
+        objects = {key.replace(f"({stage}, 0)", f"({rng}, 0)"): value for key, value in objects.items()}
+    settings = {"num_layers": 2, "pipeline_model_parallel_size": 2, "swiglu": True, "bf16": True} | args
+    state = {
+        **tensors,
+        **objects,
+        "args": argparse.Namespace(**settings),
+        "iteration": 2,
+        "checkpoint_version": 3.0,
+    }
+    return write(tmp_path / "stage" / "iter_0000002", state)
+
+
+def test_the_layers_of_one_stage_get_their_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = of_one_stage(tmp_path, 1)
+    assert run(["verify", str(source)]) == 1
+    assert "`repair` gives the layers of this stage their numbers" in capsys.readouterr().out.replace(
+        "\n", " "
+    )
+    done = repair_checkpoint(str(source), str(tmp_path / "out"))
+    (change,) = done.changes
+    assert (change.cause, change.issue) == ("stage-numbers", "MLM#7452")
+    found, expected = oracle.tensors(tmp_path / "out"), oracle.tensors(iteration_of(DATA / NATIVE))
+    assert any(key.startswith("model.module.decoder.layers.1.") for key in found)
+    assert not any(".layers.0." in key for key in found)
+    assert all(oracle.same_bytes(found[key], expected[key]) for key in found)
+    assert len(change.keys) == sum(key.startswith("model.module.decoder.layers.1.") for key in expected)
+
+
+@pytest.mark.parametrize(
+    ("rng", "args", "why"),
+    [
+        (0, {}, "the rng states are those of stage 0, the layers those of 1"),
+        (None, {"num_layers": 8}, "a stage has 4 of 8 layers by the args"),
+        (None, {"num_layers": 1}, "the optimizer has layer 1, the args say 1 layers"),
+    ],
+)
+def test_args_that_say_otherwise(rng: int | None, args: dict[str, object], why: str, tmp_path: Path) -> None:
+    assert why in refusal(of_one_stage(tmp_path, 1, rng, **args), tmp_path, MappingError)
+
+
+def test_states_of_other_shapes_prove_nothing(tmp_path: Path) -> None:
+    tensors, objects = of_stage(oracle.tensors(iteration_of(DATA / NATIVE)), 1)
+    key = f"{STATE}decoder.layers.1.self_attention.linear_proj.weight.exp_avg"
+    tensors[key] = tensors[key][:-1].clone()
+    args = argparse.Namespace(num_layers=2, pipeline_model_parallel_size=2)
+    state = {**tensors, **objects, "args": args, "iteration": 2, "checkpoint_version": 3.0}
+    assert key in refusal(write(tmp_path / "stage" / "iter_0000002", state), tmp_path, MappingError)
+
+
+def test_weights_alone_do_not_tell_their_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tensors, _ = of_stage(oracle.tensors(iteration_of(DATA / NATIVE)), 1)
+    weights = {key: value for key, value in tensors.items() if key.startswith("model.")}
+    args = argparse.Namespace(num_layers=2, pipeline_model_parallel_size=2, swiglu=True, bf16=True)
+    state = {**weights, "args": args, "iteration": 2, "checkpoint_version": 3.0}
+    source = write(tmp_path / "stage" / "iter_0000002", state)
+    assert "no optimizer states tell of which stage they are" in refusal(source, tmp_path, MappingError)
+    assert run(["verify", str(source)]) == 1
+    assert "MLM#7452: the weights are of layers 0, the args say 2 layers and 2 pipeline stages" in (
+        capsys.readouterr().out
+    )
+
+
+def test_a_job_without_stages_is_not_said_to_have_some(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = of_one_stage(tmp_path, 0, pipeline_model_parallel_size=1)
+    assert run(["verify", str(source)]) == 1
+    told = capsys.readouterr().out
+    assert "MLM#7452" not in told
+    assert "1 layers are stored, the args say 2" in told

@@ -1,0 +1,187 @@
+"""Forked workers: the same bytes as one process, one verdict, nobody left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ckpt_tools.cores import usable_cores
+from ckpt_tools.errors import UsageError
+from ckpt_tools.execute.ranks import Ranks
+from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
+from ckpt_tools.execute.workers import default_workers, shared_out
+from tests.conftest import REPO
+from tests.execute.conftest import make_case
+from tests.execute.test_run import tree
+
+SCRIPT = """
+import os, sys, time
+from pathlib import Path
+from ckpt_tools.errors import CkptError, CorruptCheckpointError
+from ckpt_tools.execute import stream
+from ckpt_tools.execute.ranks import Ranks
+from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
+from ckpt_tools.execute.workers import shared_out
+from tests.execute.conftest import reopened_case
+
+here, out, workers, fault = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+case = reopened_case(here / "source")
+plan = case.plan(3)
+options = WriteOptions(workers=workers, threads=1, memory_bytes=12 << 20)
+real = stream.Pump.write_item
+
+def slowly(pump, item, file):
+    (here / "busy").touch()
+    for _ in range(600):
+        pump._tick(0)
+        time.sleep(0.05)
+
+faults = {"defect": lambda *args: 1 / 0, "killed": lambda *args: os.kill(os.getpid(), 9), "slow": slowly}
+
+def refused(*args):
+    raise CorruptCheckpointError("as found by worker 1")
+
+faults["damage"] = refused
+try:
+    with shared_out(plan.bytes_to_write, options, Ranks()) as (ranks, write):
+        if fault in faults and (ranks.rank == 1 or fault == "slow"):
+            stream.Pump.write_item = stream.Pump.write_batch = faults[fault]
+        place = Output(out, resume=fault == "resume")
+        report = write_checkpoint(plan, case.files, place, write, ranks=ranks)
+        assert report.ranks == workers
+        if ranks.rank == 0:
+            print(report.items_resumed)
+except CkptError as error:
+    print(error)
+    sys.exit(error.exit_code)
+print("left by", ranks.rank)
+"""
+
+
+def start(folder: Path, out: Path, workers: int, fault: str = "") -> subprocess.Popen[str]:
+    words = [sys.executable, "-c", SCRIPT, str(folder), str(out), str(workers), fault]
+    return subprocess.Popen(
+        words,
+        cwd=REPO,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr; no process of its session is left."""
+    out, err = process.communicate(timeout=60)
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+    return process.returncode, out, err
+
+
+def partial(out: Path) -> Path:
+    return out.parent / f".{out.name}.ckpt_tools-partial"
+
+
+@pytest.fixture
+def expected(tmp_path: Path) -> dict[str, str]:
+    case = make_case(tmp_path / "source")
+    write_checkpoint(case.plan(3), case.files, Output(tmp_path / "one"))
+    return tree(tmp_path / "one")
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_any_number_of_workers_writes_the_same(
+    tmp_path: Path, expected: dict[str, str], workers: int
+) -> None:
+    code, out, err = ended(start(tmp_path, tmp_path / "out", workers))
+    assert (code, out, err) == (0, "0\nleft by 0\n", "")
+    assert tree(tmp_path / "out") == expected
+
+
+def test_the_error_of_a_worker_is_that_of_the_command(tmp_path: Path) -> None:
+    make_case(tmp_path / "source")
+    code, out, err = ended(start(tmp_path, tmp_path / "out", 3, "damage"))
+    assert (code, out, err) == (4, "as found by worker 1\n", "")
+    assert not (tmp_path / "out").exists() and not partial(tmp_path / "out").exists()
+
+
+def test_a_defect_in_a_worker_shows_where_it_is(tmp_path: Path) -> None:
+    make_case(tmp_path / "source")
+    code, _, err = ended(start(tmp_path, tmp_path / "out", 3, "defect"))
+    assert code == 1 and "in a worker" in err and "ZeroDivisionError" in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_killed_worker_is_named_and_another_number_goes_on(
+    tmp_path: Path, expected: dict[str, str]
+) -> None:
+    code, out, _ = ended(start(tmp_path, tmp_path / "out", 3, "killed"))
+    assert code == 7 and "worker 1 (process " in out and "--resume" in out
+    assert not (tmp_path / "out").exists() and partial(tmp_path / "out").exists()
+    code, out, _ = ended(start(tmp_path, tmp_path / "out", 2, "resume"))
+    assert code == 0 and tree(tmp_path / "out") == expected
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)]
+)
+def test_a_signal_to_the_first_process_ends_all(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    make_case(tmp_path / "source")
+    process = start(tmp_path, tmp_path / "out", 3, "slow")
+    while not (tmp_path / "busy").exists():
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(number)
+    process.wait(30)
+    process.communicate(timeout=30)  # ends when the last one that holds stdout does
+    assert process.returncode == code
+    assert not (tmp_path / "out").exists() and partial(tmp_path / "out").exists()
+
+
+def test_workers_are_refused_beside_a_launcher_and_beside_threads() -> None:
+    class Two(Ranks):
+        world = 2
+
+    with (
+        pytest.raises(UsageError, match="launcher has started 2"),
+        shared_out(1, WriteOptions(workers=2), Two()),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("gib", "threads", "memory_mib", "cores", "workers"),
+    [
+        (8, 2, 96, 32, 16),
+        (8, 2, 96, 16, 8),
+        (8, 1, 96, 16, 16),
+        (1, 2, 96, 32, 4),  # by bytes
+        (8, 2, 24, 32, 4),  # by memory
+        (8, 2, 1, 32, 1),
+        (8, 2, 96, 2, 1),
+        (8, 2, 96, 1, 1),
+        (0, 2, 96, 32, 1),
+        (8, 64, 96, 32, 1),
+    ],
+)
+def test_workers_by_default(gib: int, threads: int, memory_mib: int, cores: int, workers: int) -> None:
+    options = WriteOptions(threads=threads, memory_bytes=memory_mib << 20)
+    assert default_workers(gib << 30, options, cores) == workers
+
+
+@pytest.mark.parametrize(
+    ("text", "least"),
+    [("max 100000", None), ("100000 100000", 1), ("50000 100000", 1), ("", None), ("x y z", None)],
+)
+def test_a_control_groups_quota_counts(tmp_path: Path, text: str, least: int | None) -> None:
+    (tmp_path / "cpu.max").write_text(text)
+    everything = len(os.sched_getaffinity(0))
+    assert usable_cores(tmp_path / "cpu.max") == (everything if least is None else least)
+    assert usable_cores(tmp_path / "absent") == everything
