@@ -34,7 +34,7 @@ __version__ = "0.1.0"
 # the command line nor a caller pays for what it does not use.
 _PUBLIC = {
     "CkptError": "errors",
-    "open_checkpoint": "commands.opened",
+    "open": "commands.checkpoint",
     "inspect_checkpoint": "commands.inspect",
     "build_group_map": "commands.group_map",
     "ConvertOptions": "commands.to_fsdp_dtensor",
@@ -67,13 +67,24 @@ _PUBLIC = {
     "RepairOptions": "commands.repair",
     "repair_checkpoint": "commands.repair",
     "print_tensor": "commands.print_tensor",
+    "list_run": "commands.ls",
+    "disk_usage": "commands.du",
+    "CopyOptions": "commands.copy",
+    "copy_checkpoint": "commands.copy",
+    "StatsOptions": "commands.stats",
+    "checkpoint_statistics": "commands.stats",
+    "checkpoint_change": "commands.stats",
 }
 __all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604  keys of _PUBLIC are strings
 
 if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
     from ckpt_tools.commands.average import AverageOptions as AverageOptions
     from ckpt_tools.commands.average import average_checkpoints as average_checkpoints
+    from ckpt_tools.commands.checkpoint import open as open
+    from ckpt_tools.commands.copy import CopyOptions as CopyOptions
+    from ckpt_tools.commands.copy import copy_checkpoint as copy_checkpoint
     from ckpt_tools.commands.diff import diff_checkpoints as diff_checkpoints
+    from ckpt_tools.commands.du import disk_usage as disk_usage
     from ckpt_tools.commands.export_hf import ExportOptions as ExportOptions
     from ckpt_tools.commands.export_hf import export_hf as export_hf
     from ckpt_tools.commands.group_map import build_group_map as build_group_map
@@ -81,8 +92,8 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
     from ckpt_tools.commands.import_hf import import_hf as import_hf
     from ckpt_tools.commands.inspect import inspect_checkpoint as inspect_checkpoint
     from ckpt_tools.commands.load_dtensors import load_dtensors as load_dtensors
+    from ckpt_tools.commands.ls import list_run as list_run
     from ckpt_tools.commands.modify import modify_state_dict as modify_state_dict
-    from ckpt_tools.commands.opened import open_checkpoint as open_checkpoint
     from ckpt_tools.commands.placements import Layout as Layout
     from ckpt_tools.commands.plan import plan_checkpoint as plan_checkpoint
     from ckpt_tools.commands.preflight import preflight as preflight
@@ -91,6 +102,9 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
     from ckpt_tools.commands.repair import repair_checkpoint as repair_checkpoint
     from ckpt_tools.commands.rewrite import EditOptions as EditOptions
     from ckpt_tools.commands.slice import slice_layers as slice_layers
+    from ckpt_tools.commands.stats import StatsOptions as StatsOptions
+    from ckpt_tools.commands.stats import checkpoint_change as checkpoint_change
+    from ckpt_tools.commands.stats import checkpoint_statistics as checkpoint_statistics
     from ckpt_tools.commands.storage_reader import StorageReader as StorageReader
     from ckpt_tools.commands.strip import strip_checkpoint as strip_checkpoint
     from ckpt_tools.commands.to_dcp import convert_to_dcp as convert_to_dcp

@@ -6,11 +6,14 @@ The classes follow what the user has to do, not the module that raises. A messag
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from ckpt_tools.credentials import redacted
 
 MAX_LISTED_PROBLEMS = 20
+_LISTED_ALIKE = 3
+_NUMBERS = re.compile(r"\d+")
 
 
 class CkptError(Exception):
@@ -18,8 +21,17 @@ class CkptError(Exception):
 
     exit_code = 70
 
+    def __init__(self, message: str = "", problems: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self._problems = tuple(problems)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Everything that is wrong, one text each: all of it, where the message lists the first few."""
+        return tuple(map(redacted, self._problems)) or (str(self),)
+
     def __str__(self) -> str:
-        return redacted(super().__str__())
+        return redacted(Exception.__str__(self))
 
 
 class UsageError(CkptError):
@@ -50,6 +62,10 @@ class MappingError(CkptError):
     exit_code = 5
 
 
+class NoSuchKeyError(MappingError, KeyError):
+    """Nothing has the name that was asked for: to Python a KeyError."""
+
+
 class VerificationError(CkptError):
     """Content written or read does not prove equal to what it must be."""
 
@@ -75,9 +91,24 @@ class Terminated(CkptError):  # noqa: N818
 
 
 def list_problems(problems: Iterable[str]) -> str:
-    """One indented line per problem, the first 20 in full and the rest counted."""
+    """One indented line per problem; of very many three of each kind, and how many more there are.
+
+    Problems are of one kind that differ in numbers alone: the same of every layer.
+    """
     lines = list(problems)
-    shown = [f"  - {line}" for line in lines[:MAX_LISTED_PROBLEMS]]
-    if len(lines) > MAX_LISTED_PROBLEMS:
-        shown.append(f"  ... and {len(lines) - MAX_LISTED_PROBLEMS} more")
+    if len(lines) <= MAX_LISTED_PROBLEMS:
+        return "\n".join(f"  - {line}" for line in lines)
+    kinds: dict[str, list[str]] = {}
+    for line in lines:
+        kinds.setdefault(_NUMBERS.sub("#", line), []).append(line)
+    shown, told = list[str](), 0
+    for alike in kinds.values():
+        if len(shown) >= MAX_LISTED_PROBLEMS:
+            break
+        shown += [f"  - {line}" for line in alike[:_LISTED_ALIKE]]
+        told += len(alike)
+        if len(alike) > _LISTED_ALIKE:
+            shown.append(f"  ... and {len(alike) - _LISTED_ALIKE} more like these")
+    if told < len(lines):
+        shown.append(f"  ... and {len(lines) - told} more")
     return "\n".join(shown)

@@ -14,6 +14,9 @@ from ckpt_tools import (
     convert_to_torch_dist,
 )
 
+if len(sys.argv) < 4:
+    sys.exit(__doc__)
+
 source, fsdp, back = sys.argv[1:]
 options = ConvertOptions(layout=Layout("mfsdp-v1", Topology(dp_shard=4)), check_masters="all")
 report = convert_to_fsdp_dtensor(source, fsdp, options, progress=lambda done, total: None)

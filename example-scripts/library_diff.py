@@ -7,6 +7,9 @@ import sys
 
 from ckpt_tools import DiffOptions, Tolerance, diff_checkpoints
 
+if len(sys.argv) < 3:
+    sys.exit(__doc__)
+
 report = diff_checkpoints(
     sys.argv[1], sys.argv[2], DiffOptions(Tolerance(ulp=1), ignore=("args*", "rng_state*"))
 )

@@ -5,7 +5,11 @@ python example-scripts/library_edit.py tests/data/core019_llama_tp2_fully_reshar
 
 import sys
 
-from ckpt_tools import EditOptions, modify_state_dict, open_checkpoint, print_tensor, slice_layers
+import ckpt_tools
+from ckpt_tools import EditOptions, modify_state_dict, print_tensor, slice_layers
+
+if len(sys.argv) < 4:
+    sys.exit(__doc__)
 
 source, small, weights = sys.argv[1:]
 cut = slice_layers(source, small, "0:1", options=EditOptions(overwrite=True))
@@ -15,6 +19,9 @@ print(f"{left.tensors} tensors without the {len(left.removed)} entries of the op
 
 norm = print_tensor(weights, "decoder.final_layernorm.weight", part="0:4", stats=True)
 print(norm.dtype, norm.shape, norm.values, norm.statistics["max"])
-with open_checkpoint(weights) as opened:  # the catalog behind all of it: keys, boxes, files, byte ranges
+with ckpt_tools.open(weights) as opened:  # nothing is read until it is indexed
+    print(
+        opened["decoder.final_layernorm.weight"][:4], opened.parameters["output_layer.weight"].weight[0, ::8]
+    )
     for chunk in opened.catalog.tensors["output_layer.weight"].chunks:
         print(chunk.box, chunk.item.file, chunk.item.offset, chunk.item.length)

@@ -7,6 +7,9 @@ import sys
 
 from ckpt_tools import TargetOptions, build_group_map
 
+if len(sys.argv) < 2:
+    sys.exit(__doc__)
+
 found = build_group_map(sys.argv[1], TargetOptions(dialect="core-0.16"))
 for name, group in found.groups.items():
     print(f"{group}  {name}: {found.rules[name]}")

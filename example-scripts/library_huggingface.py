@@ -7,6 +7,9 @@ import sys
 
 from ckpt_tools import ExportOptions, ImportOptions, Layout, Topology, export_hf, import_hf
 
+if len(sys.argv) < 4:
+    sys.exit(__doc__)
+
 source, model, run = sys.argv[1:]
 report = export_hf(source, model, ExportOptions(dtype="bfloat16", max_shard_bytes=2 * 10**9))
 print(f"{report.architecture}: {report.tensors} tensors")

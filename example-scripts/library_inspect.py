@@ -7,6 +7,9 @@ import sys
 
 from ckpt_tools import inspect_checkpoint
 
+if len(sys.argv) < 2:
+    sys.exit(__doc__)
+
 found = inspect_checkpoint(sys.argv[1], keys=["*.mlp.*"])
 print(
     f"{found.location.kind} by {found.writer}, iteration {found.iteration}: {found.parameters:,} parameters"

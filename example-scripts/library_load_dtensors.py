@@ -11,6 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from ckpt_tools import load_dtensors
 
+if len(sys.argv) < 2:
+    sys.exit(__doc__)
+
 dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
 tensors = load_dtensors(sys.argv[1], mesh)

@@ -7,6 +7,9 @@ import sys
 
 from ckpt_tools import Layout, Topology, plan_checkpoint
 
+if len(sys.argv) < 2:
+    sys.exit(__doc__)
+
 plan = plan_checkpoint(sys.argv[1], Layout("mfsdp-v1", Topology(dp_shard=4)))
 for cost in plan.costs:
     peak = cost.memory.peak if cost.memory else 0

@@ -7,6 +7,9 @@ import sys
 
 from ckpt_tools import preflight
 
+if len(sys.argv) < 2:
+    sys.exit(__doc__)
+
 checkpoint, *flags = sys.argv[1:]
 found = preflight(checkpoint, [flag for flag in flags if flag != "--"])
 for finding in found.report.findings:

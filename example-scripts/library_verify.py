@@ -7,6 +7,9 @@ import sys
 
 from ckpt_tools import CkptError, VerifyOptions, verify_checkpoint
 
+if len(sys.argv) < 2:
+    sys.exit(__doc__)
+
 try:
     report = verify_checkpoint(sys.argv[1], options=VerifyOptions(content=True))
 except (

@@ -30,8 +30,9 @@ CASES: dict[str, tuple[list[object], int, str]] = {
     "library_storage_reader": ([RUN, 1], 0, "(128, 32) is the same"),
     "library_preflight": ([FSDP, "--", "--use-torch-fsdp2"], 1, "error: use_torch_fsdp2 is on"),
     "library_edit": ([RUN, 1, 2], 0, "bfloat16 (32,)"),
-    "library_average": ([1, 2, RUN, RUN], 0, "shares of the mean: 0.90, 0.10"),
+    "library_average": ([1, 2, 3, RUN, RUN], 0, "shares of the mean: 0.90, 0.10"),
     "library_repair": ([RUN, 1], 0, "has none of the damage that repair knows"),
+    "library_look": ([RUN, RUN, FSDP], 0, "no NaN in 60 tensors"),
     "library_group_map": ([MOE], 0, "model.module.decoder.layers.0."),
 }
 
@@ -57,6 +58,17 @@ def test_example(name: str, tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_without_arguments_an_example_says_how_it_is_used(script: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, script], cwd=REPO, capture_output=True, text=True, timeout=60, check=False,
+        env={**os.environ, "PYTHONPATH": str(REPO)},
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert f"python example-scripts/{script.name} " in done.stderr or "torchrun" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_every_example_is_run_and_short() -> None:
     assert {script.stem for script in SCRIPTS} == CASES.keys()
     for script in SCRIPTS:
@@ -72,6 +84,13 @@ def test_the_examples_show_the_whole_public_api() -> None:
         for node in ast.walk(ast.parse(script.read_text()))
         if isinstance(node, ast.ImportFrom) and node.module == "ckpt_tools"
         for alias in node.names
+    } | {
+        node.attr
+        for script in SCRIPTS
+        for node in ast.walk(ast.parse(script.read_text()))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "ckpt_tools"
     }
     assert shown == set(ckpt_tools.__all__) - {"__version__"}
 

@@ -14,9 +14,13 @@
 * `huggingface`: `export-hf`, `import-hf`
 * `inspect`: `inspect`, `print-torch-dcp-in-json`
 * `edit`: `modify-state-dict`, `slice`, `print-tensor`
+* `copy`: `copy`
 * `average`: `average`
 * `strip`: `strip`
 * `repair`: `repair`
+* `ls`: `ls`
+* `du`: `du`
+* `stats`: `stats`
 * `verify`: `verify`, `diff`, `preflight`
 * `environment`: `env`, `--version`
 * `render`: tables for people, JSON for programs

@@ -130,7 +130,7 @@ def _explain(error: BaseException) -> int:
         error, "format_message"
     ):  # click's usage errors; typer has its own copy of click in some versions
         context = getattr(error, "ctx", None)
-        hint = f"\nTry '{context.command_path} --help'." if context else ""
+        hint = f"\n{context.get_usage()}\nTry '{context.command_path} --help'." if context else ""
         print(escape_lines(redacted(f"error: {error.format_message()}{hint}")), file=sys.stderr)
         return UsageError.exit_code
     print(escape_lines(redacted("".join(traceback.format_exception(error)).rstrip())), file=sys.stderr)

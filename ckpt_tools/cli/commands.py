@@ -21,6 +21,9 @@ MODULES = {
     "convert-torch-dist-to-fsdp-dtensor": "convert",
     "convert-fsdp-dtensor-to-torch-dist": "convert",
     "build-param-group-map": "convert",
+    "ls": "ls",
+    "du": "du",
+    "stats": "stats",
     "plan": "plan",
     "export-hf": "huggingface",
     "import-hf": "huggingface",
@@ -30,12 +33,26 @@ MODULES = {
     "preflight": "verify",
     "modify-state-dict": "edit",
     "slice": "edit",
+    "copy": "copy",
     "average": "average",
     "strip": "strip",
     "repair": "repair",
     "print-tensor": "edit",
     "env": "environment",
 }
+
+
+# What people type, and the command that does it.
+MEANT = {
+    "info": "inspect", "show": "inspect", "keys": "inspect --keys GLOB", "tree": "inspect --tree", "list": "ls",
+    "cat": "print-tensor", "dump": "print-torch-dcp-in-json", "check": "verify", "validate": "verify",
+    "test": "verify", "fsck": "verify --content", "compare": "diff", "cmp": "diff", "cp": "copy", "sync": "copy",
+    "upload": "copy", "download": "copy", "size": "du", "usage": "du", "norm": "stats", "norms": "stats",
+    "nan": "stats", "export": "export-hf", "to-hf": "export-hf", "import": "import-hf", "from-hf": "import-hf",
+    "reshard": "convert", "resize": "convert", "mean": "average", "merge": "average", "ema": "average",
+    "rename": "modify-state-dict", "remove": "modify-state-dict", "cut": "slice", "version": "--version",
+    "help": "--help",
+}  # fmt: skip
 
 
 class Commands(Mapping[str, Any]):
@@ -60,6 +77,16 @@ class Group(TyperGroup):
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes | {"commands": Commands()})
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        meant = MEANT.get(args[0]) if args and args[0] not in self.commands else None
+        if meant is not None:
+            ctx.fail(f"No such command '{args[0]}'. Try '{ctx.command_path} {meant}'.")
+        found = super().resolve_command(ctx, args)
+        from ckpt_tools.cli.progress import name_work
+
+        name_work(found[0] or "")
+        return found
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(self.commands)

@@ -42,9 +42,7 @@ _MEANING: dict[Format, frozenset[str]] = {
 _ALWAYS = {"input_dir", "output_dir", "to"}
 AS_JSON = flag("--json", panel=t.RUN, help="The report as JSON on stdout.")
 _OWN = {
-    "iteration": option(
-        str, "--iteration", panel=t.RUN, help="Iteration of a root, or all. Default: the latest."
-    ),
+    "iteration": t.ITERATIONS,
     "as_json": AS_JSON,
 }
 _TO = {
@@ -104,7 +102,7 @@ def _convert_to(to: Format, source: str, output: str, given: dict[str, Any]) -> 
     iteration = given.pop("iteration")
     run = RUNS[to](given)
     if iteration != "all":
-        carry_out(lambda progress: run(source, output, _iteration_number(iteration), True, progress), given)
+        carry_out(lambda progress: run(source, output, v.iteration_number(iteration), True, progress), given)
         return
     if to == "hf":
         raise UsageError("--iteration all: a Hugging Face model has no iterations; export them one by one")
@@ -126,17 +124,6 @@ def carry_out(run: Callable[[Progress], ConversionReport], given: Given) -> None
     with progress_bar(given["quiet"]) as progress:
         done = run(progress)
     finish(done, given["as_json"], given["report"])
-
-
-def _iteration_number(iteration: str | None) -> int | None:
-    from ckpt_tools.commands.outputs import MAX_DIGITS
-    from ckpt_tools.errors import UsageError
-
-    if iteration is None:
-        return None
-    if not (iteration.isascii() and iteration.isdigit() and len(iteration) <= MAX_DIGITS):
-        raise UsageError(f"--iteration {iteration}: give a number, or all")
-    return int(iteration)
 
 
 def _to_fsdp_dtensor(given: Given) -> Run:
@@ -214,7 +201,7 @@ def _expect(kind: MegatronFormat, path: str, iteration: str | None, to: Format) 
     from ckpt_tools.errors import UnsupportedCheckpointError
     from ckpt_tools.formats.detect import locate
 
-    found = locate(path, None if iteration == "all" else _iteration_number(iteration)).kind
+    found = locate(path, None if iteration == "all" else v.iteration_number(iteration)).kind
     if found != kind:
         raise UnsupportedCheckpointError(
             f"{path} is a checkpoint of kind {found}; this command takes {kind}. `convert --to {to}` takes any"

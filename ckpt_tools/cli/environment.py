@@ -13,7 +13,7 @@ from ckpt_tools.cli.signature import with_options
 
 def register(app: typer.Typer) -> None:
     """Add this module's command to `app`."""
-    app.command(**page("env"))(with_options(env, {"as_json"}))
+    app.command(**page("env"))(with_options(env, {"as_json", "quiet"}))
 
 
 def print_versions() -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.cli.render import escape, escape_lines
 
 if TYPE_CHECKING:
+    from xml.etree.ElementTree import Element
+
     from ckpt_tools.verify.report import Finding, Report
 
 SCHEMA_VERSION = 1
+_NUMBERS = re.compile(r"\d+")
+_ALIKE = 3  # findings that differ in numbers alone, shown
 _IN_CODE = str.maketrans({"`": r"\x60", "|": r"\x7c", "<": r"\x3c"})
 
 
@@ -40,14 +46,29 @@ def as_json(report: Report) -> dict[str, Any]:
     }
 
 
-def as_junit(report: Report, command: str) -> str:
-    """JUnit's XML: a test case a check, failed when it has errors."""
+def as_junit(reports: Sequence[Report], command: str) -> str:
+    """JUnit's XML: a suite a report, a test case a check, failed when it has errors."""
     from xml.etree import ElementTree as Xml
 
-    failed = sum(check.errors > 0 for check in report.checks)
-    counts = {"tests": str(len(report.checks)), "failures": str(failed), "errors": "0", "skipped": "0"}
-    suites = Xml.Element("testsuites", counts)
-    suite = Xml.SubElement(suites, "testsuite", {"name": escape_lines(report.checkpoint), **counts})
+    suites = Xml.Element("testsuites", _counts(reports))
+    for report in reports:
+        suite = Xml.SubElement(
+            suites, "testsuite", {"name": escape_lines(report.checkpoint), **_counts([report])}
+        )
+        _add_cases(suite, report, command)
+    Xml.indent(suites)
+    return '<?xml version="1.0" encoding="utf-8"?>\n' + Xml.tostring(suites, encoding="unicode") + "\n"
+
+
+def _counts(reports: Sequence[Report]) -> dict[str, str]:
+    checks = [check for report in reports for check in report.checks]
+    failed = sum(check.errors > 0 for check in checks)
+    return {"tests": str(len(checks)), "failures": str(failed), "errors": "0", "skipped": "0"}
+
+
+def _add_cases(suite: Element, report: Report, command: str) -> None:
+    from xml.etree import ElementTree as Xml
+
     for check in report.checks:
         case = Xml.SubElement(suite, "testcase", {"classname": f"ckpt_tools.{command}", "name": check.name})
         lines = [plain(finding) for finding in check.findings]
@@ -56,8 +77,6 @@ def as_junit(report: Report, command: str) -> str:
             failure.text = "\n".join(lines)
         elif lines:
             Xml.SubElement(case, "system-out").text = "\n".join(lines)
-    Xml.indent(suites)
-    return '<?xml version="1.0" encoding="utf-8"?>\n' + Xml.tostring(suites, encoding="unicode") + "\n"
 
 
 def as_github(report: Report, command: str) -> str:
@@ -84,6 +103,19 @@ def as_markdown(report: Report) -> str:
     for f in report.findings:
         lines.append(f"- **{f.severity}** {f.check}: {_code(f.where)}: {_code(_message(f))}")
     return "\n".join(lines) + "\n"
+
+
+def grouped(found: Iterable[Finding]) -> Iterator[str]:
+    """Findings as text; of those that differ in numbers alone three, and how many more there are."""
+    alike: dict[str, list[str]] = {}
+    for finding in found:
+        line = plain(finding)
+        alike.setdefault(_NUMBERS.sub("#", line), []).append(line)
+    for lines in alike.values():
+        most = len(lines) if len(lines) <= _ALIKE + 1 else _ALIKE
+        yield from lines[:most]
+        if len(lines) > most:
+            yield f"... and {len(lines) - most:,} more like these (--json lists all)"
 
 
 def plain(finding: Finding) -> str:

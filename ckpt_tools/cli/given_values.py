@@ -31,6 +31,22 @@ def parse_bytes(text: str) -> int:
     return size
 
 
+def iteration_number(iteration: str | None) -> int | None:
+    """The number that `--iteration` names where it may be `all` too; None for the latest.
+
+    Raises:
+        UsageError: not a number.
+    """
+    from ckpt_tools.commands.outputs import MAX_DIGITS
+    from ckpt_tools.errors import UsageError
+
+    if iteration is None:
+        return None
+    if not (iteration.isascii() and iteration.isdigit() and len(iteration) <= MAX_DIGITS):
+        raise UsageError(f"--iteration {iteration}: give a number, or all")
+    return int(iteration)
+
+
 def words(text: str) -> tuple[str, ...]:
     """Words with commas between them."""
     return tuple(word for word in text.split(",") if word)
@@ -104,6 +120,14 @@ def allow_msc(wanted: bool) -> bool:
         from ckpt_tools.formats.store import allow_msc
 
         allow_msc()
+    return wanted
+
+
+def be_quiet(wanted: bool) -> bool:
+    """Let the process keep its notes to itself, or not."""
+    from ckpt_tools.cli import render
+
+    render.be_quiet(wanted)
     return wanted
 
 

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 _INSPECT = {
     "keys": option(list[str], "--keys", read=v.globs, help="List only keys that match this glob."),
     "tree": flag("--tree", help="List keys as a tree."),
+    "html": option(
+        Path, "--html", callback=v.in_a_folder, help="Write a page: the tree, a search, chunks over ranks."
+    ),
     "list_group_meta": flag(
         "--not-ignore-param-to-group-meta",
         help="List the param_to_group_meta objects, not only their number.",
@@ -56,6 +59,13 @@ def inspect(checkpoint: Checkpoint, **given: Any) -> None:
     )
     if keys:
         render.say_unmatched("--keys", keys, (*found.catalog.tensors, *found.catalog.objects))
+    html = given["html"]
+    if html is not None:
+        from ckpt_tools.commands.inspect_page import inspection_html
+
+        render.write_text(html, inspection_html(found), checkpoint)
+        if str(html) == "-":
+            return
     if given["as_json"]:
         sys.stdout.writelines(render.json_lines(found.summary(), _json_lists(found)))
         return
@@ -80,7 +90,7 @@ def print_torch_dcp_in_json(
     render.write_text(given["output"] or Path("-"), text, torch_dcp_dir)
     written = None if given["no_write"] else write_group_map(torch_dcp_dir, trust_pickle)
     if written:
-        print(f"wrote {render.escape(written)}", file=sys.stderr)
+        render.say(f"wrote {render.escape(written)}")
 
 
 def _json_lists(found: Inspection) -> dict[str, Iterator[object]]:

@@ -44,6 +44,7 @@ PAGES = {
     "inspect": Page(LOOK, "what a checkpoint is and what it holds", (
         ("Everything that the metadata tells", "inspect RUN"),
         ("The tensors of one layer, as a tree", "inspect FSDP --keys '*.layers.0.*' --tree"),
+        ("As a page with a search", "inspect RUN --html OUT.html"),
         ("Another iteration than the tracker's, for a program", "inspect RUN --iteration 2 --json"),
     )),
     "print-tensor": Page(LOOK, "one tensor or object, or a part of it", (
@@ -55,6 +56,21 @@ PAGES = {
         ("Keys, shapes, chunks and where their bytes lie", "print-torch-dcp-in-json RUN/iter_0000002 -o OUT.json"),
         ("The values of small objects too", "print-torch-dcp-in-json FSDP/iter_0000002 --values"),
         ("Turn a dump into its map file, beside it", "print-torch-dcp-in-json DUMP"),
+    )),
+    "ls": Page(LOOK, "the iterations of a run", (
+        ("Which iterations are whole, and how large?", "ls RUN"),
+        ("For a program", "ls FSDP --json"),
+    )),
+    "du": Page(LOOK, "where the bytes of a run lie", (
+        ("By iteration, role and element type; what is twice", "du RUN"),
+        ("As a tree map", "du RUN --html OUT.html"),
+        ("By layer and rank", "du FSDP --by layer --by rank"),
+    )),
+    "stats": Page(LOOK, "norms, NaN, Inf; what a training changed", (
+        ("Norms by layer and role; is anything NaN?", "stats RUN"),
+        ("As a page, with histograms", "stats FSDP --html OUT.html"),
+        ("Every tensor of some names", "stats RUN --keys '*linear_fc2*' --role weight"),
+        ("What has changed from one to the other", "stats RUN FSDP"),
     )),
     "plan": Page(CONVERT, "what a conversion would do, and its cost", (
         ("Bytes and memory of every rank of a job", "plan RUN --dp-shard 4"),
@@ -125,6 +141,11 @@ PAGES = {
     "slice": Page(EDIT, "a few layers as a small checkpoint", (
         ("The first layer, for a test", "slice RUN OUT --layers 0:1"),
         ("Of a block that has another name", "slice FSDP OUT --layers 0:1 --block decoder.layers"),
+    )),
+    "copy": Page(EDIT, "to another place, proven on the way", (
+        ("To a bucket: s3://bucket/run instead of OUT", "copy RUN OUT"),
+        ("Everything of a run; what is there is passed over", "copy FSDP OUT --iteration all"),
+        ("And compare the copy once more", "copy HF OUT --read-back"),
     )),
     "average": Page(EDIT, "weighted mean of several checkpoints", (
         ("Equal shares; moments and all else of the last", "average RUN RUN OUT"),

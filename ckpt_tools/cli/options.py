@@ -22,10 +22,12 @@ class Row(NamedTuple):
     def parameter(self, name: str) -> inspect.Parameter:
         """The option as a parameter of a function that Typer makes a command of."""
         kind, default = self.kind, self.default
-        if get_origin(kind) is Literal:
+        (inner,) = get_args(kind) if get_origin(kind) is list else (kind,)
+        if get_origin(inner) is Literal:
             # Typer knows `Literal` since 0.19 only, enumerations always.
-            kind = _enumeration(get_args(kind))
-            default = None if default is None else kind(default)
+            words: Any = _enumeration(get_args(inner))
+            kind = words if inner is kind else list[words]
+            default = None if default is None else words(default)
         spelled: Any = Annotated[
             kind | None if default is None else kind, typer.Option(*self.spelled, **self.how)
         ]
@@ -33,8 +35,12 @@ class Row(NamedTuple):
 
     def value(self, given: Any) -> Any:
         """What the library gets."""
-        plain = given.value if isinstance(given, Enum) else given
+        plain = [_plain(one) for one in given] if isinstance(given, list) else _plain(given)
         return plain if self.read is None else self.read(plain)
+
+
+def _plain(given: Any) -> Any:
+    return given.value if isinstance(given, Enum) else given
 
 
 def _enumeration(words: tuple[str, ...]) -> Any:

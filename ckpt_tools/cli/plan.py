@@ -55,7 +55,16 @@ def register(app: typer.Typer) -> None:
             plan,
             t.READING
             | JOB_SIZES
-            | {"dialect", "layer_spec", "experts", "swiglu", "weights_only", "ignore_keys", "as_json"},
+            | {
+                "dialect",
+                "layer_spec",
+                "experts",
+                "swiglu",
+                "weights_only",
+                "keep_states",
+                "ignore_keys",
+                "as_json",
+            },
             _OWN,
         )
     )
@@ -106,11 +115,13 @@ def _draw(found: Priced, svg: Path | None, html: Path | None) -> None:
     from ckpt_tools.commands import picture
 
     name = Path(found.source).resolve().name
-    shown = picture.picture(found.core, f"{name}: {_layout(found)}")
+    memory = {cost.rank: cost.memory for cost in found.costs if cost.memory is not None}
+    padding = found.padding if len(memory) == found.layout.ranks else None
+    shown = picture.picture(found.core, f"{name}: {_layout(found)}", padding)
     if svg is not None:
         render.write_text(svg, picture.svg(shown), found.source)
     if html is not None:
-        render.write_text(html, picture.html(shown), found.source)
+        render.write_text(html, picture.html(shown, memory), found.source)
 
 
 def _layout(found: Priced) -> str:
@@ -183,7 +194,7 @@ def _print(found: Priced) -> None:
     render.print_table(("plan", ""), rows)
     _print_ranks(found)
     _print_tensors(found)
-    for name in ("dropped", "renamed", "backfilled", "notes"):
+    for name in ("dropped", "kept", "renamed", "backfilled", "notes"):
         for line in facts[name][:_LISTED_NOTES]:
             print(f"{name}: {render.escape(line)}")
         if len(facts[name]) > _LISTED_NOTES:

@@ -1,4 +1,7 @@
-"""Progress on stderr: a bar on a terminal, a plain line now and then elsewhere; silent on other ranks than 0."""
+"""Progress on stderr: a bar on a terminal, a plain line now and then elsewhere; silent on other ranks than 0.
+
+Both are named after the command, count in binary units, and end at 100 % when the work is done.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,13 @@ from ckpt_tools.cli.render import human_bytes
 
 _SECONDS_BETWEEN_LINES = 10.0
 _SECONDS_BETWEEN_PICTURES = 0.1
+_work = ""
+
+
+def name_work(name: str) -> None:
+    """What the process does, as progress calls it."""
+    global _work  # noqa: PLW0603  one command a process
+    _work = name
 
 
 def is_first_rank() -> bool:
@@ -28,46 +38,65 @@ def progress_bar(quiet: bool) -> Iterator[Callable[[int, int], None]]:
         with _bar() as update:
             yield update
     else:
-        yield _lines()
+        lines = _Lines()
+        yield lines.update
+        lines.finish()
 
 
 @contextmanager
 def _bar() -> Iterator[Callable[[int, int], None]]:
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    columns = [TextColumn(_work), BarColumn(bar_width=40 if console.width >= 80 else 8)]
+    columns += [TextColumn("{task.percentage:>3.0f} %"), TextColumn("{task.fields[size]}")]
     # Without its own thread, which would keep this process from being forked (`execute.workers`).
-    with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as bar:
-        task = bar.add_task("", total=None)
-        drawn = 0.0
+    with Progress(*columns, TimeRemainingColumn(), console=console, auto_refresh=False) as bar:
+        task = bar.add_task("", total=None, size="")
+        started, drawn, latest = time.monotonic(), 0.0, 0
 
         def update(done: int, total: int) -> None:
-            nonlocal drawn
-            bar.update(task, completed=done, total=total)
-            if time.monotonic() - drawn > _SECONDS_BETWEEN_PICTURES or done == total:
-                drawn = time.monotonic()
-                bar.refresh()
+            nonlocal drawn, latest
+            now, latest = time.monotonic(), total
+            if now - drawn > _SECONDS_BETWEEN_PICTURES or done == total:
+                drawn = now
+                rate = human_bytes(int(done / max(now - started, 1e-3)))
+                size = f"{_of(done, total)} {rate}/s"
+                bar.update(task, completed=done, total=total, size=size, refresh=True)
 
         yield update
+        if latest:
+            update(latest, latest)
 
 
-def _lines() -> Callable[[int, int], None]:
-    started = last = time.monotonic()
+class _Lines:
+    """A line every few seconds, and one at the end if there was any."""
 
-    def update(done: int, total: int) -> None:
-        nonlocal last
+    def __init__(self) -> None:
+        self._started = self._last = time.monotonic()
+        self._total = 0
+        self._said = False
+
+    def update(self, done: int, total: int) -> None:
         now = time.monotonic()
-        if now - last < _SECONDS_BETWEEN_LINES or not done:
+        self._total = total
+        if now - self._last < _SECONDS_BETWEEN_LINES or not done:
             return
-        last = now
-        rate = done / (now - started)
+        self._last, self._said = now, True
+        rate = done / (now - self._started)
         left = (total - done) / rate
-        print(
-            f"{human_bytes(done)} of {human_bytes(total)} ({100 * done // max(total, 1)} %), "
-            f"{human_bytes(int(rate))}/s, about {left:.0f} s left",
-            file=sys.stderr,
-            flush=True,
-        )
+        self._say(done, f"{human_bytes(int(rate))}/s, about {left:.0f} s left")
 
-    return update
+    def finish(self) -> None:
+        if self._said:
+            self._say(self._total, f"done in {time.monotonic() - self._started:.0f} s")
+
+    def _say(self, done: int, rest: str) -> None:
+        percent = 100 * done // max(self._total, 1)
+        name = f"{_work}: " if _work else ""
+        print(f"{name}{_of(done, self._total)} ({percent} %), {rest}", file=sys.stderr, flush=True)
+
+
+def _of(done: int, total: int) -> str:
+    return f"{human_bytes(done)} of {human_bytes(total)}"

@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 
 _CI_COMMAND = re.compile(r"##(?=\w*\[)")  # Azure's ##vso[ and ##[, TeamCity's ##teamcity[, wherever in a line
 _UNLIMITED = 1 << 16  # columns, when nobody looks: keys must not be folded in a file
+_NARROW = 60  # columns of a terminal in which a table that does not fit becomes a list
+_is_quiet = False
+
+
+def be_quiet(wanted: bool) -> None:
+    """Whether this process keeps its notes to itself (`--quiet`)."""
+    global _is_quiet  # noqa: PLW0603  a decision about the whole process, made once by who starts it
+    _is_quiet = wanted
 
 
 def console() -> Console:
@@ -49,13 +57,19 @@ def escape_lines(text: str) -> str:
     return "\n".join(map(escape, text.split("\n")))
 
 
+def say(note: str) -> None:
+    """A note on stderr, unless the user wants none."""
+    if not _is_quiet:
+        print(note, file=sys.stderr)
+
+
 def say_unmatched(option: str, patterns: Iterable[str], names: Iterable[str]) -> None:
     """Name on stderr every glob that matches nothing, with the names that were perhaps meant."""
     from ckpt_tools.commands.close_names import unmatched
 
     for pattern, close in unmatched(patterns, names).items():
         hint = f" Did you mean {', '.join(map(escape, close))}?" if close else ""
-        print(f"note: {option} {escape(repr(pattern))} matches nothing.{hint}", file=sys.stderr)
+        say(f"note: {option} {escape(repr(pattern))} matches nothing.{hint}")
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> None:
@@ -63,15 +77,28 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title:
     values = [list(row) for row in rows]
     cells = [[f"{v:,}" if isinstance(v, int) else escape(str(v)) for v in row] for row in values]
     numeric = [bool(values) and all(isinstance(row[i], int) for row in values) for i in range(len(columns))]
-    if sys.stdout.isatty():
-        _print_rich_table(columns, cells, numeric, title)
-        return
     widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+    if sys.stdout.isatty():
+        screen = console().width
+        if screen < _NARROW and sum(widths) + 2 * len(widths) > screen:
+            _print_list(columns, cells, title)
+        else:
+            _print_rich_table(columns, cells, numeric, title)
+        return
     lines = [columns, ["\u2500" * width for width in widths], *cells]
     sys.stdout.write(f"\n{title}\n" if title else "\n")
     for line in lines:
         aligned = (t.rjust(w) if n else t.ljust(w) for t, w, n in zip(line, widths, numeric, strict=True))
         sys.stdout.write("  ".join(aligned).rstrip() + "\n")
+
+
+def _print_list(columns: Sequence[str], cells: Iterable[Sequence[str]], title: str) -> None:
+    """The rows of a table one below the other, a line a cell, for terminals too narrow for columns."""
+    sys.stdout.write(f"\n{title}\n" if title else "\n")
+    for first, *rest in cells:
+        sys.stdout.write(f"{first}\n")
+        named = zip(columns[1:], rest, strict=True)
+        sys.stdout.writelines(f"  {f'{name}: ' if name else ''}{cell}\n" for name, cell in named if cell)
 
 
 def _print_rich_table(

@@ -12,6 +12,7 @@ from ckpt_tools.execute.run import WriteReport
 from ckpt_tools.model.choices import assert_never
 
 _SHOWN = 8
+_NAMED = 3  # keys of one reason
 
 
 def print_report(report: ConversionReport) -> None:
@@ -38,6 +39,7 @@ def print_report(report: ConversionReport) -> None:
         )
     for title, entries in (
         ("dropped", _by_reason(report.dropped)),
+        ("kept", report.kept),
         ("renamed", report.renamed),
         ("filled in", report.backfilled),
         ("note", report.notes),
@@ -89,13 +91,18 @@ def print_outcome(outcome: Outcome) -> None:
 
 
 def _by_reason(dropped: tuple[str, ...]) -> list[str]:
-    """One line per reason: what was dropped, or how many keys when there are several."""
+    """One line per reason, with the names of the first keys and how many more there are."""
     keys: dict[str, list[str]] = {}
     for line in dropped:
         key, _, reason = line.partition(": ")
         keys.setdefault(reason, []).append(key)
-    return [f"{found[0] if len(found) == 1 else f'{len(found):,} keys'}: {why}".removeprefix(": ")
-            for why, found in keys.items()]  # fmt: skip
+    return [f"{_names(found)}: {why}".removeprefix(": ") for why, found in keys.items()]
+
+
+def _names(keys: list[str]) -> str:
+    if len(keys) <= _NAMED + 1:
+        return ", ".join(keys)
+    return f"{', '.join(keys[:_NAMED])} and {len(keys) - _NAMED:,} more"
 
 
 def source_checksums(w: WriteReport) -> str:

@@ -46,6 +46,8 @@ TABLE: dict[str, Row] = {
                       help="Expert names: one grouped module or one module each. Default: the args."),
     "weights_only": flag("--weights-only", panel=MODEL,
                          help="Leave out optimizer, scheduler and rng: a warm start."),
+    "keep_states": flag("--keep-states", panel=MODEL,
+                        help="Keep states of an optimizer that the target does not have, beside, for the way back."),
     "dtype": option(str, "--dtype", panel=MODEL,
                     help="With --weights-only: element type of the weights, e.g. bfloat16."),
     "vocab_size_padded": option(int, "--vocab-size-padded", max=v.MAX_ROWS, panel=MODEL,
@@ -61,6 +63,9 @@ TABLE: dict[str, Row] = {
     "stacked": option(bool, "--stacked/--per-layer", panel=MODEL,
                       help="Layers of a block in one tensor, or one by one. Default: as a torch_dist source has "
                            "them, else the args."),
+    "like_source": flag("--like-source", panel=MODEL,
+                        help="Masters as the source's job keeps them: with a precision-aware optimizer as 16-bit "
+                             "remainders."),
     "hf_config": option(Path, "--hf-config", read=v.as_text, panel=MODEL,
                         help="Directory of the original Hugging Face model, for tokenizer and settings."),
     "rules": option(Path, "--rules", panel=MODEL, help="YAML file with the rules of one more architecture."),
@@ -115,7 +120,7 @@ TABLE: dict[str, Row] = {
                         "--threads 4 or more."),
     "report_format": option(c.ReportFormat, "--format", default="text",
                             help="text, json, github (annotations) or markdown."),
-    "quiet": flag("--quiet", "-q", panel=RUN, help="No progress."),
+    "quiet": flag("--quiet", "-q", callback=v.be_quiet, help="No progress and no notes."),
     "as_json": flag("--json", help="JSON on stdout."),
     "report": option(Path, "--report", callback=v.in_a_folder, panel=RUN, help="Write the report there as JSON."),
     "junit": option(Path, "--junit", callback=v.in_a_folder, help="Also write the report there as JUnit XML."),
@@ -126,20 +131,27 @@ TABLE: dict[str, Row] = {
     "oom_traceback": flag("--oom-traceback", hidden=True, help="Accepted for NVIDIA's script; changes nothing."),
 }  # fmt: skip
 
-OPENING = frozenset({"enable_msc", "follow_links"})
+# Of commands that can go through all iterations of a run; read by `given_values.iteration_number`.
+ITERATIONS = option(
+    str, "--iteration", panel=RUN, help="Iteration of a root, or all. Default: the latest."
+)  # fmt: skip
+
+OPENING = frozenset({"enable_msc", "follow_links", "quiet"})
 READING = OPENING | {"iteration", "trust_pickle"}
 FSDP_TARGET = frozenset({
     "swiglu", "swiglu_modules", "group_map", "strict_map", "state_prefix", "model_prefix", "rename_mtp", "dialect",
-    "aliases", "layer_spec", "experts", "weights_only", "dtype", "vocab_size_padded", "vocab_size", "tp",
+    "aliases", "layer_spec", "experts", "weights_only", "keep_states", "dtype", "vocab_size_padded", "vocab_size",
+    "tp",
 })  # fmt: skip
 DCP_TARGET = frozenset({
     "group_map", "strict_map", "dialect", "layer_spec", "experts", "weights_only", "dtype", "vocab_size_padded",
     "vocab_size", "tp",
 })  # fmt: skip
 TORCH_DIST_TARGET = frozenset({
-    "dialect", "layer_spec", "weights_only", "dtype", "extra_state", "stacked", "gpus", "tp", "ep", "etp",
+    "dialect", "layer_spec", "weights_only", "dtype", "extra_state", "stacked", "like_source",
+    "gpus", "tp", "ep", "etp",
 })  # fmt: skip
-REWRITING = frozenset({"check_source", "overwrite", "quiet", "as_json"})
+REWRITING = frozenset({"check_source", "overwrite", "as_json"})
 RUNNING = OPENING | REWRITING | {
     "resume", "dry_run", "workers", "threads", "memory_bytes", "fsync", "direct", "report",
 }  # fmt: skip

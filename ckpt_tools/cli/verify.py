@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -64,23 +65,36 @@ _DIFF = {
 def register(app: typer.Typer) -> None:
     """Add this module's commands to `app`."""
     reported = READING | {"report_format", "junit"}
-    compare = with_options(diff, READING | {"dialect", "as_json", "workers", "threads", "quiet"}, _DIFF)
+    compare = with_options(diff, READING | {"dialect", "as_json", "workers", "threads"}, _DIFF)
     old_name = page("compare-two-checkpoint") | {"help": "Compare two checkpoints: the old name of diff."}
-    app.command(**page("verify"))(with_options(verify, reported | {"workers", "threads", "quiet"}, _VERIFY))
+    app.command(**page("verify"))(with_options(verify, reported | {"workers", "threads"}, _VERIFY))
     app.command(**page("diff"))(compare)
     app.command(**old_name)(compare)
     app.command(**page("preflight"))(with_options(preflight, reported, _PREFLIGHT))
 
 
-def verify(checkpoint: Checkpoint, **given: Any) -> None:
-    """Check that a checkpoint is whole and sound. Exit code 1 when it is not, 4 when it is hostile."""
+def verify(
+    checkpoints: Annotated[
+        list[str],
+        typer.Argument(metavar="CHECKPOINT...", help="Runs' roots, iteration folders, or torch DCP folders."),
+    ],
+    **given: Any,
+) -> None:
+    """Check that checkpoints are whole and sound. Exit code 1 when one is not, 4 when one is hostile."""
     from ckpt_tools.cli.progress import progress_bar
-    from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
+    from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint, verify_checkpoints
 
+    options, chosen, iteration = fill(VerifyOptions, given), _chosen(given), given["iteration"]
     with progress_bar(given["quiet"]) as progress:
-        report = verify_checkpoint(checkpoint, given["iteration"], fill(VerifyOptions, given), progress)
-    _print_report(report, "verify", _chosen(given), given["junit"])
-    raise typer.Exit(4 if report.is_hostile else 0 if report.is_valid else 1)
+        if len(checkpoints) == 1:
+            reports = [verify_checkpoint(checkpoints[0], iteration, options, progress)]
+        else:
+            reports = verify_checkpoints(checkpoints, iteration, options, progress)
+    if len(reports) == 1:
+        _print_report(reports[0], "verify", chosen, given["junit"])
+    else:
+        _print_reports(reports, chosen, given["junit"])
+    raise typer.Exit(max(4 if report.is_hostile else 0 if report.is_valid else 1 for report in reports))
 
 
 def preflight(
@@ -141,7 +155,7 @@ def _print_report(
     report: Report, command: str, chosen: ReportFormat, junit: Path | None, more: dict[str, Any] | None = None
 ) -> None:
     if junit is not None:
-        render.write_text(junit, findings.as_junit(report, command), report.checkpoint)
+        render.write_text(junit, findings.as_junit([report], command), report.checkpoint)
     match chosen:
         case "json":
             print(render.json_text(findings.as_json(report) | (more or {})))
@@ -155,13 +169,25 @@ def _print_report(
             assert_never(chosen)
 
 
+def _print_reports(reports: Sequence[Report], chosen: ReportFormat, junit: Path | None) -> None:
+    """Several checkpoints' reports, one after the other; one document of JSON and of JUnit."""
+    if junit is not None:
+        render.write_text(junit, findings.as_junit(reports, "verify"), reports[0].checkpoint)
+    if chosen == "json":
+        whole = {"schema_version": findings.SCHEMA_VERSION, "valid": all(r.is_valid for r in reports)}
+        print(render.json_text(whole | {"reports": [findings.as_json(report) for report in reports]}))
+        return
+    for report in reports:
+        _print_report(report, "verify", chosen, None)
+
+
 def _print_text(report: Report, command: str) -> None:
     good, bad = ("valid", "not valid") if command == "verify" else ("ready", "not ready")
     if command == "verify":
         rows = [(c.name, c.looked_at, c.unit, c.errors, len(c.findings) - c.errors) for c in report.checks]
         render.print_table(("check", "looked at", "", "errors", "warnings"), rows)
-    for finding in report.findings:
-        print(findings.plain(finding))
+    for line in findings.grouped(report.findings):
+        print(line)
     errors = sum(check.errors for check in report.checks)
     verdict = good if report.is_valid else f"{bad}: {errors} errors"
     print(f"{render.escape(report.checkpoint)} ({report.format}) is {verdict}{report.verdict_suffix}")
@@ -174,19 +200,18 @@ def _print_diff(report: DiffReport) -> None:
                "largest |a-b|", "relative", "ULP")  # fmt: skip
     rows = [
         (s.role, s.tensors, s.equal, s.different, s.only_a, s.only_b, s.different_elements,
-         f"{s.max_abs:.3g}", f"{s.max_rel:.3g}", s.max_ulp)
+         f"{s.max_abs:.6g}", f"{s.max_rel:.6g}", s.max_ulp)
         for s in summarize(report.tensors)
     ]  # fmt: skip
     render.print_table(columns, rows)
     unequal = [tensor for tensor in report.tensors if tensor.kind != "equal"]
     unequal.sort(key=lambda tensor: (tensor.kind == "values", -tensor.found.max_abs))
-    lines = [_tensor_line(tensor) for tensor in unequal]
+    _print_tensors(unequal)
     values = [f"{v.name}: {_side(v.a)} -> {_side(v.b)}" for v in report.values]
-    for what, found in (("tensors", lines), ("values", values)):
-        for line in found[:_SHOWN]:
-            print(render.escape(line))
-        if len(found) > _SHOWN:
-            print(f"... and {len(found) - _SHOWN:,} more {what} (--json lists all)")
+    for line in values[:_SHOWN]:
+        print(render.escape(line))
+    if len(values) > _SHOWN:
+        print(f"... and {len(values) - _SHOWN:,} more values (--json lists all)")
     for note in report.notes:
         print(f"note: {render.escape(note)}")
     entries = "entries of objects"  # `args.tp_size` is one of `args`
@@ -198,6 +223,37 @@ def _print_diff(report: DiffReport) -> None:
     )
 
 
+def _print_tensors(unequal: list[TensorDiff]) -> None:
+    """What cannot be compared in a line each, then the largest differences in columns."""
+    shown = unequal[:_SHOWN]
+    for tensor in shown:
+        if tensor.kind != "values":
+            print(render.escape(_tensor_line(tensor)))
+    rows = [_tensor_row(tensor) for tensor in shown if tensor.kind == "values"]
+    if rows:
+        render.print_table(("tensor", "different", "of", "most at", "A", "B", "NaN"), rows)
+    if len(unequal) > len(shown):
+        print(f"... and {len(unequal) - len(shown):,} more tensors (--json lists all)")
+
+
+def _tensor_row(tensor: TensorDiff) -> list[object]:
+    found = tensor.found
+    at = "-" if found.index is None else f"[{', '.join(map(str, found.index))}]"
+    a, b = ("-", "-") if found.values is None else two_values(*found.values)
+    return [tensor.name, found.different, tensor.elements, at, a, b, found.nan_mismatches]
+
+
+def two_values(a: Any, b: Any) -> tuple[str, str]:
+    """Two values that differ with six digits, or with as many as show that they do."""
+    for digits in (6, 9, 17):
+        if not isinstance(a, float) or not isinstance(b, float):
+            break
+        texts = f"{a:.{digits}g}", f"{b:.{digits}g}"
+        if texts[0] != texts[1]:
+            return texts
+    return repr(a), repr(b)
+
+
 def _side(value: str | None) -> str:
     return "(absent)" if value is None else value
 
@@ -207,14 +263,9 @@ def _tensor_line(tensor: TensorDiff) -> str:
     if tensor.kind.startswith("only"):
         dtype, shape = tensor.a or tensor.b or ("", ())
         return f"{tensor.name}: {tensor.kind} ({dtype} {list(shape)})"
-    if tensor.a and tensor.b and tensor.a != tensor.b:
-        ends = " -> ".join(f"{dtype} {list(shape)}" for dtype, shape in (tensor.a, tensor.b))
-        return f"{tensor.name}: {ends}" + (f", {found.different:,} values differ" if tensor.elements else "")
-    text = f"{tensor.name}: {found.different:,} of {tensor.elements:,} elements"
-    if found.index is not None and found.values is not None:
-        at = ", ".join(map(str, found.index))
-        text += f", most at [{at}]: {found.values[0]!r} -> {found.values[1]!r}"
-    return text + (f", {found.nan_mismatches:,} with NaN" if found.nan_mismatches else "")
+    forms = [form for form in (tensor.a, tensor.b) if form is not None]
+    ends = " -> ".join(f"{dtype} {list(shape)}" for dtype, shape in forms)
+    return f"{tensor.name}: {ends}" + (f", {found.different:,} values differ" if tensor.elements else "")
 
 
 def _diff_head(report: DiffReport) -> dict[str, Any]:

@@ -1,7 +1,9 @@
 """What the verbs do, as library functions; `cli/` asks for them. They share how a checkpoint is opened and laid out.
 
 * `opened`: a checkpoint opened for reading
+* `checkpoint`: `ckpt_tools.open`: a checkpoint as an object that is indexed
 * `inspect`: what a checkpoint is and holds
+* `inspect_page`: its page
 * `dcp_json`: `print-torch-dcp-in-json`
 * `print_tensor`: `print-tensor`
 * `read_values`: Python values as JSON values
@@ -19,6 +21,14 @@
 * `target_job`: the job that will load an output
 * `iterations`: `--iteration all`
 * `outputs`: where a result goes, and what is reported of it
+* `ls`: `ls`
+* `du`: `du`
+* `du_page`: its picture
+* `named_tensors`: the tensors of any checkpoint by parameter, layer and role
+* `stats`: `stats`
+* `stats_page`: its pictures
+* `strips`: layers as columns, kinds of tensors as rows
+* `pages`: what all pages and drawings share
 * `plan`: `plan`
 * `picture`: its pictures
 * `group_map`: `build-param-group-map`
@@ -36,6 +46,7 @@
 * `modify`: `modify-state-dict`
 * `slice`: `slice`
 * `slice_plain`: of a plain state dict
+* `copy`: `copy`
 * `strip`: `strip`
 * `repair`: `repair`
 * `mend_keys`: what it does to keys of `fsdp_dtensor`

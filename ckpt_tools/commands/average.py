@@ -24,7 +24,7 @@ from ckpt_tools.execute.prove import prove_payloads
 from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, write_checkpoint
 from ckpt_tools.execute.work import MIN_TILE_BYTES
 from ckpt_tools.formats.container import read_archive
-from ckpt_tools.formats.files import Files, read_whole
+from ckpt_tools.formats.files import AnyPath, Files, path_text, read_whole
 from ckpt_tools.formats.joined_files import JoinedFiles
 from ckpt_tools.formats.safetensors import INDEX_FILE, MAX_INDEX_BYTES
 from ckpt_tools.model.box import Box, full_box
@@ -58,8 +58,8 @@ class Averaged(Edited):
 
 
 def average_checkpoints(
-    sources: Sequence[str],
-    output: str,
+    sources: Sequence[AnyPath],
+    output: AnyPath,
     options: AverageOptions | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Averaged:
@@ -72,34 +72,35 @@ def average_checkpoints(
         UnsupportedCheckpointError: numbers that have no mean.
         Otherwise the errors of opening, planning and writing.
     """
+    paths, output = [path_text(source) for source in sources], path_text(output)
     options = options or AverageOptions()
-    weights = mean_weights(len(sources), options.weights, options.ema)
+    weights = mean_weights(len(paths), options.weights, options.ema)
     with ExitStack() as stack:
         opened = [
             stack.enter_context(open_checkpoint(source, options.iteration, options.trust_pickle))
-            for source in sources
+            for source in paths
         ]
-        _check_places(sources, output, opened)
+        _check_places(paths, output, opened)
         read = [_read(one, options.write) for one in opened]
         parts, masters = [its for its, _ in read], read[-1][1]
         check_alike(parts, opened)
         catalog, targets = mean_targets(opened, parts[-1], weights)
         last, files = opened[-1], JoinedFiles(one.files for one in opened)
-        options = replace(options, write=_within_memory(options.write, len(sources)))
+        options = replace(options, write=_within_memory(options.write, len(paths)))
         if last.location.kind == "safetensors":
             plan, place = _safetensors(last, output, catalog, targets, options)
             written = write_checkpoint(plan, files, place, options.write, progress=progress)
         else:
-            written = _dcp(sources[-1], last, output, catalog, targets, files, options, progress)
+            written = _dcp(paths[-1], last, output, catalog, targets, files, options, progress)
     return Averaged(
-        source=sources[-1],
+        source=paths[-1],
         output=output,
         source_format=last.location.kind,
         tensors=len(targets),
         objects=len(last.catalog.objects),
         masters=masters,
         written=written,
-        sources=tuple(sources),
+        sources=tuple(paths),
         weights=weights,
         averaged=parts[-1].means,
         rounded=tuple(parts[-1].rounded),

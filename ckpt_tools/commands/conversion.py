@@ -283,6 +283,7 @@ def _report(
         groups=dict(conversion.groups),
         masters=masters,
         dropped=target.dropped,
+        kept=target.kept,
         renamed=target.renamed,
         backfilled=target.backfilled,
         notes=target.notes,

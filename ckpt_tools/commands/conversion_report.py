@@ -59,6 +59,7 @@ class ConversionReport:
     groups: Mapping[int, int]  # group id -> number of parameters
     masters: Masters
     dropped: tuple[str, ...]
+    kept: tuple[str, ...]
     renamed: tuple[str, ...]
     backfilled: tuple[str, ...]
     notes: tuple[str, ...]

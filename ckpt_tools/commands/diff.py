@@ -12,14 +12,16 @@ from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.read_model import Wanted, read_model
 from ckpt_tools.commands.version_2 import is_version_2, respelled
 from ckpt_tools.errors import UsageError, list_problems
+from ckpt_tools.formats.files import AnyPath, path_text
 from ckpt_tools.megatron.dcp.state_dict import is_megatron, read_state_dict
 from ckpt_tools.megatron.fsdp_dtensor.tensors import state_prefix
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions, build_fsdp_target
-from ckpt_tools.megatron.keys import COMMON_OBJECT, MODEL_PREFIX, role_of
+from ckpt_tools.megatron.keys import COMMON_OBJECT, KEPT, KEPT_OPTIMIZER, MODEL_PREFIX, role_of
 from ckpt_tools.megatron.names import DIALECTS
 from ckpt_tools.megatron.record import read_record, stored_tp
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import read_optimizer_states
+from ckpt_tools.model.catalog import ObjectEntry
 from ckpt_tools.model.choices import DiffBy
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.target import InlineTensor, Source, TargetTensor
@@ -49,8 +51,8 @@ class DiffRequest:
 
 
 def diff_checkpoints(
-    a: str,
-    b: str,
+    a: AnyPath,
+    b: AnyPath,
     options: DiffOptions | None = None,
     request: DiffRequest | None = None,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
@@ -62,6 +64,7 @@ def diff_checkpoints(
         MappingError: a `torch_dist` checkpoint cannot be seen as its `fsdp_dtensor` conversion.
         Otherwise the errors of opening and reading checkpoints.
     """
+    a, b = path_text(a), path_text(b)
     options, request = options or DiffOptions(), request or DiffRequest()
     opened = [
         open_checkpoint(path, iteration, request.trust_pickle)
@@ -124,7 +127,7 @@ def _idle_globs(sides: tuple[Side, Side], options: DiffOptions, used: tuple[str,
     if (options.keys or options.ignore) and not wrong and not any(map(options.wants, names)):
         wrong = ["--keys and --ignore leave out everything"]
     if wrong:
-        raise UsageError(f"nothing to compare:\n{list_problems(wrong)}")
+        raise UsageError(f"nothing to compare:\n{list_problems(wrong)}", wrong)
     ignore = tuple(glob for glob in options.ignore if glob not in used)
     if idle(ignore):
         look_inside(None)  # `*.save` is left out of every object
@@ -239,7 +242,12 @@ def _as_version_2(side: Side) -> Side:
 def _as_converted(opened: Opened, target: TargetOptions, other: Side | None) -> tuple[Side, list[str]]:
     """The conversion of a `torch_dist` checkpoint or plain state dict, under the names that fit `other` best."""
     model = read_model(opened, Wanted(unknown_keys=True))
-    options = target if other is None else _fitted(target, model, other)
+    if other is None:
+        options = replace(target, keep_states=not target.weights_only)
+    else:
+        options = _fitted(target, model, other)
+        if not any(key.startswith(KEPT) for key in other.objects):
+            model = replace(model, extra_states={})
     side = _converted(opened, model, options)
     if other is None or target.dialect is not None:
         return side, []
@@ -271,19 +279,23 @@ def _fitted(target: TargetOptions, model: Model, other: Side) -> TargetOptions:
         ranks = {key.split(")")[0] for key in other.tensors if key.startswith("rng_state.(")}
         tp = stored_tp(read_record(other.files), [(0, rank) for rank in range(len(ranks))], {})
         told["tp"] = None if tp is None else tp.ranks
-    if not any(key.startswith("optimizer.") for key in other.tensors):
+    told["keep_states"] = KEPT_OPTIMIZER in other.objects
+    if not any(key.startswith(_OF_A_RUN) for key in (*other.tensors, *other.objects)):
         told["weights_only"] = True
     return replace(target, **told)  # type: ignore[arg-type]  # each value has its field's type
 
 
+_OF_A_RUN = ("optimizer.", "opt_param_scheduler.", KEPT)
 _FUSED_NORMS = (".linear_qkv.layer_norm_weight", ".linear_fc1.layer_norm_weight")
 
 
 def _converted(opened: Opened, model: Model, options: TargetOptions) -> Side:
-    built = build_fsdp_target(model, options).target
+    target = build_fsdp_target(model, options)
+    built, archives = target.target, target.archives
     tensors: dict[str, TargetTensor | InlineTensor] = {t.key: t for t in built.tensors}
     tensors |= {t.key: t for t in built.inline}
     objects = {o.key: o.value for o in built.objects}
+    objects |= {key: ObjectEntry(key, item) for key, item in archives.items()}
     return Side(opened.files, model.catalog, tensors, objects, opened.trust_pickle)
 
 

@@ -24,7 +24,7 @@ from ckpt_tools.commands.outputs import output_directory, refuse_overlap
 from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.run import Output
 from ckpt_tools.formats.detect import Location
-from ckpt_tools.formats.files import Files
+from ckpt_tools.formats.files import AnyPath, Files, path_text
 from ckpt_tools.formats.safetensors import INDEX_FILE
 from ckpt_tools.megatron.huggingface.checks import Spec
 from ckpt_tools.megatron.huggingface.shard_files import DEFAULT_SHARD_SIZE, Shard, pack_shards, shard_index
@@ -50,8 +50,8 @@ class ExportOptions(SourceOptions):
 
 
 def export_hf(
-    source: str,
-    output: str,
+    source: AnyPath,
+    output: AnyPath,
     options: ExportOptions | None = None,
     progress: Progress | None = None,
     dry_run: bool = False,
@@ -65,6 +65,7 @@ def export_hf(
         VerificationError: masters that do not round to their weights, or a cast that makes infinities.
         CorruptCheckpointError, StorageError: damaged files, full disks.
     """
+    source, output = path_text(source), path_text(output)
     return convert(source, output, TO_HF, options or ExportOptions(), progress, dry_run)
 
 

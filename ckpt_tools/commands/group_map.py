@@ -16,6 +16,7 @@ from ckpt_tools.commands.to_fsdp_dtensor import membership_map
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError
 from ckpt_tools.formats.detect import locate
 from ckpt_tools.formats.documents import read_named_file
+from ckpt_tools.formats.files import AnyPath, path_text
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions, build_fsdp_target
 
 MAX_MAP_BYTES = 128 << 20  # a million parameters
@@ -31,7 +32,7 @@ class GroupMap:
 
 
 def build_group_map(
-    source: str, options: TargetOptions | None = None, iteration: int | None = None
+    source: AnyPath, options: TargetOptions | None = None, iteration: int | None = None
 ) -> GroupMap:
     """The map of a `--dump-param-to-param-group-map` folder, or derived from a `torch_dist` checkpoint.
 
@@ -39,6 +40,7 @@ def build_group_map(
         UnsupportedCheckpointError: `source` is neither.
         MappingError: the groups cannot be derived, with the reason.
     """
+    source = path_text(source)
     location = locate(source, iteration)
     dumped = read_group_map(location.path) if location.kind == "dcp" else None
     if dumped is not None:

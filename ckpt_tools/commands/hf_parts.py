@@ -92,7 +92,8 @@ def refuse_adapters(names: Iterable[str]) -> None:
         raise MappingError(
             f"{len(found)} tensors belong to an adapter (LoRA and its kin), not to a model of its own. Merge it "
             "first: `model.merge_and_unload().save_pretrained(DIR)` of peft, then import DIR:\n"
-            + list_problems(found[:4])
+            + list_problems(found[:4]),
+            found[:4],
         )
 
 
@@ -145,7 +146,8 @@ def prove_equal(
     if problems:
         raise MappingError(
             "weights that share their values by config are stored with different ones:\n"
-            + list_problems(problems)
+            + list_problems(problems),
+            problems,
         )
 
 

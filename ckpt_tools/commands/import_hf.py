@@ -27,7 +27,7 @@ from ckpt_tools.commands.version_2 import VERSION_2, for_version_2
 from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.run import Output
 from ckpt_tools.formats.detect import Location
-from ckpt_tools.formats.files import open_files
+from ckpt_tools.formats.files import AnyPath, open_files, path_text
 from ckpt_tools.formats.hub_cache import snapshot_of
 from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.formats.unpickle import StandIn, TorchDtype, stand_in
@@ -68,8 +68,8 @@ class ImportOptions(RunOptions):
 
 
 def import_hf(
-    source: str,
-    output: str,
+    source: AnyPath,
+    output: AnyPath,
     options: ImportOptions | None = None,
     progress: Progress | None = None,
     dry_run: bool = False,
@@ -84,6 +84,7 @@ def import_hf(
         VerificationError: a cast that makes infinities.
         CorruptCheckpointError, StorageError: damaged files, full disks.
     """
+    source, output = path_text(source), path_text(output)
     return convert(source, output, FROM_HF, options or ImportOptions(), progress, dry_run)
 
 

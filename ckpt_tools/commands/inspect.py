@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from ckpt_tools.commands.opened import open_checkpoint
 from ckpt_tools.commands.read_values import json_value
 from ckpt_tools.formats.detect import Location
+from ckpt_tools.formats.files import AnyPath, path_text
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.dcp.state_dict import StateDict, is_megatron, read_state_dict
 from ckpt_tools.megatron.keys import GROUP_META, role_of
@@ -152,7 +153,7 @@ class Inspection:
 
 
 def inspect_checkpoint(
-    path: str,
+    path: AnyPath,
     iteration: int | None = None,
     keys: Sequence[str] = (),
     list_group_meta: bool = False,
@@ -162,6 +163,7 @@ def inspect_checkpoint(
 
     No tensor byte is read. Raises the errors of `open_checkpoint`.
     """
+    path = path_text(path)
     with open_checkpoint(path, iteration, trust_pickle) as opened:
         location, catalog, common = opened.location, opened.catalog, opened.common
     plain = read_state_dict(catalog) if location.kind == "dcp" else None

@@ -10,7 +10,7 @@ from ckpt_tools.commands.conversion_report import SCHEMA_VERSION, ConversionRepo
 from ckpt_tools.commands.outputs import is_root
 from ckpt_tools.errors import CkptError, Interrupted, Terminated, UsageError
 from ckpt_tools.execute.ranks import connect
-from ckpt_tools.formats.detect import iteration_numbers, locate
+from ckpt_tools.formats.detect import CheckpointKind, iteration_numbers, locate
 from ckpt_tools.model.choices import Format
 
 Convert = Callable[[int | None, bool], ConversionReport]
@@ -75,7 +75,7 @@ def all_iterations(source: str) -> tuple[list[int | None], int | None]:
     return [*(n for n in numbers if n != location.iteration), location.iteration], location.iteration
 
 
-def is_there(output: str, number: int, kind: Format) -> bool:
+def is_there(output: str, number: int, kind: Format | CheckpointKind) -> bool:
     """Whether the root `output` holds a whole checkpoint of this iteration and kind."""
     try:
         return locate(f"{output.rstrip('/')}/iter_{number:07d}").kind == kind

@@ -16,8 +16,8 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.check_masters import check_masters
 from ckpt_tools.execute.proof import SourceProof
 from ckpt_tools.execute.read_box import BoxReader
-from ckpt_tools.formats.files import Files
-from ckpt_tools.megatron.keys import parameter_name
+from ckpt_tools.formats.files import AnyPath, Files, path_text
+from ckpt_tools.megatron.keys import KEPT, parameter_name
 from ckpt_tools.model.box import Box, full_box, row_major_strides
 from ckpt_tools.model.casts import raw_dtype
 from ckpt_tools.model.choices import LayoutName
@@ -41,7 +41,7 @@ _ALIASES = {alias: axis for axis, aliases in AXES.items() for alias in aliases}
 
 
 def load_dtensors(
-    path: str,
+    path: AnyPath,
     mesh: DeviceMesh,
     layout: LayoutName = "mfsdp-v1",
     *,
@@ -73,6 +73,7 @@ def load_dtensors(
         UsageError: a mesh whose axes are not known, or a layout that is impossible on it.
         Otherwise the errors of `convert_to_fsdp_dtensor` up to its plan, and of reading.
     """
+    path = path_text(path)
     if layout == "even":
         raise UsageError("layout even says how files are cut, not what a job holds; choose another layout")
     topology = Topology(
@@ -189,7 +190,7 @@ def _load(
     try:
         for target in in_reading_order(prepared.target, core.names()).tensors:
             parameter = owner.get(target.parameter)
-            if parameter_name(target.key) in elsewhere:
+            if parameter_name(target.key) in elsewhere or target.key.startswith(KEPT):
                 continue
             if parameter is None or parameter.buffer:
                 tensors[target.key] = to_torch(reader.read(target, full_box(target.shape)), target.dtype)

@@ -176,7 +176,8 @@ def _refuse_encoded(opened: Opened, keys: Sequence[str]) -> None:
     if wrong:
         raise UnsupportedCheckpointError(
             f"{opened.location.path}: no mean is taken of numbers of these types, which stand for others or are not "
-            f"ordered like them:\n{list_problems(wrong)}"
+            f"ordered like them:\n{list_problems(wrong)}",
+            wrong,
         )
 
 
@@ -185,7 +186,8 @@ def _refuse_masters(opened: Opened, keys: Sequence[str]) -> None:
         raise UnsupportedCheckpointError(
             f"{opened.location.path}: masters stand among the optimizer states, and nothing ties them to their "
             f"weights, which must stay their rounding; {_ALONE} "
-            f"(`modify-state-dict CKPT OUT --op 'remove REGEX'`):\n{list_problems(keys)}"
+            f"(`modify-state-dict CKPT OUT --op 'remove REGEX'`):\n{list_problems(keys)}",
+            keys,
         )
 
 
@@ -203,7 +205,9 @@ def check_alike(parts: Sequence[Parts], opened: Sequence[Opened]) -> None:
     ]
     if problems:
         raise MappingError(
-            "a mean is taken of checkpoints with the same keys, shapes and types:\n" + list_problems(problems)
+            "a mean is taken of checkpoints with the same keys, shapes and types:\n"
+            + list_problems(problems),
+            problems,
         )
 
 

@@ -11,6 +11,7 @@ from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.rewrite import Edited, EditOptions, need_dcp, rewrite
 from ckpt_tools.errors import MappingError, UsageError, list_problems
 from ckpt_tools.formats.container import read_archive
+from ckpt_tools.formats.files import AnyPath, path_text
 from ckpt_tools.model.target import Source, Target, TargetObject, TargetTensor
 
 KeyPath = tuple[str | int, ...]
@@ -25,8 +26,8 @@ class Operation(NamedTuple):
 
 
 def modify_state_dict(
-    source: str,
-    output: str,
+    source: AnyPath,
+    output: AnyPath,
     operations: Sequence[str],
     options: EditOptions | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -40,6 +41,7 @@ def modify_state_dict(
         MappingError: two keys would get the same name.
         Otherwise the errors of opening, planning and writing.
     """
+    source, output = path_text(source), path_text(output)
     options = options or EditOptions()
     parsed = [parse_operation(text) for text in operations]
     if not parsed:
@@ -115,14 +117,16 @@ def new_names(keys: Iterable[str], operations: Sequence[Operation]) -> dict[str,
             names[key] = renaming.pattern.sub(renaming.replacement, key)
     idle = [op.text for op in operations if op not in used]
     if idle:
-        raise UsageError("operations that no key needs; are the patterns right?\n" + list_problems(idle))
+        raise UsageError(
+            "operations that no key needs; are the patterns right?\n" + list_problems(idle), idle
+        )
     if not names:
         raise UsageError("no key would be left; nothing was written")
     if "" in names.values():
         raise UsageError("a key would get an empty name; nothing was written")
     clashes = [name for name, count in Counter(names.values()).items() if count > 1]
     if clashes:
-        raise MappingError("several keys would get the same name:\n" + list_problems(clashes))
+        raise MappingError("several keys would get the same name:\n" + list_problems(clashes), clashes)
     return names
 
 

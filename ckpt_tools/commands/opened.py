@@ -29,8 +29,10 @@ class Opened:
         self.files.close()
 
 
-def open_checkpoint(path: str, iteration: int | None = None, trust_pickle: bool = False) -> Opened:
-    """The checkpoint that `path` means.
+def open_checkpoint(
+    path: str, iteration: int | None = None, trust_pickle: bool = False, *, with_common: bool = True
+) -> Opened:
+    """The checkpoint that `path` means; `with_common=False` leaves its common state unread, and empty.
 
     Raises the errors of `locate`, `read_catalog` and `read_common_state`.
     """
@@ -40,7 +42,9 @@ def open_checkpoint(path: str, iteration: int | None = None, trust_pickle: bool 
         if location.kind == "safetensors":
             return Opened(location, files, read_safetensors_catalog(location.path), CommonState({}, None))
         catalog = read_catalog(files, trust_pickle)
-        return Opened(location, files, catalog, read_common_state(files, catalog, trust_pickle), trust_pickle)
+        nothing = CommonState({}, None)
+        common = read_common_state(files, catalog, trust_pickle) if with_common else nothing
+        return Opened(location, files, catalog, common, trust_pickle)
     except BaseException:
         files.close()
         raise

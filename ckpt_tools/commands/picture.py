@@ -7,14 +7,15 @@ kind are drawn as one.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from html import escape as escape_html
 from typing import NamedTuple
 
+from ckpt_tools.commands.pages import page, safe, size, table
 from ckpt_tools.model.dtypes import itemsize
 from ckpt_tools.sharding.fsdp2 import chunk_length
+from ckpt_tools.sharding.memory import Memory
 from ckpt_tools.sharding.parameters import row_size
 from ckpt_tools.sharding.placement import Placement
 
@@ -35,6 +36,12 @@ KINDS = (
     ("MLP", re.compile(r"\bmlp\b"), "#3ca951"),
     ("other", re.compile(""), "#6cc5b0"),
 )
+
+# What a rank holds in training, by its colour; together they are its peak.
+MEMORY_PARTS = {
+    "weights": "#4269d0", "main_weights": "#efb118", "gradients": "#ff725c", "adam": "#3ca951",
+    "communication": "#9498a0",
+}  # fmt: skip
 
 
 class Segment(NamedTuple):
@@ -60,6 +67,7 @@ class Picture:
     title: str
     columns: list[Column]
     rows: list[list[Segment]]
+    padding: int | None = None  # of all buffers in training; None: of those that are drawn
 
     @property
     def row_bytes(self) -> int:
@@ -67,7 +75,7 @@ class Picture:
         return max((c.start + c.length for c in self.columns), default=0)
 
 
-def picture(core: Placement, title: str) -> Picture:
+def picture(core: Placement, title: str, padding: int | None = None) -> Picture:
     """The weights of every rank, in the element type of the running model, in buffer order."""
     ranks = range(core.topology.world_size)
     found = [list(_parts(core, rank)) for rank in ranks]
@@ -86,7 +94,7 @@ def picture(core: Placement, title: str) -> Picture:
         ]
         for parts in found
     ]
-    return Picture(title, columns, rows)
+    return Picture(title, columns, rows, padding)
 
 
 class _Part(NamedTuple):
@@ -150,48 +158,75 @@ def svg(shown: Picture) -> str:
         *_bars(shown, height, scale),
         *_column_marks(shown, scale, bottom),
         *_rank_labels(count, height),
-        *_legend(totals, shown.row_bytes * count, bottom),
+        *_legend(totals, bottom),
     ]
     total = bottom + 64
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {total:.0f}" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="wide" viewBox="0 0 {WIDTH} {total:.0f}" role="img" '
         f'aria-label="{safe(shown.title)}">\n{_STYLE}\n' + "\n".join(body) + "\n</svg>\n"
     )
 
 
-def safe(text: str) -> str:
-    """Text inside an element or an attribute: no markup, and nothing that hides or turns what stands beside it."""
-    shown = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
-    return escape_html(shown)
-
-
-def html(shown: Picture) -> str:
-    """A page with the picture and a table of the ranks."""
+def html(shown: Picture, memory: Mapping[int, Memory] | None = None) -> str:
+    """A page with the picture, and a bar and a row of numbers for the ranks; `memory` is theirs in training."""
+    memory = memory or {}
     totals = [sum(s.length for s in row) for row in shown.rows]
     listed = _sampled(len(shown.rows), 64)
-    rows = "\n".join(
-        f"<tr><td>{rank}</td><td>{_size(totals[rank])}</td><td>{_size(shown.row_bytes - totals[rank])}</td>"
-        f"<td>{len({s.tensor for s in shown.rows[rank]})}</td></tr>"
-        for rank in listed
-    )
+    columns = [(name, True) for name in ("rank", "tensors", "weights held")]
+    rows = [[str(r), str(len({s.tensor for s in shown.rows[r]})), size(totals[r])] for r in listed]
+    if memory:
+        listed = [rank for rank in listed if rank in memory]
+        rows = [row for row in rows if int(row[0]) in memory]
+        columns += [(part.replace("_", " "), True) for part in (*MEMORY_PARTS, "padding", "peak")]
+        rows = [
+            [*row, *(size(getattr(memory[r], part)) for part in (*MEMORY_PARTS, "padding", "peak"))]
+            for r, row in zip(listed, rows, strict=True)
+        ]
     note = "" if len(listed) == len(shown.rows) else f"<p>{len(listed)} of {len(shown.rows)} ranks.</p>"
+    body = (
+        f'<div class="scroll">{svg(shown)}</div>{_memory_bars({r: memory[r] for r in listed}) if memory else ""}'
+        f"{table(columns, rows)}{note}"
+    )
+    return page(shown.title, body, _PAGE_STYLE)
+
+
+def _memory_bars(memory: Mapping[int, Memory]) -> str:
+    """What every rank holds in training, a bar a rank: its length is the peak, without activations."""
+    most = max((m.peak for m in memory.values()), default=0) or 1
+    bars = []
+    for rank, held in memory.items():
+        x, pieces = 0.0, []
+        for part, colour in MEMORY_PARTS.items():
+            width = 100 * getattr(held, part) / most
+            text = f"rank {rank}: {part.replace('_', ' ')} {size(getattr(held, part))}"
+            pieces.append(
+                f'<rect x="{x:.3f}" width="{width:.3f}" height="10" fill="{colour}"><title>{text}</title></rect>'
+            )
+            x += width
+        bars.append(
+            f"<tr><td class=n>{rank}</td><td class=bar><svg viewBox='0 0 100 10' preserveAspectRatio='none'>"
+            f"{''.join(pieces)}</svg></td><td class=n>{size(held.peak)}</td></tr>"
+        )
+    keys = "".join(
+        f'<span><i style="background:{colour}"></i>{part.replace("_", " ")}</span>'
+        for part, colour in MEMORY_PARTS.items()
+    )
     return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{safe(shown.title)}</title>{_PAGE_STYLE}</head><body>\n"
-        f'<div class="scroll">{svg(shown)}</div>\n<div class="scroll"><table>\n'
-        "<thead><tr><th>rank</th><th>weights</th><th>padding</th><th>tensors</th></tr></thead>\n"
-        f"<tbody>\n{rows}\n</tbody></table></div>{note}\n</body></html>\n"
+        f"<h2>Memory of a rank in training, without activations</h2><p class=keys>{keys}</p>"
+        f"<table class=bars><tbody>{''.join(bars)}</tbody></table>"
     )
 
 
 def _header(shown: Picture, totals: dict[str, int]) -> Iterator[str]:
     whole = shown.row_bytes * len(shown.rows)
-    padding = whole - sum(totals.values())
+    bare = whole - sum(totals.values())
+    said = f"what no tensor fills is padding: {size(bare)}, {100 * bare / max(whole, 1):.1f} %. "
+    if shown.padding is not None:
+        said = f"padding, of all buffers in training: {size(shown.padding)}. "
     yield f'<text class="title" x="{LEFT}" y="26">{safe(shown.title)}</text>'
     yield (
-        f'<text x="{LEFT}" y="46">one row a rank, {_size(shown.row_bytes)} of weight buffers each; '
-        f"what no tensor fills is padding: {_size(padding)}, {100 * padding / max(whole, 1):.1f} %. "
+        f'<text x="{LEFT}" y="46">one row a rank, {size(shown.row_bytes)} of weight buffers each; '
+        f"{said}"
         "Columns are FSDP units, bare numbers are layers.</text>"
     )
 
@@ -224,7 +259,7 @@ def _bars(shown: Picture, height: float, scale: float) -> Iterator[str]:
             if not one_by_one:
                 paths.setdefault(kind, []).append(f"M{x:.1f} {y:.2f}h{width:.1f}v{thick:.2f}h-{width:.1f}z")
                 continue
-            text = f"rank {rank}: {segment.tensor}, {_size(segment.length)}"
+            text = f"rank {rank}: {segment.tensor}, {size(segment.length)}"
             yield (
                 f'<rect class="{_css(kind)}" x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{thick:.2f}">'
                 f"<title>{safe(text)}</title></rect>"
@@ -278,11 +313,12 @@ def _rank_labels(count: int, height: float) -> Iterator[str]:
     yield f'<text class="small end" x="{LEFT - 8}" y="{TOP - 10}">rank</text>'
 
 
-def _legend(totals: dict[str, int], whole: int, bottom: float) -> Iterator[str]:
+def _legend(totals: dict[str, int], bottom: float) -> Iterator[str]:
     x, y = float(LEFT), bottom + 22
-    padding = whole - sum(totals.values())
-    for kind, size in [*totals.items(), ("padding", padding)]:
-        text = f"{kind} {_size(size)}"
+    for kind, text in [
+        *((kind, f"{kind} {size(nbytes)}") for kind, nbytes in totals.items()),
+        ("padding", "padding"),
+    ]:
         width = 26 + len(text) * CHAR
         if x + width > WIDTH - RIGHT:
             x, y = float(LEFT), y + 20
@@ -315,26 +351,17 @@ def _sampled(count: int, most: int) -> list[int]:
     return sorted({*range(0, count, step), count - 1})
 
 
-def _size(count: int) -> str:
-    value, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
-
-
 _COLOURS = "".join(f".{_css(kind)}{{fill:{colour}}}" for kind, _, colour in KINDS)
 _STYLE = (
     "<style>text{font:13px system-ui,sans-serif;fill:#222}.title{font-size:17px;font-weight:600}"
     ".small{font-size:11px}.end{text-anchor:end}.mark{stroke:#888;stroke-width:.6;fill:none}"
     f".padding{{fill:url(#pad)}}{_COLOURS}"
-    "@media(prefers-color-scheme:dark){text{fill:#ddd}}</style>"
+    "</style>"
     '<defs><pattern id="pad" width="6" height="6" patternUnits="userSpaceOnUse">'
     '<rect width="6" height="6" fill="#ececec"/><path d="M-1 7L7 -1" stroke="#c4c4c4"/></pattern></defs>'
 )
 _PAGE_STYLE = (
-    "<style>:root{color-scheme:light dark}body{margin:16px;font:14px system-ui,sans-serif}.scroll{overflow-x:auto}"
-    "svg{display:block;width:100%;min-width:1000px;max-width:1600px}table{border-collapse:collapse;margin:16px 0}"
-    "th,td{padding:3px 14px;text-align:right;border-bottom:1px solid #8884}</style>"
+    "td.bar{width:70vw;max-width:1100px;padding:2px 12px 2px 0}td.bar svg{width:100%;height:12px}"
+    "table.bars td{border:0;padding-bottom:0}.keys span{margin-right:14px;white-space:nowrap;display:inline-block}"
+    ".keys i{display:inline-block;width:11px;height:11px;margin-right:5px}"
 )

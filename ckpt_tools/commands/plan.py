@@ -17,6 +17,7 @@ from ckpt_tools.commands.target_job import TargetJob
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, prepare_output
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.detect import Location
+from ckpt_tools.formats.files import AnyPath, path_text
 from ckpt_tools.formats.unpickle import TorchDtype
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.model.dtypes import itemsize
@@ -164,6 +165,7 @@ class Priced:
             "duration": None if self.duration is None else asdict(self.duration),
             "padding_bytes": self.padding,
             "dropped": self.target.dropped,
+            "kept": self.target.kept,
             "renamed": self.target.renamed,
             "backfilled": self.target.backfilled,
             "notes": self.target.notes,
@@ -175,7 +177,7 @@ class Priced:
 
 
 def plan_checkpoint(
-    source: str,
+    source: AnyPath,
     layout: Layout,
     options: ConvertOptions | None = None,
     rank: int | None = None,
@@ -192,6 +194,7 @@ def plan_checkpoint(
     Raises the errors of `convert_to_fsdp_dtensor` up to its plan, and:
         UsageError: there is no such rank, or no tensor that a glob matches; one rank and `machines`.
     """
+    source = path_text(source)
     if rank is not None and not 0 <= rank < layout.ranks:
         raise UsageError(f"--rank {rank}: this layout has ranks 0 to {layout.ranks - 1}")
     if rank is not None and machines is not None:

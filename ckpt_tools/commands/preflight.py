@@ -14,6 +14,7 @@ from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.version_2 import is_version_2
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.documents import DocumentError, read_named_file
+from ckpt_tools.formats.files import AnyPath, path_text
 from ckpt_tools.megatron.hybrid import is_hybrid
 from ckpt_tools.megatron.keys import fsdp_state, is_optimizer_key, rng_key, rng_shard
 from ckpt_tools.megatron.torch_dist.slices import layer_counts
@@ -65,7 +66,7 @@ class Preflight:
 
 
 def preflight(
-    checkpoint: str,
+    checkpoint: AnyPath,
     words: Sequence[str] = (),
     yaml_file: Path | None = None,
     iteration: int | None = None,
@@ -81,6 +82,7 @@ def preflight(
         UsageError: the YAML file or the command line cannot be read, or `target` is not a known program.
         Otherwise the errors of opening a checkpoint.
     """
+    checkpoint = path_text(checkpoint)
     if target is not None and target not in PROGRAMS:
         raise UsageError(
             f"{target!r} is not a program that loads checkpoints; known are {', '.join(PROGRAMS)}"

@@ -10,9 +10,10 @@ from typing import Any
 from ckpt_tools.commands.close_names import close_names
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.read_values import json_value
-from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError
+from ckpt_tools.errors import MappingError, UsageError
 from ckpt_tools.execute.read_box import BoxReader
 from ckpt_tools.formats.container import load_object
+from ckpt_tools.formats.files import AnyPath, path_text
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.casts import Array, raw_dtype
 from ckpt_tools.model.catalog import TensorEntry
@@ -54,7 +55,7 @@ class Printed:
 
 
 def print_tensor(
-    source: str,
+    source: AnyPath,
     key: str,
     part: str | None = None,
     stats: bool = False,
@@ -72,6 +73,7 @@ def print_tensor(
         MappingError: there is no such key.
         UsageError: `part` does not fit the shape.
     """
+    source = path_text(source)
     with open_checkpoint(source, iteration, trust_pickle) as opened:
         if key in opened.catalog.objects:
             if part is not None or stats:
@@ -110,8 +112,6 @@ def to_numbers(values: Array, dtype: str) -> Array:
 def _statistics(read: Any, box: Box, dtype: str) -> dict[str, Any]:
     from ckpt_tools.verify.values import Statistics
 
-    if dtype.startswith(("float8", "complex")):
-        raise UnsupportedCheckpointError(f"statistics of {dtype} are not supported")
     found = Statistics()
     for tile in row_major_tiles(box, _TILE_BYTES // itemsize(dtype)):
         if not tile.is_empty:

@@ -17,7 +17,7 @@ from ckpt_tools.commands.slice_plain import PlainCut, plain_cut, renamer
 from ckpt_tools.errors import UnsupportedCheckpointError, UsageError
 from ckpt_tools.formats.container import read_archive
 from ckpt_tools.formats.documents import parse_yaml
-from ckpt_tools.formats.files import read_whole
+from ckpt_tools.formats.files import AnyPath, path_text, read_whole
 from ckpt_tools.formats.pickling import dump_archive
 from ckpt_tools.formats.unpickle import StandIn
 from ckpt_tools.megatron.common_state import COMMON_FILE, RUN_CONFIG
@@ -31,7 +31,8 @@ from ckpt_tools.megatron.keys import (
     shard_key,
     stacked_axes,
 )
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import OptimizerStates, StateTensor
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import StateTensor
+from ckpt_tools.megatron.torch_dist.other_optimizers import spelled_master
 from ckpt_tools.megatron.torch_dist.read import TorchDistSource, read_torch_dist
 from ckpt_tools.megatron.torch_dist.slices import layer_counts
 from ckpt_tools.megatron.torch_dist.write import CONTENT_METADATA, OPTIMIZER_METADATA
@@ -102,8 +103,8 @@ class Cut:
 
 
 def slice_layers(
-    source: str,
-    output: str,
+    source: AnyPath,
+    output: AnyPath,
     layers: str,
     block: str | None = None,
     options: EditOptions | None = None,
@@ -119,6 +120,7 @@ def slice_layers(
         MappingError: states are numbered, and nothing tells which parameters they are of.
         Otherwise the errors of opening, planning and writing.
     """
+    source, output = path_text(source), path_text(output)
     options = options or EditOptions()
     with open_checkpoint(source, options.iteration, options.trust_pickle) as opened:
         kind = opened.location.kind
@@ -218,16 +220,22 @@ def _torch_dist_parts(
     if source.states is None or source.states.layout in _NATURAL:
         return _kept_tensors(opened, cut, keys), common
     tensors = _kept_tensors(opened, cut, [key for key in keys if not is_optimizer_key(key)])
-    tensors += _states(source.states, opened, cut)
+    tensors += _states(source, opened, cut)
     common["content_metadata"] = CONTENT_METADATA | OPTIMIZER_METADATA
-    common["optimizer"] = _optimizer(source.model)
+    own = source.model.own_optimizer
+    common["optimizer"] = _optimizer(source.model) if own is None else own
     return tensors, common
 
 
-def _states(states: OptimizerStates, opened: Opened, cut: Cut) -> list[TargetTensor]:
+def _states(source: TorchDistSource, opened: Opened, cut: Cut) -> list[TargetTensor]:
     """Optimizer states of any layout under the keys and in the shapes of their weights."""
+    assert source.states is not None
+    states, own = source.states.states, source.model.own_optimizer
+    held: dict[str, list[str]] = {}
+    for kind, key in states:
+        held.setdefault(key, []).append(kind)
     tensors = []
-    for (kind, key), state in states.states.items():
+    for (kind, key), state in states.items():
         name = cut.key(key)
         if name is None:
             continue
@@ -236,7 +244,9 @@ def _states(states: OptimizerStates, opened: Opened, cut: Cut) -> list[TargetTen
             (cut.start, cut.stop - cut.start) if cut.is_stacked(key) else (0, shape[0] if shape else 1)
         )
         shape = (count, *shape[1:]) if shape else shape
-        spelled = "param" if kind == MASTER else kind
+        spelled = kind
+        if kind == MASTER:
+            spelled = "param" if own is None else spelled_master(own, held[key], source.model.roles)
         sources = _state_sources(state, stacked_axes(key), first, shape)
         tensors.append(TargetTensor(f"optimizer.state.{spelled}.{name}", state.dtype, shape, sources))
     return tensors

@@ -16,9 +16,10 @@ from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.rewrite import Edited, EditOptions, rewrite, use_of_masters
 from ckpt_tools.errors import UnsupportedCheckpointError, UsageError
 from ckpt_tools.formats.container import read_archive
+from ckpt_tools.formats.files import AnyPath, path_text
 from ckpt_tools.formats.pickling import dump_archive
 from ckpt_tools.megatron.common_state import COMMON_FILE
-from ckpt_tools.megatron.keys import BUFFERS, COMMON_OBJECT, is_optimizer_key, parameter_of
+from ckpt_tools.megatron.keys import BUFFERS, COMMON_OBJECT, KEPT, is_optimizer_key, parameter_of
 from ckpt_tools.megatron.torch_dist.write import OPTIMIZER_METADATA
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.roles import WEIGHT
@@ -27,6 +28,7 @@ from ckpt_tools.model.target import Source, Target, TargetObject, TargetTensor
 # What a job that saves with --no-save-optim and --no-save-rng does not write, beside the keys of its optimizer.
 _OF_A_RUN = re.compile(
     r"^(?:rng_state|rerun_state_machine(?:_state)?|opt_param_scheduler|lr_scheduler)(?:[./]|$)"
+    rf"|^{re.escape(KEPT)}"
 )
 _OF_THE_OPTIMIZER = ("optimizer", "opt_param_scheduler", "lr_scheduler", "rerun_state_machine", "rng_state")
 _LAYOUT = frozenset(OPTIMIZER_METADATA)
@@ -41,8 +43,8 @@ class Stripped(Edited):
 
 
 def strip_checkpoint(
-    source: str,
-    output: str,
+    source: AnyPath,
+    output: AnyPath,
     dtype: str | None = None,
     options: EditOptions | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -56,6 +58,7 @@ def strip_checkpoint(
         UnsupportedCheckpointError: neither `torch_dist` nor `fsdp_dtensor`.
         Otherwise the errors of opening, planning and writing.
     """
+    source, output = path_text(source), path_text(output)
     options = options or EditOptions()
     with open_checkpoint(source, options.iteration, options.trust_pickle) as opened:
         _check_request(opened, dtype)

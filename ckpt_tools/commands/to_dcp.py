@@ -13,13 +13,14 @@ from ckpt_tools.commands.read_model import Wanted, read_model
 from ckpt_tools.commands.relayout_plain import need_job, plain_layout, prepare_hf, prepare_plain
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, planned, prepare_model
 from ckpt_tools.errors import UsageError
+from ckpt_tools.formats.files import AnyPath, path_text
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.megatron.torch_dist.read import Extent
 
 
 def convert_to_dcp(
-    source: str,
-    output: str,
+    source: AnyPath,
+    output: AnyPath,
     options: ConvertOptions | None = None,
     progress: Progress | None = None,
     dry_run: bool = False,
@@ -31,6 +32,7 @@ def convert_to_dcp(
 
     Raises the errors of `convert_to_fsdp_dtensor`.
     """
+    source, output = path_text(source), path_text(output)
     return convert(source, output, TO_DCP, options or ConvertOptions(), progress, dry_run)
 
 
@@ -75,6 +77,7 @@ def _refuse_halves(target: TargetOptions) -> None:
     asked = {
         "swiglu": target.swiglu is not None or target.swiglu_modules != (),
         "aliases": target.aliases,
+        "keep_states": target.keep_states,
         "rename_mtp": target.rename_mtp,
         "prefixes": (target.model_prefix, target.state_prefix) != (plain.model_prefix, plain.state_prefix),
     }

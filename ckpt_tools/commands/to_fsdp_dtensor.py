@@ -26,7 +26,8 @@ from ckpt_tools.commands.relayout import need_other_job, prepare_relayout
 from ckpt_tools.commands.relayout_plain import need_job, plain_layout, prepare_plain, stays_plain
 from ckpt_tools.commands.target_job import TargetJob, need_tp, said_tp
 from ckpt_tools.commands.version_2 import VERSION_1, VERSION_2, for_version_1, for_version_2
-from ckpt_tools.formats.files import Files
+from ckpt_tools.formats.container import read_archive
+from ckpt_tools.formats.files import AnyPath, Files, path_text
 from ckpt_tools.megatron.bridge import RUN_CONFIG, TRAIN_STATE, fsdp_run_config, train_state_file
 from ckpt_tools.megatron.dcp.write import build_dcp_target
 from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter, Rows
@@ -55,8 +56,8 @@ class ConvertOptions(MegatronOptions):
 
 
 def convert_to_fsdp_dtensor(
-    source: str,
-    output: str,
+    source: AnyPath,
+    output: AnyPath,
     options: ConvertOptions | None = None,
     progress: Progress | None = None,
     dry_run: bool = False,
@@ -72,6 +73,7 @@ def convert_to_fsdp_dtensor(
         VerificationError: masters that do not round to the stored weights.
         CorruptCheckpointError, StorageError: damaged files, full disks.
     """
+    source, output = path_text(source), path_text(output)
     return convert(source, output, TO_FSDP_DTENSOR, options or ConvertOptions(), progress, dry_run)
 
 
@@ -163,7 +165,7 @@ def prepare_model(
         must_be_zero=tuple(_cut_rows(built.vocab)),
         without_masters=without_masters if options.weights_only else None,
         model=lambda: target_model(built, model.common),
-        archives=lambda: object_archives(built.target.objects),
+        archives=lambda: _archives(built, files),
     )
 
 
@@ -183,6 +185,13 @@ def planned(opened: Opened, prepared: Conversion, options: ConvertOptions, layou
         model=None,  # it is large, and not asked again
         archives=None,
     )
+
+
+def _archives(built: FsdpTarget, files: Files) -> Iterator[tuple[str, bytes]]:
+    """(key, archive) of every object; what is kept of the source goes along as it is stored."""
+    yield from object_archives(o for o in built.target.objects if o.key not in built.archives)
+    for key, item in built.archives.items():
+        yield key, read_archive(files, item)
 
 
 def _bridge_files(built: FsdpTarget, model: Model, files: Files) -> dict[str, bytes]:

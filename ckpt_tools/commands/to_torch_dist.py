@@ -6,7 +6,7 @@ Planned as a whole before the first byte.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
@@ -28,13 +28,16 @@ from ckpt_tools.commands.target_job import TargetJob
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError
 from ckpt_tools.formats.container import read_archive
 from ckpt_tools.formats.detect import METADATA_JSON, Location
+from ckpt_tools.formats.files import AnyPath, path_text
 from ckpt_tools.formats.pickling import dump_archive
 from ckpt_tools.megatron.common_state import COMMON_FILE
 from ckpt_tools.megatron.keys import stacked_axes
 from ckpt_tools.megatron.record import RECORD_FILE, read_record, record_bytes
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.remainders import split_masters
 from ckpt_tools.megatron.torch_dist.read import Extent
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions, build_torch_dist_target, carried_objects
 from ckpt_tools.model.box import Box
+from ckpt_tools.model.catalog import Item
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.roles import MASTER, WEIGHT
 from ckpt_tools.model.target import TargetObject, TargetTensor
@@ -58,8 +61,8 @@ class ToTorchDistOptions(MegatronOptions):
 
 
 def convert_to_torch_dist(
-    source: str,
-    output: str,
+    source: AnyPath,
+    output: AnyPath,
     options: ToTorchDistOptions | None = None,
     progress: Progress | None = None,
     dry_run: bool = False,
@@ -75,6 +78,7 @@ def convert_to_torch_dist(
         VerificationError: masters that do not round to the stored weights.
         CorruptCheckpointError, StorageError: damaged files, full disks.
     """
+    source, output = path_text(source), path_text(output)
     return convert(source, output, TO_TORCH_DIST, options or ToTorchDistOptions(), progress, dry_run)
 
 
@@ -133,13 +137,28 @@ def _refuse_same(location: Location, model: Model, options: ToTorchDistOptions) 
         )
 
 
+def _has_masters_beside_weights(kind: str, model: Model) -> bool:
+    """Whether the source stores masters and the weights that these must round to."""
+    if kind == "dcp":
+        return any(MASTER in p.values and WEIGHT in p.values for p in model.parameters)
+    return kind == "torch_dist" and MASTER in model.roles
+
+
 def write_torch_dist(model: Model, opened: Opened, options: TorchDistOptions, world: int) -> Conversion:
     """The model as `torch_dist`: a chunk for every layer and expert, written by `world` processes."""
+    whole = model
+    if options.like_source:
+        if opened.location.kind != "fsdp_dtensor" or options.weights_only:
+            raise UsageError(
+                "--like-source says how masters of an fsdp_dtensor checkpoint become those of a 3D job; leave it out"
+            )
+        model = split_masters(model)
     built = build_torch_dist_target(model, options)
     carried = carried_objects(model, built.target.objects)
-    archives = _archives(opened, built.target.objects, carried)
-    beside_weights = any(MASTER in p.values and WEIGHT in p.values for p in model.parameters)
-    otherwise: MastersUse = "as_stored" if keeps_masters(model) else "left_out" if model.unread else "none"
+    as_stored = {key: opened.catalog.objects[key].item for key in carried} | dict(model.extra_states)
+    archives = _archives(opened, built.target.objects, as_stored)
+    beside_weights = _has_masters_beside_weights(opened.location.kind, model)
+    otherwise: MastersUse = "as_stored" if keeps_masters(whole) else "left_out" if model.unread else "none"
     return Conversion(
         "torch_dist",
         built.record.target or "main",
@@ -163,12 +182,11 @@ def write_torch_dist(model: Model, opened: Opened, options: TorchDistOptions, wo
 
 
 def _archives(
-    opened: Opened, objects: Sequence[TargetObject], carried: Container[str]
+    opened: Opened, objects: Sequence[TargetObject], as_stored: Mapping[str, Item]
 ) -> list[tuple[str, bytes]]:
     """(key, archive) of every object, those of the source as they are stored."""
-    made = dict(object_archives(o for o in objects if o.key not in carried))
-    stored = opened.catalog.objects
-    return [(o.key, made.get(o.key) or read_archive(opened.files, stored[o.key].item)) for o in objects]
+    made = dict(object_archives(o for o in objects if o.key not in as_stored))
+    return [(o.key, made.get(o.key) or read_archive(opened.files, as_stored[o.key])) for o in objects]
 
 
 def template_keys(template: str, trust_pickle: bool = False) -> tuple[str, ...]:

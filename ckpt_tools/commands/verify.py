@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from ckpt_tools.execute.access import write_report
 from ckpt_tools.formats.dcp import read_catalog
 from ckpt_tools.formats.detect import TRACKER, Location, locate
 from ckpt_tools.formats.documents import DocumentError, read_named_file
-from ckpt_tools.formats.files import Files, LocalFiles, open_files
+from ckpt_tools.formats.files import AnyPath, Files, LocalFiles, open_files, path_text
 from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.megatron.common_state import CommonState, read_common_state
 from ckpt_tools.megatron.dcp.state_dict import is_megatron, read_state_dict
@@ -65,7 +65,7 @@ class VerifyOptions:
 
 
 def verify_checkpoint(
-    path: str,
+    path: AnyPath,
     iteration: int | None = None,
     options: VerifyOptions | None = None,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
@@ -79,6 +79,7 @@ def verify_checkpoint(
         UsageError: the manifest to compare with is absent or is not one; the one to write exists.
         StorageError: the file system refuses to read.
     """
+    path = path_text(path)
     options = options or VerifyOptions()
     manifest = _read_manifest(options)
     try:
@@ -94,6 +95,32 @@ def verify_checkpoint(
         return Report(location.path, location.kind, checks, is_read)
     finally:
         files.close()
+
+
+def verify_checkpoints(
+    paths: Iterable[str],
+    iteration: int | None = None,
+    options: VerifyOptions | None = None,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> list[Report]:
+    """A report for each of several paths; what is not a checkpoint is a report that says so.
+
+    Raises:
+        UsageError: a manifest belongs to one checkpoint.
+        StorageError: the file system refuses to read.
+    """
+    options = options or VerifyOptions()
+    if options.manifest is not None or options.write_manifest is not None:
+        raise UsageError("a manifest is of one checkpoint; verify the others without it")
+    reports = []
+    for path in paths:
+        try:
+            reports.append(verify_checkpoint(path, iteration, options, progress))
+        except (StorageError, UsageError):
+            raise
+        except CkptError as error:
+            reports.append(Report(path, "unknown", (_failed("place", path, error),), content_read=False))
+    return reports
 
 
 def _checks(

@@ -83,7 +83,9 @@ def check_masters(
         )
     raise VerificationError(
         f"the master weights of {len(problems)} tensors do not round to the stored weights:\n"
-        f"{list_problems(problems)}\nEither the checkpoint is damaged or its masters belong to another step. {advice}"
+        f"{list_problems(problems)}\nEither the checkpoint is damaged or its masters belong to another step. "
+        f"{advice}",
+        problems,
     )
 
 

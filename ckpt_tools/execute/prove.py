@@ -75,7 +75,7 @@ def prove_rest(
     problems = list(_problems(records, key_of))
     if problems:
         many = f"{len(problems)} payloads are damaged:\n{list_problems(problems)}"
-        raise CorruptCheckpointError(problems[0] if len(problems) == 1 else many)
+        raise CorruptCheckpointError(problems[0] if len(problems) == 1 else many, problems)
     without = {(file, *rest) for one in told for file, rows in one["without"].items() for rest in rows}
     read_for_it = sum(part.stop - part.start for part in parts)
     return ProofReport(len(done), sum(done.values()), read_for_it, len(without))

@@ -1,5 +1,6 @@
 """Bytes in and out: files, archives, pickles, metadata. What the keys mean is for the next room.
 
+* `tree`: all files below a folder
 * `files`: byte ranges of local files: the seam between checkpoints and storage
 * `joined_files`: several folders as one
 * `store`: one folder of an object store, its requests and their retries

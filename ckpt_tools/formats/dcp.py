@@ -116,9 +116,13 @@ def _catalog(machine: Machine, root: Any, location: str) -> Catalog:
     if len(machine.data) <= EAGER_BYTES:
         problems += [str(error) for lazy in (tensors, objects) for error in lazy.errors()]
     if any(_LEADS_OUT in problem for problem in problems):
-        raise HostileCheckpointError(f"{machine.where} names files elsewhere:\n{list_problems(problems)}")
+        raise HostileCheckpointError(
+            f"{machine.where} names files elsewhere:\n{list_problems(problems)}", problems
+        )
     if problems:
-        raise CorruptCheckpointError(f"{machine.where} contradicts itself:\n{list_problems(problems)}")
+        raise CorruptCheckpointError(
+            f"{machine.where} contradicts itself:\n{list_problems(problems)}", problems
+        )
     planner = fields["planner_data"]  # None in Megatron's
     version = fields.get("version")
     return Catalog(

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 from ckpt_tools.errors import CorruptCheckpointError, StorageError, UnsupportedCheckpointError, UsageError
 
@@ -33,12 +33,19 @@ _KINDS = {
     stat.S_IFLNK: "a link",
 }
 _follows_links = False
+AnyPath: TypeAlias = str | os.PathLike[str]
+"""A location as callers of the library may give it: a path object, or a string, which may be a URL."""
 
 
 def follow_links(wanted: bool) -> None:
     """Whether this process reads files of checkpoints through links that lead out of their folders."""
     global _follows_links  # noqa: PLW0603  a decision about the whole process, made once by who starts it
     _follows_links = wanted
+
+
+def path_text(path: AnyPath) -> str:
+    """A location as the string that everything behind the library's functions takes."""
+    return os.fspath(path)
 
 
 def read_whole(files: Files, name: str, limit: int = SMALL_FILE_BYTES) -> bytes:

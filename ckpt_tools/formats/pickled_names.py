@@ -19,6 +19,9 @@ _KNOWN = re.compile(
     rf"|torch\.(Size|device|serialization\._get_layout|_C\.Generator|{'|'.join(ITEMSIZE)})"
     r"|torch\.distributed\.(checkpoint|_shard)\.[\w.]+"
     r"|(megatron|nemo|nvidia_resiliency_ext)\.[\w.]+"
+    # classes of optimizers, which an offloaded optimizer has among the settings of its groups
+    r"|torch\.optim\.\w+\.(Adam|AdamW|SGD)"
+    r"|(transformer_engine\.pytorch|apex)\.optimizers\.\w+\.Fused(Adam|SGD)"
 )
 
 

@@ -93,7 +93,7 @@ def _read_catalog(files: Files) -> Catalog:
             problems += [f"{name} lacks {key}, which the index places there" for key in listed - set(found)]
     if problems:
         raise CorruptCheckpointError(
-            f"{files.location}: the weights are not whole:\n" + list_problems(problems)
+            f"{files.location}: the weights are not whole:\n" + list_problems(problems), problems
         )
     return Catalog(files.location, tensors, {})
 
@@ -123,7 +123,7 @@ def _weight_map(files: Files) -> dict[str, str] | None:
     problems = [f"{name!r} is not a file name" for name in shards if name in ("", ".", "..") or "/" in name]
     problems += [f"shard {name} is missing" for name in sorted(shards - set(present))]
     if problems:
-        raise CorruptCheckpointError(f"{_where(files, INDEX_FILE)}:\n" + list_problems(problems))
+        raise CorruptCheckpointError(f"{_where(files, INDEX_FILE)}:\n" + list_problems(problems), problems)
     return weight_map
 
 
@@ -169,7 +169,8 @@ def refuse_pointers(files: Files, names: Iterable[str]) -> None:
     if pointers:
         raise UnsupportedCheckpointError(
             f"{files.location}: these are Git LFS pointers, the files themselves were not fetched. Run `git lfs "
-            f"pull` there, or download the model again:\n{list_problems(pointers)}"
+            f"pull` there, or download the model again:\n{list_problems(pointers)}",
+            pointers,
         )
 
 
@@ -218,7 +219,7 @@ def read_safetensors_header(files: Files, name: str) -> dict[str, TensorEntry]:
     problems += _gaps(entries, 8 + length, size)
     if problems:
         raise CorruptCheckpointError(
-            f"{path}: the header does not describe the file:\n" + list_problems(problems)
+            f"{path}: the header does not describe the file:\n" + list_problems(problems), problems
         )
     return {entry.key: entry for entry in entries}
 

@@ -216,8 +216,11 @@ class Store:
 
     def put(self, name: str, data: bytes) -> None:
         """Store a file; readers see the old or the new one, never a part."""
-        path = self.path(name)
-        self.call(f"{self.where(name)}: writing", lambda t: self.ask(t, "pipe_file", path, data), len(data))
+        path, what = self.path(name), f"{self.where(name)}: writing"
+        try:
+            self.call(what, lambda t: self.ask(t, "pipe_file", path, data), len(data))
+        except FileNotFoundError as error:  # a file needs no folder, but it needs a bucket
+            raise StorageError(f"{what}: {error}. Make the bucket first, or correct its name.") from error
 
     def remove(self, name: str) -> None:
         """Delete the file of just this name; nothing happens if it is not there."""

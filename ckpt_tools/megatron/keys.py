@@ -25,6 +25,9 @@
     optimizer.state.module.module.module.decoder.layers.0.mlp.linear_fc1.weight_w.exp_avg
     optimizer.param_to_group_meta.module.module.module.decoder.layers.0.mlp.linear_fc1.weight.lr
     opt_param_scheduler.max_lr, rng_state.(0, 1).0.np_rng_state.0, optimizer.grad_scaler.scale, args, iteration
+    kept.optimizer.state.module.module.module.decoder.layers.0.mlp.linear_fc1.weight_w.momentum_buffer
+                                                                  ours: a state that Megatron-FSDP does not ask for
+    kept.decoder.layers.mlp.linear_fc1._extra_state/shard_0_2     ours: an object of the torch_dist source, as stored
 
 Group-map dumps (`--dump-param-to-param-group-map`) name live parameters behind their wrappers::
 
@@ -43,6 +46,9 @@ from typing import NamedTuple
 from ckpt_tools.model.roles import MASTER, WEIGHT, Role
 
 COMMON_OBJECT = "common_state/shard_0_1"  # the only shard there is: one object, saved by one rank
+# In front of a key of either format: what the target has no place for, kept beside what it has (see `kept`).
+KEPT = "kept."
+KEPT_OPTIMIZER = f"{KEPT}optimizer"  # object: the optimizer entry of a `torch_dist` common state
 COMMON_ITEMS = ("args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far")
 NESTED_STATES = ("opt_param_scheduler.", "rng_state.", "optimizer.grad_scaler.")
 MODEL_PREFIX = "model.module"
@@ -77,7 +83,9 @@ _EXPERT_NUMBER = re.compile(rf"(?<=\.experts\.experts\.)({_RANK})\.")
 _MODEL = re.compile(r"model\.(?:module\.)*(?P<name>.+)")
 _FSDP_STATE = re.compile(r"optimizer\.state\.(?:module\.)*(?P<name>.+)\.(?P<kind>[^.]+)")
 _FSDP_GROUP = re.compile(re.escape(GROUP_META) + r"(?:module\.)*(?P<name>.+)\.(?P<field>[^.]+)")
-_FSDP_PREFIX = re.compile(r"(?:model|optimizer\.state|optimizer\.param_to_group_meta)\.(?:module\.)*")
+_FSDP_PREFIX = re.compile(
+    rf"(?:{re.escape(KEPT)})?(?:(?:model|optimizer\.state|optimizer\.param_to_group_meta)\.(?:module\.)*)?"
+)
 _RNG = re.compile(rf"rng_state\.\((?P<pp>{_RANK}), (?P<tp>{_RANK})\)\.(?P<rest>.+)")
 _RANKS = re.compile(rf"\(({_RANK}), ({_RANK})\)")
 _WRAPPERS = re.compile(r"(?:module\.|model\.)+")
@@ -217,6 +225,11 @@ def expert_of(key: str) -> tuple[str, int | None]:
     return (key[: match.start()] + key[match.end() :], int(match[1])) if match else (key, None)
 
 
+def one_expert(name: str, expert: int | None) -> str:
+    """The key of one expert as `singleton_local_shards` stores it; the name as it is where it is of none."""
+    return name if expert is None else name.replace(EXPERTS, f"{EXPERTS}{expert}.")
+
+
 def has_expert_axis(key: str) -> bool:
     """Whether the tensor with this key holds all experts of its layer."""
     return EXPERTS in key and expert_of(key)[1] is None
@@ -265,9 +278,9 @@ def fsdp_state(key: str) -> ParameterKey | None:
 
 
 def parameter_of(key: str) -> ParameterKey | None:
-    """The parameter's value that `key` holds; None for keys of no parameter."""
+    """The parameter's value that `key` holds, kept ones too; None for keys of no parameter."""
     name = model_name(key)
-    return ParameterKey(name, WEIGHT) if name is not None else fsdp_state(key)
+    return ParameterKey(name, WEIGHT) if name is not None else fsdp_state(key.removeprefix(KEPT))
 
 
 def parameter_name(key: str) -> str | None:
@@ -358,6 +371,7 @@ def state_role(kind: str) -> Role:
 
 def role_of(key: str) -> Role:
     """What a tensor of either format is, for reports."""
+    key = key.removeprefix(KEPT)
     if not is_optimizer_key(key):
         return "other" if key.startswith(("rng_state", "opt_param_scheduler.")) else "weight"
     named = (state_key(key), bucket_key(key), fsdp_state(key))

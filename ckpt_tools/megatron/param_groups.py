@@ -94,7 +94,8 @@ def derive_memberships(
     if problems:
         raise MappingError(
             "the parameter groups cannot be derived from the checkpoint; dump the map from the training job and "
-            "give it with --param-to-param-group-map-json:\n" + list_problems(problems)
+            "give it with --param-to-param-group-map-json:\n" + list_problems(problems),
+            problems,
         )
     return memberships
 
@@ -166,7 +167,9 @@ def merge_map(
     elif derived is None:
         problems += [f"{name}: not in the map, and its group cannot be derived" for name in absent]
     if problems:
-        raise MappingError("the parameter group map does not fit the checkpoint:\n" + list_problems(problems))
+        raise MappingError(
+            "the parameter group map does not fit the checkpoint:\n" + list_problems(problems), problems
+        )
     _refuse_contradictions(derived or {}, wanted, groups)
     merged = {name: Membership(group, "the given map") for name, group in wanted.items()}
     merged |= {name: derived[name] for name in absent if derived is not None}
@@ -187,7 +190,8 @@ def _refuse_contradictions(
         raise MappingError(
             "the parameter group map contradicts the groups' own attributes: it is of another run, or its ids are "
             "mixed up. Leave it out, or dump it again from the job that wrote the checkpoint:\n"
-            + list_problems(problems)
+            + list_problems(problems),
+            problems,
         )
 
 

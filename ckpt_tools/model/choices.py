@@ -23,6 +23,10 @@ NanPolicy: TypeAlias = Literal["bits", "equal", "different"]
 """When two NaNs are equal: when their bits are, always, or never."""
 DiffBy: TypeAlias = Literal["auto", "keys", "parameters", "huggingface"]
 """The names by which two checkpoints are compared."""
+StatsBy: TypeAlias = Literal["auto", "keys", "parameters"]
+"""The names under which values are measured."""
+UsageAxis: TypeAlias = Literal["iteration", "role", "dtype", "layer", "rank"]
+"""What bytes are summed by."""
 ReportFormat: TypeAlias = Literal["text", "json", "github", "markdown"]
 """How a report of checks is printed."""
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ckpt_tools.megatron.common_state import CommonState
     from ckpt_tools.megatron.record import TargetRecord
     from ckpt_tools.megatron.settings import ModelSettings
-    from ckpt_tools.model.catalog import Catalog
+    from ckpt_tools.model.catalog import Catalog, Item
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,10 @@ class Model:
     rng: Mapping[tuple[int, int], object] = field(default_factory=dict)  # (pp, tp) -> list of rng states
     grad_scaler: Mapping[str, Any] = field(default_factory=dict)  # of an fp16 run
     step: object = None  # of the optimizer, where it is kept outside the groups
+    own_optimizer: Any = None  # another than Adam: its entry in the common state of `torch_dist`
+    extra_states: Mapping[str, Item] = field(
+        default_factory=dict
+    )  # of Transformer Engine, those that hold something
     dropped: tuple[str, ...] = ()  # one line for each key that is left out, with the reason
     rng_missing: tuple[str, ...] = ()  # one line for rng states of which some ranks' are not there
     unread: str | None = None  # why masters that were wanted are not here
@@ -89,4 +93,11 @@ class Model:
 def without_optimizer(model: Model, note: str) -> Model:
     """The weights alone, with a note why."""
     parameters = tuple(replace(p, values={WEIGHT: p.weight}) for p in model.parameters)
-    return replace(model, parameters=parameters, optimizer_layout=None, groups=(), notes=(*model.notes, note))
+    return replace(
+        model,
+        parameters=parameters,
+        optimizer_layout=None,
+        groups=(),
+        own_optimizer=None,
+        notes=(*model.notes, note),
+    )

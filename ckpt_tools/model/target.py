@@ -70,6 +70,7 @@ class Target:
     objects: tuple[TargetObject, ...] = ()
     aliases: Mapping[str, tuple[str, tuple[str | int, ...]]] = field(default_factory=dict)
     dropped: tuple[str, ...] = ()  # one line each: source key and the reason
+    kept: tuple[str, ...] = ()  # one line for each kind of what no loader asks for
     renamed: tuple[str, ...] = ()
     backfilled: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()

@@ -9,4 +9,5 @@
 * `assign`: which worker carries out which items
 * `duration`: how long it takes, on machines that are not here
 * `weight_files`: the plan of safetensors files
+* `raw_files`: the plan of a copy
 """

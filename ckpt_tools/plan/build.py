@@ -235,7 +235,7 @@ def _check_unique(target: Target) -> None:
             twice.append(key)
         seen.add(key)
     if twice:
-        raise MappingError("the target has keys more than once:\n" + list_problems(twice))
+        raise MappingError("the target has keys more than once:\n" + list_problems(twice), twice)
 
 
 def raise_all(problems: Sequence[MappingError | CorruptCheckpointError]) -> None:
@@ -244,7 +244,10 @@ def raise_all(problems: Sequence[MappingError | CorruptCheckpointError]) -> None
         raise problems[0]
     if problems:
         kind = next((type(p) for p in problems if isinstance(p, CorruptCheckpointError)), MappingError)
-        raise kind(f"{len(problems)} tensors cannot be planned:\n" + list_problems(map(str, problems)))
+        raise kind(
+            f"{len(problems)} tensors cannot be planned:\n" + list_problems(map(str, problems)),
+            map(str, problems),
+        )
 
 
 def plan_digest(

@@ -92,7 +92,8 @@ def describe(
     if unknown:
         raise MappingError(
             "which dimension tensor parallelism cuts is not known for:\n"
-            f"{list_problems(unknown)}\nGive the dimension of each, or use tp 1"
+            f"{list_problems(unknown)}\nGive the dimension of each, or use tp 1",
+            unknown,
         )
     return [
         Parameter(
@@ -142,7 +143,7 @@ def _experts(names: Iterable[str]) -> dict[str, Expert]:
         if max(found) + 1 != len(found)
     ]
     if problems:
-        raise MappingError("experts are missing:\n" + list_problems(problems))
+        raise MappingError("experts are missing:\n" + list_problems(problems), problems)
     return {name: Expert(number, len(seen[experts])) for name, (experts, number) in numbers.items()}
 
 

@@ -138,7 +138,7 @@ def check_parameters(parameters: Sequence[Parameter], topology: Topology, scalar
     names = Counter(name for p in parameters for name in part_names(p))
     problems += [f"{name} is listed {count} times" for name, count in names.items() if count > 1]
     if problems:
-        raise UsageError("these tensors cannot be placed:\n" + list_problems(problems))
+        raise UsageError("these tensors cannot be placed:\n" + list_problems(problems), problems)
 
 
 def _problems(p: Parameter, topology: Topology) -> Iterator[str]:

@@ -301,7 +301,8 @@ class Placement:
             way_out = "No dp_shard near it would do; use" if size is None else f"Use dp_shard {size}, or"
             raise UsageError(
                 f"Megatron-FSDP v1 cannot start with dp_shard {self.topology.dp_shard}, it cuts inside rows:\n"
-                f"{list_problems(problems)}\n{way_out} --layout even, which any topology can load"
+                f"{list_problems(problems)}\n{way_out} --layout even, which any topology can load",
+                problems,
             )
 
     def _first_rank(self, bucket: Bucket, part: int, ep: int) -> int:

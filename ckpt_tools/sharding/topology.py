@@ -56,7 +56,7 @@ class Topology:
         if not problems:
             problems += _combination_problems(self)
         if problems:
-            raise UsageError("impossible topology:\n" + list_problems(problems))
+            raise UsageError("impossible topology:\n" + list_problems(problems), problems)
 
     @classmethod
     def of_world(
@@ -156,7 +156,7 @@ class Topology:
                     "layout fsdp2 replicates over the outer axis; outer strategy optim needs mfsdp-v1"
                 )
         if problems:
-            raise UsageError("impossible layout:\n" + list_problems(problems))
+            raise UsageError("impossible layout:\n" + list_problems(problems), problems)
 
 
 def _strategy_name(value: object, field: str, problems: list[str]) -> str:

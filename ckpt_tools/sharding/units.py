@@ -149,7 +149,8 @@ def find_units(
         raise UsageError(
             "these tensors have no place in any FSDP unit:\n"
             f"{list_problems(lost)}\n"
-            f"Units are {', '.join(units)}; name those of the model with --units"
+            f"Units are {', '.join(units)}; name those of the model with --units",
+            lost,
         )
     return list(modules)
 

@@ -9,7 +9,8 @@
 * `integrity`: Megatron's own `integrity.json`
 * `manifest`: SHA-256 sums of files and tensors
 * `content`: one pass over every byte
-* `values`: what is not a number
+* `values`: what is not a number; sums and extremes
+* `measure`: sums of every tensor, by threads and processes
 * `meter`: bytes read so far
 * `compare`: are two arrays the same
 * `diff_values`: what differs between two objects

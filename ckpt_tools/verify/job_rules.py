@@ -155,6 +155,11 @@ def _optimizer(f: Facts) -> str | None:
     return None if found in ("sgd", "adam") else f"optimizer is {found}"
 
 
+def _sgd(f: Facts) -> str | None:
+    """Version 1 wraps it in the distributed optimizer (distrib_optimizer.py), which stops on any but Adam."""
+    return None if f.value("optimizer") != "sgd" or _is_version_2(f) else "optimizer is sgd"
+
+
 def _muon(f: Facts) -> str | None:
     found = f.value("optimizer", "")
     return f"optimizer is {found}" if "muon" in found else None
@@ -283,8 +288,10 @@ JOB_RULES = (
          _ARGUMENTS, _ALL),
     Rule("optimizer", ERROR, _muon, "Megatron-FSDP does not run it", "--optimizer adam", _ARGUMENTS,
          before("core-0.19")),
-    Rule("optimizer", ERROR, _optimizer, "Megatron-FSDP runs adam and sgd, and no emerging optimizer (Muon, Lion, "
-         "SOAP)", "--optimizer adam", _ARGUMENTS, since("core-0.19")),
+    Rule("optimizer", ERROR, _optimizer, "Megatron-FSDP runs no emerging optimizer (Muon, Lion, SOAP)",
+         "--optimizer adam", _ARGUMENTS, since("core-0.19")),
+    Rule("sgd", ERROR, _sgd, "the distributed optimizer that Megatron-FSDP needs takes Adam alone",
+         "--optimizer adam", "core/optimizer/distrib_optimizer.py DistributedOptimizer", _ALL),
     Rule("single-grouped", ERROR, _switch("moe_single_grouped_weight", "moe_single_grouped_bias"), "one tensor of "
          "all experts does not go into Megatron-FSDP's buffers", "drop --moe-single-grouped-weight and -bias",
          _ARGUMENTS, since("core-0.19")),

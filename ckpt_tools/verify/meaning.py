@@ -13,6 +13,8 @@ from ckpt_tools.megatron.keys import (
     BUFFERS,
     EXPERTS,
     HALVES,
+    KEPT,
+    ParameterKey,
     bucket_key,
     canonical_kind,
     fsdp_state,
@@ -28,6 +30,7 @@ from ckpt_tools.megatron.keys import (
 from ckpt_tools.megatron.names import MLA_DOWN, MLA_FUSED_DOWN, MTP_DISK, MTP_LIVE
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.expected import Expected, expected_states
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.natural import model_space_states
+from ckpt_tools.megatron.torch_dist.other_optimizers import mixes_lion_and_adam
 from ckpt_tools.megatron.torch_dist.slices import layer_counts, missing_layers, slices_of
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.roles import MASTER
@@ -169,20 +172,27 @@ def check_torch_dist_states(
     found.looked_at += len(states.states)
     have = {key: {k for k, other in states.states if other == key} for key in {w for _, w in states.states}}
     weights = {key: key for key in catalog.tensors if not is_optimizer_key(key)}
-    _check_kinds(weights, have, states.kinds, found)
+    if kinds:  # what has no state under its key has it in a bucket
+        weights = {key: where for key, where in weights.items() if key in have}
+    _check_kinds(weights, have, mixes_lion_and_adam(common), found)
     return found.done()
+
+
+def _state_or_kept(key: str) -> ParameterKey | None:
+    """The optimizer state that a key of `fsdp_dtensor` names, one that is kept beside too."""
+    return fsdp_state(key.removeprefix(KEPT))
 
 
 def check_fsdp_states(catalog: Catalog, common: CommonState) -> Check:
     """Whether every optimizer state has its weight, of the same shape, and every weight all kinds of state."""
     found = Findings("states", "states")
     group = {of_group.field: None for of_group in map(group_key, catalog.objects) if of_group}
-    held = {state.kind for state in map(fsdp_state, catalog.tensors) if state}
+    held = {state.kind for state in map(_state_or_kept, catalog.tensors) if state}
     _check_expected(held, expected_states(common, [group]), bool(group), found)
     shapes = _fsdp_shapes(catalog)
     have: dict[str, set[str]] = {}
     for key, entry in catalog.tensors.items():
-        state = fsdp_state(key)
+        state = _state_or_kept(key)
         if not state:
             continue
         found.looked_at += 1
@@ -208,8 +218,8 @@ def check_fsdp_states(catalog: Catalog, common: CommonState) -> Check:
             partner = f"{shapes[other]}" if other in shapes else "missing"
             found.error(f"model.module.{name}", f"its shape is {shape}, its other half {other} is {partner}")
     if have:
-        kinds = tuple(dict.fromkeys(kind for some in have.values() for kind in sorted(some)))
-        _check_kinds({name: f"model.module.{name}" for name in shapes}, have, kinds, found)
+        where = {name: f"model.module.{name}" for name in shapes}
+        _check_kinds(where, have, mixes_lion_and_adam(common), found)
     return found.done()
 
 
@@ -226,9 +236,14 @@ def check_torch_dist_groups(has_states: bool, groups: Sequence[Mapping[str, Any]
         missing = [field for field in ("lr", "weight_decay") if field not in group]
         if missing:
             found.error(f"group {index}", f"fields {missing} are missing")
-        if not step_apart and group.get("step") is None:
+        if not step_apart and group.get("step") is None and _counts_steps(group):
             found.warning(f"group {index}", "no step is stored; Adam's bias correction would start anew")
     return found.done()
+
+
+def _counts_steps(group: Mapping[str, Any]) -> bool:
+    """Whether the group's optimizer corrects a bias by the number of its steps: SGD, Muon and Lion do not."""
+    return not (group.keys() & {"momentum", "momentum_beta"} or ("betas" in group and "eps" not in group))
 
 
 def check_fsdp_groups(catalog: Catalog) -> Check:
@@ -280,14 +295,20 @@ def _check_expected(held: set[str], expected: Expected, has_groups: bool, found:
 
 
 def _check_kinds(
-    weights: Mapping[str, str], have: Mapping[str, set[str]], kinds: Sequence[str], found: Findings
+    weights: Mapping[str, str], have: Mapping[str, set[str]], mixed: bool, found: Findings
 ) -> None:
-    """Every weight has all kinds of state, or none; a weight without any is unusual unless it is a buffer."""
+    """No weight has a part of the states that others have; one without any is unusual unless it is a buffer.
+
+    Muon's weights and those that it leaves to Adam have different ones. Lion keeps a part of Adam's (`mixed`).
+    """
+    sets = sorted(map(sorted, {frozenset(kinds) for kinds in have.values()}))
     for name, where in weights.items():
-        missing = [kind for kind in kinds if kind not in have.get(name, ())]
-        if missing and name in have:
+        kinds = have.get(name, set())
+        more = next((other for other in sets if kinds < set(other)), None)
+        if name in have and more and not mixed:
+            missing = [kind for kind in more if kind not in kinds]
             found.error(where, f"its states {missing} are missing, others are there")
-        elif missing and not name.endswith(BUFFERS):
+        elif name not in have and not name.endswith(BUFFERS):
             found.warning(where, "it has no optimizer state: a frozen weight, or states were lost")
 
 

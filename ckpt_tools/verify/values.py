@@ -1,4 +1,7 @@
-"""Counts of what is not a number: NaNs and infinities, told from raw bits of any type, and simple statistics."""
+"""What values are like: NaNs and infinities, counted from raw bits of any element type; sums, extremes, changes.
+
+`verify --content`, `print-tensor --stats` and `stats` count here and nowhere else.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ckpt_tools.model.casts import Array
+from ckpt_tools.model.casts import Array, numpy_dtype, raw_dtype
 from ckpt_tools.model.dtypes import CASTABLE
+from ckpt_tools.model.kernels import MINIFLOATS, minifloat_values
 from ckpt_tools.verify.compare import to_float64
 
 # Bits of the exponent and of the mantissa: a NaN has all of the first and some of the second, an infinity none.
@@ -27,6 +31,10 @@ _ONE_NAN = {
     "float8_e8m0fnu": (0xFF, 0xFF),
 }
 _COMPLEX = {"complex64": "float32", "complex128": "float64"}
+_BLOCK = 1 << 15  # elements looked at at a time: their doubles stay in the processor's cache
+_MOST_CODES = 1 << 16
+_COUNTED = 1 << 17  # elements whose codes are counted at a time
+_EXPONENTS = 2048  # of a double
 
 
 @dataclass(slots=True)
@@ -55,52 +63,214 @@ class Census:
             flat = bits.reshape(-1)
         self.elements += flat.size
 
+    def add_values(self, values: Array, times: Array | None = None) -> None:
+        """Count decoded elements, each once or as often as `times` says."""
+        self.elements += _count(None, values, times)
+        self.nans += _count(np.isnan(values), values, times)
+        self.infinities += _count(np.isinf(values), values, times)
+
+
+def _count(chosen: Array | None, values: Array, times: Array | None) -> int:
+    """How many elements `values` stand for, all or those that are chosen."""
+    if times is None:
+        return len(values) if chosen is None else int(np.count_nonzero(chosen))
+    return int((times if chosen is None else times[chosen]).sum())
+
 
 def _width(dtype: str) -> int:
     return {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e5m2": 1}[dtype]
 
 
-@dataclass(slots=True)
 class Statistics:
-    """Sums over the finite elements of a tensor, joined from its tiles; computed in float64."""
+    """What the elements of one or several tensors are like, joined from their tiles; all sums in float64.
 
-    elements: int = 0
-    nans: int = 0
-    infinities: int = 0
-    zeros: int = 0
-    smallest: float = math.inf
-    largest: float = -math.inf
-    total: float = 0.0
-    squares: float = 0.0
+    Counts are of all elements, all else is of the finite ones. Of a complex type each part counts as one, integers
+    beyond 2**53 are rounded. `exponents`, if asked for, counts the finite elements that are not zero by the power of
+    two below their size: `exponents[1023 + e]` have ``2**e <= |x| < 2**(e + 1)``.
+    """
+
+    def __init__(self, histogram: bool = False) -> None:
+        self.census = Census()
+        self.zeros = 0
+        self.smallest, self.largest = math.inf, -math.inf
+        self.total = self.squares = 0.0
+        self.exponents: Array | None = np.zeros(_EXPONENTS, np.int64) if histogram else None
 
     def add(self, raw: Array, dtype: str) -> None:
-        """Count a tile of raw bits of a castable, integer or boolean type."""
-        values = (
-            to_float64(raw, dtype) if dtype in CASTABLE else raw.view(dtype).astype(np.float64)
-        ).reshape(-1)
-        nans = int(np.count_nonzero(np.isnan(values)))
-        finite = values[np.isfinite(values)]
-        self.elements += values.size
-        self.nans += nans
-        self.infinities += values.size - finite.size - nans
-        self.zeros += int(np.count_nonzero(finite == 0))
-        if finite.size:
-            self.smallest = min(self.smallest, float(finite.min()))
-            self.largest = max(self.largest, float(finite.max()))
-            self.total += float(finite.sum())
-            with np.errstate(over="ignore"):
-                self.squares += float((finite * finite).sum())
+        """Count a tile of raw bits of element type `dtype`.
+
+        Where a histogram is wanted of many short elements, their codes are counted, and the sums are taken over the
+        codes: one look at each element.
+        """
+        flat = np.ascontiguousarray(raw).reshape(-1)
+        codes = 1 << 8 * flat.itemsize
+        if codes <= len(flat) and codes <= _MOST_CODES and (self.exponents is not None or codes == 256):
+            times = np.zeros(codes, np.int64)
+            for first in range(0, len(flat), _COUNTED):
+                part = flat[first : first + _COUNTED].view(f"u{flat.itemsize}")
+                times += np.bincount(part, minlength=codes)
+            held = np.flatnonzero(times)
+            self._add_values(decoded(held.astype(f"u{flat.itemsize}"), dtype), times[held])
+            return
+        for first in range(0, len(flat), _BLOCK):
+            self._add_values(decoded(flat[first : first + _BLOCK], dtype))
+
+    def _add_values(self, values: Array, times: Array | None = None) -> None:
+        """Count each of `values`, or as often as `times` says."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            weighted = values if times is None else values * times
+            squares = float(np.dot(values, weighted))
+        if math.isfinite(squares):  # then every element is
+            self.census.elements += _count(None, values, times)
+        else:
+            self.census.add_values(values, times)
+            finite = np.isfinite(values)
+            values, weighted = values[finite], weighted[finite]
+            times = times if times is None else times[finite]
+            with np.errstate(over="ignore"):  # of doubles beyond 1e154
+                squares = float(np.dot(values, weighted))
+        if not len(values):
+            return
+        with np.errstate(over="ignore", invalid="ignore"):
+            self.total += float(weighted.sum())
+        self.zeros += _count(values == 0, values, times)
+        self.smallest = min(self.smallest, float(values.min()))
+        self.largest = max(self.largest, float(values.max()))
+        self.squares += squares
+        if self.exponents is not None:
+            of = values.view(np.uint64) >> 52 & 0x7FF
+            self.exponents += np.bincount(of, times, _EXPONENTS).astype(np.int64)
+
+    def empty(self) -> Statistics:
+        """One of the same kind that has counted nothing."""
+        return Statistics(self.exponents is not None)
+
+    def join(self, other: Statistics) -> None:
+        """Add what was counted elsewhere."""
+        for name in ("elements", "nans", "infinities"):
+            setattr(self.census, name, getattr(self.census, name) + getattr(other.census, name))
+        self.zeros += other.zeros
+        self.smallest, self.largest = min(self.smallest, other.smallest), max(self.largest, other.largest)
+        self.total += other.total
+        self.squares += other.squares
+        if self.exponents is not None and other.exponents is not None:
+            self.exponents += other.exponents
+
+    @property
+    def finite(self) -> int:
+        """Elements that are numbers."""
+        return self.census.elements - self.census.nans - self.census.infinities
+
+    @property
+    def norm(self) -> float:
+        """The Euclidean norm of the finite elements."""
+        return math.sqrt(self.squares)
+
+    @property
+    def rms(self) -> float | None:
+        """Their root mean square; None where there is none."""
+        return math.sqrt(self.squares / self.finite) if self.finite else None
 
     def summary(self) -> dict[str, float | int | None]:
-        """Counts, minimum, maximum, mean, root mean square; None where there is no finite element."""
-        count = self.elements - self.nans - self.infinities
+        """Counts, minimum, maximum, mean, root mean square, norm; None where there is no finite element."""
+        count = self.finite
         return {
-            "elements": self.elements,
-            "nan": self.nans,
-            "inf": self.infinities,
+            "elements": self.census.elements,
+            "nan": self.census.nans,
+            "inf": self.census.infinities,
             "zero": self.zeros,
             "min": self.smallest if count else None,
             "max": self.largest if count else None,
             "mean": self.total / count if count else None,
-            "rms": math.sqrt(self.squares / count) if count else None,
+            "rms": self.rms,
+            "norm": self.norm if count else None,
         }
+
+    def histogram(self) -> list[tuple[int, int]]:
+        """(power of two, elements) from the least to the largest size, without those that no element has."""
+        if self.exponents is None:
+            return []
+        held = np.flatnonzero(self.exponents[1:]) + 1  # 0: zeros, and doubles below 2**-1022
+        return [(int(code) - 1023, int(self.exponents[code])) for code in held]
+
+
+class Change:
+    """How a tensor has moved from A to B, joined from tiles; all sums in float64, over what is finite in both."""
+
+    def __init__(self) -> None:
+        self.elements = self.left_out = self.changed = 0
+        self.a_squares = self.b_squares = self.product = self.moved_squares = 0.0
+        self.largest = 0.0  # of |B - A|
+
+    def add(self, raw: tuple[Array, Array], dtypes: tuple[str, str]) -> None:
+        """Count two tiles of raw bits of the same elements."""
+        a, b = (np.ascontiguousarray(part).reshape(-1) for part in raw)
+        for first in range(0, len(a), _BLOCK):
+            block = slice(first, first + _BLOCK)
+            self._add_block(decoded(a[block], dtypes[0]), decoded(b[block], dtypes[1]))
+
+    def _add_block(self, a: Array, b: Array) -> None:
+        self.elements += len(a)
+        finite = np.isfinite(a) & np.isfinite(b)
+        if not finite.all():
+            self.left_out += len(a) - int(np.count_nonzero(finite))
+            a, b = a[finite], b[finite]
+        if not len(a):
+            return
+        with np.errstate(over="ignore", invalid="ignore"):  # of doubles beyond 1e154
+            moved = b - a
+            self.a_squares += float(np.dot(a, a))
+            self.b_squares += float(np.dot(b, b))
+            self.product += float(np.dot(a, b))
+            self.moved_squares += float(np.dot(moved, moved))
+            self.largest = max(self.largest, float(np.abs(moved).max()))
+        self.changed += int(np.count_nonzero(moved))
+
+    def empty(self) -> Change:
+        """One that has counted nothing."""
+        return Change()
+
+    def join(self, other: Change) -> None:
+        """Add what was counted elsewhere."""
+        for name in ("elements", "left_out", "changed", "a_squares", "b_squares", "product", "moved_squares"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.largest = max(self.largest, other.largest)
+
+    @property
+    def relative(self) -> float | None:
+        """The norm of B - A over that of A; None where A is zero and B is not."""
+        if not self.moved_squares:
+            return 0.0
+        return math.sqrt(self.moved_squares / self.a_squares) if self.a_squares else None
+
+    @property
+    def cosine(self) -> float | None:
+        """Of the angle between A and B; None where one of them is zero."""
+        norms = math.sqrt(self.a_squares) * math.sqrt(self.b_squares)
+        if not norms:
+            return None
+        return 1.0 if not self.moved_squares else max(-1.0, min(1.0, self.product / norms))
+
+    def summary(self) -> dict[str, float | int | None]:
+        """Elements compared, left out and changed; the change relative to A, the cosine, the largest difference."""
+        return {
+            "elements": self.elements,
+            "left_out": self.left_out,
+            "changed": self.changed,
+            "relative_change": self.relative,
+            "cosine": self.cosine,
+            "max_abs": self.largest,
+        }
+
+
+def decoded(raw: Array, dtype: str) -> Array:
+    """The values of 1-d raw bits of any element type, as float64; both parts of complex numbers."""
+    dtype = _COMPLEX.get(dtype, dtype)
+    if dtype in MINIFLOATS:
+        return minifloat_values(dtype)[raw.view(np.uint8)].astype(np.float64)
+    if dtype == "float8_e8m0fnu":  # powers of two, without sign
+        codes = raw.view(np.uint8)
+        return np.where(codes == 0xFF, np.nan, np.ldexp(1.0, codes.astype(np.int32) - 127))
+    if dtype in CASTABLE:
+        return to_float64(raw.view(raw_dtype(dtype)), dtype)
+    return raw.view(numpy_dtype(dtype)).astype(np.float64)

@@ -2,17 +2,19 @@
 
 OPTIONS = {
     "inspect": (
-        "--keys --iteration --json --tree --not-ignore-param-to-group-meta --enable-msc --trust-pickle --follow-links"
+        "--keys --iteration --json --tree --html --not-ignore-param-to-group-meta --enable-msc --trust-pickle "
+        "--follow-links --quiet -q"
     ),
     "print-torch-dcp-in-json": (
-        "--values -o --output --no-write --enable-msc --trust-pickle --follow-links"
+        "--values -o --output --no-write --enable-msc --trust-pickle --follow-links --quiet -q"
     ),
     "convert": (
         "--follow-links --check-source "
         "--to --swiglu --no-swiglu --swiglu-modules --param-to-param-group-map-json --strict-map "
         "--output-optimizer-state-prefix --output-model-weight-prefix --rename-mtp-keys --target --aliases "
-        "--layer-spec --experts --weights-only --dtype --vocab-size-padded --vocab-size --extra-state "
-        "--stacked --per-layer --hf-config --max-shard-size --layout --world-size --gpus --dp-shard --dp-outer "
+        "--layer-spec --experts --weights-only --keep-states --dtype --vocab-size-padded --vocab-size "
+        "--extra-state --stacked --per-layer --like-source --hf-config --max-shard-size --layout "
+        "--world-size --gpus --dp-shard --dp-outer "
         "--tp --cp --ep --etp --pp --strategy --outer-strategy --units --iteration --check-masters --ignore-keys "
         "--overwrite --resume --dry-run --workers --threads --max-memory --fsync --direct --quiet -q --json --report "
         "--trust-pickle --enable-msc --oom-traceback"
@@ -21,32 +23,46 @@ OPTIONS = {
         "--follow-links --check-source "
         "--swiglu --no-swiglu --swiglu-modules --param-to-param-group-map-json --strict-map "
         "--output-optimizer-state-prefix --output-model-weight-prefix --rename-mtp-keys --target --aliases "
-        "--layer-spec --experts --weights-only --dtype --vocab-size-padded --vocab-size --layout --world-size "
+        "--layer-spec --experts --weights-only --keep-states --dtype --vocab-size-padded --vocab-size "
+        "--layout --world-size "
         "--gpus --dp-shard --dp-outer --tp --cp --ep --etp --pp --strategy --outer-strategy --units --iteration "
         "--check-masters --ignore-keys --overwrite --resume --dry-run --workers --threads --max-memory --fsync "
         "--direct --quiet -q --json --report --trust-pickle --enable-msc --oom-traceback"
     ),
     "convert-fsdp-dtensor-to-torch-dist": (
         "--follow-links "
-        "--check-source --target --layer-spec --weights-only --dtype --extra-state --stacked --per-layer --gpus "
+        "--check-source --target --layer-spec --weights-only --dtype --extra-state --stacked --per-layer "
+        "--like-source --gpus "
         "--tp --ep --etp --iteration --ignore-keys --overwrite --resume --dry-run --workers --threads --max-memory "
         "--fsync --direct --quiet -q --json --report --trust-pickle --enable-msc --oom-traceback"
     ),
     "build-param-group-map": (
         "-o --output --explain --target --layer-spec --experts --swiglu --no-swiglu --iteration --enable-msc "
-        "--follow-links"
+        "--follow-links --quiet -q"
+    ),
+    "ls": (
+        "--json --trust-pickle --enable-msc --follow-links --quiet -q"
+    ),
+    "du": (
+        "--by --duplicates --no-duplicates --svg --html --iteration --json --trust-pickle --enable-msc "
+        "--follow-links --quiet -q"
+    ),
+    "stats": (
+        "--keys --role --by --svg --html --iteration --workers --threads --json --quiet -q --trust-pickle "
+        "--enable-msc --follow-links"
     ),
     "plan": (
         "--follow-links --disk --network --nodes --workers "
         "--rank --tensor --json --svg --html --target --layer-spec --experts --swiglu --no-swiglu "
-        "--weights-only --layout --world-size --gpus --dp-shard --dp-outer --tp --cp --ep --etp --pp --strategy "
-        "--outer-strategy --units --iteration --ignore-keys --trust-pickle --enable-msc"
+        "--keep-states --weights-only "
+        "--layout --world-size --gpus --dp-shard --dp-outer --tp --cp --ep --etp --pp --strategy "
+        "--outer-strategy --units --iteration --ignore-keys --trust-pickle --enable-msc --quiet -q"
     ),
     "export-hf": (
         "--check-source "
         "--hf-config --rules --dtype --vocab-size --max-shard-size --mtp-copies --tp --iteration "
-        "--ignore-keys --overwrite --resume --dry-run --workers --threads --max-memory --fsync --direct "
-        "--quiet -q --json --report --trust-pickle --enable-msc --follow-links"
+        "--ignore-keys --overwrite --resume --dry-run --workers --threads --max-memory --fsync "
+        "--direct --quiet -q --json --report --trust-pickle --enable-msc --follow-links"
     ),
     "import-hf": (
         "--follow-links --check-source "
@@ -69,7 +85,7 @@ OPTIONS = {
         "--enable-msc --trust-pickle --follow-links"
     ),
     "preflight": (
-        "--follow-links --yaml --target --iteration --format --json --junit --trust-pickle --enable-msc"
+        "--follow-links --yaml --target --iteration --format --json --junit --trust-pickle --enable-msc --quiet -q"
     ),
     "modify-state-dict": (
         "--follow-links --check-source "
@@ -78,6 +94,10 @@ OPTIONS = {
     "slice": (
         "--follow-links --check-source "
         "--layers --block --iteration --overwrite --json --quiet -q --trust-pickle --enable-msc"
+    ),
+    "copy": (
+        "--iteration --read-back --check-source --overwrite --resume --workers --threads --max-memory --fsync "
+        "--direct --json --quiet -q --trust-pickle --enable-msc --follow-links"
     ),
     "average": (
         "--weights --ema --iteration --check-source --overwrite --resume --workers --threads --max-memory "
@@ -92,9 +112,9 @@ OPTIONS = {
         "--trust-pickle --enable-msc --follow-links"
     ),
     "print-tensor": (
-        "--slice --stats --iteration --json --trust-pickle --enable-msc --follow-links"
+        "--slice --stats --iteration --json --trust-pickle --enable-msc --follow-links --quiet -q"
     ),
     "env": (
-        "--json"
+        "--json --quiet -q"
     ),
 }  # fmt: skip

@@ -13,7 +13,9 @@ from xml.etree import ElementTree
 import pytest
 
 from ckpt_tools.cli.app import run
+from ckpt_tools.cli.render import human_bytes
 from tests.conftest import DATA, REPO, fixture_dir
+from tests.pages import parse_page
 
 LLAMA = DATA / "core019_llama_tp2_fully_reshardable"
 
@@ -138,6 +140,20 @@ def test_pictures_are_sound_and_bounded(words, tmp_path, capsys):
     page = (tmp_path / "a.html").read_text()
     assert not re.search(r"(?:src|href)=|@import|url\((?!#)", page)
     assert text.split("<style>")[0] in page
+    parse_page(page)
+
+
+def test_the_page_and_the_table_have_one_padding_and_one_memory(tmp_path, capsys):
+    page = tmp_path / "a.html"
+    assert plan(LLAMA, "--dp-shard", 3, "--json", "--html", page) == 0
+    found = json.loads(capsys.readouterr().out)
+    text = "".join(parse_page(page.read_text()).text)
+    assert f"padding, of all buffers in training: {human_bytes(found['padding_bytes'])}. " in text
+    for rank in found["ranks"]:
+        peak = human_bytes(rank["memory"]["peak"])
+        assert f"rank {rank['rank']}: adam {human_bytes(rank['memory']['adam'])}" in text
+        assert text.count(peak) >= 2
+    assert sum(rank["memory"]["padding"] for rank in found["ranks"]) == found["padding_bytes"]
 
 
 def test_planning_does_not_import_torch():

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from ckpt_tools.cli import findings, render
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands import picture
+from ckpt_tools.commands import pages
 from ckpt_tools.verify.report import Check, Finding, Report
 from tests.conftest import DATA, REPO
 
@@ -143,7 +143,7 @@ def test_markdown(name: str) -> None:
 @given(name=names)
 @example(name="\n".join(EVIL))
 def test_junit(name: str) -> None:
-    text = findings.as_junit(report_of(name), "verify")
+    text = findings.as_junit([report_of(name)], "verify")
     assert all(c.isprintable() or c == "\n" for c in text)
     root = Xml.fromstring(text.encode())
     assert [one.tag for one in root.iter()] == ["testsuites", "testsuite", "testcase", "failure"]
@@ -154,7 +154,7 @@ def test_junit(name: str) -> None:
 @given(name=names)
 @example(name="\n".join(EVIL))
 def test_pictures(name: str) -> None:
-    for text in (picture.safe(name),):
+    for text in (pages.safe(name),):
         assert all(c.isprintable() or c == "\n" for c in text)
         assert not re.search(r"[<>\"']", text)
         assert html.unescape(text) == render.escape_lines(name) or "##" in name or "::" in name

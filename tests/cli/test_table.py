@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
-from ckpt_tools.cli import average, convert, edit, huggingface, repair, strip, verify
+from ckpt_tools.cli import average, convert, copy, du, edit, huggingface, repair, stats, strip, verify
 from ckpt_tools.cli import inspect as look
 from ckpt_tools.cli import plan as cli_plan
 from ckpt_tools.cli.job_sizes import JOB_SIZES
@@ -17,8 +17,10 @@ from ckpt_tools.cli.options import Row, option
 from ckpt_tools.cli.signature import fill, with_options
 from ckpt_tools.cli.table import FSDP_TARGET, TABLE, TORCH_DIST_TARGET
 from ckpt_tools.commands.average import AverageOptions
+from ckpt_tools.commands.copy import CopyOptions
 from ckpt_tools.commands.dcp_json import dcp_as_json
 from ckpt_tools.commands.diff import DiffRequest
+from ckpt_tools.commands.du import Usage, disk_usage
 from ckpt_tools.commands.export_hf import ExportOptions
 from ckpt_tools.commands.import_hf import ImportOptions
 from ckpt_tools.commands.inspect import inspect_checkpoint
@@ -27,6 +29,7 @@ from ckpt_tools.commands.print_tensor import print_tensor
 from ckpt_tools.commands.repair import RepairOptions
 from ckpt_tools.commands.rewrite import EditOptions
 from ckpt_tools.commands.slice import slice_layers
+from ckpt_tools.commands.stats import StatsOptions
 from ckpt_tools.commands.strip import strip_checkpoint
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions
 from ckpt_tools.commands.to_torch_dist import ToTorchDistOptions
@@ -59,6 +62,10 @@ FILLED: tuple[tuple[Callable[..., Any], Mapping[str, Row]], ...] = (
     (dcp_as_json, look._PRINT),
     (print_tensor, edit._PRINT),
     (plan_checkpoint, cli_plan._OWN),
+    (StatsOptions, stats._OWN),
+    (CopyOptions, copy._OWN | {"iteration": TABLE["iteration"]}),  # `all` or a number, as for ConvertOptions
+    (disk_usage, du._OWN),
+    (Usage.by, {"axis": du._OWN["by"]}),
 )
 NAMES = [filled.__name__ for filled, _ in FILLED]
 # Fields that mean something else than the option of their name, or are asked for in another way.
@@ -66,7 +73,6 @@ OTHERWISE = {
     ("TorchDistOptions", "extra_state"),  # a flag; the option may be a template's place
     ("TorchDistOptions", "ep"),  # None unless given; its row is for a layout
     ("Tolerance", "nan"),  # follows from the others unless given
-    ("inspect_checkpoint", "keys"),  # its name in the library is `patterns`
 }
 
 
@@ -105,7 +111,8 @@ def test_a_choice_has_the_words_of_its_field(filled: Callable[..., Any], own: Ma
         words = next((get_args(h) for h in (hint, *get_args(hint)) if get_origin(h) is Literal), None)
         if words is None or name not in rows:
             continue
-        assert get_args(rows[name].kind) == words, name
+        kind = rows[name].kind
+        assert get_args(get_args(kind)[0] if get_origin(kind) is list else kind) == words, name
 
 
 @pytest.mark.parametrize(
@@ -117,6 +124,14 @@ def test_a_choice_has_the_words_of_its_field(filled: Callable[..., Any], own: Ma
         (VerifyOptions, verify._VERIFY.keys() - {"as_json"} | {"workers", "threads", "trust_pickle"}),
         (DiffOptions, {"tolerance", "keys", "ignore", "workers", "threads"}),
         (Tolerance, {"rtol", "atol", "ulp", "nan"}),
+        (
+            StatsOptions,
+            {"keys", "roles", "by", "iteration", "histogram", "workers", "threads", "trust_pickle"},
+        ),
+        (
+            CopyOptions,
+            {"iteration", "every_iteration", "read_back", "trust_pickle", "overwrite", "resume", "write"},
+        ),
         (AverageOptions, average._OWN.keys() | {"iteration", "trust_pickle", "overwrite", "resume", "write"}),
     ],
 )
@@ -168,6 +183,14 @@ def test_a_command_gets_values_as_the_library_takes_them() -> None:
     made("here", kind=parameters["kind"].default, threads=3, memory_bytes="1MiB")
     assert found == {"place": "here", "kind": "a", "threads": 3, "memory_bytes": 1 << 20}
     assert type(found["kind"]) is str
+
+
+def test_a_choice_that_can_be_repeated() -> None:
+    row = option(list[Literal["a", "b"]], "--kind", help="Which.")
+    (kind, _) = get_args(get_args(row.parameter("kind").annotation)[0])
+    (words,) = get_args(kind)
+    assert row.value([words("b"), words("a")]) == ["b", "a"]
+    assert row.value(None) is None
 
 
 def test_an_option_that_is_in_no_row_is_a_defect() -> None:

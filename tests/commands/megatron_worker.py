@@ -1,6 +1,6 @@
 """One rank of a job with the real megatron-core on CPU: loads `torch_dist` checkpoints into a real GPTModel.
 
-    python megatron_worker.py RANK WORLD TP EP STORE_FILE OURS ORIGINAL
+    python megatron_worker.py RANK WORLD TP EP STORE_FILE OURS ORIGINAL [AXES]
 
 Every tensor of the model and of its optimizer is loaded from OURS with Megatron's default strictness, and again
 from ORIGINAL, the checkpoint that real training wrote; both have to be equal bit by bit. The optimizer's groups are
@@ -21,6 +21,10 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 STATES = ("param", "exp_avg", "exp_avg_sq")
+AXES = (
+    int(sys.argv[8]) if len(sys.argv) > 8 else 0
+)  # of rng states that are asked for; with them, names are TE's
+TE_NORMS = AXES > 0
 
 
 def start(rank: int, world: int, tp: int, ep: int, store: str) -> None:
@@ -74,6 +78,21 @@ def build_model(args: Any, tp: int, ep: int) -> Any:
     ).bfloat16()
 
 
+def asked_for(model: Any) -> dict[str, Any]:
+    """What the model asks for; the norm before experts by the name that Transformer Engine's layers give it.
+
+    The local spec names it as if it stood in a dense layer, where it is a part of the projection after it.
+    """
+    metadata = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+    sharded = model.sharded_state_dict(metadata=metadata)
+    norm = ".mlp.linear_fc1.layer_norm_weight"
+    for value in sharded.values():
+        layer = value.key.removesuffix(norm)
+        if TE_NORMS and value.key.endswith(norm) and f"{layer}.mlp.router.weight" in sharded:
+            value.key = f"{layer}.pre_mlp_layernorm.weight"
+    return sharded
+
+
 def load(model: Any, folder: str, fill: float) -> tuple[dict[str, Any], dict[str, Any]]:
     """(tensors of this rank, common state) of a checkpoint; memory is filled with `fill` before."""
     from megatron.core import dist_checkpointing
@@ -81,8 +100,7 @@ def load(model: Any, folder: str, fill: float) -> tuple[dict[str, Any], dict[str
 
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data.fill_(fill)
-    metadata = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-    sharded = model.sharded_state_dict(metadata=metadata)
+    sharded = asked_for(model)
     optimizer = {
         f"{kind} {name}": make_sharded_optimizer_tensor(
             sharded[name], torch.full(p.shape, fill), prefix=f"optimizer.state.{kind}"
@@ -94,7 +112,19 @@ def load(model: Any, folder: str, fill: float) -> tuple[dict[str, Any], dict[str
         {"model": sharded, "states": optimizer}, folder, validate_access_integrity=True
     )
     tensors = {**loaded.pop("model"), **loaded.pop("states")}
-    return {key: value.clone() for key, value in tensors.items() if isinstance(value, torch.Tensor)}, loaded
+    kept = {key: value for key, value in tensors.items() if not key.endswith("._extra_state")}
+    return {key: value.clone() for key, value in kept.items() if isinstance(value, torch.Tensor)}, loaded
+
+
+def rng_asked_for(axes: int) -> Any:
+    """This rank's rng states, as that version's training loop names them: with or without a data-parallel axis."""
+    from megatron.core import parallel_state as ps
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    sizes = (1, ps.get_tensor_model_parallel_world_size(), ps.get_data_parallel_world_size())
+    place = (0, ps.get_tensor_model_parallel_rank(), ps.get_data_parallel_rank())
+    copy = 0 if axes == 3 else place[2]
+    return ShardedObject("rng_state", [], sizes[:axes], place[:axes], replica_id=copy)
 
 
 def match_groups(model: Any, common: dict[str, Any], args: Any) -> int:
@@ -129,8 +159,9 @@ def main() -> None:
     (a, common), (b, _) = load(model, ours, 7.0), load(model, original, 9.0)
     assert a.keys() == b.keys()
     different = [key for key in a if a[key].dtype != b[key].dtype or not torch.equal(a[key], b[key])]
+    rng = {"rng": rng_asked_for(AXES)} if AXES else {}
     _, missing, unexpected = dist_checkpointing.load(
-        {"model": model.sharded_state_dict()}, ours, strict="return_all"
+        {"model": asked_for(model), **rng}, ours, strict="return_all"
     )
     print(
         json.dumps(

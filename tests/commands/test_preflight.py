@@ -154,6 +154,7 @@ CASES = [
         "ranks [2, 3] of 4",
         VERSIONS,
     ),
+    ("--optimizer sgd", "sgd", "error", "optimizer is sgd", VERSIONS),
     ("--optimizer sgd", "state-kinds", "error", "no weight has momentum_buffer", VERSIONS),
     ("--finetune", "warm-start", "error", "finetune is on", ("core-0.19", "main")),
     ("--no-load-optim", "warm-start", "error", "no_load_optim is on", ("core-0.19", "main")),
@@ -168,6 +169,7 @@ ALSO = {  # what a broken rule breaks besides
         "no-sharding",
     },
     "--kv-channels 16": {"sizes"},
+    "--optimizer sgd": {"sgd", "state-kinds"},
 }
 
 
@@ -208,7 +210,7 @@ def test_one_change_breaks_one_rule(added, rule, severity, found, target):
         ("--ddp-average-in-collective", "main", set()),
         ("--init-model-with-meta-device", "main", set()),
         ("--fp8-format hybrid --fp8-param-gather", "main", set()),
-        ("--optimizer sgd --sgd-momentum 0", "main", set()),
+        ("--optimizer sgd --sgd-momentum 0", "main", {"sgd"}),
         ("--cpu-offloading-num-layers 1", "main", set()),
         (
             "--check-weight-hash-across-dp-replicas-interval 10 --data-parallel-sharding-strategy optim",
@@ -537,9 +539,10 @@ def test_a_bridge_configuration(tmp_path):
         ("ddp.fsdp_manual_registration=true", "manual-registration"),
         ("checkpoint.strict_fsdp_dtensor_load=false", "strict-load"),
         ("model.num_layers=3", "architecture"),
-        ("optimizer.optimizer=sgd", "state-kinds"),
     ]:
         assert broken([override], yaml_file=file).keys() == {"average-in-collective", rule}
+    sgd = broken(["optimizer.optimizer=sgd"], yaml_file=file).keys()
+    assert sgd == {"average-in-collective", "state-kinds", "sgd"}
 
 
 def test_a_megatron_lm_recipe(tmp_path):

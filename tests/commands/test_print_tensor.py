@@ -79,8 +79,9 @@ def test_slices_that_do_not_fit(source, part, message):
 
 def test_statistics(source):
     found = print_tensor(source, "fp32", stats=True).statistics
+    mean, rms = pytest.approx(-0.5 / 3), pytest.approx(np.sqrt(6.25 / 3))
     assert found == {"elements": 6, "nan": 1, "inf": 2, "zero": 1, "min": -2.0, "max": 1.5,
-                     "mean": pytest.approx(-0.5 / 3), "rms": pytest.approx(np.sqrt(6.25 / 3))}  # fmt: skip
+                     "mean": mean, "rms": rms, "norm": 2.5}  # fmt: skip
     assert print_tensor(source, "large", stats=True).statistics["mean"] == 2499.5
     assert print_tensor(source, "large", "1", stats=True).statistics["elements"] == 100
     assert print_tensor(source, "empty", stats=True).statistics["min"] is None

@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 
-from ckpt_tools.commands.to_torch_dist import convert_to_torch_dist
+from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
+from ckpt_tools.commands.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
+from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
+from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
 from tests.commands.test_to_fsdp_dtensor import converted, source_of
 from tests.conftest import REPO, fixture_dir
 
@@ -55,10 +58,12 @@ def test_megatron_loads_a_round_trip_as_it_loads_the_original(name, world, tp, e
         }
 
 
-def run_ranks(world: int, tp: int, ep: int, store: Path, *folders: Path) -> list[dict[str, Any]]:
+def run_ranks(
+    world: int, tp: int, ep: int, store: Path, *folders: Path, axes: int = 0
+) -> list[dict[str, Any]]:
     """The JSON line of every rank of one job."""
     environment = {**os.environ, "PYTHONPATH": f"{MCORE}:{REPO}", "OMP_NUM_THREADS": "1"}
-    words = [str(w) for w in (world, tp, ep, store, *folders)]
+    words = [str(w) for w in (world, tp, ep, store, *folders, *([axes] if axes else []))]
     worker = [sys.executable, str(REPO / "tests" / "commands" / "megatron_worker.py")]
     ranks = [
         subprocess.Popen(
@@ -73,3 +78,27 @@ def run_ranks(world: int, tp: int, ep: int, store: Path, *folders: Path) -> list
     results = [rank.communicate(timeout=240) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * world, results[0][1][-3000:]
     return [json.loads(out.splitlines()[-1]) for out, _ in results]
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "axes"),
+    [("v16_moe_ep2_fr", "core-0.16", 3), ("v16n_moe_ep2", "core-0.16", 3), ("v16n_moe_ep2", None, 2)],
+)
+def test_the_release_loads_both_ways_of_its_own_checkpoints(name, target, axes, tmp_path):
+    """The way back names rng states as the program that loads asks for them: core 0.16 with data-parallel ranks."""
+    source, ours = source_of(fixture_dir(name)), tmp_path / "back"
+    if (source / "common.pt").exists():
+        options = ConvertOptions(target=TargetOptions(dialect=target))
+        convert_to_fsdp_dtensor(str(source), str(tmp_path / "there"), options)
+        original = source
+        convert_to_torch_dist(str(tmp_path / "there"), str(ours))  # its record names the program
+    else:
+        back = ToTorchDistOptions(target=TorchDistOptions(dialect=target))
+        convert_to_torch_dist(str(source), str(ours), back)
+        original = ours
+    for report in run_ranks(2, 1, 2, tmp_path / "store", ours, original, axes=axes):
+        assert report["elements"] > 0
+        assert report["different"] == report["not there"] == []
+        assert report["groups"] == 3
+        rest = [key for key in report["not asked for"] if not key.endswith("._extra_state")]
+        assert rest == ["common_state"]  # the rng states are asked for, and there

@@ -221,7 +221,8 @@ def test_all_problems_are_listed(tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpointError) as found:
         read_catalog(open_files(str(tmp_path)))
     assert "t0: no file holds the chunk [4:8]" in str(found.value)
-    assert "... and 10 more" in str(found.value)
+    assert "... and 27 more like these" in str(found.value)
+    assert len(found.value.problems) == 30
 
 
 def test_chunk_out_of_bounds(tmp_path: Path) -> None:

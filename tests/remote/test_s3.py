@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_tools.commands.copy import CopyOptions, copy_checkpoint
 from ckpt_tools.errors import StorageError, UnsupportedCheckpointError
 from ckpt_tools.execute import uploads
 from ckpt_tools.execute.run import Output, write_checkpoint
@@ -129,3 +130,19 @@ def test_a_conversion_from_s3_to_s3_survives_faults_bit_for_bit(
     fs = s3fs.S3FileSystem()
     far = {path.rpartition("/")[2]: fs.cat_file(path) for path in fs.find("runs/target")}
     assert far == {path.name: path.read_bytes() for path in (tmp_path / "local").iterdir()}
+
+
+def test_a_copy_to_s3_and_back_survives_faults_bit_for_bit(proxy: FaultProxy, tmp_path: Path) -> None:
+    proxy.choose = lambda number, method, path: BUSY if number % 9 == 5 else NONE
+    copy_checkpoint(fixture_dir(NAME), "s3://runs/copied")
+    assert proxy.done[BUSY] > 0
+    copy_checkpoint("s3://runs/copied", tmp_path / "back", CopyOptions(read_back=True))
+    for path in (fixture_dir(NAME) / "iter_0000002").iterdir():
+        assert (tmp_path / "back" / "iter_0000002" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_a_bucket_that_is_not_there_is_named(proxy: FaultProxy) -> None:
+    with pytest.raises(
+        StorageError, match=r"s3://no-bucket/x/\S+: writing: .*bucket.* Make the bucket first"
+    ):
+        copy_checkpoint(fixture_dir(NAME), "s3://no-bucket/x")

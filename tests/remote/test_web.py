@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from ckpt_tools.cli.app import run
+from ckpt_tools.commands.copy import copy_checkpoint
+from ckpt_tools.commands.du import disk_usage
 from ckpt_tools.errors import CorruptCheckpointError, StorageError, UnsupportedCheckpointError
 from ckpt_tools.formats.dcp import read_catalog
 from ckpt_tools.formats.files import LocalFiles, open_files
@@ -159,3 +161,16 @@ def test_a_token_is_given_to_every_file_and_not_shown(
 def test_nothing_is_written_to_a_web_server(server: WebServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["convert", str(RUN), _url(server, "out")]) == 2
     assert "is read only" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("index", [True, False])
+def test_a_copy_from_the_web(index: bool, server: WebServer, tmp_path: Path) -> None:
+    """Every file that the server lists; of one that lists nothing those that the metadata names."""
+    server.index = index
+    copy_checkpoint(_url(server), tmp_path / "out")
+    stored = {path.name: path.read_bytes() for path in (RUN / "iter_0000002").iterdir()}
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out" / "iter_0000002").iterdir()} == stored
+
+
+def test_bytes_of_a_run_in_the_web(server: WebServer) -> None:
+    assert disk_usage(_url(server)).by("role") == disk_usage(RUN).by("role")

@@ -27,9 +27,11 @@ from ckpt_tools.megatron.fsdp_dtensor.entries import (
     step_number,
 )
 from ckpt_tools.megatron.fsdp_dtensor.flatten import unflatten
+from ckpt_tools.megatron.fsdp_dtensor.kept import NOT_LOADED
 from ckpt_tools.megatron.fsdp_dtensor.read import fsdp_model
 from ckpt_tools.megatron.keys import BUFFERS, COMMON_ITEMS, NESTED_STATES, STEP, rank_of
 from ckpt_tools.megatron.record import read_record
+from ckpt_tools.megatron.torch_dist.other_optimizers import is_adams
 from ckpt_tools.model.catalog import Catalog, TensorEntry
 from ckpt_tools.model.choices import LayerSpec
 from ckpt_tools.model.model import Model
@@ -45,6 +47,7 @@ _DROPPED = (
     ("content_metadata.*", "describes the torch_dist checkpoint this one was made from"),
 )  # fmt: skip
 _EMPTY: Mapping[str, Any] = {}
+_NOT_ADAM = f"the optimizer is not Adam: {NOT_LOADED}; load the result with --no-load-optim there"
 
 
 def dcp_model(
@@ -89,6 +92,8 @@ def dcp_model(
         record=read_record(files),
     )  # fmt: skip
     model = fsdp_model(source, tp=tp, layer_spec=layer_spec, weights_only=weights_only)
+    if not is_adams(model.parameters):
+        model = replace(model, notes=(*model.notes, _NOT_ADAM))
     return replace(model, optimizer_layout=None if model.optimizer_layout is None else found.layout)
 
 

@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_tools.megatron.dcp.adam_fields import ADAM_FIELDS, DECOUPLED, INITIAL_LR
+from ckpt_tools.megatron.fsdp_dtensor.kept import optimizer_name, told_kinds
 from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter
 from ckpt_tools.megatron.fsdp_dtensor.tensors import (
     backfill_groups,
@@ -45,12 +46,14 @@ from ckpt_tools.megatron.fsdp_dtensor.write import (
 from ckpt_tools.megatron.keys import state_role
 from ckpt_tools.megatron.names import Dialect
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.expected import expected_states, refuse_missing_states
+from ckpt_tools.megatron.torch_dist.other_optimizers import mixes_lion_and_adam
 from ckpt_tools.megatron.vocab import told_tokens, vocabulary
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.roles import MASTER
 from ckpt_tools.model.target import InlineTensor, Target, TargetObject, TargetTensor
 
 MODEL, OPTIMIZER = "model", "optimizer"
+_NOT_NAMED = "only Adam's states and groups have names that torch's optimizers ask for here"
 _ADAM = frozenset({"exp_avg", "exp_avg_sq"})
 _APART = frozenset(
     {"params", "step"}
@@ -72,7 +75,7 @@ def build_dcp_target(model: Model, options: TargetOptions) -> FsdpTarget:
     weights = [tensor for p in vocab.parameters for tensor in model_tensors(p, MODEL, options.dtype)]
     optimizer = _optimizer(model, options, vocab.parameters)
     common = common_part(model, options, dialect, tp)
-    dropped = (*model.dropped, *common.dropped)
+    dropped = (*model.dropped, *optimizer.dropped, *common.dropped)
     target = Target(
         tensors=(*weights, *optimizer.tensors),
         inline=(*optimizer.inline, *common.inline),
@@ -112,7 +115,12 @@ def _optimizer(model: Model, options: TargetOptions, parameters: Sequence[LivePa
     if model.optimizer_layout is None:
         return Part()
     trained = [p for p in parameters if roles_of(p)]
-    notes = check_states(trained, MASTER in model.roles)
+    check_states(trained, MASTER in model.roles, mixes_lion_and_adam(model.common))
+    if model.own_optimizer is not None:
+        return Part(
+            dropped=(f"optimizer states {told_kinds(trained)}: {_NOT_NAMED}",),
+            notes=(f"no optimizer is written: {_NOT_NAMED}, and the source's is {optimizer_name(model)}",),
+        )
     groups, filled = backfill_groups(model.groups, model.scheduler, model.step)
     more = _adam_fields(model, trained)
     memberships, map_notes = choose_memberships(model, options, trained)
@@ -127,7 +135,7 @@ def _optimizer(model: Model, options: TargetOptions, parameters: Sequence[LivePa
             *(f"group field {name} = {more[name]!r}: torch's default" for name in lacking),
             f"group field {INITIAL_LR}: the highest rate, which torch's schedulers multiply",
         ),
-        notes=(*notes, *map_notes),
+        notes=tuple(map_notes),
         memberships=memberships,
     )
 

@@ -9,5 +9,6 @@
 * `stages`: layers that have the numbers of a pipeline stage
 * `stored`: live parameters as stored ones: the mirror of `live`
 * `read`: the checkpoint as a `Model`
+* `kept`: what Megatron-FSDP has no place for, beside what it asks for
 * `regroup`: the same checkpoint for another topology
 """

@@ -25,6 +25,8 @@ from ckpt_tools.megatron.keys import (
     BUFFERS,
     COMMON_ITEMS,
     HALVES,
+    KEPT,
+    KEPT_OPTIMIZER,
     NESTED_STATES,
     STEP,
     canonical_kind,
@@ -86,6 +88,8 @@ class FsdpSource:
     ignored: tuple[str, ...] = ()  # as `dropped`, by the user's wish
     notes: tuple[str, ...] = ()
     record: TargetRecord | None = None  # of the job that it was converted for
+    own_optimizer: Any = None  # of another optimizer than Adam, kept beside: see `kept`
+    extra_states: Mapping[str, Item] = field(default_factory=dict)  # kept beside, by their keys in torch_dist
 
     @property
     def tp(self) -> Size | None:
@@ -109,7 +113,11 @@ class FsdpSource:
 
     @cached_property
     def has_optimizer(self) -> bool:
-        return bool(self.groups) or any(tensor.states for tensor in self.tensors)
+        return bool(self.groups) or self.own_optimizer is not None or self._has_states
+
+    @cached_property
+    def _has_states(self) -> bool:
+        return any(tensor.states for tensor in self.tensors)
 
     @cached_property
     def _all_fp32(self) -> bool:
@@ -118,11 +126,13 @@ class FsdpSource:
     def is_master(self, tensor: FsdpTensor) -> bool:
         """Whether a tensor's value is the fp32 master of a parameter, which the model holds in its own type.
 
-        Without an optimizer the values are masters when all are fp32; a model of several types keeps them.
+        Without states the values are masters when all are fp32; a model of several types keeps them.
         """
         if MASTER in tensor.sources:
             return False
-        return bool(tensor.states) if self.has_optimizer else self._all_fp32
+        if self._has_states or self.groups:
+            return bool(tensor.states)
+        return self._all_fp32 and not tensor.name.endswith(BUFFERS)
 
 
 def read_fsdp_source(
@@ -168,7 +178,23 @@ def read_fsdp_source(
         ignored=left_out,
         notes=notes,
         record=read_record(files),
+        own_optimizer=_own_optimizer(catalog, values, weights_only),
+        extra_states={} if weights_only else _extra_states(catalog),
     )
+
+
+def _own_optimizer(catalog: Catalog, values: SmallValues, weights_only: bool) -> Any:
+    entry = None if weights_only else catalog.objects.get(KEPT_OPTIMIZER)
+    return None if entry is None else values.load(entry.item)
+
+
+def _extra_states(catalog: Catalog) -> dict[str, Item]:
+    """The extra states of the `torch_dist` source that are kept, by their keys there."""
+    return {
+        key.removeprefix(KEPT): entry.item
+        for key, entry in catalog.objects.items()
+        if key.startswith(KEPT) and "._extra_state/" in key
+    }
 
 
 def rng_ranks(catalog: Catalog) -> set[tuple[int, int]]:
@@ -222,7 +248,7 @@ def _sort_keys(
     for key, entry in catalog.tensors.items():
         if name := model_name(key):
             weights[name] = entry
-        elif state := fsdp_state(key):
+        elif state := fsdp_state(key.removeprefix(KEPT)):
             states.setdefault(state.name, {})[state.kind] = entry
         elif key.startswith(NESTED_STATES):
             nested[nested_path(catalog, key)] = values.tensor(entry)
@@ -233,7 +259,7 @@ def _sort_keys(
             groups.setdefault(of_group.name, {})[of_group.field] = values.load(stored.item)
         elif key.startswith(NESTED_STATES):
             nested[nested_path(catalog, key)] = values.load(stored.item)
-        elif key not in COMMON_ITEMS:
+        elif key not in COMMON_ITEMS and not key.startswith(KEPT):
             rest.append(key)
     return weights, states, groups, nested, tuple(_dropped(rest, weights_only))
 
@@ -257,7 +283,8 @@ def _dropped(keys: Iterable[str], weights_only: bool) -> Iterable[str]:
     if unknown:
         raise MappingError(
             "the checkpoint holds keys that no rule accounts for; leave them out with --ignore-keys GLOB if the "
-            "target can do without them:\n" + list_problems(unknown)
+            "target can do without them:\n" + list_problems(unknown),
+            unknown,
         )
 
 
@@ -282,7 +309,9 @@ def _join(weights: Mapping[str, TensorEntry], states: _States, values: SmallValu
         if not wrong:
             tensors.append(_tensor(whole, parts, weights, states, values))
     if problems:
-        raise MappingError("weights and optimizer states do not fit together:\n" + list_problems(problems))
+        raise MappingError(
+            "weights and optimizer states do not fit together:\n" + list_problems(problems), problems
+        )
     return tuple(tensors)
 
 
@@ -302,7 +331,8 @@ def _refuse_masters(states: _States) -> None:
         raise UnsupportedCheckpointError(
             "fp32 masters stand among the optimizer states, where Megatron-FSDP neither writes nor reads them (the "
             "converter of Megatron-LM does); `repair` puts those that round to the weights in their place, and "
-            "--weights-only converts the model's values alone:\n" + list_problems(masters)
+            "--weights-only converts the model's values alone:\n" + list_problems(masters),
+            masters,
         )
 
 

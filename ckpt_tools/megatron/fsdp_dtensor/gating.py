@@ -40,7 +40,9 @@ def mark_gated(parameters: Sequence[LiveParameter], choice: GatingChoice) -> lis
     gated = gated_modules(parameters)
     problems = list(_contradictions(gated, choice))
     if problems:
-        raise MappingError("the gating flags do not fit the checkpoint:\n" + list_problems(problems))
+        raise MappingError(
+            "the gating flags do not fit the checkpoint:\n" + list_problems(problems), problems
+        )
     split = choice.swiglu if choice.wanted is None else choice.wanted
     if split is None and not choice.modules and any(gated.values()):
         some = next(module for module, is_gated in gated.items() if is_gated)
@@ -75,7 +77,9 @@ def gated_modules(parameters: Iterable[LiveParameter]) -> dict[str, bool]:
         else:
             gated[_module_id(match)] = shape[0] == 2 * other[1]
     if problems:
-        raise MappingError("linear_fc1 and linear_fc2 do not fit together:\n" + list_problems(problems))
+        raise MappingError(
+            "linear_fc1 and linear_fc2 do not fit together:\n" + list_problems(problems), problems
+        )
     return gated
 
 

@@ -11,6 +11,7 @@ from ckpt_tools.megatron.fsdp_dtensor.stored import StoredParameter, stored_para
 from ckpt_tools.megatron.fsdp_dtensor.tensors import TORCH_ADAM_FIELDS
 from ckpt_tools.megatron.keys import BUFFERS, split_expert, split_projection
 from ckpt_tools.megatron.names import MLA_DOWN, MLA_FUSED_DOWN, stored_name
+from ckpt_tools.megatron.param_groups import optimizer_groups
 from ckpt_tools.megatron.settings import read_settings, training_dtype
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.expected import expected_states, refuse_missing_states
 from ckpt_tools.model.choices import LayerSpec
@@ -49,7 +50,8 @@ def fsdp_model(
     if with_optimizer:
         held = {kind for tensor in source.tensors for kind in tensor.states}
         refuse_missing_states(held, expected_states(source.common, list(source.groups.values())))
-        groups, group_of = _groups(source)
+        own = source.own_optimizer
+        groups, group_of = _groups(source) if own is None else (optimizer_groups(own), {})
     return Model(
         catalog=source.catalog,
         parameters=tuple(_parameter(p, source, group_of, with_optimizer) for p in stored),
@@ -63,6 +65,8 @@ def fsdp_model(
         dropped=source.dropped,
         notes=source.notes,
         record=source.record,
+        own_optimizer=source.own_optimizer if with_optimizer else None,
+        extra_states={} if weights_only else source.extra_states,
     )
 
 
@@ -72,10 +76,11 @@ def _parameter(
     """What is stored in the place of a trained weight is its fp32 master, unless that stands beside it."""
     tensor = stored.tensor
     kept = tensor.dtypes[WEIGHT]
-    in_place = with_optimizer and tensor.states and MASTER not in tensor.sources
     values = {}
     for kind in tensor.sources if with_optimizer else (k for k in (WEIGHT, MASTER) if k in tensor.sources):
-        role = MASTER if kind == WEIGHT and in_place else kind
+        role = kind
+        if kind == WEIGHT:
+            role = MASTER if with_optimizer and source.is_master(tensor) else WEIGHT
         values[role] = Value(tensor.dtypes[kind], stored.shape, stored.sources(kind))
     dtype: str | None = kept
     if source.is_master(tensor) and kept in CASTABLE and not stored.name.endswith(BUFFERS):
@@ -118,7 +123,9 @@ def _groups(source: FsdpSource) -> tuple[list[Group], dict[str, int]]:
         members[tensor.name] = numbers[same]
     problems += [f"param_to_group_meta of {name}: there is no such parameter" for name in sorted(unused)]
     if problems:
-        raise MappingError("optimizer groups and parameters do not fit together:\n" + list_problems(problems))
+        raise MappingError(
+            "optimizer groups and parameters do not fit together:\n" + list_problems(problems), problems
+        )
     return groups, members
 
 

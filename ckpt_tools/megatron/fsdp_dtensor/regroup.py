@@ -108,7 +108,7 @@ def _regrouped(source: FsdpSource, writer: int | None, tp: int) -> Iterator[tupl
     ]
     if problems:
         raise MappingError(
-            "projections cannot be grouped by tensor-parallel rank:\n" + list_problems(problems)
+            "projections cannot be grouped by tensor-parallel rank:\n" + list_problems(problems), problems
         )
     for found in parts.values():
         for kind, (whole, *_) in found[0].tensor.sources.items():

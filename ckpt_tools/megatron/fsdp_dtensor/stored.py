@@ -95,7 +95,9 @@ def stored_parameters(
             parameters += _split(tensor, parts, tp)
     problems += _clashes(parameters)
     if problems:
-        raise MappingError("the live tensors do not make a torch_dist model:\n" + list_problems(problems))
+        raise MappingError(
+            "the live tensors do not make a torch_dist model:\n" + list_problems(problems), problems
+        )
     return parameters
 
 

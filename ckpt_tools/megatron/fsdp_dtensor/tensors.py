@@ -144,11 +144,11 @@ def roles_of(parameter: LiveParameter) -> tuple[str, ...]:
     return tuple(role for role in known if has_role(parameter, role))
 
 
-def check_states(parameters: Iterable[LiveParameter], with_masters: bool) -> list[str]:
-    """Notes on optimizer states of trained parameters that Megatron-FSDP does not resume from: those not Adam's.
+def check_states(parameters: Iterable[LiveParameter], with_masters: bool, mixed: bool = False) -> None:
+    """Nothing, when no parameter holds only a part of what others hold. Weights in fp32 need no master.
 
     Raises:
-        MappingError: a parameter holds only a part of what others hold. Weights in fp32 need no master.
+        MappingError: some do, and they are not `mixed`, Lion's and Adam's.
     """
     held: dict[frozenset[str], list[LiveParameter]] = {}
     for parameter in parameters:
@@ -162,16 +162,10 @@ def check_states(parameters: Iterable[LiveParameter], with_masters: bool) -> lis
         if any(kinds < other for other in held)
         for p in found
     ]
-    if problems:
+    if problems and not mixed:
         raise MappingError(
-            "optimizer states are missing that other parameters have:\n" + list_problems(problems)
+            "optimizer states are missing that other parameters have:\n" + list_problems(problems), problems
         )
-    return [
-        f"{len(found)} parameters, {found[0].name} the first, have optimizer states {sorted(kinds - {MASTER})}; "
-        "Megatron-FSDP resumes from Adam's exp_avg and exp_avg_sq only: load with --no-load-optim"
-        for kinds, found in held.items()
-        if not kinds >= {"exp_avg", "exp_avg_sq"}
-    ]
 
 
 def model_tensors(parameter: LiveParameter, prefix: str, dtype: str | None) -> Iterator[TargetTensor]:

@@ -10,6 +10,7 @@ from ckpt_tools.errors import MappingError, UsageError, list_problems
 from ckpt_tools.megatron.bridge import args_from_model_config
 from ckpt_tools.megatron.fsdp_dtensor.flatten import leaves
 from ckpt_tools.megatron.fsdp_dtensor.gating import GatingChoice, mark_gated
+from ckpt_tools.megatron.fsdp_dtensor.kept import extra_states, other_states
 from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter, live_parameters
 from ckpt_tools.megatron.fsdp_dtensor.tensors import (
     Prefixes,
@@ -38,8 +39,10 @@ from ckpt_tools.megatron.names import (
 from ckpt_tools.megatron.param_groups import Membership, derive_memberships, merge_map, rules_from_args
 from ckpt_tools.megatron.record import Size
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.expected import expected_states, refuse_missing_states
+from ckpt_tools.megatron.torch_dist.other_optimizers import mixes_lion_and_adam
 from ckpt_tools.megatron.torch_dist.slices import layer_counts
 from ckpt_tools.megatron.vocab import VocabChange, Vocabulary, resize_vocab, told_tokens, vocabulary
+from ckpt_tools.model.catalog import Item
 from ckpt_tools.model.choices import DialectName, ExpertModules, LayerSpec
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.model import Model
@@ -61,6 +64,9 @@ class TargetOptions:
     vocab_size: int | None = None  # real tokens; the rest is padding
     tp: int | None = None  # tensor-parallel size of the job that will load the result
     weights_only: bool = False
+    keep_states: bool = (
+        False  # of an optimizer that Megatron-FSDP does not have, under keys that nobody asks for
+    )
     dtype: str | None = None  # of the weights, with weights_only
     aliases: bool = False  # also under the names other targets use
     group_map: Mapping[str, int] | None = None
@@ -81,6 +87,9 @@ class FsdpTarget:
     vocab: VocabChange
     vocabulary: Vocabulary | None
     tokens: int | None  # of the vocabulary, where it is known
+    archives: Mapping[str, Item] = field(
+        default_factory=dict
+    )  # of objects that go along byte for byte, by key
 
     @property
     def packed(self) -> tuple[str, ...]:
@@ -107,13 +116,15 @@ def build_fsdp_target(model: Model, options: TargetOptions) -> FsdpTarget:
     weights = [tensor for p in parameters for tensor in model_tensors(p, prefixes.model, options.dtype)]
     optimizer = optimizer_part(model, options, parameters, prefixes)
     common = common_part(model, options, dialect, tp)
+    extra = extra_states(model, keep=not options.weights_only)
     tensors = (*weights, *optimizer.tensors)
     target = Target(
         tensors=tensors,
         aliases=tensor_aliases(parameters, tensors) if options.aliases else {},
         inline=(*optimizer.inline, *common.inline),
-        objects=(*optimizer.objects, *common.objects),
-        dropped=(*model.dropped, *common.dropped),
+        objects=(*optimizer.objects, *common.objects, *extra.objects),
+        dropped=(*extra.dropped, *optimizer.dropped, *common.dropped),
+        kept=(*optimizer.kept, *extra.kept),
         renamed=renamed(parameters),
         backfilled=optimizer.backfilled,
         notes=(*unread_note(model), *model.notes, *notes, *vocab.notes, *optimizer.notes, *common.notes),
@@ -129,6 +140,7 @@ def build_fsdp_target(model: Model, options: TargetOptions) -> FsdpTarget:
         vocab,
         vocabulary(((p.name, p.shape) for p in parameters), args, options.vocab_size),
         options.vocab_size or (told[0] if len(told) == 1 else None),
+        extra.archives,
     )
 
 
@@ -140,6 +152,7 @@ class Part:
     inline: tuple[InlineTensor, ...] = ()
     objects: tuple[TargetObject, ...] = ()
     dropped: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
     backfilled: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     memberships: Mapping[str, Membership] = field(default_factory=dict)
@@ -156,7 +169,17 @@ def optimizer_part(
     if model.optimizer_layout is None:
         return Part()
     trainable = [p for p in parameters if roles_of(p)]
-    notes = check_states(trainable, MASTER in model.roles)
+    check_states(trainable, MASTER in model.roles, mixes_lion_and_adam(model.common))
+    if model.own_optimizer is not None:
+        found = other_states(model, trainable, prefixes, options.keep_states)
+        return Part(
+            tensors=found.tensors,
+            objects=found.objects,
+            dropped=found.dropped,
+            kept=found.kept,
+            notes=found.notes,
+        )
+    notes: list[str] = []
     if MASTER not in model.roles and any(p.dtype != "float32" for p in model.parameters):
         notes.append("the optimizer holds no fp32 masters: weights are written as rounded as they are stored")
     groups, backfilled = backfill_groups(model.groups, model.scheduler, model.step)
@@ -194,6 +217,8 @@ def check_options(options: TargetOptions) -> None:
         raise UsageError(
             "--dtype goes with --weights-only: a job that resumes needs its fp32 masters as they are"
         )
+    if options.keep_states and options.weights_only:
+        raise UsageError("--keep-states contradicts --weights-only, which leaves every state out")
     if options.dtype is not None and options.dtype not in CASTABLE:
         raise UsageError(f"--dtype {options.dtype}: weights can be written as {', '.join(sorted(CASTABLE))}")
     if options.tp is not None and options.tp < 1:
@@ -266,7 +291,9 @@ def choose_parameters(
             f"the args say num_layers = {model.settings.num_layers}, the weights have {found} layers"
         )
     if problems:
-        raise MappingError("the weights contradict each other or the args:\n" + list_problems(problems))
+        raise MappingError(
+            "the weights contradict each other or the args:\n" + list_problems(problems), problems
+        )
     return parameters
 
 
@@ -344,7 +371,8 @@ def common_part(model: Model, options: TargetOptions, dialect: Dialect, tp: int)
             raise MappingError(
                 "rng states of some ranks are missing, so training would not go on where it stopped. Leave all out "
                 "with --ignore-keys 'rng_state/*' and start the job with --no-load-rng:\n"
-                + list_problems(model.rng_missing)
+                + list_problems(model.rng_missing),
+                model.rng_missing,
             )
         tensors, objects, rng_notes = rng_items(model.rng, tp)
         notes += rng_notes

@@ -67,7 +67,7 @@ def read_config(family: Family, config: Config) -> ModelArgs:
         if values.setdefault(one.arg, value) != value:
             problems.append(f"{one.hf}={value} and another field disagree: both are Megatron's {one.arg}")
     if problems:
-        raise MappingError(f"config.json does not fit {family.name}:\n" + list_problems(problems))
+        raise MappingError(f"config.json does not fit {family.name}:\n" + list_problems(problems), problems)
     return ModelArgs(**_implied(family, values))
 
 
@@ -89,7 +89,9 @@ def reconcile(family: Family, model: ModelArgs, reference: Config) -> ModelArgs:
         elif one.wins in ("", "either") and not _equal(ours, other):
             problems.append(f"{one.hf}: the checkpoint has {ours}, the reference config {other} ({one.arg})")
     if problems:
-        raise MappingError("the reference config contradicts the checkpoint:\n" + list_problems(problems))
+        raise MappingError(
+            "the reference config contradicts the checkpoint:\n" + list_problems(problems), problems
+        )
     return replace(model, **taken)
 
 
@@ -119,7 +121,8 @@ def in_v4_form(config: Config) -> dict[str, Any]:
         if problems:
             raise MappingError(
                 "config.json says two things; transformers 5 goes by rope_parameters, transformers 4 by the other. "
-                "Remove the one that is stale:\n" + list_problems(problems)
+                "Remove the one that is stale:\n" + list_problems(problems),
+                problems,
             )
         found = said | found
     found.pop("rope_parameters", None)

@@ -45,7 +45,8 @@ def detect_family(
     if unknown:
         raise MappingError(
             "this architecture has no Hugging Face rules; a rule file can add them (--rules):\n"
-            + list_problems(unknown)
+            + list_problems(unknown),
+            unknown,
         )
     return families[_by_kinds(kinds, model)]
 

@@ -49,5 +49,5 @@ def _pattern(values: object, layers: int, name: str) -> tuple[int, ...]:
     if len(pattern) != layers:
         problems.append(f"{values!r} does not name {layers} layers")
     if problems:
-        raise MappingError(f"{name} in the checkpoint's args:\n" + list_problems(problems))
+        raise MappingError(f"{name} in the checkpoint's args:\n" + list_problems(problems), problems)
     return tuple(int(value) for value in pattern)

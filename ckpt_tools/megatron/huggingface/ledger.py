@@ -75,7 +75,8 @@ def account_for_settings(
             f"the model is not a {family.architecture} as its settings have it:\n{list_problems(problems)}\n"
             "Where a setting is wrong, correct it at its source. Where the architecture does compute this, a rule "
             "file (--rules) says so: `needs: {NAME: VALUE}` for a Megatron setting, `fixed: {NAME: VALUE}` for a "
-            "field of config.json"
+            "field of config.json",
+            problems,
         )
     return tuple(note for account in accounts for note in account.notes)
 

@@ -62,7 +62,7 @@ def refuse_absurd(config: object) -> None:
             if value is not None and not (type(value) is int and low <= value <= high):
                 problems.append(f"{name} is {_short(value)}; expected a whole number from {low} to {high:,}")
     if problems:
-        raise MappingError("these settings cannot be those of a model:\n" + list_problems(problems))
+        raise MappingError("these settings cannot be those of a model:\n" + list_problems(problems), problems)
 
 
 def bounded(where: str) -> Callable[[F], F]:
@@ -107,7 +107,7 @@ def _check_model(model: Any, where: str) -> None:
             of = f" of {count:,} {what}" if what else ""
             problems.append(f"{model.num_layers:,} layers{of}; at most {most:,} are taken for a model")
     if problems:
-        raise MappingError(f"{where}: values that no model has:\n" + list_problems(problems))
+        raise MappingError(f"{where}: values that no model has:\n" + list_problems(problems), problems)
 
 
 def _wanted(kind: str, value: Any) -> str:

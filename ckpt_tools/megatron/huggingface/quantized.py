@@ -163,7 +163,8 @@ def dequantized(catalog: Catalog, config: Mapping[str, Any], files: Files) -> De
     ]
     if found.problems:
         raise MappingError(
-            f"config.json says {method}, and the tensors do not agree:\n" + list_problems(found.problems)
+            f"config.json says {method}, and the tensors do not agree:\n" + list_problems(found.problems),
+            found.problems,
         )
     rest = {name: value for name, value in config.items() if name != SETTINGS}
     dropped = tuple(
@@ -243,7 +244,8 @@ def _refuse_unannounced(catalog: Catalog) -> None:
         raise MappingError(
             f"{len(found)} tensors are codes or scales of a quantized model, but config.json has no "
             f"{SETTINGS}, which says how to read them. Take the config.json that was published with the weights:\n"
-            + list_problems(found[:4])
+            + list_problems(found[:4]),
+            found[:4],
         )
 
 

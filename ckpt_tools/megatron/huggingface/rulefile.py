@@ -54,7 +54,7 @@ def load_rule_file(path: str | Path) -> Family:
     problems: list[str] = []
     family = _family(data, problems)
     if problems or family is None:
-        raise UsageError(f"{path}: the rule file cannot be used:\n" + list_problems(problems))
+        raise UsageError(f"{path}: the rule file cannot be used:\n" + list_problems(problems), problems)
     return family
 
 

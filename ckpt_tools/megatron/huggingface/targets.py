@@ -151,7 +151,8 @@ def _whole(
     if problems:
         how = "by config.json" if reference else "by its parameters; --hf-config or --rules can say otherwise"
         raise MappingError(
-            f"the checkpoint is not a whole {family.name} model (told {how}):\n" + list_problems(problems)
+            f"the checkpoint is not a whole {family.name} model (told {how}):\n" + list_problems(problems),
+            problems,
         )
     return spelled, equal
 
@@ -197,7 +198,9 @@ def import_targets(
     rest = set(tensors) - set(wanted) - set(ignored)
     problems += [f"{name}: no rule of {family.name} has this tensor" for name in sorted(rest)]
     if problems:
-        raise MappingError(f"the directory is not a whole {family.name} model:\n" + list_problems(problems))
+        raise MappingError(
+            f"the directory is not a whole {family.name} model:\n" + list_problems(problems), problems
+        )
     made = [target for pair in pairs for target in _import_pair(model, pair, prefix, tensors, dtype)]
     args = megatron_args(replace(model, params_dtype=_bulk_dtype(made))) | demanded_args(family)
     shapes = {

@@ -3,6 +3,7 @@
 * `read`: the checkpoint taken apart, as a `Model`
 * `slices`: stored keys as parameters of one layer and one expert
 * `optimizer_layouts/`: where the states of a weight lie, layout by layout
+* `other_optimizers`: what jobs with another optimizer than Adam ask for
 * `write`: from a `Model` to what the checkpoint must contain
 * `stacking`: which parameters share one stored tensor
 * `groups`: the optimizer's part of the common state

@@ -94,5 +94,6 @@ def _refuse_lookalikes(groups: Iterable[Group]) -> None:
     if problems:
         raise MappingError(
             "parameters whose groups loaders cannot tell apart have different settings or steps:\n"
-            + list_problems(problems)
+            + list_problems(problems),
+            problems,
         )

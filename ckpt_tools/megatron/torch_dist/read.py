@@ -19,8 +19,9 @@ from ckpt_tools.megatron.settings import read_settings
 from ckpt_tools.megatron.torch_dist.object_grids import object_grids
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import read_optimizer_states
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import OptimizerStates
+from ckpt_tools.megatron.torch_dist.other_optimizers import is_adams, optimizer_entry
 from ckpt_tools.megatron.torch_dist.slices import Slice, SortedKeys, sort_keys
-from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.catalog import Catalog, Item
 from ckpt_tools.model.expressions import Value
 from ckpt_tools.model.model import Model, Parameter
 from ckpt_tools.model.roles import WEIGHT
@@ -76,9 +77,11 @@ def read_torch_dist(
         else (states.consumed if states is not None else frozenset())
     )
     stored = common.values.get("optimizer")
+    parameters = tuple(_parameter(p, states) for p in keys.parameters)
+    is_other = optimizer == "whole" and states is not None and not is_adams(parameters)
     model = Model(
         catalog=replace(catalog, tensors={**catalog.tensors, **states.payloads}) if states else catalog,
-        parameters=tuple(_parameter(p, states) for p in keys.parameters),
+        parameters=parameters,
         common=common,
         settings=read_settings(common),
         optimizer_layout=None if states is None else states.layout,
@@ -88,6 +91,8 @@ def read_torch_dist(
         rng_missing=rng_missing,
         grad_scaler=_grad_scaler(stored),
         step=next(_steps(stored), None),
+        own_optimizer=optimizer_entry(files, catalog, common) if is_other else None,
+        extra_states=extra_states(files, catalog, common) if optimizer == "whole" else {},
         dropped=(*left_out, *dropped_objects(keys, consumed, unknown_keys)),
         unread=unread,
         notes=_joined(states),
@@ -105,6 +110,27 @@ def _parameter(stored: Slice, states: OptimizerStates | None) -> Parameter:
                 sources = states.sources(kind, stored.key, stored.lead)
                 values[kind] = Value(states.dtype(kind, stored.key), stored.shape, sources)
     return Parameter(stored.name, stored.shape, stored.dtype, values, stored.expert, origin=stored.key)
+
+
+def extra_states(files: Files, catalog: Catalog, common: CommonState) -> dict[str, Item]:
+    """Objects of Transformer Engine that hold something: scales and amax histories of delayed scaling.
+
+    Those of modules without FP8 are empty. Where the args say that the job has no such modules, none is looked at.
+    """
+    known = common.args or common.model_config
+    if known and not any(common.arg(name) for name in ("fp8", "fp4")):
+        return {}
+    items = {key: e.item for key, e in catalog.objects.items() if "._extra_state/" in key}
+    return {key: item for key, item in items.items() if _holds_something(load_object(files, item))}
+
+
+def _holds_something(value: object) -> bool:
+    """Whether an extra state is more than nothing, an empty tensor or an empty file."""
+    if isinstance(value, list | tuple):
+        return any(map(_holds_something, value))
+    if isinstance(value, StoredTensor):
+        return bool(value.data)
+    return value is not None and getattr(value, "args", True) not in ((), (b"",))
 
 
 def _joined(states: OptimizerStates | None) -> tuple[str, ...]:
@@ -217,6 +243,7 @@ def dropped_objects(keys: SortedKeys, consumed: frozenset[str], unknown_keys: bo
         )
         raise MappingError(
             "the checkpoint holds keys that no rule accounts for; leave them out with --ignore-keys GLOB if the "
-            f"target can do without them{weights}:\n" + list_problems(unknown)
+            f"target can do without them{weights}:\n" + list_problems(unknown),
+            unknown,
         )
     return dropped

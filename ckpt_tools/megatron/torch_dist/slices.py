@@ -62,7 +62,9 @@ def sort_keys(catalog: Catalog) -> SortedKeys:
                 for e in weights if ".adapter." in e.key or ".lora_" in e.key]  # fmt: skip
     problems += missing_layers(p.name for p in parameters)
     if problems:
-        raise MappingError("the weights do not make a whole Megatron model:\n" + list_problems(problems))
+        raise MappingError(
+            "the weights do not make a whole Megatron model:\n" + list_problems(problems), problems
+        )
     return SortedKeys(tuple(parameters), tuple(optimizer), tuple(catalog.objects))
 
 

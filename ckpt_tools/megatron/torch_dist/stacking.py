@@ -114,7 +114,9 @@ def stack_parameters(
     problems: list[str] = []
     stacks = [_stack(key, found, problems) for key, found in members.items()]
     if problems:
-        raise MappingError("layers or experts do not make whole tensors:\n" + list_problems(problems))
+        raise MappingError(
+            "layers or experts do not make whole tensors:\n" + list_problems(problems), problems
+        )
     return stacks, notes
 
 
@@ -160,7 +162,7 @@ def _joined_half(name: str, twins: Mapping[str, Parameter]) -> Parameter:
 def _refuse_gaps(parameters: Sequence[Parameter]) -> None:
     problems = missing_layers(p.name for p in parameters)
     if problems:
-        raise MappingError("the model is not whole:\n" + list_problems(problems))
+        raise MappingError("the model is not whole:\n" + list_problems(problems), problems)
 
 
 def _place(name: str) -> _Place:
@@ -228,7 +230,8 @@ def _refuse_partial_layers(layers: Mapping[str, Mapping[int, set[_Content]]]) ->
     if problems:
         raise MappingError(
             "layers are not whole; if the model is meant to be so, ask for a tensor for each layer:\n"
-            + list_problems(problems)
+            + list_problems(problems),
+            problems,
         )
 
 

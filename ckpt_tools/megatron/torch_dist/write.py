@@ -22,6 +22,11 @@ from ckpt_tools.megatron.record import Size, TargetRecord
 from ckpt_tools.megatron.torch_dist.extra_state import extra_state_keys
 from ckpt_tools.megatron.torch_dist.groups import rebuild_optimizer
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.expected import expected_states, refuse_missing_states
+from ckpt_tools.megatron.torch_dist.other_optimizers import (
+    is_distributed,
+    refuse_partial_states,
+    spelled_master,
+)
 from ckpt_tools.megatron.torch_dist.rng_grid import Grid, rng_grid, rng_objects
 from ckpt_tools.megatron.torch_dist.slices import layer_counts
 from ckpt_tools.megatron.torch_dist.stacking import Stack, joined_halves, stack_parameters
@@ -38,6 +43,12 @@ OPTIMIZER_METADATA = {
     "distrib_optim_fully_reshardable_mem_efficient": False,
 }
 EXTRA_STATE, RERUN = "*._extra_state/shard_*", "rerun_state_machine_state/*"
+FP8_WEIGHTS = (
+    "fp8_param_gather",
+    "fp8_param",
+    "fp4_param_gather",
+    "fp4_param",
+)  # args of a job that holds such
 _CARRIED = {"args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far"}
 # Of a source's common state: what is made anew, and what only a job that resumes asks for.
 _OWN = {"optimizer", "opt_param_scheduler", "content_metadata"}
@@ -59,6 +70,7 @@ class TorchDistOptions:
     gpus: int | None = None  # of that job
     dialect: DialectName | None = None  # of the program that will load the result
     weights_only: bool = False
+    like_source: bool = False  # masters as the source's job keeps them: as remainders
     extra_state: bool = True
     extra_state_template: tuple[str, ...] = ()  # keys of a checkpoint of the same model; () to derive them
 
@@ -94,16 +106,23 @@ def build_torch_dist_target(model: Model, options: TorchDistOptions) -> TorchDis
     rerun = [] if options.weights_only else [TargetObject(key, [None]) for key in _stored(model, RERUN)]
     objects = (*rng, *extra, *rerun, TargetObject(COMMON_OBJECT, [common]))
     kept = carried_objects(model, objects)
+    restored = restored_objects(model, objects)
     target = Target(
-        tensors=(*_weights(stacks, model, options), *(_states(stacks) if "optimizer" in common else ())),
+        tensors=(
+            *_weights(stacks, model, options),
+            *(_states(stacks, model) if "optimizer" in common else ()),
+        ),
         objects=objects,
-        dropped=_dropped(model, kept),
+        dropped=(
+            *_dropped(model, kept | restored),
+            *_unplaced(model, {o.key for o in objects}, options),
+        ),
         renamed=_renamed(stacks, model),
         notes=(
             *model.notes,
             *notes,
             *(rng_notes if any(o.key not in kept for o in rng) or not rng else ()),
-            *_losses(model, options, kept),
+            *_losses(model, options, kept | restored),
         ),
     )
     record = _record(model, options, dialect, grid)
@@ -159,6 +178,12 @@ def _common_state(model: Model, options: TorchDistOptions) -> tuple[dict[str, An
     if model.optimizer_layout is None:
         return common, ()
     refuse_missing_states(model.roles, expected_states(model.common, model.groups))
+    refuse_partial_states(model.parameters, model.common)
+    if model.own_optimizer is not None:
+        common["optimizer"] = model.own_optimizer
+        if is_distributed(model.own_optimizer):
+            common["content_metadata"] |= OPTIMIZER_METADATA
+        return common, ()
     common["optimizer"], counts = rebuild_optimizer(model, _experts_apart(model, options))
     common["content_metadata"] |= OPTIMIZER_METADATA
     return common, counts
@@ -184,7 +209,7 @@ def _check_counts(model: Model) -> None:
             f"{k}: the args say {wanted} experts, there are {n}" for k, n in experts.items() if n != wanted
         ]
     if problems:
-        raise MappingError("the weights contradict the args:\n" + list_problems(problems))
+        raise MappingError("the weights contradict the args:\n" + list_problems(problems), problems)
 
 
 def _experts_apart(model: Model, options: TorchDistOptions) -> bool:
@@ -210,7 +235,7 @@ def _weights(stacks: Sequence[Stack], model: Model, options: TorchDistOptions) -
         )
 
 
-def _states(stacks: Sequence[Stack]) -> Iterable[TargetTensor]:
+def _states(stacks: Sequence[Stack], model: Model) -> Iterable[TargetTensor]:
     """Masters and moments of everything that is trained."""
     for stack in stacks:
         roles = {p.states for p in stack.parameters}
@@ -218,9 +243,14 @@ def _states(stacks: Sequence[Stack]) -> Iterable[TargetTensor]:
             raise MappingError(
                 f"{stack.key}: its layers or experts have different optimizer states {sorted(roles)}"
             )
-        for role in next(iter(roles)):
+        held = next(iter(roles))
+        own = model.own_optimizer
+        master = "param" if own is None else spelled_master(own, held, model.roles)
+        for role in held:
+            if role == MASTER and master == "fp32_param" and stack.parameters[0].dtype == "float32":
+                continue  # an optimizer that is not distributed keeps none of fp32 weights
             value = stack.state(role)
-            spelled, dtype = ("param", "float32") if role == MASTER else (role, value.dtype)
+            spelled, dtype = (master, "float32") if role == MASTER else (role, value.dtype)
             yield TargetTensor(
                 f"optimizer.state.{spelled}.{stack.key}",
                 dtype,
@@ -281,6 +311,20 @@ def carried_objects(model: Model, objects: Iterable[TargetObject]) -> frozenset[
     return frozenset(o.key for o in objects if o.key in stored and o.key != COMMON_OBJECT)
 
 
+def restored_objects(model: Model, objects: Iterable[TargetObject]) -> frozenset[str]:
+    """The keys of objects that an `fsdp_dtensor` source keeps beside: they come back byte for byte."""
+    return frozenset(o.key for o in objects if o.key in model.extra_states)
+
+
+def _unplaced(model: Model, keys: Collection[str], options: TorchDistOptions) -> Iterable[str]:
+    """One line for each extra state that holds something and has no place."""
+    if options.weights_only and not model.common.of_torch_dist:
+        return
+    for key in model.extra_states:
+        if key not in keys:
+            yield f"{key}: its FP8 scales have no place in the target, whose modules have other keys"
+
+
 def _dropped(model: Model, kept: Container[str]) -> tuple[str, ...]:
     """What reading left out, as `fsdp_dtensor` does, without what is kept here."""
     if not model.common.of_torch_dist:
@@ -310,16 +354,35 @@ def _losses(model: Model, options: TorchDistOptions, kept: Collection[str]) -> l
     notes = []
     if not model.common.of_torch_dist:
         notes.append("rerun state machine: the source has none, the loading job starts a new one")
-    if options.extra_state and not any(fnmatchcase(key, EXTRA_STATE) for key in kept):
+        if any(map(model.common.arg, FP8_WEIGHTS)) and any(MASTER in p.values for p in model.parameters):
+            notes.append(
+                "weights are the masters rounded to the training type: a job that holds them in FP8 quantizes them "
+                "anew"
+            )
+    if restored_objects(model, (TargetObject(key, None) for key in kept)) and not model.common.of_torch_dist:
+        notes.append(
+            f"{len(model.extra_states)} Transformer Engine extra states come back as they were, at iteration "
+            f"{model.common.iteration}"
+        )
+    elif options.extra_state and not any(fnmatchcase(key, EXTRA_STATE) for key in kept):
         notes.append("Transformer Engine extra states are written empty: FP8 scaling starts anew")
     elif not options.extra_state:
         notes.append("no Transformer Engine extra states: load with --dist-ckpt-strictness log_all")
     if model.optimizer_layout is None or options.weights_only:
         return notes
-    if model.common.arg("use_precision_aware_optimizer"):
+    if model.own_optimizer is not None:
+        notes.append(
+            "its optimizer is not Adam: states and groups are as they were, for a job with the same optimizer and "
+            "expert-parallel size"
+        )
+    if options.like_source:
+        notes.append(
+            "masters are written as the 16 bits by which they differ from their weights, as its job does"
+        )
+    elif model.common.arg("use_precision_aware_optimizer") and not model.common.arg("optimizer_cpu_offload"):
         notes.append(
             "masters are written as plain fp32 numbers: load without --use-precision-aware-optimizer, or with "
-            "store_param_remainders off; a job that keeps remainders expects those in their place"
+            "store_param_remainders off; a job that keeps remainders expects those in their place (--like-source)"
         )
     for p in {p.origin: p for p in model.parameters}.values():
         if not p.states:

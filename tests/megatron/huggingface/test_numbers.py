@@ -120,10 +120,12 @@ class Asked(dict[str, Any]):
 
 STRANGE: tuple[Any, ...] = (
     0, -1, 7, 1.5, "x", "", [], [1], ["x"], {}, {"a": 1}, {"rope_type": "yarn"}, True, None, float("nan"),
-           float("inf"), [[1]], 10**400, 10**5000, (1,), b"x", object())  # fmt: skip
+    float("inf"), [[1]], 10**400, 10**5000, (1,), b"x", object(),
+)  # fmt: skip
 KINDS: tuple[dict[str, Any], ...] = (
     {}, {"multi_latent_attention": True}, {"gated_linear_unit": True}, {"position_embedding_type": "yarn"},
-         {"use_rope_scaling": True}, {"window_size": (1, 0)}, {"moe_mlp_glu_interleave_size": 2})  # fmt: skip
+    {"use_rope_scaling": True}, {"window_size": (1, 0)}, {"moe_mlp_glu_interleave_size": 2},
+)  # fmt: skip
 
 
 def test_any_value_of_any_argument_is_read_or_refused() -> None:

@@ -79,9 +79,11 @@ def find_stretches(
         problems += _mismatches(by_content, reader, sample_only)
         problems += _differing_copies(stretches, reader)
     if problems:
-        lines = list_problems(dict.fromkeys([*problems, *unseen_parts]))
+        all_of_them = dict.fromkeys([*problems, *unseen_parts])
+        lines = list_problems(all_of_them)
         raise VerificationError(
-            f"the optimizer state cannot be assigned to the weights beyond doubt:\n{lines}\n{ADVICE}"
+            f"the optimizer state cannot be assigned to the weights beyond doubt:\n{lines}\n{ADVICE}",
+            all_of_them,
         )
     return stretches
 

@@ -142,7 +142,9 @@ def find_buffers(catalog: Catalog, numels: Mapping[tuple[int, int], Any]) -> tup
     lost = {where for where in numels if not any(where == (c, g) for c, g, _ in found)}
     problems += [f"chain {c}, dp_group_idx_{g}: none of its buckets is there" for c, g in sorted(lost)]
     if problems:
-        raise CorruptCheckpointError(f"the optimizer buckets are not whole:\n{list_problems(problems)}")
+        raise CorruptCheckpointError(
+            f"the optimizer buckets are not whole:\n{list_problems(problems)}", problems
+        )
     return tuple(buffers)
 
 

@@ -13,7 +13,7 @@ def optimizer_layout(catalog: Catalog, common: CommonState) -> str:
     """Name of the optimizer layout, told from the keys; what the writer declared decides between look-alikes.
 
     `none`, `fsdp_dtensor`, `dp_reshardable`, `fully_sharded_bucket_space`, `dp_zero_gather_scatter`,
-    `fully_sharded_model_space`, `fully_reshardable`, `non_distributed`, or `unknown`.
+    `fully_sharded_model_space`, `fully_reshardable` or `non_distributed`.
     """
     declared = declared_layout(common)
     if any(found.what == "param_state" for found in map(bucket_object, catalog.objects) if found):
@@ -21,8 +21,8 @@ def optimizer_layout(catalog: Catalog, common: CommonState) -> str:
     if any(map(bucket_key, catalog.tensors)):
         return "fully_sharded_bucket_space" if declared == "fully_sharded_bucket_space" else "dp_reshardable"
     states = {found.kind for found in map(state_key, catalog.tensors) if found}
-    if "module" in states or "exp_avg" not in states:
-        return "fsdp_dtensor" if "module" in states else "unknown" if states else "none"
+    if "module" in states or not states:
+        return "fsdp_dtensor" if states else "none"
     if catalog.original_shapes:
         return "fully_sharded_model_space"
     return "fully_reshardable" if "param" in states else declared or "non_distributed"

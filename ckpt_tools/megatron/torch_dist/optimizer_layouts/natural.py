@@ -48,7 +48,8 @@ def refuse_encoded(entries: Iterable[TensorEntry]) -> None:
             "fp32 master), which cannot be read as numbers:\n"
             f"{list_problems(encoded)}\n"
             "Re-save without --use-precision-aware-optimizer, or with fp32 main parameters and states; "
-            "--weights-only converts the stored weights."
+            "--weights-only converts the stored weights.",
+            encoded,
         )
 
 
@@ -92,7 +93,7 @@ def model_space_states(
         states[kind, weight_key] = StateTensor(entry.dtype, whole=Source(key, view))
     if problems:
         raise MappingError(
-            f"{len(problems)} optimizer states do not fit their weights:\n{list_problems(problems)}"
+            f"{len(problems)} optimizer states do not fit their weights:\n{list_problems(problems)}", problems
         )
     kinds = order_kinds(kind for kind, _ in states)
     return OptimizerStates(layout, kinds, states, consumed=frozenset(entries))

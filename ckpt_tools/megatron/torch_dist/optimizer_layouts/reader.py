@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError
@@ -53,7 +54,7 @@ def read_optimizer_states(
     layout = optimizer_layout(catalog, common)
     if layout == "none":
         return None
-    if layout == "fsdp_dtensor" or (layout == "unknown" and not any(map(state_key, catalog.tensors))):
+    if layout == "fsdp_dtensor":
         raise UnsupportedCheckpointError(
             f"{catalog.root}: optimizer layout {layout!r} is not one of torch_dist's"
         )
@@ -67,9 +68,27 @@ def read_optimizer_states(
             where: load_object(files, item) for where, item in _objects(catalog, "per_bucket_numel_unpadded")
         }
         buffers = find_buffers(catalog, numels)
-    pieces = tuple(weight_pieces(catalog))
+    beside = _states_beside(catalog, layout)
+    pieces = tuple(piece for piece in weight_pieces(catalog) if not beside.has(MASTER, piece.key))
     stretches = find_stretches(buffers, pieces, Reader(files), sample_only=sample_only)
-    return joined_masters(files, catalog, common, bucket_states(catalog, layout, buffers, stretches))
+    found = bucket_states(catalog, layout, buffers, stretches)
+    return joined_masters(files, catalog, common, _merged(found, beside))
+
+
+def _states_beside(catalog: Catalog, layout: str) -> OptimizerStates:
+    """The states of a layer-wise optimizer, under the keys of its weights, beside the buckets of the other one."""
+    if not any(map(state_key, catalog.tensors)):
+        return OptimizerStates(layout, (), {})
+    return model_space_states(catalog, layout)
+
+
+def _merged(buckets: OptimizerStates, beside: OptimizerStates) -> OptimizerStates:
+    return replace(
+        buckets,
+        kinds=order_kinds((*buckets.kinds, *beside.kinds)),
+        states={**buckets.states, **beside.states},
+        consumed=buckets.consumed | beside.consumed,
+    )
 
 
 def bucket_states(

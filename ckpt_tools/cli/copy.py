@@ -1,0 +1,75 @@
+"""`copy`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckpt_tools.cli import render
+from ckpt_tools.cli.given_values import iteration_number
+from ckpt_tools.cli.manual import page
+from ckpt_tools.cli.options import flag
+from ckpt_tools.cli.signature import fill, with_options
+from ckpt_tools.cli.table import ITERATIONS, READING, REWRITING
+
+if TYPE_CHECKING:
+    from ckpt_tools.commands.copy import Copied, CopyReport
+
+_SHOWN = 5
+_OWN = {
+    "read_back": flag("--read-back", help="Read the copy once more and compare it with the source."),
+    "iteration": ITERATIONS,
+}
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's command to `app`."""
+    names = READING | REWRITING | {"resume", "workers", "threads", "memory_bytes", "fsync", "direct"}
+    app.command(**page("copy"))(with_options(copy, names, _OWN))
+
+
+def copy(
+    source: Annotated[str, typer.Argument(help="A run's root or one checkpoint: a folder or a URL.")],
+    output: Annotated[str, typer.Argument(help="A root for a root, else one folder; a folder or a URL.")],
+    **given: Any,
+) -> None:
+    """Copy checkpoints between folders and object stores: every payload proven, all or nothing, resumable."""
+    from ckpt_tools.cli.progress import progress_bar
+    from ckpt_tools.commands.copy import CopyOptions, copy_checkpoint
+
+    iteration = given["iteration"]
+    options = fill(
+        CopyOptions,
+        given,
+        iteration=None if iteration == "all" else iteration_number(iteration),
+        every_iteration=iteration == "all",
+    )
+    with progress_bar(given["quiet"]) as progress:
+        done = copy_checkpoint(source, output, options, progress)
+    print(render.json_text(done.as_json())) if given["as_json"] else _print(done)
+    raise typer.Exit(max((error.exit_code for _, error in done.failed), default=0))
+
+
+def _print(done: CopyReport) -> None:
+    for one in done.copied:
+        _print_copied(one)
+    if done.already_there:
+        print(f"already there: {', '.join(map(str, done.already_there))}")
+    for number, error in done.failed:
+        print(render.escape_lines(f"iteration {number} was not copied: {error}"))
+
+
+def _print_copied(one: Copied) -> None:
+    seconds = one.written.seconds
+    print(render.escape(f"copied {one.source} -> {one.output}"))
+    print(
+        f"  {one.files:,} files, {render.human_bytes(one.nbytes)} in {seconds:.2f} s"
+        f"{', read back and compared' if one.read_back else ''}"
+    )
+    print(f"  {one.proven:,} payloads have the checksum that their writer stored", end="")
+    print(f"; {one.without_checksum:,} carry none" if one.without_checksum else "")
+    if one.left_out:
+        listed = ", ".join(map(render.escape, one.left_out[:_SHOWN]))
+        more = f", and {len(one.left_out) - _SHOWN:,} more" if len(one.left_out) > _SHOWN else ""
+        print(f"  not copied, in inner folders: {listed}{more}")

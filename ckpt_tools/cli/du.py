@@ -1,0 +1,97 @@
+"""`du`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckpt_tools.cli import given_values as v
+from ckpt_tools.cli import render
+from ckpt_tools.cli.manual import page
+from ckpt_tools.cli.options import option
+from ckpt_tools.cli.signature import with_options
+from ckpt_tools.cli.table import READING
+from ckpt_tools.model.choices import UsageAxis
+
+if TYPE_CHECKING:
+    from ckpt_tools.commands.du import Usage
+
+_STDOUT = Path("-")
+_SHOWN = 10
+
+
+_DEFAULT_AXES: tuple[UsageAxis, ...] = ("iteration", "role", "dtype")
+_OWN = {
+    "by": option(
+        list[UsageAxis], "--by", help="Table to show, repeatable. Default: iteration, role and dtype."
+    ),
+    "duplicates": option(
+        bool, "--duplicates/--no-duplicates", default=True, help="Look for items that several iterations hold."
+    ),
+    "svg": option(Path, "--svg", callback=v.in_a_folder, help="Draw a tree map as one SVG file."),
+    "html": option(Path, "--html", callback=v.in_a_folder, help="The same as one HTML page, with all sums."),
+}  # fmt: skip
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's command to `app`."""
+    app.command(**page("du"))(with_options(du, READING | {"as_json"}, _OWN))
+
+
+def du(
+    run: Annotated[str, typer.Argument(help="A run's root with all its iterations, or one checkpoint.")],
+    **given: Any,
+) -> None:
+    """Where the bytes of a run lie, and which are there twice. Tells it from metadata; reads no tensor."""
+    from ckpt_tools.commands.du import disk_usage
+
+    svg, html = given["svg"], given["html"]
+    found = disk_usage(run, given["iteration"], given["duplicates"], given["trust_pickle"])
+    if svg is not None or html is not None:
+        from ckpt_tools.commands import du_page
+
+        if svg is not None:
+            render.write_text(svg, du_page.usage_svg(found), run)
+        if html is not None:
+            render.write_text(html, du_page.usage_html(found), run)
+        if _STDOUT in (svg, html):
+            return  # nothing but the picture
+    if given["as_json"]:
+        print(render.json_text(found.as_json()))
+    else:
+        _print(found, given["by"] or _DEFAULT_AXES)
+
+
+def _print(found: Usage, axes: Sequence[UsageAxis]) -> None:
+    total = max(found.total, 1)
+    for axis in axes:
+        rows = [
+            (name or "-", render.human_bytes(nbytes), f"{100 * nbytes / total:.1f} %")
+            for name, nbytes in found.by(axis).items()
+        ]
+        render.print_table((axis, "size", "share"), rows)
+    largest = sorted(found.others.items(), key=lambda pair: -pair[1])
+    for name, nbytes in largest[:_SHOWN]:
+        print(f"beside the iterations: {render.escape(name)} {render.human_bytes(nbytes)}")
+    if len(largest) > _SHOWN:
+        print(f"... and {len(largest) - _SHOWN:,} more (--json lists all)")
+    for name, why in found.unread.items():
+        print(f"{render.escape(name)} is not a whole checkpoint: {render.escape(why)}")
+    if found.duplicates:
+        print(
+            f"{render.human_bytes(found.spare)} in {len(found.duplicates):,} items that an earlier iteration holds "
+            "with the same checksum:"
+        )
+        for one in found.duplicates[:_SHOWN]:
+            print(
+                f"  {render.escape(one.key)} {one.box} {render.human_bytes(one.nbytes)}, "
+                f"{len(one.iterations)} times"
+            )
+        if len(found.duplicates) > _SHOWN:
+            print(f"  ... and {len(found.duplicates) - _SHOWN:,} more (--json lists all)")
+    if found.without_checksum:
+        print(f"{found.without_checksum:,} items carry no checksum and were not compared")
+    print(f"{render.human_bytes(found.total)} in all")

@@ -1,0 +1,57 @@
+"""`ls`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckpt_tools.cli import render
+from ckpt_tools.cli.manual import page
+from ckpt_tools.cli.signature import with_options
+from ckpt_tools.cli.table import OPENING
+
+if TYPE_CHECKING:
+    from ckpt_tools.commands.ls import RunListing
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's command to `app`."""
+    app.command(**page("ls"))(with_options(ls, OPENING | {"trust_pickle", "as_json"}))
+
+
+def ls(
+    run: Annotated[str, typer.Argument(help="A run's root, or one checkpoint.")],
+    **given: Any,
+) -> None:
+    """List the iterations of a run: whole or not, size, format, and the topology that they were written for."""
+    from ckpt_tools.commands.ls import list_run
+
+    found = list_run(run, given["trust_pickle"])
+    print(render.json_text(found.as_json())) if given["as_json"] else _print(found)
+
+
+def _print(found: RunListing) -> None:
+    rows = [
+        (
+            f"{row.name} *" if row.is_latest else row.name,
+            row.state,
+            render.human_bytes(row.nbytes),
+            row.kind or "-",
+            " ".join(f"{axis}{size}" for axis, size in (row.topology or {}).items()) or "-",
+        )
+        for row in found.iterations
+    ]
+    render.print_table(("iteration", "state", "size", "format", "topology"), rows)
+    if found.latest:
+        print(f"* the latest, by the tracker of {render.escape(found.root)}")
+    if found.note:
+        print(f"no latest: {render.escape(found.note)}")
+    for row in found.iterations:
+        if row.why:
+            print(f"{row.name}: {render.escape(row.why)}")
+    if found.others:
+        largest = sorted(found.others.items(), key=lambda pair: -pair[1])
+        listed = ", ".join(f"{render.escape(name)} {render.human_bytes(n)}" for name, n in largest[:5])
+        more = f", and {len(largest) - 5:,} more" if len(largest) > 5 else ""
+        print(f"beside them: {listed}{more}")

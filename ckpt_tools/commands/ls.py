@@ -1,0 +1,185 @@
+"""`ls`: the iterations of a run: whole or not, how large, of which format and topology, from metadata alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt_tools.commands.opened import Opened, open_checkpoint
+from ckpt_tools.errors import CkptError, CorruptCheckpointError, StorageError, UsageError
+from ckpt_tools.formats.dcp import METADATA
+from ckpt_tools.formats.detect import iteration_folders, locate
+from ckpt_tools.formats.files import AnyPath, open_files, path_text
+from ckpt_tools.formats.tree import files_below
+from ckpt_tools.megatron.common_state import read_common_state
+from ckpt_tools.megatron.record import AXES, read_record
+from ckpt_tools.verify.structure import check_files
+
+COMPLETE, INCOMPLETE, DAMAGED = "complete", "incomplete", "damaged"
+NOT_READ = "not read"  # of a format that this tool does not know, or empty
+RELEASE = "release"
+_SIZES = {  # what training arguments call the axes
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "world": "world_size",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class IterationRow:
+    """One iteration folder. `state` is told from metadata and file sizes; `why` is empty where it is complete."""
+
+    name: str
+    iteration: int | None
+    state: str
+    why: str
+    nbytes: int
+    files: int
+    kind: str | None = None
+    topology: dict[str, int] | None = None
+    is_latest: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RunListing:
+    """What lies in a run's root; `others` are the bytes of other files and folders."""
+
+    root: str
+    iterations: tuple[IterationRow, ...]
+    others: dict[str, int]
+    latest: str | None  # what the tracker names
+    note: str = ""  # why it names nothing that is there
+
+    def as_json(self) -> dict[str, Any]:
+        """In JSON's types."""
+        return {
+            "schema_version": 1,
+            "root": self.root,
+            "latest": self.latest,
+            "note": self.note,
+            "iterations": [
+                {
+                    "name": row.name,
+                    "iteration": row.iteration,
+                    "state": row.state,
+                    "why": row.why,
+                    "bytes": row.nbytes,
+                    "files": row.files,
+                    "format": row.kind,
+                    "topology": row.topology,
+                    "latest": row.is_latest,
+                }
+                for row in self.iterations
+            ],
+            "others": [{"name": name, "bytes": nbytes} for name, nbytes in self.others.items()],
+        }
+
+
+def list_run(root: AnyPath, trust_pickle: bool = False) -> RunListing:
+    """The iterations in a run's root, or the one checkpoint that `root` is. No tensor byte is read.
+
+    Raises:
+        UnsupportedCheckpointError: nothing is there.
+        StorageError: the system or the store refused.
+    """
+    root = path_text(root)
+    sizes = files_below(root)
+    names = iteration_names(root)
+    if not names:
+        location = locate(root)
+        name = location.path.rstrip("/").rpartition("/")[2]
+        row = _row(name, location.path, location.iteration, sizes, trust_pickle)
+        return RunListing(location.path, (row,), {}, None)
+    latest, note = _latest(root)
+    rows = []
+    for name, number in names.items():
+        inside = {file[len(name) + 1 :]: n for file, n in sizes.items() if file.startswith(f"{name}/")}
+        row = _row(name, join(root, name), number, inside, trust_pickle, name == latest)
+        rows.append(row)
+    return RunListing(root, tuple(rows), others_in(sizes, names), latest, note)
+
+
+def iteration_names(root: str) -> dict[str, int | None]:
+    """The iteration folders of a run's root with their numbers, in order; a release has none. {}: not a root."""
+    files = open_files(root)
+    try:
+        found = files.list()
+    finally:
+        files.close()
+    numbered = sorted(iteration_folders(found), key=lambda pair: pair[1])
+    release: dict[str, int | None] = {RELEASE: None} if RELEASE in found else {}
+    return release | dict(numbered)
+
+
+def others_in(sizes: dict[str, int], iterations: dict[str, int | None]) -> dict[str, int]:
+    """Bytes of what lies in a root beside its iterations, by the first part of the name."""
+    others: dict[str, int] = {}
+    for file, nbytes in sizes.items():
+        first = file.partition("/")[0]
+        if first not in iterations:
+            others[first] = others.get(first, 0) + nbytes
+    return others
+
+
+def join(folder: str, name: str) -> str:
+    """A name in a folder, or in the URL of one."""
+    return f"{folder.rstrip('/')}/{name}"
+
+
+def _latest(root: str) -> tuple[str | None, str]:
+    """The folder that the tracker names, and what is wrong with the tracker."""
+    try:
+        return locate(root).path.rstrip("/").rpartition("/")[2], ""
+    except StorageError:
+        raise
+    except CkptError as error:
+        return None, str(error)
+
+
+def _row(
+    name: str,
+    path: str,
+    number: int | None,
+    sizes: dict[str, int],
+    trust_pickle: bool,
+    is_latest: bool = False,
+) -> IterationRow:
+    nbytes, files = sum(sizes.values()), len(sizes)
+    try:
+        with open_checkpoint(path, None, trust_pickle, with_common=False) as opened:
+            check = check_files(opened.files, opened.catalog)
+            wrong = next((f"{f.where}: {f.message}" for f in check.findings if f.severity == "error"), "")
+            state = DAMAGED if wrong else COMPLETE
+            kind, topology = opened.location.kind, topology_of(opened)
+    except (StorageError, UsageError):
+        raise
+    except CkptError as error:
+        interrupted = METADATA not in sizes and any(file.endswith(".distcp") for file in sizes)
+        state = (
+            INCOMPLETE if interrupted else DAMAGED if isinstance(error, CorruptCheckpointError) else NOT_READ
+        )
+        return IterationRow(name, number, state, str(error), nbytes, files, is_latest=is_latest)
+    return IterationRow(name, number, state, wrong, nbytes, files, kind, topology, is_latest)
+
+
+def topology_of(opened: Opened) -> dict[str, int]:
+    """Sizes of the job that a checkpoint was written by or converted for, as far as it tells."""
+    record = read_record(opened.files)
+    if record is not None:
+        sizes = {axis: getattr(record, axis) for axis in AXES}
+        told = {axis: size.ranks for axis, size in sizes.items() if size is not None}
+        if told:
+            return told
+    try:
+        common = read_common_state(opened.files, opened.catalog, opened.trust_pickle)
+    except StorageError:
+        raise
+    except CkptError:  # it is `verify`'s affair
+        return {}
+    values = {axis: common.arg(name) for axis, name in _SIZES.items()}
+    return {
+        axis: size for axis, size in values.items() if isinstance(size, int) and not isinstance(size, bool)
+    }

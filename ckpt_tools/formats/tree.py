@@ -1,0 +1,88 @@
+"""All files below a folder, wherever it lies, with their sizes: what `du` adds up and `copy` copies."""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing
+from pathlib import Path
+
+from ckpt_tools.errors import CorruptCheckpointError, StorageError, UnsupportedCheckpointError
+from ckpt_tools.formats.files import absent_folder, open_files, refuse_unnamed
+
+_WEB_DEPTH = 3  # folders: a server's links may lead in circles
+
+
+def files_below(location: str) -> dict[str, int]:
+    """Size in bytes of every file at any depth, by its name relative to the folder, sorted.
+
+    A link counts as the file that it leads to; linked folders are not entered.
+
+    Raises:
+        UnsupportedCheckpointError: there is no such folder.
+        StorageError: the system or the store refused to list it.
+    """
+    location = location.removeprefix("file://")
+    refuse_unnamed(location)
+    if "://" not in location:
+        return dict(sorted(_local(Path(location)).items()))
+    if location.lower().startswith(("http://", "https://")):
+        return dict(sorted(_web(location.rstrip("/")).items()))
+    from ckpt_tools.formats.store import Store  # fsspec is not needed for local paths
+
+    store = Store(location)
+    found: dict[str, int] = {}
+    folders = [""]
+    while folders:
+        folder = folders.pop()
+        for name, size in store.sizes(folder).items():
+            inner = f"{folder}/{name}" if folder else name
+            if size is None:
+                folders.append(inner)
+            else:
+                found[inner] = size
+    if not found:
+        raise UnsupportedCheckpointError(f"{location} does not exist or is empty.")
+    return dict(sorted(found.items()))
+
+
+def _web(root: str) -> dict[str, int]:
+    """What a server's index pages name, and what is known by name where it shows none."""
+    found: dict[str, int] = {}
+    folders = [""]
+    while folders:
+        folder = folders.pop()
+        with closing(open_files(f"{root}/{folder}".rstrip("/"))) as files:
+            try:
+                names = files.list()
+            except UnsupportedCheckpointError:
+                if not folder:
+                    raise
+                continue
+            for name in names:
+                inner = f"{folder}/{name}" if folder else name
+                try:
+                    found[inner] = files.size(name)
+                except CorruptCheckpointError:  # it is there, and is no file
+                    if inner.count("/") < _WEB_DEPTH:
+                        folders.append(inner)
+    return found
+
+
+def _local(root: Path) -> dict[str, int]:
+    found: dict[str, int] = {}
+    folders = [root]
+    while folders:
+        folder = folders.pop()
+        try:
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(Path(entry.path))
+                    elif entry.is_file():
+                        found[os.path.relpath(entry.path, root)] = entry.stat().st_size
+        except (FileNotFoundError, NotADirectoryError):
+            if folder == root:
+                raise UnsupportedCheckpointError(absent_folder(root)) from None
+        except OSError as error:
+            raise StorageError(f"{folder}: {error.strerror or error}") from error
+    return found

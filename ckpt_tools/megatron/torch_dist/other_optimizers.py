@@ -1,0 +1,116 @@
+"""Optimizers other than Adam: Muon, Lion, SGD, and mixtures of them with Adam.
+
+Megatron-FSDP runs Adam alone (arguments.py refuses the emerging optimizers, distrib_optimizer.py SGD), so none of
+its jobs can load their states. Jobs of `torch_dist` can, and each asks for what its own kind of optimizer would have
+saved (optimizer.py, layer_wise_optimizer.py)::
+
+    optimizer.state.fp32_param.<weight key>           the master, where the optimizer is not distributed
+    optimizer.state.param.<weight key>                the master of a distributed optimizer (Lion beside Muon)
+    optimizer.state.momentum_buffer.<weight key>      SGD, Muon; adaptive Muon has moment2_buffer too
+    optimizer.state.exp_avg.<weight key>              Lion, and with exp_avg_sq what Muon leaves to Adam
+
+Chains, as {0: Muon, 1: Adam}, and their groups are read by position: the common state's entry goes along as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ckpt_tools.errors import MappingError, list_problems
+from ckpt_tools.formats.container import load_object
+from ckpt_tools.formats.files import Files
+from ckpt_tools.megatron.common_state import CommonState
+from ckpt_tools.megatron.keys import bucket_object
+from ckpt_tools.megatron.param_groups import optimizer_groups
+from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.model import Parameter
+from ckpt_tools.model.roles import MASTER
+
+ADAM = frozenset({"exp_avg", "exp_avg_sq"})
+_SHARDING = "param_state_sharding_type"  # what only a distributed optimizer's entry has
+
+
+def is_adams(parameters: Iterable[Parameter]) -> bool:
+    """Whether every trained parameter has both moments of Adam."""
+    return all(set(p.states) >= ADAM for p in parameters if p.states)
+
+
+def mixes_lion_and_adam(common: CommonState) -> bool:
+    """Whether some parameters may have a part of what others have: Lion keeps one of Adam's two moments."""
+    return "lion" in (common.arg("optimizer"), common.arg("muon_scalar_optimizer"))
+
+
+def refuse_partial_states(parameters: Iterable[Parameter], common: CommonState) -> None:
+    """Nothing, when no parameter has only a part of the states that others have.
+
+    Raises:
+        MappingError: some have, and no optimizer is known to do that.
+    """
+    if mixes_lion_and_adam(common):
+        return
+    held: dict[frozenset[str], list[str]] = {}
+    for p in parameters:
+        if p.states:
+            held.setdefault(frozenset(p.states) - {MASTER}, []).append(p.name)
+    problems = [
+        f"{name}: no {', '.join(sorted(more - kinds))}"
+        for kinds, names in held.items()
+        for more in [next((other for other in held if kinds < other), kinds)]
+        if more != kinds
+        for name in names
+    ]
+    if problems:
+        raise MappingError(
+            "optimizer states are missing that other parameters have:\n" + list_problems(problems)
+        )
+
+
+def optimizer_entry(files: Files, catalog: Catalog, common: CommonState) -> Any:
+    """The common state's `optimizer`, that of distributed optimizers as `fully_reshardable` has it."""
+    stored = common.values.get("optimizer")
+    if not isinstance(stored, Mapping):
+        return {}
+    if not all(isinstance(key, int) for key in stored):
+        return _reshardable(files, catalog, 0, stored)
+    return {chain: _reshardable(files, catalog, chain, part) for chain, part in stored.items()}
+
+
+def _reshardable(files: Files, catalog: Catalog, chain: int, part: Any) -> Any:
+    """One optimizer's entry; `dp_reshardable` has its groups in an object of every model-parallel rank."""
+    if not isinstance(part, Mapping) or _SHARDING not in part:
+        return part
+    groups = optimizer_groups(part)
+    for key, stored in catalog.objects.items():
+        about = bucket_object(key)
+        if not groups and about and (about.chain, about.group, about.what) == (chain, 0, "optimizer"):
+            groups = optimizer_groups(load_object(files, stored.item)[0])
+    scaler = {"grad_scaler": part["grad_scaler"]} if part.get("grad_scaler") else {}
+    return {"optimizer": {"param_groups": groups}, **scaler, _SHARDING: "fully_reshardable"}
+
+
+def parts_of(entry: Any) -> tuple[Any, ...]:
+    """The optimizers of a chain, or the one that there is; a layer-wise optimizer is a chain inside of one."""
+    if isinstance(entry, Mapping) and entry and all(isinstance(key, int) for key in entry):
+        return tuple(part for key in sorted(entry) for part in parts_of(entry[key]))
+    return (entry,)
+
+
+def is_distributed(entry: Any) -> bool:
+    """Whether a distributed optimizer is among them, whose states a loader asks for by their layout."""
+    return any(isinstance(part, Mapping) and _SHARDING in part for part in parts_of(entry))
+
+
+def spelled_master(entry: Any, kinds: Iterable[str], all_kinds: Iterable[str]) -> str:
+    """How the job that has this entry calls the master of a parameter with these kinds of states.
+
+    Where a layer-wise optimizer stands beside a distributed one, the first has the matrices: it is Muon, whose
+    buffers nothing else has, or Lion with Adam for the rest.
+    """
+    found = {isinstance(part, Mapping) and _SHARDING in part for part in parts_of(entry)}
+    if found != {True, False}:
+        return "param" if found == {True} else "fp32_param"
+    is_layer_wise = (
+        "momentum_buffer" in kinds if "momentum_buffer" in all_kinds else "exp_avg_sq" not in kinds
+    )
+    return "fp32_param" if is_layer_wise else "param"

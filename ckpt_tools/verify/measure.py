@@ -1,0 +1,141 @@
+"""Tensors measured tile by tile by threads and processes: statistics of one checkpoint, changes between two.
+
+A long tensor is shared out in parts, and the sums of parts are joined in their order: the result does not depend on
+how many threads and processes there are. Memory is a tile a thread and a handful of numbers a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from math import prod
+from typing import NamedTuple, TypeVar
+
+from ckpt_tools.execute.read_box import BoxReader
+from ckpt_tools.execute.spread import Tick, spread
+from ckpt_tools.formats.files import Files
+from ckpt_tools.model.box import Box, full_box
+from ckpt_tools.model.casts import Array
+from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.dtypes import itemsize
+from ckpt_tools.model.target import TargetTensor
+from ckpt_tools.plan.byte_runs import row_major_tiles
+from ckpt_tools.verify.values import Change, Statistics
+
+TILE_ELEMS = 1 << 19
+_PART_ELEMS = 1 << 26  # of a tensor, measured by one thread
+
+
+class Place(NamedTuple):
+    """Where tensors are read from."""
+
+    files: Files
+    catalog: Catalog
+
+
+class _Part(NamedTuple):
+    """What one thread measures: a box of a tensor, given by its number."""
+
+    number: int
+    box: Box
+
+    def tiles(self) -> Iterator[Box]:
+        """The box in pieces that are held in memory."""
+        return (tile for tile in row_major_tiles(self.box, TILE_ELEMS) if not tile.is_empty)
+
+
+AnySums = TypeVar("AnySums", Statistics, Change)
+
+
+def statistics(
+    place: Place,
+    tensors: Sequence[TargetTensor],
+    *,
+    histogram: bool = False,
+    threads: int = 2,
+    workers: int | None = None,
+    tick: Tick = lambda _: None,
+) -> list[Statistics]:
+    """The statistics of each tensor; `tick` is told the bytes read.
+
+    Raises:
+        CorruptCheckpointError, MappingError: a tensor cannot be read.
+    """
+
+    def measure(part: _Part, told: Tick) -> Statistics:
+        found = Statistics(histogram)
+        tensor = tensors[part.number]
+        read = reader.tensor(tensor)
+        for tile in part.tiles():
+            values = read(tile)
+            found.add(values, tensor.dtype)
+            told(values.nbytes)
+        return found
+
+    with ExitStack() as stack:
+        reader = _reader(place, stack)
+        parts = _parts(tensors)
+        found = spread(measure, parts, nbytes=_nbytes(tensors), threads=threads, workers=workers, tick=tick)
+        return _joined([Statistics(histogram) for _ in tensors], parts, found)
+
+
+def changes(
+    places: tuple[Place, Place],
+    pairs: Sequence[tuple[TargetTensor, TargetTensor]],
+    *,
+    threads: int = 2,
+    workers: int | None = None,
+    tick: Tick = lambda _: None,
+) -> list[Change]:
+    """How each tensor of the first place has moved in the second; both of a pair have one shape.
+
+    Raises:
+        CorruptCheckpointError, MappingError: a tensor cannot be read.
+    """
+
+    def measure(part: _Part, told: Tick) -> Change:
+        found = Change()
+        pair = pairs[part.number]
+        reads = [reader.tensor(tensor) for reader, tensor in zip(readers, pair, strict=True)]
+        for tile in part.tiles():
+            a, b = _both(reads, tile)
+            found.add((a, b), (pair[0].dtype, pair[1].dtype))
+            told(a.nbytes + b.nbytes)
+        return found
+
+    with ExitStack() as stack:
+        readers = [_reader(place, stack) for place in places]
+        parts = _parts([a for a, _ in pairs])
+        nbytes = _nbytes([tensor for pair in pairs for tensor in pair])
+        found = spread(measure, parts, nbytes=nbytes, threads=threads, workers=workers, tick=tick)
+        return _joined([Change() for _ in pairs], parts, found)
+
+
+def _both(reads: Sequence[Callable[[Box], Array]], tile: Box) -> tuple[Array, Array]:
+    return reads[0](tile), reads[1](tile)
+
+
+def _reader(place: Place, stack: ExitStack) -> BoxReader:
+    reader = BoxReader(place.files, place.catalog)
+    stack.callback(reader.close)
+    return reader
+
+
+def _joined(whole: list[AnySums], parts: Sequence[_Part], found: Sequence[AnySums]) -> list[AnySums]:
+    """The sums of every tensor, of its parts in order."""
+    for part, sums in zip(parts, found, strict=True):
+        whole[part.number].join(sums)
+    return whole
+
+
+def _parts(tensors: Sequence[TargetTensor]) -> list[_Part]:
+    return [
+        _Part(number, box)
+        for number, tensor in enumerate(tensors)
+        for box in row_major_tiles(full_box(tensor.shape), _PART_ELEMS)
+        if not box.is_empty
+    ]
+
+
+def _nbytes(tensors: Sequence[TargetTensor]) -> int:
+    return sum(prod(tensor.shape) * itemsize(tensor.dtype) for tensor in tensors)

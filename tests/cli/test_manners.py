@@ -1,0 +1,171 @@
+"""Manners: verbs people try, usage, progress to the end, narrow terminals, silence, closed streams."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckpt_tools.cli import progress, render
+from ckpt_tools.cli.app import run
+from ckpt_tools.cli.commands import MEANT, MODULES
+from ckpt_tools.cli.findings import grouped
+from ckpt_tools.cli.reports import _by_reason
+from ckpt_tools.cli.verify import two_values
+from ckpt_tools.errors import list_problems
+from ckpt_tools.verify.report import Finding
+from tests.cli.terminal import on_a_terminal
+from tests.conftest import DATA, REPO
+
+RUN = DATA / "core019_llama_tp2_fully_reshardable"
+MOE = DATA / "core019_moe_ep2_fully_reshardable"
+FSDP = DATA / "core019_llama_tp2_native_fsdp_dtensor"
+
+
+@pytest.mark.parametrize("verb", MEANT)
+def test_verbs_that_people_try(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([verb, str(RUN)]) == 2
+    err = capsys.readouterr().err
+    assert f"error: No such command '{verb}'. Try " in err
+    assert MEANT[verb].partition(" ")[0] in {*MODULES, "--version", "--help"}
+    assert f" {MEANT[verb]}'" in err
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name != "env"])
+def test_a_command_without_arguments_prints_its_usage(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([name]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.search(rf"Usage: .* {name} \[OPTIONS\] \S", " ".join(err.split()))
+    assert f"{name} --help'" in err
+
+
+def test_the_program_without_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([]) == 2
+    assert "Usage: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["inspect", str(RUN)], ["ls", str(RUN)], ["du", str(RUN), "--json"],
+                                   ["stats", str(RUN), "-q"], ["verify", str(RUN)]], ids=lambda w: w[0])  # fmt: skip
+def test_a_closed_stdout_takes_nothing(words: list[str], tmp_path: Path) -> None:
+    """No file that is opened gets the number of stdout: a checkpoint is only read."""
+    before = {path: path.read_bytes() for path in RUN.rglob("*") if path.is_file()}
+    done = subprocess.run(
+        ["sh", "-c", f"{sys.executable} -m ckpt_tools {' '.join(words)} >&-"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(REPO)}, capture_output=True, timeout=30, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert {path: path.read_bytes() for path in RUN.rglob("*") if path.is_file()} == before
+
+
+def test_quiet_keeps_notes_back(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["inspect", str(RUN), "--keys", "nothing", "--keys", "decoder*"]) == 0
+    assert "matches nothing" in capsys.readouterr().err
+    assert run(["inspect", str(RUN), "--keys", "nothing", "--keys", "decoder*", "-q"]) == 0
+    assert capsys.readouterr().err == ""
+    assert run(["inspect", str(RUN), "--keys", "nothing"]) == 0  # the next command is not quiet
+    assert "matches nothing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["inspect {}", "verify {}", "ls {}", "du {}", "stats {} -q"])
+def test_forty_columns(words: str) -> None:
+    """A row becomes lines of its own; nothing is cut and no column is a letter wide."""
+    text = on_a_terminal(words.format(RUN).split(), COLUMNS="40")
+    lines = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line) for line in text.splitlines()]
+    assert not [line for line in lines if re.fullmatch(r"\W*\w(\s+\w){3,}\W*", line)]
+    if words.startswith("verify"):
+        assert "tiling" in lines
+        assert "  looked at: 116" in lines
+
+
+def test_a_bar_ends_at_one_hundred_percent_and_is_named() -> None:
+    text = on_a_terminal(["stats", str(RUN)])
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+    last = [line for line in re.split(r"[\r\n]", plain) if "stats" in line and "%" in line][-1]
+    assert "100 %" in last
+    assert re.search(r"KiB of [\d.]+ KiB", last)
+    assert "kB" not in plain
+
+
+def test_lines_of_progress_end_at_one_hundred_percent(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 0.0)
+    progress.name_work("copy")
+    with progress.progress_bar(False) as update:
+        update(3 << 20, 6 << 30)
+        update(5 << 30, 6 << 30)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("copy: 3.0 MiB of 6.0 GiB (0 %), ")
+    assert lines[-1].startswith("copy: 6.0 GiB of 6.0 GiB (100 %), done in ")
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 10.0)
+    with progress.progress_bar(False) as update:  # work that was soon done says nothing
+        update(6 << 30, 6 << 30)
+    assert capsys.readouterr().err == ""
+
+
+def test_progress_of_work_that_failed_does_not_claim_to_be_done(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 0.0)
+    with pytest.raises(OSError, match="full"), progress.progress_bar(False) as update:
+        update(1, 2)
+        raise OSError("full")
+    assert "done in" not in capsys.readouterr().err
+
+
+def test_several_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "junit.xml"
+    assert run(["verify", str(RUN), str(MOE), str(FSDP), "-q", "--junit", str(report)]) == 0
+    assert capsys.readouterr().out.count(" is valid") == 3
+    assert report.read_text().count("<testsuite ") == 3
+    assert run(["verify", str(RUN), str(tmp_path / "absent"), "-q"]) == 1
+    out = capsys.readouterr().out
+    assert "does not exist" in out
+    assert f"{RUN}/iter_0000002 (torch_dist) is valid" in out
+    assert run(["verify", str(RUN), str(MOE), "--write-manifest", str(tmp_path / "m.json")]) == 2
+    assert not (tmp_path / "m.json").exists()
+
+
+def test_problems_that_differ_in_numbers_are_grouped() -> None:
+    lines = [f"layers.{i}.{kind}: absent" for i in range(30) for kind in ("a", "b")]
+    text = list_problems(lines)
+    assert text.splitlines() == [
+        "  - layers.0.a: absent", "  - layers.1.a: absent", "  - layers.2.a: absent", "  ... and 27 more like these",
+        "  - layers.0.b: absent", "  - layers.1.b: absent", "  - layers.2.b: absent", "  ... and 27 more like these",
+    ]  # fmt: skip
+    assert list_problems(lines[:20]).count("\n") == 19  # few are listed as they are
+    words = [f"{chr(97 + i // 26)}{chr(97 + i % 26)}" for i in range(40)]
+    assert list_problems(words).splitlines()[-1] == "  ... and 20 more"
+    findings = [Finding("tiling", "error", f"layers.{i}", "hole") for i in range(6)]
+    assert list(grouped(findings))[3:] == ["... and 3 more like these (--json lists all)"]
+    assert len(list(grouped(findings[:4]))) == 4
+
+
+def test_what_was_dropped_is_named() -> None:
+    dropped = [f"k{i}: of a run" for i in range(5)]
+    assert _by_reason((*dropped, "x: alone", "y: two", "z: two")) == [
+        "k0, k1, k2 and 2 more: of a run",
+        "x: alone",
+        "y, z: two",
+    ]
+
+
+def test_two_values_are_shown_so_that_they_differ() -> None:
+    assert two_values(1.0, 1.5) == ("1", "1.5")
+    assert two_values(0.1, 0.1 + 1e-8) == ("0.1", "0.10000001")
+    a, b = two_values(1.0, 1.0 + 2**-52)
+    assert a != b
+    assert two_values(1, 2) == ("1", "2")
+
+
+def test_one_unit_everywhere() -> None:
+    """Sizes are binary wherever something prints them: no other function makes text of bytes."""
+    assert render.human_bytes(5 << 30) == "5.0 GiB"
+    for file in (REPO / "ckpt_tools" / "cli").glob("*.py"):
+        assert "DownloadColumn" not in file.read_text()
+        assert "TransferSpeedColumn" not in file.read_text()

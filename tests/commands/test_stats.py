@@ -1,0 +1,353 @@
+"""`stats`: against torch on whole tensors, for every element type and format; what changed; pages that are whole."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.distributed import checkpoint as dcp
+
+from ckpt_tools.cli.app import run
+from ckpt_tools.commands.named_tensors import part_of
+from ckpt_tools.commands.stats import StatsOptions, checkpoint_change, checkpoint_statistics
+from ckpt_tools.commands.stats_page import change_html, change_svg, norms_html, norms_svg
+from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor
+from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
+from ckpt_tools.errors import UsageError
+from ckpt_tools.model.dtypes import ITEMSIZE
+from ckpt_tools.verify import measure
+from ckpt_tools.verify.values import Change, Statistics
+from tests.commands import oracle
+from tests.conftest import DATA, REPO, fixture_dir
+from tests.damage import ITERATION
+from tests.pages import parse_page, parse_svg
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+
+RUN = "core019_llama_tp2_fully_reshardable"
+MOE = "core019_moe_ep2_fully_reshardable"
+FSDP = "core019_llama_tp2_native_fsdp_dtensor"
+
+
+def random_bits(dtype: str, count: int) -> np.ndarray:
+    """Any bits: NaNs, infinities, zeros and denormals among them; of bool 0 and 1."""
+    raw = np.random.default_rng(1).integers(0, 256, count * ITEMSIZE[dtype], np.uint8)
+    raw[: 4 * ITEMSIZE[dtype]] = 0
+    return raw & 1 if dtype == "bool" else raw
+
+
+def doubles(raw: np.ndarray, dtype: str) -> torch.Tensor:
+    """The elements by torch, of complex numbers the parts."""
+    tensor = torch.frombuffer(bytearray(raw.tobytes()), dtype=getattr(torch, dtype))
+    tensor = torch.view_as_real(tensor).reshape(-1) if tensor.is_complex() else tensor
+    return (tensor.to(torch.float32) if dtype.startswith("float8") else tensor).to(torch.float64)
+
+
+@pytest.mark.parametrize("histogram", [False, True])
+@pytest.mark.parametrize("dtype", ITEMSIZE)
+def test_statistics_are_those_of_torch(dtype: str, histogram: bool) -> None:
+    """Long enough for the counting of codes and for several blocks, added in pieces of odd lengths."""
+    count = 70_000
+    raw = random_bits(dtype, count)
+    values = doubles(raw, dtype)
+    finite = values[values.isfinite()].numpy()
+    bits = raw.view({1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}[ITEMSIZE[dtype]])
+    parts = []
+    for piece in (bits[:3], bits[3:69_000], bits[69_000:]):
+        parts.append(Statistics(histogram))
+        parts[-1].add(piece.reshape(1, -1), dtype)
+    found = parts[0].empty()
+    for part in parts:
+        found.join(part)
+    assert found.census.elements == values.numel()
+    assert found.census.nans == int(values.isnan().sum())
+    assert found.census.infinities == int(values.isinf().sum())
+    assert found.finite == len(finite)
+    assert found.zeros == int((finite == 0).sum())
+    assert (found.smallest, found.largest) == (finite.min(), finite.max())
+    with np.errstate(over="ignore", invalid="ignore"):
+        assert found.squares == pytest.approx((finite * finite).sum(), rel=1e-9)
+        if dtype not in ("float64", "complex128"):  # random doubles have no sum
+            assert found.total == pytest.approx(finite.sum(), rel=1e-9, abs=1e-9 * np.abs(finite).max())
+    sizes = np.abs(finite[finite != 0])
+    sizes = sizes[sizes >= np.finfo(np.float64).tiny]
+    expected = np.unique(np.frexp(sizes)[1] - 1, return_counts=True)
+    assert found.histogram() == (
+        list(zip(*map(np.ndarray.tolist, expected), strict=True)) if histogram else []
+    )
+
+
+def test_nothing_at_all_has_no_mean() -> None:
+    found = Statistics()
+    found.add(np.full(5, 0x7FC0, np.uint16), "bfloat16")
+    assert found.summary() == {
+        "elements": 5, "nan": 5, "inf": 0, "zero": 0, "min": None, "max": None, "mean": None, "rms": None,
+        "norm": None,
+    }  # fmt: skip
+
+
+def whole(values: torch.Tensor) -> Statistics:
+    found = Statistics()
+    found.add(
+        values.contiguous().view(torch.uint8).numpy().view(f"u{values.element_size()}"), str(values.dtype)[6:]
+    )
+    return found
+
+
+@pytest.mark.parametrize("name", [RUN, MOE])
+def test_every_parameter_of_a_torch_dist_checkpoint(name: str) -> None:
+    """Layers that are stacked in one tensor come one by one, in the order of layers."""
+    stored = oracle.tensors(DATA / name / ITERATION)
+    found = checkpoint_statistics(str(DATA / name))
+    assert found.by == "parameters"
+    elements = 0
+    for t in found.tensors:
+        (key,) = t.named.keys
+        layer, value = t.named.part.layer, stored[key]
+        if layer is not None and f"layers.{layer}." not in key:
+            value = value[layer]
+        if t.named.expert is not None and "experts.experts.linear" in key:
+            value = value[t.named.expert]
+        assert t.found.summary() == whole(value).summary(), t.named.title
+        elements += t.found.census.elements
+    assert elements == sum(v.numel() for k, v in stored.items() if not k.startswith("rng_state"))
+    layers = [t.named.part.layer for t in found.tensors if t.named.part.layer is not None]
+    assert layers == sorted(layers)
+    assert set(found.roles()) == {"weight", "master", "exp_avg", "exp_avg_sq"}
+    total = sum(f.squares for (_, role), f in found.layers().items() if role == "master")
+    assert math.sqrt(total) == pytest.approx(found.roles()["master"].norm)
+
+
+@pytest.mark.parametrize(
+    "name", ["core016_llama_tp2_dp_reshardable", "v013_dense_dpzero_tp2_dp2/checkpoint", MOE]
+)
+def test_any_optimizer_layout_is_measured_as_its_conversion(name: str, tmp_path: Path) -> None:
+    """Flat buckets and stored states alike: the same numbers as of the states that `convert` writes."""
+    first, *rest = name.split("/")
+    source = fixture_dir(first).joinpath(*rest)
+    if rest and not source.is_dir():
+        source = next(p.parent.parent for p in fixture_dir(first).rglob(".metadata"))
+    convert_to_fsdp_dtensor(str(source), str(tmp_path / "out"))
+    before, after = checkpoint_statistics(str(source)), checkpoint_statistics(str(tmp_path / "out"))
+    states = {(t.named.title, t.named.role): t.found.summary() for t in before.tensors}
+    seen = [(t, states[t.named.title, t.named.role]) for t in after.tensors if t.named.role != "weight"]
+    assert len(seen) > 20
+    for t, was in seen:
+        assert t.found.summary() == pytest.approx(was, rel=1e-12), t.named.title
+    moved = checkpoint_change(str(source), str(tmp_path / "out"))
+    assert not (moved.only_in_a or moved.only_in_b or moved.reshaped)
+    assert all(not t.found.changed and t.found.relative == 0 and t.found.cosine == 1 for t in moved.tensors)
+
+
+def test_the_result_does_not_depend_on_threads_and_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "TILE_ELEMS", 64)
+    monkeypatch.setattr(measure, "_PART_ELEMS", 256)
+    one, four = (checkpoint_statistics(str(DATA / RUN), StatsOptions(threads=n)).as_json() for n in (1, 4))
+    assert one == four
+
+
+def test_the_result_does_not_depend_on_workers() -> None:
+    """In another process, because one with threads, as pytest's may be, is not forked."""
+    script = f"""
+from ckpt_tools.commands.stats import StatsOptions, checkpoint_change, checkpoint_statistics
+run = {str(DATA / RUN)!r}
+one, three = (StatsOptions(workers=n, histogram=True) for n in (1, 3))
+told = []
+shared = checkpoint_statistics(run, three, lambda *now: told.append(now))
+assert checkpoint_statistics(run, one).as_json() == shared.as_json()
+assert told and told == sorted(told)
+assert checkpoint_change(run, run, one).as_json() == checkpoint_change(run, run, three).as_json()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=REPO)
+
+
+def test_progress_ends_with_all_bytes() -> None:
+    told: list[tuple[int, int]] = []
+    found = checkpoint_statistics(str(DATA / RUN), progress=lambda *now: told.append(now))
+    held = [t.named.tensor for t in found.tensors]
+    nbytes = sum(math.prod(tensor.shape) * ITEMSIZE[tensor.dtype] for tensor in held)
+    assert told[-1] == (nbytes, nbytes)
+
+
+def test_nan_is_counted_as_verify_counts_it(tmp_path: Path) -> None:
+    weight = torch.randn(300, 200)
+    weight[5, 7], weight[0, 0], weight[299, 199] = float("nan"), float("inf"), 0.0
+    dcp.save({"model.layers.3.w": weight, "b": torch.zeros(4)}, checkpoint_id=tmp_path, no_dist=True)
+    found = checkpoint_statistics(str(tmp_path))
+    assert (found.kind, found.by) == ("dcp", "keys")
+    (sick,) = found.sick()
+    assert (sick.named.part.label, sick.found.census.nans, sick.found.census.infinities) == (
+        "model.layers.3",
+        1,
+        1,
+    )
+    finite = weight[weight.isfinite()].double()
+    assert sick.found.norm == pytest.approx(float(finite.norm()))
+    (finding,) = verify_checkpoint(str(tmp_path), None, VerifyOptions(content=True)).findings
+    assert finding.message == "1 NaN and 1 infinite of 60000 elements"
+    red = [
+        r
+        for r in parse_svg(norms_svg(found)).iter("{http://www.w3.org/2000/svg}rect")
+        if r.get("fill") == "#e00000"
+    ]
+    assert sum("1 NaN, 1 Inf" in "".join(r.itertext()) for r in red) == 2  # the layer and the tensor
+
+
+def test_changes_are_those_of_whole_tensors(tmp_path: Path) -> None:
+    a = {f"model.layers.{i}.w": torch.randn(50, 40) for i in range(3)} | {"norm": torch.ones(8)}
+    b = {k: v + 0.01 * torch.randn(v.shape) for k, v in a.items()}
+    b["model.layers.1.w"] = 3 * a["model.layers.1.w"]
+    b["model.layers.2.w"] = a["model.layers.2.w"].clone()
+    for name, tensors in (("a", a), ("b", {**b, "new": torch.ones(1)})):
+        (tmp_path / name).mkdir()
+        save_file(tensors, tmp_path / name / "model.safetensors")
+    found = checkpoint_change(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert (found.only_in_a, found.only_in_b) == ((), ("new, weight",))
+    by_name = {t.named.name: t.found for t in found.tensors}
+    assert by_name["model.layers.1.w"].relative == pytest.approx(2.0)
+    assert by_name["model.layers.1.w"].cosine == pytest.approx(1.0)
+    assert by_name["model.layers.2.w"].summary() == {
+        "elements": 2000, "left_out": 0, "changed": 0, "relative_change": 0.0, "cosine": 1.0, "max_abs": 0.0,
+    }  # fmt: skip
+    x, y = a["model.layers.0.w"].double().flatten(), b["model.layers.0.w"].double().flatten()
+    zero = by_name["model.layers.0.w"]
+    assert zero.relative == pytest.approx(float((y - x).norm() / x.norm()), rel=1e-12)
+    assert zero.cosine == pytest.approx(float(torch.dot(x, y) / x.norm() / y.norm()), rel=1e-12)
+    assert zero.largest == float((y - x).abs().max())
+    for page in (change_svg(found), change_svg(found, "cosine")):
+        parse_svg(page)
+    text = "".join(parse_page(change_html(found)).text)
+    assert text.index("model.layers.1.w", text.index("Numbers")) < text.index(
+        "model.layers.0.w", text.index("Numbers")
+    )
+
+
+def test_a_change_from_nothing_and_of_what_is_not_finite() -> None:
+    change = Change()
+    bits = lambda *v: np.array(v, np.float32).view(np.uint32)  # noqa: E731
+    change.add((bits(0, 0), bits(1, 2)), ("float32", "float32"))
+    assert (change.relative, change.cosine, change.changed) == (None, None, 2)
+    change.add((bits(np.nan, 1, 3), bits(1, np.inf, 4)), ("float32", "float32"))
+    assert (change.elements, change.left_out, change.changed, change.largest) == (5, 2, 3, 2.0)
+
+
+def test_masters_and_weights_alone_are_a_pair(tmp_path: Path) -> None:
+    """A run against its weights, and against a format that keeps masters: what is comparable is compared."""
+    assert run(["strip", str(DATA / RUN), str(tmp_path / "weights"), "-q"]) == 0
+    assert run(["strip", str(DATA / FSDP), str(tmp_path / "masters"), "-q"]) == 0
+    alone = checkpoint_change(str(DATA / RUN), str(tmp_path / "weights"))
+    assert {t.named.role for t in alone.tensors} == {"weight"}
+    assert all(name.endswith((", master", ", exp_avg", ", exp_avg_sq")) for name in alone.only_in_a)
+    assert alone.only_in_a
+    crossed = checkpoint_change(str(tmp_path / "weights"), str(DATA / FSDP))
+    assert {t.named.role for t in crossed.tensors} == {"weight"}
+    assert len(crossed.tensors) == len(alone.tensors)
+
+
+def test_globs_roles_and_kinds_of_names_that_fit_nothing(tmp_path: Path) -> None:
+    with pytest.raises(
+        UsageError, match=r"--keys 'decoder\.final_layernrom.*did you mean decoder\.final_layernorm"
+    ):
+        checkpoint_statistics(str(DATA / RUN), StatsOptions(keys=("decoder.final_layernrom.weight",)))
+    with pytest.raises(
+        UsageError, match=r"--role 'adam': the checkpoint has weight, master, exp_avg, exp_avg_sq"
+    ):
+        checkpoint_statistics(str(DATA / RUN), StatsOptions(roles=("adam",)))
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(UsageError, match=r"--by parameters.*safetensors"):
+        checkpoint_statistics(str(tmp_path), StatsOptions(by="parameters"))
+    dcp.save({"other": torch.ones(2)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with pytest.raises(UsageError, match="no tensor of one name, role and shape"):
+        checkpoint_change(str(tmp_path), str(tmp_path / "dcp"))
+
+
+def test_keys_are_parameters_and_stored_ones() -> None:
+    by_parameter = checkpoint_statistics(
+        str(DATA / RUN), StatsOptions(keys=("decoder.layers.1.mlp.linear_fc2.weight",))
+    )
+    by_key = checkpoint_statistics(
+        str(DATA / RUN), StatsOptions(keys=("decoder.layers.mlp.linear_fc2.weight",))
+    )
+    assert [t.named.role for t in by_parameter.tensors] == ["weight", "master", "exp_avg", "exp_avg_sq"]
+    assert [t.named.part.layer for t in by_key.tensors] == [0, 1]
+
+
+def test_a_checkpoint_without_a_model_is_measured_by_its_keys(tmp_path: Path) -> None:
+    """What `convert` refuses can still be looked at."""
+    assert run(["modify-state-dict", str(DATA / FSDP), str(tmp_path / "out"), "-q", "--op",
+                r"remove .*layers\.0\.mlp\.linear_fc1\.weight_w"]) == 0  # fmt: skip
+    found = checkpoint_statistics(str(tmp_path / "out"))
+    assert found.by == "keys"
+    assert found.notes[0].startswith("tensors are those that are stored, not parameters: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("decoder.layers.12.mlp.linear_fc1.weight", ("decoder.layers", 12, "mlp.linear_fc1.weight")),
+        ("model.layers.3.mlp.experts.7.up_proj.weight", ("model.layers", 3, "mlp.experts.*.up_proj.weight")),
+        (
+            "decoder.layers.1.mlp.experts.linear_fc2.weight11",
+            ("decoder.layers", 1, "mlp.experts.linear_fc2.weight*"),
+        ),
+        ("transformer.h.4.attn.c_attn.weight", ("transformer.h", 4, "attn.c_attn.weight")),
+        ("h.0.ln_1.bias", ("h", 0, "ln_1.bias")),
+        ("visual.blocks.2.norm1.weight", ("visual.blocks", 2, "norm1.weight")),
+        ("embedding.word_embeddings.weight", ("", None, "embedding.word_embeddings.weight")),
+    ],
+)
+def test_parts(name: str, part: tuple[str, int | None, str]) -> None:
+    assert part_of(name) == part
+
+
+def test_a_quantized_model_is_measured_as_the_numbers_it_stands_for(tmp_path: Path) -> None:
+    codes = torch.randn(256, 128).to(torch.float8_e4m3fn)
+    scale = torch.tensor([[0.5], [2.0]])
+    save_file({"m.weight": codes, "m.weight_scale_inv": scale}, tmp_path / "model.safetensors")
+    config = {
+        "torch_dtype": "bfloat16",
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (one,) = checkpoint_statistics(str(tmp_path)).tensors
+    values = (codes.float() * scale.repeat_interleave(128, 0)).to(torch.bfloat16)
+    assert one.found.summary() == pytest.approx(whole(values).summary())
+    config["quantization_config"] = {"quant_method": "awq"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = checkpoint_statistics(str(tmp_path))
+    assert {t.named.name for t in found.tensors} == {"m.weight", "m.weight_scale_inv"}
+    assert "as they are stored" in found.notes[0]
+
+
+def test_pages_are_whole_and_names_harmless(tmp_path: Path) -> None:
+    evil = "<script>alert(1)</script>\u202e&.layers.0.x"
+    save_file({evil: torch.randn(40), "h.1.x": torch.zeros(3)}, tmp_path / "model.safetensors")
+    found = checkpoint_statistics(str(tmp_path), StatsOptions(histogram=True))
+    page = norms_html(found)
+    assert "<script" not in page
+    assert "\u202e" not in page
+    text = "".join(parse_page(page).text)
+    assert "No NaN and no infinity in 2 tensors" in text
+    assert "<script>alert(1)</script>" in text
+    parse_svg(norms_svg(found))
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_, fsdp = str(DATA / RUN), str(DATA / FSDP)
+    assert run(["stats", run_, "-q"]) == 0
+    out = capsys.readouterr().out
+    assert "no NaN and no Inf in 60 tensors" in out
+    assert "decoder.layers.1" in out
+    assert run(["stats", run_, fsdp, "-q", "--html", str(tmp_path / "a.html")]) == 0
+    assert "relative change" in capsys.readouterr().out
+    parse_page((tmp_path / "a.html").read_text())
+    assert run(["stats", run_, "--svg", "-", "-q"]) == 0
+    parse_svg(capsys.readouterr().out)
+    assert run(["stats", run_, "--html", str(tmp_path / "no" / "a.html")]) == 2

@@ -1,0 +1,58 @@
+"""What every page and drawing has to be: well formed, one file, without a way to the network."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from xml.etree import ElementTree as Xml
+
+_VOID = {"meta", "input", "br", "hr", "img"}
+_LEADS_OUT = re.compile(r"""(?:https?:)?//(?!www\.w3\.org/2000/svg["'])[\w.]|@import|url\((?!#)""")
+
+
+class _Tags(HTMLParser):
+    """Sees that every element is closed in the order of opening, and keeps the text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+        if tag not in _VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag, self.getpos()
+
+    def handle_data(self, data: str) -> None:
+        if not self.open or self.open[-1] not in ("style", "script"):
+            self.text.append(data)
+
+
+def parse_page(page: str) -> _Tags:
+    """The elements and the text of a page that is well formed, narrow screens in mind, and leads nowhere."""
+    assert page.startswith("<!doctype html>")
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in page
+    tags = _Tags()
+    tags.feed(page)
+    tags.close()
+    assert not tags.open
+    assert not _LEADS_OUT.search(re.sub(r">[^<]*<", "><", page)), _LEADS_OUT.search(page)
+    for _, attributes in tags.seen:
+        assert not {"src", "href"} & attributes.keys() or (attributes.get("href") or "#").startswith("#")
+        assert not any(name.startswith("on") for name in attributes)
+    return tags
+
+
+def parse_svg(drawing: str) -> Xml.Element:
+    """The root of a drawing that is well formed and leads nowhere."""
+    root = Xml.fromstring(drawing)
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    assert not _LEADS_OUT.search(re.sub(r">[^<]*<", "><", drawing))
+    return root

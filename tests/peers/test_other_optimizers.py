@@ -1,0 +1,72 @@
+"""Jobs of other optimizers: saved by megatron-core 0.16.1, converted there and back, loaded by it again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
+from ckpt_tools.commands.to_torch_dist import convert_to_torch_dist
+from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
+
+RELEASE = Path(os.environ.get("CKPT_TOOLS_PEERS", "absent"), "megatron_core-0.16.1")
+WRITER = Path(__file__).with_name("other_optimizers.py")
+# optimizer, tp, dp, ep, experts
+CASES = [
+    ("sgd", 1, 2, 1, 0),
+    ("sgd_plain", 1, 1, 1, 0),
+    ("muon", 2, 1, 1, 0),
+    ("muon", 1, 2, 2, 4),
+    ("dist_muon", 1, 2, 1, 0),
+    ("offloaded_adam", 1, 2, 1, 0),
+]
+
+
+@pytest.mark.peer
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-tp{case[1]}-dp{case[2]}-ep{case[3]}")
+def test_what_was_converted_there_and_back_loads_with_every_state(
+    case: tuple[str, int, int, int, int], tmp_path: Path
+) -> None:
+    if not RELEASE.is_dir():
+        pytest.skip("megatron-core 0.16.1 is not in CKPT_TOOLS_PEERS (tests/peers/run installs it)")
+    settings = dict(zip(("optimizer", "tp", "dp", "ep", "experts"), case, strict=True))
+    saved = run(settings | {"load": False, "seed": 1}, tmp_path / "saved")
+    source, there, back = tmp_path / "saved" / "checkpoint", tmp_path / "there", tmp_path / "back"
+    options = ConvertOptions(target=TargetOptions(keep_states=True))
+    convert_to_fsdp_dtensor(str(source), str(there), options)
+    convert_to_torch_dist(str(there), str(back))
+    loaded = run(settings | {"load": True, "seed": 2, "checkpoint": str(back)}, tmp_path / "loaded")
+    assert saved and [rank.keys() for rank in saved] == [rank.keys() for rank in loaded]
+    for ours, theirs in zip(loaded, saved, strict=True):
+        for name, value in theirs.items():
+            same = torch.equal(ours[name], value) if torch.is_tensor(value) else ours[name] == value
+            assert same, (name, value, ours[name])
+
+
+def run(case: dict[str, Any], out: Path) -> list[dict[str, Any]]:
+    """What each rank holds after the release has saved or loaded."""
+    out.mkdir()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = [sys.executable, "-W", "ignore", str(WRITER), json.dumps(case | {"port": port, "out": str(out)})]
+    env = os.environ | {"PYTHONPATH": str(RELEASE), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        error = process.communicate(timeout=140)[1]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # its ranks and their writers too
+        pytest.fail(f"the release did not end in 140 s: {case}")
+    assert process.returncode == 0, f"{case}\n{error[-4000:]}"
+    files = sorted(out.glob("held_*.pt"))
+    return [torch.load(file, weights_only=False) for file in files]
