@@ -42,10 +42,12 @@ _PUBLIC = {
     "TargetOptions": "megatron.fsdp_dtensor.write",
     "plan_checkpoint": "commands.plan",
     "load_dtensors": "commands.load_dtensors",
+    "StorageReader": "commands.storage_reader",
     "Layout": "commands.placements",
     "Topology": "sharding.topology",
     "ToTorchDistOptions": "commands.to_torch_dist",
     "convert_to_torch_dist": "commands.to_torch_dist",
+    "convert_to_dcp": "commands.to_dcp",
     "ExportOptions": "commands.export_hf",
     "export_hf": "commands.export_hf",
     "ImportOptions": "commands.import_hf",
@@ -107,7 +109,9 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
     from ckpt_tools.commands.stats import StatsOptions as StatsOptions
     from ckpt_tools.commands.stats import checkpoint_change as checkpoint_change
     from ckpt_tools.commands.stats import checkpoint_statistics as checkpoint_statistics
+    from ckpt_tools.commands.storage_reader import StorageReader as StorageReader
     from ckpt_tools.commands.strip import strip_checkpoint as strip_checkpoint
+    from ckpt_tools.commands.to_dcp import convert_to_dcp as convert_to_dcp
     from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions as ConvertOptions
     from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor as convert_to_fsdp_dtensor
     from ckpt_tools.commands.to_torch_dist import ToTorchDistOptions as ToTorchDistOptions

@@ -30,6 +30,7 @@ CASES: dict[str, tuple[list[object], int, str]] = {
     "library_diff": ([RUN, FSDP], 1, "compared by parameters: different"),
     "library_huggingface": ([RUN, 1, 2], 0, "LlamaForCausalLM: 21 tensors"),
     "library_load_dtensors": ([RUN], 0, "rank 1 holds "),
+    "library_storage_reader": ([RUN, 1], 0, "(128, 32) is the same"),
     "library_preflight": ([FSDP, "--", "--use-torch-fsdp2"], 1, "error: use_torch_fsdp2 is on"),
     "library_edit": ([RUN, 1, 2], 0, "bfloat16 (32,)"),
     "library_average": ([1, 2, 3, RUN, RUN], 0, "shares of the mean: 0.90, 0.10"),

@@ -36,6 +36,7 @@ _ANY = t.RUNNING | t.READING | {"ignore_keys", "oom_traceback"}
 _MEANING: dict[Format, frozenset[str]] = {
     "fsdp_dtensor": _ANY | t.FSDP_TARGET | JOB_SIZES | {"check_masters"},
     "torch_dist": _ANY | t.TORCH_DIST_TARGET,
+    "dcp": _ANY | t.DCP_TARGET | JOB_SIZES | {"check_masters"},
     "hf": _ANY | {"dtype", "tp", "vocab_size", "hf_config", "max_shard_bytes"},
 }
 _ALWAYS = {"input_dir", "output_dir", "to"}
@@ -47,7 +48,8 @@ _OWN = {
 _TO = {
     "to": option(
         Format, "--to", default="fsdp_dtensor",
-        help="Format of the output; torch_dist has the fully_reshardable optimizer layout.",
+        help="Format of the output; torch_dist has the fully_reshardable optimizer layout, dcp is a plain PyTorch "
+             "state dict, which one of another model than Megatron's stays.",
     )
 }  # fmt: skip
 _MAP = {
@@ -86,6 +88,7 @@ def convert(
     checkpoint, and a flag that contradicts it is an error. Run it alone, or under torchrun or srun.
     """
     _refuse_meaningless(ctx, to)
+    given["keep_plain"] = not _is_given(ctx, "to")
     if not _is_given(ctx, "ep") and to == "torch_dist":
         given["ep"] = None  # as the arguments say, not one rank
     _convert_to(to, input_dir, output_dir, given)
@@ -132,6 +135,16 @@ def _to_fsdp_dtensor(given: Given) -> Run:
     )
 
 
+def _to_dcp(given: Given) -> Run:
+    from ckpt_tools.commands.to_dcp import convert_to_dcp
+    from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions
+
+    options = fill(ConvertOptions, given, layout=layout_of(given))
+    return lambda source, output, iteration, tracker, progress: convert_to_dcp(
+        source, output, replace(options, iteration=iteration, tracker=tracker), progress, given["dry_run"]
+    )
+
+
 def _to_torch_dist(given: Given) -> Run:
     from ckpt_tools.commands.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
     from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
@@ -161,6 +174,7 @@ def to_hf(given: Given) -> Run:
 RUNS: dict[Format, Callable[[Given], Run]] = {
     "fsdp_dtensor": _to_fsdp_dtensor,
     "torch_dist": _to_torch_dist,
+    "dcp": _to_dcp,
     "hf": to_hf,
 }
 

@@ -12,6 +12,7 @@ from ckpt_tools.errors import UsageError
 
 if TYPE_CHECKING:
     from ckpt_tools.commands.placements import Layout
+    from ckpt_tools.model.choices import LayoutName
 
 _AXES: Final = (
     "dp_outer",
@@ -22,7 +23,7 @@ _AXES: Final = (
     "strategy",
     "outer_strategy",
 )  # mean nothing without a size
-JOB_SIZES = frozenset({"layout", "world_size", "gpus", "dp_shard", "tp", *_AXES})
+JOB_SIZES = frozenset({"layout", "world_size", "gpus", "dp_shard", "tp", "units", *_AXES})
 
 
 def layout_of(given: Given) -> Layout | None:
@@ -34,7 +35,7 @@ def layout_of(given: Given) -> Layout | None:
     from ckpt_tools.commands.placements import Layout
 
     _refuse_mistyped(given)
-    layout, gpus, world_size = given["layout"], given["gpus"], given["world_size"]
+    layout, gpus, world_size = _name(given), given["gpus"], given["world_size"]
     if gpus is None and given["dp_shard"] is None and layout in (None, "even"):
         if any(given[name] != _default(name) for name in _AXES):
             raise UsageError(
@@ -49,11 +50,28 @@ def layout_of(given: Given) -> Layout | None:
     return _of_job(given, world_size if gpus is None else gpus)
 
 
+def _name(given: Given) -> LayoutName | None:
+    """Whose placement is asked for: one that has units where these are named.
+
+    Raises:
+        UsageError: it has none.
+    """
+    layout: LayoutName | None = given["layout"]
+    if not given["units"]:
+        return layout
+    if layout not in (None, "mfsdp-v1", "mfsdp-v2"):
+        raise UsageError(
+            f"--units {', '.join(given['units'])}: with --layout {layout} every tensor is cut on its own; "
+            "leave it out"
+        )
+    return layout or "mfsdp-v1"
+
+
 def _of_job(given: Given, world: int | None) -> Layout:
     from ckpt_tools.commands.placements import Layout
     from ckpt_tools.sharding.topology import Topology
 
-    layout, dp_shard, etp = given["layout"], given["dp_shard"], given["etp"]
+    layout, dp_shard, etp = _name(given), given["dp_shard"], given["etp"]
     sizes = {name: given[name] for name in ("dp_outer", "cp", "ep", "pp", "strategy", "outer_strategy")}
     tp = 1 if given["tp"] is None else given["tp"]
     if world is None:
@@ -63,7 +81,13 @@ def _of_job(given: Given, world: int | None) -> Layout:
     topology = Topology.of_world(
         world, dp_shard=dp_shard, tp=tp, etp=0 if etp is None else _positive(etp, "--etp"), **sizes
     )
-    return Layout(layout or "mfsdp-v1", topology, tp_given=given["tp"] is not None)
+    return Layout(
+        layout or "mfsdp-v1",
+        topology,
+        tp_given=given["tp"] is not None,
+        name_given=layout is not None,
+        units=given["units"],
+    )
 
 
 def _default(name: str) -> object:

@@ -84,6 +84,7 @@ PAGES = {
         ("For Megatron-FSDP", "convert RUN OUT"),
         ("Rank by rank as 4 GPUs will read it", "convert RUN OUT --dp-shard 4"),
         ("Back to 3D parallel", "convert FSDP OUT --to torch_dist"),
+        ("For any PyTorch program", "convert RUN OUT --to dcp"),
         ("As fully_reshardable, for core 0.19", "convert RUN OUT --to torch_dist --target core-0.19"),
         ("See what would happen", "convert RUN OUT --dry-run"),
         ("With four processes", "torchrun --nproc-per-node 4 -m ckpt_tools convert RUN OUT --resume"),

@@ -101,6 +101,10 @@ TABLE: dict[str, Row] = {
                        help="no_shard, optim, optim_grads or optim_grads_params."),
     "outer_strategy": option(str, "--outer-strategy", default="no_shard", panel=PLACE,
                              help="no_shard or optim."),
+    "units": option(list[str], "--units", read=v.globs, panel=PLACE,
+                    help="Modules that have a flat buffer of Megatron-FSDP each (fsdp_unit_modules of the job), as "
+                         "paths (glob, repeatable; **. for leading modules). Default: Megatron-Core's layers. FSDP2 "
+                         "cuts every parameter on its own."),
     "iteration": option(int, "--iteration", help="Iteration of a root, instead of its latest."),
     "check_masters": option(c.CheckLevel, "--check-masters", default="sample", panel=RUN,
                             help="How many rows of every master must be shown to round to the weights."),
@@ -150,6 +154,10 @@ FSDP_TARGET = FRESH_OPTIMIZER | frozenset({
     "swiglu", "swiglu_modules", "group_map", "strict_map", "state_prefix", "model_prefix", "rename_mtp", "dialect",
     "aliases", "layer_spec", "experts", "weights_only", "keep_states", "dtype", "vocab_size_padded", "vocab_size",
     "tp",
+})  # fmt: skip
+DCP_TARGET = frozenset({
+    "group_map", "strict_map", "dialect", "layer_spec", "experts", "weights_only", "dtype", "vocab_size_padded",
+    "vocab_size", "tp",
 })  # fmt: skip
 TORCH_DIST_TARGET = frozenset({
     "dialect", "layer_spec", "weights_only", "dtype", "extra_state", "stacked", "like_source",

@@ -12,6 +12,8 @@
 * `conversion_report`: what a conversion says of itself
 * `read_model`: READ: the model in an opened checkpoint
 * `to_fsdp_dtensor`: `convert` to Megatron-FSDP
+* `to_dcp`: `convert` to a plain PyTorch state dict
+* `relayout_plain`: of what has its keys already
 * `version_2`: the names of Megatron-FSDP v2
 * `warm_start`: what a job begins with that has an optimizer and has not begun
 * `relayout`: `convert` of what is for Megatron-FSDP already
@@ -32,6 +34,7 @@
 * `picture`: its pictures
 * `group_map`: `build-param-group-map`
 * `load_dtensors`: a running job's shards, straight from a checkpoint
+* `storage_reader`: any checkpoint as what `dcp.load` reads
 * `export_hf`: `export-hf`
 * `export_source`: what an export reads
 * `import_hf`: `import-hf`
@@ -44,6 +47,7 @@
 * `launch`: the launch command that it prints
 * `modify`: `modify-state-dict`
 * `slice`: `slice`
+* `slice_plain`: of a plain state dict
 * `copy`: `copy`
 * `strip`: `strip`
 * `repair`: `repair`

@@ -13,6 +13,7 @@ from ckpt_tools.commands.read_model import Wanted, read_model
 from ckpt_tools.commands.version_2 import is_version_2, respelled
 from ckpt_tools.errors import UsageError, list_problems
 from ckpt_tools.formats.files import AnyPath, path_text
+from ckpt_tools.megatron.dcp.state_dict import is_megatron, read_state_dict
 from ckpt_tools.megatron.fsdp_dtensor.tensors import state_prefix
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions, build_fsdp_target
 from ckpt_tools.megatron.keys import COMMON_OBJECT, KEPT, KEPT_OPTIMIZER, MODEL_PREFIX, role_of
@@ -31,7 +32,7 @@ from ckpt_tools.verify.meter import Meter
 KEYS: Final = "keys"
 PARAMETERS: Final = "parameters"
 HUGGINGFACE: Final = "huggingface"
-_MEGATRON = frozenset({"torch_dist", "fsdp_dtensor"})
+_MEGATRON = frozenset({"torch_dist", "fsdp_dtensor", "dcp"})
 _COMPARABLE_LAYOUTS = (
     "none",
     "fully_reshardable",
@@ -135,9 +136,12 @@ def _idle_globs(sides: tuple[Side, Side], options: DiffOptions, used: tuple[str,
 
 def _choose(by: DiffBy, a: Opened, b: Opened) -> DiffBy:
     kinds = {a.location.kind, b.location.kind}
-    if by == PARAMETERS and not kinds <= {"torch_dist", "fsdp_dtensor"}:
-        raise UsageError(f"--by parameters needs torch_dist or fsdp_dtensor checkpoints, not {sorted(kinds)}")
-    between = "safetensors" in kinds and bool(kinds & _MEGATRON)
+    if by == PARAMETERS and not (kinds <= _MEGATRON and all(map(_holds_megatron, (a, b)))):
+        raise UsageError(
+            "--by parameters needs torch_dist, fsdp_dtensor or dcp checkpoints of Megatron models, not "
+            f"{sorted(kinds)}"
+        )
+    between = "safetensors" in kinds and bool(kinds & _MEGATRON) and all(map(_holds_megatron, (a, b)))
     if by == HUGGINGFACE and not between:
         raise UsageError(
             f"--by huggingface needs a Hugging Face model and a Megatron checkpoint, not {sorted(kinds)}"
@@ -150,10 +154,21 @@ def _choose(by: DiffBy, a: Opened, b: Opened) -> DiffBy:
         layouts = {optimizer_layout(side.catalog, side.common) for side in (a, b)}
         comparable = len(layouts) == 1 and layouts <= set(_COMPARABLE_LAYOUTS)
         return KEYS if comparable and _joins_masters(a) == _joins_masters(b) else PARAMETERS
-    if kinds == {"torch_dist", "fsdp_dtensor"}:
-        return PARAMETERS
+    if kinds == {"dcp"}:
+        return KEYS if len({read_state_dict(side.catalog).layout for side in (a, b)}) == 1 else _across(a, b)
     versions = {is_version_2(side.catalog.tensors) for side in (a, b)}
-    return PARAMETERS if kinds == {"fsdp_dtensor"} and len(versions) == 2 else KEYS
+    if kinds == {"fsdp_dtensor"} and len(versions) == 2:
+        return PARAMETERS
+    return _across(a, b) if len(kinds) == 2 else KEYS
+
+
+def _across(a: Opened, b: Opened) -> DiffBy:
+    """By parameters, where both sides hold Megatron's."""
+    return PARAMETERS if all(map(_holds_megatron, (a, b))) else KEYS
+
+
+def _holds_megatron(side: Opened) -> bool:
+    return side.location.kind != "dcp" or is_megatron(read_state_dict(side.catalog))
 
 
 def _joins_masters(opened: Opened) -> bool:
@@ -176,8 +191,15 @@ def _by_export(a: Opened, b: Opened, ignore_keys: tuple[str, ...]) -> tuple[tupl
 
 def _by_keys(opened: Opened) -> Side:
     """The checkpoint under its stored keys; a common state is one value wherever it lies."""
+    roles = read_state_dict(opened.catalog).roles() if opened.location.kind == "dcp" else None
     tensors = {
-        key: TargetTensor(key, entry.dtype, entry.shape, (Source(key),), role=role_of(key))
+        key: TargetTensor(
+            key,
+            entry.dtype,
+            entry.shape,
+            (Source(key),),
+            role=role_of(key) if roles is None else roles.get(key, "other"),
+        )
         for key, entry in opened.catalog.tensors.items()
     }
     objects: dict[str, object] = {k: o for k, o in opened.catalog.objects.items() if k != COMMON_OBJECT}
@@ -218,7 +240,7 @@ def _as_version_2(side: Side) -> Side:
 
 
 def _as_converted(opened: Opened, target: TargetOptions, other: Side | None) -> tuple[Side, list[str]]:
-    """The conversion of a `torch_dist` checkpoint, under the names that fit `other` best."""
+    """The conversion of a `torch_dist` checkpoint or plain state dict, under the names that fit `other` best."""
     model = read_model(opened, Wanted(unknown_keys=True))
     if other is None:
         options = replace(target, keep_states=not target.weights_only)

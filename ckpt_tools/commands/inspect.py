@@ -15,6 +15,7 @@ from ckpt_tools.commands.read_values import json_value
 from ckpt_tools.formats.detect import Location
 from ckpt_tools.formats.files import AnyPath, path_text
 from ckpt_tools.megatron.common_state import CommonState
+from ckpt_tools.megatron.dcp.state_dict import StateDict, is_megatron, read_state_dict
 from ckpt_tools.megatron.keys import GROUP_META, role_of
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
 from ckpt_tools.model.catalog import Catalog
@@ -166,8 +167,17 @@ def inspect_checkpoint(
     path = path_text(path)
     with open_checkpoint(path, iteration, trust_pickle) as opened:
         location, catalog, common = opened.location, opened.catalog, opened.common
+    plain = read_state_dict(catalog) if location.kind == "dcp" else None
+    roles = plain.roles() if plain else {}
     rows = tuple(  # one pass: the chunks of a very large catalog are decoded as they are looked at
-        TensorRow(key, entry.dtype, entry.shape, len(entry.chunks), entry.nbytes, role_of(key))
+        TensorRow(
+            key,
+            entry.dtype,
+            entry.shape,
+            len(entry.chunks),
+            entry.nbytes,
+            roles.get(key, "other") if plain else role_of(key),
+        )
         for key, entry in catalog.tensors.items()
     )
     return Inspection(
@@ -176,7 +186,7 @@ def inspect_checkpoint(
         writer=writer_generation(location, catalog, common),
         iteration=location.iteration if location.iteration is not None else common.iteration,
         common_source=common.source,
-        layout=optimizer_layout(catalog, common),
+        layout=plain.layout if plain else optimizer_layout(catalog, common),
         parallel_sizes=_known_arguments(common, PARALLEL_SIZES),
         arguments=_known_arguments(common, KEY_ARGUMENTS),
         rows=rows,
@@ -192,11 +202,28 @@ def writer_generation(location: Location, catalog: Catalog, common: CommonState)
     if location.kind == "safetensors":
         return "Hugging Face"
     if location.kind == "dcp":
-        return "torch distributed checkpoint"
+        return plain_writer(read_state_dict(catalog), common)
     bridge = " by Megatron-Bridge" if location.has_run_config else ""
     if location.kind == "fsdp_dtensor":
         return f"Megatron-FSDP{bridge}"
     return f"Megatron core {_core_versions(catalog, common)}{bridge}"
+
+
+def plain_writer(found: StateDict, common: CommonState) -> str:
+    """Whose a plain state dict is, as far as its keys tell."""
+    if is_megatron(found):
+        return (
+            "Megatron (torch_dcp)"
+            if common.arg("ckpt_format") == "torch_dcp"
+            else "PyTorch, of a Megatron model"
+        )
+    if not found.weights:
+        return "torch distributed checkpoint"
+    if found.model.endswith("model.module."):
+        return "PyTorch, of a wrapped module (Megatron-FSDP, DDP)"
+    if not found.model and any(key.startswith("train_state.") for key in found.others):
+        return "torchtitan"
+    return f"PyTorch, weights under {found.model}*" if found.model else "PyTorch, weights at the top"
 
 
 def _core_versions(catalog: Catalog, common: CommonState) -> str:

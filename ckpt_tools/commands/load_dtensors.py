@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -61,7 +62,7 @@ def load_dtensors(
     leaves out those of which it holds a part; `verify --content` compares all.
 
     Args:
-        path: a `torch_dist` or `fsdp_dtensor` checkpoint, a run's root or an iteration directory.
+        path: a `torch_dist` or `fsdp_dtensor` checkpoint or a plain state dict: root or iteration.
         mesh: all ranks of the job in order, its axes named as in `AXES`; one without names shards over all.
             Context-parallel ranks shard too: flatten them into `dp_shard`.
         layout: whose placement: ``mfsdp-v1``, ``mfsdp-v2`` or ``fsdp2``.
@@ -84,18 +85,18 @@ def load_dtensors(
         strategy=strategy,
         outer_strategy=outer_strategy,
     )
-    wanted = options or ConvertOptions()
+    wanted = replace(options or ConvertOptions(), keep_plain=True)
     with open_checkpoint(path, wanted.iteration, wanted.trust_pickle) as opened:
         with without_gc():
             prepared = prepare_output(opened, wanted, Layout(layout, topology))
         core = place_model(prepared.live_model(), Layout(layout, topology))
-        _check_masters(opened.files, prepared, wanted, _rank(mesh), mesh.size())
+        check_rank_masters(opened.files, prepared, wanted, _rank(mesh), mesh.size())
         proof = None if wanted.write.check_source == "none" else SourceProof()
         reader = BoxReader(opened.files, prepared.catalog, proof)
         return _load(prepared, core, _rank(mesh), _meshes(mesh, topology), reader)
 
 
-def _check_masters(
+def check_rank_masters(
     files: Files, prepared: Conversion, options: ConvertOptions, rank: int, world: int
 ) -> None:
     """This rank's share of the masters must round to the stored weights, as for a conversion."""
@@ -186,7 +187,7 @@ def _load(
     held = _held(core, rank)
     elsewhere = owner.keys() - held.keys()  # experts of other ranks
     tensors: dict[str, torch.Tensor] = {
-        t.key: _inline(t) for t in prepared.target.inline if parameter_name(t.key) not in elsewhere
+        t.key: inline_tensor(t) for t in prepared.target.inline if parameter_name(t.key) not in elsewhere
     }
     try:
         for target in in_reading_order(prepared.target, core.names()).tensors:
@@ -194,10 +195,10 @@ def _load(
             if parameter_name(target.key) in elsewhere or target.key.startswith(KEPT):
                 continue
             if parameter is None or parameter.buffer:
-                tensors[target.key] = _torch(reader.read(target, full_box(target.shape)), target.dtype)
+                tensors[target.key] = to_torch(reader.read(target, full_box(target.shape)), target.dtype)
             else:
                 box = held[target.parameter]
-                local = _torch(reader.read(target, box), target.dtype)
+                local = to_torch(reader.read(target, box), target.dtype)
                 tensors[target.key] = _dtensor(target, parameter, box, local, core, meshes)
     finally:
         reader.close()
@@ -283,7 +284,7 @@ def attach_chunk(tensor: Any, box: Box) -> None:
     local.__create_write_items__ = write_items
 
 
-def _torch(values: Any, dtype: str) -> torch.Tensor:
+def to_torch(values: Any, dtype: str) -> torch.Tensor:
     """A numpy array (see `casts.numpy_dtype`) as a tensor of the element type it stands for, without a copy."""
     import torch
 
@@ -291,6 +292,6 @@ def _torch(values: Any, dtype: str) -> torch.Tensor:
     return torch.from_numpy(flat).view(getattr(torch, dtype)).reshape(values.shape)
 
 
-def _inline(tensor: InlineTensor) -> torch.Tensor:
+def inline_tensor(tensor: InlineTensor) -> torch.Tensor:
     bits = np.frombuffer(tensor.data, raw_dtype(tensor.dtype)).copy().reshape(tensor.shape)
-    return _torch(bits, tensor.dtype)
+    return to_torch(bits, tensor.dtype)

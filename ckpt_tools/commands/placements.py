@@ -29,6 +29,7 @@ from ckpt_tools.sharding.fsdp2 import chunk_rows
 from ckpt_tools.sharding.parameters import Part
 from ckpt_tools.sharding.placement import Placement
 from ckpt_tools.sharding.topology import Topology
+from ckpt_tools.sharding.units import ROOT, UNITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,8 @@ class Layout:
     topology: Topology | None = None
     world: int = 1
     tp_given: bool = True  # whether somebody chose the topology's TP; False: it is 1 because nothing was said
+    name_given: bool = True  # whether somebody chose the name; False: it is that of Megatron-FSDP by default
+    units: tuple[str, ...] = ()  # patterns of the modules that are FSDP units; () for Megatron-Core's
 
     @property
     def ranks(self) -> int:
@@ -110,7 +113,14 @@ def place_model(model: LiveModel, layout: Layout) -> Placement:
     tensors = model.tensors
     if layout.name == "mfsdp-v2":  # which holds no weights in FP8
         tensors = tuple(replace(t, dtype="bfloat16") if t.dtype == FP8 else t for t in tensors)
-    parameters = describe(tensors, layout.topology, tp_dims=tp_dims, layout=layout.name)
+    parameters = describe(
+        tensors,
+        layout.topology,
+        units=layout.units or UNITS,
+        root=None if layout.units else ROOT,
+        tp_dims=tp_dims,
+        layout=layout.name,
+    )
     return Placement(parameters, layout.topology, layout.name)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from ckpt_tools.commands.close_names import unmatched
 from ckpt_tools.commands.opened import open_checkpoint
 from ckpt_tools.commands.placements import Layout, place_model
+from ckpt_tools.commands.relayout_plain import plain_layout, stays_plain
 from ckpt_tools.commands.target_job import TargetJob
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, prepare_output
 from ckpt_tools.errors import UsageError
@@ -202,6 +203,9 @@ def plan_checkpoint(
         )
     options = options or ConvertOptions()
     with open_checkpoint(source, options.iteration, options.trust_pickle) as opened, without_gc():
+        options = replace(options, keep_plain=True)
+        if stays_plain(opened, options):
+            layout = plain_layout(layout)
         prepared = prepare_output(opened, options, layout)
         target = prepared.target
         idle = unmatched(globs, (t.key for t in target.tensors))

@@ -7,11 +7,15 @@ from dataclasses import dataclass
 
 from ckpt_tools.commands.opened import Opened
 from ckpt_tools.errors import UnsupportedCheckpointError
+from ckpt_tools.execute.check_masters import compare_masters
+from ckpt_tools.megatron.dcp.read import dcp_model
 from ckpt_tools.megatron.fsdp_dtensor.entries import read_fsdp_source
 from ckpt_tools.megatron.fsdp_dtensor.read import fsdp_model
 from ckpt_tools.megatron.torch_dist.read import Extent, read_torch_dist
+from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.choices import LayerSpec, MegatronFormat
 from ckpt_tools.model.model import Model, Parameter
+from ckpt_tools.model.target import Source, TargetTensor
 
 A_KIND = {
     "torch_dist": "already a torch_dist checkpoint",
@@ -74,9 +78,38 @@ def _fsdp_dtensor(opened: Opened, wanted: Wanted) -> Model:
     return fsdp_model(source, tp=wanted.tp, layer_spec=wanted.layer_spec, weights_only=weights_only)
 
 
+def _dcp(opened: Opened, wanted: Wanted) -> Model:
+    """A plain state dict of a Megatron job."""
+
+    def rounds(catalog: Catalog, weight: str, master: str) -> bool:
+        entry, into = catalog.tensors[master], catalog.tensors[weight]
+        target = TargetTensor(
+            master,
+            entry.dtype,
+            entry.shape,
+            (Source(master),),
+            must_round_to=(Source(weight),),
+            must_round_dtype=into.dtype,
+        )
+        return not compare_masters(opened.files, catalog, [target], "all")[1]
+
+    return dcp_model(
+        opened.files,
+        opened.catalog,
+        opened.common,
+        rounds,
+        ignored=wanted.ignore_keys,
+        trust_pickle=opened.trust_pickle,
+        tp=wanted.tp,
+        layer_spec=wanted.layer_spec,
+        weights_only=wanted.optimizer != "whole",
+    )
+
+
 READ: Mapping[str, Callable[[Opened, Wanted], Model]] = {
     "torch_dist": _torch_dist,
     "fsdp_dtensor": _fsdp_dtensor,
+    "dcp": _dcp,
 }
 
 

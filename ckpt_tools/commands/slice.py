@@ -13,6 +13,7 @@ from typing import Any
 
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.rewrite import Edited, EditOptions, rewrite
+from ckpt_tools.commands.slice_plain import PlainCut, plain_cut, renamer
 from ckpt_tools.errors import UnsupportedCheckpointError, UsageError
 from ckpt_tools.formats.container import read_archive
 from ckpt_tools.formats.documents import parse_yaml
@@ -20,6 +21,7 @@ from ckpt_tools.formats.files import AnyPath, path_text, read_whole
 from ckpt_tools.formats.pickling import dump_archive
 from ckpt_tools.formats.unpickle import StandIn
 from ckpt_tools.megatron.common_state import COMMON_FILE, RUN_CONFIG
+from ckpt_tools.megatron.dcp.state_dict import read_state_dict
 from ckpt_tools.megatron.keys import (
     COMMON_OBJECT,
     ObjectShard,
@@ -56,9 +58,12 @@ class Cut:
     stop: int
     count: int
     fsdp: bool  # whose keys: of `fsdp_dtensor`, or of `torch_dist`
+    plain: PlainCut | None = None  # or of a plain state dict
 
     def key(self, key: str) -> str | None:
         """The key with its layer renumbered, the same for other keys, None for a layer that is left out."""
+        if self.plain is not None:
+            return self.plain.names[key]
         shard = object_shard(key)
         if shard and self.is_stacked(key):
             return self._shard(shard)
@@ -73,8 +78,16 @@ class Cut:
 
     def is_stacked(self, key: str) -> bool:
         """Whether the key's tensor or object has the block's layers along its first axis."""
+        if self.plain is not None:
+            return False
         _, name = self._split(key)
         return name.startswith(self.block) and not _NUMBER.match(name, len(self.block))
+
+    def path(self, key: str, path: tuple[str | int, ...]) -> tuple[str | int, ...]:
+        """The planner path of a key that stays, () for that of its name."""
+        if self.plain is not None:
+            return self.plain.path(key, path)
+        return path if self.key(key) == key else ()
 
     def _split(self, key: str) -> tuple[str, str]:
         at = name_start(key, self.fsdp)
@@ -103,16 +116,17 @@ def slice_layers(
 
     Raises:
         UsageError: not a range of layers, or several blocks to choose from.
-        UnsupportedCheckpointError: neither `torch_dist` nor `fsdp_dtensor`.
+        UnsupportedCheckpointError: a Hugging Face model.
+        MappingError: states are numbered, and nothing tells which parameters they are of.
         Otherwise the errors of opening, planning and writing.
     """
     source, output = path_text(source), path_text(output)
     options = options or EditOptions()
     with open_checkpoint(source, options.iteration, options.trust_pickle) as opened:
         kind = opened.location.kind
-        if kind not in ("torch_dist", "fsdp_dtensor"):
+        if kind == "safetensors":
             raise UnsupportedCheckpointError(
-                f"{opened.location.path} is of kind {kind}; torch_dist and fsdp_dtensor checkpoints have layers"
+                f"{opened.location.path} is a Hugging Face model; only torch distributed checkpoints are sliced"
             )
         cut = choose_cut(opened, layers, block)
         tensors, changed, catalog = _parts(opened, cut)
@@ -155,12 +169,14 @@ def choose_cut(opened: Opened, layers: str, block: str | None) -> Cut:
     Raises:
         UsageError: see `slice_layers`.
     """
-    weights = (
-        fsdp_weights(opened.catalog)
-        if opened.location.kind == "fsdp_dtensor"
-        else torch_dist_weights(opened.catalog)[0]
-    )
-    counts = layer_counts(weight.name for weight in weights)
+    kind = opened.location.kind
+    if kind == "dcp":
+        names = list(read_state_dict(opened.catalog).weights)
+    elif kind == "fsdp_dtensor":
+        names = [weight.name for weight in fsdp_weights(opened.catalog)]
+    else:
+        names = [weight.name for weight in torch_dist_weights(opened.catalog)[0]]
+    counts = layer_counts(names)
     blocks = {name: n for name, n in counts.items() if ".mtp." not in f".{name}"}
     if block is None:
         block = "decoder.layers." if "decoder.layers." in blocks else next(iter(blocks), "")
@@ -176,7 +192,8 @@ def choose_cut(opened: Opened, layers: str, block: str | None) -> Cut:
     start, stop = int(match[1] or 0), int(match[2] or count)
     if not 0 <= start < stop <= count:
         raise UsageError(f"--layers {layers}: {block} has layers 0:{count}, and at least one must be left")
-    return Cut(block, start, stop, count, fsdp=opened.location.kind == "fsdp_dtensor")
+    plain = plain_cut(opened, renamer(block, start, stop)) if kind == "dcp" else None
+    return Cut(block, start, stop, count, fsdp=kind == "fsdp_dtensor", plain=plain)
 
 
 def _kept_tensors(opened: Opened, cut: Cut, keys: Sequence[str]) -> list[TargetTensor]:
@@ -190,7 +207,7 @@ def _kept_tensors(opened: Opened, cut: Cut, keys: Sequence[str]) -> list[TargetT
         if cut.is_stacked(key):
             view = (Narrow(0, cut.start, cut.stop - cut.start),)
             shape = (cut.stop - cut.start, *shape[1:])
-        path = opened.catalog.planner_paths.get(key, ()) if name == key else ()
+        path = cut.path(key, opened.catalog.planner_paths.get(key, ()))
         tensors.append(TargetTensor(name, entry.dtype, shape, (Source(key, view),), path))
     return tensors
 
@@ -302,7 +319,9 @@ def _objects(
 ) -> tuple[list[TargetObject], list[tuple[str, bytes]]]:
     """The objects that stay, with their archives: `args` or the common state made anew, others as they are."""
     catalog, files = opened.catalog, opened.files
-    natural = not any(is_optimizer_key(k) and "/shard_" in k for k in catalog.objects)
+    natural = cut.plain is not None or not any(
+        is_optimizer_key(k) and "/shard_" in k for k in catalog.objects
+    )
     objects, blobs = [], []
     for key, entry in catalog.objects.items():
         name = cut.key(key)
@@ -310,11 +329,13 @@ def _objects(
             continue
         if key == COMMON_OBJECT:
             archive = dump_archive([changed])
+        elif cut.plain is not None and key in cut.plain.values:
+            archive = dump_archive(cut.plain.values[key])
         elif key == "args" and "args" in changed:
             archive = dump_archive(changed["args"])
         else:
             archive = read_archive(files, entry.item)
-        objects.append(TargetObject(name, None, catalog.planner_paths.get(key, ()) if name == key else ()))
+        objects.append(TargetObject(name, None, cut.path(key, catalog.planner_paths.get(key, ()))))
         blobs.append((name, archive))
     return objects, blobs
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Final, Literal
 
 from ckpt_tools.commands.conversion import (
     Conversion,
@@ -22,6 +23,7 @@ from ckpt_tools.commands.outputs import object_archives, read_bridge_files, trac
 from ckpt_tools.commands.placements import Layout, target_model
 from ckpt_tools.commands.read_model import Wanted, need_kind, read_model
 from ckpt_tools.commands.relayout import need_other_job, prepare_relayout
+from ckpt_tools.commands.relayout_plain import need_job, plain_layout, prepare_plain, stays_plain
 from ckpt_tools.commands.target_job import TargetJob, need_tp, said_tp
 from ckpt_tools.commands.version_2 import VERSION_1, VERSION_2, for_version_1, for_version_2
 from ckpt_tools.commands.warm_start import begun_at, weights_for_masters, with_run_state
@@ -30,6 +32,7 @@ from ckpt_tools.formats.container import read_archive
 from ckpt_tools.formats.detect import Location
 from ckpt_tools.formats.files import AnyPath, Files, path_text
 from ckpt_tools.megatron.bridge import RUN_CONFIG, TRAIN_STATE, fsdp_run_config, train_state_file
+from ckpt_tools.megatron.dcp.write import build_dcp_target
 from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import check_fresh, with_fresh_optimizer
 from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter, Rows
 from ckpt_tools.megatron.fsdp_dtensor.tensors import live_value
@@ -43,6 +46,8 @@ from ckpt_tools.model.model import Model, without_optimizer
 from ckpt_tools.model.roles import MASTER, WEIGHT
 from ckpt_tools.model.target import TargetTensor
 
+_BUILD: Final = {"fsdp_dtensor": build_fsdp_target, "dcp": build_dcp_target}
+
 
 @dataclass(frozen=True, slots=True)
 class ConvertOptions(MegatronOptions):
@@ -51,6 +56,7 @@ class ConvertOptions(MegatronOptions):
     target: TargetOptions = field(default_factory=TargetOptions)
     layout: Layout | None = None  # None: rows over the ranks that convert
     check_masters: CheckLevel = "sample"
+    keep_plain: bool = False  # the state dict of a model that is not Megatron's is laid out as what it is
 
 
 def convert_to_fsdp_dtensor(
@@ -79,6 +85,8 @@ def plan_fsdp_dtensor(opened: Opened, options: ConvertOptions, world: int) -> Co
     """Everything up to the first byte; `world` processes convert."""
     if opened.location.kind == "fsdp_dtensor":
         need_other_job(opened.location, options)
+    if stays_plain(opened, options):
+        return plan_plain(opened, options, world)
     layout = options.layout or Layout(world=world)
     return planned(opened, prepare_output(opened, options, layout), options, layout)
 
@@ -86,6 +94,8 @@ def plan_fsdp_dtensor(opened: Opened, options: ConvertOptions, world: int) -> Co
 def prepare_output(opened: Opened, options: ConvertOptions, layout: Layout) -> Conversion:
     """As `prepare`, under the names that the version of Megatron-FSDP has whose layout is asked for."""
     prepared = prepare(opened, options, layout)
+    if prepared.to == "dcp":
+        return prepared
     if layout.name == VERSION_1 and opened.location.kind == "fsdp_dtensor":
         return for_version_1(prepared)
     return for_version_2(prepared, opened.common, layout) if layout.name == VERSION_2 else prepared
@@ -98,7 +108,10 @@ def prepare(opened: Opened, options: ConvertOptions, layout: Layout) -> Conversi
     """
     if opened.location.kind == "fsdp_dtensor":
         return prepare_relayout(opened, options, layout)
-    need_kind(opened, "torch_dist")
+    if stays_plain(opened, options):
+        return prepare_plain(opened, options, layout)
+    if opened.location.kind != "dcp":
+        need_kind(opened, "torch_dist")
     optimizer: Extent = "masters" if options.target.weights_only else "whole"
     model = read_model(opened, Wanted(optimizer, options.ignore_keys))
     if options.target.fresh_optimizer:
@@ -106,32 +119,48 @@ def prepare(opened: Opened, options: ConvertOptions, layout: Layout) -> Conversi
     return prepare_model(model, opened.files, options.target, layout)
 
 
-def prepare_model(model: Model, files: Files, options: TargetOptions, layout: Layout) -> Conversion:
+def plan_plain(opened: Opened, options: ConvertOptions, world: int) -> Conversion:
+    """A plain state dict for another job."""
+    need_job(opened.location, options)
+    layout = plain_layout(options.layout or Layout(world=world))
+    return planned(opened, prepare_plain(opened, options, layout), options, layout)
+
+
+def prepare_model(
+    model: Model,
+    files: Files,
+    options: TargetOptions,
+    layout: Layout,
+    to: Literal["fsdp_dtensor", "dcp"] = "fsdp_dtensor",
+) -> Conversion:
     """The model as a job of `layout` loads it; `files` are those of its source.
 
     Raises:
         UsageError: `--tp` is needed and was left out, or contradicts the layout.
         Otherwise the errors of `build_fsdp_target`.
     """
-    plain, asked = model, options
+    as_read, asked = model, options
     check_fresh(options)
     if options.fresh_optimizer:
         model, options = with_fresh_optimizer(model, options)
     stored = writer_tp(model)
     tp = said_tp(options.tp, layout) or stored
-    built = build_fsdp_target(model, replace(options, tp=tp.ranks))
+    built = _BUILD[to](model, replace(options, tp=tp.ranks))
     need_tp(built.packed, options.tp, layout, stored)
-    job = TargetJob(TargetRecord(built.dialect.name, tp, tokens=built.tokens), built.packed, built.vocabulary)
+    plain: Literal["dcp"] | None = "dcp" if to == "dcp" else None
+    record = TargetRecord(built.dialect.name, tp, tokens=built.tokens, format=plain)
+    job = TargetJob(record, built.packed, built.vocabulary)
     must_round = [tensor for tensor in built.target.tensors if tensor.must_round_to]
     small = _bridge_files(built, model, files, begins=bool(asked.fresh_optimizer))
+    in_place = any(MASTER in p.values and WEIGHT not in p.values for p in model.parameters)
     left_out = MASTER in model.roles or model.unread
 
     def without_masters(note: str) -> Conversion:
         without = weights_for_masters if asked.fresh_optimizer else without_optimizer
-        return prepare_model(without(plain, note), files, asked, layout)
+        return prepare_model(without(as_read, note), files, asked, layout, to)
 
     return Conversion(
-        to="fsdp_dtensor",
+        to=to,
         loader=built.dialect.name,
         iteration=None,
         catalog=model.catalog,
@@ -139,9 +168,9 @@ def prepare_model(model: Model, files: Files, options: TargetOptions, layout: La
         extra_files=with_record(small, job.record),
         beside=trackers_of(small),
         job=job,
-        masters="written" if must_round else "left_out" if left_out else "none",
+        masters="written" if must_round else "as_stored" if in_place else "left_out" if left_out else "none",
         must_round=must_round,
-        optimizer_layout=plain.optimizer_layout,
+        optimizer_layout=as_read.optimizer_layout,
         groups=dict(sorted(Counter(m.group for m in built.memberships.values()).items())),
         fp8_recipe=model.settings.fp8_recipe,
         must_be_zero=tuple(_cut_rows(built.vocab)),

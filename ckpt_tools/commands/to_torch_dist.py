@@ -39,7 +39,7 @@ from ckpt_tools.megatron.torch_dist.write import TorchDistOptions, build_torch_d
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Item
 from ckpt_tools.model.model import Model
-from ckpt_tools.model.roles import MASTER
+from ckpt_tools.model.roles import MASTER, WEIGHT
 from ckpt_tools.model.target import TargetObject, TargetTensor
 from ckpt_tools.plan.build import Placement, build_plan
 from ckpt_tools.sharding.fsdp2 import chunk_rows
@@ -101,7 +101,7 @@ def _read_source(opened: Opened, options: ToTorchDistOptions) -> Model:
     kind, target = opened.location.kind, options.target
     optimizer: Extent = "none" if target.weights_only else "whole"
     wanted = Wanted(optimizer, options.ignore_keys, tp=target.tp, layer_spec=target.layer_spec)
-    if kind == "fsdp_dtensor":
+    if kind in ("fsdp_dtensor", "dcp"):
         return read_model(opened, wanted)
     if kind != "torch_dist":
         raise UnsupportedCheckpointError(
@@ -137,6 +137,13 @@ def _refuse_same(location: Location, model: Model, options: ToTorchDistOptions) 
         )
 
 
+def _has_masters_beside_weights(kind: str, model: Model) -> bool:
+    """Whether the source stores masters and the weights that these must round to."""
+    if kind == "dcp":
+        return any(MASTER in p.values and WEIGHT in p.values for p in model.parameters)
+    return kind == "torch_dist" and MASTER in model.roles
+
+
 def write_torch_dist(model: Model, opened: Opened, options: TorchDistOptions, world: int) -> Conversion:
     """The model as `torch_dist`: a chunk for every layer and expert, written by `world` processes."""
     whole = model
@@ -150,7 +157,7 @@ def write_torch_dist(model: Model, opened: Opened, options: TorchDistOptions, wo
     carried = carried_objects(model, built.target.objects)
     as_stored = {key: opened.catalog.objects[key].item for key in carried} | dict(model.extra_states)
     archives = _archives(opened, built.target.objects, as_stored)
-    beside_weights = opened.location.kind == "torch_dist" and MASTER in model.roles
+    beside_weights = _has_masters_beside_weights(opened.location.kind, model)
     otherwise: MastersUse = "as_stored" if keeps_masters(whole) else "left_out" if model.unread else "none"
     return Conversion(
         "torch_dist",

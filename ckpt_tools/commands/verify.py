@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ckpt_tools.commands.opened import Opened
+from ckpt_tools.commands.read_model import Wanted, read_model
 from ckpt_tools.errors import (
     CkptError,
     CorruptCheckpointError,
@@ -22,6 +25,7 @@ from ckpt_tools.formats.documents import DocumentError, read_named_file
 from ckpt_tools.formats.files import AnyPath, Files, LocalFiles, open_files, path_text
 from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.megatron.common_state import CommonState, read_common_state
+from ckpt_tools.megatron.dcp.state_dict import is_megatron, read_state_dict
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import coalesced_buffers
 from ckpt_tools.megatron.torch_dist.read import read_torch_dist, stored_groups
@@ -32,6 +36,7 @@ from ckpt_tools.verify.integrity import INTEGRITY, check_integrity
 from ckpt_tools.verify.meter import Meter
 from ckpt_tools.verify.packing import check_packing
 from ckpt_tools.verify.place import check_entries, check_metadata_json, check_place
+from ckpt_tools.verify.plain_states import check_plain_groups, check_plain_states
 from ckpt_tools.verify.report import Check, Findings, Report
 from ckpt_tools.verify.structure import (
     all_items,
@@ -146,7 +151,7 @@ def _checks(
         checks.append(check_metadata_json(files))
     if has_integrity:
         checks.append(check_integrity(files, options.content, meter))
-    checks += _meaning(location, files, catalog, common)
+    checks += _meaning(location, files, catalog, common, options)
     if options.content:
         checks += _content(location, files, catalog, options, meter)
     if manifest is not None or options.write_manifest is not None:
@@ -169,8 +174,12 @@ def _place(location: Location, common: CommonState) -> Check:
             root.close()
 
 
-def _meaning(location: Location, files: Files, catalog: Catalog, common: CommonState) -> list[Check]:
+def _meaning(
+    location: Location, files: Files, catalog: Catalog, common: CommonState, options: VerifyOptions
+) -> list[Check]:
     """The checks of what keys mean, for the formats whose keys have a meaning."""
+    if location.kind == "dcp":
+        return _plain_meaning(files, catalog, common, options)
     if location.kind not in ("torch_dist", "fsdp_dtensor"):
         return []
     checks = [check_entries(location, catalog, common)]
@@ -188,6 +197,21 @@ def _meaning(location: Location, files: Files, catalog: Catalog, common: CommonS
         meaning.check_layers(weights, problems, common, stages),
         meaning.check_experts(weights, common),
     ]
+
+
+def _plain_meaning(
+    files: Files, catalog: Catalog, common: CommonState, options: VerifyOptions
+) -> list[Check]:
+    """The checks of a plain state dict: its optimizers', and those of Megatron's names."""
+    found = read_state_dict(catalog)
+    checks = list[Check]()
+    if found.optimizers:
+        checks.append(check_plain_states(files, catalog, found, options.trust_pickle))
+        checks.append(check_plain_groups(files, catalog, found, options.trust_pickle))
+    if is_megatron(found):
+        weights = [meaning.Weight(name, catalog.tensors[key].shape) for name, key in found.weights.items()]
+        checks += [meaning.check_layers(weights, [], common), meaning.check_experts(weights, common)]
+    return checks
 
 
 def _torch_dist_optimizer(files: Files, catalog: Catalog, common: CommonState) -> list[Check]:
@@ -226,18 +250,36 @@ def _content(
         )
     )
     if location.kind == "torch_dist":
-        checks.append(_masters(files, catalog, options))
+        checks.append(_masters(files, catalog, options, _stored_model))
+    elif location.kind == "dcp" and any(
+        optimizer.masters for optimizer in read_state_dict(catalog).optimizers
+    ):
+        checks.append(_masters(files, catalog, options, partial(_plain_model, location)))
     return checks
 
 
-def _masters(files: Files, catalog: Catalog, options: VerifyOptions) -> Check:
+def _stored_model(files: Files, catalog: Catalog, options: VerifyOptions) -> Model:
+    return read_torch_dist(files, catalog, trust_pickle=options.trust_pickle, unknown_keys=True).model
+
+
+def _plain_model(location: Location, files: Files, catalog: Catalog, options: VerifyOptions) -> Model:
+    common = read_common_state(files, catalog, options.trust_pickle)
+    return read_model(Opened(location, files, catalog, common, options.trust_pickle), Wanted("masters"))
+
+
+def _masters(
+    files: Files,
+    catalog: Catalog,
+    options: VerifyOptions,
+    read: Callable[[Files, Catalog, VerifyOptions], Model],
+) -> Check:
     """Whether every fp32 master rounds to its stored weight."""
     from ckpt_tools.commands.export_source import master_targets
     from ckpt_tools.execute.check_masters import compare_all_masters
 
     found = Findings("masters", "elements")
     try:
-        model = read_torch_dist(files, catalog, trust_pickle=options.trust_pickle, unknown_keys=True).model
+        model = read(files, catalog, options)
         targets, recipe = master_targets(model), model.settings.fp8_recipe
         report, problems = compare_all_masters(
             files, model.catalog, targets, options.threads, options.workers, recipe

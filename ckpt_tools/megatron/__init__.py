@@ -2,6 +2,7 @@
 
 * `torch_dist/`: Megatron's own format, read and written, with its optimizer layouts
 * `fsdp_dtensor/`: Megatron-FSDP's format, read and written
+* `dcp/`: any PyTorch state dict: keys sorted, Megatron models read and written
 * `huggingface/`: Hugging Face models: rules, settings, ledgers
 * `keys`: every form of a key, and what it names
 * `names`: names of the running model, dialect by dialect

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ckpt_tools.errors import CorruptCheckpointError, MappingError
 from ckpt_tools.formats.files import Files
@@ -38,6 +38,7 @@ class TargetRecord:
     etp: Size | None = None
     dp: Size | None = None  # data-parallel times context-parallel ranks
     tokens: int | None = None  # of the vocabulary; its other rows are padding
+    format: Literal["dcp"] | None = None  # whose weights have the names that Megatron-FSDP v2 gives them
 
     def as_json(self) -> dict[str, Any]:
         """The record as plain data, as it stands in reports and in the file."""
@@ -80,7 +81,10 @@ def stored_tp(
 
 def record_bytes(record: TargetRecord) -> bytes:
     """The content of the file."""
-    return (json.dumps({"schema_version": SCHEMA_VERSION, **record.as_json()}, indent=1) + "\n").encode()
+    kind = {} if record.format is None else {"format": record.format}
+    return (
+        json.dumps({"schema_version": SCHEMA_VERSION, **kind, **record.as_json()}, indent=1) + "\n"
+    ).encode()
 
 
 def read_record(files: Files) -> TargetRecord | None:
@@ -110,9 +114,14 @@ def _parsed(data: Mapping[str, Any]) -> TargetRecord:
         raise ValueError(f"schema version {data['schema_version']!r}, known is {SCHEMA_VERSION}")
     if not isinstance(data["target"], str | None):
         raise TypeError("target is not a string")
+    kind = data.get("format")
+    if kind not in (None, "dcp"):
+        raise ValueError(f"format {kind!r}, known is 'dcp'")
     sizes = {axis: _size(axis, data["topology"][axis]) for axis in AXES}
     tokens = data["tokens"]
-    return TargetRecord(data["target"], **sizes, tokens=None if tokens is None else _count("tokens", tokens))
+    return TargetRecord(
+        data["target"], **sizes, tokens=None if tokens is None else _count("tokens", tokens), format=kind
+    )
 
 
 def _size(axis: str, value: Any) -> Size | None:

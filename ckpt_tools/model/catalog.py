@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.dtypes import itemsize
@@ -84,6 +84,8 @@ class Catalog:
     original_shapes: Mapping[str, tuple[int, ...]] | None = None
     metadata_class: str = "torch.distributed.checkpoint.metadata.Metadata"
     metadata_version: str | None = None
+    derived: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What was worked out from this catalog, so that it is done once; one made by `replace` begins anew."""
 
     def stored_keys(self, key: str) -> tuple[str, ...]:
         """The key itself, or those of the stored tensors that a made one is computed from."""

@@ -61,15 +61,15 @@ def describe(
     tensors: Iterable[LiveTensor],
     topology: Topology,
     units: Sequence[str] = UNITS,
-    root: Sequence[str] = ROOT,
+    root: Sequence[str] | None = ROOT,
     tp_dims: Mapping[str, int | None] | None = None,
     layout: LayoutName = "mfsdp-v1",
 ) -> list[Parameter]:
     """Parameters for `Placement`, in the model's order.
 
-    `units` and `root` are patterns of module paths (see `units`). `tp_dims` maps shell patterns of names to the
-    dimension that tensor parallelism cuts, and is asked before the built-in rules. What `layout` does not depend
-    on is not asked for: units with `fsdp2`, and nothing with `even`.
+    `units` and `root` are patterns of module paths (see `units`); without `root`, what is in no unit is the root's.
+    `tp_dims` maps shell patterns of names to the dimension that tensor parallelism cuts, and is asked before the
+    built-in rules. What `layout` does not depend on is not asked for: units with `fsdp2`, and nothing with `even`.
 
     Raises:
         MappingError: tensor parallelism is asked for and a name has no rule; a layer's experts are not 0 .. n-1.

@@ -120,14 +120,19 @@ def number_units(names: Sequence[str], modules: Sequence[str], innermost: bool =
     return owners
 
 
-def find_units(names: Sequence[str], units: Sequence[str] = UNITS, root: Sequence[str] = ROOT) -> list[str]:
+def find_units(
+    names: Sequence[str], units: Sequence[str] = UNITS, root: Sequence[str] | None = ROOT
+) -> list[str]:
     """Paths of the unit modules that `names` lie in, in order of first appearance.
 
+    Without `root`, `units` are all that there are.
+
     Raises:
-        UsageError: names with a numbered module that no pattern of `units` or `root` covers. They look like layers
-            of an unknown kind, and whether they are units decides how they are packed.
+        UsageError: without `root`, no module is a unit; else names with a numbered module that no pattern of `units`
+            or `root` covers. They look like layers of an unknown kind, and whether they are units decides how they
+            are packed.
     """
-    inside, outside = [_pattern(glob) for glob in units], [_pattern(glob) for glob in root]
+    inside, outside = [_pattern(glob) for glob in units], [_pattern(glob) for glob in root or ()]
     modules: dict[str, None] = {}
     lost = []
     for name in names:
@@ -138,11 +143,13 @@ def find_units(names: Sequence[str], units: Sequence[str] = UNITS, root: Sequenc
             modules.setdefault(match[1])
         elif any(step.isdecimal() for step in name.split(".")):
             lost.append(name)
-    if lost:
+    if root is None and not modules:
+        raise UsageError(f"--units {', '.join(units)}: no module of the model has such a path")
+    if lost and root is not None:
         raise UsageError(
             "these tensors have no place in any FSDP unit:\n"
             f"{list_problems(lost)}\n"
-            f"Units are {', '.join(units)}; name more of them, or the modules that belong to no unit",
+            f"Units are {', '.join(units)}; name those of the model with --units",
             lost,
         )
     return list(modules)

@@ -3,6 +3,7 @@
 * `report`: checks and findings, as plain data
 * `structure`: chunks, files, frames: whole, without reading values
 * `meaning`: layers, experts, states, groups: a whole model
+* `plain_states`: the optimizers of a plain state dict
 * `packing`: for which job packed projections are
 * `place`: folder, tracker and what lies beside
 * `integrity`: Megatron's own `integrity.json`

@@ -191,7 +191,7 @@ _WITH_OPTIMIZER = (
     "give it an optimizer that has not begun: `strip CHECKPOINT OUT --fresh-optimizer` (or convert --weights-only, "
     "import-hf); from weights alone start core-0.16 or core-0.17 (--finetune) and go on from what they save"
 )
-_TO_FSDP = "convert-torch-dist-to-fsdp-dtensor CHECKPOINT CONVERTED"
+_TO_FSDP = "convert CHECKPOINT CONVERTED"  # of any format
 _EVERY_STATE = "a strict load asks for every state"
 _PAD_AGAIN = (
     "set --make-vocab-size-divisible-by or --tensor-model-parallel-size as its writer did, or convert with "

@@ -16,7 +16,7 @@ OPTIONS = {
         "--layer-spec --experts --weights-only --keep-states --dtype --vocab-size-padded --vocab-size "
         "--extra-state --stacked --per-layer --like-source --hf-config --max-shard-size --layout "
         "--world-size --gpus --dp-shard --dp-outer "
-        "--tp --cp --ep --etp --pp --strategy --outer-strategy --iteration --check-masters --ignore-keys "
+        "--tp --cp --ep --etp --pp --strategy --outer-strategy --units --iteration --check-masters --ignore-keys "
         "--overwrite --resume --dry-run --workers --threads --max-memory --fsync --direct --quiet -q --json --report "
         "--trust-pickle --enable-msc --oom-traceback"
     ),
@@ -27,7 +27,7 @@ OPTIONS = {
         "--fresh-optimizer --no-fresh-optimizer --lr --min-lr --weight-decay --adam-beta1 --adam-beta2 --adam-eps "
         "--layer-spec --experts --weights-only --keep-states --dtype --vocab-size-padded --vocab-size "
         "--layout --world-size "
-        "--gpus --dp-shard --dp-outer --tp --cp --ep --etp --pp --strategy --outer-strategy --iteration "
+        "--gpus --dp-shard --dp-outer --tp --cp --ep --etp --pp --strategy --outer-strategy --units --iteration "
         "--check-masters --ignore-keys --overwrite --resume --dry-run --workers --threads --max-memory --fsync "
         "--direct --quiet -q --json --report --trust-pickle --enable-msc --oom-traceback"
     ),
@@ -59,7 +59,7 @@ OPTIONS = {
         "--rank --tensor --json --svg --html --target --layer-spec --experts --swiglu --no-swiglu "
         "--keep-states --weights-only "
         "--layout --world-size --gpus --dp-shard --dp-outer --tp --cp --ep --etp --pp --strategy "
-        "--outer-strategy --iteration --ignore-keys --trust-pickle --enable-msc --quiet -q"
+        "--outer-strategy --units --iteration --ignore-keys --trust-pickle --enable-msc --quiet -q"
     ),
     "export-hf": (
         "--check-source "
@@ -71,7 +71,7 @@ OPTIONS = {
         "--follow-links --check-source "
         "--fresh-optimizer --no-fresh-optimizer --lr --min-lr --weight-decay --adam-beta1 --adam-beta2 --adam-eps "
         "--to --rules --adapter --dtype --vocab-size-padded --target --layer-spec --experts --layout --world-size "
-        "--gpus --dp-shard --dp-outer --tp --cp --ep --etp --pp --strategy --outer-strategy --iteration "
+        "--gpus --dp-shard --dp-outer --tp --cp --ep --etp --pp --strategy --outer-strategy --units --iteration "
         "--overwrite --resume --dry-run --workers --threads --max-memory --fsync --direct --quiet -q --json --report "
         "--enable-msc"
     ),

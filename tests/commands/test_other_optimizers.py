@@ -23,6 +23,7 @@ from ckpt_tools.commands.opened import open_checkpoint
 from ckpt_tools.commands.placements import Layout
 from ckpt_tools.commands.slice import slice_layers
 from ckpt_tools.commands.strip import strip_checkpoint
+from ckpt_tools.commands.to_dcp import convert_to_dcp
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
 from ckpt_tools.commands.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
 from ckpt_tools.commands.verify import verify_checkpoint
@@ -70,6 +71,26 @@ def plain(real: Path, name: str, tmp_path: Path) -> Path:
         return same_run
     convert_to_torch_dist(str(real / name), str(tmp_path / "plain"))
     return tmp_path / "plain"
+
+
+@pytest.mark.parametrize("name", ["core016_sgd", "main_muon_fr"])
+def test_a_plain_state_dict_has_the_weights_and_says_what_it_lacks(
+    real: Path, tmp_path: Path, name: str
+) -> None:
+    told = convert_to_dcp(str(real / name), str(tmp_path / "dcp"))
+    weights = convert_to_dcp(
+        str(real / name), str(tmp_path / "weights"), ConvertOptions(target=TargetOptions(weights_only=True))
+    )
+    assert weights.tensors == told.tensors
+    (line,) = [line for line in told.dropped if line.startswith("optimizer states ")]
+    assert re.match(
+        r"optimizer states .*momentum_buffer \(\d+ parameters, .*: only Adam's states and groups", line
+    )
+    assert any("no optimizer is written" in note for note in told.notes)
+    found, alone = oracle.tensors(tmp_path / "dcp"), oracle.tensors(tmp_path / "weights")
+    assert len(alone) > 10
+    assert all(oracle.same_bytes(found[key], alone[key]) for key in alone)
+    assert not any(key.startswith("optimizer") for key in found)
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -415,7 +415,7 @@ def test_a_torch_dist_checkpoint_is_of_the_wrong_kind():
     (finding,) = found.report.findings
     assert (finding.check, finding.fix) == (
         "checkpoint-format",
-        "convert-torch-dist-to-fsdp-dtensor CHECKPOINT CONVERTED",
+        "convert CHECKPOINT CONVERTED",
     )
     assert found.launch is None
 

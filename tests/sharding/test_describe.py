@@ -117,6 +117,9 @@ def test_a_numbered_module_of_unknown_kind_is_an_error_that_names_its_tensors() 
         "tower.blocks.3",
     ]
     assert find_units(names, root=["**.blocks.*"]) == ["decoder.layers.0"]
+    assert find_units(names, units=["decoder.layers.*"], root=None) == ["decoder.layers.0"]
+    with pytest.raises(UsageError, match="no module of the model has such a path"):
+        find_units(names, units=["towers.*"], root=None)
 
 
 def test_nested_units_belong_to_the_outermost_or_the_innermost() -> None:

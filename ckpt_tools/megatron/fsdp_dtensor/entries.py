@@ -128,6 +128,8 @@ class FsdpSource:
 
         Without states the values are masters when all are fp32; a model of several types keeps them.
         """
+        if MASTER in tensor.sources:
+            return False
         if self._has_states or self.groups:
             return bool(tensor.states)
         return self._all_fp32 and not tensor.name.endswith(BUFFERS)
@@ -150,7 +152,7 @@ def read_fsdp_source(
             under the numbers of a pipeline stage.
         UnsupportedCheckpointError: fp32 masters stand beside the model, as a foreign converter writes them.
     """
-    values = _Values(files, trust_pickle)
+    values = SmallValues(files, trust_pickle)
     catalog, left_out = leave_out(catalog, ignored)
     weights, states, groups, nested, dropped = _sort_keys(catalog, values, weights_only)
     tree = unflatten(nested) if nested else {}
@@ -181,7 +183,7 @@ def read_fsdp_source(
     )
 
 
-def _own_optimizer(catalog: Catalog, values: _Values, weights_only: bool) -> Any:
+def _own_optimizer(catalog: Catalog, values: SmallValues, weights_only: bool) -> Any:
     entry = None if weights_only else catalog.objects.get(KEPT_OPTIMIZER)
     return None if entry is None else values.load(entry.item)
 
@@ -201,7 +203,7 @@ def rng_ranks(catalog: Catalog) -> set[tuple[int, int]]:
     return {(found.pp, found.tp) for found in map(rng_key, keys) if found}
 
 
-class _Values:
+class SmallValues:
     """Loads objects, equal archives only once: group fields repeat for every parameter."""
 
     def __init__(self, files: Files, trust_pickle: bool) -> None:
@@ -235,7 +237,7 @@ _Groups = dict[str, dict[str, Any]]
 
 
 def _sort_keys(
-    catalog: Catalog, values: _Values, weights_only: bool
+    catalog: Catalog, values: SmallValues, weights_only: bool
 ) -> tuple[dict[str, TensorEntry], _States, _Groups, dict[Path, object], tuple[str, ...]]:
     """Weights by name, states by name and kind, group fields by name, nested leaves by path, and what is dropped."""
     weights: dict[str, TensorEntry] = {}
@@ -249,20 +251,20 @@ def _sort_keys(
         elif state := fsdp_state(key.removeprefix(KEPT)):
             states.setdefault(state.name, {})[state.kind] = entry
         elif key.startswith(NESTED_STATES):
-            nested[_path(catalog, key)] = values.tensor(entry)
+            nested[nested_path(catalog, key)] = values.tensor(entry)
         else:
             rest.append(key)
     for key, stored in catalog.objects.items():
         if of_group := group_key(key):
             groups.setdefault(of_group.name, {})[of_group.field] = values.load(stored.item)
         elif key.startswith(NESTED_STATES):
-            nested[_path(catalog, key)] = values.load(stored.item)
+            nested[nested_path(catalog, key)] = values.load(stored.item)
         elif key not in COMMON_ITEMS and not key.startswith(KEPT):
             rest.append(key)
     return weights, states, groups, nested, tuple(_dropped(rest, weights_only))
 
 
-def _path(catalog: Catalog, key: str) -> Path:
+def nested_path(catalog: Catalog, key: str) -> Path:
     """Where the leaf `key` stood in the nested state; planner data tell, else the dots of the key."""
     known = catalog.planner_paths.get(key)
     path = known if known is not None and len(known) > 1 else key.split(".")
@@ -286,7 +288,7 @@ def _dropped(keys: Iterable[str], weights_only: bool) -> Iterable[str]:
         )
 
 
-def _join(weights: Mapping[str, TensorEntry], states: _States, values: _Values) -> tuple[FsdpTensor, ...]:
+def _join(weights: Mapping[str, TensorEntry], states: _States, values: SmallValues) -> tuple[FsdpTensor, ...]:
     """Live tensors in stored order, halves joined where the first of them stood."""
     _refuse_masters(states)
     problems = [
@@ -351,13 +353,13 @@ def _mismatches(
 
 
 def _tensor(
-    whole: str, parts: list[str], weights: Mapping[str, TensorEntry], states: _States, values: _Values
+    whole: str, parts: list[str], weights: Mapping[str, TensorEntry], states: _States, values: SmallValues
 ) -> FsdpTensor:
     shape = weights[parts[0]].shape
     if len(parts) == 2:
         shape = (2 * shape[0], *shape[1:])
     found = [{WEIGHT: weights[part]} | states.get(part, {}) for part in parts]
-    steps = {_number(values.tensor(kinds.pop(STEP))) for kinds in found if STEP in kinds}
+    steps = {step_number(values.tensor(kinds.pop(STEP))) for kinds in found if STEP in kinds}
     if len(steps) > 1:
         raise MappingError(f"{whole}: its halves have different steps {sorted(steps)}")
     return FsdpTensor(
@@ -377,7 +379,7 @@ def _sources(entries: list[TensorEntry], shape: tuple[int, ...]) -> tuple[Source
     return tuple(Source(e.key, (Place((i * count, *rest), shape),)) for i, e in enumerate(entries))
 
 
-def _number(tensor: StoredTensor) -> float:
+def step_number(tensor: StoredTensor) -> float:
     """The 0-d fp32 step as a number."""
     if tensor.dtype != "float32" or tensor.shape:
         raise MappingError(f"a step is a 0-d float32 tensor, found {tensor.dtype} {tensor.shape}")

@@ -43,9 +43,9 @@ class Kept:
 
 def other_states(model: Model, trainable: Sequence[LiveParameter], prefixes: Prefixes, keep: bool) -> Kept:
     """The states of an optimizer that Megatron-FSDP does not have: kept beside, or left out, by name."""
-    kinds = _kinds(trainable)
+    kinds = told_kinds(trainable)
     notes = (
-        f"no optimizer is written: {NOT_LOADED}, and the source's is {_named(model)}. The weights are "
+        f"no optimizer is written: {NOT_LOADED}, and the source's is {optimizer_name(model)}. The weights are "
         f"{'its masters' if MASTER in model.roles else 'as stored'}; the job starts its optimizer anew",
     )
     if not keep:
@@ -65,14 +65,14 @@ def other_states(model: Model, trainable: Sequence[LiveParameter], prefixes: Pre
     )
 
 
-def _named(model: Model) -> str:
+def optimizer_name(model: Model) -> str:
     """What the args call the optimizer, else the states that it keeps."""
     kinds = [role for role in model.roles if role != MASTER]
     named = model.common.arg("optimizer")
     return named if isinstance(named, str) else f"one with {', '.join(kinds) or 'no states'}"
 
 
-def _kinds(trainable: Iterable[LiveParameter]) -> str:
+def told_kinds(trainable: Iterable[LiveParameter]) -> str:
     """Every kind of state but the master, of how many parameters it is, and of how many elements."""
     held: dict[str, list[LiveParameter]] = {}
     for parameter in trainable:

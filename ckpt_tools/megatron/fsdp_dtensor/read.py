@@ -73,11 +73,11 @@ def fsdp_model(
 def _parameter(
     stored: StoredParameter, source: FsdpSource, group_of: Mapping[str, int], with_optimizer: bool
 ) -> Parameter:
-    """What is stored in the place of a trained weight is its fp32 master."""
+    """What is stored in the place of a trained weight is its fp32 master, unless that stands beside it."""
     tensor = stored.tensor
     kept = tensor.dtypes[WEIGHT]
     values = {}
-    for kind in tensor.sources if with_optimizer else (WEIGHT,):
+    for kind in tensor.sources if with_optimizer else (k for k in (WEIGHT, MASTER) if k in tensor.sources):
         role = kind
         if kind == WEIGHT:
             role = MASTER if with_optimizer and source.is_master(tensor) else WEIGHT

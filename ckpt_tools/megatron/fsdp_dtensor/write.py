@@ -134,7 +134,7 @@ def build_fsdp_target(model: Model, options: TargetOptions) -> FsdpTarget:
         kept=(*optimizer.kept, *extra.kept),
         renamed=renamed(parameters),
         backfilled=optimizer.backfilled,
-        notes=(*_unread(model), *model.notes, *notes, *vocab.notes, *optimizer.notes, *common.notes),
+        notes=(*unread_note(model), *model.notes, *notes, *vocab.notes, *optimizer.notes, *common.notes),
     )
     args = model.common.args or model.common.model_config
     told = told_tokens(args)
@@ -275,11 +275,16 @@ def choose_style(model: Model, options: TargetOptions) -> tuple[ModelStyle, list
 
 
 def choose_parameters(
-    model: Model, options: TargetOptions, style: ModelStyle, dialect: Dialect, tp: int
+    model: Model, options: TargetOptions, style: ModelStyle, dialect: Dialect, tp: int, halves: bool = True
 ) -> list[LiveParameter]:
-    """The live parameters of the target, gated ones marked; checks names for clashes and layers for gaps."""
-    choice = GatingChoice(model.settings.swiglu, options.swiglu, options.swiglu_modules)
-    parameters = mark_gated(live_parameters(model.parameters, style, dialect, tp), choice)
+    """The live parameters of the target; checks names for clashes and layers for gaps.
+
+    Gated ones are marked, for a target that holds their `halves` apart.
+    """
+    parameters = live_parameters(model.parameters, style, dialect, tp)
+    if halves:
+        choice = GatingChoice(model.settings.swiglu, options.swiglu, options.swiglu_modules)
+        parameters = mark_gated(parameters, choice)
     seen: dict[str, LiveParameter] = {}
     problems = []
     for parameter in parameters:
@@ -418,7 +423,7 @@ def renamed(parameters: Sequence[LiveParameter]) -> tuple[str, ...]:
     )
 
 
-def _unread(model: Model) -> list[str]:
+def unread_note(model: Model) -> list[str]:
     return [f"the stored weights are written, not the masters: {model.unread}"] if model.unread else []
 
 

@@ -1,0 +1,91 @@
+"""WRITE plain DCP: what any program that uses `torch.distributed.checkpoint` loads, from every source."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ckpt_tools.commands.conversion import Conversion, Progress, Writer, convert, like_to_like, open_source
+from ckpt_tools.commands.conversion_report import ConversionReport
+from ckpt_tools.commands.hf_parts import CONFIG, read_config
+from ckpt_tools.commands.opened import Opened
+from ckpt_tools.commands.placements import Layout
+from ckpt_tools.commands.read_model import Wanted, read_model
+from ckpt_tools.commands.relayout_plain import need_job, plain_layout, prepare_hf, prepare_plain
+from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, planned, prepare_model
+from ckpt_tools.errors import UsageError
+from ckpt_tools.formats.files import AnyPath, path_text
+from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
+from ckpt_tools.megatron.torch_dist.read import Extent
+
+
+def convert_to_dcp(
+    source: AnyPath,
+    output: AnyPath,
+    options: ConvertOptions | None = None,
+    progress: Progress | None = None,
+    dry_run: bool = False,
+) -> ConversionReport:
+    """Convert the checkpoint at `source` to a plain PyTorch state dict at `output`; called on every rank.
+
+    Megatron checkpoints get the keys of `megatron.dcp.write`, Hugging Face models ``model.<their name>``. A source
+    that is a plain state dict already keeps its keys and is laid out anew.
+
+    Raises the errors of `convert_to_fsdp_dtensor`.
+    """
+    source, output = path_text(source), path_text(output)
+    return convert(source, output, TO_DCP, options or ConvertOptions(), progress, dry_run)
+
+
+def plan_dcp(opened: Opened, options: ConvertOptions, world: int) -> Conversion:
+    """Everything up to the first byte; `world` processes convert."""
+    if opened.location.kind == "dcp":
+        need_job(opened.location, options)
+    layout = plain_layout(options.layout or Layout(world=world))
+    made = planned(opened, prepare_dcp(opened, options, layout), options, layout)
+    return replace(made, architecture=_architecture(opened))
+
+
+def _architecture(opened: Opened) -> str | None:
+    """What a Hugging Face model calls itself, where its settings lie beside it."""
+    if opened.location.kind != "safetensors" or not opened.files.exists(CONFIG):
+        return None
+    names = read_config(opened.location.path).get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else None
+
+
+def prepare_dcp(opened: Opened, options: ConvertOptions, layout: Layout) -> Conversion:
+    """The checkpoint as the plain state dict that a job of `layout` loads.
+
+    Raises the errors of `convert_to_dcp` up to its plan.
+    """
+    if opened.location.kind == "dcp":
+        return prepare_plain(opened, options, layout)
+    if opened.location.kind == "safetensors":
+        return prepare_hf(opened, options, layout)
+    _refuse_halves(options.target)
+    optimizer: Extent = "masters" if options.target.weights_only else "whole"
+    model = read_model(opened, Wanted(optimizer, options.ignore_keys))
+    return prepare_model(model, opened.files, options.target, layout, "dcp")
+
+
+def _refuse_halves(target: TargetOptions) -> None:
+    """
+    Raises:
+        UsageError: options about keys that a plain state dict does not have.
+    """
+    plain = TargetOptions()
+    asked = {
+        "swiglu": target.swiglu is not None or target.swiglu_modules != (),
+        "aliases": target.aliases,
+        "keep_states": target.keep_states,
+        "rename_mtp": target.rename_mtp,
+        "prefixes": (target.model_prefix, target.state_prefix) != (plain.model_prefix, plain.state_prefix),
+    }
+    useless = [name for name, is_asked in asked.items() if is_asked]
+    if useless:
+        raise UsageError(
+            f"{', '.join(useless)}: no meaning for a plain state dict, whose names are the running model's"
+        )
+
+
+TO_DCP = Writer(open=open_source, place=like_to_like, plan=plan_dcp)

@@ -1,0 +1,354 @@
+"""READ: the plain state dict of a Megatron model, as Megatron's `torch_dcp` or our own `--to dcp` writes it.
+
+Weights have the names of the running model, and masters stand beside them (`torch_dcp`) or in their place. What is
+not a parameter or its state is nested as the training job had it. From there on it is read as `fsdp_dtensor` is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any, TypeAlias
+
+from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems
+from ckpt_tools.formats.files import Files
+from ckpt_tools.formats.left_out import leave_out
+from ckpt_tools.megatron.common_state import CommonState
+from ckpt_tools.megatron.dcp.adam_fields import ADAM_FIELDS, INITIAL_LR
+from ckpt_tools.megatron.dcp.index_names import name_numbers
+from ckpt_tools.megatron.dcp.state_dict import OptimizerKeys, StateDict, is_megatron, read_state_dict
+from ckpt_tools.megatron.fsdp_dtensor.entries import (
+    FsdpSource,
+    FsdpTensor,
+    SmallValues,
+    nested_path,
+    step_number,
+)
+from ckpt_tools.megatron.fsdp_dtensor.flatten import unflatten
+from ckpt_tools.megatron.fsdp_dtensor.kept import NOT_LOADED
+from ckpt_tools.megatron.fsdp_dtensor.read import fsdp_model
+from ckpt_tools.megatron.keys import BUFFERS, COMMON_ITEMS, NESTED_STATES, STEP, rank_of
+from ckpt_tools.megatron.record import read_record
+from ckpt_tools.megatron.torch_dist.other_optimizers import is_adams
+from ckpt_tools.model.catalog import Catalog, TensorEntry
+from ckpt_tools.model.choices import LayerSpec
+from ckpt_tools.model.model import Model
+from ckpt_tools.model.roles import MASTER, WEIGHT
+from ckpt_tools.model.target import Source
+
+Rounds: TypeAlias = Callable[[Catalog, str, str], bool]
+"""Whether all of the master with the second key rounds to the weight with the first."""
+_DROPPED = (
+    ("*_extra_state", "Transformer Engine extra state: read from torch_dist only"),
+    ("*.param_groups.*", "the group of no parameter"),
+    ("rerun_state_machine.*", "rerun state: never read from fsdp_dtensor"),
+    ("content_metadata.*", "describes the torch_dist checkpoint this one was made from"),
+)  # fmt: skip
+_EMPTY: Mapping[str, Any] = {}
+_NOT_ADAM = f"the optimizer is not Adam: {NOT_LOADED}; load the result with --no-load-optim there"
+
+
+def dcp_model(
+    files: Files,
+    catalog: Catalog,
+    common: CommonState,
+    rounds: Rounds,
+    *,
+    ignored: tuple[str, ...] = (),
+    trust_pickle: bool = False,
+    tp: int | None = None,
+    layer_spec: LayerSpec | None = None,
+    weights_only: bool = False,
+) -> Model:
+    """The model that a plain state dict of a Megatron job holds.
+
+    Raises:
+        UnsupportedCheckpointError: weights of another program, or of a job that DCP saved only a part of.
+        MappingError: states that nothing assigns to a parameter, or keys that nothing accounts for.
+        Otherwise the errors of `fsdp_model`.
+    """
+    catalog, left_out = leave_out(catalog, ignored)
+    found = read_state_dict(catalog)
+    if not is_megatron(found):
+        raise not_megatron(files.location, found)
+    _refuse_parts(files.location, common)
+    values = SmallValues(files, trust_pickle)
+    kinds, groups, notes = _optimizers(found, catalog, values, rounds, weights_only)
+    nested, dropped = _nested(found, catalog, values)
+    tree = unflatten(nested) if nested else {}
+    source = FsdpSource(
+        catalog=catalog,
+        common=common,
+        tensors=tuple(_tensor(name, key, kinds.get(name, {}), catalog, values)
+                      for name, key in found.weights.items()),
+        groups={_unwrapped(name): fields for name, fields in groups.items()},
+        scheduler=tree.get("opt_param_scheduler", {}),
+        rng=_rng(tree.get("rng_state", {})),
+        grad_scaler=tree.get("optimizer", {}).get("grad_scaler", {}),
+        dropped=(*left_out, *dropped),
+        notes=notes,
+        record=read_record(files),
+    )  # fmt: skip
+    model = fsdp_model(source, tp=tp, layer_spec=layer_spec, weights_only=weights_only)
+    if not is_adams(model.parameters):
+        model = replace(model, notes=(*model.notes, _NOT_ADAM))
+    return replace(model, optimizer_layout=None if model.optimizer_layout is None else found.layout)
+
+
+def not_megatron(location: str, found: StateDict) -> UnsupportedCheckpointError:
+    """What to do with a model that has no rules here."""
+    some = ", ".join(list(found.weights)[:3])
+    return UnsupportedCheckpointError(
+        f"{location} is a PyTorch state dict, and its weights ({some}, ...) do not have the names of a Megatron "
+        "model. It can be laid out anew as what it is (convert --to dcp --dp-shard N). For Megatron, let the program "
+        "that trained it write a Hugging Face folder (torchtitan: scripts/checkpoint_conversion/convert_to_hf.py), "
+        "and import that with import-hf"
+    )
+
+
+def _refuse_parts(location: str, common: CommonState) -> None:
+    """Every rank of a model-parallel job saves under the same keys, so that one rank's part is all there is."""
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
+    split = [f"{name} {size}" for name in sizes if isinstance(size := common.arg(name), int) and size > 1]
+    if split and common.arg("ckpt_format") == "torch_dcp":
+        raise UnsupportedCheckpointError(
+            f"{location}: torch_dcp of a job with {', '.join(split)} holds the weights of one model-parallel rank "
+            "under names that all ranks use. Save the job with --ckpt-format torch_dist"
+        )
+
+
+def _optimizers(
+    found: StateDict, catalog: Catalog, values: SmallValues, rounds: Rounds, weights_only: bool
+) -> tuple[dict[str, dict[str, str]], dict[str, Mapping[str, Any]], tuple[str, ...]]:
+    """State keys by parameter and kind, group fields by parameter, and notes; of weights alone masters only."""
+    kinds: dict[str, dict[str, str]] = {}
+    groups: dict[str, Mapping[str, Any]] = {}
+    try:
+        for optimizer in found.optimizers:
+            if weights_only and not optimizer.masters:
+                continue
+            for name, states, fields in _parameters(optimizer, found, catalog, values, rounds):
+                kinds[name] = {MASTER: states[MASTER]} if weights_only and MASTER in states else dict(states)
+                step = _value(states[STEP], catalog, values) if STEP in states and not weights_only else None
+                groups[name] = megatron_fields(fields, step)
+    except MappingError as error:
+        if not weights_only:
+            raise
+        note = f"the optimizer, which is left out, could not be read: {str(error).splitlines()[0]}"
+        return {}, {}, (note,)
+    stray = [name for name in kinds if name not in found.weights]
+    if stray:
+        raise MappingError(
+            "optimizer states of parameters that the model does not have:\n" + list_problems(stray)
+        )
+    return kinds, {} if weights_only else groups, ()
+
+
+def _parameters(
+    optimizer: OptimizerKeys, found: StateDict, catalog: Catalog, values: SmallValues, rounds: Rounds
+) -> Iterator[tuple[str, Mapping[str, str], Mapping[str, Any]]]:
+    """(name, state keys by kind, fields of its group) of every parameter of an optimizer."""
+    fields = {
+        owner: {field: _value(key, catalog, values) for field, key in keys.items()}
+        for owner, keys in optimizer.groups.items()
+    }
+    if optimizer.form == "flattened":
+        for name, states in optimizer.states.items():
+            yield name, states, fields.get(name, _EMPTY)
+        return
+    ordered = [fields[owner] for owner in sorted(fields, key=int)]
+    members = group_members(optimizer, catalog, values)
+    plain = [{field: value for field, value in group.items() if field != "params"} for group in ordered]
+    if optimizer.form == "by_name":
+        for group, names in zip(plain, members, strict=True):
+            yield from ((name, optimizer.states[name], group) for name in names if name in optimizer.states)
+        return
+    named, masters = numbered(optimizer, members, found, catalog, rounds)
+    for group, numbers in zip(plain, members, strict=True):
+        for number in numbers:
+            beside = {MASTER: masters[number]} if number in masters else {}
+            states = beside | dict(optimizer.states.get(str(number), {}))
+            if states:
+                yield named[number], states, group
+
+
+def numbered(
+    optimizer: OptimizerKeys,
+    members: list[list[int]],
+    found: StateDict,
+    catalog: Catalog,
+    rounds: Rounds | None,
+) -> tuple[dict[int, str], dict[int, str]]:
+    """The name and the master's key of every number; masters stand for the 16-bit parameters of a group in order.
+
+    Raises:
+        MappingError: see `name_numbers`, or masters that are more or fewer than 16-bit parameters.
+    """
+    parameters = {
+        name: catalog.tensors[key].shape for name, key in found.weights.items() if not name.endswith(BUFFERS)
+    }
+    shapes = {int(n): shape for n, keys in optimizer.states.items() if (shape := _shape(keys, catalog))}
+    masters = _numbered_masters(optimizer, members)
+    shapes |= {number: catalog.tensors[key].shape for number, key in masters.items()}
+
+    def proves(name: str, number: int) -> bool:
+        return (
+            number not in masters or rounds is None or rounds(catalog, found.weights[name], masters[number])
+        )
+
+    return name_numbers(members, parameters, shapes, proves if masters and rounds else None), masters
+
+
+def owners(
+    optimizer: OptimizerKeys, found: StateDict, catalog: Catalog, values: SmallValues
+) -> dict[str, str]:
+    """The parameter of every state's and every master's key; of numbers as far as order and shapes tell.
+
+    Raises:
+        MappingError: they leave a choice, or do not fit the model.
+    """
+    names: Mapping[str, str] = {name: name for name in optimizer.states}
+    masters: dict[str, str] = {}
+    if optimizer.form == "by_number":
+        members = group_members(optimizer, catalog, values)
+        of_number, kept = numbered(optimizer, members, found, catalog, None)
+        names = {str(number): name for number, name in of_number.items()}
+        masters = {key: of_number[number] for number, key in kept.items()}
+    return masters | {
+        key: names[owner]
+        for owner, keys in optimizer.states.items()
+        for kind, key in keys.items()
+        if kind != STEP and owner in names
+    }
+
+
+def group_members(optimizer: OptimizerKeys, catalog: Catalog, values: SmallValues) -> list[list[Any]]:
+    """The names or numbers of the parameters of each group, where groups list them.
+
+    Raises:
+        MappingError: a group lists something else.
+    """
+    wanted = int if optimizer.form == "by_number" else str
+    found: list[list[Any]] = []
+    for owner in sorted(optimizer.groups, key=int):
+        key = optimizer.groups[owner].get("params")
+        listed = [] if key is None else _value(key, catalog, values)
+        if not isinstance(listed, list | tuple) or any(type(name) is not wanted for name in listed):
+            raise MappingError(f"{key}: expected the {'numbers' if wanted is int else 'names'} of parameters")
+        found.append(list(listed))
+    return found
+
+
+def _numbered_masters(optimizer: OptimizerKeys, members: list[list[int]]) -> dict[int, str]:
+    if not optimizer.masters:
+        return {}
+    held = Counter(group for group, _ in optimizer.masters)
+    counts = [held[group] for group in range(len(members))]
+    wrong = [g for g, (have, group) in enumerate(zip(counts, members, strict=True)) if have != len(group)]
+    if wrong or sum(counts) != len(optimizer.masters):
+        raise MappingError(
+            f"the optimizer's groups have {list(map(len, members))} parameters and {counts} fp32 masters: which of "
+            "them have one is not known. Take the weights alone with --weights-only"
+        )
+    return {members[g][place]: key for (g, place), key in optimizer.masters.items()}
+
+
+def megatron_fields(fields: Mapping[str, Any], step: float | None) -> Mapping[str, Any]:
+    """A group's fields without those that `write` filled in for torch's Adam, of which Megatron has no knowledge.
+
+    Its fused Adam is the one that corrects biases on demand; that keeps its step, a whole number, in the group.
+    """
+    kept = {name: value for name, value in fields.items() if name != INITIAL_LR or "max_lr" not in fields}
+    if "bias_correction" not in fields:
+        return kept
+    own = {name: value for name, value in kept.items() if name not in ADAM_FIELDS}
+    return own if step is None or "step" in own else own | {"step": int(step) if step.is_integer() else step}
+
+
+def _shape(keys: Mapping[str, str], catalog: Catalog) -> tuple[int, ...] | None:
+    """The shape of a parameter, as its states tell it."""
+    shapes = [
+        catalog.tensors[key].shape for kind, key in keys.items() if kind != STEP and key in catalog.tensors
+    ]
+    return next((shape for shape in shapes if shape), None)
+
+
+def _value(key: str, catalog: Catalog, values: SmallValues) -> Any:
+    """A group's field: an object, or a number that was kept as a tensor."""
+    if key in catalog.objects:
+        return values.load(catalog.objects[key].item)
+    return step_number(values.tensor(catalog.tensors[key]))
+
+
+def _tensor(
+    name: str, key: str, states: Mapping[str, str], catalog: Catalog, values: SmallValues
+) -> FsdpTensor:
+    """A weight and its states as they stand.
+
+    Raises:
+        MappingError: a state has another shape.
+    """
+    weight = catalog.tensors[key]
+    kept: dict[str, TensorEntry] = {WEIGHT: weight}
+    step = None
+    for kind, of in states.items():
+        if kind == STEP:
+            step = float(_value(of, catalog, values))
+        elif of in catalog.tensors:
+            kept[kind] = catalog.tensors[of]
+        else:
+            raise MappingError(f"{of}: expected a tensor, found an object")
+    wrong = [entry.key for entry in kept.values() if entry.shape != weight.shape]
+    if wrong:
+        raise MappingError(f"{key} is {weight.shape}, its states have other shapes:\n{list_problems(wrong)}")
+    return FsdpTensor(
+        _unwrapped(name),
+        weight.shape,
+        {kind: entry.dtype for kind, entry in kept.items()},
+        {kind: (Source(entry.key),) for kind, entry in kept.items()},
+        step,
+    )
+
+
+def _unwrapped(name: str) -> str:
+    """Without the segments that wrappers (DDP, Megatron-FSDP) put in front."""
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
+
+
+def _nested(
+    found: StateDict, catalog: Catalog, values: SmallValues
+) -> tuple[dict[tuple[str | int, ...], object], Iterable[str]]:
+    """The leaves of nested states by path, and a line for each key that is left out.
+
+    Raises:
+        MappingError: keys that nothing accounts for.
+    """
+    nested: dict[tuple[str | int, ...], object] = {}
+    dropped, unknown = list[str](), list[str]()
+    for key in found.others:
+        if key.startswith(NESTED_STATES):
+            of_tensor = key in catalog.tensors
+            value = (
+                values.tensor(catalog.tensors[key]) if of_tensor else values.load(catalog.objects[key].item)
+            )
+            nested[nested_path(catalog, key)] = value
+        elif key not in COMMON_ITEMS:
+            why = next((why for glob, why in _DROPPED if fnmatchcase(key, glob)), None)
+            (dropped if why else unknown).append(f"{key}: {why}" if why else key)
+    if unknown:
+        raise MappingError(
+            "the checkpoint holds keys that no rule accounts for; leave them out with --ignore-keys GLOB if the "
+            "target can do without them:\n" + list_problems(unknown)
+        )
+    return nested, dropped
+
+
+def _rng(tree: Any) -> dict[tuple[int, int], object]:
+    """Rng states by (pp, tp): `torch_dcp` keeps those of the only model-parallel rank without saying so."""
+    if isinstance(tree, list):
+        return {(0, 0): tree}
+    return {rank: states for name, states in tree.items() if (rank := rank_of(str(name)))}

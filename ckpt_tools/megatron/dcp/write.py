@@ -1,0 +1,185 @@
+"""WRITE plain DCP: a Megatron model as the state dict of the running module, for whatever PyTorch program loads it::
+
+    model.<name>                               the fp32 master, or the weight where none is stored
+    optimizer.state.<name>.<state>             exp_avg, exp_avg_sq, and `step` as a number of no dimensions
+    optimizer.param_groups.<name>.<field>      every field of the parameter's group
+    opt_param_scheduler.<field>, rng_state.(pp, tp).<i>.<name>, args, iteration, ...
+
+That is ``{"model": model.state_dict(), "optimizer": get_optimizer_state_dict(...)}``, the latter flattened.
+Names are those of the running module: gate and up of an fc1 are one tensor, fused projections are fused. Fields that
+torch's Adam has and the groups lack are filled in with its defaults, since it asks for each of its own.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ckpt_tools.megatron.dcp.adam_fields import ADAM_FIELDS, DECOUPLED, INITIAL_LR
+from ckpt_tools.megatron.fsdp_dtensor.kept import optimizer_name, told_kinds
+from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter
+from ckpt_tools.megatron.fsdp_dtensor.tensors import (
+    backfill_groups,
+    check_states,
+    live_value,
+    model_tensors,
+    roles_of,
+)
+from ckpt_tools.megatron.fsdp_dtensor.write import (
+    FsdpTarget,
+    Part,
+    TargetOptions,
+    check_options,
+    choose_dialect,
+    choose_memberships,
+    choose_parameters,
+    choose_style,
+    choose_vocab,
+    common_part,
+    dialect_notes,
+    renamed,
+    unread_note,
+    writer_tp,
+)
+from ckpt_tools.megatron.keys import state_role
+from ckpt_tools.megatron.names import Dialect
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.expected import expected_states, refuse_missing_states
+from ckpt_tools.megatron.torch_dist.other_optimizers import mixes_lion_and_adam
+from ckpt_tools.megatron.vocab import told_tokens, vocabulary
+from ckpt_tools.model.model import Model
+from ckpt_tools.model.roles import MASTER
+from ckpt_tools.model.target import InlineTensor, Target, TargetObject, TargetTensor
+
+MODEL, OPTIMIZER = "model", "optimizer"
+_NOT_NAMED = "only Adam's states and groups have names that torch's optimizers ask for here"
+_ADAM = frozenset({"exp_avg", "exp_avg_sq"})
+_APART = frozenset(
+    {"params", "step"}
+)  # the parameters have the fields, and Adam's steps stand among its states
+
+
+def build_dcp_target(model: Model, options: TargetOptions) -> FsdpTarget:
+    """Everything the plain state dict of `model` must contain.
+
+    Raises the errors of `build_fsdp_target`, but for gated projections: they stay whole.
+    """
+    check_options(options)
+    dialect = running_names(choose_dialect(model, options))
+    style, notes = choose_style(model, options)
+    tp = options.tp or writer_tp(model).ranks
+    found = choose_parameters(model, options, style, dialect, tp, halves=False)
+    notes += dialect_notes(found, model, dialect, options)
+    vocab = choose_vocab(model, options, found)
+    weights = [tensor for p in vocab.parameters for tensor in model_tensors(p, MODEL, options.dtype)]
+    optimizer = _optimizer(model, options, vocab.parameters)
+    common = common_part(model, options, dialect, tp)
+    dropped = (*model.dropped, *optimizer.dropped, *common.dropped)
+    target = Target(
+        tensors=(*weights, *optimizer.tensors),
+        inline=(*optimizer.inline, *common.inline),
+        objects=(*optimizer.objects, *common.objects),
+        dropped=tuple(line.replace("fsdp_dtensor", "a plain state dict") for line in dropped),
+        renamed=renamed(vocab.parameters),
+        backfilled=optimizer.backfilled,
+        notes=(*unread_note(model), *model.notes, *notes, *vocab.notes, *optimizer.notes, *common.notes),
+    )
+    args = model.common.args or model.common.model_config
+    told = told_tokens(args)
+    return FsdpTarget(
+        target,
+        tuple(vocab.parameters),
+        optimizer.memberships,
+        dialect,
+        style,
+        vocab,
+        vocabulary(((p.name, p.shape) for p in vocab.parameters), args, options.vocab_size),
+        options.vocab_size or (told[0] if len(told) == 1 else None),
+    )
+
+
+def running_names(dialect: Dialect) -> Dialect:
+    """The dialect with the names of the running module in the place of those that its checkpoints have."""
+    return replace(
+        dialect, mtp_in_state=dialect.mtp_in_groups, mla_fused_in_state=True, gdn_fused_in_state=True
+    )
+
+
+def _optimizer(model: Model, options: TargetOptions, parameters: Sequence[LiveParameter]) -> Part:
+    """States, steps and group fields of every trained parameter; nothing for a conversion of weights."""
+    if options.weights_only:
+        return Part()
+    if model.optimizer_layout is not None or model.groups:
+        refuse_missing_states(model.roles, expected_states(model.common, model.groups))
+    if model.optimizer_layout is None:
+        return Part()
+    trained = [p for p in parameters if roles_of(p)]
+    check_states(trained, MASTER in model.roles, mixes_lion_and_adam(model.common))
+    if model.own_optimizer is not None:
+        return Part(
+            dropped=(f"optimizer states {told_kinds(trained)}: {_NOT_NAMED}",),
+            notes=(f"no optimizer is written: {_NOT_NAMED}, and the source's is {optimizer_name(model)}",),
+        )
+    groups, filled = backfill_groups(model.groups, model.scheduler, model.step)
+    more = _adam_fields(model, trained)
+    memberships, map_notes = choose_memberships(model, options, trained)
+    lacking = [name for name in more if any(name not in group for group in groups)]
+    groups = [_with_initial_lr(dict(more) | group) for group in groups]
+    return Part(
+        tensors=tuple(tensor for p in trained for tensor in _states(p)),
+        inline=tuple(_step(p, groups[memberships[p.group_name].group]) for p in trained),
+        objects=tuple(o for p in trained for o in _fields(p, groups[memberships[p.group_name].group])),
+        backfilled=(
+            *filled,
+            *(f"group field {name} = {more[name]!r}: torch's default" for name in lacking),
+            f"group field {INITIAL_LR}: the highest rate, which torch's schedulers multiply",
+        ),
+        notes=tuple(map_notes),
+        memberships=memberships,
+    )
+
+
+def _adam_fields(model: Model, trained: Sequence[LiveParameter]) -> Mapping[str, Any]:
+    """What torch's Adam asks of every group; nothing of another optimizer."""
+    if any(set(roles_of(p)) - {MASTER} != _ADAM for p in trained):
+        return {}
+    return {**ADAM_FIELDS, DECOUPLED: bool(model.common.arg(DECOUPLED, ADAM_FIELDS[DECOUPLED]))}
+
+
+def _with_initial_lr(group: Mapping[str, Any]) -> dict[str, Any]:
+    """With the rate that torch's schedulers multiply."""
+    first = group.get("max_lr")
+    return {INITIAL_LR: group.get("lr") if first is None else first, **group}
+
+
+def _states(parameter: LiveParameter) -> Iterator[TargetTensor]:
+    """The optimizer's tensors; masters stand in the place of weights."""
+    for kind in roles_of(parameter):
+        if kind == MASTER:
+            continue
+        value = live_value(parameter, kind)
+        inner = f"state.{parameter.name}.{kind}"
+        yield TargetTensor(
+            key=f"{OPTIMIZER}.{inner}",
+            dtype=value.dtype,
+            shape=parameter.shape,
+            sources=value.sources,
+            path=(OPTIMIZER, inner),
+            zero_filled=value.zero_filled,
+            parameter=parameter.name,
+            role=state_role(kind),
+        )
+
+
+def _step(parameter: LiveParameter, group: Mapping[str, Any]) -> InlineTensor:
+    inner = f"state.{parameter.name}.step"
+    data = struct.pack("<f", float(group["step"]))
+    return InlineTensor(f"{OPTIMIZER}.{inner}", "float32", (), data, (OPTIMIZER, inner))
+
+
+def _fields(parameter: LiveParameter, group: Mapping[str, Any]) -> Iterator[TargetObject]:
+    for name, value in group.items():
+        if name not in _APART:
+            inner = f"param_groups.{parameter.group_name}.{name}"
+            yield TargetObject(f"{OPTIMIZER}.{inner}", value, (OPTIMIZER, inner))
