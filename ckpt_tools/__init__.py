@@ -61,6 +61,8 @@ _PUBLIC = {
     "slice_layers": "commands.slice",
     "AverageOptions": "commands.average",
     "average_checkpoints": "commands.average",
+    "MergeOptions": "commands.merge_adapter",
+    "merge_adapter": "commands.merge_adapter",
     "strip_checkpoint": "commands.strip",
     "RepairOptions": "commands.repair",
     "repair_checkpoint": "commands.repair",
@@ -91,6 +93,8 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
     from ckpt_tools.commands.inspect import inspect_checkpoint as inspect_checkpoint
     from ckpt_tools.commands.load_dtensors import load_dtensors as load_dtensors
     from ckpt_tools.commands.ls import list_run as list_run
+    from ckpt_tools.commands.merge_adapter import MergeOptions as MergeOptions
+    from ckpt_tools.commands.merge_adapter import merge_adapter as merge_adapter
     from ckpt_tools.commands.modify import modify_state_dict as modify_state_dict
     from ckpt_tools.commands.placements import Layout as Layout
     from ckpt_tools.commands.plan import plan_checkpoint as plan_checkpoint

@@ -7,6 +7,9 @@ import sys
 
 from ckpt_tools import CkptError, RepairOptions, repair_checkpoint
 
+if len(sys.argv) != 3:
+    sys.exit(__doc__)
+
 source, output = sys.argv[1:]
 try:
     done = repair_checkpoint(source, output, RepairOptions(overwrite=True))

@@ -12,11 +12,14 @@ import pytest
 
 import ckpt_tools
 from tests.conftest import DATA, REPO
+from tests.megatron.adapter_checkpoints import lora
 
 SCRIPTS = sorted((REPO / "example-scripts").glob("*.py"))
 RUN = DATA / "core019_llama_tp2_fully_reshardable"
 FSDP = DATA / "core019_llama_tp2_native_fsdp_dtensor"
 MOE = DATA / "core019_moe_ep2_fully_reshardable"
+
+ADAPTER = "an adapter of RUN"
 
 # script -> arguments (numbers: outputs), exit code, what it must say
 CASES: dict[str, tuple[list[object], int, str]] = {
@@ -30,6 +33,7 @@ CASES: dict[str, tuple[list[object], int, str]] = {
     "library_preflight": ([FSDP, "--", "--use-torch-fsdp2"], 1, "error: use_torch_fsdp2 is on"),
     "library_edit": ([RUN, 1, 2], 0, "bfloat16 (32,)"),
     "library_average": ([1, 2, 3, RUN, RUN], 0, "shares of the mean: 0.90, 0.10"),
+    "library_merge_adapter": ([RUN, ADAPTER, 1, 2, 3], 0, "LlamaForCausalLM: 28 matrices"),
     "library_repair": ([RUN, 1], 0, "has none of the damage that repair knows"),
     "library_look": ([RUN, RUN, FSDP], 0, "no NaN in 60 tensors"),
     "library_group_map": ([MOE], 0, "model.module.decoder.layers.0."),
@@ -39,6 +43,7 @@ CASES: dict[str, tuple[list[object], int, str]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_example(name: str, tmp_path: Path) -> None:
     arguments, code, said = CASES[name]
+    arguments = [lora().save(tmp_path / "lora") if word is ADAPTER else word for word in arguments]
     words = [str(tmp_path / str(word)) if isinstance(word, int) else str(word) for word in arguments]
     launcher = [sys.executable]
     if name == "library_load_dtensors":

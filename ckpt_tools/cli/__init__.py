@@ -3,6 +3,8 @@
 * `app`: the program, and `main`: every outcome as an exit code
 * `commands`: the commands by name, built when asked for
 * `manual`: summaries, examples and exit codes of `--help`
+* `man_pages`: `man`
+* `completion`: what Tab offers of a checkpoint
 * `help`: how `--help` is laid out
 * `options`: what an option is: one row, from its spelling to its default
 * `table`: the rows that several commands share
@@ -16,6 +18,7 @@
 * `edit`: `modify-state-dict`, `slice`, `print-tensor`
 * `copy`: `copy`
 * `average`: `average`
+* `merge_adapter`: `merge-adapter`
 * `strip`: `strip`
 * `repair`: `repair`
 * `ls`: `ls`

@@ -10,6 +10,7 @@ import typer
 import typer.main
 from typer.core import TyperGroup
 
+from ckpt_tools.cli.completion import offer_values
 from ckpt_tools.cli.help import write_epilog, write_parameters, write_sections
 from ckpt_tools.cli.manual import PAGES
 
@@ -35,10 +36,12 @@ MODULES = {
     "slice": "edit",
     "copy": "copy",
     "average": "average",
+    "merge-adapter": "merge_adapter",
     "strip": "strip",
     "repair": "repair",
     "print-tensor": "edit",
     "env": "environment",
+    "man": "man_pages",
 }
 
 
@@ -63,7 +66,7 @@ class Commands(Mapping[str, Any]):
         app = typer.Typer(add_completion=False, rich_markup_mode=None)
         import_module(f"ckpt_tools.cli.{module}").register(app)
         app.registered_commands = [command for command in app.registered_commands if command.name == name]
-        return typer.main.get_command(app)
+        return offer_values(typer.main.get_command(app))
 
     def __iter__(self) -> Iterator[str]:
         return iter(MODULES)

@@ -12,9 +12,9 @@ from ckpt_tools.cli import table as t
 from ckpt_tools.cli.convert import AS_JSON, carry_out, to_hf
 from ckpt_tools.cli.job_sizes import JOB_SIZES, layout_of
 from ckpt_tools.cli.manual import page
-from ckpt_tools.cli.options import option
+from ckpt_tools.cli.options import flag, option
 from ckpt_tools.cli.signature import fill, with_options
-from ckpt_tools.model.choices import MegatronFormat
+from ckpt_tools.model.choices import MegatronFormat, Quantization
 
 # What is said otherwise than for `convert`.
 _EXPORTED = {
@@ -34,12 +34,24 @@ _EXPORTED = {
         int, "--tp", panel=t.MODEL,
         help="Tensor parallel size of the job that wrote an fsdp_dtensor checkpoint.",
     ),
+    "quantize": option(
+        Quantization, "--quantize", panel=t.MODEL,
+        help="Write linears as E4M3 codes with a scale for every 128 x 128 block, as DeepSeek-V3 is published. "
+             "--hf-config may ask for ue8m0 scales.",
+    ),
+    "peft": flag(
+        "--peft", panel=t.MODEL,
+        help="Write the checkpoint's adapter (LoRA), not its model; --hf-config names the base.",
+    ),
     "as_json": AS_JSON,
 }  # fmt: skip
 _IMPORTED = {
     "to": option(MegatronFormat, "--to", default="torch_dist", help="Format of the output."),
     "dtype": option(
         str, "--dtype", panel=t.MODEL, help="Element type of the weights. Default: the model's own."
+    ),
+    "adapter": option(
+        str, "--adapter", panel=t.MODEL, help="PEFT directory (LoRA) to merge into the model."
     ),
     "vocab_size_padded": option(
         int, "--vocab-size-padded", max=v.MAX_ROWS, panel=t.MODEL,
@@ -63,7 +75,7 @@ def register(app: typer.Typer) -> None:
     app.command(**page("export-hf"))(
         with_options(
             export,
-            t.RUNNING | t.READING | {"ignore_keys", "rules", "max_shard_bytes", "mtp_copies"},
+            t.RUNNING | t.READING | {"ignore_keys", "rules", "max_shard_bytes", "mtp_copies", "alpha"},
             _EXPORTED,
         )
     )
@@ -85,6 +97,8 @@ def export(
 
     A setting that changes what the model computes and that config.json cannot say is refused by its name (exit 5);
     one that this version does not know is named in the report.
+
+    With --peft the adapter (LoRA) that a checkpoint holds becomes a PEFT directory, by the names of its base.
     """
     run, iteration = to_hf(given), given["iteration"]
     carry_out(lambda progress: run(input_dir, output_dir, iteration, True, progress), given)

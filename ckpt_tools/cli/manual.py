@@ -14,6 +14,8 @@ PLACEHOLDERS = {
     "RUN": "a run with torch_dist checkpoints",
     "FSDP": "one with fsdp_dtensor checkpoints",
     "HF": "a Hugging Face model",
+    "LORA": "a Megatron adapter (LoRA) of RUN's model",
+    "PEFT": "a PEFT adapter of HF",
     "BAD": "a run with a damaged checkpoint",
     "DUMP": "a dump of --dump-param-to-param-group-map",
     "OUT": "what will be made",
@@ -104,11 +106,14 @@ PAGES = {
         ("A model directory for transformers", "export-hf RUN OUT"),
         ("With the tokenizer of the original", "export-hf FSDP OUT --hf-config HF"),
         ("In half precision and small files", "export-hf RUN OUT --dtype float16 --max-shard-size 2GB"),
+        ("In block FP8, as DeepSeek-V3 is published", "export-hf RUN OUT --quantize fp8-block"),
+        ("An adapter as a PEFT directory", "export-hf LORA OUT --peft --hf-config HF"),
     )),
     "import-hf": Page(CONVERT, "from Hugging Face", (
         ("For --finetune in 3D parallel", "import-hf HF OUT"),
         ("For Megatron-FSDP on 8 GPUs, with an optimizer that begins",
          "import-hf HF OUT --to fsdp_dtensor --dp-shard 8 --lr 1e-5 --min-lr 1e-6 --weight-decay 0.1"),
+        ("With an adapter merged in", "import-hf HF OUT --adapter PEFT"),
     )),
     "verify": Page(CHECK, "is it whole and sound?", (
         ("Files, metadata and meaning, without reading tensors", "verify RUN"),
@@ -153,6 +158,11 @@ PAGES = {
         ("As a moving average, for a program", "average RUN RUN RUN OUT --ema 0.9 --json"),
         ("Of Hugging Face models", "average HF HF OUT"),
     )),
+    "merge-adapter": Page(EDIT, "merge a LoRA adapter into its base", (
+        ("A Megatron adapter into its base", "merge-adapter RUN LORA OUT"),
+        ("See what would happen", "merge-adapter RUN LORA OUT --dry-run"),
+        ("A PEFT adapter into a Hugging Face model", "merge-adapter HF PEFT OUT"),
+    )),
     "strip": Page(EDIT, "the weights alone, in the same format", (
         ("Without optimizer, scheduler and rng states", "strip RUN OUT"),
         ("In half precision", "strip FSDP OUT --dtype bfloat16"),
@@ -166,6 +176,10 @@ PAGES = {
     "env": Page(PROGRAM_ITSELF, "versions and settings for a bug report", (
         ("To paste into an issue", "env"),
         ("What the file system of an output can do", "env . --json"),
+    )),
+    "man": Page(PROGRAM_ITSELF, "its man pages", (
+        ("Of one command, to read with man -l -", "man convert"),
+        ("Of all, where man looks if it is in ~/.local/share/man/man1", "man --output OUT"),
     )),
 }  # fmt: skip
 

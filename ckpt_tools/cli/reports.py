@@ -72,6 +72,10 @@ def masters_text(masters: Masters) -> str:
             return "left out; the stored weights are written"
         case "as_stored":
             return "the source keeps them in the place of weights; there is nothing to compare them with"
+        case "merged":
+            found = masters.found
+            proven = f"; before, {describe_masters(found, masters.mode)}" if found.tensors else ""
+            return f"the adapter was added to them, and weights are their rounding{proven}"
         case "written":
             if masters.mode == "none":
                 return "not checked (--check-masters none)"

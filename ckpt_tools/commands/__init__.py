@@ -35,6 +35,7 @@
 * `export_hf`: `export-hf`
 * `export_source`: what an export reads
 * `import_hf`: `import-hf`
+* `export_peft`: `export-hf --peft`
 * `hf_parts`: what exports and imports share
 * `verify`: `verify`
 * `diff`: `diff`
@@ -51,6 +52,9 @@
 * `restart`: `strip --fresh-optimizer`
 * `average`: `average`
 * `mean_targets`: of which stored tensors each tensor of a mean is made
+* `merge_adapter`: `merge-adapter`
+* `adapter_source`: a Megatron checkpoint that holds a low-rank adapter
+* `peft_source`: a PEFT directory, merged into a Hugging Face model's tensors
 * `rewrite`: what the editing commands share
 * `environment`: `env`
 """

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import get_args
 
 from ckpt_tools.commands.conversion import Conversion, Progress, SourceOptions, Writer, convert, open_source
 from ckpt_tools.commands.conversion_report import ConversionReport
+from ckpt_tools.commands.export_peft import plan_peft
 from ckpt_tools.commands.export_source import ExportSource, read_export_source
 from ckpt_tools.commands.hf_parts import (
     CONFIG,
@@ -26,11 +28,14 @@ from ckpt_tools.execute.run import Output
 from ckpt_tools.formats.detect import Location
 from ckpt_tools.formats.files import AnyPath, Files, path_text
 from ckpt_tools.formats.safetensors import INDEX_FILE
+from ckpt_tools.megatron.huggingface.block_fp8 import block_fp8_of, quantized_tensors
 from ckpt_tools.megatron.huggingface.checks import Spec
+from ckpt_tools.megatron.huggingface.quantized import SETTINGS
 from ckpt_tools.megatron.huggingface.shard_files import DEFAULT_SHARD_SIZE, Shard, pack_shards, shard_index
 from ckpt_tools.megatron.huggingface.targets import Exported, export_targets
 from ckpt_tools.megatron.rebase import rebase
 from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.choices import Quantization
 from ckpt_tools.model.dtypes import CASTABLE, itemsize
 from ckpt_tools.model.target import InlineTensor, Target, TargetTensor
 from ckpt_tools.plan.weight_files import WeightFile, build_safetensors_plan
@@ -47,6 +52,9 @@ class ExportOptions(SourceOptions):
     max_shard_bytes: int = DEFAULT_SHARD_SIZE
     mtp_copies: bool = False
     tp: int | None = None  # tensor-parallel size of the job that wrote an fsdp_dtensor checkpoint
+    quantize: Quantization | None = None
+    peft: bool = False  # the checkpoint's adapter (LoRA) as a PEFT directory
+    alpha: float | None = None  # its scale times its rank, where nothing stored tells it
 
 
 def export_hf(
@@ -106,7 +114,11 @@ def export_tensors(opened: Opened, options: ExportOptions) -> ExportTensors:
 def plan_export(opened: Opened, options: ExportOptions, world: int = 1) -> Conversion:
     """Everything up to the first byte; the files do not depend on how many processes write them."""
     del world
-    made = export_tensors(opened, options)
+    if options.peft:
+        return plan_peft(opened, options)
+    if options.alpha is not None:
+        raise UsageError("--alpha: it is that of an adapter, which --peft writes")
+    made = _as_asked(export_tensors(opened, options), options)
     source, exported = made.source, made.exported
     sizes = {t.key: prod(t.shape) * itemsize(t.dtype) for t in made.ready}
     shards = pack_shards(sizes.items(), options.max_shard_bytes)
@@ -129,6 +141,26 @@ def plan_export(opened: Opened, options: ExportOptions, world: int = 1) -> Conve
         must_round=source.must_round,
         fp8_recipe=source.fp8_recipe,
         advice="Without --dtype the stored weights are exported.",
+    )
+
+
+def _as_asked(made: ExportTensors, options: ExportOptions) -> ExportTensors:
+    """The tensors, quantized where that is asked for, and the config.json that says so."""
+    if options.quantize is None:
+        return made
+    known = get_args(Quantization)
+    if options.quantize not in known:
+        raise UsageError(f"--quantize {options.quantize}: {', '.join(known)} is written")
+    how = block_fp8_of(read_config(options.hf_config) if options.hf_config else None)
+    found = quantized_tensors(made.ready, made.source.catalog, made.exported.family, how)
+    tensors = tuple(t for t in found.tensors if isinstance(t, TargetTensor))
+    config = {**made.exported.config, SETTINGS: found.settings}
+    return replace(
+        made,
+        source=replace(made.source, catalog=found.catalog),
+        exported=replace(made.exported, tensors=tensors, config=config),
+        ready=found.tensors,
+        notes=(*made.notes, found.note),
     )
 
 

@@ -21,6 +21,7 @@ from ckpt_tools.commands.hf_parts import (
 )
 from ckpt_tools.commands.opened import Opened
 from ckpt_tools.commands.outputs import MAX_DIGITS, in_root, refuse_overlap
+from ckpt_tools.commands.peft_source import merge_peft, peft_files
 from ckpt_tools.commands.placements import Layout
 from ckpt_tools.commands.target_job import TargetJob, said_tp
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, planned, prepare_model
@@ -32,6 +33,7 @@ from ckpt_tools.execute.run import Output
 from ckpt_tools.formats.detect import Location
 from ckpt_tools.formats.files import AnyPath, open_files, path_text
 from ckpt_tools.formats.hub_cache import snapshot_of
+from ckpt_tools.formats.joined_files import FilesBeside
 from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.formats.unpickle import StandIn, TorchDtype, stand_in
 from ckpt_tools.megatron.common_state import CommonState
@@ -72,6 +74,7 @@ class ImportOptions(RunOptions):
     )  # None for its `fresh_optimizer`: if it is needed
     layout: Layout | None = None
     iteration: int | None = None  # None: a release, or 1 with an optimizer
+    adapter: str | None = None  # a PEFT directory to merge into the model
 
 
 def import_hf(
@@ -140,6 +143,10 @@ def read_huggingface(opened: Opened, options: ImportOptions) -> tuple[Imported, 
     catalog, frequencies = without_frequencies(catalog)
     plain = dequantized(catalog, read_config(opened.location.path), opened.files)
     catalog, specs = plain.catalog, plain.specs
+    merged = None
+    if options.adapter is not None:
+        merged = merge_peft(catalog, options.adapter, bool(plain.config.get("tie_word_embeddings")))
+        catalog, specs = merged.catalog, merged.specs(specs)
     imported = import_targets(
         specs,
         plain.config,
@@ -151,7 +158,7 @@ def read_huggingface(opened: Opened, options: ImportOptions) -> tuple[Imported, 
     own = {key: Value(spec.dtype, spec.shape, (Source(key),)) for key, spec in specs.items()}
     prove_equal(opened.files, catalog, own, imported.equal)
     dropped = (*(f"{key}: no content of its own" for key in imported.dropped), *frequencies, *plain.dropped)
-    notes = (*plain.notes, *imported.notes, *unread_notes(opened.files))
+    notes = (*plain.notes, *(merged.notes if merged else ()), *imported.notes, *unread_notes(opened.files))
     imported = replace(imported, dropped=dropped, notes=notes)
     shapes = imported.shapes
     tensors = {key: seen_as(entry, shapes.get(key, entry.shape)) for key, entry in catalog.tensors.items()}
@@ -246,7 +253,7 @@ def _local_name(name: str, has_mla: bool) -> str:
     return fuse_local_norm(name)
 
 
-def _open(source: str, _options: ImportOptions) -> Opened:
+def _open(source: str, options: ImportOptions) -> Opened:
     folder = snapshot_of(source)
     files = open_files(folder)
     try:
@@ -254,11 +261,15 @@ def _open(source: str, _options: ImportOptions) -> Opened:
     except BaseException:
         files.close()
         raise
+    if options.adapter is not None:
+        files = FilesBeside(files, [peft_files(options.adapter)])
     return Opened(Location("safetensors", folder), files, catalog, CommonState({}, None))
 
 
 def _place(source: str, location: Location, output: str, options: ImportOptions) -> Output:
     refuse_overlap(source, location, output)
+    if options.adapter is not None:
+        refuse_overlap(options.adapter, location, output)
     return in_root(output, completed(options).iteration, options.overwrite, options.resume)
 
 

@@ -25,6 +25,7 @@ from ckpt_tools.model.without_gc import without_gc
 from ckpt_tools.sharding.parameters import Parameter, part_boxes, part_names
 from ckpt_tools.sharding.placement import MeshAxis, Placement
 from ckpt_tools.sharding.topology import Topology
+from ckpt_tools.torch_extra import require_torch
 
 if TYPE_CHECKING:
     import torch
@@ -69,9 +70,10 @@ def load_dtensors(
         options: as for a conversion.
 
     Raises:
-        UsageError: a mesh whose axes are not known, or a layout that is impossible on it.
+        UsageError: torch is not installed; a mesh whose axes are not known, or a layout that is impossible on it.
         Otherwise the errors of `convert_to_fsdp_dtensor` up to its plan, and of reading.
     """
+    require_torch("load_dtensors")
     path = path_text(path)
     if layout == "even":
         raise UsageError("layout even says how files are cut, not what a job holds; choose another layout")

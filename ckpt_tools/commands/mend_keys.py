@@ -119,7 +119,7 @@ def _take_masters(catalog: Catalog, made: MendedKeys) -> None:
         made.taken_from[weight.key] = key
         del made.names[key]
     if problems:
-        raise MappingError("masters that fit no weight:\n" + list_problems(problems))
+        raise MappingError("masters that fit no weight:\n" + list_problems(problems), problems)
     if made.must_round:
         count = len(made.must_round)
         made.changes.append(
@@ -155,7 +155,7 @@ def _name_groups(catalog: Catalog, made: MendedKeys, same: Callable[[str, str], 
             problems.append(f"{key} and {first} differ")
     if problems:
         raise MappingError(
-            "group fields that would get one name do not say the same:\n" + list_problems(problems)
+            "group fields that would get one name do not say the same:\n" + list_problems(problems), problems
         )
     if renamed:
         proof = (
@@ -185,7 +185,7 @@ def _number_layers(catalog: Catalog, common: CommonState, made: MendedKeys) -> N
         *_misfits(catalog, {name: key for key, name in names.items()}),
     ]
     if problems:
-        raise MappingError(f"{found}. They cannot be given others:\n{list_problems(problems)}")
+        raise MappingError(f"{found}. They cannot be given others:\n{list_problems(problems)}", problems)
     for name, key in weights.items():
         if names[key] != name:
             made.names[key] = f"{key[: len(key) - len(name)]}{names[key]}"

@@ -104,7 +104,8 @@ def refuse_unproven(damaged: Sequence[Damage]) -> None:
         raise VerificationError(
             f"{len(unproven)} weights do not round from their masters, and nothing shows which of the two is "
             f"wrong:\n{list_problems(unproven)}\nIf you know that the masters are right, --trust-masters takes them; "
-            "a job that resumes does so after its first step"
+            "a job that resumes does so after its first step",
+            unproven,
         )
 
 

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from ckpt_tools import errors
 from ckpt_tools.errors import CkptError, StorageError, UsageError
 from ckpt_tools.execute.heartbeat import Line
+from ckpt_tools.torch_extra import require_torch
 
 T = TypeVar("T")
 
@@ -214,8 +215,10 @@ def _line(rank: int, world: int, environ: Mapping[str, str]) -> tuple[Line, str]
     """This process's line to the job's store, and a topic that all ranks call by the same name.
 
     Raises:
+        UsageError: torch, whose store this is, is not installed.
         StorageError: the store cannot be reached.
     """
+    require_torch(f"a job of {world} processes that share one conversion")
     host = environ.get("MASTER_ADDR") or _first_host(environ.get("SLURM_STEP_NODELIST", ""))
     port = int(environ.get("MASTER_PORT") or 20000 + int(environ.get("SLURM_JOB_ID", "0")) % 20000)
     hosted = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent runs the store

@@ -292,17 +292,26 @@ def _frame_of(item: OutputItem) -> Frame:
     return make(item.dtype, item.box.size)
 
 
+def _width(transfer: Transfer | Computation) -> int:
+    """Bytes that an element of its result takes, or those of what it is computed from."""
+    width = itemsize(transfer.dtype)
+    if isinstance(transfer, Computation) and transfer.box.volume:
+        inputs = sum(o.box.volume * itemsize(o.dtype) for o in transfer.operands)
+        width = max(width, -(-inputs // transfer.box.volume))
+    return width
+
+
 def _tiles(
     item: OutputItem, segment: Segment, tile_bytes: int
 ) -> Iterator[tuple[Box, Sequence[Transfer | Computation]]]:
     """Boxes that fit the buffers, in payload order, each with the transfers that meet it."""
-    width = max([itemsize(item.dtype), *(itemsize(t.dtype) for t in segment.transfers)])
+    width = max([itemsize(item.dtype), *map(_width, segment.transfers)])
     if any(isinstance(t, Computation) for t in segment.transfers):
         width *= _KERNEL_COPIES
     elif any(t.dtype != item.dtype for t in segment.transfers):
         width *= _CAST_COPIES
     index = BoxIndex([t.box for t in segment.transfers]) if len(segment.transfers) > 1 else None
-    for tile in row_major_tiles(segment.box, tile_bytes // width):
+    for tile in row_major_tiles(segment.box, max(1, tile_bytes // width)):
         if index is None:
             yield tile, segment.transfers
         else:

@@ -60,6 +60,28 @@ class JoinedFiles:
         """Nothing: the folders stay their owners'."""
 
 
+class FilesBeside(JoinedFiles):
+    """The files of one folder under their own names, and those of others as joined folders have them; closes all."""
+
+    def __init__(self, first: Files, others: Iterable[Files]) -> None:
+        others = tuple(others)
+        super().__init__((first, *others))
+        self._first = first
+        self.location = first.location
+
+    def part(self, name: str) -> tuple[Files, str]:
+        """The folder that a file is in, and its name there."""
+        inside = any(name.startswith(f"{place}/") for place in self._parts)
+        return super().part(name) if inside else (self._first, name)
+
+    def list(self) -> list[str]:
+        return self._first.list()
+
+    def close(self) -> None:
+        for part in self.parts:
+            part.close()
+
+
 def joined_name(part: Files, name: str) -> str:
     """What a file of `part` is called among joined folders."""
     return f"{part.location.rstrip('/')}/{name}"

@@ -8,6 +8,8 @@
 * `views`: how a tensor is seen in the coordinates of another: index arithmetic, moved as bytes
 * `kernels`: values that are computed from stored tensors, a tile at a time
 * `packed_kernels`: kernels for weights of 4 bits
+* `quantize_kernels`: kernels that write block FP8
+* `low_rank`: a kernel that merges a low-rank adapter (LoRA) into a weight
 * `expressions`: values made of views, and tensors made by kernels
 * `roles`: what a value of a parameter is: the weight, its master, a state
 * `model`: `Model`, `Parameter`: what a checkpoint says, free of its format

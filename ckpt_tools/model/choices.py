@@ -19,6 +19,8 @@ CheckLevel: TypeAlias = Literal["sample", "all", "none"]
 """How much of fp32 masters is compared with weights: a few rows of every tensor, everything, or nothing."""
 SourceCheck: TypeAlias = Literal["all", "none"]
 """Whether every payload that is read from must have the checksum its writer stored."""
+Quantization: TypeAlias = Literal["fp8-block"]
+"""How weights of an export are quantized."""
 NanPolicy: TypeAlias = Literal["bits", "equal", "different"]
 """When two NaNs are equal: when their bits are, always, or never."""
 DiffBy: TypeAlias = Literal["auto", "keys", "parameters", "huggingface"]

@@ -312,9 +312,14 @@ class WeightedMean(_Elementwise):
         with np.errstate(invalid="ignore"):  # infinities of both signs make a NaN
             for weight, tile in zip(self.weights, tiles, strict=True):
                 total += weight * cast(tile, self.dtype, "float64")
-        if self.dtype in ("bfloat16", "float16"):  # which a cast reaches by way of float32
-            return cast(_rounded_to_odd(total), "float32", self.dtype)
-        return cast(total, "float64", self.dtype)
+        return rounded_once(total, self.dtype)
+
+
+def rounded_once(values: Array, dtype: str) -> Array:
+    """Doubles as `dtype`, rounded to nearest even once."""
+    if dtype in ("bfloat16", "float16"):  # which a cast reaches by way of float32
+        return cast(_rounded_to_odd(values), "float32", dtype)
+    return cast(values, "float64", dtype)
 
 
 def _rounded_to_odd(values: Array) -> Array:

@@ -63,14 +63,14 @@ OPTIONS = {
     ),
     "export-hf": (
         "--check-source "
-        "--hf-config --rules --dtype --vocab-size --max-shard-size --mtp-copies --tp --iteration "
-        "--ignore-keys --overwrite --resume --dry-run --workers --threads --max-memory --fsync "
-        "--direct --quiet -q --json --report --trust-pickle --enable-msc --follow-links"
+        "--hf-config --rules --dtype --vocab-size --max-shard-size --mtp-copies --quantize --peft --alpha --tp "
+        "--iteration --ignore-keys --overwrite --resume --dry-run --workers --threads --max-memory --fsync --direct "
+        "--quiet -q --json --report --trust-pickle --enable-msc --follow-links"
     ),
     "import-hf": (
         "--follow-links --check-source "
         "--fresh-optimizer --no-fresh-optimizer --lr --min-lr --weight-decay --adam-beta1 --adam-beta2 --adam-eps "
-        "--to --rules --dtype --vocab-size-padded --target --layer-spec --experts --layout --world-size "
+        "--to --rules --adapter --dtype --vocab-size-padded --target --layer-spec --experts --layout --world-size "
         "--gpus --dp-shard --dp-outer --tp --cp --ep --etp --pp --strategy --outer-strategy --iteration "
         "--overwrite --resume --dry-run --workers --threads --max-memory --fsync --direct --quiet -q --json --report "
         "--enable-msc"
@@ -107,6 +107,10 @@ OPTIONS = {
         "--weights --ema --iteration --check-source --overwrite --resume --workers --threads --max-memory "
         "--json --quiet -q --trust-pickle --enable-msc --follow-links"
     ),
+    "merge-adapter": (
+        "--alpha --iteration --ignore-keys --check-source --overwrite --resume --dry-run --workers --threads "
+        "--max-memory --fsync --direct --quiet -q --json --report --trust-pickle --enable-msc --follow-links"
+    ),
     "repair": (
         "--trust-masters --dry-run --iteration --check-source --overwrite --resume --workers --threads --json -q "
         "--quiet --trust-pickle --enable-msc --follow-links"
@@ -119,6 +123,7 @@ OPTIONS = {
     "print-tensor": (
         "--slice --stats --iteration --json --trust-pickle --enable-msc --follow-links --quiet -q"
     ),
+    "man": "-o --output",
     "env": (
         "--json --quiet -q"
     ),

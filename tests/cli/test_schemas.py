@@ -15,6 +15,7 @@ from ckpt_tools.cli.app import run
 from tests.altered import without_numbers
 from tests.conftest import DATA
 from tests.damage import flip_bit, payload_of
+from tests.megatron.adapter_checkpoints import lora
 
 SCHEMAS = Path(ckpt_tools.__file__).parent / "schemas"
 RUN = DATA / "core019_llama_tp2_fully_reshardable"
@@ -47,6 +48,8 @@ OUTPUTS = [  # (schema, exit code, words)
     ("conversion", 0, "convert FSDP OUT --to torch_dist --json"),
     ("conversion", 0, "export-hf RUN OUT --json"),
     ("conversion", 0, "import-hf HF OUT --json"),
+    ("conversion", 0, "merge-adapter RUN LORA OUT --json"),
+    ("conversion", 0, "export-hf LORA OUT --peft --hf-config HF --json"),
     ("edit", 0, "slice RUN OUT --layers 0:1 --json"),
     ("edit", 0, "modify-state-dict FSDP OUT --op 'remove optimizer' --json"),
     ("average", 0, "average RUN RUN OUT --json"),
@@ -106,7 +109,16 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             f.write(bytes([bits]))
     flip_bit(file, at + 4)
     hurt = without_numbers(RUN, folder / "hurt", "output_layer.weight")
-    return {"RUN": RUN, "FSDP": FSDP, "MOE": MOE, "BAD": bad, "HURT": hurt, "HF": folder / "hf"}
+    adapter = lora().save(folder / "lora")
+    return {
+        "RUN": RUN,
+        "FSDP": FSDP,
+        "MOE": MOE,
+        "BAD": bad,
+        "HURT": hurt,
+        "HF": folder / "hf",
+        "LORA": adapter,
+    }
 
 
 @pytest.mark.parametrize(("name", "code", "words"), OUTPUTS, ids=[words for *_, words in OUTPUTS])

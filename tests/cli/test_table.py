@@ -24,6 +24,7 @@ from ckpt_tools.commands.du import Usage, disk_usage
 from ckpt_tools.commands.export_hf import ExportOptions
 from ckpt_tools.commands.import_hf import ImportOptions
 from ckpt_tools.commands.inspect import inspect_checkpoint
+from ckpt_tools.commands.merge_adapter import MergeOptions
 from ckpt_tools.commands.plan import plan_checkpoint
 from ckpt_tools.commands.print_tensor import print_tensor
 from ckpt_tools.commands.repair import RepairOptions
@@ -53,6 +54,7 @@ FILLED: tuple[tuple[Callable[..., Any], Mapping[str, Row]], ...] = (
     (EditOptions, {}),
     (strip_checkpoint, strip._OWN),
     (RepairOptions, repair._OWN),
+    (MergeOptions, {}),
     (slice_layers, edit._SLICE),
     (VerifyOptions, verify._VERIFY),
     (DiffOptions, verify._DIFF),

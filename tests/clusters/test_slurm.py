@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -141,3 +144,42 @@ def test_torchrun_ranks_stop_before_the_time_limit_and_go_on_after_the_requeue(
     log = _check_end(job, undisturbed)
     assert "time is nearly up" in log
     assert "error: terminated" in log
+
+
+def test_an_array_shares_the_iterations_of_a_run(cluster: Cluster, tmp_path: Path) -> None:
+    """Two tasks, each with an iteration on a slow disk; one is stopped as before its time limit, and requeued."""
+    source = shutil.copytree(fixture_dir(SOURCE), tmp_path / "run")
+    shutil.copytree(source / "iter_0000002", source / "iter_0000010")
+    words = ["convert", str(source), str(tmp_path / "one"), "--iteration", "all", "--quiet"]
+    subprocess.run([sys.executable, "-m", "ckpt_tools", *words], check=True, capture_output=True)
+    output = tmp_path / "out"
+    settings = {
+        "INPUT": str(source),
+        "OUTPUT": str(output),
+        "PYTHON": sys.executable,
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [str(SLOW_DISK), str(REPO), os.environ.get("PYTHONPATH")])
+        ),
+    }
+    log = f"--output={tmp_path}/%a.log"
+    script = str(SCRIPT.with_name("sbatch_convert_iterations.sh"))
+    number = cluster.command(
+        "sbatch", "--parsable", "--array=0-1", "--cpus-per-task=1", log, script, environ=settings
+    )
+
+    def logs() -> str:
+        return "\n".join(path.read_text() for path in sorted(tmp_path.glob("*.log")))
+
+    journal = output / ".iter_0000010.ckpt_tools-partial" / "journal" / "0.jsonl"
+    cluster.wait("task 1 to write", lambda: journal.exists() and journal.read_text().count("\n") >= 4, 120)
+    cluster.command("scancel", "--batch", "--signal=USR1", f"{number}_1")
+
+    def ended() -> bool:
+        states = re.findall(r"JobState=(\w+)", cluster.command("scontrol", "-o", "show", "job", number))
+        assert not {"FAILED", "CANCELLED", "TIMEOUT"} & set(states), logs()
+        return states == ["COMPLETED"] * 2
+
+    cluster.wait("the array to finish", ended, 120)
+    assert cluster.job(f"{number}_1")["Restarts"] == "1", logs()
+    assert "requeued" in (tmp_path / "1.log").read_text()
+    assert _content(output) == _content(tmp_path / "one")

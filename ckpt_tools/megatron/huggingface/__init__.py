@@ -17,6 +17,9 @@
 * `checks`: what must hold for a model to be exported or imported
 * `quantized`: codes and scales seen as the weights they stand for
 * `compressed_tensors`: the schemes of that library
+* `peft`: adapters in PEFT directories, and weights with their parts added
+* `peft_targets`: a Megatron adapter as such a directory
+* `block_fp8`: an export's linears as codes and scales
 * `module_patterns`: which modules config.json leaves as they are
 * `targets`: all tensors of the other side, or every reason why not
 * `shard_files`: how the tensors are cut into files

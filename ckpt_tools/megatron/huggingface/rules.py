@@ -170,7 +170,7 @@ def _pairs(
     shape = tuple(sizes[name] for name in rule.shape)
     fused = _fill(rule.fused, names) if rule.fused else None
     layout_name, hf = ("same", (fused,)) if fused in there and fused else (rule.layout, rule.hf)
-    layout = _layout(rule, layout_name, model)(shape, model)
+    layout = rule_layout(rule, model, layout_name)(shape, model)
     also = tuple(_fill(name, names) for name in rule.also)
     if "{e}" not in rule.core:
         yield Pair((_fill(rule.core, names),), shape, _all(hf, names), (layout,), rule, also)
@@ -184,8 +184,11 @@ def _pairs(
         yield Pair(core, shape, _all(hf, names), stack([layout] * len(core)), rule)
 
 
-def _layout(rule: Rule, layout: str, model: ModelArgs) -> Callable[[Shape, ModelArgs], Layout]:
-    """The layout of a rule, with regard to experts that have gate and up rows in turns."""
+def rule_layout(
+    rule: Rule, model: ModelArgs, layout: str | None = None
+) -> Callable[[Shape, ModelArgs], Layout]:
+    """The layout of a rule (or another one), with regard to experts that have gate and up rows in turns."""
+    layout = layout or rule.layout
     if not model.glu_interleave or "{e}" not in rule.core or ".linear_fc1." not in rule.core:
         return LAYOUTS[layout][1]
     if layout != "gate_up":

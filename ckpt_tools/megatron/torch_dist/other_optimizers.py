@@ -62,7 +62,7 @@ def refuse_partial_states(parameters: Iterable[Parameter], common: CommonState) 
     ]
     if problems:
         raise MappingError(
-            "optimizer states are missing that other parameters have:\n" + list_problems(problems)
+            "optimizer states are missing that other parameters have:\n" + list_problems(problems), problems
         )
 
 

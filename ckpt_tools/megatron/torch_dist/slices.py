@@ -58,7 +58,7 @@ def sort_keys(catalog: Catalog) -> SortedKeys:
     optimizer = [key for key in catalog.tensors if is_optimizer_key(key)]
     weights = [entry for key, entry in catalog.tensors.items() if not is_optimizer_key(key)]
     parameters = without_wrapper([parameter for entry in weights for parameter in slices_of(entry)])
-    problems = [f"{e.key}: adapter weights (LoRA) are not part of a pre-training checkpoint; merge them first"
+    problems = [f"{e.key}: adapter weights (LoRA) are not part of a whole model; merge-adapter merges them"
                 for e in weights if ".adapter." in e.key or ".lora_" in e.key]  # fmt: skip
     problems += missing_layers(p.name for p in parameters)
     if problems:

@@ -18,7 +18,12 @@ PEERS = Path(os.environ.get("CKPT_TOOLS_PEERS", ""))
 @pytest.mark.peer
 @pytest.mark.parametrize(
     ("version", "tests"),
-    [("4.57.6", "test_families.py"), ("5.24.0", "test_families.py"), ("5.24.0", "test_quantized_peers.py")],
+    [
+        ("4.57.6", "test_families.py"),
+        ("5.24.0", "test_families.py"),
+        ("5.24.0", "test_quantized_peers.py"),
+        ("5.24.0", "test_peft_peers.py"),
+    ],
 )
 def test_under_a_release(version: str, tests: str) -> None:
     folder = PEERS / f"transformers-{version}"

@@ -1,0 +1,215 @@
+"""`merge-adapter`: a low-rank adapter (LoRA) merged into its base, as a checkpoint of the base's format.
+
+A Megatron adapter goes into a Megatron checkpoint, or stands in one beside its base already (wrapped); a PEFT
+directory goes into a Hugging Face model. The result has weights only: an optimizer belongs to what it has trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from ckpt_tools.commands.adapter_source import AdapterSource, read_adapter_source
+from ckpt_tools.commands.conversion import (
+    Conversion,
+    MegatronOptions,
+    Progress,
+    Writer,
+    convert,
+    like_to_like,
+)
+from ckpt_tools.commands.conversion_report import ConversionReport, MastersUse
+from ckpt_tools.commands.export_source import master_targets
+from ckpt_tools.commands.hf_parts import CONFIG, read_assets, read_config, refuse_adapters
+from ckpt_tools.commands.opened import Opened, open_checkpoint
+from ckpt_tools.commands.outputs import output_directory, refuse_overlap
+from ckpt_tools.commands.peft_source import is_peft, merge_peft, peft_files
+from ckpt_tools.commands.placements import Layout
+from ckpt_tools.commands.read_model import Wanted, keeps_masters, read_model
+from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, planned, prepare_model
+from ckpt_tools.commands.to_torch_dist import write_torch_dist
+from ckpt_tools.errors import UnsupportedCheckpointError, UsageError
+from ckpt_tools.execute.run import Output
+from ckpt_tools.formats.detect import Location, locate
+from ckpt_tools.formats.files import open_files, read_whole
+from ckpt_tools.formats.joined_files import FilesBeside
+from ckpt_tools.formats.safetensors import INDEX_FILE, MAX_INDEX_BYTES
+from ckpt_tools.megatron.adapters import Adapter
+from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
+from ckpt_tools.megatron.huggingface.quantized import SETTINGS
+from ckpt_tools.megatron.merged import merged_model
+from ckpt_tools.megatron.record import read_record
+from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
+from ckpt_tools.model.model import Model
+from ckpt_tools.model.roles import MASTER
+from ckpt_tools.model.target import Source, Target, TargetTensor
+from ckpt_tools.plan.weight_files import WeightFile, build_safetensors_plan
+
+
+@dataclass(frozen=True, slots=True)
+class MergeOptions(MegatronOptions):
+    """Which adapter (None: that in the checkpoint itself), and its alpha where nothing stored tells it."""
+
+    adapter: str | None = None
+    alpha: float | None = None
+
+
+def merge_adapter(
+    base: str,
+    adapter: str | None,
+    output: str,
+    options: MergeOptions | None = None,
+    progress: Progress | None = None,
+    dry_run: bool = False,
+) -> ConversionReport:
+    """Merge `adapter` into `base` (None: `base` holds both) and publish the weights at `output`.
+
+    Called on every rank.
+
+    Raises:
+        UsageError: the adapter's alpha is not known, or an output that cannot be taken.
+        UnsupportedCheckpointError: checkpoints or adapters of a kind that is not merged.
+        MappingError: an adapter that does not fit the base.
+        VerificationError: masters that do not round to their weights, or a cast that makes infinities.
+        CorruptCheckpointError, StorageError: damaged files, full disks.
+    """
+    options = replace(options or MergeOptions(), adapter=adapter)
+    return convert(base, output, MERGED, options, progress, dry_run)
+
+
+def plan_merge(opened: Opened, options: MergeOptions, world: int) -> Conversion:
+    """Everything up to the first byte; `world` processes write."""
+    if opened.location.kind == "safetensors":
+        return _plan_huggingface(opened, options)
+    if opened.location.kind not in ("torch_dist", "fsdp_dtensor"):
+        raise UnsupportedCheckpointError(
+            f"{opened.location.path} is {opened.location.kind}; adapters are merged into torch_dist and fsdp_dtensor "
+            "checkpoints and into Hugging Face models"
+        )
+    if options.adapter is not None and is_peft(options.adapter):
+        raise UnsupportedCheckpointError(
+            f"{options.adapter} is a PEFT directory, {opened.location.path} a Megatron checkpoint. `import-hf HF OUT "
+            f"--adapter {options.adapter}` merges it into its own base on the way to Megatron; `export-hf` makes a "
+            "Hugging Face model of this one, into which it can be merged"
+        )
+    with _adapter_of(opened, options) as (base, source):
+        model = _read_base(base, options)
+        merged = _with_notes(merged_model(source.into(model), source.adapters, source.alpha), source)
+        made = _write(merged, base, world)
+        masters = _adapted_masters(model, source.adapters)
+    use: MastersUse = "merged" if masters or keeps_masters(model) else "left_out" if model.unread else "none"
+    return replace(made, masters=use, must_round=masters, fp8_recipe=model.settings.fp8_recipe)
+
+
+@contextmanager
+def _adapter_of(opened: Opened, options: MergeOptions) -> Iterator[tuple[Opened, AdapterSource]]:
+    """The base without adapters, and the adapter that goes into it: its own, or that of another checkpoint."""
+    if options.adapter is None:
+        source = read_adapter_source(opened, options.alpha, opened)
+        yield source.base_of(opened), source
+        return
+    with open_checkpoint(options.adapter, trust_pickle=options.trust_pickle) as adapter:
+        source = read_adapter_source(adapter, options.alpha, opened)
+        yield opened, source
+
+
+def _read_base(base: Opened, options: MergeOptions) -> Model:
+    model = read_model(base, Wanted("masters", options.ignore_keys, unknown_keys=True))
+    if base.location.kind == "torch_dist":
+        model = replace(model, record=read_record(base.files))
+    return model
+
+
+def _with_notes(model: Model, source: AdapterSource) -> Model:
+    dropped = "weights only are written: optimizer, scheduler and random number states belong to the base"
+    return replace(model, notes=(*model.notes, *source.notes, dropped))
+
+
+def _write(model: Model, base: Opened, world: int) -> Conversion:
+    """The merged model in the format of its base."""
+    if base.location.kind == "torch_dist":
+        return write_torch_dist(model, base, TorchDistOptions(weights_only=True), world)
+    target, layout = TargetOptions(weights_only=True), Layout(world=world)
+    return planned(base, prepare_model(model, base.files, target, layout), ConvertOptions(), layout)
+
+
+def _adapted_masters(model: Model, adapters: tuple[Adapter, ...]) -> list[TargetTensor]:
+    """The masters that something is added to; they must round to the stored weights."""
+    names = {adapter.base for adapter in adapters}
+    adapted = tuple(p for p in model.parameters if p.name in names and MASTER in p.values)
+    if model.common.of_torch_dist:
+        return master_targets(replace(model, parameters=adapted))
+    return []
+
+
+def _plan_huggingface(opened: Opened, options: MergeOptions) -> Conversion:
+    """A Hugging Face model in its own files, with a PEFT directory merged in."""
+    path, adapter = opened.location.path, options.adapter
+    if adapter is None:
+        refuse_adapters(opened.catalog.tensors)
+        raise UsageError(
+            f"{path} is a Hugging Face model without an adapter: name the PEFT directory behind it"
+        )
+    if not is_peft(adapter):
+        raise UnsupportedCheckpointError(
+            f"{adapter} is not a PEFT directory. `export-hf {adapter} PEFT --peft --hf-config {path}` makes one of a "
+            "Megatron adapter"
+        )
+    if options.alpha is not None:
+        raise UsageError("--alpha: adapter_config.json says it; leave it out")
+    config = read_config(path)
+    if config.get(SETTINGS):
+        raise UnsupportedCheckpointError(
+            f"{path}: config.json has a {SETTINGS}, and nothing is added to quantized numbers. `import-hf --adapter` "
+            "merges into the dequantized weights"
+        )
+    made = merge_peft(opened.catalog, adapter, bool(config.get("tie_word_embeddings")))
+    held: dict[str, list[TargetTensor]] = {}
+    for key, entry in opened.catalog.tensors.items():
+        target = TargetTensor(key, entry.dtype, entry.shape, (Source(key),))
+        held.setdefault(entry.chunks[0].item.file, []).append(target)
+    files = [WeightFile(name, held[name]) for name in sorted(held)]
+    return Conversion(
+        "hf",
+        None,
+        None,
+        made.catalog,
+        Target(
+            tuple(t for file in files for t in file.tensors if isinstance(t, TargetTensor)), notes=made.notes
+        ),
+        build_safetensors_plan(made.catalog, files, {}),
+        extra_files=_small_files(opened),
+    )
+
+
+def _small_files(opened: Opened) -> dict[str, bytes]:
+    """Config, index and tokenizer, byte for byte."""
+    names = [name for name in (CONFIG, INDEX_FILE) if opened.files.exists(name)]
+    kept = {name: read_whole(opened.files, name, MAX_INDEX_BYTES) for name in names}
+    return read_assets(opened.location.path, with_code=True) | kept
+
+
+def _open(source: str, options: MergeOptions) -> Opened:
+    opened = open_checkpoint(source, options.iteration, options.trust_pickle)
+    if options.adapter is None:
+        return opened
+    try:
+        path = options.adapter
+        beside = peft_files(path) if is_peft(path) else open_files(locate(path).path)
+        return replace(opened, files=FilesBeside(opened.files, [beside]))
+    except BaseException:
+        opened.files.close()
+        raise
+
+
+def _place(source: str, location: Location, output: str, options: MergeOptions) -> Output:
+    if options.adapter is not None:
+        refuse_overlap(options.adapter, location, output)
+    if location.kind != "safetensors":
+        return like_to_like(source, location, output, options)
+    refuse_overlap(source, location, output)
+    return Output(output_directory(output), overwrite=options.overwrite, resume=options.resume)
+
+
+MERGED = Writer(open=_open, place=_place, plan=plan_merge)

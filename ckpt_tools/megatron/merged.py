@@ -1,0 +1,149 @@
+"""A model with low-rank adapters merged into its weights.
+
+Where fp32 masters are there, a part is added to the master, rounded to float32, and the weight is the rounding of
+that, as it is in every checkpoint that a job writes; else it is added to the weight and rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from ckpt_tools.errors import MappingError, list_problems
+from ckpt_tools.megatron.adapters import Adapter
+from ckpt_tools.megatron.huggingface.model_args import read_model_args
+from ckpt_tools.megatron.rebase import rebase
+from ckpt_tools.model.catalog import TensorEntry
+from ckpt_tools.model.dtypes import CASTABLE
+from ckpt_tools.model.expressions import Made, Value, made_entry
+from ckpt_tools.model.low_rank import AddLowRank
+from ckpt_tools.model.model import Model, Parameter
+from ckpt_tools.model.roles import WEIGHT
+from ckpt_tools.model.target import Source, TargetTensor
+from ckpt_tools.model.views import Narrow, Place, Shape
+
+
+class Rows(NamedTuple):
+    """`size` rows from `start` of a weight are those from `at` of what is added to it."""
+
+    start: int
+    at: int
+    size: int
+
+
+def merged_model(model: Model, adapters: Sequence[Adapter], alpha: float) -> Model:
+    """The weights of `model` with every adapter's part added, and nothing of its optimizer.
+
+    Raises:
+        MappingError: adapters of weights that are not there or of another shape; all of them are named.
+    """
+    of: dict[str, list[Adapter]] = {}
+    for adapter in adapters:
+        of.setdefault(adapter.base, []).append(adapter)
+    names = {p.name for p in model.parameters}
+    problems = [f"{a.label}: the base has no such weight" for a in adapters if a.base not in names]
+    made: dict[str, TensorEntry] = {}
+    shapes = {key: entry.shape for key, entry in model.catalog.tensors.items()}
+    parameters = []
+    for parameter in model.parameters:
+        its = [a for a in of.get(parameter.name, ()) if a.expert in (None, parameter.expert)]
+        weight = parameter.weight
+        try:
+            weight = _merged(parameter, its, alpha, _Stored(made, shapes), model) if its else weight
+        except (MappingError, ValueError) as error:
+            problems.append(f"{parameter.name}: {error}")
+        parameters.append(replace(parameter, values={WEIGHT: weight}))
+    if problems:
+        raise MappingError("the adapter does not fit the base:\n" + list_problems(problems), problems)
+    catalog = replace(model.catalog, tensors={**model.catalog.tensors, **made})
+    return replace(
+        model,
+        catalog=catalog,
+        parameters=tuple(parameters),
+        optimizer_layout=None,
+        groups=(),
+        own_optimizer=None,
+    )
+
+
+class _Stored(NamedTuple):
+    """Tensors that are made, and the shapes of all there are."""
+
+    made: dict[str, TensorEntry]
+    shapes: dict[str, Shape]
+
+
+def _merged(
+    parameter: Parameter, adapters: Iterable[Adapter], alpha: float, stored: _Stored, model: Model
+) -> Value:
+    """The weight with the parts of its adapters added."""
+    main, weight = parameter.main, parameter.weight
+    if main.dtype not in CASTABLE or len(main.shape) != 2:
+        raise MappingError(f"nothing is added to a {main.dtype} tensor of shape {main.shape}")
+    name = parameter.name if parameter.expert is None else f"{parameter.name} of expert {parameter.expert}"
+    sources: list[Source] = []
+    free = [Rows(0, 0, main.shape[0])]
+    for adapter in adapters:
+        rows = rows_of(adapter, parameter, model.common.args or model.common.model_config)
+        key = f"{name} with its adapter{f' ({adapter.part})' if adapter.part else ''}"
+        whole = (sum(r.size for r in rows), main.shape[1])
+        cuts = [(Narrow(0, r.start, r.size), Place((r.at, 0), whole)) for r in rows]
+        shown = TargetTensor(key, main.dtype, whole, tuple(Source(name, cut) for cut in cuts))
+        (base,) = rebase([shown], {name: main}, stored.shapes)
+        wide = "float64" if main.dtype == "float64" else "float32"
+        inputs = (Value(wide, whole, base.sources, base.zero_filled), adapter.left, adapter.right)
+        stored.made[key] = made_entry(key, Made(AddLowRank(main.dtype, alpha / adapter.rank), inputs))
+        sources += [Source(key, (Narrow(0, r.at, r.size), Place((r.start, 0), main.shape))) for r in rows]
+        free = [part for one in free for part in _without(one, rows)]
+    kept = tuple(Source(name, (Narrow(0, r.start, r.size), Place((r.start, 0), main.shape))) for r in free)
+    (rest,) = rebase([TargetTensor(name, weight.dtype, main.shape, kept)], {name: weight}, stored.shapes)
+    return Value(weight.dtype, main.shape, (*sources, *rest.sources), rest.zero_filled)
+
+
+def _without(one: Rows, taken: Iterable[Rows]) -> Iterable[Rows]:
+    """What is left of some rows."""
+    start, stop = one.start, one.start + one.size
+    for rows in sorted(taken):
+        if rows.start + rows.size <= start or rows.start >= stop:
+            continue
+        if rows.start > start:
+            yield Rows(start, 0, rows.start - start)
+        start = max(start, rows.start + rows.size)
+    if start < stop:
+        yield Rows(start, 0, stop - start)
+
+
+def rows_of(adapter: Adapter, parameter: Parameter, args: Mapping[str, object]) -> list[Rows]:
+    """The rows of a weight that an adapter is added to.
+
+    linear_qkv has the queries, the key and the value of each query group one after another (Bridge
+    peft/canonical_lora.py `_interleave_qkv`), linear_fc1 the gate and then the up half.
+
+    Raises:
+        MappingError: the adapter has another number of rows.
+    """
+    whole, part = parameter.shape[0], adapter.part
+    if part in ("q", "k", "v"):
+        model = read_model_args(args)
+        queries, dim = (
+            model.num_attention_heads // model.num_query_groups * model.kv_channels,
+            model.kv_channels,
+        )
+        size, offset = {"q": (queries, 0), "k": (dim, queries), "v": (dim, queries + dim)}[part]
+        step = queries + 2 * dim
+        found = [Rows(g * step + offset, g * size, size) for g in range(model.num_query_groups)]
+        whole -= step * model.num_query_groups
+        if whole:
+            raise MappingError(
+                f"{parameter.shape[0]} rows are not those of {model.num_query_groups} query groups"
+            )
+    elif part:
+        found = [Rows(whole // 2 * (part == "up"), 0, whole // 2)]
+    else:
+        found = [Rows(0, 0, whole)]
+    wanted = (sum(rows.size for rows in found), parameter.shape[1])
+    shape = (adapter.left.shape[0], adapter.right.shape[1])
+    if shape != wanted:
+        raise MappingError(f"its adapter{part and f' ({part})'} makes {shape}, where the weight has {wanted}")
+    return found

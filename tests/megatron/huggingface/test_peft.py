@@ -1,0 +1,412 @@
+"""PEFT directories by hand: what is merged and how, what is refused and why. The real peft: `test_peft_peers.py`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+from ckpt_tools.commands.export_hf import ExportOptions, export_hf
+from ckpt_tools.commands.import_hf import ImportOptions, import_hf
+from ckpt_tools.commands.merge_adapter import merge_adapter
+from ckpt_tools.errors import (
+    CkptError,
+    CorruptCheckpointError,
+    MappingError,
+    UnsupportedCheckpointError,
+    UsageError,
+)
+from ckpt_tools.megatron.huggingface.peft import read_peft_settings
+from ckpt_tools.model.choices import MegatronFormat
+from tests.commands.test_huggingface import GPT2
+from tests.conftest import DATA
+from tests.megatron.adapter_checkpoints import FC1, FC2, PROJ, QKV, AdapterFolder, canonical, lora
+from tests.megatron.huggingface.materialise import Arrays
+from tests.megatron.huggingface.quantized_models import fp8_blocks
+from tests.megatron.huggingface.test_targets import LLAMA, QWEN3_MOE, directory
+
+CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 3}
+Q = "model.layers.0.self_attn.q_proj"
+RUN = DATA / "core019_llama_tp2_fully_reshardable"
+
+
+def numbers(seed: int, *shape: int) -> Any:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def model(folder: Path, config: dict[str, Any] | None = None) -> Arrays:
+    config = config or LLAMA
+    folder.mkdir()
+    tensors = dict(directory(config))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
+    return tensors
+
+
+def peft(folder: Path, tensors: dict[str, Any], config: dict[str, Any] | None = None) -> str:
+    folder.mkdir()
+    save_file(
+        {f"base_model.model.{name}": value for name, value in tensors.items()},
+        folder / "adapter_model.safetensors",
+    )
+    (folder / "adapter_config.json").write_text(json.dumps({**CONFIG, **(config or {})}))
+    return str(folder)
+
+
+def pair(module: str, out: int, into: int, rank: int = 2, seed: int = 7) -> dict[str, Any]:
+    return {
+        f"{module}.lora_A.weight": numbers(seed, rank, into),
+        f"{module}.lora_B.weight": numbers(seed + 1, out, rank),
+    }
+
+
+def added(weight: Any, matrices: dict[str, Any], module: str, scale: float) -> Any:
+    a, b = (torch.from_numpy(matrices[f"{module}.lora_{side}.weight"]).double() for side in "AB")
+    return (torch.from_numpy(weight).double() + scale * (b @ a)).to(torch.float32).numpy()
+
+
+def test_a_weight_is_merged_and_all_else_is_as_it_was(tmp_path: Path) -> None:
+    before, matrices = model(tmp_path / "hf"), pair(Q, 16, 12)
+    report = merge_adapter(str(tmp_path / "hf"), peft(tmp_path / "peft", matrices), str(tmp_path / "out"))
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    assert after.keys() == before.keys()
+    for key, value in before.items():
+        expected = added(value, matrices, Q, 1.5) if key == f"{Q}.weight" else value
+        assert after[key].tobytes() == expected.tobytes(), key
+    for name in ("config.json", "tokenizer.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
+    assert report.notes == ("an adapter was added to 1 tensors, in float64 and rounded once",)
+
+
+@pytest.mark.parametrize("to", ["torch_dist", "fsdp_dtensor"])
+def test_an_import_merges_by_the_rules_of_its_family(to: MegatronFormat, tmp_path: Path) -> None:
+    before = model(tmp_path / "hf", QWEN3_MOE)
+    expert = "model.layers.1.mlp.experts.2.up_proj"
+    matrices = pair(Q, 16, 12) | pair(expert, 6, 12, rank=3)
+    place = peft(tmp_path / "peft", matrices, {"rank_pattern": {"up_proj": 3}, "alpha_pattern": {expert: 9}})
+    import_hf(str(tmp_path / "hf"), str(tmp_path / "run"), ImportOptions(to=to, adapter=place))
+    export_hf(str(tmp_path / "run"), str(tmp_path / "out"))
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    for key, value in before.items():
+        scale = {f"{Q}.weight": 1.5, f"{expert}.weight": 3.0}.get(key)
+        expected = added(value, matrices, key.removesuffix(".weight"), scale) if scale else value
+        assert after[key].tobytes() == expected.tobytes(), key
+
+
+def test_rslora_is_scaled_by_the_root_of_its_rank(tmp_path: Path) -> None:
+    before, matrices = model(tmp_path / "hf"), pair(Q, 16, 12, rank=4)
+    place = peft(tmp_path / "peft", matrices, {"use_rslora": True, "r": 4})
+    merge_adapter(str(tmp_path / "hf"), place, str(tmp_path / "out"))
+    found = load_file(tmp_path / "out" / "model.safetensors")[f"{Q}.weight"]
+    assert found.tobytes() == added(before[f"{Q}.weight"], matrices, Q, 1.5).tobytes()
+
+
+@pytest.mark.parametrize("fan_in_fan_out", [True, False])
+def test_weights_that_are_turned_are_told_by_their_shape(fan_in_fan_out: bool, tmp_path: Path) -> None:
+    """Conv1D of GPT-2 is (in, out). A square one goes by the others, and alone by adapter_config.json."""
+    before = model(tmp_path / "hf", GPT2)
+    wide, square = "transformer.h.0.mlp.c_fc", "transformer.h.1.attn.c_proj"
+    both = pair(wide, 48, 12) | pair(square, 12, 12, seed=3)
+    merge_adapter(str(tmp_path / "hf"), peft(tmp_path / "both", both), str(tmp_path / "out"))
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    for name in (wide, square):
+        expected = added(before[f"{name}.weight"].T, both, name, 1.5).T
+        assert after[f"{name}.weight"].tobytes() == expected.tobytes(), name
+    alone = peft(tmp_path / "alone", pair(square, 12, 12), {"fan_in_fan_out": fan_in_fan_out})
+    merge_adapter(str(tmp_path / "hf"), alone, str(tmp_path / "out2"))
+    found = load_file(tmp_path / "out2" / "model.safetensors")[f"{square}.weight"]
+    weight, matrices = before[f"{square}.weight"], pair(square, 12, 12)
+    expected = (
+        added(weight.T, matrices, square, 1.5).T if fan_in_fan_out else added(weight, matrices, square, 1.5)
+    )
+    assert found.tobytes() == expected.tobytes()
+
+
+def test_an_embedding_and_weights_held_whole(tmp_path: Path) -> None:
+    """PEFT saves an adapted embedding's base beside its adapter; what was trained whole comes without one."""
+    before = model(tmp_path / "hf")
+    embed = "model.embed_tokens"
+    a, b, base, head = numbers(1, 2, 11), numbers(2, 12, 2), numbers(3, 11, 12), numbers(4, 11, 12)
+    tensors = {
+        f"{embed}.lora_embedding_A": a,
+        f"{embed}.lora_embedding_B": b,
+        f"{embed}.base_layer.weight": base,
+        "lm_head.weight": head,
+    }
+    report = merge_adapter(str(tmp_path / "hf"), peft(tmp_path / "peft", tensors), str(tmp_path / "out"))
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    product = (torch.from_numpy(b).double() @ torch.from_numpy(a).double()).T
+    expected = (torch.from_numpy(base).double() + 1.5 * product).float().numpy()
+    assert after[f"{embed}.weight"].tobytes() == np.ascontiguousarray(expected).tobytes()
+    assert after["lm_head.weight"].tobytes() == head.tobytes()
+    assert all(
+        after[key].tobytes() == before[key].tobytes()
+        for key in before
+        if key not in (f"{embed}.weight", "lm_head.weight")
+    )
+    assert f"taken from the adapter, which holds them whole: lm_head.weight, {embed}.weight" in report.notes
+
+
+def test_a_quantized_base_is_merged_as_it_is_dequantized(tmp_path: Path) -> None:
+    base = fp8_blocks()
+    source = base.save(tmp_path / "hf")
+    name = next(key for key in base.plain if key.endswith("layers.1.self_attn.o_proj.weight"))
+    out, into = base.plain[name].shape
+    matrices = pair(name.removesuffix(".weight"), out, into)
+    place = peft(tmp_path / "peft", matrices)
+    import_hf(str(source), str(tmp_path / "run"), ImportOptions(adapter=place))
+    export_hf(str(tmp_path / "run"), str(tmp_path / "out"))
+    from safetensors.torch import load_file as load_torch
+
+    after = load_torch(tmp_path / "out" / "model.safetensors")
+    a, b = (
+        torch.from_numpy(matrices[f"{name.removesuffix('.weight')}.lora_{side}.weight"]).double()
+        for side in "AB"
+    )
+    expected = (base.plain[name].double() + 1.5 * (b @ a)).to(base.plain[name].dtype)
+    assert torch.equal(after[name], expected)
+    with pytest.raises(UnsupportedCheckpointError, match="nothing is added to quantized numbers"):
+        merge_adapter(str(source), place, str(tmp_path / "no"))
+
+
+def refused(error: type[CkptError], tensors: dict[str, Any], tmp_path: Path, config: dict[str, Any] | None = None,
+            base: dict[str, Any] | None = None) -> str:  # fmt: skip
+    model(tmp_path / "hf", base)
+    place = peft(tmp_path / "peft", tensors, config)
+    with pytest.raises(error) as caught:
+        merge_adapter(str(tmp_path / "hf"), place, str(tmp_path / "out"))
+    with pytest.raises(error):
+        import_hf(str(tmp_path / "hf"), str(tmp_path / "run"), ImportOptions(adapter=place))
+    assert not (tmp_path / "out").exists() and not (tmp_path / "run").exists()
+    return str(caught.value)
+
+
+MISFITS: dict[str, tuple[type[CkptError], dict[str, Any], str]] = {
+    "no such module": (MappingError, pair("model.layers.9.self_attn.q_proj", 16, 12), "q_proj.weight: the base"),
+    "rows": (MappingError, pair(Q, 15, 12), "cannot be added to a weight of shape (16, 12)"),
+    "columns": (MappingError, pair(Q, 16, 11), "cannot be added to a weight of shape (16, 12)"),
+    "rank": (MappingError, pair(Q, 16, 12, rank=3), "its rank is 3; adapter_config.json says 2"),
+    "half": (MappingError, {f"{Q}.lora_A.weight": numbers(0, 2, 12)}, "only lora_A is there"),
+    "nothing": (MappingError, {}, "it holds no tensors"),
+    "bias of B": (UnsupportedCheckpointError, pair(Q, 16, 12) | {f"{Q}.lora_B.bias": numbers(0, 16)}, "lora_B.bias"),
+    "DoRA": (UnsupportedCheckpointError, {f"{Q}.lora_magnitude_vector": numbers(0, 16)}, "lora_magnitude_vector"),
+    "a convolution": (
+        MappingError,
+        {f"{Q}.lora_A.weight": numbers(0, 2, 12, 1), f"{Q}.lora_B.weight": numbers(0, 16, 2, 1)},
+        "A and B are matrices",
+    ),
+    "single numbers": (
+        MappingError,
+        {f"{Q}.lora_A.weight": np.ones((), np.float32), f"{Q}.lora_B.weight": np.ones((), np.float32)},
+        "A and B are matrices",
+    ),
+    "integers": (
+        MappingError,
+        {f"{Q}.lora_A.weight": np.ones((2, 12), np.int8), f"{Q}.lora_B.weight": np.ones((16, 2), np.int8)},
+        "not plain floating-point numbers",
+    ),
+    "whole, of another shape": (MappingError, {"lm_head.weight": numbers(0, 12, 12)}, "(12, 12) in the adapter"),
+    "whole, unknown": (MappingError, {"score.weight": numbers(0, 2, 12)}, "score.weight: the base has no such"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_what_does_not_fit_is_named(name: str, tmp_path: Path) -> None:
+    error, tensors, message = MISFITS[name]
+    assert message in refused(error, tensors, tmp_path)
+
+
+def test_every_misfit_is_named_at_once(tmp_path: Path) -> None:
+    text = refused(MappingError, pair(Q, 15, 12) | pair("a.b", 2, 2) | {"c.weight": numbers(0, 2)}, tmp_path)
+    assert text.count("\n  - ") == 3
+
+
+def test_an_adapted_embedding_of_a_tied_model_is_refused(tmp_path: Path) -> None:
+    embedding = {
+        "model.embed_tokens.lora_embedding_A": numbers(0, 2, 11),
+        "model.embed_tokens.lora_embedding_B": numbers(0, 12, 2),
+    }
+    text = refused(MappingError, embedding, tmp_path, base={**LLAMA, "tie_word_embeddings": True})
+    assert "the head shares its weight (tie_word_embeddings)" in text
+
+
+def test_square_weights_of_a_mixed_model_are_refused(tmp_path: Path) -> None:
+    """q_proj says (out, in), gate_proj (in, out): nobody knows for the square one."""
+    square = {**LLAMA, "num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 12}
+    tensors = pair("model.layers.0.self_attn.k_proj", 4, 12) | pair("model.layers.0.mlp.gate_proj", 12, 10)
+    tensors |= pair(Q, 12, 12)
+    assert "others (out, in), and this one is square" in refused(MappingError, tensors, tmp_path, base=square)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"peft_type": "IA3"}, "peft_type is 'IA3'; LORA is merged"),
+        ({"use_dora": True}, "use_dora is True: DoRA scales every row"),
+        ({"lora_bias": True}, "lora_bias is True: B has a bias"),
+        ({"use_qalora": True}, "use_qalora"),
+        ({"layer_replication": [[0, 2]]}, "other layers than its base"),
+        ({"trainable_token_indices": [1]}, "single rows of the embedding"),
+        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "experts as one tensor"),
+        ({"alora_invocation_tokens": [3]}, "nothing can be merged"),
+        ({"init_lora_weights": "pissa_niter_4"}, "belongs to a changed base"),
+        ({"init_lora_weights": "OLoRA"}, "belongs to a changed base"),
+        ({"kasa_config": {"beta": 1}}, "kasa_config is {'beta': 1}: not known"),
+        ({"rank_pattern": {"(q|k)+_proj": 4}}, "patterns that are not looked up here"),
+        ({"alpha_pattern": {".*.*.*.*x": 4}}, "patterns that are not looked up here"),
+    ],
+)
+def test_other_methods_are_refused_by_name(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedCheckpointError) as caught:
+        read_peft_settings({**CONFIG, **config})
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "config", [{"r": None}, {"r": 0}, {"r": 2.5}, {"lora_alpha": "8"}, {"lora_alpha": float("nan")},
+               {"lora_alpha": True}, {"rank_pattern": [1]}, {"alpha_pattern": {"q_proj": "8"}}],
+)  # fmt: skip
+def test_what_should_be_numbers_and_is_not_is_refused(config: dict[str, Any]) -> None:
+    with pytest.raises(MappingError):
+        read_peft_settings({**CONFIG, **config})
+
+
+def test_settings_without_a_part_in_what_is_added_are_passed_over() -> None:
+    settings = read_peft_settings({
+        **CONFIG, "task_type": "CAUSAL_LM", "lora_dropout": 0.1, "target_modules": ["q_proj"], "bias": "all",
+        "modules_to_save": ["lm_head"], "init_lora_weights": "gaussian", "megatron_core": "megatron.core",
+        "use_dora": False, "eva_config": {}, "base_model_name_or_path": "x", "inference_mode": True,
+    })  # fmt: skip
+    assert settings.scale("model.layers.0.self_attn.q_proj", 2) == 1.5
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fits"),
+    [("q_proj", True), ("self_attn.q_proj", True), ("layers.0.self_attn.q_proj", True), ("proj", False),
+     ("^model.layers.0.self_attn.q_proj", True), ("^layers.0.self_attn.q_proj", False), (r"layers\.\d.q_proj", None),
+     (".*q_proj", True), ("layers.1.*", False), ("layers.0.*", True), ("q_proj$", True)],
+)  # fmt: skip
+def test_patterns_are_looked_up_as_peft_does(pattern: str, fits: bool | None) -> None:
+    """peft utils/other.py `get_pattern_key`: a pattern stands for the end of a name, after a dot."""
+    config = {**CONFIG, "alpha_pattern": {pattern: 8}}
+    if fits is None:
+        with pytest.raises(UnsupportedCheckpointError):
+            read_peft_settings(config)
+    else:
+        assert read_peft_settings(config).scale(Q, 2) == (4.0 if fits else 1.5)
+
+
+def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
+    model(tmp_path / "hf")
+    place = Path(peft(tmp_path / "peft", pair(Q, 16, 12)))
+    (place / "adapter_config.json").write_text("{")
+    with pytest.raises(CorruptCheckpointError, match="not JSON"):
+        merge_adapter(str(tmp_path / "hf"), str(place), str(tmp_path / "out"))
+    (place / "adapter_model.safetensors").rename(place / "adapter_model.bin")
+    with pytest.raises(UnsupportedCheckpointError, match="safe_serialization=True"):
+        merge_adapter(str(tmp_path / "hf"), str(place), str(tmp_path / "out"))
+    with pytest.raises(UnsupportedCheckpointError, match="is not a PEFT directory: it has no adapter_config"):
+        import_hf(str(tmp_path / "hf"), str(tmp_path / "run"), ImportOptions(adapter=str(tmp_path / "hf")))
+    with pytest.raises(UsageError, match="overlap"):
+        import_hf(str(tmp_path / "hf"), str(place / "run"), ImportOptions(adapter=str(place)))
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The base of the adapters of `lora`, as a Hugging Face model."""
+    folder = tmp_path_factory.mktemp("exported") / "hf"
+    export_hf(str(RUN), str(folder))
+    return str(folder)
+
+
+def export(made: AdapterFolder, base: str | None, tmp_path: Path, **options: Any) -> dict[str, Any]:
+    adapter = made.save(tmp_path / "adapter")
+    export_hf(str(adapter), str(tmp_path / "peft"), ExportOptions(peft=True, hf_config=base, **options))
+    found: dict[str, Any] = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    return found
+
+
+def test_parts_of_a_fused_linear_share_its_a(exported: str, tmp_path: Path) -> None:
+    made = lora(tp=2, dtype=torch.float32)
+    config = export(made, exported, tmp_path)
+    found = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    assert len(found) == 2 * 2 * 7
+    a, b = made.matrices[QKV]
+    head = lambda start: b[1, start : start + 8]  # noqa: E731  # of rows: (q q k v) of 2 groups, 8 each
+    rows = {"q": [0, 8, 32, 40], "k": [16, 48], "v": [24, 56]}
+    for part, starts in rows.items():
+        name = f"base_model.model.model.layers.1.self_attn.{part}_proj"
+        assert found[f"{name}.lora_A.weight"].tobytes() == a[1].numpy().tobytes()
+        assert (
+            found[f"{name}.lora_B.weight"].tobytes() == torch.cat(list(map(head, starts))).numpy().tobytes()
+        )
+    assert config["base_model_name_or_path"] == exported
+    assert (config["r"], config["lora_alpha"], config["use_rslora"]) == (3, 6, False)
+
+
+def test_parts_of_their_own_become_linears_of_their_own(exported: str, tmp_path: Path) -> None:
+    made = canonical(tp=2, dtype=torch.float32)
+    export(made, exported, tmp_path)
+    found = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    places = {f"self_attn.{p}_proj": f"{QKV}.adapter_{p}" for p in "qkv"}
+    places |= {f"mlp.{p}_proj": f"{FC1}.adapter_{p}" for p in ("gate", "up")}
+    for name, module in places.items():
+        for side, whole in zip("AB", made.matrices[module], strict=True):
+            key = f"base_model.model.model.layers.1.{name}.lora_{side}.weight"
+            assert found[key].tobytes() == whole[1].numpy().tobytes(), key
+
+
+def test_modules_are_named_whole_where_their_last_name_means_others(exported: str, tmp_path: Path) -> None:
+    made = AdapterFolder()
+    made.add("decoder.layers.1.self_attention.linear_proj.adapter", (), 32, 32)
+    made.add(FC2, (2,), 32, 64)
+    made.rank = 5
+    made.add("decoder.layers.0.mlp.linear_fc1.adapter.adapter_up", (), 64, 32)
+    made.rank = 3
+    config = export_mixed(made, exported, tmp_path)
+    assert config["target_modules"] == [
+        "down_proj",
+        "model.layers.0.mlp.up_proj",
+        "model.layers.1.self_attn.o_proj",
+    ]
+    assert config["rank_pattern"] == {"model.layers.0.mlp.up_proj": 5}
+
+
+def export_mixed(made: AdapterFolder, base: str, tmp_path: Path) -> dict[str, Any]:
+    """Ranks differ, so the configuration names none."""
+    adapter = made.save(tmp_path / "adapter")
+    config = adapter / "run_config.yaml"
+    config.write_text(config.read_text().replace("  dim: 3\n", ""))
+    export_hf(str(adapter), str(tmp_path / "peft"), ExportOptions(peft=True, hf_config=base))
+    found: dict[str, Any] = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    return found
+
+
+def test_exports_that_cannot_be_are_refused(exported: str, tmp_path: Path) -> None:
+    made = lora()
+    with pytest.raises(UsageError, match="pass its directory with --hf-config"):
+        export(made, None, tmp_path)
+    with pytest.raises(UsageError, match="--dtype int8"):
+        export_hf(
+            str(tmp_path / "adapter"),
+            str(tmp_path / "o"),
+            ExportOptions(peft=True, hf_config=exported, dtype="int8"),
+        )
+    with pytest.raises(UsageError, match="--alpha: it is that of an adapter"):
+        export_hf(str(RUN), str(tmp_path / "o"), ExportOptions(alpha=3.0))
+    with pytest.raises(UnsupportedCheckpointError, match="holds no low-rank adapter"):
+        export_hf(str(RUN), str(tmp_path / "o"), ExportOptions(peft=True, hf_config=exported))
+    odd = AdapterFolder()
+    odd.add(PROJ, (3,), 32, 32)
+    odd.add("embedding.word_embeddings.adapter", (), 224, 32)
+    with pytest.raises(MappingError) as caught:
+        odd_place = odd.save(tmp_path / "odd")
+        export_hf(str(odd_place), str(tmp_path / "o"), ExportOptions(peft=True, hf_config=exported))
+    assert "decoder.layers.2.self_attention.linear_proj.weight: no rule has this weight" in str(caught.value)
+    assert "embedding.word_embeddings.weight: only adapters of linears" in str(caught.value)
