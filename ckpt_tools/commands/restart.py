@@ -102,7 +102,8 @@ def _named_as_stored(model: Model, about: TargetOptions, source: FsdpSource) -> 
             return built
     raise MappingError(
         "the stored names are not those of the model that the checkpoint's args describe, so that its groups cannot "
-        "be named:\n" + list_problems(sorted(differ))
+        "be named:\n" + list_problems(sorted(differ)),
+        sorted(differ),
     )
 
 
