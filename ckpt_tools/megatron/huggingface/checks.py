@@ -66,6 +66,8 @@ def not_of_family(family: Family, model: ModelArgs, reference: Mapping[str, Any]
         problems.append(f"only a reference config tells {', '.join(lacking)}; pass --hf-config")
     if 0 in model.sliding_layers and not any(one.arg == "sliding_layers" for one in family.fields):
         problems.append(f"sliding windows on some layers only; {family.architecture} has them on all or none")
+    if model.rotary_percent != 1 and any(one and one["rope_type"] == "yarn" for one in model.rope_scaling):
+        problems.append("YaRN together with rotary_percent: Megatron's YaRN rotates whole heads")
     odd = model.qk_layernorm or model.multi_latent_attention or model.rotary_percent != 1
     if model.rotary_interleaved and odd:
         problems.append(
@@ -103,7 +105,7 @@ def semantic_notes(family: Family, model: ModelArgs) -> tuple[str, ...]:
     notes = []
     if model.moe_router_num_groups and model.moe_router_group_topk:
         best = model.moe_router_topk // model.moe_router_group_topk
-        theirs = 2 if family.name == "deepseek_v3" else 1
+        theirs = 2 if model.moe_router_enable_expert_bias else 1
         if best != theirs:
             notes.append(
                 f"routing: Megatron ranks a group by the sum of its best {best} experts, transformers by "

@@ -148,7 +148,7 @@ def _rope_fields(rope: Config) -> dict[str, Any]:
             raise MappingError(f"Megatron has no scaling for layers with a window: {dict(local)}")
     if "rope_theta" in rope:
         said["rope_theta"] = rope["rope_theta"]
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+    if rope.get("partial_rotary_factor") is not None:  # 1 too: some classes rotate a part unless told
         said["partial_rotary_factor"] = rope["partial_rotary_factor"]
     scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "partial_rotary_factor")}
     kind = scaling.get("rope_type", scaling.get("type", "default"))

@@ -270,17 +270,15 @@ MIXTRAL = _defaults(
     rope_theta=1e6,
     rms_norm_eps=1e-5,
 )
-DEEPSEEK = (
-    *SIZE,
-    GROUPS,
-    *ROPE,
-    UNTIED,
-    FFN,
+PARTIAL_ROPE = Field("partial_rotary_factor", "rotary_percent", 1.0, _float)
+MLA = (
     Field("q_lora_rank", "q_lora_rank", None),
     Field("kv_lora_rank", "kv_lora_rank"),
     Field("qk_nope_head_dim", "qk_head_dim"),
     Field("qk_rope_head_dim", "qk_pos_emb_head_dim"),
     Field("v_head_dim", "v_head_dim"),
+)
+ROUTED = (
     Field("n_routed_experts", "num_experts", also="num_local_experts"),
     TOP_K,
     Field("moe_intermediate_size", "moe_ffn_hidden_size"),
@@ -290,24 +288,43 @@ DEEPSEEK = (
     Field("topk_group", "moe_router_group_topk", None, _one_for_none, _read_group_topk),
     Field("routed_scaling_factor", "moe_router_topk_scaling_factor", 1.0, _write_scale, _none_for_one),
 )
+SIGMOID_ROUTED = (
+    *ROUTED,
+    Field("norm_topk_prob", "moe_router_topk", True, lambda topk, model: topk > 1, _read_sum_to_one),
+    Field("num_nextn_predict_layers", "mtp_num_layers", 0, wins="checkpoint"),
+)
+DEEPSEEK = (*SIZE, GROUPS, *ROPE, UNTIED, FFN, *MLA)
 DEEPSEEK_V2 = _defaults(
     (
         *DEEPSEEK,
+        *ROUTED,
         Field("topk_method", "moe_router_num_groups", "greedy", _write_greedy, _read_greedy),
     ),
     q_lora_rank=1536,
     n_shared_experts=2,
 )
 DEEPSEEK_V3 = _defaults(
-    (
-        *DEEPSEEK,
-        Field("norm_topk_prob", "moe_router_topk", True, lambda topk, model: topk > 1, _read_sum_to_one),
-        Field("num_nextn_predict_layers", "mtp_num_layers", 0, wins="checkpoint"),
-    ),
+    (*DEEPSEEK, *SIGMOID_ROUTED),
     q_lora_rank=1536,
     n_shared_experts=1,
     first_k_dense_replace=3,
     routed_scaling_factor=2.5,
+)
+GLM4_MOE = _defaults(
+    (
+        *ATTENTION,
+        HEAD_DIM,
+        FFN,
+        PARTIAL_ROPE,
+        Field("attention_bias", "add_qkv_bias", False),
+        Field("use_qk_norm", "qk_layernorm", False),
+        *SIGMOID_ROUTED,
+    ),
+    num_key_value_heads=8,
+    rms_norm_eps=1e-5,
+    partial_rotary_factor=0.5,
+    n_shared_experts=1,
+    first_k_dense_replace=1,
 )
 GPT_OSS = _defaults(
     (

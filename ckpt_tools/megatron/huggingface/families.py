@@ -17,8 +17,11 @@ SOFTMAX_MOE = {
     "moe_router_num_groups": None,
     "moe_router_topk_scaling_factor": None,
 }
-ROPE = {"normalization": "RMSNorm", "position_embedding_type": "rope", "rotary_percent": 1.0}
-GQA = ROPE | {"activation": "swiglu", "softmax_type": "vanilla", "multi_latent_attention": False}
+SIGMOID_MOE = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+PARTIAL_ROPE = {"normalization": "RMSNorm", "position_embedding_type": "rope"}
+ROPE = PARTIAL_ROPE | {"rotary_percent": 1.0}
+PLAIN = {"activation": "swiglu", "softmax_type": "vanilla", "multi_latent_attention": False}
+GQA, PARTIAL_GQA = ROPE | PLAIN, PARTIAL_ROPE | PLAIN
 FULL = {"sliding_window": None}
 NO_BIAS = {"add_bias_linear": False, "add_qkv_bias": False}
 QKV_BIAS = {"add_bias_linear": False, "add_qkv_bias": True}
@@ -39,6 +42,11 @@ GEMMA = ROPE | NO_BIAS | DENSE | {
 }  # fmt: skip
 GELU_TANH = "gelu_pytorch_tanh"
 GEMMA_FIXED = {"hidden_activation": GELU_TANH, "attention_bias": False}
+
+MTP_COPIES = (
+    ("embedding.word_embeddings.weight", "model.layers.{n}.embed_tokens.weight"),
+    ("output_layer.weight", "model.layers.{n}.shared_head.head.weight"),
+)
 
 KNOWN = (
     Family("llama", "LlamaForCausalLM", rules.LLAMA, fields.LLAMA, fixed=SILU,
@@ -65,9 +73,11 @@ KNOWN = (
     Family("deepseek_v3", "DeepseekV3ForCausalLM", rules.DEEPSEEK_V3, fields.DEEPSEEK_V3,
            fixed=SILU | {"attention_bias": False, "scoring_func": "sigmoid",
                          "topk_method": "noaux_tc", "moe_layer_freq": 1},
-           needs=DEEPSEEK | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
-           copies=(("embedding.word_embeddings.weight", "model.layers.{n}.embed_tokens.weight"),
-                   ("output_layer.weight", "model.layers.{n}.shared_head.head.weight"))),
+           needs=DEEPSEEK | SIGMOID_MOE,
+           copies=MTP_COPIES),
+    Family("glm4_moe", "Glm4MoeForCausalLM", rules.GLM4_MOE, fields.GLM4_MOE, fixed=SILU,
+           needs=PARTIAL_GQA | FULL | SIGMOID_MOE | {"add_bias_linear": False, "moe_shared_expert_gate": False},
+           copies=MTP_COPIES),
     Family("gpt_oss", "GptOssForCausalLM", rules.GPT_OSS, fields.GPT_OSS,
            fixed=SILU | {"attention_bias": True},
            needs=ROPE | SOFTMAX_MOE | NO_QK_NORM | NO_SHARED | {

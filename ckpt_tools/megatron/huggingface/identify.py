@@ -78,6 +78,7 @@ def _by_kinds(kinds: set[str], model: ModelArgs | None) -> str:
     mistral = model is not None and model.sliding_window is not None
     known = (
         (has(".linear_kv_down_proj."), "deepseek_v3" if has(".router.expert_bias") else "deepseek_v2"),
+        (has(".router.expert_bias"), "glm4_moe"),
         (has(".softmax_offset"), "gpt_oss"),
         (has(".linear_proj.post_layernorm."), "gemma3" if qk_norm else "gemma2"),
         (has("embedding.position_embeddings."), "gpt2"),

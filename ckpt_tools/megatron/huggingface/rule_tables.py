@@ -205,5 +205,7 @@ QWEN = (*ends(), *SELF_ATTENTION, *MLP)  # biases that args ask for beyond these
 MIXTRAL = (*ends(), *SELF_ATTENTION, *moe("block_sparse_moe.", "w1", "w3", "w2"))
 DEEPSEEK_V2 = (*ends(), *DEEPSEEK)
 DEEPSEEK_V3 = (*ends(), *DEEPSEEK, *MTP_ENDS, *(in_mtp(rule) for rule in DEEPSEEK))
+GLM4_MOE_LAYER = (*SELF_ATTENTION, *QK_NORM, *MLP, *moe(), *shared_expert("shared_experts"), EXPERT_BIAS)
+GLM4_MOE = (*ends(), *GLM4_MOE_LAYER, *MTP_ENDS, *(in_mtp(rule) for rule in GLM4_MOE_LAYER))
 GPT_OSS = (*ends(), *SELF_ATTENTION, PROJECTION_BIAS, *GPT_OSS_MOE)
 GEMMA = (*ends()[:2], *SELF_ATTENTION, *MLP)

@@ -33,6 +33,12 @@ MLA = {
     "topk_group": 1,
     "routed_scaling_factor": 1.0,
 }
+GLM4_MOE = {
+    **BASE,
+    "head_dim": 12,
+    **{key: value for key, value in MLA.items() if "rank" not in key and "dim" not in key},
+    "num_key_value_heads": 2,
+}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -76,6 +82,9 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3_groups": ("DeepseekV3Config", {**BASE, **MLA, "n_routed_experts": 8, "n_group": 2}),
     "deepseek_v3": ("DeepseekV3Config", {**BASE, **MLA, "routed_scaling_factor": 2.5, "rope_interleave": True}),
     "deepseek_v3_yarn": ("DeepseekV3Config", {**BASE, **MLA, "rope_scaling": MLA_YARN}),
+    "glm4_moe": ("Glm4MoeConfig", {**GLM4_MOE, "attention_bias": True, "use_qk_norm": True,
+                                   "routed_scaling_factor": 2.5}),
+    "glm4_moe_plain": ("Glm4MoeConfig", {**GLM4_MOE, "partial_rotary_factor": 1.0}),
     "gpt_oss": ("GptOssConfig", {**GPT_OSS}),
     "gpt_oss_square": ("GptOssConfig", {**GPT_OSS, "intermediate_size": 24}),
     "gemma": ("GemmaConfig", {**GEMMA}),
