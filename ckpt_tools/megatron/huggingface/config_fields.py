@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeAlias
 
 from ckpt_tools.errors import MappingError
+from ckpt_tools.megatron.huggingface.layer_patterns import no_rope_layers
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs
 from ckpt_tools.megatron.huggingface.rope_args import read_rope
 
@@ -77,6 +78,28 @@ def _write_layer_types(sliding: Sequence[int], model: ModelArgs) -> list[str]:
 
 def _read_layer_types(types: Sequence[str], config: Config) -> tuple[int, ...]:
     return tuple(int(one == "sliding_attention") for one in types)
+
+
+def _write_rotated(without: Sequence[int], model: ModelArgs) -> list[int]:
+    """`no_rope_layers` of a config.json has 1 for the layers that do rotate."""
+    return [1 - one for one in without or (0,) * model.num_layers]
+
+
+def _read_rotated(rotated: Sequence[int] | None, config: Config) -> tuple[int, ...]:
+    layers = int(config["num_hidden_layers"])
+    if rotated is None:
+        return no_rope_layers(config.get("no_rope_layer_interval", 4), layers, even=False)
+    if (
+        not isinstance(rotated, list | tuple)
+        or len(rotated) != layers
+        or any(one not in (0, 1) for one in rotated)
+    ):
+        raise MappingError(f"expected 0 or 1 for each of {layers} layers, found {str(rotated)[:60]}")
+    return no_rope_layers([1 - one for one in rotated], layers)
+
+
+def _read_rope_interval(interval: int, config: Config) -> tuple[int, ...]:
+    return _read_rotated(config.get("no_rope_layers"), config)
 
 
 def _every_second(config: Config) -> list[str]:
@@ -309,6 +332,25 @@ DEEPSEEK_V3 = _defaults(
     n_shared_experts=1,
     first_k_dense_replace=3,
     routed_scaling_factor=2.5,
+)
+SMOLLM3 = _defaults(
+    (
+        *LLAMA,
+        Field("no_rope_layers", "no_rope_layers", None, _write_rotated, _read_rotated),
+        Field("no_rope_layer_interval", "no_rope_layers", 4, lambda layers, model: 4, _read_rope_interval),
+    ),
+    num_key_value_heads=4,
+    rope_theta=2e6,
+    tie_word_embeddings=True,
+)
+SEED_OSS = _defaults(
+    (*ATTENTION, HEAD_DIM, FFN, Field("attention_bias", "add_qkv_bias", True)),
+    num_key_value_heads=8,
+    head_dim=128,
+)
+PHI3 = _defaults(
+    (*ATTENTION, HEAD_DIM, FFN, PARTIAL_ROPE, Field("sliding_window", "sliding_window", None)),
+    rms_norm_eps=1e-5,
 )
 GLM4_MOE = _defaults(
     (

@@ -57,6 +57,13 @@ KNOWN = (
            needs=GQA | DENSE | FULL | QKV_BIAS | NO_QK_NORM),
     Family("qwen3", "Qwen3ForCausalLM", (*rules.QWEN, *rules.QK_NORM), fields.QWEN3, fixed=QWEN,
            needs=GQA | DENSE | FULL | NO_BIAS | QK_NORM),
+    Family("smollm3", "SmolLM3ForCausalLM", rules.LLAMA, fields.SMOLLM3, fixed=SILU | {"use_sliding_window": False},
+           needs=GQA | DENSE | FULL | NO_QK_NORM, ignored=INV_FREQ, unset=("pad_token_id",)),
+    Family("seed_oss", "SeedOssForCausalLM", rules.QWEN, fields.SEED_OSS,
+           fixed=SILU | {"attention_out_bias": False, "mlp_bias": False},
+           needs=GQA | DENSE | FULL | NO_QK_NORM | {"add_bias_linear": False}),
+    Family("phi3", "Phi3ForCausalLM", rules.PHI3, fields.PHI3, fixed=SILU,  # every scaling of its class is LongRoPE
+           needs=PARTIAL_GQA | DENSE | NO_BIAS | NO_QK_NORM | {"rope_scaling": (None,)}, ignored=INV_FREQ, unset=("pad_token_id",)),
     Family("qwen2_moe", "Qwen2MoeForCausalLM",
            (*rules.QWEN, *rules.moe(), *rules.shared_expert("shared_expert"), rules.SHARED_GATE),
            fields.QWEN2_MOE, fixed=SILU | {"use_sliding_window": False},

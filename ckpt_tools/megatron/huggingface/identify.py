@@ -75,6 +75,8 @@ def _by_kinds(kinds: set[str], model: ModelArgs | None) -> str:
 
     qk_norm = has(".q_layernorm.")
     gemma = model is not None and model.activation == "geglu"
+    nope = model is not None and any(model.no_rope_layers)
+    wide = model is not None and model.num_attention_heads * model.kv_channels != model.hidden_size
     mistral = model is not None and model.sliding_window is not None
     known = (
         (has(".linear_kv_down_proj."), "deepseek_v3" if has(".router.expert_bias") else "deepseek_v2"),
@@ -85,8 +87,9 @@ def _by_kinds(kinds: set[str], model: ModelArgs | None) -> str:
         (has(".shared_experts.gate_weight"), "qwen2_moe"),
         (has(".experts.experts."), "qwen3_moe" if qk_norm else "mixtral"),
         (qk_norm, "qwen3"),
-        (has(".linear_qkv.bias") and not has(".linear_proj.bias"), "qwen2"),
+        (has(".linear_qkv.bias") and not has(".linear_proj.bias"), "seed_oss" if wide else "qwen2"),
         (gemma, "gemma"),
+        (nope, "smollm3"),
         (mistral, "mistral"),
     )
     return next((name for holds, name in known if holds), "llama")

@@ -152,6 +152,17 @@ def _qkv(shape: Shape, model: ModelArgs) -> Layout:
     return Layout((q, kv, kv), tuple(links))
 
 
+def _qkv_fused(shape: Shape, model: ModelArgs) -> Layout:
+    """Rows per query group as the queries, then the keys, then the values of one tensor (Phi-3)."""
+    heads, groups, dim = model.num_attention_heads, model.num_query_groups, model.kv_channels
+    first = (0, heads * dim, (heads + groups) * dim)
+    links = [
+        Link(0, (Narrow(0, core_row, rows),), (Narrow(0, first[which] + row, rows),))
+        for which, core_row, row, rows in _qkv_rows(model)
+    ]
+    return Layout((HfShape(shape, shape),), tuple(links))
+
+
 def _qkv_conv1d(shape: Shape, model: ModelArgs) -> Layout:
     """Rows per head (q, k, v) as the query, key and value thirds of GPT-2's c_attn, (in, out) if 2-D."""
     lead = shape[:0:-1]
@@ -197,5 +208,6 @@ LAYOUTS: dict[str, tuple[int, Callable[[Shape, ModelArgs], Layout]]] = {  # with
     "gate_up": (2, _gate_up),
     "gate_up_interleaved": (1, _gate_up_interleaved),
     "qkv": (3, _qkv),
+    "qkv_fused": (1, _qkv_fused),
     "qkv_conv1d": (1, _qkv_conv1d),
 }

@@ -202,6 +202,15 @@ GPT2 = (
 )
 LLAMA = (*ends(), *SELF_ATTENTION, PROJECTION_BIAS, *MLP, *MLP_BIAS)
 QWEN = (*ends(), *SELF_ATTENTION, *MLP)  # biases that args ask for beyond these have no rule
+PHI3 = (
+    *ends(),
+    SELF_ATTENTION[0],
+    Rule(ATTENTION + "linear_qkv.weight", (H + "self_attn.qkv_proj.weight",), "qkv_fused", ("qkv", "hidden")),
+    SELF_ATTENTION[3],
+    MLP[0],
+    linear(P + "mlp.linear_fc1", H + "mlp.gate_up_proj", ("fc1", "hidden"), "dense"),
+    MLP[2],
+)
 MIXTRAL = (*ends(), *SELF_ATTENTION, *moe("block_sparse_moe.", "w1", "w3", "w2"))
 DEEPSEEK_V2 = (*ends(), *DEEPSEEK)
 DEEPSEEK_V3 = (*ends(), *DEEPSEEK, *MTP_ENDS, *(in_mtp(rule) for rule in DEEPSEEK))

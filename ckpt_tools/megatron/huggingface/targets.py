@@ -125,7 +125,8 @@ def export_targets(
     if mtp_copies:
         tensors += _copies(family, model, tensors)
     model = replace(model, params_dtype=_bulk_dtype(tensors))
-    config = (keep_reference(family, reference) if reference else {}) | write_config(family, model)
+    config = dict.fromkeys(family.unset) | (keep_reference(family, reference) if reference else {})
+    config |= write_config(family, model)
     if args is None:
         notes = (*notes, "the checkpoint holds no args: what its numbers mean is taken from --hf-config")
     notes = (*settings, *notes, *semantic_notes(family, model), *rope_notes(args, model))
