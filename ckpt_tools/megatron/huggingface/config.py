@@ -12,7 +12,8 @@ from math import isclose
 from typing import Any
 
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems
-from ckpt_tools.megatron.huggingface.config_fields import REQUIRED, Config
+from ckpt_tools.megatron.huggingface.config_fields import REQUIRED
+from ckpt_tools.megatron.huggingface.field_values import Config
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs
 from ckpt_tools.megatron.huggingface.numbers import bounded
 from ckpt_tools.megatron.huggingface.rope_args import GPT_OSS_SCALING, RELEASED_GPT_OSS_SCALING
@@ -46,7 +47,10 @@ def read_config(family: Family, config: Config) -> ModelArgs:
         one.hf for one in family.fields if one.default is REQUIRED and not {one.hf, one.also} & config.keys()
     ]
     if missing:
-        raise MappingError(f"config.json of a {family.name} model: {', '.join(missing)} is missing")
+        whose = f"; its fields are those of {family.like}, and `fields` in the rule file changes them"
+        raise MappingError(
+            f"config.json of a {family.name} model: {', '.join(missing)} is missing{whose if family.like else ''}"
+        )
     problems = _not_fixed(family, config)
     problems += [
         f"{one.hf} is {config[one.hf]} and {one.also} {config[one.also]}: two names of one setting"

@@ -63,7 +63,8 @@ KNOWN = (
            fixed=SILU | {"attention_out_bias": False, "mlp_bias": False},
            needs=GQA | DENSE | FULL | NO_QK_NORM | {"add_bias_linear": False}),
     Family("phi3", "Phi3ForCausalLM", rules.PHI3, fields.PHI3, fixed=SILU,  # every scaling of its class is LongRoPE
-           needs=PARTIAL_GQA | DENSE | NO_BIAS | NO_QK_NORM | {"rope_scaling": (None,)}, ignored=INV_FREQ, unset=("pad_token_id",)),
+           needs=PARTIAL_GQA | DENSE | NO_BIAS | NO_QK_NORM | {"rope_scaling": (None,)}, ignored=INV_FREQ,
+           unset=("pad_token_id",)),
     Family("qwen2_moe", "Qwen2MoeForCausalLM",
            (*rules.QWEN, *rules.moe(), *rules.shared_expert("shared_expert"), rules.SHARED_GATE),
            fields.QWEN2_MOE, fixed=SILU | {"use_sliding_window": False},

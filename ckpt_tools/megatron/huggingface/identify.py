@@ -75,7 +75,6 @@ def _by_kinds(kinds: set[str], model: ModelArgs | None) -> str:
 
     qk_norm = has(".q_layernorm.")
     gemma = model is not None and model.activation == "geglu"
-    nope = model is not None and any(model.no_rope_layers)
     wide = model is not None and model.num_attention_heads * model.kv_channels != model.hidden_size
     mistral = model is not None and model.sliding_window is not None
     known = (
@@ -89,7 +88,6 @@ def _by_kinds(kinds: set[str], model: ModelArgs | None) -> str:
         (qk_norm, "qwen3"),
         (has(".linear_qkv.bias") and not has(".linear_proj.bias"), "seed_oss" if wide else "qwen2"),
         (gemma, "gemma"),
-        (nope, "smollm3"),
         (mistral, "mistral"),
     )
     return next((name for holds, name in known if holds), "llama")

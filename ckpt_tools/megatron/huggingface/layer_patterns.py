@@ -47,7 +47,7 @@ def no_rope_layers(freq: object, layers: int, *, even: bool = True) -> tuple[int
         case int(turn) if turn > 0 and not (even and layers % turn):
             pattern = tuple(int((layer + 1) % turn == 0) for layer in range(layers))
         case [*values] if len(values) == layers and all(value in (0, 1) for value in values):
-            pattern = tuple(int(value) for value in values)
+            pattern = tuple(int(value == 1) for value in values)
         case _:
             raise MappingError(
                 f"no_rope_freq is {repr(freq)[:60]}, expected 0 or 1 for each of {layers} layers, or a number that "

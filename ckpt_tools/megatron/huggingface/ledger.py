@@ -20,7 +20,8 @@ from ckpt_tools.megatron.huggingface.rules import Family
 MAX_VALUE_CHARS = 60
 MEGATRON_NAMES = {"activation_clamp": "activation_func_clamp_value", "rotary_base_local": "the local rotary_base",
                   "sliding_window": "window_size", "sliding_pattern": "interleaved_attn_pattern",
-                  "no_rope_layers": "no_rope_freq", "query_pre_attn_scalar": "softmax_scale, as 1 / its square,"}  # fmt: skip
+                  "no_rope_layers": "no_rope_freq",
+                  "query_pre_attn_scalar": "softmax_scale, as 1 / its square,"}  # fmt: skip
 
 
 class Change(NamedTuple):

@@ -132,17 +132,18 @@ MTP_ENDS = (
 )
 
 
+def core_in_mtp(core: str) -> str:
+    """A decoder layer's parameter as the layer inside a multi-token prediction module names it."""
+    return core.replace(P, MTP + "transformer_layer.")
+
+
 def in_mtp(rule: Rule) -> Rule:
     """A decoder layer's rule for the layer inside a multi-token prediction module, named as one layer more."""
-
-    def core(name: str) -> str:
-        return name.replace(P, MTP + "transformer_layer.")
-
     return replace(
         rule,
-        core=core(rule.core),
+        core=core_in_mtp(rule.core),
         hf=tuple(name.replace("{l}", "{n}") for name in rule.hf),
-        also=tuple(core(name) for name in rule.also),
+        also=tuple(core_in_mtp(name) for name in rule.also),
         fused=rule.fused and rule.fused.replace("{l}", "{n}"),
     )
 

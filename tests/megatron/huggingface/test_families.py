@@ -27,7 +27,7 @@ from safetensors.numpy import load_file, save_file  # noqa: E402  # after the sk
 transformers.utils.logging.set_verbosity(logging.ERROR)
 
 
-ONLY_A_CONFIG_TELLS = {"phi3", "phi3_partial"}  # the parameters of a Llama
+ONLY_A_CONFIG_TELLS = {"phi3", "phi3_partial", "smollm3", "smollm3_interval"}  # the parameters of a Llama
 
 
 @dataclass
