@@ -183,6 +183,14 @@ SEED_OSS = _defaults(
     num_key_value_heads=8,
     head_dim=128,
 )
+ERNIE = _defaults(
+    (*ATTENTION, HEAD_DIM, FFN, Field("use_bias", "add_bias_linear", False)),
+    num_key_value_heads=2,
+    head_dim=128,
+    rms_norm_eps=1e-5,
+    rope_theta=500000.0,
+    tie_word_embeddings=True,
+)
 PHI3 = _defaults(
     (*ATTENTION, HEAD_DIM, FFN, PARTIAL_ROPE, Field("sliding_window", "sliding_window", None)),
     rms_norm_eps=1e-5,

@@ -62,6 +62,8 @@ KNOWN = (
     Family("seed_oss", "SeedOssForCausalLM", rules.QWEN, fields.SEED_OSS,
            fixed=SILU | {"attention_out_bias": False, "mlp_bias": False},
            needs=GQA | DENSE | FULL | NO_QK_NORM | {"add_bias_linear": False}),
+    Family("ernie4_5", "Ernie4_5ForCausalLM", rules.ERNIE, fields.ERNIE, fixed=SILU,
+           needs=GQA | DENSE | FULL | NO_QK_NORM),
     Family("phi3", "Phi3ForCausalLM", rules.PHI3, fields.PHI3, fixed=SILU,  # every scaling of its class is LongRoPE
            needs=PARTIAL_GQA | DENSE | NO_BIAS | NO_QK_NORM | {"rope_scaling": (None,)}, ignored=INV_FREQ,
            unset=("pad_token_id",)),
@@ -81,8 +83,7 @@ KNOWN = (
     Family("deepseek_v3", "DeepseekV3ForCausalLM", rules.DEEPSEEK_V3, fields.DEEPSEEK_V3,
            fixed=SILU | {"attention_bias": False, "scoring_func": "sigmoid",
                          "topk_method": "noaux_tc", "moe_layer_freq": 1},
-           needs=DEEPSEEK | SIGMOID_MOE,
-           copies=MTP_COPIES),
+           needs=DEEPSEEK | SIGMOID_MOE, copies=MTP_COPIES, also_types=("kimi_k2",)),
     Family("glm4_moe", "Glm4MoeForCausalLM", rules.GLM4_MOE, fields.GLM4_MOE, fixed=SILU,
            needs=PARTIAL_GQA | FULL | SIGMOID_MOE | {"add_bias_linear": False, "moe_shared_expert_gate": False},
            copies=MTP_COPIES),

@@ -17,6 +17,19 @@ ARCHITECTURES_WITHOUT_RULES = {
     "self_attention.in_proj.": "gated delta net layers (Qwen3-Next)",
     "vision_model.": "a vision tower",
 }
+NORM_OVER_HEADS = "queries and keys are normalized over all heads at once"
+NORMS_BEHIND = f"{NORM_OVER_HEADS}, and a layer has norms only behind its attention and its MLP"
+SCALED = "embeddings, residuals, attention and logits have scales of their own"
+WITHOUT_MODULES = {  # of megatron-core 0.16.1, by model_type
+    "olmo2": NORMS_BEHIND,
+    "olmo3": NORMS_BEHIND,
+    "flex_olmo": NORMS_BEHIND,
+    "olmoe": NORM_OVER_HEADS,
+    "minimax_m2": NORM_OVER_HEADS,
+    "granite": SCALED,
+    "granitemoe": SCALED,
+    "ernie4_5_moe": "experts are chosen by a softmax with a bias, and Megatron has a bias with sigmoid only",
+}
 
 
 def detect_family(
@@ -58,8 +71,13 @@ def family_of_config(config: Mapping[str, Any], families: Mapping[str, Family] =
     """
     kind = config.get("model_type")
     for family in families.values():
-        if kind == (family.model_type or family.name):
+        if kind == (family.model_type or family.name) or kind in family.also_types:
             return family
+    if kind in WITHOUT_MODULES:
+        raise MappingError(
+            f"config.json has model_type {kind!r}, which Megatron core has no modules for: {WITHOUT_MODULES[kind]}. "
+            "Where a Megatron of your own has them, a rule file can say so (--rules)"
+        )
     known = ", ".join(sorted(family.model_type or family.name for family in families.values()))
     raise MappingError(
         f"config.json has model_type {kind!r}, for which there are no rules; known are {known}. "

@@ -202,6 +202,7 @@ GPT2 = (
     ends()[2],
 )
 LLAMA = (*ends(), *SELF_ATTENTION, PROJECTION_BIAS, *MLP, *MLP_BIAS)
+ERNIE = tuple(replace(rule, layout="qkv_pairs") if rule.layout == "qkv" else rule for rule in LLAMA)
 QWEN = (*ends(), *SELF_ATTENTION, *MLP)  # biases that args ask for beyond these have no rule
 PHI3 = (
     *ends(),

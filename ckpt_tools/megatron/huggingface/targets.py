@@ -127,6 +127,8 @@ def export_targets(
     model = replace(model, params_dtype=_bulk_dtype(tensors))
     config = dict.fromkeys(family.unset) | (keep_reference(family, reference) if reference else {})
     config |= write_config(family, model)
+    if reference and reference.get("model_type") in family.also_types:
+        config["model_type"] = reference["model_type"]
     if args is None:
         notes = (*notes, "the checkpoint holds no args: what its numbers mean is taken from --hf-config")
     notes = (*settings, *notes, *semantic_notes(family, model), *rope_notes(args, model))

@@ -1,20 +1,23 @@
-"""SmolLM3, Seed-OSS and Phi-3/4: what they have beyond Llama, and what tells them apart."""
+"""SmolLM3, Seed-OSS, Phi-3/4, ERNIE 4.5 and Kimi K2: what they have beyond their like, and what has no form."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from ckpt_tools.megatron.huggingface.identify import detect_family
+from ckpt_tools.megatron.huggingface.families import FAMILIES
+from ckpt_tools.megatron.huggingface.identify import WITHOUT_MODULES, detect_family, family_of_config
 from ckpt_tools.megatron.huggingface.model_args import read_model_args
 from ckpt_tools.megatron.huggingface.targets import export_targets
 from tests.megatron.huggingface.materialise import materialise, specs
 from tests.megatron.huggingface.test_config import MLM
-from tests.megatron.huggingface.test_targets import BASE, directory, imported, problems
+from tests.megatron.huggingface.test_targets import BASE, DEEPSEEK, directory, imported, problems
 
 SMOLLM3 = {**BASE, "model_type": "smollm3", "no_rope_layers": [1, 0], "tie_word_embeddings": False}
 SEED_OSS = {**BASE, "model_type": "seed_oss"}
+ERNIE = {**BASE, "model_type": "ernie4_5", "tie_word_embeddings": False}
 PHI3 = {**BASE, "model_type": "phi3", "partial_rotary_factor": 0.5}
 
 
@@ -22,6 +25,7 @@ PHI3 = {**BASE, "model_type": "phi3", "partial_rotary_factor": 0.5}
     ("config", "said"),
     [(SMOLLM3, {"no_rope_freq": [0, 1]}), (SEED_OSS, {"add_qkv_bias": True}), (PHI3, {"rotary_percent": 0.5}),
      ({**PHI3, "sliding_window": 8}, {"window_size": (7, 0)}),
+     (ERNIE, {"rotary_interleaved": False}), ({**ERNIE, "use_bias": True}, {"add_bias_linear": True}),
      ({**SMOLLM3, "attention_bias": True, "mlp_bias": True}, {"add_bias_linear": True})],
 )  # fmt: skip
 def test_both_ways(config: dict[str, Any], said: dict[str, Any]) -> None:
@@ -61,6 +65,50 @@ def test_rows_of_fused_projections() -> None:
         assert ours[ours_at : ours_at + rows].tobytes() == fused[theirs_at : theirs_at + rows].tobytes()
     gate_up = tensors["model.layers.1.mlp.gate_up_proj.weight"]
     assert megatron["decoder.layers.1.mlp.linear_fc1.weight"].tobytes() == gate_up.tobytes()
+
+
+def test_rotary_pairs_that_are_neighbours() -> None:
+    """ERNIE stores what Megatron has with rotary_interleaved; without it, a pair is half a head apart."""
+    tensors = directory(ERNIE)
+    found, megatron = imported(ERNIE, tensors)
+    name, (q, k, v) = (
+        "decoder.layers.1.self_attention.linear_qkv.weight",
+        (tensors[f"model.layers.1.self_attn.{x}_proj.weight"] for x in "qkv"),
+    )
+    ours = megatron[name]
+    assert ours[:4].tobytes() == q[[0, 2, 1, 3]].tobytes()  # pairs (0, 1) and (2, 3) of the first query
+    assert ours[24:28].tobytes() == k[[4, 6, 5, 7]].tobytes()
+    assert ours[28:].tobytes() == v[4:].tobytes()
+    args = {**found.args, "rotary_interleaved": True}
+    exported = export_targets(specs(megatron), args, ERNIE)
+    again = materialise(exported.tensors, megatron)
+    assert again["model.layers.1.self_attn.q_proj.weight"][:4].tobytes() == ours[:4].tobytes()  # as they lie
+
+
+def test_kimi_is_deepseek_under_a_name_of_its_own() -> None:
+    kimi = {
+        **DEEPSEEK,
+        "model_type": "kimi_k2",
+        "num_nextn_predict_layers": 0,
+        "auto_map": {"AutoModel": "x.Y"},
+    }
+    tensors = directory(kimi)
+    found, megatron = imported(kimi, tensors)
+    assert found.family.name == "deepseek_v3"
+    exported = export_targets(specs(megatron), found.args, kimi)
+    assert exported.config["model_type"] == "kimi_k2" and exported.config["auto_map"] == kimi["auto_map"]
+    assert exported.config["architectures"] == ["DeepseekV3ForCausalLM"]
+    assert export_targets(specs(megatron), found.args).config["model_type"] == "deepseek_v3"
+    again = materialise(exported.tensors, megatron)
+    assert again.keys() == tensors.keys()
+
+
+@pytest.mark.parametrize("kind", WITHOUT_MODULES)
+def test_what_megatron_core_has_no_modules_for(kind: str) -> None:
+    text = problems(lambda: family_of_config({"model_type": kind}))
+    assert f"{kind!r}, which Megatron core has no modules for: {WITHOUT_MODULES[kind]}" in text
+    own = replace(FAMILIES["llama"], name=kind)  # a rule file's
+    assert family_of_config({"model_type": kind}, {**FAMILIES, kind: own}) is own
 
 
 def test_layers_without_rotary_embedding() -> None:
