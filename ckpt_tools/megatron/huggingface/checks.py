@@ -17,6 +17,10 @@ from ckpt_tools.megatron.huggingface.rope_args import (
 from ckpt_tools.megatron.huggingface.rules import Family, Pair
 from ckpt_tools.model.views import Shape
 
+PART = (
+    "that of the language model in a model of several parts (vision, audio); those are not converted: save the "
+    "language model and its text_config as a model of their own"
+)
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
@@ -98,6 +102,35 @@ def spellings(
                 )
             spelled[name] = found[0]
     return spelled, [name for name in parameters if name not in used]
+
+
+WRAPPERS = {
+    "base_model.model.": "peft's: merge its adapters and save the model inside (`model.merge_and_unload()`)",
+    "module.": "a parallel wrapper's: save the model inside it (`model.module`)",
+    "_orig_mod.": "torch.compile's: save the model inside it (`model._orig_mod`)",
+    "language_model.": PART,
+    "model.language_model.": PART,
+}
+
+
+def refuse_wrapped(tensors: Iterable[str], missing: Iterable[str]) -> None:
+    """Nothing, unless all names that are missing are there behind one prefix.
+
+    Raises:
+        MappingError: they are.
+    """
+    there, bare = frozenset(tensors), [name.removeprefix("model.") for name in missing]
+    if not bare:
+        return
+    first = {name.removesuffix(bare[0]) for name in there if name.endswith(f".{bare[0]}")}
+    first |= {prefix.removesuffix("model.") for prefix in first if prefix.endswith(".model.")}
+    for prefix in sorted(first - {"model."}, key=len):
+        if all(not there.isdisjoint((prefix + name, f"{prefix}model.{name}")) for name in bare):
+            whose = WRAPPERS.get(prefix, "that of a model which has this one inside: save the model inside")
+            raise MappingError(
+                f"the names of {len(bare)} tensors have the prefix {prefix!r} before what config.json asks for, such "
+                f"as {next(name for name in sorted(there) if name.endswith(bare[0]))}. It is {whose}"
+            )
 
 
 def semantic_notes(family: Family, model: ModelArgs) -> tuple[str, ...]:

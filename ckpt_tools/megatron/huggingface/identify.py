@@ -78,6 +78,13 @@ def family_of_config(config: Mapping[str, Any], families: Mapping[str, Family] =
             f"config.json has model_type {kind!r}, which Megatron core has no modules for: {WITHOUT_MODULES[kind]}. "
             "Where a Megatron of your own has them, a rule file can say so (--rules)"
         )
+    text = config.get("text_config")
+    inside = text.get("model_type") if isinstance(text, Mapping) else None
+    if inside:
+        raise MappingError(
+            f"config.json has model_type {kind!r}, a model of several parts, which have no rules; its language model "
+            f"is a {inside} (text_config): save that one as a model of its own"
+        )
     known = ", ".join(sorted(family.model_type or family.name for family in families.values()))
     raise MappingError(
         f"config.json has model_type {kind!r}, for which there are no rules; known are {known}. "

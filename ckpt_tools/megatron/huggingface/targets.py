@@ -21,6 +21,7 @@ from ckpt_tools.megatron.huggingface.checks import (
     Spec,
     import_notes,
     not_of_family,
+    refuse_wrapped,
     rope_notes,
     semantic_notes,
     spellings,
@@ -195,6 +196,7 @@ def import_targets(
     wanted = {
         prefix(name): shape.shape for pair in pairs for name, shape in zip(pair.hf, pair.tensors, strict=True)
     }
+    refuse_wrapped(tensors, (name for name in wanted if name not in tensors))
     problems = [*not_of_family(family, model, config), *_misfits(tensors, wanted)]
     equal, ignored = _without_content(family, model, set(tensors) - set(wanted), prefix)
     rest = set(tensors) - set(wanted) - set(ignored)
