@@ -130,7 +130,7 @@ def test_files_beside_the_index_are_not_read(tmp_path: Path) -> None:
 def test_parts_of_ranks_are_told_from_a_lost_index(tmp_path: Path) -> None:
     """What torch's writer makes of a model in several processes; joined by torch, as the message says, it is read."""
     parts, joined = tmp_path / "parts", tmp_path / "joined"
-    state = {name: torch.from_numpy(ARRAYS[name]) for name in ("matrix", "flags")}
+    state = {"matrix": torch.from_numpy(ARRAYS["matrix"]), "vector": torch.ones(5)}
     writer = HuggingFaceStorageWriter(str(parts), dict.fromkeys(state, 1), save_distributed=True)
     torch.distributed.checkpoint.save(state, storage_writer=writer, no_dist=True)
     assert [file.name for file in parts.iterdir()] == ["shard-00001-model-00001-of-00001.safetensors"]
