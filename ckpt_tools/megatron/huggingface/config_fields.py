@@ -203,12 +203,18 @@ GLM4_MOE = _defaults(
         PARTIAL_ROPE,
         Field("attention_bias", "add_qkv_bias", False),
         Field("use_qk_norm", "qk_layernorm", False),
-        *SIGMOID_ROUTED,
+        *(one for one in SIGMOID_ROUTED if one.hf != "n_shared_experts"),
+        Field(
+            "n_shared_experts",
+            "moe_shared_expert_intermediate_size",
+            1,
+            values.write_some_shared,
+            values.read_shared,
+        ),
     ),
     num_key_value_heads=8,
     rms_norm_eps=1e-5,
     partial_rotary_factor=0.5,
-    n_shared_experts=1,
     first_k_dense_replace=1,
 )
 GPT_OSS = _defaults(

@@ -140,9 +140,19 @@ def write_shared(size: int | None, model: ModelArgs) -> int | None:
     count, rest = divmod(size or 0, model.moe_ffn_hidden_size)
     if rest:
         raise MappingError(
-            f"a shared expert of {size} is not a multiple of the experts' {model.moe_ffn_hidden_size}"
+            f"a shared expert of {size} is not a multiple of the experts' {model.moe_ffn_hidden_size}, and "
+            "config.json counts shared experts of that size (n_shared_experts)"
         )
     return count or None
+
+
+def write_some_shared(size: int | None, model: ModelArgs) -> int:
+    count = write_shared(size, model)
+    if count is None:
+        raise MappingError(
+            "moe_shared_expert_intermediate_size is not set; every MoE layer of this class has a shared expert"
+        )
+    return count
 
 
 def read_shared(count: int | None, config: Config) -> int | None:

@@ -76,3 +76,11 @@ def test_what_megatron_rotates_otherwise_is_refused() -> None:
     found, megatron = imported(GLM, directory(GLM))
     for name, value in (("rotary_interleaved", True), ("moe_router_score_function", "softmax")):
         assert name in problems(lambda n=name, v=value: export_targets(specs(megatron), {**found.args, n: v}))
+
+
+def test_a_model_without_a_shared_expert_is_not_of_this_class() -> None:
+    found, megatron = imported(GLM, directory(GLM))
+    rest = {name: array for name, array in megatron.items() if "shared_experts" not in name}
+    args = {**found.args, "moe_shared_expert_intermediate_size": None}
+    text = problems(lambda: export_targets(specs(rest), args))
+    assert "moe_shared_expert_intermediate_size is not set" in text
