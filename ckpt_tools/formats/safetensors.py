@@ -12,6 +12,7 @@ not mean to others: other encodings than UTF-8, NaN, lone surrogates, sizes that
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
@@ -36,6 +37,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 ADAPTER = "adapter_model.safetensors"
 OTHER_WEIGHTS = (".bin", ".bin.index.json", ".pth", ".pt", ".ckpt", ".gguf", ".h5", ".msgpack")
+_OF_A_RANK = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")  # torch hf_storage.py
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _LONGEST_POINTER = 1024  # bytes, by its specification
 DTYPES = {
@@ -144,6 +146,12 @@ def _instead(names: list[str]) -> str:
         return (
             f", but {ADAPTER}: an adapter (LoRA) without its model. Merge it first: `merge-adapter HF PEFT OUT`, or "
             "`import-hf HF OUT --adapter PEFT`, where HF is the model it was trained on"
+        )
+    if any(_OF_A_RANK.fullmatch(name) for name in present):
+        return (
+            f", only {', '.join(present[:4])}: each rank's part, as torch.distributed.checkpoint writes them "
+            "(HuggingFaceStorageWriter, save_distributed). Join them first: consolidate_safetensors_files(DIR, OUT, "
+            "{name: 1 for each tensor}) of torch.distributed.checkpoint._consolidate_hf_safetensors"
         )
     if present:
         return f", only {', '.join(present[:4])}: the index is missing"

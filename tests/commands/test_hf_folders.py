@@ -139,3 +139,23 @@ def test_a_folder_of_caches_and_one_of_pickles_say_what_to_give(cases: Path, tmp
         (pickles / name).write_text("{}")
     with pytest.raises(UnsupportedCheckpointError, match="a Hugging Face model without safetensors"):
         inspect_checkpoint(str(pickles))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tokenizer.json",
+        "tiktoken.model",
+        "qwen.tiktoken",
+        "tekken.json",
+        "spiece.model",
+        "preprocessor_config.json",
+    ],
+)
+def test_tokenizers_of_every_kind_are_carried(name: str, cases: Path, tmp_path: Path) -> None:
+    source = tmp_path / "hf"
+    shutil.copytree(cases / "mixed_dtype_rounded" / "hf", source)
+    (source / name).write_bytes(b"\x00 as it is")
+    import_hf(str(source), str(tmp_path / "run"))
+    export_hf(str(tmp_path / "run"), str(tmp_path / "back"), ExportOptions(hf_config=str(source)))
+    assert (tmp_path / "back" / name).read_bytes() == b"\x00 as it is"

@@ -12,7 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors
+import torch
 from safetensors.numpy import save_file
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError
 from ckpt_tools.formats.files import open_files
@@ -121,6 +124,27 @@ def test_files_beside_the_index_are_not_read(tmp_path: Path) -> None:
     assert read_safetensors_catalog(tmp_path).tensors.keys() == {"matrix", "scalar"}
     with closing(open_files(str(tmp_path))) as files:
         assert unread_files(files) == ("consolidated.safetensors", "extra.safetensors")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_parts_of_ranks_are_told_from_a_lost_index(tmp_path: Path) -> None:
+    """What torch's writer makes of a model in several processes; joined by torch, as the message says, it is read."""
+    parts, joined = tmp_path / "parts", tmp_path / "joined"
+    state = {"matrix": torch.from_numpy(ARRAYS["matrix"]), "vector": torch.ones(5)}
+    writer = HuggingFaceStorageWriter(str(parts), dict.fromkeys(state, 1), save_distributed=True)
+    torch.distributed.checkpoint.save(state, storage_writer=writer, no_dist=True)
+    assert [file.name for file in parts.iterdir()] == ["shard-00001-model-00001-of-00001.safetensors"]
+    with pytest.raises(UnsupportedCheckpointError) as caught:
+        read_safetensors_catalog(parts)
+    assert "each rank's part" in str(caught.value) and "index is missing" not in str(caught.value)
+    assert consolidate_safetensors_files.__name__ in str(caught.value)
+    assert consolidate_safetensors_files.__module__ in str(caught.value)
+    joined.mkdir()
+    consolidate_safetensors_files(str(parts), str(joined), dict.fromkeys(state, 1))
+    found = read_safetensors_catalog(joined).tensors
+    assert {name: entry.shape for name, entry in found.items()} == {
+        n: tuple(a.shape) for n, a in state.items()
+    }
 
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"4d" * 32 + b"\nsize 4976698672\n"

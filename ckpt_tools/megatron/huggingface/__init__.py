@@ -11,6 +11,7 @@
 * `numbers`: sizes from settings, looked at before anything is built of them
 * `rope_args`: rotary embeddings
 * `layer_patterns`: which layers have a window, or experts
+* `field_values`: values that config.json and `ModelArgs` say differently
 * `config_fields`: the fields of config.json that say the same, per family
 * `config`: `config.json`, read and written
 * `ledger`: every other setting of either side, and what becomes of it (arguments.yaml, config_json.yaml)

@@ -17,6 +17,10 @@ from ckpt_tools.megatron.huggingface.rope_args import (
 from ckpt_tools.megatron.huggingface.rules import Family, Pair
 from ckpt_tools.model.views import Shape
 
+PART = (
+    "that of the language model in a model of several parts (vision, audio); those are not converted: save the "
+    "language model and its text_config as a model of their own"
+)
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
@@ -66,6 +70,8 @@ def not_of_family(family: Family, model: ModelArgs, reference: Mapping[str, Any]
         problems.append(f"only a reference config tells {', '.join(lacking)}; pass --hf-config")
     if 0 in model.sliding_layers and not any(one.arg == "sliding_layers" for one in family.fields):
         problems.append(f"sliding windows on some layers only; {family.architecture} has them on all or none")
+    if model.rotary_percent != 1 and any(one and one["rope_type"] == "yarn" for one in model.rope_scaling):
+        problems.append("YaRN together with rotary_percent: Megatron's YaRN rotates whole heads")
     odd = model.qk_layernorm or model.multi_latent_attention or model.rotary_percent != 1
     if model.rotary_interleaved and odd:
         problems.append(
@@ -98,12 +104,41 @@ def spellings(
     return spelled, [name for name in parameters if name not in used]
 
 
+WRAPPERS = {
+    "base_model.model.": "peft's: merge its adapters and save the model inside (`model.merge_and_unload()`)",
+    "module.": "a parallel wrapper's: save the model inside it (`model.module`)",
+    "_orig_mod.": "torch.compile's: save the model inside it (`model._orig_mod`)",
+    "language_model.": PART,
+    "model.language_model.": PART,
+}
+
+
+def refuse_wrapped(tensors: Iterable[str], missing: Iterable[str]) -> None:
+    """Nothing, unless all names that are missing are there behind one prefix.
+
+    Raises:
+        MappingError: they are.
+    """
+    there, bare = frozenset(tensors), [name.removeprefix("model.") for name in missing]
+    if not bare:
+        return
+    first = {name.removesuffix(bare[0]) for name in there if name.endswith(f".{bare[0]}")}
+    first |= {prefix.removesuffix("model.") for prefix in first if prefix.endswith(".model.")}
+    for prefix in sorted(first - {"model."}, key=len):
+        if all(not there.isdisjoint((prefix + name, f"{prefix}model.{name}")) for name in bare):
+            whose = WRAPPERS.get(prefix, "that of a model which has this one inside: save the model inside")
+            raise MappingError(
+                f"the names of {len(bare)} tensors have the prefix {prefix!r} before what config.json asks for, such "
+                f"as {next(name for name in sorted(there) if name.endswith(bare[0]))}. It is {whose}"
+            )
+
+
 def semantic_notes(family: Family, model: ModelArgs) -> tuple[str, ...]:
     """Differences in what the two programs compute from equal weights and settings."""
     notes = []
     if model.moe_router_num_groups and model.moe_router_group_topk:
         best = model.moe_router_topk // model.moe_router_group_topk
-        theirs = 2 if family.name == "deepseek_v3" else 1
+        theirs = 2 if model.moe_router_enable_expert_bias else 1
         if best != theirs:
             notes.append(
                 f"routing: Megatron ranks a group by the sum of its best {best} experts, transformers by "

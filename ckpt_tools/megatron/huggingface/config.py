@@ -12,7 +12,8 @@ from math import isclose
 from typing import Any
 
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems
-from ckpt_tools.megatron.huggingface.config_fields import REQUIRED, Config
+from ckpt_tools.megatron.huggingface.config_fields import REQUIRED
+from ckpt_tools.megatron.huggingface.field_values import Config
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs
 from ckpt_tools.megatron.huggingface.numbers import bounded
 from ckpt_tools.megatron.huggingface.rope_args import GPT_OSS_SCALING, RELEASED_GPT_OSS_SCALING
@@ -46,7 +47,10 @@ def read_config(family: Family, config: Config) -> ModelArgs:
         one.hf for one in family.fields if one.default is REQUIRED and not {one.hf, one.also} & config.keys()
     ]
     if missing:
-        raise MappingError(f"config.json of a {family.name} model: {', '.join(missing)} is missing")
+        whose = f"; its fields are those of {family.like}, and `fields` in the rule file changes them"
+        raise MappingError(
+            f"config.json of a {family.name} model: {', '.join(missing)} is missing{whose if family.like else ''}"
+        )
     problems = _not_fixed(family, config)
     problems += [
         f"{one.hf} is {config[one.hf]} and {one.also} {config[one.also]}: two names of one setting"
@@ -151,7 +155,7 @@ def _rope_fields(rope: Config) -> dict[str, Any]:
             raise MappingError(f"Megatron has no scaling for layers with a window: {dict(local)}")
     if "rope_theta" in rope:
         said["rope_theta"] = rope["rope_theta"]
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+    if rope.get("partial_rotary_factor") is not None:  # 1 too: some classes rotate a part unless told
         said["partial_rotary_factor"] = rope["partial_rotary_factor"]
     scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "partial_rotary_factor")}
     kind = scaling.get("rope_type", scaling.get("type", "default"))

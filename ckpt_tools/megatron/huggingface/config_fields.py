@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal
 
-from ckpt_tools.errors import MappingError
+from ckpt_tools.megatron.huggingface import field_values as values
+from ckpt_tools.megatron.huggingface.field_values import Config
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs
 from ckpt_tools.megatron.huggingface.rope_args import read_rope
 
 REQUIRED: Final = object()
-Config: TypeAlias = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,175 +32,14 @@ class Field:
     also: str | None = None
 
 
-def _write_rope(candidates: Sequence[Any], model: ModelArgs) -> Any:
-    if len(candidates) != 1:
-        raise MappingError(
-            "rope_scaling: Megatron-LM ignored this option in many versions, so the args do not tell whether the "
-            f"model was trained with {' or '.join(map(str, candidates))}; pass --hf-config with the right one"
-        )
-    return candidates[0]
-
-
-def _read_dense(dense: Sequence[int], config: Config) -> tuple[int, ...]:
-    step = config.get("decoder_sparse_step", 1)
-    layers = range(config["num_hidden_layers"])
-    return tuple(int(layer not in (dense or ()) and (layer + 1) % step == 0) for layer in layers)
-
-
-def _read_step(step: int, config: Config) -> tuple[int, ...]:
-    return _read_dense(config.get("mlp_only_layers", ()), config)
-
-
-def _write_dense(moe: Sequence[int], model: ModelArgs) -> list[int]:
-    return [layer for layer, one in enumerate(moe) if not one]
-
-
-def _write_leading_dense(moe: Sequence[int], model: ModelArgs) -> int:
-    dense = model.num_layers - sum(moe)
-    if any(moe[:dense]):
-        raise MappingError(
-            f"moe_layer_freq {list(moe)}: DeepSeek has dense layers first and MoE layers after them"
-        )
-    return dense
-
-
-def _read_leading_dense(dense: int, config: Config) -> tuple[int, ...]:
-    layers = int(config["num_hidden_layers"])
-    if config.get("moe_layer_freq", 1) != 1:
-        raise MappingError(f"moe_layer_freq {config['moe_layer_freq']} is not supported")
-    return (0,) * min(dense, layers) + (1,) * (layers - dense)
-
-
-def _write_layer_types(sliding: Sequence[int], model: ModelArgs) -> list[str]:
-    return ["sliding_attention" if one else "full_attention" for one in sliding or (0,) * model.num_layers]
-
-
-def _read_layer_types(types: Sequence[str], config: Config) -> tuple[int, ...]:
-    return tuple(int(one == "sliding_attention") for one in types)
-
-
-def _every_second(config: Config) -> list[str]:
-    """GPT-OSS without `layer_types` begins with a sliding layer and alternates."""
-    return [("full_attention" if i % 2 else "sliding_attention") for i in range(config["num_hidden_layers"])]
-
-
-def _one_for_none(value: Any, model: ModelArgs) -> Any:
-    return 1 if value is None else value
-
-
-def _write_greedy(groups: int | None, model: ModelArgs) -> str:
-    return "group_limited_greedy" if groups else "greedy"
-
-
-def _read_greedy(method: str, config: Config) -> int | None:
-    if method == "greedy":
-        return None
-    if method != "group_limited_greedy":
-        raise MappingError(f"{method!r} is not a way of routing that Megatron knows")
-    groups: int | None = _none_for_one(config.get("n_group"), config)
-    return groups
-
-
-def _read_group_topk(value: int | None, config: Config) -> int | None:
-    """One group of several is a choice; one of one leaves nothing to choose."""
-    return None if config.get("n_group") in (None, 1) else value
-
-
-def _read_sum_to_one(value: bool, config: Config) -> int:
-    """Megatron makes the weights of several experts sum to one, and keeps the sigmoid of a single one."""
-    topk = int(config["num_experts_per_tok"])
-    if bool(value) != (topk > 1):
-        raise MappingError(f"Megatron computes as with {topk > 1} where num_experts_per_tok is {topk}")
-    return topk
-
-
-def _write_scale(value: float | None, model: ModelArgs) -> float:
-    return 1.0 if value is None else float(value)
-
-
-def _float(value: Any, model: ModelArgs) -> float:
-    """transformers 5 refuses an int where it expects a float; Megatron's rotary_base is an int."""
-    return float(value)
-
-
-def _whole(value: float, model: ModelArgs) -> float:
-    """transformers 5 refuses a float where it expects an int."""
-    return int(value) if value == int(value) else value
-
-
-def _none_for_one(value: Any, config: Config) -> Any:
-    return None if value in (None, 1, 1.0) else value
-
-
-def _write_shared(size: int | None, model: ModelArgs) -> int | None:
-    count, rest = divmod(size or 0, model.moe_ffn_hidden_size)
-    if rest:
-        raise MappingError(
-            f"a shared expert of {size} is not a multiple of the experts' {model.moe_ffn_hidden_size}"
-        )
-    return count or None
-
-
-def _read_shared(count: int | None, config: Config) -> int | None:
-    return count * int(config["moe_intermediate_size"]) if count else None
-
-
-def _heads(config: Config) -> int:
-    return int(config["num_attention_heads"])
-
-
-def _head_dim(config: Config) -> int:
-    return int(config["hidden_size"]) // _heads(config)
-
-
-def _dtype(value: Any, config: Config) -> str | None:
-    return None if value is None else str(value).removeprefix("torch.")
-
-
-def _number(value: float | None, model: ModelArgs) -> float:
-    if value is None:
-        raise MappingError(
-            "activation_func_clamp_value is not set, and the config.json of GPT-OSS must have swiglu_limit"
-        )
-    return value
-
-
-def _write_gelu(activation: str, model: ModelArgs) -> str:
-    if activation not in GELU.values():
-        raise MappingError(f"activation is {activation!r}; GPT-2 has {' or '.join(GELU.values())}")
-    return next(name for name, value in GELU.items() if value == activation)
-
-
-def _read_gelu(name: str, config: Config) -> str:
-    if name not in GELU:
-        raise MappingError(f"{name!r} is not one of {', '.join(GELU)}")
-    return GELU[name]
-
-
-def _square(heads: int, model: ModelArgs) -> int:
-    """The number of heads, where config.json has no field for their size."""
-    if heads * model.kv_channels != model.hidden_size:
-        raise MappingError(
-            f"{heads} heads of {model.kv_channels} are not hidden_size {model.hidden_size}: the config.json of this "
-            "architecture cannot say that"
-        )
-    return heads
-
-
-def _not(value: Any, _: Any) -> bool:
-    return not value
-
-
 def _defaults(fields: Sequence[Field], **values: Any) -> tuple[Field, ...]:
     """The fields with the defaults of this family's class (transformers 4.57 and 5.24), where Llama's has others."""
     return tuple(replace(one, default=values.get(one.hf, one.default)) for one in fields)
 
 
-# Megatron's fused GELU is the approximation by tanh.
-GELU = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_erf"}
 VOCAB = Field("vocab_size", "vocab_size", wins="checkpoint")
-DTYPE = Field("torch_dtype", "params_dtype", None, read=_dtype, wins="reference")
-STD = Field("initializer_range", "init_method_std", 0.02, _float, wins="reference")
+DTYPE = Field("torch_dtype", "params_dtype", None, read=values.dtype_name, wins="reference")
+STD = Field("initializer_range", "init_method_std", 0.02, values.as_float, wins="reference")
 SIZE = (
     VOCAB,
     Field("hidden_size", "hidden_size"),
@@ -211,28 +50,33 @@ SIZE = (
     DTYPE,
 )
 GROUPS = Field(
-    "num_key_value_heads", "num_query_groups", _heads, read=lambda value, config: value or _heads(config)
+    "num_key_value_heads",
+    "num_query_groups",
+    values.heads,
+    read=lambda value, config: value or values.heads(config),
 )
-HEAD_DIM = Field("head_dim", "kv_channels", _head_dim, read=lambda value, config: value or _head_dim(config))
+HEAD_DIM = Field(
+    "head_dim", "kv_channels", values.head_dim, read=lambda value, config: value or values.head_dim(config)
+)
 FFN = Field("intermediate_size", "ffn_hidden_size")
 ROPE = (
-    Field("rms_norm_eps", "layernorm_epsilon", 1e-6, _float),
-    Field("rope_theta", "rotary_base", 10000.0, _float),
-    Field("rope_scaling", "rope_scaling", None, _write_rope, read_rope),
+    Field("rms_norm_eps", "layernorm_epsilon", 1e-6, values.as_float),
+    Field("rope_theta", "rotary_base", 10000.0, values.as_float),
+    Field("rope_scaling", "rope_scaling", None, values.write_rope, read_rope),
 )
 UNTIED = Field("tie_word_embeddings", "tied", False)
 TIED = Field("tie_word_embeddings", "tied", True)
-SQUARE = Field("num_attention_heads", "num_attention_heads", write=_square)
+SQUARE = Field("num_attention_heads", "num_attention_heads", write=values.square_heads)
 ATTENTION = (*SIZE, GROUPS, *ROPE, UNTIED)
 TOP_K = Field("num_experts_per_tok", "moe_router_topk")
-NORM_TOP_K = Field("norm_topk_prob", "moe_router_pre_softmax", False, _not, _not)
+NORM_TOP_K = Field("norm_topk_prob", "moe_router_pre_softmax", False, values.negated, values.negated)
 EXPERTS = (
     Field("num_experts", "num_experts", also="num_local_experts"),
     TOP_K,
     Field("moe_intermediate_size", "moe_ffn_hidden_size"),
     NORM_TOP_K,
-    Field("mlp_only_layers", "moe_layers", (), _write_dense, _read_dense),
-    Field("decoder_sparse_step", "moe_layers", 1, lambda moe, model: 1, _read_step),
+    Field("mlp_only_layers", "moe_layers", (), values.write_dense, values.read_dense),
+    Field("decoder_sparse_step", "moe_layers", 1, lambda moe, model: 1, values.read_step),
 )
 
 LLAMA = (
@@ -270,44 +114,108 @@ MIXTRAL = _defaults(
     rope_theta=1e6,
     rms_norm_eps=1e-5,
 )
-DEEPSEEK = (
-    *SIZE,
-    GROUPS,
-    *ROPE,
-    UNTIED,
-    FFN,
+PARTIAL_ROPE = Field("partial_rotary_factor", "rotary_percent", 1.0, values.as_float)
+MLA = (
     Field("q_lora_rank", "q_lora_rank", None),
     Field("kv_lora_rank", "kv_lora_rank"),
     Field("qk_nope_head_dim", "qk_head_dim"),
     Field("qk_rope_head_dim", "qk_pos_emb_head_dim"),
     Field("v_head_dim", "v_head_dim"),
+)
+ROUTED = (
     Field("n_routed_experts", "num_experts", also="num_local_experts"),
     TOP_K,
     Field("moe_intermediate_size", "moe_ffn_hidden_size"),
-    Field("n_shared_experts", "moe_shared_expert_intermediate_size", None, _write_shared, _read_shared),
-    Field("first_k_dense_replace", "moe_layers", 0, _write_leading_dense, _read_leading_dense),
-    Field("n_group", "moe_router_num_groups", None, _one_for_none, _none_for_one),
-    Field("topk_group", "moe_router_group_topk", None, _one_for_none, _read_group_topk),
-    Field("routed_scaling_factor", "moe_router_topk_scaling_factor", 1.0, _write_scale, _none_for_one),
+    Field(
+        "n_shared_experts",
+        "moe_shared_expert_intermediate_size",
+        None,
+        values.write_shared,
+        values.read_shared,
+    ),
+    Field("first_k_dense_replace", "moe_layers", 0, values.write_leading_dense, values.read_leading_dense),
+    Field("n_group", "moe_router_num_groups", None, values.one_for_none, values.none_for_one),
+    Field("topk_group", "moe_router_group_topk", None, values.one_for_none, values.read_group_topk),
+    Field(
+        "routed_scaling_factor",
+        "moe_router_topk_scaling_factor",
+        1.0,
+        values.write_scale,
+        values.none_for_one,
+    ),
 )
+SIGMOID_ROUTED = (
+    *ROUTED,
+    Field("norm_topk_prob", "moe_router_topk", True, lambda topk, model: topk > 1, values.read_sum_to_one),
+    Field("num_nextn_predict_layers", "mtp_num_layers", 0, wins="checkpoint"),
+)
+DEEPSEEK = (*SIZE, GROUPS, *ROPE, UNTIED, FFN, *MLA)
 DEEPSEEK_V2 = _defaults(
     (
         *DEEPSEEK,
-        Field("topk_method", "moe_router_num_groups", "greedy", _write_greedy, _read_greedy),
+        *ROUTED,
+        Field("topk_method", "moe_router_num_groups", "greedy", values.write_greedy, values.read_greedy),
     ),
     q_lora_rank=1536,
     n_shared_experts=2,
 )
 DEEPSEEK_V3 = _defaults(
-    (
-        *DEEPSEEK,
-        Field("norm_topk_prob", "moe_router_topk", True, lambda topk, model: topk > 1, _read_sum_to_one),
-        Field("num_nextn_predict_layers", "mtp_num_layers", 0, wins="checkpoint"),
-    ),
+    (*DEEPSEEK, *SIGMOID_ROUTED),
     q_lora_rank=1536,
     n_shared_experts=1,
     first_k_dense_replace=3,
     routed_scaling_factor=2.5,
+)
+SMOLLM3 = _defaults(
+    (
+        *LLAMA,
+        Field("no_rope_layers", "no_rope_layers", None, values.write_rotated, values.read_rotated),
+        Field(
+            "no_rope_layer_interval", "no_rope_layers", 4, lambda layers, model: 4, values.read_rope_interval
+        ),
+    ),
+    num_key_value_heads=4,
+    rope_theta=2e6,
+    tie_word_embeddings=True,
+)
+SEED_OSS = _defaults(
+    (*ATTENTION, HEAD_DIM, FFN, Field("attention_bias", "add_qkv_bias", True)),
+    num_key_value_heads=8,
+    head_dim=128,
+)
+ERNIE = _defaults(
+    (*ATTENTION, HEAD_DIM, FFN, Field("use_bias", "add_bias_linear", False)),
+    num_key_value_heads=2,
+    head_dim=128,
+    rms_norm_eps=1e-5,
+    rope_theta=500000.0,
+    tie_word_embeddings=True,
+)
+PHI3 = _defaults(
+    (*ATTENTION, HEAD_DIM, FFN, PARTIAL_ROPE, Field("sliding_window", "sliding_window", None)),
+    rms_norm_eps=1e-5,
+)
+GLM4_MOE = _defaults(
+    (
+        *ATTENTION,
+        HEAD_DIM,
+        FFN,
+        PARTIAL_ROPE,
+        Field("attention_bias", "add_qkv_bias", False),
+        Field("use_qk_norm", "qk_layernorm", False),
+        *(one for one in SIGMOID_ROUTED if one.hf != "n_shared_experts"),
+        Field(
+            "n_shared_experts",
+            "moe_shared_expert_intermediate_size",
+            1,
+            values.write_some_shared,
+            values.read_shared,
+        ),
+    ),
+    num_key_value_heads=8,
+    rms_norm_eps=1e-5,
+    partial_rotary_factor=0.5,
+    first_k_dense_replace=1,
 )
 GPT_OSS = _defaults(
     (
@@ -317,8 +225,14 @@ GPT_OSS = _defaults(
         Field("num_local_experts", "num_experts"),
         TOP_K,
         Field("sliding_window", "sliding_window"),
-        Field("layer_types", "sliding_layers", _every_second, _write_layer_types, _read_layer_types),
-        Field("swiglu_limit", "activation_clamp", 7.0, _number),
+        Field(
+            "layer_types",
+            "sliding_layers",
+            values.every_second,
+            values.write_layer_types,
+            values.read_layer_types,
+        ),
+        Field("swiglu_limit", "activation_clamp", 7.0, values.clamp),
     ),
     num_key_value_heads=8,
     head_dim=64,
@@ -329,7 +243,7 @@ GEMMA = _defaults((*SIZE, GROUPS, *ROPE, TIED, HEAD_DIM, FFN), num_key_value_hea
 GEMMA2 = _defaults(
     (
         *GEMMA,
-        Field("query_pre_attn_scalar", "query_pre_attn_scalar", None, _whole, wins="either"),
+        Field("query_pre_attn_scalar", "query_pre_attn_scalar", None, values.as_whole, wins="either"),
         Field("sliding_window", "sliding_window", None, wins="either"),
         Field("attn_logit_softcapping", "attn_logit_softcapping", None, wins="either"),
         Field("final_logit_softcapping", "final_logit_softcapping", None, wins="either"),
@@ -340,7 +254,7 @@ GEMMA2 = _defaults(
 GEMMA3 = _defaults(
     (
         *GEMMA2[:-2],
-        Field("rope_local_base_freq", "rotary_base_local", None, _float, wins="either"),
+        Field("rope_local_base_freq", "rotary_base_local", None, values.as_float, wins="either"),
         Field("sliding_window_pattern", "sliding_pattern", 6, wins="either", also="_sliding_window_pattern"),
     ),
     num_key_value_heads=4,
@@ -351,13 +265,13 @@ GPT2 = (
     VOCAB,
     Field("n_embd", "hidden_size"),
     Field("n_layer", "num_layers"),
-    Field("n_head", "num_attention_heads", write=_square),
+    Field("n_head", "num_attention_heads", write=values.square_heads),
     Field("n_positions", "max_position_embeddings"),
     Field("n_inner", "ffn_hidden_size", None, read=lambda value, config: value or 4 * config["n_embd"]),
-    Field("layer_norm_epsilon", "layernorm_epsilon", 1e-5, _float),
-    Field("activation_function", "activation", "gelu_new", _write_gelu, _read_gelu),
-    Field("attn_pdrop", "attention_dropout", 0.1, _float, wins="reference"),
-    Field("resid_pdrop", "hidden_dropout", 0.1, _float, wins="reference"),
+    Field("layer_norm_epsilon", "layernorm_epsilon", 1e-5, values.as_float),
+    Field("activation_function", "activation", "gelu_new", values.write_gelu, values.read_gelu),
+    Field("attn_pdrop", "attention_dropout", 0.1, values.as_float, wins="reference"),
+    Field("resid_pdrop", "hidden_dropout", 0.1, values.as_float, wins="reference"),
     TIED,
     STD,
     DTYPE,

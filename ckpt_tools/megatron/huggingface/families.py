@@ -17,8 +17,11 @@ SOFTMAX_MOE = {
     "moe_router_num_groups": None,
     "moe_router_topk_scaling_factor": None,
 }
-ROPE = {"normalization": "RMSNorm", "position_embedding_type": "rope", "rotary_percent": 1.0}
-GQA = ROPE | {"activation": "swiglu", "softmax_type": "vanilla", "multi_latent_attention": False}
+SIGMOID_MOE = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+PARTIAL_ROPE = {"normalization": "RMSNorm", "position_embedding_type": "rope"}
+ROPE = PARTIAL_ROPE | {"rotary_percent": 1.0}
+PLAIN = {"activation": "swiglu", "softmax_type": "vanilla", "multi_latent_attention": False}
+GQA, PARTIAL_GQA = ROPE | PLAIN, PARTIAL_ROPE | PLAIN
 FULL = {"sliding_window": None}
 NO_BIAS = {"add_bias_linear": False, "add_qkv_bias": False}
 QKV_BIAS = {"add_bias_linear": False, "add_qkv_bias": True}
@@ -40,6 +43,11 @@ GEMMA = ROPE | NO_BIAS | DENSE | {
 GELU_TANH = "gelu_pytorch_tanh"
 GEMMA_FIXED = {"hidden_activation": GELU_TANH, "attention_bias": False}
 
+MTP_COPIES = (
+    ("embedding.word_embeddings.weight", "model.layers.{n}.embed_tokens.weight"),
+    ("output_layer.weight", "model.layers.{n}.shared_head.head.weight"),
+)
+
 KNOWN = (
     Family("llama", "LlamaForCausalLM", rules.LLAMA, fields.LLAMA, fixed=SILU,
            needs=GQA | DENSE | FULL | NO_QK_NORM, ignored=INV_FREQ),
@@ -49,6 +57,16 @@ KNOWN = (
            needs=GQA | DENSE | FULL | QKV_BIAS | NO_QK_NORM),
     Family("qwen3", "Qwen3ForCausalLM", (*rules.QWEN, *rules.QK_NORM), fields.QWEN3, fixed=QWEN,
            needs=GQA | DENSE | FULL | NO_BIAS | QK_NORM),
+    Family("smollm3", "SmolLM3ForCausalLM", rules.LLAMA, fields.SMOLLM3, fixed=SILU | {"use_sliding_window": False},
+           needs=GQA | DENSE | FULL | NO_QK_NORM, ignored=INV_FREQ, unset=("pad_token_id",)),
+    Family("seed_oss", "SeedOssForCausalLM", rules.QWEN, fields.SEED_OSS,
+           fixed=SILU | {"attention_out_bias": False, "mlp_bias": False},
+           needs=GQA | DENSE | FULL | NO_QK_NORM | {"add_bias_linear": False}),
+    Family("ernie4_5", "Ernie4_5ForCausalLM", rules.ERNIE, fields.ERNIE, fixed=SILU,
+           needs=GQA | DENSE | FULL | NO_QK_NORM),
+    Family("phi3", "Phi3ForCausalLM", rules.PHI3, fields.PHI3, fixed=SILU,  # every scaling of its class is LongRoPE
+           needs=PARTIAL_GQA | DENSE | NO_BIAS | NO_QK_NORM | {"rope_scaling": (None,)}, ignored=INV_FREQ,
+           unset=("pad_token_id",)),
     Family("qwen2_moe", "Qwen2MoeForCausalLM",
            (*rules.QWEN, *rules.moe(), *rules.shared_expert("shared_expert"), rules.SHARED_GATE),
            fields.QWEN2_MOE, fixed=SILU | {"use_sliding_window": False},
@@ -65,9 +83,10 @@ KNOWN = (
     Family("deepseek_v3", "DeepseekV3ForCausalLM", rules.DEEPSEEK_V3, fields.DEEPSEEK_V3,
            fixed=SILU | {"attention_bias": False, "scoring_func": "sigmoid",
                          "topk_method": "noaux_tc", "moe_layer_freq": 1},
-           needs=DEEPSEEK | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
-           copies=(("embedding.word_embeddings.weight", "model.layers.{n}.embed_tokens.weight"),
-                   ("output_layer.weight", "model.layers.{n}.shared_head.head.weight"))),
+           needs=DEEPSEEK | SIGMOID_MOE, copies=MTP_COPIES, also_types=("kimi_k2",)),
+    Family("glm4_moe", "Glm4MoeForCausalLM", rules.GLM4_MOE, fields.GLM4_MOE, fixed=SILU,
+           needs=PARTIAL_GQA | FULL | SIGMOID_MOE | {"add_bias_linear": False, "moe_shared_expert_gate": False},
+           copies=MTP_COPIES),
     Family("gpt_oss", "GptOssForCausalLM", rules.GPT_OSS, fields.GPT_OSS,
            fixed=SILU | {"attention_bias": True},
            needs=ROPE | SOFTMAX_MOE | NO_QK_NORM | NO_SHARED | {

@@ -17,6 +17,19 @@ ARCHITECTURES_WITHOUT_RULES = {
     "self_attention.in_proj.": "gated delta net layers (Qwen3-Next)",
     "vision_model.": "a vision tower",
 }
+NORM_OVER_HEADS = "queries and keys are normalized over all heads at once"
+NORMS_BEHIND = f"{NORM_OVER_HEADS}, and a layer has norms only behind its attention and its MLP"
+SCALED = "embeddings, residuals, attention and logits have scales of their own"
+WITHOUT_MODULES = {  # of megatron-core 0.16.1, by model_type
+    "olmo2": NORMS_BEHIND,
+    "olmo3": NORMS_BEHIND,
+    "flex_olmo": NORMS_BEHIND,
+    "olmoe": NORM_OVER_HEADS,
+    "minimax_m2": NORM_OVER_HEADS,
+    "granite": SCALED,
+    "granitemoe": SCALED,
+    "ernie4_5_moe": "experts are chosen by a softmax with a bias, and Megatron has a bias with sigmoid only",
+}
 
 
 def detect_family(
@@ -59,8 +72,20 @@ def family_of_config(config: Mapping[str, Any], families: Mapping[str, Family] =
     """
     kind = config.get("model_type")
     for family in families.values():
-        if kind == (family.model_type or family.name):
+        if kind == (family.model_type or family.name) or kind in family.also_types:
             return family
+    if kind in WITHOUT_MODULES:
+        raise MappingError(
+            f"config.json has model_type {kind!r}, which Megatron core has no modules for: {WITHOUT_MODULES[kind]}. "
+            "Where a Megatron of your own has them, a rule file can say so (--rules)"
+        )
+    text = config.get("text_config")
+    inside = text.get("model_type") if isinstance(text, Mapping) else None
+    if inside:
+        raise MappingError(
+            f"config.json has model_type {kind!r}, a model of several parts, which have no rules; its language model "
+            f"is a {inside} (text_config): save that one as a model of its own"
+        )
     known = ", ".join(sorted(family.model_type or family.name for family in families.values()))
     raise MappingError(
         f"config.json has model_type {kind!r}, for which there are no rules; known are {known}. "
@@ -76,16 +101,18 @@ def _by_kinds(kinds: set[str], model: ModelArgs | None) -> str:
 
     qk_norm = has(".q_layernorm.")
     gemma = model is not None and model.activation == "geglu"
+    wide = model is not None and model.num_attention_heads * model.kv_channels != model.hidden_size
     mistral = model is not None and model.sliding_window is not None
     known = (
         (has(".linear_kv_down_proj."), "deepseek_v3" if has(".router.expert_bias") else "deepseek_v2"),
+        (has(".router.expert_bias"), "glm4_moe"),
         (has(".softmax_offset"), "gpt_oss"),
         (has(".linear_proj.post_layernorm."), "gemma3" if qk_norm else "gemma2"),
         (has("embedding.position_embeddings."), "gpt2"),
         (has(".shared_experts.gate_weight"), "qwen2_moe"),
         (has(".experts.experts."), "qwen3_moe" if qk_norm else "mixtral"),
         (qk_norm, "qwen3"),
-        (has(".linear_qkv.bias") and not has(".linear_proj.bias"), "qwen2"),
+        (has(".linear_qkv.bias") and not has(".linear_proj.bias"), "seed_oss" if wide else "qwen2"),
         (gemma, "gemma"),
         (mistral, "mistral"),
     )

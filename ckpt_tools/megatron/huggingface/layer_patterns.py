@@ -36,6 +36,26 @@ def sliding_turn(pattern: object) -> int | None:
     raise MappingError(f"interleaved_attn_pattern {pattern}: config.json has one global layer in each turn")
 
 
+def no_rope_layers(freq: object, layers: int, *, even: bool = True) -> tuple[int, ...]:
+    """1 for every layer without rotary embedding (Megatron transformer_config.py `no_rope_freq`); () for none.
+
+    `even` demands, as Megatron does, that a number divides the layers.
+    """
+    match freq:
+        case None | 0:
+            return ()
+        case int(turn) if turn > 0 and not (even and layers % turn):
+            pattern = tuple(int((layer + 1) % turn == 0) for layer in range(layers))
+        case [*values] if len(values) == layers and all(value in (0, 1) for value in values):
+            pattern = tuple(int(value == 1) for value in values)
+        case _:
+            raise MappingError(
+                f"no_rope_freq is {repr(freq)[:60]}, expected 0 or 1 for each of {layers} layers, or a number that "
+                "divides them"
+            )
+    return pattern if any(pattern) else ()
+
+
 def moe_layers(freq: object, layers: int) -> tuple[int, ...]:
     """1 for every MoE layer (Megatron gpt_layer_specs.py `moe_layer_freq`)."""
     if isinstance(freq, int):

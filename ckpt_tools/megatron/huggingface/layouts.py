@@ -141,15 +141,31 @@ def _gate_up_interleaved(shape: Shape, model: ModelArgs) -> Layout:
     return Layout((tensor,), tuple(links))
 
 
-def _qkv(shape: Shape, model: ModelArgs) -> Layout:
+def _qkv(shape: Shape, model: ModelArgs, pairs: bool = False) -> Layout:
     """Rows per query group (q..q, k, v) in a query, a key and a value tensor."""
     heads, groups, dim = model.num_attention_heads, model.num_query_groups, model.kv_channels
     q, kv = HfShape(*[(heads * dim, *shape[1:])] * 2), HfShape(*[(groups * dim, *shape[1:])] * 2)
     links = [
         Link(hf, (Narrow(0, core_row, rows),), (Narrow(0, hf_row, rows),))
-        for hf, core_row, hf_row, rows in _qkv_rows(model)
+        for hf, core_row, hf_row, rows in _qkv_rows(model, pairs)
     ]
     return Layout((q, kv, kv), tuple(links))
+
+
+def _qkv_pairs(shape: Shape, model: ModelArgs) -> Layout:
+    """The same, of a class that keeps rotary pairs in neighbouring rows (ERNIE 4.5)."""
+    return _qkv(shape, model, pairs=True)
+
+
+def _qkv_fused(shape: Shape, model: ModelArgs) -> Layout:
+    """Rows per query group as the queries, then the keys, then the values of one tensor (Phi-3)."""
+    heads, groups, dim = model.num_attention_heads, model.num_query_groups, model.kv_channels
+    first = (0, heads * dim, (heads + groups) * dim)
+    links = [
+        Link(0, (Narrow(0, core_row, rows),), (Narrow(0, first[which] + row, rows),))
+        for which, core_row, row, rows in _qkv_rows(model)
+    ]
+    return Layout((HfShape(shape, shape),), tuple(links))
 
 
 def _qkv_conv1d(shape: Shape, model: ModelArgs) -> Layout:
@@ -165,11 +181,11 @@ def _qkv_conv1d(shape: Shape, model: ModelArgs) -> Layout:
     return Layout((HfShape(turned, turned),), tuple(links))
 
 
-def _qkv_rows(model: ModelArgs) -> list[tuple[int, int, int, int]]:
+def _qkv_rows(model: ModelArgs, pairs: bool = False) -> list[tuple[int, int, int, int]]:
     """(0, 1 or 2 for query, key or value; first row in Megatron; first row in its tensor; rows).
 
-    With `rotary_interleaved` Megatron keeps rotary pairs in neighbouring rows (2j, 2j+1) of a query or key
-    head, Hugging Face half a head apart (j, d/2 + j).
+    A side keeps the rotary pairs of a query or key head in neighbouring rows (2j, 2j+1), Megatron with
+    `rotary_interleaved` and Hugging Face with `pairs`, or half a head apart (j, d/2 + j).
     """
     heads, groups, dim = model.num_attention_heads, model.num_query_groups, model.kv_channels
     queries = heads // groups
@@ -179,15 +195,19 @@ def _qkv_rows(model: ModelArgs) -> list[tuple[int, int, int, int]]:
         rows.append((0, first, group * queries * dim, queries * dim))
         rows.append((1, first + queries * dim, group * dim, dim))
         rows.append((2, first + (queries + 1) * dim, group * dim, dim))
-    if not model.rotary_interleaved:
+    if model.rotary_interleaved == pairs:
         return rows
     half = dim // 2
+
+    def turned(row: int) -> int:
+        """The row of the other order that is this row of a head."""
+        return row % half * 2 + row // half if pairs else row // 2 + row % 2 * half
+
     return [
-        (which, core + r, hf + r // dim * dim + (r % dim) // 2 + (r % 2) * half, 1) if which < 2 else
-        (which, core + r, hf + r, 1)
+        (which, core + r, hf + (r // dim * dim + turned(r % dim) if which < 2 else r), 1)
         for which, core, hf, count in rows
         for r in range(count)
-    ]  # fmt: skip
+    ]
 
 
 LAYOUTS: dict[str, tuple[int, Callable[[Shape, ModelArgs], Layout]]] = {  # with the number of HF tensors
@@ -197,5 +217,7 @@ LAYOUTS: dict[str, tuple[int, Callable[[Shape, ModelArgs], Layout]]] = {  # with
     "gate_up": (2, _gate_up),
     "gate_up_interleaved": (1, _gate_up_interleaved),
     "qkv": (3, _qkv),
+    "qkv_pairs": (3, _qkv_pairs),
+    "qkv_fused": (1, _qkv_fused),
     "qkv_conv1d": (1, _qkv_conv1d),
 }

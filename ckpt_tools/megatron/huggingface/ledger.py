@@ -20,6 +20,7 @@ from ckpt_tools.megatron.huggingface.rules import Family
 MAX_VALUE_CHARS = 60
 MEGATRON_NAMES = {"activation_clamp": "activation_func_clamp_value", "rotary_base_local": "the local rotary_base",
                   "sliding_window": "window_size", "sliding_pattern": "interleaved_attn_pattern",
+                  "no_rope_layers": "no_rope_freq",
                   "query_pre_attn_scalar": "softmax_scale, as 1 / its square,"}  # fmt: skip
 
 
@@ -89,8 +90,9 @@ def account_for_args(family: Family, args: Mapping[str, Any]) -> Account:
         for name, needed in family.needs.items()
         if name in ledger.changes and not equal(args.get(name), needed)
     ]
+    carried = {MEGATRON_NAMES.get(one.arg) for one in family.fields}
     for name, change in ledger.changes.items():
-        if name not in family.needs and not is_neutral(args.get(name), change, args):
+        if name not in carried and name not in family.needs and not is_neutral(args.get(name), change, args):
             problems.append(
                 f"{name} is {short(args[name])}: {change.why}; {family.architecture} does not compute that"
             )

@@ -12,7 +12,13 @@ from math import isclose
 from typing import Any, NamedTuple
 
 from ckpt_tools.errors import MappingError
-from ckpt_tools.megatron.huggingface.layer_patterns import moe_layers, sliding_layers, sliding_turn, window_of
+from ckpt_tools.megatron.huggingface.layer_patterns import (
+    moe_layers,
+    no_rope_layers,
+    sliding_layers,
+    sliding_turn,
+    window_of,
+)
 from ckpt_tools.megatron.huggingface.numbers import bounded
 from ckpt_tools.megatron.huggingface.rope_args import RopeScaling, rope_scaling, rotary_bases
 
@@ -33,7 +39,7 @@ class ModelArgs:
     """What decides shapes and layouts, and what config.json must say. Sizes are in elements.
 
     `rope_scaling` lists the scalings the model may have been trained with: one, unless Megatron-LM ignored an
-    option and the args cannot tell. `moe_layers` and `sliding_layers` hold 1 or 0 per layer.
+    option and the args cannot tell. `moe_layers`, `sliding_layers` and `no_rope_layers` hold 1 or 0 per layer.
     """
 
     num_layers: int
@@ -65,6 +71,7 @@ class ModelArgs:
     )
     rotary_percent: float = 1.0
     rotary_interleaved: bool = False
+    no_rope_layers: tuple[int, ...] = ()  # 1 for layers without rotary embedding; () for none
     rope_scaling: tuple[RopeScaling, ...] = (None,)
     yarn_told: bool = True  # False for Megatron-LM args from before it had options for YaRN
     sliding_window: int | None = None  # keys a query sees, itself included
@@ -182,6 +189,7 @@ def _positions_and_windows(args: Mapping[str, Any]) -> dict[str, Any]:
         "rotary_base_local": rope[1],
         "rotary_percent": args.get("rotary_percent", 1.0),
         "rotary_interleaved": bool(args.get("rotary_interleaved")) and _positions(args, kind) == "rope",
+        "no_rope_layers": no_rope_layers(args.get("no_rope_freq"), args["num_layers"]),
         "rope_scaling": rope_scaling(args, kind, mla),
         "yarn_told": mla or "yarn_original_max_position_embeddings" in args or "gated_linear_unit" in args,
         "sliding_window": window,

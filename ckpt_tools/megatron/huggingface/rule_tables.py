@@ -132,17 +132,18 @@ MTP_ENDS = (
 )
 
 
+def core_in_mtp(core: str) -> str:
+    """A decoder layer's parameter as the layer inside a multi-token prediction module names it."""
+    return core.replace(P, MTP + "transformer_layer.")
+
+
 def in_mtp(rule: Rule) -> Rule:
     """A decoder layer's rule for the layer inside a multi-token prediction module, named as one layer more."""
-
-    def core(name: str) -> str:
-        return name.replace(P, MTP + "transformer_layer.")
-
     return replace(
         rule,
-        core=core(rule.core),
+        core=core_in_mtp(rule.core),
         hf=tuple(name.replace("{l}", "{n}") for name in rule.hf),
-        also=tuple(core(name) for name in rule.also),
+        also=tuple(core_in_mtp(name) for name in rule.also),
         fused=rule.fused and rule.fused.replace("{l}", "{n}"),
     )
 
@@ -201,9 +202,21 @@ GPT2 = (
     ends()[2],
 )
 LLAMA = (*ends(), *SELF_ATTENTION, PROJECTION_BIAS, *MLP, *MLP_BIAS)
+ERNIE = tuple(replace(rule, layout="qkv_pairs") if rule.layout == "qkv" else rule for rule in LLAMA)
 QWEN = (*ends(), *SELF_ATTENTION, *MLP)  # biases that args ask for beyond these have no rule
+PHI3 = (
+    *ends(),
+    SELF_ATTENTION[0],
+    Rule(ATTENTION + "linear_qkv.weight", (H + "self_attn.qkv_proj.weight",), "qkv_fused", ("qkv", "hidden")),
+    SELF_ATTENTION[3],
+    MLP[0],
+    linear(P + "mlp.linear_fc1", H + "mlp.gate_up_proj", ("fc1", "hidden"), "dense"),
+    MLP[2],
+)
 MIXTRAL = (*ends(), *SELF_ATTENTION, *moe("block_sparse_moe.", "w1", "w3", "w2"))
 DEEPSEEK_V2 = (*ends(), *DEEPSEEK)
 DEEPSEEK_V3 = (*ends(), *DEEPSEEK, *MTP_ENDS, *(in_mtp(rule) for rule in DEEPSEEK))
+GLM4_MOE_LAYER = (*SELF_ATTENTION, *QK_NORM, *MLP, *moe(), *shared_expert("shared_experts"), EXPERT_BIAS)
+GLM4_MOE = (*ends(), *GLM4_MOE_LAYER, *MTP_ENDS, *(in_mtp(rule) for rule in GLM4_MOE_LAYER))
 GPT_OSS = (*ends(), *SELF_ATTENTION, PROJECTION_BIAS, *GPT_OSS_MOE)
 GEMMA = (*ends()[:2], *SELF_ATTENTION, *MLP)

@@ -5,6 +5,10 @@ architecture: LlamaForCausalLM
 model_type: llama             # that of config.json (--hf-config, or the model to import), which chooses the family;
                               # without it: the name
 like: llama                   # a known family whose rules, config fields and demands are taken over
+fields:                       # config.json fields beside those taken over: which setting of ModelArgs each is
+  head_dim: kv_channels       # must be there
+  use_qk_norm: {setting: qk_layernorm, default: false}   # what the class takes without it
+  q_lora_rank: null           # a field that this config.json does not have
 fixed: {hidden_act: silu}     # config.json fields with one value
 needs: {qk_layernorm: true}   # Megatron settings without which the model is not of this family: of ModelArgs, or such
                               # that arguments.yaml refuses otherwise and this architecture computes
@@ -14,8 +18,12 @@ rules:                        # replace the rule of the same `core`, or add one
     layout: same
     shape: [hidden, ffn]
     when: [dense]
+                              # a rule of a decoder layer goes for the layer inside a prediction module (MTP) too
 without: [output_layer.weight]      # rules not taken over
 ignored: ['rotary_emb\\.inv_freq']  # Hugging Face tensors without content
+
+With `needs: {multi_latent_attention: false}`, a family like one that has it takes the attention of Llama and Qwen in
+its place: q_proj to o_proj, q_norm and k_norm, head_dim.
 """
 
 from __future__ import annotations
@@ -28,15 +36,20 @@ from typing import Any
 
 from ckpt_tools.errors import UsageError, list_problems
 from ckpt_tools.formats.documents import DocumentError, parse_yaml, read_named_file
+from ckpt_tools.megatron.huggingface import rule_tables
+from ckpt_tools.megatron.huggingface.config_fields import HEAD_DIM, MLA, REQUIRED, Field
 from ckpt_tools.megatron.huggingface.families import FAMILIES
 from ckpt_tools.megatron.huggingface.layouts import LAYOUTS
 from ckpt_tools.megatron.huggingface.ledger import arguments
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs
+from ckpt_tools.megatron.huggingface.rule_tables import MTP, P, core_in_mtp, in_mtp
 from ckpt_tools.megatron.huggingface.rules import CONDITIONS, DIMENSIONS, Family, Rule
 
-FAMILY_KEYS = {"family", "architecture", "model_type", "like", "fixed", "needs", "rules", "without", "ignored",
-               "plus_one"}  # fmt: skip
+FAMILY_KEYS = {"family", "architecture", "model_type", "like", "fields", "fixed", "needs", "rules", "without",
+               "ignored", "plus_one"}  # fmt: skip
 RULE_KEYS = {"core", "hf", "layout", "shape", "when", "also", "norm", "dtype"}
+TRANSLATED = {"moe_layers", "sliding_layers", "no_rope_layers", "rope_scaling", "glu_interleave", "params_dtype",
+              "moe_router_pre_softmax", "moe_shared_expert_intermediate_size", "activation", "tied"}  # fmt: skip
 PLACEHOLDER = re.compile(r"\{(\w*)\}")
 
 
@@ -76,6 +89,8 @@ def _family(data: Any, problems: list[str]) -> Family | None:
         for key in needs
         if key not in ModelArgs.__dataclass_fields__ and key not in arguments().changes
     ]
+    fields = _fields(data, base, needs, problems)
+    carried = {name for one in fields if one not in base.fields for name in (one.hf, one.arg)}
     ignored = _texts(data.get("ignored", []), "$.ignored", problems)
     problems += [
         f"not a regular expression @ $.ignored[{i}]" for i, p in enumerate(ignored) if not _compiles(p)
@@ -86,17 +101,84 @@ def _family(data: Any, problems: list[str]) -> Family | None:
         like=base.name,
         architecture=_typed(data, "architecture", str, "$", problems, default=base.architecture),
         model_type=_typed(data, "model_type", str, "$", problems, default=name or ""),
-        rules=_rules(data, base, problems),
-        fixed={**base.fixed, **fixed},
-        needs={**base.needs, **needs},
+        rules=_rules(data, base, needs, problems),
+        fields=fields,
+        fixed={name: value for name, value in base.fixed.items() if name not in carried} | fixed,
+        needs={name: value for name, value in base.needs.items() if name not in carried} | needs,
         plus_one=_typed(data, "plus_one", bool, "$", problems, default=base.plus_one),
         ignored=(*base.ignored, *ignored),
     )
 
 
-def _rules(data: Mapping[str, Any], base: Family, problems: list[str]) -> tuple[Rule, ...]:
+def _drops_latent_attention(base: Family, needs: Mapping[str, Any]) -> bool:
+    return bool(base.needs.get("multi_latent_attention")) and needs.get("multi_latent_attention") is False
+
+
+def _plain_attention(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    """The rules with common attention in place of latent attention, in prediction modules too."""
+    latent, plain = (*rule_tables.MLA,), (*rule_tables.SELF_ATTENTION, *rule_tables.QK_NORM)
+    if any(rule.core.startswith(MTP) for rule in rules):
+        latent, plain = ((*part, *map(in_mtp, part)) for part in (latent, plain))
+    return (*(rule for rule in rules if rule not in latent), *plain)
+
+
+def _fields(
+    data: Mapping[str, Any], base: Family, needs: Mapping[str, Any], problems: list[str]
+) -> tuple[Field, ...]:
+    said = _typed(data, "fields", dict, "$", problems, default={})
+    kept = base.fields
+    if _drops_latent_attention(base, needs):
+        kept = (*(one for one in kept if one.arg not in {latent.arg for latent in MLA}), HEAD_DIM)
+    known = {one.hf for one in kept}
+    problems += [f"{base.name} has no such field to leave out @ $.fields.{hf}"
+                 for hf, setting in said.items() if setting is None and hf not in known]  # fmt: skip
+    own = [
+        field
+        for hf, setting in said.items()
+        if setting is not None and (field := _field(hf, setting, f"$.fields.{hf}", problems))
+    ]
+    return (*(one for one in kept if one.hf not in said), *own)
+
+
+def _field(hf: str, said: Any, at: str, problems: list[str]) -> Field | None:
+    """A field with the translation of its values that a known family has, or else with values as they are."""
+    said = {"setting": said} if isinstance(said, str) else said
+    if not isinstance(said, dict):
+        problems.append(f"expected a setting, a mapping or null, found {said!r} @ {at}")
+        return None
+    _unknown(said, {"setting", "default"}, at, problems)
+    setting = _typed(said, "setting", str, at, problems)
+    if setting not in ModelArgs.__dataclass_fields__:
+        problems.append(f"unknown setting {setting!r} @ {at}")
+        return None
+    known = [
+        one for family in FAMILIES.values() for one in family.fields if (one.hf, one.arg) == (hf, setting)
+    ]
+    if not known and setting in TRANSLATED:
+        others = sorted(
+            {one.hf for family in FAMILIES.values() for one in family.fields if one.arg == setting}
+        )
+        problems.append(
+            f"{setting} has a form of its own in config.json; known are {', '.join(others)} @ {at}"
+        )
+        return None
+    return replace(known[0] if known else Field(hf, setting), default=said.get("default", REQUIRED))
+
+
+def _in_mtp(own: list[Rule], base: Family) -> list[Rule]:
+    """Decoder layers' rules for the layer inside a prediction module, where `base` has such and `own` does not."""
+    has = any(rule.core.startswith(MTP) for rule in base.rules)
+    cores = {rule.core for rule in own}
+    made = [in_mtp(rule) for rule in own if has and rule.core.startswith(P)]
+    return [rule for rule in made if rule.core not in cores]
+
+
+def _rules(
+    data: Mapping[str, Any], base: Family, needs: Mapping[str, Any], problems: list[str]
+) -> tuple[Rule, ...]:
     without = _texts(data.get("without", []), "$.without", problems)
-    rules = {(rule.core, rule.when): rule for rule in base.rules}
+    taken = _plain_attention(base.rules) if _drops_latent_attention(base, needs) else base.rules
+    rules = {(rule.core, rule.when): rule for rule in taken}
     cores = {rule.core for rule in base.rules}
     problems += [f"no rule for {core!r} to leave out @ $.without[{i}]"
                  for i, core in enumerate(without) if core not in cores]  # fmt: skip
@@ -105,7 +187,8 @@ def _rules(data: Mapping[str, Any], base: Family, problems: list[str]) -> tuple[
         for i, item in enumerate(_typed(data, "rules", list, "$", problems, default=[]))
         if (rule := _rule(item, f"$.rules[{i}]", problems))
     ]
-    replaced = {rule.core for rule in own} | set(without)
+    own += _in_mtp(own, base)
+    replaced = {rule.core for rule in own} | {name for core in without for name in (core, core_in_mtp(core))}
     return (*(rule for rule in rules.values() if rule.core not in replaced), *own)
 
 

@@ -47,7 +47,9 @@ class Family:
     model computes 1 + weight in its norms. `copies` are further names under which weights are repeated.
     `ignored` are patterns of Hugging Face tensors without content of their own.
     `like` is the known family whose fields a rule file took over. In a model of windows and full attention in
-    turns, the last of `window_turn` layers sees all keys.
+    turns, the last of `window_turn` layers sees all keys. `unset` are fields that are written as null where no
+    reference has them: the class's own value is beyond a smaller vocabulary, and it fails to load. `also_types` are
+    further model types of the same class, which a reference keeps.
     """
 
     name: str
@@ -62,6 +64,8 @@ class Family:
     ignored: tuple[str, ...] = ()
     like: str = ""
     window_turn: int = 0
+    also_types: tuple[str, ...] = ()
+    unset: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

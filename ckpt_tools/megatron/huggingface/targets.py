@@ -21,6 +21,7 @@ from ckpt_tools.megatron.huggingface.checks import (
     Spec,
     import_notes,
     not_of_family,
+    refuse_wrapped,
     rope_notes,
     semantic_notes,
     spellings,
@@ -125,7 +126,10 @@ def export_targets(
     if mtp_copies:
         tensors += _copies(family, model, tensors)
     model = replace(model, params_dtype=_bulk_dtype(tensors))
-    config = (keep_reference(family, reference) if reference else {}) | write_config(family, model)
+    config = dict.fromkeys(family.unset) | (keep_reference(family, reference) if reference else {})
+    config |= write_config(family, model)
+    if reference and reference.get("model_type") in family.also_types:
+        config["model_type"] = reference["model_type"]
     if args is None:
         notes = (*notes, "the checkpoint holds no args: what its numbers mean is taken from --hf-config")
     notes = (*settings, *notes, *semantic_notes(family, model), *rope_notes(args, model))
@@ -199,6 +203,7 @@ def import_targets(
     wanted = {
         prefix(name): shape.shape for pair in pairs for name, shape in zip(pair.hf, pair.tensors, strict=True)
     }
+    refuse_wrapped(tensors, (name for name in wanted if name not in tensors))
     problems = [*not_of_family(family, model, config), *_misfits(tensors, wanted)]
     equal, ignored = _without_content(family, model, set(tensors) - set(wanted), prefix)
     rest = set(tensors) - set(wanted) - set(ignored)

@@ -48,6 +48,8 @@ def megatron_args(model: ModelArgs) -> dict[str, Any]:
     }
     if model.activation_clamp is not None:
         args |= {"activation_func_clamp_value": model.activation_clamp}
+    if model.no_rope_layers:
+        args["no_rope_freq"] = list(model.no_rope_layers)
     if model.activation == "geglu":  # Megatron-LM has no option for it; these are Bridge's names
         args |= {"gated_linear_unit": True, "activation_func": "megatron.core.activations.fast_gelu"}
     args |= _gemma_args(model)
@@ -78,5 +80,5 @@ def _gemma_args(model: ModelArgs) -> dict[str, Any]:
 _NOT_MEGATRON = frozenset(
     ("tied", "zero_centered_gamma", "activation", "activation_clamp", "rope_scaling", "sliding_window",
      "sliding_layers", "sliding_pattern", "rotary_base_local", "query_pre_attn_scalar", "attn_logit_softcapping",
-     "final_logit_softcapping", "moe_layers", "glu_interleave", "yarn_told")
+     "final_logit_softcapping", "moe_layers", "no_rope_layers", "glu_interleave", "yarn_told")
 )  # fmt: skip

@@ -129,6 +129,7 @@ def build(args: dict[str, Any]) -> Any:
         max_sequence_length=args["max_position_embeddings"],
         share_embeddings_and_output_weights=not args["untie_embeddings_and_output_weights"],
         position_embedding_type=args["position_embedding_type"],
+        rotary_percent=args["rotary_percent"],
         rotary_base=args["rotary_base"],
         rope_scaling=args.get("use_rope_scaling", False),
         rope_scaling_factor=args.get("rope_scaling_factor", 8.0),

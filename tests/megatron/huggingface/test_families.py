@@ -27,6 +27,9 @@ from safetensors.numpy import load_file, save_file  # noqa: E402  # after the sk
 transformers.utils.logging.set_verbosity(logging.ERROR)
 
 
+ONLY_A_CONFIG_TELLS = ("phi3", "smollm3", "ernie4_5")  # which have the parameters of a Llama
+
+
 @dataclass
 class Case:
     """A model saved by transformers, imported and exported again by the rules."""
@@ -54,7 +57,8 @@ def make_case(name: str, directory: Path) -> Case:
     megatron = materialise(imported.tensors, tensors, source_shapes=imported.shapes)
     args = imported.args
     open_rope = args.get("rotary_seq_len_interpolation_factor")  # Megatron-LM's args leave it open
-    exported = export_targets(specs(megatron), args, config if open_rope else None)
+    told = open_rope or name.startswith(ONLY_A_CONFIG_TELLS)
+    exported = export_targets(specs(megatron), args, config if told else None)
     again = materialise(exported.tensors, megatron, target_shapes=exported.shapes)
     return Case(directory, want, config, tensors, imported, megatron, exported, again)
 

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import MappingError, UsageError
+from ckpt_tools.megatron.huggingface.config import read_config, write_config
 from ckpt_tools.megatron.huggingface.families import FAMILIES
 from ckpt_tools.megatron.huggingface.rulefile import load_rule_file
 from ckpt_tools.megatron.huggingface.targets import export_targets, import_targets
 from tests.megatron.huggingface.materialise import materialise, specs
+from tests.megatron.huggingface.test_glm import GLM
 from tests.megatron.huggingface.test_targets import LLAMA, directory, imported
 
 MINE = """
@@ -64,6 +66,99 @@ def test_rules_can_be_left_out(tmp_path: Path) -> None:
     assert len(kept) == len({rule.core for rule in FAMILIES["llama"].rules}) - 1
 
 
+QKV = """
+  - {core: "decoder.layers.{l}.self_attention.linear_qkv.weight", layout: qkv, shape: [qkv, hidden],
+     hf: ["model.layers.{l}.self_attn.q_proj.weight", "model.layers.{l}.self_attn.k_proj.weight",
+          "model.layers.{l}.self_attn.v_proj.weight"]}
+  - {core: "decoder.layers.{l}.self_attention.linear_qkv.bias", layout: qkv, shape: [qkv], when: [qkv_bias],
+     hf: ["model.layers.{l}.self_attn.q_proj.bias", "model.layers.{l}.self_attn.k_proj.bias",
+          "model.layers.{l}.self_attn.v_proj.bias"]}
+  - {core: "decoder.layers.{l}.self_attention.linear_proj.weight", hf: "model.layers.{l}.self_attn.o_proj.weight",
+     shape: [hidden, query]}
+  - {core: "decoder.layers.{l}.self_attention.q_layernorm.weight", hf: "model.layers.{l}.self_attn.q_norm.weight",
+     shape: [head_dim], when: [qk_norm], norm: true}
+  - {core: "decoder.layers.{l}.self_attention.k_layernorm.weight", hf: "model.layers.{l}.self_attn.k_norm.weight",
+     shape: [head_dim], when: [qk_norm], norm: true}
+"""
+LATENT = (
+    "linear_q_proj.weight",
+    "linear_q_down_proj.weight",
+    "linear_q_up_proj.layer_norm_weight",
+    "linear_q_up_proj.weight",
+    "linear_kv_down_proj.weight",
+    "linear_kv_up_proj.layer_norm_weight",
+    "linear_kv_up_proj.weight",
+)
+NO_MLA = "".join(f"\n  - decoder.layers.{{l}}.self_attention.{name}" for name in LATENT)
+GLM_BY_RULES = """
+family: glm4_moe
+architecture: Glm4MoeForCausalLM
+like: deepseek_v3
+FIELDS
+needs: {multi_latent_attention: false, add_qkv_bias: true, rotary_percent: 0.5, qk_layernorm: true}
+"""
+DEMANDED = "fixed: {partial_rotary_factor: 0.5, attention_bias: true, use_qk_norm: true}"
+
+
+@pytest.mark.parametrize("rules", [f"rules:{QKV}\nwithout:{NO_MLA}\n", ""])
+def test_another_attention_than_that_of_the_known_family(rules: str, tmp_path: Path) -> None:
+    """GLM-4.5 by a rule file alone, prediction layer included, gives what the built-in family gives."""
+    path = tmp_path / "glm.yaml"
+    tensors = directory(GLM)
+    known, _ = imported(GLM, tensors)
+    path.write_text(GLM_BY_RULES.replace("FIELDS", DEMANDED) + rules)
+    families = {"glm4_moe": load_rule_file(path)}
+    found = import_targets(specs(tensors), GLM, families=families)
+    assert {one.key: one for one in found.tensors} == {one.key: one for one in known.tensors}
+    assert found.args == known.args
+    megatron = materialise(found.tensors, tensors)
+    exported = export_targets(specs(megatron), found.args, GLM, families=families)
+    wanted = export_targets(specs(megatron), known.args, GLM).config
+    assert exported.config.items() >= wanted.items()  # and what DeepSeek's config.json has beyond it
+    again = materialise(exported.tensors, megatron)
+    assert all(again[key].tobytes() == tensors[key].tobytes() for key in again.keys() | tensors.keys())
+
+
+def test_a_setting_of_the_config_that_no_rule_says_is_refused_by_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "glm.yaml"
+    path.write_text(GLM_BY_RULES.replace("FIELDS", DEMANDED.replace(", use_qk_norm: true", "")))
+    with pytest.raises(MappingError) as caught:
+        import_targets(specs(directory(GLM)), GLM, families={"glm4_moe": load_rule_file(path)})
+    assert "use_qk_norm is True" in str(caught.value) and "lora" not in str(caught.value)
+
+
+OF_QWEN = """
+family: glm4_moe
+architecture: Glm4MoeForCausalLM
+like: qwen3_moe
+"""
+
+
+def test_fields_of_a_config(tmp_path: Path) -> None:
+    """Carried both ways; a field that a known family has brings its translation along."""
+    path = tmp_path / "glm.yaml"
+    path.write_text(OF_QWEN)
+    families = {"glm4_moe": load_rule_file(path)}
+    with pytest.raises(
+        MappingError, match=r"num_experts is missing; its fields are those of qwen3_moe, and `fields`"
+    ):
+        import_targets(specs(directory(GLM)), GLM, families=families)
+    path.write_text(
+        OF_QWEN
+        + "fields:\n  num_experts: null\n  n_routed_experts: num_experts\n  mlp_only_layers: null\n"
+        + "  decoder_sparse_step: null\n  first_k_dense_replace: {setting: moe_layers, default: 1}\n"
+        + "  attention_bias: {setting: add_qkv_bias, default: false}\n"
+        + "  partial_rotary_factor: {setting: rotary_percent, default: 0.5}\n"
+    )
+    family = load_rule_file(path)
+    config = {key: value for key, value in GLM.items() if key != "partial_rotary_factor"}
+    model = read_config(family, config)
+    assert (model.num_experts, model.moe_layers, model.rotary_percent) == (3, (0, 1), 0.5)
+    written = write_config(family, model)
+    assert written["n_routed_experts"] == 3 and written["first_k_dense_replace"] == 1
+    assert written["partial_rotary_factor"] == 0.5 and "num_experts" not in written
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -73,6 +168,11 @@ def test_rules_can_be_left_out(tmp_path: Path) -> None:
         ("family: 3", "expected str, found 3 @ $.family"),
         ("family: x\ncolour: red", "unknown key @ $.colour"),
         ("family: x\nneeds: {swigloo: true}", "unknown setting @ $.needs.swigloo"),
+        ("family: x\nfields: {a: 3}", "expected a setting, a mapping or null, found 3 @ $.fields.a"),
+        ("family: x\nfields: {a: {setting: swigloo}}", "unknown setting 'swigloo' @ $.fields.a"),
+        ("family: x\nfields: {a: {setting: kv_channels, colour: 1}}", "unknown key @ $.fields.a.colour"),
+        ("family: x\nfields: {a: moe_layers}", "known are decoder_sparse_step, first_k_dense_replace"),
+        ("family: x\nfields: {a: null}", "llama has no such field to leave out @ $.fields.a"),
         ("family: x\nignored: ['(']", "not a regular expression @ $.ignored[0]"),
         ("family: x\nwithout: [nothing]", "no rule for 'nothing' to leave out @ $.without[0]"),
         ("family: x\nrules: [1]", "expected a mapping @ $.rules[0]"),

@@ -278,3 +278,31 @@ def test_deepseek_v3_has_the_tensors_of_its_release() -> None:
     exported = export_targets(parameters, found.args, mtp_copies=True)
     assert len(exported.tensors) == 46_183
     assert sum(math.prod(target.shape) for target in exported.tensors) == 684_489_845_504
+
+
+@pytest.mark.parametrize(
+    ("prefix", "drop", "why"),
+    [("base_model.model.", "", "peft's: merge its adapters"), ("module.", "", "a parallel wrapper's"),
+     ("_orig_mod.", "", "torch.compile's"), ("language_model.", "", "the language model in a model of several parts"),
+     ("model.language_model.", "model.", "the language model in a model of several parts"),
+     ("student.", "", "that of a model which has this one inside")],
+)  # fmt: skip
+def test_a_prefix_before_all_names_is_named(prefix: str, drop: str, why: str) -> None:
+    """In place of a list in which everything is missing; a tensor that is missing indeed is listed as ever."""
+    plain = directory(LLAMA)
+    wrapped = {prefix + name.removeprefix(drop): array for name, array in plain.items()}
+    text = problems(lambda: imported(LLAMA, wrapped))
+    assert f"have the prefix {prefix!r}" in text and why in text and "missing" not in text
+    beside = {name: array for name, array in wrapped.items() if not name.endswith("lm_head.weight")}
+    assert f"{prefix!r}" in problems(
+        lambda: imported(LLAMA, {**beside, "lm_head.weight": plain["lm_head.weight"]})
+    )
+    assert "lm_head.weight [11, 12] is missing" in problems(lambda: imported(LLAMA, beside))
+
+
+def test_models_of_several_parts_are_named() -> None:
+    config = {"model_type": "llava", "text_config": LLAMA, "vision_config": {}}
+    text = problems(lambda: family_of_config(config))
+    assert (
+        "'llava', a model of several parts" in text and "its language model is a llama (text_config)" in text
+    )

@@ -1,0 +1,205 @@
+"""How values of config.json are said in `ModelArgs` and back, where the two sides say them differently."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from ckpt_tools.errors import MappingError
+from ckpt_tools.megatron.huggingface.layer_patterns import no_rope_layers
+from ckpt_tools.megatron.huggingface.model_args import ModelArgs
+
+Config: TypeAlias = Mapping[str, Any]
+# Megatron's fused GELU is the approximation by tanh.
+GELU = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_erf"}
+
+
+def write_rope(candidates: Sequence[Any], model: ModelArgs) -> Any:
+    if len(candidates) != 1:
+        raise MappingError(
+            "rope_scaling: Megatron-LM ignored this option in many versions, so the args do not tell whether the "
+            f"model was trained with {' or '.join(map(str, candidates))}; pass --hf-config with the right one"
+        )
+    return candidates[0]
+
+
+def read_dense(dense: Sequence[int], config: Config) -> tuple[int, ...]:
+    step = config.get("decoder_sparse_step", 1)
+    layers = range(config["num_hidden_layers"])
+    return tuple(int(layer not in (dense or ()) and (layer + 1) % step == 0) for layer in layers)
+
+
+def read_step(step: int, config: Config) -> tuple[int, ...]:
+    return read_dense(config.get("mlp_only_layers", ()), config)
+
+
+def write_dense(moe: Sequence[int], model: ModelArgs) -> list[int]:
+    return [layer for layer, one in enumerate(moe) if not one]
+
+
+def write_leading_dense(moe: Sequence[int], model: ModelArgs) -> int:
+    dense = model.num_layers - sum(moe)
+    if any(moe[:dense]):
+        raise MappingError(
+            f"moe_layer_freq {list(moe)}: DeepSeek has dense layers first and MoE layers after them"
+        )
+    return dense
+
+
+def read_leading_dense(dense: int, config: Config) -> tuple[int, ...]:
+    layers = int(config["num_hidden_layers"])
+    if config.get("moe_layer_freq", 1) != 1:
+        raise MappingError(f"moe_layer_freq {config['moe_layer_freq']} is not supported")
+    return (0,) * min(dense, layers) + (1,) * (layers - dense)
+
+
+def write_layer_types(sliding: Sequence[int], model: ModelArgs) -> list[str]:
+    return ["sliding_attention" if one else "full_attention" for one in sliding or (0,) * model.num_layers]
+
+
+def read_layer_types(types: Sequence[str], config: Config) -> tuple[int, ...]:
+    return tuple(int(one == "sliding_attention") for one in types)
+
+
+def write_rotated(without: Sequence[int], model: ModelArgs) -> list[int]:
+    """`no_rope_layers` of a config.json has 1 for the layers that do rotate."""
+    return [1 - one for one in without or (0,) * model.num_layers]
+
+
+def read_rotated(rotated: Sequence[int] | None, config: Config) -> tuple[int, ...]:
+    layers = int(config["num_hidden_layers"])
+    if rotated is None:
+        return no_rope_layers(config.get("no_rope_layer_interval", 4), layers, even=False)
+    if (
+        not isinstance(rotated, list | tuple)
+        or len(rotated) != layers
+        or any(one not in (0, 1) for one in rotated)
+    ):
+        raise MappingError(f"expected 0 or 1 for each of {layers} layers, found {str(rotated)[:60]}")
+    return no_rope_layers([1 - one for one in rotated], layers)
+
+
+def read_rope_interval(interval: int, config: Config) -> tuple[int, ...]:
+    return read_rotated(config.get("no_rope_layers"), config)
+
+
+def every_second(config: Config) -> list[str]:
+    """GPT-OSS without `layer_types` begins with a sliding layer and alternates."""
+    return [("full_attention" if i % 2 else "sliding_attention") for i in range(config["num_hidden_layers"])]
+
+
+def one_for_none(value: Any, model: ModelArgs) -> Any:
+    return 1 if value is None else value
+
+
+def write_greedy(groups: int | None, model: ModelArgs) -> str:
+    return "group_limited_greedy" if groups else "greedy"
+
+
+def read_greedy(method: str, config: Config) -> int | None:
+    if method == "greedy":
+        return None
+    if method != "group_limited_greedy":
+        raise MappingError(f"{method!r} is not a way of routing that Megatron knows")
+    groups: int | None = none_for_one(config.get("n_group"), config)
+    return groups
+
+
+def read_group_topk(value: int | None, config: Config) -> int | None:
+    """One group of several is a choice; one of one leaves nothing to choose."""
+    return None if config.get("n_group") in (None, 1) else value
+
+
+def read_sum_to_one(value: bool, config: Config) -> int:
+    """Megatron makes the weights of several experts sum to one, and keeps the sigmoid of a single one."""
+    topk = int(config["num_experts_per_tok"])
+    if bool(value) != (topk > 1):
+        raise MappingError(f"Megatron computes as with {topk > 1} where num_experts_per_tok is {topk}")
+    return topk
+
+
+def write_scale(value: float | None, model: ModelArgs) -> float:
+    return 1.0 if value is None else float(value)
+
+
+def as_float(value: Any, model: ModelArgs) -> float:
+    """transformers 5 refuses an int where it expects a float; Megatron's rotary_base is an int."""
+    return float(value)
+
+
+def as_whole(value: float, model: ModelArgs) -> float:
+    """transformers 5 refuses a float where it expects an int."""
+    return int(value) if value == int(value) else value
+
+
+def none_for_one(value: Any, config: Config) -> Any:
+    return None if value in (None, 1, 1.0) else value
+
+
+def write_shared(size: int | None, model: ModelArgs) -> int | None:
+    count, rest = divmod(size or 0, model.moe_ffn_hidden_size)
+    if rest:
+        raise MappingError(
+            f"a shared expert of {size} is not a multiple of the experts' {model.moe_ffn_hidden_size}, and "
+            "config.json counts shared experts of that size (n_shared_experts)"
+        )
+    return count or None
+
+
+def write_some_shared(size: int | None, model: ModelArgs) -> int:
+    count = write_shared(size, model)
+    if count is None:
+        raise MappingError(
+            "moe_shared_expert_intermediate_size is not set; every MoE layer of this class has a shared expert"
+        )
+    return count
+
+
+def read_shared(count: int | None, config: Config) -> int | None:
+    return count * int(config["moe_intermediate_size"]) if count else None
+
+
+def heads(config: Config) -> int:
+    return int(config["num_attention_heads"])
+
+
+def head_dim(config: Config) -> int:
+    return int(config["hidden_size"]) // heads(config)
+
+
+def dtype_name(value: Any, config: Config) -> str | None:
+    return None if value is None else str(value).removeprefix("torch.")
+
+
+def clamp(value: float | None, model: ModelArgs) -> float:
+    if value is None:
+        raise MappingError(
+            "activation_func_clamp_value is not set, and the config.json of GPT-OSS must have swiglu_limit"
+        )
+    return value
+
+
+def write_gelu(activation: str, model: ModelArgs) -> str:
+    if activation not in GELU.values():
+        raise MappingError(f"activation is {activation!r}; GPT-2 has {' or '.join(GELU.values())}")
+    return next(name for name, value in GELU.items() if value == activation)
+
+
+def read_gelu(name: str, config: Config) -> str:
+    if name not in GELU:
+        raise MappingError(f"{name!r} is not one of {', '.join(GELU)}")
+    return GELU[name]
+
+
+def square_heads(heads: int, model: ModelArgs) -> int:
+    """The number of heads, where config.json has no field for their size."""
+    if heads * model.kv_channels != model.hidden_size:
+        raise MappingError(
+            f"{heads} heads of {model.kv_channels} are not hidden_size {model.hidden_size}: the config.json of this "
+            "architecture cannot say that"
+        )
+    return heads
+
+
+def negated(value: Any, _: Any) -> bool:
+    return not value
