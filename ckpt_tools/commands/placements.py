@@ -45,7 +45,7 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """Number of target ranks, each with a file of its own."""
+        """Number of target ranks, each with files of its own."""
         return self.world if self.topology is None else self.topology.world_size
 
 

@@ -42,12 +42,10 @@ from ckpt_tools.execute.signals import StopSignals
 from ckpt_tools.execute.source_reader import SourceReader, forget
 from ckpt_tools.execute.work import tile_bytes
 from ckpt_tools.execute.write_job import (
-    CheckLevel,
     Found,
     JobOutput,
     Output,
     Progress,
-    SourceCheck,
     SourceState,
     WriteJob,
     WriteOptions,
@@ -57,7 +55,7 @@ from ckpt_tools.formats.dcp_metadata import metadata_bytes
 from ckpt_tools.formats.files import Files
 from ckpt_tools.model.transfers import Plan
 
-__all__ = ["CheckLevel", "Output", "SourceCheck", "WriteOptions", "WriteReport", "write_checkpoint"]
+__all__ = ["Output", "WriteOptions", "WriteReport", "write_checkpoint"]
 
 _IN_PLACE: Final = ("published", "finished")
 

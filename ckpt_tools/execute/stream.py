@@ -42,7 +42,7 @@ from ckpt_tools.plan.tiling import BoxIndex
 
 _COPY_STEP_BYTES = 64 << 20  # copied by the kernel between two looks at whether to stop
 _CAST_COPIES = 4  # arrays of a tile's elements that a cast holds at a time
-_KERNEL_COPIES = 8  # and a kernel, its inputs among them
+_COMPUTE_COPIES = 8  # and a kernel that computes, its inputs among them
 # Of a plain copy at a time: what was read is summed and written out of the processor's cache.
 _CACHED_BYTES = 512 << 10
 KERNEL_COPY_BYTES = 256 * 1024  # below, one read and one write cost less than joining checksums
@@ -213,7 +213,7 @@ class Pump:
             self._tick(len(data))
 
     def _whole_payload(self, segment: Segment) -> Payload | None:
-        """The payload that makes up a whole segment, if one does: others may stand beside it, or zeros."""
+        """The payload that alone makes up a segment, if one does."""
         if len(segment.transfers) != 1 or segment.zeros:
             return None
         (transfer,) = segment.transfers
@@ -222,7 +222,7 @@ class Pump:
         return self._source.payload(chunk_of(transfer))
 
     def _copy_whole(self, payload: Payload, file: OutputFile, at: int) -> bool:
-        """Copy a long whole payload the shortest way, or say that there is none.
+        """Move a long whole payload without tiles: whether that was done, by the kernel or not.
 
         One that is to be proven is shared with its source or passes through the processor's cache: once it must be
         read, nothing is cheaper than to write what was read.
@@ -307,7 +307,7 @@ def _tiles(
     """Boxes that fit the buffers, in payload order, each with the transfers that meet it."""
     width = max([itemsize(item.dtype), *map(_width, segment.transfers)])
     if any(isinstance(t, Computation) for t in segment.transfers):
-        width *= _KERNEL_COPIES
+        width *= _COMPUTE_COPIES
     elif any(t.dtype != item.dtype for t in segment.transfers):
         width *= _CAST_COPIES
     index = BoxIndex([t.box for t in segment.transfers]) if len(segment.transfers) > 1 else None

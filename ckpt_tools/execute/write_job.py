@@ -11,12 +11,9 @@ from ckpt_tools.execute.ranks import Ranks
 from ckpt_tools.execute.source_reader import SourceReader
 from ckpt_tools.execute.stream import Counters
 from ckpt_tools.formats.files import Files
+from ckpt_tools.model.choices import SourceCheck
 from ckpt_tools.model.transfers import OutputItem, Plan
 
-SourceCheck: TypeAlias = Literal["all", "none"]
-"""Whether every payload that is read from must have the checksum its writer stored."""
-CheckLevel: TypeAlias = Literal["sample", "all", "none"]
-"""How much of fp32 masters is compared with weights: a few rows of every tensor, everything, or nothing."""
 Found: TypeAlias = Literal["nothing", "unfinished", "published", "finished"]
 """What an earlier process left of an output.
 
