@@ -12,6 +12,7 @@ from ckpt_tools.cli.manual import page
 from ckpt_tools.cli.options import flag
 from ckpt_tools.cli.signature import fill, with_options
 from ckpt_tools.cli.table import ITERATIONS, READING, REWRITING
+from ckpt_tools.units import human_bytes
 
 if TYPE_CHECKING:
     from ckpt_tools.commands.copy import Copied, CopyReport
@@ -64,7 +65,7 @@ def _print_copied(one: Copied) -> None:
     seconds = one.written.seconds
     print(render.escape(f"copied {one.source} -> {one.output}"))
     print(
-        f"  {one.files:,} files, {render.human_bytes(one.nbytes)} in {seconds:.2f} s"
+        f"  {one.files:,} files, {human_bytes(one.nbytes)} in {seconds:.2f} s"
         f"{', read back and compared' if one.read_back else ''}"
     )
     print(f"  {one.proven:,} payloads have the checksum that their writer stored", end="")

@@ -15,6 +15,7 @@ from ckpt_tools.cli.options import option
 from ckpt_tools.cli.signature import with_options
 from ckpt_tools.cli.table import READING
 from ckpt_tools.model.choices import UsageAxis
+from ckpt_tools.units import human_bytes
 
 if TYPE_CHECKING:
     from ckpt_tools.commands.du import Usage
@@ -69,29 +70,28 @@ def _print(found: Usage, axes: Sequence[UsageAxis]) -> None:
     total = max(found.total, 1)
     for axis in axes:
         rows = [
-            (name or "-", render.human_bytes(nbytes), f"{100 * nbytes / total:.1f} %")
+            (name or "-", human_bytes(nbytes), f"{100 * nbytes / total:.1f} %")
             for name, nbytes in found.by(axis).items()
         ]
         render.print_table((axis, "size", "share"), rows)
     largest = sorted(found.others.items(), key=lambda pair: -pair[1])
     for name, nbytes in largest[:_SHOWN]:
-        print(f"beside the iterations: {render.escape(name)} {render.human_bytes(nbytes)}")
+        print(f"beside the iterations: {render.escape(name)} {human_bytes(nbytes)}")
     if len(largest) > _SHOWN:
         print(f"... and {len(largest) - _SHOWN:,} more (--json lists all)")
     for name, why in found.unread.items():
         print(f"{render.escape(name)} is not a whole checkpoint: {render.escape(why)}")
     if found.duplicates:
         print(
-            f"{render.human_bytes(found.spare)} in {len(found.duplicates):,} items that an earlier iteration holds "
+            f"{human_bytes(found.spare)} in {len(found.duplicates):,} items that an earlier iteration holds "
             "with the same checksum:"
         )
         for one in found.duplicates[:_SHOWN]:
             print(
-                f"  {render.escape(one.key)} {one.box} {render.human_bytes(one.nbytes)}, "
-                f"{len(one.iterations)} times"
+                f"  {render.escape(one.key)} {one.box} {human_bytes(one.nbytes)}, {len(one.iterations)} times"
             )
         if len(found.duplicates) > _SHOWN:
             print(f"  ... and {len(found.duplicates) - _SHOWN:,} more (--json lists all)")
     if found.without_checksum:
         print(f"{found.without_checksum:,} items carry no checksum and were not compared")
-    print(f"{render.human_bytes(found.total)} in all")
+    print(f"{human_bytes(found.total)} in all")

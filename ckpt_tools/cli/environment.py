@@ -9,6 +9,7 @@ import typer
 from ckpt_tools.cli import render
 from ckpt_tools.cli.manual import page
 from ckpt_tools.cli.signature import with_options
+from ckpt_tools.units import human_bytes
 
 
 def register(app: typer.Typer) -> None:
@@ -45,7 +46,7 @@ def env(
     rows += [
         ("platform", found.platform),
         ("processors", str(found.processors)),
-        ("memory", render.human_bytes(found.memory_bytes)),
+        ("memory", human_bytes(found.memory_bytes)),
         ("crc32", found.crc32),
         *found.variables.items(),
     ]
@@ -61,7 +62,7 @@ def env(
         rows += [
             ("directory", disk.directory),
             ("file system", disk.kind),
-            ("free", render.human_bytes(disk.free_bytes)),
+            ("free", human_bytes(disk.free_bytes)),
             ("writable", "yes" if disk.is_writable else "no"),
             ("copies", copies),
         ]

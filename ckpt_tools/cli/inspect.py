@@ -15,6 +15,7 @@ from ckpt_tools.cli.manual import page
 from ckpt_tools.cli.options import flag, option
 from ckpt_tools.cli.signature import with_options
 from ckpt_tools.cli.table import OPENING, READING, Checkpoint
+from ckpt_tools.units import human_bytes
 
 if TYPE_CHECKING:
     from ckpt_tools.commands.inspect import Inspection
@@ -131,14 +132,14 @@ def _print_summary(found: Inspection) -> None:
     )
     render.print_table(
         ("role", "dtype", "tensors", "elements", "bytes"),
-        [(*kind, t.tensors, t.elements, render.human_bytes(t.nbytes)) for kind, t in found.totals.items()],
+        [(*kind, t.tensors, t.elements, human_bytes(t.nbytes)) for kind, t in found.totals.items()],
     )
 
 
 def _print_listing(found: Inspection) -> None:
     render.print_table(
         ("tensor", "dtype", "shape", "chunks", "bytes"),
-        [(t.key, t.dtype, list(t.shape), t.chunks, render.human_bytes(t.nbytes)) for t in found.tensors()],
+        [(t.key, t.dtype, list(t.shape), t.chunks, human_bytes(t.nbytes)) for t in found.tensors()],
     )
     objects = list(found.objects())
     if objects or not found.patterns:

@@ -10,6 +10,7 @@ from ckpt_tools.cli import render
 from ckpt_tools.cli.manual import page
 from ckpt_tools.cli.signature import with_options
 from ckpt_tools.cli.table import OPENING
+from ckpt_tools.units import human_bytes
 
 if TYPE_CHECKING:
     from ckpt_tools.commands.ls import RunListing
@@ -36,7 +37,7 @@ def _print(found: RunListing) -> None:
         (
             f"{row.name} *" if row.is_latest else row.name,
             row.state,
-            render.human_bytes(row.nbytes),
+            human_bytes(row.nbytes),
             row.kind or "-",
             " ".join(f"{axis}{size}" for axis, size in (row.topology or {}).items()) or "-",
         )
@@ -52,6 +53,6 @@ def _print(found: RunListing) -> None:
             print(f"{row.name}: {render.escape(row.why)}")
     if found.others:
         largest = sorted(found.others.items(), key=lambda pair: -pair[1])
-        listed = ", ".join(f"{render.escape(name)} {render.human_bytes(n)}" for name, n in largest[:5])
+        listed = ", ".join(f"{render.escape(name)} {human_bytes(n)}" for name, n in largest[:5])
         more = f", and {len(largest) - 5:,} more" if len(largest) > 5 else ""
         print(f"beside them: {listed}{more}")

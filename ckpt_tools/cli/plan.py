@@ -16,6 +16,7 @@ from ckpt_tools.cli.job_sizes import JOB_SIZES, layout_of
 from ckpt_tools.cli.manual import page
 from ckpt_tools.cli.options import option
 from ckpt_tools.cli.signature import Given, fill, with_options
+from ckpt_tools.units import human_bytes, human_seconds
 
 if TYPE_CHECKING:
     from ckpt_tools.commands.plan import Priced
@@ -173,9 +174,7 @@ def _print(found: Priced) -> None:
     from ckpt_tools.commands.target_job import describe
 
     facts = found.summary()
-    strategies = ", ".join(
-        f"{name} {render.human_bytes(n)}" for name, n in facts["bytes_by_strategy"].items()
-    )
+    strategies = ", ".join(f"{name} {human_bytes(n)}" for name, n in facts["bytes_by_strategy"].items())
     rows = [
         ("source", f"{facts['source']} ({facts['format']}, iteration {facts['iteration']})"),
         ("layout", _layout(found)),
@@ -183,7 +182,7 @@ def _print(found: Priced) -> None:
         ("holds", f"{facts['tensor_count']:,} tensors, {facts['object_count']:,} objects and scalars"),
         (
             "would write",
-            f"{render.human_bytes(facts['bytes_to_write'])} in {len(found.plan.file_bytes)} files",
+            f"{human_bytes(facts['bytes_to_write'])} in {len(found.plan.file_bytes)} files",
         ),
         ("moved by", strategies or "nothing"),
         ("imbalance", f"{facts['imbalance']:.3f} (largest rank over the mean)"),
@@ -191,7 +190,7 @@ def _print(found: Priced) -> None:
     if found.duration is not None:
         rows.append(("would take", _duration(found.duration)))
     if found.layout.name != "even":
-        rows.append(("padding", f"{render.human_bytes(facts['padding_bytes'])} of buffers in training"))
+        rows.append(("padding", f"{human_bytes(facts['padding_bytes'])} of buffers in training"))
     render.print_table(("plan", ""), rows)
     _print_ranks(found)
     _print_tensors(found)
@@ -208,9 +207,9 @@ def _duration(found: Duration) -> str:
         "planning": found.planning,
         "moving bytes": found.moving,
     }
-    told = ", ".join(f"{name} {render.human_seconds(seconds)}" for name, seconds in parts.items())
+    told = ", ".join(f"{name} {human_seconds(seconds)}" for name, seconds in parts.items())
     worker = f"the busiest worker has {found.straggling:.2f} of the mean"
-    return f"about {render.human_seconds(found.seconds)}: {told}; {worker}"
+    return f"about {human_seconds(found.seconds)}: {told}; {worker}"
 
 
 def _print_ranks(found: Priced) -> None:
@@ -220,7 +219,7 @@ def _print_ranks(found: Priced) -> None:
         by_size = sorted(costs, key=lambda cost: cost.nbytes)
         costs = sorted({*by_size[:4], *by_size[-4:]}, key=lambda cost: cost.nbytes)
         title = f"the smallest and largest of {len(found.costs):,} ranks (--json lists all, --rank one)"
-    size = render.human_bytes
+    size = human_bytes
     columns = ["rank", "files", "items", "bytes"]
     rows: list[list[object]] = [[c.rank, _file_names(c.files), c.items, size(c.nbytes)] for c in costs]
     if found.layout.name != "even":

@@ -12,6 +12,7 @@ from ckpt_tools.cli.options import flag
 from ckpt_tools.cli.reports import source_checksums
 from ckpt_tools.cli.signature import fill, with_options
 from ckpt_tools.cli.table import READING, REWRITING, OutputDir
+from ckpt_tools.units import human_bytes
 
 if TYPE_CHECKING:
     from ckpt_tools.commands.repair import Repaired
@@ -82,6 +83,6 @@ def _print(done: Repaired) -> None:
         return
     print(
         f"wrote {done.tensors:,} tensors and {done.objects:,} objects, "
-        f"{render.human_bytes(written.bytes_written)} in {written.seconds:.2f} s, to {render.escape(done.output)}"
+        f"{human_bytes(written.bytes_written)} in {written.seconds:.2f} s, to {render.escape(done.output)}"
     )
     print(f"source checksums: {source_checksums(written)}")

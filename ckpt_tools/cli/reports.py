@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpt_tools.cli.render import escape, human_bytes
+from ckpt_tools.cli.render import escape
 from ckpt_tools.commands.conversion_report import ConversionReport, Masters
 from ckpt_tools.commands.iterations import Outcome
 from ckpt_tools.commands.rewrite import Edited
@@ -10,6 +10,7 @@ from ckpt_tools.commands.target_job import describe
 from ckpt_tools.execute.check_masters import describe_masters
 from ckpt_tools.execute.run import WriteReport
 from ckpt_tools.model.choices import assert_never
+from ckpt_tools.units import human_bytes
 
 _SHOWN = 8
 _NAMED = 3  # keys of one reason

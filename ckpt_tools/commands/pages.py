@@ -26,16 +26,6 @@ def safe(text: str) -> str:
     return escape_html(shown)
 
 
-def size(count: float) -> str:
-    """Bytes in the largest binary unit that leaves a number of at least 1."""
-    value, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{int(count)} B" if unit == "B" else f"{value:.1f} {unit}"
-
-
 def page(title: str, body: str, style: str = "", script: str = "") -> str:
     """A whole page; `body`, `style` and `script` are taken as they are."""
     code = f"<script>{script}</script>" if script else ""

@@ -54,8 +54,8 @@ class _Files:
     """The files of every target rank and the next free place in each, in bytes.
 
     A thread writes one file at a time, as file systems let only one write into a file; so that all threads have
-    work, a rank's items stand in files `__<rank>_0.distcp`, `__<rank>_1.distcp` and so on, a next one when `FILE_BYTES`
-    are reached.
+    work, a rank's items stand in files `__<rank>_0.distcp`, `__<rank>_1.distcp` and so on, a next one from
+    `FILE_BYTES` on.
     """
 
     def __init__(self, world: int) -> None:

@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from ckpt_tools.cli import render
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.read_values import json_value
+from ckpt_tools.units import human_bytes
 from tests.conftest import DATA, SHARED, fixture_dir
 
 LLAMA = "core019_llama_tp2_fully_reshardable"
@@ -175,7 +176,7 @@ def test_names_are_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_escaping_and_units() -> None:
-    assert [render.human_bytes(n) for n in (0, 1023, 1024, 1536, 5 << 40)] == [
+    assert [human_bytes(n) for n in (0, 1023, 1024, 1536, 5 << 40)] == [
         "0 B",
         "1023 B",
         "1.0 KiB",

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_tools.cli import progress, render
+from ckpt_tools.cli import progress
 from ckpt_tools.cli.app import run
 from ckpt_tools.cli.commands import MEANT, MODULES
 from ckpt_tools.cli.findings import grouped
 from ckpt_tools.cli.reports import _by_reason
 from ckpt_tools.cli.verify import two_values
 from ckpt_tools.errors import list_problems
+from ckpt_tools.units import human_bytes
 from ckpt_tools.verify.report import Finding
 from tests.cli.terminal import on_a_terminal
 from tests.conftest import DATA, REPO
@@ -165,7 +166,7 @@ def test_two_values_are_shown_so_that_they_differ() -> None:
 
 def test_one_unit_everywhere() -> None:
     """Sizes are binary wherever something prints them: no other function makes text of bytes."""
-    assert render.human_bytes(5 << 30) == "5.0 GiB"
+    assert human_bytes(5 << 30) == "5.0 GiB"
     for file in (REPO / "ckpt_tools" / "cli").glob("*.py"):
         assert "DownloadColumn" not in file.read_text()
         assert "TransferSpeedColumn" not in file.read_text()

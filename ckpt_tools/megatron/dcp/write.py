@@ -18,18 +18,23 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_tools.megatron.dcp.adam_fields import ADAM_FIELDS, DECOUPLED, INITIAL_LR
+from ckpt_tools.megatron.fsdp_dtensor.common_part import (
+    Part,
+    common_part,
+    dialect_notes,
+    renamed,
+    unread_note,
+)
 from ckpt_tools.megatron.fsdp_dtensor.kept import optimizer_name, told_kinds
 from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter
 from ckpt_tools.megatron.fsdp_dtensor.tensors import (
     backfill_groups,
-    check_states,
     live_value,
     model_tensors,
     roles_of,
 )
 from ckpt_tools.megatron.fsdp_dtensor.write import (
     FsdpTarget,
-    Part,
     TargetOptions,
     check_options,
     choose_dialect,
@@ -37,16 +42,11 @@ from ckpt_tools.megatron.fsdp_dtensor.write import (
     choose_parameters,
     choose_style,
     choose_vocab,
-    common_part,
-    dialect_notes,
-    renamed,
-    unread_note,
+    trained_parameters,
     writer_tp,
 )
 from ckpt_tools.megatron.keys import state_role
 from ckpt_tools.megatron.names import Dialect
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.expected import expected_states, refuse_missing_states
-from ckpt_tools.megatron.torch_dist.other_optimizers import mixes_lion_and_adam
 from ckpt_tools.megatron.vocab import told_tokens, vocabulary
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.roles import MASTER
@@ -108,14 +108,9 @@ def running_names(dialect: Dialect) -> Dialect:
 
 def _optimizer(model: Model, options: TargetOptions, parameters: Sequence[LiveParameter]) -> Part:
     """States, steps and group fields of every trained parameter; nothing for a conversion of weights."""
-    if options.weights_only:
+    trained = trained_parameters(model, options, parameters)
+    if trained is None:
         return Part()
-    if model.optimizer_layout is not None or model.groups:
-        refuse_missing_states(model.roles, expected_states(model.common, model.groups))
-    if model.optimizer_layout is None:
-        return Part()
-    trained = [p for p in parameters if roles_of(p)]
-    check_states(trained, MASTER in model.roles, mixes_lion_and_adam(model.common))
     if model.own_optimizer is not None:
         return Part(
             dropped=(f"optimizer states {told_kinds(trained)}: {_NOT_NAMED}",),

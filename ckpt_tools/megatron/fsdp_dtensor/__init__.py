@@ -1,6 +1,7 @@
 """`fsdp_dtensor`: from a `Model` to its keys, and back.
 
 * `write`: from a `Model` to what the checkpoint must contain: all decisions
+* `common_part`: what it has beside weights and optimizer states
 * `live`: parameters of the running model as concatenations of stored ones
 * `fresh_optimizer`: an optimizer that has not begun, for weights that start a job
 * `gating`: which fc1 weights are written in halves

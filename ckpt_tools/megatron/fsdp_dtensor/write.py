@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from ckpt_tools.errors import MappingError, UsageError, list_problems
-from ckpt_tools.megatron.bridge import args_from_model_config
-from ckpt_tools.megatron.fsdp_dtensor.flatten import leaves
+from ckpt_tools.megatron.fsdp_dtensor.common_part import (
+    Part,
+    common_part,
+    dialect_notes,
+    renamed,
+    unread_note,
+)
 from ckpt_tools.megatron.fsdp_dtensor.gating import GatingChoice, mark_gated
 from ckpt_tools.megatron.fsdp_dtensor.kept import extra_states, other_states
 from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter, live_parameters
@@ -19,7 +23,6 @@ from ckpt_tools.megatron.fsdp_dtensor.tensors import (
     group_objects,
     item_aliases,
     model_tensors,
-    rng_items,
     roles_of,
     state_prefix,
     state_tensors,
@@ -29,8 +32,6 @@ from ckpt_tools.megatron.fsdp_dtensor.tensors import (
 from ckpt_tools.megatron.hybrid import is_hybrid
 from ckpt_tools.megatron.keys import EXPERTS, MODEL_PREFIX
 from ckpt_tools.megatron.names import (
-    DIALECTS,
-    MTP_DISK,
     MTP_LIVE,
     Dialect,
     ModelStyle,
@@ -47,7 +48,7 @@ from ckpt_tools.model.choices import DialectName, ExpertModules, LayerSpec
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.roles import MASTER
-from ckpt_tools.model.target import InlineTensor, Target, TargetObject, TargetTensor
+from ckpt_tools.model.target import Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,32 +152,32 @@ def build_fsdp_target(model: Model, options: TargetOptions) -> FsdpTarget:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Some items of a target, and what their making left out or filled in."""
+def trained_parameters(
+    model: Model, options: TargetOptions, parameters: Sequence[LiveParameter]
+) -> list[LiveParameter] | None:
+    """Those with optimizer states, which are whole; None where no optimizer is written.
 
-    tensors: tuple[TargetTensor, ...] = ()
-    inline: tuple[InlineTensor, ...] = ()
-    objects: tuple[TargetObject, ...] = ()
-    dropped: tuple[str, ...] = ()
-    kept: tuple[str, ...] = ()
-    backfilled: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    memberships: Mapping[str, Membership] = field(default_factory=dict)
+    Raises:
+        MappingError: states are missing.
+    """
+    if options.weights_only:
+        return None
+    if model.optimizer_layout is not None or model.groups:
+        refuse_missing_states(model.roles, expected_states(model.common, model.groups))
+    if model.optimizer_layout is None:
+        return None
+    trained = [p for p in parameters if roles_of(p)]
+    check_states(trained, MASTER in model.roles, mixes_lion_and_adam(model.common))
+    return trained
 
 
 def optimizer_part(
     model: Model, options: TargetOptions, parameters: Sequence[LiveParameter], prefixes: Prefixes
 ) -> Part:
     """States, steps and group fields of every trainable parameter; nothing for a conversion of weights."""
-    if options.weights_only:
+    trainable = trained_parameters(model, options, parameters)
+    if trainable is None:
         return Part()
-    if model.optimizer_layout is not None or model.groups:
-        refuse_missing_states(model.roles, expected_states(model.common, model.groups))
-    if model.optimizer_layout is None:
-        return Part()
-    trainable = [p for p in parameters if roles_of(p)]
-    check_states(trainable, MASTER in model.roles, mixes_lion_and_adam(model.common))
     if model.own_optimizer is not None:
         found = other_states(model, trainable, prefixes, options.keep_states)
         return Part(
@@ -338,93 +339,6 @@ def choose_memberships(
         derived = None
     names = list(dict.fromkeys(p.group_name for p in trainable))
     return merge_map(derived, options.group_map, names, model.groups, options.strict_map)
-
-
-def common_part(model: Model, options: TargetOptions, dialect: Dialect, tp: int) -> Part:
-    """Arguments, progress, scheduler and rng."""
-    notes: list[str] = []
-    values: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": 0}
-    stored = model.common.values
-    values |= {k: stored[k] for k in CARRIED_SCALARS if k in stored}
-    if "iteration" not in stored:
-        notes.append("iteration: the source does not tell it; written as 0")
-    if model.args_object is not None:
-        values["args"] = model.args_object
-    elif dialect.name != "bridge":  # Megatron-LM refuses a checkpoint without args, Bridge asks for none
-        values["args"] = args_from_model_config(model.common.model_config, values["iteration"])
-        held = ", ".join(values["args"].attributes)
-        notes.append(
-            f"args: the source has none; made up with {held}. Load with --finetune if a check asks for more"
-        )
-    dropped = [
-        f"common state {name}: not part of fsdp_dtensor"
-        for name in stored
-        if name not in {*CARRIED_SCALARS, "args", "optimizer", "opt_param_scheduler", "lr_scheduler"}
-    ]
-    tensors: list[InlineTensor] = []
-    objects: list[TargetObject] = []
-    if options.weights_only:
-        dropped.append("optimizer state, parameter groups, scheduler and rng: --weights-only")
-    else:
-        values["opt_param_scheduler"] = model.scheduler
-        if model.optimizer_layout is not None and not model.scheduler:
-            notes.append("opt_param_scheduler: the source has none, and a strict load asks for it")
-        if model.grad_scaler:
-            values["optimizer"] = {"grad_scaler": model.grad_scaler}
-            notes.append(
-                "the loss scaler is kept as optimizer.grad_scaler.*; Megatron-FSDP does not ask for it"
-            )
-        if model.rng_missing:
-            raise MappingError(
-                "rng states of some ranks are missing, so training would not go on where it stopped. Leave all out "
-                "with --ignore-keys 'rng_state/*' and start the job with --no-load-rng:\n"
-                + list_problems(model.rng_missing),
-                model.rng_missing,
-            )
-        tensors, objects, rng_notes = rng_items(model.rng, tp)
-        notes += rng_notes
-    for name, value in values.items():
-        more_tensors, more_objects = leaves(value, (name,))
-        tensors += more_tensors
-        objects += more_objects
-    return Part(inline=tuple(tensors), objects=tuple(objects), dropped=tuple(dropped), notes=tuple(notes))
-
-
-CARRIED_SCALARS = ("checkpoint_version", "iteration", "num_floating_point_operations_so_far")
-
-
-def dialect_notes(
-    parameters: Sequence[LiveParameter], model: Model, dialect: Dialect, options: TargetOptions
-) -> list[str]:
-    """A note when the model has parts that other targets would name differently."""
-    kinds = {
-        "MTP": any(
-            ".mtp." in f".{p.name}" and (MTP_DISK in p.name or MTP_LIVE in p.name) for p in parameters
-        ),
-        "fused MLA": model.settings.fused_mla_down,
-        "GDN": any(".in_proj." in p.name and p.name.endswith(".query") for p in model.parameters),
-        "Mamba": any(".mixer.conv1d." in p.name for p in model.parameters),
-    }
-    parts = [kind for kind, present in kinds.items() if present]
-    if not parts:
-        return []
-    others = ", ".join(name for name in DIALECTS if name != dialect.name)
-    chosen = "chosen" if options.dialect else "the default"
-    return [f"{' and '.join(parts)} names follow --target {dialect.name} ({chosen}); others: {others}"]
-
-
-def renamed(parameters: Sequence[LiveParameter]) -> tuple[str, ...]:
-    """One line per stored name that changed by more than a layer number."""
-    return tuple(
-        f"{stored.name} -> {p.name}{' (_w, _v)' if p.gated else ''}"
-        for p in parameters
-        for stored in p.stored
-        if stored.name != p.name or p.gated
-    )
-
-
-def unread_note(model: Model) -> list[str]:
-    return [f"the stored weights are written, not the masters: {model.unread}"] if model.unread else []
 
 
 def writer_tp(model: Model) -> Size:
