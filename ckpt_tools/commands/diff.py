@@ -223,9 +223,19 @@ def _by_parameters(a: Opened, b: Opened, target: TargetOptions) -> tuple[tuple[S
         stored = _by_keys(b)
         converted, notes = _as_converted(a, target, stored)
         return (converted, stored), notes
+    if target.tp is None:  # packed projections are compared in the order that a state dict has them in
+        told = [_recorded_tp(side) for side in (a, b) if side.location.kind == "dcp"]
+        target = replace(target, tp=next((tp for tp in told if tp is not None), None))
     first, notes = _as_converted(a, target, None)
     second, more = _as_converted(b, target, None)
     return (first, second), [*notes, *more]
+
+
+def _recorded_tp(opened: Opened) -> int | None:
+    """The tensor parallel size that an output was made for, where its record or its rng states tell it."""
+    ranks = {key.split(")")[0] for key in opened.catalog.objects if key.startswith("rng_state.(")}
+    size = stored_tp(read_record(opened.files), [(0, rank) for rank in range(len(ranks))], {})
+    return None if size is None else size.ranks
 
 
 def _as_version_2(side: Side) -> Side:

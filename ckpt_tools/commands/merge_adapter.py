@@ -153,8 +153,8 @@ def _plan_huggingface(opened: Opened, options: MergeOptions) -> Conversion:
         )
     if not is_peft(adapter):
         raise UnsupportedCheckpointError(
-            f"{adapter} is not a PEFT directory. `export-hf {adapter} PEFT --peft --hf-config {path}` makes one of a "
-            "Megatron adapter"
+            f"{adapter} is not a PEFT directory, which has an adapter_config.json; of a Megatron adapter "
+            f"`export-hf ADAPTER PEFT --peft --hf-config {path}` makes one"
         )
     if options.alpha is not None:
         raise UsageError("--alpha: adapter_config.json says it; leave it out")
@@ -180,6 +180,7 @@ def _plan_huggingface(opened: Opened, options: MergeOptions) -> Conversion:
         ),
         build_safetensors_plan(made.catalog, files, {}),
         extra_files=_small_files(opened),
+        architecture=next(iter(config.get("architectures") or ()), None),
     )
 
 

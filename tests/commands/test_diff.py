@@ -9,6 +9,7 @@ import pytest
 
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.diff import DiffRequest, diff_checkpoints
+from ckpt_tools.commands.to_dcp import convert_to_dcp
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
 from ckpt_tools.commands.to_torch_dist import convert_to_torch_dist
 from ckpt_tools.errors import UnsupportedCheckpointError
@@ -69,6 +70,15 @@ def test_there_and_back_is_equal(name, tmp_path):
     report = diff_checkpoints(place_of(name), str(tmp_path / "back"))
     assert report.by == "keys"
     assert [t for t in report.tensors if t.kind != "equal"] == []
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_packed_projections_are_compared_in_the_order_of_a_state_dict(tp, tmp_path):
+    """Rows of a gated delta net are in an order that the tensor parallel size decides; the record tells which."""
+    source = place_of("main_gdn_fr_tp2")
+    convert_to_dcp(source, str(tmp_path / "dcp"), ConvertOptions(target=TargetOptions(tp=tp)))
+    for pair in ((source, str(tmp_path / "dcp")), (str(tmp_path / "dcp"), source)):
+        assert diff_checkpoints(*pair).is_equal
 
 
 def test_two_layouts_of_one_run_are_equal():

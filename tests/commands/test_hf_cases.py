@@ -142,6 +142,13 @@ def test_one_group_of_experts_is_none(run_of: str, hf: str, cases: Path) -> None
         assert not [note for note in notes if "routing" in note or "not known" in note]
 
 
+def test_a_reference_with_the_older_word_keeps_it_for_its_own_code(cases: Path) -> None:
+    case = cases / "n_group_1_reference"
+    config, _ = config_of(case / "run_v2lite", case / "hf_v2lite")
+    assert config["rope_scaling"]["type"] == config["rope_scaling"]["rope_type"] == "yarn"
+    assert "auto_map" in config
+
+
 def test_interleaved_experts_export_as_contiguous_ones(cases: Path, tmp_path: Path) -> None:
     for form in ("contiguous", "interleaved"):
         assert run(["export-hf", str(cases / "glu_interleave" / form), str(tmp_path / form)]) == 0

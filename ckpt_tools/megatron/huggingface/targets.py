@@ -128,6 +128,10 @@ def export_targets(
     model = replace(model, params_dtype=_bulk_dtype(tensors))
     config = dict.fromkeys(family.unset) | (keep_reference(family, reference) if reference else {})
     config |= write_config(family, model)
+    scaling = config.get("rope_scaling")
+    if scaling and "type" in ((reference or {}).get("rope_scaling") or {}):
+        # The model's own code (`auto_map`) may go by the older word alone, as DeepSeek's does.
+        config["rope_scaling"] = {"type": scaling["rope_type"], **scaling}
     if reference and reference.get("model_type") in family.also_types:
         config["model_type"] = reference["model_type"]
     if args is None:
