@@ -93,8 +93,11 @@ def as_text(path: Path | None) -> str | None:
 def in_a_folder(file: Path | None) -> Path | None:
     """`file`, if it can be made where it is to be: told before the work, not after it.
 
+    A report or a page replaces an earlier one, and nothing else: least of all a file of a checkpoint.
+
     Raises:
-        UsageError: its folder is not there or cannot be written, or it is a folder or a file that cannot.
+        UsageError: its folder is not there, cannot be written or holds a checkpoint; it is a folder, cannot be
+            written, or has another content than reports and pages have.
     """
     if file is None or str(file) == "-":  # stdout
         return file
@@ -109,9 +112,23 @@ def in_a_folder(file: Path | None) -> Path | None:
         why = "it is a link to nothing"
     elif not os.access(file if file.exists() else file.parent, os.W_OK):
         why = "check its permissions" if file.exists() else f"check the permissions of {file.parent}"
+    elif any(any(file.parent.glob(pattern)) for pattern in _OF_CHECKPOINTS):
+        why = f"{file.parent} holds a checkpoint, where only its own files belong"
+    elif file.is_file() and not _can_be_replaced(file):
+        why = "it exists and is neither a report nor a page; choose another name or remove it"
     else:
         return file
     raise UsageError(f"{file} cannot be written: {why}")
+
+
+_OF_CHECKPOINTS = (".metadata", "*.distcp", "*.safetensors", "common.pt")
+
+
+def _can_be_replaced(file: Path) -> bool:
+    """Whether a file begins as what is written in its place does: as JSON, HTML, SVG or XML, or is empty."""
+    with file.open("rb") as content:
+        start = content.read(64).lstrip()
+    return start[:1] in (b"", b"{", b"[", b"<")
 
 
 def allow_msc(wanted: bool) -> bool:

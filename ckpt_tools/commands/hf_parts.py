@@ -92,8 +92,7 @@ def refuse_adapters(names: Iterable[str]) -> None:
         raise MappingError(
             f"{len(found)} tensors belong to an adapter (LoRA and its kin), not to a model of its own. Merge it "
             "first: `model.merge_and_unload().save_pretrained(DIR)` of peft, then import DIR; base and adapter in "
-            "directories of their own are merged by --adapter:\n"
-            + list_problems(found[:4]),
+            "directories of their own are merged by --adapter:\n" + list_problems(found[:4]),
             found[:4],
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 
@@ -76,3 +77,37 @@ def test_files_that_appear_in_the_output_meanwhile_are_kept(tmp_path, monkeypatc
     monkeypatch.undo()
     assert convert(LLAMA / ITERATION, tmp_path / "out", "--resume") == 0
     assert sorted(os.listdir(tmp_path)) == ["out"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["convert", "CKPT", "OUT", "--quiet", "--report"],
+        ["stats", "CKPT", "--html"],
+        ["stats", "CKPT", "--svg"],
+        ["inspect", "CKPT", "--html"],
+        ["plan", "CKPT", "--html"],
+        ["du", "CKPT", "--svg"],
+        ["verify", "CKPT", "--junit"],
+        ["print-torch-dcp-in-json", f"CKPT/{ITERATION}", "--no-write", "-o"],
+        ["build-param-group-map", "CKPT", "-o"],
+    ],
+    ids=lambda words: f"{words[0]} {words[-1]}",
+)
+def test_a_report_never_replaces_a_file_of_a_checkpoint_or_any_other(tmp_path, words, capsys):
+    root = copytree(LLAMA, tmp_path / "run")
+    (tmp_path / "script.sh").write_text("#!/bin/sh")
+    (tmp_path / "old.json").write_text("{}")
+    files = [
+        root / ITERATION / ".metadata",
+        root / ITERATION / "metadata.json",
+        root / ITERATION / "new.json",
+    ]
+    files += [root / "latest_checkpointed_iteration.txt", tmp_path / "script.sh"]
+    given = [word.replace("CKPT", str(root)).replace("OUT", str(tmp_path / "out")) for word in words]
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for file in files:
+        assert run([*given, str(file)]) == 2
+        assert f"{file} cannot be written" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert run([*given, str(tmp_path / "old.json")]) == 0
