@@ -1,6 +1,6 @@
 """Any PyTorch program loads a Megatron checkpoint: straight by `dcp.load`, or from a plain state dict on disk.
 
-python3 example-scripts/library_storage_reader.py tests/data/core019_llama_tp2_fully_reshardable OUT
+python example-scripts/library_storage_reader.py tests/data/core019_llama_tp2_fully_reshardable OUT
 """
 
 import sys
@@ -9,6 +9,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from ckpt_tools import StorageReader, convert_to_dcp
+
+if len(sys.argv) != 3:
+    sys.exit(__doc__)
 
 source, output = sys.argv[1:]
 reader = StorageReader(source)

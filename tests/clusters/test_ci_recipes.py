@@ -126,7 +126,7 @@ def test_the_workflow_fails_a_damaged_checkpoint_readably(
     assert f"`{damaged}` is not valid" in summary
     assert "checksum" in summary
     assert f"It differs from `{fixture_dir(SOURCE)}`" in summary
-    assert "1 of" in summary, "the one element"
+    assert "different: 1 tensors" in summary
     assert json.loads((run.results / "verify.json").read_text())["valid"] is False
     assert json.loads((run.results / "diff.json").read_text())["equal"] is False
 

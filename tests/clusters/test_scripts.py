@@ -172,7 +172,8 @@ _SMALL = (
     "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --kv-channels 16 --q-lora-rank 32 "
     "--kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16 --max-position-embeddings 64 "
     "--vocab-size 200 --make-vocab-size-divisible-by 16 --num-experts 4 --moe-layer-freq [0]+[1] "
-    "--moe-ffn-hidden-size 48 --moe-shared-expert-intermediate-size 32 --moe-router-topk 2"
+    "--moe-ffn-hidden-size 48 --moe-shared-expert-intermediate-size 32 --moe-router-topk 2 "
+    "--override-opt_param-scheduler"
 )
 
 
@@ -215,6 +216,8 @@ def test_training_flags_break_no_rule_of_preflight(slurm: Slurm) -> None:
         report = preflight(checkpoint, calls[0].partition(" -- ")[2].split()).report
         return {finding.check for finding in report.findings}
 
-    assert broken() == {"architecture", "vocabulary", "layer-spec", "mtp", "sizes", "parts"}
+    assert broken() == {
+        "architecture", "vocabulary", "layer-spec", "mtp", "sizes", "parts", "schedule",
+    }  # fmt: skip
     assert broken(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True") - broken() == {"user-buffers"}
     assert broken(EXTRA_ARGS="--use-torch-fsdp2") - broken() == {"fsdp-or-fsdp2"}

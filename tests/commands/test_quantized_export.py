@@ -17,6 +17,7 @@ from ckpt_tools.commands.export_hf import ExportOptions, export_hf
 from ckpt_tools.commands.import_hf import ImportOptions, import_hf
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, UsageError
 from ckpt_tools.execute.run import WriteOptions
+from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.model.choices import MegatronFormat
 from tests.commands.test_huggingface import GPT2, GPT_OSS
 from tests.megatron.huggingface.quantized_models import spread
@@ -87,7 +88,11 @@ def test_linears_become_codes_and_scales_and_come_back(
 ) -> None:
     config, settings, block = CASES[name]
     plain = model(tmp_path / "hf", config, settings)
-    import_hf(str(tmp_path / "hf"), str(tmp_path / "run"), ImportOptions(to=to))
+    import_hf(
+        str(tmp_path / "hf"),
+        str(tmp_path / "run"),
+        ImportOptions(to=to, fsdp=TargetOptions(fresh_optimizer=False)),
+    )
     options = ExportOptions(
         quantize="fp8-block",
         hf_config=str(tmp_path / "hf" / "reference") if settings else None,

@@ -97,7 +97,11 @@ def test_two_ranks_find_the_bytes_of_every_conversion(tmp_path, sharded):
     cases += [case(sharded / name, "dcp", tmp_path) for name in FORMS]
     cases += [case(LLAMA, "dcp", tmp_path, weights_only=True, dtype="bfloat16")]
     hf = case(tmp_path / "hf", "dcp", tmp_path) | {"objects": []}
-    import_hf(str(tmp_path / "hf"), str(tmp_path / "imported"), ImportOptions(to="fsdp_dtensor"))
+    import_hf(
+        str(tmp_path / "hf"),
+        str(tmp_path / "imported"),
+        ImportOptions(to="fsdp_dtensor", fsdp=TargetOptions(fresh_optimizer=False)),
+    )
     imported = hf | {
         "name": "imported",
         "to": "fsdp_dtensor",

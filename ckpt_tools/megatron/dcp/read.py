@@ -141,7 +141,7 @@ def _optimizers(
     stray = [name for name in kinds if name not in found.weights]
     if stray:
         raise MappingError(
-            "optimizer states of parameters that the model does not have:\n" + list_problems(stray)
+            "optimizer states of parameters that the model does not have:\n" + list_problems(stray), stray
         )
     return kinds, {} if weights_only else groups, ()
 
@@ -302,7 +302,9 @@ def _tensor(
             raise MappingError(f"{of}: expected a tensor, found an object")
     wrong = [entry.key for entry in kept.values() if entry.shape != weight.shape]
     if wrong:
-        raise MappingError(f"{key} is {weight.shape}, its states have other shapes:\n{list_problems(wrong)}")
+        raise MappingError(
+            f"{key} is {weight.shape}, its states have other shapes:\n{list_problems(wrong)}", wrong
+        )
     return FsdpTensor(
         _unwrapped(name),
         weight.shape,
@@ -342,7 +344,8 @@ def _nested(
     if unknown:
         raise MappingError(
             "the checkpoint holds keys that no rule accounts for; leave them out with --ignore-keys GLOB if the "
-            "target can do without them:\n" + list_problems(unknown)
+            "target can do without them:\n" + list_problems(unknown),
+            unknown,
         )
     return nested, dropped
 

@@ -74,7 +74,7 @@ def family_of_config(config: Mapping[str, Any], families: Mapping[str, Family] =
     for family in families.values():
         if kind == (family.model_type or family.name) or kind in family.also_types:
             return family
-    if kind in WITHOUT_MODULES:
+    if isinstance(kind, str) and kind in WITHOUT_MODULES:
         raise MappingError(
             f"config.json has model_type {kind!r}, which Megatron core has no modules for: {WITHOUT_MODULES[kind]}. "
             "Where a Megatron of your own has them, a rule file can say so (--rules)"

@@ -203,7 +203,7 @@ def test_keys_made_to_cost_time_cost_none(key):
     for paths in ({}, {key: tuple(key.split(".")[:60_000])}):
         started = time.monotonic()
         read_state_dict(Catalog("", {key: entry, **many}, {}, paths))
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < 30  # a cost that grows with the square takes minutes
 
 
 def test_groups_that_list_something_else_are_refused(sharded, tmp_path):
