@@ -42,8 +42,11 @@ def man(
         if output is None:
             sys.stdout.write(text)
         else:
-            output.mkdir(parents=True, exist_ok=True)
-            (output / f"{'-'.join(filter(None, (PROGRAM, name)))}.1").write_text(text)
+            try:
+                output.mkdir(parents=True, exist_ok=True)
+                (output / f"{'-'.join(filter(None, (PROGRAM, name)))}.1").write_text(text)
+            except OSError as error:
+                raise UsageError(f"--output {output}: {error.strerror or error}") from error
     if output is not None:
         print(f"wrote {len(names)} pages into {render.escape(str(output))}", file=sys.stderr)
 

@@ -196,14 +196,15 @@ def connect(environ: Mapping[str, str] = os.environ) -> Ranks:
     names = ("RANK", "WORLD_SIZE") if not prefix else ("SLURM_PROCID", "SLURM_NTASKS")
     try:
         rank, world = (
-            int(environ.get(name, default)) for name, default in zip(names, ("0", "1"), strict=True)
+            int(environ.get(name) or default) for name, default in zip(names, ("0", "1"), strict=True)
         )
     except ValueError:
         raise UsageError(
-            f"{names[0]}={environ.get(names[0])!r} {names[1]}={environ.get(names[1])!r}"
+            f"{names[0]}={environ.get(names[0])!r} and {names[1]}={environ.get(names[1])!r}, which launchers set, "
+            "are whole numbers; unset both to run alone"
         ) from None
     if not 0 <= rank < world:
-        raise UsageError(f"{names[0]}={rank} is not below {names[1]}={world}")
+        raise UsageError(f"{names[0]}={rank} is not one of the ranks 0 to {world - 1} of {names[1]}={world}")
     if world == 1 or (
         prefix and "SLURM_STEP_ID" not in environ
     ):  # a batch script is not a task of its own job

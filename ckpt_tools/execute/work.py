@@ -18,6 +18,7 @@ from ckpt_tools.execute.stream import Counters, Pump
 from ckpt_tools.execute.write_job import Progress, WriteOptions
 from ckpt_tools.model.transfers import OutputItem, Plan
 from ckpt_tools.plan.coalesce import batches
+from ckpt_tools.units import human_bytes
 
 MAX_TILE_BYTES = 8 << 20
 MIN_TILE_BYTES = 64 << 10
@@ -33,8 +34,8 @@ def tile_bytes(memory_bytes: int, threads: int) -> int:
     tile = memory_bytes // (3 * threads)
     if tile < MIN_TILE_BYTES:
         raise UsageError(
-            f"{memory_bytes} bytes of memory are not enough for {threads} threads; "
-            f"at least {3 * threads * MIN_TILE_BYTES} are needed"
+            f"{human_bytes(memory_bytes)} of buffers (--max-memory, shared by workers) are not enough for {threads} "
+            f"threads; at least {human_bytes(3 * threads * MIN_TILE_BYTES)} are needed, or fewer --threads"
         )
     return min(tile, MAX_TILE_BYTES)
 

@@ -284,6 +284,7 @@ def test_embeddings_with_a_rate_of_their_own_keep_it(tmp_path: Path) -> None:
         (["convert", *WEIGHTS, "--min-lr", "0.1"], "--min-lr 0.1 is above --lr 0.01"),
         (["convert", *WEIGHTS, "--lr", "nan"], "--lr nan is not a number of at"),
         (["convert", *WEIGHTS, "--adam-beta2", "1"], "--adam-beta2 1.0 is not below 1"),
+        (["convert", *WEIGHTS, "--adam-eps", "0"], "--adam-eps 0 makes a NaN"),
         (["convert", *WEIGHTS, "--to", "torch_dist"], "no meaning for a conversion"),
         (["convert", NATIVE, "--weights-only", "--fresh-optimizer", "--tp", "2"], "strip --fresh-optimizer"),
         (["strip", RUN, "--fresh-optimizer"], "a 3D-parallel job starts from weights alone"),

@@ -127,7 +127,7 @@ def test_who_am_i() -> None:
     assert isinstance(connect({}), Ranks)
     assert isinstance(connect({"RANK": "0", "WORLD_SIZE": "1"}), Ranks)
     assert isinstance(connect({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}), Ranks)  # a batch script, no step
-    with pytest.raises(UsageError, match="RANK=3 is not below WORLD_SIZE=2"):
+    with pytest.raises(UsageError, match="RANK=3 is not one of the ranks 0 to 1 of WORLD_SIZE=2"):
         connect({"RANK": "3", "WORLD_SIZE": "2"})
     with pytest.raises(UsageError, match="'x'"):
         connect({"RANK": "x"})

@@ -66,7 +66,9 @@ class Lines:
         self._inputs = [str(LLAMA), str(LLAMA / "iter_0000002"), str(NATIVE), str(folder / "hf")]
 
     def draw(self, rng: random.Random) -> list[str]:
-        name = rng.choice([name for name in OPTIONS if name != "man"])  # it makes folders wherever it is told to
+        name = rng.choice(
+            [name for name in OPTIONS if name != "man"]
+        )  # it makes folders wherever it is told to
         likely = {
             "import-hf": 3,
             "convert-fsdp-dtensor-to-torch-dist": 2,

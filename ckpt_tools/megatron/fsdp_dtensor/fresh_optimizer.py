@@ -173,6 +173,8 @@ def _check_settings(settings: Settings) -> None:
             for n in ("adam_beta1", "adam_beta2")
             if numbers[n] >= 1
         ]
+    if not wrong and settings.adam_eps == 0:  # the first step of an element without a gradient is 0 / 0
+        wrong = ["--adam-eps 0 makes a NaN of every element that has no gradient in the first step"]
     if wrong:
         raise UsageError("; ".join(wrong))
 
