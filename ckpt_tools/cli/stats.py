@@ -16,10 +16,13 @@ from ckpt_tools.cli.table import READING
 from ckpt_tools.model.choices import StatsBy
 
 if TYPE_CHECKING:
-    from ckpt_tools.commands.stats import CheckpointChange, CheckpointStatistics
+    from collections.abc import Sequence
+
+    from ckpt_tools.commands.stats import CheckpointChange, CheckpointStatistics, TensorChange
 
 _STDOUT = Path("-")
 _SHOWN = 20
+_CHANGE = ("relative change", "cosine", "largest |B - A|", "changed", "of", "NaN, Inf")
 
 
 _OWN = {
@@ -52,7 +55,10 @@ def stats(
     ] = None,
     **given: Any,
 ) -> None:
-    """Norms, extremes, zeros, NaN and Inf by layer and role, or what has changed between two. Sums are float64."""
+    """Norms, extremes, zeros, NaN and Inf by layer and role, or what has changed between two. Sums are float64.
+
+    Values are taken as they are stored: checksums are not compared (`verify --content` does that).
+    """
     from ckpt_tools.cli.progress import progress_bar
     from ckpt_tools.commands.stats import StatsOptions, checkpoint_change, checkpoint_statistics
 
@@ -159,38 +165,57 @@ def _print_tensors(found: CheckpointStatistics, title: str) -> None:
 
 
 def _print_change(found: CheckpointChange) -> None:
-    from ckpt_tools.commands.stats_page import cosine, short
+    from ckpt_tools.commands.stats_page import change_numbers
 
-    layers, roles = found.layers(), list(found.roles())
     if found.chosen:
-        rows: list[list[object]] = [
-            [
-                t.named.title,
-                t.named.role,
-                short(t.found.relative),
-                cosine(t.found.cosine),
-                short(t.found.largest),
-            ]
-            for t in found.tensors
-        ]
-        render.print_table(("tensor", "role", "relative change", "cosine", "largest |B - A|"), rows)
+        _print_changed_tensors(list(found.tensors), "")
     else:
-        rows = [
-            [role, short(f.relative), cosine(f.cosine), short(f.largest), f.changed, f.elements]
-            for role, f in found.roles().items()
+        rows: list[list[object]] = [
+            [role, *change_numbers(f), f.changed, f.elements, f.left_out] for role, f in found.roles().items()
         ]
-        render.print_table(("role", "relative change", "cosine", "largest |B - A|", "changed", "of"), rows)
-        by_layer: list[list[object]] = []
-        for label in dict.fromkeys(label for label, _ in layers):
-            row: list[object] = [label or "outside of layers"]
-            for name in roles:
-                change = layers.get((label, name))
-                row += ["-", "-"] if change is None else [short(change.relative), cosine(change.cosine)]
-            by_layer.append(row)
-        heads = [text for name in roles for text in (name, "cosine")]
-        render.print_table(("relative change of", *heads), by_layer)
+        render.print_table(("role", *_CHANGE), rows)
+        _print_changed_layers(found)
+        sick = list(found.sick())
+        if sick:
+            _print_changed_tensors(sick[:_SHOWN], "tensors with NaN or Inf in A or B")
+        if len(sick) > _SHOWN:
+            print(f"... and {len(sick) - _SHOWN:,} more (--json lists all)")
+    for line in found.left_out():
+        print(line)
     for what, names in (("only in A", found.only_in_a), ("only in B", found.only_in_b),
                         ("of another shape in B", found.reshaped)):  # fmt: skip
         if names:
             shown = ", ".join(map(render.escape, names[:3])) + (", ..." if len(names) > 3 else "")
             print(f"{len(names):,} {what}: {shown}")
+
+
+def _print_changed_layers(found: CheckpointChange) -> None:
+    from ckpt_tools.commands.stats_page import cosine, short
+
+    layers, roles = found.layers(), list(found.roles())
+    rows: list[list[object]] = []
+    for label in dict.fromkeys(label for label, _ in layers):
+        row: list[object] = [label or "outside of layers"]
+        held = [layers.get((label, name)) for name in roles]
+        for change in held:
+            row += ["-", "-"] if change is None else [short(change.relative), cosine(change.cosine)]
+        rows.append([*row, sum(change.left_out for change in held if change is not None)])
+    heads = [text for name in roles for text in (name, "cosine")]
+    render.print_table(("relative change of", *heads, "NaN, Inf"), rows)
+
+
+def _print_changed_tensors(tensors: Sequence[TensorChange], title: str) -> None:
+    from ckpt_tools.commands.stats_page import change_numbers
+
+    rows: list[list[object]] = [
+        [
+            t.named.title,
+            t.named.role,
+            *change_numbers(t.found),
+            t.found.changed,
+            t.found.elements,
+            t.found.left_out,
+        ]
+        for t in tensors
+    ]
+    render.print_table(("tensor", "role", *_CHANGE), rows, title)

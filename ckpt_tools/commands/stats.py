@@ -134,15 +134,32 @@ class CheckpointChange:
         """The sums of each role."""
         return _joined((t.named.role, t.found) for t in self.tensors)
 
+    def sick(self) -> Iterator[TensorChange]:
+        """The tensors that hold a NaN or an infinity in A or B; first those where the other has something else."""
+        held = [t for t in self.tensors if t.found.left_out]
+        return iter(sorted(held, key=lambda t: not t.found.left_out_changed))
+
+    def left_out(self) -> tuple[str, ...]:
+        """A line on what the sums do not tell, or none where they tell all."""
+        elements = sum(t.found.elements for t in self.tensors)
+        count = sum(t.found.left_out for t in self.tensors)
+        changed = sum(t.found.left_out_changed for t in self.tensors)
+        if not count:
+            return ()
+        return (
+            f"NaN or infinite in A or B: {count:,} of {elements:,} elements, left out of relative changes, cosines "
+            f"and largest |B - A|; of these differ, and count as changed: {changed:,}",
+        )
+
     def as_json(self) -> dict[str, Any]:
         """In JSON's types; infinities become text."""
         return {
-            "schema_version": 1,
+            "schema_version": 2,
             "a": self.a,
             "b": self.b,
             "by": self.by,
             "sums": "float64",
-            "notes": list(self.notes),
+            "notes": [*self.left_out(), *self.notes],
             "only_in_a": list(self.only_in_a),
             "only_in_b": list(self.only_in_b),
             "reshaped": list(self.reshaped),

@@ -79,6 +79,7 @@ def change_svg(found: CheckpointChange, of: str = "relative") -> str:
     what = "relative change |B - A| / |A|" if of == "relative" else "angle between A and B"
     unit = "" if of == "relative" else " degrees"
     low, high = scale.ends
+    below, height = _warning(found.left_out())
     return strips.svg(
         Strip(
             f"{_name(found.a)} to {_name(found.b)}: {what}",
@@ -92,13 +93,20 @@ def change_svg(found: CheckpointChange, of: str = "relative") -> str:
                 (strips.growing(1), f"{high:.2g}{unit}"),
                 (strips.BAD, "NaN or Inf, or from nothing"),
             ),
+            below,
+            height,
         )
     )
 
 
 def change_html(found: CheckpointChange) -> str:
     """A page with both heat maps and all numbers, the largest change first."""
-    order = sorted(found.tensors, key=lambda t: -math.inf if t.found.relative is None else -t.found.relative)
+    sick = list(found.sick())
+    moved = sorted(
+        (t for t in found.tensors if not t.found.left_out),
+        key=lambda t: -math.inf if t.found.relative is None else -t.found.relative,
+    )
+    order = [*sick, *moved]
     rows = [_change_row(t.named, t.found) for t in order[:_MOST_ROWS]]
     more = len(order) - len(rows)
     alone = [
@@ -109,9 +117,11 @@ def change_html(found: CheckpointChange) -> str:
     body = (
         f"<h1>{safe(_name(found.a))} to {safe(_name(found.b))}</h1><p>A: {safe(found.a)}<br>B: {safe(found.b)}</p>"
         f"<p>{len(found.tensors):,} tensors by {safe(found.by)}{''.join(f', {one}' for one in alone)}. All sums were "
-        f"taken in float64, over the elements that are finite in both.</p>{_notes(found.notes)}"
+        f"taken in float64, over the elements that are finite in both.</p>"
+        f"{''.join(f'<p><b>{safe(line)}.</b></p>' for line in found.left_out())}{_notes(found.notes)}"
         f'<div class="scroll">{change_svg(found)}</div><div class="scroll">{change_svg(found, "cosine")}</div>'
-        f"<h2>Numbers, the largest change first</h2>{table(_CHANGES, rows)}"
+        f"<h2>Numbers, {'NaN and Inf, then ' if sick else ''}the largest change first</h2>"
+        f"{table(_CHANGES, rows, frozenset(range(min(len(sick), len(rows)))))}"
         f"{f'<p>and {more:,} tensors more; --json has all.</p>' if more else ''}"
     )
     return page(f"stats: {_name(found.a)} to {_name(found.b)}", body, _STYLE)
@@ -120,7 +130,7 @@ def change_html(found: CheckpointChange) -> str:
 _NUMBERS = [("tensor", False), ("role", False), ("dtype", False), *((name, True) for name in (
     "norm", "rms", "mean", "min", "max", "zeros", "NaN", "Inf"))]  # fmt: skip
 _CHANGES = [("tensor", False), ("role", False), *((name, True) for name in (
-    "relative change", "cosine", "largest |B - A|", "changed", "of"))]  # fmt: skip
+    "relative change", "cosine", "largest |B - A|", "changed", "of", "NaN, Inf"))]  # fmt: skip
 
 
 def _numbers_row(named: NamedTensor, found: Statistics) -> list[str]:
@@ -131,8 +141,13 @@ def _numbers_row(named: NamedTensor, found: Statistics) -> list[str]:
 
 
 def _change_row(named: NamedTensor, found: Change) -> list[str]:
-    numbers = (short(found.relative), cosine(found.cosine), short(found.largest))
-    return [named.title, named.role, *numbers, f"{found.changed:,}", f"{found.elements:,}"]
+    counts = (f"{n:,}" for n in (found.changed, found.elements, found.left_out))
+    return [named.title, named.role, *change_numbers(found), *counts]
+
+
+def change_numbers(found: Change) -> tuple[str, str, str]:
+    """Relative change, cosine and largest difference for a table."""
+    return short(found.relative), cosine(found.cosine), short(found.furthest)
 
 
 def short(number: float | None) -> str:
@@ -143,6 +158,15 @@ def short(number: float | None) -> str:
 def cosine(number: float | None) -> str:
     """Nine digits: what a training changes shows behind many nines."""
     return "-" if number is None else f"{number:.9f}"
+
+
+def _warning(lines: Sequence[str]) -> tuple[str, float]:
+    """Lines in the colour of what is wrong, to stand under a strip, and their height."""
+    texts = (
+        f'<text x="12" y="{14 + 18 * i}" style="fill:{strips.BAD}">{safe(line)}</text>'
+        for i, line in enumerate(lines)
+    )
+    return "".join(texts), 18.0 * len(lines) + 6 if lines else 0.0
 
 
 def _name(path: str) -> str:
@@ -225,11 +249,14 @@ class _LogScale:
         text = (
             f"{layer or 'outside of layers'}: relative change {short(found.relative)}, "
             f"cosine {cosine(found.cosine)}, "
-            f"largest |B - A| {short(found.largest)}, {found.changed:,} of {found.elements:,} changed"
+            f"largest |B - A| {short(found.furthest)}, {found.changed:,} of {found.elements:,} changed"
         )
         size = self._measure(found)
         if found.left_out or (size is None and found.moved_squares):
-            return Cell(strips.BAD, f"{text}, {found.left_out:,} not finite")
+            wrong = (
+                f"{found.left_out:,} NaN or infinite in A or B, {found.left_out_changed:,} of them changed"
+            )
+            return Cell(strips.BAD, f"{text}, {wrong}")
         if not size:
             return Cell(strips.EMPTY, text)
         low, high = map(math.log, self.ends)

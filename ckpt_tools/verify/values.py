@@ -31,6 +31,7 @@ _ONE_NAN = {
     "float8_e8m0fnu": (0xFF, 0xFF),
 }
 _COMPLEX = {"complex64": "float32", "complex128": "float64"}
+_ROUNDED = ("int64", "uint64")  # different ones beyond 2**53 may be one double
 _BLOCK = 1 << 15  # elements looked at at a time: their doubles stay in the processor's cache
 _MOST_CODES = 1 << 16
 _COUNTED = 1 << 17  # elements whose codes are counted at a time
@@ -195,10 +196,14 @@ class Statistics:
 
 
 class Change:
-    """How a tensor has moved from A to B, joined from tiles; all sums in float64, over what is finite in both."""
+    """How a tensor has moved from A to B, joined from tiles; all sums in float64, over what is finite in both.
+
+    What is NaN or infinite in A or B is left out of the sums, but not of `changed`: a NaN is like any other NaN, an
+    infinity like that of its sign, and neither is like a number.
+    """
 
     def __init__(self) -> None:
-        self.elements = self.left_out = self.changed = 0
+        self.elements = self.left_out = self.left_out_changed = self.changed = 0
         self.a_squares = self.b_squares = self.product = self.moved_squares = 0.0
         self.largest = 0.0  # of |B - A|
 
@@ -207,13 +212,16 @@ class Change:
         a, b = (np.ascontiguousarray(part).reshape(-1) for part in raw)
         for first in range(0, len(a), _BLOCK):
             block = slice(first, first + _BLOCK)
-            self._add_block(decoded(a[block], dtypes[0]), decoded(b[block], dtypes[1]))
+            x, y = decoded(a[block], dtypes[0]), decoded(b[block], dtypes[1])
+            self._add_block(x, y)
+            if dtypes[0] == dtypes[1] and dtypes[0] in _ROUNDED:
+                self.changed += int(np.count_nonzero((a[block] != b[block]) & (x == y)))
 
     def _add_block(self, a: Array, b: Array) -> None:
         self.elements += len(a)
         finite = np.isfinite(a) & np.isfinite(b)
         if not finite.all():
-            self.left_out += len(a) - int(np.count_nonzero(finite))
+            self._leave_out(a[~finite], b[~finite])
             a, b = a[finite], b[finite]
         if not len(a):
             return
@@ -226,19 +234,34 @@ class Change:
             self.largest = max(self.largest, float(np.abs(moved).max()))
         self.changed += int(np.count_nonzero(moved))
 
+    def _leave_out(self, a: Array, b: Array) -> None:
+        """Count elements of which one or both are NaN or infinite."""
+        changed = len(a) - int(np.count_nonzero((a == b) | (np.isnan(a) & np.isnan(b))))
+        self.left_out += len(a)
+        self.left_out_changed += changed
+        self.changed += changed
+
     def empty(self) -> Change:
         """One that has counted nothing."""
         return Change()
 
     def join(self, other: Change) -> None:
         """Add what was counted elsewhere."""
-        for name in ("elements", "left_out", "changed", "a_squares", "b_squares", "product", "moved_squares"):
+        for name in ("elements", "left_out", "left_out_changed", "changed",
+                     "a_squares", "b_squares", "product", "moved_squares"):  # fmt: skip
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.largest = max(self.largest, other.largest)
 
     @property
+    def has_numbers(self) -> bool:
+        """Whether sums stand for anything: not if every element is left out of them."""
+        return not self.left_out or self.left_out < self.elements
+
+    @property
     def relative(self) -> float | None:
-        """The norm of B - A over that of A; None where A is zero and B is not."""
+        """The norm of B - A over that of A; None where A is zero and B is not, or nothing is finite in both."""
+        if not self.has_numbers:
+            return None
         if not self.moved_squares:
             return 0.0
         return math.sqrt(self.moved_squares / self.a_squares) if self.a_squares else None
@@ -251,15 +274,21 @@ class Change:
             return None
         return 1.0 if not self.moved_squares else max(-1.0, min(1.0, self.product / norms))
 
+    @property
+    def furthest(self) -> float | None:
+        """The largest |B - A|; None where nothing is finite in both."""
+        return self.largest if self.has_numbers else None
+
     def summary(self) -> dict[str, float | int | None]:
         """Elements compared, left out and changed; the change relative to A, the cosine, the largest difference."""
         return {
             "elements": self.elements,
             "left_out": self.left_out,
+            "left_out_changed": self.left_out_changed,
             "changed": self.changed,
             "relative_change": self.relative,
             "cosine": self.cosine,
-            "max_abs": self.largest,
+            "max_abs": self.furthest,
         }
 
 

@@ -40,6 +40,7 @@ OUTPUTS = [  # (schema, exit code, words)
     ("stats", 0, "stats BAD --by keys --json --svg OUT"),
     ("stats-change", 0, "stats RUN FSDP --json"),
     ("stats-change", 0, "stats HF RUN --json"),
+    ("stats-change", 0, "stats FSDP BAD --json"),
     ("plan", 0, "plan MOE --dp-shard 4 --ep 2 --json"),
     ("plan", 0, "plan FSDP --world-size 3 --rank 1 --json"),
     ("conversion", 0, "convert RUN OUT --json"),
@@ -74,7 +75,7 @@ OUTPUTS = [  # (schema, exit code, words)
     ("group-map", 0, "build-param-group-map RUN"),
 ]
 
-VERSIONS = {"conversion": 2, "average": 2}  # 1 for the others
+VERSIONS = {"conversion": 2, "average": 2, "stats-change": 2}  # 1 for the others
 
 
 def strict_json(text: str) -> Any:

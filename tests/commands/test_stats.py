@@ -26,7 +26,7 @@ from ckpt_tools.verify import measure
 from ckpt_tools.verify.values import Change, Statistics
 from tests.commands import oracle
 from tests.conftest import DATA, REPO, fixture_dir
-from tests.damage import ITERATION
+from tests.damage import ITERATION, copy_of, payload_of
 from tests.pages import parse_page, parse_svg
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
@@ -214,7 +214,8 @@ def test_changes_are_those_of_whole_tensors(tmp_path: Path) -> None:
     assert by_name["model.layers.1.w"].relative == pytest.approx(2.0)
     assert by_name["model.layers.1.w"].cosine == pytest.approx(1.0)
     assert by_name["model.layers.2.w"].summary() == {
-        "elements": 2000, "left_out": 0, "changed": 0, "relative_change": 0.0, "cosine": 1.0, "max_abs": 0.0,
+        "elements": 2000, "left_out": 0, "left_out_changed": 0, "changed": 0, "relative_change": 0.0, "cosine": 1.0,
+        "max_abs": 0.0,
     }  # fmt: skip
     x, y = a["model.layers.0.w"].double().flatten(), b["model.layers.0.w"].double().flatten()
     zero = by_name["model.layers.0.w"]
@@ -235,7 +236,128 @@ def test_a_change_from_nothing_and_of_what_is_not_finite() -> None:
     change.add((bits(0, 0), bits(1, 2)), ("float32", "float32"))
     assert (change.relative, change.cosine, change.changed) == (None, None, 2)
     change.add((bits(np.nan, 1, 3), bits(1, np.inf, 4)), ("float32", "float32"))
-    assert (change.elements, change.left_out, change.changed, change.largest) == (5, 2, 3, 2.0)
+    assert (change.elements, change.left_out, change.changed, change.largest) == (5, 2, 5, 2.0)
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+def change_between(a: torch.Tensor, b: torch.Tensor) -> Change:
+    """By raw bits, in two parts that are joined."""
+    raw = [v.view(torch.uint8).numpy().view(f"u{v.element_size()}") for v in (a, b)]
+    names = (str(a.dtype)[6:], str(b.dtype)[6:])
+    parts = []
+    for part in (slice(1), slice(1, None)):
+        parts.append(Change())
+        parts[-1].add((raw[0][part], raw[1][part]), names)
+    found = parts[0].empty()
+    for one in parts:
+        found.join(one)
+    return found
+
+
+@pytest.mark.parametrize("dtypes", [("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("float16", "float64"),
+                                    ("float8_e5m2", "float32"), ("float64", "float64")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("a", "b", "changed"),
+    [(1, NAN, 1), (NAN, 1, 1), (1, INF, 1), (-INF, 1, 1), (INF, -INF, 1), (INF, NAN, 1), (NAN, -INF, 1),
+     (NAN, NAN, 0), (INF, INF, 0), (-INF, -INF, 0)],
+)  # fmt: skip
+def test_what_is_not_finite_on_a_side_is_like_itself_alone(
+    a: float, b: float, changed: int, dtypes: tuple[str, str]
+) -> None:
+    """Beside a number that stays and one that moves; on either side of where parts are joined."""
+    for order in ((0, 1, 2), (1, 0, 2)):
+        x, y = (
+            torch.tensor([values[i] for i in order], dtype=torch.float64).to(getattr(torch, dtype))
+            for values, dtype in zip(((a, 2.0, 3.0), (b, 2.0, 4.0)), dtypes, strict=True)
+        )
+        assert change_between(x, y).summary() == {
+            "elements": 3, "left_out": 1, "left_out_changed": changed, "changed": 1 + changed,
+            "relative_change": pytest.approx(1 / math.sqrt(13)), "cosine": pytest.approx(16 / math.sqrt(13 * 20)),
+            "max_abs": 1.0,
+        }  # fmt: skip
+
+
+def test_nan_of_other_bits_is_nan() -> None:
+    x, y = (torch.tensor(bits, dtype=torch.int16).view(torch.bfloat16) for bits in ([0x7FC0, 0], [-1, 0]))
+    found = change_between(x, y)
+    assert (found.left_out, found.left_out_changed, found.changed) == (1, 0, 0)
+
+
+@pytest.mark.parametrize(("there", "changed"), [(NAN, 0), (0.5, 4)])
+def test_all_nan_has_no_relative_change(there: float, changed: int) -> None:
+    """Nothing is known of a change of which nothing was measured: no 0, and no 1 for a cosine."""
+    for pair in ((NAN, there), (there, NAN)):
+        found = change_between(*(torch.full((4,), value) for value in pair))
+        assert found.summary() == {
+            "elements": 4, "left_out": 4, "left_out_changed": changed, "changed": changed, "relative_change": None,
+            "cosine": None, "max_abs": None,
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint64])
+def test_integers_that_are_one_double_count_as_changed(dtype: torch.dtype) -> None:
+    a, b = torch.tensor([2**53, 5, 6]).to(dtype), torch.tensor([2**53 + 1, 5, 7]).to(dtype)
+    assert change_between(a, b).changed == 2
+
+
+def one_made_nan(root: Path, key: str) -> None:
+    """One byte of one bfloat16 of a checkpoint flipped: the first that one byte makes a NaN."""
+    file, at, data = payload_of(root, key, (0,) * 3)
+    low = np.frombuffer(data, np.uint8)[::2]
+    index = int(np.flatnonzero((low & 0x80 != 0) & (low & 0x7F != 0))[0])
+    with open(file, "r+b") as stream:
+        stream.seek(at + 2 * index + 1)
+        stream.write(b"\x7f")
+
+
+def test_one_flipped_byte_that_makes_a_nan_is_told_everywhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = copy_of(RUN, tmp_path)
+    key = "decoder.layers.mlp.linear_fc2.weight"
+    one_made_nan(bad, key)
+    found = checkpoint_change(str(DATA / RUN), str(bad))
+    (sick,) = found.sick()
+    assert sick.named.keys == (key,)
+    assert sick.found.summary() | {"elements": 0} == {
+        "elements": 0, "left_out": 1, "left_out_changed": 1, "changed": 1, "relative_change": 0.0, "cosine": 1.0,
+        "max_abs": 0.0,
+    }  # fmt: skip
+    (line,) = found.left_out()
+    assert line.startswith("NaN or infinite in A or B: 1 of ")
+    assert line.endswith("of these differ, and count as changed: 1")
+    as_json = found.as_json()
+    assert as_json["notes"][0] == line
+    for part in ("roles", "layers", "tensors"):
+        assert [(n["left_out"], n["changed"]) for n in as_json[part] if n["changed"] or n["left_out"]] == [
+            (1, 1)
+        ]
+    for of in ("relative", "cosine"):
+        picture = change_svg(found, of)
+        red = [
+            "".join(r.itertext())
+            for r in parse_svg(picture).iter("{http://www.w3.org/2000/svg}rect")
+            if r.get("fill") == "#e00000"
+        ]
+        assert sum("1 NaN or infinite in A or B, 1 of them changed" in text for text in red) == 2
+        assert line in "".join(parse_svg(picture).itertext())
+    text = "".join(parse_page(change_html(found)).text)
+    assert line in text
+    numbers = text[text.index("Numbers, NaN and Inf, then the largest change first") :]
+    assert numbers.index(sick.named.title) < numbers.index("embedding.")
+    for more in ([], ["--keys", key]):
+        assert run(["stats", str(DATA / RUN), str(bad), "-q", *more]) == 0
+        out = " ".join(capsys.readouterr().out.split())
+        assert "NaN, Inf" in out
+        assert "count as changed: 1" in out
+        assert f"{sick.named.title} weight 0 1.000000000 0 1 {sick.found.elements:,} 1" in out
+    assert run(["stats", str(bad), str(bad), "-q"]) == 0
+    assert "count as changed: 0" in " ".join(capsys.readouterr().out.split())
+    assert run(["stats", str(DATA / RUN), str(DATA / RUN), "-q", "--svg", str(tmp_path / "sound.svg")]) == 0
+    assert "count as changed" not in capsys.readouterr().out
+    assert "NaN or infinite in" not in (tmp_path / "sound.svg").read_text()
 
 
 def test_masters_and_weights_alone_are_a_pair(tmp_path: Path) -> None:
