@@ -12,7 +12,8 @@ from ckpt_tools.commands.opened import Opened
 from ckpt_tools.errors import UsageError
 from ckpt_tools.megatron.huggingface.config import read_config as model_of_config
 from ckpt_tools.megatron.huggingface.identify import family_of_config
-from ckpt_tools.megatron.huggingface.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from ckpt_tools.megatron.huggingface.peft import ADAPTER_WEIGHTS
+from ckpt_tools.megatron.huggingface.peft_places import ADAPTER_CONFIG
 from ckpt_tools.megatron.huggingface.peft_targets import peft_target, with_vocabulary
 from ckpt_tools.megatron.huggingface.rules import expand
 from ckpt_tools.model.dtypes import CASTABLE

@@ -205,11 +205,11 @@ def _open(source: str, options: MergeOptions) -> Opened:
 
 
 def _place(source: str, location: Location, output: str, options: MergeOptions) -> Output:
+    refuse_overlap(source, location, output)  # first: with the adapter's name it would be said of that
     if options.adapter is not None:
         refuse_overlap(options.adapter, location, output)
     if location.kind != "safetensors":
         return like_to_like(source, location, output, options)
-    refuse_overlap(source, location, output)
     return Output(output_directory(output), overwrite=options.overwrite, resume=options.resume)
 
 

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError
 from ckpt_tools.formats.documents import DocumentError, parse_json
-from ckpt_tools.formats.files import Files, open_files, read_whole
+from ckpt_tools.formats.files import Files, absent_folder, open_files, read_whole
 from ckpt_tools.formats.hub_cache import snapshot_of
 from ckpt_tools.formats.joined_files import joined_entry
 from ckpt_tools.formats.safetensors import read_safetensors_header, refuse_pointers
 from ckpt_tools.megatron.huggingface.peft import (
-    ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     WithAdapter,
     read_peft_settings,
     with_adapter,
 )
+from ckpt_tools.megatron.huggingface.peft_places import ADAPTER_CONFIG
 from ckpt_tools.model.catalog import Catalog
 
 
@@ -33,7 +34,7 @@ def merge_peft(base: Catalog, adapter: str, tied: bool) -> WithAdapter:
     """
     with closing(open_files(snapshot_of(adapter))) as files:
         if not files.exists(ADAPTER_CONFIG):
-            raise UnsupportedCheckpointError(f"{adapter} is not a PEFT directory: it has no {ADAPTER_CONFIG}")
+            raise UnsupportedCheckpointError(_no_peft(adapter))
         if not files.exists(ADAPTER_WEIGHTS):
             raise UnsupportedCheckpointError(
                 f"{adapter} has no {ADAPTER_WEIGHTS}; save it with safe_serialization=True"
@@ -43,6 +44,16 @@ def merge_peft(base: Catalog, adapter: str, tied: bool) -> WithAdapter:
         stored = read_safetensors_header(files, ADAPTER_WEIGHTS)
         entries = {key: joined_entry(files, e, f"{key} of {adapter}") for key, e in stored.items()}
     return with_adapter(base, Catalog(files.location, entries, {}), settings, tied)
+
+
+def _no_peft(adapter: str) -> str:
+    """Why nothing is found there."""
+    place = Path(adapter.removeprefix("file://"))
+    if "://" not in adapter.removeprefix("file://") and not place.is_dir():
+        if place.exists():
+            return f"{adapter} is a file; give the PEFT directory ({place.parent})"
+        return absent_folder(place)
+    return f"{adapter} is not a PEFT directory: it has no {ADAPTER_CONFIG}"
 
 
 def is_peft(path: str) -> bool:

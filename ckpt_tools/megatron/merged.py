@@ -93,7 +93,9 @@ def _merged(
         (base,) = rebase([shown], {name: main}, stored.shapes)
         wide = "float64" if main.dtype == "float64" else "float32"
         inputs = (Value(wide, whole, base.sources, base.zero_filled), adapter.left, adapter.right)
-        stored.made[key] = made_entry(key, Made(AddLowRank(main.dtype, alpha / adapter.rank), inputs))
+        factors = tuple(value.sources[0].key for value in (adapter.left, adapter.right))
+        kernel = AddLowRank(main.dtype, alpha / adapter.rank, (factors[0], factors[1]))
+        stored.made[key] = made_entry(key, Made(kernel, inputs))
         sources += [Source(key, (Narrow(0, r.at, r.size), Place((r.start, 0), main.shape))) for r in rows]
         free = [part for one in free for part in _without(one, rows)]
     kept = tuple(Source(name, (Narrow(0, r.start, r.size), Place((r.start, 0), main.shape))) for r in free)

@@ -35,6 +35,7 @@ class AddLowRank:
 
     dtype: str
     scale: float
+    factors: tuple[str, str] = ("B", "A")  # what errors call them
 
     @property
     def name(self) -> str:
@@ -59,8 +60,9 @@ class AddLowRank:
 
     def compute(self, box: Box, tiles: Sequence[Array]) -> Array:
         weight, left, right = tiles
+        self._refuse_not_finite(left, right)
         result = np.empty(box.size, numpy_dtype(self.dtype))
-        with np.errstate(over="ignore", invalid="ignore"):  # infinities and NaNs go where they come from
+        with np.errstate(over="ignore", invalid="ignore"):  # infinities and NaNs of the weight stay
             for block in _blocks(*box.size):
                 result[block] = self._block(weight[block], left[block[0]], right[:, block[1]])
         return result
@@ -69,14 +71,24 @@ class AddLowRank:
         total = _product(left, right)
         total *= self.scale
         total += weight
-        self._refuse_overflow(np.abs(total[np.isfinite(total)]).max(initial=0))
+        self._refuse_overflow(np.abs(total[np.isfinite(weight)]).max(initial=0))
         return rounded_once(total, self.dtype)
 
+    def _refuse_not_finite(self, left: Array, right: Array) -> None:
+        for name, factor in zip(self.factors, (left, right), strict=True):
+            odd = factor[~np.isfinite(factor)]
+            if odd.size:
+                raise ValueError(
+                    f"the adapter's {name} holds {odd[0].item()!r}, which would spoil the weight"
+                )
+
     def _refuse_overflow(self, largest: Array) -> None:
+        """Nothing, for the largest sum with a finite weight; a NaN is one of infinities, of products too large."""
         rounded = cast(rounded_once(largest.reshape(1), self.dtype), self.dtype, "float64")
-        if np.isinf(rounded).any():
+        if not np.isfinite(rounded).all():
             raise ValueError(
-                f"with the adapter's part a weight is {largest.item()!r}, too large for {self.dtype}"
+                f"with the adapter's part a weight is {largest.item()!r}, too large for {self.dtype} "
+                f"({' times '.join(self.factors)})"
             )
 
 

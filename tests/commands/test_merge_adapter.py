@@ -395,3 +395,15 @@ def test_a_sum_that_is_too_large_is_refused(tmp_path: Path) -> None:
         CorruptCheckpointError, match=r"with the adapter's part a weight is \S+, too large for float32"
     ):
         merge_adapter(str(RUN), str(made.save(tmp_path / "a")), str(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_an_adapter_that_is_not_finite_is_refused(side: int, tmp_path: Path) -> None:
+    made = lora()
+    made.matrices[PROJ][side][0, 1, 2] = torch.nan
+    adapter, name = made.save(tmp_path / "a"), ("in", "out")[side]
+    text = refused(CorruptCheckpointError, RUN, adapter, tmp_path)
+    assert text.startswith(
+        f"{PROJ.removesuffix('.adapter').replace('layers.', 'layers.0.')}.weight with its adapter"
+    )
+    assert f"the adapter's {PROJ}.linear_{name}.weight of {adapter}" in text and "holds nan" in text

@@ -102,6 +102,33 @@ def test_a_finite_sum_that_would_become_infinite_is_refused(dtype: str, largest:
     assert torch.from_numpy(still).view(getattr(torch, dtype)).double().item() == largest
 
 
+@pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("side", [1, 2])
+@pytest.mark.parametrize("weight", [1.0, np.nan])
+def test_an_adapter_that_is_not_finite_is_refused(side: int, odd: float, weight: float) -> None:
+    tiles = [np.full((2, 3), weight), np.zeros((2, 1)), np.zeros((1, 3))]
+    kernel = AddLowRank("bfloat16", 1.0, ("l.lora_B", "l.lora_A"))
+    kernel.compute(full_box((2, 3)), tiles)
+    tiles[side].flat[1] = odd
+    name = ("l.lora_B", "l.lora_A")[side - 1]
+    with pytest.raises(ValueError, match=f"the adapter's {name} holds {odd!r}"):
+        kernel.compute(full_box((2, 3)), tiles)
+
+
+@pytest.mark.parametrize(
+    ("weight", "left", "right"),
+    [
+        (1.7e308, [1e308], [1.0]),  # the sum
+        (0.0, [1e308], [1e308]),  # a product
+        (0.0, [1e308, -1e308], [1e308, 1e308]),  # infinity less infinity
+    ],
+)
+def test_sums_that_leave_doubles_are_refused(weight: float, left: list[float], right: list[float]) -> None:
+    tiles = [np.array([[weight]]), np.array([left]), np.array([right]).T]
+    with pytest.raises(ValueError, match=r"a weight is (inf|nan), too large for float64 \(B times A\)"):
+        AddLowRank("float64", 1.0).compute(full_box((1, 1)), tiles)
+
+
 @pytest.mark.parametrize(
     ("forms", "message"),
     [

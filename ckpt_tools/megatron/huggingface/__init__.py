@@ -18,6 +18,7 @@
 * `checks`: what must hold for a model to be exported or imported
 * `quantized`: codes and scales seen as the weights they stand for
 * `compressed_tensors`: the schemes of that library
+* `peft_places`: which modules adapter_config.json says an adapter is of
 * `peft`: adapters in PEFT directories, and weights with their parts added
 * `peft_targets`: a Megatron adapter as such a directory
 * `block_fp8`: an export's linears as codes and scales

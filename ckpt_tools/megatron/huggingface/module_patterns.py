@@ -58,14 +58,20 @@ def _compile(patterns: dict[str, str]) -> tuple[tuple[tuple[str, re.Pattern[str]
     """The patterns that are safe to try, and what config.json says for the others."""
     compiled, unchecked = [], []
     for said, pattern in patterns.items():
-        text = said.removeprefix("re:")
-        cheap = len(text) <= _LONGEST and text.count("*") <= _MOST_STARS and _CHEAP.fullmatch(text)
-        try:
-            compiled += [(said, re.compile(pattern))] if cheap else []
-        except re.error:
-            cheap = None
-        unchecked += [] if cheap else [said]
+        tried = re.compile(pattern) if cheap_pattern(said.removeprefix("re:")) else None
+        compiled += [(said, tried)] if tried else []
+        unchecked += [] if tried else [said]
     return tuple(compiled), tuple(unchecked)
+
+
+def cheap_pattern(text: str) -> re.Pattern[str] | None:
+    """The pattern, compiled, if it is one and cannot run away."""
+    if len(text) > _LONGEST or text.count("*") > _MOST_STARS or not _CHEAP.fullmatch(text):
+        return None
+    try:
+        return re.compile(text)
+    except re.error:
+        return None
 
 
 def _texts(said: object, field: str) -> list[str]:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems
 from ckpt_tools.megatron.huggingface.checks import Spec
+from ckpt_tools.megatron.huggingface.peft_places import ADAPTER_CONFIG, PLACE_FIELDS, Places, read_places
 from ckpt_tools.model.catalog import Catalog, TensorEntry
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.expressions import Made, Value, made_entry
@@ -28,7 +29,7 @@ from ckpt_tools.model.low_rank import AddLowRank
 from ckpt_tools.model.target import Source
 from ckpt_tools.model.views import Permute, View
 
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 BEFORE = " without its adapter"  # the key of a stored weight that an adapter is added to
 _FACTOR = re.compile(
@@ -40,13 +41,12 @@ _OTHER = re.compile(
 # Fields of adapter_config.json that say nothing about what is added, or are read below.
 _READ = frozenset({
     "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "fan_in_fan_out",
-    "init_lora_weights",
+    "init_lora_weights", *PLACE_FIELDS,
 })  # fmt: skip
 _WITHOUT_PART = frozenset({
     "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying",
-    "eva_config", "exclude_modules", "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config",
-    "lora_dropout", "lora_ga_config", "megatron_core", "modules_to_save", "peft_version", "qalora_group_size",
-    "revision", "runtime_config", "target_modules", "task_type",
+    "eva_config", "inference_mode", "loftq_config", "lora_dropout", "lora_ga_config", "megatron_core",
+    "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type",
 })  # fmt: skip
 _REFUSED = {
     "use_dora": "DoRA scales every row of the merged weight",
@@ -76,6 +76,7 @@ class PeftSettings:
     ranks: Mapping[str, int] = field(default_factory=dict)  # by a pattern of module names
     alphas: Mapping[str, float] = field(default_factory=dict)
     turned: bool = False  # weights are (in, out)
+    places: Places = field(default_factory=Places)
 
     def scale(self, module: str, rank: int) -> float:
         """What the product of a module's matrices of this rank is multiplied with.
@@ -99,6 +100,7 @@ class WithAdapter:
     types: Mapping[str, str] = field(default_factory=dict)
     merged: tuple[str, ...] = ()
     replaced: tuple[str, ...] = ()
+    unproven: tuple[str, ...] = ()  # what could not be told of the places that adapter_config.json names
 
     def specs(self, base: Mapping[str, Spec]) -> dict[str, Spec]:
         """Type and shape of every tensor of the model, which are those of its base."""
@@ -112,7 +114,7 @@ class WithAdapter:
         found = [f"an adapter was added to {len(self.merged):,} tensors, in float64 and rounded once"]
         if self.replaced:
             found.append(f"taken from the adapter, which holds them whole: {', '.join(self.replaced)}")
-        return tuple(found)
+        return (*found, *self.unproven)
 
 
 def read_peft_settings(config: Any) -> PeftSettings:
@@ -122,8 +124,10 @@ def read_peft_settings(config: Any) -> PeftSettings:
         UnsupportedCheckpointError: another method than LoRA, or a variant that is not merged; it is named.
         MappingError: numbers without which nothing can be merged are missing.
     """
-    if not isinstance(config, Mapping) or config.get("peft_type") != "LORA":
-        found = config.get("peft_type") if isinstance(config, Mapping) else config
+    if not isinstance(config, Mapping):
+        raise UnsupportedCheckpointError(f"{ADAPTER_CONFIG} is not an object: {config!r:.40}")
+    if config.get("peft_type") != "LORA":
+        found = config.get("peft_type")
         raise UnsupportedCheckpointError(f"{ADAPTER_CONFIG}: peft_type is {found!r}; LORA is merged. {_PEFT}")
     problems = [f"{name} is {config[name]!r}: {why}" for name, why in _REFUSED.items() if config.get(name)]
     known = _READ | _WITHOUT_PART | _REFUSED.keys()
@@ -141,8 +145,10 @@ def read_peft_settings(config: Any) -> PeftSettings:
             f"{ADAPTER_CONFIG}: not merged here. {_PEFT}:\n" + list_problems(problems), problems
         )
     rank, alpha = config.get("r"), config.get("lora_alpha")
-    if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float) or not _is_number(alpha):
-        raise MappingError(f"{ADAPTER_CONFIG}: r is {rank!r} and lora_alpha {alpha!r}; numbers are expected")
+    if type(rank) is not int or rank < 1:
+        raise MappingError(f"{ADAPTER_CONFIG}: r is {rank!r}; a whole number above 0 is expected")
+    if not isinstance(alpha, int | float) or not _is_number(alpha):
+        raise MappingError(f"{ADAPTER_CONFIG}: lora_alpha is {alpha!r}; a number is expected")
     return PeftSettings(
         rank,
         alpha,
@@ -150,6 +156,7 @@ def read_peft_settings(config: Any) -> PeftSettings:
         _patterns(config, "rank_pattern"),
         _patterns(config, "alpha_pattern"),
         bool(config.get("fan_in_fan_out")),
+        read_places(config),
     )
 
 
@@ -195,6 +202,8 @@ def with_adapter(base: Catalog, adapter: Catalog, settings: PeftSettings, tied: 
     problems = [
         f"{name}: the base has no such tensor" for name in (*modules, *whole) if name not in base.tensors
     ]
+    misplaced, unproven = settings.places.check(_adapted(adapter, base), whole, base.tensors)
+    problems += misplaced
     if tied and any(m.is_embedding for m in modules.values()):
         problems.append(
             "the embedding was adapted, and the head shares its weight (tie_word_embeddings): merged, both would "
@@ -233,7 +242,7 @@ def with_adapter(base: Catalog, adapter: Catalog, settings: PeftSettings, tied: 
         {*(name + BEFORE for name in there), *(m.key for pair in there.values() for m in pair[:2])}
     )
     tensors |= {m.key: m for pair in there.values() for m in pair[:2]}
-    return WithAdapter(replace(base, tensors=tensors), parts, types, tuple(there), tuple(whole))
+    return WithAdapter(replace(base, tensors=tensors), parts, types, tuple(there), tuple(whole), unproven)
 
 
 def _sorted_out(adapter: Catalog, base: Catalog) -> tuple[dict[str, _Matrices], dict[str, TensorEntry]]:
@@ -271,6 +280,13 @@ def _sorted_out(adapter: Catalog, base: Catalog) -> tuple[dict[str, _Matrices], 
             halves or ["it holds no tensors"],
         )
     return {name: _Matrices(s["A"], s["B"], embedding) for (name, embedding), s in found.items()}, whole
+
+
+def _adapted(adapter: Catalog, base: Catalog) -> dict[str, str]:
+    """The weight for every adapted module by the adapter's own name, which is what adapter_config.json means."""
+    matches = (_FACTOR.fullmatch(key.removeprefix(PREFIX)) for key in adapter.tensors)
+    modules = [match["module"] for match in matches if match]
+    return {module: _in_base(f"{module}.weight", base) for module in modules}
 
 
 def _in_base(name: str, base: Catalog) -> str:
@@ -312,7 +328,7 @@ def _made(
     left, right = (a, b) if turned else (b, a)
     turn: View = (Permute((1, 0)),) if turned else ()
     values = (_wide(stored, name + BEFORE, ()), _wide(left, left.key, turn), _wide(right, right.key, turn))
-    made = Made(AddLowRank(dtype, scale), values)
+    made = Made(AddLowRank(dtype, scale, (left.key, right.key)), values)
     made.kernel.form([value.form for value in values])
     return made
 

@@ -307,6 +307,136 @@ def test_patterns_are_looked_up_as_peft_does(pattern: str, fits: bool | None) ->
         assert read_peft_settings(config).scale(Q, 2) == (4.0 if fits else 1.5)
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"r": 0}, "r is 0; a whole number above 0 is expected"),
+        ({"r": 4.0}, "r is 4.0; a whole number above 0 is expected"),
+        ({"r": True}, "r is True; a whole number above 0 is expected"),
+        ({"lora_alpha": None}, "lora_alpha is None; a number is expected"),
+        ({"target_modules": 5}, "target_modules is 5; a list of names or a pattern is expected"),
+        ({"exclude_modules": [""]}, "exclude_modules is ['']; a list of names or a pattern is expected"),
+        ({"layers_to_transform": ["1"]}, "layers_to_transform is ['1']; layer numbers are expected"),
+        ({"modules_to_save": "lm_head"}, "modules_to_save is 'lm_head'; a list of names is expected"),
+    ],
+)
+def test_a_field_of_another_kind_is_named(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(MappingError) as caught:
+        read_peft_settings({**CONFIG, **config})
+    assert str(caught.value) == f"adapter_config.json: {message}"
+
+
+@pytest.mark.parametrize("config", [[], 3, None, "LORA"])
+def test_a_configuration_is_an_object(config: object) -> None:
+    with pytest.raises(UnsupportedCheckpointError, match=r"adapter_config\.json is not an object"):
+        read_peft_settings(config)
+
+
+ELSEWHERE = [
+    ({"target_modules": ["attn.q_proj"]}, f"{Q}: target_modules does not name it"),
+    ({"target_modules": []}, f"{Q}: target_modules does not name it"),
+    ({"target_modules": ["proj", "_proj"]}, f"{Q}: target_modules does not name it"),
+    ({"target_modules": "q_proj"}, f"{Q}: target_modules does not name it"),  # a pattern of whole names
+    ({"target_modules": r".*\.(k|v)_proj"}, f"{Q}: target_modules does not name it"),
+    ({"target_modules": ["q_proj"], "layers_to_transform": 1}, f"{Q}: layers_to_transform is [1]"),
+    ({"target_modules": ["q_proj"], "layers_to_transform": [1, 7]}, f"{Q}: layers_to_transform is [1, 7]"),
+    ({"target_modules": ["q_proj"], "exclude_modules": ["self_attn.q_proj"]}, f"{Q}: exclude_modules names it"),
+    ({"exclude_modules": r".*layers\.0\..*"}, f"{Q}: exclude_modules names it"),
+    ({"target_modules": ["q_proj", "v_proj"]}, "target_modules names v_proj, and the adapter has no tensor of it"),
+    ({"modules_to_save": ["lm_head"]}, "modules_to_save names lm_head, and the adapter has no tensor of it"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "message"), ELSEWHERE)
+def test_an_adapter_of_other_places_is_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    text = refused(MappingError, pair(Q, 16, 12), tmp_path, config)
+    assert message in text.splitlines()[1] and len(text.splitlines()) == 2
+
+
+UNTRIED = r"(?:.*?self_attn)+\.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("config", "notes"),
+    [
+        ({"target_modules": [Q]}, []),
+        ({"target_modules": [Q], "layers_to_transform": [1]}, []),  # a whole name is of no other layer
+        ({"target_modules": ["q_proj"], "layers_to_transform": [0]}, []),
+        ({"target_modules": ["q_proj"], "layers_to_transform": 0, "layers_pattern": "layers"}, []),
+        ({"target_modules": ["q_proj"], "exclude_modules": ["layers.1.self_attn.q_proj"]}, []),
+        ({"target_modules": [Q, "query_key_value"]}, []),  # no such module in the base
+        ({"target_modules": r".*layers\.0.*\.(q|query)_proj"}, []),
+        ({"target_modules": "all-linear"}, []),
+        ({"target_modules": "All-Linear", "modules_to_save": ["score"]}, []),
+        ({"target_modules": None, "exclude_modules": None, "modules_to_save": None}, []),
+        ({"target_modules": ["q_proj"]}, ["1 that stay as they are: model.layers.1.self_attn.q_proj"]),
+        ({"target_modules": UNTRIED}, [f"target_modules {UNTRIED!r} is a pattern that is not tried here"]),
+        ({"exclude_modules": "("}, ["exclude_modules '(' is a pattern that is not tried here"]),
+    ],
+)
+def test_an_adapter_of_the_places_that_are_named_is_merged(
+    config: dict[str, Any], notes: list[str], tmp_path: Path
+) -> None:
+    before, matrices = model(tmp_path / "hf"), pair(Q, 16, 12)
+    place = peft(tmp_path / "peft", matrices, config)
+    report = merge_adapter(str(tmp_path / "hf"), place, str(tmp_path / "out"))
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    expected = added(before[f"{Q}.weight"], matrices, Q, 1.5)
+    assert after[f"{Q}.weight"].tobytes() == expected.tobytes()
+    assert len(report.notes) == 1 + len(notes)
+    assert all(part in note for part, note in zip(notes, report.notes[1:], strict=True))
+
+
+def test_modules_to_save_are_those_that_are_held_whole(tmp_path: Path) -> None:
+    model(tmp_path / "hf")
+    tensors = pair(Q, 16, 12) | {"lm_head.weight": numbers(4, 11, 12)}
+    place = peft(
+        tmp_path / "peft", tensors, {"modules_to_save": ["lm_head"], "target_modules": [Q, "lm_head"]}
+    )
+    merge_adapter(str(tmp_path / "hf"), place, str(tmp_path / "out"))
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    assert after["lm_head.weight"].tobytes() == tensors["lm_head.weight"].tobytes()
+
+
+@pytest.mark.parametrize("side", "AB")
+@pytest.mark.parametrize("odd", [np.nan, np.inf])
+def test_a_tensor_that_is_not_finite_is_named(side: str, odd: float, tmp_path: Path) -> None:
+    model(tmp_path / "hf")
+    tensors = pair(Q, 16, 12)
+    tensors[f"{Q}.lora_{side}.weight"][1, 1] = odd
+    place = peft(tmp_path / "peft", tensors)
+    with pytest.raises(CorruptCheckpointError) as caught:
+        merge_adapter(str(tmp_path / "hf"), place, str(tmp_path / "out"))
+    named = f"the adapter's base_model.model.{Q}.lora_{side}.weight of {place} holds {odd!r}"
+    assert str(caught.value).startswith(f"{Q}.weight ") and named in str(caught.value)
+    with pytest.raises(CorruptCheckpointError, match=f"lora_{side}.weight of .* holds {odd!r}"):
+        import_hf(str(tmp_path / "hf"), str(tmp_path / "run"), ImportOptions(adapter=place))
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_on_the_base_is_said_to_be_there(tmp_path: Path) -> None:
+    model(tmp_path / "hf")
+    base, place = str(tmp_path / "hf"), peft(tmp_path / "peft", pair(Q, 16, 12))
+    for output in (base, place):
+        with pytest.raises(UsageError) as caught:
+            merge_adapter(base, place, output)
+        assert f"the output {output} and the source {output} overlap" in str(caught.value)
+
+
+def test_an_adapter_that_is_no_folder_is_said_to_be_none(tmp_path: Path) -> None:
+    model(tmp_path / "hf")
+    for name, message in (
+        ("nothing", "nothing does not exist"),
+        ("hf/config.json", "config.json is a file; give"),
+    ):
+        for prefix in ("", "file://"):
+            with pytest.raises(UnsupportedCheckpointError, match=message):
+                options = ImportOptions(adapter=f"{prefix}{tmp_path / name}")
+                import_hf(str(tmp_path / "hf"), str(tmp_path / "run"), options)
+        with pytest.raises(UnsupportedCheckpointError, match=message):
+            merge_adapter(str(tmp_path / "hf"), str(tmp_path / name), str(tmp_path / "out"))
+
+
 def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
     model(tmp_path / "hf")
     place = Path(peft(tmp_path / "peft", pair(Q, 16, 12)))
