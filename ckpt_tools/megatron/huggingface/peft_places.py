@@ -101,7 +101,7 @@ class Places:
                     yield module
 
     def _outside(self, module: str) -> str | None:
-        """Why a module is none of those that are adapted; None: it is one, or nothing tells."""
+        """Why a module should not be adapted; None where it should, or nothing tells."""
         if self.excluded and self.excluded.has(module):
             return "exclude_modules names it"
         if self.targets is None:
