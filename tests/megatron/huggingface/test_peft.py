@@ -91,16 +91,8 @@ def test_an_import_merges_by_the_rules_of_its_family(to: MegatronFormat, tmp_pat
     expert = "model.layers.1.mlp.experts.2.up_proj"
     matrices = pair(Q, 16, 12) | pair(expert, 6, 12, rank=3)
     place = peft(tmp_path / "peft", matrices, {"rank_pattern": {"up_proj": 3}, "alpha_pattern": {expert: 9}})
-<<<<<<< HEAD
-    import_hf(
-        str(tmp_path / "hf"),
-        str(tmp_path / "run"),
-        ImportOptions(to=to, adapter=place, fsdp=TargetOptions(fresh_optimizer=False)),
-    )
-=======
     options = ImportOptions(to=to, adapter=place, fsdp=TargetOptions(fresh_optimizer=False))
     import_hf(str(tmp_path / "hf"), str(tmp_path / "run"), options)
->>>>>>> lora
     export_hf(str(tmp_path / "run"), str(tmp_path / "out"))
     after = load_file(tmp_path / "out" / "model.safetensors")
     for key, value in before.items():
