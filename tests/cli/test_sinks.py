@@ -281,13 +281,13 @@ def test_reports_of_a_private_checkpoint_are_private(words: str, tmp_path: Path)
 
     shutil.copytree(LLAMA, tmp_path / "run")
     (tmp_path / "run").chmod(0o700)
-    (tmp_path / "old").write_text("old")
+    (tmp_path / "old").write_text("{}")
     (tmp_path / "old").chmod(0o640)
     for file, mode in ((tmp_path / "new", 0o600), (tmp_path / "old", 0o640)):
         places = {"IN": str(tmp_path / "run"), "OUT": str(tmp_path / f"out{mode}"), "FILE": str(file)}
         assert run([places.get(word, word) for word in words.split()]) == 0
         assert file.stat().st_mode & 0o777 == mode
-        assert file.read_text() != "old"
+        assert file.read_text() != "{}"
 
 
 def test_a_terminal_shows_no_command_of_a_hostile_key() -> None:
