@@ -180,10 +180,15 @@ def _joined(failed: Mapping[int, tuple[str, str]]) -> CkptError:
     kind, _ = failed[min(failed)]
     messages = {text: [r for r in failed if failed[r][1] == text] for _, text in failed.values()}
     lines = [f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in messages.items()]
-    found = getattr(errors, kind, None)
-    if kind == "KeyboardInterrupt":
-        found = errors.Interrupted
-    return found("\n".join(lines)) if found is not None else CkptError("\n".join(lines))
+    return error_called(kind, "\n".join(lines))
+
+
+def error_called(kind: str, text: str) -> CkptError:
+    """The error of class `kind` that another process has raised; Ctrl-C is `Interrupted`."""
+    found: type[CkptError] = getattr(
+        errors, "Interrupted" if kind == "KeyboardInterrupt" else kind, CkptError
+    )
+    return found(text)
 
 
 def connect(environ: Mapping[str, str] = os.environ) -> Ranks:

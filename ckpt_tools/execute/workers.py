@@ -26,10 +26,9 @@ from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, TypeVar
 
-from ckpt_tools import errors
 from ckpt_tools.cores import usable_cores
-from ckpt_tools.errors import CkptError, Interrupted, StorageError, UsageError
-from ckpt_tools.execute.ranks import PeerFailedError, Ranks, go_on
+from ckpt_tools.errors import CkptError, UsageError
+from ckpt_tools.execute.ranks import PeerFailedError, Ranks, error_called, go_on
 from ckpt_tools.execute.write_job import WriteOptions
 
 T = TypeVar("T")
@@ -105,22 +104,20 @@ def _fork(workers: int, pipes: ExitStack) -> WorkerRanks:
     """The ranks as seen by the process that returns: rank 0 for the caller, another one for each copy."""
     processes: list[int] = []
     lines: list[Connection] = []
-    gc.freeze()  # what is there stays shared: a collection would touch, and so copy, every page
-    try:
-        for rank in range(1, workers):
-            ours, theirs = Pipe()
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # of threads: `can_fork` has looked
-                pid = os.fork()
-            if pid == 0:
-                for line in (*lines, ours):  # or nobody would notice that rank 0 has closed them
-                    line.close()
-                return WorkerRanks(rank, workers, [theirs], [])
-            theirs.close()
-            lines.append(pipes.enter_context(ours))
-            processes.append(pid)
-    finally:
-        gc.unfreeze()
+    gc.freeze()  # what is there stays shared: a collection, in a copy for all its life, would touch every page
+    for rank in range(1, workers):
+        ours, theirs = Pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads: `can_fork` has looked
+            pid = os.fork()
+        if pid == 0:
+            for line in (*lines, ours):  # or nobody would notice that rank 0 has closed them
+                line.close()
+            return WorkerRanks(rank, workers, [theirs], [])
+        theirs.close()
+        lines.append(pipes.enter_context(ours))
+        processes.append(pid)
+    gc.unfreeze()
     return WorkerRanks(0, workers, lines, processes)
 
 
@@ -229,7 +226,4 @@ def _error_of(failed: list[list[str]]) -> Exception:
     text = "\n".join(dict.fromkeys(message for _, message in failed))
     if "" in kinds:
         return RuntimeError(f"in a worker:\n{text}")
-    if "KeyboardInterrupt" in kinds:
-        return Interrupted(text)
-    found: type[CkptError] = getattr(errors, kinds[0], StorageError)
-    return found(text)
+    return error_called("KeyboardInterrupt" if "KeyboardInterrupt" in kinds else kinds[0], text)
