@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 from tests.conftest import DATA, REPO
+from tests.ports import free_port
 
 LLAMA = DATA / "core019_llama_tp2_fully_reshardable"
 
@@ -54,8 +54,7 @@ def test_a_rank_that_fails_fails_all_and_nothing_is_published(tmp_path):
     """
     source = Path(shutil.copytree(LLAMA, tmp_path / "source"))
     os.truncate(source / "iter_0000002" / "__1_0.distcp", 150_000)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     words = ["convert", str(source), str(tmp_path / "out"), "--check-masters", "none", "--quiet"]
     ranks = [
         subprocess.Popen(

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tests.ports import free_port
+
 NODES = ("127.0.0.1", "127.0.0.2")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 
@@ -153,7 +155,7 @@ def cluster(folder: Path) -> Iterator[Cluster]:
     """Two idle nodes, in `folder`, which must have a short path (sockets lie in it)."""
     found = Cluster(folder)
     found.environ["PATH"] += ":/usr/sbin"
-    ports = _free_ports(3)
+    ports = [free_port() for _ in range(3)]
     (folder / "slurm.conf").write_text(_CONF.format(host=socket.gethostname(), folder=folder, ports=ports))
     (folder / "state").mkdir()
     key = folder / "munge.key"
@@ -180,13 +182,3 @@ def _idle(found: Cluster) -> int:
         ["sinfo", "-h", "-N", "-o", "%T"], env=found.environ, capture_output=True, text=True, check=False
     )
     return states.stdout.split().count("idle")
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports

@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ import yaml
 
 from ckpt_tools.cli.app import run
 from tests.conftest import DATA, REPO
+from tests.ports import free_port
 
 SCRIPTS = REPO / "example-scripts"
 RUN = DATA / "core019_llama_tp2_fully_reshardable"
@@ -322,9 +322,7 @@ def test_the_kubernetes_job_fits_its_schema() -> None:
 
 def test_the_kubernetes_command_runs_on_two_pods(tmp_path: Path) -> None:
     words = _kubernetes()[1]["spec"]["template"]["spec"]["containers"][0]["command"]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        meeting = f"127.0.0.1:{probe.getsockname()[1]}"
+    meeting = f"127.0.0.1:{free_port()}"
     places = {
         "torchrun": f"{sys.executable} -m torch.distributed.run",
         "--nnodes=4": "--nnodes=2",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 from tests.conftest import REPO, fixture_dir
+from tests.ports import free_port
 
 SOURCE = "core019_llama_tp2_fully_reshardable"
 
@@ -18,9 +18,7 @@ def test_two_nodes_write_what_one_process_writes(tmp_path: Path) -> None:
     words = ["-m", "ckpt_tools", "convert", str(fixture_dir(SOURCE))]
     options = ["--world-size", "2", "--quiet"]
     subprocess.run([sys.executable, *words, str(tmp_path / "one"), *options], check=True, capture_output=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        meeting = f"127.0.0.1:{probe.getsockname()[1]}"
+    meeting = f"127.0.0.1:{free_port()}"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
     launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", meeting, "--rdzv-id", "convert"]
     nodes = [

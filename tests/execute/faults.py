@@ -8,7 +8,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections import Counter
@@ -20,6 +19,7 @@ from ckpt_tools.formats.detect import TRACKER
 from tests.conftest import REPO
 from tests.execute.conftest import make_case
 from tests.execute.test_run import tree
+from tests.ports import free_port
 
 Fault = Callable[[Callable[..., Any], Any], Any]
 
@@ -139,11 +139,8 @@ class Converters:
 
     def __init__(self, folder: Path, world: int = 1) -> None:
         self._folder = folder
-        with socket.socket() as one:
-            one.bind(("127.0.0.1", 0))
-            port = one.getsockname()[1]
         self._server = subprocess.Popen(
-            [sys.executable, "-c", SERVER, str(folder), str(world), str(port)],
+            [sys.executable, "-c", SERVER, str(folder), str(world), str(free_port())],
             cwd=REPO,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from tests.conftest import REPO
 from tests.execute.conftest import make_case
 from tests.execute.test_run import tree
+from tests.ports import free_port
 
 SCRIPT = """
 import json, os, sys
@@ -52,9 +52,7 @@ except CkptError as error:
 
 def launch(folder: Path, out: Path, world: int, fault: str = "") -> list[tuple[int, list[str]]]:
     """(exit status, printed JSON) of every rank; torchrun's environment without torchrun, which takes seconds."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     processes = []
     for rank in range(world):
         place = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from ckpt_tools.execute import heartbeat
 from ckpt_tools.execute.heartbeat import Line
 from tests.conftest import REPO
 from tests.execute.conftest import make_case
+from tests.ports import free_port
 
 SETTINGS = """
 from ckpt_tools.execute import heartbeat, ranks as waiting
@@ -111,12 +111,6 @@ def server() -> Iterator[subprocess.Popen[str]]:
     process.communicate(timeout=60)
 
 
-def _port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 def _environ(kind: str, world: int) -> dict[str, str]:
     if kind == "srun":
         return {
@@ -124,9 +118,14 @@ def _environ(kind: str, world: int) -> dict[str, str]:
             "SLURM_NTASKS": str(world),
             "SLURM_STEP_ID": "0",
             "SLURM_STEP_NODELIST": "127.0.0.1,127.0.0.2",
-            "MASTER_PORT": _port(),
+            "MASTER_PORT": str(free_port()),
         }
-    return {"RANK": "RANK_HERE", "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _port()}
+    return {
+        "RANK": "RANK_HERE",
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
 
 
 @pytest.mark.parametrize(

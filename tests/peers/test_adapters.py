@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 from ckpt_tools.commands.merge_adapter import MergeOptions, merge_adapter
 from tests.commands import oracle
 from tests.peers.test_optimizer_layouts import PEERS, join
+from tests.ports import free_port
 
 WRITER = Path(__file__).with_name("write_adapter.py")
 CORE, BRIDGE = PEERS / "megatron_core-0.16.1", PEERS / "megatron_bridge-0.3.1"
@@ -27,10 +27,13 @@ CORE, BRIDGE = PEERS / "megatron_core-0.16.1", PEERS / "megatron_bridge-0.3.1"
 
 def write(case: dict[str, Any], out: Path) -> None:
     """Let the releases write the three checkpoints into `out`."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    words = [sys.executable, "-W", "ignore", str(WRITER), json.dumps(case | {"port": port, "out": str(out)})]
+    words = [
+        sys.executable,
+        "-W",
+        "ignore",
+        str(WRITER),
+        json.dumps(case | {"port": free_port(), "out": str(out)}),
+    ]
     env = os.environ | {"PYTHONPATH": f"{CORE}{os.pathsep}{BRIDGE}", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:

@@ -9,7 +9,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.megatron.optimizer_layouts.test_real_checkpoints import assert_equal_to_truth, open_checkpoint
+from tests.ports import free_port
 
 PEERS = Path(os.environ.get("CKPT_TOOLS_PEERS", "absent"))
 WRITER = Path(__file__).with_name("write_checkpoint.py")
@@ -67,10 +67,13 @@ def test_states_equal_what_the_ranks_held(version: str, layout: str, tmp_path: P
 
 def write(release: Path, case: dict[str, Any], out: Path) -> None:
     """Let a release write a checkpoint and the held shards into `out`."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    words = [sys.executable, "-W", "ignore", str(WRITER), json.dumps(case | {"port": port, "out": str(out)})]
+    words = [
+        sys.executable,
+        "-W",
+        "ignore",
+        str(WRITER),
+        json.dumps(case | {"port": free_port(), "out": str(out)}),
+    ]
     env = os.environ | {"PYTHONPATH": str(release), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
 from ckpt_tools.commands.to_torch_dist import convert_to_torch_dist
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
+from tests.ports import free_port
 
 RELEASE = Path(os.environ.get("CKPT_TOOLS_PEERS", "absent"), "megatron_core-0.16.1")
 WRITER = Path(__file__).with_name("other_optimizers.py")
@@ -56,10 +56,13 @@ def test_what_was_converted_there_and_back_loads_with_every_state(
 def run(case: dict[str, Any], out: Path) -> list[dict[str, Any]]:
     """What each rank holds after the release has saved or loaded."""
     out.mkdir()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    words = [sys.executable, "-W", "ignore", str(WRITER), json.dumps(case | {"port": port, "out": str(out)})]
+    words = [
+        sys.executable,
+        "-W",
+        "ignore",
+        str(WRITER),
+        json.dumps(case | {"port": free_port(), "out": str(out)}),
+    ]
     env = os.environ | {"PYTHONPATH": str(RELEASE), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:

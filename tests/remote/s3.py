@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from tests.ports import free_port
+
 NONE, RESET, BUSY, SLOW = "none", "reset", "503", "slow"
 _SLOW_DOWN = (
     b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Reduce your request rate</Message></Error>"
@@ -116,9 +118,7 @@ def fault_proxy(upstream: tuple[str, int]) -> Iterator[FaultProxy]:
 @contextmanager
 def s3_server() -> Iterator[tuple[str, int]]:
     """Host and port of a server with no buckets; the server's own process, so that its imports stay there."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [
         sys.executable,
         "-c",
@@ -157,10 +157,3 @@ def s3_environment(url: str) -> dict[str, str]:
         "AWS_SECRET_ACCESS_KEY": "s",
         "AWS_DEFAULT_REGION": "us-east-1",
     }
-
-
-def closed_port() -> int:
-    """A port of loopback that nobody listens at."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

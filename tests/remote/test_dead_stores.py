@@ -12,7 +12,8 @@ from ckpt_tools.cli.app import run
 from ckpt_tools.errors import StorageError
 from ckpt_tools.formats import store as store_module
 from ckpt_tools.formats.store import Store
-from tests.remote.s3 import closed_port, s3_environment
+from tests.ports import free_port
+from tests.remote.s3 import s3_environment
 
 pytest.importorskip("s3fs", reason="s3fs is not installed")
 
@@ -22,7 +23,7 @@ def test_a_store_that_refuses_connections_is_told_of_at_once(
 ) -> None:
     import s3fs
 
-    port = closed_port()
+    port = free_port()
     for name, value in s3_environment(f"http://127.0.0.1:{port}").items():
         monkeypatch.setenv(name, value)
     s3fs.S3FileSystem.clear_instance_cache()

@@ -21,7 +21,8 @@ from ckpt_tools.execute.write_job import METADATA
 from ckpt_tools.formats.store import Store
 from tests.conftest import REPO
 from tests.execute.conftest import Case, make_case
-from tests.remote.s3 import FaultProxy, closed_port, fault_proxy, s3_environment, s3_server
+from tests.ports import free_port
+from tests.remote.s3 import FaultProxy, fault_proxy, s3_environment, s3_server
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +207,7 @@ except CkptError as error:
 
 
 def test_uploads_of_a_killed_rank_end_with_the_run(proxy: FaultProxy, large: Case) -> None:
-    url, port = "s3://box/ranks", str(closed_port())
+    url, port = "s3://box/ranks", str(free_port())
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", RANK, large.files.location, url],
