@@ -3,7 +3,9 @@
 * `layouts`: one parameter <-> its tensors: query groups, gate and up, transposes, interleaved columns
 * `rules`: what a rule and a family are; a family's rules written out for the layers and experts of a model
 * `rule_tables`: the rules of the families that are known
+* `rules_more`: of further dense ones
 * `families`: those families
+* `families_more`: further dense ones
 * `rulefile`: a family that a user adds
 * `identify`: which family a model is of
 * `model_args`: a model's architecture in one spelling
@@ -13,6 +15,7 @@
 * `layer_patterns`: which layers have a window, or experts
 * `field_values`: values that config.json and `ModelArgs` say differently
 * `config_fields`: the fields of config.json that say the same, per family
+* `fields_more`: of further dense ones
 * `config`: `config.json`, read and written
 * `ledger`: every other setting of either side, and what becomes of it (arguments.yaml, config_json.yaml)
 * `checks`: what must hold for a model to be exported or imported

@@ -72,11 +72,8 @@ def not_of_family(family: Family, model: ModelArgs, reference: Mapping[str, Any]
         problems.append(f"sliding windows on some layers only; {family.architecture} has them on all or none")
     if model.rotary_percent != 1 and any(one and one["rope_type"] == "yarn" for one in model.rope_scaling):
         problems.append("YaRN together with rotary_percent: Megatron's YaRN rotates whole heads")
-    odd = model.qk_layernorm or model.multi_latent_attention or model.rotary_percent != 1
-    if model.rotary_interleaved and odd:
-        problems.append(
-            "rotary_interleaved together with q/k norms, MLA or rotary_percent has no known Hugging Face order"
-        )
+    if model.rotary_interleaved and (model.qk_layernorm or model.multi_latent_attention):
+        problems.append("rotary_interleaved together with q/k norms or MLA has no known Hugging Face order")
     return problems
 
 

@@ -11,7 +11,7 @@ from ckpt_tools.megatron.huggingface.model_args import ModelArgs
 
 Config: TypeAlias = Mapping[str, Any]
 # Megatron's fused GELU is the approximation by tanh.
-GELU = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_erf"}
+GELU = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu", "gelu": "gelu_erf"}
 
 
 def write_rope(candidates: Sequence[Any], model: ModelArgs) -> Any:
@@ -58,7 +58,18 @@ def write_layer_types(sliding: Sequence[int], model: ModelArgs) -> list[str]:
 
 
 def read_layer_types(types: Sequence[str], config: Config) -> tuple[int, ...]:
-    return tuple(int(one == "sliding_attention") for one in types)
+    """1 for every layer with a window; () for a model that has no window."""
+    layers, kinds = int(config["num_hidden_layers"]), ("full_attention", "sliding_attention")
+    if not isinstance(types, list | tuple) or len(types) != layers or any(one not in kinds for one in types):
+        raise MappingError(
+            f"expected {' or '.join(kinds)} for each of {layers} layers, found {str(types)[:60]}"
+        )
+    sliding = tuple(int(one == "sliding_attention") for one in types)
+    if config.get("sliding_window", True):
+        return sliding
+    if any(sliding):
+        raise MappingError("layers have a window, and sliding_window is not set")
+    return ()
 
 
 def write_rotated(without: Sequence[int], model: ModelArgs) -> list[int]:
@@ -181,8 +192,16 @@ def clamp(value: float | None, model: ModelArgs) -> float:
 
 def write_gelu(activation: str, model: ModelArgs) -> str:
     if activation not in GELU.values():
-        raise MappingError(f"activation is {activation!r}; GPT-2 has {' or '.join(GELU.values())}")
+        raise MappingError(
+            f"activation is {activation!r}; this architecture has {' or '.join(GELU.values())}"
+        )
     return next(name for name, value in GELU.items() if value == activation)
+
+
+def write_gelu_tanh(activation: str, model: ModelArgs) -> str:
+    """The same for classes whose own word for the approximation is this one."""
+    name = write_gelu(activation, model)
+    return "gelu_pytorch_tanh" if name == "gelu_new" else name
 
 
 def read_gelu(name: str, config: Config) -> str:

@@ -18,6 +18,17 @@ ARCHITECTURES_WITHOUT_RULES = {
     "vision_model.": "a vision tower",
 }
 NORM_OVER_HEADS = "queries and keys are normalized over all heads at once"
+NORM_AFTER_ROTATION = "queries and keys are normalized after they are rotated, not before"
+NORMS_WITHOUT_WEIGHT = "norms have no weights"
+NORMS_AROUND = "a layer has norms behind its attention and its MLP too"
+BESIDE = "attention and MLP of a layer stand beside each other, not one after the other"
+ALIBI = "positions are told by slopes added to attention (ALiBi)"
+FROM_TWO = "positions are counted from 2 on"
+BY_POSITION = "queries are scaled by their position"
+CHUNKS = "attention sees chunks of tokens"
+CAPPED = "attention logits are capped; Bridge has such layers for Gemma 2 only"
+PER_LAYER = "layers have embeddings of their own"
+VALUE_NORM = "values are normalized, and layers with a window have heads of another size than the others"
 NORMS_BEHIND = f"{NORM_OVER_HEADS}, and a layer has norms only behind its attention and its MLP"
 SCALED = "embeddings, residuals, attention and logits have scales of their own"
 WITHOUT_MODULES = {  # of megatron-core 0.16.1, by model_type
@@ -27,7 +38,41 @@ WITHOUT_MODULES = {  # of megatron-core 0.16.1, by model_type
     "olmoe": NORM_OVER_HEADS,
     "minimax_m2": NORM_OVER_HEADS,
     "granite": SCALED,
+    "granite_swa": SCALED,
     "granitemoe": SCALED,
+    "hyperclovax": SCALED,
+    "minicpm": SCALED,
+    "minicpm3": SCALED,
+    "olmo": NORMS_WITHOUT_WEIGHT,
+    "nanochat": NORMS_WITHOUT_WEIGHT,
+    "exaone4": "a layer has norms only behind its attention and its MLP",
+    "openai-gpt": "a layer has norms only behind its attention and its MLP",
+    "glm4": NORMS_AROUND,
+    "hunyuan_v1_dense": NORM_AFTER_ROTATION,
+    "hunyuan_v1_moe": NORM_AFTER_ROTATION,
+    "phi": BESIDE,
+    "gptj": BESIDE,
+    "codegen": BESIDE,
+    "cohere": BESIDE,
+    "cohere2": BESIDE,
+    "falcon": BESIDE,
+    "bloom": ALIBI,
+    "mpt": ALIBI,
+    "opt": FROM_TWO,
+    "biogpt": FROM_TWO,
+    "gpt_neo": "attention is not scaled, and only one of its linears has a bias",
+    "apertus": "the activation is xIELU, with parameters of its own",
+    "bitnet": "attention and MLP have a norm inside",
+    "diffllama": "attention is the difference of two",
+    "doge": "attention has a mask that is computed from values",
+    "llama4": CHUNKS,
+    "llama4_text": CHUNKS,
+    "ministral3": BY_POSITION,
+    "vaultgemma": CAPPED,
+    "gemma3n": PER_LAYER,
+    "gemma3n_text": PER_LAYER,
+    "gemma4": VALUE_NORM,
+    "gemma4_text": VALUE_NORM,
     "ernie4_5_moe": "experts are chosen by a softmax with a bias, and Megatron has a bias with sigmoid only",
 }
 
@@ -71,6 +116,10 @@ def family_of_config(config: Mapping[str, Any], families: Mapping[str, Family] =
         MappingError: its model_type has no rules.
     """
     kind = config.get("model_type")
+    if kind == "mistral" and config.get("layer_types"):
+        kind = (
+            "ministral"  # as transformers' AutoConfig has it: Mistral's own class looks at no kinds of layers
+        )
     for family in families.values():
         if kind == (family.model_type or family.name) or kind in family.also_types:
             return family
@@ -103,17 +152,38 @@ def _by_kinds(kinds: set[str], model: ModelArgs | None) -> str:
     gemma = model is not None and model.activation == "geglu"
     wide = model is not None and model.num_attention_heads * model.kv_channels != model.hidden_size
     mistral = model is not None and model.sliding_window is not None
+    hybrid = model is not None and 0 in model.sliding_layers
+    relu2 = model is not None and model.activation == "squared_relu"
+    partial = model is not None and model.rotary_percent < 1
+    shared_keys = model is not None and model.num_query_groups == 1 < model.num_attention_heads
     known = (
+        (has(".linear_kv_down_proj.") and not has(".experts.experts."), "youtu"),
         (has(".linear_kv_down_proj."), "deepseek_v3" if has(".router.expert_bias") else "deepseek_v2"),
         (has(".router.expert_bias"), "glm4_moe"),
         (has(".softmax_offset"), "gpt_oss"),
         (has(".linear_proj.post_layernorm."), "gemma3" if qk_norm else "gemma2"),
-        (has("embedding.position_embeddings."), "gpt2"),
+        (has("embedding.position_embeddings."), "gpt_bigcode" if shared_keys else "gpt2"),
         (has(".shared_experts.gate_weight"), "qwen2_moe"),
         (has(".experts.experts."), "qwen3_moe" if qk_norm else "mixtral"),
+        (has("decoder.final_layernorm.bias"), _with_layer_norm(model)),
+        (relu2, "arcee"),
         (qk_norm, "qwen3"),
-        (has(".linear_qkv.bias") and not has(".linear_proj.bias"), "seed_oss" if wide else "qwen2"),
+        (
+            has(".linear_qkv.bias") and not has(".linear_proj.bias"),
+            "glm" if partial else "seed_oss" if wide else "qwen2",
+        ),
         (gemma, "gemma"),
-        (mistral, "mistral"),
+        (mistral, "ministral" if hybrid else "mistral"),
     )
     return next((name for holds, name in known if holds), "llama")
+
+
+def _with_layer_norm(model: ModelArgs | None) -> str:
+    """The family of a dense model with LayerNorm and rotary embedding, by what it computes."""
+    if model is None or (not model.gated and model.activation != "squared_relu"):
+        return "starcoder2" if model is not None and model.rotary_percent == 1 else "gpt_neox"
+    if model.gated:
+        return "stablelm"
+    if model.qk_layernorm:
+        return "persimmon"
+    return "nemotron" if model.zero_centered_gamma or model.rotary_percent < 1 else "jais2"

@@ -153,7 +153,7 @@ def _qkv(shape: Shape, model: ModelArgs, pairs: bool = False) -> Layout:
 
 
 def _qkv_pairs(shape: Shape, model: ModelArgs) -> Layout:
-    """The same, of a class that keeps rotary pairs in neighbouring rows (ERNIE 4.5)."""
+    """The same, of a class that keeps rotary pairs in neighbouring rows (ERNIE 4.5, GLM-4, Helium)."""
     return _qkv(shape, model, pairs=True)
 
 
@@ -163,6 +163,23 @@ def _qkv_fused(shape: Shape, model: ModelArgs) -> Layout:
     first = (0, heads * dim, (heads + groups) * dim)
     links = [
         Link(0, (Narrow(0, core_row, rows),), (Narrow(0, first[which] + row, rows),))
+        for which, core_row, row, rows in _qkv_rows(model)
+    ]
+    return Layout((HfShape(shape, shape),), tuple(links))
+
+
+def _qkv_grouped(shape: Shape, model: ModelArgs) -> Layout:
+    """Rows per query group in one tensor, as Megatron has them but for rotary pairs (GPT-NeoX, Persimmon)."""
+    heads, groups, dim = model.num_attention_heads, model.num_query_groups, model.kv_channels
+    queries = heads // groups
+
+    def grouped(which: int, row: int) -> int:
+        head, rest = divmod(row, dim)
+        group, place = divmod(head, queries) if which == 0 else (head, queries + which - 1)
+        return (group * (queries + 2) + place) * dim + rest
+
+    links = [
+        Link(0, (Narrow(0, core_row, rows),), (Narrow(0, grouped(which, row), rows),))
         for which, core_row, row, rows in _qkv_rows(model)
     ]
     return Layout((HfShape(shape, shape),), tuple(links))
@@ -185,7 +202,8 @@ def _qkv_rows(model: ModelArgs, pairs: bool = False) -> list[tuple[int, int, int
     """(0, 1 or 2 for query, key or value; first row in Megatron; first row in its tensor; rows).
 
     A side keeps the rotary pairs of a query or key head in neighbouring rows (2j, 2j+1), Megatron with
-    `rotary_interleaved` and Hugging Face with `pairs`, or half a head apart (j, d/2 + j).
+    `rotary_interleaved` and Hugging Face with `pairs`, or half of them apart (j, d/2 + j). Where only the first rows
+    of a head are rotated, the others lie alike.
     """
     heads, groups, dim = model.num_attention_heads, model.num_query_groups, model.kv_channels
     queries = heads // groups
@@ -197,10 +215,14 @@ def _qkv_rows(model: ModelArgs, pairs: bool = False) -> list[tuple[int, int, int
         rows.append((2, first + (queries + 1) * dim, group * dim, dim))
     if model.rotary_interleaved == pairs:
         return rows
-    half = dim // 2
+    half = (
+        (dim if model.rotary_percent >= 1 else int(dim * model.rotary_percent)) + 1
+    ) // 2  # pairs of a head
 
     def turned(row: int) -> int:
         """The row of the other order that is this row of a head."""
+        if row >= 2 * half:
+            return row
         return row % half * 2 + row // half if pairs else row // 2 + row % 2 * half
 
     return [
@@ -219,5 +241,6 @@ LAYOUTS: dict[str, tuple[int, Callable[[Shape, ModelArgs], Layout]]] = {  # with
     "qkv": (3, _qkv),
     "qkv_pairs": (3, _qkv_pairs),
     "qkv_fused": (1, _qkv_fused),
+    "qkv_grouped": (1, _qkv_grouped),
     "qkv_conv1d": (1, _qkv_conv1d),
 }

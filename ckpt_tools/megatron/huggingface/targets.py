@@ -308,7 +308,7 @@ class Prefix(NamedTuple):
 
 
 def _prefix(family: Family, tensors: Iterable[str]) -> Prefix:
-    first = {name.split(".")[0] + "." for rule in family.rules for name in rule.hf} - {"lm_head."}
+    first = {name.split(".")[0] + "." for rule in family.rules for name in rule.hf if rule.core != HEAD}
     there = {name.split(".")[0] + "." for name in tensors}
     return Prefix("".join(first) if len(first) == 1 and not first & there else "")
 
@@ -318,10 +318,11 @@ def _without_content(
 ) -> tuple[tuple[tuple[str, str], ...], list[str]]:
     """Pairs to prove equal, and all extra tensors that carry nothing of their own."""
     embedding = prefix(next(rule.hf[0] for rule in family.rules if rule.core == EMBEDDING))
-    same = {"lm_head.weight": embedding} if model.tied else {}
+    head = next((rule.hf[0] for rule in family.rules if rule.core == HEAD), "lm_head.weight")
+    same = {head: embedding} if model.tied else {}
     for m in range(model.mtp_num_layers):
         for core, name in family.copies:
-            original = embedding if core == EMBEDDING or model.tied else "lm_head.weight"
+            original = embedding if core == EMBEDDING or model.tied else head
             same[prefix(name.replace("{n}", str(model.num_layers + m)))] = original
     extra = sorted(extra)
     equal = tuple((same[name], name) for name in extra if name in same)

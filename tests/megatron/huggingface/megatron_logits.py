@@ -97,6 +97,10 @@ def transformer_config(args: dict[str, Any]) -> Any:
             "activation_func": lambda x: functional.gelu(x, approximate=form),
             "gated_linear_unit": False,
         }
+    if args.get("squared_relu"):
+        from megatron.core.activations import squared_relu
+
+        known |= {"activation_func": squared_relu}
     config = kind(**known)
     if mla:
         config.rotary_base, config.rotary_percent = args["rotary_base"], 1.0

@@ -106,9 +106,53 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
                             "n_inner": 50, "bos_token_id": 1, "eos_token_id": 2}),
     "gpt2_gelu": ("GPT2Config", {"vocab_size": 97, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 40,
                                  "activation_function": "gelu", "bos_token_id": 1, "eos_token_id": 2}),
+    "nemotron": ("NemotronConfig", {**BASE, **HEAD, "partial_rotary_factor": 0.4}),
+    "nemotron_bias": ("NemotronConfig", {**BASE, "attention_bias": True, "mlp_bias": True,
+                                         "tie_word_embeddings": True}),
+    "arcee": ("ArceeConfig", {**BASE, **HEAD}),
+    "arcee_bias": ("ArceeConfig", {**BASE, "attention_bias": True, "mlp_bias": True, "rope_scaling": YARN}),
+    "starcoder2": ("Starcoder2Config", {**BASE, "sliding_window": 8, "tie_word_embeddings": True}),
+    "starcoder2_gelu": ("Starcoder2Config", {**BASE, "use_bias": False, "hidden_act": "gelu"}),
+    "stablelm": ("StableLmConfig", {**BASE, "num_attention_heads": 3, "num_key_value_heads": 3, "use_qkv_bias": True}),
+    "stablelm_groups": ("StableLmConfig", {**BASE, "partial_rotary_factor": 1.0, "tie_word_embeddings": True}),
+    "gpt_neox": ("GPTNeoXConfig", {**BASE, "num_attention_heads": 3, "use_parallel_residual": False}),
+    "gpt_neox_tanh": ("GPTNeoXConfig", {**BASE, "rotary_pct": 0.5, "rotary_emb_base": 500.0, "hidden_act": "gelu_new",
+                                        "use_parallel_residual": False, "tie_word_embeddings": True}),
+    "gpt_bigcode": ("GPTBigCodeConfig", {"vocab_size": 97, "n_embd": 24, "n_layer": 2, "n_head": 4,
+                                         "n_positions": 40, "n_inner": 50}),
+    "gpt_bigcode_heads": ("GPTBigCodeConfig", {"vocab_size": 97, "n_embd": 24, "n_layer": 2, "n_head": 4,
+                                               "n_positions": 40, "multi_query": False,
+                                               "activation_function": "gelu"}),
+    "persimmon": ("PersimmonConfig", {**BASE, "num_attention_heads": 3, "rope_theta": 25000.0}),
+    "persimmon_plain": ("PersimmonConfig", {**BASE, "qk_layernorm": False, "rope_theta": 25000.0,
+                                            "partial_rotary_factor": 0.7, "tie_word_embeddings": True}),
+    "jais2": ("Jais2Config", {**BASE, **HEAD}),
+    "glm": ("GlmConfig", {**BASE, "head_dim": 12, "pad_token_id": 0}),
+    "glm_whole": ("GlmConfig", {**BASE, **HEAD, "partial_rotary_factor": 1.0, "attention_bias": False,
+                                "tie_word_embeddings": True, "pad_token_id": 0}),
+    "helium": ("HeliumConfig", {**BASE, "head_dim": 6}),
+    "helium_bias": ("HeliumConfig", {**BASE, "head_dim": 6, "attention_bias": True, "tie_word_embeddings": True}),
+    "ministral": ("MinistralConfig", {**BASE, **HEAD, "sliding_window": 8,
+                                      "layer_types": ["full_attention", "sliding_attention"]}),
+    "ministral_alike": ("MinistralConfig", {**BASE, **HEAD, "sliding_window": 8, "tie_word_embeddings": True}),
+    "cwm": ("CwmConfig", {**BASE, **HEAD, "sliding_window": 8}),
+    "youtu": ("YoutuConfig", {**BASE, **{k: v for k, v in MLA.items() if "rank" in k or "dim" in k},
+                              "num_key_value_heads": 4}),
+    "internlm3": ("InternLM3Config", {**BASE, **HEAD}),
+    "internlm3_bias": ("InternLM3Config", {**BASE, "head_dim": 6, "attention_bias": True, "mlp_bias": True}),
+    "iquestcoder": ("IQuestCoderConfig", {**BASE, **HEAD}),
+    "exaone": ("ExaoneConfig", {**BASE, **HEAD, "rope_scaling": LLAMA3_ROPE}),
+    "exaone_tied": ("ExaoneConfig", {**BASE, "tie_word_embeddings": True}),
     "deepseek_v3_one_expert": ("DeepseekV3Config", {**BASE, **MLA, "num_experts_per_tok": 1,
                                                     "norm_topk_prob": False}),
 }  # fmt: skip
+
+
+def installed() -> dict[str, tuple[str, dict[str, Any]]]:
+    """The variants whose class the installed transformers has."""
+    import transformers
+
+    return {name: one for name, one in CONFIGS.items() if hasattr(transformers, one[0])}
 
 
 def eager() -> dict[str, str]:

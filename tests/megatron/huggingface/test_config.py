@@ -137,8 +137,7 @@ def test_floats_are_floats() -> None:
         ({"normalization": "LayerNorm"}, "normalization is 'LayerNorm'; LlamaForCausalLM is 'RMSNorm'"),
         ({"swiglu": False}, "activation is 'gelu_erf'"),
         ({"rotary_percent": 0.5}, "rotary_percent is 0.5"),
-        ({"window_size": [7, 0], "window_attn_skip_freq": 2}, "sliding windows on some layers only"),
-        ({"softmax_type": "off-by-one"}, "softmax_type"),
+        ({"window_size": [7, 0], "softmax_type": "off-by-one"}, "softmax_type"),
     ],
 )
 def test_settings_without_a_hugging_face_form_are_refused(changes: dict[str, Any], text: str) -> None:
