@@ -116,10 +116,10 @@ def family_of_config(config: Mapping[str, Any], families: Mapping[str, Family] =
         MappingError: its model_type has no rules.
     """
     kind = config.get("model_type")
-    if kind == "mistral" and config.get("layer_types"):
-        kind = (
-            "ministral"  # as transformers' AutoConfig has it: Mistral's own class looks at no kinds of layers
-        )
+    if kind == "mistral" and _has_kinds_of_layers(
+        config
+    ):  # as transformers 5 has it: Mistral does not look at them
+        kind = "ministral"
     for family in families.values():
         if kind == (family.model_type or family.name) or kind in family.also_types:
             return family
@@ -140,6 +140,13 @@ def family_of_config(config: Mapping[str, Any], families: Mapping[str, Family] =
         f"config.json has model_type {kind!r}, for which there are no rules; known are {known}. "
         "A rule file can add one (--rules)"
     )
+
+
+def _has_kinds_of_layers(config: Mapping[str, Any]) -> bool:
+    """Whether a Mistral says anything of its layers but that all have its window, or that none has one."""
+    kinds = config.get("layer_types")
+    usual = "sliding_attention" if config.get("sliding_window", True) else "full_attention"
+    return bool(kinds) and (not isinstance(kinds, list) or any(kind != usual for kind in kinds))
 
 
 def _by_kinds(kinds: set[str], model: ModelArgs | None) -> str:

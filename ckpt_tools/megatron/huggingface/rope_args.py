@@ -130,6 +130,9 @@ def read_rope(scaling: Mapping[str, Any] | None, config: Mapping[str, Any]) -> t
         else:
             known["truncate"] = bool(settings.pop("truncate", True))
             own, usual = settings.pop("attention_factor", None), attention_factor(known["factor"])
+            mscale, all_dim = settings.pop("mscale", None), settings.pop("mscale_all_dim", None)
+            if own is None and mscale and all_dim:  # one of them alone is not looked at
+                own = _quotient(mscale, all_dim, usual)
             if own is not None and not isclose(own, usual, rel_tol=1e-12):
                 known["attention_factor"] = own
     elif kind != "linear":
@@ -159,8 +162,13 @@ def _yarn(args: Mapping[str, Any], factor: float) -> dict[str, Any]:
     if mscale is None or all_dim is None:
         return scaling
     usual = attention_factor(factor)
-    own = (1 + mscale * (usual - 1)) / (1 + all_dim * (usual - 1))
+    own = _quotient(mscale, all_dim, usual)
     return scaling if isclose(own, usual, rel_tol=1e-12) else scaling | {"attention_factor": own}
+
+
+def _quotient(mscale: float, all_dim: float, usual: float) -> float:
+    """The factor of rotated queries and keys that both terms make of the usual one."""
+    return (1 + mscale * (usual - 1)) / (1 + all_dim * (usual - 1))
 
 
 def _ramp(args: Mapping[str, Any], factor: float, prefix: str) -> dict[str, Any]:

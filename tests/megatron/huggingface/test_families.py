@@ -17,9 +17,12 @@ import pytest
 from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.megatron.huggingface.checks import Spec
 from ckpt_tools.megatron.huggingface.config import read_config
+from ckpt_tools.megatron.huggingface.config_fields import REQUIRED
+from ckpt_tools.megatron.huggingface.families_more import MORE
+from ckpt_tools.megatron.huggingface.rules import Family
 from ckpt_tools.megatron.huggingface.targets import Exported, Imported, export_targets, import_targets
 from tests.megatron.huggingface.materialise import Arrays, materialise, specs
-from tests.megatron.huggingface.models import eager, installed, logits, make_model
+from tests.megatron.huggingface.models import MLA, eager, installed, logits, make_model
 
 transformers = pytest.importorskip("transformers", reason="the optional peer transformers is not installed")
 from safetensors.numpy import load_file, save_file  # noqa: E402  # after the skip
@@ -28,8 +31,9 @@ transformers.utils.logging.set_verbosity(logging.ERROR)
 # GPT-BigCode of transformers 4 is scripted by torch.jit when it is imported.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
+# Those with the parameters of another family, of a Llama mostly.
 ONLY_A_CONFIG_TELLS = ("phi3", "smollm3", "ernie4_5", "glm_whole", "helium", "cwm", "internlm3", "iquestcoder",
-                       "exaone", "persimmon_plain", "gpt_bigcode_heads", "ministral_alike")  # which have the parameters of a Llama
+                       "exaone", "persimmon_plain", "gpt_bigcode_heads", "ministral_alike")  # fmt: skip
 
 
 @dataclass
@@ -150,3 +154,22 @@ def test_fused_experts_are_read(tmp_path: Path) -> None:
     found = materialise(imported.tensors, fused, source_shapes=imported.shapes)
     assert found.keys() == case.megatron.keys()
     assert all(found[key].tobytes() == case.megatron[key].tobytes() for key in found)
+
+
+LATENT = {key: MLA[key] for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")}
+MINIMAL = {**LATENT, "vocab_size": 97, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+           "intermediate_size": 37, "max_position_embeddings": 64, "n_embd": 24, "n_layer": 2, "n_head": 4,
+           "n_positions": 64, "rope_theta": 500.0, "use_parallel_residual": False, "num_layers": 2}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", MORE, ids=lambda family: family.name)
+def test_what_is_not_said_is_what_the_class_takes(family: Family) -> None:
+    """The defaults of the fields are those of the class."""
+    names = {one.hf for one in family.fields if one.default is REQUIRED} | {"max_position_embeddings"}
+    said = {name: value for name, value in MINIMAL.items() if name in names | {"use_parallel_residual"}}
+    try:
+        whole = transformers.AutoConfig.for_model(family.name, **said).to_dict()
+    except ValueError:  # a class of a later version
+        assert transformers.__version__.startswith("4.")
+        return
+    assert read_config(family, {**said, "torch_dtype": whole.get("dtype")}) == read_config(family, whole)

@@ -386,7 +386,9 @@ def test_gpt2_has_as_many_keys_as_queries() -> None:
     parameters, args = source(json.dumps(GPT2))
     shared = {**args, "group_query_attention": True, "num_query_groups": 1}
     assert "num_query_groups is 1" in problems(lambda: export_targets(parameters, shared, GPT2))
-    assert "settings ask for [20, 12]" in problems(lambda: export_targets(parameters, shared))  # as GPT-BigCode
+    assert "settings ask for [20, 12]" in problems(
+        lambda: export_targets(parameters, shared)
+    )  # as GPT-BigCode
 
 
 @pytest.mark.parametrize(

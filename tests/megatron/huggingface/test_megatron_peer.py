@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,23 @@ import pytest
 from ckpt_tools.commands.import_hf import ImportOptions, import_hf
 from ckpt_tools.megatron.huggingface.model_args import read_model_args
 from ckpt_tools.megatron.huggingface.rules import expand
+from ckpt_tools.megatron.huggingface.targets import export_targets
 from tests.conftest import REPO
-from tests.megatron.huggingface.models import installed
-from tests.megatron.huggingface.test_families import Case, make_case
+from tests.megatron.huggingface.materialise import materialise, specs
+from tests.megatron.huggingface.models import installed, logits
+from tests.megatron.huggingface.test_families import Case, load, make_case
 
 MCORE = Path(os.environ.get("CKPT_TOOLS_PEERS", "")) / "megatron_core-0.16.1"
 RAN = sorted(set(installed()) - {"gemma2", "gemma3"})  # whose layers are modules of Megatron-Bridge
-LOADED = sorted(set(RAN) - {"gemma", "nemotron", "nemotron_bias"})  # as checkpoints; norms of 1 + weight need a layer spec that asks for a GPU
+# As checkpoints; norms that are stored as weight - 1 need a layer spec that asks for a GPU.
+LOADED = sorted(set(RAN) - {"gemma", "nemotron", "nemotron_bias"})
+# Whole heads and parts of them, in each layout of query, key and value.
+INTERLEAVED = [
+    "llama3",
+    "glm",
+    "gpt_neox",
+    "starcoder2",
+]  # whole heads and parts of them, in each layout of q, k, v
 
 pytestmark = [
     pytest.mark.peer,
@@ -46,6 +57,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Case], Pat
     wrong = cases["llama3"]
     inputs = {name: (case.megatron, case.imported.args) for name, case in cases.items()}
     inputs["naive_qkv"] = ({**wrong.megatron, **naive_qkv(wrong)}, wrong.imported.args)
+    for name in INTERLEAVED:
+        inputs[f"{name}_in_pairs"] = (
+            cases[name].megatron,
+            {**cases[name].imported.args, "rotary_interleaved": True},
+        )
     inputs["swapped_gate_up"] = ({**wrong.megatron, **swapped_gate_up(wrong)}, wrong.imported.args)
     for name, (parameters, args) in inputs.items():
         np.savez(folder / f"{name}.npz", **parameters)  # type: ignore[arg-type]
@@ -90,6 +106,20 @@ def difference(folder: Path, name: str, case: Case) -> float:
 def test_equal_logits(name: str, runs: tuple[dict[str, Case], Path]) -> None:
     cases, folder = runs
     assert difference(folder, name, cases[name]) < 1e-5
+
+
+@pytest.mark.parametrize("name", INTERLEAVED)
+def test_rotary_pairs_in_neighbouring_rows(
+    name: str, runs: tuple[dict[str, Case], Path], tmp_path: Path
+) -> None:
+    """The same parameters under `rotary_interleaved` are another model, which the exported one is."""
+    cases, folder = runs
+    args = {**cases[name].imported.args, "rotary_interleaved": True}
+    exported = export_targets(specs(cases[name].megatron), args, cases[name].config)
+    tensors = materialise(exported.tensors, cases[name].megatron, target_shapes=exported.shapes)
+    case = replace(cases[name], want=logits(load(tmp_path / "exported", tensors, dict(exported.config))))
+    assert difference(folder, f"{name}_in_pairs", case) < 1e-5
+    assert difference(folder, f"{name}_in_pairs", cases[name]) > 1e-2
 
 
 @pytest.mark.parametrize("name", ["naive_qkv", "swapped_gate_up"])

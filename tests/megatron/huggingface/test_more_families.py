@@ -1,0 +1,280 @@
+"""Further dense families: LayerNorm with a bias, MLPs without a gate, fused projections, rotary pairs, windows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckpt_tools.megatron.huggingface.config import read_config
+from ckpt_tools.megatron.huggingface.families import FAMILIES
+from ckpt_tools.megatron.huggingface.families_more import MORE
+from ckpt_tools.megatron.huggingface.identify import detect_family, family_of_config
+from ckpt_tools.megatron.huggingface.model_args import read_model_args
+from ckpt_tools.megatron.huggingface.targets import export_targets
+from tests.megatron.huggingface.materialise import materialise, specs
+from tests.megatron.huggingface.test_targets import BASE, DEEPSEEK, LLAMA, directory, imported, problems
+
+SQUARE = {
+    **{key: value for key, value in BASE.items() if key not in ("head_dim", "rms_norm_eps")},
+    "hidden_size": 16,
+}
+HEADS = {key: value for key, value in SQUARE.items() if key != "num_key_value_heads"}
+RELU2 = {"hidden_act": "relu2"}
+GPT = {"vocab_size": 11, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 9}
+LATENT = {key: value for key, value in DEEPSEEK.items() if "expert" not in key and "moe" not in key
+          and key not in ("first_k_dense_replace", "num_nextn_predict_layers")}  # fmt: skip
+NEMOTRON = {**SQUARE, "model_type": "nemotron", "head_dim": 6, "partial_rotary_factor": 0.5, **RELU2}
+NEOX = {**HEADS, "model_type": "gpt_neox", "use_parallel_residual": False, "rotary_pct": 0.5}
+PERSIMMON = {**HEADS, "model_type": "persimmon", "rope_theta": 25000.0, **RELU2}
+STABLELM = {**SQUARE, "model_type": "stablelm", "use_qkv_bias": True}
+STARCODER2 = {**SQUARE, "model_type": "starcoder2", "sliding_window": 8}
+BIGCODE = {**GPT, "model_type": "gpt_bigcode"}
+GLM = {**BASE, "model_type": "glm", "partial_rotary_factor": 0.5}
+MINISTRAL = {**BASE, "model_type": "ministral", "sliding_window": 8,
+             "layer_types": ["full_attention", "sliding_attention"]}  # fmt: skip
+SCALED = {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 8192}  # fmt: skip
+CWM = {**MINISTRAL, "model_type": "cwm", "rope_scaling": SCALED}
+OWN = {"num_hidden_layers": "num_layers", "rms_norm_eps": "layer_norm_epsilon"}
+EXAONE = {OWN.get(key, key): value for key, value in BASE.items()} | {"model_type": "exaone",
+                                                                      "activation_function": "silu"}  # fmt: skip
+TOLD = "a config.json alone"
+CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (NEMOTRON, {"squared_relu": True, "layernorm_zero_centered_gamma": True, "rotary_percent": 0.5}, "nemotron"),
+    ({**NEMOTRON, "attention_bias": True, "mlp_bias": True}, {"add_bias_linear": True}, "nemotron"),
+    ({**SQUARE, "model_type": "jais2", "head_dim": 6}, {"add_bias_linear": True, "rotary_percent": 1.0}, "jais2"),
+    (PERSIMMON, {"qk_layernorm": True, "add_bias_linear": True, "rotary_base": 25000.0}, "persimmon"),
+    ({**BASE, "model_type": "arcee", **RELU2}, {"normalization": "RMSNorm", "squared_relu": True}, "arcee"),
+    (STARCODER2, {"window_size": (7, 0), "bias_gelu_fusion": True, "add_bias_linear": True}, "starcoder2"),
+    ({**STARCODER2, "use_bias": False, "hidden_act": "gelu"}, {"bias_gelu_fusion": False}, "starcoder2"),
+    (NEOX, {"group_query_attention": False, "rotary_percent": 0.5, "bias_gelu_fusion": False}, "gpt_neox"),
+    (BIGCODE, {"num_query_groups": 1, "group_query_attention": True}, "gpt_bigcode"),
+    ({**BIGCODE, "multi_query": False, "n_inner": 20}, {"group_query_attention": False}, TOLD),
+    (STABLELM, {"swiglu": True, "add_qkv_bias": True, "rotary_percent": 0.25}, "stablelm"),
+    (GLM, {"add_qkv_bias": True, "rotary_percent": 0.5, "rotary_interleaved": False}, "glm"),
+    ({**SQUARE, "model_type": "helium", "head_dim": 4, "rms_norm_eps": 1e-8}, {"add_bias_linear": False}, TOLD),
+    (MINISTRAL, {"window_size": (7, 0), "window_attn_skip_freq": [0, 1]}, "ministral"),
+    (CWM, {"window_attn_skip_freq": [0, 1], "rope_scaling_factor": 16.0}, TOLD),
+    ({**LATENT, "model_type": "youtu"}, {"multi_latent_attention": True, "num_experts": None}, "youtu"),
+    ({**BASE, "model_type": "internlm3", "qkv_bias": True, "bias": True}, {"add_bias_linear": True}, TOLD),
+    ({**BASE, "model_type": "iquestcoder"}, {"add_bias_linear": False}, TOLD),
+    (EXAONE, {"layernorm_epsilon": 1e-6, "num_layers": 2}, TOLD),
+]  # fmt: skip
+
+
+def test_every_family_is_among_the_cases() -> None:
+    assert {config["model_type"] for config, _, _ in CASES} == {family.name for family in MORE}
+
+
+@pytest.mark.parametrize(
+    ("config", "said", "told"), CASES, ids=lambda one: None if isinstance(one, str) else ""
+)
+def test_both_ways(config: dict[str, Any], said: dict[str, Any], told: str) -> None:
+    """Names and bits come back, without a config.json where the parameters and args tell the family."""
+    tensors = directory(config)
+    found, megatron = imported(config, tensors)
+    assert {name: found.args[name] for name in said} == said
+    model = read_model_args(found.args)
+    assert (detect_family(megatron, model).name == config["model_type"]) == (told != TOLD)
+    exported = export_targets(specs(megatron), found.args, config if told == TOLD else None)
+    again = materialise(exported.tensors, megatron, target_shapes=exported.shapes)
+    assert again.keys() == tensors.keys() and not exported.offsets
+    assert all(again[key].tobytes() == tensors[key].tobytes() for key in tensors)
+    assert {key: exported.config[key] for key in config} == config
+
+
+def test_rotary_pairs_of_a_part_of_each_head() -> None:
+    """GLM-4 rotates neighbours; Megatron has them half of the rotated rows apart, and the rest of the head alike."""
+    config = {**GLM, "head_dim": 8}
+    tensors = directory(config)
+    found, megatron = imported(config, tensors)
+    q, k, v = (tensors[f"model.layers.1.self_attn.{x}_proj.weight"] for x in "qkv")
+    name, turned = "decoder.layers.1.self_attention.linear_qkv.weight", [0, 2, 1, 3, 4, 5, 6, 7]
+    ours = megatron[name]
+    assert ours[:8].tobytes() == q[turned].tobytes() and ours[16:24].tobytes() == k[turned].tobytes()
+    assert ours[24:32].tobytes() == v[:8].tobytes()
+    bias = tensors["model.layers.1.self_attn.q_proj.bias"]
+    assert megatron[name.replace("weight", "bias")][:8].tobytes() == bias[turned].tobytes()
+    exported = export_targets(specs(megatron), {**found.args, "rotary_interleaved": True})
+    again = materialise(exported.tensors, megatron)
+    assert again["model.layers.1.self_attn.q_proj.weight"][:8].tobytes() == ours[:8].tobytes()  # as they lie
+
+
+def test_rows_that_are_grouped_on_both_sides() -> None:
+    """A fused projection is Megatron's own, unless that has rotary pairs in neighbouring rows."""
+    tensors = directory(NEOX)
+    found, megatron = imported(NEOX, tensors)
+    theirs = "gpt_neox.layers.1.attention.query_key_value.weight"
+    ours = megatron["decoder.layers.1.self_attention.linear_qkv.weight"]
+    assert ours.tobytes() == tensors[theirs].tobytes()
+    args = {**found.args, "rotary_interleaved": True, "rotary_percent": 1.0}
+    exported = export_targets(specs(megatron), args, {**NEOX, "rotary_pct": 1.0})
+    turned = materialise(exported.tensors, megatron)[theirs]
+    assert (
+        turned[:12].tobytes() == ours[[0, 2, 1, 3, 4, 6, 5, 7, 8, 9, 10, 11]].tobytes()
+    )  # q, k, v of a head
+    assert turned[40:48].tobytes() == ours[[40, 42, 41, 43, *range(44, 48)]].tobytes()  # k, v of the last
+
+
+def test_norms_of_nemotron_are_centred_at_zero() -> None:
+    """Weights are stored as weight - 1, and so Megatron stores them; biases are not."""
+    found, megatron = imported(NEMOTRON, directory(NEMOTRON))
+    args = {**found.args, "layernorm_zero_centered_gamma": False, "apply_layernorm_1p": False}
+    exported = export_targets(specs(megatron), args)
+    assert exported.offsets == {t.key: -1.0 for t in exported.tensors if "norm.weight" in t.key}
+    whole = {**found.args, "layernorm_zero_centered_gamma": True, "rotary_percent": 1.0}
+    assert export_targets(specs(megatron), whole).family.name == "nemotron"
+    plain = export_targets(specs(megatron), {**args, "rotary_percent": 1.0})
+    assert plain.family.name == "jais2" and not plain.offsets
+
+
+def test_heads_and_first_segments_of_other_names() -> None:
+    """A tied head that is stored nevertheless, and names of a model without its head."""
+    tied = {**NEOX, "tie_word_embeddings": True}
+    tensors = directory(tied)
+    assert "embed_out.weight" in directory(NEOX) and "embed_out.weight" not in tensors
+    stored = {**tensors, "embed_out.weight": tensors["gpt_neox.embed_in.weight"]}
+    found, _ = imported(tied, stored)
+    assert found.equal == (("gpt_neox.embed_in.weight", "embed_out.weight"),)
+    bare = {name.removeprefix("gpt_neox."): array for name, array in tensors.items()}
+    _, megatron = imported(tied, bare)
+    assert all(
+        megatron[key].tobytes() == array.tobytes() for key, array in imported(tied, tensors)[1].items()
+    )
+    buffers = {**tensors, "gpt_neox.layers.0.attention.masked_bias": np.float32(0)[None]}
+    assert imported(tied, buffers)[0].dropped == ("gpt_neox.layers.0.attention.masked_bias",)
+
+
+def test_a_window_on_some_layers_of_a_llama_is_a_ministral() -> None:
+    found, megatron = imported(LLAMA, directory(LLAMA))
+    args = {**found.args, "window_size": (7, 0), "window_attn_skip_freq": 2}
+    exported = export_targets(specs(megatron), args)
+    assert (
+        exported.config["architectures"] == ["MinistralForCausalLM"]
+        and exported.config["sliding_window"] == 8
+    )
+    assert exported.config["layer_types"] == ["sliding_attention", "full_attention"]
+    mistral = {**LLAMA, "model_type": "mistral", "sliding_window": 8}
+    assert "sliding windows on some layers only" in problems(
+        lambda: export_targets(specs(megatron), args, mistral)
+    )
+    biased = {**LLAMA, "model_type": "qwen2", "head_dim": 3}
+    found, megatron = imported(biased, directory(biased))
+    args = {**found.args, "window_size": (7, 0), "window_attn_skip_freq": [1, 0]}
+    assert "Qwen2ForCausalLM has them on all or none" in problems(
+        lambda: export_targets(specs(megatron), args)
+    )
+
+
+@pytest.mark.parametrize(
+    ("window", "kinds", "name"),
+    [(8, None, "mistral"), (8, ["sliding_attention"] * 2, "mistral"), (None, ["full_attention"] * 2, "mistral"),
+     (8, ["full_attention"] * 2, "ministral"), (8, ["full_attention", "sliding_attention"], "ministral"),
+     (8, 5, "ministral")],
+)  # fmt: skip
+def test_a_mistral_whose_layers_differ_is_a_ministral(window: Any, kinds: Any, name: str) -> None:
+    """As the AutoConfig of transformers 5 has it."""
+    config = {**BASE, "model_type": "mistral", "sliding_window": window, "layer_types": kinds}
+    assert family_of_config(config).name == name
+
+
+GPT_OSS = {
+    **BASE,
+    "model_type": "gpt_oss",
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "sliding_window": 8,
+}
+
+
+@pytest.mark.parametrize("config", [MINISTRAL, CWM, GPT_OSS], ids=lambda config: config["model_type"])
+@pytest.mark.parametrize(
+    "kinds",
+    ["full_attention", 5, ["full_attention"], ["linear_attention", "full_attention"], [1, 0], [[], []]],
+)
+def test_kinds_of_layers_are_a_list_of_known_ones(config: dict[str, Any], kinds: Any) -> None:
+    text = problems(lambda: read_config(FAMILIES[config["model_type"]], {**config, "layer_types": kinds}))
+    assert "layer_types: expected full_attention or sliding_attention for each of 2 layers" in text
+
+
+PARALLEL = {key: value for key, value in NEOX.items() if key != "use_parallel_residual"}
+BESIDE = "use_parallel_residual: attention and MLP of a layer beside each other"
+INTERNLM3 = {**BASE, "model_type": "internlm3"}
+DYNAMIC = {"rope_type": "dynamic", "factor": 6.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "text"),
+    [(PARALLEL, {}, BESIDE), (NEOX, {"use_parallel_residual": True}, BESIDE),
+     (NEOX, {"attention_bias": False}, "attention_bias is False"),
+     (NEOX, {"hidden_act": "relu"}, "'relu' is not one of"),
+     (NEOX, {"rotary_emb_base": 500, "rope_theta": 1e4}, "two names of one setting"),
+     (STABLELM, {"use_parallel_residual": True, "qk_layernorm": True}, "use_parallel_residual is True"),
+     (STABLELM, {"use_parallel_residual": True, "qk_layernorm": True}, "qk_layernorm is True"),
+     (STABLELM, {"rope_scaling": YARN}, "YaRN together with rotary_percent"),
+     (NEMOTRON, {"mlp_bias": True}, "another field disagree"),
+     (NEMOTRON, {"hidden_act": "silu"}, "hidden_act is 'silu'"),
+     (INTERNLM3, {"qkv_bias": True}, "another field disagree"),
+     (INTERNLM3, {"qkv_bias": True, "attention_bias": False}, "two names of one setting"),
+     (INTERNLM3, {"rope_scaling": DYNAMIC}, "Megatron has no 'dynamic' scaling"),
+     ({**SQUARE, "model_type": "helium", "head_dim": 4}, {"mlp_bias": True}, "mlp_bias is True"),
+     (MINISTRAL, {"sliding_window": None}, "does not run without a window"),
+     (CWM, {"rope_scaling": None}, "scales as Llama 3 with a factor of 16 where rope_scaling is null"),
+     (BIGCODE, {"scale_attn_weights": False}, "scale_attn_weights is False"),
+     (EXAONE, {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+     (PERSIMMON, {"rope_theta": None}, "rope_theta is missing"),
+     ({**LATENT, "model_type": "youtu"}, {"rope_interleave": False}, "rope_interleave is False")],
+)  # fmt: skip
+def test_what_megatron_does_not_compute(config: dict[str, Any], changes: dict[str, Any], text: str) -> None:
+    changed = {
+        key: value for key, value in {**config, **changes}.items() if (key, value) != ("rope_theta", None)
+    }
+    tensors = directory(config) if config is not PARALLEL else directory(NEOX)
+    assert text in problems(lambda: imported(changed, tensors))
+
+
+@pytest.mark.parametrize(
+    ("config", "args", "text"),
+    [(BIGCODE, {"num_query_groups": 2}, "num_query_groups"),
+     (NEOX, {"add_bias_linear": False}, "add_bias_linear is False"),
+     (NEOX, {"normalization": "RMSNorm"}, "normalization is 'RMSNorm'"),
+     (STARCODER2, {"qk_layernorm": True}, "qk_layernorm is True"),
+     (NEMOTRON, {"squared_relu": False}, "activation is 'gelu_erf'"),
+     (GLM, {"no_rope_freq": [0, 1]}, "no_rope_freq is [0, 1]"),
+     (PERSIMMON, {"rotary_interleaved": True}, "rotary_interleaved together with q/k norms"),
+     (MINISTRAL, {"window_size": None}, "sliding"), (STABLELM, {"num_query_groups": 4}, "num_key_value_heads")],
+)  # fmt: skip
+def test_what_a_config_of_the_family_cannot_say(
+    config: dict[str, Any], args: dict[str, Any], text: str
+) -> None:
+    found, megatron = imported(config, directory(config))
+    assert text in problems(lambda: export_targets(specs(megatron), {**found.args, **args}, config))
+
+
+def test_what_no_default_hides() -> None:
+    """Settings whose absence means something else than what they are here are written."""
+    for config, name, value in ((NEOX, "use_parallel_residual", False), (BIGCODE, "multi_query", True),
+                                (STARCODER2, "use_bias", True), (GLM, "attention_bias", True)):  # fmt: skip
+        found, megatron = imported(config, directory(config))
+        assert export_targets(specs(megatron), found.args).config[name] is value
+    found, megatron = imported(GLM, directory(GLM))
+    assert (
+        export_targets(specs(megatron), found.args).config["pad_token_id"] is None
+    )  # its own is beyond 11 tokens
+
+
+@pytest.mark.parametrize(
+    ("more", "factor"),
+    [({"mscale": 1.0}, None), ({"mscale_all_dim": 1.0}, None), ({"mscale": 0.0, "mscale_all_dim": 1.0}, None),
+     ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1.0), ({"mscale": 2.0, "mscale_all_dim": 0.5}, 1.194465)],
+)  # fmt: skip
+def test_terms_of_yarn_beside_each_other(more: dict[str, float], factor: float | None) -> None:
+    """transformers makes a factor of both; one alone says nothing. Megatron-LM has no argument for another factor."""
+    arcee = {**BASE, "model_type": "arcee", **RELU2, "rope_scaling": {**YARN, **more}}
+    (scaling,) = read_config(FAMILIES["arcee"], arcee).rope_scaling
+    assert scaling.get("attention_factor") == (None if factor is None else pytest.approx(factor, rel=1e-6))
+    if factor is not None:
+        assert "Megatron cannot set attention_factor" in problems(lambda: imported(arcee, directory(arcee)))
