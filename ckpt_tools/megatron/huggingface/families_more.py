@@ -17,6 +17,7 @@ PART = {"position_embedding_type": "rope"}
 RMS = {"normalization": "RMSNorm"}
 LN = {"normalization": "LayerNorm"}
 GATED, RELU2 = {"activation": "swiglu"}, {"activation": "squared_relu"}
+UNSCALED = {"rope_scaling": (None,)}  # the class of transformers 4 does not look at it, that of 5 does
 ALL_KEYS = {"sliding_window": None}
 NO_QK_NORM = {"qk_layernorm": False}
 NO_BIAS = {"add_bias_linear": False, "add_qkv_bias": False}
@@ -28,7 +29,7 @@ BIGCODE_BUFFERS = r"transformer\.h\.\d+\.attn\.(bias|masked_bias)"
 
 MORE = (
     Family("nemotron", "NemotronForCausalLM", rules_more.NEMOTRON, fields.NEMOTRON, fixed=ACT2,
-           needs=COMMON | PART | LN | RELU2 | ALL_KEYS | NO_QK_NORM, plus_one=True),
+           needs=COMMON | PART | LN | RELU2 | ALL_KEYS | NO_QK_NORM | UNSCALED, plus_one=True),
     Family("jais2", "Jais2ForCausalLM", rules_more.NEMOTRON, fields.JAIS2, fixed=ACT2,
            needs=COMMON | WHOLE | LN | RELU2 | ALL_KEYS | NO_QK_NORM),
     Family("persimmon", "PersimmonForCausalLM", rules_more.PERSIMMON, fields.PERSIMMON, fixed=ACT2,

@@ -68,6 +68,7 @@ WITHOUT_MODULES = {  # of megatron-core 0.16.1, by model_type
     "llama4": CHUNKS,
     "llama4_text": CHUNKS,
     "ministral3": BY_POSITION,
+    "nemotron-nas": "layers have shapes of their own",
     "vaultgemma": CAPPED,
     "gemma3n": PER_LAYER,
     "gemma3n_text": PER_LAYER,

@@ -97,7 +97,9 @@ def test_both_directions_tile_and_undo_each_other(name: str, data: st.DataObject
     per = 1 if name == "qkv_conv1d" else per
     rows = groups * (per + 2) * dim if "qkv" in name else 2 * data.draw(st.integers(1, 6))
     vocab = data.draw(st.integers(1, rows))
-    settings = model(groups * per, groups, dim, vocab_size=vocab, rotary_interleaved=data.draw(st.booleans()))
+    part = data.draw(st.sampled_from([1.0, 0.25, 0.5, 0.9]))
+    settings = model(groups * per, groups, dim, vocab_size=vocab, rotary_interleaved=data.draw(st.booleans()),
+                     rotary_percent=part)  # fmt: skip
     flat = name not in ("transposed", "vocab") and data.draw(st.booleans())
     core = numbered(rows) if flat else numbered(rows, columns)
     layout = LAYOUTS[name][1](core.shape, settings)

@@ -34,7 +34,7 @@ LOADED = sorted(set(RAN) - {"gemma", "nemotron", "nemotron_bias"})
 INTERLEAVED = [
     "llama3",
     "glm",
-    "gpt_neox",
+    "gpt_neox_tanh",
     "starcoder2",
 ]  # whole heads and parts of them, in each layout of q, k, v
 

@@ -130,6 +130,21 @@ def test_norms_of_nemotron_are_centred_at_zero() -> None:
     assert plain.family.name == "jais2" and not plain.offsets
 
 
+def test_nemotron_of_bridge() -> None:
+    """Its settings are told in Bridge's words, with a squared ReLU of Bridge's own."""
+    _, megatron = imported(NEMOTRON, directory(NEMOTRON))
+    bridge = {
+        "num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 6,
+        "ffn_hidden_size": 10, "seq_length": 32, "vocab_size": 11, "share_embeddings_and_output_weights": False,
+        "normalization": "LayerNorm", "layernorm_zero_centered_gamma": True, "gated_linear_unit": False,
+        "activation_func": {"_target_": "megatron.bridge.models.nemotron.nemotron_bridge.squared_relu", "_call_": False},
+        "add_bias_linear": False, "position_embedding_type": "rope", "rotary_percent": 0.5, "bf16": True,
+    }  # fmt: skip
+    exported = export_targets(specs(megatron), bridge)
+    assert exported.family.name == "nemotron" and not exported.offsets
+    assert {key: exported.config[key] for key in NEMOTRON} == NEMOTRON
+
+
 def test_heads_and_first_segments_of_other_names() -> None:
     """A tied head that is stored nevertheless, and names of a model without its head."""
     tied = {**NEOX, "tie_word_embeddings": True}
@@ -217,6 +232,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
      (STABLELM, {"rope_scaling": YARN}, "YaRN together with rotary_percent"),
      (NEMOTRON, {"mlp_bias": True}, "another field disagree"),
      (NEMOTRON, {"hidden_act": "silu"}, "hidden_act is 'silu'"),
+     (NEMOTRON, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "NemotronForCausalLM is (None,)"),
      (INTERNLM3, {"qkv_bias": True}, "another field disagree"),
      (INTERNLM3, {"qkv_bias": True, "attention_bias": False}, "two names of one setting"),
      (INTERNLM3, {"rope_scaling": DYNAMIC}, "Megatron has no 'dynamic' scaling"),
