@@ -137,7 +137,8 @@ def test_nemotron_of_bridge() -> None:
         "num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 6,
         "ffn_hidden_size": 10, "seq_length": 32, "vocab_size": 11, "share_embeddings_and_output_weights": False,
         "normalization": "LayerNorm", "layernorm_zero_centered_gamma": True, "gated_linear_unit": False,
-        "activation_func": {"_target_": "megatron.bridge.models.nemotron.nemotron_bridge.squared_relu", "_call_": False},
+        "activation_func": {"_call_": False,
+                            "_target_": "megatron.bridge.models.nemotron.nemotron_bridge.squared_relu"},
         "add_bias_linear": False, "position_embedding_type": "rope", "rotary_percent": 0.5, "bf16": True,
     }  # fmt: skip
     exported = export_targets(specs(megatron), bridge)
