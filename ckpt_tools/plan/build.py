@@ -230,13 +230,9 @@ def _entries(target: Target) -> list[TargetObject | InlineTensor | TargetTensor]
 
 
 def _check_unique(target: Target) -> None:
-    seen: set[str] = set()
-    twice = []
-    for key in (*(t.key for t in _entries(target)), *target.aliases):
-        if key in seen:
-            twice.append(key)
-        seen.add(key)
-    if twice:
+    keys = [*(t.key for t in _entries(target)), *target.aliases]
+    if len(set(keys)) < len(keys):
+        twice = [key for key, count in Counter(keys).items() for _ in range(count - 1)]
         raise MappingError("the target has keys more than once:\n" + list_problems(twice), twice)
 
 
