@@ -17,7 +17,7 @@ from ckpt_tools.megatron.huggingface.field_values import Config
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs
 from ckpt_tools.megatron.huggingface.numbers import bounded
 from ckpt_tools.megatron.huggingface.rope_args import GPT_OSS_SCALING, RELEASED_GPT_OSS_SCALING
-from ckpt_tools.megatron.huggingface.rules import Family
+from ckpt_tools.megatron.huggingface.rules import Family, first_of
 
 _MISSING = object()
 
@@ -213,7 +213,7 @@ def _implied(family: Family, values: dict[str, Any]) -> dict[str, Any]:
         implied["moe_router_pre_softmax"] = False
     if values.get("sliding_window"):
         implied["sliding_layers"] = (1,) * values["num_layers"]
-    needed = {k: v for k, v in family.needs.items() if k in ModelArgs.__dataclass_fields__}
+    needed = {k: first_of(v) for k, v in family.needs.items() if k in ModelArgs.__dataclass_fields__}
     return implied | needed | values
 
 
