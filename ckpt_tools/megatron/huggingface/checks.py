@@ -65,7 +65,7 @@ def not_of_family(family: Family, model: ModelArgs, reference: Mapping[str, Any]
     ]
     told = in_v4_form(reference or {})
     lacking = [one.hf for one in family.fields
-               if one.wins == "either" and getattr(model, one.arg) is None and one.hf not in told]  # fmt: skip
+               if one.wins == "either" and model.setting(one.arg) is None and one.hf not in told]  # fmt: skip
     if lacking:
         problems.append(f"only a reference config tells {', '.join(lacking)}; pass --hf-config")
     if 0 in model.sliding_layers and not any(one.arg == "sliding_layers" for one in family.fields):

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_tools.megatron.huggingface.config_fields import REQUIRED, Field
-from ckpt_tools.megatron.huggingface.field_items import KnownFields, as_value, read_fields, with_defaults
+from ckpt_tools.megatron.huggingface.field_items import FieldWords, KnownFields, read_fields, with_defaults
 from ckpt_tools.megatron.huggingface.field_values import plain_read
 from ckpt_tools.megatron.huggingface.file_places import (
     Place,
@@ -20,7 +20,7 @@ from ckpt_tools.megatron.huggingface.file_places import (
     unknown_keys,
 )
 from ckpt_tools.megatron.huggingface.ledger import arguments
-from ckpt_tools.megatron.huggingface.model_args import ModelArgs
+from ckpt_tools.megatron.huggingface.model_args import ModelArgs, frozen
 from ckpt_tools.megatron.huggingface.pieces import Names, parts_of, pieces
 from ckpt_tools.megatron.huggingface.rule_items import LAYER, Words, core_in_mtp, has_mtp, in_mtp, read_rules
 from ckpt_tools.megatron.huggingface.rules import (
@@ -34,9 +34,10 @@ from ckpt_tools.megatron.huggingface.rules import (
 )
 
 FAMILY_KEYS = {"family", "architecture", "model_type", "also_types", "like", "names", "fields", "defaults", "fixed",
-               "needs", "rules", "without", "mtp", "dimensions", "conditions", "ignored", "copies", "unset",
-               "plus_one", "window_turn"}  # fmt: skip
+               "needs", "rules", "without", "mtp", "settings", "dimensions", "conditions", "ignored", "copies",
+               "unset", "plus_one", "window_turn"}  # fmt: skip
 SETTINGS = ModelArgs.__dataclass_fields__
+NEEDED = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads", "max_position_embeddings")
 
 
 def is_whole(data: Any) -> bool:
@@ -65,11 +66,12 @@ def read_family(
         for key in needs
         if key not in SETTINGS and key not in arguments().changes
     ]
-    fields, own = _fields(data, old, needs, known, top, problems)
+    settings = (*old.settings, *_settings(data, needs, top / "settings", problems))
+    fields, own = _fields(data, old, needs, FieldWords(known, (*SETTINGS, *settings)), top, problems)
     names = _names(data, top / "names", problems)
-    sizes = _dimensions(data, top, problems)
-    conditions = _conditions(data, top, problems)
-    words = Words(names, (*DIMENSIONS, *sizes), (*CONDITIONS, *conditions))
+    sizes = _dimensions(data, settings, top, problems)
+    conditions = _conditions(data, settings, top, problems)
+    words = Words(names, (*DIMENSIONS, *old.dimensions, *sizes), (*CONDITIONS, *old.conditions, *conditions))
     carried = {name for one in fields if one not in old.fields for name in (one.hf, one.arg)}
     family = replace(
         old,
@@ -87,8 +89,9 @@ def read_family(
         ignored=(*old.ignored, *_ignored(data, top / "ignored", problems)),
         window_turn=typed(data, "window_turn", int, top, problems, default=old.window_turn),
         unset=(*old.unset, *texts(data.get("unset", []), top / "unset", problems)),
-        dimensions=sizes,
-        conditions=conditions,
+        settings=settings,
+        dimensions={**old.dimensions, **sizes},
+        conditions={**old.conditions, **conditions},
     )
     problems += _contradictions(family, own, fixed, needs, top)
     problems += [
@@ -106,6 +109,10 @@ def _contradictions(
         for hf in fixed
         if hf in own
     ]
+    args = {one.arg for one in family.fields}
+    found += [f"no field is {one} @ {top / 'fields'}" for one in NEEDED if one not in args]
+    if not args & {"ffn_hidden_size", "moe_ffn_hidden_size"}:
+        found.append(f"no field is ffn_hidden_size or moe_ffn_hidden_size @ {top / 'fields'}")
     for one in family.fields:
         plain = one.read is plain_read and one.default is not REQUIRED and not callable(one.default)
         if one.hf in own and one.arg in needs and plain and not allows(needs[one.arg], one.default):
@@ -137,8 +144,8 @@ def _wanted(value: Any, kind: str, name: object, at: Place, problems: Problems) 
         if not isinstance(values, list) or len(values) < 2:
             problems.append(f"one_of is a list of several values @ {at}")
             return None
-        return as_value(values) if kind == "fixed" else OneOf(as_value(values))
-    return as_value(value) if kind == "needs" and name in SETTINGS else value
+        return frozen(values) if kind == "fixed" else OneOf(frozen(values))
+    return frozen(value) if kind == "needs" and name in SETTINGS else value
 
 
 def _names(data: Mapping[str, Any], at: Place, problems: Problems) -> Names:
@@ -155,41 +162,69 @@ def _own_names(data: Mapping[str, Any]) -> dict[str, str]:
     return said if isinstance(said, dict) else {}
 
 
-def _dimensions(data: Mapping[str, Any], top: Place, problems: Problems) -> dict[str, str]:
+def _settings(
+    data: Mapping[str, Any], needs: Mapping[str, Any], at: Place, problems: Problems
+) -> tuple[str, ...]:
+    """Megatron's arguments that this family carries, and that `ModelArgs` has no field for."""
+    found = texts(data.get("settings", []), at, problems)
+    for i, name in enumerate(found):
+        if name in SETTINGS or name in arguments().carried:
+            problems.append(f"{name} is carried for every family @ {at / i}")
+        if name in needs:
+            problems.append(f"{name} has one value (`needs`) and is not carried: one of both @ {at / i}")
+    return found
+
+
+def _dimensions(
+    data: Mapping[str, Any], own: tuple[str, ...], top: Place, problems: Problems
+) -> dict[str, str]:
     """Names for sizes that are settings."""
     found, at = {}, top / "dimensions"
     for name, setting in typed(data, "dimensions", dict, top, problems, default={}).items():
+        size = setting in own or (setting in SETTINGS and "int" in str(SETTINGS[setting].type).split(" | "))
         if name in DIMENSIONS:
             problems.append(f"{name} is a dimension already @ {at / name}")
-        elif setting not in SETTINGS or "int" not in str(SETTINGS[setting].type).split(" | "):
+        elif not size:
             problems.append(f"{setting!r} is not a setting that is a size @ {at / name}")
         else:
             found[name] = setting
     return found
 
 
-def _conditions(data: Mapping[str, Any], top: Place, problems: Problems) -> dict[str, Condition]:
+def _conditions(
+    data: Mapping[str, Any], own: tuple[str, ...], top: Place, problems: Problems
+) -> dict[str, Condition]:
     """Words for what a setting is, of the layer where it has a value for each."""
-    found, at = {}, top / "conditions"
-    for name, value in typed(data, "conditions", dict, top, problems, default={}).items():
-        said = {"setting": value} if isinstance(value, str) else value
-        if not isinstance(said, Mapping):
-            problems.append(f"expected a setting or a mapping, found {value!r} @ {at / name}")
-            continue
-        unknown_keys(said, {"setting", "is", "is_not"}, at / name, problems)
-        setting = typed(said, "setting", str, at / name, problems)
-        kind = str(SETTINGS[setting].type) if setting in SETTINGS else None
-        if name in CONDITIONS:
-            problems.append(f"{name} is a condition already @ {at / name}")
-        elif kind is None or "RopeScaling" in kind or "GluInterleave" in kind:
-            problems.append(f"unknown setting {setting!r} @ {at / name}")
-        elif "is" in said and "is_not" in said:
-            problems.append(f"is and is_not are two conditions @ {at / name}")
-        else:
-            wanted = said.get("is", said.get("is_not", []))
-            values = tuple(wanted) if isinstance(wanted, list) else (wanted,)
-            found[name] = Condition(setting, values, "is_not" not in said)
-    return found
+    said = typed(data, "conditions", dict, top, problems, default={})
+    made = {
+        name: _condition(name, value, own, top / "conditions" / name, problems)
+        for name, value in said.items()
+    }
+    return {name: one for name, one in made.items() if one is not None}
+
+
+def _condition(
+    name: str, value: Any, own: tuple[str, ...], at: Place, problems: Problems
+) -> Condition | None:
+    said = {"setting": value} if isinstance(value, str) else value
+    if not isinstance(said, Mapping):
+        problems.append(f"expected a setting or a mapping, found {value!r} @ {at}")
+        return None
+    unknown_keys(said, {"setting", "is", "is_not"}, at, problems)
+    setting = typed(said, "setting", str, at, problems)
+    kind = "" if setting in own else str(SETTINGS[setting].type) if setting in SETTINGS else None
+    if name in CONDITIONS:
+        problems.append(f"{name} is a condition already @ {at}")
+    elif kind is None or any(one in kind for one in ("RopeScaling", "GluInterleave", "Mapping")):
+        problems.append(f"unknown setting {setting!r} @ {at / 'setting' if 'setting' in said else at}")
+    elif "is" in said and "is_not" in said:
+        problems.append(f"is and is_not are two conditions @ {at}")
+    else:
+        wanted = said.get("is", said.get("is_not", []))
+        return Condition(
+            setting, tuple(wanted) if isinstance(wanted, list) else (wanted,), "is_not" not in said
+        )
+    return None
 
 
 def _copies(
@@ -220,7 +255,7 @@ def _ignored(data: Mapping[str, Any], at: Place, problems: Problems) -> tuple[st
 
 
 def _fields(
-    data: Mapping[str, Any], old: Family, needs: Mapping[str, Any], known: KnownFields | None, top: Place,
+    data: Mapping[str, Any], old: Family, needs: Mapping[str, Any], words: FieldWords, top: Place,
     problems: Problems
 ) -> tuple[tuple[Field, ...], set[str]]:  # fmt: skip
     kept = old.fields
@@ -228,7 +263,7 @@ def _fields(
         latent = {one.arg for one in _piece_of_fields("mla")}
         kept = (*(one for one in kept if one.arg not in latent), *_piece_of_fields("head_dim"))
     said = data.get("fields", {})
-    fields, own = read_fields(said, kept, old.name or "this family", known, top / "fields", problems)
+    fields, own = read_fields(said, kept, old.name or "this family", words, top / "fields", problems)
     defaults = typed(data, "defaults", dict, top, problems, default={})
     return with_defaults(fields, defaults, top / "defaults", problems), own
 
@@ -286,4 +321,4 @@ def _piece_of_rules(*names: str) -> list[Rule]:
 
 
 def _piece_of_fields(name: str) -> tuple[Field, ...]:
-    return read_fields([name], (), "", None, pieces().top / "fields", [])[0]
+    return read_fields([name], (), "", FieldWords(), pieces().top / "fields", [])[0]

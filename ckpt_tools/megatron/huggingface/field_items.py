@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from ckpt_tools.megatron.huggingface.config_fields import REQUIRED, Field
 from ckpt_tools.megatron.huggingface.field_values import DEFAULTS, FORMS
 from ckpt_tools.megatron.huggingface.file_places import Place, Problems, typed, unknown_keys
-from ckpt_tools.megatron.huggingface.model_args import ModelArgs
+from ckpt_tools.megatron.huggingface.model_args import ModelArgs, frozen
 from ckpt_tools.megatron.huggingface.pieces import parts_of, pieces
 
 FIELD_KEYS = {"setting", "default", "default_by", "form", "wins", "also"}
+SETTINGS = tuple(ModelArgs.__dataclass_fields__)
 WINS = ("", "either", "reference", "checkpoint")
 TRANSLATED = {"moe_layers", "sliding_layers", "no_rope_layers", "rope_scaling", "glu_interleave", "params_dtype",
               "moe_router_pre_softmax", "moe_shared_expert_intermediate_size", "activation", "tied"}  # fmt: skip
@@ -28,13 +29,22 @@ class KnownFields(Protocol):
         """The fields that are this setting."""
 
 
+@dataclass(frozen=True, slots=True)
+class FieldWords:
+    """What fields may say. Of `known` families, a field of the same name and setting takes its form over; files of
+    this package say theirs.
+    """
+
+    known: KnownFields | None = None
+    settings: tuple[str, ...] = SETTINGS
+
+
 def read_fields(
-    said: Any, base: Iterable[Field], of: str, known: KnownFields | None, at: Place, problems: Problems
+    said: Any, base: Iterable[Field], of: str, words: FieldWords, at: Place, problems: Problems
 ) -> tuple[tuple[Field, ...], set[str]]:
     """`base` with what a file says of fields, and the names of those that are the file's own.
 
-    `of` is the family whose fields `base` are. `known` gives the fields of families there are, whose forms a field of
-    the same name and setting takes over (files of this package say theirs).
+    `of` is the family whose fields `base` are.
     """
     found: dict[str, tuple[Field, ...]] = {}
     for one in base:
@@ -54,7 +64,7 @@ def read_fields(
             else:
                 found.pop(hf, None)
                 own -= {hf}
-            if setting is not None and (made := _fields(str(hf), setting, known, place / hf, problems)):
+            if setting is not None and (made := _fields(str(hf), setting, words, place / hf, problems)):
                 found[hf] = made
                 own |= {hf}
     return tuple(one for fields in found.values() for one in fields), own
@@ -64,19 +74,17 @@ def with_defaults(fields: tuple[Field, ...], said: Any, at: Place, problems: Pro
     """The fields with what this family's class takes without them, where pieces have another's."""
     names = {one.hf for one in fields}
     problems += [f"there is no field {hf!r} @ {at / hf}" for hf in said if hf not in names]
-    return tuple(replace(one, default=as_value(said[one.hf])) if one.hf in said else one for one in fields)
+    return tuple(replace(one, default=frozen(said[one.hf])) if one.hf in said else one for one in fields)
 
 
-def _fields(
-    hf: str, said: Any, known: KnownFields | None, at: Place, problems: Problems
-) -> tuple[Field, ...]:
+def _fields(hf: str, said: Any, words: FieldWords, at: Place, problems: Problems) -> tuple[Field, ...]:
     """One field or, from a list, one for each setting that follows from it."""
     parts = said if isinstance(said, list) else [said]
-    made = [_field(hf, one, known, at if said is one else at / i, problems) for i, one in enumerate(parts)]
+    made = [_field(hf, one, words, at if said is one else at / i, problems) for i, one in enumerate(parts)]
     return tuple(one for one in made if one)
 
 
-def _field(hf: str, said: Any, known: KnownFields | None, at: Place, problems: Problems) -> Field | None:
+def _field(hf: str, said: Any, words: FieldWords, at: Place, problems: Problems) -> Field | None:
     said = {"setting": said} if isinstance(said, str) else said
     if not isinstance(said, Mapping):
         problems.append(f"expected a setting, a mapping or null, found {said!r} @ {at}")
@@ -84,7 +92,7 @@ def _field(hf: str, said: Any, known: KnownFields | None, at: Place, problems: P
     before = len(problems)
     unknown_keys(said, FIELD_KEYS, at, problems)
     setting = typed(said, "setting", str, at, problems)
-    if setting not in ModelArgs.__dataclass_fields__:
+    if setting not in words.settings:
         problems.append(f"unknown setting {setting!r} @ {at}")
     form = _one_of(said, "form", FORMS, at, problems)
     default_by = _one_of(said, "default_by", DEFAULTS, at, problems)
@@ -93,8 +101,9 @@ def _field(hf: str, said: Any, known: KnownFields | None, at: Place, problems: P
         problems.append(f"default and default_by are two defaults @ {at}")
     if len(problems) > before:
         return None
-    like = None if form or known is None else known.like(hf, setting)
-    if known is not None and not form and like is None and setting in TRANSLATED:
+    known = None if form or at.source is pieces() else words.known
+    like = None if known is None else known.like(hf, setting)
+    if known is not None and like is None and setting in TRANSLATED:
         others = ", ".join(sorted(known.names(setting)))
         problems.append(f"{setting} has a form of its own in config.json (`form`); known are {others} @ {at}")
         return None
@@ -102,7 +111,7 @@ def _field(hf: str, said: Any, known: KnownFields | None, at: Place, problems: P
     if form:
         made = replace(made, write=FORMS[form].write, read=FORMS[form].read)
     also = typed(said, "also", str, at, problems, default="") or made.also
-    default = DEFAULTS[default_by] if default_by else as_value(said.get("default", REQUIRED))
+    default = DEFAULTS[default_by] if default_by else frozen(said.get("default", REQUIRED))
     return replace(made, default=default, wins=wins if wins is not None else made.wins, also=also)
 
 
@@ -113,13 +122,8 @@ def fields_of_pieces() -> dict[str, list[Field]]:
     for parts in pieces().data["fields"].values():
         for part in parts:
             for hf, said in part.items() if isinstance(part, Mapping) else ():
-                found.setdefault(hf, []).extend(_fields(hf, said, None, at, problems))
+                found.setdefault(hf, []).extend(_fields(hf, said, FieldWords(), at, problems))
     return found
-
-
-def as_value(value: Any) -> Any:
-    """A value of YAML as settings have it: tuples for lists."""
-    return tuple(as_value(one) for one in value) if isinstance(value, list) else value
 
 
 def _one_of(said: Mapping[str, Any], key: str, known: Iterable[str], at: Place, problems: Problems) -> Any:

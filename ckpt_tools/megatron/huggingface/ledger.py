@@ -90,13 +90,15 @@ def account_for_args(family: Family, args: Mapping[str, Any]) -> Account:
         for name, needed in family.needs.items()
         if name in ledger.changes and not allows(needed, args.get(name), equal)
     ]
-    carried = {MEGATRON_NAMES.get(one.arg) for one in family.fields}
+    carried = {*(MEGATRON_NAMES.get(one.arg) for one in family.fields), *family.settings}
     for name, change in ledger.changes.items():
         if name not in carried and name not in family.needs and not is_neutral(args.get(name), change, args):
             problems.append(
                 f"{name} is {short(args[name])}: {change.why}; {family.architecture} does not compute that"
             )
-    return Account(tuple(problems), _unknown((k, v) for k, v in args.items() if k not in ledger))
+    return Account(
+        tuple(problems), _unknown((k, v) for k, v in args.items() if k not in ledger and k not in carried)
+    )
 
 
 def demanded_args(family: Family) -> dict[str, Any]:

@@ -35,7 +35,8 @@ rules:
     dtype: float32            # kept whatever is asked
     fused: model.all          # a tensor of all experts that readers accept in place of `hf`
 mtp: true                     # decoder layers' rules go for the layer inside a prediction module too
-dimensions: {lora: q_lora_rank}                     # further sizes: settings of ModelArgs
+settings: [index_topk]        # Megatron arguments beyond those of ModelArgs that `fields` carry
+dimensions: {lora: q_lora_rank}                     # further sizes: settings
 conditions: {windowed: sliding_layers, wide: {setting: v_head_dim, is: [128, 256]}}   # further words for `when`
 ignored: ['rotary_emb\\.inv_freq']  # Hugging Face tensors without content
 copies: [mtp, {core: output_layer.weight, hf: copy.weight}]   # weights that are stored under a second name

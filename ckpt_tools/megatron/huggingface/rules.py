@@ -16,6 +16,7 @@ from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.huggingface.config_fields import Field
 from ckpt_tools.megatron.huggingface.layouts import LAYOUTS, HfShape, Layout, gate_up_in_turns, stack
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs
+from ckpt_tools.megatron.huggingface.numbers import MAX_SIZE
 from ckpt_tools.model.views import Shape
 
 
@@ -48,8 +49,9 @@ class OneOf(NamedTuple):
         return f"one of {', '.join(map(repr, self.values))}"
 
 
-class Condition(NamedTuple):
-    """What a setting of `ModelArgs` is: one of `values`, or set at all; `holds` False for the opposite.
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """What a setting is: one of `values`, or set at all; `holds` False for the opposite.
 
     Of a setting that has a value for each layer, that of the layer counts.
     """
@@ -59,8 +61,10 @@ class Condition(NamedTuple):
     holds: bool = True
 
     def __call__(self, model: ModelArgs, layer: int) -> bool:
-        value = getattr(model, self.setting)
+        value = model.setting(self.setting)
         if isinstance(value, tuple):
+            if value and len(value) != model.num_layers:
+                raise MappingError(f"{self.setting} has {len(value)} values for {model.num_layers} layers")
             value = value[layer] if value else None
         return (value in self.values if self.values else bool(value)) == self.holds
 
@@ -77,7 +81,7 @@ class Family:
     turns, the last of `window_turn` layers sees all keys. `unset` are fields that are written as null where no
     reference has them: the class's own value is beyond a smaller vocabulary, and it fails to load. `also_types` are
     further model types of the same class, which a reference keeps. `dimensions` are further names of sizes, each a
-    setting of `ModelArgs`, and `conditions` further words for `when`.
+    setting, and `conditions` further words for `when`. `settings` are arguments that `ModelArgs` has no field for.
     """
 
     name: str
@@ -94,6 +98,7 @@ class Family:
     window_turn: int = 0
     also_types: tuple[str, ...] = ()
     unset: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
     dimensions: Mapping[str, str] = field(default_factory=dict)
     conditions: Mapping[str, Condition] = field(default_factory=dict)
 
@@ -185,9 +190,8 @@ def expand(family: Family, model: ModelArgs, present: Iterable[str] = ()) -> lis
     is among them, the pair is about it.
     """
     sizes, there = dimensions(model), frozenset(present)
-    sizes |= {name: getattr(model, setting) or 0 for name, setting in family.dimensions.items()}
-    own: Mapping[str, Callable[[ModelArgs, int], bool]] = family.conditions
-    conditions = {**CONDITIONS, **own}
+    sizes |= {name: _size(model, setting) for name, setting in family.dimensions.items()}
+    conditions: dict[str, Callable[[ModelArgs, int], bool]] = CONDITIONS | dict(family.conditions)
     pairs: list[Pair] = []
     for rules, layers in _by_layer(family.rules, model):
         for layer, names in layers:
@@ -195,6 +199,13 @@ def expand(family: Family, model: ModelArgs, present: Iterable[str] = ()) -> lis
                 if all(conditions[condition](model, layer) for condition in rule.when):
                     pairs.extend(_pairs(rule, names, model, sizes, there))
     return pairs
+
+
+def _size(model: ModelArgs, setting: str) -> int:
+    value = model.setting(setting) or 0
+    if type(value) is not int or not 0 <= value <= MAX_SIZE:
+        raise MappingError(f"{setting} is {str(value)[:60]!r}, and a rule file has it for a size")
+    return value
 
 
 def _by_layer(

@@ -38,7 +38,7 @@ from ckpt_tools.megatron.huggingface.config import (
 from ckpt_tools.megatron.huggingface.families import FAMILIES
 from ckpt_tools.megatron.huggingface.identify import detect_family, family_of_config
 from ckpt_tools.megatron.huggingface.ledger import account_for_settings, demanded_args
-from ckpt_tools.megatron.huggingface.model_args import ModelArgs, read_model_args
+from ckpt_tools.megatron.huggingface.model_args import ModelArgs, read_model_args, with_own_settings
 from ckpt_tools.megatron.huggingface.rules import Family, Pair, expand
 from ckpt_tools.megatron.huggingface.written_args import megatron_args
 from ckpt_tools.model.target import Source, TargetTensor
@@ -105,6 +105,8 @@ def export_targets(
     model = read_model_args(args) if args is not None else None
     told = vocab_size or (model.vocab_size if model is not None else None)
     family = detect_family(parameters, model, reference, families)
+    if model is not None and args is not None:
+        model = with_own_settings(model, family.settings, args)
     settings = account_for_settings(family, model, args, None if reference is None else in_v4_form(reference))
     if reference is not None:
         model = read_config(family, reference) if model is None else reconcile(family, model, reference)
