@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ckpt_tools.megatron.huggingface.checks import EMBEDDING, HEAD
 from ckpt_tools.megatron.huggingface.config_fields import REQUIRED, Field
 from ckpt_tools.megatron.huggingface.field_items import FieldWords, KnownFields, read_fields, with_defaults
 from ckpt_tools.megatron.huggingface.field_values import plain_read
@@ -60,12 +61,8 @@ def read_family(
     unknown_keys(data, FAMILY_KEYS, top, problems)
     name = typed(data, "family", str, top, problems)
     old = base or Family("", "", (), ())
-    fixed, needs = (_demands(data.get(kind, {}), kind, top / kind, problems) for kind in ("fixed", "needs"))
-    problems += [
-        f"unknown setting @ {top / 'needs' / key}"
-        for key in needs
-        if key not in SETTINGS and key not in arguments().changes
-    ]
+    places: dict[tuple[str, str], Place] = {}
+    fixed, needs = (_demands(data, kind, top, places, problems) for kind in ("fixed", "needs"))
     settings = (*old.settings, *_settings(data, needs, top / "settings", problems))
     fields, own = _fields(data, old, needs, FieldWords(known, (*SETTINGS, *settings)), top, problems)
     names = _names(data, top / "names", problems)
@@ -93,7 +90,7 @@ def read_family(
         dimensions={**old.dimensions, **sizes},
         conditions={**old.conditions, **conditions},
     )
-    problems += _contradictions(family, own, fixed, needs, top)
+    problems += _contradictions(family, own, top, places)
     problems += [
         f"no text has <{one}> @ {top / 'names' / one}" for one in _own_names(data) if one not in names.used
     ]
@@ -101,39 +98,47 @@ def read_family(
 
 
 def _contradictions(
-    family: Family, own: set[str], fixed: Mapping[str, Any], needs: Mapping[str, Any], top: Place
+    family: Family, own: set[str], top: Place, places: Mapping[tuple[str, str], Place]
 ) -> list[str]:
-    """What the file says of its fields against what it demands."""
+    """What the file says of its fields against what it demands, and what no family can do without."""
     found = [
-        f"{hf} is a field of its own, and has one value: one of both @ {top / 'fixed' / hf}"
-        for hf in fixed
-        if hf in own
+        f"{name} is a field of its own, and has one value: one of both @ {at}"
+        for (kind, name), at in places.items()
+        if kind == "fixed" and name in own
     ]
+    for one in family.fields:
+        plain = one.read is plain_read and one.default is not REQUIRED and not callable(one.default)
+        at = places.get(("needs", one.arg))
+        if one.hf in own and at and plain and not allows(family.needs[one.arg], one.default):
+            found.append(
+                f"without {one.hf} in config.json it is {one.default!r}, and needs demands "
+                f"{family.needs[one.arg]!r} @ {at}"
+            )
     args = {one.arg for one in family.fields}
     found += [f"no field is {one} @ {top / 'fields'}" for one in NEEDED if one not in args]
     if not args & {"ffn_hidden_size", "moe_ffn_hidden_size"}:
         found.append(f"no field is ffn_hidden_size or moe_ffn_hidden_size @ {top / 'fields'}")
-    for one in family.fields:
-        plain = one.read is plain_read and one.default is not REQUIRED and not callable(one.default)
-        if one.hf in own and one.arg in needs and plain and not allows(needs[one.arg], one.default):
-            found.append(
-                f"without {one.hf} in config.json it is {one.default!r}, and needs demands {needs[one.arg]!r} "
-                f"@ {top / 'needs' / one.arg}"
-            )
+    if not any(rule.core == EMBEDDING for rule in family.rules):
+        found.append(f"no rule is that of {EMBEDDING} @ {top / 'rules'}")
     return found
 
 
-def _demands(said: Any, kind: str, at: Place, problems: Problems) -> dict[str, Any]:
-    """Values by name; of two pieces that demand one thing, both the same."""
+def _demands(
+    data: Mapping[str, Any], kind: str, top: Place, places: dict[tuple[str, str], Place], problems: Problems
+) -> dict[str, Any]:
+    """Values by name, with their places; of two pieces that demand one thing, both the same."""
     found: dict[str, Any] = {}
-    for part, place in parts_of(said, kind, at, problems):
+    for part, place in parts_of(data.get(kind, {}), kind, top / kind, problems):
         if not isinstance(part, Mapping):
             problems.append(f"expected a mapping, found {part!r} @ {place}")
             continue
         for name, value in part.items():
-            wanted = _wanted(value, kind, name, place / name, problems)
+            at = places[kind, name] = place / name
+            wanted = _wanted(value, kind, name, at, problems)
+            if kind == "needs" and name not in SETTINGS and name not in arguments().changes:
+                problems.append(f"unknown setting @ {at}")
             if name in found and found[name] != wanted:
-                problems.append(f"{name} is {found[name]!r} already @ {place / name}")
+                problems.append(f"{name} is {found[name]!r} already @ {at}")
             found[name] = wanted
     return found
 
@@ -240,6 +245,12 @@ def _copies(
             names.fill(typed(part, key, str, place, problems), place / key, problems)
             for key in ("core", "hf")
         )
+        if core not in (EMBEDDING, HEAD):
+            problems.append(f"{core!r} is not {EMBEDDING} or {HEAD} @ {place / 'core'}")
+        if "{n}" not in hf:
+            problems.append(
+                f"{hf!r} is to have {{n}}: the copies are those in prediction modules @ {place / 'hf'}"
+            )
         found.append((core, hf))
     return tuple(found)
 

@@ -39,7 +39,7 @@ settings: [index_topk]        # Megatron arguments beyond those of ModelArgs tha
 dimensions: {lora: q_lora_rank}                     # further sizes: settings
 conditions: {windowed: sliding_layers, wide: {setting: v_head_dim, is: [128, 256]}}   # further words for `when`
 ignored: ['rotary_emb\\.inv_freq']  # Hugging Face tensors without content
-copies: [mtp, {core: output_layer.weight, hf: copy.weight}]   # weights that are stored under a second name
+copies: [mtp]                 # embedding and head, stored again in each prediction module
 unset: [pad_token_id]         # fields that are written as null
 window_turn: 6                # the last of so many layers sees all keys
 
