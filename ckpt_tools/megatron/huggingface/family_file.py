@@ -186,7 +186,9 @@ def _dimensions(
     """Names for sizes that are settings."""
     found, at = {}, top / "dimensions"
     for name, setting in typed(data, "dimensions", dict, top, problems, default={}).items():
-        size = setting in own or (setting in SETTINGS and "int" in str(SETTINGS[setting].type).split(" | "))
+        size = isinstance(setting, str) and (
+            setting in own or (setting in SETTINGS and "int" in str(SETTINGS[setting].type).split(" | "))
+        )
         if name in DIMENSIONS:
             problems.append(f"{name} is a dimension already @ {at / name}")
         elif not size:
