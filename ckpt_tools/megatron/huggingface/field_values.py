@@ -1,17 +1,29 @@
-"""How values of config.json are said in `ModelArgs` and back, where the two sides say them differently."""
+"""How values of config.json are said in `ModelArgs` and back, where the two sides say them differently.
+
+A family file names a form (`FORMS`, both directions in one) and what a class takes without a field (`DEFAULTS`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.huggingface.layer_patterns import no_rope_layers
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs
+from ckpt_tools.megatron.huggingface.rope_args import read_rope
 
 Config: TypeAlias = Mapping[str, Any]
 # Megatron's fused GELU is the approximation by tanh.
 GELU = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu", "gelu": "gelu_erf"}
+
+
+def plain_write(value: Any, model: ModelArgs) -> Any:
+    return value
+
+
+def plain_read(value: Any, config: Config) -> Any:
+    return value
 
 
 def write_rope(candidates: Sequence[Any], model: ModelArgs) -> Any:
@@ -31,6 +43,11 @@ def read_dense(dense: Sequence[int], config: Config) -> tuple[int, ...]:
 
 def read_step(step: int, config: Config) -> tuple[int, ...]:
     return read_dense(config.get("mlp_only_layers", ()), config)
+
+
+def write_step(moe: Sequence[int], model: ModelArgs) -> int:
+    """`mlp_only_layers` says it all."""
+    return 1
 
 
 def write_dense(moe: Sequence[int], model: ModelArgs) -> list[int]:
@@ -94,6 +111,11 @@ def read_rope_interval(interval: int, config: Config) -> tuple[int, ...]:
     return read_rotated(config.get("no_rope_layers"), config)
 
 
+def write_rope_interval(without: Sequence[int], model: ModelArgs) -> int:
+    """`no_rope_layers` says it all; this is the class's own."""
+    return 4
+
+
 def every_second(config: Config) -> list[str]:
     """GPT-OSS without `layer_types` begins with a sliding layer and alternates."""
     return [("full_attention" if i % 2 else "sliding_attention") for i in range(config["num_hidden_layers"])]
@@ -127,6 +149,10 @@ def read_sum_to_one(value: bool, config: Config) -> int:
     if bool(value) != (topk > 1):
         raise MappingError(f"Megatron computes as with {topk > 1} where num_experts_per_tok is {topk}")
     return topk
+
+
+def write_sum_to_one(topk: int, model: ModelArgs) -> bool:
+    return topk > 1
 
 
 def write_scale(value: float | None, model: ModelArgs) -> float:
@@ -178,6 +204,18 @@ def head_dim(config: Config) -> int:
     return int(config["hidden_size"]) // heads(config)
 
 
+def read_groups(groups: int | None, config: Config) -> int:
+    return groups or heads(config)
+
+
+def read_head_dim(size: int | None, config: Config) -> int:
+    return size or head_dim(config)
+
+
+def read_gpt2_ffn(size: int | None, config: Config) -> int:
+    return size or 4 * int(config["n_embd"])
+
+
 def dtype_name(value: Any, config: Config) -> str | None:
     return None if value is None else str(value).removeprefix("torch.")
 
@@ -222,3 +260,114 @@ def square_heads(heads: int, model: ModelArgs) -> int:
 
 def negated(value: Any, _: Any) -> bool:
     return not value
+
+
+class Form(NamedTuple):
+    """A value as config.json has it, made of that of `ModelArgs` (`write`), and the other way (`read`)."""
+
+    write: Callable[[Any, ModelArgs], Any] = plain_write
+    read: Callable[[Any, Config], Any] = plain_read
+
+
+def write_sequential(layers: int, model: ModelArgs) -> bool:
+    return False
+
+
+def read_sequential(parallel: Any, config: Config) -> int:
+    """Of a class whose layers have attention and MLP beside each other unless told."""
+    if parallel:
+        raise MappingError("attention and MLP of a layer beside each other; Megatron has one after the other")
+    return int(config["num_hidden_layers"])
+
+
+def write_multi_query(groups: int, model: ModelArgs) -> bool:
+    if groups not in (1, model.num_attention_heads):
+        raise MappingError(f"num_query_groups is {groups}; this architecture has 1 or one for each head")
+    return groups == 1
+
+
+def read_multi_query(multi: Any, config: Config) -> int:
+    return 1 if multi else int(config["n_head"])
+
+
+def read_window(keys: Any, config: Config) -> int:
+    if not keys:
+        raise MappingError("the class does not run without a window")
+    return int(keys)
+
+
+def write_scaled(candidates: Sequence[Any], model: ModelArgs) -> Any:
+    return write_rope(candidates, model) or _unscaled()
+
+
+def read_scaled(scaling: Any, config: Config) -> tuple[Any, ...]:
+    found = read_rope(scaling, config)
+    return found if found[0] else _unscaled()
+
+
+def _unscaled() -> Any:
+    raise MappingError(
+        "this class scales as Llama 3 with a factor of 16 where rope_scaling is null, so that no transformers-4 form "
+        "of its config.json says that nothing is scaled"
+    )
+
+
+def read_youtu_std(value: Any, config: Config) -> float:
+    return float(value or youtu_std(config))
+
+
+def youtu_std(config: Config) -> float:
+    return float(2.0 / (5.0 * config["hidden_size"]) ** 0.5)
+
+
+def every_fourth_full(config: Config) -> list[str]:
+    """CWM without `layer_types`: the first layer sees all keys, and so does every fourth from there on."""
+    return [("sliding_attention" if i % 4 else "full_attention") for i in range(config["num_hidden_layers"])]
+
+
+def all_sliding(config: Config) -> list[str]:
+    """Ministral without `layer_types`."""
+    return ["sliding_attention"] * int(config["num_hidden_layers"])
+
+
+FORMS: dict[str, Form] = {
+    "plain": Form(),
+    "float": Form(as_float),
+    "whole": Form(as_whole),
+    "dtype": Form(read=dtype_name),
+    "negated": Form(negated, negated),
+    "rope": Form(write_rope, read_rope),
+    "groups": Form(read=read_groups),
+    "head_dim": Form(read=read_head_dim),
+    "square_heads": Form(square_heads),
+    "dense_layers": Form(write_dense, read_dense),
+    "sparse_step": Form(write_step, read_step),
+    "leading_dense": Form(write_leading_dense, read_leading_dense),
+    "shared_experts": Form(write_shared, read_shared),
+    "some_shared_experts": Form(write_some_shared, read_shared),
+    "one_for_none": Form(one_for_none, none_for_one),
+    "group_topk": Form(one_for_none, read_group_topk),
+    "routing_scale": Form(write_scale, none_for_one),
+    "sum_to_one": Form(write_sum_to_one, read_sum_to_one),
+    "greedy": Form(write_greedy, read_greedy),
+    "rotated_layers": Form(write_rotated, read_rotated),
+    "rotated_interval": Form(write_rope_interval, read_rope_interval),
+    "layer_types": Form(write_layer_types, read_layer_types),
+    "clamp": Form(clamp),
+    "gelu": Form(write_gelu, read_gelu),
+    "gelu_tanh": Form(write_gelu_tanh, read_gelu),
+    "gpt2_ffn": Form(read=read_gpt2_ffn),
+    "sequential": Form(write_sequential, read_sequential),
+    "multi_query": Form(write_multi_query, read_multi_query),
+    "window": Form(read=read_window),
+    "scaled_rope": Form(write_scaled, read_scaled),
+    "youtu_std": Form(as_float, read_youtu_std),
+}
+DEFAULTS: dict[str, Callable[[Config], Any]] = {
+    "heads": heads,
+    "head_dim": head_dim,
+    "every_second": every_second,
+    "every_fourth_full": every_fourth_full,
+    "all_sliding": all_sliding,
+    "youtu_std": youtu_std,
+}

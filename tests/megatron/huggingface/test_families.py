@@ -18,11 +18,12 @@ from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.megatron.huggingface.checks import Spec
 from ckpt_tools.megatron.huggingface.config import read_config
 from ckpt_tools.megatron.huggingface.config_fields import REQUIRED
-from ckpt_tools.megatron.huggingface.families_more import MORE
-from ckpt_tools.megatron.huggingface.rules import Family
+from ckpt_tools.megatron.huggingface.families import FAMILIES, Families
+from ckpt_tools.megatron.huggingface.rulefile import load_rule_file
 from ckpt_tools.megatron.huggingface.targets import Exported, Imported, export_targets, import_targets
+from tests.conftest import REPO
 from tests.megatron.huggingface.materialise import Arrays, materialise, specs
-from tests.megatron.huggingface.models import MLA, eager, installed, logits, make_model
+from tests.megatron.huggingface.models import BASE, MLA, eager, installed, logits, make_model
 
 transformers = pytest.importorskip("transformers", reason="the optional peer transformers is not installed")
 from safetensors.numpy import load_file, save_file  # noqa: E402  # after the skip
@@ -162,9 +163,14 @@ MINIMAL = {**LATENT, "vocab_size": 97, "hidden_size": 24, "num_hidden_layers": 2
            "n_positions": 64, "rope_theta": 500.0, "use_parallel_residual": False, "num_layers": 2}  # fmt: skip
 
 
-@pytest.mark.parametrize("family", MORE, ids=lambda family: family.name)
-def test_what_is_not_said_is_what_the_class_takes(family: Family) -> None:
+DENSE = ("nemotron", "jais2", "persimmon", "arcee", "starcoder2", "gpt_neox", "gpt_bigcode", "stablelm", "glm",
+         "helium", "ministral", "cwm", "youtu", "internlm3", "iquestcoder", "exaone")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_what_is_not_said_is_what_the_class_takes(name: str) -> None:
     """The defaults of the fields are those of the class."""
+    family = FAMILIES[name]
     names = {one.hf for one in family.fields if one.default is REQUIRED} | {"max_position_embeddings"}
     said = {name: value for name, value in MINIMAL.items() if name in names | {"use_parallel_residual"}}
     try:
@@ -173,3 +179,23 @@ def test_what_is_not_said_is_what_the_class_takes(family: Family) -> None:
         assert transformers.__version__.startswith("4.")
         return
     assert read_config(family, {**said, "torch_dtype": whole.get("dtype")}) == read_config(family, whole)
+
+
+def test_a_family_by_a_rule_file_alone(tmp_path: Path) -> None:
+    """Arcee by example-scripts/huggingface_family.yaml: every tensor comes back, and the class computes the same."""
+    config = transformers.ArceeConfig(**BASE, head_dim=10, mlp_bias=True, attention_bias=True)
+    model = transformers.AutoModelForCausalLM.from_config(config, **eager()).eval()
+    for number, tensor in enumerate(model.state_dict().values()):
+        tensor.copy_(0.3 + 0.2 * (tensor + number % 3))
+    model.save_pretrained(tmp_path / "original")
+    said = json.loads((tmp_path / "original" / "config.json").read_text())
+    tensors = load_file(tmp_path / "original" / "model.safetensors")
+    families = Families(load_rule_file(REPO / "example-scripts" / "huggingface_family.yaml"))
+    imported = import_targets(specs(tensors), said, vocab_multiple=64, families=families)
+    megatron = materialise(imported.tensors, tensors)
+    exported = export_targets(specs(megatron), imported.args, said, families=families)
+    again = materialise(exported.tensors, megatron)
+    assert again.keys() == tensors.keys()
+    assert all(again[key].tobytes() == tensors[key].tobytes() for key in tensors)
+    loaded = load(tmp_path / "again", again, dict(exported.config))
+    assert float((logits(loaded) - logits(model)).abs().max()) == 0.0
