@@ -163,7 +163,7 @@ def _rope_fields(rope: Config) -> dict[str, Any]:
         said["partial_rotary_factor"] = rope["partial_rotary_factor"]
     scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "partial_rotary_factor")}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    said["rope_scaling"] = None if kind == "default" else scaling
+    said["rope_scaling"] = {"rope_type": "default"} if kind == "default" else scaling
     return said
 
 

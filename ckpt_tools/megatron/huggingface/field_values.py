@@ -297,19 +297,18 @@ def read_window(keys: Any, config: Config) -> int:
 
 
 def write_scaled(candidates: Sequence[Any], model: ModelArgs) -> Any:
-    return write_rope(candidates, model) or _unscaled()
+    """For a class of transformers 5 that scales by itself where `rope_scaling` is null."""
+    return write_rope(candidates, model) or {"rope_type": "default"}
 
 
 def read_scaled(scaling: Any, config: Config) -> tuple[Any, ...]:
-    found = read_rope(scaling, config)
-    return found if found[0] else _unscaled()
-
-
-def _unscaled() -> Any:
-    raise MappingError(
-        "this class scales as Llama 3 with a factor of 16 where rope_scaling is null, so that no transformers-4 form "
-        "of its config.json says that nothing is scaled"
-    )
+    if scaling is None:
+        raise MappingError(
+            "null is no scaling for transformers 4, and a scaling of the class's own for transformers 5; say which: "
+            '{"rope_type": "default"} is none'
+        )
+    found: tuple[Any, ...] = read_rope(scaling, config)
+    return found
 
 
 def read_youtu_std(value: Any, config: Config) -> float:

@@ -200,6 +200,22 @@ GPT_OSS = {
 }
 
 
+@pytest.mark.parametrize("config", [CWM, GPT_OSS], ids=lambda config: config["model_type"])
+def test_no_scaling_is_said_where_null_is_one(config: dict[str, Any]) -> None:
+    """transformers 5 scales by the class's own default where `rope_scaling` is null."""
+    unscaled = {**config, "rope_scaling": {"rope_type": "default"}}
+    found, megatron = imported(unscaled, directory(unscaled))
+    assert found.args["use_rope_scaling"] is False and found.args["position_embedding_type"] == "rope"
+    assert export_targets(specs(megatron), found.args, unscaled).config["rope_scaling"] == {
+        "rope_type": "default"
+    }
+    of_v5 = {key: value for key, value in unscaled.items() if key != "rope_scaling"}
+    of_v5["rope_parameters"] = {"rope_type": "default", "rope_theta": 5e5}
+    assert imported(of_v5, directory(unscaled))[0].args["use_rope_scaling"] is False
+    del of_v5["rope_parameters"]
+    assert read_config(FAMILIES[config["model_type"]], of_v5).rope_scaling[0]["factor"] in (16.0, 32.0)
+
+
 @pytest.mark.parametrize("config", [MINISTRAL, CWM, GPT_OSS], ids=lambda config: config["model_type"])
 @pytest.mark.parametrize(
     "kinds",
@@ -234,7 +250,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
      (INTERNLM3, {"rope_scaling": DYNAMIC}, "Megatron has no 'dynamic' scaling"),
      ({**SQUARE, "model_type": "helium", "head_dim": 4}, {"mlp_bias": True}, "mlp_bias is True"),
      (MINISTRAL, {"sliding_window": None}, "does not run without a window"),
-     (CWM, {"rope_scaling": None}, "scales as Llama 3 with a factor of 16 where rope_scaling is null"),
+     (CWM, {"rope_scaling": None}, "null is no scaling for transformers 4, and a scaling of the class's own"),
+     (GPT_OSS, {"rope_scaling": None}, "null is no scaling for transformers 4, and a scaling of the class's own"),
      (BIGCODE, {"scale_attn_weights": False}, "scale_attn_weights is False"),
      (EXAONE, {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
      (PERSIMMON, {"rope_theta": None}, "rope_theta is missing"),
