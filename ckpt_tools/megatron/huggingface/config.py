@@ -59,12 +59,13 @@ def read_config(family: Family, config: Config) -> ModelArgs:
         and None not in (config.get(one.hf), config.get(one.also))
         and not _equal(config[one.hf], config[one.also])
     ]
+    given = _constant_defaults(family, config) | config  # what is read beside another field, too
     for one in family.fields:
         value = config.get(one.hf, config.get(one.also, _MISSING) if one.also else _MISSING)
         try:
             if value is _MISSING:
-                value = one.default(config) if callable(one.default) else one.default
-            value = one.read(value, config)
+                value = one.default(given) if callable(one.default) else one.default
+            value = one.read(value, given)
         except MappingError as error:
             problems.append(f"{one.hf}: {error}")
             continue
@@ -76,6 +77,15 @@ def read_config(family: Family, config: Config) -> ModelArgs:
     if problems:
         raise MappingError(f"config.json does not fit {family.name}:\n" + list_problems(problems), problems)
     return ModelArgs(**_implied(family, values))
+
+
+def _constant_defaults(family: Family, config: Config) -> dict[str, Any]:
+    """What this family's class takes for the fields that are not there."""
+    return {
+        one.hf: one.default
+        for one in family.fields
+        if one.default is not REQUIRED and not callable(one.default) and one.also not in config
+    }
 
 
 def reconcile(family: Family, model: ModelArgs, reference: Config) -> ModelArgs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Protocol
 
 from ckpt_tools.megatron.huggingface.config_fields import REQUIRED, Field
@@ -115,6 +116,7 @@ def _field(hf: str, said: Any, words: FieldWords, at: Place, problems: Problems)
     return replace(made, default=default, wins=wins if wins is not None else made.wins, also=also)
 
 
+@cache
 def fields_of_pieces() -> dict[str, list[Field]]:
     """Every field of pieces.yaml by its name, in the order of the file."""
     found: dict[str, list[Field]] = {}

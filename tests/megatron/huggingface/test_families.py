@@ -16,7 +16,7 @@ import pytest
 
 from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.megatron.huggingface.checks import Spec
-from ckpt_tools.megatron.huggingface.config import read_config
+from ckpt_tools.megatron.huggingface.config import in_v4_form, read_config
 from ckpt_tools.megatron.huggingface.config_fields import REQUIRED
 from ckpt_tools.megatron.huggingface.families import FAMILIES, Families
 from ckpt_tools.megatron.huggingface.rulefile import load_rule_file
@@ -199,3 +199,20 @@ def test_a_family_by_a_rule_file_alone(tmp_path: Path) -> None:
     assert all(again[key].tobytes() == tensors[key].tobytes() for key in tensors)
     loaded = load(tmp_path / "again", again, dict(exported.config))
     assert float((logits(loaded) - logits(model)).abs().max()) == 0.0
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_class_takes_without_a_field_what_its_family_takes(name: str) -> None:
+    """A config.json without a field is the model that it is with the class's own value of it."""
+    family = FAMILIES[name]
+    kind = transformers.models.auto.configuration_auto.CONFIG_MAPPING[family.model_type or name]
+    config = in_v4_form(kind().to_dict())
+    config["num_experts_per_tok"] = config.get("num_experts_per_tok") or 2  # DeepSeek-V2's class has none
+    whole = read_config(family, config)
+    for field in family.fields:
+        told = (
+            field.wins == "either" or field.arg == "mtp_num_layers"
+        )  # refused without; proven by the tensors
+        if field.default is not REQUIRED and not told:
+            less = {key: value for key, value in config.items() if key not in (field.hf, field.also)}
+            assert read_config(family, less) == whole, field.hf

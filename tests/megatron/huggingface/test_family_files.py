@@ -23,7 +23,7 @@ from ckpt_tools.megatron.huggingface.rules import Family, OneOf, expand
 from ckpt_tools.megatron.huggingface.targets import export_targets, import_targets
 from tests.conftest import REPO
 from tests.megatron.huggingface.materialise import Arrays, materialise, specs
-from tests.megatron.huggingface.test_targets import BASE
+from tests.megatron.huggingface.test_targets import BASE, DEEPSEEK
 
 EXAMPLE = REPO / "example-scripts" / "huggingface_family.yaml"
 
@@ -69,12 +69,15 @@ def test_a_file_of_another_name_than_its_family_is_a_fault_of_ours(
 ) -> None:
     (tmp_path / "lama.yaml").write_text((FOLDER / "llama.yaml").read_text())
     monkeypatch.setattr(known, "FOLDER", tmp_path)
-    known.family_names.cache_clear(), known._text.cache_clear(), known._family.cache_clear()
+    caches = (known.family_names, known._text, known._family)
+    for one in caches:
+        one.cache_clear()
     try:
         with pytest.raises(CkptError, match=r"lama\.yaml does not say the family lama"):
             FAMILIES["lama"]
     finally:
-        known.family_names.cache_clear(), known._text.cache_clear(), known._family.cache_clear()
+        for one in caches:
+            one.cache_clear()
 
 
 def test_every_piece_is_used() -> None:
@@ -288,3 +291,15 @@ def test_the_pieces_of_the_package_have_lines_too(tmp_path: Path) -> None:
             line = lines[int(one.rpartition("(line ")[2].rstrip(")")) - 1]
             assert line.strip().startswith(("hf:", "fused:")), one
     assert any("pieces.yaml $.rules.dense_norm[0].hf[0] (line " in one for one in caught.value.problems)
+
+
+def test_what_a_class_takes_without_a_field_counts_for_the_fields_beside_it() -> None:
+    """DeepSeek-V3 without n_group has groups of experts; GPT-OSS without rope_scaling has YaRN."""
+    model = read_config(FAMILIES["deepseek_v3"], DEEPSEEK)
+    assert (model.moe_router_num_groups, model.moe_router_group_topk) == (8, 4)
+    one = read_config(FAMILIES["deepseek_v3"], {**DEEPSEEK, "n_group": 1})
+    assert (one.moe_router_num_groups, one.moe_router_group_topk) == (None, None)
+    oss = {**BASE, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
+    (scaling,) = read_config(FAMILIES["gpt_oss"], oss).rope_scaling
+    assert scaling is not None and (scaling["rope_type"], scaling["factor"]) == ("yarn", 32.0)
+    assert read_config(FAMILIES["gpt_oss"], {**oss, "rope_scaling": None}).rope_scaling == (None,)

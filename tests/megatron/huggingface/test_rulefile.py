@@ -95,6 +95,7 @@ family: glm4_moe
 architecture: Glm4MoeForCausalLM
 like: deepseek_v3
 FIELDS
+defaults: {n_group: 1, topk_group: 1}
 needs: {multi_latent_attention: false, add_qkv_bias: true, rotary_percent: 0.5, qk_layernorm: true}
 """
 DEMANDED = "fixed: {partial_rotary_factor: 0.5, attention_bias: true, use_qk_norm: true}"
