@@ -14,7 +14,7 @@ from ckpt_tools.cli.job_sizes import JOB_SIZES, layout_of
 from ckpt_tools.cli.manual import page
 from ckpt_tools.cli.options import flag, option
 from ckpt_tools.cli.signature import fill, with_options
-from ckpt_tools.model.choices import MegatronFormat, Quantization
+from ckpt_tools.model.choices import MegatronFormat, Quantization, TowerName
 
 # What is said otherwise than for `convert`.
 _EXPORTED = {
@@ -39,6 +39,11 @@ _EXPORTED = {
         help="Write linears as E4M3 codes with a scale for every 128 x 128 block, as DeepSeek-V3 is published. "
              "--hf-config may ask for ue8m0 scales.",
     ),
+    "tower": option(
+        TowerName, "--tower", panel=t.MODEL,
+        help="The checkpoint is this part of the vision-language model in --hf-config, from where the other parts are "
+             "taken as they are.",
+    ),
     "peft": flag(
         "--peft", panel=t.MODEL,
         help="Write the checkpoint's adapter (LoRA), not its model; --hf-config names the base.",
@@ -52,6 +57,10 @@ _IMPORTED = {
     ),
     "adapter": option(
         str, "--adapter", panel=t.MODEL, help="PEFT directory (LoRA) to merge into the model."
+    ),
+    "tower": option(
+        TowerName, "--tower", panel=t.MODEL,
+        help="Import this part of a vision-language model alone; the report names what is left out.",
     ),
     "vocab_size_padded": option(
         int, "--vocab-size-padded", max=v.MAX_ROWS, panel=t.MODEL,

@@ -108,6 +108,8 @@ PAGES = {
         ("With the tokenizer of the original", "export-hf FSDP OUT --hf-config HF"),
         ("In half precision and small files", "export-hf RUN OUT --dtype float16 --max-shard-size 2GB"),
         ("In block FP8, as DeepSeek-V3 is published", "export-hf RUN OUT --quantize fp8-block"),
+        ("Trained text weights back into the vision-language model they came from",
+         "export-hf TOWER OUT --hf-config VL --tower language"),
         ("An adapter as a PEFT directory", "export-hf LORA OUT --peft --hf-config HF"),
     )),
     "import-hf": Page(CONVERT, "from Hugging Face", (
@@ -115,6 +117,7 @@ PAGES = {
         ("For Megatron-FSDP on 8 GPUs, with an optimizer that begins",
          "import-hf HF OUT --to fsdp_dtensor --dp-shard 8 --lr 1e-5 --min-lr 1e-6 --weight-decay 0.1"),
         ("With an adapter merged in", "import-hf HF OUT --adapter PEFT"),
+        ("The language model of a vision-language model alone", "import-hf VL OUT --tower language"),
     )),
     "verify": Page(CHECK, "is it whole and sound?", (
         ("Files, metadata and meaning, without reading tensors", "verify RUN"),

@@ -23,10 +23,19 @@ from ckpt_tools.commands.hf_parts import (
 )
 from ckpt_tools.commands.opened import Opened
 from ckpt_tools.commands.outputs import output_directory, refuse_overlap
+from ckpt_tools.commands.tower_source import (
+    WholeModel,
+    check_tower,
+    other_towers,
+    put_back,
+    tower_files,
+    whole_model,
+)
 from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.run import Output
 from ckpt_tools.formats.detect import Location
 from ckpt_tools.formats.files import AnyPath, Files, path_text
+from ckpt_tools.formats.joined_files import FilesBeside
 from ckpt_tools.formats.safetensors import INDEX_FILE
 from ckpt_tools.megatron.huggingface.block_fp8 import block_fp8_of, quantized_tensors
 from ckpt_tools.megatron.huggingface.checks import Spec
@@ -35,7 +44,7 @@ from ckpt_tools.megatron.huggingface.shard_files import DEFAULT_SHARD_SIZE, Shar
 from ckpt_tools.megatron.huggingface.targets import Exported, export_targets
 from ckpt_tools.megatron.rebase import rebase
 from ckpt_tools.model.catalog import Catalog
-from ckpt_tools.model.choices import Quantization
+from ckpt_tools.model.choices import Quantization, TowerName
 from ckpt_tools.model.dtypes import CASTABLE, itemsize
 from ckpt_tools.model.target import InlineTensor, Target, TargetTensor
 from ckpt_tools.plan.weight_files import WeightFile, build_safetensors_plan
@@ -54,6 +63,7 @@ class ExportOptions(SourceOptions):
     tp: int | None = None  # tensor-parallel size of the job that wrote an fsdp_dtensor checkpoint
     quantize: Quantization | None = None
     peft: bool = False  # the checkpoint's adapter (LoRA) as a PEFT directory
+    tower: TowerName | None = None  # the part of the vision-language model in `hf_config` that the checkpoint is
     alpha: float | None = None  # its scale times its rank, where nothing stored tells it
 
 
@@ -87,8 +97,13 @@ class ExportTensors:
     notes: tuple[str, ...]
 
 
-def export_tensors(opened: Opened, options: ExportOptions) -> ExportTensors:
-    """The Hugging Face tensors of a checkpoint of either format. Raises as `export_hf`, short of writing."""
+def export_tensors(
+    opened: Opened, options: ExportOptions, whole: WholeModel | None = None
+) -> ExportTensors:
+    """The Hugging Face tensors of a checkpoint of either format, those of its language model where it is a `whole`.
+
+    Raises as `export_hf`, short of writing.
+    """
     if options.dtype is not None and options.dtype not in CASTABLE:
         raise UsageError(f"--dtype {options.dtype}: weights can be written as {', '.join(sorted(CASTABLE))}")
     for option, number in (("--vocab-size", options.vocab_size), ("--tp", options.tp)):
@@ -96,6 +111,9 @@ def export_tensors(opened: Opened, options: ExportOptions) -> ExportTensors:
             raise UsageError(f"{option} {number}: a number from 1 is expected")
     source = read_export_source(opened, options.dtype, options.tp, options.ignore_keys)
     reference = read_config(options.hf_config) if options.hf_config else None
+    families = families_with(options.rules)
+    if whole is not None:
+        reference, families = whole.tower.config, whole.tower.families(families)
     exported = export_targets(
         {name: Spec(source.types.get(name, base.dtype), base.shape) for name, base in source.bases.items()},
         source.settings,
@@ -103,9 +121,11 @@ def export_tensors(opened: Opened, options: ExportOptions) -> ExportTensors:
         dtype=options.dtype,
         vocab_size=options.vocab_size,
         mtp_copies=options.mtp_copies,
-        families=families_with(options.rules),
+        families=families,
     )
     prove_equal(opened.files, source.catalog, source.bases, exported.equal)
+    if whole is not None:
+        exported = put_back(exported, whole)
     tensors = rebase(exported.tensors, source.bases, _shapes(source.catalog))
     ready, notes = _with_offsets(opened.files, source.catalog, tensors, exported.offsets)
     return ExportTensors(source, exported, tuple(ready), (*source.notes, *exported.notes, *notes))
@@ -118,7 +138,10 @@ def plan_export(opened: Opened, options: ExportOptions, world: int = 1) -> Conve
         return plan_peft(opened, options)
     if options.alpha is not None:
         raise UsageError("--alpha: it is that of an adapter, which --peft writes")
-    made = _as_asked(export_tensors(opened, options), options)
+    whole = whole_model(options.hf_config) if options.tower and options.hf_config else None
+    made = _as_asked(export_tensors(opened, options, whole), options)
+    if whole is not None:
+        made = _with_other_towers(made, whole)
     source, exported = made.source, made.exported
     sizes = {t.key: prod(t.shape) * itemsize(t.dtype) for t in made.ready}
     shards = pack_shards(sizes.items(), options.max_shard_bytes)
@@ -141,6 +164,21 @@ def plan_export(opened: Opened, options: ExportOptions, world: int = 1) -> Conve
         must_round=source.must_round,
         fp8_recipe=source.fp8_recipe,
         advice="Without --dtype the stored weights are exported.",
+    )
+
+
+def _with_other_towers(made: ExportTensors, whole: WholeModel) -> ExportTensors:
+    """The whole model: its language model, and the other towers as its directory has them."""
+    others = other_towers(whole)
+    source = made.source.catalog
+    catalog = replace(source, tensors={**source.tensors, **{entry.key: entry for entry in whole.others.values()}})
+    note = f"{len(others)} tensors of the other towers are taken from {whole.folder} as they are stored"
+    return replace(
+        made,
+        source=replace(made.source, catalog=catalog),
+        exported=replace(made.exported, tensors=(*made.exported.tensors, *others)),
+        ready=(*made.ready, *others),
+        notes=(*made.notes, note),
     )
 
 
@@ -213,9 +251,30 @@ def _shapes(catalog: Catalog) -> dict[str, tuple[int, ...]]:
     return {key: entry.shape for key, entry in catalog.tensors.items()}
 
 
+def _open(source: str, options: ExportOptions) -> Opened:
+    """The checkpoint, and beside its files those of the whole model that it becomes a part of."""
+    if options.tower is None:
+        return open_source(source, options)
+    check_tower(options.tower)
+    if options.hf_config is None:
+        raise UsageError(f"--tower {options.tower}: --hf-config names the directory of the whole model")
+    if options.peft or options.quantize:
+        raise UsageError(
+            f"--tower {options.tower} together with --{'peft' if options.peft else 'quantize'} is not written"
+        )
+    opened = open_source(source, options)
+    try:
+        return replace(opened, files=FilesBeside(opened.files, [tower_files(options.hf_config)]))
+    except BaseException:
+        opened.files.close()
+        raise
+
+
 def _place(source: str, location: Location, output: str, options: ExportOptions) -> Output:
     refuse_overlap(source, location, output)
+    if options.tower is not None and options.hf_config is not None:
+        refuse_overlap(options.hf_config, location, output)
     return Output(output_directory(output), overwrite=options.overwrite, resume=options.resume)
 
 
-TO_HF = Writer(open=open_source, place=_place, plan=plan_export)
+TO_HF = Writer(open=_open, place=_place, plan=plan_export)

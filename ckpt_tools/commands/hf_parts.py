@@ -33,7 +33,8 @@ CONFIG = "config.json"
 ASSETS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
           "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
           "generation_config.json", "LICENSE")  # fmt: skip
-ASSET_PATTERNS = ("*.tiktoken", "tiktoken.model", "tekken.json", "spiece.model", "preprocessor_config.json")
+ASSET_PATTERNS = ("*.tiktoken", "tiktoken.model", "tekken.json", "spiece.model", "preprocessor_config.json",
+                  "video_preprocessor_config.json", "processor_config.json")  # fmt: skip
 MAX_ASSET_BYTES = 1 << 30  # the largest tokenizers have some tens of megabytes
 TILE_ELEMS = 1 << 22
 _ADAPTED = re.compile(

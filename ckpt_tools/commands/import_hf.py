@@ -26,6 +26,7 @@ from ckpt_tools.commands.placements import Layout
 from ckpt_tools.commands.target_job import TargetJob, said_tp
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, planned, prepare_model
 from ckpt_tools.commands.to_torch_dist import write_torch_dist
+from ckpt_tools.commands.tower_source import check_tower, tower_alone
 from ckpt_tools.commands.version_2 import VERSION_2, for_version_2
 from ckpt_tools.commands.warm_start import NEED_OPTIMIZER
 from ckpt_tools.errors import UsageError
@@ -41,6 +42,7 @@ from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import check_fresh
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.megatron.huggingface.quantized import dequantized
 from ckpt_tools.megatron.huggingface.targets import Imported, import_targets
+from ckpt_tools.megatron.huggingface.towers import left_out_notes, mrope_notes
 from ckpt_tools.megatron.keys import EXPERTS
 from ckpt_tools.megatron.names import FUSED_FC1_NORM, fuse_local_norm
 from ckpt_tools.megatron.record import RECORD_FILE, TargetRecord, record_bytes
@@ -48,7 +50,7 @@ from ckpt_tools.megatron.settings import read_settings
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
 from ckpt_tools.megatron.vocab import padded_rows, vocabulary
 from ckpt_tools.model.catalog import Catalog
-from ckpt_tools.model.choices import LayerSpec, MegatronFormat
+from ckpt_tools.model.choices import LayerSpec, MegatronFormat, TowerName
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.expressions import Value
 from ckpt_tools.model.model import Model, Parameter
@@ -75,6 +77,7 @@ class ImportOptions(RunOptions):
     layout: Layout | None = None
     iteration: int | None = None  # None: a release, or 1 with an optimizer
     adapter: str | None = None  # a PEFT directory to merge into the model
+    tower: TowerName | None = None  # the part of a vision-language model
 
 
 def import_hf(
@@ -143,22 +146,32 @@ def read_huggingface(opened: Opened, options: ImportOptions) -> tuple[Imported, 
     catalog, frequencies = without_frequencies(catalog)
     plain = dequantized(catalog, read_config(opened.location.path), opened.files)
     catalog, specs = plain.catalog, plain.specs
-    merged = None
+    more: tuple[str, ...] = ()
     if options.adapter is not None:
         merged = merge_peft(catalog, options.adapter, bool(plain.config.get("tie_word_embeddings")))
-        catalog, specs = merged.catalog, merged.specs(specs)
+        catalog, specs, more = merged.catalog, merged.specs(specs), merged.notes
+    config, families, left_out = plain.config, families_with(options.rules), ()
+    if options.tower is not None:
+        catalog, specs, tower = tower_alone(catalog, specs, plain.config)
+        config, families, left_out = tower.config, tower.families(families), tower.others
+        more = (*more, *left_out_notes(tower), *mrope_notes(plain.config))
     imported = import_targets(
         specs,
-        plain.config,
+        config,
         dtype=options.dtype,
         vocab_multiple=DIVISOR * _tp(options),
         vocab_rows=options.vocab_size_padded,
-        families=families_with(options.rules),
+        families=families,
     )
     own = {key: Value(spec.dtype, spec.shape, (Source(key),)) for key, spec in specs.items()}
     prove_equal(opened.files, catalog, own, imported.equal)
-    dropped = (*(f"{key}: no content of its own" for key in imported.dropped), *frequencies, *plain.dropped)
-    notes = (*plain.notes, *(merged.notes if merged else ()), *imported.notes, *unread_notes(opened.files))
+    dropped = (
+        *(f"{key}: no content of its own" for key in imported.dropped),
+        *frequencies,
+        *plain.dropped,
+        *(f"{key}: of another tower than the language model" for key in left_out),
+    )
+    notes = (*plain.notes, *more, *imported.notes, *unread_notes(opened.files))
     imported = replace(imported, dropped=dropped, notes=notes)
     shapes = imported.shapes
     tensors = {key: seen_as(entry, shapes.get(key, entry.shape)) for key, entry in catalog.tensors.items()}
@@ -189,6 +202,11 @@ def _check_options(options: ImportOptions) -> None:
         raise UsageError(f"--to {options.to}: Hugging Face models become {' or '.join(FORMATS)}")
     if options.dtype is not None and options.dtype not in CASTABLE:
         raise UsageError(f"--dtype {options.dtype}: weights can be written as {', '.join(sorted(CASTABLE))}")
+    check_tower(options.tower)
+    if options.tower is not None and options.adapter is not None:
+        raise UsageError(
+            "--adapter together with --tower: merge it into the whole model first (merge-adapter HF PEFT OUT)"
+        )
     rows, fsdp = options.vocab_size_padded, options.fsdp
     if rows is not None and rows < 1:
         raise UsageError(f"--vocab-size-padded {rows}: at least one row is needed")

@@ -21,6 +21,8 @@ SourceCheck: TypeAlias = Literal["all", "none"]
 """Whether every payload that is read from must have the checksum its writer stored."""
 Quantization: TypeAlias = Literal["fp8-block"]
 """How weights of an export are quantized."""
+TowerName: TypeAlias = Literal["language"]
+"""The part of a vision-language model that is converted."""
 NanPolicy: TypeAlias = Literal["bits", "equal", "different"]
 """When two NaNs are equal: when their bits are, always, or never."""
 DiffBy: TypeAlias = Literal["auto", "keys", "parameters", "huggingface"]

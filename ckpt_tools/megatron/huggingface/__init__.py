@@ -9,6 +9,7 @@
 * `family_file`: the family it says, and contradictions in it
 * `families`: the families that are known (family_files/), each read when it is asked for
 * `rulefile`: a family that a user adds, and all that a file can say
+* `towers`: the language model inside a vision-language model
 * `identify`: which family a model is of
 * `model_args`: a model's architecture in one spelling
 * `written_args`: and back, as args of a new checkpoint

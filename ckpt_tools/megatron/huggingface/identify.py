@@ -10,6 +10,7 @@ from ckpt_tools.errors import MappingError, list_problems
 from ckpt_tools.megatron.huggingface.families import FAMILIES, Families
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs
 from ckpt_tools.megatron.huggingface.rules import Family
+from ckpt_tools.megatron.huggingface.towers import WRAPPERS
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 ARCHITECTURES_WITHOUT_RULES = {
@@ -129,6 +130,11 @@ def family_of_config(config: Mapping[str, Any], families: Mapping[str, Family] =
         raise MappingError(
             f"config.json has model_type {kind!r}, which Megatron core has no modules for: {WITHOUT_MODULES[kind]}. "
             "Where a Megatron of your own has them, a rule file can say so (--rules)"
+        )
+    if kind in WRAPPERS:
+        raise MappingError(
+            f"config.json has model_type {kind!r}, a vision-language model; its language model alone is converted with "
+            "--tower language"
         )
     text = config.get("text_config")
     inside = text.get("model_type") if isinstance(text, Mapping) else None

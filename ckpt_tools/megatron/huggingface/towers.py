@@ -1,0 +1,264 @@
+"""The language model inside a vision-language model, as a model of its own, and put back.
+
+A tower is told by config.json's `text_config` and the prefix of its tensors' names, of which three are in use::
+
+    model.language_model.layers.0...   lm_head.weight                  as transformers has the modules
+    language_model.model.layers.0...   language_model.lm_head.weight   files of Gemma 3 and Mistral 3
+    model.layers.0...                  lm_head.weight                  files of Qwen2.5-VL, beside `visual.`
+
+For tokens of text alone, multimodal rotary embedding (M-RoPE) gives each of its sections the same position, and is the
+plain one: what it says beyond that stays in config.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from ckpt_tools.errors import MappingError, list_problems
+from ckpt_tools.megatron.huggingface.checks import Spec
+from ckpt_tools.megatron.huggingface.families import FAMILIES, Families
+from ckpt_tools.megatron.huggingface.rules import Family
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+TEXT, QUANTIZED, TIED, TYPE = "text_config", "quantization_config", "tie_word_embeddings", "model_type"
+EXPERTS_OF = "qwen3_vl_moe_text"
+GATE_UP, DOWN = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"
+MROPE = ("mrope_section", "mrope_interleaved")
+DTYPES = ("torch_dtype", "dtype")
+
+
+class Wrapper(NamedTuple):
+    """A vision-language model by its model_type: the language models it may have inside, and its other modules.
+
+    The first type is that of a config.json without text_config, whose fields stand beside those of the other towers.
+    """
+
+    inside: tuple[str, ...]
+    modules: tuple[str, ...]
+    flat: bool = False
+
+
+WRAPPERS = {
+    "qwen2_5_vl": Wrapper(("qwen2_5_vl_text",), ("visual",), flat=True),
+    "qwen3_vl": Wrapper(("qwen3_vl_text",), ("visual",)),
+    "qwen3_vl_moe": Wrapper((EXPERTS_OF,), ("visual",)),
+    "gemma3": Wrapper(("gemma3_text",), ("vision_tower", "multi_modal_projector")),
+    "mistral3": Wrapper(("mistral",), ("vision_tower", "multi_modal_projector")),
+}
+
+
+class Spelling(NamedTuple):
+    """How a directory names the language model's tensors."""
+
+    prefix: str  # before `layers.`; `model.` in a language model of its own
+    head: str
+
+
+SPELLINGS = (
+    Spelling("model.language_model.", HEAD),
+    Spelling("language_model.model.", f"language_model.{HEAD}"),
+    Spelling("model.", HEAD),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Tower:
+    """The language model inside: its config.json, and its tensors' names by those of a model of its own.
+
+    `others` are the tensors of the other towers. `by_rows`: transformers 5 stores experts as it holds them, with the
+    rows of a linear first; files of transformers 4 have the columns first.
+    """
+
+    config: Mapping[str, Any]
+    spelling: Spelling
+    names: Mapping[str, str]
+    others: tuple[str, ...]
+    by_rows: bool = False
+
+    def name_of(self, name: str) -> str:
+        """What the directory calls a tensor of the language model."""
+        if name == HEAD:
+            return self.spelling.head
+        return self.spelling.prefix + name.removeprefix("model.")
+
+    def families(self, known: Mapping[str, Family]) -> Mapping[str, Family]:
+        """The families with experts as this directory has them."""
+        if not self.by_rows or not isinstance(known, Families) or known.own is not None:
+            return known
+        family = FAMILIES[EXPERTS_OF]
+        rules = tuple(replace(r, layout="same") if r.layout == "transposed" else r for r in family.rules)
+        return Families(replace(family, rules=rules))
+
+
+def language_tower(config: Mapping[str, Any], tensors: Mapping[str, Spec]) -> Tower:
+    """The language model inside the vision-language model that config.json describes.
+
+    Raises:
+        MappingError: it describes another one, or tensors belong neither to it nor to the other towers.
+    """
+    kind = config.get(TYPE)
+    wrapper = WRAPPERS.get(str(kind))
+    if wrapper is None:
+        raise MappingError(
+            f"--tower language: config.json has model_type {kind!r}; the language model is taken out of "
+            f"{', '.join(sorted(WRAPPERS))}"
+        )
+    text = _text(config, wrapper)
+    if text.get(TYPE) not in wrapper.inside:
+        raise MappingError(
+            f"--tower language: the language model inside a {kind} is {' or '.join(wrapper.inside)}, text_config has "
+            f"model_type {text.get(TYPE)!r}"
+        )
+    spelling = _spelling(tensors)
+    names = {_bare(name, spelling): name for name in tensors if _is_inside(name, spelling, wrapper)}
+    rest = [name for name in tensors if not _is_inside(name, spelling, wrapper)]
+    strange = [name for name in rest if not _is_of(name, wrapper)]
+    if strange:
+        raise MappingError(
+            f"{len(strange)} tensors belong neither to the language model ({spelling.prefix}) nor to the other modules "
+            f"of a {kind} ({', '.join(wrapper.modules)}):\n{list_problems(strange)}",
+            strange,
+        )
+    text[TIED] = _is_tied(config, text, HEAD in names)
+    by_rows = text[TYPE] == EXPERTS_OF and _is_by_rows(text, {name: tensors[own] for name, own in names.items()})
+    return Tower(_with_plain_rope(text), spelling, names, tuple(rest), by_rows)
+
+
+def absent_modules(config: Mapping[str, Any], tower: Tower) -> tuple[str, ...]:
+    """The other modules of the whole model of which there is no tensor."""
+    there = {_module(name) for name in tower.others}
+    return tuple(name for name in WRAPPERS[config[TYPE]].modules if name not in there)
+
+
+def left_out_notes(tower: Tower) -> tuple[str, ...]:
+    """What an import says of the rest of the model, and of positions."""
+    counts: dict[str, int] = {}
+    for name in tower.others:
+        counts[_module(name)] = counts.get(_module(name), 0) + 1
+    parts = ", ".join(f"{count} of {module}" for module, count in sorted(counts.items())) or "none"
+    return (f"the language model alone: {len(tower.others)} tensors of other towers are left out ({parts})",)
+
+
+def mrope_notes(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """What an import says of multimodal positions."""
+    text = config.get(TEXT) if isinstance(config.get(TEXT), Mapping) else config
+    sections = [value["mrope_section"] for value in text.values() if isinstance(value, Mapping) and
+                value.get("mrope_section")]  # fmt: skip
+    if not sections:
+        return ()
+    return (
+        f"positions of text alone: M-RoPE (sections {sections[0]}) is the plain rotary embedding there, and the "
+        "checkpoint says rope",
+    )
+
+
+def whole_config(config: Mapping[str, Any], tower: Tower, exported: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json of the whole model for a language model that `exported` describes.
+
+    That is the one there was, but for what a checkpoint may say otherwise: the size of the vocabulary, and the type.
+    """
+    said = {"vocab_size": tower.config.get("vocab_size")}
+    said |= {"torch_dtype": next((tower.config[key] for key in DTYPES if key in tower.config), None)}
+    changed = {key: exported[key] for key, value in said.items() if exported[key] != value}
+    found = dict(config)
+    text = found if config.get(TEXT) is None else dict(config[TEXT])
+    if text is not found:
+        found[TEXT] = text
+    if "vocab_size" in changed:
+        text["vocab_size"] = changed["vocab_size"]
+    for place in (found, text):
+        place |= {key: changed["torch_dtype"] for key in DTYPES if "torch_dtype" in changed and key in place}
+    return found
+
+
+def _text(config: Mapping[str, Any], wrapper: Wrapper) -> dict[str, Any]:
+    """The language model's config.json."""
+    text = config.get(TEXT)
+    if isinstance(text, Mapping):
+        found = dict(text)
+        found.setdefault(TYPE, wrapper.inside[0])
+    elif wrapper.flat and text is None:
+        others = {"vision_config", "image_token_id", "video_token_id", "vision_start_token_id",
+                  "vision_end_token_id", "vision_token_id"}  # fmt: skip
+        found = {key: value for key, value in config.items() if key not in others} | {
+            TYPE: wrapper.inside[0]
+        }
+    else:
+        raise MappingError(f"config.json of a {config.get(TYPE)} has no {TEXT}")
+    if config.get(QUANTIZED):
+        found[QUANTIZED] = config[QUANTIZED]
+    if not found.keys() & set(DTYPES):
+        found |= {"torch_dtype": config[key] for key in DTYPES if config.get(key) is not None}
+    return found
+
+
+def _with_plain_rope(text: dict[str, Any]) -> dict[str, Any]:
+    """The config.json with the rotary embedding that text alone has."""
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = text.get(name)
+        if isinstance(rope, Mapping):
+            kept = {key: value for key, value in rope.items() if key not in MROPE}
+            text[name] = {key: "default" if value == "mrope" else value for key, value in kept.items()}
+    return text
+
+
+def _spelling(tensors: Mapping[str, Spec]) -> Spelling:
+    for one in SPELLINGS:
+        if one.prefix + EMBEDDING.removeprefix("model.") in tensors:
+            return one
+    tried = ", ".join(one.prefix + EMBEDDING.removeprefix("model.") for one in SPELLINGS)
+    raise MappingError(f"no tensor is the embedding of a language model; expected one of {tried}")
+
+
+def _module(name: str) -> str:
+    """The module beside the language model that a tensor belongs to."""
+    return name.removeprefix("model.").partition(".")[0]
+
+
+def _is_of(name: str, wrapper: Wrapper) -> bool:
+    return _module(name) in wrapper.modules
+
+
+def _is_inside(name: str, spelling: Spelling, wrapper: Wrapper) -> bool:
+    return name == spelling.head or (name.startswith(spelling.prefix) and not _is_of(name, wrapper))
+
+
+def _bare(name: str, spelling: Spelling) -> str:
+    return HEAD if name == spelling.head else "model." + name.removeprefix(spelling.prefix)
+
+
+def _is_tied(config: Mapping[str, Any], text: Mapping[str, Any], has_head: bool) -> bool:
+    """Whether the head is the embedding.
+
+    Versions of transformers say it outside of text_config, inside, or nowhere; a default of theirs inside may
+    contradict what holds. A model without a head of its own cannot but share it.
+    """
+    outer, inner = config.get(TIED), text.get(TIED) if config.get(TEXT) else None
+    if has_head:
+        return bool(inner if outer is None else outer)
+    return outer is not False or inner is True
+
+
+def _is_by_rows(text: Mapping[str, Any], tensors: Mapping[str, Spec]) -> bool:
+    """Whether experts are stored with the rows of a linear first.
+
+    At most one of the two tensors is square, and the other tells.
+
+    Raises:
+        MappingError: neither order fits.
+    """
+    hidden, ffn = text.get("hidden_size"), text.get("moe_intermediate_size")
+    orders = set()
+    for name, spec in tensors.items():
+        for suffix, rows in ((GATE_UP, (ffn * 2 if isinstance(ffn, int) else None, hidden)), (DOWN, (hidden, ffn))):
+            if name.endswith(suffix) and rows[0] != rows[1]:
+                fits = {order for order, shape in ((True, rows), (False, rows[::-1])) if spec.shape[1:] == shape}
+                orders |= fits or {None}
+    if len(orders) > 1 or None in orders:
+        raise MappingError(
+            f"the shapes of experts (*{GATE_UP}, *{DOWN}) do not fit hidden_size {hidden} and moe_intermediate_size "
+            f"{ffn} of text_config, in one order of rows and columns for all"
+        )
+    return True in orders
