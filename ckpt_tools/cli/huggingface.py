@@ -41,8 +41,8 @@ _EXPORTED = {
     ),
     "tower": option(
         TowerName, "--tower", panel=t.MODEL,
-        help="The checkpoint is this part of the vision-language model in --hf-config, from where the other parts are "
-             "taken as they are.",
+        help="The checkpoint is this part of the vision-language model in --hf-config, from where the other parts "
+             "are taken as they are.",
     ),
     "peft": flag(
         "--peft", panel=t.MODEL,

@@ -14,6 +14,8 @@ PLACEHOLDERS = {
     "RUN": "a run with torch_dist checkpoints",
     "FSDP": "one with fsdp_dtensor checkpoints",
     "HF": "a Hugging Face model",
+    "VL": "a vision-language model",
+    "TEXT": "a run with its language model",
     "LORA": "a Megatron adapter (LoRA) of RUN's model",
     "PEFT": "a PEFT adapter of HF",
     "BAD": "a run with a damaged checkpoint",
@@ -109,7 +111,7 @@ PAGES = {
         ("In half precision and small files", "export-hf RUN OUT --dtype float16 --max-shard-size 2GB"),
         ("In block FP8, as DeepSeek-V3 is published", "export-hf RUN OUT --quantize fp8-block"),
         ("Trained text weights back into the vision-language model they came from",
-         "export-hf TOWER OUT --hf-config VL --tower language"),
+         "export-hf TEXT OUT --hf-config VL --tower language"),
         ("An adapter as a PEFT directory", "export-hf LORA OUT --peft --hf-config HF"),
     )),
     "import-hf": Page(CONVERT, "from Hugging Face", (

@@ -58,6 +58,7 @@
 * `mean_targets`: of which stored tensors each tensor of a mean is made
 * `merge_adapter`: `merge-adapter`
 * `adapter_source`: a Megatron checkpoint that holds a low-rank adapter
+* `tower_source`: a vision-language model's directory, of which the language model is converted
 * `peft_source`: a PEFT directory, merged into a Hugging Face model's tensors
 * `rewrite`: what the editing commands share
 * `environment`: `env`

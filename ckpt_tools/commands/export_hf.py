@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from ckpt_tools.commands.conversion import Conversion, Progress, SourceOptions, Writer, convert, open_source
 from ckpt_tools.commands.conversion_report import ConversionReport
@@ -63,7 +63,9 @@ class ExportOptions(SourceOptions):
     tp: int | None = None  # tensor-parallel size of the job that wrote an fsdp_dtensor checkpoint
     quantize: Quantization | None = None
     peft: bool = False  # the checkpoint's adapter (LoRA) as a PEFT directory
-    tower: TowerName | None = None  # the part of the vision-language model in `hf_config` that the checkpoint is
+    tower: TowerName | None = (
+        None  # the part of the vision-language model in `hf_config` that the checkpoint is
+    )
     alpha: float | None = None  # its scale times its rank, where nothing stored tells it
 
 
@@ -97,9 +99,7 @@ class ExportTensors:
     notes: tuple[str, ...]
 
 
-def export_tensors(
-    opened: Opened, options: ExportOptions, whole: WholeModel | None = None
-) -> ExportTensors:
+def export_tensors(opened: Opened, options: ExportOptions, whole: WholeModel | None = None) -> ExportTensors:
     """The Hugging Face tensors of a checkpoint of either format, those of its language model where it is a `whole`.
 
     Raises as `export_hf`, short of writing.
@@ -110,10 +110,12 @@ def export_tensors(
         if number is not None and number < 1:
             raise UsageError(f"{option} {number}: a number from 1 is expected")
     source = read_export_source(opened, options.dtype, options.tp, options.ignore_keys)
-    reference = read_config(options.hf_config) if options.hf_config else None
     families = families_with(options.rules)
+    reference: Mapping[str, Any] | None = None
     if whole is not None:
         reference, families = whole.tower.config, whole.tower.families(families)
+    elif options.hf_config:
+        reference = read_config(options.hf_config)
     exported = export_targets(
         {name: Spec(source.types.get(name, base.dtype), base.shape) for name, base in source.bases.items()},
         source.settings,
@@ -171,7 +173,9 @@ def _with_other_towers(made: ExportTensors, whole: WholeModel) -> ExportTensors:
     """The whole model: its language model, and the other towers as its directory has them."""
     others = other_towers(whole)
     source = made.source.catalog
-    catalog = replace(source, tensors={**source.tensors, **{entry.key: entry for entry in whole.others.values()}})
+    catalog = replace(
+        source, tensors={**source.tensors, **{entry.key: entry for entry in whole.others.values()}}
+    )
     note = f"{len(others)} tensors of the other towers are taken from {whole.folder} as they are stored"
     return replace(
         made,

@@ -150,11 +150,12 @@ def read_huggingface(opened: Opened, options: ImportOptions) -> tuple[Imported, 
     if options.adapter is not None:
         merged = merge_peft(catalog, options.adapter, bool(plain.config.get("tie_word_embeddings")))
         catalog, specs, more = merged.catalog, merged.specs(specs), merged.notes
-    config, families, left_out = plain.config, families_with(options.rules), ()
+    config, families = plain.config, families_with(options.rules)
+    left_out: tuple[str, ...] = ()
     if options.tower is not None:
-        catalog, specs, tower = tower_alone(catalog, specs, plain.config)
+        catalog, specs, tower = tower_alone(catalog, specs, config)
+        more = (*more, *left_out_notes(tower), *mrope_notes(config))
         config, families, left_out = tower.config, tower.families(families), tower.others
-        more = (*more, *left_out_notes(tower), *mrope_notes(plain.config))
     imported = import_targets(
         specs,
         config,

@@ -71,8 +71,8 @@ def whole_model(folder: str) -> WholeModel:
     config = read_config(folder)
     if config.get(QUANTIZED):
         raise UnsupportedCheckpointError(
-            f"--tower language: the weights in {folder} are quantized, and those of the other towers are taken over as "
-            "they are stored; give the directory of the model that was quantized"
+            f"--tower language: the weights in {folder} are quantized, and those of the other towers are taken over "
+            "as they are stored; give the directory of the model that was quantized"
         )
     catalog = read_safetensors_catalog(snapshot_of(folder))
     tower = language_tower(
@@ -81,8 +81,8 @@ def whole_model(folder: str) -> WholeModel:
     absent = absent_modules(config, tower)
     if absent:
         raise MappingError(
-            f"--tower language: {folder} holds no tensors of {' and '.join(absent)}, from which the whole model would "
-            "be made. Without --tower and --hf-config the language model is written as a model of its own"
+            f"--tower language: {folder} holds no tensors of {' and '.join(absent)}, from which the whole model "
+            "would be made. Without --tower and --hf-config the language model is written as a model of its own"
         )
     with closing(tower_files(folder)) as files:
         others = {

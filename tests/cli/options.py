@@ -64,16 +64,16 @@ OPTIONS = {
     "export-hf": (
         "--check-source "
         "--hf-config --rules --dtype --vocab-size --max-shard-size --mtp-copies --quantize --tower --peft --alpha "
-        "--tp --iteration --ignore-keys --overwrite --resume --dry-run --workers --threads --max-memory --fsync --direct "
-        "--quiet -q --json --report --trust-pickle --enable-msc --follow-links"
+        "--tp --iteration --ignore-keys --overwrite --resume --dry-run --workers --threads --max-memory --fsync "
+        "--direct --quiet -q --json --report --trust-pickle --enable-msc --follow-links"
     ),
     "import-hf": (
         "--follow-links --check-source "
         "--fresh-optimizer --no-fresh-optimizer --lr --min-lr --weight-decay --adam-beta1 --adam-beta2 --adam-eps "
-        "--to --rules --adapter --tower --dtype --vocab-size-padded --target --layer-spec --experts --layout --world-size "
-        "--gpus --dp-shard --dp-outer --tp --cp --ep --etp --pp --strategy --outer-strategy --units --iteration "
-        "--overwrite --resume --dry-run --workers --threads --max-memory --fsync --direct --quiet -q --json --report "
-        "--enable-msc"
+        "--to --rules --adapter --tower --dtype --vocab-size-padded --target --layer-spec --experts --layout "
+        "--world-size --gpus --dp-shard --dp-outer --tp --cp --ep --etp --pp --strategy --outer-strategy --units "
+        "--iteration --overwrite --resume --dry-run --workers --threads --max-memory --fsync --direct --quiet -q "
+        "--json --report --enable-msc"
     ),
     "verify": (
         "--follow-links "

@@ -20,6 +20,7 @@ from tests.altered import without_numbers
 from tests.cli.options import OPTIONS
 from tests.conftest import DATA
 from tests.megatron.adapter_checkpoints import lora
+from tests.megatron.huggingface.vision_language import qwen2_5_vl
 
 RUN = DATA / "core019_llama_tp2_fully_reshardable"
 FSDP = DATA / "core019_llama_tp2_native_fsdp_dtensor"
@@ -34,12 +35,14 @@ DIFFERENT = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face model: the checkpoint RUN, exported; beside it an adapter of it in either form."""
+    """A Hugging Face model: the checkpoint RUN, exported; beside it an adapter of it, and a model of several towers."""
     folder = tmp_path_factory.mktemp("models") / "hf"
     assert run(["export-hf", str(RUN), str(folder), "-q"]) == 0
     lora().save(folder.parent / "lora")
     lora_folder, peft_folder = str(folder.parent / "lora"), str(folder.parent / "peft")
     assert run(["export-hf", lora_folder, peft_folder, "--peft", "--hf-config", str(folder), "-q"]) == 0
+    whole = str(qwen2_5_vl(folder.parent / "vl"))
+    assert run(["import-hf", whole, str(folder.parent / "text"), "--tower", "language", "-q"]) == 0
     return folder
 
 
@@ -49,6 +52,7 @@ def test_every_example_runs(
 ) -> None:
     dump = shutil.copytree(RUN / "param_to_param_group_map", tmp_path / "dump")
     places = {"RUN": RUN, "FSDP": FSDP, "HF": models, "LORA": models.parent / "lora",
+              "VL": models.parent / "vl", "TEXT": models.parent / "text",
               "PEFT": models.parent / "peft", "DUMP": dump, "OUT": tmp_path / "out"}  # fmt: skip
     places["BAD"] = without_numbers(RUN, tmp_path / "bad", "output_layer.weight") if "BAD" in words else RUN
     assert places.keys() == manual.PLACEHOLDERS.keys()

@@ -6,8 +6,8 @@ A tower is told by config.json's `text_config` and the prefix of its tensors' na
     language_model.model.layers.0...   language_model.lm_head.weight   files of Gemma 3 and Mistral 3
     model.layers.0...                  lm_head.weight                  files of Qwen2.5-VL, beside `visual.`
 
-For tokens of text alone, multimodal rotary embedding (M-RoPE) gives each of its sections the same position, and is the
-plain one: what it says beyond that stays in config.json.
+For tokens of text alone, multimodal rotary embedding (M-RoPE) gives each of its sections the same position, and is
+the plain one: what it says beyond that stays in config.json.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ TEXT, QUANTIZED, TIED, TYPE = "text_config", "quantization_config", "tie_word_em
 EXPERTS_OF = "qwen3_vl_moe_text"
 GATE_UP, DOWN = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"
 MROPE = ("mrope_section", "mrope_interleaved")
+ROPES = ("rope_scaling", "rope_parameters")
 DTYPES = ("torch_dtype", "dtype")
 
 
@@ -117,12 +118,14 @@ def language_tower(config: Mapping[str, Any], tensors: Mapping[str, Spec]) -> To
     strange = [name for name in rest if not _is_of(name, wrapper)]
     if strange:
         raise MappingError(
-            f"{len(strange)} tensors belong neither to the language model ({spelling.prefix}) nor to the other modules "
-            f"of a {kind} ({', '.join(wrapper.modules)}):\n{list_problems(strange)}",
+            f"{len(strange)} tensors belong neither to the language model ({spelling.prefix}) nor to the other "
+            f"modules of a {kind} ({', '.join(wrapper.modules)}):\n{list_problems(strange)}",
             strange,
         )
     text[TIED] = _is_tied(config, text, HEAD in names)
-    by_rows = text[TYPE] == EXPERTS_OF and _is_by_rows(text, {name: tensors[own] for name, own in names.items()})
+    by_rows = text[TYPE] == EXPERTS_OF and _is_by_rows(
+        text, {name: tensors[own] for name, own in names.items()}
+    )
     return Tower(_with_plain_rope(text), spelling, names, tuple(rest), by_rows)
 
 
@@ -143,9 +146,11 @@ def left_out_notes(tower: Tower) -> tuple[str, ...]:
 
 def mrope_notes(config: Mapping[str, Any]) -> tuple[str, ...]:
     """What an import says of multimodal positions."""
-    text = config.get(TEXT) if isinstance(config.get(TEXT), Mapping) else config
-    sections = [value["mrope_section"] for value in text.values() if isinstance(value, Mapping) and
-                value.get("mrope_section")]  # fmt: skip
+    text = config.get(TEXT) or config
+    ropes = [text.get(name) for name in ROPES]
+    sections = [
+        rope["mrope_section"] for rope in ropes if isinstance(rope, Mapping) and "mrope_section" in rope
+    ]
     if not sections:
         return ()
     return (
@@ -159,17 +164,15 @@ def whole_config(config: Mapping[str, Any], tower: Tower, exported: Mapping[str,
 
     That is the one there was, but for what a checkpoint may say otherwise: the size of the vocabulary, and the type.
     """
-    said = {"vocab_size": tower.config.get("vocab_size")}
-    said |= {"torch_dtype": next((tower.config[key] for key in DTYPES if key in tower.config), None)}
-    changed = {key: exported[key] for key, value in said.items() if exported[key] != value}
+    dtype = next((tower.config[key] for key in DTYPES if key in tower.config), None)
+    said = {"vocab_size": tower.config.get("vocab_size"), **dict.fromkeys(DTYPES, dtype)}
+    now = {"vocab_size": exported["vocab_size"], **dict.fromkeys(DTYPES, exported["torch_dtype"])}
     found = dict(config)
     text = found if config.get(TEXT) is None else dict(config[TEXT])
     if text is not found:
         found[TEXT] = text
-    if "vocab_size" in changed:
-        text["vocab_size"] = changed["vocab_size"]
-    for place in (found, text):
-        place |= {key: changed["torch_dtype"] for key in DTYPES if "torch_dtype" in changed and key in place}
+    for place in (found, text):  # some fields are repeated outside
+        place |= {key: now[key] for key in now if key in place and now[key] != said[key]}
     return found
 
 
@@ -182,21 +185,19 @@ def _text(config: Mapping[str, Any], wrapper: Wrapper) -> dict[str, Any]:
     elif wrapper.flat and text is None:
         others = {"vision_config", "image_token_id", "video_token_id", "vision_start_token_id",
                   "vision_end_token_id", "vision_token_id"}  # fmt: skip
-        found = {key: value for key, value in config.items() if key not in others} | {
-            TYPE: wrapper.inside[0]
-        }
+        found = {key: value for key, value in config.items() if key not in others} | {TYPE: wrapper.inside[0]}
     else:
         raise MappingError(f"config.json of a {config.get(TYPE)} has no {TEXT}")
     if config.get(QUANTIZED):
         found[QUANTIZED] = config[QUANTIZED]
     if not found.keys() & set(DTYPES):
-        found |= {"torch_dtype": config[key] for key in DTYPES if config.get(key) is not None}
+        found["torch_dtype"] = next((config[key] for key in DTYPES if config.get(key) is not None), None)
     return found
 
 
 def _with_plain_rope(text: dict[str, Any]) -> dict[str, Any]:
     """The config.json with the rotary embedding that text alone has."""
-    for name in ("rope_scaling", "rope_parameters"):
+    for name in ROPES:
         rope = text.get(name)
         if isinstance(rope, Mapping):
             kept = {key: value for key, value in rope.items() if key not in MROPE}
@@ -250,15 +251,19 @@ def _is_by_rows(text: Mapping[str, Any], tensors: Mapping[str, Spec]) -> bool:
         MappingError: neither order fits.
     """
     hidden, ffn = text.get("hidden_size"), text.get("moe_intermediate_size")
-    orders = set()
-    for name, spec in tensors.items():
-        for suffix, rows in ((GATE_UP, (ffn * 2 if isinstance(ffn, int) else None, hidden)), (DOWN, (hidden, ffn))):
-            if name.endswith(suffix) and rows[0] != rows[1]:
-                fits = {order for order, shape in ((True, rows), (False, rows[::-1])) if spec.shape[1:] == shape}
-                orders |= fits or {None}
-    if len(orders) > 1 or None in orders:
-        raise MappingError(
-            f"the shapes of experts (*{GATE_UP}, *{DOWN}) do not fit hidden_size {hidden} and moe_intermediate_size "
-            f"{ffn} of text_config, in one order of rows and columns for all"
-        )
-    return True in orders
+    if not isinstance(hidden, int) or not isinstance(ffn, int):
+        raise MappingError(f"text_config has hidden_size {hidden!r} and moe_intermediate_size {ffn!r}")
+    stored = [
+        (spec.shape[1:], shape)
+        for name, spec in tensors.items()
+        for suffix, shape in ((GATE_UP, (2 * ffn, hidden)), (DOWN, (hidden, ffn)))
+        if name.endswith(suffix) and shape[0] != shape[1]
+    ]
+    if all(found == shape[::-1] for found, shape in stored):
+        return False
+    if all(found == shape for found, shape in stored):
+        return True
+    raise MappingError(
+        f"the shapes of experts (*{GATE_UP}, *{DOWN}) do not fit hidden_size {hidden} and moe_intermediate_size "
+        f"{ffn} of text_config, in one order of rows and columns for all"
+    )

@@ -1,0 +1,118 @@
+"""The language model inside a vision-language model against the real classes, under transformers 4 and 5.
+
+`test_transformers.py` runs this file under either.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_tools.cli.app import run
+from tests.megatron.huggingface.models import BASE, HEAD, MOE, eager, logits
+
+transformers = pytest.importorskip("transformers", reason="the optional peer transformers is not installed")
+import torch  # noqa: E402  # after the skip
+from safetensors.numpy import load_file  # noqa: E402
+
+transformers.utils.logging.set_verbosity(logging.ERROR)
+
+QWEN2_5 = {**BASE, "rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 1]}}
+QWEN3 = {**BASE, **HEAD, "rope_theta": 5e5,
+         "rope_scaling": {"rope_type": "default", "mrope_section": [2, 2, 1], "mrope_interleaved": True}}  # fmt: skip
+YARN = {**QWEN3["rope_scaling"], "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+VISUAL = {"depth": 2, "hidden_size": 16, "intermediate_size": 20, "num_heads": 2, "patch_size": 4,
+          "out_hidden_size": 24}  # fmt: skip
+VISUAL2 = {**VISUAL, "window_size": 16, "fullatt_block_indexes": [1]}
+VISUAL3 = {**VISUAL, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+SMALL = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2,
+         "image_size": 16, "patch_size": 4}  # fmt: skip
+GEMMA = {**BASE, **HEAD, "query_pre_attn_scalar": 10, "sliding_window": 8, "sliding_window_pattern": 2,
+         "layer_types": ["sliding_attention", "full_attention"], "tie_word_embeddings": True}  # fmt: skip
+TIED = {"tie_word_embeddings": True}
+
+# By name: prefix of the classes, text_config, vision_config, further fields
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "qwen2_5_vl": ("Qwen2_5_VL", QWEN2_5, VISUAL2, {}),
+    "qwen2_5_vl_flat": ("Qwen2_5_VL", QWEN2_5, VISUAL2, {}),
+    "qwen3_vl": ("Qwen3VL", QWEN3, VISUAL3, {}),
+    "qwen3_vl_yarn": ("Qwen3VL", {**QWEN3, "rope_scaling": YARN}, VISUAL3, {}),
+    "qwen3_vl_tied": ("Qwen3VL", {**QWEN3, **TIED}, VISUAL3, TIED),
+    "qwen3_vl_moe": ("Qwen3VLMoe", {**QWEN3, **MOE}, VISUAL3, {}),
+    "gemma3": ("Gemma3", GEMMA, {**SMALL, "model_type": "siglip_vision_model"}, {"mm_tokens_per_image": 4, **TIED}),
+    "mistral3": ("Mistral3", {**BASE, **HEAD, "model_type": "mistral"},
+                 {**SMALL, "head_dim": 8, "model_type": "pixtral"}, {"tie_word_embeddings": False}),
+}  # fmt: skip
+
+
+@dataclass
+class Case:
+    """A model saved by its class, and the run that its language model became."""
+
+    directory: Path
+    run: Path
+    want: Any  # logits of text
+    loader: Any
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    prefix, text, vision, fields = CASES[request.param]
+    folder = tmp_path_factory.mktemp(request.param)
+    config = getattr(transformers, f"{prefix}Config")(text_config=text, vision_config=vision, **fields)
+    loader = getattr(transformers, f"{prefix}ForConditionalGeneration")
+    torch.manual_seed(0)
+    model = loader._from_config(config, **eager()).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape) * 0.3 + 0.1)
+    model.save_pretrained(folder / "vl")
+    if request.param.endswith("_flat"):  # as the released models have it
+        path = folder / "vl" / "config.json"
+        said = json.loads(path.read_text())
+        said.pop("text_config")
+        path.write_text(json.dumps({**said, **QWEN2_5, "hidden_act": "silu", "rms_norm_eps": 1e-5}))
+    assert run(["import-hf", str(folder / "vl"), str(folder / "run"), "--tower", "language", "-q"]) == 0
+    return Case(folder / "vl", folder / "run", logits(loaded(loader, folder / "vl")), loader)
+
+
+def loaded(loader: Any, folder: Path) -> Any:
+    """The model of a directory; every tensor found, none left over."""
+    model, info = loader.from_pretrained(folder, output_loading_info=True, **eager())
+    assert not any(info.values()), info
+    return model.eval()
+
+
+def test_back_in_the_whole_model(case: Case, tmp_path: Path) -> None:
+    """Every tensor of every tower under its name, bit for bit; config.json as it was; the class computes the same."""
+    words = ["--hf-config", str(case.directory), "--tower", "language", "-q"]
+    assert run(["export-hf", str(case.run), str(tmp_path / "out"), *words]) == 0
+    before, after = (load_file(folder / "model.safetensors") for folder in (case.directory, tmp_path / "out"))
+    assert after.keys() == before.keys()
+    for key, array in before.items():
+        assert (array.dtype, array.shape, array.tobytes()) == (after[key].dtype, after[key].shape,
+                                                               after[key].tobytes()), key  # fmt: skip
+    said = [json.loads((folder / "config.json").read_text()) for folder in (case.directory, tmp_path / "out")]
+    assert said[0] == said[1]
+    assert torch.equal(logits(loaded(case.loader, tmp_path / "out")), case.want)
+
+
+def test_as_a_language_model_of_its_own(case: Case, tmp_path: Path) -> None:
+    """The plain class of the family computes for text what the whole model does."""
+    words = []
+    text = json.loads((case.directory / "config.json").read_text()).get("text_config", {})
+    if text.get("model_type") == "gemma3_text":  # only a config.json tells its windows
+        (tmp_path / "text").mkdir()
+        (tmp_path / "text" / "config.json").write_text(json.dumps(text))
+        words = ["--hf-config", str(tmp_path / "text")]
+    assert run(["export-hf", str(case.run), str(tmp_path / "out"), *words, "-q"]) == 0
+    model = loaded(transformers.AutoModelForCausalLM, tmp_path / "out")
+    plain = {"Qwen2_5_VL": "Qwen2", "Qwen3VL": "Qwen3", "Qwen3VLMoe": "Qwen3Moe"}
+    prefix = case.loader.__name__.removesuffix("ForConditionalGeneration")
+    assert type(model).__name__ == f"{plain.get(prefix, prefix.replace('Mistral3', 'Mistral'))}ForCausalLM"
+    assert torch.allclose(logits(model), case.want, rtol=0, atol=1e-5)

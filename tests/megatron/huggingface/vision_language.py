@@ -1,0 +1,72 @@
+"""Directories of tiny vision-language models without transformers: random tensors under the names of the files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from ckpt_tools.megatron.huggingface.config import read_config
+from ckpt_tools.megatron.huggingface.families import FAMILIES
+from ckpt_tools.megatron.huggingface.rules import expand
+from tests.megatron.huggingface.materialise import Arrays
+from tests.megatron.huggingface.models import BASE, HEAD, MOE
+
+TEXT = {**BASE, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 1e6, "torch_dtype": "float32",
+        "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 1]}}  # fmt: skip
+QWEN2_5 = {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl",
+           "image_token_id": 95, "vision_config": {"depth": 1}, **TEXT}  # fmt: skip
+MOE_TEXT = {
+    **BASE,
+    **HEAD,
+    **MOE,
+    "model_type": "qwen3_vl_moe_text",
+    "rope_theta": 5e5,
+    "norm_topk_prob": True,
+}
+QWEN3_MOE = {"model_type": "qwen3_vl_moe", "vision_config": {"depth": 1}, "tie_word_embeddings": False,
+             "text_config": MOE_TEXT}  # fmt: skip
+AS_MODULES = ("model.language_model.", "model.visual.")
+AS_FILES = ("model.", "visual.")
+INSIDE = ("language_model.model.", "visual.")
+
+
+def language_tensors(family: str, text: dict[str, Any], seed: int = 0) -> Arrays:
+    """The language model's tensors under the names of a model of its own."""
+    plain = {key: value for key, value in text.items() if key not in ("rope_scaling", "rope_parameters")}
+    model, random = read_config(FAMILIES[family], plain), np.random.default_rng(seed)
+    return {
+        key: random.normal(size=shape.shape).astype(np.float32)
+        for pair in expand(FAMILIES[family], replace(model, padded_vocab_size=model.vocab_size))
+        for key, shape in zip(pair.hf, pair.tensors, strict=True)
+    }
+
+
+def whole(language: Arrays, names: tuple[str, str] = AS_FILES, seed: int = 0) -> Arrays:
+    """All tensors, those of the vision tower with values of another type."""
+    random = np.random.default_rng(100 + seed)
+    shapes = {"patch_embed.proj.weight": (16, 3, 2, 4, 4), "merger.ln_q.weight": (16,)}
+    head = "language_model.lm_head.weight" if names == INSIDE else "lm_head.weight"
+    named = {
+        head if key == "lm_head.weight" else names[0] + key.removeprefix("model."): array
+        for key, array in language.items()
+    }
+    return named | {
+        names[1] + key: random.normal(size=shape).astype(np.float16) for key, shape in shapes.items()
+    }
+
+
+def save(folder: Path, config: dict[str, Any], tensors: Arrays) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(dict(tensors), folder / "model.safetensors")
+    return folder
+
+
+def qwen2_5_vl(folder: Path, names: tuple[str, str] = AS_FILES, seed: int = 0) -> Path:
+    """A Qwen2.5-VL with the flat config.json of the released ones."""
+    return save(folder, QWEN2_5, whole(language_tensors("qwen2_5_vl_text", TEXT, seed), names, seed))
