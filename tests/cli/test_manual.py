@@ -35,7 +35,7 @@ DIFFERENT = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face model: the checkpoint RUN, exported; beside it an adapter of it, and a model of several towers."""
+    """A Hugging Face model: the checkpoint RUN, exported; beside it its adapter, and a model of several towers."""
     folder = tmp_path_factory.mktemp("models") / "hf"
     assert run(["export-hf", str(RUN), str(folder), "-q"]) == 0
     lora().save(folder.parent / "lora")

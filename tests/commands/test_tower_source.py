@@ -185,7 +185,10 @@ def test_what_is_refused_on_import(tmp_path: Path, capsys: pytest.CaptureFixture
         return refusal(["import-hf", save(folder, config, arrays), out, *TOWER], 5, capsys)
 
     text = changed({**QWEN2_5, "model_type": "llava"}, tensors)
-    assert "model_type 'llava'" in text and "gemma3, mistral3, qwen2_5_vl, qwen3_vl, qwen3_vl_moe" in text
+    assert (
+        "model_type 'llava'" in text
+        and "gemma3, mistral3, qwen2_5_vl, qwen2_vl, qwen3_vl, qwen3_vl_moe" in text
+    )
     text = changed(QWEN2_5, {**tensors, "audio.proj.weight": tensors["lm_head.weight"]})
     assert "1 tensors belong neither to the language model (model.) nor to the other modules" in text
     assert "audio.proj.weight" in text

@@ -30,23 +30,31 @@ ROPES = ("rope_scaling", "rope_parameters")
 DTYPES = ("torch_dtype", "dtype")
 
 
-class Wrapper(NamedTuple):
-    """A vision-language model by its model_type: the language models it may have inside, and its other modules.
+GEMMA3 = {"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+          "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072,
+          "query_pre_attn_scalar": 256, "sliding_window": 4096}  # fmt: skip
 
-    The first type is that of a config.json without text_config, whose fields stand beside those of the other towers.
+
+class Wrapper(NamedTuple):
+    """A vision-language model by its model_type: the language model inside, and its other modules.
+
+    `flat`: config.json may have no text_config, its fields beside those of the other towers. `defaults` are what the
+    language model's class takes for fields that the released files leave out.
     """
 
-    inside: tuple[str, ...]
+    inside: str
     modules: tuple[str, ...]
     flat: bool = False
+    defaults: Mapping[str, Any] = {}
 
 
 WRAPPERS = {
-    "qwen2_5_vl": Wrapper(("qwen2_5_vl_text",), ("visual",), flat=True),
-    "qwen3_vl": Wrapper(("qwen3_vl_text",), ("visual",)),
-    "qwen3_vl_moe": Wrapper((EXPERTS_OF,), ("visual",)),
-    "gemma3": Wrapper(("gemma3_text",), ("vision_tower", "multi_modal_projector")),
-    "mistral3": Wrapper(("mistral",), ("vision_tower", "multi_modal_projector")),
+    "qwen2_vl": Wrapper("qwen2_vl_text", ("visual",), flat=True),
+    "qwen2_5_vl": Wrapper("qwen2_5_vl_text", ("visual",), flat=True),
+    "qwen3_vl": Wrapper("qwen3_vl_text", ("visual",)),
+    "qwen3_vl_moe": Wrapper(EXPERTS_OF, ("visual",)),
+    "gemma3": Wrapper("gemma3_text", ("vision_tower", "multi_modal_projector"), defaults=GEMMA3),
+    "mistral3": Wrapper("mistral", ("vision_tower", "multi_modal_projector")),
 }
 
 
@@ -107,10 +115,10 @@ def language_tower(config: Mapping[str, Any], tensors: Mapping[str, Spec]) -> To
             f"{', '.join(sorted(WRAPPERS))}"
         )
     text = _text(config, wrapper)
-    if text.get(TYPE) not in wrapper.inside:
+    if text.get(TYPE) != wrapper.inside:
         raise MappingError(
-            f"--tower language: the language model inside a {kind} is {' or '.join(wrapper.inside)}, text_config has "
-            f"model_type {text.get(TYPE)!r}"
+            f"--tower language: the language model inside a {kind} is {wrapper.inside}, text_config has model_type "
+            f"{text.get(TYPE)!r}"
         )
     spelling = _spelling(tensors)
     names = {_bare(name, spelling): name for name in tensors if _is_inside(name, spelling, wrapper)}
@@ -171,8 +179,11 @@ def whole_config(config: Mapping[str, Any], tower: Tower, exported: Mapping[str,
     text = found if config.get(TEXT) is None else dict(config[TEXT])
     if text is not found:
         found[TEXT] = text
+    changed = {key: value for key, value in now.items() if value != said[key]}
     for place in (found, text):  # some fields are repeated outside
-        place |= {key: now[key] for key in now if key in place and now[key] != said[key]}
+        place |= {key: value for key, value in changed.items() if key in place}
+    if "vocab_size" in changed:  # which may have been the class's own
+        text["vocab_size"] = changed["vocab_size"]
     return found
 
 
@@ -180,12 +191,11 @@ def _text(config: Mapping[str, Any], wrapper: Wrapper) -> dict[str, Any]:
     """The language model's config.json."""
     text = config.get(TEXT)
     if isinstance(text, Mapping):
-        found = dict(text)
-        found.setdefault(TYPE, wrapper.inside[0])
+        found = {TYPE: wrapper.inside, **wrapper.defaults, **text}
     elif wrapper.flat and text is None:
         others = {"vision_config", "image_token_id", "video_token_id", "vision_start_token_id",
                   "vision_end_token_id", "vision_token_id"}  # fmt: skip
-        found = {key: value for key, value in config.items() if key not in others} | {TYPE: wrapper.inside[0]}
+        found = {key: value for key, value in config.items() if key not in others} | {TYPE: wrapper.inside}
     else:
         raise MappingError(f"config.json of a {config.get(TYPE)} has no {TEXT}")
     if config.get(QUANTIZED):

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from ckpt_tools.cli.app import run
+from ckpt_tools.megatron.huggingface.towers import GEMMA3
 from tests.megatron.huggingface.models import BASE, HEAD, MOE, eager, logits
 
 transformers = pytest.importorskip("transformers", reason="the optional peer transformers is not installed")
@@ -38,6 +39,8 @@ TIED = {"tie_word_embeddings": True}
 
 # By name: prefix of the classes, text_config, vision_config, further fields
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "qwen2_vl": ("Qwen2VL", QWEN2_5, {"depth": 1, "embed_dim": 16, "hidden_size": 24, "num_heads": 2,
+                                      "patch_size": 4, "mlp_ratio": 2}, {}),
     "qwen2_5_vl": ("Qwen2_5_VL", QWEN2_5, VISUAL2, {}),
     "qwen2_5_vl_flat": ("Qwen2_5_VL", QWEN2_5, VISUAL2, {}),
     "qwen3_vl": ("Qwen3VL", QWEN3, VISUAL3, {}),
@@ -112,7 +115,12 @@ def test_as_a_language_model_of_its_own(case: Case, tmp_path: Path) -> None:
         words = ["--hf-config", str(tmp_path / "text")]
     assert run(["export-hf", str(case.run), str(tmp_path / "out"), *words, "-q"]) == 0
     model = loaded(transformers.AutoModelForCausalLM, tmp_path / "out")
-    plain = {"Qwen2_5_VL": "Qwen2", "Qwen3VL": "Qwen3", "Qwen3VLMoe": "Qwen3Moe"}
+    plain = {"Qwen2VL": "Qwen2", "Qwen2_5_VL": "Qwen2", "Qwen3VL": "Qwen3", "Qwen3VLMoe": "Qwen3Moe"}
     prefix = case.loader.__name__.removesuffix("ForConditionalGeneration")
     assert type(model).__name__ == f"{plain.get(prefix, prefix.replace('Mistral3', 'Mistral'))}ForCausalLM"
     assert torch.allclose(logits(model), case.want, rtol=0, atol=1e-5)
+
+
+def test_what_the_released_gemma_leaves_out_is_what_the_class_takes() -> None:
+    whole = transformers.Gemma3TextConfig().to_dict()
+    assert {key: whole[key] for key in GEMMA3} == GEMMA3

@@ -1,0 +1,42 @@
+"""config.json and names of a vision-language model as the released files have them."""
+
+from __future__ import annotations
+
+from ckpt_tools.megatron.huggingface.checks import Spec
+from ckpt_tools.megatron.huggingface.config import read_config
+from ckpt_tools.megatron.huggingface.families import FAMILIES
+from ckpt_tools.megatron.huggingface.towers import language_tower, whole_config
+
+RELEASED = {
+    "model_type": "gemma3",
+    "torch_dtype": "bfloat16",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "vision_config": {"model_type": "siglip_vision_model"},
+}
+NAMES = {"language_model.model.embed_tokens.weight": Spec("bfloat16", (262208, 2560))}
+
+
+def test_a_text_config_of_few_fields_is_the_model_that_its_class_makes_of_it() -> None:
+    """Gemma 3 of 4B parameters leaves out what its class has anyway; so does what an export writes back."""
+    tower = language_tower(RELEASED, NAMES)
+    model = read_config(FAMILIES["gemma3"], tower.config)
+    assert (model.vocab_size, model.num_layers, model.num_attention_heads, model.num_query_groups) == (
+        262208,
+        34,
+        8,
+        4,
+    )
+    assert (model.kv_channels, model.sliding_window, model.query_pre_attn_scalar) == (256, 1024, 256)
+    assert (model.tied, model.params_dtype) == (True, "bfloat16")
+    assert model.rope_scaling == ({"rope_type": "linear", "factor": 8.0},)
+    assert whole_config(RELEASED, tower, {"vocab_size": 262208, "torch_dtype": "bfloat16"}) == RELEASED
+    more = whole_config(RELEASED, tower, {"vocab_size": 262300, "torch_dtype": "float16"})
+    assert more == {**RELEASED, "torch_dtype": "float16",
+                    "text_config": {**RELEASED["text_config"], "vocab_size": 262300}}  # fmt: skip
