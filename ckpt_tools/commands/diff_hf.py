@@ -9,10 +9,12 @@ from math import prod
 from ckpt_tools.commands.export_hf import ExportOptions, export_tensors
 from ckpt_tools.commands.hf_parts import prove_equal, read_config, seen_as, without_frequencies
 from ckpt_tools.commands.opened import Opened
+from ckpt_tools.commands.tower_source import whole_model
 from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.huggingface.checks import Spec
 from ckpt_tools.megatron.huggingface.quantized import Dequantized, dequantized
 from ckpt_tools.megatron.huggingface.targets import import_targets
+from ckpt_tools.megatron.huggingface.towers import WRAPPERS
 from ckpt_tools.model.catalog import Catalog, TensorEntry
 from ckpt_tools.model.expressions import Value
 from ckpt_tools.model.target import InlineTensor, Source, TargetTensor
@@ -35,19 +37,26 @@ def sides_by_export(
     """
     folder = model.location.path
     options = ExportOptions(hf_config=folder, trust_pickle=checkpoint.trust_pickle, ignore_keys=ignore_keys)
-    made = export_tensors(checkpoint, options)
+    config = read_config(folder)
+    whole = whole_model(folder) if config.get("model_type") in WRAPPERS else None
+    made = export_tensors(checkpoint, options, whole)
+    others = whole.others if whole is not None else {}
     notes = list(made.notes)
+    if others:
+        notes.append(
+            f"the language model alone: {len(others)} tensors of the model's other towers are not compared"
+        )
     views: dict[str, TargetTensor | InlineTensor] = {tensor.key: tensor for tensor in made.ready}
     shapes = {key: view.shape for key, view in views.items() if key in made.exported.shapes}
     kept, left_out = without_frequencies(model.catalog)
-    plain = dequantized(kept, read_config(folder), model.files)
+    plain = dequantized(kept, config, model.files)
     kept = plain.catalog
     catalog = replace(kept, tensors={key: _reshaped(e, shapes) for key, e in kept.tensors.items()})
     redundant = _redundant(replace(model, catalog=kept), plain, views)
     stored: dict[str, TargetTensor | InlineTensor] = {
         key: TargetTensor(key, _compared_dtype(entry, views.get(key)), entry.shape, (Source(key),))
         for key, entry in catalog.tensors.items()
-        if key not in redundant and key not in plain.parts
+        if key not in redundant and key not in plain.parts and key not in others
     }
     wider = [key for key, tensor in stored.items() if tensor.dtype != catalog.tensors[key].dtype]
     if wider:

@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
+from safetensors.torch import save_file as save_torch
 
 from ckpt_tools.cli.app import run
 from tests.megatron.huggingface.vision_language import (
@@ -82,6 +84,49 @@ def test_the_language_model_is_the_checkpoint_s_and_the_rest_the_directory_s(tmp
     for key, array in written.items():
         assert array.tobytes() == (load_file(other / "model.safetensors")[key].tobytes() if key.startswith("visual.")
                                    else language[key].astype(np.float16).tobytes()), key  # fmt: skip
+
+
+def test_a_checkpoint_for_megatron_fsdp_goes_back_too(tmp_path: Path) -> None:
+    source, made = qwen2_5_vl(tmp_path / "vl"), tmp_path / "run"
+    rates = ["--lr", "1e-5", "--min-lr", "1e-6", "--weight-decay", "0.1"]
+    assert run(["import-hf", str(source), str(made), *TOWER, "--to", "fsdp_dtensor", *rates]) == 0
+    assert tensors_of(exported(made, source, tmp_path / "out")) == tensors_of(source)
+
+
+def test_diff_compares_the_language_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whether the import was faithful; one value that differs is found under the directory's name."""
+    source = qwen2_5_vl(tmp_path / "vl")
+    made = imported(source, tmp_path / "run")
+    capsys.readouterr()
+    assert run(["diff", str(source), str(made), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert any("2 tensors of the model's other towers are not compared" in note for note in report["notes"])
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 2] += 1
+    other = save(tmp_path / "other", QWEN2_5, tensors)
+    assert run(["diff", str(other), str(made)]) == 1
+    assert "model.layers.1.mlp.up_proj.weight" in capsys.readouterr().out
+
+
+def test_a_quantized_model_is_dequantized(tmp_path: Path) -> None:
+    """Block FP8 of the language model beside a tower that is as it was."""
+    source = qwen2_5_vl(tmp_path / "vl")
+    tensors = {key: torch.from_numpy(array) for key, array in load_file(source / "model.safetensors").items()}
+    plain, random = dict(tensors), torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        codes = torch.randint(0, 0x7F, tensors[name].shape, generator=random, dtype=torch.uint8)
+        codes = codes.view(torch.float8_e4m3fn)
+        tensors |= {name: codes, f"{name}_scale_inv": torch.full((1, 1), 0.5)}
+        plain[name] = codes.float() * 0.5
+    settings = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic",
+                "modules_to_not_convert": ["visual", "lm_head"]}  # fmt: skip
+    (source / "config.json").write_text(json.dumps({**QWEN2_5, "quantization_config": settings}))
+    save_torch(tensors, source / "model.safetensors")
+    base = qwen2_5_vl(tmp_path / "base")
+    out = exported(imported(source, tmp_path / "run"), base, tmp_path / "out")
+    found = load_file(out / "model.safetensors")
+    assert found.keys() == plain.keys()
+    assert all(found[key].tobytes() == plain[key].numpy().tobytes() for key in plain)
 
 
 def test_the_report_counts_and_names_what_is_left_out(
