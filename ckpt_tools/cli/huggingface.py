@@ -128,6 +128,9 @@ def import_(
 
     Quantized models are dequantized as they are read, bit for bit as transformers does it: block FP8 (DeepSeek),
     MXFP4 (GPT-OSS), compressed-tensors FP8 and INT4 (pack-quantized).
+
+    Of a vision-language model (Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Gemma 3, Mistral 3) --tower language imports the
+    language model; `export-hf --tower language` puts it back into the whole model.
     """
     from ckpt_tools.commands.import_hf import ImportOptions, import_hf
     from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions

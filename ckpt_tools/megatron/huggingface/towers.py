@@ -255,7 +255,7 @@ def _is_tied(config: Mapping[str, Any], text: Mapping[str, Any], has_head: bool)
 def _is_by_rows(text: Mapping[str, Any], tensors: Mapping[str, Spec]) -> bool:
     """Whether experts are stored with the rows of a linear first.
 
-    At most one of the two tensors is square, and the other tells.
+    At most one of the two tensors of a layer is square and fits either, and the other tells.
 
     Raises:
         MappingError: neither order fits.
@@ -267,7 +267,7 @@ def _is_by_rows(text: Mapping[str, Any], tensors: Mapping[str, Spec]) -> bool:
         (spec.shape[1:], shape)
         for name, spec in tensors.items()
         for suffix, shape in ((GATE_UP, (2 * ffn, hidden)), (DOWN, (hidden, ffn)))
-        if name.endswith(suffix) and shape[0] != shape[1]
+        if name.endswith(suffix)
     ]
     if all(found == shape[::-1] for found, shape in stored):
         return False
