@@ -41,6 +41,7 @@
 * `export_peft`: `export-hf --peft`
 * `hf_parts`: what exports and imports share
 * `verify`: `verify`
+* `audit`: `verify --against`: the accounts of an export or import and its source
 * `diff`: `diff`
 * `diff_hf`: `diff` of a Hugging Face model and a Megatron checkpoint
 * `preflight`: `preflight`

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -87,8 +87,22 @@ class ExportTensors:
     notes: tuple[str, ...]
 
 
-def export_tensors(opened: Opened, options: ExportOptions) -> ExportTensors:
-    """The Hugging Face tensors of a checkpoint of either format. Raises as `export_hf`, short of writing."""
+def export_tensors(opened: Opened, options: ExportOptions, present: Iterable[str] = ()) -> ExportTensors:
+    """The Hugging Face tensors of a checkpoint of either format. Raises as `export_hf`, short of writing.
+
+    `present` are the tensors of a model that it is compared with, whose names it gets.
+    """
+    source, exported = describe_export(opened, options, present)
+    prove_equal(opened.files, source.catalog, source.bases, exported.equal)
+    tensors = rebase(exported.tensors, source.bases, _shapes(source.catalog))
+    ready, notes = _with_offsets(opened.files, source.catalog, tensors, exported.offsets)
+    return ExportTensors(source, exported, tuple(ready), (*source.notes, *exported.notes, *notes))
+
+
+def describe_export(
+    opened: Opened, options: ExportOptions, present: Iterable[str] = ()
+) -> tuple[ExportSource, Exported]:
+    """What is exported of a checkpoint and as which tensors, from its metadata. Raises as `export_tensors`."""
     if options.dtype is not None and options.dtype not in CASTABLE:
         raise UsageError(f"--dtype {options.dtype}: weights can be written as {', '.join(sorted(CASTABLE))}")
     for option, number in (("--vocab-size", options.vocab_size), ("--tp", options.tp)):
@@ -104,11 +118,9 @@ def export_tensors(opened: Opened, options: ExportOptions) -> ExportTensors:
         vocab_size=options.vocab_size,
         mtp_copies=options.mtp_copies,
         families=families_with(options.rules),
+        present=present,
     )
-    prove_equal(opened.files, source.catalog, source.bases, exported.equal)
-    tensors = rebase(exported.tensors, source.bases, _shapes(source.catalog))
-    ready, notes = _with_offsets(opened.files, source.catalog, tensors, exported.offsets)
-    return ExportTensors(source, exported, tuple(ready), (*source.notes, *exported.notes, *notes))
+    return source, exported
 
 
 def plan_export(opened: Opened, options: ExportOptions, world: int = 1) -> Conversion:

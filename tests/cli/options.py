@@ -77,7 +77,7 @@ OPTIONS = {
     ),
     "verify": (
         "--follow-links "
-        "--content --manifest --write-manifest --allow-nonfinite --iteration --format --json --junit "
+        "--content --manifest --write-manifest --allow-nonfinite --against --rules --ignore-keys --iteration --format --json --junit "
         "--workers --threads --quiet -q --trust-pickle --enable-msc"
     ),
     "diff": (

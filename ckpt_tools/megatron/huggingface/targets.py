@@ -88,6 +88,7 @@ def export_targets(
     vocab_size: int | None = None,
     mtp_copies: bool = False,
     families: Mapping[str, Family] = FAMILIES,
+    present: Iterable[str] = (),
 ) -> Exported:
     """The Hugging Face tensors and config.json of a model.
 
@@ -95,6 +96,7 @@ def export_targets(
     (rules.py). `args` are Megatron-LM's or Bridge's settings; `reference`, a config.json, supplies what they
     cannot tell and must agree with the rest. `dtype` None keeps every tensor's own. `vocab_size` cuts the
     vocabulary; `mtp_copies` repeats embedding and head in each prediction layer, as DeepSeek's release does.
+    `present` are the tensors of a directory to compare with: names and stacked experts are as they are there.
 
     Raises:
         MappingError: parameters without a rule, missing ones, shapes that contradict the args, a reference that
@@ -110,7 +112,7 @@ def export_targets(
         model = read_config(family, reference) if model is None else reconcile(family, model, reference)
     assert model is not None  # one of the two is given
     model, notes = with_vocabulary(model, parameters, told)
-    pairs = expand(family, model)
+    pairs = expand(family, model, present)
     spelled, equal = _whole(family, model, pairs, parameters, reference)
     tensors = [target for pair in pairs for target in _export_pair(pair, spelled, parameters, dtype)]
     shapes = {
@@ -125,7 +127,7 @@ def export_targets(
         offsets = dict.fromkeys(norms, 1.0 if model.zero_centered_gamma else -1.0)
     if mtp_copies:
         tensors += _copies(family, model, tensors)
-    model = replace(model, params_dtype=_bulk_dtype(tensors))
+    model = replace(model, params_dtype=bulk_dtype(tensors))
     config = dict.fromkeys(family.unset) | (keep_reference(family, reference) if reference else {})
     config |= write_config(family, model)
     scaling = config.get("rope_scaling")
@@ -137,7 +139,18 @@ def export_targets(
     if args is None:
         notes = (*notes, "the checkpoint holds no args: what its numbers mean is taken from --hf-config")
     notes = (*settings, *notes, *semantic_notes(family, model), *rope_notes(args, model))
-    return Exported(family, tuple(tensors), config, shapes, offsets, equal, notes)
+    made = Exported(family, tuple(tensors), config, shapes, offsets, equal, notes)
+    return _without_prefix(made, _prefix(family, present)) if present else made
+
+
+def _without_prefix(made: Exported, prefix: Prefix) -> Exported:
+    """The tensors under the names of a directory that was saved from a bare model."""
+    return replace(
+        made,
+        tensors=tuple(replace(one, key=prefix(one.key)) for one in made.tensors),
+        shapes={prefix(key): shape for key, shape in made.shapes.items()},
+        offsets={prefix(key): offset for key, offset in made.offsets.items()},
+    )
 
 
 def _whole(
@@ -217,7 +230,7 @@ def import_targets(
             f"the directory is not a whole {family.name} model:\n" + list_problems(problems), problems
         )
     made = [target for pair in pairs for target in _import_pair(model, pair, prefix, tensors, dtype)]
-    args = megatron_args(replace(model, params_dtype=_bulk_dtype(made))) | demanded_args(family)
+    args = megatron_args(replace(model, params_dtype=bulk_dtype(made))) | demanded_args(family)
     shapes = {
         prefix(name): shape.seen
         for pair in pairs
@@ -329,7 +342,7 @@ def _without_content(
     return equal, [name for name in extra if name in same or ignored.fullmatch(prefix.dropped + name)]
 
 
-def _bulk_dtype(tensors: Iterable[TargetTensor]) -> str:
+def bulk_dtype(tensors: Iterable[TargetTensor | Spec]) -> str:
     """The type of most elements: what config.json and the args call the model's type."""
     elements: Counter[str] = Counter()
     for target in tensors:
