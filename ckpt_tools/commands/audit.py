@@ -1,8 +1,8 @@
 """`verify HF --against RUN`: does what an export or import holds follow from its source, by counting alone.
 
 The checkpoint's metadata and the model's headers are enough: the rules of `export-hf` say which tensors a model of
-this config.json has and which parameters each is made of. Every stored tensor of both sides is carried over, or in one
-side alone for a reason that is named, or an error.
+this config.json has and which parameters each is made of. Every stored tensor of both sides is carried over, or in
+one side alone for a reason that is named, or an error.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.dtypes import CASTABLE, itemsize
 from ckpt_tools.model.expressions import Value
 from ckpt_tools.model.target import TargetTensor
+from ckpt_tools.model.without_gc import without_gc
 from ckpt_tools.verify.accounts import Amount, Audit, Carried, Ledger, amount_of, inventory
 from ckpt_tools.verify.report import Check, Findings, Report
 
@@ -90,7 +91,8 @@ def audit(
     model, checkpoint = (output, source) if is_export else (source, output)
     found = Findings("audit", "values")
     try:
-        books = _draw_up(model, checkpoint, rules, ignore_keys, found)
+        with without_gc():
+            books = _draw_up(model, checkpoint, rules, ignore_keys, found)
     except StorageError:
         raise
     except CkptError as error:

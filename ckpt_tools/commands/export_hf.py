@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -15,6 +14,7 @@ from ckpt_tools.commands.export_peft import plan_peft
 from ckpt_tools.commands.export_source import ExportSource, read_export_source
 from ckpt_tools.commands.hf_parts import (
     CONFIG,
+    as_json,
     families_with,
     offset_values,
     prove_equal,
@@ -211,14 +211,10 @@ def _extra_files(
     found: dict[str, bytes] = {}
     if options.hf_config:
         found |= read_assets(options.hf_config, with_code="auto_map" in exported.config)
-    found[CONFIG] = _json(exported.config)
+    found[CONFIG] = as_json(exported.config)
     if len(shards) > 1:
-        found[INDEX_FILE] = _json(shard_index(shards, sizes))
+        found[INDEX_FILE] = as_json(shard_index(shards, sizes))
     return found
-
-
-def _json(value: object) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _shapes(catalog: Catalog) -> dict[str, tuple[int, ...]]:

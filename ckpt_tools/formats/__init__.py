@@ -27,6 +27,7 @@
 * `frames`: the archive around one tensor, byte for byte as torch writes it
 * `crc`: checksums of bytes, and of joined parts without touching them
 * `safetensors`: a Hugging Face folder's tensors as a catalog
+* `rank_parts`: that of a folder into which every rank has written its parts
 * `documents`: JSON and YAML from strangers, bounded
 * `left_out`: keys that a user leaves out
 """

@@ -24,7 +24,7 @@ class Amount(NamedTuple):
 
     def plus(self, other: Amount) -> Amount:
         """Both together."""
-        return Amount(*(a + b for a, b in zip(self, other, strict=True)))
+        return Amount(self.tensors + other.tensors, self.values + other.values, self.nbytes + other.nbytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,8 +77,8 @@ OPTIONS = {
     ),
     "verify": (
         "--follow-links "
-        "--content --manifest --write-manifest --allow-nonfinite --against --rules --ignore-keys --iteration --format --json --junit "
-        "--workers --threads --quiet -q --trust-pickle --enable-msc"
+        "--content --manifest --write-manifest --allow-nonfinite --against --rules --ignore-keys --iteration "
+        "--format --json --junit --workers --threads --quiet -q --trust-pickle --enable-msc"
     ),
     "diff": (
         "--rtol --atol --ulp --nan --keys --ignore --by --target --iteration --json --workers --threads --quiet -q "

@@ -140,7 +140,8 @@ def export_targets(
         notes = (*notes, "the checkpoint holds no args: what its numbers mean is taken from --hf-config")
     notes = (*settings, *notes, *semantic_notes(family, model), *rope_notes(args, model))
     made = Exported(family, tuple(tensors), config, shapes, offsets, equal, notes)
-    return _without_prefix(made, _prefix(family, present)) if present else made
+    prefix = _prefix(family, present) if present else Prefix("")
+    return _without_prefix(made, prefix) if prefix.dropped else made
 
 
 def _without_prefix(made: Exported, prefix: Prefix) -> Exported:
