@@ -24,6 +24,7 @@ from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.model.box import Box, split_axes
 from tests.commands.test_huggingface import CONFIGS, model
 
+HEAD = "lm_head.weight"
 Cuts = tuple[int, ...]  # parts along each axis
 ARRAYS: dict[str, Any] = {
     "matrix": np.arange(35, dtype=np.float32).reshape(7, 5),
@@ -145,8 +146,7 @@ def twice(notes: Any, places: Any) -> None:
         (forget, "DCP_SHARDING_INFO has no saved_offsets of 2 numbers for matrix"),
         (too_few, "DCP_SHARDING_INFO has no saved_offsets of 2 numbers for matrix"),
         (below, "matrix cannot stand at [-1, 0]"),
-        (aside, "matrix: its parts leave holes: 35 elements for [11, 5]; is each rank's file there?"),
-        (twice, "matrix: its parts overlap: 35 elements for [5, 5]"),
+        (aside, "matrix: its parts leave holes: 35 elements for [12, 5]; is each rank's file there?"),
     ],
 )
 def test_places_that_cannot_be_are_told(change: Any, text: str, tmp_path: Path) -> None:
@@ -157,11 +157,27 @@ def test_places_that_cannot_be_are_told(change: Any, text: str, tmp_path: Path) 
     assert text in str(caught.value)
 
 
+def test_parts_that_overlap_are_told(tmp_path: Path) -> None:
+    """By their volume, and where a hole makes up for it when they are read."""
+    write_parts(tmp_path, ARRAYS, {"matrix": (2, 1)})
+    edit_header(tmp_path / name_of(2, 1), twice)
+    with pytest.raises(CorruptCheckpointError, match=r"matrix: its parts overlap: 35 elements for \[4, 5\]"):
+        read_safetensors_catalog(tmp_path)
+    _, parts = spread("llama", tmp_path, lambda key, array: (3, 1) if key == HEAD else (1,) * array.ndim)
+    assert verify_checkpoint(parts).is_valid
+    (file,) = parts.glob("shard-00002-*")
+    edit_header(file, lambda _, places: places[HEAD].update(saved_offsets=[0, 0]))
+    (found,) = verify_checkpoint(parts).findings
+    assert (found.check, found.where) == ("tiling", HEAD)
+    with pytest.raises(CorruptCheckpointError, match=HEAD):
+        import_hf(parts, tmp_path / "run")
+
+
 def test_files_that_are_not_there_are_told(tmp_path: Path) -> None:
     """A part in the middle leaves a hole; that of a whole file is known by the names of the others."""
     write_parts(tmp_path, ARRAYS, {"matrix": (3, 1)})
     (tmp_path / name_of(2, 1)).unlink()
-    with pytest.raises(CorruptCheckpointError, match="matrix: its parts leave holes: 25 elements for"):
+    with pytest.raises(CorruptCheckpointError, match="matrix: its parts leave holes: 20 elements for"):
         read_safetensors_catalog(tmp_path)
     (tmp_path / name_of(1, 2)).unlink()
     with pytest.raises(CorruptCheckpointError, match="no rank's part of file 2 of 2"):
