@@ -56,6 +56,9 @@ _PREFLIGHT = {
     "as_json": _AS_JSON,
 }  # fmt: skip
 _DIFF = {
+    "rules": option(
+        Path, "--rules", help="The rule file of the export or import, for a Hugging Face model and a checkpoint."
+    ),
     "rtol": option(float, "--rtol", default=0.0, min=0, help="Relative tolerance, of the larger value."),
     "atol": option(float, "--atol", default=0.0, min=0, help="Absolute tolerance."),
     "ulp": option(int, "--ulp", default=0, min=0, help="Representable numbers two values may be apart."),

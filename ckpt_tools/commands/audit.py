@@ -142,7 +142,7 @@ def _draw_up(
     books.reasons |= _said((*frequencies, *plain.dropped))
     wanted = {tensor.key for tensor in exported.tensors}
     extra = [key for key in plain.specs if key not in wanted]
-    books.reasons |= what_follows(plain, extra, families_with(rules))
+    books.reasons |= what_follows(plain, extra, families_with(rules, plain.config))
     _rest_of_model(books, model.catalog)
     return books
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 
 from ckpt_tools.commands.export_hf import ExportOptions, export_tensors
-from ckpt_tools.commands.hf_parts import prove_equal, read_config, seen_as, without_frequencies
+from ckpt_tools.commands.hf_parts import families_with, prove_equal, read_config, seen_as, without_frequencies
 from ckpt_tools.commands.opened import Opened
 from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.huggingface.checks import Spec
-from ckpt_tools.megatron.huggingface.families import FAMILIES
 from ckpt_tools.megatron.huggingface.quantized import Dequantized, dequantized
 from ckpt_tools.megatron.huggingface.rules import Family
 from ckpt_tools.megatron.huggingface.targets import Imported, import_targets
@@ -27,18 +27,21 @@ _EXACT = {("bfloat16", "float32"), ("float16", "float32"), ("float32", "float64"
 
 
 def sides_by_export(
-    model: Opened, checkpoint: Opened, ignore_keys: tuple[str, ...] = ()
+    model: Opened, checkpoint: Opened, ignore_keys: tuple[str, ...] = (), rules: Path | None = None
 ) -> tuple[Side, Side, list[str]]:
     """The model and the checkpoint under the model's names, and notes on what is not compared.
 
     Args:
         ignore_keys: as `export-hf --ignore-keys`: globs of the checkpoint's keys that the model was made without.
+        rules: as `export-hf --rules`.
 
     Raises:
         MappingError: the checkpoint cannot be exported as the model that config.json describes.
     """
     folder = model.location.path
-    options = ExportOptions(hf_config=folder, trust_pickle=checkpoint.trust_pickle, ignore_keys=ignore_keys)
+    options = ExportOptions(
+        hf_config=folder, rules=rules, trust_pickle=checkpoint.trust_pickle, ignore_keys=ignore_keys
+    )
     kept, left_out = without_frequencies(model.catalog)
     plain = dequantized(kept, read_config(folder), model.files)
     kept = plain.catalog
@@ -47,7 +50,8 @@ def sides_by_export(
     views: dict[str, TargetTensor | InlineTensor] = {tensor.key: tensor for tensor in made.ready}
     shapes = {key: view.shape for key, view in views.items() if key in made.exported.shapes}
     catalog = replace(kept, tensors={key: _reshaped(e, shapes) for key, e in kept.tensors.items()})
-    redundant = _redundant(replace(model, catalog=kept), plain, views)
+    families = families_with(rules, plain.config)
+    redundant = _redundant(replace(model, catalog=kept), plain, views, families)
     stored: dict[str, TargetTensor | InlineTensor] = {
         key: TargetTensor(key, _compared_dtype(entry, views.get(key)), entry.shape, (Source(key),))
         for key, entry in catalog.tensors.items()
@@ -87,10 +91,12 @@ def _reshaped(entry: TensorEntry, shapes: Mapping[str, Shape]) -> TensorEntry:
     return seen_as(entry, shape)
 
 
-def _redundant(model: Opened, plain: Dequantized, views: Mapping[str, object]) -> dict[str, str]:
+def _redundant(
+    model: Opened, plain: Dequantized, views: Mapping[str, object], families: Mapping[str, Family]
+) -> dict[str, str]:
     """What the model stores though it follows from the rest, proven, with why: an export does not write it."""
     specs = plain.specs
-    imported = _as_imported(plain, FAMILIES) if not specs.keys() <= views.keys() else None
+    imported = _as_imported(plain, families) if not specs.keys() <= views.keys() else None
     if imported is None:
         return {}
     paired = {key for pair in imported.equal for key in pair}

@@ -117,7 +117,7 @@ def describe_export(
         dtype=options.dtype,
         vocab_size=options.vocab_size,
         mtp_copies=options.mtp_copies,
-        families=families_with(options.rules),
+        families=families_with(options.rules, reference),
         present=present,
     )
     return source, exported

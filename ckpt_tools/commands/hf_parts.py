@@ -14,7 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from ckpt_tools.errors import CkptError, MappingError, UnsupportedCheckpointError, list_problems
+from ckpt_tools.errors import (
+    CkptError,
+    MappingError,
+    UnsupportedCheckpointError,
+    UsageError,
+    list_problems,
+)
 from ckpt_tools.execute.read_box import BoxReader, read_proven
 from ckpt_tools.formats.documents import parse_json
 from ckpt_tools.formats.files import Files, open_files, read_whole
@@ -50,12 +56,22 @@ _FREQUENCIES = re.compile(r"(?:^|\.)rotary_emb\.(?:original_)?(?:inv_freq|cos_ca
 _COMPUTED = "rotary frequencies are computed from config.json, not loaded"
 
 
-def families_with(rules: Path | None) -> Mapping[str, Family]:
-    """The known families, and that of the user's rule file in front of them."""
+def families_with(rules: Path | None, config: Mapping[str, Any] | None = None) -> Mapping[str, Family]:
+    """The families that a model may be of: with a rule file the user's own alone, which it then is.
+
+    Raises:
+        UsageError: `config`, a config.json, is of another.
+    """
     if rules is None:
         return FAMILIES
     own = load_rule_file(rules)
-    return {own.name: own, **{name: family for name, family in FAMILIES.items() if name != own.name}}
+    kind, said = own.model_type or own.name, (config or {}).get("model_type")
+    if config is not None and said != kind and said not in own.also_types:
+        raise UsageError(
+            f"--rules {rules}: its family is of model_type {kind!r}, and config.json says {said!r}: they would not be "
+            f"used. If they are for this model, `model_type: {said}` in the file says so"
+        )
+    return {own.name: own}
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:

@@ -81,12 +81,12 @@ OPTIONS = {
         "--format --json --junit --workers --threads --quiet -q --trust-pickle --enable-msc"
     ),
     "diff": (
-        "--rtol --atol --ulp --nan --keys --ignore --by --target --iteration --json --workers --threads --quiet -q "
-        "--enable-msc --trust-pickle --follow-links"
+        "--rtol --atol --ulp --nan --keys --ignore --by --rules --target --iteration --json --workers --threads "
+        "--quiet -q --enable-msc --trust-pickle --follow-links"
     ),
     "compare-two-checkpoint": (
-        "--rtol --atol --ulp --nan --keys --ignore --by --target --iteration --json --workers --threads --quiet -q "
-        "--enable-msc --trust-pickle --follow-links"
+        "--rtol --atol --ulp --nan --keys --ignore --by --rules --target --iteration --json --workers --threads "
+        "--quiet -q --enable-msc --trust-pickle --follow-links"
     ),
     "preflight": (
         "--follow-links --yaml --target --iteration --format --json --junit --trust-pickle --enable-msc --quiet -q"
