@@ -40,6 +40,7 @@
 * `import_hf`: `import-hf`
 * `export_peft`: `export-hf --peft`
 * `hf_parts`: what exports and imports share
+* `hf_assets`: tokenizers and the like, which go along with a model
 * `verify`: `verify`
 * `audit`: `verify --against`: the accounts of an export or import and its source
 * `diff`: `diff`

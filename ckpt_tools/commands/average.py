@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from ckpt_tools.commands.conversion_report import Masters
-from ckpt_tools.commands.hf_parts import CONFIG, read_assets, weight_files
+from ckpt_tools.commands.hf_assets import read_assets
+from ckpt_tools.commands.hf_parts import CONFIG, weight_files
 from ckpt_tools.commands.mean_targets import Parts, check_alike, mean_targets, parts_of
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.outputs import output_directory, refuse_overlap
@@ -266,7 +267,7 @@ def _small_files(last: Opened) -> dict[str, bytes]:
     kept = {
         name: read_whole(last.files, name, limit) for name, limit in limits.items() if last.files.exists(name)
     }
-    return read_assets(last.location.path, with_code=True) | kept
+    return read_assets(last.location.path, has_code=True).files | kept
 
 
 def _within_memory(write: WriteOptions, sources: int) -> WriteOptions:

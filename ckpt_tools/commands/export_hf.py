@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -12,13 +13,13 @@ from ckpt_tools.commands.conversion import Conversion, Progress, SourceOptions, 
 from ckpt_tools.commands.conversion_report import ConversionReport
 from ckpt_tools.commands.export_peft import plan_peft
 from ckpt_tools.commands.export_source import ExportSource, read_export_source
+from ckpt_tools.commands.hf_assets import Assets, read_assets
 from ckpt_tools.commands.hf_parts import (
     CONFIG,
     as_json,
     families_with,
     offset_values,
     prove_equal,
-    read_assets,
     read_config,
 )
 from ckpt_tools.commands.opened import Opened
@@ -39,6 +40,8 @@ from ckpt_tools.model.choices import Quantization
 from ckpt_tools.model.dtypes import CASTABLE, itemsize
 from ckpt_tools.model.target import InlineTensor, Target, TargetTensor
 from ckpt_tools.plan.weight_files import WeightFile, build_safetensors_plan
+
+_IS_TOKENIZER = re.compile(r"tokenizer|tekken|vocab|spiece|sentencepiece|.*\.(?:tiktoken|spm|model)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +139,9 @@ def plan_export(opened: Opened, options: ExportOptions, world: int = 1) -> Conve
     shards = pack_shards(sizes.items(), options.max_shard_bytes)
     by_key = {t.key: t for t in made.ready}
     files = [WeightFile(shard.file, [by_key[key] for key in shard.keys]) for shard in shards]
-    extra = _extra_files(options, exported, shards, sizes)
-    notes = made.notes
-    if not any(name.startswith("tokenizer") for name in extra):
-        notes = (*notes, "no tokenizer was written; pass --hf-config DIR to take one over")
+    assets = _assets(options, exported)
+    extra = _extra_files(assets, exported, shards, sizes)
+    notes = (*made.notes, *_asset_notes(options, assets))
     return Conversion(
         "hf",
         "transformers",
@@ -204,14 +206,29 @@ def _with_offsets(
     ]
 
 
+def _assets(options: ExportOptions, exported: Exported) -> Assets:
+    """What goes along from the original model."""
+    if options.hf_config is None:
+        return Assets({}, ())
+    return read_assets(options.hf_config, has_code="auto_map" in exported.config)
+
+
+def _asset_notes(options: ExportOptions, assets: Assets) -> list[str]:
+    notes = []
+    if not any(_IS_TOKENIZER.match(name) for name in assets.files):
+        where = "--hf-config has none" if options.hf_config else "pass --hf-config DIR to take one over"
+        notes.append(f"no tokenizer was written; {where}")
+    if assets.left:
+        shown = ", ".join(assets.left[:8]) + (", ..." if len(assets.left) > 8 else "")
+        notes.append(f"not taken over from --hf-config: {shown}")
+    return notes
+
+
 def _extra_files(
-    options: ExportOptions, exported: Exported, shards: Sequence[Shard], sizes: Mapping[str, int]
+    assets: Assets, exported: Exported, shards: Sequence[Shard], sizes: Mapping[str, int]
 ) -> dict[str, bytes]:
     """Tokenizer, config and, last, the index of several shards."""
-    found: dict[str, bytes] = {}
-    if options.hf_config:
-        found |= read_assets(options.hf_config, with_code="auto_map" in exported.config)
-    found[CONFIG] = as_json(exported.config)
+    found = {**assets.files, CONFIG: as_json(exported.config)}
     if len(shards) > 1:
         found[INDEX_FILE] = as_json(shard_index(shards, sizes))
     return found

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -42,11 +41,6 @@ from ckpt_tools.plan.byte_runs import row_major_tiles
 from ckpt_tools.plan.weight_files import WeightFile
 
 CONFIG = "config.json"
-ASSETS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
-          "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
-          "generation_config.json", "LICENSE")  # fmt: skip
-ASSET_PATTERNS = ("*.tiktoken", "tiktoken.model", "tekken.json", "spiece.model", "preprocessor_config.json")
-MAX_ASSET_BYTES = 1 << 30  # the largest tokenizers have some tens of megabytes
 TILE_ELEMS = 1 << 22
 _ADAPTED = re.compile(
     r"(?:^|\.)(?:base_layer|modules_to_save|original_module|lora_\w+|ia3_l|hada_w\w*|lokr_w\w*|oft_\w+|boft_\w+|"
@@ -68,8 +62,8 @@ def families_with(rules: Path | None, config: Mapping[str, Any] | None = None) -
     kind, said = own.model_type or own.name, (config or {}).get("model_type")
     if config is not None and said != kind and said not in own.also_types:
         raise UsageError(
-            f"--rules {rules}: its family is of model_type {kind!r}, and config.json says {said!r}: they would not be "
-            f"used. If they are for this model, `model_type: {said}` in the file says so"
+            f"--rules {rules}: its family is of model_type {kind!r}, and config.json says {said!r}: they would not "
+            f"be used. If they are for this model, `model_type: {said}` in the file says so"
         )
     return {own.name: own}
 
@@ -94,14 +88,6 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise UnsupportedCheckpointError(f"{path}: expected a JSON object")
     return config
-
-
-def read_assets(folder: str | Path, with_code: bool) -> dict[str, bytes]:
-    """Tokenizer, generation settings and licence, byte for byte; Python files only `with_code`."""
-    patterns = (*ASSETS, *ASSET_PATTERNS, *(("*.py",) if with_code else ()))
-    with closing(open_files(snapshot_of(str(folder)))) as files:
-        names = [name for name in files.list() if any(fnmatchcase(name, pattern) for pattern in patterns)]
-        return {name: read_whole(files, name, MAX_ASSET_BYTES) for name in names}
 
 
 def refuse_adapters(names: Iterable[str]) -> None:

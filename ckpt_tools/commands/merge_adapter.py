@@ -21,7 +21,8 @@ from ckpt_tools.commands.conversion import (
 )
 from ckpt_tools.commands.conversion_report import ConversionReport, MastersUse
 from ckpt_tools.commands.export_source import master_targets
-from ckpt_tools.commands.hf_parts import CONFIG, read_assets, read_config, refuse_adapters, weight_files
+from ckpt_tools.commands.hf_assets import read_assets
+from ckpt_tools.commands.hf_parts import CONFIG, read_config, refuse_adapters, weight_files
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.outputs import output_directory, refuse_overlap
 from ckpt_tools.commands.peft_source import is_peft, merge_peft, peft_files
@@ -187,7 +188,7 @@ def _small_files(opened: Opened) -> dict[str, bytes]:
     """Config, index and tokenizer, byte for byte."""
     names = [name for name in (CONFIG, INDEX_FILE) if opened.files.exists(name)]
     kept = {name: read_whole(opened.files, name, MAX_INDEX_BYTES) for name in names}
-    return read_assets(opened.location.path, with_code=True) | kept
+    return read_assets(opened.location.path, has_code=True).files | kept
 
 
 def _open(source: str, options: MergeOptions) -> Opened:

@@ -118,7 +118,7 @@ def _split_range(
 
 
 def split_axes(box: Box, shape: tuple[int, ...], seen: tuple[int, ...]) -> Box | None:
-    """A box of a tensor of `shape` in the same tensor with some axes split, as `seen`; None if it has another form there.
+    """A box of a tensor of `shape` in the same tensor with some axes split (`seen`); None if it is cut across some.
 
     ``(rows 4 to 8)`` of ``[8, 6]`` are ``(4 to 8, all, all)`` of ``[8, 3, 2]``; columns 1 to 3 are not a box there.
     """
