@@ -7,6 +7,7 @@
 * `remote`: that seam through fsspec
 * `web`: that seam over http, by byte ranges
 * `detect`: which checkpoint a path means, and of which kind
+* `metadata_kind`: that kind, by what `.metadata` names
 * `verl`: where verl keeps a checkpoint in the folders of its runs
 * `beside`: what programs keep beside the tensors that is not read
 * `hub_cache`: the cache of the Hugging Face hub
