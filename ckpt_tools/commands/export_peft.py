@@ -39,7 +39,9 @@ def plan_peft(opened: Opened, options: ExportOptions) -> Conversion:
     config = read_config(options.hf_config)
     family = family_of_config(config, families_with(options.rules, config))
     model = with_vocabulary(model_of_config(family, config))
-    source = read_adapter_source(opened, options.alpha, opened)
+    source = read_adapter_source(
+        opened, options.alpha, opened, "; without --peft the model itself is exported"
+    )
     made = peft_target(
         opened.catalog,
         source.adapters,

@@ -90,6 +90,12 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     return config
 
 
+def architecture_of(config: Mapping[str, Any]) -> str | None:
+    """What a model calls itself in its config.json, if it does."""
+    names = config.get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else None
+
+
 def refuse_adapters(names: Iterable[str]) -> None:
     """Nothing, when no tensor belongs to an adapter.
 

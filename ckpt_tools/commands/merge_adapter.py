@@ -22,7 +22,7 @@ from ckpt_tools.commands.conversion import (
 from ckpt_tools.commands.conversion_report import ConversionReport, MastersUse
 from ckpt_tools.commands.export_source import master_targets
 from ckpt_tools.commands.hf_assets import read_assets
-from ckpt_tools.commands.hf_parts import CONFIG, read_config, refuse_adapters, weight_files
+from ckpt_tools.commands.hf_parts import CONFIG, architecture_of, read_config, refuse_adapters, weight_files
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.outputs import output_directory, refuse_overlap
 from ckpt_tools.commands.peft_source import is_peft, merge_peft, peft_files
@@ -107,7 +107,7 @@ def plan_merge(opened: Opened, options: MergeOptions, world: int) -> Conversion:
 def _adapter_of(opened: Opened, options: MergeOptions) -> Iterator[tuple[Opened, AdapterSource]]:
     """The base without adapters, and the adapter that goes into it: its own, or that of another checkpoint."""
     if options.adapter is None:
-        source = read_adapter_source(opened, options.alpha, opened)
+        source = read_adapter_source(opened, options.alpha, opened, ": name its adapter behind it")
         yield source.base_of(opened), source
         return
     with open_checkpoint(options.adapter, trust_pickle=options.trust_pickle) as adapter:
@@ -180,7 +180,7 @@ def _plan_huggingface(opened: Opened, options: MergeOptions) -> Conversion:
         ),
         build_safetensors_plan(made.catalog, files, {}),
         extra_files=_small_files(opened) | index,
-        architecture=next(iter(config.get("architectures") or ()), None),
+        architecture=architecture_of(config),
     )
 
 

@@ -20,10 +20,12 @@ from ckpt_tools.megatron.huggingface.checks import (
     HEAD,
     Spec,
     import_notes,
+    kept_types,
     not_of_family,
     refuse_wrapped,
     rope_notes,
     semantic_notes,
+    shared_notes,
     spellings,
     with_vocabulary,
 )
@@ -138,7 +140,9 @@ def export_targets(
         config["model_type"] = reference["model_type"]
     if args is None:
         notes = (*notes, "the checkpoint holds no args: what its numbers mean is taken from --hf-config")
-    notes = (*settings, *notes, *semantic_notes(family, model), *rope_notes(args, model))
+    types = ((pair.core[0], parameters[spelled[pair.core[0]]].dtype, pair.rule.dtype) for pair in pairs)
+    notes = (*notes, *kept_types(types), *semantic_notes(family, model), *shared_notes(family, model))
+    notes = (*settings, *notes, *rope_notes(args, model))
     made = Exported(family, tuple(tensors), config, shapes, offsets, equal, notes)
     prefix = _prefix(family, present) if present else Prefix("")
     return _without_prefix(made, prefix) if prefix.dropped else made
@@ -223,14 +227,20 @@ def import_targets(
     }
     refuse_wrapped(tensors, (name for name in wanted if name not in tensors))
     problems = [*not_of_family(family, model, config), *_misfits(tensors, wanted)]
-    equal, ignored = _without_content(family, model, set(tensors) - set(wanted), prefix)
-    rest = set(tensors) - set(wanted) - set(ignored)
+    extra = set(tensors) - set(wanted)
+    equal, ignored = _without_content(family, model, extra, prefix)
+    ignored += [name for name in sorted(extra - set(ignored)) if 0 in tensors[name].shape]
+    rest = extra - set(ignored)
     problems += [f"{name}: no rule of {family.name} has this tensor" for name in sorted(rest)]
     if problems:
         raise MappingError(
             f"the directory is not a whole {family.name} model:\n" + list_problems(problems), problems
         )
     made = [target for pair in pairs for target in _import_pair(model, pair, prefix, tensors, dtype)]
+    notes = (
+        *notes,
+        *kept_types((prefix(p.hf[0]), tensors[prefix(p.hf[0])].dtype, p.rule.dtype) for p in pairs),
+    )
     args = megatron_args(replace(model, params_dtype=bulk_dtype(made))) | demanded_args(family)
     shapes = {
         prefix(name): shape.seen
