@@ -120,6 +120,7 @@ PAGES = {
         ("Files, metadata and meaning, without reading tensors", "verify RUN"),
         ("Every byte: checksums, masters, NaN and Inf", "verify FSDP --content"),
         ("Remember the bytes; --manifest compares them later", "verify RUN --write-manifest OUT.json"),
+        ("What of its source an export holds, by counts", "verify HF --against RUN"),
         ("As annotations in a GitHub workflow", "verify RUN --format github --junit OUT.xml"),
     )),
     "diff": Page(CHECK, "compare two, also across formats", (

@@ -40,7 +40,9 @@
 * `import_hf`: `import-hf`
 * `export_peft`: `export-hf --peft`
 * `hf_parts`: what exports and imports share
+* `hf_assets`: tokenizers and the like, which go along with a model
 * `verify`: `verify`
+* `audit`: `verify --against`: the accounts of an export or import and its source
 * `diff`: `diff`
 * `diff_hf`: `diff` of a Hugging Face model and a Megatron checkpoint
 * `preflight`: `preflight`

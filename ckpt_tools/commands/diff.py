@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Final
 
 from ckpt_tools.commands.close_names import unmatched
@@ -48,6 +49,7 @@ class DiffRequest:
     iterations: tuple[int | None, int | None] = (None, None)
     target: TargetOptions = field(default_factory=TargetOptions)  # how a torch_dist side is named
     trust_pickle: bool = False
+    rules: Path | None = None  # a rule file, for a Hugging Face side
 
 
 def diff_checkpoints(
@@ -72,10 +74,12 @@ def diff_checkpoints(
     ]
     with opened[0] as first, opened[1] as second:
         by = _choose(request.by, first, second)
+        if request.rules is not None and by != HUGGINGFACE:
+            raise UsageError("--rules is for a Hugging Face model and a Megatron checkpoint")
         of_export = tuple[str, ...]()  # globs of `ignore` that are for `export-hf --ignore-keys`
         if by == HUGGINGFACE:
             of_export = _meant_for_export(first, second, options.ignore)
-            sides, notes = _by_export(first, second, of_export)
+            sides, notes = _by_export(first, second, of_export, request.rules)
         elif by == KEYS:
             sides, notes = (_by_keys(first), _by_keys(second)), list[str]()
         else:
@@ -179,13 +183,15 @@ def _joins_masters(opened: Opened) -> bool:
     return states is not None and states.has_made
 
 
-def _by_export(a: Opened, b: Opened, ignore_keys: tuple[str, ...]) -> tuple[tuple[Side, Side], list[str]]:
+def _by_export(
+    a: Opened, b: Opened, ignore_keys: tuple[str, ...], rules: Path | None
+) -> tuple[tuple[Side, Side], list[str]]:
     from ckpt_tools.commands.diff_hf import sides_by_export
 
     if a.location.kind == "safetensors":
-        model, checkpoint, notes = sides_by_export(a, b, ignore_keys)
+        model, checkpoint, notes = sides_by_export(a, b, ignore_keys, rules)
         return (model, checkpoint), notes
-    model, checkpoint, notes = sides_by_export(b, a, ignore_keys)
+    model, checkpoint, notes = sides_by_export(b, a, ignore_keys, rules)
     return (checkpoint, model), notes
 
 

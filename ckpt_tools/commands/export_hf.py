@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -13,12 +13,13 @@ from ckpt_tools.commands.conversion import Conversion, Progress, SourceOptions, 
 from ckpt_tools.commands.conversion_report import ConversionReport
 from ckpt_tools.commands.export_peft import plan_peft
 from ckpt_tools.commands.export_source import ExportSource, read_export_source
+from ckpt_tools.commands.hf_assets import Assets, read_assets
 from ckpt_tools.commands.hf_parts import (
     CONFIG,
+    as_json,
     families_with,
     offset_values,
     prove_equal,
-    read_assets,
     read_config,
 )
 from ckpt_tools.commands.opened import Opened
@@ -39,6 +40,8 @@ from ckpt_tools.model.choices import Quantization
 from ckpt_tools.model.dtypes import CASTABLE, itemsize
 from ckpt_tools.model.target import InlineTensor, Target, TargetTensor
 from ckpt_tools.plan.weight_files import WeightFile, build_safetensors_plan
+
+_IS_TOKENIZER = re.compile(r"tokenizer|tekken|vocab|spiece|sentencepiece|.*\.(?:tiktoken|spm|model)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +90,22 @@ class ExportTensors:
     notes: tuple[str, ...]
 
 
-def export_tensors(opened: Opened, options: ExportOptions) -> ExportTensors:
-    """The Hugging Face tensors of a checkpoint of either format. Raises as `export_hf`, short of writing."""
+def export_tensors(opened: Opened, options: ExportOptions, present: Iterable[str] = ()) -> ExportTensors:
+    """The Hugging Face tensors of a checkpoint of either format. Raises as `export_hf`, short of writing.
+
+    `present` are the tensors of a model that it is compared with, whose names it gets.
+    """
+    source, exported = describe_export(opened, options, present)
+    prove_equal(opened.files, source.catalog, source.bases, exported.equal)
+    tensors = rebase(exported.tensors, source.bases, _shapes(source.catalog))
+    ready, notes = _with_offsets(opened.files, source.catalog, tensors, exported.offsets)
+    return ExportTensors(source, exported, tuple(ready), (*source.notes, *exported.notes, *notes))
+
+
+def describe_export(
+    opened: Opened, options: ExportOptions, present: Iterable[str] = ()
+) -> tuple[ExportSource, Exported]:
+    """What is exported of a checkpoint and as which tensors, from its metadata. Raises as `export_tensors`."""
     if options.dtype is not None and options.dtype not in CASTABLE:
         raise UsageError(f"--dtype {options.dtype}: weights can be written as {', '.join(sorted(CASTABLE))}")
     for option, number in (("--vocab-size", options.vocab_size), ("--tp", options.tp)):
@@ -103,12 +120,10 @@ def export_tensors(opened: Opened, options: ExportOptions) -> ExportTensors:
         dtype=options.dtype,
         vocab_size=options.vocab_size,
         mtp_copies=options.mtp_copies,
-        families=families_with(options.rules),
+        families=families_with(options.rules, reference),
+        present=present,
     )
-    prove_equal(opened.files, source.catalog, source.bases, exported.equal)
-    tensors = rebase(exported.tensors, source.bases, _shapes(source.catalog))
-    ready, notes = _with_offsets(opened.files, source.catalog, tensors, exported.offsets)
-    return ExportTensors(source, exported, tuple(ready), (*source.notes, *exported.notes, *notes))
+    return source, exported
 
 
 def plan_export(opened: Opened, options: ExportOptions, world: int = 1) -> Conversion:
@@ -124,10 +139,9 @@ def plan_export(opened: Opened, options: ExportOptions, world: int = 1) -> Conve
     shards = pack_shards(sizes.items(), options.max_shard_bytes)
     by_key = {t.key: t for t in made.ready}
     files = [WeightFile(shard.file, [by_key[key] for key in shard.keys]) for shard in shards]
-    extra = _extra_files(options, exported, shards, sizes)
-    notes = made.notes
-    if not any(name.startswith("tokenizer") for name in extra):
-        notes = (*notes, "no tokenizer was written; pass --hf-config DIR to take one over")
+    assets = _assets(options, exported)
+    extra = _extra_files(assets, exported, shards, sizes)
+    notes = (*made.notes, *_asset_notes(options, assets))
     return Conversion(
         "hf",
         "transformers",
@@ -192,21 +206,32 @@ def _with_offsets(
     ]
 
 
+def _assets(options: ExportOptions, exported: Exported) -> Assets:
+    """What goes along from the original model."""
+    if options.hf_config is None:
+        return Assets({}, ())
+    return read_assets(options.hf_config, has_code="auto_map" in exported.config)
+
+
+def _asset_notes(options: ExportOptions, assets: Assets) -> list[str]:
+    notes = []
+    if not any(_IS_TOKENIZER.match(name) for name in assets.files):
+        where = "--hf-config has none" if options.hf_config else "pass --hf-config DIR to take one over"
+        notes.append(f"no tokenizer was written; {where}")
+    if assets.left:
+        shown = ", ".join(assets.left[:8]) + (", ..." if len(assets.left) > 8 else "")
+        notes.append(f"not taken over from --hf-config: {shown}")
+    return notes
+
+
 def _extra_files(
-    options: ExportOptions, exported: Exported, shards: Sequence[Shard], sizes: Mapping[str, int]
+    assets: Assets, exported: Exported, shards: Sequence[Shard], sizes: Mapping[str, int]
 ) -> dict[str, bytes]:
     """Tokenizer, config and, last, the index of several shards."""
-    found: dict[str, bytes] = {}
-    if options.hf_config:
-        found |= read_assets(options.hf_config, with_code="auto_map" in exported.config)
-    found[CONFIG] = _json(exported.config)
+    found = {**assets.files, CONFIG: as_json(exported.config)}
     if len(shards) > 1:
-        found[INDEX_FILE] = _json(shard_index(shards, sizes))
+        found[INDEX_FILE] = as_json(shard_index(shards, sizes))
     return found
-
-
-def _json(value: object) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _shapes(catalog: Catalog) -> dict[str, tuple[int, ...]]:

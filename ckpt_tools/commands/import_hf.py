@@ -153,7 +153,7 @@ def read_huggingface(opened: Opened, options: ImportOptions) -> tuple[Imported, 
         dtype=options.dtype,
         vocab_multiple=DIVISOR * _tp(options),
         vocab_rows=options.vocab_size_padded,
-        families=families_with(options.rules),
+        families=families_with(options.rules, plain.config),
     )
     own = {key: Value(spec.dtype, spec.shape, (Source(key),)) for key, spec in specs.items()}
     prove_equal(opened.files, catalog, own, imported.equal)

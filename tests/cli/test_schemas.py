@@ -63,6 +63,7 @@ OUTPUTS = [  # (schema, exit code, words)
     ("repair", 0, "repair HURT OUT --dry-run --json"),
     ("verify", 0, "verify RUN --content --json"),
     ("verify", 1, "verify BAD --content --json"),
+    ("verify", 0, "verify HF --against RUN --json"),
     ("verify-several", 1, "verify RUN BAD OUT --content --json"),
     ("preflight", 0, "preflight FSDP --json"),
     ("preflight", 0, "preflight FSDP --json --target core-0.16"),

@@ -148,6 +148,30 @@ def semantic_notes(family: Family, model: ModelArgs) -> tuple[str, ...]:
     return tuple(notes)
 
 
+def shared_notes(family: Family, model: ModelArgs) -> tuple[str, ...]:
+    """What loading says of a model without a shared expert, whose class always has one."""
+    counted = any(one.hf == "n_shared_experts" for one in family.fields)
+    if not counted or model.moe_shared_expert_intermediate_size or not model.num_experts:
+        return ()
+    return (
+        "the model has no shared expert: config.json says 0 of them, with which the class computes the same; "
+        "transformers names their weights, which have no elements, as missing",
+    )
+
+
+def kept_types(found: Iterable[tuple[str, str, str | None]]) -> tuple[str, ...]:
+    """A note on tensors (name, stored type, the one type that their rule knows) that change their type for it."""
+    changed: dict[tuple[str, str], list[str]] = {}
+    for name, stored, own in found:
+        if own not in (None, stored):
+            changed.setdefault((stored, str(own)), []).append(name)
+    return tuple(
+        f"{len(names)} tensors, {names[0]} the first, are {stored} in the source and written as {own}, the type that "
+        "both programs hold them in"
+        for (stored, own), names in changed.items()
+    )
+
+
 def rope_notes(args: Mapping[str, Any] | None, model: ModelArgs) -> tuple[str, ...]:
     """What `--enable-gpt-oss` makes of the rotary embedding, whatever the other arguments say."""
     if not (args or {}).get("enable_gpt_oss"):

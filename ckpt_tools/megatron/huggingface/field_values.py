@@ -173,19 +173,19 @@ def none_for_one(value: Any, config: Config) -> Any:
     return None if value in (None, 1, 1.0) else value
 
 
-def write_shared(size: int | None, model: ModelArgs) -> int | None:
+def write_shared(size: int | None, model: ModelArgs) -> int:
     count, rest = divmod(size or 0, model.moe_ffn_hidden_size)
     if rest:
         raise MappingError(
             f"a shared expert of {size} is not a multiple of the experts' {model.moe_ffn_hidden_size}, and "
             "config.json counts shared experts of that size (n_shared_experts)"
         )
-    return count or None
+    return count  # 0 for none: the classes of DeepSeek multiply by it, and fail with null
 
 
 def write_some_shared(size: int | None, model: ModelArgs) -> int:
     count = write_shared(size, model)
-    if count is None:
+    if not count:
         raise MappingError(
             "moe_shared_expert_intermediate_size is not set; every MoE layer of this class has a shared expert"
         )

@@ -87,13 +87,15 @@ def detect_family(
     """The family; a config.json decides where there is one, otherwise the parameters do.
 
     `names` are Megatron parameters with any layer numbers. `model` tells Llama, Mistral and Gemma apart, which
-    have the same parameters.
+    have the same parameters. Where only one of the `families` is possible, it is that.
 
     Raises:
         MappingError: no family has such parameters, or config.json names one without rules.
     """
     if config is not None:
         return family_of_config(config, families)
+    if len(families) == 1:
+        return next(iter(families.values()))
     kinds = {NUMBER.sub("N", name) for name in names}
     unknown = [
         f"{what}: {name}"

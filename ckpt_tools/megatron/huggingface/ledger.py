@@ -6,6 +6,7 @@ the other side is refused, what they do not know is named. They are read when a 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -51,10 +52,11 @@ class Ledger:
 
 
 class Account(NamedTuple):
-    """What is wrong, and what is said."""
+    """What is wrong, and what is said; `refused` are the settings that a rule file could allow."""
 
     problems: tuple[str, ...]
     notes: tuple[str, ...]
+    refused: Mapping[str, Any] = {}
 
 
 def account_for_settings(
@@ -67,16 +69,18 @@ def account_for_settings(
     Raises:
         MappingError: a setting changes the forward pass in a way that the other side cannot hold; all are named.
     """
-    accounts = [] if args is None else [account_for_args(family, args)]
-    accounts += [] if config is None else [account_for_config(family, config)]
+    nothing = Account((), ())
+    ours = nothing if args is None else account_for_args(family, args)
+    theirs = nothing if config is None else account_for_config(family, config)
+    accounts = (ours, theirs)
     problems = [problem for account in accounts for problem in account.problems]
     problems += [] if model is None else uncarried(family, model)
     if problems:
         raise MappingError(
             f"the model is not a {family.architecture} as its settings have it:\n{list_problems(problems)}\n"
             "Where a setting is wrong, correct it at its source. Where the architecture does compute this, a rule "
-            "file (--rules) says so: `needs: {NAME: VALUE}` for a Megatron setting, `fixed: {NAME: VALUE}` for a "
-            "field of config.json",
+            f"file (--rules) says so: `needs: {_flow(ours.refused)}` for a Megatron setting, "
+            f"`fixed: {_flow(theirs.refused)}` for a field of config.json",
             problems,
         )
     return tuple(note for account in accounts for note in account.notes)
@@ -91,14 +95,15 @@ def account_for_args(family: Family, args: Mapping[str, Any]) -> Account:
         if name in ledger.changes and not allows(needed, args.get(name), equal)
     ]
     carried = {*(MEGATRON_NAMES.get(one.arg) for one in family.fields), *family.settings}
+    refused = {}
     for name, change in ledger.changes.items():
         if name not in carried and name not in family.needs and not is_neutral(args.get(name), change, args):
+            refused[name] = args[name]
             problems.append(
                 f"{name} is {short(args[name])}: {change.why}; {family.architecture} does not compute that"
             )
-    return Account(
-        tuple(problems), _unknown((k, v) for k, v in args.items() if k not in ledger and k not in carried)
-    )
+    unknown = _unknown((k, v) for k, v in args.items() if k not in ledger and k not in carried)
+    return Account(tuple(problems), unknown, refused)
 
 
 def demanded_args(family: Family) -> dict[str, Any]:
@@ -111,9 +116,10 @@ def account_for_config(family: Family, config: Mapping[str, Any]) -> Account:
     """Fields of a config.json (in its transformers-4 form) that Megatron does not compute, and unknown ones."""
     ledger = config_fields_of(family.like or family.name)
     said = {name for one in family.fields for name in (one.hf, one.also) if name} | set(family.fixed)
-    problems = []
+    problems, refused = [], {}
     for name, change in ledger.changes.items():
         if name not in said and not is_neutral(config.get(name), change, config):
+            refused[name] = config[name]
             problems.append(
                 f"{name} is {short(config[name])}: {change.why}; Megatron's {family.name} has no setting for that"
             )
@@ -121,7 +127,14 @@ def account_for_config(family: Family, config: Mapping[str, Any]) -> Account:
     if kinds and not _has_layer_types(family, config, kinds):
         problems.append(f"layer_types is {short(kinds)}, which Megatron's {family.name} does not have")
     unknown = ((k, v) for k, v in config.items() if k not in ledger and k not in said)
-    return Account(tuple(problems), _unknown(unknown))
+    return Account(tuple(problems), _unknown(unknown), refused)
+
+
+def _flow(settings: Mapping[str, Any]) -> str:
+    """Settings as a rule file has them in one line; words to fill in where there are none."""
+    plain = {name: value for name, value in settings.items() if isinstance(value, bool | int | float | str)}
+    said = ", ".join(f"{name}: {json.dumps(value)}" for name, value in plain.items())
+    return f"{{{said or 'NAME: VALUE'}}}"
 
 
 def uncarried(family: Family, model: ModelArgs) -> list[str]:

@@ -20,10 +20,12 @@ from ckpt_tools.megatron.huggingface.checks import (
     HEAD,
     Spec,
     import_notes,
+    kept_types,
     not_of_family,
     refuse_wrapped,
     rope_notes,
     semantic_notes,
+    shared_notes,
     spellings,
     with_vocabulary,
 )
@@ -88,6 +90,7 @@ def export_targets(
     vocab_size: int | None = None,
     mtp_copies: bool = False,
     families: Mapping[str, Family] = FAMILIES,
+    present: Iterable[str] = (),
 ) -> Exported:
     """The Hugging Face tensors and config.json of a model.
 
@@ -95,6 +98,7 @@ def export_targets(
     (rules.py). `args` are Megatron-LM's or Bridge's settings; `reference`, a config.json, supplies what they
     cannot tell and must agree with the rest. `dtype` None keeps every tensor's own. `vocab_size` cuts the
     vocabulary; `mtp_copies` repeats embedding and head in each prediction layer, as DeepSeek's release does.
+    `present` are the tensors of a directory to compare with: names and stacked experts are as they are there.
 
     Raises:
         MappingError: parameters without a rule, missing ones, shapes that contradict the args, a reference that
@@ -112,7 +116,7 @@ def export_targets(
         model = read_config(family, reference) if model is None else reconcile(family, model, reference)
     assert model is not None  # one of the two is given
     model, notes = with_vocabulary(model, parameters, told)
-    pairs = expand(family, model)
+    pairs = expand(family, model, present)
     spelled, equal = _whole(family, model, pairs, parameters, reference)
     tensors = [target for pair in pairs for target in _export_pair(pair, spelled, parameters, dtype)]
     shapes = {
@@ -127,7 +131,7 @@ def export_targets(
         offsets = dict.fromkeys(norms, 1.0 if model.zero_centered_gamma else -1.0)
     if mtp_copies:
         tensors += _copies(family, model, tensors)
-    model = replace(model, params_dtype=_bulk_dtype(tensors))
+    model = replace(model, params_dtype=bulk_dtype(tensors))
     config = dict.fromkeys(family.unset) | (keep_reference(family, reference) if reference else {})
     config |= write_config(family, model)
     scaling = config.get("rope_scaling")
@@ -138,8 +142,22 @@ def export_targets(
         config["model_type"] = reference["model_type"]
     if args is None:
         notes = (*notes, "the checkpoint holds no args: what its numbers mean is taken from --hf-config")
-    notes = (*settings, *notes, *semantic_notes(family, model), *rope_notes(args, model))
-    return Exported(family, tuple(tensors), config, shapes, offsets, equal, notes)
+    types = ((pair.core[0], parameters[spelled[pair.core[0]]].dtype, pair.rule.dtype) for pair in pairs)
+    notes = (*notes, *kept_types(types), *semantic_notes(family, model), *shared_notes(family, model))
+    notes = (*settings, *notes, *rope_notes(args, model))
+    made = Exported(family, tuple(tensors), config, shapes, offsets, equal, notes)
+    prefix = _prefix(family, present) if present else Prefix("")
+    return _without_prefix(made, prefix) if prefix.dropped else made
+
+
+def _without_prefix(made: Exported, prefix: Prefix) -> Exported:
+    """The tensors under the names of a directory that was saved from a bare model."""
+    return replace(
+        made,
+        tensors=tuple(replace(one, key=prefix(one.key)) for one in made.tensors),
+        shapes={prefix(key): shape for key, shape in made.shapes.items()},
+        offsets={prefix(key): offset for key, offset in made.offsets.items()},
+    )
 
 
 def _whole(
@@ -213,15 +231,21 @@ def import_targets(
     }
     refuse_wrapped(tensors, (name for name in wanted if name not in tensors))
     problems = [*not_of_family(family, model, config), *_misfits(tensors, wanted)]
-    equal, ignored = _without_content(family, model, set(tensors) - set(wanted), prefix)
-    rest = set(tensors) - set(wanted) - set(ignored)
+    extra = set(tensors) - set(wanted)
+    equal, ignored = _without_content(family, model, extra, prefix)
+    ignored += [name for name in sorted(extra - set(ignored)) if 0 in tensors[name].shape]
+    rest = extra - set(ignored)
     problems += [f"{name}: no rule of {family.name} has this tensor" for name in sorted(rest)]
     if problems:
         raise MappingError(
             f"the directory is not a whole {family.name} model:\n" + list_problems(problems), problems
         )
     made = [target for pair in pairs for target in _import_pair(model, pair, prefix, tensors, dtype)]
-    args = megatron_args(replace(model, params_dtype=_bulk_dtype(made))) | demanded_args(family)
+    notes = (
+        *notes,
+        *kept_types((prefix(p.hf[0]), tensors[prefix(p.hf[0])].dtype, p.rule.dtype) for p in pairs),
+    )
+    args = megatron_args(replace(model, params_dtype=bulk_dtype(made))) | demanded_args(family)
     shapes = {
         prefix(name): shape.seen
         for pair in pairs
@@ -339,7 +363,7 @@ def _without_content(
     return equal, [name for name in extra if name in same or ignored.fullmatch(prefix.dropped + name)]
 
 
-def _bulk_dtype(tensors: Iterable[TargetTensor]) -> str:
+def bulk_dtype(tensors: Iterable[TargetTensor | Spec]) -> str:
     """The type of most elements: what config.json and the args call the model's type."""
     elements: Counter[str] = Counter()
     for target in tensors:

@@ -23,7 +23,7 @@ from ckpt_tools.megatron.huggingface.rulefile import load_rule_file
 from ckpt_tools.megatron.huggingface.targets import Exported, Imported, export_targets, import_targets
 from tests.conftest import REPO
 from tests.megatron.huggingface.materialise import Arrays, materialise, specs
-from tests.megatron.huggingface.models import BASE, MLA, eager, installed, logits, make_model
+from tests.megatron.huggingface.models import BASE, CONFIGS, MLA, eager, logits, make_model
 
 transformers = pytest.importorskip("transformers", reason="the optional peer transformers is not installed")
 from safetensors.numpy import load_file, save_file  # noqa: E402  # after the skip
@@ -216,3 +216,29 @@ def test_a_class_takes_without_a_field_what_its_family_takes(name: str) -> None:
         if field.default is not REQUIRED and not told:
             less = {key: value for key, value in config.items() if key not in (field.hf, field.also)}
             assert read_config(family, less) == whole, field.hf
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("kind", ["DeepseekV2Config", "DeepseekV3Config"])
+def test_a_model_without_a_shared_expert(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The class has one without elements then; it is not written, and what loads computes the same."""
+    monkeypatch.setitem(CONFIGS, "no_shared", (kind, {**BASE, **MLA, "n_shared_experts": 0}))
+    model = make_model("no_shared")
+    want = logits(model)
+    model.save_pretrained(tmp_path / "original")
+    config = json.loads((tmp_path / "original" / "config.json").read_text())
+    tensors = load_file(tmp_path / "original" / "model.safetensors")
+    imported = import_targets(specs(tensors), config)
+    megatron = materialise(imported.tensors, tensors, source_shapes=imported.shapes)
+    exported = export_targets(specs(megatron), imported.args)
+    again = materialise(exported.tensors, megatron, target_shapes=exported.shapes)
+    assert tensors.keys() - again.keys() == set(imported.dropped)
+    (tmp_path / "new").mkdir()
+    save_file(again, tmp_path / "new" / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "new" / "config.json").write_text(json.dumps(exported.config))
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "new", output_loading_info=True, **eager()
+    )
+    parts = {name: parameter.numel() for name, parameter in loaded.named_parameters()}
+    assert all(parts[name] == 0 for name in info.pop("missing_keys")) and not any(info.values())
+    assert float((logits(loaded.eval()) - want).abs().max()) == 0.0
