@@ -181,6 +181,7 @@ PAGES = {
     "man": Page(PROGRAM_ITSELF, "its man pages", (
         ("Of one command, to read with man -l -", "man convert"),
         ("Of all, where man looks if it is in ~/.local/share/man/man1", "man --output OUT"),
+        ("What an automated assistant reads first", "man --for-agents"),
     )),
 }  # fmt: skip
 
