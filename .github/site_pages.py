@@ -12,7 +12,7 @@ import html
 import importlib
 import inspect
 import json
-import os
+import posixpath
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,14 +77,14 @@ def moved(text: str, source: str, page: str) -> tuple[str, dict[str, str]]:
         path, sharp, anchor = target.partition("#")
         if not path or ":" in path:
             return match[0]
-        place = os.path.normpath(os.path.join(os.path.dirname(source), path))
+        place = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
         address = known.get(place) or known.get(f"{place}/README.md")
         if place == "ckpt_tools/schemas":
             address = "reference/json.md"
         if address is None:
             address = _address(place)
             files[address] = place
-        return before + os.path.relpath(address, os.path.dirname(page)) + sharp + anchor + after
+        return before + posixpath.relpath(address, posixpath.dirname(page)) + sharp + anchor + after
 
     return _LINK.sub(lead, text), files
 
@@ -113,7 +113,9 @@ def command_page(name: str) -> str:
     for what, words in manual.PAGES[name].examples:
         lines += [f"{what}:", "", "```bash", manual.command_line(words), "```", ""]
     used = " ".join(words for _, words in manual.PAGES[name].examples)
-    named = [f"`{word}` is {what}" for word, what in manual.PLACEHOLDERS.items() if re.search(rf"\b{word}\b", used)]
+    named = [
+        f"`{word}` is {what}" for word, what in manual.PLACEHOLDERS.items() if re.search(rf"\b{word}\b", used)
+    ]
     return "\n".join([*lines, f"{'; '.join(named)}." if named else "", ""])
 
 
@@ -184,8 +186,7 @@ def _signature(name: str, found: Any) -> str:
 
 
 def _parameter(parameter: inspect.Parameter) -> str:
-    star = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
-    text = star + parameter.name
+    text = parameter.name
     if parameter.annotation is not inspect.Parameter.empty:
         text += f": {parameter.annotation}"
     if parameter.default is not inspect.Parameter.empty:
@@ -294,6 +295,11 @@ def on_post_build(config: Any) -> None:
     """Refuse a site that would load something from elsewhere."""
     from mkdocs.exceptions import PluginError
 
-    for path in Path(config.site_dir).rglob("*"):
-        if path.suffix in (".html", ".css") and (found := _LOADS.search(path.read_text(errors="replace"))):
-            raise PluginError(f"{path} would load something from elsewhere: {found[0]}")
+    if found := foreign(Path(config.site_dir)):
+        raise PluginError(f"these would load something from elsewhere: {', '.join(map(str, found))}")
+
+
+def foreign(folder: Path) -> list[Path]:
+    """Pages and styles with something that a browser would fetch from another place."""
+    files = [path for path in sorted(folder.rglob("*")) if path.suffix in (".html", ".css")]
+    return [path for path in files if _LOADS.search(path.read_text(errors="replace"))]

@@ -73,7 +73,12 @@ def test_options_in_the_text_exist(document: Path) -> None:
     said = set(re.findall(r"`(--[a-z][a-z0-9_-]+)", document.read_text()))
     foreign = {
         *("--load", "--finetune", "--no-load-rng", "--fp8-param-gather"),
-        *("--override-opt_param-scheduler", "--no-load-optim", "--dist-ckpt-optim-fully-reshardable", "--ckpt-format"),
+        *(
+            "--override-opt_param-scheduler",
+            "--no-load-optim",
+            "--dist-ckpt-optim-fully-reshardable",
+            "--ckpt-format",
+        ),
         *("--dump-param-to-param-group-map", "--enable-gpt-oss", "--help"),
     }
     assert not said - ours - foreign

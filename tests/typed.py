@@ -108,9 +108,13 @@ class Reader:
             if PROGRAM.match(line):
                 words = shlex.split(PROGRAM.sub("", line).replace("s3://", "memory://"))
                 ended = run(words)
-                assert ended == code, f"line {step.line}: {line} ends with {ended}\n{self.capsys.readouterr().err}"
+                assert ended == code, (
+                    f"line {step.line}: {line} ends with {ended}\n{self.capsys.readouterr().err}"
+                )
             else:
-                assert any(re.match(known, line) for known in ELSEWHERE), f"line {step.line}: what runs {line}"
+                assert any(re.match(known, line) for known in ELSEWHERE), (
+                    f"line {step.line}: what runs {line}"
+                )
 
     def _compare(self, step: Step) -> None:
         rest = iter([" ".join(line.split()) for line in self.printed.splitlines()])

@@ -13,7 +13,6 @@ from ckpt_tools.cli import render
 from ckpt_tools.cli.help import by_section, parameters
 from ckpt_tools.cli.manual import EXIT_CODES, PAGES, PLACEHOLDERS, PROGRAM, command_line, page
 
-
 FOR_AGENTS = Path(__file__).parent.parent / "for-agents.md"
 
 
