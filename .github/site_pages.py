@@ -237,8 +237,9 @@ def schemas_page() -> str:
 
 
 def _code(text: str) -> str:
-    """Code in a cell: a bar in it ends no cell."""
-    return f"<code>{html.escape(text).replace('|', '&#124;')}</code>"
+    """An option or an argument in a cell: a bar in it ends no cell, and no name is folded at its hyphens."""
+    names, space, kind = html.escape(text).replace("|", "&#124;").partition(" &lt;")
+    return f'<code class="name">{names}</code>' + (f" <code>&lt;{kind}</code>" if space else "")
 
 
 def _cell(text: str) -> str:

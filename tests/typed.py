@@ -27,7 +27,7 @@ from tests.altered import scaled, without_numbers
 from tests.conftest import DATA
 from tests.megatron.adapter_checkpoints import lora
 
-PLACES = ("RUN", "LATER", "FSDP", "MOE", "HF", "LORA", "PEFT", "BAD", "DUMP")
+PLACES = ("RUN", "LATER", "FSDP", "MOE", "HF", "LORA", "PEFT", "BAD", "STRANGER", "DUMP")
 PROGRAM = re.compile(r"^(?:torchrun .*-m ckpt_tools|python3? -m ckpt_tools|checkpoint-inspector) ")
 ELSEWHERE = {
     r"(?:\S*/)?pip install |python3 -m venv ": ".ci/run and .ci/wheel",
@@ -72,6 +72,8 @@ def places(folder: Path) -> Path:
     (folder / "MOE").symlink_to(DATA / "core019_moe_ep2_fully_reshardable")
     scaled(run_folder, folder / "LATER", 0.5)
     without_numbers(run_folder, folder / "BAD", "output_layer.weight")
+    (folder / "STRANGER").mkdir()
+    shutil.copy(DATA / "hostile" / "global_system.metadata", folder / "STRANGER" / ".metadata")
     lora().save(folder / "LORA")
     shutil.copytree(run_folder / "param_to_param_group_map", folder / "DUMP")
     assert run(["convert", str(run_folder), str(folder / "FSDP"), "-q"]) == 0

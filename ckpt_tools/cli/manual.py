@@ -218,5 +218,6 @@ def closing() -> str:
     """The end of the program's own `--help`."""
     codes = "\n".join(f"  {code:<5}{meaning}" for code, meaning in EXIT_CODES.items())
     return (
-        f"Exit codes:\n{codes}\n\nResults go to stdout, all else to stderr. JSON keeps to ckpt_tools/schemas."
+        f"Exit codes:\n{codes}\n\nResults go to stdout, all else to stderr. JSON keeps to ckpt_tools/schemas.\n"
+        "An automated assistant reads `man --for-agents` first."
     )
