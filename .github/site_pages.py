@@ -7,6 +7,7 @@ from elsewhere, which is checked when it is built.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import html
 import importlib
@@ -40,6 +41,7 @@ ELSEWHERE = {  # page -> where it stands in the repository
     "reference/results.md": "tests/benchmarks/RESULTS.md",
     "reference/notes.md": "tests/benchmarks/NOTES.md",
 }
+NEED_TORCH = {"StorageReader"}  # a class of torch's class: described without it, as the site is built without
 PICTURES = {".svg", ".png"}
 _LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s]+)(\))")
 _LOADS = re.compile(  # what a browser would fetch by itself
@@ -129,19 +131,45 @@ def library_page() -> str:
         "",
     ]
     for name in ckpt_tools.__all__:
-        if name != "__version__":
+        if name in NEED_TORCH:
+            lines += _entry_by_source(name)
+        elif name != "__version__":
             lines += _entry(name, getattr(ckpt_tools, name))
     return "\n".join(lines)
 
 
 def _entry(name: str, found: Any) -> list[str]:
     lines = [f"## {name}", "", "```python", _signature(name, found), "```", ""]
-    lines += [_docstring(found), ""]
+    lines += [_docstring(inspect.getdoc(found) or ""), ""]
     for result in _results(found):
-        lines += [f"**{result.__name__}**: {_docstring(result)}", "", *_members(result), ""]
+        lines += [
+            f"**{result.__name__}**: {_docstring(inspect.getdoc(result) or '')}",
+            "",
+            *_members(result),
+            "",
+        ]
     if isinstance(found, type):
         lines += [*_members(found), ""]
     return lines
+
+
+def _entry_by_source(name: str) -> list[str]:
+    """A class that cannot be imported here: its arguments, its docstring and its methods, as they are written."""
+    path = REPO / "ckpt_tools" / f"{ckpt_tools._PUBLIC[name].replace('.', '/')}.py"
+    made = next(n for n in ast.parse(path.read_text()).body if isinstance(n, ast.ClassDef) and n.name == name)
+    methods = [n for n in made.body if isinstance(n, ast.FunctionDef)]
+    initial = next(n for n in methods if n.name == "__init__")
+    arguments, defaults = initial.args.args[1:], initial.args.defaults
+    parts = [ast.unparse(argument) for argument in arguments]
+    for i, default in enumerate(defaults, len(arguments) - len(defaults)):
+        parts[i] += f" = {ast.unparse(default)}"
+    call = _folded(name, parts, "")
+    lines = [f"## {name}", "", "```python", call, "```", "", _docstring(ast.get_docstring(made) or ""), ""]
+    for method in methods:
+        text = " ".join((ast.get_docstring(method) or "").split())
+        if text and not method.name.startswith("_"):
+            lines.append(f"* `{method.name}`: {_safe(text)}")
+    return [*lines, ""]
 
 
 def _results(found: Any) -> Iterator[type]:
@@ -179,6 +207,10 @@ def _signature(name: str, found: Any) -> str:
         parts.append(_parameter(parameter))
     given = signature.return_annotation
     returns = f" -> {given}" if isinstance(given, str) and given != "None" else ""
+    return _folded(name, parts, returns)
+
+
+def _folded(name: str, parts: list[str], returns: str) -> str:
     line = f"{name}({', '.join(parts)}){returns}"
     if len(line) <= 100:
         return line
@@ -195,10 +227,10 @@ def _parameter(parameter: inspect.Parameter) -> str:
     return text
 
 
-def _docstring(found: Any) -> str:
+def _docstring(text: str) -> str:
     """A docstring as Markdown: what is indented under `Args:` and `Raises:` becomes a list."""
     lines, in_list = [], False
-    for line in (inspect.getdoc(found) or "").splitlines():
+    for line in text.splitlines():
         entry = re.match(r"^ {4}(\w[\w, ]*): (.*)", line)
         if re.match(r"^(Args|Raises|Returns|Yields):$", line):
             lines += ["", f"**{line[:-1]}**", ""]
@@ -248,7 +280,7 @@ def _cell(text: str) -> str:
 
 def _safe(text: str) -> str:
     """Plain text in which Markdown sees neither tags, nor emphasis in names and globs; code stays as it is."""
-    parts = re.split(r"(`[^`]*`)", text)
+    parts = re.split(r"(``[^`]+``|`[^`]*`)", text)
     return "".join(part if part.startswith("`") else re.sub(r"([<*_\[\]])", r"\\\1", part) for part in parts)
 
 

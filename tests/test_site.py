@@ -6,8 +6,11 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import posixpath
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -50,6 +53,29 @@ def test_the_library_page_has_every_public_name(site: ModuleType) -> None:
     assert "convert_to_fsdp_dtensor(\n    source: AnyPath,\n    output: AnyPath," in text
     assert "* `UsageError`: options that contradict each other" in text
     assert "0x" not in text  # of what has no name of its own
+
+
+def test_the_site_is_made_without_torch(site: ModuleType) -> None:
+    """`pip install '.[docs]'` brings none, and the page is the same then."""
+    code = (
+        "import runpy, sys; sys.modules['torch'] = None\n"
+        "sys.stdout.write(runpy.run_path('.github/site_pages.py')['library_page']())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True)
+    assert done.stdout == site.library_page()
+
+
+def test_a_class_of_torchs_is_described_from_its_source(site: ModuleType) -> None:
+    text = site.library_page()
+    found = inspect.signature(ckpt_tools.StorageReader)
+    said = text.partition("## StorageReader\n")[2].partition("```python\n")[2].partition("```")[0]
+    for parameter in found.parameters.values():
+        assert (
+            f"    {parameter},\n".replace("'Literal", "Literal")
+            .replace('"', "")
+            .replace(f"'{parameter.annotation}'", str(parameter.annotation))
+            in said
+        )
 
 
 def test_every_family_and_every_schema_is_listed(site: ModuleType) -> None:
