@@ -21,6 +21,7 @@ CONTRIBUTING = REPO / ".github" / "CONTRIBUTING.md"
 CONVERSION = REPO / ".github" / "docs" / "conversion.md"
 QUESTIONS = REPO / ".github" / "docs" / "questions.md"
 MESSAGES = REPO / ".github" / "docs" / "messages.md"
+LIMITS = REPO / ".github" / "docs" / "limits.md"
 PROOFS = REPO / "tests" / "README.md"
 DOCUMENTS = (
     README,
@@ -178,7 +179,9 @@ def test_messages_that_are_explained_are_said() -> None:
     listed = re.findall(r"^\| `([^`]+)` \|", MESSAGES.read_text(), re.M)
     said = _texts()
     assert len(messages) > 10 and len(listed) > 50
-    messages += listed
+    limits = re.findall(r"^\| [^|]+ \| `([^`]+)` \|", LIMITS.read_text(), re.M)
+    assert len(limits) > 15
+    messages += listed + limits
     assert not [message for message in messages if message not in said]
 
 
