@@ -232,7 +232,7 @@ def _header(shown: Picture, totals: dict[str, int]) -> Iterator[str]:
         said = f"padding, of all buffers in training: {size(shown.padding)}. "
     yield f'<text class="title" x="{LEFT}" y="26">{safe(shown.title)}</text>'
     yield (
-        f'<text x="{LEFT}" y="46">one row a rank, {size(shown.row_bytes)} of weight buffers each; '
+        f'<text x="{LEFT}" y="46">one row per rank, {size(shown.row_bytes)} of weight buffers each; '
         f"{said}"
         "Columns are FSDP units, bare numbers are layers.</text>"
     )

@@ -34,7 +34,7 @@ def norms_svg(found: CheckpointStatistics) -> str:
     return strips.svg(
         Strip(
             f"{_name(found.checkpoint)}: norms",
-            "a column a layer; colours tell how far a root mean square is from the middle of its row",
+            "one column per layer; colours tell how far a root mean square is from the middle of its row",
             _columns(t.named for t in found.tensors),
             rows,
             (
@@ -96,7 +96,7 @@ def change_svg(found: CheckpointChange, of: str = "relative") -> str:
     return strips.svg(
         Strip(
             f"{_name(found.a)} to {_name(found.b)}: {what}",
-            "a column a layer; the scale is logarithmic, from the smallest to the largest of the map",
+            "one column per layer; the scale is logarithmic, from the smallest to the largest of the map",
             _columns(named for named, _ in tensors),
             _rows(tensors, Change.empty, scale.cells),
             (
