@@ -270,7 +270,7 @@ def schemas_page() -> str:
 
 def _code(text: str) -> str:
     """An option or an argument in a cell: a bar in it ends no cell, and no name is folded at its hyphens."""
-    names, space, kind = html.escape(text).replace("|", "&#124;").partition(" &lt;")
+    names, space, kind = html.escape(text).replace("|", "&#124;<wbr>").partition(" &lt;")
     return f'<code class="name">{names}</code>' + (f" <code>&lt;{kind}</code>" if space else "")
 
 

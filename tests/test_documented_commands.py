@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import REPO
-from tests.typed import PLACES, Reader, places, steps, typed
+from tests.typed import ELSEWHERE, PLACES, Reader, places, steps, typed
 
 PAGES = [
     REPO / "README.md",
@@ -51,6 +52,12 @@ def test_the_convention_is_read_as_it_is_written() -> None:
     first, second = steps(text)
     assert (first.kind, first.line, second.kind, second.line) == ("bash", 3, "text", 11)
     assert list(typed(first.body)) == [("x one two", 3)]
+
+
+def test_every_line_of_another_program_that_is_allowed_is_there() -> None:
+    lines = [line for page in PAGES for step in steps(page.read_text()) if step.kind == "bash"
+             for line, _ in typed(step.body)]  # fmt: skip
+    assert not [known for known in ELSEWHERE if not any(re.match(known, line) for line in lines)]
 
 
 @pytest.mark.parametrize(
