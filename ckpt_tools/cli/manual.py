@@ -182,6 +182,7 @@ PAGES = {
     "man": Page(PROGRAM_ITSELF, "its man pages", (
         ("Of one command, to read with man -l -", "man convert"),
         ("Of all, where man looks if it is in ~/.local/share/man/man1", "man --output OUT"),
+        ("What an automated assistant reads first", "man --for-agents"),
     )),
 }  # fmt: skip
 
@@ -218,5 +219,6 @@ def closing() -> str:
     """The end of the program's own `--help`."""
     codes = "\n".join(f"  {code:<5}{meaning}" for code, meaning in EXIT_CODES.items())
     return (
-        f"Exit codes:\n{codes}\n\nResults go to stdout, all else to stderr. JSON keeps to ckpt_tools/schemas."
+        f"Exit codes:\n{codes}\n\nResults go to stdout, all else to stderr. JSON keeps to ckpt_tools/schemas.\n"
+        "An automated assistant reads `man --for-agents` first."
     )

@@ -123,7 +123,7 @@ OPTIONS = {
     "print-tensor": (
         "--slice --stats --iteration --json --trust-pickle --enable-msc --follow-links --quiet -q"
     ),
-    "man": "-o --output",
+    "man": "-o --output --for-agents",
     "env": (
         "--json --quiet -q"
     ),

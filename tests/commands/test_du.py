@@ -227,6 +227,31 @@ def test_pages(three: Path) -> None:
     assert len(areas) == len(found.by("role")) + 1
 
 
+def test_titles_of_the_map_stay_in_their_boxes() -> None:
+    """A bold character takes no more than three fifths of its 13 pixels' height and a bit."""
+    found = disk_usage(str(DATA / "core019_llama_tp2_fully_reshardable"))
+    drawing = parse_svg(usage_svg(found))
+    boxes = {r[0].text: r for r in drawing.iter("{http://www.w3.org/2000/svg}rect")}
+    heads = [t for t in drawing.iter("{http://www.w3.org/2000/svg}text") if t.get("class") == "head"]
+    assert len(heads) == 7
+    for head in heads:
+        role = (
+            (head.text or "")
+            .rpartition(" ")[0]
+            .partition("\u2026")[0]
+            .removesuffix(" KiB")
+            .rstrip("0123456789. ")
+        )
+        box = next(box for text, box in boxes.items() if (text or "").startswith(role))
+        assert 5 + 8.6 * len(head.text or "") <= float(box.get("width", "")), head.text
+
+
+def test_the_page_of_one_iteration_tells_nothing_of_earlier_ones(three: Path) -> None:
+    alone = usage_html(disk_usage(str(DATA / "core019_llama_tp2_fully_reshardable")))
+    assert "an earlier iteration holds" not in alone
+    assert "an earlier iteration holds" in usage_html(disk_usage(str(three)))
+
+
 def test_the_commands(three: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["ls", str(three)]) == 0
     out = capsys.readouterr().out

@@ -24,6 +24,7 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.model.dtypes import ITEMSIZE
 from ckpt_tools.verify import measure
 from ckpt_tools.verify.values import Change, Statistics
+from tests.altered import scaled
 from tests.commands import oracle
 from tests.conftest import DATA, REPO, fixture_dir
 from tests.damage import ITERATION, copy_of, payload_of
@@ -228,6 +229,21 @@ def test_changes_are_those_of_whole_tensors(tmp_path: Path) -> None:
     assert text.index("model.layers.1.w", text.index("Numbers")) < text.index(
         "model.layers.0.w", text.index("Numbers")
     )
+
+
+def test_changes_that_are_alike_have_one_colour_and_one_entry(tmp_path: Path) -> None:
+    half, a_bit_less = scaled(DATA / RUN, tmp_path / "half", 0.5), {"w": torch.ones(8)}
+    drawing = parse_svg(change_svg(checkpoint_change(str(DATA / RUN), str(half))))
+    texts = [t.text for t in drawing.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts.count("0.5") == 1
+    for name, tensors in (("a", {"w": 2 * torch.ones(8), "v": 2 * torch.ones(8)}),
+                          ("b", {**a_bit_less, "v": 1.0001 * torch.ones(8)})):  # fmt: skip
+        (tmp_path / name).mkdir()
+        save_file(tensors, tmp_path / name / "model.safetensors")
+    drawing = parse_svg(change_svg(checkpoint_change(str(tmp_path / "a"), str(tmp_path / "b"))))
+    cells = [r for r in drawing.iter("{http://www.w3.org/2000/svg}rect") if len(r)]
+    assert len(cells) == 3
+    assert len({r.get("fill") for r in cells}) == 1
 
 
 def test_a_change_from_nothing_and_of_what_is_not_finite() -> None:
