@@ -71,7 +71,7 @@ def make_model(folder: Path, config: Mapping[str, Any]) -> None:
     shards, random = pack_shards(sizes.items()), np.random.default_rng(0)
     for shard in shards:
         with (folder / shard.file).open("wb") as file:
-            file.write(safetensors_header({key: ("bfloat16", shapes[key]) for key in shard.keys}))
+            file.write(safetensors_header({key: TensorInfo("bfloat16", shapes[key]) for key in shard.keys}))
             for key in shard.keys:
                 left = prod(shapes[key])
                 while left:  # a little at a time: what this process held at most counts as its children's

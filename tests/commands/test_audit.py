@@ -48,7 +48,7 @@ def whys(parts: Any) -> dict[str, Amount]:
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_accounts_of_an_import_and_its_export_balance(name: str, to: Any, tmp_path: Path) -> None:
     tensors = model(name, tmp_path / "hf")
-    values, rows = sum(array.size for array in tensors.values()), CONFIGS[name]["vocab_size"]
+    values, rows = sum(array.size for array in tensors.values()), int(str(CONFIGS[name]["vocab_size"]))
     import_hf(tmp_path / "hf", tmp_path / "run", ImportOptions(to=to, fsdp=weights()))
     report, audit = audited(tmp_path / "run", tmp_path / "hf")
     assert report.is_valid and not audit.imbalances()
@@ -284,7 +284,7 @@ def test_the_iteration_is_that_of_the_run(tmp_path: Path) -> None:
 
 def test_another_model_is_no_source(tmp_path: Path) -> None:
     model("llama", tmp_path / "hf")
-    other = {**LLAMA, "intermediate_size": LLAMA["intermediate_size"] + 2}
+    other = {**LLAMA, "intermediate_size": int(str(LLAMA["intermediate_size"])) + 2}
     (tmp_path / "hf" / "config.json").write_text(json.dumps(other))
     report = verify_checkpoint(tmp_path / "hf", None, VerifyOptions(against=str(RUN)))
     assert report.audit is None and not report.is_valid

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -227,7 +228,8 @@ def test_an_output_with_a_folder_of_templates_is_replaced_and_found_finished(
     source = with_files(cases, tmp_path / "hf", [name])
     import_hf(str(source), str(tmp_path / "run"))
     out = tmp_path / "back"
-    for number, more in enumerate(({}, {"overwrite": True}, {"resume": True})):
+    again: tuple[dict[str, Any], ...] = ({}, {"overwrite": True}, {"resume": True})
+    for number, more in enumerate(again):
         if number < 2:
             (source / name).write_text(f"template {number}")
         export_hf(str(tmp_path / "run"), str(out), ExportOptions(hf_config=str(source), **more))

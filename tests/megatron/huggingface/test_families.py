@@ -23,7 +23,7 @@ from ckpt_tools.megatron.huggingface.rulefile import load_rule_file
 from ckpt_tools.megatron.huggingface.targets import Exported, Imported, export_targets, import_targets
 from tests.conftest import REPO
 from tests.megatron.huggingface.materialise import Arrays, materialise, specs
-from tests.megatron.huggingface.models import BASE, CONFIGS, MLA, eager, logits, make_model
+from tests.megatron.huggingface.models import BASE, CONFIGS, MLA, eager, installed, logits, make_model
 
 transformers = pytest.importorskip("transformers", reason="the optional peer transformers is not installed")
 from safetensors.numpy import load_file, save_file  # noqa: E402  # after the skip

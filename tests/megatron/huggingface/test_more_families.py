@@ -213,7 +213,9 @@ def test_no_scaling_is_said_where_null_is_one(config: dict[str, Any]) -> None:
     of_v5["rope_parameters"] = {"rope_type": "default", "rope_theta": 5e5}
     assert imported(of_v5, directory(unscaled))[0].args["use_rope_scaling"] is False
     del of_v5["rope_parameters"]
-    assert read_config(FAMILIES[config["model_type"]], of_v5).rope_scaling[0]["factor"] in (16.0, 32.0)
+    (scaling,) = read_config(FAMILIES[config["model_type"]], of_v5).rope_scaling
+    assert scaling is not None
+    assert scaling["factor"] in (16.0, 32.0)
 
 
 @pytest.mark.parametrize("config", [MINISTRAL, CWM, GPT_OSS], ids=lambda config: config["model_type"])
@@ -304,6 +306,7 @@ def test_terms_of_yarn_beside_each_other(more: dict[str, float], factor: float |
     """transformers makes a factor of both; one alone says nothing. Megatron-LM has no argument for another factor."""
     arcee = {**BASE, "model_type": "arcee", **RELU2, "rope_scaling": {**YARN, **more}}
     (scaling,) = read_config(FAMILIES["arcee"], arcee).rope_scaling
+    assert scaling is not None
     assert scaling.get("attention_factor") == (None if factor is None else pytest.approx(factor, rel=1e-6))
     if factor is not None:
         assert "Megatron cannot set attention_factor" in problems(lambda: imported(arcee, directory(arcee)))

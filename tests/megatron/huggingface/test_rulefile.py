@@ -215,5 +215,5 @@ def test_a_refusal_names_the_line_to_add(
 ) -> None:
     found, megatron = imported(LLAMA, directory(LLAMA))
     with pytest.raises(MappingError) as caught:
-        export_targets(specs(megatron), found.args | settings, LLAMA | config)
+        export_targets(specs(megatron), {**found.args, **settings}, LLAMA | config)
     assert all(line in str(caught.value) for line in lines)
