@@ -28,6 +28,7 @@ from ckpt_tools.megatron.huggingface.config import read_config
 from ckpt_tools.megatron.huggingface.identify import family_of_config
 from ckpt_tools.megatron.huggingface.rules import expand
 from ckpt_tools.megatron.huggingface.shard_files import pack_shards, shard_index
+from ckpt_tools.model.transfers import TensorInfo
 from tests.benchmarks.bench_convert import Row, how, print_table, timed
 
 BASE = {"vocab_size": 32000, "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 4,
