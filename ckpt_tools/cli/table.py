@@ -142,7 +142,8 @@ TABLE: dict[str, Row] = {
 
 # Of commands that can go through all iterations of a run; read by `given_values.iteration_number`.
 ITERATIONS = option(
-    str, "--iteration", panel=RUN, help="Iteration of a root, or all. Default: the latest."
+    str, "--iteration", panel=RUN,
+    help="Iteration of a root, or all, past those that the output has already. Default: the latest.",
 )  # fmt: skip
 
 OPENING = frozenset({"enable_msc", "follow_links", "quiet"})

@@ -91,13 +91,13 @@ def list_run(root: AnyPath, trust_pickle: bool = False) -> RunListing:
     if not names:
         location = locate(root)
         name = location.path.rstrip("/").rpartition("/")[2]
-        row = _row(name, location.path, location.iteration, sizes, trust_pickle)
+        row = iteration_row(name, location.path, location.iteration, sizes, trust_pickle)
         return RunListing(location.path, (row,), {}, None)
     latest, note = _latest(root)
     rows = []
     for name, number in names.items():
         inside = {file[len(name) + 1 :]: n for file, n in sizes.items() if file.startswith(f"{name}/")}
-        row = _row(name, join(root, name), number, inside, trust_pickle, name == latest)
+        row = iteration_row(name, join(root, name), number, inside, trust_pickle, name == latest)
         rows.append(row)
     return RunListing(root, tuple(rows), others_in(sizes, names), latest, note)
 
@@ -139,7 +139,7 @@ def _latest(root: str) -> tuple[str | None, str]:
         return None, str(error)
 
 
-def _row(
+def iteration_row(
     name: str,
     path: str,
     number: int | None,
@@ -147,6 +147,12 @@ def _row(
     trust_pickle: bool,
     is_latest: bool = False,
 ) -> IterationRow:
+    """What the iteration at `path` is, whose files have these sizes.
+
+    Raises:
+        StorageError: the system or the store refused.
+        UsageError: such a location cannot be opened.
+    """
     nbytes, files = sum(sizes.values()), len(sizes)
     try:
         with open_checkpoint(path, None, trust_pickle, with_common=False) as opened:
