@@ -65,10 +65,11 @@ def tree(root: Path) -> dict[str, bytes]:
     return {str(p.relative_to(root)): p.read_bytes() for p in found if FOLDER not in p.parts}
 
 
-class Here:
+class Here(Hand):
     """Commands run in this process. `fails` are the ends of those that do not."""
 
     def __init__(self, *fails: Ended) -> None:
+        super().__init__(lambda line: None)
         self.ran: list[list[str]] = []
         self.fails = list(fails)
 
@@ -106,7 +107,7 @@ class Watched:
         """One pass: its exit code, and what became of which iterations."""
         self.hand = Here(*fails)
         self.told.clear()
-        code = self.watcher.one_pass(self.hand)  # type: ignore[arg-type]
+        code = self.watcher.one_pass(self.hand)
         return code, [f"{told.event} {told.iteration}" for told in self.told]
 
     def made(self) -> list[str]:
