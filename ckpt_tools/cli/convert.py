@@ -249,13 +249,14 @@ def build_param_group_map(
 
 def finish(done: ConversionReport, as_json: bool, file: Path | None) -> None:
     """Print the report on rank 0; write it where asked."""
+    from ckpt_tools.cli import render
     from ckpt_tools.cli.progress import is_first_rank
     from ckpt_tools.cli.reports import print_report
 
     if not is_first_rank():
         return
     _write_json(done.as_json(), as_json, file, done.source)
-    if not as_json:
+    if not as_json and not (render.is_quiet() and done.written):  # a dry run is asked for its report
         print_report(done)
 
 
@@ -265,8 +266,8 @@ def finish_all(outcomes: list[Outcome], source: str, as_json: bool, file: Path |
     Raises:
         typer.Exit: with that code.
     """
+    from ckpt_tools.cli import render
     from ckpt_tools.cli.progress import is_first_rank
-    from ckpt_tools.cli.render import escape_lines
     from ckpt_tools.cli.reports import print_outcome
     from ckpt_tools.commands import iterations
 
@@ -274,8 +275,13 @@ def finish_all(outcomes: list[Outcome], source: str, as_json: bool, file: Path |
         _write_json(iterations.as_json(outcomes), as_json, file, source)
         for outcome in outcomes:
             if outcome.error is not None:
-                print(escape_lines(f"error: iteration {outcome.iteration}: {outcome.error}"), file=sys.stderr)
-            elif not as_json:
+                print(
+                    render.escape_lines(f"error: iteration {outcome.iteration}: {outcome.error}"),
+                    file=sys.stderr,
+                )
+            elif not as_json and not (
+                render.is_quiet() and (outcome.report is None or outcome.report.written)
+            ):
                 print_outcome(outcome)
     raise typer.Exit(iterations.exit_code(outcomes))
 

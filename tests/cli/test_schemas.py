@@ -64,6 +64,7 @@ OUTPUTS = [  # (schema, exit code, words)
     ("strip", 0, "strip FSDP OUT --dtype bfloat16 --json"),
     ("repair", 0, "repair HURT OUT --json"),
     ("repair", 0, "repair HURT OUT --dry-run --json"),
+    ("repair", 0, "repair RUN OUT --json"),
     ("verify", 0, "verify RUN --content --json"),
     ("verify", 1, "verify BAD --content --json"),
     ("verify-several", 1, "verify RUN BAD OUT --content --json"),
