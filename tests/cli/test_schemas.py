@@ -34,6 +34,7 @@ OUTPUTS = [  # (schema, exit code, words)
     ("print-torch-dcp-in-json", 0, "print-torch-dcp-in-json FSDP/iter_0000002"),
     ("ls", 0, "ls RUN --json"),
     ("ls", 0, "ls HF --json"),
+    ("ls", 0, "ls RUNS --json"),
     ("du", 0, "du RUN --json"),
     ("du", 0, "du FSDP --iteration 2 --json"),
     ("stats", 0, "stats MOE --json"),
@@ -117,6 +118,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     adapter = lora().save(folder / "lora")
     return {
         "RUN": RUN,
+        "RUNS": DATA,
         "FSDP": FSDP,
         "MOE": MOE,
         "BAD": bad,
