@@ -69,8 +69,11 @@ def _print_copied(one: Copied) -> None:
         f"  {one.files:,} files, {human_bytes(one.nbytes)} in {seconds:.2f} s"
         f"{', read back and compared' if one.read_back else ''}"
     )
-    print(f"  {one.proven:,} payloads have the checksum that their writer stored", end="")
-    print(f"; {one.without_checksum:,} carry none" if one.without_checksum else "")
+    if one.written.check_source == "none":
+        print("  no payload was compared with the checksum that its writer stored (--check-source none)")
+    else:
+        print(f"  {one.proven:,} payloads have the checksum that their writer stored", end="")
+        print(f"; {one.without_checksum:,} carry none" if one.without_checksum else "")
     if one.left_out:
         listed = ", ".join(map(render.escape, one.left_out[:_SHOWN]))
         more = f", and {len(one.left_out) - _SHOWN:,} more" if len(one.left_out) > _SHOWN else ""

@@ -50,7 +50,7 @@ OPTIONS = {
         "--follow-links --quiet -q"
     ),
     "stats": (
-        "--keys --role --by --svg --html --iteration --workers --threads --json --quiet -q --trust-pickle "
+        "--keys --layer --role --by --svg --html --iteration --workers --threads --json --quiet -q --trust-pickle "
         "--enable-msc --follow-links"
     ),
     "plan": (

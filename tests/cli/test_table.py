@@ -130,7 +130,7 @@ def test_a_choice_has_the_words_of_its_field(filled: Callable[..., Any], own: Ma
         (Tolerance, {"rtol", "atol", "ulp", "nan"}),
         (
             StatsOptions,
-            {"keys", "roles", "by", "iteration", "histogram", "workers", "threads", "trust_pickle"},
+            {"keys", "roles", "layers", "by", "iteration", "histogram", "workers", "threads", "trust_pickle"},
         ),
         (
             CopyOptions,
