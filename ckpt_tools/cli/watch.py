@@ -17,7 +17,7 @@ from ckpt_tools.cli.options import flag, option
 from ckpt_tools.cli.signature import fill, read_values, with_options
 
 if TYPE_CHECKING:
-    from ckpt_tools.commands.watch import Action, Makes, Told
+    from ckpt_tools.commands.watch_events import Action, Makes, Told
     from ckpt_tools.formats.detect import CheckpointKind
     from ckpt_tools.model.choices import Format
 
@@ -69,11 +69,12 @@ def watch(
 
     It goes on until SIGTERM or Ctrl-C; started again, it goes on where it was. An iteration is finished when the
     tracker names it or a later one; one that is not whole is left alone and named. What is done stays done, also when
-    its output is removed; OUT/.ckpt_tools-watch remembers it. One watcher has an output, a second waits for its end.
+    its output is removed (OUT/.ckpt_tools-watch remembers it), unless it is written again. One watcher
+    has an output, a second waits for its end.
     With --once the exit code is the worst of all iterations.
     """
-    from ckpt_tools.commands.watch import WatchOptions
     from ckpt_tools.commands.watch import watch as watch_run
+    from ckpt_tools.commands.watch_events import WatchOptions
     from ckpt_tools.errors import UsageError
 
     action = _action(context, given["then"], run, output)
@@ -94,7 +95,7 @@ def _action(context: typer.Context, then: str | None, run: str, output: str) -> 
         UsageError: watch does not do that, or an option is wrong.
     """
     from ckpt_tools.cli.commands import Commands
-    from ckpt_tools.commands.watch import Action
+    from ckpt_tools.commands.watch_events import Action
     from ckpt_tools.errors import UsageError
 
     try:
@@ -145,6 +146,8 @@ def _print(told: Told, quiet: bool) -> None:
     match told.event:
         case "waiting":
             render.say(render.escape_lines(f"note: {told.name} is not finished: {told.why}"))
+        case "stale":
+            print(render.escape(f"error: {told.name}: {told.why}"), file=sys.stderr, flush=True)
         case "done" if told.exit_code == 0:
             if not quiet:
                 print(render.escape(f"{_now()} done in {told.seconds:.1f} s: {where}"), flush=True)

@@ -50,6 +50,7 @@
 * `slice_plain`: of a plain state dict
 * `copy`: `copy`
 * `watch`: `watch`
+* `watch_events`: what it does and tells
 * `watch_state`: what it keeps on disk
 * `watch_child`: the commands that it starts
 * `strip`: `strip`

@@ -14,21 +14,20 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 from ckpt_tools.commands.iterations import is_there
 from ckpt_tools.commands.ls import COMPLETE, DAMAGED, INCOMPLETE, iteration_names, iteration_row, join
 from ckpt_tools.commands.outputs import is_root, refuse_overlap
 from ckpt_tools.commands.watch_child import Ended, Hand
-from ckpt_tools.commands.watch_state import Failure, Memory, WatchFolder, write_beside
+from ckpt_tools.commands.watch_events import Action, Event, Told, WatchOptions
+from ckpt_tools.commands.watch_state import Done, Failure, Memory, WatchFolder, write_beside
 from ckpt_tools.credentials import revealed
 from ckpt_tools.errors import CkptError, StorageError, UnsupportedCheckpointError, UsageError
 from ckpt_tools.execute.vacant import partial_of
 from ckpt_tools.formats.beside import LOCAL_FILE, local_checkpoint
+from ckpt_tools.formats.dcp import METADATA
 from ckpt_tools.formats.detect import (
-    CheckpointKind,
     Location,
     iteration_folders,
     iteration_numbers,
@@ -38,72 +37,9 @@ from ckpt_tools.formats.detect import (
 from ckpt_tools.formats.files import open_files
 from ckpt_tools.formats.tree import files_below
 
-Event = Literal["done", "failed", "given_up", "waiting"]
-Makes = Literal["root", "folders", "reports"]
 _LASTING = (3, 4, 5, 6)  # exit codes that another try would end with again
 _LONGEST_PAUSE = 3600.0
 _ASK_SECONDS = 5.0  # for an output that is held
-
-
-@dataclass(frozen=True, slots=True)
-class WatchOptions:
-    """How a run is watched."""
-
-    every: float = 60.0  # seconds
-    once: bool = False
-    retries: int = 3
-    settle: float = 120.0  # seconds without a change, in a run without a tracker
-    state: Path | None = None  # where the lock and what is remembered are, if not in the output
-
-
-@dataclass(frozen=True, slots=True)
-class Action:
-    """What is done with an iteration: a command of this program and its options.
-
-    `makes`: a root with iterations and a tracker; folders that are models of their own; or a report each, which is
-    written to the output. `kinds` are those of what it makes.
-    """
-
-    verb: str
-    options: tuple[str, ...]
-    makes: Makes
-    kinds: tuple[CheckpointKind, ...]
-    trust_pickle: bool
-
-    @property
-    def words(self) -> tuple[str, ...]:
-        return (self.verb, *self.options)
-
-
-@dataclass(frozen=True, slots=True)
-class Told:
-    """What became of an iteration."""
-
-    event: Event
-    iteration: int
-    name: str
-    output: str
-    exit_code: int = 0
-    why: str = ""
-    tries: int = 0
-    seconds: float = 0.0
-    report: Any = None
-
-    def as_json(self) -> dict[str, Any]:
-        """In JSON's types."""
-        return {
-            "schema_version": 1,
-            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "event": self.event,
-            "iteration": self.iteration,
-            "name": self.name,
-            "output": self.output,
-            "exit_code": self.exit_code,
-            "why": self.why,
-            "tries": self.tries,
-            "seconds": round(self.seconds, 3),
-            "report": self.report,
-        }
 
 
 def watch(
@@ -204,9 +140,9 @@ class Watcher:
         self._forget(names)
         for number in sorted(names):
             hand.check()
-            if not self._is_done(number):
+            if not self._is_done(number, names[number]):
                 self._attend(number, names[number], hand)
-        codes = [self._memory.done.get(n, 0) for n in names]
+        codes = [done.exit_code for n, done in self._memory.done.items() if n in names]
         return max([*codes, *(failure.exit_code for failure in self._memory.failed.values())], default=0)
 
     def _forget(self, names: dict[int, str]) -> None:
@@ -215,10 +151,25 @@ class Watcher:
             for number in [n for n in kept if n not in names]:
                 del kept[number]
 
-    def _is_done(self, number: int) -> bool:
-        if number not in self._memory.done and self._is_there(number):
-            self._memory.done[number] = 0
-        return number in self._memory.done
+    def _is_done(self, number: int, name: str) -> bool:
+        """Whether nothing is to be done; one that was written again is done again where its output was removed."""
+        done, mark = self._memory.done.get(number), _mark(join(self.run, name))
+        if done is None:
+            if self._is_there(number):
+                self._memory.done[number] = Done(0, mark)
+            return number in self._memory.done
+        if done.mark == mark or not mark:
+            return True
+        if not self._is_there(number):
+            del self._memory.done[number]
+            return False
+        if not done.is_stale:
+            done.is_stale = True
+            self._folder.write(self._memory)
+            where = self._output_of(number)
+            why = f"it was written again since; remove {where} to have it done again"
+            self._tell(Told("stale", number, name, where, why=why))
+        return True
 
     def _is_there(self, number: int) -> bool:
         """Whether the output holds what is to be made of it."""
@@ -266,11 +217,12 @@ class Watcher:
             self._tell(Told("waiting", number, name, self._output_of(number), why=why))
 
     def _carry_out(self, number: int, name: str, looks: str, hand: Hand) -> None:
+        mark = _mark(join(self.run, name))
         ended = hand.run(self._command(number, name))
         if not self._has_done(ended, number, name):
             self._fail(number, name, looks, ended)
             return
-        self._memory.done[number] = ended.exit_code
+        self._memory.done[number] = Done(ended.exit_code, mark)
         self._memory.failed.pop(number, None)
         self._memory.seen.pop(number, None)
         self._folder.write(self._memory)
@@ -346,7 +298,18 @@ class Watcher:
     def _made(self) -> Iterator[int]:
         """The iterations in the output, but one that is to be gone on with."""
         with suppress(UnsupportedCheckpointError):
-            yield from (n for n in iteration_numbers(self.output) if self._is_done(n))
+            yield from (
+                n for n in iteration_numbers(self.output) if n in self._memory.done or self._is_there(n)
+            )
+
+
+def _mark(place: str) -> str:
+    """What changes when an iteration is written again, as after a job was set back; "" where it is not known."""
+    try:
+        status = (Path(place) / METADATA).stat()
+    except OSError:  # in a store, or gone
+        return ""
+    return f"{status.st_size} {status.st_mtime_ns}"
 
 
 def _failed(exit_code: int, why: str) -> Ended:

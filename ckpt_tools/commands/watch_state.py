@@ -44,11 +44,20 @@ class Failure:
 
 
 @dataclass(slots=True)
+class Done:
+    """An iteration that was done. `mark` tells whether it was written again since; `is_stale`: that was told."""
+
+    exit_code: int
+    mark: str
+    is_stale: bool = False
+
+
+@dataclass(slots=True)
 class Memory:
-    """What was done by one command: `done` has the exit code of each iteration, `seen` since when it looks so."""
+    """What was done by one command; `seen` tells of iterations since when they look so."""
 
     command: tuple[str, ...]
-    done: dict[int, int] = field(default_factory=dict)
+    done: dict[int, Done] = field(default_factory=dict)
     failed: dict[int, Failure] = field(default_factory=dict)
     seen: dict[int, tuple[str, float]] = field(default_factory=dict)
 
@@ -139,7 +148,7 @@ def _as_json(memory: Memory) -> dict[str, Any]:
     return {
         "schema_version": _VERSION,
         "command": list(memory.command),
-        "done": memory.done,
+        "done": {number: asdict(done) for number, done in memory.done.items()},
         "failed": {number: asdict(failure) for number, failure in memory.failed.items()},
         "seen": memory.seen,
     }
@@ -150,7 +159,7 @@ def _from_json(data: dict[str, Any]) -> Memory:
         raise ValueError(data["schema_version"])
     return Memory(
         tuple(map(str, data["command"])),
-        {int(number): int(code) for number, code in data["done"].items()},
+        {int(number): Done(**done) for number, done in data["done"].items()},
         {int(number): Failure(**failure) for number, failure in data["failed"].items()},
         {int(number): (str(looks), float(since)) for number, (looks, since) in data["seen"].items()},
     )

@@ -35,7 +35,7 @@ from ckpt_tools.commands.strip import strip_checkpoint
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions
 from ckpt_tools.commands.to_torch_dist import ToTorchDistOptions
 from ckpt_tools.commands.verify import VerifyOptions
-from ckpt_tools.commands.watch import WatchOptions
+from ckpt_tools.commands.watch_events import WatchOptions
 from ckpt_tools.execute.run import WriteOptions
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions

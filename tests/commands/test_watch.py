@@ -21,8 +21,9 @@ from ckpt_tools.cli import app
 from ckpt_tools.cli.commands import Commands
 from ckpt_tools.cli.watch import _ITS_OWN, _VERBS
 from ckpt_tools.commands import watch
-from ckpt_tools.commands.watch import Action, Told, Watcher, WatchOptions
+from ckpt_tools.commands.watch import Watcher
 from ckpt_tools.commands.watch_child import Ended, Hand
+from ckpt_tools.commands.watch_events import Action, Told, WatchOptions
 from ckpt_tools.commands.watch_state import FOLDER, STATE, WatchFolder
 from ckpt_tools.errors import Terminated, UnsupportedCheckpointError, UsageError
 from ckpt_tools.formats.detect import BRIDGE_TRACKER, TRACKER
@@ -257,6 +258,28 @@ def test_what_is_done_stays_done(tmp_path: Path) -> None:
     assert watched.look() == (0, ["done 2", "done 10"])
 
 
+def test_what_was_written_again_is_told_of_and_done_again_if_its_output_is_removed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job that was set back writes iterations that were converted already, with other values."""
+    watched = Watched(tmp_path)
+    for number in (2, 10):
+        folder = write(watched.run, number)
+    assert watched.look() == (0, ["done 2", "done 10"])
+    os.utime(folder / ".metadata")
+    before = tree(watched.out)
+    assert watched.look() == (0, ["stale 10"])
+    watched.begin()
+    assert watched.look() == (0, []), "told once"
+    assert tree(watched.out) == before, "nothing is replaced unasked"
+    shutil.rmtree(watched.out / "iter_0000010")
+    assert watched.look() == (0, ["done 10"])
+    assert tree(watched.out) == before
+    os.utime(folder / ".metadata")
+    assert app.run(["watch", str(watched.run), str(watched.out), *WORDS, "--once", "-q"]) == 0
+    assert "iter_0000010: it was written again since; remove" in capsys.readouterr().err
+
+
 def test_what_another_command_has_made_counts(tmp_path: Path) -> None:
     watched = Watched(tmp_path)
     write(watched.run, 2)
@@ -397,7 +420,7 @@ def test_beside_a_job_until_it_is_terminated(tmp_path: Path, plain: dict[str, by
     thread.start()
     until(lambda: (out / "iter_0000100").exists() and (out / TRACKER).read_text() == "100")
     thread.join()
-    until(lambda: '"100": 0' in (out / FOLDER / STATE).read_text())
+    until(lambda: '"100": {' in (out / FOLDER / STATE).read_text())
     watcher.terminate()
     stdout, stderr = end(watcher, 143)
     assert "started again, it goes on from here" in stderr

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from ckpt_tools.commands.copy import CopyOptions, copy_checkpoint
-from ckpt_tools.commands.watch import Action, Told, Watcher, WatchOptions
+from ckpt_tools.commands.watch import Watcher
+from ckpt_tools.commands.watch_events import Action, Told, WatchOptions
 from ckpt_tools.commands.watch_state import WatchFolder
 from ckpt_tools.errors import StorageError, UnsupportedCheckpointError
 from ckpt_tools.execute import uploads
