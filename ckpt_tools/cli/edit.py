@@ -68,7 +68,10 @@ def print_tensor(
     key: Annotated[str, typer.Argument(help="A stored key; `inspect` lists them.")],
     **given: Any,
 ) -> None:
-    """Print a stored tensor or object; only what is shown is read."""
+    """Print a stored tensor or object; only what is shown is read.
+
+    Values are taken as they are stored: checksums are not compared (`verify --content` does that).
+    """
     from ckpt_tools.commands.print_tensor import print_tensor as read
 
     printed = read(checkpoint, key, given["part"], given["stats"], given["iteration"], given["trust_pickle"])

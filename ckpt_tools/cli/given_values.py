@@ -53,6 +53,21 @@ def words(text: str) -> tuple[str, ...]:
     return tuple(word for word in text.split(",") if word)
 
 
+def finite(number: float) -> float:
+    """A number that is one.
+
+    Raises:
+        UsageError: it is not, which no limit refuses.
+    """
+    from math import isnan
+
+    from ckpt_tools.errors import UsageError
+
+    if isnan(number):
+        raise UsageError("nan is not a number of seconds")
+    return number
+
+
 def globs(given: list[Any] | None) -> tuple[Any, ...]:
     """What an option that can be repeated was given."""
     return tuple(given or ())

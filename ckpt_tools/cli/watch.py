@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ckpt_tools.cli import given_values as v
 from ckpt_tools.cli import render
 from ckpt_tools.cli.convert import RUNS, as_meant, is_given
 from ckpt_tools.cli.manual import page
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from ckpt_tools.formats.detect import CheckpointKind
     from ckpt_tools.model.choices import Format
 
+_LONGEST = 7 * 86_400.0  # seconds
 _VERBS = ("convert", "export-hf", "copy", "verify")
 # Options that say what a watch says itself, and those of one output that a second would replace.
 _ITS_OWN = frozenset({
@@ -33,7 +35,10 @@ _OWN = {
         help="What is done with an iteration: convert, export-hf, copy or verify with options of its own, in quotes. "
              "Not those that watch sets: --iteration, --resume, --overwrite, --dry-run, --json, -q, and reports.",
     ),
-    "every": option(float, "--every", default=60.0, min=0.1, help="Seconds between two looks at the run."),
+    "every": option(
+        float, "--every", default=60.0, min=0.1, max=_LONGEST, read=v.finite,
+        help="Seconds between two looks at the run.",
+    ),
     "once": flag("--once", help="Do what there is to do now, then end; for cron."),
     "retries": option(
         int, "--retries", default=3, min=0,
@@ -41,7 +46,7 @@ _OWN = {
              "What is damaged or cannot be converted is not, until its files change.",
     ),
     "settle": option(
-        float, "--settle", default=120.0, min=0,
+        float, "--settle", default=120.0, min=0, max=_LONGEST, read=v.finite,
         help="In a run without a tracker: seconds for which nothing in an iteration must have changed.",
     ),
     "state": option(

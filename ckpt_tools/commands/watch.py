@@ -68,7 +68,10 @@ def watch(
             while True:
                 try:
                     code = watcher.one_pass(hand)
-                except StorageError as error:
+                except (
+                    StorageError,
+                    UnsupportedCheckpointError,
+                ) as error:  # a file system that is away for a while
                     if options.once:
                         raise
                     note(f"{error} The next try is in {options.every:g} s.")
@@ -138,10 +141,13 @@ class Watcher:
         """Do what there is to do now; the worst exit code of all that was ever done or given up."""
         names = {n: name for name, n in iteration_names(self.run).items() if n is not None}
         self._forget(names)
+        known = len(self._memory.done)
         for number in sorted(names):
             hand.check()
             if not self._is_done(number, names[number]):
                 self._attend(number, names[number], hand)
+        if len(self._memory.done) != known:  # what others have made
+            self._folder.write(self._memory)
         codes = [done.exit_code for n, done in self._memory.done.items() if n in names]
         return max([*codes, *(failure.exit_code for failure in self._memory.failed.values())], default=0)
 

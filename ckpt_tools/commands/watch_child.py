@@ -29,6 +29,12 @@ _START = (
     "from ckpt_tools.cli.app import main; main()"
 )
 _PACKAGE = Path(__file__).parent.parent.parent
+_OF_LAUNCHERS = (
+    "RANK",
+    "WORLD_SIZE",
+    "SLURM_PROCID",
+    "SLURM_NTASKS",
+)  # a command is alone, wherever its watcher runs
 _KEPT_LINES = 40
 _KILLED = 128  # a shell's code of a process that a signal ended, less the signal
 
@@ -108,6 +114,7 @@ class Hand:
                 text=True,
                 errors="replace",
                 pass_fds=self.kept,
+                env={name: value for name, value in os.environ.items() if name not in _OF_LAUNCHERS},
                 start_new_session=True,  # Ctrl-C is told once, by us
             )
             if self._seen is not None:  # it arrived while the process was made

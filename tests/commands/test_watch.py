@@ -287,6 +287,9 @@ def test_what_another_command_has_made_counts(tmp_path: Path) -> None:
     before = tree(watched.out)
     assert watched.look() == (0, [])
     assert tree(watched.out) == before
+    shutil.rmtree(watched.out / "iter_0000002")
+    watched.begin()
+    assert watched.look() == (0, []), "it was seen to be done"
 
 
 def test_another_command_for_the_same_output_is_refused(tmp_path: Path) -> None:
@@ -350,6 +353,8 @@ WRONG = {
     "average --ema 0.9": "can be convert, export-hf, copy, verify",
     "convert --gpu": "No such option",
     "convert --gpus x": "not a valid int",
+    "--every nan": "not a number of seconds",
+    "--every inf": "not in the range",
     "convert --to torch_dist --dp-shard 4": "no meaning for a conversion to torch_dist",
     "convert --max-memory lots": "is not a size",
     "convert --gpus 3 --tp 2": "tp",
@@ -365,7 +370,8 @@ def test_a_wrong_command_is_told_before_anything_is_waited_for(
     then: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run").mkdir()
-    assert app.run(["watch", str(tmp_path / "run"), str(tmp_path / "out"), "--then", then]) == 2
+    words = [*then.split(), "--then", "convert"] if then.startswith("-") else ["--then", then]
+    assert app.run(["watch", str(tmp_path / "run"), str(tmp_path / "out"), *words]) == 2
     assert WRONG[then] in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -482,6 +488,22 @@ def test_killed_in_the_middle_it_gets_there(
         name.partition("/")[2]: data for name, data in plain.items() if name.startswith("iter_0000002/")
     }
     assert sorted(p.name for p in out.iterdir()) == [FOLDER, "iter_0000002", TRACKER]
+
+
+def test_a_run_that_is_away_is_waited_for(tmp_path: Path) -> None:
+    """As a file system that is mounted again; the watcher was started by `srun` with other tasks."""
+    run, out = tmp_path / "run", tmp_path / "out"
+    write(run, 2)
+    watcher = start(run, out, "--every", "0.1", RANK="1", WORLD_SIZE="4")
+    until((out / TRACKER).exists)
+    run.rename(tmp_path / "away")
+    assert watcher.stderr is not None
+    assert "does not exist" in watcher.stderr.readline()
+    write(tmp_path / "away", 10)
+    (tmp_path / "away").rename(run)
+    until((out / "iter_0000010").exists)
+    watcher.terminate()
+    end(watcher, 143)
 
 
 def test_a_second_watcher_waits_and_takes_over(
