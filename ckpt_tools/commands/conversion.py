@@ -33,6 +33,7 @@ from ckpt_tools.model.target import Target, TargetTensor
 from ckpt_tools.model.transfers import Plan, plan_summary
 from ckpt_tools.model.without_gc import without_gc
 from ckpt_tools.sharding.placement import Placement
+from ckpt_tools.sharding.topology import Topology
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all) as a conversion goes on."""
@@ -108,10 +109,28 @@ class Conversion:
 
         `core` is the placement that the layout gives, where it is known already.
         """
+        if layout.topology is None:
+            self._refuse_impossible_tp()
         archives = self.archives() if self.archives is not None and only in (None, 0) else ()
         if core is None and layout.name != "even":
             core = place_model(self.live_model(), layout)
         return lay_out(self.catalog, self.target, core, archives, layout, only)
+
+    def _refuse_impossible_tp(self) -> None:
+        """`--tp` without the job's other sizes is what the output says that it is for: such a job must be able to be.
+
+        Raises:
+            UsageError: it does not divide some tensors.
+        """
+        tp = self.job.record.tp if self.job is not None else None
+        if (
+            self.to == "fsdp_dtensor"
+            and self.model is not None
+            and tp
+            and tp.source == "--tp"
+            and tp.ranks > 1
+        ):
+            place_model(self.live_model(), Layout("mfsdp-v1", Topology(tp=tp.ranks, etp=1)))
 
 
 AnyOptions = TypeVar("AnyOptions", bound=RunOptions)

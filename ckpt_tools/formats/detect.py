@@ -95,6 +95,22 @@ def iteration_numbers(root: str) -> list[int]:
         files.close()
 
 
+def tracked_iteration(root: str) -> str | None:
+    """The folder that a run's tracker names, there or not, as Megatron writes last of all; None: it has no tracker.
+
+    Raises:
+        CorruptCheckpointError: the tracker is damaged, or half written.
+        UsageError: several folders are meant.
+    """
+    files = open_files(root)
+    try:
+        names = files.list()
+        has_one = TRACKER in names or BRIDGE_TRACKER in names
+        return _chosen_iteration(files, names, None) if has_one else None
+    finally:
+        files.close()
+
+
 def iteration_folders(names: Iterable[str]) -> list[tuple[str, int]]:
     """The names that are those of iteration folders, with their numbers: Megatron's, or verl's."""
     found = (match for name in names for match in (_ITERATION.fullmatch(name), STEP.fullmatch(name)))

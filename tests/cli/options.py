@@ -50,7 +50,7 @@ OPTIONS = {
         "--follow-links --quiet -q"
     ),
     "stats": (
-        "--keys --role --by --svg --html --iteration --workers --threads --json --quiet -q --trust-pickle "
+        "--keys --layer --role --by --svg --html --iteration --workers --threads --json --quiet -q --trust-pickle "
         "--enable-msc --follow-links"
     ),
     "plan": (
@@ -102,6 +102,9 @@ OPTIONS = {
     "copy": (
         "--iteration --read-back --check-source --overwrite --resume --workers --threads --max-memory --fsync "
         "--direct --json --quiet -q --trust-pickle --enable-msc --follow-links"
+    ),
+    "watch": (
+        "--then --every --once --retries --settle --state --json --quiet -q"
     ),
     "average": (
         "--weights --ema --iteration --check-source --overwrite --resume --workers --threads --max-memory "

@@ -23,7 +23,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def convert(*words: object) -> int:
-    return run(["convert", *map(str, words), "--quiet"])
+    return run(["convert", *map(str, words)])
 
 
 def planned(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
@@ -63,8 +63,8 @@ def test_plan_and_convert_read_the_sizes_alike(words, topology, tmp_path, capsys
         ("--gpus 8 --dp-shard 3", "world size 8 is not"),
         ("--gpus 8 --dp-shard 2 --dp-outer 2 --tp 4", "= 16"),
         ("--gpus 8 --world-size 4", "--gpus 8 contradicts --world-size 4"),
-        ("--gpus 0", "world size 0"),
-        ("--gpus -2 --tp 2", "world size -2"),
+        ("--gpus 0", "world size 0: a job has at least one rank"),
+        ("--gpus -2 --tp 2", "world size -2: a job has at least one rank"),
         ("--gpus 4 --tp 0", "tp"),
         ("--gpus 4 --tp 2 --etp 0", "--etp 0: at least one"),
         ("--gpus 4 --pp 2", "Megatron-FSDP does not run with pipeline parallelism"),
@@ -79,6 +79,7 @@ def test_plan_and_convert_read_the_sizes_alike(words, topology, tmp_path, capsys
         ("--layout mfsdp-v1", "give --gpus or --dp-shard"),
         ("--layout mfsdp-v2 --gpus 4 --tp 2", "mfsdp-v2 has no tp axis"),
         ("--tp 0", "--tp 0"),
+        ("--tp 3", "tp 3 does not divide dimension 0 of shape (224, 32)"),
         ("--world-size 0", "--world-size 0"),
     ],
 )

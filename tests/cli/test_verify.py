@@ -198,7 +198,7 @@ def test_preflight(capsys):
 
 def test_editing(tmp_path, capsys):
     root = str(fixture_dir(LLAMA))
-    assert run(["modify-state-dict", root, str(tmp_path / "a"), "--op", "remove _extra_state", "-q"]) == 0
+    assert run(["modify-state-dict", root, str(tmp_path / "a"), "--op", "remove _extra_state"]) == 0
     assert "removed decoder.layers.mlp.linear_fc1._extra_state/shard_0_2" in capsys.readouterr().out
     assert run(["modify-state-dict", root, str(tmp_path / "a"), "--op", "remove _extra_state", "-q"]) == 2
     assert run(["modify-state-dict", root, str(tmp_path / "b"), "-q"]) == 2

@@ -489,3 +489,17 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert run(["stats", run_, "--svg", "-", "-q"]) == 0
     parse_svg(capsys.readouterr().out)
     assert run(["stats", run_, "--html", str(tmp_path / "no" / "a.html")]) == 2
+
+
+def test_one_layer(capsys: pytest.CaptureFixture[str]) -> None:
+    every = checkpoint_statistics(str(DATA / RUN)).tensors
+    found = checkpoint_statistics(str(DATA / RUN), StatsOptions(layers=(1,))).tensors
+    of_it = [t for t in every if t.named.part.layer == 1]
+    assert [(t.named, t.found.summary()) for t in found] == [(t.named, t.found.summary()) for t in of_it]
+    assert 0 < len(found) < len(every)
+    assert run(["stats", str(DATA / RUN), "--layer", "1", "--role", "weight"]) == 0
+    out = capsys.readouterr().out
+    assert "decoder.layers.1.mlp.linear_fc2.weight" in out
+    assert "layers.0" not in out
+    with pytest.raises(UsageError, match=r"--layer 7: the checkpoint has 0, 1"):
+        checkpoint_statistics(str(DATA / RUN), StatsOptions(layers=(7,)))
