@@ -18,6 +18,7 @@ from ckpt_tools.formats import crc
 from ckpt_tools.formats.container import record_stretches
 from ckpt_tools.formats.files import Files
 from ckpt_tools.model.catalog import Catalog, Item
+from ckpt_tools.model.without_gc import without_gc
 
 _BUFFER_BYTES = 4 << 20
 
@@ -44,6 +45,7 @@ class _Part(NamedTuple):
 _Records = dict[Item, tuple[Stored, Pieces]]
 
 
+@without_gc()
 def prove_rest(
     proof: SourceProof,
     files: Files,
