@@ -33,7 +33,7 @@ from ckpt_tools.model.target import TargetTensor
 from ckpt_tools.plan.byte_runs import row_major_tiles
 
 _TILE_ELEMS = 1 << 18  # compared at a time: what a comparison holds of them stays in the cache
-_PART_ELEMS = 1 << 24  # compared by one thread in a row
+_PART_ELEMS = 1 << 22  # compared by one thread in a row
 _SAMPLE_ELEMS = 4096  # per sampled place
 _SAMPLE_PLACES = 4
 _REMAINDERS = ": all are whole numbers of 16 bits"
@@ -155,7 +155,7 @@ def compare_all_masters(
         sum(map(_bytes_of, targets)), WriteOptions(threads=threads, workers=workers), Ranks()
     ) as (ranks, _):
         mine = share_of(targets, "all", ranks)
-        shares = ranks.together(
+        shares = ranks.gather(
             lambda: compare_masters(files, catalog, mine, "all", ranks.check, threads, fp8_recipe)
         )
     return sum_up(report for report, _ in shares), [line for _, lines in shares for line in lines]

@@ -122,7 +122,7 @@ def _told(proof: SourceProof) -> dict[str, Any]:
     """What a rank tells the others, as JSON, file by file."""
     unfinished: dict[str, list[Any]] = {}
     for stored, pieces in proof.unfinished():
-        row = [stored.item[1:], *stored[1:], pieces]
+        row = [stored.item[1:], *stored[1:], [tuple(piece) for piece in pieces]]
         unfinished.setdefault(stored.item.file, []).append(row)
     done: dict[str, list[Any]] = {}
     for item, nbytes in proof.finished().items():

@@ -52,7 +52,7 @@ def spread(
 
         shares = even_shares(sizes, ranks.world)
         mine = [jobs[number] for number in shares[ranks.rank]]
-        found = ranks.together(lambda: _by_threads(lambda job: work(job, told), mine, threads))
+        found = ranks.gather(lambda: _by_threads(lambda job: work(job, told), mine, threads))
     results = dict(zip(chain(*shares), chain(*found), strict=True))
     return [results[number] for number in range(len(jobs))]
 

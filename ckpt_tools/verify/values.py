@@ -52,7 +52,7 @@ class Census:
         if base in _IEEE:
             exponent, mantissa = _IEEE[base]
             flat = bits.reshape(-1).view(f"u{_width(base)}")
-            if not _all_finite(flat, exponent):
+            if not _are_finite(flat, exponent):
                 suspects = flat[flat & flat.dtype.type(exponent) == exponent]
                 nans = int(np.count_nonzero(suspects & suspects.dtype.type(mantissa)))
                 self.nans += nans
@@ -78,13 +78,16 @@ class Census:
         self.infinities += _count(np.isinf(values), values, times)
 
 
-def _all_finite(flat: Array, exponent: int) -> bool:
-    """Whether no exponent is all ones, from the largest bits of either sign: two reads, and nothing is made."""
-    if not flat.size:
+def _are_finite(bits: Array, exponent: int) -> bool:
+    """Whether no IEEE number given as unsigned bits has an exponent of all ones, which are these bits of it.
+
+    The largest bits of either sign tell: two reads, and no array is made.
+    """
+    if not bits.size:
         return True
-    sign = 1 << 8 * flat.itemsize - 1
-    positive, any_sign = int(flat.view(f"i{flat.itemsize}").max()), int(flat.max())
-    return positive < exponent and any_sign < sign | exponent
+    sign = 1 << 8 * bits.itemsize - 1
+    positive, largest = int(bits.view(f"i{bits.itemsize}").max()), int(bits.max())
+    return positive < exponent and largest < sign | exponent
 
 
 def _count(chosen: Array | None, values: Array, times: Array | None) -> int:
