@@ -17,7 +17,7 @@ from ckpt_tools.commands.outputs import choose_output
 from ckpt_tools.commands.placements import Layout, LiveModel, lay_out, place_model
 from ckpt_tools.commands.target_job import TargetJob
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, VerificationError
-from ckpt_tools.execute.check_masters import MastersReport, check_masters, sum_up
+from ckpt_tools.execute.check_masters import MastersReport, check_masters, share_of, sum_up
 from ckpt_tools.execute.prove import prove_payloads
 from ckpt_tools.execute.ranks import Ranks, connect
 from ckpt_tools.execute.read_box import read_box
@@ -254,7 +254,7 @@ def _prove_masters(opened: Opened, conversion: Conversion, options: WriteOptions
     mode, catalog = conversion.check_masters, conversion.catalog
     if mode == "none" or not conversion.must_round:
         return Masters(conversion.masters)
-    mine = conversion.must_round[ranks.rank :: ranks.world]
+    mine = share_of(conversion.must_round, mode, ranks)
 
     def check() -> tuple[int, ...]:
         try:

@@ -83,7 +83,7 @@ def diff_checkpoints(
         elif by == KEYS:
             sides, notes = (_by_keys(first), _by_keys(second)), list[str]()
         else:
-            sides, notes = _by_parameters(first, second, request.target)
+            sides, notes = _by_parameters(first, second, request.target, options.workers)
         notes += _idle_globs(sides, options, of_export)
         meter = Meter(progress)
         meter.total = sum(entry.nbytes for side in sides for entry in side.catalog.tensors.values())
@@ -214,7 +214,9 @@ def _by_keys(opened: Opened) -> Side:
     return Side(opened.files, opened.catalog, tensors, objects, opened.trust_pickle)
 
 
-def _by_parameters(a: Opened, b: Opened, target: TargetOptions) -> tuple[tuple[Side, Side], list[str]]:
+def _by_parameters(
+    a: Opened, b: Opened, target: TargetOptions, workers: int | None
+) -> tuple[tuple[Side, Side], list[str]]:
     """Both under the names of `fsdp_dtensor`; a `torch_dist` checkpoint is seen as its conversion."""
     if a.location.kind == b.location.kind == "fsdp_dtensor":
         first, second = _by_keys(a), _by_keys(b)
@@ -223,17 +225,17 @@ def _by_parameters(a: Opened, b: Opened, target: TargetOptions) -> tuple[tuple[S
         return (first, second), []
     if a.location.kind == "fsdp_dtensor":
         stored = _by_keys(a)
-        converted, notes = _as_converted(b, target, stored)
+        converted, notes = _as_converted(b, target, stored, workers)
         return (stored, converted), notes
     if b.location.kind == "fsdp_dtensor":
         stored = _by_keys(b)
-        converted, notes = _as_converted(a, target, stored)
+        converted, notes = _as_converted(a, target, stored, workers)
         return (converted, stored), notes
     if target.tp is None:  # packed projections are compared in the order that a state dict has them in
         told = [_recorded_tp(side) for side in (a, b) if side.location.kind == "dcp"]
         target = replace(target, tp=next((tp for tp in told if tp is not None), None))
-    first, notes = _as_converted(a, target, None)
-    second, more = _as_converted(b, target, None)
+    first, notes = _as_converted(a, target, None, workers)
+    second, more = _as_converted(b, target, None, workers)
     return (first, second), [*notes, *more]
 
 
@@ -255,9 +257,11 @@ def _as_version_2(side: Side) -> Side:
     )
 
 
-def _as_converted(opened: Opened, target: TargetOptions, other: Side | None) -> tuple[Side, list[str]]:
+def _as_converted(
+    opened: Opened, target: TargetOptions, other: Side | None, workers: int | None
+) -> tuple[Side, list[str]]:
     """The conversion of a `torch_dist` checkpoint or plain state dict, under the names that fit `other` best."""
-    model = read_model(opened, Wanted(unknown_keys=True))
+    model = read_model(opened, Wanted(unknown_keys=True, workers=workers))
     if other is None:
         options = replace(target, keep_states=not target.weights_only)
     else:

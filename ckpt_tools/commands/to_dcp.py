@@ -63,7 +63,7 @@ def prepare_dcp(opened: Opened, options: ConvertOptions, layout: Layout) -> Conv
         return prepare_hf(opened, options, layout)
     _refuse_halves(options.target)
     optimizer: Extent = "masters" if options.target.weights_only else "whole"
-    model = read_model(opened, Wanted(optimizer, options.ignore_keys))
+    model = read_model(opened, Wanted(optimizer, options.ignore_keys, workers=options.write.workers))
     return prepare_model(model, opened.files, options.target, layout, "dcp")
 
 

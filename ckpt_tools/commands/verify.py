@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tools.commands.opened import Opened
-from ckpt_tools.commands.read_model import Wanted, read_model
+from ckpt_tools.commands.read_model import Wanted, read_model, shared_by
 from ckpt_tools.errors import (
     CkptError,
     CorruptCheckpointError,
@@ -291,7 +291,13 @@ def _content(
 
 
 def _stored_model(files: Files, catalog: Catalog, options: VerifyOptions) -> Model:
-    return read_torch_dist(files, catalog, trust_pickle=options.trust_pickle, unknown_keys=True).model
+    return read_torch_dist(
+        files,
+        catalog,
+        trust_pickle=options.trust_pickle,
+        unknown_keys=True,
+        share=shared_by(options.workers),
+    ).model
 
 
 def _plain_model(location: Location, files: Files, catalog: Catalog, options: VerifyOptions) -> Model:

@@ -53,6 +53,10 @@ class Ranks:
         """
         return [step()]
 
+    def gather(self, step: Callable[[], T]) -> list[T]:
+        """As `together`, for results that only rank 0 needs; other ranks may get none."""
+        return self.together(step)
+
     def check(self) -> None:
         """Go on, or stop because of `watch` or another rank.
 

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -178,8 +179,15 @@ class WorkerRanks(Ranks):
 
     def together(self, step: Callable[[], T]) -> list[T]:
         """As `Ranks.together`."""
+        return self._agree(step, all_need_it=True)
+
+    def gather(self, step: Callable[[], T]) -> list[T]:
+        """As `Ranks.gather`."""
+        return self._agree(step, all_need_it=False)
+
+    def _agree(self, step: Callable[[], T], all_need_it: bool) -> list[T]:
         own = self._outcome_of(step)
-        outcomes = self._tell(own) if self.rank else self._gather(own)
+        outcomes = self._tell(own) if self.rank else self._collect(own, all_need_it)
         failed = [outcome["error"] for outcome in outcomes if outcome.get("error")]
         if failed:
             raise _error_of(failed)
@@ -220,8 +228,11 @@ class WorkerRanks(Ranks):
         outcomes: list[Any] = told
         return outcomes
 
-    def _gather(self, own: dict[str, Any]) -> list[Any]:
-        """Rank 0's part of the end of a step: wait for all, stop the others when one has failed, tell all."""
+    def _collect(self, own: dict[str, Any], all_need_it: bool) -> list[Any]:
+        """Rank 0's part of the end of a step: wait for all, stop the others when one has failed, tell all.
+
+        Of a step that went well and whose results nobody else needs, only that it did.
+        """
         self._outcomes[0] = own
         has_told = False
         while True:
@@ -237,14 +248,16 @@ class WorkerRanks(Ranks):
             except CkptError as error:
                 self._outcomes[0] = {"error": told_error(error)}
         outcomes = [self._outcomes[rank] for rank in range(self.world)]
-        self._send(outcomes)
+        self._send(outcomes if all_need_it or has_told else [])
         self._outcomes = {}
         return outcomes
 
     def _send(self, message: object) -> None:
+        """The same to every worker, so it is pickled once."""
+        data = ForkingPickler.dumps(message)
         for line in self._lines:
             with suppress(OSError):  # a worker that is gone has its outcome already
-                line.send(message)
+                line.send_bytes(data)
 
     def _receive(self, seconds: float) -> None:
         """What has come from workers, waiting at most so long for it."""

@@ -11,6 +11,7 @@
 * `manifest`: SHA-256 sums of files and tensors
 * `content`: one pass over every byte
 * `values`: what is not a number; sums and extremes
+* `parts`: long tensors cut for many threads
 * `measure`: sums of every tensor, by threads and processes
 * `meter`: bytes read so far
 * `compare`: are two arrays the same

@@ -45,11 +45,10 @@ def make_manifest(
         name for name in files.list() if PurePosixPath(name).suffix in DATA_SUFFIXES
     }  # of other saves too
     ordered, entries = sorted(names), list(catalog.tensors.values())
-    nbytes = sum(item.length for _, item in all_items(catalog))
     rows = spread(
         lambda name, told: file_row(files, name, told),
         ordered,
-        nbytes=nbytes,
+        sizes=[_size(files, name) for name in ordered],
         threads=threads,
         workers=workers,
         tick=tick,
@@ -58,7 +57,7 @@ def make_manifest(
     tensors = spread(
         lambda entry, told: _tensor(files, catalog, entry, told),
         entries,
-        nbytes=nbytes,
+        sizes=[entry.nbytes for entry in entries],
         threads=threads,
         workers=workers,
         tick=tick,
@@ -116,6 +115,14 @@ def tensor_digest(reader: BoxReader, entry: TensorEntry, tick: Tick = lambda _: 
         digest.update(array.reshape(-1).view("u1").data)
         tick(array.nbytes)
     return digest.hexdigest()
+
+
+def _size(files: Files, name: str) -> int:
+    """Bytes of a file; 0 for one that cannot be read, of which its row tells."""
+    try:
+        return files.size(name)
+    except CkptError:
+        return 0
 
 
 def _tensor(files: Files, catalog: Catalog, entry: TensorEntry, tick: Tick) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
 from ckpt_tools.errors import UsageError
 from ckpt_tools.model.dtypes import ITEMSIZE
-from ckpt_tools.verify import measure
+from ckpt_tools.verify import parts
 from ckpt_tools.verify.values import Change, Statistics
 from tests.altered import scaled
 from tests.commands import oracle
@@ -148,8 +148,8 @@ def test_any_optimizer_layout_is_measured_as_its_conversion(name: str, tmp_path:
 
 
 def test_the_result_does_not_depend_on_threads_and_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "TILE_ELEMS", 64)
-    monkeypatch.setattr(measure, "_PART_ELEMS", 256)
+    monkeypatch.setattr(parts, "_TILE_ELEMS", 64)
+    monkeypatch.setattr(parts, "_PART_ELEMS", 256)
     one, four = (checkpoint_statistics(str(DATA / RUN), StatsOptions(threads=n)).as_json() for n in (1, 4))
     assert one == four
 
