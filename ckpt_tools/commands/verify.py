@@ -21,7 +21,6 @@ from ckpt_tools.errors import (
 from ckpt_tools.execute.access import write_report
 from ckpt_tools.formats.dcp import read_catalog
 from ckpt_tools.formats.detect import TRACKER, Location, locate
-from ckpt_tools.formats.documents import DocumentError, read_named_file
 from ckpt_tools.formats.files import AnyPath, Files, LocalFiles, open_files, path_text
 from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.megatron.common_state import CommonState, read_common_state
@@ -47,8 +46,6 @@ from ckpt_tools.verify.structure import (
     check_shards,
     check_tiling,
 )
-
-MAX_MANIFEST_BYTES = 256 << 20  # a million tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,14 +366,9 @@ def _read_manifest(options: VerifyOptions) -> object:
         raise UsageError(f"{new} exists; delete it or choose another name. --manifest {new} compares with it")
     if path is None:
         return None
-    try:
-        return json.loads(read_named_file(path, MAX_MANIFEST_BYTES))
-    except FileNotFoundError:
-        raise UsageError(f"there is no manifest {path}; --write-manifest {path} makes one") from None
-    except (ValueError, RecursionError, DocumentError) as error:
-        raise UsageError(f"{path} is not a manifest ({error})") from None
-    except OSError as error:
-        raise StorageError(f"{path}: {error.strerror or error}") from error
+    from ckpt_tools.verify.manifest import read_manifest
+
+    return read_manifest(path)
 
 
 def _manifest(

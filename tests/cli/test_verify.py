@@ -13,7 +13,7 @@ import ckpt_tools
 from ckpt_tools.cli import findings
 from ckpt_tools.cli.app import run
 from ckpt_tools.cli.verify import two_values
-from ckpt_tools.commands import verify
+from ckpt_tools.verify import manifest
 from ckpt_tools.verify.report import Check, Finding, Report
 from tests.conftest import REPO, fixture_dir
 from tests.damage import ITERATION, copy_of, flip_bit, payload_of
@@ -238,6 +238,6 @@ def test_a_manifest_is_as_private_as_the_checkpoint(tmp_path):
 
 
 def test_a_manifest_without_end_is_not_read_into_memory(monkeypatch, capsys):
-    monkeypatch.setattr(verify, "MAX_MANIFEST_BYTES", 1 << 20)
+    monkeypatch.setattr(manifest, "MAX_MANIFEST_BYTES", 1 << 20)
     assert run(["verify", str(fixture_dir(LLAMA)), "-q", "--manifest", "/dev/zero"]) == 2
     assert "/dev/zero is not a manifest (it has more than 1,048,576 bytes)" in capsys.readouterr().err
