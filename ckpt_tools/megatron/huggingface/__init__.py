@@ -4,9 +4,12 @@
 * `rules`: what a rule and a family are; a family's rules written out for the layers and experts of a model
 * `rule_tables`: the rules of the families that are known
 * `families`: those families
+* `families_moe`: more of them, with experts
+* `moe_values`: values of config.json that only those say so
 * `rulefile`: a family that a user adds
 * `identify`: which family a model is of
 * `model_args`: a model's architecture in one spelling
+* `sparse_attention`: an indexer of keys in Megatron's args
 * `written_args`: and back, as args of a new checkpoint
 * `numbers`: sizes from settings, looked at before anything is built of them
 * `rope_args`: rotary embeddings

@@ -15,6 +15,7 @@ from ckpt_tools.megatron.huggingface.rope_args import (
     TRAINED_LLAMA3_FACTOR,
 )
 from ckpt_tools.megatron.huggingface.rules import Family, Pair
+from ckpt_tools.megatron.huggingface.sparse_attention import sparse_attention_problems
 from ckpt_tools.model.views import Shape
 
 PART = (
@@ -77,7 +78,7 @@ def not_of_family(family: Family, model: ModelArgs, reference: Mapping[str, Any]
         problems.append(
             "rotary_interleaved together with q/k norms, MLA or rotary_percent has no known Hugging Face order"
         )
-    return problems
+    return problems + sparse_attention_problems(model)
 
 
 def spellings(

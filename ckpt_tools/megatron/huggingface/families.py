@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ckpt_tools.megatron.huggingface import config_fields as fields
+from ckpt_tools.megatron.huggingface import families_moe
 from ckpt_tools.megatron.huggingface import rule_tables as rules
 from ckpt_tools.megatron.huggingface.rules import Family
 
@@ -43,11 +44,6 @@ GEMMA = ROPE | NO_BIAS | DENSE | {
 GELU_TANH = "gelu_pytorch_tanh"
 GEMMA_FIXED = {"hidden_activation": GELU_TANH, "attention_bias": False}
 
-MTP_COPIES = (
-    ("embedding.word_embeddings.weight", "model.layers.{n}.embed_tokens.weight"),
-    ("output_layer.weight", "model.layers.{n}.shared_head.head.weight"),
-)
-
 KNOWN = (
     Family("llama", "LlamaForCausalLM", rules.LLAMA, fields.LLAMA, fixed=SILU,
            needs=GQA | DENSE | FULL | NO_QK_NORM, ignored=INV_FREQ),
@@ -83,10 +79,10 @@ KNOWN = (
     Family("deepseek_v3", "DeepseekV3ForCausalLM", rules.DEEPSEEK_V3, fields.DEEPSEEK_V3,
            fixed=SILU | {"attention_bias": False, "scoring_func": "sigmoid",
                          "topk_method": "noaux_tc", "moe_layer_freq": 1},
-           needs=DEEPSEEK | SIGMOID_MOE, copies=MTP_COPIES, also_types=("kimi_k2",)),
+           needs=DEEPSEEK | SIGMOID_MOE, copies=rules.MTP_COPIES, also_types=("kimi_k2",)),
     Family("glm4_moe", "Glm4MoeForCausalLM", rules.GLM4_MOE, fields.GLM4_MOE, fixed=SILU,
            needs=PARTIAL_GQA | FULL | SIGMOID_MOE | {"add_bias_linear": False, "moe_shared_expert_gate": False},
-           copies=MTP_COPIES),
+           copies=rules.MTP_COPIES),
     Family("gpt_oss", "GptOssForCausalLM", rules.GPT_OSS, fields.GPT_OSS,
            fixed=SILU | {"attention_bias": True},
            needs=ROPE | SOFTMAX_MOE | NO_QK_NORM | NO_SHARED | {
@@ -105,5 +101,6 @@ KNOWN = (
                "position_embedding_type": "learned_absolute", "add_bias_linear": True,
                "multi_latent_attention": False},
            ignored=(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",)),
+    *families_moe.KNOWN,
 )  # fmt: skip
 FAMILIES = {family.name: family for family in KNOWN}

@@ -24,8 +24,6 @@ WITHOUT_MODULES = {  # of megatron-core 0.16.1, by model_type
     "olmo2": NORMS_BEHIND,
     "olmo3": NORMS_BEHIND,
     "flex_olmo": NORMS_BEHIND,
-    "olmoe": NORM_OVER_HEADS,
-    "minimax_m2": NORM_OVER_HEADS,
     "granite": SCALED,
     "granitemoe": SCALED,
     "ernie4_5_moe": "experts are chosen by a softmax with a bias, and Megatron has a bias with sigmoid only",
@@ -103,8 +101,11 @@ def _by_kinds(kinds: set[str], model: ModelArgs | None) -> str:
     gemma = model is not None and model.activation == "geglu"
     wide = model is not None and model.num_attention_heads * model.kv_channels != model.hidden_size
     mistral = model is not None and model.sliding_window is not None
+    interleaved = model is not None and bool(model.dsa_indexer_rope_interleaved)
     known = (
+        (has(".core_attention.indexer."), "glm_moe_dsa" if interleaved else "deepseek_v32"),
         (has(".linear_kv_down_proj."), "deepseek_v3" if has(".router.expert_bias") else "deepseek_v2"),
+        (has(".router.expert_bias") and qk_norm and not has(".shared_experts."), "minimax_m2"),
         (has(".router.expert_bias"), "glm4_moe"),
         (has(".softmax_offset"), "gpt_oss"),
         (has(".linear_proj.post_layernorm."), "gemma3" if qk_norm else "gemma2"),

@@ -234,7 +234,7 @@ def config_fields_of(family: str) -> Ledger:
     own = data["families"].get(family, {})
     return _ledger({
         "changes": data["changes"] | own.get("changes", {}),
-        "shape": data["shape"],
+        "shape": data["shape"] | own.get("shape", {}),
         "irrelevant": data["irrelevant"] | own.get("irrelevant", {}),
     })  # fmt: skip
 

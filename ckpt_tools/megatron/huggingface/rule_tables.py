@@ -131,6 +131,11 @@ MTP_ENDS = (
     norm(MTP + "final_layernorm.weight", "model.layers.{n}.shared_head.norm"),
 )
 
+MTP_COPIES = (
+    ("embedding.word_embeddings.weight", "model.layers.{n}.embed_tokens.weight"),
+    ("output_layer.weight", "model.layers.{n}.shared_head.head.weight"),
+)
+
 
 def core_in_mtp(core: str) -> str:
     """A decoder layer's parameter as the layer inside a multi-token prediction module names it."""

@@ -1,0 +1,118 @@
+"""Values of config.json that families of `families_moe` say in ways of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ckpt_tools.errors import MappingError
+from ckpt_tools.megatron.huggingface.field_values import Config
+from ckpt_tools.megatron.huggingface.model_args import ModelArgs
+from ckpt_tools.megatron.huggingface.sparse_attention import indexer_layers, sharing
+
+KINDS = {"dense": 0, "sparse": 1}
+INDEXERS = {"shared": 0, "full": 1}
+LETTERS = {"S": "shared", "F": "full"}
+SPARSE_LAYERS = ("indexed_attention", "deepseek_sparse_attention")  # transformers 5.24, and configs from before it
+
+
+def of_layers(words: object, meaning: dict[str, int], config: Config) -> tuple[int, ...]:
+    """A word for each layer, as numbers."""
+    layers = int(config["num_hidden_layers"])
+    if not isinstance(words, list | tuple) or len(words) != layers or not set(words) <= meaning.keys():
+        raise MappingError(f"expected {' or '.join(meaning)} for each of {layers} layers, found {str(words)[:60]}")
+    return tuple(meaning[word] for word in words)
+
+
+def leading_dense(config: Config) -> list[str]:
+    """The kinds of layers where only the number of dense ones is told: the class has the rest sparse."""
+    layers, dense = int(config["num_hidden_layers"]), config.get("first_k_dense_replace")
+    dense = usual_dense(config) if dense is None else dense
+    return ["dense" if layer < dense else "sparse" for layer in range(layers)]
+
+
+def usual_dense(config: Config) -> int:
+    return 1 if config.get("model_type") == "glm4_moe_lite" else 3
+
+
+def dense_by_types(config: Config) -> int:
+    """The number of leading dense layers where only the kinds are told."""
+    kinds = config.get("mlp_layer_types")
+    if kinds is None:
+        return usual_dense(config)
+    found = of_layers(kinds, KINDS, config)
+    return found.index(1) if 1 in found else len(found)
+
+
+def write_mlp_types(moe: Sequence[int], model: ModelArgs) -> list[str]:
+    return ["sparse" if one else "dense" for one in moe]
+
+
+def read_mlp_types(kinds: Any, config: Config) -> tuple[int, ...]:
+    return of_layers(leading_dense(config) if kinds is None else kinds, KINDS, config)
+
+
+def write_nothing(value: Any, model: ModelArgs) -> None:
+    """The class knows what stands here, and versions of it have other words for it."""
+    return None
+
+
+def read_sparse_layers(kinds: Any, config: Config) -> int:
+    if kinds is not None:
+        of_layers(kinds, dict.fromkeys(SPARSE_LAYERS, 1), config)
+    return int(config.get("index_n_heads") or (32 if config.get("model_type") == "glm_moe_dsa" else 64))
+
+
+def read_indexers(_: Any, config: Config) -> tuple[int, ...]:
+    """The layers with an indexer: the class goes by the list first, then by a pattern, then by the two numbers."""
+    kinds, pattern = config.get("indexer_types"), config.get("index_topk_pattern")
+    if kinds is None and pattern is not None:
+        kinds = [LETTERS.get(one, one) for one in pattern]
+    if kinds is None:
+        freq, offset = config.get("index_topk_freq"), config.get("index_skip_topk_offset")
+        freq, offset = int(freq or 1), 2 if offset is None else int(offset)
+        if freq > 1 > offset:
+            raise MappingError("the first layer has no choice before it to take over (index_skip_topk_offset)")
+        return indexer_layers(int(config["num_hidden_layers"]), freq, offset)
+    found = of_layers(kinds, INDEXERS, config)
+    if not found[0]:
+        raise MappingError("the first layer has no choice before it to take over")
+    return () if all(found) else found
+
+
+def write_indexers(pattern: Sequence[int], model: ModelArgs) -> list[str]:
+    return ["full" if one else "shared" for one in pattern or (1,) * model.num_layers]
+
+
+def write_index_freq(pattern: Sequence[int], model: ModelArgs) -> int:
+    return sharing(pattern)[0]
+
+
+def write_index_offset(pattern: Sequence[int], model: ModelArgs) -> int:
+    return sharing(pattern)[1]
+
+
+def read_no_window(window: int | None, config: Config) -> None:
+    """The class has a window from layer `max_window_layers` on, unless `layer_types` says which have one."""
+    layers, kinds = int(config["num_hidden_layers"]), config.get("layer_types")
+    windows = "sliding_attention" in kinds if kinds else int(config.get("max_window_layers", 62)) < layers
+    if window is not None and windows:
+        raise MappingError(f"{window} on some layers, which Megatron's model of this class does not have")
+
+
+def write_rotary_dim(part: float, model: ModelArgs) -> int:
+    size = part * model.kv_channels
+    if size != int(size):
+        raise MappingError(f"rotary_percent {part} of {model.kv_channels} is not a whole number")
+    return int(size)
+
+
+def read_rotary_dim(size: int | None, config: Config) -> float:
+    if size is not None:
+        return float(size / (config.get("head_dim") or 128))
+    part = config.get("partial_rotary_factor")
+    return 1.0 if part is None else float(part)
+
+
+def rotary_factor(config: Config) -> float:
+    return read_rotary_dim(config.get("rotary_dim"), config)
