@@ -152,7 +152,12 @@ LATENT = NOT_LATENT | {"multi_latent_attention": True}
 PARTIAL = {"normalization": "RMSNorm", "position_embedding_type": "rope"}
 ROPE = PARTIAL | {"rotary_percent": 1.0}
 SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
-ROUTED_AS_V3 = {"attention_bias": False, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+ROUTED_AS_V3 = {
+    "attention_bias": False,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "moe_layer_freq": 1,
+}
 ONE_SHARED = {"moe_shared_expert_gate": False}
 NO_GROUPS = {"moe_router_num_groups": None, "moe_router_topk_scaling_factor": None, "mtp_num_layers": 0,
              "moe_shared_expert_intermediate_size": None}  # fmt: skip
@@ -162,7 +167,8 @@ LATENT_MOE = ROPE | LATENT | NO_BIAS | FULL | QK_NORM | SIGMOID | ONE_SHARED
 DSA = {"experimental_attention_variant": "dsa", "dsa_indexer_k_norm_epsilon": 1e-6}
 
 KNOWN = (
-    Family("deepseek_v32", "DeepseekV32ForCausalLM", SPARSE, DEEPSEEK_V32, fixed=SILU | ROUTED_AS_V3 | {"mlp_bias": False},
+    Family("deepseek_v32", "DeepseekV32ForCausalLM", SPARSE, DEEPSEEK_V32,
+           fixed=SILU | ROUTED_AS_V3 | {"mlp_bias": False},
            needs=LATENT_MOE | DSA | {"dsa_indexer_rope_interleaved": False}, copies=rules.MTP_COPIES),
     Family("glm_moe_dsa", "GlmMoeDsaForCausalLM", SPARSE, GLM_MOE_DSA,
            fixed=SILU | ROUTED_AS_V3 | {"mlp_bias": False, "indexer_rope_interleave": True},

@@ -17,6 +17,7 @@ ARCHITECTURES_WITHOUT_RULES = {
     "self_attention.in_proj.": "gated delta net layers (Qwen3-Next)",
     "vision_model.": "a vision tower",
 }
+DENSE = ".mlp.linear_fc1.weight"
 NORM_OVER_HEADS = "queries and keys are normalized over all heads at once"
 NORMS_BEHIND = f"{NORM_OVER_HEADS}, and a layer has norms only behind its attention and its MLP"
 SCALED = "embeddings, residuals, attention and logits have scales of their own"
@@ -105,7 +106,10 @@ def _by_kinds(kinds: set[str], model: ModelArgs | None) -> str:
     known = (
         (has(".core_attention.indexer."), "glm_moe_dsa" if interleaved else "deepseek_v32"),
         (has(".linear_kv_down_proj."), "deepseek_v3" if has(".router.expert_bias") else "deepseek_v2"),
-        (has(".router.expert_bias") and qk_norm and not has(".shared_experts."), "minimax_m2"),
+        (
+            has(".router.expert_bias") and qk_norm and not has(".shared_experts.") and not has(DENSE),
+            "minimax_m2",
+        ),
         (has(".router.expert_bias"), "glm4_moe"),
         (has(".softmax_offset"), "gpt_oss"),
         (has(".linear_proj.post_layernorm."), "gemma3" if qk_norm else "gemma2"),

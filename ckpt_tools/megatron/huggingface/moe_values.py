@@ -13,14 +13,19 @@ from ckpt_tools.megatron.huggingface.sparse_attention import indexer_layers, sha
 KINDS = {"dense": 0, "sparse": 1}
 INDEXERS = {"shared": 0, "full": 1}
 LETTERS = {"S": "shared", "F": "full"}
-SPARSE_LAYERS = ("indexed_attention", "deepseek_sparse_attention")  # transformers 5.24, and configs from before it
+SPARSE_LAYERS = (
+    "indexed_attention",
+    "deepseek_sparse_attention",
+)  # transformers 5.24, and configs from before it
 
 
 def of_layers(words: object, meaning: dict[str, int], config: Config) -> tuple[int, ...]:
     """A word for each layer, as numbers."""
     layers = int(config["num_hidden_layers"])
     if not isinstance(words, list | tuple) or len(words) != layers or not set(words) <= meaning.keys():
-        raise MappingError(f"expected {' or '.join(meaning)} for each of {layers} layers, found {str(words)[:60]}")
+        raise MappingError(
+            f"expected {' or '.join(meaning)} for each of {layers} layers, found {str(words)[:60]}"
+        )
     return tuple(meaning[word] for word in words)
 
 
@@ -72,7 +77,9 @@ def read_indexers(_: Any, config: Config) -> tuple[int, ...]:
         freq, offset = config.get("index_topk_freq"), config.get("index_skip_topk_offset")
         freq, offset = int(freq or 1), 2 if offset is None else int(offset)
         if freq > 1 > offset:
-            raise MappingError("the first layer has no choice before it to take over (index_skip_topk_offset)")
+            raise MappingError(
+                "the first layer has no choice before it to take over (index_skip_topk_offset)"
+            )
         return indexer_layers(int(config["num_hidden_layers"]), freq, offset)
     found = of_layers(kinds, INDEXERS, config)
     if not found[0]:

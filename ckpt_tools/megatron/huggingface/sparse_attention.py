@@ -1,8 +1,8 @@
 """DeepSeek sparse attention (DSA) in Megatron's args: an indexer chooses the keys that a query of MLA sees.
 
-Megatron core 0.19 computes what the Hugging Face classes compute: it rotates the first part of an index head and gives
-the indexer normalized queries (#3026). Cores before it have the same parameters, but rotate the last part and may give
-queries that are not normalized; their args lack `dsa_indexer_rope_interleaved`.
+Megatron core 0.19 computes what the Hugging Face classes compute: it rotates the first part of an index head and
+gives the indexer normalized queries (#3026). Cores before it have the same parameters, but rotate the last part and
+may give queries that are not normalized; their args lack `dsa_indexer_rope_interleaved`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from ckpt_tools.errors import MappingError
 
 VARIANT = "experimental_attention_variant"
 TOO_OLD = (
-    "the args do not say dsa_indexer_rope_interleaved: they are of a Megatron core before 0.19, whose indexer rotates "
-    "another part of each head than every Hugging Face class"
+    "the args do not say dsa_indexer_rope_interleaved: they are of a Megatron core before 0.19, whose indexer "
+    "rotates another part of each head than every Hugging Face class"
 )
 
 
@@ -59,7 +59,8 @@ def sharing(pattern: Sequence[int]) -> tuple[int, int]:
     freq = (behind[0] if behind else len(pattern)) - offset + 1
     if not offset or indexer_layers(len(pattern), freq, offset) != tuple(pattern):
         raise MappingError(
-            f"layers with an indexer are {list(pattern)}; Megatron has the first ones, and every n-th layer after them"
+            f"layers with an indexer are {list(pattern)}; in Megatron the first ones have one, and every n-th layer "
+            "after them"
         )
     return freq, offset
 

@@ -27,9 +27,9 @@ from safetensors.numpy import load_file, save_file  # noqa: E402  # after the sk
 transformers.utils.logging.set_verbosity(logging.ERROR)
 
 
-ONLY_A_CONFIG_TELLS = ("phi3", "smollm3", "ernie4_5",  # which have the parameters of a Llama
-                       "glm4_moe_lite", "dots1", "olmoe")  # and of DeepSeek-V3, GLM-4.5, Qwen3-MoE
-HERE = sorted(n for n in CONFIGS if not (transformers.__version__ < "5" and n.startswith(ONLY_IN_5)))  # fmt: skip
+# Which have the parameters of a Llama, of DeepSeek-V3, of GLM-4.5, of Qwen3-MoE.
+ONLY_A_CONFIG_TELLS = ("phi3", "smollm3", "ernie4_5", "glm4_moe_lite", "dots1", "olmoe")
+HERE = sorted(n for n in CONFIGS if not (transformers.__version__ < "5" and n.startswith(ONLY_IN_5)))
 
 
 @dataclass
