@@ -62,6 +62,42 @@ DOTS1 = (
     *rules.shared_expert("shared_experts"),
     rules.EXPERT_BIAS,
 )
+OWN = rules.H + "attention."  # Ling and Sarvam
+FUSED_LAYER = (
+    rules.SELF_ATTENTION[0],
+    Rule(rules.ATTENTION + "linear_qkv.weight", (OWN + "query_key_value.weight",), "qkv_fused", ("qkv", "hidden")),
+    Rule(rules.ATTENTION + "linear_qkv.bias", (OWN + "query_key_value.bias",), "qkv_fused", ("qkv",), ("qkv_bias",)),
+    rules.linear(rules.ATTENTION + "linear_proj", OWN + "dense", ("hidden", "query")),
+    rules.norm(rules.ATTENTION + "q_layernorm.weight", OWN + "query_layernorm", size="head_dim"),
+    rules.norm(rules.ATTENTION + "k_layernorm.weight", OWN + "key_layernorm", size="head_dim"),
+    *rules.MLP,
+    *rules.moe(),
+    *rules.shared_expert("shared_experts"),
+    replace(rules.EXPERT_BIAS, hf=(rules.H + "mlp.gate.expert_bias",)),
+)  # fmt: skip
+FUSED = (*rules.ends(embed="model.word_embeddings"), *FUSED_LAYER)
+MTP_ENDS = (
+    *rules.MTP_ENDS[:3],
+    rules.norm(rules.MTP + "final_layernorm.weight", "model.layers.{n}.final_layernorm"),
+)
+LING2 = (*FUSED, *MTP_ENDS, *(rules.in_mtp(rule) for rule in FUSED_LAYER))
+EXAONE_MOE = (*DOTS1[:-1], replace(rules.EXPERT_BIAS, hf=(rules.H + "mlp.e_score_correction_bias",)))
+HY3_LAYER = (
+    *rules.SELF_ATTENTION,
+    *rules.QK_NORM,
+    *rules.MLP,
+    *(replace(r, hf=(rules.H + "mlp.router.gate.weight",)) if "router" in r.core else r for r in rules.moe()),
+    *rules.shared_expert("shared_mlp"),
+    replace(rules.EXPERT_BIAS, hf=(rules.H + "mlp.expert_bias",)),
+)
+HY3 = (*rules.ends(), *HY3_LAYER, *MTP_ENDS, *(rules.in_mtp(rule) for rule in HY3_LAYER))
+SOLAR = (
+    *rules.ends(),
+    *rules.SELF_ATTENTION,
+    *rules.moe(),
+    *rules.shared_expert("shared_experts"),
+    rules.EXPERT_BIAS,
+)
 
 MLP_LAYER_TYPES = Field(
     "mlp_layer_types", "moe_layers", moe.leading_dense, moe.write_mlp_types, moe.read_mlp_types
@@ -117,13 +153,14 @@ DOTS1_FIELDS = defaults(
     num_key_value_heads=32,
     norm_topk_prob=False,
 )
+SEVERAL = Field("num_experts_per_tok", "moe_router_topk", write=moe.write_several, read=moe.read_several)
 MINIMAX_M2_FIELDS = defaults(
     (
         *fields.ATTENTION,
         fields.HEAD_DIM,
         Field("intermediate_size", "moe_ffn_hidden_size"),
         Field("num_local_experts", "num_experts", also="num_experts"),
-        fields.TOP_K,
+        SEVERAL,
         Field("rotary_dim", "rotary_percent", None, moe.write_rotary_dim, moe.read_rotary_dim),
         Field("partial_rotary_factor", "rotary_percent", moe.rotary_factor, values.as_float),
     ),
@@ -142,6 +179,97 @@ OLMOE_FIELDS = defaults(
     ),
     num_key_value_heads=None,
     rms_norm_eps=1e-5,
+)
+NUMBERED = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
+
+
+def renamed(known: tuple[Field, ...], names: dict[str, str], **also: str) -> tuple[Field, ...]:
+    """Fields under other names; `also` are second spellings."""
+    return tuple(
+        replace(
+            one, hf=names.get(one.hf, one.hf), also=also.get(one.hf, None if one.hf in names else one.also)
+        )
+        for one in known
+    )
+
+
+HEADS = (*fields.ATTENTION, fields.HEAD_DIM, fields.FFN)
+EXAONE_MOE_FIELDS = defaults(
+    (
+        *HEADS,
+        *renamed(tuple(one for one in ROUTED if one.arg != "mtp_num_layers"), NUMBERED),
+        MLP_LAYER_TYPES,
+        Field("sliding_window", "sliding_window", 4096, moe.write_window, moe.read_window),
+        Field("layer_types", "sliding_layers", None, values.write_layer_types, moe.read_exaone_types),
+        Field("layer_types", "no_rope_layers", None, moe.write_exaone_types, moe.read_exaone_rope),
+    ),
+    num_key_value_heads=32,
+    first_k_dense_replace=moe.dense_by_types,
+    routed_scaling_factor=2.5,
+    rms_norm_eps=1e-5,
+)
+HY3_FIELDS = defaults(
+    (
+        *HEADS,
+        SEVERAL,
+        *renamed(
+            tuple(
+                one for one in ROUTED if one.hf not in ("n_group", "topk_group", "norm_topk_prob", SEVERAL.hf)
+            ),
+            {**NUMBERED, "routed_scaling_factor": "router_scaling_factor"},
+        ),
+        Field("expert_hidden_dim", "moe_ffn_hidden_size", moe.expert_size),
+        MLP_LAYER_TYPES,
+    ),
+    num_key_value_heads=8,
+    head_dim=128,
+    rms_norm_eps=1e-5,
+    rope_theta=11158840.0,
+    first_k_dense_replace=moe.dense_by_types,
+    router_scaling_factor=2.826,
+)
+SOLAR_FIELDS = defaults(
+    (
+        *fields.ATTENTION,
+        fields.HEAD_DIM,
+        Field("intermediate_size", "ffn_hidden_size", moe.expert_size),
+        fields.PARTIAL_ROPE,
+        Field("attention_bias", "add_qkv_bias", False),
+        *(one for one in ROUTED if one.arg not in ("mtp_num_layers", "moe_layers")),
+    ),
+    num_key_value_heads=8,
+    head_dim=128,
+    rms_norm_eps=1e-5,
+    rope_theta=1e6,
+)
+SARVAM_FIELDS = defaults(
+    (
+        *HEADS,
+        fields.PARTIAL_ROPE,
+        Field("attention_bias", "add_qkv_bias", False, also="use_qkv_bias"),
+        *renamed(
+            tuple(one for one in ROUTED if one.arg != "mtp_num_layers"), {},
+            n_routed_experts="num_experts", n_shared_experts="num_shared_experts",
+        ),
+    ),
+    num_key_value_heads=4,
+    head_dim=64,
+    rope_theta=8e6,
+    first_k_dense_replace=1,
+    routed_scaling_factor=2.5,
+)  # fmt: skip
+LING2_FIELDS = defaults(
+    (
+        *HEADS,
+        fields.PARTIAL_ROPE,
+        Field("use_qkv_bias", "add_qkv_bias", False),
+        *renamed(ROUTED, NUMBERED),
+    ),
+    num_key_value_heads=4,
+    rope_theta=600000.0,
+    first_k_dense_replace=1,
+    n_group=8,
+    topk_group=4,
 )
 
 SILU = {"hidden_act": "silu"}
@@ -185,4 +313,21 @@ KNOWN = (
     Family("olmoe", "OlmoeForCausalLM", OLMOE, OLMOE_FIELDS, fixed=SILU | {"attention_bias": False, "clip_qkv": None},
            needs=ROPE | NOT_LATENT | NO_BIAS | FULL | QK_NORM | NO_GROUPS
            | {"moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False}),
+    Family("exaone_moe", "ExaoneMoeForCausalLM", EXAONE_MOE, EXAONE_MOE_FIELDS,
+           fixed=SILU | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+           needs=ROPE | NOT_LATENT | NO_BIAS | QK_NORM | SIGMOID | ONE_SHARED | {"mtp_num_layers": 0}),
+    Family("hy_v3", "HYV3ForCausalLM", HY3, HY3_FIELDS,
+           fixed=SILU | {"attention_bias": False, "mlp_bias": False, "qk_norm": True},
+           needs=ROPE | NOT_LATENT | NO_BIAS | FULL | QK_NORM | SIGMOID | ONE_SHARED
+           | {"moe_router_num_groups": None}),
+    Family("solar_open", "SolarOpenForCausalLM", SOLAR, SOLAR_FIELDS, fixed=SILU,
+           needs=PARTIAL | NOT_LATENT | FULL | SIGMOID | ONE_SHARED
+           | {"add_bias_linear": False, "qk_layernorm": False, "mtp_num_layers": 0}),
+    Family("sarvam_moe", "SarvamMoEForCausalLM", FUSED, SARVAM_FIELDS, fixed=SILU | {"use_qk_norm": True},
+           needs=PARTIAL | NOT_LATENT | FULL | SIGMOID | ONE_SHARED | QK_NORM
+           | {"add_bias_linear": False, "mtp_num_layers": 0}),
+    Family("bailing_moe_v2", "BailingMoeV2ForCausalLM", LING2, LING2_FIELDS, also_types=("bailing_moe",),
+           fixed=SILU | {"architectures": ["BailingMoeV2ForCausalLM"], "use_qk_norm": True, "use_bias": False,
+                         "moe_router_enable_expert_bias": True},
+           needs=PARTIAL | NOT_LATENT | FULL | SIGMOID | ONE_SHARED | QK_NORM | {"add_bias_linear": False}),
 )  # fmt: skip

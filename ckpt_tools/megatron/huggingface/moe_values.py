@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from ckpt_tools.errors import MappingError
-from ckpt_tools.megatron.huggingface.field_values import Config
+from ckpt_tools.megatron.huggingface.field_values import Config, write_layer_types
+from ckpt_tools.megatron.huggingface.layer_patterns import no_rope_layers
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs
 from ckpt_tools.megatron.huggingface.sparse_attention import indexer_layers, sharing
 
 KINDS = {"dense": 0, "sparse": 1}
+WINDOWS = {"full_attention": 0, "sliding_attention": 1}
 INDEXERS = {"shared": 0, "full": 1}
 LETTERS = {"S": "shared", "F": "full"}
 SPARSE_LAYERS = (
@@ -37,7 +39,7 @@ def leading_dense(config: Config) -> list[str]:
 
 
 def usual_dense(config: Config) -> int:
-    return 1 if config.get("model_type") == "glm4_moe_lite" else 3
+    return 3 if config.get("model_type") in ("deepseek_v32", "glm_moe_dsa") else 1
 
 
 def dense_by_types(config: Config) -> int:
@@ -54,7 +56,11 @@ def write_mlp_types(moe: Sequence[int], model: ModelArgs) -> list[str]:
 
 
 def read_mlp_types(kinds: Any, config: Config) -> tuple[int, ...]:
-    return of_layers(leading_dense(config) if kinds is None else kinds, KINDS, config)
+    found = of_layers(leading_dense(config) if kinds is None else kinds, KINDS, config)
+    told = config.get("is_moe_layer")  # of K-EXAONE's release; no class reads it
+    if told is not None and [int(one) for one in told] != list(found):
+        raise MappingError(f"is_moe_layer says {str(told)[:60]}")
+    return found
 
 
 def write_nothing(value: Any, model: ModelArgs) -> None:
@@ -105,6 +111,61 @@ def read_no_window(window: int | None, config: Config) -> None:
     windows = "sliding_attention" in kinds if kinds else int(config.get("max_window_layers", 62)) < layers
     if window is not None and windows:
         raise MappingError(f"{window} on some layers, which Megatron's model of this class does not have")
+
+
+def read_several(topk: int, config: Config) -> int:
+    if topk < 2:
+        raise MappingError("this class gives a single expert the weight 1, Megatron that of its sigmoid")
+    return topk
+
+
+def write_several(topk: int, model: ModelArgs) -> int:
+    return read_several(topk, {})
+
+
+def expert_size(config: Config) -> int:
+    return int(config["moe_intermediate_size"])
+
+
+def exaone_types(kinds: Any, config: Config) -> tuple[int, ...]:
+    """1 for layers with a window, of `layer_types` or of the pattern that the class makes them of."""
+    if kinds is not None:
+        return of_layers(kinds, WINDOWS, config)
+    turn, layers = config.get("sliding_window_pattern", 4), int(config["num_hidden_layers"])
+    if not isinstance(turn, int) or turn < 1:
+        raise MappingError(f"sliding_window_pattern {turn!r} without layer_types")
+    return tuple(int((layer + 1) % turn != 0) for layer in range(layers))
+
+
+def read_exaone_types(kinds: Any, config: Config) -> tuple[int, ...]:
+    return exaone_types(kinds, config)
+
+
+def read_exaone_rope(kinds: Any, config: Config) -> tuple[int, ...]:
+    """Layers without a window do not rotate."""
+    return no_rope_layers([1 - one for one in exaone_types(kinds, config)], int(config["num_hidden_layers"]))
+
+
+def write_exaone_types(without: Sequence[int], model: ModelArgs) -> list[str]:
+    windows = model.sliding_layers or (0,) * model.num_layers
+    if list(without or (0,) * model.num_layers) != [1 - one for one in windows]:
+        raise MappingError(
+            f"no_rope_freq {list(without)}: this class rotates the layers with a window, {list(windows)}, and no "
+            "others"
+        )
+    return write_layer_types(windows, model)
+
+
+def read_window(window: int | None, config: Config) -> int:
+    if window is None:
+        raise MappingError("without a window this class rotates every layer")
+    return window
+
+
+def write_window(window: int | None, model: ModelArgs) -> int:
+    if window is None:
+        raise MappingError("window_size is not set, and this class has layers with a window")
+    return window
 
 
 def write_rotary_dim(part: float, model: ModelArgs) -> int:

@@ -107,6 +107,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "dots1": ("Dots1Config", {**GLM4_MOE, "norm_topk_prob": True, "routed_scaling_factor": 2.5}),
     "minimax_m2": ("MiniMaxM2Config", {**BASE, "head_dim": 12, "num_local_experts": 4, "num_experts_per_tok": 2,
                                        "rotary_dim": 6}),
+    "exaone_moe": ("ExaoneMoeConfig", {**BASE, "head_dim": 12, **MOE, "sliding_window": 8, "num_shared_experts": 2,
+                                       "layer_types": ["sliding_attention", "full_attention"]}),
+    "hy_v3": ("HYV3Config", {**BASE, "head_dim": 12, **MOE, "num_shared_experts": 2}),
+    "solar_open": ("SolarOpenConfig", {**GLM4_MOE, "first_k_dense_replace": 0, "rope_scaling": YARN}),
+    "sarvam_moe": ("SarvamMoEConfig", {**GLM4_MOE, "attention_bias": True, "n_shared_experts": 1}),
     "olmoe": ("OlmoeConfig", {**BASE, "num_key_value_heads": 4, "num_experts": 5, "num_experts_per_tok": 2}),
     "gpt_oss": ("GptOssConfig", {**GPT_OSS}),
     "gpt_oss_square": ("GptOssConfig", {**GPT_OSS, "intermediate_size": 24}),
@@ -121,7 +126,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
                                                     "norm_topk_prob": False}),
 }  # fmt: skip
 
-ONLY_IN_5 = ("glm4_moe_lite", "deepseek_v32", "glm_moe_dsa", "minimax_m2")  # no classes in transformers 4
+ONLY_IN_5 = ("glm4_moe_lite", "deepseek_v32", "glm_moe_dsa", "minimax_m2",  # no classes in transformers 4
+             "exaone_moe", "hy_v3", "solar_open", "sarvam_moe")  # fmt: skip
 
 
 def eager() -> dict[str, str]:
