@@ -199,7 +199,7 @@ EXAONE_MOE_FIELDS = defaults(
         *HEADS,
         *renamed(tuple(one for one in ROUTED if one.arg != "mtp_num_layers"), NUMBERED),
         MLP_LAYER_TYPES,
-        Field("sliding_window", "sliding_window", 4096, moe.write_window, moe.read_window),
+        Field("sliding_window", "sliding_window", 4096, read=moe.read_window),
         Field("layer_types", "sliding_layers", None, values.write_layer_types, moe.read_exaone_types),
         Field("layer_types", "no_rope_layers", None, moe.write_exaone_types, moe.read_exaone_rope),
     ),
@@ -297,7 +297,8 @@ DSA = {"experimental_attention_variant": "dsa", "dsa_indexer_k_norm_epsilon": 1e
 KNOWN = (
     Family("deepseek_v32", "DeepseekV32ForCausalLM", SPARSE, DEEPSEEK_V32,
            fixed=SILU | ROUTED_AS_V3 | {"mlp_bias": False},
-           needs=LATENT_MOE | DSA | {"dsa_indexer_rope_interleaved": False}, copies=rules.MTP_COPIES),
+           needs=LATENT_MOE | DSA | {"dsa_indexer_rope_interleaved": False, "indexer_layers": ()},
+           copies=rules.MTP_COPIES),
     Family("glm_moe_dsa", "GlmMoeDsaForCausalLM", SPARSE, GLM_MOE_DSA,
            fixed=SILU | ROUTED_AS_V3 | {"mlp_bias": False, "indexer_rope_interleave": True},
            needs=LATENT_MOE | DSA | {"dsa_indexer_rope_interleaved": True}, copies=rules.MTP_COPIES),

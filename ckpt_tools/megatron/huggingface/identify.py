@@ -20,6 +20,7 @@ ARCHITECTURES_WITHOUT_RULES = {
 DENSE = ".mlp.linear_fc1.weight"
 NORM_OVER_HEADS = "queries and keys are normalized over all heads at once"
 NORMS_BEHIND = f"{NORM_OVER_HEADS}, and a layer has norms only behind its attention and its MLP"
+HEADS_GATED = "heads are gated"
 SCALED = "embeddings, residuals, attention and logits have scales of their own"
 WITHOUT_MODULES = {  # of megatron-core 0.16.1, by model_type
     "olmo2": NORMS_BEHIND,
@@ -27,6 +28,21 @@ WITHOUT_MODULES = {  # of megatron-core 0.16.1, by model_type
     "flex_olmo": NORMS_BEHIND,
     "granite": SCALED,
     "granitemoe": SCALED,
+    "granitemoeshared": SCALED,
+    "granitemoehybrid": SCALED,
+    "granitemoe_swa": SCALED,
+    "afmoe": f"{HEADS_GATED}, and a layer has norms behind its attention and its MLP",
+    "bailing_hybrid": "layers have linear attention of another kind",
+    "hunyuan_v1_moe": "queries and keys are normalized after they are rotated",
+    "jetmoe": "queries have experts of their own",
+    "laguna": HEADS_GATED,
+    "lfm2_moe": "layers are short convolutions",
+    "longcat_flash": "a layer has two attentions, and some experts are no more than their input",
+    "mimo_v2_flash": "values have heads of another size than keys, and are scaled",
+    "minimax": "layers have lightning attention",
+    "phimoe": "experts are chosen and weighed by sparse mixing",
+    "step3p5": HEADS_GATED,
+    "step3p7": HEADS_GATED,
     "ernie4_5_moe": "experts are chosen by a softmax with a bias, and Megatron has a bias with sigmoid only",
 }
 

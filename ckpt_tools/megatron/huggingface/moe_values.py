@@ -147,24 +147,12 @@ def read_exaone_rope(kinds: Any, config: Config) -> tuple[int, ...]:
 
 
 def write_exaone_types(without: Sequence[int], model: ModelArgs) -> list[str]:
-    windows = model.sliding_layers or (0,) * model.num_layers
-    if list(without or (0,) * model.num_layers) != [1 - one for one in windows]:
-        raise MappingError(
-            f"no_rope_freq {list(without)}: this class rotates the layers with a window, {list(windows)}, and no "
-            "others"
-        )
-    return write_layer_types(windows, model)
+    return write_layer_types(model.sliding_layers, model)
 
 
 def read_window(window: int | None, config: Config) -> int:
     if window is None:
         raise MappingError("without a window this class rotates every layer")
-    return window
-
-
-def write_window(window: int | None, model: ModelArgs) -> int:
-    if window is None:
-        raise MappingError("window_size is not set, and this class has layers with a window")
     return window
 
 
