@@ -242,22 +242,29 @@ SOLAR_FIELDS = defaults(
     rms_norm_eps=1e-5,
     rope_theta=1e6,
 )
+# Names of the released configurations, which transformers knows as second ones.
+SARVAM_ROUTED = renamed(
+    tuple(one for one in ROUTED if one.arg != "mtp_num_layers"), NUMBERED, **{name: name for name in NUMBERED}
+)
 SARVAM_FIELDS = defaults(
     (
         *HEADS,
         fields.PARTIAL_ROPE,
-        Field("attention_bias", "add_qkv_bias", False, also="use_qkv_bias"),
-        *renamed(
-            tuple(one for one in ROUTED if one.arg != "mtp_num_layers"), {},
-            n_routed_experts="num_experts", n_shared_experts="num_shared_experts",
-        ),
+        Field("use_qkv_bias", "add_qkv_bias", False, also="attention_bias"),
+        *SARVAM_ROUTED,
     ),
     num_key_value_heads=4,
     head_dim=64,
     rope_theta=8e6,
     first_k_dense_replace=1,
     routed_scaling_factor=2.5,
-)  # fmt: skip
+)
+SARVAM_MLA_FIELDS = defaults(
+    (*(moe.deepseek_yarn(one) for one in fields.DEEPSEEK), *SARVAM_ROUTED),
+    num_key_value_heads=None,
+    first_k_dense_replace=1,
+    routed_scaling_factor=2.5,
+)
 LING2_FIELDS = defaults(
     (
         *HEADS,
@@ -327,6 +334,8 @@ KNOWN = (
     Family("sarvam_moe", "SarvamMoEForCausalLM", FUSED, SARVAM_FIELDS, fixed=SILU | {"use_qk_norm": True},
            needs=PARTIAL | NOT_LATENT | FULL | SIGMOID | ONE_SHARED | QK_NORM
            | {"add_bias_linear": False, "mtp_num_layers": 0}),
+    Family("sarvam_mla", "SarvamMLAForCausalLM", (*rules.ends(), *rules.DEEPSEEK), SARVAM_MLA_FIELDS,
+           fixed=SILU | ROUTED_AS_V3, needs=LATENT_MOE | {"mtp_num_layers": 0}),
     Family("bailing_moe_v2", "BailingMoeV2ForCausalLM", LING2, LING2_FIELDS, also_types=("bailing_moe",),
            fixed=SILU | {"architectures": ["BailingMoeV2ForCausalLM"], "use_qk_norm": True, "use_bias": False,
                          "moe_router_enable_expert_bias": True},

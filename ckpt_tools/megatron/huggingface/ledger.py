@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpt_tools.errors import MappingError, list_problems
+from ckpt_tools.megatron.huggingface.layer_patterns import windows_said_again
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs, as_text, flat_args
 from ckpt_tools.megatron.huggingface.rules import Family
 
@@ -90,7 +91,7 @@ def account_for_args(family: Family, args: Mapping[str, Any]) -> Account:
         for name, needed in family.needs.items()
         if name in ledger.changes and not equal(args.get(name), needed)
     ]
-    carried = {MEGATRON_NAMES.get(one.arg) for one in family.fields}
+    carried = {MEGATRON_NAMES.get(one.arg) for one in family.fields} | windows_said_again(args)
     for name, change in ledger.changes.items():
         if name not in carried and name not in family.needs and not is_neutral(args.get(name), change, args):
             problems.append(
@@ -152,7 +153,9 @@ def uncarried(family: Family, model: ModelArgs) -> list[str]:
 
 def is_neutral(value: Any, change: Change, settings: Mapping[str, Any]) -> bool:
     """Whether the value does not change the forward pass, given the other settings."""
-    if value is None or (change.only_with and not any(settings.get(name) for name in change.only_with)):
+    if value in (None, [], ()) or (
+        change.only_with and not any(settings.get(name) for name in change.only_with)
+    ):
         return True
     return _neutral(value, change.neutral)
 

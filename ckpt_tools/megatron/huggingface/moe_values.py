@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ckpt_tools.errors import MappingError
+from ckpt_tools.megatron.huggingface.config_fields import Field
 from ckpt_tools.megatron.huggingface.field_values import Config, write_layer_types
 from ckpt_tools.megatron.huggingface.layer_patterns import no_rope_layers
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs
@@ -111,6 +113,20 @@ def read_no_window(window: int | None, config: Config) -> None:
     windows = "sliding_attention" in kinds if kinds else int(config.get("max_window_layers", 62)) < layers
     if window is not None and windows:
         raise MappingError(f"{window} on some layers, which Megatron's model of this class does not have")
+
+
+def deepseek_yarn(field: Field) -> Field:
+    """A field that reads the name which Sarvam's release has for YaRN."""
+
+    def read(scaling: Any, config: Config) -> Any:
+        if isinstance(scaling, Mapping) and "deepseek_yarn" in (
+            scaling.get("type"),
+            scaling.get("rope_type"),
+        ):
+            scaling = {key: value for key, value in scaling.items() if key != "type"} | {"rope_type": "yarn"}
+        return field.read(scaling, config)
+
+    return replace(field, read=read) if field.hf == "rope_scaling" else field
 
 
 def read_several(topk: int, config: Config) -> int:

@@ -13,6 +13,10 @@ from typing import Any
 from ckpt_tools.errors import MappingError
 
 VARIANT = "experimental_attention_variant"
+SINCE = (
+    "sparse attention: only Megatron core 0.19 and newer compute it as this model does; before, its indexer rotates "
+    "another part of each head"
+)
 TOO_OLD = (
     "the args do not say dsa_indexer_rope_interleaved: they are of a Megatron core before 0.19, whose indexer "
     "rotates another part of each head than every Hugging Face class"

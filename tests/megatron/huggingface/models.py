@@ -112,6 +112,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "hy_v3": ("HYV3Config", {**BASE, "head_dim": 12, **MOE, "num_shared_experts": 2}),
     "solar_open": ("SolarOpenConfig", {**GLM4_MOE, "first_k_dense_replace": 0, "rope_scaling": YARN}),
     "sarvam_moe": ("SarvamMoEConfig", {**GLM4_MOE, "attention_bias": True, "n_shared_experts": 1}),
+    "sarvam_mla": ("SarvamMLAConfig", {**BASE, **MLA, "q_lora_rank": None, "rope_scaling": MLA_YARN}),
     "olmoe": ("OlmoeConfig", {**BASE, "num_key_value_heads": 4, "num_experts": 5, "num_experts_per_tok": 2}),
     "gpt_oss": ("GptOssConfig", {**GPT_OSS}),
     "gpt_oss_square": ("GptOssConfig", {**GPT_OSS, "intermediate_size": 24}),
@@ -127,7 +128,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 ONLY_IN_5 = ("glm4_moe_lite", "deepseek_v32", "glm_moe_dsa", "minimax_m2",  # no classes in transformers 4
-             "exaone_moe", "hy_v3", "solar_open", "sarvam_moe")  # fmt: skip
+             "exaone_moe", "hy_v3", "solar_open", "sarvam_m")  # fmt: skip
 
 
 def eager() -> dict[str, str]:

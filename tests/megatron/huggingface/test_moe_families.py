@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from ckpt_tools.megatron.huggingface.block_fp8 import LINEAR
 from ckpt_tools.megatron.huggingface.identify import detect_family, family_of_config
 from ckpt_tools.megatron.huggingface.model_args import read_model_args
 from ckpt_tools.megatron.huggingface.sparse_attention import TOO_OLD, indexer_layers, sharing
@@ -97,6 +98,10 @@ RELEASED: dict[str, dict[str, Any]] = {
     "sarvam": {**GROUPED, "model_type": "sarvam_moe", "num_experts": 4, "num_shared_experts": 1,
                "use_qkv_bias": False, "first_k_dense_replace": 1, "use_qk_norm": True, "rope_theta": 8000000.0,
                "norm_topk_prob": True},
+    "sarvam-105b": {**{k: v for k, v in LATENT.items() if not k.startswith("n_")}, "model_type": "sarvam_mla",
+                    "q_lora_rank": None, "head_dim": 10, "q_head_dim": 6, "num_experts": 4, "num_shared_experts": 1,
+                    "first_k_dense_replace": 1, "num_nextn_predict_layers": 0,
+                    "rope_scaling": {**YARN, "type": "deepseek_yarn"}},
     "Ling-2.0": {**GROUPED, "model_type": "bailing_moe_v2", "architectures": ["BailingMoeV2ForCausalLM"],
                  "num_experts": 4, "num_shared_experts": 1, "n_group": 2, "topk_group": 1, "use_qkv_bias": True,
                  "use_bias": False, "first_k_dense_replace": 1, "partial_rotary_factor": 0.5, "rope_theta": 600000,
@@ -198,6 +203,28 @@ def test_what_megatron_does_not_compute_is_refused(name: str, changes: dict[str,
 )  # fmt: skip
 def test_a_checkpoint_that_is_not_of_the_class_is_refused(name: str, args: dict[str, Any], text: str) -> None:
     assert text in exported_with(name, **args)
+
+
+def test_bridge_says_the_windows_again() -> None:
+    """Its K-EXAONE has them layer by layer too: the same is taken, another pattern is refused."""
+    config = RELEASED["K-EXAONE"]
+    found, megatron = imported(config, directory(config))
+    bridge = {"layer_types": config["layer_types"], "sliding_windows": [4, 4, 4, 0], "mtp_layer_types": [],
+              "mtp_sliding_windows": [], "swiglu_limits": None, "mtp_num_layers": None}  # fmt: skip
+    exported = export_targets(specs(megatron), {**found.args, **bridge}, config)
+    assert {one.key for one in exported.tensors} == directory(config).keys()
+    for name, other in (("layer_types", ["full_attention"] * 4), ("sliding_windows", [4, 4, 8, 0])):
+        assert f"{name} is " in exported_with("K-EXAONE", **{**bridge, name: other})
+
+
+def test_the_indexer_is_quantized_as_the_release_is() -> None:
+    """Queries and keys of the indexer are codes; the linear that weighs its heads is not."""
+    config = RELEASED["DeepSeek-V3.2"]
+    tensors = [key for key in directory(config) if ".0.self_attn." in key]
+    assert {key.removeprefix("model.layers.0.self_attn.") for key in tensors if LINEAR.search(key)} == {
+        "q_a_proj.weight", "q_b_proj.weight", "kv_a_proj_with_mqa.weight", "kv_b_proj.weight", "o_proj.weight",
+        "indexer.wq_b.weight", "indexer.wk.weight",
+    }  # fmt: skip
 
 
 def test_norms_over_heads_are_told_from_norms_of_one() -> None:
