@@ -1,18 +1,17 @@
-"""Values of config.json that families of `families_moe` say in ways of their own."""
+"""Values of config.json that only some families with experts have, or say in ways of their own."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from ckpt_tools.errors import MappingError
-from ckpt_tools.megatron.huggingface.config_fields import Field
-from ckpt_tools.megatron.huggingface.field_values import Config, write_layer_types
 from ckpt_tools.megatron.huggingface.layer_patterns import no_rope_layers
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs
+from ckpt_tools.megatron.huggingface.rope_args import read_rope
 from ckpt_tools.megatron.huggingface.sparse_attention import indexer_layers, sharing
 
+Config: TypeAlias = Mapping[str, Any]
 KINDS = {"dense": 0, "sparse": 1}
 WINDOWS = {"full_attention": 0, "sliding_attention": 1}
 INDEXERS = {"shared": 0, "full": 1}
@@ -115,18 +114,11 @@ def read_no_window(window: int | None, config: Config) -> None:
         raise MappingError(f"{window} on some layers, which Megatron's model of this class does not have")
 
 
-def deepseek_yarn(field: Field) -> Field:
-    """A field that reads the name which Sarvam's release has for YaRN."""
-
-    def read(scaling: Any, config: Config) -> Any:
-        if isinstance(scaling, Mapping) and "deepseek_yarn" in (
-            scaling.get("type"),
-            scaling.get("rope_type"),
-        ):
-            scaling = {key: value for key, value in scaling.items() if key != "type"} | {"rope_type": "yarn"}
-        return field.read(scaling, config)
-
-    return replace(field, read=read) if field.hf == "rope_scaling" else field
+def read_sarvam_rope(scaling: Any, config: Config) -> tuple[Any, ...]:
+    """Sarvam's release has a name of its own for YaRN."""
+    if isinstance(scaling, Mapping) and "deepseek_yarn" in (scaling.get("type"), scaling.get("rope_type")):
+        scaling = {key: value for key, value in scaling.items() if key != "type"} | {"rope_type": "yarn"}
+    return read_rope(scaling, config)
 
 
 def read_several(topk: int, config: Config) -> int:
@@ -162,8 +154,13 @@ def read_exaone_rope(kinds: Any, config: Config) -> tuple[int, ...]:
     return no_rope_layers([1 - one for one in exaone_types(kinds, config)], int(config["num_hidden_layers"]))
 
 
-def write_exaone_types(without: Sequence[int], model: ModelArgs) -> list[str]:
-    return write_layer_types(model.sliding_layers, model)
+def write_exaone_rope(without: Sequence[int], model: ModelArgs) -> list[str]:
+    """`layer_types` says both, and a model is read or refused as a whole (config.py `reconcile`)."""
+    return write_windows(model.sliding_layers, model)
+
+
+def write_windows(sliding: Sequence[int], model: ModelArgs) -> list[str]:
+    return ["sliding_attention" if one else "full_attention" for one in sliding or (0,) * model.num_layers]
 
 
 def read_window(window: int | None, config: Config) -> int:
