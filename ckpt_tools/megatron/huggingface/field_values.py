@@ -79,6 +79,11 @@ def read_layer_types(types: Sequence[str], config: Config) -> tuple[int, ...]:
     return tuple(int(one == "sliding_attention") for one in types)
 
 
+def write_types_that_rotate(without: Sequence[int], model: ModelArgs) -> list[str]:
+    """Of a class that rotates the layers with a window and no others: `layer_types` says both."""
+    return write_layer_types(model.sliding_layers, model)
+
+
 def write_rotated(without: Sequence[int], model: ModelArgs) -> list[int]:
     """`no_rope_layers` of a config.json has 1 for the layers that do rotate."""
     return [1 - one for one in without or (0,) * model.num_layers]
@@ -284,8 +289,8 @@ FORMS: dict[str, Form] = {
     "index_offset": Form(moe.write_index_offset, moe.read_indexers),
     "no_window": Form(moe.write_nothing, moe.read_no_window),
     "a_window": Form(read=moe.read_window),
-    "exaone_windows": Form(moe.write_windows, moe.read_exaone_types),
-    "exaone_rope": Form(moe.write_exaone_rope, moe.read_exaone_rope),
+    "exaone_windows": Form(write_layer_types, moe.read_exaone_types),
+    "exaone_rope": Form(write_types_that_rotate, moe.read_exaone_rope),
     "rotary_dim": Form(moe.write_rotary_dim, moe.read_rotary_dim),
     "several_experts": Form(moe.write_several, moe.read_several),
     "sarvam_rope": Form(write_rope, moe.read_sarvam_rope),

@@ -154,15 +154,6 @@ def read_exaone_rope(kinds: Any, config: Config) -> tuple[int, ...]:
     return no_rope_layers([1 - one for one in exaone_types(kinds, config)], int(config["num_hidden_layers"]))
 
 
-def write_exaone_rope(without: Sequence[int], model: ModelArgs) -> list[str]:
-    """`layer_types` says both, and a model is read or refused as a whole (config.py `reconcile`)."""
-    return write_windows(model.sliding_layers, model)
-
-
-def write_windows(sliding: Sequence[int], model: ModelArgs) -> list[str]:
-    return ["sliding_attention" if one else "full_attention" for one in sliding or (0,) * model.num_layers]
-
-
 def read_window(window: int | None, config: Config) -> int:
     if window is None:
         raise MappingError("without a window this class rotates every layer")
