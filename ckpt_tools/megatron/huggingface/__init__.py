@@ -11,10 +11,12 @@
 * `rulefile`: a family that a user adds, and all that a file can say
 * `identify`: which family a model is of
 * `model_args`: a model's architecture in one spelling
+* `sparse_attention`: an indexer of keys in Megatron's args
 * `written_args`: and back, as args of a new checkpoint
 * `numbers`: sizes from settings, looked at before anything is built of them
 * `rope_args`: rotary embeddings
 * `layer_patterns`: which layers have a window, or experts
+* `moe_values`: values of config.json that only some families with experts have
 * `field_values`: values that config.json and `ModelArgs` say differently
 * `config_fields`: what a field of config.json is
 * `config`: `config.json`, read and written

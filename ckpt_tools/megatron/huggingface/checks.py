@@ -15,6 +15,7 @@ from ckpt_tools.megatron.huggingface.rope_args import (
     TRAINED_LLAMA3_FACTOR,
 )
 from ckpt_tools.megatron.huggingface.rules import Family, Pair, allows
+from ckpt_tools.megatron.huggingface.sparse_attention import SINCE, sparse_attention_problems
 from ckpt_tools.model.views import Shape
 
 PART = (
@@ -74,7 +75,7 @@ def not_of_family(family: Family, model: ModelArgs, reference: Mapping[str, Any]
         problems.append("YaRN together with rotary_percent: Megatron's YaRN rotates whole heads")
     if model.rotary_interleaved and (model.qk_layernorm or model.multi_latent_attention):
         problems.append("rotary_interleaved together with q/k norms or MLA has no known Hugging Face order")
-    return problems
+    return problems + sparse_attention_problems(model)
 
 
 def spellings(
@@ -197,7 +198,10 @@ def import_notes(family: Family, model: ModelArgs) -> tuple[str, ...]:
         )
     if rope and rope["rope_type"] == "linear":
         notes.append("linear rope scaling: Megatron-LM's gpt_builders.py does not pass it on")
-    if any(one.wins == "either" for one in family.fields):
+    if model.dsa_indexer_n_heads:
+        notes.append(SINCE)
+    over_heads = any(rule.norm and rule.shape == ("query",) for rule in family.rules)
+    if over_heads or any(one.wins == "either" for one in family.fields):
         notes.append(
             f"{family.name}: plain Megatron-LM has no such model; its layers come from Megatron-Bridge"
         )

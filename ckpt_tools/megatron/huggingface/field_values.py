@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from ckpt_tools.errors import MappingError
+from ckpt_tools.megatron.huggingface import moe_values as moe
 from ckpt_tools.megatron.huggingface.layer_patterns import no_rope_layers
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs
 from ckpt_tools.megatron.huggingface.rope_args import read_rope
@@ -87,6 +88,11 @@ def read_layer_types(types: Sequence[str], config: Config) -> tuple[int, ...]:
     if any(sliding):
         raise MappingError("layers have a window, and sliding_window is not set")
     return ()
+
+
+def write_types_that_rotate(without: Sequence[int], model: ModelArgs) -> list[str]:
+    """Of a class that rotates the layers with a window and no others: `layer_types` says both."""
+    return write_layer_types(model.sliding_layers, model)
 
 
 def write_rotated(without: Sequence[int], model: ModelArgs) -> list[int]:
@@ -361,6 +367,18 @@ FORMS: dict[str, Form] = {
     "window": Form(read=read_window),
     "scaled_rope": Form(write_scaled, read_scaled),
     "youtu_std": Form(as_float, read_youtu_std),
+    "mlp_types": Form(moe.write_mlp_types, moe.read_mlp_types),
+    "sparse_layers": Form(moe.write_nothing, moe.read_sparse_layers),
+    "indexer_types": Form(moe.write_indexers, moe.read_indexers),
+    "index_freq": Form(moe.write_index_freq, moe.read_indexers),
+    "index_offset": Form(moe.write_index_offset, moe.read_indexers),
+    "no_window": Form(moe.write_nothing, moe.read_no_window),
+    "a_window": Form(read=moe.read_window),
+    "exaone_windows": Form(write_layer_types, moe.read_exaone_types),
+    "exaone_rope": Form(write_types_that_rotate, moe.read_exaone_rope),
+    "rotary_dim": Form(moe.write_rotary_dim, moe.read_rotary_dim),
+    "several_experts": Form(moe.write_several, moe.read_several),
+    "sarvam_rope": Form(write_rope, moe.read_sarvam_rope),
 }
 DEFAULTS: dict[str, Callable[[Config], Any]] = {
     "heads": heads,
@@ -369,4 +387,8 @@ DEFAULTS: dict[str, Callable[[Config], Any]] = {
     "every_fourth_full": every_fourth_full,
     "all_sliding": all_sliding,
     "youtu_std": youtu_std,
+    "leading_dense": moe.leading_dense,
+    "dense_by_types": moe.dense_by_types,
+    "rotary_factor": moe.rotary_factor,
+    "expert_size": moe.expert_size,
 }

@@ -17,6 +17,7 @@ ARCHITECTURES_WITHOUT_RULES = {
     "self_attention.in_proj.": "gated delta net layers (Qwen3-Next)",
     "vision_model.": "a vision tower",
 }
+DENSE = ".mlp.linear_fc1.weight"
 NORM_OVER_HEADS = "queries and keys are normalized over all heads at once"
 NORM_AFTER_ROTATION = "queries and keys are normalized after they are rotated, not before"
 NORMS_WITHOUT_WEIGHT = "norms have no weights"
@@ -30,13 +31,12 @@ CAPPED = "attention logits are capped; Bridge has such layers for Gemma 2 only"
 PER_LAYER = "layers have embeddings of their own"
 VALUE_NORM = "values are normalized, and layers with a window have heads of another size than the others"
 NORMS_BEHIND = f"{NORM_OVER_HEADS}, and a layer has norms only behind its attention and its MLP"
+HEADS_GATED = "heads are gated"
 SCALED = "embeddings, residuals, attention and logits have scales of their own"
 WITHOUT_MODULES = {  # of megatron-core 0.16.1, by model_type
     "olmo2": NORMS_BEHIND,
     "olmo3": NORMS_BEHIND,
     "flex_olmo": NORMS_BEHIND,
-    "olmoe": NORM_OVER_HEADS,
-    "minimax_m2": NORM_OVER_HEADS,
     "granite": SCALED,
     "granite_swa": SCALED,
     "granitemoe": SCALED,
@@ -74,6 +74,23 @@ WITHOUT_MODULES = {  # of megatron-core 0.16.1, by model_type
     "gemma3n_text": PER_LAYER,
     "gemma4": VALUE_NORM,
     "gemma4_text": VALUE_NORM,
+    "granitemoeshared": SCALED,
+    "granitemoehybrid": SCALED,
+    "granitemoe_swa": SCALED,
+    "afmoe": f"{HEADS_GATED}, and a layer has norms behind its attention and its MLP",
+    "bailing_hybrid": "layers have linear attention of another kind",
+    "deepseek_v4": "keys are compressed before queries see them",
+    "glm5_next": "layers have linear attention of another kind",
+    "kimi_linear": "layers have Kimi delta attention",
+    "jetmoe": "queries have experts of their own",
+    "laguna": HEADS_GATED,
+    "lfm2_moe": "layers are short convolutions",
+    "longcat_flash": "a layer has two attentions, and some experts are no more than their input",
+    "mimo_v2_flash": "values have heads of another size than keys, and are scaled",
+    "minimax": "layers have lightning attention",
+    "phimoe": "experts are chosen and weighed by sparse mixing",
+    "step3p5": HEADS_GATED,
+    "step3p7": HEADS_GATED,
     "ernie4_5_moe": "experts are chosen by a softmax with a bias, and Megatron has a bias with sigmoid only",
 }
 
@@ -167,9 +184,15 @@ def _by_kinds(kinds: set[str], model: ModelArgs | None) -> str:
     relu2 = model is not None and model.activation == "squared_relu"
     partial = model is not None and model.rotary_percent < 1
     shared_keys = model is not None and model.num_query_groups == 1 < model.num_attention_heads
+    interleaved = model is not None and bool(model.dsa_indexer_rope_interleaved)
     known = (
+        (has(".core_attention.indexer."), "glm_moe_dsa" if interleaved else "deepseek_v32"),
         (has(".linear_kv_down_proj.") and not has(".experts.experts."), "youtu"),
         (has(".linear_kv_down_proj."), "deepseek_v3" if has(".router.expert_bias") else "deepseek_v2"),
+        (
+            has(".router.expert_bias") and qk_norm and not has(".shared_experts.") and not has(DENSE),
+            "minimax_m2",
+        ),
         (has(".router.expert_bias"), "glm4_moe"),
         (has(".softmax_offset"), "gpt_oss"),
         (has(".linear_proj.post_layernorm."), "gemma3" if qk_norm else "gemma2"),

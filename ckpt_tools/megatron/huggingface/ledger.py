@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpt_tools.errors import MappingError, list_problems
+from ckpt_tools.megatron.huggingface.layer_patterns import windows_said_again
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs, as_text, flat_args
 from ckpt_tools.megatron.huggingface.rules import Family, allows, first_of
 
@@ -94,7 +95,11 @@ def account_for_args(family: Family, args: Mapping[str, Any]) -> Account:
         for name, needed in family.needs.items()
         if name in ledger.changes and not allows(needed, args.get(name), equal)
     ]
-    carried = {*(MEGATRON_NAMES.get(one.arg) for one in family.fields), *family.settings}
+    carried = {
+        *(MEGATRON_NAMES.get(one.arg) for one in family.fields),
+        *family.settings,
+        *windows_said_again(args),
+    }
     refused = {}
     for name, change in ledger.changes.items():
         if name not in carried and name not in family.needs and not is_neutral(args.get(name), change, args):
@@ -168,7 +173,9 @@ def uncarried(family: Family, model: ModelArgs) -> list[str]:
 
 def is_neutral(value: Any, change: Change, settings: Mapping[str, Any]) -> bool:
     """Whether the value does not change the forward pass, given the other settings."""
-    if value is None or (change.only_with and not any(settings.get(name) for name in change.only_with)):
+    if value in (None, [], ()) or (
+        change.only_with and not any(settings.get(name) for name in change.only_with)
+    ):
         return True
     return _neutral(value, change.neutral)
 
@@ -250,7 +257,7 @@ def config_fields_of(family: str) -> Ledger:
     own = data["families"].get(family, {})
     return _ledger({
         "changes": data["changes"] | own.get("changes", {}),
-        "shape": data["shape"],
+        "shape": data["shape"] | own.get("shape", {}),
         "irrelevant": data["irrelevant"] | own.get("irrelevant", {}),
     })  # fmt: skip
 

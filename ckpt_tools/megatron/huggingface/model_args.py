@@ -21,6 +21,7 @@ from ckpt_tools.megatron.huggingface.layer_patterns import (
 )
 from ckpt_tools.megatron.huggingface.numbers import bounded
 from ckpt_tools.megatron.huggingface.rope_args import RopeScaling, rope_scaling, rotary_bases
+from ckpt_tools.megatron.huggingface.sparse_attention import read_sparse_attention
 
 
 class GluInterleave(NamedTuple):
@@ -105,6 +106,12 @@ class ModelArgs:
     qk_head_dim: int = 0
     qk_pos_emb_head_dim: int = 0
     v_head_dim: int = 0
+    dsa_indexer_n_heads: int = 0  # 0 for a model without an indexer (sparse_attention.py)
+    dsa_indexer_head_dim: int = 0
+    dsa_indexer_topk: int = 0
+    dsa_indexer_rope_interleaved: bool | None = None
+    dsa_indexer_k_norm_epsilon: float | None = None
+    indexer_layers: tuple[int, ...] = ()  # 1 for layers with an indexer; () where all have one
     mtp_num_layers: int = 0
     own: Mapping[str, Any] = field(default_factory=dict)  # arguments that only a rule file knows (`settings`)
 
@@ -121,6 +128,9 @@ class ModelArgs:
 
     def is_moe(self, layer: int) -> bool:
         return bool(self.moe_layers and self.moe_layers[layer])
+
+    def has_indexer(self, layer: int) -> bool:
+        return bool(self.dsa_indexer_n_heads and (not self.indexer_layers or self.indexer_layers[layer]))
 
     def setting(self, name: str) -> Any:
         """A field, or an argument that only a rule file knows."""
@@ -148,6 +158,7 @@ def read_model_args(args: Mapping[str, Any]) -> ModelArgs:
         **_softcaps_and_training(args),
         **_experts(args),
         **_latent_attention(args),
+        **read_sparse_attention(args),
     )
 
 

@@ -125,7 +125,8 @@ def core_in_mtp(core: str) -> str:
 def in_mtp(rule: Rule, layer: str = "", mtp_layer: str = "") -> Rule:
     """A decoder layer's rule for the layer inside a prediction module.
 
-    Its tensors are named as one layer more, or as `mtp_layer` has it where they begin with `layer`.
+    Its tensors are named as one layer more, or as `mtp_layer` has it where they begin with `layer`. An indexer is in
+    it wherever there is one (sparse_attention.py).
     """
 
     def turned(name: str) -> str:
@@ -139,6 +140,7 @@ def in_mtp(rule: Rule, layer: str = "", mtp_layer: str = "") -> Rule:
         hf=tuple(map(turned, rule.hf)),
         also=tuple(map(core_in_mtp, rule.also)),
         fused=rule.fused and turned(rule.fused),
+        when=tuple(one for one in rule.when if one != "indexer"),
     )
 
 

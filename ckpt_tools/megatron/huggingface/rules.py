@@ -161,6 +161,10 @@ def dimensions(model: ModelArgs) -> dict[str, int]:
         "mla_kv_down": model.kv_lora_rank + rope,
         "mla_kv_up": heads * (nope + value),
         "mla_value": heads * value,
+        "index_heads": model.dsa_indexer_n_heads,
+        "index_dim": model.dsa_indexer_head_dim,
+        "index_query": model.dsa_indexer_n_heads * model.dsa_indexer_head_dim,
+        "key": groups * dim,
     }
 
 
@@ -176,6 +180,7 @@ CONDITIONS: dict[str, Callable[[ModelArgs, int], bool]] = {
     "expert_bias": lambda model, layer: model.moe_router_enable_expert_bias,
     "q_lora": lambda model, layer: model.q_lora_rank is not None,
     "no_q_lora": lambda model, layer: model.q_lora_rank is None,
+    "indexer": lambda model, layer: model.has_indexer(layer),
 }
 
 

@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
+OVER_HEADS = ("minimax_m2", "olmoe")
+
 
 def without_gpu() -> None:
     """What megatron-core asks of a GPU, as no-ops."""
@@ -126,6 +128,8 @@ def build(args: dict[str, Any]) -> Any:
             None, None, args["qk_layernorm"], args["multi_latent_attention"],
             normalization=args["normalization"],
         )  # fmt: skip
+    for layer in getattr(spec, "layer_specs", ()):
+        with_modules_of_others(layer.submodules.self_attention.submodules, args)
     return GPTModel(
         config,
         spec,
@@ -140,6 +144,62 @@ def build(args: dict[str, Any]) -> Any:
         seq_len_interpolation_factor=args.get("rotary_seq_len_interpolation_factor"),
         parallel_output=False,
     ).eval()
+
+
+def with_modules_of_others(attention: Any, args: dict[str, Any]) -> None:
+    """The attention of sparse layers, and norms over all heads, which are modules of Megatron-Bridge."""
+    if args.get("experimental_attention_variant") == "dsa":
+        attention.core_attention = sparse_attention(args["dsa_indexer_rope_interleaved"])
+    if args["num_experts"] and args["qk_layernorm"] and args["name"].startswith(OVER_HEADS):
+        attention.q_layernorm = over_heads(args["num_attention_heads"])
+        attention.k_layernorm = over_heads(args["num_query_groups"])
+
+
+def sparse_attention(interleaved: bool) -> Any:
+    """DSA of 0.16.1, whose indexer rotates what core 0.19 does (#3026): the first part of each head.
+
+    The transform that queries and keys go through alike is left out: it wants a GPU and changes no product of them.
+    """
+    from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+    from megatron.core.transformer.experimental_attention_variant import dsa
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    def rotate(indexer: Any, x: torch.Tensor, rotary: torch.Tensor, mscale: float) -> torch.Tensor:
+        return _apply_rotary_pos_emb_bshd(x, rotary, multi_latent_attention=interleaved, mscale=mscale)
+
+    dsa.rotate_activation = lambda x: x
+    dsa.DSAIndexer._apply_rope = rotate
+    indexer = dsa.DSAIndexerSubmodules(Linear, Linear, LayerNorm, Linear)
+    inner = ModuleSpec(module=dsa.DSAIndexer, submodules=indexer)
+    return ModuleSpec(module=dsa.DSAttention, submodules=dsa.DSAttentionSubmodules(indexer=inner))
+
+
+class Linear(torch.nn.Linear):
+    """Transformer Engine's linear, which the local modules have no like of."""
+
+    def __init__(self, rows: int, columns: int, **options: Any) -> None:
+        super().__init__(rows, columns, bias=False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), None
+
+
+class LayerNorm(torch.nn.LayerNorm):
+    def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
+        super().__init__(hidden_size, eps=1e-6)  # dsa_indexer_k_norm_epsilon, which core 0.19 has
+
+
+def over_heads(heads: int) -> Any:
+    """A norm of all heads at once."""
+
+    class OverHeads(torch.nn.RMSNorm):
+        def __init__(self, hidden_size: int, config: Any, eps: float) -> None:
+            super().__init__(heads * hidden_size, eps=eps)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.flatten(2)).view(x.shape)
+
+    return OverHeads
 
 
 def live(name: str, names: set[str]) -> str:
@@ -164,7 +224,7 @@ def main(folder: Path) -> None:
     prepare_mla_and_moe()
     tokens = (torch.arange(2 * 24).reshape(2, 24) * 7) % 97
     for path in sorted(folder.glob("*.json")):
-        args = json.loads(path.read_text())
+        args = json.loads(path.read_text()) | {"name": path.stem}
         parameters = dict(np.load(path.with_suffix(".npz")))
         if args[
             "layernorm_zero_centered_gamma"

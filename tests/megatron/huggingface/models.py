@@ -39,6 +39,8 @@ GLM4_MOE = {
     **{key: value for key, value in MLA.items() if "rank" not in key and "dim" not in key},
     "num_key_value_heads": 2,
 }
+DSA = {**BASE, **MLA, "rms_norm_eps": 1e-6, "index_topk": 7, "index_head_dim": 6, "index_n_heads": 3}
+SHARED_CHOICE = {"num_hidden_layers": 4, "indexer_types": ["full", "full", "shared", "full"]}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -98,6 +100,21 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": ("Glm4MoeConfig", {**GLM4_MOE, "attention_bias": True, "use_qk_norm": True,
                                    "routed_scaling_factor": 2.5}),
     "glm4_moe_plain": ("Glm4MoeConfig", {**GLM4_MOE, "partial_rotary_factor": 1.0}),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", {**BASE, **MLA, "rms_norm_eps": 1e-6, "routed_scaling_factor": 1.8}),
+    "deepseek_v32": ("DeepseekV32Config", {**DSA, "routed_scaling_factor": 2.5}),
+    "deepseek_v32_yarn": ("DeepseekV32Config", {**DSA, "rope_scaling": MLA_YARN}),
+    "glm_moe_dsa": ("GlmMoeDsaConfig", {**DSA}),
+    "glm_moe_dsa_shared": ("GlmMoeDsaConfig", {**DSA, **SHARED_CHOICE}),
+    "dots1": ("Dots1Config", {**GLM4_MOE, "norm_topk_prob": True, "routed_scaling_factor": 2.5}),
+    "minimax_m2": ("MiniMaxM2Config", {**BASE, "head_dim": 12, "num_local_experts": 4, "num_experts_per_tok": 2,
+                                       "rotary_dim": 6}),
+    "exaone_moe": ("ExaoneMoeConfig", {**BASE, "head_dim": 12, **MOE, "sliding_window": 8, "num_shared_experts": 2,
+                                       "layer_types": ["sliding_attention", "full_attention"]}),
+    "hy_v3": ("HYV3Config", {**BASE, "head_dim": 12, **MOE, "num_shared_experts": 2}),
+    "solar_open": ("SolarOpenConfig", {**GLM4_MOE, "first_k_dense_replace": 0, "rope_scaling": YARN}),
+    "sarvam_moe": ("SarvamMoEConfig", {**GLM4_MOE, "attention_bias": True, "n_shared_experts": 1}),
+    "sarvam_mla": ("SarvamMLAConfig", {**BASE, **MLA, "q_lora_rank": None, "rope_scaling": MLA_YARN}),
+    "olmoe": ("OlmoeConfig", {**BASE, "num_key_value_heads": 4, "num_experts": 5, "num_experts_per_tok": 2}),
     "gpt_oss": ("GptOssConfig", {**GPT_OSS}),
     "gpt_oss_square": ("GptOssConfig", {**GPT_OSS, "intermediate_size": 24}),
     "gpt_oss_unscaled": ("GptOssConfig", {**GPT_OSS, "rope_scaling": {"rope_type": "default"}}),

@@ -18,6 +18,7 @@ from ckpt_tools.megatron.huggingface.config import (
 from ckpt_tools.megatron.huggingface.config_fields import REQUIRED
 from ckpt_tools.megatron.huggingface.families import FAMILIES
 from ckpt_tools.megatron.huggingface.identify import detect_family
+from ckpt_tools.megatron.huggingface.ledger import arguments
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs, read_model_args
 from ckpt_tools.megatron.huggingface.rules import CONDITIONS, DIMENSIONS
 from ckpt_tools.megatron.huggingface.targets import export_targets
@@ -179,7 +180,9 @@ def test_tables_use_known_words(family: Any) -> None:
     for rule in family.rules:
         assert set(rule.shape) <= set(DIMENSIONS) and set(rule.when) <= set(CONDITIONS)
     known = ModelArgs.__dataclass_fields__
-    assert set(family.needs) <= set(known) and {field.arg for field in family.fields} <= set(known)
+    assert set(family.needs) <= {*known, *arguments().changes} and {
+        field.arg for field in family.fields
+    } <= set(known)
     assert all(field.default is not REQUIRED for field in family.fields if field.hf.startswith("tie"))
     keys = [(rule.core, rule.when) for rule in family.rules]
     assert len(set(keys)) == len(keys)

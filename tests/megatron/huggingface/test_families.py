@@ -34,7 +34,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated
 
 # Those with the parameters of another family, of a Llama mostly.
 ONLY_A_CONFIG_TELLS = ("phi3", "smollm3", "ernie4_5", "glm_whole", "helium", "cwm", "internlm3", "iquestcoder",
-                       "exaone", "persimmon_plain", "gpt_bigcode_heads", "ministral_alike")  # fmt: skip
+                       "exaone", "persimmon_plain", "gpt_bigcode_heads", "ministral_alike", "glm4_moe_lite",
+                       "olmoe", "dots1", "exaone_moe", "hy_v3", "solar_open", "sarvam_m")  # fmt: skip
 
 
 @dataclass
