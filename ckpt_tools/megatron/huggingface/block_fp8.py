@@ -25,7 +25,7 @@ from ckpt_tools.model.target import InlineTensor, Source, TargetTensor
 BLOCK = (128, 128)
 UE8M0 = "ue8m0"
 _LINEAR = re.compile(
-    r"(?:^|\.)layers\.\d+\.(?:self_attn|mlp|block_sparse_moe)\.(?:\w+\.)*(?:\w+_proj|\w+_proj_with_mqa|w[123])\.weight"
+    r"(?:^|\.)layers\.\d+\.(?:self_attn|mlp|block_sparse_moe)\.(?:\w+\.)*(?:\w+_proj|\w+_proj_with_mqa|w[123]|c_fc)\.weight"
 )
 _IN_A_LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.\d+\.")
 _NEVER = re.compile(
