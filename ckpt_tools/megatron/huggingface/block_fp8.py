@@ -26,7 +26,7 @@ BLOCK = (128, 128)
 UE8M0 = "ue8m0"
 LINEAR = re.compile(
     r"(?:^|\.)layers\.\d+\.(?:self_attn|mlp|block_sparse_moe)\.(?:\w+\.)*"
-    r"(?:(?!weights_proj)\w+_proj|\w+_proj_with_mqa|w[123]|(?<=indexer\.)(?:wq_b|wk))\.weight"
+    r"(?:(?!weights_proj)\w+_proj|\w+_proj_with_mqa|w[123]|c_fc|(?<=indexer\.)(?:wq_b|wk))\.weight"
 )  # of an indexer, the linear that weighs its heads is never quantized
 _IN_A_LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.\d+\.")
 _NEVER = re.compile(

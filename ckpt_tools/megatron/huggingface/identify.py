@@ -55,7 +55,7 @@ WITHOUT_MODULES = {  # of megatron-core 0.16.1, by model_type
     "codegen": BESIDE,
     "cohere": BESIDE,
     "cohere2": BESIDE,
-    "falcon": BESIDE,
+    "falcon": f"{BESIDE}, or {ALIBI}",
     "bloom": ALIBI,
     "mpt": ALIBI,
     "opt": FROM_TWO,

@@ -215,21 +215,25 @@ def _qkv_rows(model: ModelArgs, pairs: bool = False) -> list[tuple[int, int, int
         rows.append((2, first + (queries + 1) * dim, group * dim, dim))
     if model.rotary_interleaved == pairs:
         return rows
-    half = (
-        (dim if model.rotary_percent >= 1 else int(dim * model.rotary_percent)) + 1
-    ) // 2  # pairs of a head
+    half = _rotary_pairs(model)
 
     def turned(row: int) -> int:
-        """The row of the other order that is this row of a head."""
-        if row >= 2 * half:
-            return row
+        """The row of the other order that is this rotated row of a head."""
         return row % half * 2 + row // half if pairs else row // 2 + row % 2 * half
 
-    return [
-        (which, core + r, hf + (r // dim * dim + turned(r % dim) if which < 2 else r), 1)
-        for which, core, hf, count in rows
-        for r in range(count)
-    ]
+    found = [one for one in rows if one[0] == 2]
+    for which, core, hf, count in (one for one in rows if one[0] < 2):
+        for head in range(0, count, dim):
+            found += [(which, core + head + r, hf + head + turned(r), 1) for r in range(min(2 * half, dim))]
+            if 2 * half < dim:  # the rest of the head lies alike
+                found.append((which, core + head + 2 * half, hf + head + 2 * half, dim - 2 * half))
+    return found
+
+
+def _rotary_pairs(model: ModelArgs) -> int:
+    """Pairs of rows of a head that are rotated; an odd number of rotated rows has the next one to it."""
+    dim, part = model.kv_channels, model.rotary_percent
+    return ((dim if part >= 1 else int(dim * part)) + 1) // 2
 
 
 LAYOUTS: dict[str, tuple[int, Callable[[Shape, ModelArgs], Layout]]] = {  # with the number of HF tensors

@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ckpt_tools.megatron.huggingface.block_fp8 import BlockFp8, quantized_tensors
 from ckpt_tools.megatron.huggingface.config import read_config
 from ckpt_tools.megatron.huggingface.families import FAMILIES
 from ckpt_tools.megatron.huggingface.identify import detect_family, family_of_config
 from ckpt_tools.megatron.huggingface.model_args import read_model_args
 from ckpt_tools.megatron.huggingface.targets import export_targets
+from ckpt_tools.model.catalog import Catalog
 from tests.megatron.huggingface.materialise import materialise, specs
 from tests.megatron.huggingface.test_targets import BASE, DEEPSEEK, LLAMA, directory, imported, problems
 
@@ -139,6 +141,24 @@ def test_nemotron_of_bridge() -> None:
     exported = export_targets(specs(megatron), bridge)
     assert exported.family.name == "nemotron" and not exported.offsets
     assert {key: exported.config[key] for key in NEMOTRON} == NEMOTRON
+
+
+@pytest.mark.parametrize(
+    "config", [STARCODER2, NEMOTRON, GLM, STABLELM, PERSIMMON], ids=lambda one: one["model_type"]
+)
+def test_all_linears_of_a_layer_are_quantized_or_none(config: dict[str, Any]) -> None:
+    tensors, family = directory(config), FAMILIES[config["model_type"]]
+    found, megatron = imported(config, tensors)
+    targets, nothing = export_targets(specs(megatron), found.args).tensors, Catalog("", {}, {})
+    if config is PERSIMMON:  # under names that no quantized model has
+        text = problems(lambda: quantized_tensors(targets, nothing, family, BlockFp8()))
+        assert "no PersimmonForCausalLM is published so" in text
+        return
+    quantized = quantized_tensors(targets, nothing, family, BlockFp8())
+    assert quantized.count == sum(".layers." in name and array.ndim == 2 for name, array in tensors.items())
+    assert quantized.settings["modules_to_not_convert"] == (
+        ["lm_head"] if "lm_head.weight" in tensors else []
+    )
 
 
 def test_heads_and_first_segments_of_other_names() -> None:
