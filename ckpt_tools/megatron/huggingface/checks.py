@@ -14,7 +14,7 @@ from ckpt_tools.megatron.huggingface.rope_args import (
     RELEASED_GPT_OSS_SCALING,
     TRAINED_LLAMA3_FACTOR,
 )
-from ckpt_tools.megatron.huggingface.rules import Family, Pair
+from ckpt_tools.megatron.huggingface.rules import Family, Pair, allows
 from ckpt_tools.model.views import Shape
 
 PART = (
@@ -61,11 +61,11 @@ def not_of_family(family: Family, model: ModelArgs, reference: Mapping[str, Any]
     problems = [
         f"{name} is {getattr(model, name)!r}; {family.architecture} is {needed!r}"
         for name, needed in family.needs.items()
-        if name in ModelArgs.__dataclass_fields__ and getattr(model, name) != needed
+        if name in ModelArgs.__dataclass_fields__ and not allows(needed, getattr(model, name))
     ]
     told = in_v4_form(reference or {})
     lacking = [one.hf for one in family.fields
-               if one.wins == "either" and getattr(model, one.arg) is None and one.hf not in told]  # fmt: skip
+               if one.wins == "either" and model.setting(one.arg) is None and one.hf not in told]  # fmt: skip
     if lacking:
         problems.append(f"only a reference config tells {', '.join(lacking)}; pass --hf-config")
     if 0 in model.sliding_layers and not any(one.arg == "sliding_layers" for one in family.fields):

@@ -6,8 +6,8 @@ differ between versions and from each other. `ModelArgs` uses Megatron's own nam
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from math import isclose
 from typing import Any, NamedTuple
 
@@ -106,6 +106,7 @@ class ModelArgs:
     qk_pos_emb_head_dim: int = 0
     v_head_dim: int = 0
     mtp_num_layers: int = 0
+    own: Mapping[str, Any] = field(default_factory=dict)  # arguments that only a rule file knows (`settings`)
 
     @property
     def true_vocab_size(self) -> int:
@@ -120,6 +121,10 @@ class ModelArgs:
 
     def is_moe(self, layer: int) -> bool:
         return bool(self.moe_layers and self.moe_layers[layer])
+
+    def setting(self, name: str) -> Any:
+        """A field, or an argument that only a rule file knows."""
+        return getattr(self, name) if name in ModelArgs.__dataclass_fields__ else self.own.get(name)
 
 
 @bounded("the checkpoint's args")
@@ -144,6 +149,17 @@ def read_model_args(args: Mapping[str, Any]) -> ModelArgs:
         **_experts(args),
         **_latent_attention(args),
     )
+
+
+def with_own_settings(model: ModelArgs, names: Iterable[str], args: Mapping[str, Any]) -> ModelArgs:
+    """The model with the arguments that its family's rule file names."""
+    args = flat_args(args)
+    return replace(model, own={name: frozen(args.get(name)) for name in names})
+
+
+def frozen(value: Any) -> Any:
+    """A value with tuples for lists."""
+    return tuple(map(frozen, value)) if isinstance(value, list | tuple) else value
 
 
 def _sizes(args: Mapping[str, Any]) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from ckpt_tools.megatron.huggingface.config import (
 from ckpt_tools.megatron.huggingface.families import FAMILIES
 from ckpt_tools.megatron.huggingface.identify import detect_family, family_of_config
 from ckpt_tools.megatron.huggingface.ledger import account_for_settings, demanded_args
-from ckpt_tools.megatron.huggingface.model_args import ModelArgs, read_model_args
+from ckpt_tools.megatron.huggingface.model_args import ModelArgs, read_model_args, with_own_settings
 from ckpt_tools.megatron.huggingface.rules import Family, Pair, expand
 from ckpt_tools.megatron.huggingface.written_args import megatron_args
 from ckpt_tools.model.target import Source, TargetTensor
@@ -109,6 +109,8 @@ def export_targets(
     model = read_model_args(args) if args is not None else None
     told = vocab_size or (model.vocab_size if model is not None else None)
     family = detect_family(parameters, model, reference, families)
+    if model is not None and args is not None:
+        model = with_own_settings(model, family.settings, args)
     settings = account_for_settings(family, model, args, None if reference is None else in_v4_form(reference))
     if reference is not None:
         model = read_config(family, reference) if model is None else reconcile(family, model, reference)
@@ -215,13 +217,15 @@ def import_targets(
     model = replace(model, padded_vocab_size=rows)
     prefix = _prefix(family, tensors)
     notes = (*settings, *import_notes(family, model))
-    if model.mtp_num_layers and f"model.layers.{model.num_layers}.eh_proj.weight" not in tensors:
+    pairs = expand(family, model, tensors)
+    of_mtp = [prefix(name) for pair in pairs if "{m}" in pair.rule.core for name in pair.hf]
+    if model.mtp_num_layers and not any(name in tensors for name in of_mtp):
         model = replace(model, mtp_num_layers=0)
+        pairs = expand(family, model, tensors)
         notes = (
             *notes,
             "config.json names prediction layers (MTP), the files hold none; Megatron's args name none then",
         )
-    pairs = expand(family, model, tensors)
     wanted = {
         prefix(name): shape.shape for pair in pairs for name, shape in zip(pair.hf, pair.tensors, strict=True)
     }
@@ -332,20 +336,26 @@ class Prefix(NamedTuple):
 
 
 def _prefix(family: Family, tensors: Iterable[str]) -> Prefix:
-    first = {name.split(".")[0] + "." for rule in family.rules for name in rule.hf} - {"lm_head."}
+    names = {name for rule in family.rules for name in rule.hf} - {_tensor_of(family, HEAD)}
+    first = {name.split(".")[0] + "." for name in names}
     there = {name.split(".")[0] + "." for name in tensors}
     return Prefix("".join(first) if len(first) == 1 and not first & there else "")
+
+
+def _tensor_of(family: Family, core: str) -> str:
+    """The tensor that is a parameter; a class without a head of its own may have stored one."""
+    return next((rule.hf[0] for rule in family.rules if rule.core == core), "lm_head.weight")
 
 
 def _without_content(
     family: Family, model: ModelArgs, extra: Iterable[str], prefix: Prefix
 ) -> tuple[tuple[tuple[str, str], ...], list[str]]:
     """Pairs to prove equal, and all extra tensors that carry nothing of their own."""
-    embedding = prefix(next(rule.hf[0] for rule in family.rules if rule.core == EMBEDDING))
-    same = {"lm_head.weight": embedding} if model.tied else {}
+    embedding, head = prefix(_tensor_of(family, EMBEDDING)), _tensor_of(family, HEAD)
+    same = {head: embedding} if model.tied else {}
     for m in range(model.mtp_num_layers):
         for core, name in family.copies:
-            original = embedding if core == EMBEDDING or model.tied else "lm_head.weight"
+            original = embedding if core == EMBEDDING or model.tied else head
             same[prefix(name.replace("{n}", str(model.num_layers + m)))] = original
     extra = sorted(extra)
     equal = tuple((same[name], name) for name in extra if name in same)
