@@ -119,7 +119,7 @@ def _convert_to(to: Format, source: str, output: str, given: dict[str, Any]) -> 
         outcomes = convert_iterations(
             source,
             output,
-            to,
+            (to, "dcp") if given["keep_plain"] else (to,),  # a plain state dict stays one
             given["overwrite"],
             lambda number, tracker: run(source, output, number, tracker, progress),
         )

@@ -183,7 +183,7 @@ class Watcher:
             return (Path(self.output) / self._report_name(number)).exists()
         if "://" not in self.output and partial_of(Path(self.output) / f"iter_{number:07d}").exists():
             return False  # killed before its tracker was written
-        return any(is_there(self.output, number, kind) for kind in self.action.kinds)
+        return is_there(self.output, number, *self.action.kinds)
 
     def _attend(self, number: int, name: str, hand: Hand) -> None:
         """One iteration that is not done."""

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed import checkpoint as dcp
 
 from ckpt_tools.cli.app import run
 from tests.cli.test_convert import ITERATION, LLAMA
@@ -349,6 +351,23 @@ def test_what_is_converted_already_stays_and_the_tracker_with_it(tmp_path, capsy
     inode = (out / "iter_0000004").stat().st_ino
     assert convert(source, out, "--iteration", "all", "--overwrite") == 0
     assert (out / "iter_0000004").stat().st_ino != inode
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+def test_plain_state_dicts_that_are_laid_out_already_are_passed_over_too(tmp_path, capsys):
+    """Without --to they stay what they are, and are looked for as that."""
+    source = tmp_path / "in"
+    for number in (2, 4):
+        dcp.save(
+            {"model": {"w": torch.ones(8, 3)}}, checkpoint_id=source / f"iter_{number:07d}", no_dist=True
+        )
+    (source / TRACKER).write_text("4")
+    words = [source, tmp_path / "out", "--iteration", "all", "--world-size", "2", "--json"]
+    for done, there in (([2, 4], []), ([], [2, 4])):
+        assert convert(*words) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert [r["iteration"] for r in report["iterations"]] == done
+        assert report["already_there"] == there
 
 
 def test_a_foreign_folder_in_the_output_is_a_failure(tmp_path, capsys):

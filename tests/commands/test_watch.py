@@ -28,6 +28,7 @@ from ckpt_tools.commands.watch_state import FOLDER, STATE, WatchFolder
 from ckpt_tools.errors import Terminated, UnsupportedCheckpointError, UsageError
 from ckpt_tools.formats.detect import BRIDGE_TRACKER, TRACKER
 from tests.conftest import DATA, REPO
+from tests.formats.test_verl import first_layout
 
 LLAMA = DATA / "core019_llama_tp2_fully_reshardable"
 FIRST = LLAMA / "iter_0000002"
@@ -329,6 +330,17 @@ def test_models_of_every_iteration(tmp_path: Path) -> None:
     assert watched.made() == ["iter_0000002", "iter_0000010"]
     assert not (watched.out / TRACKER).exists()
     assert (watched.out / "iter_0000010" / "config.json").exists()
+
+
+def test_a_run_of_verl(tmp_path: Path, clock: Callable[[float], None]) -> None:
+    """Its steps lie in folders of other names, with the checkpoint further inside; outputs are Megatron's."""
+    watched = Watched(tmp_path)
+    first_layout(watched.run, 2, 10)
+    assert watched.look(Ended(7, None, "no disk", 0.1)) == (7, ["failed 2", "done 10"])
+    clock(60)
+    assert watched.look() == (0, ["done 2"])
+    assert watched.made() == ["iter_0000002", "iter_0000010"]
+    assert (watched.out / TRACKER).read_text() == "10"
 
 
 def test_what_cannot_be_watched(tmp_path: Path) -> None:
