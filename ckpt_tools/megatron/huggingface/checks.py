@@ -87,18 +87,18 @@ def spellings(
     spelled: dict[str, str] = {}
     used: set[str] = set()
     for pair in pairs:
-        for name in pair.core:
+        for name, shape in zip(pair.core, pair.shapes, strict=True):
             found = [one for one in (name, *pair.also) if one in parameters]
             used.update(found)
             if not found:
-                problems.append(f"{name} {list(pair.shape)} is missing")
+                problems.append(f"{name} {list(shape)} is missing")
                 continue
             if len(found) > 1:
                 problems.append(f"{' and '.join(found)} are two names of one parameter")
-            if parameters[found[0]].shape != pair.shape:
+            if parameters[found[0]].shape != shape:
                 problems.append(
                     f"{found[0]} has shape {list(parameters[found[0]].shape)}, "
-                    f"its settings ask for {list(pair.shape)}"
+                    f"its settings ask for {list(shape)}"
                 )
             spelled[name] = found[0]
     return spelled, [name for name in parameters if name not in used]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ckpt_tools.megatron.huggingface import config_fields as fields
 from ckpt_tools.megatron.huggingface import rule_tables as rules
+from ckpt_tools.megatron.huggingface.families_hyb import HYBRIDS
 from ckpt_tools.megatron.huggingface.rules import Family
 
 INV_FREQ = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
@@ -105,5 +106,6 @@ KNOWN = (
                "position_embedding_type": "learned_absolute", "add_bias_linear": True,
                "multi_latent_attention": False},
            ignored=(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",)),
+    *HYBRIDS,
 )  # fmt: skip
 FAMILIES = {family.name: family for family in KNOWN}

@@ -14,7 +14,6 @@ from ckpt_tools.megatron.huggingface.rules import Family
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 ARCHITECTURES_WITHOUT_RULES = {
     "mixer.": "Mamba or Nemotron-H layers",
-    "self_attention.in_proj.": "gated delta net layers (Qwen3-Next)",
     "vision_model.": "a vision tower",
 }
 NORM_OVER_HEADS = "queries and keys are normalized over all heads at once"
@@ -104,6 +103,7 @@ def _by_kinds(kinds: set[str], model: ModelArgs | None) -> str:
     wide = model is not None and model.num_attention_heads * model.kv_channels != model.hidden_size
     mistral = model is not None and model.sliding_window is not None
     known = (
+        (has(".self_attention.in_proj."), "qwen3_next"),
         (has(".linear_kv_down_proj."), "deepseek_v3" if has(".router.expert_bias") else "deepseek_v2"),
         (has(".router.expert_bias"), "glm4_moe"),
         (has(".softmax_offset"), "gpt_oss"),

@@ -20,7 +20,7 @@ from ckpt_tools.megatron.huggingface.rules import Family
 MAX_VALUE_CHARS = 60
 MEGATRON_NAMES = {"activation_clamp": "activation_func_clamp_value", "rotary_base_local": "the local rotary_base",
                   "sliding_window": "window_size", "sliding_pattern": "interleaved_attn_pattern",
-                  "no_rope_layers": "no_rope_freq",
+                  "no_rope_layers": "no_rope_freq", "linear_layers": "linear_attention_freq",
                   "query_pre_attn_scalar": "softmax_scale, as 1 / its square,"}  # fmt: skip
 
 
@@ -141,6 +141,9 @@ def uncarried(family: Family, model: ModelArgs) -> list[str]:
         ),
         "attn_logit_softcapping": (None,),
         "final_logit_softcapping": (None,),
+        "attention_output_gate": (False,),
+        "linear_layers": ((),),
+        "moe_latent_size": (None,),
     }
     return [
         f"{MEGATRON_NAMES.get(name, name)} is {short(getattr(model, name))}; {family.architecture} has {values[0]!r} "

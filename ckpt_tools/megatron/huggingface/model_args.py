@@ -20,6 +20,7 @@ from ckpt_tools.megatron.huggingface.layer_patterns import (
     window_of,
 )
 from ckpt_tools.megatron.huggingface.numbers import bounded
+from ckpt_tools.megatron.huggingface.recurrent_args import read_recurrent
 from ckpt_tools.megatron.huggingface.rope_args import RopeScaling, rope_scaling, rotary_bases
 
 
@@ -106,6 +107,19 @@ class ModelArgs:
     qk_pos_emb_head_dim: int = 0
     v_head_dim: int = 0
     mtp_num_layers: int = 0
+    attention_output_gate: bool = False
+    linear_layers: tuple[int, ...] = ()  # 1 for gated delta nets; () for none
+    linear_conv_kernel_dim: int = 0
+    linear_key_head_dim: int = 0
+    linear_value_head_dim: int = 0
+    linear_num_key_heads: int = 0
+    linear_num_value_heads: int = 0
+    hybrid_pattern: str = ""  # kinds of layers of a HybridModel: M, *, - or E; "" for a GPT model
+    mamba_state_dim: int = 0
+    mamba_head_dim: int = 0
+    mamba_num_groups: int = 0
+    mamba_num_heads: int = 0
+    moe_latent_size: int | None = None
 
     @property
     def true_vocab_size(self) -> int:
@@ -120,6 +134,12 @@ class ModelArgs:
 
     def is_moe(self, layer: int) -> bool:
         return bool(self.moe_layers and self.moe_layers[layer])
+
+    def kind(self, layer: int) -> str:
+        """What a layer is or attends with: attention (*), a gated delta net (G), or of a pattern M, - or E."""
+        if self.hybrid_pattern:
+            return self.hybrid_pattern[layer]
+        return "G" if self.linear_layers and self.linear_layers[layer] else "*"
 
 
 @bounded("the checkpoint's args")
@@ -143,6 +163,7 @@ def read_model_args(args: Mapping[str, Any]) -> ModelArgs:
         **_softcaps_and_training(args),
         **_experts(args),
         **_latent_attention(args),
+        **read_recurrent(args),
     )
 
 

@@ -178,7 +178,7 @@ def _rules(
 ) -> tuple[Rule, ...]:
     without = _texts(data.get("without", []), "$.without", problems)
     taken = _plain_attention(base.rules) if _drops_latent_attention(base, needs) else base.rules
-    rules = {(rule.core, rule.when): rule for rule in taken}
+    rules = {(rule.core, rule.when, rule.parts): rule for rule in taken}
     cores = {rule.core for rule in base.rules}
     problems += [f"no rule for {core!r} to leave out @ $.without[{i}]"
                  for i, core in enumerate(without) if core not in cores]  # fmt: skip

@@ -65,7 +65,7 @@ class Exported:
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """Megatron parameters made from a Hugging Face directory, one per layer and expert.
+    """Megatron parameters made from a Hugging Face directory, one per layer and expert; `offsets` as of an export.
 
     Views of `tensors` see a source tensor named in `shapes` with that shape instead of its header's.
     """
@@ -74,6 +74,7 @@ class Imported:
     tensors: tuple[TargetTensor, ...]
     args: Mapping[str, Any]
     shapes: Mapping[str, Shape] = field(default_factory=dict)
+    offsets: Mapping[str, float] = field(default_factory=dict)
     equal: tuple[tuple[str, str], ...] = ()
     dropped: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -120,9 +121,8 @@ def export_targets(
         if one.shape != one.seen
     }
     offsets: dict[str, float] = {}
-    if model.zero_centered_gamma != family.plus_one:
-        norms = [key for pair in pairs if pair.rule.norm for key in pair.hf]
-        offsets = dict.fromkeys(norms, 1.0 if model.zero_centered_gamma else -1.0)
+    for pair in pairs:
+        offsets |= dict.fromkeys(pair.hf, step) if (step := _offset(family, model, pair)) else {}
     if mtp_copies:
         tensors += _copies(family, model, tensors)
     model = replace(model, params_dtype=_bulk_dtype(tensors))
@@ -197,12 +197,13 @@ def import_targets(
     model = replace(model, padded_vocab_size=rows)
     prefix = _prefix(family, tensors)
     notes = (*settings, *import_notes(family, model))
-    if model.mtp_num_layers and f"model.layers.{model.num_layers}.eh_proj.weight" not in tensors:
-        model = replace(model, mtp_num_layers=0)
+    layers = _prediction_layers(family, model, tensors)
+    if model.mtp_num_layers and not layers:
         notes = (
             *notes,
             "config.json names prediction layers (MTP), the files hold none; Megatron's args name none then",
         )
+    model = replace(model, mtp_num_layers=layers)
     pairs = expand(family, model, tensors)
     wanted = {
         prefix(name): shape.shape for pair in pairs for name, shape in zip(pair.hf, pair.tensors, strict=True)
@@ -224,7 +225,27 @@ def import_targets(
         for name, shape in zip(pair.hf, pair.tensors, strict=True)
         if shape.seen != shape.shape
     }
-    return Imported(family, tuple(made), args, shapes, equal, tuple(ignored), notes)
+    offsets = {
+        name: -step for pair in pairs if (step := _offset(family, model, pair)) for name in pair.core
+    }
+    return Imported(family, tuple(made), args, shapes, offsets, equal, tuple(ignored), notes)
+
+
+def _offset(family: Family, model: ModelArgs, pair: Pair) -> float:
+    """What is to be added to a norm of the Megatron side that the other side's class takes otherwise."""
+    plus_one = family.plus_one and not pair.rule.plain
+    if not pair.rule.norm or model.zero_centered_gamma == plus_one:
+        return 0.0
+    return 1.0 if model.zero_centered_gamma else -1.0
+
+
+def _prediction_layers(family: Family, model: ModelArgs, tensors: Iterable[str]) -> int:
+    """How many prediction layers (MTP) there are: as config.json says, if any are there; else those there are."""
+    name = next((rule.hf[0] for rule in family.rules if rule.core == "mtp.layers.{m}.eh_proj.weight"), None)
+    if name is None or name.replace("{n}", str(model.num_layers)) not in tensors:
+        return 0
+    said = any(one.arg == "mtp_num_layers" for one in family.fields)
+    return model.mtp_num_layers if said else 1
 
 
 def _misfits(tensors: Mapping[str, Spec], wanted: Mapping[str, Shape]) -> Iterator[str]:
@@ -252,7 +273,7 @@ def _export_pair(
     stored = {parameters[spelled[name]].dtype for name in pair.core}
     if len(stored) > 1:
         raise MappingError(
-            f"{pair.core[0]} and its fellow experts are stored as {' and '.join(sorted(stored))}"
+            f"{pair.core[0]} and what is one tensor with it are stored as {' and '.join(sorted(stored))}"
         )
     sources: list[list[Source]] = [[] for _ in pair.hf]
     for name, layout in zip(pair.core, pair.layouts, strict=True):
@@ -278,13 +299,13 @@ def _import_pair(
     stored = {tensors[name].dtype for name in hf}
     if len(stored) > 1:
         raise MappingError(f"{' and '.join(hf)} become one parameter, but are {' and '.join(sorted(stored))}")
-    for name, layout in zip(pair.core, pair.layouts, strict=True):
+    for name, shape, layout in zip(pair.core, pair.shapes, pair.layouts, strict=True):
         yield TargetTensor(
             name,
             pair.rule.dtype or dtype or next(iter(stored)),
-            pair.shape,
-            tuple(Source(hf[link.hf], link.to_core(pair.shape)) for link in layout.links),
-            zero_filled=pair.rule.layout == "vocab" and pair.shape[0] > model.true_vocab_size,
+            shape,
+            tuple(Source(hf[link.hf], link.to_core(shape)) for link in layout.links),
+            zero_filled=pair.rule.layout == "vocab" and shape[0] > model.true_vocab_size,
         )
 
 
@@ -308,7 +329,7 @@ class Prefix(NamedTuple):
 
 
 def _prefix(family: Family, tensors: Iterable[str]) -> Prefix:
-    first = {name.split(".")[0] + "." for rule in family.rules for name in rule.hf} - {"lm_head."}
+    first = {name.split(".")[0] + "." for rule in family.rules for name in rule.hf} - {"lm_head.", "mtp."}
     there = {name.split(".")[0] + "." for name in tensors}
     return Prefix("".join(first) if len(first) == 1 and not first & there else "")
 

@@ -58,6 +58,15 @@ GPT_OSS = {
     "rope_scaling": {**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
     "rope_theta": 150000.0,
 }
+LINEAR = {
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "linear_conv_kernel_dim": 3,
+    "linear_key_head_dim": 5,
+    "linear_value_head_dim": 7,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+}
 GEMMA = {**BASE, **HEAD, "tie_word_embeddings": True}
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -102,6 +111,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("GemmaConfig", {**GEMMA}),
     "gemma2": ("Gemma2Config", {**GEMMA, "sliding_window": 8, "query_pre_attn_scalar": 10}),
     "gemma3": ("Gemma3TextConfig", {**GEMMA, "sliding_window": 8, "query_pre_attn_scalar": 10}),
+    "qwen3_next": ("Qwen3NextConfig", {**BASE, **LINEAR, **MOE, "shared_expert_intermediate_size": 22}),
+    "qwen3_next_dense": ("Qwen3NextConfig", {**BASE, **LINEAR, **MOE, "shared_expert_intermediate_size": 22,
+                                             "layer_types": ["full_attention", "linear_attention"] * 2,
+                                             "mlp_only_layers": [0, 1], "norm_topk_prob": False}),
     "gpt2": ("GPT2Config", {"vocab_size": 97, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 40,
                             "n_inner": 50, "bos_token_id": 1, "eos_token_id": 2}),
     "gpt2_gelu": ("GPT2Config", {"vocab_size": 97, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 40,
@@ -109,6 +122,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3_one_expert": ("DeepseekV3Config", {**BASE, **MLA, "num_experts_per_tok": 1,
                                                     "norm_topk_prob": False}),
 }  # fmt: skip
+
+PLUS_ONE = ("gemma", "qwen3_next", "qwen3_5")  # whose norms compute with 1 + weight
 
 
 def eager() -> dict[str, str]:
@@ -134,7 +149,7 @@ def make_model(name: str, seed: int = 0) -> Any:
             continue
         noise = torch.randn(tensor.shape, generator=generator)
         scale, base = (0.2, 1.0) if "norm" in key or ".ln_" in key else (0.15, 0.0)
-        if "gemma" in name and "norm" in key:
+        if "norm" in key and name.startswith(PLUS_ONE) and not key.endswith("linear_attn.norm.weight"):
             base = 0.0
         tensor.copy_(base + scale * noise)
     return model.eval()

@@ -1,0 +1,122 @@
+"""Families whose layers are not all attention: rules, config fields, and what a model must be to belong to one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ckpt_tools.megatron.huggingface import config_fields as fields
+from ckpt_tools.megatron.huggingface import hybrid_values as kinds
+from ckpt_tools.megatron.huggingface import rule_tables as rules
+from ckpt_tools.megatron.huggingface.config_fields import Field, _defaults
+from ckpt_tools.megatron.huggingface.rule_tables import ATTENTION, MTP, H, P
+from ckpt_tools.megatron.huggingface.rules import Family, Rule
+
+NET = H + "linear_attn."
+KEYS = (("query", "delta_key"), ("key", "delta_key"), ("value", "delta_value"))
+GATED_ATTENTION = (
+    rules.norm(rules.QKV_NORM, H + "input_layernorm", "attention", also=(rules.INPUT_NORM,)),
+    Rule(ATTENTION + "linear_qkv.weight", tuple(f"{H}self_attn.{x}_proj.weight" for x in "qkv"), "qkv_gate",
+         ("qkv_gate", "hidden"), ("attention",)),
+    rules.linear(ATTENTION + "linear_proj", H + "self_attn.o_proj", ("hidden", "query"), "attention"),
+    *(replace(one, when=("attention",)) for one in rules.QK_NORM),
+)  # fmt: skip
+DELTA_NET = (
+    rules.norm(ATTENTION + "in_proj.layer_norm_weight", H + "input_layernorm", "delta_net",
+               also=(rules.INPUT_NORM,)),
+    Rule(ATTENTION + "conv1d.weight.{p}", (NET + "conv1d.weight",), "rows", ("one", "delta_kernel"),
+         ("delta_net",), parts=KEYS),
+    Rule(ATTENTION + "A_log", (NET + "A_log",), "same", ("delta_heads",), ("delta_net",)),
+    Rule(ATTENTION + "dt_bias", (NET + "dt_bias",), "same", ("delta_heads",), ("delta_net",)),
+    replace(rules.norm(ATTENTION + "out_norm.weight", NET + "norm", "delta_net", size="delta_head_dim"),
+            plain=True),
+    rules.linear(ATTENTION + "out_proj", NET + "out_proj", ("hidden", "delta_value"), "delta_net"),
+)  # fmt: skip
+
+
+def projection(hf: str, layout: str, parts: tuple[tuple[str, str], ...]) -> Rule:
+    """Some parts of a gated delta net's input projection."""
+    return Rule(ATTENTION + "in_proj.weight.{p}", (NET + hf + ".weight",), layout, ("hidden",), ("delta_net",),
+                parts=parts)  # fmt: skip
+
+
+IN_TURNS = (  # Qwen3-Next: what belongs to one key head stands together
+    projection("in_proj_qkvz", "rows_by_key_head", (*KEYS, ("z", "delta_value"))),
+    projection("in_proj_ba", "rows_by_key_head", (("beta", "delta_heads"), ("alpha", "delta_heads"))),
+)
+APART = (  # Qwen3.5
+    projection("in_proj_qkv", "rows", KEYS),
+    projection("in_proj_z", "rows", (("z", "delta_value"),)),
+    projection("in_proj_b", "rows", (("beta", "delta_heads"),)),
+    projection("in_proj_a", "rows", (("alpha", "delta_heads"),)),
+)
+SHARED_MOE = (*rules.moe(), *rules.shared_expert("shared_expert"), rules.SHARED_GATE)
+MTP_ENDS = (
+    rules.norm(MTP + "enorm.weight", "mtp.pre_fc_norm_embedding"),
+    rules.norm(MTP + "hnorm.weight", "mtp.pre_fc_norm_hidden"),
+    rules.linear(MTP + "eh_proj", "mtp.fc", ("hidden", "hidden2")),
+    rules.norm(MTP + "final_layernorm.weight", "mtp.norm"),
+)
+
+
+def in_mtp(rule: Rule) -> Rule:
+    """A decoder layer's rule for the layer inside the multi-token prediction module of a Qwen."""
+    made = rules.in_mtp(rule)
+    names = tuple(name.replace(H, "mtp.layers.{m}.") for name in rule.hf)
+    return replace(made, hf=names, fused=rule.fused and rule.fused.replace(H, "mtp.layers.{m}."))
+
+
+def qwen(*layer: Rule) -> tuple[Rule, ...]:
+    """A whole model of such layers, whose prediction layers are attention."""
+    inner = [in_mtp(rule) for rule in layer if "delta_net" not in rule.when]
+    return (*rules.ends(), *layer, *MTP_ENDS, *inner)
+
+
+def net_size(name: str, default: int) -> Field:
+    """A size of gated delta nets; a model without one has the class's own in its config.json."""
+    return Field(name, name, default, lambda size, model: size or default, kinds.read_net_size)
+
+
+NET_FIELDS = (
+    Field("layer_types", "linear_layers", None, kinds.write_linear, kinds.read_linear),
+    Field("full_attention_interval", "linear_layers", kinds.TURN, kinds.write_interval, kinds.read_interval),
+    net_size("linear_conv_kernel_dim", 4),
+    net_size("linear_key_head_dim", 128),
+    net_size("linear_value_head_dim", 128),
+    net_size("linear_num_key_heads", 16),
+    net_size("linear_num_value_heads", 32),
+)
+SHARED = Field("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
+QWEN3_NEXT = _defaults(
+    (*fields.ATTENTION, fields.HEAD_DIM, fields.FFN, fields.PARTIAL_ROPE, *fields.EXPERTS, SHARED, *NET_FIELDS),
+    num_key_value_heads=2,
+    head_dim=256,
+    partial_rotary_factor=0.25,
+    norm_topk_prob=True,
+    shared_expert_intermediate_size=512,
+)
+GATED = {
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "activation": "swiglu",
+    "softmax_type": "vanilla",
+    "multi_latent_attention": False,
+    "sliding_window": None,
+    "add_bias_linear": False,
+    "add_qkv_bias": False,
+    "qk_layernorm": True,
+    "attention_output_gate": True,
+}
+SHARED_SOFTMAX = {
+    "moe_router_score_function": "softmax",
+    "moe_router_enable_expert_bias": False,
+    "moe_router_num_groups": None,
+    "moe_router_topk_scaling_factor": None,
+    "moe_shared_expert_gate": True,
+}
+FIXED = {"hidden_act": "silu", "attention_bias": False}
+
+HYBRIDS = (
+    Family("qwen3_next", "Qwen3NextForCausalLM",
+           qwen(*GATED_ATTENTION, *DELTA_NET, *IN_TURNS, *rules.MLP, *SHARED_MOE), QWEN3_NEXT, fixed=FIXED,
+           needs=GATED | SHARED_SOFTMAX, plus_one=True),
+)  # fmt: skip
