@@ -94,6 +94,34 @@ QWEN3_NEXT = _defaults(
     norm_topk_prob=True,
     shared_expert_intermediate_size=512,
 )
+# The class keeps `mtp_num_hidden_layers` without having such layers.
+MTP_LAYERS = Field("mtp_num_hidden_layers", "mtp_num_layers", 0, wins="checkpoint")
+QWEN3_5 = _defaults(
+    (*fields.ATTENTION, fields.HEAD_DIM, fields.FFN, fields.PARTIAL_ROPE, *NET_FIELDS, MTP_LAYERS),
+    num_key_value_heads=4,
+    head_dim=256,
+    partial_rotary_factor=0.25,
+)
+QWEN3_5_MOE = _defaults(
+    (
+        *fields.ATTENTION,
+        fields.HEAD_DIM,
+        fields.PARTIAL_ROPE,
+        fields.EXPERTS[0],
+        fields.TOP_K,
+        fields.EXPERTS[2],
+        SHARED,
+        *NET_FIELDS,
+        MTP_LAYERS,
+    ),
+    num_key_value_heads=2,
+    head_dim=256,
+    partial_rotary_factor=0.25,
+    num_experts=256,
+    num_experts_per_tok=8,
+    moe_intermediate_size=512,
+    shared_expert_intermediate_size=512,
+)
 GATED = {
     "normalization": "RMSNorm",
     "position_embedding_type": "rope",
@@ -119,4 +147,9 @@ HYBRIDS = (
     Family("qwen3_next", "Qwen3NextForCausalLM",
            qwen(*GATED_ATTENTION, *DELTA_NET, *IN_TURNS, *rules.MLP, *SHARED_MOE), QWEN3_NEXT, fixed=FIXED,
            needs=GATED | SHARED_SOFTMAX, plus_one=True),
+    Family("qwen3_5", "Qwen3_5ForCausalLM", qwen(*GATED_ATTENTION, *DELTA_NET, *APART, *rules.MLP), QWEN3_5,
+           "qwen3_5_text", fixed=FIXED, needs=GATED | {"num_experts": None}, plus_one=True),
+    Family("qwen3_5_moe", "Qwen3_5MoeForCausalLM", qwen(*GATED_ATTENTION, *DELTA_NET, *APART, *SHARED_MOE),
+           QWEN3_5_MOE, "qwen3_5_moe_text", fixed=FIXED,
+           needs=GATED | SHARED_SOFTMAX | {"moe_router_pre_softmax": False}, plus_one=True),
 )  # fmt: skip

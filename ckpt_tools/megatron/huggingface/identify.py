@@ -103,7 +103,7 @@ def _by_kinds(kinds: set[str], model: ModelArgs | None) -> str:
     wide = model is not None and model.num_attention_heads * model.kv_channels != model.hidden_size
     mistral = model is not None and model.sliding_window is not None
     known = (
-        (has(".self_attention.in_proj."), "qwen3_next"),
+        (has(".self_attention.in_proj."), "qwen3_next" if has(".experts.experts.") else "qwen3_5"),
         (has(".linear_kv_down_proj."), "deepseek_v3" if has(".router.expert_bias") else "deepseek_v2"),
         (has(".router.expert_bias"), "glm4_moe"),
         (has(".softmax_offset"), "gpt_oss"),

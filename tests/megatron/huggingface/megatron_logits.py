@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.megatron.huggingface.megatron_hybrids import joined_parts, with_delta_nets
+
 
 def without_gpu() -> None:
     """What megatron-core asks of a GPU, as no-ops."""
@@ -79,7 +81,7 @@ def transformer_config(args: dict[str, Any]) -> Any:
               "masked_softmax_fusion": False, "persist_layer_norm": False, "apply_rope_fusion": False,
               "bias_dropout_fusion": False, "moe_grouped_gemm": False, "use_cpu_initialization": True,
               "gradient_accumulation_fusion": False, "perform_initialization": False,
-              "activation_func": functional.silu, "gated_linear_unit": True}  # fmt: skip
+              "deterministic_mode": True, "activation_func": functional.silu, "gated_linear_unit": True}  # fmt: skip
     if args["num_experts"]:
         known |= {"moe_token_dispatcher_type": "allgather", "moe_router_load_balancing_type": "none",
                   "moe_layer_freq": args["moe_layer_freq"]}  # fmt: skip
@@ -113,7 +115,7 @@ def build(args: dict[str, Any]) -> Any:
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 
     config = transformer_config(args)
-    if config.num_moe_experts:
+    if config.num_moe_experts or args.get("linear_attention_freq"):
         spec = gpt_layer_specs.get_gpt_decoder_block_spec(
             config, use_transformer_engine=False, normalization=args["normalization"], qk_l2_norm=False
         )
@@ -122,6 +124,8 @@ def build(args: dict[str, Any]) -> Any:
             None, None, args["qk_layernorm"], args["multi_latent_attention"],
             normalization=args["normalization"],
         )  # fmt: skip
+    if args.get("linear_attention_freq"):
+        spec = with_delta_nets(spec, args)
     return GPTModel(
         config,
         spec,
@@ -143,6 +147,7 @@ def live(name: str, names: set[str]) -> str:
     name = re.sub(r"\.experts\.experts\.(\d+)\.", r".experts.local_experts.\1.", name)
     for fused, module in (
         ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+        ("self_attention.in_proj.layer_norm_", "input_layernorm."),
         ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
         ("self_attention.linear_q_up_proj.layer_norm_", "self_attention.q_layernorm."),
         ("self_attention.linear_kv_up_proj.layer_norm_", "self_attention.kv_layernorm."),
@@ -176,6 +181,7 @@ def main(folder: Path) -> None:
         else:
             own = model.state_dict()
             names = {name for name in own if not name.endswith("_extra_state")}
+            parameters = joined_parts(model, parameters)
             given = {live(name, names): torch.from_numpy(array) for name, array in parameters.items()}
             model.load_state_dict({**{k: v for k, v in own.items() if k not in names}, **given}, strict=True)
         hook(model, args)

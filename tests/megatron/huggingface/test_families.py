@@ -27,7 +27,8 @@ from safetensors.numpy import load_file, save_file  # noqa: E402  # after the sk
 transformers.utils.logging.set_verbosity(logging.ERROR)
 
 
-ONLY_A_CONFIG_TELLS = ("phi3", "smollm3", "ernie4_5")  # which have the parameters of a Llama
+# Which have the parameters of a Llama, or of a Qwen3-Next.
+ONLY_A_CONFIG_TELLS = ("phi3", "smollm3", "ernie4_5", "qwen3_5_moe")
 
 
 @dataclass
@@ -67,7 +68,10 @@ def make_case(name: str, directory: Path) -> Case:
     return Case(directory, want, config, tensors, imported, megatron, exported, again)
 
 
-@pytest.fixture(scope="module", params=sorted(CONFIGS))
+KNOWN = [name for name, (kind, _) in sorted(CONFIGS.items()) if hasattr(transformers, kind)]
+
+
+@pytest.fixture(scope="module", params=KNOWN)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     return make_case(request.param, tmp_path_factory.mktemp(request.param) / "original")
 
