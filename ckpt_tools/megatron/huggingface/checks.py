@@ -61,7 +61,7 @@ def not_of_family(family: Family, model: ModelArgs, reference: Mapping[str, Any]
     problems = [
         f"{name} is {getattr(model, name)!r}; {family.architecture} is {needed!r}"
         for name, needed in family.needs.items()
-        if name in ModelArgs.__dataclass_fields__ and getattr(model, name) != needed
+        if name in ModelArgs.__dataclass_fields__ and getattr(model, name) != needed and says_something(name, model)
     ]
     told = in_v4_form(reference or {})
     lacking = [one.hf for one in family.fields
@@ -78,6 +78,11 @@ def not_of_family(family: Family, model: ModelArgs, reference: Mapping[str, Any]
             "rotary_interleaved together with q/k norms, MLA or rotary_percent has no known Hugging Face order"
         )
     return problems
+
+
+def says_something(name: str, model: ModelArgs) -> bool:
+    """Whether a setting is about something that the model has; those of experts stand in every model's args."""
+    return not (name.startswith("moe_") and model.num_experts is None)
 
 
 def spellings(

@@ -84,7 +84,10 @@ def reconcile(family: Family, model: ModelArgs, reference: Config) -> ModelArgs:
     theirs = read_config(family, reference)
     model = replace(model, rope_scaling=(_settle_rope(model, theirs),))
     problems, taken = [], {}
+    without_experts = model.num_experts is None and theirs.num_experts is None
     for one in family.fields:
+        if without_experts and one.arg.startswith("moe_"):
+            continue  # no model is told apart by settings of what it has not
         ours, other = getattr(model, one.arg), getattr(theirs, one.arg)
         if one.wins == "reference" or (one.wins == "checkpoint" and ours is None):
             taken[one.arg] = other

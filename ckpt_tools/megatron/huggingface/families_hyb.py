@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ckpt_tools.megatron.huggingface import config_fields as fields
+from ckpt_tools.megatron.huggingface import field_values as values
 from ckpt_tools.megatron.huggingface import hybrid_values as kinds
 from ckpt_tools.megatron.huggingface import rule_tables as rules
 from ckpt_tools.megatron.huggingface.config_fields import Field, _defaults
@@ -143,6 +144,97 @@ SHARED_SOFTMAX = {
 }
 FIXED = {"hidden_act": "silu", "attention_bias": False}
 
+B = "backbone.layers.{l}."
+MIXER, BLOCK = P + "mixer.", B + "mixer."
+SCANNED = (("x", "mamba_inner"), ("B", "mamba_state"), ("C", "mamba_state"))
+MAMBA = (
+    rules.norm(MIXER + "in_proj.layer_norm_weight", B + "norm", "mamba", also=(P + "norm.weight",)),
+    Rule(MIXER + "in_proj.weight.{p}", (BLOCK + "in_proj.weight",), "rows", ("hidden",), ("mamba",),
+         parts=(("z", "mamba_inner"), *SCANNED, ("dt", "mamba_heads"))),
+    Rule(MIXER + "conv1d.weight.{p}", (BLOCK + "conv1d.weight",), "rows", ("one", "mamba_kernel"), ("mamba",),
+         parts=SCANNED),
+    Rule(MIXER + "conv1d.bias.{p}", (BLOCK + "conv1d.bias",), "rows", (), ("mamba",), parts=SCANNED),
+    *(Rule(MIXER + name, (BLOCK + name,), "same", ("mamba_heads",), ("mamba",))
+      for name in ("A_log", "D", "dt_bias")),
+    # Its norm is no module of Transformer Engine and never one of 1 + weight.
+    Rule(MIXER + "norm.weight", (BLOCK + "norm.weight",), "same", ("mamba_inner",), ("mamba",)),
+    rules.linear(MIXER + "out_proj", BLOCK + "out_proj", ("hidden", "mamba_inner"), "mamba"),
+)  # fmt: skip
+EXPERT, SHARED_EXPERT = BLOCK + "experts.{e}.", P + "mlp.shared_experts."
+NEMOTRON_H = (
+    rules.ends("backbone.embeddings")[0],
+    rules.norm("decoder.final_norm.weight", "backbone.norm_f"),
+    rules.ends()[2],
+    *MAMBA,
+    rules.norm(rules.QKV_NORM, B + "norm", "attention", also=(rules.INPUT_NORM,)),
+    Rule(ATTENTION + "linear_qkv.weight", tuple(f"{BLOCK}{x}_proj.weight" for x in "qkv"), "qkv",
+         ("qkv", "hidden"), ("attention",)),
+    rules.linear(ATTENTION + "linear_proj", BLOCK + "o_proj", ("hidden", "query"), "attention"),
+    rules.norm(rules.FC1_NORM, B + "norm", "mlp", also=(rules.MLP_NORM,)),
+    rules.linear(P + "mlp.linear_fc1", BLOCK + "up_proj", ("fc1", "hidden"), "mlp"),
+    rules.linear(P + "mlp.linear_fc2", BLOCK + "down_proj", ("hidden", "ffn"), "mlp"),
+    rules.norm(rules.MLP_NORM, B + "norm", "experts", also=(rules.FC1_NORM,)),
+    rules.linear(P + "mlp.router", BLOCK + "gate", ("experts", "hidden"), "experts"),
+    replace(rules.EXPERT_BIAS, hf=(BLOCK + "gate.e_score_correction_bias",), when=("experts",)),
+    Rule(rules.EXPERT + "linear_fc1.weight", (EXPERT + "up_proj.weight",), "same", ("moe_fc1", "latent"),
+         ("experts",), fused=BLOCK + "experts.up_proj"),
+    Rule(rules.EXPERT + "linear_fc2.weight", (EXPERT + "down_proj.weight",), "same", ("latent", "moe_ffn"),
+         ("experts",), fused=BLOCK + "experts.down_proj"),
+    rules.linear(SHARED_EXPERT + "linear_fc1", BLOCK + "shared_experts.up_proj", ("shared_fc1", "hidden"),
+                 "experts"),
+    rules.linear(SHARED_EXPERT + "linear_fc2", BLOCK + "shared_experts.down_proj", ("hidden", "shared_ffn"),
+                 "experts"),
+    rules.linear(P + "mlp.fc1_latent_proj", BLOCK + "fc1_latent_proj", ("latent", "hidden"), "experts",
+                 "latent_experts"),
+    rules.linear(P + "mlp.fc2_latent_proj", BLOCK + "fc2_latent_proj", ("hidden", "latent"), "experts",
+                 "latent_experts"),
+)  # fmt: skip
+ROUTED = (
+    *(one for one in fields.SIGMOID_ROUTED
+      if one.hf not in ("n_shared_experts", "first_k_dense_replace", "num_nextn_predict_layers")),
+    Field("moe_shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+    Field("moe_latent_size", "moe_latent_size", None),
+)  # fmt: skip
+NEMOTRON_FIELDS = _defaults(
+    (
+        *fields.SIZE,
+        fields.GROUPS,
+        fields.HEAD_DIM,
+        fields.FFN,
+        Field("layer_norm_epsilon", "layernorm_epsilon", 1e-5, values.as_float),
+        Field("hybrid_override_pattern", "hybrid_pattern", read=kinds.read_pattern, also="layers_block_type"),
+        Field("ssm_state_size", "mamba_state_dim", 128),
+        Field("mamba_num_heads", "mamba_num_heads", 128),
+        Field("mamba_head_dim", "mamba_head_dim", 64),
+        Field("n_groups", "mamba_num_groups", 8),
+        *map(kinds.of_experts, _defaults(
+            ROUTED,
+            n_routed_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=7688,
+            moe_shared_expert_intermediate_size=7688,
+            n_group=1,
+            topk_group=1,
+        )),
+    ),
+    num_hidden_layers=kinds.count_layers,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=4096,
+)  # fmt: skip
+NEMOTRON_FIXED = {
+    "mlp_hidden_act": "relu2",
+    "mamba_hidden_act": "silu",
+    "conv_kernel": 4,
+    "use_conv_bias": True,
+    "use_bias": False,
+    "mamba_proj_bias": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+}
+
 HYBRIDS = (
     Family("qwen3_next", "Qwen3NextForCausalLM",
            qwen(*GATED_ATTENTION, *DELTA_NET, *IN_TURNS, *rules.MLP, *SHARED_MOE), QWEN3_NEXT, fixed=FIXED,
@@ -152,4 +244,10 @@ HYBRIDS = (
     Family("qwen3_5_moe", "Qwen3_5MoeForCausalLM", qwen(*GATED_ATTENTION, *DELTA_NET, *APART, *SHARED_MOE),
            QWEN3_5_MOE, "qwen3_5_moe_text", fixed=FIXED,
            needs=GATED | SHARED_SOFTMAX | {"moe_router_pre_softmax": False}, plus_one=True),
+    Family("nemotron_h", "NemotronHForCausalLM", NEMOTRON_H, NEMOTRON_FIELDS, fixed=NEMOTRON_FIXED,
+           needs={"normalization": "RMSNorm", "position_embedding_type": "none", "activation": "squared_relu",
+                  "softmax_type": "vanilla", "multi_latent_attention": False, "sliding_window": None,
+                  "add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": False, "tied": False,
+                  "mtp_num_layers": 0, "moe_router_score_function": "sigmoid",
+                  "moe_router_enable_expert_bias": True, "moe_shared_expert_gate": False}),
 )  # fmt: skip

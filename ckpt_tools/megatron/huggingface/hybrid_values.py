@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from ckpt_tools.errors import MappingError
+from ckpt_tools.megatron.huggingface.config_fields import Field
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs
+from ckpt_tools.megatron.huggingface.recurrent_args import hybrid_pattern
 
 Config: TypeAlias = Mapping[str, Any]
 KINDS = {"linear_attention": 1, "full_attention": 0}
@@ -56,3 +59,43 @@ def write_interval(linear: Sequence[int], model: ModelArgs) -> int | None:
 def read_net_size(size: int, config: Config) -> int:
     """A size of gated delta nets; Megatron has none where no layer is one."""
     return size if read_interval(None, config) else 0
+
+
+# One layer of a Nemotron-H; the last two are what transformers before 5.24 wrote for the first two.
+BLOCKS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E", "mamba": "M", "attention": "*"}
+
+
+def pattern_of(config: Config) -> str:
+    """The pattern of a Nemotron-H: a text of the released models, a list of kinds of transformers 5."""
+    told = config.get("hybrid_override_pattern")
+    if told is None:
+        told = config.get("layers_block_type")
+    if isinstance(told, list | tuple):
+        strange = [kind for kind in told if not isinstance(kind, str) or kind not in BLOCKS]
+        if strange:
+            raise MappingError(f"{str(strange[0])[:60]!r} is not one of {', '.join(BLOCKS)}")
+        return "".join(BLOCKS[kind] for kind in told)
+    if not isinstance(told, str):
+        raise MappingError(f"expected a letter for each layer, found {str(told)[:60]!r}")
+    return hybrid_pattern(told)
+
+
+def read_pattern(told: Any, config: Config) -> str:
+    pattern, layers = pattern_of(config), config.get("num_hidden_layers")
+    if layers is not None and layers != len(pattern):
+        raise MappingError(f"it names {len(pattern)} layers, num_hidden_layers is {layers}")
+    return pattern
+
+
+def count_layers(config: Config) -> int:
+    return len(pattern_of(config))
+
+
+def of_experts(one: Field) -> Field:
+    """A field that says nothing where a Nemotron-H has no layer of experts; the class has a value all the same."""
+    unset = ModelArgs.__dataclass_fields__[one.arg].default
+    return replace(
+        one,
+        read=lambda value, config: one.read(value, config) if "E" in pattern_of(config) else unset,
+        write=lambda value, model: one.write(value, model) if model.num_experts else one.default,
+    )

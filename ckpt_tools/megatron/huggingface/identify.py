@@ -13,7 +13,6 @@ from ckpt_tools.megatron.huggingface.rules import Family
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 ARCHITECTURES_WITHOUT_RULES = {
-    "mixer.": "Mamba or Nemotron-H layers",
     "vision_model.": "a vision tower",
 }
 NORM_OVER_HEADS = "queries and keys are normalized over all heads at once"
@@ -103,6 +102,7 @@ def _by_kinds(kinds: set[str], model: ModelArgs | None) -> str:
     wide = model is not None and model.num_attention_heads * model.kv_channels != model.hidden_size
     mistral = model is not None and model.sliding_window is not None
     known = (
+        (has("decoder.final_norm."), "nemotron_h"),
         (has(".self_attention.in_proj."), "qwen3_next" if has(".experts.experts.") else "qwen3_5"),
         (has(".linear_kv_down_proj."), "deepseek_v3" if has(".router.expert_bias") else "deepseek_v2"),
         (has(".router.expert_bias"), "glm4_moe"),

@@ -42,6 +42,10 @@ def _mamba(args: Mapping[str, Any]) -> dict[str, Any]:
     pattern = hybrid_pattern(told) if told else ""
     if not pattern:
         return {}
+    if len(pattern) != args["num_layers"]:
+        raise MappingError(
+            f"the checkpoint's args name {args['num_layers']} layers, their hybrid pattern {len(pattern)}"
+        )
     sizes = {name: _set(args.get(name), default) for name, default in _MAMBA_SIZES.items()}
     heads = args.get("mamba_num_heads") or 2 * args["hidden_size"] // max(sizes["mamba_head_dim"], 1)
     return {"hybrid_pattern": pattern, "mamba_num_heads": heads, **sizes}

@@ -166,6 +166,7 @@ CONDITIONS: dict[str, Callable[[ModelArgs, int], bool]] = {
     "delta_net": lambda model, layer: model.kind(layer) == "G",
     "mamba": lambda model, layer: model.kind(layer) == "M",
     "mlp": lambda model, layer: model.kind(layer) == "-",
+    "experts": lambda model, layer: model.kind(layer) == "E",
     "latent_experts": lambda model, layer: model.moe_latent_size is not None,
 }
 

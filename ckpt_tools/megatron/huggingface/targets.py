@@ -158,8 +158,9 @@ def _whole(
     problems += [f"{name}: no rule of {family.name} has this parameter" for name in unused]
     if problems:
         how = "by config.json" if reference else "by its parameters; --hf-config or --rules can say otherwise"
+        of = f", a HybridModel of layers {model.hybrid_pattern!r}," if model.hybrid_pattern else ""
         raise MappingError(
-            f"the checkpoint is not a whole {family.name} model (told {how}):\n" + list_problems(problems),
+            f"the checkpoint{of} is not a whole {family.name} model (told {how}):\n" + list_problems(problems),
             problems,
         )
     return spelled, equal

@@ -21,7 +21,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.megatron.huggingface.megatron_hybrids import joined_parts, with_delta_nets
+from tests.megatron.huggingface.megatron_hybrids import (
+    hybrid_model,
+    joined_parts,
+    provide_mamba,
+    with_delta_nets,
+)
 
 
 def without_gpu() -> None:
@@ -91,7 +96,9 @@ def transformer_config(args: dict[str, Any]) -> Any:
         known |= {"activation_func": quick_gelu}
     if args.get("gated_linear_unit") and not args["swiglu"]:
         known |= {"activation_func": lambda x: functional.gelu(x, approximate="tanh")}
-    if not (args["swiglu"] or args.get("quick_geglu") or args.get("gated_linear_unit")):
+    if args["squared_relu"]:
+        known |= {"activation_func": lambda x: functional.relu(x).square(), "gated_linear_unit": False}
+    elif not (args["swiglu"] or args.get("quick_geglu") or args.get("gated_linear_unit")):
         form = (
             "tanh" if args["bias_gelu_fusion"] else "none"
         )  # what Megatron's fused kernel computes, and its plain one
@@ -115,6 +122,8 @@ def build(args: dict[str, Any]) -> Any:
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 
     config = transformer_config(args)
+    if args.get("hybrid_override_pattern"):
+        return hybrid_model(config, args)
     if config.num_moe_experts or args.get("linear_attention_freq"):
         spec = gpt_layer_specs.get_gpt_decoder_block_spec(
             config, use_transformer_engine=False, normalization=args["normalization"], qk_l2_norm=False
@@ -158,6 +167,7 @@ def live(name: str, names: set[str]) -> str:
 
 
 def main(folder: Path) -> None:
+    provide_mamba()
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import apply_factories
 

@@ -67,6 +67,22 @@ LINEAR = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 6,
 }
+NEMOTRON_H = {
+    **{key: value for key, value in BASE.items() if key != "num_hidden_layers"},
+    "head_dim": 10,
+    "hybrid_override_pattern": "M-*M",
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 5,
+    "n_groups": 2,
+    "ssm_state_size": 7,
+}
+NEMOTRON_MOE = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 18,
+    "moe_shared_expert_intermediate_size": 22,
+    "routed_scaling_factor": 2.5,
+}
 GEMMA = {**BASE, **HEAD, "tie_word_embeddings": True}
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -119,6 +135,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_tied": ("Qwen3_5TextConfig", {**BASE, **LINEAR, "tie_word_embeddings": True,
                                            "layer_types": ["full_attention", "linear_attention"] * 2}),
     "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**BASE, **LINEAR, **MOE, "shared_expert_intermediate_size": 22}),
+    "nemotron_h": ("NemotronHConfig", {**NEMOTRON_H}),
+    "nemotron_h_moe": ("NemotronHConfig", {**NEMOTRON_H, **NEMOTRON_MOE, "hybrid_override_pattern": "ME*EM-E"}),
+    "nemotron_h_latent": ("NemotronHConfig", {**NEMOTRON_H, **NEMOTRON_MOE, "hybrid_override_pattern": "M*E",
+                                              "moe_latent_size": 11, "routed_scaling_factor": 1.0}),
     "gpt2": ("GPT2Config", {"vocab_size": 97, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 40,
                             "n_inner": 50, "bos_token_id": 1, "eos_token_id": 2}),
     "gpt2_gelu": ("GPT2Config", {"vocab_size": 97, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 40,

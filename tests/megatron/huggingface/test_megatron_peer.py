@@ -23,10 +23,11 @@ from tests.conftest import REPO
 from tests.megatron.huggingface.models import CONFIGS, PLUS_ONE
 from tests.megatron.huggingface.test_families import Case, make_case
 
-MCORE = Path(os.environ.get("CKPT_TOOLS_PEERS", "")) / "megatron_core-0.16.1"
+PEERS = Path(os.environ.get("CKPT_TOOLS_PEERS", ""))
+MCORE, EINOPS = PEERS / "megatron_core-0.16.1", PEERS / "einops-0.8.2"
 RAN = sorted(set(CONFIGS) - {"gemma2", "gemma3"})  # whose layers are modules of Megatron-Bridge
-# As checkpoints; norms of 1 + weight need a layer spec that asks for a GPU.
-LOADED = [name for name in RAN if not name.startswith(PLUS_ONE)]
+# As checkpoints; norms of 1 + weight and hybrids need a layer spec that asks for a GPU.
+LOADED = [name for name in RAN if not name.startswith((*PLUS_ONE, "nemotron_h"))]
 
 pytestmark = [
     pytest.mark.peer,
@@ -64,7 +65,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Case], Pat
     done = subprocess.run(
         command,
         cwd=REPO,
-        env={**os.environ, "PYTHONPATH": str(MCORE)},
+        env={**os.environ, "PYTHONPATH": f"{MCORE}:{EINOPS}"},
         capture_output=True,
         text=True,
         check=False,
