@@ -153,6 +153,13 @@ def semantic_notes(family: Family, model: ModelArgs) -> tuple[str, ...]:
         notes.append(
             "transformers evaluates the norms inside MLA with epsilon 1e-6 whatever config.json says"
         )
+    if "M" in model.hybrid_pattern and model.layernorm_epsilon != 1e-5:
+        notes.append("Megatron evaluates the norms inside Mamba with epsilon 1e-5 whatever its args say")
+    if "M" in model.hybrid_pattern and family.architecture == "NemotronHForCausalLM":
+        notes.append(
+            "transformers keeps the time steps of Mamba above time_step_min, Megatron does not: logits differ where "
+            "one is smaller"
+        )
     return tuple(notes)
 
 

@@ -205,7 +205,7 @@ def _implied(family: Family, values: dict[str, Any]) -> dict[str, Any]:
     implied: dict[str, Any] = {
         "num_query_groups": heads,
         "kv_channels": values["hidden_size"] // heads,
-        "ffn_hidden_size": values.get("moe_ffn_hidden_size"),
+        "ffn_hidden_size": values.get("moe_ffn_hidden_size") or 4 * values["hidden_size"],
         "zero_centered_gamma": family.plus_one,
         "add_bias_linear": False,
         "attention_dropout": 0.0,

@@ -222,6 +222,24 @@ NEMOTRON_FIELDS = _defaults(
     head_dim=128,
     max_position_embeddings=4096,
 )  # fmt: skip
+MAMBA2 = (*NEMOTRON_H[:3], *MAMBA)
+MAMBA2_FIELDS = _defaults(
+    (
+        *fields.SIZE,
+        Field("num_hidden_layers", "hybrid_pattern", write=lambda pattern, model: len(pattern),
+              read=lambda layers, config: "M" * layers),
+        Field("layer_norm_epsilon", "layernorm_epsilon", 1e-5, values.as_float),
+        Field("state_size", "mamba_state_dim", 128),
+        Field("num_heads", "mamba_num_heads", 128),
+        Field("head_dim", "mamba_head_dim", 64),
+        Field("n_groups", "mamba_num_groups", 8),
+        Field("expand", "mamba_num_heads", 2, kinds.write_expand, kinds.read_expand),
+        fields.UNTIED,
+    ),
+    num_attention_heads=1,  # Megatron wants a number, and no layer asks for it
+    max_position_embeddings=2048,
+    initializer_range=0.1,
+)  # fmt: skip
 NEMOTRON_FIXED = {
     "mlp_hidden_act": "relu2",
     "mamba_hidden_act": "silu",
@@ -250,4 +268,9 @@ HYBRIDS = (
                   "add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": False, "tied": False,
                   "mtp_num_layers": 0, "moe_router_score_function": "sigmoid",
                   "moe_router_enable_expert_bias": True, "moe_shared_expert_gate": False}),
+    Family("mamba2", "Mamba2ForCausalLM", MAMBA2, MAMBA2_FIELDS,
+           fixed={"hidden_act": "silu", "conv_kernel": 4, "use_conv_bias": True, "use_bias": False,
+                  "rms_norm": True},
+           needs={"normalization": "RMSNorm", "position_embedding_type": "none", "num_experts": None,
+                  "mtp_num_layers": 0}),
 )  # fmt: skip

@@ -99,3 +99,18 @@ def of_experts(one: Field) -> Field:
         read=lambda value, config: one.read(value, config) if "E" in pattern_of(config) else unset,
         write=lambda value, model: one.write(value, model) if model.num_experts else one.default,
     )
+
+
+def write_expand(heads: int, model: ModelArgs) -> int:
+    """`expand` of a Mamba-2, which its class compares with the size and number of its heads."""
+    inner = heads * model.mamba_head_dim
+    if inner % model.hidden_size:
+        raise MappingError(
+            f"{heads} heads of {model.mamba_head_dim} are not a multiple of hidden_size {model.hidden_size}, and the "
+            "config.json of this architecture says them as one"
+        )
+    return inner // model.hidden_size
+
+
+def read_expand(expand: int, config: Config) -> int:
+    return expand * int(config["hidden_size"]) // int(config.get("head_dim", 64))

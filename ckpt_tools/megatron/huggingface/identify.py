@@ -26,6 +26,7 @@ WITHOUT_MODULES = {  # of megatron-core 0.16.1, by model_type
     "minimax_m2": NORM_OVER_HEADS,
     "granite": SCALED,
     "granitemoe": SCALED,
+    "falcon_h1": "attention and Mamba stand side by side in one layer, and their parts have scales of their own",
     "ernie4_5_moe": "experts are chosen by a softmax with a bias, and Megatron has a bias with sigmoid only",
 }
 
@@ -102,7 +103,7 @@ def _by_kinds(kinds: set[str], model: ModelArgs | None) -> str:
     wide = model is not None and model.num_attention_heads * model.kv_channels != model.hidden_size
     mistral = model is not None and model.sliding_window is not None
     known = (
-        (has("decoder.final_norm."), "nemotron_h"),
+        (has("decoder.final_norm."), "nemotron_h" if has(".self_attention.") or has(".mlp.") else "mamba2"),
         (has(".self_attention.in_proj."), "qwen3_next" if has(".experts.experts.") else "qwen3_5"),
         (has(".linear_kv_down_proj."), "deepseek_v3" if has(".router.expert_bias") else "deepseek_v2"),
         (has(".router.expert_bias"), "glm4_moe"),

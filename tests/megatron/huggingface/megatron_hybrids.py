@@ -64,11 +64,15 @@ def joined_parts(model: Any, parameters: dict[str, Any]) -> dict[str, Any]:
 
 def provide_mamba() -> None:
     """What megatron-core imports of mamba_ssm, in plain torch; before megatron-core itself is imported."""
+    inference = "megatron.core.inference.contexts.attention_context.triton.tensor_ops"  # kernels not used here
     made = {name: types.ModuleType(name) for name in (
-        "mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton", "mamba_ssm.ops.triton.layernorm_gated",
+        inference, "mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton", "mamba_ssm.ops.triton.layernorm_gated",
         "mamba_ssm.ops.triton.ssd_combined", "mamba_ssm.ops.triton.selective_state_update")}  # fmt: skip
     for module in made.values():
         module.__spec__ = ModuleSpec(module.__name__, None)
+    vars(made[inference]).update(
+        tensor_get_slice_after=None, tensor_masked_update=None, tensor_merge=None
+    )
     vars(made["mamba_ssm.ops.triton.layernorm_gated"]).update(RMSNorm=GroupNorm)
     vars(made["mamba_ssm.ops.triton.ssd_combined"]).update(
         mamba_chunk_scan_combined=None, mamba_split_conv1d_scan_combined=convolve_and_scan
@@ -89,6 +93,16 @@ class GroupNorm(torch.nn.Module):
         groups = x.unflatten(-1, (self.groups, -1))
         groups = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * groups.flatten(-2)
+
+
+class Duplicated(torch.nn.Linear):
+    """A linear that every rank has whole, in the place of Transformer Engine's around experts of a latent size."""
+
+    def __init__(self, inputs: int, outputs: int, **options: Any) -> None:
+        super().__init__(inputs, outputs, bias=options["bias"])
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), None
 
 
 def convolve_and_scan(
@@ -124,6 +138,7 @@ def hybrid_model(config: Any, args: dict[str, Any]) -> Any:
     from megatron.core.models.mamba import MambaModel
     from megatron.core.models.mamba import mamba_layer_specs as specs
     from megatron.core.ssm import mamba_block
+    from megatron.core.transformer.moe import moe_layer
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     local = LocalSpecProvider()
@@ -139,7 +154,8 @@ def hybrid_model(config: Any, args: dict[str, Any]) -> Any:
             return super().forward(x * scale * self.layer_norm_weight)
 
     mamba_block.TENorm = WrappedTorchNorm
-    spec = copy.deepcopy(specs.mamba_stack_spec)
+    moe_layer.HAVE_TE, moe_layer.TELinear = True, Duplicated
+    spec = specs.mamba_stack_spec
     layers = spec.submodules
     layers.mamba_layer.submodules.mixer.submodules.in_proj = NormLinear
     layers.mamba_layer.submodules.mixer.submodules.out_proj = row
