@@ -179,7 +179,9 @@ def offset_notes(offsets: Mapping[str, float], changed: Mapping[str, int], eleme
     """What adding a number to norms did to their elements; `changed` counts those that lost bits."""
     if not offsets:
         return []
-    note = f"{next(iter(offsets.values())):+g} was added to {len(offsets)} norms in float32 and rounded once: "
+    note = (
+        f"{next(iter(offsets.values())):+g} was added to {len(offsets)} norms in float32 and rounded once: "
+    )
     if not changed:
         return [note + "every element can be told from the result"]
     worst = max(changed, key=lambda key: changed[key])

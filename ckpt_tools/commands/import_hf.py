@@ -163,7 +163,13 @@ def read_huggingface(opened: Opened, options: ImportOptions) -> tuple[Imported, 
     prove_equal(opened.files, catalog, own, imported.equal)
     dropped = (*(f"{key}: no content of its own" for key in imported.dropped), *frequencies, *plain.dropped)
     catalog, imported, lost = _with_offsets(opened.files, catalog, imported)
-    notes = (*plain.notes, *(merged.notes if merged else ()), *imported.notes, *lost, *unread_notes(opened.files))
+    notes = (
+        *plain.notes,
+        *(merged.notes if merged else ()),
+        *imported.notes,
+        *lost,
+        *unread_notes(opened.files),
+    )
     imported = replace(imported, dropped=dropped, notes=notes)
     shapes = imported.shapes
     tensors = {key: seen_as(entry, shapes.get(key, entry.shape)) for key, entry in catalog.tensors.items()}
@@ -171,9 +177,7 @@ def read_huggingface(opened: Opened, options: ImportOptions) -> tuple[Imported, 
     return imported, _model(seen, imported, common_state(imported, options, opened.location.path), options)
 
 
-def _with_offsets(
-    files: Files, catalog: Catalog, imported: Imported
-) -> tuple[Catalog, Imported, list[str]]:
+def _with_offsets(files: Files, catalog: Catalog, imported: Imported) -> tuple[Catalog, Imported, list[str]]:
     """Norms that Megatron stores as weight - 1 where the model's class takes the weight, made by a kernel."""
     tensors, made, changed, elements = list(imported.tensors), dict(catalog.tensors), dict[str, int](), 0
     for i, target in enumerate(tensors):

@@ -65,7 +65,9 @@ def _pattern(names: Iterable[str]) -> str:
         if layer := decoder_layer(name):
             number, leaf = layer
             module = leaf.partition(".")[0]
-            kinds.setdefault(number, set()).update("E" if leaf.startswith(_EXPERTS) else _KINDS.get(module, ""))
+            kinds.setdefault(number, set()).update(
+                "E" if leaf.startswith(_EXPERTS) else _KINDS.get(module, "")
+            )
     # the rest of a layer of experts looks like an MLP
     found = {number: kind - {"-"} if "E" in kind else kind for number, kind in kinds.items()}
     mixed = [number for number, kind in found.items() if len(kind) != 1]

@@ -4,14 +4,17 @@
 * `rules`: what a rule and a family are; a family's rules written out for the layers and experts of a model
 * `rule_tables`: the rules of the families that are known
 * `families`: those families
+* `families_hyb`: and those whose layers are not all attention
 * `rulefile`: a family that a user adds
 * `identify`: which family a model is of
 * `model_args`: a model's architecture in one spelling
 * `written_args`: and back, as args of a new checkpoint
 * `numbers`: sizes from settings, looked at before anything is built of them
 * `rope_args`: rotary embeddings
+* `recurrent_args`: gated delta nets and Mamba, and which layers they are
 * `layer_patterns`: which layers have a window, or experts
 * `field_values`: values that config.json and `ModelArgs` say differently
+* `hybrid_values`: those that say which layers are attention, gated delta nets or Mamba
 * `config_fields`: the fields of config.json that say the same, per family
 * `config`: `config.json`, read and written
 * `ledger`: every other setting of either side, and what becomes of it (arguments.yaml, config_json.yaml)

@@ -61,7 +61,9 @@ def not_of_family(family: Family, model: ModelArgs, reference: Mapping[str, Any]
     problems = [
         f"{name} is {getattr(model, name)!r}; {family.architecture} is {needed!r}"
         for name, needed in family.needs.items()
-        if name in ModelArgs.__dataclass_fields__ and getattr(model, name) != needed and says_something(name, model)
+        if name in ModelArgs.__dataclass_fields__
+        and getattr(model, name) != needed
+        and says_something(name, model)
     ]
     told = in_v4_form(reference or {})
     lacking = [one.hf for one in family.fields
@@ -72,6 +74,11 @@ def not_of_family(family: Family, model: ModelArgs, reference: Mapping[str, Any]
         problems.append(f"sliding windows on some layers only; {family.architecture} has them on all or none")
     if model.rotary_percent != 1 and any(one and one["rope_type"] == "yarn" for one in model.rope_scaling):
         problems.append("YaRN together with rotary_percent: Megatron's YaRN rotates whole heads")
+    shared = any(rule.core.startswith("mtp.") and "{" not in rule.hf[0] for rule in family.rules)
+    if model.mtp_num_layers > 1 and shared:
+        problems.append(
+            f"mtp_num_layers is {model.mtp_num_layers}; config.json of {family.architecture} has names for one"
+        )
     odd = model.qk_layernorm or model.multi_latent_attention or model.rotary_percent != 1
     if model.rotary_interleaved and odd:
         problems.append(

@@ -88,7 +88,15 @@ NET_FIELDS = (
 )
 SHARED = Field("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
 QWEN3_NEXT = _defaults(
-    (*fields.ATTENTION, fields.HEAD_DIM, fields.FFN, fields.PARTIAL_ROPE, *fields.EXPERTS, SHARED, *NET_FIELDS),
+    (
+        *fields.ATTENTION,
+        fields.HEAD_DIM,
+        fields.FFN,
+        fields.PARTIAL_ROPE,
+        *fields.EXPERTS,
+        SHARED,
+        *NET_FIELDS,
+    ),
     num_key_value_heads=2,
     head_dim=256,
     partial_rotary_factor=0.25,

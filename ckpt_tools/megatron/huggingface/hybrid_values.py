@@ -39,9 +39,7 @@ def read_linear(types: Sequence[str] | None, config: Config) -> tuple[int, ...]:
 
 
 def write_linear(linear: Sequence[int], model: ModelArgs) -> list[str]:
-    return [
-        "linear_attention" if one else "full_attention" for one in linear or (0,) * model.num_layers
-    ]
+    return ["linear_attention" if one else "full_attention" for one in linear or (0,) * model.num_layers]
 
 
 def read_interval(turn: Any, config: Config) -> tuple[int, ...]:
@@ -62,7 +60,14 @@ def read_net_size(size: int, config: Config) -> int:
 
 
 # One layer of a Nemotron-H; the last two are what transformers before 5.24 wrote for the first two.
-BLOCKS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E", "mamba": "M", "attention": "*"}
+BLOCKS = {
+    "linear_attention": "M",
+    "full_attention": "*",
+    "mlp": "-",
+    "moe": "E",
+    "mamba": "M",
+    "attention": "*",
+}
 
 
 def pattern_of(config: Config) -> str:

@@ -102,9 +102,10 @@ def _by_kinds(kinds: set[str], model: ModelArgs | None) -> str:
     gemma = model is not None and model.activation == "geglu"
     wide = model is not None and model.num_attention_heads * model.kv_channels != model.hidden_size
     mistral = model is not None and model.sliding_window is not None
+    gated = has(".self_attention.in_proj.") or (model is not None and model.attention_output_gate)
     known = (
         (has("decoder.final_norm."), "nemotron_h" if has(".self_attention.") or has(".mlp.") else "mamba2"),
-        (has(".self_attention.in_proj."), "qwen3_next" if has(".experts.experts.") else "qwen3_5"),
+        (gated, "qwen3_next" if has(".experts.experts.") else "qwen3_5"),
         (has(".linear_kv_down_proj."), "deepseek_v3" if has(".router.expert_bias") else "deepseek_v2"),
         (has(".router.expert_bias"), "glm4_moe"),
         (has(".softmax_offset"), "gpt_oss"),

@@ -166,7 +166,9 @@ def _qkv_gate(shape: Shape, model: ModelArgs) -> Layout:
     links = []
     for group in range(groups):
         first = group * 2 * (queries + 1) * dim
-        for part in range(2 * queries):  # all queries, then all gates; in a head's own rows, one behind the other
+        for part in range(
+            2 * queries
+        ):  # all queries, then all gates; in a head's own rows, one behind the other
             side, query = divmod(part, queries)
             row = (2 * (group * queries + query) + side) * dim
             links.append(Link(0, (Narrow(0, first + part * dim, dim),), (Narrow(0, row, dim),)))

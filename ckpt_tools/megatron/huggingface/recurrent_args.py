@@ -80,7 +80,10 @@ def written_recurrent(model: ModelArgs) -> dict[str, Any]:
     if model.moe_latent_size is not None:
         args["moe_latent_size"] = model.moe_latent_size
     if model.linear_layers:
-        args |= {"experimental_attention_variant": DELTA_NET, "linear_attention_freq": list(model.linear_layers)}
+        args |= {
+            "experimental_attention_variant": DELTA_NET,
+            "linear_attention_freq": list(model.linear_layers),
+        }
         args |= {name: getattr(model, name) for name in _DELTA_SIZES}
     if model.hybrid_pattern:
         args |= {"is_hybrid_model": True, "hybrid_override_pattern": model.hybrid_pattern}

@@ -160,7 +160,8 @@ def _whole(
         how = "by config.json" if reference else "by its parameters; --hf-config or --rules can say otherwise"
         of = f", a HybridModel of layers {model.hybrid_pattern!r}," if model.hybrid_pattern else ""
         raise MappingError(
-            f"the checkpoint{of} is not a whole {family.name} model (told {how}):\n" + list_problems(problems),
+            f"the checkpoint{of} is not a whole {family.name} model (told {how}):\n"
+            + list_problems(problems),
             problems,
         )
     return spelled, equal
@@ -226,9 +227,7 @@ def import_targets(
         for name, shape in zip(pair.hf, pair.tensors, strict=True)
         if shape.seen != shape.shape
     }
-    offsets = {
-        name: -step for pair in pairs if (step := _offset(family, model, pair)) for name in pair.core
-    }
+    offsets = {name: -step for pair in pairs if (step := _offset(family, model, pair)) for name in pair.core}
     return Imported(family, tuple(made), args, shapes, offsets, equal, tuple(ignored), notes)
 
 

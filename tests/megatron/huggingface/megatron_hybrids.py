@@ -1,7 +1,7 @@
 """Gated delta nets and Mamba of the real megatron-core on a CPU; imported by `megatron_logits` in its own process.
 
-The kernels of flash-linear-attention and mamba_ssm want a GPU. Of the former Megatron has a deterministic form in plain
-torch, which lacks the norm of queries and keys only; the latter are given here by their definition.
+The kernels of flash-linear-attention and mamba_ssm want a GPU. Of the former Megatron has a form in plain torch,
+which lacks the norm of queries and keys only; the latter are given here by their definition.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ def joined_parts(model: Any, parameters: dict[str, Any]) -> dict[str, Any]:
 
 def provide_mamba() -> None:
     """What megatron-core imports of mamba_ssm, in plain torch; before megatron-core itself is imported."""
-    inference = "megatron.core.inference.contexts.attention_context.triton.tensor_ops"  # kernels not used here
+    inference = (
+        "megatron.core.inference.contexts.attention_context.triton.tensor_ops"  # kernels not used here
+    )
     made = {name: types.ModuleType(name) for name in (
         inference, "mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton", "mamba_ssm.ops.triton.layernorm_gated",
         "mamba_ssm.ops.triton.ssd_combined", "mamba_ssm.ops.triton.selective_state_update")}  # fmt: skip
     for module in made.values():
         module.__spec__ = ModuleSpec(module.__name__, None)
-    vars(made[inference]).update(
-        tensor_get_slice_after=None, tensor_masked_update=None, tensor_merge=None
-    )
+    vars(made[inference]).update(tensor_get_slice_after=None, tensor_masked_update=None, tensor_merge=None)
     vars(made["mamba_ssm.ops.triton.layernorm_gated"]).update(RMSNorm=GroupNorm)
     vars(made["mamba_ssm.ops.triton.ssd_combined"]).update(
         mamba_chunk_scan_combined=None, mamba_split_conv1d_scan_combined=convolve_and_scan
@@ -84,7 +84,9 @@ def provide_mamba() -> None:
 class GroupNorm(torch.nn.Module):
     """RMSNorm of groups of elements, behind the gate."""
 
-    def __init__(self, size: int, eps: float, group_size: int, norm_before_gate: bool, device: Any, dtype: Any):
+    def __init__(
+        self, size: int, eps: float, group_size: int, norm_before_gate: bool, device: Any, dtype: Any
+    ):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.empty(size, dtype=dtype))
         self.eps, self.groups = eps, size // group_size
@@ -106,8 +108,8 @@ class Duplicated(torch.nn.Linear):
 
 
 def convolve_and_scan(
-    packed: torch.Tensor, conv: torch.Tensor, bias: torch.Tensor, dt_bias: torch.Tensor, a: torch.Tensor, D: Any,
-    chunk_size: int, activation: str, headdim: int, ngroups: int, norm_before_gate: bool, seq_idx: Any,
+    packed: torch.Tensor, conv: torch.Tensor, bias: torch.Tensor, dt_bias: torch.Tensor, a: torch.Tensor,
+    *, headdim: int, ngroups: int, **rest: Any,
 ) -> torch.Tensor:  # fmt: skip
     """The state space of Mamba-2 by its definition, one token after another: (batch, tokens, z x B C dt) -> y."""
     heads, tokens = dt_bias.numel(), packed.shape[1]
@@ -125,7 +127,7 @@ def convolve_and_scan(
     for t in range(tokens):
         step = dt[:, t, :, None, None]
         state = state * (step * a[:, None, None]).exp() + step * x[:, t, :, :, None] * into[:, t, :, None]
-        rows.append((state * out[:, t, :, None]).sum(-1) + D[:, None] * x[:, t])
+        rows.append((state * out[:, t, :, None]).sum(-1) + rest["D"][:, None] * x[:, t])
     return torch.stack(rows, 1).flatten(-2) * torch.nn.functional.silu(z)
 
 

@@ -55,16 +55,12 @@ def make_case(name: str, directory: Path) -> Case:
     found = {key: Spec(entry.dtype, entry.shape) for key, entry in catalog.tensors.items()}
     assert found == specs(tensors)
     imported = import_targets(found, config, vocab_multiple=64)
-    megatron = materialise(
-        imported.tensors, tensors, source_shapes=imported.shapes, offsets=imported.offsets
-    )
+    megatron = materialise(imported.tensors, tensors, source_shapes=imported.shapes, offsets=imported.offsets)
     args = imported.args
     open_rope = args.get("rotary_seq_len_interpolation_factor")  # Megatron-LM's args leave it open
     told = open_rope or name.startswith(ONLY_A_CONFIG_TELLS)
     exported = export_targets(specs(megatron), args, config if told else None)
-    again = materialise(
-        exported.tensors, megatron, target_shapes=exported.shapes, offsets=exported.offsets
-    )
+    again = materialise(exported.tensors, megatron, target_shapes=exported.shapes, offsets=exported.offsets)
     return Case(directory, want, config, tensors, imported, megatron, exported, again)
 
 

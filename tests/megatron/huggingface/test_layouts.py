@@ -93,9 +93,7 @@ def test_rows_of_a_key_head_stand_together() -> None:
         [part.shape for part in (query, key, value)], model(linear_num_key_heads=2)
     )
     views = [part.reshape(2, -1, 5) for part in (query, key, value)]
-    assert np.array_equal(
-        joined(layouts, [query, key, value]), np.concatenate(views, axis=1).reshape(20, 5)
-    )
+    assert np.array_equal(joined(layouts, [query, key, value]), np.concatenate(views, axis=1).reshape(20, 5))
     with pytest.raises(MappingError, match="7 rows of a projection cannot be those of 2 key heads"):
         JOINED["rows_by_key_head"]([(6, 5), (7, 5)], model(linear_num_key_heads=2))
 
