@@ -77,8 +77,9 @@ MAMBA2 = {
     "time_step_limit": [0.0, float("inf")], "time_step_max": 0.1, "time_step_min": 0.001, "time_step_rank": 256,
     "torch_dtype": "bfloat16", "use_bias": False, "use_cache": True, "use_conv_bias": True, "vocab_size": 11,
 }  # fmt: skip
+MAMBA2_TIED = {**MAMBA2, "tie_word_embeddings": True}
 RELEASED = {"qwen3_next": QWEN3_NEXT, "qwen3_5": QWEN3_5, "qwen3_5_moe": QWEN3_5_MOE, "nemotron_h": NEMOTRON_H,
-            "nemotron_3": NEMOTRON_3, "mamba2": MAMBA2}  # fmt: skip
+            "nemotron_3": NEMOTRON_3, "mamba2": MAMBA2, "mamba2_tied": MAMBA2_TIED}  # fmt: skip
 HEAVY = "decoder.layers.0.self_attention.in_proj.weight."
 
 
@@ -94,7 +95,7 @@ def near_one(tensors: Arrays) -> Arrays:
 def test_released_configurations_go_both_ways(name: str) -> None:
     """Names and bits come back, and so does every field of the class; nothing is passed over as unknown."""
     config = json.loads(json.dumps(RELEASED[name]))
-    family = FAMILIES["nemotron_h" if name == "nemotron_3" else name]
+    family = FAMILIES[{"nemotron_3": "nemotron_h", "mamba2_tied": "mamba2"}.get(name, name)]
     layers = {"mtp_num_layers": 1} if any(rule.core.startswith("mtp") for rule in family.rules) else {}
     tensors = near_one(directory(config, **layers))
     found, megatron = imported(config, tensors)
@@ -141,7 +142,7 @@ def test_what_has_the_same_parameters_is_told_by_config_json() -> None:
     megatron = {name: imported(config, directory(config))[1] for name, config in RELEASED.items()}
     assert {name: detect_family(found).name for name, found in megatron.items()} == {
         "qwen3_next": "qwen3_next", "qwen3_5": "qwen3_5", "qwen3_5_moe": "qwen3_next", "nemotron_h": "nemotron_h",
-        "nemotron_3": "nemotron_h", "mamba2": "mamba2"}  # fmt: skip
+        "nemotron_3": "nemotron_h", "mamba2": "mamba2", "mamba2_tied": "mamba2"}  # fmt: skip
 
 
 def test_a_model_of_attention_alone_keeps_the_sizes_of_its_class() -> None:

@@ -26,8 +26,12 @@ from tests.megatron.huggingface.test_families import Case, make_case
 PEERS = Path(os.environ.get("CKPT_TOOLS_PEERS", ""))
 MCORE, EINOPS = PEERS / "megatron_core-0.16.1", PEERS / "einops-0.8.2"
 RAN = sorted(set(CONFIGS) - {"gemma2", "gemma3"})  # whose layers are modules of Megatron-Bridge
-# As checkpoints; norms of 1 + weight and hybrids need a layer spec that asks for a GPU.
-LOADED = [name for name in RAN if not name.startswith((*PLUS_ONE, "nemotron_h"))]
+# As checkpoints; norms of 1 + weight need a layer spec that asks for a GPU.
+LOADED = [name for name in RAN if not name.startswith(PLUS_ONE)]
+HYBRIDS = (
+    "nemotron_h",
+    "mamba2",
+)  # which have the names of Transformer Engine's modules whatever the layer spec is
 
 pytestmark = [
     pytest.mark.peer,
@@ -42,7 +46,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Case], Pat
     cases = {name: make_case(name, originals / name) for name in RAN}
     for name in LOADED:
         options = ImportOptions(
-            layer_spec="local", vocab_size_padded=cases[name].imported.args["padded_vocab_size"]
+            layer_spec=None if name.startswith(HYBRIDS) else "local",
+            vocab_size_padded=cases[name].imported.args["padded_vocab_size"],
         )
         import_hf(str(originals / name), str(folder / name), options)
     wrong = cases["llama3"]
