@@ -18,7 +18,7 @@ from ckpt_tools.formats.documents import parse_json
 from ckpt_tools.formats.files import Files, open_files, read_whole
 from ckpt_tools.formats.hub_cache import snapshot_of
 from ckpt_tools.formats.safetensors import refuse_pointers, unread_files
-from ckpt_tools.megatron.huggingface.families import FAMILIES
+from ckpt_tools.megatron.huggingface.families import FAMILIES, Families
 from ckpt_tools.megatron.huggingface.rulefile import load_rule_file
 from ckpt_tools.megatron.huggingface.rules import Family
 from ckpt_tools.model.box import Box, full_box
@@ -46,10 +46,7 @@ _COMPUTED = "rotary frequencies are computed from config.json, not loaded"
 
 def families_with(rules: Path | None) -> Mapping[str, Family]:
     """The known families, and that of the user's rule file in front of them."""
-    if rules is None:
-        return FAMILIES
-    own = load_rule_file(rules)
-    return {own.name: own, **{name: family for name, family in FAMILIES.items() if name != own.name}}
+    return FAMILIES if rules is None else Families(load_rule_file(rules))
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:

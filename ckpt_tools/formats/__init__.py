@@ -11,6 +11,7 @@
 * `beside`: what programs keep beside the tensors that is not read
 * `hub_cache`: the cache of the Hugging Face hub
 * `dcp`: `.metadata` of a torch distributed checkpoint as a catalog
+* `lazy`: entries of it, decoded when they are looked at
 * `records`: the flat records that make up most of it, recognised whole
 * `dcp_metadata`: `.metadata`, written
 * `save_plans`: what every rank wrote, as Megatron keeps it there

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from operator import gt
-from typing import Any, TypeVar
+from typing import Any
 
 from ckpt_tools.errors import (
     CkptError,
@@ -20,6 +20,7 @@ from ckpt_tools.errors import (
     list_problems,
 )
 from ckpt_tools.formats.files import Files, read_whole
+from ckpt_tools.formats.lazy import Lazy, LazyChunks
 from ckpt_tools.formats.pickle_machine import Machine
 from ckpt_tools.formats.pickle_values import SIZE, Object, Pairs, Record
 from ckpt_tools.formats.pickled_names import brief
@@ -32,7 +33,6 @@ from ckpt_tools.model.dtypes import ITEMSIZE
 METADATA = ".metadata"
 MAX_METADATA_BYTES = 8 << 30  # some tens of millions of chunks
 EAGER_BYTES = 2 << 20  # up to this size everything is decoded, and so checked, on opening
-_KEPT = 100_000  # items of entries that were looked at, kept decoded
 
 _LEADS_OUT = "leads out of the checkpoint"
 _RANK_FILE = re.compile(r"__(\d{1,9})_\d+\.distcp")
@@ -109,12 +109,16 @@ def _catalog(machine: Machine, root: Any, location: str) -> Catalog:
                 f"{machine.where}: torch has no {entry.kind.module}.{entry.kind.name}."
             )
     decoder = _Decoder(machine, storage, by_kind["TensorStorageMetadata"])
-    tensors = _Lazy(by_kind["TensorStorageMetadata"], decoder.tensor, lambda tensor: len(tensor.chunks))
-    objects = _Lazy(by_kind["BytesStorageMetadata"], decoder.object, lambda _object: 1)
+    pieces = Lazy(by_kind["TensorStorageMetadata"], decoder.chunks, len)
+    tensors = Lazy(
+        by_kind["TensorStorageMetadata"], lambda key: decoder.tensor(key, pieces), lambda _tensor: 1
+    )
+    objects = Lazy(by_kind["BytesStorageMetadata"], decoder.object, lambda _object: 1)
     unknown = [f"{key}: stored but not described" for key in storage.keys() - stored.keys()]
     problems = storage.path_problems() + sorted(unknown)
     if len(machine.data) <= EAGER_BYTES:
-        problems += [str(error) for lazy in (tensors, objects) for error in lazy.errors()]
+        found = (str(error) for lazy in (tensors, pieces, objects) for error in lazy.errors())
+        problems += dict.fromkeys(found)
     if any(_LEADS_OUT in problem for problem in problems):
         raise HostileCheckpointError(
             f"{machine.where} names files elsewhere:\n{list_problems(problems)}", problems
@@ -146,53 +150,6 @@ _INFO_NAMES = {
 }
 _OBJECT_NAMES = {"index_class": "", "fqn_name": "fqn", "index_name": "index"}
 _INDEX_NAMES = {**_OBJECT_NAMES, "start_name": "offset"}
-
-V = TypeVar("V")
-
-
-class _Lazy(Mapping[str, V]):
-    """Entries decoded on look-up, the latest kept."""
-
-    def __init__(
-        self, raw: Mapping[str, object], decode: Callable[[str], V], weigh: Callable[[V], int]
-    ) -> None:
-        self._raw, self._decode, self._weigh = raw, decode, weigh
-        self._kept: dict[str, V] = {}
-        self._weight = 0
-
-    def __getitem__(self, key: str) -> V:
-        value = self._kept.get(key)
-        if value is None:
-            if key not in self._raw:
-                raise KeyError(key)
-            try:
-                value = self._decode(key)
-            except CkptError:
-                raise
-            except Exception as error:
-                raise CorruptCheckpointError(f"{key}: {type(error).__name__}: {error}") from error
-            self._weight += self._weigh(value)
-            if self._weight > _KEPT:
-                self._kept, self._weight = {}, self._weigh(value)
-            self._kept[key] = value
-        return value
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._raw)
-
-    def __len__(self) -> int:
-        return len(self._raw)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._raw
-
-    def errors(self) -> Iterator[CorruptCheckpointError]:
-        """What is wrong with the entries."""
-        for key in self._raw:
-            try:
-                self[key]
-            except CorruptCheckpointError as error:
-                yield error
 
 
 class _Storage:
@@ -289,7 +246,14 @@ class _Decoder:
         _check_range(key, items[None])
         return ObjectEntry(key, items[None])
 
-    def tensor(self, key: str) -> TensorEntry:
+    def tensor(self, key: str, pieces: Mapping[str, tuple[Chunk, ...]]) -> TensorEntry:
+        """What is said of a tensor as a whole; `pieces` decodes its chunks."""
+        state = fields_of(self._tensors[key], "TensorStorageMetadata")
+        chunks = LazyChunks(pieces, key, len(state["chunks"]))
+        return TensorEntry(key, _dtype(key, state["properties"]), _offset(state["size"]), chunks)
+
+    def chunks(self, key: str) -> tuple[Chunk, ...]:
+        """Where the pieces of a tensor are stored; each once, inside its shape."""
         state = fields_of(self._tensors[key], "TensorStorageMetadata")
         shape = _offset(state["size"])
         items = self._storage.items(key)
@@ -306,7 +270,7 @@ class _Decoder:
             raise CorruptCheckpointError(
                 f"{key}: {len(items)} items are stored for chunks that it has not, the first at {next(iter(items))}"
             )
-        return TensorEntry(key, _dtype(key, state["properties"]), shape, tuple(chunks))
+        return tuple(chunks)
 
     def _box(self, chunk: Any) -> Box:
         """One element of `chunks`: a packed record, or an object that was executed."""

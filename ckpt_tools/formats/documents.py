@@ -44,18 +44,31 @@ def parse_yaml(data: bytes | str) -> Any:
         DocumentError: it is not YAML, too long, nested too deep, contains itself, or grows beyond bounds when its
             aliases are filled in.
     """
+    return parse_marked_yaml(data)[0]
+
+
+def parse_marked_yaml(data: bytes | str, *, ours: bool = False) -> tuple[Any, yaml.Node | None]:
+    """The value of a YAML document, and its nodes, which know their lines.
+
+    `ours` are files of this package: libyaml reads them in a tenth of the time, and strangers' are not for it, whose
+    depth is bounded by the C stack alone.
+
+    Raises:
+        DocumentError: as for `parse_yaml`.
+    """
     import yaml
 
     if len(data) > MAX_YAML_BYTES:
         raise DocumentError(f"it has {len(data):,} bytes; at most {MAX_YAML_BYTES:,} are read")
-    loader = None
+    loader: Any = None
     try:
-        loader = yaml.SafeLoader(data)  # finds the encoding at once
+        kind: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader) if ours else yaml.SafeLoader
+        loader = kind(data)  # finds the encoding at once
         node = loader.get_single_node()
         if node is None:
-            return None
+            return None, None
         _count_nodes(node, 0, {})
-        return loader.construct_document(node)
+        return loader.construct_document(node), node
     except RecursionError:
         raise DocumentError("it is nested too deep") from None
     except DocumentError:

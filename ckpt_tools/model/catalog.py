@@ -6,7 +6,7 @@ container (the `torch.save` zip around a payload); `container.py` finds the payl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -47,7 +47,7 @@ class TensorEntry:
     key: str
     dtype: str
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: Sequence[Chunk]
     made: Made | None = None
 
     @property

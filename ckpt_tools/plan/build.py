@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple, TypeAlias
@@ -142,8 +143,8 @@ def _place_blobs(target: Target, blobs: Iterable[tuple[str, bytes]], files: _Fil
         if len(t.data) != expected:
             raise MappingError(f"{t.key}: {t.dtype} {t.shape} needs {expected} bytes, but has {len(t.data)}")
         archives.append((t.key, full_box(t.shape), framed_tensor(t.dtype, t.shape, t.data)))
-    given = [key for key, box, _ in archives if box is None]
-    if sorted(given) != sorted(o.key for o in target.objects):
+    given = Counter(key for key, box, _ in archives if box is None)
+    if given != Counter(o.key for o in target.objects):
         raise MappingError("the archives given are not those of the target's objects")
     places: dict[bytes, tuple[str, int]] = {}
     for _, _, data in archives:
@@ -229,13 +230,9 @@ def _entries(target: Target) -> list[TargetObject | InlineTensor | TargetTensor]
 
 
 def _check_unique(target: Target) -> None:
-    seen: set[str] = set()
-    twice = []
-    for key in (*(t.key for t in _entries(target)), *target.aliases):
-        if key in seen:
-            twice.append(key)
-        seen.add(key)
-    if twice:
+    keys = [*(t.key for t in _entries(target)), *target.aliases]
+    if len(set(keys)) < len(keys):
+        twice = [key for key, count in Counter(keys).items() for _ in range(count - 1)]
         raise MappingError("the target has keys more than once:\n" + list_problems(twice), twice)
 
 

@@ -21,10 +21,11 @@ from torch.distributed.checkpoint.metadata import (
 
 from ckpt_tools.errors import CkptError, CorruptCheckpointError, UnsupportedCheckpointError
 from ckpt_tools.formats import dcp as reader
+from ckpt_tools.formats import lazy as lazy_entries
 from ckpt_tools.formats.dcp import METADATA, read_catalog
 from ckpt_tools.formats.files import open_files
 from ckpt_tools.formats.pickle_machine import Machine
-from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.catalog import Catalog, Chunk
 from tests.conftest import fixture_dir
 from tests.formats.checkpoints import dcp_folders, stock_metadata
 
@@ -147,11 +148,37 @@ def test_small_and_large_catalogs_decode_alike(tmp_path: Path, monkeypatch: pyte
     files = open_files(str(tmp_path))
     eager = read_catalog(files)
     monkeypatch.setattr(reader, "EAGER_BYTES", 0)
-    monkeypatch.setattr(reader, "_KEPT", 10)
+    monkeypatch.setattr(lazy_entries, "KEPT", 10)
     lazy = read_catalog(files)
     for _ in range(2):
         assert dict(eager.tensors) == dict(lazy.tensors)
         assert dict(eager.objects) == dict(lazy.objects)
+
+
+def test_shapes_of_a_large_catalog_are_told_without_decoding_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan for a model of 700,000 chunks asks for shapes several times and for each chunk once."""
+    save(tmp_path, metadata(GRID))
+    files = open_files(str(tmp_path))
+    eager = read_catalog(files)
+    decoded: list[str] = []
+    decode = reader._Decoder.chunks
+
+    def chunks(self: reader._Decoder, key: str) -> tuple[Chunk, ...]:
+        decoded.append(key)
+        return decode(self, key)
+
+    monkeypatch.setattr(reader._Decoder, "chunks", chunks)
+    monkeypatch.setattr(reader, "EAGER_BYTES", 0)
+    lazy = read_catalog(files)
+    told = [(t.key, t.dtype, t.shape, len(t.chunks)) for t in lazy.tensors.values()]
+    assert told == [(t.key, t.dtype, t.shape, len(t.chunks)) for t in eager.tensors.values()]
+    assert decoded == []
+    for entry in lazy.tensors.values():
+        assert [chunk.box for chunk in entry.chunks] == [c.box for c in eager.tensors[entry.key].chunks]
+        assert entry.chunks == eager.tensors[entry.key].chunks
+    assert decoded == list(lazy.tensors)
 
 
 def test_truncation_anywhere_is_our_error(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def live_value(parameter: LiveParameter, role: str) -> Value:
         raise MappingError(f"{parameter.name}: its stored parts have different types {sorted(dtypes)}")
     zeros = parameter.has_padding or any(part.zero_filled for part in parts)
     if parameter.is_whole:
-        return replace(parts[0], zero_filled=zeros)
+        return parts[0] if zeros == parts[0].zero_filled else replace(parts[0], zero_filled=zeros)
     sources: list[Source] = []
     for rows, part in zip(parameter.rows, parts, strict=True):
         origin = (rows.at, *(0,) * (len(parameter.shape) - 1))
@@ -140,7 +140,10 @@ def roles_of(parameter: LiveParameter) -> tuple[str, ...]:
     Raises:
         MappingError: some of its stored parts have it and some have not.
     """
-    known = dict.fromkeys(role for p in parameter.stored for role in p.states)
+    stored = parameter.stored
+    if len(stored) == 1:  # nearly all of the hundred thousands of a large model
+        return stored[0].states
+    known = dict.fromkeys(role for p in stored for role in p.states)
     return tuple(role for role in known if has_role(parameter, role))
 
 

@@ -2,10 +2,13 @@
 
 * `layouts`: one parameter <-> its tensors: query groups, gate and up, transposes, interleaved columns
 * `rules`: what a rule and a family are; a family's rules written out for the layers and experts of a model
-* `rule_tables`: the rules of the families that are known
-* `families`: those families
-* `families_hyb`: and those whose layers are not all attention
-* `rulefile`: a family that a user adds
+* `file_places`: values of a YAML file, and the places that errors name
+* `pieces`: what family files share (pieces.yaml)
+* `rule_items`: the rules of a family file
+* `field_items`: its fields
+* `family_file`: the family it says, and contradictions in it
+* `families`: the families that are known (family_files/), each read when it is asked for
+* `rulefile`: a family that a user adds, and all that a file can say
 * `identify`: which family a model is of
 * `model_args`: a model's architecture in one spelling
 * `written_args`: and back, as args of a new checkpoint
@@ -15,7 +18,7 @@
 * `layer_patterns`: which layers have a window, or experts
 * `field_values`: values that config.json and `ModelArgs` say differently
 * `hybrid_values`: those that say which layers are attention, gated delta nets or Mamba
-* `config_fields`: the fields of config.json that say the same, per family
+* `config_fields`: what a field of config.json is
 * `config`: `config.json`, read and written
 * `ledger`: every other setting of either side, and what becomes of it (arguments.yaml, config_json.yaml)
 * `checks`: what must hold for a model to be exported or imported

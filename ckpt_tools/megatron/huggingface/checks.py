@@ -14,7 +14,7 @@ from ckpt_tools.megatron.huggingface.rope_args import (
     RELEASED_GPT_OSS_SCALING,
     TRAINED_LLAMA3_FACTOR,
 )
-from ckpt_tools.megatron.huggingface.rules import Family, Pair
+from ckpt_tools.megatron.huggingface.rules import Family, Pair, allows
 from ckpt_tools.model.views import Shape
 
 PART = (
@@ -62,12 +62,12 @@ def not_of_family(family: Family, model: ModelArgs, reference: Mapping[str, Any]
         f"{name} is {getattr(model, name)!r}; {family.architecture} is {needed!r}"
         for name, needed in family.needs.items()
         if name in ModelArgs.__dataclass_fields__
-        and getattr(model, name) != needed
-        and says_something(name, model)
+        and not allows(needed, getattr(model, name))
+        and model.has(name)
     ]
     told = in_v4_form(reference or {})
     lacking = [one.hf for one in family.fields
-               if one.wins == "either" and getattr(model, one.arg) is None and one.hf not in told]  # fmt: skip
+               if one.wins == "either" and model.setting(one.arg) is None and one.hf not in told]  # fmt: skip
     if lacking:
         problems.append(f"only a reference config tells {', '.join(lacking)}; pass --hf-config")
     if 0 in model.sliding_layers and not any(one.arg == "sliding_layers" for one in family.fields):
@@ -79,17 +79,17 @@ def not_of_family(family: Family, model: ModelArgs, reference: Mapping[str, Any]
         problems.append(
             f"mtp_num_layers is {model.mtp_num_layers}; config.json of {family.architecture} has names for one"
         )
+    if model.mtp_num_layers and model.kind(model.num_layers - 1) == "G":
+        problems.append(
+            "the last layer is a gated delta net, which makes Megatron's prediction layer one; that of "
+            f"{family.architecture} is attention"
+        )
     odd = model.qk_layernorm or model.multi_latent_attention or model.rotary_percent != 1
     if model.rotary_interleaved and odd:
         problems.append(
             "rotary_interleaved together with q/k norms, MLA or rotary_percent has no known Hugging Face order"
         )
     return problems
-
-
-def says_something(name: str, model: ModelArgs) -> bool:
-    """Whether a setting is about something that the model has; those of experts stand in every model's args."""
-    return not (name.startswith("moe_") and model.num_experts is None)
 
 
 def spellings(

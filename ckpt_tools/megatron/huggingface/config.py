@@ -14,23 +14,24 @@ from typing import Any
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems
 from ckpt_tools.megatron.huggingface.config_fields import REQUIRED
 from ckpt_tools.megatron.huggingface.field_values import Config
-from ckpt_tools.megatron.huggingface.model_args import ModelArgs
+from ckpt_tools.megatron.huggingface.model_args import ModelArgs, frozen
 from ckpt_tools.megatron.huggingface.numbers import bounded
 from ckpt_tools.megatron.huggingface.rope_args import GPT_OSS_SCALING, RELEASED_GPT_OSS_SCALING
-from ckpt_tools.megatron.huggingface.rules import Family
+from ckpt_tools.megatron.huggingface.rules import Family, first_of
 
 _MISSING = object()
 
 
 def write_config(family: Family, model: ModelArgs) -> dict[str, Any]:
-    """config.json of the model, from its architecture alone."""
+    """config.json of the model, from its architecture alone; its class's own values for what it has not."""
     config: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": family.model_type or family.name,
     }
     config |= {key: value[0] if isinstance(value, tuple) else value for key, value in family.fixed.items()}
     for one in family.fields:
-        config[one.hf] = one.write(getattr(model, one.arg), model)
+        own = model.has(one.arg) or one.default is REQUIRED or callable(one.default)
+        config[one.hf] = one.write(model.setting(one.arg), model) if own else one.default
     return config
 
 
@@ -60,19 +61,31 @@ def read_config(family: Family, config: Config) -> ModelArgs:
         and not _equal(config[one.hf], config[one.also])
     ]
     for one in family.fields:
+        if _lacks(values, one.arg):
+            continue  # config.json has what its class takes for it all the same
         value = config.get(one.hf, config.get(one.also, _MISSING) if one.also else _MISSING)
-        if value is _MISSING:
-            value = one.default(config) if callable(one.default) else one.default
         try:
+            if value is _MISSING:
+                value = one.default(config) if callable(one.default) else one.default
             value = one.read(value, config)
         except MappingError as error:
             problems.append(f"{one.hf}: {error}")
+            continue
+        except KeyError as absent:
+            problems.append(f"{one.hf} is read together with {absent.args[0]}, which is missing")
             continue
         if values.setdefault(one.arg, value) != value:
             problems.append(f"{one.hf}={value} and another field disagree: both are Megatron's {one.arg}")
     if problems:
         raise MappingError(f"config.json does not fit {family.name}:\n" + list_problems(problems), problems)
     return ModelArgs(**_implied(family, values))
+
+
+def _lacks(values: Mapping[str, Any], setting: str) -> bool:
+    """Whether a setting is about experts or gated delta nets, of which a field before said that there are none."""
+    if setting.startswith("moe_"):
+        return "num_experts" in values and values["num_experts"] is None
+    return setting.startswith("linear_") and values.get("linear_layers") == ()
 
 
 def reconcile(family: Family, model: ModelArgs, reference: Config) -> ModelArgs:
@@ -84,11 +97,10 @@ def reconcile(family: Family, model: ModelArgs, reference: Config) -> ModelArgs:
     theirs = read_config(family, reference)
     model = replace(model, rope_scaling=(_settle_rope(model, theirs),))
     problems, taken = [], {}
-    without_experts = model.num_experts is None and theirs.num_experts is None
     for one in family.fields:
-        if without_experts and one.arg.startswith("moe_"):
-            continue  # no model is told apart by settings of what it has not
-        ours, other = getattr(model, one.arg), getattr(theirs, one.arg)
+        if not model.has(one.arg) and not theirs.has(one.arg):
+            continue  # what no side has tells no model apart
+        ours, other = model.setting(one.arg), theirs.setting(one.arg)
         if one.wins == "reference" or (one.wins == "checkpoint" and ours is None):
             taken[one.arg] = other
         elif one.wins == "either" and None in (ours, other):
@@ -99,7 +111,8 @@ def reconcile(family: Family, model: ModelArgs, reference: Config) -> ModelArgs:
         raise MappingError(
             "the reference config contradicts the checkpoint:\n" + list_problems(problems), problems
         )
-    return replace(model, **taken)
+    own = {name: taken.pop(name, value) for name, value in model.own.items()}
+    return replace(model, **taken, own=own)
 
 
 def keep_reference(family: Family, reference: Config) -> dict[str, Any]:
@@ -216,8 +229,9 @@ def _implied(family: Family, values: dict[str, Any]) -> dict[str, Any]:
         implied["moe_router_pre_softmax"] = False
     if values.get("sliding_window"):
         implied["sliding_layers"] = (1,) * values["num_layers"]
-    needed = {k: v for k, v in family.needs.items() if k in ModelArgs.__dataclass_fields__}
-    return implied | needed | values
+    needed = {k: first_of(v) for k, v in family.needs.items() if k in ModelArgs.__dataclass_fields__}
+    own = {name: frozen(values.get(name)) for name in family.settings}
+    return {**implied, **needed, **{k: v for k, v in values.items() if k not in own}, "own": own}
 
 
 def _settle_rope(model: ModelArgs, theirs: ModelArgs) -> Any:

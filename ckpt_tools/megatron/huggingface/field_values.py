@@ -1,17 +1,30 @@
-"""How values of config.json are said in `ModelArgs` and back, where the two sides say them differently."""
+"""How values of config.json are said in `ModelArgs` and back, where the two sides say them differently.
+
+A family file names a form (`FORMS`, both directions in one) and what a class takes without a field (`DEFAULTS`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 from ckpt_tools.errors import MappingError
+from ckpt_tools.megatron.huggingface import hybrid_values as hybrid
 from ckpt_tools.megatron.huggingface.layer_patterns import no_rope_layers
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs
+from ckpt_tools.megatron.huggingface.rope_args import read_rope
 
 Config: TypeAlias = Mapping[str, Any]
 # Megatron's fused GELU is the approximation by tanh.
 GELU = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_erf"}
+
+
+def plain_write(value: Any, model: ModelArgs) -> Any:
+    return value
+
+
+def plain_read(value: Any, config: Config) -> Any:
+    return value
 
 
 def write_rope(candidates: Sequence[Any], model: ModelArgs) -> Any:
@@ -31,6 +44,11 @@ def read_dense(dense: Sequence[int], config: Config) -> tuple[int, ...]:
 
 def read_step(step: int, config: Config) -> tuple[int, ...]:
     return read_dense(config.get("mlp_only_layers", ()), config)
+
+
+def write_step(moe: Sequence[int], model: ModelArgs) -> int:
+    """`mlp_only_layers` says it all."""
+    return 1
 
 
 def write_dense(moe: Sequence[int], model: ModelArgs) -> list[int]:
@@ -83,6 +101,11 @@ def read_rope_interval(interval: int, config: Config) -> tuple[int, ...]:
     return read_rotated(config.get("no_rope_layers"), config)
 
 
+def write_rope_interval(without: Sequence[int], model: ModelArgs) -> int:
+    """`no_rope_layers` says it all; this is the class's own."""
+    return 4
+
+
 def every_second(config: Config) -> list[str]:
     """GPT-OSS without `layer_types` begins with a sliding layer and alternates."""
     return [("full_attention" if i % 2 else "sliding_attention") for i in range(config["num_hidden_layers"])]
@@ -116,6 +139,10 @@ def read_sum_to_one(value: bool, config: Config) -> int:
     if bool(value) != (topk > 1):
         raise MappingError(f"Megatron computes as with {topk > 1} where num_experts_per_tok is {topk}")
     return topk
+
+
+def write_sum_to_one(topk: int, model: ModelArgs) -> bool:
+    return topk > 1
 
 
 def write_scale(value: float | None, model: ModelArgs) -> float:
@@ -167,6 +194,18 @@ def head_dim(config: Config) -> int:
     return int(config["hidden_size"]) // heads(config)
 
 
+def read_groups(groups: int | None, config: Config) -> int:
+    return groups or heads(config)
+
+
+def read_head_dim(size: int | None, config: Config) -> int:
+    return size or head_dim(config)
+
+
+def read_gpt2_ffn(size: int | None, config: Config) -> int:
+    return size or 4 * int(config["n_embd"])
+
+
 def dtype_name(value: Any, config: Config) -> str | None:
     return None if value is None else str(value).removeprefix("torch.")
 
@@ -203,3 +242,51 @@ def square_heads(heads: int, model: ModelArgs) -> int:
 
 def negated(value: Any, _: Any) -> bool:
     return not value
+
+
+class Form(NamedTuple):
+    """A value as config.json has it, made of that of `ModelArgs` (`write`), and the other way (`read`)."""
+
+    write: Callable[[Any, ModelArgs], Any] = plain_write
+    read: Callable[[Any, Config], Any] = plain_read
+
+
+FORMS: dict[str, Form] = {
+    "plain": Form(),
+    "float": Form(as_float),
+    "whole": Form(as_whole),
+    "dtype": Form(read=dtype_name),
+    "negated": Form(negated, negated),
+    "rope": Form(write_rope, read_rope),
+    "groups": Form(read=read_groups),
+    "head_dim": Form(read=read_head_dim),
+    "square_heads": Form(square_heads),
+    "dense_layers": Form(write_dense, read_dense),
+    "sparse_step": Form(write_step, read_step),
+    "leading_dense": Form(write_leading_dense, read_leading_dense),
+    "shared_experts": Form(write_shared, read_shared),
+    "some_shared_experts": Form(write_some_shared, read_shared),
+    "one_for_none": Form(one_for_none, none_for_one),
+    "group_topk": Form(one_for_none, read_group_topk),
+    "routing_scale": Form(write_scale, none_for_one),
+    "sum_to_one": Form(write_sum_to_one, read_sum_to_one),
+    "greedy": Form(write_greedy, read_greedy),
+    "rotated_layers": Form(write_rotated, read_rotated),
+    "rotated_interval": Form(write_rope_interval, read_rope_interval),
+    "layer_types": Form(write_layer_types, read_layer_types),
+    "clamp": Form(clamp),
+    "gelu": Form(write_gelu, read_gelu),
+    "gpt2_ffn": Form(read=read_gpt2_ffn),
+    "linear_layers": Form(hybrid.write_linear, hybrid.read_linear),
+    "linear_interval": Form(hybrid.write_interval, hybrid.read_interval),
+    "hybrid_pattern": Form(read=hybrid.read_pattern),
+    "experts_of_pattern": Form(read=hybrid.read_experts),
+    "mamba_layers": Form(hybrid.write_pattern_length, hybrid.read_mamba_layers),
+    "mamba_expand": Form(hybrid.write_expand, hybrid.read_expand),
+}
+DEFAULTS: dict[str, Callable[[Config], Any]] = {
+    "heads": heads,
+    "head_dim": head_dim,
+    "every_second": every_second,
+    "pattern_length": hybrid.count_layers,
+}

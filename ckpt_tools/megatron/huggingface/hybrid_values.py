@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, TypeAlias
 
 from ckpt_tools.errors import MappingError
-from ckpt_tools.megatron.huggingface.config_fields import Field
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs
 from ckpt_tools.megatron.huggingface.recurrent_args import hybrid_pattern
 
@@ -54,11 +52,6 @@ def write_interval(linear: Sequence[int], model: ModelArgs) -> int | None:
     return first + 1 if turns == tuple(linear) and linear else None
 
 
-def read_net_size(size: int, config: Config) -> int:
-    """A size of gated delta nets; Megatron has none where no layer is one."""
-    return size if read_interval(None, config) else 0
-
-
 # One layer of a Nemotron-H; the last two are what transformers before 5.24 wrote for the first two.
 BLOCKS = {
     "linear_attention": "M",
@@ -96,14 +89,18 @@ def count_layers(config: Config) -> int:
     return len(pattern_of(config))
 
 
-def of_experts(one: Field) -> Field:
-    """A field that says nothing where a Nemotron-H has no layer of experts; the class has a value all the same."""
-    unset = ModelArgs.__dataclass_fields__[one.arg].default
-    return replace(
-        one,
-        read=lambda value, config: one.read(value, config) if "E" in pattern_of(config) else unset,
-        write=lambda value, model: one.write(value, model) if model.num_experts else one.default,
-    )
+def read_experts(count: int, config: Config) -> int | None:
+    """The experts of a Nemotron-H, whose class has a number of them without any layer of experts too."""
+    return count if "E" in pattern_of(config) else None
+
+
+def write_pattern_length(pattern: str, model: ModelArgs) -> int:
+    return len(pattern)
+
+
+def read_mamba_layers(layers: int, config: Config) -> str:
+    """The pattern of a model whose layers are all Mamba."""
+    return "M" * layers
 
 
 def write_expand(heads: int, model: ModelArgs) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ckpt_tools.errors import MappingError, list_problems
-from ckpt_tools.megatron.huggingface.families import FAMILIES
+from ckpt_tools.megatron.huggingface.families import FAMILIES, Families
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs
 from ckpt_tools.megatron.huggingface.rules import Family
 
@@ -70,7 +70,8 @@ def family_of_config(config: Mapping[str, Any], families: Mapping[str, Family] =
         MappingError: its model_type has no rules.
     """
     kind = config.get("model_type")
-    for family in families.values():
+    near = families.that_may_be(str(kind)) if isinstance(families, Families) else families
+    for family in map(families.__getitem__, near):
         if kind == (family.model_type or family.name) or kind in family.also_types:
             return family
     if isinstance(kind, str) and kind in WITHOUT_MODULES:

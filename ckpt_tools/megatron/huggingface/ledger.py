@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ckpt_tools.errors import MappingError, list_problems
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs, as_text, flat_args
-from ckpt_tools.megatron.huggingface.rules import Family
+from ckpt_tools.megatron.huggingface.rules import Family, allows, first_of
 
 MAX_VALUE_CHARS = 60
 MEGATRON_NAMES = {"activation_clamp": "activation_func_clamp_value", "rotary_base_local": "the local rotary_base",
@@ -88,20 +88,23 @@ def account_for_args(family: Family, args: Mapping[str, Any]) -> Account:
     problems = [
         f"{name} is {args.get(name)!r}; {family.name} demands {needed!r}"
         for name, needed in family.needs.items()
-        if name in ledger.changes and not equal(args.get(name), needed)
+        if name in ledger.changes and not allows(needed, args.get(name), equal)
     ]
-    carried = {MEGATRON_NAMES.get(one.arg) for one in family.fields}
+    carried = {*(MEGATRON_NAMES.get(one.arg) for one in family.fields), *family.settings}
     for name, change in ledger.changes.items():
         if name not in carried and name not in family.needs and not is_neutral(args.get(name), change, args):
             problems.append(
                 f"{name} is {short(args[name])}: {change.why}; {family.architecture} does not compute that"
             )
-    return Account(tuple(problems), _unknown((k, v) for k, v in args.items() if k not in ledger))
+    return Account(
+        tuple(problems), _unknown((k, v) for k, v in args.items() if k not in ledger and k not in carried)
+    )
 
 
 def demanded_args(family: Family) -> dict[str, Any]:
     """Arguments that a rule file demands beyond what `ModelArgs` holds: an imported model has them."""
-    return {name: value for name, value in family.needs.items() if name not in ModelArgs.__dataclass_fields__}
+    fields = ModelArgs.__dataclass_fields__
+    return {name: first_of(needed) for name, needed in family.needs.items() if name not in fields}
 
 
 def account_for_config(family: Family, config: Mapping[str, Any]) -> Account:

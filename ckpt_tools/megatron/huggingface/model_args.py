@@ -6,8 +6,8 @@ differ between versions and from each other. `ModelArgs` uses Megatron's own nam
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from math import isclose
 from typing import Any, NamedTuple
 
@@ -120,6 +120,7 @@ class ModelArgs:
     mamba_num_groups: int = 0
     mamba_num_heads: int = 0
     moe_latent_size: int | None = None
+    own: Mapping[str, Any] = field(default_factory=dict)  # arguments that only a rule file knows (`settings`)
 
     @property
     def true_vocab_size(self) -> int:
@@ -135,11 +136,23 @@ class ModelArgs:
     def is_moe(self, layer: int) -> bool:
         return bool(self.moe_layers and self.moe_layers[layer])
 
+    def has(self, setting: str) -> bool:
+        """Whether the model has what a setting is about: experts, gated delta nets, Mamba layers."""
+        if setting == "num_experts" or setting.startswith("moe_"):
+            return self.num_experts is not None
+        if setting.startswith("linear_") and setting != "linear_layers":
+            return bool(self.linear_layers)
+        return not setting.startswith("mamba_") or bool(self.hybrid_pattern)
+
     def kind(self, layer: int) -> str:
         """What a layer is or attends with: attention (*), a gated delta net (G), or of a pattern M, - or E."""
         if self.hybrid_pattern:
             return self.hybrid_pattern[layer]
         return "G" if self.linear_layers and self.linear_layers[layer] else "*"
+
+    def setting(self, name: str) -> Any:
+        """A field, or an argument that only a rule file knows."""
+        return getattr(self, name) if name in ModelArgs.__dataclass_fields__ else self.own.get(name)
 
 
 @bounded("the checkpoint's args")
@@ -165,6 +178,17 @@ def read_model_args(args: Mapping[str, Any]) -> ModelArgs:
         **_latent_attention(args),
         **read_recurrent(args),
     )
+
+
+def with_own_settings(model: ModelArgs, names: Iterable[str], args: Mapping[str, Any]) -> ModelArgs:
+    """The model with the arguments that its family's rule file names."""
+    args = flat_args(args)
+    return replace(model, own={name: frozen(args.get(name)) for name in names})
+
+
+def frozen(value: Any) -> Any:
+    """A value with tuples for lists."""
+    return tuple(map(frozen, value)) if isinstance(value, list | tuple) else value
 
 
 def _sizes(args: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from operator import eq
+from typing import Any, NamedTuple
 
 from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.huggingface.config_fields import Field
@@ -23,6 +24,7 @@ from ckpt_tools.megatron.huggingface.layouts import (
     stack,
 )
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs
+from ckpt_tools.megatron.huggingface.numbers import MAX_SIZE
 from ckpt_tools.model.views import Shape
 
 
@@ -50,18 +52,48 @@ class Rule:
     plain: bool = False
 
 
+class OneOf(NamedTuple):
+    """Several values that a family admits; what is written without another reason is the first."""
+
+    values: tuple[Any, ...]
+
+    def __repr__(self) -> str:
+        return f"one of {', '.join(map(repr, self.values))}"
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """What a setting is: one of `values`, or set at all; `holds` False for the opposite.
+
+    Of a setting that has a value for each layer, that of the layer counts.
+    """
+
+    setting: str
+    values: tuple[Any, ...] = ()
+    holds: bool = True
+
+    def __call__(self, model: ModelArgs, layer: int) -> bool:
+        value = model.setting(self.setting)
+        if isinstance(value, tuple):
+            if value and len(value) != model.num_layers:
+                raise MappingError(f"{self.setting} has {len(value)} values for {model.num_layers} layers")
+            value = value[layer] if value else None
+        return (value in self.values if self.values else bool(value)) == self.holds
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """One architecture: its rules, and what its config.json says.
 
     `fields` ties config.json to `ModelArgs` (config.py); `fixed` are config fields with one value; `needs` are
-    `ModelArgs` values without which the model is not of this family. `plus_one` says that the Hugging Face
-    model computes 1 + weight in its norms. `copies` are further names under which weights are repeated.
+    `ModelArgs` values (or `OneOf` several) without which the model is not of this family. `plus_one` says that the
+    Hugging Face model computes 1 + weight in its norms. `copies` are further names under which weights are repeated.
     `ignored` are patterns of Hugging Face tensors without content of their own.
     `like` is the known family whose fields a rule file took over. In a model of windows and full attention in
     turns, the last of `window_turn` layers sees all keys. `unset` are fields that are written as null where no
     reference has them: the class's own value is beyond a smaller vocabulary, and it fails to load. `also_types` are
-    further model types of the same class, which a reference keeps.
+    further model types of the same class, which a reference keeps. `dimensions` are further names of sizes, each a
+    setting, and `conditions` further words for `when`. `settings` are arguments that `ModelArgs` has no field for.
     """
 
     name: str
@@ -78,6 +110,19 @@ class Family:
     window_turn: int = 0
     also_types: tuple[str, ...] = ()
     unset: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
+    dimensions: Mapping[str, str] = field(default_factory=dict)
+    conditions: Mapping[str, Condition] = field(default_factory=dict)
+
+
+def allows(needed: Any, value: Any, same: Callable[[Any, Any], bool] = eq) -> bool:
+    """Whether a value is what a family needs."""
+    return any(same(value, one) for one in (needed.values if isinstance(needed, OneOf) else (needed,)))
+
+
+def first_of(needed: Any) -> Any:
+    """The value that a family needs, of several the first."""
+    return needed.values[0] if isinstance(needed, OneOf) else needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,11 +207,11 @@ CONDITIONS: dict[str, Callable[[ModelArgs, int], bool]] = {
     "expert_bias": lambda model, layer: model.moe_router_enable_expert_bias,
     "q_lora": lambda model, layer: model.q_lora_rank is not None,
     "no_q_lora": lambda model, layer: model.q_lora_rank is None,
-    "attention": lambda model, layer: model.kind(layer) == "*",
-    "delta_net": lambda model, layer: model.kind(layer) == "G",
-    "mamba": lambda model, layer: model.kind(layer) == "M",
-    "mlp": lambda model, layer: model.kind(layer) == "-",
-    "experts": lambda model, layer: model.kind(layer) == "E",
+    "attention_layer": lambda model, layer: model.kind(layer) == "*",
+    "delta_net_layer": lambda model, layer: model.kind(layer) == "G",
+    "mamba_layer": lambda model, layer: model.kind(layer) == "M",
+    "mlp_layer": lambda model, layer: model.kind(layer) == "-",
+    "experts_layer": lambda model, layer: model.kind(layer) == "E",
     "latent_experts": lambda model, layer: model.moe_latent_size is not None,
 }
 
@@ -182,13 +227,22 @@ def expand(family: Family, model: ModelArgs, present: Iterable[str] = ()) -> lis
     is among them, the pair is about it.
     """
     sizes, there = dimensions(model), frozenset(present)
+    sizes |= {name: _size(model, setting) for name, setting in family.dimensions.items()}
+    conditions: dict[str, Callable[[ModelArgs, int], bool]] = CONDITIONS | dict(family.conditions)
     pairs: list[Pair] = []
     for rules, layers in _by_layer(family.rules, model):
         for layer, names in layers:
             for rule in rules:
-                if all(CONDITIONS[condition](model, layer) for condition in rule.when):
+                if all(conditions[condition](model, layer) for condition in rule.when):
                     pairs.extend(_pairs(rule, names, model, sizes, there))
     return pairs
+
+
+def _size(model: ModelArgs, setting: str) -> int:
+    value = model.setting(setting) or 0
+    if type(value) is not int or not 0 <= value <= MAX_SIZE:
+        raise MappingError(f"{setting} is {str(value)[:60]!r}, and a rule file has it for a size")
+    return value
 
 
 def _by_layer(

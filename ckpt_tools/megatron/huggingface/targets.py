@@ -38,7 +38,7 @@ from ckpt_tools.megatron.huggingface.config import (
 from ckpt_tools.megatron.huggingface.families import FAMILIES
 from ckpt_tools.megatron.huggingface.identify import detect_family, family_of_config
 from ckpt_tools.megatron.huggingface.ledger import account_for_settings, demanded_args
-from ckpt_tools.megatron.huggingface.model_args import ModelArgs, read_model_args
+from ckpt_tools.megatron.huggingface.model_args import ModelArgs, read_model_args, with_own_settings
 from ckpt_tools.megatron.huggingface.rules import Family, Pair, expand
 from ckpt_tools.megatron.huggingface.written_args import megatron_args
 from ckpt_tools.model.target import Source, TargetTensor
@@ -106,6 +106,8 @@ def export_targets(
     model = read_model_args(args) if args is not None else None
     told = vocab_size or (model.vocab_size if model is not None else None)
     family = detect_family(parameters, model, reference, families)
+    if model is not None and args is not None:
+        model = with_own_settings(model, family.settings, args)
     settings = account_for_settings(family, model, args, None if reference is None else in_v4_form(reference))
     if reference is not None:
         model = read_config(family, reference) if model is None else reconcile(family, model, reference)
@@ -199,7 +201,7 @@ def import_targets(
     model = replace(model, padded_vocab_size=rows)
     prefix = _prefix(family, tensors)
     notes = (*settings, *import_notes(family, model))
-    layers = _prediction_layers(family, model, tensors)
+    layers = _prediction_layers(family, model, tensors, prefix)
     if model.mtp_num_layers and not layers:
         notes = (
             *notes,
@@ -239,13 +241,18 @@ def _offset(family: Family, model: ModelArgs, pair: Pair) -> float:
     return 1.0 if model.zero_centered_gamma else -1.0
 
 
-def _prediction_layers(family: Family, model: ModelArgs, tensors: Iterable[str]) -> int:
-    """How many prediction layers (MTP) there are: as config.json says, if any are there; else those there are."""
-    name = next((rule.hf[0] for rule in family.rules if rule.core == "mtp.layers.{m}.eh_proj.weight"), None)
-    if name is None or name.replace("{n}", str(model.num_layers)) not in tensors:
-        return 0
+def _prediction_layers(family: Family, model: ModelArgs, tensors: Mapping[str, Spec], prefix: Prefix) -> int:
+    """How many prediction layers (MTP) there are: as many as config.json says, or one where it says nothing.
+
+    None, if the directory has no tensor of them.
+    """
     said = any(one.arg == "mtp_num_layers" for one in family.fields)
-    return model.mtp_num_layers if said else 1
+    asked = replace(model, mtp_num_layers=model.mtp_num_layers if said else 1)
+    rules = tuple(rule for rule in family.rules if "{m}" in rule.core)
+    names = (
+        prefix(name) for pair in expand(replace(family, rules=rules), asked, tensors) for name in pair.hf
+    )
+    return asked.mtp_num_layers if any(name in tensors for name in names) else 0
 
 
 def _misfits(tensors: Mapping[str, Spec], wanted: Mapping[str, Shape]) -> Iterator[str]:
@@ -329,20 +336,27 @@ class Prefix(NamedTuple):
 
 
 def _prefix(family: Family, tensors: Iterable[str]) -> Prefix:
-    first = {name.split(".")[0] + "." for rule in family.rules for name in rule.hf} - {"lm_head.", "mtp."}
+    rules = [rule for rule in family.rules if not rule.core.startswith("mtp.")]  # may stand beside the model
+    names = {name for rule in rules for name in rule.hf} - {_tensor_of(family, HEAD)}
+    first = {name.split(".")[0] + "." for name in names}
     there = {name.split(".")[0] + "." for name in tensors}
     return Prefix("".join(first) if len(first) == 1 and not first & there else "")
+
+
+def _tensor_of(family: Family, core: str) -> str:
+    """The tensor that is a parameter; a class without a head of its own may have stored one."""
+    return next((rule.hf[0] for rule in family.rules if rule.core == core), "lm_head.weight")
 
 
 def _without_content(
     family: Family, model: ModelArgs, extra: Iterable[str], prefix: Prefix
 ) -> tuple[tuple[tuple[str, str], ...], list[str]]:
     """Pairs to prove equal, and all extra tensors that carry nothing of their own."""
-    embedding = prefix(next(rule.hf[0] for rule in family.rules if rule.core == EMBEDDING))
-    same = {"lm_head.weight": embedding} if model.tied else {}
+    embedding, head = prefix(_tensor_of(family, EMBEDDING)), _tensor_of(family, HEAD)
+    same = {head: embedding} if model.tied else {}
     for m in range(model.mtp_num_layers):
         for core, name in family.copies:
-            original = embedding if core == EMBEDDING or model.tied else "lm_head.weight"
+            original = embedding if core == EMBEDDING or model.tied else head
             same[prefix(name.replace("{n}", str(model.num_layers + m)))] = original
     extra = sorted(extra)
     equal = tuple((same[name], name) for name in extra if name in same)

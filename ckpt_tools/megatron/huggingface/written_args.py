@@ -59,7 +59,8 @@ def megatron_args(model: ModelArgs) -> dict[str, Any]:
     if model.num_experts:
         every = all(model.moe_layers)
         args |= {"moe_layer_freq": 1 if every else list(model.moe_layers), "moe_grouped_gemm": True}
-    return args | rope_args(rope, model.multi_latent_attention)
+    own = {name: list(value) if isinstance(value, tuple) else value for name, value in model.own.items()}
+    return args | rope_args(rope, model.multi_latent_attention) | own
 
 
 def _gemma_args(model: ModelArgs) -> dict[str, Any]:
@@ -84,5 +85,5 @@ _NOT_MEGATRON = frozenset(
     ("tied", "zero_centered_gamma", "activation", "activation_clamp", "rope_scaling", "sliding_window",
      "sliding_layers", "sliding_pattern", "rotary_base_local", "query_pre_attn_scalar", "attn_logit_softcapping",
      "final_logit_softcapping", "moe_layers", "no_rope_layers", "glu_interleave", "yarn_told", "moe_latent_size",
-     "attention_output_gate", "linear_layers", "hybrid_pattern")
+     "attention_output_gate", "linear_layers", "hybrid_pattern", "own")
 )  # fmt: skip

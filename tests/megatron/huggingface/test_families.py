@@ -17,9 +17,12 @@ import pytest
 from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.megatron.huggingface.checks import Spec
 from ckpt_tools.megatron.huggingface.config import read_config
+from ckpt_tools.megatron.huggingface.families import Families
+from ckpt_tools.megatron.huggingface.rulefile import load_rule_file
 from ckpt_tools.megatron.huggingface.targets import Exported, Imported, export_targets, import_targets
+from tests.conftest import REPO
 from tests.megatron.huggingface.materialise import Arrays, materialise, specs
-from tests.megatron.huggingface.models import CONFIGS, eager, logits, make_model
+from tests.megatron.huggingface.models import BASE, CONFIGS, eager, logits, make_model
 
 transformers = pytest.importorskip("transformers", reason="the optional peer transformers is not installed")
 from safetensors.numpy import load_file, save_file  # noqa: E402  # after the skip
@@ -151,3 +154,23 @@ def test_fused_experts_are_read(tmp_path: Path) -> None:
     found = materialise(imported.tensors, fused, source_shapes=imported.shapes)
     assert found.keys() == case.megatron.keys()
     assert all(found[key].tobytes() == case.megatron[key].tobytes() for key in found)
+
+
+def test_a_family_that_only_a_rule_file_knows(tmp_path: Path) -> None:
+    """Arcee by example-scripts/huggingface_family.yaml: every tensor comes back, and the class computes the same."""
+    config = transformers.ArceeConfig(**BASE, head_dim=10, mlp_bias=True, attention_bias=True)
+    model = transformers.AutoModelForCausalLM.from_config(config, **eager()).eval()
+    for number, tensor in enumerate(model.state_dict().values()):
+        tensor.copy_(0.3 + 0.2 * (tensor + number % 3))
+    model.save_pretrained(tmp_path / "original")
+    said = json.loads((tmp_path / "original" / "config.json").read_text())
+    tensors = load_file(tmp_path / "original" / "model.safetensors")
+    families = Families(load_rule_file(REPO / "example-scripts" / "huggingface_family.yaml"))
+    imported = import_targets(specs(tensors), said, vocab_multiple=64, families=families)
+    megatron = materialise(imported.tensors, tensors)
+    exported = export_targets(specs(megatron), imported.args, said, families=families)
+    again = materialise(exported.tensors, megatron)
+    assert again.keys() == tensors.keys()
+    assert all(again[key].tobytes() == tensors[key].tobytes() for key in tensors)
+    loaded = load(tmp_path / "again", again, dict(exported.config))
+    assert float((logits(loaded) - logits(model)).abs().max()) == 0.0

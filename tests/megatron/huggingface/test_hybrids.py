@@ -138,6 +138,14 @@ def test_prediction_layers_are_those_there_are() -> None:
     assert "mtp_num_layers is 2; config.json of Qwen3_5ForCausalLM has names for one" in text
 
 
+def test_prediction_layers_are_attention() -> None:
+    config = {**QWEN3_NEXT, "layer_types": ["full_attention", "linear_attention"] * 4}
+    tensors = directory(config) | {name: array for name, array in directory(QWEN3_NEXT, mtp_num_layers=1).items()
+                                   if name.startswith("mtp.")}  # fmt: skip
+    text = problems(lambda: import_targets(specs(tensors), config))
+    assert "the last layer is a gated delta net, which makes Megatron's prediction layer one" in text
+
+
 def test_what_has_the_same_parameters_is_told_by_config_json() -> None:
     megatron = {name: imported(config, directory(config))[1] for name, config in RELEASED.items()}
     assert {name: detect_family(found).name for name, found in megatron.items()} == {
