@@ -18,6 +18,7 @@ ARCHITECTURES_WITHOUT_RULES = {
 NORM_OVER_HEADS = "queries and keys are normalized over all heads at once"
 NORMS_BEHIND = f"{NORM_OVER_HEADS}, and a layer has norms only behind its attention and its MLP"
 SCALED = "embeddings, residuals, attention and logits have scales of their own"
+MAMBA_1 = "its layers are Mamba-1, Megatron's are Mamba-2"
 WITHOUT_MODULES = {  # of megatron-core 0.16.1, by model_type
     "olmo2": NORMS_BEHIND,
     "olmo3": NORMS_BEHIND,
@@ -26,6 +27,12 @@ WITHOUT_MODULES = {  # of megatron-core 0.16.1, by model_type
     "minimax_m2": NORM_OVER_HEADS,
     "granite": SCALED,
     "granitemoe": SCALED,
+    "mamba": MAMBA_1,
+    "falcon_mamba": MAMBA_1,
+    "jamba": MAMBA_1,
+    "zamba2": "one block of attention is shared by many layers",
+    "lfm2": "layers are short convolutions with gates",
+    "granitemoehybrid": SCALED,
     "falcon_h1": "attention and Mamba stand side by side in one layer, and their parts have scales of their own",
     "ernie4_5_moe": "experts are chosen by a softmax with a bias, and Megatron has a bias with sigmoid only",
 }

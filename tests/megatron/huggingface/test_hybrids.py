@@ -11,6 +11,7 @@ import pytest
 from ckpt_tools.megatron.huggingface.config import read_config
 from ckpt_tools.megatron.huggingface.families import FAMILIES
 from ckpt_tools.megatron.huggingface.identify import detect_family
+from ckpt_tools.megatron.huggingface.model_args import read_model_args
 from ckpt_tools.megatron.huggingface.targets import export_targets, import_targets
 from tests.megatron.huggingface.materialise import Arrays, materialise, specs
 from tests.megatron.huggingface.test_targets import LLAMA, directory, imported, problems
@@ -109,6 +110,28 @@ def test_released_configurations_go_both_ways(name: str) -> None:
             family, {**config, "torch_dtype": "float32"}
         )
     assert not [note for note in found.notes if "not known" in note]
+
+
+def test_where_the_parts_of_a_projection_lie() -> None:
+    """By hand, as transformers splits them: a mistake of both directions would come back bit for bit."""
+    tensors = directory(QWEN3_5)
+    net, parts = "model.layers.0.linear_attn.", imported(QWEN3_5, tensors)[1]
+    rows = {"query": slice(0, 6), "key": slice(6, 12), "value": slice(12, 32)}
+    for part, where in rows.items():
+        assert np.array_equal(parts[HEAVY + part], tensors[net + "in_proj_qkv.weight"][where])
+        conv = parts[HEAVY.replace("in_proj", "conv1d") + part]
+        assert np.array_equal(conv, tensors[net + "conv1d.weight"][where])
+    for part, name in (("z", "in_proj_z"), ("beta", "in_proj_b"), ("alpha", "in_proj_a")):
+        assert np.array_equal(parts[HEAVY + part], tensors[f"{net}{name}.weight"])
+    tensors = directory(NEMOTRON_H)
+    mixer, parts = "backbone.layers.0.mixer.", imported(NEMOTRON_H, tensors)[1]
+    for part, start, stop in (("z", 0, 12), ("x", 12, 24), ("B", 24, 34), ("C", 34, 44), ("dt", 44, 48)):
+        found = parts[f"decoder.layers.0.mixer.in_proj.weight.{part}"]
+        assert np.array_equal(found, tensors[mixer + "in_proj.weight"][start:stop])
+    for kind in ("weight", "bias"):
+        for part, start, stop in (("x", 0, 12), ("B", 12, 22), ("C", 22, 32)):
+            found = parts[f"decoder.layers.0.mixer.conv1d.{kind}.{part}"]
+            assert np.array_equal(found, tensors[f"{mixer}conv1d.{kind}"][start:stop])
 
 
 def test_args_name_the_layers() -> None:
@@ -225,9 +248,18 @@ def test_settings_of_experts_say_nothing_of_a_model_without_any() -> None:
         assert exported.config["n_routed_experts"] == 8
 
 
-def test_layers_beside_each_other_are_refused_with_the_reason() -> None:
-    text = problems(lambda: import_targets({}, {"model_type": "falcon_h1"}))
-    assert "attention and Mamba stand side by side in one layer" in text
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("falcon_h1", "attention and Mamba stand side by side in one layer"),
+        ("jamba", "its layers are Mamba-1"),
+        ("zamba2", "shared by many layers"),
+        ("granitemoehybrid", "scales of their own"),
+    ],
+)
+def test_hybrids_without_modules_are_refused_with_the_reason(kind: str, reason: str) -> None:
+    text = problems(lambda: import_targets({}, {"model_type": kind}))
+    assert "which Megatron core has no modules for" in text and reason in text
 
 
 def test_parts_of_one_tensor_have_one_type() -> None:
@@ -236,6 +268,41 @@ def test_parts_of_one_tensor_have_one_type() -> None:
     parameters[HEAVY + "z"] = parameters[HEAVY + "z"]._replace(dtype="bfloat16")
     text = problems(lambda: export_targets(parameters, found.args))
     assert f"{HEAVY}query and what is one tensor with it are stored as bfloat16 and float32" in text
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_moe", "nemotron_3"])
+def test_experts_of_one_tensor_are_read(name: str) -> None:
+    """As transformers 5 holds them, and as Qwen3.5 is published; those of a prediction layer too."""
+    config = RELEASED[name]
+    tensors = directory(config)
+    _, megatron = imported(config, tensors)
+    fused: dict[str, Any] = {}
+    for key, array in tensors.items():
+        head, experts, tail = key.partition(".experts.")
+        if experts:
+            fused.setdefault(f"{head}.experts.{tail.split('.')[1]}", []).append(array)
+    blocks = {key.rpartition(".")[0] for key in fused}
+    for block in blocks if name == "qwen3_5_moe" else ():
+        gate, up = fused.pop(f"{block}.gate_proj"), fused.pop(f"{block}.up_proj")
+        fused[f"{block}.gate_up_proj"] = [np.concatenate(pair) for pair in zip(gate, up, strict=True)]
+    rest = {key: array for key, array in tensors.items() if ".experts." not in key}
+    _, again = imported(config, rest | {key: np.stack(arrays) for key, arrays in fused.items()})
+    assert any("mtp" in block for block in blocks) == (name == "qwen3_5_moe")
+    assert again.keys() == megatron.keys()
+    assert all(again[key].tobytes() == megatron[key].tobytes() for key in again)
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [(QWEN3_NEXT, "linear_num_key_heads"), (NEMOTRON_H, "mamba_num_heads"), (NEMOTRON_H, "n_groups")],
+)
+def test_sizes_of_no_model_are_refused(config: dict[str, Any], field: str) -> None:
+    for value in (0, 10**9, "8", 2.5):
+        assert f"{field} is " in problems(lambda v=value: import_targets({}, {**config, field: v}))
+    args = imported(QWEN3_NEXT, directory(QWEN3_NEXT))[0].args
+    text = problems(lambda: read_model_args({**args, "num_layers": 9000, "linear_num_key_heads": 8000,
+                                             "linear_attention_freq": 2}))  # fmt: skip
+    assert "heads and query groups" in text
 
 
 def test_steps_that_transformers_limits_are_told() -> None:
