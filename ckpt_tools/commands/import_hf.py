@@ -31,7 +31,7 @@ from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, planned, prepare
 from ckpt_tools.commands.to_torch_dist import write_torch_dist
 from ckpt_tools.commands.version_2 import VERSION_2, for_version_2
 from ckpt_tools.commands.warm_start import NEED_OPTIMIZER
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import MappingError, UsageError
 from ckpt_tools.execute.run import Output
 from ckpt_tools.formats.detect import Location
 from ckpt_tools.formats.files import AnyPath, Files, open_files, path_text
@@ -60,6 +60,7 @@ from ckpt_tools.model.roles import WEIGHT
 from ckpt_tools.model.target import Source
 
 MLA_NORM = re.compile(r"\.linear_(q|kv)_up_proj\.layer_norm_weight$")
+_FUSED_ONLY = ("linear_attention_freq", "hybrid_override_pattern")  # arguments of such layers
 FORMATS = ("torch_dist", "fsdp_dtensor")
 DIVISOR = 128  # Megatron's own --make-vocab-size-divisible-by
 
@@ -159,6 +160,11 @@ def read_huggingface(opened: Opened, options: ImportOptions) -> tuple[Imported, 
         vocab_rows=options.vocab_size_padded,
         families=families_with(options.rules),
     )
+    if options.layer_spec == "local" and not imported.args.keys().isdisjoint(_FUSED_ONLY):
+        raise MappingError(
+            f"--layer-spec local: Megatron builds the layers of {imported.family.architecture} of Transformer "
+            "Engine's modules only, whatever --transformer-impl says; leave the option out"
+        )
     own = {key: Value(spec.dtype, spec.shape, (Source(key),)) for key, spec in specs.items()}
     prove_equal(opened.files, catalog, own, imported.equal)
     dropped = (*(f"{key}: no content of its own" for key in imported.dropped), *frequencies, *plain.dropped)

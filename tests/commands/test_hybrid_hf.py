@@ -15,6 +15,7 @@ from ckpt_tools.commands.diff import diff_checkpoints
 from ckpt_tools.commands.export_hf import ExportOptions, export_hf
 from ckpt_tools.commands.import_hf import ImportOptions, import_hf
 from ckpt_tools.commands.to_torch_dist import convert_to_torch_dist
+from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.model.add_number import AddNumber
 from ckpt_tools.model.box import Box
@@ -60,6 +61,16 @@ def test_bits_come_back_from_both_formats(name: str, tp: int, tmp_path: Path) ->
         assert found.keys() == source.keys()
         assert [key for key in found if not oracle.same_bytes(found[key], source[key])] == []
     assert diff_checkpoints(str(tmp_path / "hf"), str(tmp_path / "run")).is_equal
+
+
+@pytest.mark.parametrize("to", ["torch_dist", "fsdp_dtensor"])
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba2"])
+def test_there_are_no_local_modules_of_them(name: str, to: Any, tmp_path: Path) -> None:
+    model(tmp_path / "hf", CONFIGS[name])
+    local = ImportOptions(to=to, layer_spec="local", fsdp=TargetOptions(fresh_optimizer=False))
+    with pytest.raises(MappingError, match="--layer-spec local: Megatron builds the layers of"):
+        import_hf(str(tmp_path / "hf"), str(tmp_path / "run"), local)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_norm_is_stored_as_weight_minus_one(tmp_path: Path) -> None:

@@ -147,6 +147,36 @@ def test_args_name_the_layers() -> None:
     assert not [name for name in plain if name.startswith(("linear_", "mamba_", "hybrid_"))]
 
 
+def as_bridge(args: dict[str, Any], function: str, **more: Any) -> dict[str, Any]:
+    """The settings as the `model` section of Bridge's run_config.yaml has them."""
+    renamed = {"num_experts": "num_moe_experts", "norm_epsilon": "layernorm_epsilon"}
+    dropped = ("swiglu", "squared_relu", "quick_geglu", "untie_embeddings_and_output_weights", "apply_layernorm_1p",
+               "use_rotary_position_embeddings", "group_query_attention", "bias_gelu_fusion")  # fmt: skip
+    made = {renamed.get(name, name): value for name, value in args.items() if name not in dropped}
+    return made | {
+        "activation_func": {"_target_": function, "_call_": False},
+        "gated_linear_unit": function.endswith("silu"),
+        "share_embeddings_and_output_weights": False,
+        **more,
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "function", "more"),
+    [
+        (QWEN3_NEXT, "torch.nn.functional.silu", {"linear_attention_freq": 4}),
+        (NEMOTRON_3, "megatron.core.activations.squared_relu", {"hybrid_attention_ratio": 0.0}),
+        (NEMOTRON_H, "megatron.core.activations.squared_relu",
+         {"hybrid_layer_pattern": "M-M|*-M", "hybrid_override_pattern": None}),
+    ],
+)  # fmt: skip
+def test_bridges_settings_are_read(config: dict[str, Any], function: str, more: dict[str, Any]) -> None:
+    found, megatron = imported(config, directory(config))
+    exported = export_targets(specs(megatron), as_bridge(dict(found.args), function, **more))
+    assert exported.config == export_targets(specs(megatron), found.args).config
+    assert not [note for note in exported.notes if "not known" in note]
+
+
 def test_prediction_layers_are_those_there_are() -> None:
     """config.json of Qwen3-Next does not say it; the layer has the names that NVIDIA's bridge gives it."""
     tensors = directory(QWEN3_NEXT, mtp_num_layers=1)
