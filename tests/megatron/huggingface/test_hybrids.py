@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from ckpt_tools.megatron.huggingface.config import read_config
-from ckpt_tools.megatron.huggingface.families import FAMILIES
+from ckpt_tools.megatron.huggingface.families import FAMILIES, Families
 from ckpt_tools.megatron.huggingface.identify import detect_family
 from ckpt_tools.megatron.huggingface.model_args import read_model_args
+from ckpt_tools.megatron.huggingface.rulefile import load_rule_file
 from ckpt_tools.megatron.huggingface.targets import export_targets, import_targets
 from tests.megatron.huggingface.materialise import Arrays, materialise, specs
 from tests.megatron.huggingface.test_targets import LLAMA, directory, imported, problems
@@ -262,6 +264,20 @@ def test_what_config_json_cannot_say_is_refused(
 ) -> None:
     found, megatron = imported(config, directory(config))
     assert said in problems(lambda: export_targets(specs(megatron), {**found.args, **changes}))
+
+
+def test_a_rule_file_leaves_prediction_layers_out(tmp_path: Path) -> None:
+    """Those of a HybridModel have no rules: whoever does without them says so."""
+    path = tmp_path / "own.yaml"
+    path.write_text(
+        "family: own\nlike: nemotron_h\nmodel_type: nemotron_h\nfixed: {num_nextn_predict_layers: 1}\n"
+        "ignored: ['mtp\\..*']\n"
+    )
+    config = {**NEMOTRON_3, "num_nextn_predict_layers": 1}
+    tensors = {**directory(NEMOTRON_3), "mtp.layers.0.eh_proj.weight": np.zeros((12, 24), np.float32)}
+    families = Families(load_rule_file(path))
+    found = import_targets(specs(tensors), config, families=families)
+    assert found.dropped == ("mtp.layers.0.eh_proj.weight",) and found.args["mtp_num_layers"] is None
 
 
 def test_settings_of_experts_say_nothing_of_a_model_without_any() -> None:
