@@ -18,6 +18,7 @@ from ckpt_tools.commands.hf_parts import (
     CONFIG,
     as_json,
     families_with,
+    offset_notes,
     offset_values,
     prove_equal,
     read_config,
@@ -193,17 +194,7 @@ def _with_offsets(
         elements += prod(tensor.shape)
         if lost:
             changed[tensor.key] = lost
-    if not offsets:
-        return ready, []
-    step = next(iter(offsets.values()))
-    note = f"{step:+g} was added to {len(offsets)} norms in float32 and rounded once: "
-    if not changed:
-        return ready, [note + "every element can be told from the result"]
-    worst = max(changed, key=lambda key: changed[key])
-    return ready, [
-        f"{note}{sum(changed.values()):,} of {elements:,} elements lost bits, most of them ({changed[worst]:,}) in "
-        f"{worst}"
-    ]
+    return ready, offset_notes(offsets, changed, elements)
 
 
 def _assets(options: ExportOptions, exported: Exported) -> Assets:

@@ -228,3 +228,19 @@ def offset_values(files: Files, catalog: Catalog, tensor: TargetTensor, offset: 
     shifted = bits.view(numpy_dtype(tensor.dtype))
     back = cast(shifted, tensor.dtype, "float32") - np.float32(offset)
     return shifted.tobytes(), int((back != exact).sum())
+
+
+def offset_notes(offsets: Mapping[str, float], changed: Mapping[str, int], elements: int) -> list[str]:
+    """What adding a number to norms did to their elements; `changed` counts those that lost bits."""
+    if not offsets:
+        return []
+    note = (
+        f"{next(iter(offsets.values())):+g} was added to {len(offsets)} norms in float32 and rounded once: "
+    )
+    if not changed:
+        return [note + "every element can be told from the result"]
+    worst = max(changed, key=lambda key: changed[key])
+    return [
+        f"{note}{sum(changed.values()):,} of {elements:,} elements lost bits, most of them ({changed[worst]:,}) in "
+        f"{worst}"
+    ]

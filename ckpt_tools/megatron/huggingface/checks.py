@@ -62,7 +62,9 @@ def not_of_family(family: Family, model: ModelArgs, reference: Mapping[str, Any]
     problems = [
         f"{name} is {getattr(model, name)!r}; {family.architecture} is {needed!r}"
         for name, needed in family.needs.items()
-        if name in ModelArgs.__dataclass_fields__ and not allows(needed, getattr(model, name))
+        if name in ModelArgs.__dataclass_fields__
+        and not allows(needed, getattr(model, name))
+        and model.has(name)
     ]
     told = in_v4_form(reference or {})
     lacking = [one.hf for one in family.fields
@@ -73,6 +75,16 @@ def not_of_family(family: Family, model: ModelArgs, reference: Mapping[str, Any]
         problems.append(f"sliding windows on some layers only; {family.architecture} has them on all or none")
     if model.rotary_percent != 1 and any(one and one["rope_type"] == "yarn" for one in model.rope_scaling):
         problems.append("YaRN together with rotary_percent: Megatron's YaRN rotates whole heads")
+    shared = any(rule.core.startswith("mtp.") and "{" not in rule.hf[0] for rule in family.rules)
+    if model.mtp_num_layers > 1 and shared:
+        problems.append(
+            f"mtp_num_layers is {model.mtp_num_layers}; config.json of {family.architecture} has names for one"
+        )
+    if model.mtp_num_layers and model.kind(model.num_layers - 1) == "G":
+        problems.append(
+            "the last layer is a gated delta net, which makes Megatron's prediction layer one; that of "
+            f"{family.architecture} is attention"
+        )
     if model.rotary_interleaved and (model.qk_layernorm or model.multi_latent_attention):
         problems.append("rotary_interleaved together with q/k norms or MLA has no known Hugging Face order")
     return problems + sparse_attention_problems(model)
@@ -85,18 +97,18 @@ def spellings(
     spelled: dict[str, str] = {}
     used: set[str] = set()
     for pair in pairs:
-        for name in pair.core:
+        for name, shape in zip(pair.core, pair.shapes, strict=True):
             found = [one for one in (name, *pair.also) if one in parameters]
             used.update(found)
             if not found:
-                problems.append(f"{name} {list(pair.shape)} is missing")
+                problems.append(f"{name} {list(shape)} is missing")
                 continue
             if len(found) > 1:
                 problems.append(f"{' and '.join(found)} are two names of one parameter")
-            if parameters[found[0]].shape != pair.shape:
+            if parameters[found[0]].shape != shape:
                 problems.append(
                     f"{found[0]} has shape {list(parameters[found[0]].shape)}, "
-                    f"its settings ask for {list(pair.shape)}"
+                    f"its settings ask for {list(shape)}"
                 )
             spelled[name] = found[0]
     return spelled, [name for name in parameters if name not in used]
@@ -145,6 +157,13 @@ def semantic_notes(family: Family, model: ModelArgs) -> tuple[str, ...]:
     if model.multi_latent_attention and model.layernorm_epsilon != 1e-6:
         notes.append(
             "transformers evaluates the norms inside MLA with epsilon 1e-6 whatever config.json says"
+        )
+    if "M" in model.hybrid_pattern and model.layernorm_epsilon != 1e-5:
+        notes.append("Megatron evaluates the norms inside Mamba with epsilon 1e-5 whatever its args say")
+    if "M" in model.hybrid_pattern and family.architecture == "NemotronHForCausalLM":
+        notes.append(
+            "transformers keeps the time steps of Mamba above time_step_min, Megatron does not: logits differ where "
+            "one is smaller"
         )
     return tuple(notes)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from ckpt_tools.errors import MappingError
+from ckpt_tools.megatron.huggingface import hybrid_values as hybrid
 from ckpt_tools.megatron.huggingface import moe_values as moe
 from ckpt_tools.megatron.huggingface.layer_patterns import no_rope_layers
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs
@@ -310,8 +311,8 @@ def write_scaled(candidates: Sequence[Any], model: ModelArgs) -> Any:
 def read_scaled(scaling: Any, config: Config) -> tuple[Any, ...]:
     if scaling is None:
         raise MappingError(
-            "null is no scaling for transformers 4, and a scaling of the class's own for transformers 5; say which: "
-            '{"rope_type": "default"} is none'
+            "transformers 4 takes null as no scaling, transformers 5 as the class's own; say which: "
+            '{"rope_type": "default"} says none'
         )
     found: tuple[Any, ...] = read_rope(scaling, config)
     return found
@@ -379,6 +380,12 @@ FORMS: dict[str, Form] = {
     "rotary_dim": Form(moe.write_rotary_dim, moe.read_rotary_dim),
     "several_experts": Form(moe.write_several, moe.read_several),
     "sarvam_rope": Form(write_rope, moe.read_sarvam_rope),
+    "linear_layers": Form(hybrid.write_linear, hybrid.read_linear),
+    "linear_interval": Form(hybrid.write_interval, hybrid.read_interval),
+    "hybrid_pattern": Form(read=hybrid.read_pattern),
+    "experts_of_pattern": Form(read=hybrid.read_experts),
+    "mamba_layers": Form(hybrid.write_pattern_length, hybrid.read_mamba_layers),
+    "mamba_expand": Form(hybrid.write_expand, hybrid.read_expand),
 }
 DEFAULTS: dict[str, Callable[[Config], Any]] = {
     "heads": heads,
@@ -391,4 +398,5 @@ DEFAULTS: dict[str, Callable[[Config], Any]] = {
     "dense_by_types": moe.dense_by_types,
     "rotary_factor": moe.rotary_factor,
     "expert_size": moe.expert_size,
+    "pattern_length": hybrid.count_layers,
 }

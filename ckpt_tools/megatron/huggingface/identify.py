@@ -13,8 +13,6 @@ from ckpt_tools.megatron.huggingface.rules import Family
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 ARCHITECTURES_WITHOUT_RULES = {
-    "mixer.": "Mamba or Nemotron-H layers",
-    "self_attention.in_proj.": "gated delta net layers (Qwen3-Next)",
     "vision_model.": "a vision tower",
 }
 DENSE = ".mlp.linear_fc1.weight"
@@ -33,6 +31,7 @@ VALUE_NORM = "values are normalized, and layers with a window have heads of anot
 NORMS_BEHIND = f"{NORM_OVER_HEADS}, and a layer has norms only behind its attention and its MLP"
 HEADS_GATED = "heads are gated"
 SCALED = "embeddings, residuals, attention and logits have scales of their own"
+MAMBA_1 = "its layers are Mamba-1, Megatron's are Mamba-2"
 WITHOUT_MODULES = {  # of megatron-core 0.16.1, by model_type
     "olmo2": NORMS_BEHIND,
     "olmo3": NORMS_BEHIND,
@@ -91,6 +90,12 @@ WITHOUT_MODULES = {  # of megatron-core 0.16.1, by model_type
     "phimoe": "experts are chosen and weighed by sparse mixing",
     "step3p5": HEADS_GATED,
     "step3p7": HEADS_GATED,
+    "mamba": MAMBA_1,
+    "falcon_mamba": MAMBA_1,
+    "jamba": MAMBA_1,
+    "zamba2": "one block of attention is shared by many layers",
+    "lfm2": "layers are short convolutions with gates",
+    "falcon_h1": "attention and Mamba stand side by side in one layer, and their parts have scales of their own",
     "ernie4_5_moe": "experts are chosen by a softmax with a bias, and Megatron has a bias with sigmoid only",
 }
 
@@ -185,7 +190,10 @@ def _by_kinds(kinds: set[str], model: ModelArgs | None) -> str:
     partial = model is not None and model.rotary_percent < 1
     shared_keys = model is not None and model.num_query_groups == 1 < model.num_attention_heads
     interleaved = model is not None and bool(model.dsa_indexer_rope_interleaved)
+    gated = has(".self_attention.in_proj.") or (model is not None and model.attention_output_gate)
     known = (
+        (has("decoder.final_norm."), "nemotron_h" if has(".self_attention.") or has(".mlp.") else "mamba2"),
+        (gated, "qwen3_next" if has(".experts.experts.") else "qwen3_5"),
         (has(".core_attention.indexer."), "glm_moe_dsa" if interleaved else "deepseek_v32"),
         (has(".linear_kv_down_proj.") and not has(".experts.experts."), "youtu"),
         (has(".linear_kv_down_proj."), "deepseek_v3" if has(".router.expert_bias") else "deepseek_v2"),

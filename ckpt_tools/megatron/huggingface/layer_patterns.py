@@ -79,6 +79,15 @@ def moe_layers(freq: object, layers: int) -> tuple[int, ...]:
     return _pattern(freq, layers, "moe_layer_freq")
 
 
+def delta_net_layers(freq: object, layers: int) -> tuple[int, ...]:
+    """1 for every layer that is a gated delta net (Megatron transformer_config.py `linear_attention_freq`)."""
+    if freq is None:
+        return ()
+    if isinstance(freq, int) and freq > 0:
+        return tuple(int((layer + 1) % freq != 0) for layer in range(layers))
+    return _pattern(freq, layers, "linear_attention_freq")
+
+
 def _pattern(values: object, layers: int, name: str) -> tuple[int, ...]:
     pattern = tuple(values) if isinstance(values, list | tuple) else ()
     problems = [f"{value!r} is not 0 or 1" for value in pattern if value not in (0, 1)]

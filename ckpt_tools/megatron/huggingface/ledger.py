@@ -22,7 +22,7 @@ from ckpt_tools.megatron.huggingface.rules import Family, allows, first_of
 MAX_VALUE_CHARS = 60
 MEGATRON_NAMES = {"activation_clamp": "activation_func_clamp_value", "rotary_base_local": "the local rotary_base",
                   "sliding_window": "window_size", "sliding_pattern": "interleaved_attn_pattern",
-                  "no_rope_layers": "no_rope_freq",
+                  "no_rope_layers": "no_rope_freq", "linear_layers": "linear_attention_freq",
                   "query_pre_attn_scalar": "softmax_scale, as 1 / its square,"}  # fmt: skip
 
 
@@ -145,6 +145,8 @@ def _flow(settings: Mapping[str, Any]) -> str:
 def uncarried(family: Family, model: ModelArgs) -> list[str]:
     """Settings of the model that neither config.json of this family nor its class can hold."""
     said = {one.arg for one in family.fields} | set(family.needs)
+    if model.hybrid_pattern and "*" not in model.hybrid_pattern:
+        said |= {"num_query_groups", "query_pre_attn_scalar"}  # of attention, of which there is none
     rope = model.position_embedding_type == "rope"
     neutral: dict[str, tuple[Any, ...]] = {
         "num_query_groups": (model.num_attention_heads,),
@@ -162,6 +164,9 @@ def uncarried(family: Family, model: ModelArgs) -> list[str]:
         ),
         "attn_logit_softcapping": (None,),
         "final_logit_softcapping": (None,),
+        "attention_output_gate": (False,),
+        "linear_layers": ((),),
+        "moe_latent_size": (None,),
     }
     return [
         f"{MEGATRON_NAMES.get(name, name)} is {short(getattr(model, name))}; {family.architecture} has {values[0]!r} "

@@ -67,7 +67,7 @@ class Exported:
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """Megatron parameters made from a Hugging Face directory, one per layer and expert.
+    """Megatron parameters made from a Hugging Face directory, one per layer and expert; `offsets` as of an export.
 
     Views of `tensors` see a source tensor named in `shapes` with that shape instead of its header's.
     """
@@ -76,6 +76,7 @@ class Imported:
     tensors: tuple[TargetTensor, ...]
     args: Mapping[str, Any]
     shapes: Mapping[str, Shape] = field(default_factory=dict)
+    offsets: Mapping[str, float] = field(default_factory=dict)
     equal: tuple[tuple[str, str], ...] = ()
     dropped: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -126,9 +127,8 @@ def export_targets(
         if one.shape != one.seen
     }
     offsets: dict[str, float] = {}
-    if model.zero_centered_gamma != family.plus_one:
-        norms = [key for pair in pairs if pair.rule.norm for key in pair.hf]
-        offsets = dict.fromkeys(norms, 1.0 if model.zero_centered_gamma else -1.0)
+    for pair in pairs:
+        offsets |= dict.fromkeys(pair.hf, step) if (step := _offset(family, model, pair)) else {}
     if mtp_copies:
         tensors += _copies(family, model, tensors)
     model = replace(model, params_dtype=bulk_dtype(tensors))
@@ -178,8 +178,10 @@ def _whole(
     problems += [f"{name}: no rule of {family.name} has this parameter" for name in unused]
     if problems:
         how = "by config.json" if reference else "by its parameters; --hf-config or --rules can say otherwise"
+        of = f", a HybridModel of layers {model.hybrid_pattern!r}," if model.hybrid_pattern else ""
         raise MappingError(
-            f"the checkpoint is not a whole {family.name} model (told {how}):\n" + list_problems(problems),
+            f"the checkpoint{of} is not a whole {family.name} model (told {how}):\n"
+            + list_problems(problems),
             problems,
         )
     return spelled, equal
@@ -217,15 +219,14 @@ def import_targets(
     model = replace(model, padded_vocab_size=rows)
     prefix = _prefix(family, tensors)
     notes = (*settings, *import_notes(family, model))
-    pairs = expand(family, model, tensors)
-    of_mtp = [prefix(name) for pair in pairs if "{m}" in pair.rule.core for name in pair.hf]
-    if model.mtp_num_layers and not any(name in tensors for name in of_mtp):
-        model = replace(model, mtp_num_layers=0)
-        pairs = expand(family, model, tensors)
+    layers = _prediction_layers(family, model, tensors, prefix)
+    if model.mtp_num_layers and not layers:
         notes = (
             *notes,
             "config.json names prediction layers (MTP), the files hold none; Megatron's args name none then",
         )
+    model = replace(model, mtp_num_layers=layers)
+    pairs = expand(family, model, tensors)
     wanted = {
         prefix(name): shape.shape for pair in pairs for name, shape in zip(pair.hf, pair.tensors, strict=True)
     }
@@ -252,7 +253,30 @@ def import_targets(
         for name, shape in zip(pair.hf, pair.tensors, strict=True)
         if shape.seen != shape.shape
     }
-    return Imported(family, tuple(made), args, shapes, equal, tuple(ignored), notes)
+    offsets = {name: -step for pair in pairs if (step := _offset(family, model, pair)) for name in pair.core}
+    return Imported(family, tuple(made), args, shapes, offsets, equal, tuple(ignored), notes)
+
+
+def _offset(family: Family, model: ModelArgs, pair: Pair) -> float:
+    """What is to be added to a norm of the Megatron side that the other side's class takes otherwise."""
+    plus_one = family.plus_one and not pair.rule.plain
+    if not pair.rule.norm or model.zero_centered_gamma == plus_one:
+        return 0.0
+    return 1.0 if model.zero_centered_gamma else -1.0
+
+
+def _prediction_layers(family: Family, model: ModelArgs, tensors: Mapping[str, Spec], prefix: Prefix) -> int:
+    """How many prediction layers (MTP) there are: as many as config.json says, or one where it says nothing.
+
+    None, if the directory has no tensor of them.
+    """
+    said = any(one.arg == "mtp_num_layers" for one in family.fields)
+    asked = replace(model, mtp_num_layers=model.mtp_num_layers if said else 1)
+    rules = tuple(rule for rule in family.rules if "{m}" in rule.core)
+    names = (
+        prefix(name) for pair in expand(replace(family, rules=rules), asked, tensors) for name in pair.hf
+    )
+    return asked.mtp_num_layers if any(name in tensors for name in names) else 0
 
 
 def _misfits(tensors: Mapping[str, Spec], wanted: Mapping[str, Shape]) -> Iterator[str]:
@@ -280,7 +304,7 @@ def _export_pair(
     stored = {parameters[spelled[name]].dtype for name in pair.core}
     if len(stored) > 1:
         raise MappingError(
-            f"{pair.core[0]} and its fellow experts are stored as {' and '.join(sorted(stored))}"
+            f"{pair.core[0]} and what is one tensor with it are stored as {' and '.join(sorted(stored))}"
         )
     sources: list[list[Source]] = [[] for _ in pair.hf]
     for name, layout in zip(pair.core, pair.layouts, strict=True):
@@ -306,13 +330,13 @@ def _import_pair(
     stored = {tensors[name].dtype for name in hf}
     if len(stored) > 1:
         raise MappingError(f"{' and '.join(hf)} become one parameter, but are {' and '.join(sorted(stored))}")
-    for name, layout in zip(pair.core, pair.layouts, strict=True):
+    for name, shape, layout in zip(pair.core, pair.shapes, pair.layouts, strict=True):
         yield TargetTensor(
             name,
             pair.rule.dtype or dtype or next(iter(stored)),
-            pair.shape,
-            tuple(Source(hf[link.hf], link.to_core(pair.shape)) for link in layout.links),
-            zero_filled=pair.rule.layout == "vocab" and pair.shape[0] > model.true_vocab_size,
+            shape,
+            tuple(Source(hf[link.hf], link.to_core(shape)) for link in layout.links),
+            zero_filled=pair.rule.layout == "vocab" and shape[0] > model.true_vocab_size,
         )
 
 
@@ -336,7 +360,8 @@ class Prefix(NamedTuple):
 
 
 def _prefix(family: Family, tensors: Iterable[str]) -> Prefix:
-    names = {name for rule in family.rules for name in rule.hf} - {_tensor_of(family, HEAD)}
+    rules = [rule for rule in family.rules if not rule.core.startswith("mtp.")]  # may stand beside the model
+    names = {name for rule in rules for name in rule.hf} - {_tensor_of(family, HEAD)}
     first = {name.split(".")[0] + "." for name in names}
     there = {name.split(".")[0] + "." for name in tensors}
     return Prefix("".join(first) if len(first) == 1 and not first & there else "")

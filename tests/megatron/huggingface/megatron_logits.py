@@ -21,6 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.megatron.huggingface.megatron_hybrids import (
+    hybrid_model,
+    joined_parts,
+    provide_mamba,
+    with_delta_nets,
+)
+
 OVER_HEADS = ("minimax_m2", "olmoe")
 
 
@@ -81,7 +88,7 @@ def transformer_config(args: dict[str, Any]) -> Any:
               "masked_softmax_fusion": False, "persist_layer_norm": False, "apply_rope_fusion": False,
               "bias_dropout_fusion": False, "moe_grouped_gemm": False, "use_cpu_initialization": True,
               "gradient_accumulation_fusion": False, "perform_initialization": False,
-              "activation_func": functional.silu, "gated_linear_unit": True}  # fmt: skip
+              "deterministic_mode": True, "activation_func": functional.silu, "gated_linear_unit": True}  # fmt: skip
     if args["num_experts"]:
         known |= {"moe_token_dispatcher_type": "allgather", "moe_router_load_balancing_type": "none",
                   "moe_layer_freq": args["moe_layer_freq"]}  # fmt: skip
@@ -91,7 +98,9 @@ def transformer_config(args: dict[str, Any]) -> Any:
         known |= {"activation_func": quick_gelu}
     if args.get("gated_linear_unit") and not args["swiglu"]:
         known |= {"activation_func": lambda x: functional.gelu(x, approximate="tanh")}
-    if not (args["swiglu"] or args.get("quick_geglu") or args.get("gated_linear_unit")):
+    if args["squared_relu"]:
+        known |= {"activation_func": lambda x: functional.relu(x).square(), "gated_linear_unit": False}
+    elif not (args["swiglu"] or args.get("quick_geglu") or args.get("gated_linear_unit")):
         form = (
             "tanh" if args["bias_gelu_fusion"] else "none"
         )  # what Megatron's fused kernel computes, and its plain one
@@ -119,7 +128,9 @@ def build(args: dict[str, Any]) -> Any:
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 
     config = transformer_config(args)
-    if config.num_moe_experts:
+    if args.get("hybrid_override_pattern"):
+        return hybrid_model(config, args)
+    if config.num_moe_experts or args.get("linear_attention_freq"):
         spec = gpt_layer_specs.get_gpt_decoder_block_spec(
             config, use_transformer_engine=False, normalization=args["normalization"], qk_l2_norm=False
         )
@@ -130,6 +141,8 @@ def build(args: dict[str, Any]) -> Any:
         )  # fmt: skip
     for layer in getattr(spec, "layer_specs", ()):
         with_modules_of_others(layer.submodules.self_attention.submodules, args)
+    if args.get("linear_attention_freq"):
+        spec = with_delta_nets(spec, args)
     return GPTModel(
         config,
         spec,
@@ -207,6 +220,7 @@ def live(name: str, names: set[str]) -> str:
     name = re.sub(r"\.experts\.experts\.(\d+)\.", r".experts.local_experts.\1.", name)
     for fused, module in (
         ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+        ("self_attention.in_proj.layer_norm_", "input_layernorm."),
         ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
         ("self_attention.linear_q_up_proj.layer_norm_", "self_attention.q_layernorm."),
         ("self_attention.linear_kv_up_proj.layer_norm_", "self_attention.kv_layernorm."),
@@ -217,6 +231,7 @@ def live(name: str, names: set[str]) -> str:
 
 
 def main(folder: Path) -> None:
+    provide_mamba()
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import apply_factories
 
@@ -240,6 +255,7 @@ def main(folder: Path) -> None:
         else:
             own = model.state_dict()
             names = {name for name in own if not name.endswith("_extra_state")}
+            parameters = joined_parts(model, parameters)
             given = {live(name, names): torch.from_numpy(array) for name, array in parameters.items()}
             model.load_state_dict({**{k: v for k, v in own.items() if k not in names}, **given}, strict=True)
         hook(model, args)

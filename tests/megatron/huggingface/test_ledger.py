@@ -122,6 +122,8 @@ def test_what_is_carried_is_read() -> None:
         {**llama, **yarn}, {**llama, **bridge, "share_embeddings_and_output_weights": True},
         {**llama, "use_rope_scaling": True, "bf16": False, "params_dtype": "torch.float16"},
         {**llama, "rotary_base": [1, 2], "rope_scaling_factor": 2, "window_size": (3, 0), "num_query_groups": 2},
+        {**bare, "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 2},
+        {**bare, "hybrid_override_pattern": "M-"},
     ]  # fmt: skip
     seen: set[str] = set()
     for variant in variants:

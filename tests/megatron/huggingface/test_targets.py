@@ -41,11 +41,11 @@ DEEPSEEK = {
 }
 
 
-def directory(config: dict[str, Any], seed: int = 0) -> Arrays:
+def directory(config: dict[str, Any], seed: int = 0, **changes: Any) -> Arrays:
     """Random tensors under the names and shapes the family's rules give."""
     family = family_of_config(config)
     model = read_config(family, config)
-    model = replace(model, padded_vocab_size=model.vocab_size)
+    model = replace(model, padded_vocab_size=model.vocab_size, **changes)
     random = np.random.default_rng(seed)
     return {
         key: random.normal(size=shape.shape).astype(np.float32)
@@ -56,7 +56,7 @@ def directory(config: dict[str, Any], seed: int = 0) -> Arrays:
 
 def imported(config: dict[str, Any], tensors: Arrays, multiple: int = 1) -> tuple[Imported, Arrays]:
     found = import_targets(specs(tensors), config, vocab_multiple=multiple)
-    return found, materialise(found.tensors, tensors, source_shapes=found.shapes)
+    return found, materialise(found.tensors, tensors, source_shapes=found.shapes, offsets=found.offsets)
 
 
 def problems(call: Any) -> str:
