@@ -16,6 +16,13 @@ from ckpt_tools.megatron.huggingface.model_args import ModelArgs
 from ckpt_tools.megatron.huggingface.rope_args import read_rope
 
 Config: TypeAlias = Mapping[str, Any]
+EIGHT_GROUPS = (
+    "deepseek_v3",
+    "kimi_k2",
+    "deepseek_v32",
+    "bailing_moe_v2",
+    "bailing_moe",
+)  # where none are told
 # Megatron's fused GELU is the approximation by tanh.
 GELU = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu", "gelu": "gelu_erf"}
 
@@ -147,7 +154,9 @@ def read_greedy(method: str, config: Config) -> int | None:
 
 def read_group_topk(value: int | None, config: Config) -> int | None:
     """One group of several is a choice; one of one leaves nothing to choose."""
-    return None if config.get("n_group") in (None, 1) else value
+    told = "n_group" in config or config.get("model_type") in EIGHT_GROUPS
+    only = config.get("n_group", 8) in (None, 1) if told else value == 1
+    return None if only else value
 
 
 def read_sum_to_one(value: bool, config: Config) -> int:

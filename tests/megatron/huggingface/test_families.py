@@ -109,6 +109,26 @@ def test_config_says_what_transformers_said(case: Case) -> None:
     assert {field.hf for field in family.fields} <= set(case.exported.config)
 
 
+WITH_EXPERTS = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "dots1", "minimax_m2", "olmoe",
+                "exaone_moe", "hy_v3", "solar_open", "sarvam_moe", "sarvam_mla")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in WITH_EXPERTS if name in transformers.CONFIG_MAPPING])
+def test_experts_of_which_little_is_said_are_what_the_class_takes(name: str) -> None:
+    """The defaults of the fields are those of the class."""
+    family, (kind, settings) = FAMILIES[name], CONFIGS[name]
+    must = {key for one in family.fields if one.default is REQUIRED for key in (one.hf, one.also)}
+    must |= {"num_key_value_heads"} | ({"norm_topk_prob"} if name == "dots1" else set())
+    said = {key: value for key, value in settings.items() if key in must}
+    whole = getattr(transformers, kind)(**said).to_dict()
+    told = {**said, "model_type": name, "torch_dtype": whole.get("dtype")}
+    told |= {key: whole[key] for key in ("max_position_embeddings", *must) if key in whole}
+    if name == "dots1":  # its own is refused
+        told, whole = (one | {"n_shared_experts": 1} for one in (told, whole))
+    ours, theirs = read_config(family, told), read_config(family, whole)
+    assert ours == replace(theirs, mtp_num_layers=0)  # transformers has no prediction layers
+
+
 def test_reference_config_agrees(case: Case) -> None:
     """The original config.json as a reference changes no tensor and no architecture field."""
     exported = export_targets(specs(case.megatron), case.imported.args, case.config)

@@ -205,6 +205,24 @@ def test_a_checkpoint_that_is_not_of_the_class_is_refused(name: str, args: dict[
     assert text in exported_with(name, **args)
 
 
+@pytest.mark.parametrize(
+    ("name", "groups"),
+    [("DeepSeek-V3.2", (8, 4)), ("Moonlight", (8, 4)), ("Ling-2.0", (8, 4)), ("GLM-5", (None, None))],
+)
+def test_groups_of_experts_where_none_are_told(name: str, groups: tuple[int | None, int | None]) -> None:
+    """They are the class's own; one group is none, and one of eight is a choice."""
+    config = {key: value for key, value in RELEASED[name].items() if key not in ("n_group", "topk_group")}
+    tensors = directory(config)
+
+    def read(**changes: Any) -> tuple[Any, Any]:
+        args = imported({**config, **changes}, tensors)[0].args
+        return args["moe_router_num_groups"], args["moe_router_group_topk"]
+
+    assert read() == groups
+    assert read(n_group=1, topk_group=1) == read(n_group=None) == (None, None)
+    assert read(topk_group=1) == ((8, 1) if groups[0] else (None, None))
+
+
 def test_bridge_says_the_windows_again() -> None:
     """Its K-EXAONE has them layer by layer too: the same is taken, another pattern is refused."""
     config = RELEASED["K-EXAONE"]
