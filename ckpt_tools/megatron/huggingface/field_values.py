@@ -304,8 +304,8 @@ def write_scaled(candidates: Sequence[Any], model: ModelArgs) -> Any:
 def read_scaled(scaling: Any, config: Config) -> tuple[Any, ...]:
     if scaling is None:
         raise MappingError(
-            "null is no scaling for transformers 4, and a scaling of the class's own for transformers 5; say which: "
-            '{"rope_type": "default"} is none'
+            "transformers 4 takes null for an embedding that is not scaled, transformers 5 for the scaling that the "
+            'class has; {"rope_type": "default"} says the first, the scaling itself the second'
         )
     found: tuple[Any, ...] = read_rope(scaling, config)
     return found
