@@ -320,8 +320,8 @@ def write_scaled(candidates: Sequence[Any], model: ModelArgs) -> Any:
 def read_scaled(scaling: Any, config: Config) -> tuple[Any, ...]:
     if scaling is None:
         raise MappingError(
-            "transformers 4 takes null as no scaling, transformers 5 as the class's own; say which: "
-            '{"rope_type": "default"} says none'
+            "transformers 4 takes null for an embedding that is not scaled, transformers 5 for the scaling that the "
+            'class has; {"rope_type": "default"} says the first, the scaling itself the second'
         )
     found: tuple[Any, ...] = read_rope(scaling, config)
     return found
