@@ -239,7 +239,7 @@ def _print_audit(audit: Audit) -> None:
     ]
     render.print_table(("carried over", "as", "tensors", "tensors made", "values"), carried)
     for where, alone in (("source", audit.only_in_source), ("output", audit.only_in_output)):
-        rows = [(one.why, *one.amount, one.names[0]) for one in alone]
+        rows = [(one.why, *one.amount, next(iter(one.names), "")) for one in alone]
         if rows:
             render.print_table((f"only in the {where}", "tensors", "values", "bytes", "the first"), rows)
     print()

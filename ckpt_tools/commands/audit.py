@@ -21,8 +21,8 @@ from ckpt_tools.errors import CkptError, StorageError, UsageError
 from ckpt_tools.megatron.dcp.state_dict import read_state_dict
 from ckpt_tools.megatron.huggingface.quantized import STORED, Dequantized, dequantized
 from ckpt_tools.megatron.huggingface.targets import Exported, bulk_dtype
-from ckpt_tools.megatron.keys import is_optimizer_key, role_of
-from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.megatron.keys import bucket_key, is_optimizer_key, role_of
+from ckpt_tools.model.catalog import Catalog, TensorEntry
 from ckpt_tools.model.dtypes import CASTABLE, itemsize
 from ckpt_tools.model.expressions import Value
 from ckpt_tools.model.target import TargetTensor
@@ -48,6 +48,9 @@ class _Accounts:
     carried: dict[tuple[str, str], tuple[Amount, Amount]] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)  # the checkpoint's stored tensors that are accounted for
     parts: set[str] = field(default_factory=set)  # the model's stored tensors that are carried
+    inside: dict[str, TensorEntry] = field(
+        default_factory=dict
+    )  # used tensors that lie in the checkpoint's objects
     reasons: dict[str, str] = field(default_factory=dict)  # why one of the others is there
 
     def carry(self, row: tuple[str, str], checkpoint: Amount, model: Amount) -> None:
@@ -112,12 +115,17 @@ def _accounts_of(books: _Accounts, output: Opened, source: Opened, is_export: bo
     ]
     alone = books.in_checkpoint.done(), books.in_model.done()
     return Audit(
-        inventory(source.location.path, source.location.kind, source.catalog),
-        inventory(output.location.path, output.location.kind, output.catalog),
+        inventory(source.location.path, source.location.kind, _all_tensors(source, books)),
+        inventory(output.location.path, output.location.kind, _all_tensors(output, books)),
         tuple(rows),
         alone[0] if is_export else alone[1],
         alone[1] if is_export else alone[0],
     )
+
+
+def _all_tensors(opened: Opened, books: _Accounts) -> Iterable[TensorEntry]:
+    inside = () if opened.location.kind == MODEL else books.inside.values()
+    return (*opened.catalog.tensors.values(), *inside)
 
 
 def _draw_up(
@@ -136,7 +144,7 @@ def _draw_up(
     )
     source, exported = describe_export(checkpoint, options, plain.specs)
     used = _carry(books, source, exported, plain)
-    _count_stored(books, source, used)
+    _count_stored(books, source, used, checkpoint.catalog)
     _tied_heads(books, source, exported, used)
     _rest_of_checkpoint(books, source, checkpoint)
     books.reasons |= _said((*frequencies, *plain.dropped))
@@ -250,27 +258,37 @@ def _padding(
     )
 
 
-def _count_stored(books: _Accounts, source: ExportSource, used: Mapping[str, tuple[str, str]]) -> None:
-    """The stored tensors that parameters are seen in, against the parameters themselves."""
-    catalog, stored, seen = source.catalog, Amount(), Amount()
+def _count_stored(
+    books: _Accounts, source: ExportSource, used: Mapping[str, tuple[str, str]], stored: Catalog
+) -> None:
+    """The tensors that parameters are seen in, against the parameters themselves."""
+    catalog, held, seen = source.catalog, Amount(), Amount()
     first, is_made = "", False
     for name, row in used.items():
         base = source.bases[name]
         values = prod(base.shape)
         seen = seen.plus(Amount(0, values, values * itemsize(base.dtype)))
         for one in base.sources:
-            made = catalog.tensors[one.key].made is not None
-            first, is_made = first or (name if made else ""), is_made or made
+            is_made |= catalog.tensors[one.key].made is not None
             for key in catalog.stored_keys(one.key):
-                if key not in books.used:
-                    books.used.add(key)
-                    stored = stored.plus(amount_of(catalog.tensors[key]))
-                    books.carry(row, Amount(1), Amount())
-    rest = Amount(0, stored.values - seen.values, stored.nbytes - seen.nbytes)
+                if key in books.used:
+                    continue
+                books.used.add(key)
+                held = held.plus(amount_of(catalog.tensors[key]))
+                books.carry(row, Amount(1), Amount())
+                if key not in stored.tensors:
+                    books.inside[key] = catalog.tensors[key]
+                if not first and (key not in stored.tensors or bucket_key(key) is not None):
+                    first = key
+    rest = Amount(0, held.values - seen.values, held.nbytes - seen.nbytes)
+    if rest == Amount():
+        return
     if is_made:
-        books.in_checkpoint.add("codes, scales or remainders that weights are computed from", first, rest)
-    elif rest != Amount():
-        books.found.error("parameters", f"{rest.values:,} values of their stored tensors are of no parameter")
+        books.in_checkpoint.add("codes, scales or remainders that weights are computed from", "", rest)
+    elif first and rest.values > 0:
+        books.in_checkpoint.add("padding of flat buckets", first, rest)
+    else:
+        books.found.error("parameters", f"{rest.values:,} values of their tensors are of no parameter")
 
 
 def _tied_heads(

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ckpt_tools.formats.files import open_files, read_whole
 from ckpt_tools.formats.hub_cache import snapshot_of
-from ckpt_tools.formats.safetensors import OTHER_WEIGHTS
+from ckpt_tools.formats.safetensors import OTHER_WEIGHTS, refuse_pointers
 
 TEMPLATES = "additional_chat_templates"  # transformers utils/hub.py CHAT_TEMPLATE_DIR
 # By how releases name them: every version of a tokenizer has a name of its own (tokenizer.model.v3, tekken_v13.json),
@@ -46,11 +46,9 @@ def read_assets(folder: str | Path, *, has_code: bool) -> Assets:
     place = snapshot_of(str(folder))
     with closing(open_files(place)) as files:
         names = files.list()
-        found = {
-            name: read_whole(files, name, MAX_ASSET_BYTES)
-            for name in names
-            if _is_like(name, CARRIED) and not _is_like(name, (CODE, *_OWN))
-        }
+        wanted = [name for name in names if _is_like(name, CARRIED) and not _is_like(name, (CODE, *_OWN))]
+        refuse_pointers(files, wanted)  # the hub keeps large tokenizers as it keeps weights
+        found = {name: read_whole(files, name, MAX_ASSET_BYTES) for name in wanted}
         if has_code or any(_names_code(name, data) for name, data in found.items()):
             found |= {
                 name: read_whole(files, name, MAX_ASSET_BYTES) for name in names if _is_like(name, (CODE,))

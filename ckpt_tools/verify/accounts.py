@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ckpt_tools.credentials import redacted
-from ckpt_tools.model.catalog import Catalog, TensorEntry
+from ckpt_tools.model.catalog import TensorEntry
 
 MOST_NAMES = 8
 
@@ -134,10 +134,10 @@ def amount_of(entry: TensorEntry) -> Amount:
     return Amount(1, entry.numel, entry.nbytes)
 
 
-def inventory(path: str, kind: str, catalog: Catalog) -> Inventory:
-    """What a catalog's stored tensors are."""
+def inventory(path: str, kind: str, tensors: Iterable[TensorEntry]) -> Inventory:
+    """What stored tensors are by their types."""
     found: dict[str, Amount] = {}
-    for entry in catalog.tensors.values():
+    for entry in tensors:
         found[entry.dtype] = found.get(entry.dtype, Amount()).plus(amount_of(entry))
     return Inventory(path, kind, dict(sorted(found.items())))
 
@@ -149,9 +149,9 @@ class Ledger:
         self._found: dict[str, tuple[Amount, list[str]]] = {}
 
     def add(self, why: str, name: str, amount: Amount) -> None:
-        """`amount` of the tensor `name`."""
+        """`amount` of the tensor `name`, if it is of one."""
         sofar, names = self._found.get(why, (Amount(), []))
-        if len(names) < MOST_NAMES and name not in names:
+        if name and len(names) < MOST_NAMES and name not in names:
             names.append(name)
         self._found[why] = sofar.plus(amount), names
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,14 @@ from ckpt_tools.commands.export_hf import ExportOptions, export_hf
 from ckpt_tools.commands.import_hf import ImportOptions, import_hf
 from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint, verify_checkpoints
 from ckpt_tools.errors import UsageError
+from ckpt_tools.megatron.huggingface.config import read_config
+from ckpt_tools.megatron.huggingface.identify import family_of_config
+from ckpt_tools.megatron.huggingface.rules import expand
 from ckpt_tools.verify.accounts import Amount, Audit, Carried, Inventory
 from ckpt_tools.verify.report import Report
 from tests.cases import cases as cases  # noqa: PLC0414  a fixture
 from tests.commands.test_huggingface import CONFIGS, model
-from tests.conftest import DATA
+from tests.conftest import DATA, fixture_dir
 from tests.megatron.huggingface.test_targets import DEEPSEEK, LLAMA
 
 RUN = DATA / "core019_llama_tp2_fully_reshardable"
@@ -301,3 +305,46 @@ def test_accounts_that_do_not_add_up_are_told() -> None:
         "the output holds 20 bytes, and 18 are explained",
         "other numbers of values were carried on both sides",
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("core019_llama_tp2_dp_reshardable", "padding of flat buckets"),
+        ("v013_dense_dpzero_tp2_dp2", "padding of flat buckets"),  # whose buckets lie in objects
+        ("v016_dense_fr_tp2_dp2_te", None),
+        ("main_dense_dpr_pp2_vpp2_tied", "padding of flat buckets"),
+        ("te_remainder_tp2_fr", "codes, scales or remainders that weights are computed from"),
+    ],
+)
+def test_masters_of_every_layout_are_accounted_for(name: str, why: str | None, tmp_path: Path) -> None:
+    """An export in float32 takes them from wherever they are."""
+    source = fixture_dir(name)
+    source = source / "checkpoint" if (source / "checkpoint").is_dir() else source
+    export_hf(source, tmp_path / "out", ExportOptions(dtype="float32"))
+    report, audit = audited(tmp_path / "out", source)
+    assert report.is_valid and not audit.imbalances(), report.findings
+    assert sum(one.output.values for one in audit.carried) == audit.output.total.values
+    assert why is None or whys(audit.only_in_source)[why].values > 0
+
+
+def test_a_plain_state_dict_is_a_source_too(tmp_path: Path) -> None:
+    assert run(["convert", str(RUN), str(tmp_path / "dcp"), "--to", "dcp", "-q"]) == 0
+    export_hf(RUN, tmp_path / "out")
+    report, audit = audited(tmp_path / "out", tmp_path / "dcp")
+    assert report.is_valid and audit.source.format == "dcp"
+    assert {"optimizer: exp_avg", "optimizer: exp_avg_sq"} <= whys(audit.only_in_source).keys()
+
+
+def test_deepseek_v3_has_what_bridge_counts() -> None:
+    """Its audit of the released model (Megatron-Bridge #5790): the rules give its numbers from config.json alone."""
+    sizes = {"vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+             "num_hidden_layers": 61, "num_nextn_predict_layers": 1, "num_attention_heads": 128,
+             "num_key_value_heads": 128, "n_routed_experts": 256, "first_k_dense_replace": 3, "kv_lora_rank": 512,
+             "q_lora_rank": 1536, "qk_rope_head_dim": 64, "v_head_dim": 128, "qk_nope_head_dim": 128}  # fmt: skip
+    config = {**DEEPSEEK, **sizes}
+    family = family_of_config(config)
+    pairs = expand(family, replace(read_config(family, config), padded_vocab_size=sizes["vocab_size"]))
+    shapes = [one.shape for pair in pairs for one in pair.tensors]
+    shapes += [(129280, 7168)] * len(family.copies)  # which the release has in its prediction layer once more
+    assert (len(shapes), sum(map(prod, shapes))) == (46_183, 684_489_845_504)

@@ -118,7 +118,8 @@ def test_the_root_of_a_cache_means_its_snapshot(main: str | None, cases: Path, t
     assert same(there_and_back(root, tmp_path), model(source / "model.safetensors"))
     reference = ExportOptions(hf_config=str(root))
     export_hf(str(tmp_path / "run"), str(tmp_path / "again"), reference)
-    assert inspect_checkpoint(str(root)).location.path == f"{root}/snapshots/b2"
+    for given in (root, root / "snapshots", f"{root}/snapshots/"):
+        assert inspect_checkpoint(str(given)).location.path == f"{root}/snapshots/b2"
 
 
 def test_several_snapshots_without_a_main_one_are_named(cases: Path, tmp_path: Path) -> None:
@@ -256,6 +257,16 @@ def test_code_goes_along_where_something_names_it(
     assert code == ({"modeling_own.py", "tokenization_own.py"} if names_code else set())
     said = [note for note in report.notes if "not taken over" in note]
     assert len(said) == (names_code is None)
+
+
+def test_a_pointer_is_not_taken_for_a_tokenizer(cases: Path, tmp_path: Path) -> None:
+    """`tokenizer.json` of a large vocabulary is in LFS like weights, and a clone without them has its pointer."""
+    source = with_files(cases, tmp_path / "hf", ["tokenizer.json"])
+    import_hf(str(source), str(tmp_path / "run"))
+    (source / "tokenizer.json").write_bytes(LFS)
+    with pytest.raises(UnsupportedCheckpointError, match=r"Git LFS pointers.*\n  - tokenizer\.json"):
+        export_hf(str(tmp_path / "run"), str(tmp_path / "back"), ExportOptions(hf_config=str(source)))
+    assert not (tmp_path / "back").exists()
 
 
 def test_a_model_without_a_tokenizer_says_which_way_out_there_is(cases: Path, tmp_path: Path) -> None:
