@@ -26,8 +26,13 @@ from tests.megatron.huggingface.test_hybrids import MAMBA2, NEMOTRON_3, NEMOTRON
 from tests.megatron.huggingface.test_targets import directory
 
 NORM = "model.layers.0.linear_attn.norm.weight"
-CONFIGS: dict[str, dict[str, Any]] = {"qwen3_next": QWEN3_NEXT, "qwen3_5": QWEN3_5, "nemotron_h": NEMOTRON_H, "nemotron_3": NEMOTRON_3,
-           "mamba2": MAMBA2}  # fmt: skip
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen3_next": QWEN3_NEXT,
+    "qwen3_5": QWEN3_5,
+    "nemotron_h": NEMOTRON_H,
+    "nemotron_3": NEMOTRON_3,
+    "mamba2": MAMBA2,
+}
 
 
 def model(folder: Path, config: dict[str, Any], **changed: torch.Tensor) -> dict[str, torch.Tensor]:

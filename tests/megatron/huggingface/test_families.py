@@ -117,7 +117,8 @@ WITH_EXPERTS = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "
 def test_experts_of_which_little_is_said_are_what_the_class_takes(name: str) -> None:
     """The defaults of the fields are those of the class."""
     family, (kind, settings) = FAMILIES[name], CONFIGS[name]
-    must = {key for one in family.fields if one.default is REQUIRED for key in (one.hf, one.also)}
+    needed = (one for one in family.fields if one.default is REQUIRED)
+    must = {key for one in needed for key in (one.hf, one.also) if key is not None}
     must |= {"num_key_value_heads"} | ({"norm_topk_prob"} if name == "dots1" else set())
     said = {key: value for key, value in settings.items() if key in must}
     whole = getattr(transformers, kind)(**said).to_dict()

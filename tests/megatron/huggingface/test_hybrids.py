@@ -81,8 +81,15 @@ MAMBA2 = {
     "torch_dtype": "bfloat16", "use_bias": False, "use_cache": True, "use_conv_bias": True, "vocab_size": 11,
 }  # fmt: skip
 MAMBA2_TIED = {**MAMBA2, "tie_word_embeddings": True}
-RELEASED: dict[str, dict[str, Any]] = {"qwen3_next": QWEN3_NEXT, "qwen3_5": QWEN3_5, "qwen3_5_moe": QWEN3_5_MOE, "nemotron_h": NEMOTRON_H,
-            "nemotron_3": NEMOTRON_3, "mamba2": MAMBA2, "mamba2_tied": MAMBA2_TIED}  # fmt: skip
+RELEASED: dict[str, dict[str, Any]] = {
+    "qwen3_next": QWEN3_NEXT,
+    "qwen3_5": QWEN3_5,
+    "qwen3_5_moe": QWEN3_5_MOE,
+    "nemotron_h": NEMOTRON_H,
+    "nemotron_3": NEMOTRON_3,
+    "mamba2": MAMBA2,
+    "mamba2_tied": MAMBA2_TIED,
+}
 HEAVY = "decoder.layers.0.self_attention.in_proj.weight."
 
 
