@@ -12,9 +12,7 @@ from ckpt_tools.plan.byte_runs import row_major_tiles
 
 _TILE_ELEMS = 1 << 19  # about 40 MiB of temporary numbers a thread where two tensors differ
 _PART_ELEMS = 1 << 23
-_MOST_PARTS = (
-    1 << 16
-)  # about, of a tensor: metadata may say any shape, and reading a part tells what is not there
+_MOST_PARTS = 1 << 14  # about, of a tensor: metadata may say any shape; reading a part tells what is absent
 
 
 class Shaped(Protocol):
