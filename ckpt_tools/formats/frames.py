@@ -123,6 +123,8 @@ def usual_item(files: Files, item: Item, dtype: str, shape: tuple[int, ...]) -> 
 
     `container.find_tensor` would say the same, after twenty times the work.
     """
+    if prod(shape) * itemsize(dtype) > item.length:  # metadata may say any size, and a frame holds 63 bits
+        return None
     frame = tensor_frame(dtype, shape)
     if item.length != frame.length:
         return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from functools import cache, partial
 from itertools import groupby
 from typing import NamedTuple
 
@@ -110,26 +111,37 @@ def _scans(
             buffers.array = np.empty(_BUFFER_BYTES, np.uint8)
         return _scan_job(files, job, buffers.array, told)
 
-    jobs = sorted((*_jobs(catalog), *_archive_files(files)), key=lambda job: job.item)
+    jobs = sorted((*_jobs(files, catalog), *_archive_files(files)), key=lambda job: job.item)
     sizes = [job.nbytes for job in jobs]
     scans = spread(scan, jobs, sizes=sizes, threads=threads, workers=workers, tick=tick)
-    for _, group in groupby(zip(jobs, scans, strict=True), key=lambda one: (one[0].item, one[0].key)):
+    for _, group in groupby(zip(jobs, scans, strict=True), key=lambda one: (one[0].item, one[0].where)):
         parts = list(group)
         yield parts[0][0], _joined(parts)
 
 
-def _jobs(catalog: Catalog) -> Iterator[_Job]:
+def _jobs(files: Files, catalog: Catalog) -> Iterator[_Job]:
     """Every stored item; an alias is scanned for each of its keys."""
+    size_of = cache(partial(_size, files))
     for key, entry in catalog.tensors.items():
         for chunk in entry.chunks:
             item, nbytes = chunk.item, chunk.item.length
             if not item.bare and entry.dtype in ITEMSIZE:
-                nbytes = chunk.box.volume * ITEMSIZE[entry.dtype]
-            for start in range(0, nbytes, _PART_BYTES) or (0,):
-                stop = min(start + _PART_BYTES, nbytes)
+                nbytes = min(nbytes, chunk.box.volume * ITEMSIZE[entry.dtype])
+            is_there = item.offset + item.length <= size_of(item.file)  # else one finds that it is not
+            step = _PART_BYTES if is_there else max(nbytes, 1)
+            for start in range(0, nbytes, step) or (0,):
+                stop = min(start + step, nbytes)
                 yield _Job(item, key, f"{key} {chunk.box}", entry.dtype, chunk.box.size, start, stop)
     for key, stored in catalog.objects.items():
         yield _Job(stored.item, key, key)
+
+
+def _size(files: Files, name: str) -> int:
+    """Bytes of a file; 0 of one that cannot be read."""
+    try:
+        return files.size(name)
+    except CkptError:
+        return 0
 
 
 def _archive_files(files: Files) -> Iterator[_Job]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import NamedTuple, Protocol
 
 from ckpt_tools.model.box import Box, full_box
@@ -11,6 +12,7 @@ from ckpt_tools.plan.byte_runs import row_major_tiles
 
 _TILE_ELEMS = 1 << 19  # about 40 MiB of temporary numbers a thread where two tensors differ
 _PART_ELEMS = 1 << 23
+_MOST_PARTS = 1 << 14  # about, of a tensor: metadata may say any shape; reading a part tells what is absent
 
 
 class Shaped(Protocol):
@@ -39,7 +41,9 @@ def parts_of(tensors: Sequence[Shaped]) -> list[Part]:
     return [
         Part(number, box)
         for number, tensor in enumerate(tensors)
-        for box in row_major_tiles(full_box(tensor.shape), _PART_ELEMS)
+        for box in row_major_tiles(
+            full_box(tensor.shape), max(_PART_ELEMS, prod(tensor.shape) // _MOST_PARTS)
+        )
         if not box.is_empty
     ]
 

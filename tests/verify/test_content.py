@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
+import math
 import pickle
 import shutil
 import struct
@@ -21,10 +23,14 @@ from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
 from ckpt_tools.formats.container import load_object, whole_file
 from ckpt_tools.formats.dcp import read_catalog
 from ckpt_tools.formats.files import LocalFiles
+from ckpt_tools.model.box import Box
 from ckpt_tools.model.dtypes import ITEMSIZE
+from ckpt_tools.model.target import InlineTensor
+from ckpt_tools.verify.parts import parts_of
 from ckpt_tools.verify.values import Census
 from tests.conftest import DATA
 from tests.damage import ITERATION, copy_of, flip_bit, infos_of, metadata_of, payload_of
+from tests.synthetic import DcpFolder
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 FLOATING = [name for name in ITEMSIZE if name.startswith(("float", "bfloat", "complex"))]
@@ -262,3 +268,45 @@ def test_parts_of_tensors_without_a_frame(tmp_path, monkeypatch):
     assert "2 NaN and 1 infinite of 3000" in "".join(f.message for f in whole.findings)
     monkeypatch.setattr("ckpt_tools.verify.content._PART_BYTES", 512)
     assert _report_of(tmp_path) == whole
+
+
+@pytest.mark.parametrize("size", [(1 << 40, 1 << 41), (1 << 31, 1 << 31), (1 << 50,)])
+def test_a_tensor_that_no_disk_could_hold_is_a_finding(size, tmp_path):
+    """Whether the item is said to be as small as it is, or as large as the tensor."""
+    root = copy_of("core019_llama_tp2_fully_reshardable", tmp_path)
+    with metadata_of(root) as metadata:
+        key = "decoder.final_layernorm.weight"
+        stored = metadata.state_dict_metadata[key]
+        stored.size = stored.chunks[0].sizes = torch.Size(size)
+        stored.chunks[0].offsets = torch.Size((0,) * len(size))
+        ((index, info),) = infos_of(metadata, key).values()
+        metadata.storage_data[dataclasses.replace(index, offset=torch.Size((0,) * len(size)))] = info
+        if len(size) > 1:
+            del metadata.storage_data[index]
+    assert {f.check for f in _report_of(root).findings if f.where.startswith(key)} >= {"frames"}
+    with metadata_of(root) as metadata:
+        ((_, info),) = infos_of(metadata, key).values()
+        info.length = 1 << 61
+    assert {f.check for f in _report_of(root).findings if key in f.message} >= {"files"}
+
+
+def test_two_chunks_that_share_their_bytes_are_each_proven(tmp_path):
+    """A writer that stores equal bytes once: both are what was written."""
+    out = DcpFolder(tmp_path / "c")
+    values = np.arange(8, dtype=np.float32)
+    out.tensor("w", "float32", np.concatenate([values, values]), [Box((0,), (8,)), Box((8,), (8,))])
+    out.finish()
+    metadata = pickle.loads((tmp_path / "c/.metadata").read_bytes())
+    first, second = metadata.storage_data.values()
+    second.relative_path, second.offset = first.relative_path, first.offset
+    (tmp_path / "c/.metadata").write_bytes(pickle.dumps(metadata))
+    report = _report_of(tmp_path / "c")
+    assert not [f for f in report.findings if f.severity == "error"], report.findings
+    assert next(c.looked_at for c in report.checks if c.name == "checksums") == 14
+
+
+def test_tensors_that_no_disk_could_hold_have_few_parts():
+    for shape in ((1 << 40, 1 << 41), (1 << 62,), (3, 1 << 50, 5), (1 << 50, 3)):
+        parts = parts_of([InlineTensor("w", "float32", shape, b"")])
+        assert sum(part.box.volume for part in parts) == math.prod(shape)
+        assert len(parts) <= 1 << 16
