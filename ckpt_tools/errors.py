@@ -30,6 +30,11 @@ class CkptError(Exception):
         """Everything that is wrong, one text each: all of it, where the message lists the first few."""
         return tuple(map(redacted, self._problems)) or (str(self),)
 
+    @property
+    def told_problems(self) -> tuple[str, ...]:
+        """Those that it was made with, where `problems` falls back on the message."""
+        return tuple(map(redacted, self._problems))
+
     def __str__(self) -> str:
         return redacted(Exception.__str__(self))
 

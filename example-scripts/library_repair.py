@@ -15,5 +15,7 @@ try:
     done = repair_checkpoint(source, output, RepairOptions(overwrite=True))
     for change in done.changes:
         print(f"{change.cause} ({change.issue}): {len(change.keys)} entries; {change.proof}")
-except CkptError as error:  # nothing to repair, or no proof
+    if not done.changes:
+        print(f"{done.source} has none of the damage that repair knows; nothing was written")
+except CkptError as error:  # no proof
     print(error)

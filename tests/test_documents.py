@@ -20,6 +20,8 @@ HOUSE = PACKAGE / "README.md"
 CONTRIBUTING = REPO / ".github" / "CONTRIBUTING.md"
 CONVERSION = REPO / ".github" / "docs" / "conversion.md"
 QUESTIONS = REPO / ".github" / "docs" / "questions.md"
+MESSAGES = REPO / ".github" / "docs" / "messages.md"
+LIMITS = REPO / ".github" / "docs" / "limits.md"
 PROOFS = REPO / "tests" / "README.md"
 DOCUMENTS = (
     README,
@@ -27,7 +29,8 @@ DOCUMENTS = (
     PROOFS,
     CONTRIBUTING,
     REPO / "CHANGELOG.md",
-    *sorted((REPO / ".github" / "docs").glob("*.md")),
+    PACKAGE / "for-agents.md",
+    *sorted((REPO / ".github" / "docs").rglob("*.md")),
 )
 ROOMS = sorted(path.parent for path in PACKAGE.rglob("__init__.py") if path.parent != PACKAGE)
 PROGRAM = re.compile(r"^(?:torchrun .*-m ckpt_tools|python3? -m ckpt_tools|checkpoint-inspector) ")
@@ -71,7 +74,12 @@ def test_options_in_the_text_exist(document: Path) -> None:
     said = set(re.findall(r"`(--[a-z][a-z0-9_-]+)", document.read_text()))
     foreign = {
         *("--load", "--finetune", "--no-load-rng", "--fp8-param-gather"),
-        "--override-opt_param-scheduler",
+        *(
+            "--override-opt_param-scheduler",
+            "--no-load-optim",
+            "--dist-ckpt-optim-fully-reshardable",
+            "--ckpt-format",
+        ),
         *("--dump-param-to-param-group-map", "--enable-gpt-oss", "--help"),
     }
     assert not said - ours - foreign
@@ -168,8 +176,12 @@ def test_messages_are_in_plain_english() -> None:
 
 def test_messages_that_are_explained_are_said() -> None:
     messages = re.findall(r"\*\*`([^`]+)`\*\*", QUESTIONS.read_text())
+    listed = re.findall(r"^\| `([^`]+)` \|", MESSAGES.read_text(), re.M)
     said = _texts()
-    assert len(messages) > 10
+    assert len(messages) > 10 and len(listed) > 50
+    limits = re.findall(r"^\| [^|]+ \| `([^`]+)` \|", LIMITS.read_text(), re.M)
+    assert len(limits) > 15
+    messages += listed + limits
     assert not [message for message in messages if message not in said]
 
 

@@ -123,6 +123,11 @@ def _explain(error: BaseException) -> int:
         error = UsageError(f"{error.object!r} is not Unicode text, so nothing can have this name.")
     elif isinstance(error, MemoryError):
         error = StorageError("there is not enough memory for this. Nothing was published.")
+    elif isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+        error = StorageError(
+            "the system starts no more threads. Ask for fewer (--threads 1 --workers 1), or see `ulimit -u` and the "
+            "control group's pids.max. Nothing was published."
+        )
     if isinstance(error, CkptError):
         print(escape_lines(f"error: {error}"), file=sys.stderr)
         return error.exit_code

@@ -49,7 +49,7 @@ def average(
 
     with progress_bar(given["quiet"]) as progress:
         done = average_checkpoints(input_dirs, output_dir, fill(AverageOptions, given), progress)
-    print(render.json_text(_as_json(done))) if given["as_json"] else _print(done)
+    render.print_report(lambda: _as_json(done), given["as_json"], lambda: _print(done))
 
 
 def _as_json(done: Averaged) -> dict[str, object]:

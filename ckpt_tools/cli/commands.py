@@ -35,6 +35,7 @@ MODULES = {
     "modify-state-dict": "edit",
     "slice": "edit",
     "copy": "copy",
+    "watch": "watch",
     "average": "average",
     "merge-adapter": "merge_adapter",
     "strip": "strip",
@@ -53,8 +54,8 @@ MEANT = {
     "upload": "copy", "download": "copy", "size": "du", "usage": "du", "norm": "stats", "norms": "stats",
     "nan": "stats", "export": "export-hf", "to-hf": "export-hf", "import": "import-hf", "from-hf": "import-hf",
     "reshard": "convert", "resize": "convert", "mean": "average", "merge": "average", "ema": "average",
-    "rename": "modify-state-dict", "remove": "modify-state-dict", "cut": "slice", "version": "--version",
-    "help": "--help",
+    "rename": "modify-state-dict", "remove": "modify-state-dict", "cut": "slice",
+    "follow": "watch", "daemon": "watch", "version": "--version", "help": "--help",
 }  # fmt: skip
 
 

@@ -87,11 +87,20 @@ def convert(
     Nothing but the two directories has to be given: gating, parameter groups and names are decided from the
     checkpoint, and a flag that contradicts it is an error. Run it alone, or under torchrun or srun.
     """
+    _convert_to(to, input_dir, output_dir, as_meant(ctx, to, given))
+
+
+def as_meant(ctx: typer.Context, to: Format, given: dict[str, Any]) -> dict[str, Any]:
+    """What was given, with what is meant by what was not.
+
+    Raises:
+        UsageError: options that have no meaning for this format.
+    """
     _refuse_meaningless(ctx, to)
-    given["keep_plain"] = not _is_given(ctx, "to")
-    if not _is_given(ctx, "ep") and to == "torch_dist":
+    given["keep_plain"] = not is_given(ctx, "to")
+    if not is_given(ctx, "ep") and to == "torch_dist":
         given["ep"] = None  # as the arguments say, not one rank
-    _convert_to(to, input_dir, output_dir, given)
+    return given
 
 
 def _convert_to(to: Format, source: str, output: str, given: dict[str, Any]) -> None:
@@ -110,7 +119,7 @@ def _convert_to(to: Format, source: str, output: str, given: dict[str, Any]) -> 
         outcomes = convert_iterations(
             source,
             output,
-            to,
+            (to, "dcp") if given["keep_plain"] else (to,),  # a plain state dict stays one
             given["overwrite"],
             lambda number, tracker: run(source, output, number, tracker, progress),
         )
@@ -179,7 +188,8 @@ RUNS: dict[Format, Callable[[Given], Run]] = {
 }
 
 
-def _is_given(ctx: typer.Context, name: str) -> bool:
+def is_given(ctx: typer.Context, name: str) -> bool:
+    """Whether an option stands on the command line."""
     source = ctx.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 
@@ -189,7 +199,7 @@ def _refuse_meaningless(ctx: typer.Context, to: Format) -> None:
     from ckpt_tools.errors import UsageError
 
     useless = [
-        p for p in ctx.command.params if p.name not in _MEANING[to] | _ALWAYS and _is_given(ctx, p.name or "")
+        p for p in ctx.command.params if p.name not in _MEANING[to] | _ALWAYS and is_given(ctx, p.name or "")
     ]
     if useless:
         names = ", ".join(p.opts[0] for p in useless)
@@ -239,13 +249,14 @@ def build_param_group_map(
 
 def finish(done: ConversionReport, as_json: bool, file: Path | None) -> None:
     """Print the report on rank 0; write it where asked."""
+    from ckpt_tools.cli import render
     from ckpt_tools.cli.progress import is_first_rank
     from ckpt_tools.cli.reports import print_report
 
     if not is_first_rank():
         return
     _write_json(done.as_json(), as_json, file, done.source)
-    if not as_json:
+    if not as_json and not (render.is_quiet() and done.written):  # a dry run is asked for its report
         print_report(done)
 
 
@@ -255,8 +266,8 @@ def finish_all(outcomes: list[Outcome], source: str, as_json: bool, file: Path |
     Raises:
         typer.Exit: with that code.
     """
+    from ckpt_tools.cli import render
     from ckpt_tools.cli.progress import is_first_rank
-    from ckpt_tools.cli.render import escape_lines
     from ckpt_tools.cli.reports import print_outcome
     from ckpt_tools.commands import iterations
 
@@ -264,8 +275,13 @@ def finish_all(outcomes: list[Outcome], source: str, as_json: bool, file: Path |
         _write_json(iterations.as_json(outcomes), as_json, file, source)
         for outcome in outcomes:
             if outcome.error is not None:
-                print(escape_lines(f"error: iteration {outcome.iteration}: {outcome.error}"), file=sys.stderr)
-            elif not as_json:
+                print(
+                    render.escape_lines(f"error: iteration {outcome.iteration}: {outcome.error}"),
+                    file=sys.stderr,
+                )
+            elif not as_json and not (
+                render.is_quiet() and (outcome.report is None or outcome.report.written)
+            ):
                 print_outcome(outcome)
     raise typer.Exit(iterations.exit_code(outcomes))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -48,7 +49,9 @@ def copy(
     )
     with progress_bar(given["quiet"]) as progress:
         done = copy_checkpoint(source, output, options, progress)
-    print(render.json_text(done.as_json())) if given["as_json"] else _print(done)
+    render.print_report(done.as_json, given["as_json"], lambda: _print(done))
+    for number, error in done.failed:
+        print(render.escape_lines(f"error: iteration {number} was not copied: {error}"), file=sys.stderr)
     raise typer.Exit(max((error.exit_code for _, error in done.failed), default=0))
 
 
@@ -57,8 +60,6 @@ def _print(done: CopyReport) -> None:
         _print_copied(one)
     if done.already_there:
         print(f"already there: {', '.join(map(str, done.already_there))}")
-    for number, error in done.failed:
-        print(render.escape_lines(f"iteration {number} was not copied: {error}"))
 
 
 def _print_copied(one: Copied) -> None:
@@ -68,8 +69,11 @@ def _print_copied(one: Copied) -> None:
         f"  {one.files:,} files, {human_bytes(one.nbytes)} in {seconds:.2f} s"
         f"{', read back and compared' if one.read_back else ''}"
     )
-    print(f"  {one.proven:,} payloads have the checksum that their writer stored", end="")
-    print(f"; {one.without_checksum:,} carry none" if one.without_checksum else "")
+    if one.written.check_source == "none":
+        print("  no payload was compared with the checksum that its writer stored (--check-source none)")
+    else:
+        print(f"  {one.proven:,} payloads have the checksum that their writer stored", end="")
+        print(f"; {one.without_checksum:,} carry none" if one.without_checksum else "")
     if one.left_out:
         listed = ", ".join(map(render.escape, one.left_out[:_SHOWN]))
         more = f", and {len(one.left_out) - _SHOWN:,} more" if len(one.left_out) > _SHOWN else ""

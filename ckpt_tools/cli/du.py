@@ -46,7 +46,10 @@ def du(
     run: Annotated[str, typer.Argument(help="A run's root with all its iterations, or one checkpoint.")],
     **given: Any,
 ) -> None:
-    """Where the bytes of a run lie, and which are there twice. Tells it from metadata; reads no tensor."""
+    """Where the bytes of a run lie, and which are there twice. Tells it from metadata; reads no tensor.
+
+    What is damaged is named and its bytes counted, with exit code 0: `verify` judges.
+    """
     from ckpt_tools.commands.du import disk_usage
 
     svg, html = given["svg"], given["html"]

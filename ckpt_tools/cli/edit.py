@@ -68,7 +68,10 @@ def print_tensor(
     key: Annotated[str, typer.Argument(help="A stored key; `inspect` lists them.")],
     **given: Any,
 ) -> None:
-    """Print a stored tensor or object; only what is shown is read."""
+    """Print a stored tensor or object; only what is shown is read.
+
+    Values are taken as they are stored: checksums are not compared (`verify --content` does that).
+    """
     from ckpt_tools.commands.print_tensor import print_tensor as read
 
     printed = read(checkpoint, key, given["part"], given["stats"], given["iteration"], given["trust_pickle"])
@@ -96,12 +99,16 @@ def render_values(values: object) -> str:
 
 
 def _print_edited(edited: Edited, as_json: bool) -> None:
-    if as_json:
-        print(render.json_text({
+    def data() -> dict[str, object]:
+        return {
             "schema_version": 1, "source": edited.source, **edited.as_json(),
             "removed": edited.removed, "renamed": edited.renamed,
-        }))  # fmt: skip
-        return
+        }  # fmt: skip
+
+    render.print_report(data, as_json, lambda: _print_lines(edited))
+
+
+def _print_lines(edited: Edited) -> None:
     lines = [f"removed {key}" for key in edited.removed]
     lines += [f"renamed {key} -> {name}" for key, name in edited.renamed.items()]
     for line in lines[:_SHOWN]:

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 # More than any machine has; a typing mistake must not fill its memory with plans for them.
 MAX_RANKS, MAX_WORKERS, MAX_THREADS, MAX_ROWS = 1 << 20, 256, 1024, (1 << 31) - 1
@@ -52,7 +53,22 @@ def words(text: str) -> tuple[str, ...]:
     return tuple(word for word in text.split(",") if word)
 
 
-def globs(given: list[str] | None) -> tuple[str, ...]:
+def finite(number: float) -> float:
+    """A number that is one.
+
+    Raises:
+        UsageError: it is not, which no limit refuses.
+    """
+    from math import isnan
+
+    from ckpt_tools.errors import UsageError
+
+    if isnan(number):
+        raise UsageError("nan is not a number of seconds")
+    return number
+
+
+def globs(given: list[Any] | None) -> tuple[Any, ...]:
     """What an option that can be repeated was given."""
     return tuple(given or ())
 

@@ -22,23 +22,33 @@ class Command(TyperCommand):
 
 def write_parameters(command: Any, ctx: Any, formatter: Any) -> None:
     """The command's arguments and options, under their panels."""
+    write_sections(parameters(command, ctx), formatter)
+
+
+def parameters(command: Any, ctx: Any) -> list[tuple[str, Row]]:
+    """The command's arguments and options as its pages show them, each with its panel."""
     rows = []
     for param in command.get_params(ctx):
         record = param.get_help_record(ctx)
         default = "Arguments" if param.param_type_name == "argument" else "Options"
         if record is not None:
             rows.append((getattr(param, "rich_help_panel", None) or default, record))
-    write_sections(rows, formatter)
+    return rows
 
 
 def write_sections(rows: Iterable[tuple[str, Row]], formatter: Any) -> None:
-    """Definition lists, one a section, in the order in which the sections first appear."""
+    """Definition lists, one a section."""
+    for section, found in by_section(rows).items():
+        with formatter.section(section):
+            formatter.write_dl(found)
+
+
+def by_section(rows: Iterable[tuple[str, Row]]) -> dict[str, list[Row]]:
+    """The rows of each section, in the order in which the sections first appear."""
     sections: dict[str, list[Row]] = {}
     for section, row in rows:
         sections.setdefault(section, []).append(row)
-    for section, found in sections.items():
-        with formatter.section(section):
-            formatter.write_dl(found)
+    return sections
 
 
 def write_epilog(epilog: str | None, formatter: Any) -> None:

@@ -22,10 +22,13 @@ def register(app: typer.Typer) -> None:
 
 
 def ls(
-    run: Annotated[str, typer.Argument(help="A run's root, or one checkpoint.")],
+    run: Annotated[str, typer.Argument(help="A run's root, one checkpoint, or a folder of runs.")],
     **given: Any,
 ) -> None:
-    """List the iterations of a run: whole or not, size, format, and the topology that they were written for."""
+    """List the iterations of a run: whole or not, size, format, and the topology that they were written for.
+
+    Of a folder with several runs, list the runs. What is damaged is named, with exit code 0: `verify` judges.
+    """
     from ckpt_tools.commands.ls import list_run
 
     found = list_run(run, given["trust_pickle"])
@@ -33,6 +36,9 @@ def ls(
 
 
 def _print(found: RunListing) -> None:
+    if found.runs:
+        _print_runs(found)
+        return
     rows = [
         (
             f"{row.name} *" if row.is_latest else row.name,
@@ -56,3 +62,11 @@ def _print(found: RunListing) -> None:
         listed = ", ".join(f"{render.escape(name)} {human_bytes(n)}" for name, n in largest[:5])
         more = f", and {len(largest) - 5:,} more" if len(largest) > 5 else ""
         print(f"beside them: {listed}{more}")
+
+
+def _print_runs(found: RunListing) -> None:
+    rows = [
+        (row.name, row.iterations, row.latest or "-", row.kind or "-", human_bytes(row.nbytes))
+        for row in found.runs
+    ]
+    render.print_table(("run", "iterations", "latest", "format", "size"), rows)

@@ -10,7 +10,10 @@ import typer
 
 from ckpt_tools import __version__
 from ckpt_tools.cli import render
+from ckpt_tools.cli.help import by_section, parameters
 from ckpt_tools.cli.manual import EXIT_CODES, PAGES, PLACEHOLDERS, PROGRAM, command_line, page
+
+FOR_AGENTS = Path(__file__).parent.parent / "for-agents.md"
 
 
 def register(app: typer.Typer) -> None:
@@ -27,10 +30,19 @@ def man(
         Path | None,
         typer.Option("-o", "--output", help="Write all pages into this folder, which is made if need be."),
     ] = None,
+    for_agents: Annotated[
+        bool,
+        typer.Option("--for-agents", help="Print what an automated assistant needs to know (Markdown)."),
+    ] = False,
 ) -> None:
     """Print a man page, or write all of them."""
     from ckpt_tools.errors import UsageError
 
+    if for_agents:
+        if command or output:
+            raise UsageError("--for-agents is a document of its own; leave out COMMAND and --output")
+        sys.stdout.write(FOR_AGENTS.read_text())
+        return
     group = context.parent.command if context.parent else context.command
     names = (None, *PAGES) if output else (command,)
     if output and command:
@@ -71,14 +83,10 @@ def man_page(group: Any, context: Any, name: str | None) -> str:
 
 def _options(command: Any, context: Any) -> list[str]:
     """Arguments and options, each under the section that `--help` puts it into."""
-    sections: dict[str, list[str]] = {}
-    for param in command.get_params(context):
-        record = param.get_help_record(context)
-        if record is not None:
-            default = "Arguments" if param.param_type_name == "argument" else "Options"
-            section = getattr(param, "rich_help_panel", None) or default
-            sections.setdefault(section, []).extend(_entry(*record))
-    return [line for title, rows in sections.items() for line in (f".SH {_roff(title.upper())}", *rows)]
+    lines = []
+    for title, rows in by_section(parameters(command, context)).items():
+        lines += [f".SH {_roff(title.upper())}", *(line for row in rows for line in _entry(*row))]
+    return lines
 
 
 def _commands() -> list[str]:

@@ -125,6 +125,7 @@ PAGES = {
         ("Files, metadata and meaning, without reading tensors", "verify RUN"),
         ("Every byte: checksums, masters, NaN and Inf", "verify FSDP --content"),
         ("Remember the bytes; --manifest compares them later", "verify RUN --write-manifest OUT.json"),
+        ("What of its source an export holds, by counts", "verify HF --against RUN"),
         ("As annotations in a GitHub workflow", "verify RUN --format github --junit OUT.xml"),
     )),
     "diff": Page(CHECK, "compare two, also across formats", (
@@ -158,6 +159,11 @@ PAGES = {
         ("Everything of a run; what is there is passed over", "copy FSDP OUT --iteration all"),
         ("And compare the copy once more", "copy HF OUT --read-back"),
     )),
+    "watch": Page(EDIT, "each new iteration of a run, once", (
+        ("Convert what is new; without --once it goes on", "watch RUN OUT --then 'convert --gpus 4' --once"),
+        ("A Hugging Face model of each, for an evaluation", "watch RUN OUT --then export-hf --once"),
+        ("A report of each, for a program", "watch FSDP OUT --then 'verify --content' --once --json"),
+    )),
     "average": Page(EDIT, "weighted mean of several checkpoints", (
         ("Equal shares; moments and all else of the last", "average RUN RUN OUT"),
         ("With shares", "average FSDP FSDP OUT --weights 0.7,0.3"),
@@ -186,6 +192,7 @@ PAGES = {
     "man": Page(PROGRAM_ITSELF, "its man pages", (
         ("Of one command, to read with man -l -", "man convert"),
         ("Of all, where man looks if it is in ~/.local/share/man/man1", "man --output OUT"),
+        ("What an automated assistant reads first", "man --for-agents"),
     )),
 }  # fmt: skip
 
@@ -222,5 +229,6 @@ def closing() -> str:
     """The end of the program's own `--help`."""
     codes = "\n".join(f"  {code:<5}{meaning}" for code, meaning in EXIT_CODES.items())
     return (
-        f"Exit codes:\n{codes}\n\nResults go to stdout, all else to stderr. JSON keeps to ckpt_tools/schemas."
+        f"Exit codes:\n{codes}\n\nResults go to stdout, all else to stderr. JSON keeps to ckpt_tools/schemas.\n"
+        "An automated assistant reads `man --for-agents` first."
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -28,6 +28,19 @@ def be_quiet(wanted: bool) -> None:
     """Whether this process keeps its notes to itself (`--quiet`)."""
     global _is_quiet  # noqa: PLW0603  a decision about the whole process, made once by who starts it
     _is_quiet = wanted
+
+
+def is_quiet() -> bool:
+    """Whether it does."""
+    return _is_quiet
+
+
+def print_report(data: Callable[[], Any], as_json: bool, print_text: Callable[[], None]) -> None:
+    """What a command has written: as JSON if it was asked for, else for people, unless they want to be left alone."""
+    if as_json:
+        print(json_text(data()))
+    elif not _is_quiet:
+        print_text()
 
 
 def console() -> Console:

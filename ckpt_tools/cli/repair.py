@@ -47,7 +47,10 @@ def repair(
 
     with progress_bar(given["quiet"]) as progress:
         done = repair_checkpoint(input_dir, output_dir, fill(RepairOptions, given), progress)
-    print(render.json_text(_as_json(done))) if given["as_json"] else _print(done)
+    if done.written is None and not given["as_json"]:
+        _print(done)  # nothing but this was asked for
+    else:
+        render.print_report(lambda: _as_json(done), given["as_json"], lambda: _print(done))
 
 
 def _as_json(done: Repaired) -> dict[str, object]:
@@ -78,6 +81,12 @@ def _print(done: Repaired) -> None:
     for line in done.left_out:
         print(f"left out {render.escape(line)}")
     written = done.written
+    if not done.changes:
+        print(
+            f"{render.escape(done.source)} has none of the damage that repair knows. Nothing was written: use it as "
+            "it is. `verify --content` tells what else is wrong with a checkpoint"
+        )
+        return
     if written is None:
         print("nothing was written (--dry-run)")
         return

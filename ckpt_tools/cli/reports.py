@@ -54,14 +54,14 @@ def print_report(report: ConversionReport) -> None:
 
 def _source(report: ConversionReport) -> str:
     if report.source_format == "safetensors":
-        return f"Hugging Face {report.architecture}"
+        return f"Hugging Face {report.architecture or 'model'}"
     layout = report.optimizer_layout
     same = layout in (None, report.source_format)
     return report.source_format if same else f"{report.source_format}, {layout}"
 
 
 def _architecture(report: ConversionReport) -> str:
-    return f": {report.architecture}" if report.output_format == "hf" else ""
+    return f": {report.architecture}" if report.output_format == "hf" and report.architecture else ""
 
 
 def masters_text(masters: Masters) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Set
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from ckpt_tools.cli.options import Row
@@ -50,7 +51,22 @@ def with_options(
     command.__signature__ = signature.replace(parameters=[*arguments, *made])  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in (*arguments, *made)}
     command.__doc__ = function.__doc__
+    command.rows = rows  # type: ignore[attr-defined]
     return command
+
+
+def read_values(context: Any) -> dict[str, Any]:
+    """The values of the options of a command that was parsed and is not to be run, as it would get them.
+
+    Raises:
+        UsageError: one of them is not a value of its option.
+    """
+    rows: Mapping[str, Row] = context.command.callback.rows
+    given = {name: context.params[name] for name in rows}
+    paths = {name for name, row in rows.items() if row.kind is Path and given[name] is not None}
+    return {
+        name: row.value(Path(given[name]) if name in paths else given[name]) for name, row in rows.items()
+    }
 
 
 def fill(options: type[AnyOptions], given: Given, **more: Any) -> AnyOptions:

@@ -32,6 +32,10 @@ _OWN = {
     "roles": option(
         list[str], "--role", read=v.globs, help="Only weight, master, exp_avg, ... (repeatable)."
     ),
+    "layers": option(
+        list[int], "--layer", read=v.globs, min=0,
+        help="Only layers of this number (repeatable), and list each tensor.",
+    ),
     "by": option(
         StatsBy, "--by", default="auto",
         help="Names of parameters, or stored keys. Default: the first that can be.",

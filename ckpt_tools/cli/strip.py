@@ -55,7 +55,7 @@ def strip(
     fresh = settings if settings.fresh_optimizer else None
     with progress_bar(given["quiet"]) as progress:
         done = strip_checkpoint(input_dir, output_dir, given["dtype"], options, progress, fresh)
-    print(render.json_text(_as_json(done))) if given["as_json"] else _print(done)
+    render.print_report(lambda: _as_json(done), given["as_json"], lambda: _print(done))
 
 
 def _as_json(done: Stripped) -> dict[str, object]:

@@ -129,7 +129,9 @@ TABLE: dict[str, Row] = {
                         "--threads 4 or more."),
     "report_format": option(c.ReportFormat, "--format", default="text",
                             help="text, json, github (annotations) or markdown."),
-    "quiet": flag("--quiet", "-q", callback=v.be_quiet, help="No progress and no notes."),
+    "quiet": flag("--quiet", "-q", callback=v.be_quiet,
+                  help="Only errors and what was asked for: no progress, no notes, no report of what was written "
+                       "unless by --json."),
     "as_json": flag("--json", help="JSON on stdout."),
     "report": option(Path, "--report", callback=v.in_a_folder, panel=RUN, help="Write the report there as JSON."),
     "junit": option(Path, "--junit", callback=v.in_a_folder, help="Also write the report there as JUnit XML."),
@@ -142,7 +144,8 @@ TABLE: dict[str, Row] = {
 
 # Of commands that can go through all iterations of a run; read by `given_values.iteration_number`.
 ITERATIONS = option(
-    str, "--iteration", panel=RUN, help="Iteration of a root, or all. Default: the latest."
+    str, "--iteration", panel=RUN,
+    help="Iteration of a root, or all, past those that the output has already. Default: the latest.",
 )  # fmt: skip
 
 OPENING = frozenset({"enable_msc", "follow_links", "quiet"})

@@ -19,6 +19,7 @@ from ckpt_tools.model.choices import DialectName, DiffBy, NanPolicy, ReportForma
 
 if TYPE_CHECKING:
     from ckpt_tools.commands.preflight import Start
+    from ckpt_tools.verify.accounts import Audit
     from ckpt_tools.verify.differences import DiffReport, TensorDiff
     from ckpt_tools.verify.report import Report
 
@@ -35,6 +36,15 @@ _VERIFY = {
         help="Write SHA-256 sums of files and tensors to a new file, if the checkpoint is valid.",
     ),
     "allow_nonfinite": flag("--allow-nonfinite", help="NaN and Inf are warnings, not errors."),
+    "against": option(
+        str, "--against",
+        help="What it was exported or imported from: count tensors, values and bytes of both, and name what one side "
+             "alone has. Reads metadata only.",
+    ),
+    "rules": option(Path, "--rules", help="With --against: the rule file of the export or import."),
+    "ignore_keys": option(
+        list[str], "--ignore-keys", read=v.globs, help="With --against: keys that the export left out (glob)."
+    ),
     "as_json": _AS_JSON,
 }  # fmt: skip
 _PREFLIGHT = {
@@ -46,6 +56,9 @@ _PREFLIGHT = {
     "as_json": _AS_JSON,
 }  # fmt: skip
 _DIFF = {
+    "rules": option(
+        Path, "--rules", help="The rule file of the export or import, for a Hugging Face model and a checkpoint."
+    ),
     "rtol": option(float, "--rtol", default=0.0, min=0, help="Relative tolerance, of the larger value."),
     "atol": option(float, "--atol", default=0.0, min=0, help="Absolute tolerance."),
     "ulp": option(int, "--ulp", default=0, min=0, help="Representable numbers two values may be apart."),
@@ -81,7 +94,10 @@ def verify(
     ],
     **given: Any,
 ) -> None:
-    """Check that checkpoints are whole and sound. Exit code 1 when one is not, 4 when one is hostile."""
+    """Check that checkpoints are whole and sound. Exit code 1 when one is not, 4 when one is hostile.
+
+    With --against the accounts of an export or import and its source must explain each other, too.
+    """
     from ckpt_tools.cli.progress import progress_bar
     from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint, verify_checkpoints
 
@@ -201,11 +217,32 @@ def _print_text(report: Report, command: str) -> None:
     if command == "verify":
         rows = [(c.name, c.looked_at, c.unit, c.errors, len(c.findings) - c.errors) for c in report.checks]
         render.print_table(("check", "looked at", "", "errors", "warnings"), rows)
+    if report.audit is not None:
+        _print_audit(report.audit)
     for line in findings.grouped(report.findings):
         print(line)
     errors = sum(check.errors for check in report.checks)
     verdict = good if report.is_valid else f"{bad}: {errors} errors"
     print(f"{render.escape(report.checkpoint)} ({report.format}) is {verdict}{report.verdict_suffix}")
+
+
+def _print_audit(audit: Audit) -> None:
+    """What both sides hold, what was carried over, and what only one of them has."""
+    rows: list[tuple[object, ...]] = []
+    for name, side in (("source", audit.source), ("output", audit.output)):
+        rows.append((f"{name} ({side.format})", *side.total))
+        rows += [(f"  {dtype}", *amount) for dtype, amount in side.by_dtype.items()]
+    render.print_table(("", "tensors", "values", "bytes"), rows, "accounts")
+    carried = [
+        (one.source_dtype, one.output_dtype, one.source.tensors, one.output.tensors, one.output.values)
+        for one in audit.carried
+    ]
+    render.print_table(("carried over", "as", "tensors", "tensors made", "values"), carried)
+    for where, alone in (("source", audit.only_in_source), ("output", audit.only_in_output)):
+        rows = [(one.why, *one.amount, next(iter(one.names), "")) for one in alone]
+        if rows:
+            render.print_table((f"only in the {where}", "tensors", "values", "bytes", "the first"), rows)
+    print()
 
 
 def _print_diff(report: DiffReport) -> None:

@@ -40,7 +40,9 @@
 * `import_hf`: `import-hf`
 * `export_peft`: `export-hf --peft`
 * `hf_parts`: what exports and imports share
+* `hf_assets`: tokenizers and the like, which go along with a model
 * `verify`: `verify`
+* `audit`: `verify --against`: the accounts of an export or import and its source
 * `diff`: `diff`
 * `diff_hf`: `diff` of a Hugging Face model and a Megatron checkpoint
 * `preflight`: `preflight`
@@ -49,6 +51,10 @@
 * `slice`: `slice`
 * `slice_plain`: of a plain state dict
 * `copy`: `copy`
+* `watch`: `watch`
+* `watch_events`: what it does and tells
+* `watch_state`: what it keeps on disk
+* `watch_child`: the commands that it starts
 * `strip`: `strip`
 * `repair`: `repair`
 * `mend_keys`: what it does to keys of `fsdp_dtensor`

@@ -116,8 +116,13 @@ class AdapterSource:
         return replace(model, catalog=catalog, parameters=tuple(map(taken, model.parameters)))
 
 
-def read_adapter_source(adapter: Opened, alpha: float | None, base: Opened) -> AdapterSource:
+def read_adapter_source(
+    adapter: Opened, alpha: float | None, base: Opened, otherwise: str = ""
+) -> AdapterSource:
     """The adapter in a checkpoint. `base` is what it belongs to: the same one when it is wrapped.
+
+    Args:
+        otherwise: what to do where it holds none.
 
     Raises:
         UsageError: nothing tells alpha, or `alpha` contradicts what is stored.
@@ -130,9 +135,8 @@ def read_adapter_source(adapter: Opened, alpha: float | None, base: Opened) -> A
         raise UnsupportedCheckpointError(f"{location.path} is a Hugging Face model, not an adapter")
     tensors = sort_out(adapter.catalog)
     if not tensors.factors:
-        hint = ": name its adapter behind it" if is_wrapped else ""
         raise UnsupportedCheckpointError(
-            f"{location.path} holds no low-rank adapter (no `.adapter.` keys){hint}"
+            f"{location.path} holds no low-rank adapter (no `.adapter.` keys){otherwise}"
         )
     how = _settings(adapter, base)
     told, told_by = _alpha(how, alpha, location.path)

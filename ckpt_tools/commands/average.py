@@ -7,13 +7,14 @@ everything else are those of the last checkpoint.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Final
 
 from ckpt_tools.commands.conversion_report import Masters
-from ckpt_tools.commands.hf_parts import CONFIG, read_assets
+from ckpt_tools.commands.hf_assets import read_assets
+from ckpt_tools.commands.hf_parts import CONFIG, weight_files
 from ckpt_tools.commands.mean_targets import Parts, check_alike, mean_targets, parts_of
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.outputs import output_directory, refuse_overlap
@@ -32,7 +33,7 @@ from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.target import Source, Target, TargetObject, TargetTensor
 from ckpt_tools.model.transfers import Plan
 from ckpt_tools.plan.build import Placement
-from ckpt_tools.plan.weight_files import WeightFile, build_safetensors_plan
+from ckpt_tools.plan.weight_files import build_safetensors_plan
 
 _HOW: Final = "sample"  # of every master some rows
 _TEMPORARY_TILES = 8  # what a mean needs beside a tile of every source: the sum, a product, the result
@@ -249,13 +250,11 @@ def _safetensors(
     options: AverageOptions,
 ) -> tuple[Plan, Output]:
     """The plan of a Hugging Face model in the last one's files, with its config and tokenizer."""
-    held: dict[str, list[TargetTensor]] = {}
-    for target in targets:
-        held.setdefault(_file_of(last.catalog, target.key), []).append(target)
-    plan = build_safetensors_plan(catalog, [WeightFile(name, held[name]) for name in sorted(held)], {})
+    weights, index = weight_files(last.catalog, targets)
+    plan = build_safetensors_plan(catalog, weights, {})
     place = Output(
         output_directory(output),
-        extra_files=_small_files(last),
+        extra_files=_small_files(last) | index,
         is_dcp=False,
         overwrite=options.overwrite,
         resume=options.resume,
@@ -263,17 +262,12 @@ def _safetensors(
     return plan, place
 
 
-def _file_of(catalog: Catalog, key: str) -> str:
-    (chunk,) = catalog.tensors[key].chunks
-    return chunk.item.file
-
-
-def _small_files(last: Opened) -> Mapping[str, bytes]:
+def _small_files(last: Opened) -> dict[str, bytes]:
     limits = {CONFIG: MAX_INDEX_BYTES, INDEX_FILE: MAX_INDEX_BYTES}
     kept = {
         name: read_whole(last.files, name, limit) for name, limit in limits.items() if last.files.exists(name)
     }
-    return read_assets(last.location.path, with_code=True) | kept
+    return read_assets(last.location.path, has_code=True).files | kept
 
 
 def _within_memory(write: WriteOptions, sources: int) -> WriteOptions:

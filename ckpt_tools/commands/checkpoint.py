@@ -94,10 +94,10 @@ class Tensor:
             CorruptCheckpointError: what is stored there is damaged.
         """
         parts = index if isinstance(index, tuple) else (index,)
-        if not all(
-            part is None or part is Ellipsis or isinstance(part, slice | int | np.integer) for part in parts
-        ):
-            raise IndexError("integers, slices and ... choose what is read; index the array by arrays")
+        if not all(map(_is_basic, parts)):
+            raise IndexError(
+                "integers, slices and ... choose what is read; read it first, and index that by arrays and booleans"
+            )
         _without_memory(self.shape)[index]  # refuses what numpy refuses
         box, inside = _around(parts, self.shape)
         return self._read(box)[inside]
@@ -118,6 +118,13 @@ class Tensor:
             for tile in row_major_tiles(box, _TILE_ELEMS):
                 values[index_of(tile.relative_to(box))] = read(tile)
         return _in_numpy(values, self.dtype)
+
+
+def _is_basic(part: object) -> bool:
+    """Whether numpy takes it for a place along an axis: True and False it does not, which are integers to Python."""
+    if isinstance(part, bool):
+        return False
+    return part is None or part is Ellipsis or isinstance(part, slice | int | np.integer)
 
 
 def _without_memory(shape: tuple[int, ...]) -> Array:
@@ -203,6 +210,7 @@ class Parameter:
         return self["master" if "master" in self._parameter.values else "weight"]
 
     def __getitem__(self, role: str) -> Tensor:
+        _check_text(role, "roles", "exp_avg")
         value = self._parameter.values.get(role)
         if value is None:
             raise NoSuchKeyError(f"{self.name} has no {role}, only {', '.join(self.roles)}")
@@ -230,6 +238,7 @@ class Parameters(Mapping[str, Parameter]):
         self._by_name = {one_expert(p.name, p.expert): p for p in model.parameters}
 
     def __getitem__(self, name: str) -> Parameter:
+        _check_text(name, "names", "decoder.final_layernorm.weight")
         found = self._by_name.get(name)
         if found is None:
             raise _absent("parameter", name, self._by_name)
@@ -287,6 +296,7 @@ class Checkpoint(Mapping[str, Any]):
         return Parameters(self._reader_of(model.catalog), model)
 
     def __getitem__(self, key: str) -> Any:
+        _check_text(key, "keys", "decoder.final_layernorm.weight")
         catalog = self._opened.catalog
         entry = catalog.tensors.get(key)
         if entry is not None:
@@ -324,6 +334,15 @@ class Checkpoint(Mapping[str, Any]):
     def _reader_of(self, catalog: Catalog) -> BoxReader:
         self._readers.append(BoxReader(self._opened.files, catalog))
         return self._readers[-1]
+
+
+def _check_text(name: object, what: str, example: str) -> None:
+    """
+    Raises:
+        TypeError: it is not text, as somebody gives who takes a checkpoint for a list, or a tensor for its parameter.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"{what} are text such as {example!r}, not {type(name).__name__}")
 
 
 def _absent(what: str, name: str, names: Any) -> NoSuchKeyError:

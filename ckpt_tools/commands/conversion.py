@@ -17,7 +17,7 @@ from ckpt_tools.commands.outputs import choose_output
 from ckpt_tools.commands.placements import Layout, LiveModel, lay_out, place_model
 from ckpt_tools.commands.target_job import TargetJob
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, VerificationError
-from ckpt_tools.execute.check_masters import MastersReport, check_masters, sum_up
+from ckpt_tools.execute.check_masters import MastersReport, check_masters, share_of, sum_up
 from ckpt_tools.execute.prove import prove_payloads
 from ckpt_tools.execute.ranks import Ranks, connect
 from ckpt_tools.execute.read_box import read_box
@@ -33,6 +33,7 @@ from ckpt_tools.model.target import Target, TargetTensor
 from ckpt_tools.model.transfers import Plan, plan_summary
 from ckpt_tools.model.without_gc import without_gc
 from ckpt_tools.sharding.placement import Placement
+from ckpt_tools.sharding.topology import Topology
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all) as a conversion goes on."""
@@ -108,10 +109,28 @@ class Conversion:
 
         `core` is the placement that the layout gives, where it is known already.
         """
+        if layout.topology is None:
+            self._refuse_impossible_tp()
         archives = self.archives() if self.archives is not None and only in (None, 0) else ()
         if core is None and layout.name != "even":
             core = place_model(self.live_model(), layout)
         return lay_out(self.catalog, self.target, core, archives, layout, only)
+
+    def _refuse_impossible_tp(self) -> None:
+        """`--tp` without the job's other sizes is what the output says that it is for: such a job must be able to be.
+
+        Raises:
+            UsageError: it does not divide some tensors.
+        """
+        tp = self.job.record.tp if self.job is not None else None
+        if (
+            self.to == "fsdp_dtensor"
+            and self.model is not None
+            and tp
+            and tp.source == "--tp"
+            and tp.ranks > 1
+        ):
+            place_model(self.live_model(), Layout("mfsdp-v1", Topology(tp=tp.ranks, etp=1)))
 
 
 AnyOptions = TypeVar("AnyOptions", bound=RunOptions)
@@ -235,7 +254,7 @@ def _prove_masters(opened: Opened, conversion: Conversion, options: WriteOptions
     mode, catalog = conversion.check_masters, conversion.catalog
     if mode == "none" or not conversion.must_round:
         return Masters(conversion.masters)
-    mine = conversion.must_round[ranks.rank :: ranks.world]
+    mine = share_of(conversion.must_round, mode, ranks)
 
     def check() -> tuple[int, ...]:
         try:

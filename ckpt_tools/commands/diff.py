@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Final
 
 from ckpt_tools.commands.close_names import unmatched
@@ -48,6 +49,7 @@ class DiffRequest:
     iterations: tuple[int | None, int | None] = (None, None)
     target: TargetOptions = field(default_factory=TargetOptions)  # how a torch_dist side is named
     trust_pickle: bool = False
+    rules: Path | None = None  # a rule file, for a Hugging Face side
 
 
 def diff_checkpoints(
@@ -72,14 +74,16 @@ def diff_checkpoints(
     ]
     with opened[0] as first, opened[1] as second:
         by = _choose(request.by, first, second)
+        if request.rules is not None and by != HUGGINGFACE:
+            raise UsageError("--rules is for a Hugging Face model and a Megatron checkpoint")
         of_export = tuple[str, ...]()  # globs of `ignore` that are for `export-hf --ignore-keys`
         if by == HUGGINGFACE:
             of_export = _meant_for_export(first, second, options.ignore)
-            sides, notes = _by_export(first, second, of_export)
+            sides, notes = _by_export(first, second, of_export, request.rules)
         elif by == KEYS:
             sides, notes = (_by_keys(first), _by_keys(second)), list[str]()
         else:
-            sides, notes = _by_parameters(first, second, request.target)
+            sides, notes = _by_parameters(first, second, request.target, options.workers)
         notes += _idle_globs(sides, options, of_export)
         meter = Meter(progress)
         meter.total = sum(entry.nbytes for side in sides for entry in side.catalog.tensors.values())
@@ -179,13 +183,15 @@ def _joins_masters(opened: Opened) -> bool:
     return states is not None and states.has_made
 
 
-def _by_export(a: Opened, b: Opened, ignore_keys: tuple[str, ...]) -> tuple[tuple[Side, Side], list[str]]:
+def _by_export(
+    a: Opened, b: Opened, ignore_keys: tuple[str, ...], rules: Path | None
+) -> tuple[tuple[Side, Side], list[str]]:
     from ckpt_tools.commands.diff_hf import sides_by_export
 
     if a.location.kind == "safetensors":
-        model, checkpoint, notes = sides_by_export(a, b, ignore_keys)
+        model, checkpoint, notes = sides_by_export(a, b, ignore_keys, rules)
         return (model, checkpoint), notes
-    model, checkpoint, notes = sides_by_export(b, a, ignore_keys)
+    model, checkpoint, notes = sides_by_export(b, a, ignore_keys, rules)
     return (checkpoint, model), notes
 
 
@@ -208,7 +214,9 @@ def _by_keys(opened: Opened) -> Side:
     return Side(opened.files, opened.catalog, tensors, objects, opened.trust_pickle)
 
 
-def _by_parameters(a: Opened, b: Opened, target: TargetOptions) -> tuple[tuple[Side, Side], list[str]]:
+def _by_parameters(
+    a: Opened, b: Opened, target: TargetOptions, workers: int | None
+) -> tuple[tuple[Side, Side], list[str]]:
     """Both under the names of `fsdp_dtensor`; a `torch_dist` checkpoint is seen as its conversion."""
     if a.location.kind == b.location.kind == "fsdp_dtensor":
         first, second = _by_keys(a), _by_keys(b)
@@ -217,17 +225,17 @@ def _by_parameters(a: Opened, b: Opened, target: TargetOptions) -> tuple[tuple[S
         return (first, second), []
     if a.location.kind == "fsdp_dtensor":
         stored = _by_keys(a)
-        converted, notes = _as_converted(b, target, stored)
+        converted, notes = _as_converted(b, target, stored, workers)
         return (stored, converted), notes
     if b.location.kind == "fsdp_dtensor":
         stored = _by_keys(b)
-        converted, notes = _as_converted(a, target, stored)
+        converted, notes = _as_converted(a, target, stored, workers)
         return (converted, stored), notes
     if target.tp is None:  # packed projections are compared in the order that a state dict has them in
         told = [_recorded_tp(side) for side in (a, b) if side.location.kind == "dcp"]
         target = replace(target, tp=next((tp for tp in told if tp is not None), None))
-    first, notes = _as_converted(a, target, None)
-    second, more = _as_converted(b, target, None)
+    first, notes = _as_converted(a, target, None, workers)
+    second, more = _as_converted(b, target, None, workers)
     return (first, second), [*notes, *more]
 
 
@@ -249,9 +257,11 @@ def _as_version_2(side: Side) -> Side:
     )
 
 
-def _as_converted(opened: Opened, target: TargetOptions, other: Side | None) -> tuple[Side, list[str]]:
+def _as_converted(
+    opened: Opened, target: TargetOptions, other: Side | None, workers: int | None
+) -> tuple[Side, list[str]]:
     """The conversion of a `torch_dist` checkpoint or plain state dict, under the names that fit `other` best."""
-    model = read_model(opened, Wanted(unknown_keys=True))
+    model = read_model(opened, Wanted(unknown_keys=True, workers=workers))
     if other is None:
         options = replace(target, keep_states=not target.weights_only)
     else:

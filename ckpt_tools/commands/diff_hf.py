@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 
 from ckpt_tools.commands.export_hf import ExportOptions, export_tensors
-from ckpt_tools.commands.hf_parts import prove_equal, read_config, seen_as, without_frequencies
+from ckpt_tools.commands.hf_parts import families_with, prove_equal, read_config, seen_as, without_frequencies
 from ckpt_tools.commands.opened import Opened
 from ckpt_tools.commands.tower_source import whole_model
 from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.huggingface.checks import Spec
 from ckpt_tools.megatron.huggingface.quantized import Dequantized, dequantized
-from ckpt_tools.megatron.huggingface.targets import import_targets
+from ckpt_tools.megatron.huggingface.rules import Family
+from ckpt_tools.megatron.huggingface.targets import Imported, import_targets
 from ckpt_tools.megatron.huggingface.towers import WRAPPERS
 from ckpt_tools.model.catalog import Catalog, TensorEntry
 from ckpt_tools.model.expressions import Value
@@ -21,26 +23,34 @@ from ckpt_tools.model.target import InlineTensor, Source, TargetTensor
 from ckpt_tools.verify.differences import Side
 
 Shape = tuple[int, ...]
+_NO_CONTENT = "no content of its own, as import-hf says"
+_SAME = "the same values as {}, as config.json says"
 _EXACT = {("bfloat16", "float32"), ("float16", "float32"), ("float32", "float64")}  # every value has its like
 
 
 def sides_by_export(
-    model: Opened, checkpoint: Opened, ignore_keys: tuple[str, ...] = ()
+    model: Opened, checkpoint: Opened, ignore_keys: tuple[str, ...] = (), rules: Path | None = None
 ) -> tuple[Side, Side, list[str]]:
     """The model and the checkpoint under the model's names, and notes on what is not compared.
 
     Args:
         ignore_keys: as `export-hf --ignore-keys`: globs of the checkpoint's keys that the model was made without.
+        rules: as `export-hf --rules`.
 
     Raises:
         MappingError: the checkpoint cannot be exported as the model that config.json describes.
     """
     folder = model.location.path
-    options = ExportOptions(hf_config=folder, trust_pickle=checkpoint.trust_pickle, ignore_keys=ignore_keys)
+    options = ExportOptions(
+        hf_config=folder, rules=rules, trust_pickle=checkpoint.trust_pickle, ignore_keys=ignore_keys
+    )
     config = read_config(folder)
     whole = whole_model(folder) if config.get("model_type") in WRAPPERS else None
-    made = export_tensors(checkpoint, options, whole)
     others = whole.others if whole is not None else {}
+    kept, left_out = without_frequencies(model.catalog)
+    plain = dequantized(kept, config, model.files)
+    kept = plain.catalog
+    made = export_tensors(checkpoint, options, plain.specs, whole)
     notes = list(made.notes)
     if others:
         notes.append(
@@ -48,11 +58,9 @@ def sides_by_export(
         )
     views: dict[str, TargetTensor | InlineTensor] = {tensor.key: tensor for tensor in made.ready}
     shapes = {key: view.shape for key, view in views.items() if key in made.exported.shapes}
-    kept, left_out = without_frequencies(model.catalog)
-    plain = dequantized(kept, config, model.files)
-    kept = plain.catalog
     catalog = replace(kept, tensors={key: _reshaped(e, shapes) for key, e in kept.tensors.items()})
-    redundant = _redundant(replace(model, catalog=kept), plain, views)
+    families = families_with(rules, plain.config if whole is None else whole.tower.config)
+    redundant = _redundant(replace(model, catalog=kept), plain, views, families)
     stored: dict[str, TargetTensor | InlineTensor] = {
         key: TargetTensor(key, _compared_dtype(entry, views.get(key)), entry.shape, (Source(key),))
         for key, entry in catalog.tensors.items()
@@ -92,27 +100,42 @@ def _reshaped(entry: TensorEntry, shapes: Mapping[str, Shape]) -> TensorEntry:
     return seen_as(entry, shape)
 
 
-def _redundant(model: Opened, plain: Dequantized, views: Mapping[str, object]) -> dict[str, str]:
+def _redundant(
+    model: Opened, plain: Dequantized, views: Mapping[str, object], families: Mapping[str, Family]
+) -> dict[str, str]:
     """What the model stores though it follows from the rest, proven, with why: an export does not write it."""
     specs = plain.specs
-    extra = [key for key in specs if key not in views]
-    if not extra:
-        return {}
-    try:
-        imported = import_targets(specs, plain.config)
-    except MappingError:  # it is not a whole model of its kind, and the comparison says where
+    imported = _as_imported(plain, families) if not specs.keys() <= views.keys() else None
+    if imported is None:
         return {}
     paired = {key for pair in imported.equal for key in pair}
-    found = {
-        key: "no content of its own, as import-hf says"
-        for key in extra
-        if key in imported.dropped and key not in paired
-    }
+    found = {key: _NO_CONTENT for key in imported.dropped if key not in views and key not in paired}
     for pair in imported.equal:
         if sum(key in views for key in pair) == 1 and _is_proven(model, specs, pair):
             one, other = sorted(pair, key=lambda key: key in views)
-            found[one] = f"the same values as {other}, as config.json says"
+            found[one] = _SAME.format(other)
     return found
+
+
+def what_follows(plain: Dequantized, extra: Sequence[str], families: Mapping[str, Family]) -> dict[str, str]:
+    """Of `extra` tensors those that follow from the rest by config.json, which is not proven here, with why."""
+    imported = _as_imported(plain, families) if extra else None
+    if imported is None:
+        return {}
+    twins = {key: pair[key == pair[0]] for pair in imported.equal for key in pair}
+    return {
+        key: _SAME.format(twins[key]) if key in twins else _NO_CONTENT
+        for key in extra
+        if key in imported.dropped
+    }
+
+
+def _as_imported(plain: Dequantized, families: Mapping[str, Family]) -> Imported | None:
+    """What an import would make of the model; None where it is not a whole one, which a comparison says better."""
+    try:
+        return import_targets(plain.specs, plain.config, families=families)
+    except MappingError:
+        return None
 
 
 def _is_proven(model: Opened, specs: Mapping[str, Spec], pair: tuple[str, str]) -> bool:

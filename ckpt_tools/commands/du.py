@@ -133,15 +133,16 @@ def disk_usage(
         StorageError: the system or the store refused.
     """
     place = path_text(place)
-    sizes = files_below(place)
     names = iteration_names(place)
     is_root = bool(names) and iteration is None
+    sizes: dict[str, int] = {}
     if not is_root:
         location = locate(place, iteration)
         name = location.path.rstrip("/").rpartition("/")[2]
         folders = {name: location.path}
-        below = {name: sizes if not names else files_below(location.path)}
+        below = {name: files_below(location.path if names else place)}
     else:
+        sizes = files_below(place)  # not before it is known that it is a run: it may be all of a disk
         folders = {name: join(place, name) for name in names}
         below = {
             name: {file[len(name) + 1 :]: n for file, n in sizes.items() if file.startswith(f"{name}/")}

@@ -15,7 +15,7 @@ WIDTH, HEIGHT = 1200.0, 620.0
 _MOST_BOXES = 3000  # drawn one by one, each with its name as a tooltip
 _LEAST_LABEL = (60.0, 13.0)  # pixels of a box that has room for a name
 _LAYER = re.compile(r"^.*?\.(\d+)\.")  # shown as the number alone
-_CHAR = 6.7
+_CHAR, _HEAD_CHAR = 6.7, 8.6  # mean widths of a character of the names, and of the bold ones
 _MOST_ROWS = 400
 _COLOURS = {  # told apart by the colour-blind, too
     "weight": "#4269d0", "master": "#a87900", "exp_avg": "#2f8a41", "exp_avg_sq": "#3d8f7c", "other": "#9c6b4e",
@@ -111,9 +111,10 @@ def usage_html(found: Usage) -> str:
     )
     unread = [[name, why] for name, why in found.unread.items()]
     broken = "<h2>Not whole</h2>" + table([("iteration", False), ("why", False)], unread) if unread else ""
+    spare = f", {size(found.spare)} of it in items that an earlier iteration holds with the same checksum"
     body = (
-        f"<h1>{safe(found.place)}</h1><p><b>{size(found.total)}</b> in all, {size(found.spare)} of it in items that "
-        "an earlier iteration holds with the same checksum. Areas are in proportion; point at one for its name.</p>"
+        f"<h1>{safe(found.place)}</h1><p><b>{size(found.total)}</b> in all{spare if found.spare else ''}. "
+        "Areas are in proportion; point at one for its name.</p>"
         f'<div class="scroll">{usage_svg(found)}</div>{_bars(found)}{broken}{tables}{beside}{twice}'
     )
     return page(f"du: {found.place}", body, _STYLE)
@@ -157,7 +158,7 @@ def _box(box: Rectangle, colour: str, text: str) -> str:
 
 
 def _text(x: float, y: float, text: str, width: float, kind: str = "") -> str:
-    most = max(int((width - 8) / _CHAR), 1)
+    most = max(int((width - 8) / (_HEAD_CHAR if kind == "head" else _CHAR)), 1)
     shown = text if len(text) <= most else f"{text[: most - 1]}\u2026"
     return f'<text{f" class={chr(34)}{kind}{chr(34)}" if kind else ""} x="{x:.1f}" y="{y:.1f}">{safe(shown)}</text>'
 

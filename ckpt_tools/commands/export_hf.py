@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from ckpt_tools.commands.conversion import Conversion, Progress, SourceOptions, Writer, convert, open_source
 from ckpt_tools.commands.conversion_report import ConversionReport
 from ckpt_tools.commands.export_peft import plan_peft
 from ckpt_tools.commands.export_source import ExportSource, read_export_source
+from ckpt_tools.commands.hf_assets import Assets, read_assets
 from ckpt_tools.commands.hf_parts import (
     CONFIG,
+    as_json,
     families_with,
+    offset_notes,
     offset_values,
     prove_equal,
-    read_assets,
     read_config,
 )
 from ckpt_tools.commands.opened import Opened
@@ -48,6 +50,8 @@ from ckpt_tools.model.choices import Quantization, TowerName
 from ckpt_tools.model.dtypes import CASTABLE, itemsize
 from ckpt_tools.model.target import InlineTensor, Target, TargetTensor
 from ckpt_tools.plan.weight_files import WeightFile, build_safetensors_plan
+
+_IS_TOKENIZER = re.compile(r"tokenizer|tekken|vocab|spiece|sentencepiece|.*\.(?:tiktoken|spm|model)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,23 +103,37 @@ class ExportTensors:
     notes: tuple[str, ...]
 
 
-def export_tensors(opened: Opened, options: ExportOptions, whole: WholeModel | None = None) -> ExportTensors:
-    """The Hugging Face tensors of a checkpoint of either format, those of its language model where it is a `whole`.
+def export_tensors(
+    opened: Opened, options: ExportOptions, present: Iterable[str] = (), whole: WholeModel | None = None
+) -> ExportTensors:
+    """The Hugging Face tensors of a checkpoint of either format. Raises as `export_hf`, short of writing.
 
-    Raises as `export_hf`, short of writing.
+    `present` are the tensors of a model that it is compared with, whose names it gets; of a `whole` model it is the
+    language model.
     """
+    source, exported = describe_export(opened, options, present, whole)
+    prove_equal(opened.files, source.catalog, source.bases, exported.equal)
+    tensors = rebase(exported.tensors, source.bases, _shapes(source.catalog))
+    ready, notes = _with_offsets(opened.files, source.catalog, tensors, exported.offsets)
+    return ExportTensors(source, exported, tuple(ready), (*source.notes, *exported.notes, *notes))
+
+
+def describe_export(
+    opened: Opened, options: ExportOptions, present: Iterable[str] = (), whole: WholeModel | None = None
+) -> tuple[ExportSource, Exported]:
+    """What is exported of a checkpoint and as which tensors, from its metadata. Raises as `export_tensors`."""
     if options.dtype is not None and options.dtype not in CASTABLE:
         raise UsageError(f"--dtype {options.dtype}: weights can be written as {', '.join(sorted(CASTABLE))}")
     for option, number in (("--vocab-size", options.vocab_size), ("--tp", options.tp)):
         if number is not None and number < 1:
             raise UsageError(f"{option} {number}: a number from 1 is expected")
     source = read_export_source(opened, options.dtype, options.tp, options.ignore_keys)
-    families = families_with(options.rules)
-    reference: Mapping[str, Any] | None = None
+    reference = read_config(options.hf_config) if options.hf_config and whole is None else None
     if whole is not None:
-        reference, families = whole.tower.config, whole.tower.families(families)
-    elif options.hf_config:
-        reference = read_config(options.hf_config)
+        reference = dict(whole.tower.config)
+    families = families_with(options.rules, reference)
+    if whole is not None:
+        families = whole.tower.families(families)
     exported = export_targets(
         {name: Spec(source.types.get(name, base.dtype), base.shape) for name, base in source.bases.items()},
         source.settings,
@@ -124,13 +142,9 @@ def export_tensors(opened: Opened, options: ExportOptions, whole: WholeModel | N
         vocab_size=options.vocab_size,
         mtp_copies=options.mtp_copies,
         families=families,
+        present=present if whole is None else whole.tower.names,
     )
-    prove_equal(opened.files, source.catalog, source.bases, exported.equal)
-    if whole is not None:
-        exported = put_back(exported, whole)
-    tensors = rebase(exported.tensors, source.bases, _shapes(source.catalog))
-    ready, notes = _with_offsets(opened.files, source.catalog, tensors, exported.offsets)
-    return ExportTensors(source, exported, tuple(ready), (*source.notes, *exported.notes, *notes))
+    return source, exported if whole is None else put_back(exported, whole)
 
 
 def plan_export(opened: Opened, options: ExportOptions, world: int = 1) -> Conversion:
@@ -141,7 +155,7 @@ def plan_export(opened: Opened, options: ExportOptions, world: int = 1) -> Conve
     if options.alpha is not None:
         raise UsageError("--alpha: it is that of an adapter, which --peft writes")
     whole = whole_model(options.hf_config) if options.tower and options.hf_config else None
-    made = _as_asked(export_tensors(opened, options, whole), options)
+    made = _as_asked(export_tensors(opened, options, whole=whole), options)
     if whole is not None:
         made = _with_other_towers(made, whole)
     source, exported = made.source, made.exported
@@ -149,10 +163,9 @@ def plan_export(opened: Opened, options: ExportOptions, world: int = 1) -> Conve
     shards = pack_shards(sizes.items(), options.max_shard_bytes)
     by_key = {t.key: t for t in made.ready}
     files = [WeightFile(shard.file, [by_key[key] for key in shard.keys]) for shard in shards]
-    extra = _extra_files(options, exported, shards, sizes)
-    notes = made.notes
-    if not any(name.startswith("tokenizer") for name in extra):
-        notes = (*notes, "no tokenizer was written; pass --hf-config DIR to take one over")
+    assets = _assets(options, exported)
+    extra = _extra_files(assets, exported, shards, sizes)
+    notes = (*made.notes, *_asset_notes(options, assets))
     return Conversion(
         "hf",
         "transformers",
@@ -221,34 +234,35 @@ def _with_offsets(
         elements += prod(tensor.shape)
         if lost:
             changed[tensor.key] = lost
-    if not offsets:
-        return ready, []
-    step = next(iter(offsets.values()))
-    note = f"{step:+g} was added to {len(offsets)} norms in float32 and rounded once: "
-    if not changed:
-        return ready, [note + "every element can be told from the result"]
-    worst = max(changed, key=lambda key: changed[key])
-    return ready, [
-        f"{note}{sum(changed.values()):,} of {elements:,} elements lost bits, most of them ({changed[worst]:,}) in "
-        f"{worst}"
-    ]
+    return ready, offset_notes(offsets, changed, elements)
+
+
+def _assets(options: ExportOptions, exported: Exported) -> Assets:
+    """What goes along from the original model."""
+    if options.hf_config is None:
+        return Assets({}, ())
+    return read_assets(options.hf_config, has_code="auto_map" in exported.config)
+
+
+def _asset_notes(options: ExportOptions, assets: Assets) -> list[str]:
+    notes = []
+    if not any(_IS_TOKENIZER.match(name) for name in assets.files):
+        where = "--hf-config has none" if options.hf_config else "pass --hf-config DIR to take one over"
+        notes.append(f"no tokenizer was written; {where}")
+    if assets.left:
+        shown = ", ".join(assets.left[:8]) + (", ..." if len(assets.left) > 8 else "")
+        notes.append(f"not taken over from --hf-config: {shown}")
+    return notes
 
 
 def _extra_files(
-    options: ExportOptions, exported: Exported, shards: Sequence[Shard], sizes: Mapping[str, int]
+    assets: Assets, exported: Exported, shards: Sequence[Shard], sizes: Mapping[str, int]
 ) -> dict[str, bytes]:
     """Tokenizer, config and, last, the index of several shards."""
-    found: dict[str, bytes] = {}
-    if options.hf_config:
-        found |= read_assets(options.hf_config, with_code="auto_map" in exported.config)
-    found[CONFIG] = _json(exported.config)
+    found = {**assets.files, CONFIG: as_json(exported.config)}
     if len(shards) > 1:
-        found[INDEX_FILE] = _json(shard_index(shards, sizes))
+        found[INDEX_FILE] = as_json(shard_index(shards, sizes))
     return found
-
-
-def _json(value: object) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _shapes(catalog: Catalog) -> dict[str, tuple[int, ...]]:

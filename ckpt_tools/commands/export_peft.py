@@ -37,9 +37,11 @@ def plan_peft(opened: Opened, options: ExportOptions) -> Conversion:
     if options.dtype is not None and options.dtype not in CASTABLE:
         raise UsageError(f"--dtype {options.dtype}: weights can be written as {', '.join(sorted(CASTABLE))}")
     config = read_config(options.hf_config)
-    family = family_of_config(config, families_with(options.rules))
+    family = family_of_config(config, families_with(options.rules, config))
     model = with_vocabulary(model_of_config(family, config))
-    source = read_adapter_source(opened, options.alpha, opened)
+    source = read_adapter_source(
+        opened, options.alpha, opened, "; without --peft the model itself is exported"
+    )
     made = peft_target(
         opened.catalog,
         source.adapters,

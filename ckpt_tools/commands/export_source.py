@@ -11,7 +11,7 @@ from ckpt_tools.commands.opened import Opened
 from ckpt_tools.commands.read_model import Wanted, is_master, keeps_masters, read_model
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.left_out import leave_out
-from ckpt_tools.megatron.hybrid import as_gpt, gpt_name, is_hybrid
+from ckpt_tools.megatron.hybrid import as_gpt, is_hybrid
 from ckpt_tools.megatron.keys import EXPERTS, is_optimizer_key
 from ckpt_tools.megatron.settings import training_dtype
 from ckpt_tools.model.catalog import Catalog
@@ -59,7 +59,8 @@ def read_export_source(
     if not is_hybrid(source.bases):
         return source
     bases, settings, note = as_gpt(source.bases, source.settings or {})
-    types = {gpt_name(name): dtype for name, dtype in source.types.items()}
+    renamed = dict(zip(source.bases, bases, strict=True))
+    types = {renamed[name]: dtype for name, dtype in source.types.items()}
     kept = settings if source.settings is not None else None
     return replace(source, bases=bases, types=types, settings=kept, notes=(*source.notes, note))
 

@@ -2,40 +2,45 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import replace
-from fnmatch import fnmatchcase
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ckpt_tools.errors import CkptError, MappingError, UnsupportedCheckpointError, list_problems
+from ckpt_tools.errors import (
+    CkptError,
+    MappingError,
+    UnsupportedCheckpointError,
+    UsageError,
+    list_problems,
+)
 from ckpt_tools.execute.read_box import BoxReader, read_proven
 from ckpt_tools.formats.documents import parse_json
 from ckpt_tools.formats.files import Files, open_files, read_whole
 from ckpt_tools.formats.hub_cache import snapshot_of
-from ckpt_tools.formats.safetensors import refuse_pointers, unread_files
-from ckpt_tools.megatron.huggingface.families import FAMILIES, Families
+from ckpt_tools.formats.rank_parts import parts_of_ranks
+from ckpt_tools.formats.safetensors import INDEX_FILE, refuse_pointers, unread_files
+from ckpt_tools.megatron.huggingface.families import FAMILIES
 from ckpt_tools.megatron.huggingface.rulefile import load_rule_file
 from ckpt_tools.megatron.huggingface.rules import Family
-from ckpt_tools.model.box import Box, full_box
+from ckpt_tools.megatron.huggingface.shard_files import DEFAULT_SHARD_SIZE, pack_shards, shard_index
+from ckpt_tools.model.box import Box, full_box, split_axes
 from ckpt_tools.model.casts import cast, cast_checked, numpy_dtype, raw_dtype
 from ckpt_tools.model.catalog import Catalog, TensorEntry
+from ckpt_tools.model.dtypes import itemsize
 from ckpt_tools.model.expressions import Value, made_entry
 from ckpt_tools.model.kernels import reshaped
 from ckpt_tools.model.target import TargetTensor
 from ckpt_tools.plan.byte_runs import row_major_tiles
+from ckpt_tools.plan.weight_files import WeightFile
 
 CONFIG = "config.json"
-ASSETS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
-          "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
-          "generation_config.json", "LICENSE")  # fmt: skip
-ASSET_PATTERNS = ("*.tiktoken", "tiktoken.model", "tekken.json", "spiece.model", "preprocessor_config.json",
-                  "video_preprocessor_config.json", "processor_config.json")  # fmt: skip
-MAX_ASSET_BYTES = 1 << 30  # the largest tokenizers have some tens of megabytes
 TILE_ELEMS = 1 << 22
 _ADAPTED = re.compile(
     r"(?:^|\.)(?:base_layer|modules_to_save|original_module|lora_\w+|ia3_l|hada_w\w*|lokr_w\w*|oft_\w+|boft_\w+|"
@@ -45,9 +50,22 @@ _FREQUENCIES = re.compile(r"(?:^|\.)rotary_emb\.(?:original_)?(?:inv_freq|cos_ca
 _COMPUTED = "rotary frequencies are computed from config.json, not loaded"
 
 
-def families_with(rules: Path | None) -> Mapping[str, Family]:
-    """The known families, and that of the user's rule file in front of them."""
-    return FAMILIES if rules is None else Families(load_rule_file(rules))
+def families_with(rules: Path | None, config: Mapping[str, Any] | None = None) -> Mapping[str, Family]:
+    """The families that a model may be of: with a rule file the user's own alone, which it then is.
+
+    Raises:
+        UsageError: `config`, a config.json, is of another.
+    """
+    if rules is None:
+        return FAMILIES
+    own = load_rule_file(rules)
+    kind, said = own.model_type or own.name, (config or {}).get("model_type")
+    if config is not None and said != kind and said not in own.also_types:
+        raise UsageError(
+            f"--rules {rules}: its family is of model_type {kind!r}, and config.json says {said!r}: they would not "
+            f"be used. If they are for this model, `model_type: {said}` in the file says so"
+        )
+    return {own.name: own}
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
@@ -64,19 +82,18 @@ def read_config(folder: str | Path) -> dict[str, Any]:
             config = parse_json(read_whole(files, CONFIG))
     except CkptError as error:
         raise UnsupportedCheckpointError(
-            f"{path}: no config.json of a Hugging Face model: {error}"
+            f"{path}: no config.json of a Hugging Face model: {error} Put the one of this model there: it says what "
+            "the weights are"
         ) from error
     if not isinstance(config, dict):
         raise UnsupportedCheckpointError(f"{path}: expected a JSON object")
     return config
 
 
-def read_assets(folder: str | Path, with_code: bool) -> dict[str, bytes]:
-    """Tokenizer, generation settings and licence, byte for byte; Python files only `with_code`."""
-    patterns = (*ASSETS, *ASSET_PATTERNS, *(("*.py",) if with_code else ()))
-    with closing(open_files(snapshot_of(str(folder)))) as files:
-        names = [name for name in files.list() if any(fnmatchcase(name, pattern) for pattern in patterns)]
-        return {name: read_whole(files, name, MAX_ASSET_BYTES) for name in names}
+def architecture_of(config: Mapping[str, Any]) -> str | None:
+    """What a model calls itself in its config.json, if it does."""
+    names = config.get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else None
 
 
 def refuse_adapters(names: Iterable[str]) -> None:
@@ -103,14 +120,54 @@ def without_frequencies(catalog: Catalog) -> tuple[Catalog, tuple[str, ...]]:
 
 
 def seen_as(entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
-    """A tensor of a model with the axes that views ask for; its one chunk holds the same bytes."""
+    """A tensor of a model with the axes that views ask for; its chunks hold the same bytes.
+
+    Raises:
+        UnsupportedCheckpointError: it is stored in parts that are cut across one of the axes.
+    """
     if shape == entry.shape:
         return entry
     if entry.made is not None:
         kernel = reshaped(entry.made.kernel, entry.shape, shape)
         return made_entry(entry.key, replace(entry.made, kernel=kernel))
-    (chunk,) = entry.chunks
-    return replace(entry, shape=shape, chunks=(chunk._replace(box=full_box(shape)),))
+    if len(entry.chunks) == 1:
+        return replace(entry, shape=shape, chunks=(entry.chunks[0]._replace(box=full_box(shape)),))
+    chunks = []
+    for chunk in entry.chunks:
+        box = split_axes(chunk.box, entry.shape, shape)
+        if box is None:
+            raise UnsupportedCheckpointError(
+                f"{entry.key} {list(entry.shape)}: a rank's part, {chunk.box}, is cut across rows or columns that "
+                f"belong together (of {list(shape)}). Join the parts first: consolidate_safetensors_files(DIR, OUT, "
+                "{name: 1 for each tensor}) of torch.distributed.checkpoint._consolidate_hf_safetensors"
+            )
+        chunks.append(chunk._replace(box=box))
+    return replace(entry, shape=shape, chunks=tuple(chunks))
+
+
+def weight_files(
+    catalog: Catalog, targets: Iterable[TargetTensor]
+) -> tuple[list[WeightFile], dict[str, bytes]]:
+    """The files of a model like the one that `catalog` is of, and their index where it has none.
+
+    A tensor stays in its file; those that ranks have written in parts come together in files of the usual size.
+    """
+    targets = list(targets)
+    if all(len(catalog.tensors[one.key].chunks) == 1 for one in targets):
+        held: dict[str, list[TargetTensor]] = {}
+        for one in targets:
+            held.setdefault(catalog.tensors[one.key].chunks[0].item.file, []).append(one)
+        if not parts_of_ranks(held):
+            return [WeightFile(name, held[name]) for name in sorted(held)], {}
+    sizes = {one.key: prod(one.shape) * itemsize(one.dtype) for one in targets}
+    shards, by_key = pack_shards(sizes.items(), DEFAULT_SHARD_SIZE), {one.key: one for one in targets}
+    files = [WeightFile(shard.file, [by_key[key] for key in shard.keys]) for shard in shards]
+    return files, {INDEX_FILE: as_json(shard_index(shards, sizes))} if len(shards) > 1 else {}
+
+
+def as_json(value: object) -> bytes:
+    """A JSON file, as transformers writes them."""
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def unread_notes(files: Files) -> tuple[str, ...]:
@@ -171,3 +228,19 @@ def offset_values(files: Files, catalog: Catalog, tensor: TargetTensor, offset: 
     shifted = bits.view(numpy_dtype(tensor.dtype))
     back = cast(shifted, tensor.dtype, "float32") - np.float32(offset)
     return shifted.tobytes(), int((back != exact).sum())
+
+
+def offset_notes(offsets: Mapping[str, float], changed: Mapping[str, int], elements: int) -> list[str]:
+    """What adding a number to norms did to their elements; `changed` counts those that lost bits."""
+    if not offsets:
+        return []
+    note = (
+        f"{next(iter(offsets.values())):+g} was added to {len(offsets)} norms in float32 and rounded once: "
+    )
+    if not changed:
+        return [note + "every element can be told from the result"]
+    worst = max(changed, key=lambda key: changed[key])
+    return [
+        f"{note}{sum(changed.values()):,} of {elements:,} elements lost bits, most of them ({changed[worst]:,}) in "
+        f"{worst}"
+    ]

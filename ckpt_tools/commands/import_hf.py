@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from ckpt_tools.commands.conversion import Conversion, Progress, RunOptions, Wri
 from ckpt_tools.commands.conversion_report import ConversionReport
 from ckpt_tools.commands.hf_parts import (
     families_with,
+    offset_notes,
+    offset_values,
     prove_equal,
     read_config,
     refuse_adapters,
@@ -29,10 +32,10 @@ from ckpt_tools.commands.to_torch_dist import write_torch_dist
 from ckpt_tools.commands.tower_source import check_tower, tower_alone
 from ckpt_tools.commands.version_2 import VERSION_2, for_version_2
 from ckpt_tools.commands.warm_start import NEED_OPTIMIZER
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import MappingError, UsageError
 from ckpt_tools.execute.run import Output
 from ckpt_tools.formats.detect import Location
-from ckpt_tools.formats.files import AnyPath, open_files, path_text
+from ckpt_tools.formats.files import AnyPath, Files, open_files, path_text
 from ckpt_tools.formats.hub_cache import snapshot_of
 from ckpt_tools.formats.joined_files import FilesBeside
 from ckpt_tools.formats.safetensors import read_safetensors_catalog
@@ -49,15 +52,17 @@ from ckpt_tools.megatron.record import RECORD_FILE, TargetRecord, record_bytes
 from ckpt_tools.megatron.settings import read_settings
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
 from ckpt_tools.megatron.vocab import padded_rows, vocabulary
+from ckpt_tools.model.add_number import AddNumber
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.choices import LayerSpec, MegatronFormat, TowerName
 from ckpt_tools.model.dtypes import CASTABLE
-from ckpt_tools.model.expressions import Value
+from ckpt_tools.model.expressions import Made, Value, made_entry
 from ckpt_tools.model.model import Model, Parameter
 from ckpt_tools.model.roles import WEIGHT
 from ckpt_tools.model.target import Source
 
 MLA_NORM = re.compile(r"\.linear_(q|kv)_up_proj\.layer_norm_weight$")
+_FUSED_ONLY = ("linear_attention_freq", "hybrid_override_pattern")  # arguments of such layers
 FORMATS = ("torch_dist", "fsdp_dtensor")
 DIVISOR = 128  # Megatron's own --make-vocab-size-divisible-by
 
@@ -150,12 +155,16 @@ def read_huggingface(opened: Opened, options: ImportOptions) -> tuple[Imported, 
     if options.adapter is not None:
         merged = merge_peft(catalog, options.adapter, bool(plain.config.get("tie_word_embeddings")))
         catalog, specs, more = merged.catalog, merged.specs(specs), merged.notes
-    config, families = plain.config, families_with(options.rules)
+    config: Mapping[str, Any] = plain.config
     left_out: tuple[str, ...] = ()
+    tower = None
     if options.tower is not None:
         catalog, specs, tower = tower_alone(catalog, specs, config)
         more = (*more, *left_out_notes(tower), *mrope_notes(config))
-        config, families, left_out = tower.config, tower.families(families), tower.others
+        config, left_out = tower.config, tower.others
+    families = families_with(options.rules, config)
+    if tower is not None:
+        families = tower.families(families)
     imported = import_targets(
         specs,
         config,
@@ -164,6 +173,11 @@ def read_huggingface(opened: Opened, options: ImportOptions) -> tuple[Imported, 
         vocab_rows=options.vocab_size_padded,
         families=families,
     )
+    if options.layer_spec == "local" and not imported.args.keys().isdisjoint(_FUSED_ONLY):
+        raise MappingError(
+            f"--layer-spec local: Megatron builds the layers of {imported.family.architecture} of Transformer "
+            "Engine's modules only, whatever --transformer-impl says; leave the option out"
+        )
     own = {key: Value(spec.dtype, spec.shape, (Source(key),)) for key, spec in specs.items()}
     prove_equal(opened.files, catalog, own, imported.equal)
     dropped = (
@@ -172,12 +186,31 @@ def read_huggingface(opened: Opened, options: ImportOptions) -> tuple[Imported, 
         *plain.dropped,
         *(f"{key}: of another tower than the language model" for key in left_out),
     )
-    notes = (*plain.notes, *more, *imported.notes, *unread_notes(opened.files))
+    catalog, imported, lost = _with_offsets(opened.files, catalog, imported)
+    notes = (*plain.notes, *more, *imported.notes, *lost, *unread_notes(opened.files))
     imported = replace(imported, dropped=dropped, notes=notes)
     shapes = imported.shapes
     tensors = {key: seen_as(entry, shapes.get(key, entry.shape)) for key, entry in catalog.tensors.items()}
     seen = replace(catalog, tensors=tensors)
     return imported, _model(seen, imported, common_state(imported, options, opened.location.path), options)
+
+
+def _with_offsets(files: Files, catalog: Catalog, imported: Imported) -> tuple[Catalog, Imported, list[str]]:
+    """Norms that Megatron stores as weight - 1 where the model's class takes the weight, made by a kernel."""
+    tensors, made, changed, elements = list(imported.tensors), dict(catalog.tensors), dict[str, int](), 0
+    for i, target in enumerate(tensors):
+        if target.key not in imported.offsets:
+            continue
+        offset = imported.offsets[target.key]
+        _, lost = offset_values(files, catalog, target, offset)
+        changed |= {target.key: lost} if lost else {}
+        elements += prod(target.shape)
+        key = f"{target.sources[0].key} {offset:+g}"
+        exact = Value("float32", target.shape, target.sources)
+        made[key] = made_entry(key, Made(AddNumber(target.dtype, offset), (exact,)))
+        tensors[i] = replace(target, sources=(Source(key),))
+    notes = offset_notes(imported.offsets, changed, elements)
+    return replace(catalog, tensors=made), replace(imported, tensors=tuple(tensors)), notes
 
 
 def common_state(imported: Imported, options: ImportOptions, source: str) -> CommonState:

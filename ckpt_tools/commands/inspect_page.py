@@ -19,7 +19,7 @@ _MOST_CHUNKS = 400_000  # in one page, some 12 MB; of tensors behind them only t
 _STYLE = (
     "details{margin:1px 0 1px 14px}summary{cursor:pointer;padding:2px 0;overflow-wrap:anywhere}"
     "summary small,.leaf small{color:#555}.leaf{margin:1px 0 1px 14px;padding:2px 0}"
-    "#tree>details,#tree>.leaf{margin-left:0}.chunks{margin:6px 0 10px 14px;font-size:12px}"
+    "body>details,#tree>details,#tree>.leaf{margin-left:0}.chunks{margin:6px 0 10px 14px;font-size:12px}"
     ".chunks svg{width:100%;max-width:520px;height:auto;border:1px solid #999;background:#fff}"
     ".chunks table{font-size:12px;margin:6px 0}"
 )

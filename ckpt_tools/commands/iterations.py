@@ -27,9 +27,9 @@ class Outcome:
 
 
 def convert_iterations(
-    source: str, output: str, kind: Format, overwrite: bool, convert: Convert
+    source: str, output: str, kinds: tuple[Format, ...], overwrite: bool, convert: Convert
 ) -> list[Outcome]:
-    """All iterations of the root `source`, converted to checkpoints of `kind` in the root `output`.
+    """All iterations of the root `source`, converted to checkpoints of one of `kinds` in the root `output`.
 
     The source's latest comes last, and the output's tracker ends on it if it is there. With several processes the
     first failure ends the run: they could not agree on going on.
@@ -39,7 +39,7 @@ def convert_iterations(
         Interrupted, Terminated: stopped from outside.
     """
     numbers, latest = all_iterations(source)
-    present = set() if overwrite else {n for n in numbers if n is not None and is_there(output, n, kind)}
+    present = set() if overwrite else {n for n in numbers if n is not None and is_there(output, n, *kinds)}
     outcomes = []
     for number in numbers:
         if number in present:
@@ -75,10 +75,10 @@ def all_iterations(source: str) -> tuple[list[int | None], int | None]:
     return [*(n for n in numbers if n != location.iteration), location.iteration], location.iteration
 
 
-def is_there(output: str, number: int, kind: Format | CheckpointKind) -> bool:
-    """Whether the root `output` holds a whole checkpoint of this iteration and kind."""
+def is_there(output: str, number: int, *kinds: Format | CheckpointKind) -> bool:
+    """Whether the root `output` holds a whole checkpoint of this iteration, of one of these kinds."""
     try:
-        return locate(f"{output.rstrip('/')}/iter_{number:07d}").kind == kind
+        return locate(f"{output.rstrip('/')}/iter_{number:07d}").kind in kinds
     except CkptError:
         return False
 

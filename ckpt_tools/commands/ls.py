@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tools.commands.opened import Opened, open_checkpoint
-from ckpt_tools.errors import CkptError, CorruptCheckpointError, StorageError, UsageError
+from ckpt_tools.errors import (
+    CkptError,
+    CorruptCheckpointError,
+    StorageError,
+    UnsupportedCheckpointError,
+    UsageError,
+)
 from ckpt_tools.formats.dcp import METADATA
 from ckpt_tools.formats.detect import iteration_folders, locate
 from ckpt_tools.formats.files import AnyPath, open_files, path_text
@@ -44,14 +50,36 @@ class IterationRow:
 
 
 @dataclass(frozen=True, slots=True)
+class RunRow:
+    """One run of a folder of runs, or a checkpoint that lies there as a run does."""
+
+    name: str
+    iterations: int
+    latest: str | None
+    kind: str | None  # of the latest
+    nbytes: int
+
+    def as_json(self) -> dict[str, Any]:
+        """In JSON's types."""
+        return {
+            "name": self.name,
+            "iterations": self.iterations,
+            "latest": self.latest,
+            "format": self.kind,
+            "bytes": self.nbytes,
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class RunListing:
-    """What lies in a run's root; `others` are the bytes of other files and folders."""
+    """What lies in a run's root; `others` are bytes of other files and folders. Of a folder of runs, its `runs`."""
 
     root: str
     iterations: tuple[IterationRow, ...]
     others: dict[str, int]
     latest: str | None  # what the tracker names
     note: str = ""  # why it names nothing that is there
+    runs: tuple[RunRow, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """In JSON's types."""
@@ -74,32 +102,70 @@ class RunListing:
                 }
                 for row in self.iterations
             ],
+            "runs": [row.as_json() for row in self.runs],
             "others": [{"name": name, "bytes": nbytes} for name, nbytes in self.others.items()],
         }
 
 
 def list_run(root: AnyPath, trust_pickle: bool = False) -> RunListing:
-    """The iterations in a run's root, or the one checkpoint that `root` is. No tensor byte is read.
+    """The iterations in a run's root, the one checkpoint that `root` is, or the runs in a folder of runs.
+
+    No tensor byte is read.
 
     Raises:
         UnsupportedCheckpointError: nothing is there.
         StorageError: the system or the store refused.
     """
     root = path_text(root)
-    sizes = files_below(root)
     names = iteration_names(root)
     if not names:
-        location = locate(root)
+        try:
+            location = locate(root)
+        except UnsupportedCheckpointError:
+            runs = _runs(root)
+            if not runs:
+                raise
+            return RunListing(root, (), {}, None, runs=runs)
+        sizes = files_below(root)
         name = location.path.rstrip("/").rpartition("/")[2]
-        row = _row(name, location.path, location.iteration, sizes, trust_pickle)
+        row = iteration_row(name, location.path, location.iteration, sizes, trust_pickle)
         return RunListing(location.path, (row,), {}, None)
+    sizes = files_below(root)  # not before it is known that it is a run: it may be all of a disk
     latest, note = _latest(root)
     rows = []
     for name, number in names.items():
         inside = {file[len(name) + 1 :]: n for file, n in sizes.items() if file.startswith(f"{name}/")}
-        row = _row(name, join(root, name), number, inside, trust_pickle, name == latest)
+        row = iteration_row(name, join(root, name), number, inside, trust_pickle, name == latest)
         rows.append(row)
     return RunListing(root, tuple(rows), others_in(sizes, names), latest, note)
+
+
+def _runs(root: str) -> tuple[RunRow, ...]:
+    """The runs and checkpoints in a folder of them, which is looked at and not walked through."""
+    files = open_files(root)
+    try:
+        names = files.list()
+    finally:
+        files.close()
+    found = (_run(name, join(root, name)) for name in names if not name.startswith("."))
+    return tuple(row for row in found if row is not None)
+
+
+def _run(name: str, path: str) -> RunRow | None:
+    """What a folder is, if it holds a run or a checkpoint."""
+    try:
+        iterations = iteration_names(path)
+    except (CkptError, OSError):  # a file, or what may not be read: somebody else's
+        return None
+    kind, latest = None, None
+    try:
+        location = locate(path)
+        kind = location.kind
+        latest = location.path.rstrip("/").rpartition("/")[2] if iterations else None
+    except CkptError:
+        if not iterations:
+            return None
+    return RunRow(name, len(iterations), latest, kind, sum(files_below(path).values()))
 
 
 def iteration_names(root: str) -> dict[str, int | None]:
@@ -139,7 +205,7 @@ def _latest(root: str) -> tuple[str | None, str]:
         return None, str(error)
 
 
-def _row(
+def iteration_row(
     name: str,
     path: str,
     number: int | None,
@@ -147,6 +213,12 @@ def _row(
     trust_pickle: bool,
     is_latest: bool = False,
 ) -> IterationRow:
+    """What the iteration at `path` is, whose files have these sizes.
+
+    Raises:
+        StorageError: the system or the store refused.
+        UsageError: such a location cannot be opened.
+    """
     nbytes, files = sum(sizes.values()), len(sizes)
     try:
         with open_checkpoint(path, None, trust_pickle, with_common=False) as opened:

@@ -21,7 +21,8 @@ from ckpt_tools.commands.conversion import (
 )
 from ckpt_tools.commands.conversion_report import ConversionReport, MastersUse
 from ckpt_tools.commands.export_source import master_targets
-from ckpt_tools.commands.hf_parts import CONFIG, read_assets, read_config, refuse_adapters
+from ckpt_tools.commands.hf_assets import read_assets
+from ckpt_tools.commands.hf_parts import CONFIG, architecture_of, read_config, refuse_adapters, weight_files
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.outputs import output_directory, refuse_overlap
 from ckpt_tools.commands.peft_source import is_peft, merge_peft, peft_files
@@ -44,7 +45,7 @@ from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.roles import MASTER
 from ckpt_tools.model.target import Source, Target, TargetTensor
-from ckpt_tools.plan.weight_files import WeightFile, build_safetensors_plan
+from ckpt_tools.plan.weight_files import build_safetensors_plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,7 @@ def plan_merge(opened: Opened, options: MergeOptions, world: int) -> Conversion:
 def _adapter_of(opened: Opened, options: MergeOptions) -> Iterator[tuple[Opened, AdapterSource]]:
     """The base without adapters, and the adapter that goes into it: its own, or that of another checkpoint."""
     if options.adapter is None:
-        source = read_adapter_source(opened, options.alpha, opened)
+        source = read_adapter_source(opened, options.alpha, opened, ": name its adapter behind it")
         yield source.base_of(opened), source
         return
     with open_checkpoint(options.adapter, trust_pickle=options.trust_pickle) as adapter:
@@ -165,11 +166,10 @@ def _plan_huggingface(opened: Opened, options: MergeOptions) -> Conversion:
             "merges into the dequantized weights"
         )
     made = merge_peft(opened.catalog, adapter, bool(config.get("tie_word_embeddings")))
-    held: dict[str, list[TargetTensor]] = {}
-    for key, entry in opened.catalog.tensors.items():
-        target = TargetTensor(key, entry.dtype, entry.shape, (Source(key),))
-        held.setdefault(entry.chunks[0].item.file, []).append(target)
-    files = [WeightFile(name, held[name]) for name in sorted(held)]
+    stored = opened.catalog.tensors.items()
+    files, index = weight_files(
+        opened.catalog, [TargetTensor(key, entry.dtype, entry.shape, (Source(key),)) for key, entry in stored]
+    )
     return Conversion(
         "hf",
         None,
@@ -179,8 +179,8 @@ def _plan_huggingface(opened: Opened, options: MergeOptions) -> Conversion:
             tuple(t for file in files for t in file.tensors if isinstance(t, TargetTensor)), notes=made.notes
         ),
         build_safetensors_plan(made.catalog, files, {}),
-        extra_files=_small_files(opened),
-        architecture=next(iter(config.get("architectures") or ()), None),
+        extra_files=_small_files(opened) | index,
+        architecture=architecture_of(config),
     )
 
 
@@ -188,7 +188,7 @@ def _small_files(opened: Opened) -> dict[str, bytes]:
     """Config, index and tokenizer, byte for byte."""
     names = [name for name in (CONFIG, INDEX_FILE) if opened.files.exists(name)]
     kept = {name: read_whole(opened.files, name, MAX_INDEX_BYTES) for name in names}
-    return read_assets(opened.location.path, with_code=True) | kept
+    return read_assets(opened.location.path, has_code=True).files | kept
 
 
 def _open(source: str, options: MergeOptions) -> Opened:

@@ -16,7 +16,7 @@ _STYLE = (
     "border-bottom:1px solid #ddd;white-space:nowrap}td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}"
     "td.wrap{white-space:normal;overflow-wrap:anywhere;min-width:12em}tr.sick td{color:#b30000;font-weight:600}"
     "input[type=search]{width:100%;max-width:480px;padding:6px 8px;font:inherit;border:1px solid #888;"
-    "border-radius:4px}"
+    "border-radius:4px}@media(max-width:600px){table{font-size:13px}th,td{padding-right:8px}td.wrap{min-width:6em}}"
 )
 
 

@@ -178,14 +178,15 @@ def html(shown: Picture, memory: Mapping[int, Memory] | None = None) -> str:
     if memory:
         listed = [rank for rank in listed if rank in memory]
         rows = [row for row in rows if int(row[0]) in memory]
-        columns += [(part.replace("_", " "), True) for part in (*MEMORY_PARTS, "padding", "peak")]
+        columns += [(_words(part), True) for part in (*MEMORY_PARTS, "padding", "peak")]
         rows = [
             [*row, *(size(getattr(memory[r], part)) for part in (*MEMORY_PARTS, "padding", "peak"))]
             for r, row in zip(listed, rows, strict=True)
         ]
     note = "" if len(listed) == len(shown.rows) else f"<p>{len(listed)} of {len(shown.rows)} ranks.</p>"
+    bars = _memory_bars({r: memory[r] for r in listed}) if memory else ""
     body = (
-        f'<div class="scroll">{svg(shown)}</div>{_memory_bars({r: memory[r] for r in listed}) if memory else ""}'
+        f'<h1 class=narrow>{safe(shown.title)}</h1><div class="scroll">{svg(shown)}</div>{bars}'
         f"{table(columns, rows)}{note}"
     )
     return page(shown.title, body, _PAGE_STYLE)
@@ -199,7 +200,7 @@ def _memory_bars(memory: Mapping[int, Memory]) -> str:
         x, pieces = 0.0, []
         for part, colour in MEMORY_PARTS.items():
             width = 100 * getattr(held, part) / most
-            text = f"rank {rank}: {part.replace('_', ' ')} {size(getattr(held, part))}"
+            text = f"rank {rank}: {_words(part)} {size(getattr(held, part))}"
             pieces.append(
                 f'<rect x="{x:.3f}" width="{width:.3f}" height="10" fill="{colour}"><title>{text}</title></rect>'
             )
@@ -209,13 +210,18 @@ def _memory_bars(memory: Mapping[int, Memory]) -> str:
             f"{''.join(pieces)}</svg></td><td class=n>{size(held.peak)}</td></tr>"
         )
     keys = "".join(
-        f'<span><i style="background:{colour}"></i>{part.replace("_", " ")}</span>'
+        f'<span><i style="background:{colour}"></i>{_words(part)}</span>'
         for part, colour in MEMORY_PARTS.items()
     )
     return (
         f"<h2>Memory of a rank in training, without activations</h2><p class=keys>{keys}</p>"
         f"<table class=bars><tbody>{''.join(bars)}</tbody></table>"
     )
+
+
+def _words(part: str) -> str:
+    """What is held, as people write it."""
+    return part.replace("_", " ").replace("adam", "Adam")
 
 
 def _header(shown: Picture, totals: dict[str, int]) -> Iterator[str]:
@@ -226,7 +232,7 @@ def _header(shown: Picture, totals: dict[str, int]) -> Iterator[str]:
         said = f"padding, of all buffers in training: {size(shown.padding)}. "
     yield f'<text class="title" x="{LEFT}" y="26">{safe(shown.title)}</text>'
     yield (
-        f'<text x="{LEFT}" y="46">one row a rank, {size(shown.row_bytes)} of weight buffers each; '
+        f'<text x="{LEFT}" y="46">one row per rank, {size(shown.row_bytes)} of weight buffers each; '
         f"{said}"
         "Columns are FSDP units, bare numbers are layers.</text>"
     )
@@ -364,5 +370,6 @@ _STYLE = (
 _PAGE_STYLE = (
     "td.bar{width:70vw;max-width:1100px;padding:2px 12px 2px 0}td.bar svg{width:100%;height:12px}"
     "table.bars td{border:0;padding-bottom:0}.keys span{margin-right:14px;white-space:nowrap;display:inline-block}"
+    "@media(min-width:1140px){h1.narrow{display:none}}"  # the drawing has it, whole where it need not be scrolled
     ".keys i{display:inline-block;width:11px;height:11px;margin-right:5px}"
 )

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt_tools.commands.opened import Opened
 from ckpt_tools.errors import UnsupportedCheckpointError
 from ckpt_tools.execute.check_masters import compare_masters
+from ckpt_tools.execute.spread import Job, Result, Tick, spread
+from ckpt_tools.execute.workers import can_fork
 from ckpt_tools.megatron.dcp.read import dcp_model
 from ckpt_tools.megatron.fsdp_dtensor.entries import read_fsdp_source
 from ckpt_tools.megatron.fsdp_dtensor.read import fsdp_model
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_proof import Share, by_threads
 from ckpt_tools.megatron.torch_dist.read import Extent, read_torch_dist
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.choices import LayerSpec, MegatronFormat
 from ckpt_tools.model.model import Model, Parameter
 from ckpt_tools.model.target import Source, TargetTensor
+
+_THREADS = 2  # of a process
 
 A_KIND = {
     "torch_dist": "already a torch_dist checkpoint",
@@ -36,6 +41,7 @@ class Wanted:
         None  # tensor-parallel size that packed projections are for, where the checkpoint does not tell
     )
     layer_spec: LayerSpec | None = None  # te or local, where the arguments do not tell
+    workers: int | None = 1  # processes that read what takes a proof by content; None: as many as help
 
 
 def read_model(opened: Opened, wanted: Wanted | None = None) -> Model:
@@ -61,7 +67,23 @@ def _torch_dist(opened: Opened, wanted: Wanted) -> Model:
         opened.trust_pickle,
         optimizer=wanted.optimizer,
         unknown_keys=wanted.unknown_keys,
+        share=shared_by(wanted.workers),
     ).model
+
+
+def shared_by(workers: int | None) -> Share:
+    """Who does the comparing of a proof by content: so many processes; where none can be forked, threads."""
+    if workers == 1 or not can_fork():
+        return by_threads
+
+    def share(work: Callable[[Job], Result], jobs: Sequence[Job], sizes: Sequence[int]) -> list[Result]:
+        def one(job: Job, tick: Tick) -> Result:
+            tick(0)  # another process may have failed
+            return work(job)
+
+        return spread(one, jobs, sizes=sizes, threads=_THREADS, workers=workers, tick=lambda _: None)
+
+    return share
 
 
 def _fsdp_dtensor(opened: Opened, wanted: Wanted) -> Model:

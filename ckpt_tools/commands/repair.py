@@ -45,7 +45,7 @@ class Repaired:
     changes: tuple[Change, ...]
     tensors: int
     objects: int
-    written: WriteReport | None  # None: a dry run
+    written: WriteReport | None  # None: a dry run, or nothing to repair
     left_out: tuple[str, ...] = ()  # as of `Edited`
 
 
@@ -65,8 +65,10 @@ def repair_checkpoint(
 ) -> Repaired:
     """Write what the checkpoint at `source` was meant to be to `output`; `source` stays as it is.
 
+    Where nothing is to be repaired, nothing is written and the report has no changes.
+
     Raises:
-        UsageError: there is nothing to repair.
+        UsageError: there are no masters that weights could be repaired from.
         UnsupportedCheckpointError: neither `torch_dist` nor `fsdp_dtensor`.
         MappingError: damage that is known and that nothing in the checkpoint can mend.
         VerificationError: nothing shows what is right.
@@ -98,7 +100,7 @@ def _repair_keys(
 
     made = mend_keys(catalog, opened.common, lambda a, b: archive(a) == archive(b))
     if not made.changes:
-        raise _nothing(opened)
+        return _nothing(source, output, opened)
     advice = "They cannot take its place: a checkpoint that is half of another step cannot be repaired."
     check_masters(files, catalog, made.must_round, "all", threads=options.write.threads, advice=advice)
     target = mended_target(catalog, made)
@@ -133,7 +135,7 @@ def _repair_weights(
         )
     found = find_damage(opened.files, model, options.write.threads)
     if not found:
-        raise _nothing(opened)
+        return _nothing(source, output, opened)
     if not options.trust_masters:
         refuse_unproven(list(found.values()))
     conversion = write_torch_dist(mended(model, list(found)), opened, TorchDistOptions(), 1)
@@ -179,8 +181,6 @@ def _changes(damaged: list[Damage]) -> list[Change]:
     ]
 
 
-def _nothing(opened: Opened) -> UsageError:
-    return UsageError(
-        f"{opened.location.path} has none of the damage that repair knows; `verify --content` tells what else is "
-        "wrong with a checkpoint"
-    )
+def _nothing(source: str, output: str, opened: Opened) -> Repaired:
+    """Of a sound checkpoint, as far as is known: it is left where it is."""
+    return Repaired(source, output, opened.location.kind, (), 0, 0, None, opened.location.left_out)

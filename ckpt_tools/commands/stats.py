@@ -47,6 +47,7 @@ class StatsOptions:
 
     keys: tuple[str, ...] = ()  # globs on names and stored keys; () for all
     roles: tuple[str, ...] = ()  # () for all
+    layers: tuple[int, ...] = ()  # numbers in every block; () for all
     by: StatsBy = "auto"
     iteration: int | None = None
     histogram: bool = False  # count elements by their size
@@ -201,7 +202,7 @@ def checkpoint_statistics(
         named.by,
         tuple(TensorStatistics(*pair) for pair in pairs),
         named.notes,
-        bool(options.keys),
+        bool(options.keys or options.layers),
     )
 
 
@@ -251,7 +252,7 @@ def checkpoint_change(
         _absent(wanted, chosen[1], chosen[0]),
         tuple(_spoken(x) for x, y in pairs if x.tensor.shape != y.tensor.shape),
         tuple(dict.fromkeys((*sides[0].notes, *sides[1].notes))),
-        bool(options.keys),
+        bool(options.keys or options.layers),
     )
 
 
@@ -315,6 +316,12 @@ def _chosen(tensors: Sequence[NamedTensor], options: StatsOptions) -> list[Named
         for role in options.roles
         if role not in roles
     ]
+    numbers = dict.fromkeys(t.part.layer for t in tensors if t.part.layer is not None)
+    wrong += [
+        f"--layer {number}: the checkpoint has {', '.join(map(str, numbers)) or 'no layers'}"
+        for number in options.layers
+        if number not in numbers
+    ]
     found = [t for t in tensors if _is_chosen(t, options)]
     if not wrong and not found:
         wrong = ["the checkpoint holds no tensor that is asked for"]
@@ -326,7 +333,8 @@ def _chosen(tensors: Sequence[NamedTensor], options: StatsOptions) -> list[Named
 def _is_chosen(tensor: NamedTensor, options: StatsOptions) -> bool:
     names = (tensor.name, *tensor.keys)
     by_name = not options.keys or any(fnmatchcase(name, glob) for glob in options.keys for name in names)
-    return by_name and (not options.roles or tensor.role in options.roles)
+    by_layer = not options.layers or tensor.part.layer in options.layers
+    return by_name and by_layer and (not options.roles or tensor.role in options.roles)
 
 
 def _meter(progress: Progress, tensors: Iterable[NamedTensor]) -> Meter:

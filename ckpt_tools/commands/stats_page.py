@@ -34,7 +34,7 @@ def norms_svg(found: CheckpointStatistics) -> str:
     return strips.svg(
         Strip(
             f"{_name(found.checkpoint)}: norms",
-            "a column a layer; colours tell how far a root mean square is from the middle of its row",
+            "one column per layer; colours tell how far a root mean square is from the middle of its row",
             _columns(t.named for t in found.tensors),
             rows,
             (
@@ -72,6 +72,19 @@ def norms_html(found: CheckpointStatistics) -> str:
     return page(f"stats: {_name(found.checkpoint)}", body, _STYLE)
 
 
+def _alike(low: float, high: float) -> bool:
+    """Whether a reader of two digits sees one number, so that colours must not tell them apart either."""
+    return f"{low:.2g}" == f"{high:.2g}"
+
+
+def _scale_legend(low: float, high: float, unit: str) -> list[tuple[str, str]]:
+    """The legend of a logarithmic scale: one entry where all changes are alike."""
+    if _alike(low, high):
+        return [(strips.growing(0.5), f"{low:.2g}{unit}")]
+    parts = ((0.0, low), (0.5, math.sqrt(low * high)), (1.0, high))
+    return [(strips.growing(part), f"{value:.2g}{unit}") for part, value in parts]
+
+
 def change_svg(found: CheckpointChange, of: str = "relative") -> str:
     """The heat map of relative changes (`relative`) or of angles (`cosine`), as one SVG document."""
     tensors = [(t.named, t.found) for t in found.tensors]
@@ -83,14 +96,12 @@ def change_svg(found: CheckpointChange, of: str = "relative") -> str:
     return strips.svg(
         Strip(
             f"{_name(found.a)} to {_name(found.b)}: {what}",
-            "a column a layer; the scale is logarithmic, from the smallest to the largest of the map",
+            "one column per layer; the scale is logarithmic, from the smallest to the largest of the map",
             _columns(named for named, _ in tensors),
             _rows(tensors, Change.empty, scale.cells),
             (
                 (strips.EMPTY, "no change"),
-                (strips.growing(0), f"{low:.2g}{unit}"),
-                (strips.growing(0.5), f"{math.sqrt(low * high):.2g}{unit}"),
-                (strips.growing(1), f"{high:.2g}{unit}"),
+                *_scale_legend(low, high, unit),
                 (strips.BAD, "NaN or Inf, or from nothing"),
             ),
             below,
@@ -259,8 +270,10 @@ class _LogScale:
             return Cell(strips.BAD, f"{text}, {wrong}")
         if not size:
             return Cell(strips.EMPTY, text)
+        if _alike(*self.ends):
+            return Cell(strips.growing(0.5), text)
         low, high = map(math.log, self.ends)
-        return Cell(strips.growing((math.log(size) - low) / (high - low) if high > low else 0.5), text)
+        return Cell(strips.growing((math.log(size) - low) / (high - low)), text)
 
 
 def _kinds(tensors: Iterable[tuple[NamedTensor, Statistics]]) -> dict[tuple[str, str], Statistics]:

@@ -1,17 +1,18 @@
 """`strip`: a copy of a checkpoint with the weights alone: without optimizer, scheduler and random number states.
 
-The bytes of the weights, their chunks and their files stay. An `fsdp_dtensor` checkpoint stores fp32 masters in the
-place of weights, and only there another element type may be asked for.
+The bytes of the weights, their chunks and their files stay; of a plain state dict, all that is the model's. An
+`fsdp_dtensor` checkpoint stores fp32 masters in the place of weights, and only there another element type may be
+asked for.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt_tools.commands.conversion_report import Masters
+from ckpt_tools.commands.conversion_report import Masters, MastersUse
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.restart import begin_anew
 from ckpt_tools.commands.rewrite import Edited, EditOptions, rewrite, use_of_masters
@@ -21,6 +22,7 @@ from ckpt_tools.formats.container import read_archive
 from ckpt_tools.formats.files import AnyPath, path_text
 from ckpt_tools.formats.pickling import dump_archive
 from ckpt_tools.megatron.common_state import COMMON_FILE
+from ckpt_tools.megatron.dcp.state_dict import EXTRA_STATE, is_megatron, read_state_dict
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.megatron.keys import BUFFERS, COMMON_OBJECT, KEPT, is_optimizer_key, parameter_of
 from ckpt_tools.megatron.torch_dist.write import OPTIMIZER_METADATA
@@ -61,7 +63,7 @@ def strip_checkpoint(
 
     Raises:
         UsageError: there is nothing but weights, or a type that weights are not cast to.
-        UnsupportedCheckpointError: neither `torch_dist` nor `fsdp_dtensor`.
+        UnsupportedCheckpointError: a Hugging Face model, or a plain state dict of a Megatron model.
         Otherwise the errors of opening, planning and writing.
     """
     source, output = path_text(source), path_text(output)
@@ -71,13 +73,14 @@ def strip_checkpoint(
         if fresh is not None:
             return _begun_anew(source, opened, output, fresh, options, progress)
         catalog = opened.catalog
-        removed = [key for key in (*catalog.tensors, *catalog.objects) if not is_kept(key)]
+        kept = _kept_keys(opened)
+        removed = [key for key in (*catalog.tensors, *catalog.objects) if key not in kept]
         common = _stripped_common(opened.common.values)
         entries = [f"{opened.common.source}: {name}" for name in opened.common.values if name not in common]
         in_common = opened.common.source in ("common.pt", "common_state")
         if not removed and not (in_common and entries):
             raise UsageError(f"{opened.location.path} holds weights alone; there is nothing to leave out")
-        target = _target(opened, dtype)
+        target = _target(opened, kept, dtype)
         report = rewrite(
             source,
             opened,
@@ -96,7 +99,7 @@ def strip_checkpoint(
             tensors=len(target.tensors),
             objects=len(target.objects),
             removed=(*removed, *(entries if in_common else ())),
-            masters=Masters(use_of_masters(opened, "left_out")),
+            masters=Masters(_use_of_masters(opened)),
             written=report,
             left_out=opened.location.left_out,
             dtype=dtype,
@@ -141,12 +144,36 @@ def is_kept(key: str) -> bool:
     return not is_optimizer_key(key) and not _OF_A_RUN.match(key)
 
 
+def _kept_keys(opened: Opened) -> frozenset[str]:
+    """The keys of a weights-only checkpoint; of a plain state dict, those of the model."""
+    catalog = opened.catalog
+    if opened.location.kind != "dcp":
+        return frozenset(filter(is_kept, (*catalog.tensors, *catalog.objects)))
+    found = read_state_dict(catalog)
+    inside = (
+        key
+        for key in found.others  # buffers that are no tensors, and states of Transformer Engine's modules
+        if (found.model and key.startswith(found.model)) or key.endswith(EXTRA_STATE)
+    )
+    return frozenset((*found.weights.values(), *inside))
+
+
+def _use_of_masters(opened: Opened) -> MastersUse:
+    if opened.location.kind != "dcp":
+        return use_of_masters(opened, "left_out")
+    return "left_out" if any(one.masters for one in read_state_dict(opened.catalog).optimizers) else "none"
+
+
 def _check_request(opened: Opened, dtype: str | None, fresh: TargetOptions | None) -> None:
     kind, path = opened.location.kind, opened.location.path
-    if kind not in ("torch_dist", "fsdp_dtensor"):
+    if kind == "safetensors":
         raise UnsupportedCheckpointError(
-            f"{path} is {kind}; strip works on torch_dist and fsdp_dtensor checkpoints. `modify-state-dict --op "
-            "'remove REGEX'` leaves keys out of any torch distributed checkpoint"
+            f"{path} is a Hugging Face model, which holds weights alone; there is nothing to leave out"
+        )
+    if kind == "dcp" and is_megatron(read_state_dict(opened.catalog)):
+        raise UnsupportedCheckpointError(
+            f"{path} is a plain state dict of a Megatron model, and what it is, its optimizer tells. `convert --to "
+            "torch_dist --weights-only` (or fsdp_dtensor) writes its weights alone"
         )
     if fresh is not None:
         _check_fresh(opened, dtype)
@@ -154,14 +181,19 @@ def _check_request(opened: Opened, dtype: str | None, fresh: TargetOptions | Non
         return
     if dtype not in CASTABLE:
         raise UsageError(f"--dtype {dtype}: weights can be written as {', '.join(sorted(CASTABLE))}")
-    if kind == "torch_dist":
+    if kind != "fsdp_dtensor":
         raise UsageError(
-            f"--dtype {dtype}: {path} is torch_dist, whose weights have the element type of the job already; "
+            f"--dtype {dtype}: {path} is {kind}, whose weights have the element type of the job already; "
             "`convert` and `export-hf` cast on the way to another format"
         )
 
 
 def _check_fresh(opened: Opened, dtype: str | None) -> None:
+    if opened.location.kind == "dcp":
+        raise UsageError(
+            f"--fresh-optimizer: {opened.location.path} is a plain state dict, whose program makes its own "
+            "optimizer; load its weights alone"
+        )
     if opened.location.kind == "torch_dist":
         raise UsageError(
             f"--fresh-optimizer: {opened.location.path} is torch_dist, and a 3D-parallel job starts from weights "
@@ -179,15 +211,15 @@ def _check_fresh(opened: Opened, dtype: str | None) -> None:
         )
 
 
-def _target(opened: Opened, dtype: str | None) -> Target:
+def _target(opened: Opened, kept: Set[str], dtype: str | None) -> Target:
     catalog, paths = opened.catalog, opened.catalog.planner_paths
     return Target(
         tensors=tuple(
             TargetTensor(key, _dtype_of(key, e.dtype, dtype), e.shape, (Source(key),), paths.get(key, ()))
             for key, e in catalog.tensors.items()
-            if is_kept(key)
+            if key in kept
         ),
-        objects=tuple(TargetObject(key, None, paths.get(key, ())) for key in catalog.objects if is_kept(key)),
+        objects=tuple(TargetObject(key, None, paths.get(key, ())) for key in catalog.objects if key in kept),
     )
 
 

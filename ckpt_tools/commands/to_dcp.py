@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ckpt_tools.commands.conversion import Conversion, Progress, Writer, convert, like_to_like, open_source
 from ckpt_tools.commands.conversion_report import ConversionReport
-from ckpt_tools.commands.hf_parts import CONFIG, read_config
+from ckpt_tools.commands.hf_parts import CONFIG, architecture_of, read_config
 from ckpt_tools.commands.opened import Opened
 from ckpt_tools.commands.placements import Layout
 from ckpt_tools.commands.read_model import Wanted, read_model
@@ -49,8 +49,7 @@ def _architecture(opened: Opened) -> str | None:
     """What a Hugging Face model calls itself, where its settings lie beside it."""
     if opened.location.kind != "safetensors" or not opened.files.exists(CONFIG):
         return None
-    names = read_config(opened.location.path).get("architectures")
-    return str(names[0]) if isinstance(names, list) and names else None
+    return architecture_of(read_config(opened.location.path))
 
 
 def prepare_dcp(opened: Opened, options: ConvertOptions, layout: Layout) -> Conversion:
@@ -64,7 +63,7 @@ def prepare_dcp(opened: Opened, options: ConvertOptions, layout: Layout) -> Conv
         return prepare_hf(opened, options, layout)
     _refuse_halves(options.target)
     optimizer: Extent = "masters" if options.target.weights_only else "whole"
-    model = read_model(opened, Wanted(optimizer, options.ignore_keys))
+    model = read_model(opened, Wanted(optimizer, options.ignore_keys, workers=options.write.workers))
     return prepare_model(model, opened.files, options.target, layout, "dcp")
 
 

@@ -113,7 +113,7 @@ def prepare(opened: Opened, options: ConvertOptions, layout: Layout) -> Conversi
     if opened.location.kind != "dcp":
         need_kind(opened, "torch_dist")
     optimizer: Extent = "masters" if options.target.weights_only else "whole"
-    model = read_model(opened, Wanted(optimizer, options.ignore_keys))
+    model = read_model(opened, Wanted(optimizer, options.ignore_keys, workers=options.write.workers))
     if options.target.fresh_optimizer:
         model = with_run_state(model, opened)
     return prepare_model(model, opened.files, options.target, layout)

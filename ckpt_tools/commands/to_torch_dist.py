@@ -100,7 +100,8 @@ def _read_source(opened: Opened, options: ToTorchDistOptions) -> Model:
     """
     kind, target = opened.location.kind, options.target
     optimizer: Extent = "none" if target.weights_only else "whole"
-    wanted = Wanted(optimizer, options.ignore_keys, tp=target.tp, layer_spec=target.layer_spec)
+    workers = options.write.workers
+    wanted = Wanted(optimizer, options.ignore_keys, False, target.tp, target.layer_spec, workers)
     if kind in ("fsdp_dtensor", "dcp"):
         return read_model(opened, wanted)
     if kind != "torch_dist":

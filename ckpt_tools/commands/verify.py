@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tools.commands.opened import Opened
-from ckpt_tools.commands.read_model import Wanted, read_model
+from ckpt_tools.commands.read_model import Wanted, read_model, shared_by
 from ckpt_tools.errors import (
     CkptError,
     CorruptCheckpointError,
@@ -21,7 +21,6 @@ from ckpt_tools.errors import (
 from ckpt_tools.execute.access import write_report
 from ckpt_tools.formats.dcp import read_catalog
 from ckpt_tools.formats.detect import TRACKER, Location, locate
-from ckpt_tools.formats.documents import DocumentError, read_named_file
 from ckpt_tools.formats.files import AnyPath, Files, LocalFiles, open_files, path_text
 from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.megatron.common_state import CommonState, read_common_state
@@ -48,8 +47,6 @@ from ckpt_tools.verify.structure import (
     check_tiling,
 )
 
-MAX_MANIFEST_BYTES = 256 << 20  # a million tensors
-
 
 @dataclass(frozen=True, slots=True)
 class VerifyOptions:
@@ -62,6 +59,9 @@ class VerifyOptions:
     threads: int = 2
     workers: int | None = None  # processes forked on this machine; None: as many as help
     write_manifest: Path | None = None  # made, when the checkpoint is valid
+    against: str | None = None  # what it was exported or imported from: the accounts of both are compared
+    rules: Path | None = None  # a rule file, with `against`
+    ignore_keys: tuple[str, ...] = ()  # with `against`: what the export left out of its source
 
 
 def verify_checkpoint(
@@ -76,12 +76,18 @@ def verify_checkpoint(
 
     Raises:
         UnsupportedCheckpointError: there is no checkpoint, or one of a kind that is not read.
-        UsageError: the manifest to compare with is absent or is not one; the one to write exists.
+        UsageError: the manifest to compare with is absent or is not one; the one to write exists; `against` is not
+            the other side of an export.
         StorageError: the file system refuses to read.
     """
     path = path_text(path)
     options = options or VerifyOptions()
+    if options.against is None and (options.rules is not None or options.ignore_keys):
+        raise UsageError("--rules and --ignore-keys are those of an export: they go with --against")
     manifest = _read_manifest(options)
+    of_other = None
+    if options.against is not None and iteration is not None:
+        iteration, of_other = _iterations(path, iteration)
     try:
         location = locate(path, iteration)
     except (CorruptCheckpointError, UnsupportedCheckpointError) as error:
@@ -92,9 +98,30 @@ def verify_checkpoint(
     try:
         checks = tuple(_checks(location, files, options, manifest, Meter(progress)))
         is_read = options.content or options.manifest is not None
-        return Report(location.path, location.kind, checks, is_read)
+        report = Report(location.path, location.kind, checks, is_read)
+        return report if options.against is None else _audited(report, options, of_other)
     finally:
         files.close()
+
+
+def _iterations(path: str, iteration: int) -> tuple[int | None, int | None]:
+    """Of which of two sides an iteration is meant: a Hugging Face model has none."""
+    try:
+        is_model = locate(path).kind == "safetensors"
+    except CkptError:  # told when it is located with the iteration
+        is_model = False
+    return (None, iteration) if is_model else (iteration, None)
+
+
+def _audited(report: Report, options: VerifyOptions, iteration: int | None) -> Report:
+    """The report with the accounts of the checkpoint and of the other side."""
+    from ckpt_tools.commands.audit import audit_places
+
+    assert options.against is not None  # asked for
+    if any(check.name == "metadata" for check in report.checks):
+        return report  # nothing that could be counted
+    rules, ignored = options.rules, options.ignore_keys
+    return audit_places(report, options.against, iteration, rules, ignored, options.trust_pickle)
 
 
 def verify_checkpoints(
@@ -106,12 +133,14 @@ def verify_checkpoints(
     """A report for each of several paths; what is not a checkpoint is a report that says so.
 
     Raises:
-        UsageError: a manifest belongs to one checkpoint.
+        UsageError: a manifest or a source belongs to one checkpoint.
         StorageError: the file system refuses to read.
     """
     options = options or VerifyOptions()
     if options.manifest is not None or options.write_manifest is not None:
         raise UsageError("a manifest is of one checkpoint; verify the others without it")
+    if options.against is not None:
+        raise UsageError("--against is for one checkpoint and its source; verify the others without it")
     reports = []
     for path in paths:
         try:
@@ -259,7 +288,13 @@ def _content(
 
 
 def _stored_model(files: Files, catalog: Catalog, options: VerifyOptions) -> Model:
-    return read_torch_dist(files, catalog, trust_pickle=options.trust_pickle, unknown_keys=True).model
+    return read_torch_dist(
+        files,
+        catalog,
+        trust_pickle=options.trust_pickle,
+        unknown_keys=True,
+        share=shared_by(options.workers),
+    ).model
 
 
 def _plain_model(location: Location, files: Files, catalog: Catalog, options: VerifyOptions) -> Model:
@@ -331,14 +366,9 @@ def _read_manifest(options: VerifyOptions) -> object:
         raise UsageError(f"{new} exists; delete it or choose another name. --manifest {new} compares with it")
     if path is None:
         return None
-    try:
-        return json.loads(read_named_file(path, MAX_MANIFEST_BYTES))
-    except FileNotFoundError:
-        raise UsageError(f"there is no manifest {path}; --write-manifest {path} makes one") from None
-    except (ValueError, RecursionError, DocumentError) as error:
-        raise UsageError(f"{path} is not a manifest ({error})") from None
-    except OSError as error:
-        raise StorageError(f"{path}: {error.strerror or error}") from error
+    from ckpt_tools.verify.manifest import read_manifest
+
+    return read_manifest(path)
 
 
 def _manifest(

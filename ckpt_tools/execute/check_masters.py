@@ -20,6 +20,7 @@ from ckpt_tools.errors import UnsupportedCheckpointError, VerificationError, lis
 from ckpt_tools.execute.fp8_masters import HALF_TYPES, Fp8Comparison, describe_element
 from ckpt_tools.execute.ranks import Ranks
 from ckpt_tools.execute.read_box import BoxReader
+from ckpt_tools.execute.spread import even_shares
 from ckpt_tools.execute.workers import shared_out
 from ckpt_tools.execute.write_job import WriteOptions
 from ckpt_tools.formats.files import Files
@@ -32,7 +33,7 @@ from ckpt_tools.model.target import TargetTensor
 from ckpt_tools.plan.byte_runs import row_major_tiles
 
 _TILE_ELEMS = 1 << 18  # compared at a time: what a comparison holds of them stays in the cache
-_PART_ELEMS = 1 << 24  # compared by one thread in a row
+_PART_ELEMS = 1 << 22  # compared by one thread in a row
 _SAMPLE_ELEMS = 4096  # per sampled place
 _SAMPLE_PLACES = 4
 _REMAINDERS = ": all are whole numbers of 16 bits"
@@ -150,13 +151,25 @@ def compare_all_masters(
     fp8_recipe: str | None = None,
 ) -> tuple[MastersReport, list[str]]:
     """`compare_masters` of every element, shared by as many workers as help; called where none are."""
-    nbytes = sum(math.prod(t.shape) * (itemsize(t.dtype) + 2) for t in targets)
-    with shared_out(nbytes, WriteOptions(threads=threads, workers=workers), Ranks()) as (ranks, _):
-        mine = targets[ranks.rank :: ranks.world]
-        shares = ranks.together(
+    with shared_out(
+        sum(map(_bytes_of, targets)), WriteOptions(threads=threads, workers=workers), Ranks()
+    ) as (ranks, _):
+        mine = share_of(targets, "all", ranks)
+        shares = ranks.gather(
             lambda: compare_masters(files, catalog, mine, "all", ranks.check, threads, fp8_recipe)
         )
     return sum_up(report for report, _ in shares), [line for _, lines in shares for line in lines]
+
+
+def share_of(targets: Sequence[TargetTensor], level: CheckLevel, ranks: Ranks) -> list[TargetTensor]:
+    """The targets that this rank compares: as many as any other's, or with every element as many bytes."""
+    sizes = [_bytes_of(target) if level == "all" else 1 for target in targets]
+    return [targets[number] for number in even_shares(sizes, ranks.world)[ranks.rank]]
+
+
+def _bytes_of(target: TargetTensor) -> int:
+    """Of the masters and their weights."""
+    return math.prod(target.shape) * (itemsize(target.dtype) + 2)
 
 
 def sum_up(reports: Iterable[MastersReport]) -> MastersReport:
@@ -221,7 +234,8 @@ def _comparison(reader: BoxReader, target: TargetTensor) -> _Comparison:
 def _parts(comparison: _Comparison, level: CheckLevel) -> Iterable[Box]:
     """A tensor in the parts that one thread compares, in order."""
     everything = full_box(comparison.target.shape)
-    return [everything] if level == "sample" else row_major_tiles(everything, _PART_ELEMS)
+    most = max(_PART_ELEMS, everything.volume >> 14)  # metadata may say any shape: parts are few all the same
+    return [everything] if level == "sample" else row_major_tiles(everything, most)
 
 
 def sample_boxes(box: Box) -> list[Box]:

@@ -18,6 +18,7 @@ from ckpt_tools.formats import crc
 from ckpt_tools.formats.container import record_stretches
 from ckpt_tools.formats.files import Files
 from ckpt_tools.model.catalog import Catalog, Item
+from ckpt_tools.model.without_gc import without_gc
 
 _BUFFER_BYTES = 4 << 20
 
@@ -44,6 +45,7 @@ class _Part(NamedTuple):
 _Records = dict[Item, tuple[Stored, Pieces]]
 
 
+@without_gc()
 def prove_rest(
     proof: SourceProof,
     files: Files,
@@ -120,7 +122,7 @@ def _told(proof: SourceProof) -> dict[str, Any]:
     """What a rank tells the others, as JSON, file by file."""
     unfinished: dict[str, list[Any]] = {}
     for stored, pieces in proof.unfinished():
-        row = [stored.item[1:], *stored[1:], pieces]
+        row = [stored.item[1:], *stored[1:], [tuple(piece) for piece in pieces]]
         unfinished.setdefault(stored.item.file, []).append(row)
     done: dict[str, list[Any]] = {}
     for item, nbytes in proof.finished().items():

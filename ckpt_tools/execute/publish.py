@@ -23,7 +23,7 @@ import os
 import secrets
 import stat
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import cached_property
 from pathlib import Path
 
@@ -294,11 +294,18 @@ class Staging:
         return status.st_gid if status.st_mode & stat.S_ISGID else self._access.group
 
     def write_file(self, name: str, content: bytes, sync: bool) -> None:
-        """A small file of the future directory."""
-        with self.open_data() as data, storage_errors(self.data / name):
-            fd = data.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, self._access.file)
+        """A small file of the future directory, or of a folder in it."""
+        inside, _, name = name.rpartition("/")
+        with ExitStack() as stack:
+            stack.enter_context(storage_errors(self.data / inside / name))
+            folder = stack.enter_context(self.open_data())
+            if inside:
+                with suppress(FileExistsError):
+                    make_folder(folder, inside, self._access).close()
+                folder = stack.enter_context(folder.enter(inside))
+            fd = folder.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, self._access.file)
             with os.fdopen(fd, "wb") as file:
-                self._give_to_group(fd, data)
+                self._give_to_group(fd, folder)
                 file.write(content)
                 if sync:
                     file.flush()

@@ -12,9 +12,9 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from ckpt_tools import errors
 from ckpt_tools.errors import CkptError, StorageError, UsageError
@@ -22,6 +22,8 @@ from ckpt_tools.execute.heartbeat import Line
 from ckpt_tools.torch_extra import require_torch
 
 T = TypeVar("T")
+ToldError: TypeAlias = list[Any]
+"""An error on its way to other processes: name of its class, message, problems."""
 
 _POLL_SECONDS = 1.0
 _LAST_WORDS_SECONDS = 10.0  # how long a failing rank waits for the others' messages
@@ -50,6 +52,10 @@ class Ranks:
             CkptError: `step` failed on some rank: the same error on every rank, with all messages.
         """
         return [step()]
+
+    def gather(self, step: Callable[[], T]) -> list[T]:
+        """As `together`, for results that only rank 0 needs; other ranks may get none."""
+        return self.together(step)
 
     def check(self) -> None:
         """Go on, or stop because of `watch` or another rank.
@@ -91,7 +97,7 @@ class DistributedRanks(Ranks):
         except PeerFailedError:
             outcome["error"] = None
         except BaseException as error:
-            outcome["error"] = [type(error).__name__, str(error) or type(error).__name__]
+            outcome["error"] = told_error(error)
             self._post("failed", "1")
             if not isinstance(error, CkptError | KeyboardInterrupt):
                 self._post(f"{self._round}/{self.rank}", json.dumps(outcome))
@@ -175,20 +181,34 @@ class DistributedRanks(Ranks):
         return self._line.ask(request)
 
 
-def _joined(failed: Mapping[int, tuple[str, str]]) -> CkptError:
-    """One error of the class of the lowest failed rank, with the messages of all."""
-    kind, _ = failed[min(failed)]
-    messages = {text: [r for r in failed if failed[r][1] == text] for _, text in failed.values()}
+def told_error(error: BaseException) -> ToldError:
+    """An error as another process can be told of it."""
+    problems = list(error.told_problems) if isinstance(error, CkptError) else []
+    return [type(error).__name__, str(error) or type(error).__name__, problems]
+
+
+def all_problems(told: Iterable[ToldError]) -> tuple[str, ...]:
+    """The problems of several errors, each once; of one that lists none, its message, where others list some."""
+    told = list(told)
+    if not any(problems for _, _, problems in told):
+        return ()
+    return tuple(dict.fromkeys(problem for _, text, listed in told for problem in listed or [text]))
+
+
+def _joined(failed: Mapping[int, ToldError]) -> CkptError:
+    """One error of the class of the lowest failed rank, with the messages and problems of all."""
+    kind = failed[min(failed)][0]
+    messages = {text: [r for r in failed if failed[r][1] == text] for _, text, _ in failed.values()}
     lines = [f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in messages.items()]
-    return error_called(kind, "\n".join(lines))
+    return error_called(kind, "\n".join(lines), all_problems(failed.values()))
 
 
-def error_called(kind: str, text: str) -> CkptError:
+def error_called(kind: str, text: str, problems: Iterable[str] = ()) -> CkptError:
     """The error of class `kind` that another process has raised; Ctrl-C is `Interrupted`."""
     found: type[CkptError] = getattr(
         errors, "Interrupted" if kind == "KeyboardInterrupt" else kind, CkptError
     )
-    return found(text)
+    return found(text, problems)
 
 
 def connect(environ: Mapping[str, str] = os.environ) -> Ranks:

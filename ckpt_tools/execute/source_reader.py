@@ -19,7 +19,7 @@ from ckpt_tools.execute.fileio import drop_cache, storage_errors
 from ckpt_tools.execute.proof import RecordProof, SourceProof, Stored
 from ckpt_tools.formats.container import Stretch, TensorBytes, find_tensor
 from ckpt_tools.formats.files import Files, LocalFiles
-from ckpt_tools.formats.frames import tensor_frame
+from ckpt_tools.formats.frames import usual_item
 from ckpt_tools.formats.joined_files import by_folder, place_of
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.casts import Array, raw_dtype
@@ -117,9 +117,9 @@ class SourceReader:
                 )
             bare = Payload(files, name, item.offset, nbytes, item.crc32)
             return self._to_prove(key, item, bare, Stretch(*bare[2:5]))
-        found = _usual_payload(files, chunk._replace(item=inner))
-        if found is not None:
-            return self._to_prove(key, item, found, Stretch(*found[2:5]))
+        usual = usual_item(files, inner, dtype, shape)
+        if usual is not None:
+            return self._to_prove(key, item, Payload(files, name, *usual), Stretch(*usual))
         try:
             tensor = find_tensor(files, inner)
         except (CorruptCheckpointError, UnsupportedCheckpointError) as error:
@@ -182,26 +182,6 @@ def forget(files: Files, names: Sequence[str]) -> None:
             for name in inside:
                 with suppress(CkptError), part.descriptor(name) as fd:
                     drop_cache(fd)
-
-
-def _usual_payload(files: Files, chunk: ChunkRef) -> Payload | None:
-    """The payload of an item that is, byte for byte, the frame today's torch writes; None for any other item.
-
-    `find_tensor` would say the same, after twenty times the work.
-    """
-    _, item, dtype, shape = chunk
-    frame = tensor_frame(dtype, shape)
-    if item.length != frame.length:
-        return None
-    start = item.offset + len(frame.head)
-    if files.read(item.file, item.offset, len(frame.head)) != frame.head:
-        return None
-    tail = files.read(item.file, start + frame.payload_bytes, frame.tail_bytes)
-    checksum = frame.crc_in(tail)
-    if checksum is None:
-        return None
-    known = checksum or not frame.payload_bytes  # a writer that keeps no checksums leaves zeros
-    return Payload(files, item.file, start, frame.payload_bytes, checksum if known else None)
 
 
 def read_region(payload: Payload, piece: Piece, out: Array, scratch: Array) -> int:

@@ -9,13 +9,16 @@ milliseconds, and the plan is not made again. What they agree upon goes through 
     tells all outcomes to all                      waits for them
     `check` looks for early failures, tells "stop" `check` looks for "stop"
 
-A process that was killed closes its pipe, so that nobody waits for it.
+A process that was killed closes its pipe, so that nobody waits for it. One that is stopped (SIGSTOP, a debugger)
+keeps the others waiting for a minute, then it is killed. Where the system starts fewer processes than would help,
+those that there are do the work, unless a number was asked for.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 import time
 import traceback
@@ -24,11 +27,21 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ckpt_tools.cores import usable_cores
-from ckpt_tools.errors import CkptError, UsageError
-from ckpt_tools.execute.ranks import PeerFailedError, Ranks, error_called, go_on
+from ckpt_tools.errors import CkptError, StorageError, UsageError
+from ckpt_tools.execute.ranks import (
+    PeerFailedError,
+    Ranks,
+    ToldError,
+    all_problems,
+    error_called,
+    go_on,
+    told_error,
+)
 from ckpt_tools.execute.write_job import WriteOptions
 
 T = TypeVar("T")
@@ -36,6 +49,9 @@ T = TypeVar("T")
 _WORTH_BYTES = 256 << 20  # a worker's least share: moving less takes no longer than forking and agreeing
 _MOST_BY_DEFAULT = 16  # beyond, one machine's memory is busy (measured on 16 and 32 cores)
 _WATCH_SECONDS = 0.1
+_STOPPED_LOOKS = (
+    600  # of `_WATCH_SECONDS`, by own looks and not by the clock: who was suspended with it waits anew
+)
 _STOP = "stop"
 
 
@@ -51,6 +67,7 @@ def shared_out(nbytes: int, options: WriteOptions, ranks: Ranks) -> Iterator[tup
 
     Raises:
         UsageError: workers are asked for where a launcher has made the ranks, or where nothing can be forked.
+        StorageError: the system starts fewer than are asked for.
     """
     workers = options.workers
     if workers is None:
@@ -65,8 +82,8 @@ def shared_out(nbytes: int, options: WriteOptions, ranks: Ranks) -> Iterator[tup
     if workers == 1:
         yield ranks, options
         return
-    with forked(workers) as workers_ranks:
-        yield workers_ranks, replace(options, memory_bytes=options.memory_bytes // workers)
+    with forked(workers, fewer_will_do=options.workers is None) as workers_ranks:
+        yield workers_ranks, replace(options, memory_bytes=options.memory_bytes // workers_ranks.world)
 
 
 def can_fork() -> bool:
@@ -80,40 +97,60 @@ def is_alone() -> bool:
 
 
 @contextmanager
-def forked(workers: int) -> Iterator[WorkerRanks]:
+def forked(workers: int, fewer_will_do: bool = False) -> Iterator[WorkerRanks]:
     """Run the block in this process and in `workers` - 1 copies of it; only this one leaves it.
 
     Whatever ends the block here ends it in the copies: they meet a closed pipe.
+
+    Raises:
+        StorageError: the system makes fewer copies, which will not do.
     """
+    processes: list[int] = []
     with ExitStack() as pipes:
-        ranks = _fork(workers, pipes)
-        if ranks.rank:
-            with suppress(BaseException):  # told to rank 0 by `together`, or met there as a closed pipe
-                yield ranks
-            os._exit(0)
         try:
+            ranks = _fork(workers, processes, pipes, fewer_will_do)
+            if ranks.rank:
+                with suppress(BaseException):  # told to rank 0 by `together`, or met there as a closed pipe
+                    ranks.wait_for_all()
+                    yield ranks
+                os._exit(0)
+            ranks.wait_for_all()
             yield ranks
         finally:
             pipes.close()
-            for pid in ranks.processes:
+            for pid in processes:
                 with suppress(ChildProcessError):  # reaped by somebody's SIGCHLD handler
                     os.waitpid(pid, 0)
 
 
-def _fork(workers: int, pipes: ExitStack) -> WorkerRanks:
-    """The ranks as seen by the process that returns: rank 0 for the caller, another one for each copy."""
-    processes: list[int] = []
+def _fork(workers: int, processes: list[int], pipes: ExitStack, fewer_will_do: bool) -> WorkerRanks:
+    """The ranks as seen by the process that returns: rank 0 for the caller, another one for each copy.
+
+    Raises:
+        StorageError: see `forked`.
+    """
     lines: list[Connection] = []
     gc.freeze()  # what is there stays shared: a collection, in a copy for all its life, would touch every page
     for rank in range(1, workers):
         ours, theirs = Pipe()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of threads: `can_fork` has looked
-            pid = os.fork()
+            try:
+                pid = os.fork()
+            except OSError as error:  # of processes or of memory there are no more
+                gc.unfreeze()
+                if fewer_will_do:
+                    theirs.close()
+                    ours.close()
+                    return WorkerRanks(0, rank, lines, processes)
+                raise StorageError(
+                    f"--workers {workers}: the system starts no more than {rank} processes ({error.strerror}). Ask "
+                    "for fewer, or see `ulimit -u` and the control group's pids.max"
+                ) from error
         if pid == 0:
             for line in (*lines, ours):  # or nobody would notice that rank 0 has closed them
                 line.close()
-            return WorkerRanks(rank, workers, [theirs], [])
+            return WorkerRanks(rank, 0, [theirs], [])  # of how many is told when all are there
         theirs.close()
         lines.append(pipes.enter_context(ours))
         processes.append(pid)
@@ -129,13 +166,28 @@ class WorkerRanks(Ranks):
         self.watch: Callable[[], None] = go_on
         self._lines = lines  # of rank 0: to every worker; of a worker: to rank 0
         self._outcomes: dict[int, Any] = {}  # of rank 0: what has come of this step, by rank
+        self._stopped: dict[int, int] = {}  # of rank 0: for how many looks each was found to stand still
         self._polled = time.monotonic()
         self._lock = threading.Lock()
 
+    def wait_for_all(self) -> None:
+        """Begin together, when it is known of how many: called once by every rank."""
+        if self.rank:
+            self.world = self._lines[0].recv()
+        else:
+            self._send(self.world)
+
     def together(self, step: Callable[[], T]) -> list[T]:
         """As `Ranks.together`."""
+        return self._agree(step, all_need_it=True)
+
+    def gather(self, step: Callable[[], T]) -> list[T]:
+        """As `Ranks.gather`."""
+        return self._agree(step, all_need_it=False)
+
+    def _agree(self, step: Callable[[], T], all_need_it: bool) -> list[T]:
         own = self._outcome_of(step)
-        outcomes = self._tell(own) if self.rank else self._gather(own)
+        outcomes = self._tell(own) if self.rank else self._collect(own, all_need_it)
         failed = [outcome["error"] for outcome in outcomes if outcome.get("error")]
         if failed:
             raise _error_of(failed)
@@ -163,9 +215,9 @@ class WorkerRanks(Ranks):
         except PeerFailedError:
             return {"error": None}
         except (CkptError, KeyboardInterrupt) as error:
-            return {"error": [type(error).__name__, str(error) or type(error).__name__]}
+            return {"error": told_error(error)}
         except BaseException:  # a defect: rank 0 shows where
-            return {"error": ["", traceback.format_exc()]}
+            return {"error": ["", traceback.format_exc(), []]}
 
     def _tell(self, own: Mapping[str, Any]) -> list[Any]:
         """A worker's part of the end of a step: the outcomes of all."""
@@ -176,8 +228,11 @@ class WorkerRanks(Ranks):
         outcomes: list[Any] = told
         return outcomes
 
-    def _gather(self, own: dict[str, Any]) -> list[Any]:
-        """Rank 0's part of the end of a step: wait for all, stop the others when one has failed, tell all."""
+    def _collect(self, own: dict[str, Any], all_need_it: bool) -> list[Any]:
+        """Rank 0's part of the end of a step: wait for all, stop the others when one has failed, tell all.
+
+        Of a step that went well and whose results nobody else needs, only that it did.
+        """
         self._outcomes[0] = own
         has_told = False
         while True:
@@ -187,19 +242,22 @@ class WorkerRanks(Ranks):
             if len(self._outcomes) == self.world:
                 break
             self._receive(_WATCH_SECONDS)
+            self._end_stopped()
             try:
                 self.watch()
             except CkptError as error:
-                self._outcomes[0] = {"error": [type(error).__name__, str(error)]}
+                self._outcomes[0] = {"error": told_error(error)}
         outcomes = [self._outcomes[rank] for rank in range(self.world)]
-        self._send(outcomes)
+        self._send(outcomes if all_need_it or has_told else [])
         self._outcomes = {}
         return outcomes
 
     def _send(self, message: object) -> None:
+        """The same to every worker, so it is pickled once."""
+        data = ForkingPickler.dumps(message)
         for line in self._lines:
             with suppress(OSError):  # a worker that is gone has its outcome already
-                line.send(message)
+                line.send_bytes(data)
 
     def _receive(self, seconds: float) -> None:
         """What has come from workers, waiting at most so long for it."""
@@ -211,19 +269,39 @@ class WorkerRanks(Ranks):
             try:
                 self._outcomes[rank] = line.recv()
             except (EOFError, OSError):
-                self._outcomes[rank] = {"error": ["StorageError", self._end_of(rank)]}
+                self._outcomes[rank] = {"error": ["StorageError", self._end_of(rank), []]}
+
+    def _end_stopped(self) -> None:
+        """End the workers that have been standing still for a while: everybody waits for them."""
+        for rank, pid in enumerate(self.processes, 1):
+            is_waited_for = rank not in self._outcomes and _is_stopped(pid)
+            self._stopped[rank] = self._stopped.get(rank, 0) + 1 if is_waited_for else 0
+            if self._stopped[rank] == _STOPPED_LOOKS:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)  # which closes its pipe
 
     def _end_of(self, rank: int) -> str:
+        why = "it was killed, perhaps as memory ran out"
+        if self._stopped.get(rank, 0) >= _STOPPED_LOOKS:
+            why = f"it was stopped (SIGSTOP) for {_STOPPED_LOOKS * _WATCH_SECONDS:.0f} s, and killed then"
         return (
-            f"worker {rank} (process {self.processes[rank - 1]}) has ended early: it was killed, perhaps as memory "
-            "ran out. Nothing was published; --resume goes on from here, with fewer --workers if need be."
+            f"worker {rank} (process {self.processes[rank - 1]}) has ended early: {why}. Nothing was published; "
+            "--resume goes on from here, with fewer --workers if need be."
         )
 
 
-def _error_of(failed: list[list[str]]) -> Exception:
-    """One error with the messages of all workers, each once; Ctrl-C reaches all of them."""
-    kinds = [kind for kind, _ in failed]
-    text = "\n".join(dict.fromkeys(message for _, message in failed))
+def _is_stopped(pid: int) -> bool:
+    """Whether a process stands still until it is told to go on (SIGSTOP, Ctrl-Z, a debugger)."""
+    with suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    return False
+
+
+def _error_of(failed: list[ToldError]) -> Exception:
+    """One error with the messages and the problems of all workers, each once; Ctrl-C reaches all of them."""
+    kinds = [kind for kind, _, _ in failed]
+    text = "\n".join(dict.fromkeys(message for _, message, _ in failed))
     if "" in kinds:
         return RuntimeError(f"in a worker:\n{text}")
-    return error_called("KeyboardInterrupt" if "KeyboardInterrupt" in kinds else kinds[0], text)
+    kind = "KeyboardInterrupt" if "KeyboardInterrupt" in kinds else kinds[0]
+    return error_called(kind, text, all_problems(failed))

@@ -7,6 +7,7 @@
 * `remote`: that seam through fsspec
 * `web`: that seam over http, by byte ranges
 * `detect`: which checkpoint a path means, and of which kind
+* `metadata_kind`: that kind, by what `.metadata` names
 * `verl`: where verl keeps a checkpoint in the folders of its runs
 * `beside`: what programs keep beside the tensors that is not read
 * `hub_cache`: the cache of the Hugging Face hub
@@ -28,6 +29,7 @@
 * `frames`: the archive around one tensor, byte for byte as torch writes it
 * `crc`: checksums of bytes, and of joined parts without touching them
 * `safetensors`: a Hugging Face folder's tensors as a catalog
+* `rank_parts`: that of a folder into which every rank has written its parts
 * `documents`: JSON and YAML from strangers, bounded
 * `left_out`: keys that a user leaves out
 """

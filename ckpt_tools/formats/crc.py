@@ -19,7 +19,7 @@ def combine(first: int, second: int, second_bytes: int) -> int:
 
     Appending n zero bytes multiplies the remainder of A by x^(8n) modulo the polynomial (zlib, crc32_combine).
     """
-    return _multiply(_power(second_bytes), first) ^ second
+    return _multiply(_power(second_bytes), first) ^ second if first else second
 
 
 def of_zeros(nbytes: int) -> int:

@@ -17,10 +17,12 @@ from ckpt_tools.credentials import hidden
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError, UsageError
 from ckpt_tools.formats.beside import LOCAL_FILE, MODELOPT, left_beside, local_checkpoint
 from ckpt_tools.formats.container import StoredTensor, load_object, whole_file
-from ckpt_tools.formats.dcp import MAX_METADATA_BYTES, METADATA, missing_metadata
+from ckpt_tools.formats.dcp import METADATA
 from ckpt_tools.formats.files import Files, LocalFiles, absent_folder, open_files, read_whole
 from ckpt_tools.formats.hub_cache import snapshot_of
-from ckpt_tools.formats.safetensors import OTHER_WEIGHTS
+from ckpt_tools.formats.metadata_kind import kind_of
+from ckpt_tools.formats.rank_parts import parts_of_ranks
+from ckpt_tools.formats.safetensors import ADAPTER, INDEX_FILE, OTHER_WEIGHTS, SINGLE_FILE
 from ckpt_tools.formats.verl import STEP, inner_checkpoint, step_of
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -29,17 +31,7 @@ METADATA_JSON = "metadata.json"
 _TRACKER_BYTES = 4096
 _LOOKED_AT = 32  # folders of a folder that is no checkpoint
 _ITERATION = re.compile(r"iter_(\d{7,})")
-_FSDP_KEY = re.compile(rb"(model\.module\.|optimizer\.state\.module\.|optimizer\.param_to_group_meta\.)")
-_OF_MEGATRON = re.compile(
-    rb"(?:optimizer\.state\.module\.|optimizer\.param_to_group_meta\.|checkpoint_version|iteration"
-    rb"|(?:decoder|encoder|mtp)\.layers\.|word_embeddings)"
-)
-_NUMBERED_STATE = re.compile(rb"optimizer\.state\.\d+\.")
-_RECORD = "ckpt_tools.json"  # beside what was converted
-_MAX_RECORD_BYTES = 1 << 20
-# In the metadata of weights alone that were converted for Megatron-FSDP v2, beside the record of that. A plain state
-# dict has the same entries, and its record says what it is.
-_VERSION_2 = (b"model.", b"checkpoint_version")
+_MODEL_FILES = frozenset({SINGLE_FILE, INDEX_FILE, ADAPTER, "config.json"})  # what makes safetensors a model
 
 
 CheckpointKind: TypeAlias = Literal["torch_dist", "fsdp_dtensor", "dcp", "safetensors"]
@@ -103,6 +95,22 @@ def iteration_numbers(root: str) -> list[int]:
         files.close()
 
 
+def tracked_iteration(root: str) -> str | None:
+    """The folder that a run's tracker names, there or not, as Megatron writes last of all; None: it has no tracker.
+
+    Raises:
+        CorruptCheckpointError: the tracker is damaged, or half written.
+        UsageError: several folders are meant.
+    """
+    files = open_files(root)
+    try:
+        names = files.list()
+        has_one = TRACKER in names or BRIDGE_TRACKER in names
+        return _chosen_iteration(files, names, None) if has_one else None
+    finally:
+        files.close()
+
+
 def iteration_folders(names: Iterable[str]) -> list[tuple[str, int]]:
     """The names that are those of iteration folders, with their numbers: Megatron's, or verl's."""
     found = (match for name in names for match in (_ITERATION.fullmatch(name), STEP.fullmatch(name)))
@@ -137,22 +145,12 @@ def _resolve(files: Files, path: str, iteration: int | None) -> _Resolved:
         raise UnsupportedCheckpointError(
             f"{path} is ModelOpt's state beside a checkpoint; give {_parent(path)}."
         )
-    if _is_checkpoint(names) or files.exists(METADATA):
-        match = _ITERATION.fullmatch(name)
-        if iteration is not None and not (match and int(match[1]) == iteration):
-            raise UsageError(f"{path} is one checkpoint, not a run with an iteration {iteration}.")
-        is_iteration = match is not None or name == "release"
-        return _Resolved(_parent(path) if is_iteration else None, path, name)
-    if TRACKER in names or BRIDGE_TRACKER in names or iteration_folders(names):
-        chosen = _chosen_iteration(files, names, iteration)
-        if chosen not in names:
-            raise UnsupportedCheckpointError(
-                f"{path}: iteration {chosen} is meant, but there is no such folder. {_choices(names)}"
-            )
-        _check_inner(files, chosen)
-        if STEP.fullmatch(chosen):
-            return _in_verl(_join(path, chosen), path) or _Resolved(path, _join(path, chosen), chosen)
-        return _Resolved(path, _join(path, chosen), chosen)
+    if _holds_torch(names) or files.exists(METADATA):
+        return _one(path, name, iteration)
+    if weights := [one for one in names if one.endswith(".safetensors")]:
+        return _with_weights(files, path, names, weights, iteration)
+    if _is_run(names):
+        return _of_run(files, path, names, iteration)
     if "weights" in names and open_files(_join(path, "weights")).exists(METADATA):
         _check_inner(files, "weights")
         return _Resolved(None, _join(path, "weights"), name)
@@ -178,11 +176,66 @@ def _check_inner(files: Files, name: str) -> None:
         files.check_folder(name)
 
 
-def _is_checkpoint(names: list[str]) -> bool:
+def _holds_torch(names: list[str]) -> bool:
+    """Whether files of a torch checkpoint lie right here."""
     return any(
-        name == METADATA_JSON or name.endswith((".distcp", ".safetensors")) or name.startswith("mp_rank_0")
-        for name in names
+        name == METADATA_JSON or name.endswith(".distcp") or name.startswith("mp_rank_0") for name in names
     )
+
+
+def _is_run(names: list[str]) -> bool:
+    return TRACKER in names or BRIDGE_TRACKER in names or bool(iteration_folders(names))
+
+
+def _one(path: str, name: str, iteration: int | None) -> _Resolved:
+    """The checkpoint in the folder itself."""
+    match = _ITERATION.fullmatch(name)
+    if iteration is not None and not (match and int(match[1]) == iteration):
+        raise UsageError(f"{path} is one checkpoint, not a run with an iteration {iteration}.")
+    is_iteration = match is not None or name == "release"
+    return _Resolved(_parent(path) if is_iteration else None, path, name)
+
+
+def _of_run(files: Files, path: str, names: list[str], iteration: int | None) -> _Resolved:
+    """The iteration of a run that is meant."""
+    chosen = _chosen_iteration(files, names, iteration)
+    if chosen not in names:
+        raise UnsupportedCheckpointError(
+            f"{path}: iteration {chosen} is meant, but there is no such folder. {_choices(names)}"
+        )
+    _check_inner(files, chosen)
+    if STEP.fullmatch(chosen):
+        return _in_verl(_join(path, chosen), path) or _Resolved(path, _join(path, chosen), chosen)
+    return _Resolved(path, _join(path, chosen), chosen)
+
+
+def _with_weights(
+    files: Files, path: str, names: list[str], weights: list[str], iteration: int | None
+) -> _Resolved:
+    """What a folder with safetensors is: a model, or something else that they lie beside."""
+    name = path.rstrip("/").rpartition("/")[2]
+    is_model = not _MODEL_FILES.isdisjoint(names) or bool(parts_of_ranks(weights))
+    shown = ", ".join(weights[:4]) + (", ..." if len(weights) > 4 else "")
+    if _is_run(names):
+        if is_model and iteration is None:
+            line = f"{path}: a run's iterations lie beside this model; --iteration chooses one of them"
+            return _one(path, name, None)._replace(left_out=(line,))
+        found = _of_run(files, path, names, iteration)
+        return found._replace(left_out=(*found.left_out, f"{shown}: beside the iterations of the run"))
+    inner = [] if is_model else _inner_checkpoints(path, names)
+    if inner:
+        raise UnsupportedCheckpointError(
+            f"{path} holds {shown}, which are not named as a Hugging Face model's, and a checkpoint in "
+            f"{' and one in '.join(inner[:4])}. Give the folder that is meant."
+        )
+    return _one(path, name, iteration)
+
+
+def _inner_checkpoints(path: str, names: list[str]) -> list[str]:
+    """The folders inside that hold a torch checkpoint or a run."""
+    folders = [_join(path, name) for name in names if "." not in name or iteration_folders([name])]
+    marks = (METADATA, TRACKER, BRIDGE_TRACKER)
+    return [one for one in folders[:_LOOKED_AT] if any(open_files(one).exists(mark) for mark in marks)]
 
 
 def _chosen_iteration(files: Files, names: list[str], iteration: int | None) -> str:
@@ -242,8 +295,8 @@ def _nothing_here(path: str, names: list[str]) -> UnsupportedCheckpointError:
         return UnsupportedCheckpointError(f"{path} is empty; there is no checkpoint in it.")
     if local := _local_file(path, names):
         return UnsupportedCheckpointError(local_checkpoint(local))
-    inner = [name for name in names if open_files(_join(path, name)).exists(METADATA)]
-    hint = f" Did you mean {_join(path, inner[0])}?" if inner else ""
+    inner = _inner_checkpoints(path, names)
+    hint = f" Did you mean {inner[0]}?" if inner else ""
     if "config.json" in names and any(name.endswith(OTHER_WEIGHTS) for name in names):
         hint = (
             " It looks like a Hugging Face model without safetensors; write it as such first: "
@@ -284,7 +337,7 @@ def _describe(files: Files, path: str, root: str | None, name: str) -> Location:
     match = _ITERATION.fullmatch(name)
     roots = _listed(root) if root else []
     return Location(
-        kind=_kind(files, names, backend),
+        kind=kind_of(files, names, backend),
         path=path,
         root=root if roots else None,
         iteration=int(match[1]) if match else None,
@@ -303,39 +356,6 @@ def _listed(root: str) -> list[str]:
         return open_files(root).list()
     except UnsupportedCheckpointError:
         return []
-
-
-def _kind(files: Files, names: list[str], backend: str | None) -> CheckpointKind:
-    if METADATA in names:
-        if backend:
-            return "torch_dist"
-        data = read_whole(files, METADATA, MAX_METADATA_BYTES)
-        return "fsdp_dtensor" if _is_fsdp_dtensor(data) or _is_version_2(files, names, data) else "dcp"
-    if any(name.endswith(".safetensors") for name in names):
-        return "safetensors"
-    raise missing_metadata(files)
-
-
-def _is_fsdp_dtensor(data: bytes) -> bool:
-    """Whether the keys in a `.metadata` are those of Megatron-LM's Megatron-FSDP.
-
-    Whoever saves a wrapped module himself has `model.module.` too, but not the entries that Megatron-LM puts beside
-    it, nor its names; or an optimizer that numbers its parameters, as Megatron-LM's does not.
-    """
-    if not _FSDP_KEY.search(data) or _NUMBERED_STATE.search(data):
-        return False
-    return _OF_MEGATRON.search(data) is not None
-
-
-def _is_version_2(files: Files, names: list[str], data: bytes) -> bool:
-    """Whether a conversion made it for Megatron-FSDP v2, without the optimizer, whose keys would tell."""
-    if _RECORD not in names or not all(word in data for word in _VERSION_2):
-        return False
-    try:
-        record = json.loads(read_whole(files, _RECORD, _MAX_RECORD_BYTES))
-    except (ValueError, RecursionError):
-        return True  # a damaged record is told when it is needed
-    return not isinstance(record, dict) or record.get("format") != "dcp"
 
 
 def _sharded_backend(files: Files) -> str:

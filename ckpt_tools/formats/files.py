@@ -24,6 +24,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 from ckpt_tools.errors import CorruptCheckpointError, StorageError, UnsupportedCheckpointError, UsageError
 
 MAX_OPEN_FILES = 256  # the usual soft limit is 1024; further files are opened for each read
+_SMALL_READ = 1 << 20  # is just tried; asking for a file's length takes as long as reading a page of it
 SMALL_FILE_BYTES = 16 << 20  # for settings: real ones are a thousandth of it
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
@@ -146,7 +147,8 @@ class LocalFiles:
             raise self._explain("", error) from error
 
     def read(self, name: str, offset: int, length: int) -> bytes:
-        self._check_range(name, offset, length)  # before memory is set aside for it
+        if not 0 <= length <= _SMALL_READ or offset < 0:
+            self._check_range(name, offset, length)  # before memory is set aside for it
         buffer = bytearray(length)
         self.read_into(name, offset, memoryview(buffer))
         return bytes(buffer)

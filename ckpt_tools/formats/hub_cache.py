@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import closing
 
 from ckpt_tools.errors import UsageError
@@ -21,6 +22,8 @@ def snapshot_of(path: str) -> str:
     """
     refuse_unnamed(path)
     path = path.rstrip("/") if len(path) > 1 else path
+    if re.search(rf"/(?:models|datasets)--[^/]+/{SNAPSHOTS}$", f"/{path}"):  # the folder of all of them
+        path = path.removesuffix(f"/{SNAPSHOTS}")
     revisions = _revisions(path)
     if revisions is None:
         return path

@@ -12,7 +12,6 @@ not mean to others: other encodings than UTF-8, NaN, lone surrogates, sizes that
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError, list_problems
 from ckpt_tools.formats.files import Files, open_files, read_whole
+from ckpt_tools.formats.rank_parts import joined, lacking_files, parts_of_ranks, placed
 from ckpt_tools.model.box import full_box
 from ckpt_tools.model.catalog import MAX_DIMENSIONS, Catalog, Chunk, Item, TensorEntry
 from ckpt_tools.model.dtypes import itemsize
@@ -37,7 +37,6 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 ADAPTER = "adapter_model.safetensors"
 OTHER_WEIGHTS = (".bin", ".bin.index.json", ".pth", ".pt", ".ckpt", ".gguf", ".h5", ".msgpack")
-_OF_A_RANK = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")  # torch hf_storage.py
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _LONGEST_POINTER = 1024  # bytes, by its specification
 DTYPES = {
@@ -70,7 +69,38 @@ def read_safetensors_catalog(root: str | Path) -> Catalog:
         CorruptCheckpointError: a file breaks the format, or files and index contradict each other.
     """
     with closing(open_files(str(root))) as files:
+        names = files.list()
+        if parts := parts_of_ranks(names) if not {INDEX_FILE, SINGLE_FILE} & set(names) else []:
+            return _join_parts(files, parts)
         return _read_catalog(files)
+
+
+def _join_parts(files: Files, names: list[str]) -> Catalog:
+    """The tensors that ranks have written their parts of."""
+    refuse_pointers(files, names)
+    parts: dict[str, list[TensorEntry]] = {}
+    tensors: dict[str, TensorEntry] = {}
+    problems = lacking_files(names)
+    for name in names:
+        try:
+            for key, entry in placed(name, *_read_header(files, name)).items():
+                parts.setdefault(key, []).append(entry)
+        except (CorruptCheckpointError, ValueError) as error:
+            problems.append(str(error))
+    for key in parts if not problems else ():
+        try:
+            tensors[key] = joined(parts[key])
+        except ValueError as error:
+            problems.append(str(error))
+    _refuse_damaged(files, problems)
+    return Catalog(files.location, tensors, {})
+
+
+def _refuse_damaged(files: Files, problems: list[str]) -> None:
+    if problems:
+        raise CorruptCheckpointError(
+            f"{files.location}: the weights are not whole:\n" + list_problems(problems), problems
+        )
 
 
 def _read_catalog(files: Files) -> Catalog:
@@ -80,7 +110,10 @@ def _read_catalog(files: Files) -> Catalog:
     )
     tensors: dict[str, TensorEntry] = {}
     problems: list[str] = []
-    for name in sorted(set(weight_map.values())) if weight_map is not None else [SINGLE_FILE]:
+    listed: dict[str, set[str]] = {} if weight_map is not None else {SINGLE_FILE: set()}
+    for key, name in (weight_map or {}).items():
+        listed.setdefault(name, set()).add(key)
+    for name in sorted(listed):
         try:
             found = read_safetensors_header(files, name)
         except CorruptCheckpointError as error:
@@ -90,13 +123,9 @@ def _read_catalog(files: Files) -> Catalog:
             if weight_map is not None and weight_map.get(key) != name:
                 problems.append(f"{name} holds {key}, which the index places in {weight_map.get(key)}")
         tensors.update(found)
-        if weight_map is not None:
-            listed = {key for key, file in weight_map.items() if file == name}
-            problems += [f"{name} lacks {key}, which the index places there" for key in listed - set(found)]
-    if problems:
-        raise CorruptCheckpointError(
-            f"{files.location}: the weights are not whole:\n" + list_problems(problems), problems
-        )
+        missing = listed[name] - found.keys()
+        problems += [f"{name} lacks {key}, which the index places there" for key in sorted(missing)]
+    _refuse_damaged(files, problems)
     return Catalog(files.location, tensors, {})
 
 
@@ -130,11 +159,11 @@ def _weight_map(files: Files) -> dict[str, str] | None:
 
 
 def unread_files(files: Files) -> tuple[str, ...]:
-    """The weight files of a sharded model that its index does not name."""
+    """The weight files that are not those of the model, by its index or by their names."""
     names = files.list()
-    if INDEX_FILE not in names:
-        return ()
-    named = set(_read_index(files).values())
+    named = set(_read_index(files).values()) if INDEX_FILE in names else {SINGLE_FILE}
+    if not named & set(names):
+        named = set(parts_of_ranks(names))
     return tuple(name for name in names if name.endswith(".safetensors") and name not in named)
 
 
@@ -146,12 +175,6 @@ def _instead(names: list[str]) -> str:
         return (
             f", but {ADAPTER}: an adapter (LoRA) without its model. Merge it first: `merge-adapter HF PEFT OUT`, or "
             "`import-hf HF OUT --adapter PEFT`, where HF is the model it was trained on"
-        )
-    if any(_OF_A_RANK.fullmatch(name) for name in present):
-        return (
-            f", only {', '.join(present[:4])}: each rank's part, as torch.distributed.checkpoint writes them "
-            "(HuggingFaceStorageWriter, save_distributed). Join them first: consolidate_safetensors_files(DIR, OUT, "
-            "{name: 1 for each tensor}) of torch.distributed.checkpoint._consolidate_hf_safetensors"
         )
     if present:
         return f", only {', '.join(present[:4])}: the index is missing"
@@ -205,6 +228,11 @@ def read_safetensors_header(files: Files, name: str) -> dict[str, TensorEntry]:
     Raises:
         CorruptCheckpointError: the file breaks the format; all problems of the header are named.
     """
+    return _read_header(files, name)[0]
+
+
+def _read_header(files: Files, name: str) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """The tensors of one file, and the texts that stand beside them."""
     path = _where(files, name)
     size = files.size(name)
     length = int.from_bytes(files.read(name, 0, min(size, 8)), "little")
@@ -214,11 +242,10 @@ def read_safetensors_header(files: Files, name: str) -> dict[str, TensorEntry]:
         )
     header = _parse_header(files.read(name, 8, length), path)
     problems: list[str] = []
-    notes = header.pop("__metadata__", None)
-    if notes is not None and not (
-        isinstance(notes, dict)
-        and all(isinstance(value, str) and _is_text(value) for value in notes.values())
-    ):
+    stated = header.pop("__metadata__", None)
+    notes = {k: v for k, v in stated.items() if isinstance(v, str)} if isinstance(stated, dict) else {}
+    is_right = stated is None or (isinstance(stated, dict) and len(notes) == len(stated))
+    if not is_right or not all(map(_is_text, notes.values())):
         problems.append("__metadata__ is not an object of texts")
     entries = [
         entry for key, info in header.items() if (entry := _entry(name, 8 + length, key, info, problems))
@@ -229,7 +256,7 @@ def read_safetensors_header(files: Files, name: str) -> dict[str, TensorEntry]:
         raise CorruptCheckpointError(
             f"{path}: the header does not describe the file:\n" + list_problems(problems), problems
         )
-    return {entry.key: entry for entry in entries}
+    return {entry.key: entry for entry in entries}, notes
 
 
 def _parse_header(raw: bytes, path: str) -> dict[str, object]:

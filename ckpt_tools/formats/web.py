@@ -22,8 +22,9 @@ _TRACKER = "latest_checkpointed_iteration.txt"
 _NAMES = (
     ".metadata", "metadata.json", "common.pt", "run_config.yaml", "train_state.pt", _TRACKER, "latest_train_state.pt",
     "model.safetensors", "model.safetensors.index.json", "config.json", "generation_config.json", "tokenizer.json",
-    "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "vocab.json", "merges.txt",
-    "chat_template.jinja",
+    "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "vocab.txt", "merges.txt", "tekken.json", "tiktoken.model", "spiece.model", "sentencepiece.bpe.model",
+    "chat_template.jinja", "chat_template.json", "preprocessor_config.json", "processor_config.json", "LICENSE",
 )  # fmt: skip
 _TOTAL = re.compile(r"bytes (?:0-0|\*)/(\d+)")
 

@@ -17,6 +17,7 @@ from ckpt_tools.megatron.keys import DECODER_LAYERS, decoder_layer
 T = TypeVar("T")
 
 _FINAL_NORM = re.compile(r"^(?:.*\.)?decoder\.final_norm\.(?:weight|bias)$")
+_EXPERTS = ("mlp.router.", "mlp.experts.")
 _KINDS = {"self_attention": "*", "mlp": "-", "mixer": "M"}
 _NAMED_BY = ("is_hybrid_model", "hybrid_layer_pattern", "hybrid_override_pattern", "hybrid_attention_ratio",
              "hybrid_mlp_ratio")  # fmt: skip
@@ -39,25 +40,23 @@ def as_gpt(
     """A HybridModel of attention and MLP in turn as the GPT model it computes the same as, and a note on it.
 
     A layer of attention without MLP and one of MLP without attention, one after the other, are a transformer layer.
+    A model of other layers is left as it is, and its settings name the layers that its weights have.
 
     Raises:
-        MappingError: it has layers that no GPT model has, or the settings contradict the weights.
+        MappingError: the settings contradict the weights, or a layer is of two kinds.
     """
     pattern = _pattern(parameters)
     told = settings.get("hybrid_layer_pattern") or settings.get("hybrid_override_pattern")
-    if told and re.sub(r"[|\s]", "", str(told)).replace("E", "-") != pattern:
+    if told and re.sub(r"[|\s]", "", str(told)).partition("/")[0] != pattern:
         raise MappingError(f"the args say hybrid pattern {told!r}, the weights have layers {pattern!r}")
     layers = len(pattern) // 2
-    if pattern != "*-" * layers:
-        raise MappingError(
-            f"the checkpoint is a HybridModel: attention (*), MLP (-) and Mamba (M) are layers of their own, here "
-            f"{pattern!r}. Only attention and MLP in turn ('*-*-') can be exported, as a model of half as many "
-            "transformer layers; no known Hugging Face family is laid out otherwise"
-        )
+    unset = dict.fromkeys(_NAMED_BY)
+    if pattern.replace("E", "-") != "*-" * layers:
+        found = {**settings, **unset, "hybrid_override_pattern": pattern, "num_layers": len(pattern)}
+        return dict(parameters), found, f"the checkpoint is a HybridModel of layers {pattern!r}"
     renamed = {gpt_name(name): value for name, value in parameters.items()}
-    found = dict(settings) | dict.fromkeys((*_NAMED_BY, "spec")) | {"num_layers": layers}
     note = f"a HybridModel of {len(pattern)} layers {pattern!r} is exported as {layers} transformer layers"
-    return renamed, found, note
+    return renamed, {**settings, **unset, "spec": None, "num_layers": layers}, note
 
 
 def _pattern(names: Iterable[str]) -> str:
@@ -66,14 +65,18 @@ def _pattern(names: Iterable[str]) -> str:
         if layer := decoder_layer(name):
             number, leaf = layer
             module = leaf.partition(".")[0]
-            kinds.setdefault(number, set()).update(_KINDS.get(module, ""))
-    mixed = [number for number, found in kinds.items() if len(found) != 1]
+            kinds.setdefault(number, set()).update(
+                "E" if leaf.startswith(_EXPERTS) else _KINDS.get(module, "")
+            )
+    # the rest of a layer of experts looks like an MLP
+    found = {number: kind - {"-"} if "E" in kind else kind for number, kind in kinds.items()}
+    mixed = [number for number, kind in found.items() if len(kind) != 1]
     if mixed:
         raise MappingError(
-            f"decoder.layers.{mixed[0]}: a layer of a HybridModel is attention, an MLP or Mamba, this one holds "
-            f"{sorted(kinds[mixed[0]])}"
+            f"decoder.layers.{mixed[0]}: a layer of a HybridModel is attention, an MLP, experts or Mamba, this one "
+            f"holds {sorted(found[mixed[0]])}"
         )
-    return "".join(next(iter(kinds[number])) for number in sorted(kinds))
+    return "".join(next(iter(found[number])) for number in sorted(found))
 
 
 def gpt_name(name: str) -> str:

@@ -9,6 +9,7 @@
 * `kernels`: values that are computed from stored tensors, a tile at a time
 * `packed_kernels`: kernels for weights of 4 bits
 * `quantize_kernels`: kernels that write block FP8
+* `add_number`: a kernel that adds a number: norms that one side stores as weight - 1
 * `low_rank`: a kernel that merges a low-rank adapter (LoRA) into a weight
 * `expressions`: values made of views, and tensors made by kernels
 * `roles`: what a value of a parameter is: the weight, its master, a state

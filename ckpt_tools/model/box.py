@@ -115,3 +115,31 @@ def _split_range(
         rest = (0,) * (len(shape) - 1)
         yield Box((*lead, first, *rest), (*ones, last - first, *shape[1:]))
     yield from _split_range(0, tail, shape[1:], (*lead, last), (*ones, 1))
+
+
+def split_axes(box: Box, shape: tuple[int, ...], seen: tuple[int, ...]) -> Box | None:
+    """A box of a tensor of `shape` in the same tensor with some axes split (`seen`); None if it is cut across some.
+
+    ``(rows 4 to 8)`` of ``[8, 6]`` are ``(4 to 8, all, all)`` of ``[8, 3, 2]``; columns 1 to 3 are not a box there.
+    """
+    start, size, at = [], [], 0
+    for first, length, whole in zip(*box, shape, strict=True):
+        axes, at = _axes_of(seen, at, whole)
+        inner = math.prod(axes[1:])
+        if length == whole:
+            start += [0] * len(axes)
+            size += axes
+        elif first % inner or length % inner:
+            return None
+        else:
+            start += [first // inner, *(0 for _ in axes[1:])]
+            size += [length // inner, *axes[1:]]
+    return Box(tuple(start), tuple(size)) if at == len(seen) else None
+
+
+def _axes_of(seen: tuple[int, ...], at: int, whole: int) -> tuple[list[int], int]:
+    """The axes from number `at` that one of `whole` elements was split into, and the number of the next."""
+    axes = [seen[at]] if at < len(seen) else []
+    while math.prod(axes) != whole and at + len(axes) < len(seen):
+        axes.append(seen[at + len(axes)])
+    return axes, at + len(axes)

@@ -78,6 +78,8 @@ class Topology:
         Raises:
             UsageError: the axes do not multiply to `world_size`, or the combination is impossible.
         """
+        if world_size < 1 and dp_shard is None:
+            raise UsageError(f"world size {world_size}: a job has at least one rank")
         others = max(dp_outer * cp * tp * pp, 1)
         size = world_size // others if dp_shard is None else dp_shard
         if size * others != world_size or (dp_shard is None and size < 1):

@@ -1,6 +1,7 @@
 """Proves it: files to reports. What `verify`, `diff` and `preflight` find.
 
 * `report`: checks and findings, as plain data
+* `accounts`: what two checkpoints of one model hold, and what only one of them has
 * `structure`: chunks, files, frames: whole, without reading values
 * `meaning`: layers, experts, states, groups: a whole model
 * `plain_states`: the optimizers of a plain state dict
@@ -10,6 +11,7 @@
 * `manifest`: SHA-256 sums of files and tensors
 * `content`: one pass over every byte
 * `values`: what is not a number; sums and extremes
+* `parts`: long tensors cut for many threads
 * `measure`: sums of every tensor, by threads and processes
 * `meter`: bytes read so far
 * `compare`: are two arrays the same

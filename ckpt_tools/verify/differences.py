@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Literal, TypeAlias
 
@@ -16,18 +15,18 @@ from ckpt_tools.execute.source_reader import index_of
 from ckpt_tools.execute.spread import Tick, spread
 from ckpt_tools.formats.container import load_object
 from ckpt_tools.formats.files import Files
-from ckpt_tools.model.box import Box, full_box
+from ckpt_tools.model.box import Box
 from ckpt_tools.model.casts import Array, raw_dtype
-from ckpt_tools.model.catalog import Catalog, ObjectEntry
+from ckpt_tools.model.catalog import Catalog, Item, ObjectEntry
 from ckpt_tools.model.choices import DiffBy
-from ckpt_tools.model.dtypes import CASTABLE, itemsize
+from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.roles import Role
 from ckpt_tools.model.target import InlineTensor, TargetTensor
-from ckpt_tools.plan.byte_runs import row_major_tiles
 from ckpt_tools.verify.compare import Comparison, Extremes, Tolerance
 from ckpt_tools.verify.diff_values import ValueDiff, diff_values, text_of
+from ckpt_tools.verify.parts import Part, bytes_of, parts_of
 
-TILE_ELEMS = 1 << 19  # about 40 MiB of temporary numbers a thread where tiles differ
+_SHARED_BYTES = 16 << 10  # of an object that is kept, as others may have the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,66 +107,65 @@ def diff_tensors(
         CkptError: a tensor cannot be read.
     """
     names = [name for name in dict.fromkeys((*a.tensors, *b.tensors)) if options.wants(name)]
-    readers = threading.local()
-    opened: list[BoxReader] = []
+    judged = [_by_form(name, a.tensors.get(name), b.tensors.get(name)) for name in names]
+    pairs = [(a.tensors[one.name], b.tensors[one.name]) for one in judged if one.kind == "equal"]
+    sides = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    readers = BoxReader(a.files, a.catalog), BoxReader(b.files, b.catalog)
 
-    def compare(name: str, told: Tick) -> TensorDiff:
-        if not hasattr(readers, "pair"):
-            readers.pair = BoxReader(a.files, a.catalog), BoxReader(b.files, b.catalog)
-            opened.extend(readers.pair)
-        return _diff_tensor(name, (a, b), readers.pair, options.tolerance, told)
+    def compare(part: Part, told: Tick) -> Extremes:
+        pair = pairs[part.number]
+        comparison = Comparison((pair[0].dtype, pair[1].dtype), options.tolerance)
+        read_a, read_b = (_read(reader, tensor) for reader, tensor in zip(readers, pair, strict=True))
+        for tile in part.tiles():
+            tiles = read_a(tile), read_b(tile)
+            comparison.add(*tiles, tile.start)
+            told(tiles[0].nbytes + tiles[1].nbytes)
+        return comparison.found
 
+    parts = parts_of(sides[0])
     try:
-        return tuple(
-            spread(
-                compare,
-                names,
-                nbytes=_bytes_of(names, a, b),
-                threads=options.threads,
-                workers=options.workers,
-                tick=tick,
-            )
+        found = spread(
+            compare,
+            parts,
+            sizes=bytes_of(parts, *sides),
+            threads=options.threads,
+            workers=options.workers,
+            tick=tick,
         )
     finally:
-        for reader in opened:
+        for reader in readers:
             reader.close()
+    differences = [Extremes() for _ in pairs]
+    for part, extremes in zip(parts, found, strict=True):
+        differences[part.number].join(extremes)
+    compared = iter(differences)
+    bitwise = options.tolerance.is_bitwise
+    return tuple(_by_values(one, next(compared), bitwise) if one.kind == "equal" else one for one in judged)
 
 
-def _bytes_of(names: Sequence[str], *sides: Side) -> int:
-    """Of the tensors `names`, on both sides."""
-    found = (side.tensors[name] for side in sides for name in names if name in side.tensors)
-    return sum(math.prod(t.shape) * itemsize(t.dtype) for t in found)
-
-
-def _diff_tensor(
-    name: str,
-    sides: tuple[Side, Side],
-    readers: tuple[BoxReader, BoxReader],
-    tolerance: Tolerance,
-    tick: Tick,
+def _by_form(
+    name: str, a: TargetTensor | InlineTensor | None, b: TargetTensor | InlineTensor | None
 ) -> TensorDiff:
-    a, b = (side.tensors.get(name) for side in sides)
+    """What type and shape say of a tensor; "equal" where its values have the last word."""
     forms = [None if t is None else (t.dtype, t.shape) for t in (a, b)]
     role: Role = next((t.role for t in (a, b) if isinstance(t, TargetTensor)), "other")
+    kind: DiffKind = "equal"
     if a is None or b is None:
-        kind: DiffKind = "only in B" if a is None else "only in A"
-        return TensorDiff(name, role, kind, forms[0], forms[1])
-    if a.shape != b.shape:
-        return TensorDiff(name, role, "shape", forms[0], forms[1])
-    if a.dtype != b.dtype and not {a.dtype, b.dtype} <= CASTABLE:
-        return TensorDiff(name, role, "dtype", forms[0], forms[1])
-    comparison = Comparison((a.dtype, b.dtype), tolerance)
-    read_a, read_b = _read(readers[0], a), _read(readers[1], b)
-    for tile in row_major_tiles(full_box(a.shape), TILE_ELEMS):
-        if tile.is_empty:
-            continue
-        parts = read_a(tile), read_b(tile)
-        comparison.add(*parts, tile.start)
-        tick(parts[0].nbytes + parts[1].nbytes)
-    kind = "values" if comparison.found.different else "equal"
-    if a.dtype != b.dtype and tolerance.is_bitwise:
+        kind = "only in B" if a is None else "only in A"
+    elif a.shape != b.shape:
+        kind = "shape"
+    elif a.dtype != b.dtype and not {a.dtype, b.dtype} <= CASTABLE:
         kind = "dtype"
-    return TensorDiff(name, role, kind, forms[0], forms[1], math.prod(a.shape), comparison.found)
+    return TensorDiff(name, role, kind, forms[0], forms[1])
+
+
+def _by_values(tensor: TensorDiff, found: Extremes, is_bitwise: bool) -> TensorDiff:
+    """The verdict on a tensor of the same shape on both sides."""
+    assert tensor.a is not None and tensor.b is not None
+    kind: DiffKind = "values" if found.different else "equal"
+    if tensor.a[0] != tensor.b[0] and is_bitwise:
+        kind = "dtype"
+    return replace(tensor, kind=kind, elements=math.prod(tensor.a[1]), found=found)
 
 
 def _read(reader: BoxReader, tensor: TargetTensor | InlineTensor) -> Callable[[Box], Array]:
@@ -184,18 +182,34 @@ def diff_objects(a: Side, b: Side, options: DiffOptions) -> tuple[tuple[ValueDif
     """What differs between the objects of both sides, and how many were compared."""
     found: list[ValueDiff] = []
     compared = 0
+    value_a, value_b = _values_of(a), _values_of(b)
     for name in dict.fromkeys((*a.objects, *b.objects)):
         if not _may_want(name, options):
             continue
         compared += 1
         if name not in a.objects or name not in b.objects:
-            value = text_of((a if name in a.objects else b).value(name))
+            value = text_of((value_a if name in a.objects else value_b)(name))
             difference = ValueDiff(name, *((value, None) if name in a.objects else (None, value)))
             found += [difference] if options.wants(name) else []
             continue
-        differences = diff_values(name, a.value(name), b.value(name), options.tolerance)
+        differences = diff_values(name, value_a(name), value_b(name), options.tolerance)
         found += [d for d in differences if options.wants(d.name)]
     return tuple(found), compared
+
+
+def _values_of(side: Side) -> Callable[[str], object]:
+    """The value under a name; of small items that many names share, such as fields of groups, each is read once."""
+    known: dict[Item, object] = {}
+
+    def value(name: str) -> object:
+        stored = side.objects[name]
+        if not isinstance(stored, ObjectEntry) or stored.item.length > _SHARED_BYTES:
+            return side.value(name)
+        if stored.item not in known:
+            known[stored.item] = side.value(name)
+        return known[stored.item]
+
+    return value
 
 
 def _may_want(name: str, options: DiffOptions) -> bool:

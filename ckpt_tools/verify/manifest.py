@@ -10,13 +10,15 @@ A tensor's digest is that of its row-major little-endian bytes, so it outlives r
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ckpt_tools.errors import CkptError, UsageError
+from ckpt_tools.errors import CkptError, StorageError, UsageError
 from ckpt_tools.execute.read_box import BoxReader
 from ckpt_tools.execute.spread import Tick, spread
+from ckpt_tools.formats.documents import DocumentError, read_named_file
 from ckpt_tools.formats.files import Files
 from ckpt_tools.megatron.record import RECORD_FILE
 from ckpt_tools.model.box import full_box
@@ -28,8 +30,25 @@ from ckpt_tools.verify.report import Check, Findings
 from ckpt_tools.verify.structure import DATA_SUFFIXES, all_items
 
 SCHEMA = 1
+MAX_MANIFEST_BYTES = 256 << 20  # a million tensors
 _TILE_BYTES = 4 << 20
 SMALL_FILES = (".metadata", "metadata.json", "common.pt", "run_config.yaml", "train_state.pt", RECORD_FILE)
+
+
+def read_manifest(path: Path) -> object:
+    """What a manifest's file says, not yet looked at.
+
+    Raises:
+        UsageError: it is absent or not JSON. StorageError: it cannot be read.
+    """
+    try:
+        return json.loads(read_named_file(path, MAX_MANIFEST_BYTES))
+    except FileNotFoundError:
+        raise UsageError(f"there is no manifest {path}; --write-manifest {path} makes one") from None
+    except (ValueError, RecursionError, DocumentError) as error:
+        raise UsageError(f"{path} is not a manifest ({error})") from None
+    except OSError as error:
+        raise StorageError(f"{path}: {error.strerror or error}") from error
 
 
 def make_manifest(
@@ -45,11 +64,10 @@ def make_manifest(
         name for name in files.list() if PurePosixPath(name).suffix in DATA_SUFFIXES
     }  # of other saves too
     ordered, entries = sorted(names), list(catalog.tensors.values())
-    nbytes = sum(item.length for _, item in all_items(catalog))
     rows = spread(
         lambda name, told: file_row(files, name, told),
         ordered,
-        nbytes=nbytes,
+        sizes=[_size(files, name) for name in ordered],
         threads=threads,
         workers=workers,
         tick=tick,
@@ -58,7 +76,7 @@ def make_manifest(
     tensors = spread(
         lambda entry, told: _tensor(files, catalog, entry, told),
         entries,
-        nbytes=nbytes,
+        sizes=[entry.nbytes for entry in entries],
         threads=threads,
         workers=workers,
         tick=tick,
@@ -116,6 +134,14 @@ def tensor_digest(reader: BoxReader, entry: TensorEntry, tick: Tick = lambda _: 
         digest.update(array.reshape(-1).view("u1").data)
         tick(array.nbytes)
     return digest.hexdigest()
+
+
+def _size(files: Files, name: str) -> int:
+    """Bytes of a file; 0 for one that cannot be read, of which its row tells."""
+    try:
+        return files.size(name)
+    except CkptError:
+        return 0
 
 
 def _tensor(files: Files, catalog: Catalog, entry: TensorEntry, tick: Tick) -> dict[str, Any]:

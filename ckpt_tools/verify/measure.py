@@ -6,24 +6,19 @@ how many threads and processes there are. Memory is a tile a thread and a handfu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from math import prod
 from typing import NamedTuple, TypeVar
 
 from ckpt_tools.execute.read_box import BoxReader
 from ckpt_tools.execute.spread import Tick, spread
 from ckpt_tools.formats.files import Files
-from ckpt_tools.model.box import Box, full_box
+from ckpt_tools.model.box import Box
 from ckpt_tools.model.casts import Array
 from ckpt_tools.model.catalog import Catalog
-from ckpt_tools.model.dtypes import itemsize
 from ckpt_tools.model.target import TargetTensor
-from ckpt_tools.plan.byte_runs import row_major_tiles
+from ckpt_tools.verify.parts import Part, bytes_of, parts_of
 from ckpt_tools.verify.values import Change, Statistics
-
-TILE_ELEMS = 1 << 19
-_PART_ELEMS = 1 << 26  # of a tensor, measured by one thread
 
 
 class Place(NamedTuple):
@@ -31,17 +26,6 @@ class Place(NamedTuple):
 
     files: Files
     catalog: Catalog
-
-
-class _Part(NamedTuple):
-    """What one thread measures: a box of a tensor, given by its number."""
-
-    number: int
-    box: Box
-
-    def tiles(self) -> Iterator[Box]:
-        """The box in pieces that are held in memory."""
-        return (tile for tile in row_major_tiles(self.box, TILE_ELEMS) if not tile.is_empty)
 
 
 AnySums = TypeVar("AnySums", Statistics, Change)
@@ -62,7 +46,7 @@ def statistics(
         CorruptCheckpointError, MappingError: a tensor cannot be read.
     """
 
-    def measure(part: _Part, told: Tick) -> Statistics:
+    def measure(part: Part, told: Tick) -> Statistics:
         found = Statistics(histogram)
         tensor = tensors[part.number]
         read = reader.tensor(tensor)
@@ -74,8 +58,10 @@ def statistics(
 
     with ExitStack() as stack:
         reader = _reader(place, stack)
-        parts = _parts(tensors)
-        found = spread(measure, parts, nbytes=_nbytes(tensors), threads=threads, workers=workers, tick=tick)
+        parts = parts_of(tensors)
+        found = spread(
+            measure, parts, sizes=bytes_of(parts, tensors), threads=threads, workers=workers, tick=tick
+        )
         return _joined([Statistics(histogram) for _ in tensors], parts, found)
 
 
@@ -93,7 +79,7 @@ def changes(
         CorruptCheckpointError, MappingError: a tensor cannot be read.
     """
 
-    def measure(part: _Part, told: Tick) -> Change:
+    def measure(part: Part, told: Tick) -> Change:
         found = Change()
         pair = pairs[part.number]
         reads = [reader.tensor(tensor) for reader, tensor in zip(readers, pair, strict=True)]
@@ -105,9 +91,9 @@ def changes(
 
     with ExitStack() as stack:
         readers = [_reader(place, stack) for place in places]
-        parts = _parts([a for a, _ in pairs])
-        nbytes = _nbytes([tensor for pair in pairs for tensor in pair])
-        found = spread(measure, parts, nbytes=nbytes, threads=threads, workers=workers, tick=tick)
+        parts = parts_of([a for a, _ in pairs])
+        sizes = bytes_of(parts, [a for a, _ in pairs], [b for _, b in pairs])
+        found = spread(measure, parts, sizes=sizes, threads=threads, workers=workers, tick=tick)
         return _joined([Change() for _ in pairs], parts, found)
 
 
@@ -121,21 +107,8 @@ def _reader(place: Place, stack: ExitStack) -> BoxReader:
     return reader
 
 
-def _joined(whole: list[AnySums], parts: Sequence[_Part], found: Sequence[AnySums]) -> list[AnySums]:
+def _joined(whole: list[AnySums], parts: Sequence[Part], found: Sequence[AnySums]) -> list[AnySums]:
     """The sums of every tensor, of its parts in order."""
     for part, sums in zip(parts, found, strict=True):
         whole[part.number].join(sums)
     return whole
-
-
-def _parts(tensors: Sequence[TargetTensor]) -> list[_Part]:
-    return [
-        _Part(number, box)
-        for number, tensor in enumerate(tensors)
-        for box in row_major_tiles(full_box(tensor.shape), _PART_ELEMS)
-        if not box.is_empty
-    ]
-
-
-def _nbytes(tensors: Sequence[TargetTensor]) -> int:
-    return sum(prod(tensor.shape) * itemsize(tensor.dtype) for tensor in tensors)

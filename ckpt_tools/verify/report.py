@@ -7,6 +7,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 
 from ckpt_tools.errors import CkptError, HostileCheckpointError
 from ckpt_tools.formats.detect import CheckpointKind
+from ckpt_tools.verify.accounts import Audit
 
 Severity: TypeAlias = Literal["error", "warning"]
 ERROR: Final = "error"
@@ -73,6 +74,7 @@ class Report:
     format: CheckpointKind | Literal["unknown"]
     checks: tuple[Check, ...]
     content_read: bool | None = None  # whether values were looked at; None where nobody asks
+    audit: Audit | None = None  # the accounts of it and its source
 
     @property
     def verdict_suffix(self) -> str:

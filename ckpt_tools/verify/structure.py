@@ -15,6 +15,7 @@ from ckpt_tools.errors import CkptError, UnsupportedCheckpointError
 from ckpt_tools.formats.container import find_tensor, outline_object
 from ckpt_tools.formats.dcp import METADATA
 from ckpt_tools.formats.files import Files
+from ckpt_tools.formats.frames import usual_item
 from ckpt_tools.formats.save_plans import plan_problem
 from ckpt_tools.megatron.torch_dist.object_grids import object_grids
 from ckpt_tools.model.box import Box
@@ -146,13 +147,24 @@ def check_frames(files: Files, catalog: Catalog, trust_pickle: bool = False) -> 
             continue
         if problem is not None:
             found.error(where, problem)
+    known: dict[Item, CkptError | None] = {}  # many keys may name one item: fields of groups repeat
     for key, stored in sorted(catalog.objects.items(), key=lambda pair: pair[1].item):
         found.looked_at += 1
-        try:
-            outline_object(files, stored.item, trust_pickle)
-        except CkptError as error:
-            found.failure(key, error)
+        if stored.item not in known:
+            known[stored.item] = _object_failure(files, stored.item, trust_pickle)
+        failure = known[stored.item]
+        if failure is not None:
+            found.failure(key, failure)
     return found.done()
+
+
+def _object_failure(files: Files, item: Item, trust_pickle: bool) -> CkptError | None:
+    """Why the item is not a sound archive of a readable object, or None."""
+    try:
+        outline_object(files, item, trust_pickle)
+    except CkptError as error:
+        return error
+    return None
 
 
 def _frame_problem(files: Files, item: Item, dtype: str, box: Box) -> str | None:
@@ -160,6 +172,8 @@ def _frame_problem(files: Files, item: Item, dtype: str, box: Box) -> str | None
     if item.bare:
         nbytes = box.volume * itemsize(dtype)
         return None if item.length == nbytes else f"{item.length} bytes are stored, {nbytes} are needed"
+    if usual_item(files, item, dtype, box.size) is not None:
+        return None
     tensor = find_tensor(files, item)
     if (tensor.dtype, tensor.shape) == (dtype, box.size):
         return None

@@ -52,10 +52,11 @@ class Census:
         if base in _IEEE:
             exponent, mantissa = _IEEE[base]
             flat = bits.reshape(-1).view(f"u{_width(base)}")
-            suspects = flat[flat & flat.dtype.type(exponent) == exponent]
-            nans = int(np.count_nonzero(suspects & suspects.dtype.type(mantissa)))
-            self.nans += nans
-            self.infinities += len(suspects) - nans
+            if not _are_finite(flat, exponent):
+                suspects = flat[flat & flat.dtype.type(exponent) == exponent]
+                nans = int(np.count_nonzero(suspects & suspects.dtype.type(mantissa)))
+                self.nans += nans
+                self.infinities += len(suspects) - nans
         elif base in _ONE_NAN:
             mask, pattern = _ONE_NAN[base]
             flat = bits.reshape(-1).view("u1")
@@ -64,11 +65,29 @@ class Census:
             flat = bits.reshape(-1)
         self.elements += flat.size
 
+    def join(self, other: Census) -> None:
+        """Add what was counted elsewhere."""
+        self.elements += other.elements
+        self.nans += other.nans
+        self.infinities += other.infinities
+
     def add_values(self, values: Array, times: Array | None = None) -> None:
         """Count decoded elements, each once or as often as `times` says."""
         self.elements += _count(None, values, times)
         self.nans += _count(np.isnan(values), values, times)
         self.infinities += _count(np.isinf(values), values, times)
+
+
+def _are_finite(bits: Array, exponent: int) -> bool:
+    """Whether no IEEE number given as unsigned bits has an exponent of all ones, which are these bits of it.
+
+    The largest bits of either sign tell: two reads, and no array is made.
+    """
+    if not bits.size:
+        return True
+    sign = 1 << 8 * bits.itemsize - 1
+    positive, largest = int(bits.view(f"i{bits.itemsize}").max()), int(bits.max())
+    return positive < exponent and largest < sign | exponent
 
 
 def _count(chosen: Array | None, values: Array, times: Array | None) -> int:
@@ -148,8 +167,7 @@ class Statistics:
 
     def join(self, other: Statistics) -> None:
         """Add what was counted elsewhere."""
-        for name in ("elements", "nans", "infinities"):
-            setattr(self.census, name, getattr(self.census, name) + getattr(other.census, name))
+        self.census.join(other.census)
         self.zeros += other.zeros
         self.smallest, self.largest = min(self.smallest, other.smallest), max(self.largest, other.largest)
         self.total += other.total

@@ -102,6 +102,11 @@ def imports_only() -> int:
     return int(done.stdout) * 1024
 
 
+def held(source: Path) -> list[str]:
+    """What must be said of a source that holds no optimizer: a storm of norms."""
+    return ["--weights-only"] if "storm" in source.parent.name else []
+
+
 def drop_caches(folder: Path) -> None:
     """Write back and forget the cached pages of a folder's files."""
     for path in folder.rglob("*"):
@@ -114,7 +119,7 @@ def drop_caches(folder: Path) -> None:
 
 def commands(source: Path, sample: Path, report: Path) -> dict[str, Callable[[Path], list[str]]]:
     """What is compared: name -> command line for a given output."""
-    ours = [sys.executable, "-m", "ckpt_tools", CONVERT, str(source)]
+    ours = [sys.executable, "-m", "ckpt_tools", CONVERT, str(source), *held(source)]
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     iteration = next(source.glob("iter_*"))
     said = ["--quiet", "--report", str(report)]
@@ -148,7 +153,7 @@ def prepare(given: argparse.Namespace, source: Path, sample: Path) -> None:
         sizes = ["--gib", str(given.gib), "--tp", str(given.tp)]
         sizes += ["--vocab", str(given.vocab)] if given.vocab else []
         timed([sys.executable, "-m", "tests.synthetic", str(source), "--layout", given.layout, *sizes])
-    ours = [sys.executable, "-m", "ckpt_tools", CONVERT, str(source)]
+    ours = [sys.executable, "-m", "ckpt_tools", CONVERT, str(source), *held(source)]
     timed([*ours, str(sample), "--quiet", "--overwrite"])
     if "parallel cp" in given.only:
         timed([*ours, f"{sample}16", "--quiet", "--overwrite", *SIXTEEN])

@@ -50,7 +50,7 @@ OPTIONS = {
         "--follow-links --quiet -q"
     ),
     "stats": (
-        "--keys --role --by --svg --html --iteration --workers --threads --json --quiet -q --trust-pickle "
+        "--keys --layer --role --by --svg --html --iteration --workers --threads --json --quiet -q --trust-pickle "
         "--enable-msc --follow-links"
     ),
     "plan": (
@@ -77,16 +77,16 @@ OPTIONS = {
     ),
     "verify": (
         "--follow-links "
-        "--content --manifest --write-manifest --allow-nonfinite --iteration --format --json --junit "
-        "--workers --threads --quiet -q --trust-pickle --enable-msc"
+        "--content --manifest --write-manifest --allow-nonfinite --against --rules --ignore-keys --iteration "
+        "--format --json --junit --workers --threads --quiet -q --trust-pickle --enable-msc"
     ),
     "diff": (
-        "--rtol --atol --ulp --nan --keys --ignore --by --target --iteration --json --workers --threads --quiet -q "
-        "--enable-msc --trust-pickle --follow-links"
+        "--rtol --atol --ulp --nan --keys --ignore --by --rules --target --iteration --json --workers --threads "
+        "--quiet -q --enable-msc --trust-pickle --follow-links"
     ),
     "compare-two-checkpoint": (
-        "--rtol --atol --ulp --nan --keys --ignore --by --target --iteration --json --workers --threads --quiet -q "
-        "--enable-msc --trust-pickle --follow-links"
+        "--rtol --atol --ulp --nan --keys --ignore --by --rules --target --iteration --json --workers --threads "
+        "--quiet -q --enable-msc --trust-pickle --follow-links"
     ),
     "preflight": (
         "--follow-links --yaml --target --iteration --format --json --junit --trust-pickle --enable-msc --quiet -q"
@@ -102,6 +102,9 @@ OPTIONS = {
     "copy": (
         "--iteration --read-back --check-source --overwrite --resume --workers --threads --max-memory --fsync "
         "--direct --json --quiet -q --trust-pickle --enable-msc --follow-links"
+    ),
+    "watch": (
+        "--then --every --once --retries --settle --state --json --quiet -q"
     ),
     "average": (
         "--weights --ema --iteration --check-source --overwrite --resume --workers --threads --max-memory "
@@ -123,7 +126,7 @@ OPTIONS = {
     "print-tensor": (
         "--slice --stats --iteration --json --trust-pickle --enable-msc --follow-links --quiet -q"
     ),
-    "man": "-o --output",
+    "man": "-o --output --for-agents",
     "env": (
         "--json --quiet -q"
     ),

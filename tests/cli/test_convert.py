@@ -23,7 +23,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def convert(*words: object) -> int:
-    return run(["convert", *map(str, words), "--quiet"])
+    return run(["convert", *map(str, words)])
 
 
 def assert_nothing_published(folder: Path) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed import checkpoint as dcp
 
 from ckpt_tools.cli.app import run
 from tests.cli.test_convert import ITERATION, LLAMA
@@ -23,7 +25,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def convert(*words: object) -> int:
-    return run(["convert", *map(str, words), "--quiet"])
+    return run(["convert", *map(str, words)])
 
 
 def planned(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
@@ -63,8 +65,8 @@ def test_plan_and_convert_read_the_sizes_alike(words, topology, tmp_path, capsys
         ("--gpus 8 --dp-shard 3", "world size 8 is not"),
         ("--gpus 8 --dp-shard 2 --dp-outer 2 --tp 4", "= 16"),
         ("--gpus 8 --world-size 4", "--gpus 8 contradicts --world-size 4"),
-        ("--gpus 0", "world size 0"),
-        ("--gpus -2 --tp 2", "world size -2"),
+        ("--gpus 0", "world size 0: a job has at least one rank"),
+        ("--gpus -2 --tp 2", "world size -2: a job has at least one rank"),
         ("--gpus 4 --tp 0", "tp"),
         ("--gpus 4 --tp 2 --etp 0", "--etp 0: at least one"),
         ("--gpus 4 --pp 2", "Megatron-FSDP does not run with pipeline parallelism"),
@@ -79,6 +81,7 @@ def test_plan_and_convert_read_the_sizes_alike(words, topology, tmp_path, capsys
         ("--layout mfsdp-v1", "give --gpus or --dp-shard"),
         ("--layout mfsdp-v2 --gpus 4 --tp 2", "mfsdp-v2 has no tp axis"),
         ("--tp 0", "--tp 0"),
+        ("--tp 3", "tp 3 does not divide dimension 0 of shape (224, 32)"),
         ("--world-size 0", "--world-size 0"),
     ],
 )
@@ -348,6 +351,23 @@ def test_what_is_converted_already_stays_and_the_tracker_with_it(tmp_path, capsy
     inode = (out / "iter_0000004").stat().st_ino
     assert convert(source, out, "--iteration", "all", "--overwrite") == 0
     assert (out / "iter_0000004").stat().st_ino != inode
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+def test_plain_state_dicts_that_are_laid_out_already_are_passed_over_too(tmp_path, capsys):
+    """Without --to they stay what they are, and are looked for as that."""
+    source = tmp_path / "in"
+    for number in (2, 4):
+        dcp.save(
+            {"model": {"w": torch.ones(8, 3)}}, checkpoint_id=source / f"iter_{number:07d}", no_dist=True
+        )
+    (source / TRACKER).write_text("4")
+    words = [source, tmp_path / "out", "--iteration", "all", "--world-size", "2", "--json"]
+    for done, there in (([2, 4], []), ([], [2, 4])):
+        assert convert(*words) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert [r["iteration"] for r in report["iterations"]] == done
+        assert report["already_there"] == there
 
 
 def test_a_foreign_folder_in_the_output_is_a_failure(tmp_path, capsys):

@@ -8,7 +8,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
+import ckpt_tools
 from ckpt_tools.cli import manual
 from ckpt_tools.cli.app import run
 from tests.cli.options import OPTIONS
@@ -65,7 +67,22 @@ def test_one_page_goes_to_stdout(pages: Path, capsys: pytest.CaptureFixture[str]
         assert capsys.readouterr().out == (pages / file).read_text()
 
 
-@pytest.mark.parametrize("words", [["nope"], ["slice", "--output", "x"]], ids=" ".join)
+def test_an_assistant_gets_its_document_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    """As the package holds it, with a name and a description in front that a reader of skills accepts."""
+    text = (Path(ckpt_tools.__file__).parent / "for-agents.md").read_text()
+    assert run(["man", "--for-agents"]) == 0
+    assert capsys.readouterr().out == text
+    front = yaml.safe_load(text.split("---\n")[1])
+    assert front.keys() == {"name", "description"}
+    assert re.fullmatch(r"[a-z0-9-]{1,64}", front["name"])
+    assert 100 < len(front["description"]) <= 1024
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["nope"], ["slice", "--output", "x"], ["slice", "--for-agents"], ["--for-agents", "-o", "x"]],
+    ids=" ".join,
+)
 def test_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["man", *words]) == 2
     assert "error: " in capsys.readouterr().err

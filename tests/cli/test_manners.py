@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +22,7 @@ from ckpt_tools.cli.verify import two_values
 from ckpt_tools.errors import list_problems
 from ckpt_tools.units import human_bytes
 from ckpt_tools.verify.report import Finding
+from tests.cli.options import OPTIONS
 from tests.cli.terminal import on_a_terminal
 from tests.conftest import DATA, REPO
 
@@ -70,6 +74,68 @@ def test_quiet_keeps_notes_back(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == ""
     assert run(["inspect", str(RUN), "--keys", "nothing"]) == 0  # the next command is not quiet
     assert "matches nothing" in capsys.readouterr().err
+
+
+WRITERS = {
+    "convert": "convert RUN OUT",
+    "all": "convert RUN OUT --iteration all",
+    "export-hf": "export-hf RUN OUT",
+    "slice": "slice RUN OUT --layers 0:1",
+    "modify-state-dict": "modify-state-dict RUN OUT --op 'remove rng.*'",
+    "copy": "copy RUN OUT",
+    "average": "average RUN RUN OUT",
+    "strip": "strip FSDP OUT",
+    "watch": "watch RUN OUT --then copy --once",
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_quiet_writer_prints_nothing_but_what_is_asked_for(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (
+        WRITERS[name]
+        .replace("RUN", str(RUN))
+        .replace("FSDP", str(FSDP))
+        .replace("OUT", str(tmp_path / "out"))
+    )
+    assert run([*shlex.split(words), "-q"]) == 0
+    assert (tmp_path / "out").exists()
+    assert capsys.readouterr() == ("", "")
+    if name in ("all", "watch"):  # of which nothing is left to do
+        shutil.rmtree(tmp_path / "out")
+    again = [] if name in ("all", "watch") else ["--overwrite"]
+    assert run([*shlex.split(words), "-q", "--json", *again]) == 0
+    out, err = capsys.readouterr()
+    assert (json.loads(out)["schema_version"] > 0, err) == (True, "")
+
+
+def test_a_quiet_dry_run_says_what_it_would_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["convert", str(RUN)], ["repair", str(RUN)]):
+        assert run([*words, str(tmp_path / "out"), "--dry-run", "-q"]) == 0
+        assert capsys.readouterr().out
+
+
+def test_quiet_does_not_hide_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = shutil.copytree(RUN, tmp_path / "run")
+    os.truncate(root / "iter_0000002" / "__0_0.distcp", 1000)
+    for command in ("convert", "copy"):
+        assert run([command, str(root), str(tmp_path / "out"), "--iteration", "all", "-q"]) == 4
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("error: iteration 2")
+
+
+def test_every_writer_is_in_the_list_above() -> None:
+    """What writes a checkpoint has --overwrite; --quiet means the same to all of them."""
+    writers = {name for name in MODULES if "--overwrite" in OPTIONS[name]} | {"watch"}
+    alike = {
+        "convert-torch-dist-to-fsdp-dtensor",
+        "convert-fsdp-dtensor-to-torch-dist",
+        "import-hf",
+        "merge-adapter",
+    }
+    assert writers - alike - {"repair"} == WRITERS.keys() - {"all"}
 
 
 @pytest.mark.parametrize("words", ["inspect {}", "verify {}", "ls {}", "du {}", "stats {} -q"])

@@ -151,7 +151,7 @@ def test_the_page_and_the_table_have_one_padding_and_one_memory(tmp_path, capsys
     assert f"padding, of all buffers in training: {human_bytes(found['padding_bytes'])}. " in text
     for rank in found["ranks"]:
         peak = human_bytes(rank["memory"]["peak"])
-        assert f"rank {rank['rank']}: adam {human_bytes(rank['memory']['adam'])}" in text
+        assert f"rank {rank['rank']}: Adam {human_bytes(rank['memory']['adam'])}" in text
         assert text.count(peak) >= 2
     assert sum(rank["memory"]["padding"] for rank in found["ranks"]) == found["padding_bytes"]
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
-from ckpt_tools.cli import average, convert, copy, du, edit, huggingface, repair, stats, strip, verify
+from ckpt_tools.cli import average, convert, copy, du, edit, huggingface, repair, stats, strip, verify, watch
 from ckpt_tools.cli import inspect as look
 from ckpt_tools.cli import plan as cli_plan
 from ckpt_tools.cli.job_sizes import JOB_SIZES
@@ -35,6 +35,7 @@ from ckpt_tools.commands.strip import strip_checkpoint
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions
 from ckpt_tools.commands.to_torch_dist import ToTorchDistOptions
 from ckpt_tools.commands.verify import VerifyOptions
+from ckpt_tools.commands.watch_events import WatchOptions
 from ckpt_tools.execute.run import WriteOptions
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
@@ -66,6 +67,7 @@ FILLED: tuple[tuple[Callable[..., Any], Mapping[str, Row]], ...] = (
     (plan_checkpoint, cli_plan._OWN),
     (StatsOptions, stats._OWN),
     (CopyOptions, copy._OWN | {"iteration": TABLE["iteration"]}),  # `all` or a number, as for ConvertOptions
+    (WatchOptions, watch._OWN),
     (disk_usage, du._OWN),
     (Usage.by, {"axis": du._OWN["by"]}),
 )
@@ -128,12 +130,13 @@ def test_a_choice_has_the_words_of_its_field(filled: Callable[..., Any], own: Ma
         (Tolerance, {"rtol", "atol", "ulp", "nan"}),
         (
             StatsOptions,
-            {"keys", "roles", "by", "iteration", "histogram", "workers", "threads", "trust_pickle"},
+            {"keys", "roles", "layers", "by", "iteration", "histogram", "workers", "threads", "trust_pickle"},
         ),
         (
             CopyOptions,
             {"iteration", "every_iteration", "read_back", "trust_pickle", "overwrite", "resume", "write"},
         ),
+        (WatchOptions, watch._OWN.keys() - {"then", "as_json"}),
         (AverageOptions, average._OWN.keys() | {"iteration", "trust_pickle", "overwrite", "resume", "write"}),
     ],
 )

@@ -13,7 +13,7 @@ import ckpt_tools
 from ckpt_tools.cli import findings
 from ckpt_tools.cli.app import run
 from ckpt_tools.cli.verify import two_values
-from ckpt_tools.commands import verify
+from ckpt_tools.verify import manifest
 from ckpt_tools.verify.report import Check, Finding, Report
 from tests.conftest import REPO, fixture_dir
 from tests.damage import ITERATION, copy_of, flip_bit, payload_of
@@ -198,7 +198,7 @@ def test_preflight(capsys):
 
 def test_editing(tmp_path, capsys):
     root = str(fixture_dir(LLAMA))
-    assert run(["modify-state-dict", root, str(tmp_path / "a"), "--op", "remove _extra_state", "-q"]) == 0
+    assert run(["modify-state-dict", root, str(tmp_path / "a"), "--op", "remove _extra_state"]) == 0
     assert "removed decoder.layers.mlp.linear_fc1._extra_state/shard_0_2" in capsys.readouterr().out
     assert run(["modify-state-dict", root, str(tmp_path / "a"), "--op", "remove _extra_state", "-q"]) == 2
     assert run(["modify-state-dict", root, str(tmp_path / "b"), "-q"]) == 2
@@ -238,6 +238,6 @@ def test_a_manifest_is_as_private_as_the_checkpoint(tmp_path):
 
 
 def test_a_manifest_without_end_is_not_read_into_memory(monkeypatch, capsys):
-    monkeypatch.setattr(verify, "MAX_MANIFEST_BYTES", 1 << 20)
+    monkeypatch.setattr(manifest, "MAX_MANIFEST_BYTES", 1 << 20)
     assert run(["verify", str(fixture_dir(LLAMA)), "-q", "--manifest", "/dev/zero"]) == 2
     assert "/dev/zero is not a manifest (it has more than 1,048,576 bytes)" in capsys.readouterr().err

@@ -260,3 +260,21 @@ def test_nans_of_other_bits_are_equal_where_there_is_a_tolerance(tmp_path, words
         )
         folder.finish()
     assert run(["diff", str(tmp_path / "a"), str(tmp_path / "b"), "--quiet", *words.split()]) == code
+
+
+def test_the_report_does_not_depend_on_parts(tmp_path, monkeypatch):
+    """Neither which difference is named as the largest, nor how many there are."""
+    root = copy_of(LLAMA, tmp_path)
+    for key in ("decoder.layers.mlp.linear_fc2.weight", "decoder.final_layernorm.weight"):
+        with metadata_of(root) as metadata:
+            offset = tuple(metadata.state_dict_metadata[key].chunks[0].offsets)
+        path, start, data = payload_of(root, key, offset)
+        content = bytearray(path.read_bytes())
+        for at in (1, len(data) // 2 | 1, len(data) - 1):
+            content[start + at] ^= 4
+        path.write_bytes(content)
+    whole = diff_checkpoints(place_of(LLAMA), str(root))
+    assert sum(t.found.different for t in whole.tensors) == 6
+    monkeypatch.setattr("ckpt_tools.verify.parts._PART_ELEMS", 128)
+    monkeypatch.setattr("ckpt_tools.verify.parts._TILE_ELEMS", 48)
+    assert diff_checkpoints(place_of(LLAMA), str(root)) == whole

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 
@@ -227,6 +229,31 @@ def test_pages(three: Path) -> None:
     assert len(areas) == len(found.by("role")) + 1
 
 
+def test_titles_of_the_map_stay_in_their_boxes() -> None:
+    """A bold character takes no more than three fifths of its 13 pixels' height and a bit."""
+    found = disk_usage(str(DATA / "core019_llama_tp2_fully_reshardable"))
+    drawing = parse_svg(usage_svg(found))
+    boxes = {r[0].text: r for r in drawing.iter("{http://www.w3.org/2000/svg}rect")}
+    heads = [t for t in drawing.iter("{http://www.w3.org/2000/svg}text") if t.get("class") == "head"]
+    assert len(heads) == 7
+    for head in heads:
+        role = (
+            (head.text or "")
+            .rpartition(" ")[0]
+            .partition("\u2026")[0]
+            .removesuffix(" KiB")
+            .rstrip("0123456789. ")
+        )
+        box = next(box for text, box in boxes.items() if (text or "").startswith(role))
+        assert 5 + 8.6 * len(head.text or "") <= float(box.get("width", "")), head.text
+
+
+def test_the_page_of_one_iteration_tells_nothing_of_earlier_ones(three: Path) -> None:
+    alone = usage_html(disk_usage(str(DATA / "core019_llama_tp2_fully_reshardable")))
+    assert "an earlier iteration holds" not in alone
+    assert "an earlier iteration holds" in usage_html(disk_usage(str(three)))
+
+
 def test_the_commands(three: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["ls", str(three)]) == 0
     out = capsys.readouterr().out
@@ -239,3 +266,50 @@ def test_the_commands(three: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     parse_page((tmp_path / "du.html").read_text())
     assert run(["du", str(three), "--svg", "-"]) == 0
     parse_svg(capsys.readouterr().out)
+
+
+def test_a_folder_of_runs_is_listed_a_run_a_line(three: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = three.parent
+    shutil.copytree(DATA / FSDP / ITERATION, folder / "alone")
+    (folder / "notes").mkdir()
+    (folder / "todo.txt").touch()
+    assert run(["ls", str(folder)]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[3:]]
+    assert [row[:4] for row in rows] == [
+        ["alone", "0", "-", "fsdp_dtensor"],
+        ["run", "3", ITERATION, "torch_dist"],
+    ]
+    found = list_run(folder)
+    assert [row.nbytes for row in found.runs] == [bytes_below(folder / "alone"), bytes_below(three)]
+    assert found.iterations == ()
+
+
+def test_a_folder_without_runs_is_refused_as_before(tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    with pytest.raises(UnsupportedCheckpointError, match="holds no checkpoint"):
+        list_run(tmp_path)
+
+
+@pytest.mark.parametrize("look", [disk_usage, list_run])
+def test_what_is_not_a_run_is_not_walked_through(
+    look: Callable[[str], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`du /` would go through all of a disk before it said that there is no checkpoint."""
+    (tmp_path / "usr" / "lib").mkdir(parents=True)
+    entered: list[str] = []
+    monkeypatch.setattr(os, "scandir", entered.append)
+    with pytest.raises(UnsupportedCheckpointError):
+        look(str(tmp_path))
+    assert not entered
+
+
+@pytest.mark.parametrize("command", ["ls", "du"])
+def test_damage_is_named_and_not_judged(
+    command: str, three: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.truncate(three / "iter_0000004" / "__0_0.distcp", 1000)
+    assert run([command, str(three)]) == 0
+    out = capsys.readouterr().out
+    assert "iter_0000006" in out
+    assert "save was interrupted" in out
+    assert run([command, str(three / "iter_0000006")]) == 3, "it alone is not a checkpoint"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -116,7 +118,8 @@ def test_the_root_of_a_cache_means_its_snapshot(main: str | None, cases: Path, t
     assert same(there_and_back(root, tmp_path), model(source / "model.safetensors"))
     reference = ExportOptions(hf_config=str(root))
     export_hf(str(tmp_path / "run"), str(tmp_path / "again"), reference)
-    assert inspect_checkpoint(str(root)).location.path == f"{root}/snapshots/b2"
+    for given in (root, root / "snapshots", f"{root}/snapshots/"):
+        assert inspect_checkpoint(str(given)).location.path == f"{root}/snapshots/b2"
 
 
 def test_several_snapshots_without_a_main_one_are_named(cases: Path, tmp_path: Path) -> None:
@@ -141,21 +144,138 @@ def test_a_folder_of_caches_and_one_of_pickles_say_what_to_give(cases: Path, tmp
         inspect_checkpoint(str(pickles))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "tokenizer.json",
-        "tiktoken.model",
-        "qwen.tiktoken",
-        "tekken.json",
-        "spiece.model",
-        "preprocessor_config.json",
-    ],
-)
-def test_tokenizers_of_every_kind_are_carried(name: str, cases: Path, tmp_path: Path) -> None:
-    source = tmp_path / "hf"
-    shutil.copytree(cases / "mixed_dtype_rounded" / "hf", source)
-    (source / name).write_bytes(b"\x00 as it is")
+CARRIED = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "tokenizer.model.v3",
+    "tokenizer.model.v11",
+    "tiktoken.model",
+    "qwen.tiktoken",
+    "tekken.json",
+    "tekken_v13.json",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "source.spm",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "normalizer.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+    "generation_config.json",
+    "LICENSE",
+    "LICENSE.txt",
+    "LICENSE-MODEL",
+    "NOTICE",
+    "USE_POLICY.md",
+    "additional_chat_templates/tool_use.jinja",
+]
+LEFT = [
+    "README.md",
+    "modeling_own.py",
+    "tokenization_own.py",
+    "figures.png",
+    "params.json",
+    "quant_log.csv",
+    "mm_grid_pinpoints.npy",
+    "original",
+]
+WEIGHTS = [
+    "pytorch_model.bin",
+    "consolidated.00.pth",
+    "model-q4.gguf",
+    "tf_model.h5",
+    "flax_model.msgpack",
+    ".gitattributes",
+]
+
+
+def with_files(cases: Path, folder: Path, names: list[str]) -> Path:
+    """A model with such files beside it, all of other bytes."""
+    shutil.copytree(cases / "mixed_dtype_rounded" / "hf", folder)
+    for name in names:
+        if name == "original":
+            (folder / name).mkdir()
+            continue
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"\x00 as it is: " + name.encode())
+    return folder
+
+
+def test_tokenizers_of_every_kind_are_carried_and_what_is_not_is_said(cases: Path, tmp_path: Path) -> None:
+    source = with_files(cases, tmp_path / "hf", [*CARRIED, *LEFT, *WEIGHTS])
     import_hf(str(source), str(tmp_path / "run"))
-    export_hf(str(tmp_path / "run"), str(tmp_path / "back"), ExportOptions(hf_config=str(source)))
-    assert (tmp_path / "back" / name).read_bytes() == b"\x00 as it is"
+    report = export_hf(
+        str(tmp_path / "run"), str(tmp_path / "back"), ExportOptions(hf_config=str(source), overwrite=True)
+    )
+    made = {str(p.relative_to(tmp_path / "back")) for p in (tmp_path / "back").rglob("*") if p.is_file()}
+    assert made == {*CARRIED, "config.json", "model.safetensors"}
+    for name in CARRIED:
+        assert (tmp_path / "back" / name).read_bytes() == (source / name).read_bytes()
+    assert f"not taken over from --hf-config: {', '.join(sorted(LEFT)[:8])}" in report.notes
+    assert not any("no tokenizer" in note for note in report.notes)
+
+
+def test_an_output_with_a_folder_of_templates_is_replaced_and_found_finished(
+    cases: Path, tmp_path: Path
+) -> None:
+    name = "additional_chat_templates/tool_use.jinja"
+    source = with_files(cases, tmp_path / "hf", [name])
+    import_hf(str(source), str(tmp_path / "run"))
+    out = tmp_path / "back"
+    again: tuple[dict[str, Any], ...] = ({}, {"overwrite": True}, {"resume": True})
+    for number, more in enumerate(again):
+        if number < 2:
+            (source / name).write_text(f"template {number}")
+        export_hf(str(tmp_path / "run"), str(out), ExportOptions(hf_config=str(source), **more))
+        assert (out / name).read_text() == f"template {min(number, 1)}"
+    assert [p.name for p in out.parent.iterdir() if "partial" in p.name] == []
+
+
+@pytest.mark.parametrize(
+    "names_code", ["config.json", "tokenizer_config.json", "processor_config.json", None]
+)
+def test_code_goes_along_where_something_names_it(
+    names_code: str | None, cases: Path, tmp_path: Path
+) -> None:
+    """Kimi's tokenizer is a Python file that tokenizer_config.json names; its model is one that config.json names."""
+    source = with_files(cases, tmp_path / "hf", ["modeling_own.py", "tokenization_own.py"])
+    if names_code is not None:
+        file = source / names_code
+        settings = json.loads(file.read_text()) if file.exists() else {}
+        file.chmod(0o644) if file.exists() else None
+        file.write_text(json.dumps(settings | {"auto_map": {"AutoTokenizer": "tokenization_own.Own"}}))
+    import_hf(str(source), str(tmp_path / "run"))
+    report = export_hf(str(tmp_path / "run"), str(tmp_path / "back"), ExportOptions(hf_config=str(source)))
+    code = {path.name for path in (tmp_path / "back").glob("*.py")}
+    assert code == ({"modeling_own.py", "tokenization_own.py"} if names_code else set())
+    said = [note for note in report.notes if "not taken over" in note]
+    assert len(said) == (names_code is None)
+
+
+def test_a_pointer_is_not_taken_for_a_tokenizer(cases: Path, tmp_path: Path) -> None:
+    """`tokenizer.json` of a large vocabulary is in LFS like weights, and a clone without them has its pointer."""
+    source = with_files(cases, tmp_path / "hf", ["tokenizer.json"])
+    import_hf(str(source), str(tmp_path / "run"))
+    (source / "tokenizer.json").write_bytes(LFS)
+    with pytest.raises(UnsupportedCheckpointError, match=r"Git LFS pointers.*\n  - tokenizer\.json"):
+        export_hf(str(tmp_path / "run"), str(tmp_path / "back"), ExportOptions(hf_config=str(source)))
+    assert not (tmp_path / "back").exists()
+
+
+def test_a_model_without_a_tokenizer_says_which_way_out_there_is(cases: Path, tmp_path: Path) -> None:
+    source = with_files(cases, tmp_path / "hf", ["LICENSE"])
+    import_hf(str(source), str(tmp_path / "run"))
+    notes = export_hf(str(tmp_path / "run"), str(tmp_path / "a")).notes
+    assert "no tokenizer was written; pass --hf-config DIR to take one over" in notes
+    reference = ExportOptions(hf_config=str(source))
+    assert (
+        "no tokenizer was written; --hf-config has none"
+        in export_hf(str(tmp_path / "run"), str(tmp_path / "b"), reference).notes
+    )

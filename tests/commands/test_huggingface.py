@@ -24,7 +24,7 @@ from tests.megatron.huggingface.test_targets import DEEPSEEK, LLAMA, QWEN3_MOE, 
 
 GPT_OSS = {
     **LLAMA, "model_type": "gpt_oss", "num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": 4,
-    "layer_types": ["sliding_attention", "full_attention"], "rope_scaling": None,
+    "layer_types": ["sliding_attention", "full_attention"], "rope_scaling": {"rope_type": "default"},
 }  # fmt: skip
 GPT2 = {"model_type": "gpt2", "n_embd": 12, "n_layer": 2, "n_head": 3, "n_positions": 9, "vocab_size": 11,
         "layer_norm_epsilon": 1e-5, "torch_dtype": "float32"}  # fmt: skip

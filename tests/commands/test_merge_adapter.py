@@ -78,7 +78,7 @@ def test_workers_write_the_same(tmp_path: Path) -> None:
     adapter, outputs = lora().save(tmp_path / "adapter"), [tmp_path / "one", tmp_path / "three"]
     merge_adapter(str(RUN), str(adapter), str(outputs[0]))
     words = [sys.executable, "-m", "ckpt_tools", "merge-adapter", str(RUN), str(adapter), str(outputs[1])]
-    done = subprocess.run([*words, "--workers", "3", "-q"], capture_output=True, text=True, check=True)
+    done = subprocess.run([*words, "--workers", "3"], capture_output=True, text=True, check=True)
     assert " 3 process(es)" in done.stdout
     one, three = (
         {file.relative_to(place): file.read_bytes() for file in place.rglob("*") if file.is_file()}

@@ -332,7 +332,7 @@ def test_the_command_says_what_is_kept(
     assert run(words) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["kept"][0].startswith("optimizer states exp_avg (7 parameters, 3,192 elements), ")
-    assert run(["convert", str(real / "main_muon_dpr"), str(tmp_path / "plain"), "-q"]) == 0
+    assert run(["convert", str(real / "main_muon_dpr"), str(tmp_path / "plain")]) == 0
     assert "dropped    optimizer states exp_avg (7 parameters" in capsys.readouterr().out
 
 

@@ -21,7 +21,7 @@ from ckpt_tools.commands.diff import diff_checkpoints
 from ckpt_tools.commands.repair import RepairOptions, repair_checkpoint
 from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
-from ckpt_tools.errors import CkptError, CorruptCheckpointError, MappingError, UsageError, VerificationError
+from ckpt_tools.errors import CkptError, CorruptCheckpointError, MappingError, VerificationError
 from tests.altered import overwrite
 from tests.commands import oracle
 from tests.commands.stages import GROUP, STATE, of_stage
@@ -184,8 +184,16 @@ def test_a_flat_bucket_is_read_as_well(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [RUN, NATIVE])
-def test_a_sound_checkpoint_has_nothing_to_repair(name: str, tmp_path: Path) -> None:
-    assert "none of the damage" in refusal(DATA / name, tmp_path, UsageError)
+def test_a_sound_checkpoint_has_nothing_to_repair(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["repair", str(DATA / name), str(tmp_path / "out")]
+    assert run(words) == 0
+    assert "none of the damage" in capsys.readouterr().out
+    assert run([*words, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["changes"], report["written"]) == ([], None)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

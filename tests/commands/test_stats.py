@@ -22,8 +22,9 @@ from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
 from ckpt_tools.errors import UsageError
 from ckpt_tools.model.dtypes import ITEMSIZE
-from ckpt_tools.verify import measure
+from ckpt_tools.verify import parts
 from ckpt_tools.verify.values import Change, Statistics
+from tests.altered import scaled
 from tests.commands import oracle
 from tests.conftest import DATA, REPO, fixture_dir
 from tests.damage import ITERATION, copy_of, payload_of
@@ -147,8 +148,8 @@ def test_any_optimizer_layout_is_measured_as_its_conversion(name: str, tmp_path:
 
 
 def test_the_result_does_not_depend_on_threads_and_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "TILE_ELEMS", 64)
-    monkeypatch.setattr(measure, "_PART_ELEMS", 256)
+    monkeypatch.setattr(parts, "_TILE_ELEMS", 64)
+    monkeypatch.setattr(parts, "_PART_ELEMS", 256)
     one, four = (checkpoint_statistics(str(DATA / RUN), StatsOptions(threads=n)).as_json() for n in (1, 4))
     assert one == four
 
@@ -228,6 +229,21 @@ def test_changes_are_those_of_whole_tensors(tmp_path: Path) -> None:
     assert text.index("model.layers.1.w", text.index("Numbers")) < text.index(
         "model.layers.0.w", text.index("Numbers")
     )
+
+
+def test_changes_that_are_alike_have_one_colour_and_one_entry(tmp_path: Path) -> None:
+    half, a_bit_less = scaled(DATA / RUN, tmp_path / "half", 0.5), {"w": torch.ones(8)}
+    drawing = parse_svg(change_svg(checkpoint_change(str(DATA / RUN), str(half))))
+    texts = [t.text for t in drawing.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts.count("0.5") == 1
+    for name, tensors in (("a", {"w": 2 * torch.ones(8), "v": 2 * torch.ones(8)}),
+                          ("b", {**a_bit_less, "v": 1.0001 * torch.ones(8)})):  # fmt: skip
+        (tmp_path / name).mkdir()
+        save_file(tensors, tmp_path / name / "model.safetensors")
+    drawing = parse_svg(change_svg(checkpoint_change(str(tmp_path / "a"), str(tmp_path / "b"))))
+    cells = [r for r in drawing.iter("{http://www.w3.org/2000/svg}rect") if len(r)]
+    assert len(cells) == 3
+    assert len({r.get("fill") for r in cells}) == 1
 
 
 def test_a_change_from_nothing_and_of_what_is_not_finite() -> None:
@@ -473,3 +489,17 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert run(["stats", run_, "--svg", "-", "-q"]) == 0
     parse_svg(capsys.readouterr().out)
     assert run(["stats", run_, "--html", str(tmp_path / "no" / "a.html")]) == 2
+
+
+def test_one_layer(capsys: pytest.CaptureFixture[str]) -> None:
+    every = checkpoint_statistics(str(DATA / RUN)).tensors
+    found = checkpoint_statistics(str(DATA / RUN), StatsOptions(layers=(1,))).tensors
+    of_it = [t for t in every if t.named.part.layer == 1]
+    assert [(t.named, t.found.summary()) for t in found] == [(t.named, t.found.summary()) for t in of_it]
+    assert 0 < len(found) < len(every)
+    assert run(["stats", str(DATA / RUN), "--layer", "1", "--role", "weight"]) == 0
+    out = capsys.readouterr().out
+    assert "decoder.layers.1.mlp.linear_fc2.weight" in out
+    assert "layers.0" not in out
+    with pytest.raises(UsageError, match=r"--layer 7: the checkpoint has 0, 1"):
+        checkpoint_statistics(str(DATA / RUN), StatsOptions(layers=(7,)))

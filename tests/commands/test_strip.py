@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.export_hf import export_hf
 from ckpt_tools.commands.opened import open_checkpoint
 from ckpt_tools.commands.rewrite import EditOptions
 from ckpt_tools.commands.strip import strip_checkpoint
+from ckpt_tools.commands.to_dcp import convert_to_dcp
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
 from ckpt_tools.commands.to_torch_dist import convert_to_torch_dist
 from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
@@ -179,7 +184,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         strip_checkpoint(str(RUN), str(RUN / ITERATION))
     export_hf(str(RUN), str(tmp_path / "hf"))
     with pytest.raises(
-        UnsupportedCheckpointError, match="is safetensors; strip works on torch_dist and fsdp_dtensor"
+        UnsupportedCheckpointError, match="is a Hugging Face model, which holds weights alone"
     ):
         strip_checkpoint(str(tmp_path / "hf"), str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
@@ -197,3 +202,69 @@ def test_it_goes_on_where_it_stopped(tmp_path: Path) -> None:
     for name in ("__0_0.distcp", "__1_0.distcp", ".metadata"):
         whole, resumed = ((tmp_path / place / ITERATION / name).read_bytes() for place in ("whole", "out"))
         assert whole == resumed
+
+
+class Net(torch.nn.Module):
+    """A model of nobody's, with a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+        self.register_buffer("frequencies", torch.arange(3.0))
+
+
+def plain_state(flat: bool) -> dict[str, Any]:
+    """As programs save one: everything under names of its own, or, as torchtitan, the model's at the top."""
+    net = Net()
+    adam = torch.optim.AdamW(net.parameters())
+    net.layers[1](net.layers[0](torch.ones(4))).sum().backward()
+    adam.step()
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    weights, states = get_state_dict(net, adam, options=options)
+    rest = {"lr_scheduler": {"last_epoch": 3}, "train_state": {"step": torch.tensor(3)}}
+    return (
+        {**weights, **rest, "optimizer": states} if flat else {"model": weights, **rest, "optimizer": states}
+    )
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_plain_state_dict_keeps_its_model(flat: bool, tmp_path: Path) -> None:
+    state = plain_state(flat)
+    dcp.save(state, checkpoint_id=tmp_path / "in", no_dist=True)
+    done = strip_checkpoint(str(tmp_path / "in"), str(tmp_path / "out"))
+    weights = Net().state_dict()
+    names = {name if flat else f"model.{name}" for name in weights}
+    assert set(oracle.metadata(tmp_path / "out").state_dict_metadata) == names
+    assert any("exp_avg" in key for key in done.removed)
+    assert any(key.startswith("lr_scheduler") for key in done.removed)
+    empty = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+    dcp.load(empty if flat else {"model": empty}, checkpoint_id=tmp_path / "out", no_dist=True)
+    expected = state if flat else state["model"]
+    assert all(oracle.same_bytes(empty[name], expected[name]) for name in weights)
+    assert is_sound(tmp_path / "out")
+    with pytest.raises(UsageError, match="holds weights alone"):
+        strip_checkpoint(str(tmp_path / "out"), str(tmp_path / "again"))
+    with pytest.raises(UsageError, match="is dcp, whose weights have the element type of the job"):
+        strip_checkpoint(str(tmp_path / "in"), str(tmp_path / "again"), "bfloat16")
+    with pytest.raises(UsageError, match="whose program makes its own optimizer"):
+        strip_checkpoint(
+            str(tmp_path / "in"), str(tmp_path / "again"), fresh=TargetOptions(fresh_optimizer=True)
+        )
+
+
+def test_a_plain_state_dict_of_megatron_is_converted(tmp_path: Path) -> None:
+    """Its kind is told by its optimizer: without one it would be taken for Megatron-FSDP's."""
+    convert_to_dcp(str(RUN), str(tmp_path / "in"))
+    with pytest.raises(UnsupportedCheckpointError, match="`convert --to torch_dist --weights-only`"):
+        strip_checkpoint(str(tmp_path / "in"), str(tmp_path / "out"))
+    words = [
+        "convert",
+        str(tmp_path / "in"),
+        str(tmp_path / "out"),
+        "--to",
+        "torch_dist",
+        "--weights-only",
+        "-q",
+    ]
+    assert run(words) == 0

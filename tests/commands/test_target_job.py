@@ -22,7 +22,7 @@ MODEL, STATE = "model.module.", "optimizer.state.module.module.module."
 
 
 def convert(*words: object) -> int:
-    return run(["convert", *map(str, words), "--quiet"])
+    return run(["convert", *map(str, words)])
 
 
 def gdn(name: str) -> Path:

@@ -31,7 +31,7 @@ WORKER = Path(__file__).with_name("version_2_worker.py")
 
 def converted(name: str, output: Path, words: str = "--layout mfsdp-v2 --gpus 3") -> Path:
     source = next(fixture_dir(name).glob("iter_*"))
-    assert run(["convert", str(source), str(output), "--quiet", *words.split()]) == 0
+    assert run(["convert", str(source), str(output), *words.split()]) == 0
     return output
 
 

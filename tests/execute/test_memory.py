@@ -17,7 +17,7 @@ MIB = 1 << 20
 SCRIPT = """
 import sys, threading
 from pathlib import Path
-from ckpt_tools.model.box import full_box
+from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.formats.dcp import read_catalog
 from ckpt_tools.formats.files import open_files
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
@@ -49,6 +49,31 @@ watcher.join()
 print(peak[0] - before)
 """
 
+# Every worker says by how much it has grown since it was forked.
+WORKERS = (
+    SCRIPT[: SCRIPT.index("here, dtype")]
+    + """
+from ckpt_tools.execute.ranks import Ranks
+from ckpt_tools.execute.workers import shared_out
+
+here, workers, budget = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+files = open_files(str(here / "in"))
+target = TargetTensor("w", "bfloat16", (6144, 2048), (Source("w", (Permute((1, 0)),)),))
+rows = [(rank, Box((512 * rank, 0), (512, 2048))) for rank in range(12)]
+plan = build_plan(read_catalog(files), Target((target,)), lambda t: rows, 12)
+options = WriteOptions(2, budget, workers=workers)
+with shared_out(plan.bytes_to_write, options, Ranks()) as (ranks, write):
+    done, peak, before = threading.Event(), [0], anonymous()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    write_checkpoint(plan, files, Output(here / "out", overwrite=True), write, ranks=ranks)
+    done.set()
+    watcher.join()
+    grown = ranks.together(lambda: peak[0] - before)
+print(*grown)
+"""
+)
+
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -73,3 +98,18 @@ def test_a_tensor_larger_than_the_budget(source: Path, dtype: str, turned: str) 
     )
     growth = int(done.stdout)
     assert growth < budget + 6 * MIB  # the interpreter's own: threads, frames, the journal
+
+
+def test_the_budget_is_of_all_workers_together(source: Path) -> None:
+    """Where all is cast; were the budget that of each, they would take more than twice as much."""
+    budget, workers = 48 * MIB, 4
+    done = subprocess.run(
+        [sys.executable, "-c", WORKERS, str(source), str(workers), str(budget)],
+        cwd=REPO,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    grown = [int(word) for word in done.stdout.split()]
+    assert len(grown) == workers
+    assert sum(grown) < budget + workers * 6 * MIB  # the interpreters' own

@@ -378,7 +378,7 @@ def test_joined_small_items_equal_the_general_way(tmp_path: Path, monkeypatch: p
         patch.setattr(
             "ckpt_tools.execute.small.SmallCopies.archives", lambda self: iter([None] * len(self._items))
         )
-        patch.setattr("ckpt_tools.execute.source_reader._usual_payload", lambda files, chunk: None)
+        patch.setattr("ckpt_tools.execute.source_reader.usual_item", lambda *_: None)
         write_checkpoint(plan, files, Output(tmp_path / "one by one"))
     assert tree(tmp_path / "joined") == tree(tmp_path / "one by one")
 

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_tools.cli.app import _explain
 from ckpt_tools.cores import usable_cores
-from ckpt_tools.errors import UsageError
-from ckpt_tools.execute.ranks import Ranks
+from ckpt_tools.errors import MappingError, UsageError
+from ckpt_tools.execute.ranks import Ranks, _joined, all_problems, told_error
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from ckpt_tools.execute.workers import default_workers, shared_out
 from tests.conftest import REPO
@@ -27,6 +28,7 @@ from ckpt_tools.errors import CkptError, CorruptCheckpointError
 from ckpt_tools.execute import stream
 from ckpt_tools.execute.ranks import Ranks
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
+from ckpt_tools.execute import workers as workers_module
 from ckpt_tools.execute.workers import shared_out
 from tests.execute.conftest import reopened_case
 
@@ -45,20 +47,36 @@ def slowly(pump, item, file):
 faults = {"defect": lambda *args: 1 / 0, "killed": lambda *args: os.kill(os.getpid(), 9), "slow": slowly}
 
 def refused(*args):
-    raise CorruptCheckpointError("as found by worker 1")
+    raise CorruptCheckpointError("as found by worker 1", ["in one place", "in another"])
 
 faults["damage"] = refused
+faults["stopped"] = lambda *args: os.kill(os.getpid(), 19)
+workers_module._STOPPED_LOOKS = 5
+forks = os.fork
+if fault.startswith("limit"):
+    left = [1]
+
+    def fork():
+        if not left:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        left.pop()
+        return forks()
+
+    os.fork = fork
+    if fault == "limit by default":
+        workers_module.default_workers = lambda *words: workers
+        options = WriteOptions(threads=1, memory_bytes=12 << 20)
 try:
     with shared_out(plan.bytes_to_write, options, Ranks()) as (ranks, write):
         if fault in faults and (ranks.rank == 1 or fault == "slow"):
             stream.Pump.write_item = stream.Pump.write_batch = faults[fault]
         place = Output(out, resume=fault == "resume")
         report = write_checkpoint(plan, case.files, place, write, ranks=ranks)
-        assert report.ranks == workers
+        assert report.ranks == (2 if fault == "limit by default" else workers)
         if ranks.rank == 0:
             print(report.items_resumed)
 except CkptError as error:
-    print(error)
+    print(error, *error.told_problems, sep=" | ")
     sys.exit(error.exit_code)
 print("left by", ranks.rank)
 """
@@ -108,7 +126,7 @@ def test_any_number_of_workers_writes_the_same(
 def test_the_error_of_a_worker_is_that_of_the_command(tmp_path: Path) -> None:
     make_case(tmp_path / "source")
     code, out, err = ended(start(tmp_path, tmp_path / "out", 3, "damage"))
-    assert (code, out, err) == (4, "as found by worker 1\n", "")
+    assert (code, out, err) == (4, "as found by worker 1 | in one place | in another\n", "")
     assert not (tmp_path / "out").exists() and not partial(tmp_path / "out").exists()
 
 
@@ -127,6 +145,42 @@ def test_a_killed_worker_is_named_and_another_number_goes_on(
     assert not (tmp_path / "out").exists() and partial(tmp_path / "out").exists()
     code, out, _ = ended(start(tmp_path, tmp_path / "out", 2, "resume"))
     assert code == 0 and tree(tmp_path / "out") == expected
+
+
+def test_a_stopped_worker_is_named_and_ended(tmp_path: Path, expected: dict[str, str]) -> None:
+    code, out, _ = ended(start(tmp_path, tmp_path / "out", 3, "stopped"))
+    assert code == 7 and "worker 1 (process " in out and "it was stopped (SIGSTOP)" in out
+    code, out, _ = ended(start(tmp_path, tmp_path / "out", 2, "resume"))
+    assert code == 0 and tree(tmp_path / "out") == expected
+
+
+def test_where_processes_are_limited_fewer_write_the_same(tmp_path: Path, expected: dict[str, str]) -> None:
+    code, out, err = ended(start(tmp_path, tmp_path / "out", 4, "limit by default"))
+    assert (code, out, err) == (0, "0\nleft by 0\n", "")
+    assert tree(tmp_path / "out") == expected
+    code, out, err = ended(start(tmp_path, tmp_path / "other", 4, "limit"))
+    assert code == 7, err
+    assert "--workers 4: the system starts no more than 2 processes (Resource temporarily unavailable)" in out
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("where", ["", "in a worker:\n"])
+def test_threads_that_cannot_be_started_are_not_a_defect(
+    where: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _explain(RuntimeError(f"{where}can't start new thread")) == 7
+    assert "the system starts no more threads" in capsys.readouterr().err
+
+
+def test_problems_of_several_are_listed_once() -> None:
+    told = [
+        told_error(MappingError("a", ["x", "y"])),
+        told_error(MappingError("b", ["y"])),
+        told_error(MappingError("c")),
+    ]
+    assert all_problems(told) == ("x", "y", "c")
+    assert all_problems(told[2:]) == ()
+    assert _joined(dict(enumerate(told))).problems == ("x", "y", "c")
 
 
 @pytest.mark.parametrize(

@@ -184,3 +184,60 @@ def test_refusals(root: Path, damage: Callable[[Path], str], code: int, message:
     assert found.value.exit_code == code
     assert message.format(parent=root.parent, root=root) in str(found.value)
     assert "\n" not in str(found.value)
+
+
+def run_root(folder: Path, *numbers: int) -> Path:
+    for number in numbers:
+        (folder / f"iter_{number:07d}").mkdir(parents=True)
+        (folder / f"iter_{number:07d}" / ".metadata").write_bytes(b"decoder.layers.")
+        (folder / f"iter_{number:07d}" / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(numbers[-1]))
+    return folder
+
+
+def test_weights_beside_the_iterations_of_a_run_do_not_make_it_a_model(tmp_path: Path) -> None:
+    root = run_root(tmp_path / "run", 1, 2)
+    (root / "truth.safetensors").touch()
+    found = locate(str(root))
+    assert (found.kind, found.iteration) == ("torch_dist", 2)
+    assert "truth.safetensors: beside the iterations of the run" in found.left_out
+    assert locate(str(root), 1).iteration == 1
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "model.safetensors"])
+def test_a_model_beside_the_iterations_of_a_run_stays_one(name: str, tmp_path: Path) -> None:
+    """And says what else is there; an iteration that is asked for is the run's."""
+    root = run_root(tmp_path / "run", 1, 2)
+    for one in ("model-00001-of-00001.safetensors", name):
+        (root / one).touch()
+    found = locate(str(root))
+    assert (found.kind, found.path) == ("safetensors", str(root))
+    assert found.left_out == (
+        f"{root}: a run's iterations lie beside this model; --iteration chooses one of them",
+    )
+    asked = locate(str(root), 1)
+    assert (asked.kind, asked.iteration) == ("torch_dist", 1)
+    assert any("model-00001-of-00001.safetensors" in line for line in asked.left_out)
+
+
+@pytest.mark.parametrize("inner", ["checkpoint", "run"])
+def test_weights_beside_a_checkpoints_folder_name_the_folder(inner: str, tmp_path: Path) -> None:
+    if inner == "run":
+        run_root(tmp_path / "run", 1)
+    else:
+        (tmp_path / "checkpoint").mkdir()
+        (tmp_path / "checkpoint" / ".metadata").touch()
+    (tmp_path / "truth.safetensors").touch()
+    with pytest.raises(
+        UnsupportedCheckpointError, match=rf"truth.safetensors.*a checkpoint in {tmp_path / inner}\. "
+    ):
+        locate(str(tmp_path))
+    (tmp_path / "config.json").touch()
+    assert locate(str(tmp_path)).kind == "safetensors"
+
+
+def test_parts_of_ranks_are_a_model_wherever_they_lie(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / ".metadata").touch()
+    (tmp_path / "shard-00001-model-00001-of-00001.safetensors").touch()
+    assert locate(str(tmp_path)).kind == "safetensors"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tools.formats.frames import framed_tensor, tensor_frame
+from ckpt_tools.formats.container import find_tensor
+from ckpt_tools.formats.files import LocalFiles
+from ckpt_tools.formats.frames import framed_tensor, tensor_frame, usual_item
+from ckpt_tools.model.catalog import Item
 from ckpt_tools.model.dtypes import ITEMSIZE
 
 SAME_WRITER = io.BytesIO()
@@ -105,3 +109,27 @@ def test_zip64_frame_equals_torch_save(dtype: str, numel: int) -> None:
 def test_a_tail_tells_its_checksum(dtype: str, shape: tuple[int, ...], crc: int) -> None:
     frame = tensor_frame(dtype, shape)
     assert frame.crc_in(frame.tail(crc)) == crc
+
+
+def test_a_usual_item_is_what_a_closer_look_finds(tmp_path: Path) -> None:
+    """And one whose frame differs in any bit is not usual: its payload alone may be anything."""
+    values = torch.arange(24, dtype=torch.bfloat16).reshape(4, 6)
+    stream = io.BytesIO()
+    torch.save(values, stream)
+    data = b"before" + stream.getvalue()
+    item = Item("items", 6, len(stream.getvalue()))
+    files = LocalFiles(str(tmp_path))
+    (tmp_path / "items").write_bytes(data)
+    found, expected = usual_item(files, item, "bfloat16", (4, 6)), find_tensor(files, item)
+    assert found == (expected.payload_offset, expected.nbytes, expected.crc32)
+    assert usual_item(files, item, "float16", (4, 6)) is None
+    assert usual_item(files, item, "bfloat16", (6, 4)) is None
+    assert usual_item(files, item._replace(length=item.length - 1), "bfloat16", (4, 6)) is None
+    payload = range(expected.payload_offset, expected.payload_offset + expected.nbytes)
+    with (tmp_path / "items").open("r+b", buffering=0) as file:
+        for at in range(6, len(data)):
+            for byte in (data[at] ^ 1 << at % 8, data[at]):
+                file.seek(at)
+                file.write(bytes([byte]))
+                usual = at in payload or byte == data[at]
+                assert usual_item(files, item, "bfloat16", (4, 6)) == (found if usual else None), at

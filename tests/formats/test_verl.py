@@ -218,7 +218,7 @@ def test_every_command_that_writes_says_so(
         (folder / name).write_bytes(b"{}")
     name, *options = command
     sources = [str(folder)] * (2 if name == "average" else 1)
-    assert run([name, *sources, str(tmp_path / "out"), *options, "-q"]) == 0
+    assert run([name, *sources, str(tmp_path / "out"), *options]) == 0
     said = capsys.readouterr().out
     assert "the tokenizer's files" in said
     if name == "convert":

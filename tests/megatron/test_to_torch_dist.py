@@ -281,6 +281,20 @@ def test_extra_states_of_linear_modules_and_of_transformer_engines_own():
     )
 
 
+def test_extra_states_that_hybrid_models_ask_for():
+    """MambaModel of core 0.16.1 fails to load without that of its output layer, which GPTModel leaves out."""
+    hybrid = [
+        tensor("decoder.layers.0.mlp.fc1_latent_proj.weight", 2, 2),
+        tensor("decoder.final_norm.weight", 2),
+    ]
+    stacks, _ = stack_parameters(fsdp_model(source(hybrid)).parameters, common(), None)
+    assert extra_state_keys(stacks, transformer_engine=True) == (
+        "decoder.layers.mlp.fc1_latent_proj._extra_state/shard_0_1",
+        "output_layer._extra_state/shard_0_1",
+        "decoder.final_norm._extra_state/shard_0_1",
+    )
+
+
 def entry(key, *shape, dtype="float32"):
     return key, TensorEntry(key, dtype, shape, ())
 

@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from ckpt_tools.commands.copy import CopyOptions, copy_checkpoint
+from ckpt_tools.commands.watch import Watcher
+from ckpt_tools.commands.watch_events import Action, Told, WatchOptions
+from ckpt_tools.commands.watch_state import WatchFolder
 from ckpt_tools.errors import StorageError, UnsupportedCheckpointError
 from ckpt_tools.execute import uploads
 from ckpt_tools.execute.run import Output, write_checkpoint
@@ -17,6 +20,7 @@ from ckpt_tools.formats.dcp import read_catalog
 from ckpt_tools.formats.files import LocalFiles, open_files
 from ckpt_tools.formats.remote import RemoteFiles
 from ckpt_tools.formats.store import Retry
+from tests.commands.test_watch import Here
 from tests.conftest import fixture_dir
 from tests.execute.conftest import make_case
 from tests.remote.s3 import BUSY, NONE, RESET, SLOW, FaultProxy, fault_proxy, s3_server
@@ -146,3 +150,29 @@ def test_a_bucket_that_is_not_there_is_named(proxy: FaultProxy) -> None:
         StorageError, match=r"s3://no-bucket/x/\S+: writing: .*bucket.* Make the bucket first"
     ):
         copy_checkpoint(fixture_dir(NAME), "s3://no-bucket/x")
+
+
+def test_a_run_in_a_store_is_watched_and_written_to_a_store(proxy: FaultProxy, tmp_path: Path) -> None:
+    """What is new is seen in a listing, as one process asks for it again and again."""
+    fs = s3fs.S3FileSystem(endpoint_url=proxy.url, key="k", secret="s", skip_instance_cache=True)
+    fs.mkdir("watched")
+    fs.put(str(fixture_dir(NAME) / "iter_0000002"), "watched/run/iter_0000002", recursive=True)
+    action = Action("copy", (), "root", ("torch_dist",), False)
+    told: list[Told] = []
+    folder = WatchFolder(tmp_path, "s3://watched/run")
+    watcher = Watcher("s3://watched/run", "s3://watched/out", action, WatchOptions(), folder, told.append)
+    fs.pipe_file("watched/run/latest_checkpointed_iteration.txt", b"1")
+    assert watcher.one_pass(Here()) == 0
+    assert [t.event for t in told] == ["waiting"]
+    fs.pipe_file("watched/run/latest_checkpointed_iteration.txt", b"2")
+    assert watcher.one_pass(Here()) == 0
+    assert [t.event for t in told] == ["waiting", "done"]
+    local = fixture_dir(NAME) / "iter_0000002"
+    fs.invalidate_cache()
+    assert {f.name: f.read_bytes() for f in local.iterdir()} == {
+        name.rpartition("/")[2]: fs.cat_file(name) for name in fs.ls("watched/out/iter_0000002", detail=False)
+    }
+    assert fs.cat_file("watched/out/latest_checkpointed_iteration.txt") == b"2"
+    again = Watcher("s3://watched/run", "s3://watched/out", action, WatchOptions(), folder, told.append)
+    assert again.one_pass(Here()) == 0
+    assert len(told) == 2

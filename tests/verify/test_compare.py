@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ckpt_tools.model.casts import float32_to_bfloat16, raw_dtype
 from ckpt_tools.model.choices import NanPolicy
-from ckpt_tools.verify.compare import Comparison, Tolerance, to_float64, ulp_distance
+from ckpt_tools.verify.compare import Comparison, Extremes, Tolerance, to_float64, ulp_distance
 
 WIDTHS: dict[str, Any] = {"bfloat16": 16, "float16": 16, "float32": 32, "float64": 64}
 INFINITY = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000, "float64": 0x7FF0000000000000}
@@ -213,3 +213,33 @@ def test_differences_are_counted_over_blocks(count, seed):
     if count:
         row, column = comparison.found.index or ()
         assert (row - 7) * 1000 + column in places
+
+
+@given(st.lists(bit_pairs(), min_size=1, max_size=12), st.integers(0, 12), st.sampled_from(["bits", "equal"]))
+def test_parts_joined_in_order_say_what_the_whole_does(pairs, cut, nan):
+    dtype, tolerance = pairs[0][0], Tolerance(rtol=1e-3, nan=nan)
+    mask = (1 << WIDTHS[dtype]) - 1
+    a, b = (raw(dtype, *(pair[side] & mask for pair in pairs)) for side in (1, 2))
+    whole = Comparison((dtype, dtype), tolerance)
+    whole.add(a, b, (0,))
+    joined = Extremes()
+    for part in (slice(0, cut), slice(cut, None)):
+        comparison = Comparison((dtype, dtype), tolerance)
+        comparison.add(a[part], b[part], (part.start,))
+        joined.join(comparison.found)
+    assert repr(joined) == repr(whole.found)  # NaNs are equal to themselves there
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 63, 64, 65])
+def test_every_byte_has_a_say(count):
+    """Eight bytes are compared at a time, and what is left behind them."""
+    a = np.arange(count, dtype=np.uint8)
+    for at in range(count):
+        b = a.copy()
+        b[at] ^= 0x80
+        comparison = Comparison(("uint8", "uint8"), Tolerance())
+        comparison.add(a, b, (0,))
+        assert (comparison.found.different, comparison.found.index) == (1, (at,))
+    comparison = Comparison(("uint8", "uint8"), Tolerance())
+    comparison.add(a, a.copy(), (0,))
+    assert comparison.found == Extremes()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
+import math
 import pickle
 import shutil
 import struct
@@ -13,16 +15,22 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 from torch.distributed import checkpoint as dcp
 
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
 from ckpt_tools.formats.container import load_object, whole_file
+from ckpt_tools.formats.dcp import read_catalog
 from ckpt_tools.formats.files import LocalFiles
+from ckpt_tools.model.box import Box
 from ckpt_tools.model.dtypes import ITEMSIZE
+from ckpt_tools.model.target import InlineTensor
+from ckpt_tools.verify.parts import parts_of
 from ckpt_tools.verify.values import Census
 from tests.conftest import DATA
-from tests.damage import ITERATION, copy_of, flip_bit, infos_of, metadata_of
+from tests.damage import ITERATION, copy_of, flip_bit, infos_of, metadata_of, payload_of
+from tests.synthetic import DcpFolder
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 FLOATING = [name for name in ITEMSIZE if name.startswith(("float", "bfloat", "complex"))]
@@ -203,3 +211,102 @@ def _replace_object(root, key, archive):
         info.offset, info.length = path.stat().st_size, len(archive)
         with open(path, "ab") as file:
             file.write(archive)
+
+
+def _report_of(root, **options):
+    return verify_checkpoint(str(root), None, VerifyOptions(content=True, **options))
+
+
+@pytest.mark.parametrize(
+    "name", ["core019_llama_tp2_fully_reshardable", "core019_llama_tp2_native_fsdp_dtensor"]
+)
+def test_the_report_does_not_depend_on_parts_nor_on_whether_a_frame_is_known(name, tmp_path, monkeypatch):
+    """Sound; with bits flipped at the beginning, inside and at the end of payloads, and numbers that are none."""
+    root = copy_of(name, tmp_path)
+    catalog = read_catalog(LocalFiles(str(root / ITERATION)))
+    long = [key for key, entry in catalog.tensors.items() if entry.chunks[0].item.length > 4096][:3]
+    sound = _report_of(root)
+    for number, key in enumerate(long):
+        path, start, data = payload_of(root, key, catalog.tensors[key].chunks[0].box.start)
+        flip_bit(path, start + (0, len(data) // 2, len(data) - 1)[number])
+    path, start, data = payload_of(root, long[0], catalog.tensors[long[0]].chunks[0].box.start)
+    with open(path, "r+b") as file:
+        file.seek(start + len(data) // 2)
+        file.write(b"\xff" * 8)
+    damaged = _report_of(root)
+    errors = [(f.check, f.where.split(" ")[0]) for f in damaged.findings if f.severity == "error"]
+    assert {where for check, where in errors if check == "checksums"} == set(long)
+    assert ("values", long[0]) in errors
+    monkeypatch.setattr("ckpt_tools.verify.content._PART_BYTES", 512)
+    assert _report_of(root) == damaged
+    for room in ("content", "structure"):
+        monkeypatch.setattr(f"ckpt_tools.verify.{room}.usual_item", lambda *_: None)
+    assert _report_of(root) == damaged
+    shutil.rmtree(root)
+    assert _report_of(copy_of(name, tmp_path)) == sound
+
+
+def test_parts_of_a_file_that_is_cut_are_one_problem(tmp_path, monkeypatch):
+    root = copy_of("core019_llama_tp2_fully_reshardable", tmp_path)
+    monkeypatch.setattr("ckpt_tools.verify.content._PART_BYTES", 512)
+    catalog = read_catalog(LocalFiles(str(root / ITERATION)))
+    key, entry = max(catalog.tensors.items(), key=lambda pair: pair[1].chunks[0].item.length)
+    item = entry.chunks[0].item
+    with open(root / ITERATION / item.file, "r+b") as file:
+        file.truncate(item.offset + item.length - 64)
+    found = [f.where for f in _report_of(root).findings if f.check == "checksums"]
+    assert found.count(f"{key} {entry.chunks[0].box}") == 1
+
+
+def test_parts_of_tensors_without_a_frame(tmp_path, monkeypatch):
+    """safetensors: no checksums, but numbers that are none are counted wherever a part ends."""
+    values = np.ones((3, 1000), np.float32)
+    values[0, 0] = values[1, 511] = np.nan
+    values[2, 999] = np.inf
+    save_file({"w": values, "none": np.ones((0, 3), np.float32)}, tmp_path / "model.safetensors")
+    whole = _report_of(tmp_path)
+    assert "2 NaN and 1 infinite of 3000" in "".join(f.message for f in whole.findings)
+    monkeypatch.setattr("ckpt_tools.verify.content._PART_BYTES", 512)
+    assert _report_of(tmp_path) == whole
+
+
+@pytest.mark.parametrize("size", [(1 << 40, 1 << 41), (1 << 31, 1 << 31), (1 << 50,)])
+def test_a_tensor_that_no_disk_could_hold_is_a_finding(size, tmp_path):
+    """Whether the item is said to be as small as it is, or as large as the tensor."""
+    root = copy_of("core019_llama_tp2_fully_reshardable", tmp_path)
+    with metadata_of(root) as metadata:
+        key = "decoder.final_layernorm.weight"
+        stored = metadata.state_dict_metadata[key]
+        stored.size = stored.chunks[0].sizes = torch.Size(size)
+        stored.chunks[0].offsets = torch.Size((0,) * len(size))
+        ((index, info),) = infos_of(metadata, key).values()
+        metadata.storage_data[dataclasses.replace(index, offset=torch.Size((0,) * len(size)))] = info
+        if len(size) > 1:
+            del metadata.storage_data[index]
+    assert {f.check for f in _report_of(root).findings if f.where.startswith(key)} >= {"frames"}
+    with metadata_of(root) as metadata:
+        ((_, info),) = infos_of(metadata, key).values()
+        info.length = 1 << 61
+    assert {f.check for f in _report_of(root).findings if key in f.message} >= {"files"}
+
+
+def test_two_chunks_that_share_their_bytes_are_each_proven(tmp_path):
+    """A writer that stores equal bytes once: both are what was written."""
+    out = DcpFolder(tmp_path / "c")
+    values = np.arange(8, dtype=np.float32)
+    out.tensor("w", "float32", np.concatenate([values, values]), [Box((0,), (8,)), Box((8,), (8,))])
+    out.finish()
+    metadata = pickle.loads((tmp_path / "c/.metadata").read_bytes())
+    first, second = metadata.storage_data.values()
+    second.relative_path, second.offset = first.relative_path, first.offset
+    (tmp_path / "c/.metadata").write_bytes(pickle.dumps(metadata))
+    report = _report_of(tmp_path / "c")
+    assert not [f for f in report.findings if f.severity == "error"], report.findings
+    assert next(c.looked_at for c in report.checks if c.name == "checksums") == 14
+
+
+def test_tensors_that_no_disk_could_hold_have_few_parts():
+    for shape in ((1 << 40, 1 << 41), (1 << 62,), (3, 1 << 50, 5), (1 << 50, 3)):
+        parts = parts_of([InlineTensor("w", "float32", shape, b"")])
+        assert sum(part.box.volume for part in parts) == math.prod(shape)
+        assert len(parts) <= 1 << 16

@@ -98,7 +98,7 @@ def test_masters_that_nothing_has_are_said(tmp_path, capsys):
     assert [(f.where, f.message.partition(":")[0]) for f in report.findings] == [
         ("optimizer", "it holds no fp32 masters of the weights")
     ]
-    assert run(["convert", str(root), str(tmp_path / "out"), "-q"]) == 0
+    assert run(["convert", str(root), str(tmp_path / "out")]) == 0
     assert "holds no fp32 masters" in capsys.readouterr().out
 
 

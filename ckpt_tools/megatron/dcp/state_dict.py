@@ -31,7 +31,7 @@ Form: TypeAlias = Literal["flattened", "by_name", "by_number"]
 
 _PARTS = ("state", "param_groups")
 _MASTERS = "fp32_from_fp16_params"
-_EXTRA_STATE = "_extra_state"
+EXTRA_STATE = "_extra_state"
 _DIGITS = 9
 _DEEPEST = (
     64  # names within names that are looked at: no module nests so, but a hostile key has a million dots
@@ -111,7 +111,7 @@ def _read(catalog: Catalog) -> StateDict:
         roots.setdefault(leaf.root, []).append(leaf)
     masters = _masters(catalog, roots)
     inside = {leaf.key for leaf in leaves} | {key for found in masters.values() for key in found.values()}
-    outside = [key for key in catalog.tensors if key not in inside and not key.endswith(_EXTRA_STATE)]
+    outside = [key for key in catalog.tensors if key not in inside and not key.endswith(EXTRA_STATE)]
     weights, model = _weights(catalog, outside, [leaf for leaf in leaves if leaf.part == "state"])
     optimizers = tuple(_optimizer(root, inner, weights, masters[root]) for root, inner in roots.items())
     used = inside | set(weights.values())

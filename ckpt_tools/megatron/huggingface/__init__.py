@@ -12,11 +12,15 @@
 * `towers`: the language model inside a vision-language model
 * `identify`: which family a model is of
 * `model_args`: a model's architecture in one spelling
+* `sparse_attention`: an indexer of keys in Megatron's args
 * `written_args`: and back, as args of a new checkpoint
 * `numbers`: sizes from settings, looked at before anything is built of them
 * `rope_args`: rotary embeddings
+* `recurrent_args`: gated delta nets and Mamba, and which layers they are
 * `layer_patterns`: which layers have a window, or experts
+* `moe_values`: values of config.json that only some families with experts have
 * `field_values`: values that config.json and `ModelArgs` say differently
+* `hybrid_values`: those that say which layers are attention, gated delta nets or Mamba
 * `config_fields`: what a field of config.json is
 * `config`: `config.json`, read and written
 * `ledger`: every other setting of either side, and what becomes of it (arguments.yaml, config_json.yaml)

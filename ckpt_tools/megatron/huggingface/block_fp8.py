@@ -24,9 +24,10 @@ from ckpt_tools.model.target import InlineTensor, Source, TargetTensor
 
 BLOCK = (128, 128)
 UE8M0 = "ue8m0"
-_LINEAR = re.compile(
-    r"(?:^|\.)layers\.\d+\.(?:self_attn|mlp|block_sparse_moe)\.(?:\w+\.)*(?:\w+_proj|\w+_proj_with_mqa|w[123])\.weight"
-)
+LINEAR = re.compile(
+    r"(?:^|\.)layers\.\d+\.(?:self_attn|mlp|block_sparse_moe)\.(?:\w+\.)*"
+    r"(?:(?!weights_proj)\w+_proj|\w+_proj_with_mqa|w[123]|c_fc|(?<=indexer\.)(?:wq_b|wk))\.weight"
+)  # of an indexer, the linear that weighs its heads is never quantized
 _IN_A_LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.\d+\.")
 _NEVER = re.compile(
     r"(?:^|\.)(?:embed_tokens|wte|wpe|shared_head\.head)\.weight$"
@@ -95,7 +96,7 @@ def quantized_tensors(
         if len(t.shape) > 2 and _IN_A_LAYER.search(t.key) and t.key.endswith(("proj", "weight"))
     ]
     chosen = {
-        t.key for t in tensors if isinstance(t, TargetTensor) and _LINEAR.search(t.key) and len(t.shape) == 2
+        t.key for t in tensors if isinstance(t, TargetTensor) and LINEAR.search(t.key) and len(t.shape) == 2
     }
     wrong = [f"{t.key} is {t.dtype}" for t in tensors if t.key in chosen and t.dtype not in CASTABLE]
     if odd or not chosen or wrong:

@@ -15,6 +15,7 @@ from ckpt_tools.megatron.huggingface.rope_args import (
     TRAINED_LLAMA3_FACTOR,
 )
 from ckpt_tools.megatron.huggingface.rules import Family, Pair, allows
+from ckpt_tools.megatron.huggingface.sparse_attention import SINCE, sparse_attention_problems
 from ckpt_tools.model.views import Shape
 
 PART = (
@@ -61,7 +62,9 @@ def not_of_family(family: Family, model: ModelArgs, reference: Mapping[str, Any]
     problems = [
         f"{name} is {getattr(model, name)!r}; {family.architecture} is {needed!r}"
         for name, needed in family.needs.items()
-        if name in ModelArgs.__dataclass_fields__ and not allows(needed, getattr(model, name))
+        if name in ModelArgs.__dataclass_fields__
+        and not allows(needed, getattr(model, name))
+        and model.has(name)
     ]
     told = in_v4_form(reference or {})
     lacking = [one.hf for one in family.fields
@@ -72,9 +75,19 @@ def not_of_family(family: Family, model: ModelArgs, reference: Mapping[str, Any]
         problems.append(f"sliding windows on some layers only; {family.architecture} has them on all or none")
     if model.rotary_percent != 1 and any(one and one["rope_type"] == "yarn" for one in model.rope_scaling):
         problems.append("YaRN together with rotary_percent: Megatron's YaRN rotates whole heads")
+    shared = any(rule.core.startswith("mtp.") and "{" not in rule.hf[0] for rule in family.rules)
+    if model.mtp_num_layers > 1 and shared:
+        problems.append(
+            f"mtp_num_layers is {model.mtp_num_layers}; config.json of {family.architecture} has names for one"
+        )
+    if model.mtp_num_layers and model.kind(model.num_layers - 1) == "G":
+        problems.append(
+            "the last layer is a gated delta net, which makes Megatron's prediction layer one; that of "
+            f"{family.architecture} is attention"
+        )
     if model.rotary_interleaved and (model.qk_layernorm or model.multi_latent_attention):
         problems.append("rotary_interleaved together with q/k norms or MLA has no known Hugging Face order")
-    return problems
+    return problems + sparse_attention_problems(model)
 
 
 def spellings(
@@ -84,18 +97,18 @@ def spellings(
     spelled: dict[str, str] = {}
     used: set[str] = set()
     for pair in pairs:
-        for name in pair.core:
+        for name, shape in zip(pair.core, pair.shapes, strict=True):
             found = [one for one in (name, *pair.also) if one in parameters]
             used.update(found)
             if not found:
-                problems.append(f"{name} {list(pair.shape)} is missing")
+                problems.append(f"{name} {list(shape)} is missing")
                 continue
             if len(found) > 1:
                 problems.append(f"{' and '.join(found)} are two names of one parameter")
-            if parameters[found[0]].shape != pair.shape:
+            if parameters[found[0]].shape != shape:
                 problems.append(
                     f"{found[0]} has shape {list(parameters[found[0]].shape)}, "
-                    f"its settings ask for {list(pair.shape)}"
+                    f"its settings ask for {list(shape)}"
                 )
             spelled[name] = found[0]
     return spelled, [name for name in parameters if name not in used]
@@ -145,7 +158,38 @@ def semantic_notes(family: Family, model: ModelArgs) -> tuple[str, ...]:
         notes.append(
             "transformers evaluates the norms inside MLA with epsilon 1e-6 whatever config.json says"
         )
+    if "M" in model.hybrid_pattern and model.layernorm_epsilon != 1e-5:
+        notes.append("Megatron evaluates the norms inside Mamba with epsilon 1e-5 whatever its args say")
+    if "M" in model.hybrid_pattern and family.architecture == "NemotronHForCausalLM":
+        notes.append(
+            "transformers keeps the time steps of Mamba above time_step_min, Megatron does not: logits differ where "
+            "one is smaller"
+        )
     return tuple(notes)
+
+
+def shared_notes(family: Family, model: ModelArgs) -> tuple[str, ...]:
+    """What loading says of a model without a shared expert, whose class always has one."""
+    counted = any(one.hf == "n_shared_experts" for one in family.fields)
+    if not counted or model.moe_shared_expert_intermediate_size or not model.num_experts:
+        return ()
+    return (
+        "the model has no shared expert: config.json says 0 of them, with which the class computes the same; "
+        "transformers names their weights, which have no elements, as missing",
+    )
+
+
+def kept_types(found: Iterable[tuple[str, str, str | None]]) -> tuple[str, ...]:
+    """A note on tensors (name, stored type, the one type that their rule knows) that change their type for it."""
+    changed: dict[tuple[str, str], list[str]] = {}
+    for name, stored, own in found:
+        if own not in (None, stored):
+            changed.setdefault((stored, str(own)), []).append(name)
+    return tuple(
+        f"{len(names)} tensors, {names[0]} the first, are {stored} in the source and written as {own}, the type that "
+        "both programs hold them in"
+        for (stored, own), names in changed.items()
+    )
 
 
 def rope_notes(args: Mapping[str, Any] | None, model: ModelArgs) -> tuple[str, ...]:
@@ -173,7 +217,10 @@ def import_notes(family: Family, model: ModelArgs) -> tuple[str, ...]:
         )
     if rope and rope["rope_type"] == "linear":
         notes.append("linear rope scaling: Megatron-LM's gpt_builders.py does not pass it on")
-    if any(one.wins == "either" for one in family.fields):
+    if model.dsa_indexer_n_heads:
+        notes.append(SINCE)
+    over_heads = any(rule.norm and rule.shape == ("query",) for rule in family.rules)
+    if over_heads or any(one.wins == "either" for one in family.fields):
         notes.append(
             f"{family.name}: plain Megatron-LM has no such model; its layers come from Megatron-Bridge"
         )

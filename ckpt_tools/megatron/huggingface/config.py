@@ -23,14 +23,15 @@ _MISSING = object()
 
 
 def write_config(family: Family, model: ModelArgs) -> dict[str, Any]:
-    """config.json of the model, from its architecture alone."""
+    """config.json of the model, from its architecture alone; its class's own values for what it has not."""
     config: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": family.model_type or family.name,
     }
     config |= {key: value[0] if isinstance(value, tuple) else value for key, value in family.fixed.items()}
     for one in family.fields:
-        config[one.hf] = one.write(model.setting(one.arg), model)
+        own = model.has(one.arg) or one.default is REQUIRED or callable(one.default)
+        config[one.hf] = one.write(model.setting(one.arg), model) if own else one.default
     return config
 
 
@@ -61,6 +62,8 @@ def read_config(family: Family, config: Config) -> ModelArgs:
     ]
     given = _constant_defaults(family, config) | config  # what is read beside another field, too
     for one in family.fields:
+        if _lacks(values, one.arg):
+            continue  # config.json has what its class takes for it all the same
         value = config.get(one.hf, config.get(one.also, _MISSING) if one.also else _MISSING)
         try:
             if value is _MISSING:
@@ -88,6 +91,13 @@ def _constant_defaults(family: Family, config: Config) -> dict[str, Any]:
     }
 
 
+def _lacks(values: Mapping[str, Any], setting: str) -> bool:
+    """Whether a setting is about experts or gated delta nets, of which a field before said that there are none."""
+    if setting.startswith("moe_"):
+        return "num_experts" in values and values["num_experts"] is None
+    return setting.startswith("linear_") and values.get("linear_layers") == ()
+
+
 def reconcile(family: Family, model: ModelArgs, reference: Config) -> ModelArgs:
     """The checkpoint's architecture with what only the reference config tells.
 
@@ -98,6 +108,8 @@ def reconcile(family: Family, model: ModelArgs, reference: Config) -> ModelArgs:
     model = replace(model, rope_scaling=(_settle_rope(model, theirs),))
     problems, taken = [], {}
     for one in family.fields:
+        if not model.has(one.arg) and not theirs.has(one.arg):
+            continue  # what no side has tells no model apart
         ours, other = model.setting(one.arg), theirs.setting(one.arg)
         if one.wins == "reference" or (one.wins == "checkpoint" and ours is None):
             taken[one.arg] = other
@@ -216,7 +228,7 @@ def _implied(family: Family, values: dict[str, Any]) -> dict[str, Any]:
     implied: dict[str, Any] = {
         "num_query_groups": heads,
         "kv_channels": values["hidden_size"] // heads,
-        "ffn_hidden_size": values.get("moe_ffn_hidden_size"),
+        "ffn_hidden_size": values.get("moe_ffn_hidden_size") or 4 * values["hidden_size"],
         "zero_centered_gamma": family.plus_one,
         "add_bias_linear": False,
         "attention_dropout": 0.0,

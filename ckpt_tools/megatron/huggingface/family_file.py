@@ -116,7 +116,7 @@ def _contradictions(
             )
     args = {one.arg for one in family.fields}
     found += [f"no field is {one} @ {top / 'fields'}" for one in NEEDED if one not in args]
-    if not args & {"ffn_hidden_size", "moe_ffn_hidden_size"}:
+    if not args & {"ffn_hidden_size", "moe_ffn_hidden_size", "hybrid_pattern"}:
         found.append(f"no field is ffn_hidden_size or moe_ffn_hidden_size @ {top / 'fields'}")
     if not any(rule.core == EMBEDDING for rule in family.rules):
         found.append(f"no rule is that of {EMBEDDING} @ {top / 'rules'}")

@@ -9,11 +9,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from ckpt_tools.errors import MappingError
+from ckpt_tools.megatron.huggingface import hybrid_values as hybrid
+from ckpt_tools.megatron.huggingface import moe_values as moe
 from ckpt_tools.megatron.huggingface.layer_patterns import no_rope_layers
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs
 from ckpt_tools.megatron.huggingface.rope_args import read_rope
 
 Config: TypeAlias = Mapping[str, Any]
+EIGHT_GROUPS = (
+    "deepseek_v3",
+    "kimi_k2",
+    "deepseek_v32",
+    "bailing_moe_v2",
+    "bailing_moe",
+)  # where none are told
 # Megatron's fused GELU is the approximation by tanh.
 GELU = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu", "gelu": "gelu_erf"}
 
@@ -89,6 +98,11 @@ def read_layer_types(types: Sequence[str], config: Config) -> tuple[int, ...]:
     return ()
 
 
+def write_types_that_rotate(without: Sequence[int], model: ModelArgs) -> list[str]:
+    """Of a class that rotates the layers with a window and no others: `layer_types` says both."""
+    return write_layer_types(model.sliding_layers, model)
+
+
 def write_rotated(without: Sequence[int], model: ModelArgs) -> list[int]:
     """`no_rope_layers` of a config.json has 1 for the layers that do rotate."""
     return [1 - one for one in without or (0,) * model.num_layers]
@@ -140,7 +154,9 @@ def read_greedy(method: str, config: Config) -> int | None:
 
 def read_group_topk(value: int | None, config: Config) -> int | None:
     """One group of several is a choice; one of one leaves nothing to choose."""
-    return None if config.get("n_group") in (None, 1) else value
+    told = "n_group" in config or config.get("model_type") in EIGHT_GROUPS
+    only = config.get("n_group", 8) in (None, 1) if told else value == 1
+    return None if only else value
 
 
 def read_sum_to_one(value: bool, config: Config) -> int:
@@ -173,19 +189,19 @@ def none_for_one(value: Any, config: Config) -> Any:
     return None if value in (None, 1, 1.0) else value
 
 
-def write_shared(size: int | None, model: ModelArgs) -> int | None:
+def write_shared(size: int | None, model: ModelArgs) -> int:
     count, rest = divmod(size or 0, model.moe_ffn_hidden_size)
     if rest:
         raise MappingError(
             f"a shared expert of {size} is not a multiple of the experts' {model.moe_ffn_hidden_size}, and "
             "config.json counts shared experts of that size (n_shared_experts)"
         )
-    return count or None
+    return count  # 0 for none: the classes of DeepSeek multiply by it, and fail with null
 
 
 def write_some_shared(size: int | None, model: ModelArgs) -> int:
     count = write_shared(size, model)
-    if count is None:
+    if not count:
         raise MappingError(
             "moe_shared_expert_intermediate_size is not set; every MoE layer of this class has a shared expert"
         )
@@ -304,8 +320,8 @@ def write_scaled(candidates: Sequence[Any], model: ModelArgs) -> Any:
 def read_scaled(scaling: Any, config: Config) -> tuple[Any, ...]:
     if scaling is None:
         raise MappingError(
-            "null is no scaling for transformers 4, and a scaling of the class's own for transformers 5; say which: "
-            '{"rope_type": "default"} is none'
+            "transformers 4 takes null for an embedding that is not scaled, transformers 5 for the scaling that the "
+            'class has; {"rope_type": "default"} says the first, the scaling itself the second'
         )
     found: tuple[Any, ...] = read_rope(scaling, config)
     return found
@@ -361,6 +377,24 @@ FORMS: dict[str, Form] = {
     "window": Form(read=read_window),
     "scaled_rope": Form(write_scaled, read_scaled),
     "youtu_std": Form(as_float, read_youtu_std),
+    "mlp_types": Form(moe.write_mlp_types, moe.read_mlp_types),
+    "sparse_layers": Form(moe.write_nothing, moe.read_sparse_layers),
+    "indexer_types": Form(moe.write_indexers, moe.read_indexers),
+    "index_freq": Form(moe.write_index_freq, moe.read_indexers),
+    "index_offset": Form(moe.write_index_offset, moe.read_indexers),
+    "no_window": Form(moe.write_nothing, moe.read_no_window),
+    "a_window": Form(read=moe.read_window),
+    "exaone_windows": Form(write_layer_types, moe.read_exaone_types),
+    "exaone_rope": Form(write_types_that_rotate, moe.read_exaone_rope),
+    "rotary_dim": Form(moe.write_rotary_dim, moe.read_rotary_dim),
+    "several_experts": Form(moe.write_several, moe.read_several),
+    "sarvam_rope": Form(write_rope, moe.read_sarvam_rope),
+    "linear_layers": Form(hybrid.write_linear, hybrid.read_linear),
+    "linear_interval": Form(hybrid.write_interval, hybrid.read_interval),
+    "hybrid_pattern": Form(read=hybrid.read_pattern),
+    "experts_of_pattern": Form(read=hybrid.read_experts),
+    "mamba_layers": Form(hybrid.write_pattern_length, hybrid.read_mamba_layers),
+    "mamba_expand": Form(hybrid.write_expand, hybrid.read_expand),
 }
 DEFAULTS: dict[str, Callable[[Config], Any]] = {
     "heads": heads,
@@ -369,4 +403,9 @@ DEFAULTS: dict[str, Callable[[Config], Any]] = {
     "every_fourth_full": every_fourth_full,
     "all_sliding": all_sliding,
     "youtu_std": youtu_std,
+    "leading_dense": moe.leading_dense,
+    "dense_by_types": moe.dense_by_types,
+    "rotary_factor": moe.rotary_factor,
+    "expert_size": moe.expert_size,
+    "pattern_length": hybrid.count_layers,
 }

@@ -14,10 +14,9 @@ from ckpt_tools.megatron.huggingface.towers import WRAPPERS
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 ARCHITECTURES_WITHOUT_RULES = {
-    "mixer.": "Mamba or Nemotron-H layers",
-    "self_attention.in_proj.": "gated delta net layers (Qwen3-Next)",
     "vision_model.": "a vision tower",
 }
+DENSE = ".mlp.linear_fc1.weight"
 NORM_OVER_HEADS = "queries and keys are normalized over all heads at once"
 NORM_AFTER_ROTATION = "queries and keys are normalized after they are rotated, not before"
 NORMS_WITHOUT_WEIGHT = "norms have no weights"
@@ -31,13 +30,13 @@ CAPPED = "attention logits are capped; Bridge has such layers for Gemma 2 only"
 PER_LAYER = "layers have embeddings of their own"
 VALUE_NORM = "values are normalized, and layers with a window have heads of another size than the others"
 NORMS_BEHIND = f"{NORM_OVER_HEADS}, and a layer has norms only behind its attention and its MLP"
+HEADS_GATED = "heads are gated"
 SCALED = "embeddings, residuals, attention and logits have scales of their own"
+MAMBA_1 = "its layers are Mamba-1, Megatron's are Mamba-2"
 WITHOUT_MODULES = {  # of megatron-core 0.16.1, by model_type
     "olmo2": NORMS_BEHIND,
     "olmo3": NORMS_BEHIND,
     "flex_olmo": NORMS_BEHIND,
-    "olmoe": NORM_OVER_HEADS,
-    "minimax_m2": NORM_OVER_HEADS,
     "granite": SCALED,
     "granite_swa": SCALED,
     "granitemoe": SCALED,
@@ -56,7 +55,7 @@ WITHOUT_MODULES = {  # of megatron-core 0.16.1, by model_type
     "codegen": BESIDE,
     "cohere": BESIDE,
     "cohere2": BESIDE,
-    "falcon": BESIDE,
+    "falcon": f"{BESIDE}, or {ALIBI}",
     "bloom": ALIBI,
     "mpt": ALIBI,
     "opt": FROM_TWO,
@@ -75,6 +74,29 @@ WITHOUT_MODULES = {  # of megatron-core 0.16.1, by model_type
     "gemma3n_text": PER_LAYER,
     "gemma4": VALUE_NORM,
     "gemma4_text": VALUE_NORM,
+    "granitemoeshared": SCALED,
+    "granitemoehybrid": SCALED,
+    "granitemoe_swa": SCALED,
+    "afmoe": f"{HEADS_GATED}, and a layer has norms behind its attention and its MLP",
+    "bailing_hybrid": "layers have linear attention of another kind",
+    "deepseek_v4": "keys are compressed before queries see them",
+    "glm5_next": "layers have linear attention of another kind",
+    "kimi_linear": "layers have Kimi delta attention",
+    "jetmoe": "queries have experts of their own",
+    "laguna": HEADS_GATED,
+    "lfm2_moe": "layers are short convolutions",
+    "longcat_flash": "a layer has two attentions, and some experts are no more than their input",
+    "mimo_v2_flash": "values have heads of another size than keys, and are scaled",
+    "minimax": "layers have lightning attention",
+    "phimoe": "experts are chosen and weighed by sparse mixing",
+    "step3p5": HEADS_GATED,
+    "step3p7": HEADS_GATED,
+    "mamba": MAMBA_1,
+    "falcon_mamba": MAMBA_1,
+    "jamba": MAMBA_1,
+    "zamba2": "one block of attention is shared by many layers",
+    "lfm2": "layers are short convolutions with gates",
+    "falcon_h1": "attention and Mamba stand side by side in one layer, and their parts have scales of their own",
     "ernie4_5_moe": "experts are chosen by a softmax with a bias, and Megatron has a bias with sigmoid only",
 }
 
@@ -88,13 +110,15 @@ def detect_family(
     """The family; a config.json decides where there is one, otherwise the parameters do.
 
     `names` are Megatron parameters with any layer numbers. `model` tells Llama, Mistral and Gemma apart, which
-    have the same parameters.
+    have the same parameters. Where only one of the `families` is possible, it is that.
 
     Raises:
         MappingError: no family has such parameters, or config.json names one without rules.
     """
     if config is not None:
         return family_of_config(config, families)
+    if len(families) == 1:
+        return next(iter(families.values()))
     kinds = {NUMBER.sub("N", name) for name in names}
     unknown = [
         f"{what}: {name}"
@@ -171,9 +195,18 @@ def _by_kinds(kinds: set[str], model: ModelArgs | None) -> str:
     relu2 = model is not None and model.activation == "squared_relu"
     partial = model is not None and model.rotary_percent < 1
     shared_keys = model is not None and model.num_query_groups == 1 < model.num_attention_heads
+    interleaved = model is not None and bool(model.dsa_indexer_rope_interleaved)
+    gated = has(".self_attention.in_proj.") or (model is not None and model.attention_output_gate)
     known = (
+        (has("decoder.final_norm."), "nemotron_h" if has(".self_attention.") or has(".mlp.") else "mamba2"),
+        (gated, "qwen3_next" if has(".experts.experts.") else "qwen3_5"),
+        (has(".core_attention.indexer."), "glm_moe_dsa" if interleaved else "deepseek_v32"),
         (has(".linear_kv_down_proj.") and not has(".experts.experts."), "youtu"),
         (has(".linear_kv_down_proj."), "deepseek_v3" if has(".router.expert_bias") else "deepseek_v2"),
+        (
+            has(".router.expert_bias") and qk_norm and not has(".shared_experts.") and not has(DENSE),
+            "minimax_m2",
+        ),
         (has(".router.expert_bias"), "glm4_moe"),
         (has(".softmax_offset"), "gpt_oss"),
         (has(".linear_proj.post_layernorm."), "gemma3" if qk_norm else "gemma2"),

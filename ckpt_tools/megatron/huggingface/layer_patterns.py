@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from ckpt_tools.errors import MappingError, list_problems
 
 
@@ -24,6 +27,19 @@ def sliding_layers(skip: object, layers: int) -> tuple[int, ...]:
     if isinstance(skip, int):
         return tuple(int((layer + 1) % skip != 0) for layer in range(layers))
     return _pattern(skip, layers, "window_attn_skip_freq")
+
+
+def windows_said_again(args: Mapping[str, Any]) -> set[str]:
+    """Settings of Megatron-Bridge's K-EXAONE that repeat the window of each layer."""
+    layers, window = args.get("num_layers"), window_of(args.get("window_size"))
+    if not isinstance(layers, int) or not window:
+        return set()
+    having = sliding_layers(args.get("window_attn_skip_freq"), layers)
+    again: dict[str, list[Any]] = {
+        "layer_types": ["sliding_attention" if one else "full_attention" for one in having],
+        "sliding_windows": [window if one else 0 for one in having],
+    }
+    return {name for name, same in again.items() if args.get(name) in (same, tuple(same))}
 
 
 def sliding_turn(pattern: object) -> int | None:
@@ -61,6 +77,15 @@ def moe_layers(freq: object, layers: int) -> tuple[int, ...]:
     if isinstance(freq, int):
         return tuple(int(layer % freq == 0) for layer in range(layers))
     return _pattern(freq, layers, "moe_layer_freq")
+
+
+def delta_net_layers(freq: object, layers: int) -> tuple[int, ...]:
+    """1 for every layer that is a gated delta net (Megatron transformer_config.py `linear_attention_freq`)."""
+    if freq is None:
+        return ()
+    if isinstance(freq, int) and freq > 0:
+        return tuple(int((layer + 1) % freq != 0) for layer in range(layers))
+    return _pattern(freq, layers, "linear_attention_freq")
 
 
 def _pattern(values: object, layers: int, name: str) -> tuple[int, ...]:

@@ -157,6 +157,27 @@ def _qkv_pairs(shape: Shape, model: ModelArgs) -> Layout:
     return _qkv(shape, model, pairs=True)
 
 
+def _qkv_gate(shape: Shape, model: ModelArgs) -> Layout:
+    """Rows per query group (q..q, their gates, k, v) in a tensor of each head's query and gate, a key and a value
+    tensor (Qwen3-Next)."""
+    heads, groups, dim = model.num_attention_heads, model.num_query_groups, model.kv_channels
+    q, kv = HfShape(*[(2 * heads * dim, *shape[1:])] * 2), HfShape(*[(groups * dim, *shape[1:])] * 2)
+    queries = heads // groups
+    links = []
+    for group in range(groups):
+        first = group * 2 * (queries + 1) * dim
+        for part in range(
+            2 * queries
+        ):  # all queries, then all gates; in a head's own rows, one behind the other
+            side, query = divmod(part, queries)
+            row = (2 * (group * queries + query) + side) * dim
+            links.append(Link(0, (Narrow(0, first + part * dim, dim),), (Narrow(0, row, dim),)))
+        for hf in (1, 2):
+            start = first + (2 * queries + hf - 1) * dim
+            links.append(Link(hf, (Narrow(0, start, dim),), (Narrow(0, group * dim, dim),)))
+    return Layout((q, kv, kv), tuple(links))
+
+
 def _qkv_fused(shape: Shape, model: ModelArgs) -> Layout:
     """Rows per query group as the queries, then the keys, then the values of one tensor (Phi-3)."""
     heads, groups, dim = model.num_attention_heads, model.num_query_groups, model.kv_channels
@@ -215,21 +236,25 @@ def _qkv_rows(model: ModelArgs, pairs: bool = False) -> list[tuple[int, int, int
         rows.append((2, first + (queries + 1) * dim, group * dim, dim))
     if model.rotary_interleaved == pairs:
         return rows
-    half = (
-        (dim if model.rotary_percent >= 1 else int(dim * model.rotary_percent)) + 1
-    ) // 2  # pairs of a head
+    half = _rotary_pairs(model)
 
     def turned(row: int) -> int:
-        """The row of the other order that is this row of a head."""
-        if row >= 2 * half:
-            return row
+        """The row of the other order that is this rotated row of a head."""
         return row % half * 2 + row // half if pairs else row // 2 + row % 2 * half
 
-    return [
-        (which, core + r, hf + (r // dim * dim + turned(r % dim) if which < 2 else r), 1)
-        for which, core, hf, count in rows
-        for r in range(count)
-    ]
+    found = [one for one in rows if one[0] == 2]
+    for which, core, hf, count in (one for one in rows if one[0] < 2):
+        for head in range(0, count, dim):
+            found += [(which, core + head + r, hf + head + turned(r), 1) for r in range(min(2 * half, dim))]
+            if 2 * half < dim:  # the rest of the head lies alike
+                found.append((which, core + head + 2 * half, hf + head + 2 * half, dim - 2 * half))
+    return found
+
+
+def _rotary_pairs(model: ModelArgs) -> int:
+    """Pairs of rows of a head that are rotated; an odd number of rotated rows has the next one to it."""
+    dim, part = model.kv_channels, model.rotary_percent
+    return ((dim if part >= 1 else int(dim * part)) + 1) // 2
 
 
 LAYOUTS: dict[str, tuple[int, Callable[[Shape, ModelArgs], Layout]]] = {  # with the number of HF tensors
@@ -240,7 +265,41 @@ LAYOUTS: dict[str, tuple[int, Callable[[Shape, ModelArgs], Layout]]] = {  # with
     "gate_up_interleaved": (1, _gate_up_interleaved),
     "qkv": (3, _qkv),
     "qkv_pairs": (3, _qkv_pairs),
+    "qkv_gate": (3, _qkv_gate),
     "qkv_fused": (1, _qkv_fused),
     "qkv_grouped": (1, _qkv_grouped),
     "qkv_conv1d": (1, _qkv_conv1d),
+}
+
+
+def _rows(shapes: Sequence[Shape], model: ModelArgs) -> tuple[Layout, ...]:
+    """The rows of each part, one part after the other."""
+    return _in_groups(shapes, 1)
+
+
+def _rows_by_key_head(shapes: Sequence[Shape], model: ModelArgs) -> tuple[Layout, ...]:
+    """The rows of each part that belong to the first key head, then those of the second (Qwen3-Next)."""
+    return _in_groups(shapes, model.linear_num_key_heads)
+
+
+def _in_groups(shapes: Sequence[Shape], groups: int) -> tuple[Layout, ...]:
+    uneven = [shape[0] for shape in shapes if shape[0] % groups]
+    if uneven:
+        raise MappingError(f"{uneven[0]} rows of a projection cannot be those of {groups} key heads")
+    whole = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+    step, first, layouts = whole[0] // groups, 0, []
+    for shape in shapes:
+        size = shape[0] // groups
+        links = [
+            Link(0, (Narrow(0, g * size, size),), (Narrow(0, g * step + first, size),)) for g in range(groups)
+        ]
+        layouts.append(Layout((HfShape(whole, whole),), tuple(links)))
+        first += size
+    return tuple(layouts)
+
+
+# How the parts of one projection, which Megatron stores one by one, lie in one Hugging Face tensor.
+JOINED: dict[str, Callable[[Sequence[Shape], ModelArgs], tuple[Layout, ...]]] = {
+    "rows": _rows,
+    "rows_by_key_head": _rows_by_key_head,
 }

@@ -6,6 +6,7 @@ the other side is refused, what they do not know is named. They are read when a 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -14,13 +15,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpt_tools.errors import MappingError, list_problems
+from ckpt_tools.megatron.huggingface.layer_patterns import windows_said_again
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs, as_text, flat_args
 from ckpt_tools.megatron.huggingface.rules import Family, allows, first_of
 
 MAX_VALUE_CHARS = 60
 MEGATRON_NAMES = {"activation_clamp": "activation_func_clamp_value", "rotary_base_local": "the local rotary_base",
                   "sliding_window": "window_size", "sliding_pattern": "interleaved_attn_pattern",
-                  "no_rope_layers": "no_rope_freq",
+                  "no_rope_layers": "no_rope_freq", "linear_layers": "linear_attention_freq",
                   "query_pre_attn_scalar": "softmax_scale, as 1 / its square,"}  # fmt: skip
 
 
@@ -51,10 +53,11 @@ class Ledger:
 
 
 class Account(NamedTuple):
-    """What is wrong, and what is said."""
+    """What is wrong, and what is said; `refused` are the settings that a rule file could allow."""
 
     problems: tuple[str, ...]
     notes: tuple[str, ...]
+    refused: Mapping[str, Any] = {}
 
 
 def account_for_settings(
@@ -67,16 +70,18 @@ def account_for_settings(
     Raises:
         MappingError: a setting changes the forward pass in a way that the other side cannot hold; all are named.
     """
-    accounts = [] if args is None else [account_for_args(family, args)]
-    accounts += [] if config is None else [account_for_config(family, config)]
+    nothing = Account((), ())
+    ours = nothing if args is None else account_for_args(family, args)
+    theirs = nothing if config is None else account_for_config(family, config)
+    accounts = (ours, theirs)
     problems = [problem for account in accounts for problem in account.problems]
     problems += [] if model is None else uncarried(family, model)
     if problems:
         raise MappingError(
             f"the model is not a {family.architecture} as its settings have it:\n{list_problems(problems)}\n"
             "Where a setting is wrong, correct it at its source. Where the architecture does compute this, a rule "
-            "file (--rules) says so: `needs: {NAME: VALUE}` for a Megatron setting, `fixed: {NAME: VALUE}` for a "
-            "field of config.json",
+            f"file (--rules) says so: `needs: {_flow(ours.refused)}` for a Megatron setting, "
+            f"`fixed: {_flow(theirs.refused)}` for a field of config.json",
             problems,
         )
     return tuple(note for account in accounts for note in account.notes)
@@ -90,15 +95,20 @@ def account_for_args(family: Family, args: Mapping[str, Any]) -> Account:
         for name, needed in family.needs.items()
         if name in ledger.changes and not allows(needed, args.get(name), equal)
     ]
-    carried = {*(MEGATRON_NAMES.get(one.arg) for one in family.fields), *family.settings}
+    carried = {
+        *(MEGATRON_NAMES.get(one.arg) for one in family.fields),
+        *family.settings,
+        *windows_said_again(args),
+    }
+    refused = {}
     for name, change in ledger.changes.items():
         if name not in carried and name not in family.needs and not is_neutral(args.get(name), change, args):
+            refused[name] = args[name]
             problems.append(
                 f"{name} is {short(args[name])}: {change.why}; {family.architecture} does not compute that"
             )
-    return Account(
-        tuple(problems), _unknown((k, v) for k, v in args.items() if k not in ledger and k not in carried)
-    )
+    unknown = _unknown((k, v) for k, v in args.items() if k not in ledger and k not in carried)
+    return Account(tuple(problems), unknown, refused)
 
 
 def demanded_args(family: Family) -> dict[str, Any]:
@@ -111,9 +121,10 @@ def account_for_config(family: Family, config: Mapping[str, Any]) -> Account:
     """Fields of a config.json (in its transformers-4 form) that Megatron does not compute, and unknown ones."""
     ledger = config_fields_of(family.like or family.name)
     said = {name for one in family.fields for name in (one.hf, one.also) if name} | set(family.fixed)
-    problems = []
+    problems, refused = [], {}
     for name, change in ledger.changes.items():
         if name not in said and not is_neutral(config.get(name), change, config):
+            refused[name] = config[name]
             problems.append(
                 f"{name} is {short(config[name])}: {change.why}; Megatron's {family.name} has no setting for that"
             )
@@ -121,12 +132,21 @@ def account_for_config(family: Family, config: Mapping[str, Any]) -> Account:
     if kinds and not _has_layer_types(family, config, kinds):
         problems.append(f"layer_types is {short(kinds)}, which Megatron's {family.name} does not have")
     unknown = ((k, v) for k, v in config.items() if k not in ledger and k not in said)
-    return Account(tuple(problems), _unknown(unknown))
+    return Account(tuple(problems), _unknown(unknown), refused)
+
+
+def _flow(settings: Mapping[str, Any]) -> str:
+    """Settings as a rule file has them in one line; words to fill in where there are none."""
+    plain = {name: value for name, value in settings.items() if isinstance(value, bool | int | float | str)}
+    said = ", ".join(f"{name}: {json.dumps(value)}" for name, value in plain.items())
+    return f"{{{said or 'NAME: VALUE'}}}"
 
 
 def uncarried(family: Family, model: ModelArgs) -> list[str]:
     """Settings of the model that neither config.json of this family nor its class can hold."""
     said = {one.arg for one in family.fields} | set(family.needs)
+    if model.hybrid_pattern and "*" not in model.hybrid_pattern:
+        said |= {"num_query_groups", "query_pre_attn_scalar"}  # of attention, of which there is none
     rope = model.position_embedding_type == "rope"
     neutral: dict[str, tuple[Any, ...]] = {
         "num_query_groups": (model.num_attention_heads,),
@@ -144,6 +164,9 @@ def uncarried(family: Family, model: ModelArgs) -> list[str]:
         ),
         "attn_logit_softcapping": (None,),
         "final_logit_softcapping": (None,),
+        "attention_output_gate": (False,),
+        "linear_layers": ((),),
+        "moe_latent_size": (None,),
     }
     return [
         f"{MEGATRON_NAMES.get(name, name)} is {short(getattr(model, name))}; {family.architecture} has {values[0]!r} "
@@ -155,7 +178,9 @@ def uncarried(family: Family, model: ModelArgs) -> list[str]:
 
 def is_neutral(value: Any, change: Change, settings: Mapping[str, Any]) -> bool:
     """Whether the value does not change the forward pass, given the other settings."""
-    if value is None or (change.only_with and not any(settings.get(name) for name in change.only_with)):
+    if value in (None, [], ()) or (
+        change.only_with and not any(settings.get(name) for name in change.only_with)
+    ):
         return True
     return _neutral(value, change.neutral)
 
@@ -237,7 +262,7 @@ def config_fields_of(family: str) -> Ledger:
     own = data["families"].get(family, {})
     return _ledger({
         "changes": data["changes"] | own.get("changes", {}),
-        "shape": data["shape"],
+        "shape": data["shape"] | own.get("shape", {}),
         "irrelevant": data["irrelevant"] | own.get("irrelevant", {}),
     })  # fmt: skip
 

@@ -20,7 +20,9 @@ from ckpt_tools.megatron.huggingface.layer_patterns import (
     window_of,
 )
 from ckpt_tools.megatron.huggingface.numbers import bounded
+from ckpt_tools.megatron.huggingface.recurrent_args import read_recurrent
 from ckpt_tools.megatron.huggingface.rope_args import RopeScaling, rope_scaling, rotary_bases
+from ckpt_tools.megatron.huggingface.sparse_attention import read_sparse_attention
 
 
 class GluInterleave(NamedTuple):
@@ -105,7 +107,26 @@ class ModelArgs:
     qk_head_dim: int = 0
     qk_pos_emb_head_dim: int = 0
     v_head_dim: int = 0
+    dsa_indexer_n_heads: int = 0  # 0 for a model without an indexer (sparse_attention.py)
+    dsa_indexer_head_dim: int = 0
+    dsa_indexer_topk: int = 0
+    dsa_indexer_rope_interleaved: bool | None = None
+    dsa_indexer_k_norm_epsilon: float | None = None
+    indexer_layers: tuple[int, ...] = ()  # 1 for layers with an indexer; () where all have one
     mtp_num_layers: int = 0
+    attention_output_gate: bool = False
+    linear_layers: tuple[int, ...] = ()  # 1 for gated delta nets; () for none
+    linear_conv_kernel_dim: int = 0
+    linear_key_head_dim: int = 0
+    linear_value_head_dim: int = 0
+    linear_num_key_heads: int = 0
+    linear_num_value_heads: int = 0
+    hybrid_pattern: str = ""  # kinds of layers of a HybridModel: M, *, - or E; "" for a GPT model
+    mamba_state_dim: int = 0
+    mamba_head_dim: int = 0
+    mamba_num_groups: int = 0
+    mamba_num_heads: int = 0
+    moe_latent_size: int | None = None
     own: Mapping[str, Any] = field(default_factory=dict)  # arguments that only a rule file knows (`settings`)
 
     @property
@@ -121,6 +142,23 @@ class ModelArgs:
 
     def is_moe(self, layer: int) -> bool:
         return bool(self.moe_layers and self.moe_layers[layer])
+
+    def has_indexer(self, layer: int) -> bool:
+        return bool(self.dsa_indexer_n_heads and (not self.indexer_layers or self.indexer_layers[layer]))
+
+    def has(self, setting: str) -> bool:
+        """Whether the model has what a setting is about: experts, gated delta nets, Mamba layers."""
+        if setting == "num_experts" or setting.startswith("moe_"):
+            return self.num_experts is not None
+        if setting.startswith("linear_") and setting != "linear_layers":
+            return bool(self.linear_layers)
+        return not setting.startswith("mamba_") or bool(self.hybrid_pattern)
+
+    def kind(self, layer: int) -> str:
+        """What a layer is or attends with: attention (*), a gated delta net (G), or of a pattern M, - or E."""
+        if self.hybrid_pattern:
+            return self.hybrid_pattern[layer]
+        return "G" if self.linear_layers and self.linear_layers[layer] else "*"
 
     def setting(self, name: str) -> Any:
         """A field, or an argument that only a rule file knows."""
@@ -148,6 +186,8 @@ def read_model_args(args: Mapping[str, Any]) -> ModelArgs:
         **_softcaps_and_training(args),
         **_experts(args),
         **_latent_attention(args),
+        **read_sparse_attention(args),
+        **read_recurrent(args),
     )
 
 

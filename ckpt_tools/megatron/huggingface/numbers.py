@@ -27,7 +27,8 @@ _LAYERS = (
     "first_k_dense_replace",
 )
 _EXPERTS = ("num_experts", "num_moe_experts", "num_local_experts", "n_routed_experts")
-_HEADS = ("num_attention_heads", "num_key_value_heads", "num_query_groups")
+_HEADS = ("num_attention_heads", "num_key_value_heads", "num_query_groups", "linear_num_key_heads",
+          "linear_num_value_heads", "mamba_num_heads", "mamba_num_groups", "n_groups")  # fmt: skip
 _POSITIVE = ("num_hidden_layers", "num_layers", "hidden_size", "head_dim", "kv_channels", "ffn_hidden_size",
              "intermediate_size")  # fmt: skip
 _COUNTS = ("num_experts_per_tok", "moe_router_topk", "n_shared_experts", "moe_intermediate_size",
@@ -97,7 +98,9 @@ def _check_model(model: Any, where: str) -> None:
         (1, "", MAX_LAYERS),
         (model.num_experts or 0, "experts", MAX_EXPERT_MODULES),
         (
-            (model.num_attention_heads or 0) + (model.num_query_groups or 0),
+            (model.num_attention_heads or 0)
+            + (model.num_query_groups or 0)
+            + (model.linear_num_key_heads or 0),
             "heads and query groups",
             MAX_HEAD_MODULES,
         ),

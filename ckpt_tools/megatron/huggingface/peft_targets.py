@@ -99,6 +99,10 @@ def _linears(adapter: Adapter, pair: Pair, place: int, model: ModelArgs) -> Iter
     """The Hugging Face linears that an adapter becomes."""
     if adapter.base == EMBEDDING or len(pair.shape) != 2:
         raise MappingError("only adapters of linears are written")
+    if pair.rule.parts:
+        raise MappingError(
+            f"its weight is a part of {pair.hf[0]}, and PEFT has no form for an adapter of a part"
+        )
     if len(pair.core) > 1:
         raise MappingError(
             f"{pair.hf[0]} holds all experts, which PEFT adapts as a parameter and not as a linear"

@@ -329,7 +329,12 @@ def _one_rounding(found: _Found, scale: str) -> bool:
 def _stored_shape(found: _Found, name: str, of: str) -> tuple[int, ...]:
     """What `weight_shape` says, the shape before packing; () and a problem if it says nothing."""
     entry = found.tensors.get(name)
-    if entry is None or entry.dtype not in ("int64", "int32") or entry.shape != (2,):
+    if (
+        entry is None
+        or entry.dtype not in ("int64", "int32")
+        or entry.shape != (2,)
+        or len(entry.chunks) != 1
+    ):
         found.problems.append(f"{of} is packed; its shape, {name} with two integers, is missing")
         return ()
     item = entry.chunks[0].item

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt_tools.megatron.huggingface.file_places import Place, Problems, texts, typed, unknown_keys
-from ckpt_tools.megatron.huggingface.layouts import LAYOUTS
+from ckpt_tools.megatron.huggingface.layouts import JOINED, LAYOUTS
 from ckpt_tools.megatron.huggingface.pieces import Names, parts_of
 from ckpt_tools.megatron.huggingface.rules import Rule
 
-RULE_KEYS = {"core", "hf", "layout", "shape", "when", "also", "norm", "dtype", "fused"}
+RULE_KEYS = {"core", "hf", "layout", "shape", "when", "also", "norm", "dtype", "fused", "parts", "plain"}
 PLACEHOLDER = re.compile(r"\{(\w*)\}")
 LAYER, MTP = "decoder.layers.{l}.", "mtp.layers.{m}."
 DTYPES = ("float32", "bfloat16", "float16")
@@ -35,7 +35,8 @@ def read_rules(said: Any, words: Words, at: Place, problems: Problems) -> list[R
         rule = _rule(item, words, place, problems)
         if rule is None:
             continue
-        for side in (rule.core, *rule.hf):
+        cores = [rule.core.replace("{p}", part) for part, _ in rule.parts] or [rule.core]
+        for side in (*cores, *rule.hf):
             key = (side, frozenset(rule.when))
             other = places.setdefault(key, place)
             if other is not place:
@@ -68,6 +69,8 @@ def _rule(item: Any, words: Words, at: Place, problems: Problems) -> Rule | None
         typed(item, "norm", bool, at, problems, default=False),
         typed(item, "dtype", str, at, problems, default="") or None,
         fused[0] if fused else None,
+        tuple(typed(item, "parts", dict, at, problems, default={}).items()),
+        typed(item, "plain", bool, at, problems, default=False),
     )
     if len(problems) == before:
         _check(rule, words, at, problems)
@@ -77,10 +80,11 @@ def _rule(item: Any, words: Words, at: Place, problems: Problems) -> Rule | None
 
 def _check(rule: Rule, words: Words, at: Place, problems: Problems) -> None:
     """Layout, dimensions and conditions are known and fit together."""
-    if rule.layout not in LAYOUTS:
-        problems.append(f"{rule.layout!r} is not one of {', '.join(LAYOUTS)} @ {at / 'layout'}")
-    elif len(rule.hf) != LAYOUTS[rule.layout][0]:
-        wanted = LAYOUTS[rule.layout][0]
+    layouts = JOINED if rule.parts else LAYOUTS
+    wanted = 1 if rule.parts else LAYOUTS.get(rule.layout, (0,))[0]
+    if rule.layout not in layouts:
+        problems.append(f"{rule.layout!r} is not one of {', '.join(layouts)} @ {at / 'layout'}")
+    elif len(rule.hf) != wanted:
         problems.append(f"layout {rule.layout} has {wanted} tensors, found {len(rule.hf)} @ {at / 'hf'}")
     for key, found, known in (("shape", rule.shape, words.dimensions), ("when", rule.when, words.conditions)):
         problems += [
@@ -88,7 +92,12 @@ def _check(rule: Rule, words: Words, at: Place, problems: Problems) -> None:
             for i, one in enumerate(found)
             if one not in known
         ]
-    if not rule.shape and rule.layout != "same":
+    problems += [
+        f"{rows!r} is not one of {', '.join(words.dimensions)} @ {at / 'parts' / part}"
+        for part, rows in rule.parts
+        if rows not in words.dimensions
+    ]
+    if not rule.shape and not rule.parts and rule.layout != "same":
         problems.append(f"layout {rule.layout} cuts rows, and shape names no dimension @ {at / 'shape'}")
     if rule.dtype not in (None, *DTYPES):
         problems.append(f"{rule.dtype!r} is not one of {', '.join(DTYPES)} @ {at / 'dtype'}")
@@ -97,12 +106,14 @@ def _check(rule: Rule, words: Words, at: Place, problems: Problems) -> None:
 def _check_names(rule: Rule, at: Place, problems: Problems) -> None:
     """Layers and experts are numbered on both sides."""
     places = _places(rule.core)
-    for one in sorted(places - {"l", "m", "e"}):
+    if bool(rule.parts) != ("p" in places):
+        problems.append(f"parts and {{p}} in core go together @ {at / 'core'}")
+    for one in sorted(places - {"l", "m", "e", "p"}):
         problems.append(f"{{{one}}} in {rule.core!r} is not one of {{l}}, {{m}} and {{e}} @ {at / 'core'}")
     further = {"n"} if "m" in places else set()
     for i, name in enumerate(rule.hf):
         strange = _places(name) - places - further
-        if strange or (places - {"e", "m"}) - _places(name):
+        if strange or "p" in _places(name) or (places - {"e", "m", "p"}) - _places(name):
             problems.append(f"{name!r} has other placeholders than {rule.core!r} @ {at / 'hf' / i}")
     for i, name in enumerate(rule.also):
         if _places(name) != places:
@@ -125,7 +136,8 @@ def core_in_mtp(core: str) -> str:
 def in_mtp(rule: Rule, layer: str = "", mtp_layer: str = "") -> Rule:
     """A decoder layer's rule for the layer inside a prediction module.
 
-    Its tensors are named as one layer more, or as `mtp_layer` has it where they begin with `layer`.
+    Its tensors are named as one layer more, or as `mtp_layer` has it where they begin with `layer`. An indexer is in
+    it wherever there is one (sparse_attention.py).
     """
 
     def turned(name: str) -> str:
@@ -139,6 +151,7 @@ def in_mtp(rule: Rule, layer: str = "", mtp_layer: str = "") -> Rule:
         hf=tuple(map(turned, rule.hf)),
         also=tuple(map(core_in_mtp, rule.also)),
         fused=rule.fused and turned(rule.fused),
+        when=tuple(one for one in rule.when if one != "indexer"),
     )
 
 

@@ -2,7 +2,8 @@
 
 Megatron parameters are named as `torch_dist` names them with layers and experts written one by one:
 ``decoder.layers.3.mlp.experts.experts.7.linear_fc1.weight``. Placeholders in names: ``{l}`` a decoder layer,
-``{m}`` a multi-token prediction layer, ``{n}`` its number when counted on from the decoder's, ``{e}`` an expert.
+``{m}`` a multi-token prediction layer, ``{n}`` its number when counted on from the decoder's, ``{e}`` an expert,
+``{p}`` a part of a projection that running models fuse.
 """
 
 from __future__ import annotations
@@ -14,7 +15,14 @@ from typing import Any, NamedTuple
 
 from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.huggingface.config_fields import Field
-from ckpt_tools.megatron.huggingface.layouts import LAYOUTS, HfShape, Layout, gate_up_in_turns, stack
+from ckpt_tools.megatron.huggingface.layouts import (
+    JOINED,
+    LAYOUTS,
+    HfShape,
+    Layout,
+    gate_up_in_turns,
+    stack,
+)
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs
 from ckpt_tools.megatron.huggingface.numbers import MAX_SIZE
 from ckpt_tools.model.views import Shape
@@ -26,7 +34,9 @@ class Rule:
 
     `shape` names dimensions (`dimensions`). `also` lists other spellings of `core` that versions of Megatron
     write. `norm` marks weights that one side may store as weight - 1. `dtype` is kept on both sides whatever is
-    asked. `fused` is a Hugging Face tensor of all experts that readers accept in place of `hf`.
+    asked. `fused` is a Hugging Face tensor of all experts that readers accept in place of `hf`. `parts` are the
+    parts of which one Hugging Face tensor is made, each with the name of its rows; `shape` has the other dimensions
+    then. `plain` marks a norm of which a class of 1 + weight norms takes the weight as it is.
     """
 
     core: str
@@ -38,6 +48,8 @@ class Rule:
     norm: bool = False
     dtype: str | None = None
     fused: str | None = None
+    parts: tuple[tuple[str, str], ...] = ()
+    plain: bool = False
 
 
 class OneOf(NamedTuple):
@@ -115,13 +127,13 @@ def first_of(needed: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A rule for one layer: Megatron parameters (one, or one per expert) and the tensors they fill together.
+    """A rule for one layer: Megatron parameters (one, or one per expert or part) and the tensors they fill together.
 
-    `layouts[i]` belongs to `core[i]`; all layouts have the same Hugging Face tensors.
+    `shapes[i]` and `layouts[i]` belong to `core[i]`; all layouts have the same Hugging Face tensors.
     """
 
     core: tuple[str, ...]
-    shape: Shape
+    shapes: tuple[Shape, ...]
     hf: tuple[str, ...]
     layouts: tuple[Layout, ...]
     rule: Rule
@@ -130,6 +142,14 @@ class Pair:
     @property
     def tensors(self) -> tuple[HfShape, ...]:
         return self.layouts[0].tensors
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the first parameter, which is that of all but for parts."""
+        return self.shapes[0]
+
+
+MAMBA_KERNEL = 4  # Megatron's mamba_mixer.py `d_conv`, for which there is no option
 
 
 def dimensions(model: ModelArgs) -> dict[str, int]:
@@ -161,6 +181,21 @@ def dimensions(model: ModelArgs) -> dict[str, int]:
         "mla_kv_down": model.kv_lora_rank + rope,
         "mla_kv_up": heads * (nope + value),
         "mla_value": heads * value,
+        "index_heads": model.dsa_indexer_n_heads,
+        "index_dim": model.dsa_indexer_head_dim,
+        "index_query": model.dsa_indexer_n_heads * model.dsa_indexer_head_dim,
+        "key": groups * dim,
+        "qkv_gate": 2 * (heads + groups) * dim,
+        "delta_key": model.linear_num_key_heads * model.linear_key_head_dim,
+        "delta_value": model.linear_num_value_heads * model.linear_value_head_dim,
+        "delta_heads": model.linear_num_value_heads,
+        "delta_head_dim": model.linear_value_head_dim,
+        "delta_kernel": model.linear_conv_kernel_dim,
+        "mamba_inner": model.mamba_num_heads * model.mamba_head_dim,
+        "mamba_state": model.mamba_num_groups * model.mamba_state_dim,
+        "mamba_heads": model.mamba_num_heads,
+        "mamba_kernel": MAMBA_KERNEL,
+        "latent": model.moe_latent_size or model.hidden_size,
     }
 
 
@@ -176,6 +211,13 @@ CONDITIONS: dict[str, Callable[[ModelArgs, int], bool]] = {
     "expert_bias": lambda model, layer: model.moe_router_enable_expert_bias,
     "q_lora": lambda model, layer: model.q_lora_rank is not None,
     "no_q_lora": lambda model, layer: model.q_lora_rank is None,
+    "indexer": lambda model, layer: model.has_indexer(layer),
+    "attention_layer": lambda model, layer: model.kind(layer) == "*",
+    "delta_net_layer": lambda model, layer: model.kind(layer) == "G",
+    "mamba_layer": lambda model, layer: model.kind(layer) == "M",
+    "mlp_layer": lambda model, layer: model.kind(layer) == "-",
+    "experts_layer": lambda model, layer: model.kind(layer) == "E",
+    "latent_experts": lambda model, layer: model.moe_latent_size is not None,
 }
 
 
@@ -225,21 +267,32 @@ def _by_layer(
 def _pairs(
     rule: Rule, names: dict[str, int], model: ModelArgs, sizes: dict[str, int], there: frozenset[str]
 ) -> Iterator[Pair]:
+    if rule.parts:
+        yield _joined(rule, names, model, sizes)
+        return
     shape = tuple(sizes[name] for name in rule.shape)
     fused = _fill(rule.fused, names) if rule.fused else None
     layout_name, hf = ("same", (fused,)) if fused in there and fused else (rule.layout, rule.hf)
     layout = rule_layout(rule, model, layout_name)(shape, model)
     also = tuple(_fill(name, names) for name in rule.also)
     if "{e}" not in rule.core:
-        yield Pair((_fill(rule.core, names),), shape, _all(hf, names), (layout,), rule, also)
+        yield Pair((_fill(rule.core, names),), (shape,), _all(hf, names), (layout,), rule, also)
         return
     experts = range(model.num_experts or 0)
     core = tuple(_fill(rule.core, names | {"e": e}) for e in experts)
     if any("{e}" in name for name in hf):
         for e in experts:
-            yield Pair((core[e],), shape, _all(hf, names | {"e": e}), (layout,), rule)
+            yield Pair((core[e],), (shape,), _all(hf, names | {"e": e}), (layout,), rule)
     elif core:
-        yield Pair(core, shape, _all(hf, names), stack([layout] * len(core)), rule)
+        yield Pair(core, (shape,) * len(core), _all(hf, names), stack([layout] * len(core)), rule)
+
+
+def _joined(rule: Rule, names: Mapping[str, int], model: ModelArgs, sizes: Mapping[str, int]) -> Pair:
+    """All parts of a projection that are one tensor on the other side."""
+    rest = tuple(sizes[name] for name in rule.shape)
+    shapes = tuple((sizes[rows], *rest) for _, rows in rule.parts)
+    core = tuple(_fill(rule.core, {**names, "p": part}) for part, _ in rule.parts)
+    return Pair(core, shapes, _all(rule.hf, names), JOINED[rule.layout](shapes, model), rule)
 
 
 def rule_layout(
@@ -257,11 +310,11 @@ def rule_layout(
     return gate_up_in_turns
 
 
-def _all(templates: Iterable[str], names: Mapping[str, int]) -> tuple[str, ...]:
+def _all(templates: Iterable[str], names: Mapping[str, int | str]) -> tuple[str, ...]:
     return tuple(_fill(template, names) for template in templates)
 
 
-def _fill(template: str, names: Mapping[str, int]) -> str:
+def _fill(template: str, names: Mapping[str, int | str]) -> str:
     for name, number in names.items():
         template = template.replace(f"{{{name}}}", str(number))
     return template

@@ -20,10 +20,12 @@ from ckpt_tools.megatron.huggingface.checks import (
     HEAD,
     Spec,
     import_notes,
+    kept_types,
     not_of_family,
     refuse_wrapped,
     rope_notes,
     semantic_notes,
+    shared_notes,
     spellings,
     with_vocabulary,
 )
@@ -65,7 +67,7 @@ class Exported:
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """Megatron parameters made from a Hugging Face directory, one per layer and expert.
+    """Megatron parameters made from a Hugging Face directory, one per layer and expert; `offsets` as of an export.
 
     Views of `tensors` see a source tensor named in `shapes` with that shape instead of its header's.
     """
@@ -74,6 +76,7 @@ class Imported:
     tensors: tuple[TargetTensor, ...]
     args: Mapping[str, Any]
     shapes: Mapping[str, Shape] = field(default_factory=dict)
+    offsets: Mapping[str, float] = field(default_factory=dict)
     equal: tuple[tuple[str, str], ...] = ()
     dropped: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -88,6 +91,7 @@ def export_targets(
     vocab_size: int | None = None,
     mtp_copies: bool = False,
     families: Mapping[str, Family] = FAMILIES,
+    present: Iterable[str] = (),
 ) -> Exported:
     """The Hugging Face tensors and config.json of a model.
 
@@ -95,6 +99,7 @@ def export_targets(
     (rules.py). `args` are Megatron-LM's or Bridge's settings; `reference`, a config.json, supplies what they
     cannot tell and must agree with the rest. `dtype` None keeps every tensor's own. `vocab_size` cuts the
     vocabulary; `mtp_copies` repeats embedding and head in each prediction layer, as DeepSeek's release does.
+    `present` are the tensors of a directory to compare with: names and stacked experts are as they are there.
 
     Raises:
         MappingError: parameters without a rule, missing ones, shapes that contradict the args, a reference that
@@ -112,7 +117,7 @@ def export_targets(
         model = read_config(family, reference) if model is None else reconcile(family, model, reference)
     assert model is not None  # one of the two is given
     model, notes = with_vocabulary(model, parameters, told)
-    pairs = expand(family, model)
+    pairs = expand(family, model, present)
     spelled, equal = _whole(family, model, pairs, parameters, reference)
     tensors = [target for pair in pairs for target in _export_pair(pair, spelled, parameters, dtype)]
     shapes = {
@@ -122,12 +127,11 @@ def export_targets(
         if one.shape != one.seen
     }
     offsets: dict[str, float] = {}
-    if model.zero_centered_gamma != family.plus_one:
-        norms = [key for pair in pairs if pair.rule.norm for key in pair.hf]
-        offsets = dict.fromkeys(norms, 1.0 if model.zero_centered_gamma else -1.0)
+    for pair in pairs:
+        offsets |= dict.fromkeys(pair.hf, step) if (step := _offset(family, model, pair)) else {}
     if mtp_copies:
         tensors += _copies(family, model, tensors)
-    model = replace(model, params_dtype=_bulk_dtype(tensors))
+    model = replace(model, params_dtype=bulk_dtype(tensors))
     config = dict.fromkeys(family.unset) | (keep_reference(family, reference) if reference else {})
     config |= write_config(family, model)
     scaling = config.get("rope_scaling")
@@ -138,8 +142,22 @@ def export_targets(
         config["model_type"] = reference["model_type"]
     if args is None:
         notes = (*notes, "the checkpoint holds no args: what its numbers mean is taken from --hf-config")
-    notes = (*settings, *notes, *semantic_notes(family, model), *rope_notes(args, model))
-    return Exported(family, tuple(tensors), config, shapes, offsets, equal, notes)
+    types = ((pair.core[0], parameters[spelled[pair.core[0]]].dtype, pair.rule.dtype) for pair in pairs)
+    notes = (*notes, *kept_types(types), *semantic_notes(family, model), *shared_notes(family, model))
+    notes = (*settings, *notes, *rope_notes(args, model))
+    made = Exported(family, tuple(tensors), config, shapes, offsets, equal, notes)
+    prefix = _prefix(family, present) if present else Prefix("")
+    return _without_prefix(made, prefix) if prefix.dropped else made
+
+
+def _without_prefix(made: Exported, prefix: Prefix) -> Exported:
+    """The tensors under the names of a directory that was saved from a bare model."""
+    return replace(
+        made,
+        tensors=tuple(replace(one, key=prefix(one.key)) for one in made.tensors),
+        shapes={prefix(key): shape for key, shape in made.shapes.items()},
+        offsets={prefix(key): offset for key, offset in made.offsets.items()},
+    )
 
 
 def _whole(
@@ -160,8 +178,10 @@ def _whole(
     problems += [f"{name}: no rule of {family.name} has this parameter" for name in unused]
     if problems:
         how = "by config.json" if reference else "by its parameters; --hf-config or --rules can say otherwise"
+        of = f", a HybridModel of layers {model.hybrid_pattern!r}," if model.hybrid_pattern else ""
         raise MappingError(
-            f"the checkpoint is not a whole {family.name} model (told {how}):\n" + list_problems(problems),
+            f"the checkpoint{of} is not a whole {family.name} model (told {how}):\n"
+            + list_problems(problems),
             problems,
         )
     return spelled, equal
@@ -199,36 +219,64 @@ def import_targets(
     model = replace(model, padded_vocab_size=rows)
     prefix = _prefix(family, tensors)
     notes = (*settings, *import_notes(family, model))
-    pairs = expand(family, model, tensors)
-    of_mtp = [prefix(name) for pair in pairs if "{m}" in pair.rule.core for name in pair.hf]
-    if model.mtp_num_layers and not any(name in tensors for name in of_mtp):
-        model = replace(model, mtp_num_layers=0)
-        pairs = expand(family, model, tensors)
+    layers = _prediction_layers(family, model, tensors, prefix)
+    if model.mtp_num_layers and not layers:
         notes = (
             *notes,
             "config.json names prediction layers (MTP), the files hold none; Megatron's args name none then",
         )
+    model = replace(model, mtp_num_layers=layers)
+    pairs = expand(family, model, tensors)
     wanted = {
         prefix(name): shape.shape for pair in pairs for name, shape in zip(pair.hf, pair.tensors, strict=True)
     }
     refuse_wrapped(tensors, (name for name in wanted if name not in tensors))
     problems = [*not_of_family(family, model, config), *_misfits(tensors, wanted)]
-    equal, ignored = _without_content(family, model, set(tensors) - set(wanted), prefix)
-    rest = set(tensors) - set(wanted) - set(ignored)
+    extra = set(tensors) - set(wanted)
+    equal, ignored = _without_content(family, model, extra, prefix)
+    ignored += [name for name in sorted(extra - set(ignored)) if 0 in tensors[name].shape]
+    rest = extra - set(ignored)
     problems += [f"{name}: no rule of {family.name} has this tensor" for name in sorted(rest)]
     if problems:
         raise MappingError(
             f"the directory is not a whole {family.name} model:\n" + list_problems(problems), problems
         )
     made = [target for pair in pairs for target in _import_pair(model, pair, prefix, tensors, dtype)]
-    args = megatron_args(replace(model, params_dtype=_bulk_dtype(made))) | demanded_args(family)
+    notes = (
+        *notes,
+        *kept_types((prefix(p.hf[0]), tensors[prefix(p.hf[0])].dtype, p.rule.dtype) for p in pairs),
+    )
+    args = megatron_args(replace(model, params_dtype=bulk_dtype(made))) | demanded_args(family)
     shapes = {
         prefix(name): shape.seen
         for pair in pairs
         for name, shape in zip(pair.hf, pair.tensors, strict=True)
         if shape.seen != shape.shape
     }
-    return Imported(family, tuple(made), args, shapes, equal, tuple(ignored), notes)
+    offsets = {name: -step for pair in pairs if (step := _offset(family, model, pair)) for name in pair.core}
+    return Imported(family, tuple(made), args, shapes, offsets, equal, tuple(ignored), notes)
+
+
+def _offset(family: Family, model: ModelArgs, pair: Pair) -> float:
+    """What is to be added to a norm of the Megatron side that the other side's class takes otherwise."""
+    plus_one = family.plus_one and not pair.rule.plain
+    if not pair.rule.norm or model.zero_centered_gamma == plus_one:
+        return 0.0
+    return 1.0 if model.zero_centered_gamma else -1.0
+
+
+def _prediction_layers(family: Family, model: ModelArgs, tensors: Mapping[str, Spec], prefix: Prefix) -> int:
+    """How many prediction layers (MTP) there are: as many as config.json says, or one where it says nothing.
+
+    None, if the directory has no tensor of them.
+    """
+    said = any(one.arg == "mtp_num_layers" for one in family.fields)
+    asked = replace(model, mtp_num_layers=model.mtp_num_layers if said else 1)
+    rules = tuple(rule for rule in family.rules if "{m}" in rule.core)
+    names = (
+        prefix(name) for pair in expand(replace(family, rules=rules), asked, tensors) for name in pair.hf
+    )
+    return asked.mtp_num_layers if any(name in tensors for name in names) else 0
 
 
 def _misfits(tensors: Mapping[str, Spec], wanted: Mapping[str, Shape]) -> Iterator[str]:
@@ -256,7 +304,7 @@ def _export_pair(
     stored = {parameters[spelled[name]].dtype for name in pair.core}
     if len(stored) > 1:
         raise MappingError(
-            f"{pair.core[0]} and its fellow experts are stored as {' and '.join(sorted(stored))}"
+            f"{pair.core[0]} and what is one tensor with it are stored as {' and '.join(sorted(stored))}"
         )
     sources: list[list[Source]] = [[] for _ in pair.hf]
     for name, layout in zip(pair.core, pair.layouts, strict=True):
@@ -282,13 +330,13 @@ def _import_pair(
     stored = {tensors[name].dtype for name in hf}
     if len(stored) > 1:
         raise MappingError(f"{' and '.join(hf)} become one parameter, but are {' and '.join(sorted(stored))}")
-    for name, layout in zip(pair.core, pair.layouts, strict=True):
+    for name, shape, layout in zip(pair.core, pair.shapes, pair.layouts, strict=True):
         yield TargetTensor(
             name,
             pair.rule.dtype or dtype or next(iter(stored)),
-            pair.shape,
-            tuple(Source(hf[link.hf], link.to_core(pair.shape)) for link in layout.links),
-            zero_filled=pair.rule.layout == "vocab" and pair.shape[0] > model.true_vocab_size,
+            shape,
+            tuple(Source(hf[link.hf], link.to_core(shape)) for link in layout.links),
+            zero_filled=pair.rule.layout == "vocab" and shape[0] > model.true_vocab_size,
         )
 
 
@@ -312,7 +360,8 @@ class Prefix(NamedTuple):
 
 
 def _prefix(family: Family, tensors: Iterable[str]) -> Prefix:
-    names = {name for rule in family.rules for name in rule.hf} - {_tensor_of(family, HEAD)}
+    rules = [rule for rule in family.rules if not rule.core.startswith("mtp.")]  # may stand beside the model
+    names = {name for rule in rules for name in rule.hf} - {_tensor_of(family, HEAD)}
     first = {name.split(".")[0] + "." for name in names}
     there = {name.split(".")[0] + "." for name in tensors}
     return Prefix("".join(first) if len(first) == 1 and not first & there else "")
@@ -339,7 +388,7 @@ def _without_content(
     return equal, [name for name in extra if name in same or ignored.fullmatch(prefix.dropped + name)]
 
 
-def _bulk_dtype(tensors: Iterable[TargetTensor]) -> str:
+def bulk_dtype(tensors: Iterable[TargetTensor | Spec]) -> str:
     """The type of most elements: what config.json and the args call the model's type."""
     elements: Counter[str] = Counter()
     for target in tensors:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs
+from ckpt_tools.megatron.huggingface.recurrent_args import written_recurrent
 from ckpt_tools.megatron.huggingface.rope_args import rope_args
+from ckpt_tools.megatron.huggingface.sparse_attention import sparse_attention_args
 
 
 def megatron_args(model: ModelArgs) -> dict[str, Any]:
@@ -18,7 +20,10 @@ def megatron_args(model: ModelArgs) -> dict[str, Any]:
     args: dict[str, Any] = {
         name: getattr(model, name)
         for name in ModelArgs.__dataclass_fields__
-        if name not in _NOT_MEGATRON and not (name.startswith("moe_") and not model.num_experts)
+        if name not in _NOT_MEGATRON
+        and not name.startswith(("linear_", "mamba_"))
+        and not (name.startswith("moe_") and not model.num_experts)
+        and not (name.startswith("dsa_") and not model.dsa_indexer_n_heads)
     }
     args |= {
         "group_query_attention": model.num_query_groups != model.num_attention_heads,
@@ -52,7 +57,7 @@ def megatron_args(model: ModelArgs) -> dict[str, Any]:
         args["no_rope_freq"] = list(model.no_rope_layers)
     if model.activation == "geglu":  # Megatron-LM has no option for it; these are Bridge's names
         args |= {"gated_linear_unit": True, "activation_func": "megatron.core.activations.fast_gelu"}
-    args |= _gemma_args(model)
+    args |= _gemma_args(model) | sparse_attention_args(model) | written_recurrent(model)
     if model.num_experts:
         every = all(model.moe_layers)
         args |= {"moe_layer_freq": 1 if every else list(model.moe_layers), "moe_grouped_gemm": True}
@@ -81,5 +86,6 @@ def _gemma_args(model: ModelArgs) -> dict[str, Any]:
 _NOT_MEGATRON = frozenset(
     ("tied", "zero_centered_gamma", "activation", "activation_clamp", "rope_scaling", "sliding_window",
      "sliding_layers", "sliding_pattern", "rotary_base_local", "query_pre_attn_scalar", "attn_logit_softcapping",
-     "final_logit_softcapping", "moe_layers", "no_rope_layers", "glu_interleave", "yarn_told", "own")
+     "final_logit_softcapping", "moe_layers", "no_rope_layers", "glu_interleave", "yarn_told", "moe_latent_size",
+     "attention_output_gate", "linear_layers", "hybrid_pattern", "indexer_layers", "own")
 )  # fmt: skip

@@ -15,8 +15,11 @@ from collections.abc import Iterable
 from ckpt_tools.megatron.keys import shard_key
 from ckpt_tools.megatron.torch_dist.stacking import Stack
 
-_LINEAR = re.compile(r"^(?P<module>.*\.(?:linear_\w+|in_proj|out_proj|eh_proj))\.weight(?:\.\w+)?$")
+_LINEAR = re.compile(
+    r"^(?P<module>.*\.(?:linear_\w+|in_proj|out_proj|eh_proj|fc[12]_latent_proj))\.weight(?:\.\w+)?$"
+)
 _NORM = re.compile(r"^(?P<module>.*(?:norm|\.ln_\w+))\.weight$")
+_HYBRID_END = re.compile(r"^(?P<model>(?:.*\.)?)decoder\.final_norm\.weight$")
 _ATTENTION = re.compile(r"^(?P<module>.*(?:self|cross)_attention)\.linear_proj\.weight$")
 
 
@@ -36,6 +39,8 @@ def extra_state_keys(stacks: Iterable[Stack], transformer_engine: bool) -> tuple
 def _modules(key: str, transformer_engine: bool) -> Iterable[str]:
     if match := _LINEAR.match(key):
         yield match["module"]
+    if match := _HYBRID_END.match(key):  # MambaModel asks for what GPTModel leaves out, tied or not
+        yield f"{match['model']}output_layer"
     if transformer_engine:
         if match := _NORM.match(key):
             yield match["module"]

@@ -17,6 +17,7 @@ from ckpt_tools.megatron.keys import COMMON_OBJECT, bucket_object, is_optimizer_
 from ckpt_tools.megatron.param_groups import optimizer_groups
 from ckpt_tools.megatron.settings import read_settings
 from ckpt_tools.megatron.torch_dist.object_grids import object_grids
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_proof import Share, by_threads
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import read_optimizer_states
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import OptimizerStates
 from ckpt_tools.megatron.torch_dist.other_optimizers import is_adams, optimizer_entry
@@ -55,12 +56,13 @@ def read_torch_dist(
     *,
     optimizer: Extent = "whole",
     unknown_keys: bool = False,
+    share: Share = by_threads,
 ) -> TorchDistSource:
     """The checkpoint in `files` taken apart; `ignored` are globs of keys that are left out.
 
     Tensors that stand inside stored objects (`dp_zero_gather_scatter`) are added to the catalog. Of the
     optimizer may be wanted the masters alone, as far as they can be read, or nothing. `unknown_keys` may be there and
-    count as dropped.
+    count as dropped. `share`: see `read_optimizer_states`.
 
     Raises:
         UnsupportedCheckpointError, VerificationError: see `read_optimizer_states`.
@@ -69,7 +71,7 @@ def read_torch_dist(
     common = read_common_state(files, catalog, trust_pickle)
     catalog, left_out = leave_out(catalog, ignored)
     keys = sort_keys(catalog)
-    states, unread = _states(files, catalog, common, optimizer)
+    states, unread = _states(files, catalog, common, optimizer, share)
     rng, rng_missing = rng_states(files, catalog) if optimizer == "whole" else ({}, ())
     consumed = (
         frozenset(filter(is_optimizer_key, (*catalog.tensors, *catalog.objects)))
@@ -151,13 +153,13 @@ def _grad_scaler(optimizer: object) -> Mapping[str, Any]:
 
 
 def _states(
-    files: Files, catalog: Catalog, common: CommonState, wanted: Extent
+    files: Files, catalog: Catalog, common: CommonState, wanted: Extent, share: Share
 ) -> tuple[OptimizerStates | None, str | None]:
     """The optimizer's states, or why they cannot be read where that is not an error."""
     if wanted == "none":
         return None, None
     try:
-        return read_optimizer_states(files, catalog, common), None
+        return read_optimizer_states(files, catalog, common, share=share), None
     except StorageError:
         raise
     except CkptError as error:

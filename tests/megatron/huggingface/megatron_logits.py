@@ -21,6 +21,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.megatron.huggingface.megatron_hybrids import (
+    hybrid_model,
+    joined_parts,
+    provide_mamba,
+    with_delta_nets,
+)
+
+OVER_HEADS = ("minimax_m2", "olmoe")
+
 
 def without_gpu() -> None:
     """What megatron-core asks of a GPU, as no-ops."""
@@ -79,7 +88,7 @@ def transformer_config(args: dict[str, Any]) -> Any:
               "masked_softmax_fusion": False, "persist_layer_norm": False, "apply_rope_fusion": False,
               "bias_dropout_fusion": False, "moe_grouped_gemm": False, "use_cpu_initialization": True,
               "gradient_accumulation_fusion": False, "perform_initialization": False,
-              "activation_func": functional.silu, "gated_linear_unit": True}  # fmt: skip
+              "deterministic_mode": True, "activation_func": functional.silu, "gated_linear_unit": True}  # fmt: skip
     if args["num_experts"]:
         known |= {"moe_token_dispatcher_type": "allgather", "moe_router_load_balancing_type": "none",
                   "moe_layer_freq": args["moe_layer_freq"]}  # fmt: skip
@@ -89,7 +98,9 @@ def transformer_config(args: dict[str, Any]) -> Any:
         known |= {"activation_func": quick_gelu}
     if args.get("gated_linear_unit") and not args["swiglu"]:
         known |= {"activation_func": lambda x: functional.gelu(x, approximate="tanh")}
-    if not (args["swiglu"] or args.get("quick_geglu") or args.get("gated_linear_unit")):
+    if args["squared_relu"]:
+        known |= {"activation_func": lambda x: functional.relu(x).square(), "gated_linear_unit": False}
+    elif not (args["swiglu"] or args.get("quick_geglu") or args.get("gated_linear_unit")):
         form = (
             "tanh" if args["bias_gelu_fusion"] else "none"
         )  # what Megatron's fused kernel computes, and its plain one
@@ -117,7 +128,9 @@ def build(args: dict[str, Any]) -> Any:
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 
     config = transformer_config(args)
-    if config.num_moe_experts:
+    if args.get("hybrid_override_pattern"):
+        return hybrid_model(config, args)
+    if config.num_moe_experts or args.get("linear_attention_freq"):
         spec = gpt_layer_specs.get_gpt_decoder_block_spec(
             config, use_transformer_engine=False, normalization=args["normalization"], qk_l2_norm=False
         )
@@ -126,6 +139,10 @@ def build(args: dict[str, Any]) -> Any:
             None, None, args["qk_layernorm"], args["multi_latent_attention"],
             normalization=args["normalization"],
         )  # fmt: skip
+    for layer in getattr(spec, "layer_specs", ()):
+        with_modules_of_others(layer.submodules.self_attention.submodules, args)
+    if args.get("linear_attention_freq"):
+        spec = with_delta_nets(spec, args)
     return GPTModel(
         config,
         spec,
@@ -142,11 +159,68 @@ def build(args: dict[str, Any]) -> Any:
     ).eval()
 
 
+def with_modules_of_others(attention: Any, args: dict[str, Any]) -> None:
+    """The attention of sparse layers, and norms over all heads, which are modules of Megatron-Bridge."""
+    if args.get("experimental_attention_variant") == "dsa":
+        attention.core_attention = sparse_attention(args["dsa_indexer_rope_interleaved"])
+    if args["num_experts"] and args["qk_layernorm"] and args["name"].startswith(OVER_HEADS):
+        attention.q_layernorm = over_heads(args["num_attention_heads"])
+        attention.k_layernorm = over_heads(args["num_query_groups"])
+
+
+def sparse_attention(interleaved: bool) -> Any:
+    """DSA of 0.16.1, whose indexer rotates what core 0.19 does (#3026): the first part of each head.
+
+    The transform that queries and keys go through alike is left out: it wants a GPU and changes no product of them.
+    """
+    from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+    from megatron.core.transformer.experimental_attention_variant import dsa
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    def rotate(indexer: Any, x: torch.Tensor, rotary: torch.Tensor, mscale: float) -> torch.Tensor:
+        return _apply_rotary_pos_emb_bshd(x, rotary, multi_latent_attention=interleaved, mscale=mscale)
+
+    dsa.rotate_activation = lambda x: x
+    dsa.DSAIndexer._apply_rope = rotate
+    indexer = dsa.DSAIndexerSubmodules(Linear, Linear, LayerNorm, Linear)
+    inner = ModuleSpec(module=dsa.DSAIndexer, submodules=indexer)
+    return ModuleSpec(module=dsa.DSAttention, submodules=dsa.DSAttentionSubmodules(indexer=inner))
+
+
+class Linear(torch.nn.Linear):
+    """Transformer Engine's linear, which the local modules have no like of."""
+
+    def __init__(self, rows: int, columns: int, **options: Any) -> None:
+        super().__init__(rows, columns, bias=False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), None
+
+
+class LayerNorm(torch.nn.LayerNorm):
+    def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
+        super().__init__(hidden_size, eps=1e-6)  # dsa_indexer_k_norm_epsilon, which core 0.19 has
+
+
+def over_heads(heads: int) -> Any:
+    """A norm of all heads at once."""
+
+    class OverHeads(torch.nn.RMSNorm):
+        def __init__(self, hidden_size: int, config: Any, eps: float) -> None:
+            super().__init__(heads * hidden_size, eps=eps)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.flatten(2)).view(x.shape)
+
+    return OverHeads
+
+
 def live(name: str, names: set[str]) -> str:
     """A torch_dist name as the local layer spec's modules spell it."""
     name = re.sub(r"\.experts\.experts\.(\d+)\.", r".experts.local_experts.\1.", name)
     for fused, module in (
         ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+        ("self_attention.in_proj.layer_norm_", "input_layernorm."),
         ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
         ("self_attention.linear_q_up_proj.layer_norm_", "self_attention.q_layernorm."),
         ("self_attention.linear_kv_up_proj.layer_norm_", "self_attention.kv_layernorm."),
@@ -157,6 +231,7 @@ def live(name: str, names: set[str]) -> str:
 
 
 def main(folder: Path) -> None:
+    provide_mamba()
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import apply_factories
 
@@ -164,7 +239,7 @@ def main(folder: Path) -> None:
     prepare_mla_and_moe()
     tokens = (torch.arange(2 * 24).reshape(2, 24) * 7) % 97
     for path in sorted(folder.glob("*.json")):
-        args = json.loads(path.read_text())
+        args = json.loads(path.read_text()) | {"name": path.stem}
         parameters = dict(np.load(path.with_suffix(".npz")))
         if args[
             "layernorm_zero_centered_gamma"
@@ -180,6 +255,7 @@ def main(folder: Path) -> None:
         else:
             own = model.state_dict()
             names = {name for name in own if not name.endswith("_extra_state")}
+            parameters = joined_parts(model, parameters)
             given = {live(name, names): torch.from_numpy(array) for name, array in parameters.items()}
             model.load_state_dict({**{k: v for k, v in own.items() if k not in names}, **given}, strict=True)
         hook(model, args)

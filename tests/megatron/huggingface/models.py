@@ -39,6 +39,8 @@ GLM4_MOE = {
     **{key: value for key, value in MLA.items() if "rank" not in key and "dim" not in key},
     "num_key_value_heads": 2,
 }
+DSA = {**BASE, **MLA, "rms_norm_eps": 1e-6, "index_topk": 7, "index_head_dim": 6, "index_n_heads": 3}
+SHARED_CHOICE = {"num_hidden_layers": 4, "indexer_types": ["full", "full", "shared", "full"]}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -58,6 +60,31 @@ GPT_OSS = {
     "layer_types": ["sliding_attention", "full_attention"],
     "rope_scaling": {**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
     "rope_theta": 150000.0,
+}
+LINEAR = {
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "linear_conv_kernel_dim": 3,
+    "linear_key_head_dim": 5,
+    "linear_value_head_dim": 7,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+}
+NEMOTRON_H = {
+    **{key: value for key, value in BASE.items() if key != "num_hidden_layers"},
+    "head_dim": 10,
+    "hybrid_override_pattern": "M-*M",
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 5,
+    "n_groups": 2,
+    "ssm_state_size": 7,
+}
+NEMOTRON_MOE = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 18,
+    "moe_shared_expert_intermediate_size": 22,
+    "routed_scaling_factor": 2.5,
 }
 GEMMA = {**BASE, **HEAD, "tie_word_embeddings": True}
 
@@ -98,12 +125,41 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": ("Glm4MoeConfig", {**GLM4_MOE, "attention_bias": True, "use_qk_norm": True,
                                    "routed_scaling_factor": 2.5}),
     "glm4_moe_plain": ("Glm4MoeConfig", {**GLM4_MOE, "partial_rotary_factor": 1.0}),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", {**BASE, **MLA, "rms_norm_eps": 1e-6, "routed_scaling_factor": 1.8}),
+    "deepseek_v32": ("DeepseekV32Config", {**DSA, "routed_scaling_factor": 2.5}),
+    "deepseek_v32_yarn": ("DeepseekV32Config", {**DSA, "rope_scaling": MLA_YARN}),
+    "glm_moe_dsa": ("GlmMoeDsaConfig", {**DSA}),
+    "glm_moe_dsa_shared": ("GlmMoeDsaConfig", {**DSA, **SHARED_CHOICE}),
+    "dots1": ("Dots1Config", {**GLM4_MOE, "norm_topk_prob": True, "routed_scaling_factor": 2.5}),
+    "minimax_m2": ("MiniMaxM2Config", {**BASE, "head_dim": 12, "num_local_experts": 4, "num_experts_per_tok": 2,
+                                       "rotary_dim": 6}),
+    "exaone_moe": ("ExaoneMoeConfig", {**BASE, "head_dim": 12, **MOE, "sliding_window": 8, "num_shared_experts": 2,
+                                       "layer_types": ["sliding_attention", "full_attention"]}),
+    "hy_v3": ("HYV3Config", {**BASE, "head_dim": 12, **MOE, "num_shared_experts": 2}),
+    "solar_open": ("SolarOpenConfig", {**GLM4_MOE, "first_k_dense_replace": 0, "rope_scaling": YARN}),
+    "sarvam_moe": ("SarvamMoEConfig", {**GLM4_MOE, "attention_bias": True, "n_shared_experts": 1}),
+    "sarvam_mla": ("SarvamMLAConfig", {**BASE, **MLA, "q_lora_rank": None, "rope_scaling": MLA_YARN}),
+    "olmoe": ("OlmoeConfig", {**BASE, "num_key_value_heads": 4, "num_experts": 5, "num_experts_per_tok": 2}),
     "gpt_oss": ("GptOssConfig", {**GPT_OSS}),
     "gpt_oss_square": ("GptOssConfig", {**GPT_OSS, "intermediate_size": 24}),
     "gpt_oss_unscaled": ("GptOssConfig", {**GPT_OSS, "rope_scaling": {"rope_type": "default"}}),
     "gemma": ("GemmaConfig", {**GEMMA}),
     "gemma2": ("Gemma2Config", {**GEMMA, "sliding_window": 8, "query_pre_attn_scalar": 10}),
     "gemma3": ("Gemma3TextConfig", {**GEMMA, "sliding_window": 8, "query_pre_attn_scalar": 10}),
+    "qwen3_next": ("Qwen3NextConfig", {**BASE, **LINEAR, **MOE, "shared_expert_intermediate_size": 22}),
+    "qwen3_next_dense": ("Qwen3NextConfig", {**BASE, **LINEAR, **MOE, "shared_expert_intermediate_size": 22,
+                                             "layer_types": ["full_attention", "linear_attention"] * 2,
+                                             "mlp_only_layers": [0, 1], "norm_topk_prob": False}),
+    "qwen3_5": ("Qwen3_5TextConfig", {**BASE, **LINEAR}),
+    "qwen3_5_tied": ("Qwen3_5TextConfig", {**BASE, **LINEAR, "tie_word_embeddings": True,
+                                           "layer_types": ["full_attention", "linear_attention"] * 2}),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**BASE, **LINEAR, **MOE, "shared_expert_intermediate_size": 22}),
+    "nemotron_h": ("NemotronHConfig", {**NEMOTRON_H}),
+    "nemotron_h_moe": ("NemotronHConfig", {**NEMOTRON_H, **NEMOTRON_MOE, "hybrid_override_pattern": "ME*EM-E"}),
+    "nemotron_h_latent": ("NemotronHConfig", {**NEMOTRON_H, **NEMOTRON_MOE, "hybrid_override_pattern": "M*E",
+                                              "moe_latent_size": 11, "routed_scaling_factor": 1.0}),
+    "mamba2": ("Mamba2Config", {"vocab_size": 97, "hidden_size": 24, "num_hidden_layers": 2, "num_heads": 8,
+                                "head_dim": 6, "n_groups": 2, "state_size": 7, "chunk_size": 256}),
     "gpt2": ("GPT2Config", {"vocab_size": 97, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 40,
                             "n_inner": 50, "bos_token_id": 1, "eos_token_id": 2}),
     "gpt2_gelu": ("GPT2Config", {"vocab_size": 97, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 40,
@@ -152,6 +208,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
                                                     "norm_topk_prob": False}),
 }  # fmt: skip
 
+PLUS_ONE = ("gemma", "qwen3_next", "qwen3_5")  # whose norms compute with 1 + weight
+
 
 def installed() -> dict[str, tuple[str, dict[str, Any]]]:
     """The variants whose class the installed transformers has."""
@@ -183,7 +241,7 @@ def make_model(name: str, seed: int = 0) -> Any:
             continue
         noise = torch.randn(tensor.shape, generator=generator)
         scale, base = (0.2, 1.0) if "norm" in key or ".ln_" in key else (0.15, 0.0)
-        if "gemma" in name and "norm" in key:
+        if "norm" in key and name.startswith(PLUS_ONE) and not key.endswith("linear_attn.norm.weight"):
             base = 0.0
         tensor.copy_(base + scale * noise)
     return model.eval()

@@ -96,8 +96,8 @@ def fp8_tensors() -> Quantized:
 
 def gpt_oss() -> Quantized:
     config = {**LLAMA, "model_type": "gpt_oss", "num_local_experts": 3, "num_experts_per_tok": 2,
-              "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"], "rope_scaling": None,
-              "hidden_size": 64, "intermediate_size": 96}  # fmt: skip
+              "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"],
+              "rope_scaling": {"rope_type": "default"}, "hidden_size": 64, "intermediate_size": 96}  # fmt: skip
     settings = {"quant_method": "mxfp4", "modules_to_not_convert": [
         "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]}  # fmt: skip
     model = _model(config, settings, torch.bfloat16)

@@ -18,6 +18,8 @@ from ckpt_tools.megatron.huggingface.config import (
 from ckpt_tools.megatron.huggingface.config_fields import REQUIRED
 from ckpt_tools.megatron.huggingface.families import FAMILIES
 from ckpt_tools.megatron.huggingface.identify import detect_family
+from ckpt_tools.megatron.huggingface.layouts import JOINED, LAYOUTS
+from ckpt_tools.megatron.huggingface.ledger import arguments
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs, read_model_args
 from ckpt_tools.megatron.huggingface.rules import CONDITIONS, DIMENSIONS
 from ckpt_tools.megatron.huggingface.targets import export_targets
@@ -165,10 +167,8 @@ def test_family_is_told_by_its_parameters(config: dict[str, Any], name: str) -> 
 
 
 def test_families_without_rules_are_refused() -> None:
-    with pytest.raises(
-        MappingError, match=r"Nemotron-H layers: decoder\.layers\.N\.mixer\.in_proj\.weight\.z"
-    ):
-        detect_family(["decoder.layers.3.mixer.in_proj.weight.z", "embedding.word_embeddings.weight"])
+    with pytest.raises(MappingError, match=r"a vision tower: vision_model\.decoder\.layers\.N\.mlp"):
+        detect_family(["vision_model.decoder.layers.3.mlp.linear_fc1.weight"])
     with pytest.raises(MappingError, match="'bert'"):
         detect_family([], config={"model_type": "bert"})
 
@@ -177,9 +177,14 @@ def test_families_without_rules_are_refused() -> None:
 def test_tables_use_known_words(family: Any) -> None:
     """Dimensions, conditions, settings and fields of a family exist, and no parameter has two rules at once."""
     for rule in family.rules:
-        assert set(rule.shape) <= set(DIMENSIONS) and set(rule.when) <= set(CONDITIONS)
+        assert {*rule.shape, *(rows for _, rows in rule.parts)} <= set(DIMENSIONS)
+        assert set(rule.when) <= set(CONDITIONS) and bool(rule.parts) == ("{p}" in rule.core)
+        assert rule.layout in (JOINED if rule.parts else LAYOUTS)
     known = ModelArgs.__dataclass_fields__
-    assert set(family.needs) <= set(known) and {field.arg for field in family.fields} <= set(known)
+    assert set(family.needs) <= {*known, *arguments().changes} and {
+        field.arg for field in family.fields
+    } <= set(known)
     assert all(field.default is not REQUIRED for field in family.fields if field.hf.startswith("tie"))
-    keys = [(rule.core, rule.when) for rule in family.rules]
+    keys = [(rule.core.replace("{p}", part), rule.when)
+            for rule in family.rules for part, _ in (rule.parts or [("", "")])]  # fmt: skip
     assert len(set(keys)) == len(keys)

@@ -302,4 +302,5 @@ def test_what_a_class_takes_without_a_field_counts_for_the_fields_beside_it() ->
     oss = {**BASE, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
     (scaling,) = read_config(FAMILIES["gpt_oss"], oss).rope_scaling
     assert scaling is not None and (scaling["rope_type"], scaling["factor"]) == ("yarn", 32.0)
-    assert read_config(FAMILIES["gpt_oss"], {**oss, "rope_scaling": None}).rope_scaling == (None,)
+    plain = {**oss, "rope_scaling": {"rope_type": "default"}}
+    assert read_config(FAMILIES["gpt_oss"], plain).rope_scaling == (None,)

@@ -23,6 +23,8 @@ GLM = {
     "moe_intermediate_size": 6,
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
     "routed_scaling_factor": 2.5,
     "num_nextn_predict_layers": 1,
 }

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tools.megatron.huggingface.layouts import LAYOUTS, Layout, stack
+from ckpt_tools.errors import MappingError
+from ckpt_tools.megatron.huggingface.layouts import JOINED, LAYOUTS, Layout, stack
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs
 from ckpt_tools.model.target import Source, TargetTensor
 from tests.megatron.huggingface.materialise import materialise
@@ -63,6 +64,55 @@ def test_interleaved_rotary_rows_are_half_a_head_apart() -> None:
     assert np.array_equal(v, plain[2])
 
 
+def test_gates_follow_the_queries_of_their_group() -> None:
+    """4 heads of 6 in 2 groups: q0 q1 g0 g1 k0 v0 | q2 q3 g2 g3 k1 v1; a head's own rows are q and g."""
+    core = numbered(12 * 6, 3)
+    q, k, v = to_hf(LAYOUTS["qkv_gate"][1](core.shape, model()), core)
+    blocks = np.split(core, 12)
+    assert np.array_equal(q, np.concatenate([blocks[i] for i in (0, 2, 1, 3, 6, 8, 7, 9)]))
+    assert np.array_equal(k, np.concatenate([blocks[i] for i in (4, 10)]))
+    assert np.array_equal(v, np.concatenate([blocks[i] for i in (5, 11)]))
+
+
+def joined(layouts: tuple[Layout, ...], parts: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+    """The one tensor that parts make; `materialise` fails unless they tile it."""
+    (tensor,) = layouts[0].tensors
+    sources = tuple(
+        Source(str(i), link.to_hf(tensor.seen)) for i, layout in enumerate(layouts) for link in layout.links
+    )
+    made = materialise(
+        [TargetTensor("t", "float32", tensor.seen, sources)], {str(i): p for i, p in enumerate(parts)}
+    )
+    return made["t"]
+
+
+def test_rows_of_a_key_head_stand_together() -> None:
+    """2 key heads of 3 rows with 2 value heads of 2 each: q0 k0 v0 v1 | q1 k1 v2 v3, as Qwen3-Next views them."""
+    query, key, value = numbered(6, 5), 100 + numbered(6, 5), 200 + numbered(8, 5)
+    layouts = JOINED["rows_by_key_head"](
+        [part.shape for part in (query, key, value)], model(linear_num_key_heads=2)
+    )
+    views = [part.reshape(2, -1, 5) for part in (query, key, value)]
+    assert np.array_equal(joined(layouts, [query, key, value]), np.concatenate(views, axis=1).reshape(20, 5))
+    with pytest.raises(MappingError, match="7 rows of a projection cannot be those of 2 key heads"):
+        JOINED["rows_by_key_head"]([(6, 5), (7, 5)], model(linear_num_key_heads=2))
+
+
+@pytest.mark.parametrize("name", sorted(JOINED))
+@given(data=st.data())
+def test_parts_tile_one_tensor_and_come_back(name: str, data: st.DataObject) -> None:
+    heads = data.draw(st.integers(1, 4))
+    rest = data.draw(st.sampled_from([(), (3,), (1, 4)]))
+    rows = [heads * n for n in data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))]
+    parts = [1000 * i + numbered(n, *rest) for i, n in enumerate(rows)]
+    layouts = JOINED[name]([part.shape for part in parts], model(linear_num_key_heads=heads))
+    whole = joined(layouts, parts)
+    if name == "rows":
+        assert np.array_equal(whole, np.concatenate(parts))
+    for layout, part in zip(layouts, parts, strict=True):
+        assert np.array_equal(to_core(layout, [whole], part.shape, filled=False), part)
+
+
 def test_conv1d_is_three_thirds_of_columns() -> None:
     core = numbered(3 * 4 * 6, 5)
     (c_attn,) = to_hf(LAYOUTS["qkv_conv1d"][1](core.shape, model(groups=4)), core)
@@ -95,7 +145,8 @@ def test_both_directions_tile_and_undo_each_other(name: str, data: st.DataObject
     groups, per = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
     dim, columns = 2 * data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
     per = 1 if name == "qkv_conv1d" else per
-    rows = groups * (per + 2) * dim if "qkv" in name else 2 * data.draw(st.integers(1, 6))
+    gates = per if name == "qkv_gate" else 0
+    rows = groups * (per + gates + 2) * dim if "qkv" in name else 2 * data.draw(st.integers(1, 6))
     vocab = data.draw(st.integers(1, rows))
     part = data.draw(st.sampled_from([1.0, 0.25, 0.5, 0.9]))
     settings = model(groups * per, groups, dim, vocab_size=vocab, rotary_interleaved=data.draw(st.booleans()),

@@ -35,7 +35,8 @@ OTHERS = {"no_rope_freq": [0, 1], "experimental_attention_variant": "dsa",
           "transformer_layer_spec": {"_target_": "my.spec", "_call_": False},
           "heterogeneous_layers_config_path": "layers.json", "embedding_multiplier": 12.0,
           "heterogeneous_layers_config_encoded_json": "{}"}  # fmt: skip
-SWITCHED_ON = {"num_experts": 3, "mtp_num_layers": 0, "use_grouped_gemm_for_shared_expert": True}
+SWITCHED_ON = {"num_experts": 3, "mtp_num_layers": 0, "use_grouped_gemm_for_shared_expert": True,
+               "experimental_attention_variant": "dsa"}  # fmt: skip
 
 
 def recorded(file: str) -> dict[str, list[str]]:
@@ -117,9 +118,12 @@ def test_what_is_carried_is_read() -> None:
         bare, {**bare, "num_experts": 2, "moe_router_num_groups": 2}, llama,
         {**moe, "moe_mlp_glu_interleave_size": 2},
         {**mla, "rotary_scaling_factor": 2.0, "rope_type": "yarn"},
+        {**mla, "experimental_attention_variant": "dsa"},
         {**llama, **yarn}, {**llama, **bridge, "share_embeddings_and_output_weights": True},
         {**llama, "use_rope_scaling": True, "bf16": False, "params_dtype": "torch.float16"},
         {**llama, "rotary_base": [1, 2], "rope_scaling_factor": 2, "window_size": (3, 0), "num_query_groups": 2},
+        {**bare, "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 2},
+        {**bare, "hybrid_override_pattern": "M-"},
     ]  # fmt: skip
     seen: set[str] = set()
     for variant in variants:

@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ckpt_tools.megatron.huggingface.block_fp8 import BlockFp8, quantized_tensors
 from ckpt_tools.megatron.huggingface.config import read_config
 from ckpt_tools.megatron.huggingface.families import FAMILIES
 from ckpt_tools.megatron.huggingface.identify import detect_family, family_of_config
 from ckpt_tools.megatron.huggingface.model_args import read_model_args
 from ckpt_tools.megatron.huggingface.targets import export_targets
+from ckpt_tools.model.catalog import Catalog
 from tests.megatron.huggingface.materialise import materialise, specs
 from tests.megatron.huggingface.test_targets import BASE, DEEPSEEK, LLAMA, directory, imported, problems
 
@@ -141,6 +143,24 @@ def test_nemotron_of_bridge() -> None:
     assert {key: exported.config[key] for key in NEMOTRON} == NEMOTRON
 
 
+@pytest.mark.parametrize(
+    "config", [STARCODER2, NEMOTRON, GLM, STABLELM, PERSIMMON], ids=lambda one: one["model_type"]
+)
+def test_all_linears_of_a_layer_are_quantized_or_none(config: dict[str, Any]) -> None:
+    tensors, family = directory(config), FAMILIES[config["model_type"]]
+    found, megatron = imported(config, tensors)
+    targets, nothing = export_targets(specs(megatron), found.args).tensors, Catalog("", {}, {})
+    if config is PERSIMMON:  # under names that no quantized model has
+        text = problems(lambda: quantized_tensors(targets, nothing, family, BlockFp8()))
+        assert "no PersimmonForCausalLM is published so" in text
+        return
+    quantized = quantized_tensors(targets, nothing, family, BlockFp8())
+    assert quantized.count == sum(".layers." in name and array.ndim == 2 for name, array in tensors.items())
+    assert quantized.settings["modules_to_not_convert"] == (
+        ["lm_head"] if "lm_head.weight" in tensors else []
+    )
+
+
 def test_heads_and_first_segments_of_other_names() -> None:
     """A tied head that is stored nevertheless, and names of a model without its head."""
     tied = {**NEOX, "tie_word_embeddings": True}
@@ -213,7 +233,9 @@ def test_no_scaling_is_said_where_null_is_one(config: dict[str, Any]) -> None:
     of_v5["rope_parameters"] = {"rope_type": "default", "rope_theta": 5e5}
     assert imported(of_v5, directory(unscaled))[0].args["use_rope_scaling"] is False
     del of_v5["rope_parameters"]
-    assert read_config(FAMILIES[config["model_type"]], of_v5).rope_scaling[0]["factor"] in (16.0, 32.0)
+    (scaling,) = read_config(FAMILIES[config["model_type"]], of_v5).rope_scaling
+    assert scaling is not None
+    assert scaling["factor"] in (16.0, 32.0)
 
 
 @pytest.mark.parametrize("config", [MINISTRAL, CWM, GPT_OSS], ids=lambda config: config["model_type"])
@@ -250,8 +272,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
      (INTERNLM3, {"rope_scaling": DYNAMIC}, "Megatron has no 'dynamic' scaling"),
      ({**SQUARE, "model_type": "helium", "head_dim": 4}, {"mlp_bias": True}, "mlp_bias is True"),
      (MINISTRAL, {"sliding_window": None}, "does not run without a window"),
-     (CWM, {"rope_scaling": None}, "null is no scaling for transformers 4, and a scaling of the class's own"),
-     (GPT_OSS, {"rope_scaling": None}, "null is no scaling for transformers 4, and a scaling of the class's own"),
+     (CWM, {"rope_scaling": None}, "transformers 4 takes null for an embedding that is not scaled"),
+     (GPT_OSS, {"rope_scaling": None}, "transformers 4 takes null for an embedding that is not scaled"),
      (BIGCODE, {"scale_attn_weights": False}, "scale_attn_weights is False"),
      (EXAONE, {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
      (PERSIMMON, {"rope_theta": None}, "rope_theta is missing"),
@@ -304,6 +326,7 @@ def test_terms_of_yarn_beside_each_other(more: dict[str, float], factor: float |
     """transformers makes a factor of both; one alone says nothing. Megatron-LM has no argument for another factor."""
     arcee = {**BASE, "model_type": "arcee", **RELU2, "rope_scaling": {**YARN, **more}}
     (scaling,) = read_config(FAMILIES["arcee"], arcee).rope_scaling
+    assert scaling is not None
     assert scaling.get("attention_factor") == (None if factor is None else pytest.approx(factor, rel=1e-6))
     if factor is not None:
         assert "Megatron cannot set attention_factor" in problems(lambda: imported(arcee, directory(arcee)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -195,3 +196,24 @@ def test_errors_name_their_place(text: str, problem: str, tmp_path: Path) -> Non
     with pytest.raises(UsageError) as caught:
         load_rule_file(path)
     assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "config", "lines"),
+    [
+        ({"use_mup": True}, {}, ["`needs: {use_mup: true}`", "`fixed: {NAME: VALUE}`"]),
+        ({}, {"use_qk_norm": True}, ["`needs: {NAME: VALUE}`", "`fixed: {use_qk_norm: true}`"]),
+        (
+            {"use_mup": True, "no_rope_freq": [0, 1]},  # a list is said in the problem's own line
+            {"use_qk_norm": True},
+            ["no_rope_freq is [0, 1]", "`needs: {use_mup: true}`", "`fixed: {use_qk_norm: true}`"],
+        ),
+    ],
+)
+def test_a_refusal_names_the_line_to_add(
+    settings: dict[str, Any], config: dict[str, Any], lines: list[str]
+) -> None:
+    found, megatron = imported(LLAMA, directory(LLAMA))
+    with pytest.raises(MappingError) as caught:
+        export_targets(specs(megatron), {**found.args, **settings}, LLAMA | config)
+    assert all(line in str(caught.value) for line in lines)

@@ -41,11 +41,11 @@ DEEPSEEK = {
 }
 
 
-def directory(config: dict[str, Any], seed: int = 0) -> Arrays:
+def directory(config: dict[str, Any], seed: int = 0, **changes: Any) -> Arrays:
     """Random tensors under the names and shapes the family's rules give."""
     family = family_of_config(config)
     model = read_config(family, config)
-    model = replace(model, padded_vocab_size=model.vocab_size)
+    model = replace(model, padded_vocab_size=model.vocab_size, **changes)
     random = np.random.default_rng(seed)
     return {
         key: random.normal(size=shape.shape).astype(np.float32)
@@ -56,7 +56,7 @@ def directory(config: dict[str, Any], seed: int = 0) -> Arrays:
 
 def imported(config: dict[str, Any], tensors: Arrays, multiple: int = 1) -> tuple[Imported, Arrays]:
     found = import_targets(specs(tensors), config, vocab_multiple=multiple)
-    return found, materialise(found.tensors, tensors, source_shapes=found.shapes)
+    return found, materialise(found.tensors, tensors, source_shapes=found.shapes, offsets=found.offsets)
 
 
 def problems(call: Any) -> str:
@@ -306,3 +306,42 @@ def test_models_of_several_parts_are_named() -> None:
     assert (
         "'llava', a model of several parts" in text and "its language model is a llama (text_config)" in text
     )
+
+
+def test_expert_biases_become_float32_and_it_is_said() -> None:
+    """Megatron keeps them so, and so does the class; releases such as Moonlight's have them in bfloat16."""
+    tensors = specs(directory(DEEPSEEK))
+    bias = next(key for key in tensors if key.endswith("e_score_correction_bias"))
+    halves = {key: spec._replace(dtype="bfloat16") for key, spec in tensors.items()}
+    text = "are bfloat16 in the source and written as float32, the type that both programs hold them in"
+    found = import_targets(halves, DEEPSEEK)
+    layers = sum(key.endswith("e_score_correction_bias") for key in tensors)
+    assert f"{layers} tensors, {bias} the first, {text}" in found.notes
+    assert not any("written as" in note for note in import_targets(tensors, DEEPSEEK).notes)
+    parameters = {one.key: Spec(one.dtype, one.shape) for one in found.tensors}
+    assert not any("written as" in note for note in export_targets(parameters, found.args).notes)
+    core = next(key for key in parameters if key.endswith("router.expert_bias"))
+    parameters = {key: spec._replace(dtype="bfloat16") for key, spec in parameters.items()}
+    assert f"{layers} tensors, {core} the first, {text}" in export_targets(parameters, found.args).notes
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "deepseek_v2"])
+def test_no_shared_expert_is_zero_of_them(kind: str) -> None:
+    """transformers multiplies by it: null fails in both majors, 0 computes the same (test_families)."""
+    config = {key: value for key, value in DEEPSEEK.items() if key != "num_nextn_predict_layers"}
+    config |= {"model_type": kind, "n_shared_experts": 0}
+    tensors = specs(directory(config))
+    assert not any("shared_experts" in key for key in tensors)
+    empty = {"model.layers.1.mlp.shared_experts.gate_proj.weight": Spec("float32", (0, 12))}
+    for said, more in ((0, {}), (None, {}), (0, empty)):
+        found = import_targets(tensors | more, {**config, "n_shared_experts": said})
+        assert found.dropped == tuple(more)
+        parameters = {one.key: Spec(one.dtype, one.shape) for one in found.tensors}
+        made = export_targets(parameters, found.args)
+        assert made.config["n_shared_experts"] == 0 and {one.key for one in made.tensors} == tensors.keys()
+        assert any("the model has no shared expert: config.json says 0" in note for note in made.notes)
+    found = import_targets(
+        specs(directory(config | {"n_shared_experts": 1})), config | {"n_shared_experts": 1}
+    )
+    parameters = {one.key: Spec(one.dtype, one.shape) for one in found.tensors}
+    assert not any("no shared expert" in note for note in export_targets(parameters, found.args).notes)

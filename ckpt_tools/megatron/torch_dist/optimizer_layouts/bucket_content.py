@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_tools.errors import UnsupportedCheckpointError
 from ckpt_tools.formats.container import find_tensor
 from ckpt_tools.formats.files import Files
+from ckpt_tools.formats.frames import usual_item
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_order import LookAlikes
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.buckets import Bucket, Flat, Piece
 from ckpt_tools.model.catalog import Chunk
@@ -60,6 +61,9 @@ class Reader:
     def _find_payload(self, chunk: Chunk, dtype: str) -> int:
         if chunk.item.bare:
             return chunk.item.offset
+        usual = usual_item(self._files, chunk.item, dtype, chunk.box.size)
+        if usual is not None:
+            return usual.start
         tensor = find_tensor(self._files, chunk.item)
         if tensor.dtype != dtype or tensor.shape != chunk.box.size or not tensor.is_row_major:
             raise UnsupportedCheckpointError(

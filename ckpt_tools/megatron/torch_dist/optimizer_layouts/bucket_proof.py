@@ -9,9 +9,9 @@ name. Buffers of remainders, which round to nothing, are placed by position (`bu
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 from ckpt_tools.cores import usable_cores
 from ckpt_tools.errors import VerificationError, list_problems
@@ -37,6 +37,7 @@ from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_positions import (
     place_by_position,
 )
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.buckets import ALIGNMENT, Bucket, Buffer, Piece
+from ckpt_tools.model.dtypes import itemsize
 from ckpt_tools.model.roles import MASTER
 
 ADVICE = (
@@ -45,7 +46,29 @@ ADVICE = (
     "stored weights alone with --weights-only."
 )
 _MOST_THREADS = 8  # more hold each other up
-_PART_TILES = 64  # compared by one thread in a row
+_PART_TILES = 32  # compared by one thread in a row
+
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+
+
+class Share(Protocol):
+    """Does many jobs, of so many bytes each, at once: the results in the order of the jobs.
+
+    Who can have several processes do them gives such a function; results are plain.
+    """
+
+    def __call__(
+        self, work: Callable[[Job], Result], jobs: Sequence[Job], sizes: Sequence[int]
+    ) -> list[Result]: ...
+
+
+def by_threads(work: Callable[[Job], Result], jobs: Sequence[Job], sizes: Sequence[int]) -> list[Result]:
+    """By threads of this process."""
+    del sizes
+    with ThreadPoolExecutor(min(usable_cores(), _MOST_THREADS)) as pool:
+        return list(pool.map(work, jobs))
 
 
 class _Slot(NamedTuple):
@@ -55,7 +78,12 @@ class _Slot(NamedTuple):
 
 
 def find_stretches(
-    buffers: Sequence[Buffer], pieces: Sequence[Piece], reader: Reader, *, sample_only: bool = False
+    buffers: Sequence[Buffer],
+    pieces: Sequence[Piece],
+    reader: Reader,
+    *,
+    sample_only: bool = False,
+    share: Share = by_threads,
 ) -> list[Stretch]:
     """What every element of every bucket that is not padding belongs to, proven.
 
@@ -76,7 +104,7 @@ def find_stretches(
     if not problems:
         problems += _half_found(pieces, (s.piece for s in stretches))
     if not problems:
-        problems += _mismatches(by_content, reader, sample_only)
+        problems += _mismatches(by_content, reader, sample_only, share)
         problems += _differing_copies(stretches, reader)
     if problems:
         all_of_them = dict.fromkeys([*problems, *unseen_parts])
@@ -266,20 +294,24 @@ def _half_found(pieces: Iterable[Piece], found: Iterable[Piece]) -> list[str]:
     ]
 
 
-def _mismatches(stretches: Sequence[Stretch], reader: Reader, sample_only: bool) -> list[str]:
+def _mismatches(stretches: Sequence[Stretch], reader: Reader, sample_only: bool, share: Share) -> list[str]:
     """The first mismatch of every stretch that has one."""
     parts: list[tuple[Stretch, list[tuple[int, int]]]] = []
     for stretch in stretches:
         spans = (windows if sample_only else tiles)(stretch.piece.numel)
         parts += [(stretch, spans[i : i + _PART_TILES]) for i in range(0, len(spans), _PART_TILES)]
+    sizes = [sum(count for _, count in spans) * _width(stretch) for stretch, spans in parts]
     found: dict[tuple[str, int], str] = {}
-    with ThreadPoolExecutor(min(usable_cores(), _MOST_THREADS)) as pool:
-        for (stretch, _), problem in zip(
-            parts, pool.map(lambda part: _mismatch(part[0], reader, part[1]), parts), strict=True
-        ):
-            if problem is not None:
-                found.setdefault((stretch.bucket.name, stretch.start), problem)
+    problems = share(lambda part: _mismatch(part[0], reader, part[1]), parts, sizes)
+    for (stretch, _), problem in zip(parts, problems, strict=True):
+        if problem is not None:
+            found.setdefault((stretch.bucket.name, stretch.start), problem)
     return list(found.values())
+
+
+def _width(stretch: Stretch) -> int:
+    """Bytes of a master and of its weight."""
+    return itemsize(stretch.bucket.states[MASTER].entry.dtype) + itemsize(stretch.piece.dtype)
 
 
 def _mismatch(stretch: Stretch, reader: Reader, spans: Iterable[tuple[int, int]]) -> str | None:

@@ -13,7 +13,7 @@ from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.keys import bucket_key, bucket_object, canonical_kind, state_key
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_content import Reader
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_positions import Stretch
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_proof import find_stretches
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_proof import Share, by_threads, find_stretches
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.buckets import (
     Bucket,
     Buffer,
@@ -39,12 +39,18 @@ _BUCKET_LAYOUTS = ("dp_reshardable", "fully_sharded_bucket_space", "dp_zero_gath
 
 
 def read_optimizer_states(
-    files: Files, catalog: Catalog, common: CommonState, *, sample_only: bool = False
+    files: Files,
+    catalog: Catalog,
+    common: CommonState,
+    *,
+    sample_only: bool = False,
+    share: Share = by_threads,
 ) -> OptimizerStates | None:
     """Where every optimizer state lies, or None for a checkpoint without an optimizer.
 
     Bucket layouts are proven by content, which reads all masters and weights once; with `sample_only` only
-    some elements of each, for a caller who compares all of them later (`TargetTensor.must_round_to`).
+    some elements of each, for a caller who compares all of them later (`TargetTensor.must_round_to`). `share` is who
+    does the comparing.
 
     Raises:
         UnsupportedCheckpointError: a layout, or an encoding of states, that cannot be read.
@@ -70,7 +76,7 @@ def read_optimizer_states(
         buffers = find_buffers(catalog, numels)
     beside = _states_beside(catalog, layout)
     pieces = tuple(piece for piece in weight_pieces(catalog) if not beside.has(MASTER, piece.key))
-    stretches = find_stretches(buffers, pieces, Reader(files), sample_only=sample_only)
+    stretches = find_stretches(buffers, pieces, Reader(files), sample_only=sample_only, share=share)
     found = bucket_states(catalog, layout, buffers, stretches)
     return joined_masters(files, catalog, common, _merged(found, beside))
 

@@ -1,0 +1,75 @@
+"""What lies beside the weights of a Hugging Face model, and which of it goes along with them."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import NamedTuple
+
+from ckpt_tools.formats.files import open_files, read_whole
+from ckpt_tools.formats.hub_cache import snapshot_of
+from ckpt_tools.formats.safetensors import OTHER_WEIGHTS, refuse_pointers
+
+TEMPLATES = "additional_chat_templates"  # transformers utils/hub.py CHAT_TEMPLATE_DIR
+# By how releases name them: every version of a tokenizer has a name of its own (tokenizer.model.v3, tekken_v13.json),
+# every kind another (sentencepiece.bpe.model, spiece.model, qwen.tiktoken), and so has every processor.
+CARRIED = (
+    "tokenizer*.*", "*.model", "*.tiktoken", "tekken*.json", "*.spm", "vocab*.*", "merges.txt", "*_tokens.json",
+    "special_tokens_map.json", "normalizer.json", "chat_template*.*", "*processor_config.json",
+    "generation_config.json", "LICENSE", "LICENSE.*", "LICENSE-*", "LICENCE*", "NOTICE*", "USE_POLICY*",
+)  # fmt: skip
+CODE = "*.py"
+MAX_ASSET_BYTES = 1 << 30  # the largest tokenizers have some tens of megabytes
+_OWN = (
+    "config.json",
+    ".*",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    *(f"*{end}" for end in OTHER_WEIGHTS),
+)
+
+
+class Assets(NamedTuple):
+    """Files to write beside a model, and the names of those that are left where they are."""
+
+    files: dict[str, bytes]
+    left: tuple[str, ...]
+
+
+def read_assets(folder: str | Path, *, has_code: bool) -> Assets:
+    """Tokenizer, templates, processors, generation settings and licence, byte for byte.
+
+    Python files belong to the model if it `has_code`, or if a tokenizer or processor says that its class is in one.
+    """
+    place = snapshot_of(str(folder))
+    with closing(open_files(place)) as files:
+        names = files.list()
+        wanted = [name for name in names if _is_like(name, CARRIED) and not _is_like(name, (CODE, *_OWN))]
+        refuse_pointers(files, wanted)  # the hub keeps large tokenizers as it keeps weights
+        found = {name: read_whole(files, name, MAX_ASSET_BYTES) for name in wanted}
+        if has_code or any(_names_code(name, data) for name, data in found.items()):
+            found |= {
+                name: read_whole(files, name, MAX_ASSET_BYTES) for name in names if _is_like(name, (CODE,))
+            }
+    if TEMPLATES in names:
+        with closing(open_files(f"{place.rstrip('/')}/{TEMPLATES}")) as files:
+            inside = [name for name in files.list() if name.endswith(".jinja")]
+            found |= {f"{TEMPLATES}/{name}": read_whole(files, name, MAX_ASSET_BYTES) for name in inside}
+    left = [name for name in names if name not in {*found, TEMPLATES} and not _is_like(name, _OWN)]
+    return Assets(found, tuple(left))
+
+
+def _is_like(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _names_code(name: str, data: bytes) -> bool:
+    """Whether settings say that a class is in a file beside them (`trust_remote_code`)."""
+    if not name.endswith("_config.json"):
+        return False
+    try:
+        return "auto_map" in json.loads(data)
+    except (ValueError, TypeError, RecursionError):  # carried as it is; whoever loads it will say
+        return False

@@ -1,0 +1,94 @@
+"""`--rules`: the file that a user names is used or refused, with a reference config and without."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from ckpt_tools.cli.app import run
+from tests.commands.test_huggingface import model
+
+MINE = """
+family: mine
+architecture: MineForCausalLM
+model_type: TYPE
+like: llama
+rules:
+  - core: decoder.layers.{l}.mlp.linear_fc2.weight
+    hf: model.layers.{l}.mlp.my_down.weight
+    shape: [hidden, ffn]
+    when: [dense]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A Llama `hf` and its `run`, and rules for one that calls a linear otherwise."""
+    model("llama", tmp_path / "hf")
+    assert run(["import-hf", str(tmp_path / "hf"), str(tmp_path / "run"), "-q"]) == 0
+    (tmp_path / "mine.yaml").write_text(MINE.replace("TYPE", "mine"))
+    (tmp_path / "llama.yaml").write_text(MINE.replace("TYPE", "llama"))
+    return tmp_path
+
+
+def test_rules_alone_say_what_the_model_is(folder: Path) -> None:
+    """Nothing else tells that the parameters of a Llama are those of another class."""
+    words = [str(folder / "run"), str(folder / "out"), "--rules", str(folder / "mine.yaml"), "-q"]
+    assert run(["export-hf", *words]) == 0
+    config = json.loads((folder / "out" / "config.json").read_text())
+    assert (config["model_type"], config["architectures"]) == ("mine", ["MineForCausalLM"])
+    found, plain = (load_file(folder / name / "model.safetensors") for name in ("out", "hf"))
+    assert found.keys() == {key.replace("down_proj", "my_down") for key in plain}
+    for key, array in plain.items():
+        assert found[key.replace("down_proj", "my_down")].tobytes() == array.tobytes(), key
+
+
+def test_the_way_back_and_both_comparisons_take_the_same_rules(folder: Path) -> None:
+    rules = ["--rules", str(folder / "mine.yaml"), "-q"]
+    out, again, source = (str(folder / name) for name in ("out", "again", "run"))
+    assert run(["export-hf", source, out, *rules]) == 0
+    assert run(["import-hf", out, again, *rules]) == 0
+    for words in (["diff", out, source], ["diff", again, out], ["verify", out, "--against", source],
+                  ["verify", again, "--against", out]):  # fmt: skip
+        assert run([*words, *rules]) == 0
+        assert run([*words, "-q"]) == (5 if words[0] == "diff" else 1)  # mine is not known without
+
+
+@pytest.mark.parametrize("command", ["import-hf hf out", "export-hf run out --hf-config hf", "diff hf run"])
+def test_rules_for_another_model_are_refused(
+    command: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They would do nothing: the config.json is not of their model_type."""
+    words = [str(folder / word) if word in ("hf", "run", "out") else word for word in command.split()]
+    assert run([*words, "--rules", str(folder / "mine.yaml"), "-q"]) == 2
+    error = capsys.readouterr().err
+    assert "its family is of model_type 'mine', and config.json says 'llama'" in error
+    assert "`model_type: llama` in the file says so" in error and not (folder / "out").exists()
+
+
+def test_rules_for_the_type_of_the_config_are_used(folder: Path) -> None:
+    tensors = load_file(folder / "hf" / "model.safetensors")
+    renamed = {key.replace("down_proj", "my_down"): array for key, array in tensors.items()}
+    save_file(renamed, folder / "hf" / "model.safetensors", metadata={"format": "pt"})
+    shutil.rmtree(folder / "run")
+    rules = ["--rules", str(folder / "llama.yaml"), "-q"]
+    assert run(["import-hf", str(folder / "hf"), str(folder / "run"), *rules]) == 0
+    assert (
+        run(
+            ["export-hf", str(folder / "run"), str(folder / "out"), "--hf-config", str(folder / "hf"), *rules]
+        )
+        == 0
+    )
+    assert load_file(folder / "out" / "model.safetensors").keys() == renamed.keys()
+
+
+def test_rules_of_a_comparison_without_a_model_are_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = str(folder / "run")
+    assert run(["diff", source, source, "--rules", str(folder / "mine.yaml"), "-q"]) == 2
+    assert "--rules is for a Hugging Face model and a Megatron checkpoint" in capsys.readouterr().err

@@ -1,0 +1,82 @@
+"""Every command line in the documents runs and ends as they say, every output that they show is printed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPO
+from tests.typed import ELSEWHERE, PLACES, Reader, places, steps, typed
+
+PAGES = [
+    REPO / "README.md",
+    REPO / "ckpt_tools" / "for-agents.md",
+    *sorted((REPO / ".github" / "docs").rglob("*.md")),
+]
+
+
+@pytest.fixture(scope="session")
+def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return places(tmp_path_factory.mktemp("typed") / "places")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp.load of one process says so
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
+def test_a_document_can_be_typed_from_top_to_bottom(
+    page: Path,
+    ready: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in PLACES:
+        (tmp_path / name).symlink_to(ready / name)
+    (tmp_path / "run").mkdir()
+    for name in ("CKPT", "run/torch_dist"):  # the README's names
+        (tmp_path / name).symlink_to(ready / "RUN")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    reader = Reader(capsys)
+    try:
+        for step in steps(page.read_text()):
+            reader.take(step)
+    finally:
+        reader.close()
+
+
+def test_the_convention_is_read_as_it_is_written() -> None:
+    """Otherwise a line could pass because nothing ran it."""
+    text = "a\n```bash\nx one \\\n  two   # why; exit code 3\n# a remark\n```\n```yaml\nz\n```\n```text\nsaid\n```\n"
+    first, second = steps(text)
+    assert (first.kind, first.line, second.kind, second.line) == ("bash", 3, "text", 11)
+    assert list(typed(first.body)) == [("x one two", 3)]
+
+
+def test_every_line_of_another_program_that_is_allowed_is_there() -> None:
+    lines = [line for page in PAGES for step in steps(page.read_text()) if step.kind == "bash"
+             for line, _ in typed(step.body)]  # fmt: skip
+    assert not [known for known in ELSEWHERE if not any(re.match(known, line) for line in lines)]
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        "```bash\ncheckpoint-inspector ls NOWHERE\n```\n",
+        "```bash\ncheckpoint-inspector ls RUN   # exit code 3\n```\n",
+        "```bash\nrm -rf /\n```\n",
+        "```bash\ncheckpoint-inspector ls RUN\n```\n```text\n17 iterations\n```\n",
+        "```bash\ncheckpoint-inspector ls RUN\n```\n```text\n* the latest\niter_0000002\n```\n",
+        "```python\nassert 1 + 1 == 3\n```\n",
+    ],
+    ids=["command fails", "other exit code", "other program", "not printed", "other order", "python"],
+)
+def test_a_document_that_is_wrong_is_found(
+    block: str, ready: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ready)
+    reader = Reader(capsys)
+    with pytest.raises(AssertionError):
+        for step in steps(block):
+            reader.take(step)
