@@ -17,6 +17,7 @@ from ckpt_tools.commands.export_hf import ExportOptions, describe_export
 from ckpt_tools.commands.export_source import ExportSource
 from ckpt_tools.commands.hf_parts import families_with, read_config, without_frequencies
 from ckpt_tools.commands.opened import Opened, open_checkpoint
+from ckpt_tools.commands.tower_source import whole_model_if_one
 from ckpt_tools.errors import CkptError, StorageError, UsageError
 from ckpt_tools.megatron.dcp.state_dict import read_state_dict
 from ckpt_tools.megatron.huggingface.quantized import STORED, Dequantized, dequantized
@@ -133,8 +134,11 @@ def _draw_up(
 ) -> _Accounts:
     books = _Accounts(found)
     kept, frequencies = without_frequencies(model.catalog)
-    plain = dequantized(kept, read_config(model.location.path), model.files)
-    own = bulk_dtype(plain.specs.values())
+    config = read_config(model.location.path)
+    whole = whole_model_if_one(model.location.path, config)
+    plain = dequantized(kept, config, model.files)
+    inside = plain.specs if whole is None else whole.tower.names.values()
+    own = bulk_dtype(plain.specs[key] for key in inside)
     options = ExportOptions(
         hf_config=model.location.path,
         rules=rules,
@@ -142,12 +146,14 @@ def _draw_up(
         trust_pickle=checkpoint.trust_pickle,
         ignore_keys=ignore_keys,
     )
-    source, exported = describe_export(checkpoint, options, plain.specs)
+    source, exported = describe_export(checkpoint, options, plain.specs, whole)
     used = _carry(books, source, exported, plain)
     _count_stored(books, source, used, checkpoint.catalog)
     _tied_heads(books, source, exported, used)
     _rest_of_checkpoint(books, source, checkpoint)
     books.reasons |= _said((*frequencies, *plain.dropped))
+    if whole is not None:
+        books.reasons |= dict.fromkeys(whole.others, "of another tower than the language model")
     wanted = {tensor.key for tensor in exported.tensors}
     extra = [key for key in plain.specs if key not in wanted]
     books.reasons |= what_follows(plain, extra, families_with(rules, plain.config))

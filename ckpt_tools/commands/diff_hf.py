@@ -10,13 +10,12 @@ from pathlib import Path
 from ckpt_tools.commands.export_hf import ExportOptions, export_tensors
 from ckpt_tools.commands.hf_parts import families_with, prove_equal, read_config, seen_as, without_frequencies
 from ckpt_tools.commands.opened import Opened
-from ckpt_tools.commands.tower_source import whole_model
+from ckpt_tools.commands.tower_source import whole_model_if_one
 from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.huggingface.checks import Spec
 from ckpt_tools.megatron.huggingface.quantized import Dequantized, dequantized
 from ckpt_tools.megatron.huggingface.rules import Family
 from ckpt_tools.megatron.huggingface.targets import Imported, import_targets
-from ckpt_tools.megatron.huggingface.towers import WRAPPERS
 from ckpt_tools.model.catalog import Catalog, TensorEntry
 from ckpt_tools.model.expressions import Value
 from ckpt_tools.model.target import InlineTensor, Source, TargetTensor
@@ -45,7 +44,7 @@ def sides_by_export(
         hf_config=folder, rules=rules, trust_pickle=checkpoint.trust_pickle, ignore_keys=ignore_keys
     )
     config = read_config(folder)
-    whole = whole_model(folder) if config.get("model_type") in WRAPPERS else None
+    whole = whole_model_if_one(folder, config)
     others = whole.others if whole is not None else {}
     kept, left_out = without_frequencies(model.catalog)
     plain = dequantized(kept, config, model.files)

@@ -17,6 +17,8 @@ from ckpt_tools.megatron.huggingface.checks import Spec
 from ckpt_tools.megatron.huggingface.targets import Exported
 from ckpt_tools.megatron.huggingface.towers import (
     QUANTIZED,
+    TYPE,
+    WRAPPERS,
     Tower,
     absent_modules,
     language_tower,
@@ -89,6 +91,11 @@ def whole_model(folder: str) -> WholeModel:
             key: joined_entry(files, catalog.tensors[key], f"{key} of {folder}") for key in tower.others
         }
     return WholeModel(folder, config, tower, others)
+
+
+def whole_model_if_one(folder: str, config: Mapping[str, Any]) -> WholeModel | None:
+    """The vision-language model in a directory, None for a directory with another model."""
+    return whole_model(folder) if config.get(TYPE) in WRAPPERS else None
 
 
 def put_back(exported: Exported, whole: WholeModel) -> Exported:

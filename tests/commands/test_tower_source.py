@@ -108,6 +108,20 @@ def test_diff_compares_the_language_model(tmp_path: Path, capsys: pytest.Capture
     assert "model.layers.1.mlp.up_proj.weight" in capsys.readouterr().out
 
 
+def test_the_accounts_of_both_ways_explain_each_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`verify --against`: the other towers are named as what only one side has."""
+    source = qwen2_5_vl(tmp_path / "vl")
+    made = imported(source, tmp_path / "run")
+    out = exported(made, source, tmp_path / "out")
+    for one, other in ((made, source), (out, made)):
+        capsys.readouterr()
+        assert run(["verify", str(one), "--against", str(other)]) == 0
+        line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("of another tower"))
+        assert line.split()[-4:] == ["2", "1,552", "3,104", "visual.merger.ln_q.weight"]
+
+
 def test_a_quantized_model_is_dequantized(tmp_path: Path) -> None:
     """Block FP8 of the language model beside a tower that is as it was."""
     source = qwen2_5_vl(tmp_path / "vl")
