@@ -198,7 +198,7 @@ def test_whether_the_head_is_the_embedding(
 ) -> None:
     """Versions of transformers write it outside of text_config, inside, or nowhere."""
     text = {key: value for key, value in MOE_TEXT.items() if key != "tie_word_embeddings"}
-    config = {
+    config: dict[str, Any] = {
         **QWEN3_MOE,
         "tie_word_embeddings": outer,
         "text_config": {**text, "tie_word_embeddings": inner},

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ckpt_tools.megatron.huggingface.checks import Spec
 from ckpt_tools.megatron.huggingface.config import read_config
 from ckpt_tools.megatron.huggingface.families import FAMILIES
 from ckpt_tools.megatron.huggingface.towers import language_tower, whole_config
 
-RELEASED = {
+RELEASED: dict[str, Any] = {
     "model_type": "gemma3",
     "torch_dtype": "bfloat16",
     "text_config": {

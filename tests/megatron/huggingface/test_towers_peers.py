@@ -24,7 +24,7 @@ from safetensors.numpy import load_file  # noqa: E402
 transformers.utils.logging.set_verbosity(logging.ERROR)
 
 QWEN2_5 = {**BASE, "rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 1]}}
-QWEN3 = {**BASE, **HEAD, "rope_theta": 5e5,
+QWEN3: dict[str, Any] = {**BASE, **HEAD, "rope_theta": 5e5,
          "rope_scaling": {"rope_type": "default", "mrope_section": [2, 2, 1], "mrope_interleaved": True}}  # fmt: skip
 YARN = {**QWEN3["rope_scaling"], "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 VISUAL = {"depth": 2, "hidden_size": 16, "intermediate_size": 20, "num_heads": 2, "patch_size": 4,
