@@ -106,6 +106,8 @@ def read_rope(scaling: Mapping[str, Any] | None, config: Mapping[str, Any]) -> t
     scaling.pop("type", None)
     if kind in (None, "default"):
         return (None,)
+    if "kv_lora_rank" in config and kind != "yarn":
+        raise MappingError(f"Megatron's latent attention has no {kind!r} scaling: it is YaRN's or none")
     settings = {key: value for key, value in scaling.items() if value is not None}
     known: dict[str, Any] = {"rope_type": kind, "factor": float(settings.pop("factor", 1.0))}
     if kind == "llama3":
