@@ -148,7 +148,7 @@ def exported_with(name: str, **args: Any) -> str:
     ("name", "changes", "text"),
     [("DeepSeek-V3.2", {"indexer_rope_interleave": True}, "indexer_rope_interleave is True"),
      ("DeepSeek-V3.2", {"rope_interleave": False}, "rope_interleave is False"),
-     ("DeepSeek-V3.2", {"rope_scaling": {"type": "linear", "factor": 4.0}}, "latent attention has no 'linear' scaling"),
+     ("DeepSeek-V3.2", {"rope_scaling": {"type": "linear", "factor": 4.0}}, "attention has no 'linear' scaling"),
      ("Moonlight", {"topk_group": 0}, "of 0 groups no expert can be chosen"),
      ("DeepSeek-V3.2", {"layer_types": ["full_attention"] * 4}, "expected indexed_attention or"),
      ("DeepSeek-V3.2", {"mlp_layer_types": ["dense"] * 4}, "another field disagree"),
