@@ -141,11 +141,16 @@ def read_rope(scaling: Mapping[str, Any] | None, config: Mapping[str, Any]) -> t
                 known["attention_factor"] = own
     elif kind != "linear":
         raise MappingError(f"Megatron has no {kind!r} scaling")
+    _refuse_rest(kind, settings, is_told)
+    return (known,)
+
+
+def _refuse_rest(kind: str, settings: Mapping[str, Any], has_factor: bool) -> None:
+    """Nothing, for a scaling that is said whole and with nothing beside."""
     if settings:
         raise MappingError(f"Megatron cannot set {settings} of {kind!r} scaling")
-    if not is_told:
+    if not has_factor:
         raise MappingError(f"{kind!r} scaling without a factor, which transformers 4 cannot load")
-    return (known,)
 
 
 def _refuse_two_readings(settings: Mapping[str, Any], factor: float) -> None:
