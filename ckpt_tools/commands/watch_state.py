@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ckpt_tools.credentials import redacted
 from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.access import Access, access_of, make_folder
 from ckpt_tools.execute.fileio import storage_errors
@@ -54,9 +55,10 @@ class Done:
 
 @dataclass(slots=True)
 class Memory:
-    """What was done by one command; `seen` tells of iterations since when they look so."""
+    """What was done by one command with one run; `seen` tells of iterations since when they look so."""
 
     command: tuple[str, ...]
+    run: str = ""
     done: dict[int, Done] = field(default_factory=dict)
     failed: dict[int, Failure] = field(default_factory=dict)
     seen: dict[int, tuple[str, float]] = field(default_factory=dict)
@@ -67,6 +69,8 @@ class WatchFolder:
 
     def __init__(self, output: Path, source: str) -> None:
         """`output` is made if need be, with the permissions of the run `source`."""
+        source = source.removeprefix("file://")
+        self.run = redacted(source) if "://" in source else os.path.realpath(source)
         access = Access() if "://" in source else access_of(Path(source))
         self.output = output
         with storage_errors(output):
@@ -105,12 +109,12 @@ class WatchFolder:
         """What is remembered of `command`.
 
         Raises:
-            UsageError: what lies here is of another command, or not of this program.
+            UsageError: what lies here is of another command or run, or not of this program.
         """
         file = self.folder.path / STATE
         with storage_errors(file):
             if not self.folder.exists(STATE):
-                return Memory(command)
+                return Memory(command, self.run)
             text = self.folder.read(STATE, _MOST_BYTES)
         try:
             memory = _from_json(json.loads(text))
@@ -120,6 +124,11 @@ class WatchFolder:
             raise UsageError(
                 f"{self.output} was made by --then {' '.join(memory.command)!r}; now it is "
                 f"{' '.join(command)!r}. Give another output, or remove {file} to go on in this one."
+            )
+        if memory.run != self.run:
+            raise UsageError(
+                f"{self.output} was made of {memory.run}; now it is {self.run}. Give another "
+                f"output. If the run has moved, remove {file}: what is there counts as done."
             )
         return memory
 
@@ -148,6 +157,7 @@ def _as_json(memory: Memory) -> dict[str, Any]:
     return {
         "schema_version": _VERSION,
         "command": list(memory.command),
+        "run": memory.run,
         "done": {number: asdict(done) for number, done in memory.done.items()},
         "failed": {number: asdict(failure) for number, failure in memory.failed.items()},
         "seen": memory.seen,
@@ -157,9 +167,20 @@ def _as_json(memory: Memory) -> dict[str, Any]:
 def _from_json(data: dict[str, Any]) -> Memory:
     if data["schema_version"] != _VERSION:
         raise ValueError(data["schema_version"])
+    done = {
+        int(n): Done(int(d["exit_code"]), str(d["mark"]), bool(d["is_stale"]))
+        for n, d in data["done"].items()
+    }
     return Memory(
         tuple(map(str, data["command"])),
-        {int(number): Done(**done) for number, done in data["done"].items()},
-        {int(number): Failure(**failure) for number, failure in data["failed"].items()},
+        str(data["run"]),
+        done,
+        {int(number): _failure(**failure) for number, failure in data["failed"].items()},
         {int(number): (str(looks), float(since)) for number, (looks, since) in data["seen"].items()},
+    )
+
+
+def _failure(looks: str, tries: int, exit_code: int, error: str, next_try: float | None) -> Failure:
+    return Failure(
+        str(looks), int(tries), int(exit_code), str(error), None if next_try is None else float(next_try)
     )

@@ -17,6 +17,7 @@ from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Chunk, TensorEntry
 
 _NAME = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")  # torch _hf_utils.py `_gen_file_name`
+_MOST_FILES = 100_000
 _PLACES, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 
 
@@ -31,12 +32,26 @@ def lacking_files(names: Iterable[str]) -> list[str]:
     ends = {int(match[3]) for match in found}
     if len(ends) > 1:
         return [f"parts of models of {' and of '.join(map(str, sorted(ends)))} files"]
-    there = {int(match[2]) for match in found}
+    there, count = {int(match[2]) for match in found}, max(ends, default=0)
+    if count > _MOST_FILES:  # a name can say any number
+        return [f"parts of a model of {count:,} files, of which {len(there):,} are there"]
     return [
-        f"no rank's part of file {number} of {max(ends)}"
-        for number in range(1, max(ends, default=0) + 1)
-        if number not in there
+        f"no rank's part of file {number} of {count}" for number in range(1, count + 1) if number not in there
     ]
+
+
+def what_is_not_told(names: Iterable[str]) -> str:
+    """What nobody can see in the ranks' parts `names`: that the last rows of all tensors are not there."""
+    ranks = {int(match[1]) for name in names if (match := _NAME.fullmatch(name))}
+    if not ranks:
+        return ""
+    gaps = max(ranks) - min(ranks) + 1 - len(ranks)
+    absent = f", without {gaps:,} between them" if gaps else ""
+    return (
+        f"parts of {len(ranks):,} ranks, {min(ranks)} to {max(ranks)}{absent}: no file says how many ranks "
+        "there were or how long a tensor is, so that a lost last part cannot be seen here; import-hf compares with "
+        "config.json"
+    )
 
 
 def placed(name: str, found: Mapping[str, TensorEntry], notes: Mapping[str, str]) -> dict[str, TensorEntry]:
@@ -46,10 +61,22 @@ def placed(name: str, found: Mapping[str, TensorEntry], notes: Mapping[str, str]
         ValueError: the header does not say where.
     """
     try:
-        places = json.loads(notes[_PLACES])
-    except (KeyError, ValueError, RecursionError) as error:
+        places = json.loads(notes[_PLACES], object_pairs_hook=_unique)
+    except KeyError as error:
         raise ValueError(f"{name}: no {_PLACES} in its header, which says where the parts belong") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{name}: {_PLACES} in its header does not say where the parts belong: {error}"
+        ) from error
     return {key: _moved(name, entry, places) for key, entry in found.items()}
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; of two places of one name nobody can tell which is meant."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return found
 
 
 def _moved(name: str, entry: TensorEntry, places: Any) -> TensorEntry:

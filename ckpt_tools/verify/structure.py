@@ -16,6 +16,7 @@ from ckpt_tools.formats.container import find_tensor, outline_object
 from ckpt_tools.formats.dcp import METADATA
 from ckpt_tools.formats.files import Files
 from ckpt_tools.formats.frames import usual_item
+from ckpt_tools.formats.rank_parts import what_is_not_told
 from ckpt_tools.formats.save_plans import plan_problem
 from ckpt_tools.megatron.torch_dist.object_grids import object_grids
 from ckpt_tools.model.box import Box
@@ -126,6 +127,8 @@ def check_files(files: Files, catalog: Catalog) -> Check:
     for name in files.list():
         if PurePosixPath(name).suffix in DATA_SUFFIXES and name not in by_file:
             found.warning(name, "no item lies in this file: a left-over of another save?")
+    if said := what_is_not_told(by_file):
+        found.warning(files.location, said)
     return found.done()
 
 

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -291,6 +292,42 @@ def test_what_another_command_has_made_counts(tmp_path: Path) -> None:
     shutil.rmtree(watched.out / "iter_0000002")
     watched.begin()
     assert watched.look() == (0, []), "it was seen to be done"
+
+
+def test_another_run_for_the_same_output_is_refused(tmp_path: Path) -> None:
+    """Its iterations have the numbers of those that are done."""
+    watched, other = Watched(tmp_path), tmp_path / "other"
+    write(watched.run, 2)
+    watched.look()
+    write(other, 2)
+    folder = WatchFolder(watched.out, str(other))
+    with pytest.raises(UsageError, match=r"was made of .*run; now it is .*other. Give another output"):
+        folder.read(CONVERT.words)
+    folder.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state["done"]["2"].update(exit_code="x"),
+        lambda state: state["done"]["2"].pop("mark"),
+        lambda state: state.update(run=None),
+        lambda state: state.update(command="convert"),
+        lambda state: state["failed"].update(
+            {"3": dict.fromkeys(("looks", "tries", "exit_code", "error", "next_try"), "x")}
+        ),
+    ],
+)
+def test_a_memory_of_wrong_types_is_refused(change: Callable[[dict[str, Any]], None], tmp_path: Path) -> None:
+    watched = Watched(tmp_path)
+    write(watched.run, 2)
+    watched.look()
+    file = watched.out / FOLDER / STATE
+    state = json.loads(file.read_text())
+    change(state)
+    file.write_text(json.dumps(state))
+    with pytest.raises(UsageError, match=r"is not what watch keeps there|was made "):
+        watched.begin()
 
 
 def test_another_command_for_the_same_output_is_refused(tmp_path: Path) -> None:

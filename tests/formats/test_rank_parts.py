@@ -20,6 +20,7 @@ from ckpt_tools.commands.diff import diff_checkpoints
 from ckpt_tools.commands.import_hf import import_hf
 from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError
+from ckpt_tools.formats.rank_parts import lacking_files, what_is_not_told
 from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.model.box import Box, split_axes
 from tests.commands.test_huggingface import CONFIGS, model
@@ -142,7 +143,7 @@ def twice(notes: Any, places: Any) -> None:
     ("change", "text"),
     [
         (forget_all, "no DCP_SHARDING_INFO in its header, which says where the parts belong"),
-        (no_json, "no DCP_SHARDING_INFO in its header"),
+        (no_json, "DCP_SHARDING_INFO in its header does not say where the parts belong"),
         (forget, "DCP_SHARDING_INFO has no saved_offsets of 2 numbers for matrix"),
         (too_few, "DCP_SHARDING_INFO has no saved_offsets of 2 numbers for matrix"),
         (below, "matrix cannot stand at [-1, 0]"),
@@ -167,7 +168,7 @@ def test_parts_that_overlap_are_told(tmp_path: Path) -> None:
     assert verify_checkpoint(parts).is_valid
     (file,) = parts.glob("shard-00002-*")
     edit_header(file, lambda _, places: places[HEAD].update(saved_offsets=[0, 0]))
-    (found,) = verify_checkpoint(parts).findings
+    (found,) = [one for one in verify_checkpoint(parts).findings if one.severity == "error"]
     assert (found.check, found.where) == ("tiling", HEAD)
     with pytest.raises(CorruptCheckpointError, match=HEAD):
         import_hf(parts, tmp_path / "run")
@@ -254,6 +255,29 @@ def test_a_lost_last_rank_contradicts_config_json(tmp_path: Path) -> None:
         file.unlink()
     with pytest.raises(MappingError, match=r"has shape \[\d+, \d+\], config.json asks for"):
         import_hf(parts, tmp_path / "run")
+    (said,) = verify_checkpoint(parts).findings
+    assert said.severity == "warning" and said.message.startswith(
+        "parts of 1 ranks, 1 to 1: no file says how many ranks"
+    )
+
+
+def test_ranks_that_are_absent_are_counted() -> None:
+    names = [name_of(1, 1), name_of(4, 1), "config.json"]
+    assert what_is_not_told(names).startswith("parts of 2 ranks, 1 to 4, without 2 between them: ")
+    assert what_is_not_told(["model.safetensors"]) == ""
+
+
+def test_a_name_of_any_number_of_files_costs_nothing() -> None:
+    (said,) = lacking_files(["shard-00001-model-00001-of-99999999999999.safetensors"])
+    assert said == "parts of a model of 99,999,999,999,999 files, of which 1 are there"
+
+
+def test_two_places_of_one_name_are_refused(tmp_path: Path) -> None:
+    places = '{"a": {"saved_offsets": [0]}, "a": {"saved_offsets": [4]}}'
+    texts = {"DCP_SHARDING_INFO": places, "format": "pt"}
+    save_file({"a": np.zeros(4, np.float32)}, tmp_path / name_of(1, 1, 1), metadata=texts)
+    with pytest.raises(CorruptCheckpointError, match="does not say where the parts belong: a name"):
+        read_safetensors_catalog(tmp_path)
 
 
 def test_a_mean_of_parts_is_a_model_of_the_usual_files(tmp_path: Path) -> None:

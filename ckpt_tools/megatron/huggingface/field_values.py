@@ -156,6 +156,8 @@ def read_group_topk(value: int | None, config: Config) -> int | None:
     """One group of several is a choice; one of one leaves nothing to choose."""
     told = "n_group" in config or config.get("model_type") in EIGHT_GROUPS
     only = config.get("n_group", 8) in (None, 1) if told else value == 1
+    if value == 0:
+        raise MappingError("of 0 groups no expert can be chosen")
     return None if only else value
 
 

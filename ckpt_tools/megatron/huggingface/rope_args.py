@@ -106,7 +106,10 @@ def read_rope(scaling: Mapping[str, Any] | None, config: Mapping[str, Any]) -> t
     scaling.pop("type", None)
     if kind in (None, "default"):
         return (None,)
+    if "kv_lora_rank" in config and kind != "yarn":
+        raise MappingError(f"Megatron's latent attention has no {kind!r} scaling: it is YaRN's or none")
     settings = {key: value for key, value in scaling.items() if value is not None}
+    is_told = "factor" in settings
     known: dict[str, Any] = {"rope_type": kind, "factor": float(settings.pop("factor", 1.0))}
     if kind == "llama3":
         known |= {key: settings.pop(key, None) for key in LLAMA3_SCALING}
@@ -123,6 +126,7 @@ def read_rope(scaling: Mapping[str, Any] | None, config: Mapping[str, Any]) -> t
             ),
         }
         if "kv_lora_rank" in config:
+            _refuse_two_readings(settings, known["factor"])
             known |= {
                 "mscale": settings.pop("mscale", 1.0),
                 "mscale_all_dim": settings.pop("mscale_all_dim", 0.0),
@@ -137,9 +141,31 @@ def read_rope(scaling: Mapping[str, Any] | None, config: Mapping[str, Any]) -> t
                 known["attention_factor"] = own
     elif kind != "linear":
         raise MappingError(f"Megatron has no {kind!r} scaling")
+    _refuse_rest(kind, settings, is_told)
+    return (known,)
+
+
+def _refuse_rest(kind: str, settings: Mapping[str, Any], has_factor: bool) -> None:
+    """Nothing, for a scaling that is said whole and with nothing beside."""
     if settings:
         raise MappingError(f"Megatron cannot set {settings} of {kind!r} scaling")
-    return (known,)
+    if not has_factor:
+        raise MappingError(f"{kind!r} scaling without a factor, which transformers 4 cannot load")
+
+
+def _refuse_two_readings(settings: Mapping[str, Any], factor: float) -> None:
+    """DeepSeek's own code and Megatron divide by the terms whatever they are, transformers only where both are told.
+
+    Raises:
+        MappingError: that makes a difference.
+    """
+    mscale, all_dim, usual = settings.get("mscale"), settings.get("mscale_all_dim"), attention_factor(factor)
+    quotient = _quotient(1.0 if mscale is None else mscale, all_dim or 0.0, usual)
+    if not (mscale and all_dim) and not isclose(quotient, usual, rel_tol=1e-12):
+        raise MappingError(
+            f"mscale {mscale} with mscale_all_dim {all_dim}: transformers multiplies what is rotated with "
+            f"{usual:.6g}, Megatron and the code released with DeepSeek's models with {quotient:.6g}; give both"
+        )
 
 
 def attention_factor(factor: float) -> float:
@@ -148,6 +174,7 @@ def attention_factor(factor: float) -> float:
 
 
 def _mla_yarn(args: Mapping[str, Any], factor: float) -> dict[str, Any]:
+    _refuse_two_readings(args, factor)
     return _ramp(args, factor, "") | {
         "mscale": args.get("mscale", 1.0),
         "mscale_all_dim": args.get("mscale_all_dim", 0.0),

@@ -148,6 +148,14 @@ def exported_with(name: str, **args: Any) -> str:
     ("name", "changes", "text"),
     [("DeepSeek-V3.2", {"indexer_rope_interleave": True}, "indexer_rope_interleave is True"),
      ("DeepSeek-V3.2", {"rope_interleave": False}, "rope_interleave is False"),
+     ("DeepSeek-V3.2", {"rope_scaling": {"type": "linear", "factor": 4.0}}, "attention has no 'linear' scaling"),
+     ("DeepSeek-V3.2", {"rope_scaling": {**YARN, "mscale": None}}, "mscale None with mscale_all"),
+     ("DeepSeek-V3.2", {"rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": None}},
+      "mscale 0.7 with mscale_all_dim None: "),
+     ("sarvam-105b", {"rope_scaling": {**YARN, "mscale": 0, "mscale_all_dim": 0}},
+      "mscale 0 with mscale_all_dim 0: "),
+     ("Solar-Open", {"rope_scaling": {**YARN, "factor": None}}, "'yarn' scaling without a factor"),
+     ("Moonlight", {"topk_group": 0}, "of 0 groups no expert can be chosen"),
      ("DeepSeek-V3.2", {"layer_types": ["full_attention"] * 4}, "expected indexed_attention or"),
      ("DeepSeek-V3.2", {"mlp_layer_types": ["dense"] * 4}, "another field disagree"),
      ("GLM-5", {"indexer_rope_interleave": False}, "indexer_rope_interleave is False"),
@@ -185,6 +193,19 @@ def test_what_megatron_does_not_compute_is_refused(name: str, changes: dict[str,
     assert text in problems(lambda: imported({**config, **changes}, directory(config)))
 
 
+@pytest.mark.parametrize("terms", [(1.0, 1.0), (0.7, 0.7), (None, None), (1.0, None), (None, 0), (0.7, 0.3)])
+def test_terms_of_yarn_that_all_read_alike(terms: tuple[float | None, float | None]) -> None:
+    config = {
+        **RELEASED["Moonlight"],
+        "rope_scaling": {**YARN, "mscale": terms[0], "mscale_all_dim": terms[1]},
+    }
+    args = imported(config, directory(config))[0].args
+    assert (args["mscale"], args["mscale_all_dim"]) == (
+        1.0 if terms[0] is None else terms[0],
+        terms[1] or 0.0,
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "args", "text"),
     [("DeepSeek-V3.2", {"dsa_indexer_rope_interleaved": None}, TOO_OLD),
@@ -192,6 +213,7 @@ def test_what_megatron_does_not_compute_is_refused(name: str, changes: dict[str,
      ("DeepSeek-V3.2", {"dsa_indexer_scoring_relu": False}, "dsa_indexer_scoring_relu is False"),
      ("DeepSeek-V3.2", {"dsa_indexer_topk_freq": 2}, "indexer_layers is (1, 0, 1, 0)"),
      ("DeepSeek-V3.2", {"experimental_attention_variant": None}, "demands 'dsa'"),
+     ("DeepSeek-V3.2", {"mscale": 0.7, "mscale_all_dim": 0.0}, "mscale 0.7 with mscale_all_dim 0.0: transformers"),
      ("Moonlight", {"experimental_attention_variant": "dsa"}, "layers with another kind of attention"),
      ("MiniMax-M2", {"moe_router_score_function": "softmax"}, "moe_router_score_function is 'softmax'"),
      ("MiniMax-M2", {"moe_router_topk": 1}, "gives a single expert the weight 1"),
