@@ -61,7 +61,7 @@ GPT_OSS = {
     "rope_scaling": {**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
     "rope_theta": 150000.0,
 }
-LINEAR = {
+DELTA_NET = {
     "head_dim": 16,
     "num_hidden_layers": 4,
     "linear_conv_kernel_dim": 3,
@@ -146,14 +146,14 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("GemmaConfig", {**GEMMA}),
     "gemma2": ("Gemma2Config", {**GEMMA, "sliding_window": 8, "query_pre_attn_scalar": 10}),
     "gemma3": ("Gemma3TextConfig", {**GEMMA, "sliding_window": 8, "query_pre_attn_scalar": 10}),
-    "qwen3_next": ("Qwen3NextConfig", {**BASE, **LINEAR, **MOE, "shared_expert_intermediate_size": 22}),
-    "qwen3_next_dense": ("Qwen3NextConfig", {**BASE, **LINEAR, **MOE, "shared_expert_intermediate_size": 22,
+    "qwen3_next": ("Qwen3NextConfig", {**BASE, **DELTA_NET, **MOE, "shared_expert_intermediate_size": 22}),
+    "qwen3_next_dense": ("Qwen3NextConfig", {**BASE, **DELTA_NET, **MOE, "shared_expert_intermediate_size": 22,
                                              "layer_types": ["full_attention", "linear_attention"] * 2,
                                              "mlp_only_layers": [0, 1], "norm_topk_prob": False}),
-    "qwen3_5": ("Qwen3_5TextConfig", {**BASE, **LINEAR}),
-    "qwen3_5_tied": ("Qwen3_5TextConfig", {**BASE, **LINEAR, "tie_word_embeddings": True,
+    "qwen3_5": ("Qwen3_5TextConfig", {**BASE, **DELTA_NET}),
+    "qwen3_5_tied": ("Qwen3_5TextConfig", {**BASE, **DELTA_NET, "tie_word_embeddings": True,
                                            "layer_types": ["full_attention", "linear_attention"] * 2}),
-    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**BASE, **LINEAR, **MOE, "shared_expert_intermediate_size": 22}),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**BASE, **DELTA_NET, **MOE, "shared_expert_intermediate_size": 22}),
     "nemotron_h": ("NemotronHConfig", {**NEMOTRON_H}),
     "nemotron_h_moe": ("NemotronHConfig", {**NEMOTRON_H, **NEMOTRON_MOE, "hybrid_override_pattern": "ME*EM-E"}),
     "nemotron_h_latent": ("NemotronHConfig", {**NEMOTRON_H, **NEMOTRON_MOE, "hybrid_override_pattern": "M*E",
