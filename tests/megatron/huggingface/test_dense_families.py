@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from ckpt_tools.megatron.huggingface.families import FAMILIES
-from ckpt_tools.megatron.huggingface.identify import WITHOUT_MODULES, detect_family, family_of_config
-from ckpt_tools.megatron.huggingface.model_args import read_model_args
+from ckpt_tools.megatron.huggingface.identify import detect_family, family_of_config, without_modules
+from ckpt_tools.megatron.huggingface.read_args import read_model_args
 from ckpt_tools.megatron.huggingface.targets import export_targets
+from tests.megatron.huggingface.by_rules import BASE, DEEPSEEK, assert_same, directory, imported, problems
 from tests.megatron.huggingface.materialise import materialise, specs
 from tests.megatron.huggingface.test_config import MLM
-from tests.megatron.huggingface.test_targets import BASE, DEEPSEEK, directory, imported, problems
 
 SMOLLM3 = {**BASE, "model_type": "smollm3", "no_rope_layers": [1, 0], "tie_word_embeddings": False}
 SEED_OSS = {**BASE, "model_type": "seed_oss"}
@@ -36,8 +36,7 @@ def test_both_ways(config: dict[str, Any], said: dict[str, Any]) -> None:
     assert told == (config["model_type"] == "seed_oss")  # the others have the parameters of a Llama
     exported = export_targets(specs(megatron), found.args, None if told else config)
     again = materialise(exported.tensors, megatron)
-    assert again.keys() == tensors.keys()
-    assert all(again[key].tobytes() == tensors[key].tobytes() for key in tensors)
+    assert_same(again, tensors)
     assert {key: exported.config[key] for key in config} == config
     assert exported.config.get("pad_token_id") is None  # the class's own is beyond this vocabulary
     assert (
@@ -103,10 +102,10 @@ def test_kimi_is_deepseek_under_a_name_of_its_own() -> None:
     assert again.keys() == tensors.keys()
 
 
-@pytest.mark.parametrize("kind", WITHOUT_MODULES)
+@pytest.mark.parametrize("kind", without_modules())
 def test_what_megatron_core_has_no_modules_for(kind: str) -> None:
     text = problems(lambda: family_of_config({"model_type": kind}))
-    assert f"{kind!r}, which Megatron core has no modules for: {WITHOUT_MODULES[kind]}" in text
+    assert f"{kind!r}, which Megatron core has no modules for: {without_modules()[kind]}" in text
     own = replace(FAMILIES["llama"], name=kind)  # a rule file's
     assert family_of_config({"model_type": kind}, {**FAMILIES, kind: own}) is own
 

@@ -22,6 +22,7 @@ from ckpt_tools.megatron.huggingface.families import FAMILIES, Families
 from ckpt_tools.megatron.huggingface.rulefile import load_rule_file
 from ckpt_tools.megatron.huggingface.targets import Exported, Imported, export_targets, import_targets
 from tests.conftest import REPO
+from tests.megatron.huggingface.by_rules import assert_same
 from tests.megatron.huggingface.materialise import Arrays, materialise, specs
 from tests.megatron.huggingface.models import BASE, CONFIGS, MLA, eager, installed, logits, make_model
 
@@ -212,8 +213,7 @@ def test_a_family_by_a_rule_file_alone(tmp_path: Path) -> None:
     megatron = materialise(imported.tensors, tensors)
     exported = export_targets(specs(megatron), imported.args, said, families=families)
     again = materialise(exported.tensors, megatron)
-    assert again.keys() == tensors.keys()
-    assert all(again[key].tobytes() == tensors[key].tobytes() for key in tensors)
+    assert_same(again, tensors)
     loaded = load(tmp_path / "again", again, dict(exported.config))
     assert float((logits(loaded) - logits(model)).abs().max()) == 0.0
 

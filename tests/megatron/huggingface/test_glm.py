@@ -9,8 +9,8 @@ import pytest
 from ckpt_tools.megatron.huggingface.config import in_v4_form
 from ckpt_tools.megatron.huggingface.identify import detect_family
 from ckpt_tools.megatron.huggingface.targets import export_targets
+from tests.megatron.huggingface.by_rules import BASE, assert_same, directory, imported, problems
 from tests.megatron.huggingface.materialise import materialise, specs
-from tests.megatron.huggingface.test_targets import BASE, directory, imported, problems
 
 GLM = {
     **BASE,
@@ -42,8 +42,7 @@ def test_both_ways_with_prediction_layers(changes: dict[str, Any]) -> None:
     assert detect_family(megatron).name == "glm4_moe"
     exported = export_targets(specs(megatron), found.args)
     again = materialise(exported.tensors, megatron)
-    assert again.keys() == tensors.keys()
-    assert all(again[key].tobytes() == tensors[key].tobytes() for key in tensors)
+    assert_same(again, tensors)
     assert {key: exported.config[key] for key in config} == config
 
 

@@ -12,11 +12,11 @@ import pytest
 from ckpt_tools.megatron.huggingface.config import read_config
 from ckpt_tools.megatron.huggingface.families import FAMILIES, Families
 from ckpt_tools.megatron.huggingface.identify import detect_family
-from ckpt_tools.megatron.huggingface.model_args import read_model_args
+from ckpt_tools.megatron.huggingface.read_args import read_model_args
 from ckpt_tools.megatron.huggingface.rulefile import load_rule_file
 from ckpt_tools.megatron.huggingface.targets import export_targets, import_targets
+from tests.megatron.huggingface.by_rules import LLAMA, assert_same, directory, imported, problems
 from tests.megatron.huggingface.materialise import Arrays, materialise, specs
-from tests.megatron.huggingface.test_targets import LLAMA, directory, imported, problems
 
 # The fields of released config.json files; sizes are shrunk.
 SIZES = {
@@ -113,8 +113,7 @@ def test_released_configurations_go_both_ways(name: str) -> None:
     for reference in (config, None) if name != "qwen3_5_moe" else (config,):
         exported = export_targets(specs(megatron), found.args, reference)
         again = materialise(exported.tensors, megatron, offsets=exported.offsets)
-        assert again.keys() == tensors.keys()
-        assert [key for key in tensors if again[key].tobytes() != tensors[key].tobytes()] == []
+        assert_same(again, tensors)
         assert read_config(family, exported.config) == read_config(
             family, {**config, "torch_dtype": "float32"}
         )
@@ -341,8 +340,7 @@ def test_experts_of_one_tensor_are_read(name: str) -> None:
     rest = {key: array for key, array in tensors.items() if ".experts." not in key}
     _, again = imported(config, rest | {key: np.stack(arrays) for key, arrays in fused.items()})
     assert any("mtp" in block for block in blocks) == (name == "qwen3_5_moe")
-    assert again.keys() == megatron.keys()
-    assert all(again[key].tobytes() == megatron[key].tobytes() for key in again)
+    assert_same(again, megatron)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from ckpt_tools.commands.import_hf import ImportOptions, import_hf
-from ckpt_tools.megatron.huggingface.model_args import read_model_args
+from ckpt_tools.megatron.huggingface.read_args import read_model_args
 from ckpt_tools.megatron.huggingface.rules import expand
 from ckpt_tools.megatron.huggingface.targets import export_targets
 from tests.conftest import REPO

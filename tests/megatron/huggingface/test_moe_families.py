@@ -8,11 +8,11 @@ import pytest
 
 from ckpt_tools.megatron.huggingface.block_fp8 import LINEAR
 from ckpt_tools.megatron.huggingface.identify import detect_family, family_of_config
-from ckpt_tools.megatron.huggingface.model_args import read_model_args
+from ckpt_tools.megatron.huggingface.read_args import read_model_args
 from ckpt_tools.megatron.huggingface.sparse_attention import TOO_OLD, indexer_layers, sharing
 from ckpt_tools.megatron.huggingface.targets import export_targets
+from tests.megatron.huggingface.by_rules import assert_same, directory, imported, problems
 from tests.megatron.huggingface.materialise import materialise, specs
-from tests.megatron.huggingface.test_targets import directory, imported, problems
 
 SIZE = {
     "vocab_size": 11,
@@ -127,8 +127,7 @@ def test_both_ways(name: str) -> None:
     for reference in (config, None) if told else (config,):
         exported = export_targets(specs(megatron), found.args, reference)
         again = materialise(exported.tensors, megatron, target_shapes=exported.shapes)
-        assert again.keys() == tensors.keys()
-        assert all(again[key].tobytes() == tensors[key].tobytes() for key in tensors)
+        assert_same(again, tensors)
     written = {field.hf for field in found.family.fields} - {"torch_dtype", "rope_scaling"}
     same = {
         key for key in written if None not in (config.get(key), exported.config[key])

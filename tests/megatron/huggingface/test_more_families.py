@@ -11,11 +11,19 @@ from ckpt_tools.megatron.huggingface.block_fp8 import BlockFp8, quantized_tensor
 from ckpt_tools.megatron.huggingface.config import read_config
 from ckpt_tools.megatron.huggingface.families import FAMILIES
 from ckpt_tools.megatron.huggingface.identify import detect_family, family_of_config
-from ckpt_tools.megatron.huggingface.model_args import read_model_args
+from ckpt_tools.megatron.huggingface.read_args import read_model_args
 from ckpt_tools.megatron.huggingface.targets import export_targets
 from ckpt_tools.model.catalog import Catalog
+from tests.megatron.huggingface.by_rules import (
+    BASE,
+    DEEPSEEK,
+    LLAMA,
+    assert_same,
+    directory,
+    imported,
+    problems,
+)
 from tests.megatron.huggingface.materialise import materialise, specs
-from tests.megatron.huggingface.test_targets import BASE, DEEPSEEK, LLAMA, directory, imported, problems
 
 SQUARE = {
     **{key: value for key, value in BASE.items() if key not in ("head_dim", "rms_norm_eps")},
@@ -77,8 +85,8 @@ def test_both_ways(config: dict[str, Any], said: dict[str, Any], told: str) -> N
     assert (detect_family(megatron, model).name == config["model_type"]) == (told != TOLD)
     exported = export_targets(specs(megatron), found.args, config if told == TOLD else None)
     again = materialise(exported.tensors, megatron, target_shapes=exported.shapes)
-    assert again.keys() == tensors.keys() and not exported.offsets
-    assert all(again[key].tobytes() == tensors[key].tobytes() for key in tensors)
+    assert_same(again, tensors)
+    assert not exported.offsets
     assert {key: exported.config[key] for key in config} == config
 
 
