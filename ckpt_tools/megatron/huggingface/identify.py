@@ -16,6 +16,7 @@ from ckpt_tools.megatron.huggingface.rules import Family
 from ckpt_tools.megatron.huggingface.told_by import told_by
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+REFUSED = Path(__file__).with_name("refused.yaml")
 ARCHITECTURES_WITHOUT_RULES = {
     "vision_model.": "a vision tower",
 }
@@ -92,8 +93,7 @@ def family_of_config(config: Mapping[str, Any], families: Mapping[str, Family] =
 @cache
 def without_modules() -> dict[str, str]:
     """What Megatron core lacks, by model_type (refused.yaml)."""
-    path = Path(__file__).with_name("refused.yaml")
-    said = parse_rule_source(path.read_bytes(), path.name, ours=True).data
+    said = parse_rule_source(REFUSED.read_bytes(), REFUSED.name, ours=True).data
     return {kind: reason for reason, kinds in said.items() for kind in kinds}
 
 

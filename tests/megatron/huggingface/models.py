@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ckpt_tools.megatron.huggingface.families import FAMILIES
+
 BASE = {
     "vocab_size": 97,
     "hidden_size": 24,
@@ -208,7 +210,31 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
                                                     "norm_topk_prob": False}),
 }  # fmt: skip
 
+# Variants with the parameters and args of another family, which one takes them for without a config.json.
+LIKE = {
+    **dict.fromkeys(("smollm3", "smollm3_interval", "ernie4_5", "ernie4_5_bias", "phi3", "glm_whole", "helium",
+                     "internlm3", "internlm3_bias", "iquestcoder", "exaone", "exaone_tied"), "llama"),
+    **dict.fromkeys(("dots1", "exaone_moe", "hy_v3", "solar_open", "sarvam_moe"), "glm4_moe"),
+    **dict.fromkeys(("glm4_moe_lite", "sarvam_mla"), "deepseek_v3"),
+    **dict.fromkeys(("phi3_partial", "ministral_alike"), "mistral"),
+    **dict.fromkeys(("cwm", "cwm_unscaled"), "ministral"),
+    "olmoe": "qwen3_moe", "qwen3_5_moe": "qwen3_next", "gpt_bigcode_heads": "gpt2",
+    "persimmon_plain": "nemotron", "helium_bias": "qwen2",
+}  # fmt: skip
+STEMS = {  # what the names of configuration classes begin with
+    family.architecture.partition("For")[0].removesuffix("LMHeadModel").lower(): name
+    for name, family in FAMILIES.items()
+}
 PLUS_ONE = ("gemma", "qwen3_next", "qwen3_5")  # whose norms compute with 1 + weight
+
+
+# GPT-BigCode of transformers 4 is scripted by torch.jit when it is imported.
+SCRIPTED = "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
+
+
+def family_of(variant: str) -> str:
+    """The family of a variant, by the name of its class."""
+    return STEMS[CONFIGS[variant][0].removesuffix("Config").removesuffix("Text").lower()]
 
 
 def installed() -> dict[str, tuple[str, dict[str, Any]]]:

@@ -24,19 +24,23 @@ from ckpt_tools.megatron.huggingface.targets import Exported, Imported, export_t
 from tests.conftest import REPO
 from tests.megatron.huggingface.by_rules import assert_same
 from tests.megatron.huggingface.materialise import Arrays, materialise, specs
-from tests.megatron.huggingface.models import BASE, CONFIGS, MLA, eager, installed, logits, make_model
+from tests.megatron.huggingface.models import (
+    BASE,
+    CONFIGS,
+    LIKE,
+    MLA,
+    SCRIPTED,
+    eager,
+    installed,
+    logits,
+    make_model,
+)
 
 transformers = pytest.importorskip("transformers", reason="the optional peer transformers is not installed")
 from safetensors.numpy import load_file, save_file  # noqa: E402  # after the skip
 
 transformers.utils.logging.set_verbosity(logging.ERROR)
-# GPT-BigCode of transformers 4 is scripted by torch.jit when it is imported.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-
-# Those with the parameters of another family, of a Llama mostly.
-ONLY_A_CONFIG_TELLS = ("phi3", "smollm3", "ernie4_5", "glm_whole", "helium", "cwm", "internlm3", "iquestcoder",
-                       "exaone", "persimmon_plain", "gpt_bigcode_heads", "ministral_alike", "glm4_moe_lite",
-                       "olmoe", "dots1", "exaone_moe", "hy_v3", "solar_open", "sarvam_m", "qwen3_5_moe")  # fmt: skip
+pytestmark = pytest.mark.filterwarnings(SCRIPTED)
 
 
 @dataclass
@@ -66,7 +70,7 @@ def make_case(name: str, directory: Path) -> Case:
     megatron = materialise(imported.tensors, tensors, source_shapes=imported.shapes, offsets=imported.offsets)
     args = imported.args
     open_rope = args.get("rotary_seq_len_interpolation_factor")  # Megatron-LM's args leave it open
-    told = open_rope or name.startswith(ONLY_A_CONFIG_TELLS)
+    told = open_rope or name in LIKE
     exported = export_targets(specs(megatron), args, config if told else None)
     again = materialise(exported.tensors, megatron, target_shapes=exported.shapes, offsets=exported.offsets)
     return Case(directory, want, config, tensors, imported, megatron, exported, again)

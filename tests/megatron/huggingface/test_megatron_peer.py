@@ -23,7 +23,7 @@ from ckpt_tools.megatron.huggingface.rules import expand
 from ckpt_tools.megatron.huggingface.targets import export_targets
 from tests.conftest import REPO
 from tests.megatron.huggingface.materialise import materialise, specs
-from tests.megatron.huggingface.models import PLUS_ONE, installed, logits
+from tests.megatron.huggingface.models import PLUS_ONE, SCRIPTED, installed, logits
 from tests.megatron.huggingface.test_families import Case, load, make_case
 
 PEERS = Path(os.environ.get("CKPT_TOOLS_PEERS", ""))
@@ -48,6 +48,7 @@ HYBRIDS = ("nemotron_h", "mamba2")  # named as Transformer Engine's modules what
 
 pytestmark = [
     pytest.mark.peer,
+    pytest.mark.filterwarnings(SCRIPTED),
     pytest.mark.skipif(not MCORE.is_dir(), reason="CKPT_TOOLS_PEERS has no megatron_core-0.16.1"),
 ]
 
