@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from safetensors.numpy import load_file, save_file
 
 from ckpt_tools.cli.app import run
@@ -67,14 +69,28 @@ def test_a_file_of_another_name_than_its_family_is_a_fault_of_ours(
             one.cache_clear()
 
 
-def test_every_piece_is_used() -> None:
+def parts(kind: str) -> list[Any]:
+    """Names of pieces and what stands in full, of every family and every piece."""
+    files = [yaml.safe_load(path.read_text()) for path in FOLDER.glob("*.yaml")]
+    lists = [*(data.get(kind, []) for data in files), *pieces().data[kind].values()]
+    return [part for one in lists for part in (one if isinstance(one, list) else [one])]
+
+
+@pytest.mark.parametrize("kind", ["rules", "fields", "needs", "fixed", "copies"])
+def test_every_piece_is_used(kind: str) -> None:
     """By a family, or by another piece."""
-    texts = "\n".join(path.read_text() for path in FOLDER.glob("*.yaml"))
-    for kind in ("rules", "fields", "needs", "fixed", "copies"):
-        inside = {part for parts in pieces().data[kind].values() for part in parts if isinstance(part, str)}
-        assert [one for one in pieces().data[kind] if one not in inside and one not in texts] == [], kind
+    assert pieces().data[kind].keys() == {part for part in parts(kind) if isinstance(part, str)}
+
+
+def test_every_name_of_pieces_is_in_a_rule() -> None:
     whole = (FOLDER.parent / "pieces.yaml").read_text()
     assert [name for name in pieces().data["names"] if f"<{name}>" not in whole] == []
+
+
+def test_no_rule_stands_twice() -> None:
+    """Families that share one name a piece."""
+    rules = [json.dumps(part, sort_keys=True) for part in parts("rules") if isinstance(part, dict)]
+    assert [rule for rule in set(rules) if rules.count(rule) > 1] == []
 
 
 def test_the_example_converts_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
