@@ -228,6 +228,8 @@ STEMS = {  # what the names of configuration classes begin with
 PLUS_ONE = ("gemma", "qwen3_next", "qwen3_5")  # whose norms compute with 1 + weight
 
 
+# The layers of Gemma 2 and 3 are modules of Megatron-Bridge; only core 0.19 has layers that share a choice of keys.
+NOT_IN_MEGATRON = ("gemma2", "gemma3", "glm_moe_dsa_shared")
 # GPT-BigCode of transformers 4 is scripted by torch.jit when it is imported.
 SCRIPTED = "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
 

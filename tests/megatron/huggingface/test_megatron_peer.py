@@ -23,13 +23,12 @@ from ckpt_tools.megatron.huggingface.rules import expand
 from ckpt_tools.megatron.huggingface.targets import export_targets
 from tests.conftest import REPO
 from tests.megatron.huggingface.materialise import materialise, specs
-from tests.megatron.huggingface.models import PLUS_ONE, SCRIPTED, installed, logits
+from tests.megatron.huggingface.models import NOT_IN_MEGATRON, PLUS_ONE, SCRIPTED, installed, logits
 from tests.megatron.huggingface.test_families import Case, load, make_case
 
 PEERS = Path(os.environ.get("CKPT_TOOLS_PEERS", ""))
 MCORE, EINOPS = PEERS / "megatron_core-0.16.1", PEERS / "einops-0.8.2"
-# The layers of Gemma 2 and 3 are modules of Megatron-Bridge; only core 0.19 has layers that share a choice of keys.
-RAN = sorted(set(installed()) - {"gemma2", "gemma3", "glm_moe_dsa_shared"})
+RAN = sorted(set(installed()) - set(NOT_IN_MEGATRON))
 WRONG = {
     "naive_qkv": "llama3",
     "naive_qkvz": "qwen3_next",
