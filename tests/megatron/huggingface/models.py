@@ -228,6 +228,8 @@ STEMS = {  # what the names of configuration classes begin with
 PLUS_ONE = ("gemma", "qwen3_next", "qwen3_5")  # whose norms compute with 1 + weight
 
 
+# Mamba-2 of transformers 4.57 has one norm over all groups of heads; Megatron and transformers 5.24 have one for each.
+OTHERWISE_IN_4 = ("mamba2",)
 # The layers of Gemma 2 and 3 are modules of Megatron-Bridge; only core 0.19 has layers that share a choice of keys.
 NOT_IN_MEGATRON = ("gemma2", "gemma3", "glm_moe_dsa_shared")
 # GPT-BigCode of transformers 4 is scripted by torch.jit when it is imported.
@@ -244,6 +246,14 @@ def installed() -> dict[str, tuple[str, dict[str, Any]]]:
     import transformers
 
     return {name: one for name, one in CONFIGS.items() if hasattr(transformers, one[0])}
+
+
+def compared_with_megatron() -> list[str]:
+    """The variants of which the installed transformers and megatron-core compute the same."""
+    import transformers
+
+    others = NOT_IN_MEGATRON + (OTHERWISE_IN_4 if transformers.__version__.startswith("4.") else ())
+    return sorted(set(installed()) - set(others))
 
 
 def eager() -> dict[str, str]:

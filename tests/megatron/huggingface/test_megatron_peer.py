@@ -23,12 +23,12 @@ from ckpt_tools.megatron.huggingface.rules import expand
 from ckpt_tools.megatron.huggingface.targets import export_targets
 from tests.conftest import REPO
 from tests.megatron.huggingface.materialise import materialise, specs
-from tests.megatron.huggingface.models import NOT_IN_MEGATRON, PLUS_ONE, SCRIPTED, installed, logits
+from tests.megatron.huggingface.models import PLUS_ONE, SCRIPTED, compared_with_megatron, logits
 from tests.megatron.huggingface.test_families import Case, load, make_case
 
 PEERS = Path(os.environ.get("CKPT_TOOLS_PEERS", ""))
 MCORE, EINOPS = PEERS / "megatron_core-0.16.1", PEERS / "einops-0.8.2"
-RAN = sorted(set(installed()) - set(NOT_IN_MEGATRON))
+RAN = compared_with_megatron()
 WRONG = {
     "naive_qkv": "llama3",
     "naive_qkvz": "qwen3_next",
