@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs
 
@@ -96,7 +96,7 @@ def words_of(names: set[str], model: ModelArgs | None) -> set[str]:
     return parts | {word for word, said in SETTINGS.items() if model is not None and said(model)}
 
 
-def holds(word: str, held: set[str]) -> bool:
+def holds(word: str, held: Set[str]) -> bool:
     """Whether a word is among those that hold, or is not where it begins with no."""
     plain = word.removeprefix("no ")
     return (plain in held) == (plain == word)

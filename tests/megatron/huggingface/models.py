@@ -228,7 +228,7 @@ STEMS = {  # what the names of configuration classes begin with
 PLUS_ONE = ("gemma", "qwen3_next", "qwen3_5")  # whose norms compute with 1 + weight
 
 
-# Mamba-2 of transformers 4.57 has one norm over all groups of heads; Megatron and transformers 5.24 have one for each.
+# Mamba-2 of transformers 4.57 has one norm over all groups of heads, Megatron and transformers 5.24 one for each.
 OTHERWISE_IN_4 = ("mamba2",)
 # The layers of Gemma 2 and 3 are modules of Megatron-Bridge; only core 0.19 has layers that share a choice of keys.
 NOT_IN_MEGATRON = ("gemma2", "gemma3", "glm_moe_dsa_shared")

@@ -106,7 +106,9 @@ def test_released_configurations_go_both_ways(name: str) -> None:
     """Names and bits come back, and so does every field of the class; nothing is passed over as unknown."""
     config = json.loads(json.dumps(RELEASED[name]))
     family = FAMILIES[{"nemotron_3": "nemotron_h", "mamba2_tied": "mamba2"}.get(name, name)]
-    layers = {"mtp_num_layers": 1} if any(rule.core.startswith("mtp") for rule in family.rules) else {}
+    layers: dict[str, Any] = (
+        {"mtp_num_layers": 1} if any(rule.core.startswith("mtp") for rule in family.rules) else {}
+    )
     tensors = near_one(directory(config, **layers))
     found, megatron = imported(config, tensors)
     assert found.family is family
