@@ -229,6 +229,7 @@ def test_a_model_of_attention_alone_keeps_the_sizes_of_its_class() -> None:
     ("config", "changes", "said"),
     [
         (QWEN3_NEXT, {"layer_types": ["linear_attention"]}, "layer_types: expected linear_attention or full"),
+        (QWEN3_NEXT, {"layer_types": [[]] * 8}, "layer_types: expected linear_attention or full"),
         (QWEN3_NEXT, {"full_attention_interval": 0.5}, "full_attention_interval is '0.5'"),
         (QWEN3_NEXT, {"linear_num_value_heads": 5}, "5 rows of a projection cannot be those of 2 key heads"),
         (QWEN3_NEXT, {"attention_bias": True}, "attention_bias is True"),
