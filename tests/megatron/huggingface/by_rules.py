@@ -14,7 +14,7 @@ from ckpt_tools.megatron.huggingface.config import read_config
 from ckpt_tools.megatron.huggingface.families import FAMILIES
 from ckpt_tools.megatron.huggingface.identify import family_of_config
 from ckpt_tools.megatron.huggingface.rules import Family, expand
-from ckpt_tools.megatron.huggingface.targets import Imported, import_targets
+from ckpt_tools.megatron.huggingface.targets import Exported, Imported, export_targets, import_targets
 from tests.megatron.huggingface.materialise import Arrays, materialise, specs
 
 BASE = {"vocab_size": 11, "hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -62,6 +62,17 @@ def imported(
     """What an import says of the tensors, and the parameters it makes of them."""
     found = import_targets(specs(tensors), config, vocab_multiple=multiple, families=families)
     return found, materialise(found.tensors, tensors, source_shapes=found.shapes, offsets=found.offsets)
+
+
+def exported(
+    megatron: Arrays,
+    args: Mapping[str, Any],
+    reference: Mapping[str, Any] | None = None,
+    families: Mapping[str, Family] = FAMILIES,
+) -> tuple[Exported, Arrays]:
+    """What an export says of the parameters, and the tensors it makes of them."""
+    made = export_targets(specs(megatron), args, reference, families=families)
+    return made, materialise(made.tensors, megatron, target_shapes=made.shapes, offsets=made.offsets)
 
 
 def problems(call: Any) -> str:

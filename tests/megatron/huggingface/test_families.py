@@ -22,7 +22,7 @@ from ckpt_tools.megatron.huggingface.families import FAMILIES, Families
 from ckpt_tools.megatron.huggingface.rulefile import load_rule_file
 from ckpt_tools.megatron.huggingface.targets import Exported, Imported, export_targets, import_targets
 from tests.conftest import REPO
-from tests.megatron.huggingface.by_rules import assert_same
+from tests.megatron.huggingface.by_rules import assert_same, exported
 from tests.megatron.huggingface.materialise import Arrays, materialise, specs
 from tests.megatron.huggingface.models import (
     BASE,
@@ -71,9 +71,8 @@ def make_case(name: str, directory: Path) -> Case:
     args = imported.args
     open_rope = args.get("rotary_seq_len_interpolation_factor")  # Megatron-LM's args leave it open
     told = open_rope or name in LIKE
-    exported = export_targets(specs(megatron), args, config if told else None)
-    again = materialise(exported.tensors, megatron, target_shapes=exported.shapes, offsets=exported.offsets)
-    return Case(directory, want, config, tensors, imported, megatron, exported, again)
+    made, again = exported(megatron, args, config if told else None)
+    return Case(directory, want, config, tensors, imported, megatron, made, again)
 
 
 @pytest.fixture(scope="module", params=sorted(installed()))
@@ -215,10 +214,9 @@ def test_a_family_by_a_rule_file_alone(tmp_path: Path) -> None:
     families = Families(load_rule_file(REPO / "example-scripts" / "huggingface_family.yaml"))
     imported = import_targets(specs(tensors), said, vocab_multiple=64, families=families)
     megatron = materialise(imported.tensors, tensors)
-    exported = export_targets(specs(megatron), imported.args, said, families=families)
-    again = materialise(exported.tensors, megatron)
+    made, again = exported(megatron, imported.args, said, families=families)
     assert_same(again, tensors)
-    loaded = load(tmp_path / "again", again, dict(exported.config))
+    loaded = load(tmp_path / "again", again, dict(made.config))
     assert float((logits(loaded) - logits(model)).abs().max()) == 0.0
 
 
@@ -255,12 +253,11 @@ def test_a_model_without_a_shared_expert(kind: str, tmp_path: Path, monkeypatch:
     tensors = load_file(tmp_path / "original" / "model.safetensors")
     imported = import_targets(specs(tensors), config)
     megatron = materialise(imported.tensors, tensors, source_shapes=imported.shapes)
-    exported = export_targets(specs(megatron), imported.args)
-    again = materialise(exported.tensors, megatron, target_shapes=exported.shapes)
+    made, again = exported(megatron, imported.args)
     assert tensors.keys() - again.keys() == set(imported.dropped)
     (tmp_path / "new").mkdir()
     save_file(again, tmp_path / "new" / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "new" / "config.json").write_text(json.dumps(exported.config))
+    (tmp_path / "new" / "config.json").write_text(json.dumps(made.config))
     loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "new", output_loading_info=True, **eager()
     )

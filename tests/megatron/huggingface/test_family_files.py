@@ -22,8 +22,8 @@ from ckpt_tools.megatron.huggingface.rulefile import load_rule_file
 from ckpt_tools.megatron.huggingface.rules import Family, OneOf
 from ckpt_tools.megatron.huggingface.targets import export_targets, import_targets
 from tests.conftest import REPO
-from tests.megatron.huggingface.by_rules import BASE, DEEPSEEK, assert_same, directory, imported
-from tests.megatron.huggingface.materialise import materialise, specs
+from tests.megatron.huggingface.by_rules import BASE, DEEPSEEK, assert_same, directory, exported, imported
+from tests.megatron.huggingface.materialise import specs
 
 EXAMPLE = REPO / "example-scripts" / "huggingface_family.yaml"
 
@@ -163,10 +163,9 @@ def test_settings_sizes_and_kinds_of_layers_of_ones_own(tmp_path: Path) -> None:
     args = found.args
     assert args["low_rank"] == 3 and args["layer_letters"] == ["M", "*"]
     assert args["mtp_use_repeated_layer"] is False  # the first of those that are admitted
-    exported = export_targets(specs(megatron), args, config, families=families)
-    again = materialise(exported.tensors, megatron)
+    made, again = exported(megatron, args, config, families=families)
     assert_same(again, tensors)
-    assert exported.config["low_rank"] == 3 and exported.config["kinds"] == ("M", "*")
+    assert made.config["low_rank"] == 3 and made.config["kinds"] == ("M", "*")
     with pytest.raises(MappingError, match="low_rank: the checkpoint has 3, the reference config 4"):
         export_targets(specs(megatron), args, {**config, "low_rank": 4}, families=families)
     for wrong in ({"kinds": ["M"]}, {"low_rank": -1}, {"low_rank": "wide"}):

@@ -15,8 +15,8 @@ from ckpt_tools.megatron.huggingface.identify import detect_family
 from ckpt_tools.megatron.huggingface.read_args import read_model_args
 from ckpt_tools.megatron.huggingface.rulefile import load_rule_file
 from ckpt_tools.megatron.huggingface.targets import export_targets, import_targets
-from tests.megatron.huggingface.by_rules import LLAMA, assert_same, directory, imported, problems
-from tests.megatron.huggingface.materialise import Arrays, materialise, specs
+from tests.megatron.huggingface.by_rules import LLAMA, assert_same, directory, exported, imported, problems
+from tests.megatron.huggingface.materialise import Arrays, specs
 
 # The fields of released config.json files; sizes are shrunk.
 SIZES = {
@@ -113,12 +113,9 @@ def test_released_configurations_go_both_ways(name: str) -> None:
     found, megatron = imported(config, tensors)
     assert found.family is family
     for reference in (config, None) if name != "qwen3_5_moe" else (config,):
-        exported = export_targets(specs(megatron), found.args, reference)
-        again = materialise(exported.tensors, megatron, offsets=exported.offsets)
+        made, again = exported(megatron, found.args, reference)
         assert_same(again, tensors)
-        assert read_config(family, exported.config) == read_config(
-            family, {**config, "torch_dtype": "float32"}
-        )
+        assert read_config(family, made.config) == read_config(family, {**config, "torch_dtype": "float32"})
     assert not [note for note in found.notes if "not known" in note]
 
 

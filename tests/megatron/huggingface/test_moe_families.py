@@ -11,8 +11,8 @@ from ckpt_tools.megatron.huggingface.identify import detect_family, family_of_co
 from ckpt_tools.megatron.huggingface.read_args import read_model_args
 from ckpt_tools.megatron.huggingface.sparse_attention import TOO_OLD, indexer_layers, sharing
 from ckpt_tools.megatron.huggingface.targets import export_targets
-from tests.megatron.huggingface.by_rules import assert_same, directory, imported, problems
-from tests.megatron.huggingface.materialise import materialise, specs
+from tests.megatron.huggingface.by_rules import assert_same, directory, exported, imported, problems
+from tests.megatron.huggingface.materialise import specs
 
 SIZE = {
     "vocab_size": 11,
@@ -125,14 +125,13 @@ def test_both_ways(name: str) -> None:
     told = detect_family(megatron, read_model_args(found.args)).name == config["model_type"]
     assert told == (config["model_type"] in TOLD_BY_NAMES)
     for reference in (config, None) if told else (config,):
-        exported = export_targets(specs(megatron), found.args, reference)
-        again = materialise(exported.tensors, megatron, target_shapes=exported.shapes)
+        made, again = exported(megatron, found.args, reference)
         assert_same(again, tensors)
     written = {field.hf for field in found.family.fields} - {"torch_dtype", "rope_scaling"}
     same = {
-        key for key in written if None not in (config.get(key), exported.config[key])
+        key for key in written if None not in (config.get(key), made.config[key])
     }  # the class knows the rest
-    assert {key: exported.config[key] for key in same} == {key: config[key] for key in same}
+    assert {key: made.config[key] for key in same} == {key: config[key] for key in same}
 
 
 def exported_with(name: str, **args: Any) -> str:

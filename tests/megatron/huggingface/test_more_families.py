@@ -20,6 +20,7 @@ from tests.megatron.huggingface.by_rules import (
     LLAMA,
     assert_same,
     directory,
+    exported,
     imported,
     problems,
 )
@@ -83,11 +84,10 @@ def test_both_ways(config: dict[str, Any], said: dict[str, Any], told: str) -> N
     assert {name: found.args[name] for name in said} == said
     model = read_model_args(found.args)
     assert (detect_family(megatron, model).name == config["model_type"]) == (told != TOLD)
-    exported = export_targets(specs(megatron), found.args, config if told == TOLD else None)
-    again = materialise(exported.tensors, megatron, target_shapes=exported.shapes)
+    made, again = exported(megatron, found.args, config if told == TOLD else None)
     assert_same(again, tensors)
-    assert not exported.offsets
-    assert {key: exported.config[key] for key in config} == config
+    assert not made.offsets
+    assert {key: made.config[key] for key in config} == config
 
 
 def test_rotary_pairs_of_a_part_of_each_head() -> None:
@@ -102,8 +102,7 @@ def test_rotary_pairs_of_a_part_of_each_head() -> None:
     assert ours[24:32].tobytes() == v[:8].tobytes()
     bias = tensors["model.layers.1.self_attn.q_proj.bias"]
     assert megatron[name.replace("weight", "bias")][:8].tobytes() == bias[turned].tobytes()
-    exported = export_targets(specs(megatron), {**found.args, "rotary_interleaved": True})
-    again = materialise(exported.tensors, megatron)
+    _, again = exported(megatron, {**found.args, "rotary_interleaved": True})
     assert again["model.layers.1.self_attn.q_proj.weight"][:8].tobytes() == ours[:8].tobytes()  # as they lie
 
 
