@@ -35,7 +35,7 @@ QWEN3_NEXT = {
     "mlp_only_layers": [], "model_type": "qwen3_next", "moe_intermediate_size": 6, "norm_topk_prob": True,
     "num_experts": 3, "num_experts_per_tok": 2, "num_hidden_layers": 8, "output_router_logits": False,
     "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 10000000,
-    "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 7, "tie_word_embeddings": False,
+    "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 14, "tie_word_embeddings": False,
     "torch_dtype": "bfloat16", "transformers_version": "4.57.0.dev0", "use_cache": True, "use_sliding_window": False,
 }  # fmt: skip
 QWEN3_5 = {  # the text_config of a model with images
@@ -51,7 +51,7 @@ QWEN3_5 = {  # the text_config of a model with images
 QWEN3_5_MOE = {
     **{name: value for name, value in QWEN3_5.items() if name != "intermediate_size"},
     "model_type": "qwen3_5_moe_text", "moe_intermediate_size": 6, "num_experts": 3, "num_experts_per_tok": 2,
-    "output_router_logits": False, "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 7,
+    "output_router_logits": False, "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 14,
 }  # fmt: skip
 MAMBA = {"conv_kernel": 4, "expand": 2, "mamba_head_dim": 3, "mamba_hidden_act": "silu", "mamba_num_heads": 4,
          "mamba_proj_bias": False, "n_groups": 2, "ssm_state_size": 5, "chunk_size": 128, "time_step_floor": 0.0001,
@@ -68,7 +68,7 @@ NEMOTRON_H = {
 }  # fmt: skip
 NEMOTRON_3 = {
     **NEMOTRON_H, "hybrid_override_pattern": "MEM*EM", "moe_intermediate_size": 6, "n_routed_experts": 3,
-    "moe_shared_expert_intermediate_size": 7, "n_group": 1, "n_shared_experts": 1, "norm_topk_prob": True,
+    "moe_shared_expert_intermediate_size": 14, "n_group": 1, "n_shared_experts": 1, "norm_topk_prob": True,
     "num_experts_per_tok": 2, "routed_scaling_factor": 2.5, "topk_group": 1,
 }  # fmt: skip
 MAMBA2 = {
