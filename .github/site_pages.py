@@ -25,7 +25,6 @@ import ckpt_tools
 from ckpt_tools.cli import manual
 from ckpt_tools.cli.app import app
 from ckpt_tools.cli.help import by_section, parameters
-from ckpt_tools.megatron.huggingface.families import FAMILIES
 
 REPO = Path(__file__).resolve().parent.parent
 DOCS = ".github/docs"
@@ -242,15 +241,6 @@ def _docstring(text: str) -> str:
     return "\n".join(lines)
 
 
-def families_table() -> str:
-    """The architectures of `transformers` that are known."""
-    lines = ["| model_type | architecture |", "|---|---|"]
-    for name, family in sorted(FAMILIES.items()):
-        types = dict.fromkeys((family.model_type or name, *family.also_types))
-        lines.append(f"| {', '.join(f'`{word}`' for word in types)} | `{family.architecture}` |")
-    return "\n".join(lines)
-
-
 def schemas_page() -> str:
     """The JSON reports, each with its schema."""
     lines = [
@@ -303,7 +293,6 @@ def on_files(files: Any, config: Any) -> Any:
     led_to: dict[str, str] = {}
     for address, source in pages().items():
         text, found = moved((REPO / source).read_text(), source, address)
-        text = text.replace("<!-- families -->", families_table())
         led_to |= found
         present = files.get_file_from_path(address)
         if present is not None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ckpt_tools.errors import MappingError, list_problems
 from ckpt_tools.megatron.adapters import Adapter
-from ckpt_tools.megatron.huggingface.model_args import read_model_args
+from ckpt_tools.megatron.huggingface.read_args import read_model_args
 from ckpt_tools.megatron.rebase import rebase
 from ckpt_tools.model.catalog import TensorEntry
 from ckpt_tools.model.dtypes import CASTABLE

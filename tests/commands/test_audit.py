@@ -28,7 +28,7 @@ from ckpt_tools.verify.report import Report
 from tests.cases import cases as cases  # noqa: PLC0414  a fixture
 from tests.commands.test_huggingface import CONFIGS, model
 from tests.conftest import DATA, fixture_dir
-from tests.megatron.huggingface.test_targets import DEEPSEEK, LLAMA
+from tests.megatron.huggingface.by_rules import DEEPSEEK, LLAMA
 
 RUN = DATA / "core019_llama_tp2_fully_reshardable"
 FSDP = DATA / "core019_llama_tp2_native_fsdp_dtensor"

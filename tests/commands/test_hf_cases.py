@@ -18,8 +18,8 @@ from ckpt_tools.commands.opened import open_checkpoint
 from ckpt_tools.megatron.huggingface.layouts import gate_up_in_turns
 from ckpt_tools.megatron.huggingface.model_args import GluInterleave
 from tests.conftest import DATA
+from tests.megatron.huggingface.by_rules import LLAMA, directory
 from tests.megatron.huggingface.test_layouts import model, numbered, to_core, to_hf
-from tests.megatron.huggingface.test_targets import LLAMA, directory
 
 YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn", "truncate": False}
 

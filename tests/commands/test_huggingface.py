@@ -20,7 +20,7 @@ from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.model.choices import MegatronFormat
 from tests.conftest import DATA, REPO, fixture_dir
-from tests.megatron.huggingface.test_targets import DEEPSEEK, LLAMA, QWEN3_MOE, directory
+from tests.megatron.huggingface.by_rules import DEEPSEEK, LLAMA, QWEN3_MOE, directory
 
 GPT_OSS = {
     **LLAMA, "model_type": "gpt_oss", "num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": 4,

@@ -22,8 +22,8 @@ from ckpt_tools.model.box import Box
 from ckpt_tools.model.casts import bfloat16_to_float32
 from ckpt_tools.model.kernels import Form
 from tests.commands import oracle
+from tests.megatron.huggingface.by_rules import directory
 from tests.megatron.huggingface.test_hybrids import MAMBA2, NEMOTRON_3, NEMOTRON_H, QWEN3_5, QWEN3_NEXT
-from tests.megatron.huggingface.test_targets import directory
 
 NORM = "model.layers.0.linear_attn.norm.weight"
 CONFIGS: dict[str, dict[str, Any]] = {

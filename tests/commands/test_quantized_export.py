@@ -20,8 +20,8 @@ from ckpt_tools.execute.run import WriteOptions
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.model.choices import MegatronFormat
 from tests.commands.test_huggingface import GPT2, GPT_OSS
+from tests.megatron.huggingface.by_rules import DEEPSEEK, LLAMA, QWEN3_MOE, directory
 from tests.megatron.huggingface.quantized_models import spread
-from tests.megatron.huggingface.test_targets import DEEPSEEK, LLAMA, QWEN3_MOE, directory
 from tests.model.test_quantize_kernels import reference
 
 LINEAR = re.compile(r"layers\.\d+\.(self_attn|mlp)\..*proj(_with_mqa)?\.weight$")

@@ -10,17 +10,21 @@
 * `families`: the families that are known (family_files/), each read when it is asked for
 * `rulefile`: a family that a user adds, and all that a file can say
 * `towers`: the language model inside a vision-language model
-* `identify`: which family a model is of
+* `identify`: which family a model is of, and what is refused (refused.yaml)
+* `told_by`: what tells it without a config.json
 * `model_args`: a model's architecture in one spelling
+* `read_args`: as Megatron-LM and Megatron-Bridge stored it
 * `sparse_attention`: an indexer of keys in Megatron's args
 * `written_args`: and back, as args of a new checkpoint
 * `numbers`: sizes from settings, looked at before anything is built of them
 * `rope_args`: rotary embeddings
 * `recurrent_args`: gated delta nets and Mamba, and which layers they are
 * `layer_patterns`: which layers have a window, or experts
-* `moe_values`: values of config.json that only some families with experts have
 * `field_values`: values that config.json and `ModelArgs` say differently
-* `hybrid_values`: those that say which layers are attention, gated delta nets or Mamba
+* `layer_values`: what config.json says of each layer
+* `moe_values`: experts, how they are chosen, and the indexer of sparse attention
+* `hybrid_values`: which layers are attention, gated delta nets or Mamba
+* `forms`: the names that family files have for all these
 * `config_fields`: what a field of config.json is
 * `config`: `config.json`, read and written
 * `ledger`: every other setting of either side, and what becomes of it (arguments.yaml, config_json.yaml)

@@ -8,8 +8,8 @@ from functools import cache
 from typing import Any, Protocol
 
 from ckpt_tools.megatron.huggingface.config_fields import REQUIRED, Field
-from ckpt_tools.megatron.huggingface.field_values import DEFAULTS, FORMS
 from ckpt_tools.megatron.huggingface.file_places import Place, Problems, typed, unknown_keys
+from ckpt_tools.megatron.huggingface.forms import DEFAULTS, FORMS
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs, frozen
 from ckpt_tools.megatron.huggingface.pieces import parts_of, pieces
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
 from ckpt_tools.errors import MappingError
+from ckpt_tools.megatron.huggingface.field_values import Config
+from ckpt_tools.megatron.huggingface.layer_values import in_words, layers_of, of_words
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs
 from ckpt_tools.megatron.huggingface.recurrent_args import hybrid_pattern
 
-Config: TypeAlias = Mapping[str, Any]
-KINDS = {"linear_attention": 1, "full_attention": 0}
+NETS = {"linear_attention": 1, "full_attention": 0}
 TURN = 4  # layers of which the last one is attention, where config.json does not say it
 
 
@@ -19,25 +20,16 @@ def layers_in_turns(config: Config) -> list[str]:
     turn = config.get("full_attention_interval") or TURN
     if not isinstance(turn, int) or turn < 1:
         raise MappingError(f"full_attention_interval is {str(turn)[:60]!r}, expected a number of layers")
-    return [
-        "linear_attention" if (layer + 1) % turn else "full_attention"
-        for layer in range(int(config["num_hidden_layers"]))
-    ]
+    return in_words(layers_of(config, lambda layer: (layer + 1) % turn != 0), NETS)
 
 
-def read_linear(types: Sequence[str] | None, config: Config) -> tuple[int, ...]:
-    kinds = layers_in_turns(config) if types is None else types
-    layers = int(config["num_hidden_layers"])
-    if not isinstance(kinds, list | tuple) or len(kinds) != layers or any(one not in KINDS for one in kinds):
-        raise MappingError(
-            f"expected {' or '.join(KINDS)} for each of {layers} layers, found {str(kinds)[:60]}"
-        )
-    found = tuple(KINDS[one] for one in kinds)
+def read_linear(types: Any, config: Config) -> tuple[int, ...]:
+    found = of_words(layers_in_turns(config) if types is None else types, NETS, config)
     return found if any(found) else ()
 
 
 def write_linear(linear: Sequence[int], model: ModelArgs) -> list[str]:
-    return ["linear_attention" if one else "full_attention" for one in linear or (0,) * model.num_layers]
+    return in_words(linear or (0,) * model.num_layers, NETS)
 
 
 def read_interval(turn: Any, config: Config) -> tuple[int, ...]:

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 from ckpt_tools.errors import MappingError, list_problems
 from ckpt_tools.megatron.huggingface.layer_patterns import windows_said_again
-from ckpt_tools.megatron.huggingface.model_args import ModelArgs, as_text, flat_args
+from ckpt_tools.megatron.huggingface.model_args import ModelArgs
+from ckpt_tools.megatron.huggingface.read_args import as_text, flat_args
 from ckpt_tools.megatron.huggingface.rules import Family, allows, first_of
 
 MAX_VALUE_CHARS = 60

@@ -12,9 +12,9 @@ fields:                       # config.json's fields: names of pieces (pieces.ya
   - ffn
   - head_dim: kv_channels     # which setting of ModelArgs it is; must be there
     use_qk_norm: {setting: qk_layernorm, default: false}   # what the class takes without it, or `default_by`: a
-                              # function of the config (field_values.py, DEFAULTS)
+                              # function of the config (forms.py, DEFAULTS)
     n_shared: {setting: moe_shared_expert_intermediate_size, default: null, form: shared_experts}
-                              # `form`: how the two sides say it differently (field_values.py, FORMS). `wins`: whose
+                              # `form`: how the two sides say it differently (forms.py, FORMS). `wins`: whose
                               # value stands where checkpoint and reference differ (reference, checkpoint; either: who
                               # knows one). `also`: another name that is read
     mlp_bias: null            # not the field that a piece has

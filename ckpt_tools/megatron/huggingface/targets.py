@@ -40,7 +40,8 @@ from ckpt_tools.megatron.huggingface.config import (
 from ckpt_tools.megatron.huggingface.families import FAMILIES
 from ckpt_tools.megatron.huggingface.identify import detect_family, family_of_config
 from ckpt_tools.megatron.huggingface.ledger import account_for_settings, demanded_args
-from ckpt_tools.megatron.huggingface.model_args import ModelArgs, read_model_args, with_own_settings
+from ckpt_tools.megatron.huggingface.model_args import ModelArgs
+from ckpt_tools.megatron.huggingface.read_args import read_model_args, with_own_settings
 from ckpt_tools.megatron.huggingface.rules import Family, Pair, expand
 from ckpt_tools.megatron.huggingface.written_args import megatron_args
 from ckpt_tools.model.target import Source, TargetTensor

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ckpt_tools.megatron.huggingface.families import FAMILIES
+
 BASE = {
     "vocab_size": 97,
     "hidden_size": 24,
@@ -61,7 +63,7 @@ GPT_OSS = {
     "rope_scaling": {**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
     "rope_theta": 150000.0,
 }
-LINEAR = {
+DELTA_NET = {
     "head_dim": 16,
     "num_hidden_layers": 4,
     "linear_conv_kernel_dim": 3,
@@ -146,14 +148,14 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("GemmaConfig", {**GEMMA}),
     "gemma2": ("Gemma2Config", {**GEMMA, "sliding_window": 8, "query_pre_attn_scalar": 10}),
     "gemma3": ("Gemma3TextConfig", {**GEMMA, "sliding_window": 8, "query_pre_attn_scalar": 10}),
-    "qwen3_next": ("Qwen3NextConfig", {**BASE, **LINEAR, **MOE, "shared_expert_intermediate_size": 22}),
-    "qwen3_next_dense": ("Qwen3NextConfig", {**BASE, **LINEAR, **MOE, "shared_expert_intermediate_size": 22,
+    "qwen3_next": ("Qwen3NextConfig", {**BASE, **DELTA_NET, **MOE, "shared_expert_intermediate_size": 22}),
+    "qwen3_next_dense": ("Qwen3NextConfig", {**BASE, **DELTA_NET, **MOE, "shared_expert_intermediate_size": 22,
                                              "layer_types": ["full_attention", "linear_attention"] * 2,
                                              "mlp_only_layers": [0, 1], "norm_topk_prob": False}),
-    "qwen3_5": ("Qwen3_5TextConfig", {**BASE, **LINEAR}),
-    "qwen3_5_tied": ("Qwen3_5TextConfig", {**BASE, **LINEAR, "tie_word_embeddings": True,
+    "qwen3_5": ("Qwen3_5TextConfig", {**BASE, **DELTA_NET}),
+    "qwen3_5_tied": ("Qwen3_5TextConfig", {**BASE, **DELTA_NET, "tie_word_embeddings": True,
                                            "layer_types": ["full_attention", "linear_attention"] * 2}),
-    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**BASE, **LINEAR, **MOE, "shared_expert_intermediate_size": 22}),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**BASE, **DELTA_NET, **MOE, "shared_expert_intermediate_size": 22}),
     "nemotron_h": ("NemotronHConfig", {**NEMOTRON_H}),
     "nemotron_h_moe": ("NemotronHConfig", {**NEMOTRON_H, **NEMOTRON_MOE, "hybrid_override_pattern": "ME*EM-E"}),
     "nemotron_h_latent": ("NemotronHConfig", {**NEMOTRON_H, **NEMOTRON_MOE, "hybrid_override_pattern": "M*E",
@@ -208,7 +210,35 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
                                                     "norm_topk_prob": False}),
 }  # fmt: skip
 
+# Variants with the parameters and args of another family, which one takes them for without a config.json.
+LIKE = {
+    **dict.fromkeys(("smollm3", "smollm3_interval", "ernie4_5", "ernie4_5_bias", "phi3", "glm_whole", "helium",
+                     "internlm3", "internlm3_bias", "iquestcoder", "exaone", "exaone_tied"), "llama"),
+    **dict.fromkeys(("dots1", "exaone_moe", "hy_v3", "solar_open", "sarvam_moe"), "glm4_moe"),
+    **dict.fromkeys(("glm4_moe_lite", "sarvam_mla"), "deepseek_v3"),
+    **dict.fromkeys(("phi3_partial", "ministral_alike"), "mistral"),
+    **dict.fromkeys(("cwm", "cwm_unscaled"), "ministral"),
+    "olmoe": "qwen3_moe", "qwen3_5_moe": "qwen3_next", "gpt_bigcode_heads": "gpt2",
+    "persimmon_plain": "nemotron", "helium_bias": "qwen2",
+}  # fmt: skip
+STEMS = {  # what the names of configuration classes begin with
+    family.architecture.partition("For")[0].removesuffix("LMHeadModel").lower(): name
+    for name, family in FAMILIES.items()
+}
 PLUS_ONE = ("gemma", "qwen3_next", "qwen3_5")  # whose norms compute with 1 + weight
+
+
+# Mamba-2 of transformers 4.57 has one norm over all groups of heads, Megatron and transformers 5.24 one for each.
+OTHERWISE_IN_4 = ("mamba2",)
+# The layers of Gemma 2 and 3 are modules of Megatron-Bridge; only core 0.19 has layers that share a choice of keys.
+NOT_IN_MEGATRON = ("gemma2", "gemma3", "glm_moe_dsa_shared")
+# GPT-BigCode of transformers 4 is scripted by torch.jit when it is imported.
+SCRIPTED = "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
+
+
+def family_of(variant: str) -> str:
+    """The family of a variant, by the name of its class."""
+    return STEMS[CONFIGS[variant][0].removesuffix("Config").removesuffix("Text").lower()]
 
 
 def installed() -> dict[str, tuple[str, dict[str, Any]]]:
@@ -216,6 +246,14 @@ def installed() -> dict[str, tuple[str, dict[str, Any]]]:
     import transformers
 
     return {name: one for name, one in CONFIGS.items() if hasattr(transformers, one[0])}
+
+
+def compared_with_megatron() -> list[str]:
+    """The variants of which the installed transformers and megatron-core compute the same."""
+    import transformers
+
+    others = NOT_IN_MEGATRON + (OTHERWISE_IN_4 if transformers.__version__.startswith("4.") else ())
+    return sorted(set(installed()) - set(others))
 
 
 def eager() -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from tests.megatron.huggingface.test_targets import DEEPSEEK, LLAMA, directory
+from tests.megatron.huggingface.by_rules import DEEPSEEK, LLAMA, directory
 from tests.model.test_packed_kernels import mxfp4, pack
 
 Tensors = dict[str, torch.Tensor]

@@ -20,11 +20,12 @@ from ckpt_tools.megatron.huggingface.families import FAMILIES
 from ckpt_tools.megatron.huggingface.identify import detect_family
 from ckpt_tools.megatron.huggingface.layouts import JOINED, LAYOUTS
 from ckpt_tools.megatron.huggingface.ledger import arguments
-from ckpt_tools.megatron.huggingface.model_args import ModelArgs, read_model_args
+from ckpt_tools.megatron.huggingface.model_args import ModelArgs
+from ckpt_tools.megatron.huggingface.read_args import read_model_args
 from ckpt_tools.megatron.huggingface.rules import CONDITIONS, DIMENSIONS
 from ckpt_tools.megatron.huggingface.targets import export_targets
+from tests.megatron.huggingface.by_rules import DEEPSEEK, LLAMA, QWEN3_MOE, directory, imported
 from tests.megatron.huggingface.materialise import specs
-from tests.megatron.huggingface.test_targets import DEEPSEEK, LLAMA, QWEN3_MOE, directory, imported
 
 MLM = {
     "num_layers": 2, "hidden_size": 12, "num_attention_heads": 4, "group_query_attention": True,

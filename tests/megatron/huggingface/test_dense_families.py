@@ -8,12 +8,20 @@ from typing import Any
 import pytest
 
 from ckpt_tools.megatron.huggingface.families import FAMILIES
-from ckpt_tools.megatron.huggingface.identify import WITHOUT_MODULES, detect_family, family_of_config
-from ckpt_tools.megatron.huggingface.model_args import read_model_args
+from ckpt_tools.megatron.huggingface.identify import detect_family, family_of_config, without_modules
+from ckpt_tools.megatron.huggingface.read_args import read_model_args
 from ckpt_tools.megatron.huggingface.targets import export_targets
+from tests.megatron.huggingface.by_rules import (
+    BASE,
+    DEEPSEEK,
+    assert_same,
+    directory,
+    exported,
+    imported,
+    problems,
+)
 from tests.megatron.huggingface.materialise import materialise, specs
 from tests.megatron.huggingface.test_config import MLM
-from tests.megatron.huggingface.test_targets import BASE, DEEPSEEK, directory, imported, problems
 
 SMOLLM3 = {**BASE, "model_type": "smollm3", "no_rope_layers": [1, 0], "tie_word_embeddings": False}
 SEED_OSS = {**BASE, "model_type": "seed_oss"}
@@ -34,12 +42,10 @@ def test_both_ways(config: dict[str, Any], said: dict[str, Any]) -> None:
     assert {name: found.args[name] for name in said} == said
     told = detect_family(megatron, read_model_args(found.args)).name == config["model_type"]
     assert told == (config["model_type"] == "seed_oss")  # the others have the parameters of a Llama
-    exported = export_targets(specs(megatron), found.args, None if told else config)
-    again = materialise(exported.tensors, megatron)
-    assert again.keys() == tensors.keys()
-    assert all(again[key].tobytes() == tensors[key].tobytes() for key in tensors)
-    assert {key: exported.config[key] for key in config} == config
-    assert exported.config.get("pad_token_id") is None  # the class's own is beyond this vocabulary
+    made, again = exported(megatron, found.args, None if told else config)
+    assert_same(again, tensors)
+    assert {key: made.config[key] for key in config} == config
+    assert made.config.get("pad_token_id") is None  # the class's own is beyond this vocabulary
     assert (
         export_targets(specs(megatron), found.args, {**config, "pad_token_id": 3}).config["pad_token_id"] == 3
     )
@@ -80,8 +86,7 @@ def test_rotary_pairs_that_are_neighbours() -> None:
     assert ours[24:28].tobytes() == k[[4, 6, 5, 7]].tobytes()
     assert ours[28:].tobytes() == v[4:].tobytes()
     args = {**found.args, "rotary_interleaved": True}
-    exported = export_targets(specs(megatron), args, ERNIE)
-    again = materialise(exported.tensors, megatron)
+    _, again = exported(megatron, args, ERNIE)
     assert again["model.layers.1.self_attn.q_proj.weight"][:4].tobytes() == ours[:4].tobytes()  # as they lie
 
 
@@ -103,10 +108,10 @@ def test_kimi_is_deepseek_under_a_name_of_its_own() -> None:
     assert again.keys() == tensors.keys()
 
 
-@pytest.mark.parametrize("kind", WITHOUT_MODULES)
+@pytest.mark.parametrize("kind", without_modules())
 def test_what_megatron_core_has_no_modules_for(kind: str) -> None:
     text = problems(lambda: family_of_config({"model_type": kind}))
-    assert f"{kind!r}, which Megatron core has no modules for: {WITHOUT_MODULES[kind]}" in text
+    assert f"{kind!r}, which Megatron core has no modules for: {without_modules()[kind]}" in text
     own = replace(FAMILIES["llama"], name=kind)  # a rule file's
     assert family_of_config({"model_type": kind}, {**FAMILIES, kind: own}) is own
 

@@ -22,20 +22,25 @@ from ckpt_tools.megatron.huggingface.families import FAMILIES, Families
 from ckpt_tools.megatron.huggingface.rulefile import load_rule_file
 from ckpt_tools.megatron.huggingface.targets import Exported, Imported, export_targets, import_targets
 from tests.conftest import REPO
+from tests.megatron.huggingface.by_rules import assert_same, exported
 from tests.megatron.huggingface.materialise import Arrays, materialise, specs
-from tests.megatron.huggingface.models import BASE, CONFIGS, MLA, eager, installed, logits, make_model
+from tests.megatron.huggingface.models import (
+    BASE,
+    CONFIGS,
+    LIKE,
+    MLA,
+    SCRIPTED,
+    eager,
+    installed,
+    logits,
+    make_model,
+)
 
 transformers = pytest.importorskip("transformers", reason="the optional peer transformers is not installed")
 from safetensors.numpy import load_file, save_file  # noqa: E402  # after the skip
 
 transformers.utils.logging.set_verbosity(logging.ERROR)
-# GPT-BigCode of transformers 4 is scripted by torch.jit when it is imported.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-
-# Those with the parameters of another family, of a Llama mostly.
-ONLY_A_CONFIG_TELLS = ("phi3", "smollm3", "ernie4_5", "glm_whole", "helium", "cwm", "internlm3", "iquestcoder",
-                       "exaone", "persimmon_plain", "gpt_bigcode_heads", "ministral_alike", "glm4_moe_lite",
-                       "olmoe", "dots1", "exaone_moe", "hy_v3", "solar_open", "sarvam_m", "qwen3_5_moe")  # fmt: skip
+pytestmark = pytest.mark.filterwarnings(SCRIPTED)
 
 
 @dataclass
@@ -65,10 +70,9 @@ def make_case(name: str, directory: Path) -> Case:
     megatron = materialise(imported.tensors, tensors, source_shapes=imported.shapes, offsets=imported.offsets)
     args = imported.args
     open_rope = args.get("rotary_seq_len_interpolation_factor")  # Megatron-LM's args leave it open
-    told = open_rope or name.startswith(ONLY_A_CONFIG_TELLS)
-    exported = export_targets(specs(megatron), args, config if told else None)
-    again = materialise(exported.tensors, megatron, target_shapes=exported.shapes, offsets=exported.offsets)
-    return Case(directory, want, config, tensors, imported, megatron, exported, again)
+    told = open_rope or name in LIKE
+    made, again = exported(megatron, args, config if told else None)
+    return Case(directory, want, config, tensors, imported, megatron, made, again)
 
 
 @pytest.fixture(scope="module", params=sorted(installed()))
@@ -210,11 +214,9 @@ def test_a_family_by_a_rule_file_alone(tmp_path: Path) -> None:
     families = Families(load_rule_file(REPO / "example-scripts" / "huggingface_family.yaml"))
     imported = import_targets(specs(tensors), said, vocab_multiple=64, families=families)
     megatron = materialise(imported.tensors, tensors)
-    exported = export_targets(specs(megatron), imported.args, said, families=families)
-    again = materialise(exported.tensors, megatron)
-    assert again.keys() == tensors.keys()
-    assert all(again[key].tobytes() == tensors[key].tobytes() for key in tensors)
-    loaded = load(tmp_path / "again", again, dict(exported.config))
+    made, again = exported(megatron, imported.args, said, families=families)
+    assert_same(again, tensors)
+    loaded = load(tmp_path / "again", again, dict(made.config))
     assert float((logits(loaded) - logits(model)).abs().max()) == 0.0
 
 
@@ -228,9 +230,11 @@ def test_a_class_takes_without_a_field_what_its_family_takes(name: str) -> None:
     family = FAMILIES[name]
     config = in_v4_form(CLASSES[KINDS[name]]().to_dict())
     config["num_experts_per_tok"] = config.get("num_experts_per_tok") or 2  # DeepSeek-V2's class has none
+    if config.get("use_parallel_residual"):
+        config["use_parallel_residual"] = False  # which GPT-NeoX's class has, and no Megatron
     whole = read_config(family, config)
     for field in family.fields:
-        if field.wins == "either" or field.arg == "mtp_num_layers":
+        if field.wins == "either" or field.arg == "mtp_num_layers" or field.hf == "use_parallel_residual":
             continue  # refused without; proven by the tensors
         if field.default is not REQUIRED:
             less = {key: value for key, value in config.items() if key not in (field.hf, field.also)}
@@ -249,12 +253,11 @@ def test_a_model_without_a_shared_expert(kind: str, tmp_path: Path, monkeypatch:
     tensors = load_file(tmp_path / "original" / "model.safetensors")
     imported = import_targets(specs(tensors), config)
     megatron = materialise(imported.tensors, tensors, source_shapes=imported.shapes)
-    exported = export_targets(specs(megatron), imported.args)
-    again = materialise(exported.tensors, megatron, target_shapes=exported.shapes)
+    made, again = exported(megatron, imported.args)
     assert tensors.keys() - again.keys() == set(imported.dropped)
     (tmp_path / "new").mkdir()
     save_file(again, tmp_path / "new" / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "new" / "config.json").write_text(json.dumps(exported.config))
+    (tmp_path / "new" / "config.json").write_text(json.dumps(made.config))
     loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "new", output_loading_info=True, **eager()
     )

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+import yaml
 from safetensors.numpy import load_file, save_file
 
 from ckpt_tools.cli.app import run
@@ -19,24 +19,13 @@ from ckpt_tools.megatron.huggingface.families import FAMILIES, FOLDER, Families
 from ckpt_tools.megatron.huggingface.identify import family_of_config
 from ckpt_tools.megatron.huggingface.pieces import pieces
 from ckpt_tools.megatron.huggingface.rulefile import load_rule_file
-from ckpt_tools.megatron.huggingface.rules import Family, OneOf, expand
+from ckpt_tools.megatron.huggingface.rules import Family, OneOf
 from ckpt_tools.megatron.huggingface.targets import export_targets, import_targets
 from tests.conftest import REPO
-from tests.megatron.huggingface.materialise import Arrays, materialise, specs
-from tests.megatron.huggingface.test_targets import BASE, DEEPSEEK
+from tests.megatron.huggingface.by_rules import BASE, DEEPSEEK, assert_same, directory, exported, imported
+from tests.megatron.huggingface.materialise import specs
 
 EXAMPLE = REPO / "example-scripts" / "huggingface_family.yaml"
-
-
-def of(family: Family, config: dict[str, Any]) -> Arrays:
-    """Random tensors under the names and shapes of a family's rules."""
-    model = read_config(family, config)
-    random = np.random.default_rng(0)
-    return {
-        key: random.normal(size=shape.shape).astype(np.float32)
-        for pair in expand(family, replace(model, padded_vocab_size=model.vocab_size))
-        for key, shape in zip(pair.hf, pair.tensors, strict=True)
-    }
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -80,20 +69,34 @@ def test_a_file_of_another_name_than_its_family_is_a_fault_of_ours(
             one.cache_clear()
 
 
-def test_every_piece_is_used() -> None:
+def parts(kind: str) -> list[Any]:
+    """Names of pieces and what stands in full, of every family and every piece."""
+    files = [yaml.safe_load(path.read_text()) for path in FOLDER.glob("*.yaml")]
+    lists = [*(data.get(kind, []) for data in files), *pieces().data[kind].values()]
+    return [part for one in lists for part in (one if isinstance(one, list) else [one])]
+
+
+@pytest.mark.parametrize("kind", ["rules", "fields", "needs", "fixed", "copies"])
+def test_every_piece_is_used(kind: str) -> None:
     """By a family, or by another piece."""
-    texts = "\n".join(path.read_text() for path in FOLDER.glob("*.yaml"))
-    for kind in ("rules", "fields", "needs", "fixed", "copies"):
-        inside = {part for parts in pieces().data[kind].values() for part in parts if isinstance(part, str)}
-        assert [one for one in pieces().data[kind] if one not in inside and one not in texts] == [], kind
+    assert pieces().data[kind].keys() == {part for part in parts(kind) if isinstance(part, str)}
+
+
+def test_every_name_of_pieces_is_in_a_rule() -> None:
     whole = (FOLDER.parent / "pieces.yaml").read_text()
     assert [name for name in pieces().data["names"] if f"<{name}>" not in whole] == []
+
+
+def test_no_rule_stands_twice() -> None:
+    """Families that share one name a piece."""
+    rules = [json.dumps(part, sort_keys=True) for part in parts("rules") if isinstance(part, dict)]
+    assert [rule for rule in set(rules) if rules.count(rule) > 1] == []
 
 
 def test_the_example_converts_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By the commands, both ways: the same bytes under the same names, and the same config.json."""
     config = {**BASE, "model_type": "arcee", "hidden_act": "relu2", "mlp_bias": True, "attention_bias": True}
-    tensors = of(load_rule_file(EXAMPLE), config)
+    tensors = directory(config, families=Families(load_rule_file(EXAMPLE)))
     assert tensors["model.layers.1.mlp.up_proj.bias"].shape == (10,) and len(tensors) == 3 + 2 * 14
     source = tmp_path / "hf"
     source.mkdir()
@@ -104,8 +107,7 @@ def test_the_example_converts_a_model(tmp_path: Path, capsys: pytest.CaptureFixt
     assert run(["export-hf", str(tmp_path / "megatron"), str(tmp_path / "out"), *words,
                 "--hf-config", str(source)]) == 0, capsys.readouterr().err  # fmt: skip
     again = load_file(tmp_path / "out" / "model.safetensors")
-    assert again.keys() == tensors.keys()
-    assert all(again[key].tobytes() == tensors[key].tobytes() for key in tensors)
+    assert_same(again, tensors)
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written.items() >= config.items() and written["architectures"] == ["ArceeForCausalLM"]
 
@@ -148,7 +150,7 @@ def test_settings_sizes_and_kinds_of_layers_of_ones_own(tmp_path: Path) -> None:
     family = letters(tmp_path)
     families = Families(family)
     config = {**BASE, "model_type": "letters", "kinds": ["M", "*"], "num_nextn_predict_layers": 1}
-    tensors = of(family, config)
+    tensors = directory(config, families=families)
     assert tensors["backbone.blocks.0.mixer.in.weight"].shape == (3, 12)
     assert {key for key in tensors if key.startswith("mtp.")} == {
         "mtp.0.post_attention_layernorm.weight", "mtp.0.feed_forward.gate_proj.weight",
@@ -157,14 +159,13 @@ def test_settings_sizes_and_kinds_of_layers_of_ones_own(tmp_path: Path) -> None:
     assert not {"backbone.blocks.0.mixer.o_proj.weight", "backbone.blocks.1.mixer.in.weight"} & tensors.keys()
     model = read_config(family, config)
     assert dict(model.own) == {"low_rank": 3, "layer_letters": ("M", "*")}
-    args = {**import_args(family, tensors, config)}
+    found, megatron = imported(config, tensors, families=families)
+    args = found.args
     assert args["low_rank"] == 3 and args["layer_letters"] == ["M", "*"]
     assert args["mtp_use_repeated_layer"] is False  # the first of those that are admitted
-    megatron = imported(family, tensors, config)
-    exported = export_targets(specs(megatron), args, config, families=families)
-    again = materialise(exported.tensors, megatron)
-    assert all(again[key].tobytes() == tensors[key].tobytes() for key in again.keys() | tensors.keys())
-    assert exported.config["low_rank"] == 3 and exported.config["kinds"] == ("M", "*")
+    made, again = exported(megatron, args, config, families=families)
+    assert_same(again, tensors)
+    assert made.config["low_rank"] == 3 and made.config["kinds"] == ("M", "*")
     with pytest.raises(MappingError, match="low_rank: the checkpoint has 3, the reference config 4"):
         export_targets(specs(megatron), args, {**config, "low_rank": 4}, families=families)
     for wrong in ({"kinds": ["M"]}, {"low_rank": -1}, {"low_rank": "wide"}):
@@ -174,22 +175,14 @@ def test_settings_sizes_and_kinds_of_layers_of_ones_own(tmp_path: Path) -> None:
         import_targets(specs(tensors), {**config, "gate": "odd"}, families=families)
 
 
-def imported(family: Family, tensors: Arrays, config: dict[str, Any]) -> Arrays:
-    found = import_targets(specs(tensors), config, families=Families(family))
-    return materialise(found.tensors, tensors)
-
-
-def import_args(family: Family, tensors: Arrays, config: dict[str, Any]) -> dict[str, Any]:
-    return dict(import_targets(specs(tensors), config, families=Families(family)).args)
-
-
 def test_several_values_of_a_setting_that_are_admitted(tmp_path: Path) -> None:
     text = LETTERS.replace("gqa, no_bias", "rope, {activation: {one_of: [geglu, swiglu]}}, no_bias")
     family = letters(tmp_path, text)
     assert family.needs["activation"] == OneOf(("geglu", "swiglu"))
     config = {**BASE, "model_type": "letters", "kinds": ["*", "*"]}
-    tensors = of(family, config)
-    args, megatron = import_args(family, tensors, config), imported(family, tensors, config)
+    tensors = directory(config, families=Families(family))
+    found, megatron = imported(config, tensors, families=Families(family))
+    args = found.args
     assert args["activation_func"] == "megatron.core.activations.fast_gelu"
     silu = {**args, "gated_linear_unit": True, "activation_func": "torch.nn.functional.silu"}
     assert export_targets(specs(megatron), silu, config, families=Families(family)).tensors

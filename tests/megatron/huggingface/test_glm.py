@@ -9,8 +9,8 @@ import pytest
 from ckpt_tools.megatron.huggingface.config import in_v4_form
 from ckpt_tools.megatron.huggingface.identify import detect_family
 from ckpt_tools.megatron.huggingface.targets import export_targets
-from tests.megatron.huggingface.materialise import materialise, specs
-from tests.megatron.huggingface.test_targets import BASE, directory, imported, problems
+from tests.megatron.huggingface.by_rules import BASE, assert_same, directory, exported, imported, problems
+from tests.megatron.huggingface.materialise import specs
 
 GLM = {
     **BASE,
@@ -40,11 +40,9 @@ def test_both_ways_with_prediction_layers(changes: dict[str, Any]) -> None:
     assert found.args["add_qkv_bias"] == config["attention_bias"]
     assert "mtp.layers.0.transformer_layer.self_attention.linear_qkv.weight" in megatron
     assert detect_family(megatron).name == "glm4_moe"
-    exported = export_targets(specs(megatron), found.args)
-    again = materialise(exported.tensors, megatron)
-    assert again.keys() == tensors.keys()
-    assert all(again[key].tobytes() == tensors[key].tobytes() for key in tensors)
-    assert {key: exported.config[key] for key in config} == config
+    made, again = exported(megatron, found.args)
+    assert_same(again, tensors)
+    assert {key: made.config[key] for key in config} == config
 
 
 def test_copies_of_the_release() -> None:

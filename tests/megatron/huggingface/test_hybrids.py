@@ -12,11 +12,11 @@ import pytest
 from ckpt_tools.megatron.huggingface.config import read_config
 from ckpt_tools.megatron.huggingface.families import FAMILIES, Families
 from ckpt_tools.megatron.huggingface.identify import detect_family
-from ckpt_tools.megatron.huggingface.model_args import read_model_args
+from ckpt_tools.megatron.huggingface.read_args import read_model_args
 from ckpt_tools.megatron.huggingface.rulefile import load_rule_file
 from ckpt_tools.megatron.huggingface.targets import export_targets, import_targets
-from tests.megatron.huggingface.materialise import Arrays, materialise, specs
-from tests.megatron.huggingface.test_targets import LLAMA, directory, imported, problems
+from tests.megatron.huggingface.by_rules import LLAMA, assert_same, directory, exported, imported, problems
+from tests.megatron.huggingface.materialise import Arrays, specs
 
 # The fields of released config.json files; sizes are shrunk.
 SIZES = {
@@ -35,7 +35,7 @@ QWEN3_NEXT = {
     "mlp_only_layers": [], "model_type": "qwen3_next", "moe_intermediate_size": 6, "norm_topk_prob": True,
     "num_experts": 3, "num_experts_per_tok": 2, "num_hidden_layers": 8, "output_router_logits": False,
     "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 10000000,
-    "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 7, "tie_word_embeddings": False,
+    "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 14, "tie_word_embeddings": False,
     "torch_dtype": "bfloat16", "transformers_version": "4.57.0.dev0", "use_cache": True, "use_sliding_window": False,
 }  # fmt: skip
 QWEN3_5 = {  # the text_config of a model with images
@@ -51,7 +51,7 @@ QWEN3_5 = {  # the text_config of a model with images
 QWEN3_5_MOE = {
     **{name: value for name, value in QWEN3_5.items() if name != "intermediate_size"},
     "model_type": "qwen3_5_moe_text", "moe_intermediate_size": 6, "num_experts": 3, "num_experts_per_tok": 2,
-    "output_router_logits": False, "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 7,
+    "output_router_logits": False, "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 14,
 }  # fmt: skip
 MAMBA = {"conv_kernel": 4, "expand": 2, "mamba_head_dim": 3, "mamba_hidden_act": "silu", "mamba_num_heads": 4,
          "mamba_proj_bias": False, "n_groups": 2, "ssm_state_size": 5, "chunk_size": 128, "time_step_floor": 0.0001,
@@ -68,7 +68,7 @@ NEMOTRON_H = {
 }  # fmt: skip
 NEMOTRON_3 = {
     **NEMOTRON_H, "hybrid_override_pattern": "MEM*EM", "moe_intermediate_size": 6, "n_routed_experts": 3,
-    "moe_shared_expert_intermediate_size": 7, "n_group": 1, "n_shared_experts": 1, "norm_topk_prob": True,
+    "moe_shared_expert_intermediate_size": 14, "n_group": 1, "n_shared_experts": 1, "norm_topk_prob": True,
     "num_experts_per_tok": 2, "routed_scaling_factor": 2.5, "topk_group": 1,
 }  # fmt: skip
 MAMBA2 = {
@@ -106,18 +106,16 @@ def test_released_configurations_go_both_ways(name: str) -> None:
     """Names and bits come back, and so does every field of the class; nothing is passed over as unknown."""
     config = json.loads(json.dumps(RELEASED[name]))
     family = FAMILIES[{"nemotron_3": "nemotron_h", "mamba2_tied": "mamba2"}.get(name, name)]
-    layers = {"mtp_num_layers": 1} if any(rule.core.startswith("mtp") for rule in family.rules) else {}
+    layers: dict[str, Any] = (
+        {"mtp_num_layers": 1} if any(rule.core.startswith("mtp") for rule in family.rules) else {}
+    )
     tensors = near_one(directory(config, **layers))
     found, megatron = imported(config, tensors)
     assert found.family is family
     for reference in (config, None) if name != "qwen3_5_moe" else (config,):
-        exported = export_targets(specs(megatron), found.args, reference)
-        again = materialise(exported.tensors, megatron, offsets=exported.offsets)
-        assert again.keys() == tensors.keys()
-        assert [key for key in tensors if again[key].tobytes() != tensors[key].tobytes()] == []
-        assert read_config(family, exported.config) == read_config(
-            family, {**config, "torch_dtype": "float32"}
-        )
+        made, again = exported(megatron, found.args, reference)
+        assert_same(again, tensors)
+        assert read_config(family, made.config) == read_config(family, {**config, "torch_dtype": "float32"})
     assert not [note for note in found.notes if "not known" in note]
 
 
@@ -228,6 +226,7 @@ def test_a_model_of_attention_alone_keeps_the_sizes_of_its_class() -> None:
     ("config", "changes", "said"),
     [
         (QWEN3_NEXT, {"layer_types": ["linear_attention"]}, "layer_types: expected linear_attention or full"),
+        (QWEN3_NEXT, {"layer_types": [[]] * 8}, "layer_types: expected linear_attention or full"),
         (QWEN3_NEXT, {"full_attention_interval": 0.5}, "full_attention_interval is '0.5'"),
         (QWEN3_NEXT, {"linear_num_value_heads": 5}, "5 rows of a projection cannot be those of 2 key heads"),
         (QWEN3_NEXT, {"attention_bias": True}, "attention_bias is True"),
@@ -341,8 +340,7 @@ def test_experts_of_one_tensor_are_read(name: str) -> None:
     rest = {key: array for key, array in tensors.items() if ".experts." not in key}
     _, again = imported(config, rest | {key: np.stack(arrays) for key, arrays in fused.items()})
     assert any("mtp" in block for block in blocks) == (name == "qwen3_5_moe")
-    assert again.keys() == megatron.keys()
-    assert all(again[key].tobytes() == megatron[key].tobytes() for key in again)
+    assert_same(again, megatron)
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,12 @@ from ckpt_tools.megatron.huggingface import ledger as module
 from ckpt_tools.megatron.huggingface.checks import Spec
 from ckpt_tools.megatron.huggingface.families import FAMILIES
 from ckpt_tools.megatron.huggingface.ledger import arguments, config_fields_of
-from ckpt_tools.megatron.huggingface.model_args import flat_args, read_model_args
+from ckpt_tools.megatron.huggingface.read_args import flat_args, read_model_args
 from ckpt_tools.megatron.huggingface.rulefile import load_rule_file
 from ckpt_tools.megatron.huggingface.targets import Exported, export_targets, import_targets
 from tests.conftest import DATA, SHARED
+from tests.megatron.huggingface.by_rules import DEEPSEEK, LLAMA, QWEN3_MOE, directory, imported, problems
 from tests.megatron.huggingface.materialise import specs
-from tests.megatron.huggingface.test_targets import DEEPSEEK, LLAMA, QWEN3_MOE, directory, imported, problems
 
 PACKAGE = Path(module.__file__).parent
 ROOTS = (DATA, *(SHARED / name for name in ("fixtures", "fixtures_cpu", "fixtures_te")))

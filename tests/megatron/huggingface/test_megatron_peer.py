@@ -18,18 +18,17 @@ import numpy as np
 import pytest
 
 from ckpt_tools.commands.import_hf import ImportOptions, import_hf
-from ckpt_tools.megatron.huggingface.model_args import read_model_args
+from ckpt_tools.megatron.huggingface.read_args import read_model_args
 from ckpt_tools.megatron.huggingface.rules import expand
 from ckpt_tools.megatron.huggingface.targets import export_targets
 from tests.conftest import REPO
 from tests.megatron.huggingface.materialise import materialise, specs
-from tests.megatron.huggingface.models import PLUS_ONE, installed, logits
+from tests.megatron.huggingface.models import PLUS_ONE, SCRIPTED, compared_with_megatron, logits
 from tests.megatron.huggingface.test_families import Case, load, make_case
 
 PEERS = Path(os.environ.get("CKPT_TOOLS_PEERS", ""))
 MCORE, EINOPS = PEERS / "megatron_core-0.16.1", PEERS / "einops-0.8.2"
-# The layers of Gemma 2 and 3 are modules of Megatron-Bridge; only core 0.19 has layers that share a choice of keys.
-RAN = sorted(set(installed()) - {"gemma2", "gemma3", "glm_moe_dsa_shared"})
+RAN = compared_with_megatron()
 WRONG = {
     "naive_qkv": "llama3",
     "naive_qkvz": "qwen3_next",
@@ -48,6 +47,7 @@ HYBRIDS = ("nemotron_h", "mamba2")  # named as Transformer Engine's modules what
 
 pytestmark = [
     pytest.mark.peer,
+    pytest.mark.filterwarnings(SCRIPTED),
     pytest.mark.skipif(not MCORE.is_dir(), reason="CKPT_TOOLS_PEERS has no megatron_core-0.16.1"),
 ]
 

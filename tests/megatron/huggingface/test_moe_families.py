@@ -8,11 +8,11 @@ import pytest
 
 from ckpt_tools.megatron.huggingface.block_fp8 import LINEAR
 from ckpt_tools.megatron.huggingface.identify import detect_family, family_of_config
-from ckpt_tools.megatron.huggingface.model_args import read_model_args
+from ckpt_tools.megatron.huggingface.read_args import read_model_args
 from ckpt_tools.megatron.huggingface.sparse_attention import TOO_OLD, indexer_layers, sharing
 from ckpt_tools.megatron.huggingface.targets import export_targets
-from tests.megatron.huggingface.materialise import materialise, specs
-from tests.megatron.huggingface.test_targets import directory, imported, problems
+from tests.megatron.huggingface.by_rules import assert_same, directory, exported, imported, problems
+from tests.megatron.huggingface.materialise import specs
 
 SIZE = {
     "vocab_size": 11,
@@ -125,15 +125,13 @@ def test_both_ways(name: str) -> None:
     told = detect_family(megatron, read_model_args(found.args)).name == config["model_type"]
     assert told == (config["model_type"] in TOLD_BY_NAMES)
     for reference in (config, None) if told else (config,):
-        exported = export_targets(specs(megatron), found.args, reference)
-        again = materialise(exported.tensors, megatron, target_shapes=exported.shapes)
-        assert again.keys() == tensors.keys()
-        assert all(again[key].tobytes() == tensors[key].tobytes() for key in tensors)
+        made, again = exported(megatron, found.args, reference)
+        assert_same(again, tensors)
     written = {field.hf for field in found.family.fields} - {"torch_dtype", "rope_scaling"}
     same = {
-        key for key in written if None not in (config.get(key), exported.config[key])
+        key for key in written if None not in (config.get(key), made.config[key])
     }  # the class knows the rest
-    assert {key: exported.config[key] for key in same} == {key: config[key] for key in same}
+    assert {key: made.config[key] for key in same} == {key: config[key] for key in same}
 
 
 def exported_with(name: str, **args: Any) -> str:
@@ -163,6 +161,7 @@ def exported_with(name: str, **args: Any) -> str:
      ("GLM-5", {"index_topk_freq": 2, "index_skip_topk_offset": 0}, "no choice before it"),
      ("GLM-5", {"indexer_types": ["full", "half", "full", "full"]}, "expected shared or full"),
      ("GLM-5", {"mlp_layer_types": ["dense"]}, "expected dense or sparse for each of 4 layers"),
+     ("GLM-5", {"mlp_layer_types": [[]] * 4}, "expected dense or sparse for each of 4 layers"),
      ("GLM-5.2", {"index_skip_topk_offset": 1, "indexer_types": None, "num_nextn_predict_layers": 2},
       "Megatron counts them from 1 again"),
      ("GLM-4.7-Flash", {"head_dim": 4}, "head_dim is 4: transformers takes it for qk_rope_head_dim"),
@@ -179,6 +178,8 @@ def exported_with(name: str, **args: Any) -> str:
      ("OLMoE", {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
      ("OLMoE", {"sliding_window": 4}, "sliding_window is 4"),
      ("K-EXAONE", {"sliding_window": None}, "without a window"),
+     ("K-EXAONE", {"sliding_window": 0}, "without a window"),
+     ("K-EXAONE", {"layer_types": [[]] * 4}, "expected full_attention or sliding_attention for each of 4 layers"),
      ("K-EXAONE", {"is_moe_layer": [True] * 4}, "is_moe_layer says"),
      ("K-EXAONE", {"layer_types": None}, "sliding_window_pattern 'LLLG' without layer_types"),
      ("Hy3", {"expert_hidden_dim": 8}, "another field disagree"),

@@ -11,11 +11,20 @@ from ckpt_tools.megatron.huggingface.block_fp8 import BlockFp8, quantized_tensor
 from ckpt_tools.megatron.huggingface.config import read_config
 from ckpt_tools.megatron.huggingface.families import FAMILIES
 from ckpt_tools.megatron.huggingface.identify import detect_family, family_of_config
-from ckpt_tools.megatron.huggingface.model_args import read_model_args
+from ckpt_tools.megatron.huggingface.read_args import read_model_args
 from ckpt_tools.megatron.huggingface.targets import export_targets
 from ckpt_tools.model.catalog import Catalog
+from tests.megatron.huggingface.by_rules import (
+    BASE,
+    DEEPSEEK,
+    LLAMA,
+    assert_same,
+    directory,
+    exported,
+    imported,
+    problems,
+)
 from tests.megatron.huggingface.materialise import materialise, specs
-from tests.megatron.huggingface.test_targets import BASE, DEEPSEEK, LLAMA, directory, imported, problems
 
 SQUARE = {
     **{key: value for key, value in BASE.items() if key not in ("head_dim", "rms_norm_eps")},
@@ -75,11 +84,10 @@ def test_both_ways(config: dict[str, Any], said: dict[str, Any], told: str) -> N
     assert {name: found.args[name] for name in said} == said
     model = read_model_args(found.args)
     assert (detect_family(megatron, model).name == config["model_type"]) == (told != TOLD)
-    exported = export_targets(specs(megatron), found.args, config if told == TOLD else None)
-    again = materialise(exported.tensors, megatron, target_shapes=exported.shapes)
-    assert again.keys() == tensors.keys() and not exported.offsets
-    assert all(again[key].tobytes() == tensors[key].tobytes() for key in tensors)
-    assert {key: exported.config[key] for key in config} == config
+    made, again = exported(megatron, found.args, config if told == TOLD else None)
+    assert_same(again, tensors)
+    assert not made.offsets
+    assert {key: made.config[key] for key in config} == config
 
 
 def test_rotary_pairs_of_a_part_of_each_head() -> None:
@@ -94,8 +102,7 @@ def test_rotary_pairs_of_a_part_of_each_head() -> None:
     assert ours[24:32].tobytes() == v[:8].tobytes()
     bias = tensors["model.layers.1.self_attn.q_proj.bias"]
     assert megatron[name.replace("weight", "bias")][:8].tobytes() == bias[turned].tobytes()
-    exported = export_targets(specs(megatron), {**found.args, "rotary_interleaved": True})
-    again = materialise(exported.tensors, megatron)
+    _, again = exported(megatron, {**found.args, "rotary_interleaved": True})
     assert again["model.layers.1.self_attn.q_proj.weight"][:8].tobytes() == ours[:8].tobytes()  # as they lie
 
 

@@ -11,7 +11,7 @@ import pytest
 from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.huggingface.config import read_config
 from ckpt_tools.megatron.huggingface.families import FAMILIES
-from ckpt_tools.megatron.huggingface.model_args import read_model_args
+from ckpt_tools.megatron.huggingface.read_args import read_model_args
 from ckpt_tools.megatron.huggingface.rules import Rule, expand
 
 QWEN = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,

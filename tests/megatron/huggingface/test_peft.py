@@ -27,9 +27,9 @@ from ckpt_tools.model.choices import MegatronFormat
 from tests.commands.test_huggingface import GPT2
 from tests.conftest import DATA
 from tests.megatron.adapter_checkpoints import FC1, FC2, PROJ, QKV, AdapterFolder, canonical, lora
+from tests.megatron.huggingface.by_rules import LLAMA, QWEN3_MOE, directory
 from tests.megatron.huggingface.materialise import Arrays
 from tests.megatron.huggingface.quantized_models import fp8_blocks
-from tests.megatron.huggingface.test_targets import LLAMA, QWEN3_MOE, directory
 
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 3}
 Q = "model.layers.0.self_attn.q_proj"

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_tools.megatron.huggingface.targets import export_targets
-from tests.megatron.huggingface.materialise import materialise, specs
-from tests.megatron.huggingface.test_targets import directory, imported, problems
+from tests.megatron.huggingface.by_rules import assert_same, directory, exported, imported, problems
 
 SIZES = {"hidden_size": 16, "intermediate_size": 20, "max_position_embeddings": 32, "num_attention_heads": 4,
          "num_hidden_layers": 2, "vocab_size": 11, "initializer_range": 0.02, "use_cache": True,
@@ -115,13 +113,11 @@ def test_taken(name: str) -> None:
     config = RELEASED[name]
     tensors = directory(config)
     found, megatron = imported(config, tensors)
-    exported = export_targets(specs(megatron), found.args, config)
-    again = materialise(exported.tensors, megatron, target_shapes=exported.shapes)
-    assert again.keys() == tensors.keys()
-    assert all(again[key].tobytes() == tensors[key].tobytes() for key in tensors)
-    assert not [note for note in (*found.notes, *exported.notes) if "not known" in note]
+    made, again = exported(megatron, found.args, config)
+    assert_same(again, tensors)
+    assert not [note for note in (*found.notes, *made.notes) if "not known" in note]
     lost = {"transformers_version", "rope_scaling"}  # a scaling is written out in full
-    assert {key: exported.config[key] for key in config.keys() - lost} == {
+    assert {key: made.config[key] for key in config.keys() - lost} == {
         k: config[k] for k in config.keys() - lost
     }
 

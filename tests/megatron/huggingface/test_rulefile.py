@@ -12,9 +12,9 @@ from ckpt_tools.megatron.huggingface.config import read_config, write_config
 from ckpt_tools.megatron.huggingface.families import FAMILIES
 from ckpt_tools.megatron.huggingface.rulefile import load_rule_file
 from ckpt_tools.megatron.huggingface.targets import export_targets, import_targets
+from tests.megatron.huggingface.by_rules import LLAMA, assert_same, directory, imported
 from tests.megatron.huggingface.materialise import materialise, specs
 from tests.megatron.huggingface.test_glm import GLM
-from tests.megatron.huggingface.test_targets import LLAMA, directory, imported
 
 MINE = """
 family: mine
@@ -118,7 +118,7 @@ def test_another_attention_than_that_of_the_known_family(rules: str, tmp_path: P
     wanted = export_targets(specs(megatron), known.args, GLM).config
     assert exported.config.items() >= wanted.items()  # and what DeepSeek's config.json has beyond it
     again = materialise(exported.tensors, megatron)
-    assert all(again[key].tobytes() == tensors[key].tobytes() for key in again.keys() | tensors.keys())
+    assert_same(again, tensors)
 
 
 def test_a_setting_of_the_config_that_no_rule_says_is_refused_by_its_name(tmp_path: Path) -> None:

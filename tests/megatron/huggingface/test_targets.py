@@ -9,60 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpt_tools.errors import CkptError, MappingError, UnsupportedCheckpointError
+from ckpt_tools.errors import CkptError, UnsupportedCheckpointError
 from ckpt_tools.megatron.huggingface.checks import Spec
 from ckpt_tools.megatron.huggingface.config import read_config
 from ckpt_tools.megatron.huggingface.identify import family_of_config
 from ckpt_tools.megatron.huggingface.rules import expand
-from ckpt_tools.megatron.huggingface.targets import Imported, export_targets, import_targets
-from tests.megatron.huggingface.materialise import Arrays, materialise, specs
-
-BASE = {"vocab_size": 11, "hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 4, "intermediate_size": 10, "max_position_embeddings": 32,
-        "rms_norm_eps": 1e-6, "torch_dtype": "float32"}  # fmt: skip
-LLAMA = {**BASE, "model_type": "llama"}
-QWEN3_MOE = {**BASE, "model_type": "qwen3_moe", "num_experts": 3, "num_experts_per_tok": 2,
-             "moe_intermediate_size": 6, "norm_topk_prob": True}  # fmt: skip
-DEEPSEEK = {
-    **{k: v for k, v in BASE.items() if k != "head_dim"},
-    "model_type": "deepseek_v3",
-    "num_key_value_heads": 4,
-    "q_lora_rank": 6,
-    "kv_lora_rank": 8,
-    "qk_nope_head_dim": 4,
-    "qk_rope_head_dim": 2,
-    "v_head_dim": 4,
-    "n_routed_experts": 3,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 6,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "num_nextn_predict_layers": 2,
-}
-
-
-def directory(config: dict[str, Any], seed: int = 0, **changes: Any) -> Arrays:
-    """Random tensors under the names and shapes the family's rules give."""
-    family = family_of_config(config)
-    model = read_config(family, config)
-    model = replace(model, padded_vocab_size=model.vocab_size, **changes)
-    random = np.random.default_rng(seed)
-    return {
-        key: random.normal(size=shape.shape).astype(np.float32)
-        for pair in expand(family, model)
-        for key, shape in zip(pair.hf, pair.tensors, strict=True)
-    }
-
-
-def imported(config: dict[str, Any], tensors: Arrays, multiple: int = 1) -> tuple[Imported, Arrays]:
-    found = import_targets(specs(tensors), config, vocab_multiple=multiple)
-    return found, materialise(found.tensors, tensors, source_shapes=found.shapes, offsets=found.offsets)
-
-
-def problems(call: Any) -> str:
-    with pytest.raises(MappingError) as caught:
-        call()
-    return str(caught.value)
+from ckpt_tools.megatron.huggingface.targets import export_targets, import_targets
+from tests.megatron.huggingface.by_rules import (
+    DEEPSEEK,
+    LLAMA,
+    QWEN3_MOE,
+    assert_same,
+    directory,
+    imported,
+    problems,
+)
+from tests.megatron.huggingface.materialise import materialise, specs
 
 
 def test_every_problem_of_an_export_is_named() -> None:
@@ -179,8 +141,7 @@ def test_prediction_layers_of_deepseek() -> None:
     assert found.args["mtp_num_layers"] == 2
     plain = export_targets(specs(megatron), found.args)
     again = materialise(plain.tensors, megatron)
-    assert again.keys() == tensors.keys()
-    assert all(again[key].tobytes() == tensors[key].tobytes() for key in tensors)
+    assert_same(again, tensors)
     assert plain.config["num_nextn_predict_layers"] == 2
     whole = export_targets(specs(megatron), found.args, mtp_copies=True)
     again = materialise(whole.tensors, megatron)

@@ -1,0 +1,68 @@
+"""The page of families, made of the lists that tests go by: `python -m tests.megatron.huggingface.family_table`.
+
+Which classes a release of transformers has stands in tests/data/transformers_classes.txt; tests under that release
+compare it with what is there.
+"""
+
+from __future__ import annotations
+
+from ckpt_tools.megatron.huggingface.families import FAMILIES
+from tests.conftest import DATA, REPO
+from tests.megatron.huggingface.models import CONFIGS, NOT_IN_MEGATRON, family_of
+
+PAGE = REPO / ".github" / "docs" / "formats" / "families.md"
+# Of what core 0.16.1 is given to run them (megatron_logits.py).
+GIVEN = {
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "with core 0.19's rotation of the indexer"),
+    **dict.fromkeys(("minimax_m2", "olmoe"), "with Bridge's norms over all heads"),
+    "gemma": "with Bridge's scaled embedding",
+}
+# Language models inside vision-language ones, which test_towers_peers.py compares: that of Megatron which they become.
+INSIDE = {"qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe"}
+HEAD = """\
+# Families
+
+{architectures} architectures of `transformers` go both ways, by {types} names of `model_type`. A cell says what a
+test shows, with tiny models of random weights; the table is made of the lists that those tests go by.
+
+* **bits**: import and export give the same names and bits, and every field of config.json comes back
+* **4.57, 5.24**: so with a model that transformers 4.57.6 or 5.24.0 makes: it loads what is exported, completely, and
+  computes the same logits (difference 0); `-` where that release has no such class
+* **core**: what is imported computes the logits of transformers when megatron-core 0.16.1 runs it on a CPU (kernels
+  of gated delta nets and Mamba in plain torch), and its `sharded_state_dict` writes the same keys. `mapping`: names
+  and layouts are those of the published mapping alone (Megatron-Bridge's, or the model's own code), as that release
+  has no such module, or no transformers has such a class; `as` another: it is that family there
+
+| model_type | architecture | bits | 4.57 | 5.24 | core |
+|---|---|---|---|---|---|
+"""
+
+
+def classes() -> dict[str, set[str]]:
+    """Configuration classes of tiny models, by the release of transformers that has them."""
+    lines = (DATA / "transformers_classes.txt").read_text().splitlines()
+    rows = (line.partition(": ") for line in lines if not line.startswith("#"))
+    return {release: set(names.split()) for release, _, names in rows}
+
+
+def page() -> str:
+    """The page, as it is to be."""
+    releases = list(classes().values())
+    rows, types = [], 0
+    for name, family in FAMILIES.items():
+        words = (family.model_type or name, *family.also_types)
+        types += len(words)
+        variants = [variant for variant in CONFIGS if family_of(variant) == name]
+        loaded = [any(CONFIGS[one][0] in release for one in variants) for release in releases]
+        ran = any(loaded) and any(variant not in NOT_IN_MEGATRON for variant in variants)
+        core = GIVEN.get(name, "yes") if ran else "mapping"
+        if name in INSIDE:
+            loaded, core = [True for _ in releases], f"as `{INSIDE[name]}`"
+        cells = [", ".join(f"`{one}`" for one in words), f"`{family.architecture}`", "yes"]
+        cells += ["yes" if one else "-" for one in loaded]
+        rows.append(f"| {' | '.join(cells)} | {core} |")
+    return HEAD.format(architectures=len(FAMILIES), types=types) + "\n".join(rows) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

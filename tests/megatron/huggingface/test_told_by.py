@@ -1,0 +1,102 @@
+"""What tells a family without a config.json: every line and every word of the table; and what is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+from ckpt_tools.megatron.huggingface import told_by as table
+from ckpt_tools.megatron.huggingface.families import FAMILIES
+from ckpt_tools.megatron.huggingface.file_places import parse_rule_source, twice
+from ckpt_tools.megatron.huggingface.identify import REFUSED, without_modules
+from ckpt_tools.megatron.huggingface.read_args import read_model_args
+from tests.megatron.huggingface.by_rules import directory, imported
+from tests.megatron.huggingface.models import CONFIGS, LIKE, family_of
+
+ONLY_A_REFERENCE_TELLS = {
+    "gemma2": {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "gemma3": {"rope_local_base_freq": 10000.0},
+}
+Line = tuple[str, tuple[str, ...]]
+
+
+@cache
+def words(variant: str) -> frozenset[str]:
+    """Those that hold for a tiny model."""
+    family = FAMILIES[family_of(variant)]
+    config = {**CONFIGS[variant][1], "model_type": family.model_type or family.name}
+    config |= ONLY_A_REFERENCE_TELLS.get(variant, {})
+    found, megatron = imported(config, directory(config))
+    return frozenset(table.words_of(set(megatron), read_model_args(found.args)))
+
+
+# Models that none of the tiny ones is.
+MADE: dict[frozenset[str], str] = {
+    frozenset({"hybrid", "attention"}): "nemotron_h",
+    frozenset({"hybrid", "mlp"}): "nemotron_h",
+    frozenset({"delta net", "experts"}): "qwen3_next",
+    frozenset({"gated attention", "experts"}): "qwen3_next",
+    frozenset({"delta net", "dense layer"}): "qwen3_5",
+    frozenset({"gated attention", "dense layer"}): "qwen3_5",
+    frozenset({"rotates neighbours", "latent attention", "experts", "expert bias"}): "deepseek_v3",
+    frozenset({"experts", "expert bias"}): "glm4_moe",
+    frozenset({"experts", "expert bias", "qk norm", "shared expert"}): "glm4_moe",
+    frozenset({"experts", "expert bias", "qk norm", "dense layer"}): "glm4_moe",
+    frozenset({"one key head"}): "llama",
+    frozenset({"squared relu", "normalizes q and k", "qk norm"}): "arcee",
+    frozenset({"squared relu", "norms around zero", "rotates a part"}): "arcee",
+    frozenset({"squared relu", "rotates a part"}): "arcee",
+    frozenset({"norm bias", "normalizes q and k", "rotates a part"}): "gpt_neox",
+    frozenset({"norm bias", "norms around zero", "rotates a part"}): "gpt_neox",
+    frozenset({"norm bias", "squared relu", "norms around zero", "rotates all"}): "nemotron",
+    frozenset({"qkv bias", "output bias", "rotates a part"}): "llama",
+    frozenset({"some see all"}): "llama",
+    frozenset(): "llama",
+}
+
+
+def told(lines: Sequence[Line]) -> list[str]:
+    """The family of every model by these lines."""
+    return [
+        next((name for name, line in lines if all(table.holds(word, held) for word in line)), "")
+        for held in (*map(words, CONFIGS), *MADE)
+    ]
+
+
+def without(lines: Sequence[Line], number: int, word: str | None) -> list[Line]:
+    """The table without a line, or without a word of it."""
+    name, line = lines[number]
+    less = [] if word is None else [(name, tuple(one for one in line if one != word))]
+    return [*lines[:number], *less, *lines[number + 1 :]]
+
+
+def test_words_are_known() -> None:
+    known = table.PARTS.keys() | table.SETTINGS.keys()
+    said = {word.removeprefix("no ") for _, line in table.FAMILIES_TOLD for word in line}
+    assert said == known and not table.PARTS.keys() & table.SETTINGS.keys()
+    assert {name for name, _ in table.FAMILIES_TOLD} <= FAMILIES.keys()
+    assert table.FAMILIES_TOLD[-1] == ("llama", ())
+
+
+CHANGES = [(number, word) for number, (_, line) in enumerate(table.FAMILIES_TOLD) for word in (None, *line)]
+
+
+def test_every_line_and_every_word_of_the_table_counts() -> None:
+    right = told(table.FAMILIES_TOLD)
+    assert right == [*(LIKE.get(variant, family_of(variant)) for variant in CONFIGS), *MADE.values()]
+    idle = [
+        (table.FAMILIES_TOLD[number], word)
+        for number, word in CHANGES
+        if told(without(table.FAMILIES_TOLD, number, word)) == right
+    ]
+    assert idle == []
+
+
+def test_what_is_refused_is_not_known() -> None:
+    source = parse_rule_source(REFUSED.read_bytes(), REFUSED.name, ours=True)
+    kinds = [kind for kinds in source.data.values() for kind in kinds]
+    known = {
+        kind for name, family in FAMILIES.items() for kind in (family.model_type or name, *family.also_types)
+    }
+    assert list(twice(source)) == [] and len(kinds) == len(set(kinds)) and not set(kinds) & known
+    assert without_modules().keys() == set(kinds) and all(isinstance(kind, str) for kind in kinds)
