@@ -17,7 +17,7 @@ GIVEN = {
     **dict.fromkeys(("minimax_m2", "olmoe"), "with Bridge's norms over all heads"),
     "gemma": "with Bridge's scaled embedding",
 }
-# Language models inside vision-language ones, which test_towers_peers.py compares: that of Megatron which they become.
+# Language models inside vision-language ones, by test_towers_peers.py: the family of Megatron that they become.
 INSIDE = {"qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe"}
 HEAD = """\
 # Families
