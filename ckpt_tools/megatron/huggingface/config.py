@@ -20,6 +20,7 @@ from ckpt_tools.megatron.huggingface.rope_args import GPT_OSS_SCALING, RELEASED_
 from ckpt_tools.megatron.huggingface.rules import Family, first_of
 
 _MISSING = object()
+LOCAL_BASE = "rope_local_base_freq"
 
 
 def write_config(family: Family, model: ModelArgs) -> dict[str, Any]:
@@ -60,6 +61,7 @@ def read_config(family: Family, config: Config) -> ModelArgs:
         and None not in (config.get(one.hf), config.get(one.also))
         and not _equal(config[one.hf], config[one.also])
     ]
+    problems += _two_bases(family, config)
     given = _constant_defaults(family, config) | config  # what is read beside another field, too
     for one in family.fields:
         if _lacks(values, one.arg):
@@ -134,6 +136,18 @@ def keep_reference(family: Family, reference: Config) -> dict[str, Any]:
     return {key: value for key, value in in_v4_form(reference).items() if key not in dropped}
 
 
+def _two_bases(family: Family, config: Config) -> list[str]:
+    """A base of rotation for layers with a window, in a family that has no setting for one."""
+    base, local = config.get("rope_theta"), config.get(LOCAL_BASE)
+    if any(LOCAL_BASE in (one.hf, one.also) for one in family.fields) or LOCAL_BASE in family.fixed:
+        return []
+    if local is None or _equal(local, base):
+        return []
+    return [
+        f"layers with a window rotate by {local} and the others by {base}; {family.name} has one rope_theta"
+    ]
+
+
 def in_v4_form(config: Config) -> dict[str, Any]:
     """The config with the names of transformers 4 for what transformers 5 spells in another way.
 
@@ -176,7 +190,7 @@ def _rope_fields(rope: Config) -> dict[str, Any]:
             for kind in ("sliding_attention", "full_attention")
         )
         if "rope_theta" in local:
-            said["rope_local_base_freq"] = local["rope_theta"]
+            said[LOCAL_BASE] = local["rope_theta"]
         if local.get("rope_type", "default") != "default":
             raise MappingError(f"Megatron has no scaling for layers with a window: {dict(local)}")
     if "rope_theta" in rope:

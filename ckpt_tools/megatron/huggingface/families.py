@@ -86,7 +86,9 @@ def _family(name: str) -> Family:
     problems = Problems()
     family = read_family(source, None, None, problems) if is_whole(source.data) else None
     if family is None or problems or family.name != name:
-        raise CkptError(f"{FOLDER / name}.yaml does not say the family {name}:\n{list_problems(problems)}")
+        raise CkptError(
+            f"{FOLDER / name}.yaml does not say the family {name}:\n{list_problems(problems)}", problems
+        )
     return family
 
 

@@ -189,3 +189,16 @@ def test_tables_use_known_words(family: Any) -> None:
     keys = [(rule.core.replace("{p}", part), rule.when)
             for rule in family.rules for part, _ in (rule.parts or [("", "")])]  # fmt: skip
     assert len(set(keys)) == len(keys)
+
+
+def test_a_second_base_of_rotation_is_no_matter_of_course() -> None:
+    """Layers with a window that rotate by another base are another model in a family that has one base."""
+    config = {**LLAMA, "rope_theta": 5e5, "rope_local_base_freq": 5e5}
+    assert read_config(FAMILIES["llama"], config) == read_config(
+        FAMILIES["llama"], {**LLAMA, "rope_theta": 5e5}
+    )
+    both = {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 1e4}}
+    nested = {**{k: v for k, v in LLAMA.items() if k != "rope_theta"}, "rope_parameters": both}
+    for other in (config | {"rope_local_base_freq": 1e4}, nested):
+        with pytest.raises(MappingError, match=r"rotate by 10000\.0 and the others by 500000\.0"):
+            read_config(FAMILIES["llama"], other)
