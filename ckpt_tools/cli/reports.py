@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpt_tools.cli.render import escape
+from ckpt_tools.cli.render import escape, say
 from ckpt_tools.commands.conversion_report import ConversionReport, Masters
 from ckpt_tools.commands.iterations import Outcome
 from ckpt_tools.commands.rewrite import Edited
@@ -93,6 +93,11 @@ def print_outcome(outcome: Outcome) -> None:
         print(
             f"iteration {outcome.iteration}: is there already, left as it is (--overwrite converts it anew)"
         )
+
+
+def say_unfinished(iteration: int | None) -> None:
+    """Why the newest of all iterations is passed over."""
+    say(f"note: iteration {iteration} is passed over: its job has not finished it (no .metadata, no tracker)")
 
 
 def _by_reason(dropped: tuple[str, ...]) -> list[str]:
