@@ -213,6 +213,36 @@ def test_problems_that_differ_in_numbers_are_grouped() -> None:
     assert len(list(grouped(findings[:4]))) == 4
 
 
+def test_a_missing_file_is_told_of_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And what is the same of many keys is grouped; with the way out that a run with another iteration has."""
+    root = shutil.copytree(RUN, tmp_path / "run")
+    shutil.copytree(root / "iter_0000002", root / "iter_0000004")
+    (root / "latest_checkpointed_iteration.txt").write_text("4")
+    (root / "iter_0000004" / "__1_0.distcp").unlink()
+    assert run(["verify", str(root)]) == 1
+    out = capsys.readouterr().out
+    told = [line for line in out.splitlines() if "__1_0.distcp does not exist" in line]
+    assert len(told) == 1
+    assert told[0].endswith(". Fix: another copy of the file, or an earlier iteration (--iteration 2)")
+    assert ".." not in told[0]
+    assert run(["verify", str(root), "--content"]) == 1
+    out = capsys.readouterr().out
+    assert sum("error: checksums: " in line for line in out.splitlines()) == 3
+    assert "... and 47 more like these (--json lists all)" in out
+    (root / "iter_0000002" / "__1_0.distcp").unlink()
+    assert run(["verify", str(root), "--iteration", "2"]) == 1
+    assert "earlier iteration" not in capsys.readouterr().out, "there is none"
+
+
+def test_a_hostile_common_state_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = shutil.copytree(RUN, tmp_path / "run")
+    shutil.copy(DATA / "hostile" / "global_system.pt", root / "iter_0000002" / "common.pt")
+    assert run(["verify", str(root)]) == 4
+    out = capsys.readouterr().out
+    assert "error: common state: " in out
+    assert "neither common.pt nor common_state" not in out
+
+
 def test_what_was_dropped_is_named() -> None:
     dropped = [f"k{i}: of a run" for i in range(5)]
     assert _by_reason((*dropped, "x: alone", "y: two", "z: two")) == [
