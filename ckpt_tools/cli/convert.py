@@ -48,8 +48,8 @@ _OWN = {
 _TO = {
     "to": option(
         Format, "--to", default="fsdp_dtensor",
-        help="Format of the output; torch_dist has the fully_reshardable optimizer layout, dcp is a plain PyTorch "
-             "state dict, which one of another model than Megatron's stays.",
+        help="Format of the output: torch_dist with the fully_reshardable optimizer layout; dcp, a plain PyTorch "
+             "state dict. Without --to, a plain state dict of a model that is not Megatron's stays one.",
     )
 }  # fmt: skip
 _MAP = {

@@ -67,9 +67,11 @@ def _print(done: CopyReport) -> None:
 
 def _print_copied(one: Copied) -> None:
     seconds = one.written.seconds
-    print(render.escape(f"copied {one.source} -> {one.output}"))
+    was_there = one.written.was_there
+    print(render.escape(f"{'compared' if was_there else 'copied'} {one.source} -> {one.output}"))
     print(
         f"  {one.files:,} files, {human_bytes(one.nbytes)} in {seconds:.2f} s"
+        f"{', all of it there already: nothing was copied' if was_there else ''}"
         f"{', read back and compared' if one.read_back else ''}"
     )
     if one.written.check_source == "none":

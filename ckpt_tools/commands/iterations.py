@@ -1,6 +1,6 @@
 """`--iteration all`: all iterations of a run in turn, past those that are there already or cannot be converted.
 
-The newest may be one that its job is still writing: that is passed over, and is no failure.
+The newest may be one that its job is still writing: that is passed over and counts as unfinished, not as failed.
 """
 
 from __future__ import annotations
