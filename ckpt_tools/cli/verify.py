@@ -173,8 +173,8 @@ def diff(checkpoint_1: Checkpoint, checkpoint_2: Checkpoint, **given: Any) -> No
 
     if given["iteration"] is not None and checkpoint_1.rstrip("/") == checkpoint_2.rstrip("/"):
         raise UsageError(
-            f"--iteration {given['iteration']}: both sides are that of {checkpoint_1}; two of its iterations are compared as "
-            "`diff RUN/iter_0000002 RUN/iter_0000004`"
+            f"--iteration {given['iteration']}: both sides are that of {checkpoint_1}; "
+            "two of its iterations are compared as `diff RUN/iter_0000002 RUN/iter_0000004`"
         )
     if given["nan"] is None:
         given["nan"] = "equal" if given["rtol"] or given["atol"] or given["ulp"] else "bits"
