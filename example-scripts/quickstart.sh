@@ -28,4 +28,4 @@ echo "2. Convert it for Megatron-FSDP."
 echo "3. What came out?"
 "$PYTHON" -m ckpt_tools inspect "$output_dir" --keys 'model.module.decoder.layers.0.*'
 
-echo "Done: $output_dir is ready for --load."
+echo "Done: $output_dir is ready for --load; it is yours to keep or to remove."

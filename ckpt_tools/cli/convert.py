@@ -48,8 +48,8 @@ _OWN = {
 _TO = {
     "to": option(
         Format, "--to", default="fsdp_dtensor",
-        help="Format of the output; torch_dist has the fully_reshardable optimizer layout, dcp is a plain PyTorch "
-             "state dict, which one of another model than Megatron's stays.",
+        help="Format of the output: torch_dist with the fully_reshardable optimizer layout; dcp, a plain PyTorch "
+             "state dict. Without --to, a plain state dict of a model that is not Megatron's stays one.",
     )
 }  # fmt: skip
 _MAP = {
@@ -268,7 +268,7 @@ def finish_all(outcomes: list[Outcome], source: str, as_json: bool, file: Path |
     """
     from ckpt_tools.cli import render
     from ckpt_tools.cli.progress import is_first_rank
-    from ckpt_tools.cli.reports import print_outcome
+    from ckpt_tools.cli.reports import print_outcome, say_unfinished
     from ckpt_tools.commands import iterations
 
     if is_first_rank():
@@ -279,6 +279,8 @@ def finish_all(outcomes: list[Outcome], source: str, as_json: bool, file: Path |
                     render.escape_lines(f"error: iteration {outcome.iteration}: {outcome.error}"),
                     file=sys.stderr,
                 )
+            elif outcome.is_unfinished:
+                say_unfinished(outcome.iteration)
             elif not as_json and not (
                 render.is_quiet() and (outcome.report is None or outcome.report.written)
             ):

@@ -38,6 +38,7 @@ def copy(
 ) -> None:
     """Copy checkpoints between folders and object stores: every payload proven, all or nothing, resumable."""
     from ckpt_tools.cli.progress import progress_bar
+    from ckpt_tools.cli.reports import say_unfinished
     from ckpt_tools.commands.copy import CopyOptions, copy_checkpoint
 
     iteration = given["iteration"]
@@ -50,6 +51,8 @@ def copy(
     with progress_bar(given["quiet"]) as progress:
         done = copy_checkpoint(source, output, options, progress)
     render.print_report(done.as_json, given["as_json"], lambda: _print(done))
+    for iteration in done.not_finished:
+        say_unfinished(iteration)
     for number, error in done.failed:
         print(render.escape_lines(f"error: iteration {number} was not copied: {error}"), file=sys.stderr)
     raise typer.Exit(max((error.exit_code for _, error in done.failed), default=0))
@@ -64,9 +67,11 @@ def _print(done: CopyReport) -> None:
 
 def _print_copied(one: Copied) -> None:
     seconds = one.written.seconds
-    print(render.escape(f"copied {one.source} -> {one.output}"))
+    was_there = one.written.was_there
+    print(render.escape(f"{'compared' if was_there else 'copied'} {one.source} -> {one.output}"))
     print(
         f"  {one.files:,} files, {human_bytes(one.nbytes)} in {seconds:.2f} s"
+        f"{', all of it there already: nothing was copied' if was_there else ''}"
         f"{', read back and compared' if one.read_back else ''}"
     )
     if one.written.check_source == "none":

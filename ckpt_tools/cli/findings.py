@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 _NUMBERS = re.compile(r"\d+")
-_ALIKE = 3  # findings that differ in numbers alone, shown
+_ALIKE = 3  # findings of one kind, shown
 _IN_CODE = str.maketrans({"`": r"\x60", "|": r"\x7c", "<": r"\x3c"})
 
 
@@ -108,11 +108,11 @@ def as_markdown(report: Report) -> str:
 
 
 def grouped(found: Iterable[Finding]) -> Iterator[str]:
-    """Findings as text; of those that differ in numbers alone three, and how many more there are."""
-    alike: dict[str, list[str]] = {}
+    """Findings as text; of those that say the same but for numbers and their place three, and how many more."""
+    alike: dict[tuple[str, str, str], list[str]] = {}
     for finding in found:
-        line = plain(finding)
-        alike.setdefault(_NUMBERS.sub("#", line), []).append(line)
+        kind = (finding.severity, finding.check, _NUMBERS.sub("#", _message(finding)))
+        alike.setdefault(kind, []).append(plain(finding))
     for lines in alike.values():
         most = len(lines) if len(lines) <= _ALIKE + 1 else _ALIKE
         yield from lines[:most]
@@ -126,7 +126,7 @@ def plain(finding: Finding) -> str:
 
 
 def _message(finding: Finding) -> str:
-    return f"{finding.message}. Fix: {finding.fix}" if finding.fix else finding.message
+    return f"{finding.message.removesuffix('.')}. Fix: {finding.fix}" if finding.fix else finding.message
 
 
 def _code(text: str) -> str:

@@ -106,6 +106,12 @@ def as_text(path: Path | None) -> str | None:
     return None if path is None else str(path)
 
 
+def model_folder(path: Path | None) -> str | None:
+    """The folder of a Hugging Face model, of which its config.json may be given."""
+    is_file = path is not None and path.name == "config.json" and path.is_file()
+    return as_text(path.parent if is_file and path else path)
+
+
 def in_a_folder(file: Path | None) -> Path | None:
     """`file`, if it can be made where it is to be: told before the work, not after it.
 

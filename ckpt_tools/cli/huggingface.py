@@ -19,7 +19,7 @@ from ckpt_tools.model.choices import MegatronFormat, Quantization, TowerName
 # What is said otherwise than for `convert`.
 _EXPORTED = {
     "hf_config": option(
-        Path, "--hf-config", read=v.as_text, panel=t.MODEL,
+        Path, "--hf-config", read=v.model_folder, panel=t.MODEL,
         help="Directory of the original model: supplies tokenizer and settings that the checkpoint cannot tell, and "
              "is checked against it.",
     ),

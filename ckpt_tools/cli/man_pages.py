@@ -35,7 +35,7 @@ def man(
         typer.Option("--for-agents", help="Print what an automated assistant needs to know (Markdown)."),
     ] = False,
 ) -> None:
-    """Print a man page, or write all of them."""
+    """Print a man page (roff, for `| man -l -`), or write all of them."""
     from ckpt_tools.errors import UsageError
 
     if for_agents:
@@ -53,6 +53,9 @@ def man(
         text = man_page(group, context, name)
         if output is None:
             sys.stdout.write(text)
+            if sys.stdout.isatty():
+                words = " ".join(filter(None, (PROGRAM, "man", command)))
+                print(f"note: a man page in its source form; to read it: {words} | man -l -", file=sys.stderr)
         else:
             try:
                 output.mkdir(parents=True, exist_ok=True)

@@ -31,8 +31,8 @@ EXIT_CODES = {
     5: "mapping: an unknown key, a shape clash, a missing parameter group",
     6: "content that does not prove to be what it must be",
     7: "storage: disk full, permission, I/O error",
-    130: "interrupted; nothing was published",
-    143: "terminated; --resume goes on from there",
+    130: "interrupted: nothing was published; --resume goes on",
+    143: "terminated: nothing was published; --resume goes on",
 }
 
 

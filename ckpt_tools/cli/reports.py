@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpt_tools.cli.render import escape
+from ckpt_tools.cli.render import escape, say
 from ckpt_tools.commands.conversion_report import ConversionReport, Masters
 from ckpt_tools.commands.iterations import Outcome
 from ckpt_tools.commands.rewrite import Edited
@@ -18,7 +18,9 @@ _NAMED = 3  # keys of one reason
 
 def print_report(report: ConversionReport) -> None:
     """What was converted, how fast, and what changed on the way; long lists are cut (`--json` has them whole)."""
-    done = "converted" if report.written else "would convert"
+    done = "would convert" if report.written is None else "converted"
+    if report.written and report.written.was_there:
+        done = "compared, as all of it was there already:"
     iteration = "" if report.iteration is None else f", iteration {report.iteration}"
     # No groups: weights only, or carried over as they are stored.
     groups = f", groups {report.groups}" if report.groups else ""
@@ -95,6 +97,11 @@ def print_outcome(outcome: Outcome) -> None:
         )
 
 
+def say_unfinished(iteration: int | None) -> None:
+    """Why the newest of all iterations is passed over."""
+    say(f"note: iteration {iteration} is passed over: its job has not finished it (no .metadata, no tracker)")
+
+
 def _by_reason(dropped: tuple[str, ...]) -> list[str]:
     """One line per reason, with the names of the first keys and how many more there are."""
     keys: dict[str, list[str]] = {}
@@ -127,20 +134,21 @@ def print_rewritten(done: Edited) -> None:
     for line in done.left_out:
         print(escape(f"left out {line}"))
     print(
-        f"wrote {done.tensors:,} tensors and {done.objects:,} objects, "
+        f"{'compared' if written.was_there else 'wrote'} {done.tensors:,} tensors and {done.objects:,} objects, "
         f"{human_bytes(written.bytes_written)} in {written.seconds:.2f} s, to {escape(done.output)}"
     )
     print(f"source checksums: {source_checksums(written)}")
 
 
 def _written(w: WriteReport) -> list[str]:
+    done = "compared" if w.was_there else "wrote"
     rate = human_bytes(int(w.bytes_written / max(w.seconds, 1e-9)))
     rounded = (
         f"  rounded    {w.rounded_elements:,} elements of {w.rounded_tensors:,} tensors by a cast to their new type, "
         f"most of them in {w.rounded_most}"
     )
     return [
-        f"  wrote      {human_bytes(w.bytes_written)} in {w.seconds:.2f} s ({rate}/s), {w.ranks} process(es); "
+        f"  {done:<10} {human_bytes(w.bytes_written)} in {w.seconds:.2f} s ({rate}/s), {w.ranks} process(es); "
         f"read {human_bytes(w.bytes_read)}, largest peak RSS {human_bytes(w.peak_rss_bytes)}",
         f"  copied     {human_bytes(w.bytes_cloned)} cloned, {human_bytes(w.bytes_kernel_copied)} in the kernel, "
         f"{human_bytes(w.bytes_touched)} through buffers; {w.items_resumed:,} of {w.items:,} items resumed",

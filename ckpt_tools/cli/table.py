@@ -73,7 +73,7 @@ TABLE: dict[str, Row] = {
     "like_source": flag("--like-source", panel=MODEL,
                         help="Masters as the source's job keeps them: with a precision-aware optimizer as 16-bit "
                              "remainders."),
-    "hf_config": option(Path, "--hf-config", read=v.as_text, panel=MODEL,
+    "hf_config": option(Path, "--hf-config", read=v.model_folder, panel=MODEL,
                         help="Directory of the original Hugging Face model, for tokenizer and settings."),
     "rules": option(Path, "--rules", panel=MODEL, help="YAML file with the rules of one more architecture."),
     "max_shard_bytes": option(str, "--max-shard-size", default="5GB", read=v.parse_bytes, panel=MODEL,

@@ -168,8 +168,14 @@ def diff(checkpoint_1: Checkpoint, checkpoint_2: Checkpoint, **given: Any) -> No
     """Compare two checkpoints, also of different formats, bit by bit. Exit code 1 when they differ."""
     from ckpt_tools.cli.progress import progress_bar
     from ckpt_tools.commands.diff import DiffRequest, diff_checkpoints
+    from ckpt_tools.errors import UsageError
     from ckpt_tools.verify.differences import DiffOptions
 
+    if given["iteration"] is not None and checkpoint_1.rstrip("/") == checkpoint_2.rstrip("/"):
+        raise UsageError(
+            f"--iteration {given['iteration']}: both sides are that of {checkpoint_1}; "
+            "two of its iterations are compared as `diff RUN/iter_0000002 RUN/iter_0000004`"
+        )
     if given["nan"] is None:
         given["nan"] = "equal" if given["rtol"] or given["atol"] or given["ulp"] else "bits"
     request = fill(DiffRequest, given, iterations=(given["iteration"],) * 2)

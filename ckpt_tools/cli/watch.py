@@ -80,7 +80,7 @@ def watch(
     """
     from ckpt_tools.commands.watch import watch as watch_run
     from ckpt_tools.commands.watch_events import WatchOptions
-    from ckpt_tools.errors import UsageError
+    from ckpt_tools.errors import Interrupted, Terminated, UsageError
 
     action = _action(context, given["then"], run, output)
     render.be_quiet(given["quiet"])  # which the parsed command has set for itself
@@ -90,7 +90,12 @@ def watch(
         )
     tell = _print_json if given["as_json"] else lambda told: _print(told, given["quiet"])
     options = fill(WatchOptions, given)
-    raise typer.Exit(watch_run(run, output, action, options, tell, _note))
+    try:
+        code = watch_run(run, output, action, options, tell, _note)
+    except (Interrupted, Terminated) as stop:  # how a service ends is not an error
+        _note(f"note: {stop}")
+        code = stop.exit_code
+    raise typer.Exit(code)
 
 
 def _action(context: typer.Context, then: str | None, run: str, output: str) -> Action:

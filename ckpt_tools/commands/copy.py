@@ -12,7 +12,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckpt_tools.commands.iterations import all_iterations, is_there
+from ckpt_tools.commands.iterations import all_iterations, is_being_written, is_there
 from ckpt_tools.commands.opened import open_checkpoint
 from ckpt_tools.commands.outputs import choose_output, is_root
 from ckpt_tools.errors import CkptError, Interrupted, Terminated, UsageError, VerificationError
@@ -85,6 +85,7 @@ class CopyReport:
 
     copied: tuple[Copied, ...]
     already_there: tuple[int, ...] = ()
+    not_finished: tuple[int, ...] = ()  # the newest, which its job is still writing
     failed: tuple[tuple[int | None, CkptError], ...] = ()
 
     def as_json(self) -> dict[str, Any]:
@@ -93,6 +94,7 @@ class CopyReport:
             "schema_version": 1,
             "copied": [one.as_json() for one in self.copied],
             "already_there": list(self.already_there),
+            "not_finished": list(self.not_finished),
             "failed": [
                 {"iteration": number, "exit_code": error.exit_code, "error": str(error)}
                 for number, error in self.failed
@@ -127,7 +129,7 @@ def copy_checkpoint(
     there = (
         [] if options.overwrite else [n for n in numbers if n is not None and _is_there(source, output, n)]
     )
-    copied, failed = list[Copied](), list[tuple[int | None, CkptError]]()
+    copied, failed, unfinished = list[Copied](), list[tuple[int | None, CkptError]](), list[int]()
     for number in (n for n in numbers if n not in there):
         chosen = replace(options, iteration=number)
         try:
@@ -135,8 +137,11 @@ def copy_checkpoint(
         except (Interrupted, Terminated):
             raise
         except CkptError as error:
-            failed.append((number, error))
-    return CopyReport(tuple(copied), tuple(there), tuple(failed))
+            if number is not None and is_being_written(source, number):
+                unfinished.append(number)
+            else:
+                failed.append((number, error))
+    return CopyReport(tuple(copied), tuple(there), tuple(unfinished), tuple(failed))
 
 
 def _is_there(source: str, output: str, number: int) -> bool:

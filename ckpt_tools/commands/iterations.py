@@ -1,8 +1,12 @@
-"""`--iteration all`: all iterations of a run in turn, past those that are there already or cannot be converted."""
+"""`--iteration all`: all iterations of a run in turn, past those that are there already or cannot be converted.
+
+The newest may be one that its job is still writing: that is passed over and counts as unfinished, not as failed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +14,17 @@ from ckpt_tools.commands.conversion_report import SCHEMA_VERSION, ConversionRepo
 from ckpt_tools.commands.outputs import is_root
 from ckpt_tools.errors import CkptError, Interrupted, Terminated, UsageError
 from ckpt_tools.execute.ranks import connect
-from ckpt_tools.formats.detect import CheckpointKind, iteration_numbers, locate
+from ckpt_tools.formats.dcp import METADATA
+from ckpt_tools.formats.detect import (
+    METADATA_JSON,
+    CheckpointKind,
+    iteration_folders,
+    iteration_numbers,
+    locate,
+    tracked_iteration,
+)
+from ckpt_tools.formats.files import open_files
+from ckpt_tools.megatron.common_state import COMMON_FILE
 from ckpt_tools.model.choices import Format
 
 Convert = Callable[[int | None, bool], ConversionReport]
@@ -24,6 +38,11 @@ class Outcome:
     iteration: int | None
     report: ConversionReport | None = None
     error: CkptError | None = None
+    is_unfinished: bool = False  # its job is still writing it
+
+    @property
+    def was_there(self) -> bool:
+        return self.report is None and self.error is None and not self.is_unfinished
 
 
 def convert_iterations(
@@ -50,6 +69,9 @@ def convert_iterations(
         except (Interrupted, Terminated):
             raise
         except CkptError as error:
+            if is_being_written(source, number):
+                outcomes.append(Outcome(number, is_unfinished=True))
+                continue
             if connect().world > 1:
                 raise
             outcomes.append(Outcome(number, error=error))
@@ -75,6 +97,25 @@ def all_iterations(source: str) -> tuple[list[int | None], int | None]:
     return [*(n for n in numbers if n != location.iteration), location.iteration], location.iteration
 
 
+def is_being_written(source: str, number: int | None) -> bool:
+    """Whether it is the newest of the run, and what is written last is not there: `.metadata` and the tracker."""
+    with closing(open_files(source)) as files:
+        folders = iteration_folders(files.list())
+    name, newest = max(folders, key=lambda pair: pair[1], default=("", None))
+    if number is None or number != newest:
+        return False
+    try:
+        tracked = tracked_iteration(source)
+    except CkptError:
+        return False
+    if tracked is not None and any(reached >= number for _, reached in iteration_folders([tracked])):
+        return False
+    with closing(open_files(f"{source.rstrip('/')}/{name}")) as files:
+        inside = files.list()
+    begun = any(one.endswith(".distcp") or one in (COMMON_FILE, METADATA_JSON) for one in inside)
+    return METADATA not in inside and (begun or not inside)
+
+
 def is_there(output: str, number: int, *kinds: Format | CheckpointKind) -> bool:
     """Whether the root `output` holds a whole checkpoint of this iteration, of one of these kinds."""
     try:
@@ -93,7 +134,8 @@ def as_json(outcomes: list[Outcome]) -> dict[str, Any]:
     return {
         "schema_version": SCHEMA_VERSION,
         "iterations": [o.report.as_json() for o in outcomes if o.report is not None],
-        "already_there": [o.iteration for o in outcomes if o.report is None and o.error is None],
+        "already_there": [o.iteration for o in outcomes if o.was_there],
+        "not_finished": [o.iteration for o in outcomes if o.is_unfinished],
         "failed": [
             {"iteration": o.iteration, "exit_code": o.error.exit_code, "error": str(o.error)}
             for o in outcomes

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,9 @@ from ckpt_tools.verify import meaning
 from ckpt_tools.verify.integrity import INTEGRITY, check_integrity
 from ckpt_tools.verify.meter import Meter
 from ckpt_tools.verify.packing import check_packing
-from ckpt_tools.verify.place import check_entries, check_metadata_json, check_place
+from ckpt_tools.verify.place import check_entries, check_metadata_json, check_place, earlier_iteration
 from ckpt_tools.verify.plain_states import check_plain_groups, check_plain_states
-from ckpt_tools.verify.report import Check, Findings, Report
+from ckpt_tools.verify.report import ERROR, Check, Findings, Report
 from ckpt_tools.verify.structure import (
     all_items,
     check_files,
@@ -174,7 +175,7 @@ def _checks(
     checks += [check_tiling(catalog), check_planner(catalog), check_shards(catalog)]
     if location.kind != "safetensors":
         checks.append(check_plans(files, options.trust_pickle))
-    checks.append(check_files(files, catalog))
+    checks.append(_with_way_out(location, check_files(files, catalog)))
     checks.append(check_frames(files, catalog, options.trust_pickle))
     if location.has_metadata_json:
         checks.append(check_metadata_json(files))
@@ -201,6 +202,19 @@ def _place(location: Location, common: CommonState) -> Check:
     finally:
         if root is not None:
             root.close()
+
+
+def _with_way_out(location: Location, check: Check) -> Check:
+    """The check of files, with the run's earlier iteration that can be used in place of a damaged one."""
+    if not check.errors or location.root is None:
+        return check
+    with closing(open_files(location.root)) as root:
+        earlier = earlier_iteration(location, root)
+    if earlier is None:
+        return check
+    way_out = f"another copy of the file, or an earlier iteration (--iteration {earlier})"
+    findings = (f._replace(fix=way_out) if f.severity == ERROR else f for f in check.findings)
+    return replace(check, findings=tuple(findings))
 
 
 def _meaning(

@@ -165,6 +165,9 @@ class Watcher:
                 self._memory.done[number] = Done(0, mark)
             return number in self._memory.done
         if done.mark == mark or not mark:
+            if self.options.once and done.exit_code:  # a verdict, which is why the pass ends with it
+                where = self._output_of(number)
+                self._tell(Told("done", number, name, where, done.exit_code, "an earlier pass did it"))
             return True
         if not self._is_there(number):
             del self._memory.done[number]
@@ -200,6 +203,7 @@ class Watcher:
             return
         before = self._memory.failed.get(number)
         if before and before.looks == looks and (before.next_try is None or before.next_try > time.time()):
+            self._recall(number, name, before)
             return
         if not has_tracker and not self._is_settled(number, looks):
             self._wait(number, name, f"its files must stay as they are for {self.options.settle:g} s")
@@ -215,6 +219,14 @@ class Watcher:
             self._fail(number, name, looks, _failed(4 if row.state == DAMAGED else 3, row.why))
         else:
             self._carry_out(number, name, looks, hand)
+
+    def _recall(self, number: int, name: str, before: Failure) -> None:
+        """Say in a line why a single pass ends as it does, though an earlier one has said it at length."""
+        if self.options.once:
+            event: Event = "given_up" if before.is_given_up else "failed"
+            why = next(iter(before.error.splitlines()), "")
+            where = self._output_of(number)
+            self._tell(Told(event, number, name, where, before.exit_code, why, before.tries))
 
     def _wait(self, number: int, name: str, why: str) -> None:
         """Leave it alone for now, and say so once."""

@@ -76,6 +76,11 @@ class WriteReport:
     rounded_elements: int = 0
     rounded_most: str | None = None  # the key with the most of them
 
+    @property
+    def was_there(self) -> bool:
+        """Whether nothing was left to write: the output is compared, or lacked its last step only."""
+        return 0 < self.items == self.items_resumed
+
     def in_short(self) -> dict[str, object]:
         """What was written and proven, as every command that rewrites a checkpoint says it to programs."""
         return {

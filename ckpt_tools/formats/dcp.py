@@ -127,13 +127,17 @@ def _catalog(machine: Machine, root: Any, location: str) -> Catalog:
         raise CorruptCheckpointError(
             f"{machine.where} contradicts itself:\n{list_problems(problems)}", problems
         )
-    planner = fields["planner_data"]  # None in Megatron's
+    planner = fields[
+        "planner_data"
+    ]  # None in Megatron's, and of a class of somebody's planner it tells nothing
     version = fields.get("version")
     return Catalog(
         root=location,
         tensors=tensors,
         objects=objects,
-        planner_paths={key: _path(path) for key, path in planner.as_dict().items()} if planner else {},
+        planner_paths={key: _path(path) for key, path in planner.as_dict().items()}
+        if type(planner) is Pairs
+        else {},
         original_shapes=_original_shapes(fields.get("mcore_data")),
         metadata_class=f"{root.kind.module}.{root.kind.name}",
         metadata_version=version if isinstance(version, str) else None,

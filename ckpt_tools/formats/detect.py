@@ -22,7 +22,7 @@ from ckpt_tools.formats.files import Files, LocalFiles, absent_folder, open_file
 from ckpt_tools.formats.hub_cache import snapshot_of
 from ckpt_tools.formats.metadata_kind import kind_of
 from ckpt_tools.formats.rank_parts import parts_of_ranks
-from ckpt_tools.formats.safetensors import ADAPTER, INDEX_FILE, OTHER_WEIGHTS, SINGLE_FILE
+from ckpt_tools.formats.safetensors import ADAPTER, AS_SAFETENSORS, INDEX_FILE, OTHER_WEIGHTS, SINGLE_FILE
 from ckpt_tools.formats.verl import STEP, inner_checkpoint, step_of
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -298,10 +298,7 @@ def _nothing_here(path: str, names: list[str]) -> UnsupportedCheckpointError:
     inner = _inner_checkpoints(path, names)
     hint = f" Did you mean {inner[0]}?" if inner else ""
     if "config.json" in names and any(name.endswith(OTHER_WEIGHTS) for name in names):
-        hint = (
-            " It looks like a Hugging Face model without safetensors; write it as such first: "
-            "AutoModelForCausalLM.from_pretrained(DIR, torch_dtype='auto').save_pretrained(OUT)"
-        )
+        hint = f" It looks like a Hugging Face model without safetensors. {AS_SAFETENSORS}"
     cached = [name for name in names if name.startswith("models--")]
     if cached:
         hint = f" It is a Hugging Face cache; give one of its models, such as {_join(path, cached[0])}."

@@ -321,5 +321,5 @@ def absent_folder(folder: Path) -> str:
     if not parent.is_dir():
         return f"{folder} does not exist. Nor does {parent}."
     close = difflib.get_close_matches(folder.name, [entry.name for entry in parent.iterdir()], n=1)
-    hint = f"Did you mean {parent / close[0]}?" if close else f"{parent} holds no folder of a similar name."
+    hint = f"Did you mean {parent / close[0]}?" if close else "There is nothing of a similar name beside it."
     return f"{folder} does not exist. {hint}"

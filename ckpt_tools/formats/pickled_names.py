@@ -44,9 +44,11 @@ def check_global(module: str, name: str, where: str) -> None:
     if _KNOWN.fullmatch(f"{module}.{name}"):
         return
     if _ACTING.fullmatch(module) or _ACTING.fullmatch(f"{module}.{name}"):
+        # In .metadata everything has its place and class, for which a placeholder cannot stand.
+        hint = "" if where.endswith(".metadata") else "; --trust-pickle reads it as an inert placeholder"
         raise HostileCheckpointError(
             f"{where}: the pickle names {module}.{name!r}, which no known checkpoint holds and which would run code. "
-            "Nothing was imported, and torch should not load it; --trust-pickle reads it as an inert placeholder."
+            f"Nothing was imported, and torch should not load it{hint}."
         )
     raise UnsupportedCheckpointError(
         f"{where}: the pickle names {module}.{name!r}, which no known checkpoint holds. Nothing was imported. If "

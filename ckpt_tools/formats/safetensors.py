@@ -37,6 +37,11 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 ADAPTER = "adapter_model.safetensors"
 OTHER_WEIGHTS = (".bin", ".bin.index.json", ".pth", ".pt", ".ckpt", ".gguf", ".h5", ".msgpack")
+AS_SAFETENSORS = (
+    "Write its weights as safetensors first, if you trust who made them: loading a pickle may run code in it, unless "
+    "weights_only=True keeps it to plain tensors (torch 2.6 or later). "
+    "AutoModelForCausalLM.from_pretrained(DIR, torch_dtype='auto', weights_only=True).save_pretrained(OUT)"
+)
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _LONGEST_POINTER = 1024  # bytes, by its specification
 DTYPES = {
@@ -179,10 +184,7 @@ def _instead(names: list[str]) -> str:
     if present:
         return f", only {', '.join(present[:4])}: the index is missing"
     if others:
-        return (
-            f", but {', '.join(others[:4])}: pickled or other weights are not read. Write them as safetensors first: "
-            "AutoModelForCausalLM.from_pretrained(DIR, torch_dtype='auto').save_pretrained(OUT)"
-        )
+        return f", but {', '.join(others[:4])}: pickled or other weights are not read. {AS_SAFETENSORS}"
     return ""
 
 

@@ -8,7 +8,7 @@ from ckpt_tools.formats.dcp import METADATA
 from ckpt_tools.formats.detect import METADATA_JSON, TRACKER, Location, iteration_folders
 from ckpt_tools.formats.files import Files
 from ckpt_tools.megatron.common_state import CommonState
-from ckpt_tools.megatron.keys import GROUP_META, MODEL_PREFIX
+from ckpt_tools.megatron.keys import COMMON_OBJECT, GROUP_META, MODEL_PREFIX
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.verify.report import Check, Findings
 
@@ -63,6 +63,15 @@ def _check_newer(location: Location, root: Files, found: Findings) -> None:
             )
 
 
+def earlier_iteration(location: Location, root: Files | None) -> int | None:
+    """The iteration of the run before this one that has its metadata: what to use in place of a damaged one."""
+    if root is None or location.iteration is None:
+        return None
+    folders = [(number, name) for name, number in iteration_folders(root.list())]
+    older = sorted((pair for pair in folders if pair[0] < location.iteration), reverse=True)
+    return next((number for number, name in older if root.exists(f"{name}/{METADATA}")), None)
+
+
 def check_metadata_json(files: Files) -> Check:
     """Whether every core release takes `metadata.json`: what it names decides which reader a job loads with."""
     found = Findings(METADATA_JSON, "fields")
@@ -90,7 +99,8 @@ def check_entries(location: Location, catalog: Catalog, common: CommonState) -> 
     found = Findings("entries", "entries")
     if location.kind == "torch_dist":
         found.looked_at = len(common.values)
-        if common.source is None and not location.has_run_config:
+        stored = location.has_common_pt or COMMON_OBJECT in catalog.objects  # if it can be read or not
+        if not stored and not location.has_run_config:
             found.error(
                 location.path, "neither common.pt nor common_state: no arguments, iteration or groups"
             )

@@ -135,11 +135,16 @@ def check_files(files: Files, catalog: Catalog) -> Check:
 def check_frames(files: Files, catalog: Catalog, trust_pickle: bool = False) -> Check:
     """Whether every item is a sound archive of the tensor that the metadata describes, or of a readable object.
 
-    Items are visited in file order; of an archive only the directory and what describes its value is read.
+    Items are visited in file order; of an archive only the directory and what describes its value is read. Those of
+    a file that is not there are left to `check_files`, which says so once.
     """
     found = Findings("frames", "items")
+    present = {name: files.exists(name) for name in {item.file for _, item in all_items(catalog)}}
     chunks = [
-        (c.item, f"{key} {c.box}", e.dtype, c.box) for key, e in catalog.tensors.items() for c in e.chunks
+        (c.item, f"{key} {c.box}", e.dtype, c.box)
+        for key, e in catalog.tensors.items()
+        for c in e.chunks
+        if present[c.item.file]
     ]
     for item, where, dtype, box in sorted(chunks, key=lambda chunk: chunk[0]):
         found.looked_at += 1
@@ -151,7 +156,8 @@ def check_frames(files: Files, catalog: Catalog, trust_pickle: bool = False) -> 
         if problem is not None:
             found.error(where, problem)
     known: dict[Item, CkptError | None] = {}  # many keys may name one item: fields of groups repeat
-    for key, stored in sorted(catalog.objects.items(), key=lambda pair: pair[1].item):
+    objects = [pair for pair in catalog.objects.items() if present[pair[1].item.file]]
+    for key, stored in sorted(objects, key=lambda pair: pair[1].item):
         found.looked_at += 1
         if stored.item not in known:
             known[stored.item] = _object_failure(files, stored.item, trust_pickle)

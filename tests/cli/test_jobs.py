@@ -328,6 +328,41 @@ def test_all_iterations_go_on_past_broken_ones(tmp_path, capsys):
     assert (tmp_path / "out" / TRACKER).read_text() == "8"
 
 
+@pytest.mark.parametrize("verb", ["convert", "copy"])
+def test_the_newest_iteration_may_still_be_written(verb: str, tmp_path, capsys):
+    source, out = run_of(tmp_path / "in", (2, 4, 6), 4), tmp_path / "out"
+    newest = source / "iter_0000006"
+
+    def ends(name: str) -> tuple[int, dict[str, Any]]:
+        code = run([verb, str(source), str(tmp_path / name), "--iteration", "all", "--json"])
+        return code, json.loads(capsys.readouterr().out)
+
+    (newest / ".metadata").unlink()
+    assert run([verb, str(source), str(out), "--iteration", "all"]) == 0
+    assert "note: iteration 6 is passed over: its job has not finished it" in capsys.readouterr().err
+    assert converted_iterations(out) == ["iter_0000002", "iter_0000004", TRACKER]
+    assert (out / TRACKER).read_text() == "4"
+    shutil.rmtree(newest)
+    newest.mkdir()
+    code, report = ends("empty")
+    assert (code, report["not_finished"], report["already_there"], report["failed"]) == (0, [6], [], [])
+    (newest / "common.pt").write_bytes(b"begun")
+    assert ends("begun")[0] == 0
+    (newest / "common.pt").rename(newest / "mine")
+    assert ends("another")[0] == 3, "a folder of something else"
+    shutil.rmtree(newest)
+    (source / "iter_0000002" / ".metadata").unlink()
+    assert ends("older")[0] == 3, "it is not the newest"
+
+
+@pytest.mark.parametrize("verb", ["convert", "copy"])
+def test_a_newest_iteration_that_the_tracker_names_is_whole_or_damaged(verb: str, tmp_path, capsys):
+    source = run_of(tmp_path / "in", (2, 4), 4)
+    (source / "iter_0000004" / ".metadata").unlink()
+    assert run([verb, str(source), str(tmp_path / "out"), "--iteration", "all"]) == 3
+    assert "error: iteration 4" in capsys.readouterr().err
+
+
 def test_what_is_converted_already_stays_and_the_tracker_with_it(tmp_path, capsys):
     source = run_of(tmp_path / "in", (2, 4, 6), 4)
     out = tmp_path / "out"
@@ -346,7 +381,7 @@ def test_what_is_converted_already_stays_and_the_tracker_with_it(tmp_path, capsy
     assert (out / TRACKER).read_text() == "4"
     assert convert(source, out, "--iteration", "all", "--json") == 0
     assert json.loads(capsys.readouterr().out) == {
-        "schema_version": 2, "iterations": [], "already_there": [2, 6, 4], "failed": [],
+        "schema_version": 2, "iterations": [], "already_there": [2, 6, 4], "not_finished": [], "failed": [],
     }  # fmt: skip
     inode = (out / "iter_0000004").stat().st_ino
     assert convert(source, out, "--iteration", "all", "--overwrite") == 0

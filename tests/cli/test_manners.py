@@ -17,6 +17,7 @@ from ckpt_tools.cli import progress
 from ckpt_tools.cli.app import run
 from ckpt_tools.cli.commands import MEANT, MODULES
 from ckpt_tools.cli.findings import grouped
+from ckpt_tools.cli.given_values import model_folder
 from ckpt_tools.cli.reports import _by_reason
 from ckpt_tools.cli.verify import two_values
 from ckpt_tools.errors import list_problems
@@ -211,6 +212,79 @@ def test_problems_that_differ_in_numbers_are_grouped() -> None:
     findings = [Finding("tiling", "error", f"layers.{i}", "hole") for i in range(6)]
     assert list(grouped(findings))[3:] == ["... and 3 more like these (--json lists all)"]
     assert len(list(grouped(findings[:4]))) == 4
+
+
+def test_a_missing_file_is_told_of_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And what is the same of many keys is grouped; with the way out that a run with another iteration has."""
+    root = shutil.copytree(RUN, tmp_path / "run")
+    shutil.copytree(root / "iter_0000002", root / "iter_0000004")
+    (root / "latest_checkpointed_iteration.txt").write_text("4")
+    (root / "iter_0000004" / "__1_0.distcp").unlink()
+    assert run(["verify", str(root)]) == 1
+    out = capsys.readouterr().out
+    told = [line for line in out.splitlines() if "__1_0.distcp does not exist" in line]
+    assert len(told) == 1
+    assert told[0].endswith(". Fix: another copy of the file, or an earlier iteration (--iteration 2)")
+    assert ".." not in told[0]
+    assert run(["verify", str(root), "--content"]) == 1
+    out = capsys.readouterr().out
+    assert sum("error: checksums: " in line for line in out.splitlines()) == 3
+    assert "... and 47 more like these (--json lists all)" in out
+    (root / "iter_0000002" / "__1_0.distcp").unlink()
+    assert run(["verify", str(root), "--iteration", "2"]) == 1
+    assert "earlier iteration" not in capsys.readouterr().out, "there is none"
+
+
+def test_a_hostile_common_state_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = shutil.copytree(RUN, tmp_path / "run")
+    shutil.copy(DATA / "hostile" / "global_system.pt", root / "iter_0000002" / "common.pt")
+    assert run(["verify", str(root)]) == 4
+    out = capsys.readouterr().out
+    assert "error: common state: " in out
+    assert "neither common.pt nor common_state" not in out
+
+
+def test_a_resumed_conversion_that_is_finished_is_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for verb in ("convert", "strip"):
+        words = [verb, str(RUN), str(tmp_path / verb)]
+        assert run(words) == 0
+        assert "compared" not in capsys.readouterr().out.replace("compared with", "")
+        assert run([*words, "--resume"]) == 0
+        assert "compared" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", ["inspect nope", "convert nope x", "verify ./nope"])
+def test_what_is_not_there(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(words.split()) == 3
+    assert "nope does not exist. There is nothing of a similar name beside it." in capsys.readouterr().err
+
+
+def test_one_iteration_is_not_compared_with_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["diff", str(RUN), f"{RUN}/", "--iteration", "2"]) == 2
+    assert "`diff RUN/iter_0000002 RUN/iter_0000004`" in capsys.readouterr().err
+    assert run(["diff", str(RUN), str(RUN), "-q"]) == 0, "whoever writes it so knows it"
+
+
+def test_a_page_on_a_terminal_says_how_it_is_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["man", "copy"]) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert run(["man", "copy"]) == 0
+    assert "checkpoint-inspector man copy | man -l -" in capsys.readouterr().err
+
+
+def test_the_config_of_a_model_may_be_given(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert model_folder(tmp_path / "config.json") == model_folder(tmp_path) == str(tmp_path)
+    assert model_folder(tmp_path / "no" / "config.json") == str(tmp_path / "no" / "config.json")
+    assert model_folder(None) is None
 
 
 def test_what_was_dropped_is_named() -> None:

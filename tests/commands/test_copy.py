@@ -276,6 +276,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     root = three(tmp_path)
     assert run(["copy", str(root), str(tmp_path / "out")]) == 0
     assert "payloads have the checksum that their writer stored" in capsys.readouterr().out
+    assert run(["copy", str(root), str(tmp_path / "out"), "--resume"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("compared ")
+    assert ", all of it there already: nothing was copied" in told
     assert run(["copy", str(root), str(tmp_path / "all"), "-q", "--iteration", "all"]) == 3
     assert "error: iteration 4 was not copied: " in capsys.readouterr().err
     assert run(["copy", str(root), str(tmp_path / "one"), "-q", "--iteration", "2"]) == 0

@@ -199,7 +199,7 @@ def test_an_import_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     said = capsys.readouterr().err
     assert "--lr, --min-lr and --weight-decay" in said and "--no-fresh-optimizer" in said
     assert run([*words, "--lr", "1e-5", "--min-lr", "1e-6"]) == 2
-    assert "needs --weight-decay," in capsys.readouterr().err
+    assert "give --weight-decay for" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
     assert run([*words, *RATES, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)

@@ -246,6 +246,37 @@ def test_what_would_fail_again_is_given_up_at_once(
     assert (watched.out / TRACKER).read_text() == "100"
 
 
+def test_single_passes_say_why_they_end_as_they_do(tmp_path: Path, clock: Callable[[float], None]) -> None:
+    """What an earlier pass has given up, waits to try again or has found not to be valid: in a line, each time."""
+    watched = Watched(tmp_path, once=True, every=10)
+    folder = write(watched.run, 2)
+    assert watched.look(Ended(6, None, "not proven:\n  - a", 0.1)) == (6, ["given_up 2"])
+    for _ in range(2):
+        watched.begin()
+        assert watched.look() == (6, ["given_up 2"])
+        assert (watched.told[0].exit_code, watched.told[0].why) == (6, "not proven:")
+        assert watched.hand.ran == []
+    os.utime(folder / ".metadata")  # it was written again
+    assert watched.look(Ended(7, None, "no disk", 0.1)) == (7, ["failed 2"])
+    watched.begin()
+    assert watched.look() == (7, ["failed 2"])
+    assert (watched.told[0].tries, watched.hand.ran) == (1, [])
+    clock(10)
+    assert watched.look() == (0, ["done 2"])
+    assert watched.look() == (0, [])
+
+
+def test_a_single_pass_names_what_is_not_valid(tmp_path: Path) -> None:
+    watched = Watched(tmp_path, Action("verify", ("--content",), "reports", (), False), once=True)
+    with open(write(watched.run, 2) / "__0_0.distcp", "r+b") as file:
+        file.seek(4096)
+        file.write(b"\xff" * 64)
+    for ran in (1, 0):
+        assert watched.look() == (1, ["done 2"])
+        assert (watched.told[0].exit_code, len(watched.hand.ran)) == (1, ran)
+        watched.begin()
+
+
 def test_what_is_done_stays_done(tmp_path: Path) -> None:
     """Whoever keeps the newest outputs only does not get the others again."""
     watched = Watched(tmp_path)
@@ -478,7 +509,8 @@ def test_beside_a_job_until_it_is_terminated(tmp_path: Path, plain: dict[str, by
     until(lambda: '"100": {' in (out / FOLDER / STATE).read_text())
     watcher.terminate()
     stdout, stderr = end(watcher, 143)
-    assert "started again, it goes on from here" in stderr
+    assert "note: terminated; started again, it goes on from here" in stderr
+    assert "error" not in stderr, "it was ended on purpose"
     told = [json.loads(line) for line in stdout.splitlines()]
     assert [t["iteration"] for t in told if t["event"] == "done"] == [2, 10, 100]
     assert {t["event"] for t in told} <= {"done", "waiting"}

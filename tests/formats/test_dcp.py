@@ -296,3 +296,27 @@ def test_other_pickles_are_no_metadata(tmp_path: Path, value: object) -> None:
     save(tmp_path, value)
     with pytest.raises(CorruptCheckpointError, match="not checkpoint metadata"):
         read_catalog(open_files(str(tmp_path)))
+
+
+class Planned:
+    """What somebody's planner keeps."""
+
+    def __init__(self) -> None:
+        self.paths = {"w": ("w",)}
+
+
+class Acting:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (eval, ("{}",))
+
+
+@pytest.mark.parametrize(("planner", "code", "is_advised"), [(Planned(), 3, True), (Acting(), 4, False)])
+def test_planner_data_of_another_class(planner: object, code: int, is_advised: bool, tmp_path: Path) -> None:
+    """--trust-pickle is advised where it may help, and reads it as what tells nothing."""
+    with open(tmp_path / METADATA, "wb") as file:
+        pickle.dump(Metadata({}, planner, {}), file)
+    with pytest.raises(CkptError) as refused:
+        read_catalog(open_files(str(tmp_path)))
+    assert refused.value.exit_code == code
+    assert ("--trust-pickle" in str(refused.value)) == is_advised
+    assert read_catalog(open_files(str(tmp_path)), trust_pickle=True).planner_paths == {}

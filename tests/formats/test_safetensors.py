@@ -159,7 +159,10 @@ def test_lfs_pointers_are_named(name: str, tmp_path: Path) -> None:
     ("name", "text"),
     [
         ("pytorch_model.bin", "but pytorch_model.bin: pickled or other weights are not read"),
-        ("pytorch_model-00001-of-00002.bin", "save_pretrained"),
+        (
+            "pytorch_model-00001-of-00002.bin",
+            "if you trust .* may run code .*weights_only=True.*save_pretrained",
+        ),
         ("consolidated.00.pth", "but consolidated.00.pth: pickled"),
         ("model-Q4_K_M.gguf", "but model-Q4_K_M.gguf"),
         ("adapter_model.safetensors", "an adapter .LoRA. without its model. Merge it first"),

@@ -134,9 +134,9 @@ def choose_settings(model: Model, options: TargetOptions) -> Settings:
     missing = [name for name in _IN_SCHEDULER if found[name] is None]
     if missing:
         raise UsageError(
-            f"--fresh-optimizer needs {_flags(missing)}, which nothing in the source tells: what is stored replaces "
-            "the settings of the job that loads it. Or leave it out (import-hf: --no-fresh-optimizer) for weights "
-            "alone, from which core-0.16 and core-0.17 start (--finetune), and no later version"
+            f"give {_flags(missing)} for the optimizer that begins: nothing in the source tells, and what is stored "
+            "replaces the settings of the job that loads it. Or --no-fresh-optimizer (strip: no --fresh-optimizer) "
+            "for weights alone, from which core-0.16 and core-0.17 start (--finetune), and no later version"
         )
     defaults = tuple(name for name in _DEFAULTS if found[name] is None)
     settings = Settings(**found | {name: _DEFAULTS[name] for name in defaults}, defaults=defaults)

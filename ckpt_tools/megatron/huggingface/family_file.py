@@ -19,6 +19,7 @@ from ckpt_tools.megatron.huggingface.file_places import (
     twice,
     typed,
     unknown_keys,
+    written_numbers,
 )
 from ckpt_tools.megatron.huggingface.ledger import arguments
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs, frozen
@@ -59,6 +60,8 @@ def read_family(
         problems.append(f"expected a mapping @ {top}")
         return None
     unknown_keys(data, FAMILY_KEYS, top, problems)
+    for part in ("fields", "defaults", "fixed", "needs"):
+        problems += written_numbers(data.get(part), top / part)
     name = typed(data, "family", str, top, problems)
     old = base or Family("", "", (), ())
     places: dict[tuple[str, str], Place] = {}

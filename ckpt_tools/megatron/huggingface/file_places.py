@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     import yaml
 
 Problems: TypeAlias = list[str]
+_NUMBER = re.compile(r"(?P<digits>[-+]?\d+(\.\d*)?)[eE](?P<sign>[-+]?)(?P<power>\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,19 @@ def texts(value: Any, at: Place, problems: Problems) -> tuple[str, ...]:
         problems.append(f"expected a text or a list of texts, found {value!r} @ {at}")
         return ()
     return tuple(values)
+
+
+def written_numbers(value: Any, at: Place) -> Iterator[str]:
+    """Texts that were meant as numbers: YAML takes 1.0e6 for a text, and 1.0e+6 for a number."""
+    parts = (
+        value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    )
+    for key, part in parts:
+        yield from written_numbers(part, at / key)
+    found = _NUMBER.fullmatch(value) if isinstance(value, str) else None
+    if found:
+        number = f"{found['digits']}{'' if '.' in value else '.0'}e{found['sign'] or '+'}{found['power']}"
+        yield f"{value!r} is a text to YAML; write {number} @ {at}"
 
 
 def unknown_keys(data: Mapping[str, Any], known: set[str], at: Place, problems: Problems) -> None:

@@ -18,7 +18,7 @@ fields:                       # config.json's fields: names of pieces (pieces.ya
                               # value stands where checkpoint and reference differ (reference, checkpoint; either: who
                               # knows one). `also`: another name that is read
     mlp_bias: null            # not the field that a piece has
-defaults: {rope_theta: 1.0e6} # what this class takes without a field of a piece
+defaults: {rope_theta: 1.0e+6} # what this class takes without a field of a piece
 fixed: [silu, {clip: false}]  # config.json's fields with one value, or {one_of: [...]}
 needs: [gqa, {qk_layernorm: true}]  # Megatron settings without which the model is not of this family: of ModelArgs,
                               # or such that arguments.yaml refuses otherwise and this architecture computes

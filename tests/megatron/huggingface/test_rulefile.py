@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from ckpt_tools.errors import MappingError, UsageError
 from ckpt_tools.megatron.huggingface.config import read_config, write_config
@@ -217,3 +218,26 @@ def test_a_refusal_names_the_line_to_add(
     with pytest.raises(MappingError) as caught:
         export_targets(specs(megatron), {**found.args, **settings}, LLAMA | config)
     assert all(line in str(caught.value) for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("line", "place", "number"),
+    [
+        ("defaults: {rope_theta: 1.0e6}", "$.defaults.rope_theta", "1.0e+6"),
+        ("fixed: [{clip: 1e-5}]", "$.fixed[0].clip", "1.0e-5"),
+        ("fixed: {scale: {one_of: [1.0, -2.5E3]}}", "$.fixed.scale.one_of[1]", "-2.5e+3"),
+        ("needs: {rotary_base: 1e4}", "$.needs.rotary_base", "1.0e+4"),
+        (
+            "fields: {rope_theta: {setting: rotary_base, default: 1e6}}",
+            "$.fields.rope_theta.default",
+            "1.0e+6",
+        ),
+    ],
+)
+def test_numbers_that_are_texts_to_yaml(line: str, place: str, number: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"family: mine\narchitecture: Mine\n{line}\n")
+    with pytest.raises(UsageError) as refused:
+        load_rule_file(path)
+    assert f"is a text to YAML; write {number} @ {place} (line 3)" in str(refused.value)
+    assert isinstance(yaml.safe_load(number), float)
