@@ -80,7 +80,7 @@ def test_the_report_names_the_weights(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("element", [ZERO, NAN], ids=["zeros", "nan"])
-def test_weights_that_both_sides_store_are_compared(element: bytes, tmp_path: Path) -> None:
+def test_a_state_dict_and_two_sides_with_weights(element: bytes, tmp_path: Path) -> None:
     convert_to_dcp(str(fixture_dir(LLAMA)), str(tmp_path / "dcp"))
     source = damaged(tmp_path, element)
     assert compared(fixture_dir(LLAMA), tmp_path / "dcp").is_equal
