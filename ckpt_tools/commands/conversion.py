@@ -302,12 +302,10 @@ def prove_rounding(
     return sum_up(MastersReport(*told) for told in ranks.together(check))
 
 
-def advice_on_weights(path: str) -> str:
+def advice_on_weights(source: Location) -> str:
     """What can be done for a command that wants weights alone, when their masters do not round to them."""
-    return (
-        f"`repair {path} OUT` mends weights where the checkpoint proves how; --check-masters none goes on without "
-        "this proof."
-    )
+    mends = f"`repair {source.path} OUT` mends weights where the checkpoint proves how; "
+    return f"{mends if source.kind == 'torch_dist' else ''}--check-masters none goes on without this proof."
 
 
 def _report(

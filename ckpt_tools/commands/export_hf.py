@@ -166,7 +166,7 @@ def plan_export(opened: Opened, options: ExportOptions, world: int = 1) -> Conve
         must_round=source.must_round,
         check_masters=options.check_masters,
         fp8_recipe=source.fp8_recipe,
-        advice=advice_on_weights(opened.location.path),
+        advice=advice_on_weights(opened.location),
     )
 
 

@@ -132,7 +132,7 @@ def _proven(opened: Opened, level: CheckLevel, write: WriteOptions) -> tuple[Mas
         return Masters(use), ()
     try:
         catalog, targets, recipe, unread = _masters_of(opened)
-        advice = advice_on_weights(opened.location.path)
+        advice = advice_on_weights(opened.location)
         found = prove_rounding(opened.files, catalog, targets, level, write, Ranks(), recipe, advice)
     except (MappingError, UnsupportedCheckpointError) as error:
         found, unread = MastersReport(), str(error).splitlines()[0].rstrip(":")
@@ -143,7 +143,10 @@ def _proven(opened: Opened, level: CheckLevel, write: WriteOptions) -> tuple[Mas
 def _masters_of(opened: Opened) -> tuple[Catalog, list[TargetTensor], str | None, str | None]:
     """The masters beside weights and the catalog that has them, by which recipe of FP8; why they cannot be read."""
     if opened.location.kind == "dcp":
-        return opened.catalog, masters_beside_weights(opened), None, None
+        targets = masters_beside_weights(opened)
+        lost = sum(len(one.masters) for one in read_state_dict(opened.catalog).optimizers) - len(targets)
+        unread = f"nothing tells whose {lost} of them are" if lost else None
+        return opened.catalog, targets, None, unread
     model = read_model(opened, Wanted("masters", unknown_keys=True))
     return model.catalog, master_targets(model), model.settings.fp8_recipe, model.unread
 

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from torch.distributed import checkpoint as dcp
 
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.export_hf import ExportOptions, export_hf
@@ -86,3 +88,36 @@ def test_masters_that_cannot_be_told_apart_are_noted(tmp_path: Path) -> None:
     assert any(note.startswith(told) for note in export_hf(source, tmp_path / "hf").notes)
     (note,) = strip_checkpoint(source, tmp_path / "weights").notes
     assert note.startswith(told)
+
+
+def saved(folder: Path, weights: dict[str, torch.Tensor], masters: list[torch.Tensor]) -> Path:
+    """A plain state dict of a mixed-precision job, masters beside a numbering optimizer."""
+    states = {i: {"exp_avg": torch.zeros_like(master)} for i, master in enumerate(masters)}
+    groups = [{"lr": 0.1, "params": list(states)}]
+    optimizer = {
+        "optimizer": {"state": states, "param_groups": groups},
+        "fp32_from_fp16_params": [masters],
+    }
+    dcp.save({"model": weights, "optimizer": optimizer}, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_plain_state_dict_has_masters_too(tmp_path: Path) -> None:
+    masters = [torch.arange(128.0).reshape(8, 16) + 0.3, torch.ones(4, 16) + 0.3]
+    weights = {f"net.{i}.weight": master.bfloat16() for i, master in enumerate(masters)}
+    sound = saved(tmp_path / "sound", weights, masters)
+    done = strip_checkpoint(sound, tmp_path / "out")
+    assert done.masters is not None
+    assert (done.masters.found.tensors, done.masters.found.elements, done.notes) == (2, 192, ())
+    weights["net.1.weight"] = torch.zeros_like(weights["net.1.weight"])
+    bad = saved(tmp_path / "bad", weights, masters)
+    with pytest.raises(VerificationError, match=r"fp32_from_fp16_params\.0\.1\[0, 0\]") as caught:
+        strip_checkpoint(bad, tmp_path / "weights")
+    assert "repair" not in str(caught.value)  # which knows torch_dist and fsdp_dtensor
+    assert not (tmp_path / "weights").exists()
+
+
+def test_megatrons_torch_dcp_has_masters_too(tmp_path: Path) -> None:
+    report = export_hf(fixture_dir("tf2_dcp"), tmp_path / "out")
+    assert (report.masters.use, report.masters.found.tensors) == ("left_out", 19)
