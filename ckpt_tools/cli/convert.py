@@ -37,7 +37,7 @@ _MEANING: dict[Format, frozenset[str]] = {
     "fsdp_dtensor": _ANY | t.FSDP_TARGET | JOB_SIZES | {"check_masters"},
     "torch_dist": _ANY | t.TORCH_DIST_TARGET,
     "dcp": _ANY | t.DCP_TARGET | JOB_SIZES | {"check_masters"},
-    "hf": _ANY | {"dtype", "tp", "vocab_size", "hf_config", "max_shard_bytes"},
+    "hf": _ANY | {"dtype", "tp", "vocab_size", "hf_config", "max_shard_bytes", "check_masters"},
 }
 _ALWAYS = {"input_dir", "output_dir", "to"}
 AS_JSON = flag("--json", panel=t.RUN, help="The report as JSON on stdout.")

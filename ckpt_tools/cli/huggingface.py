@@ -84,7 +84,9 @@ def register(app: typer.Typer) -> None:
     app.command(**page("export-hf"))(
         with_options(
             export,
-            t.RUNNING | t.READING | {"ignore_keys", "rules", "max_shard_bytes", "mtp_copies", "alpha"},
+            t.RUNNING
+            | t.READING
+            | {"ignore_keys", "rules", "max_shard_bytes", "mtp_copies", "alpha", "check_masters"},
             _EXPORTED,
         )
     )

@@ -72,7 +72,8 @@ def masters_text(masters: Masters) -> str:
         case "none":
             return "the source has none"
         case "left_out":
-            return "left out; the stored weights are written"
+            proven = f"; {describe_masters(masters.found, masters.mode)}" if masters.found.tensors else ""
+            return f"left out; the stored weights are written{proven}"
         case "as_stored":
             return "the source keeps them in the place of weights; there is nothing to compare them with"
         case "merged":

@@ -33,7 +33,11 @@ _OWN = {
 def register(app: typer.Typer) -> None:
     """Add this module's command to `app`."""
     app.command(**page("strip"))(
-        with_options(strip, READING | REWRITING | FRESH_OPTIMIZER | {"resume", "workers", "threads"}, _OWN)
+        with_options(
+            strip,
+            READING | REWRITING | FRESH_OPTIMIZER | {"resume", "workers", "threads", "check_masters"},
+            _OWN,
+        )
     )
 
 
@@ -54,7 +58,9 @@ def strip(
     check_fresh(replace(settings, weights_only=True))
     fresh = settings if settings.fresh_optimizer else None
     with progress_bar(given["quiet"]) as progress:
-        done = strip_checkpoint(input_dir, output_dir, given["dtype"], options, progress, fresh)
+        done = strip_checkpoint(
+            input_dir, output_dir, given["dtype"], options, progress, fresh, given["check_masters"]
+        )
     render.print_report(lambda: _as_json(done), given["as_json"], lambda: _print(done))
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -264,7 +266,8 @@ def _print_diff(report: DiffReport) -> None:
     render.print_table(columns, rows)
     unequal = [tensor for tensor in report.tensors if tensor.kind != "equal"]
     unequal.sort(key=lambda tensor: (tensor.kind == "values", -tensor.found.max_abs))
-    _print_tensors(unequal)
+    count = Counter(tensor.name for tensor in report.tensors)
+    _print_tensors([replace(t, name=f"{t.name} ({t.role})") if count[t.name] > 1 else t for t in unequal])
     values = [f"{v.name}: {_side(v.a)} -> {_side(v.b)}" for v in report.values]
     for line in values[:_SHOWN]:
         print(render.escape(line))

@@ -145,6 +145,7 @@ def _draw_up(
         dtype=own if own in CASTABLE else None,
         trust_pickle=checkpoint.trust_pickle,
         ignore_keys=ignore_keys,
+        check_masters="none",
     )
     source, exported = describe_export(checkpoint, options, plain.specs, whole)
     used = _carry(books, source, exported, plain)

@@ -25,6 +25,7 @@ from ckpt_tools.execute.rehearse import rehearse
 from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, write_checkpoint
 from ckpt_tools.execute.workers import shared_out
 from ckpt_tools.formats.detect import Location
+from ckpt_tools.formats.files import Files
 from ckpt_tools.megatron.bridge import RUN_CONFIG, TRAIN_STATE
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Catalog
@@ -234,6 +235,10 @@ def with_proven_masters(
     try:
         return conversion, _prove_masters(opened, conversion, options, ranks)
     except (VerificationError, UnsupportedCheckpointError) as error:
+        if isinstance(error, UnsupportedCheckpointError) and conversion.masters == "left_out":
+            return conversion, Masters(
+                "left_out"
+            )  # lower halves of masters, which say nothing of the weights
         if conversion.without_masters is None:
             raise
         first, second, *_ = [*str(error).splitlines(), ""]
@@ -251,33 +256,56 @@ def _prove_masters(opened: Opened, conversion: Conversion, options: WriteOptions
         CorruptCheckpointError: some do not, as payloads are damaged.
         VerificationError: some do not, and their payloads are what was stored.
     """
-    mode, catalog = conversion.check_masters, conversion.catalog
+    mode = conversion.check_masters
     if mode == "none" or not conversion.must_round:
         return Masters(conversion.masters)
-    mine = share_of(conversion.must_round, mode, ranks)
+    found = prove_rounding(
+        opened.files,
+        conversion.catalog,
+        conversion.must_round,
+        mode,
+        options,
+        ranks,
+        conversion.fp8_recipe,
+        conversion.advice,
+    )
+    return Masters(conversion.masters, mode, found)
+
+
+def prove_rounding(
+    files: Files,
+    catalog: Catalog,
+    must_round: Sequence[TargetTensor],
+    level: CheckLevel,
+    options: WriteOptions,
+    ranks: Ranks,
+    fp8_recipe: str | None = None,
+    advice: str | None = None,
+) -> MastersReport:
+    """What the ranks compared, each its share. Raises as `check_masters`, and:
+
+    CorruptCheckpointError: some do not round, as payloads are damaged.
+    """
+    mine = share_of(must_round, level, ranks)
 
     def check() -> tuple[int, ...]:
         try:
             return astuple(
-                check_masters(
-                    opened.files,
-                    catalog,
-                    mine,
-                    mode,
-                    ranks.check,
-                    options.threads,
-                    conversion.fp8_recipe,
-                    conversion.advice,
-                )
+                check_masters(files, catalog, mine, level, ranks.check, options.threads, fp8_recipe, advice)
             )
         except VerificationError:
             if options.check_source != "none":
                 keys = {s.key for t in mine for s in (*t.sources, *t.must_round_to)}
-                prove_payloads(opened.files, catalog, sorted(keys), options.threads)
+                prove_payloads(files, catalog, sorted(keys), options.threads)
             raise
 
-    found = sum_up(MastersReport(*told) for told in ranks.together(check))
-    return Masters(conversion.masters, mode, found)
+    return sum_up(MastersReport(*told) for told in ranks.together(check))
+
+
+def advice_on_weights(source: Location) -> str:
+    """What can be done for a command that wants weights alone, when their masters do not round to them."""
+    mends = f"`repair {source.path} OUT` mends weights where the checkpoint proves how; "
+    return f"{mends if source.kind == 'torch_dist' else ''}--check-masters none goes on without this proof."
 
 
 def _report(

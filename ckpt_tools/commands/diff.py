@@ -27,7 +27,14 @@ from ckpt_tools.model.choices import DiffBy
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.target import InlineTensor, Source, TargetTensor
 from ckpt_tools.verify.diff_values import names_in
-from ckpt_tools.verify.differences import DiffOptions, DiffReport, Side, diff_objects, diff_tensors
+from ckpt_tools.verify.differences import (
+    DiffOptions,
+    DiffReport,
+    Side,
+    diff_objects,
+    diff_tensors,
+    weights_not_compared,
+)
 from ckpt_tools.verify.meter import Meter
 
 KEYS: Final = "keys"
@@ -85,6 +92,7 @@ def diff_checkpoints(
         else:
             sides, notes = _by_parameters(first, second, request.target, options.workers)
         notes += _idle_globs(sides, options, of_export)
+        notes += weights_not_compared(*sides, options)
         meter = Meter(progress)
         meter.total = sum(entry.nbytes for side in sides for entry in side.catalog.tensors.values())
         tensors = diff_tensors(*sides, options, meter)
@@ -316,7 +324,7 @@ def _converted(opened: Opened, model: Model, options: TargetOptions) -> Side:
     tensors |= {t.key: t for t in built.inline}
     objects = {o.key: o.value for o in built.objects}
     objects |= {key: ObjectEntry(key, item) for key, item in archives.items()}
-    return Side(opened.files, model.catalog, tensors, objects, opened.trust_pickle)
+    return Side(opened.files, model.catalog, tensors, objects, opened.trust_pickle, model.settings.fp8_recipe)
 
 
 def _misfit(side: Side, other: Side) -> int:

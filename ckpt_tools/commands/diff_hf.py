@@ -41,7 +41,11 @@ def sides_by_export(
     """
     folder = model.location.path
     options = ExportOptions(
-        hf_config=folder, rules=rules, trust_pickle=checkpoint.trust_pickle, ignore_keys=ignore_keys
+        hf_config=folder,
+        rules=rules,
+        trust_pickle=checkpoint.trust_pickle,
+        ignore_keys=ignore_keys,
+        check_masters="none",
     )
     config = read_config(folder)
     whole = whole_model_if_one(folder, config)

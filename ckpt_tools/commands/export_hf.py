@@ -9,7 +9,15 @@ from math import prod
 from pathlib import Path
 from typing import get_args
 
-from ckpt_tools.commands.conversion import Conversion, Progress, SourceOptions, Writer, convert, open_source
+from ckpt_tools.commands.conversion import (
+    Conversion,
+    Progress,
+    SourceOptions,
+    Writer,
+    advice_on_weights,
+    convert,
+    open_source,
+)
 from ckpt_tools.commands.conversion_report import ConversionReport
 from ckpt_tools.commands.export_peft import plan_peft
 from ckpt_tools.commands.export_source import ExportSource, read_export_source
@@ -46,7 +54,7 @@ from ckpt_tools.megatron.huggingface.shard_files import DEFAULT_SHARD_SIZE, Shar
 from ckpt_tools.megatron.huggingface.targets import Exported, export_targets
 from ckpt_tools.megatron.rebase import rebase
 from ckpt_tools.model.catalog import Catalog
-from ckpt_tools.model.choices import Quantization, TowerName
+from ckpt_tools.model.choices import CheckLevel, Quantization, TowerName
 from ckpt_tools.model.dtypes import CASTABLE, itemsize
 from ckpt_tools.model.target import InlineTensor, Target, TargetTensor
 from ckpt_tools.plan.weight_files import WeightFile, build_safetensors_plan
@@ -67,9 +75,8 @@ class ExportOptions(SourceOptions):
     tp: int | None = None  # tensor-parallel size of the job that wrote an fsdp_dtensor checkpoint
     quantize: Quantization | None = None
     peft: bool = False  # the checkpoint's adapter (LoRA) as a PEFT directory
-    tower: TowerName | None = (
-        None  # the part of the vision-language model in `hf_config` that the checkpoint is
-    )
+    tower: TowerName | None = None  # the part of the vision-language model in `hf_config` that the checkpoint is
+    check_masters: CheckLevel = "sample"  # of the stored weights' masters, whether they are exported or not
     alpha: float | None = None  # its scale times its rank, where nothing stored tells it
 
 
@@ -127,7 +134,8 @@ def describe_export(
     for option, number in (("--vocab-size", options.vocab_size), ("--tp", options.tp)):
         if number is not None and number < 1:
             raise UsageError(f"{option} {number}: a number from 1 is expected")
-    source = read_export_source(opened, options.dtype, options.tp, options.ignore_keys)
+    checked, workers = options.check_masters != "none", options.write.workers
+    source = read_export_source(opened, options.dtype, options.tp, options.ignore_keys, checked, workers)
     reference = read_config(options.hf_config) if options.hf_config and whole is None else None
     if whole is not None:
         reference = dict(whole.tower.config)
@@ -177,8 +185,9 @@ def plan_export(opened: Opened, options: ExportOptions, world: int = 1) -> Conve
         architecture=exported.family.architecture,
         masters=source.masters,
         must_round=source.must_round,
+        check_masters=options.check_masters,
         fp8_recipe=source.fp8_recipe,
-        advice="Without --dtype the stored weights are exported.",
+        advice=advice_on_weights(opened.location),
     )
 
 

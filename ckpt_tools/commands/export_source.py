@@ -43,9 +43,18 @@ class ExportSource:
 
 
 def read_export_source(
-    opened: Opened, dtype: str | None, tp: int | None, ignored: tuple[str, ...]
+    opened: Opened,
+    dtype: str | None,
+    tp: int | None,
+    ignored: tuple[str, ...],
+    checked: bool = False,
+    workers: int | None = 1,
 ) -> ExportSource:
     """The parameters of the checkpoint, for an export as `dtype` (None: the model's own).
+
+    Args:
+        checked: the stored weights are to be compared with their masters, also where those are not exported.
+        workers: as `Wanted.workers`.
 
     Raises:
         UsageError: nothing names the type of the running model.
@@ -53,7 +62,9 @@ def read_export_source(
         MappingError: the parameters do not make a whole model.
     """
     wide = dtype in _WIDE
-    wanted = Wanted("masters" if wide else "none", ignored, unknown_keys=True, tp=tp)
+    wanted = Wanted(
+        "masters" if wide or checked else "none", ignored, unknown_keys=True, tp=tp, workers=workers
+    )
     source = _source(opened, read_model(opened, wanted), dtype, wide)
     source = replace(source, dropped=leave_out(opened.catalog, ignored)[1])
     if not is_hybrid(source.bases):
@@ -77,13 +88,17 @@ def _source(opened: Opened, model: Model, dtype: str | None, wide: bool) -> Expo
     if wide and not in_place and MASTER not in model.roles:
         reason = model.unread or "the checkpoint holds none"
         notes = (*notes, f"no fp32 masters are exported, only the stored weights: {reason}")
+    if not wide and opened.location.kind == "torch_dist":  # its notes are on masters, which are not exported
+        notes = (f"the weights were not compared with their masters: {model.unread}",) if model.unread else ()
     masters: MastersUse = "left_out" if any(map(is_optimizer_key, opened.catalog.tensors)) else "none"
+    if wide and MASTER in model.roles:
+        masters = "written"
     return ExportSource(
         model.catalog,
-        {one_name(p.name, p.expert): p.main for p in model.parameters},
+        {one_name(p.name, p.expert): p.main if wide else p.weight for p in model.parameters},
         opened.common.args or opened.common.model_config or None,
         {one_name(p.name, p.expert): own for p in model.parameters if own and is_master(p)},
-        "written" if MASTER in model.roles else "as_stored" if in_place else masters,
+        "as_stored" if in_place else masters,
         tuple(master_targets(model)),
         model.settings.fp8_recipe,
         notes=notes,

@@ -161,6 +161,13 @@ def _as_stored(catalog: Catalog, found: StateDict, states: Mapping[str, str]) ->
     return _Plain(tuple(tensors), tuple(live.values()))
 
 
+def masters_beside_weights(opened: Opened) -> list[TargetTensor]:
+    """The masters of a state dict, with the weights that they must round to."""
+    found, values = read_state_dict(opened.catalog), SmallValues(opened.files, opened.trust_pickle)
+    states = _owners(opened.catalog, found, Layout(), values)
+    return [tensor for tensor in _as_stored(opened.catalog, found, states).tensors if tensor.must_round_to]
+
+
 def _owners(catalog: Catalog, found: StateDict, layout: Layout, values: SmallValues) -> dict[str, str]:
     """The parameter of every state that has its shape, by the state's key.
 

@@ -12,12 +12,19 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
+from ckpt_tools.commands.conversion import advice_on_weights, prove_rounding
 from ckpt_tools.commands.conversion_report import Masters, MastersUse
+from ckpt_tools.commands.export_source import master_targets
 from ckpt_tools.commands.opened import Opened, open_checkpoint
+from ckpt_tools.commands.read_model import Wanted, read_model
+from ckpt_tools.commands.relayout_plain import masters_beside_weights
 from ckpt_tools.commands.restart import begin_anew
 from ckpt_tools.commands.rewrite import Edited, EditOptions, rewrite, use_of_masters
 from ckpt_tools.commands.version_2 import is_version_2
-from ckpt_tools.errors import UnsupportedCheckpointError, UsageError
+from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError
+from ckpt_tools.execute.check_masters import MastersReport
+from ckpt_tools.execute.ranks import Ranks
+from ckpt_tools.execute.run import WriteOptions
 from ckpt_tools.formats.container import read_archive
 from ckpt_tools.formats.files import AnyPath, path_text
 from ckpt_tools.formats.pickling import dump_archive
@@ -26,6 +33,8 @@ from ckpt_tools.megatron.dcp.state_dict import EXTRA_STATE, is_megatron, read_st
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.megatron.keys import BUFFERS, COMMON_OBJECT, KEPT, is_optimizer_key, parameter_of
 from ckpt_tools.megatron.torch_dist.write import OPTIMIZER_METADATA
+from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.choices import CheckLevel
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.roles import WEIGHT
 from ckpt_tools.model.target import Source, Target, TargetObject, TargetTensor
@@ -45,7 +54,7 @@ class Stripped(Edited):
 
     dtype: str | None  # that was asked for
     cast: tuple[str, ...]  # keys with another element type than before
-    notes: tuple[str, ...] = ()  # on a fresh optimizer
+    notes: tuple[str, ...] = ()  # on a fresh optimizer, or masters that were not compared
 
 
 def strip_checkpoint(
@@ -55,15 +64,18 @@ def strip_checkpoint(
     options: EditOptions | None = None,
     progress: Callable[[int, int], None] | None = None,
     fresh: TargetOptions | None = None,
+    check_masters: CheckLevel = "sample",
 ) -> Stripped:
     """Write the weights of the checkpoint at `source` to `output`, in its format.
 
     `dtype` casts the weights of an `fsdp_dtensor` checkpoint, which are fp32 masters; buffers keep their type.
     `fresh` gives it an optimizer that has not begun, with these settings, or those that the source tells.
+    `check_masters`: how much of the masters that are left out must be shown to round to the weights.
 
     Raises:
         UsageError: there is nothing but weights, or a type that weights are not cast to.
         UnsupportedCheckpointError: a Hugging Face model, or a plain state dict of a Megatron model.
+        VerificationError: masters that do not round to the stored weights.
         Otherwise the errors of opening, planning and writing.
     """
     source, output = path_text(source), path_text(output)
@@ -80,6 +92,7 @@ def strip_checkpoint(
         in_common = opened.common.source in ("common.pt", "common_state")
         if not removed and not (in_common and entries):
             raise UsageError(f"{opened.location.path} holds weights alone; there is nothing to leave out")
+        masters, notes = _proven(opened, check_masters, options.write)
         target = _target(opened, kept, dtype)
         report = rewrite(
             source,
@@ -99,12 +112,43 @@ def strip_checkpoint(
             tensors=len(target.tensors),
             objects=len(target.objects),
             removed=(*removed, *(entries if in_common else ())),
-            masters=Masters(_use_of_masters(opened)),
+            masters=masters,
             written=report,
             left_out=opened.location.left_out,
             dtype=dtype,
             cast=tuple(t.key for t in target.tensors if t.dtype != types[t.key]),
+            notes=notes,
         )
+
+
+def _proven(opened: Opened, level: CheckLevel, write: WriteOptions) -> tuple[Masters, tuple[str, ...]]:
+    """What the masters that are left out say of the weights; a note where they say nothing.
+
+    Raises:
+        VerificationError, CorruptCheckpointError: see `prove_rounding`.
+    """
+    use = _use_of_masters(opened)
+    if level == "none" or use != "left_out":
+        return Masters(use), ()
+    try:
+        catalog, targets, recipe, unread = _masters_of(opened)
+        advice = advice_on_weights(opened.location)
+        found = prove_rounding(opened.files, catalog, targets, level, write, Ranks(), recipe, advice)
+    except (MappingError, UnsupportedCheckpointError) as error:
+        found, unread = MastersReport(), str(error).splitlines()[0].rstrip(":")
+    notes = (f"the weights were not compared with their masters: {unread}",) if unread else ()
+    return Masters(use, level if found.tensors else "none", found), notes
+
+
+def _masters_of(opened: Opened) -> tuple[Catalog, list[TargetTensor], str | None, str | None]:
+    """The masters beside weights and the catalog that has them, by which recipe of FP8; why they cannot be read."""
+    if opened.location.kind == "dcp":
+        targets = masters_beside_weights(opened)
+        lost = sum(len(one.masters) for one in read_state_dict(opened.catalog).optimizers) - len(targets)
+        unread = f"nothing tells whose {lost} of them are" if lost else None
+        return opened.catalog, targets, None, unread
+    model = read_model(opened, Wanted("masters", unknown_keys=True))
+    return model.catalog, master_targets(model), model.settings.fp8_recipe, model.unread
 
 
 def _begun_anew(

@@ -16,6 +16,7 @@
 * `meter`: bytes read so far
 * `compare`: are two arrays the same
 * `diff_values`: what differs between two objects
+* `stored_weights`: weights behind the masters that are compared
 * `differences`: are two checkpoints the same
 * `job`: the settings of a job that is about to start
 * `job_settings`: settings of the kind that Megatron takes

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Literal, TypeAlias
 
 import numpy as np
 
+from ckpt_tools.execute.check_masters import compare_all_masters
 from ckpt_tools.execute.read_box import BoxReader
 from ckpt_tools.execute.source_reader import index_of
 from ckpt_tools.execute.spread import Tick, spread
@@ -20,11 +21,12 @@ from ckpt_tools.model.casts import Array, raw_dtype
 from ckpt_tools.model.catalog import Catalog, Item, ObjectEntry
 from ckpt_tools.model.choices import DiffBy
 from ckpt_tools.model.dtypes import CASTABLE
-from ckpt_tools.model.roles import Role
+from ckpt_tools.model.roles import MASTER, WEIGHT, Role
 from ckpt_tools.model.target import InlineTensor, TargetTensor
 from ckpt_tools.verify.compare import Comparison, Extremes, Tolerance
 from ckpt_tools.verify.diff_values import ValueDiff, diff_values, text_of
 from ckpt_tools.verify.parts import Part, bytes_of, parts_of
+from ckpt_tools.verify.stored_weights import WeightsComparison, can_round, has_weights, weight_behind
 
 _SHARED_BYTES = 16 << 10  # of an object that is kept, as others may have the same
 
@@ -38,6 +40,7 @@ class Side:
     tensors: Mapping[str, TargetTensor | InlineTensor]
     objects: Mapping[str, object]  # values, or `ObjectEntry`s still to be read
     trust_pickle: bool = False
+    fp8_recipe: str | None = None  # of a side whose weights may be held in FP8 (`ModelSettings.fp8_recipe`)
 
     def value(self, name: str) -> object:
         """The Python value under a name."""
@@ -64,6 +67,7 @@ class DiffOptions:
         return chosen and not any(fnmatchcase(name, glob) for glob in self.ignore)
 
 
+Pair: TypeAlias = tuple[TargetTensor | InlineTensor, TargetTensor | InlineTensor]
 DiffKind: TypeAlias = Literal["equal", "values", "dtype", "shape", "only in A", "only in B"]
 
 
@@ -103,6 +107,9 @@ def diff_tensors(
 ) -> tuple[TensorDiff, ...]:
     """Every chosen tensor of either side; `tick` is told the bytes read.
 
+    Weights that a side stores beside the masters that are compared have a row of their own behind all others, of the
+    same name.
+
     Raises:
         CkptError: a tensor cannot be read.
     """
@@ -110,17 +117,23 @@ def diff_tensors(
     judged = [_by_form(name, a.tensors.get(name), b.tensors.get(name)) for name in names]
     pairs = [(a.tensors[one.name], b.tensors[one.name]) for one in judged if one.kind == "equal"]
     sides = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    behind = {
+        number: Extremes() for number, pair in enumerate(pairs) if has_weights(pair) and can_round(pair)
+    }
     readers = BoxReader(a.files, a.catalog), BoxReader(b.files, b.catalog)
 
-    def compare(part: Part, told: Tick) -> Extremes:
+    def compare(part: Part, told: Tick) -> tuple[Extremes, Extremes]:
         pair = pairs[part.number]
         comparison = Comparison((pair[0].dtype, pair[1].dtype), options.tolerance)
+        weights = WeightsComparison(pair, readers, options.tolerance) if part.number in behind else None
         read_a, read_b = (_read(reader, tensor) for reader, tensor in zip(readers, pair, strict=True))
         for tile in part.tiles():
             tiles = read_a(tile), read_b(tile)
             comparison.add(*tiles, tile.start)
             told(tiles[0].nbytes + tiles[1].nbytes)
-        return comparison.found
+            if weights is not None:
+                told(weights.add(tile, tiles))
+        return comparison.found, Extremes() if weights is None else weights.found
 
     parts = parts_of(sides[0])
     try:
@@ -136,19 +149,57 @@ def diff_tensors(
         for reader in readers:
             reader.close()
     differences = [Extremes() for _ in pairs]
-    for part, extremes in zip(parts, found, strict=True):
+    for part, (extremes, of_weights) in zip(parts, found, strict=True):
         differences[part.number].join(extremes)
+        if part.number in behind:
+            behind[part.number].join(of_weights)
     compared = iter(differences)
     bitwise = options.tolerance.is_bitwise
-    return tuple(_by_values(one, next(compared), bitwise) if one.kind == "equal" else one for one in judged)
+    weights = [(pairs[number], extremes) for number, extremes in behind.items()]
+    return (
+        *(_by_values(one, next(compared), bitwise) if one.kind == "equal" else one for one in judged),
+        *_weight_rows(a, b, weights, options),
+    )
+
+
+def _weight_rows(
+    a: Side, b: Side, found: Sequence[tuple[Pair, Extremes]], options: DiffOptions
+) -> Iterator[TensorDiff]:
+    """The verdict on the weights behind masters; of those held in FP8 their own masters have the last word."""
+    wrong = [pair for pair, extremes in found if extremes.different]
+    proven = _proven_as_fp8(a, b, wrong, options)
+    for pair, extremes in found:
+        forms = [_form(weight_behind(tensor) or tensor) for tensor in pair]
+        row = TensorDiff(pair[0].key, WEIGHT, "equal", forms[0], forms[1])
+        both = all(weight_behind(tensor) is not None for tensor in pair)
+        differs = Extremes() if row.name in proven else extremes
+        yield _by_values(row, differs, is_bitwise=both and options.tolerance.is_bitwise)
+
+
+def _proven_as_fp8(a: Side, b: Side, pairs: Sequence[Pair], options: DiffOptions) -> set[str]:
+    """The names of weights that belong to the masters beside them, some of them by a scale of FP8.
+
+    Where those masters are not the other side's, the masters' own row says so.
+    """
+    if not pairs or not (a.fp8_recipe or b.fp8_recipe):
+        return set()
+    failed = set[str]()
+    for number, side in enumerate((a, b)):
+        targets = [t for pair in pairs if isinstance(t := pair[number], TargetTensor) and t.must_round_to]
+        _, problems = compare_all_masters(
+            side.files, side.catalog, targets, options.threads, options.workers, side.fp8_recipe
+        )
+        failed |= {line.partition("[")[0] for line in problems}
+    return {pair[0].key for pair in pairs} - failed
 
 
 def _by_form(
     name: str, a: TargetTensor | InlineTensor | None, b: TargetTensor | InlineTensor | None
 ) -> TensorDiff:
     """What type and shape say of a tensor; "equal" where its values have the last word."""
-    forms = [None if t is None else (t.dtype, t.shape) for t in (a, b)]
-    role: Role = next((t.role for t in (a, b) if isinstance(t, TargetTensor)), "other")
+    forms = [None if t is None else _form(t) for t in (a, b)]
+    roles: list[Role] = [t.role for t in (a, b) if isinstance(t, TargetTensor)]
+    role: Role = MASTER if MASTER in roles else next(iter(roles), "other")
     kind: DiffKind = "equal"
     if a is None or b is None:
         kind = "only in B" if a is None else "only in A"
@@ -157,6 +208,10 @@ def _by_form(
     elif a.dtype != b.dtype and not {a.dtype, b.dtype} <= CASTABLE:
         kind = "dtype"
     return TensorDiff(name, role, kind, forms[0], forms[1])
+
+
+def _form(tensor: TargetTensor | InlineTensor) -> tuple[str, tuple[int, ...]]:
+    return tensor.dtype, tensor.shape
 
 
 def _by_values(tensor: TensorDiff, found: Extremes, is_bitwise: bool) -> TensorDiff:
@@ -210,6 +265,19 @@ def _values_of(side: Side) -> Callable[[str], object]:
         return known[stored.item]
 
     return value
+
+
+def weights_not_compared(a: Side, b: Side, options: DiffOptions) -> list[str]:
+    """A note on stored weights behind masters that no rounding is known for."""
+    names = [name for name in a.tensors if name in b.tensors and options.wants(name)]
+    pairs = {name: (a.tensors[name], b.tensors[name]) for name in names}
+    left = [name for name, pair in pairs.items() if has_weights(pair) and not can_round(pair)]
+    if not left:
+        return []
+    return [
+        f"the stored weights of {len(left)} masters, {left[0]} the first, were not compared: how a master is "
+        "rounded to their element type is not known"
+    ]
 
 
 def _may_want(name: str, options: DiffOptions) -> bool:

@@ -64,8 +64,8 @@ OPTIONS = {
     "export-hf": (
         "--check-source "
         "--hf-config --rules --dtype --vocab-size --max-shard-size --mtp-copies --quantize --tower --peft --alpha "
-        "--tp --iteration --ignore-keys --overwrite --resume --dry-run --workers --threads --max-memory --fsync "
-        "--direct --quiet -q --json --report --trust-pickle --enable-msc --follow-links"
+        "--tp --check-masters --iteration --ignore-keys --overwrite --resume --dry-run --workers --threads "
+        "--max-memory --fsync --direct --quiet -q --json --report --trust-pickle --enable-msc --follow-links"
     ),
     "import-hf": (
         "--follow-links --check-source "
@@ -120,7 +120,7 @@ OPTIONS = {
     ),
     "strip": (
         "--dtype --fresh-optimizer --lr --min-lr --weight-decay --adam-beta1 --adam-beta2 --adam-eps "
-        "--iteration --check-source --overwrite --resume --workers --threads --json --quiet -q "
+        "--iteration --check-masters --check-source --overwrite --resume --workers --threads --json --quiet -q "
         "--trust-pickle --enable-msc --follow-links"
     ),
     "print-tensor": (
