@@ -24,7 +24,7 @@ from tests.damage import copy_of, drop_key, metadata_of
 NATIVE = "core019_llama_tp2_native_fsdp_dtensor"
 MOE = "core019_moe_dp1_native_fsdp_dtensor"
 _COMMAND = """
-torchrun --nproc-per-node 2 pretrain_gpt.py
+torchrun --nproc-per-node 4 pretrain_gpt.py
 --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer
 --no-gradient-accumulation-fusion --ckpt-format fsdp_dtensor --tensor-model-parallel-size 2
 --num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --kv-channels 8 --swiglu
@@ -141,7 +141,13 @@ CASES = [
     ("--normalization LayerNorm", "parts", "error", "final_layernorm.bias is not stored", VERSIONS),
     ("--add-qkv-bias", "parts", "error", "add_qkv_bias is True, linear_qkv.bias is not stored", VERSIONS),
     ("--qk-layernorm", "parts", "error", "q_layernorm is not stored", VERSIONS),
-    ("--num-experts 4", "parts", "error", "num_experts is 4, a router is not stored", VERSIONS),
+    (
+        "--num-experts 4 --sequence-parallel",
+        "parts",
+        "error",
+        "num_experts is 4, a router is not stored",
+        VERSIONS,
+    ),
     (
         "--position-embedding-type learned_absolute",
         "parts",
@@ -164,13 +170,49 @@ CASES = [
     ),
     ("--optimizer sgd", "sgd", "error", "optimizer is sgd", VERSIONS),
     ("--optimizer sgd", "state-kinds", "error", "no weight has momentum_buffer", VERSIONS),
+    (
+        "--tensor-model-parallel-size 8",
+        "tensor-ranks",
+        "error",
+        "4 attention heads are not a multiple of tensor parallel size 8",
+        PROGRAMS,
+    ),
+    ("--num-attention-heads 3", "tensor-ranks", "error", "3 attention heads are not a multiple", PROGRAMS),
+    ("--num-query-groups 3", "tensor-ranks", "error", "3 query groups are neither", VERSIONS),
+    (
+        "--context-parallel-size 2 --seq-length 30",
+        "sequence-ranks",
+        "error",
+        "seq_length 30 is not a multiple of 2 x context parallel size 2",
+        PROGRAMS,
+    ),
+    ("--sequence-parallel --seq-length 33", "sequence-ranks", "error", "33 positions on 2", PROGRAMS),
+    ("--num-experts 4", "expert-sequence", "error", "experts with tensor parallel size 2", PROGRAMS),
+    (
+        "--context-parallel-size 4",
+        "world-size",
+        "error",
+        "4 GPUs are not a multiple of tensor 2 x pipeline 1 x context 4 = 8",
+        PROGRAMS,
+    ),
+    (
+        "--global-batch-size 6",
+        "batch-size",
+        "error",
+        "global_batch_size 6 is not a multiple of micro_batch_size 2 x 2 data-parallel ranks = 4",
+        PROGRAMS,
+    ),
     ("--finetune", "warm-start", "error", "finetune is on", ("core-0.19", "main")),
     ("--no-load-optim", "warm-start", "error", "no_load_optim is on", ("core-0.19", "main")),
 ]
 ALSO = {  # what a broken rule breaks besides
     "--hidden-size 64": {"architecture", "sizes"},
     "--num-layers 4": {"architecture"},
-    "--num-experts 4": {"parts"},
+    "--num-experts 4 --sequence-parallel": {"parts"},
+    "--num-experts 4": {"parts", "expert-sequence"},
+    "--tensor-model-parallel-size 8": {"tensor-ranks", "rng-entries", "vocabulary", "world-size"},
+    "--num-attention-heads 3": {"tensor-ranks", "architecture", "sizes"},
+    "--num-query-groups 3": {"tensor-ranks", "sizes"},
     "--data-parallel-sharding-strategy optim --outer-dp-sharding-strategy optim": {"outer-strategy"},
     "--init-model-with-meta-device --data-parallel-sharding-strategy no_shard": {
         "meta-device",
@@ -227,6 +269,10 @@ def test_one_change_breaks_one_rule(added, rule, severity, found, target):
         ),
         ("--tensor-model-parallel-size 1 --make-vocab-size-divisible-by 32", "main", set()),
         ("--recompute-granularity full", "main", set()),
+        ("--global-batch-size 12", "main", set()),
+        ("--global-batch-size 6 --rampup-batch-size 2 2 10", "main", set()),
+        ("--global-batch-size 6 --decrease-batch-size-if-needed", "main", set()),
+        ("--sequence-parallel --context-parallel-size 2", "main", set()),
     ],
 )
 def test_what_a_version_allows_is_not_refused(added, target, rules):
@@ -415,7 +461,7 @@ def test_a_torch_dist_checkpoint_is_of_the_wrong_kind():
     (finding,) = found.report.findings
     assert (finding.check, finding.fix) == (
         "checkpoint-format",
-        "convert CHECKPOINT CONVERTED",
+        f"convert {fixture_dir('core019_llama_tp2_fully_reshardable')} CONVERTED",
     )
     assert found.launch is None
 
