@@ -204,7 +204,7 @@ def _refuse_meaningless(ctx: typer.Context, to: Format) -> None:
     if useless:
         names = ", ".join(p.opts[0] for p in useless)
         sizes = to == "torch_dist" and any(p.name in JOB_SIZES for p in useless)
-        why = ", which loads at any TP and PP, on any number of GPUs: leave it out" if sizes else ""
+        why = ", which loads at any TP, PP and EP, on any number of GPUs: leave it out" if sizes else ""
         raise UsageError(f"{names}: no meaning for a conversion to {to}{why}")
 
 

@@ -36,8 +36,8 @@ from ckpt_tools.megatron.keys import stacked_axes
 from ckpt_tools.megatron.record import RECORD_FILE, read_record, record_bytes
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.remainders import split_masters
 from ckpt_tools.megatron.torch_dist.read import Extent
+from ckpt_tools.megatron.torch_dist.rng_grid import NO_SIZE
 from ckpt_tools.megatron.torch_dist.write import (
-    NO_SIZE,
     TorchDistOptions,
     build_torch_dist_target,
     carried_objects,

@@ -1,7 +1,7 @@
 """Which tensor-parallel sizes a model has: what must divide, beside the tensors that are cut.
 
-Heads and groups are no axis of a tensor: `linear_qkv` of 4 heads has rows enough for 8 ranks, and a job of 8 stops
-before it loads anything (transformer_config.py `__post_init__`; of mixers, ssm/mamba_mixer.py).
+Heads and groups do not show in a tensor's shape: `linear_qkv` of 4 heads has rows enough for 8 ranks, and a job of 8
+stops before it loads anything (transformer_config.py `__post_init__`; of mixers, ssm/mamba_mixer.py).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, Final
+from typing import Any
 
 from ckpt_tools.errors import MappingError, UsageError, list_problems
 from ckpt_tools.megatron.keys import BUFFERS, COMMON_OBJECT, state_role
@@ -27,7 +27,7 @@ from ckpt_tools.megatron.torch_dist.other_optimizers import (
     refuse_partial_states,
     spelled_master,
 )
-from ckpt_tools.megatron.torch_dist.rng_grid import Grid, rng_grid, rng_objects
+from ckpt_tools.megatron.torch_dist.rng_grid import Grid, refuse_sizes, rng_grid, rng_objects
 from ckpt_tools.megatron.torch_dist.slices import layer_counts
 from ckpt_tools.megatron.torch_dist.stacking import Stack, joined_halves, stack_parameters
 from ckpt_tools.megatron.vocab import Vocabulary, vocabulary
@@ -53,10 +53,6 @@ _CARRIED = {"args", "checkpoint_version", "iteration", "num_floating_point_opera
 # Of a source's common state: what is made anew, and what only a job that resumes asks for.
 _OWN = {"optimizer", "opt_param_scheduler", "content_metadata"}
 _RESUMED = {"rerun_state_machine"}
-
-
-# Of a size of the job that is given where nothing written depends on it.
-NO_SIZE: Final = "no meaning for this conversion to torch_dist, which loads at any TP and PP, on any number of GPUs: leave it out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +101,8 @@ def build_torch_dist_target(model: Model, options: TorchDistOptions) -> TorchDis
     grid = None
     if model.rng and not options.weights_only:
         grid = rng_grid(model.rng, model.common, dialect, options.ep, options.gpus)
-    _refuse_sizes(model, options, grid)
+    has_experts = any(p.expert is not None for p in model.parameters)
+    refuse_sizes({"gpus": options.gpus, "ep": options.ep, "etp": options.etp}, has_experts, grid)
     rng, rng_notes = ([], []) if options.weights_only else rng_objects(model.rng, grid)
     extra = [TargetObject(key, [None]) for key in _extra_keys(stacks, local, model, options)]
     rerun = [] if options.weights_only else [TargetObject(key, [None]) for key in _stored(model, RERUN)]
@@ -134,20 +131,6 @@ def build_torch_dist_target(model: Model, options: TorchDistOptions) -> TorchDis
     args = model.common.args or model.common.model_config
     rows = vocabulary(((p.name, p.shape) for p in model.parameters), args, record.tokens)
     return TorchDistTarget(target, common, counts, record, rows)
-
-
-def _refuse_sizes(model: Model, options: TorchDistOptions, grid: Grid | None) -> None:
-    """
-    Raises:
-        UsageError: sizes of the job that decide nothing of what is written.
-    """
-    has_experts = any(p.expert is not None for p in model.parameters)
-    by_rank = grid is not None and grid.dp is not None
-    useless = [f"--{name} {size}" for name, size, decides in (
-        ("gpus", options.gpus, by_rank), ("ep", options.ep, has_experts), ("etp", options.etp, has_experts)
-    ) if size is not None and not decides]  # fmt: skip
-    if useless:
-        raise UsageError(f"{', '.join(useless)}: {NO_SIZE}")
 
 
 def choose_dialect(model: Model, asked: str | None) -> Dialect:
