@@ -203,7 +203,9 @@ def _refuse_meaningless(ctx: typer.Context, to: Format) -> None:
     ]
     if useless:
         names = ", ".join(p.opts[0] for p in useless)
-        raise UsageError(f"{names}: no meaning for a conversion to {to}")
+        sizes = to == "torch_dist" and any(p.name in JOB_SIZES for p in useless)
+        why = ", which loads at any TP, PP and EP, on any number of GPUs: leave it out" if sizes else ""
+        raise UsageError(f"{names}: no meaning for a conversion to {to}{why}")
 
 
 def _expect(kind: MegatronFormat, path: str, iteration: str | None, to: Format) -> None:

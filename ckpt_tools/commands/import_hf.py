@@ -116,7 +116,7 @@ def plan_import(opened: Opened, options: ImportOptions, world: int) -> Conversio
         made = write_torch_dist(model, opened, wanted, world)
     else:
         target = replace(options.fsdp, layer_spec=options.layer_spec)
-        layout = options.layout or Layout(world=world)
+        layout = options.layout or Layout(world=world, of_job=False)
         prepared = prepare_model(model, opened.files, target, layout)
         if layout.name == VERSION_2:
             prepared = for_version_2(prepared, model.common, layout)

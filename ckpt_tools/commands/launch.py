@@ -41,6 +41,9 @@ _ALWAYS_SAID = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
 )
+_OF_MLA = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+_NODE = 8  # GPUs, where nothing tells
+_NODES = f"# on every node; {_NODE} GPUs a node are assumed, HEAD_NODE is the name of one of them"
 _OLD_NAMES = {"layernorm_epsilon": "norm_epsilon", "layernorm_zero_centered_gamma": "apply_layernorm_1p"}
 _OF_FSDP = re.compile(
     r"(outer_dp_sharding_strategy|num_distributed_optimizer_instances|megatron_fsdp_.*|fsdp_.*|nccl_ub)"
@@ -90,14 +93,25 @@ class Launch:
 
 def launch(facts: Facts, load: str) -> Launch:
     """The command of a job that goes on from the checkpoint at `load`, by the settings of the run that wrote it."""
-    words = _bridge(facts, load) if facts.job.program == BRIDGE else _megatron(facts, load)
-    return Launch(("unset CUDA_DEVICE_MAX_CONNECTIONS",), ("torchrun", *words))
+    job = _bridge(facts, load) if facts.job.program == BRIDGE else _megatron(facts, load)
+    words = ("torchrun", *job)
+    assumed = (_NODES,) if "--nnodes" in words else ()
+    return Launch(("unset CUDA_DEVICE_MAX_CONNECTIONS", *assumed), words)
+
+
+def _launcher(ranks: int) -> list[str]:
+    """torchrun's options for this many GPUs: as many a node as there may be of 8, the address is for the user."""
+    node = next(gpus for gpus in range(_NODE, 0, -1) if ranks % gpus == 0)
+    if node == ranks:
+        return ["--nproc-per-node", str(ranks)]
+    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "HEAD_NODE:29500"]
+    return ["--nnodes", str(ranks // node), "--nproc-per-node", str(node), *rendezvous]
 
 
 def _megatron(f: Facts, load: str) -> Iterator[str]:
     version = f.job.program
     settings = _settings(f, version)
-    yield from ("--nproc-per-node", str(_ranks(settings)), _script(f))
+    yield from (*_launcher(f.ranks or _ranks(settings)), _script(f))
     yield from ("--load", load)
     for name in sorted(settings):
         yield from flag_words(name, settings[name], version, name in _ALWAYS_SAID) or ()
@@ -120,18 +134,35 @@ def _settings(f: Facts, version: str) -> dict[str, Any]:
         found["group_query_attention"] = True  # Bridge has no such switch
     if f.tp == 1:
         found.pop("sequence_parallel", None)
+    if not found.get("multi_latent_attention"):
+        found = {name: value for name, value in found.items() if name not in _OF_MLA}
     if found.get("num_layers") is not None and found.get("hybrid_layer_pattern") is not None:
         del found["num_layers"]  # Megatron counts the pattern, and refuses both
     found.setdefault("micro_batch_size", 1)
     found.setdefault("seq_length", found.get("max_position_embeddings", args.get("encoder_seq_length")))
     found.setdefault("max_position_embeddings", found["seq_length"])
+    found |= _batch(found, f)
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _batch(found: Mapping[str, Any], f: Facts) -> dict[str, Any]:
+    """The run's global batch in micro-batches that the ranks can share; None where they cannot: one for each rank."""
+    cp = found.get("context_parallel_size", 1)
+    ranks = (f.ranks or _ranks(found)) // (f.tp * cp) if type(cp) is int and cp > 0 else 0
+    total, micro = found.get("global_batch_size"), found["micro_batch_size"]
+    if type(total) is not int or type(micro) is not int or min(ranks, total, micro) < 1:
+        return {}
+    if total % ranks:  # steps of the stored schedule are samples, and stay what they are
+        kept = not found.get("override_opt_param_scheduler")
+        return {"global_batch_size": None, "use_checkpoint_opt_param_scheduler": kept}
+    return {"micro_batch_size": math.gcd(micro, total // ranks)}
 
 
 def _decided(f: Facts) -> dict[str, Any]:
     """What the checkpoint and Megatron-FSDP decide, whatever the run before was given."""
     stored = f.stored
     decided: dict[str, Any] = {
+        **_of_record(f),
         "use_megatron_fsdp": True,
         "data_parallel_sharding_strategy": "optim_grads_params",
         "use_distributed_optimizer": True,
@@ -166,6 +197,14 @@ def _decided(f: Facts) -> dict[str, Any]:
     elif not all((0, rank) in f.rng_ranks for rank in range(f.tp)):
         decided["no_load_rng"] = True
     return decided
+
+
+def _of_record(f: Facts) -> dict[str, Any]:
+    """Parallel sizes of the job that the checkpoint was converted for, and what they need."""
+    found = {f"{axis}_parallel_size": size for axis, size in f.sizes.items()}
+    if f.tp > 1 and any(".experts." in name for name in f.stored.shapes):
+        found["sequence_parallel"] = True  # without it a layer of experts does not train
+    return found
 
 
 def _stored_rates(f: Facts) -> dict[str, Any]:
@@ -243,6 +282,7 @@ def _bridge(f: Facts, load: str) -> Iterator[str]:
         "pipeline_model_parallel_size": 1,
         "gradient_accumulation_fusion": False,
     }
+    model |= _of_record(f)
     settings = {f"model.{name}": value for name, value in model.items()} | {
         "dist.use_megatron_fsdp": True,
         "ddp.use_megatron_fsdp": True,
@@ -254,8 +294,7 @@ def _bridge(f: Facts, load: str) -> Iterator[str]:
         "checkpoint.load_rng": all((0, rank) in f.rng_ranks for rank in range(f.tp)),
     }
     yield from (
-        "--nproc-per-node",
-        str(_ranks(model)),
+        *_launcher(f.ranks or _ranks(model)),
         "scripts/training/run_recipe.py",
         "--recipe",
         "RECIPE",

@@ -131,7 +131,7 @@ def _write(model: Model, base: Opened, world: int) -> Conversion:
     """The merged model in the format of its base."""
     if base.location.kind == "torch_dist":
         return write_torch_dist(model, base, TorchDistOptions(weights_only=True), world)
-    target, layout = TargetOptions(weights_only=True), Layout(world=world)
+    target, layout = TargetOptions(weights_only=True), Layout(world=world, of_job=False)
     return planned(base, prepare_model(model, base.files, target, layout), ConvertOptions(), layout)
 
 

@@ -41,6 +41,7 @@ class Layout:
     world: int = 1
     tp_given: bool = True  # whether somebody chose the topology's TP; False: it is 1 because nothing was said
     name_given: bool = True  # whether somebody chose the name; False: it is that of Megatron-FSDP by default
+    of_job: bool = True  # whether `world` is the size of a job; False: of the processes that convert
     units: tuple[str, ...] = ()  # patterns of the modules that are FSDP units; () for Megatron-Core's
 
     @property

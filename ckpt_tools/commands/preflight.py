@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from importlib import import_module
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from ckpt_tools.formats.documents import DocumentError, read_named_file
 from ckpt_tools.formats.files import AnyPath, path_text
 from ckpt_tools.megatron.hybrid import is_hybrid
 from ckpt_tools.megatron.keys import fsdp_state, is_optimizer_key, rng_key, rng_shard
+from ckpt_tools.megatron.record import read_record, stored_tp
 from ckpt_tools.megatron.torch_dist.slices import layer_counts
 from ckpt_tools.verify import meaning
 from ckpt_tools.verify.facts import Facts, Rule, Stored
@@ -44,6 +45,8 @@ _ENVIRONMENT = "unset CUDA_DEVICE_MAX_CONNECTIONS"
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _LAYER = re.compile(r"^(?P<layer>.*\blayers\.\d+\.(?:\w+_layer\.)?)(?P<rest>.+)$")
 _SCRIPTS = ("pretrain_gpt.py", "pretrain_mamba.py", "pretrain_hybrid.py")  # others may add flags of their own
+_PLACE = re.compile(r"\bCHECKPOINT\b")
+_AXES = {"ep": "expert_model", "etp": "expert_tensor", "cp": "context"}  # of a record, as Megatron names them
 _PACKED = re.compile(r"^(?P<module>.*\.)(?:in_proj\.|conv1d[._])(?:weight|bias)$")
 # Norms that Transformer Engine's projections have inside, and the modules of their own that stand for them elsewhere,
 # each beside the weight that it belongs to: MLA's input norm and that of experts are apart in every spec.
@@ -117,7 +120,8 @@ def preflight(
             job = parse_command(start.words, program)
         facts, checks = _checks(about, job, program)
         stored = _stored_checks(opened)
-        report = Report(opened.location.path, opened.location.kind, (*checks, *stored))
+        told = (_with_path(check, checkpoint) for check in (*checks, *stored))
+        report = Report(opened.location.path, opened.location.kind, tuple(told))
         starts: tuple[Start, ...] = ()
         if about.kind == "fsdp_dtensor":
             broken = tuple(check.name for check in stored if check.errors)
@@ -155,6 +159,13 @@ def run_rule(rule: Rule, facts: Facts) -> Check:
     found = rule.broken(facts)
     findings = () if found is None else (Finding(rule.name, rule.severity, found, rule.why, rule.fix),)
     return Check(rule.name, "rules", 1, findings, source=rule.where)
+
+
+def _with_path(check: Check, checkpoint: str) -> Check:
+    """The check with commands that can be run as they stand, but for the name of what they write."""
+    path = shlex.quote(checkpoint)
+    findings = (f._replace(fix=_PLACE.sub(lambda _: path, f.fix)) for f in check.findings)
+    return replace(check, findings=tuple(findings))
 
 
 def _applies(rule: Rule, facts: Facts, has_job: bool) -> bool:
@@ -213,6 +224,8 @@ def _about(opened: Opened) -> tuple[Facts, int | None]:
         packed=record.packed if is_fsdp else (),
         target=record.program,
         tokens=record.tokens,
+        ranks=record.ranks if is_fsdp else None,
+        sizes=record.sizes if is_fsdp else {},
         schedule=_schedule(opened) if is_fsdp else {},
     )
     size = record.tp or facts.args.get("tensor_model_parallel_size")
@@ -270,19 +283,21 @@ class _Target:
     packed: tuple[str, ...] = ()
     program: str | None = None
     tokens: int | None = None
+    ranks: int | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
 
 def _target_of(opened: Opened, names: Iterable[str], rng: Collection[tuple[int, int]]) -> _Target:
     """The job that the checkpoint was written for: by its record, its rng states, its arguments."""
-    try:
-        reader = import_module("ckpt_tools.megatron.record")
-    except ModuleNotFoundError:  # conversions are not recorded yet
-        held = max((tp + 1 for _, tp in rng), default=None)
-        return _Target(held or opened.common.args.get("tensor_model_parallel_size"), _packed(names))
-    record = reader.read_record(opened.files)
-    size = reader.stored_tp(record, rng, opened.common.args)
-    tp = None if size is None else size.ranks
-    return _Target(tp, _packed(names), getattr(record, "target", None), getattr(record, "tokens", None))
+    record = read_record(opened.files)
+    size = stored_tp(record, rng, opened.common.args)
+    tp, packed = None if size is None else size.ranks, _packed(names)
+    if record is None:
+        return _Target(tp, packed)
+    named = {name: getattr(record, axis) for axis, name in _AXES.items()}
+    sizes = {name: axis.ranks for name, axis in named.items() if axis is not None}
+    ranks = None if record.dp is None else record.dp.ranks * (tp or 1)
+    return _Target(tp, packed, record.target, record.tokens, ranks, sizes)
 
 
 def _packed(names: Iterable[str]) -> tuple[str, ...]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckpt_tools.commands.conversion import Conversion
 from ckpt_tools.commands.opened import Opened
 from ckpt_tools.commands.outputs import read_bridge_files, trackers_of, with_record
 from ckpt_tools.commands.placements import Layout, source_model
-from ckpt_tools.commands.target_job import TargetJob, need_tp, said_tp
+from ckpt_tools.commands.target_job import TargetJob, need_tp, said_tp, sized
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.container import read_archive
 from ckpt_tools.formats.detect import Location
@@ -21,6 +20,7 @@ from ckpt_tools.megatron.fsdp_dtensor.regroup import Relayout, build_relayout
 from ckpt_tools.megatron.fsdp_dtensor.stored import packed_projections
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.megatron.names import ModelStyle
+from ckpt_tools.megatron.parallel_sizes import refuse_tensor_parallel
 from ckpt_tools.megatron.record import TargetRecord
 from ckpt_tools.megatron.settings import read_settings
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.expected import expected_states, refuse_missing_states
@@ -44,14 +44,18 @@ def prepare_relayout(opened: Opened, options: ConvertOptions, layout: Layout) ->
         held = {kind for tensor in source.tensors for kind in tensor.states}
         refuse_missing_states(held, expected_states(common, list(source.groups.values())))
     old, stored = source.record or TargetRecord(), source.tp
-    tp = said_tp(options.target.tp, layout) or stored
+    asked_tp = said_tp(options.target.tp, layout)
+    if asked_tp is not None:
+        refuse_tensor_parallel(asked_tp.ranks, common.arg, (tensor.name for tensor in source.tensors))
+    tp = asked_tp or stored
     packed = packed_projections([tensor.name for tensor in source.tensors])
     if layout.topology is not None:
         need_tp(packed, options.target.tp, layout, stored)
     built = build_relayout(source, tp)
     args = common.args or common.model_config
     rows = vocabulary(((t.name, t.shape) for t in source.tensors), args, old.tokens)
-    record, small = replace(old, tp=tp), read_bridge_files(opened.files)
+    has_experts = any(".experts." in tensor.name for tensor in source.tensors)
+    record, small = sized(old, tp, layout, has_experts), read_bridge_files(opened.files)
     return Conversion(
         to="fsdp_dtensor",
         loader=old.target,

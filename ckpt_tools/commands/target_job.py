@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.errors import UsageError
@@ -54,6 +54,23 @@ def said_tp(asked: int | None, layout: Layout | None) -> Size | None:
     if asked not in (None, topology.tp):
         raise UsageError(f"tp is {asked} for names and {topology.tp} in the topology")
     return Size(topology.tp, "--tp" if asked is not None else "the layout")
+
+
+def sized(record: TargetRecord, tp: Size | None, layout: Layout, has_experts: bool) -> TargetRecord:
+    """The record with the sizes of the job that `layout` is of; another job's do not go over to it."""
+    topology, source = layout.topology, "the layout"
+    if topology is None:
+        ranks = 1 if tp is None else tp.ranks
+        dp = layout.world // ranks if layout.of_job and layout.world % ranks == 0 else 0
+        return replace(record, tp=tp, ep=None, etp=None, cp=None, dp=Size(dp, "--world-size") if dp else None)
+    return replace(
+        record,
+        tp=tp,
+        ep=Size(topology.ep, source) if has_experts else None,
+        etp=Size(topology.etp, source) if has_experts else None,
+        dp=Size(topology.dp_outer * topology.shard_size, source),
+        cp=Size(topology.cp, source),
+    )
 
 
 def need_tp(packed: Iterable[str], asked: int | None, layout: Layout | None, stored: Size | None) -> None:

@@ -40,7 +40,7 @@ def plan_dcp(opened: Opened, options: ConvertOptions, world: int) -> Conversion:
     """Everything up to the first byte; `world` processes convert."""
     if opened.location.kind == "dcp":
         need_job(opened.location, options)
-    layout = plain_layout(options.layout or Layout(world=world))
+    layout = plain_layout(options.layout or Layout(world=world, of_job=False))
     made = planned(opened, prepare_dcp(opened, options, layout), options, layout)
     return replace(made, architecture=_architecture(opened))
 

@@ -24,7 +24,7 @@ from ckpt_tools.commands.placements import Layout, target_model
 from ckpt_tools.commands.read_model import Wanted, need_kind, read_model
 from ckpt_tools.commands.relayout import need_other_job, prepare_relayout
 from ckpt_tools.commands.relayout_plain import need_job, plain_layout, prepare_plain, stays_plain
-from ckpt_tools.commands.target_job import TargetJob, need_tp, said_tp
+from ckpt_tools.commands.target_job import TargetJob, need_tp, said_tp, sized
 from ckpt_tools.commands.version_2 import VERSION_1, VERSION_2, for_version_1, for_version_2
 from ckpt_tools.commands.warm_start import begun_at, weights_for_masters, with_run_state
 from ckpt_tools.execute.run import Output
@@ -37,6 +37,7 @@ from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import check_fresh, with_f
 from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter, Rows
 from ckpt_tools.megatron.fsdp_dtensor.tensors import live_value
 from ckpt_tools.megatron.fsdp_dtensor.write import FsdpTarget, TargetOptions, build_fsdp_target, writer_tp
+from ckpt_tools.megatron.parallel_sizes import refuse_tensor_parallel
 from ckpt_tools.megatron.record import TargetRecord
 from ckpt_tools.megatron.torch_dist.read import Extent
 from ckpt_tools.megatron.vocab import VocabChange
@@ -87,7 +88,7 @@ def plan_fsdp_dtensor(opened: Opened, options: ConvertOptions, world: int) -> Co
         need_other_job(opened.location, options)
     if stays_plain(opened, options):
         return plan_plain(opened, options, world)
-    layout = options.layout or Layout(world=world)
+    layout = options.layout or Layout(world=world, of_job=False)
     return planned(opened, prepare_output(opened, options, layout), options, layout)
 
 
@@ -122,7 +123,7 @@ def prepare(opened: Opened, options: ConvertOptions, layout: Layout) -> Conversi
 def plan_plain(opened: Opened, options: ConvertOptions, world: int) -> Conversion:
     """A plain state dict for another job."""
     need_job(opened.location, options)
-    layout = plain_layout(options.layout or Layout(world=world))
+    layout = plain_layout(options.layout or Layout(world=world, of_job=False))
     return planned(opened, prepare_plain(opened, options, layout), options, layout)
 
 
@@ -144,11 +145,16 @@ def prepare_model(
     if options.fresh_optimizer:
         model, options = with_fresh_optimizer(model, options)
     stored = writer_tp(model)
-    tp = said_tp(options.tp, layout) or stored
+    asked_tp = said_tp(options.tp, layout)
+    if asked_tp is not None:
+        refuse_tensor_parallel(asked_tp.ranks, model.common.arg, (p.name for p in model.parameters))
+    tp = asked_tp or stored
     built = _BUILD[to](model, replace(options, tp=tp.ranks))
     need_tp(built.packed, options.tp, layout, stored)
     plain: Literal["dcp"] | None = "dcp" if to == "dcp" else None
-    record = TargetRecord(built.dialect.name, tp, tokens=built.tokens, format=plain)
+    has_experts = any(p.expert is not None for p in model.parameters)
+    record = TargetRecord(built.dialect.name, tokens=built.tokens, format=plain)
+    record = sized(record, tp, layout, has_experts)
     job = TargetJob(record, built.packed, built.vocabulary)
     must_round = [tensor for tensor in built.target.tensors if tensor.must_round_to]
     small = _bridge_files(built, model, files, begins=bool(asked.fresh_optimizer))

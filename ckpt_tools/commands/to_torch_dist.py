@@ -31,11 +31,17 @@ from ckpt_tools.formats.detect import METADATA_JSON, Location
 from ckpt_tools.formats.files import AnyPath, path_text
 from ckpt_tools.formats.pickling import dump_archive
 from ckpt_tools.megatron.common_state import COMMON_FILE
+from ckpt_tools.megatron.fsdp_dtensor.stored import packed_projections
 from ckpt_tools.megatron.keys import stacked_axes
 from ckpt_tools.megatron.record import RECORD_FILE, read_record, record_bytes
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.remainders import split_masters
 from ckpt_tools.megatron.torch_dist.read import Extent
-from ckpt_tools.megatron.torch_dist.write import TorchDistOptions, build_torch_dist_target, carried_objects
+from ckpt_tools.megatron.torch_dist.rng_grid import NO_SIZE
+from ckpt_tools.megatron.torch_dist.write import (
+    TorchDistOptions,
+    build_torch_dist_target,
+    carried_objects,
+)
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Item
 from ckpt_tools.model.model import Model
@@ -99,6 +105,8 @@ def _read_source(opened: Opened, options: ToTorchDistOptions) -> Model:
         UsageError: it is what it would become, or `--tp` is given where it says nothing.
     """
     kind, target = opened.location.kind, options.target
+    if target.tp is not None:
+        _refuse_tp(opened, target.tp)
     optimizer: Extent = "none" if target.weights_only else "whole"
     workers = options.write.workers
     wanted = Wanted(optimizer, options.ignore_keys, False, target.tp, target.layer_spec, workers)
@@ -108,14 +116,18 @@ def _read_source(opened: Opened, options: ToTorchDistOptions) -> Model:
         raise UnsupportedCheckpointError(
             f"{opened.location.path} is {A_KIND.get(kind, kind)}, not an fsdp_dtensor or torch_dist checkpoint"
         )
-    if target.tp is not None:
-        raise UsageError(
-            f"--tp {target.tp}: no meaning for a torch_dist source, which loads at any tensor-parallel size; "
-            "leave it out"
-        )
     model = replace(read_model(opened, wanted), record=read_record(opened.files))
     _refuse_same(opened.location, model, options)
     return model
+
+
+def _refuse_tp(opened: Opened, tp: int) -> None:
+    """
+    Raises:
+        UsageError: nothing in the source is arranged for one tensor-parallel size.
+    """
+    if opened.location.kind == "torch_dist" or not packed_projections(opened.catalog.tensors):
+        raise UsageError(f"--tp {tp}: {NO_SIZE}")
 
 
 def _refuse_same(location: Location, model: Model, options: ToTorchDistOptions) -> None:

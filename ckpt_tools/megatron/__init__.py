@@ -14,6 +14,7 @@
 * `bridge`: the files that Megatron-Bridge keeps beside a checkpoint
 * `hybrid`: HybridModel and MambaModel: layers in the order of a pattern
 * `record`: `ckpt_tools.json`: for which job an output was made
+* `parallel_sizes`: which tensor-parallel sizes a model has
 * `adapters`: low-rank adapters (LoRA): their keys, and which weights they are added to
 * `merged`: a model with adapters merged into its weights
 * `rebase`: targets over parameters, as targets over stored tensors

@@ -17,7 +17,8 @@ from ckpt_tools.formats.files import Files
 
 RECORD_FILE = "ckpt_tools.json"
 SCHEMA_VERSION = 1
-AXES = ("tp", "ep", "etp", "dp")
+AXES = ("tp", "ep", "etp", "dp", "cp")
+_SINCE = ("cp",)  # which older records do not have
 _MAX_BYTES = 1 << 20
 
 
@@ -37,6 +38,7 @@ class TargetRecord:
     ep: Size | None = None
     etp: Size | None = None
     dp: Size | None = None  # data-parallel times context-parallel ranks
+    cp: Size | None = None
     tokens: int | None = None  # of the vocabulary; its other rows are padding
     format: Literal["dcp"] | None = None  # whose weights have the names that Megatron-FSDP v2 gives them
 
@@ -117,7 +119,10 @@ def _parsed(data: Mapping[str, Any]) -> TargetRecord:
     kind = data.get("format")
     if kind not in (None, "dcp"):
         raise ValueError(f"format {kind!r}, known is 'dcp'")
-    sizes = {axis: _size(axis, data["topology"][axis]) for axis in AXES}
+    sizes = {
+        axis: _size(axis, data["topology"].get(axis) if axis in _SINCE else data["topology"][axis])
+        for axis in AXES
+    }
     tokens = data["tokens"]
     return TargetRecord(
         data["target"], **sizes, tokens=None if tokens is None else _count("tokens", tokens), format=kind

@@ -24,5 +24,6 @@
 * `facts`: what rules look at, and what a rule is
 * `job_rules`: what Megatron refuses of settings alone
 * `load_rules`: whether the checkpoint fits the job
+* `parallel_rules`: whether parallel sizes divide what they share
 * `model_rules`: whether the model has the tensors that are stored
 """

@@ -37,6 +37,8 @@ class Facts:
     rng_ranks: frozenset[tuple[int, int]] = frozenset()  # (pp, tp)
     tp_of_packed: int | None = None  # for how many tensor-parallel ranks packed projections are arranged
     packed: tuple[str, ...] = ()  # those projections
+    ranks: int | None = None  # GPUs of the job that it was converted for
+    sizes: Mapping[str, int] = field(default_factory=dict)  # and its other sizes, by the name of the axis
     by_bridge: bool = False  # Megatron-Bridge wrote the checkpoint that was converted
     target: str | None = None  # the program that the conversion wrote names for
     has_args: bool = True  # False: Bridge's configuration stands in for Megatron-LM's arguments

@@ -20,6 +20,8 @@ VERSIONS = ("core-0.16", "core-0.17", "core-0.19", MAIN)  # of Megatron-LM, olde
 PROGRAMS = (*VERSIONS, BRIDGE)
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 _OVERRIDE = re.compile(r"[+~]{0,2}([a-z_]+(?:\.[a-z_0-9]+)+)=(.*)", re.DOTALL)
+_LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
+_COUNT = re.compile(r"[1-9][0-9]{0,6}", re.ASCII)
 _BRIDGE_SCRIPTS = ("run_recipe.py",)
 _SECTIONS = ("model", "ddp", "dist", "checkpoint", "optimizer")
 # What the rules look at and Bridge sets by itself (training/config.py and the dataclasses of megatron-core).
@@ -60,6 +62,7 @@ class Job:
     script: str | None = None
     unknown: tuple[str, ...] = ()
     refused: str | None = None
+    world: int | None = None  # GPUs that its launcher starts; None: not told by the command
 
     def __bool__(self) -> bool:
         return bool(self.given or self.unknown or self.refused)
@@ -101,7 +104,7 @@ def parse_command(words: Sequence[str], program: str = MAIN) -> Job:
     """The job that a command line starts: `NAME=VALUE ... program.py --flag value ...`, or the flags alone.
 
     What stands before a `.py` file, or a module after `-m`, belongs to the launcher and is ignored, but for the
-    environment.
+    environment and the number of GPUs.
     """
     at = _script_at(words, program)
     script = None if at is None else words[at]
@@ -110,9 +113,23 @@ def parse_command(words: Sequence[str], program: str = MAIN) -> Job:
     for word in _leading_assignments(rest) if at is None else words[:at]:
         if match := _ASSIGNMENT.fullmatch(word):
             environment[match[1]] = match[2]
+    world = None if at is None else _world(words[:at])
     if program == BRIDGE:
-        return _bridge_job(_bridge_words(rest), environment, script)
-    return replace(_flags_job(rest, program), environment=environment, script=script)
+        return replace(_bridge_job(_bridge_words(rest), environment, script), world=world)
+    return replace(_flags_job(rest, program), environment=environment, script=script, world=world)
+
+
+def _world(words: Sequence[str]) -> int | None:
+    """GPUs that torchrun is told to start; None with another launcher, or numbers that only the machines know."""
+    if not any(word.rpartition("/")[2] in _LAUNCHERS for word in words):
+        return None
+    sizes = {"--nnodes": "1", "--nproc-per-node": "1"}
+    for word, following in zip(words, (*words[1:], ""), strict=True):
+        option, equals, value = word.replace("_", "-").partition("=")
+        if option in sizes:
+            sizes[option] = value if equals else following
+    counts = [int(size) for size in sizes.values() if _COUNT.fullmatch(size)]
+    return counts[0] * counts[1] if len(counts) == len(sizes) else None
 
 
 def _script_at(words: Sequence[str], program: str) -> int | None:

@@ -16,7 +16,8 @@ _MOST = 1 << 40  # of anything that is counted
 _FROM_ONE = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
     "expert_model_parallel_size", "expert_tensor_parallel_size", "tensor_parallel_num_weight_shards",
-    "expert_tensor_parallel_num_weight_shards", "num_attention_heads",
+    "expert_tensor_parallel_num_weight_shards", "num_attention_heads", "micro_batch_size", "global_batch_size",
+    "eval_micro_batch_size", "eval_global_batch_size",
 )  # fmt: skip
 _FROM_ZERO = (
     "seq_length", "max_position_embeddings", "num_layers", "num_experts", "cpu_offloading_num_layers", "hidden_size",

@@ -13,6 +13,7 @@ from ckpt_tools.verify.facts import Facts, Rule, before, since
 from ckpt_tools.verify.job import BRIDGE, VERSIONS
 from ckpt_tools.verify.job_rules import JOB_RULES
 from ckpt_tools.verify.model_rules import MODEL_RULES
+from ckpt_tools.verify.parallel_rules import PARALLEL_RULES, global_batch
 from ckpt_tools.verify.report import ERROR, WARNING
 
 COMPARED_ARGS = ("num_layers", "hidden_size", "num_attention_heads")
@@ -148,7 +149,8 @@ def _schedule(f: Facts) -> str | None:
     settled = f.on("override_opt_param_scheduler") or f.on("use_checkpoint_opt_param_scheduler")
     if not f.loads("optim") or settled or f.value("lr") is None:
         return None
-    job = schedule_of({name: f.value(name) for name in SCHEDULE_SETTINGS}) or {}
+    settings = {name: f.value(name) for name in SCHEDULE_SETTINGS}
+    job = schedule_of(settings | {"global_batch_size": global_batch(f)}) or {}
     job |= {"max_lr": f.value("lr"), "min_lr": f.value("min_lr", 0.0)}
     pairs = {name: (found, f.schedule.get(name)) for name, found in job.items()}
     found = [f"{n}: job {a}, checkpoint {b}" for n, (a, b) in pairs.items() if b is not None and a != b]
@@ -201,6 +203,7 @@ RULES = (
     Rule("checkpoint-format", ERROR, _format, "Megatron-FSDP loads fsdp_dtensor checkpoints only", _TO_FSDP,
          _LOADED, on_job=False),
     *JOB_RULES,
+    *PARALLEL_RULES,
     Rule("stored-arguments", ERROR, _arguments, "Megatron-LM reads those of the run before, whatever it is told",
          "run Megatron-Bridge (--target bridge), or convert a checkpoint of Megatron-LM", _LOADED, VERSIONS),
     Rule("architecture", ERROR, _architecture, "the loader compares these with the stored args and stops",

@@ -277,3 +277,29 @@ def test_a_command_named_for_a_source_takes_no_other(tmp_path, capsys):
 def test_a_flag_without_effect_is_refused(tmp_path, capsys, words, option):
     assert convert(LLAMA, tmp_path / "out", *words) == 2
     assert f"{option}: no meaning for a conversion to" in capsys.readouterr().err
+
+
+NATIVE = DATA / "core019_llama_tp2_native_fsdp_dtensor"
+
+
+@pytest.mark.parametrize("source", [LLAMA, NATIVE])
+@pytest.mark.parametrize("words", [("--gpus", 64, "--tp", 8), ("--tp", 8), ("--world-size", 8, "--tp", 8)])
+def test_a_size_that_no_job_of_the_model_has_is_refused(tmp_path, capsys, source, words):
+    """`linear_qkv` of 4 heads has rows enough for 8 ranks; the job stops before it loads."""
+    assert convert(source, tmp_path / "out", *words) == 2
+    assert "4 attention heads are not a multiple of tensor parallel size 8" in capsys.readouterr().err
+    assert run(["plan", str(source), "--gpus", "64", "--tp", "8"]) == 2
+    assert "4 attention heads are not a multiple of tensor parallel size 8" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == []
+    assert convert(source, tmp_path / "out", "--gpus", 64, "--tp", 4) == 0  # 2 groups on 4 ranks
+
+
+@pytest.mark.parametrize(
+    "words", [("--pp", 4), ("--tp", 8), ("--tp", 2), ("--gpus", 64), ("--ep", 2), ("--etp", 2)]
+)
+def test_sizes_without_meaning_for_torch_dist_are_refused(tmp_path, capsys, words):
+    assert convert(NATIVE, tmp_path / "out", "--to", "torch_dist", *words) == 2
+    shown = capsys.readouterr().err
+    assert words[0] in shown
+    assert "to torch_dist, which loads at any TP, PP and EP, on any number of GPUs: leave it out" in shown
+    assert os.listdir(tmp_path) == []

@@ -176,7 +176,7 @@ MOE = "core019_moe_ep2_fully_reshardable"
         (None, ("--world-size", 7, "--dp-shard", 2, "--tp", 2), r"world size 7 is not .*tp 2 x dp_shard 2 = 4"),
         (None, ("--world-size", 7, "--layout", "fsdp2", "--tp", 2), r"world size 7 is not a multiple of .*tp 2"),
         (None, ("--world-size", 6, "--dp-shard", 4), "world size 6 is not"),
-        (None, ("--dp-shard", 1, "--tp", 3), r"embeddings\.weight: tp 3 does not divide .* shape \(224, 32\)"),
+        (None, ("--dp-shard", 1, "--tp", 3), "4 attention heads are not a multiple of tensor parallel size 3"),
         (MOE, ("--dp-shard", 3, "--ep", 3), r"linear_fc1\.weight: ep 3 does not divide the layer's 4 experts"),
         (None, ("--dp-shard", 3, "--ep", 2), "ep 2 x etp 1 = 2 does not divide dp_shard 3"),
         (None, ("--dp-shard", 2, "--layout", "fsdp2", "--strategy", "optim"), "fsdp2 shards parameters always"),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from ckpt_tools.commands.launch import launch
 from ckpt_tools.commands.opened import open_checkpoint
 from ckpt_tools.commands.placements import Layout
 from ckpt_tools.commands.preflight import local_norms, preflight
@@ -15,7 +17,8 @@ from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_
 from ckpt_tools.errors import UsageError
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.sharding.topology import Topology
-from ckpt_tools.verify.job import PROGRAMS, VERSIONS
+from ckpt_tools.verify.facts import Facts
+from ckpt_tools.verify.job import PROGRAMS, VERSIONS, Job
 from ckpt_tools.verify.load_rules import RULES
 from tests.commands.launched import launch_of
 from tests.conftest import fixture_dir
@@ -24,7 +27,7 @@ from tests.damage import copy_of, drop_key, metadata_of
 NATIVE = "core019_llama_tp2_native_fsdp_dtensor"
 MOE = "core019_moe_dp1_native_fsdp_dtensor"
 _COMMAND = """
-torchrun --nproc-per-node 2 pretrain_gpt.py
+torchrun --nproc-per-node 4 pretrain_gpt.py
 --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer
 --no-gradient-accumulation-fusion --ckpt-format fsdp_dtensor --tensor-model-parallel-size 2
 --num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --kv-channels 8 --swiglu
@@ -141,7 +144,13 @@ CASES = [
     ("--normalization LayerNorm", "parts", "error", "final_layernorm.bias is not stored", VERSIONS),
     ("--add-qkv-bias", "parts", "error", "add_qkv_bias is True, linear_qkv.bias is not stored", VERSIONS),
     ("--qk-layernorm", "parts", "error", "q_layernorm is not stored", VERSIONS),
-    ("--num-experts 4", "parts", "error", "num_experts is 4, a router is not stored", VERSIONS),
+    (
+        "--num-experts 4 --sequence-parallel",
+        "parts",
+        "error",
+        "num_experts is 4, a router is not stored",
+        VERSIONS,
+    ),
     (
         "--position-embedding-type learned_absolute",
         "parts",
@@ -164,13 +173,49 @@ CASES = [
     ),
     ("--optimizer sgd", "sgd", "error", "optimizer is sgd", VERSIONS),
     ("--optimizer sgd", "state-kinds", "error", "no weight has momentum_buffer", VERSIONS),
+    (
+        "--tensor-model-parallel-size 8",
+        "tensor-ranks",
+        "error",
+        "4 attention heads are not a multiple of tensor parallel size 8",
+        PROGRAMS,
+    ),
+    ("--num-attention-heads 3", "tensor-ranks", "error", "3 attention heads are not a multiple", PROGRAMS),
+    ("--num-query-groups 3", "tensor-ranks", "error", "3 query groups are neither", VERSIONS),
+    (
+        "--context-parallel-size 2 --seq-length 30",
+        "sequence-ranks",
+        "error",
+        "seq_length 30 is not a multiple of 2 x context parallel size 2",
+        PROGRAMS,
+    ),
+    ("--sequence-parallel --seq-length 33", "sequence-ranks", "error", "33 positions on 2", PROGRAMS),
+    ("--num-experts 4", "expert-sequence", "error", "experts with tensor parallel size 2", PROGRAMS),
+    (
+        "--context-parallel-size 4",
+        "world-size",
+        "error",
+        "4 GPUs are not a multiple of tensor 2 x pipeline 1 x context 4 = 8",
+        PROGRAMS,
+    ),
+    (
+        "--global-batch-size 6",
+        "batch-size",
+        "error",
+        "global_batch_size 6 is not a multiple of micro_batch_size 2 x 2 data-parallel ranks = 4",
+        PROGRAMS,
+    ),
     ("--finetune", "warm-start", "error", "finetune is on", ("core-0.19", "main")),
     ("--no-load-optim", "warm-start", "error", "no_load_optim is on", ("core-0.19", "main")),
 ]
 ALSO = {  # what a broken rule breaks besides
     "--hidden-size 64": {"architecture", "sizes"},
     "--num-layers 4": {"architecture"},
-    "--num-experts 4": {"parts"},
+    "--num-experts 4 --sequence-parallel": {"parts"},
+    "--num-experts 4": {"parts", "expert-sequence"},
+    "--tensor-model-parallel-size 8": {"tensor-ranks", "rng-entries", "vocabulary", "world-size"},
+    "--num-attention-heads 3": {"tensor-ranks", "architecture", "sizes"},
+    "--num-query-groups 3": {"tensor-ranks", "sizes"},
     "--data-parallel-sharding-strategy optim --outer-dp-sharding-strategy optim": {"outer-strategy"},
     "--init-model-with-meta-device --data-parallel-sharding-strategy no_shard": {
         "meta-device",
@@ -227,6 +272,10 @@ def test_one_change_breaks_one_rule(added, rule, severity, found, target):
         ),
         ("--tensor-model-parallel-size 1 --make-vocab-size-divisible-by 32", "main", set()),
         ("--recompute-granularity full", "main", set()),
+        ("--global-batch-size 12", "main", set()),
+        ("--global-batch-size 6 --rampup-batch-size 2 2 10", "main", set()),
+        ("--global-batch-size 6 --decrease-batch-size-if-needed", "main", set()),
+        ("--sequence-parallel --context-parallel-size 2", "main", set()),
     ],
 )
 def test_what_a_version_allows_is_not_refused(added, target, rules):
@@ -247,7 +296,8 @@ def test_every_rule_of_every_version_is_tried():
         "checkpoint-format", "required", "megatron-fsdp", "distributed-optimizer", "gradient-accumulation-fusion",
         "max-connections", "user-buffers", "version-2", "tied-embeddings", "swiglu", "experts", "expert-layers",
         "optimizer-entries", "stored-arguments", "names", "packed-projections", "packed-projections-unknown",
-        "strict-load", "fsdp-version", "fresh-samples",
+        "strict-load", "fsdp-version", "fresh-samples", "batch-before",
+        "head-size",
     }  # fmt: skip
     missing = {
         (rule.name, program)
@@ -415,7 +465,7 @@ def test_a_torch_dist_checkpoint_is_of_the_wrong_kind():
     (finding,) = found.report.findings
     assert (finding.check, finding.fix) == (
         "checkpoint-format",
-        "convert CHECKPOINT CONVERTED",
+        f"convert {fixture_dir('core019_llama_tp2_fully_reshardable')} CONVERTED",
     )
     assert found.launch is None
 
@@ -635,3 +685,110 @@ def test_a_conversion_for_version_2_starts_from_its_weights(tmp_path):
     ).report
     (named,) = [f for f in older.findings if f.check == "fsdp-version"]
     assert named.where == "the names are those of Megatron-FSDP v2, the job's is v1"
+
+
+def converted(tmp_path, name, **sizes):
+    """The launch of a conversion for a job of these sizes, which is ready, and the names of its warnings."""
+    world = sizes.pop("world")
+    layout = Layout("mfsdp-v1", Topology.of_world(world, **sizes)) if sizes else Layout(world=world)
+    options = ConvertOptions(layout=layout, target=TargetOptions(tp=sizes.get("tp", 1)))
+    convert_to_fsdp_dtensor(str(fixture_dir(name)), str(tmp_path / "out"), options)
+    found = preflight(str(tmp_path / "out"))
+    return launch_of(found), {f.check for f in found.report.findings}
+
+
+def value_of(words, flag):
+    return words[words.index(flag) + 1]
+
+
+LLAMA, EXPERTS = "core019_llama_tp2_fully_reshardable", "core019_moe_ep2_fully_reshardable"
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "nodes", "node", "others"),
+    [
+        (LLAMA, {"world": 64, "ep": 1}, 8, 8, {"--tensor-model-parallel-size": "1"}),
+        (LLAMA, {"world": 64, "tp": 4}, 8, 8, {"--tensor-model-parallel-size": "4"}),
+        (LLAMA, {"world": 24, "dp_outer": 3}, 3, 8, {}),
+        (LLAMA, {"world": 12, "cp": 2}, 2, 6, {"--context-parallel-size": "2"}),
+        (LLAMA, {"world": 64}, 8, 8, {}),  # `even`
+        (EXPERTS, {"world": 64, "ep": 4}, 8, 8, {"--expert-model-parallel-size": "4"}),
+    ],
+)
+def test_the_launch_is_for_the_gpus_that_the_checkpoint_was_converted_for(
+    tmp_path, name, sizes, nodes, node, others
+):
+    start, warnings = converted(tmp_path, name, **sizes)
+    words = start.words
+    assert (value_of(words, "--nnodes"), value_of(words, "--nproc-per-node")) == (str(nodes), str(node))
+    assert "HEAD_NODE:29500" in words
+    assert "8 GPUs a node are assumed" in "".join(start.environment)
+    for flag, value in others.items():
+        assert value_of(words, flag) == value
+    assert warnings <= {"batch-before"}
+    assert ("batch-before" in warnings) == ("--global-batch-size" not in words)
+    assert ("batch-before" in warnings) == ("--use-checkpoint-opt_param-scheduler" in words)
+
+
+def test_one_node_needs_no_address(tmp_path):
+    start, warnings = converted(tmp_path, LLAMA, world=8, ep=1)
+    assert start.words[:3] == ("torchrun", "--nproc-per-node", "8")
+    assert value_of(start.words, "--micro-batch-size") == "1"  # 2 x 8 ranks are more than the batch of 8
+    assert value_of(start.words, "--global-batch-size") == "8"
+    assert (len(start.environment), warnings) == (1, set())
+
+
+def test_experts_on_tensor_parallel_ranks_are_launched_with_sequence_parallelism(tmp_path):
+    start, _ = converted(tmp_path, EXPERTS, world=4, tp=2)
+    assert "--sequence-parallel" in start.words
+
+
+def test_a_later_layout_is_for_its_own_gpus(tmp_path):
+    converted(tmp_path, LLAMA, world=64, tp=2)
+    options = ConvertOptions(
+        layout=Layout("mfsdp-v1", Topology.of_world(4, tp=2)), target=TargetOptions(tp=2)
+    )
+    convert_to_fsdp_dtensor(str(tmp_path / "out"), str(tmp_path / "again"), options)
+    assert launch_of(preflight(str(tmp_path / "again"))).words[:3] == ("torchrun", "--nproc-per-node", "4")
+
+
+@pytest.mark.parametrize("program", VERSIONS)
+def test_flags_of_mla_are_for_models_that_have_it(program):
+    flags = ("--kv-lora-rank", "--qk-head-dim", "--qk-pos-emb-head-dim", "--v-head-dim")
+    args = {flag[2:].replace("-", "_"): 0 for flag in flags} | {"q_lora_rank": 7}
+    facts = Facts("fsdp_dtensor", Job(program=program), args)
+    assert not {*flags, "--q-lora-rank"} & set(launch(facts, "/x").words)
+    latent = replace(facts, args=args | {"multi_latent_attention": True})
+    assert {*flags, "--q-lora-rank"} <= set(launch(latent, "/x").words)
+
+
+def test_heads_share_the_hidden_size():
+    words = [*without("--kv-channels"), "--num-attention-heads", "5"]
+    assert broken(words)["head-size"] == (
+        "error", "hidden_size 32 is not a multiple of 5 attention heads, and kv_channels is not given"
+    )  # fmt: skip
+    assert "head-size" not in broken([*GOOD, "--num-attention-heads", "5"])
+    assert "head-size" not in broken(without("--kv-channels"))
+
+
+def test_a_batch_is_judged_by_the_gpus_of_the_command():
+    eight = ["torchrun", "--nnodes", "8", "--nproc-per-node", "8", *GOOD[3:], "--global-batch-size", "8"]
+    assert broken(eight).keys() == {"batch-size"}
+    assert "micro_batch_size 2 x 32 data-parallel ranks = 64" in broken(eight)["batch-size"][1]
+    assert broken([*eight, "--micro-batch-size", "1", "--global-batch-size", "64"]) == {}
+    assert broken(["torchrun", "--nproc-per-node", "gpu", *GOOD[3:], "--global-batch-size", "7"]) == {}
+    assert broken(["torchrun", "--nproc-per-node", "24", *GOOD[3:]]).keys() == {"batch-before"}
+    bridge = [
+        "torchrun",
+        "--nproc-per-node",
+        "4",
+        "run_recipe.py",
+        "--recipe",
+        "x",
+        "train.micro_batch_size=2",
+    ]
+    found = broken([*bridge, "train.global_batch_size=6", "model.tensor_model_parallel_size=8"])
+    assert {"tensor-ranks", "world-size"} <= found.keys()  # heads are those of the checkpoint
+    assert "batch-size" in broken(
+        [*bridge, "train.global_batch_size=6", "model.tensor_model_parallel_size=2"]
+    )

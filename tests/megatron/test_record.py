@@ -40,9 +40,16 @@ def test_what_is_written_is_read(tmp_path):
             "ep": {"ranks": 4, "source": "args"},
             "etp": None,
             "dp": None,
+            "cp": None,
         },
         "tokens": 201,
     }
+
+
+def test_a_record_of_before_context_parallel_sizes_is_read(tmp_path):
+    old = json.loads(record_bytes(RECORD))
+    del old["topology"]["cp"]
+    assert read(tmp_path, json.dumps(old).encode()) == RECORD
 
 
 GOOD = json.loads(record_bytes(RECORD))

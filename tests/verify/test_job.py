@@ -255,3 +255,29 @@ def test_no_setting_and_no_argument_of_any_type_ends_in_a_crash(program):
             start = launch(Facts("fsdp_dtensor", Job({}, {}, program), settings, facts.stored), "/x")
             assert start.words[0] == "torchrun"
             assert all(isinstance(word, str) for word in start.words)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "world"),
+    [
+        ("torchrun --nnodes 8 --nproc-per-node 8", 64),
+        ("torchrun --nproc_per_node=4", 4),
+        ("torchrun", 1),
+        ("srun -N 2 /opt/bin/torchrun --nnodes=2 --nproc-per-node 8 --rdzv-backend c10d", 16),
+        ("python -m torch.distributed.run --nproc-per-node 2", 2),
+        ("torchrun --nproc-per-node gpu", None),
+        ("torchrun --nnodes 1:4 --nproc-per-node 8", None),
+        ("torchrun --nnodes $NODES --nproc-per-node 8", None),
+        ("torchrun --nproc-per-node 0", None),
+        ("torchrun --nproc-per-node", None),
+        ("srun -n 64 python", None),
+        ("python", None),
+    ],
+)
+@pytest.mark.parametrize("program", ["main", "bridge"])
+def test_the_gpus_that_a_launcher_starts(launcher, world, program):
+    assert parse_command([*launcher.split(), "run_recipe.py", "--seq-length", "32"], program).world == world
+
+
+def test_flags_alone_tell_no_gpus():
+    assert parse_command(["--seq-length", "32"]).world is None

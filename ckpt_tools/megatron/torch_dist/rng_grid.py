@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from ckpt_tools.errors import MappingError, UsageError
 from ckpt_tools.megatron.common_state import CommonState
@@ -19,6 +19,11 @@ from ckpt_tools.megatron.names import Dialect
 from ckpt_tools.megatron.record import Size
 from ckpt_tools.model.target import TargetObject
 
+# Of a size of the job that is given where nothing written depends on it.
+NO_SIZE: Final = (
+    "no meaning for this conversion to torch_dist, which loads at any TP, PP and EP, on any number of GPUs: leave it "
+    "out"
+)
 Ranks = Mapping[tuple[int, int], object]  # (pp, tp) -> list of rng states
 
 
@@ -54,6 +59,17 @@ def rng_grid(
             "context parallel ranks)"
         )
     return Grid(pp, tp, Size(world // (pp * tp), source))
+
+
+def refuse_sizes(sizes: Mapping[str, int | None], has_experts: bool, grid: Grid | None) -> None:
+    """
+    Raises:
+        UsageError: sizes of the job that decide nothing: of experts where there are none, GPUs without a state each.
+    """
+    decides = {"gpus": grid is not None and grid.dp is not None, "ep": has_experts, "etp": has_experts}
+    useless = [f"--{name} {n}" for name, n in sizes.items() if n is not None and not decides[name]]
+    if useless:
+        raise UsageError(f"{', '.join(useless)}: {NO_SIZE}")
 
 
 def rng_objects(rng: Ranks, grid: Grid | None) -> tuple[list[TargetObject], list[str]]:

@@ -27,7 +27,7 @@ from ckpt_tools.megatron.torch_dist.other_optimizers import (
     refuse_partial_states,
     spelled_master,
 )
-from ckpt_tools.megatron.torch_dist.rng_grid import Grid, rng_grid, rng_objects
+from ckpt_tools.megatron.torch_dist.rng_grid import Grid, refuse_sizes, rng_grid, rng_objects
 from ckpt_tools.megatron.torch_dist.slices import layer_counts
 from ckpt_tools.megatron.torch_dist.stacking import Stack, joined_halves, stack_parameters
 from ckpt_tools.megatron.vocab import Vocabulary, vocabulary
@@ -101,6 +101,8 @@ def build_torch_dist_target(model: Model, options: TorchDistOptions) -> TorchDis
     grid = None
     if model.rng and not options.weights_only:
         grid = rng_grid(model.rng, model.common, dialect, options.ep, options.gpus)
+    has_experts = any(p.expert is not None for p in model.parameters)
+    refuse_sizes({"gpus": options.gpus, "ep": options.ep, "etp": options.etp}, has_experts, grid)
     rng, rng_notes = ([], []) if options.weights_only else rng_objects(model.rng, grid)
     extra = [TargetObject(key, [None]) for key in _extra_keys(stacks, local, model, options)]
     rerun = [] if options.weights_only else [TargetObject(key, [None]) for key in _stored(model, RERUN)]
