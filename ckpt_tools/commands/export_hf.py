@@ -75,7 +75,7 @@ class ExportOptions(SourceOptions):
     tp: int | None = None  # tensor-parallel size of the job that wrote an fsdp_dtensor checkpoint
     quantize: Quantization | None = None
     peft: bool = False  # the checkpoint's adapter (LoRA) as a PEFT directory
-    tower: TowerName | None = None  # the part of the vision-language model in `hf_config` that the checkpoint is
+    tower: TowerName | None = None  # the part that it is of the model in `hf_config`
     check_masters: CheckLevel = "sample"  # of the stored weights' masters, whether they are exported or not
     alpha: float | None = None  # its scale times its rank, where nothing stored tells it
 

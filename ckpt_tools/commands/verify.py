@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,6 +12,7 @@ from typing import Any
 
 from ckpt_tools.commands.opened import Opened
 from ckpt_tools.commands.read_model import Wanted, read_model, shared_by
+from ckpt_tools.commands.verify_masters import check_all_masters
 from ckpt_tools.errors import (
     CkptError,
     CorruptCheckpointError,
@@ -293,11 +294,22 @@ def _content(
         )
     )
     if location.kind == "torch_dist":
-        checks.append(_masters(files, catalog, options, _stored_model))
+        checks.append(
+            check_all_masters(
+                files, partial(_stored_model, files, catalog, options), options.threads, options.workers
+            )
+        )
     elif location.kind == "dcp" and any(
         optimizer.masters for optimizer in read_state_dict(catalog).optimizers
     ):
-        checks.append(_masters(files, catalog, options, partial(_plain_model, location)))
+        checks.append(
+            check_all_masters(
+                files,
+                partial(_plain_model, location, files, catalog, options),
+                options.threads,
+                options.workers,
+            )
+        )
     return checks
 
 
@@ -314,59 +326,6 @@ def _stored_model(files: Files, catalog: Catalog, options: VerifyOptions) -> Mod
 def _plain_model(location: Location, files: Files, catalog: Catalog, options: VerifyOptions) -> Model:
     common = read_common_state(files, catalog, options.trust_pickle)
     return read_model(Opened(location, files, catalog, common, options.trust_pickle), Wanted("masters"))
-
-
-def _masters(
-    files: Files,
-    catalog: Catalog,
-    options: VerifyOptions,
-    read: Callable[[Files, Catalog, VerifyOptions], Model],
-) -> Check:
-    """Whether every fp32 master rounds to its stored weight."""
-    from ckpt_tools.commands.export_source import master_targets
-    from ckpt_tools.execute.check_masters import compare_all_masters
-
-    found = Findings("masters", "elements")
-    try:
-        model = read(files, catalog, options)
-        targets, recipe = master_targets(model), model.settings.fp8_recipe
-        report, problems = compare_all_masters(
-            files, model.catalog, targets, options.threads, options.workers, recipe
-        )
-    except StorageError:
-        raise
-    except CkptError as error:
-        found.error("optimizer", str(error))
-        return found.done()
-    found.looked_at = report.elements
-    if report.fp8_by_position:
-        found.warning(
-            "optimizer",
-            f"the weights of {report.fp8_by_position} masters are held in FP8, and no one scale explains every "
-            "element: proven by position only",
-        )
-    known = _known_damage(files, model, options.threads, problems) if problems else {}
-    for problem in problems:
-        element, _, values = problem.partition(": ")
-        cause = known.get(element.partition("[")[0], "")
-        found.error(element, f"{values}: the master does not round to the weight{cause}")
-    return found.done()
-
-
-def _known_damage(files: Files, model: Model, threads: int, problems: Sequence[str]) -> dict[str, str]:
-    """By the name of a weight that its master does not round to: what is known of such damage, and the way out."""
-    from ckpt_tools.commands.mend_weights import judge_damage
-
-    try:
-        damaged = judge_damage(files, model, threads, problems).values()
-    except CkptError:
-        return {}  # masters that are no better: their own checks say so
-    return {
-        d.name: f" ({d.issue or 'damaged after it was written'}: "
-        + ("`repair` takes it from the master)" if d.is_proven else f"{d.what.partition(': ')[2]})")
-        for d in damaged
-        if d.issue or d.is_proven
-    }
 
 
 def _read_manifest(options: VerifyOptions) -> object:
