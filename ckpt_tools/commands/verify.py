@@ -12,7 +12,6 @@ from typing import Any
 
 from ckpt_tools.commands.opened import Opened
 from ckpt_tools.commands.read_model import Wanted, read_model, shared_by
-from ckpt_tools.commands.verify_masters import check_all_masters
 from ckpt_tools.errors import (
     CkptError,
     CorruptCheckpointError,
@@ -294,22 +293,14 @@ def _content(
         )
     )
     if location.kind == "torch_dist":
-        checks.append(
-            check_all_masters(
-                files, partial(_stored_model, files, catalog, options), options.threads, options.workers
-            )
-        )
-    elif location.kind == "dcp" and any(
-        optimizer.masters for optimizer in read_state_dict(catalog).optimizers
-    ):
-        checks.append(
-            check_all_masters(
-                files,
-                partial(_plain_model, location, files, catalog, options),
-                options.threads,
-                options.workers,
-            )
-        )
+        read = partial(_stored_model, files, catalog, options)
+    elif location.kind == "dcp" and any(one.masters for one in read_state_dict(catalog).optimizers):
+        read = partial(_plain_model, location, files, catalog, options)
+    else:
+        return checks
+    from ckpt_tools.commands.verify_masters import check_all_masters
+
+    checks.append(check_all_masters(files, read, options.threads, options.workers))
     return checks
 
 
