@@ -13,7 +13,7 @@ from ckpt_tools.cli.manual import page
 from ckpt_tools.cli.options import flag
 from ckpt_tools.cli.signature import fill, with_options
 from ckpt_tools.cli.table import ITERATIONS, READING, REWRITING
-from ckpt_tools.units import human_bytes
+from ckpt_tools.human import human_bytes
 
 if TYPE_CHECKING:
     from ckpt_tools.commands.copy import Copied, CopyReport

@@ -14,8 +14,8 @@ from ckpt_tools.cli.manual import page
 from ckpt_tools.cli.options import option
 from ckpt_tools.cli.signature import with_options
 from ckpt_tools.cli.table import READING
+from ckpt_tools.human import human_bytes
 from ckpt_tools.model.choices import UsageAxis
-from ckpt_tools.units import human_bytes
 
 if TYPE_CHECKING:
     from ckpt_tools.commands.du import Usage

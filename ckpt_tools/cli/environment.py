@@ -9,7 +9,7 @@ import typer
 from ckpt_tools.cli import render
 from ckpt_tools.cli.manual import page
 from ckpt_tools.cli.signature import with_options
-from ckpt_tools.units import human_bytes
+from ckpt_tools.human import human_bytes
 
 
 def register(app: typer.Typer) -> None:

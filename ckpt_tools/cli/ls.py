@@ -10,7 +10,7 @@ from ckpt_tools.cli import render
 from ckpt_tools.cli.manual import page
 from ckpt_tools.cli.signature import with_options
 from ckpt_tools.cli.table import OPENING
-from ckpt_tools.units import human_bytes
+from ckpt_tools.human import human_bytes
 
 if TYPE_CHECKING:
     from ckpt_tools.commands.ls import RunListing

@@ -16,7 +16,7 @@ from ckpt_tools.cli.job_sizes import JOB_SIZES, layout_of
 from ckpt_tools.cli.manual import page
 from ckpt_tools.cli.options import option
 from ckpt_tools.cli.signature import Given, fill, with_options
-from ckpt_tools.units import human_bytes, human_seconds
+from ckpt_tools.human import human_bytes, human_seconds
 
 if TYPE_CHECKING:
     from ckpt_tools.commands.plan import Priced

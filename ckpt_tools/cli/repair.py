@@ -12,7 +12,7 @@ from ckpt_tools.cli.options import flag
 from ckpt_tools.cli.reports import source_checksums
 from ckpt_tools.cli.signature import fill, with_options
 from ckpt_tools.cli.table import READING, REWRITING, OutputDir
-from ckpt_tools.units import human_bytes
+from ckpt_tools.human import human_bytes
 
 if TYPE_CHECKING:
     from ckpt_tools.commands.repair import Repaired

@@ -9,8 +9,8 @@ from ckpt_tools.commands.rewrite import Edited
 from ckpt_tools.commands.target_job import describe
 from ckpt_tools.execute.check_masters import describe_masters
 from ckpt_tools.execute.run import WriteReport
+from ckpt_tools.human import human_bytes
 from ckpt_tools.model.choices import assert_never
-from ckpt_tools.units import human_bytes
 
 _SHOWN = 8
 _NAMED = 3  # keys of one reason

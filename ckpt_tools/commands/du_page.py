@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ckpt_tools.commands.du import AXES, GAPS, METADATA, OBJECTS, UNREAD, Usage
 from ckpt_tools.commands.pages import page, safe, table
-from ckpt_tools.units import human_bytes as size
+from ckpt_tools.human import human_bytes as size
 
 WIDTH, HEIGHT = 1200.0, 620.0
 _MOST_BOXES = 3000  # drawn one by one, each with its name as a tooltip

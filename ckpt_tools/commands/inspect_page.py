@@ -13,7 +13,7 @@ from typing import Any
 
 from ckpt_tools.commands.inspect import Inspection
 from ckpt_tools.commands.pages import page, safe, table
-from ckpt_tools.units import human_bytes as size
+from ckpt_tools.human import human_bytes as size
 
 _MOST_CHUNKS = 400_000  # in one page, some 12 MB; of tensors behind them only the number is told
 _STYLE = (

@@ -16,9 +16,9 @@ from ckpt_tools.execute.journal import Journal
 from ckpt_tools.execute.source_reader import SourceReader
 from ckpt_tools.execute.stream import Counters, Pump
 from ckpt_tools.execute.write_job import Progress, WriteOptions
+from ckpt_tools.human import human_bytes
 from ckpt_tools.model.transfers import OutputItem, Plan
 from ckpt_tools.plan.coalesce import batches
-from ckpt_tools.units import human_bytes
 
 MAX_TILE_BYTES = 8 << 20
 MIN_TILE_BYTES = 64 << 10

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from ckpt_tools.cli import render
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.read_values import json_value
-from ckpt_tools.units import human_bytes
+from ckpt_tools.human import human_bytes
 from tests.conftest import DATA, SHARED, fixture_dir
 
 LLAMA = "core019_llama_tp2_fully_reshardable"

@@ -21,7 +21,7 @@ from ckpt_tools.cli.given_values import model_folder
 from ckpt_tools.cli.reports import _by_reason
 from ckpt_tools.cli.verify import two_values
 from ckpt_tools.errors import list_problems
-from ckpt_tools.units import human_bytes
+from ckpt_tools.human import human_bytes
 from ckpt_tools.verify.report import Finding
 from tests.cli.options import OPTIONS
 from tests.cli.terminal import on_a_terminal

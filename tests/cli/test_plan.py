@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.units import human_bytes
+from ckpt_tools.human import human_bytes
 from tests.conftest import DATA, REPO, fixture_dir
 from tests.pages import parse_page
 
