@@ -98,7 +98,7 @@ PAGES = {
     )),
     "convert-fsdp-dtensor-to-torch-dist": Page(CONVERT, "the same as convert --to torch_dist", (
         ("Back to 3D parallel", "convert-fsdp-dtensor-to-torch-dist FSDP OUT"),
-        ("For a job of another tensor parallel size", "convert-fsdp-dtensor-to-torch-dist FSDP OUT --tp 2"),
+        ("As a job of core 0.16 names things", "convert-fsdp-dtensor-to-torch-dist FSDP OUT --target core-0.16"),
     )),
     "build-param-group-map": Page(CONVERT, "make a param_to_param_group_map.json", (
         ("Derive the map from a checkpoint", "build-param-group-map RUN -o OUT.json"),

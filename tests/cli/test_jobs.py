@@ -81,7 +81,7 @@ def test_plan_and_convert_read_the_sizes_alike(words, topology, tmp_path, capsys
         ("--layout mfsdp-v1", "give --gpus or --dp-shard"),
         ("--layout mfsdp-v2 --gpus 4 --tp 2", "mfsdp-v2 has no tp axis"),
         ("--tp 0", "--tp 0"),
-        ("--tp 3", "tp 3 does not divide dimension 0 of shape (224, 32)"),
+        ("--tp 3", "4 attention heads are not a multiple of tensor parallel size 3"),
         ("--world-size 0", "--world-size 0"),
     ],
 )
@@ -168,7 +168,7 @@ def replacement_was_stopped(folder: Path) -> None:
         (nothing, "--max-memory 1kiB", 2, "not enough for 2 threads"),
         (nothing, "--vocab-size-padded 200", 5, "are not zeros"),
         (nothing, "--no-swiglu", 5, "--no-swiglu was given"),
-        (nothing, "--tp 3 --gpus 3", 2, "tp 3 does not divide"),
+        (nothing, "--tp 3 --gpus 3", 2, "not a multiple of tensor parallel size 3"),
     ],
 )
 def test_a_dry_run_fails_where_the_run_would(obstacle, words, code, message, tmp_path, capsys):

@@ -170,8 +170,7 @@ def test_cron_converts_what_is_new_and_only_that(
     convert, verify = (job[5] for job in jobs)
 
     done = _bash(convert, environ, tmp_path)
-    assert done.returncode == 3, done.stderr
-    assert "iter_0000200" in done.stderr
+    assert done.returncode == 0, done.stderr  # the job is writing it
     made = {path.name for path in out.glob("iter_*")}
     assert made == {"iter_0000002", "iter_0000010", "iter_0000100"}
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*.distcp")}

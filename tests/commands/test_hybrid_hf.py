@@ -57,7 +57,9 @@ def test_bits_come_back_from_both_formats(name: str, tp: int, tmp_path: Path) ->
     import_hf(str(tmp_path / "hf"), str(tmp_path / "run"))
     weights = ImportOptions(to="fsdp_dtensor", fsdp=TargetOptions(fresh_optimizer=False, tp=tp))
     if (name, tp) == ("mamba2", 2):  # Megatron counts heads of attention where no layer attends
-        with pytest.raises(UsageError, match="1 attention heads are not a multiple of tensor parallel size 2"):
+        with pytest.raises(
+            UsageError, match="1 attention heads are not a multiple of tensor parallel size 2"
+        ):
             import_hf(str(tmp_path / "hf"), str(tmp_path / "fsdp"), weights)
         return
     import_hf(str(tmp_path / "hf"), str(tmp_path / "fsdp"), weights)

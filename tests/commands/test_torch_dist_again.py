@@ -91,7 +91,7 @@ def test_nothing_to_convert_is_said_with_what_to_give(tmp_path):
     assert_same_tensors(oracle.tensors(first), oracle.tensors(source))
     with pytest.raises(UsageError, match="nothing to convert"):  # it is main's already, as its record says
         again(first, tmp_path / "out", dialect="main")
-    with pytest.raises(UsageError, match=r"--tp 2: no meaning for a torch_dist source"):
+    with pytest.raises(UsageError, match=r"--tp 2: no meaning for this conversion to torch_dist"):
         again(source, tmp_path / "out", tp=2)
     assert not (tmp_path / "out").exists()
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tools.model.box import Box, flat_range_to_boxes, full_box, row_major_strides
+from ckpt_tools.model.box import Box, flat_range_to_boxes, full_box, row_major_strides, split_axes
 from tests.strategies import boxes, shapes
 
 
@@ -70,3 +71,26 @@ def test_a_scalar_has_one_element() -> None:
     scalar = full_box(())
     assert (scalar.volume, scalar.is_empty, scalar.intersect(scalar), str(scalar)) == (1, False, scalar, "[]")
     assert flat_range_to_boxes(0, 1, ()) == [scalar]
+
+
+def test_a_box_of_split_axes_holds_the_same_elements() -> None:
+    shape, seen = (8, 6), (2, 4, 3, 2)
+    numbers = np.arange(48)
+    whole, split = numbers.reshape(shape), numbers.reshape(seen)
+    boxes = 0
+    for start in np.ndindex(*shape):
+        for stop in np.ndindex(*shape):
+            box = Box(start, tuple(b - a + 1 for a, b in zip(start, stop, strict=True)))
+            if min(box.size) < 1:
+                continue
+            found = split_axes(box, shape, seen)
+            wanted = whole[tuple(slice(a, a + n) for a, n in zip(*box, strict=True))]
+            if found is None:  # cut across an axis that is split
+                assert any(n != whole_ and (a % step or n % step)
+                           for a, n, whole_, step in zip(*box, shape, (4, 2), strict=True))  # fmt: skip
+                continue
+            boxes += 1
+            got = split[tuple(slice(a, a + n) for a, n in zip(*found, strict=True))]
+            assert got.reshape(-1).tolist() == wanted.reshape(-1).tolist()
+    assert boxes == 3 * 6
+    assert split_axes(Box((0,), (4,)), (4,), (4, 1, 3)) is None  # more axes than it has elements for

@@ -48,7 +48,7 @@ def test_a_missing_shard_of_an_object(case, where, missing, capsys):
 def test_rng_states_of_some_ranks_are_not_converted(tmp_path, capsys):
     if not CASES.is_dir():
         pytest.skip("../shared is absent")
-    command = ["convert", str(CASES / "incomplete_objects" / "rng_tp1_missing"), str(tmp_path / "out"), "-q"]
+    command = ["convert", str(CASES / "incomplete_objects" / "rng_tp1_missing"), str(tmp_path / "out")]
     assert run(command) == 5
     said = capsys.readouterr().err
     assert "1 of 2 shards are missing: rng_state/shard_0.1_1.2" in said

@@ -77,7 +77,7 @@ def family_of_config(config: Mapping[str, Any], families: Mapping[str, Family] =
             f"config.json has model_type {kind!r}, which Megatron core has no modules for: {reason}. "
             "Where a Megatron of your own has them, a rule file can say so (--rules)"
         )
-    if kind in WRAPPERS:
+    if isinstance(kind, str) and kind in WRAPPERS:
         raise MappingError(
             f"config.json has model_type {kind!r}, a vision-language model; its language model alone is converted, "
             "by import-hf and export-hf with --tower language"
