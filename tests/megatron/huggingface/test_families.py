@@ -236,6 +236,8 @@ def test_a_class_takes_without_a_field_what_its_family_takes(name: str) -> None:
     for field in family.fields:
         if field.wins == "either" or field.arg == "mtp_num_layers" or field.hf == "use_parallel_residual":
             continue  # refused without; proven by the tensors
+        if name.endswith("_vl_moe_text") and field.hf == "tie_word_embeddings":
+            continue  # transformers 4 and 5 have each its own; what is stored decides (towers.py)
         if field.default is not REQUIRED:
             less = {key: value for key, value in config.items() if key not in (field.hf, field.also)}
             assert read_config(family, less) == whole, field.hf
