@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Any
 
 from ckpt_tools.errors import Interrupted, Terminated
+from ckpt_tools.execute.signals import StopSignals
 
 # Not `-m`: that would import what lies in the working directory. The package may lie in a zip file.
 _START = (
@@ -49,38 +50,34 @@ class Ended:
     seconds: float
 
 
-class Hand:
+class Hand(StopSignals):
     """Starts commands one at a time. SIGINT and SIGTERM end the one that runs, which leaves what it can go on from.
 
     A second signal acts at once. `kept` are descriptors that commands inherit, `tell` gets lines of their stderr.
     """
 
     def __init__(self, tell: Callable[[str], None]) -> None:
+        super().__init__()
         self.kept: tuple[int, ...] = ()
         self._tell = tell
-        self._before: dict[int, Any] = {}
-        self._seen: int | None = None
         self._child: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Hand:
         self._wakes, self._woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._remember)
+        super().__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        super().__exit__(kind, error, trace)
         signal.set_wakeup_fd(-1)
         os.close(self._wakes)
         os.close(self._woken)
 
     def _remember(self, number: int, _frame: object) -> None:
-        self._seen = number
-        signal.signal(number, self._before[number])
+        super()._remember(number, _frame)
         if self._child is not None:
             self._child.terminate()
 

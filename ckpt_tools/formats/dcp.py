@@ -127,17 +127,14 @@ def _catalog(machine: Machine, root: Any, location: str) -> Catalog:
         raise CorruptCheckpointError(
             f"{machine.where} contradicts itself:\n{list_problems(problems)}", problems
         )
-    planner = fields[
-        "planner_data"
-    ]  # None in Megatron's, and of a class of somebody's planner it tells nothing
+    planner = fields["planner_data"]  # None in Megatron's; that of somebody's own class tells nothing
+    paths = planner.as_dict() if type(planner) is Pairs else {}
     version = fields.get("version")
     return Catalog(
         root=location,
         tensors=tensors,
         objects=objects,
-        planner_paths={key: _path(path) for key, path in planner.as_dict().items()}
-        if type(planner) is Pairs
-        else {},
+        planner_paths={key: _path(path) for key, path in paths.items()},
         original_shapes=_original_shapes(fields.get("mcore_data")),
         metadata_class=f"{root.kind.module}.{root.kind.name}",
         metadata_version=version if isinstance(version, str) else None,

@@ -5,11 +5,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +14,8 @@ import torch
 
 from ckpt_tools.commands.merge_adapter import MergeOptions, merge_adapter
 from tests.commands import oracle
+from tests.peers.releases import run_writer
 from tests.peers.test_optimizer_layouts import PEERS, join
-from tests.ports import free_port
 
 WRITER = Path(__file__).with_name("write_adapter.py")
 CORE, BRIDGE = PEERS / "megatron_core-0.16.1", PEERS / "megatron_bridge-0.3.1"
@@ -27,21 +23,7 @@ CORE, BRIDGE = PEERS / "megatron_core-0.16.1", PEERS / "megatron_bridge-0.3.1"
 
 def write(case: dict[str, Any], out: Path) -> None:
     """Let the releases write the three checkpoints into `out`."""
-    words = [
-        sys.executable,
-        "-W",
-        "ignore",
-        str(WRITER),
-        json.dumps(case | {"port": free_port(), "out": str(out)}),
-    ]
-    env = os.environ | {"PYTHONPATH": f"{CORE}{os.pathsep}{BRIDGE}", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    try:
-        error = process.communicate(timeout=240)[1]
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        pytest.fail(f"the releases did not end in 240 s: {case}")
-    assert process.returncode == 0, f"{case}\n{error[-4000:]}"
+    run_writer(WRITER, f"{CORE}{os.pathsep}{BRIDGE}", case, out)
 
 
 @pytest.mark.peer

@@ -5,12 +5,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.megatron.optimizer_layouts.test_real_checkpoints import assert_equal_to_truth, open_checkpoint
-from tests.ports import free_port
+from tests.peers.releases import run_writer
 
 PEERS = Path(os.environ.get("CKPT_TOOLS_PEERS", "absent"))
 WRITER = Path(__file__).with_name("write_checkpoint.py")
@@ -67,21 +63,7 @@ def test_states_equal_what_the_ranks_held(version: str, layout: str, tmp_path: P
 
 def write(release: Path, case: dict[str, Any], out: Path) -> None:
     """Let a release write a checkpoint and the held shards into `out`."""
-    words = [
-        sys.executable,
-        "-W",
-        "ignore",
-        str(WRITER),
-        json.dumps(case | {"port": free_port(), "out": str(out)}),
-    ]
-    env = os.environ | {"PYTHONPATH": str(release), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    try:
-        error = process.communicate(timeout=240)[1]
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # its ranks and their writers too
-        pytest.fail(f"the release did not end in 240 s: {case}")
-    assert process.returncode == 0, f"{case}\n{error[-4000:]}"
+    run_writer(WRITER, str(release), case, out)
 
 
 def merge(out: Path, case: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +12,7 @@ import torch
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
 from ckpt_tools.commands.to_torch_dist import convert_to_torch_dist
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
-from tests.ports import free_port
+from tests.peers.releases import run_writer
 
 RELEASE = Path(os.environ.get("CKPT_TOOLS_PEERS", "absent"), "megatron_core-0.16.1")
 WRITER = Path(__file__).with_name("other_optimizers.py")
@@ -56,20 +52,6 @@ def test_what_was_converted_there_and_back_loads_with_every_state(
 def run(case: dict[str, Any], out: Path) -> list[dict[str, Any]]:
     """What each rank holds after the release has saved or loaded."""
     out.mkdir()
-    words = [
-        sys.executable,
-        "-W",
-        "ignore",
-        str(WRITER),
-        json.dumps(case | {"port": free_port(), "out": str(out)}),
-    ]
-    env = os.environ | {"PYTHONPATH": str(RELEASE), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    try:
-        error = process.communicate(timeout=140)[1]
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # its ranks and their writers too
-        pytest.fail(f"the release did not end in 140 s: {case}")
-    assert process.returncode == 0, f"{case}\n{error[-4000:]}"
+    run_writer(WRITER, str(RELEASE), case, out, seconds=140)
     files = sorted(out.glob("held_*.pt"))
     return [torch.load(file, weights_only=False) for file in files]
