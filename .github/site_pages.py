@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import typer.main
 
@@ -314,14 +315,31 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_post_build(config: Any) -> None:
-    """Refuse a site that would load something from elsewhere."""
+    """Refuse a site that would load something from elsewhere, or in which a link leads nowhere."""
     from mkdocs.exceptions import PluginError
 
     if found := foreign(Path(config.site_dir)):
         raise PluginError(f"these would load something from elsewhere: {', '.join(map(str, found))}")
+    if dead := dead_links(Path(config.site_dir)):
+        raise PluginError(f"these links lead nowhere: {', '.join(dead)}")
 
 
 def foreign(folder: Path) -> list[Path]:
     """Pages and styles with something that a browser would fetch from another place."""
     files = [path for path in sorted(folder.rglob("*")) if path.suffix in (".html", ".css")]
     return [path for path in files if _LOADS.search(path.read_text(errors="replace"))]
+
+
+def dead_links(folder: Path) -> list[str]:
+    """Links of pages, each after its page, to a file or to a place in a page that is not there."""
+    texts = {path: path.read_text() for path in sorted(folder.rglob("*.html")) if path.name != "404.html"}
+    places = {path: set(re.findall(r'<[a-z][^>]*\sid="([^"]+)"', text)) for path, text in texts.items()}
+    found = []
+    for path, text in texts.items():
+        for link in dict.fromkeys(re.findall(r'<[a-z][^>]*\s(?:href|src)="([^"]+)"', text)):
+            name, _, place = html.unescape(unquote(link)).partition("#")
+            to = Path(posixpath.normpath(path.parent / name)) if name else path
+            there = to.exists() and (not place or place in places.get(to, (place,)))
+            if ":" not in link and not there:
+                found.append(f"{path.relative_to(folder)}: {link}")
+    return found

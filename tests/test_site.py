@@ -134,3 +134,15 @@ def test_a_site_that_would_load_from_elsewhere_is_found(
         '<a href="https://example.org">a link is not loaded</a><img src="x.png">'
     )
     assert site.foreign(tmp_path) == [tmp_path / name]
+
+
+def test_a_link_that_leads_nowhere_is_found(site: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "b c.html").write_text('<h1 id="one">x</h1><a href="in/a.html#two"></a><a href="."></a>')
+    (tmp_path / "in" / "a.html").write_text(
+        '<p id="two"></p><a href="../b%20c.html#one"></a><a href="#two"></a><a href="https://x.org/y#z"></a>'
+        '<a href="../b%20c.html#two"></a><a href="#one"></a><img src="x.png"><a class=x href="c.html#one"></a>'
+    )
+    assert site.dead_links(tmp_path) == [
+        f"in/a.html: {link}" for link in ("../b%20c.html#two", "#one", "x.png", "c.html#one")
+    ]

@@ -32,7 +32,8 @@ PROGRAM = re.compile(r"^(?:torchrun .*-m ckpt_tools|python3? -m ckpt_tools|check
 ELSEWHERE = {
     r"pip install |python3 -m venv ": ".ci/run and .ci/wheel",
     r"bash example-scripts/quickstart\.sh$": "tests/test_without_torch.py",
-    r"uvx |pipx ": "nothing: both are other people's",
+    r"uvx |pipx ": ".ci/wheel",
+    r"podman ": ".ci/container",
     r"cd /somewhere ": "`places` makes the same link",
     r"(?:INPUT=\S+ OUTPUT=\S+ )?sbatch ": "tests/clusters",
     r"torchrun .*example-scripts/": "tests/test_examples.py",
