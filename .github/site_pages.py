@@ -44,6 +44,7 @@ ELSEWHERE = {  # page -> where it stands in the repository
 NEED_TORCH = {"StorageReader"}  # a class of torch's class: described without it, as the site is built without
 PICTURES = {".svg", ".png"}
 _LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s]+)(\))")
+_WORD_END = re.compile(r"(?<=[^\W_])([._/|]+)(?=\w)|(?<=[a-z])(?=[A-Z])")
 _LOADS = re.compile(  # what a browser would fetch by itself
     r"""<(?:script|img|link|iframe|source)\b[^>]*\b(?:src|href)=["']?(?:https?:)?//|url\(["']?(?:https?:)?//|@import"""
 )
@@ -312,6 +313,22 @@ def on_files(files: Any, config: Any) -> Any:
                 )
             )
     return files
+
+
+def on_page_content(text: str, **_: Any) -> str:
+    return foldable(text)
+
+
+def foldable(text: str) -> str:
+    """A page in which code in a line may be folded between the words of a name, never within an option."""
+
+    def fold(match: re.Match[str]) -> str:
+        parts = re.split(r"((?<![\w-])--?[a-z][\w-]*)", match[1])
+        parts[::2] = [_WORD_END.sub(r"\1<wbr>", part) for part in parts[::2]]
+        parts[1::2] = [f'<span class="option">{part}</span>' for part in parts[1::2]]
+        return f"<code>{''.join(parts)}</code>"
+
+    return re.sub(r"(?<!<pre>)<code>([^<]*)</code>", fold, text)
 
 
 def on_post_build(config: Any) -> None:

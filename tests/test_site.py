@@ -136,6 +136,22 @@ def test_a_site_that_would_load_from_elsewhere_is_found(
     assert site.foreign(tmp_path) == [tmp_path / name]
 
 
+@pytest.mark.parametrize(
+    ("code", "folded"),
+    [
+        ("a_b.c/d", "a_<wbr>b.<wbr>c/<wbr>d"),
+        ("LlamaForCausalLM", "Llama<wbr>For<wbr>Causal<wbr>LM"),
+        ("x --dry-run=1 -q", 'x <span class="option">--dry-run</span>=1 <span class="option">-q</span>'),
+        ("__0_0.x", "__0_<wbr>0.<wbr>x"),
+        ("a-b &lt;N&gt;", "a-b &lt;N&gt;"),
+    ],
+)
+def test_code_is_folded_where_it_reads_well(code: str, folded: str, site: ModuleType) -> None:
+    assert site.foldable(f"<td><code>{code}</code></td>") == f"<td><code>{folded}</code></td>"
+    whole = f'<pre><code>{code}</code></pre><code class="name">{code}</code>'
+    assert site.foldable(whole) == whole
+
+
 def test_a_link_that_leads_nowhere_is_found(site: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "b c.html").write_text('<h1 id="one">x</h1><a href="in/a.html#two"></a><a href="."></a>')
