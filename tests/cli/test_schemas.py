@@ -13,6 +13,7 @@ import pytest
 import ckpt_tools
 from ckpt_tools.cli.app import run
 from tests.altered import without_numbers
+from tests.cli import schema_fields
 from tests.conftest import DATA
 from tests.damage import flip_bit, payload_of
 from tests.megatron.adapter_checkpoints import lora
@@ -163,6 +164,20 @@ def test_every_schema_is_one_and_is_used() -> None:
         jsonschema.Draft202012Validator.check_schema(schema)
         assert schema["$schema"] == jsonschema.Draft202012Validator.META_SCHEMA["$id"]
         assert schema["$id"] == f"urn:ckpt_tools:{name}:{VERSIONS.get(name, 1)}"
+
+
+def test_no_field_goes_without_a_higher_version() -> None:
+    """What `.github/docs/compatibility.md` promises."""
+    then, now = schema_fields.recorded(), schema_fields.present()
+    assert schema_fields.gone(then, now) == [], "raise schema_version in the schema, the report and VERSIONS"
+    assert then == now, "look at what is new, then: python -m tests.cli.schema_fields"
+    assert {name for name in now if not name.endswith(":1")} == {f"{n}:{v}" for n, v in VERSIONS.items()}
+
+
+def test_a_field_that_goes_or_changes_is_found() -> None:
+    then = {"ls:1": {"a integer always", "b string"}, "du:1": {"c any"}}
+    now = {"ls:1": {"a number always", "b string", "d any"}, "du:2": set[str]()}
+    assert schema_fields.gone(then, now) == ["ls:1 a integer always"]
 
 
 def test_a_field_more_or_less_is_seen() -> None:
