@@ -15,7 +15,7 @@ import typer
 
 from ckpt_tools.cli.commands import Group
 from ckpt_tools.cli.manual import closing
-from ckpt_tools.cli.render import escape_lines
+from ckpt_tools.cli.render import complain, escape_lines
 from ckpt_tools.credentials import hidden, redacted
 from ckpt_tools.errors import CkptError, Interrupted, StorageError, UsageError
 
@@ -129,14 +129,14 @@ def _explain(error: BaseException) -> int:
             "control group's pids.max. Nothing was published."
         )
     if isinstance(error, CkptError):
-        print(escape_lines(f"error: {error}"), file=sys.stderr)
+        complain(f"error: {error}")
         return error.exit_code
     if hasattr(
         error, "format_message"
     ):  # click's usage errors; typer has its own copy of click in some versions
         context = getattr(error, "ctx", None)
         hint = f"\n{context.get_usage()}\nTry '{context.command_path} --help'." if context else ""
-        print(escape_lines(redacted(f"error: {error.format_message()}{hint}")), file=sys.stderr)
+        complain(redacted(f"error: {error.format_message()}{hint}"))
         return UsageError.exit_code
     print(escape_lines(redacted("".join(traceback.format_exception(error)).rstrip())), file=sys.stderr)
     return CkptError.exit_code
