@@ -27,6 +27,7 @@
 * `stats`: `stats`
 * `verify`: `verify`, `diff`, `preflight`
 * `environment`: `env`, `--version`
+* `fold`: lines and tables in as many columns as a terminal has
 * `render`: tables for people, JSON for programs
 * `reports`: the report of a conversion
 * `findings`: reports of checks: text, JSON, GitHub, Markdown, JUnit

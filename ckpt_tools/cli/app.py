@@ -10,12 +10,14 @@ import io
 import os
 import sys
 import traceback
+import warnings
+from typing import Any
 
 import typer
 
 from ckpt_tools.cli.commands import Group
 from ckpt_tools.cli.manual import closing
-from ckpt_tools.cli.render import escape_lines
+from ckpt_tools.cli.render import complain, escape_lines, say
 from ckpt_tools.credentials import hidden, redacted
 from ckpt_tools.errors import CkptError, Interrupted, StorageError, UsageError
 
@@ -98,7 +100,10 @@ def run(argv: list[str] | None = None) -> int:
     """The exit code of one command line; errors go to stderr as one message."""
     try:
         words = sys.argv[1:] if argv is None else argv
-        code = app(args=[hidden(word) for word in words], standalone_mode=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", UserWarning)
+            warnings.showwarning = _show_warning
+            code = app(args=[hidden(word) for word in words], standalone_mode=False)
         sys.stdout.flush()
     except typer.Exit as stop:
         return stop.exit_code
@@ -111,6 +116,18 @@ def run(argv: list[str] | None = None) -> int:
     except (Exception, KeyboardInterrupt) as error:
         return _explain(error)
     return code if isinstance(code, int) else 0
+
+
+def _show_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any, **_more: Any
+) -> None:
+    """What the library warns of, once for all ranks; others speak as they do."""
+    from ckpt_tools.cli.progress import is_first_rank
+
+    if category is not UserWarning:
+        sys.stderr.write(warnings.formatwarning(message, category, filename, lineno))
+    elif is_first_rank():
+        say(escape_lines(f"warning: {message}"))
 
 
 def _explain(error: BaseException) -> int:
@@ -129,14 +146,14 @@ def _explain(error: BaseException) -> int:
             "control group's pids.max. Nothing was published."
         )
     if isinstance(error, CkptError):
-        print(escape_lines(f"error: {error}"), file=sys.stderr)
+        complain(f"error: {error}")
         return error.exit_code
     if hasattr(
         error, "format_message"
     ):  # click's usage errors; typer has its own copy of click in some versions
         context = getattr(error, "ctx", None)
         hint = f"\n{context.get_usage()}\nTry '{context.command_path} --help'." if context else ""
-        print(escape_lines(redacted(f"error: {error.format_message()}{hint}")), file=sys.stderr)
+        complain(redacted(f"error: {error.format_message()}{hint}"))
         return UsageError.exit_code
     print(escape_lines(redacted("".join(traceback.format_exception(error)).rstrip())), file=sys.stderr)
     return CkptError.exit_code

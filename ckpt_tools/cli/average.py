@@ -66,14 +66,14 @@ def _as_json(done: Averaged) -> dict[str, object]:
 
 def _print(done: Averaged) -> None:
     for share, source in zip(done.weights, done.sources, strict=True):
-        print(render.escape(f"{share:.6g} of {source}"))
-    print(
+        render.tell(render.escape(f"{share:.6g} of {source}"))
+    render.tell(
         f"averaged {len(done.averaged):,} tensors; {len(done.rounded):,} weights are their masters' mean, rounded"
     )
     if done.masters is not None:
-        print(f"masters of the last source: {masters_text(done.masters)}")
+        render.tell(f"masters of the last source: {masters_text(done.masters)}")
     for key in done.kept[:_SHOWN]:
-        print(render.escape(f"not averaged, taken from the last: {key}"))
+        render.tell(render.escape(f"not averaged, taken from the last: {key}"))
     if len(done.kept) > _SHOWN:
-        print(f"... and {len(done.kept) - _SHOWN:,} more (--json lists all)")
+        render.tell(f"... and {len(done.kept) - _SHOWN:,} more (--json lists all)")
     print_rewritten(done)

@@ -11,7 +11,7 @@ import typer.main
 from typer.core import TyperGroup
 
 from ckpt_tools.cli.completion import offer_values
-from ckpt_tools.cli.help import write_epilog, write_parameters, write_sections
+from ckpt_tools.cli.help import fit_page, write_epilog, write_parameters, write_sections, write_usage
 from ckpt_tools.cli.manual import PAGES
 
 # The module that registers each command, in the order of the program's help.
@@ -94,6 +94,13 @@ class Group(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(self.commands)
+
+    def get_help(self, ctx: Any) -> str:
+        fit_page(ctx)
+        return super().get_help(ctx)
+
+    def format_usage(self, ctx: Any, formatter: Any) -> None:
+        write_usage(self, ctx, formatter)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         write_parameters(self, ctx, formatter)

@@ -238,7 +238,7 @@ def build_param_group_map(
     **given: Any,
 ) -> None:
     """Write a param_to_param_group_map.json: from a training job's dump, or derived from a checkpoint alone."""
-    from ckpt_tools.cli.render import escape, json_text, write_text
+    from ckpt_tools.cli.render import escape, json_text, tell, write_text
     from ckpt_tools.commands.group_map import build_group_map
     from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 
@@ -246,7 +246,7 @@ def build_param_group_map(
     write_text(given["output"] or Path("-"), json_text(dict(found.groups), 2) + "\n", source)
     if given["explain"]:
         for name, rule in found.rules.items():
-            print(f"{escape(name)}: group {found.groups[name]} ({rule})", file=sys.stderr)
+            tell(f"{escape(name)}: group {found.groups[name]} ({rule})", sys.stderr)
 
 
 def finish(done: ConversionReport, as_json: bool, file: Path | None) -> None:
@@ -277,10 +277,7 @@ def finish_all(outcomes: list[Outcome], source: str, as_json: bool, file: Path |
         _write_json(iterations.as_json(outcomes), as_json, file, source)
         for outcome in outcomes:
             if outcome.error is not None:
-                print(
-                    render.escape_lines(f"error: iteration {outcome.iteration}: {outcome.error}"),
-                    file=sys.stderr,
-                )
+                render.complain(f"error: iteration {outcome.iteration}: {outcome.error}")
             elif outcome.is_unfinished:
                 say_unfinished(outcome.iteration)
             elif not as_json and not (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -54,7 +53,7 @@ def copy(
     for iteration in done.not_finished:
         say_unfinished(iteration)
     for number, error in done.failed:
-        print(render.escape_lines(f"error: iteration {number} was not copied: {error}"), file=sys.stderr)
+        render.complain(f"error: iteration {number} was not copied: {error}")
     raise typer.Exit(max((error.exit_code for _, error in done.failed), default=0))
 
 
@@ -62,24 +61,26 @@ def _print(done: CopyReport) -> None:
     for one in done.copied:
         _print_copied(one)
     if done.already_there:
-        print(f"already there: {', '.join(map(str, done.already_there))}")
+        render.tell(f"already there: {', '.join(map(str, done.already_there))}")
 
 
 def _print_copied(one: Copied) -> None:
     seconds = one.written.seconds
     was_there = one.written.was_there
-    print(render.escape(f"{'compared' if was_there else 'copied'} {one.source} -> {one.output}"))
-    print(
+    render.tell(render.escape(f"{'compared' if was_there else 'copied'} {one.source} -> {one.output}"))
+    render.tell(
         f"  {one.files:,} files, {human_bytes(one.nbytes)} in {seconds:.2f} s"
         f"{', all of it there already: nothing was copied' if was_there else ''}"
         f"{', read back and compared' if one.read_back else ''}"
     )
     if one.written.check_source == "none":
-        print("  no payload was compared with the checksum that its writer stored (--check-source none)")
+        render.tell(
+            "  no payload was compared with the checksum that its writer stored (--check-source none)"
+        )
     else:
-        print(f"  {one.proven:,} payloads have the checksum that their writer stored", end="")
-        print(f"; {one.without_checksum:,} carry none" if one.without_checksum else "")
+        without = f"; {one.without_checksum:,} carry none" if one.without_checksum else ""
+        render.tell(f"  {one.proven:,} payloads have the checksum that their writer stored{without}")
     if one.left_out:
         listed = ", ".join(map(render.escape, one.left_out[:_SHOWN]))
         more = f", and {len(one.left_out) - _SHOWN:,} more" if len(one.left_out) > _SHOWN else ""
-        print(f"  not copied, in inner folders: {listed}{more}")
+        render.tell(f"  not copied, in inner folders: {listed}{more}")

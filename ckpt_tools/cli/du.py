@@ -79,22 +79,22 @@ def _print(found: Usage, axes: Sequence[UsageAxis]) -> None:
         render.print_table((axis, "size", "share"), rows)
     largest = sorted(found.others.items(), key=lambda pair: -pair[1])
     for name, nbytes in largest[:_SHOWN]:
-        print(f"beside the iterations: {render.escape(name)} {human_bytes(nbytes)}")
+        render.tell(f"beside the iterations: {render.escape(name)} {human_bytes(nbytes)}")
     if len(largest) > _SHOWN:
-        print(f"... and {len(largest) - _SHOWN:,} more (--json lists all)")
+        render.tell(f"... and {len(largest) - _SHOWN:,} more (--json lists all)")
     for name, why in found.unread.items():
-        print(f"{render.escape(name)} is not a whole checkpoint: {render.escape(why)}")
+        render.tell(f"{render.escape(name)} is not a whole checkpoint: {render.escape(why)}")
     if found.duplicates:
-        print(
+        render.tell(
             f"{human_bytes(found.spare)} in {len(found.duplicates):,} items that an earlier iteration holds "
             "with the same checksum:"
         )
         for one in found.duplicates[:_SHOWN]:
-            print(
+            render.tell(
                 f"  {render.escape(one.key)} {one.box} {human_bytes(one.nbytes)}, {len(one.iterations)} times"
             )
         if len(found.duplicates) > _SHOWN:
-            print(f"  ... and {len(found.duplicates) - _SHOWN:,} more (--json lists all)")
+            render.tell(f"  ... and {len(found.duplicates) - _SHOWN:,} more (--json lists all)")
     if found.without_checksum:
-        print(f"{found.without_checksum:,} items carry no checksum and were not compared")
-    print(f"{human_bytes(found.total)} in all")
+        render.tell(f"{found.without_checksum:,} items carry no checksum and were not compared")
+    render.tell(f"{human_bytes(found.total)} in all")

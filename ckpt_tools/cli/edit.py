@@ -81,13 +81,13 @@ def print_tensor(
     if printed.dtype is None:
         print(render.json_text(printed.values))
         return
-    print(
+    render.tell(
         f"{render.escape(printed.key)}: {printed.dtype} {list(printed.shape)}, {len(printed.chunks)} chunks"
     )
     for name, value in printed.statistics.items():
-        print(f"  {name:<9}{value}")
+        render.tell(f"  {name:<9}{value}")
     if printed.box is not None and printed.box.size != printed.shape:
-        print(f"  shown: {printed.box}")
+        render.tell(f"  shown: {printed.box}")
     print(render.escape_lines(render_values(printed.values)))
 
 
@@ -112,7 +112,7 @@ def _print_lines(edited: Edited) -> None:
     lines = [f"removed {key}" for key in edited.removed]
     lines += [f"renamed {key} -> {name}" for key, name in edited.renamed.items()]
     for line in lines[:_SHOWN]:
-        print(render.escape(line))
+        render.tell(render.escape(line))
     if len(lines) > _SHOWN:
-        print(f"... and {len(lines) - _SHOWN:,} more (--json lists all)")
+        render.tell(f"... and {len(lines) - _SHOWN:,} more (--json lists all)")
     print_rewritten(edited)

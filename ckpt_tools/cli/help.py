@@ -2,22 +2,44 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable
 from typing import Any
 
 from typer.core import TyperCommand
 
+from ckpt_tools.cli.fold import fold_cell, fold_command, fold_line
+
 Row = tuple[str, str]
+_NARROW = 64  # columns of a page in which a definition stands below its term
 
 
 class Command(TyperCommand):
     """A command whose options stand under the panels they were given."""
+
+    def get_help(self, ctx: Any) -> str:
+        fit_page(ctx)
+        return super().get_help(ctx)
+
+    def format_usage(self, ctx: Any, formatter: Any) -> None:
+        write_usage(self, ctx, formatter)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         write_parameters(self, ctx, formatter)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         write_epilog(self.epilog, formatter)
+
+
+def fit_page(ctx: Any) -> None:
+    """Give a page the columns that there are; of its own accord no page of click has fewer than 50."""
+    ctx.terminal_width = min(shutil.get_terminal_size().columns, ctx.max_content_width or 80) - 2
+
+
+def write_usage(command: Any, ctx: Any, formatter: Any) -> None:
+    """The first line of a page."""
+    usage = " ".join(("Usage:", ctx.command_path, *command.collect_usage_pieces(ctx)))
+    formatter.write("\n".join(fold_line(usage, formatter.width)) + "\n")
 
 
 def write_parameters(command: Any, ctx: Any, formatter: Any) -> None:
@@ -40,7 +62,18 @@ def write_sections(rows: Iterable[tuple[str, Row]], formatter: Any) -> None:
     """Definition lists, one a section."""
     for section, found in by_section(rows).items():
         with formatter.section(section):
-            formatter.write_dl(found)
+            _write_rows(found, formatter)
+
+
+def _write_rows(rows: list[Row], formatter: Any) -> None:
+    """A definition list, in two columns if there is room for them."""
+    if formatter.width >= _NARROW:
+        formatter.write_dl(rows)
+        return
+    for term, text in rows:
+        for indent, part in ((2, term), (6, " ".join(text.split()))):
+            lines = fold_cell(part, formatter.width - indent)
+            formatter.write("".join(f"{' ' * indent}{line}\n" for line in lines))
 
 
 def by_section(rows: Iterable[tuple[str, Row]]) -> dict[str, list[Row]]:
@@ -52,6 +85,11 @@ def by_section(rows: Iterable[tuple[str, Row]]) -> dict[str, list[Row]]:
 
 
 def write_epilog(epilog: str | None, formatter: Any) -> None:
-    """The end of a page, line by line as it is."""
+    """The end of a page, line by line as it is; what is indented most are commands."""
     if epilog:
-        formatter.write(f"\n{epilog}\n")
+        folded = [
+            part
+            for line in epilog.split("\n")
+            for part in (fold_command if line.startswith("    ") else fold_line)(line, formatter.width)
+        ]
+        formatter.write("\n" + "\n".join(folded) + "\n")

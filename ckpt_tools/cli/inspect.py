@@ -145,7 +145,7 @@ def _print_listing(found: Inspection) -> None:
     if objects or not found.patterns:
         render.print_table(("object", "bytes"), objects)
     if found.group_meta and not found.list_group_meta:
-        print(
+        render.tell(
             f"and {found.group_meta:,} param_to_group_meta objects (--not-ignore-param-to-group-meta lists them)"
         )
 

@@ -51,17 +51,17 @@ def _print(found: RunListing) -> None:
     ]
     render.print_table(("iteration", "state", "size", "format", "topology"), rows)
     if found.latest:
-        print(f"* the latest, by the tracker of {render.escape(found.root)}")
+        render.tell(f"* the latest, by the tracker of {render.escape(found.root)}")
     if found.note:
-        print(f"no latest: {render.escape(found.note)}")
+        render.tell(f"no latest: {render.escape(found.note)}")
     for row in found.iterations:
         if row.why:
-            print(f"{row.name}: {render.escape(row.why)}")
+            render.tell(f"{row.name}: {render.escape(row.why)}")
     if found.others:
         largest = sorted(found.others.items(), key=lambda pair: -pair[1])
         listed = ", ".join(f"{render.escape(name)} {human_bytes(n)}" for name, n in largest[:5])
         more = f", and {len(largest) - 5:,} more" if len(largest) > 5 else ""
-        print(f"beside them: {listed}{more}")
+        render.tell(f"beside them: {listed}{more}")
 
 
 def _print_runs(found: RunListing) -> None:

@@ -55,7 +55,9 @@ def man(
             sys.stdout.write(text)
             if sys.stdout.isatty():
                 words = " ".join(filter(None, (PROGRAM, "man", command)))
-                print(f"note: a man page in its source form; to read it: {words} | man -l -", file=sys.stderr)
+                render.tell(
+                    f"note: a man page in its source form; to read it: `{words} | man -l -`", sys.stderr
+                )
         else:
             try:
                 output.mkdir(parents=True, exist_ok=True)
@@ -63,7 +65,7 @@ def man(
             except OSError as error:
                 raise UsageError(f"--output {output}: {error.strerror or error}") from error
     if output is not None:
-        print(f"wrote {len(names)} pages into {render.escape(str(output))}", file=sys.stderr)
+        render.tell(f"wrote {len(names)} pages into {render.escape(str(output))}", sys.stderr)
 
 
 def man_page(group: Any, context: Any, name: str | None) -> str:

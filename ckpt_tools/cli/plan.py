@@ -196,9 +196,9 @@ def _print(found: Priced) -> None:
     _print_tensors(found)
     for name in ("dropped", "kept", "renamed", "backfilled", "notes"):
         for line in facts[name][:_LISTED_NOTES]:
-            print(f"{name}: {render.escape(line)}")
+            render.tell(f"{name}: {render.escape(line)}")
         if len(facts[name]) > _LISTED_NOTES:
-            print(f"{name}: ... and {len(facts[name]) - _LISTED_NOTES:,} more (--json lists all)")
+            render.tell(f"{name}: ... and {len(facts[name]) - _LISTED_NOTES:,} more (--json lists all)")
 
 
 def _duration(found: Duration) -> str:
@@ -254,7 +254,7 @@ def _print_tensors(found: Priced) -> None:
         )
         return
     if found.rank is None and len(found.plan.tensors) > 200:
-        print(f"{len(found.plan.tensors):,} tensors; --tensor GLOB or --rank R lists them, --json all")
+        render.tell(f"{len(found.plan.tensors):,} tensors; --tensor GLOB or --rank R lists them, --json all")
         return
     render.print_table(
         ("tensor", "dtype", "shape", "role", "boxes", "bytes", "strategies"),

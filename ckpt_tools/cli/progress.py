@@ -15,6 +15,7 @@ from ckpt_tools.human import human_bytes
 
 _SECONDS_BETWEEN_LINES = 10.0
 _SECONDS_BETWEEN_PICTURES = 0.1
+_BAR, _RATE = 80, 60  # columns of a terminal that has room for a bar, and for how fast it goes
 _work = ""
 
 
@@ -46,13 +47,15 @@ def progress_bar(quiet: bool) -> Iterator[Callable[[int, int], None]]:
 @contextmanager
 def _bar() -> Iterator[Callable[[int, int], None]]:
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
-    columns = [TextColumn(_work), BarColumn(bar_width=40 if console.width >= 80 else 8)]
+    columns: list[ProgressColumn] = [TextColumn(_work)]
+    columns += [BarColumn(bar_width=40)] if console.width >= _BAR else []
     columns += [TextColumn("{task.percentage:>3.0f} %"), TextColumn("{task.fields[size]}")]
+    columns += [TimeRemainingColumn()] if console.width >= _BAR else []
     # Without its own thread, which would keep this process from being forked (`execute.workers`).
-    with Progress(*columns, TimeRemainingColumn(), console=console, auto_refresh=False) as bar:
+    with Progress(*columns, console=console, auto_refresh=False) as bar:
         task = bar.add_task("", total=None, size="")
         started, drawn, latest = time.monotonic(), 0.0, 0
 
@@ -61,8 +64,8 @@ def _bar() -> Iterator[Callable[[int, int], None]]:
             now, latest = time.monotonic(), total
             if now - drawn > _SECONDS_BETWEEN_PICTURES or done == total:
                 drawn = now
-                rate = human_bytes(int(done / max(now - started, 1e-3)))
-                size = f"{_of(done, total)} {rate}/s"
+                rate = f" {human_bytes(int(done / max(now - started, 1e-3)))}/s"
+                size = f"{_of(done, total)}{rate if console.width >= _RATE else ''}"
                 bar.update(task, completed=done, total=total, size=size, refresh=True)
 
         yield update

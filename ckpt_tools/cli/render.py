@@ -8,10 +8,14 @@ JUnit, `commands.picture` that of SVG and HTML.
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, TextIO
+
+from ckpt_tools.cli import fold
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,7 +24,7 @@ if TYPE_CHECKING:
 
 _CI_COMMAND = re.compile(r"##(?=\w*\[)")  # Azure's ##vso[ and ##[, TeamCity's ##teamcity[, wherever in a line
 _UNLIMITED = 1 << 16  # columns, when nobody looks: keys must not be folded in a file
-_NARROW = 60  # columns of a terminal in which a table that does not fit becomes a list
+_GAP = "  "  # between the columns of a table
 _is_quiet = False
 
 
@@ -70,10 +74,32 @@ def escape_lines(text: str) -> str:
     return "\n".join(map(escape, text.split("\n")))
 
 
+def tell(text: str = "", stream: TextIO | None = None) -> None:
+    """Print text that is harmless already on stdout, or `stream`; a terminal gets it folded between words."""
+    stream = stream or sys.stdout
+    width = fold.columns_of(stream)
+    lines = text.split("\n")
+    if width is not None:
+        lines = [part for line in lines for part in fold.fold_line(line, width)]
+    print("\n".join(lines), file=stream, flush=True)
+
+
+def tell_command(text: str) -> None:
+    """Print shell lines; a terminal gets them folded so that they are still those when they are copied."""
+    width = fold.columns_of(sys.stdout)
+    for line in text.split("\n"):
+        print("\n".join([line] if width is None else fold.fold_command(line, width)))
+
+
+def complain(error: str) -> None:
+    """An error, of one or several lines, on stderr."""
+    tell(escape_lines(error), sys.stderr)
+
+
 def say(note: str) -> None:
     """A note on stderr, unless the user wants none."""
     if not _is_quiet:
-        print(note, file=sys.stderr)
+        tell(note, sys.stderr)
 
 
 def say_unmatched(option: str, patterns: Iterable[str], names: Iterable[str]) -> None:
@@ -90,43 +116,62 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title:
     values = [list(row) for row in rows]
     cells = [[f"{v:,}" if isinstance(v, int) else escape(str(v)) for v in row] for row in values]
     numeric = [bool(values) and all(isinstance(row[i], int) for row in values) for i in range(len(columns))]
-    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
-    if sys.stdout.isatty():
-        screen = console().width
-        if screen < _NARROW and sum(widths) + 2 * len(widths) > screen:
-            _print_list(columns, cells, title)
-        else:
-            _print_rich_table(columns, cells, numeric, title)
-        return
-    lines = [columns, ["\u2500" * width for width in widths], *cells]
-    sys.stdout.write(f"\n{title}\n" if title else "\n")
-    for line in lines:
-        aligned = (t.rjust(w) if n else t.ljust(w) for t, w, n in zip(line, widths, numeric, strict=True))
-        sys.stdout.write("  ".join(aligned).rstrip() + "\n")
+    tell(f"\n{title}" if title else "")
+    screen = fold.columns_of(sys.stdout)
+    if screen is None or not cells:
+        _print_columns(columns, cells, [max(map(len, c)) for c in zip(columns, *cells, strict=True)], numeric)
+    elif widths := _fitting(columns, cells, screen):
+        _print_columns(columns, cells, widths, numeric)
+    elif all(columns[1:]) and (widths := _fitting(*(flipped := _flipped(columns, cells)), screen)):
+        _print_columns(*flipped, widths, [False, *(True for _ in cells)])
+    else:
+        _print_list(columns, cells, screen)
 
 
-def _print_list(columns: Sequence[str], cells: Iterable[Sequence[str]], title: str) -> None:
-    """The rows of a table one below the other, a line a cell, for terminals too narrow for columns."""
-    sys.stdout.write(f"\n{title}\n" if title else "\n")
-    for first, *rest in cells:
-        sys.stdout.write(f"{first}\n")
-        named = zip(columns[1:], rest, strict=True)
-        sys.stdout.writelines(f"  {f'{name}: ' if name else ''}{cell}\n" for name, cell in named if cell)
+def _fitting(columns: Sequence[str], cells: Sequence[Sequence[str]], screen: int) -> list[int] | None:
+    return fold.column_widths(columns, cells, screen - len(_GAP) * (len(columns) - 1))
 
 
-def _print_rich_table(
-    columns: Sequence[str], cells: Iterable[Sequence[str]], numeric: Sequence[bool], title: str
+def _flipped(
+    columns: Sequence[str], cells: Sequence[Sequence[str]]
+) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    """Rows as columns."""
+    first, *rest = zip(columns, *cells, strict=True)
+    return first, rest
+
+
+def _print_columns(
+    columns: Sequence[str], cells: Sequence[Sequence[str]], widths: Sequence[int], numeric: Sequence[bool]
 ) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-    from rich.text import Text
+    is_bold = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    for index, row in enumerate([columns, ["\u2500" * width for width in widths], *cells]):
+        for line in _aligned(row, widths, numeric):
+            print(f"\x1b[1m{line}\x1b[0m" if is_bold and not index else line)
 
-    table = Table(title=Text(title) if title else None, box=SIMPLE_HEAD, title_justify="left", pad_edge=False)
-    for column, is_numeric in zip(columns, numeric, strict=True):
-        table.add_column(column, justify="right" if is_numeric else "left", overflow="fold")
-    for row in cells:
-        table.add_row(*map(Text, row))
-    console().print(table)
+
+def _aligned(row: Sequence[str], widths: Sequence[int], numeric: Sequence[bool]) -> Iterator[str]:
+    """A row of a table as the lines that it takes."""
+    folded = [fold.fold_cell(text, width) for text, width in zip(row, widths, strict=True)]
+    for parts in zip_longest(*folded, fillvalue=""):
+        aligned = (t.rjust(w) if n else t.ljust(w) for t, w, n in zip(parts, widths, numeric, strict=True))
+        yield _GAP.join(aligned).rstrip()
+
+
+def _print_list(columns: Sequence[str], cells: Iterable[Sequence[str]], screen: int) -> None:
+    """The rows of a table one below the other, a line a cell, for terminals too narrow for columns."""
+    if columns[0]:
+        print(columns[0], "\u2500" * len(columns[0]), sep="\n")
+    for first, *rest in cells:
+        texts = [first]
+        for name, cell in zip(columns[1:], rest, strict=True):
+            if name and cell:
+                texts.append(f"  {name}: {cell}")
+            elif cell:  # a number's unit
+                texts[-1] += f" {cell}"
+        for text in texts:
+            whole, *more = fold.fold_cell(text, screen)
+            more = [line for part in more for line in fold.fold_cell(part, screen - 4)]
+            sys.stdout.writelines(f"{line}\n" for line in (whole, *(f"    {line}" for line in more)))
 
 
 def print_tree(title: str, leaves: Iterable[tuple[str, str]]) -> None:

@@ -72,26 +72,26 @@ def _as_json(done: Repaired) -> dict[str, object]:
 def _print(done: Repaired) -> None:
     for change in done.changes:
         issue = f" ({change.issue})" if change.issue else ""
-        print(f"{change.cause}{issue}: {len(change.keys):,} entries")
+        render.tell(f"{change.cause}{issue}: {len(change.keys):,} entries")
         for key in change.keys[:_SHOWN]:
-            print(f"  {render.escape(key)}")
+            render.tell(f"  {render.escape(key)}")
         if len(change.keys) > _SHOWN:
-            print(f"  ... and {len(change.keys) - _SHOWN:,} more")
-        print(f"  proof: {change.proof}")
+            render.tell(f"  ... and {len(change.keys) - _SHOWN:,} more")
+        render.tell(f"  proof: {change.proof}")
     for line in done.left_out:
-        print(f"left out {render.escape(line)}")
+        render.tell(f"left out {render.escape(line)}")
     written = done.written
     if not done.changes:
-        print(
+        render.tell(
             f"{render.escape(done.source)} has none of the damage that repair knows. Nothing was written: use it as "
             "it is. `verify --content` tells what else is wrong with a checkpoint"
         )
         return
     if written is None:
-        print("nothing was written (--dry-run)")
+        render.tell("nothing was written (--dry-run)")
         return
-    print(
+    render.tell(
         f"wrote {done.tensors:,} tensors and {done.objects:,} objects, "
         f"{human_bytes(written.bytes_written)} in {written.seconds:.2f} s, to {render.escape(done.output)}"
     )
-    print(f"source checksums: {source_checksums(written)}")
+    render.tell(f"source checksums: {source_checksums(written)}")

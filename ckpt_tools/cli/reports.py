@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpt_tools.cli.render import escape, say
+from ckpt_tools.cli.render import escape, say, tell
 from ckpt_tools.commands.conversion_report import ConversionReport, Masters
 from ckpt_tools.commands.iterations import Outcome
 from ckpt_tools.commands.rewrite import Edited
@@ -51,7 +51,7 @@ def print_report(report: ConversionReport) -> None:
         if len(entries) > _SHOWN:
             lines.append(f"  {title:<10} ... and {len(entries) - _SHOWN:,} more (--json lists all)")
     for line in lines:
-        print(escape(line))
+        tell(escape(line))
 
 
 def _source(report: ConversionReport) -> str:
@@ -93,9 +93,7 @@ def print_outcome(outcome: Outcome) -> None:
     if outcome.report is not None:
         print_report(outcome.report)
     else:
-        print(
-            f"iteration {outcome.iteration}: is there already, left as it is (--overwrite converts it anew)"
-        )
+        tell(f"iteration {outcome.iteration}: is there already, left as it is (--overwrite converts it anew)")
 
 
 def say_unfinished(iteration: int | None) -> None:
@@ -133,12 +131,12 @@ def print_rewritten(done: Edited) -> None:
     """The last lines of a command that writes a checkpoint in the format of its source."""
     written = done.written
     for line in done.left_out:
-        print(escape(f"left out {line}"))
-    print(
+        tell(escape(f"left out {line}"))
+    tell(
         f"{'compared' if written.was_there else 'wrote'} {done.tensors:,} tensors and {done.objects:,} objects, "
         f"{human_bytes(written.bytes_written)} in {written.seconds:.2f} s, to {escape(done.output)}"
     )
-    print(f"source checksums: {source_checksums(written)}")
+    tell(f"source checksums: {source_checksums(written)}")
 
 
 def _written(w: WriteReport) -> list[str]:

@@ -109,7 +109,7 @@ def _print(found: CheckpointStatistics | CheckpointChange) -> None:
     else:
         _print_change(found)
     for note in found.notes:
-        print(f"note: {render.escape(note)}")
+        render.tell(f"note: {render.escape(note)}")
 
 
 def _print_statistics(found: CheckpointStatistics) -> None:
@@ -140,7 +140,7 @@ def _print_statistics(found: CheckpointStatistics) -> None:
     if listed:
         _print_tensors(found, title)
     else:
-        print(f"no NaN and no Inf in {len(found.tensors):,} tensors")
+        render.tell(f"no NaN and no Inf in {len(found.tensors):,} tensors")
 
 
 def _print_tensors(found: CheckpointStatistics, title: str) -> None:
@@ -165,7 +165,7 @@ def _print_tensors(found: CheckpointStatistics, title: str) -> None:
         )
     render.print_table(("tensor", "role", "dtype", *columns, "zeros", "NaN", "Inf"), rows, title)
     if len(listed) > len(rows):
-        print(f"... and {len(listed) - len(rows):,} more (--json lists all)")
+        render.tell(f"... and {len(listed) - len(rows):,} more (--json lists all)")
 
 
 def _print_change(found: CheckpointChange) -> None:
@@ -183,14 +183,14 @@ def _print_change(found: CheckpointChange) -> None:
         if sick:
             _print_changed_tensors(sick[:_SHOWN], "tensors with NaN or Inf in A or B")
         if len(sick) > _SHOWN:
-            print(f"... and {len(sick) - _SHOWN:,} more (--json lists all)")
+            render.tell(f"... and {len(sick) - _SHOWN:,} more (--json lists all)")
     for line in found.left_out():
-        print(line)
+        render.tell(line)
     for what, names in (("only in A", found.only_in_a), ("only in B", found.only_in_b),
                         ("of another shape in B", found.reshaped)):  # fmt: skip
         if names:
             shown = ", ".join(map(render.escape, names[:3])) + (", ..." if len(names) > 3 else "")
-            print(f"{len(names):,} {what}: {shown}")
+            render.tell(f"{len(names):,} {what}: {shown}")
 
 
 def _print_changed_layers(found: CheckpointChange) -> None:

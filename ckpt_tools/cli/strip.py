@@ -79,14 +79,14 @@ def _as_json(done: Stripped) -> dict[str, object]:
 
 def _print(done: Stripped) -> None:
     if done.removed or not done.notes:
-        print(
+        render.tell(
             f"left out {len(done.removed):,} keys and entries of optimizer, scheduler and random number states"
         )
     if done.cast:
-        print(
+        render.tell(
             f"cast {len(done.cast):,} tensors to {done.dtype}, which rounded "
             f"{done.written.rounded_elements:,} elements"
         )
     print_rewritten(done)
     for note in done.notes:
-        print(f"note: {render.escape(note)}")
+        render.tell(f"note: {render.escape(note)}")

@@ -143,9 +143,9 @@ def preflight(
     if chosen == "text":
         _print_starts(found.starts)
     if chosen == "text" and start is not None:
-        print(f"launch with ({found.program})")
+        render.tell(f"launch with ({found.program})")
         for line in (*start.environment, start.command):
-            print(f"  {render.escape_lines(line)}")
+            render.tell_command(f"  {render.escape_lines(line)}")
     raise typer.Exit(0 if found.report.is_valid else 1)
 
 
@@ -156,9 +156,9 @@ def _print_starts(starts: tuple[Start, ...]) -> None:
         how = start.how or f"does not start ({', '.join(start.broken)})"
         alike.setdefault(how, []).append(start.program)
     if alike:
-        print("started by")
+        render.tell("started by")
     for how, programs in alike.items():
-        print(f"  {', '.join(programs)}: {how}")
+        render.tell(f"  {', '.join(programs)}: {how}")
 
 
 def _chosen(given: Given) -> ReportFormat:
@@ -228,10 +228,10 @@ def _print_text(report: Report, command: str) -> None:
     if report.audit is not None:
         _print_audit(report.audit)
     for line in findings.grouped(report.findings):
-        print(line)
+        render.tell(line)
     errors = sum(check.errors for check in report.checks)
     verdict = good if report.is_valid else f"{bad}: {errors} errors"
-    print(f"{render.escape(report.checkpoint)} ({report.format}) is {verdict}{report.verdict_suffix}")
+    render.tell(f"{render.escape(report.checkpoint)} ({report.format}) is {verdict}{report.verdict_suffix}")
 
 
 def _print_audit(audit: Audit) -> None:
@@ -250,7 +250,7 @@ def _print_audit(audit: Audit) -> None:
         rows = [(one.why, *one.amount, next(iter(one.names), "")) for one in alone]
         if rows:
             render.print_table((f"only in the {where}", "tensors", "values", "bytes", "the first"), rows)
-    print()
+    render.tell()
 
 
 def _print_diff(report: DiffReport) -> None:
@@ -270,16 +270,16 @@ def _print_diff(report: DiffReport) -> None:
     _print_tensors([replace(t, name=f"{t.name} ({t.role})") if count[t.name] > 1 else t for t in unequal])
     values = [f"{v.name}: {_side(v.a)} -> {_side(v.b)}" for v in report.values]
     for line in values[:_SHOWN]:
-        print(render.escape(line))
+        render.tell(render.escape(line))
     if len(values) > _SHOWN:
-        print(f"... and {len(values) - _SHOWN:,} more values (--json lists all)")
+        render.tell(f"... and {len(values) - _SHOWN:,} more values (--json lists all)")
     for note in report.notes:
-        print(f"note: {render.escape(note)}")
+        render.tell(f"note: {render.escape(note)}")
     entries = "entries of objects"  # `args.tp_size` is one of `args`
     verdict = (
         "equal" if report.is_equal else f"different: {len(unequal):,} tensors, {len(values):,} {entries}"
     )
-    print(
+    render.tell(
         f"compared {len(report.tensors):,} tensors and {report.values_compared:,} objects by {report.by}: {verdict}"
     )
 
@@ -289,12 +289,12 @@ def _print_tensors(unequal: list[TensorDiff]) -> None:
     shown = unequal[:_SHOWN]
     for tensor in shown:
         if tensor.kind != "values":
-            print(render.escape(_tensor_line(tensor)))
+            render.tell(render.escape(_tensor_line(tensor)))
     rows = [_tensor_row(tensor) for tensor in shown if tensor.kind == "values"]
     if rows:
         render.print_table(("tensor", "different", "of", "most at", "A", "B", "NaN"), rows)
     if len(unequal) > len(shown):
-        print(f"... and {len(unequal) - len(shown):,} more tensors (--json lists all)")
+        render.tell(f"... and {len(unequal) - len(shown):,} more tensors (--json lists all)")
 
 
 def _tensor_row(tensor: TensorDiff) -> list[object]:

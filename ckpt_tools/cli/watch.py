@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -157,19 +156,19 @@ def _print(told: Told, quiet: bool) -> None:
         case "waiting":
             render.say(render.escape_lines(f"note: {told.name} is not finished: {told.why}"))
         case "stale":
-            print(render.escape(f"error: {told.name}: {told.why}"), file=sys.stderr, flush=True)
+            render.complain(f"error: {told.name}: {told.why}")
         case "done" if told.exit_code == 0:
             if not quiet:
-                print(render.escape(f"{_now()} done in {told.seconds:.1f} s: {where}"), flush=True)
+                render.tell(render.escape(f"{_now()} done in {told.seconds:.1f} s: {where}"))
         case "done":
-            said = f"error: {told.name} is not valid: see {told.output}"
-            print(render.escape(said), file=sys.stderr, flush=True)
+            render.complain(f"error: {told.name} is not valid: see {told.output}")
         case "failed" | "given_up":
             then = (
                 "; it is tried again later" if told.event == "failed" else "; given up until its files change"
             )
-            said = f"error: {told.name}, try {told.tries}, exit code {told.exit_code}{then}: {told.why}"
-            print(render.escape_lines(said), file=sys.stderr, flush=True)
+            render.complain(
+                f"error: {told.name}, try {told.tries}, exit code {told.exit_code}{then}: {told.why}"
+            )
 
 
 def _now() -> str:

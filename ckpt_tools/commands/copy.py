@@ -8,12 +8,12 @@ holds beside its tensors comes along; folders inside of it do not, and are named
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt_tools.commands.iterations import all_iterations, is_being_written, is_there
-from ckpt_tools.commands.opened import open_checkpoint
+from ckpt_tools.commands.opened import open_checkpoint, warn_of_iteration
 from ckpt_tools.commands.outputs import choose_output, is_root
 from ckpt_tools.errors import CkptError, Interrupted, Terminated, UsageError, VerificationError
 from ckpt_tools.execute.finished import is_written
@@ -28,6 +28,7 @@ from ckpt_tools.formats.detect import BRIDGE_TRACKER, Location, locate
 from ckpt_tools.formats.files import AnyPath, Files, open_files, path_text, read_whole
 from ckpt_tools.formats.safetensors import read_safetensors_header
 from ckpt_tools.formats.tree import files_below
+from ckpt_tools.megatron.common_state import read_common_state
 from ckpt_tools.model.catalog import Catalog, Item
 from ckpt_tools.model.transfers import Plan
 from ckpt_tools.plan.raw_files import RawFile, Run, build_copy_plan
@@ -161,6 +162,8 @@ def _copy(
 ) -> Copied:
     with open_checkpoint(source, options.iteration, options.trust_pickle, with_common=False) as opened:
         location, files, catalog = opened.location, opened.files, opened.catalog
+        with suppress(CkptError):  # a state that cannot be read is copied as it is
+            warn_of_iteration(location, read_common_state(files, catalog, options.trust_pickle))
         place = choose_output(source, location, output, options.overwrite, options.resume, tracker)
         names = files_below(location.path)
         left_out = tuple(name for name in names if "/" in name)

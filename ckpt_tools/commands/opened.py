@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 from ckpt_tools.formats.dcp import read_catalog
@@ -34,6 +35,8 @@ def open_checkpoint(
 ) -> Opened:
     """The checkpoint that `path` means; `with_common=False` leaves its common state unread, and empty.
 
+    Warns where the folder's number is not the iteration that the common state tells.
+
     Raises the errors of `locate`, `read_catalog` and `read_common_state`.
     """
     location = locate(path, iteration)
@@ -44,7 +47,21 @@ def open_checkpoint(
         catalog = read_catalog(files, trust_pickle)
         nothing = CommonState({}, None)
         common = read_common_state(files, catalog, trust_pickle) if with_common else nothing
+        warn_of_iteration(location, common)
         return Opened(location, files, catalog, common, trust_pickle)
     except BaseException:
         files.close()
         raise
+
+
+def warn_of_iteration(location: Location, common: CommonState) -> None:
+    """Say which number is taken for what where a folder and the state in it do not agree."""
+    named, stored = location.iteration, common.iteration
+    if named is None or stored is None or named == stored:
+        return
+    warnings.warn(
+        f"{location.path}: the folder says iteration {named}, the state in it {stored}. What is made of it keeps "
+        f"both: it is called {named}, as is the tracker, and a job goes on from {stored}. If that is what it is, "
+        f"rename the folder to iter_{stored:07d}.",
+        stacklevel=3,
+    )

@@ -23,11 +23,19 @@ from ckpt_tools.commands.watch_child import Ended, Hand
 from ckpt_tools.commands.watch_events import Action, Event, Told, WatchOptions
 from ckpt_tools.commands.watch_state import Done, Failure, Memory, WatchFolder, write_beside
 from ckpt_tools.credentials import revealed
-from ckpt_tools.errors import CkptError, StorageError, UnsupportedCheckpointError, UsageError
+from ckpt_tools.errors import (
+    CkptError,
+    CorruptCheckpointError,
+    StorageError,
+    UnsupportedCheckpointError,
+    UsageError,
+)
 from ckpt_tools.execute.vacant import partial_of
 from ckpt_tools.formats.beside import LOCAL_FILE, local_checkpoint
 from ckpt_tools.formats.dcp import METADATA
 from ckpt_tools.formats.detect import (
+    BRIDGE_TRACKER,
+    TRACKER,
     Location,
     iteration_folders,
     iteration_numbers,
@@ -39,6 +47,11 @@ from ckpt_tools.formats.tree import files_below
 
 _LASTING = (3, 4, 5, 6)  # exit codes that another try would end with again
 _LONGEST_PAUSE = 3600.0
+_FOR_A_WHILE = (
+    StorageError,
+    UnsupportedCheckpointError,
+    CorruptCheckpointError,
+)  # a person mends it, or time
 _ASK_SECONDS = 5.0  # for an output that is held
 
 
@@ -57,6 +70,7 @@ def watch(
 
     Raises:
         UsageError: the run or the output cannot be watched; with `once`, another watcher has the output.
+        CorruptCheckpointError: with `once`, the run's tracker is damaged.
         Interrupted, Terminated: by a signal.
     """
     check_run(run, output)
@@ -68,14 +82,13 @@ def watch(
             while True:
                 try:
                     code = watcher.one_pass(hand)
-                except (
-                    StorageError,
-                    UnsupportedCheckpointError,
-                ) as error:  # a file system that is away for a while
+                except _FOR_A_WHILE as error:
                     if options.once:
                         raise
                     note(f"{error} The next try is in {options.every:g} s.")
                 if options.once:
+                    if watcher.is_silent:
+                        note(f"note: nothing new in {run}")
                     return code
                 hand.sleep(options.every)
     finally:
@@ -133,12 +146,22 @@ class Watcher:
         tell: Callable[[Told], None],
     ) -> None:
         self.run, self.output, self.action, self.options = run, output, action, options
-        self._folder, self._tell = folder, tell
+        self._folder, self._told = folder, tell
+        self.is_silent = True  # there was nothing to tell
         self._memory: Memory = folder.read(action.words)
         self._waits: dict[int, str] = {}  # what has been told of iterations that are not finished
 
+    def _tell(self, told: Told) -> None:
+        self.is_silent = False
+        self._told(told)
+
     def one_pass(self, hand: Hand) -> int:
-        """Do what there is to do now; the worst exit code of all that was ever done or given up."""
+        """Do what there is to do now; the worst exit code of all that was ever done or given up.
+
+        Raises:
+            CorruptCheckpointError: the run's tracker is damaged, and nobody is writing it.
+        """
+        self._check_tracker()
         names = {n: name for name, n in iteration_names(self.run).items() if n is not None}
         self._forget(names)
         known = len(self._memory.done)
@@ -262,6 +285,17 @@ class Watcher:
         reached = max((n for _, n in iteration_folders([latest])), default=-1)
         return True, "" if number <= reached else f"the run's tracker names {latest}"
 
+    def _check_tracker(self) -> None:
+        """Refuse a tracker that tells nothing; one that is young may be half written, and is waited for."""
+        try:
+            tracked_iteration(self.run)
+        except CorruptCheckpointError as error:
+            written = max(_when(join(self.run, name)) for name in (TRACKER, BRIDGE_TRACKER))
+            if time.time() - written >= self.options.settle:
+                raise CorruptCheckpointError(
+                    f"{error} Until it is mended, nothing tells which iterations are finished."
+                ) from error
+
     def _is_settled(self, number: int, looks: str) -> bool:
         """Whether it has looked so for a while; remembered, since one pass alone cannot tell."""
         before, since = self._memory.seen.get(number, ("", 0.0))
@@ -319,6 +353,14 @@ class Watcher:
             yield from (
                 n for n in iteration_numbers(self.output) if n in self._memory.done or self._is_there(n)
             )
+
+
+def _when(place: str) -> float:
+    """When a file was written; long ago where nothing tells, as in a store, which has whole objects only."""
+    try:
+        return Path(place).stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _mark(place: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping
+from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ from ckpt_tools.verify.compare import Comparison, Tolerance
 
 _MAX_DEPTH = 64
 _MAX_TEXT = 200  # characters of a value in a report
+_MAX_BEFORE = 40  # of them before the first that differs, where that is far behind
 _TOO_DEEP = "nested too deeply to compare"
 
 
@@ -51,7 +53,7 @@ def diff_values(name: str, a: object, b: object, tolerance: Tolerance, depth: in
     is_leaf = inside_a is None or inside_b is None
     if type(a) is not type(b) or is_leaf or _differ_as_wholes(a, b):
         if type(a) is not type(b) or not is_leaf or not _same(a, b, tolerance):
-            yield _difference(name, a, b)
+            yield _difference(name, a, b, tolerance)
         return
     assert inside_a is not None
     assert inside_b is not None
@@ -72,18 +74,45 @@ def names_in(name: str, value: object, depth: int = 0) -> Iterator[str]:
         yield from names_in(f"{name}.{part.name}", part.value, depth + 1)
 
 
-def text_of(value: object) -> str:
-    """A value as a report shows it."""
-    text = repr(value)
-    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}... ({len(text)} characters)"
+def text_of(value: object, start: int = 0) -> str:
+    """A value as a report shows it, from this character on."""
+    text = f"{value.dtype} {list(value.shape)}" if isinstance(value, StoredTensor) else repr(value)
+    before = "..." if start else ""
+    if len(text) - start <= _MAX_TEXT:
+        return before + text[start:]
+    return f"{before}{text[start : start + _MAX_TEXT]}... ({len(text)} characters)"
 
 
-def _difference(name: str, a: object, b: object) -> ValueDiff:
-    """Both as texts; with their types, where the texts alone are the same."""
-    left, right = text_of(a), text_of(b)
+def _difference(name: str, a: object, b: object, tolerance: Tolerance) -> ValueDiff:
+    """Both as texts that are not the same: with what a tensor holds, from where they part, or with their types."""
+    if (
+        isinstance(a, StoredTensor)
+        and isinstance(b, StoredTensor)
+        and (a.dtype, a.shape) == (b.dtype, b.shape)
+    ):
+        return ValueDiff(name, *_tensor_texts(a, b, tolerance))
+    pairs = zip_longest(repr(a), repr(b))
+    first = next((at for at, (one, other) in enumerate(pairs) if one != other), 0)
+    start = first - _MAX_BEFORE if first >= _MAX_TEXT else 0
+    left, right = text_of(a, start), text_of(b, start)
     if left == right:
         left, right = (f"{text} ({_type_name(value)})" for text, value in ((left, a), (right, b)))
     return ValueDiff(name, left, right)
+
+
+def _tensor_texts(a: StoredTensor, b: StoredTensor, tolerance: Tolerance) -> tuple[str, str]:
+    """Two tensors of one form by the elements of their largest difference."""
+    found = _compared(a.dtype, a.data, b.data, tolerance).found
+    assert found.index is not None
+    size = raw_dtype(a.dtype).itemsize
+    place = slice(found.index[0] * size, (found.index[0] + 1) * size)
+    at = [int(index) for index in np.unravel_index(found.index[0], a.shape)]
+    shown = [repr(value) for value in found.values or ()]
+    if len(set(shown)) == 1:  # NaNs
+        shown = [f"{one} (0x{side.data[place][::-1].hex()})" for one, side in zip(shown, (a, b), strict=True)]
+    count = f"{found.different:,} of {len(a.data) // size:,} differ"
+    left, right = (f"{text_of(a)}: {one} at {at}, {count}" for one in shown)
+    return left, right
 
 
 def _type_name(value: object) -> str:
@@ -165,7 +194,11 @@ def _same_floats(a: tuple[float, ...], b: tuple[float, ...], tolerance: Toleranc
 
 
 def _same_numbers(dtype: str, a: bytes, b: bytes, tolerance: Tolerance) -> bool:
+    return not _compared(dtype, a, b, tolerance).found.different
+
+
+def _compared(dtype: str, a: bytes, b: bytes, tolerance: Tolerance) -> Comparison:
     comparison = Comparison((dtype, dtype), tolerance)
     raw = raw_dtype(dtype)
     comparison.add(np.frombuffer(a, raw), np.frombuffer(b, raw), (0,))
-    return not comparison.found.different
+    return comparison

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pty
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 from tests.conftest import REPO
 
 
-def on_a_terminal(argv: list[str], folder: Path = REPO, **env: str) -> str:
-    """What a command writes to the terminal it runs on, control sequences included."""
+def on_a_terminal(
+    argv: list[str], folder: Path = REPO, columns: int = 0, codes: tuple[int, ...] = (0,), **env: str
+) -> str:
+    """What a command writes to the terminal it runs on, control sequences included.
+
+    The terminal has `columns`; if none are given the environment says how many.
+    """
     ours, theirs = pty.openpty()
+    if columns:
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 50, columns, 0, 0))
+        env["COLUMNS"] = ""
     with subprocess.Popen(
         [sys.executable, "-m", "ckpt_tools", *argv],
         cwd=folder,
@@ -30,5 +41,5 @@ def on_a_terminal(argv: list[str], folder: Path = REPO, **env: str) -> str:
             pass
         finally:
             os.close(ours)
-    assert process.returncode == 0, data
+    assert process.returncode in codes, data
     return data.decode().replace("\r\n", "\n")

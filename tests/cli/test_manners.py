@@ -147,7 +147,7 @@ def test_forty_columns(words: str) -> None:
     assert not [line for line in lines if re.fullmatch(r"\W*\w(\s+\w){3,}\W*", line)]
     if words.startswith("verify"):
         assert "tiling" in lines
-        assert "  looked at: 116" in lines
+        assert "  looked at: 116 chunks" in lines
 
 
 def test_a_bar_ends_at_one_hundred_percent_and_is_named() -> None:

@@ -214,6 +214,7 @@ def three(tmp_path: Path) -> Path:
     return root
 
 
+@pytest.mark.filterwarnings("ignore:.*the folder says iteration")
 def test_all_iterations_past_those_that_are_there_or_not_whole(tmp_path: Path) -> None:
     root, out = three(tmp_path), tmp_path / "out"
     every = CopyOptions(every_iteration=True)
@@ -272,6 +273,7 @@ def test_a_plan_cuts_files_where_checksums_begin_and_end(monkeypatch: pytest.Mon
     assert plan.file_bytes == {"f": 200, "g": 5}
 
 
+@pytest.mark.filterwarnings("ignore:.*the folder says iteration")
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = three(tmp_path)
     assert run(["copy", str(root), str(tmp_path / "out")]) == 0

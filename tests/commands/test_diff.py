@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from ckpt_tools.commands.to_dcp import convert_to_dcp
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
 from ckpt_tools.commands.to_torch_dist import convert_to_torch_dist
 from ckpt_tools.errors import UnsupportedCheckpointError
+from ckpt_tools.formats.container import StoredTensor
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.verify.compare import Tolerance
 from ckpt_tools.verify.diff_values import diff_values
@@ -201,6 +203,61 @@ def test_values_are_compared_by_type_and_part():
     for _ in range(100):
         deep_a, deep_b = [deep_a], [deep_b]
     assert [d.a for d in diff_values("v", deep_a, deep_b, tolerance)] == ["nested too deeply to compare"]
+
+
+def stored(dtype: str, shape: tuple[int, ...], *values: float, form: str = "f") -> StoredTensor:
+    return StoredTensor(dtype, shape, struct.pack(f"<{len(values)}{form}", *values))
+
+
+NAN, OTHER_NAN = (StoredTensor("float32", (1,), bytes.fromhex(bits)) for bits in ("0000c07f", "0100c07f"))
+THREADS = ("a" * 300 + "x" + "b" * 300, "a" * 300 + "y" + "b" * 300)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "left", "right"),
+    [
+        (
+            stored("float32", (2, 2), 1, 2, 3, 4),
+            stored("float32", (2, 2), 1, 2, 7, 5),
+            "float32 [2, 2]: 3.0 at [1, 0], 2 of 4 differ",
+            "float32 [2, 2]: 7.0 at [1, 0], 2 of 4 differ",
+        ),
+        (
+            stored("int64", (), 5, form="q"),
+            stored("int64", (), 6, form="q"),
+            "int64 []: 5 at [], 1 of 1 differ",
+            "int64 []: 6 at [], 1 of 1 differ",
+        ),
+        (
+            stored("float32", (2,), 1, 2),
+            stored("float32", (1, 2), 1, 2),
+            "float32 [2]",
+            "float32 [1, 2]",
+        ),
+        (stored("uint8", (2,), 1, 2, form="B"), stored("int8", (2,), 1, 2, form="b"), "uint8 [2]", "int8 [2]"),
+        (
+            NAN,
+            OTHER_NAN,
+            "float32 [1]: nan (0x7fc00000) at [0], 1 of 1 differ",
+            "float32 [1]: nan (0x7fc00001) at [0], 1 of 1 differ",
+        ),
+        (THREADS[0], THREADS[1], "..." + "a" * 40 + "x" + "b" * 159 + "... (603 characters)", None),
+        (THREADS[0].encode(), THREADS[1].encode(), "..." + "a" * 40 + "x" + "b" * 159 + "... (604 characters)", None),
+        ("a" * 300, "a" * 301, "..." + "a" * 40 + "'", "..." + "a" * 41 + "'"),
+        ((*range(199), 0.5), (*range(199), -1), "0.5", "-1"),
+        (1, True, "1", "True"),
+        (OrderedDict([(n, 0) for n in range(90)]), OrderedDict([(n, 0) for n in reversed(range(90))]), None, None),
+        ({*range(90)}, {*range(1, 91)}, None, None),
+    ],
+)  # fmt: skip
+def test_what_differs_is_shown(a: object, b: object, left: str | None, right: str | None) -> None:
+    """Never the same text for two values that are not the same."""
+    found = list(diff_values("v", a, b, Tolerance(nan="bits")))
+    assert len(found) == 1
+    assert found[0].a != found[0].b
+    assert left is None or found[0].a == left
+    assert right is None or found[0].b == right
+    assert max(len(found[0].a or ""), len(found[0].b or "")) < 260
 
 
 def test_a_large_tensor_is_compared_in_bounded_memory(tmp_path):

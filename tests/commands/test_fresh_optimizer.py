@@ -232,6 +232,7 @@ def test_an_import_with_an_optimizer_has_the_weights_of_one_without(tmp_path: Pa
 
 @pytest.mark.parametrize("source", [RUN, NATIVE])
 @pytest.mark.parametrize("folder", ["release", "iter_0000000"])
+@pytest.mark.filterwarnings("ignore:.*the folder says iteration")
 def test_a_release_begins_at_iteration_1(source: Path, folder: str, tmp_path: Path) -> None:
     """As what was imported does, whatever iteration is stored in it."""
     shutil.copytree(source, tmp_path / "run")

@@ -26,7 +26,7 @@ from ckpt_tools.commands.watch import Watcher
 from ckpt_tools.commands.watch_child import Ended, Hand
 from ckpt_tools.commands.watch_events import Action, Told, WatchOptions
 from ckpt_tools.commands.watch_state import FOLDER, STATE, WatchFolder
-from ckpt_tools.errors import Terminated, UnsupportedCheckpointError, UsageError
+from ckpt_tools.errors import Interrupted, Terminated, UnsupportedCheckpointError, UsageError
 from ckpt_tools.formats.detect import BRIDGE_TRACKER, TRACKER
 from tests.conftest import DATA, REPO
 from tests.formats.test_verl import first_layout
@@ -181,6 +181,66 @@ def test_a_tracker_that_cannot_be_read_is_waited_for(tracker: str, tmp_path: Pat
     (watched.run / tracker).write_bytes(b"\0")
     assert watched.look() == (0, ["waiting 2"])
     assert watched.look() == (0, [])
+
+
+@pytest.mark.parametrize("tracker", [TRACKER, BRIDGE_TRACKER])
+def test_a_damaged_tracker_is_an_error_by_name(
+    tracker: str, tmp_path: Path, clock: Callable[[float], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """When nobody is writing it any more; with --once in the exit code, without it again and again."""
+    watched = Watched(tmp_path)
+    write(watched.run, 2, tracker=False)
+    (watched.run / tracker).write_bytes(b"\0")
+    words = ["watch", str(watched.run), str(watched.out), "--then", "copy", "--once"]
+    assert app.run(words) == 0
+    assert "is not finished" in capsys.readouterr().err
+    clock(121)
+    assert app.run(words) == 4
+    said = capsys.readouterr().err
+    assert tracker in said
+    assert "nothing tells which iterations are finished" in said
+    assert not list(watched.out.glob("iter_*"))
+    (watched.run / tracker).unlink()
+    (watched.run / TRACKER).write_text("2")
+    assert app.run(words) == 0
+    assert (watched.out / "iter_0000002").is_dir()
+
+
+def test_a_damaged_tracker_does_not_end_a_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(tmp_path, settle=0)
+    write(watched.run, 2, tracker=False)
+    (watched.run / TRACKER).write_text("two")
+    notes: list[str] = []
+
+    def mend(_self: Hand, _seconds: float) -> None:
+        if (watched.run / TRACKER).read_text() == "2":
+            raise Interrupted("enough")
+        (watched.run / TRACKER).write_text("2")
+
+    monkeypatch.setattr(Hand, "sleep", mend)
+    with pytest.raises(Interrupted):
+        watch.watch(
+            str(watched.run), str(watched.out), CONVERT, watched.options, watched.told.append, notes.append
+        )
+    assert [told.event for told in watched.told] == ["done"]
+    assert "holds 'two', not an iteration" in notes[0]
+    assert "The next try is in" in notes[0]
+
+
+def test_a_pass_with_nothing_new_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    watched = Watched(tmp_path)
+    words = ["watch", str(watched.run), str(watched.out), "--then", "copy", "--once"]
+    for _ in range(2):  # nothing at all, then nothing new
+        assert app.run(words) == 0
+        assert capsys.readouterr().err == f"note: nothing new in {watched.run}\n"
+        if not list(watched.run.iterdir()):
+            write(watched.run, 2)
+            assert app.run(words) == 0
+            shown = capsys.readouterr()
+            assert "done in" in shown.out
+            assert "nothing new" not in shown.err
+    assert app.run([*words, "-q"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_bytes_are_those_of_one_command(tmp_path: Path, plain: dict[str, bytes]) -> None:

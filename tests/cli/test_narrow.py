@@ -1,0 +1,153 @@
+"""Narrow terminals: every page of help, every table and every line is folded where a reader would fold it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ckpt_tools.cli.app import app
+from ckpt_tools.cli.commands import MODULES
+from ckpt_tools.cli.fold import column_widths, fold_cell, fold_command, fold_line
+from ckpt_tools.cli.manual import PAGES
+from tests.cli.terminal import on_a_terminal
+from tests.conftest import DATA
+
+RUN = DATA / "core019_llama_tp2_fully_reshardable"
+FSDP = DATA / "core019_llama_tp2_native_fsdp_dtensor"
+MOE = DATA / "core019_moe_ep2_fully_reshardable"
+TABLES = [
+    f"ls {RUN}",
+    f"ls {DATA}",
+    f"du {RUN}",
+    f"stats {RUN}",
+    f"stats {RUN} --layer 0 --role weight",
+    f"stats {RUN} {FSDP}",
+    f"diff {RUN} {MOE}",
+    f"diff {RUN} {FSDP}",
+    f"plan {MOE} --gpus 4",
+    f"plan {MOE} --tensor *qkv* --dp-shard 2",
+    f"verify {RUN}",
+    f"inspect {MOE}",
+    f"preflight {FSDP}",
+    f"preflight {RUN}",
+    f"watch {RUN} {{out}} --then convert --once",
+    f"convert {RUN} {{out}}",
+    f"inspect {RUN}/nowhere",
+]
+
+
+def shown(text: str) -> list[str]:
+    """The lines that stay on the screen, without colours and what a bar of progress overwrote."""
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+    return [line.rpartition("\r")[2].rstrip() for line in plain.split("\n")]
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+@pytest.mark.parametrize("words", TABLES)
+def test_no_line_of_a_report_is_wider_than_the_terminal(words: str, columns: int, tmp_path: Path) -> None:
+    text = on_a_terminal(
+        words.format(out=tmp_path / "out").split(), tmp_path, columns, codes=(0, 1, 3), LC_ALL="C.UTF-8"
+    )
+    lines = shown(text)
+    assert any(lines)
+    for line in lines:
+        is_alone = len(line.removesuffix("\\").split()) == 1  # a path, or an option of a command to be copied
+        assert len(line) <= columns or is_alone, line
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+@pytest.mark.parametrize("name", [None, *MODULES])
+def test_help_fits(name: str | None, columns: int) -> None:
+    found = CliRunner().invoke(app, [*([name] if name else []), "--help"], env={"COLUMNS": str(columns)})
+    assert found.exit_code == 0
+    for line in found.output.splitlines():
+        assert len(line) <= columns or len(re.findall(r"'[^']*'|[^\s\\]+", line)) == 1, line
+    if name:  # no option is lost, nor torn apart
+        for option in re.findall(r"--[a-z][a-z-]+", " ".join(shlex.split(PAGES[name].examples[0][1]))):
+            assert option in found.output
+
+
+def test_a_report_says_the_same_whatever_the_width(tmp_path: Path) -> None:
+    def letters(columns: int) -> str:
+        return re.sub(r"\s", "", "".join(shown(on_a_terminal(["ls", str(RUN)], tmp_path, columns)))).replace(
+            "─", ""
+        )
+
+    wide = letters(200)
+    assert "iter_0000002*" in letters(40) and sorted(letters(80)) == sorted(wide)
+
+
+def test_a_pipe_gets_no_line_folded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from ckpt_tools.cli import render
+
+    assert not sys.stdout.isatty()
+    render.tell("word " * 100)
+    render.print_table(("key", "bytes"), [("a." * 200, 1)])
+    assert [len(line) for line in capsys.readouterr().out.splitlines()] == [500, 0, 407, 407, 407]
+
+
+@pytest.mark.parametrize("width", [12, 20, 38, 80])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "error: /a/path/with/some/names/in/it is not empty; try `diff A B` instead",
+        "  masters    32,928 elements of 17 masters round to the stored weights (sample)",
+        "decoder.layers.self_attention.linear_qkv.layer_norm_weight: bfloat16 [2, 32]",
+        "",
+        "short",
+    ],
+)
+def test_a_folded_line_keeps_its_words(line: str, width: int) -> None:
+    lines = fold_line(line, width)
+    assert "".join("".join(lines).split()) == "".join(line.split())
+    assert all(lines) or not line
+    for part in lines:
+        assert len(part) <= width or len(part.split()) == 1 or "`" in part
+    if len(line) > width:
+        assert len(lines) > 1
+
+
+def test_paths_and_commands_are_left_whole() -> None:
+    lines = fold_line("see /an/iteration/of/a.run/iter_0000001 and `diff RUN/1 RUN/2 --json` for more", 30)
+    assert "  /an/iteration/of/a.run/iter_0000001" in lines and "  `diff RUN/1 RUN/2 --json`" in lines
+
+
+def as_typed(lines: list[str]) -> list[str]:
+    """The words that a shell makes of lines, for which a backslash at an end joins two."""
+    return shlex.split("\n".join(lines).replace("\\\n", ""))
+
+
+@pytest.mark.parametrize("width", [20, 40, 70])
+def test_a_folded_command_is_the_same_command(width: int) -> None:
+    line = "  checkpoint-inspector watch RUN OUT --then 'convert --gpus 4' --once --state \"a b\""
+    folded = fold_command(line, width)
+    assert as_typed(folded) == shlex.split(line)
+    again = fold_command(f"{line} \\", width)
+    assert as_typed([*again, "--json"]) == [*shlex.split(line), "--json"]
+    assert fold_command("# what a comment says " * 9, width) == ["# what a comment says " * 9]
+
+
+def test_names_are_folded_after_their_dots() -> None:
+    assert fold_cell("decoder.layers.self_attention.linear_qkv.weight", 24) == [
+        "decoder.layers.self_", "attention.linear_qkv.", "weight",
+    ]  # fmt: skip
+    assert fold_cell("x" * 50, 24) == ["x" * 24, "x" * 24, "xx"]
+    assert fold_cell("one two-three four", 9) == ["one", "two-three", "four"]
+
+
+def test_numbers_are_never_torn() -> None:
+    cells = [["decoder.layers.0.weight", "1.25e-07", "12,345", "1.5 GiB"], ["b", "-3", "7", "12 B"]]
+    columns = ("tensor", "norm", "elements", "size of it")
+    assert column_widths(columns, cells, 100) == [23, 8, 8, 10]
+    assert column_widths(columns, cells, 34) == [10, 8, 8, 8] or column_widths(columns, cells, 34) == [
+        11,
+        8,
+        8,
+        7,
+    ]
+    assert column_widths(columns, cells, 32) is None

@@ -1,0 +1,112 @@
+"""A folder whose number is not the iteration stored in it: commands say which counts for what."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+
+import ckpt_tools
+from ckpt_tools.cli.app import run
+from ckpt_tools.formats.detect import TRACKER, locate
+from tests.conftest import DATA
+
+LLAMA = DATA / "core019_llama_tp2_fully_reshardable"
+FSDP = DATA / "core019_llama_tp2_native_fsdp_dtensor"
+WRITERS = [
+    "convert {run} {out}",
+    "convert {run} {out} --to torch_dist --target core-0.19",
+    "convert {run} {out} --to dcp",
+    "convert {run} {out} --iteration all",
+    "convert {fsdp} {out} --gpus 4",
+    "convert {fsdp} {out} --to torch_dist",
+    "convert-torch-dist-to-fsdp-dtensor {run} {out}",
+    "export-hf {run} {out}",
+    "copy {run} {out}",
+    "copy {run} {out} --iteration all",
+    "strip {run} {out}",
+    "slice {run} {out} --layers 0:1",
+    "average {run} {run} {out}",
+    "modify-state-dict {run} {out} --op 'remove rng_state.*'",
+    "watch {run} {out} --then convert --once",
+]
+READERS = [
+    "inspect {run}",
+    "diff {run} {fsdp}",
+    "plan {run} --gpus 4",
+    "stats {run}",
+    "print-tensor {run} decoder.final_layernorm.weight",
+    "preflight {fsdp}",
+    "repair {run} {out}",
+    "build-param-group-map {run}",
+]
+
+
+@pytest.fixture(scope="module")
+def renamed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Iteration 2 under the number 9, with a tracker that names it so."""
+    places = {}
+    for name, original in (("run", LLAMA), ("fsdp", FSDP)):
+        root = tmp_path_factory.mktemp(name)
+        shutil.copytree(original / "iter_0000002", root / "iter_0000009")
+        (root / TRACKER).write_text("9")
+        places[name] = str(root)
+    return places
+
+
+@pytest.mark.parametrize("words", [*WRITERS, *READERS])
+def test_it_is_said_once_a_checkpoint(
+    words: str, renamed: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert run(shlex.split(words.format(out=out, **renamed))) in (0, 1)
+    said = [line for line in capsys.readouterr().err.splitlines() if "warning: " in line]
+    opened = words.count("{run}") + words.count("{fsdp}")
+    assert len(said) == opened
+    for line in said:
+        assert "iter_0000009: the folder says iteration 9, the state in it 2." in line
+        assert "it is called 9, as is the tracker, and a job goes on from 2" in line
+        assert "rename the folder to iter_0000002" in line
+    if words in WRITERS and not words.startswith("export"):  # as was said
+        made = locate(str(out))
+        assert made.iteration == 9
+        assert (out / TRACKER).read_text() == "9"
+        with warnings.catch_warnings(record=True) as again:
+            warnings.simplefilter("always")
+            with ckpt_tools.open(str(out)) as checkpoint:
+                assert checkpoint.iteration == 9
+            assert len(again) == 1
+
+
+def test_quiet_keeps_it_quiet(
+    renamed: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["convert", renamed["run"], str(tmp_path / "out"), "-q"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_the_library_warns(renamed: dict[str, str]) -> None:
+    with pytest.warns(UserWarning, match="the folder says iteration 9, the state in it 2"):
+        ckpt_tools.inspect_checkpoint(renamed["run"])
+
+
+@pytest.mark.parametrize("name", ["iter_0000002", "release", "somewhere"])
+def test_nothing_is_said_where_nothing_contradicts(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(LLAMA / "iter_0000002", tmp_path / name)
+    assert run(["inspect", str(tmp_path / name)]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_state_that_cannot_be_read_is_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tests.damage import copy_of
+
+    root = copy_of("core019_llama_tp2_fully_reshardable", tmp_path / "run")
+    assert run(["copy", str(root), str(tmp_path / "out")]) == 0
+    (root / "iter_0000002" / "common.pt").write_bytes(b"no pickle")
+    assert run(["copy", str(root), str(tmp_path / "again"), "-q"]) == 0
+    assert (tmp_path / "again/iter_0000002/common.pt").read_bytes() == b"no pickle"
