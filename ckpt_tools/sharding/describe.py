@@ -9,10 +9,11 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 
 from ckpt_tools.errors import MappingError, list_problems
+from ckpt_tools.megatron.keys import is_of_transformers
 from ckpt_tools.model.choices import LayoutName
 from ckpt_tools.sharding.parameters import Expert, Parameter, Part, Shape
 from ckpt_tools.sharding.topology import Topology
-from ckpt_tools.sharding.units import ROOT, UNITS, find_units, is_of_transformers, model_order, number_units
+from ckpt_tools.sharding.units import ROOT, UNITS, find_units, model_order, number_units
 
 _EXPERT = re.compile(
     r"(?P<experts>.*\.experts\.)(?:local_experts\.(?P<module>\d+)\..+|.+\.(?:weight|bias)(?P<leaf>\d+))"

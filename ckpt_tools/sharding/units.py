@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import TypeAlias
 
 from ckpt_tools.errors import UsageError, list_problems
+from ckpt_tools.megatron.keys import OF_TRANSFORMERS
 
 # Modules that are units, and modules that have numbers in their names but are not units. `*` stands for anything
 # without a dot, `**.` for any number of leading modules.
@@ -23,19 +24,8 @@ UNITS = (
     "**.mtp.layers.*.*_layer.layers.*",  # hybrid models: the layers of a whole stack
     "**.mtp.layers.*.*_layer",
 )
-# Modules of transformers that Megatron-Bridge's vision-language models hold as they are: whole on every rank, and no
-# units, whatever their layers are called.
-OF_TRANSFORMERS = (
-    "visual",
-    "vision_tower",
-    *(
-        f"vision_model.{name}"
-        for name in ("patch_embed", "pos_embed", "blocks", "merger", "deepstack_merger_list")
-    ),
-    *(f"multi_modal_projector.{name}" for name in ("norm", "patch_merger", "linear_1", "linear_2")),
-)
 ROOT = (
-    *OF_TRANSFORMERS,
+    *OF_TRANSFORMERS,  # whatever their layers are called
     *(f"**.mtp.layers.*.{name}" for name in ("enorm", "hnorm", "eh_proj", "final_layernorm")),
     "**.mtp.layers.*.*_layer.final_norm",
 )
@@ -165,11 +155,6 @@ def find_units(
             lost,
         )
     return list(modules)
-
-
-def is_of_transformers(name: str) -> bool:
-    """Whether a tensor is of a module that transformers has built."""
-    return name.startswith(tuple(f"{module}." for module in OF_TRANSFORMERS))
 
 
 def _pattern(glob: str) -> re.Pattern[str]:

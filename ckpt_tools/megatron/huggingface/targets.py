@@ -27,6 +27,7 @@ from ckpt_tools.megatron.huggingface.checks import (
     semantic_notes,
     shared_notes,
     spellings,
+    with_stored_norms,
     with_vocabulary,
 )
 from ckpt_tools.megatron.huggingface.config import (
@@ -108,7 +109,7 @@ def export_targets(
     """
     if args is None and reference is None:
         raise MappingError("the checkpoint holds no args; pass --hf-config with the model's config.json")
-    model = read_model_args(args) if args is not None else None
+    model = with_stored_norms(read_model_args(args), parameters) if args is not None else None
     told = vocab_size or (model.vocab_size if model is not None else None)
     family = detect_family(parameters, model, reference, families)
     if model is not None and args is not None:
