@@ -153,7 +153,7 @@ def _draw_up(
     _tied_heads(books, source, exported, used)
     _rest_of_checkpoint(books, source, checkpoint)
     books.reasons |= _said((*frequencies, *plain.dropped))
-    if whole is not None:
+    if whole is not None and source.beside is None:
         books.reasons |= dict.fromkeys(whole.others, "of another tower than the language model")
     wanted = {tensor.key for tensor in exported.tensors}
     extra = [key for key in plain.specs if key not in wanted]

@@ -10,6 +10,7 @@ from pathlib import Path
 from ckpt_tools.commands.export_hf import ExportOptions, export_tensors
 from ckpt_tools.commands.hf_parts import families_with, prove_equal, read_config, seen_as, without_frequencies
 from ckpt_tools.commands.opened import Opened
+from ckpt_tools.commands.several_parts import holds_several
 from ckpt_tools.commands.tower_source import whole_model_if_one
 from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.huggingface.checks import Spec
@@ -49,7 +50,7 @@ def sides_by_export(
     )
     config = read_config(folder)
     whole = whole_model_if_one(folder, config)
-    others = whole.others if whole is not None else {}
+    others = whole.others if whole is not None and not holds_several(checkpoint.catalog) else {}
     kept, left_out = without_frequencies(model.catalog)
     plain = dequantized(kept, config, model.files)
     kept = plain.catalog

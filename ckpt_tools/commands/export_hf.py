@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from ckpt_tools.commands.conversion import (
     Conversion,
@@ -33,6 +33,13 @@ from ckpt_tools.commands.hf_parts import (
 )
 from ckpt_tools.commands.opened import Opened
 from ckpt_tools.commands.outputs import output_directory, refuse_overlap
+from ckpt_tools.commands.several_parts import (
+    holds_several,
+    put_together,
+    reference_of,
+    with_language_settings,
+    without_others,
+)
 from ckpt_tools.commands.tower_source import (
     WholeModel,
     check_tower,
@@ -136,14 +143,51 @@ def describe_export(
             raise UsageError(f"{option} {number}: a number from 1 is expected")
     checked, workers = options.check_masters != "none", options.write.workers
     source = read_export_source(opened, options.dtype, options.tp, options.ignore_keys, checked, workers)
+    if source.beside is not None:
+        return _describe_several(source, options, whole)
     reference = read_config(options.hf_config) if options.hf_config and whole is None else None
     if whole is not None:
         reference = dict(whole.tower.config)
+    exported = _export(source, options, reference, present, whole)
+    return source, exported if whole is None else put_back(exported, whole)
+
+
+def _describe_several(
+    source: ExportSource, options: ExportOptions, compared: WholeModel | None
+) -> tuple[ExportSource, Exported]:
+    """What is exported of a vision-language model: all of it, or with --tower its language model."""
+    alone = options.tower is not None
+    reference, whole = reference_of(source, options.hf_config, alone, compared)
+    source = with_language_settings(source, whole)
+    if whole is None:
+        source = without_others(source)
+        return source, _export(source, options, reference)
+    specs = _specs(source)
+    beside = {name: specs[name] for name in source.beside or ()}
+    language = replace(
+        source, bases={name: base for name, base in source.bases.items() if name not in beside}
+    )
+    exported = _export(language, options, reference, whole=whole)
+    return source, put_together(exported, whole, beside, options.dtype)
+
+
+def _specs(source: ExportSource) -> dict[str, Spec]:
+    return {name: Spec(source.types.get(name, base.dtype), base.shape) for name, base in source.bases.items()}
+
+
+def _export(
+    source: ExportSource,
+    options: ExportOptions,
+    reference: Mapping[str, Any] | None,
+    present: Iterable[str] = (),
+    whole: WholeModel | None = None,
+) -> Exported:
+    """The tensors of a language model, as one of its own. Raises as `export_targets`."""
     families = families_with(options.rules, reference)
     if whole is not None:
         families = whole.tower.families(families)
-    exported = export_targets(
-        {name: Spec(source.types.get(name, base.dtype), base.shape) for name, base in source.bases.items()},
+    return export_targets(
+        _specs(source),
         source.settings,
         reference,
         dtype=options.dtype,
@@ -152,7 +196,6 @@ def describe_export(
         families=families,
         present=present if whole is None else whole.tower.names,
     )
-    return source, exported if whole is None else put_back(exported, whole)
 
 
 def plan_export(opened: Opened, options: ExportOptions, world: int = 1) -> Conversion:
@@ -162,7 +205,8 @@ def plan_export(opened: Opened, options: ExportOptions, world: int = 1) -> Conve
         return plan_peft(opened, options)
     if options.alpha is not None:
         raise UsageError("--alpha: it is that of an adapter, which --peft writes")
-    whole = whole_model(options.hf_config) if options.tower and options.hf_config else None
+    is_part = options.tower is not None and not holds_several(opened.catalog)
+    whole = whole_model(options.hf_config) if is_part and options.hf_config else None
     made = _as_asked(export_tensors(opened, options, whole=whole), options)
     if whole is not None:
         made = _with_other_towers(made, whole)
@@ -212,6 +256,8 @@ def _as_asked(made: ExportTensors, options: ExportOptions) -> ExportTensors:
     """The tensors, quantized where that is asked for, and the config.json that says so."""
     if options.quantize is None:
         return made
+    if made.source.beside is not None:
+        raise UsageError("--quantize: a vision-language model is written as it is stored only")
     known = get_args(Quantization)
     if options.quantize not in known:
         raise UsageError(f"--quantize {options.quantize}: {', '.join(known)} is written")
@@ -283,14 +329,19 @@ def _open(source: str, options: ExportOptions) -> Opened:
     if options.tower is None:
         return open_source(source, options)
     check_tower(options.tower)
-    if options.hf_config is None:
-        raise UsageError(f"--tower {options.tower}: --hf-config names the directory of the whole model")
     if options.peft or options.quantize:
         raise UsageError(
             f"--tower {options.tower} together with --{'peft' if options.peft else 'quantize'} is not written"
         )
     opened = open_source(source, options)
+    if holds_several(opened.catalog):
+        return opened
     try:
+        if options.hf_config is None:
+            raise UsageError(
+                f"--tower {options.tower}: --hf-config names the directory of the whole model, from where the other "
+                "parts are taken; the checkpoint is a language model alone"
+            )
         return replace(opened, files=FilesBeside(opened.files, [tower_files(options.hf_config)]))
     except BaseException:
         opened.files.close()

@@ -11,6 +11,7 @@ from ckpt_tools.commands.opened import Opened
 from ckpt_tools.commands.read_model import Wanted, is_master, keeps_masters, read_model
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.left_out import leave_out
+from ckpt_tools.megatron.huggingface.tower_targets import language_prefix
 from ckpt_tools.megatron.hybrid import as_gpt, is_hybrid
 from ckpt_tools.megatron.keys import EXPERTS, is_optimizer_key
 from ckpt_tools.megatron.settings import training_dtype
@@ -27,8 +28,10 @@ _WIDE = ("float32", "float64")  # what an fp32 master says more to than the weig
 class ExportSource:
     """Parameters under their `torch_dist` names, layers and experts one by one, and the settings they go with.
 
-    `types` has the running model's type of parameters whose values are fp32 masters; others keep what is stored.
-    `must_round` are the masters among the values, with the stored weights that they must round to.
+    In a model of several parts these are the names of its language model as one of its own; `beside` are the
+    parameters of the other parts, under names of their own (None: there are no other parts). `types` has the running
+    model's type of parameters whose values are fp32 masters; others keep what is stored. `must_round` are the masters
+    among the values, with the stored weights that they must round to.
     """
 
     catalog: Catalog
@@ -40,6 +43,7 @@ class ExportSource:
     fp8_recipe: str | None = None
     dropped: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    beside: tuple[str, ...] | None = None
 
 
 def read_export_source(
@@ -66,7 +70,7 @@ def read_export_source(
         "masters" if wide or checked else "none", ignored, unknown_keys=True, tp=tp, workers=workers
     )
     source = _source(opened, read_model(opened, wanted), dtype, wide)
-    source = replace(source, dropped=leave_out(opened.catalog, ignored)[1])
+    source = _parts_apart(replace(source, dropped=leave_out(opened.catalog, ignored)[1]))
     if not is_hybrid(source.bases):
         return source
     bases, settings, note = as_gpt(source.bases, source.settings or {})
@@ -74,6 +78,19 @@ def read_export_source(
     types = {renamed[name]: dtype for name, dtype in source.types.items()}
     kept = settings if source.settings is not None else None
     return replace(source, bases=bases, types=types, settings=kept, notes=(*source.notes, note))
+
+
+def _parts_apart(source: ExportSource) -> ExportSource:
+    """The language model of a model of several parts under the names of a model of its own."""
+    prefix = language_prefix(source.bases)
+    if not prefix:
+        return source
+    return replace(
+        source,
+        bases={name.removeprefix(prefix): base for name, base in source.bases.items()},
+        types={name.removeprefix(prefix): dtype for name, dtype in source.types.items()},
+        beside=tuple(name for name in source.bases if not name.startswith(prefix)),
+    )
 
 
 def _source(opened: Opened, model: Model, dtype: str | None, wide: bool) -> ExportSource:

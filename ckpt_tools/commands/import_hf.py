@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt_tools.commands.conversion import Conversion, Progress, RunOptions, Writer, convert
 from ckpt_tools.commands.conversion_report import ConversionReport
@@ -43,9 +43,13 @@ from ckpt_tools.formats.unpickle import StandIn, TorchDtype, stand_in
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import check_fresh
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
+from ckpt_tools.megatron.huggingface.checks import Spec
 from ckpt_tools.megatron.huggingface.quantized import dequantized
+from ckpt_tools.megatron.huggingface.rules import Family
 from ckpt_tools.megatron.huggingface.targets import Imported, import_targets
-from ckpt_tools.megatron.huggingface.towers import left_out_notes, mrope_notes
+from ckpt_tools.megatron.huggingface.tower_targets import imported_whole, known_to_bridge
+from ckpt_tools.megatron.huggingface.towers import TYPE, left_out_notes, mrope_notes
+from ckpt_tools.megatron.huggingface.vision_language import vision_language_types
 from ckpt_tools.megatron.keys import EXPERTS
 from ckpt_tools.megatron.names import FUSED_FC1_NORM, fuse_local_norm
 from ckpt_tools.megatron.record import RECORD_FILE, TargetRecord, record_bytes
@@ -155,17 +159,63 @@ def read_huggingface(opened: Opened, options: ImportOptions) -> tuple[Imported, 
     if options.adapter is not None:
         merged = merge_peft(catalog, options.adapter, bool(plain.config.get("tie_word_embeddings")))
         catalog, specs, more = merged.catalog, merged.specs(specs), merged.notes
-    config: Mapping[str, Any] = plain.config
+    read = _read_tensors(catalog, specs, plain.config, options)
+    catalog, imported = read.catalog, read.imported
+    if options.layer_spec == "local" and not imported.args.keys().isdisjoint(_FUSED_ONLY):
+        raise MappingError(
+            f"--layer-spec local: Megatron builds the layers of {imported.family.architecture} of Transformer "
+            "Engine's modules only, whatever --transformer-impl says; leave the option out"
+        )
+    own = {key: Value(one.dtype, one.shape, (Source(key),)) for key, one in catalog.tensors.items()}
+    prove_equal(opened.files, catalog, own, imported.equal)
+    dropped = (
+        *(f"{key}: no content of its own" for key in imported.dropped),
+        *frequencies,
+        *plain.dropped,
+        *(f"{key}: of another tower than the language model" for key in read.left_out),
+    )
+    catalog, imported, lost = _with_offsets(opened.files, catalog, imported)
+    notes = (*plain.notes, *more, *read.notes, *imported.notes, *lost, *unread_notes(opened.files))
+    imported = replace(imported, dropped=dropped, notes=notes)
+    shapes = imported.shapes
+    tensors = {key: seen_as(entry, shapes.get(key, entry.shape)) for key, entry in catalog.tensors.items()}
+    seen = replace(catalog, tensors=tensors)
+    return imported, _model(seen, imported, common_state(imported, options, opened.location.path), options)
+
+
+class _Read(NamedTuple):
+    """What a directory's tensors become; views see them in `catalog`, some under the names of a language model."""
+
+    catalog: Catalog
+    imported: Imported
     left_out: tuple[str, ...] = ()
-    tower = None
-    if options.tower is not None:
-        catalog, specs, tower = tower_alone(catalog, specs, config)
-        more = (*more, *left_out_notes(tower), *mrope_notes(config))
-        config, left_out = tower.config, tower.others
-    families = families_with(options.rules, config)
-    if tower is not None:
-        families = tower.families(families)
-    imported = import_targets(
+    notes: tuple[str, ...] = ()
+
+
+def _read_tensors(
+    catalog: Catalog, specs: Mapping[str, Spec], config: Mapping[str, Any], options: ImportOptions
+) -> _Read:
+    """The parameters of a language model; of a vision-language model all parts, or its language model alone."""
+    kind = config.get(TYPE)
+    if options.tower is None and (options.rules is not None or kind not in vision_language_types()):
+        return _Read(catalog, _by_rules(specs, config, options, families_with(options.rules, config)))
+    if options.tower is None:
+        known_to_bridge(config)
+    catalog, named, tower = tower_alone(catalog, specs, config)
+    families = tower.families(families_with(options.rules, tower.config))
+    imported = _by_rules(named, tower.config, options, families)
+    if options.tower is None:
+        return _Read(catalog, imported_whole(imported, config, tower, specs, options.dtype))
+    return _Read(catalog, imported, tower.others, (*left_out_notes(tower), *mrope_notes(config)))
+
+
+def _by_rules(
+    specs: Mapping[str, Spec],
+    config: Mapping[str, Any],
+    options: ImportOptions,
+    families: Mapping[str, Family],
+) -> Imported:
+    return import_targets(
         specs,
         config,
         dtype=options.dtype,
@@ -173,26 +223,6 @@ def read_huggingface(opened: Opened, options: ImportOptions) -> tuple[Imported, 
         vocab_rows=options.vocab_size_padded,
         families=families,
     )
-    if options.layer_spec == "local" and not imported.args.keys().isdisjoint(_FUSED_ONLY):
-        raise MappingError(
-            f"--layer-spec local: Megatron builds the layers of {imported.family.architecture} of Transformer "
-            "Engine's modules only, whatever --transformer-impl says; leave the option out"
-        )
-    own = {key: Value(spec.dtype, spec.shape, (Source(key),)) for key, spec in specs.items()}
-    prove_equal(opened.files, catalog, own, imported.equal)
-    dropped = (
-        *(f"{key}: no content of its own" for key in imported.dropped),
-        *frequencies,
-        *plain.dropped,
-        *(f"{key}: of another tower than the language model" for key in left_out),
-    )
-    catalog, imported, lost = _with_offsets(opened.files, catalog, imported)
-    notes = (*plain.notes, *more, *imported.notes, *lost, *unread_notes(opened.files))
-    imported = replace(imported, dropped=dropped, notes=notes)
-    shapes = imported.shapes
-    tensors = {key: seen_as(entry, shapes.get(key, entry.shape)) for key, entry in catalog.tensors.items()}
-    seen = replace(catalog, tensors=tensors)
-    return imported, _model(seen, imported, common_state(imported, options, opened.location.path), options)
 
 
 def _with_offsets(files: Files, catalog: Catalog, imported: Imported) -> tuple[Catalog, Imported, list[str]]:

@@ -18,12 +18,12 @@ from ckpt_tools.megatron.huggingface.targets import Exported
 from ckpt_tools.megatron.huggingface.towers import (
     QUANTIZED,
     TYPE,
-    WRAPPERS,
     Tower,
     absent_modules,
     language_tower,
     whole_config,
 )
+from ckpt_tools.megatron.huggingface.vision_language import vision_language_types
 from ckpt_tools.model.catalog import Catalog, TensorEntry
 from ckpt_tools.model.choices import TowerName
 from ckpt_tools.model.target import Source, TargetTensor
@@ -95,7 +95,7 @@ def whole_model(folder: str) -> WholeModel:
 
 def whole_model_if_one(folder: str, config: Mapping[str, Any]) -> WholeModel | None:
     """The vision-language model in a directory, None for a directory with another model."""
-    return whole_model(folder) if config.get(TYPE) in WRAPPERS else None
+    return whole_model(folder) if config.get(TYPE) in vision_language_types() else None
 
 
 def put_back(exported: Exported, whole: WholeModel) -> Exported:

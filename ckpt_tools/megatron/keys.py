@@ -62,6 +62,18 @@ STEP = "step"
 # Buffers of modules, not parameters: fp32 whatever the model's type is, never sharded, no states (moe/router.py).
 BUFFERS = (".expert_bias", ".local_tokens_per_expert")
 
+# Modules of transformers that Megatron-Bridge's vision-language models hold as they are: whole on every rank, layer
+# by layer, and without what Megatron's own modules store beside their weights.
+OF_TRANSFORMERS = (
+    "visual",
+    "vision_tower",
+    *(
+        f"vision_model.{name}"
+        for name in ("patch_embed", "pos_embed", "blocks", "merger", "deepstack_merger_list")
+    ),
+    *(f"multi_modal_projector.{name}" for name in ("norm", "patch_merger", "linear_1", "linear_2")),
+)
+
 _RANK = r"[0-9]{1,9}"
 _CHAIN = r"(?:chained_(?P<chain>[0-9]{1,9})\.)?optimizer\."
 _GROUP = rf"(?P<group>{_RANK})"
@@ -217,6 +229,11 @@ def decoder_layer(name: str) -> tuple[int, str] | None:
     """(number, name inside of the layer) of a weight in the decoder's layers; None for any other."""
     layer = layer_of(name)
     return layer[1:] if layer and layer.block == DECODER_LAYERS else None
+
+
+def is_of_transformers(name: str) -> bool:
+    """Whether a parameter is of a module that transformers has built."""
+    return name.startswith(tuple(f"{module}." for module in OF_TRANSFORMERS))
 
 
 def expert_of(key: str) -> tuple[str, int | None]:

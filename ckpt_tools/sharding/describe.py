@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 
 from ckpt_tools.errors import MappingError, list_problems
+from ckpt_tools.megatron.keys import is_of_transformers
 from ckpt_tools.model.choices import LayoutName
 from ckpt_tools.sharding.parameters import Expert, Parameter, Part, Shape
 from ckpt_tools.sharding.topology import Topology
@@ -35,6 +36,7 @@ _TP_DIMS: tuple[tuple[re.Pattern[str], int | None], ...] = (
     (_ending(r"mixer\.norm\.weight|softmax_offset|conv1d_(?:weight|bias)|A_log|D|dt_bias"), 0),
     (_ending(r"\w*norm\w*\.(?:weight|bias)|layer_norm_(?:weight|bias)"), None),
     (_ending(r"router\.\w+|gate_weight|(?:position|tokentype)_embeddings\.weight"), None),
+    (_ending(r"multi_modal_projector\.proj\.weight"), 0),
     (_ending(r"conv1\.weight|ln_(?:pre|post)\.(?:weight|bias)|class_token"), None),  # vision tower
 )
 _NO_RULE = -1
@@ -121,6 +123,8 @@ def _tp_dim(name: str, given: Mapping[str, int | None]) -> int | None:
     for pattern, dim in given.items():
         if fnmatchcase(name, pattern):
             return dim
+    if is_of_transformers(name):
+        return None
     return _ruled_dim(".".join(name.split(".")[-3:]))
 
 

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import TypeAlias
 
 from ckpt_tools.errors import UsageError, list_problems
+from ckpt_tools.megatron.keys import OF_TRANSFORMERS
 
 # Modules that are units, and modules that have numbers in their names but are not units. `*` stands for anything
 # without a dot, `**.` for any number of leading modules.
@@ -24,6 +25,7 @@ UNITS = (
     "**.mtp.layers.*.*_layer",
 )
 ROOT = (
+    *OF_TRANSFORMERS,  # whatever their layers are called
     *(f"**.mtp.layers.*.{name}" for name in ("enorm", "hnorm", "eh_proj", "final_layernorm")),
     "**.mtp.layers.*.*_layer.final_norm",
 )

@@ -57,6 +57,12 @@ def with_vocabulary(
     return replace(model, vocab_size=size, padded_vocab_size=padded), tuple(notes)
 
 
+def with_stored_norms(model: ModelArgs, parameters: Iterable[str]) -> ModelArgs:
+    """The model with norms of queries and keys where they are stored: Bridge's Gemma 3 has them whatever it says."""
+    stored = any(name.endswith(".self_attention.q_layernorm.weight") for name in parameters)
+    return replace(model, qk_layernorm=model.qk_layernorm or (stored and not model.multi_latent_attention))
+
+
 def not_of_family(family: Family, model: ModelArgs, reference: Mapping[str, Any] | None) -> list[str]:
     """What keeps the model from being expressed as this family."""
     problems = [

@@ -14,7 +14,7 @@ from ckpt_tools.megatron.huggingface.file_places import parse_rule_source
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs
 from ckpt_tools.megatron.huggingface.rules import Family
 from ckpt_tools.megatron.huggingface.told_by import told_by
-from ckpt_tools.megatron.huggingface.towers import WRAPPERS
+from ckpt_tools.megatron.huggingface.vision_language import vision_language_types
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 REFUSED = Path(__file__).with_name("refused.yaml")
@@ -77,7 +77,7 @@ def family_of_config(config: Mapping[str, Any], families: Mapping[str, Family] =
             f"config.json has model_type {kind!r}, which Megatron core has no modules for: {reason}. "
             "Where a Megatron of your own has them, a rule file can say so (--rules)"
         )
-    if isinstance(kind, str) and kind in WRAPPERS:
+    if kind in vision_language_types():
         raise MappingError(
             f"config.json has model_type {kind!r}, a vision-language model; its language model alone is converted, "
             "by import-hf and export-hf with --tower language"

@@ -25,6 +25,7 @@ class Words:
     names: Names
     dimensions: tuple[str, ...]
     conditions: tuple[str, ...]
+    counters: frozenset[str] = frozenset("lmep")  # placeholders of what there are several of
 
 
 def read_rules(said: Any, words: Words, at: Place, problems: Problems) -> list[Rule]:
@@ -74,7 +75,7 @@ def _rule(item: Any, words: Words, at: Place, problems: Problems) -> Rule | None
     )
     if len(problems) == before:
         _check(rule, words, at, problems)
-        _check_names(rule, at, problems)
+        _check_names(rule, words, at, problems)
     return rule if len(problems) == before else None
 
 
@@ -103,12 +104,12 @@ def _check(rule: Rule, words: Words, at: Place, problems: Problems) -> None:
         problems.append(f"{rule.dtype!r} is not one of {', '.join(DTYPES)} @ {at / 'dtype'}")
 
 
-def _check_names(rule: Rule, at: Place, problems: Problems) -> None:
+def _check_names(rule: Rule, words: Words, at: Place, problems: Problems) -> None:
     """Layers and experts are numbered on both sides."""
     places = _places(rule.core)
     if bool(rule.parts) != ("p" in places):
         problems.append(f"parts and {{p}} in core go together @ {at / 'core'}")
-    for one in sorted(places - {"l", "m", "e", "p"}):
+    for one in sorted(places - words.counters):
         problems.append(f"{{{one}}} in {rule.core!r} is not one of {{l}}, {{m}} and {{e}} @ {at / 'core'}")
     further = {"n"} if "m" in places else set()
     for i, name in enumerate(rule.hf):

@@ -221,8 +221,9 @@ CONDITIONS: dict[str, Callable[[ModelArgs, int], bool]] = {
 }
 
 
-DIMENSIONS = tuple(dimensions(ModelArgs(num_layers=1, hidden_size=1, num_attention_heads=1, num_query_groups=1,
-                                        kv_channels=1, ffn_hidden_size=1, max_position_embeddings=1)))  # fmt: skip
+SMALLEST = ModelArgs(num_layers=1, hidden_size=1, num_attention_heads=1, num_query_groups=1, kv_channels=1,
+                     ffn_hidden_size=1, max_position_embeddings=1)  # fmt: skip
+DIMENSIONS = tuple(dimensions(SMALLEST))
 
 
 def expand(family: Family, model: ModelArgs, present: Iterable[str] = ()) -> list[Pair]:
@@ -239,7 +240,7 @@ def expand(family: Family, model: ModelArgs, present: Iterable[str] = ()) -> lis
         for layer, names in layers:
             for rule in rules:
                 if all(conditions[condition](model, layer) for condition in rule.when):
-                    pairs.extend(_pairs(rule, names, model, sizes, there))
+                    pairs.extend(pairs_of(rule, names, model, sizes, there))
     return pairs
 
 
@@ -264,9 +265,10 @@ def _by_layer(
     yield [r for r in rules if "{m}" in r.core], mtp
 
 
-def _pairs(
-    rule: Rule, names: dict[str, int], model: ModelArgs, sizes: dict[str, int], there: frozenset[str]
+def pairs_of(
+    rule: Rule, names: dict[str, int], model: ModelArgs, sizes: Mapping[str, int], there: frozenset[str]
 ) -> Iterator[Pair]:
+    """The pairs of a rule for the layer that `names` give numbers; `there` as `present` of `expand`."""
     if rule.parts:
         yield _joined(rule, names, model, sizes)
         return

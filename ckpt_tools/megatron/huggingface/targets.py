@@ -27,6 +27,7 @@ from ckpt_tools.megatron.huggingface.checks import (
     semantic_notes,
     shared_notes,
     spellings,
+    with_stored_norms,
     with_vocabulary,
 )
 from ckpt_tools.megatron.huggingface.config import (
@@ -108,7 +109,7 @@ def export_targets(
     """
     if args is None and reference is None:
         raise MappingError("the checkpoint holds no args; pass --hf-config with the model's config.json")
-    model = read_model_args(args) if args is not None else None
+    model = with_stored_norms(read_model_args(args), parameters) if args is not None else None
     told = vocab_size or (model.vocab_size if model is not None else None)
     family = detect_family(parameters, model, reference, families)
     if model is not None and args is not None:
@@ -120,7 +121,7 @@ def export_targets(
     model, notes = with_vocabulary(model, parameters, told)
     pairs = expand(family, model, present)
     spelled, equal = _whole(family, model, pairs, parameters, reference)
-    tensors = [target for pair in pairs for target in _export_pair(pair, spelled, parameters, dtype)]
+    tensors = [target for pair in pairs for target in export_pair(pair, spelled, parameters, dtype)]
     shapes = {
         key: one.shape
         for pair in pairs
@@ -232,7 +233,7 @@ def import_targets(
         prefix(name): shape.shape for pair in pairs for name, shape in zip(pair.hf, pair.tensors, strict=True)
     }
     refuse_wrapped(tensors, (name for name in wanted if name not in tensors))
-    problems = [*not_of_family(family, model, config), *_misfits(tensors, wanted)]
+    problems = [*not_of_family(family, model, config), *misfits(tensors, wanted)]
     extra = set(tensors) - set(wanted)
     equal, ignored = _without_content(family, model, extra, prefix)
     ignored += [name for name in sorted(extra - set(ignored)) if 0 in tensors[name].shape]
@@ -242,7 +243,7 @@ def import_targets(
         raise MappingError(
             f"the directory is not a whole {family.name} model:\n" + list_problems(problems), problems
         )
-    made = [target for pair in pairs for target in _import_pair(model, pair, prefix, tensors, dtype)]
+    made = [target for pair in pairs for target in import_pair(model, pair, prefix, tensors, dtype)]
     notes = (
         *notes,
         *kept_types((prefix(p.hf[0]), tensors[prefix(p.hf[0])].dtype, p.rule.dtype) for p in pairs),
@@ -280,7 +281,7 @@ def _prediction_layers(family: Family, model: ModelArgs, tensors: Mapping[str, S
     return asked.mtp_num_layers if any(name in tensors for name in names) else 0
 
 
-def _misfits(tensors: Mapping[str, Spec], wanted: Mapping[str, Shape]) -> Iterator[str]:
+def misfits(tensors: Mapping[str, Spec], wanted: Mapping[str, Shape]) -> Iterator[str]:
     """What is missing of the tensors that config.json asks for, and what has another shape."""
     yield from (f"{name} {list(shape)} is missing" for name, shape in wanted.items() if name not in tensors)
     for name, shape in wanted.items():
@@ -298,7 +299,7 @@ def _stray_head(
     return ((EMBEDDING, HEAD),)
 
 
-def _export_pair(
+def export_pair(
     pair: Pair, spelled: Mapping[str, str], parameters: Mapping[str, Spec], dtype: str | None
 ) -> list[TargetTensor]:
     """The Hugging Face tensors of a pair."""
@@ -319,7 +320,7 @@ def _export_pair(
     ]
 
 
-def _import_pair(
+def import_pair(
     model: ModelArgs,
     pair: Pair,
     prefix: Prefix,

@@ -20,6 +20,12 @@ from ckpt_tools.errors import MappingError, list_problems
 from ckpt_tools.megatron.huggingface.checks import Spec
 from ckpt_tools.megatron.huggingface.families import FAMILIES, Families
 from ckpt_tools.megatron.huggingface.rules import Family
+from ckpt_tools.megatron.huggingface.vision_language import (
+    VISION,
+    VisionLanguage,
+    vision_language,
+    vision_language_types,
+)
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TEXT, QUANTIZED, TIED, TYPE = "text_config", "quantization_config", "tie_word_embeddings", "model_type"
@@ -28,34 +34,6 @@ GATE_UP, DOWN = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"
 MROPE = ("mrope_section", "mrope_interleaved")
 ROPES = ("rope_scaling", "rope_parameters")
 DTYPES = ("torch_dtype", "dtype")
-
-
-GEMMA3 = {"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
-          "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072,
-          "query_pre_attn_scalar": 256, "sliding_window": 4096}  # fmt: skip
-
-
-class Wrapper(NamedTuple):
-    """A vision-language model by its model_type: the language model inside, and its other modules.
-
-    `flat`: config.json may have no text_config, its fields beside those of the other towers. `defaults` are what the
-    language model's class takes for fields that the released files leave out.
-    """
-
-    inside: str
-    modules: tuple[str, ...]
-    flat: bool = False
-    defaults: Mapping[str, Any] = {}
-
-
-WRAPPERS = {
-    "qwen2_vl": Wrapper("qwen2_vl_text", ("visual",), flat=True),
-    "qwen2_5_vl": Wrapper("qwen2_5_vl_text", ("visual",), flat=True),
-    "qwen3_vl": Wrapper("qwen3_vl_text", ("visual",)),
-    "qwen3_vl_moe": Wrapper(EXPERTS_OF, ("visual",)),
-    "gemma3": Wrapper("gemma3_text", ("vision_tower", "multi_modal_projector"), defaults=GEMMA3),
-    "mistral3": Wrapper("mistral", ("vision_tower", "multi_modal_projector")),
-}
 
 
 class Spelling(NamedTuple):
@@ -101,26 +79,40 @@ class Tower:
         return Families(replace(family, rules=rules))
 
 
-def language_tower(config: Mapping[str, Any], tensors: Mapping[str, Spec]) -> Tower:
+def vision_language_of(config: Mapping[str, Any]) -> VisionLanguage:
+    """The kind of vision-language model that config.json describes.
+
+    Raises:
+        MappingError: it describes another model.
+    """
+    kind = config.get(TYPE)
+    if kind not in vision_language_types():
+        raise MappingError(
+            f"config.json has model_type {kind!r}; the vision-language models that are known are "
+            f"{', '.join(vision_language_types())}"
+        )
+    return vision_language(str(kind))
+
+
+def language_tower(config: Mapping[str, Any], tensors: Mapping[str, Spec], tied: bool | None = None) -> Tower:
     """The language model inside the vision-language model that config.json describes.
+
+    Args:
+        tensors: those of its directory; without any, names are those of the released files.
+        tied: whether the head is the embedding, where the tensors are not there to tell.
 
     Raises:
         MappingError: it describes another one, or tensors belong neither to it nor to the other towers.
     """
-    kind = config.get(TYPE)
-    wrapper = WRAPPERS.get(str(kind))
-    if wrapper is None:
-        raise MappingError(
-            f"--tower language: config.json has model_type {kind!r}; the language model is taken out of "
-            f"{', '.join(sorted(WRAPPERS))}"
-        )
+    wrapper = vision_language_of(config)
+    kind = wrapper.name
     text = _text(config, wrapper)
-    if text.get(TYPE) != wrapper.inside:
+    if text.get(TYPE) != wrapper.language:
         raise MappingError(
-            f"--tower language: the language model inside a {kind} is {wrapper.inside}, text_config has model_type "
+            f"the language model inside a {kind} is {wrapper.language}, text_config has model_type "
             f"{text.get(TYPE)!r}"
         )
-    spelling = _spelling(tensors)
+    spelling = _spelling(tensors, wrapper)
     names = {_bare(name, spelling): name for name in tensors if _is_inside(name, spelling, wrapper)}
     rest = [name for name in tensors if not _is_inside(name, spelling, wrapper)]
     strange = [name for name in rest if not _is_of(name, wrapper)]
@@ -130,7 +122,7 @@ def language_tower(config: Mapping[str, Any], tensors: Mapping[str, Spec]) -> To
             f"modules of a {kind} ({', '.join(wrapper.modules)}):\n{list_problems(strange)}",
             strange,
         )
-    text[TIED] = _is_tied(config, text, HEAD in names)
+    text[TIED] = _is_tied(config, text, HEAD in names) if tied is None else tied
     by_rows = text[TYPE] == EXPERTS_OF and _is_by_rows(
         text, {name: tensors[own] for name, own in names.items()}
     )
@@ -140,7 +132,7 @@ def language_tower(config: Mapping[str, Any], tensors: Mapping[str, Spec]) -> To
 def absent_modules(config: Mapping[str, Any], tower: Tower) -> tuple[str, ...]:
     """The other modules of the whole model of which there is no tensor."""
     there = {_module(name) for name in tower.others}
-    return tuple(name for name in WRAPPERS[config[TYPE]].modules if name not in there)
+    return tuple(name for name in vision_language_of(config).modules if name not in there)
 
 
 def left_out_notes(tower: Tower) -> tuple[str, ...]:
@@ -152,17 +144,21 @@ def left_out_notes(tower: Tower) -> tuple[str, ...]:
     return (f"the language model alone: {len(tower.others)} tensors of other towers are left out ({parts})",)
 
 
-def mrope_notes(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """What an import says of multimodal positions."""
+def mrope_section(config: Mapping[str, Any]) -> Any:
+    """The sections of multimodal positions, None without."""
     text = config.get(TEXT) or config
     ropes = [text.get(name) for name in ROPES]
-    sections = [
-        rope["mrope_section"] for rope in ropes if isinstance(rope, Mapping) and "mrope_section" in rope
-    ]
-    if not sections:
+    sections = (rope.get("mrope_section") for rope in ropes if isinstance(rope, Mapping))
+    return next((one for one in sections if one is not None), None)
+
+
+def mrope_notes(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """What an import says of multimodal positions."""
+    section = mrope_section(config)
+    if section is None:
         return ()
     return (
-        f"positions of text alone: M-RoPE (sections {sections[0]}) is the plain rotary embedding there, and the "
+        f"positions of text alone: M-RoPE (sections {section}) is the plain rotary embedding there, and the "
         "checkpoint says rope",
     )
 
@@ -187,15 +183,15 @@ def whole_config(config: Mapping[str, Any], tower: Tower, exported: Mapping[str,
     return found
 
 
-def _text(config: Mapping[str, Any], wrapper: Wrapper) -> dict[str, Any]:
+def _text(config: Mapping[str, Any], wrapper: VisionLanguage) -> dict[str, Any]:
     """The language model's config.json."""
     text = config.get(TEXT)
     if isinstance(text, Mapping):
-        found = {TYPE: wrapper.inside, **wrapper.defaults, **text}
+        found = {TYPE: wrapper.language, **wrapper.defaults, **text}
     elif wrapper.flat and text is None:
-        others = {"vision_config", "image_token_id", "video_token_id", "vision_start_token_id",
+        others = {VISION, "image_token_id", "video_token_id", "vision_start_token_id",
                   "vision_end_token_id", "vision_token_id"}  # fmt: skip
-        found = {key: value for key, value in config.items() if key not in others} | {TYPE: wrapper.inside}
+        found = {key: value for key, value in config.items() if key not in others} | {TYPE: wrapper.language}
     else:
         raise MappingError(f"config.json of a {config.get(TYPE)} has no {TEXT}")
     if config.get(QUANTIZED):
@@ -215,8 +211,10 @@ def _with_plain_rope(text: dict[str, Any]) -> dict[str, Any]:
     return text
 
 
-def _spelling(tensors: Mapping[str, Spec]) -> Spelling:
+def _spelling(tensors: Mapping[str, Spec], wrapper: VisionLanguage) -> Spelling:
     for one in SPELLINGS:
+        if not tensors and one.prefix == wrapper.spelling:
+            return one
         if one.prefix + EMBEDDING.removeprefix("model.") in tensors:
             return one
     tried = ", ".join(one.prefix + EMBEDDING.removeprefix("model.") for one in SPELLINGS)
@@ -228,11 +226,11 @@ def _module(name: str) -> str:
     return name.removeprefix("model.").partition(".")[0]
 
 
-def _is_of(name: str, wrapper: Wrapper) -> bool:
+def _is_of(name: str, wrapper: VisionLanguage) -> bool:
     return _module(name) in wrapper.modules
 
 
-def _is_inside(name: str, spelling: Spelling, wrapper: Wrapper) -> bool:
+def _is_inside(name: str, spelling: Spelling, wrapper: VisionLanguage) -> bool:
     return name == spelling.head or (name.startswith(spelling.prefix) and not _is_of(name, wrapper))
 
 

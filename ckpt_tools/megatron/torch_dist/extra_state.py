@@ -12,7 +12,7 @@ import itertools
 import re
 from collections.abc import Iterable
 
-from ckpt_tools.megatron.keys import shard_key
+from ckpt_tools.megatron.keys import is_of_transformers, shard_key
 from ckpt_tools.megatron.torch_dist.stacking import Stack
 
 _LINEAR = re.compile(
@@ -37,6 +37,8 @@ def extra_state_keys(stacks: Iterable[Stack], transformer_engine: bool) -> tuple
 
 
 def _modules(key: str, transformer_engine: bool) -> Iterable[str]:
+    if is_of_transformers(key):
+        return
     if match := _LINEAR.match(key):
         yield match["module"]
     if match := _HYBRID_END.match(key):  # MambaModel asks for what GPTModel leaves out, tied or not

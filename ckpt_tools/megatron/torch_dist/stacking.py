@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 from ckpt_tools.errors import MappingError, list_problems
 from ckpt_tools.megatron.common_state import CommonState
-from ckpt_tools.megatron.keys import HALVES, layer_of, split_half, stacked_layers
+from ckpt_tools.megatron.keys import HALVES, is_of_transformers, layer_of, split_half, stacked_layers
 from ckpt_tools.megatron.torch_dist.slices import missing_layers
 from ckpt_tools.model.expressions import Value
 from ckpt_tools.model.model import Parameter
@@ -166,7 +166,7 @@ def _refuse_gaps(parameters: Sequence[Parameter]) -> None:
 
 
 def _place(name: str) -> _Place:
-    layer = layer_of(name)
+    layer = None if is_of_transformers(name) else layer_of(name)
     return _Place("", None, name) if layer is None else _Place(*layer)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.megatron.huggingface.towers import GEMMA3
+from ckpt_tools.megatron.huggingface.vision_language import vision_language
 from tests.megatron.huggingface.models import BASE, HEAD, MOE, eager, logits
 
 transformers = pytest.importorskip("transformers", reason="the optional peer transformers is not installed")
@@ -122,5 +122,5 @@ def test_as_a_language_model_of_its_own(case: Case, tmp_path: Path) -> None:
 
 
 def test_what_the_released_gemma_leaves_out_is_what_the_class_takes() -> None:
-    whole = transformers.Gemma3TextConfig().to_dict()
-    assert {key: whole[key] for key in GEMMA3} == GEMMA3
+    whole, defaults = transformers.Gemma3TextConfig().to_dict(), vision_language("gemma3").defaults
+    assert {key: whole[key] for key in defaults} == defaults
