@@ -219,9 +219,8 @@ def import_notes(family: Family, model: ModelArgs) -> tuple[str, ...]:
         notes.append("linear rope scaling: Megatron-LM's gpt_builders.py does not pass it on")
     if model.dsa_indexer_n_heads:
         notes.append(SINCE)
-    over_heads = any(rule.norm and rule.shape == ("query",) for rule in family.rules)
-    if over_heads or any(one.wins == "either" for one in family.fields):
+    if family.published:
         notes.append(
-            f"{family.name}: plain Megatron-LM has no such model; its layers come from Megatron-Bridge"
+            f"{family.name}: plain Megatron-LM has no such model; its layers come from {family.published}"
         )
     return tuple(notes)

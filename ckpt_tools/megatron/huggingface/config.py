@@ -45,9 +45,8 @@ def read_config(family: Family, config: Config) -> ModelArgs:
     """
     config = in_v4_form(config)
     values: dict[str, Any] = {}
-    missing = [
-        one.hf for one in family.fields if one.default is REQUIRED and not {one.hf, one.also} & config.keys()
-    ]
+    needed = (one for one in family.fields if one.default is REQUIRED)
+    missing = dict.fromkeys(one.hf for one in needed if not {one.hf, one.also} & config.keys())
     if missing:
         whose = f"; its fields are those of {family.like}, and `fields` in the rule file changes them"
         raise MappingError(

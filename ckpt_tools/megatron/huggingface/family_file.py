@@ -37,7 +37,7 @@ from ckpt_tools.megatron.huggingface.rules import (
 
 FAMILY_KEYS = {"family", "architecture", "model_type", "also_types", "like", "names", "fields", "defaults", "fixed",
                "needs", "rules", "without", "mtp", "settings", "dimensions", "conditions", "ignored", "copies",
-               "unset", "plus_one", "window_turn"}  # fmt: skip
+               "unset", "plus_one", "window_turn", "published"}  # fmt: skip
 SETTINGS = ModelArgs.__dataclass_fields__
 NEEDED = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads", "max_position_embeddings")
 
@@ -84,6 +84,7 @@ def read_family(
         fields=fields,
         fixed={name: value for name, value in old.fixed.items() if name not in carried} | fixed,
         needs={name: value for name, value in old.needs.items() if name not in carried} | needs,
+        published=typed(data, "published", str, top, problems, default=old.published),
         plus_one=typed(data, "plus_one", bool, top, problems, default=old.plus_one),
         copies=(*old.copies, *_copies(data, names, top / "copies", problems)),
         ignored=(*old.ignored, *_ignored(data, top / "ignored", problems)),

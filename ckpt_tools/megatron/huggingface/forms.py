@@ -69,6 +69,9 @@ FORMS: dict[str, Form] = {
     "hybrid_pattern": Form(read=hybrid.read_pattern),
     "experts_of_pattern": Form(read=hybrid.read_experts),
     "mamba_layers": Form(hybrid.write_pattern_length, hybrid.read_mamba_layers),
+    "parallel_layers": Form(hybrid.write_pattern_length, hybrid.read_parallel_layers),
+    "mamba_head": Form(read=hybrid.read_mamba_head),
+    "mamba_inner": Form(hybrid.write_inner, hybrid.read_inner),
     "mamba_expand": Form(hybrid.write_expand, hybrid.read_expand),
 }
 DEFAULTS: dict[str, Callable[[Config], Any]] = {

@@ -66,9 +66,9 @@ def all_sliding(config: Config) -> list[str]:
 
 
 def read_exaone_types(types: Any, config: Config) -> tuple[int, ...]:
-    """1 for layers with a window, of `layer_types` or of the pattern that the class makes them of."""
-    if types is not None:
-        return of_words(types, WINDOWS, config)
+    """1 for layers with a window, of `layer_types` or of the pattern that the class makes them of; () for none."""
+    if types is not None or not config.get("sliding_window", True):
+        return () if types is None else read_layer_types(types, config)
     turn = config.get("sliding_window_pattern", 4)
     if not isinstance(turn, int) or turn < 1:
         raise MappingError(f"sliding_window_pattern {turn!r} without layer_types")
@@ -76,7 +76,7 @@ def read_exaone_types(types: Any, config: Config) -> tuple[int, ...]:
 
 
 def read_exaone_rope(types: Any, config: Config) -> tuple[int, ...]:
-    """Layers without a window do not rotate."""
+    """Layers without a window do not rotate, unless no layer has one."""
     sliding = read_exaone_types(types, config)
     return no_rope_layers([1 - one for one in sliding], len(sliding))
 
@@ -90,8 +90,14 @@ def read_no_window(window: int | None, config: Config) -> None:
 
 
 def write_types_that_rotate(without: Sequence[int], model: ModelArgs) -> list[str]:
-    """Of a class that rotates the layers with a window and no others: `layer_types` says both."""
-    return write_layer_types(model.sliding_layers, model)
+    """Of a class that rotates the layers with a window and no others, or all where none has one."""
+    sliding = model.sliding_layers
+    if tuple(without or (0,) * len(sliding)) != tuple(1 - one for one in sliding):
+        raise MappingError(
+            f"no_rope_freq is {list(without)}, and layers with a window are {list(sliding)}: this architecture "
+            "rotates those with a window and no others, or all where none has one"
+        )
+    return write_layer_types(sliding, model)
 
 
 def write_rotated(without: Sequence[int], model: ModelArgs) -> list[int]:

@@ -102,6 +102,13 @@ def _transposed(shape: Shape, model: ModelArgs) -> Layout:
     return Layout((HfShape(turned, turned),), (Link(0, order=(1, 0)),))
 
 
+def _halves_swapped(shape: Shape, model: ModelArgs) -> Layout:
+    """The second half of the columns, then the first: of a projection of two inputs, joined the other way (MiMo)."""
+    half = shape[1] // 2
+    cuts = (Narrow(1, 0, half),), (Narrow(1, half, half),)
+    return Layout((HfShape(shape, shape),), (Link(0, cuts[0], cuts[1]), Link(0, cuts[1], cuts[0])))
+
+
 def _gate_up(shape: Shape, model: ModelArgs) -> Layout:
     """`[gate; up]` rows in two tensors."""
     half = shape[0] // 2
@@ -261,6 +268,7 @@ LAYOUTS: dict[str, tuple[int, Callable[[Shape, ModelArgs], Layout]]] = {  # with
     "same": (1, _same),
     "vocab": (1, _vocab),
     "transposed": (1, _transposed),
+    "halves_swapped": (1, _halves_swapped),
     "gate_up": (2, _gate_up),
     "gate_up_interleaved": (1, _gate_up_interleaved),
     "qkv": (3, _qkv),

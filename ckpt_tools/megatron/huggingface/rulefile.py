@@ -44,6 +44,7 @@ conditions: {windowed: sliding_layers, wide: {setting: v_head_dim, is: [128, 256
 ignored: ['rotary_emb\\.inv_freq']  # Hugging Face tensors without content
 copies: [mtp]                 # embedding and head, stored again in each prediction module
 unset: [pad_token_id]         # fields that are written as null
+published: Megatron-Bridge    # whose modules the layers are, where plain Megatron-LM has none: said on import
 window_turn: 6                # the last of so many layers sees all keys
 
 What a known family nearly is takes less: `like: llama` (the default where `fields` is not a list) takes its rules,

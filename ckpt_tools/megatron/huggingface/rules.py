@@ -94,6 +94,8 @@ class Family:
     reference has them: the class's own value is beyond a smaller vocabulary, and it fails to load. `also_types` are
     further model types of the same class, which a reference keeps. `dimensions` are further names of sizes, each a
     setting, and `conditions` further words for `when`. `settings` are arguments that `ModelArgs` has no field for.
+    `published` names the project whose modules the layers are and whose mapping the rules follow, where plain
+    Megatron-LM has no such model.
     """
 
     name: str
@@ -113,6 +115,7 @@ class Family:
     settings: tuple[str, ...] = ()
     dimensions: Mapping[str, str] = field(default_factory=dict)
     conditions: Mapping[str, Condition] = field(default_factory=dict)
+    published: str = ""
 
 
 def allows(needed: Any, value: Any, same: Callable[[Any, Any], bool] = eq) -> bool:
@@ -214,7 +217,7 @@ CONDITIONS: dict[str, Callable[[ModelArgs, int], bool]] = {
     "indexer": lambda model, layer: model.has_indexer(layer),
     "attention_layer": lambda model, layer: model.kind(layer) == "*",
     "delta_net_layer": lambda model, layer: model.kind(layer) == "G",
-    "mamba_layer": lambda model, layer: model.kind(layer) == "M",
+    "mamba_layer": lambda model, layer: model.kind(layer) in "MP",
     "mlp_layer": lambda model, layer: model.kind(layer) == "-",
     "experts_layer": lambda model, layer: model.kind(layer) == "E",
     "latent_experts": lambda model, layer: model.moe_latent_size is not None,

@@ -189,7 +189,8 @@ MINIMAL = {**LATENT, "vocab_size": 97, "hidden_size": 24, "num_hidden_layers": 2
 
 
 DENSE = ("nemotron", "jais2", "persimmon", "arcee", "starcoder2", "gpt_neox", "gpt_bigcode", "stablelm", "glm",
-         "helium", "ministral", "cwm", "youtu", "internlm3", "iquestcoder", "exaone")  # fmt: skip
+         "helium", "ministral", "cwm", "youtu", "internlm3", "iquestcoder", "exaone", "exaone4",
+         "falcon_h1")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [name for name in DENSE if name in transformers.CONFIG_MAPPING])
