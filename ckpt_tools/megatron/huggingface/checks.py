@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -108,10 +108,25 @@ def spellings(
             if parameters[found[0]].shape != shape:
                 problems.append(
                     f"{found[0]} has shape {list(parameters[found[0]].shape)}, "
-                    f"its settings ask for {list(shape)}"
+                    f"its settings ask{pair.rule.whose} for {list(shape)}"
                 )
             spelled[name] = found[0]
     return spelled, [name for name in parameters if name not in used]
+
+
+class Wanted(NamedTuple):
+    """The shape that a tensor is to have, and who says so."""
+
+    shape: Shape
+    whose: str
+
+
+def misfits(tensors: Mapping[str, Spec], wanted: Mapping[str, Wanted]) -> Iterator[str]:
+    """What is missing of the tensors that config.json asks for, and what has another shape."""
+    yield from (f"{name} {list(one.shape)} is missing" for name, one in wanted.items() if name not in tensors)
+    for name, (shape, whose) in wanted.items():
+        if name in tensors and tensors[name].shape != shape:
+            yield f"{name} has shape {list(tensors[name].shape)}, config.json asks{whose} for {list(shape)}"
 
 
 WRAPPERS = {

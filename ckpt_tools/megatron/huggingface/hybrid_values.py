@@ -78,6 +78,7 @@ def read_pattern(told: Any, config: Config) -> str:
 
 
 def count_layers(config: Config) -> int:
+    """As many as the pattern of layers has letters."""
     return len(pattern_of(config))
 
 

@@ -51,17 +51,17 @@ def read_layer_types(types: Any, config: Config) -> tuple[int, ...]:
 
 
 def every_second(config: Config) -> list[str]:
-    """GPT-OSS without `layer_types` begins with a sliding layer and alternates."""
+    """Layers with a window and without one in turns, one with a window first (GPT-OSS)."""
     return in_words(layers_of(config, lambda layer: layer % 2 == 0), WINDOWS)
 
 
 def every_fourth_full(config: Config) -> list[str]:
-    """CWM without `layer_types`: the first layer sees all keys, and so does every fourth from there on."""
+    """The first layer sees all keys, and so does every fourth from there on (CWM)."""
     return in_words(layers_of(config, lambda layer: layer % 4 != 0), WINDOWS)
 
 
 def all_sliding(config: Config) -> list[str]:
-    """Ministral without `layer_types`."""
+    """All layers have a window (Ministral)."""
     return in_words(layers_of(config, lambda _: True), WINDOWS)
 
 
@@ -170,7 +170,7 @@ def usual_dense(config: Config) -> int:
 
 
 def dense_by_types(config: Config) -> int:
-    """The number of leading dense layers where only the kinds are told."""
+    """As many leading layers without experts as `mlp_layer_types` has."""
     types = config.get("mlp_layer_types")
     if types is None:
         return usual_dense(config)
@@ -179,7 +179,7 @@ def dense_by_types(config: Config) -> int:
 
 
 def leading_dense(config: Config) -> list[str]:
-    """The kinds of layers where only the number of dense ones is told: the class has the rest sparse."""
+    """Dense layers first, as many as `first_k_dense_replace` says; the class has the rest sparse."""
     dense = config.get("first_k_dense_replace")
     return in_words(dense_first(usual_dense(config) if dense is None else dense, config), MLPS)
 

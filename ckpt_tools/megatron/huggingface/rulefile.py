@@ -62,7 +62,7 @@ from ckpt_tools.errors import UsageError, list_problems
 from ckpt_tools.formats.documents import DocumentError, read_named_file
 from ckpt_tools.megatron.huggingface.families import FAMILIES, KnownFields
 from ckpt_tools.megatron.huggingface.family_file import is_whole, read_family
-from ckpt_tools.megatron.huggingface.file_places import Problems, RuleSource, parse_rule_source
+from ckpt_tools.megatron.huggingface.file_places import Problems, RuleSource, not_one_of, parse_rule_source
 from ckpt_tools.megatron.huggingface.rules import Family
 
 
@@ -95,6 +95,6 @@ def _base(source: RuleSource, problems: Problems) -> Family | None:
         return None
     like = data.get("like", "llama")
     if not isinstance(like, str) or like not in FAMILIES:
-        problems.append(f"{like!r} is not one of {', '.join(FAMILIES)} @ {source.top / 'like'}")
+        problems.append(f"{not_one_of(like, 'families', FAMILIES)} @ {source.top / 'like'}")
         return None
     return FAMILIES[like]

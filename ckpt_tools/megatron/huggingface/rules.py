@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from operator import eq
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from ckpt_tools.megatron.huggingface.layouts import (
     LAYOUTS,
     HfShape,
     Layout,
+    Link,
     gate_up_in_turns,
     stack,
 )
@@ -36,7 +38,8 @@ class Rule:
     write. `norm` marks weights that one side may store as weight - 1. `dtype` is kept on both sides whatever is
     asked. `fused` is a Hugging Face tensor of all experts that readers accept in place of `hf`. `parts` are the
     parts of which one Hugging Face tensor is made, each with the name of its rows; `shape` has the other dimensions
-    then. `plain` marks a norm of which a class of 1 + weight norms takes the weight as it is.
+    then. `plain` marks a norm of which a class of 1 + weight norms takes the weight as it is. `place` is that of the
+    rule in a user's file.
     """
 
     core: str
@@ -50,6 +53,12 @@ class Rule:
     fused: str | None = None
     parts: tuple[tuple[str, str], ...] = ()
     plain: bool = False
+    place: str = field(default="", compare=False)
+
+    @property
+    def whose(self) -> str:
+        """Who says which shape a tensor of this rule has, where it is not of the known rules: for messages."""
+        return f" by {' x '.join(self.shape)}, {self.place} of the rule file," if self.place else ""
 
 
 class OneOf(NamedTuple):
@@ -116,6 +125,11 @@ class Family:
     dimensions: Mapping[str, str] = field(default_factory=dict)
     conditions: Mapping[str, Condition] = field(default_factory=dict)
     published: str = ""
+
+    @property
+    def config_fields(self) -> set[str]:
+        """The fields of config.json that settings are read from and written to."""
+        return {one.hf for one in self.fields}
 
 
 def allows(needed: Any, value: Any, same: Callable[[Any, Any], bool] = eq) -> bool:
@@ -276,7 +290,7 @@ def _pairs(
     shape = tuple(sizes[name] for name in rule.shape)
     fused = _fill(rule.fused, names) if rule.fused else None
     layout_name, hf = ("same", (fused,)) if fused in there and fused else (rule.layout, rule.hf)
-    layout = rule_layout(rule, model, layout_name)(shape, model)
+    layout = _laid_out(rule, layout_name, shape, model)
     also = tuple(_fill(name, names) for name in rule.also)
     if "{e}" not in rule.core:
         yield Pair((_fill(rule.core, names),), (shape,), _all(hf, names), (layout,), rule, also)
@@ -288,6 +302,35 @@ def _pairs(
             yield Pair((core[e],), (shape,), _all(hf, names | {"e": e}), (layout,), rule)
     elif core:
         yield Pair(core, (shape,) * len(core), _all(hf, names), stack([layout] * len(core)), rule)
+
+
+def _laid_out(rule: Rule, name: str, shape: Shape, model: ModelArgs) -> Layout:
+    """The layout of a shape, which those of a user's rule have to fit.
+
+    Raises:
+        MappingError: it has no such rows, or leaves some out.
+    """
+    made = rule_layout(rule, model, name)
+    if not rule.place:
+        return made(shape, model)
+    try:
+        layout = made(shape, model)
+        shown = sum(prod(_shown(link, shape)) for link in layout.links)
+    except (ValueError, IndexError):
+        shown = -1
+    if shown != prod(shape) and not (name == "vocab" and shown >= 0):
+        raise MappingError(
+            f"layout {name} does not fit {list(shape)} ({' x '.join(rule.shape)}), {rule.place} of the rule file"
+        )
+    return layout
+
+
+def _shown(link: Link, shape: Shape) -> Shape:
+    for cut in link.core_cuts:
+        shape = cut.shape(shape)
+    if link.order and len(link.order) != len(shape):
+        raise IndexError(f"{len(link.order)} axes of {shape}")
+    return shape
 
 
 def _joined(rule: Rule, names: Mapping[str, int], model: ModelArgs, sizes: Mapping[str, int]) -> Pair:
