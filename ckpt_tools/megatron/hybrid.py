@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 _FINAL_NORM = re.compile(r"^(?:.*\.)?decoder\.final_norm\.(?:weight|bias)$")
 _EXPERTS = ("mlp.router.", "mlp.experts.")
-_KINDS = {"self_attention": "*", "mlp": "-", "mixer": "M"}
+_KINDS = {"self_attention": "*", "mlp": "-", "mixer": "M", "mamba_mixer": "P"}
 _NAMED_BY = ("is_hybrid_model", "hybrid_layer_pattern", "hybrid_override_pattern", "hybrid_attention_ratio",
              "hybrid_mlp_ratio")  # fmt: skip
 
@@ -68,8 +68,12 @@ def _pattern(names: Iterable[str]) -> str:
             kinds.setdefault(number, set()).update(
                 "E" if leaf.startswith(_EXPERTS) else _KINDS.get(module, "")
             )
-    # the rest of a layer of experts looks like an MLP
-    found = {number: kind - {"-"} if "E" in kind else kind for number, kind in kinds.items()}
+    # the rest of a layer of experts looks like an MLP, and a Falcon-H1's layer has attention and an MLP beside Mamba
+    whole = {"P": set("*-"), "E": set("-")}
+    found = {
+        number: kind - next((rest for one, rest in whole.items() if one in kind), set())
+        for number, kind in kinds.items()
+    }
     mixed = [number for number, kind in found.items() if len(kind) != 1]
     if mixed:
         raise MappingError(

@@ -26,7 +26,7 @@ from ckpt_tools.megatron.keys import expert_name
 from ckpt_tools.model.choices import DialectName
 from ckpt_tools.model.model import Parameter
 
-_MAMBA_CONV = ".mixer.conv1d."
+_MAMBA_CONV = "mixer.conv1d."
 MTP_DISK, MTP_LIVE = ".transformer_layer.", ".mtp_model_layer."
 FUSED_QKV_NORM = re.compile(r"\.self_attention\.linear_qkv\.layer_norm_(weight|bias)$")
 FUSED_FC1_NORM = re.compile(r"\.mlp\.linear_fc1\.layer_norm_(weight|bias)$")
@@ -127,7 +127,7 @@ def stored_name(name: str, hybrid_mtp: bool = False) -> str:
     if not hybrid_mtp and _in_mtp(name):
         name = name.replace(MTP_LIVE, MTP_DISK, 1)
     name = name.replace(f".self_attention{MLA_FUSED_DOWN}layer_norm_", ".input_layernorm.")
-    return name.replace(".mixer.conv1d_", ".mixer.conv1d.")
+    return name.replace("mixer.conv1d_", _MAMBA_CONV)
 
 
 def fuse_local_norm(name: str) -> str:
@@ -145,4 +145,4 @@ def _in_mtp(name: str) -> bool:
 
 
 def _mamba(name: str, dialect: Dialect) -> str:
-    return name.replace(_MAMBA_CONV, f".mixer.{dialect.mamba_conv}")
+    return name.replace(_MAMBA_CONV, f"mixer.{dialect.mamba_conv}")

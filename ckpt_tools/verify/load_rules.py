@@ -112,7 +112,7 @@ def _dialect(f: Facts) -> str | None:
         return (
             f"multi-token prediction is stored as {', '.join(spelled)}, asked for as {dialect.mtp_in_state}"
         )
-    convolutions = {m[1] for m in map(re.compile(r"\.mixer\.(conv1d[._])").search, names) if m}
+    convolutions = {m[1] for m in map(re.compile(r"mixer\.(conv1d[._])").search, names) if m}
     if convolutions and dialect.mamba_conv not in convolutions:
         return (
             f"Mamba's convolution is stored as {', '.join(convolutions)}, asked for as {dialect.mamba_conv}"

@@ -36,6 +36,17 @@ CONFIGS = {
     "gpt_oss": GPT_OSS,
     "gpt2": GPT2,
     "gemma": {**LLAMA, "model_type": "gemma", "tie_word_embeddings": True},
+    "falcon_h1": {
+        **LLAMA,
+        "model_type": "falcon_h1",
+        "rope_theta": 1e11,
+        "mamba_n_heads": 6,
+        "mamba_d_head": 4,
+        "mamba_d_ssm": 24,
+        "mamba_d_state": 5,
+        "mamba_n_groups": 2,
+        "key_multiplier": 0.39,
+    },
 }
 
 
@@ -65,7 +76,11 @@ def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 def test_there_and_back(name: str, to: MegatronFormat, tmp_path: Path) -> None:
     """Imported, exported again in shards of 2 kB: every tensor bit for bit, config fields as they were."""
     tensors = model(name, tmp_path / "hf")
-    rates = TargetOptions(lr=1e-5, min_lr=1e-6, weight_decay=0.1) if to == "fsdp_dtensor" else TargetOptions()
+    rates = (
+        TargetOptions(lr=1e-5, min_lr=1e-6, weight_decay=0.1, tp=1)
+        if to == "fsdp_dtensor"
+        else TargetOptions()
+    )
     import_hf(str(tmp_path / "hf"), str(tmp_path / "run"), ImportOptions(to=to, fsdp=rates))
     latest = (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text()
     assert latest == ("release" if to == "torch_dist" else "1")

@@ -97,7 +97,7 @@ def dialect_notes(
         ),
         "fused MLA": model.settings.fused_mla_down,
         "GDN": any(".in_proj." in p.name and p.name.endswith(".query") for p in model.parameters),
-        "Mamba": any(".mixer.conv1d." in p.name for p in model.parameters),
+        "Mamba": any("mixer.conv1d." in p.name for p in model.parameters),
     }
     parts = [kind for kind, present in kinds.items() if present]
     if not parts:

@@ -179,7 +179,7 @@ def _parts(name: str, shapes: Shapes) -> dict[str, int] | None:
     if not _is_packed(name, shapes):
         return None
     module, _, projection = name.rpartition(".")[0].rpartition(".")
-    sizes = _mamba_sizes(module, shapes) if module.endswith(".mixer") else _gdn_sizes(module, shapes)
+    sizes = _mamba_sizes(module, shapes) if module.endswith("mixer") else _gdn_sizes(module, shapes)
     order = _IN_CONV[tuple(sizes)] if projection == "conv1d" else tuple(sizes)
     parts = {f"{name}.{part}": sizes[part] for part in order}
     if sum(parts.values()) != shapes[name][0]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -114,10 +114,25 @@ def spellings(
             if parameters[found[0]].shape != shape:
                 problems.append(
                     f"{found[0]} has shape {list(parameters[found[0]].shape)}, "
-                    f"its settings ask for {list(shape)}"
+                    f"its settings ask{pair.rule.whose} for {list(shape)}"
                 )
             spelled[name] = found[0]
     return spelled, [name for name in parameters if name not in used]
+
+
+class Wanted(NamedTuple):
+    """The shape that a tensor is to have, and who says so."""
+
+    shape: Shape
+    whose: str
+
+
+def misfits(tensors: Mapping[str, Spec], wanted: Mapping[str, Wanted]) -> Iterator[str]:
+    """What is missing of the tensors that config.json asks for, and what has another shape."""
+    yield from (f"{name} {list(one.shape)} is missing" for name, one in wanted.items() if name not in tensors)
+    for name, (shape, whose) in wanted.items():
+        if name in tensors and tensors[name].shape != shape:
+            yield f"{name} has shape {list(tensors[name].shape)}, config.json asks{whose} for {list(shape)}"
 
 
 WRAPPERS = {
@@ -225,9 +240,8 @@ def import_notes(family: Family, model: ModelArgs) -> tuple[str, ...]:
         notes.append("linear rope scaling: Megatron-LM's gpt_builders.py does not pass it on")
     if model.dsa_indexer_n_heads:
         notes.append(SINCE)
-    over_heads = any(rule.norm and rule.shape == ("query",) for rule in family.rules)
-    if over_heads or any(one.wins == "either" for one in family.fields):
+    if family.published:
         notes.append(
-            f"{family.name}: plain Megatron-LM has no such model; its layers come from Megatron-Bridge"
+            f"{family.name}: plain Megatron-LM has no such model; its layers come from {family.published}"
         )
     return tuple(notes)

@@ -21,6 +21,7 @@ from ckpt_tools.megatron.huggingface.rules import Family, first_of
 
 _MISSING = object()
 LOCAL_BASE = "rope_local_base_freq"
+NESTED, V4_ROPE = "rope_parameters", ("rope_theta", "rope_scaling", "partial_rotary_factor")
 
 
 def write_config(family: Family, model: ModelArgs) -> dict[str, Any]:
@@ -32,7 +33,11 @@ def write_config(family: Family, model: ModelArgs) -> dict[str, Any]:
     config |= {key: value[0] if isinstance(value, tuple) else value for key, value in family.fixed.items()}
     for one in family.fields:
         own = model.has(one.arg) or one.default is REQUIRED or callable(one.default)
-        config[one.hf] = one.write(model.setting(one.arg), model) if own else one.default
+        value = one.write(model.setting(one.arg), model) if own else one.default
+        parts = one.hf == NESTED and isinstance(
+            config.get(NESTED), Mapping
+        )  # several settings are one mapping
+        config[one.hf] = {**config[NESTED], **value} if parts else value
     return config
 
 
@@ -44,10 +49,11 @@ def read_config(family: Family, config: Config) -> ModelArgs:
         MappingError: fields are missing, or say something that Megatron cannot express; all are named.
     """
     config = in_v4_form(config)
+    if NESTED in family.config_fields:
+        config |= _nested(config)
     values: dict[str, Any] = {}
-    missing = [
-        one.hf for one in family.fields if one.default is REQUIRED and not {one.hf, one.also} & config.keys()
-    ]
+    needed = (one for one in family.fields if one.default is REQUIRED)
+    missing = dict.fromkeys(one.hf for one in needed if not {one.hf, one.also} & config.keys())
     if missing:
         whose = f"; its fields are those of {family.like}, and `fields` in the rule file changes them"
         raise MappingError(
@@ -133,6 +139,7 @@ def keep_reference(family: Family, reference: Config) -> dict[str, Any]:
     That is all but the quantization of its weights, and other spellings of what is written anyway.
     """
     dropped = {"quantization_config", "transformers_version", "dtype", *(one.also for one in family.fields)}
+    dropped |= set(V4_ROPE) if NESTED in family.config_fields else set()
     return {key: value for key, value in in_v4_form(reference).items() if key not in dropped}
 
 
@@ -155,7 +162,7 @@ def in_v4_form(config: Config) -> dict[str, Any]:
         MappingError: `rope_parameters` and a field of transformers 4 contradict each other.
     """
     found = dict(config)
-    if found.get("rope_parameters") is not None:
+    if found.get(NESTED) is not None:
         said = _rope_fields(_mapping(found["rope_parameters"], "rope_parameters"))
         problems = [
             f"{name} is {found[name]}, but rope_parameters has {value}"
@@ -173,6 +180,14 @@ def in_v4_form(config: Config) -> dict[str, Any]:
     if "dtype" in found:
         found.setdefault("torch_dtype", found["dtype"])
     return found
+
+
+def _nested(config: Config) -> dict[str, Any]:
+    """`rope_parameters` of a config.json in the form of transformers 4, for a family whose file says it so."""
+    found = {name: config[name] for name in V4_ROPE if config.get(name) is not None}
+    scaling = dict(_mapping(found.pop("rope_scaling", {}), "rope_scaling"))
+    older = scaling.pop("type", "default")
+    return {NESTED: {"rope_type": older, **scaling, **found}} if found or scaling else {}
 
 
 def _mapping(value: object, name: str) -> Config:

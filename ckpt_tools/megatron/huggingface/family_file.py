@@ -15,6 +15,7 @@ from ckpt_tools.megatron.huggingface.file_places import (
     Place,
     Problems,
     RuleSource,
+    perhaps,
     texts,
     twice,
     typed,
@@ -37,7 +38,7 @@ from ckpt_tools.megatron.huggingface.rules import (
 
 FAMILY_KEYS = {"family", "architecture", "model_type", "also_types", "like", "names", "fields", "defaults", "fixed",
                "needs", "rules", "without", "mtp", "settings", "dimensions", "conditions", "ignored", "copies",
-               "unset", "plus_one", "window_turn"}  # fmt: skip
+               "unset", "plus_one", "window_turn", "published"}  # fmt: skip
 SETTINGS = ModelArgs.__dataclass_fields__
 NEEDED = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads", "max_position_embeddings")
 
@@ -84,6 +85,7 @@ def read_family(
         fields=fields,
         fixed={name: value for name, value in old.fixed.items() if name not in carried} | fixed,
         needs={name: value for name, value in old.needs.items() if name not in carried} | needs,
+        published=typed(data, "published", str, top, problems, default=old.published),
         plus_one=typed(data, "plus_one", bool, top, problems, default=old.plus_one),
         copies=(*old.copies, *_copies(data, names, top / "copies", problems)),
         ignored=(*old.ignored, *_ignored(data, top / "ignored", problems)),
@@ -139,7 +141,7 @@ def _demands(
             at = places[kind, name] = place / name
             wanted = _wanted(value, kind, name, at, problems)
             if kind == "needs" and name not in SETTINGS and name not in arguments().changes:
-                problems.append(f"unknown setting @ {at}")
+                problems.append(f"unknown setting{perhaps(name, (*SETTINGS, *arguments().changes))} @ {at}")
             if name in found and found[name] != wanted:
                 problems.append(f"{name} is {found[name]!r} already @ {at}")
             found[name] = wanted
@@ -195,7 +197,9 @@ def _dimensions(
         if name in DIMENSIONS:
             problems.append(f"{name} is a dimension already @ {at / name}")
         elif not size:
-            problems.append(f"{setting!r} is not a setting that is a size @ {at / name}")
+            problems.append(
+                f"{setting!r} is not a setting that is a size{perhaps(setting, own)} @ {at / name}"
+            )
         else:
             found[name] = setting
     return found
@@ -226,7 +230,8 @@ def _condition(
     if name in CONDITIONS:
         problems.append(f"{name} is a condition already @ {at}")
     elif kind is None or any(one in kind for one in ("RopeScaling", "GluInterleave", "Mapping")):
-        problems.append(f"unknown setting {setting!r} @ {at / 'setting' if 'setting' in said else at}")
+        near = perhaps(setting, (*SETTINGS, *own))
+        problems.append(f"unknown setting {setting!r}{near} @ {at / 'setting' if 'setting' in said else at}")
     elif "is" in said and "is_not" in said:
         problems.append(f"is and is_not are two conditions @ {at}")
     else:
@@ -297,7 +302,7 @@ def _rules(
     taken = _plain_attention(old.rules) if _drops_latent_attention(old, needs) else old.rules
     cores = {rule.core for rule in old.rules}
     problems += [
-        f"no rule for {core!r} to leave out @ {top / 'without' / i}"
+        f"no rule for {core!r} to leave out{perhaps(core, cores)} @ {top / 'without' / i}"
         for i, core in enumerate(without)
         if core not in cores
     ]

@@ -8,14 +8,23 @@ from functools import cache
 from typing import Any, Protocol
 
 from ckpt_tools.megatron.huggingface.config_fields import REQUIRED, Field
-from ckpt_tools.megatron.huggingface.file_places import Place, Problems, typed, unknown_keys
+from ckpt_tools.megatron.huggingface.file_places import (
+    Place,
+    Problems,
+    first_line,
+    not_one_of,
+    perhaps,
+    typed,
+    unknown_keys,
+)
 from ckpt_tools.megatron.huggingface.forms import DEFAULTS, FORMS
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs, frozen
 from ckpt_tools.megatron.huggingface.pieces import parts_of, pieces
 
 FIELD_KEYS = {"setting", "default", "default_by", "form", "wins", "also"}
 SETTINGS = tuple(ModelArgs.__dataclass_fields__)
-WINS = ("", "either", "reference", "checkpoint")
+KINDS = {"form": "forms", "default_by": "defaults", "wins": "ways to win"}
+WINS = ("either", "reference", "checkpoint")
 TRANSLATED = {"moe_layers", "sliding_layers", "no_rope_layers", "rope_scaling", "glu_interleave", "params_dtype",
               "moe_router_pre_softmax", "moe_shared_expert_intermediate_size", "activation", "tied"}  # fmt: skip
 
@@ -61,7 +70,7 @@ def read_fields(
                     f"{hf} is said already; `{hf}: null` before this takes that back @ {place / hf}"
                 )
             elif hf not in found and setting is None:
-                problems.append(f"{of} has no such field to leave out @ {place / hf}")
+                problems.append(f"{of} has no such field to leave out{perhaps(hf, found)} @ {place / hf}")
             else:
                 found.pop(hf, None)
                 own -= {hf}
@@ -74,7 +83,9 @@ def read_fields(
 def with_defaults(fields: tuple[Field, ...], said: Any, at: Place, problems: Problems) -> tuple[Field, ...]:
     """The fields with what this family's class takes without them, where pieces have another's."""
     names = {one.hf for one in fields}
-    problems += [f"there is no field {hf!r} @ {at / hf}" for hf in said if hf not in names]
+    problems += [
+        f"there is no field {hf!r}{perhaps(hf, names)} @ {at / hf}" for hf in said if hf not in names
+    ]
     return tuple(replace(one, default=frozen(said[one.hf])) if one.hf in said else one for one in fields)
 
 
@@ -94,9 +105,11 @@ def _field(hf: str, said: Any, words: FieldWords, at: Place, problems: Problems)
     unknown_keys(said, FIELD_KEYS, at, problems)
     setting = typed(said, "setting", str, at, problems)
     if setting not in words.settings:
-        problems.append(f"unknown setting {setting!r} @ {at}")
-    form = _one_of(said, "form", FORMS, at, problems)
-    default_by = _one_of(said, "default_by", DEFAULTS, at, problems)
+        problems.append(f"unknown setting {setting!r}{perhaps(setting, words.settings)} @ {at}")
+    form = _one_of(said, "form", {name: one.says for name, one in FORMS.items()}, at, problems)
+    default_by = _one_of(
+        said, "default_by", {name: first_line(one) for name, one in DEFAULTS.items()}, at, problems
+    )
     wins = _one_of(said, "wins", WINS, at, problems)
     if "default" in said and default_by:
         problems.append(f"default and default_by are two defaults @ {at}")
@@ -134,5 +147,5 @@ def _one_of(said: Mapping[str, Any], key: str, known: Iterable[str], at: Place, 
         return None
     value = said[key]
     if not isinstance(value, str) or value not in known:
-        problems.append(f"{value!r} is not one of {', '.join(filter(None, known))} @ {at / key}")
+        problems.append(f"{not_one_of(value, KINDS[key], known)} @ {at / key}")
     return value

@@ -58,6 +58,7 @@ def dtype_name(value: Any, config: Config) -> str | None:
 
 
 def heads(config: Config) -> int:
+    """As many as there are heads."""
     return int(config["num_attention_heads"])
 
 
@@ -86,6 +87,7 @@ def read_multi_query(multi: Any, config: Config) -> int:
 
 
 def head_dim(config: Config) -> int:
+    """An equal part of `hidden_size`."""
     return int(config["hidden_size"]) // heads(config)
 
 
@@ -147,6 +149,7 @@ def read_youtu_std(value: Any, config: Config) -> float:
 
 
 def youtu_std(config: Config) -> float:
+    """What follows from `hidden_size` (Youtu)."""
     return float(2.0 / (5.0 * config["hidden_size"]) ** 0.5)
 
 
@@ -196,4 +199,39 @@ def read_rotary_dim(size: int | None, config: Config) -> float:
 
 
 def rotary_factor(config: Config) -> float:
+    """The part of a head that `rotary_dim` is, or all of it."""
     return read_rotary_dim(config.get("rotary_dim"), config)
+
+
+def write_nested_base(base: float, model: ModelArgs) -> dict[str, Any]:
+    return {"rope_theta": float(base)}
+
+
+def read_nested_base(rope: Config, config: Config) -> float:
+    return float(_in_rope(rope, "rope_theta"))
+
+
+def write_nested_scaling(candidates: Sequence[Any], model: ModelArgs) -> Any:
+    return write_scaled(candidates, model)
+
+
+def read_nested_scaling(rope: Config, config: Config) -> tuple[Any, ...]:
+    scaling = {
+        key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor")
+    }
+    found: tuple[Any, ...] = read_rope(scaling, config)
+    return found
+
+
+def write_nested_part(part: float, model: ModelArgs) -> dict[str, Any]:
+    return {"partial_rotary_factor": float(part)}
+
+
+def read_nested_part(rope: Config, config: Config) -> float:
+    return float(_in_rope(rope, "partial_rotary_factor"))
+
+
+def _in_rope(rope: Config, name: str) -> Any:
+    if not isinstance(rope, Mapping) or name not in rope:
+        raise MappingError(f"{name} is missing in it")
+    return rope[name]

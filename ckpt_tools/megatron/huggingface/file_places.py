@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -135,4 +136,23 @@ def written_numbers(value: Any, at: Place) -> Iterator[str]:
 
 def unknown_keys(data: Mapping[str, Any], known: set[str], at: Place, problems: Problems) -> None:
     """Every key that is not one of `known`."""
-    problems += [f"unknown key @ {at / key}" for key in data if key not in known]
+    problems += [f"unknown key{perhaps(key, known)} @ {at / key}" for key in data if key not in known]
+
+
+def perhaps(value: object, known: Iterable[str], most: int = 3) -> str:
+    """What was perhaps meant by a word that is not one of `known`, with what each says where that is told, or ""."""
+    said = known if isinstance(known, Mapping) else {}
+    close = difflib.get_close_matches(str(value), list(known), n=most)
+    near = [f"{one} ({said[one]})" if isinstance(said.get(one), str) else one for one in close]
+    return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def not_one_of(value: object, kind: str, known: Iterable[str]) -> str:
+    """That a word is not one of `known`: with those near it, or all of them where none is."""
+    return f"{value!r} is not one of the {kind}{perhaps(value, known) or '; known are ' + ', '.join(known)}"
+
+
+def first_line(made: object) -> str:
+    """What a function does, in the words of its docstring's first line."""
+    text = (made.__doc__ or "").partition("\n")[0].removesuffix(".")
+    return text if text[1:2].isupper() else text[:1].lower() + text[1:]

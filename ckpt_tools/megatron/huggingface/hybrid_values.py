@@ -78,6 +78,7 @@ def read_pattern(told: Any, config: Config) -> str:
 
 
 def count_layers(config: Config) -> int:
+    """As many as the pattern of layers has letters."""
     return len(pattern_of(config))
 
 
@@ -108,3 +109,31 @@ def write_expand(heads: int, model: ModelArgs) -> int:
 
 def read_expand(expand: int, config: Config) -> int:
     return expand * int(config["hidden_size"]) // int(config.get("head_dim", 64))
+
+
+def read_parallel_layers(layers: int, config: Config) -> str:
+    """The pattern of a Falcon-H1, whose layers have Mamba beside attention, and an MLP behind both."""
+    return "P" * layers
+
+
+def read_mamba_head(size: Any, config: Config) -> int:
+    """The size of a head of a Falcon-H1: `auto` for an equal part of the inner size."""
+    return inner_size(config) // int(config["mamba_n_heads"]) if size == "auto" else int(size)
+
+
+def read_inner(size: Any, config: Config) -> int:
+    """The heads of the inner size of a Falcon-H1, by the size of one."""
+    inner, head = inner_size(config), read_mamba_head(config["mamba_d_head"], config)
+    if not head or inner % head:
+        raise MappingError(f"heads of {head} do not make {inner}")
+    return inner // head
+
+
+def write_inner(heads: int, model: ModelArgs) -> int:
+    return heads * model.mamba_head_dim
+
+
+def inner_size(config: Config) -> int:
+    """`mamba_d_ssm`, or where that is null `mamba_expand` times the hidden size."""
+    told = config["mamba_d_ssm"]
+    return int(config.get("mamba_expand", 2) * config["hidden_size"]) if told is None else int(told)

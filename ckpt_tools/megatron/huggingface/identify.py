@@ -10,7 +10,7 @@ from typing import Any
 
 from ckpt_tools.errors import MappingError, list_problems
 from ckpt_tools.megatron.huggingface.families import FAMILIES, Families
-from ckpt_tools.megatron.huggingface.file_places import parse_rule_source
+from ckpt_tools.megatron.huggingface.file_places import parse_rule_source, perhaps
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs
 from ckpt_tools.megatron.huggingface.rules import Family
 from ckpt_tools.megatron.huggingface.told_by import told_by
@@ -89,10 +89,11 @@ def family_of_config(config: Mapping[str, Any], families: Mapping[str, Family] =
             f"config.json has model_type {kind!r}, a model of several parts, which have no rules; its language model "
             f"is a {inside} (text_config): save that one as a model of its own"
         )
-    known = ", ".join(sorted(family.model_type or family.name for family in families.values()))
+    known = {kind for one in families.values() for kind in (one.model_type or one.name, *one.also_types)}
     raise MappingError(
-        f"config.json has model_type {kind!r}, for which there are no rules; known are {known}. "
-        "A rule file can add one (--rules)"
+        f"config.json has model_type {kind!r}, for which there are no rules{perhaps(kind, sorted(known), 5) or '.'} "
+        f"The {len(known)} types that have some are on the page of families (formats/families.md); a rule file can "
+        "add one (--rules)"
     )
 
 

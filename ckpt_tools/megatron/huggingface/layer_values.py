@@ -51,24 +51,24 @@ def read_layer_types(types: Any, config: Config) -> tuple[int, ...]:
 
 
 def every_second(config: Config) -> list[str]:
-    """GPT-OSS without `layer_types` begins with a sliding layer and alternates."""
+    """Layers with a window and without one in turns, one with a window first (GPT-OSS)."""
     return in_words(layers_of(config, lambda layer: layer % 2 == 0), WINDOWS)
 
 
 def every_fourth_full(config: Config) -> list[str]:
-    """CWM without `layer_types`: the first layer sees all keys, and so does every fourth from there on."""
+    """The first layer sees all keys, and so does every fourth from there on (CWM)."""
     return in_words(layers_of(config, lambda layer: layer % 4 != 0), WINDOWS)
 
 
 def all_sliding(config: Config) -> list[str]:
-    """Ministral without `layer_types`."""
+    """All layers have a window (Ministral)."""
     return in_words(layers_of(config, lambda _: True), WINDOWS)
 
 
 def read_exaone_types(types: Any, config: Config) -> tuple[int, ...]:
-    """1 for layers with a window, of `layer_types` or of the pattern that the class makes them of."""
-    if types is not None:
-        return of_words(types, WINDOWS, config)
+    """1 for layers with a window, of `layer_types` or of the pattern that the class makes them of; () for none."""
+    if types is not None or not config.get("sliding_window", True):
+        return () if types is None else read_layer_types(types, config)
     turn = config.get("sliding_window_pattern", 4)
     if not isinstance(turn, int) or turn < 1:
         raise MappingError(f"sliding_window_pattern {turn!r} without layer_types")
@@ -76,7 +76,7 @@ def read_exaone_types(types: Any, config: Config) -> tuple[int, ...]:
 
 
 def read_exaone_rope(types: Any, config: Config) -> tuple[int, ...]:
-    """Layers without a window do not rotate."""
+    """Layers without a window do not rotate, unless no layer has one."""
     sliding = read_exaone_types(types, config)
     return no_rope_layers([1 - one for one in sliding], len(sliding))
 
@@ -90,8 +90,14 @@ def read_no_window(window: int | None, config: Config) -> None:
 
 
 def write_types_that_rotate(without: Sequence[int], model: ModelArgs) -> list[str]:
-    """Of a class that rotates the layers with a window and no others: `layer_types` says both."""
-    return write_layer_types(model.sliding_layers, model)
+    """Of a class that rotates the layers with a window and no others, or all where none has one."""
+    sliding = model.sliding_layers
+    if tuple(without or (0,) * len(sliding)) != tuple(1 - one for one in sliding):
+        raise MappingError(
+            f"no_rope_freq is {list(without)}, and layers with a window are {list(sliding)}: this architecture "
+            "rotates those with a window and no others, or all where none has one"
+        )
+    return write_layer_types(sliding, model)
 
 
 def write_rotated(without: Sequence[int], model: ModelArgs) -> list[int]:
@@ -164,7 +170,7 @@ def usual_dense(config: Config) -> int:
 
 
 def dense_by_types(config: Config) -> int:
-    """The number of leading dense layers where only the kinds are told."""
+    """As many leading layers without experts as `mlp_layer_types` has."""
     types = config.get("mlp_layer_types")
     if types is None:
         return usual_dense(config)
@@ -173,7 +179,7 @@ def dense_by_types(config: Config) -> int:
 
 
 def leading_dense(config: Config) -> list[str]:
-    """The kinds of layers where only the number of dense ones is told: the class has the rest sparse."""
+    """Dense layers first, as many as `first_k_dense_replace` says; the class has the rest sparse."""
     dense = config.get("first_k_dense_replace")
     return in_words(dense_first(usual_dense(config) if dense is None else dense, config), MLPS)
 

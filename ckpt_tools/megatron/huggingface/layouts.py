@@ -87,19 +87,28 @@ def stack(layouts: Sequence[Layout]) -> tuple[Layout, ...]:
 
 
 def _same(shape: Shape, model: ModelArgs) -> Layout:
+    """As it is."""
     return Layout((HfShape(shape, shape),), (Link(0),))
 
 
 def _vocab(shape: Shape, model: ModelArgs) -> Layout:
-    """Rows of the true vocabulary; the padding rows of the Megatron side have no counterpart."""
+    """Rows of the true vocabulary; the padding of the Megatron side is cut and filled up."""
     rows = model.true_vocab_size
     cut = (rows, *shape[1:])
     return Layout((HfShape(cut, cut),), (Link(0, (Narrow(0, 0, rows),)),))
 
 
 def _transposed(shape: Shape, model: ModelArgs) -> Layout:
+    """Columns for rows."""
     turned = shape[::-1]
     return Layout((HfShape(turned, turned),), (Link(0, order=(1, 0)),))
+
+
+def _halves_swapped(shape: Shape, model: ModelArgs) -> Layout:
+    """The second half of the columns, then the first: of a projection of two inputs, joined the other way (MiMo)."""
+    half = shape[1] // 2
+    cuts = (Narrow(1, 0, half),), (Narrow(1, half, half),)
+    return Layout((HfShape(shape, shape),), (Link(0, cuts[0], cuts[1]), Link(0, cuts[1], cuts[0])))
 
 
 def _gate_up(shape: Shape, model: ModelArgs) -> Layout:
@@ -158,8 +167,8 @@ def _qkv_pairs(shape: Shape, model: ModelArgs) -> Layout:
 
 
 def _qkv_gate(shape: Shape, model: ModelArgs) -> Layout:
-    """Rows per query group (q..q, their gates, k, v) in a tensor of each head's query and gate, a key and a value
-    tensor (Qwen3-Next)."""
+    """Rows per query group (q..q, their gates, k, v) in one of each head's query and gate, a key and a value tensor
+    (Qwen3-Next)."""
     heads, groups, dim = model.num_attention_heads, model.num_query_groups, model.kv_channels
     q, kv = HfShape(*[(2 * heads * dim, *shape[1:])] * 2), HfShape(*[(groups * dim, *shape[1:])] * 2)
     queries = heads // groups
@@ -261,6 +270,7 @@ LAYOUTS: dict[str, tuple[int, Callable[[Shape, ModelArgs], Layout]]] = {  # with
     "same": (1, _same),
     "vocab": (1, _vocab),
     "transposed": (1, _transposed),
+    "halves_swapped": (1, _halves_swapped),
     "gate_up": (2, _gate_up),
     "gate_up_interleaved": (1, _gate_up_interleaved),
     "qkv": (3, _qkv),

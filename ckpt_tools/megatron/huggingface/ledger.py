@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpt_tools.errors import MappingError, list_problems
+from ckpt_tools.megatron.huggingface.config import NESTED, V4_ROPE
 from ckpt_tools.megatron.huggingface.layer_patterns import windows_said_again
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs
 from ckpt_tools.megatron.huggingface.read_args import as_text, flat_args
@@ -122,6 +123,9 @@ def account_for_config(family: Family, config: Mapping[str, Any]) -> Account:
     """Fields of a config.json (in its transformers-4 form) that Megatron does not compute, and unknown ones."""
     ledger = config_fields_of(family.like or family.name)
     said = {name for one in family.fields for name in (one.hf, one.also) if name} | set(family.fixed)
+    if NESTED in said:
+        turned = any(one.arg == "rotary_percent" for one in family.fields)
+        said |= {name for name in V4_ROPE if turned or name != "partial_rotary_factor"}
     problems, refused = [], {}
     for name, change in ledger.changes.items():
         if name not in said and not is_neutral(config.get(name), change, config):

@@ -106,7 +106,7 @@ class ModelArgs:
     linear_value_head_dim: int = 0
     linear_num_key_heads: int = 0
     linear_num_value_heads: int = 0
-    hybrid_pattern: str = ""  # kinds of layers of a HybridModel: M, *, - or E; "" for a GPT model
+    hybrid_pattern: str = ""  # kinds of layers of a HybridModel: M, *, -, E or P; "" for a GPT model
     mamba_state_dim: int = 0
     mamba_head_dim: int = 0
     mamba_num_groups: int = 0
@@ -140,7 +140,7 @@ class ModelArgs:
         return not setting.startswith("mamba_") or bool(self.hybrid_pattern)
 
     def kind(self, layer: int) -> str:
-        """What a layer is or attends with: attention (*), a gated delta net (G), or of a pattern M, - or E."""
+        """What a layer is or attends with: attention (*), a gated delta net (G), or of a pattern M, -, E or P."""
         if self.hybrid_pattern:
             return self.hybrid_pattern[layer]
         return "G" if self.linear_layers and self.linear_layers[layer] else "*"

@@ -25,6 +25,7 @@ SPARSE_LAYERS = {"indexed_attention": 1, "deepseek_sparse_attention": 1}
 
 
 def expert_size(config: Config) -> int:
+    """As large as an expert."""
     return int(config["moe_intermediate_size"])
 
 

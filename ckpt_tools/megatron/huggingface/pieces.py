@@ -11,7 +11,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.megatron.huggingface.file_places import Place, Problems, RuleSource, parse_rule_source
+from ckpt_tools.megatron.huggingface.file_places import (
+    Place,
+    Problems,
+    RuleSource,
+    not_one_of,
+    parse_rule_source,
+)
 
 NAMED = re.compile(r"<(\w*)>")
 
@@ -41,7 +47,7 @@ def parts_of(
         if not isinstance(part, str):
             yield part, place
         elif part not in known:
-            problems.append(f"{part!r} is not a piece; known are {', '.join(known)} @ {place}")
+            problems.append(f"{not_one_of(part, f'pieces of {kind}', list(known))} @ {place}")
         elif part in inside:
             problems.append(f"the piece {part!r} contains itself @ {place}")
         else:
@@ -62,7 +68,7 @@ class Names:
             name = match.group(1)
             self.used.add(name)
             if name not in self.values:
-                problems.append(f"<{name}> is not one of `names`: {', '.join(self.values)} @ {at}")
+                problems.append(f"{not_one_of(f'<{name}>', 'names', self.values)} @ {at}")
             return self.values.get(name, "")
 
         return NAMED.sub(value, text)

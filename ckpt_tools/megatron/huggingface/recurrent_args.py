@@ -16,7 +16,7 @@ DELTA_NET = "gated_delta_net"
 _DELTA_SIZES = {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
                 "linear_num_key_heads": 16, "linear_num_value_heads": 32}  # fmt: skip
 _MAMBA_SIZES = {"mamba_state_dim": 128, "mamba_head_dim": 64, "mamba_num_groups": 8}
-KINDS = "M*-E"  # Mamba, attention, MLP, experts: layers of their own in a HybridModel
+KINDS = "M*-EP"  # Mamba, attention, MLP, experts: layers of their own in a HybridModel; or (Falcon-H1) three in one
 
 
 def read_recurrent(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -39,7 +39,9 @@ def _delta_nets(args: Mapping[str, Any]) -> dict[str, Any]:
 
 def _mamba(args: Mapping[str, Any]) -> dict[str, Any]:
     told = args.get("hybrid_layer_pattern") or args.get("hybrid_override_pattern")
-    pattern = hybrid_pattern(told) if told else ""
+    pattern = (
+        hybrid_pattern(told) if told else "P" * args["num_layers"] if args.get("falconh1_ratio") == 1 else ""
+    )
     if not pattern:
         return {}
     if len(pattern) != args["num_layers"]:

@@ -7,7 +7,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckpt_tools.megatron.huggingface.file_places import Place, Problems, texts, typed, unknown_keys
+from ckpt_tools.megatron.huggingface.file_places import (
+    Place,
+    Problems,
+    first_line,
+    not_one_of,
+    texts,
+    typed,
+    unknown_keys,
+)
 from ckpt_tools.megatron.huggingface.layouts import JOINED, LAYOUTS
 from ckpt_tools.megatron.huggingface.pieces import Names, parts_of
 from ckpt_tools.megatron.huggingface.rules import Rule
@@ -72,6 +80,7 @@ def _rule(item: Any, words: Words, at: Place, problems: Problems) -> Rule | None
         fused[0] if fused else None,
         tuple(typed(item, "parts", dict, at, problems, default={}).items()),
         typed(item, "plain", bool, at, problems, default=False),
+        "" if at.source.name else str(at),
     )
     if len(problems) == before:
         _check(rule, words, at, problems)
@@ -84,17 +93,22 @@ def _check(rule: Rule, words: Words, at: Place, problems: Problems) -> None:
     layouts = JOINED if rule.parts else LAYOUTS
     wanted = 1 if rule.parts else LAYOUTS.get(rule.layout, (0,))[0]
     if rule.layout not in layouts:
-        problems.append(f"{rule.layout!r} is not one of {', '.join(layouts)} @ {at / 'layout'}")
+        said = {
+            name: first_line(one if callable(one) else one[1])
+            for name, one in (JOINED if rule.parts else LAYOUTS).items()
+        }
+        problems.append(f"{not_one_of(rule.layout, 'layouts', said)} @ {at / 'layout'}")
     elif len(rule.hf) != wanted:
         problems.append(f"layout {rule.layout} has {wanted} tensors, found {len(rule.hf)} @ {at / 'hf'}")
-    for key, found, known in (("shape", rule.shape, words.dimensions), ("when", rule.when, words.conditions)):
+    for key, kind, found, known in (("shape", "dimensions", rule.shape, words.dimensions),
+                                    ("when", "conditions", rule.when, words.conditions)):  # fmt: skip
         problems += [
-            f"{one!r} is not one of {', '.join(known)} @ {at / key / i}"
+            f"{not_one_of(one, kind, known)} @ {at / key / i}"
             for i, one in enumerate(found)
             if one not in known
         ]
     problems += [
-        f"{rows!r} is not one of {', '.join(words.dimensions)} @ {at / 'parts' / part}"
+        f"{not_one_of(rows, 'dimensions', words.dimensions)} @ {at / 'parts' / part}"
         for part, rows in rule.parts
         if rows not in words.dimensions
     ]

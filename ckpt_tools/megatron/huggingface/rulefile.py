@@ -44,6 +44,7 @@ conditions: {windowed: sliding_layers, wide: {setting: v_head_dim, is: [128, 256
 ignored: ['rotary_emb\\.inv_freq']  # Hugging Face tensors without content
 copies: [mtp]                 # embedding and head, stored again in each prediction module
 unset: [pad_token_id]         # fields that are written as null
+published: Megatron-Bridge    # whose modules the layers are, where plain Megatron-LM has none: said on import
 window_turn: 6                # the last of so many layers sees all keys
 
 What a known family nearly is takes less: `like: llama` (the default where `fields` is not a list) takes its rules,
@@ -61,7 +62,7 @@ from ckpt_tools.errors import UsageError, list_problems
 from ckpt_tools.formats.documents import DocumentError, read_named_file
 from ckpt_tools.megatron.huggingface.families import FAMILIES, KnownFields
 from ckpt_tools.megatron.huggingface.family_file import is_whole, read_family
-from ckpt_tools.megatron.huggingface.file_places import Problems, RuleSource, parse_rule_source
+from ckpt_tools.megatron.huggingface.file_places import Problems, RuleSource, not_one_of, parse_rule_source
 from ckpt_tools.megatron.huggingface.rules import Family
 
 
@@ -94,6 +95,6 @@ def _base(source: RuleSource, problems: Problems) -> Family | None:
         return None
     like = data.get("like", "llama")
     if not isinstance(like, str) or like not in FAMILIES:
-        problems.append(f"{like!r} is not one of {', '.join(FAMILIES)} @ {source.top / 'like'}")
+        problems.append(f"{not_one_of(like, 'families', FAMILIES)} @ {source.top / 'like'}")
         return None
     return FAMILIES[like]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from operator import eq
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from ckpt_tools.megatron.huggingface.layouts import (
     LAYOUTS,
     HfShape,
     Layout,
+    Link,
     gate_up_in_turns,
     stack,
 )
@@ -36,7 +38,8 @@ class Rule:
     write. `norm` marks weights that one side may store as weight - 1. `dtype` is kept on both sides whatever is
     asked. `fused` is a Hugging Face tensor of all experts that readers accept in place of `hf`. `parts` are the
     parts of which one Hugging Face tensor is made, each with the name of its rows; `shape` has the other dimensions
-    then. `plain` marks a norm of which a class of 1 + weight norms takes the weight as it is.
+    then. `plain` marks a norm of which a class of 1 + weight norms takes the weight as it is. `place` is that of the
+    rule in a user's file.
     """
 
     core: str
@@ -50,6 +53,12 @@ class Rule:
     fused: str | None = None
     parts: tuple[tuple[str, str], ...] = ()
     plain: bool = False
+    place: str = field(default="", compare=False)
+
+    @property
+    def whose(self) -> str:
+        """Who says which shape a tensor of this rule has, where it is not of the known rules: for messages."""
+        return f" by {' x '.join(self.shape)}, {self.place} of the rule file," if self.place else ""
 
 
 class OneOf(NamedTuple):
@@ -94,6 +103,8 @@ class Family:
     reference has them: the class's own value is beyond a smaller vocabulary, and it fails to load. `also_types` are
     further model types of the same class, which a reference keeps. `dimensions` are further names of sizes, each a
     setting, and `conditions` further words for `when`. `settings` are arguments that `ModelArgs` has no field for.
+    `published` names the project whose modules the layers are and whose mapping the rules follow, where plain
+    Megatron-LM has no such model.
     """
 
     name: str
@@ -113,6 +124,12 @@ class Family:
     settings: tuple[str, ...] = ()
     dimensions: Mapping[str, str] = field(default_factory=dict)
     conditions: Mapping[str, Condition] = field(default_factory=dict)
+    published: str = ""
+
+    @property
+    def config_fields(self) -> set[str]:
+        """The fields of config.json that settings are read from and written to."""
+        return {one.hf for one in self.fields}
 
 
 def allows(needed: Any, value: Any, same: Callable[[Any, Any], bool] = eq) -> bool:
@@ -214,7 +231,7 @@ CONDITIONS: dict[str, Callable[[ModelArgs, int], bool]] = {
     "indexer": lambda model, layer: model.has_indexer(layer),
     "attention_layer": lambda model, layer: model.kind(layer) == "*",
     "delta_net_layer": lambda model, layer: model.kind(layer) == "G",
-    "mamba_layer": lambda model, layer: model.kind(layer) == "M",
+    "mamba_layer": lambda model, layer: model.kind(layer) in "MP",
     "mlp_layer": lambda model, layer: model.kind(layer) == "-",
     "experts_layer": lambda model, layer: model.kind(layer) == "E",
     "latent_experts": lambda model, layer: model.moe_latent_size is not None,
@@ -275,7 +292,7 @@ def pairs_of(
     shape = tuple(sizes[name] for name in rule.shape)
     fused = _fill(rule.fused, names) if rule.fused else None
     layout_name, hf = ("same", (fused,)) if fused in there and fused else (rule.layout, rule.hf)
-    layout = rule_layout(rule, model, layout_name)(shape, model)
+    layout = _laid_out(rule, layout_name, shape, model)
     also = tuple(_fill(name, names) for name in rule.also)
     if "{e}" not in rule.core:
         yield Pair((_fill(rule.core, names),), (shape,), _all(hf, names), (layout,), rule, also)
@@ -287,6 +304,35 @@ def pairs_of(
             yield Pair((core[e],), (shape,), _all(hf, names | {"e": e}), (layout,), rule)
     elif core:
         yield Pair(core, (shape,) * len(core), _all(hf, names), stack([layout] * len(core)), rule)
+
+
+def _laid_out(rule: Rule, name: str, shape: Shape, model: ModelArgs) -> Layout:
+    """The layout of a shape, which those of a user's rule have to fit.
+
+    Raises:
+        MappingError: it has no such rows, or leaves some out.
+    """
+    made = rule_layout(rule, model, name)
+    if not rule.place:
+        return made(shape, model)
+    try:
+        layout = made(shape, model)
+        shown = sum(prod(_shown(link, shape)) for link in layout.links)
+    except (ValueError, IndexError):
+        shown = -1
+    if shown != prod(shape) and not (name == "vocab" and shown >= 0):
+        raise MappingError(
+            f"layout {name} does not fit {list(shape)} ({' x '.join(rule.shape)}), {rule.place} of the rule file"
+        )
+    return layout
+
+
+def _shown(link: Link, shape: Shape) -> Shape:
+    for cut in link.core_cuts:
+        shape = cut.shape(shape)
+    if link.order and len(link.order) != len(shape):
+        raise IndexError(f"{len(link.order)} axes of {shape}")
+    return shape
 
 
 def _joined(rule: Rule, names: Mapping[str, int], model: ModelArgs, sizes: Mapping[str, int]) -> Pair:

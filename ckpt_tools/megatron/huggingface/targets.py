@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple
@@ -19,8 +19,10 @@ from ckpt_tools.megatron.huggingface.checks import (
     EMBEDDING,
     HEAD,
     Spec,
+    Wanted,
     import_notes,
     kept_types,
+    misfits,
     not_of_family,
     refuse_wrapped,
     rope_notes,
@@ -230,7 +232,9 @@ def import_targets(
     model = replace(model, mtp_num_layers=layers)
     pairs = expand(family, model, tensors)
     wanted = {
-        prefix(name): shape.shape for pair in pairs for name, shape in zip(pair.hf, pair.tensors, strict=True)
+        prefix(name): Wanted(shape.shape, pair.rule.whose)
+        for pair in pairs
+        for name, shape in zip(pair.hf, pair.tensors, strict=True)
     }
     refuse_wrapped(tensors, (name for name in wanted if name not in tensors))
     problems = [*not_of_family(family, model, config), *misfits(tensors, wanted)]
@@ -279,14 +283,6 @@ def _prediction_layers(family: Family, model: ModelArgs, tensors: Mapping[str, S
         prefix(name) for pair in expand(replace(family, rules=rules), asked, tensors) for name in pair.hf
     )
     return asked.mtp_num_layers if any(name in tensors for name in names) else 0
-
-
-def misfits(tensors: Mapping[str, Spec], wanted: Mapping[str, Shape]) -> Iterator[str]:
-    """What is missing of the tensors that config.json asks for, and what has another shape."""
-    yield from (f"{name} {list(shape)} is missing" for name, shape in wanted.items() if name not in tensors)
-    for name, shape in wanted.items():
-        if name in tensors and tensors[name].shape != shape:
-            yield f"{name} has shape {list(tensors[name].shape)}, config.json asks for {list(shape)}"
 
 
 def _stray_head(

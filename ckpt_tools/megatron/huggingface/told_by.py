@@ -8,6 +8,7 @@ from ckpt_tools.megatron.huggingface.model_args import ModelArgs
 
 PARTS = {  # of a parameter's name
     "hybrid": "decoder.final_norm.",
+    "three in one": ".mamba_mixer.",
     "attention": ".self_attention.",
     "mlp": ".mlp.",
     "delta net": ".self_attention.in_proj.",
@@ -21,6 +22,8 @@ PARTS = {  # of a parameter's name
     "qk norm": ".q_layernorm.",
     "sink": ".softmax_offset",
     "norm behind": ".linear_proj.post_layernorm.",
+    "fused norm before": ".mlp.linear_fc1.layer_norm_weight",
+    "norm before": ".pre_mlp_layernorm.",
     "norm bias": "decoder.final_layernorm.bias",
     "learned positions": "embedding.position_embeddings.",
     "qkv bias": ".linear_qkv.bias",
@@ -43,6 +46,7 @@ SETTINGS: dict[str, Callable[[ModelArgs], bool]] = {
 }
 # The first family whose words all hold. Those of most telling parameters stand first; the last has none.
 FAMILIES_TOLD: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("falcon_h1", ("three in one",)),
     ("nemotron_h", ("hybrid", "attention")),
     ("nemotron_h", ("hybrid", "mlp")),
     ("mamba2", ("hybrid",)),
@@ -58,6 +62,7 @@ FAMILIES_TOLD: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("minimax_m2", ("expert bias", "qk norm", "no shared expert", "no dense layer")),
     ("glm4_moe", ("expert bias",)),
     ("gpt_oss", ("sink",)),
+    ("exaone4", ("norm behind", "no norm before", "no fused norm before")),
     ("gemma3", ("norm behind", "qk norm")),
     ("gemma2", ("norm behind",)),
     ("gpt_bigcode", ("learned positions", "one key head")),

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_tools.errors import MappingError, list_problems
-from ckpt_tools.megatron.huggingface.checks import EMBEDDING, Spec, spellings
+from ckpt_tools.megatron.huggingface.checks import EMBEDDING, Spec, Wanted, misfits, spellings
 from ckpt_tools.megatron.huggingface.read_args import as_text
 from ckpt_tools.megatron.huggingface.rules import SMALLEST, Pair
 from ckpt_tools.megatron.huggingface.targets import (
@@ -21,7 +21,6 @@ from ckpt_tools.megatron.huggingface.targets import (
     Prefix,
     export_pair,
     import_pair,
-    misfits,
 )
 from ckpt_tools.megatron.huggingface.towers import Tower, mrope_section, vision_language_of
 from ckpt_tools.megatron.huggingface.vision_language import VisionLanguage, tower_pairs
@@ -100,7 +99,11 @@ def imported_whole(
     """
     kind = known_to_bridge(config)
     pairs = tower_pairs(kind, config, tower.config, tower.others)
-    wanted = {name: shape.shape for pair in pairs for name, shape in zip(pair.hf, pair.tensors, strict=True)}
+    wanted = {
+        name: Wanted(shape.shape, pair.rule.whose)
+        for pair in pairs
+        for name, shape in zip(pair.hf, pair.tensors, strict=True)
+    }
     there = {name: tensors[name] for name in tower.others}
     problems = [*misfits(there, wanted)]
     problems += [f"{name}: no rule of {kind.name} has this tensor" for name in there if name not in wanted]

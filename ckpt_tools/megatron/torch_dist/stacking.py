@@ -237,7 +237,9 @@ def _refuse_partial_layers(layers: Mapping[str, Mapping[int, set[_Content]]]) ->
 
 def _is_hybrid(layers: Mapping[int, Iterable[_Content]]) -> bool:
     """Whether a block is a hybrid or Mamba stack, whose layers always stand alone (ssm/mamba_block.py)."""
-    return any(rest.startswith("mixer.") for found in layers.values() for rest, _, _ in found)
+    return any(
+        rest.startswith(("mixer.", "mamba_mixer.")) for found in layers.values() for rest, _, _ in found
+    )
 
 
 def _reason_apart(common: CommonState) -> str | None:

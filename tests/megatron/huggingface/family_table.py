@@ -7,6 +7,8 @@ compare it with what is there.
 from __future__ import annotations
 
 from ckpt_tools.megatron.huggingface.families import FAMILIES
+from ckpt_tools.megatron.huggingface.identify import without_modules
+from ckpt_tools.megatron.huggingface.towers import WRAPPERS
 from tests.conftest import DATA, REPO
 from tests.megatron.huggingface.models import CONFIGS, NOT_IN_MEGATRON, family_of
 
@@ -36,6 +38,38 @@ test shows, with tiny models of random weights; the table is made of the lists t
 | model_type | architecture | bits | 4.57 | 5.24 | core |
 |---|---|---|---|---|---|
 """
+BRIDGE = """
+## What Megatron-Bridge registers
+
+{count} architectures, in its sources of {date}. By the rules above go {whole}; by `--tower language` the language
+models inside {inside} more. The others are refused:
+
+"""
+NO_RULES = "a model of several parts without rules; its language model alone, where that is a family above"
+OTHER_KINDS = {
+    **dict.fromkeys(("FluxTransformer2DModel", "WanTransformer3DModel"), "makes pictures or films"),
+    **dict.fromkeys(
+        ("LLaDAModelLM", "NemotronLabsDiffusionModel"), "writes by diffusion, not token after token"
+    ),
+}
+
+
+def bridge_section() -> str:
+    """What becomes of each architecture that Megatron-Bridge has a mapping for."""
+    head, *lines = (DATA / "bridge_architectures.txt").read_text().splitlines()
+    kinds = dict(line.split(": ") if ": " in line else (line.rstrip(":"), "") for line in lines)
+    known = {kind for name, one in FAMILIES.items() for kind in (one.model_type or name, *one.also_types)}
+    inside = [name for name, kind in kinds.items() if kind in WRAPPERS]
+    rest: dict[str, list[str]] = {}
+    for name, kind in kinds.items():
+        if kind not in known and name not in inside:
+            why = without_modules().get(kind) or OTHER_KINDS.get(name, NO_RULES)
+            rest.setdefault(why, []).append(f"`{name}`")
+    whole = len(kinds) - len(inside) - sum(map(len, rest.values()))
+    said = BRIDGE.format(
+        count=len(kinds), date=head.rpartition("(")[2].rstrip(")."), whole=whole, inside=len(inside)
+    )
+    return said + "".join(f"* {', '.join(names)}: {why}\n" for why, names in rest.items())
 
 
 def classes() -> dict[str, set[str]]:
@@ -61,7 +95,7 @@ def page() -> str:
         cells = [", ".join(f"`{one}`" for one in words), f"`{family.architecture}`", "yes"]
         cells += ["yes" if one else "-" for one in loaded]
         rows.append(f"| {' | '.join(cells)} | {core} |")
-    return HEAD.format(architectures=len(FAMILIES), types=types) + "\n".join(rows) + "\n"
+    return HEAD.format(architectures=len(FAMILIES), types=types) + "\n".join(rows) + "\n" + bridge_section()
 
 
 if __name__ == "__main__":

@@ -88,6 +88,13 @@ NEMOTRON_MOE = {
     "moe_shared_expert_intermediate_size": 22,
     "routed_scaling_factor": 2.5,
 }
+FALCON_H1 = {
+    "mamba_d_ssm": 30, "mamba_n_heads": 6, "mamba_d_head": 5, "mamba_n_groups": 2, "mamba_d_state": 7,
+    "embedding_multiplier": 5.65, "lm_head_multiplier": 0.039, "key_multiplier": 0.39, "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.235, "attention_in_multiplier": 1.5, "attention_out_multiplier": 0.9375,
+    "rope_theta": 1e11, "mlp_multipliers": [0.88, 0.58], "ssm_multipliers": [0.35, 0.25, 0.17, 0.5, 0.31],
+    "pad_token_id": 0,
+}  # fmt: skip
 GEMMA = {**BASE, **HEAD, "tie_word_embeddings": True}
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -160,6 +167,9 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h_moe": ("NemotronHConfig", {**NEMOTRON_H, **NEMOTRON_MOE, "hybrid_override_pattern": "ME*EM-E"}),
     "nemotron_h_latent": ("NemotronHConfig", {**NEMOTRON_H, **NEMOTRON_MOE, "hybrid_override_pattern": "M*E",
                                               "moe_latent_size": 11, "routed_scaling_factor": 1.0}),
+    "falcon_h1": ("FalconH1Config", {**BASE, **FALCON_H1}),
+    "falcon_h1_norm": ("FalconH1Config", {**BASE, **FALCON_H1, "tie_word_embeddings": True, "mamba_rms_norm": True,
+                                          "mamba_norm_before_gate": False}),
     "mamba2": ("Mamba2Config", {"vocab_size": 97, "hidden_size": 24, "num_hidden_layers": 2, "num_heads": 8,
                                 "head_dim": 6, "n_groups": 2, "state_size": 7, "chunk_size": 256}),
     "gpt2": ("GPT2Config", {"vocab_size": 97, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 40,
@@ -206,6 +216,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "iquestcoder": ("IQuestCoderConfig", {**BASE, **HEAD}),
     "exaone": ("ExaoneConfig", {**BASE, **HEAD, "rope_scaling": LLAMA3_ROPE}),
     "exaone_tied": ("ExaoneConfig", {**BASE, "tie_word_embeddings": True}),
+    "exaone4": ("Exaone4Config", {**BASE, "sliding_window": None, "sliding_window_pattern": None,
+                                  "layer_types": ["full_attention"] * 2, "rope_scaling": LLAMA3_ROPE}),
+    "exaone4_windows": ("Exaone4Config", {**BASE, **HEAD, "num_hidden_layers": 4, "sliding_window": 8,
+                                          "tie_word_embeddings": True}),
     "deepseek_v3_one_expert": ("DeepseekV3Config", {**BASE, **MLA, "num_experts_per_tok": 1,
                                                     "norm_topk_prob": False}),
 }  # fmt: skip
@@ -230,8 +244,17 @@ PLUS_ONE = ("gemma", "qwen3_next", "qwen3_5")  # whose norms compute with 1 + we
 
 # Mamba-2 of transformers 4.57 has one norm over all groups of heads, Megatron and transformers 5.24 one for each.
 OTHERWISE_IN_4 = ("mamba2",)
-# The layers of Gemma 2 and 3 are modules of Megatron-Bridge; only core 0.19 has layers that share a choice of keys.
-NOT_IN_MEGATRON = ("gemma2", "gemma3", "glm_moe_dsa_shared")
+# The layers of Gemma 2 and 3, EXAONE 4 and Falcon-H1 are modules of Megatron-Bridge; only core 0.19 has layers that
+# share a choice of keys.
+NOT_IN_MEGATRON = (
+    "gemma2",
+    "gemma3",
+    "exaone4",
+    "exaone4_windows",
+    "falcon_h1",
+    "falcon_h1_norm",
+    "glm_moe_dsa_shared",
+)
 # GPT-BigCode of transformers 4 is scripted by torch.jit when it is imported.
 SCRIPTED = "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
 

@@ -179,12 +179,15 @@ def test_tables_use_known_words(family: Any) -> None:
     """Dimensions, conditions, settings and fields of a family exist, and no parameter has two rules at once."""
     for rule in family.rules:
         assert {*rule.shape, *(rows for _, rows in rule.parts)} <= set(DIMENSIONS)
-        assert set(rule.when) <= set(CONDITIONS) and bool(rule.parts) == ("{p}" in rule.core)
+        assert set(rule.when) <= {*CONDITIONS, *family.conditions} and bool(rule.parts) == (
+            "{p}" in rule.core
+        )
         assert rule.layout in (JOINED if rule.parts else LAYOUTS)
     known = ModelArgs.__dataclass_fields__
-    assert set(family.needs) <= {*known, *arguments().changes} and {
-        field.arg for field in family.fields
-    } <= set(known)
+    assert set(family.needs) <= {*known, *arguments().changes} and {field.arg for field in family.fields} <= {
+        *known,
+        *family.settings,
+    }
     assert all(field.default is not REQUIRED for field in family.fields if field.hf.startswith("tie"))
     keys = [(rule.core.replace("{p}", part), rule.when)
             for rule in family.rules for part, _ in (rule.parts or [("", "")])]  # fmt: skip

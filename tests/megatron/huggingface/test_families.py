@@ -35,6 +35,7 @@ from tests.megatron.huggingface.models import (
     logits,
     make_model,
 )
+from tests.megatron.huggingface.test_rulefile import NESTED_LLAMA
 
 transformers = pytest.importorskip("transformers", reason="the optional peer transformers is not installed")
 from safetensors.numpy import load_file, save_file  # noqa: E402  # after the skip
@@ -189,7 +190,8 @@ MINIMAL = {**LATENT, "vocab_size": 97, "hidden_size": 24, "num_hidden_layers": 2
 
 
 DENSE = ("nemotron", "jais2", "persimmon", "arcee", "starcoder2", "gpt_neox", "gpt_bigcode", "stablelm", "glm",
-         "helium", "ministral", "cwm", "youtu", "internlm3", "iquestcoder", "exaone")  # fmt: skip
+         "helium", "ministral", "cwm", "youtu", "internlm3", "iquestcoder", "exaone", "exaone4",
+         "falcon_h1")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [name for name in DENSE if name in transformers.CONFIG_MAPPING])
@@ -218,6 +220,29 @@ def test_a_family_by_a_rule_file_alone(tmp_path: Path) -> None:
     assert_same(again, tensors)
     loaded = load(tmp_path / "again", again, dict(made.config))
     assert float((logits(loaded) - logits(model)).abs().max()) == 0.0
+
+
+@pytest.mark.skipif(
+    transformers.__version__.startswith("4."), reason="transformers 4 does not read rope_parameters"
+)
+@pytest.mark.parametrize("name", ["llama3", "llama_yarn", "llama2"])
+def test_rope_parameters_by_a_rule_file(name: str, tmp_path: Path) -> None:
+    """config.json says it as the class saves it, every number comes back, and the class computes the same."""
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(NESTED_LLAMA)
+    families = Families(load_rule_file(rules))
+    case = make_case(name, tmp_path / "original")
+    imported = import_targets(specs(case.tensors), case.config, families=families)
+    made, again = exported(
+        materialise(imported.tensors, case.tensors), imported.args, case.config, families=families
+    )
+    assert_same(again, case.tensors)
+    said = case.config["rope_parameters"]
+    assert {
+        key: made.config["rope_parameters"][key] for key in said
+    } == said and "rope_theta" not in made.config
+    loaded = load(tmp_path / "again", again, dict(made.config))
+    assert float((logits(loaded) - case.want).abs().max()) == 0.0
 
 
 CLASSES = transformers.models.auto.configuration_auto.CONFIG_MAPPING

@@ -16,12 +16,16 @@ from ckpt_tools.errors import CkptError, MappingError, UsageError
 from ckpt_tools.megatron.huggingface import families as known
 from ckpt_tools.megatron.huggingface.config import read_config
 from ckpt_tools.megatron.huggingface.families import FAMILIES, FOLDER, Families
+from ckpt_tools.megatron.huggingface.file_places import first_line
+from ckpt_tools.megatron.huggingface.forms import DEFAULTS, FORMS
 from ckpt_tools.megatron.huggingface.identify import family_of_config
+from ckpt_tools.megatron.huggingface.layouts import JOINED, LAYOUTS
 from ckpt_tools.megatron.huggingface.pieces import pieces
 from ckpt_tools.megatron.huggingface.rulefile import load_rule_file
 from ckpt_tools.megatron.huggingface.rules import Family, OneOf
 from ckpt_tools.megatron.huggingface.targets import export_targets, import_targets
 from tests.conftest import REPO
+from tests.megatron.huggingface import rule_page
 from tests.megatron.huggingface.by_rules import BASE, DEEPSEEK, assert_same, directory, exported, imported
 from tests.megatron.huggingface.materialise import specs
 
@@ -76,10 +80,21 @@ def parts(kind: str) -> list[Any]:
     return [part for one in lists for part in (one if isinstance(one, list) else [one])]
 
 
+OF_RULE_FILES = {"rope_parameters", "partial_rope_parameters"}
+
+
 @pytest.mark.parametrize("kind", ["rules", "fields", "needs", "fixed", "copies"])
 def test_every_piece_is_used(kind: str) -> None:
-    """By a family, or by another piece."""
-    assert pieces().data[kind].keys() == {part for part in parts(kind) if isinstance(part, str)}
+    """By a family, or by another piece; but for those that only rule files name."""
+    used = {part for part in parts(kind) if isinstance(part, str)}
+    assert pieces().data[kind].keys() - OF_RULE_FILES == used
+
+
+def test_the_page_of_rule_files_is_what_the_tables_make() -> None:
+    """Otherwise: `python -m tests.megatron.huggingface.rule_page`. No form, default or layout is without a word."""
+    assert rule_page.PAGE.read_text() == rule_page.page()
+    made = (*DEFAULTS.values(), *JOINED.values(), *(one for _, one in LAYOUTS.values()))
+    assert all([*(one.says for one in FORMS.values()), *map(first_line, made)])
 
 
 def test_every_name_of_pieces_is_in_a_rule() -> None:
@@ -204,18 +219,23 @@ def test_what_a_form_reads_beside_its_field_is_named(tmp_path: Path) -> None:
 # What is written in place of what in LETTERS, what is said, and what stands on the line that is named.
 WRONG = [
     ("architecture: LettersForCausalLM\n", "", "missing @ $.architecture", "family: letters"),
-    ("mtp: true", "mtp: true\nmtb: true", "unknown key @ $.mtb", "mtb"),
+    ("mtp: true", "mtp: true\nmtb: true", "unknown key; did you mean mtp? @ $.mtb", "mtb"),
     ("mtp: true", "mtp: yes please", "expected bool, found 'yes please' @ $.mtp", "mtp: yes"),
     ("mtp: true", "mtp: true\nmtp: false", "'mtp' stands twice in one mapping", "mtp: false"),
-    ("  - mlp\n", "  - mlpp\n", "'mlpp' is not a piece; known are embedding, final_norm", "- mlpp"),
-    ("  - dense\n", "  - dens\n", "'dens' is not a piece; known are width", "- dens"),
+    ("  - mlp\n", "  - mlpp\n", "'mlpp' is not one of the pieces of rules; did you mean mlp or mla_up?", "- mlpp"),
+    ("  - dense\n", "  - dens\n", "'dens' is not one of the pieces of fields; did you mean dense?", "- dens"),
+    ("  - dense\n", "  - xyz\n", "'xyz' is not one of the pieces of fields; known are width, heads", "- xyz"),
     ("mlp: feed_forward.", "mpl: feed_forward.", "no text has <mpl> @ $.names.mpl", "names:"),
-    ("<layer>mixer.in", "<leyer>mixer.in", "<leyer> is not one of `names`: layer, mtp_layer", "<leyer>"),
+    ("<layer>mixer.in", "<leyer>mixer.in",
+     "'<leyer>' is not one of the names; did you mean layer (backbone.blocks", "<leyer>"),
     ("hf: <layer>mixer.in", "hf: mixer.in", "'mixer.in.weight' has other placeholders", "mixer.in.weight"),
-    ("[rank, hidden]", "[rang, hidden]", "'rang' is not one of one, hidden", "rang"),
-    ("when: [mamba]}", "when: [mamba], layout: upside}", "'upside' is not one of same", "upside"),
+    ("[rank, hidden]", "[rang, hidden]", "'rang' is not one of the dimensions; did you mean rank or q_rank?", "rang"),
+    ("when: [mamba]}", "when: [mamba], layout: upside}",
+     "'upside' is not one of the layouts; known are same", "upside"),
+    ("when: [mamba]}", "when: [mamba], layout: transpozed}",
+     "did you mean transposed (columns for rows)?", "transpozed"),
     ("when: [mamba]}", "when: [mamba], layout: qkv}", "layout qkv has 3 tensors, found 1", "layout: qkv"),
-    ("when: [mamba]}", "when: [mumba]}", "'mumba' is not one of untied", "mumba"),
+    ("when: [mamba]}", "when: [mumba]}", "'mumba' is not one of the conditions; did you mean mamba?", "mumba"),
     ("when: [mamba]}", "when: [mamba], dtype: float31}", "'float31' is not one of float32", "float31"),
     ("when: [mamba]}", "when: [mamba], also: other}", "'other' has other placeholders than", "also: other"),
     ("when: [mamba]}", "when: [mamba], fused: all}", "'all' is to be 'backbone.blocks.{l}.mixer.in", "fused"),
@@ -233,27 +253,33 @@ WRONG = [
     ("settings: [", "settings: [num_layers, ", "num_layers is carried for every family @ $.settings[0]", "settings:"),
     ("settings: [", "settings: [swiglu, ", "swiglu is carried for every family @ $.settings[0]", "settings:"),
     ("settings: [", "settings: [mtp_use_repeated_layer, ", "mtp_use_repeated_layer has one value", "settings:"),
-    ("{num_experts: null,", "{low_rank: 3, num_experts: null,", "unknown setting @ $.needs[3].low_rank", "needs:"),
+    ("{num_experts: null,", "{low_rank: 3, num_experts: null,",
+     "unknown setting; did you mean q_lora_rank or kv_lora_rank? @ $.needs[3].low_rank", "needs:"),
     ("no_qk_norm,", "no_qk_norm, qk_norm,", "qk_layernorm is False already @ pieces.yaml $.needs.qk_norm[0]", None),
     ("one_of: [soft, hard]", "one_of: soft", "one_of is a list of several values @ $.fixed[1].gate", "one_of: soft"),
     ("{gate:", "{low_rank: 3, gate:", "low_rank is a field of its own, and has one value: one of both", "fixed:"),
-    ("mtp_num_layers, default: 0}", "mtp_num_layers, default: 0, form: fload}", "'fload' is not one of", "fload"),
+    ("mtp_num_layers, default: 0}", "mtp_num_layers, default: 0, form: fload}",
+     "'fload' is not one of the forms; did you mean float (the same number, written as a float)", "fload"),
     ("default: 3}", "default: 3, default_by: heads}", "default and default_by are two defaults", "by: heads"),
-    ("default: 3}", "default_by: haeds}", "'haeds' is not one of heads, head_dim", "haeds"),
-    ("wins: either}", "wins: nobody}", "'nobody' is not one of either, reference, checkpoint", "nobody"),
-    ("fixed:", "defaults: {hidden: 3}\nfixed:", "there is no field 'hidden' @ $.defaults.hidden", "defaults"),
+    ("default: 3}", "default_by: haeds}",
+     "'haeds' is not one of the defaults; did you mean heads (as many as there are heads)?", "haeds"),
+    ("wins: either}", "wins: nobody}", "'nobody' is not one of the ways to win; known are either", "nobody"),
+    ("fixed:", "defaults: {hidden: 3}\nfixed:",
+     "there is no field 'hidden'; did you mean hidden_size? @ $.defaults.hidden", "defaults"),
     ("  - dense\n", "  - dense\n  - rope\n", "rms_norm_eps is said already", None),
     ("  - dense\n", "  - dense\n  - hidden_size: null\n", "no field is hidden_size @ $.fields", "fields:"),
-    ("  - dense\n", "  - dense\n  - hiden_size: null\n", "this family has no such field to leave out", "hiden_size"),
+    ("  - dense\n", "  - dense\n  - hiden_size: null\n",
+     "this family has no such field to leave out; did you mean hidden_size?", "hiden_size"),
     ("low_rank: {setting: low_rank", "norm: {setting: qk_layernorm, default: true}\n    low_rank: {setting: low_rank",
      "without norm in config.json it is True, and needs demands False @ pieces.yaml $.needs.no_qk_norm[0]", None),
     ("weight, hf: 'mtp", "weight, hff: 'mtp",
-     "unknown key @ $.copies[0].hff", "hff"),
+     "unknown key; did you mean hf? @ $.copies[0].hff", "hff"),
     ("'mtp.{n}.head.weight'", "head.weight", "'head.weight' is to have {n}", "hf: head.weight"),
     ("[{core: output_layer.weight", "[{core: output.weight", "'output.weight' is not embedding", "output.weight"),
     ("  - ends\n", "  - head\n", "no rule is that of embedding.word_embeddings.weight @ $.rules", "rules:"),
     ("  - ends\n", "  - 3\n", "expected a mapping @ $.rules[0]", "- 3"),
-    ("[{core: output_layer", "[copies, {core: output_layer", "'copies' is not a piece; known are mtp", "[copies"),
+    ("[{core: output_layer", "[copies, {core: output_layer",
+     "'copies' is not one of the pieces of copies; known are mtp", "[copies"),
 ]  # fmt: skip
 
 

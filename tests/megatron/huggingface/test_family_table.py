@@ -9,6 +9,7 @@ from ckpt_tools.megatron.huggingface.identify import family_of_config
 from tests.megatron.huggingface.family_table import GIVEN, INSIDE, PAGE, classes, page
 from tests.megatron.huggingface.models import CONFIGS, NOT_IN_MEGATRON, family_of, installed
 from tests.megatron.huggingface.test_moe_families import RELEASED
+from tests.megatron.huggingface.test_released_configs import RELEASED as DENSE
 
 
 def test_the_page_is_what_the_lists_make() -> None:
@@ -19,7 +20,7 @@ def test_the_page_is_what_the_lists_make() -> None:
 def test_every_family_is_tested_both_ways() -> None:
     """As a tiny model of transformers, or by its rules alone."""
     tiny = {family_of(variant) for variant in CONFIGS}
-    released = {family_of_config(config).name for config in RELEASED.values()}
+    released = {family_of_config(config).name for config in (*RELEASED.values(), *DENSE.values())}
     assert tiny | released | INSIDE.keys() == FAMILIES.keys()
     assert GIVEN.keys() <= tiny and CONFIGS.keys() >= set(NOT_IN_MEGATRON)
     known = {kind for names in classes().values() for kind in names}

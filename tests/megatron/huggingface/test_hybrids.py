@@ -303,7 +303,6 @@ def test_settings_of_experts_say_nothing_of_a_model_without_any() -> None:
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("falcon_h1", "attention and Mamba stand side by side in one layer"),
         ("jamba", "its layers are Mamba-1"),
         ("zamba2", "shared by many layers"),
         ("granitemoehybrid", "scales of their own"),

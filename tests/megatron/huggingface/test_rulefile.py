@@ -10,10 +10,10 @@ import yaml
 
 from ckpt_tools.errors import MappingError, UsageError
 from ckpt_tools.megatron.huggingface.config import read_config, write_config
-from ckpt_tools.megatron.huggingface.families import FAMILIES
+from ckpt_tools.megatron.huggingface.families import FAMILIES, Families
 from ckpt_tools.megatron.huggingface.rulefile import load_rule_file
 from ckpt_tools.megatron.huggingface.targets import export_targets, import_targets
-from tests.megatron.huggingface.by_rules import LLAMA, assert_same, directory, imported
+from tests.megatron.huggingface.by_rules import LLAMA, assert_same, directory, exported, imported
 from tests.megatron.huggingface.materialise import materialise, specs
 from tests.megatron.huggingface.test_glm import GLM
 
@@ -32,6 +32,74 @@ rules:
     shape: [heads]
 ignored: ['model\\.layers\\.\\d+\\.note']
 """
+
+NESTED_LLAMA = """
+family: mine
+model_type: llama
+architecture: LlamaForCausalLM
+fields: [dense, linear_bias, rope_parameters]
+fixed: [silu]
+needs: [gqa, dense, full_attention, no_qk_norm]
+rules: [ends, self_attention, projection_bias, mlp, mlp_bias]
+"""
+PARTIAL = NESTED_LLAMA.replace("rope_parameters", "partial_rope_parameters").replace("[gqa", "[partial_gqa")
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+def of_text(text: str, folder: Path) -> Families:
+    path = folder / "rules.yaml"
+    path.write_text(text)
+    return Families(load_rule_file(path))
+
+
+def test_a_family_like_another_takes_the_piece_too(tmp_path: Path) -> None:
+    text = "family: mine\narchitecture: Mine\nlike: llama\nfields: [rope_parameters]\n"
+    fields = of_text(text, tmp_path)["mine"].config_fields
+    assert "rope_parameters" in fields and "hidden_size" in fields and "rope_theta" not in fields
+
+
+@pytest.mark.parametrize(
+    "scaling", [None, {"rope_type": "linear", "factor": 2.0}, YARN, {**YARN, "rope_type": "yarn"}]
+)
+def test_rope_parameters_are_read_in_either_spelling_and_written_as_one(
+    scaling: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    families = of_text(NESTED_LLAMA, tmp_path)
+    of_4 = {**LLAMA, "rope_theta": 500.0, "rope_scaling": scaling}
+    plain = {key: value for key, value in (scaling or {"rope_type": "default"}).items() if key != "type"}
+    nested = {"rope_type": "yarn", **plain, "rope_theta": 500.0}
+    of_5 = {**{key: value for key, value in LLAMA.items() if "rope" not in key}, "rope_parameters": nested}
+    tensors = directory(of_5, families=families)
+    for config in (of_4, of_5):
+        found, megatron = imported(config, tensors, families=families)
+        assert found.args["rotary_base"] == 500.0 and not [one for one in found.notes if "not known" in one]
+        made, again = exported(megatron, found.args, config, families=families)
+        assert_same(again, tensors)
+        written = made.config["rope_parameters"]
+        assert {key: written[key] for key in nested} == nested
+        assert not {"rope_theta", "rope_scaling"} & made.config.keys()
+    both = {**of_5, "rope_theta": 1e4}
+    with pytest.raises(MappingError, match=r"rope_theta is 10000\.0, but rope_parameters has 500\.0"):
+        imported(both, tensors, families=families)
+    half = {**of_5, "rope_parameters": {**nested, "partial_rotary_factor": 0.5}}
+    with pytest.raises(
+        MappingError, match=r"partial_rotary_factor is 0\.5: only a part of each head is rotated"
+    ):
+        imported(half, tensors, families=families)
+
+
+def test_a_part_of_each_head_in_rope_parameters(tmp_path: Path) -> None:
+    families = of_text(PARTIAL, tmp_path)
+    nested = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+    config = {**{key: value for key, value in LLAMA.items() if "rope" not in key}, "rope_parameters": nested}
+    tensors = directory(config, families=families)
+    found, megatron = imported(config, tensors, families=families)
+    assert found.args["rotary_percent"] == 0.5
+    assert exported(megatron, found.args, config, families=families)[0].config["rope_parameters"] == nested
+    for name in ("rope_theta", "partial_rotary_factor"):
+        less = {key: value for key, value in nested.items() if key != name}
+        with pytest.raises(MappingError, match=f"rope_parameters: {name} is missing in it"):
+            imported({**config, "rope_parameters": less}, tensors, families=families)
 
 
 def test_a_family_of_ones_own(tmp_path: Path) -> None:
@@ -166,7 +234,7 @@ def test_fields_of_a_config(tmp_path: Path) -> None:
     ("text", "problem"),
     [
         ("[]", "expected a mapping @ $"),
-        ("family: x\nlike: lama", "'lama' is not one of"),
+        ("family: x\nlike: lama", "'lama' is not one of the families; did you mean llama"),
         ("like: llama", "missing @ $.family"),
         ("family: 3", "expected str, found 3 @ $.family"),
         ("family: x\ncolour: red", "unknown key @ $.colour"),
@@ -180,7 +248,7 @@ def test_fields_of_a_config(tmp_path: Path) -> None:
         ("family: x\nwithout: [nothing]", "no rule for 'nothing' to leave out @ $.without[0]"),
         ("family: x\nrules: [1]", "expected a mapping @ $.rules[0]"),
         ("family: x\nrules: [{core: a, hf: b, shape: [hidden], layout: sideways}]",
-         "'sideways' is not one of same"),
+         "'sideways' is not one of the layouts; known are same"),
         ("family: x\nrules: [{core: a, hf: b, shape: [hidden], layout: qkv}]",
          "layout qkv has 3 tensors, found 1 @ $.rules[0].hf"),
         ("family: x\nrules: [{core: a, hf: b, shape: [hiden]}]", "@ $.rules[0].shape[0]"),
@@ -197,6 +265,48 @@ def test_errors_name_their_place(text: str, problem: str, tmp_path: Path) -> Non
     with pytest.raises(UsageError) as caught:
         load_rule_file(path)
     assert problem in str(caught.value)
+
+
+DOWN = "core: 'decoder.layers.{l}.mlp.linear_fc2.weight', hf: <layer>mlp.down_proj.weight, shape: [hidden, hidden]"
+NORM = "core: decoder.final_layernorm.weight, hf: model.norm.weight, shape: [hidden]"
+QKV = (
+    "core: 'decoder.layers.{l}.self_attention.linear_qkv.weight', layout: qkv, hf: "
+    "[<layer>self_attn.q_proj.weight, <layer>self_attn.k_proj.weight, <layer>self_attn.v_proj.weight], shape: "
+)
+
+
+@pytest.mark.parametrize(
+    ("rule", "problem"),
+    [
+        (
+            DOWN,
+            "config.json asks by hidden x hidden, $.rules[0] (line 5) of the rule file, for [12",
+        ),
+        (
+            f"{QKV}[hidden, hidden]",
+            "layout qkv does not fit [12, 12] (hidden x hidden), $.rules[0] (line 5) of the",
+        ),
+        (
+            f"{QKV}[qkv_gate, hidden]",
+            "layout qkv does not fit [48, 12] (qkv_gate x hidden), $.rules[0] (line 5)",
+        ),
+        (f"{NORM}, layout: transposed", "layout transposed does not fit [12] (hidden), $.rules[0] (line 5)"),
+        (
+            f"{NORM}, layout: halves_swapped",
+            "layout halves_swapped does not fit [12] (hidden), $.rules[0] (line 5)",
+        ),
+    ],
+)
+def test_sizes_that_do_not_fit_name_the_rule(rule: str, problem: str, tmp_path: Path) -> None:
+    families = of_text(f"family: mine\nlike: llama\narchitecture: Mine\nrules:\n  - {{{rule}}}\n", tmp_path)
+    tensors = directory(LLAMA)
+    with pytest.raises(MappingError) as caught:
+        imported({**LLAMA, "model_type": "mine"}, tensors, families=families)
+    assert problem in str(caught.value)
+    found, megatron = imported(LLAMA, tensors)
+    with pytest.raises(MappingError) as caught:
+        exported(megatron, found.args, {**LLAMA, "model_type": "mine"}, families=families)
+    assert problem.replace("config.json asks", "its settings ask") in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ MADE: dict[frozenset[str], str] = {
     frozenset({"experts", "expert bias"}): "glm4_moe",
     frozenset({"experts", "expert bias", "qk norm", "shared expert"}): "glm4_moe",
     frozenset({"experts", "expert bias", "qk norm", "dense layer"}): "glm4_moe",
+    frozenset({"norm behind", "norm before"}): "gemma2",
     frozenset({"one key head"}): "llama",
     frozenset({"squared relu", "normalizes q and k", "qk norm"}): "arcee",
     frozenset({"squared relu", "norms around zero", "rotates a part"}): "arcee",
