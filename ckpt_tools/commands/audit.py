@@ -315,13 +315,16 @@ def _rest_of_checkpoint(books: _Accounts, source: ExportSource, checkpoint: Open
     """What the checkpoint has beside the parameters that were carried."""
     catalog = checkpoint.catalog
     roles = read_state_dict(catalog).roles() if checkpoint.location.kind == "dcp" else None
-    places = {catalog.tensors[key].chunks for key in books.used if key in catalog.tensors}
+    places: dict[tuple[str, tuple[int, ...]], list[TensorEntry]] = {}  # which alone may have the same chunks
+    for key in books.used & catalog.tensors.keys():
+        entry = catalog.tensors[key]
+        places.setdefault((entry.dtype, entry.shape), []).append(entry)
     dropped = _said(source.dropped)
     for key, entry in catalog.tensors.items():
         if key in books.used:
             continue
         role = role_of(key) if roles is None else roles.get(key, "other")
-        if entry.chunks in places:
+        if any(entry.chunks == one.chunks for one in places.get((entry.dtype, entry.shape), ())):
             why = "another name of the same bytes"
         elif key in dropped:
             why = dropped[key]

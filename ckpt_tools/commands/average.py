@@ -157,7 +157,7 @@ def _read(opened: Opened, write: WriteOptions) -> tuple[Parts, Masters]:
         CorruptCheckpointError: masters do not belong to the weights because bits have changed.
     """
     try:
-        parts = parts_of(opened)
+        parts = parts_of(opened, write.workers)
         return parts, _check_masters(opened, parts, write.threads)
     except VerificationError:
         if write.check_source != "none":

@@ -141,8 +141,8 @@ def describe_export(
     for option, number in (("--vocab-size", options.vocab_size), ("--tp", options.tp)):
         if number is not None and number < 1:
             raise UsageError(f"{option} {number}: a number from 1 is expected")
-    checked, workers = options.check_masters != "none", options.write.workers
-    source = read_export_source(opened, options.dtype, options.tp, options.ignore_keys, checked, workers)
+    check = None if options.check_masters == "none" else options.write
+    source = read_export_source(opened, options.dtype, options.tp, options.ignore_keys, check)
     if source.beside is not None:
         return _describe_several(source, options, whole)
     reference = read_config(options.hf_config) if options.hf_config and whole is None else None

@@ -8,8 +8,9 @@ from typing import Any
 
 from ckpt_tools.commands.conversion_report import MastersUse
 from ckpt_tools.commands.opened import Opened
-from ckpt_tools.commands.read_model import Wanted, is_master, keeps_masters, read_model
+from ckpt_tools.commands.read_model import Wanted, is_master, keeps_masters, read_beside_masters, read_model
 from ckpt_tools.errors import UsageError
+from ckpt_tools.execute.write_job import WriteOptions
 from ckpt_tools.formats.left_out import leave_out
 from ckpt_tools.megatron.huggingface.tower_targets import language_prefix
 from ckpt_tools.megatron.hybrid import as_gpt, is_hybrid
@@ -51,25 +52,24 @@ def read_export_source(
     dtype: str | None,
     tp: int | None,
     ignored: tuple[str, ...],
-    checked: bool = False,
-    workers: int | None = 1,
+    check: WriteOptions | None = None,
 ) -> ExportSource:
     """The parameters of the checkpoint, for an export as `dtype` (None: the model's own).
 
     Args:
-        checked: the stored weights are to be compared with their masters, also where those are not exported.
-        workers: as `Wanted.workers`.
+        check: how to read the masters that the stored weights are to be compared with, also where those are not
+            exported; None: they are not.
 
     Raises:
         UsageError: nothing names the type of the running model.
         UnsupportedCheckpointError: neither `torch_dist` nor `fsdp_dtensor`.
         MappingError: the parameters do not make a whole model.
+        VerificationError, CorruptCheckpointError: see `read_beside_masters`.
     """
     wide = dtype in _WIDE
-    wanted = Wanted(
-        "masters" if wide or checked else "none", ignored, unknown_keys=True, tp=tp, workers=workers
-    )
-    source = _source(opened, read_model(opened, wanted), dtype, wide)
+    wanted = Wanted("masters" if wide else "none", ignored, unknown_keys=True, tp=tp)
+    model = read_model(opened, wanted) if check is None else read_beside_masters(opened, wanted, check)
+    source = _source(opened, model, dtype, wide)
     source = _parts_apart(replace(source, dropped=leave_out(opened.catalog, ignored)[1]))
     if not is_hybrid(source.bases):
         return source

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from ckpt_tools.commands.hf_parts import CONFIG, read_config, refuse_adapters
 from ckpt_tools.commands.opened import Opened
+from ckpt_tools.commands.read_model import shared_by
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems
 from ckpt_tools.formats.joined_files import joined_entry
 from ckpt_tools.megatron.keys import is_optimizer_key, parameter_of, stacked_axes
@@ -62,20 +63,22 @@ class Parts:
         return frozenset((*self.means, *self.kept, *self.rounded))
 
 
-def parts_of(opened: Opened) -> Parts:
-    """What a mean with other checkpoints of this kind is taken of.
+def parts_of(opened: Opened, workers: int | None = 1) -> Parts:
+    """What a mean with other checkpoints of this kind is taken of; `workers` as those of `Wanted`.
 
     Raises:
         UnsupportedCheckpointError: values that have no mean: encoded, or masters that nothing ties to their weights.
         VerificationError, MappingError, CorruptCheckpointError: an optimizer that does not fit its weights.
     """
+    if opened.location.kind == "torch_dist":
+        return _torch_dist(opened, workers)
     return _RULES[opened.location.kind](opened)
 
 
-def _torch_dist(opened: Opened) -> Parts:
+def _torch_dist(opened: Opened, workers: int | None) -> Parts:
     tensors = opened.catalog.tensors
     try:
-        states = read_optimizer_states(opened.files, opened.catalog, opened.common)
+        states = read_optimizer_states(opened.files, opened.catalog, opened.common, share=shared_by(workers))
     except UnsupportedCheckpointError as error:
         raise UnsupportedCheckpointError(f"{error}\nFor a mean: {_ALONE} (`strip`)") from error
     if states is not None and states.payloads:
@@ -145,7 +148,6 @@ def _safetensors(opened: Opened) -> Parts:
 
 
 _RULES: Mapping[str, Callable[[Opened], Parts]] = {
-    "torch_dist": _torch_dist,
     "fsdp_dtensor": _fsdp_dtensor,
     "dcp": _dcp,
     "safetensors": _safetensors,

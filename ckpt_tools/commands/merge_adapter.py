@@ -27,7 +27,7 @@ from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.outputs import output_directory, refuse_overlap
 from ckpt_tools.commands.peft_source import is_peft, merge_peft, peft_files
 from ckpt_tools.commands.placements import Layout
-from ckpt_tools.commands.read_model import Wanted, keeps_masters, read_model
+from ckpt_tools.commands.read_model import Wanted, keeps_masters, read_beside_masters
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, planned, prepare_model
 from ckpt_tools.commands.to_torch_dist import write_torch_dist
 from ckpt_tools.errors import UnsupportedCheckpointError, UsageError
@@ -116,7 +116,11 @@ def _adapter_of(opened: Opened, options: MergeOptions) -> Iterator[tuple[Opened,
 
 
 def _read_base(base: Opened, options: MergeOptions) -> Model:
-    model = read_model(base, Wanted("masters", options.ignore_keys, unknown_keys=True))
+    wanted = Wanted(ignore_keys=options.ignore_keys, unknown_keys=True)
+    advice = (
+        f"`strip {base.location.path} OUT --check-masters none` leaves them out; merge into what it writes."
+    )
+    model = read_beside_masters(base, wanted, options.write, advice)
     if base.location.kind == "torch_dist":
         model = replace(model, record=read_record(base.files))
     return model

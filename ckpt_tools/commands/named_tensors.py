@@ -68,8 +68,10 @@ class NamedTensors:
     notes: tuple[str, ...] = ()
 
 
-def named_tensors(opened: Opened, by: str = "auto") -> NamedTensors:
+def named_tensors(opened: Opened, by: str = "auto", workers: int | None = 1) -> NamedTensors:
     """The tensors by `parameters`, by `keys`, or by the first of them that the checkpoint can be read by.
+
+    `workers` as those of `Wanted`.
 
     Raises:
         UsageError: by parameters, of a kind that has none.
@@ -83,7 +85,7 @@ def named_tensors(opened: Opened, by: str = "auto") -> NamedTensors:
     if by == KEYS or kind not in READ:
         return _by_keys(opened)
     try:
-        return _by_parameters(read_model(opened, Wanted(unknown_keys=True)))
+        return _by_parameters(read_model(opened, Wanted(unknown_keys=True, workers=workers)))
     except StorageError:
         raise
     except CkptError as error:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckpt_tools.commands.opened import Opened
-from ckpt_tools.errors import UnsupportedCheckpointError
+from ckpt_tools.errors import UnsupportedCheckpointError, VerificationError, list_problems
 from ckpt_tools.execute.check_masters import compare_masters
+from ckpt_tools.execute.prove import prove_payloads
 from ckpt_tools.execute.spread import Job, Result, Tick, spread
 from ckpt_tools.execute.workers import can_fork
+from ckpt_tools.execute.write_job import WriteOptions
 from ckpt_tools.megatron.dcp.read import dcp_model
 from ckpt_tools.megatron.fsdp_dtensor.entries import read_fsdp_source
 from ckpt_tools.megatron.fsdp_dtensor.read import fsdp_model
@@ -21,6 +23,7 @@ from ckpt_tools.model.model import Model, Parameter
 from ckpt_tools.model.target import Source, TargetTensor
 
 _THREADS = 2  # of a process
+GO_ON_UNPROVEN = "--check-masters none goes on without this proof."
 
 A_KIND = {
     "torch_dist": "already a torch_dist checkpoint",
@@ -57,6 +60,29 @@ def read_model(opened: Opened, wanted: Wanted | None = None) -> Model:
             f"{opened.location.path} is of kind {kind}; {' and '.join(READ)} checkpoints are read"
         )
     return READ[kind](opened, wanted or Wanted())
+
+
+def read_beside_masters(
+    opened: Opened, wanted: Wanted, write: WriteOptions, advice: str = GO_ON_UNPROVEN
+) -> Model:
+    """The model for who takes its stored weights and leaves out the masters that these must be the rounding of.
+
+    Masters that cannot be read are not there, and `Model.unread` says why. Raises as `read_model`, and:
+
+    VerificationError: masters that content alone tells apart are not those of the weights.
+    CorruptCheckpointError: so it is, as payloads are damaged.
+    """
+    try:
+        return read_model(opened, replace(wanted, optimizer="proven masters", workers=write.workers))
+    except VerificationError as error:
+        if write.check_source != "none":
+            prove_payloads(opened.files, opened.catalog, opened.catalog.tensors, write.threads)
+        raise VerificationError(
+            f"the masters in the optimizer's buckets do not round to the stored weights:\n"
+            f"{list_problems(error.problems)}\nEither the checkpoint is damaged or its masters belong to another "
+            f"step. {advice}",
+            error.problems,
+        ) from error
 
 
 def _torch_dist(opened: Opened, wanted: Wanted) -> Model:

@@ -15,7 +15,7 @@ from ckpt_tools.commands.mend_keys import Change, mend_keys, mended_target
 from ckpt_tools.commands.mend_weights import Damage, find_damage, mended, refuse_unproven
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.outputs import choose_output
-from ckpt_tools.commands.read_model import read_model
+from ckpt_tools.commands.read_model import Wanted, read_model
 from ckpt_tools.commands.rewrite import EditOptions, rewrite
 from ckpt_tools.commands.to_torch_dist import write_torch_dist
 from ckpt_tools.errors import UnsupportedCheckpointError, UsageError
@@ -127,7 +127,7 @@ def _repair_weights(
     options: RepairOptions,
     progress: Callable[[int, int], None] | None,
 ) -> Repaired:
-    model = read_model(opened)
+    model = read_model(opened, Wanted(workers=options.write.workers))
     if MASTER not in model.roles:
         why = f": {model.unread}" if model.unread else ""
         raise UsageError(

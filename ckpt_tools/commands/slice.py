@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tools.commands.opened import Opened, open_checkpoint
+from ckpt_tools.commands.read_model import shared_by
 from ckpt_tools.commands.rewrite import Edited, EditOptions, rewrite
 from ckpt_tools.commands.slice_plain import PlainCut, plain_cut, renamer
 from ckpt_tools.errors import UnsupportedCheckpointError, UsageError
@@ -129,7 +130,7 @@ def slice_layers(
                 f"{opened.location.path} is a Hugging Face model; only torch distributed checkpoints are sliced"
             )
         cut = choose_cut(opened, layers, block)
-        tensors, changed, catalog = _parts(opened, cut)
+        tensors, changed, catalog = _parts(opened, cut, options.write.workers)
         objects, blobs = _objects(opened, cut, changed)
         target = Target(tuple(tensors), objects=tuple(objects))
         report = rewrite(
@@ -151,11 +152,17 @@ def slice_layers(
     )
 
 
-def _parts(opened: Opened, cut: Cut) -> tuple[list[TargetTensor], dict[str, Any], Catalog]:
+def _parts(
+    opened: Opened, cut: Cut, workers: int | None
+) -> tuple[list[TargetTensor], dict[str, Any], Catalog]:
     """The tensors that stay, the common state (or `args` alone) made anew, and the catalog that holds the sources."""
     if opened.location.kind == "torch_dist":
         source = read_torch_dist(
-            opened.files, opened.catalog, trust_pickle=opened.trust_pickle, unknown_keys=True
+            opened.files,
+            opened.catalog,
+            trust_pickle=opened.trust_pickle,
+            unknown_keys=True,
+            share=shared_by(workers),
         )
         return *_torch_dist_parts(opened, source, cut), source.model.catalog
     args = {name: opened.common.values[name] for name in ("args",) if name in opened.common.values}

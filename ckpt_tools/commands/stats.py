@@ -185,7 +185,7 @@ def checkpoint_statistics(
     source = path_text(source)
     options = options or StatsOptions()
     with open_checkpoint(source, options.iteration, options.trust_pickle) as opened:
-        named = named_tensors(opened, options.by)
+        named = named_tensors(opened, options.by, options.workers)
         chosen = _chosen(named.tensors, options)
         found = statistics(
             Place(opened.files, named.catalog),
@@ -225,7 +225,7 @@ def checkpoint_change(
             stack.enter_context(open_checkpoint(path, options.iteration, options.trust_pickle))
             for path in (a, b)
         )
-        sides = _under_one_kind_of_name(first, second, options.by)
+        sides = _under_one_kind_of_name(first, second, options)
         chosen = _paired(*sides)
         wanted = _chosen(in_layer_order({**chosen[1], **chosen[0]}.values()), options)
         both = [t for t in wanted if all(_identity(t) in side for side in chosen)]
@@ -256,15 +256,15 @@ def checkpoint_change(
     )
 
 
-def _under_one_kind_of_name(a: Opened, b: Opened, by: StatsBy) -> tuple[NamedTensors, NamedTensors]:
+def _under_one_kind_of_name(a: Opened, b: Opened, options: StatsOptions) -> tuple[NamedTensors, NamedTensors]:
     """Both by parameters, by keys, or a Megatron checkpoint as its export to the other, a Hugging Face model."""
     kinds = {a.location.kind, b.location.kind}
-    if by == "auto" and "safetensors" in kinds and kinds & _MEGATRON:
+    if options.by == "auto" and "safetensors" in kinds and kinds & _MEGATRON:
         is_first = a.location.kind == "safetensors"
         *sides, notes = sides_by_export(a, b) if is_first else sides_by_export(b, a)
         model, checkpoint = (_exported(side, tuple(notes)) for side in sides)
         return (model, checkpoint) if is_first else (checkpoint, model)
-    first, second = named_tensors(a, by), named_tensors(b, by)
+    first, second = (named_tensors(side, options.by, options.workers) for side in (a, b))
     if first.by != second.by:
         first, second = named_tensors(a, KEYS), named_tensors(b, KEYS)
     return first, second

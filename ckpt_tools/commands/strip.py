@@ -16,7 +16,7 @@ from ckpt_tools.commands.conversion import advice_on_weights, prove_rounding
 from ckpt_tools.commands.conversion_report import Masters, MastersUse
 from ckpt_tools.commands.export_source import master_targets
 from ckpt_tools.commands.opened import Opened, open_checkpoint
-from ckpt_tools.commands.read_model import Wanted, read_model
+from ckpt_tools.commands.read_model import Wanted, read_beside_masters
 from ckpt_tools.commands.relayout_plain import masters_beside_weights
 from ckpt_tools.commands.restart import begin_anew
 from ckpt_tools.commands.rewrite import Edited, EditOptions, rewrite, use_of_masters
@@ -131,7 +131,7 @@ def _proven(opened: Opened, level: CheckLevel, write: WriteOptions) -> tuple[Mas
     if level == "none" or use != "left_out":
         return Masters(use), ()
     try:
-        catalog, targets, recipe, unread = _masters_of(opened)
+        catalog, targets, recipe, unread = _masters_of(opened, write)
         advice = advice_on_weights(opened.location)
         found = prove_rounding(opened.files, catalog, targets, level, write, Ranks(), recipe, advice)
     except (MappingError, UnsupportedCheckpointError) as error:
@@ -140,14 +140,16 @@ def _proven(opened: Opened, level: CheckLevel, write: WriteOptions) -> tuple[Mas
     return Masters(use, level if found.tensors else "none", found), notes
 
 
-def _masters_of(opened: Opened) -> tuple[Catalog, list[TargetTensor], str | None, str | None]:
+def _masters_of(
+    opened: Opened, write: WriteOptions
+) -> tuple[Catalog, list[TargetTensor], str | None, str | None]:
     """The masters beside weights and the catalog that has them, by which recipe of FP8; why they cannot be read."""
     if opened.location.kind == "dcp":
         targets = masters_beside_weights(opened)
         lost = sum(len(one.masters) for one in read_state_dict(opened.catalog).optimizers) - len(targets)
         unread = f"nothing tells whose {lost} of them are" if lost else None
         return opened.catalog, targets, None, unread
-    model = read_model(opened, Wanted("masters", unknown_keys=True))
+    model = read_beside_masters(opened, Wanted(unknown_keys=True), write)
     return model.catalog, master_targets(model), model.settings.fp8_recipe, model.unread
 
 

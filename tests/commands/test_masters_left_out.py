@@ -12,11 +12,14 @@ from torch.distributed import checkpoint as dcp
 
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.export_hf import ExportOptions, export_hf
+from ckpt_tools.commands.merge_adapter import merge_adapter
 from ckpt_tools.commands.strip import strip_checkpoint
 from ckpt_tools.errors import CorruptCheckpointError, VerificationError
+from ckpt_tools.megatron.keys import bucket_key
 from tests.commands.test_diff_weights import FC2, LLAMA, NAN, ZERO, damaged, filled
 from tests.conftest import fixture_dir
-from tests.damage import copy_of, flip_bit, infos_of, metadata_of, payload_of
+from tests.damage import copy_of, drop_key, flip_bit, infos_of, keys_with, metadata_of, payload_of
+from tests.megatron.adapter_checkpoints import lora
 
 COMMANDS = ["export-hf", "convert --to hf", "strip"]
 
@@ -81,9 +84,53 @@ def test_damaged_masters_are_refused_too(tmp_path: Path) -> None:
             work(source, tmp_path / "out")
 
 
-def test_masters_that_cannot_be_told_apart_are_noted(tmp_path: Path) -> None:
-    source: Path = copy_of("core016_llama_tp2_dp_reshardable", tmp_path)
+BUCKETS = "core016_llama_tp2_dp_reshardable"
+
+
+@pytest.mark.parametrize("element", [ZERO, NAN], ids=["zeros", "nan"])
+@pytest.mark.parametrize("command", [*COMMANDS, "convert --to hf --dtype float32"])
+def test_destroyed_weights_beside_buckets_are_refused(
+    command: str, element: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Content alone tells which masters are whose, and these masters are nobody's."""
+    source: Path = copy_of(BUCKETS, tmp_path)
+    out = tmp_path / "out"
+    filled(source, FC2, "bfloat16", element)
+    first, *options = command.split()
+    for level in ("sample", "all"):
+        assert run([first, *options, str(source), str(out), "-q", "--check-masters", level]) == 6
+        told = capsys.readouterr().err
+        assert "the masters in the optimizer's buckets do not round to the stored weights" in told
+        assert "are the master of no stored weight" in told
+        assert "--check-masters none" in told
+        assert not out.exists()
+    assert run([first, *options, str(source), str(out), "-q", "--check-masters", "none"]) == 0
+
+
+def test_damage_beside_buckets_that_a_checksum_shows_is_called_so(tmp_path: Path) -> None:
+    source: Path = copy_of(BUCKETS, tmp_path)
+    path, start, _ = payload_of(source, FC2, (0, 0, 0))
+    flip_bit(path, start + 1, 6)
+    with pytest.raises(CorruptCheckpointError):
+        export_hf(source, tmp_path / "hf")
+    with pytest.raises(CorruptCheckpointError):
+        strip_checkpoint(source, tmp_path / "weights")
+
+
+def test_an_adapter_is_not_merged_into_weights_that_buckets_contradict(tmp_path: Path) -> None:
+    source: Path = copy_of("core019_llama_tp2_dp_reshardable", tmp_path)
+    adapter, out = str(lora().save(tmp_path / "adapter")), str(tmp_path / "out")
+    assert merge_adapter(str(source), adapter, out).masters.use == "merged"
     filled(source, FC2, "bfloat16", ZERO)
+    with pytest.raises(VerificationError, match=r"`strip .* --check-masters none` leaves them out"):
+        merge_adapter(str(source), adapter, str(tmp_path / "another"))
+
+
+def test_masters_that_cannot_be_read_are_noted(tmp_path: Path) -> None:
+    """Nothing contradicts the weights then."""
+    source: Path = copy_of(BUCKETS, tmp_path)
+    with metadata_of(source) as metadata:
+        drop_key(metadata, next(key for key in keys_with(metadata, ".param") if bucket_key(key)))
     told = "the weights were not compared with their masters: they cannot be read"
     assert any(note.startswith(told) for note in export_hf(source, tmp_path / "hf").notes)
     (note,) = strip_checkpoint(source, tmp_path / "weights").notes

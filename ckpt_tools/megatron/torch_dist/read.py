@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeAlias
 
-from ckpt_tools.errors import CkptError, MappingError, StorageError, list_problems
+from ckpt_tools.errors import CkptError, MappingError, StorageError, VerificationError, list_problems
 from ckpt_tools.formats.container import StoredTensor, load_object
 from ckpt_tools.formats.files import Files
 from ckpt_tools.formats.left_out import leave_out
@@ -35,8 +35,9 @@ DROPPED_OBJECTS = (
     ("*_extra_state", "Transformer Engine extra state: not part of fsdp_dtensor"),
     ("rerun_state_machine_state/*", "rerun state: never read from fsdp_dtensor"),
 )
-Extent: TypeAlias = Literal["whole", "masters", "none"]
-"""How much of an optimizer is wanted."""
+Extent: TypeAlias = Literal["whole", "proven masters", "masters", "none"]
+"""How much of an optimizer is wanted; `proven masters` must be those of the stored weights if they are told apart by
+their content, `masters` are left out then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +164,7 @@ def _states(
     except StorageError:
         raise
     except CkptError as error:
-        if wanted == "whole":
+        if wanted == "whole" or (wanted == "proven masters" and isinstance(error, VerificationError)):
             raise
         return None, f"they cannot be read: {str(error).splitlines()[0].rstrip(':')}"
 
