@@ -21,6 +21,7 @@ CONTRIBUTING = REPO / ".github" / "CONTRIBUTING.md"
 CONVERSION = REPO / ".github" / "docs" / "conversion.md"
 QUESTIONS = REPO / ".github" / "docs" / "questions.md"
 MESSAGES = REPO / ".github" / "docs" / "messages.md"
+SPEED = REPO / ".github" / "docs" / "speed.md"
 LIMITS = REPO / ".github" / "docs" / "limits.md"
 PROOFS = REPO / "tests" / "README.md"
 DOCUMENTS = (
@@ -136,6 +137,14 @@ def test_the_ledger_is_as_large_as_the_documents_say() -> None:
     assert f"{parts['carried']} are carried" in text
     assert f"{parts['shape']} are proven by" in text
     assert f"{parts['irrelevant']} have no part" in text
+
+
+def test_figures_of_speed_were_measured() -> None:
+    """Seconds and sizes with a fraction; a measurement may have more digits."""
+    measured = (REPO / "tests" / "benchmarks" / "RESULTS.md").read_text()
+    said = re.findall(r"(?<=[| ])\d+\.\d+(?= (?:\||s\b|x\b|GiB))", SPEED.read_text())
+    assert len(said) > 8
+    assert not [figure for figure in said if not re.search(rf"(?<![\d.]){re.escape(figure)}", measured)]
 
 
 def test_every_path_that_the_house_names_exists() -> None:

@@ -90,6 +90,6 @@ def test_another_python_is_told(file: Path, tmp_path: Path) -> None:
 
 def test_ci_builds_it_and_the_container() -> None:
     steps = (REPO / ".ci" / "run").read_text()
-    for script in ("zipapp", "container", "wheel"):
+    for script in ("zipapp", "container", "wheel", "recipes"):
         assert f"\n.ci/{script}" in steps
         assert os.access(REPO / ".ci" / script, os.X_OK)
