@@ -1,4 +1,4 @@
-"""The small inputs of `tests/data/value_cases.tar.xz`, unpacked once a session."""
+"""The small inputs of `tests/data/value_cases.tar.xz` and `more_cases.tar.xz`, unpacked once a session."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tests.conftest import DATA
 def cases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that holds them, a folder each."""
     folder = tmp_path_factory.mktemp("cases")
-    with tarfile.open(DATA / "value_cases.tar.xz") as archive:
-        archive.extractall(folder, filter="data")
+    for name in ("value_cases.tar.xz", "more_cases.tar.xz"):
+        with tarfile.open(DATA / name) as archive:
+            archive.extractall(folder, filter="data")
     return folder

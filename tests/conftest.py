@@ -1,9 +1,12 @@
-"""Where tests find real checkpoints: the small ones in `tests/data`, the rest in `../shared` when it is there."""
+"""Where tests find real checkpoints: in `tests/data`, whole or packed, and more in `../shared` if it is there."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import tarfile
+import tempfile
 from collections.abc import Generator
 from pathlib import Path
 from typing import TypeVar
@@ -44,8 +47,36 @@ def _if_it_may_skip(report: Report) -> Report:
     return report
 
 
+def unpacked(name: str) -> Path:
+    """The folder that a checkpoint of tests/data/checkpoints was unpacked into, once for all runs of tests."""
+    archive = DATA / "checkpoints" / f"{name}.tar.xz"
+    place = REPO / "build" / "test_checkpoints" / f"{archive.stat().st_size}"
+    if not (place / name).is_dir():
+        place.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=place) as folder:
+            with tarfile.open(archive) as packed:
+                packed.extractall(folder, filter="data")
+            with contextlib.suppress(OSError):  # another process was first
+                (Path(folder) / name).rename(place / name)
+    return place / name
+
+
+def all_checkpoints() -> dict[str, Path]:
+    """Every real checkpoint that is there, by name."""
+    found = {path.name.removesuffix(".tar.xz"): path for path in (DATA / "checkpoints").glob("*.tar.xz")}
+    found = {name: unpacked(name) for name in found}
+    for parent in (DATA, SHARED / "fixtures", SHARED / "fixtures_cpu", SHARED / "fixtures_te"):
+        for path in parent.glob("*/"):
+            root = path / "checkpoint" if (path / "checkpoint").is_dir() else path
+            if list(root.glob("iter_*")) or (root / ".metadata").exists():
+                found.setdefault(path.name, path)
+    return dict(sorted(found.items()))
+
+
 def fixture_dir(name: str) -> Path:
-    """The folder of a real checkpoint, or skip with the reason when only the repo is there."""
+    """The folder of a real checkpoint; a few are in ../shared alone, without which the test skips."""
+    if (DATA / "checkpoints" / f"{name}.tar.xz").is_file():
+        return unpacked(name)
     for parent in (DATA, SHARED / "fixtures", SHARED / "fixtures_cpu", SHARED / "fixtures_te"):
         if (parent / name).is_dir():
             return parent / name

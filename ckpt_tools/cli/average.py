@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import fsum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,11 +19,15 @@ if TYPE_CHECKING:
     from ckpt_tools.commands.average import Averaged
 
 _SHOWN = 20
+_ROUNDED = 1e-9  # by which shares like 0.1 miss 1
 
 
 _OWN = {
     "weights": option(
-        str, "--weights", read=v.shares, help="Shares in order, e.g. 0.5,0.3,0.2. Default: equal."
+        str, "--weights", read=v.shares,
+        help="Shares in order, e.g. 0.5,0.3,0.2; they are divided by their sum: 2,1,1 means 0.5,0.25,0.25. "
+             "Default: equal."
+
     ),
     "ema": option(
         float, "--ema", help="Exponential moving average in order, with this decay, e.g. 0.9."
@@ -58,6 +63,7 @@ def _as_json(done: Averaged) -> dict[str, object]:
         "sources": done.sources,
         **done.as_json(),
         "weights": done.weights,
+        "given_weights": done.given,
         "averaged": done.averaged,
         "rounded_from_masters": done.rounded,
         "not_averaged": done.kept,
@@ -67,6 +73,9 @@ def _as_json(done: Averaged) -> dict[str, object]:
 def _print(done: Averaged) -> None:
     for share, source in zip(done.weights, done.sources, strict=True):
         render.tell(render.escape(f"{share:.6g} of {source}"))
+    if done.given is not None and abs(fsum(done.given) - 1) > _ROUNDED:
+        shares = ", ".join(f"{share:.6g}" for share in done.given)
+        render.tell(f"--weights {shares} were divided by their sum, {fsum(done.given):.6g}")
     render.tell(
         f"averaged {len(done.averaged):,} tensors; {len(done.rounded):,} weights are their masters' mean, rounded"
     )

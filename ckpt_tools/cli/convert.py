@@ -202,9 +202,13 @@ def _refuse_meaningless(ctx: typer.Context, to: Format) -> None:
         p for p in ctx.command.params if p.name not in _MEANING[to] | _ALWAYS and is_given(ctx, p.name or "")
     ]
     if useless:
+        why = ""
+        if to == "torch_dist" and any(p.name in JOB_SIZES for p in useless):
+            why = ", which loads at any TP, PP and EP, on any number of GPUs: leave it out"
+            sizes = [p for p in ctx.command.params if p.name in JOB_SIZES and is_given(ctx, p.name or "")]
+            if others := [p for p in sizes if p not in useless]:
+                why += f", and {', '.join(p.opts[0] for p in others)} unless a message asks for it"
         names = ", ".join(p.opts[0] for p in useless)
-        sizes = to == "torch_dist" and any(p.name in JOB_SIZES for p in useless)
-        why = ", which loads at any TP, PP and EP, on any number of GPUs: leave it out" if sizes else ""
         raise UsageError(f"{names}: no meaning for a conversion to {to}{why}")
 
 

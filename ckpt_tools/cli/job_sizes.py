@@ -37,10 +37,13 @@ def layout_of(given: Given) -> Layout | None:
     _refuse_mistyped(given)
     layout, gpus, world_size = _name(given), given["gpus"], given["world_size"]
     if gpus is None and given["dp_shard"] is None and layout in (None, "even"):
-        if any(given[name] != _default(name) for name in _AXES):
+        axes = [
+            f"--{name.replace('_', '-')} {given[name]}" for name in _AXES if given[name] != _default(name)
+        ]
+        if axes:
             raise UsageError(
-                "--dp-outer, --cp, --ep, --etp, --pp, --strategy and --outer-strategy describe a training job, which "
-                "needs its size too: give --gpus or --dp-shard"
+                f"{', '.join(axes)}: such options describe a training job, which needs its size too: give --gpus or "
+                "--dp-shard"
             )
         return None if world_size is None else Layout(world=_positive(world_size, "--world-size"))
     if gpus is not None and world_size not in (None, gpus):

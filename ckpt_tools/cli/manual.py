@@ -24,7 +24,7 @@ PLACEHOLDERS = {
 }
 EXIT_CODES = {
     0: "done; equal; valid; ready",
-    1: "different (diff), not valid (verify), not ready (preflight)",
+    1: "different; not valid; not ready; nothing to repair (repair)",
     2: "usage: also a refused output, an illegal topology, too little memory",
     3: "not a checkpoint, or of a kind that is not supported",
     4: "corrupt or hostile input",
@@ -124,6 +124,7 @@ PAGES = {
     "verify": Page(CHECK, "is it whole and sound?", (
         ("Files, metadata and meaning, without reading tensors", "verify RUN"),
         ("Every byte: checksums, masters, NaN and Inf", "verify FSDP --content"),
+        ("Every iteration of a run", "verify RUN --iteration all"),
         ("Remember the bytes; --manifest compares them later", "verify RUN --write-manifest OUT.json"),
         ("What of its source an export holds, by counts", "verify HF --against RUN"),
         ("As annotations in a GitHub workflow", "verify RUN --format github --junit OUT.xml"),

@@ -41,6 +41,7 @@ def repair(
 
     fp32 masters beside the weights of fsdp_dtensor, group fields under wrong names, layers under the numbers of a
     pipeline stage; weights of torch_dist that are not numbers or have wrong checksums, from their masters.
+    Exit code 1 when there is nothing to repair: then no output is made, and the checkpoint is to be used as it is.
     """
     from ckpt_tools.cli.progress import progress_bar
     from ckpt_tools.commands.repair import RepairOptions, repair_checkpoint
@@ -51,6 +52,7 @@ def repair(
         _print(done)  # nothing but this was asked for
     else:
         render.print_report(lambda: _as_json(done), given["as_json"], lambda: _print(done))
+    raise typer.Exit(0 if done.changes else 1)
 
 
 def _as_json(done: Repaired) -> dict[str, object]:

@@ -148,6 +148,9 @@ ITERATIONS = option(
     help="Iteration of a root, or all, past those that the output has already. Default: the latest.",
 )  # fmt: skip
 
+# Of commands that only look at them.
+EVERY_ITERATION = option(str, "--iteration", help="Iteration of a root, or all. Default: the latest.")
+
 OPENING = frozenset({"enable_msc", "follow_links", "quiet"})
 READING = OPENING | {"iteration", "trust_pickle"}
 FRESH_OPTIMIZER = frozenset({

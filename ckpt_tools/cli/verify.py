@@ -16,7 +16,7 @@ from ckpt_tools.cli import given_values as v
 from ckpt_tools.cli.manual import page
 from ckpt_tools.cli.options import flag, option
 from ckpt_tools.cli.signature import Given, fill, with_options
-from ckpt_tools.cli.table import READING, Checkpoint
+from ckpt_tools.cli.table import EVERY_ITERATION, READING, Checkpoint
 from ckpt_tools.model.choices import DialectName, DiffBy, NanPolicy, ReportFormat, assert_never
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ _VERIFY = {
     "ignore_keys": option(
         list[str], "--ignore-keys", read=v.globs, help="With --against: keys that the export left out (glob)."
     ),
+    "iteration": EVERY_ITERATION,
     "as_json": _AS_JSON,
 }  # fmt: skip
 _PREFLIGHT = {
@@ -103,17 +104,38 @@ def verify(
     from ckpt_tools.cli.progress import progress_bar
     from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint, verify_checkpoints
 
-    options, chosen, iteration = fill(VerifyOptions, given), _chosen(given), given["iteration"]
+    of_all = given["iteration"] == "all"
+    options, chosen = fill(VerifyOptions, given, every_iteration=of_all), _chosen(given)
+    iteration = None if of_all else v.iteration_number(given["iteration"])
+    if of_all:
+        checkpoints = _every_iteration(checkpoints)
+    is_one = len(checkpoints) == 1 and not of_all
     with progress_bar(given["quiet"]) as progress:
-        if len(checkpoints) == 1:
+        if is_one:
             reports = [verify_checkpoint(checkpoints[0], iteration, options, progress)]
         else:
             reports = verify_checkpoints(checkpoints, iteration, options, progress)
-    if len(reports) == 1:
+    if is_one:
         _print_report(reports[0], "verify", chosen, given["junit"])
     else:
         _print_reports(reports, chosen, given["junit"])
-    raise typer.Exit(max(4 if report.is_hostile else 0 if report.is_valid else 1 for report in reports))
+    raise typer.Exit(
+        max((4 if report.is_hostile else 0 if report.is_valid else 1 for report in reports), default=0)
+    )
+
+
+def _every_iteration(roots: Sequence[str]) -> list[str]:
+    """The folders of all iterations, past what jobs are still writing."""
+    from ckpt_tools.cli.reports import say_unfinished
+    from ckpt_tools.commands.iterations import every_iteration
+
+    folders = []
+    for root in roots:
+        whole, unfinished = every_iteration(root)
+        folders += whole
+        for number in unfinished:
+            say_unfinished(number)
+    return folders
 
 
 def preflight(

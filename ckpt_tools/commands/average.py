@@ -53,6 +53,7 @@ class Averaged(Edited):
 
     sources: tuple[str, ...]
     weights: tuple[float, ...]  # of the sources, together 1
+    given: tuple[float, ...] | None  # as they were given, before they were divided by their sum
     averaged: tuple[str, ...]
     rounded: tuple[str, ...]  # weights that are the rounding of an averaged master
     kept: tuple[str, ...]  # of the model, taken from the last source
@@ -104,6 +105,7 @@ def average_checkpoints(
         left_out=last.location.left_out,
         sources=tuple(paths),
         weights=weights,
+        given=options.weights,
         averaged=parts[-1].means,
         rounded=tuple(parts[-1].rounded),
         kept=parts[-1].kept,

@@ -12,7 +12,7 @@ from typing import Any
 
 from ckpt_tools.commands.conversion_report import SCHEMA_VERSION, ConversionReport
 from ckpt_tools.commands.outputs import is_root
-from ckpt_tools.errors import CkptError, Interrupted, Terminated, UsageError
+from ckpt_tools.errors import CkptError, Interrupted, Terminated, UnsupportedCheckpointError, UsageError
 from ckpt_tools.execute.ranks import connect
 from ckpt_tools.formats.dcp import METADATA
 from ckpt_tools.formats.detect import (
@@ -26,6 +26,8 @@ from ckpt_tools.formats.detect import (
 from ckpt_tools.formats.files import open_files
 from ckpt_tools.megatron.common_state import COMMON_FILE
 from ckpt_tools.model.choices import Format
+
+RELEASE = "release"
 
 Convert = Callable[[int | None, bool], ConversionReport]
 """Convert an iteration (None: the latest); whether the output's tracker is to name it then."""
@@ -95,6 +97,22 @@ def all_iterations(source: str) -> tuple[list[int | None], int | None]:
     if not is_root(source, location):
         raise UsageError(f"--iteration all: {source} is one checkpoint, not a run's root")
     return [*(n for n in numbers if n != location.iteration), location.iteration], location.iteration
+
+
+def every_iteration(source: str) -> tuple[list[str], list[int]]:
+    """The folders of all iterations of a run's root, its latest last; and the newest, if its job still writes it.
+
+    Raises as `all_iterations`, and:
+        UnsupportedCheckpointError: none is finished.
+    """
+    numbers, _ = all_iterations(source)
+    with closing(open_files(source)) as files:
+        names = {number: name for name, number in iteration_folders(files.list())}
+    unfinished = [n for n in numbers if n is not None and is_being_written(source, n)]
+    whole = [RELEASE if n is None else names[n] for n in numbers if n not in unfinished]
+    if not whole:
+        raise UnsupportedCheckpointError(f"{source} has no iteration that its job has finished.")
+    return [f"{source.rstrip('/')}/{name}" for name in whole], unfinished
 
 
 def is_being_written(source: str, number: int | None) -> bool:

@@ -42,6 +42,7 @@ _ALWAYS_SAID = (
     "pipeline_model_parallel_size",
 )
 _OF_MLA = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+_BATCH = ("--global-batch-size", "GLOBAL_BATCH")  # where no run tells it
 _NODE = 8  # GPUs, where nothing tells
 _NODES = f"# on every node; {_NODE} GPUs a node are assumed, HEAD_NODE is the name of one of them"
 _OLD_NAMES = {"layernorm_epsilon": "norm_epsilon", "layernorm_zero_centered_gamma": "apply_layernorm_1p"}
@@ -81,6 +82,12 @@ class Launch:
     words: tuple[str, ...]
 
     @property
+    def told(self) -> tuple[str, ...]:
+        """The words without the batch, where it is for the user to fill in: all else can be judged."""
+        batch = self.words.index(_BATCH[1]) if _BATCH[1] in self.words else 0
+        return self.words if not batch else (*self.words[: batch - 1], *self.words[batch + 1 :])
+
+    @property
     def command(self) -> str:
         """The command as a shell reads it, a line a flag."""
         lines: list[list[str]] = [[]]
@@ -115,6 +122,8 @@ def _megatron(f: Facts, load: str) -> Iterator[str]:
     yield from ("--load", load)
     for name in sorted(settings):
         yield from flag_words(name, settings[name], version, name in _ALWAYS_SAID) or ()
+    if f.args.get("global_batch_size") is None:
+        yield from _BATCH
     yield from _data(f)
 
 

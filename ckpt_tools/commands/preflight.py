@@ -117,7 +117,7 @@ def preflight(
             start = Launch((_ENVIRONMENT,), tuple(words)) if job.script is not None else None
         elif about.kind == "fsdp_dtensor":
             start = _launch(about, program, packed_for, _load_path(opened))
-            job = parse_command(start.words, program)
+            job = parse_command(start.told, program)
         facts, checks = _checks(about, job, program)
         stored = _stored_checks(opened)
         told = (_with_path(check, checkpoint) for check in (*checks, *stored))
@@ -144,7 +144,7 @@ def _checks(about: Facts, job: Job | None, program: str) -> tuple[Facts, list[Ch
 
 def _start(about: Facts, program: str, packed_for: int | None, broken: tuple[str, ...]) -> Start:
     """What comes of the command that would be printed for `program`."""
-    job = parse_command(_launch(about, program, packed_for, "CHECKPOINT").words, program)
+    job = parse_command(_launch(about, program, packed_for, "CHECKPOINT").told, program)
     facts, checks = _checks(about, job, program)
     broken += tuple(check.name for check in checks if check.errors)
     if broken:

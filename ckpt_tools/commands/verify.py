@@ -62,6 +62,7 @@ class VerifyOptions:
     write_manifest: Path | None = None  # made, when the checkpoint is valid
     against: str | None = None  # what it was exported or imported from: the accounts of both are compared
     rules: Path | None = None  # a rule file, with `against`
+    every_iteration: bool = False  # of its run is verified: newer ones are not pointed at
     ignore_keys: tuple[str, ...] = ()  # with `against`: what the export left out of its source
 
 
@@ -171,7 +172,7 @@ def _checks(
             common = read_common_state(files, catalog, options.trust_pickle)
         except (CorruptCheckpointError, UnsupportedCheckpointError) as error:
             checks.append(_failed("common state", location.path, error))
-    checks.append(_place(location, common))
+    checks.append(_place(location, common, not options.every_iteration))
     checks += [check_tiling(catalog), check_planner(catalog), check_shards(catalog)]
     if location.kind != "safetensors":
         checks.append(check_plans(files, options.trust_pickle))
@@ -195,10 +196,10 @@ def _read_catalog(location: Location, files: Files, options: VerifyOptions) -> C
     return read_catalog(files, options.trust_pickle)
 
 
-def _place(location: Location, common: CommonState) -> Check:
+def _place(location: Location, common: CommonState, names_newer: bool) -> Check:
     root = open_files(location.root) if location.root is not None else None
     try:
-        return check_place(location, root, common)
+        return check_place(location, root, common, names_newer)
     finally:
         if root is not None:
             root.close()

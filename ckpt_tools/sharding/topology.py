@@ -83,10 +83,11 @@ class Topology:
         others = max(dp_outer * cp * tp * pp, 1)
         size = world_size // others if dp_shard is None else dp_shard
         if size * others != world_size or (dp_shard is None and size < 1):
+            pipeline = "" if pp == 1 else f" x pp {pp}"
             given = "" if dp_shard is None else f" x dp_shard {dp_shard}"
             raise UsageError(
                 f"world size {world_size} is not {'a multiple of ' if dp_shard is None else ''}"
-                f"dp_outer {dp_outer} x cp {cp} x tp {tp}{given} = {others * (dp_shard or 1)}; "
+                f"dp_outer {dp_outer} x cp {cp} x tp {tp}{pipeline}{given} = {others * (dp_shard or 1)}; "
                 "change one of them or the world size"
             )
         return cls(size, dp_outer, tp, cp, ep, etp, pp, strategy, outer_strategy)

@@ -16,7 +16,9 @@ PARTIAL_SUFFIX = ".ckpt_tools-partial"
 _BACKENDS = ("sharded_backend", "sharded_backend_version", "common_backend", "common_backend_version")
 
 
-def check_place(location: Location, root: Files | None, common: CommonState) -> Check:
+def check_place(
+    location: Location, root: Files | None, common: CommonState, names_newer: bool = True
+) -> Check:
     """Whether the tracker names a checkpoint that exists, and the folder's number is the stored iteration."""
     found = Findings("place", "folders")
     found.looked_at = 1 if root is None else 2
@@ -43,7 +45,8 @@ def check_place(location: Location, root: Files | None, common: CommonState) -> 
     for name in names:
         if name.endswith(PARTIAL_SUFFIX):
             found.warning(name, "an unfinished conversion; resume or delete it")
-    _check_newer(location, root, found)
+    if names_newer:
+        _check_newer(location, root, found)
     return found.done()
 
 

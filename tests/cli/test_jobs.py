@@ -433,3 +433,19 @@ def test_all_needs_a_root_and_a_format_with_iterations(tmp_path, capsys):
     assert "has no iterations" in capsys.readouterr().err
     assert convert(tmp_path, tmp_path / "out", "--iteration", "all") in (2, 3)
     assert not (tmp_path / "out").exists()
+
+
+def test_all_sizes_that_are_given_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Else each would be told in a run of its own."""
+    for words, said in (
+        ("--to torch_dist --pp 2 --cp 2 --tp 4 --ep 2", "error: --cp, --pp: no meaning for a conversion to"),
+        ("--to torch_dist --pp 2 --tp 4 --ep 2", "leave it out, and --tp, --ep unless a message asks for it"),
+        ("--gpus 7 --tp 2 --pp 3", "world size 7 is not a multiple of dp_outer 1 x cp 1 x tp 2 x pp 3 = 6"),
+        (
+            "--pp 2 --ep 4",
+            "error: --ep 4, --pp 2: such options describe a training job, which needs its size",
+        ),
+        ("--cp 2", "error: --cp 2: such options describe a training job"),
+    ):
+        assert run(["convert", str(NATIVE), str(tmp_path / "out"), *words.split()]) == 2
+        assert said in capsys.readouterr().err

@@ -112,8 +112,8 @@ def test_a_quiet_writer_prints_nothing_but_what_is_asked_for(
 
 
 def test_a_quiet_dry_run_says_what_it_would_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["convert", str(RUN)], ["repair", str(RUN)]):
-        assert run([*words, str(tmp_path / "out"), "--dry-run", "-q"]) == 0
+    for words, code in ((["convert", str(RUN)], 0), (["repair", str(RUN)], 1)):
+        assert run([*words, str(tmp_path / "out"), "--dry-run", "-q"]) == code
         assert capsys.readouterr().out
 
 

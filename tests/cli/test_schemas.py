@@ -66,7 +66,7 @@ OUTPUTS = [  # (schema, exit code, words)
     ("strip", 0, "strip FSDP OUT --dtype bfloat16 --json"),
     ("repair", 0, "repair HURT OUT --json"),
     ("repair", 0, "repair HURT OUT --dry-run --json"),
-    ("repair", 0, "repair RUN OUT --json"),
+    ("repair", 1, "repair RUN OUT --json"),
     ("verify", 0, "verify RUN --content --json"),
     ("verify", 1, "verify BAD --content --json"),
     ("verify", 0, "verify HF --against RUN --json"),

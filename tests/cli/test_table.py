@@ -125,7 +125,12 @@ def test_a_choice_has_the_words_of_its_field(filled: Callable[..., Any], own: Ma
         (TargetOptions, FSDP_TARGET),
         (TorchDistOptions, TORCH_DIST_TARGET | {"extra_state_template"}),
         (WriteOptions, {"workers", "threads", "memory_bytes", "fsync", "direct", "check_source"}),
-        (VerifyOptions, verify._VERIFY.keys() - {"as_json"} | {"workers", "threads", "trust_pickle"}),
+        (
+            VerifyOptions,
+            verify._VERIFY.keys() - {"as_json", "iteration"}
+            | {"every_iteration"}
+            | {"workers", "threads", "trust_pickle"},
+        ),
         (DiffOptions, {"tolerance", "keys", "ignore", "workers", "threads"}),
         (Tolerance, {"rtol", "atol", "ulp", "nan"}),
         (

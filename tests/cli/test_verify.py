@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 from xml.etree import ElementTree as Xml
 
 import pytest
@@ -15,7 +17,7 @@ from ckpt_tools.cli.app import run
 from ckpt_tools.cli.verify import two_values
 from ckpt_tools.verify import manifest
 from ckpt_tools.verify.report import Check, Finding, Report
-from tests.conftest import REPO, fixture_dir
+from tests.conftest import DATA, REPO, fixture_dir
 from tests.damage import ITERATION, copy_of, flip_bit, payload_of
 
 LLAMA = "core019_llama_tp2_fully_reshardable"
@@ -241,3 +243,40 @@ def test_a_manifest_without_end_is_not_read_into_memory(monkeypatch, capsys):
     monkeypatch.setattr(manifest, "MAX_MANIFEST_BYTES", 1 << 20)
     assert run(["verify", str(fixture_dir(LLAMA)), "-q", "--manifest", "/dev/zero"]) == 2
     assert "/dev/zero is not a manifest (it has more than 1,048,576 bytes)" in capsys.readouterr().err
+
+
+def test_every_iteration_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each is judged, the worst counts; what a job still writes is passed over, and nothing is said of newer ones."""
+    root = tmp_path / "run"
+    for number in (2, 10, 100):
+        shutil.copytree(DATA / LLAMA / ITERATION, root / f"iter_{number:07d}")
+    (root / "latest_checkpointed_iteration.txt").write_text("10")
+    (root / "iter_0000100" / ".metadata").unlink()
+    words = ["verify", str(root), "--iteration", "all"]
+    assert run(words) == 1  # the folders 10 and 100 hold iteration 2
+    out, err = capsys.readouterr()
+    assert "note: iteration 100 is passed over" in err
+    assert f"{root}/iter_0000002 (torch_dist) is valid" in out
+    assert f"{root}/iter_0000010 (torch_dist) is not valid: 1 errors" in out
+    assert "it is newer" not in out
+    assert run([*words, "--json", "-q"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert [one["valid"] for one in report["reports"]] == [True, False]
+    shutil.rmtree(root / "iter_0000010")
+    (root / "latest_checkpointed_iteration.txt").write_text("2")
+    assert run([*words, "-q"]) == 0
+    assert run([*words, "-q", "--write-manifest", str(tmp_path / "sums.json")]) == 2
+    for wrong in ("2,10", "-1", "latest"):
+        assert run(["verify", str(root), "--iteration", wrong]) == 2
+    assert run(["verify", str(root / ITERATION), "--iteration", "all"]) == 2
+    assert "is one checkpoint, not a run's root" in capsys.readouterr().err
+    shutil.rmtree(root / ITERATION)
+    assert run(words) == 3
+    assert "has no iteration that its job has finished" in capsys.readouterr().err
+
+
+def test_every_iteration_of_several_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    roots = [str(DATA / LLAMA), str(DATA / "core019_moe_ep2_fully_reshardable")]
+    assert run(["verify", *roots, "--iteration", "all", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [one["checkpoint"] for one in report["reports"]] == [f"{root}/{ITERATION}" for root in roots]

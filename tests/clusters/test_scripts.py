@@ -12,7 +12,7 @@ import pytest
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.preflight import preflight
 from ckpt_tools.verify.report import Report
-from tests.conftest import REPO, SHARED, fixture_dir
+from tests.conftest import REPO, fixture_dir
 
 SCRIPTS = REPO / "example-scripts"
 CONVERT = SCRIPTS / "sbatch_checkpoint_convert.sh"
@@ -167,7 +167,7 @@ def test_training_goes_on_from_what_it_saved(slurm: Slurm, tmp_path: Path) -> No
     assert "--no-load-optim" not in again
 
 
-# The model of ../shared/fixtures_te/te_mla_ep2_fr, after the script's own flags: the last word counts.
+# The model of te_mla_ep2_fr, after the script's own flags: the last word counts.
 _SMALL = (
     "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --kv-channels 16 --q-lora-rank 32 "
     "--kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16 --max-position-embeddings 64 "
@@ -179,9 +179,7 @@ _SMALL = (
 
 def test_training_flags_at_a_small_size_are_ready(slurm: Slurm, tmp_path: Path) -> None:
     """From the 3D-parallel run to the launch: converted, and checked with the very flags of the script."""
-    source = SHARED / "fixtures_te" / "te_mla_ep2_fr"
-    if not source.is_dir():
-        pytest.skip(f"{source} is absent")
+    source = fixture_dir("te_mla_ep2_fr")
     assert run(["convert", str(source), str(tmp_path / "out"), "-q"]) == 0
 
     def checked(**settings: str) -> Report:

@@ -338,6 +338,26 @@ def test_shares_that_make_no_mean(count: int, weights: tuple[float, ...] | None,
         mean_weights(count, weights, ema)
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [("2,1,1", "--weights 2, 1, 1 were divided by their sum, 4"), ("0.5,0.3,0.2", None), (None, None)],
+)
+def test_shares_that_are_divided_are_told(
+    given: str | None, said: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["average", *(str(DATA / RUN) for _ in range(3)), str(tmp_path / "out")]
+    words += ["--weights", given] if given else []
+    assert run(words) == 0
+    shown = capsys.readouterr().out
+    assert (said in shown) if said else ("were divided" not in shown)
+    assert run([*words, "--overwrite", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["given_weights"] == (
+        None if given is None else [float(share) for share in given.split(",")]
+    )
+    assert sum(report["weights"]) == pytest.approx(1)
+
+
 def test_an_average_of_moving_averages_is_one() -> None:
     shares = mean_weights(7, None, 0.9)
     value = 0.0

@@ -9,10 +9,10 @@ import struct
 import pytest
 
 from ckpt_tools.cli.app import run
-from tests.conftest import SHARED, fixture_dir
+from tests.cases import cases as cases  # noqa: PLC0414  a fixture
+from tests.conftest import fixture_dir
 from tests.damage import ITERATION, copy_of, flip_bit, payload_of
 
-CASES = SHARED / "cases"
 LLAMA = "core019_llama_tp2_fully_reshardable"
 
 
@@ -39,12 +39,10 @@ def export(name, folder):
         "enable_gpt_oss/hf",
     ],
 )
-def test_an_import_equals_its_source(case, to, tmp_path, capsys):
-    if not CASES.is_dir():
-        pytest.skip("../shared is absent")
+def test_an_import_equals_its_source(case, to, cases, tmp_path, capsys):
     rates = ["--lr", "1e-5", "--min-lr", "1e-6", "--weight-decay", "0.1"] if to == "fsdp_dtensor" else []
-    assert run(["import-hf", str(CASES / case), str(tmp_path / "out"), "-q", "--to", to, *rates]) == 0
-    for pair in ((CASES / case, tmp_path / "out"), (tmp_path / "out", CASES / case)):
+    assert run(["import-hf", str(cases / case), str(tmp_path / "out"), "-q", "--to", to, *rates]) == 0
+    for pair in ((cases / case, tmp_path / "out"), (tmp_path / "out", cases / case)):
         code, report = diff(*pair, capsys)
         assert (code, report["by"], report["equal"]) == (0, "huggingface", True)
         assert len(report["tensors"]) > 20
@@ -57,12 +55,10 @@ def test_an_export_equals_its_source(tmp_path, capsys):
     assert len(report["tensors"]) > 15
 
 
-def test_a_tied_head_that_is_stored_nevertheless(tmp_path, capsys):
+def test_a_tied_head_that_is_stored_nevertheless(cases, tmp_path, capsys):
     """It follows from the embedding, and is looked at: one changed bit is a difference."""
-    if not CASES.is_dir():
-        pytest.skip("../shared is absent")
     model = tmp_path / "model"
-    shutil.copytree(CASES / "hf_qwen3", model)
+    shutil.copytree(cases / "hf_qwen3", model)
     for path in model.iterdir():
         path.chmod(0o644)
     config = json.loads((model / "config.json").read_text())
@@ -129,11 +125,9 @@ def _write(path, header, payload):
     path.write_bytes(struct.pack("<Q", len(text)) + text + payload)
 
 
-def test_fp32_masters_against_a_half_precision_model(tmp_path, capsys):
+def test_fp32_masters_against_a_half_precision_model(cases, tmp_path, capsys):
     """The checkpoint's weights are rounded as export-hf rounds them; what is stored wider is compared as that."""
-    if not CASES.is_dir():
-        pytest.skip("../shared is absent")
-    source = CASES / "hf_qwen3"
+    source = cases / "hf_qwen3"
     assert run(["import-hf", str(source), str(tmp_path / "out"), "-q", "--dtype", "float32"]) == 0
     code, report = diff(source, tmp_path / "out", capsys)
     assert (code, report["equal"]) == (0, True)

@@ -12,13 +12,13 @@ import pytest
 from ckpt_tools.commands.launch import launch
 from ckpt_tools.commands.opened import open_checkpoint
 from ckpt_tools.commands.placements import Layout
-from ckpt_tools.commands.preflight import local_norms, preflight
+from ckpt_tools.commands.preflight import _about, local_norms, preflight
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
 from ckpt_tools.errors import UsageError
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.sharding.topology import Topology
 from ckpt_tools.verify.facts import Facts
-from ckpt_tools.verify.job import PROGRAMS, VERSIONS, Job
+from ckpt_tools.verify.job import PROGRAMS, VERSIONS, Job, parse_command
 from ckpt_tools.verify.load_rules import RULES
 from tests.commands.launched import launch_of
 from tests.conftest import fixture_dir
@@ -663,6 +663,21 @@ def test_what_a_bridge_job_does_not_say_has_bridges_default(tmp_path, section, s
     silent = {**BRIDGE_SAYS, section: {k: v for k, v in BRIDGE_SAYS[section].items() if k != setting}}
     file.write_text(json.dumps(silent))
     assert broken((), yaml_file=file).keys() == rules
+
+
+def test_a_batch_that_nothing_tells_is_asked_for_in_the_command():
+    """As the places of data are; the rest of the command is judged."""
+    with open_checkpoint(str(fixture_dir(NATIVE))) as opened:
+        about, _ = _about(opened)
+    job = Job({"tensor_model_parallel_size": 1}, program="main")
+    whole = launch(replace(about, job=job), "/x")
+    assert whole.told == whole.words
+    args = {name: value for name, value in about.args.items() if name != "global_batch_size"}
+    asked = launch(replace(about, job=job, args=args), "/x")
+    assert "--global-batch-size GLOBAL_BATCH" in asked.command
+    assert set(asked.words) - set(asked.told) == {"--global-batch-size", "GLOBAL_BATCH"}
+    assert parse_command(asked.told, "main").refused is None
+    assert "GLOBAL_BATCH" not in whole.words
 
 
 def test_a_conversion_for_version_2_starts_from_its_weights(tmp_path):

@@ -16,22 +16,18 @@ from ckpt_tools.verify.facts import Facts
 from ckpt_tools.verify.job import Job, parse_command
 from ckpt_tools.verify.megatron_args import flags_of
 from tests.commands.launched import launch_of
-from tests.conftest import DATA, SHARED
+from tests.conftest import all_checkpoints
 
-FOLDERS = (DATA, SHARED / "fixtures", SHARED / "fixtures_cpu", SHARED / "fixtures_te")
 # Refused when this was written, by name; tried as soon as they convert.
 
 
 @cache
 def _cases() -> dict[str, Path]:
     """Checkpoints by name: `torch_dist` of every writer, and native ones."""
-    found: dict[str, Path] = {}
-    for folder in FOLDERS:
-        for child in sorted(folder.iterdir()) if folder.is_dir() else ():
-            root = child / "checkpoint" if (child / "checkpoint").is_dir() else child
-            if list(root.glob("iter_*")) or (root / ".metadata").exists():
-                found.setdefault(child.name, root)
-    return found
+    return {
+        name: path / "checkpoint" if (path / "checkpoint").is_dir() else path
+        for name, path in all_checkpoints().items()
+    }
 
 
 def _is_native(name: str) -> bool:
@@ -105,8 +101,6 @@ def _assert_the_command_says_the_arguments(path: str, target: str | None) -> Non
 
 
 def test_weights_alone_say_which_versions_start_from_them(tmp_path):
-    if "v016_dense_weightsonly_tp2" not in _cases():
-        pytest.skip("../shared is absent")
     path = str(_converted("v016_dense_weightsonly_tp2", tmp_path))
     assert "--finetune" in launch_of(preflight(path, target="core-0.16")).words
     found = preflight(path, target="main")
@@ -116,8 +110,6 @@ def test_weights_alone_say_which_versions_start_from_them(tmp_path):
 
 
 def test_megatron_lm_does_not_load_what_bridge_trained(tmp_path):
-    if "bridge_dense_fr_tp2_dp2" not in _cases():
-        pytest.skip("../shared is absent")
     path = str(_converted("bridge_dense_fr_tp2_dp2", tmp_path))
     assert preflight(path).program == "bridge"
     assert [f.check for f in preflight(path, target="main").report.findings] == ["stored-arguments"]
@@ -125,8 +117,6 @@ def test_megatron_lm_does_not_load_what_bridge_trained(tmp_path):
 
 @pytest.mark.parametrize("name", ["te_gdn_tp2_fr", "main_gdn_fr_tp2"])
 def test_packed_projections_are_for_one_tensor_parallel_size(name, tmp_path):
-    if name not in _cases():
-        pytest.skip("../shared is absent")
     path = str(_converted(name, tmp_path, "--tp", "2", "--target", "main"))
     words = list(launch_of(preflight(path)).words)
     assert words[words.index("--tensor-model-parallel-size") + 1] == "2"
@@ -148,8 +138,6 @@ def _rows(path: str) -> int:
 )
 def test_names_of_another_program(written, runs, tmp_path):
     """Multi-token prediction is spelled in two ways; with aliases in both."""
-    if "te_mla_ep2_fr" not in _cases():
-        pytest.skip("../shared is absent")
     path = str(_converted("te_mla_ep2_fr", tmp_path, "--target", written))
     assert preflight(path, target=written).report.is_valid
     (finding,) = [f for f in preflight(path, target=runs).report.findings if f.check == "names"]
@@ -160,9 +148,6 @@ def test_names_of_another_program(written, runs, tmp_path):
 
 def test_the_record_of_a_conversion_says_program_and_size(tmp_path):
     """Without rng states only the record tells for how many ranks rows are packed: the arguments are the source's."""
-    pytest.importorskip("ckpt_tools.megatron.record")
-    if "te_gdn_tp2_fr" not in _cases():
-        pytest.skip("../shared is absent")
     path = str(_converted("te_gdn_tp2_fr", tmp_path, "--tp", "1", "--target", "core-0.17", "--weights-only"))
     found = preflight(path)
     assert found.program == "core-0.17"

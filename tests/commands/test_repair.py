@@ -188,9 +188,11 @@ def test_a_sound_checkpoint_has_nothing_to_repair(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["repair", str(DATA / name), str(tmp_path / "out")]
-    assert run(words) == 0
+    assert run(words) == 1  # `repair RUN OUT && use OUT` does not go on
     assert "none of the damage" in capsys.readouterr().out
-    assert run([*words, "--json"]) == 0
+    assert run([*words, "--dry-run", "-q"]) == 1
+    capsys.readouterr()
+    assert run([*words, "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert (report["changes"], report["written"]) == ([], None)
     assert not (tmp_path / "out").exists()

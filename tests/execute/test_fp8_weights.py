@@ -26,7 +26,7 @@ from ckpt_tools.model.casts import Array
 from ckpt_tools.model.choices import CheckLevel
 from ckpt_tools.model.target import Source, TargetTensor
 from tests.commands import oracle
-from tests.conftest import DATA, SHARED
+from tests.conftest import DATA, fixture_dir
 from tests.synthetic import DcpFolder
 
 ROWS, COLUMNS = 96, 512
@@ -282,9 +282,7 @@ def test_real_weights_are_proven_exactly(tmp_path: Path) -> None:
 
 
 def test_a_real_run_converts_with_its_masters(tmp_path: Path) -> None:
-    source = SHARED / "fixtures_te" / "te_fp8param_tp2_fr"
-    if not source.is_dir():
-        pytest.skip("../shared is absent")
+    source = fixture_dir("te_fp8param_tp2_fr")
     report = convert_to_fsdp_dtensor(str(source), str(tmp_path / "out"), ConvertOptions(check_masters="all"))
     assert report.masters.use == "written" and report.masters.mode == "all"
     assert (report.masters.found.fp8, report.masters.found.fp8_by_position) == (10, 0)

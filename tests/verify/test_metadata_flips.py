@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ckpt_tools.commands.verify import verify_checkpoint
 from ckpt_tools.errors import CkptError
-from tests.conftest import SHARED
+from tests.conftest import fixture_dir
 from tests.damage import ITERATION, copy_of, metadata_of
 
 pytestmark = [
@@ -63,9 +63,7 @@ def copy_of_any(name, tmp_path):
     if name == "tf2_dcp":
         import shutil
 
-        if not (SHARED / "fixtures_te" / name).is_dir():
-            pytest.skip("../shared is absent")
-        shutil.copytree(SHARED / "fixtures_te" / name / ITERATION, tmp_path / ITERATION)
+        shutil.copytree(fixture_dir(name) / ITERATION, tmp_path / ITERATION)
         for path in (tmp_path / ITERATION).rglob("*"):
             path.chmod(0o644)
         return tmp_path / ITERATION

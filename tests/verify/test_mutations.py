@@ -16,7 +16,7 @@ from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
 from ckpt_tools.errors import CkptError
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.verify import meaning
-from tests.conftest import SHARED, fixture_dir
+from tests.conftest import all_checkpoints, fixture_dir
 from tests.damage import (
     ITERATION,
     copy_of,
@@ -67,16 +67,10 @@ def test_the_originals_are_sound(name, tmp_path):
     assert warnings_of(copy_of(name, tmp_path / "again"), content=True) == []
 
 
-REAL = [
-    path for parent in (SHARED / "fixtures", SHARED / "fixtures_cpu") for path in sorted(parent.glob("*/"))
-]
-
-
-@pytest.mark.skipif(not REAL, reason="../shared is absent")
-def test_every_real_checkpoint_is_sound():
-    for root in REAL:
-        place = root / "checkpoint" if (root / "checkpoint").exists() else root
-        assert errors_of(place, content=True) == [], root.name
+@pytest.mark.parametrize("root", [pytest.param(path, id=name) for name, path in all_checkpoints().items()])
+def test_every_real_checkpoint_is_sound(root):
+    place = root / "checkpoint" if (root / "checkpoint").exists() else root
+    assert errors_of(place, content=True) == []
 
 
 def test_a_truncated_file(tmp_path):

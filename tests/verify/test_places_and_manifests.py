@@ -11,12 +11,12 @@ import pytest
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
 from ckpt_tools.megatron.torch_dist.object_grids import object_grids
-from tests.conftest import SHARED, fixture_dir
+from tests.cases import cases as cases  # noqa: PLC0414  a fixture
+from tests.conftest import fixture_dir
 from tests.damage import ITERATION, copy_of, drop_key, flip_bit, metadata_of
 
 LLAMA = "core019_llama_tp2_fully_reshardable"
 MOE = "core019_moe_ep2_fully_reshardable"
-CASES = SHARED / "cases"
 
 
 def findings_of(root, **options):
@@ -35,20 +35,16 @@ def findings_of(root, **options):
         ),
     ],
 )
-def test_a_missing_shard_of_an_object(case, where, missing, capsys):
-    if not CASES.is_dir():
-        pytest.skip("../shared is absent")
-    assert run(["verify", str(CASES / "incomplete_objects" / case)]) == 1
+def test_a_missing_shard_of_an_object(case, where, missing, cases, capsys):
+    assert run(["verify", str(cases / "incomplete_objects" / case)]) == 1
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("error")]
     (line,) = lines
     assert line.startswith(f"error: shards: {where}: ")
     assert line.endswith(f"shards are missing: {missing}")
 
 
-def test_rng_states_of_some_ranks_are_not_converted(tmp_path, capsys):
-    if not CASES.is_dir():
-        pytest.skip("../shared is absent")
-    command = ["convert", str(CASES / "incomplete_objects" / "rng_tp1_missing"), str(tmp_path / "out")]
+def test_rng_states_of_some_ranks_are_not_converted(cases, tmp_path, capsys):
+    command = ["convert", str(cases / "incomplete_objects" / "rng_tp1_missing"), str(tmp_path / "out")]
     assert run(command) == 5
     said = capsys.readouterr().err
     assert "1 of 2 shards are missing: rng_state/shard_0.1_1.2" in said
@@ -130,14 +126,12 @@ def test_a_newer_iteration_that_is_half_written_is_named(tmp_path):
     assert "--iteration 3" in found[0][3]
 
 
-def test_files_of_one_node(capsys):
-    if not CASES.is_dir():
-        pytest.skip("../shared is absent")
-    assert run(["inspect", str(CASES / "node_local")]) == 3
+def test_files_of_one_node(cases, capsys):
+    assert run(["inspect", str(cases / "node_local")]) == 3
     said = capsys.readouterr().err
     assert "here are only the files of rank 1; those of rank 0 and .metadata" in said
     assert "interrupted" not in said
-    assert run(["verify", str(CASES / "node_local")]) == 1
+    assert run(["verify", str(cases / "node_local")]) == 1
     assert "files of rank 1" in capsys.readouterr().out
 
 
