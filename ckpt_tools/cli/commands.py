@@ -55,6 +55,9 @@ MEANT = {
     "nan": "stats", "export": "export-hf", "to-hf": "export-hf", "import": "import-hf", "from-hf": "import-hf",
     "reshard": "convert", "resize": "convert", "mean": "average", "merge": "average", "ema": "average",
     "rename": "modify-state-dict", "remove": "modify-state-dict", "cut": "slice",
+    "shapes": "inspect", "dtypes": "inspect", "describe": "inspect", "head": "print-tensor", "get": "print-tensor",
+    "launch": "preflight", "flags": "preflight", "ready": "preflight", "mv": "copy", "drop": "modify-state-dict",
+    "delete": "modify-state-dict", "checksum": "verify --content", "sha256": "verify --write-manifest FILE",
     "follow": "watch", "daemon": "watch", "version": "--version", "help": "--help",
 }  # fmt: skip
 

@@ -12,6 +12,7 @@ _ARGUMENTS = re.compile(r"\s*(?:'[^']*'|\"[^\"]*\"|[^\s'\"])+")
 _PIECES = re.compile(r"[^\s./_,|=-]*(?:[./_,|=-]+|\s+|$)")
 _KEY = re.compile(r"\s*\w[^/\s]*\.\w")  # paths have a slash before a dot
 _NUMBER = re.compile(r"-?[\d,.]+(e[-+]\d+)?( %| \w+)?|-?(nan|inf)|-", re.IGNORECASE)
+NARROWEST = 20  # columns: in fewer nothing is folded further
 _SMALLEST = 10  # columns that text which can be folded is given at least
 
 
@@ -26,7 +27,7 @@ def columns_of(stream: TextIO) -> int | None:
         )
     except (OSError, ValueError):
         width = 0
-    return width or 80
+    return max(width or 80, NARROWEST)
 
 
 def fold_line(line: str, width: int) -> list[str]:
@@ -64,7 +65,7 @@ def _filled(words: Sequence[str], width: int, hang: str) -> list[str]:
             lines.append(hang + word.lstrip())
         if len(lines[-1]) > width and _KEY.match(word):
             start = lines.pop().removesuffix(word.lstrip())
-            lines += (start + part for part in fold_cell(word.lstrip(), width - len(start)))
+            lines += (start + part for part in fold_cell(word.lstrip(), max(width - len(start), _SMALLEST)))
     return lines
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-from ckpt_tools.cli.fold import fold_cell, fold_command, fold_line
+from ckpt_tools.cli.fold import NARROWEST, fold_cell, fold_command, fold_line
 
 Row = tuple[str, str]
 _NARROW = 64  # columns of a page in which a definition stands below its term
@@ -33,7 +33,8 @@ class Command(TyperCommand):
 
 def fit_page(ctx: Any) -> None:
     """Give a page the columns that there are; of its own accord no page of click has fewer than 50."""
-    ctx.terminal_width = min(shutil.get_terminal_size().columns, ctx.max_content_width or 80) - 2
+    columns = max(shutil.get_terminal_size().columns, NARROWEST)
+    ctx.terminal_width = min(columns, ctx.max_content_width or 80) - 2
 
 
 def write_usage(command: Any, ctx: Any, formatter: Any) -> None:

@@ -151,7 +151,10 @@ def _print_columns(
 
 def _aligned(row: Sequence[str], widths: Sequence[int], numeric: Sequence[bool]) -> Iterator[str]:
     """A row of a table as the lines that it takes."""
-    folded = [fold.fold_cell(text, width) for text, width in zip(row, widths, strict=True)]
+    folded = [
+        [text] if len(text) <= width else fold.fold_cell(text, width)
+        for text, width in zip(row, widths, strict=True)
+    ]
     for parts in zip_longest(*folded, fillvalue=""):
         aligned = (t.rjust(w) if n else t.ljust(w) for t, w, n in zip(parts, widths, numeric, strict=True))
         yield _GAP.join(aligned).rstrip()

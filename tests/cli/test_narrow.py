@@ -82,6 +82,12 @@ def test_a_report_says_the_same_whatever_the_width(tmp_path: Path) -> None:
     assert "iter_0000002*" in letters(40) and sorted(letters(80)) == sorted(wide)
 
 
+@pytest.mark.parametrize("columns", ["1", "0", "-5", "x", "99999"])
+def test_odd_widths_end(columns: str, tmp_path: Path) -> None:
+    for words in (f"inspect {MOE}", f"diff {RUN} {MOE}", "stats --help", f"inspect {RUN}/nowhere"):
+        assert on_a_terminal(words.split(), tmp_path, codes=(0, 1, 3), COLUMNS=columns)
+
+
 def test_a_pipe_gets_no_line_folded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from ckpt_tools.cli import render
 
