@@ -7,8 +7,10 @@ compare it with what is there.
 from __future__ import annotations
 
 from ckpt_tools.megatron.huggingface.families import FAMILIES
+from ckpt_tools.megatron.huggingface.vision_language import vision_language, vision_language_types
 from tests.conftest import DATA, REPO
 from tests.megatron.huggingface.models import CONFIGS, NOT_IN_MEGATRON, family_of
+from tests.peers.test_vision_language import CASES as BRIDGE
 
 PAGE = REPO / ".github" / "docs" / "formats" / "families.md"
 # Of what core 0.16.1 is given to run them (megatron_logits.py).
@@ -19,6 +21,18 @@ GIVEN = {
 }
 # Language models inside vision-language ones, by test_towers_peers.py: the family of Megatron that they become.
 INSIDE = {"qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe"}
+WHOLE = """
+## Vision-language models
+
+With all their towers, in checkpoints of Megatron-Bridge's models; rules for vision tower and projector stand in
+`ckpt_tools/megatron/huggingface/family_files/vision_language`. Cells as above, logits of tokens with an image among them;
+**Bridge**: models of megatron-bridge 0.3.1, built on CPUs with tensor parallel sizes 1 and 2 and loaded by Bridge itself,
+save what an import makes, and are exported as what they were loaded from; `mapping`: by its published mapping alone;
+`-`: it has no such model, and `--tower language` converts the language model.
+
+| model_type | architecture | language model | bits | 4.57 | 5.24 | Bridge |
+|---|---|---|---|---|---|---|
+"""
 HEAD = """\
 # Families
 
@@ -61,7 +75,18 @@ def page() -> str:
         cells = [", ".join(f"`{one}`" for one in words), f"`{family.architecture}`", "yes"]
         cells += ["yes" if one else "-" for one in loaded]
         rows.append(f"| {' | '.join(cells)} | {core} |")
-    return HEAD.format(architectures=len(FAMILIES), types=types) + "\n".join(rows) + "\n"
+    return HEAD.format(architectures=len(FAMILIES), types=types) + "\n".join([*rows, WHOLE]) + whole_models()
+
+
+def whole_models() -> str:
+    """The rows of vision-language models."""
+    rows = ""
+    for name in vision_language_types():
+        kind = vision_language(name)
+        tested = "yes" if kind.rules else "language model"
+        bridge = "yes" if name in BRIDGE else "mapping" if kind.rules else "-"
+        rows += f"| `{name}` | `{kind.architecture}` | `{kind.language}` | {' | '.join([tested] * 3)} | {bridge} |\n"
+    return rows
 
 
 if __name__ == "__main__":
