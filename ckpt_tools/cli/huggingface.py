@@ -135,7 +135,8 @@ def import_(
     MXFP4 (GPT-OSS), compressed-tensors FP8 and INT4 (pack-quantized).
 
     A vision-language model (Qwen2.5-VL, Qwen3-VL, Gemma 3, Mistral 3) becomes one of Megatron-Bridge's, with all its
-    towers. --tower language imports the language model alone (Qwen2-VL too); `export-hf --tower language` puts it back.
+    towers. --tower language imports the language model alone (Qwen2-VL too), and `export-hf --tower language` puts it
+    back.
     """
     from ckpt_tools.commands.import_hf import ImportOptions, import_hf
     from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions

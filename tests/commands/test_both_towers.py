@@ -85,6 +85,25 @@ def test_layers_of_transformers_modules_are_stored_one_by_one(tmp_path: Path) ->
     assert catalog.tensors["multi_modal_projector.proj.weight"].shape == (24, 16)
 
 
+def test_megatron_fsdp_asks_for_every_fc1_of_a_swiglu_model_in_halves(tmp_path: Path) -> None:
+    """By its name, where no transformer layer tells otherwise: that of a tower too, whatever it computes."""
+    made = imported(directory(tmp_path / "vl", "qwen3_vl"), tmp_path / "run")
+    assert (
+        run(["convert", str(made), str(tmp_path / "fsdp"), "--gpus", "2", "--weights-only", *FRESH, "-q"])
+        == 0
+    )
+    keys = catalog_of(tmp_path / "fsdp" / "iter_0000001").tensors
+    found = {
+        key: keys[key].shape for key in keys if key.startswith("model.module.vision_model") and "fc1.w" in key
+    }
+    assert found == {
+        **{f"model.module.vision_model.blocks.{layer}.mlp.linear_fc1.weight_{half}": (10, 16)
+           for layer in (0, 1) for half in "wv"},
+        "model.module.vision_model.merger.linear_fc1.weight": (64, 64),
+        "model.module.vision_model.deepstack_merger_list.0.linear_fc1.weight": (64, 64),
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
 def test_a_tower_that_is_not_whole_is_refused_by_name(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -25,10 +25,11 @@ WHOLE = """
 ## Vision-language models
 
 With all their towers, in checkpoints of Megatron-Bridge's models; rules for vision tower and projector stand in
-`ckpt_tools/megatron/huggingface/family_files/vision_language`. Cells as above, logits of tokens with an image among them;
-**Bridge**: models of megatron-bridge 0.3.1, built on CPUs with tensor parallel sizes 1 and 2 and loaded by Bridge itself,
-save what an import makes, and are exported as what they were loaded from; `mapping`: by its published mapping alone;
-`-`: it has no such model, and `--tower language` converts the language model.
+`ckpt_tools/megatron/huggingface/family_files/vision_language`. Cells as above, logits with an image among the tokens.
+
+* **Bridge**: models of megatron-bridge 0.3.1, built on CPUs with tensor parallel sizes 1 and 2 and loaded by Bridge
+  itself, save what an import makes, and are exported as what they were loaded from; `mapping`: by its published
+  mapping alone; `-`: it has no such model, and `--tower language` converts the language model
 
 | model_type | architecture | language model | bits | 4.57 | 5.24 | Bridge |
 |---|---|---|---|---|---|---|
