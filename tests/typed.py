@@ -26,8 +26,9 @@ from ckpt_tools.cli.app import run
 from tests.altered import scaled, without_numbers
 from tests.conftest import DATA
 from tests.megatron.adapter_checkpoints import lora
+from tests.megatron.huggingface.vision_language import directory
 
-PLACES = ("RUN", "LATER", "FSDP", "MOE", "HF", "LORA", "PEFT", "BAD", "STRANGER", "DUMP")
+PLACES = ("RUN", "LATER", "FSDP", "MOE", "HF", "LORA", "PEFT", "BAD", "STRANGER", "DUMP", "VL")
 PROGRAM = re.compile(r"^(?:torchrun .*-m ckpt_tools|python3? -m ckpt_tools|checkpoint-inspector) ")
 ELSEWHERE = {
     r"pip install |python3 -m venv ": ".ci/run and .ci/wheel",
@@ -77,6 +78,7 @@ def places(folder: Path) -> Path:
     lora().save(folder / "LORA")
     shutil.copytree(run_folder / "param_to_param_group_map", folder / "DUMP")
     assert run(["convert", str(run_folder), str(folder / "FSDP"), "-q"]) == 0
+    directory(folder / "VL", "qwen3_vl")
     hf, peft = str(folder / "HF"), str(folder / "PEFT")
     assert run(["export-hf", str(run_folder), hf, "-q"]) == 0
     assert run(["export-hf", str(folder / "LORA"), peft, "--peft", "--hf-config", hf, "-q"]) == 0

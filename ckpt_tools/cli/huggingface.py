@@ -41,8 +41,8 @@ _EXPORTED = {
     ),
     "tower": option(
         TowerName, "--tower", panel=t.MODEL,
-        help="The checkpoint is this part of the vision-language model in --hf-config, from where the other parts "
-             "are taken as they are.",
+        help="Of a checkpoint of a whole vision-language model, write this part as a model of its own. One of a "
+             "language model alone is put back into the model in --hf-config, the other parts as they are there.",
     ),
     "peft": flag(
         "--peft", panel=t.MODEL,
@@ -109,6 +109,9 @@ def export(
     A setting that changes what the model computes and that config.json cannot say is refused by its name (exit 5);
     one that this version does not know is named in the report.
 
+    Of a checkpoint of Megatron-Bridge's that holds a vision-language model all towers are written; --hf-config has
+    the config.json.
+
     With --peft the adapter (LoRA) that a checkpoint holds becomes a PEFT directory, by the names of its base.
     """
     run, iteration = to_hf(given), given["iteration"]
@@ -131,8 +134,9 @@ def import_(
     Quantized models are dequantized as they are read, bit for bit as transformers does it: block FP8 (DeepSeek),
     MXFP4 (GPT-OSS), compressed-tensors FP8 and INT4 (pack-quantized).
 
-    Of a vision-language model (Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Gemma 3, Mistral 3) --tower language imports the
-    language model; `export-hf --tower language` puts it back into the whole model.
+    A vision-language model (Qwen2.5-VL, Qwen3-VL, Gemma 3, Mistral 3) becomes one of Megatron-Bridge's, with all its
+    towers. --tower language imports the language model alone (Qwen2-VL too), and `export-hf --tower language` puts it
+    back.
     """
     from ckpt_tools.commands.import_hf import ImportOptions, import_hf
     from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions

@@ -119,6 +119,7 @@ PAGES = {
         ("For Megatron-FSDP on 8 GPUs, with an optimizer that begins",
          "import-hf HF OUT --to fsdp_dtensor --dp-shard 8 --lr 1e-5 --min-lr 1e-6 --weight-decay 0.1"),
         ("With an adapter merged in", "import-hf HF OUT --adapter PEFT"),
+        ("A vision-language model with all its towers, for Megatron-Bridge", "import-hf VL OUT"),
         ("The language model of a vision-language model alone", "import-hf VL OUT --tower language"),
     )),
     "verify": Page(CHECK, "is it whole and sound?", (

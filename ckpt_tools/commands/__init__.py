@@ -66,6 +66,7 @@
 * `merge_adapter`: `merge-adapter`
 * `adapter_source`: a Megatron checkpoint that holds a low-rank adapter
 * `tower_source`: a vision-language model's directory, of which the language model is converted
+* `several_parts`: a checkpoint of such a model, whole or its language model alone
 * `peft_source`: a PEFT directory, merged into a Hugging Face model's tensors
 * `rewrite`: what the editing commands share
 * `environment`: `env`

@@ -20,7 +20,7 @@ from tests.altered import without_numbers
 from tests.cli.options import OPTIONS
 from tests.conftest import DATA
 from tests.megatron.adapter_checkpoints import lora
-from tests.megatron.huggingface.vision_language import qwen2_5_vl
+from tests.megatron.huggingface.vision_language import directory
 
 RUN = DATA / "core019_llama_tp2_fully_reshardable"
 FSDP = DATA / "core019_llama_tp2_native_fsdp_dtensor"
@@ -41,7 +41,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lora().save(folder.parent / "lora")
     lora_folder, peft_folder = str(folder.parent / "lora"), str(folder.parent / "peft")
     assert run(["export-hf", lora_folder, peft_folder, "--peft", "--hf-config", str(folder), "-q"]) == 0
-    whole = str(qwen2_5_vl(folder.parent / "vl"))
+    whole = str(directory(folder.parent / "vl", "qwen2_5_vl"))
     assert run(["import-hf", whole, str(folder.parent / "text"), "--tower", "language", "-q"]) == 0
     return folder
 

@@ -170,14 +170,14 @@ def build(provider: Any) -> Any:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.identity_op import IdentityOp
 
-    class NormAndLinear(ColumnParallelLinear):  # type: ignore[misc]
+    class NormAndLinear(ColumnParallelLinear):
         """A linear with the weight of the norm before it."""
 
         def __init__(self, input_size: int, *args: Any, **kwargs: Any) -> None:
             super().__init__(input_size, *args, **kwargs)
             self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size))
 
-    class LinearAndNorm(RowParallelLinear):  # type: ignore[misc]
+    class LinearAndNorm(RowParallelLinear):
         """A linear with the norm behind it (Gemma)."""
 
         def __init__(self, input_size: int, output_size: int, *args: Any, **kwargs: Any) -> None:
@@ -234,7 +234,7 @@ def save(model: Any, provider: Any, case: dict[str, Any]) -> None:
     if torch.distributed.get_rank() == 0:
         import yaml
 
-        plain = {
+        plain: dict[str, Any] = {
             name: value
             for name, value in vars(provider).items()
             if isinstance(value, bool | int | float | str | list | tuple | None)

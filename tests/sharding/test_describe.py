@@ -108,6 +108,24 @@ def test_units_are_layers_and_the_rest_is_the_root() -> None:
     assert find_units(hybrid) == ["mtp.layers.0.mtp_model_layer.layers.1"]
 
 
+def test_modules_of_transformers_are_whole_and_no_units() -> None:
+    """Names like those of Megatron's own modules do not make them such: nothing cuts them, no layer is a unit."""
+    shapes = {
+        "language_model.decoder.layers.0.mlp.linear_fc1.weight": 0,
+        "multi_modal_projector.linear_1.weight": None,
+        "multi_modal_projector.proj.weight": 0,
+        "vision_model.blocks.0.mlp.linear_fc1.weight": None,
+        "vision_model.decoder.layers.0.mlp.linear_fc1.weight": 0,  # of Megatron's own tower
+        "vision_model.merger.linear_fc2.weight": None,
+        "vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight": None,
+        "visual.blocks.0.attn.qkv.weight": None,
+    }
+    found = describe([LiveTensor(name, (8, 8), "bfloat16") for name in shapes], Topology(tp=2))
+    assert {p.name: p.tp_dim for p in found} == shapes
+    own = {p.name for p in found if p.unit is not None}
+    assert own == {name for name in shapes if ".decoder.layers." in name}
+
+
 def test_a_numbered_module_of_unknown_kind_is_an_error_that_names_its_tensors() -> None:
     names = ["decoder.layers.0.norm.weight", "tower.blocks.3.attn.weight"]
     with pytest.raises(UsageError, match=r"no place in any FSDP unit:\n  - tower\.blocks\.3\.attn\.weight\n"):

@@ -3,6 +3,10 @@
 Shapes tell whether an MLP is gated: fc1 then has twice as many rows as fc2 has columns. They do not tell the
 activation, and Megatron-FSDP splits fc1 only for SwiGLU, so that has to come from the args, the run
 configuration or the user (Megatron-LM checkpointing.py; Bridge training/checkpointing.py).
+
+Modules of transformers inside a model (vision towers of Megatron-Bridge's) are in no transformer layer whose own
+configuration tells, and Megatron then goes by the name alone (core 0.16.1 always does): every `mlp.linear_fc1` of a
+SwiGLU model is asked for in halves.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from ckpt_tools.errors import MappingError, list_problems
 from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter
+from ckpt_tools.megatron.keys import is_of_transformers
 
 FC1 = re.compile(r"^(?P<module>.*)\.linear_fc1\.(?P<leaf>weight|bias)(?P<expert>\d*)$")
 
@@ -51,13 +56,15 @@ def mark_gated(parameters: Sequence[LiveParameter], choice: GatingChoice) -> lis
             "activation; pass --swiglu if the model uses SwiGLU, --no-swiglu otherwise"
         )
     return [
-        replace(p, gated=True) if _is_fc1_of(p.name, gated) and (split or choice.modules) else p
+        replace(p, gated=True)
+        if (_is_fc1_of(p.name, gated) and (split or choice.modules)) or (split and _is_fc1_by_name(p.name))
+        else p
         for p in parameters
     ]
 
 
 def gated_modules(parameters: Iterable[LiveParameter]) -> dict[str, bool]:
-    """For every module with an fc1: whether it is gated, by shapes alone.
+    """For every module of Megatron's with an fc1: whether it is gated, by shapes alone.
 
     Keys name the module and, for grouped experts, the expert, as `module:7`.
     """
@@ -66,7 +73,7 @@ def gated_modules(parameters: Iterable[LiveParameter]) -> dict[str, bool]:
     problems = []
     for name, shape in shapes.items():
         match = FC1.match(name)
-        if not match or match["leaf"] != "weight":
+        if not match or match["leaf"] != "weight" or is_of_transformers(name):
             continue
         other = shapes.get(f"{match['module']}.linear_fc2.weight{match['expert']}")
         if other is None:
@@ -90,6 +97,10 @@ def _module_id(match: re.Match[str]) -> str:
 def _is_fc1_of(name: str, gated: dict[str, bool]) -> bool:
     match = FC1.match(name)
     return match is not None and gated.get(_module_id(match), False)
+
+
+def _is_fc1_by_name(name: str) -> bool:
+    return is_of_transformers(name) and ".mlp.linear_fc1." in name and FC1.match(name) is not None
 
 
 def _contradictions(gated: dict[str, bool], choice: GatingChoice) -> Iterable[str]:

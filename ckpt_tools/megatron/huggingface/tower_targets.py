@@ -108,13 +108,15 @@ def imported_whole(
     problems = [*misfits(there, wanted)]
     problems += [f"{name}: no rule of {kind.name} has this tensor" for name in there if name not in wanted]
     _refuse(problems, f"the directory is not a whole {kind.name} model")
+    positions, notes = _positions(config, imported.args)
     language = [replace(target, key=LANGUAGE + target.key) for target in imported.tensors]
     return replace(
         imported,
         family=replace(imported.family, architecture=kind.architecture),
         tensors=(*language, *_made(pairs, there, dtype)),
         offsets={LANGUAGE + key: offset for key, offset in imported.offsets.items()},
-        args={**imported.args, **_positions(config)},
+        args={**imported.args, **positions},
+        notes=(*imported.notes, *notes),
     )
 
 
@@ -137,12 +139,17 @@ def _made(pairs: Sequence[Pair], there: Mapping[str, Spec], dtype: str | None) -
     return [target for pair in pairs for target in import_pair(SMALLEST, pair, Prefix(""), there, dtype)]
 
 
-def _positions(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of multimodal positions, where config.json has them."""
+def _positions(config: Mapping[str, Any], args: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The arguments of multimodal positions, where config.json has them, and a note where they cannot be said."""
     section = mrope_section(config)
     if not section:
-        return {}
-    return {POSITIONS: "mrope", SECTION: list(section), "use_rotary_position_embeddings": False}
+        return {}, ()
+    if args[POSITIONS] != "rope":
+        return {}, (
+            f"Megatron's arguments have no {args[POSITIONS]} of M-RoPE (sections {list(section)}): they say that of "
+            "text. Megatron-Bridge's Qwen3-VL takes its rotary embedding from config.json",
+        )
+    return {POSITIONS: "mrope", SECTION: list(section), "use_rotary_position_embeddings": False}, ()
 
 
 def _refuse(problems: list[str], what: str) -> None:

@@ -149,7 +149,7 @@ def tower_pairs(
         present: the tensors of a directory, which tell how it spells them.
 
     Raises:
-        MappingError: no vision_config, or a field of it that is no size.
+        MappingError: vision_config is missing, or a field of it is not a size.
     """
     parts = {"vision": config.get(VISION), "whole": config, "language": language}
     if not isinstance(parts["vision"], Mapping):

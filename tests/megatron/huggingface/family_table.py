@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from ckpt_tools.megatron.huggingface.families import FAMILIES
 from ckpt_tools.megatron.huggingface.identify import without_modules
-from ckpt_tools.megatron.huggingface.towers import WRAPPERS
+from ckpt_tools.megatron.huggingface.vision_language import vision_language, vision_language_types
 from tests.conftest import DATA, REPO
 from tests.megatron.huggingface.models import CONFIGS, NOT_IN_MEGATRON, family_of
+from tests.peers.test_vision_language import CASES as BRIDGE
 
 PAGE = REPO / ".github" / "docs" / "formats" / "families.md"
 # Of what core 0.16.1 is given to run them (megatron_logits.py).
@@ -21,6 +22,19 @@ GIVEN = {
 }
 # Language models inside vision-language ones, by test_towers_peers.py: the family of Megatron that they become.
 INSIDE = {"qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe"}
+WHOLE = """
+## Vision-language models
+
+With all their towers, in checkpoints of Megatron-Bridge's models; rules for vision tower and projector stand in
+`ckpt_tools/megatron/huggingface/family_files/vision_language`. Cells as above, logits with an image among the tokens.
+
+* **Bridge**: models of megatron-bridge 0.3.1, built on CPUs with tensor parallel sizes 1 and 2 and loaded by Bridge
+  itself, save what an import makes, and are exported as what they were loaded from; `mapping`: by its published
+  mapping alone; `-`: it has no such model, and `--tower language` converts the language model
+
+| model_type | architecture | language model | bits | 4.57 | 5.24 | Bridge |
+|---|---|---|---|---|---|---|
+"""
 HEAD = """\
 # Families
 
@@ -38,11 +52,10 @@ test shows, with tiny models of random weights; the table is made of the lists t
 | model_type | architecture | bits | 4.57 | 5.24 | core |
 |---|---|---|---|---|---|
 """
-BRIDGE = """
+REGISTERED = """
 ## What Megatron-Bridge registers
 
-{count} architectures, in its sources of {date}. By the rules above go {whole}; by `--tower language` the language
-models inside {inside} more. The others are refused:
+{count} architectures, in its sources of {date}. By the rules above go {whole}. The others are refused:
 
 """
 NO_RULES = "a model of several parts without rules; its language model alone, where that is a family above"
@@ -59,16 +72,14 @@ def bridge_section() -> str:
     head, *lines = (DATA / "bridge_architectures.txt").read_text().splitlines()
     kinds = dict(line.split(": ") if ": " in line else (line.rstrip(":"), "") for line in lines)
     known = {kind for name, one in FAMILIES.items() for kind in (one.model_type or name, *one.also_types)}
-    inside = [name for name, kind in kinds.items() if kind in WRAPPERS]
+    known |= {kind for kind in vision_language_types() if vision_language(kind).rules}
     rest: dict[str, list[str]] = {}
     for name, kind in kinds.items():
-        if kind not in known and name not in inside:
+        if kind not in known:
             why = without_modules().get(kind) or OTHER_KINDS.get(name, NO_RULES)
             rest.setdefault(why, []).append(f"`{name}`")
-    whole = len(kinds) - len(inside) - sum(map(len, rest.values()))
-    said = BRIDGE.format(
-        count=len(kinds), date=head.rpartition("(")[2].rstrip(")."), whole=whole, inside=len(inside)
-    )
+    whole = len(kinds) - sum(map(len, rest.values()))
+    said = REGISTERED.format(count=len(kinds), date=head.rpartition("(")[2].rstrip(")."), whole=whole)
     return said + "".join(f"* {', '.join(names)}: {why}\n" for why, names in rest.items())
 
 
@@ -95,7 +106,19 @@ def page() -> str:
         cells = [", ".join(f"`{one}`" for one in words), f"`{family.architecture}`", "yes"]
         cells += ["yes" if one else "-" for one in loaded]
         rows.append(f"| {' | '.join(cells)} | {core} |")
-    return HEAD.format(architectures=len(FAMILIES), types=types) + "\n".join(rows) + "\n" + bridge_section()
+    head = HEAD.format(architectures=len(FAMILIES), types=types)
+    return head + "\n".join([*rows, WHOLE]) + whole_models() + bridge_section()
+
+
+def whole_models() -> str:
+    """The rows of vision-language models."""
+    rows = ""
+    for name in vision_language_types():
+        kind = vision_language(name)
+        tested = "yes" if kind.rules else "language model"
+        bridge = "yes" if name in BRIDGE else "mapping" if kind.rules else "-"
+        rows += f"| `{name}` | `{kind.architecture}` | `{kind.language}` | {' | '.join([tested] * 3)} | {bridge} |\n"
+    return rows
 
 
 if __name__ == "__main__":

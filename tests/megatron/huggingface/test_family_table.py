@@ -6,15 +6,23 @@ import pytest
 
 from ckpt_tools.megatron.huggingface.families import FAMILIES
 from ckpt_tools.megatron.huggingface.identify import family_of_config
+from ckpt_tools.megatron.huggingface.vision_language import vision_language, vision_language_types
 from tests.megatron.huggingface.family_table import GIVEN, INSIDE, PAGE, classes, page
 from tests.megatron.huggingface.models import CONFIGS, NOT_IN_MEGATRON, family_of, installed
 from tests.megatron.huggingface.test_moe_families import RELEASED
 from tests.megatron.huggingface.test_released_configs import RELEASED as DENSE
+from tests.megatron.huggingface.vision_language import KINDS
+from tests.peers.test_vision_language import CASES as BRIDGE
 
 
 def test_the_page_is_what_the_lists_make() -> None:
     """Otherwise: `python -m tests.megatron.huggingface.family_table`."""
     assert PAGE.read_text() == page()
+
+
+def test_every_vision_language_model_is_tested_both_ways() -> None:
+    ruled = {name for name in vision_language_types() if vision_language(name).rules}
+    assert ruled == KINDS.keys() and BRIDGE.keys() <= ruled
 
 
 def test_every_family_is_tested_both_ways() -> None:

@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 from ckpt_tools.megatron.huggingface.config import read_config
 from ckpt_tools.megatron.huggingface.families import FAMILIES
 from ckpt_tools.megatron.huggingface.rules import expand
+from ckpt_tools.megatron.huggingface.vision_language import tower_pairs, vision_language
 from tests.megatron.huggingface.materialise import Arrays
 from tests.megatron.huggingface.models import BASE, HEAD, MOE
 
@@ -70,3 +71,46 @@ def save(folder: Path, config: dict[str, Any], tensors: Arrays) -> Path:
 def qwen2_5_vl(folder: Path, names: tuple[str, str] = AS_FILES, seed: int = 0) -> Path:
     """A Qwen2.5-VL with the flat config.json of the released ones."""
     return save(folder, QWEN2_5, whole(language_tensors("qwen2_5_vl_text", TEXT, seed), names, seed))
+
+
+VISUAL = {"depth": 2, "hidden_size": 16, "intermediate_size": 20, "patch_size": 4, "out_hidden_size": 24}
+SIGLIP = {
+    "num_hidden_layers": 2,
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "patch_size": 4,
+    "image_size": 16,
+}
+DEEP = {**VISUAL, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+PLAIN = {**BASE, **HEAD, "rope_theta": 5e5, "torch_dtype": "float32", "tie_word_embeddings": False}
+MROPE = {"rope_type": "default", "mrope_section": [2, 2, 1], "mrope_interleaved": True}
+GEMMA = {**PLAIN, "query_pre_attn_scalar": 10, "sliding_window": 8, "sliding_window_pattern": 2,
+         "rope_local_base_freq": 1e4, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+         "layer_types": ["sliding_attention", "full_attention"]}  # fmt: skip
+# By model_type: family and spelling of the language model, text_config, vision_config, further fields.
+KINDS: dict[str, tuple[str, tuple[str, str], dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "qwen2_5_vl": ("qwen2_5_vl_text", AS_FILES, TEXT, VISUAL, {}),
+    "qwen3_vl": ("qwen3_vl_text", AS_MODULES, {**PLAIN, "rope_scaling": MROPE}, DEEP, {}),
+    "qwen3_vl_moe": ("qwen3_vl_moe_text", AS_MODULES, {**MOE_TEXT, "rope_scaling": MROPE}, DEEP, {}),
+    "gemma3": ("gemma3", INSIDE, {**GEMMA, "model_type": "gemma3_text"}, SIGLIP, {"tie_word_embeddings": True}),
+    "mistral3": ("mistral", INSIDE, {**PLAIN, "model_type": "mistral"}, SIGLIP, {"multimodal_projector_bias": True}),
+}  # fmt: skip
+
+
+def directory(folder: Path, name: str) -> Path:
+    """A whole model of random values, under the names of the released files."""
+    family, names, text, vision, fields = KINDS[name]
+    kind, random = vision_language(name), np.random.default_rng(7)
+    config = {"model_type": name, "tie_word_embeddings": False, "vision_config": vision, **fields}
+    config |= TEXT if kind.flat else {"text_config": {"model_type": kind.language, **text}}
+    head = "language_model.lm_head.weight" if names is INSIDE else "lm_head.weight"
+    language = {
+        head if key == "lm_head.weight" else names[0] + key.removeprefix("model."): array
+        for key, array in language_tensors(family, text).items()
+    }
+    others = {
+        key: random.normal(size=shape.shape).astype(np.float32)
+        for pair in tower_pairs(kind, config, text, ())
+        for key, shape in zip(pair.hf, pair.tensors, strict=True)
+    }
+    return save(folder, config, {**language, **others})

@@ -1,0 +1,216 @@
+"""A vision-language model with all its towers: import, export, comparison, conversion, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from ckpt_tools.cli.app import run
+from ckpt_tools.commands.export_source import ExportSource
+from ckpt_tools.commands.several_parts import reference_of
+from ckpt_tools.errors import MappingError
+from ckpt_tools.formats.dcp import read_catalog
+from ckpt_tools.formats.files import open_files
+from ckpt_tools.megatron.huggingface.vision_language import (
+    vision_language,
+    vision_language_types,
+)
+from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.expressions import Value
+from tests.commands.test_tower_source import config_of, refusal, tensors_of
+from tests.megatron.huggingface.vision_language import KINDS, MROPE, directory, qwen2_5_vl, save
+
+FRESH = ["--fresh-optimizer", "--lr", "1e-5", "--min-lr", "1e-6", "--weight-decay", "0.1"]
+
+
+def catalog_of(folder: Path) -> Catalog:
+    with closing(open_files(str(folder))) as files:
+        return read_catalog(files)
+
+
+def imported(source: Path, folder: Path, *words: str) -> Path:
+    assert run(["import-hf", str(source), str(folder), "-q", *words]) == 0
+    return folder
+
+
+def export(source: Path, out: Path, *words: Any) -> Path:
+    assert run(["export-hf", str(source), str(out), "-q", *(str(word) for word in words)]) == 0
+    return out
+
+
+def changed(source: Path, folder: Path, **arrays: Any) -> Path:
+    """The directory with other tensors; None for none."""
+    tensors = {**load_file(source / "model.safetensors"), **arrays}
+    return save(
+        folder, config_of(source), {key: array for key, array in tensors.items() if array is not None}
+    )
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_all_towers_go_there_and_back_in_either_format(name: str, tmp_path: Path) -> None:
+    """Import, export, and the other format between; a directory of config.json alone gives the released names."""
+    source = directory(tmp_path / "vl", name)
+    made = imported(source, tmp_path / "run")
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_bytes((source / "config.json").read_bytes())
+    out = export(made, tmp_path / "out", "--hf-config", bare)
+    assert tensors_of(out) == tensors_of(source) and config_of(out) == config_of(source)
+    fsdp = tmp_path / "fsdp"
+    assert run(["convert", str(made), str(fsdp), "--gpus", "2", "--weights-only", *FRESH, "-q"]) == 0
+    assert tensors_of(export(fsdp, tmp_path / "again", "--hf-config", source)) == tensors_of(source)
+    back = tmp_path / "back"
+    assert run(["convert", str(fsdp), str(back), "--to", "torch_dist", "--weights-only", "-q"]) == 0
+    for one, other in ((source, made), (source, fsdp)):
+        assert run(["diff", str(one), str(other)]) == 0
+        assert run(["verify", str(other)]) == 0
+        assert run(["verify", str(one), "--against", str(other)]) == 0
+    keys = [set(catalog_of(folder).tensors) for folder in (made / "release", back / "iter_0000001")]
+    assert keys[0] == keys[1]
+
+
+def test_layers_of_transformers_modules_are_stored_one_by_one(tmp_path: Path) -> None:
+    """As Bridge's runs have them, and without extra states; those of Megatron's own are stacked."""
+    made = imported(directory(tmp_path / "vl", "gemma3"), tmp_path / "run")
+    catalog = catalog_of(made / "release")
+    assert "vision_tower.vision_model.encoder.layers.1.mlp.fc1.weight" in catalog.tensors
+    assert "language_model.decoder.layers.mlp.linear_fc1.weight" in catalog.tensors
+    assert not [key for key in catalog.objects if key.startswith("vision_tower.")]
+    assert catalog.tensors["multi_modal_projector.proj.weight"].shape == (24, 16)
+
+
+def test_megatron_fsdp_asks_for_every_fc1_of_a_swiglu_model_in_halves(tmp_path: Path) -> None:
+    """By its name, where no transformer layer tells otherwise: that of a tower too, whatever it computes."""
+    made = imported(directory(tmp_path / "vl", "qwen3_vl"), tmp_path / "run")
+    assert (
+        run(["convert", str(made), str(tmp_path / "fsdp"), "--gpus", "2", "--weights-only", *FRESH, "-q"])
+        == 0
+    )
+    keys = catalog_of(tmp_path / "fsdp" / "iter_0000001").tensors
+    found = {
+        key: keys[key].shape for key in keys if key.startswith("model.module.vision_model") and "fc1.w" in key
+    }
+    assert found == {
+        **{f"model.module.vision_model.blocks.{layer}.mlp.linear_fc1.weight_{half}": (10, 16)
+           for layer in (0, 1) for half in "wv"},
+        "model.module.vision_model.merger.linear_fc1.weight": (64, 64),
+        "model.module.vision_model.deepstack_merger_list.0.linear_fc1.weight": (64, 64),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
+def test_a_tower_that_is_not_whole_is_refused_by_name(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = directory(tmp_path / "vl", name), tmp_path / "out"
+    key = {"qwen2_5_vl": "visual.blocks.1.attn.qkv.bias",
+           "gemma3": "vision_tower.vision_model.encoder.layers.1.layer_norm2.bias"}[name]  # fmt: skip
+    stray = key.replace(".1.", ".2.")
+    text = refusal(["import-hf", changed(source, tmp_path / "few", **{key: None}), out], 5, capsys)
+    assert f"not a whole {name} model" in text and f"{key} [" in text and "is missing" in text
+    wrong = {key: np.zeros(5, np.float32), stray: np.zeros(5, np.float32)}
+    text = refusal(["import-hf", changed(source, tmp_path / "odd", **wrong), out], 5, capsys)
+    assert f"{key} has shape [5], config.json asks for" in text
+    assert f"{stray}: no rule of {name} has this tensor" in text
+    made = imported(source, tmp_path / "run")
+    config = config_of(source)
+    layers = "depth" if name == "qwen2_5_vl" else "num_hidden_layers"
+    config["vision_config"] = {**config["vision_config"], layers: 1}
+    (tmp_path / "less").mkdir()
+    (tmp_path / "less" / "config.json").write_text(json.dumps(config))
+    text = refusal(["export-hf", made, out, "--hf-config", tmp_path / "less"], 5, capsys)
+    assert f"no rule of {name} has this parameter" in text and key.rpartition(".1.")[2] in text
+    for value in (0.5, -1, 1 << 60, "2"):
+        config["vision_config"][layers] = value
+        (tmp_path / "less" / "config.json").write_text(json.dumps(config))
+        text = refusal(["export-hf", made, out, "--hf-config", tmp_path / "less"], 5, capsys)
+        assert f"vision_config: {layers} is '{value}', expected a number" in text
+    assert not out.exists()
+
+
+def test_one_other_value_of_a_vision_tower_is_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = directory(tmp_path / "vl", "qwen3_vl")
+    made = imported(source, tmp_path / "run")
+    key = "model.visual.deepstack_merger_list.0.linear_fc2.weight"
+    array = load_file(source / "model.safetensors")[key]
+    array[3, 5] += 1
+    capsys.readouterr()
+    assert run(["diff", str(changed(source, tmp_path / "other", **{key: array})), str(made)]) == 1
+    assert key in capsys.readouterr().out
+    assert run(["verify", str(changed(source, tmp_path / "few", **{key: None})), "--against", str(made)]) == 1
+    assert f"{key}: float32 [24, 64] is missing in the model" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(("name", "architecture"), [("qwen3_vl", "Qwen3ForCausalLM"), ("gemma3", "Gemma3ForCausalLM"),
+                                                    ("qwen3_vl_moe", "Qwen3MoeForCausalLM")])  # fmt: skip
+def test_the_language_model_alone(
+    name: str, architecture: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a model of its own, by the whole model's config.json or that of the text; what is left out is named."""
+    source = directory(tmp_path / "vl", name)
+    made = imported(source, tmp_path / "run")
+    words = ["--tower", "language", "--hf-config", str(source)]
+    assert run(["export-hf", str(made), str(tmp_path / "out"), *words]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert (
+        "parameters of other parts are left out" in text and "of another part than the language model" in text
+    )
+    config = config_of(tmp_path / "out")
+    assert config["architectures"] == [architecture] and "vision_config" not in config
+    assert "mrope_section" not in json.dumps(config)
+    assert imported(tmp_path / "out", tmp_path / "plain")  # a whole model of its family
+    if name == "qwen3_vl":  # by its arguments too
+        export(made, tmp_path / "alone", "--tower", "language")
+        assert tensors_of(tmp_path / "alone") == tensors_of(tmp_path / "out")
+
+
+def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = directory(tmp_path / "vl", "qwen3_vl"), tmp_path / "out"
+    made = imported(source, tmp_path / "run")
+    text = refusal(["export-hf", made, out], 5, capsys)
+    assert "a language model (19 parameters) and other parts (39 of vision_model)" in text
+    assert "--hf-config DIR" in text and "known are gemma3, mistral3, qwen2_5_vl, qwen3_vl" in text
+    assert "--tower language" in text
+    other = save(tmp_path / "llava", {**config_of(source), "model_type": "llava"}, {})
+    text = refusal(["export-hf", made, out, "--hf-config", other], 5, capsys)
+    assert "this one has model_type 'llava'" in text
+    text = refusal(["export-hf", made, out, "--hf-config", source, "--quantize", "fp8-block"], 2, capsys)
+    assert "a vision-language model is written as it is stored only" in text
+    config = config_of(source)
+    config["text_config"]["rope_scaling"] = {**MROPE, "mrope_section": [3, 1, 1]}
+    turned = save(tmp_path / "turned", config, {})
+    text = refusal(["export-hf", made, out, "--hf-config", turned], 5, capsys)
+    assert "mrope_section: the checkpoint has [2, 2, 1], config.json [3, 1, 1]" in text
+    old = save(tmp_path / "old", {**config_of(source), "model_type": "qwen2_vl"}, {})
+    for words in (["import-hf", old, out], ["export-hf", made, out, "--hf-config", old]):
+        assert "Megatron-Bridge has no model for" in refusal(words, 5, capsys)
+    text = refusal(["export-hf", imported(qwen2_5_vl(tmp_path / "few"), tmp_path / "text", "--tower", "language"),
+                    out, "--hf-config", source], 5, capsys)  # fmt: skip
+    assert "--tower language" in text
+    assert not out.exists()
+
+
+def test_megatron_s_own_llava_is_called_so() -> None:
+    names = ("vision_model.class_token", "vision_projection.encoder.linear_fc1.weight")
+    bases = dict.fromkeys(("embedding.word_embeddings.weight", *names), Value("float32", (1,), ()))
+    source = ExportSource(Catalog("", {}, {}), bases, None, {}, "none", beside=names)
+    with pytest.raises(MappingError, match=r"Megatron-LM's own LLaVAModel.* no class of transformers"):
+        reference_of(source, None, False, None)
+
+
+def test_the_files_of_vision_language_models_say_what_they_must() -> None:
+    """Each can be read; parts that a class has no tensor for are nowhere named."""
+    for name in vision_language_types():
+        kind = vision_language(name)
+        assert kind.modules and kind.architecture.endswith("ForConditionalGeneration")
+        assert not kind.rules or {
+            rule.hf[0].removeprefix("model.").partition(".")[0] for rule in kind.rules
+        } == set(kind.modules)
