@@ -2,33 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ckpt_tools.commands.export_source import master_targets
 from ckpt_tools.commands.mend_weights import judge_damage
+from ckpt_tools.commands.opened import Opened
+from ckpt_tools.commands.read_model import Wanted, read_model
 from ckpt_tools.errors import CkptError, StorageError
 from ckpt_tools.execute.check_masters import compare_all_masters
+from ckpt_tools.formats.detect import Location
 from ckpt_tools.formats.files import Files
+from ckpt_tools.megatron.common_state import read_common_state
+from ckpt_tools.megatron.dcp.state_dict import read_state_dict
+from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.model import Model
 from ckpt_tools.verify.report import Check, Findings
 
 
-def check_all_masters(files: Files, read: Callable[[], Model], threads: int, workers: int | None) -> Check:
-    """Every master of the model that `read` gives, compared with its weight.
+def check_all_masters(
+    location: Location,
+    files: Files,
+    catalog: Catalog,
+    trust_pickle: bool,
+    threads: int,
+    workers: int | None,
+) -> list[Check]:
+    """Every master of a `torch_dist` checkpoint or of a plain state dict compared with its weight; nothing of one
+    that cannot have any.
 
     Raises:
         StorageError: something cannot be read. Other errors are findings.
     """
+    is_plain = location.kind == "dcp"
+    if is_plain and not any(one.masters for one in read_state_dict(catalog).optimizers):
+        return []
+    wanted = Wanted("masters") if is_plain else Wanted(unknown_keys=True, workers=workers)
     found = Findings("masters", "elements")
     try:
-        model = read()
+        common = read_common_state(files, catalog, trust_pickle)
+        model = read_model(Opened(location, files, catalog, common, trust_pickle), wanted)
         targets, recipe = master_targets(model), model.settings.fp8_recipe
         report, problems = compare_all_masters(files, model.catalog, targets, threads, workers, recipe)
     except StorageError:
         raise
     except CkptError as error:
         found.error("optimizer", str(error))
-        return found.done()
+        return [found.done()]
     found.looked_at = report.elements
     if report.fp8_by_position:
         found.warning(
@@ -41,7 +60,7 @@ def check_all_masters(files: Files, read: Callable[[], Model], threads: int, wor
         element, _, values = problem.partition(": ")
         cause = known.get(element.partition("[")[0], "")
         found.error(element, f"{values}: the master does not round to the weight{cause}")
-    return found.done()
+    return [found.done()]
 
 
 def _known_damage(files: Files, model: Model, threads: int, problems: Sequence[str]) -> dict[str, str]:

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-from ckpt_tools.commands.conversion import Conversion
-from ckpt_tools.commands.placements import Layout
 from ckpt_tools.errors import MappingError, UsageError
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.keys import GROUP_META, MODEL_PREFIX, STATE_PREFIX, STEP, fsdp_state, split_half
 from ckpt_tools.model.target import Target
+
+if TYPE_CHECKING:  # `diff` asks for names alone, and is not to wait for all that writes
+    from ckpt_tools.commands.conversion import Conversion
+    from ckpt_tools.commands.placements import Layout
 
 VERSION_1, VERSION_2 = "mfsdp-v1", "mfsdp-v2"
 Rename: TypeAlias = Callable[[str], str]

@@ -7,7 +7,8 @@ are a file of their own (`common.pt`); the same pass counts NaNs and infinities.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from itertools import groupby
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ckpt_tools.errors import CkptError
-from ckpt_tools.execute.spread import Tick, spread
+from ckpt_tools.execute.spread import Tick, begun
 from ckpt_tools.formats import crc
 from ckpt_tools.formats.archive import payload_offset, read_directory, stored_crc32
 from ckpt_tools.formats.container import Stretch, find_tensor, whole_file
@@ -30,6 +31,7 @@ from ckpt_tools.verify.values import Census
 
 _BUFFER_BYTES = 512 << 10  # a multiple of every element size, and looked at before it leaves the cache
 _PART_BYTES = 32 << 20  # of a payload, read by one thread
+_BEHIND_BYTES = 256 << 20  # read by a worker while the first process looks at metadata
 
 
 class _Job(NamedTuple):
@@ -62,7 +64,8 @@ class _Scan(NamedTuple):
     part: tuple[UsualItem, int] | None = None  # the payload that a part was read of, and the part's CRC-32
 
 
-def scan_content(
+@contextmanager
+def scanning(
     files: Files,
     catalog: Catalog,
     *,
@@ -70,12 +73,38 @@ def scan_content(
     workers: int | None = None,
     allow_nonfinite: bool = False,
     tick: Tick = lambda _: None,
+) -> Iterator[Callable[[], tuple[Check, Check]]]:
+    """Give the block a function that returns the checks `checksums` (of records) and `values` (of tensors).
+
+    Other processes have begun to read when the block does. `tick` is told the bytes read.
+    """
+    buffers = threading.local()
+
+    def scan(job: _Job, told: Tick) -> _Scan:
+        if not hasattr(buffers, "array"):
+            buffers.array = np.empty(_BUFFER_BYTES, np.uint8)
+        return _scan_job(files, job, buffers.array, told)
+
+    jobs = sorted((*_jobs(files, catalog), *_archive_files(files)), key=lambda job: job.item)
+    with begun(
+        scan,
+        jobs,
+        sizes=[job.nbytes for job in jobs],
+        threads=threads,
+        workers=workers,
+        tick=tick,
+        behind=_BEHIND_BYTES,
+    ) as results:
+        yield lambda: _checks(files, catalog, _by_item(jobs, results()), allow_nonfinite)
+
+
+def _checks(
+    files: Files, catalog: Catalog, scans: Iterable[tuple[_Job, _Scan]], allow_nonfinite: bool
 ) -> tuple[Check, Check]:
-    """The checks `checksums` (of records) and `values` (of tensors). `tick` is told the bytes read."""
     sums, values = Findings("checksums", "records"), Findings("values", "elements")
     census: dict[str, Census] = {key: Census() for key in catalog.tensors}
     without = 0
-    for job, scan in _scans(files, catalog, threads, workers, tick):
+    for job, scan in scans:
         sums.looked_at += scan.compared
         without += scan.without
         for problem in scan.problems:
@@ -100,20 +129,8 @@ def scan_content(
     return sums.done(), values.done()
 
 
-def _scans(
-    files: Files, catalog: Catalog, threads: int, workers: int | None, tick: Tick
-) -> Iterator[tuple[_Job, _Scan]]:
+def _by_item(jobs: Sequence[_Job], scans: Sequence[_Scan]) -> Iterator[tuple[_Job, _Scan]]:
     """Every item once, in file order."""
-    buffers = threading.local()
-
-    def scan(job: _Job, told: Tick) -> _Scan:
-        if not hasattr(buffers, "array"):
-            buffers.array = np.empty(_BUFFER_BYTES, np.uint8)
-        return _scan_job(files, job, buffers.array, told)
-
-    jobs = sorted((*_jobs(files, catalog), *_archive_files(files)), key=lambda job: job.item)
-    sizes = [job.nbytes for job in jobs]
-    scans = spread(scan, jobs, sizes=sizes, threads=threads, workers=workers, tick=tick)
     for _, group in groupby(zip(jobs, scans, strict=True), key=lambda one: (one[0].item, one[0].where)):
         parts = list(group)
         yield parts[0][0], _joined(parts)

@@ -66,6 +66,14 @@ class Findings:
         return Check(self.name, self.unit, self.looked_at, tuple(self._found), is_hostile=self._is_hostile)
 
 
+def failed_check(name: str, where: str, error: CkptError) -> Check:
+    """A check that could not be carried out: what it found is the error that it met."""
+    found = Findings(name, "checkpoints")
+    found.looked_at = 1
+    found.failure(where, error)
+    return found.done()
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """All checks of one checkpoint."""
