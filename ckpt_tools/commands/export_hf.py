@@ -136,12 +136,12 @@ def describe_export(
             raise UsageError(f"{option} {number}: a number from 1 is expected")
     checked, workers = options.check_masters != "none", options.write.workers
     source = read_export_source(opened, options.dtype, options.tp, options.ignore_keys, checked, workers)
-    reference = read_config(options.hf_config) if options.hf_config and whole is None else None
-    if whole is not None:
-        reference = dict(whole.tower.config)
-    families = families_with(options.rules, reference)
-    if whole is not None:
-        families = whole.tower.families(families)
+    if whole is None:
+        reference = read_config(options.hf_config) if options.hf_config else None
+        families = families_with(options.rules, reference)
+    else:
+        reference, present = dict(whole.tower.config), whole.tower.names
+        families = whole.tower.families(families_with(options.rules, reference))
     exported = export_targets(
         {name: Spec(source.types.get(name, base.dtype), base.shape) for name, base in source.bases.items()},
         source.settings,
@@ -150,7 +150,7 @@ def describe_export(
         vocab_size=options.vocab_size,
         mtp_copies=options.mtp_copies,
         families=families,
-        present=present if whole is None else whole.tower.names,
+        present=present,
     )
     return source, exported if whole is None else put_back(exported, whole)
 
