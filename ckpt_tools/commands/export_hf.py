@@ -145,11 +145,11 @@ def describe_export(
     source = read_export_source(opened, options.dtype, options.tp, options.ignore_keys, check)
     if source.beside is not None:
         return _describe_several(source, options, whole)
-    reference = read_config(options.hf_config) if options.hf_config and whole is None else None
-    if whole is not None:
-        reference = dict(whole.tower.config)
-    exported = _export(source, options, reference, present, whole)
-    return source, exported if whole is None else put_back(exported, whole)
+    if whole is None:
+        reference = read_config(options.hf_config) if options.hf_config else None
+        return source, _export(source, options, reference, present)
+    exported = _export(source, options, dict(whole.tower.config), whole=whole)
+    return source, put_back(exported, whole)
 
 
 def _describe_several(
@@ -185,7 +185,7 @@ def _export(
     """The tensors of a language model, as one of its own. Raises as `export_targets`."""
     families = families_with(options.rules, reference)
     if whole is not None:
-        families = whole.tower.families(families)
+        families, present = whole.tower.families(families), whole.tower.names
     return export_targets(
         _specs(source),
         source.settings,
@@ -194,7 +194,7 @@ def _export(
         vocab_size=options.vocab_size,
         mtp_copies=options.mtp_copies,
         families=families,
-        present=present if whole is None else whole.tower.names,
+        present=present,
     )
 
 

@@ -12,7 +12,6 @@ own path leads to the folder is the user's affair.
 from __future__ import annotations
 
 import difflib
-import errno
 import os
 import stat
 import threading
@@ -233,7 +232,9 @@ class LocalFiles:
         if stat.S_ISREG(mode):
             return
         if stat.S_ISDIR(mode):
-            raise StorageError(f"{self._path(name)}: {os.strerror(errno.EISDIR)}")
+            raise CorruptCheckpointError(
+                f"{self._path(name)} is a folder, where a file is expected. Move it away, or copy that file again."
+            )
         raise CorruptCheckpointError(
             f"{self._path(name)} is {_KINDS.get(stat.S_IFMT(mode), 'a special file')}, not a file; nothing like that "
             "belongs into a checkpoint"

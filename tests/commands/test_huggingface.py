@@ -261,6 +261,19 @@ def test_assets_and_reference(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "config.json").read_text())["bos_token_id"] == 7
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])
+def test_a_folder_in_the_place_of_a_file_is_named(name: str, tmp_path: Path) -> None:
+    model("llama", tmp_path / "hf")
+    import_hf(str(tmp_path / "hf"), str(tmp_path / "run"))
+    (tmp_path / "hf" / name).unlink(missing_ok=True)
+    (tmp_path / "hf" / name).mkdir()
+    with pytest.raises(
+        CkptError, match=f"{name} is a folder, where a file is expected. Move it away"
+    ) as caught:
+        export_hf(str(tmp_path / "run"), str(tmp_path / "out"), ExportOptions(hf_config=str(tmp_path / "hf")))
+    assert caught.value.exit_code in (3, 4) and not (tmp_path / "out").exists()
+
+
 def test_a_tied_head_must_be_the_embedding(tmp_path: Path) -> None:
     tensors = model("gemma", tmp_path / "hf")
     embedding = tensors["model.embed_tokens.weight"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_tools.errors import CorruptCheckpointError, StorageError
+from ckpt_tools.errors import CorruptCheckpointError
 from ckpt_tools.formats import files as module
 from ckpt_tools.formats.files import LocalFiles, _places_of, follow_links, open_files, read_whole
 
@@ -60,7 +60,7 @@ def test_missing_and_unreadable_files(folder: Path) -> None:
     with pytest.raises(CorruptCheckpointError, match="does not exist, but the checkpoint needs it"):
         files.read("c", 0, 1)
     (folder / "d").mkdir()
-    with pytest.raises(StorageError, match="Is a directory"):
+    with pytest.raises(CorruptCheckpointError, match="/d is a folder, where a file is expected"):
         files.read_into("d", 0, memoryview(bytearray(1)))
     files.close()
 

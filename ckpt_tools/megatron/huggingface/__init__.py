@@ -14,6 +14,7 @@
 * `tower_targets`: all towers of Megatron-Bridge's, as tensors of either side
 * `identify`: which family a model is of, and what is refused (refused.yaml)
 * `told_by`: what tells it without a config.json
+* `look_alikes`: which families it may be of where the one that was told does not fit
 * `model_args`: a model's architecture in one spelling
 * `read_args`: as Megatron-LM and Megatron-Bridge stored it
 * `sparse_attention`: an indexer of keys in Megatron's args

@@ -22,6 +22,7 @@ PART = (
     "that of the language model in a model of several parts (vision, audio); those are not converted: save the "
     "language model and its text_config as a model of their own"
 )
+DENSE_IN_MTP = "mtp.layers.{m}.transformer_layer.mlp.linear_fc1.weight"
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
@@ -181,12 +182,27 @@ def semantic_notes(family: Family, model: ModelArgs) -> tuple[str, ...]:
         )
     if "M" in model.hybrid_pattern and model.layernorm_epsilon != 1e-5:
         notes.append("Megatron evaluates the norms inside Mamba with epsilon 1e-5 whatever its args say")
+    if model.mamba_num_groups > 1 and family.architecture == "Mamba2ForCausalLM":
+        notes.append(
+            f"transformers 4 normalizes all {model.mamba_num_groups} groups of Mamba heads together, Megatron and "
+            "transformers 5 each group by itself: logits of transformers 4 differ"
+        )
     if "M" in model.hybrid_pattern and family.architecture == "NemotronHForCausalLM":
         notes.append(
             "transformers keeps the time steps of Mamba above time_step_min, Megatron does not: logits differ where "
             "one is smaller"
         )
     return tuple(notes)
+
+
+def loading_notes(family: Family, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """What of a config.json makes transformers change the weights that it loads."""
+    return tuple(
+        f"{name} is {config[name]!r} in config.json: transformers 5.24 changes weights of {family.architecture} by "
+        f"it when it loads them; an export has {value!r}, with which they stay as they are stored"
+        for name, value in family.written.items()
+        if config.get(name, value) != value
+    )
 
 
 def shared_notes(family: Family, model: ModelArgs) -> tuple[str, ...]:
@@ -240,6 +256,16 @@ def import_notes(family: Family, model: ModelArgs) -> tuple[str, ...]:
         notes.append("linear rope scaling: Megatron-LM's gpt_builders.py does not pass it on")
     if model.dsa_indexer_n_heads:
         notes.append(SINCE)
+    inner = (rule for rule in family.rules if rule.core == DENSE_IN_MTP)
+    if (
+        model.mtp_num_layers
+        and model.is_moe(model.num_layers - 1)
+        and any("dense" not in one.when for one in inner)
+    ):
+        notes.append(
+            "the layer of the prediction module is dense, as only Megatron-Bridge builds it; Megatron-LM's is as the "
+            "last layer is, with experts"
+        )
     if family.published:
         notes.append(
             f"{family.name}: plain Megatron-LM has no such model; its layers come from {family.published}"

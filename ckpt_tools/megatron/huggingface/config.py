@@ -38,7 +38,7 @@ def write_config(family: Family, model: ModelArgs) -> dict[str, Any]:
             config.get(NESTED), Mapping
         )  # several settings are one mapping
         config[one.hf] = {**config[NESTED], **value} if parts else value
-    return config
+    return {**config, **family.written}
 
 
 @bounded("config.json")
@@ -278,8 +278,9 @@ def _settle_rope(model: ModelArgs, theirs: ModelArgs) -> Any:
     wanted = theirs.rope_scaling[0]
     if model.rope_scaling == (GPT_OSS_SCALING,) and _equal(RELEASED_GPT_OSS_SCALING, wanted):
         return wanted
-    if not model.yarn_told and wanted and wanted["rope_type"] == "yarn":
-        return wanted
+    ours = model.rope_scaling[0]
+    if not model.yarn_told and ours and wanted and ours["rope_type"] == wanted["rope_type"] == "yarn":
+        return wanted  # plain rotation in the args is what Megatron computed, whatever a reference says
     fitting = [one for one in model.rope_scaling if _equal(one, wanted)]
     if fitting:
         return fitting[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -38,8 +38,9 @@ from ckpt_tools.megatron.huggingface.rules import (
 
 FAMILY_KEYS = {"family", "architecture", "model_type", "also_types", "like", "names", "fields", "defaults", "fixed",
                "needs", "rules", "without", "mtp", "settings", "dimensions", "conditions", "ignored", "copies",
-               "unset", "plus_one", "window_turn", "published"}  # fmt: skip
+               "unset", "plus_one", "window_turn", "published", "written"}  # fmt: skip
 SETTINGS = ModelArgs.__dataclass_fields__
+DENSE_MTP = "dense"
 NEEDED = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads", "max_position_embeddings")
 
 
@@ -91,6 +92,7 @@ def read_family(
         ignored=(*old.ignored, *_ignored(data, top / "ignored", problems)),
         window_turn=typed(data, "window_turn", int, top, problems, default=old.window_turn),
         unset=(*old.unset, *texts(data.get("unset", []), top / "unset", problems)),
+        written=typed(data, "written", dict, top, problems, default=dict(old.written)),
         settings=settings,
         dimensions={**old.dimensions, **sizes},
         conditions={**old.conditions, **conditions},
@@ -311,9 +313,12 @@ def _rules(
         own += _inside_mtp(own, own)
     replaced = {rule.core for rule in own} | {name for core in without for name in (core, core_in_mtp(core))}
     rules = [*{(rule.core, rule.when): rule for rule in taken if rule.core not in replaced}.values(), *own]
-    if typed(data, "mtp", bool, top, problems, default=False):
+    dense = data.get("mtp") == DENSE_MTP
+    if dense or typed(data, "mtp", bool, top, problems, default=False):
         layers = (words.names.fill(text, top / "mtp", problems) for text in ("<layer>", "<mtp_layer>"))
-        rules += _inside_mtp(rules, rules, *layers)
+        rules += _inside_mtp(
+            [*map(_always_dense, _without_experts(rules))] if dense else rules, rules, *layers
+        )
     return tuple(rules)
 
 
@@ -322,6 +327,15 @@ def _inside_mtp(layers: list[Rule], there: list[Rule], *names: str) -> list[Rule
     cores = {rule.core for rule in there}
     made = [in_mtp(rule, *names) for rule in layers if rule.core.startswith(LAYER)]
     return [rule for rule in made if rule.core not in cores]
+
+
+def _without_experts(rules: list[Rule]) -> Iterator[Rule]:
+    return (rule for rule in rules if "moe" not in rule.when)
+
+
+def _always_dense(rule: Rule) -> Rule:
+    """A rule of dense layers for one that is dense whatever the layer before it is."""
+    return replace(rule, when=tuple(word for word in rule.when if word != "dense"))
 
 
 def _drops_latent_attention(old: Family, needs: Mapping[str, Any]) -> bool:

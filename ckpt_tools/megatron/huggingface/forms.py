@@ -202,4 +202,5 @@ DEFAULTS: dict[str, Callable[[Config], Any]] = {
     "rotary_factor": plain.rotary_factor,
     "expert_size": moe.expert_size,
     "pattern_length": hybrid.count_layers,
+    "mamba_heads": hybrid.mamba_heads,
 }

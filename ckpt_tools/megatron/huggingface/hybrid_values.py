@@ -77,6 +77,11 @@ def read_pattern(told: Any, config: Config) -> str:
     return pattern
 
 
+def mamba_heads(config: Config) -> int:
+    """As many as there are Mamba heads: no layer attends, but Megatron divides them by the tensor-parallel size."""
+    return int(config.get("num_heads", 128))
+
+
 def count_layers(config: Config) -> int:
     """As many as the pattern of layers has letters."""
     return len(pattern_of(config))

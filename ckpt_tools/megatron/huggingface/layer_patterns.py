@@ -35,10 +35,11 @@ def windows_said_again(args: Mapping[str, Any]) -> set[str]:
     if not isinstance(layers, int) or not window:
         return set()
     having = sliding_layers(args.get("window_attn_skip_freq"), layers)
-    again: dict[str, list[Any]] = {
-        "layer_types": ["sliding_attention" if one else "full_attention" for one in having],
-        "sliding_windows": [window if one else 0 for one in having],
-    }
+    inner = having[-1:] * int(args.get("mtp_num_layers") or 0)  # built as the last layer is
+    again: dict[str, list[Any]] = {}
+    for prefix, those in (("", having), ("mtp_", inner)):
+        again[f"{prefix}layer_types"] = ["sliding_attention" if one else "full_attention" for one in those]
+        again[f"{prefix}sliding_windows"] = [window if one else 0 for one in those]
     return {name for name, same in again.items() if args.get(name) in (same, tuple(same))}
 
 

@@ -60,7 +60,7 @@ class ModelArgs:
     rotary_interleaved: bool = False
     no_rope_layers: tuple[int, ...] = ()  # 1 for layers without rotary embedding; () for none
     rope_scaling: tuple[RopeScaling, ...] = (None,)
-    yarn_told: bool = True  # False for Megatron-LM args from before it had options for YaRN
+    yarn_told: bool = True  # False for Megatron-LM args from before it had options for the numbers of YaRN
     sliding_window: int | None = None  # keys a query sees, itself included
     sliding_layers: tuple[int, ...] = ()
     sliding_pattern: int | None = None  # every n-th layer sees all keys (Gemma 3)

@@ -37,7 +37,8 @@ rules:
     plain: true               # a norm whose weight a class of 1 + weight takes as it is
     parts: {z: mamba_inner, x: mamba_inner}  # with {p} in `core`: parameters that are one tensor, with the names of
                               # their rows; `shape` has the other sizes, `layout` is one of JOINED (layouts.py)
-mtp: true                     # decoder layers' rules go for the layer inside a prediction module too
+mtp: true                     # decoder layers' rules go for the layer inside a prediction module too; `dense`: those
+                              # of dense layers, whatever the last layer is
 settings: [index_topk]        # Megatron arguments beyond those of ModelArgs that `fields` carry
 dimensions: {lora: q_lora_rank}                     # further sizes: settings
 conditions: {windowed: sliding_layers, wide: {setting: v_head_dim, is: [128, 256]}}   # further words for `when`
@@ -45,6 +46,8 @@ ignored: ['rotary_emb\\.inv_freq']  # Hugging Face tensors without content
 copies: [mtp]                 # embedding and head, stored again in each prediction module
 unset: [pad_token_id]         # fields that are written as null
 published: Megatron-Bridge    # whose modules the layers are, where plain Megatron-LM has none: said on import
+written: {pad_token_id: null} # fields that are written so, whatever a reference says: with another value the class
+                              # changes the weights that it loads
 window_turn: 6                # the last of so many layers sees all keys
 
 What a known family nearly is takes less: `like: llama` (the default where `fields` is not a list) takes its rules,

@@ -104,7 +104,8 @@ class Family:
     further model types of the same class, which a reference keeps. `dimensions` are further names of sizes, each a
     setting, and `conditions` further words for `when`. `settings` are arguments that `ModelArgs` has no field for.
     `published` names the project whose modules the layers are and whose mapping the rules follow, where plain
-    Megatron-LM has no such model.
+    Megatron-LM has no such model. `written` are fields with the one value with which transformers takes the weights
+    as they are stored: with another, it changes them when it loads them.
     """
 
     name: str
@@ -125,6 +126,7 @@ class Family:
     dimensions: Mapping[str, str] = field(default_factory=dict)
     conditions: Mapping[str, Condition] = field(default_factory=dict)
     published: str = ""
+    written: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def config_fields(self) -> set[str]:

@@ -22,6 +22,7 @@ from ckpt_tools.megatron.huggingface.checks import (
     Wanted,
     import_notes,
     kept_types,
+    loading_notes,
     misfits,
     not_of_family,
     refuse_wrapped,
@@ -43,6 +44,7 @@ from ckpt_tools.megatron.huggingface.config import (
 from ckpt_tools.megatron.huggingface.families import FAMILIES
 from ckpt_tools.megatron.huggingface.identify import detect_family, family_of_config
 from ckpt_tools.megatron.huggingface.ledger import account_for_settings, demanded_args
+from ckpt_tools.megatron.huggingface.look_alikes import naming_look_alikes
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs
 from ckpt_tools.megatron.huggingface.read_args import read_model_args, with_own_settings
 from ckpt_tools.megatron.huggingface.rules import Family, Pair, expand
@@ -116,13 +118,18 @@ def export_targets(
     family = detect_family(parameters, model, reference, families)
     if model is not None and args is not None:
         model = with_own_settings(model, family.settings, args)
-    settings = account_for_settings(family, model, args, None if reference is None else in_v4_form(reference))
+    told_by_names = reference is None and families is FAMILIES
+    with naming_look_alikes(told_by_names, parameters, args, model):
+        settings = account_for_settings(
+            family, model, args, None if reference is None else in_v4_form(reference)
+        )
     if reference is not None:
         model = read_config(family, reference) if model is None else reconcile(family, model, reference)
     assert model is not None  # one of the two is given
     model, notes = with_vocabulary(model, parameters, told)
     pairs = expand(family, model, present)
-    spelled, equal = _whole(family, model, pairs, parameters, reference)
+    with naming_look_alikes(told_by_names, parameters, args, model):
+        spelled, equal = _whole(family, model, pairs, parameters, reference)
     tensors = [target for pair in pairs for target in export_pair(pair, spelled, parameters, dtype)]
     shapes = {
         key: one.shape
@@ -148,7 +155,7 @@ def export_targets(
         notes = (*notes, "the checkpoint holds no args: what its numbers mean is taken from --hf-config")
     types = ((pair.core[0], parameters[spelled[pair.core[0]]].dtype, pair.rule.dtype) for pair in pairs)
     notes = (*notes, *kept_types(types), *semantic_notes(family, model), *shared_notes(family, model))
-    notes = (*settings, *notes, *rope_notes(args, model))
+    notes = (*settings, *notes, *rope_notes(args, model), *loading_notes(family, reference or {}))
     made = Exported(family, tuple(tensors), config, shapes, offsets, equal, notes)
     prefix = _prefix(family, present) if present else Prefix("")
     return _without_prefix(made, prefix) if prefix.dropped else made
@@ -222,14 +229,13 @@ def import_targets(
         )
     model = replace(model, padded_vocab_size=rows)
     prefix = _prefix(family, tensors)
-    notes = (*settings, *import_notes(family, model))
     layers = _prediction_layers(family, model, tensors, prefix)
-    if model.mtp_num_layers and not layers:
-        notes = (
-            *notes,
+    told, model = model.mtp_num_layers, replace(model, mtp_num_layers=layers)
+    notes = (*settings, *import_notes(family, model), *loading_notes(family, config))
+    if told and not layers:
+        notes += (
             "config.json names prediction layers (MTP), the files hold none; Megatron's args name none then",
         )
-    model = replace(model, mtp_num_layers=layers)
     pairs = expand(family, model, tensors)
     wanted = {
         prefix(name): Wanted(shape.shape, pair.rule.whose)

@@ -70,7 +70,8 @@ OTHER_KINDS = {
 def bridge_section() -> str:
     """What becomes of each architecture that Megatron-Bridge has a mapping for."""
     head, *lines = (DATA / "bridge_architectures.txt").read_text().splitlines()
-    kinds = dict(line.split(": ") if ": " in line else (line.rstrip(":"), "") for line in lines)
+    rows = (line.partition(":") for line in lines)
+    kinds = {name: kind.strip() for name, _, kind in rows}
     known = {kind for name, one in FAMILIES.items() for kind in (one.model_type or name, *one.also_types)}
     known |= {kind for kind in vision_language_types() if vision_language(kind).rules}
     rest: dict[str, list[str]] = {}

@@ -24,7 +24,7 @@ from ckpt_tools.megatron.huggingface.model_args import ModelArgs
 from ckpt_tools.megatron.huggingface.read_args import read_model_args
 from ckpt_tools.megatron.huggingface.rules import CONDITIONS, DIMENSIONS
 from ckpt_tools.megatron.huggingface.targets import export_targets
-from tests.megatron.huggingface.by_rules import DEEPSEEK, LLAMA, QWEN3_MOE, directory, imported
+from tests.megatron.huggingface.by_rules import DEEPSEEK, LLAMA, QWEN3_MOE, directory, exported, imported
 from tests.megatron.huggingface.materialise import specs
 
 MLM = {
@@ -205,3 +205,20 @@ def test_a_second_base_of_rotation_is_no_matter_of_course() -> None:
     for other in (config | {"rope_local_base_freq": 1e4}, nested):
         with pytest.raises(MappingError, match=r"rotate by 10000\.0 and the others by 500000\.0"):
             read_config(FAMILIES["llama"], other)
+
+
+def test_yarn_of_a_reference_is_no_matter_of_course() -> None:
+    """Megatron computed what the args say; a reference has the numbers of YaRN where they have only its name."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    found, megatron = imported(LLAMA, directory(LLAMA))
+    plain = {key: value for key, value in found.args.items() if "yarn" not in key}
+    reference = {**LLAMA, "rope_scaling": yarn}
+    with pytest.raises(
+        MappingError, match=r"rope_scaling: the checkpoint has \(None,\), the reference config"
+    ):
+        exported(megatron, plain, reference)
+    named = {**plain, "position_embedding_type": "yarn"}
+    assert exported(megatron, named, reference)[0].config["rope_scaling"]["factor"] == 4.0
+    told = {**named, "yarn_original_max_position_embeddings": 4096}
+    with pytest.raises(MappingError, match="rope_scaling: the checkpoint has"):
+        exported(megatron, told, reference)

@@ -268,6 +268,40 @@ def test_a_class_takes_without_a_field_what_its_family_takes(name: str) -> None:
             assert read_config(family, less) == whole, field.hf
 
 
+@pytest.mark.skipif(
+    transformers.__version__.startswith("4."), reason="transformers 4 leaves them as they are"
+)
+@pytest.mark.parametrize(
+    ("name", "field", "changed"),
+    [
+        ("youtu", {"pad_token_id": 3}, "embed_tokens"),
+        ("mamba2", {"rescale_prenorm_residual": True}, "out_proj"),
+    ],
+)
+def test_fields_by_which_a_class_changes_what_it_loads(
+    name: str, field: dict[str, Any], changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An export does not say them, whatever the reference says, and what is loaded is what is stored."""
+    kind, settings = CONFIGS[name]
+    monkeypatch.setitem(CONFIGS, name, (kind, {**settings, **field}))
+    case = make_case(name, tmp_path / "original")
+    made, again = exported(case.megatron, case.imported.args, case.config)
+    (key, value), no_longer = *field.items(), {"pad_token_id": None, "rescale_prenorm_residual": False}
+    for notes in (made.notes, case.imported.notes):
+        assert any(f"{key} is {value!r} in config.json: transformers 5.24 changes" in note for note in notes)
+    assert made.config[key] == no_longer[key]
+
+    def differing(folder: Path, config: dict[str, Any]) -> list[str]:
+        loaded = load(folder, again, config).state_dict()
+        return [
+            one for one, array in case.tensors.items() if loaded[one].numpy().tobytes() != array.tobytes()
+        ]
+
+    assert differing(tmp_path / "new", dict(made.config)) == []
+    assert all(changed in one for one in differing(tmp_path / "as it was", {**made.config, **field}))
+    assert differing(tmp_path / "once more", {**made.config, **field})
+
+
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize("kind", ["DeepseekV2Config", "DeepseekV3Config"])
 def test_a_model_without_a_shared_expert(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -355,6 +355,19 @@ def test_sizes_of_no_model_are_refused(config: dict[str, Any], field: str) -> No
     assert "heads and query groups" in text
 
 
+def test_groups_of_mamba_heads_are_another_norm_in_transformers_4() -> None:
+    """And heads of attention, of which there is none, are as many as divide by a tensor-parallel size."""
+    found, megatron = imported(MAMBA2, directory(MAMBA2))
+    text = "transformers 4 normalizes all 4 groups of Mamba heads together"
+    for notes in (found.notes, exported(megatron, found.args)[0].notes):
+        assert any(text in note for note in notes)
+    one = {**MAMBA2, "n_groups": 1}
+    assert not any(text in note for note in imported(one, directory(one))[0].notes)
+    assert found.args["num_attention_heads"] == MAMBA2["num_heads"] == 8
+    made, _ = exported(megatron, {**found.args, "num_attention_heads": 1}, MAMBA2)  # as imports once had it
+    assert made.config["num_attention_heads"] == 1
+
+
 def test_steps_that_transformers_limits_are_told() -> None:
     notes = imported(NEMOTRON_H, directory(NEMOTRON_H))[0].notes
     assert any("above time_step_min" in note for note in notes)

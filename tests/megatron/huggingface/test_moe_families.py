@@ -87,7 +87,8 @@ RELEASED: dict[str, dict[str, Any]] = {
                  "is_moe_layer": [False, True, True, True], "num_shared_experts": 1, "n_group": 1, "topk_group": 1,
                  "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
                  "sliding_window": 4, "sliding_window_pattern": "LLLG", "rope_theta": 1000000, "rope_scaling": None,
-                 "scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True, "dtype": "bfloat16"},
+                 "scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True, "dtype": "bfloat16",
+                 "num_nextn_predict_layers": 1},
     "Hy3": {**GROUPED, "model_type": "hy_v3", "qk_norm": True, "first_k_dense_replace": 1, "num_experts": 4,
             "num_shared_experts": 1, "expert_hidden_dim": 6, "router_scaling_factor": 2.826,
             "num_nextn_predict_layers": 1, "rope_parameters": {"rope_type": "default", "rope_theta": 11158840.0}},
@@ -250,12 +251,31 @@ def test_bridge_says_the_windows_again() -> None:
     """Its K-EXAONE has them layer by layer too: the same is taken, another pattern is refused."""
     config = RELEASED["K-EXAONE"]
     found, megatron = imported(config, directory(config))
-    bridge = {"layer_types": config["layer_types"], "sliding_windows": [4, 4, 4, 0], "mtp_layer_types": [],
-              "mtp_sliding_windows": [], "swiglu_limits": None, "mtp_num_layers": None}  # fmt: skip
+    bridge = {"layer_types": config["layer_types"], "sliding_windows": [4, 4, 4, 0], "swiglu_limits": None,
+              "mtp_layer_types": ["full_attention"], "mtp_sliding_windows": [0]}  # fmt: skip
     exported = export_targets(specs(megatron), {**found.args, **bridge}, config)
     assert {one.key for one in exported.tensors} == directory(config).keys()
-    for name, other in (("layer_types", ["full_attention"] * 4), ("sliding_windows", [4, 4, 8, 0])):
+    for name, other in (("layer_types", ["full_attention"] * 4), ("sliding_windows", [4, 4, 8, 0]),
+                        ("mtp_layer_types", ["sliding_attention"]), ("mtp_sliding_windows", [4])):  # fmt: skip
         assert f"{name} is " in exported_with("K-EXAONE", **{**bridge, name: other})
+
+
+def test_the_prediction_layer_of_k_exaone_is_dense() -> None:
+    """Beside the model, and without experts though the last layer has some; only Bridge builds it so."""
+    config = RELEASED["K-EXAONE"]
+    tensors = directory(config)
+    found, megatron = imported(config, tensors)
+    gate, up = (tensors[f"mtp.layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up"))
+    fc1 = megatron["mtp.layers.0.transformer_layer.mlp.linear_fc1.weight"]
+    assert fc1.tobytes() == gate.tobytes() + up.tobytes()
+    assert not [name for name in megatron if name.startswith("mtp.") and "expert" in name]
+    assert any(
+        "prediction module is dense, as only Megatron-Bridge builds it" in note for note in found.notes
+    )
+    bare = {name: array for name, array in tensors.items() if not name.startswith("mtp.")}
+    found, _ = imported(config, bare)
+    assert found.args["mtp_num_layers"] is None and not [note for note in found.notes if "is dense" in note]
+    assert "has names for one" in exported_with("K-EXAONE", mtp_num_layers=2)
 
 
 def test_the_indexer_is_quantized_as_the_release_is() -> None:

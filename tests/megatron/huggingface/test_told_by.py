@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 
+import pytest
+
 from ckpt_tools.megatron.huggingface import told_by as table
 from ckpt_tools.megatron.huggingface.families import FAMILIES
 from ckpt_tools.megatron.huggingface.file_places import parse_rule_source, twice
 from ckpt_tools.megatron.huggingface.identify import REFUSED, without_modules
 from ckpt_tools.megatron.huggingface.read_args import read_model_args
-from tests.megatron.huggingface.by_rules import directory, imported
+from tests.megatron.huggingface.by_rules import BASE, directory, exported, imported, problems
 from tests.megatron.huggingface.models import CONFIGS, LIKE, family_of
 
 ONLY_A_REFERENCE_TELLS = {
@@ -91,6 +93,23 @@ def test_every_line_and_every_word_of_the_table_counts() -> None:
         if told(without(table.FAMILIES_TOLD, number, word)) == right
     ]
     assert idle == []
+
+
+@pytest.mark.parametrize(
+    ("variant", "names"),
+    [("smollm3", "smollm3"), ("exaone_moe", "exaone_moe"), ("phi3_partial", "phi3"), ("olmoe", "olmoe"),
+     ("persimmon_plain", "gpt_neox or persimmon")],
+)  # fmt: skip
+def test_a_family_that_does_not_fit_names_those_that_do(variant: str, names: str) -> None:
+    """Without config.json, one of several families with the same parameters is told; settings may say it is not."""
+    config = {**CONFIGS[variant][1], "model_type": family_of(variant)}
+    found, megatron = imported(config, directory(config))
+    text = problems(lambda: exported(megatron, found.args))
+    assert f"parameters and settings are those of {names}: --hf-config with the model's config.json" in text
+    assert "--hf-config with" not in problems(lambda: exported(megatron, {**found.args, "use_mup": True}))
+    assert "are those of" not in problems(
+        lambda: exported(megatron, found.args, {**BASE, "model_type": "llama"})
+    )
 
 
 def test_what_is_refused_is_not_known() -> None:
