@@ -77,12 +77,14 @@ def test_all_towers_go_there_and_back_in_either_format(name: str, tmp_path: Path
 
 def test_layers_of_transformers_modules_are_stored_one_by_one(tmp_path: Path) -> None:
     """As Bridge's runs have them, and without extra states; those of Megatron's own are stacked."""
-    made = imported(directory(tmp_path / "vl", "gemma3"), tmp_path / "run")
+    source = directory(tmp_path / "vl", "gemma3")
+    made = imported(source, tmp_path / "run")
     catalog = catalog_of(made / "release")
     assert "vision_tower.vision_model.encoder.layers.1.mlp.fc1.weight" in catalog.tensors
     assert "language_model.decoder.layers.mlp.linear_fc1.weight" in catalog.tensors
     assert not [key for key in catalog.objects if key.startswith("vision_tower.")]
     assert catalog.tensors["multi_modal_projector.proj.weight"].shape == (24, 16)
+    assert tensors_of(source)["multi_modal_projector.mm_input_projection_weight"][1] == (16, 24)
 
 
 def test_megatron_fsdp_asks_for_every_fc1_of_a_swiglu_model_in_halves(tmp_path: Path) -> None:
@@ -147,6 +149,12 @@ def test_one_other_value_of_a_vision_tower_is_found(
     assert key in capsys.readouterr().out
     assert run(["verify", str(changed(source, tmp_path / "few", **{key: None})), "--against", str(made)]) == 1
     assert f"{key}: float32 [24, 64] is missing in the model" in " ".join(capsys.readouterr().out.split())
+    stray = "model.visual.blocks.2.norm1.bias"
+    assert (
+        run(["verify", str(changed(source, tmp_path / "more", **{stray: array})), "--against", str(made)])
+        == 1
+    )
+    assert stray in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("name", "architecture"), [("qwen3_vl", "Qwen3ForCausalLM"), ("gemma3", "Gemma3ForCausalLM"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from ckpt_tools.megatron.huggingface.checks import Spec
+from ckpt_tools.megatron.huggingface.checks import Spec, with_stored_norms
 from ckpt_tools.megatron.huggingface.config import read_config
 from ckpt_tools.megatron.huggingface.families import FAMILIES
+from ckpt_tools.megatron.huggingface.rules import SMALLEST
 from ckpt_tools.megatron.huggingface.towers import language_tower, whole_config
 
 RELEASED: dict[str, Any] = {
@@ -42,3 +44,12 @@ def test_a_text_config_of_few_fields_is_the_model_that_its_class_makes_of_it() -
     more = whole_config(RELEASED, tower, {"vocab_size": 262300, "torch_dtype": "float16"})
     assert more == {**RELEASED, "torch_dtype": "float16",
                     "text_config": {**RELEASED["text_config"], "vocab_size": 262300}}  # fmt: skip
+
+
+def test_stored_norms_of_queries_and_keys_are_computed_whatever_the_settings_say() -> None:
+    """Bridge's Gemma 3; those of latent attention are others."""
+    norm = "decoder.layers.0.self_attention.q_layernorm.weight"
+    assert with_stored_norms(SMALLEST, [norm]).qk_layernorm
+    assert not with_stored_norms(SMALLEST, ["decoder.layers.0.mlp.linear_fc1.weight"]).qk_layernorm
+    assert with_stored_norms(replace(SMALLEST, qk_layernorm=True), []).qk_layernorm
+    assert not with_stored_norms(replace(SMALLEST, multi_latent_attention=True), [norm]).qk_layernorm

@@ -87,11 +87,14 @@ MROPE = {"rope_type": "default", "mrope_section": [2, 2, 1], "mrope_interleaved"
 GEMMA = {**PLAIN, "query_pre_attn_scalar": 10, "sliding_window": 8, "sliding_window_pattern": 2,
          "rope_local_base_freq": 1e4, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
          "layer_types": ["sliding_attention", "full_attention"]}  # fmt: skip
+SILENT_MOE = {
+    key: value for key, value in {**MOE_TEXT, "rope_scaling": MROPE}.items() if key != "norm_topk_prob"
+}
 # By model_type: family and spelling of the language model, text_config, vision_config, further fields.
 KINDS: dict[str, tuple[str, tuple[str, str], dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "qwen2_5_vl": ("qwen2_5_vl_text", AS_FILES, TEXT, VISUAL, {}),
     "qwen3_vl": ("qwen3_vl_text", AS_MODULES, {**PLAIN, "rope_scaling": MROPE}, DEEP, {}),
-    "qwen3_vl_moe": ("qwen3_vl_moe_text", AS_MODULES, {**MOE_TEXT, "rope_scaling": MROPE}, DEEP, {}),
+    "qwen3_vl_moe": ("qwen3_vl_moe_text", AS_MODULES, SILENT_MOE, DEEP, {}),
     "gemma3": ("gemma3", INSIDE, {**GEMMA, "model_type": "gemma3_text"}, SIGLIP, {"tie_word_embeddings": True}),
     "mistral3": ("mistral", INSIDE, {**PLAIN, "model_type": "mistral"}, SIGLIP, {"multimodal_projector_bias": True}),
 }  # fmt: skip
