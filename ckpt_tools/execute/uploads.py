@@ -15,7 +15,7 @@ from ckpt_tools.execute.write_job import Progress, WriteOptions
 from ckpt_tools.formats.store import Store
 from ckpt_tools.model.transfers import OutputBlob, OutputItem, Plan
 
-_PART_BYTES = 16 << 20  # of a multipart upload; held in memory by every thread
+_PART_BYTES = 8 << 20  # of a multipart upload; every thread holds some (`IN_FLIGHT`)
 _MAX_PARTS = 9000  # S3 allows 10,000
 
 

@@ -7,12 +7,13 @@ what they are given, so that nothing here calls them. Only calls that take one l
 
 from __future__ import annotations
 
+import asyncio
 import random
 import re
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from urllib.parse import quote, urlsplit
 
 from ckpt_tools.credentials import hidden, revealed
 from ckpt_tools.errors import CkptError, StorageError, UsageError
+from ckpt_tools.formats.multipart import Multipart
 
 CONNECTIONS = 16
 CONNECT_SECONDS = 5.0
@@ -253,9 +255,20 @@ class Store:
             self.ask(timeout, "rm", path)
 
     def open_for_writing(self, name: str, part_bytes: int) -> Any:
-        """A file object that uploads what is written to it in parts and appears when it is closed."""
+        """A file object that uploads what is written to it in parts and appears when it is closed.
+
+        On S3 several parts are on their way at once.
+        """
+        if self.scheme in S3:
+            bucket, key, _ = self.fs.split_path(self.path(name))
+            return Multipart(self._begin, bucket, key, part_bytes)
         options = {} if self.scheme == "msc" else {"block_size": part_bytes}
         return self.fs.open(self.path(name), "wb", **options)
+
+    def _begin(self, method: str, **asked: Any) -> Future[Any]:
+        """The answer of S3 to a request that goes out now; the driver repeats it as it does its own."""
+        request = self.fs._call_s3(method, self.fs.s3_additional_kwargs, **asked)
+        return asyncio.run_coroutine_threadsafe(request, self.fs.loop)
 
     def abort_uploads(self) -> None:
         """Abort the multipart uploads into this folder that were begun and never completed.
@@ -319,7 +332,9 @@ def _file_system(real: str, shown: str) -> tuple[Any, str]:
         if scheme in WEB:
             fs = driver(encoded=True, headers={"Accept-Encoding": "identity"})
             return fs, quote(real, safe="%/:@!$&'()*+,;=~[]")
-        return driver(**driver._get_kwargs_from_urls(real)), driver._strip_protocol(real)
+        # Else the driver has ten connections, and requests beyond wait for one.
+        more = {"config_kwargs": {"max_pool_connections": CONNECTIONS}} if scheme in S3 else {}
+        return driver(**driver._get_kwargs_from_urls(real), **more), driver._strip_protocol(real)
     except ImportError as error:
         raise UsageError(f"{shown}: {error} ({_INSTALL}).") from error
     except ValueError as error:

@@ -16,6 +16,7 @@ from ckpt_tools.model.transfers import OutputItem, Plan
 from ckpt_tools.plan.assign import ITEM_COST_BYTES, share_bounds
 
 _START_SECONDS = 0.5  # of a process, with imports, checks of the output, and its publication
+_LAUNCH_SECONDS = 10.0  # of processes that a launcher starts: each imports torch, then they meet
 _SECONDS_PER_CHUNK = 2.9e-6  # of metadata
 _SECONDS_PER_TENSOR = 1.2e-4  # of the target, planned
 _WORKER_SPEED = 3e9  # bytes per second that two threads read, sum and write in memory
@@ -58,7 +59,7 @@ def predict(plan: Plan, chunks: int, machines: Machines) -> Duration:
     if machines.network is not None:
         limits.append(sum(sizes) / machines.network)
     return Duration(
-        starting=_START_SECONDS,
+        starting=_START_SECONDS + (_LAUNCH_SECONDS if machines.nodes > 1 else 0),
         metadata=chunks * _SECONDS_PER_CHUNK,
         planning=len(plan.tensors) * _SECONDS_PER_TENSOR,
         moving=max(limits),

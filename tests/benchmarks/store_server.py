@@ -3,9 +3,9 @@
     python -m tests.benchmarks.store_server FOLDER --port 9100 [--processes 4] [--seconds 600] [--rate BYTES]
 
 moto's server is one Python thread and the bottleneck of whatever is measured against it. Here several processes
-accept on one socket, objects are files, and what is read leaves by `sendfile`. `--rate` lets all of them together move
-so many bytes a second, as a network or a node's disk would; it can be given for each of several ports, whose objects
-are the same. Nothing is authenticated: it is for benchmarks, ends after `--seconds`, and with its parent.
+accept on one socket, objects are files, and what is read leaves by `sendfile`. With `--rate` all of them together
+move so many bytes a second at each port, as a network or a node's disk would; all ports have the same objects.
+Nothing is authenticated: it is for benchmarks, ends after `--seconds`, and with its parent.
 """
 
 from __future__ import annotations

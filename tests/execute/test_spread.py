@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -80,3 +81,55 @@ except CorruptCheckpointError as error:
         [sys.executable, "-c", script], cwd=REPO, capture_output=True, text=True, check=True
     )
     assert (done.stdout, done.stderr) == ("job 7 is bad\n", "")
+
+
+@given(st.lists(st.integers(1, 1 << 20), min_size=8, max_size=60), st.integers(2, 6))
+def test_who_begins_later_gets_less(sizes: list[int], count: int) -> None:
+    less = sum(sizes) // (2 * count)
+    shares = even_shares(sizes, count, less)
+    assert sorted(number for share in shares for number in share) == list(range(len(sizes)))
+    first, *others = (sum(sizes[number] for number in share) for share in shares)
+    assert first + less <= min(others) + max(sizes)
+    assert max(others) <= min(first + less, *others) + max(sizes)
+
+
+def test_other_processes_have_begun_when_the_block_does(tmp_path: Path) -> None:
+    """And end with it, whatever ends it; what this process reads is told as if all had read as much."""
+    script = """
+import os, sys, time
+from pathlib import Path
+from ckpt_tools.execute.spread import begun
+here, place = os.getpid(), Path(sys.argv[1])
+
+def work(job, tick):
+    if os.getpid() != here:
+        (place / f"{job}").touch()
+    tick(10)
+    return job
+
+told = []
+with begun(work, range(100), sizes=[10] * 100, threads=1, workers=2, tick=told.append, behind=200) as results:
+    while not list(place.iterdir()):
+        time.sleep(0.01)
+    assert results() == list(range(100))
+assert len(list(place.iterdir())) == 60, "the first has 20 less"
+assert abs(sum(told) - 1000) <= len(told), sum(told)
+try:
+    with begun(work, range(100), sizes=[10] * 100, threads=1, workers=2, tick=told.append):
+        raise KeyError("the block")
+except KeyError:
+    print("left")
+try:
+    os.waitpid(-1, os.WNOHANG)
+except ChildProcessError:
+    print("alone")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "left\nalone\n", "")

@@ -32,6 +32,7 @@ def test_a_nodes_disk_is_the_limit_and_nodes_share() -> None:
     one, eight = (predict(plan, 0, Machines(disk=2 * GB, nodes=n)) for n in (1, 8))
     assert one.moving == pytest.approx(320) and eight.moving == pytest.approx(40)
     assert one.planning == eight.planning  # every node plans all of it
+    assert eight.starting > one.starting + 5  # by a launcher, with torch
 
 
 def test_a_shared_network_is_a_limit_for_all_nodes_together() -> None:

@@ -80,7 +80,7 @@ def test_a_failing_source_leaves_no_upload(
     monkeypatch.setattr(uploads, "_content", content)
     with pytest.raises(CorruptCheckpointError, match="a flipped bit"):
         write_checkpoint(large.plan(2), large.files, Output("s3://box/failing"))
-    assert _parts(proxy), "uploads had begun"
+    assert any(path.endswith("?uploads") for _, path, _ in proxy.requests), "uploads had begun"
     assert _uploads() == []
     import gc
 
@@ -123,7 +123,8 @@ def test_ctrl_c_leaves_no_upload(proxy: FaultProxy, large: Case) -> None:
         write_checkpoint(large.plan(1), large.files, Output("s3://box/ctrlc"), progress=interrupt)
     assert sent
     assert _uploads() == []
-    assert sorted(Store("s3://box/ctrlc").sizes()) == [MARKER]
+    left = Store("s3://box/ctrlc").sizes()  # files that were whole by then stay, for --resume
+    assert MARKER in left and METADATA not in left
 
 
 KILLED = """
@@ -225,7 +226,7 @@ def test_uploads_of_a_killed_rank_end_with_the_run(proxy: FaultProxy, large: Cas
     said = [process.communicate(timeout=120)[0] for process in processes]
     assert [process.returncode for process in processes] == [7, -signal.SIGKILL]
     assert "no sign of life from rank 1" in said[0]
-    assert sum("partNumber" in path and "ranks/__1_0" in path for _, path, _ in proxy.requests), (
+    assert any(path.endswith("?uploads") and "ranks/__1_0" in path for _, path, _ in proxy.requests), (
         "it had begun"
     )
     assert _uploads() == []
