@@ -80,7 +80,8 @@ def rope_args(rope: Mapping[str, Any], mla: bool) -> dict[str, Any]:
         case "linear":
             return {"rotary_seq_len_interpolation_factor": rope["factor"]}
         case "yarn" if mla:
-            return {**rope, "rotary_scaling_factor": rope["factor"]}
+            numbers = {name: value for name, value in rope.items() if name != "factor"}
+            return {**numbers, "rotary_scaling_factor": rope["factor"]}
         case "yarn":
             if "attention_factor" in rope:
                 raise MappingError(
