@@ -34,10 +34,9 @@ def write_config(family: Family, model: ModelArgs) -> dict[str, Any]:
     for one in family.fields:
         own = model.has(one.arg) or one.default is REQUIRED or callable(one.default)
         value = one.write(model.setting(one.arg), model) if own else one.default
-        parts = one.hf == NESTED and isinstance(
-            config.get(NESTED), Mapping
-        )  # several settings are one mapping
-        config[one.hf] = {**config[NESTED], **value} if parts else value
+        config[one.hf] = (
+            {**config.get(NESTED, {}), **value} if one.hf == NESTED else value
+        )  # of several settings
     return {**config, **family.written}
 
 

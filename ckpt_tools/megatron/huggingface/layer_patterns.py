@@ -35,7 +35,10 @@ def windows_said_again(args: Mapping[str, Any]) -> set[str]:
     if not isinstance(layers, int) or not window:
         return set()
     having = sliding_layers(args.get("window_attn_skip_freq"), layers)
-    inner = having[-1:] * int(args.get("mtp_num_layers") or 0)  # built as the last layer is
+    modules = args.get("mtp_num_layers")
+    inner = having[-1:] * (
+        modules if isinstance(modules, int) and modules <= layers else 0
+    )  # as the last layer is
     again: dict[str, list[Any]] = {}
     for prefix, those in (("", having), ("mtp_", inner)):
         again[f"{prefix}layer_types"] = ["sliding_attention" if one else "full_attention" for one in those]
