@@ -19,6 +19,7 @@ from ckpt_tools.errors import CkptError, MappingError, UsageError
 from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.model.choices import MegatronFormat
+from tests.commands import oracle
 from tests.conftest import DATA, REPO, fixture_dir
 from tests.megatron.huggingface.by_rules import DEEPSEEK, LLAMA, QWEN3_MOE, directory
 
@@ -100,6 +101,15 @@ def test_there_and_back(name: str, to: MegatronFormat, tmp_path: Path) -> None:
     for file in shards:
         data = sum(tensors[k].nbytes for k, f in index["weight_map"].items() if f == file)
         assert data <= 2000 or list(index["weight_map"].values()).count(file) == 1
+
+
+def test_layers_of_falcon_h1_stand_alone(tmp_path: Path) -> None:
+    """Its stack writes them one by one, as those of every hybrid."""
+    model("falcon_h1", tmp_path / "hf")
+    import_hf(str(tmp_path / "hf"), str(tmp_path / "run"))
+    keys = oracle.tensors(tmp_path / "run" / "release")
+    assert {"decoder.layers.0.mamba_mixer.in_proj.weight.z", "decoder.layers.1.norm.weight"} <= keys.keys()
+    assert "decoder.layers.norm.weight" not in keys
 
 
 def truth_of(name: str) -> tuple[Path, dict[str, Any]]:

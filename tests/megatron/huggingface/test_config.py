@@ -219,6 +219,9 @@ def test_yarn_of_a_reference_is_no_matter_of_course() -> None:
         exported(megatron, plain, reference)
     named = {**plain, "position_embedding_type": "yarn"}
     assert exported(megatron, named, reference)[0].config["rope_scaling"]["factor"] == 4.0
+    linear = {**LLAMA, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+    with pytest.raises(MappingError, match="rope_scaling: the checkpoint has"):
+        exported(megatron, named, linear)
     told = {**named, "yarn_original_max_position_embeddings": 4096}
     with pytest.raises(MappingError, match="rope_scaling: the checkpoint has"):
         exported(megatron, told, reference)
