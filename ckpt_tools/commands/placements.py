@@ -19,6 +19,7 @@ from ckpt_tools.megatron.settings import training_dtype
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.choices import LayoutName
+from ckpt_tools.model.deferred import Deferred
 from ckpt_tools.model.roles import WEIGHT
 from ckpt_tools.model.target import Target, TargetTensor
 from ckpt_tools.model.transfers import Plan
@@ -74,6 +75,8 @@ def lay_out(
         place = even_placement(layout.ranks, ranks)
     else:
         place = exact_placement(core, ranks)
+        if only is not None:
+            target = rank_share(target, core, only)
         target = in_reading_order(target, core.names())
     return build_plan(catalog, target, place, layout.ranks, archives, only=only)
 
@@ -140,7 +143,7 @@ def exact_placement(core: Placement, ranks: Sequence[int]) -> PlanPlacement:
     for rank in ranks:
         for name, box in core.written(rank):
             boxes.setdefault(name, []).append((rank, box))
-    known = set(core.names())
+    known = set(core.names()) if 0 in ranks else boxes.keys()
 
     def place(tensor: TargetTensor) -> Sequence[tuple[int, Box]]:
         if tensor.parameter in known and 0 not in tensor.shape:
@@ -148,6 +151,15 @@ def exact_placement(core: Placement, ranks: Sequence[int]) -> PlanPlacement:
         return [(0, full_box(tensor.shape))] if 0 in ranks else []
 
     return place
+
+
+def rank_share(target: Target, core: Placement, rank: int) -> Target:
+    """What `rank` writes of a target, and at most a little more. Rank 0 also has what no parameter places."""
+    if not rank:
+        return target
+    names = {name for name, _ in core.written(rank)}
+    tensors = target.tensors.of(names) if isinstance(target.tensors, Deferred) else target.tensors
+    return Target(tuple(tensor for tensor in tensors if tensor.parameter in names))
 
 
 def in_reading_order(target: Target, names: Iterable[str]) -> Target:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ckpt_tools.commands.close_names import unmatched
 from ckpt_tools.commands.opened import open_checkpoint
-from ckpt_tools.commands.placements import Layout, place_model
+from ckpt_tools.commands.placements import Layout, place_model, rank_share
 from ckpt_tools.commands.relayout_plain import plain_layout, stays_plain
 from ckpt_tools.commands.target_job import TargetJob
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, prepare_output
@@ -106,7 +106,10 @@ class Priced:
             counts = moved.setdefault(item.key, {})
             for transfer in item.transfers:
                 counts[transfer.strategy] = counts.get(transfer.strategy, 0) + transfer.nbytes
-        roles = {t.key: t.role for t in self.target.tensors}
+        planned = self.target
+        if self.rank is not None and self.layout.name != "even":
+            planned = rank_share(planned, self.core, self.rank)  # of a large model no others are made
+        roles = {t.key: t.role for t in planned.tensors}
         for key, (dtype, shape) in self.plan.tensors.items():
             if key in boxes:
                 size = itemsize(dtype)
@@ -208,12 +211,13 @@ def plan_checkpoint(
             layout = plain_layout(layout)
         prepared = prepare_output(opened, options, layout)
         target = prepared.target
-        idle = unmatched(globs, (t.key for t in target.tensors))
+        idle = unmatched(globs, (t.key for t in target.tensors)) if globs else {}
         for glob, close in idle.items():
             hint = f"; did you mean {', '.join(close)}?" if close else ""
             raise UsageError(f"--tensor {glob}: no tensor of the target has such a key{hint}")
         job = layout if layout.topology else Layout(layout.name, Topology(dp_shard=layout.ranks))
         core = place_model(prepared.live_model(), job)
+        prepared = replace(prepared, model=None)  # it is large, and not asked again
         plan = prepared.lay_out(layout, rank, None if layout.name == "even" else core)
     assert prepared.job is not None  # what is laid out for a job names it
     return Priced(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final, Literal
 
 from ckpt_tools.commands.conversion import (
@@ -42,10 +43,12 @@ from ckpt_tools.megatron.record import TargetRecord
 from ckpt_tools.megatron.torch_dist.read import Extent
 from ckpt_tools.megatron.vocab import VocabChange
 from ckpt_tools.model.box import Box
+from ckpt_tools.model.catalog import Item
 from ckpt_tools.model.choices import CheckLevel
+from ckpt_tools.model.deferred import Chosen
 from ckpt_tools.model.model import Model, without_optimizer
 from ckpt_tools.model.roles import MASTER, WEIGHT
-from ckpt_tools.model.target import TargetTensor
+from ckpt_tools.model.target import TargetObject, TargetTensor
 
 _BUILD: Final = {"fsdp_dtensor": build_fsdp_target, "dcp": build_dcp_target}
 
@@ -156,7 +159,7 @@ def prepare_model(
     record = TargetRecord(built.dialect.name, tokens=built.tokens, format=plain)
     record = sized(record, tp, layout, has_experts)
     job = TargetJob(record, built.packed, built.vocabulary)
-    must_round = [tensor for tensor in built.target.tensors if tensor.must_round_to]
+    must_round = Chosen(built.target.tensors, lambda tensor: tensor.must_round_to)
     small = _bridge_files(built, model, files, begins=bool(asked.fresh_optimizer))
     in_place = any(MASTER in p.values and WEIGHT not in p.values for p in model.parameters)
     left_out = MASTER in model.roles or model.unread
@@ -182,7 +185,7 @@ def prepare_model(
         must_be_zero=tuple(_cut_rows(built.vocab)),
         without_masters=without_masters if asked.weights_only else None,
         model=lambda: target_model(built, model.common),
-        archives=lambda: _archives(built, files),
+        archives=partial(_archives, built.target.objects, built.archives, files),
     )
 
 
@@ -204,10 +207,12 @@ def planned(opened: Opened, prepared: Conversion, options: ConvertOptions, layou
     )
 
 
-def _archives(built: FsdpTarget, files: Files) -> Iterator[tuple[str, bytes]]:
+def _archives(
+    objects: Iterable[TargetObject], stored: Mapping[str, Item], files: Files
+) -> Iterator[tuple[str, bytes]]:
     """(key, archive) of every object; what is kept of the source goes along as it is stored."""
-    yield from object_archives(o for o in built.target.objects if o.key not in built.archives)
-    for key, item in built.archives.items():
+    yield from object_archives(o for o in objects if o.key not in stored)
+    for key, item in stored.items():
         yield key, read_archive(files, item)
 
 

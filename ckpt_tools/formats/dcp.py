@@ -37,6 +37,9 @@ EAGER_BYTES = 2 << 20  # up to this size everything is decoded, and so checked, 
 _LEADS_OUT = "leads out of the checkpoint"
 _RANK_FILE = re.compile(r"__(\d{1,9})_\d+\.distcp")
 
+_CUTS = 1000  # chunks of a tensor whose boxes are kept, for tensors that are cut alike
+_KEPT_CUTS = 64  # ways to cut a tensor, kept decoded
+
 Offset = tuple[int, ...]
 
 
@@ -151,6 +154,7 @@ _INFO_NAMES = {
 }
 _OBJECT_NAMES = {"index_class": "", "fqn_name": "fqn", "index_name": "index"}
 _INDEX_NAMES = {**_OBJECT_NAMES, "start_name": "offset"}
+_STORED_NAMES = (*_INFO_NAMES, *_INDEX_NAMES)
 
 
 class _Storage:
@@ -189,8 +193,7 @@ class _Storage:
 
     def size(self, match: re.Match[bytes], name: str) -> Offset:
         """A SIZE of a packed record."""
-        made, fetched = match[f"{name}_tuple"], match[name]
-        call = match[f"{name}_call"]
+        made, fetched, call = match.group(f"{name}_tuple", name, f"{name}_call")
         if call is not None and call not in self._known:
             if self._machine.value(call) != SIZE:
                 raise CorruptCheckpointError(f"{self._machine.where}: a size that is not made by torch.Size")
@@ -218,11 +221,14 @@ class _Storage:
 
     def _packed_item(self, place: int) -> tuple[Offset | None, Item]:
         match = _packed(STORED, self._machine.data, place)
-        self.check_names(match, "_StorageInfo", _INFO_NAMES)
-        self.check_names(match, "MetadataIndex", _INDEX_NAMES if match["start_name"] else _OBJECT_NAMES)
-        offset = self.size(match, "start") if match["start_name"] else None
-        path = self._text(match["path"] or match["path_text"])
-        return offset, Item(path, integer(match["offset"]), integer(match["length"]))
+        names = match.group(*_STORED_NAMES)
+        if names not in self._known:
+            self.check_names(match, "_StorageInfo", _INFO_NAMES)
+            self.check_names(match, "MetadataIndex", _INDEX_NAMES if match["start_name"] else _OBJECT_NAMES)
+            self._known.add(names)
+        named, fetched, text, at, length = match.group("start_name", "path", "path_text", "offset", "length")
+        offset = self.size(match, "start") if named else None
+        return offset, Item(self._text(fetched or text), integer(at), integer(length))
 
     def _text(self, opcode: bytes) -> str:
         text = self._texts.get(opcode)
@@ -239,6 +245,7 @@ class _Decoder:
 
     def __init__(self, machine: Machine, storage: _Storage, tensors: Mapping[str, Object]) -> None:
         self._machine, self._storage, self._tensors = machine, storage, tensors
+        self._boxes: dict[tuple[Offset, int, bytes], tuple[Box, ...]] = {}
 
     def object(self, key: str) -> ObjectEntry:
         items = self._storage.items(key)
@@ -256,15 +263,12 @@ class _Decoder:
     def chunks(self, key: str) -> tuple[Chunk, ...]:
         """Where the pieces of a tensor are stored; each once, inside its shape."""
         state = fields_of(self._tensors[key], "TensorStorageMetadata")
-        shape = _offset(state["size"])
         items = self._storage.items(key)
         chunks = []
-        for box in map(self._box, state["chunks"]):
+        for box in self._boxes_of(key, _offset(state["size"]), state["chunks"]):
             item = items.pop(box.start, None)
             if item is None:
                 raise CorruptCheckpointError(f"{key}: no file holds the chunk {box}")
-            if len(box.start) != len(shape) or any(map(gt, box.stop, shape)):
-                raise CorruptCheckpointError(f"{key}: chunk {box} is outside of shape {list(shape)}")
             _check_range(key, item)
             chunks.append(Chunk(box, item))
         if items:
@@ -272,6 +276,28 @@ class _Decoder:
                 f"{key}: {len(items)} items are stored for chunks that it has not, the first at {next(iter(items))}"
             )
         return tuple(chunks)
+
+    def _boxes_of(self, key: str, shape: Offset, chunks: list[Any]) -> tuple[Box, ...]:
+        """The boxes of a tensor's chunks, all inside its `shape`.
+
+        Layers and states of a model are cut alike, and then their records have the same bytes: those of the first
+        to the last tell the same boxes, as the memo that they fetch from holds one value under a number.
+        """
+        alike = None
+        if 0 < len(chunks) <= _CUTS and all(type(chunk) is Record for chunk in chunks):
+            last = _packed(CHUNK, self._machine.data, chunks[-1])
+            alike = shape, len(chunks), self._machine.data[chunks[0] : last.end()]
+            if (known := self._boxes.get(alike)) is not None:
+                return known
+        boxes = tuple(map(self._box, chunks))
+        for box in boxes:
+            if len(box.start) != len(shape) or any(map(gt, box.stop, shape)):
+                raise CorruptCheckpointError(f"{key}: chunk {box} is outside of shape {list(shape)}")
+        if alike is not None:
+            if len(self._boxes) > _KEPT_CUTS:
+                self._boxes.clear()
+            self._boxes[alike] = boxes
+        return boxes
 
     def _box(self, chunk: Any) -> Box:
         """One element of `chunks`: a packed record, or an object that was executed."""

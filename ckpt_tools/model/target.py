@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckpt_tools.model.roles import Role
@@ -65,9 +65,9 @@ class Target:
     `aliases` are further keys of its tensors, which cost no bytes: alias -> (key, path of the alias).
     """
 
-    tensors: tuple[TargetTensor, ...]
+    tensors: Sequence[TargetTensor]
     inline: tuple[InlineTensor, ...] = ()
-    objects: tuple[TargetObject, ...] = ()
+    objects: Sequence[TargetObject] = ()
     aliases: Mapping[str, tuple[str, tuple[str | int, ...]]] = field(default_factory=dict)
     dropped: tuple[str, ...] = ()  # one line each: source key and the reason
     kept: tuple[str, ...] = ()  # one line for each kind of what no loader asks for

@@ -1,6 +1,7 @@
 """Which bytes go where: target x boxes x chunks. Nothing is read and nothing is written here.
 
 * `build`: makes the plan
+* `digest`: what tells two plans apart
 * `overlap`: which pieces of which chunks make up a box, and the proof that they tile it
 * `strategy`: how each piece gets there: copied, or computed
 * `tiling`: finding boxes among many, in near linear time

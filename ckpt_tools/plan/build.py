@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple, TypeAlias
-
-import orjson
 
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, list_problems
 from ckpt_tools.formats.archive import ALIGNMENT
@@ -28,9 +24,9 @@ from ckpt_tools.model.transfers import (
     Strategy,
     TensorInfo,
     Transfer,
-    item_row,
 )
 from ckpt_tools.model.without_gc import without_gc
+from ckpt_tools.plan.digest import plan_digest
 from ckpt_tools.plan.overlap import ChunkFinder, Located, TargetReader
 from ckpt_tools.plan.strategy import strategy, transfer
 from ckpt_tools.plan.tiling import tiling_problem
@@ -61,17 +57,19 @@ class _Files:
 
     def __init__(self, world: int) -> None:
         self._ends = [[0] for _ in range(world)]
+        self._names = [_file_name(rank, 0) for rank in range(world)]  # of the file that is filled
 
     def place(self, rank: int, length: int, in_block: int | None = None) -> tuple[str, int]:
         """File and offset of `length` bytes, in the order of the calls; `in_block`: where in a block they begin."""
         ends = self._ends[rank]
         if ends[-1] >= FILE_BYTES:
+            self._names[rank] = _file_name(rank, len(ends))
             ends.append(0)
         offset = -(-ends[-1] // ALIGNMENT) * ALIGNMENT
         if in_block is not None:
             offset += (in_block - offset) % EXTENT_BYTES
         ends[-1] = offset + length
-        return _file_name(rank, len(ends) - 1), offset
+        return self._names[rank], offset
 
     def sizes(self) -> dict[str, int]:
         """Length in bytes of every file that is not empty."""
@@ -120,8 +118,9 @@ def build_plan(
         except (MappingError, CorruptCheckpointError) as error:
             problems.append(error)
     raise_all(problems)
-    tensors = {t.key: TensorInfo(t.dtype, t.shape) for t in target.inline}
-    tensors |= {t.key: TensorInfo(t.dtype, t.shape) for t in target.tensors}
+    info = cache(TensorInfo)  # alike for hundreds of thousands
+    tensors = {t.key: info(t.dtype, t.shape) for t in target.inline}
+    tensors |= {t.key: info(t.dtype, t.shape) for t in target.tensors}
     paths = {t.key: t.path or (t.key,) for t in _entries(target)}
     tensors |= {alias: tensors[key] for alias, (key, _) in target.aliases.items()}
     paths |= {alias: path for alias, (_, path) in target.aliases.items()}
@@ -143,8 +142,8 @@ def _place_blobs(target: Target, blobs: Iterable[tuple[str, bytes]], files: _Fil
         if len(t.data) != expected:
             raise MappingError(f"{t.key}: {t.dtype} {t.shape} needs {expected} bytes, but has {len(t.data)}")
         archives.append((t.key, full_box(t.shape), framed_tensor(t.dtype, t.shape, t.data)))
-    given = Counter(key for key, box, _ in archives if box is None)
-    if given != Counter(o.key for o in target.objects):
+    given = [key for key, box, _ in archives if box is None]
+    if len(given) != len(target.objects) or set(given) != {o.key for o in target.objects}:
         raise MappingError("the archives given are not those of the target's objects")
     places: dict[bytes, tuple[str, int]] = {}
     for _, _, data in archives:
@@ -246,35 +245,3 @@ def raise_all(problems: Sequence[MappingError | CorruptCheckpointError]) -> None
             f"{len(problems)} tensors cannot be planned:\n" + list_problems(map(str, problems)),
             map(str, problems),
         )
-
-
-def plan_digest(
-    items: Sequence[OutputItem],
-    blobs: Sequence[OutputBlob],
-    sizes: Mapping[str, int],
-    tensors: Mapping[str, TensorInfo],
-    paths: Mapping[str, tuple[str | int, ...]],
-    original_shapes: Mapping[str, tuple[int, ...]] | None = None,
-    aliases: Mapping[str, str] | None = None,
-) -> str:
-    """SHA-256 over a canonical rendering of the plan."""
-    state = hashlib.sha256()
-    data_digest = cache(lambda data: hashlib.sha256(data).hexdigest())
-    for item in items:
-        state.update(_canonical(item_row(item)))
-    for blob in blobs:
-        box = None if blob.box is None else list(blob.box)
-        row = [blob.key, box, blob.file, blob.offset, data_digest(blob.data)]
-        state.update(_canonical(row))
-    shapes = [] if original_shapes is None else [dict(original_shapes)]
-    kinds = {key: tuple(info) for key, info in tensors.items()}
-    state.update(_canonical([dict(sizes), kinds, dict(paths), *shapes, dict(aliases or {})]))
-    return state.hexdigest()
-
-
-def _canonical(value: object) -> bytes:
-    """`value` as JSON; the slow way for what UTF-8 cannot spell, such as file names that are not text."""
-    try:
-        return orjson.dumps(value)
-    except orjson.JSONEncodeError:
-        return json.dumps(value).encode()

@@ -13,7 +13,7 @@ from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Item
 from ckpt_tools.model.transfers import RUNS, VERBATIM, OutputBlob, OutputItem, Plan, Strategy, Transfer
 from ckpt_tools.model.views import Piece
-from ckpt_tools.plan.build import plan_digest
+from ckpt_tools.plan.digest import plan_digest
 
 PART_BYTES = 64 << 20  # a longer run is copied in several items, by several workers
 

@@ -16,7 +16,8 @@ from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.dtypes import itemsize
 from ckpt_tools.model.target import InlineTensor, TargetTensor
 from ckpt_tools.model.transfers import OutputBlob, OutputItem, Plan, TensorInfo
-from ckpt_tools.plan.build import plan_digest, raise_all
+from ckpt_tools.plan.build import raise_all
+from ckpt_tools.plan.digest import plan_digest
 from ckpt_tools.plan.overlap import ChunkFinder, TargetReader
 from ckpt_tools.plan.strategy import transfers_into
 

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from ckpt_tools.errors import UsageError, list_problems
@@ -74,6 +75,7 @@ def row_size(shape: Sequence[int]) -> int:
     return math.prod(shape[1:])
 
 
+@lru_cache(maxsize=4096)  # a rank has the same rows of the many equal layers
 def rows_box(local: Shape, start: int, stop: int, tp_dim: int | None, tp_rank: int) -> Box:
     """Box in the global tensor of rows `[start, stop)` of the piece of shape `local` that `tp_rank` has."""
     if not local:
@@ -101,14 +103,24 @@ def part_boxes(parameter: Parameter, topology: Topology, box: Box) -> Iterator[t
             yield parameter.name, box
         return
     blocks = parameter.tp_size(topology) if parameter.tp_dim == 0 else 1
+    for number, found in _cut(tuple([part.rows for part in parameter.parts]), blocks, box):
+        yield parameter.parts[number].name, found
+
+
+@lru_cache(maxsize=4096)
+def _cut(parts: tuple[int, ...], blocks: int, box: Box) -> list[tuple[int, Box]]:
+    """(number, box) of the parts, given by their rows, that `box` lies in."""
+    found = []
     at = 0  # first live row of the part's rows on this TP rank
     for tp_rank in range(blocks):
-        for name, rows in parameter.parts:
+        for number, rows in enumerate(parts):
             count = rows // blocks
             lo, hi = max(at, box.start[0]), min(at + count, box.start[0] + box.size[0])
             if lo < hi and 0 not in box.size:
-                yield name, Box((tp_rank * count + lo - at, *box.start[1:]), (hi - lo, *box.size[1:]))
+                inside = Box((tp_rank * count + lo - at, *box.start[1:]), (hi - lo, *box.size[1:]))
+                found.append((number, inside))
             at += count
+    return found
 
 
 def as_parts(parameters: Iterable[Parameter]) -> list[Parameter]:

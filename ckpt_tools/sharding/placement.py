@@ -62,6 +62,7 @@ from ckpt_tools.sharding.parameters import (
 )
 from ckpt_tools.sharding.topology import Coordinates, Topology
 
+_KEPT_ROWS = 4096  # parts of buffers whose rows are kept
 _TRIED_SIZES = 64  # how far from the asked dp_shard an uncut one is looked for
 
 _At = tuple[Coordinates, Coordinates]  # dense and expert view of a rank; index it with `is_expert`
@@ -105,6 +106,7 @@ class Placement:
         self.local_shapes = [p.local_shape(self.topology) for p in self.parameters]
         self._local = self._local_parameters()
         self._bucket_size = bucket_size
+        self._found: dict[tuple[int, int, int, bool], list[tuple[int, int, int]]] = {}
         self._packings: dict[tuple[Shape, ...], Packing] = {}
         self._buckets: dict[int, tuple[Bucket, ...]] = {}
         if layout == "mfsdp-v1" and topology.strategy != "no_shard":
@@ -231,10 +233,22 @@ class Placement:
                 start, stop = 0, packing.end
             else:
                 start, stop = bucket.part_range(self._part(at[bucket.group.is_expert]))
-            found = packing.all_pieces(start, stop) if keep_empty else packing.pieces(start, stop)
-            for item, first, last in found:
-                row = row_size(packing.shapes[item])
-                yield members[item], first // row, last // row
+            for item, first, last in self._item_rows(packing, start, stop, keep_empty):
+                yield members[item], first, last
+
+    def _item_rows(
+        self, packing: Packing, start: int, stop: int, keep_empty: bool
+    ) -> list[tuple[int, int, int]]:
+        """(item, first row, row past the last) in elements `[start, stop)`; equal layers lie in equal buffers."""
+        key = id(packing), start, stop, keep_empty  # `_packings` holds it
+        found = self._found.get(key)
+        if found is None:
+            if len(self._found) > _KEPT_ROWS:
+                self._found.clear()
+            pieces = packing.all_pieces(start, stop) if keep_empty else packing.pieces(start, stop)
+            rows = [(item, first, last, row_size(packing.shapes[item])) for item, first, last in pieces]
+            found = self._found[key] = [(item, first // row, last // row) for item, first, last, row in rows]
+        return found
 
     def _part(self, at: Coordinates) -> int:
         """Inner-major: the outer parts of one inner coordinate are neighbours."""

@@ -252,6 +252,23 @@ def test_all_problems_are_listed(tmp_path: Path) -> None:
     assert len(found.value.problems) == 30
 
 
+def test_tensors_that_are_cut_alike_are_each_held_to_their_own_shape(tmp_path: Path) -> None:
+    cut: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((0,), (4,)), ((4,), (4,))]
+    value = metadata({"a": cut, "b": cut, "c": cut, "d": [((0,), (4,)), ((4,), (5,))]})
+    value.state_dict_metadata["c"].size = torch.Size((7,))
+    save(tmp_path, value)
+    with pytest.raises(CorruptCheckpointError, match=r"c: chunk \[4:8\] is outside of shape \[7\]") as found:
+        read_catalog(open_files(str(tmp_path)))
+    assert len(found.value.problems) == 1
+    value.state_dict_metadata["c"].size = torch.Size((8,))
+    save(tmp_path, value)
+    tensors = read_catalog(open_files(str(tmp_path))).tensors
+    boxes = {key: [str(chunk.box) for chunk in entry.chunks] for key, entry in tensors.items()}
+    assert boxes == {key: ["[0:4]", "[4:8]"] for key in "abc"} | {"d": ["[0:4]", "[4:9]"]}
+    files = {key: [(chunk.item.file, chunk.item.offset) for chunk in e.chunks] for key, e in tensors.items()}
+    assert len({place for places in files.values() for place in places}) == 8
+
+
 def test_chunk_out_of_bounds(tmp_path: Path) -> None:
     value = metadata(ONE)
     value.state_dict_metadata["w"].size = torch.Size((3, 3))

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 class Part:
     """Some items of a target, and what their making left out or filled in."""
 
-    tensors: tuple[TargetTensor, ...] = ()
+    tensors: Sequence[TargetTensor] = ()
     inline: tuple[InlineTensor, ...] = ()
-    objects: tuple[TargetObject, ...] = ()
+    objects: Sequence[TargetObject] = ()
     dropped: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     backfilled: tuple[str, ...] = ()

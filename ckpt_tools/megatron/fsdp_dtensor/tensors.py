@@ -31,6 +31,7 @@ from ckpt_tools.megatron.keys import (
     state_role,
 )
 from ckpt_tools.megatron.param_groups import Group, Membership
+from ckpt_tools.model.deferred import Deferred, Run
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.expressions import Value
 from ckpt_tools.model.model import Model
@@ -203,22 +204,44 @@ def model_tensors(parameter: LiveParameter, prefix: str, dtype: str | None) -> I
 
 def state_tensors(parameter: LiveParameter, prefixes: Prefixes) -> Iterator[TargetTensor]:
     """The `optimizer.state.*` tensors of one parameter, masters excepted: those are the model's values."""
+    named = [(half, f"{parameter.name}{half.suffix}") for half in halves(parameter)]
+    wrapped = [f"{prefixes.wrappers}.{name}" for _, name in named]
     for kind in roles_of(parameter):
         if kind == MASTER:
             continue
         values = live_value(parameter, kind)
-        for half in halves(parameter):
-            name = f"{parameter.name}{half.suffix}"
+        for (half, name), path in zip(named, wrapped, strict=True):
             yield TargetTensor(
                 key=f"{prefixes.state}.{name}.{kind}",
                 dtype=values.dtype,
                 shape=(half.count, *parameter.shape[1:]) if parameter.shape else (),
                 sources=_cut(values, half, parameter),
-                path=("optimizer", "state", f"{prefixes.wrappers}.{name}", kind),
+                path=("optimizer", "state", path, kind),
                 zero_filled=values.zero_filled,
                 parameter=name,
                 role=state_role(kind),
             )
+
+
+def deferred_models(
+    parameters: Sequence[LiveParameter], prefix: str, dtype: str | None
+) -> Deferred[TargetTensor]:
+    """`model_tensors` of all parameters."""
+    count = sum(2 if p.gated else 1 for p in parameters)
+    return Deferred(Run(parameters, lambda p: model_tensors(p, prefix, dtype), count, part_names))
+
+
+def deferred_states(parameters: Sequence[LiveParameter], prefixes: Prefixes) -> Deferred[TargetTensor]:
+    """`state_tensors` of all parameters."""
+    count = sum((2 if p.gated else 1) * sum(kind != MASTER for kind in roles_of(p)) for p in parameters)
+    return Deferred(Run(parameters, lambda p: state_tensors(p, prefixes), count, part_names))
+
+
+def part_names(parameter: LiveParameter) -> tuple[str, ...]:
+    """What the target tensors of a live parameter are called in placements: itself, or its halves."""
+    if not parameter.gated:
+        return (parameter.name,)
+    return tuple([f"{parameter.name}{suffix}" for suffix in HALVES])
 
 
 def tensor_aliases(
@@ -284,26 +307,26 @@ def group_objects(
     memberships: Mapping[str, Membership],
     groups: Sequence[Group],
     prefixes: Prefixes,
-) -> Iterator[TargetObject]:
+) -> Deferred[TargetObject]:
     """Every field of every trainable parameter's group, under the parameter's unsplit live name.
 
     `is_expert_parallel` is False for all: Megatron-FSDP does not know expert groups
     (param_and_grad_buffer.py drops the attribute).
     """
-    written: set[str] = set()
     fields = [dict(group) | {"is_expert_parallel": False} for group in groups]
     for group in fields:
         if not TORCH_ADAM_FIELDS.isdisjoint(group):
             group.pop("step", None)
-    for parameter in parameters:
-        name = parameter.group_name
-        if name in written:  # the parts of a projection that the target keeps apart share one live name
-            continue
-        written.add(name)
+
+    def objects(name: str) -> Iterator[TargetObject]:
         wrapped = f"{prefixes.wrappers}.{name}"
+        head = f"optimizer.param_to_group_meta.{wrapped}"
         for field, value in fields[memberships[name].group].items():
-            path: Path = ("optimizer", "param_to_group_meta", wrapped, field)
-            yield TargetObject(dotted(path), value, path)
+            yield TargetObject(f"{head}.{field}", value, ("optimizer", "param_to_group_meta", wrapped, field))
+
+    # the parts of a projection that the target keeps apart share one live name
+    names = list(dict.fromkeys(p.group_name for p in parameters))
+    return Deferred(Run(names, objects, sum(len(fields[memberships[name].group]) for name in names)))
 
 
 def backfill_groups(

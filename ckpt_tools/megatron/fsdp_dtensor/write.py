@@ -20,12 +20,12 @@ from ckpt_tools.megatron.fsdp_dtensor.tensors import (
     Prefixes,
     backfill_groups,
     check_states,
+    deferred_models,
+    deferred_states,
     group_objects,
     item_aliases,
-    model_tensors,
     roles_of,
     state_prefix,
-    state_tensors,
     step_tensors,
     tensor_aliases,
 )
@@ -45,10 +45,11 @@ from ckpt_tools.megatron.torch_dist.slices import layer_counts
 from ckpt_tools.megatron.vocab import VocabChange, Vocabulary, resize_vocab, told_tokens, vocabulary
 from ckpt_tools.model.catalog import Item
 from ckpt_tools.model.choices import DialectName, ExpertModules, LayerSpec
+from ckpt_tools.model.deferred import Deferred
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.roles import MASTER
-from ckpt_tools.model.target import Target
+from ckpt_tools.model.target import Target, TargetObject
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,16 +122,16 @@ def build_fsdp_target(model: Model, options: TargetOptions) -> FsdpTarget:
     vocab = choose_vocab(model, options, parameters)
     parameters = vocab.parameters
     prefixes = Prefixes(options.model_prefix, options.state_prefix or state_prefix(model))
-    weights = [tensor for p in parameters for tensor in model_tensors(p, prefixes.model, options.dtype)]
+    weights = deferred_models(parameters, prefixes.model, options.dtype)
     optimizer = optimizer_part(model, options, parameters, prefixes)
     common = common_part(model, options, dialect, tp)
     extra = extra_states(model, keep=not options.weights_only)
-    tensors = (*weights, *optimizer.tensors)
+    tensors = Deferred(weights, optimizer.tensors)
     target = Target(
         tensors=tensors,
         aliases=tensor_aliases(parameters, tensors) if options.aliases else {},
         inline=(*optimizer.inline, *common.inline),
-        objects=(*optimizer.objects, *common.objects, *extra.objects),
+        objects=Deferred(optimizer.objects, common.objects, extra.objects),
         dropped=(*extra.dropped, *optimizer.dropped, *common.dropped),
         kept=(*optimizer.kept, *extra.kept),
         renamed=renamed(parameters),
@@ -200,15 +201,15 @@ def optimizer_part(
         if p.name not in live
     ]
     inline = list(step_tensors(trainable, memberships, groups, prefixes))
-    objects = list(group_objects(trainable, memberships, groups, prefixes))
+    objects: Sequence[TargetObject] = group_objects(trainable, memberships, groups, prefixes)
     if options.aliases:
         more_inline, more_objects = item_aliases(trainable, inline, objects, prefixes)
         inline += more_inline
-        objects += more_objects
+        objects = (*objects, *more_objects)
     return Part(
-        tensors=tuple(tensor for p in trainable for tensor in state_tensors(p, prefixes)),
+        tensors=deferred_states(trainable, prefixes),
         inline=tuple(inline),
-        objects=tuple(objects),
+        objects=objects,
         backfilled=tuple(backfilled),
         notes=tuple(notes),
         memberships=memberships,
