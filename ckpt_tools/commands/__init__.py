@@ -42,6 +42,7 @@
 * `hf_parts`: what exports and imports share
 * `hf_assets`: tokenizers and the like, which go along with a model
 * `verify`: `verify`
+* `verify_metadata`: its checks that look at no values
 * `verify_masters`: do masters round to weights, and what is known where not
 * `audit`: `verify --against`: the accounts of an export or import and its source
 * `diff`: `diff`

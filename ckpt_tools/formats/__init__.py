@@ -4,6 +4,7 @@
 * `files`: byte ranges of local files: the seam between checkpoints and storage
 * `joined_files`: several folders as one
 * `store`: one folder of an object store, its requests and their retries
+* `multipart`: a file of an S3 store, several parts of it on their way at once
 * `remote`: that seam through fsspec
 * `web`: that seam over http, by byte ranges
 * `detect`: which checkpoint a path means, and of which kind

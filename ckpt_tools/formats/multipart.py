@@ -42,8 +42,7 @@ class Multipart:
     def close(self) -> None:
         """Complete the file. Raises: what the store said of any part of it."""
         if self._upload is None:  # not even one part
-            self._buffer.seek(0)
-            self._begin("put_object", **self._place, Body=self._buffer).result()
+            self._begin("put_object", **self._place, Body=self._buffer.getvalue()).result()
             return
         if self._buffer.tell():
             self._send()
@@ -78,9 +77,9 @@ class Multipart:
             self._upload = self._begin("create_multipart_upload", **self._place).result()["UploadId"]
         while len(self._asked) >= IN_FLIGHT:
             self._answered()
-        self._buffer.seek(0)
         number = len(self._tags) + len(self._asked) + 1
-        part = {"UploadId": self._upload, "PartNumber": number, "Body": self._buffer}
+        part = {"UploadId": self._upload, "PartNumber": number, "Body": self._buffer.getvalue()}
+        # Bytes, not a file: a driver that repeats a request would send what is left of a file, which is nothing.
         self._asked.append(self._begin("upload_part", **self._place, **part))
         self._buffer = BytesIO()
 

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -122,7 +122,7 @@ def plain_copy(source: str, prefix: str) -> None:
         finish(s3, pool.map(copy, todo))
 
 
-PLAIN = {"read": plain_read, "write": plain_write, "copy": plain_copy}
+PLAIN: dict[str, Callable[..., None]] = {"read": plain_read, "write": plain_write, "copy": plain_copy}
 
 
 def commands(folder: Path) -> dict[str, tuple[str, ...]]:

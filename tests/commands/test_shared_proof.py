@@ -1,4 +1,4 @@
-"""Commands that read flat buckets have as many workers prove them as were asked for; the bytes are the same."""
+"""The proof of buckets, shared by workers: the same plan and the same refusal as in one process."""
 
 from __future__ import annotations
 
@@ -8,52 +8,71 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import fixture_dir
+from ckpt_tools.formats.dcp import read_catalog
+from ckpt_tools.formats.files import LocalFiles
+from ckpt_tools.formats.frames import usual_item
+from tests.conftest import REPO
+from tests.synthetic import write_llama
 
-BUCKETS = "core019_llama_tp2_dp_reshardable"
-COMMANDS = {
-    "average": "average RUN RUN OUT",
-    "strip": "strip RUN OUT",
-    "repair": "repair RUN OUT",
-    "stats": "stats RUN --by parameters",
-    "export-hf": "export-hf RUN OUT",
-    "convert": "convert RUN OUT",
-    "back": "convert RUN OUT --to torch_dist",
-}
-TELL = """
-import sys
-from ckpt_tools.cli.app import run
-from ckpt_tools.commands import read_model
-spread = read_model.spread
-def told(work, jobs, *, workers, **given):
-    print("proven by", workers, file=sys.stderr)
-    return spread(work, jobs, workers=workers, **given)
-read_model.spread = told
-sys.exit(run(sys.argv[1:]))
+# In another process, because one with threads, as pytest's may be, is not forked.
+SCRIPT = """
+import os, sys
+from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
+from ckpt_tools.errors import CkptError
+from ckpt_tools.execute.run import WriteOptions
+
+forks, fork = [], os.fork
+os.fork = lambda: (forks.append(0), fork())[1]
+run, out, workers = sys.argv[1], sys.argv[2], int(sys.argv[3])
+write = WriteOptions(workers=workers, check_source="none")
+try:
+    convert_to_fsdp_dtensor(run, out, ConvertOptions(write=write))
+except CkptError as error:
+    print(type(error).__name__, error)
+print(len(forks))
 """
 
 
-def made(command: str, out: Path, *options: str) -> tuple[str, dict[str, bytes]]:
-    """What is said of the proof, and every file that is written."""
-    words = command.replace("RUN", str(fixture_dir(BUCKETS))).replace("OUT", str(out)).split()
-    done = subprocess.run(
-        [sys.executable, "-c", TELL, *words, *options, "-q"],
-        capture_output=True,
-        text=True,
-        check=True,
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("buckets") / "run"
+    write_llama(folder / "iter_0000100", 0.003, layout="dp_reshardable")
+    (folder / "latest_checkpointed_iteration.txt").write_text("100")
+    return folder
+
+
+def converted(source: Path, out: Path, workers: int) -> list[str]:
+    words = [sys.executable, "-c", SCRIPT, str(source), str(out), str(workers)]
+    done = subprocess.run(words, cwd=REPO, capture_output=True, text=True, check=True)
+    assert not done.stderr
+    return done.stdout.splitlines()
+
+
+def test_workers_prove_what_one_process_does(source: Path, tmp_path: Path) -> None:
+    assert converted(source, tmp_path / "one", 1) == ["0"]
+    assert converted(source, tmp_path / "three", 3) == ["4"]  # two for the proof, two to write
+    one, three = (
+        {
+            p.relative_to(tmp_path / n): p.read_bytes()
+            for p in sorted((tmp_path / n).rglob("*"))
+            if p.is_file()
+        }
+        for n in ("one", "three")
     )
-    told = "\n".join(line for line in done.stderr.splitlines() if line.startswith("proven by"))
-    return told, {str(p.relative_to(out)): p.read_bytes() for p in out.rglob("*") if p.is_file()}
+    assert one == three and len(one) > 2
 
 
-@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
-def test_workers_prove_and_write_the_same(command: str, tmp_path: Path) -> None:
-    alone, files = made(command, tmp_path / "one", "--workers", "1")
-    shared, same = made(command, tmp_path / "three", "--workers", "3")
-    assert alone == ""
-    assert set(shared.splitlines()) == {"proven by 3"}
-    assert same == files
-
-
-def test_slice_has_no_option_and_takes_as_many_as_help(tmp_path: Path) -> None:
-    assert made("slice RUN OUT --layers 0:1", tmp_path / "out")[0] == "proven by None"
+def test_what_one_worker_finds_is_refused_in_the_same_words(source: Path, tmp_path: Path) -> None:
+    """Behind the samples, which every process looks at: so that the comparison of all elements finds it."""
+    files = LocalFiles(str(source / "iter_0000100"))
+    entry = next(e for key, e in read_catalog(files).tensors.items() if key.endswith("bucket_idx_0.param"))
+    chunk = max(entry.chunks, key=lambda chunk: chunk.box.volume)
+    usual = usual_item(files, chunk.item, entry.dtype, chunk.box.size)
+    assert usual is not None
+    path = source / "iter_0000100" / chunk.item.file
+    content = bytearray(path.read_bytes())
+    content[usual.start + 4 * (chunk.box.volume // 5) + 2] ^= 1  # one step of bf16
+    path.write_bytes(content)
+    one, three = (converted(source, tmp_path / str(n), n) for n in (1, 3))
+    assert one[0].startswith("VerificationError") and "does not round to the stored weight" in "".join(one)
+    assert (one[:-1], one[-1], three[-1]) == (three[:-1], "0", "2")
