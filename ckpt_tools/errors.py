@@ -95,6 +95,11 @@ class Terminated(CkptError):  # noqa: N818
     exit_code = 143
 
 
+# What says nothing of a checkpoint, wherever an error of reading one is a finding or a note: these go on up. Another
+# process's Ctrl-C is one of them.
+NEVER_FINDINGS = (StorageError, Interrupted, Terminated)
+
+
 def list_problems(problems: Iterable[str]) -> str:
     """One indented line per problem; of very many three of each kind, and how many more there are.
 

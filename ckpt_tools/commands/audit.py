@@ -18,7 +18,7 @@ from ckpt_tools.commands.export_source import ExportSource
 from ckpt_tools.commands.hf_parts import families_with, read_config, without_frequencies
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.tower_source import whole_model_if_one
-from ckpt_tools.errors import CkptError, StorageError, UsageError
+from ckpt_tools.errors import NEVER_FINDINGS, CkptError, UsageError
 from ckpt_tools.megatron.dcp.state_dict import read_state_dict
 from ckpt_tools.megatron.huggingface.quantized import STORED, Dequantized, dequantized
 from ckpt_tools.megatron.huggingface.targets import Exported, bulk_dtype
@@ -97,7 +97,7 @@ def audit(
     try:
         with without_gc():
             books = _draw_up(model, checkpoint, rules, ignore_keys, found)
-    except StorageError:
+    except NEVER_FINDINGS:
         raise
     except CkptError as error:
         found.failure(output.location.path, error)

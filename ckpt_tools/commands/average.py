@@ -136,7 +136,11 @@ def mean_weights(count: int, weights: Sequence[float] | None, ema: float | None)
         raise UsageError(f"--weights gives {len(given)} shares for {count} checkpoints")
     if not all(0 < share < math.inf for share in given):
         raise UsageError(f"--weights {', '.join(map(str, given))}: every share must be a number above 0")
-    return tuple(share / math.fsum(given) for share in given)
+    try:
+        total = math.fsum(given)
+    except OverflowError:
+        raise UsageError(f"--weights {', '.join(map(str, given))}: their sum is too large") from None
+    return tuple(share / total for share in given)
 
 
 def _check_places(sources: Sequence[str], output: str, opened: Sequence[Opened]) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, get_args
 from ckpt_tools.commands.ls import RELEASE, iteration_names, join, others_in
 from ckpt_tools.commands.named_tensors import part_of, weight_name
 from ckpt_tools.commands.opened import Opened, open_checkpoint
-from ckpt_tools.errors import CkptError, CorruptCheckpointError, StorageError, UsageError
+from ckpt_tools.errors import NEVER_FINDINGS, CkptError, CorruptCheckpointError, UsageError
 from ckpt_tools.execute.source_reader import ChunkRef, SourceReader
 from ckpt_tools.formats.detect import locate
 from ckpt_tools.formats.files import AnyPath, path_text
@@ -191,7 +191,7 @@ def _add(
                 raise CorruptCheckpointError(f"{folder}/{short[0]} is absent or shorter than its items")
             if compare:
                 _note_checksums(found, opened, name)
-    except (StorageError, UsageError):
+    except (*NEVER_FINDINGS, UsageError):
         raise
     except CkptError as error:
         found.unread[name] = str(error)

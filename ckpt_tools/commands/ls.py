@@ -7,9 +7,9 @@ from typing import Any
 
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.errors import (
+    NEVER_FINDINGS,
     CkptError,
     CorruptCheckpointError,
-    StorageError,
     UnsupportedCheckpointError,
     UsageError,
 )
@@ -199,7 +199,7 @@ def _latest(root: str) -> tuple[str | None, str]:
     """The folder that the tracker names, and what is wrong with the tracker."""
     try:
         return locate(root).path.rstrip("/").rpartition("/")[2], ""
-    except StorageError:
+    except NEVER_FINDINGS:
         raise
     except CkptError as error:
         return None, str(error)
@@ -226,7 +226,7 @@ def iteration_row(
             wrong = next((f"{f.where}: {f.message}" for f in check.findings if f.severity == "error"), "")
             state = DAMAGED if wrong else COMPLETE
             kind, topology = opened.location.kind, topology_of(opened)
-    except (StorageError, UsageError):
+    except (*NEVER_FINDINGS, UsageError):
         raise
     except CkptError as error:
         interrupted = METADATA not in sizes and any(file.endswith(".distcp") for file in sizes)
@@ -247,7 +247,7 @@ def topology_of(opened: Opened) -> dict[str, int]:
             return told
     try:
         common = read_common_state(opened.files, opened.catalog, opened.trust_pickle)
-    except StorageError:
+    except NEVER_FINDINGS:
         raise
     except CkptError:  # it is `verify`'s affair
         return {}

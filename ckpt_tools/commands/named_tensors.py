@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ckpt_tools.commands.hf_parts import CONFIG, read_config
 from ckpt_tools.commands.opened import Opened
 from ckpt_tools.commands.read_model import READ, Wanted, read_model
-from ckpt_tools.errors import CkptError, StorageError, UsageError
+from ckpt_tools.errors import NEVER_FINDINGS, CkptError, UsageError
 from ckpt_tools.megatron.huggingface.quantized import SETTINGS, dequantized
 from ckpt_tools.megatron.keys import layer_of, one_expert, parameter_name, role_of, state_key
 from ckpt_tools.model.catalog import Catalog, TensorEntry
@@ -86,7 +86,7 @@ def named_tensors(opened: Opened, by: str = "auto", workers: int | None = 1) -> 
         return _by_keys(opened)
     try:
         return _by_parameters(read_model(opened, Wanted(unknown_keys=True, workers=workers)))
-    except StorageError:
+    except NEVER_FINDINGS:
         raise
     except CkptError as error:
         if by == PARAMETERS:
@@ -181,7 +181,7 @@ def _plain(opened: Opened) -> tuple[Catalog, frozenset[str], tuple[str, ...]]:
         if SETTINGS not in config:
             return catalog, nothing, ()
         plain = dequantized(catalog, config, opened.files)
-    except StorageError:
+    except NEVER_FINDINGS:
         raise
     except CkptError as error:
         first = str(error).partition("\n")[0]

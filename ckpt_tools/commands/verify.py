@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_tools.errors import (
+    NEVER_FINDINGS,
     CkptError,
     CorruptCheckpointError,
-    StorageError,
     UnsupportedCheckpointError,
     UsageError,
 )
@@ -123,7 +123,7 @@ def verify_checkpoints(
     for path in paths:
         try:
             reports.append(verify_checkpoint(path, iteration, options, progress))
-        except (StorageError, UsageError):
+        except (*NEVER_FINDINGS, UsageError):
             raise
         except CkptError as error:
             reports.append(Report(path, "unknown", (failed_check("place", path, error),), content_read=False))

@@ -8,7 +8,7 @@ from ckpt_tools.commands.export_source import master_targets
 from ckpt_tools.commands.mend_weights import judge_damage
 from ckpt_tools.commands.opened import Opened
 from ckpt_tools.commands.read_model import Wanted, read_model
-from ckpt_tools.errors import CkptError, StorageError
+from ckpt_tools.errors import NEVER_FINDINGS, CkptError
 from ckpt_tools.execute.check_masters import compare_all_masters
 from ckpt_tools.formats.detect import Location
 from ckpt_tools.formats.files import Files
@@ -43,7 +43,7 @@ def check_all_masters(
         model = read_model(Opened(location, files, catalog, common, trust_pickle), wanted)
         targets, recipe = master_targets(model), model.settings.fp8_recipe
         report, problems = compare_all_masters(files, model.catalog, targets, threads, workers, recipe)
-    except StorageError:
+    except NEVER_FINDINGS:
         raise
     except CkptError as error:
         found.error("optimizer", str(error))
@@ -67,6 +67,8 @@ def _known_damage(files: Files, model: Model, threads: int, problems: Sequence[s
     """By the name of a weight that its master does not round to: what is known of such damage, and the way out."""
     try:
         damaged = judge_damage(files, model, threads, problems).values()
+    except NEVER_FINDINGS:
+        raise
     except CkptError:
         return {}  # masters that are no better: their own checks say so
     return {

@@ -24,6 +24,7 @@ from ckpt_tools.commands.watch_events import Action, Event, Told, WatchOptions
 from ckpt_tools.commands.watch_state import Done, Failure, Memory, WatchFolder, write_beside
 from ckpt_tools.credentials import revealed
 from ckpt_tools.errors import (
+    NEVER_FINDINGS,
     CkptError,
     CorruptCheckpointError,
     StorageError,
@@ -276,7 +277,7 @@ class Watcher:
         """Whether the run has a tracker, and why an iteration is to be waited for by it."""
         try:
             latest = tracked_iteration(self.run)
-        except StorageError:
+        except NEVER_FINDINGS:
             raise
         except CkptError as error:
             return True, str(error)

@@ -285,8 +285,8 @@ class WorkerRanks(Ranks):
         if self._stopped.get(rank, 0) >= _STOPPED_LOOKS:
             why = f"it was stopped (SIGSTOP) for {_STOPPED_LOOKS * _WATCH_SECONDS:.0f} s, and killed then"
         return (
-            f"worker {rank} (process {self.processes[rank - 1]}) has ended early: {why}. Nothing was published; "
-            "--resume goes on from here, with fewer --workers if need be."
+            f"worker {rank} (process {self.processes[rank - 1]}) has ended early: {why}. Nothing was published. "
+            "Try again with fewer --workers; a command that has --resume goes on from here with it."
         )
 
 

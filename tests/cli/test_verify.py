@@ -15,6 +15,8 @@ import ckpt_tools
 from ckpt_tools.cli import findings
 from ckpt_tools.cli.app import run
 from ckpt_tools.cli.verify import two_values
+from ckpt_tools.commands import verify_masters
+from ckpt_tools.errors import CkptError, Interrupted, Terminated
 from ckpt_tools.verify import manifest
 from ckpt_tools.verify.report import Check, Finding, Report
 from tests.conftest import DATA, REPO, fixture_dir
@@ -273,6 +275,33 @@ def test_every_iteration_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[
     shutil.rmtree(root / ITERATION)
     assert run(words) == 3
     assert "has no iteration that its job has finished" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["iter_0000001", "iter_0000006"])
+def test_a_file_that_is_named_as_an_iteration(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is one finding, whether it would be the newest or not, and the others are verified."""
+    root = shutil.copytree(DATA / LLAMA, tmp_path / "run")
+    (root / name).touch()
+    assert run(["verify", str(root), "--iteration", "all", "--json"]) == 1
+    reports = json.loads(capsys.readouterr().out)["reports"]
+    assert {one["checkpoint"]: one["valid"] for one in reports} == {
+        f"{root}/{name}": False,
+        f"{root}/{ITERATION}": True,
+    }
+
+
+@pytest.mark.parametrize("stop", [Interrupted, Terminated])
+def test_a_stopped_proof_is_no_finding(stop: type[CkptError], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C reaches workers first, and comes from them as an error: of no checkpoint."""
+
+    def stopped(*_: object) -> None:
+        raise stop("in a worker")
+
+    monkeypatch.setattr(verify_masters, "compare_all_masters", stopped)
+    with pytest.raises(stop):
+        ckpt_tools.verify_checkpoint(DATA / LLAMA, None, ckpt_tools.VerifyOptions(content=True))
 
 
 def test_every_iteration_of_several_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -327,6 +327,7 @@ def test_shares(weights: tuple[float, ...] | None, ema: float | None, expected: 
         (2, (2.0, -1.0), None),
         (2, (1.0, float("nan")), None),
         (2, (1.0, float("inf")), None),
+        (2, (1e308, 1e308), None),
         (2, None, 1.0),
         (2, None, 0.0),
         (2, None, float("nan")),

@@ -8,7 +8,13 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeAlias
 
-from ckpt_tools.errors import CkptError, MappingError, StorageError, VerificationError, list_problems
+from ckpt_tools.errors import (
+    NEVER_FINDINGS,
+    CkptError,
+    MappingError,
+    VerificationError,
+    list_problems,
+)
 from ckpt_tools.formats.container import StoredTensor, load_object
 from ckpt_tools.formats.files import Files
 from ckpt_tools.formats.left_out import leave_out
@@ -161,7 +167,7 @@ def _states(
         return None, None
     try:
         return read_optimizer_states(files, catalog, common, share=share), None
-    except StorageError:
+    except NEVER_FINDINGS:
         raise
     except CkptError as error:
         if wanted == "whole" or (wanted == "proven masters" and isinstance(error, VerificationError)):

@@ -172,4 +172,6 @@ def main(folder: str, what: str = "save") -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
-    os._exit(0)  # a loaded machine has seen torch abort in the threads that it leaves to the interpreter's end
+    os._exit(
+        0
+    )  # a loaded machine has seen torch abort in the threads that it leaves to the interpreter's end
