@@ -33,7 +33,7 @@ _OWN = {
         str,
         "--disk",
         read=v.optional_bytes,
-        help="What a node's disk copies in a second, e.g. 3GB: says how long it takes.",
+        help="What a node's disk copies in a second, e.g. 3GB, of the slowest node: says how long it takes.",
     ),
     "network": option(
         str,

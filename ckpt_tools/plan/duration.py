@@ -2,8 +2,9 @@
 
 A conversion starts, reads the metadata, plans on every node at once, and moves bytes; nothing but the last is shared
 out. Moving is held up by what is slowest: a node's file system, its workers' processors, a network that all nodes
-share, or a worker with more to do than the others. The constants are measured, and predictions of them compared with
-runs, in `tests/benchmarks/RESULTS.md`.
+share, or a worker with more to do than the others. Shares go by bytes and are fixed before the first: of nodes that
+are not equally fast the slowest is waited for, and its speed is the one to give. The constants are measured, and
+predictions of them compared with runs, in `tests/benchmarks/RESULTS.md`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _ITEM_SECONDS = ITEM_COST_BYTES / 1e9
 class Machines:
     """Who is to carry out a plan; speeds are of copying, in bytes per second."""
 
-    disk: float  # one node's file system, all its workers together
+    disk: float  # one node's file system or way to the store, all its workers together; of the slowest node
     nodes: int = 1
     workers: int = 16  # of a node
     network: float | None = None  # that all nodes read and write through, together; None: none is

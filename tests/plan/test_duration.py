@@ -6,6 +6,7 @@ import pytest
 
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.transfers import OutputItem, Plan, TensorInfo
+from ckpt_tools.plan.assign import worker_share
 from ckpt_tools.plan.duration import Machines, predict
 
 GB = 10**9
@@ -38,6 +39,15 @@ def test_a_nodes_disk_is_the_limit_and_nodes_share() -> None:
 def test_a_shared_network_is_a_limit_for_all_nodes_together() -> None:
     plan = plan_of(*[GB] * 640)
     assert predict(plan, 0, Machines(disk=2 * GB, nodes=64, network=4 * GB)).moving == pytest.approx(160)
+
+
+def test_the_speed_to_give_is_that_of_the_slowest_node() -> None:
+    plan, speeds = plan_of(*[GB] * 64), (2 * GB, 2 * GB, GB, 2 * GB)
+    shares = (worker_share(plan.items, node, len(speeds)) for node in range(len(speeds)))
+    ends = [len(share) * GB / speed for share, speed in zip(shares, speeds, strict=True)]
+    machines = Machines(disk=min(speeds), nodes=len(speeds), workers=1)
+    assert predict(plan, 0, machines).moving == pytest.approx(max(ends)) == 16
+    assert sorted(ends)[-2] == 8  # and the others have waited for half of it
 
 
 def test_one_large_item_holds_up_its_worker() -> None:
