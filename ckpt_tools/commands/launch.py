@@ -100,10 +100,11 @@ class Launch:
 
 def launch(facts: Facts, load: str) -> Launch:
     """The command of a job that goes on from the checkpoint at `load`, by the settings of the run that wrote it."""
-    job = _bridge(facts, load) if facts.job.program == BRIDGE else _megatron(facts, load)
-    words = ("torchrun", *job)
+    by_bridge = facts.job.program == BRIDGE
+    words = ("torchrun", *(_bridge(facts, load) if by_bridge else _megatron(facts, load)))
     assumed = (_NODES,) if "--nnodes" in words else ()
-    return Launch(("unset CUDA_DEVICE_MAX_CONNECTIONS", *assumed), words)
+    unsaid = () if by_bridge else _unsaid(facts)
+    return Launch(("unset CUDA_DEVICE_MAX_CONNECTIONS", *assumed, *unsaid), words)
 
 
 def _launcher(ranks: int) -> list[str]:
@@ -127,12 +128,24 @@ def _megatron(f: Facts, load: str) -> Iterator[str]:
     yield from _data(f)
 
 
+def _stored_as(f: Facts, flag: Flag) -> Any:
+    return f.args.get(flag.name, f.args.get(_OLD_NAMES.get(flag.name, "")))
+
+
+def _unsaid(f: Facts) -> Iterator[str]:
+    """A comment for each stored setting whose value its flag does not take, so that none is lost without a word."""
+    for flag in flags_of(f.job.program):
+        value = _stored_as(f, flag)
+        if value is not None and not _LEFT_OUT.fullmatch(flag.name) and _plain(value, flag) is None:
+            yield f"# the run had {flag.name} {value!a}, which {flag.options[0]} cannot say"
+
+
 def _settings(f: Facts, version: str) -> dict[str, Any]:
     """Every setting that the job is given, by name: the run's before, but for what Megatron-FSDP decides."""
     args, native = f.args, bool(f.args.get("use_megatron_fsdp"))
     found: dict[str, Any] = {}
     for flag in flags_of(version):
-        value = _plain(args.get(flag.name, args.get(_OLD_NAMES.get(flag.name, ""))), flag)
+        value = _plain(_stored_as(f, flag), flag)
         own = native or not _OF_FSDP.fullmatch(flag.name)
         if value is not None and own and not _LEFT_OUT.fullmatch(flag.name):
             found[flag.name] = value
@@ -239,6 +252,8 @@ def _plain(value: Any, flag: Flag) -> Any:
         return value if isinstance(value, bool) else None
     many = flag.nargs is not None or flag.type in ("tuple", "pattern")
     items = value if many and isinstance(value, list | tuple) else [value]
+    if flag.type == "int" and not many and isinstance(value, float) and value.is_integer():
+        return int(value)  # a base of 500000.0, as config.json has it
     fits = all(isinstance(item, _SAID[flag.type]) and not isinstance(item, bool) for item in items)
     return value if fits else None
 

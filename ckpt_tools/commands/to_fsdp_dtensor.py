@@ -161,7 +161,7 @@ def prepare_model(
     job = TargetJob(record, built.packed, built.vocabulary)
     must_round = Chosen(built.target.tensors, lambda tensor: tensor.must_round_to)
     small = _bridge_files(built, model, files, begins=bool(asked.fresh_optimizer))
-    in_place = any(MASTER in p.values and WEIGHT not in p.values for p in model.parameters)
+    in_place = any(MASTER in p.values and WEIGHT not in p.values for p in as_read.parameters)
     left_out = MASTER in model.roles or model.unread
 
     def without_masters(note: str) -> Conversion:

@@ -232,6 +232,17 @@ def _frequency(f: Facts) -> str | None:
     return f"moe_layer_freq {freq} makes experts in layers {sorted(sparse)}, stored in {sorted(routers)}"
 
 
+def _modules(f: Facts) -> str | None:
+    """Modules of transformers beside the language model, which Megatron-Bridge's models alone have."""
+    parts = {name.partition(".")[0] for name in f.stored.shapes}
+    if (
+        "language_model" not in parts or "vision_projection" in parts
+    ):  # the latter is Megatron-LM's own LLaVAModel
+        return None
+    others = sorted(parts - {"language_model"})
+    return f"the checkpoint holds {', '.join(others)} beside its language model" if others else None
+
+
 _CONVERT = "convert with --layer-spec, --experts or --swiglu as the job has it, or change the job"
 _STRICT = "the key sets differ, which a strict load refuses"
 _FLAGS = "the flags of the run that wrote the weights; preflight without flags prints them"
@@ -246,5 +257,7 @@ MODEL_RULES = (
     Rule("mtp", ERROR, _mtp, _STRICT, "--mtp-num-layers as stored", "models/gpt/gpt_model.py"),
     Rule("sizes", ERROR, _sizes, "a size mismatch is fatal", _FLAGS, _SPECS, VERSIONS),
     Rule("parts", ERROR, _parts, _STRICT, _FLAGS, _SPECS, VERSIONS),
+    Rule("modules", ERROR, _modules, "Megatron-LM has no such model, Megatron-Bridge has", "--target bridge",
+         "models/ of Megatron-Bridge", VERSIONS),
     Rule("expert-layers", ERROR, _frequency, _STRICT, "--moe-layer-freq as stored", _SPECS, VERSIONS),
 )  # fmt: skip

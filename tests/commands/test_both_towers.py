@@ -87,6 +87,16 @@ def test_layers_of_transformers_modules_are_stored_one_by_one(tmp_path: Path) ->
     assert tensors_of(source)["multi_modal_projector.mm_input_projection_weight"][1] == (16, 24)
 
 
+def test_a_job_of_megatron_lm_is_not_ready_for_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = imported(directory(tmp_path / "vl", "qwen3_vl"), tmp_path / "run")
+    assert run(["convert", str(made), str(tmp_path / "fsdp"), "--gpus", "2", "--weights-only", *FRESH]) == 0
+    assert "the source has none" in capsys.readouterr().out  # weights are no masters
+    for target in ("core-0.16", "main"):
+        assert run(["preflight", str(tmp_path / "fsdp"), "--target", target]) == 1
+        assert "vision_model beside its language model" in capsys.readouterr().out
+    assert run(["preflight", str(tmp_path / "fsdp"), "--target", "bridge"]) == 0
+
+
 def test_megatron_fsdp_asks_for_every_fc1_of_a_swiglu_model_in_halves(tmp_path: Path) -> None:
     """By its name, where no transformer layer tells otherwise: that of a tower too, whatever it computes."""
     made = imported(directory(tmp_path / "vl", "qwen3_vl"), tmp_path / "run")

@@ -297,7 +297,7 @@ def test_every_rule_of_every_version_is_tried():
         "max-connections", "user-buffers", "version-2", "tied-embeddings", "swiglu", "experts", "expert-layers",
         "optimizer-entries", "stored-arguments", "names", "packed-projections", "packed-projections-unknown",
         "strict-load", "fsdp-version", "fresh-samples", "batch-before",
-        "head-size",
+        "head-size", "modules",
     }  # fmt: skip
     missing = {
         (rule.name, program)
@@ -678,6 +678,18 @@ def test_a_batch_that_nothing_tells_is_asked_for_in_the_command():
     assert set(asked.words) - set(asked.told) == {"--global-batch-size", "GLOBAL_BATCH"}
     assert parse_command(asked.told, "main").refused is None
     assert "GLOBAL_BATCH" not in whole.words
+
+
+def test_no_setting_of_the_run_is_lost_on_the_way_into_the_command():
+    """config.json has a base of 500000.0, for which Megatron's flag takes a whole number."""
+    with open_checkpoint(str(fixture_dir(NATIVE))) as opened:
+        about, _ = _about(opened)
+    about = replace(about, job=Job({"tensor_model_parallel_size": 1}, program="main"))
+    whole = launch(replace(about, args={**about.args, "rotary_base": 500000.0}), "/x")
+    assert "--rotary-base 500000 " in whole.command
+    broken_off = launch(replace(about, args={**about.args, "rotary_base": 500000.5}), "/x")
+    assert "--rotary-base" not in broken_off.words
+    assert "# the run had rotary_base 500000.5, which --rotary-base cannot say" in broken_off.environment
 
 
 def test_a_conversion_for_version_2_starts_from_its_weights(tmp_path):
