@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -44,7 +45,9 @@ def main(folder: str, report: str) -> None:
     dcp.load(state, checkpoint_id=folder)
     torch.save({key: t.to_local() for key, t in state.items()}, f"{report}.{rank}.pt")
     Path(f"{report}.{rank}.json").write_text(json.dumps(rows))
-    dist.destroy_process_group()
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # torn down, torch's threads now and then abort the process where cores are busy
 
 
 if __name__ == "__main__":

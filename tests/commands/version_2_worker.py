@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import warnings
@@ -64,8 +65,9 @@ def main(folder: str, report: str) -> None:
         {name: value.to_local() for name, value in state["model"].items()}, f"{report}.{dist.get_rank()}.pt"
     )
     Path(f"{report}.{dist.get_rank()}.json").write_text(json.dumps(boxes))
-    dist.barrier()  # a rank that ends while another still talks to it now and then aborts
-    dist.destroy_process_group()
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # torn down, torch's threads now and then abort the process where cores are busy
 
 
 if __name__ == "__main__":

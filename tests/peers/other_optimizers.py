@@ -52,7 +52,8 @@ def run(rank: int, world: int, case: dict[str, Any]) -> None:
         save(model, optimizer, case)
     torch.save(held(model, optimizer, case), Path(case["out"], f"held_{rank}.pt"))
     torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # torn down, torch's threads now and then abort the process where cores are busy
 
 
 class Orthogonalized(torch.optim.Optimizer):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -117,8 +118,9 @@ def main(cases: str, folder: str) -> None:
             for name, value in state.items()
         }
         Path(folder, f"{case['name']}.{dist.get_rank()}.json").write_text(json.dumps(facts))
-    dist.barrier()  # a rank that ends while another still talks to it now and then aborts
-    dist.destroy_process_group()
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # torn down, torch's threads now and then abort the process where cores are busy
 
 
 if __name__ == "__main__":

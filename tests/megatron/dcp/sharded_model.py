@@ -157,7 +157,7 @@ def main(folder: str, what: str = "save") -> None:
     dist.init_process_group("gloo")
     if what == "resume":
         resume(Path(folder))
-        dist.destroy_process_group()
+        dist.barrier()
         return
     model, optimizer = sharded()
     train(model, optimizer)
@@ -167,7 +167,6 @@ def main(folder: str, what: str = "save") -> None:
     if dist.get_rank() == 0:
         torch.save(truth, Path(folder, "truth.pt"))
     dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
