@@ -6,7 +6,7 @@ import json
 
 from ckpt_tools.formats.dcp import METADATA
 from ckpt_tools.formats.detect import METADATA_JSON, TRACKER, Location, iteration_folders
-from ckpt_tools.formats.files import Files
+from ckpt_tools.formats.files import Files, open_files
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.keys import COMMON_OBJECT, GROUP_META, MODEL_PREFIX
 from ckpt_tools.model.catalog import Catalog
@@ -24,7 +24,11 @@ def check_place(
     found.looked_at = 1 if root is None else 2
     stored = common.iteration
     if location.iteration is not None and stored is not None and stored != location.iteration:
-        found.error(location.path, f"the folder says iteration {location.iteration}, the checkpoint {stored}")
+        found.error(
+            location.path,
+            f"the folder says iteration {location.iteration}, the checkpoint {stored}",
+            number_fix(location, stored),
+        )
     if root is None:
         return found.done()
     names = root.list()
@@ -48,6 +52,14 @@ def check_place(
     if names_newer:
         _check_newer(location, root, found)
     return found.done()
+
+
+def number_fix(location: Location, stored: int) -> str:
+    """What to do about a folder whose number is not the iteration stored in it."""
+    name = f"iter_{stored:07d}"
+    if location.root is not None and name in open_files(location.root).list():
+        return f"find out which of the two is iteration {stored}: there is a folder {name} already"
+    return f"if {stored} is right, rename the folder to {name} and let the tracker name it"
 
 
 def _check_newer(location: Location, root: Files, found: Findings) -> None:
