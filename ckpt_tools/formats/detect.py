@@ -224,9 +224,10 @@ def _with_weights(
         return found._replace(left_out=(*found.left_out, f"{shown}: beside the iterations of the run"))
     inner = [] if is_model else _inner_checkpoints(path, names)
     if inner:
+        listed = ", ".join(inner[:4]) + (", ..." if len(inner) > 4 else "")
         raise UnsupportedCheckpointError(
-            f"{path} holds {shown}, which are not named as a Hugging Face model's, and a checkpoint in "
-            f"{' and one in '.join(inner[:4])}. Give the folder that is meant."
+            f"{path} holds {shown}, not named as a Hugging Face model's, and {len(inner)} "
+            f"{'checkpoint' if len(inner) == 1 else 'checkpoints'}: {listed}. Give the folder that is meant."
         )
     return _one(path, name, iteration)
 

@@ -229,7 +229,7 @@ def test_weights_beside_a_checkpoints_folder_name_the_folder(inner: str, tmp_pat
         (tmp_path / "checkpoint" / ".metadata").touch()
     (tmp_path / "truth.safetensors").touch()
     with pytest.raises(
-        UnsupportedCheckpointError, match=rf"truth.safetensors.*a checkpoint in {tmp_path / inner}\. "
+        UnsupportedCheckpointError, match=rf"truth.safetensors.*and 1 checkpoint: {tmp_path / inner}\. "
     ):
         locate(str(tmp_path))
     (tmp_path / "config.json").touch()
