@@ -125,8 +125,17 @@ def _check_folder(path: str) -> None:
     if LOCAL_FILE.fullmatch(folder.name):
         raise UnsupportedCheckpointError(local_checkpoint(path))
     if folder.exists():
-        raise UnsupportedCheckpointError(f"{path} is a file; give the checkpoint's folder ({folder.parent}).")
+        raise UnsupportedCheckpointError(f"{path} is a file; {_instead_of_file(str(folder.parent))}")
     raise UnsupportedCheckpointError(absent_folder(folder))
+
+
+def _instead_of_file(parent: str) -> str:
+    """What to give in the place of a file: the folder that it lies in, if that may be a checkpoint's."""
+    names = _listed(parent)
+    is_one = METADATA in names or _holds_torch(names) or _is_run(names) or not _MODEL_FILES.isdisjoint(names)
+    if is_one or any(name.endswith(".safetensors") for name in names):
+        return f"give the checkpoint's folder ({parent})."
+    return "single files are not read, such as a .pt or .bin of torch.save. A checkpoint is a folder."
 
 
 class _Resolved(NamedTuple):
