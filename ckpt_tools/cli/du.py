@@ -26,6 +26,7 @@ _SHOWN = 10
 
 _DEFAULT_AXES: tuple[UsageAxis, ...] = ("iteration", "role", "dtype")
 _OWN = {
+    "iteration": option(int, "--iteration", help="Count this iteration of a root alone. Default: all of them."),
     "by": option(
         list[UsageAxis], "--by", help="Table to show, repeatable. Default: iteration, role and dtype."
     ),

@@ -99,6 +99,9 @@ def verify(
 ) -> None:
     """Check that checkpoints are whole and sound. Exit code 1 when one is not, 4 when one is hostile.
 
+    Exit code 3 when there is nothing to verify, as where a save was interrupted. Where a tracker names that, or
+    where several are verified, it counts as one that is not whole.
+
     With --against the accounts of an export or import and its source must explain each other, too.
     """
     from ckpt_tools.cli.progress import progress_bar

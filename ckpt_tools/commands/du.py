@@ -11,14 +11,21 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-from ckpt_tools.commands.ls import RELEASE, iteration_names, join, others_in
+from ckpt_tools.commands.ls import RELEASE, iteration_names, join, others_in, runs_in
 from ckpt_tools.commands.named_tensors import part_of, weight_name
 from ckpt_tools.commands.opened import Opened, open_checkpoint
-from ckpt_tools.errors import NEVER_FINDINGS, CkptError, CorruptCheckpointError, UsageError
+from ckpt_tools.errors import (
+    NEVER_FINDINGS,
+    CkptError,
+    CorruptCheckpointError,
+    UnsupportedCheckpointError,
+    UsageError,
+)
 from ckpt_tools.execute.source_reader import ChunkRef, SourceReader
-from ckpt_tools.formats.detect import locate
+from ckpt_tools.formats.detect import Location, locate
 from ckpt_tools.formats.files import AnyPath, path_text
 from ckpt_tools.formats.tree import files_below
 from ckpt_tools.megatron.keys import bucket_key, role_of, stacked_layers
@@ -129,7 +136,7 @@ def disk_usage(
         duplicates: look for items that several iterations hold.
 
     Raises:
-        UnsupportedCheckpointError: nothing is there.
+        UnsupportedCheckpointError: nothing is there, or a folder of runs.
         StorageError: the system or the store refused.
     """
     place = path_text(place)
@@ -137,7 +144,7 @@ def disk_usage(
     is_root = bool(names) and iteration is None
     sizes: dict[str, int] = {}
     if not is_root:
-        location = locate(place, iteration)
+        location = _located(place, iteration)
         name = location.path.rstrip("/").rpartition("/")[2]
         folders = {name: location.path}
         below = {name: files_below(location.path if names else place)}
@@ -159,6 +166,20 @@ def disk_usage(
         found.unread,
         found.without_checksum,
     )
+
+
+def _located(place: str, iteration: int | None) -> Location:
+    """The one checkpoint at `place`; of a folder of runs it is said how those are counted."""
+    try:
+        return locate(place, iteration)
+    except UnsupportedCheckpointError as error:
+        runs = runs_in(place) if Path(place).is_dir() else ()
+        if not runs:
+            raise
+        listed = ", ".join(join(place, row.name) for row in runs[:4]) + (", ..." if len(runs) > 4 else "")
+        raise UnsupportedCheckpointError(
+            f"{place} is a folder of runs, whose sizes `ls {place}` lists; `du` counts one of them: {listed}"
+        ) from error
 
 
 @dataclass(slots=True)

@@ -122,7 +122,7 @@ def list_run(root: AnyPath, trust_pickle: bool = False) -> RunListing:
         try:
             location = locate(root)
         except UnsupportedCheckpointError:
-            runs = _runs(root)
+            runs = runs_in(root)
             if not runs:
                 raise
             return RunListing(root, (), {}, None, runs=runs)
@@ -140,7 +140,7 @@ def list_run(root: AnyPath, trust_pickle: bool = False) -> RunListing:
     return RunListing(root, tuple(rows), others_in(sizes, names), latest, note)
 
 
-def _runs(root: str) -> tuple[RunRow, ...]:
+def runs_in(root: str) -> tuple[RunRow, ...]:
     """The runs and checkpoints in a folder of them, which is looked at and not walked through."""
     files = open_files(root)
     try:

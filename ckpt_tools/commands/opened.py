@@ -11,6 +11,7 @@ from ckpt_tools.formats.files import Files, open_files
 from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.megatron.common_state import CommonState, read_common_state
 from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.verify.place import number_fix
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +60,9 @@ def warn_of_iteration(location: Location, common: CommonState) -> None:
     named, stored = location.iteration, common.iteration
     if named is None or stored is None or named == stored:
         return
+    fix = number_fix(location, stored)
     warnings.warn(
-        f"{location.path}: the folder says iteration {named}, the state in it {stored}. What is made of it keeps "
-        f"both: it is called {named}, as is the tracker, and a job goes on from {stored}. If that is what it is, "
-        f"rename the folder to iter_{stored:07d}.",
+        f"{location.path}: the folder says iteration {named}, the state in it {stored}. An output made of it "
+        f"gets the number {named} too, but a job that loads it goes on from iteration {stored}. Fix: {fix}.",
         stacklevel=3,
     )

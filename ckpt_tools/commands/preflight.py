@@ -138,6 +138,8 @@ def _checks(about: Facts, job: Job | None, program: str) -> tuple[Facts, list[Ch
     """The facts with the job, and the verdicts of the rules on both."""
     facts = replace(about, job=with_checkpoint_args(job or Job(program=program), about.args))
     facts, settings = checked_settings(facts)
+    if facts.kind != "fsdp_dtensor":  # no setting makes it load
+        return facts, [run_rule(rule, facts) for rule in RULES if rule.name == "checkpoint-format"]
     checks = [_flags_check(facts.job), settings] if job is not None else []
     return facts, checks + [run_rule(rule, facts) for rule in RULES if _applies(rule, facts, job is not None)]
 

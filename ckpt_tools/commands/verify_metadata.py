@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from ckpt_tools.errors import CkptError, CorruptCheckpointError, UnsupportedCheckpointError
+from ckpt_tools.commands.ls import COMPLETE, iteration_row, join
+from ckpt_tools.errors import (
+    CkptError,
+    CorruptCheckpointError,
+    StorageError,
+    UnsupportedCheckpointError,
+    UsageError,
+)
 from ckpt_tools.formats.detect import Location
 from ckpt_tools.formats.files import Files, open_files
+from ckpt_tools.formats.tree import files_below
 from ckpt_tools.megatron.common_state import CommonState, read_common_state
 from ckpt_tools.megatron.dcp.state_dict import is_megatron, read_state_dict
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
@@ -59,7 +68,7 @@ def check_metadata(
             common = read_common_state(files, catalog, trust_pickle)
         except (CorruptCheckpointError, UnsupportedCheckpointError) as error:
             checks.append(failed_check("common state", location.path, error))
-    checks.append(_place(location, common, names_newer))
+    checks.append(_place(location, common, names_newer, trust_pickle))
     checks += [check_tiling(catalog), check_planner(catalog), check_shards(catalog)]
     if location.kind != "safetensors":
         checks.append(check_plans(files, trust_pickle))
@@ -72,13 +81,26 @@ def check_metadata(
     return checks + _meaning(location, files, catalog, common, trust_pickle)
 
 
-def _place(location: Location, common: CommonState, names_newer: bool) -> Check:
+def _place(location: Location, common: CommonState, names_newer: bool, trust_pickle: bool) -> Check:
     root = open_files(location.root) if location.root is not None else None
     try:
-        return check_place(location, root, common, names_newer)
+        judge = partial(_wrong_with, location.root or "", trust_pickle)
+        return check_place(location, root, common, names_newer, judge)
     finally:
         if root is not None:
             root.close()
+
+
+def _wrong_with(root: str, trust_pickle: bool, name: str) -> str:
+    """What `ls` finds wrong with an iteration; "" in a store, where each look costs, and where it cannot look."""
+    if "://" in root:
+        return ""
+    place = join(root, name)
+    try:
+        row = iteration_row(name, place, None, files_below(place), trust_pickle)
+    except (StorageError, UsageError):  # it is another iteration that was asked for
+        return ""
+    return "" if row.state == COMPLETE else f"{row.state}: {row.why}"
 
 
 def _with_way_out(location: Location, check: Check) -> Check:

@@ -48,11 +48,8 @@ from ckpt_tools.formats.tree import files_below
 
 _LASTING = (3, 4, 5, 6)  # exit codes that another try would end with again
 _LONGEST_PAUSE = 3600.0
-_FOR_A_WHILE = (
-    StorageError,
-    UnsupportedCheckpointError,
-    CorruptCheckpointError,
-)  # a person mends it, or time
+# A person mends it, or time.
+_FOR_A_WHILE = (StorageError, UnsupportedCheckpointError, CorruptCheckpointError)
 _ASK_SECONDS = 5.0  # for an output that is held
 
 
@@ -71,7 +68,7 @@ def watch(
 
     Raises:
         UsageError: the run or the output cannot be watched; with `once`, another watcher has the output.
-        CorruptCheckpointError: with `once`, the run's tracker is damaged.
+        CorruptCheckpointError, UnsupportedCheckpointError: with `once`, those of `Watcher.one_pass`.
         Interrupted, Terminated: by a signal.
     """
     check_run(run, output)
@@ -161,6 +158,7 @@ class Watcher:
 
         Raises:
             CorruptCheckpointError: the run's tracker is damaged, and nobody is writing it.
+            UnsupportedCheckpointError: it names no folder that is there, and newer ones wait.
         """
         self._check_tracker()
         names = {n: name for name, n in iteration_names(self.run).items() if n is not None}
@@ -284,18 +282,26 @@ class Watcher:
         if latest is None:
             return False, ""
         reached = max((n for _, n in iteration_folders([latest])), default=-1)
-        return True, "" if number <= reached else f"the run's tracker names {latest}"
+        if number <= reached:
+            return True, ""
+        if self._tracker_rests() and latest not in iteration_names(self.run):
+            locate(self.run)  # refuses it: there is no such folder
+        return True, f"the run's tracker names {latest}"
 
     def _check_tracker(self) -> None:
         """Refuse a tracker that tells nothing; one that is young may be half written, and is waited for."""
         try:
             tracked_iteration(self.run)
         except CorruptCheckpointError as error:
-            written = max(_when(join(self.run, name)) for name in (TRACKER, BRIDGE_TRACKER))
-            if time.time() - written >= self.options.settle:
+            if self._tracker_rests():
                 raise CorruptCheckpointError(
                     f"{error} Until it is mended, nothing tells which iterations are finished."
                 ) from error
+
+    def _tracker_rests(self) -> bool:
+        """Whether nobody seems to be writing it."""
+        written = max(_when(join(self.run, name)) for name in (TRACKER, BRIDGE_TRACKER))
+        return time.time() - written >= self.options.settle
 
     def _is_settled(self, number: int, looks: str) -> bool:
         """Whether it has looked so for a while; remembered, since one pass alone cannot tell."""

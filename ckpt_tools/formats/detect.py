@@ -125,8 +125,17 @@ def _check_folder(path: str) -> None:
     if LOCAL_FILE.fullmatch(folder.name):
         raise UnsupportedCheckpointError(local_checkpoint(path))
     if folder.exists():
-        raise UnsupportedCheckpointError(f"{path} is a file; give the checkpoint's folder ({folder.parent}).")
+        raise UnsupportedCheckpointError(f"{path} is a file; {_instead_of_file(str(folder.parent))}")
     raise UnsupportedCheckpointError(absent_folder(folder))
+
+
+def _instead_of_file(parent: str) -> str:
+    """What to give in the place of a file: the folder that it lies in, if that may be a checkpoint's."""
+    names = _listed(parent)
+    is_one = METADATA in names or _holds_torch(names) or _is_run(names) or not _MODEL_FILES.isdisjoint(names)
+    if is_one or any(name.endswith(".safetensors") for name in names):
+        return f"give the checkpoint's folder ({parent})."
+    return "single files are not read, such as a .pt or .bin of torch.save. A checkpoint is a folder."
 
 
 class _Resolved(NamedTuple):
@@ -224,9 +233,10 @@ def _with_weights(
         return found._replace(left_out=(*found.left_out, f"{shown}: beside the iterations of the run"))
     inner = [] if is_model else _inner_checkpoints(path, names)
     if inner:
+        listed = ", ".join(inner[:4]) + (", ..." if len(inner) > 4 else "")
         raise UnsupportedCheckpointError(
-            f"{path} holds {shown}, which are not named as a Hugging Face model's, and a checkpoint in "
-            f"{' and one in '.join(inner[:4])}. Give the folder that is meant."
+            f"{path} holds {shown}, not named as a Hugging Face model's, and {len(inner)} "
+            f"{'checkpoint' if len(inner) == 1 else 'checkpoints'}: {listed}. Give the folder that is meant."
         )
     return _one(path, name, iteration)
 

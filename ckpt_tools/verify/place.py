@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 from ckpt_tools.formats.dcp import METADATA
 from ckpt_tools.formats.detect import METADATA_JSON, TRACKER, Location, iteration_folders
-from ckpt_tools.formats.files import Files
+from ckpt_tools.formats.files import Files, open_files
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.keys import COMMON_OBJECT, GROUP_META, MODEL_PREFIX
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.verify.report import Check, Findings
 
 PARTIAL_SUFFIX = ".ckpt_tools-partial"
+_JUDGED = 4  # newer iterations whose metadata is read to say what is wrong with them; of more, none is
 _BACKENDS = ("sharded_backend", "sharded_backend_version", "common_backend", "common_backend_version")
 
 
 def check_place(
-    location: Location, root: Files | None, common: CommonState, names_newer: bool = True
+    location: Location,
+    root: Files | None,
+    common: CommonState,
+    names_newer: bool = True,
+    judge: Callable[[str], str] = lambda _name: "",
 ) -> Check:
-    """Whether the tracker names a checkpoint that exists, and the folder's number is the stored iteration."""
+    """Whether the tracker names a checkpoint that exists, and the folder's number is the stored iteration.
+
+    `judge` tells what is wrong with a newer iteration, by the name of its folder; "" where that is not known.
+    """
     found = Findings("place", "folders")
     found.looked_at = 1 if root is None else 2
     stored = common.iteration
     if location.iteration is not None and stored is not None and stored != location.iteration:
-        found.error(location.path, f"the folder says iteration {location.iteration}, the checkpoint {stored}")
+        found.error(
+            location.path,
+            f"the folder says iteration {location.iteration}, the checkpoint {stored}",
+            number_fix(location, stored),
+        )
     if root is None:
         return found.done()
     names = root.list()
@@ -46,20 +59,27 @@ def check_place(
         if name.endswith(PARTIAL_SUFFIX):
             found.warning(name, "an unfinished conversion; resume or delete it")
     if names_newer:
-        _check_newer(location, root, found)
+        _check_newer(location, root, found, judge)
     return found.done()
 
 
-def _check_newer(location: Location, root: Files, found: Findings) -> None:
+def number_fix(location: Location, stored: int) -> str:
+    """What to do about a folder whose number is not the iteration stored in it."""
+    name = f"iter_{stored:07d}"
+    if location.root is not None and name in open_files(location.root).list():
+        return f"find out which of the two is iteration {stored}: there is a folder {name} already"
+    return f"if {stored} is right, rename the folder to {name} and let the tracker name it"
+
+
+def _check_newer(location: Location, root: Files, found: Findings, judge: Callable[[str], str]) -> None:
     """Name the iterations behind the one that was verified: half-written ones, and ones the tracker is not at."""
-    for name, number in iteration_folders(root.list()):
-        if location.iteration is None or number <= location.iteration:
-            continue
+    verified = location.iteration
+    newer = [(name, n) for name, n in iteration_folders(root.list()) if verified is not None and n > verified]
+    for name, number in newer:
         if root.exists(f"{name}/{METADATA}"):
-            found.warning(
-                name,
-                f"it is newer than iteration {location.iteration}, which was verified; see --iteration {number}",
-            )
+            wrong = judge(name) if len(newer) <= _JUDGED else ""
+            state = f", and {wrong}" if wrong else f"; see --iteration {number}"
+            found.warning(name, f"it is newer than iteration {verified}, which was verified{state}")
         else:
             found.warning(
                 name, f"it is newer and half-written: there is no {METADATA} in it, so its save did not end"

@@ -50,8 +50,8 @@ class Findings:
         self._is_hostile = False
         self._found: list[Finding] = []
 
-    def error(self, where: str, message: str) -> None:
-        self._found.append(Finding(self.name, ERROR, where, message))
+    def error(self, where: str, message: str, fix: str = "") -> None:
+        self._found.append(Finding(self.name, ERROR, where, message, fix=fix))
 
     def failure(self, where: str, error: CkptError) -> None:
         """An error that reading met."""

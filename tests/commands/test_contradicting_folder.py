@@ -68,7 +68,7 @@ def test_it_is_said_once_a_checkpoint(
     assert len(said) == opened
     for line in said:
         assert "iter_0000009: the folder says iteration 9, the state in it 2." in line
-        assert "it is called 9, as is the tracker, and a job goes on from 2" in line
+        assert "gets the number 9 too, but a job that loads it goes on from iteration 2" in line
         assert "rename the folder to iter_0000002" in line
     if words in WRITERS and not words.startswith("export"):  # as was said
         made = locate(str(out))
@@ -79,6 +79,20 @@ def test_it_is_said_once_a_checkpoint(
             with ckpt_tools.open(str(out)) as checkpoint:
                 assert checkpoint.iteration == 9
             assert len(again) == 1
+
+
+def test_no_name_is_proposed_that_is_taken(
+    renamed: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = shutil.copytree(renamed["run"], tmp_path / "run")
+    assert run(["verify", str(root)]) == 1
+    assert "Fix: if 2 is right, rename the folder to iter_0000002" in capsys.readouterr().out
+    shutil.copytree(root / "iter_0000009", root / "iter_0000002")
+    assert run(["verify", str(root)]) == 1
+    assert run(["inspect", str(root)]) == 0
+    for said in capsys.readouterr():
+        assert "Fix: find out which of the two is iteration 2: there is a folder iter_0000002 already" in said
+        assert "rename" not in said
 
 
 def test_quiet_keeps_it_quiet(

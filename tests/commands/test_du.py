@@ -313,3 +313,20 @@ def test_damage_is_named_and_not_judged(
     assert "iter_0000006" in out
     assert "save was interrupted" in out
     assert run([command, str(three / "iter_0000006")]) == 3, "it alone is not a checkpoint"
+
+
+@pytest.mark.parametrize("stray", [(), ("stray.safetensors",)])
+def test_of_a_folder_of_runs_it_is_said_how_to_count_them(
+    stray: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a", "b"):
+        shutil.copytree(DATA / RUN, tmp_path / name)
+    for name in stray:
+        (tmp_path / name).write_bytes(b"")
+    assert run(["du", str(tmp_path)]) == 3
+    said = capsys.readouterr().err
+    assert f"`ls {tmp_path}` lists; `du` counts one of them: {tmp_path}/a, {tmp_path}/b" in said
+    assert run(["inspect", str(tmp_path)]) == 3
+    said = capsys.readouterr().err
+    assert not stray or f"model's, and 2 checkpoints: {tmp_path}/a, {tmp_path}/b. Give the folder" in said
+    assert run(["du", str(tmp_path / "a")]) == 0

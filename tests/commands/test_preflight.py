@@ -463,6 +463,9 @@ def test_experts_named_for_another_job():
 def test_a_torch_dist_checkpoint_is_of_the_wrong_kind():
     found = preflight(str(fixture_dir("core019_llama_tp2_fully_reshardable")))
     (finding,) = found.report.findings
+    assert list(broken_in(fixture_dir("core019_llama_tp2_fully_reshardable"), ["--use-torch-fsdp2"])) == [
+        "checkpoint-format"
+    ]
     assert (finding.check, finding.fix) == (
         "checkpoint-format",
         f"convert {fixture_dir('core019_llama_tp2_fully_reshardable')} CONVERTED",

@@ -206,6 +206,26 @@ def test_a_damaged_tracker_is_an_error_by_name(
     assert (watched.out / "iter_0000002").is_dir()
 
 
+def test_a_tracker_that_names_no_folder_ends_a_pass(
+    tmp_path: Path, clock: Callable[[float], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It would be waited for for ever; what is older than what it names is done before."""
+    watched = Watched(tmp_path)
+    for number in (2, 100):
+        write(watched.run, number)
+    (watched.run / TRACKER).write_text("7")
+    words = ["watch", str(watched.run), str(watched.out), "--then", "copy", "--once"]
+    assert app.run(words) == 0
+    assert "iter_0000100" in capsys.readouterr().err
+    clock(121)
+    assert app.run(words) == 3
+    assert "iteration iter_0000007 is meant, but there is no such folder" in capsys.readouterr().err
+    assert watched.made() == ["iter_0000002"]
+    (watched.run / TRACKER).write_text("100")
+    assert app.run(words) == 0
+    assert watched.made() == ["iter_0000002", "iter_0000100"]
+
+
 def test_a_damaged_tracker_does_not_end_a_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(tmp_path, settle=0)
     write(watched.run, 2, tracker=False)

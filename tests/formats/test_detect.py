@@ -153,12 +153,19 @@ def damage_tracker_target(root: Path) -> str:
     return str(root)
 
 
+def damage_single_file(root: Path) -> str:
+    (root.parent / "apart").mkdir()
+    (root.parent / "apart/STRANGER.pt").touch()
+    return str(root.parent / "apart/STRANGER.pt")
+
+
 @pytest.mark.parametrize(
     ("damage", "code", "message"),
     [
         (damage_nothing_there, 3, "rum does not exist. Did you mean {parent}/run?"),
         (damage_no_parent, 3, "y does not exist. Nor does {root}/x."),
         (damage_file, 3, "is a file; give the checkpoint's folder ({root}/iter_0000002)"),
+        (damage_single_file, 3, "STRANGER.pt is a file; single files are not read"),
         (damage_empty, 3, "new is empty; there is no checkpoint in it"),
         (
             damage_other_folder,
@@ -229,7 +236,7 @@ def test_weights_beside_a_checkpoints_folder_name_the_folder(inner: str, tmp_pat
         (tmp_path / "checkpoint" / ".metadata").touch()
     (tmp_path / "truth.safetensors").touch()
     with pytest.raises(
-        UnsupportedCheckpointError, match=rf"truth.safetensors.*a checkpoint in {tmp_path / inner}\. "
+        UnsupportedCheckpointError, match=rf"truth.safetensors.*and 1 checkpoint: {tmp_path / inner}\. "
     ):
         locate(str(tmp_path))
     (tmp_path / "config.json").touch()

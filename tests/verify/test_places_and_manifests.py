@@ -9,6 +9,7 @@ import shutil
 import pytest
 
 from ckpt_tools.cli.app import run
+from ckpt_tools.commands.ls import list_run
 from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
 from ckpt_tools.megatron.torch_dist.object_grids import object_grids
 from tests.cases import cases as cases  # noqa: PLC0414  a fixture
@@ -123,7 +124,12 @@ def test_a_newer_iteration_that_is_half_written_is_named(tmp_path):
     shutil.copy(root / ITERATION / ".metadata", root / "iter_0000003")
     found = [f for f in findings_of(root) if f[1] == "place"]
     assert [(f[0], f[2]) for f in found] == [("warning", "iter_0000003")]
-    assert "--iteration 3" in found[0][3]
+    assert "which was verified, and damaged: " in found[0][3]
+    assert list_run(root).iterations[-1].why in found[0][3]  # as ls says
+    shutil.copytree(root / ITERATION, root / "iter_0000003", dirs_exist_ok=True)
+    found = [f for f in findings_of(root) if f[1] == "place"]
+    assert [(f[0], f[2]) for f in found] == [("warning", "iter_0000003")]
+    assert found[0][3].endswith("which was verified; see --iteration 3")
 
 
 def test_files_of_one_node(cases, capsys):
