@@ -294,9 +294,8 @@ class Watcher:
             tracked_iteration(self.run)
         except CorruptCheckpointError as error:
             if self._tracker_rests():
-                raise CorruptCheckpointError(
-                    f"{error} Until it is mended, nothing tells which iterations are finished."
-                ) from error
+                why = f"{error} Until it is mended, nothing tells which iterations are finished."
+                raise CorruptCheckpointError(why) from error
 
     def _tracker_rests(self) -> bool:
         """Whether nobody seems to be writing it."""
