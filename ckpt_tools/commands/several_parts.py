@@ -136,4 +136,6 @@ def put_together(
     exported: Exported, whole: WholeModel, parameters: Mapping[str, Spec], dtype: str | None
 ) -> Exported:
     """The whole model: the language model's tensors, and those of the other parts by their rules."""
-    return with_towers(put_back(exported, whole), whole.config, whole.tower, parameters, dtype)
+    made = with_towers(put_back(exported, whole), whole.config, whole.tower, parameters, dtype)
+    settings = "the settings of other parts than the language model are those of config.json: the checkpoint has none"
+    return replace(made, notes=(*made.notes, settings))

@@ -87,6 +87,74 @@ def test_layers_of_transformers_modules_are_stored_one_by_one(tmp_path: Path) ->
     assert tensors_of(source)["multi_modal_projector.mm_input_projection_weight"][1] == (16, 24)
 
 
+def with_tied(source: Path, folder: Path, outer: bool | None, inner: bool | None) -> Path:
+    """The config.json of a model alone, with what is said of its head outside of text_config and inside."""
+    config = config_of(source)
+    for place, value in ((config, outer), (config.get("text_config"), inner)):
+        if place is not None:
+            place.pop("tie_word_embeddings", None)
+            place.update({} if value is None else {"tie_word_embeddings": value})
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("alone", [(), ("--tower", "language")])
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "qwen2_5_vl"])
+def test_the_checkpoint_says_whether_the_head_is_the_embedding(
+    name: str, alone: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A config.json that says otherwise is refused; one that is silent, or unsure, gets the answer in both places."""
+    source = directory(tmp_path / "vl", name)
+    run_of = imported(source, tmp_path / "run")
+    tied = not any(name.endswith("lm_head.weight") for name in tensors_of(source))
+
+    other: tuple[tuple[bool | None, bool | None], ...] = (
+        (not tied, not tied),
+        (None, not tied),
+        (not tied, tied),
+    )
+    for outer, inner in other:
+        asked = with_tied(source, tmp_path / "reference", outer, inner)
+        words = ["export-hf", str(run_of), str(tmp_path / "out"), "--hf-config", str(asked), *alone]
+        assert run(words) == 5
+        assert f"tie_word_embeddings {str(not tied).lower()}, and the checkpoint" in capsys.readouterr().err
+    unsure: tuple[tuple[bool | None, bool | None], ...] = ((None, None), (tied, None), (tied, not tied))
+    for outer, inner in unsure:
+        asked = with_tied(source, tmp_path / "reference", outer, inner)
+        out = export(run_of, tmp_path / f"out_{outer}_{inner}", "--hf-config", asked, *alone)
+        made = config_of(out)
+        assert made["tie_word_embeddings"] is tied
+        assert alone or made["text_config"]["tie_word_embeddings"] is tied
+
+
+def test_a_stored_head_is_kept_where_one_place_says_that_it_is_shared(tmp_path: Path) -> None:
+    source = directory(tmp_path / "vl", "qwen3_vl")
+    tensors = dict(load_file(source / "model.safetensors"))
+    tensors["lm_head.weight"] = tensors["model.language_model.embed_tokens.weight"].copy()
+    config = {**config_of(source), "tie_word_embeddings": True}
+    config["text_config"] = {**config["text_config"], "tie_word_embeddings": False}
+    save(tmp_path / "both", config, tensors)
+    made = export(
+        imported(tmp_path / "both", tmp_path / "run"), tmp_path / "out", "--hf-config", tmp_path / "both"
+    )
+    assert tensors_of(made) == tensors_of(tmp_path / "both") and config_of(made) == config
+
+
+def test_no_head_and_two_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = directory(tmp_path / "vl", "qwen3_vl")
+    tensors = {
+        name: array
+        for name, array in load_file(source / "model.safetensors").items()
+        if "lm_head" not in name
+    }
+    config = {**config_of(source), "tie_word_embeddings": False}
+    config["text_config"] = {**config["text_config"], "tie_word_embeddings": True}
+    save(tmp_path / "two", config, tensors)
+    assert run(["import-hf", str(tmp_path / "two"), str(tmp_path / "run")]) == 5
+    assert "false, and true in text_config, and there is no lm_head.weight" in capsys.readouterr().err
+
+
 def test_a_job_of_megatron_lm_is_not_ready_for_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = imported(directory(tmp_path / "vl", "qwen3_vl"), tmp_path / "run")
     assert run(["convert", str(made), str(tmp_path / "fsdp"), "--gpus", "2", "--weights-only", *FRESH]) == 0

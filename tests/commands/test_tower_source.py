@@ -194,7 +194,7 @@ def test_experts_lie_as_the_directory_has_them(ffn: int, by_rows: bool, tmp_path
 @pytest.mark.parametrize(
     ("outer", "inner", "has_head", "tied"),
     [(None, None, True, False), (False, True, True, False), (True, True, False, True), (True, False, False, True),
-     (None, None, False, True), (None, True, False, True), (False, True, False, True)],
+     (None, None, False, True), (None, True, False, True)],
 )  # fmt: skip
 def test_whether_the_head_is_the_embedding(
     outer: bool | None, inner: bool | None, has_head: bool, tied: bool, tmp_path: Path

@@ -79,8 +79,8 @@ def family_of_config(config: Mapping[str, Any], families: Mapping[str, Family] =
         )
     if kind in vision_language_types():
         raise MappingError(
-            f"config.json has model_type {kind!r}, a vision-language model; its language model alone is converted, "
-            "by import-hf and export-hf with --tower language"
+            f"config.json has model_type {kind!r}, a vision-language model, which is more than what is stored: "
+            "--tower language of export-hf puts a language model back into it"
         )
     text = config.get("text_config")
     inside = text.get("model_type") if isinstance(text, Mapping) else None

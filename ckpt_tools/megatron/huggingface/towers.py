@@ -99,10 +99,11 @@ def language_tower(config: Mapping[str, Any], tensors: Mapping[str, Spec], tied:
 
     Args:
         tensors: those of its directory; without any, names are those of the released files.
-        tied: whether the head is the embedding, where the tensors are not there to tell.
+        tied: whether the head of the checkpoint is the embedding, where the tensors are not there to tell.
 
     Raises:
-        MappingError: it describes another one, or tensors belong neither to it nor to the other towers.
+        MappingError: it describes another one, it contradicts `tied` or itself, or tensors belong neither to the
+            language model nor to the other towers.
     """
     wrapper = vision_language_of(config)
     kind = wrapper.name
@@ -122,7 +123,7 @@ def language_tower(config: Mapping[str, Any], tensors: Mapping[str, Spec], tied:
             f"modules of a {kind} ({', '.join(wrapper.modules)}):\n{list_problems(strange)}",
             strange,
         )
-    text[TIED] = _is_tied(config, text, HEAD in names) if tied is None else tied
+    text[TIED] = _is_tied(config, text, HEAD in names) if tied is None else _as_stored(config, text, tied)
     by_rows = text[TYPE] == EXPERTS_OF and _is_by_rows(
         text, {name: tensors[own] for name, own in names.items()}
     )
@@ -180,6 +181,8 @@ def whole_config(config: Mapping[str, Any], tower: Tower, exported: Mapping[str,
         place |= {key: value for key, value in changed.items() if key in place}
     if "vocab_size" in changed:  # which may have been the class's own
         text["vocab_size"] = changed["vocab_size"]
+    if not tower.names:  # no directory's weights go by it, and releases of transformers ask in either place
+        found[TIED] = text[TIED] = tower.config[TIED]
     return found
 
 
@@ -242,12 +245,42 @@ def _is_tied(config: Mapping[str, Any], text: Mapping[str, Any], has_head: bool)
     """Whether the head is the embedding.
 
     Versions of transformers say it outside of text_config, inside, or nowhere; a default of theirs inside may
-    contradict what holds. A model without a head of its own cannot but share it.
+    contradict what holds. So a stored head stays one unless nothing denies that it is shared, and a model without a
+    head of its own cannot but share it.
+
+    Raises:
+        MappingError: there is no head, and one place says that it has one, the other not.
     """
-    outer, inner = config.get(TIED), text.get(TIED) if config.get(TEXT) else None
+    outer, inner = _said(config, text)
     if has_head:
-        return bool(inner if outer is None else outer)
-    return outer is not False or inner is True
+        return True in (outer, inner) and False not in (outer, inner)
+    if outer is False and inner is True:
+        raise MappingError(
+            f"config.json has {TIED} false, and true in {TEXT}, and there is no {HEAD}: releases of transformers "
+            "would make it the embedding or a new one"
+        )
+    return outer is not False
+
+
+def _said(config: Mapping[str, Any], text: Mapping[str, Any]) -> tuple[Any, Any]:
+    """`tie_word_embeddings` outside of text_config, and inside; None where it is not said."""
+    return config.get(TIED), text.get(TIED) if config.get(TEXT) else None
+
+
+def _as_stored(config: Mapping[str, Any], text: Mapping[str, Any], tied: bool) -> bool:
+    """`tied`, which the checkpoint tells.
+
+    Raises:
+        MappingError: config.json says otherwise, outside of text_config or, where it is silent there, inside.
+    """
+    outer, inner = _said(config, text)
+    said = inner if outer is None else outer
+    if said is not None and bool(said) != tied:
+        raise MappingError(
+            f"config.json has {TIED} {str(bool(said)).lower()}, and the checkpoint "
+            + ("shares its output layer with the embedding" if tied else "has an output layer of its own")
+        )
+    return tied
 
 
 def _is_by_rows(text: Mapping[str, Any], tensors: Mapping[str, Spec]) -> bool:
