@@ -3,7 +3,6 @@
     python megatron_worker.py RANK WORLD TP EP STORE_FILE OURS ORIGINAL [AXES]
 
 Every tensor of the model and of its optimizer is loaded from OURS with Megatron's default strictness, and again
-import os
 from ORIGINAL, the checkpoint that real training wrote; both have to be equal bit by bit. The optimizer's groups are
 matched with those that Megatron itself makes for this model and topology. Prints one JSON line.
 """
@@ -12,7 +11,6 @@ from __future__ import annotations
 
 import enum
 import json
-import os
 import sys
 import warnings
 from typing import Any
@@ -179,8 +177,7 @@ def main() -> None:
         flush=True,
     )
     dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # torn down, torch's threads now and then abort the process where cores are busy
+    dist.destroy_process_group()  # left to the interpreter's end, gloo's threads now and then abort the process
 
 
 if __name__ == "__main__":

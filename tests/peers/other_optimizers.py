@@ -52,8 +52,7 @@ def run(rank: int, world: int, case: dict[str, Any]) -> None:
         save(model, optimizer, case)
     torch.save(held(model, optimizer, case), Path(case["out"], f"held_{rank}.pt"))
     torch.distributed.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # torn down, torch's threads now and then abort the process where cores are busy
+    torch.distributed.destroy_process_group()
 
 
 class Orthogonalized(torch.optim.Optimizer):

@@ -79,8 +79,7 @@ def run(rank: int, case: dict[str, Any]) -> None:
     save(model, case, "wrapped", lambda key: True)
     torch.save(computed(model, case, rank), Path(case["out"], f"computed_{rank}.pt"))
     torch.distributed.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # torn down, torch's threads now and then abort the process where cores are busy
+    torch.distributed.destroy_process_group()
 
 
 def build(case: dict[str, Any]) -> Any:

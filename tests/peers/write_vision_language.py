@@ -123,8 +123,7 @@ def run(rank: int, case: dict[str, Any]) -> None:
     bridge.load_weights_hf_to_megatron(hf, [model])
     save(model, provider, case)
     torch.distributed.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # torn down, torch's threads now and then abort the process where cores are busy
+    torch.distributed.destroy_process_group()
 
 
 def scatter_whole() -> None:
