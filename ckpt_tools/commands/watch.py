@@ -284,7 +284,8 @@ class Watcher:
         reached = max((n for _, n in iteration_folders([latest])), default=-1)
         if number <= reached:
             return True, ""
-        if self._tracker_rests() and latest not in iteration_names(self.run):
+        rests = Path(self.run).is_dir() and self._tracker_rests()  # of a store's nothing tells for how long
+        if rests and latest not in iteration_names(self.run):
             locate(self.run)  # refuses it: there is no such folder
         return True, f"the run's tracker names {latest}"
 
@@ -294,8 +295,7 @@ class Watcher:
             tracked_iteration(self.run)
         except CorruptCheckpointError as error:
             if self._tracker_rests():
-                why = f"{error} Until it is mended, nothing tells which iterations are finished."
-                raise CorruptCheckpointError(why) from error
+                raise CorruptCheckpointError(f"{error} Nothing tells what is finished.") from error
 
     def _tracker_rests(self) -> bool:
         """Whether nobody seems to be writing it."""

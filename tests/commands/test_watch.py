@@ -198,7 +198,7 @@ def test_a_damaged_tracker_is_an_error_by_name(
     assert app.run(words) == 4
     said = capsys.readouterr().err
     assert tracker in said
-    assert "nothing tells which iterations are finished" in said
+    assert "Nothing tells what is finished" in said
     assert not list(watched.out.glob("iter_*"))
     (watched.run / tracker).unlink()
     (watched.run / TRACKER).write_text("2")
