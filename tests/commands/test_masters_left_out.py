@@ -22,6 +22,7 @@ from tests.damage import copy_of, drop_key, flip_bit, infos_of, keys_with, metad
 from tests.megatron.adapter_checkpoints import lora
 
 COMMANDS = ["export-hf", "convert --to hf", "strip"]
+BUCKETS = "core016_llama_tp2_dp_reshardable"
 
 
 @pytest.mark.parametrize("element", [ZERO, NAN], ids=["zeros", "nan"])
@@ -65,8 +66,9 @@ def test_sound_masters_are_counted(command: str, tmp_path: Path, capsys: pytest.
     assert masters["elements"] == masters["elements_in_all"] == 32928
 
 
-def test_damage_that_a_checksum_shows_is_called_so(tmp_path: Path) -> None:
-    source: Path = copy_of(LLAMA, tmp_path)
+@pytest.mark.parametrize("name", [LLAMA, BUCKETS])
+def test_damage_that_a_checksum_shows_is_called_so(name: str, tmp_path: Path) -> None:
+    source: Path = copy_of(name, tmp_path)
     path, start, _ = payload_of(source, FC2, (0, 0, 0))
     flip_bit(path, start + 1, 6)
     with pytest.raises(CorruptCheckpointError):
@@ -82,9 +84,6 @@ def test_damaged_masters_are_refused_too(tmp_path: Path) -> None:
     for work in (export_hf, strip_checkpoint):
         with pytest.raises(VerificationError, match="do not round"):
             work(source, tmp_path / "out")
-
-
-BUCKETS = "core016_llama_tp2_dp_reshardable"
 
 
 @pytest.mark.parametrize("element", [ZERO, NAN], ids=["zeros", "nan"])
@@ -105,16 +104,6 @@ def test_destroyed_weights_beside_buckets_are_refused(
         assert "--check-masters none" in told
         assert not out.exists()
     assert run([first, *options, str(source), str(out), "-q", "--check-masters", "none"]) == 0
-
-
-def test_damage_beside_buckets_that_a_checksum_shows_is_called_so(tmp_path: Path) -> None:
-    source: Path = copy_of(BUCKETS, tmp_path)
-    path, start, _ = payload_of(source, FC2, (0, 0, 0))
-    flip_bit(path, start + 1, 6)
-    with pytest.raises(CorruptCheckpointError):
-        export_hf(source, tmp_path / "hf")
-    with pytest.raises(CorruptCheckpointError):
-        strip_checkpoint(source, tmp_path / "weights")
 
 
 def test_an_adapter_is_not_merged_into_weights_that_buckets_contradict(tmp_path: Path) -> None:
