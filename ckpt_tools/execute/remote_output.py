@@ -41,8 +41,9 @@ from ckpt_tools.execute.write_job import (
     WriteJob,
     WriteOptions,
 )
+from ckpt_tools.formats.drivers import WEB
 from ckpt_tools.formats.files import open_files
-from ckpt_tools.formats.store import CONNECTIONS, WEB, Retry, Store
+from ckpt_tools.formats.store import CONNECTIONS, Retry, Store
 from ckpt_tools.model.transfers import OutputItem
 
 _LEAVING = Retry(attempts=1, patience=5.0)  # a run that failed tidies up, but waits for nobody

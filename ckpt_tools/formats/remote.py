@@ -1,4 +1,4 @@
-"""Object stores through fsspec: `s3://`, `gs://`, `memory://`, `msc://` and every other scheme it has a driver for.
+"""Object stores: `s3://`, and `gs://`, `memory://`, `msc://` and every other scheme that fsspec has a driver for.
 
 A request to a store costs 20-50 ms whatever its size, and one connection carries 50-100 MB/s. So long reads are
 split into parallel ranges, and short ones fetch their surroundings, up to 8 MiB when they follow one another.
@@ -132,20 +132,12 @@ class RemoteFiles:
             raise errors[0]
 
     def _fetch_part(self, name: str, offset: int, part: memoryview) -> None:
-        path, stop = self._store.path(name), offset + len(part)
-
-        def request(timeout: float) -> bytes:
-            data: bytes = self._store.ask(timeout, "cat_file", path, start=offset, end=stop)
-            if len(data) != len(part):
-                raise OSError(f"{len(data)} bytes came instead of {len(part)}")
-            return data
-
-        what = f"{self._store.where(name)}: reading bytes {offset}..{stop}"
         try:
-            part[:] = self._store.call(what, request, len(part))
+            self._store.get_into(name, offset, part)
         except FileNotFoundError as error:
             raise CorruptCheckpointError(
-                f"{what}: the file has vanished since the folder was listed."
+                f"{self._store.where(name)}: reading bytes {offset}..{offset + len(part)}: the file has vanished "
+                "since the folder was listed."
             ) from error
 
     def _folder(self, name: str) -> dict[str, int | None]:
