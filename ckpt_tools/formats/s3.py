@@ -23,7 +23,7 @@ _BUCKET = re.compile(
     r"(?s)(arn:[^:/]+:s3[^:/]*:[^:/]*:[^:/]*:(?:outpost[:/][^:/]+[:/])?(?:bucket|accesspoint)[:/][^:/]+|[^/]*)/?(.*)"
 )
 _ABSENT = {"NoSuchKey", "NoSuchBucket", "NoSuchUpload"}
-_REFUSED = {401, 403, 405, 501}  # of HTTP; a request that is not implemented will not be
+_REFUSED = {401, 403, 405, 501}  # of HTTP: asking again is of no use, also where a request is not implemented
 _EXPIRED = {"ExpiredToken", "InvalidToken", "TokenRefreshRequired"}
 
 # What a process and its children share: sessions by what they read; what it has alone: clients by time-out.
@@ -130,10 +130,7 @@ class S3Driver:
         try:
             return getattr(client, method)(**asked)
         except ClientError as error:
-            kind = _kind(error)
-            if kind is None:
-                raise
-            raise kind(str(error)) from error
+            raise _told(error) from error
 
     def _client(self, seconds: float) -> Any:
         """A client of this process whose sockets wait so long, rounded up to a power of two: few make do for all."""
@@ -168,13 +165,15 @@ def _folder(path: str) -> tuple[str, str]:
     return at["Bucket"], f"{at['Key']}/" if at["Key"] else ""
 
 
-def _kind(error: Any) -> type[OSError] | None:
-    """Python's own word for what the store says, where asking again is of no use."""
-    code = str(error.response.get("Error", {}).get("Code", ""))
-    status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+def _told(error: Any) -> OSError:
+    """What the store said, in Python's words."""
+    said, status = error.response.get("Error", {}), error.response["ResponseMetadata"].get("HTTPStatusCode")
+    code, kind = said.get("Code", status), OSError
     if code in _ABSENT or status == 404:
-        return FileNotFoundError
-    return PermissionError if code in _EXPIRED or status in _REFUSED else None
+        kind = FileNotFoundError
+    elif code in _EXPIRED or status in _REFUSED:
+        kind = PermissionError
+    return kind(f"{code}: {said.get('Message', '')}")
 
 
 def _fill(buffer: memoryview, answer: Any, stop: float) -> None:
