@@ -15,12 +15,10 @@ from ckpt_tools.errors import UsageError
 
 WEB = ("http", "https")
 
-Entry = Mapping[
-    str, Any
-]  # `type` ("file", "directory"), `size` in bytes, and what the store tells of the content
-Call = Callable[
-    [Callable[[float], Any], int], Any
-]  # a request and the bytes that it moves: repeated while it fails
+# `type` ("file", "directory"), `size` in bytes, and what the store tells of the content.
+Entry = Mapping[str, Any]
+# The answer to a request, which is repeated while it fails; and the bytes that it moves.
+Call = Callable[[Callable[[float], Any], int], Any]
 
 
 class Upload(NamedTuple):
@@ -40,7 +38,7 @@ class Driver(Protocol):
 
     root: str  # the path of the location that the driver was made for
 
-    def address(self) -> str:
+    def address(self, seconds: float) -> str:
         """URL that requests go to; empty where the driver does not tell."""
 
     def page(self, seconds: float, path: str, after: str | None) -> tuple[dict[str, Entry], str | None]:
@@ -99,16 +97,14 @@ class FsspecDriver:
             return sync(self.fs.loop, getattr(self.fs, f"_{method}"), *args, timeout=seconds, **options)
         return getattr(self.fs, method)(*args, **options)
 
-    def address(self) -> str:
+    def address(self, seconds: float) -> str:
         return self.root if self._scheme in WEB else ""
 
     def page(self, seconds: float, path: str, after: str | None) -> tuple[dict[str, Entry], str | None]:
         self.fs.invalidate_cache(path)
         inside = [(entry["name"].rstrip("/"), entry) for entry in self.ask(seconds, "ls", path, detail=True)]
-        found = {
-            full.rpartition("/")[2]: entry for full, entry in inside if full != path
-        }  # a file lists itself
-        return {name: entry for name, entry in found.items() if name}, None
+        named = {full.rpartition("/")[2]: one for full, one in inside if full != path}  # a file lists itself
+        return {name: entry for name, entry in named.items() if name}, None
 
     def get(self, seconds: float, path: str) -> bytes:
         found: bytes = self.ask(seconds, "cat_file", path, None, None)

@@ -50,8 +50,8 @@ class S3Driver:
         )
         self._settings, self._session = _session(self._made)
 
-    def address(self) -> str:
-        return str(self._client(1).meta.endpoint_url)
+    def address(self, seconds: float) -> str:
+        return str(self._client(seconds).meta.endpoint_url)
 
     def page(self, seconds: float, path: str, after: str | None) -> tuple[dict[str, Entry], str | None]:
         bucket, prefix = _folder(path)

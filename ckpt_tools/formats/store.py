@@ -171,7 +171,7 @@ class Store:
         """Host and port that requests go to, where that is known and no proxy stands between."""
         url = urlsplit("")
         with suppress(Exception):  # no such profile, no region: the request itself says it better
-            url = urlsplit(self.driver.address())
+            url = urlsplit(self.driver.address(self.retry.patience))
         from urllib.request import (  # http and ssl: nobody without a store pays for them
             getproxies,
             proxy_bypass,
@@ -186,13 +186,14 @@ class Store:
         path, what = self.path(name), f"{self.where(name)}: listing"
         found: dict[str, Entry] = {}
         after: str | None = None
-        with suppress(FileNotFoundError):
-            while True:
-                page, after = self.call(what, lambda t, at=after: self.driver.page(t, path, at))  # type: ignore[misc]
-                found |= page
-                if after is None:
-                    break
-        return found
+        while True:
+            try:
+                page, after = self.call(what, partial(self.driver.page, path=path, after=after))
+            except FileNotFoundError:
+                return {}
+            found |= page
+            if after is None:
+                return found
 
     def sizes(self, name: str = "") -> dict[str, int | None]:
         """Sizes of the files and None for the folders directly inside; empty when there is no such folder."""
@@ -252,8 +253,7 @@ class Store:
 
         On S3 several parts are on their way at once.
         """
-        what = f"{self.where(name)}: writing"
-        call = partial(self.call, what)
+        call = partial(self.call, f"{self.where(name)}: writing")
         return self.driver.open_for_writing(self.path(name), part_bytes, call)
 
     def abort_uploads(self) -> None:
