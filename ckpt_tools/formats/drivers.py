@@ -38,7 +38,7 @@ class Driver(Protocol):
 
     root: str  # the path of the location that the driver was made for
 
-    def address(self, seconds: float) -> str:
+    def address(self) -> str:
         """URL that requests go to; empty where the driver does not tell."""
 
     def page(self, seconds: float, path: str, after: str | None) -> tuple[dict[str, Entry], str | None]:
@@ -97,7 +97,7 @@ class FsspecDriver:
             return sync(self.fs.loop, getattr(self.fs, f"_{method}"), *args, timeout=seconds, **options)
         return getattr(self.fs, method)(*args, **options)
 
-    def address(self, seconds: float) -> str:
+    def address(self) -> str:
         return self.root if self._scheme in WEB else ""
 
     def page(self, seconds: float, path: str, after: str | None) -> tuple[dict[str, Entry], str | None]:

@@ -17,6 +17,7 @@ from ckpt_tools.formats.drivers import Call, Entry, Upload
 from ckpt_tools.formats.multipart import Multipart
 from ckpt_tools.formats.s3_settings import Settings, read_settings
 
+_USUAL_SECONDS = 20.0  # that `Retry` gives a request: who tells the address serves most of them too
 _CONNECTIONS = 256  # kept at most; more at once are closed after each request, and told of
 # An access point stands where a bucket does: its name has slashes or colons.
 _BUCKET = re.compile(
@@ -50,8 +51,8 @@ class S3Driver:
         )
         self._settings, self._session = _session(self._made)
 
-    def address(self, seconds: float) -> str:
-        return str(self._client(seconds).meta.endpoint_url)
+    def address(self) -> str:
+        return str(self._client(_USUAL_SECONDS).meta.endpoint_url)
 
     def page(self, seconds: float, path: str, after: str | None) -> tuple[dict[str, Entry], str | None]:
         bucket, prefix = _folder(path)

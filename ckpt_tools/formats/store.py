@@ -171,7 +171,7 @@ class Store:
         """Host and port that requests go to, where that is known and no proxy stands between."""
         url = urlsplit("")
         with suppress(Exception):  # no such profile, no region: the request itself says it better
-            url = urlsplit(self.driver.address(self.retry.patience))
+            url = urlsplit(self.driver.address())
         from urllib.request import (  # http and ssl: nobody without a store pays for them
             getproxies,
             proxy_bypass,
@@ -253,7 +253,8 @@ class Store:
 
         On S3 several parts are on their way at once.
         """
-        call = partial(self.call, f"{self.where(name)}: writing")
+        what = f"{self.where(name)}: writing"
+        call = partial(self.call, what)
         return self.driver.open_for_writing(self.path(name), part_bytes, call)
 
     def abort_uploads(self) -> None:

@@ -331,7 +331,7 @@ def test_threads_make_one_client(proxy: FaultProxy, monkeypatch: pytest.MonkeyPa
         return original(self, *given)
 
     monkeypatch.setattr(Settings, "client", client)
-    store = Store("s3://box/one", QUICK)
+    store = Store("s3://box/one")
     threads = [threading.Thread(target=store.sizes) for _ in range(8)]
     for thread in threads:
         thread.start()
