@@ -1,6 +1,6 @@
 """Which optimizer group does each parameter belong to, and why?
 
-python example-scripts/library_group_map.py tests/data/core019_moe_ep2_fully_reshardable
+python example-scripts/library_group_map.py tests/data/core019_llama_tp2_fully_reshardable
 """
 
 import sys

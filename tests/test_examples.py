@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,13 +12,13 @@ from pathlib import Path
 import pytest
 
 import ckpt_tools
-from tests.conftest import DATA, REPO
+from tests.conftest import DATA, REPO, fixture_dir
 from tests.megatron.adapter_checkpoints import lora
 
 SCRIPTS = sorted((REPO / "example-scripts").glob("*.py"))
 RUN = DATA / "core019_llama_tp2_fully_reshardable"
-FSDP = DATA / "core019_llama_tp2_native_fsdp_dtensor"
-MOE = DATA / "core019_moe_ep2_fully_reshardable"
+FSDP = fixture_dir("core019_llama_tp2_native_fsdp_dtensor")
+MOE = fixture_dir("core019_moe_ep2_fully_reshardable")
 
 ADAPTER = "an adapter of RUN"
 
@@ -79,7 +80,9 @@ def test_every_example_is_run_and_short() -> None:
     for script in SCRIPTS:
         text = script.read_text()
         assert len(text.splitlines()) <= 30, script.name
-        assert f"example-scripts/{script.name}" in (ast.get_docstring(ast.parse(text)) or "")
+        usage = ast.get_docstring(ast.parse(text)) or ""
+        assert f"example-scripts/{script.name}" in usage
+        assert all((REPO / path).is_dir() for path in re.findall(r"tests/data/\S+", usage)), script.name
 
 
 def test_the_examples_show_the_whole_public_api() -> None:

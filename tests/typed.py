@@ -24,7 +24,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from ckpt_tools.cli.app import run
 from tests.altered import scaled, without_numbers
-from tests.conftest import DATA
+from tests.conftest import DATA, fixture_dir
 from tests.megatron.adapter_checkpoints import lora
 from tests.megatron.huggingface.vision_language import directory
 
@@ -70,7 +70,7 @@ def places(folder: Path) -> Path:
     folder.mkdir()
     run_folder = DATA / "core019_llama_tp2_fully_reshardable"
     (folder / "RUN").symlink_to(run_folder)
-    (folder / "MOE").symlink_to(DATA / "core019_moe_ep2_fully_reshardable")
+    (folder / "MOE").symlink_to(fixture_dir("core019_moe_ep2_fully_reshardable"))
     scaled(run_folder, folder / "LATER", 0.5)
     without_numbers(run_folder, folder / "BAD", "output_layer.weight")
     (folder / "STRANGER").mkdir()

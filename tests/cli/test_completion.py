@@ -13,10 +13,10 @@ from ckpt_tools.cli import completion
 from ckpt_tools.cli.app import app, run
 from ckpt_tools.formats.dcp import read_catalog
 from ckpt_tools.formats.files import LocalFiles
-from tests.conftest import DATA
+from tests.conftest import DATA, fixture_dir
 
 RUN = DATA / "core019_llama_tp2_fully_reshardable"
-FSDP = DATA / "core019_llama_tp2_native_fsdp_dtensor"
+FSDP = fixture_dir("core019_llama_tp2_native_fsdp_dtensor")
 ITERATION = "iter_0000002"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_tools.cli.app import run
-from tests.conftest import DATA
+from tests.conftest import DATA, fixture_dir
 
 LLAMA = DATA / "core019_llama_tp2_fully_reshardable"
 ITERATION = "iter_0000002"
@@ -233,7 +233,7 @@ def test_build_param_group_map_explains_itself(tmp_path, capsys):
     assert "model.module.output_layer.weight: group 0 (2 dimensions: weight decay)" in capsys.readouterr().err
     assert run(["build-param-group-map", str(dumped)]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(out.read_text())
-    native = DATA / "core019_llama_tp2_native_fsdp_dtensor"
+    native = fixture_dir("core019_llama_tp2_native_fsdp_dtensor")
     assert run(["build-param-group-map", str(native)]) == 3
 
 
@@ -256,7 +256,7 @@ def test_the_way_back_and_out(tmp_path, capsys):
 
 
 def test_a_command_named_for_a_source_takes_no_other(tmp_path, capsys):
-    native = DATA / "core019_llama_tp2_native_fsdp_dtensor"
+    native = fixture_dir("core019_llama_tp2_native_fsdp_dtensor")
     for command, source in (
         ("convert-torch-dist-to-fsdp-dtensor", native),
         ("convert-fsdp-dtensor-to-torch-dist", LLAMA),
@@ -279,7 +279,7 @@ def test_a_flag_without_effect_is_refused(tmp_path, capsys, words, option):
     assert f"{option}: no meaning for a conversion to" in capsys.readouterr().err
 
 
-NATIVE = DATA / "core019_llama_tp2_native_fsdp_dtensor"
+NATIVE = fixture_dir("core019_llama_tp2_native_fsdp_dtensor")
 
 
 @pytest.mark.parametrize("source", [LLAMA, NATIVE])

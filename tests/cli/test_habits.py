@@ -12,10 +12,10 @@ from ckpt_tools.cli.app import run
 from ckpt_tools.cli.given_values import parse_bytes
 from ckpt_tools.errors import UsageError
 from tests.cli.terminal import on_a_terminal
-from tests.conftest import DATA
+from tests.conftest import DATA, fixture_dir
 
 RUN = DATA / "core019_llama_tp2_fully_reshardable"
-FSDP = DATA / "core019_llama_tp2_native_fsdp_dtensor"
+FSDP = fixture_dir("core019_llama_tp2_native_fsdp_dtensor")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from ckpt_tools.cli.app import run
 from tests.cli.test_sinks import assert_harmless
-from tests.conftest import DATA
+from tests.conftest import DATA, fixture_dir
 
 HOSTILE = sorted(path.name for path in (DATA / "hostile").glob("*.metadata"))
 RUN_CONFIGS = {
@@ -36,7 +36,7 @@ def test_metadata(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize("what", RUN_CONFIGS)
 def test_run_config(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_folder = tmp_path / "run"
-    shutil.copytree(DATA / "core019_llama_tp2_native_fsdp_dtensor", run_folder)
+    shutil.copytree(fixture_dir("core019_llama_tp2_native_fsdp_dtensor"), run_folder)
     (run_folder / "iter_0000002" / "run_config.yaml").write_bytes(RUN_CONFIGS[what])
     assert run(["inspect", str(run_folder)]) == 4
     assert "run_config.yaml: not readable YAML" in capsys.readouterr().err

@@ -16,7 +16,7 @@ from ckpt_tools.cli import render
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.read_values import json_value
 from ckpt_tools.human import human_bytes
-from tests.conftest import DATA, SHARED, fixture_dir
+from tests.conftest import all_checkpoints, fixture_dir
 
 LLAMA = "core019_llama_tp2_fully_reshardable"
 
@@ -68,8 +68,9 @@ def test_golden_facts(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 TRUTHS = [
-    pytest.param(file, id=file.parent.name)
-    for file in sorted(SHARED.glob("fixtures_cpu/*/truth.safetensors"))
+    pytest.param(file, id=name)
+    for name, run in all_checkpoints("cpu").items()
+    for file in run.glob("truth.safetensors")
 ]
 
 
@@ -233,9 +234,8 @@ def test_dcp_json_of_a_real_checkpoint(capsys: pytest.CaptureFixture[str], tmp_p
 
 MAPS = [
     pytest.param(file, id=file.parts[-3])
-    for file in sorted(
-        [*DATA.glob("*/*/param_to_param_group_map.json"), *SHARED.glob("fixtures/*/*/*_map.json")]
-    )
+    for run in all_checkpoints("two_gpus").values()
+    for file in run.glob("*/param_to_param_group_map.json")
 ]
 
 

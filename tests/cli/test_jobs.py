@@ -17,10 +17,10 @@ from torch.distributed import checkpoint as dcp
 
 from ckpt_tools.cli.app import run
 from tests.cli.test_convert import ITERATION, LLAMA
-from tests.conftest import DATA
+from tests.conftest import fixture_dir
 from tests.damage import payload_of
 
-NATIVE = DATA / "core019_llama_tp2_native_fsdp_dtensor"
+NATIVE = fixture_dir("core019_llama_tp2_native_fsdp_dtensor")
 TRACKER = "latest_checkpointed_iteration.txt"
 
 

@@ -25,11 +25,11 @@ from ckpt_tools.human import human_bytes
 from ckpt_tools.verify.report import Finding
 from tests.cli.options import OPTIONS
 from tests.cli.terminal import on_a_terminal
-from tests.conftest import DATA, REPO
+from tests.conftest import DATA, REPO, fixture_dir
 
 RUN = DATA / "core019_llama_tp2_fully_reshardable"
-MOE = DATA / "core019_moe_ep2_fully_reshardable"
-FSDP = DATA / "core019_llama_tp2_native_fsdp_dtensor"
+MOE = fixture_dir("core019_moe_ep2_fully_reshardable")
+FSDP = fixture_dir("core019_llama_tp2_native_fsdp_dtensor")
 
 
 @pytest.mark.parametrize("verb", MEANT)

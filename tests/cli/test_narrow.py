@@ -15,11 +15,11 @@ from ckpt_tools.cli.commands import MODULES
 from ckpt_tools.cli.fold import column_widths, fold_cell, fold_command, fold_line
 from ckpt_tools.cli.manual import PAGES
 from tests.cli.terminal import on_a_terminal
-from tests.conftest import DATA
+from tests.conftest import DATA, fixture_dir
 
 RUN = DATA / "core019_llama_tp2_fully_reshardable"
-FSDP = DATA / "core019_llama_tp2_native_fsdp_dtensor"
-MOE = DATA / "core019_moe_ep2_fully_reshardable"
+FSDP = fixture_dir("core019_llama_tp2_native_fsdp_dtensor")
+MOE = fixture_dir("core019_moe_ep2_fully_reshardable")
 TABLES = [
     f"ls {RUN}",
     f"ls {DATA}",

@@ -14,14 +14,14 @@ import ckpt_tools
 from ckpt_tools.cli.app import run
 from tests.altered import without_numbers
 from tests.cli import schema_fields
-from tests.conftest import DATA
+from tests.conftest import DATA, fixture_dir
 from tests.damage import flip_bit, payload_of
 from tests.megatron.adapter_checkpoints import lora
 
 SCHEMAS = Path(ckpt_tools.__file__).parent / "schemas"
 RUN = DATA / "core019_llama_tp2_fully_reshardable"
-MOE = DATA / "core019_moe_ep2_fully_reshardable"
-FSDP = DATA / "core019_llama_tp2_native_fsdp_dtensor"
+MOE = fixture_dir("core019_moe_ep2_fully_reshardable")
+FSDP = fixture_dir("core019_llama_tp2_native_fsdp_dtensor")
 NORM = "model.module.decoder.final_layernorm.weight"
 
 OUTPUTS = [  # (schema, exit code, words)

@@ -305,7 +305,7 @@ def test_a_stopped_proof_is_no_finding(stop: type[CkptError], monkeypatch: pytes
 
 
 def test_every_iteration_of_several_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    roots = [str(DATA / LLAMA), str(DATA / "core019_moe_ep2_fully_reshardable")]
+    roots = [str(DATA / LLAMA), str(fixture_dir("core019_moe_ep2_fully_reshardable"))]
     assert run(["verify", *roots, "--iteration", "all", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert [one["checkpoint"] for one in report["reports"]] == [f"{root}/{ITERATION}" for root in roots]

@@ -28,11 +28,11 @@ from ckpt_tools.megatron.vocab import is_vocab
 from ckpt_tools.plan import coalesce
 from ckpt_tools.sharding.topology import Topology
 from tests.commands import oracle
-from tests.conftest import DATA
+from tests.conftest import DATA, fixture_dir
 
 SOURCES = [
     DATA / "core019_llama_tp2_fully_reshardable" / "iter_0000002",
-    DATA / "core019_moe_ep2_fully_reshardable" / "iter_0000002",
+    fixture_dir("core019_moe_ep2_fully_reshardable") / "iter_0000002",
 ]
 Tensors = dict[str, torch.Tensor]
 

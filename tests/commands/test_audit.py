@@ -31,7 +31,7 @@ from tests.conftest import DATA, fixture_dir
 from tests.megatron.huggingface.by_rules import DEEPSEEK, LLAMA
 
 RUN = DATA / "core019_llama_tp2_fully_reshardable"
-FSDP = DATA / "core019_llama_tp2_native_fsdp_dtensor"
+FSDP = fixture_dir("core019_llama_tp2_native_fsdp_dtensor")
 
 
 def audited(output: Path, source: Path, **options: Any) -> tuple[Report, Audit]:

@@ -47,7 +47,7 @@ def mean(values: Sequence[torch.Tensor], shares: Sequence[float]) -> torch.Tenso
 
 
 def three(name: str, place: Path) -> list[Path]:
-    return [altered(name, place / str(seed), seed) for seed in (1, 2)] + [DATA / name]
+    return [altered(name, place / str(seed), seed) for seed in (1, 2)] + [fixture_dir(name)]
 
 
 def averaged(sources: Sequence[Path], output: Path, **options: object) -> Averaged:
@@ -86,7 +86,7 @@ def test_masters_are_averaged_and_weights_are_their_rounding(name: str, tmp_path
 
 @pytest.mark.parametrize("name", [RUN, MOE, FSDP])
 def test_everything_else_is_the_last_ones(name: str, tmp_path: Path) -> None:
-    sources = [altered(name, tmp_path / "a", 1), DATA / name]
+    sources = [altered(name, tmp_path / "a", 1), fixture_dir(name)]
     averaged(sources, tmp_path / "out")
     was, now = (oracle.metadata(place / ITERATION) for place in (sources[-1], tmp_path / "out"))
     assert was.planner_data in (None, now.planner_data)  # Megatron keeps none
@@ -122,7 +122,7 @@ def test_fsdp_dtensor_holds_masters_in_the_place_of_weights(tmp_path: Path) -> N
 
 
 def test_an_averaged_checkpoint_converts(tmp_path: Path) -> None:
-    averaged([altered(MOE, tmp_path / "a", 1), DATA / MOE], tmp_path / "mean")
+    averaged([altered(MOE, tmp_path / "a", 1), fixture_dir(MOE)], tmp_path / "mean")
     report = convert_to_fsdp_dtensor(str(tmp_path / "mean"), str(tmp_path / "fsdp"))
     assert (report.masters.use, report.masters.found.tensors > 0) == ("written", True)
     assert is_sound(tmp_path / "fsdp")
@@ -392,7 +392,7 @@ def test_other_shapes_and_types_are_named(tmp_path: Path) -> None:
 def test_what_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     root = copy_of(RUN, tmp_path)
     with pytest.raises(UsageError, match="of one kind"):
-        averaged([root, DATA / FSDP], tmp_path / "out")
+        averaged([root, fixture_dir(FSDP)], tmp_path / "out")
     with pytest.raises(UsageError, match="overlap"):
         averaged([root, DATA / RUN], root / "mean")
     (tmp_path / "out").mkdir()
@@ -507,7 +507,7 @@ def test_from_and_to_an_object_store(tmp_path: Path) -> None:
     ("name", "use"), [(RUN, "written"), ("core019_llama_tp2_native_fsdp_dtensor", "as_stored")]
 )
 def test_the_report_says_what_became_of_the_masters(name: str, use: str, tmp_path: Path) -> None:
-    done = averaged([DATA / name] * 2, tmp_path / "out")
+    done = averaged([fixture_dir(name)] * 2, tmp_path / "out")
     assert done.masters is not None
     assert (done.masters.use, done.masters.mode) == (use, "sample" if use == "written" else "none")
     assert (done.masters.found.tensors > 0) == (use == "written") == bool(done.rounded)

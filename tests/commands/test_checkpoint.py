@@ -31,8 +31,8 @@ from tests.damage import ITERATION
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 
 RUN = DATA / "core019_llama_tp2_fully_reshardable"
-MOE = DATA / "core019_moe_ep2_fully_reshardable"
-FSDP = DATA / "core019_llama_tp2_native_fsdp_dtensor"
+MOE = fixture_dir("core019_moe_ep2_fully_reshardable")
+FSDP = fixture_dir("core019_llama_tp2_native_fsdp_dtensor")
 SHAPE = (5, 4, 3)
 
 

@@ -12,10 +12,10 @@ import pytest
 import ckpt_tools
 from ckpt_tools.cli.app import run
 from ckpt_tools.formats.detect import TRACKER, locate
-from tests.conftest import DATA
+from tests.conftest import DATA, fixture_dir
 
 LLAMA = DATA / "core019_llama_tp2_fully_reshardable"
-FSDP = DATA / "core019_llama_tp2_native_fsdp_dtensor"
+FSDP = fixture_dir("core019_llama_tp2_native_fsdp_dtensor")
 WRITERS = [
     "convert {run} {out}",
     "convert {run} {out} --to torch_dist --target core-0.19",

@@ -104,7 +104,7 @@ def test_a_changed_checksum_is_no_duplicate(three: Path) -> None:
     """What the writer stored is compared: another value under the same key is not there twice."""
     before = disk_usage(str(three))
     key = "decoder.final_layernorm.weight"
-    other = shutil.copytree(DATA / MOE / ITERATION, three / "iter_0000008")
+    other = shutil.copytree(fixture_dir(MOE) / ITERATION, three / "iter_0000008")
     found = disk_usage(str(three))
     assert found.spare == before.spare + sum(
         one.nbytes for one in found.duplicates if "iter_0000008" in one.iterations
@@ -270,7 +270,7 @@ def test_the_commands(three: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_a_folder_of_runs_is_listed_a_run_a_line(three: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = three.parent
-    shutil.copytree(DATA / FSDP / ITERATION, folder / "alone")
+    shutil.copytree(fixture_dir(FSDP) / ITERATION, folder / "alone")
     (folder / "notes").mkdir()
     (folder / "todo.txt").touch()
     assert run(["ls", str(folder)]) == 0

@@ -32,7 +32,7 @@ from tests.commands.test_weights_only import OPTIMIZERS, muon, weights_of
 from tests.conftest import DATA, fixture_dir
 
 RUN = DATA / "core019_llama_tp2_fully_reshardable"
-NATIVE = DATA / "core019_llama_tp2_native_fsdp_dtensor"
+NATIVE = fixture_dir("core019_llama_tp2_native_fsdp_dtensor")
 WEIGHTS = [RUN, "--weights-only", "--fresh-optimizer"]
 RATES = ["--lr", "1e-5", "--min-lr", "1e-6", "--weight-decay", "0.1"]
 MOMENTS = (".exp_avg", ".exp_avg_sq")

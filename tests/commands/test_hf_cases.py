@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +16,11 @@ from ckpt_tools.commands.export_hf import ExportOptions, plan_export
 from ckpt_tools.commands.opened import open_checkpoint
 from ckpt_tools.megatron.huggingface.layouts import gate_up_in_turns
 from ckpt_tools.megatron.huggingface.model_args import GluInterleave
-from tests.conftest import DATA
+from tests.cases import cases as cases  # noqa: PLC0414  a fixture
 from tests.megatron.huggingface.by_rules import LLAMA, directory
 from tests.megatron.huggingface.test_layouts import model, numbered, to_core, to_hf
 
 YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn", "truncate": False}
-
-
-@pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("cases")
-    with tarfile.open(DATA / "hf_cases.tar.xz") as archive:
-        archive.extractall(folder, filter="data")
-    return folder
 
 
 def config_of(source: Path, reference: Path | None) -> tuple[dict[str, Any], tuple[str, ...]]:

@@ -307,7 +307,7 @@ def test_nothing_is_written_when_something_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(MappingError, match=r"experts.1.down_proj.weight \[12, 6\] is missing"):
         import_hf(str(tmp_path / "hf"), str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
-    source = DATA / "core019_moe_ep2_fully_reshardable"  # GLM-4.5 but for its small shared expert
+    source = fixture_dir("core019_moe_ep2_fully_reshardable")  # GLM-4.5 but for its small shared expert
     with pytest.raises(MappingError, match="a shared expert of 24 is not a multiple of the experts' 48"):
         export_hf(str(source), str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()

@@ -22,7 +22,7 @@ from ckpt_tools.execute.run import WriteOptions
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
 from ckpt_tools.model.box import Box
 from tests.commands import oracle
-from tests.conftest import DATA
+from tests.conftest import DATA, fixture_dir
 from tests.damage import ITERATION
 from tests.megatron.adapter_checkpoints import FC1, FC2, PROJ, QKV, AdapterFolder, canonical, lora
 from tests.synthetic import DcpFolder
@@ -167,7 +167,7 @@ def test_masters_in_the_place_of_weights_are_merged_as_such(tmp_path: Path) -> N
         assert oracle.same_bytes(found[name], tensor), name
 
 
-MOE = DATA / "core019_moe_ep2_fully_reshardable"
+MOE = fixture_dir("core019_moe_ep2_fully_reshardable")
 EXPERTS = "decoder.layers.1.mlp.experts.experts.linear_fc1"
 LAYER = "decoder.layers.1."
 

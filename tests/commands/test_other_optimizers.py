@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import tarfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,8 @@ from tests.commands import oracle
 from tests.commands.rewritten import read, write
 from tests.commands.test_to_fsdp_dtensor import source_of
 from tests.commands.test_to_torch_dist import archives, assert_same_tensors
-from tests.conftest import DATA, fixture_dir
+from tests.conftest import fixture_dir
+from tests.data.pack import unpacked
 
 KEPT = "kept."
 KEEPING = ConvertOptions(target=TargetOptions(keep_states=True))
@@ -50,12 +50,9 @@ STATES = {
 
 
 @pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def real() -> Path:
     """The folder of the checkpoints, a folder each."""
-    folder = tmp_path_factory.mktemp("other_optimizers")
-    with tarfile.open(DATA / "other_optimizers.tar.xz") as archive:
-        archive.extractall(folder, filter="data")
-    return folder
+    return unpacked("other_optimizers")
 
 
 def optimizer_of(folder: Path) -> Any:

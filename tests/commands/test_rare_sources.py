@@ -17,10 +17,10 @@ from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
 from tests.commands import oracle
 from tests.commands.rewritten import STATES, read, write
-from tests.conftest import DATA
+from tests.conftest import DATA, fixture_dir
 
 LLAMA = DATA / "core019_llama_tp2_fully_reshardable" / "iter_0000002"
-MOE = DATA / "core019_moe_ep2_fully_reshardable" / "iter_0000002"
+MOE = fixture_dir("core019_moe_ep2_fully_reshardable") / "iter_0000002"
 STATE = "optimizer.state.module.module.module."
 META = "optimizer.param_to_group_meta.module.module.module."
 

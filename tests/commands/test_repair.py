@@ -187,7 +187,7 @@ def test_a_flat_bucket_is_read_as_well(tmp_path: Path) -> None:
 def test_a_sound_checkpoint_has_nothing_to_repair(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["repair", str(DATA / name), str(tmp_path / "out")]
+    words = ["repair", str(fixture_dir(name)), str(tmp_path / "out")]
     assert run(words) == 1  # `repair RUN OUT && use OUT` does not go on
     assert "none of the damage" in capsys.readouterr().out
     assert run([*words, "--dry-run", "-q"]) == 1
@@ -301,7 +301,7 @@ def test_halves_that_say_different_things_of_their_group(sound: Path, tmp_path: 
 def collided(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two stages of one layer each in one checkpoint, saved by two processes with stock DCP."""
     folder = tmp_path_factory.mktemp("stages")
-    torch.save(oracle.tensors(iteration_of(DATA / NATIVE)), folder / "values.pt")
+    torch.save(oracle.tensors(iteration_of(fixture_dir(NATIVE))), folder / "values.pt")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     worker = Path(__file__).with_name("stages_worker.py")
     done = subprocess.run(
@@ -339,7 +339,7 @@ def test_stages_that_overwrote_each_other_are_refused_by_name(
 
 
 def of_one_stage(tmp_path: Path, stage: int, rng: int | None = None, **args: object) -> Path:
-    tensors, objects = of_stage(oracle.tensors(iteration_of(DATA / NATIVE)), stage)
+    tensors, objects = of_stage(oracle.tensors(iteration_of(fixture_dir(NATIVE))), stage)
     if rng is not None:
         objects = {key.replace(f"({stage}, 0)", f"({rng}, 0)"): value for key, value in objects.items()}
     settings = {"num_layers": 2, "pipeline_model_parallel_size": 2, "swiglu": True, "bf16": True} | args
@@ -364,7 +364,7 @@ def test_the_layers_of_one_stage_get_their_numbers(
     done = repair_checkpoint(str(source), str(tmp_path / "out"))
     (change,) = done.changes
     assert (change.cause, change.issue) == ("stage-numbers", "MLM#7452")
-    found, expected = oracle.tensors(tmp_path / "out"), oracle.tensors(iteration_of(DATA / NATIVE))
+    found, expected = oracle.tensors(tmp_path / "out"), oracle.tensors(iteration_of(fixture_dir(NATIVE)))
     assert any(key.startswith("model.module.decoder.layers.1.") for key in found)
     assert not any(".layers.0." in key for key in found)
     assert all(oracle.same_bytes(found[key], expected[key]) for key in found)
@@ -384,7 +384,7 @@ def test_args_that_say_otherwise(rng: int | None, args: dict[str, object], why: 
 
 
 def test_states_of_other_shapes_prove_nothing(tmp_path: Path) -> None:
-    tensors, objects = of_stage(oracle.tensors(iteration_of(DATA / NATIVE)), 1)
+    tensors, objects = of_stage(oracle.tensors(iteration_of(fixture_dir(NATIVE))), 1)
     key = f"{STATE}decoder.layers.1.self_attention.linear_proj.weight.exp_avg"
     tensors[key] = tensors[key][:-1].clone()
     args = argparse.Namespace(num_layers=2, pipeline_model_parallel_size=2)
@@ -393,7 +393,7 @@ def test_states_of_other_shapes_prove_nothing(tmp_path: Path) -> None:
 
 
 def test_weights_alone_do_not_tell_their_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tensors, _ = of_stage(oracle.tensors(iteration_of(DATA / NATIVE)), 1)
+    tensors, _ = of_stage(oracle.tensors(iteration_of(fixture_dir(NATIVE))), 1)
     weights = {key: value for key, value in tensors.items() if key.startswith("model.")}
     args = argparse.Namespace(num_layers=2, pipeline_model_parallel_size=2, swiglu=True, bf16=True)
     state = {**weights, "args": args, "iteration": 2, "checkpoint_version": 3.0}

@@ -105,8 +105,8 @@ def whole(values: torch.Tensor) -> Statistics:
 @pytest.mark.parametrize("name", [RUN, MOE])
 def test_every_parameter_of_a_torch_dist_checkpoint(name: str) -> None:
     """Layers that are stacked in one tensor come one by one, in the order of layers."""
-    stored = oracle.tensors(DATA / name / ITERATION)
-    found = checkpoint_statistics(str(DATA / name))
+    stored = oracle.tensors(fixture_dir(name) / ITERATION)
+    found = checkpoint_statistics(str(fixture_dir(name)))
     assert found.by == "parameters"
     elements = 0
     for t in found.tensors:
@@ -379,12 +379,12 @@ def test_one_flipped_byte_that_makes_a_nan_is_told_everywhere(
 def test_masters_and_weights_alone_are_a_pair(tmp_path: Path) -> None:
     """A run against its weights, and against a format that keeps masters: what is comparable is compared."""
     assert run(["strip", str(DATA / RUN), str(tmp_path / "weights"), "-q"]) == 0
-    assert run(["strip", str(DATA / FSDP), str(tmp_path / "masters"), "-q"]) == 0
+    assert run(["strip", str(fixture_dir(FSDP)), str(tmp_path / "masters"), "-q"]) == 0
     alone = checkpoint_change(str(DATA / RUN), str(tmp_path / "weights"))
     assert {t.named.role for t in alone.tensors} == {"weight"}
     assert all(name.endswith((", master", ", exp_avg", ", exp_avg_sq")) for name in alone.only_in_a)
     assert alone.only_in_a
-    crossed = checkpoint_change(str(tmp_path / "weights"), str(DATA / FSDP))
+    crossed = checkpoint_change(str(tmp_path / "weights"), str(fixture_dir(FSDP)))
     assert {t.named.role for t in crossed.tensors} == {"weight"}
     assert len(crossed.tensors) == len(alone.tensors)
 
@@ -419,7 +419,7 @@ def test_keys_are_parameters_and_stored_ones() -> None:
 
 def test_a_checkpoint_without_a_model_is_measured_by_its_keys(tmp_path: Path) -> None:
     """What `convert` refuses can still be looked at."""
-    assert run(["modify-state-dict", str(DATA / FSDP), str(tmp_path / "out"), "-q", "--op",
+    assert run(["modify-state-dict", str(fixture_dir(FSDP)), str(tmp_path / "out"), "-q", "--op",
                 r"remove .*layers\.0\.mlp\.linear_fc1\.weight_w"]) == 0  # fmt: skip
     found = checkpoint_statistics(str(tmp_path / "out"))
     assert found.by == "keys"
@@ -478,7 +478,7 @@ def test_pages_are_whole_and_names_harmless(tmp_path: Path) -> None:
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_, fsdp = str(DATA / RUN), str(DATA / FSDP)
+    run_, fsdp = str(DATA / RUN), str(fixture_dir(FSDP))
     assert run(["stats", run_, "-q"]) == 0
     out = capsys.readouterr().out
     assert "no NaN and no Inf in 60 tensors" in out

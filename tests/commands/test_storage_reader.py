@@ -26,16 +26,16 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.read_box import BoxReader
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from tests.commands import oracle
-from tests.conftest import DATA, REPO, SHARED, fixture_dir
+from tests.conftest import DATA, REPO, fixture_dir
 from tests.megatron.dcp.sharded_cases import sharded as sharded  # noqa: PLC0414  a fixture
 
 LLAMA = DATA / "core019_llama_tp2_fully_reshardable"
-MOE = DATA / "core019_moe_ep2_fully_reshardable"
-NATIVE = DATA / "core019_llama_tp2_native_fsdp_dtensor"
+MOE = fixture_dir("core019_moe_ep2_fully_reshardable")
+NATIVE = fixture_dir("core019_llama_tp2_native_fsdp_dtensor")
 WHOLE = Layout(world=2)
 FORMS = ("titan", "app", "numbered")
 
-# What only ../shared holds: each optimizer layout, computed masters, Megatron's torch_dcp.
+# Each optimizer layout, computed masters, Megatron's torch_dcp.
 LAYOUTS = (
     "te_llama_dp2_buckets_dpr",
     "te_remainder_tp2_fr",
@@ -107,7 +107,7 @@ def test_two_ranks_find_the_bytes_of_every_conversion(tmp_path, sharded):
         "to": "fsdp_dtensor",
         "converted": str(iteration(tmp_path / "imported")),
     }
-    for name in LAYOUTS if SHARED.is_dir() else ():
+    for name in LAYOUTS:
         told = {"tp": 2} if "gdn" in name else {}
         cases += [case(fixture_dir(name), to, tmp_path, **told) for to in ("dcp", "fsdp_dtensor")]
     run_job([*cases, hf, imported], 2, tmp_path)

@@ -28,8 +28,8 @@ from tests.commands import oracle
 from tests.conftest import DATA, fixture_dir
 from tests.damage import ITERATION, copy_of, flip_bit, payload_of
 
-RUN, MOE = DATA / "core019_llama_tp2_fully_reshardable", DATA / "core019_moe_ep2_fully_reshardable"
-FSDP = DATA / "core019_llama_tp2_native_fsdp_dtensor"
+RUN, MOE = DATA / "core019_llama_tp2_fully_reshardable", fixture_dir("core019_moe_ep2_fully_reshardable")
+FSDP = fixture_dir("core019_llama_tp2_native_fsdp_dtensor")
 TORCH_DIST = [
     "core019_moe_ep2_fully_reshardable",
     "core016_llama_tp2_dp_reshardable",

@@ -218,7 +218,7 @@ def test_edited_copies_keep_the_record(tmp_path):
 
 
 def test_nothing_to_convert_is_said(tmp_path, capsys):
-    native = DATA / "core019_llama_tp2_native_fsdp_dtensor"
+    native = fixture_dir("core019_llama_tp2_native_fsdp_dtensor")
     for words in ((), ("--overwrite",), ("--layer-spec", "local"), ("--dry-run",), ("--ignore-keys", "x*")):
         assert convert(native, tmp_path / "out", *words) == 2
         assert "nothing to convert" in capsys.readouterr().err
@@ -226,7 +226,7 @@ def test_nothing_to_convert_is_said(tmp_path, capsys):
 
 
 def test_no_ranks_are_no_job(tmp_path, capsys):
-    for source in (LLAMA, DATA / "core019_llama_tp2_native_fsdp_dtensor"):
+    for source in (LLAMA, fixture_dir("core019_llama_tp2_native_fsdp_dtensor")):
         assert convert(source, tmp_path / "out", "--tp", 0) == 2
         assert "--tp 0: at least one rank is needed" in capsys.readouterr().err
 

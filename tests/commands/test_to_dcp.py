@@ -31,7 +31,7 @@ from tests.conftest import DATA, REPO, fixture_dir
 from tests.megatron.dcp.sharded_cases import sharded as sharded  # noqa: PLC0414  a fixture
 
 LLAMA = DATA / "core019_llama_tp2_fully_reshardable"
-MOE = DATA / "core019_moe_ep2_fully_reshardable"
+MOE = fixture_dir("core019_moe_ep2_fully_reshardable")
 SAVED = {"save", "ckpt_format", "dump_param_to_param_group_map"}  # the two runs differ in these arguments
 
 

@@ -18,7 +18,7 @@ from ckpt_tools.commands.group_map import build_group_map
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from tests.commands import oracle
-from tests.conftest import DATA, SHARED, fixture_dir
+from tests.conftest import all_checkpoints, fixture_dir
 
 OPTIMIZER = "optimizer.state.module.module.module."
 PAIRS = [
@@ -30,15 +30,15 @@ PAIRS = [
 
 
 def cases() -> list[Path]:
-    """Folders of source checkpoints: the repo's, the shared ones, and those of CKPT_TOOLS_FIXTURES."""
-    parents = [DATA, SHARED / "fixtures", SHARED / "fixtures_cpu"]
-    parents += [Path(p) for p in os.environ.get("CKPT_TOOLS_FIXTURES", "").split(":") if p]
-    found: dict[str, Path] = {}
-    for parent in parents:
-        for folder in sorted(parent.iterdir()) if parent.is_dir() else []:
-            if (folder / "checkpoint").is_dir() or list(folder.glob("iter_*/metadata.json")):
-                found.setdefault(folder.name, folder)
-    return [found[name] for name in sorted(found)]
+    """Folders of source checkpoints: ours but Transformer Engine's (`test_te_fixtures`), CKPT_TOOLS_FIXTURES' too."""
+    found = all_checkpoints("cpu", "two_gpus")
+    for parent in filter(None, os.environ.get("CKPT_TOOLS_FIXTURES", "").split(":")):
+        found = {folder.name: folder for folder in Path(parent).iterdir()} | found
+    return [
+        folder
+        for _, folder in sorted(found.items())
+        if (folder / "checkpoint").is_dir() or list(folder.glob("iter_*/metadata.json"))
+    ]
 
 
 def source_of(case: Path) -> Path:

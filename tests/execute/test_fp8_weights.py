@@ -262,7 +262,7 @@ def test_neither_nan_nor_infinity_is_explained(tmp_path: Path) -> None:
 
 def test_real_weights_are_proven_exactly(tmp_path: Path) -> None:
     """Two ranks' shards of a projection and one of another weight, from `te_fp8param_tp2_fr` (delayed scaling)."""
-    real = np.load(DATA / "vectors" / "te_fp8_weights.npz")
+    real = np.load(DATA / "te_fp8_weights.npz")
     source = DcpFolder(tmp_path / "checkpoint")
     halves = [Box((0, 0), (64, 32)), Box((0, 32), (64, 32))]
     for kind, dtype in (("master", "float32"), ("weight", "bfloat16")):

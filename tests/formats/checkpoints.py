@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 from torch.distributed.checkpoint.metadata import Metadata
 
-from tests.conftest import DATA, SHARED
+from tests.conftest import all_checkpoints
 
 
 def dcp_folders() -> list[Any]:
-    """Every folder with a `.metadata` in tests/data and ../shared as a named parameter."""
-    parents = [DATA, SHARED / "fixtures", SHARED / "fixtures_cpu"]
-    found = {file.parent for parent in parents for file in parent.rglob(".metadata")}
+    """Every folder with a `.metadata` of a real checkpoint as a named parameter."""
+    found = {file.parent for run in all_checkpoints().values() for file in run.rglob(".metadata")}
     names = {"/".join(folder.parts[-2:]): folder for folder in sorted(found, reverse=True)}
     return [pytest.param(folder, id=name) for name, folder in sorted(names.items())]
 

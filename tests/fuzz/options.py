@@ -21,10 +21,10 @@ from ckpt_tools.cli.app import run
 from ckpt_tools.cli.commands import Commands
 from ckpt_tools.commands.export_hf import export_hf
 from tests.cli.options import OPTIONS
-from tests.conftest import DATA
+from tests.conftest import DATA, fixture_dir
 
 LLAMA = DATA / "core019_llama_tp2_fully_reshardable"
-NATIVE = DATA / "core019_llama_tp2_native_fsdp_dtensor"
+NATIVE = fixture_dir("core019_llama_tp2_native_fsdp_dtensor")
 EXIT_CODES = {0, 1, 2, 3, 4, 5, 6, 7}
 MAX_SECONDS = 20.0  # of CPU, for one command line
 SOURCES = {

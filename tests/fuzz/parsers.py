@@ -27,7 +27,7 @@ from ckpt_tools.megatron.keys import strip_wrappers
 from ckpt_tools.megatron.param_groups import merge_map
 from ckpt_tools.model.box import full_box
 from ckpt_tools.model.catalog import Catalog, Item, ObjectEntry, TensorEntry
-from tests.conftest import DATA
+from tests.conftest import DATA, LLAMA, fixture_dir
 from tests.fuzz import settings
 
 MAX_SECONDS = 2.0  # of CPU, for one input
@@ -165,7 +165,7 @@ def _seeds(parser: str) -> Iterable[bytes]:
     if parser in settings.PARSERS:
         yield from settings.seeds(parser)
     elif parser == "metadata":
-        paths = sorted(DATA.rglob("*.metadata"))
+        paths = [*sorted(DATA.glob("hostile/*.metadata")), *_in_runs(".metadata")]
         yield from (path.read_bytes() for path in paths if path.stat().st_size < 1 << 16)
     elif parser == "object":
         yield from (path.read_bytes() for path in sorted(DATA.glob("hostile/*.pt")))
@@ -177,7 +177,7 @@ def _seeds(parser: str) -> Iterable[bytes]:
             framed_tensor(dtype, (2, 3), bytes(6 * n)) for dtype, n in (("float32", 4), ("uint16", 2))
         )
     elif parser == "map":
-        yield from (path.read_bytes() for path in sorted(DATA.rglob("param_to_param_group_map.json")))
+        yield from (path.read_bytes() for path in _in_runs("param_to_param_group_map.json"))
         yield b'{"metadata": {"total_size": 4}, "weight_map": {"a": "m-1.safetensors", "b": "m-2.safetensors"}}'
     else:
         header = b'{"__metadata__":{"format":"pt"},"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},'
@@ -186,9 +186,15 @@ def _seeds(parser: str) -> Iterable[bytes]:
         yield header
 
 
+def _in_runs(file: str) -> list[Path]:
+    """The files of that name in real checkpoints: of a dense model, of experts, and of Megatron-FSDP."""
+    names = (LLAMA, "core019_llama_tp2_native_fsdp_dtensor", "core019_moe_ep2_fully_reshardable")
+    return [path for name in names for path in sorted(fixture_dir(name).rglob(file))]
+
+
 def _items(objects: bool) -> Iterable[bytes]:
     """Small real items, a few of each checkpoint."""
-    for path in sorted(DATA.rglob(".metadata")):
+    for path in _in_runs(".metadata"):
         files = LocalFiles(str(path.parent))
         catalog = dcp.read_catalog(files)
         items = [entry.item for entry in catalog.objects.values()]

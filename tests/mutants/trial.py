@@ -35,7 +35,7 @@ class Outcome(NamedTuple):
 
 
 def make_tree(folder: Path) -> Path:
-    """A copy of the repository in `folder`, with `shared` beside it as it stands beside the original."""
+    """A copy of the repository in `folder`."""
     tree = folder / "repo"
     shutil.rmtree(folder, ignore_errors=True)
     tree.mkdir(parents=True)
@@ -45,9 +45,6 @@ def make_tree(folder: Path) -> Path:
             shutil.copytree(source, tree / part)  # what is compiled with it: the sources keep their times
         elif source.exists():
             shutil.copy2(source, tree / part)
-    shared = REPO.parent / "shared"
-    if shared.exists():
-        (folder / "shared").symlink_to(shared.resolve())
     return tree
 
 

@@ -2,7 +2,7 @@
 
 `torchrun --nproc-per-node 2 -m tests.megatron.dcp.sharded_model DIR` writes `DIR/titan`, `DIR/app` and
 `DIR/numbered`, one run under three programs' keys, and `DIR/truth.pt`, the whole tensors by name.
-`tests/data/fully_shard.tar.xz` holds what it wrote (torch 2.13).
+`fully_shard` of `tests/data/packed` holds what it wrote (torch 2.13).
 """
 
 from __future__ import annotations

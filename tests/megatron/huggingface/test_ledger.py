@@ -22,13 +22,12 @@ from ckpt_tools.megatron.huggingface.ledger import arguments, config_fields_of
 from ckpt_tools.megatron.huggingface.read_args import flat_args, read_model_args
 from ckpt_tools.megatron.huggingface.rulefile import load_rule_file
 from ckpt_tools.megatron.huggingface.targets import Exported, export_targets, import_targets
-from tests.conftest import DATA, SHARED
+from tests.conftest import DATA, all_checkpoints
 from tests.megatron.huggingface.by_rules import DEEPSEEK, LLAMA, QWEN3_MOE, directory, imported, problems
 from tests.megatron.huggingface.materialise import specs
 
 PACKAGE = Path(module.__file__).parent
-ROOTS = (DATA, *(SHARED / name for name in ("fixtures", "fixtures_cpu", "fixtures_te")))
-CHECKPOINTS = sorted(path.parent for root in ROOTS if root.is_dir() for path in root.rglob(".metadata"))
+CHECKPOINTS = sorted(path.parent for run in all_checkpoints().values() for path in run.rglob(".metadata"))
 # A value for each setting that changes the forward pass, where `True` is not one.
 OTHERS = {"no_rope_freq": [0, 1], "experimental_attention_variant": "dsa",
           "moe_router_load_balancing_type": "sinkhorn", "spec": ["my.specs", "layer"],

@@ -135,7 +135,7 @@ def test_states_of_further_checkpoints_equal_their_truth() -> None:
         assert_equal_to_truth(folder, open_checkpoint(folder))
 
 
-def test_every_shared_checkpoint_is_named_here() -> None:
+def test_every_checkpoint_with_a_truth_is_named_here() -> None:
     there = {name for name, path in all_checkpoints().items() if (path / "truth.safetensors").exists()}
     assert there == set(LAYOUTS)
 
