@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ckpt_tools.errors import MappingError, list_problems
 from ckpt_tools.megatron.huggingface.config import equal_values
-from ckpt_tools.megatron.huggingface.ledger import config_fields_of, short
+from ckpt_tools.megatron.huggingface.ledger import config_fields_of, is_unset, short
 from ckpt_tools.megatron.huggingface.read_args import flat_args
 from ckpt_tools.megatron.huggingface.towers import QUANTIZED, TEXT, mrope_section
 from ckpt_tools.megatron.huggingface.vision_language import VISION, VisionLanguage
@@ -23,7 +23,7 @@ from ckpt_tools.megatron.huggingface.vision_language import VISION, VisionLangua
 RECORD = "hf_config"
 _PLAIN_ROPES = ("default", "axial")  # two words of transformers for the one rotation of patches
 # Of vision_config, beside what is irrelevant everywhere: older spellings, and what follows from other fields.
-_UNREAD = frozenset(("in_chans", "spatial_patch_size", "head_dim", "rope_parameters"))
+_UNREAD = frozenset(("in_chans", "spatial_patch_size", "head_dim", "rope_parameters", "tie_word_embeddings"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def compare_towers(
             missing.append(name)
         elif is_known:
             problems.append(f"{name}: {both}")
-        else:
+        elif not (is_unset(a) and is_unset(b)):
             unknown.append(f"{name} ({both})")
     if problems:
         raise MappingError(
@@ -127,8 +127,8 @@ def compare_towers(
 def unknown_fields(kind: VisionLanguage, config: Mapping[str, Any]) -> tuple[str, ...]:
     """A note on fields of vision_config that nothing is known about, as an import says of the language model's."""
     vision = _in_one_form(config[VISION], {})
-    names = sorted(name for name in vision if name not in kind.given["vision"] and not _is_idle(name))
-    said = [f"{VISION}.{name}={short(vision[name])}" for name in names if vision[name] is not None]
+    names = sorted(name for name in vision if name not in kind.given["vision"] and not is_irrelevant(name))
+    said = [f"{VISION}.{name}={short(vision[name])}" for name in names if not is_unset(vision[name])]
     return (f"not known to this version, and taken for irrelevant: {', '.join(said)}",) if said else ()
 
 
@@ -156,7 +156,7 @@ def _differences(kind: VisionLanguage, ours: Recorded, theirs: Recorded) -> Iter
 def _unequal(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     for name in sorted(ours.keys() | theirs.keys()):
         a, b = ours.get(name), theirs.get(name)
-        if not _is_idle(name) and not equal_values(a, b):
+        if not is_irrelevant(name) and not equal_values(a, b):
             yield name, a, b
 
 
@@ -172,7 +172,8 @@ def _of_language(kind: VisionLanguage, *sides: Recorded) -> set[str]:
     return found
 
 
-def _is_idle(name: str) -> bool:
+def is_irrelevant(name: str) -> bool:
+    """Whether a field of vision_config, or of config.json itself, has no part in what the model computes."""
     return name in _UNREAD or name in config_fields_of("").irrelevant
 
 
