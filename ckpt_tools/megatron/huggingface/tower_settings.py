@@ -161,7 +161,7 @@ def _unequal(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tup
 
 
 def _of_language(kind: VisionLanguage, *sides: Recorded) -> set[str]:
-    """Names in config.json that are no settings of other modules: its parts, and the language model's fields."""
+    """Names in config.json that say nothing of other modules: its parts, and the language model's fields."""
     found = {TEXT, VISION}
     for whole in (side.whole or {} for side in sides):
         text = whole.get(TEXT)
