@@ -110,7 +110,8 @@ def export(
     one that this version does not know is named in the report.
 
     Of a checkpoint of Megatron-Bridge's that holds a vision-language model all towers are written; --hf-config has
-    the config.json.
+    the config.json, and is compared with the settings of the towers that the run records. A run of `import-hf`
+    records the whole config.json and needs no other, but for the tokenizer.
 
     With --peft the adapter (LoRA) that a checkpoint holds becomes a PEFT directory, by the names of its base.
     """
@@ -135,8 +136,8 @@ def import_(
     MXFP4 (GPT-OSS), compressed-tensors FP8 and INT4 (pack-quantized).
 
     A vision-language model (Qwen2.5-VL, Qwen3-VL, Gemma 3, Mistral 3) becomes one of Megatron-Bridge's, with all its
-    towers. --tower language imports the language model alone (Qwen2-VL too), and `export-hf --tower language` puts it
-    back.
+    towers, for that program alone. --tower language imports the language model alone (Qwen2-VL too), and
+    `export-hf --tower language` puts it back.
     """
     from ckpt_tools.commands.import_hf import ImportOptions, import_hf
     from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions

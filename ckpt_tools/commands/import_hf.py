@@ -51,7 +51,7 @@ from ckpt_tools.megatron.huggingface.tower_targets import imported_whole, known_
 from ckpt_tools.megatron.huggingface.towers import TYPE, left_out_notes, mrope_notes
 from ckpt_tools.megatron.huggingface.vision_language import vision_language_types
 from ckpt_tools.megatron.keys import EXPERTS
-from ckpt_tools.megatron.names import FUSED_FC1_NORM, fuse_local_norm
+from ckpt_tools.megatron.names import BRIDGE, FUSED_FC1_NORM, fuse_local_norm
 from ckpt_tools.megatron.record import RECORD_FILE, TargetRecord, record_bytes
 from ckpt_tools.megatron.settings import read_settings
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
@@ -112,11 +112,13 @@ def import_hf(
 
 def plan_import(opened: Opened, options: ImportOptions, world: int) -> Conversion:
     """Everything up to the first byte; `world` processes convert."""
-    options = completed(options)
+    options = completed(options, read_config(opened.location.path))
     _check_options(options)
     imported, model = read_huggingface(opened, options)
     if options.to == "torch_dist":
-        wanted = TorchDistOptions(options.layer_spec, dtype=options.dtype, weights_only=True)
+        wanted = TorchDistOptions(
+            options.layer_spec, dtype=options.dtype, dialect=options.fsdp.dialect, weights_only=True
+        )
         made = write_torch_dist(model, opened, wanted, world)
     else:
         target = replace(options.fsdp, layer_spec=options.layer_spec)
@@ -135,9 +137,21 @@ def plan_import(opened: Opened, options: ImportOptions, world: int) -> Conversio
     )
 
 
-def completed(options: ImportOptions) -> ImportOptions:
-    """The options with what follows where nothing was said: whether there is an optimizer, and which iteration."""
+def completed(options: ImportOptions, config: Mapping[str, Any]) -> ImportOptions:
+    """The options with what follows where nothing was said: the program that trains the model of this config.json,
+    whether there is an optimizer, and which iteration.
+
+    Raises:
+        UsageError: that program does not train it.
+    """
     fsdp, iteration = options.fsdp, options.iteration
+    if _has_towers(options, config):
+        if fsdp.dialect not in (None, BRIDGE):
+            raise UsageError(
+                f"--target {fsdp.dialect}: Megatron-Bridge alone trains a {config[TYPE]} with its towers. Leave it "
+                "out, or import the language model alone (--tower language)"
+            )
+        fsdp = replace(fsdp, dialect=BRIDGE)
     if options.to == "fsdp_dtensor":
         of_version_2 = options.layout is not None and options.layout.name == VERSION_2  # starts from weights
         needed = (fsdp.dialect or "main") in NEED_OPTIMIZER and not of_version_2
@@ -196,8 +210,7 @@ def _read_tensors(
     catalog: Catalog, specs: Mapping[str, Spec], config: Mapping[str, Any], options: ImportOptions
 ) -> _Read:
     """The parameters of a language model; of a vision-language model all parts, or its language model alone."""
-    kind = config.get(TYPE)
-    if options.tower is None and (options.rules is not None or kind not in vision_language_types()):
+    if options.tower is None and not _has_towers(options, config):
         return _Read(catalog, _by_rules(specs, config, options, families_with(options.rules, config)))
     if options.tower is None:
         known_to_bridge(config)
@@ -205,8 +218,14 @@ def _read_tensors(
     families = tower.families(families_with(options.rules, tower.config))
     imported = _by_rules(named, tower.config, options, families)
     if options.tower is None:
-        return _Read(catalog, imported_whole(imported, config, tower, specs, options.dtype))
+        whole = imported_whole(imported, config, tower, specs, options.dtype)
+        return _Read(catalog, whole, notes=(f"for Megatron-Bridge, which alone trains a {config[TYPE]}",))
     return _Read(catalog, imported, tower.others, (*left_out_notes(tower), *mrope_notes(config)))
+
+
+def _has_towers(options: ImportOptions, config: Mapping[str, Any]) -> bool:
+    """Whether the model is imported as a vision-language model with all its parts."""
+    return options.tower is None and options.rules is None and config.get(TYPE) in vision_language_types()
 
 
 def _by_rules(
@@ -352,7 +371,8 @@ def _place(source: str, location: Location, output: str, options: ImportOptions)
     refuse_overlap(source, location, output)
     if options.adapter is not None:
         refuse_overlap(options.adapter, location, output)
-    return in_root(output, completed(options).iteration, options.overwrite, options.resume)
+    iteration = completed(options, read_config(location.path)).iteration
+    return in_root(output, iteration, options.overwrite, options.resume)
 
 
 FROM_HF = Writer(open=_open, place=_place, plan=plan_import)

@@ -17,6 +17,7 @@ from ckpt_tools.megatron.huggingface.checks import HEAD, Spec
 from ckpt_tools.megatron.huggingface.families import FAMILIES
 from ckpt_tools.megatron.huggingface.identify import family_of_config
 from ckpt_tools.megatron.huggingface.targets import Exported
+from ckpt_tools.megatron.huggingface.tower_settings import compare_towers, recorded_config
 from ckpt_tools.megatron.huggingface.tower_targets import (
     counted,
     known_to_bridge,
@@ -48,7 +49,7 @@ def reference_of(
     """What a checkpoint of several parts is exported by.
 
     Args:
-        folder: with the config.json that is known of it.
+        folder: with the config.json that is known of it; None: the one that the checkpoint records, if it does.
         alone: the language model is to be one of its own.
         whole: the model that it is compared with, where it is.
 
@@ -58,15 +59,15 @@ def reference_of(
     if whole is not None:
         known_to_bridge(whole.config)
         return Reference(whole.tower.config, whole)
-    config = None if folder is None else read_config(folder)
+    config = recorded_config(source.settings) if folder is None else read_config(folder)
     if alone:
         return Reference(None if config is None else _of_its_own(config, HEAD not in source.bases), None)
-    if config is None or folder is None:
+    if config is None:
         raise MappingError(_what_it_is(source))
     if config.get(TYPE) not in vision_language_types():
         raise MappingError(f"{_what_it_is(source)}; this one has model_type {config.get(TYPE)!r}")
     known_to_bridge(config)
-    specs = _stored(folder)
+    specs = {} if folder is None else _stored(folder)
     tower = language_tower(config, specs, None if specs else HEAD not in source.bases)
     return Reference(tower.config, WholeModel(folder, config, tower, {}))
 
@@ -133,9 +134,18 @@ def without_others(source: ExportSource) -> ExportSource:
 
 
 def put_together(
-    exported: Exported, whole: WholeModel, parameters: Mapping[str, Spec], dtype: str | None
+    exported: Exported,
+    whole: WholeModel,
+    parameters: Mapping[str, Spec],
+    settings: Mapping[str, Any] | None,
+    dtype: str | None,
 ) -> Exported:
-    """The whole model: the language model's tensors, and those of the other parts by their rules."""
+    """The whole model: the language model's tensors, and those of the other parts by their rules.
+
+    Raises as `compare_towers`, of the run's `settings`, and as `with_towers`.
+    """
+    notes = compare_towers(known_to_bridge(whole.config), settings, whole.config)
     made = with_towers(put_back(exported, whole), whole.config, whole.tower, parameters, dtype)
-    settings = "the settings of other parts than the language model are those of config.json: the checkpoint has none"
-    return replace(made, notes=(*made.notes, settings))
+    if whole.folder is None:
+        notes = (*notes, "config.json is made of the one that the checkpoint records")
+    return replace(made, notes=(*made.notes, *notes))

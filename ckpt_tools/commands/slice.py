@@ -23,9 +23,13 @@ from ckpt_tools.formats.pickling import dump_archive
 from ckpt_tools.formats.unpickle import StandIn
 from ckpt_tools.megatron.common_state import COMMON_FILE, RUN_CONFIG
 from ckpt_tools.megatron.dcp.state_dict import read_state_dict
+from ckpt_tools.megatron.huggingface.tower_settings import changed_record
+from ckpt_tools.megatron.huggingface.towers import TEXT
+from ckpt_tools.megatron.huggingface.vision_language import VISION
 from ckpt_tools.megatron.keys import (
     COMMON_OBJECT,
     ObjectShard,
+    is_of_transformers,
     is_optimizer_key,
     name_start,
     object_shard,
@@ -46,8 +50,9 @@ from ckpt_tools.verify.meaning import fsdp_weights, torch_dist_weights
 
 _NUMBER = re.compile(r"(\d+)(?=\.)")
 _NATURAL = ("none", "fully_reshardable", "non_distributed")
-_COUNTS = ("num_layers", "encoder_num_layers")
-_PATTERNS = ("moe_layer_freq", "linear_attention_freq", "hybrid_layer_pattern", "hybrid_override_pattern")
+_COUNTS = ("num_layers", "encoder_num_layers", "num_hidden_layers")
+_PATTERNS = ("moe_layer_freq", "linear_attention_freq", "hybrid_layer_pattern", "hybrid_override_pattern",
+             "layer_types")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,9 +309,18 @@ def _with_layers(values: Mapping[str, Any], cut: Cut) -> dict[str, Any]:
 def sliced_settings(settings: Mapping[str, Any], cut: Cut) -> dict[str, Any]:
     """The settings that say how many layers there are, or something of each, for the layers kept.
 
+    In a vision-language model they are the language model's, beside which the run may record a config.json.
+
     Raises:
         UsageError: a pattern that does not have one sign a layer.
     """
+    of_tower = is_of_transformers(cut.block)
+    changed = {} if of_tower else _sliced(settings, cut)
+    part = VISION if of_tower else TEXT
+    return changed | changed_record(settings, part, lambda fields: _sliced(fields, cut))
+
+
+def _sliced(settings: Mapping[str, Any], cut: Cut) -> dict[str, Any]:
     changed: dict[str, Any] = {
         name: cut.stop - cut.start for name in _COUNTS if settings.get(name) == cut.count
     }

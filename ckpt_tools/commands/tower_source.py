@@ -31,9 +31,12 @@ from ckpt_tools.model.target import Source, TargetTensor
 
 @dataclass(frozen=True, slots=True)
 class WholeModel:
-    """The vision-language model that a language model goes back into; `others` are named as among joined folders."""
+    """The vision-language model that a language model goes back into; `others` are named as among joined folders.
 
-    folder: str
+    There is no `folder` where the checkpoint itself records the `config`.
+    """
+
+    folder: str | None
     config: Mapping[str, Any]
     tower: Tower
     others: Mapping[str, TensorEntry]

@@ -19,13 +19,16 @@ bridge             mtp_model_layer / same              fused                  ke
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.megatron.keys import expert_name
+from ckpt_tools.megatron.keys import expert_name, is_of_transformers
 from ckpt_tools.model.choices import DialectName
 from ckpt_tools.model.model import Parameter
 
+BRIDGE: Final = "bridge"
 _MAMBA_CONV = "mixer.conv1d."
 MTP_DISK, MTP_LIVE = ".transformer_layer.", ".mtp_model_layer."
 FUSED_QKV_NORM = re.compile(r"\.self_attention\.linear_qkv\.layer_norm_(weight|bias)$")
@@ -81,6 +84,26 @@ def dialect_named(name: str) -> Dialect:
     if found is None:
         raise UsageError(f"unknown target {name!r}; known targets are {', '.join(DIALECTS)}")
     return found
+
+
+def dialect_for(asked: str | None, otherwise: str, names: Iterable[str]) -> Dialect:
+    """The dialect of the program that is asked for; else the one that alone has the model of these parameters.
+
+    Args:
+        otherwise: the program where neither says one.
+
+    Raises:
+        UsageError: no such program is known, or it has no such model.
+    """
+    part = next(filter(is_of_transformers, names), None)
+    if part is None:
+        return dialect_named(asked or otherwise)
+    if asked not in (None, BRIDGE):
+        raise UsageError(
+            f"--target {asked}: the model has {part.partition('.')[0]}, a module of transformers beside its language "
+            f"model, which Megatron-Bridge's models alone have. Leave it out, or say --target {BRIDGE}"
+        )
+    return DIALECTS[BRIDGE]
 
 
 @dataclass(frozen=True, slots=True)

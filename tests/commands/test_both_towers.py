@@ -17,6 +17,7 @@ from ckpt_tools.commands.several_parts import reference_of
 from ckpt_tools.errors import MappingError
 from ckpt_tools.formats.dcp import read_catalog
 from ckpt_tools.formats.files import open_files
+from ckpt_tools.megatron.huggingface import tower_targets
 from ckpt_tools.megatron.huggingface.vision_language import (
     vision_language,
     vision_language_types,
@@ -50,6 +51,12 @@ def changed(source: Path, folder: Path, **arrays: Any) -> Path:
     return save(
         folder, config_of(source), {key: array for key, array in tensors.items() if array is not None}
     )
+
+
+@pytest.fixture
+def nothing_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Imports write what they wrote before they recorded config.json."""
+    monkeypatch.setattr(tower_targets, "record_of", lambda _: {})
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -185,6 +192,7 @@ def test_megatron_fsdp_asks_for_every_fc1_of_a_swiglu_model_in_halves(tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
+@pytest.mark.usefixtures("nothing_recorded")
 def test_a_tower_that_is_not_whole_is_refused_by_name(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -258,6 +266,7 @@ def test_the_language_model_alone(
         assert tensors_of(tmp_path / "alone") == tensors_of(tmp_path / "out")
 
 
+@pytest.mark.usefixtures("nothing_recorded")
 def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, out = directory(tmp_path / "vl", "qwen3_vl"), tmp_path / "out"
     made = imported(source, tmp_path / "run")

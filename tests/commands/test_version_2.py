@@ -161,10 +161,10 @@ def test_weights_of_v2_get_no_optimizer_by_strip(tmp_path: Path, capsys: pytest.
 
 def test_an_import_for_v2_begins_with_weights_alone(tmp_path: Path) -> None:
     at = Layout("mfsdp-v2", Topology(dp_shard=2))
-    assert completed(ImportOptions(to="fsdp_dtensor", layout=at)).fsdp.fresh_optimizer is False
+    assert completed(ImportOptions(to="fsdp_dtensor", layout=at), {}).fsdp.fresh_optimizer is False
     asked = ImportOptions(to="fsdp_dtensor", layout=at, fsdp=TargetOptions(fresh_optimizer=True))
-    assert completed(asked).fsdp.fresh_optimizer is True
-    assert completed(ImportOptions(to="fsdp_dtensor")).fsdp.fresh_optimizer is True
+    assert completed(asked, {}).fsdp.fresh_optimizer is True
+    assert completed(ImportOptions(to="fsdp_dtensor"), {}).fsdp.fresh_optimizer is True
 
 
 @pytest.mark.parametrize(

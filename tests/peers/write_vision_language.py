@@ -232,18 +232,16 @@ def save(model: Any, provider: Any, case: dict[str, Any]) -> None:
         {**model.sharded_state_dict(), "iteration": 1, "checkpoint_version": 3.0}, str(folder)
     )
     if torch.distributed.get_rank() == 0:
-        import yaml
+        from megatron.bridge.utils.yaml_utils import dump_dataclass_to_yaml
+        from transformers import PretrainedConfig
 
-        plain: dict[str, Any] = {
-            name: value
+        kept: dict[str, Any] = {
+            name: list(value) if isinstance(value, tuple) else value
             for name, value in vars(provider).items()
-            if isinstance(value, bool | int | float | str | list | tuple | None)
+            if isinstance(value, bool | int | float | str | list | tuple | None | PretrainedConfig)
         }
-        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
-        function = getattr(provider.activation_func, "__name__", "")
-        plain["activation_func"] = {"_target_": f"torch.nn.functional.{function}", "_call_": False}
-        plain["params_dtype"] = {"_target_": "torch.float32", "_call_": False}
-        (folder / "run_config.yaml").write_text(yaml.safe_dump({"model": plain}))
+        kept |= {"activation_func": provider.activation_func, "params_dtype": torch.float32}
+        dump_dataclass_to_yaml({"model": kept}, str(folder / "run_config.yaml"))
 
 
 if __name__ == "__main__":

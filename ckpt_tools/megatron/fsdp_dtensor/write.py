@@ -32,10 +32,11 @@ from ckpt_tools.megatron.fsdp_dtensor.tensors import (
 from ckpt_tools.megatron.hybrid import is_hybrid
 from ckpt_tools.megatron.keys import EXPERTS, MODEL_PREFIX
 from ckpt_tools.megatron.names import (
+    BRIDGE,
     MTP_LIVE,
     Dialect,
     ModelStyle,
-    dialect_named,
+    dialect_for,
 )
 from ckpt_tools.megatron.param_groups import Membership, derive_memberships, merge_map, rules_from_args
 from ckpt_tools.megatron.record import Size
@@ -235,13 +236,15 @@ def check_options(options: TargetOptions) -> None:
 
 
 def choose_dialect(model: Model, options: TargetOptions) -> Dialect:
-    """The dialect asked for, else Bridge's for a Bridge source and Megatron-LM main's for any other."""
-    name = options.dialect or ("bridge" if model.settings.bridge else "main")
-    dialect = dialect_named(name)
+    """The dialect asked for, else Bridge's for a source or model of Bridge's and Megatron-LM main's for any other."""
+    otherwise = BRIDGE if model.settings.bridge else "main"
+    dialect = dialect_for(options.dialect, otherwise, (p.name for p in model.parameters))
     if not options.rename_mtp or dialect.mtp_in_state == MTP_LIVE:
         return dialect
     if options.dialect:
-        raise UsageError(f"--rename-mtp-keys contradicts --target {name}, which keeps `transformer_layer`")
+        raise UsageError(
+            f"--rename-mtp-keys contradicts --target {dialect.name}, which keeps `transformer_layer`"
+        )
     return replace(dialect, mtp_in_state=MTP_LIVE)
 
 

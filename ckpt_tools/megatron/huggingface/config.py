@@ -64,7 +64,7 @@ def read_config(family: Family, config: Config) -> ModelArgs:
         for one in family.fields
         if one.also
         and None not in (config.get(one.hf), config.get(one.also))
-        and not _equal(config[one.hf], config[one.also])
+        and not equal_values(config[one.hf], config[one.also])
     ]
     problems += _two_bases(family, config)
     given = _constant_defaults(family, config) | config  # what is read beside another field, too
@@ -122,7 +122,7 @@ def reconcile(family: Family, model: ModelArgs, reference: Config) -> ModelArgs:
             taken[one.arg] = other
         elif one.wins == "either" and None in (ours, other):
             taken[one.arg] = other if ours is None else ours
-        elif one.wins in ("", "either") and not _equal(ours, other):
+        elif one.wins in ("", "either") and not equal_values(ours, other):
             problems.append(f"{one.hf}: the checkpoint has {ours}, the reference config {other} ({one.arg})")
     if problems:
         raise MappingError(
@@ -147,7 +147,7 @@ def _two_bases(family: Family, config: Config) -> list[str]:
     base, local = config.get("rope_theta"), config.get(LOCAL_BASE)
     if any(LOCAL_BASE in (one.hf, one.also) for one in family.fields) or LOCAL_BASE in family.fixed:
         return []
-    if local is None or _equal(local, base):
+    if local is None or equal_values(local, base):
         return []
     return [
         f"layers with a window rotate by {local} and the others by {base}; {family.name} has one rope_theta"
@@ -166,7 +166,7 @@ def in_v4_form(config: Config) -> dict[str, Any]:
         problems = [
             f"{name} is {found[name]}, but rope_parameters has {value}"
             for name, value in said.items()
-            if name in found and not _equal(_plain(found[name]), _plain(value))
+            if name in found and not equal_values(_plain(found[name]), _plain(value))
         ]
         if problems:
             raise MappingError(
@@ -275,12 +275,12 @@ def _implied(family: Family, values: dict[str, Any]) -> dict[str, Any]:
 def _settle_rope(model: ModelArgs, theirs: ModelArgs) -> Any:
     """The one scaling the model was trained with, where the args leave several open."""
     wanted = theirs.rope_scaling[0]
-    if model.rope_scaling == (GPT_OSS_SCALING,) and _equal(RELEASED_GPT_OSS_SCALING, wanted):
+    if model.rope_scaling == (GPT_OSS_SCALING,) and equal_values(RELEASED_GPT_OSS_SCALING, wanted):
         return wanted
     ours = model.rope_scaling[0]
     if not model.yarn_told and ours and wanted and ours["rope_type"] == wanted["rope_type"] == "yarn":
         return wanted  # plain rotation in the args is what Megatron computed, whatever a reference says
-    fitting = [one for one in model.rope_scaling if _equal(one, wanted)]
+    fitting = [one for one in model.rope_scaling if equal_values(one, wanted)]
     if fitting:
         return fitting[0]
     if len(model.rope_scaling) == 1:
@@ -291,12 +291,12 @@ def _settle_rope(model: ModelArgs, theirs: ModelArgs) -> Any:
     )
 
 
-def _equal(ours: Any, theirs: Any) -> bool:
+def equal_values(ours: Any, theirs: Any) -> bool:
     """Equality of config values; floats as far as their decimal texts can carry them."""
     if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
-        return ours.keys() == theirs.keys() and all(_equal(ours[k], theirs[k]) for k in ours)
+        return ours.keys() == theirs.keys() and all(equal_values(ours[k], theirs[k]) for k in ours)
     if isinstance(ours, tuple | list) and isinstance(theirs, tuple | list):
-        return len(ours) == len(theirs) and all(_equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        return len(ours) == len(theirs) and all(equal_values(a, b) for a, b in zip(ours, theirs, strict=True))
     if isinstance(ours, int | float) and isinstance(theirs, int | float):
         return isclose(ours, theirs, rel_tol=1e-12)
     return bool(ours == theirs)

@@ -231,7 +231,8 @@ def _has_layer_types(family: Family, config: Mapping[str, Any], kinds: Any) -> b
     ]
 
 
-def _unset(value: Any) -> bool:
+def is_unset(value: Any) -> bool:
+    """Whether a value says nothing, or no."""
     return value is None or (isinstance(value, int | float | str | list | tuple | dict) and not value)
 
 
@@ -241,7 +242,7 @@ def _name(name: object) -> str:
 
 
 def _unknown(found: Iterable[tuple[str, Any]]) -> tuple[str, ...]:
-    texts = sorted(f"{_name(name)}={short(value)}" for name, value in found if not _unset(value))
+    texts = sorted(f"{_name(name)}={short(value)}" for name, value in found if not is_unset(value))
     if not texts:
         return ()
     shown = ", ".join(texts[:20]) + (f" and {len(texts) - 20} more" if len(texts) > 20 else "")

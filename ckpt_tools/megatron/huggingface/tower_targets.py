@@ -22,6 +22,7 @@ from ckpt_tools.megatron.huggingface.targets import (
     export_pair,
     import_pair,
 )
+from ckpt_tools.megatron.huggingface.tower_settings import record_of, unknown_fields
 from ckpt_tools.megatron.huggingface.towers import Tower, mrope_section, vision_language_of
 from ckpt_tools.megatron.huggingface.vision_language import VisionLanguage, tower_pairs
 from ckpt_tools.model.target import TargetTensor
@@ -94,6 +95,8 @@ def imported_whole(
 ) -> Imported:
     """The import of a language model among the parameters of the other modules, made of `tensors`.
 
+    Its arguments record `config`, which tells what the tensors do not.
+
     Raises:
         MappingError: tensors are missing, without a rule, or of other shapes than config.json asks for.
     """
@@ -115,8 +118,8 @@ def imported_whole(
         family=replace(imported.family, architecture=kind.architecture),
         tensors=(*language, *_made(pairs, there, dtype)),
         offsets={LANGUAGE + key: offset for key, offset in imported.offsets.items()},
-        args={**imported.args, **positions},
-        notes=(*imported.notes, *notes),
+        args={**imported.args, **positions, **record_of(config)},
+        notes=(*imported.notes, *notes, *unknown_fields(kind, config)),
     )
 
 

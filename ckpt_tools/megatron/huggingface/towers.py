@@ -172,7 +172,9 @@ def whole_config(config: Mapping[str, Any], tower: Tower, exported: Mapping[str,
     dtype = next((tower.config[key] for key in DTYPES if key in tower.config), None)
     said = {"vocab_size": tower.config.get("vocab_size"), **dict.fromkeys(DTYPES, dtype)}
     now = {"vocab_size": exported["vocab_size"], **dict.fromkeys(DTYPES, exported["torch_dtype"])}
-    found = dict(config)
+    found = {
+        name: value for name, value in config.items() if name != QUANTIZED
+    }  # that of the reference's weights
     text = found if config.get(TEXT) is None else dict(config[TEXT])
     if text is not found:
         found[TEXT] = text

@@ -17,7 +17,7 @@ from typing import Any
 
 from ckpt_tools.errors import MappingError, UsageError, list_problems
 from ckpt_tools.megatron.keys import BUFFERS, COMMON_OBJECT, state_role
-from ckpt_tools.megatron.names import Dialect, dialect_named
+from ckpt_tools.megatron.names import BRIDGE, Dialect, dialect_for
 from ckpt_tools.megatron.record import Size, TargetRecord
 from ckpt_tools.megatron.torch_dist.extra_state import extra_state_keys
 from ckpt_tools.megatron.torch_dist.groups import rebuild_optimizer
@@ -134,14 +134,10 @@ def build_torch_dist_target(model: Model, options: TorchDistOptions) -> TorchDis
 
 
 def choose_dialect(model: Model, asked: str | None) -> Dialect:
-    """The program asked for, else the one that the source was made for.
-
-    Raises:
-        UsageError: nobody knows that program.
-    """
+    """The program asked for, else the one that the source was made for. Raises as `dialect_for`."""
     known = None if model.record is None else model.record.target
-    name = asked or known or ("bridge" if model.settings.bridge else "main")
-    return dialect_named(name)
+    otherwise = known or (BRIDGE if model.settings.bridge else "main")
+    return dialect_for(asked, otherwise, (p.name for p in model.parameters))
 
 
 def _record(model: Model, options: TorchDistOptions, dialect: Dialect, grid: Grid | None) -> TargetRecord:

@@ -26,7 +26,9 @@ WHOLE = """
 ## Vision-language models
 
 With all their towers, in checkpoints of Megatron-Bridge's models; rules for vision tower and projector stand in
-`ckpt_tools/megatron/huggingface/family_files/vision_language`. Cells as above, logits with an image among the tokens.
+`ckpt_tools/megatron/huggingface/family_files/vision_language`, with the fields of config.json that change what they
+compute: a run and a config.json with different ones are not taken for one model. Cells as above, logits with an image
+among the tokens.
 
 * **Bridge**: models of megatron-bridge 0.3.1, built on CPUs with tensor parallel sizes 1 and 2 and loaded by Bridge
   itself, save what an import makes, and are exported as what they were loaded from; `mapping`: by its published

@@ -1,7 +1,8 @@
 """config.json of the models that are used most, as they are released and every size shrunk: each is taken whole.
 
-Their fields are facts, written down from what is known of the releases; `quantization_config` is left out, which the
-tests of quantized models have.
+Their fields are facts, written down from memory of the releases: nothing here proves them, and no class of
+transformers contradicts them (test_texts_peers.py). `quantization_config` is left out, which the tests of quantized
+models have.
 """
 
 from __future__ import annotations
@@ -107,7 +108,8 @@ POPULAR: dict[str, dict[str, Any]] = {
         "architectures": ["SmolLM3ForCausalLM"], "attention_bias": False, "layer_types": ["full_attention"] * 4,
         "max_window_layers": 28, "mlp_bias": False, "model_type": "smollm3", "no_rope_layer_interval": 4,
         "no_rope_layers": [1, 1, 1, 0], "pretraining_tp": 2, "rms_norm_eps": 1e-06, "rope_scaling": None,
-        "rope_theta": 5000000.0, "sliding_window": None, "use_sliding_window": False, "pad_token_id": 7},
+        "rope_theta": 5000000.0, "sliding_window": None, "use_sliding_window": False, "pad_token_id": 7,
+        "tie_word_embeddings": True},
     "Seed-OSS-36B-Instruct": {
         "architectures": ["SeedOssForCausalLM"], "attention_bias": True, "attention_out_bias": False,
         "attention_dropout": 0.1, "head_dim": 6, "mlp_bias": False, "model_type": "seed_oss", "pad_token_id": 1,

@@ -25,6 +25,8 @@ PEERS = Path(os.environ.get("CKPT_TOOLS_PEERS", ""))
         ("5.24.0", "test_peft_peers.py"),
         ("4.57.6", "test_towers_peers.py"),
         ("5.24.0", "test_towers_peers.py"),
+        ("4.57.6", "test_texts_peers.py"),
+        ("5.24.0", "test_texts_peers.py"),
     ],
 )
 def test_under_a_release(version: str, tests: str) -> None:
