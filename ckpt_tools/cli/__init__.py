@@ -30,6 +30,7 @@
 * `fold`: lines and tables in as many columns as a terminal has
 * `render`: tables for people, JSON for programs
 * `reports`: the report of a conversion
+* `iterations`: `--iteration all` of what writes, and what became of each
 * `findings`: reports of checks: text, JSON, GitHub, Markdown, JUnit
 * `progress`: the bar on stderr
 """

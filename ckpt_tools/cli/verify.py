@@ -247,6 +247,14 @@ def _print_reports(reports: Sequence[Report], chosen: ReportFormat, junit: Path 
 
 def _print_text(report: Report, command: str) -> None:
     good, bad = ("valid", "not valid") if command == "verify" else ("ready", "not ready")
+    errors = sum(check.errors for check in report.checks)
+    verdict = good if report.is_valid else f"{bad}: {errors} errors"
+    last = f"{render.escape(report.checkpoint)} ({report.format}) is {verdict}{report.verdict_suffix}"
+    if render.is_quiet():
+        wrong = [finding for finding in report.findings if finding.severity == "error"]
+        for line in (*findings.grouped(wrong), last) if wrong else ():
+            render.complain(line)
+        return
     if command == "verify":
         rows = [(c.name, c.looked_at, c.unit, c.errors, len(c.findings) - c.errors) for c in report.checks]
         render.print_table(("check", "looked at", "", "errors", "warnings"), rows)
@@ -254,9 +262,7 @@ def _print_text(report: Report, command: str) -> None:
         _print_audit(report.audit)
     for line in findings.grouped(report.findings):
         render.tell(line)
-    errors = sum(check.errors for check in report.checks)
-    verdict = good if report.is_valid else f"{bad}: {errors} errors"
-    render.tell(f"{render.escape(report.checkpoint)} ({report.format}) is {verdict}{report.verdict_suffix}")
+    render.tell(last)
 
 
 def _print_audit(audit: Audit) -> None:

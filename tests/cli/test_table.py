@@ -142,7 +142,10 @@ def test_a_choice_has_the_words_of_its_field(filled: Callable[..., Any], own: Ma
             {"iteration", "every_iteration", "read_back", "trust_pickle", "overwrite", "resume", "write"},
         ),
         (WatchOptions, watch._OWN.keys() - {"then", "as_json"}),
-        (AverageOptions, average._OWN.keys() | {"iteration", "trust_pickle", "overwrite", "resume", "write"}),
+        (
+            AverageOptions,
+            average._OWN.keys() | {"iteration", "trust_pickle", "overwrite", "resume", "write", "tracker"},
+        ),
     ],
 )
 def test_every_field_can_be_given(options: type, names: set[str]) -> None:
