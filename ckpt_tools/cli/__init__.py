@@ -25,7 +25,8 @@
 * `ls`: `ls`
 * `du`: `du`
 * `stats`: `stats`
-* `verify`: `verify`, `diff`, `preflight`
+* `verify`: `verify`, `preflight`
+* `diff`: `diff`, `compare-two-checkpoint`
 * `environment`: `env`, `--version`
 * `fold`: lines and tables in as many columns as a terminal has
 * `render`: tables for people, JSON for programs

@@ -14,10 +14,10 @@ import pytest
 from ckpt_tools.cli import progress
 from ckpt_tools.cli.app import run
 from ckpt_tools.cli.commands import MEANT, MODULES
+from ckpt_tools.cli.diff import two_values
 from ckpt_tools.cli.findings import grouped
 from ckpt_tools.cli.given_values import model_folder
 from ckpt_tools.cli.reports import _by_reason
-from ckpt_tools.cli.verify import two_values
 from ckpt_tools.errors import list_problems
 from ckpt_tools.human import human_bytes
 from ckpt_tools.verify.report import Finding
@@ -68,7 +68,7 @@ def test_a_closed_stdout_takes_nothing(words: list[str], tmp_path: Path) -> None
 def test_quiet_keeps_notes_back(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["inspect", str(RUN), "--keys", "nothing", "--keys", "decoder*"]) == 0
     assert "matches nothing" in capsys.readouterr().err
-    assert run(["inspect", str(RUN), "--keys", "nothing", "--keys", "decoder*"]) == 0
+    assert run(["inspect", str(RUN), "--keys", "nothing", "--keys", "decoder*", "-q"]) == 0
     assert capsys.readouterr().err == ""
     assert run(["inspect", str(RUN), "--keys", "nothing"]) == 0  # the next command is not quiet
     assert "matches nothing" in capsys.readouterr().err
@@ -212,7 +212,7 @@ def test_what_is_not_there(
 def test_one_iteration_is_not_compared_with_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["diff", str(RUN), f"{RUN}/", "--iteration", "2"]) == 2
     assert "`diff RUN/iter_0000002 RUN/iter_0000004`" in capsys.readouterr().err
-    assert run(["diff", str(RUN), str(RUN)]) == 0, "whoever writes it so knows it"
+    assert run(["diff", str(RUN), str(RUN), "-q"]) == 0, "whoever writes it so knows it"
 
 
 def test_a_page_on_a_terminal_says_how_it_is_read(

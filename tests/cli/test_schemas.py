@@ -74,6 +74,7 @@ OUTPUTS = [  # (schema, exit code, words)
     ("verify", 0, "verify HF --against RUN --json"),
     ("verify-several", 1, "verify RUN BAD OUT --content --json"),
     ("preflight", 0, "preflight FSDP --json"),
+    ("preflight", 1, "preflight RUN --json"),
     ("preflight", 0, "preflight FSDP --json --target core-0.16"),
     ("preflight", 1, "preflight FSDP --json -- pretrain_gpt.py --num-layers 3 --swigl"),
     ("preflight", 1, "preflight RUN --json -- --use-megatron-fsdp --use-torch-fsdp2"),
