@@ -28,7 +28,7 @@ through the modules; each room's docstring lists its own.
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # The public API, by the module each name comes from. They are imported when they are first used, so that neither
 # the command line nor a caller pays for what it does not use.

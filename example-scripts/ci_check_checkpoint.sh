@@ -38,9 +38,9 @@ esac
 result=$code
 
 if [[ -n ${BASELINE:-} && $code -le 1 ]]; then
-    compare=("${inspector[@]}" diff "$BASELINE" "$CHECKPOINT" --quiet "${diff_args[@]}")
+    compare=("${inspector[@]}" diff "$BASELINE" "$CHECKPOINT" "${diff_args[@]}")
     code=0
-    "${compare[@]}" --json >"$RESULTS/diff.json" || code=$?
+    "${compare[@]}" --quiet --json >"$RESULTS/diff.json" || code=$?
     case $code in
         0) printf "\nIt equals \`%s\`.\n" "$BASELINE" >>"$summary" ;;
         1)

@@ -29,6 +29,6 @@ for file in "${files[@]}"; do
         continue
     fi
     seen[$folder]=1
-    "${inspector[@]}" verify "$folder" --content --quiet >&2 || result=1
+    "${inspector[@]}" verify "$folder" --content --quiet || result=1
 done
 exit "$result"

@@ -25,11 +25,13 @@
 * `ls`: `ls`
 * `du`: `du`
 * `stats`: `stats`
-* `verify`: `verify`, `diff`, `preflight`
+* `verify`: `verify`, `preflight`
+* `diff`: `diff`, `compare-two-checkpoint`
 * `environment`: `env`, `--version`
 * `fold`: lines and tables in as many columns as a terminal has
 * `render`: tables for people, JSON for programs
 * `reports`: the report of a conversion
+* `iterations`: `--iteration all` of what writes, and what became of each
 * `findings`: reports of checks: text, JSON, GitHub, Markdown, JUnit
 * `progress`: the bar on stderr
 """

@@ -21,7 +21,6 @@ from ckpt_tools.model.choices import Format, MegatronFormat
 if TYPE_CHECKING:
     from ckpt_tools.commands.conversion import Progress
     from ckpt_tools.commands.conversion_report import ConversionReport
-    from ckpt_tools.commands.iterations import Outcome
 
     Run: TypeAlias = Callable[[str, str, int | None, bool, Progress], ConversionReport]
 
@@ -104,7 +103,10 @@ def as_meant(ctx: typer.Context, to: Format, given: dict[str, Any]) -> dict[str,
 
 
 def _convert_to(to: Format, source: str, output: str, given: dict[str, Any]) -> None:
+    from ckpt_tools.cli.iterations import finish_all
     from ckpt_tools.cli.progress import progress_bar
+    from ckpt_tools.cli.reports import print_report
+    from ckpt_tools.commands.conversion_report import SCHEMA_VERSION, ConversionReport
     from ckpt_tools.commands.iterations import convert_iterations
     from ckpt_tools.errors import UsageError
 
@@ -123,7 +125,7 @@ def _convert_to(to: Format, source: str, output: str, given: dict[str, Any]) -> 
             given["overwrite"],
             lambda number, tracker: run(source, output, number, tracker, progress),
         )
-    finish_all(outcomes, source, given["as_json"], given["report"])
+    finish_all(outcomes, source, given, ConversionReport.as_json, print_report, schema_version=SCHEMA_VERSION)
 
 
 def carry_out(run: Callable[[Progress], ConversionReport], given: Given) -> None:
@@ -255,48 +257,12 @@ def build_param_group_map(
 
 def finish(done: ConversionReport, as_json: bool, file: Path | None) -> None:
     """Print the report on rank 0; write it where asked."""
-    from ckpt_tools.cli import render
     from ckpt_tools.cli.progress import is_first_rank
+    from ckpt_tools.cli.render import give_json
     from ckpt_tools.cli.reports import print_report
 
     if not is_first_rank():
         return
-    _write_json(done.as_json(), as_json, file, done.source)
-    if not as_json and not (render.is_quiet() and done.written):  # a dry run is asked for its report
+    give_json(done.as_json(), as_json, file, done.source)
+    if not as_json:
         print_report(done)
-
-
-def finish_all(outcomes: list[Outcome], source: str, as_json: bool, file: Path | None) -> None:
-    """Print what became of every iteration on rank 0; the exit code is the worst of all.
-
-    Raises:
-        typer.Exit: with that code.
-    """
-    from ckpt_tools.cli import render
-    from ckpt_tools.cli.progress import is_first_rank
-    from ckpt_tools.cli.reports import print_outcome, say_unfinished
-    from ckpt_tools.commands import iterations
-
-    if is_first_rank():
-        _write_json(iterations.as_json(outcomes), as_json, file, source)
-        for outcome in outcomes:
-            if outcome.error is not None:
-                render.complain(f"error: iteration {outcome.iteration}: {outcome.error}")
-            elif outcome.is_unfinished:
-                say_unfinished(outcome.iteration)
-            elif not as_json and not (
-                render.is_quiet() and (outcome.report is None or outcome.report.written)
-            ):
-                print_outcome(outcome)
-    raise typer.Exit(iterations.exit_code(outcomes))
-
-
-def _write_json(data: dict[str, Any], shown: bool, file: Path | None, source: str) -> None:
-    """Print it, and write it to a file that is as private as the source."""
-    from ckpt_tools.cli.render import json_text, write_text
-
-    text = json_text(data, 2)
-    if file is not None:
-        write_text(file, text + "\n", source)
-    if shown:
-        print(text)

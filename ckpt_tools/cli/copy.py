@@ -39,6 +39,7 @@ def copy(
     from ckpt_tools.cli.progress import progress_bar
     from ckpt_tools.cli.reports import say_unfinished
     from ckpt_tools.commands.copy import CopyOptions, copy_checkpoint
+    from ckpt_tools.commands.iterations import iteration_name
 
     iteration = given["iteration"]
     options = fill(
@@ -53,7 +54,7 @@ def copy(
     for iteration in done.not_finished:
         say_unfinished(iteration)
     for number, error in done.failed:
-        render.complain(f"error: iteration {number} was not copied: {error}")
+        render.complain(f"error: {iteration_name(number)} was not copied: {error}")
     raise typer.Exit(max((error.exit_code for _, error in done.failed), default=0))
 
 

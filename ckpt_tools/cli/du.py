@@ -26,7 +26,8 @@ _SHOWN = 10
 
 _DEFAULT_AXES: tuple[UsageAxis, ...] = ("iteration", "role", "dtype")
 _OWN = {
-    "iteration": option(int, "--iteration", help="Count this iteration of a root alone. Default: all of them."),
+    "iteration": option(str, "--iteration", metavar="NUMBER|all", read=v.one_or_every,
+                        help="Count this iteration of a root alone. Default: all of them."),
     "by": option(
         list[UsageAxis], "--by", help="Table to show, repeatable. Default: iteration, role and dtype."
     ),

@@ -8,22 +8,25 @@ import typer
 
 from ckpt_tools.cli import given_values as v
 from ckpt_tools.cli import render
+from ckpt_tools.cli.iterations import edit
 from ckpt_tools.cli.manual import page
 from ckpt_tools.cli.options import flag, option
 from ckpt_tools.cli.reports import print_rewritten
-from ckpt_tools.cli.signature import fill, with_options
-from ckpt_tools.cli.table import READING, REWRITING, Checkpoint, OutputDir
+from ckpt_tools.cli.signature import with_options
+from ckpt_tools.cli.table import ITERATIONS, READING, REWRITING, Checkpoint, OutputDir
 
 if TYPE_CHECKING:
     from ckpt_tools.commands.rewrite import Edited
 
 _SHOWN = 20
 _MODIFY = {
+    "iteration": ITERATIONS,
     "op": option(
         list[str], "--op", read=v.globs, help='"remove REGEX" or "rename REGEX REPLACEMENT"; repeatable.'
-    )
+    ),
 }
 _SLICE = {
+    "iteration": ITERATIONS,
     "layers": option(str, "--layers", default=..., help="Range of layers to keep, e.g. 0:2."),
     "block": option(str, "--block", help="Module that holds the layers. Default: decoder.layers."),
 }
@@ -42,25 +45,31 @@ def register(app: typer.Typer) -> None:
 
 def modify_state_dict(input_dir: Checkpoint, output_dir: OutputDir, **given: Any) -> None:
     """Copy a checkpoint without some keys or with other names. Removals first; the first rename that fits wins."""
-    from ckpt_tools.cli.progress import progress_bar
     from ckpt_tools.commands.modify import modify_state_dict as modify
-    from ckpt_tools.commands.rewrite import EditOptions
 
-    with progress_bar(given["quiet"]) as progress:
-        edited = modify(input_dir, output_dir, given["op"], fill(EditOptions, given), progress)
-    _print_edited(edited, given["as_json"])
+    edit(
+        input_dir,
+        output_dir,
+        given,
+        lambda options, progress: modify(input_dir, output_dir, given["op"], options, progress),
+        _as_json,
+        _print,
+    )
 
 
 def slice_layers(input_dir: Checkpoint, output_dir: OutputDir, **given: Any) -> None:
     """Copy a few layers of a checkpoint as a small, whole checkpoint, for tests and CI."""
-    from ckpt_tools.cli.progress import progress_bar
-    from ckpt_tools.commands.rewrite import EditOptions
     from ckpt_tools.commands.slice import slice_layers as cut
 
-    options = fill(EditOptions, given)
-    with progress_bar(given["quiet"]) as progress:
-        edited = cut(input_dir, output_dir, given["layers"], given["block"], options, progress)
-    _print_edited(edited, given["as_json"])
+    layers, block = given["layers"], given["block"]
+    edit(
+        input_dir,
+        output_dir,
+        given,
+        lambda options, progress: cut(input_dir, output_dir, layers, block, options, progress),
+        _as_json,
+        _print,
+    )
 
 
 def print_tensor(
@@ -79,7 +88,7 @@ def print_tensor(
         print(render.json_text(printed.as_json()))
         return
     if printed.dtype is None:
-        print(render.json_text(printed.values))
+        render.tell_whole(render.json_text(printed.values))
         return
     render.tell(
         f"{render.escape(printed.key)}: {printed.dtype} {list(printed.shape)}, {len(printed.chunks)} chunks"
@@ -88,7 +97,7 @@ def print_tensor(
         render.tell(f"  {name:<9}{value}")
     if printed.box is not None and printed.box.size != printed.shape:
         render.tell(f"  shown: {printed.box}")
-    print(render.escape_lines(render_values(printed.values)))
+    render.tell_whole(render.escape_lines(render_values(printed.values)))
 
 
 def render_values(values: object) -> str:
@@ -98,17 +107,14 @@ def render_values(values: object) -> str:
     return str(values)
 
 
-def _print_edited(edited: Edited, as_json: bool) -> None:
-    def data() -> dict[str, object]:
-        return {
-            "schema_version": 1, "source": edited.source, **edited.as_json(),
-            "removed": edited.removed, "renamed": edited.renamed,
-        }  # fmt: skip
-
-    render.print_report(data, as_json, lambda: _print_lines(edited))
+def _as_json(edited: Edited) -> dict[str, object]:
+    return {
+        "schema_version": 1, "source": edited.source, **edited.as_json(),
+        "removed": edited.removed, "renamed": edited.renamed,
+    }  # fmt: skip
 
 
-def _print_lines(edited: Edited) -> None:
+def _print(edited: Edited) -> None:
     lines = [f"removed {key}" for key in edited.removed]
     lines += [f"renamed {key} -> {name}" for key, name in edited.renamed.items()]
     for line in lines[:_SHOWN]:

@@ -32,20 +32,41 @@ def parse_bytes(text: str) -> int:
     return size
 
 
-def iteration_number(iteration: str | None) -> int | None:
-    """The number that `--iteration` names where it may be `all` too; None for the latest.
+def iteration_number(iteration: str | None, allowed: str = "a number, or all") -> int | None:
+    """The number that `--iteration` names, where it may be `all` too; None for the latest.
 
     Raises:
         UsageError: not a number.
     """
-    from ckpt_tools.commands.outputs import MAX_DIGITS
-    from ckpt_tools.errors import UsageError
-
     if iteration is None:
         return None
+    from ckpt_tools.errors import UsageError
+    from ckpt_tools.formats.detect import MAX_DIGITS
+
     if not (iteration.isascii() and iteration.isdigit() and len(iteration) <= MAX_DIGITS):
-        raise UsageError(f"--iteration {iteration}: give a number, or all")
+        raise UsageError(f"--iteration {iteration}: give {allowed}")
     return int(iteration)
+
+
+def one_iteration(iteration: str | None) -> int | None:
+    """The number that `--iteration` names where one is meant; None for the latest.
+
+    Raises:
+        UsageError: not a number; all of them, which other commands take.
+    """
+    from ckpt_tools.errors import UsageError
+
+    if iteration == "all":
+        raise UsageError(
+            "--iteration all: this command takes one iteration; give its number (`ls RUN` lists them). All of a "
+            "run are taken by convert, copy, modify-state-dict, slice, strip and verify; `watch` takes each new one"
+        )
+    return iteration_number(iteration, "a number (`ls RUN` lists them)")
+
+
+def one_or_every(iteration: str | None) -> int | None:
+    """The number that `--iteration` names where all are meant unless one is; None for all."""
+    return None if iteration == "all" else iteration_number(iteration)
 
 
 def words(text: str) -> tuple[str, ...]:

@@ -73,7 +73,8 @@ _IMPORTED = {
              "and main, which starts from nothing else.",
     ),
     "iteration": option(
-        int, "--iteration", help="Number of the iteration to make. Default: a release; 1 with an optimizer."
+        str, "--iteration", metavar="NUMBER", read=v.one_iteration,
+        help="Number of the iteration to make. Default: a release; 1 with an optimizer."
     ),
     "as_json": AS_JSON,
 }  # fmt: skip

@@ -180,6 +180,7 @@ PAGES = {
     "strip": Page(EDIT, "the weights alone, in the same format", (
         ("Without optimizer, scheduler and rng states", "strip RUN OUT"),
         ("In half precision", "strip FSDP OUT --dtype bfloat16"),
+        ("Of every iteration of a run", "strip RUN OUT --iteration all"),
         ("With an optimizer that begins", "strip FSDP OUT --fresh-optimizer --lr 1e-5 --min-lr 1e-6"),
     )),
     "repair": Page(EDIT, "undo damage that is known, with proof", (

@@ -171,12 +171,14 @@ def _memory(memory: Any) -> dict[str, int]:
 
 
 def _print(found: Priced) -> None:
+    from ckpt_tools.cli.reports import iteration_text
     from ckpt_tools.commands.target_job import describe
 
     facts = found.summary()
     strategies = ", ".join(f"{name} {human_bytes(n)}" for name, n in facts["bytes_by_strategy"].items())
+    iteration = iteration_text(found.location.label)
     rows = [
-        ("source", f"{facts['source']} ({facts['format']}, iteration {facts['iteration']})"),
+        ("source", f"{facts['source']} ({facts['format']}{iteration})"),
         ("layout", _layout(found)),
         *describe(facts["job"]),
         ("holds", f"{facts['tensor_count']:,} tensors, {facts['object_count']:,} objects and scalars"),

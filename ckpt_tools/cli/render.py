@@ -29,7 +29,7 @@ _is_quiet = False
 
 
 def be_quiet(wanted: bool) -> None:
-    """Whether this process keeps its notes to itself (`--quiet`)."""
+    """Whether this process says nothing but errors, and gives what is for programs (`--quiet`)."""
     global _is_quiet  # noqa: PLW0603  a decision about the whole process, made once by who starts it
     _is_quiet = wanted
 
@@ -40,10 +40,10 @@ def is_quiet() -> bool:
 
 
 def print_report(data: Callable[[], Any], as_json: bool, print_text: Callable[[], None]) -> None:
-    """What a command has written: as JSON if it was asked for, else for people, unless they want to be left alone."""
+    """What a command has found or written: as JSON if it was asked for, else for people."""
     if as_json:
         print(json_text(data()))
-    elif not _is_quiet:
+    else:
         print_text()
 
 
@@ -75,8 +75,13 @@ def escape_lines(text: str) -> str:
 
 
 def tell(text: str = "", stream: TextIO | None = None) -> None:
-    """Print text that is harmless already on stdout, or `stream`; a terminal gets it folded between words."""
-    stream = stream or sys.stdout
+    """Print text that is harmless already on stdout, or `stream`, for people who want to be told."""
+    if not _is_quiet:
+        _write(text, stream or sys.stdout)
+
+
+def _write(text: str, stream: TextIO) -> None:
+    """Print text; a terminal gets it folded between words."""
     width = fold.columns_of(stream)
     lines = text.split("\n")
     if width is not None:
@@ -84,8 +89,16 @@ def tell(text: str = "", stream: TextIO | None = None) -> None:
     print("\n".join(lines), file=stream, flush=True)
 
 
+def tell_whole(text: str) -> None:
+    """Print lines of numbers on stdout, which are not folded."""
+    if not _is_quiet:
+        print(text)
+
+
 def tell_command(text: str) -> None:
     """Print shell lines; a terminal gets them folded so that they are still those when they are copied."""
+    if _is_quiet:
+        return
     width = fold.columns_of(sys.stdout)
     for line in text.split("\n"):
         print("\n".join([line] if width is None else fold.fold_command(line, width)))
@@ -93,13 +106,12 @@ def tell_command(text: str) -> None:
 
 def complain(error: str) -> None:
     """An error, of one or several lines, on stderr."""
-    tell(escape_lines(error), sys.stderr)
+    _write(escape_lines(error), sys.stderr)
 
 
 def say(note: str) -> None:
-    """A note on stderr, unless the user wants none."""
-    if not _is_quiet:
-        tell(note, sys.stderr)
+    """A note on stderr."""
+    tell(note, sys.stderr)
 
 
 def say_unmatched(option: str, patterns: Iterable[str], names: Iterable[str]) -> None:
@@ -113,6 +125,8 @@ def say_unmatched(option: str, patterns: Iterable[str], names: Iterable[str]) ->
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> None:
     """A table on stdout; numbers are right-aligned, text that is too long for the terminal is folded."""
+    if _is_quiet:
+        return
     values = [list(row) for row in rows]
     cells = [[f"{v:,}" if isinstance(v, int) else escape(str(v)) for v in row] for row in values]
     numeric = [bool(values) and all(isinstance(row[i], int) for row in values) for i in range(len(columns))]
@@ -179,6 +193,8 @@ def _print_list(columns: Sequence[str], cells: Iterable[Sequence[str]], screen: 
 
 def print_tree(title: str, leaves: Iterable[tuple[str, str]]) -> None:
     """Dotted names as a tree on stdout, each leaf followed by its description."""
+    if _is_quiet:
+        return
     from rich.text import Text
     from rich.tree import Tree
 
@@ -210,6 +226,15 @@ def write_text(file: Path, text: str, source: str) -> None:
         write_report(
             file, text.encode("utf-8", "backslashreplace"), None if "://" in source else Path(source)
         )
+
+
+def give_json(data: Any, shown: bool, file: Path | None, source: str) -> None:
+    """Print it, and write it to a file that is as private as the checkpoint `source`."""
+    text = json_text(data, 2)
+    if file is not None:
+        write_text(file, text + "\n", source)
+    if shown:
+        print(text)
 
 
 def json_lines(head: dict[str, Any], lists: dict[str, Iterator[Any]]) -> Iterator[str]:

@@ -48,10 +48,7 @@ def repair(
 
     with progress_bar(given["quiet"]) as progress:
         done = repair_checkpoint(input_dir, output_dir, fill(RepairOptions, given), progress)
-    if done.written is None and not given["as_json"]:
-        _print(done)  # nothing but this was asked for
-    else:
-        render.print_report(lambda: _as_json(done), given["as_json"], lambda: _print(done))
+    render.print_report(lambda: _as_json(done), given["as_json"], lambda: _print(done))
     raise typer.Exit(0 if done.changes else 1)
 
 

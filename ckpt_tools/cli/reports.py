@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ckpt_tools.cli.render import escape, say, tell
 from ckpt_tools.commands.conversion_report import ConversionReport, Masters
-from ckpt_tools.commands.iterations import Outcome
 from ckpt_tools.commands.rewrite import Edited
 from ckpt_tools.commands.target_job import describe
 from ckpt_tools.execute.check_masters import describe_masters
@@ -21,13 +20,13 @@ def print_report(report: ConversionReport) -> None:
     done = "would convert" if report.written is None else "converted"
     if report.written and report.written.was_there:
         done = "compared, as all of it was there already:"
-    iteration = "" if report.iteration is None else f", iteration {report.iteration}"
+    made = "" if report.iteration == report.source_iteration else iteration_text(report.iteration)
     # No groups: weights only, or carried over as they are stored.
     groups = f", groups {report.groups}" if report.groups else ""
     lines = [
         f"{done} {report.source} -> {report.output}",
-        f"  source     {_source(report)}{iteration}",
-        f"  target     {report.output_format} for {report.loader or 'the same loader'}{_architecture(report)}",
+        f"  source     {_source(report)}{iteration_text(report.source_iteration)}",
+        f"  target     {report.output_format} for {report.loader or 'the same loader'}{_architecture(report)}{made}",
         f"  holds      {report.tensors:,} tensors, {report.objects:,} objects and scalars{groups}",
         f"  masters    {masters_text(report.masters)}",
     ]
@@ -52,6 +51,11 @@ def print_report(report: ConversionReport) -> None:
             lines.append(f"  {title:<10} ... and {len(entries) - _SHOWN:,} more (--json lists all)")
     for line in lines:
         tell(escape(line))
+
+
+def iteration_text(label: int | str | None) -> str:
+    """What follows a format: the iteration, a release, or nothing where nothing tells."""
+    return "" if label is None else f", {label if label == 'release' else f'iteration {label}'}"
 
 
 def _source(report: ConversionReport) -> str:
@@ -86,14 +90,6 @@ def masters_text(masters: Masters) -> str:
             return describe_masters(masters.found, masters.mode)
         case _:
             assert_never(masters.use)
-
-
-def print_outcome(outcome: Outcome) -> None:
-    """The report of one of several iterations, or that it is left as it is."""
-    if outcome.report is not None:
-        print_report(outcome.report)
-    else:
-        tell(f"iteration {outcome.iteration}: is there already, left as it is (--overwrite converts it anew)")
 
 
 def say_unfinished(iteration: int | None) -> None:

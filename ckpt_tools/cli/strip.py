@@ -8,22 +8,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckpt_tools.cli import render
+from ckpt_tools.cli.iterations import edit
 from ckpt_tools.cli.manual import page
-from ckpt_tools.cli.options import flag, option
+from ckpt_tools.cli.options import option
 from ckpt_tools.cli.reports import print_rewritten
 from ckpt_tools.cli.signature import fill, with_options
-from ckpt_tools.cli.table import FRESH, FRESH_OPTIMIZER, READING, REWRITING, OutputDir
+from ckpt_tools.cli.table import FRESH, FRESH_OPTIMIZER, ITERATIONS, READING, REWRITING, OutputDir
 
 if TYPE_CHECKING:
     from ckpt_tools.commands.strip import Stripped
 
 
 _OWN = {
+    "iteration": ITERATIONS,
     "dtype": option(
         str, "--dtype", help="Element type of the weights, which fsdp_dtensor stores as fp32 masters."
     ),
-    "fresh_optimizer": flag(
-        "--fresh-optimizer", panel=FRESH,
+    "fresh_optimizer": option(
+        bool, "--fresh-optimizer/--no-fresh-optimizer", default=False, panel=FRESH,
         help="Give an fsdp_dtensor checkpoint an optimizer that has not begun (zero moments, step 0), so that a "
              "strict load starts from its weights.",
     ),
@@ -47,21 +49,23 @@ def strip(
     **given: Any,
 ) -> None:
     """Copy the weights of a checkpoint: without optimizer, scheduler and random number states."""
-    from ckpt_tools.cli.progress import progress_bar
-    from ckpt_tools.commands.rewrite import EditOptions
     from ckpt_tools.commands.strip import strip_checkpoint
     from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import check_fresh
     from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 
-    options = fill(EditOptions, given)
     settings = fill(TargetOptions, {name: given[name] for name in FRESH_OPTIMIZER})
     check_fresh(replace(settings, weights_only=True))
     fresh = settings if settings.fresh_optimizer else None
-    with progress_bar(given["quiet"]) as progress:
-        done = strip_checkpoint(
+    edit(
+        input_dir,
+        output_dir,
+        given,
+        lambda options, progress: strip_checkpoint(
             input_dir, output_dir, given["dtype"], options, progress, fresh, given["check_masters"]
-        )
-    render.print_report(lambda: _as_json(done), given["as_json"], lambda: _print(done))
+        ),
+        _as_json,
+        _print,
+    )
 
 
 def _as_json(done: Stripped) -> dict[str, object]:

@@ -105,7 +105,8 @@ TABLE: dict[str, Row] = {
                     help="Modules that have a flat buffer of Megatron-FSDP each (fsdp_unit_modules of the job), as "
                          "paths (glob, repeatable; **. for leading modules). Default: Megatron-Core's layers. FSDP2 "
                          "cuts every parameter on its own."),
-    "iteration": option(int, "--iteration", help="Iteration of a root, instead of its latest."),
+    "iteration": option(str, "--iteration", metavar="NUMBER", read=v.one_iteration,
+                        help="Iteration of a root, instead of its latest."),
     "check_masters": option(c.CheckLevel, "--check-masters", default="sample", panel=RUN,
                             help="How many rows of every master must be shown to round to the weights."),
     "check_source": option(c.SourceCheck, "--check-source", default="all", panel=RUN,
@@ -130,8 +131,8 @@ TABLE: dict[str, Row] = {
     "report_format": option(c.ReportFormat, "--format", default="text",
                             help="text, json, github (annotations) or markdown."),
     "quiet": flag("--quiet", "-q", callback=v.be_quiet,
-                  help="Only errors and what was asked for: no progress, no notes, no report of what was written "
-                       "unless by --json."),
+                  help="Print nothing but errors, on stderr, and what programs are to read (--json). The exit code "
+                       "tells the rest."),
     "as_json": flag("--json", help="JSON on stdout."),
     "report": option(Path, "--report", callback=v.in_a_folder, panel=RUN, help="Write the report there as JSON."),
     "junit": option(Path, "--junit", callback=v.in_a_folder, help="Also write the report there as JUnit XML."),
@@ -144,12 +145,14 @@ TABLE: dict[str, Row] = {
 
 # Of commands that can go through all iterations of a run; read by `given_values.iteration_number`.
 ITERATIONS = option(
-    str, "--iteration", panel=RUN,
+    str, "--iteration", metavar="NUMBER|all", panel=RUN,
     help="Iteration of a root, or all, past those that the output has already. Default: the latest.",
 )  # fmt: skip
 
 # Of commands that only look at them.
-EVERY_ITERATION = option(str, "--iteration", help="Iteration of a root, or all. Default: the latest.")
+EVERY_ITERATION = option(
+    str, "--iteration", metavar="NUMBER|all", help="Iteration of a root, or all. Default: the latest."
+)
 
 OPENING = frozenset({"enable_msc", "follow_links", "quiet"})
 READING = OPENING | {"iteration", "trust_pickle"}

@@ -87,7 +87,7 @@ def watch(
         raise UsageError(
             f"{output} is in a store: give --state, a folder for the lock and what is remembered"
         )
-    tell = _print_json if given["as_json"] else lambda told: _print(told, given["quiet"])
+    tell = _print_json if given["as_json"] else _print
     options = fill(WatchOptions, given)
     try:
         code = watch_run(run, output, action, options, tell, _note)
@@ -149,8 +149,8 @@ def _checked(verb: str, parsed: typer.Context) -> Format | None:
     return to
 
 
-def _print(told: Told, quiet: bool) -> None:
-    """Results on stdout, what failed on stderr; with --quiet, only that."""
+def _print(told: Told) -> None:
+    """Results on stdout, what failed on stderr."""
     where = f"{told.name} -> {told.output}"
     match told.event:
         case "waiting":
@@ -158,8 +158,7 @@ def _print(told: Told, quiet: bool) -> None:
         case "stale":
             render.complain(f"error: {told.name}: {told.why}")
         case "done" if told.exit_code == 0:
-            if not quiet:
-                render.tell(render.escape(f"{_now()} done in {told.seconds:.1f} s: {where}"))
+            render.tell(render.escape(f"{_now()} done in {told.seconds:.1f} s: {where}"))
         case "done":
             render.complain(f"error: {told.name} is not valid: see {told.output}")
         case "failed" | "given_up":

@@ -55,6 +55,7 @@
 * `copy`: `copy`
 * `watch`: `watch`
 * `watch_events`: what it does and tells
+* `watch_run`: what the run's folder tells
 * `watch_state`: what it keeps on disk
 * `watch_child`: the commands that it starts
 * `strip`: `strip`

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Generic, NamedTuple, TypeVar
@@ -30,7 +31,7 @@ from ckpt_tools.formats.files import Files
 from ckpt_tools.megatron.bridge import RUN_CONFIG, TRAIN_STATE
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Catalog
-from ckpt_tools.model.choices import CheckLevel, Format
+from ckpt_tools.model.choices import CheckLevel, Format, MegatronFormat
 from ckpt_tools.model.target import Target, TargetTensor
 from ckpt_tools.model.transfers import Plan, plan_summary
 from ckpt_tools.model.without_gc import without_gc
@@ -145,6 +146,7 @@ class Writer(Generic[AnyOptions]):
     open: Callable[[str, AnyOptions], Opened]
     place: Callable[[str, Location, str, AnyOptions], Output]
     plan: Callable[[Opened, AnyOptions, int], Conversion]  # the last: number of converting ranks
+    imported_as: MegatronFormat | None = None  # what `import-hf` makes of a model that this does not take
 
 
 def open_source(source: str, options: SourceOptions) -> Opened:
@@ -168,10 +170,16 @@ def convert(
     """Make what `writer` makes of the checkpoint at `source`, and publish it at `output`; called on every rank.
 
     Raises the errors of the writer, of the proofs, of `rehearse` and of `write_checkpoint`, and:
+        UnsupportedCheckpointError: a Hugging Face model, which `import-hf` takes.
         CorruptCheckpointError: facts of the source contradict each other, since payloads are damaged.
     """
     ranks = connect()
     with writer.open(source, options) as opened:
+        if opened.location.kind == "safetensors" and writer.imported_as is not None:
+            words = shlex.join(["import-hf", source, output, "--to", writer.imported_as])
+            raise UnsupportedCheckpointError(
+                f"{opened.location.path} is a Hugging Face model. `{words}` makes a Megatron checkpoint of it"
+            )
         place = writer.place(source, opened.location, output, options)
         conversion = _plan(writer, opened, options, ranks)
         prove_zeros(opened, conversion)
@@ -322,6 +330,7 @@ def _report(
         source=source,
         output=output,
         iteration=conversion.iteration,
+        source_iteration=location.label,
         source_format=location.kind,
         optimizer_layout=conversion.optimizer_layout,
         output_format=conversion.to,

@@ -49,7 +49,8 @@ class ConversionReport:
 
     source: str
     output: str
-    iteration: int | None
+    iteration: int | None  # of the output; None: a release, or one checkpoint alone that has no number
+    source_iteration: int | Literal["release"] | None  # None: the folder does not tell
     source_format: str  # `Location.kind`
     optimizer_layout: str | None  # of the source, as far as it was read; None: weights only
     output_format: Format

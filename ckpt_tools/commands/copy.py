@@ -12,7 +12,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckpt_tools.commands.iterations import all_iterations, is_being_written, is_there
+from ckpt_tools.commands.iterations import all_iterations, holds, is_being_written
 from ckpt_tools.commands.opened import open_checkpoint, warn_of_iteration
 from ckpt_tools.commands.outputs import choose_output, is_root
 from ckpt_tools.errors import CkptError, Interrupted, Terminated, UsageError, VerificationError
@@ -128,7 +128,7 @@ def copy_checkpoint(
         raise UsageError("one iteration is asked for, and all of them; give one of both")
     numbers, latest = all_iterations(source)
     there = (
-        [] if options.overwrite else [n for n in numbers if n is not None and _is_there(source, output, n)]
+        [] if options.overwrite else [n for n in numbers if n is not None and holds(source, output, n, ())]
     )
     copied, failed, unfinished = list[Copied](), list[tuple[int | None, CkptError]](), list[int]()
     for number in (n for n in numbers if n not in there):
@@ -143,14 +143,6 @@ def copy_checkpoint(
             else:
                 failed.append((number, error))
     return CopyReport(tuple(copied), tuple(there), tuple(unfinished), tuple(failed))
-
-
-def _is_there(source: str, output: str, number: int) -> bool:
-    """Whether the output holds this iteration of the source, of the same kind."""
-    try:
-        return is_there(output, number, locate(source, number).kind)
-    except CkptError:
-        return False
 
 
 def _copy(

@@ -32,6 +32,8 @@ def inspection_html(found: Inspection) -> str:
         name: facts[name]
         for name in ("format", "writer", "iteration", "optimizer_layout", "tensor_count", "object_count")
     }
+    if found.location.is_release:
+        shown["iteration"] = "release"
     shown |= {"parameters": f"{found.parameters:,}", **facts["parallel_sizes"], **facts["arguments"]}
     rows = [[name.replace("_", " "), str(value)] for name, value in shown.items() if value is not None]
     totals = [

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from ckpt_tools.commands.conversion_report import SCHEMA_VERSION, ConversionReport
 from ckpt_tools.commands.outputs import is_root
 from ckpt_tools.errors import CkptError, Interrupted, Terminated, UnsupportedCheckpointError, UsageError
 from ckpt_tools.execute.ranks import connect
@@ -25,32 +24,47 @@ from ckpt_tools.formats.detect import (
 )
 from ckpt_tools.formats.files import open_files
 from ckpt_tools.megatron.common_state import COMMON_FILE
-from ckpt_tools.model.choices import Format
 
 RELEASE = "release"
 
-Convert = Callable[[int | None, bool], ConversionReport]
-"""Convert an iteration (None: the latest); whether the output's tracker is to name it then."""
+Report = TypeVar("Report")
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(Generic[Report]):
     """What became of one iteration: its report, or why it was not converted; neither when it was there already."""
 
-    iteration: int | None
-    report: ConversionReport | None = None
+    iteration: int | None  # None: a release
+    report: Report | None = None
     error: CkptError | None = None
     is_unfinished: bool = False  # its job is still writing it
+
+    @property
+    def name(self) -> str:
+        """As people call it."""
+        return iteration_name(self.iteration)
 
     @property
     def was_there(self) -> bool:
         return self.report is None and self.error is None and not self.is_unfinished
 
 
+def iteration_name(number: int | None) -> str:
+    """As people call it; None is a release."""
+    return RELEASE if number is None else f"iteration {number}"
+
+
 def convert_iterations(
-    source: str, output: str, kinds: tuple[Format, ...], overwrite: bool, convert: Convert
-) -> list[Outcome]:
+    source: str,
+    output: str,
+    kinds: tuple[CheckpointKind, ...],
+    overwrite: bool,
+    convert: Callable[[int | None, bool], Report],
+) -> list[Outcome[Report]]:
     """All iterations of the root `source`, converted to checkpoints of one of `kinds` in the root `output`.
+
+    `kinds` is empty for what stays of the source's kind. `convert` takes the number of an iteration (None: the
+    latest) and whether the output's tracker is to name it then.
 
     The source's latest comes last, and the output's tracker ends on it if it is there. With several processes the
     first failure ends the run: they could not agree on going on.
@@ -60,8 +74,10 @@ def convert_iterations(
         Interrupted, Terminated: stopped from outside.
     """
     numbers, latest = all_iterations(source)
-    present = set() if overwrite else {n for n in numbers if n is not None and is_there(output, n, *kinds)}
-    outcomes = []
+    present = (
+        set() if overwrite else {n for n in numbers if n is not None and holds(source, output, n, kinds)}
+    )
+    outcomes = list[Outcome[Report]]()
     for number in numbers:
         if number in present:
             outcomes.append(Outcome(number))
@@ -137,7 +153,15 @@ def is_being_written(source: str, number: int | None) -> bool:
     return METADATA not in inside and (begun or not inside)
 
 
-def is_there(output: str, number: int, *kinds: Format | CheckpointKind) -> bool:
+def holds(source: str, output: str, number: int, kinds: tuple[CheckpointKind, ...]) -> bool:
+    """Whether the root `output` holds this iteration of `source`, of one of these kinds, or else of its own."""
+    try:
+        return is_there(output, number, *(kinds or (locate(source, number).kind,)))
+    except CkptError:
+        return False
+
+
+def is_there(output: str, number: int, *kinds: CheckpointKind) -> bool:
     """Whether the root `output` holds a whole checkpoint of this iteration, of one of these kinds."""
     try:
         return locate(f"{output.rstrip('/')}/iter_{number:07d}").kind in kinds
@@ -145,16 +169,18 @@ def is_there(output: str, number: int, *kinds: Format | CheckpointKind) -> bool:
         return False
 
 
-def exit_code(outcomes: list[Outcome]) -> int:
+def exit_code(outcomes: list[Outcome[Report]]) -> int:
     """The worst of all."""
     return max((o.error.exit_code for o in outcomes if o.error is not None), default=0)
 
 
-def as_json(outcomes: list[Outcome]) -> dict[str, Any]:
-    """The reports and the rest as plain data, with its schema version."""
+def as_json(
+    outcomes: list[Outcome[Report]], data: Callable[[Report], dict[str, Any]], schema_version: int
+) -> dict[str, Any]:
+    """The reports and the rest as plain data, of the schema version that one report has."""
     return {
-        "schema_version": SCHEMA_VERSION,
-        "iterations": [o.report.as_json() for o in outcomes if o.report is not None],
+        "schema_version": schema_version,
+        "iterations": [data(o.report) for o in outcomes if o.report is not None],
         "already_there": [o.iteration for o in outcomes if o.was_there],
         "not_finished": [o.iteration for o in outcomes if o.is_unfinished],
         "failed": [

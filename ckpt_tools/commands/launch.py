@@ -1,4 +1,7 @@
-"""The command that starts a Megatron-FSDP job on a checkpoint, with the flags of the model that it holds."""
+"""The command that starts a job on a checkpoint, with the flags of the model that it holds.
+
+Megatron-FSDP's on `fsdp_dtensor`, a 3D-parallel job of Megatron-LM on `torch_dist`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from ckpt_tools.formats.unpickle import StandIn, TorchDtype
 from ckpt_tools.verify.facts import Facts, before
 from ckpt_tools.verify.job import BRIDGE
 from ckpt_tools.verify.load_rules import wanted_rows
-from ckpt_tools.verify.megatron_args import Flag, flag_words, flags_of
+from ckpt_tools.verify.megatron_args import Flag, defaults_of, flag_words, flags_of
 from ckpt_tools.verify.model_rules import decoder_layers, gated_delta_nets
 
 _SAID: Mapping[str, tuple[type, ...]] = {
@@ -40,11 +43,16 @@ _ALWAYS_SAID = (
     "data_parallel_sharding_strategy",
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
+    "ckpt_format",
 )
 _OF_MLA = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 _BATCH = ("--global-batch-size", "GLOBAL_BATCH")  # where no run tells it
 _NODE = 8  # GPUs, where nothing tells
 _NODES = f"# on every node; {_NODE} GPUs a node are assumed, HEAD_NODE is the name of one of them"
+_OF_PIPELINE = re.compile(
+    r"(?!transformer_).*pipeline.*|decoder_(first|last)_.*|account_for_.*|defer_embedding_.*"
+)
+_IN_BUCKETS = ("dp_reshardable", "fully_sharded_bucket_space", "dp_zero_gather_scatter")
 _OLD_NAMES = {"layernorm_epsilon": "norm_epsilon", "layernorm_zero_centered_gamma": "apply_layernorm_1p"}
 _OF_FSDP = re.compile(
     r"(outer_dp_sharding_strategy|num_distributed_optimizer_instances|megatron_fsdp_.*|fsdp_.*|nccl_ub)"
@@ -100,11 +108,40 @@ class Launch:
 
 def launch(facts: Facts, load: str) -> Launch:
     """The command of a job that goes on from the checkpoint at `load`, by the settings of the run that wrote it."""
-    by_bridge = facts.job.program == BRIDGE
-    words = ("torchrun", *(_bridge(facts, load) if by_bridge else _megatron(facts, load)))
+    if facts.job.program == BRIDGE:
+        words, unsaid = ("torchrun", *_bridge(facts, load)), tuple[str, ...]()
+    else:
+        settings, unsaid = _settings(facts)
+        words = ("torchrun", *_megatron(facts, load, settings))
     assumed = (_NODES,) if "--nnodes" in words else ()
-    unsaid = () if by_bridge else _unsaid(facts)
-    return Launch(("unset CUDA_DEVICE_MAX_CONNECTIONS", *assumed, *unsaid), words)
+    return Launch((*_environment(facts), *assumed, *unsaid), words)
+
+
+def _environment(f: Facts) -> tuple[str, ...]:
+    """What Megatron-FSDP wants of CUDA's queues, and a job of tensor or context parallelism without it."""
+    if f.kind == "fsdp_dtensor":
+        return ("unset CUDA_DEVICE_MAX_CONNECTIONS",)
+    is_cut = f.tp > 1 or f.args.get("context_parallel_size", 1) != 1
+    connections = ("export CUDA_DEVICE_MAX_CONNECTIONS=1  # before Blackwell",) if is_cut else ()
+    return (*connections, _sizes(f), *_pipeline(f))
+
+
+def _sizes(f: Facts) -> str:
+    """A comment on how far the job's sizes may be others than the run's."""
+    if f.layout in _IN_BUCKETS:
+        return f"# its optimizer ({f.layout}) loads at the TP, PP and EP of the run alone"
+    return (
+        "# it loads at any TP, PP and EP, on any number of GPUs; rng states at the TP and PP of the run alone"
+    )
+
+
+def _pipeline(f: Facts) -> Iterator[str]:
+    """A comment for each setting of how the run cut its pipeline, which a job need not take over."""
+    usual = {"pipeline_model_parallel_size": f.args.get("pipeline_model_parallel_size")}  # said by its flag
+    usual = defaults_of(f.job.program) | usual
+    for name, value in f.args.items():
+        if _OF_PIPELINE.fullmatch(name) and value is not None and value != usual.get(name):
+            yield f"# the run's pipeline had {name} {value!a}"
 
 
 def _launcher(ranks: int) -> list[str]:
@@ -116,9 +153,8 @@ def _launcher(ranks: int) -> list[str]:
     return ["--nnodes", str(ranks // node), "--nproc-per-node", str(node), *rendezvous]
 
 
-def _megatron(f: Facts, load: str) -> Iterator[str]:
+def _megatron(f: Facts, load: str, settings: Mapping[str, Any]) -> Iterator[str]:
     version = f.job.program
-    settings = _settings(f, version)
     yield from (*_launcher(f.ranks or _ranks(settings)), _script(f))
     yield from ("--load", load)
     for name in sorted(settings):
@@ -132,23 +168,30 @@ def _stored_as(f: Facts, flag: Flag) -> Any:
     return f.args.get(flag.name, f.args.get(_OLD_NAMES.get(flag.name, "")))
 
 
-def _unsaid(f: Facts) -> Iterator[str]:
-    """A comment for each stored setting whose value its flag does not take, so that none is lost without a word."""
-    for flag in flags_of(f.job.program):
-        value = _stored_as(f, flag)
-        if value is not None and not _LEFT_OUT.fullmatch(flag.name) and _plain(value, flag) is None:
-            yield f"# the run had {flag.name} {value!a}, which {flag.options[0]} cannot say"
-
-
-def _settings(f: Facts, version: str) -> dict[str, Any]:
-    """Every setting that the job is given, by name: the run's before, but for what Megatron-FSDP decides."""
-    args, native = f.args, bool(f.args.get("use_megatron_fsdp"))
+def _stored_settings(f: Facts) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The settings of the run that go over to the job, and a comment for each whose value its flag does not take."""
+    native = f.kind == "fsdp_dtensor" and bool(f.args.get("use_megatron_fsdp"))
     found: dict[str, Any] = {}
-    for flag in flags_of(version):
-        value = _plain(_stored_as(f, flag), flag)
-        own = native or not _OF_FSDP.fullmatch(flag.name)
-        if value is not None and own and not _LEFT_OUT.fullmatch(flag.name):
+    unsaid: list[str] = []
+    for flag in flags_of(f.job.program):
+        stored = _stored_as(f, flag)
+        if stored is None or _LEFT_OUT.fullmatch(flag.name):
+            continue
+        value = _plain(stored, flag)
+        if value is None:
+            unsaid.append(f"# the run had {flag.name} {stored!a}, which {flag.options[0]} cannot say")
+        elif native or not _OF_FSDP.fullmatch(flag.name):
             found[flag.name] = value
+    return found, tuple(unsaid)
+
+
+def _settings(f: Facts) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Every setting that the job is given, by name: the run's before, but for what checkpoint and program decide.
+
+    And comments on those that no flag can say.
+    """
+    args = f.args
+    found, unsaid = _stored_settings(f)
     found |= _decided(f)
     if found.get("expert_tensor_parallel_size") == args.get("tensor_model_parallel_size"):
         found.pop("expert_tensor_parallel_size", None)  # the default: as many as the job's other tensors
@@ -164,13 +207,14 @@ def _settings(f: Facts, version: str) -> dict[str, Any]:
     found.setdefault("seq_length", found.get("max_position_embeddings", args.get("encoder_seq_length")))
     found.setdefault("max_position_embeddings", found["seq_length"])
     found |= _batch(found, f)
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in found.items() if value is not None}, unsaid
 
 
 def _batch(found: Mapping[str, Any], f: Facts) -> dict[str, Any]:
     """The run's global batch in micro-batches that the ranks can share; None where they cannot: one for each rank."""
     cp = found.get("context_parallel_size", 1)
-    ranks = (f.ranks or _ranks(found)) // (f.tp * cp) if type(cp) is int and cp > 0 else 0
+    pp = found["pipeline_model_parallel_size"]
+    ranks = (f.ranks or _ranks(found)) // (f.tp * cp * pp) if type(cp) is int and cp > 0 else 0
     total, micro = found.get("global_batch_size"), found["micro_batch_size"]
     if type(total) is not int or type(micro) is not int or min(ranks, total, micro) < 1:
         return {}
@@ -181,17 +225,12 @@ def _batch(found: Mapping[str, Any], f: Facts) -> dict[str, Any]:
 
 
 def _decided(f: Facts) -> dict[str, Any]:
-    """What the checkpoint and Megatron-FSDP decide, whatever the run before was given."""
+    """What the checkpoint and its program decide, whatever the run before was given."""
     stored = f.stored
     decided: dict[str, Any] = {
         **_of_record(f),
-        "use_megatron_fsdp": True,
-        "data_parallel_sharding_strategy": "optim_grads_params",
-        "use_distributed_optimizer": True,
-        "gradient_accumulation_fusion": False,
-        "ckpt_format": "fsdp_dtensor",
+        **(_of_fsdp() if f.kind == "fsdp_dtensor" else _of_torch_dist(f)),
         "tensor_model_parallel_size": f.tp,
-        "pipeline_model_parallel_size": 1,
         "padded_vocab_size": _padded(f),
     }
     if stored.version_2:  # of whose optimizer main stores and loads nothing yet
@@ -214,11 +253,36 @@ def _decided(f: Facts) -> dict[str, Any]:
         decided["mtp_num_layers"] = stored.mtp_layers
     if f.begins:
         decided |= {"override_opt_param_scheduler": True, **_stored_rates(f)}
-    if not f.states and f.job.program in before("core-0.19"):
+    stages = range(decided["pipeline_model_parallel_size"])
+    if not f.states and (f.kind == "torch_dist" or f.job.program in before("core-0.19")):
         decided["finetune"] = True
-    elif not all((0, rank) in f.rng_ranks for rank in range(f.tp)):
+    elif not all((stage, rank) in f.rng_ranks for stage in stages for rank in range(f.tp)):
         decided["no_load_rng"] = True
     return decided
+
+
+def _of_fsdp() -> dict[str, Any]:
+    """What Megatron-FSDP decides."""
+    return {
+        "use_megatron_fsdp": True,
+        "data_parallel_sharding_strategy": "optim_grads_params",
+        "use_distributed_optimizer": True,
+        "gradient_accumulation_fusion": False,
+        "ckpt_format": "fsdp_dtensor",
+        "pipeline_model_parallel_size": 1,
+    }
+
+
+def _of_torch_dist(f: Facts) -> dict[str, Any]:
+    """What a 3D-parallel job is given: the run's pipeline, and the optimizer that the checkpoint holds."""
+    stages = f.args.get("pipeline_model_parallel_size")
+    return {
+        "use_megatron_fsdp": False,
+        "data_parallel_sharding_strategy": None,
+        **({} if f.layout == "none" else {"use_distributed_optimizer": f.layout != "non_distributed"}),
+        "ckpt_format": "torch_dist",
+        "pipeline_model_parallel_size": stages if type(stages) is int and stages > 0 else 1,
+    }
 
 
 def _of_record(f: Facts) -> dict[str, Any]:
@@ -267,8 +331,9 @@ def _ranks(settings: Mapping[str, Any]) -> int:
 
     tp = size("tensor_model_parallel_size")
     dense = tp * size("context_parallel_size")
+    stages = size("pipeline_model_parallel_size")
     sparse = size("expert_tensor_parallel_size", tp) * size("expert_model_parallel_size")
-    return math.lcm(dense, sparse) * size("num_distributed_optimizer_instances")
+    return math.lcm(dense, sparse) * stages * size("num_distributed_optimizer_instances")
 
 
 def _script(f: Facts) -> str:

@@ -20,6 +20,7 @@ from ckpt_tools.formats.files import AnyPath, path_text
 from ckpt_tools.megatron.hybrid import is_hybrid
 from ckpt_tools.megatron.keys import fsdp_state, is_optimizer_key, rng_key, rng_shard
 from ckpt_tools.megatron.record import read_record, stored_tp
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
 from ckpt_tools.megatron.torch_dist.slices import layer_counts
 from ckpt_tools.verify import meaning
 from ckpt_tools.verify.facts import Facts, Rule, Stored
@@ -76,13 +77,15 @@ class Start:
 class Preflight:
     """The rules' verdicts, the program they were made for, how the job is launched, and what else would start.
 
-    There is no `launch` when it is not ready, and where the job is described without the script that runs it.
+    There is no `launch` when it is not ready, and where the job is described without the script that runs it. `as_is`
+    starts a 3D-parallel job of Megatron-LM on a `torch_dist` checkpoint, where no job is described.
     """
 
     report: Report
     program: str
     launch: Launch | None
     starts: tuple[Start, ...] = ()  # of an fsdp_dtensor checkpoint: every program
+    as_is: Launch | None = None
 
 
 def preflight(
@@ -126,7 +129,16 @@ def preflight(
         if about.kind == "fsdp_dtensor":
             broken = tuple(check.name for check in stored if check.errors)
             starts = tuple(_start(about, other, packed_for, broken) for other in PROGRAMS)
-        return Preflight(report, facts.job.program, start if report.is_valid else None, starts)
+        as_is = None
+        if (
+            about.kind == "torch_dist"
+            and job is None
+            and program != BRIDGE
+            and not about.by_bridge
+            and about.args
+        ):
+            as_is = _launch(about, program, packed_for, _load_path(opened))
+        return Preflight(report, facts.job.program, start if report.is_valid else None, starts, as_is)
 
 
 def _launch(about: Facts, program: str, packed_for: int | None, load: str) -> Launch:
@@ -221,6 +233,7 @@ def _about(opened: Opened) -> tuple[Facts, int | None]:
         stored=replace(stored_style(shapes, is_fsdp), version_2=is_fsdp and is_version_2(catalog.tensors)),
         has_args="args" in catalog.objects or not opened.location.has_run_config,
         states=frozenset(states),
+        layout=optimizer_layout(catalog, common),
         rng_ranks=frozenset(ranks),
         tp_of_packed=record.tp,
         packed=record.packed if is_fsdp else (),

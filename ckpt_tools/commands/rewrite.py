@@ -33,6 +33,7 @@ class EditOptions:
     overwrite: bool = False
     write: WriteOptions = field(default_factory=WriteOptions)
     resume: bool = False
+    tracker: bool = True  # that of the output's root names it then
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +98,7 @@ def rewrite(
         UsageError: the output overlaps the source or is taken.
         MappingError, CorruptCheckpointError, StorageError: as planning and writing say.
     """
-    place = choose_output(source, opened.location, output, options.overwrite, options.resume)
+    place = choose_output(source, opened.location, output, options.overwrite, options.resume, options.tracker)
     where, world = placement or keep_chunks(catalog or opened.catalog)
     plan = build_plan(catalog or opened.catalog, target, where, world, blobs, original_shapes)
     own = opened.files

@@ -257,4 +257,4 @@ def _place(source: str, location: Location, output: str, options: ConvertOptions
     return like_to_like(source, begun_at(location, options.target), output, options)
 
 
-TO_FSDP_DTENSOR = Writer(open=open_source, place=_place, plan=plan_fsdp_dtensor)
+TO_FSDP_DTENSOR = Writer(open=open_source, place=_place, plan=plan_fsdp_dtensor, imported_as="fsdp_dtensor")

@@ -240,4 +240,4 @@ def slice_placement(world: int) -> Placement:
     return place
 
 
-TO_TORCH_DIST = Writer(open=open_source, place=like_to_like, plan=plan_torch_dist)
+TO_TORCH_DIST = Writer(open=open_source, place=like_to_like, plan=plan_torch_dist, imported_as="torch_dist")

@@ -9,7 +9,6 @@ when that would not help, until its files change.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -18,13 +17,12 @@ from pathlib import Path
 
 from ckpt_tools.commands.iterations import is_there
 from ckpt_tools.commands.ls import COMPLETE, DAMAGED, INCOMPLETE, iteration_names, iteration_row, join
-from ckpt_tools.commands.outputs import is_root, refuse_overlap
 from ckpt_tools.commands.watch_child import Ended, Hand
 from ckpt_tools.commands.watch_events import Action, Event, Told, WatchOptions
+from ckpt_tools.commands.watch_run import by_tracker, check_run, check_tracker, looks_of, mark_of
 from ckpt_tools.commands.watch_state import Done, Failure, Memory, WatchFolder, write_beside
 from ckpt_tools.credentials import revealed
 from ckpt_tools.errors import (
-    NEVER_FINDINGS,
     CkptError,
     CorruptCheckpointError,
     StorageError,
@@ -32,18 +30,9 @@ from ckpt_tools.errors import (
     UsageError,
 )
 from ckpt_tools.execute.vacant import partial_of
-from ckpt_tools.formats.beside import LOCAL_FILE, local_checkpoint
-from ckpt_tools.formats.dcp import METADATA
 from ckpt_tools.formats.detect import (
-    BRIDGE_TRACKER,
-    TRACKER,
-    Location,
-    iteration_folders,
     iteration_numbers,
-    locate,
-    tracked_iteration,
 )
-from ckpt_tools.formats.files import open_files
 from ckpt_tools.formats.tree import files_below
 
 _LASTING = (3, 4, 5, 6)  # exit codes that another try would end with again
@@ -106,31 +95,6 @@ def _take(folder: WatchFolder, options: WatchOptions, hand: Hand, note: Callable
     hand.kept = () if folder.lock is None else (folder.lock,)
 
 
-def check_run(run: str, output: str) -> None:
-    """Refuse what cannot be watched. A run without an iteration can: its job has just begun.
-
-    Raises:
-        UsageError: it is one checkpoint, or the output lies in it.
-        UnsupportedCheckpointError: there is no such folder, or it is of another kind.
-    """
-    refuse_overlap(run, Location("dcp", run), output)
-    files = open_files(run)
-    try:
-        names = files.list()
-    finally:
-        files.close()
-    if iteration_folders(names):
-        return
-    if local := next((name for name in names if LOCAL_FILE.fullmatch(name)), None):
-        raise UnsupportedCheckpointError(local_checkpoint(join(run, local)))
-    try:
-        location = locate(run)
-    except CkptError:  # nothing is there yet
-        return
-    if not is_root(run, location):
-        raise UsageError(f"{run} is one checkpoint, not a run's root; give the folder that it lies in.")
-
-
 class Watcher:
     """One run and its output. `tell` gets what becomes of iterations."""
 
@@ -160,7 +124,7 @@ class Watcher:
             CorruptCheckpointError: the run's tracker is damaged, and nobody is writing it.
             UnsupportedCheckpointError: it names no folder that is there, and newer ones wait.
         """
-        self._check_tracker()
+        check_tracker(self.run, self.options.settle)
         names = {n: name for name, n in iteration_names(self.run).items() if n is not None}
         self._forget(names)
         known = len(self._memory.done)
@@ -181,7 +145,7 @@ class Watcher:
 
     def _is_done(self, number: int, name: str) -> bool:
         """Whether nothing is to be done; one that was written again is done again where its output was removed."""
-        done, mark = self._memory.done.get(number), _mark(join(self.run, name))
+        done, mark = self._memory.done.get(number), mark_of(join(self.run, name))
         if done is None:
             if self._is_there(number):
                 self._memory.done[number] = Done(0, mark)
@@ -212,14 +176,14 @@ class Watcher:
 
     def _attend(self, number: int, name: str, hand: Hand) -> None:
         """One iteration that is not done."""
-        has_tracker, wait = self._tracker(number)
+        has_tracker, wait = by_tracker(self.run, number, self.options.settle)
         if wait:
             self._wait(number, name, wait)
             return
         place = join(self.run, name)
         try:
             sizes = files_below(place)
-            looks = _looks(place, sizes)
+            looks = looks_of(place, sizes)
         except CkptError as error:
             self._fail(number, name, "", _failed(error.exit_code, str(error)))
             return
@@ -257,7 +221,7 @@ class Watcher:
             self._tell(Told("waiting", number, name, self._output_of(number), why=why))
 
     def _carry_out(self, number: int, name: str, looks: str, hand: Hand) -> None:
-        mark = _mark(join(self.run, name))
+        mark = mark_of(join(self.run, name))
         ended = hand.run(self._command(number, name))
         if not self._has_done(ended, number, name):
             self._fail(number, name, looks, ended)
@@ -270,37 +234,6 @@ class Watcher:
         self._tell(
             Told("done", number, name, where, ended.exit_code, ended.error, 1, ended.seconds, ended.report)
         )
-
-    def _tracker(self, number: int) -> tuple[bool, str]:
-        """Whether the run has a tracker, and why an iteration is to be waited for by it."""
-        try:
-            latest = tracked_iteration(self.run)
-        except NEVER_FINDINGS:
-            raise
-        except CkptError as error:
-            return True, str(error)
-        if latest is None:
-            return False, ""
-        reached = max((n for _, n in iteration_folders([latest])), default=-1)
-        if number <= reached:
-            return True, ""
-        rests = Path(self.run).is_dir() and self._tracker_rests()  # of a store's nothing tells for how long
-        if rests and latest not in iteration_names(self.run):
-            locate(self.run)  # refuses it: there is no such folder
-        return True, f"the run's tracker names {latest}"
-
-    def _check_tracker(self) -> None:
-        """Refuse a tracker that tells nothing; one that is young may be half written, and is waited for."""
-        try:
-            tracked_iteration(self.run)
-        except CorruptCheckpointError as error:
-            if self._tracker_rests():
-                raise CorruptCheckpointError(f"{error} Nothing tells what is finished.") from error
-
-    def _tracker_rests(self) -> bool:
-        """Whether nobody seems to be writing it."""
-        written = max(_when(join(self.run, name)) for name in (TRACKER, BRIDGE_TRACKER))
-        return time.time() - written >= self.options.settle
 
     def _is_settled(self, number: int, looks: str) -> bool:
         """Whether it has looked so for a while; remembered, since one pass alone cannot tell."""
@@ -361,38 +294,9 @@ class Watcher:
             )
 
 
-def _when(place: str) -> float:
-    """When a file was written; long ago where nothing tells, as in a store, which has whole objects only."""
-    try:
-        return Path(place).stat().st_mtime
-    except OSError:
-        return 0.0
-
-
-def _mark(place: str) -> str:
-    """What changes when an iteration is written again, as after a job was set back; "" where it is not known."""
-    try:
-        status = (Path(place) / METADATA).stat()
-    except OSError:  # in a store, or gone
-        return ""
-    return f"{status.st_size} {status.st_mtime_ns}"
-
-
 def _failed(exit_code: int, why: str) -> Ended:
     """As a command would have ended that nobody needs to start."""
     return Ended(exit_code, None, why, 0.0)
-
-
-def _looks(place: str, sizes: dict[str, int]) -> str:
-    """A digest of names and sizes, and of a folder's files of when they were written."""
-    found = hashlib.sha256()
-    for name, nbytes in sizes.items():
-        written = 0
-        if "://" not in place:
-            with suppress(OSError):
-                written = (Path(place) / name).stat().st_mtime_ns
-        found.update(f"{name}\0{nbytes}\0{written}\n".encode("utf-8", "surrogateescape"))
-    return found.hexdigest()
 
 
 def _whole(location: str) -> str:

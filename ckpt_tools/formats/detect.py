@@ -28,6 +28,7 @@ from ckpt_tools.formats.verl import STEP, inner_checkpoint, step_of
 TRACKER = "latest_checkpointed_iteration.txt"
 BRIDGE_TRACKER = "latest_train_state.pt"
 METADATA_JSON = "metadata.json"
+MAX_DIGITS = 18  # of an iteration
 _TRACKER_BYTES = 4096
 _LOOKED_AT = 32  # folders of a folder that is no checkpoint
 _ITERATION = re.compile(r"iter_(\d{7,})")
@@ -56,6 +57,11 @@ class Location:
     has_run_config: bool = False
     has_train_state: bool = False
     left_out: tuple[str, ...] = ()  # a line for each thing beside the tensors that is not read
+
+    @property
+    def label(self) -> int | Literal["release"] | None:
+        """The iteration as reports call it."""
+        return "release" if self.is_release else self.iteration
 
 
 def locate(path: str, iteration: int | None = None) -> Location:

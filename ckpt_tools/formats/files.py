@@ -317,7 +317,15 @@ def refuse_unnamed(location: str) -> None:
 
 
 def absent_folder(folder: Path) -> str:
-    """What to say of a folder that does not exist: the one that was perhaps meant, or where the path ends."""
+    """What to say of a folder that does not exist: the one that was perhaps meant, or where the path ends.
+
+    Of a link that leads nowhere, on the way to it too: that it does.
+    """
+    for place in (folder, *folder.parents):
+        if place.is_symlink() and not place.exists():
+            return (
+                f"{place} is a link to {place.readlink()}, where nothing is. Mend it, or give another folder."
+            )
     parent = folder.parent
     if not parent.is_dir():
         return f"{folder} does not exist. Nor does {parent}."

@@ -34,6 +34,7 @@ class Facts:
     args: Mapping[str, Any] = field(default_factory=dict)
     stored: Stored = field(default_factory=Stored)
     states: frozenset[str] = frozenset()  # kinds of optimizer state
+    layout: str = "none"  # of the optimizer, as `optimizer_layout` names it
     rng_ranks: frozenset[tuple[int, int]] = frozenset()  # (pp, tp)
     tp_of_packed: int | None = None  # for how many tensor-parallel ranks packed projections are arranged
     packed: tuple[str, ...] = ()  # those projections

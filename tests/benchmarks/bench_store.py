@@ -135,7 +135,7 @@ def commands(folder: Path) -> dict[str, tuple[str, ...]]:
     quiet = ("-q", "--json", "--workers", "1")
     return {
         "read, plain": (*HERE, "--plain", "read", "fsdp/iter_0000100"),
-        "read, `verify --content`": (*TOOL, "verify", f"{place}/fsdp", "--content", "-q"),
+        "read, `verify --content`": (*TOOL, "verify", f"{place}/fsdp", "--content"),
         "write, plain": (*HERE, "--plain", "write", str(fsdp), "out"),
         "write, `convert LOCAL S3`": (*TOOL, "convert", str(source), f"{place}/out", *quiet),
         "both, plain": (*HERE, "--plain", "copy", "source/iter_0000100", "out"),

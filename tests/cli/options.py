@@ -119,9 +119,9 @@ OPTIONS = {
         "--quiet --trust-pickle --enable-msc --follow-links"
     ),
     "strip": (
-        "--dtype --fresh-optimizer --lr --min-lr --weight-decay --adam-beta1 --adam-beta2 --adam-eps "
-        "--iteration --check-masters --check-source --overwrite --resume --workers --threads --json --quiet -q "
-        "--trust-pickle --enable-msc --follow-links"
+        "--dtype --fresh-optimizer --no-fresh-optimizer --lr --min-lr --weight-decay --adam-beta1 --adam-beta2 "
+        "--adam-eps --iteration --check-masters --check-source --overwrite --resume --workers --threads --json "
+        "--quiet -q --trust-pickle --enable-msc --follow-links"
     ),
     "print-tensor": (
         "--slice --stats --iteration --json --trust-pickle --enable-msc --follow-links --quiet -q"

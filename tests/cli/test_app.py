@@ -87,7 +87,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["inspectt"], "'inspectt'"),
         (["inspect"], "checkpoint"),
         (["inspect", "x", "--nope"], "--nope"),
-        (["inspect", "x", "--iteration", "two"], "--iteration"),
+        (["stats", "x", "--threads", "two"], "--threads"),
     ],
 )
 def test_usage_errors(argv: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:

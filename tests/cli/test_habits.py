@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -71,12 +72,12 @@ def test_globs_without_their_stars_are_found(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_misspelt_key_makes_nothing_equal(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["diff", str(RUN), str(RUN), "-q", "--keys", "decoder.*", "--keys", "encoder.*"]) == 2
+    assert run(["diff", str(RUN), str(RUN), "--keys", "decoder.*", "--keys", "encoder.*"]) == 2
     err = capsys.readouterr().err
     assert "--keys 'encoder.*' matches nothing" in err
     assert "'decoder.*'" not in err
-    assert run(["diff", str(FSDP), str(FSDP), "-q", "--keys", "args.tp*"]) == 0
-    assert run(["diff", str(RUN), str(RUN), "-q", "--ignore", "nothing*"]) == 0
+    assert run(["diff", str(FSDP), str(FSDP), "--keys", "args.tp*"]) == 0
+    assert run(["diff", str(RUN), str(RUN), "--ignore", "nothing*"]) == 0
     assert "note: --ignore 'nothing*' matches nothing" in capsys.readouterr().out
 
 
@@ -101,6 +102,23 @@ COMMANDS_WITH_SOURCES = [
     "modify-state-dict BAD OUT --op 'remove x'",
     "slice BAD OUT --layers 0:1",
 ]
+
+
+@pytest.mark.parametrize("to", ["fsdp_dtensor", "torch_dist"])
+def test_convert_says_how_a_hugging_face_model_is_imported(
+    to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The line that is named does it, names that a shell would take apart too."""
+    monkeypatch.chdir(tmp_path)
+    assert run(["export-hf", str(RUN), "a model", "-q"]) == 0
+    assert run(["convert", "a model", "made of it", "--to", to]) == 3
+    said = capsys.readouterr().err
+    assert said.startswith("error: a model is a Hugging Face model. `import-hf 'a model' 'made of it' --to ")
+    words = shlex.split(re.findall("`(.*)`", said)[0])
+    rates = ["--lr", "1e-5", "--min-lr", "1e-6", "--weight-decay", "0.1"] if to == "fsdp_dtensor" else []
+    assert run([*words, *rates]) == 0
+    assert run(["import-hf", "a model", "other", "--to", "fsdp_dtensor"]) == 2
+    assert "strip" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", COMMANDS_WITH_SOURCES)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -16,14 +14,13 @@ import pytest
 from ckpt_tools.cli import progress
 from ckpt_tools.cli.app import run
 from ckpt_tools.cli.commands import MEANT, MODULES
+from ckpt_tools.cli.diff import two_values
 from ckpt_tools.cli.findings import grouped
 from ckpt_tools.cli.given_values import model_folder
 from ckpt_tools.cli.reports import _by_reason
-from ckpt_tools.cli.verify import two_values
 from ckpt_tools.errors import list_problems
 from ckpt_tools.human import human_bytes
 from ckpt_tools.verify.report import Finding
-from tests.cli.options import OPTIONS
 from tests.cli.terminal import on_a_terminal
 from tests.conftest import DATA, REPO, fixture_dir
 
@@ -56,7 +53,7 @@ def test_the_program_without_a_command(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize("words", [["inspect", str(RUN)], ["ls", str(RUN)], ["du", str(RUN), "--json"],
-                                   ["stats", str(RUN), "-q"], ["verify", str(RUN)]], ids=lambda w: w[0])  # fmt: skip
+                                   ["stats", str(RUN)], ["verify", str(RUN)]], ids=lambda w: w[0])  # fmt: skip
 def test_a_closed_stdout_takes_nothing(words: list[str], tmp_path: Path) -> None:
     """No file that is opened gets the number of stdout: a checkpoint is only read."""
     before = {path: path.read_bytes() for path in RUN.rglob("*") if path.is_file()}
@@ -77,46 +74,6 @@ def test_quiet_keeps_notes_back(capsys: pytest.CaptureFixture[str]) -> None:
     assert "matches nothing" in capsys.readouterr().err
 
 
-WRITERS = {
-    "convert": "convert RUN OUT",
-    "all": "convert RUN OUT --iteration all",
-    "export-hf": "export-hf RUN OUT",
-    "slice": "slice RUN OUT --layers 0:1",
-    "modify-state-dict": "modify-state-dict RUN OUT --op 'remove rng.*'",
-    "copy": "copy RUN OUT",
-    "average": "average RUN RUN OUT",
-    "strip": "strip FSDP OUT",
-    "watch": "watch RUN OUT --then copy --once",
-}
-
-
-@pytest.mark.parametrize("name", WRITERS)
-def test_a_quiet_writer_prints_nothing_but_what_is_asked_for(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = (
-        WRITERS[name]
-        .replace("RUN", str(RUN))
-        .replace("FSDP", str(FSDP))
-        .replace("OUT", str(tmp_path / "out"))
-    )
-    assert run([*shlex.split(words), "-q"]) == 0
-    assert (tmp_path / "out").exists()
-    assert capsys.readouterr() == ("", "")
-    if name in ("all", "watch"):  # of which nothing is left to do
-        shutil.rmtree(tmp_path / "out")
-    again = [] if name in ("all", "watch") else ["--overwrite"]
-    assert run([*shlex.split(words), "-q", "--json", *again]) == 0
-    out, err = capsys.readouterr()
-    assert (json.loads(out)["schema_version"] > 0, err) == (True, "")
-
-
-def test_a_quiet_dry_run_says_what_it_would_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words, code in ((["convert", str(RUN)], 0), (["repair", str(RUN)], 1)):
-        assert run([*words, str(tmp_path / "out"), "--dry-run", "-q"]) == code
-        assert capsys.readouterr().out
-
-
 def test_quiet_does_not_hide_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = shutil.copytree(RUN, tmp_path / "run")
     os.truncate(root / "iter_0000002" / "__0_0.distcp", 1000)
@@ -125,18 +82,6 @@ def test_quiet_does_not_hide_errors(tmp_path: Path, capsys: pytest.CaptureFixtur
         out, err = capsys.readouterr()
         assert out == ""
         assert err.startswith("error: iteration 2")
-
-
-def test_every_writer_is_in_the_list_above() -> None:
-    """What writes a checkpoint has --overwrite; --quiet means the same to all of them."""
-    writers = {name for name in MODULES if "--overwrite" in OPTIONS[name]} | {"watch"}
-    alike = {
-        "convert-torch-dist-to-fsdp-dtensor",
-        "convert-fsdp-dtensor-to-torch-dist",
-        "import-hf",
-        "merge-adapter",
-    }
-    assert writers - alike - {"repair"} == WRITERS.keys() - {"all"}
 
 
 @pytest.mark.parametrize("words", ["inspect {}", "verify {}", "ls {}", "du {}", "stats {} -q"])
@@ -188,10 +133,10 @@ def test_progress_of_work_that_failed_does_not_claim_to_be_done(
 
 def test_several_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "junit.xml"
-    assert run(["verify", str(RUN), str(MOE), str(FSDP), "-q", "--junit", str(report)]) == 0
+    assert run(["verify", str(RUN), str(MOE), str(FSDP), "--junit", str(report)]) == 0
     assert capsys.readouterr().out.count(" is valid") == 3
     assert report.read_text().count("<testsuite ") == 3
-    assert run(["verify", str(RUN), str(tmp_path / "absent"), "-q"]) == 1
+    assert run(["verify", str(RUN), str(tmp_path / "absent")]) == 1
     out = capsys.readouterr().out
     assert "does not exist" in out
     assert f"{RUN}/iter_0000002 (torch_dist) is valid" in out

@@ -64,6 +64,8 @@ OUTPUTS = [  # (schema, exit code, words)
     ("watch", 4, "watch BAD OUT --then copy --once --json"),
     ("strip", 0, "strip RUN OUT --json"),
     ("strip", 0, "strip FSDP OUT --dtype bfloat16 --json"),
+    ("strip", 4, "strip BAD OUT --iteration all --json"),
+    ("edit", 0, "slice RUN OUT --layers 0:1 --iteration all --json"),
     ("repair", 0, "repair HURT OUT --json"),
     ("repair", 0, "repair HURT OUT --dry-run --json"),
     ("repair", 1, "repair RUN OUT --json"),
@@ -72,6 +74,7 @@ OUTPUTS = [  # (schema, exit code, words)
     ("verify", 0, "verify HF --against RUN --json"),
     ("verify-several", 1, "verify RUN BAD OUT --content --json"),
     ("preflight", 0, "preflight FSDP --json"),
+    ("preflight", 1, "preflight RUN --json"),
     ("preflight", 0, "preflight FSDP --json --target core-0.16"),
     ("preflight", 1, "preflight FSDP --json -- pretrain_gpt.py --num-layers 3 --swigl"),
     ("preflight", 1, "preflight RUN --json -- --use-megatron-fsdp --use-torch-fsdp2"),
@@ -152,7 +155,7 @@ def test_written_reports_and_manifests(tmp_path: Path) -> None:
     report, manifest = tmp_path / "report.json", tmp_path / "manifest.json"
     assert run(["convert", str(RUN), str(tmp_path / "out"), "-q", "--report", str(report)]) == 0
     validate(strict_json(report.read_text()), "conversion")
-    assert run(["verify", str(RUN), "-q", "--write-manifest", str(manifest)]) == 0
+    assert run(["verify", str(RUN), "--write-manifest", str(manifest)]) == 0
     validate(strict_json(manifest.read_text()), "manifest")
 
 

@@ -201,7 +201,7 @@ def test_closed_streams_end_cleanly(words: str, closed: str, tmp_path: Path) -> 
     assert "Traceback" not in found.stderr
     assert "Exception" not in found.stderr
     if "OUT" in words:
-        assert run(["verify", str(tmp_path / "out"), "-q", "--content"]) == 0
+        assert run(["verify", str(tmp_path / "out"), "--content"]) == 0
 
 
 def test_a_full_disk_behind_stdout_is_named_once() -> None:

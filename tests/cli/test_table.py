@@ -9,7 +9,20 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
-from ckpt_tools.cli import average, convert, copy, du, edit, huggingface, repair, stats, strip, verify, watch
+from ckpt_tools.cli import (
+    average,
+    convert,
+    copy,
+    diff,
+    du,
+    edit,
+    huggingface,
+    repair,
+    stats,
+    strip,
+    verify,
+    watch,
+)
 from ckpt_tools.cli import inspect as look
 from ckpt_tools.cli import plan as cli_plan
 from ckpt_tools.cli.job_sizes import JOB_SIZES
@@ -58,9 +71,9 @@ FILLED: tuple[tuple[Callable[..., Any], Mapping[str, Row]], ...] = (
     (MergeOptions, {}),
     (slice_layers, edit._SLICE),
     (VerifyOptions, verify._VERIFY),
-    (DiffOptions, verify._DIFF),
-    (DiffRequest, verify._DIFF),
-    (Tolerance, verify._DIFF),
+    (DiffOptions, diff._DIFF),
+    (DiffRequest, diff._DIFF),
+    (Tolerance, diff._DIFF),
     (inspect_checkpoint, look._INSPECT),
     (dcp_as_json, look._PRINT),
     (print_tensor, edit._PRINT),
@@ -142,7 +155,10 @@ def test_a_choice_has_the_words_of_its_field(filled: Callable[..., Any], own: Ma
             {"iteration", "every_iteration", "read_back", "trust_pickle", "overwrite", "resume", "write"},
         ),
         (WatchOptions, watch._OWN.keys() - {"then", "as_json"}),
-        (AverageOptions, average._OWN.keys() | {"iteration", "trust_pickle", "overwrite", "resume", "write"}),
+        (
+            AverageOptions,
+            average._OWN.keys() | {"iteration", "trust_pickle", "overwrite", "resume", "write", "tracker"},
+        ),
     ],
 )
 def test_every_field_can_be_given(options: type, names: set[str]) -> None:

@@ -14,7 +14,7 @@ import pytest
 import ckpt_tools
 from ckpt_tools.cli import findings
 from ckpt_tools.cli.app import run
-from ckpt_tools.cli.verify import two_values
+from ckpt_tools.cli.diff import two_values
 from ckpt_tools.commands import verify_masters
 from ckpt_tools.errors import CkptError, Interrupted, Terminated
 from ckpt_tools.verify import manifest
@@ -37,7 +37,7 @@ def damaged(tmp_path):
 
 
 def test_verify_says_valid(capsys):
-    assert run(["verify", str(fixture_dir(NATIVE)), "--content", "--quiet"]) == 0
+    assert run(["verify", str(fixture_dir(NATIVE)), "--content"]) == 0
     out, err = capsys.readouterr()
     assert "is valid" in out
     assert all(name in out for name in ("tiling", "frames", "states", "groups", "checksums", "values"))
@@ -45,8 +45,8 @@ def test_verify_says_valid(capsys):
 
 
 def test_verify_says_what_is_wrong_and_leaves_with_1(damaged, capsys):
-    assert run(["verify", str(damaged), "-q"]) == 0
-    assert run(["verify", str(damaged), "-q", "--content"]) == 1
+    assert run(["verify", str(damaged)]) == 0
+    assert run(["verify", str(damaged), "--content"]) == 1
     assert f"error: checksums: {NORM} [0:32]" in capsys.readouterr().out
 
 
@@ -61,7 +61,7 @@ def test_verify_as_json(damaged, capsys):
 
 
 def test_verify_writes_junit(damaged, tmp_path, capsys):
-    assert run(["verify", str(damaged), "-q", "--content", "--junit", str(tmp_path / "out.xml")]) == 1
+    assert run(["verify", str(damaged), "--content", "--junit", str(tmp_path / "out.xml")]) == 1
     suites = Xml.parse(tmp_path / "out.xml").getroot()
     assert (suites.get("tests"), suites.get("failures")) == (str(len(suites.findall("*/testcase"))), "1")
     (case,) = [case for case in suites.iter("testcase") if case.find("failure") is not None]
@@ -71,11 +71,11 @@ def test_verify_writes_junit(damaged, tmp_path, capsys):
 
 
 def test_verify_annotates_github_and_markdown(damaged, capsys):
-    assert run(["verify", str(damaged), "-q", "--content", "--format", "github"]) == 1
+    assert run(["verify", str(damaged), "--content", "--format", "github"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"::error title=verify checksums::{NORM} [0:32]: ")
     assert lines[1] == f"::notice title=verify::{damaged / ITERATION} is not valid"
-    assert run(["verify", str(damaged), "-q", "--content", "--format", "markdown"]) == 1
+    assert run(["verify", str(damaged), "--content", "--format", "markdown"]) == 1
     text = capsys.readouterr().out
     assert "| checksums |" in text
     assert f"- **error** checksums: `{NORM} [0:32]`" in text
@@ -103,10 +103,10 @@ def test_names_and_messages_cannot_break_out_of_a_report(tmp_path):
 
 def test_a_manifest_is_written_once_and_then_checked(tmp_path, capsys):
     root, manifest = copy_of(LLAMA, tmp_path), tmp_path / "manifest.json"
-    command = ["verify", str(root), "-q", "--manifest", str(manifest)]
+    command = ["verify", str(root), "--manifest", str(manifest)]
     assert run(command) == 2  # what is to be checked is not made
     assert not manifest.exists()
-    write = ["verify", str(root), "-q", "--write-manifest", str(manifest)]
+    write = ["verify", str(root), "--write-manifest", str(manifest)]
     assert run(write) == 0
     assert run(write) == 2  # nor is what was written written over
     stored = json.loads(manifest.read_text())
@@ -128,10 +128,10 @@ def test_tensor_digests_outlive_rewriting(tmp_path):
     from hashlib import sha256
 
     root, out, manifest = fixture_dir(LLAMA), tmp_path / "out", tmp_path / "manifest.json"
-    assert run(["verify", str(root), "-q", "--write-manifest", str(manifest)]) == 0
+    assert run(["verify", str(root), "--write-manifest", str(manifest)]) == 0
     assert run(["slice", str(root), str(out), "-q", "--layers", ":"]) == 0
     again = tmp_path / "again.json"
-    assert run(["verify", str(out), "-q", "--write-manifest", str(again)]) == 0
+    assert run(["verify", str(out), "--write-manifest", str(again)]) == 0
     before, after = (json.loads(path.read_text()) for path in (manifest, again))
     assert before["tensors"] == after["tensors"]
     assert before["files"]["__0_0.distcp"] != after["files"]["__0_0.distcp"]
@@ -142,32 +142,32 @@ def test_tensor_digests_outlive_rewriting(tmp_path):
 def test_a_manifest_of_a_damaged_checkpoint_is_not_written(tmp_path, capsys):
     root = copy_of(LLAMA, tmp_path)
     (root / ITERATION / "__1_0.distcp").unlink()
-    assert run(["verify", str(root), "-q", "--write-manifest", str(tmp_path / "m.json")]) == 1
+    assert run(["verify", str(root), "--write-manifest", str(tmp_path / "m.json")]) == 1
     assert "not written" in capsys.readouterr().out
     assert not (tmp_path / "m.json").exists()
     for text in ("[]", "{", "{}", '{"schema_version": 1, "files": [], "tensors": {}}'):
         (tmp_path / "m.json").write_text(text)
-        assert run(["verify", str(fixture_dir(LLAMA)), "-q", "--manifest", str(tmp_path / "m.json")]) == 2
+        assert run(["verify", str(fixture_dir(LLAMA)), "--manifest", str(tmp_path / "m.json")]) == 2
 
 
 @pytest.mark.parametrize("name", ["diff", "compare-two-checkpoint"])
 def test_diff_exit_codes(name, damaged, capsys):
     good = str(fixture_dir(NATIVE))
-    assert run([name, good, good, "-q"]) == 0
+    assert run([name, good, good]) == 0
     assert capsys.readouterr().out.endswith("objects by keys: equal\n")
-    assert run([name, good, str(damaged), "-q"]) == 1
+    assert run([name, good, str(damaged)]) == 1
     out = capsys.readouterr().out
     line = next(line for line in out.splitlines() if line.startswith(NORM))
     values = [ckpt_tools.open(place)[NORM][0].item() for place in (good, damaged)]
     assert line.split() == [NORM, "1", "32", "[0]", *two_values(*values), "0"]
     assert out.endswith("different: 1 tensors, 0 entries of objects\n")
-    assert run([name, good, str(damaged), "-q", "--ulp", "1"]) == 0
-    assert run([name, good, str(damaged), "-q", "--ignore", NORM]) == 0
-    assert run([name, good, str(damaged), "-q", "--keys", "optimizer.*"]) == 0
-    assert run([name, good, str(damaged), "-q", "--rtol", "-1"]) == 2
-    assert run([name, good, str(damaged / "nowhere"), "-q"]) == 3
+    assert run([name, good, str(damaged), "--ulp", "1"]) == 0
+    assert run([name, good, str(damaged), "--ignore", NORM]) == 0
+    assert run([name, good, str(damaged), "--keys", "optimizer.*"]) == 0
+    assert run([name, good, str(damaged), "--rtol", "-1"]) == 2
+    assert run([name, good, str(damaged / "nowhere")]) == 3
     (damaged / ITERATION / ".metadata").write_bytes(b"\x80\x02N.")
-    assert run([name, good, str(damaged), "-q"]) == 4
+    assert run([name, good, str(damaged)]) == 4
 
 
 def test_diff_as_json(damaged, capsys):
@@ -209,7 +209,7 @@ def test_editing(tmp_path, capsys):
     capsys.readouterr()
     assert run(["slice", root, str(tmp_path / "c"), "--layers", "0:1", "-q", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tensor_count"] == 36
-    assert run(["verify", str(tmp_path / "c"), "-q"]) == 0
+    assert run(["verify", str(tmp_path / "c")]) == 0
     capsys.readouterr()
     key = "decoder.final_layernorm.weight"
     assert run(["print-tensor", root, key, "--slice", "0:2", "--stats"]) == 0
@@ -225,7 +225,7 @@ def test_none_of_it_imports_torch():
     script = f"""
 import sys
 from ckpt_tools.cli.app import run
-for command in (["verify", {root!r}, "--content", "-q"], ["diff", {root!r}, {root!r}, "-q"], ["preflight", {root!r}],
+for command in (["verify", {root!r}, "--content"], ["diff", {root!r}, {root!r}], ["preflight", {root!r}],
                 ["print-tensor", {root!r}, {NORM!r}]):
     assert run(command) == 0
 assert "torch" not in sys.modules
@@ -237,13 +237,13 @@ def test_a_manifest_is_as_private_as_the_checkpoint(tmp_path):
     root = copy_of(LLAMA, tmp_path)
     for folder in (root, *root.glob("iter_*")):
         folder.chmod(0o700)
-    assert run(["verify", str(root), "-q", "--write-manifest", str(tmp_path / "m.json")]) == 0
+    assert run(["verify", str(root), "--write-manifest", str(tmp_path / "m.json")]) == 0
     assert (tmp_path / "m.json").stat().st_mode & 0o077 == 0
 
 
 def test_a_manifest_without_end_is_not_read_into_memory(monkeypatch, capsys):
     monkeypatch.setattr(manifest, "MAX_MANIFEST_BYTES", 1 << 20)
-    assert run(["verify", str(fixture_dir(LLAMA)), "-q", "--manifest", "/dev/zero"]) == 2
+    assert run(["verify", str(fixture_dir(LLAMA)), "--manifest", "/dev/zero"]) == 2
     assert "/dev/zero is not a manifest (it has more than 1,048,576 bytes)" in capsys.readouterr().err
 
 

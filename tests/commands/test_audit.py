@@ -151,7 +151,7 @@ def test_a_hole_is_found_and_both_sides_are_still_accounted_for(
         report, audit = audited(*(tmp_path / name for name in pair))
         assert list(errors(report)) == [where] and text in errors(report)[where]
         assert not audit.imbalances()
-        assert run(["verify", str(tmp_path / pair[0]), "--against", str(tmp_path / pair[1]), "-q"]) == 1
+        assert run(["verify", str(tmp_path / pair[0]), "--against", str(tmp_path / pair[1])]) == 1
         shown = capsys.readouterr().out
         assert f"error: audit: {where}: " in shown and "carried over" in shown
 
@@ -274,7 +274,7 @@ def test_what_cannot_be_audited_is_told(tmp_path: Path, capsys: pytest.CaptureFi
     with pytest.raises(UsageError, match="--against is for one"):
         verify_checkpoints([hf, source], None, VerifyOptions(against=source))
     (tmp_path / "hf" / "config.json").unlink()
-    assert run(["verify", hf, "--against", source, "-q"]) == 1
+    assert run(["verify", hf, "--against", source]) == 1
     assert "no config.json" in capsys.readouterr().out
 
 
@@ -283,7 +283,7 @@ def test_the_iteration_is_that_of_the_run(tmp_path: Path) -> None:
     for pair in ((tmp_path / "hf", RUN), (RUN, tmp_path / "hf")):
         report = verify_checkpoint(pair[0], 2, VerifyOptions(against=str(pair[1])))
         assert report.is_valid and report.audit is not None
-    assert run(["verify", str(tmp_path / "hf"), "--against", str(RUN), "--iteration", "7", "-q"]) == 3
+    assert run(["verify", str(tmp_path / "hf"), "--against", str(RUN), "--iteration", "7"]) == 3
 
 
 def test_another_model_is_no_source(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def test_swapped_and_missing_tensors_of_the_model(tmp_path, capsys):
     header[a], header[b] = header[b], header[a]
     header["extra.weight"] = header.pop("model.norm.weight")
     _write(path, header, data[8 + length :])
-    assert run(["diff", str(hf), str(fixture_dir(LLAMA)), "-q"]) in (1, 5)
+    assert run(["diff", str(hf), str(fixture_dir(LLAMA))]) in (1, 5)
     said = "".join(capsys.readouterr())
     assert "extra.weight" in said or "model.norm.weight" in said
 
@@ -143,7 +143,7 @@ def test_fp32_masters_against_a_half_precision_model(cases, tmp_path, capsys):
 def test_a_model_without_its_config_is_compared_by_names(tmp_path, capsys):
     hf = export(LLAMA, tmp_path / "hf")
     (hf / "config.json").unlink()
-    assert run(["diff", str(hf), str(fixture_dir(LLAMA)), "-q"]) == 3
+    assert run(["diff", str(hf), str(fixture_dir(LLAMA))]) == 3
     code, report = diff(hf, fixture_dir(LLAMA), capsys, "--by", "keys")
     assert (code, report["by"], report["equal"]) == (1, "keys", False)
 
@@ -152,6 +152,6 @@ def test_names_of_export_need_a_model_and_a_checkpoint(tmp_path, capsys):
     hf = export(LLAMA, tmp_path / "hf")
     shutil.copytree(hf, tmp_path / "again")
     for pair in ((hf, tmp_path / "again"), (fixture_dir(LLAMA), fixture_dir(LLAMA))):
-        assert run(["diff", *map(str, pair), "-q", "--by", "huggingface"]) == 2
+        assert run(["diff", *map(str, pair), "--by", "huggingface"]) == 2
         assert "--by huggingface" in capsys.readouterr().err
     assert diff(hf, tmp_path / "again", capsys)[0] == 0

@@ -68,7 +68,7 @@ def test_destroyed_weights_behind_sound_masters_differ(element: bytes, tmp_path:
 
 def test_the_report_names_the_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     convert_to_fsdp_dtensor(str(fixture_dir(LLAMA)), str(tmp_path / "fsdp"))
-    words = ["diff", str(tmp_path / "fsdp"), str(damaged(tmp_path, ZERO)), "-q"]
+    words = ["diff", str(tmp_path / "fsdp"), str(damaged(tmp_path, ZERO))]
     assert run(words) == 1
     assert f"{LIVE[0]} (weight)" in capsys.readouterr().out
     assert run([*words, "--json"]) == 1

@@ -56,13 +56,13 @@ def test_every_command_takes_them(protocol, tmp_path, monkeypatch, capsys):
     dcp.save(state, checkpoint_id=tmp_path / "a", no_dist=True)
     for command in (
         ["inspect", tmp_path / "a"],
-        ["verify", tmp_path / "a", "-q", "--content", "--write-manifest", tmp_path / "m.json"],
+        ["verify", tmp_path / "a", "--content", "--write-manifest", tmp_path / "m.json"],
         ["verify", tmp_path / "a", "-q", "--manifest", tmp_path / "m.json", "--json"],
-        ["diff", tmp_path / "a", tmp_path / "a", "-q"],
+        ["diff", tmp_path / "a", tmp_path / "a"],
         ["print-tensor", tmp_path / "a", "w \udc80"],
         ["modify-state-dict", tmp_path / "a", tmp_path / "b", "-q", "--op", "rename ^w kept"],
-        ["diff", tmp_path / "a", tmp_path / "b", "-q", "--keys", "o*"],
-        ["verify", tmp_path / "b", "-q", "--content"],
+        ["diff", tmp_path / "a", tmp_path / "b", "--keys", "o*"],
+        ["verify", tmp_path / "b", "--content"],
     ):
         assert run([str(word) for word in command]) == 0, (command, capsys.readouterr())
     capsys.readouterr()
@@ -81,8 +81,8 @@ def test_a_conversion_carries_them(tmp_path):
         source = write(tmp_path / "in", parts)
     there, back = tmp_path / "there", tmp_path / "back"
     assert run(["convert", str(source), str(there), "-q"]) == 0
-    assert run(["diff", str(source), str(there), "-q"]) == 0
-    assert run(["verify", str(there), "-q", "--content"]) == 0
+    assert run(["diff", str(source), str(there)]) == 0
+    assert run(["verify", str(there), "--content"]) == 0
     assert run(["convert", str(there), str(back), "-q", "--to", "torch_dist"]) == 0
     assert same(stock_object(folder_of(there), "args").odd)
     assert same(stock_object(folder_of(back), "common_state/shard_0_1")[0]["args"].odd)

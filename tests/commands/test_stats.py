@@ -364,14 +364,14 @@ def test_one_flipped_byte_that_makes_a_nan_is_told_everywhere(
     numbers = text[text.index("Numbers, NaN and Inf, then the largest change first") :]
     assert numbers.index(sick.named.title) < numbers.index("embedding.")
     for more in ([], ["--keys", key]):
-        assert run(["stats", str(DATA / RUN), str(bad), "-q", *more]) == 0
+        assert run(["stats", str(DATA / RUN), str(bad), *more]) == 0
         out = " ".join(capsys.readouterr().out.split())
         assert "NaN, Inf" in out
         assert "count as changed: 1" in out
         assert f"{sick.named.title} weight 0 1.000000000 0 1 {sick.found.elements:,} 1" in out
-    assert run(["stats", str(bad), str(bad), "-q"]) == 0
+    assert run(["stats", str(bad), str(bad)]) == 0
     assert "count as changed: 0" in " ".join(capsys.readouterr().out.split())
-    assert run(["stats", str(DATA / RUN), str(DATA / RUN), "-q", "--svg", str(tmp_path / "sound.svg")]) == 0
+    assert run(["stats", str(DATA / RUN), str(DATA / RUN), "--svg", str(tmp_path / "sound.svg")]) == 0
     assert "count as changed" not in capsys.readouterr().out
     assert "NaN or infinite in" not in (tmp_path / "sound.svg").read_text()
 
@@ -479,14 +479,14 @@ def test_pages_are_whole_and_names_harmless(tmp_path: Path) -> None:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_, fsdp = str(DATA / RUN), str(fixture_dir(FSDP))
-    assert run(["stats", run_, "-q"]) == 0
+    assert run(["stats", run_]) == 0
     out = capsys.readouterr().out
     assert "no NaN and no Inf in 60 tensors" in out
     assert "decoder.layers.1" in out
-    assert run(["stats", run_, fsdp, "-q", "--html", str(tmp_path / "a.html")]) == 0
+    assert run(["stats", run_, fsdp, "--html", str(tmp_path / "a.html")]) == 0
     assert "relative change" in capsys.readouterr().out
     parse_page((tmp_path / "a.html").read_text())
-    assert run(["stats", run_, "--svg", "-", "-q"]) == 0
+    assert run(["stats", run_, "--svg", "-"]) == 0
     parse_svg(capsys.readouterr().out)
     assert run(["stats", run_, "--html", str(tmp_path / "no" / "a.html")]) == 2
 

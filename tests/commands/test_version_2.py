@@ -187,7 +187,7 @@ def test_what_v2_cannot_hold_is_refused(
 ) -> None:
     root = fixture_dir(name)
     source = next(root.glob("iter_*"), root / "checkpoint")
-    for command in (["convert", str(source), str(tmp_path / "out"), "-q"], ["plan", str(source)]):
+    for command in (["convert", str(source), str(tmp_path / "out")], ["plan", str(source)]):
         assert run([*command, "--layout", "mfsdp-v2", "--gpus", "2", *words.split()]) == code
         assert why in capsys.readouterr().err.replace("\n", " ")
     assert not (tmp_path / "out").exists()

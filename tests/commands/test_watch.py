@@ -21,7 +21,7 @@ import pytest
 from ckpt_tools.cli import app
 from ckpt_tools.cli.commands import Commands
 from ckpt_tools.cli.watch import _ITS_OWN, _VERBS
-from ckpt_tools.commands import watch
+from ckpt_tools.commands import watch, watch_run
 from ckpt_tools.commands.watch import Watcher
 from ckpt_tools.commands.watch_child import Ended, Hand
 from ckpt_tools.commands.watch_events import Action, Told, WatchOptions
@@ -493,18 +493,18 @@ def test_a_run_of_verl(tmp_path: Path, clock: Callable[[float], None]) -> None:
 
 def test_what_cannot_be_watched(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    watch.check_run(str(tmp_path / "empty"), str(tmp_path / "out"))  # its job has just begun
-    watch.check_run(str(LLAMA), str(tmp_path / "out"))
+    watch_run.check_run(str(tmp_path / "empty"), str(tmp_path / "out"))  # its job has just begun
+    watch_run.check_run(str(LLAMA), str(tmp_path / "out"))
     with pytest.raises(UsageError, match="is one checkpoint, not a run's root"):
-        watch.check_run(str(FIRST), str(tmp_path / "out"))
+        watch_run.check_run(str(FIRST), str(tmp_path / "out"))
     with pytest.raises(UsageError, match="overlap"):
-        watch.check_run(str(LLAMA), str(LLAMA / "out"))
+        watch_run.check_run(str(LLAMA), str(LLAMA / "out"))
     with pytest.raises(UnsupportedCheckpointError, match="does not exist"):
-        watch.check_run(str(tmp_path / "none"), str(tmp_path / "out"))
+        watch_run.check_run(str(tmp_path / "none"), str(tmp_path / "out"))
     (tmp_path / "local").mkdir()
     (tmp_path / "local" / "iter_0000010_0_local.pt").touch()
     with pytest.raises(UnsupportedCheckpointError, match="local checkpoint of NVIDIA Resiliency"):
-        watch.check_run(str(tmp_path / "local"), str(tmp_path / "out"))
+        watch_run.check_run(str(tmp_path / "local"), str(tmp_path / "out"))
 
 
 WRONG = {

@@ -109,6 +109,15 @@ def damage_no_parent(root: Path) -> str:
     return str(root / "x" / "y")
 
 
+def damage_link(root: Path) -> str:
+    (root.parent / "link").symlink_to("nowhere")
+    return str(root.parent / "link")
+
+
+def damage_link_above(root: Path) -> str:
+    return f"{damage_link(root)}/iter_0000002"
+
+
 def damage_file(root: Path) -> str:
     return str(root / "iter_0000002" / ".metadata")
 
@@ -164,6 +173,12 @@ def damage_single_file(root: Path) -> str:
     [
         (damage_nothing_there, 3, "rum does not exist. Did you mean {parent}/run?"),
         (damage_no_parent, 3, "y does not exist. Nor does {root}/x."),
+        (
+            damage_link,
+            3,
+            "{parent}/link is a link to nowhere, where nothing is. Mend it, or give another folder.",
+        ),
+        (damage_link_above, 3, "{parent}/link is a link to nowhere, where nothing is."),
         (damage_file, 3, "is a file; give the checkpoint's folder ({root}/iter_0000002)"),
         (damage_single_file, 3, "STRANGER.pt is a file; single files are not read"),
         (damage_empty, 3, "new is empty; there is no checkpoint in it"),

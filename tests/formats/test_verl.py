@@ -181,7 +181,7 @@ def test_commands_take_a_run_of_verl(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (out / "iter_0000002" / ".metadata").exists()
     assert (out / "latest_checkpointed_iteration.txt").read_text() == "2"
     assert run(["verify", str(root)]) == 0
-    assert run(["diff", str(root), str(out), "-q"]) == 0
+    assert run(["diff", str(root), str(out)]) == 0
     assert run(["inspect", str(root)]) == 0
     assert "data.pt: where verl's data loader is" in capsys.readouterr().out
     assert run(["convert", str(root), str(tmp_path / "all"), "--iteration", "all", "-q"]) == 0

@@ -111,7 +111,7 @@ DRAWN_ONCE = [
     ["plan", "IN", "--dp-shard", "2147483647"],
     ["plan", "IN", "--world-size", "99999999999"],
     ["plan", "IN", "--dp-shard", "1000", "--dp-outer", "100000"],
-    ["verify", "IN", "-q", "--threads", "1000000"],
+    ["verify", "IN", "--threads", "1000000"],
     ["export-hf", "IN", "OUT", "-q", "--dry-run", "--rules", "/dev/zero"],
     ["convert", "IN", "OUT", "-q", "--dry-run", "--param-to-param-group-map-json", "/dev/zero"],
     ["preflight", "IN", "--yaml", "/dev/zero"],

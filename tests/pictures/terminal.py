@@ -25,8 +25,8 @@ _COLUMN = 12.2  # units of the picture
 SHOWN = [
     ("inspect llama --keys 'decoder.layers.mlp.*weight'", 9, 11),
     ("convert llama llama_fsdp --dp-shard 4", 8, 0),
-    ("verify llama_fsdp --content --quiet", 99, 0),
-    ("diff llama llama_fsdp --quiet", 0, 1),
+    ("verify llama_fsdp --content", 99, 0),
+    ("diff llama llama_fsdp", 0, 1),
 ]
 
 
@@ -40,7 +40,7 @@ def record() -> list[Text]:
             printed = (
                 on_a_terminal(shlex.split(words), Path(folder), COLUMNS=str(WIDTH)).strip("\n").split("\n")
             )
-            printed = [line for line in printed if re.sub(r"\x1b\[[0-9;]*m", "", line).strip()]
+            printed = [line for line in printed if re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line).strip()]
             printed = [line for line in printed if "━" not in line]  # a bar of progress has a time of its own
             shown = [Text.from_ansi(line.rstrip()) for line in printed]
             if len(shown) > first + last:

@@ -69,9 +69,9 @@ def test_what_reads_only(capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     for words in [
         ["inspect", "memory://fsdp"],
-        ["verify", "memory://fsdp", "--content", "--quiet"],
-        ["diff", "memory://in", "memory://fsdp", "--quiet"],
-        ["diff", str(SOURCE), "memory://in", "--quiet"],
+        ["verify", "memory://fsdp", "--content"],
+        ["diff", "memory://in", "memory://fsdp"],
+        ["diff", str(SOURCE), "memory://in"],
         ["preflight", "memory://fsdp"],
         ["print-tensor", "memory://fsdp", WEIGHT, "--stats"],
         ["print-torch-dcp-in-json", "memory://in/param_to_param_group_map", "--no-write"],

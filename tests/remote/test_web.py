@@ -52,7 +52,7 @@ def test_an_iteration_whose_run_cannot_be_listed(server: WebServer, tmp_path: Pa
     (tmp_path / "iter_0000002").symlink_to(RUN / "iter_0000002")  # no tracker beside it
     with web_server(tmp_path) as bare:
         bare.index = False
-        assert run(["verify", _url(bare, "iter_0000002"), "--content", "--quiet"]) == 0
+        assert run(["verify", _url(bare, "iter_0000002"), "--content"]) == 0
         far = read_catalog(open_files(_url(bare, "iter_0000002")))
     assert far.tensors == read_catalog(LocalFiles(str(RUN / "iter_0000002"))).tensors
 
@@ -151,7 +151,7 @@ def test_a_token_is_given_to_every_file_and_not_shown(
 ) -> None:
     server.query, server.index = "sv=2&sig=Zm9v%2Fbar", False
     url = _url(server, f"{RUN.name}/iter_0000002", query="?sv=2&sig=Zm9v%2Fbar")
-    assert run(["verify", url, "--content", "--quiet"]) == 0
+    assert run(["verify", url, "--content"]) == 0
     assert run(["inspect", url + "x"]) == 2  # another token for the same place
     shown = capsys.readouterr()
     assert "two different credentials" in shown.err

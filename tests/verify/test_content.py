@@ -119,7 +119,7 @@ def test_an_object_that_would_run_code_is_named_and_not_run(tmp_path, monkeypatc
     assert (finding.check, finding.where) == ("frames", "opt_param_scheduler.max_lr")
     assert "eval" in finding.message
     assert report.is_hostile
-    assert run(["verify", str(root), "-q"]) == 4
+    assert run(["verify", str(root)]) == 4
     assert "opt_param_scheduler.max_lr" in capsys.readouterr().out
     assert not (tmp_path / "hostile-was-here").exists()
 
@@ -182,9 +182,9 @@ def test_one_bit_that_makes_another_learning_rate(tmp_path, capsys):
     files.close()
     at = path.read_bytes().index(struct.pack(">d", before), path.read_bytes().index(b"max_lr"))
     flip_bit(path, at + 1, 4)
-    assert run(["verify", str(root), "-q"]) == 1  # what is read is proven, whatever the command
+    assert run(["verify", str(root)]) == 1  # what is read is proven, whatever the command
     assert "record 'common/data.pkl'" in capsys.readouterr().out
-    assert run(["verify", str(root), "-q", "--content"]) == 1
+    assert run(["verify", str(root), "--content"]) == 1
     assert "error: checksums: common.pt: record 'common/data.pkl'" in capsys.readouterr().out
 
 

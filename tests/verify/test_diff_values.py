@@ -221,7 +221,7 @@ def test_numbers_within_a_tolerance(a, b, tolerance, is_equal, tmp_path):
 )
 def test_globs_that_match_nothing_make_no_checkpoints_equal(flags, code, said, capsys):
     root = str(fixture_dir(LLAMA))
-    assert run(["diff", root, root, "-q", *flags]) == code
+    assert run(["diff", root, root, *flags]) == code
     out = capsys.readouterr()
     assert said in (out.err if code else out.out)
     if flags == ["--ignore", "*.bf16"]:
@@ -243,7 +243,7 @@ def test_keys_on_one_side_are_a_difference(side, tmp_path, capsys):
         drop_key(metadata, "decoder.final_layernorm.weight")
         drop_key(metadata, "rng_state/shard_0.0_1.2")
     pair = [full, str(less)] if side else [str(less), full]
-    assert run(["diff", *pair, "-q", "--by", "keys"]) == 1
+    assert run(["diff", *pair, "--by", "keys"]) == 1
     out = capsys.readouterr().out
     assert f"decoder.final_layernorm.weight: only in {'AB'[1 - side]}" in out
     assert "rng_state/shard_0.0_1.2: " in out

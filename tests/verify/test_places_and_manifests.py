@@ -104,9 +104,9 @@ def test_values_that_were_not_read_are_said(capsys):
     root = str(fixture_dir(LLAMA))
     said = "is valid; the values were not read (--content reads them)"
     for form in ("text", "github", "markdown"):
-        assert run(["verify", root, "-q", "--format", form]) == 0
+        assert run(["verify", root, "--format", form]) == 0
         assert said in capsys.readouterr().out, form
-        assert run(["verify", root, "-q", "--content", "--format", form]) == 0
+        assert run(["verify", root, "--content", "--format", form]) == 0
         assert "not read" not in capsys.readouterr().out, form
     for flags, read in (([], False), (["--content"], True)):
         assert run(["verify", root, "-q", "--json", *flags]) == 0
@@ -243,7 +243,7 @@ def test_sums_of_files_elsewhere_are_not_made(name, tmp_path):
 
 def test_what_is_new_since_a_manifest_is_named(tmp_path, capsys):
     root, manifest = copy_of(LLAMA, tmp_path), tmp_path / "m.json"
-    assert run(["verify", str(root), "-q", "--write-manifest", str(manifest)]) == 0
+    assert run(["verify", str(root), "--write-manifest", str(manifest)]) == 0
     (root / ITERATION / "__9_0.distcp").write_bytes(b"new")
     with metadata_of(root) as metadata:
         key = "decoder.final_layernorm.weight"
@@ -251,11 +251,11 @@ def test_what_is_new_since_a_manifest_is_named(tmp_path, capsys):
         metadata.state_dict_metadata["new.weight"] = metadata.state_dict_metadata[key]
         metadata.storage_data[type(index)("new.weight", index.offset)] = info
     capsys.readouterr()
-    assert run(["verify", str(root), "-q", "--manifest", str(manifest)]) == 1
+    assert run(["verify", str(root), "--manifest", str(manifest)]) == 1
     found = [line for line in capsys.readouterr().out.splitlines() if line.startswith("error: manifest")]
     assert [line.split(": ")[2] for line in found] == [".metadata", "__9_0.distcp", "new.weight"]
     assert all("it is new" in line for line in found[1:])
     drop = root / ITERATION / "__1_0.distcp"
     drop.unlink()
-    assert run(["verify", str(root), "-q", "--manifest", str(manifest)]) == 1
+    assert run(["verify", str(root), "--manifest", str(manifest)]) == 1
     assert f"error: manifest: {drop.name}: " in capsys.readouterr().out

@@ -135,7 +135,7 @@ def choose_settings(model: Model, options: TargetOptions) -> Settings:
     if missing:
         raise UsageError(
             f"give {_flags(missing)} for the optimizer that begins: nothing in the source tells, and what is stored "
-            "replaces the settings of the job that loads it. Or --no-fresh-optimizer (strip: no --fresh-optimizer) "
+            "replaces the settings of the job that loads it. Or --no-fresh-optimizer "
             "for weights alone, from which core-0.16 and core-0.17 start (--finetune), and no later version"
         )
     defaults = tuple(name for name in _DEFAULTS if found[name] is None)

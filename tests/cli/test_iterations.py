@@ -1,0 +1,159 @@
+"""`--iteration`: one number or all, as far as a command can, and what a report calls a release."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ckpt_tools.cli.app import run
+from ckpt_tools.cli.commands import MODULES
+from tests.cli.options import OPTIONS
+from tests.commands import oracle
+from tests.conftest import DATA
+
+LLAMA = DATA / "core019_llama_tp2_fully_reshardable"
+FSDP = DATA / "core019_llama_tp2_native_fsdp_dtensor"
+FOLDER = "iter_0000002"
+TRACKER = "latest_checkpointed_iteration.txt"
+
+EDITS = {
+    "strip": (),
+    "slice": ("--layers", "0:1"),
+    "modify-state-dict": ("--op", "remove ^rng"),
+}
+ALL = {
+    "convert", "convert-torch-dist-to-fsdp-dtensor", "convert-fsdp-dtensor-to-torch-dist", "copy", "verify", "du",
+    *EDITS,
+}  # fmt: skip
+ONE = sorted(name for name in MODULES if "--iteration" in OPTIONS[name].split() and name not in ALL)
+
+
+@pytest.fixture
+def several(tmp_path: Path) -> Path:
+    """A run with the iterations 2, 4 and 6, of which the tracker names 4, and a release."""
+    root = tmp_path / "run"
+    for name in ("iter_0000002", "iter_0000004", "iter_0000006"):
+        shutil.copytree(FSDP / FOLDER, root / name)
+    (root / TRACKER).write_text("4")
+    return root
+
+
+@pytest.mark.filterwarnings("ignore:.*the folder says iteration")
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edit_of_all_iterations_is_that_of_each(name: str, several: Path, tmp_path: Path) -> None:
+    words = [name, str(several), str(tmp_path / "all"), *EDITS[name]]
+    assert run([*words, "--iteration", "all"]) == 0
+    made = tmp_path / "all"
+    assert sorted(os.listdir(made)) == ["iter_0000002", "iter_0000004", "iter_0000006", TRACKER]
+    assert (made / TRACKER).read_text() == "4"
+    assert run([name, str(several), str(tmp_path / "one"), *EDITS[name], "--iteration", "6"]) == 0
+    both = [oracle.tensors(tmp_path / which / "iter_0000006") for which in ("one", "all")]
+    assert both[0].keys() == both[1].keys()
+    assert all(oracle.same_bytes(both[0][key], both[1][key]) for key in both[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*the folder says iteration")
+def test_what_is_there_is_passed_over_and_what_is_broken_named(
+    several: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "out")
+    os.truncate(several / "iter_0000002" / "__0_0.distcp", 1000)
+    assert run(["strip", str(several), out, "--iteration", "6", "-q"]) == 0
+    assert run(["strip", str(several), out, "--iteration", "all"]) == 4
+    told, err = capsys.readouterr()
+    assert "iteration 6: is there already" in told
+    assert [line for line in err.splitlines() if line.startswith("error: iteration 2: ")]
+    assert sorted(os.listdir(out)) == ["iter_0000004", "iter_0000006", TRACKER]
+    assert (Path(out) / TRACKER).read_text() == "4"
+    assert run(["strip", str(several), out, "--iteration", "all", "--json"]) == 4
+    found = json.loads(capsys.readouterr().out)
+    assert (found["already_there"], found["not_finished"]) == ([6, 4], [])  # the latest comes last
+    assert [(one["iteration"], one["exit_code"]) for one in found["failed"]] == [(2, 4)]
+    assert run(["strip", str(several), out, "--iteration", "all", "--json", "--overwrite"]) == 4
+    found = json.loads(capsys.readouterr().out)
+    assert [one["source_format"] for one in found["iterations"]] == ["fsdp_dtensor"] * 2
+
+
+def test_a_folder_that_is_no_run_has_no_iterations(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["strip", str(FSDP / FOLDER), str(tmp_path / "out"), "--iteration", "all"]) == 2
+    assert "is one checkpoint, not a run's root" in capsys.readouterr().err
+
+
+LINES = {
+    "inspect": "RUN", "build-param-group-map": "RUN", "stats": "RUN", "plan": "RUN", "export-hf": "RUN OUT",
+    "import-hf": "RUN OUT", "diff": "RUN RUN", "compare-two-checkpoint": "RUN RUN", "preflight": "RUN",
+    "average": "RUN RUN OUT", "merge-adapter": "RUN RUN OUT", "repair": "RUN OUT", "print-tensor": "RUN args",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_a_command_of_one_iteration_says_which_take_all(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = shlex.split(LINES[name].replace("RUN", str(LLAMA)).replace("OUT", str(tmp_path / "out")))
+    assert run([name, *words, "--iteration", "all"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: --iteration all: this command takes one iteration; give its number")
+    assert set(re.findall(r"convert|copy|modify-state-dict|slice|strip|verify", said)) <= ALL
+    for wrong in ("two", "-1", "1.5", "", "9" * 19):
+        assert run([name, *words, "--iteration", wrong]) == 2
+        assert capsys.readouterr().err.startswith(
+            f"error: --iteration {wrong}: give a number (`ls RUN` lists "
+        )
+
+
+@pytest.mark.parametrize("name", sorted(ALL))
+def test_a_command_of_all_iterations_says_so(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [str(FSDP if "fsdp-dtensor-to" in name else LLAMA)]
+    words += ["/tmp/never"] * (name not in ("verify", "du"))
+    assert run([name, *words, *EDITS.get(name, ()), "--iteration", "two"]) == 2
+    assert capsys.readouterr().err == "error: --iteration two: give a number, or all\n"
+
+
+def test_usage_of_all_is_usage(several: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    totals = []
+    for words in ([], ["--iteration", "all"], ["--iteration", "2"]):
+        assert run(["du", str(several), "--json", *words]) == 0
+        totals.append(json.loads(capsys.readouterr().out)["bytes"])
+    assert totals[0] == totals[1] > totals[2]
+
+
+def test_a_release_is_called_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is made of it with an optimizer begins at iteration 1, which is said of the output."""
+    root = tmp_path / "run"
+    shutil.copytree(LLAMA / FOLDER, root / "release")
+    (root / TRACKER).write_text("release")
+    for flags, number in (([], None), (["--weights-only", "--fresh-optimizer"], 1)):
+        out = str(tmp_path / f"out{number}")
+        assert run(["convert", str(root), out, *flags]) == 0
+        _, source, target, *_ = capsys.readouterr().out.splitlines()
+        assert source.endswith("torch_dist, fully_reshardable, release" if number is None else "release")
+        assert ("iteration 1" in target) == (number == 1)
+        assert os.listdir(out).count("release") == (number is None)
+        assert run(["convert", str(root), out, *flags, "--overwrite", "--json"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert (report["source_iteration"], report["iteration"]) == ("release", number)
+    assert run(["plan", str(root), "--gpus", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert ", release)" in printed
+    assert "iteration" not in printed
+    assert run(["inspect", str(root), "--html", "-"]) == 0
+    assert re.search(r"<td[^>]*>iteration</td><td[^>]*>release</td>", capsys.readouterr().out)
+    assert run(["convert", str(root), str(tmp_path / "all"), "--iteration", "all"]) == 0
+    assert run(["convert", str(root), str(tmp_path / "all"), "--iteration", "all"]) == 2
+    assert "error: release: " in capsys.readouterr().err
+
+
+def test_an_iteration_is_told_of_the_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["convert", str(LLAMA), str(tmp_path / "out")]) == 0
+    _, source, target, *_ = capsys.readouterr().out.splitlines()
+    assert source.endswith(", iteration 2")
+    assert "iteration" not in target

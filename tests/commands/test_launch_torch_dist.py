@@ -1,0 +1,100 @@
+"""The command of the 3D-parallel job that loads a `torch_dist` checkpoint as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_tools.cli.app import run
+from ckpt_tools.commands.launch import Launch
+from ckpt_tools.commands.opened import open_checkpoint
+from ckpt_tools.commands.preflight import preflight
+from ckpt_tools.verify.job import VERSIONS, Job, parse_command
+from tests.commands.test_strip import place_of
+from tests.conftest import DATA
+
+LLAMA = DATA / "core019_llama_tp2_fully_reshardable"
+NATIVE = DATA / "core019_llama_tp2_native_fsdp_dtensor"
+MODEL = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+    "swiglu", "normalization", "position_embedding_type", "untie_embeddings_and_output_weights", "num_experts",
+)  # fmt: skip
+
+
+def as_is(checkpoint: Path, program: str = "main") -> tuple[Launch, Job]:
+    """The command, and what the parser of its program takes it for, whole."""
+    found = preflight(str(checkpoint), target=program).as_is
+    assert found is not None
+    job = parse_command(found.told, program)
+    assert (job.refused, job.unknown) == (None, ())
+    return found, job
+
+
+def args_of(checkpoint: Path) -> dict[str, Any]:
+    with open_checkpoint(str(checkpoint)) as opened:
+        return dict(opened.common.args)
+
+
+@pytest.mark.parametrize("program", VERSIONS)
+@pytest.mark.parametrize("name", ["core019_llama_tp2_fully_reshardable", "core019_moe_ep2_fully_reshardable",
+                                  "main_dense_dpr_pp2_vpp2_tied", "v016_dense_nodistopt_tp2",
+                                  "core019_llama_tp2_dp_reshardable"])  # fmt: skip
+def test_it_is_the_job_of_the_run(name: str, program: str) -> None:
+    checkpoint = place_of(name)
+    _, job = as_is(checkpoint, program)
+    args = args_of(checkpoint)
+    for setting in MODEL:
+        assert job.get(setting) == args.get(setting), setting
+    assert (job.get("ckpt_format"), job.has("use_megatron_fsdp")) == ("torch_dist", False)
+    for axis in ("tensor_model", "pipeline_model", "expert_model", "context"):
+        assert job.get(f"{axis}_parallel_size") == args[f"{axis}_parallel_size"], axis
+    assert job.has("use_distributed_optimizer") == bool(args["use_distributed_optimizer"])
+    assert not job.has("finetune")
+    ranks = args["tensor_model_parallel_size"] * args["pipeline_model_parallel_size"]
+    assert job.world is not None and job.world % ranks == 0
+
+
+def test_what_no_flag_says_stands_in_comments() -> None:
+    pipeline, _ = as_is(place_of("main_dense_dpr_pp2_vpp2_tied"))
+    assert any(
+        "dp_reshardable) loads at the TP, PP and EP of the run alone" in line for line in pipeline.environment
+    )
+    assert any("num_layers_per_virtual_pipeline_stage" in line or "virtual_pipeline" in line for line in
+               pipeline.environment), pipeline.environment  # fmt: skip
+    whole, _ = as_is(LLAMA)
+    assert any("it loads at any TP, PP and EP" in line for line in whole.environment)
+
+
+def test_weights_alone_are_for_finetuning() -> None:
+    _, job = as_is(place_of("v016_dense_weightsonly_tp2"))
+    assert job.has("finetune")
+
+
+def test_what_was_converted_from_megatron_fsdp_is_launched_without_it(tmp_path: Path) -> None:
+    assert run(["convert", str(NATIVE), str(tmp_path / "out"), "--to", "torch_dist", "-q"]) == 0
+    _, job = as_is(tmp_path / "out")
+    assert not job.has("use_megatron_fsdp")
+    assert job.get("data_parallel_sharding_strategy") == parse_command(["x.py"], "main").get(
+        "data_parallel_sharding_strategy"
+    )
+    assert job.has("use_distributed_optimizer")
+
+
+def test_what_was_imported_is_launched_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["export-hf", str(LLAMA), str(tmp_path / "hf"), "-q"]) == 0
+    assert run(["import-hf", str(tmp_path / "hf"), str(tmp_path / "out"), "-q"]) == 0
+    _, job = as_is(tmp_path / "out")
+    assert (job.get("num_layers"), job.has("finetune")) == (2, True)
+    capsys.readouterr()
+    assert run(["preflight", str(tmp_path / "out")]) == 1
+    assert (
+        "a 3D-parallel job without Megatron-FSDP loads it as it is: launch with (main)"
+        in capsys.readouterr().out
+    )
+
+
+def test_there_is_none_where_a_job_is_described_or_megatron_fsdp_loads_it() -> None:
+    assert preflight(str(LLAMA), ["--use-megatron-fsdp"]).as_is is None
+    assert preflight(str(NATIVE)).as_is is None
