@@ -16,10 +16,10 @@ from ckpt_tools.model.views import Piece, Select, View, chunk_piece, pull_box, p
 from ckpt_tools.plan.tiling import BoxIndex, find_overlap, tiling_problem
 
 
-class Slice(NamedTuple):
-    """What is stored of a tensor under one index of its leading axes: of one layer, say, or of one expert.
+class Tiling(NamedTuple):
+    """How chunks tile a tensor under one index of its leading axes: one layer of it, say, or one expert.
 
-    Slices that are cut alike have the same `form`, and whatever is found in one of them is found in all.
+    What is found in one tiling is found in all of the same `form`, in the chunks of the same numbers among theirs.
     """
 
     form: int
@@ -27,7 +27,7 @@ class Slice(NamedTuple):
 
 
 class Located(NamedTuple):
-    """A piece of chunk number `chunk`, of those of the slice, of a target's source number `source`."""
+    """A piece of chunk number `chunk`, of those of its tiling, of a target's source number `source`."""
 
     source: int
     chunk: int
@@ -40,7 +40,7 @@ class ChunkFinder:
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
         self._indexes: dict[tuple[str, tuple[int, ...]], tuple[list[Box], BoxIndex]] = {}
-        self._slices: dict[tuple[str, int], Mapping[tuple[int, ...], Slice]] = {}
+        self._tilings: dict[tuple[str, int], Mapping[tuple[int, ...], Tiling]] = {}
         self._forms: dict[tuple[object, ...], int] = {}
 
     def entry(self, target: TargetTensor, source: Source) -> TensorEntry:
@@ -63,32 +63,32 @@ class ChunkFinder:
             )
         return entry
 
-    def slice(self, entry: TensorEntry, lead: tuple[int, ...]) -> Slice:
-        """What is stored of `entry` under the index `lead`; of all of it under ()."""
-        slices = self._slices.get((entry.key, len(lead)))
-        if slices is None:
-            slices = self._slices[entry.key, len(lead)] = self._cut(entry, len(lead))
-        return slices.get(lead, _NOTHING)
+    def tiling(self, entry: TensorEntry, lead: tuple[int, ...]) -> Tiling:
+        """How its chunks tile a stored tensor under the index `lead`; all of it under ()."""
+        tilings = self._tilings.get((entry.key, len(lead)))
+        if tilings is None:
+            tilings = self._tilings[entry.key, len(lead)] = self._tilings_of(entry, len(lead))
+        return tilings.get(lead, _NOTHING)
 
-    def _cut(self, entry: TensorEntry, axes: int) -> Mapping[tuple[int, ...], Slice]:
-        """The slices of a stored tensor by the indices of its first `axes` axes."""
+    def _tilings_of(self, entry: TensorEntry, axes: int) -> Mapping[tuple[int, ...], Tiling]:
+        """How its chunks tile a stored tensor, by the indices of its first `axes` axes."""
         held: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        cuts: dict[tuple[int, ...], list[object]] = defaultdict(list)
+        places: dict[tuple[int, ...], list[object]] = defaultdict(list)
         for number, (box, _) in enumerate(entry.chunks):
             start, size = box
             rest = start[axes:]
             for inside in product(*map(range, size[:axes])):
                 lead = tuple([a + i for a, i in zip(start, inside, strict=False)])
                 held[lead].append(number)
-                cuts[lead].append((inside, rest, size))
+                places[lead].append((inside, rest, size))
         forms = self._forms
         return {
-            lead: Slice(forms.setdefault((axes, *cuts[lead]), len(forms)), tuple(numbers))
+            lead: Tiling(forms.setdefault((axes, *places[lead]), len(forms)), tuple(numbers))
             for lead, numbers in held.items()
         }
 
     def chunks(self, entry: TensorEntry, lead: tuple[int, ...], box: Box) -> Iterable[tuple[int, Box]]:
-        """Those chunks of a slice that meet `box`: their numbers among its chunks, and their boxes.
+        """Those chunks of a tiling that meet `box`: their numbers among its chunks, and their boxes.
 
         A made tensor counts as one chunk.
         """
@@ -96,13 +96,13 @@ class ChunkFinder:
             return [(0, full_box(entry.shape))]
         known = self._indexes.get((entry.key, lead))
         if known is None:
-            boxes = [entry.chunks[number].box for number in self.slice(entry, lead).chunks]
+            boxes = [entry.chunks[number].box for number in self.tiling(entry, lead).chunks]
             known = self._indexes[entry.key, lead] = boxes, BoxIndex(boxes)
         boxes, index = known
         return [(number, boxes[number]) for number in index.meeting(box)]
 
 
-_NOTHING = Slice(-1, ())
+_NOTHING = Tiling(-1, ())
 
 
 def _leading(view: View) -> tuple[int, ...]:
@@ -137,14 +137,14 @@ class TargetReader:
         """
         seen: list[object] = []
         for (source, entry), lead in zip(self.sources, self._leads, strict=True):
-            stored = entry.key if entry.made is not None else self.finder.slice(entry, lead).form
+            stored = entry.key if entry.made is not None else self.finder.tiling(entry, lead).form
             seen.append((source.view[len(lead) :], entry.shape[len(lead) :], entry.dtype, stored))
         return (self.target.shape, self.target.dtype, self.target.zero_filled, *seen)
 
     def chunk(self, at: Located) -> Chunk:
         """The stored chunk that a piece is of."""
         entry = self.sources[at.source][1]
-        return entry.chunks[self.finder.slice(entry, self._leads[at.source]).chunks[at.chunk]]
+        return entry.chunks[self.finder.tiling(entry, self._leads[at.source]).chunks[at.chunk]]
 
     def locate(self, box: Box) -> list[Located]:
         """The pieces that tile `box`, each in coordinates relative to its start.
