@@ -268,7 +268,7 @@ class _Storage:
         named, fetched, text, at, length = match.group("start_name", "path", "path_text", "offset", "length")
         offset = self.size(match, "start") if named else None
         if fetched and (match["start"] or not named):
-            groups = ("number", "start", "path", "offset", "length")
+            groups = ("fqn", "number", "start", "path", "offset", "length")
             layout = Layout(match, *(group for group in groups if match[group]))
             self._layouts = [(layout, bool(named)), *self._layouts[: _LAYOUTS - 1]]
         return offset, Item(self._text(fetched or text), integer(at), integer(length))
@@ -372,7 +372,7 @@ class _Decoder:
         for layout, makes_start in self._layouts:
             if (numbers := layout.numbers(self._machine.data, place)) is not None:
                 size = storage.fetched_size(numbers[-1])
-                start = _offset(numbers[:-1]) if makes_start else storage.fetched_size(numbers[0])
+                start = _offset(tuple(numbers[:-1])) if makes_start else storage.fetched_size(numbers[0])
                 return Box(start, size), makes_start
         match = _packed(CHUNK, self._machine.data, place)
         storage.check_names(match, "ChunkStorageMetadata", _CHUNK_NAMES)

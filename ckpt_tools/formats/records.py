@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 _GET = rb"(?:h.|j.{4})"
@@ -122,7 +123,6 @@ def integers(opcodes: bytes) -> tuple[int, ...]:
 
 # Forms of `struct` for the arguments of the opcodes that push a number; those of a long integer are its bytes.
 _ARGUMENTS = {ord("K"): "B", ord("M"): "H", ord("J"): "i", ord("h"): "B", ord("j"): "I"}
-_LONG = 0x8A
 
 
 class Layout:
@@ -136,29 +136,30 @@ class Layout:
         """Of a record whose numbers are the INTs, tuples of INTs and GETs that these `groups` matched, in order."""
         data, at = found.string, found.start()
         parts = ["<"]
-        for place in (place for group in groups for place in _numbers_in(found, group)):
-            begun = place + 1 + (data[place] == _LONG)
-            form = f"{data[place + 1]}s" if data[place] == _LONG else _ARGUMENTS[data[place]]
+        self._long: list[int] = []  # which numbers are long ones
+        for number, place in enumerate(place for group in groups for place in _numbers_in(found, group)):
+            begun, form = place + 1, _ARGUMENTS.get(data[place])
+            if form is None:
+                begun, form = place + 2, f"{data[place + 1]}s"
+                self._long.append(number)
             parts.append(f"{begun - at}s{form}")
             at = begun + struct.calcsize(f"<{form}")
         self._form = struct.Struct(f"{''.join(parts)}{found.end() - at}s")
         self._between = self._form.unpack_from(data, found.start())[::2]
-        self._has_long = len(self._between) > 1 and any(
-            part[-2:-1] == bytes([_LONG]) for part in self._between[:-1]
-        )
 
-    def numbers(self, data: bytes, at: int) -> tuple[int, ...] | None:
+    def numbers(self, data: bytes, at: int) -> Sequence[int] | None:
         """The numbers of the record that begins at byte `at`, or None if it is not of this layout."""
         if at + self._form.size > len(data):
             return None
         values = self._form.unpack_from(data, at)
         if values[::2] != self._between:
             return None
-        if self._has_long:
-            return tuple(
-                [int.from_bytes(n, "little", signed=True) if type(n) is bytes else n for n in values[1::2]]
-            )
-        return values[1::2]
+        if not self._long:
+            return values[1::2]
+        numbers = list(values[1::2])
+        for number in self._long:
+            numbers[number] = int.from_bytes(numbers[number], "little", signed=True)
+        return numbers
 
 
 def _numbers_in(found: re.Match[bytes], group: str) -> list[int]:
