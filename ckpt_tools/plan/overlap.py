@@ -41,6 +41,7 @@ class ChunkFinder:
         self.catalog = catalog
         self._indexes: dict[tuple[str, tuple[int, ...]], tuple[list[Box], BoxIndex]] = {}
         self._tilings: dict[tuple[str, int], Mapping[tuple[int, ...], Tiling]] = {}
+        self._tilings_by: dict[tuple[tuple[Box, ...], int], Mapping[tuple[int, ...], Tiling]] = {}
         self._forms: dict[tuple[object, ...], int] = {}
 
     def entry(self, target: TargetTensor, source: Source) -> TensorEntry:
@@ -67,15 +68,17 @@ class ChunkFinder:
         """How its chunks tile a stored tensor under the index `lead`; all of it under ()."""
         tilings = self._tilings.get((entry.key, len(lead)))
         if tilings is None:
-            tilings = self._tilings[entry.key, len(lead)] = self._tilings_of(entry, len(lead))
+            alike = tuple([chunk.box for chunk in entry.chunks]), len(lead)
+            if alike not in self._tilings_by:  # those of states and layers mostly are
+                self._tilings_by[alike] = self._tilings_of(*alike)
+            tilings = self._tilings[entry.key, len(lead)] = self._tilings_by[alike]
         return tilings.get(lead, _NOTHING)
 
-    def _tilings_of(self, entry: TensorEntry, axes: int) -> Mapping[tuple[int, ...], Tiling]:
-        """How its chunks tile a stored tensor, by the indices of its first `axes` axes."""
+    def _tilings_of(self, boxes: Sequence[Box], axes: int) -> Mapping[tuple[int, ...], Tiling]:
+        """How chunks tile a tensor, by the indices of its first `axes` axes."""
         held: dict[tuple[int, ...], list[int]] = defaultdict(list)
         places: dict[tuple[int, ...], list[object]] = defaultdict(list)
-        for number, (box, _) in enumerate(entry.chunks):
-            start, size = box
+        for number, (start, size) in enumerate(boxes):
             rest = start[axes:]
             for inside in product(*map(range, size[:axes])):
                 lead = tuple([a + i for a, i in zip(start, inside, strict=False)])
