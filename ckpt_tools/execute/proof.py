@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from ckpt_tools.errors import CorruptCheckpointError
@@ -150,9 +150,14 @@ class SourceProof:
 
     def proven(self, item: Item, nbytes: int) -> None:
         """Note that the record of an item, `nbytes` long, is what was stored."""
+        self.all_proven({item: nbytes})
+
+    def all_proven(self, nbytes: Mapping[Item, int]) -> None:
+        """`proven` for many items."""
         with self._lock:
-            self._open.pop(item, None)
-            self._done[item] = nbytes
+            self._done.update(nbytes)
+            for item in nbytes.keys() & self._open.keys():
+                del self._open[item]
 
     def without(self, item: Item) -> None:
         """Note an item whose writer kept no checksum."""

@@ -48,6 +48,7 @@ class SmallCopies:
     def __init__(self, source: SourceReader, items: Sequence[OutputItem], buffer: memoryview) -> None:
         self._items = items
         self._proof = source.proof
+        self._proven: dict[Item, int] = {}  # bytes of each payload
         self._copies = [next(stored_parts(item.transfers)) for item in items]
         self._loaded = _Loaded(source.files, [transfer.item for transfer in self._copies], buffer)
         self.bytes_read = self._loaded.nbytes
@@ -71,11 +72,17 @@ class SmallCopies:
                 continue
             payload = stored[head:end]
             if self._proof is not None and payload:
-                at = Stored(transfer.item, transfer.item.offset + head, len(payload), checksum)
-                check(transfer.key, at, crc.crc32(payload))
-                self._proof.proven(transfer.item, len(payload))
-            frame = tensor_frame(item.dtype, item.box.size)
-            if frame is source:
+                if (found := crc.crc32(payload)) != checksum:
+                    at = Stored(transfer.item, transfer.item.offset + head, len(payload), checksum)
+                    check(transfer.key, at, found)
+                self._proven[transfer.item] = len(payload)
+            if (item.dtype, item.box.size) == (transfer.dtype, transfer.shape):
                 yield [stored], checksum
             else:
+                frame = tensor_frame(item.dtype, item.box.size)
                 yield [frame.head, payload, frame.tail(checksum)], checksum
+
+    def note_proven(self) -> None:
+        """Tell of the payloads that `archives` has proven, all at once."""
+        if self._proof is not None:
+            self._proof.all_proven(self._proven)

@@ -113,18 +113,17 @@ class Pump:
         small = SmallCopies(self._source, items, self._scratch.data)
         self.counters.read += small.bytes_read
         base, end = items[0].offset, items[-1].offset + items[-1].length
-        room = self._buffer(base, end - base)
-        room[:] = 0  # between items
-        out = room.data
-        checksums = []
+        out = self._buffer(base, end - base).data
+        checksums, at = [], 0
         for item, archive in zip(items, small.archives(), strict=True):
             if archive is None:
                 return [self.write_item(one, file) for one in items]
-            at = item.offset - base
-            for part in archive[0]:
+            gap = item.offset - base - at
+            for part in (bytes(gap), *archive[0]) if gap else archive[0]:
                 out[at : at + len(part)] = part
                 at += len(part)
             checksums.append(archive[1])
+        small.note_proven()
         file.write(out, base)
         self.counters.copies.touched += len(out)
         self._tick(sum(item.length for item in items))

@@ -10,7 +10,7 @@ import re
 from array import array
 from collections.abc import Mapping
 from operator import gt
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt_tools.errors import (
     CkptError,
@@ -24,7 +24,7 @@ from ckpt_tools.formats.lazy import Lazy, LazyChunks
 from ckpt_tools.formats.pickle_machine import Machine
 from ckpt_tools.formats.pickle_values import SIZE, Object, Pairs, Record
 from ckpt_tools.formats.pickled_names import brief
-from ckpt_tools.formats.records import CHUNK, STORED, Kind, integer, integers
+from ckpt_tools.formats.records import CHUNK, STORED, Kind, Layout, integer, integers
 from ckpt_tools.formats.stored_classes import check_properties, check_storage_meta, fields_of, is_class
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import MAX_DIMENSIONS, Catalog, Chunk, Item, ObjectEntry, TensorEntry
@@ -37,10 +37,22 @@ EAGER_BYTES = 2 << 20  # up to this size everything is decoded, and so checked, 
 _LEADS_OUT = "leads out of the checkpoint"
 _RANK_FILE = re.compile(r"__(\d{1,9})_\d+\.distcp")
 
+_LAYOUTS = 8  # of packed records, that others are compared with
+_KEPT_SIZES = 100_000
+_START_MEMO = 4  # of those of a packed chunk: itself, its attributes, a tuple, arguments, its start
 _CUTS = 1000  # chunks of a tensor whose boxes are kept, for tensors that are cut alike
 _KEPT_CUTS = 64  # ways to cut a tensor, kept decoded
 
 Offset = tuple[int, ...]
+
+
+class _Boxes(NamedTuple):
+    """Of a tensor's chunks."""
+
+    boxes: tuple[Box, ...]
+    made: list[
+        tuple[int, int]
+    ]  # memo entry of a start, behind the first that the chunks make; number of the box
 
 
 def read_catalog(files: Files, trust_pickle: bool = False) -> Catalog:
@@ -171,7 +183,10 @@ class _Storage:
             key, offset, item = _plain_item(index, info)
             self._plain.setdefault(key, []).append((offset, item))
         self._known: set[Any] = set()  # opcodes of class and attribute names that proved right
+        self._layouts: list[tuple[Layout, bool]] = []  # of tensors' items, and of others
+        self._files: dict[int, str] = {}  # by memo entry
         self._sizes: dict[bytes, Offset] = {}
+        self._fetched: dict[int, Offset] = {}  # by memo entry
 
     def keys(self) -> set[str]:
         return self._packed.keys() | self._plain.keys()
@@ -207,6 +222,20 @@ class _Storage:
             self._sizes[source] = _offset(value)
         return value
 
+    def fetched_size(self, index: int) -> Offset:
+        """The size in a memo entry."""
+        value = self._fetched.get(index)
+        if value is None:
+            value = _offset(self._machine.fetch(index))
+            self.note_sizes({index: value})
+        return value
+
+    def note_sizes(self, sizes: Mapping[int, Offset]) -> None:
+        """Keep sizes by their memo entries: what chunks make is fetched by the records of their items."""
+        if len(self._fetched) > _KEPT_SIZES:
+            self._fetched.clear()
+        self._fetched.update(sizes)
+
     def check_names(self, match: re.Match[bytes], kind: str, names: Mapping[str, str]) -> None:
         """Prove that a packed record is of the class `kind` and its attributes have these names, by group."""
         opcodes = match.group(*names)
@@ -220,6 +249,16 @@ class _Storage:
         self._known.add(opcodes)
 
     def _packed_item(self, place: int) -> tuple[Offset | None, Item]:
+        for layout, is_tensors in self._layouts:
+            if (numbers := layout.numbers(self._machine.data, place)) is not None:
+                file, at, length = numbers[-3:]
+                name = self._files.get(file) or self._file(file)
+                if not is_tensors:
+                    return None, Item(name, at, length)
+                return self.fetched_size(numbers[-4]), Item(name, at, length)
+        return self._item_of_new_layout(place)
+
+    def _item_of_new_layout(self, place: int) -> tuple[Offset | None, Item]:
         match = _packed(STORED, self._machine.data, place)
         names = match.group(*_STORED_NAMES)
         if names not in self._known:
@@ -228,7 +267,16 @@ class _Storage:
             self._known.add(names)
         named, fetched, text, at, length = match.group("start_name", "path", "path_text", "offset", "length")
         offset = self.size(match, "start") if named else None
+        if fetched and (match["start"] or not named):
+            groups = ("fqn", "number", "start", "path", "offset", "length")
+            layout = Layout(match, *(group for group in groups if match[group]))
+            self._layouts = [(layout, bool(named)), *self._layouts[: _LAYOUTS - 1]]
         return offset, Item(self._text(fetched or text), integer(at), integer(length))
+
+    def _file(self, index: int) -> str:
+        """The name of a file that a memo entry holds."""
+        name = self._files[index] = self._text(b"j" + index.to_bytes(4, "little"))
+        return name
 
     def _text(self, opcode: bytes) -> str:
         text = self._texts.get(opcode)
@@ -245,7 +293,8 @@ class _Decoder:
 
     def __init__(self, machine: Machine, storage: _Storage, tensors: Mapping[str, Object]) -> None:
         self._machine, self._storage, self._tensors = machine, storage, tensors
-        self._boxes: dict[tuple[Offset, int, bytes], tuple[Box, ...]] = {}
+        self._boxes: dict[tuple[Offset, int, bytes], _Boxes] = {}
+        self._layouts: list[tuple[Layout, bool]] = []  # of chunks, and whether they make their starts
 
     def object(self, key: str) -> ObjectEntry:
         items = self._storage.items(key)
@@ -263,9 +312,10 @@ class _Decoder:
     def chunks(self, key: str) -> tuple[Chunk, ...]:
         """Where the pieces of a tensor are stored; each once, inside its shape."""
         state = fields_of(self._tensors[key], "TensorStorageMetadata")
+        boxes = self._boxes_of(key, _offset(state["size"]), state["chunks"])
         items = self._storage.items(key)
         chunks = []
-        for box in self._boxes_of(key, _offset(state["size"]), state["chunks"]):
+        for box in boxes:
             item = items.pop(box.start, None)
             if item is None:
                 raise CorruptCheckpointError(f"{key}: no file holds the chunk {box}")
@@ -278,35 +328,59 @@ class _Decoder:
         return tuple(chunks)
 
     def _boxes_of(self, key: str, shape: Offset, chunks: list[Any]) -> tuple[Box, ...]:
-        """The boxes of a tensor's chunks, all inside its `shape`.
+        """The boxes of a tensor's chunks, all inside its `shape`; their starts are noted for those who fetch them.
 
         Layers and states of a model are cut alike, and then their records have the same bytes: those of the first
         to the last tell the same boxes, as the memo that they fetch from holds one value under a number.
         """
+        packed = bool(chunks) and all(type(chunk) is Record for chunk in chunks)
         alike = None
-        if 0 < len(chunks) <= _CUTS and all(type(chunk) is Record for chunk in chunks):
+        if packed and len(chunks) <= _CUTS:
             last = _packed(CHUNK, self._machine.data, chunks[-1])
             alike = shape, len(chunks), self._machine.data[chunks[0] : last.end()]
-            if (known := self._boxes.get(alike)) is not None:
-                return known
-        boxes = tuple(map(self._box, chunks))
-        for box in boxes:
-            if len(box.start) != len(shape) or any(map(gt, box.stop, shape)):
-                raise CorruptCheckpointError(f"{key}: chunk {box} is outside of shape {list(shape)}")
-        if alike is not None:
-            if len(self._boxes) > _KEPT_CUTS:
-                self._boxes.clear()
-            self._boxes[alike] = boxes
-        return boxes
+        first = self._machine.first_memo(chunks[0]) if packed else 0
+        found = self._boxes.get(alike) if alike is not None else None
+        if found is None:
+            found = self._new_boxes(chunks, first)
+            for box in found.boxes:
+                if len(box.start) != len(shape) or any(map(gt, box.stop, shape)):
+                    raise CorruptCheckpointError(f"{key}: chunk {box} is outside of shape {list(shape)}")
+            if alike is not None:
+                if len(self._boxes) > _KEPT_CUTS:
+                    self._boxes.clear()
+                self._boxes[alike] = found
+        self._storage.note_sizes({first + memo: found.boxes[number].start for memo, number in found.made})
+        return found.boxes
 
-    def _box(self, chunk: Any) -> Box:
-        """One element of `chunks`: a packed record, or an object that was executed."""
-        if type(chunk) is not Record:
-            state = fields_of(chunk, "ChunkStorageMetadata")
-            return Box(_offset(state["offsets"]), _offset(state["sizes"]))
-        match = _packed(CHUNK, self._machine.data, chunk)
-        self._storage.check_names(match, "ChunkStorageMetadata", _CHUNK_NAMES)
-        return Box(self._storage.size(match, "offsets"), self._storage.size(match, "sizes"))
+    def _new_boxes(self, chunks: list[Any], first: int) -> _Boxes:
+        """The boxes of chunks that were packed from memo entry `first` on, or executed."""
+        boxes, made = [], []
+        for number, chunk in enumerate(chunks):
+            if type(chunk) is not Record:
+                state = fields_of(chunk, "ChunkStorageMetadata")
+                boxes.append(Box(_offset(state["offsets"]), _offset(state["sizes"])))
+                continue
+            box, makes_start = self._packed_box(chunk)
+            boxes.append(box)
+            if makes_start:
+                made.append((self._machine.first_memo(chunk) + _START_MEMO - first, number))
+        return _Boxes(tuple(boxes), made)
+
+    def _packed_box(self, place: int) -> tuple[Box, bool]:
+        """The box of a packed chunk, and whether its record makes the start of it."""
+        storage = self._storage
+        for layout, makes_start in self._layouts:
+            if (numbers := layout.numbers(self._machine.data, place)) is not None:
+                size = storage.fetched_size(numbers[-1])
+                start = _offset(tuple(numbers[:-1])) if makes_start else storage.fetched_size(numbers[0])
+                return Box(start, size), makes_start
+        match = _packed(CHUNK, self._machine.data, place)
+        storage.check_names(match, "ChunkStorageMetadata", _CHUNK_NAMES)
+        makes_start = match["offsets_tuple"] is not None
+        if match["sizes"] and (makes_start or match["offsets"]):
+            layout = Layout(match, "offsets_tuple" if makes_start else "offsets", "sizes")
+            self._layouts = [(layout, makes_start), *self._layouts[: _LAYOUTS - 1]]
+        return Box(storage.size(match, "offsets"), storage.size(match, "sizes")), makes_start
 
 
 def _packed(kind: Kind, data: bytes, place: int) -> re.Match[bytes]:

@@ -71,7 +71,7 @@ class Frame(NamedTuple):
         _, form, before, behind = self.blanks
         own = (crc, *behind) if self.payload_bytes else behind  # an empty record is not summed
         digits = _ID_FORM % _combined_crc(own, before)
-        stated, id_crc = _CRC.pack(crc), _CRC.pack(zlib.crc32(digits))
+        stated, id_crc = crc.to_bytes(4, "little"), zlib.crc32(digits).to_bytes(4, "little")
         if not self.payload_bytes:  # has no descriptor
             return form % (digits, id_crc, stated, id_crc)
         return form % (stated, digits, id_crc, stated, id_crc)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 import struct
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator
 from typing import Any
@@ -86,7 +86,7 @@ class Machine:
         """What a GET or a short text pushes, given as opcode and argument."""
         if opcode[0] == 0x8C:
             return opcode[2:].decode()
-        return self._fetch(int.from_bytes(opcode[1:], "little"))
+        return self.fetch(int.from_bytes(opcode[1:], "little"))
 
     def _run(self, end: int) -> bool:
         """Execute up to `end`; whether that ended with a STOP."""
@@ -99,13 +99,18 @@ class Machine:
             steps[code](self)
         return False
 
-    def _fetch(self, index: int) -> Any:
+    def fetch(self, index: int) -> Any:
+        """What memo entry `index` holds."""
         if index not in self._memo and self._bases:
             number = bisect_right(self._bases, index) - 1
             self._make_sizes(number)
             if index not in self._memo:
                 self._execute_record(number)
         return self._memo[index]
+
+    def first_memo(self, place: int) -> int:
+        """The first memo entry that the packed record makes which begins at byte `place`."""
+        return self._bases[bisect_left(self._places, place)]
 
     def _make_sizes(self, number: int) -> None:
         """Put the sizes that a packed chunk made into the memo, as executing it would; they are what is fetched."""
@@ -211,12 +216,12 @@ class Machine:
     def _get_byte(self) -> None:
         index = self.data[self._at]
         self._at += 1
-        self._stack.append(self._memo[index] if index in self._memo else self._fetch(index))
+        self._stack.append(self._memo[index] if index in self._memo else self.fetch(index))
 
     def _get(self) -> None:
         (index,) = _UINT4.unpack_from(self.data, self._at)
         self._at += 4
-        self._stack.append(self._memo[index] if index in self._memo else self._fetch(index))
+        self._stack.append(self._memo[index] if index in self._memo else self.fetch(index))
 
     def _memoize(self) -> None:
         self._memo[self._count] = self._stack[-1]

@@ -8,6 +8,8 @@ another when it fetches one that was made before (a GET).
 from __future__ import annotations
 
 import re
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 _GET = rb"(?:h.|j.{4})"
@@ -79,7 +81,7 @@ def _int(name: bytes) -> bytes:
 
 
 _INDEX = b"".join((
-    _open(b"index_class"), _get(b"fqn_name"), _text(b"fqn"), _get(b"index_name"), b"(?:%b|N)" % _INT,
+    _open(b"index_class"), _get(b"fqn_name"), _text(b"fqn"), _get(b"index_name"), b"(?:%b|N)" % _int(b"number"),
     b"(?:%b%b)?ub" % (_get(b"start_name"), _size(b"start")),
 ))  # fmt: skip
 _CHUNK = b"".join((
@@ -117,3 +119,53 @@ def integer(opcode: bytes) -> int:
 def integers(opcodes: bytes) -> tuple[int, ...]:
     """The elements of a tuple of INTs, given as its opcodes."""
     return tuple(integer(found) for found in _INTS.findall(opcodes, opcodes[0] == 0x28, len(opcodes) - 1))
+
+
+# Forms of `struct` for the arguments of the opcodes that push a number; those of a long integer are its bytes.
+_ARGUMENTS = {ord("K"): "B", ord("M"): "H", ord("J"): "i", ord("h"): "B", ord("j"): "I"}
+
+
+class Layout:
+    """What a record has in common with those that differ from it in their numbers alone.
+
+    The next record mostly is such a one. It is known by the bytes between its numbers, which are taken out of it by
+    the same call: a match and its groups take five times as long.
+    """
+
+    def __init__(self, found: re.Match[bytes], *groups: str) -> None:
+        """Of a record whose numbers are the INTs, tuples of INTs and GETs that these `groups` matched, in order."""
+        data, at = found.string, found.start()
+        parts = ["<"]
+        self._long: list[int] = []  # which numbers are long ones
+        for number, place in enumerate(place for group in groups for place in _numbers_in(found, group)):
+            begun, form = place + 1, _ARGUMENTS.get(data[place])
+            if form is None:
+                begun, form = place + 2, f"{data[place + 1]}s"
+                self._long.append(number)
+            parts.append(f"{begun - at}s{form}")
+            at = begun + struct.calcsize(f"<{form}")
+        self._form = struct.Struct(f"{''.join(parts)}{found.end() - at}s")
+        self._between = self._form.unpack_from(data, found.start())[::2]
+
+    def numbers(self, data: bytes, at: int) -> Sequence[int] | None:
+        """The numbers of the record that begins at byte `at`, or None if it is not of this layout."""
+        if at + self._form.size > len(data):
+            return None
+        values = self._form.unpack_from(data, at)
+        if values[::2] != self._between:
+            return None
+        if not self._long:
+            return values[1::2]
+        numbers = list(values[1::2])
+        for number in self._long:
+            numbers[number] = int.from_bytes(numbers[number], "little", signed=True)
+        return numbers
+
+
+def _numbers_in(found: re.Match[bytes], group: str) -> list[int]:
+    """Where in the data the opcodes stand that push the numbers of a group."""
+    start, end = found.span(group)
+    if not group.endswith("_tuple"):
+        return [start]
+    first = start + (found.string[start] == 0x28)  # behind a mark
+    return [number.start() for number in _INTS.finditer(found.string, first, end - 1)]

@@ -74,6 +74,8 @@ OF_TRANSFORMERS = (
     *(f"multi_modal_projector.{name}" for name in ("norm", "patch_merger", "linear_1", "linear_2")),
 )
 
+_STARTS_OF_TRANSFORMERS = tuple([f"{module}." for module in OF_TRANSFORMERS])
+
 _RANK = r"[0-9]{1,9}"
 _CHAIN = r"(?:chained_(?P<chain>[0-9]{1,9})\.)?optimizer\."
 _GROUP = rf"(?P<group>{_RANK})"
@@ -233,7 +235,7 @@ def decoder_layer(name: str) -> tuple[int, str] | None:
 
 def is_of_transformers(name: str) -> bool:
     """Whether a parameter is of a module that transformers has built."""
-    return name.startswith(tuple(f"{module}." for module in OF_TRANSFORMERS))
+    return name.startswith(_STARTS_OF_TRANSFORMERS)
 
 
 def expert_of(key: str) -> tuple[str, int | None]:

@@ -130,5 +130,5 @@ def resize_vocab(parameters: Sequence[LiveParameter], rows: int, vocab_size: int
 
 def _with_rows(parameter: LiveParameter, rows: int) -> LiveParameter:
     (whole,) = parameter.rows  # vocabulary tensors are never fused
-    kept = replace(whole, count=min(whole.count, rows))
+    kept = whole._replace(count=min(whole.count, rows))
     return replace(parameter, shape=(rows, *parameter.shape[1:]), rows=(kept,))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ckpt_tools.model.roles import Role
 from ckpt_tools.model.views import View
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(NamedTuple):
     """The tensor `key` of the source catalog, seen through `view`."""
 
     key: str

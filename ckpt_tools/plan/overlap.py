@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from typing import NamedTuple
 
 from ckpt_tools.errors import CorruptCheckpointError, MappingError
 from ckpt_tools.model.box import Box, full_box
-from ckpt_tools.model.catalog import Catalog, TensorEntry
+from ckpt_tools.model.catalog import Catalog, Chunk, TensorEntry
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.target import Source, TargetTensor
-from ckpt_tools.model.views import Piece, chunk_piece, pull_box, push_piece, view_shape
+from ckpt_tools.model.views import Piece, Select, View, chunk_piece, pull_box, push_piece, view_shape
 from ckpt_tools.plan.tiling import BoxIndex, find_overlap, tiling_problem
 
 
+class Tiling(NamedTuple):
+    """How chunks tile a tensor under one index of its leading axes: one layer of it, say, or one expert.
+
+    What is found in one tiling is found in all of the same `form`, in the chunks of the same numbers among theirs.
+    """
+
+    form: int
+    chunks: tuple[int, ...]  # numbers of the chunks that hold any of it
+
+
 class Located(NamedTuple):
-    """A piece of chunk number `chunk` of a target's source number `source`."""
+    """A piece of chunk number `chunk`, of those of its tiling, of a target's source number `source`."""
 
     source: int
     chunk: int
@@ -27,9 +39,10 @@ class ChunkFinder:
 
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
-        self._indexes: dict[str, BoxIndex] = {}
-        self._tilings: dict[tuple[Box, ...], int] = {}
-        self._tiling_of: dict[str, int] = {}
+        self._indexes: dict[tuple[str, tuple[int, ...]], tuple[list[Box], BoxIndex]] = {}
+        self._tilings: dict[tuple[str, int], Mapping[tuple[int, ...], Tiling]] = {}
+        self._tilings_by: dict[tuple[tuple[Box, ...], int], Mapping[tuple[int, ...], Tiling]] = {}
+        self._forms: dict[tuple[object, ...], int] = {}
 
     def entry(self, target: TargetTensor, source: Source) -> TensorEntry:
         """The source's tensor, whose view has been checked to fit the target's shape."""
@@ -51,26 +64,58 @@ class ChunkFinder:
             )
         return entry
 
-    def tiling(self, entry: TensorEntry) -> int:
-        """A number that tensors have in common whose chunks are the same boxes in the same order."""
-        number = self._tiling_of.get(entry.key)
-        if number is None:
-            boxes = tuple(chunk.box for chunk in entry.chunks)
-            number = self._tiling_of[entry.key] = self._tilings.setdefault(boxes, len(self._tilings))
-        return number
+    def tiling(self, entry: TensorEntry, lead: tuple[int, ...]) -> Tiling:
+        """How its chunks tile a stored tensor under the index `lead`; all of it under ()."""
+        tilings = self._tilings.get((entry.key, len(lead)))
+        if tilings is None:
+            alike = tuple([chunk.box for chunk in entry.chunks]), len(lead)
+            if alike not in self._tilings_by:  # those of states and layers mostly are
+                self._tilings_by[alike] = self._tilings_of(*alike)
+            tilings = self._tilings[entry.key, len(lead)] = self._tilings_by[alike]
+        return tilings.get(lead, _NOTHING)
 
-    def chunks(self, entry: TensorEntry, box: Box) -> Iterable[int]:
-        """Numbers of the chunks of `entry` that meet `box`; a made tensor counts as one."""
+    def _tilings_of(self, boxes: Sequence[Box], axes: int) -> Mapping[tuple[int, ...], Tiling]:
+        """How chunks tile a tensor, by the indices of its first `axes` axes."""
+        held: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        places: dict[tuple[int, ...], list[object]] = defaultdict(list)
+        for number, (start, size) in enumerate(boxes):
+            rest = start[axes:]
+            for inside in product(*map(range, size[:axes])):
+                lead = tuple([a + i for a, i in zip(start, inside, strict=False)])
+                held[lead].append(number)
+                places[lead].append((inside, rest, size))
+        forms = self._forms
+        return {
+            lead: Tiling(forms.setdefault((axes, *places[lead]), len(forms)), tuple(numbers))
+            for lead, numbers in held.items()
+        }
+
+    def chunks(self, entry: TensorEntry, lead: tuple[int, ...], box: Box) -> Iterable[tuple[int, Box]]:
+        """Those chunks of a tiling that meet `box`: their numbers among its chunks, and their boxes.
+
+        A made tensor counts as one chunk.
+        """
         if entry.made is not None:
-            return (0,)
-        index = self._indexes.get(entry.key)
-        if index is None:
-            index = self._indexes[entry.key] = BoxIndex([chunk.box for chunk in entry.chunks])
-        return index.meeting(box)
+            return [(0, full_box(entry.shape))]
+        known = self._indexes.get((entry.key, lead))
+        if known is None:
+            boxes = [entry.chunks[number].box for number in self.tiling(entry, lead).chunks]
+            known = self._indexes[entry.key, lead] = boxes, BoxIndex(boxes)
+        boxes, index = known
+        return [(number, boxes[number]) for number in index.meeting(box)]
 
-    def box(self, entry: TensorEntry, chunk: int) -> Box:
-        """What chunk number `chunk` holds of the tensor."""
-        return full_box(entry.shape) if entry.made is not None else entry.chunks[chunk].box
+
+_NOTHING = Tiling(-1, ())
+
+
+def _leading(view: View) -> tuple[int, ...]:
+    """The indices that a view's first steps fix of the leading axes."""
+    lead: list[int] = []
+    for step in view:
+        if not isinstance(step, Select) or step.axis:
+            break
+        lead.append(step.index)
+    return tuple(lead)
 
 
 class TargetReader:
@@ -84,15 +129,25 @@ class TargetReader:
         self.target = target
         self.finder = finder
         self.sources = [(source, finder.entry(target, source)) for source in target.sources]
+        self._leads = [() if e.made is not None else _leading(s.view) for s, e in self.sources]
         self._extents: BoxIndex | None = None
 
     def geometry(self) -> tuple[object, ...]:
-        """What `locate` depends on, the box aside: equal for targets whose pieces lie in the same way."""
-        seen = (
-            (s.view, e.shape, e.dtype, self.finder.tiling(e) if e.made is None else e.key)
-            for s, e in self.sources
-        )
+        """What `locate` depends on, the box aside: equal for targets whose pieces lie in the same way.
+
+        Layers of a stacked tensor differ in the index alone that their views begin with, which says what is stored
+        of them.
+        """
+        seen: list[object] = []
+        for (source, entry), lead in zip(self.sources, self._leads, strict=True):
+            stored = entry.key if entry.made is not None else self.finder.tiling(entry, lead).form
+            seen.append((source.view[len(lead) :], entry.shape[len(lead) :], entry.dtype, stored))
         return (self.target.shape, self.target.dtype, self.target.zero_filled, *seen)
+
+    def chunk(self, at: Located) -> Chunk:
+        """The stored chunk that a piece is of."""
+        entry = self.sources[at.source][1]
+        return entry.chunks[self.finder.tiling(entry, self._leads[at.source]).chunks[at.chunk]]
 
     def locate(self, box: Box) -> list[Located]:
         """The pieces that tile `box`, each in coordinates relative to its start.
@@ -107,8 +162,8 @@ class TargetReader:
             wanted = pull_box(source.view, box).intersect(full_box(entry.shape))
             if wanted is None:
                 continue
-            for chunk in self.finder.chunks(entry, wanted):
-                part = chunk_piece(self.finder.box(entry, chunk)).crop(wanted)
+            for chunk, stored in self.finder.chunks(entry, self._leads[number], wanted):
+                part = chunk_piece(stored).crop(wanted)
                 for shown in push_piece(source.view, part) if part else ():
                     kept = shown.crop(box)
                     if kept is not None:

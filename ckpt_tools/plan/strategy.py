@@ -41,7 +41,7 @@ def strategy(reader: TargetReader, at: Located, box: Box) -> Strategy:
         return COMPUTED
     stored, dtype, piece = entry.dtype, reader.target.dtype, at.piece
     size = piece.box.size
-    whole = piece.box.volume == entry.chunks[at.chunk].box.volume and is_dense(size, piece.strides)
+    whole = piece.box.volume == reader.chunk(at).box.volume and is_dense(size, piece.strides)
     if whole and stored == dtype and is_run(piece.box, box.size):
         return VERBATIM
     width = itemsize(stored)
@@ -53,7 +53,7 @@ def transfer(reader: TargetReader, at: Located, how: Strategy, box: Box) -> Tran
     """The part `at` of `box`, to be moved as `how` says."""
     source, entry = reader.sources[at.source]
     if entry.made is None:
-        stored = entry.chunks[at.chunk]
+        stored = reader.chunk(at)
         return Transfer(entry.key, stored.item, entry.dtype, stored.box.size, at.piece, how)
     region = at.piece.box
     wanted = pull_box(source.view, region.shift(box.start)).intersect(full_box(entry.shape))

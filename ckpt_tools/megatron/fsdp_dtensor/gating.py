@@ -72,7 +72,7 @@ def gated_modules(parameters: Iterable[LiveParameter]) -> dict[str, bool]:
     gated: dict[str, bool] = {}
     problems = []
     for name, shape in shapes.items():
-        match = FC1.match(name)
+        match = _fc1(name)
         if not match or match["leaf"] != "weight" or is_of_transformers(name):
             continue
         other = shapes.get(f"{match['module']}.linear_fc2.weight{match['expert']}")
@@ -94,13 +94,17 @@ def _module_id(match: re.Match[str]) -> str:
     return f"{match['module']}:{match['expert']}" if match["expert"] else match["module"]
 
 
+def _fc1(name: str) -> re.Match[str] | None:
+    return FC1.match(name) if ".linear_fc1." in name else None  # of hundred thousands, few
+
+
 def _is_fc1_of(name: str, gated: dict[str, bool]) -> bool:
-    match = FC1.match(name)
+    match = _fc1(name)
     return match is not None and gated.get(_module_id(match), False)
 
 
 def _is_fc1_by_name(name: str) -> bool:
-    return is_of_transformers(name) and ".mlp.linear_fc1." in name and FC1.match(name) is not None
+    return ".mlp.linear_fc1." in name and is_of_transformers(name) and FC1.match(name) is not None
 
 
 def _contradictions(gated: dict[str, bool], choice: GatingChoice) -> Iterable[str]:

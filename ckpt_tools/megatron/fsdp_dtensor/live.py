@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.keys import HALVES, split_expert_half, split_projection
@@ -28,13 +29,12 @@ from ckpt_tools.megatron.names import (
 from ckpt_tools.model.model import Parameter
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(NamedTuple):
     """Rows `[start, start + count)` of a stored parameter, standing from row `at` of the live one."""
 
     parameter: Parameter
     start: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count, which no one needs of rows
     at: int
 
 
@@ -63,7 +63,7 @@ class LiveParameter:
     @property
     def has_padding(self) -> bool:
         """Whether it has rows that no stored parameter gives: they are zeros."""
-        return bool(self.shape) and sum(rows.count for rows in self.rows) < self.shape[0]
+        return bool(self.shape) and sum([rows.count for rows in self.rows]) < self.shape[0]
 
     @property
     def stored(self) -> tuple[Parameter, ...]:

@@ -88,6 +88,8 @@ def live_value(parameter: LiveParameter, role: str) -> Value:
     Raises:
         MappingError: the parts have different element types.
     """
+    if parameter.is_whole and not parameter.has_padding:
+        return parameter.rows[0].parameter.values[role]
     parts = [rows.parameter.values[role] for rows in parameter.rows]
     dtypes = {part.dtype for part in parts}
     if len(dtypes) > 1:
@@ -129,8 +131,9 @@ def has_role(parameter: LiveParameter, role: str) -> bool:
     Raises:
         MappingError: some have it and some have not.
     """
-    lacking = [p.name for p in parameter.stored if role not in p.values]
-    if 0 < len(lacking) < len(parameter.stored):
+    stored = parameter.stored
+    lacking = [p.name for p in stored if role not in p.values]
+    if 0 < len(lacking) < len(stored):
         raise MappingError(f"{parameter.name}: optimizer state {role!r} is missing for {lacking}")
     return not lacking
 
@@ -183,7 +186,7 @@ def model_tensors(parameter: LiveParameter, prefix: str, dtype: str | None) -> I
         dtype = None
     weights = live_value(parameter, WEIGHT) if has_role(parameter, WEIGHT) else None
     use_master = has_role(parameter, MASTER) and (weights is None or dtype != running)
-    values = live_value(parameter, MASTER if use_master else WEIGHT)
+    values = live_value(parameter, MASTER) if use_master or weights is None else weights
     proof = weights if use_master else None
     head, _, tail = prefix.partition(".")
     for half in halves(parameter):

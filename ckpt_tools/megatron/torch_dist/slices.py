@@ -8,7 +8,8 @@ layers were written one by one. Names at this point are still those of the disk;
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckpt_tools.errors import MappingError, list_problems
 from ckpt_tools.megatron.keys import (
@@ -24,8 +25,7 @@ from ckpt_tools.model.catalog import Catalog, TensorEntry
 _SHOWN = 16  # missing layers that a message names; a key may claim to be of any layer
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
+class Slice(NamedTuple):
     """One slice of a stored weight: a parameter or persistent buffer of one layer and one expert.
 
     `lead` indexes the leading (layer, expert) axes of the stored tensor `key`; `shape` is what is left of its
@@ -72,7 +72,7 @@ def without_wrapper(parameters: list[Slice]) -> list[Slice]:
     """The parameters without the `module.` that NeMo 2 puts in front of every name."""
     if not all(p.name.startswith("module.") for p in parameters):
         return parameters
-    return [replace(p, name=p.name.removeprefix("module.")) for p in parameters]
+    return [p._replace(name=p.name.removeprefix("module.")) for p in parameters]
 
 
 def slices_of(entry: TensorEntry) -> list[Slice]:
