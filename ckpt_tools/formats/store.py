@@ -7,7 +7,6 @@ what they are given, so that nothing here calls them. Only calls that take one l
 
 from __future__ import annotations
 
-import asyncio
 import random
 import re
 import socket
@@ -267,6 +266,8 @@ class Store:
 
     def _begin(self, method: str, **asked: Any) -> Future[Any]:
         """The answer of S3 to a request that goes out now; the driver repeats it as it does its own."""
+        import asyncio  # 13 ms, which a conversion between folders need not wait for
+
         request = self.fs._call_s3(method, self.fs.s3_additional_kwargs, **asked)
         return asyncio.run_coroutine_threadsafe(request, self.fs.loop)
 
