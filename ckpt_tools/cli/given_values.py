@@ -38,8 +38,8 @@ def iteration_number(iteration: str | None) -> int | None:
     Raises:
         UsageError: not a number.
     """
-    from ckpt_tools.commands.outputs import MAX_DIGITS
     from ckpt_tools.errors import UsageError
+    from ckpt_tools.formats.detect import MAX_DIGITS
 
     if iteration is None:
         return None

@@ -23,7 +23,7 @@ from ckpt_tools.commands.hf_parts import (
     without_frequencies,
 )
 from ckpt_tools.commands.opened import Opened
-from ckpt_tools.commands.outputs import MAX_DIGITS, in_root, refuse_overlap
+from ckpt_tools.commands.outputs import in_root, refuse_overlap
 from ckpt_tools.commands.peft_source import merge_peft, peft_files
 from ckpt_tools.commands.placements import Layout
 from ckpt_tools.commands.target_job import TargetJob, said_tp
@@ -33,7 +33,7 @@ from ckpt_tools.commands.tower_source import check_tower, tower_alone
 from ckpt_tools.commands.version_2 import VERSION_2, for_version_2
 from ckpt_tools.errors import MappingError, UsageError
 from ckpt_tools.execute.run import Output
-from ckpt_tools.formats.detect import Location
+from ckpt_tools.formats.detect import MAX_DIGITS, Location
 from ckpt_tools.formats.files import AnyPath, Files, open_files, path_text
 from ckpt_tools.formats.hub_cache import snapshot_of
 from ckpt_tools.formats.joined_files import FilesBeside

@@ -104,7 +104,6 @@ def trackers_of(small: Mapping[str, bytes]) -> dict[str, bytes]:
     return {LATEST_TRAIN_STATE: small[TRAIN_STATE]} if TRAIN_STATE in small else {}
 
 
-MAX_DIGITS = 18  # of an iteration
 _PLAIN = (type(None), bool, int, float, str)  # a union would be made anew for each of a million fields
 
 

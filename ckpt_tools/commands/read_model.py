@@ -19,6 +19,7 @@ from ckpt_tools.execute.write_job import WriteOptions
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.choices import LayerSpec, MegatronFormat
 from ckpt_tools.model.model import Model, Parameter
+from ckpt_tools.model.roles import MASTER
 from ckpt_tools.model.target import Source, TargetTensor
 
 if TYPE_CHECKING:
@@ -193,3 +194,19 @@ def keeps_masters(model: Model) -> bool:
 def is_master(parameter: Parameter) -> bool:
     """Whether what stands in the place of a parameter's weight is its fp32 master."""
     return parameter.weight.dtype == "float32" != parameter.dtype
+
+
+def master_targets(model: Model) -> list[TargetTensor]:
+    """The fp32 master of every parameter that has one, with the stored weight it must round to."""
+    return [
+        TargetTensor(
+            p.name if p.expert is None else f"{p.name} of expert {p.expert}",
+            p.main.dtype,
+            p.shape,
+            p.main.sources,
+            must_round_to=p.weight.sources,
+            must_round_dtype=p.weight.dtype,
+        )
+        for p in model.parameters
+        if MASTER in p.values
+    ]

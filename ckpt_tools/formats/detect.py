@@ -28,6 +28,7 @@ from ckpt_tools.formats.verl import STEP, inner_checkpoint, step_of
 TRACKER = "latest_checkpointed_iteration.txt"
 BRIDGE_TRACKER = "latest_train_state.pt"
 METADATA_JSON = "metadata.json"
+MAX_DIGITS = 18  # of an iteration
 _TRACKER_BYTES = 4096
 _LOOKED_AT = 32  # folders of a folder that is no checkpoint
 _ITERATION = re.compile(r"iter_(\d{7,})")
@@ -256,7 +257,7 @@ def _chosen_iteration(files: Files, names: list[str], iteration: int | None) -> 
         text = read_whole(files, TRACKER, _TRACKER_BYTES).decode("utf-8", "replace").strip()
         if text == "release":
             return text
-        if not re.fullmatch(r"[0-9]{1,18}", text):
+        if not re.fullmatch(rf"[0-9]{{1,{MAX_DIGITS}}}", text):
             raise CorruptCheckpointError(
                 f"{files.location}/{TRACKER} holds {text[:40]!r}, not an iteration or 'release'. "
                 f"Choose with --iteration. {_choices(names)}"
