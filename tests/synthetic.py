@@ -14,6 +14,7 @@ import math
 import pickle
 import zlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -33,8 +34,8 @@ _KINDS = ("param", "exp_avg", "exp_avg_sq")
 class DcpFolder:
     """A DCP checkpoint in the making; items are packed without gaps, as the stock writer does."""
 
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True)
+    def __init__(self, folder: Path, is_there: bool = False) -> None:
+        folder.mkdir(parents=True, exist_ok=is_there)
         self.folder = folder
         self._sizes: dict[str, int] = {}
         self._items: list[OutputItem] = []
@@ -60,6 +61,16 @@ class DcpFolder:
         data = dump_archive(value)
         file, offset, _ = self._append(data, 0)
         self._blobs.append(OutputBlob(key, None, file, offset, data))
+
+    def join(self, other: DcpFolder) -> None:
+        """Add what another process has put into other files of the folder."""
+        assert not self._sizes.keys() & other._sizes.keys()
+        self._sizes |= other._sizes
+        self._items += other._items
+        self._blobs += other._blobs
+        self._tensors |= other._tensors
+        if other.original_shapes is not None:
+            self.original_shapes = {**(self.original_shapes or {}), **other.original_shapes}
 
     def _append(self, archive: bytes, rank: int) -> tuple[str, int, int]:
         name = f"__{rank}_0.distcp"
@@ -87,11 +98,12 @@ class DcpFolder:
 class Llama:
     """Shapes of the big model: about `gib` GiB with its optimizer states.
 
-    With a `vocab` of its own the embedding may be most of it; it is then the output layer too.
+    With a `vocab` of its own the embedding may be most of it; it is then the output layer too. Every of `pp` pipeline
+    stages has the files of `tp` ranks.
     """
 
-    def __init__(self, gib: float, tp: int, vocab: int | None = None) -> None:
-        self.tp, self.tied = tp, vocab is not None
+    def __init__(self, gib: float, tp: int, vocab: int | None = None, pp: int = 1) -> None:
+        self.tp, self.pp, self.tied = tp, pp, vocab is not None
         self.hidden = 128 if gib < 0.25 else 1024 if gib < 4 else 2048
         self.heads, self.groups, self.head_dim = self.hidden // 16, 4, 16
         self.vocab = 8 * self.hidden if vocab is None else vocab
@@ -126,7 +138,9 @@ class Llama:
         stacked = ".layers." in key
         parts = self.tp if axis is not None else 1
         halves = 2 if key.endswith("linear_fc1.weight") else 1
+        last = self.pp - 1 if key.startswith(("decoder.final", "output_layer")) else 0
         for layer in range(shape[0] if stacked else 1):
+            stage = layer * self.pp // self.layers if stacked else last
             for rank in range(parts):
                 for half in range(halves):
                     start, size = [0] * len(shape), list(shape)
@@ -135,7 +149,7 @@ class Llama:
                     if axis is not None:
                         size[axis] = shape[axis] // parts // halves
                         start[axis] = half * (shape[axis] // halves) + rank * size[axis]
-                    yield rank, Box(tuple(start), tuple(size))
+                    yield stage * self.tp + rank, Box(tuple(start), tuple(size))
 
     def args(self) -> argparse.Namespace:
         """What a training job would have stored as its arguments."""
@@ -155,7 +169,7 @@ class Llama:
             untie_embeddings_and_output_weights=not self.tied,
             transformer_impl="transformer_engine",
             tensor_model_parallel_size=self.tp,
-            pipeline_model_parallel_size=1,
+            pipeline_model_parallel_size=self.pp,
             expert_model_parallel_size=1,
             num_experts=None,
             bf16=True,
@@ -183,29 +197,58 @@ class _Numbers:
 
 
 def write_llama(
-    folder: Path, gib: float, tp: int = 2, seed: int = 0, layout: str = LAYOUTS[0], vocab: int | None = None
+    folder: Path,
+    gib: float,
+    tp: int = 2,
+    seed: int = 0,
+    layout: str = LAYOUTS[0],
+    vocab: int | None = None,
+    pp: int = 1,
 ) -> None:
-    """Write the iteration directory `folder` with about `gib` GiB; holds 64 MiB of random numbers and one chunk."""
-    model, numbers, out = Llama(gib, tp, vocab), _Numbers(seed), DcpFolder(folder)
-    for key, shape, axis in model.parameters():
-        for rank, box in model.chunks(key, shape, axis):
-            weights = cast(numbers.of("param", key, box), "float32", "bfloat16")
-            out.chunk(key, "bfloat16", shape, box, weights.tobytes(), rank=rank)
-    if layout == "dp_reshardable":
-        _write_buckets(out, model, numbers)
+    """Write the iteration directory `folder` with about `gib` GiB; holds 64 MiB of random numbers and one chunk.
+
+    Each of several pipeline stages is written by a process of its own.
+    """
+    model, out = Llama(gib, tp, vocab, pp), DcpFolder(folder)
+    if pp == 1:
+        _write_stage(out, model, seed, layout, 0)
     else:
-        _write_states(out, model, numbers, flattened=layout == "fully_sharded_model_space")
+        assert layout != "dp_reshardable"  # whose buckets are those of one stage
+        with ProcessPoolExecutor(pp) as pool:
+            some = [
+                pool.submit(_write_stage, DcpFolder(folder, is_there=True), model, seed, layout, n)
+                for n in range(pp)
+            ]
+            for one in some:
+                out.join(one.result())
     _write_common(out, model, layout)
     out.finish()
 
 
-def _write_states(out: DcpFolder, model: Llama, numbers: _Numbers, flattened: bool) -> None:
+def _write_stage(out: DcpFolder, model: Llama, seed: int, layout: str, stage: int) -> DcpFolder:
+    """The chunks of one pipeline stage."""
+    numbers = _Numbers(seed)
+    for key, shape, axis in model.parameters():
+        for rank, box in model.chunks(key, shape, axis):
+            if rank // model.tp == stage:
+                weights = cast(numbers.of("param", key, box), "float32", "bfloat16")
+                out.chunk(key, "bfloat16", shape, box, weights.tobytes(), rank=rank)
+    if layout == "dp_reshardable":
+        _write_buckets(out, model, numbers)
+    else:
+        _write_states(out, model, numbers, layout == "fully_sharded_model_space", stage)
+    return out
+
+
+def _write_states(out: DcpFolder, model: Llama, numbers: _Numbers, flattened: bool, stage: int) -> None:
     """One tensor a weight and kind; flattened, every chunk is one row, cut in two for two data-parallel ranks."""
     out.original_shapes = {} if flattened else None
     for kind in _KINDS:
         for key, shape, axis in model.parameters():
             state = f"optimizer.state.{kind}.{key}"
             for rank, box in model.chunks(key, shape, axis):
+                if rank // model.tp != stage:
+                    continue
                 values = numbers.of(kind, key, box)
                 if not flattened:
                     out.chunk(state, "float32", shape, box, values.tobytes(), rank=rank)
@@ -304,12 +347,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--layout", choices=(*LAYOUTS, "storm"), default=LAYOUTS[0])
     parser.add_argument("--vocab", type=int)
+    parser.add_argument("--pp", type=int, default=1, help="Stages, each with files and a process of its own.")
     given = parser.parse_args()
     iteration = given.out / "iter_0000100"
     if given.layout == "storm":
         write_storm(iteration)
     else:
-        write_llama(iteration, given.gib, given.tp, given.seed, given.layout, given.vocab)
+        write_llama(iteration, given.gib, given.tp, given.seed, given.layout, given.vocab, given.pp)
     (given.out / "latest_checkpointed_iteration.txt").write_text("100")
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from ckpt_tools.commands.diff import diff_checkpoints
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
 from ckpt_tools.formats.dcp import read_catalog
 from ckpt_tools.formats.files import open_files
@@ -41,3 +42,12 @@ def test_every_layout_converts_to_the_same_files(tmp_path: Path) -> None:
         convert_to_fsdp_dtensor(str(source), str(output), ConvertOptions(check_masters="all"))
         made.append({path.name: path.read_bytes() for path in output.rglob("*.distcp")})
     assert made[0] and made[0] == made[1] == made[2]
+
+
+def test_stages_that_processes_write_hold_the_same_tensors(tmp_path: Path) -> None:
+    write_llama(tmp_path / "one", gib=0.01)
+    write_llama(tmp_path / "two", gib=0.01, pp=2)
+    assert len(list((tmp_path / "two").glob("*.distcp"))) == 4
+    found = diff_checkpoints(tmp_path / "one", tmp_path / "two")
+    assert found.tensors and {tensor.kind for tensor in found.tensors} == {"equal"}
+    assert [value.name for value in found.values] == ["common_state.args.pipeline_model_parallel_size"]

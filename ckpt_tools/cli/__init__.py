@@ -11,7 +11,9 @@
 * `given_values`: values as people write them, and places that can be written to
 * `signature`: rows to a command, and what was given to the library's options classes
 * `job_sizes`: the training job of what was given
-* `convert`: `convert`, its long names, `build-param-group-map`
+* `convert`: `convert`
+* `long_names`: `convert` under NVIDIA's two names
+* `group_map`: `build-param-group-map`
 * `plan`: `plan`
 * `huggingface`: `export-hf`, `import-hf`
 * `inspect`: `inspect`, `print-torch-dcp-in-json`

@@ -19,9 +19,9 @@ MODULES = {
     "inspect": "inspect",
     "print-torch-dcp-in-json": "inspect",
     "convert": "convert",
-    "convert-torch-dist-to-fsdp-dtensor": "convert",
-    "convert-fsdp-dtensor-to-torch-dist": "convert",
-    "build-param-group-map": "convert",
+    "convert-torch-dist-to-fsdp-dtensor": "long_names",
+    "convert-fsdp-dtensor-to-torch-dist": "long_names",
+    "build-param-group-map": "group_map",
     "ls": "ls",
     "du": "du",
     "stats": "stats",
@@ -71,6 +71,9 @@ class Commands(Mapping[str, Any]):
         import_module(f"ckpt_tools.cli.{module}").register(app)
         app.registered_commands = [command for command in app.registered_commands if command.name == name]
         return offer_values(typer.main.get_command(app))
+
+    def __contains__(self, name: object) -> bool:
+        return name in MODULES  # `Mapping` would build the command to tell
 
     def __iter__(self) -> Iterator[str]:
         return iter(MODULES)

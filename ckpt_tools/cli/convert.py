@@ -1,8 +1,7 @@
-"""`convert`, its long names, and `build-param-group-map`."""
+"""`convert`; its long names stand in `long_names`."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from ckpt_tools.cli.job_sizes import JOB_SIZES, layout_of
 from ckpt_tools.cli.manual import page
 from ckpt_tools.cli.options import flag, option
 from ckpt_tools.cli.signature import Given, fill, with_options
-from ckpt_tools.model.choices import Format, MegatronFormat
+from ckpt_tools.model.choices import Format
 
 if TYPE_CHECKING:
     from ckpt_tools.commands.conversion import Progress
@@ -32,7 +31,7 @@ OutputDir = Annotated[
 
 # What has a meaning for one direction only; a flag without effect is refused.
 _ANY = t.RUNNING | t.READING | {"ignore_keys", "oom_traceback"}
-_MEANING: dict[Format, frozenset[str]] = {
+MEANING: dict[Format, frozenset[str]] = {
     "fsdp_dtensor": _ANY | t.FSDP_TARGET | JOB_SIZES | {"check_masters"},
     "torch_dist": _ANY | t.TORCH_DIST_TARGET,
     "dcp": _ANY | t.DCP_TARGET | JOB_SIZES | {"check_masters"},
@@ -40,7 +39,7 @@ _MEANING: dict[Format, frozenset[str]] = {
 }
 _ALWAYS = {"input_dir", "output_dir", "to"}
 AS_JSON = flag("--json", panel=t.RUN, help="The report as JSON on stdout.")
-_OWN = {
+OWN = {
     "iteration": t.ITERATIONS,
     "as_json": AS_JSON,
 }
@@ -51,26 +50,11 @@ _TO = {
              "state dict. Without --to, a plain state dict of a model that is not Megatron's stays one.",
     )
 }  # fmt: skip
-_MAP = {
-    "output": option(
-        Path, "-o", "--output", callback=v.in_a_folder, help="File to write. Default: stdout."
-    ),
-    "explain": flag("--explain", help="Say on stderr which rule placed each parameter."),
-}  # fmt: skip
 
 
 def register(app: typer.Typer) -> None:
-    """Add this module's commands to `app`."""
-    app.command(**page("convert"))(with_options(convert, frozenset().union(*_MEANING.values()), _TO | _OWN))
-    app.command(**page("convert-torch-dist-to-fsdp-dtensor"))(_long_form("fsdp_dtensor", "torch_dist"))
-    app.command(**page("convert-fsdp-dtensor-to-torch-dist"))(_long_form("torch_dist", "fsdp_dtensor"))
-    app.command(**page("build-param-group-map"))(
-        with_options(
-            build_param_group_map,
-            t.OPENING | {"dialect", "layer_spec", "experts", "swiglu", "iteration"},
-            _MAP,
-        )
-    )
+    """Add this module's command to `app`."""
+    app.command(**page("convert"))(with_options(convert, frozenset().union(*MEANING.values()), _TO | OWN))
 
 
 def convert(
@@ -201,7 +185,7 @@ def _refuse_meaningless(ctx: typer.Context, to: Format) -> None:
     from ckpt_tools.errors import UsageError
 
     useless = [
-        p for p in ctx.command.params if p.name not in _MEANING[to] | _ALWAYS and is_given(ctx, p.name or "")
+        p for p in ctx.command.params if p.name not in MEANING[to] | _ALWAYS and is_given(ctx, p.name or "")
     ]
     if useless:
         why = ""
@@ -212,47 +196,6 @@ def _refuse_meaningless(ctx: typer.Context, to: Format) -> None:
                 why += f", and {', '.join(p.opts[0] for p in others)} unless a message asks for it"
         names = ", ".join(p.opts[0] for p in useless)
         raise UsageError(f"{names}: no meaning for a conversion to {to}{why}")
-
-
-def _expect(kind: MegatronFormat, path: str, iteration: str | None, to: Format) -> None:
-    """Refuse a source of another kind than the command's name says."""
-    from ckpt_tools.errors import UnsupportedCheckpointError
-    from ckpt_tools.formats.detect import locate
-
-    found = locate(path, None if iteration == "all" else v.iteration_number(iteration)).kind
-    if found != kind:
-        raise UnsupportedCheckpointError(
-            f"{path} is a checkpoint of kind {found}; this command takes {kind}. `convert --to {to}` takes any"
-        )
-
-
-def _long_form(to: Format, source: MegatronFormat) -> Callable[..., None]:
-    """`convert` with its `--to` fixed and only the options it uses, under the name that NVIDIA's users know."""
-
-    def command(ctx: typer.Context, input_dir: InputDir, output_dir: OutputDir, **given: Any) -> None:
-        _expect(source, input_dir, given["iteration"], to)
-        convert(ctx, input_dir, output_dir, to=to, **given)
-
-    command.__doc__ = f"Convert a {source} checkpoint to {to}: `convert --to {to}`."
-    return with_options(command, _MEANING[to], _OWN)
-
-
-def build_param_group_map(
-    source: Annotated[
-        str, typer.Argument(help="A map dump, or a torch_dist checkpoint to derive the map from.")
-    ],
-    **given: Any,
-) -> None:
-    """Write a param_to_param_group_map.json: from a training job's dump, or derived from a checkpoint alone."""
-    from ckpt_tools.cli.render import escape, json_text, tell, write_text
-    from ckpt_tools.commands.group_map import build_group_map
-    from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
-
-    found = build_group_map(source, fill(TargetOptions, given), given["iteration"])
-    write_text(given["output"] or Path("-"), json_text(dict(found.groups), 2) + "\n", source)
-    if given["explain"]:
-        for name, rule in found.rules.items():
-            tell(f"{escape(name)}: group {found.groups[name]} ({rule})", sys.stderr)
 
 
 def finish(done: ConversionReport, as_json: bool, file: Path | None) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ckpt_tools.cli.render import escape, say, tell
 from ckpt_tools.commands.conversion_report import ConversionReport, Masters
-from ckpt_tools.commands.rewrite import Edited
 from ckpt_tools.commands.target_job import describe
 from ckpt_tools.execute.check_masters import describe_masters
 from ckpt_tools.execute.run import WriteReport
 from ckpt_tools.human import human_bytes
 from ckpt_tools.model.choices import assert_never
+
+if TYPE_CHECKING:
+    from ckpt_tools.commands.rewrite import Edited
 
 _SHOWN = 8
 _NAMED = 3  # keys of one reason

@@ -8,7 +8,14 @@ from typing import Any
 
 from ckpt_tools.commands.conversion_report import MastersUse
 from ckpt_tools.commands.opened import Opened
-from ckpt_tools.commands.read_model import Wanted, is_master, keeps_masters, read_beside_masters, read_model
+from ckpt_tools.commands.read_model import (
+    Wanted,
+    is_master,
+    keeps_masters,
+    master_targets,
+    read_beside_masters,
+    read_model,
+)
 from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.write_job import WriteOptions
 from ckpt_tools.formats.left_out import leave_out
@@ -125,19 +132,3 @@ def _source(opened: Opened, model: Model, dtype: str | None, wide: bool) -> Expo
 def one_name(name: str, expert: int | None) -> str:
     """The name of one expert's parameter: ``...experts.experts.7.linear_fc1.weight``."""
     return name if expert is None else name.replace(EXPERTS, f"{EXPERTS}{expert}.")
-
-
-def master_targets(model: Model) -> list[TargetTensor]:
-    """The fp32 master of every parameter that has one, with the stored weight it must round to."""
-    return [
-        TargetTensor(
-            p.name if p.expert is None else f"{p.name} of expert {p.expert}",
-            p.main.dtype,
-            p.shape,
-            p.main.sources,
-            must_round_to=p.weight.sources,
-            must_round_dtype=p.weight.dtype,
-        )
-        for p in model.parameters
-        if MASTER in p.values
-    ]

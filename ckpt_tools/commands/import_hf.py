@@ -31,7 +31,6 @@ from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, planned, prepare
 from ckpt_tools.commands.to_torch_dist import write_torch_dist
 from ckpt_tools.commands.tower_source import check_tower, tower_alone
 from ckpt_tools.commands.version_2 import VERSION_2, for_version_2
-from ckpt_tools.commands.warm_start import NEED_OPTIMIZER
 from ckpt_tools.errors import MappingError, UsageError
 from ckpt_tools.execute.run import Output
 from ckpt_tools.formats.detect import MAX_DIGITS, Location
@@ -64,11 +63,15 @@ from ckpt_tools.model.expressions import Made, Value, made_entry
 from ckpt_tools.model.model import Model, Parameter
 from ckpt_tools.model.roles import WEIGHT
 from ckpt_tools.model.target import Source
+from ckpt_tools.verify.facts import since
 
 MLA_NORM = re.compile(r"\.linear_(q|kv)_up_proj\.layer_norm_weight$")
 _FUSED_ONLY = ("linear_attention_freq", "hybrid_override_pattern")  # arguments of such layers
 FORMATS = ("torch_dist", "fsdp_dtensor")
 DIVISOR = 128  # Megatron's own --make-vocab-size-divisible-by
+_NEED_OPTIMIZER = since(
+    "core-0.19"
+)  # programs that start from no checkpoint without one: the rule `warm-start`
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +157,7 @@ def completed(options: ImportOptions, config: Mapping[str, Any]) -> ImportOption
         fsdp = replace(fsdp, dialect=BRIDGE)
     if options.to == "fsdp_dtensor":
         of_version_2 = options.layout is not None and options.layout.name == VERSION_2  # starts from weights
-        needed = (fsdp.dialect or "main") in NEED_OPTIMIZER and not of_version_2
+        needed = (fsdp.dialect or "main") in _NEED_OPTIMIZER and not of_version_2
         fresh = needed if fsdp.fresh_optimizer is None else fsdp.fresh_optimizer
         fsdp = replace(fsdp, fresh_optimizer=fresh, weights_only=True)
         if fresh and iteration is None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ckpt_tools.commands.export_source import master_targets
+from ckpt_tools.commands.read_model import master_targets
 from ckpt_tools.errors import CorruptCheckpointError, VerificationError, list_problems
 from ckpt_tools.execute.check_masters import compare_masters, unlike
 from ckpt_tools.execute.prove import prove_payloads

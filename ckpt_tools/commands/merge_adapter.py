@@ -20,14 +20,13 @@ from ckpt_tools.commands.conversion import (
     like_to_like,
 )
 from ckpt_tools.commands.conversion_report import ConversionReport, MastersUse
-from ckpt_tools.commands.export_source import master_targets
 from ckpt_tools.commands.hf_assets import read_assets
 from ckpt_tools.commands.hf_parts import CONFIG, architecture_of, read_config, refuse_adapters, weight_files
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.outputs import output_directory, refuse_overlap
 from ckpt_tools.commands.peft_source import is_peft, merge_peft, peft_files
 from ckpt_tools.commands.placements import Layout
-from ckpt_tools.commands.read_model import Wanted, keeps_masters, read_beside_masters
+from ckpt_tools.commands.read_model import Wanted, keeps_masters, master_targets, read_beside_masters
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, planned, prepare_model
 from ckpt_tools.commands.to_torch_dist import write_torch_dist
 from ckpt_tools.errors import UnsupportedCheckpointError, UsageError

@@ -11,7 +11,6 @@ from ckpt_tools.formats.files import Files, open_files
 from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.megatron.common_state import CommonState, read_common_state
 from ckpt_tools.model.catalog import Catalog
-from ckpt_tools.verify.place import number_fix
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +59,8 @@ def warn_of_iteration(location: Location, common: CommonState) -> None:
     named, stored = location.iteration, common.iteration
     if named is None or stored is None or named == stored:
         return
+    from ckpt_tools.verify.place import number_fix  # who only reads needs nothing else of the verify room
+
     fix = number_fix(location, stored)
     warnings.warn(
         f"{location.path}: the folder says iteration {named}, the state in it {stored}. An output made of it "

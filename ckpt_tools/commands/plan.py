@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from ckpt_tools.commands.close_names import unmatched
 from ckpt_tools.commands.opened import open_checkpoint
 from ckpt_tools.commands.placements import Layout, place_model, rank_share
-from ckpt_tools.commands.relayout_plain import plain_layout, stays_plain
+from ckpt_tools.commands.relayout_plain import plain_layout
 from ckpt_tools.commands.target_job import TargetJob
-from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, prepare_output
+from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, prepare_output, stays_plain
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.detect import Location
 from ckpt_tools.formats.files import AnyPath, path_text

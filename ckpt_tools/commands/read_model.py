@@ -1,9 +1,13 @@
-"""READ: the model in an opened checkpoint, one entry a format. Every command that wants a model asks here."""
+"""READ: the model in an opened checkpoint, one entry a format. Every command that wants a model asks here.
+
+An entry imports what reads its format, as a command meets one or two of them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from ckpt_tools.commands.opened import Opened
 from ckpt_tools.errors import UnsupportedCheckpointError, VerificationError, list_problems
@@ -12,15 +16,15 @@ from ckpt_tools.execute.prove import prove_payloads
 from ckpt_tools.execute.spread import Job, Result, Tick, spread
 from ckpt_tools.execute.workers import can_fork
 from ckpt_tools.execute.write_job import WriteOptions
-from ckpt_tools.megatron.dcp.read import dcp_model
-from ckpt_tools.megatron.fsdp_dtensor.entries import read_fsdp_source
-from ckpt_tools.megatron.fsdp_dtensor.read import fsdp_model
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_proof import Share, by_threads
-from ckpt_tools.megatron.torch_dist.read import Extent, read_torch_dist
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.choices import LayerSpec, MegatronFormat
 from ckpt_tools.model.model import Model, Parameter
+from ckpt_tools.model.roles import MASTER
 from ckpt_tools.model.target import Source, TargetTensor
+
+if TYPE_CHECKING:
+    from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_proof import Share
+    from ckpt_tools.megatron.torch_dist.read import Extent
 
 _THREADS = 2  # of a process
 GO_ON_UNPROVEN = "--check-masters none goes on without this proof."
@@ -86,6 +90,8 @@ def read_beside_masters(
 
 
 def _torch_dist(opened: Opened, wanted: Wanted) -> Model:
+    from ckpt_tools.megatron.torch_dist.read import read_torch_dist
+
     return read_torch_dist(
         opened.files,
         opened.catalog,
@@ -99,6 +105,8 @@ def _torch_dist(opened: Opened, wanted: Wanted) -> Model:
 
 def shared_by(workers: int | None) -> Share:
     """Who does the comparing of a proof by content: so many processes; where none can be forked, threads."""
+    from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_proof import by_threads
+
     if workers == 1 or not can_fork():
         return by_threads
 
@@ -114,6 +122,9 @@ def shared_by(workers: int | None) -> Share:
 
 def _fsdp_dtensor(opened: Opened, wanted: Wanted) -> Model:
     """The masters stand in the place of weights: they are there without the rest of an optimizer."""
+    from ckpt_tools.megatron.fsdp_dtensor.entries import read_fsdp_source
+    from ckpt_tools.megatron.fsdp_dtensor.read import fsdp_model
+
     weights_only = wanted.optimizer != "whole"
     source = read_fsdp_source(
         opened.files,
@@ -128,6 +139,7 @@ def _fsdp_dtensor(opened: Opened, wanted: Wanted) -> Model:
 
 def _dcp(opened: Opened, wanted: Wanted) -> Model:
     """A plain state dict of a Megatron job."""
+    from ckpt_tools.megatron.dcp.read import dcp_model
 
     def rounds(catalog: Catalog, weight: str, master: str) -> bool:
         entry, into = catalog.tensors[master], catalog.tensors[weight]
@@ -182,3 +194,19 @@ def keeps_masters(model: Model) -> bool:
 def is_master(parameter: Parameter) -> bool:
     """Whether what stands in the place of a parameter's weight is its fp32 master."""
     return parameter.weight.dtype == "float32" != parameter.dtype
+
+
+def master_targets(model: Model) -> list[TargetTensor]:
+    """The fp32 master of every parameter that has one, with the stored weight it must round to."""
+    return [
+        TargetTensor(
+            p.name if p.expert is None else f"{p.name} of expert {p.expert}",
+            p.main.dtype,
+            p.shape,
+            p.main.sources,
+            must_round_to=p.weight.sources,
+            must_round_dtype=p.weight.dtype,
+        )
+        for p in model.parameters
+        if MASTER in p.values
+    ]

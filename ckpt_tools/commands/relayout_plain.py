@@ -20,7 +20,7 @@ from ckpt_tools.formats.container import read_archive
 from ckpt_tools.formats.detect import Location
 from ckpt_tools.formats.left_out import leave_out
 from ckpt_tools.megatron.dcp.read import owners
-from ckpt_tools.megatron.dcp.state_dict import StateDict, is_megatron, read_state_dict
+from ckpt_tools.megatron.dcp.state_dict import StateDict, read_state_dict
 from ckpt_tools.megatron.fsdp_dtensor.entries import SmallValues
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.megatron.record import TargetRecord, read_record
@@ -34,15 +34,6 @@ if TYPE_CHECKING:
 
 HF_PREFIX = "model"
 LOADER = "torch.distributed.checkpoint"
-
-
-def stays_plain(opened: Opened, options: ConvertOptions) -> bool:
-    """Whether the source is a state dict of a model that no format of Megatron can hold, and need not become one."""
-    return (
-        options.keep_plain
-        and opened.location.kind == "dcp"
-        and not is_megatron(read_state_dict(opened.catalog))
-    )
 
 
 def plain_layout(layout: Layout) -> Layout:

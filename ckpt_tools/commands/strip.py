@@ -14,9 +14,8 @@ from typing import Any
 
 from ckpt_tools.commands.conversion import advice_on_weights, prove_rounding
 from ckpt_tools.commands.conversion_report import Masters, MastersUse
-from ckpt_tools.commands.export_source import master_targets
 from ckpt_tools.commands.opened import Opened, open_checkpoint
-from ckpt_tools.commands.read_model import Wanted, read_beside_masters
+from ckpt_tools.commands.read_model import Wanted, master_targets, read_beside_masters
 from ckpt_tools.commands.relayout_plain import masters_beside_weights
 from ckpt_tools.commands.restart import begin_anew
 from ckpt_tools.commands.rewrite import Edited, EditOptions, rewrite, use_of_masters

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from ckpt_tools.commands.conversion import (
     Conversion,
@@ -23,8 +23,6 @@ from ckpt_tools.commands.opened import Opened
 from ckpt_tools.commands.outputs import object_archives, read_bridge_files, trackers_of, with_record
 from ckpt_tools.commands.placements import Layout, target_model
 from ckpt_tools.commands.read_model import Wanted, need_kind, read_model
-from ckpt_tools.commands.relayout import need_other_job, prepare_relayout
-from ckpt_tools.commands.relayout_plain import need_job, plain_layout, prepare_plain, stays_plain
 from ckpt_tools.commands.target_job import TargetJob, need_tp, said_tp, sized
 from ckpt_tools.commands.version_2 import VERSION_1, VERSION_2, for_version_1, for_version_2
 from ckpt_tools.commands.warm_start import begun_at, weights_for_masters, with_run_state
@@ -40,7 +38,6 @@ from ckpt_tools.megatron.fsdp_dtensor.tensors import live_value
 from ckpt_tools.megatron.fsdp_dtensor.write import FsdpTarget, TargetOptions, build_fsdp_target, writer_tp
 from ckpt_tools.megatron.parallel_sizes import refuse_tensor_parallel
 from ckpt_tools.megatron.record import TargetRecord
-from ckpt_tools.megatron.torch_dist.read import Extent
 from ckpt_tools.megatron.vocab import VocabChange
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Item
@@ -49,6 +46,9 @@ from ckpt_tools.model.deferred import Chosen
 from ckpt_tools.model.model import Model, without_optimizer
 from ckpt_tools.model.roles import MASTER, WEIGHT
 from ckpt_tools.model.target import TargetObject, TargetTensor
+
+if TYPE_CHECKING:
+    from ckpt_tools.megatron.torch_dist.read import Extent
 
 _BUILD: Final = {"fsdp_dtensor": build_fsdp_target, "dcp": build_dcp_target}
 
@@ -88,11 +88,22 @@ def convert_to_fsdp_dtensor(
 def plan_fsdp_dtensor(opened: Opened, options: ConvertOptions, world: int) -> Conversion:
     """Everything up to the first byte; `world` processes convert."""
     if opened.location.kind == "fsdp_dtensor":
+        from ckpt_tools.commands.relayout import need_other_job
+
         need_other_job(opened.location, options)
     if stays_plain(opened, options):
         return plan_plain(opened, options, world)
     layout = options.layout or Layout(world=world, of_job=False)
     return planned(opened, prepare_output(opened, options, layout), options, layout)
+
+
+def stays_plain(opened: Opened, options: ConvertOptions) -> bool:
+    """Whether the source is a state dict of a model that no format of Megatron can hold, and need not become one."""
+    if not options.keep_plain or opened.location.kind != "dcp":
+        return False
+    from ckpt_tools.megatron.dcp.state_dict import is_megatron, read_state_dict
+
+    return not is_megatron(read_state_dict(opened.catalog))
 
 
 def prepare_output(opened: Opened, options: ConvertOptions, layout: Layout) -> Conversion:
@@ -111,8 +122,12 @@ def prepare(opened: Opened, options: ConvertOptions, layout: Layout) -> Conversi
     Raises the errors of `convert_to_fsdp_dtensor` up to its plan.
     """
     if opened.location.kind == "fsdp_dtensor":
+        from ckpt_tools.commands.relayout import prepare_relayout
+
         return prepare_relayout(opened, options, layout)
     if stays_plain(opened, options):
+        from ckpt_tools.commands.relayout_plain import prepare_plain
+
         return prepare_plain(opened, options, layout)
     if opened.location.kind != "dcp":
         need_kind(opened, "torch_dist")
@@ -125,6 +140,8 @@ def prepare(opened: Opened, options: ConvertOptions, layout: Layout) -> Conversi
 
 def plan_plain(opened: Opened, options: ConvertOptions, world: int) -> Conversion:
     """A plain state dict for another job."""
+    from ckpt_tools.commands.relayout_plain import need_job, plain_layout, prepare_plain
+
     need_job(opened.location, options)
     layout = plain_layout(options.layout or Layout(world=world, of_job=False))
     return planned(opened, prepare_plain(opened, options, layout), options, layout)

@@ -20,10 +20,9 @@ from ckpt_tools.commands.conversion import (
     open_source,
 )
 from ckpt_tools.commands.conversion_report import ConversionReport, MastersUse
-from ckpt_tools.commands.export_source import master_targets
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.outputs import object_archives, read_bridge_files
-from ckpt_tools.commands.read_model import A_KIND, Wanted, keeps_masters, read_model
+from ckpt_tools.commands.read_model import A_KIND, Wanted, keeps_masters, master_targets, read_model
 from ckpt_tools.commands.target_job import TargetJob
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError
 from ckpt_tools.formats.container import read_archive

@@ -15,7 +15,6 @@ from ckpt_tools.errors import (
     UnsupportedCheckpointError,
     UsageError,
 )
-from ckpt_tools.execute.access import write_report
 from ckpt_tools.formats.dcp import read_catalog
 from ckpt_tools.formats.detect import TRACKER, Location, locate
 from ckpt_tools.formats.files import AnyPath, Files, LocalFiles, open_files, path_text
@@ -208,6 +207,8 @@ def _manifest(
     found.looked_at = len(made["files"]) + len(made["tensors"])
     check = found.done() if options.manifest is None else check_manifest(stored, made)
     if options.write_manifest is not None and is_valid and not check.errors:
+        from ckpt_tools.execute.access import write_report
+
         source = Path(files.location) if isinstance(files, LocalFiles) else None
         write_report(options.write_manifest, (json.dumps(made, indent=1) + "\n").encode(), source)
     return check

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ckpt_tools.commands.export_source import master_targets
-from ckpt_tools.commands.mend_weights import judge_damage
 from ckpt_tools.commands.opened import Opened
-from ckpt_tools.commands.read_model import Wanted, read_model
+from ckpt_tools.commands.read_model import Wanted, master_targets, read_model
 from ckpt_tools.errors import NEVER_FINDINGS, CkptError
 from ckpt_tools.execute.check_masters import compare_all_masters
 from ckpt_tools.formats.detect import Location
@@ -65,6 +63,8 @@ def check_all_masters(
 
 def _known_damage(files: Files, model: Model, threads: int, problems: Sequence[str]) -> dict[str, str]:
     """By the name of a weight that its master does not round to: what is known of such damage, and the way out."""
+    from ckpt_tools.commands.mend_weights import judge_damage
+
     try:
         damaged = judge_damage(files, model, threads, problems).values()
     except NEVER_FINDINGS:

@@ -11,10 +11,6 @@ from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.megatron.torch_dist.read import rng_states, stored_groups
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.roles import MASTER
-from ckpt_tools.verify.facts import since
-
-NEED_OPTIMIZER = since("core-0.19")
-"""Programs that start from no checkpoint without an optimizer (see the rule `warm-start`)."""
 
 
 def with_run_state(model: Model, opened: Opened) -> Model:

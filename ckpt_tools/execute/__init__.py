@@ -17,6 +17,7 @@
 * `fill`: gathers, casts and computes the elements of a region
 * `source_reader`: regions of stored tensors
 * `read_box`: any box of a tensor, for checks and printing
+* `in_step`: tensors that should be alike, side by side
 * `proof`: sums of what is read of a source
 * `prove`: what is left of that proof, when all work is done
 * `check_masters`: masters round to the stored weights

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -138,7 +137,7 @@ class Folder:
 
     def write(self, name: str, data: bytes, sync: bool = False, mode: int = 0o666) -> None:
         """A new small file as `name`: a reader sees the old or the new content, never a part."""
-        temporary = f".{secrets.token_hex(8)}.tmp"
+        temporary = temporary_name()
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN, mode, dir_fd=self.fd)
         try:
             with os.fdopen(fd, "wb") as file:
@@ -186,7 +185,7 @@ class Folder:
 
     def _own_uid(self) -> int:
         """Whom the file system here takes us for: on NFS not always the process's user."""
-        name = f".{secrets.token_hex(8)}.tmp"
+        name = temporary_name()
         fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN, 0o600, dir_fd=self.fd)
         try:
             return os.fstat(fd).st_uid
@@ -199,6 +198,11 @@ class Folder:
             f"{self.path / name} stands where this tool keeps its own files, but {why}. Remove it, or choose "
             "another output."
         )
+
+
+def temporary_name() -> str:
+    """A name for a file that will get another; `secrets` would draw one alike, and import hashlib for it."""
+    return f".{os.urandom(8).hex()}.tmp"
 
 
 def move(source: Place, target: Place) -> None:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import stat
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -31,7 +30,7 @@ from ckpt_tools.errors import StorageError
 from ckpt_tools.execute.access import Access, access_of, common_access, give_group, make_folder
 from ckpt_tools.execute.fileio import preallocate, storage_errors
 from ckpt_tools.execute.finished import has_files, lengths
-from ckpt_tools.execute.folders import Folder, Foreign, Place, exchange, move
+from ckpt_tools.execute.folders import Folder, Foreign, Place, exchange, move, temporary_name
 from ckpt_tools.execute.journal import Journal
 from ckpt_tools.execute.vacant import (
     DATA,
@@ -317,7 +316,7 @@ class Staging:
         with storage_errors(parent.path / name):
             old = parent.status(name)
             is_file = old is not None and stat.S_ISREG(old.st_mode)
-            temporary = f".{secrets.token_hex(8)}.tmp"
+            temporary = temporary_name()
             folder.write(
                 temporary, content, True, old.st_mode & 0o777 if old and is_file else self._access.file
             )

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import signal
 import threading
 import time
@@ -26,10 +27,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from multiprocessing.connection import Connection, Pipe, wait
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpt_tools.cores import usable_cores
 from ckpt_tools.errors import CkptError, StorageError, UsageError
@@ -43,6 +42,9 @@ from ckpt_tools.execute.ranks import (
     told_error,
 )
 from ckpt_tools.execute.write_job import WriteOptions
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 T = TypeVar("T")
 
@@ -129,6 +131,8 @@ def _fork(workers: int, processes: list[int], pipes: ExitStack, fewer_will_do: b
     Raises:
         StorageError: see `forked`.
     """
+    from multiprocessing.connection import Pipe  # 5 ms, and most that is small needs no other process
+
     lines: list[Connection] = []
     gc.freeze()  # what is there stays shared: a collection, in a copy for all its life, would touch every page
     for rank in range(1, workers):
@@ -254,13 +258,15 @@ class WorkerRanks(Ranks):
 
     def _send(self, message: object) -> None:
         """The same to every worker, so it is pickled once."""
-        data = ForkingPickler.dumps(message)
+        data = pickle.dumps(message)
         for line in self._lines:
             with suppress(OSError):  # a worker that is gone has its outcome already
                 line.send_bytes(data)
 
     def _receive(self, seconds: float) -> None:
         """What has come from workers, waiting at most so long for it."""
+        from multiprocessing.connection import wait
+
         asked = {rank: line for rank, line in enumerate(self._lines, 1) if rank not in self._outcomes}
         ready = wait(list(asked.values()), seconds)
         for rank, line in asked.items():

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
 
-from ckpt_tools.execute.ranks import Ranks
-from ckpt_tools.execute.source_reader import SourceReader
-from ckpt_tools.execute.stream import Counters
-from ckpt_tools.formats.files import Files
 from ckpt_tools.model.choices import SourceCheck
-from ckpt_tools.model.transfers import OutputItem, Plan
+
+if TYPE_CHECKING:  # who only reads takes `WriteOptions` from here
+    from ckpt_tools.execute.ranks import Ranks
+    from ckpt_tools.execute.source_reader import SourceReader
+    from ckpt_tools.execute.stream import Counters
+    from ckpt_tools.formats.files import Files
+    from ckpt_tools.model.transfers import OutputItem, Plan
 
 Found: TypeAlias = Literal["nothing", "unfinished", "published", "finished"]
 """What an earlier process left of an output.

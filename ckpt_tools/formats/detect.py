@@ -262,7 +262,7 @@ def _chosen_iteration(files: Files, names: list[str], iteration: int | None) -> 
         text = read_whole(files, TRACKER, _TRACKER_BYTES).decode("utf-8", "replace").strip()
         if text == "release":
             return text
-        if not re.fullmatch(r"[0-9]{1,18}", text):
+        if not re.fullmatch(rf"[0-9]{{1,{MAX_DIGITS}}}", text):
             raise CorruptCheckpointError(
                 f"{files.location}/{TRACKER} holds {text[:40]!r}, not an iteration or 'release'. "
                 f"Choose with --iteration. {_choices(names)}"

@@ -10,31 +10,35 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 _GET = rb"(?:h.|j.{4})"
 _INT = rb"(?:K.|M..|J.{4}|\x8a(?:\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8}))"
 _TUPLE = rb"(?:%b\x85|%b{2}\x86|%b{3}\x87|\(%b{4,16}t)" % (_INT, _INT, _INT, _INT)
 _INTS = re.compile(_INT, re.DOTALL)
+_BEGINNING = re.compile(rb"%b\)\x81\x94}\x94\(" % _GET, re.DOTALL)  # of every kind: class, NEWOBJ, attributes
 
 # Memo entries that a group makes when it matches, by the end of its name; a SIZE is a tuple, arguments and a call.
 _MEMOS = {"text": 1, "empty": 2, "tuple": 3, "object": 2, "write": 4}
 
 
-@dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of record: its pattern, and the memo entries that one makes (`memos`, and `more` of its groups)."""
+    """A kind of record: its pattern, and the memo entries that one makes (`memos`, and more of its groups)."""
 
-    pattern: re.Pattern[bytes]
-    memos: int
-    more: tuple[tuple[int, int], ...]
-    texts: tuple[int, ...]
+    def __init__(self, memos: int, *parts: bytes) -> None:
+        self._memos, self._source = memos, b"".join(parts)
+        self._pattern: re.Pattern[bytes] | None = (
+            None  # compiled when a record is met: that takes milliseconds
+        )
+        self._more: tuple[tuple[int, int], ...] = ()
+        self._texts: tuple[int, ...] = ()
 
     def match(self, data: bytes, at: int) -> re.Match[bytes] | None:
         """The record that begins at byte `at`, or None."""
-        found = self.pattern.match(data, at)
+        if self._pattern is None and _BEGINNING.match(data, at) is None:
+            return None
+        found = (self._pattern or self._compiled()).match(data, at)
         if found:
-            for group in self.texts:  # a text is preceded by its length, which no pattern can count
+            for group in self._texts:  # a text is preceded by its length, which no pattern can count
                 text = found[group]
                 if text is not None and len(text) != text[1] + 2:
                     return None
@@ -42,18 +46,19 @@ class Kind:
 
     def memos_of(self, found: re.Match[bytes]) -> int:
         """How many memo entries a record makes."""
-        count = self.memos
-        for group, memos in self.more:
+        count = self._memos
+        for group, memos in self._more:
             if found[group] is not None:
                 count += memos
         return count
 
-
-def _kind(memos: int, *parts: bytes) -> Kind:
-    pattern = re.compile(b"".join(parts), re.DOTALL)
-    ends = {index: name.rpartition("_")[2] for name, index in pattern.groupindex.items()}
-    more = tuple((index, _MEMOS[end]) for index, end in ends.items() if end in _MEMOS)
-    return Kind(pattern, memos, more, tuple(index for index, end in ends.items() if end == "text"))
+    def _compiled(self) -> re.Pattern[bytes]:
+        pattern = re.compile(self._source, re.DOTALL)
+        ends = {index: name.rpartition("_")[2] for name, index in pattern.groupindex.items()}
+        self._more = tuple((index, _MEMOS[end]) for index, end in ends.items() if end in _MEMOS)
+        self._texts = tuple(index for index, end in ends.items() if end == "text")
+        self._pattern = pattern
+        return pattern
 
 
 def _get(name: bytes) -> bytes:
@@ -93,16 +98,16 @@ _WRITE = b"".join((
     _GET, _PROPERTIES, _GET, _size(b"whole"), b"ub)",
 ))  # fmt: skip
 
-CHUNK = _kind(2, _CHUNK)
+CHUNK = Kind(2, _CHUNK)
 """ChunkStorageMetadata: offsets and sizes."""
 
-STORED = _kind(
+STORED = Kind(
     4, _INDEX, _open(b"info_class"), _get(b"path_name"), _text(b"path"),
     _get(b"offset_name"), _int(b"offset"), _get(b"length_name"), _int(b"length"), b"ub",
 )  # fmt: skip
 """A MetadataIndex (fqn, index, offset unless it is an object's) and its _StorageInfo (path, offset, length)."""
 
-PLANNED = _kind(
+PLANNED = Kind(
     4, rb"%b\)\x81\x94}\x94\(" % _GET, _GET, _INDEX, _GET, _GET, _GET, b"(?:%b|N)" % _INT,
     _GET, b"(?:N|%b)ub" % _WRITE,
 )  # fmt: skip

@@ -71,7 +71,7 @@ class Comparison:
     def add(self, a: Array, b: Array, start: tuple[int, ...]) -> None:
         """Compare two tiles of raw bits that begin at element `start` of their tensors."""
         shape, a, b = a.shape, np.ascontiguousarray(a).reshape(-1), np.ascontiguousarray(b).reshape(-1)
-        if self._bits_decide and _are_same_bits(a, b):
+        if self.bits_decide and are_same_bits(a, b):
             return
         for first in range(0, len(a), _BLOCK):
             block = slice(first, first + _BLOCK)
@@ -81,7 +81,7 @@ class Comparison:
                 self.found.index = tuple(int(i) + s for i, s in zip(index, start, strict=True))
 
     @property
-    def _bits_decide(self) -> bool:
+    def bits_decide(self) -> bool:
         """Whether elements of the same bits are equal, so that only the others need a look."""
         return self._same_type and (self._tolerance.nan != "different" or not self._castable)
 
@@ -91,7 +91,7 @@ class Comparison:
             at = self._compare_numbers(a, b, np.ones(len(a), bool))
             return None if at is None else int(at)
         bits_differ = (_bytes(a) != _bytes(b)).any(axis=1) if a.itemsize > 8 else a != b
-        chosen = np.flatnonzero(bits_differ) if self._bits_decide else np.arange(len(a))
+        chosen = np.flatnonzero(bits_differ) if self.bits_decide else np.arange(len(a))
         if not len(chosen):
             return None
         if len(chosen) < len(a):
@@ -176,13 +176,13 @@ class Comparison:
         return at
 
 
-def _are_same_bits(a: Array, b: Array) -> bool:
+def are_same_bits(a: Array, b: Array) -> bool:
     """Whether two contiguous arrays of one type are equal: eight bytes at a time, the rest one by one."""
     x, y = a.view(np.uint8), b.view(np.uint8)
     whole = len(x) & ~7
-    return np.array_equal(x[:whole].view(np.uint64), y[:whole].view(np.uint64)) and np.array_equal(
-        x[whole:], y[whole:]
-    )
+    if not np.array_equal(x[:whole].view(np.uint64), y[:whole].view(np.uint64)):
+        return False
+    return whole == len(x) or np.array_equal(x[whole:], y[whole:])
 
 
 def _bytes(raw: Array) -> Array:

@@ -22,7 +22,6 @@ from ckpt_tools.formats.archive import payload_offset, read_directory, stored_cr
 from ckpt_tools.formats.container import Stretch, find_tensor, whole_file
 from ckpt_tools.formats.files import Files
 from ckpt_tools.formats.frames import RECORDS, UsualItem, usual_item
-from ckpt_tools.megatron.keys import bucket_key
 from ckpt_tools.model.casts import Array
 from ckpt_tools.model.catalog import Catalog, Item
 from ckpt_tools.model.dtypes import ITEMSIZE
@@ -101,6 +100,8 @@ def scanning(
 def _checks(
     files: Files, catalog: Catalog, scans: Iterable[tuple[_Job, _Scan]], allow_nonfinite: bool
 ) -> tuple[Check, Check]:
+    from ckpt_tools.megatron.keys import bucket_key  # not before the other processes have begun
+
     sums, values = Findings("checksums", "records"), Findings("values", "elements")
     census: dict[str, Census] = {key: Census() for key in catalog.tensors}
     without = 0

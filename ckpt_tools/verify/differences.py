@@ -10,20 +10,21 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from ckpt_tools.execute.check_masters import compare_all_masters
+from ckpt_tools.execute.check_masters import compare_all_masters, unlike
+from ckpt_tools.execute.in_step import Seen, in_step
 from ckpt_tools.execute.read_box import BoxReader
 from ckpt_tools.execute.source_reader import index_of
 from ckpt_tools.execute.spread import Tick, spread
 from ckpt_tools.formats.container import load_object
 from ckpt_tools.formats.files import Files
 from ckpt_tools.model.box import Box
-from ckpt_tools.model.casts import Array, raw_dtype
+from ckpt_tools.model.casts import Array, numpy_dtype, raw_dtype
 from ckpt_tools.model.catalog import Catalog, Item, ObjectEntry
 from ckpt_tools.model.choices import DiffBy
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.roles import MASTER, WEIGHT, Role
 from ckpt_tools.model.target import InlineTensor, TargetTensor
-from ckpt_tools.verify.compare import Comparison, Extremes, Tolerance
+from ckpt_tools.verify.compare import Comparison, Extremes, Tolerance, are_same_bits
 from ckpt_tools.verify.diff_values import ValueDiff, diff_values, text_of
 from ckpt_tools.verify.parts import Part, bytes_of, parts_of
 from ckpt_tools.verify.stored_weights import WeightsComparison, can_round, has_weights, weight_behind
@@ -125,6 +126,8 @@ def diff_tensors(
     def compare(part: Part, told: Tick) -> tuple[Extremes, Extremes]:
         pair = pairs[part.number]
         comparison = Comparison((pair[0].dtype, pair[1].dtype), options.tolerance)
+        if _are_equal(pair, readers, part, options.tolerance, part.number in behind, told):
+            return Extremes(), Extremes()
         weights = WeightsComparison(pair, readers, options.tolerance) if part.number in behind else None
         read_a, read_b = (_read(reader, tensor) for reader, tensor in zip(readers, pair, strict=True))
         for tile in part.tiles():
@@ -160,6 +163,49 @@ def diff_tensors(
         *(_by_values(one, next(compared), bitwise) if one.kind == "equal" else one for one in judged),
         *_weight_rows(a, b, weights, options),
     )
+
+
+def _are_equal(
+    pair: Pair,
+    readers: tuple[BoxReader, BoxReader],
+    part: Part,
+    tolerance: Tolerance,
+    with_weights: bool,
+    told: Tick,
+) -> bool:
+    """Whether a quick look at all of a part shows that nothing in it differs; if not, nothing is known.
+
+    It ends at the first difference, so that little is read twice of checkpoints that differ all over.
+    """
+    a, b = pair
+    if not (isinstance(a, TargetTensor) and isinstance(b, TargetTensor)):
+        return False
+    seen = [Seen(readers[0], a), Seen(readers[1], b)]
+    behind = [Seen(one.reader, weight) for one in seen if (weight := weight_behind(one.tensor)) is not None]
+    behind = behind if with_weights else []
+    types = [one.tensor.dtype for one in (*seen, *behind)]
+    if not all(Comparison((t[0], t[-1]), tolerance).bits_decide for t in (types[:2], types[2:]) if t):
+        return False
+    elements = nbytes = 0
+    for blocks in in_step([*seen, *behind], part.box):
+        told(0)
+        if not _are_alike(blocks, types):
+            return False
+        elements += blocks[0].size
+        nbytes += sum(block.nbytes for block in blocks)
+    if elements == part.box.volume:
+        told(nbytes)
+    return elements == part.box.volume
+
+
+def _are_alike(blocks: Sequence[Array], types: Sequence[str]) -> bool:
+    """Whether two blocks of raw bits are equal, and the weights behind both, or behind one: the masters rounded."""
+    if not are_same_bits(blocks[0], blocks[1]):
+        return False
+    if len(blocks) != 3:
+        return len(blocks) == 2 or are_same_bits(blocks[2], blocks[3])
+    masters, weights = (blocks[n].view(numpy_dtype(types[n])) for n in (0, 2))
+    return not unlike(masters, types[0], weights, types[2]).any()
 
 
 def _weight_rows(

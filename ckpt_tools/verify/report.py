@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
 from ckpt_tools.errors import CkptError, HostileCheckpointError
 from ckpt_tools.formats.detect import CheckpointKind
-from ckpt_tools.verify.accounts import Audit
+
+if TYPE_CHECKING:
+    from ckpt_tools.verify.accounts import Audit
 
 Severity: TypeAlias = Literal["error", "warning"]
 ERROR: Final = "error"

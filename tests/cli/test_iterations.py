@@ -15,10 +15,10 @@ from ckpt_tools.cli.app import run
 from ckpt_tools.cli.commands import MODULES
 from tests.cli.options import OPTIONS
 from tests.commands import oracle
-from tests.conftest import DATA
+from tests.conftest import DATA, fixture_dir
 
 LLAMA = DATA / "core019_llama_tp2_fully_reshardable"
-FSDP = DATA / "core019_llama_tp2_native_fsdp_dtensor"
+FSDP = "core019_llama_tp2_native_fsdp_dtensor"
 FOLDER = "iter_0000002"
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -39,7 +39,7 @@ def several(tmp_path: Path) -> Path:
     """A run with the iterations 2, 4 and 6, of which the tracker names 4, and a release."""
     root = tmp_path / "run"
     for name in ("iter_0000002", "iter_0000004", "iter_0000006"):
-        shutil.copytree(FSDP / FOLDER, root / name)
+        shutil.copytree(fixture_dir(FSDP) / FOLDER, root / name)
     (root / TRACKER).write_text("4")
     return root
 
@@ -83,7 +83,7 @@ def test_what_is_there_is_passed_over_and_what_is_broken_named(
 def test_a_folder_that_is_no_run_has_no_iterations(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["strip", str(FSDP / FOLDER), str(tmp_path / "out"), "--iteration", "all"]) == 2
+    assert run(["strip", str(fixture_dir(FSDP) / FOLDER), str(tmp_path / "out"), "--iteration", "all"]) == 2
     assert "is one checkpoint, not a run's root" in capsys.readouterr().err
 
 
@@ -112,7 +112,7 @@ def test_a_command_of_one_iteration_says_which_take_all(
 
 @pytest.mark.parametrize("name", sorted(ALL))
 def test_a_command_of_all_iterations_says_so(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [str(FSDP if "fsdp-dtensor-to" in name else LLAMA)]
+    words = [str(fixture_dir(FSDP) if "fsdp-dtensor-to" in name else LLAMA)]
     words += ["/tmp/never"] * (name not in ("verify", "du"))
     assert run([name, *words, *EDITS.get(name, ()), "--iteration", "two"]) == 2
     assert capsys.readouterr().err == "error: --iteration two: give a number, or all\n"

@@ -225,4 +225,4 @@ def test_an_option_that_is_in_no_row_is_a_defect() -> None:
 
 
 def test_only_directions_that_exist_have_options() -> None:
-    assert set(convert.RUNS) == set(convert._MEANING)
+    assert set(convert.RUNS) == set(convert.MEANING)

@@ -13,10 +13,10 @@ from ckpt_tools.commands.opened import open_checkpoint
 from ckpt_tools.commands.preflight import preflight
 from ckpt_tools.verify.job import VERSIONS, Job, parse_command
 from tests.commands.test_strip import place_of
-from tests.conftest import DATA
+from tests.conftest import DATA, fixture_dir
 
 LLAMA = DATA / "core019_llama_tp2_fully_reshardable"
-NATIVE = DATA / "core019_llama_tp2_native_fsdp_dtensor"
+NATIVE = "core019_llama_tp2_native_fsdp_dtensor"
 MODEL = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
     "swiglu", "normalization", "position_embedding_type", "untie_embeddings_and_output_weights", "num_experts",
@@ -73,7 +73,7 @@ def test_weights_alone_are_for_finetuning() -> None:
 
 
 def test_what_was_converted_from_megatron_fsdp_is_launched_without_it(tmp_path: Path) -> None:
-    assert run(["convert", str(NATIVE), str(tmp_path / "out"), "--to", "torch_dist", "-q"]) == 0
+    assert run(["convert", str(fixture_dir(NATIVE)), str(tmp_path / "out"), "--to", "torch_dist", "-q"]) == 0
     _, job = as_is(tmp_path / "out")
     assert not job.has("use_megatron_fsdp")
     assert job.get("data_parallel_sharding_strategy") == parse_command(["x.py"], "main").get(
@@ -97,4 +97,4 @@ def test_what_was_imported_is_launched_too(tmp_path: Path, capsys: pytest.Captur
 
 def test_there_is_none_where_a_job_is_described_or_megatron_fsdp_loads_it() -> None:
     assert preflight(str(LLAMA), ["--use-megatron-fsdp"]).as_is is None
-    assert preflight(str(NATIVE)).as_is is None
+    assert preflight(str(fixture_dir(NATIVE))).as_is is None
