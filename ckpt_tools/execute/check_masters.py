@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass, replace
+from itertools import chain
 from typing import TypeAlias
 
 import numpy as np
@@ -20,10 +21,11 @@ from ckpt_tools.errors import UnsupportedCheckpointError, VerificationError, lis
 from ckpt_tools.execute.fp8_masters import HALF_TYPES, Fp8Comparison, describe_element
 from ckpt_tools.execute.ranks import Ranks
 from ckpt_tools.execute.read_box import BoxReader
-from ckpt_tools.execute.spread import even_shares
+from ckpt_tools.execute.spread import by_threads, even_shares
 from ckpt_tools.execute.workers import shared_out
 from ckpt_tools.execute.write_job import WriteOptions
 from ckpt_tools.formats.files import Files
+from ckpt_tools.formats.read_ahead import Range
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.casts import Array, cast, raw_dtype
 from ckpt_tools.model.catalog import Catalog
@@ -126,8 +128,8 @@ def compare_masters(
 
     try:
         comparisons = [_comparison(reader, target) for target in wanted]
+        elements, first = _compare_plainly(comparisons, level, boxes, threads, reader.is_remote)
         with ThreadPoolExecutor(threads) as pool:  # an error ends `map`, which calls off what has not begun
-            elements, first = _compare_plainly(comparisons, level, boxes, pool)
             proven = _compare_as_fp8(first, level, boxes, pool, fp8_recipe) if fp8_recipe else {}
     finally:
         reader.close()
@@ -181,7 +183,7 @@ _Boxes: TypeAlias = Callable[[Box], Iterator[Box]]
 
 
 def _compare_plainly(
-    comparisons: Sequence[_Comparison], level: CheckLevel, boxes: _Boxes, pool: ThreadPoolExecutor
+    comparisons: Sequence[_Comparison], level: CheckLevel, boxes: _Boxes, threads: int, is_remote: bool
 ) -> tuple[dict[_Comparison, int], dict[_Comparison, str]]:
     """Elements compared of every tensor, and the first difference of each that has one."""
 
@@ -194,8 +196,12 @@ def _compare_plainly(
                 return elements, problem
         return elements, None
 
+    def reads(part: tuple[_Comparison, Box]) -> Iterator[Range]:
+        return chain.from_iterable(part[0].reads(box) for box in boxes(part[1]))
+
     parts = [(c, box) for c in comparisons for box in _parts(c, level)]
-    compared = list(pool.map(compare, parts))
+    ahead = WriteOptions(threads=threads).thread_memory(reads_store=is_remote).ahead
+    compared = by_threads(compare, parts, threads, reads, ahead)
     elements = dict.fromkeys(comparisons, 0)
     first: dict[_Comparison, str] = {}
     for (comparison, _), (count, problem) in zip(parts, compared, strict=True):
@@ -263,11 +269,16 @@ class _Comparison:
         weights = replace(target, dtype=self.dtype, sources=target.must_round_to)
         self.masters, self.weights = reader.tensor(target), reader.tensor(weights)
         self.transfers = reader.transfers(weights)
+        self._reads = reader.reads(target), reader.reads(weights)
 
     @property
     def can_be_fp8(self) -> bool:
         """Whether Transformer Engine could hold such a weight in FP8: a matrix with fp32 masters."""
         return len(self.target.shape) >= 2 and self.target.dtype == "float32" and self.dtype in HALF_TYPES
+
+    def reads(self, box: Box) -> Iterator[Range]:
+        """What comparing `box` reads of stores."""
+        return chain.from_iterable(reads(box) for reads in self._reads)
 
     def difference(self, box: Box) -> str | None:
         """The first element of `box` whose master does not round to its weight; any NaN equals any other."""

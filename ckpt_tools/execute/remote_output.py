@@ -157,7 +157,9 @@ class RemoteOutput:
         for name in sorted(there):
             uploads.note(name, source)
         todo = [name for name in names if name not in there]
-        counters = uploads.run(todo, source, job.options, job.ranks.check, job.progress)
+        counters = uploads.run(
+            todo, source, job.options.threads, job.thread_memory, job.ranks.check, job.progress
+        )
         resumed = sum(item.file in there for item in job.plan.items)
         resumed += sum(blob.file in there for blob in job.plan.blobs)
         return Done(counters, resumed, uploads.versions)

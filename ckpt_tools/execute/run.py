@@ -40,7 +40,6 @@ from ckpt_tools.execute.prove import ProofReport, prove_rest
 from ckpt_tools.execute.ranks import Ranks
 from ckpt_tools.execute.signals import StopSignals
 from ckpt_tools.execute.source_reader import SourceReader, forget
-from ckpt_tools.execute.work import tile_bytes
 from ckpt_tools.execute.write_job import (
     Found,
     JobOutput,
@@ -147,7 +146,7 @@ class _Run:
     def _take(self) -> tuple[Found, str]:
         """Rank 0 takes the output: what an earlier process has left there, and whose it is now."""
         job = self._job
-        tile_bytes(job.options.memory_bytes, job.options.threads)
+        assert job.thread_memory.tile  # or nobody begins
         if not self._leads:
             return "nothing", ""
         self._source_state = fingerprint(job.files, job.plan)
@@ -199,8 +198,10 @@ class _Run:
         files, plan, options, ranks = self._job.files, self._job.plan, self._job.options, self._job.ranks
         proven = ProofReport()
         if self._proof is not None:
-            tile = tile_bytes(options.memory_bytes, options.threads)
-            proven = prove_rest(self._proof, files, plan.source_key, ranks, options.threads, tile)
+            memory = self._job.thread_memory
+            proven = prove_rest(
+                self._proof, files, plan.source_key, ranks, options.threads, memory.tile, memory.ahead
+            )
         if options.fsync or options.direct:  # its page cache goes back, as that of what was written
             forget(files, plan.source_files)
         return proven

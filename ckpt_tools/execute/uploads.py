@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
+from ckpt_tools.execute.buffers import ThreadMemory
 from ckpt_tools.execute.marker import Marker
 from ckpt_tools.execute.source_reader import SourceReader
 from ckpt_tools.execute.stream import Counters, Pump
 from ckpt_tools.execute.work import Crew
-from ckpt_tools.execute.write_job import Progress, WriteOptions
+from ckpt_tools.execute.write_job import Progress
+from ckpt_tools.formats.read_ahead import reading_ahead
 from ckpt_tools.formats.store import Store
 from ckpt_tools.model.transfers import OutputBlob, OutputItem, Plan
 
@@ -39,18 +41,19 @@ class Uploads:
         self,
         names: Sequence[str],
         source: SourceReader,
-        options: WriteOptions,
+        threads: int,
+        memory: ThreadMemory,
         watch: Callable[[], None],
         progress: Progress,
     ) -> list[Counters]:
         """Upload the files `names`; see `Crew.run`."""
-        crew = Crew(source, options, sum(self._sizes[name] for name in names))
+        crew = Crew(source, threads, memory, sum(self._sizes[name] for name in names))
         left = iter(names)
 
         def upload(pump: Pump) -> None:
             while (name := self._next(left)) is not None:
                 crew.check()
-                self._upload(pump, name)
+                self._upload(pump, name, memory)
 
         return crew.run(upload, watch, progress)
 
@@ -58,17 +61,18 @@ class Uploads:
         with self._lock:
             return next(names, None)
 
-    def _upload(self, pump: Pump, name: str) -> None:
+    def _upload(self, pump: Pump, name: str, memory: ThreadMemory) -> None:
         """Upload one file; begun anew when the store fails in a way that its driver cannot mend."""
         size = self._sizes[name]
-        part_bytes = max(_PART_BYTES, -(-size // _MAX_PARTS))
+        part_bytes = max(min(_PART_BYTES, memory.parts // 2), -(-size // _MAX_PARTS))
 
         def upload(_timeout: float) -> None:
             self._marker.check()
             file = self._store.open_for_writing(name, part_bytes)
             try:
-                for data in _content(self._entries[name], size, pump):
-                    file.write(data)
+                with reading_ahead(self._entries[name], pump.reads, memory.ahead) as entries:
+                    for data in _content(entries, size, pump):
+                        file.write(data)
                 self._marker.check()
                 file.close()
             except BaseException:
@@ -114,7 +118,7 @@ def _entries_by_file(plan: Plan) -> dict[str, list[OutputItem | OutputBlob]]:
 
 
 def _content(
-    entries: Sequence[OutputItem | OutputBlob], size: int, pump: Pump
+    entries: Iterable[OutputItem | OutputBlob], size: int, pump: Pump
 ) -> Iterator[bytes | memoryview]:
     """The bytes of a file in order, gaps as zeros; each part is valid until the next is asked for."""
     at = 0

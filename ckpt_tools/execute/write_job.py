@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
+from ckpt_tools.execute.buffers import MIN_TILE_BYTES, TILES, ThreadMemory, thread_memory
 from ckpt_tools.execute.ranks import Ranks
-from ckpt_tools.execute.source_reader import SourceReader
+from ckpt_tools.execute.source_reader import SourceReader, has_stores
 from ckpt_tools.execute.stream import Counters
 from ckpt_tools.formats.files import Files
 from ckpt_tools.model.choices import SourceCheck
@@ -46,11 +47,21 @@ class WriteOptions:
     """How to work. None of it changes a byte of the result."""
 
     threads: int = 2
-    memory_bytes: int = 96 << 20  # for buffers, of all workers together
+    memory_bytes: int | None = None  # for buffers, of all workers together; None: see `buffers.default_bytes`
     fsync: bool = False  # make everything durable before it is published, and give its page cache back
     direct: bool = False  # write past the page cache
     check_source: SourceCheck = "all"
     workers: int | None = None  # processes forked on this machine, see `workers`; None: as many as help
+    tiles: int = TILES  # that a thread holds at a time
+
+    def thread_memory(self, reads_store: bool, writes_store: bool = False) -> ThreadMemory:
+        """What one thread may hold.
+
+        Raises:
+            UsageError: it is not enough to work with.
+        """
+        memory = thread_memory(self.memory_bytes, self.threads, self.workers or 1, reads_store, writes_store)
+        return memory._replace(tile=max(MIN_TILE_BYTES, memory.tile * TILES // self.tiles))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +114,11 @@ class WriteJob:
     options: WriteOptions
     ranks: Ranks
     progress: Progress
+
+    @property
+    def thread_memory(self) -> ThreadMemory:
+        """As `WriteOptions.thread_memory`."""
+        return self.options.thread_memory(has_stores(self.files), isinstance(self.output.directory, str))
 
 
 class Done(NamedTuple):

@@ -23,7 +23,8 @@ from ckpt_tools.errors import CorruptCheckpointError, StorageError, UnsupportedC
 from ckpt_tools.formats import store as store_module
 from ckpt_tools.formats.dcp import read_catalog
 from ckpt_tools.formats.files import LocalFiles, open_files
-from ckpt_tools.formats.remote import MAX_RANGE_BYTES, RemoteFiles
+from ckpt_tools.formats.read_ahead import REQUEST_BYTES
+from ckpt_tools.formats.remote import RemoteFiles
 from ckpt_tools.formats.store import Retry
 from tests.conftest import fixture_dir
 
@@ -109,7 +110,7 @@ def test_short_reads_that_follow_one_another_become_few_requests(store: Store) -
     spans = sorted(store.requests)
     assert len(spans) <= 16
     assert sum(stop - start for start, stop in spans) < 1.1 * len(DATA)
-    assert max(stop - start for start, stop in spans) <= MAX_RANGE_BYTES
+    assert max(stop - start for start, stop in spans) <= REQUEST_BYTES
 
 
 def test_scattered_short_reads_fetch_little(store: Store) -> None:
