@@ -124,6 +124,6 @@ def test_a_crash_shows_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     def crash(*_args: object) -> None:
         raise RuntimeError(f"https://u:{SECRET}@host")
 
-    monkeypatch.setattr(store, "_file_system", crash)
+    monkeypatch.setattr(store, "_driver", crash)
     assert run(["inspect", "s3://bucket/x"]) == 70
     assert SECRET not in capsys.readouterr().err

@@ -17,7 +17,7 @@ from ckpt_tools.credentials import redacted
 from ckpt_tools.errors import UsageError
 
 LIBRARIES = ("torch", "numpy", "typer", "rich", "orjson", "safetensors", "isal", "fsspec", "pyyaml")
-OPTIONAL_LIBRARIES = ("s3fs", "gcsfs", "multi-storage-client", "megatron-core", "transformers")
+OPTIONAL_LIBRARIES = ("botocore", "gcsfs", "multi-storage-client", "megatron-core", "transformers")
 # By name, never by prefix alone: what is printed here is pasted into public issues.
 VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_NTASKS",

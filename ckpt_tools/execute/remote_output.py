@@ -18,7 +18,6 @@ have replaced until then is found by the versions of the objects.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from functools import cached_property
 from pathlib import Path
@@ -41,8 +40,10 @@ from ckpt_tools.execute.write_job import (
     WriteJob,
     WriteOptions,
 )
+from ckpt_tools.formats.drivers import WEB
 from ckpt_tools.formats.files import open_files
-from ckpt_tools.formats.store import CONNECTIONS, WEB, Retry, Store
+from ckpt_tools.formats.requests import pool
+from ckpt_tools.formats.store import Retry, Store
 from ckpt_tools.model.transfers import OutputItem
 
 _LEAVING = Retry(attempts=1, patience=5.0)  # a run that failed tidies up, but waits for nobody
@@ -185,8 +186,7 @@ class RemoteOutput:
         """
         present, sizes = self._store.sizes(), self._job.plan.file_bytes
         names = [name for name, size in sizes.items() if present.get(name) == size]
-        with ThreadPoolExecutor(CONNECTIONS, "ckpt-check") as pool:
-            now = dict(zip(names, pool.map(self._store.version, names), strict=True))
+        now = dict(zip(names, pool().map(self._store.version, names), strict=True))
         changed = [name for name in sizes if name not in now or now[name] != versions[name]]
         if changed:
             raise CorruptCheckpointError(

@@ -1,14 +1,10 @@
-"""A file of an S3 store, uploaded while it is written: several parts are on their way at once.
-
-What s3fs opens for writing waits for every part before it takes more, so that a file costs the sum of its requests.
-"""
+"""A file of an S3 store, uploaded while it is written: several parts are on their way at once."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor
 from io import BytesIO
 from typing import Any
 
@@ -20,12 +16,13 @@ IN_FLIGHT = (
 class Multipart:
     """Takes bytes front to back. The file appears when it is closed; `discard` leaves nothing of it.
 
-    `begin` starts a request of the store (method and its arguments) and gives its answer later.
+    `ask` sends a request about this file (method and its arguments) and returns the answer. Threads of its own begin
+    with the first part and end with the file.
     """
 
-    def __init__(self, begin: Callable[..., Future[Any]], bucket: str, key: str, part_bytes: int) -> None:
-        self._begin, self._part_bytes = begin, part_bytes
-        self._place = {"Bucket": bucket, "Key": key}
+    def __init__(self, ask: Callable[..., Any], part_bytes: int) -> None:
+        self._ask, self._part_bytes = ask, part_bytes
+        self._pool = ThreadPoolExecutor(IN_FLIGHT, "ckpt-part")
         self._upload: str | None = None
         self._buffer = BytesIO()
         self._asked: deque[Future[Any]] = deque()
@@ -42,45 +39,36 @@ class Multipart:
     def close(self) -> None:
         """Complete the file. Raises: what the store said of any part of it."""
         if self._upload is None:  # not even one part
-            self._begin("put_object", **self._place, Body=self._buffer.getvalue()).result()
+            self._ask("put_object", Body=self._buffer.getvalue())
             return
         if self._buffer.tell():
             self._send()
         while self._asked:
             self._answered()
         parts = [{"PartNumber": number, "ETag": tag} for number, tag in enumerate(self._tags, 1)]
-        done = self._begin(
-            "complete_multipart_upload",
-            **self._place,
-            UploadId=self._upload,
-            MultipartUpload={"Parts": parts},
-        )
-        done.result()
+        self._ask("complete_multipart_upload", UploadId=self._upload, MultipartUpload={"Parts": parts})
         self._upload = None
+        self._pool.shutdown()
 
     def discard(self) -> None:
         """Nothing is on its way any more, and the store forgets the parts that it has."""
-        for one in self._asked:
-            one.cancel()
-        for one in self._asked:
-            with suppress(BaseException):  # called off, or failed as others did
-                one.result()
+        self._pool.shutdown(cancel_futures=True)
         self._asked.clear()
         self._buffer = BytesIO()
         if self._upload is not None:
-            self._begin("abort_multipart_upload", **self._place, UploadId=self._upload).result()
+            self._ask("abort_multipart_upload", UploadId=self._upload)
             self._upload = None
 
     def _send(self) -> None:
         """Send the part that is full, when few enough are on their way."""
         if self._upload is None:
-            self._upload = self._begin("create_multipart_upload", **self._place).result()["UploadId"]
+            self._upload = self._ask("create_multipart_upload")["UploadId"]
         while len(self._asked) >= IN_FLIGHT:
             self._answered()
         number = len(self._tags) + len(self._asked) + 1
         part = {"UploadId": self._upload, "PartNumber": number, "Body": self._buffer.getvalue()}
-        # Bytes, not a file: a driver that repeats a request would send what is left of a file, which is nothing.
-        self._asked.append(self._begin("upload_part", **self._place, **part))
+        # Bytes, not a file: a request that is repeated would send what is left of a file, which is nothing.
+        self._asked.append(self._pool.submit(self._ask, "upload_part", **part))
         self._buffer = BytesIO()
 
     def _answered(self) -> None:

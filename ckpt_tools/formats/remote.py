@@ -1,4 +1,4 @@
-"""Object stores through fsspec: `s3://`, `gs://`, `memory://`, `msc://` and every other scheme it has a driver for.
+"""Object stores: `s3://`, and `gs://`, `memory://`, `msc://` and every other scheme that fsspec has a driver for.
 
 A request to a store costs 20-50 ms whatever its size, and one connection carries 50-100 MB/s. What is known to be
 read comes from `read_ahead`. Of other reads long ones are split into parallel ranges, and short ones fetch their
@@ -83,7 +83,7 @@ class RemoteFiles:
         done = read_ahead(self, name, offset, buffer)
         offset, buffer = offset + done, buffer[done:]
         if len(buffer) >= REQUEST_BYTES:
-            self._fetch_into(name, offset, buffer)
+            self._fetch_long(name, offset, buffer)
         elif buffer:
             window = self._window(name, offset, len(buffer))
             buffer[:] = memoryview(window.data)[offset - window.start :][: len(buffer)]
@@ -95,22 +95,14 @@ class RemoteFiles:
         entries = {name: folders[folder].get(last, {}) for name, (folder, _, last) in places.items()}
         return {name: (entry.get("size"), version_of(entry)) for name, entry in entries.items()}
 
-    def fetch(self, name: str, start: int, stop: int) -> bytes:
-        """Bytes [start, stop) of a file, which has them, by one request."""
-        path = self._store.path(name)
-
-        def request(timeout: float) -> bytes:
-            data: bytes = self._store.ask(timeout, "cat_file", path, start=start, end=stop)
-            if len(data) != stop - start:
-                raise OSError(f"{len(data)} bytes came instead of {stop - start}")
-            return data
-
-        what = f"{self._store.where(name)}: reading bytes {start}..{stop}"
+    def fetch_into(self, name: str, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` from byte `start` of a file, which has as many, by one request."""
         try:
-            return self._store.call(what, request, stop - start)
+            self._store.get_into(name, start, buffer)
         except FileNotFoundError as error:
             raise CorruptCheckpointError(
-                f"{what}: the file has vanished since the folder was listed."
+                f"{self._store.where(name)}: reading bytes {start}..{start + len(buffer)}: the file has vanished "
+                "since the folder was listed."
             ) from error
 
     def close(self) -> None:
@@ -130,7 +122,7 @@ class RemoteFiles:
         start = offset // _BLOCK * _BLOCK
         stop = min(-(-max(stop, start + wanted) // _BLOCK) * _BLOCK, self.size(name))
         data = bytearray(stop - start)
-        self._fetch_into(name, start, memoryview(data))
+        self._fetch_long(name, start, memoryview(data))
         found = _Window(name, start, bytes(data))
         if near:
             windows.remove(near)
@@ -138,21 +130,18 @@ class RemoteFiles:
         windows.append(found)
         return found
 
-    def _fetch_into(self, name: str, offset: int, buffer: memoryview) -> None:
+    def _fetch_long(self, name: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` by parallel requests; every one is waited for before the first failure is raised."""
         count = min(CONNECTIONS, -(-len(buffer) // MIN_RANGE_BYTES))
         step = min(-(-len(buffer) // max(count, 1)), REQUEST_BYTES)
         parts = [(at, buffer[at : at + step]) for at in range(0, len(buffer), max(step, 1))]
         if len(parts) == 1:
-            self._fetch_part(name, offset, buffer)
+            self.fetch_into(name, offset, buffer)
             return
-        futures = [pool().submit(self._fetch_part, name, offset + at, part) for at, part in parts]
+        futures = [pool().submit(self.fetch_into, name, offset + at, part) for at, part in parts]
         errors = [error for future in futures if (error := future.exception())]
         if errors:
             raise errors[0]
-
-    def _fetch_part(self, name: str, offset: int, part: memoryview) -> None:
-        part[:] = self.fetch(name, offset, offset + len(part))
 
     def _folder(self, name: str) -> dict[str, int | None]:
         """`Store.sizes`, asked once."""

@@ -1,34 +1,31 @@
-"""One folder of an object store through fsspec: where it is, how requests are repeated, and what is asked of it.
+"""One folder of an object store: where it is, how requests are repeated, and what is asked of it.
 
-A URL is one name and never a pattern: fsspec's `rm`, `cat`, `expand_path` and `glob` expand `*`, `?` and `[...]` in
-what they are given, so that nothing here calls them. Only calls that take one literal path are used (`ls`,
-`rm_file`, `cat_file`, `pipe_file`, `open`), and folders are walked by listing them.
+A URL is one name and never a pattern, and folders are walked by listing them. S3 has a driver of its own, all others
+are fsspec's.
 """
 
 from __future__ import annotations
 
-import asyncio
 import random
-import re
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
 from ckpt_tools.credentials import hidden, revealed
 from ckpt_tools.errors import CkptError, StorageError, UsageError
-from ckpt_tools.formats.multipart import Multipart
+from ckpt_tools.formats.drivers import WEB, Driver, Entry, FsspecDriver, Upload
+from ckpt_tools.formats.requests import pool
 
-CONNECTIONS = 16
 CONNECT_SECONDS = 5.0
-S3, WEB = ("s3", "s3a"), ("http", "https")
+S3 = ("s3", "s3a")
 
 _INSTALL = (
-    "pip install s3fs for s3://, gcsfs for gs://, multi-storage-client for msc://, aiohttp for https://"
+    "pip install botocore for s3://, gcsfs for gs://, multi-storage-client for msc://, aiohttp for https://"
 )
 _HINT = "Check the address, the credentials and the network."
 _ASKED_FOR: set[str] = set()  # schemes that must be
@@ -38,12 +35,19 @@ _FINAL = {
     "PartialCredentialsError",
     "ParamValidationError",
     "ProfileNotFound",
+    "ConfigParseError",
+    "NoRegionError",
+    "InvalidRegionError",
+    "UnauthorizedSSOTokenError",
+    "SSOTokenLoadError",
+    "TokenRetrievalError",
     "InvalidURL",
 }
 _UNREACHABLE = {
     "EndpointConnectionError", "ConnectTimeoutError", "ConnectionTimeoutError", "ServerTimeoutError",
     "ClientConnectorError", "ClientConnectorDNSError", "ClientConnectorCertificateError", "SSLError",
-    "FSTimeoutError", "TimeoutError", "ConnectionRefusedError", "gaierror",
+    "FSTimeoutError", "TimeoutError", "ConnectionRefusedError", "gaierror", "ReadTimeoutError",
+    "ProxyConnectionError",
 }  # fmt: skip
 _UNREACHABLE_ATTEMPTS = 2
 _REACHED: set[tuple[str, int]] = set()  # hosts and ports that somebody listens at
@@ -76,7 +80,7 @@ class Retry:
 
 
 class Store:
-    """A folder of an object store: a file system of fsspec, a path in it, and how failures are repeated."""
+    """A folder of an object store: its driver, a path there, and how failures are repeated."""
 
     def __init__(self, location: str, retry: Retry | None = None) -> None:
         """Raises: UsageError: the scheme is unknown, its driver is not installed, or the URL is not one name."""
@@ -86,8 +90,8 @@ class Store:
         self.retry = retry or Retry()
         _check_names(self.location, self.scheme)
         real, self._query = revealed(self.location)
-        self.fs, path = _file_system(real, self.location)
-        self.root = path.rstrip("/")
+        self.driver = _driver(real, self.location)
+        self.root = self.driver.root
         self._answered = False
 
     @property
@@ -165,11 +169,8 @@ class Store:
     def _host(self) -> tuple[str, int] | None:
         """Host and port that requests go to, where that is known and no proxy stands between."""
         url = urlsplit("")
-        if self.is_web:
-            url = urlsplit(self.root)
-        elif self.scheme in S3:
-            with suppress(Exception):  # no credentials, no region: the request itself says it better
-                url = urlsplit(self.fs.s3.meta.endpoint_url)
+        with suppress(Exception):  # no such profile, no region: the request itself says it better
+            url = urlsplit(self.driver.address())
         from urllib.request import (  # http and ssl: nobody without a store pays for them
             getproxies,
             proxy_bypass,
@@ -179,19 +180,18 @@ class Store:
             return None
         return url.hostname, url.port or (443 if url.scheme == "https" else 80)
 
-    def entries(self, name: str = "") -> dict[str, dict[str, Any]]:
+    def entries(self, name: str = "") -> dict[str, Entry]:
         """What the driver tells of each file and folder directly inside; empty when there is no such folder."""
-        path = self.path(name)
-        self.fs.invalidate_cache(path)
-        try:
-            found = self.call(f"{self.where(name)}: listing", lambda t: self.ask(t, "ls", path, detail=True))
-        except FileNotFoundError:
-            return {}
-        inside = [(entry["name"].rstrip("/"), entry) for entry in found]
-        named = [
-            (full.rpartition("/")[2], entry) for full, entry in inside if full != path
-        ]  # a file lists itself
-        return {last: entry for last, entry in named if last}
+        path, what = self.path(name), f"{self.where(name)}: listing"
+        found: dict[str, Entry] = {}
+        after: str | None = None
+        with suppress(FileNotFoundError):
+            while True:
+                page, after = self.call(what, lambda t, at=after: self.driver.page(t, path, at))  # type: ignore[misc]
+                found |= page
+                if after is None:
+                    break
+        return found
 
     def sizes(self, name: str = "") -> dict[str, int | None]:
         """Sizes of the files and None for the folders directly inside; empty when there is no such folder."""
@@ -200,11 +200,16 @@ class Store:
 
     def get(self, name: str) -> bytes:
         """The content of a small file."""
-        path = self.path(name)
-        found: bytes = self.call(
-            f"{self.where(name)}: reading", lambda t: self.ask(t, "cat_file", path, None, None)
-        )
-        return found
+        return self.call(f"{self.where(name)}: reading", lambda t: self.driver.get(t, self.path(name)))
+
+    def get_into(self, name: str, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` from byte `start` of a file, in one request.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+        """
+        path, what = self.path(name), f"{self.where(name)}: reading bytes {start}..{start + len(buffer)}"
+        self.call(what, lambda t: self.driver.get_into(t, path, start, buffer), len(buffer))
 
     def version(self, name: str) -> str | None:
         """What tells this content of a file from another, asked anew; None where the driver tells nothing.
@@ -212,28 +217,25 @@ class Store:
         Raises:
             FileNotFoundError: there is no such file.
         """
-        path = self.path(name)
-        self.fs.invalidate_cache(path.rpartition("/")[0])
-        return version_of(self.call(f"{self.where(name)}: asking", lambda t: self.ask(t, "info", path)))
+        what = f"{self.where(name)}: asking"
+        return version_of(self.call(what, lambda t: self.driver.info(t, self.path(name))))
 
     def put(self, name: str, data: bytes) -> None:
         """Store a file; readers see the old or the new one, never a part."""
         path, what = self.path(name), f"{self.where(name)}: writing"
         try:
-            self.call(what, lambda t: self.ask(t, "pipe_file", path, data), len(data))
+            self.call(what, lambda t: self.driver.put(t, path, data), len(data))
         except FileNotFoundError as error:  # a file needs no folder, but it needs a bucket
             raise StorageError(f"{what}: {error}. Make the bucket first, or correct its name.") from error
 
     def remove(self, name: str) -> None:
         """Delete the file of just this name; nothing happens if it is not there."""
-        path = self.path(name)
         with suppress(FileNotFoundError):
-            self.call(f"{self.where(name)}: deleting", lambda t: self._remove_file(t, path))
+            self.call(f"{self.where(name)}: deleting", lambda t: self.driver.remove(t, self.path(name)))
 
     def clear(self, keep: str) -> None:
         """Delete every file of this folder, at any depth, but the one called `keep`."""
-        with ThreadPoolExecutor(CONNECTIONS, "ckpt-delete") as pool:
-            list(pool.map(self.remove, [name for name in self._files_below() if name != keep]))
+        list(pool().map(self.remove, [name for name in self._files_below() if name != keep]))
 
     def _files_below(self, name: str = "") -> Iterator[str]:
         for last, size in self.sizes(name).items():
@@ -243,32 +245,14 @@ class Store:
             else:
                 yield inner
 
-    def _remove_file(self, timeout: float, path: str) -> None:
-        try:
-            self.ask(timeout, "rm_file", path)
-        except NotImplementedError:  # the driver has only `rm`, which takes patterns
-            if re.search(r"[*?\[\]{}]", path):
-                raise UsageError(
-                    f"{self.location}: the driver of {self.scheme}:// deletes by pattern, and this name is one. "
-                    "Choose another output."
-                ) from None
-            self.ask(timeout, "rm", path)
-
     def open_for_writing(self, name: str, part_bytes: int) -> Any:
         """A file object that uploads what is written to it in parts and appears when it is closed.
 
         On S3 several parts are on their way at once.
         """
-        if self.scheme in S3:
-            bucket, key, _ = self.fs.split_path(self.path(name))
-            return Multipart(self._begin, bucket, key, part_bytes)
-        options = {} if self.scheme == "msc" else {"block_size": part_bytes}
-        return self.fs.open(self.path(name), "wb", **options)
-
-    def _begin(self, method: str, **asked: Any) -> Future[Any]:
-        """The answer of S3 to a request that goes out now; the driver repeats it as it does its own."""
-        request = self.fs._call_s3(method, self.fs.s3_additional_kwargs, **asked)
-        return asyncio.run_coroutine_threadsafe(request, self.fs.loop)
+        what = f"{self.where(name)}: writing"
+        call = partial(self.call, what)
+        return self.driver.open_for_writing(self.path(name), part_bytes, call)
 
     def abort_uploads(self) -> None:
         """Abort the multipart uploads into this folder that were begun and never completed.
@@ -276,31 +260,22 @@ class Store:
         Nobody sees their parts, and every one is paid for. Where the store does not list them, they stay: its own
         rules may end them.
         """
-        if self.scheme not in S3:
-            return
-        bucket, key, _ = self.fs.split_path(self.root)
-        prefix = f"{key}/" if key else ""
-        listed: dict[str, Any] = {}
-        with suppress(Exception):
-            listed = self.ask(
-                self.retry.patience, "call_s3", "list_multipart_uploads", Bucket=bucket, Prefix=prefix
-            )
-        for one in listed.get("Uploads", []):
-            if not one["Key"].startswith(prefix):
-                continue
-            self._abort(bucket, one["Key"], one["UploadId"], self.where(one["Key"].removeprefix(prefix)))
+        for one in self._uploads():
+            where = self.where(one.path.removeprefix(f"{self.root}/"))
+            with suppress(FileNotFoundError):  # it has ended meanwhile
+                self.call(f"{where}: aborting an upload", partial(self.driver.abort, upload=one))
 
-    def _abort(self, bucket: str, key: str, upload: str, where: str) -> None:
-        with suppress(FileNotFoundError):  # it has ended meanwhile
-            self.call(f"{where}: aborting an upload", lambda t: self.ask(t, "abort_mpu", bucket, key, upload))
-
-    def ask(self, timeout: float, method: str, *args: Any, **options: Any) -> Any:
-        """What the file system's `method` returns; a driver that can be interrupted is, after `timeout` seconds."""
-        if getattr(self.fs, "async_impl", False):
-            from fsspec.asyn import sync
-
-            return sync(self.fs.loop, getattr(self.fs, f"_{method}"), *args, timeout=timeout, **options)
-        return getattr(self.fs, method)(*args, **options)
+    def _uploads(self) -> Iterator[Upload]:
+        after: str | None = None
+        while True:
+            try:
+                ask = partial(self.driver.uploads, path=self.root, after=after)
+                found, after = self.call(f"{self.location}: listing uploads", ask)
+            except (FileNotFoundError, StorageError):
+                return
+            yield from found
+            if after is None:
+                return
 
 
 def version_of(entry: Mapping[str, Any]) -> str | None:
@@ -318,23 +293,19 @@ def _check_names(location: str, scheme: str) -> None:
         raise UsageError(f"{location}: a ?versionId is not read; objects are taken as they are now.")
 
 
-def _file_system(real: str, shown: str) -> tuple[Any, str]:
-    """fsspec's file system for the URL `real`, and the path in it; `::` is a part of names, no chain of drivers."""
-    import fsspec
-
+def _driver(real: str, shown: str) -> Driver:
+    """The driver for the URL `real`, which is named as `shown`."""
     scheme = shown.partition("://")[0].lower()
     if scheme == "msc" and "msc" not in _ASKED_FOR:
         raise UsageError(
             f"{shown}: multi-storage-client has to be asked for: add --enable-msc, or call allow_msc() first."
         )
     try:
-        driver = fsspec.get_filesystem_class(scheme)
-        if scheme in WEB:
-            fs = driver(encoded=True, headers={"Accept-Encoding": "identity"})
-            return fs, quote(real, safe="%/:@!$&'()*+,;=~[]")
-        # Else the driver has ten connections, and requests beyond wait for one.
-        more = {"config_kwargs": {"max_pool_connections": CONNECTIONS}} if scheme in S3 else {}
-        return driver(**driver._get_kwargs_from_urls(real), **more), driver._strip_protocol(real)
+        if scheme in S3:
+            from ckpt_tools.formats.s3 import S3Driver
+
+            return S3Driver(real)
+        return FsspecDriver(real)
     except ImportError as error:
         raise UsageError(f"{shown}: {error} ({_INSTALL}).") from error
     except ValueError as error:

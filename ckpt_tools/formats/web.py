@@ -10,10 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from urllib.parse import unquote, urlsplit
 
 from ckpt_tools.errors import CorruptCheckpointError, StorageError, UnsupportedCheckpointError
+from ckpt_tools.formats.drivers import FsspecDriver
 from ckpt_tools.formats.remote import RemoteFiles
 from ckpt_tools.formats.requests import pool
 from ckpt_tools.formats.store import Retry
@@ -45,6 +46,7 @@ class WebFiles(RemoteFiles):
 
     def __init__(self, location: str, retry: Retry | None = None) -> None:
         super().__init__(location, retry)
+        self._driver = cast(FsspecDriver, self._store.driver)
         self._answers: dict[str, _Answer | None] = {}
 
     def exists(self, name: str) -> bool:
@@ -94,15 +96,15 @@ class WebFiles(RemoteFiles):
         address, where = self._store.path(name), self._store.where(name)
 
         async def first_byte() -> tuple[int, Any, str]:
-            session = await self._store.fs.set_session()
+            session = await self._driver.fs.set_session()
             headers = {"Range": "bytes=0-0", "Accept-Encoding": "identity"}
-            async with session.get(self._store.fs.encode_url(address), headers=headers) as answer:
+            async with session.get(self._driver.fs.encode_url(address), headers=headers) as answer:
                 return answer.status, answer.headers, answer.url.path
 
         def request(timeout: float) -> tuple[int, Any, str]:
             from fsspec.asyn import sync
 
-            found: tuple[int, Any, str] = sync(self._store.fs.loop, first_byte, timeout=timeout)
+            found: tuple[int, Any, str] = sync(self._driver.fs.loop, first_byte, timeout=timeout)
             if found[0] >= 500 or found[0] == 429:
                 raise OSError(f"the server answers {found[0]}")
             return found
@@ -135,7 +137,7 @@ class WebFiles(RemoteFiles):
         links: list[str] = []
         with suppress(FileNotFoundError, StorageError):
             what = f"{self.location}: listing"
-            links = self._store.call(what, lambda t: self._store.ask(t, "ls_real", folder, detail=False))
+            links = self._store.call(what, lambda t: self._driver.ask(t, "ls_real", folder, detail=False))
         base = urlsplit(folder).path
         names = {
             unquote(urlsplit(link).path.removeprefix(base).rstrip("/"))

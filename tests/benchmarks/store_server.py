@@ -1,4 +1,4 @@
-"""A store on loopback that is as fast as the machine: as much of S3 as s3fs and boto3 ask of it, over a folder.
+"""A store on loopback that is as fast as the machine: as much of S3 as botocore asks of it, over a folder.
 
     python -m tests.benchmarks.store_server FOLDER --port 9100 [--processes 4] [--seconds 600] [--rate BYTES]
 

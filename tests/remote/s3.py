@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
 
 from tests.ports import free_port
 
@@ -147,6 +149,52 @@ def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
             if process.poll() is not None or time.monotonic() > stop:
                 raise RuntimeError("moto's server did not start") from None
             time.sleep(0.1)
+
+
+class Objects:
+    """What a server at `url` has, as boto3 sees it; a path is BUCKET/KEY."""
+
+    def __init__(self, url: str) -> None:
+        import boto3  # moto brings it
+
+        self.client: Any = boto3.client(
+            "s3",
+            endpoint_url=url,
+            aws_access_key_id="k",
+            aws_secret_access_key="s",
+            region_name="us-east-1",
+        )
+
+    def make(self, bucket: str) -> None:
+        self.client.create_bucket(Bucket=bucket)
+
+    def put(self, path: str, data: bytes) -> None:
+        self.client.put_object(**_object(path), Body=data)
+
+    def put_folder(self, folder: Path, path: str) -> None:
+        for file in folder.rglob("*"):
+            if file.is_file():
+                self.put(f"{path}/{file.relative_to(folder)}", file.read_bytes())
+
+    def get(self, path: str) -> bytes:
+        return bytes(self.client.get_object(**_object(path))["Body"].read())
+
+    def below(self, path: str) -> dict[str, bytes]:
+        """Every object of a folder, by its path."""
+        bucket, prefix = _object(f"{path}/").values()
+        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
+        names = [f"{bucket}/{one['Key']}" for page in pages for one in page.get("Contents", ())]
+        return {name: self.get(name) for name in names}
+
+    def uploads(self, bucket: str) -> list[str]:
+        """Keys of the multipart uploads that nobody has completed."""
+        found = self.client.list_multipart_uploads(Bucket=bucket)
+        return [one["Key"] for one in found.get("Uploads") or []]
+
+
+def _object(path: str) -> dict[str, str]:
+    bucket, _, key = path.partition("/")
+    return {"Bucket": bucket, "Key": key}
 
 
 def s3_environment(url: str) -> dict[str, str]:

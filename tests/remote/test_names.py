@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
@@ -18,7 +17,7 @@ from ckpt_tools.execute.run import Output, write_checkpoint
 from ckpt_tools.formats.files import open_files
 from ckpt_tools.formats.store import Store
 from tests.execute.conftest import Case, make_case
-from tests.remote.s3 import s3_server
+from tests.remote.s3 import Objects, s3_environment, s3_server
 
 HOSTILE = [
     "run[12]", "run[!3]", "run*", "run?", "*", "**", "?", "[a-z]*", "run{1,2}", "{a,b}", "run#1", "run%20x",
@@ -41,35 +40,35 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 
 @pytest.fixture(scope="module")
-def s3() -> Iterator[Any]:
-    """A file system of a server with one bucket, `box`; the environment points at it."""
-    s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed")
+def s3() -> Iterator[Objects]:
+    """The objects of a server with one bucket, `box`; the environment points at it."""
+    pytest.importorskip("botocore", reason="botocore is not installed")
     pytest.importorskip("moto.server", reason="moto's server is not installed")
     with s3_server() as (host, port), pytest.MonkeyPatch.context() as patch:
-        for name, value in [
-            ("AWS_ENDPOINT_URL", f"http://{host}:{port}"),
-            ("AWS_ACCESS_KEY_ID", "k"),
-            ("AWS_SECRET_ACCESS_KEY", "s"),
-            ("AWS_DEFAULT_REGION", "us-east-1"),
-        ]:
+        for name, value in s3_environment(f"http://{host}:{port}").items():
             patch.setenv(name, value)
-        s3fs.S3FileSystem.clear_instance_cache()
-        fs = s3fs.S3FileSystem()
-        fs.mkdir("box")
-        yield fs
+        objects = Objects(f"http://{host}:{port}")
+        objects.make("box")
+        yield objects
 
 
-def _objects(fs: Any, root: str) -> dict[str, bytes]:
-    fs.invalidate_cache()
-    return {path: fs.cat_file(path, None, None) for path in fs.find(root)}
+class Memory:
+    """What fsspec's memory has, as `Objects` tells it."""
+
+    def put(self, path: str, data: bytes) -> None:
+        MemoryFileSystem().pipe_file(path, data)
+
+    def below(self, path: str) -> dict[str, bytes]:
+        fs = MemoryFileSystem()
+        return {found: fs.cat_file(found, None, None) for found in fs.find(path)}
 
 
-def _check(fs: Any, url: str, root: str, name: str, case: Case) -> None:
+def _check(objects: Memory | Objects, url: str, root: str, name: str, case: Case) -> None:
     """Write to a hostile name, resume, replace, read and delete it: its neighbours stay."""
     mine, home = f"{root}/{name}/", Store(url)
     neighbours = {f"{root}/{n}/.metadata": b"not yours" for n in NEIGHBOURS if n != name}
     for path, data in neighbours.items():
-        fs.pipe_file(path, data)
+        objects.put(path, data)
     output = Output(f"{url}/{name}")
     write_checkpoint(case.plan(2), case.files, output)
     for resume in (False, True):
@@ -80,11 +79,11 @@ def _check(fs: Any, url: str, root: str, name: str, case: Case) -> None:
     for file in files.list():
         assert len(files.read(file, 0, files.size(file))) == files.size(file)
     assert name in home.sizes()
-    found = _objects(fs, root)
+    found = objects.below(root)
     assert {path: data for path, data in found.items() if not path.startswith(mine)} == neighbours
     assert sum(path.startswith(mine) for path in found) == 3
     Store(f"{url}/{name}").clear(keep="")
-    assert _objects(fs, root) == neighbours
+    assert objects.below(root) == neighbours
 
 
 @pytest.mark.parametrize(
@@ -92,7 +91,7 @@ def _check(fs: Any, url: str, root: str, name: str, case: Case) -> None:
 )  # which fsspec's own misplaces
 def test_hostile_names_in_memory(name: str, case: Case) -> None:
     try:
-        _check(MemoryFileSystem(), "memory://names", "/names", name, case)
+        _check(Memory(), "memory://names", "/names", name, case)
     finally:
         MemoryFileSystem.store.clear()
 
@@ -102,42 +101,42 @@ def test_hostile_names_in_memory(name: str, case: Case) -> None:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
 def test_any_name_in_memory(name: str, case: Case) -> None:
     try:
-        _check(MemoryFileSystem(), "memory://names", "/names", name, case)
+        _check(Memory(), "memory://names", "/names", name, case)
     finally:
         MemoryFileSystem.store.clear()
 
 
 @pytest.mark.parametrize("name", ["run[12]", "**", "run#1", "run%20x", "run::1", "läuft 1"])
-def test_hostile_names_in_s3(name: str, s3: Any, case: Case) -> None:
+def test_hostile_names_in_s3(name: str, s3: Objects, case: Case) -> None:
     _check(s3, "s3://box/names", "box/names", name, case)
 
 
 @given(name=NAMES)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20)
-def test_any_name_in_s3_is_stored_listed_and_deleted_alone(name: str, s3: Any) -> None:
+def test_any_name_in_s3_is_stored_listed_and_deleted_alone(name: str, s3: Objects) -> None:
     neighbours = {
         f"box/any/{n}": b"not yours" for n in ("run1", "run2", "a", "b", "*x", "run1/deep") if n != name
     }
     for path, data in neighbours.items():
-        s3.pipe_file(path, data)
+        s3.put(path, data)
     store = Store("s3://box/any")
     store.put(name, b"mine")
     assert store.get(name) == b"mine"
     assert name in store.sizes()
     store.remove(name)
-    assert _objects(s3, "box/any") == neighbours
+    assert s3.below("box/any") == neighbours
 
 
-def test_the_command_of_the_issue(s3: Any, tmp_path: Path) -> None:
+def test_the_command_of_the_issue(s3: Objects, tmp_path: Path) -> None:
     from tests.conftest import fixture_dir
 
     source = str(fixture_dir("core019_llama_tp2_fully_reshardable") / "iter_0000002")
     others = {f"box/cli/run{n}/.metadata": b"not yours" for n in (1, 2)}
     for path, data in others.items():
-        s3.pipe_file(path, data)
-    s3.pipe_file("box/cli/run[12]/old", b"old")
+        s3.put(path, data)
+    s3.put("box/cli/run[12]/old", b"old")
     assert run(["convert", source, "s3://box/cli/run[12]", "--overwrite", "--quiet"]) == 0
-    found = _objects(s3, "box/cli")
+    found = s3.below("box/cli")
     assert others.items() <= found.items()
     assert "box/cli/run[12]/.metadata" in found
     assert "box/cli/run[12]/old" not in found

@@ -23,9 +23,19 @@ from ckpt_tools.formats.store import Retry
 from tests.commands.test_watch import Here
 from tests.conftest import fixture_dir
 from tests.execute.conftest import make_case
-from tests.remote.s3 import BUSY, NONE, RESET, SLOW, FaultProxy, fault_proxy, s3_server
+from tests.remote.s3 import (
+    BUSY,
+    NONE,
+    RESET,
+    SLOW,
+    FaultProxy,
+    Objects,
+    fault_proxy,
+    s3_environment,
+    s3_server,
+)
 
-s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed")
+pytest.importorskip("botocore", reason="botocore is not installed")
 pytest.importorskip("moto.server", reason="moto's server is not installed")
 
 MIB = 1 << 20
@@ -37,12 +47,10 @@ NAME = "core019_llama_tp2_fully_reshardable"
 def server() -> Iterator[tuple[str, int]]:
     """A server whose bucket `runs` holds a checkpoint and a large file."""
     with s3_server() as address:
-        fs = s3fs.S3FileSystem(
-            endpoint_url="http://{}:{}".format(*address), key="k", secret="s", skip_instance_cache=True
-        )
-        fs.mkdir("runs")
-        fs.put(str(fixture_dir(NAME)), "runs/llama", recursive=True)
-        fs.pipe_file("runs/large/data", DATA)
+        objects = Objects("http://{}:{}".format(*address))
+        objects.make("runs")
+        objects.put_folder(fixture_dir(NAME), "runs/llama")
+        objects.put("runs/large/data", DATA)
         yield address
 
 
@@ -50,14 +58,8 @@ def server() -> Iterator[tuple[str, int]]:
 def proxy(server: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
     """A proxy that a user's environment points at."""
     with fault_proxy(server) as found:
-        for name, value in [
-            ("AWS_ENDPOINT_URL", found.url),
-            ("AWS_ACCESS_KEY_ID", "k"),
-            ("AWS_SECRET_ACCESS_KEY", "s"),
-            ("AWS_DEFAULT_REGION", "us-east-1"),
-        ]:
+        for name, value in s3_environment(found.url).items():
             monkeypatch.setenv(name, value)
-        s3fs.S3FileSystem.clear_instance_cache()
         yield found
 
 
@@ -116,7 +118,8 @@ def test_a_conversion_from_s3_to_s3_survives_faults_bit_for_bit(
 ) -> None:
     """Reads, multipart uploads and their completion, each answer lost, refused or cut at random."""
     case = make_case(tmp_path / "source", scale=64)  # files of 12 MiB: three parts each
-    s3fs.S3FileSystem().put(str(tmp_path / "source"), "runs/source", recursive=True)
+    objects = Objects(proxy.url)
+    objects.put_folder(tmp_path / "source", "runs/source")
     write_checkpoint(case.plan(2), case.files, Output(tmp_path / "local"))
     monkeypatch.setattr(uploads, "_PART_BYTES", 5 << 20)
     draw = random.Random(5)
@@ -131,8 +134,7 @@ def test_a_conversion_from_s3_to_s3_survives_faults_bit_for_bit(
     parts = {path for method, path, _ in proxy.requests if method == "PUT" and "partNumber" in path}
     assert len(parts) >= 4, "multipart uploads"
     assert report.bytes_read > 10 * MIB
-    fs = s3fs.S3FileSystem()
-    far = {path.rpartition("/")[2]: fs.cat_file(path) for path in fs.find("runs/target")}
+    far = {path.rpartition("/")[2]: data for path, data in objects.below("runs/target").items()}
     assert far == {path.name: path.read_bytes() for path in (tmp_path / "local").iterdir()}
 
 
@@ -154,25 +156,23 @@ def test_a_bucket_that_is_not_there_is_named(proxy: FaultProxy) -> None:
 
 def test_a_run_in_a_store_is_watched_and_written_to_a_store(proxy: FaultProxy, tmp_path: Path) -> None:
     """What is new is seen in a listing, as one process asks for it again and again."""
-    fs = s3fs.S3FileSystem(endpoint_url=proxy.url, key="k", secret="s", skip_instance_cache=True)
-    fs.mkdir("watched")
-    fs.put(str(fixture_dir(NAME) / "iter_0000002"), "watched/run/iter_0000002", recursive=True)
+    objects = Objects(proxy.url)
+    objects.make("watched")
+    objects.put_folder(fixture_dir(NAME) / "iter_0000002", "watched/run/iter_0000002")
     action = Action("copy", (), "root", ("torch_dist",), False)
     told: list[Told] = []
     folder = WatchFolder(tmp_path, "s3://watched/run")
     watcher = Watcher("s3://watched/run", "s3://watched/out", action, WatchOptions(), folder, told.append)
-    fs.pipe_file("watched/run/latest_checkpointed_iteration.txt", b"1")
+    objects.put("watched/run/latest_checkpointed_iteration.txt", b"1")
     assert watcher.one_pass(Here()) == 0
     assert [t.event for t in told] == ["waiting"]
-    fs.pipe_file("watched/run/latest_checkpointed_iteration.txt", b"2")
+    objects.put("watched/run/latest_checkpointed_iteration.txt", b"2")
     assert watcher.one_pass(Here()) == 0
     assert [t.event for t in told] == ["waiting", "done"]
     local = fixture_dir(NAME) / "iter_0000002"
-    fs.invalidate_cache()
-    assert {f.name: f.read_bytes() for f in local.iterdir()} == {
-        name.rpartition("/")[2]: fs.cat_file(name) for name in fs.ls("watched/out/iter_0000002", detail=False)
-    }
-    assert fs.cat_file("watched/out/latest_checkpointed_iteration.txt") == b"2"
+    far = objects.below("watched/out/iter_0000002")
+    assert {f"watched/out/iter_0000002/{f.name}": f.read_bytes() for f in local.iterdir()} == far
+    assert objects.get("watched/out/latest_checkpointed_iteration.txt") == b"2"
     again = Watcher("s3://watched/run", "s3://watched/out", action, WatchOptions(), folder, told.append)
     assert again.one_pass(Here()) == 0
     assert len(told) == 2

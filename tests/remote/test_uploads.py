@@ -22,12 +22,12 @@ from ckpt_tools.formats.store import Store
 from tests.conftest import REPO
 from tests.execute.conftest import Case, make_case
 from tests.ports import free_port
-from tests.remote.s3 import FaultProxy, fault_proxy, s3_environment, s3_server
+from tests.remote.s3 import FaultProxy, Objects, fault_proxy, s3_environment, s3_server
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[tuple[str, int]]:
-    pytest.importorskip("s3fs", reason="s3fs is not installed")
+    pytest.importorskip("botocore", reason="botocore is not installed")
     pytest.importorskip("moto.server", reason="moto's server is not installed")
     with s3_server() as address:
         yield address
@@ -35,13 +35,10 @@ def server() -> Iterator[tuple[str, int]]:
 
 @pytest.fixture
 def proxy(server: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
-    import s3fs
-
     with fault_proxy(server) as found:
         for name, value in s3_environment(found.url).items():
             monkeypatch.setenv(name, value)
-        s3fs.S3FileSystem.clear_instance_cache()
-        s3fs.S3FileSystem().makedirs("box", exist_ok=True)
+        Objects(found.url).make("box")  # which may be there
         monkeypatch.setattr(uploads, "_PART_BYTES", 5 << 20)
         yield found
 
@@ -53,11 +50,8 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Case:
     )  # files of 12 MiB: three parts each
 
 
-def _uploads() -> list[str]:
-    import s3fs
-
-    found = s3fs.S3FileSystem().call_s3("list_multipart_uploads", Bucket="box")
-    return [one["Key"] for one in found.get("Uploads") or []]
+def _uploads(proxy: FaultProxy) -> list[str]:
+    return Objects(proxy.url).uploads("box")
 
 
 def _parts(proxy: FaultProxy) -> int:
@@ -81,12 +75,12 @@ def test_a_failing_source_leaves_no_upload(
     with pytest.raises(CorruptCheckpointError, match="a flipped bit"):
         write_checkpoint(large.plan(2), large.files, Output("s3://box/failing"))
     assert any(path.endswith("?uploads") for _, path, _ in proxy.requests), "uploads had begun"
-    assert _uploads() == []
+    assert _uploads(proxy) == []
     import gc
 
     gc.collect()  # a forgotten file object must not complete itself
     assert sorted(Store("s3://box/failing").sizes()) == [MARKER]
-    assert _uploads() == []
+    assert _uploads(proxy) == []
 
 
 def test_a_run_that_loses_in_the_middle_of_a_file_does_not_complete_it(
@@ -122,7 +116,7 @@ def test_ctrl_c_leaves_no_upload(proxy: FaultProxy, large: Case) -> None:
     with pytest.raises(Interrupted):
         write_checkpoint(large.plan(1), large.files, Output("s3://box/ctrlc"), progress=interrupt)
     assert sent
-    assert _uploads() == []
+    assert _uploads(proxy) == []
     left = Store("s3://box/ctrlc").sizes()  # files that were whole by then stay, for --resume
     assert MARKER in left and METADATA not in left
 
@@ -163,16 +157,14 @@ def test_uploads_of_a_killed_process_end_when_the_next_one_comes(
     process.wait()
     proxy.choose = lambda number, method, path: "none"
     time.sleep(1.2)  # what was under way arrives
-    assert _uploads()
-    others = Store("s3://box")
-    foreign = others.fs.call_s3("create_multipart_upload", Bucket="box", Key=f"killed-{how}2/x")
+    assert _uploads(proxy)
+    others = Objects(proxy.url).client
+    foreign = others.create_multipart_upload(Bucket="box", Key=f"killed-{how}2/x")
     write_checkpoint(
         large.plan(2), large.files, Output(url, overwrite=how == "overwrite", resume=how == "resume")
     )
-    assert _uploads() == [f"killed-{how}2/x"], "and nobody else's"
-    others.fs.call_s3(
-        "abort_multipart_upload", Bucket="box", Key=f"killed-{how}2/x", UploadId=foreign["UploadId"]
-    )
+    assert _uploads(proxy) == [f"killed-{how}2/x"], "and nobody else's"
+    others.abort_multipart_upload(Bucket="box", Key=f"killed-{how}2/x", UploadId=foreign["UploadId"])
     assert sorted(Store(url).sizes()) == [METADATA, "__0_0.distcp", "__1_0.distcp"]
 
 
@@ -229,7 +221,7 @@ def test_uploads_of_a_killed_rank_end_with_the_run(proxy: FaultProxy, large: Cas
     assert any(path.endswith("?uploads") and "ranks/__1_0" in path for _, path, _ in proxy.requests), (
         "it had begun"
     )
-    assert _uploads() == []
+    assert _uploads(proxy) == []
     assert METADATA not in Store(url).sizes()
     write_checkpoint(large.plan(2), large.files, Output(url, resume=True))
     assert sorted(Store(url).sizes()) == [METADATA, "__0_0.distcp", "__1_0.distcp"]

@@ -1,0 +1,211 @@
+"""S3 by botocore's client, which threads share: one request each, bodies read straight into the buffer they are for.
+
+Credentials, profiles, regions and endpoints are botocore's own business: environment, `~/.aws/config`, roles, SSO.
+Nothing of a client passes a fork: a process that was forked makes its own, from the session that has read the models.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from math import ceil, log2
+from typing import Any
+
+from ckpt_tools.formats.drivers import Call, Entry, Upload
+from ckpt_tools.formats.multipart import Multipart
+from ckpt_tools.formats.s3_settings import Settings, read_settings
+
+_CONNECTIONS = 256  # kept at most; more at once are closed after each request, and told of
+# An access point stands where a bucket does: its name has slashes or colons.
+_BUCKET = re.compile(
+    r"(?s)(arn:[^:/]+:s3[^:/]*:[^:/]*:[^:/]*:(?:outpost[:/][^:/]+[:/])?(?:bucket|accesspoint)[:/][^:/]+|[^/]*)/?(.*)"
+)
+_ABSENT = {"NoSuchKey", "NoSuchBucket", "NoSuchUpload"}
+_REFUSED = {401, 403, 405, 501}  # of HTTP; a request that is not implemented will not be
+_EXPIRED = {"ExpiredToken", "InvalidToken", "TokenRefreshRequired"}
+
+# What a process and its children share: sessions by what they read; what it has alone: clients by time-out.
+_Made = tuple[tuple[str, str], ...]
+_sessions: dict[_Made, tuple[Settings, Any]] = {}
+_clients: dict[tuple[_Made, int, float], Any] = {}
+_making = threading.Lock()
+
+
+class S3Driver:
+    """As `Driver`.
+
+    Raises:
+        ImportError: botocore is not installed.
+        UsageError: fsspec's settings for S3 make no sense.
+    """
+
+    def __init__(self, url: str) -> None:
+        import botocore.session  # noqa: F401
+
+        self.root = url.partition("://")[2].strip("/")
+        self._made = tuple(
+            sorted(one for one in os.environ.items() if one[0].startswith(("AWS_", "FSSPEC_")))
+        )
+        self._settings, self._session = _session(self._made)
+
+    def address(self) -> str:
+        return str(self._client(1).meta.endpoint_url)
+
+    def page(self, seconds: float, path: str, after: str | None) -> tuple[dict[str, Entry], str | None]:
+        bucket, prefix = _folder(path)
+        more = {"ContinuationToken": after} if after else {}
+        answer = self._ask(seconds, "list_objects_v2", Bucket=bucket, Prefix=prefix, Delimiter="/", **more)
+        found: dict[str, Entry] = {}
+        for one in answer.get("Contents", ()):
+            found[one["Key"].removeprefix(prefix)] = {"type": "file", "size": one["Size"], **one}
+        for one in answer.get("CommonPrefixes", ()):
+            found[one["Prefix"].removeprefix(prefix)[:-1]] = {"type": "directory", "size": 0}
+        found.pop("", None)  # the folder itself, as some tools store it
+        return found, answer.get("NextContinuationToken")
+
+    def get(self, seconds: float, path: str) -> bytes:
+        stop = time.monotonic() + seconds
+        answer = self._ask(seconds, "get_object", **_object(path))
+        if answer.get("ContentLength") is None:  # it comes in chunks
+            return bytes(answer["Body"].read())
+        data = bytearray(answer["ContentLength"])
+        _fill(memoryview(data), answer, stop)
+        return bytes(data)
+
+    def get_into(self, seconds: float, path: str, start: int, buffer: memoryview) -> None:
+        stop = time.monotonic() + seconds
+        span = f"bytes={start}-{start + len(buffer) - 1}"
+        _fill(buffer, self._ask(seconds, "get_object", **_object(path), Range=span), stop)
+
+    def info(self, seconds: float, path: str) -> Entry:
+        answer = self._ask(seconds, "head_object", **_object(path))
+        return {"type": "file", "size": answer["ContentLength"], **answer}
+
+    def put(self, seconds: float, path: str, data: bytes) -> None:
+        self._ask(seconds, "put_object", **_object(path), Body=data)
+
+    def remove(self, seconds: float, path: str) -> None:
+        self._ask(seconds, "delete_object", **_object(path))
+
+    def open_for_writing(self, path: str, part_bytes: int, call: Call) -> Multipart:
+        def ask(method: str, **asked: Any) -> Any:
+            try:
+                return call(
+                    lambda seconds: self._ask(seconds, method, **_object(path), **asked),
+                    len(asked.get("Body", b"")),
+                )
+            except FileNotFoundError as error:
+                # Ended by another, or completed though the answer was lost: whoever began it may begin it anew.
+                raise OSError(f"the upload is not there any more: {error}") from error
+
+        return Multipart(ask, part_bytes)
+
+    def uploads(self, seconds: float, path: str, after: str | None) -> tuple[list[Upload], str | None]:
+        bucket, prefix = _folder(path)
+        key, _, number = (after or "").rpartition("\n")
+        more = {"KeyMarker": key, "UploadIdMarker": number} if after else {}
+        answer = self._ask(seconds, "list_multipart_uploads", Bucket=bucket, Prefix=prefix, **more)
+        found = [
+            Upload(f"{bucket}/{one['Key']}", one["UploadId"])
+            for one in answer.get("Uploads", ())
+            if one["Key"].startswith(prefix)
+        ]
+        last = f"{answer.get('NextKeyMarker', '')}\n{answer.get('NextUploadIdMarker', '')}"
+        return found, last if answer.get("IsTruncated") else None
+
+    def abort(self, seconds: float, upload: Upload) -> None:
+        self._ask(seconds, "abort_multipart_upload", **_object(upload.path), UploadId=upload.id)
+
+    def _ask(self, seconds: float, method: str, **asked: Any) -> Any:
+        """The answer to one request. Raises as `Driver` says, and what botocore raises."""
+        from botocore.exceptions import ClientError
+
+        client = self._client(seconds)
+        if self._settings.extra:
+            name = client.meta.method_to_api_mapping[method]
+            takes = client.meta.service_model.operation_model(name).input_shape.members
+            asked = {key: value for key, value in self._settings.extra.items() if key in takes} | asked
+        try:
+            return getattr(client, method)(**asked)
+        except ClientError as error:
+            kind = _kind(error)
+            if kind is None:
+                raise
+            raise kind(str(error)) from error
+
+    def _client(self, seconds: float) -> Any:
+        """A client of this process whose sockets wait so long, rounded up to a power of two: few make do for all."""
+        wait = 2.0 ** ceil(log2(seconds))
+        key = self._made, os.getpid(), wait
+        with _making:
+            if key not in _clients:
+                _clients[key] = self._settings.client(self._session, wait, _CONNECTIONS)
+            return _clients[key]
+
+
+def _session(made: _Made) -> tuple[Settings, Any]:
+    """Settings and session of an environment."""
+    from botocore.session import Session
+
+    with _making:
+        if made not in _sessions:
+            settings = read_settings()
+            _sessions[made] = settings, Session(profile=settings.profile)
+        return _sessions[made]
+
+
+def _object(path: str) -> dict[str, str]:
+    """Bucket and key of a path, as requests name them."""
+    bucket, key = _BUCKET.fullmatch(path).groups()  # type: ignore[union-attr]  # whatever it is
+    return {"Bucket": bucket, "Key": key}
+
+
+def _folder(path: str) -> tuple[str, str]:
+    """Bucket and prefix of what lies inside a folder."""
+    at = _object(path)
+    return at["Bucket"], f"{at['Key']}/" if at["Key"] else ""
+
+
+def _kind(error: Any) -> type[OSError] | None:
+    """Python's own word for what the store says, where asking again is of no use."""
+    code = str(error.response.get("Error", {}).get("Code", ""))
+    status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    if code in _ABSENT or status == 404:
+        return FileNotFoundError
+    return PermissionError if code in _EXPIRED or status in _REFUSED else None
+
+
+def _fill(buffer: memoryview, answer: Any, stop: float) -> None:
+    """Read an answer's body, as long as `buffer`, into it; `stop` is in seconds of `time.monotonic`.
+
+    Raises:
+        OSError: the body has another length, or is too slow.
+    """
+    from botocore.response import StreamingBody
+
+    body, length = answer["Body"], answer.get("ContentLength")
+    if type(body) is not StreamingBody or length is None:  # one that proves a checksum, or comes in chunks
+        data = body.read()
+        if len(data) != len(buffer):
+            raise OSError(f"{len(data)} bytes came instead of {len(buffer)}")
+        buffer[:] = data
+        return
+    # Where botocore sets a socket's time-out: its own `readinto` copies, and waits for whoever sends byte by byte.
+    raw = body._raw_stream
+    try:
+        if length != len(buffer):
+            raise OSError(f"{length} bytes came instead of {len(buffer)}")
+        left = buffer
+        while left:
+            if time.monotonic() > stop:
+                raise TimeoutError(f"{len(buffer) - len(left)} of {len(buffer)} bytes came in time")
+            count = raw._fp.fp.readinto1(left)
+            if not count:
+                raise OSError(f"{len(buffer) - len(left)} bytes came instead of {len(buffer)}")
+            left = left[count:]
+        raw._fp.close()  # the body has been read: the connection serves the next request
+        raw.release_conn()
+    finally:
+        raw.close()  # and so ends with its connection if it has not
