@@ -30,7 +30,7 @@ from ckpt_tools.execute.journal import check_unchanged
 from ckpt_tools.execute.marker import MARKER, Marker
 from ckpt_tools.execute.opened_shards import prove_uploaded
 from ckpt_tools.execute.source_reader import SourceReader
-from ckpt_tools.execute.uploads import Uploads, share_of_files
+from ckpt_tools.execute.uploads import Stretch, Uploads, share_of, share_of_files, stretches
 from ckpt_tools.execute.write_job import (
     METADATA,
     Done,
@@ -42,6 +42,7 @@ from ckpt_tools.execute.write_job import (
 )
 from ckpt_tools.formats.drivers import WEB
 from ckpt_tools.formats.files import open_files
+from ckpt_tools.formats.multipart import Part
 from ckpt_tools.formats.requests import pool
 from ckpt_tools.formats.store import Retry, Store
 from ckpt_tools.model.transfers import OutputItem
@@ -60,6 +61,7 @@ class RemoteOutput:
         self._store = open_store(job.output, job.options)
         self._marker = Marker(self._store)
         self._state: SourceState = []
+        self._begun: dict[str, str] = {}  # uploads of files that several ranks write
 
     @property
     def token(self) -> str:
@@ -150,24 +152,47 @@ class RemoteOutput:
         names = set(self._names())
         return [item for item in self._job.plan.items if item.file in names]
 
-    def work(self, source: SourceReader) -> Done:
-        job, present = self._job, self._store.sizes()
+    def _stretches(self) -> list[Stretch]:
+        """Those of all ranks."""
+        plan, ranks = self._job.plan, self._job.ranks
+        if not self._store.driver.takes_stretches:
+            return [Stretch(name, 0, size) for name, size in plan.file_bytes.items()]
+        return stretches(plan, ranks.world * self._job.options.threads)
+
+    def open_shared(self) -> Mapping[str, str]:
+        cut = {stretch.file for stretch in self._stretches() if stretch.parts}
+        there = self._there()
+        self._begun = {name: self._store.begin_upload(name) for name in sorted(cut - there)}
+        return self._begun
+
+    def _there(self) -> set[str]:
+        """The files that an earlier process has uploaded."""
+        present = self._store.sizes()
+        return {name for name, size in self._job.plan.file_bytes.items() if present.get(name) == size}
+
+    def work(self, source: SourceReader, shared: Mapping[str, str]) -> Done:
+        job, there = self._job, self._there()
         uploads = Uploads(job.plan, self._store, self._marker)
-        names = self._names()
-        there = {name for name in names if present.get(name) == job.plan.file_bytes[name]}
+        there &= set(self._names())
         for name in sorted(there):
             uploads.note(name, source)
-        todo = [name for name in names if name not in there]
+        mine = share_of(self._stretches(), job.ranks.rank, job.ranks.world)
+        todo = [stretch for stretch in mine if stretch.file not in there]
         counters = uploads.run(
-            todo, source, job.options.threads, job.thread_memory, job.ranks.check, job.progress
+            todo, shared, source, job.options.threads, job.thread_memory, job.ranks.check, job.progress
         )
         resumed = sum(item.file in there for item in job.plan.items)
         resumed += sum(blob.file in there for blob in job.plan.blobs)
-        return Done(counters, resumed, uploads.versions)
+        return Done(counters, resumed, uploads.versions, uploads.parts)
 
-    def publish(self, metadata: bytes | None, versions: Mapping[str, str | None]) -> None:
+    def publish(
+        self, metadata: bytes | None, versions: Mapping[str, str | None], parts: Mapping[str, Sequence[Part]]
+    ) -> None:
         store, marker = self._store, self._marker
         marker.check()
+        for name, upload in self._begun.items():
+            store.complete_upload(name, upload, parts[name])
+        versions = {**versions, **{name: store.version(name) for name in self._begun}}
         with closing(open_files(str(self._job.output.directory))) as there:
             prove_uploaded(self._job.plan, there)
         for name, content in self._job.output.extra_files.items():

@@ -12,6 +12,7 @@ from ckpt_tools.execute.ranks import Ranks
 from ckpt_tools.execute.source_reader import SourceReader, has_stores
 from ckpt_tools.execute.stream import Counters
 from ckpt_tools.formats.files import Files
+from ckpt_tools.formats.multipart import Part
 from ckpt_tools.model.choices import SourceCheck
 from ckpt_tools.model.transfers import OutputItem, Plan
 
@@ -127,6 +128,7 @@ class Done(NamedTuple):
     counters: Sequence[Counters]  # of its threads
     resumed: int  # items and blobs that an earlier process had finished
     versions: Mapping[str, str | None] = {}  # of its files, as the store calls them; a file system has none
+    parts: Mapping[str, Sequence[Part]] = {}  # of files that others write too
 
 
 class JobOutput(Protocol):
@@ -150,11 +152,16 @@ class JobOutput(Protocol):
     def share(self) -> Sequence[OutputItem]:
         """This rank's items."""
 
-    def work(self, source: SourceReader) -> Done:
-        """This rank's items, and what lies in their files, are written."""
+    def open_shared(self) -> Mapping[str, str]:
+        """Rank 0: make ready the files that several ranks write, where that takes more than a name; by name."""
 
-    def publish(self, metadata: bytes | None, versions: Mapping[str, str | None]) -> None:
-        """Rank 0: prove what all ranks have written (`versions` of their files); small files; `.metadata` last."""
+    def work(self, source: SourceReader, shared: Mapping[str, str]) -> Done:
+        """This rank's items, and what lies in their files, are written; `shared` is what `open_shared` gave."""
+
+    def publish(
+        self, metadata: bytes | None, versions: Mapping[str, str | None], parts: Mapping[str, Sequence[Part]]
+    ) -> None:
+        """Rank 0: prove what all ranks have written (see `Done`); small files; `.metadata` last."""
 
     def has_beside(self, name: str) -> bool:
         """Rank 0: whether the output's parent has such a file."""

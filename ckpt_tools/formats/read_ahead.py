@@ -88,7 +88,11 @@ class ReadAhead(Generic[Job]):
         self, jobs: Iterable[Job], reads: Callable[[Job], Iterable[Range]], memory_bytes: int
     ) -> None:
         self._jobs, self._reads = jobs, reads
-        self._memory, self._round = memory_bytes, max(1, memory_bytes // _ROUNDS)
+        share = max(1, memory_bytes // _ROUNDS)
+        self._memory, self._round = (
+            memory_bytes,
+            max(share - share % REQUEST_BYTES, min(share, REQUEST_BYTES)),
+        )
         self._taken: deque[Job] = deque()  # told of, not begun
         self._begun = self._told = 0  # how many jobs
         self._ranges = self._told_ranges()
