@@ -36,7 +36,7 @@ class Row(NamedTuple):
     def value(self, given: Any) -> Any:
         """What the library gets."""
         plain = [_plain(one) for one in given] if isinstance(given, list) else _plain(given)
-        return plain if plain is None or self.read is None else self.read(plain)
+        return plain if self.read is None else self.read(plain)
 
 
 def _plain(given: Any) -> Any:

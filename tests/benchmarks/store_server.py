@@ -61,7 +61,7 @@ class Counts:
     def taken(self) -> dict[str, int]:
         """What was counted since this was asked last."""
         with self._counts.get_lock():
-            found = dict(zip(self.KINDS, self._counts, strict=True))
+            found = dict(zip(self.KINDS, self._counts[:], strict=True))
             self._counts[:] = [0] * len(self.KINDS)
         return found
 

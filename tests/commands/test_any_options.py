@@ -104,7 +104,7 @@ def any_way(draw: random.Random) -> Iterator[WriteOptions]:
             stack.enter_context(mock.patch.object(module, name, draw.choice(values)))
         if tile is not None:
             stack.enter_context(
-                mock.patch.object(WriteOptions, "thread_memory", lambda *_: ThreadMemory(tile, 0, 0))
+                mock.patch.object(WriteOptions, "thread_memory", lambda *_, **__: ThreadMemory(tile, 0, 0))
             )
         yield WriteOptions(threads=draw.choice([1, 2, 4]), memory_bytes=draw.choice([1 << 20, 96 << 20]))
 

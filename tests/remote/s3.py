@@ -23,6 +23,8 @@ _SLOW_DOWN = (
     b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Reduce your request rate</Message></Error>"
 )
 
+_DENIED = b"<?xml version='1.0'?><Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
+
 
 class FaultProxy(ThreadingHTTPServer):
     """Forwards to an S3 server. `choose(number, method, path)` names each request's fault; `done` counts them."""
@@ -36,6 +38,7 @@ class FaultProxy(ThreadingHTTPServer):
         self.done: Counter[str] = Counter()
         self.requests: list[tuple[str, str, str]] = []  # method, path, range
         self.slow_seconds = 60.0
+        self.refused_key: str | None = None  # an access key whose requests are denied
         self.lock = threading.Lock()
 
     @property
@@ -57,6 +60,11 @@ class _Handler(BaseHTTPRequestHandler):
             proxy.requests.append((self.command, self.path, self.headers.get("Range") or ""))
             fault = proxy.choose(len(proxy.requests), self.command, self.path)
             proxy.done[fault] += 1
+        if proxy.refused_key and f"Credential={proxy.refused_key}/" in (
+            self.headers.get("Authorization") or ""
+        ):
+            self._answer(403, [("Content-Type", "application/xml")], _DENIED)
+            return
         if fault == BUSY:
             self._answer(503, [("Content-Type", "application/xml")], _SLOW_DOWN)
             return
