@@ -16,12 +16,10 @@ from ckpt_tools.formats.multipart import Begun, Part
 
 WEB = ("http", "https")
 
-Entry = Mapping[
-    str, Any
-]  # `type` ("file", "directory"), `size` in bytes, and what the store tells of the content
-Call = Callable[
-    [Callable[[float], Any], int], Any
-]  # a request and the bytes that it moves: repeated while it fails
+# `type` ("file", "directory"), `size` in bytes, and what the store tells of the content.
+Entry = Mapping[str, Any]
+# The answer to a request, which is repeated while it fails; and the bytes that it moves.
+Call = Callable[[Callable[[float], Any], int], Any]
 
 
 class Upload(NamedTuple):
@@ -123,10 +121,8 @@ class FsspecDriver:
     def page(self, seconds: float, path: str, after: str | None) -> tuple[dict[str, Entry], str | None]:
         self.fs.invalidate_cache(path)
         inside = [(entry["name"].rstrip("/"), entry) for entry in self.ask(seconds, "ls", path, detail=True)]
-        found = {
-            full.rpartition("/")[2]: entry for full, entry in inside if full != path
-        }  # a file lists itself
-        return {name: entry for name, entry in found.items() if name}, None
+        named = {full.rpartition("/")[2]: one for full, one in inside if full != path}  # a file lists itself
+        return {name: entry for name, entry in named.items() if name}, None
 
     def get(self, seconds: float, path: str) -> bytes:
         found: bytes = self.ask(seconds, "cat_file", path, None, None)

@@ -19,6 +19,7 @@ from ckpt_tools.formats.drivers import Call, Entry, Upload
 from ckpt_tools.formats.multipart import Begun, Multipart, Part, as_asked
 from ckpt_tools.formats.s3_settings import Settings, read_settings
 
+_USUAL_SECONDS = 20.0  # that `Retry` gives a request: who tells the address serves most of them too
 _CONNECTIONS = 256  # kept at most; more at once are closed after each request, and told of
 # An access point stands where a bucket does: its name has slashes or colons.
 _BUCKET = re.compile(
@@ -26,7 +27,7 @@ _BUCKET = re.compile(
 )
 _EQUAL_PARTS = ".r2.cloudflarestorage.com"  # whose parts but the last of a file have one length
 _ABSENT = {"NoSuchKey", "NoSuchBucket", "NoSuchUpload"}
-_REFUSED = {401, 403, 405, 501}  # of HTTP; a request that is not implemented will not be
+_REFUSED = {401, 403, 405, 501}  # of HTTP: asking again is of no use, also where a request is not implemented
 _EXPIRED = {"ExpiredToken", "InvalidToken", "TokenRefreshRequired"}
 
 # What a process and its children share: sessions by what they read; what it has alone: clients by time-out.
@@ -54,7 +55,7 @@ class S3Driver:
         self._settings, self._session = _session(self._made)
 
     def address(self) -> str:
-        return str(self._client(1).meta.endpoint_url)
+        return str(self._client(_USUAL_SECONDS).meta.endpoint_url)
 
     def page(self, seconds: float, path: str, after: str | None) -> tuple[dict[str, Entry], str | None]:
         bucket, prefix = _folder(path)
@@ -146,10 +147,7 @@ class S3Driver:
         try:
             return getattr(client, method)(**asked)
         except ClientError as error:
-            kind = _kind(error)
-            if kind is None:
-                raise
-            raise kind(str(error)) from error
+            raise _told(error) from error
 
     def _client(self, seconds: float) -> Any:
         """A client of this process whose sockets wait so long, rounded up to a power of two: few make do for all."""
@@ -184,13 +182,15 @@ def _folder(path: str) -> tuple[str, str]:
     return at["Bucket"], f"{at['Key']}/" if at["Key"] else ""
 
 
-def _kind(error: Any) -> type[OSError] | None:
-    """Python's own word for what the store says, where asking again is of no use."""
-    code = str(error.response.get("Error", {}).get("Code", ""))
-    status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+def _told(error: Any) -> OSError:
+    """What the store said, in Python's words."""
+    said, status = error.response.get("Error", {}), error.response["ResponseMetadata"].get("HTTPStatusCode")
+    code, kind = said.get("Code", status), OSError
     if code in _ABSENT or status == 404:
-        return FileNotFoundError
-    return PermissionError if code in _EXPIRED or status in _REFUSED else None
+        kind = FileNotFoundError
+    elif code in _EXPIRED or status in _REFUSED:
+        kind = PermissionError
+    return kind(f"{code}: {said.get('Message', '')}")
 
 
 def _fill(buffer: memoryview, answer: Any, stop: float) -> None:

@@ -46,10 +46,8 @@ class Settings:
             "connect_timeout": wait,  # also what a part may take to send on a connection of its own
             "read_timeout": wait,
             "max_pool_connections": connections,
-            "retries": {
-                "total_max_attempts": 1,
-                "mode": "standard",
-            },  # `Store.call` repeats, with its own pauses
+            # `Store.call` repeats, with its own pauses: both would multiply.
+            "retries": {"total_max_attempts": 1, "mode": "standard"},
             **signed,
             **self.config,
         }
@@ -93,7 +91,7 @@ def read_settings() -> Settings:
 def _configured() -> dict[str, Any]:
     """What fsspec has read for s3 and s3a; fsspec is only imported where there is something to read."""
     folder = os.environ.get("FSSPEC_CONFIG_DIR") or Path("~/.config/fsspec").expanduser()
-    is_set = any(name.upper().startswith(("FSSPEC_S3", "FSSPEC_S3A")) for name in os.environ)
+    is_set = any(name.upper().startswith("FSSPEC_S3") for name in os.environ)
     if not is_set and not Path(folder).is_dir():
         return {}
     from fsspec.config import set_conf_env, set_conf_files

@@ -186,13 +186,14 @@ class Store:
         path, what = self.path(name), f"{self.where(name)}: listing"
         found: dict[str, Entry] = {}
         after: str | None = None
-        with suppress(FileNotFoundError):
-            while True:
-                page, after = self.call(what, lambda t, at=after: self.driver.page(t, path, at))  # type: ignore[misc]
-                found |= page
-                if after is None:
-                    break
-        return found
+        while True:
+            try:
+                page, after = self.call(what, partial(self.driver.page, path=path, after=after))
+            except FileNotFoundError:
+                return {}
+            found |= page
+            if after is None:
+                return found
 
     def sizes(self, name: str = "") -> dict[str, int | None]:
         """Sizes of the files and None for the folders directly inside; empty when there is no such folder."""

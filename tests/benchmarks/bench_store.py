@@ -276,8 +276,9 @@ def main() -> None:
         walls = [one.wall for one in row]
         print(
             f"{name:40} {statistics.median(walls):6.2f} s ({min(walls):.2f}-{max(walls):.2f}), "
-            f"{statistics.median(one.cpu for one in row):6.2f} CPU s, RssAnon {max(o.together for o in row) >> 20} MiB "
-            f"(one {max(o.largest for o in row) >> 20}), {row[0].requests} requests, "
+            f"{statistics.median(one.cpu for one in row):6.2f} CPU s, RssAnon "
+            f"{max(one.together for one in row) >> 20} MiB (one {max(one.largest for one in row) >> 20}), "
+            f"{row[0].requests} requests, "
             f"{row[0].out / 1e6:.0f} MB out, {row[0].came / 1e6:.0f} MB in"
         )
     print(json.dumps(found))

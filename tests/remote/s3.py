@@ -1,8 +1,9 @@
-"""A real S3 server on loopback (moto's) and a proxy before it that resets, refuses, or trickles as a test says."""
+"""A real S3 server on loopback (moto's) and a proxy before it that loses, refuses, or trickles as a test says."""
 
 from __future__ import annotations
 
 import http.client
+import os
 import socket
 import struct
 import subprocess
@@ -18,12 +19,22 @@ from typing import Any
 
 from tests.ports import free_port
 
-NONE, RESET, BUSY, SLOW = "none", "reset", "503", "slow"
-_SLOW_DOWN = (
-    b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Reduce your request rate</Message></Error>"
-)
+# Answers that are lost, cut, changed on their way, or come byte by byte.
+NONE, RESET, CUT, FLIPPED, SLOW = "none", "reset", "cut", "flipped", "slow"
+# Requests that never reach the server, by what they are answered.
+BUSY, DENIED, FAILED_INSIDE, MOVED = "503", "403", "200 with an error in it", "301"
 
-_DENIED = b"<?xml version='1.0'?><Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
+
+def _error(code: str) -> bytes:
+    return f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>no</Message></Error>".encode()
+
+
+_REFUSALS = {
+    BUSY: (503, _error("SlowDown"), {}),
+    DENIED: (403, _error("AccessDenied"), {}),
+    FAILED_INSIDE: (200, _error("InternalError"), {}),
+    MOVED: (301, _error("PermanentRedirect"), {"x-amz-bucket-region": "eu-west-1"}),
+}
 
 
 class FaultProxy(ThreadingHTTPServer):
@@ -37,8 +48,9 @@ class FaultProxy(ThreadingHTTPServer):
         self.choose: Callable[[int, str, str], str] = lambda number, method, path: NONE
         self.done: Counter[str] = Counter()
         self.requests: list[tuple[str, str, str]] = []  # method, path, range
+        self.headers: list[dict[str, str]] = []  # of each request, by name in small letters
+        self.connections = 0
         self.slow_seconds = 60.0
-        self.refused_key: str | None = None  # an access key whose requests are denied
         self.lock = threading.Lock()
 
     @property
@@ -53,20 +65,22 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: FaultProxy
 
+    def setup(self) -> None:
+        super().setup()
+        with self.server.lock:
+            self.server.connections += 1
+
     def _serve(self) -> None:
         proxy = self.server
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         with proxy.lock:
             proxy.requests.append((self.command, self.path, self.headers.get("Range") or ""))
+            proxy.headers.append({name.lower(): value for name, value in self.headers.items()})
             fault = proxy.choose(len(proxy.requests), self.command, self.path)
             proxy.done[fault] += 1
-        if proxy.refused_key and f"Credential={proxy.refused_key}/" in (
-            self.headers.get("Authorization") or ""
-        ):
-            self._answer(403, [("Content-Type", "application/xml")], _DENIED)
-            return
-        if fault == BUSY:
-            self._answer(503, [("Content-Type", "application/xml")], _SLOW_DOWN)
+        if fault in _REFUSALS:
+            status, data, more = _REFUSALS[fault]
+            self._answer(status, [("Content-Type", "application/xml"), *more.items()], data)
             return
         connection = http.client.HTTPConnection(*proxy.upstream, timeout=60)
         connection.request(self.command, self.path, body, dict(self.headers))
@@ -88,13 +102,17 @@ class _Handler(BaseHTTPRequestHandler):
         if not is_head:
             self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        if fault == RESET:
+        if fault in (RESET, CUT):
             self.wfile.write(data[: len(data) // 2])
             self.wfile.flush()
+            self.close_connection = True
+            if fault == CUT:
+                return
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.connection.close()  # lingering for 0 seconds sends RST, not FIN
-            self.close_connection = True
             return
+        if fault == FLIPPED:
+            data = bytes([data[0] ^ 1]) + data[1:]
         if fault == SLOW:
             self._trickle(data)
         if not is_head:
@@ -126,8 +144,8 @@ def fault_proxy(upstream: tuple[str, int]) -> Iterator[FaultProxy]:
 
 
 @contextmanager
-def s3_server() -> Iterator[tuple[str, int]]:
-    """Host and port of a server with no buckets; the server's own process, so that its imports stay there."""
+def s3_server(page: int = 1000) -> Iterator[tuple[str, int]]:
+    """Host and port of a server with no buckets that lists `page` names at once; a process of its own."""
     port = free_port()
     command = [
         sys.executable,
@@ -138,7 +156,8 @@ def s3_server() -> Iterator[tuple[str, int]]:
         "-p",
         str(port),
     ]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    environment = os.environ | {"MOTO_S3_DEFAULT_MAX_KEYS": str(page)}
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
     try:
         _wait_for(port, process)
         yield "127.0.0.1", port

@@ -54,12 +54,16 @@ def test_a_store_that_swallows_connections_is_told_of_in_seconds(
     assert f"nothing answers at 127.0.0.1 port {port} (timed out)" in capsys.readouterr().err
 
 
-def test_a_store_that_accepts_and_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("scheme", ["http", "s3"])
+def test_a_store_that_accepts_and_never_answers(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
         mute.listen(16)
+        url = f"http://127.0.0.1:{mute.getsockname()[1]}"
+        for name, value in s3_environment(url).items():
+            monkeypatch.setenv(name, value)
         quick = store_module.Retry(attempts=6, pause=0.01, patience=0.5)
-        store = Store(f"http://127.0.0.1:{mute.getsockname()[1]}/run", quick)
+        store = Store("s3://box/run" if scheme == "s3" else f"{url}/run", quick)
         begin = time.monotonic()
         with pytest.raises(StorageError, match="still failing after 2 attempts"):
             store.get("x")

@@ -21,7 +21,7 @@ from ckpt_tools.execute.write_job import METADATA
 from tests.conftest import REPO
 from tests.execute.conftest import Case, make_case
 from tests.execute.test_run import tree
-from tests.remote.s3 import BUSY, NONE, FaultProxy, Objects, fault_proxy, s3_environment, s3_server
+from tests.remote.s3 import BUSY, DENIED, NONE, FaultProxy, Objects, fault_proxy, s3_environment, s3_server
 
 SCRIPT = """
 import os, sys
@@ -161,7 +161,12 @@ def test_a_worker_killed_in_an_upload_is_named_and_resume_goes_on(
 
 def test_a_store_that_refuses_one_worker_ends_all(proxy: FaultProxy, large: Case, tmp_path: Path) -> None:
     """Its credentials have ended, for one: the error is that of the command, and nothing is published."""
-    proxy.refused_key = "refused"
+    mine = "Credential=refused/"
+
+    def choose(number: int, _method: str, _path: str) -> str:
+        return DENIED if mine in proxy.headers[number - 1].get("authorization", "") else NONE
+
+    proxy.choose = choose
     begin = time.monotonic()
     code, said = run(large.files.location, "s3://box/refused", 3, "refused")
     assert code == 7 and "s3://box/refused" in said and "Check the address, the credentials" in said
