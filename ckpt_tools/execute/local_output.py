@@ -90,10 +90,10 @@ class LocalOutput:
         numbers = self._numbers()
         return self._job.plan.items[numbers.start : numbers.stop]
 
-    def open_shared(self) -> Mapping[str, str]:
+    def open_files(self) -> Mapping[str, str | None]:
         return {}
 
-    def work(self, source: SourceReader, shared: Mapping[str, str]) -> Done:
+    def work(self, source: SourceReader, opened: Mapping[str, str | None]) -> Done:
         job, journal = self._job, self._staging.journal
         finished = journal.finished()
         journal.open(job.ranks.rank)

@@ -159,27 +159,23 @@ class RemoteOutput:
             return [Stretch(name, 0, size) for name, size in plan.file_bytes.items()]
         return stretches(plan, ranks.world * self._job.options.threads)
 
-    def open_shared(self) -> Mapping[str, str]:
+    def open_files(self) -> Mapping[str, str | None]:
+        present, sizes = self._store.sizes(), self._job.plan.file_bytes
+        there = {name for name, size in sizes.items() if present.get(name) == size}
         cut = {stretch.file for stretch in self._stretches() if stretch.parts}
-        there = self._there()
         self._begun = {name: self._store.begin_upload(name) for name in sorted(cut - there)}
-        return self._begun
+        return {**dict.fromkeys(there), **self._begun}
 
-    def _there(self) -> set[str]:
-        """The files that an earlier process has uploaded."""
-        present = self._store.sizes()
-        return {name for name, size in self._job.plan.file_bytes.items() if present.get(name) == size}
-
-    def work(self, source: SourceReader, shared: Mapping[str, str]) -> Done:
-        job, there = self._job, self._there()
+    def work(self, source: SourceReader, opened: Mapping[str, str | None]) -> Done:
+        job, ranks = self._job, self._job.ranks
         uploads = Uploads(job.plan, self._store, self._marker)
-        there &= set(self._names())
+        there = {name for name in self._names() if opened.get(name, "") is None}
         for name in sorted(there):
             uploads.note(name, source)
-        mine = share_of(self._stretches(), job.ranks.rank, job.ranks.world)
-        todo = [stretch for stretch in mine if stretch.file not in there]
+        mine = share_of(self._stretches(), ranks.rank, ranks.world)
+        todo = [stretch for stretch in mine if opened.get(stretch.file, "") is not None]
         counters = uploads.run(
-            todo, shared, source, job.options.threads, job.thread_memory, job.ranks.check, job.progress
+            todo, opened, source, job.options.threads, job.thread_memory, job.ranks.check, job.progress
         )
         resumed = sum(item.file in there for item in job.plan.items)
         resumed += sum(blob.file in there for blob in job.plan.blobs)

@@ -10,7 +10,8 @@ Every rank calls `write_checkpoint` with the same plan, and all go through the s
     compare  only for an output that seems finished, with `resume`: its   the same
              share as it is against what would be written
     accept   keeps it as its own, or begins as for any other              nothing
-    open     begins the files that several ranks write                            nothing
+    open     of a store: sees what is there, begins files that several ranks      nothing
+             write
     work     its share, by threads (`Crew`), each with a pump (`Pump`)    the same
     prove    sums of the source that several ranks hold parts of are      the same
              joined, what nobody read is read (`prove_rest`)
@@ -134,8 +135,8 @@ class _Run:
                 found, self._output.token = together(lambda: self._accept(same))[0]
                 self._proof = self._proof if same else self._new_proof()
             if found not in _IN_PLACE:
-                shared = together(lambda: self._output.open_shared() if self._leads else {})[0]
-                shares = together(lambda: self._work(shared))
+                files = together(lambda: self._output.open_files() if self._leads else {})[0]
+                shares = together(lambda: self._work(files))
             if found != "published":
                 proven = self._prove()
             together(lambda: self._publish(found, shares))
@@ -179,10 +180,10 @@ class _Run:
             found = self._output.begin()
         return found, self._output.token
 
-    def _work(self, shared: Mapping[str, str]) -> _Share:
+    def _work(self, opened: Mapping[str, str | None]) -> _Share:
         """This rank's share."""
         with closing(self._source()) as source:
-            done = self._output.work(source, shared)
+            done = self._output.work(source, opened)
         return {
             "counters": [asdict(counters) for counters in done.counters],
             "resumed": done.resumed,

@@ -65,14 +65,14 @@ class Uploads:
     def run(
         self,
         stretches: Sequence[Stretch],
-        begun: Mapping[str, str],
+        begun: Mapping[str, str | None],
         source: SourceReader,
         threads: int,
         memory: ThreadMemory,
         watch: Callable[[], None],
         progress: Progress,
     ) -> list[Counters]:
-        """Upload these stretches, those of files in `begun` as parts of that upload; see `Crew.run`."""
+        """Upload these stretches, those of files in `begun` as parts of its upload; see `Crew.run`."""
         crew = Crew(source, threads, memory, sum(stretch.nbytes for stretch in stretches))
         left = iter(stretches)
 

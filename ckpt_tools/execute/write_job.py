@@ -152,11 +152,15 @@ class JobOutput(Protocol):
     def share(self) -> Sequence[OutputItem]:
         """This rank's items."""
 
-    def open_shared(self) -> Mapping[str, str]:
-        """Rank 0: make ready the files that several ranks write, where that takes more than a name; by name."""
+    def open_files(self) -> Mapping[str, str | None]:
+        """Rank 0: what all ranks must know of files that not every one of them can see.
 
-    def work(self, source: SourceReader, shared: Mapping[str, str]) -> Done:
-        """This rank's items, and what lies in their files, are written; `shared` is what `open_shared` gave."""
+        In a store, None for those that an earlier process has written, and for those that several ranks write the
+        id of an upload that is begun for them.
+        """
+
+    def work(self, source: SourceReader, opened: Mapping[str, str | None]) -> Done:
+        """This rank's items, and what lies in their files, are written; `opened` is what `open_files` gave."""
 
     def publish(
         self, metadata: bytes | None, versions: Mapping[str, str | None], parts: Mapping[str, Sequence[Part]]

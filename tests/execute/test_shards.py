@@ -39,8 +39,10 @@ def test_a_damaged_shard_is_not_published(
 ) -> None:
     real = LocalOutput.work
 
-    def work_and_damage(output: LocalOutput, source: SourceReader, shared: Mapping[str, str]) -> object:
-        done = real(output, source, shared)
+    def work_and_damage(
+        output: LocalOutput, source: SourceReader, opened: Mapping[str, str | None]
+    ) -> object:
+        done = real(output, source, opened)
         (path,) = Path(output._staging.data).glob("*.safetensors")
         path.write_bytes(broken(path.read_bytes(), damage))
         return done

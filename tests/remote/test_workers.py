@@ -13,6 +13,7 @@ import pytest
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.execute import uploads
+from ckpt_tools.execute.marker import MARKER
 from ckpt_tools.execute.ranks import Ranks
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from ckpt_tools.execute.uploads import Stretch, share_of, stretches
@@ -33,10 +34,10 @@ from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from ckpt_tools.execute.workers import shared_out
 from tests.execute.conftest import reopened_case
 
-source, out, workers, fault, how = sys.argv[1:]
+source, out, workers, fault, how, files = sys.argv[1:]
 uploads._PART_BYTES = uploads._STRETCH_BYTES = 5 << 20
 case = reopened_case(source)
-plan = case.plan(1)
+plan = case.plan(int(files))
 options = WriteOptions(workers=int(workers), threads=1)
 place = Output(out if "://" in out else Path(out), resume=how == "resume", overwrite=how == "overwrite")
 original = uploads._content
@@ -94,10 +95,12 @@ def expected(large: Case, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return tree(out)
 
 
-def run(source: str, out: str, workers: int, fault: str = "", how: str = "") -> tuple[int, str]:
+def run(
+    source: str, out: str, workers: int, fault: str = "", how: str = "", files: int = 1
+) -> tuple[int, str]:
     """Exit status and what was said by a process of its own: one with threads, as pytest's may be, is not forked."""
     process = subprocess.run(  # noqa: PLW1510  its status is looked at
-        [sys.executable, "-c", SCRIPT, source, out, str(workers), fault, how],
+        [sys.executable, "-c", SCRIPT, source, out, str(workers), fault, how, str(files)],
         cwd=REPO,
         env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
         capture_output=True,
@@ -146,17 +149,25 @@ def test_any_number_of_workers_writes_the_same(
     assert tree(tmp_path / "local") == expected
 
 
+@pytest.mark.parametrize("files", [1, 3])
 def test_a_worker_killed_in_an_upload_is_named_and_resume_goes_on(
-    proxy: FaultProxy, large: Case, expected: dict[str, str], tmp_path: Path
+    proxy: FaultProxy, large: Case, tmp_path: Path, files: int
 ) -> None:
-    code, said = run(large.files.location, "s3://box/killed", 3, "killed")
+    """One file that all write in stretches; and three, of which those that are whole are not written again."""
+    write_checkpoint(large.plan(files), large.files, Output(tmp_path / "expected"))
+    name = f"killed{files}"
+    code, said = run(large.files.location, f"s3://box/{name}", 3, "killed", files=files)
     assert code == 7 and "worker 1 (process " in said and "--resume" in said
-    assert METADATA not in fetched(proxy, "killed", tmp_path)
+    there = fetched(proxy, name, tmp_path).keys()
+    assert METADATA not in there
     assert begun(proxy) == []
-    code, said = run(large.files.location, "s3://box/killed", 2, how="resume")
+    proxy.requests.clear()
+    code, said = run(large.files.location, f"s3://box/{name}", 2, how="resume", files=files)
     assert (code, said) == (0, "")
     (tmp_path / "again").mkdir()
-    assert fetched(proxy, "killed", tmp_path / "again") == expected
+    assert fetched(proxy, name, tmp_path / "again") == tree(tmp_path / "expected")
+    written = {path.partition("?")[0] for method, path, _ in proxy.requests if method in ("PUT", "POST")}
+    assert not {path for path in written if path.endswith(tuple(there - {MARKER}))}
 
 
 def test_a_store_that_refuses_one_worker_ends_all(proxy: FaultProxy, large: Case, tmp_path: Path) -> None:
