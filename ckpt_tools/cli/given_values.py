@@ -12,6 +12,11 @@ from typing import Any
 MAX_RANKS, MAX_WORKERS, MAX_THREADS, MAX_ROWS = 1 << 20, 256, 1024, (1 << 31) - 1
 
 
+def given_bytes(text: str | None) -> int | None:
+    """As `parse_bytes`, of an option that may be left out."""
+    return None if text is None else parse_bytes(text)
+
+
 def parse_bytes(text: str) -> int:
     """Bytes from a size as people write it: `96MiB`, `5GB`, `1048576`.
 

@@ -122,8 +122,9 @@ TABLE: dict[str, Row] = {
                            "16."),
     "threads": option(int, "--threads", default=2, min=1, max=v.MAX_THREADS, panel=RUN,
                       help="Threads per process."),
-    "memory_bytes": option(str, "--max-memory", default="96MiB", read=v.parse_bytes, panel=RUN,
-                           help="Buffer memory of all workers together, e.g. 96MiB."),
+    "memory_bytes": option(str, "--max-memory", read=v.given_bytes, panel=RUN,
+                           help="Buffer memory of all workers together, e.g. 1GiB. Default: 96MiB; with an object "
+                                "store 32MiB a thread, and not less than 128MiB."),
     "fsync": flag("--fsync", panel=RUN, help="Make the output durable before it is published."),
     "direct": flag("--direct", panel=RUN,
                    help="Write past the page cache (O_DIRECT), which stays as it is for others; best with "

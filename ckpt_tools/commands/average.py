@@ -23,7 +23,6 @@ from ckpt_tools.errors import UsageError, VerificationError
 from ckpt_tools.execute.check_masters import check_masters
 from ckpt_tools.execute.prove import prove_payloads
 from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, write_checkpoint
-from ckpt_tools.execute.work import MIN_TILE_BYTES
 from ckpt_tools.formats.container import read_archive
 from ckpt_tools.formats.files import AnyPath, Files, path_text, read_whole
 from ckpt_tools.formats.joined_files import JoinedFiles
@@ -278,6 +277,4 @@ def _small_files(last: Opened) -> dict[str, bytes]:
 
 def _within_memory(write: WriteOptions, sources: int) -> WriteOptions:
     """The options with buffers so small that the tiles of all sources keep to the memory that was asked for."""
-    least = 3 * write.threads * MIN_TILE_BYTES
-    wanted = 3 * write.memory_bytes // (sources + _TEMPORARY_TILES)
-    return replace(write, memory_bytes=max(min(least, write.memory_bytes), wanted))
+    return replace(write, tiles=sources + _TEMPORARY_TILES)

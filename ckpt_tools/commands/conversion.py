@@ -184,7 +184,7 @@ def convert(
         conversion = _plan(writer, opened, options, ranks)
         prove_zeros(opened, conversion)
         nbytes = _plan_of(conversion).bytes_to_write
-        with shared_out(nbytes, options.write, ranks) as (ranks, write):
+        with shared_out(nbytes, options.write, ranks, place.directory) as (ranks, write):
             rehearse(_plan_of(conversion), opened.files, _complete(place, conversion), write, ranks)
             conversion, masters = with_proven_masters(opened, conversion, write, ranks)
             written = None

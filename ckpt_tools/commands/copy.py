@@ -18,14 +18,17 @@ from ckpt_tools.commands.outputs import choose_output, is_root
 from ckpt_tools.errors import CkptError, Interrupted, Terminated, UsageError, VerificationError
 from ckpt_tools.execute.finished import is_written
 from ckpt_tools.execute.proof import Stored, check
+from ckpt_tools.execute.ranks import Ranks
 from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, write_checkpoint
-from ckpt_tools.execute.source_reader import SourceReader
+from ckpt_tools.execute.source_reader import SourceReader, frame_reads, has_stores, store_ranges
+from ckpt_tools.execute.workers import shared_out
 from ckpt_tools.execute.write_job import METADATA
 from ckpt_tools.formats import crc
 from ckpt_tools.formats.container import Stretch, read_archive, record_stretches, whole_file
 from ckpt_tools.formats.dcp import MAX_METADATA_BYTES
 from ckpt_tools.formats.detect import BRIDGE_TRACKER, Location, locate
 from ckpt_tools.formats.files import AnyPath, Files, open_files, path_text, read_whole
+from ckpt_tools.formats.read_ahead import Range, reading_ahead
 from ckpt_tools.formats.safetensors import read_safetensors_header
 from ckpt_tools.formats.tree import files_below
 from ckpt_tools.megatron.common_state import read_common_state
@@ -35,6 +38,7 @@ from ckpt_tools.plan.raw_files import RawFile, Run, build_copy_plan
 
 _SMALL_BYTES = 1 << 20  # files up to this length are held in memory
 _PROVEN_WHOLE = 64 << 10  # archives up to this length are proven when they are planned
+_AHEAD_BYTES = 8 << 20  # of archives' frames in a store that are on their way
 _RECORD_BYTES = 4096  # and so are records up to this length, which describe a payload
 
 
@@ -171,7 +175,8 @@ def _copy(
         place = replace(
             place, extra_files=small, is_dcp=False, beside={**place.beside, **_trackers(source, location)}
         )
-        written = write_checkpoint(plan, files, place, options.write, progress=progress)
+        with shared_out(plan.bytes_to_write, options.write, Ranks(), place.directory) as (ranks, write):
+            written = write_checkpoint(plan, files, place, write, ranks=ranks, progress=progress)
         if options.read_back:
             _read_back(plan, files, place, options.write)
     without = sum(run.crc32 is None for file in runs.values() for run in file.runs)
@@ -229,21 +234,30 @@ def _runs(
             heads[name] = files.read(name, 0, first)
             keys = {chunk.item: entry.key for entry in entries for chunk in entry.chunks}
             runs[name] = [Run(item.offset, item.length, key, item.crc32) for item, key in keys.items()]
-    for item, key in _archives(files, catalog, sizes):
-        if item.file not in runs:
-            continue
-        if item.length <= _PROVEN_WHOLE and prove:
-            read_archive(files, item)
-            proven += 1
-        elif item.length > _PROVEN_WHOLE:
-            for record in record_stretches(files, item):
-                if record.nbytes > _RECORD_BYTES:
-                    runs[item.file].append(Run(record.start, record.nbytes, key, record.crc32))
-                elif prove:
-                    _prove_record(files, item, key, record)
+    archives = (one for one in _archives(files, catalog, sizes) if one[0].file in runs)
+    with reading_ahead(
+        archives, lambda one: _archive_reads(files, one[0]), _AHEAD_BYTES if has_stores(files) else 0
+    ) as inside:
+        for item, key in inside:
+            if item.length <= _PROVEN_WHOLE and prove:
+                read_archive(files, item)
+                proven += 1
+            elif item.length > _PROVEN_WHOLE:
+                for record in record_stretches(files, item):
+                    if record.nbytes > _RECORD_BYTES:
+                        runs[item.file].append(Run(record.start, record.nbytes, key, record.crc32))
+                    elif prove:
+                        _prove_record(files, item, key, record)
     return {
         name: RawFile(n, _disjoint(runs[name]), heads.get(name, b"")) for name, n in sizes.items()
     }, proven
+
+
+def _archive_reads(files: Files, item: Item) -> Iterator[Range]:
+    """What `_runs` reads of an archive in a store."""
+    if item.length <= _PROVEN_WHOLE:
+        return store_ranges(files, item.file, item.offset, item.offset + item.length)
+    return frame_reads(files, item)
 
 
 def _prove_record(files: Files, item: Item, key: str, record: Stretch) -> None:

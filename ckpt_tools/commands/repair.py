@@ -164,7 +164,7 @@ def _write(
     place = replace(place, extra_files=conversion.extra_files)
     plan = conversion.plan
     assert plan is not None  # `write_torch_dist` lays out what it writes
-    with shared_out(plan.bytes_to_write, options.write, Ranks()) as (ranks, write):
+    with shared_out(plan.bytes_to_write, options.write, Ranks(), place.directory) as (ranks, write):
         rehearse(plan, opened.files, place, write, ranks)
         if options.dry_run:
             return None

@@ -104,7 +104,7 @@ def rewrite(
     own = opened.files
     kept = {name: read_small_file(own, name) for name in COMPANIONS if own.exists(name)}
     place = replace(place, extra_files=kept | dict(companions or {}))
-    with shared_out(plan.bytes_to_write, options.write, Ranks()) as (ranks, write):
+    with shared_out(plan.bytes_to_write, options.write, Ranks(), place.directory) as (ranks, write):
         return write_checkpoint(plan, files or own, place, write, ranks=ranks, progress=progress)
 
 

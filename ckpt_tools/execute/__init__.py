@@ -10,7 +10,8 @@
 * `heartbeat`: signs of life, so that a rank that was killed is missed
 * `signals`: Ctrl-C and SIGTERM as a question
 * `work`: one rank's threads
-* `uploads`: the same into a store, whole files
+* `uploads`: the same into a store, whole files and stretches of long ones
+* `buffers`: what one thread may hold in memory
 * `marker`: who has a folder of a store
 * `stream`: the pump: one item at a time through buffers of fixed size
 * `small`: many small items at a time

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass, replace
+from itertools import chain
 from typing import TypeAlias
 
 import numpy as np
@@ -21,10 +22,11 @@ from ckpt_tools.execute.fp8_masters import HALF_TYPES, Fp8Comparison, describe_e
 from ckpt_tools.execute.in_step import Seen, in_step
 from ckpt_tools.execute.ranks import Ranks
 from ckpt_tools.execute.read_box import BoxReader
-from ckpt_tools.execute.spread import even_shares
+from ckpt_tools.execute.spread import by_threads, even_shares
 from ckpt_tools.execute.workers import shared_out
 from ckpt_tools.execute.write_job import WriteOptions
 from ckpt_tools.formats.files import Files
+from ckpt_tools.formats.read_ahead import Range
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.casts import Array, cast, numpy_dtype, raw_dtype
 from ckpt_tools.model.catalog import Catalog
@@ -128,8 +130,8 @@ def compare_masters(
 
     try:
         comparisons = [_comparison(reader, target) for target in wanted]
+        elements, first = _compare_plainly(comparisons, level, boxes, threads, reader.is_remote, tick)
         with ThreadPoolExecutor(threads) as pool:  # an error ends `map`, which calls off what has not begun
-            elements, first = _compare_plainly(comparisons, level, boxes, pool, tick)
             proven = _compare_as_fp8(first, level, boxes, pool, fp8_recipe) if fp8_recipe else {}
     finally:
         reader.close()
@@ -186,14 +188,16 @@ def _compare_plainly(
     comparisons: Sequence[_Comparison],
     level: CheckLevel,
     boxes: _Boxes,
-    pool: ThreadPoolExecutor,
+    threads: int,
+    is_remote: bool,
     tick: Callable[[], None],
 ) -> tuple[dict[_Comparison, int], dict[_Comparison, str]]:
     """Elements compared of every tensor, and the first difference of each that has one."""
 
     def compare(part: tuple[_Comparison, Box]) -> tuple[int, str | None]:
         elements = 0
-        if level == "all" and part[0].rounds_in_step(part[1], tick):
+        # A store's reads are told in the order of `boxes`, and wait for the network in any case.
+        if level == "all" and not is_remote and part[0].rounds_in_step(part[1], tick):
             return part[1].volume, None
         for box in boxes(part[1]):
             elements += box.volume
@@ -202,8 +206,12 @@ def _compare_plainly(
                 return elements, problem
         return elements, None
 
+    def reads(part: tuple[_Comparison, Box]) -> Iterator[Range]:
+        return chain.from_iterable(part[0].reads(box) for box in boxes(part[1]))
+
     parts = [(c, box) for c in comparisons for box in _parts(c, level)]
-    compared = list(pool.map(compare, parts))
+    ahead = WriteOptions(threads=threads).thread_memory(reads_store=is_remote).ahead
+    compared = by_threads(compare, parts, threads, reads, ahead)
     elements = dict.fromkeys(comparisons, 0)
     first: dict[_Comparison, str] = {}
     for (comparison, _), (count, problem) in zip(parts, compared, strict=True):
@@ -272,6 +280,7 @@ class _Comparison:
         self.masters, self.weights = reader.tensor(target), reader.tensor(weights)
         self._in_step = Seen(reader, target), Seen(reader, weights)
         self.transfers = reader.transfers(weights)
+        self._reads = reader.reads(target), reader.reads(weights)
 
     @property
     def can_be_fp8(self) -> bool:
@@ -289,6 +298,10 @@ class _Comparison:
                 return False
             elements += masters.size
         return elements == box.volume
+
+    def reads(self, box: Box) -> Iterator[Range]:
+        """What comparing `box` reads of stores."""
+        return chain.from_iterable(reads(box) for reads in self._reads)
 
     def difference(self, box: Box) -> str | None:
         """The first element of `box` whose master does not round to its weight; any NaN equals any other."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,6 +10,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from ckpt_tools.errors import CorruptCheckpointError
 from ckpt_tools.execute.source_reader import SourceReader, chunk_of, index_of, read_region
+from ckpt_tools.formats.read_ahead import Range
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.casts import Array, cast_checked, numpy_dtype, raw_dtype
 from ckpt_tools.model.kernels import Form
@@ -59,6 +60,23 @@ class Filler:
             else:
                 self._copy(region, dtype, transfer, common, key, shown.start)
 
+    def reads(
+        self, box: Box, transfers: Iterable[Transfer | Computation], origin: tuple[int, ...]
+    ) -> Iterator[Range]:
+        """What `fill` asks of stores, in its order."""
+        for transfer in transfers:
+            common = transfer.box.intersect(box)
+            if common is None:
+                continue
+            if isinstance(transfer, Computation):
+                _, needed = _needs(transfer, common.shift(origin))
+                for operand, part in zip(transfer.operands, needed, strict=True):
+                    yield from self.reads(part.relative_to(operand.box), operand.transfers, operand.box.start)
+            else:
+                piece = transfer.piece.crop(common)
+                assert piece is not None  # they meet
+                yield from self._source.reads(transfer, piece, len(self._scratch))
+
     def _copy(
         self, out: Array, dtype: str, transfer: Transfer, box: Box, key: str, start: tuple[int, ...]
     ) -> None:
@@ -75,10 +93,7 @@ class Filler:
 
     def _compute(self, out: Array, dtype: str, computation: Computation, shown: Box, key: str) -> None:
         """What the view shows in `shown` (target coordinates), from as little of the made tensor as it takes."""
-        wanted = pull_box(computation.view, shown).intersect(full_box(computation.shape))
-        assert wanted is not None  # the plan found it
-        forms = [Form(operand.dtype, operand.shape) for operand in computation.operands]
-        boxes = computation.kernel.needs(wanted, forms)
+        wanted, boxes = _needs(computation, shown)
         name = computation.key
         tiles = [self._operand(o, box, name) for o, box in zip(computation.operands, boxes, strict=True)]
         try:
@@ -111,6 +126,14 @@ class Filler:
         if changed:
             self._done.rounded[key] = self._done.rounded.get(key, 0) + changed
         return result
+
+
+def _needs(computation: Computation, shown: Box) -> tuple[Box, Sequence[Box]]:
+    """The part of the made tensor that the view shows in `shown`, and what of each input its kernel needs for it."""
+    wanted = pull_box(computation.view, shown).intersect(full_box(computation.shape))
+    assert wanted is not None  # the plan found it
+    forms = [Form(operand.dtype, operand.shape) for operand in computation.operands]
+    return wanted, computation.kernel.needs(wanted, forms)
 
 
 def _flat(values: Array) -> tuple[Array, tuple[int, ...]]:

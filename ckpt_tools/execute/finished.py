@@ -15,12 +15,12 @@ from pathlib import Path
 import numpy as np
 
 from ckpt_tools.execute.fileio import storage_errors
-from ckpt_tools.execute.source_reader import SourceReader
+from ckpt_tools.execute.source_reader import SourceReader, has_stores, store_ranges
 from ckpt_tools.execute.stream import Pump
-from ckpt_tools.execute.work import tile_bytes
 from ckpt_tools.execute.write_job import METADATA, Output, WriteOptions
 from ckpt_tools.formats.dcp_metadata import metadata_bytes
 from ckpt_tools.formats.files import Files, open_files
+from ckpt_tools.formats.read_ahead import Range, reading_ahead
 from ckpt_tools.model.transfers import OutputItem, Plan
 
 
@@ -78,18 +78,28 @@ def _same_items(
 ) -> bool:
     left = iter(items)
     lock, different = threading.Lock(), threading.Event()
-    tile = tile_bytes(options.memory_bytes, options.threads)
+    memory = options.thread_memory(source.is_remote or has_stores(there))
 
-    def compare() -> None:
-        pump = Pump(source, tile, lambda _: tick())
-        found = np.empty(tile, np.uint8)
+    def taken() -> Iterator[OutputItem]:
         while not different.is_set():
             with lock:
                 item = next(left, None)
             if item is None:
                 return
-            if not all(_equal(part, at, item, there, found) for at, part in _placed(item, pump)):
-                different.set()
+            yield item
+
+    def compare() -> None:
+        pump = Pump(source, memory.tile, lambda _: tick())
+        found = np.empty(memory.tile, np.uint8)
+
+        def reads(item: OutputItem) -> Iterator[Range]:
+            yield from pump.reads(item)
+            yield from store_ranges(there, item.file, item.offset, item.offset + item.length)
+
+        with reading_ahead(taken(), reads, memory.ahead) as mine:
+            for item in mine:
+                if not all(_equal(part, at, item, there, found) for at, part in _placed(item, pump)):
+                    different.set()
 
     with ThreadPoolExecutor(options.threads) as pool:
         for thread in [pool.submit(compare) for _ in range(options.threads)]:

@@ -25,6 +25,7 @@ from ckpt_tools.execute.work import Work
 from ckpt_tools.execute.write_job import METADATA, Done, Found, SourceState, WriteJob
 from ckpt_tools.formats.files import Files, LocalFiles
 from ckpt_tools.formats.joined_files import JoinedFiles
+from ckpt_tools.formats.multipart import Part
 from ckpt_tools.model.transfers import OutputItem
 from ckpt_tools.plan.assign import worker_share
 from ckpt_tools.plan.holes import holes
@@ -89,7 +90,10 @@ class LocalOutput:
         numbers = self._numbers()
         return self._job.plan.items[numbers.start : numbers.stop]
 
-    def work(self, source: SourceReader) -> Done:
+    def open_files(self) -> Mapping[str, str | None]:
+        return {}
+
+    def work(self, source: SourceReader, opened: Mapping[str, str | None]) -> Done:
         job, journal = self._job, self._staging.journal
         finished = journal.finished()
         journal.open(job.ranks.rank)
@@ -98,7 +102,9 @@ class LocalOutput:
             counters = work.run(finished, job.ranks.check, job.progress)
         return Done(counters, work.resumed)
 
-    def publish(self, metadata: bytes | None, versions: Mapping[str, str | None]) -> None:
+    def publish(
+        self, metadata: bytes | None, versions: Mapping[str, str | None], parts: Mapping[str, Sequence[Part]]
+    ) -> None:
         staging, sync = self._staging, self._job.options.fsync
         prove_shards(self._job.plan, staging.data)
         for name, content in self._job.output.extra_files.items():

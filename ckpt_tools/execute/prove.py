@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,10 +12,12 @@ import numpy as np
 from ckpt_tools.errors import CorruptCheckpointError, list_problems
 from ckpt_tools.execute.proof import Piece, Pieces, SourceProof, Stored, damage
 from ckpt_tools.execute.ranks import Ranks
-from ckpt_tools.execute.source_reader import ChunkRef, SourceReader
+from ckpt_tools.execute.source_reader import ChunkRef, SourceReader, store_ranges
+from ckpt_tools.execute.spread import by_threads
 from ckpt_tools.formats import crc
 from ckpt_tools.formats.container import record_stretches
 from ckpt_tools.formats.files import Files
+from ckpt_tools.formats.read_ahead import Range
 from ckpt_tools.model.catalog import Catalog, Item
 from ckpt_tools.model.without_gc import without_gc
 
@@ -53,6 +54,7 @@ def prove_rest(
     ranks: Ranks,
     threads: int,
     buffer_bytes: int = _BUFFER_BYTES,
+    ahead_bytes: int = 0,
 ) -> ProofReport:
     """Complete the proof of every record that any rank has read from; called on every rank.
 
@@ -61,6 +63,7 @@ def prove_rest(
 
     Args:
         key_of: the tensor that an item holds, for messages.
+        ahead_bytes: what each thread may hold of a store's files before it sums them.
 
     Raises:
         CorruptCheckpointError: records have other checksums than their writer stored; all are named.
@@ -70,7 +73,7 @@ def prove_rest(
     records = _joined(told, done.keys())
     parts = _missing(records, buffer_bytes)
     mine = _share(parts, ranks.rank, ranks.world)
-    read = ranks.together(lambda: _read(mine, files, ranks.check, threads, buffer_bytes))
+    read = ranks.together(lambda: _read(mine, files, ranks.check, threads, buffer_bytes, ahead_bytes))
     for part, checksum in zip(parts, (checksum for one in read for checksum in one), strict=True):
         records[part.item][1].put(Piece(part.start, part.stop, checksum))
     done |= {item: stored.nbytes for item, (stored, _) in records.items()}
@@ -176,7 +179,12 @@ def _share(parts: Sequence[_Part], rank: int, world: int) -> list[_Part]:
 
 
 def _read(
-    parts: Sequence[_Part], files: Files, tick: Callable[[], None], threads: int, buffer_bytes: int
+    parts: Sequence[_Part],
+    files: Files,
+    tick: Callable[[], None],
+    threads: int,
+    buffer_bytes: int,
+    ahead_bytes: int,
 ) -> list[int]:
     """CRC-32 of each part."""
     buffers = threading.local()
@@ -189,7 +197,7 @@ def _read(
         files.read_into(part.item.file, part.at, data)
         return crc.crc32(data)
 
-    if not parts:
-        return []
-    with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(read, parts))
+    def reads(part: _Part) -> Iterator[Range]:
+        return store_ranges(files, part.item.file, part.at, part.at + part.stop - part.start)
+
+    return by_threads(read, parts, threads, reads, ahead_bytes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +14,7 @@ from ckpt_tools.execute.prove import prove_rest
 from ckpt_tools.execute.ranks import Ranks
 from ckpt_tools.execute.source_reader import Payload, SourceReader, chunk_of
 from ckpt_tools.formats.files import Files
+from ckpt_tools.formats.read_ahead import Range
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.casts import Array, numpy_dtype, raw_dtype
 from ckpt_tools.model.catalog import Catalog
@@ -51,6 +52,7 @@ class BoxReader:
         self._source = SourceReader(files, proof=proof)
         self._finder = ChunkFinder(catalog)
         self._of_thread = threading.local()
+        self.is_remote = self._source.is_remote
 
     def tensor(self, target: TargetTensor) -> Callable[[Box], Array]:
         """What `read` does for this target, its sources looked up once for many boxes."""
@@ -66,6 +68,18 @@ class BoxReader:
         if len(transfers) > _FEW:  # all of them are gone through for every box
             return self.tensor(target)
         return lambda box: self._read(target, box, transfers, whole)
+
+    def reads(self, target: TargetTensor) -> Callable[[Box], Iterable[Range]]:
+        """What reading boxes of this target asks of stores."""
+        if not self.is_remote:
+            return lambda _: ()
+        reader = TargetReader(self._finder, target)
+
+        def of_box(box: Box) -> Iterator[Range]:
+            filler = Filler(self._source, self._scratch(), Filled())
+            return filler.reads(full_box(box.size), transfers_into(reader, box), box.start)
+
+        return of_box
 
     def transfers(self, target: TargetTensor) -> Callable[[Box], list[Transfer | Computation]]:
         """What makes up boxes of this target, in coordinates of the box."""

@@ -14,6 +14,7 @@ from ckpt_tools.execute.finished import has_files, lengths
 from ckpt_tools.execute.folders import Folder
 from ckpt_tools.execute.journal import Journal, fingerprint
 from ckpt_tools.execute.ranks import Ranks
+from ckpt_tools.execute.source_reader import has_stores
 from ckpt_tools.execute.vacant import (
     DATA,
     JOURNAL,
@@ -28,7 +29,6 @@ from ckpt_tools.execute.vacant import (
     partial_of,
     stopped,
 )
-from ckpt_tools.execute.work import tile_bytes
 from ckpt_tools.execute.write_job import Output, WriteOptions
 from ckpt_tools.formats.files import Files
 from ckpt_tools.model.transfers import Plan, stored_parts
@@ -50,7 +50,7 @@ def rehearse(
     options, ranks = options or WriteOptions(), ranks or Ranks()
 
     def look() -> str:
-        tile_bytes(options.memory_bytes, options.threads)
+        options.thread_memory(has_stores(files), isinstance(output.directory, str))
         if ranks.rank == 0:
             if isinstance(output.directory, str):
                 _look_remotely(plan, output, options)

@@ -18,7 +18,6 @@ have replaced until then is found by the versions of the objects.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from functools import cached_property
 from pathlib import Path
@@ -31,7 +30,7 @@ from ckpt_tools.execute.journal import check_unchanged
 from ckpt_tools.execute.marker import MARKER, Marker
 from ckpt_tools.execute.opened_shards import prove_uploaded
 from ckpt_tools.execute.source_reader import SourceReader
-from ckpt_tools.execute.uploads import Uploads, share_of_files
+from ckpt_tools.execute.uploads import Stretch, Uploads, share_of, share_of_files, stretches
 from ckpt_tools.execute.write_job import (
     METADATA,
     Done,
@@ -43,7 +42,9 @@ from ckpt_tools.execute.write_job import (
 )
 from ckpt_tools.formats.drivers import WEB
 from ckpt_tools.formats.files import open_files
-from ckpt_tools.formats.store import CONNECTIONS, Retry, Store
+from ckpt_tools.formats.multipart import Part
+from ckpt_tools.formats.requests import pool
+from ckpt_tools.formats.store import Retry, Store
 from ckpt_tools.model.transfers import OutputItem
 
 _LEAVING = Retry(attempts=1, patience=5.0)  # a run that failed tidies up, but waits for nobody
@@ -60,6 +61,7 @@ class RemoteOutput:
         self._store = open_store(job.output, job.options)
         self._marker = Marker(self._store)
         self._state: SourceState = []
+        self._begun: dict[str, str] = {}  # uploads of files that several ranks write
 
     @property
     def token(self) -> str:
@@ -150,22 +152,43 @@ class RemoteOutput:
         names = set(self._names())
         return [item for item in self._job.plan.items if item.file in names]
 
-    def work(self, source: SourceReader) -> Done:
-        job, present = self._job, self._store.sizes()
+    def _stretches(self) -> list[Stretch]:
+        """Those of all ranks."""
+        plan, ranks = self._job.plan, self._job.ranks
+        if not self._store.driver.takes_stretches:
+            return [Stretch(name, 0, size) for name, size in plan.file_bytes.items()]
+        return stretches(plan, ranks.world * self._job.options.threads)
+
+    def open_files(self) -> Mapping[str, str | None]:
+        present, sizes = self._store.sizes(), self._job.plan.file_bytes
+        there = {name for name, size in sizes.items() if present.get(name) == size}
+        cut = {stretch.file for stretch in self._stretches() if stretch.parts}
+        self._begun = {name: self._store.begin_upload(name) for name in sorted(cut - there)}
+        return {**dict.fromkeys(there), **self._begun}
+
+    def work(self, source: SourceReader, opened: Mapping[str, str | None]) -> Done:
+        job, ranks = self._job, self._job.ranks
         uploads = Uploads(job.plan, self._store, self._marker)
-        names = self._names()
-        there = {name for name in names if present.get(name) == job.plan.file_bytes[name]}
+        there = {name for name in self._names() if opened.get(name, "") is None}
         for name in sorted(there):
             uploads.note(name, source)
-        todo = [name for name in names if name not in there]
-        counters = uploads.run(todo, source, job.options, job.ranks.check, job.progress)
+        mine = share_of(self._stretches(), ranks.rank, ranks.world)
+        todo = [stretch for stretch in mine if opened.get(stretch.file, "") is not None]
+        counters = uploads.run(
+            todo, opened, source, job.options.threads, job.thread_memory, job.ranks.check, job.progress
+        )
         resumed = sum(item.file in there for item in job.plan.items)
         resumed += sum(blob.file in there for blob in job.plan.blobs)
-        return Done(counters, resumed, uploads.versions)
+        return Done(counters, resumed, uploads.versions, uploads.parts)
 
-    def publish(self, metadata: bytes | None, versions: Mapping[str, str | None]) -> None:
+    def publish(
+        self, metadata: bytes | None, versions: Mapping[str, str | None], parts: Mapping[str, Sequence[Part]]
+    ) -> None:
         store, marker = self._store, self._marker
         marker.check()
+        for name, upload in self._begun.items():
+            store.complete_upload(name, upload, parts[name])
+        versions = {**versions, **{name: store.version(name) for name in self._begun}}
         with closing(open_files(str(self._job.output.directory))) as there:
             prove_uploaded(self._job.plan, there)
         for name, content in self._job.output.extra_files.items():
@@ -184,8 +207,7 @@ class RemoteOutput:
         """
         present, sizes = self._store.sizes(), self._job.plan.file_bytes
         names = [name for name, size in sizes.items() if present.get(name) == size]
-        with ThreadPoolExecutor(CONNECTIONS, "ckpt-check") as pool:
-            now = dict(zip(names, pool.map(self._store.version, names), strict=True))
+        now = dict(zip(names, pool().map(self._store.version, names), strict=True))
         changed = [name for name in sizes if name not in now or now[name] != versions[name]]
         if changed:
             raise CorruptCheckpointError(

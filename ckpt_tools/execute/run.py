@@ -10,6 +10,8 @@ Every rank calls `write_checkpoint` with the same plan, and all go through the s
     compare  only for an output that seems finished, with `resume`: its   the same
              share as it is against what would be written
     accept   keeps it as its own, or begins as for any other              nothing
+    open     of a store: sees what is there, begins files that several ranks      nothing
+             write
     work     its share, by threads (`Crew`), each with a pump (`Pump`)    the same
     prove    sums of the source that several ranks hold parts of are      the same
              joined, what nobody read is read (`prove_rest`)
@@ -26,7 +28,7 @@ from __future__ import annotations
 import resource
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from typing import Any, Final, TypedDict
@@ -40,7 +42,6 @@ from ckpt_tools.execute.prove import ProofReport, prove_rest
 from ckpt_tools.execute.ranks import Ranks
 from ckpt_tools.execute.signals import StopSignals
 from ckpt_tools.execute.source_reader import SourceReader, forget
-from ckpt_tools.execute.work import tile_bytes
 from ckpt_tools.execute.write_job import (
     Found,
     JobOutput,
@@ -53,6 +54,7 @@ from ckpt_tools.execute.write_job import (
 )
 from ckpt_tools.formats.dcp_metadata import metadata_bytes
 from ckpt_tools.formats.files import Files
+from ckpt_tools.formats.multipart import Part
 from ckpt_tools.model.transfers import Plan
 
 __all__ = ["Output", "WriteOptions", "WriteReport", "write_checkpoint"]
@@ -105,6 +107,7 @@ class _Share(TypedDict):
     counters: list[dict[str, Any]]  # of every thread
     resumed: int
     versions: Mapping[str, str | None]
+    parts: Mapping[str, Sequence[tuple[int, str]]]
     peak_rss: int
 
 
@@ -132,7 +135,8 @@ class _Run:
                 found, self._output.token = together(lambda: self._accept(same))[0]
                 self._proof = self._proof if same else self._new_proof()
             if found not in _IN_PLACE:
-                shares = together(self._work)
+                files = together(lambda: self._output.open_files() if self._leads else {})[0]
+                shares = together(lambda: self._work(files))
             if found != "published":
                 proven = self._prove()
             together(lambda: self._publish(found, shares))
@@ -147,7 +151,7 @@ class _Run:
     def _take(self) -> tuple[Found, str]:
         """Rank 0 takes the output: what an earlier process has left there, and whose it is now."""
         job = self._job
-        tile_bytes(job.options.memory_bytes, job.options.threads)
+        assert job.thread_memory.tile  # or nobody begins
         if not self._leads:
             return "nothing", ""
         self._source_state = fingerprint(job.files, job.plan)
@@ -176,14 +180,17 @@ class _Run:
             found = self._output.begin()
         return found, self._output.token
 
-    def _work(self) -> _Share:
+    def _work(self, opened: Mapping[str, str | None]) -> _Share:
         """This rank's share."""
         with closing(self._source()) as source:
-            done = self._output.work(source)
+            done = self._output.work(source, opened)
         return {
             "counters": [asdict(counters) for counters in done.counters],
             "resumed": done.resumed,
             "versions": done.versions,
+            "parts": {
+                name: [(part.number, part.tag) for part in parts] for name, parts in done.parts.items()
+            },
             "peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
 
@@ -199,8 +206,10 @@ class _Run:
         files, plan, options, ranks = self._job.files, self._job.plan, self._job.options, self._job.ranks
         proven = ProofReport()
         if self._proof is not None:
-            tile = tile_bytes(options.memory_bytes, options.threads)
-            proven = prove_rest(self._proof, files, plan.source_key, ranks, options.threads, tile)
+            memory = self._job.thread_memory
+            proven = prove_rest(
+                self._proof, files, plan.source_key, ranks, options.threads, memory.tile, memory.ahead
+            )
         if options.fsync or options.direct:  # its page cache goes back, as that of what was written
             forget(files, plan.source_files)
         return proven
@@ -214,12 +223,22 @@ class _Run:
             check_unchanged(self._source_state, fingerprint(job.files, job.plan), job.files.location)
             check_as_opened(job.files)
             versions = {name: version for share in shares for name, version in share["versions"].items()}
-            output.publish(metadata_bytes(job.plan) if job.output.is_dcp else None, versions)
+            parts = _joined(share["parts"] for share in shares)
+            output.publish(metadata_bytes(job.plan) if job.output.is_dcp else None, versions, parts)
         for name, content in job.output.beside.items():
             if found == "finished" and output.has_beside(name):
                 continue  # it was written then, and may have been changed since
             output.write_beside(name, content)
         output.finish()
+
+
+def _joined(parts: Iterable[Mapping[str, Sequence[tuple[int, str]]]]) -> Mapping[str, Sequence[Part]]:
+    """Parts of files as all ranks have written them, by file."""
+    found: dict[str, list[Part]] = {}
+    for one in parts:
+        for name, some in one.items():
+            found.setdefault(name, []).extend(Part(*part) for part in some)
+    return found
 
 
 def _report(job: WriteJob, shares: Sequence[_Share], proven: ProofReport, seconds: float) -> WriteReport:

@@ -10,10 +10,11 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
 from ckpt_tools.execute.proof import Stored, check
-from ckpt_tools.execute.source_reader import SourceReader
+from ckpt_tools.execute.source_reader import SourceReader, store_ranges
 from ckpt_tools.formats import crc
 from ckpt_tools.formats.files import Files
 from ckpt_tools.formats.frames import tensor_frame
+from ckpt_tools.formats.read_ahead import Range
 from ckpt_tools.model.catalog import Item
 from ckpt_tools.model.transfers import OutputItem, stored_parts
 from ckpt_tools.plan.coalesce import Span, coalesce
@@ -40,6 +41,13 @@ class _Loaded:
         number = bisect_right(self._keys, (item.file, item.offset)) - 1
         first = item.offset - self._spans[number].start
         return self._data[number][first : first + item.length]
+
+
+def small_reads(source: SourceReader, items: Sequence[OutputItem], buffer_bytes: int) -> Iterator[Range]:
+    """What `SmallCopies` asks of stores, for a buffer of so many bytes."""
+    copies = [next(stored_parts(item.transfers)).item for item in items]
+    for file, start, stop in coalesce(copies, buffer_bytes):
+        yield from store_ranges(source.files, file, start, stop)
 
 
 class SmallCopies:

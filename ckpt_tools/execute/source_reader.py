@@ -6,7 +6,7 @@ import os
 import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from math import prod
 from pathlib import Path
@@ -17,10 +17,12 @@ import numpy as np
 from ckpt_tools.errors import CkptError, CorruptCheckpointError, UnsupportedCheckpointError
 from ckpt_tools.execute.fileio import drop_cache, storage_errors
 from ckpt_tools.execute.proof import RecordProof, SourceProof, Stored
-from ckpt_tools.formats.container import Stretch, TensorBytes, find_tensor
+from ckpt_tools.formats.container import ARCHIVE_END, Stretch, TensorBytes, find_tensor
 from ckpt_tools.formats.files import Files, LocalFiles
-from ckpt_tools.formats.frames import usual_item
-from ckpt_tools.formats.joined_files import by_folder, place_of
+from ckpt_tools.formats.frames import tensor_frame, usual_item
+from ckpt_tools.formats.joined_files import JoinedFiles, by_folder, place_of
+from ckpt_tools.formats.read_ahead import Range
+from ckpt_tools.formats.remote import RemoteFiles
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.casts import Array, raw_dtype
 from ckpt_tools.model.catalog import Item
@@ -74,6 +76,8 @@ class SourceReader:
         self._spool: tempfile.TemporaryDirectory[str] | None = None
         self._payloads: OrderedDict[Item, Payload] = OrderedDict()
         self._lock = threading.Lock()
+        self._of_thread = threading.local()  # `told`: items whose frames it has on their way
+        self.is_remote = has_stores(files)
 
     def close(self) -> None:
         if self._spool is not None:
@@ -98,6 +102,25 @@ class SourceReader:
             if len(self._payloads) > _CACHED_PAYLOADS:
                 self._payloads.popitem(last=False)
         return found
+
+    def reads(self, transfer: Transfer, piece: Piece, scratch_bytes: int) -> Iterator[Range]:
+        """What reading a piece of a transfer's chunk asks of a store, if it lies in the usual frame."""
+        item = transfer.item
+        files, name = place_of(self.files, item.file)
+        if not isinstance(files, RemoteFiles):
+            return
+        start = item.offset
+        if not item.bare:
+            frame = tensor_frame(transfer.dtype, transfer.shape)
+            if item.length != frame.length:
+                return
+            start += len(frame.head)
+            told: set[Item] = self._of_thread.__dict__.setdefault("told", set())
+            if item not in told and item not in self._payloads:
+                told.add(item)
+                yield from frame_reads(self.files, item, len(frame.head), frame.tail_bytes)
+        for _, first, nbytes in _spans(piece, piece.box.size, itemsize(transfer.dtype), scratch_bytes):
+            yield Range(files, name, start + first, start + first + nbytes)
 
     def note(self, transfers: Iterable[Transfer | Computation]) -> None:
         """Have the payloads of work that another process has done proven too: nobody knows what it saw."""
@@ -175,6 +198,29 @@ class SourceReader:
         return Payload(LocalFiles(self._spool.name), Path(path).name, 0, nbytes, None)
 
 
+def store_ranges(files: Files, file: str, start: int, stop: int) -> Iterator[Range]:
+    """Bytes of a file as what is read ahead, if it is in a store."""
+    part, name = place_of(files, file)
+    if isinstance(part, RemoteFiles):
+        yield Range(part, name, start, stop)
+
+
+def frame_reads(
+    files: Files, item: Item, head: int = ARCHIVE_END, tail: int = ARCHIVE_END
+) -> Iterator[Range]:
+    """What looking at an archive's frame reads of a store: so many bytes at either end."""
+    stop = item.offset + item.length
+    yield from store_ranges(files, item.file, item.offset, min(item.offset + head, stop))
+    yield from store_ranges(files, item.file, max(item.offset, stop - tail), stop)
+
+
+def has_stores(files: Files) -> bool:
+    """Whether some of the files are in a store."""
+    return any(
+        isinstance(part, RemoteFiles) for part in (files.parts if isinstance(files, JoinedFiles) else [files])
+    )
+
+
 def forget(files: Files, names: Sequence[str]) -> None:
     """Give back the page cache of files that have been read."""
     for part, inside in by_folder(files, names):
@@ -192,15 +238,11 @@ def read_region(payload: Payload, piece: Piece, out: Array, scratch: Array) -> i
     """
     if out.size == 0:
         return 0
-    _, offset, strides = piece
-    width = out.itemsize
-    pattern = read_pattern(out.shape, strides, width, len(scratch) // width)
+    strides, width = piece.strides, out.itemsize
     bytes_read = 0
-    for block in pattern_blocks(pattern, out.shape):
+    for block, first, span in _spans(piece, out.shape, width, len(scratch)):
         target = out[index_of(block)]
-        first = offset + sum(a * s for a, s in zip(block.start, strides, strict=True))
-        span = span_elems(block.size, strides) * width
-        at = payload.offset + first * width
+        at = payload.offset + first
         if target.flags.c_contiguous and is_dense(block.size, strides):
             data = _bytes_of(target)
             payload.files.read_into(payload.name, at, data)
@@ -213,6 +255,15 @@ def read_region(payload: Payload, piece: Piece, out: Array, scratch: Array) -> i
             payload.proof.add(at, data)
         bytes_read += span
     return bytes_read
+
+
+def _spans(piece: Piece, shape: Sequence[int], width: int, most_bytes: int) -> Iterator[tuple[Box, int, int]]:
+    """How a non-empty piece is read: blocks of it, with the first byte in the payload and the bytes from there on."""
+    _, offset, strides = piece
+    pattern = read_pattern(shape, strides, width, most_bytes // width)
+    for block in pattern_blocks(pattern, shape):
+        first = offset + sum(a * s for a, s in zip(block.start, strides, strict=True))
+        yield block, first * width, span_elems(block.size, strides) * width
 
 
 def index_of(box: Box) -> tuple[Any, ...]:

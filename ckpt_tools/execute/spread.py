@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from heapq import heapify, heapreplace
@@ -13,10 +13,13 @@ from typing import TypeAlias, TypeVar
 from ckpt_tools.execute.ranks import Ranks
 from ckpt_tools.execute.workers import shared_out
 from ckpt_tools.execute.write_job import WriteOptions
+from ckpt_tools.formats.read_ahead import Range, reading_ahead
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
+Reads: TypeAlias = Callable[[Job], Iterable[Range]]
+"""The ranges of a store's files that a job reads, in order."""
 Tick: TypeAlias = Callable[[int], None]
 """Told the bytes that were read since the last call; may raise to stop."""
 
@@ -29,9 +32,10 @@ def spread(
     threads: int,
     workers: int | None = None,
     tick: Tick,
+    reads: Reads[Job] | None = None,
 ) -> list[Result]:
     """`work` of every job, in the order of `jobs`; the arguments and errors are those of `begun`."""
-    with begun(work, jobs, sizes=sizes, threads=threads, workers=workers, tick=tick) as results:
+    with begun(work, jobs, sizes=sizes, threads=threads, workers=workers, tick=tick, reads=reads) as results:
         return results()
 
 
@@ -45,6 +49,7 @@ def begun(
     workers: int | None = None,
     tick: Tick,
     behind: int = 0,
+    reads: Reads[Job] | None = None,
 ) -> Iterator[Callable[[], list[Result]]]:
     """Give the block a function that returns `work` of every job, in the order of `jobs`; call it once.
 
@@ -58,23 +63,26 @@ def begun(
         workers: how many processes instead.
         tick: told about how much has been read, by this process alone.
         behind: bytes that another process reads before this one begins; its share is less by as many, or half.
+        reads: what a job reads of stores, in order; None where no store is read.
 
     Raises:
         What `work` raised for the first job that failed, in any process.
     """
     total = sum(sizes)
-    with shared_out(total, WriteOptions(threads=threads, workers=workers), Ranks()) as (ranks, _):
+    with shared_out(total, WriteOptions(threads=threads, workers=workers), Ranks()) as (ranks, options):
+        ahead = options.thread_memory(reads_store=True).ahead if reads is not None else 0
         shares = even_shares(sizes, ranks.world, min(behind, total // (2 * ranks.world)))
         mine = shares[ranks.rank]
-        own = max(1, sum(sizes[number] for number in mine))
+        bytes_here = max(1, sum(sizes[number] for number in mine))
 
         def told(count: int) -> None:
             ranks.check()
             if ranks.rank == 0:  # the others are about as far
-                tick(count * total // own)
+                tick(count * total // bytes_here)
 
         def share() -> list[Result]:
-            return _by_threads(lambda number: work(jobs[number], told), mine, threads)
+            own = [jobs[number] for number in mine]
+            return by_threads(lambda job: work(job, told), own, threads, reads, ahead)
 
         def results() -> list[Result]:
             found = dict(zip(chain(*shares), chain(*ranks.gather(share)), strict=True))
@@ -104,22 +112,40 @@ def even_shares(sizes: Sequence[int], count: int, less: int = 0) -> list[list[in
     return [sorted(share) for share in shares]
 
 
-def _by_threads(work: Callable[[Job], Result], jobs: Sequence[Job], threads: int) -> list[Result]:
-    """`work` of every job, each taken by the next thread that is free: thousands of small ones cost little."""
+def by_threads(
+    work: Callable[[Job], Result],
+    jobs: Sequence[Job],
+    threads: int,
+    reads: Reads[Job] | None = None,
+    ahead_bytes: int = 0,
+) -> list[Result]:
+    """`work` of every job, each taken by the next thread that is free: thousands of small ones cost little.
+
+    What `reads` says that a job reads of stores is on its way before, of each thread at most `ahead_bytes`.
+    """
     left = deque(range(len(jobs)))
     results: dict[int, Result] = {}
     errors: dict[int, BaseException] = {}
 
-    def take() -> None:
+    def taken() -> Iterator[int]:
         with suppress(IndexError):  # nothing is left
             while True:
-                number = left.popleft()
+                yield left.popleft()
+
+    def take() -> None:
+        told = reads or (lambda _: ())
+        with reading_ahead(taken(), lambda number: told(jobs[number]), ahead_bytes) as mine:
+            for number in mine:
+                if errors:
+                    return
                 try:
                     results[number] = work(jobs[number])
                 except BaseException as error:
                     errors[number] = error
                     left.clear()
 
+    if not jobs:
+        return []
     with ThreadPoolExecutor(threads) as pool:
         try:
             for done in [pool.submit(take) for _ in range(threads)]:

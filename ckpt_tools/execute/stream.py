@@ -28,15 +28,16 @@ from ckpt_tools.execute.fileio import (
 )
 from ckpt_tools.execute.fill import Filled, Filler
 from ckpt_tools.execute.proof import RecordProof
-from ckpt_tools.execute.small import SmallCopies
+from ckpt_tools.execute.small import SmallCopies, small_reads
 from ckpt_tools.execute.source_reader import Payload, SourceReader, chunk_of
 from ckpt_tools.formats import crc
 from ckpt_tools.formats.files import LocalFiles
 from ckpt_tools.formats.frames import Frame, bare_frame, tensor_frame
+from ckpt_tools.formats.read_ahead import Range
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.casts import Array, raw_dtype
 from ckpt_tools.model.dtypes import itemsize
-from ckpt_tools.model.transfers import VERBATIM, Computation, OutputItem, Transfer, only_zeros
+from ckpt_tools.model.transfers import VERBATIM, Computation, OutputBlob, OutputItem, Transfer, only_zeros
 from ckpt_tools.plan.byte_runs import is_run, row_major_tiles
 from ckpt_tools.plan.tiling import BoxIndex
 
@@ -86,6 +87,18 @@ class Pump:
         self._tick = tick
         self.counters = Counters()
         self._filler = Filler(source, self._scratch, self.counters)
+
+    def reads(self, item: OutputItem | OutputBlob) -> Iterator[Range]:
+        """What the content of an item asks of stores, in order; that of a blob is known."""
+        if isinstance(item, OutputBlob):
+            return
+        for segment in segments(item):
+            for tile, transfers in _tiles(item, segment, self._tile_bytes):
+                yield from self._filler.reads(tile, transfers, item.box.start)
+
+    def batch_reads(self, items: Sequence[OutputItem]) -> Iterator[Range]:
+        """What writing a batch asks of stores."""
+        return small_reads(self._source, items, len(self._scratch))
 
     def write_item(self, item: OutputItem, file: OutputFile) -> int:
         """Write one item; returns its payload's CRC-32.

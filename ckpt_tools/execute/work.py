@@ -5,39 +5,24 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain, groupby
 
-from ckpt_tools.errors import CkptError, UsageError
+from ckpt_tools.errors import CkptError
+from ckpt_tools.execute.buffers import ThreadMemory
 from ckpt_tools.execute.fileio import OutputFile, drop_cache, storage_errors
 from ckpt_tools.execute.folders import Folder, opened
 from ckpt_tools.execute.journal import Journal
 from ckpt_tools.execute.source_reader import SourceReader
 from ckpt_tools.execute.stream import Counters, Pump
 from ckpt_tools.execute.write_job import Progress, WriteOptions
-from ckpt_tools.human import human_bytes
-from ckpt_tools.model.transfers import OutputItem, Plan
+from ckpt_tools.formats.read_ahead import Range, reading_ahead
+from ckpt_tools.model.dtypes import itemsize
+from ckpt_tools.model.transfers import OutputItem, Plan, stored_parts
 from ckpt_tools.plan.coalesce import batches
 
-MAX_TILE_BYTES = 8 << 20
-MIN_TILE_BYTES = 64 << 10
 _WATCH_SECONDS = 0.1
-
-
-def tile_bytes(memory_bytes: int, threads: int) -> int:
-    """Bytes of one buffer when `threads` pumps with two buffers each, and what a cast needs, share the memory.
-
-    Raises:
-        UsageError: the memory is not enough for the smallest useful buffers.
-    """
-    tile = memory_bytes // (3 * threads)
-    if tile < MIN_TILE_BYTES:
-        raise UsageError(
-            f"{human_bytes(memory_bytes)} of buffers (--max-memory, shared by workers) are not enough for {threads} "
-            f"threads; at least {human_bytes(3 * threads * MIN_TILE_BYTES)} are needed, or fewer --threads"
-        )
-    return min(tile, MAX_TILE_BYTES)
 
 
 class _StoppedError(CkptError):
@@ -47,9 +32,8 @@ class _StoppedError(CkptError):
 class Crew:
     """Threads that do one task, each with a pump, while the thread that called watches over them."""
 
-    def __init__(self, source: SourceReader, options: WriteOptions, total: int) -> None:
-        self.tile = tile_bytes(options.memory_bytes, options.threads)
-        self._source, self._count = source, options.threads
+    def __init__(self, source: SourceReader, threads: int, memory: ThreadMemory, total: int) -> None:
+        self._source, self._count, self._memory = source, threads, memory
         self._total, self._done = total, 0
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -64,7 +48,7 @@ class Crew:
             Whatever the first failing thread, `watch` or a signal handler raised.
         """
         # Not kept by the crew, which they keep by its `_tick`: their buffers would outlive the work.
-        pumps = [Pump(self._source, self.tile, self._tick) for _ in range(self._count)]
+        pumps = [Pump(self._source, self._memory.tile, self._tick) for _ in range(self._count)]
         threads = [threading.Thread(target=self._guarded, args=(task, pump)) for pump in pumps]
         try:
             for thread in threads:
@@ -109,11 +93,16 @@ class Crew:
 class _Todo:
     """What is left to write, file by file: most file systems let one thread at a time write into a file."""
 
-    def __init__(self, items: Sequence[OutputItem], share: range, max_bytes: int) -> None:
+    def __init__(
+        self, items: Sequence[OutputItem], share: range, max_bytes: int, by_source: bool = False
+    ) -> None:
+        """With `by_source` in the order of what is read: of a store's files, what follows comes with one request."""
         self._left: dict[str, Iterator[range]] = {}
         for file, run in groupby(share, key=lambda number: items[number].file):
             first, *rest = run
-            part = batches(items, range(first, first + 1 + len(rest)), max_bytes)
+            part: Iterable[range] = batches(items, range(first, first + 1 + len(rest)), max_bytes)
+            if by_source:
+                part = sorted(part, key=lambda batch: _first_read(items[batch.start]))
             self._left[file] = chain(self._left.get(file, ()), part)
         self._writers: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -137,6 +126,14 @@ class _Todo:
             yield batch
 
 
+def _first_read(item: OutputItem) -> tuple[str, int]:
+    """The file and the byte of it, or thereabouts, that an item's content begins with."""
+    first = next(stored_parts(item.transfers), None)
+    if first is None:
+        return "", 0
+    return first.item.file, first.item.offset + first.piece.offset * itemsize(first.dtype)
+
+
 class Work:
     """Writes the items numbered `share` into the files of `folder`, which exist in full length.
 
@@ -155,6 +152,7 @@ class Work:
         self._items = plan.items
         self._share = share
         self._source, self._folder, self._journal, self._options = source, folder, journal, options
+        self._memory = options.thread_memory(source.is_remote)
         self._lock = threading.Lock()
         self.resumed = 0  # items that an earlier process had finished
 
@@ -162,14 +160,25 @@ class Work:
         self, finished: Mapping[int, int], watch: Callable[[], None], progress: Progress
     ) -> list[Counters]:
         """See `Crew.run`."""
-        crew = Crew(self._source, self._options, sum(self._items[i].length for i in self._share))
-        todo = _Todo(self._items, self._share, crew.tile)
+        crew = Crew(
+            self._source, self._options.threads, self._memory, sum(self._items[i].length for i in self._share)
+        )
+        todo = _Todo(self._items, self._share, self._memory.tile, by_source=self._source.is_remote)
         return crew.run(lambda pump: self._write_items(todo, pump, finished), watch, progress)
 
     def _write_items(self, todo: _Todo, pump: Pump, finished: Mapping[int, int]) -> None:
+        def reads(batch: range) -> Iterator[Range]:
+            missing = [n for n in batch if n not in finished]
+            if len(missing) == len(batch) > 1:
+                return pump.batch_reads(self._items[batch.start : batch.stop])
+            return chain.from_iterable(pump.reads(self._items[n]) for n in missing)
+
         while (name := todo.file()) is not None:
-            with self._open(name) as file:
-                for batch in todo.batches(name):
+            with (
+                self._open(name) as file,
+                reading_ahead(todo.batches(name), reads, self._memory.ahead) as mine,
+            ):
+                for batch in mine:
                     self._write_batch(batch, pump, file, finished)
 
     def _write_batch(self, batch: range, pump: Pump, file: OutputFile, finished: Mapping[int, int]) -> None:

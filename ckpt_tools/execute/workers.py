@@ -42,6 +42,8 @@ from ckpt_tools.execute.ranks import (
     told_error,
 )
 from ckpt_tools.execute.write_job import WriteOptions
+from ckpt_tools.formats.requests import connections_of, rest
+from ckpt_tools.formats.store import S3
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -59,37 +61,57 @@ _STOP = "stop"
 
 def default_workers(nbytes: int, options: WriteOptions, cores: int) -> int:
     """How many processes move `nbytes` fastest on so many cores, with room for buffers of a MiB in each thread."""
-    room = options.memory_bytes // (3 * options.threads << 20)
-    return max(1, min(cores // options.threads, _MOST_BY_DEFAULT, nbytes // _WORTH_BYTES, room))
+    most = min(cores // options.threads, _MOST_BY_DEFAULT, nbytes // _WORTH_BYTES)
+    if options.memory_bytes is not None:
+        most = min(most, options.memory_bytes // (3 * options.threads << 20))
+    return max(1, most)
 
 
 @contextmanager
-def shared_out(nbytes: int, options: WriteOptions, ranks: Ranks) -> Iterator[tuple[Ranks, WriteOptions]]:
+def shared_out(
+    nbytes: int, options: WriteOptions, ranks: Ranks, output: Path | str | None = None
+) -> Iterator[tuple[Ranks, WriteOptions]]:
     """The ranks that move `nbytes`, and the options of each: this process alone, a launcher's, or forked workers.
 
     Raises:
-        UsageError: workers are asked for where a launcher has made the ranks, or where nothing can be forked.
+        UsageError: workers are asked for where a launcher has made the ranks, where nothing can be forked, or for an
+            `output` (a URL) whose driver works in one process.
         StorageError: the system starts fewer than are asked for.
     """
     workers = options.workers
+    scheme = output.partition("://")[0].lower() if isinstance(output, str) else ""
+    in_one = scheme not in ("", *S3)
     if workers is None:
-        alone = ranks.world == 1 and is_alone()
+        alone = ranks.world == 1 and not in_one and is_alone()
         workers = default_workers(nbytes, options, usable_cores()) if alone else 1
     elif workers > 1 and ranks.world > 1:
         raise UsageError(f"--workers {workers}: the launcher has started {ranks.world} processes already")
+    elif workers > 1 and in_one:
+        raise UsageError(
+            f"--workers {workers}: the driver of {scheme}:// works in one process. Leave --workers out, or start "
+            "several processes with a launcher"
+        )
     elif workers > 1 and not can_fork():
         raise UsageError(
-            f"--workers {workers}: other threads run in this process, which cannot be forked then"
+            f"--workers {workers}: other threads run in this process, which cannot be forked then (drivers of stores "
+            "other than s3:// keep some). Leave --workers out"
         )
     if workers == 1:
-        yield ranks, options
+        yield ranks, replace(options, workers=1)
         return
-    with forked(workers, fewer_will_do=options.workers is None) as workers_ranks:
-        yield workers_ranks, replace(options, memory_bytes=options.memory_bytes // workers_ranks.world)
+    with (
+        forked(workers, fewer_will_do=options.workers is None) as workers_ranks,
+        connections_of(workers_ranks.world),
+    ):
+        yield workers_ranks, replace(options, workers=workers_ranks.world)
 
 
 def can_fork() -> bool:
-    """Whether no other Python thread runs: a fork copies none of them, but the locks they hold."""
+    """Whether no other Python thread runs: a fork copies none of them, but the locks they hold.
+
+    Those that wait for stores are ended for it.
+    """
+    rest()
     return threading.current_thread() is threading.main_thread() and threading.active_count() == 1
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
 
+from ckpt_tools.execute.buffers import MIN_TILE_BYTES, TILES, ThreadMemory, thread_memory
 from ckpt_tools.model.choices import SourceCheck
 
 if TYPE_CHECKING:  # who only reads takes `WriteOptions` from here
@@ -14,6 +15,7 @@ if TYPE_CHECKING:  # who only reads takes `WriteOptions` from here
     from ckpt_tools.execute.source_reader import SourceReader
     from ckpt_tools.execute.stream import Counters
     from ckpt_tools.formats.files import Files
+    from ckpt_tools.formats.multipart import Part
     from ckpt_tools.model.transfers import OutputItem, Plan
 
 Found: TypeAlias = Literal["nothing", "unfinished", "published", "finished"]
@@ -48,11 +50,21 @@ class WriteOptions:
     """How to work. None of it changes a byte of the result."""
 
     threads: int = 2
-    memory_bytes: int = 96 << 20  # for buffers, of all workers together
+    memory_bytes: int | None = None  # for buffers, of all workers together; None: see `buffers.default_bytes`
     fsync: bool = False  # make everything durable before it is published, and give its page cache back
     direct: bool = False  # write past the page cache
     check_source: SourceCheck = "all"
     workers: int | None = None  # processes forked on this machine, see `workers`; None: as many as help
+    tiles: int = TILES  # that a thread holds at a time
+
+    def thread_memory(self, reads_store: bool, writes_store: bool = False) -> ThreadMemory:
+        """What one thread may hold.
+
+        Raises:
+            UsageError: it is not enough to work with.
+        """
+        memory = thread_memory(self.memory_bytes, self.threads, self.workers or 1, reads_store, writes_store)
+        return memory._replace(tile=max(MIN_TILE_BYTES, memory.tile * TILES // self.tiles))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +118,13 @@ class WriteJob:
     ranks: Ranks
     progress: Progress
 
+    @property
+    def thread_memory(self) -> ThreadMemory:
+        """As `WriteOptions.thread_memory`."""
+        from ckpt_tools.execute.source_reader import has_stores
+
+        return self.options.thread_memory(has_stores(self.files), isinstance(self.output.directory, str))
+
 
 class Done(NamedTuple):
     """What one rank has done."""
@@ -113,6 +132,7 @@ class Done(NamedTuple):
     counters: Sequence[Counters]  # of its threads
     resumed: int  # items and blobs that an earlier process had finished
     versions: Mapping[str, str | None] = {}  # of its files, as the store calls them; a file system has none
+    parts: Mapping[str, Sequence[Part]] = {}  # of files that others write too
 
 
 class JobOutput(Protocol):
@@ -136,11 +156,20 @@ class JobOutput(Protocol):
     def share(self) -> Sequence[OutputItem]:
         """This rank's items."""
 
-    def work(self, source: SourceReader) -> Done:
-        """This rank's items, and what lies in their files, are written."""
+    def open_files(self) -> Mapping[str, str | None]:
+        """Rank 0: what all ranks must know of files that not every one of them can see.
 
-    def publish(self, metadata: bytes | None, versions: Mapping[str, str | None]) -> None:
-        """Rank 0: prove what all ranks have written (`versions` of their files); small files; `.metadata` last."""
+        In a store, None for those that an earlier process has written, and for those that several ranks write the
+        id of an upload that is begun for them.
+        """
+
+    def work(self, source: SourceReader, opened: Mapping[str, str | None]) -> Done:
+        """This rank's items, and what lies in their files, are written; `opened` is what `open_files` gave."""
+
+    def publish(
+        self, metadata: bytes | None, versions: Mapping[str, str | None], parts: Mapping[str, Sequence[Part]]
+    ) -> None:
+        """Rank 0: prove what all ranks have written (see `Done`); small files; `.metadata` last."""
 
     def has_beside(self, name: str) -> bool:
         """Rank 0: whether the output's parent has such a file."""

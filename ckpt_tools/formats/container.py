@@ -27,7 +27,8 @@ MAX_PICKLE_BYTES = 64 << 20
 _OFTEN_EQUAL_BYTES = 16 << 10
 _ZIP = b"PK\x03\x04"
 MAX_OBJECT_BYTES = 8 << 30  # of common.pt and its like
-_WINDOW = 4096  # covers every record but the payload of a single-tensor archive (1.5 KiB in torch 2.13)
+# Read at either end: covers every record but the payload of a single-tensor archive (1.5 KiB in torch 2.13).
+ARCHIVE_END = 4096
 
 
 class Stretch(NamedTuple):
@@ -96,10 +97,10 @@ class _Archive:
     def __init__(self, files: Files, item: Item) -> None:
         self.files, self.item = files, item
         self.where = f"{files.location.rstrip('/')}/{item.file} at byte {item.offset}"
-        tail = min(item.length, _WINDOW)
+        tail = min(item.length, ARCHIVE_END)
         self._tail_start = item.length - tail
         self._tail = files.read(item.file, item.offset + self._tail_start, tail)
-        head = min(self._tail_start, _WINDOW)
+        head = min(self._tail_start, ARCHIVE_END)
         self._head = files.read(item.file, item.offset, head) if head else b""
         self.records = read_directory(self.read, item.length, self.where)
         names = [name for name in self.records if name.endswith("/data.pkl")]

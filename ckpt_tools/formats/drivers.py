@@ -7,11 +7,12 @@ what they are given, so that nothing here calls them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import quote
 
 from ckpt_tools.errors import UsageError
+from ckpt_tools.formats.multipart import Begun, Part
 
 WEB = ("http", "https")
 
@@ -38,6 +39,10 @@ class Driver(Protocol):
 
     root: str  # the path of the location that the driver was made for
 
+    @property
+    def takes_stretches(self) -> bool:
+        """Whether several processes may write parts of one file, of any lengths above the least."""
+
     def address(self) -> str:
         """URL that requests go to; empty where the driver does not tell."""
 
@@ -59,8 +64,19 @@ class Driver(Protocol):
     def remove(self, seconds: float, path: str) -> None:
         """Delete the file of just this name."""
 
-    def open_for_writing(self, path: str, part_bytes: int, call: Call) -> Any:
-        """A file object that uploads what is written to it and appears when it is closed."""
+    def open_for_writing(
+        self, path: str, part_bytes: int, in_flight: int, call: Call, begun: Begun | None = None
+    ) -> Any:
+        """A file object that uploads what is written to it and appears when it is closed.
+
+        `begun`: a stretch of a file, where `takes_stretches`.
+        """
+
+    def begin(self, seconds: float, path: str) -> Upload:
+        """Begin an upload that several write."""
+
+    def complete(self, seconds: float, upload: Upload, parts: Sequence[Part]) -> None:
+        """Make a file of parts."""
 
     def uploads(self, seconds: float, path: str, after: str | None) -> tuple[list[Upload], str | None]:
         """As `page`, the uploads into a folder and those inside it; none where the driver does not tell."""
@@ -76,6 +92,8 @@ class FsspecDriver:
         ImportError: the scheme's driver is not installed.
         ValueError: the scheme is unknown.
     """
+
+    takes_stretches = False
 
     def __init__(self, url: str) -> None:
         import fsspec
@@ -135,9 +153,17 @@ class FsspecDriver:
                 ) from None
             self.ask(seconds, "rm", path)
 
-    def open_for_writing(self, path: str, part_bytes: int, call: Call) -> Any:
+    def open_for_writing(
+        self, path: str, part_bytes: int, in_flight: int, call: Call, begun: Begun | None = None
+    ) -> Any:
         options = {} if self._scheme == "msc" else {"block_size": part_bytes}
         return self.fs.open(path, "wb", **options)
+
+    def begin(self, seconds: float, path: str) -> Upload:
+        raise NotImplementedError("files are written whole")
+
+    def complete(self, seconds: float, upload: Upload, parts: Sequence[Part]) -> None:
+        raise NotImplementedError("no upload was begun")
 
     def uploads(self, seconds: float, path: str, after: str | None) -> tuple[list[Upload], str | None]:
         return [], None

@@ -1,20 +1,21 @@
 """Object stores: `s3://`, and `gs://`, `memory://`, `msc://` and every other scheme that fsspec has a driver for.
 
-A request to a store costs 20-50 ms whatever its size, and one connection carries 50-100 MB/s. So long reads are
-split into parallel ranges, and short ones fetch their surroundings, up to 8 MiB when they follow one another.
+A request to a store costs 20-50 ms whatever its size, and one connection carries 50-100 MB/s. What is known to be
+read comes from `read_ahead`. Of other reads long ones are split into parallel ranges, and short ones fetch their
+surroundings, up to 8 MiB when they follow one another.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError
-from ckpt_tools.formats.store import CONNECTIONS, Retry, Store, version_of
+from ckpt_tools.formats.read_ahead import REQUEST_BYTES, read_ahead
+from ckpt_tools.formats.requests import CONNECTIONS, pool
+from ckpt_tools.formats.store import Retry, Store, version_of
 
-MAX_RANGE_BYTES = 8 << 20  # of one request; more does not make a connection faster
 MIN_RANGE_BYTES = 2 << 20  # a read is not split into smaller requests
 _BLOCK = 64 << 10  # a short read fetches whole blocks; a gap of one block still counts as following
 _WINDOWS = 4  # kept by each thread: 32 MiB
@@ -45,7 +46,6 @@ class RemoteFiles:
         self.location = self._store.location
         self._sizes: dict[str, dict[str, int | None]] = {}  # of each folder; None: a folder
         self._near = threading.local()
-        self._pool = ThreadPoolExecutor(CONNECTIONS, "ckpt-remote")
 
     def exists(self, name: str) -> bool:
         folder, _, last = name.rpartition("/")
@@ -80,8 +80,10 @@ class RemoteFiles:
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         self._check_range(name, offset, len(buffer))
-        if len(buffer) >= MAX_RANGE_BYTES:
-            self._fetch_into(name, offset, buffer)
+        done = read_ahead(self, name, offset, buffer)
+        offset, buffer = offset + done, buffer[done:]
+        if len(buffer) >= REQUEST_BYTES:
+            self._fetch_long(name, offset, buffer)
         elif buffer:
             window = self._window(name, offset, len(buffer))
             buffer[:] = memoryview(window.data)[offset - window.start :][: len(buffer)]
@@ -93,8 +95,18 @@ class RemoteFiles:
         entries = {name: folders[folder].get(last, {}) for name, (folder, _, last) in places.items()}
         return {name: (entry.get("size"), version_of(entry)) for name, entry in entries.items()}
 
+    def fetch_into(self, name: str, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` from byte `start` of a file, which has as many, by one request."""
+        try:
+            self._store.get_into(name, start, buffer)
+        except FileNotFoundError as error:
+            raise CorruptCheckpointError(
+                f"{self._store.where(name)}: reading bytes {start}..{start + len(buffer)}: the file has vanished "
+                "since the folder was listed."
+            ) from error
+
     def close(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
+        """A store holds nothing open; the threads of requests are the process's."""
 
     def _window(self, name: str, offset: int, length: int) -> _Window:
         """Cached bytes around a range; each thread reads on its own."""
@@ -106,11 +118,11 @@ class RemoteFiles:
                 near = window
                 if window.start <= offset and stop <= window.stop:
                     return window
-        wanted = max(length, min(2 * len(near.data), MAX_RANGE_BYTES) if near else _BLOCK)
+        wanted = max(length, min(2 * len(near.data), REQUEST_BYTES) if near else _BLOCK)
         start = offset // _BLOCK * _BLOCK
         stop = min(-(-max(stop, start + wanted) // _BLOCK) * _BLOCK, self.size(name))
         data = bytearray(stop - start)
-        self._fetch_into(name, start, memoryview(data))
+        self._fetch_long(name, start, memoryview(data))
         found = _Window(name, start, bytes(data))
         if near:
             windows.remove(near)
@@ -118,27 +130,18 @@ class RemoteFiles:
         windows.append(found)
         return found
 
-    def _fetch_into(self, name: str, offset: int, buffer: memoryview) -> None:
+    def _fetch_long(self, name: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` by parallel requests; every one is waited for before the first failure is raised."""
         count = min(CONNECTIONS, -(-len(buffer) // MIN_RANGE_BYTES))
-        step = min(-(-len(buffer) // max(count, 1)), MAX_RANGE_BYTES)
+        step = min(-(-len(buffer) // max(count, 1)), REQUEST_BYTES)
         parts = [(at, buffer[at : at + step]) for at in range(0, len(buffer), max(step, 1))]
         if len(parts) == 1:
-            self._fetch_part(name, offset, buffer)
+            self.fetch_into(name, offset, buffer)
             return
-        futures = [self._pool.submit(self._fetch_part, name, offset + at, part) for at, part in parts]
+        futures = [pool().submit(self.fetch_into, name, offset + at, part) for at, part in parts]
         errors = [error for future in futures if (error := future.exception())]
         if errors:
             raise errors[0]
-
-    def _fetch_part(self, name: str, offset: int, part: memoryview) -> None:
-        try:
-            self._store.get_into(name, offset, part)
-        except FileNotFoundError as error:
-            raise CorruptCheckpointError(
-                f"{self._store.where(name)}: reading bytes {offset}..{offset + len(part)}: the file has vanished "
-                "since the folder was listed."
-            ) from error
 
     def _folder(self, name: str) -> dict[str, int | None]:
         """`Store.sizes`, asked once."""

@@ -10,11 +10,13 @@ import os
 import re
 import threading
 import time
+from collections.abc import Sequence
 from math import ceil, log2
 from typing import Any
+from urllib.parse import urlsplit
 
 from ckpt_tools.formats.drivers import Call, Entry, Upload
-from ckpt_tools.formats.multipart import Multipart
+from ckpt_tools.formats.multipart import Begun, Multipart, Part, as_asked
 from ckpt_tools.formats.s3_settings import Settings, read_settings
 
 _USUAL_SECONDS = 20.0  # that `Retry` gives a request: who tells the address serves most of them too
@@ -23,6 +25,7 @@ _CONNECTIONS = 256  # kept at most; more at once are closed after each request, 
 _BUCKET = re.compile(
     r"(?s)(arn:[^:/]+:s3[^:/]*:[^:/]*:[^:/]*:(?:outpost[:/][^:/]+[:/])?(?:bucket|accesspoint)[:/][^:/]+|[^/]*)/?(.*)"
 )
+_EQUAL_PARTS = ".r2.cloudflarestorage.com"  # whose parts but the last of a file have one length
 _ABSENT = {"NoSuchKey", "NoSuchBucket", "NoSuchUpload"}
 _REFUSED = {401, 403, 405, 501}  # of HTTP: asking again is of no use, also where a request is not implemented
 _EXPIRED = {"ExpiredToken", "InvalidToken", "TokenRefreshRequired"}
@@ -90,7 +93,20 @@ class S3Driver:
     def remove(self, seconds: float, path: str) -> None:
         self._ask(seconds, "delete_object", **_object(path))
 
-    def open_for_writing(self, path: str, part_bytes: int, call: Call) -> Multipart:
+    @property
+    def takes_stretches(self) -> bool:
+        return not str(urlsplit(self.address()).hostname).endswith(_EQUAL_PARTS)
+
+    def begin(self, seconds: float, path: str) -> Upload:
+        return Upload(path, self._ask(seconds, "create_multipart_upload", **_object(path))["UploadId"])
+
+    def complete(self, seconds: float, upload: Upload, parts: Sequence[Part]) -> None:
+        asked = {"UploadId": upload.id, "MultipartUpload": as_asked(parts)}
+        self._ask(seconds, "complete_multipart_upload", **_object(upload.path), **asked)
+
+    def open_for_writing(
+        self, path: str, part_bytes: int, in_flight: int, call: Call, begun: Begun | None = None
+    ) -> Multipart:
         def ask(method: str, **asked: Any) -> Any:
             try:
                 return call(
@@ -101,7 +117,7 @@ class S3Driver:
                 # Ended by another, or completed though the answer was lost: whoever began it may begin it anew.
                 raise OSError(f"the upload is not there any more: {error}") from error
 
-        return Multipart(ask, part_bytes)
+        return Multipart(ask, part_bytes, in_flight, begun)
 
     def uploads(self, seconds: float, path: str, after: str | None) -> tuple[list[Upload], str | None]:
         bucket, prefix = _folder(path)

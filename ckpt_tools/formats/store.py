@@ -9,8 +9,7 @@ from __future__ import annotations
 import random
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -20,8 +19,9 @@ from urllib.parse import quote, urlsplit
 from ckpt_tools.credentials import hidden, revealed
 from ckpt_tools.errors import CkptError, StorageError, UsageError
 from ckpt_tools.formats.drivers import WEB, Driver, Entry, FsspecDriver, Upload
+from ckpt_tools.formats.multipart import IN_FLIGHT, Begun, Part
+from ckpt_tools.formats.requests import pool
 
-CONNECTIONS = 16
 CONNECT_SECONDS = 5.0
 S3 = ("s3", "s3a")
 
@@ -237,8 +237,7 @@ class Store:
 
     def clear(self, keep: str) -> None:
         """Delete every file of this folder, at any depth, but the one called `keep`."""
-        with ThreadPoolExecutor(CONNECTIONS, "ckpt-delete") as pool:
-            list(pool.map(self.remove, [name for name in self._files_below() if name != keep]))
+        list(pool().map(self.remove, [name for name in self._files_below() if name != keep]))
 
     def _files_below(self, name: str = "") -> Iterator[str]:
         for last, size in self.sizes(name).items():
@@ -248,14 +247,30 @@ class Store:
             else:
                 yield inner
 
-    def open_for_writing(self, name: str, part_bytes: int) -> Any:
+    def open_for_writing(
+        self, name: str, part_bytes: int, in_flight: int = IN_FLIGHT, begun: Begun | None = None
+    ) -> Any:
         """A file object that uploads what is written to it in parts and appears when it is closed.
 
-        On S3 several parts are on their way at once.
+        On S3 several parts are on their way at once, and it may be a stretch of a file (`Multipart`).
         """
         what = f"{self.where(name)}: writing"
         call = partial(self.call, what)
-        return self.driver.open_for_writing(self.path(name), part_bytes, call)
+        return self.driver.open_for_writing(self.path(name), part_bytes, in_flight, call, begun)
+
+    def begin_upload(self, name: str) -> str:
+        """Begin an upload that several write stretches of; its id."""
+        what = f"{self.where(name)}: writing"
+        return self.call(what, lambda t: self.driver.begin(t, self.path(name))).id
+
+    def complete_upload(self, name: str, upload: str, parts: Sequence[Part]) -> None:
+        """Make a file of the parts that it was uploaded in.
+
+        An upload that is not there may have been completed, and the answer lost: what is there must be looked at.
+        """
+        asked = partial(self.driver.complete, upload=Upload(self.path(name), upload), parts=parts)
+        with suppress(FileNotFoundError):
+            self.call(f"{self.where(name)}: completing", asked)
 
     def abort_uploads(self) -> None:
         """Abort the multipart uploads into this folder that were begun and never completed.

@@ -16,6 +16,7 @@ from urllib.parse import unquote, urlsplit
 from ckpt_tools.errors import CorruptCheckpointError, StorageError, UnsupportedCheckpointError
 from ckpt_tools.formats.drivers import FsspecDriver
 from ckpt_tools.formats.remote import RemoteFiles
+from ckpt_tools.formats.requests import pool
 from ckpt_tools.formats.store import Retry
 
 _TRACKER = "latest_checkpointed_iteration.txt"
@@ -65,7 +66,7 @@ class WebFiles(RemoteFiles):
         names = self._indexed()
         asked = [_NAMES[0]] if names else _NAMES
         found = [
-            name for name, is_there in zip(asked, self._pool.map(self.exists, asked), strict=True) if is_there
+            name for name, is_there in zip(asked, pool().map(self.exists, asked), strict=True) if is_there
         ]
         names |= set(found) | self._iteration(found)
         if not names:
@@ -78,7 +79,7 @@ class WebFiles(RemoteFiles):
 
     def stamps(self, names: Sequence[str]) -> dict[str, tuple[int | None, str | None]]:
         """As `RemoteFiles.stamps`."""
-        answers = self._pool.map(self._ask, names)
+        answers = pool().map(self._ask, names)
         return {n: (a.size, a.version) if a else (None, None) for n, a in zip(names, answers, strict=True)}
 
     def _look(self, name: str, denied_is_absent: bool = False) -> _Answer | None:

@@ -9,19 +9,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
 
 from ckpt_tools.errors import CkptError
+from ckpt_tools.execute.source_reader import frame_reads, has_stores, store_ranges
 from ckpt_tools.execute.spread import Tick, begun
 from ckpt_tools.formats import crc
 from ckpt_tools.formats.archive import payload_offset, read_directory, stored_crc32
 from ckpt_tools.formats.container import Stretch, find_tensor, whole_file
 from ckpt_tools.formats.files import Files
-from ckpt_tools.formats.frames import RECORDS, UsualItem, usual_item
+from ckpt_tools.formats.frames import RECORDS, UsualItem, tensor_frame, usual_item
+from ckpt_tools.formats.read_ahead import Range
 from ckpt_tools.model.casts import Array
 from ckpt_tools.model.catalog import Catalog, Item
 from ckpt_tools.model.dtypes import ITEMSIZE
@@ -30,6 +32,7 @@ from ckpt_tools.verify.values import Census
 
 _BUFFER_BYTES = 512 << 10  # a multiple of every element size, and looked at before it leaves the cache
 _PART_BYTES = 32 << 20  # of a payload, read by one thread
+_PAYLOADS = 1024  # whose places are kept: of long tensors several parts are read, about at one time
 _BEHIND_BYTES = 256 << 20  # read by a worker while the first process looks at metadata
 
 
@@ -82,7 +85,12 @@ def scanning(
     def scan(job: _Job, told: Tick) -> _Scan:
         if not hasattr(buffers, "array"):
             buffers.array = np.empty(_BUFFER_BYTES, np.uint8)
-        return _scan_job(files, job, buffers.array, told)
+        return _scan_job(files, job, payload_of(job.item, job.dtype, job.shape), buffers.array, told)
+
+    def reads(job: _Job) -> Iterator[Range]:
+        return _reads(files, job, buffers.__dict__.setdefault("told", set()))
+
+    payload_of = lru_cache(_PAYLOADS)(partial(_payload_of, files))
 
     jobs = sorted((*_jobs(files, catalog), *_archive_files(files)), key=lambda job: job.item)
     with begun(
@@ -93,6 +101,7 @@ def scanning(
         workers=workers,
         tick=tick,
         behind=_BEHIND_BYTES,
+        reads=reads if has_stores(files) else None,
     ) as results:
         yield lambda: _checks(files, catalog, _by_item(jobs, results()), allow_nonfinite)
 
@@ -201,8 +210,7 @@ def _changed(name: str, item: Item, stretch: Stretch | UsualItem, found: int) ->
     )
 
 
-def _scan_job(files: Files, job: _Job, buffer: Array, tick: Tick) -> _Scan:
-    payload = _payload_of(files, job)
+def _scan_job(files: Files, job: _Job, payload: UsualItem | None, buffer: Array, tick: Tick) -> _Scan:
     if payload is None:
         return _Scan(Census()) if job.start else _scan_item(files, job, buffer, tick)
     census = Census()
@@ -214,15 +222,32 @@ def _scan_job(files: Files, job: _Job, buffer: Array, tick: Tick) -> _Scan:
     return _Scan(census, part=(payload, found))
 
 
-def _payload_of(files: Files, job: _Job) -> UsualItem | None:
-    """Where a tensor's payload lies; None if that takes a closer look, which explains what is wrong."""
-    item = job.item
+def _reads(files: Files, job: _Job, told: set[Item]) -> Iterator[Range]:
+    """What a job reads of a store, where its item is of the usual form; `told`: whose frame it reads no more."""
+    item, start = job.item, job.item.offset
     if job.dtype is None:
+        yield from store_ranges(files, item.file, start, start + item.length)
+        return
+    if not item.bare:
+        frame = tensor_frame(job.dtype, job.shape)
+        if frame.length != item.length:
+            return
+        start += len(frame.head)
+        if item not in told:
+            yield from frame_reads(files, item, len(frame.head), frame.tail_bytes)
+        if job.nbytes < frame.payload_bytes:
+            told.add(item)
+    yield from store_ranges(files, item.file, start + job.start, start + job.stop)
+
+
+def _payload_of(files: Files, item: Item, dtype: str | None, shape: tuple[int, ...]) -> UsualItem | None:
+    """Where a tensor's payload lies; None if that takes a closer look, which explains what is wrong."""
+    if dtype is None:
         return None
     if item.bare:
         return UsualItem(item.offset, item.length, None)
     try:
-        return usual_item(files, item, job.dtype, job.shape)
+        return usual_item(files, item, dtype, shape)
     except CkptError:
         return None
 

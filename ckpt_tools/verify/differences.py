@@ -26,7 +26,7 @@ from ckpt_tools.model.roles import MASTER, WEIGHT, Role
 from ckpt_tools.model.target import InlineTensor, TargetTensor
 from ckpt_tools.verify.compare import Comparison, Extremes, Tolerance, are_same_bits
 from ckpt_tools.verify.diff_values import ValueDiff, diff_values, text_of
-from ckpt_tools.verify.parts import Part, bytes_of, parts_of
+from ckpt_tools.verify.parts import Part, bytes_of, part_reads, parts_of
 from ckpt_tools.verify.stored_weights import WeightsComparison, can_round, has_weights, weight_behind
 
 _SHARED_BYTES = 16 << 10  # of an object that is kept, as others may have the same
@@ -138,6 +138,7 @@ def diff_tensors(
                 told(weights.add(tile, tiles))
         return comparison.found, Extremes() if weights is None else weights.found
 
+    beside = [[weight_behind(t) if n in behind else None for n, t in enumerate(side)] for side in sides]
     parts = parts_of(sides[0])
     try:
         found = spread(
@@ -147,6 +148,7 @@ def diff_tensors(
             threads=options.threads,
             workers=options.workers,
             tick=tick,
+            reads=part_reads(*zip(readers, sides, strict=True), *zip(readers, beside, strict=True)),
         )
     finally:
         for reader in readers:
@@ -179,6 +181,8 @@ def _are_equal(
     """
     a, b = pair
     if not (isinstance(a, TargetTensor) and isinstance(b, TargetTensor)):
+        return False
+    if any(reader.is_remote for reader in readers):  # reads of stores are told in the order of boxes
         return False
     seen = [Seen(readers[0], a), Seen(readers[1], b)]
     behind = [Seen(one.reader, weight) for one in seen if (weight := weight_behind(one.tensor)) is not None]

@@ -17,7 +17,7 @@ from ckpt_tools.model.box import Box
 from ckpt_tools.model.casts import Array
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.target import TargetTensor
-from ckpt_tools.verify.parts import Part, bytes_of, parts_of
+from ckpt_tools.verify.parts import Part, bytes_of, part_reads, parts_of
 from ckpt_tools.verify.values import Change, Statistics
 
 
@@ -60,7 +60,13 @@ def statistics(
         reader = _reader(place, stack)
         parts = parts_of(tensors)
         found = spread(
-            measure, parts, sizes=bytes_of(parts, tensors), threads=threads, workers=workers, tick=tick
+            measure,
+            parts,
+            sizes=bytes_of(parts, tensors),
+            threads=threads,
+            workers=workers,
+            tick=tick,
+            reads=part_reads((reader, tensors)),
         )
         return _joined([Statistics(histogram) for _ in tensors], parts, found)
 
@@ -93,7 +99,8 @@ def changes(
         readers = [_reader(place, stack) for place in places]
         parts = parts_of([a for a, _ in pairs])
         sizes = bytes_of(parts, [a for a, _ in pairs], [b for _, b in pairs])
-        found = spread(measure, parts, sizes=sizes, threads=threads, workers=workers, tick=tick)
+        reads = part_reads((readers[0], [a for a, _ in pairs]), (readers[1], [b for _, b in pairs]))
+        found = spread(measure, parts, sizes=sizes, threads=threads, workers=workers, tick=tick, reads=reads)
         return _joined([Change() for _ in pairs], parts, found)
 
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from math import prod
 from typing import NamedTuple, Protocol
 
+from ckpt_tools.execute.read_box import BoxReader
+from ckpt_tools.execute.spread import Reads
+from ckpt_tools.formats.read_ahead import Range
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.dtypes import itemsize
+from ckpt_tools.model.target import TargetTensor
 from ckpt_tools.plan.byte_runs import row_major_tiles
 
 _TILE_ELEMS = 1 << 19  # about 40 MiB of temporary numbers a thread where two tensors differ
@@ -46,6 +51,23 @@ def parts_of(tensors: Sequence[Shaped]) -> list[Part]:
         )
         if not box.is_empty
     ]
+
+
+def part_reads(*places: tuple[BoxReader, Sequence[object]]) -> Reads[Part] | None:
+    """What reading parts asks of stores, tile by tile in all `places`: readers, each with its tensors by number.
+
+    None where no store is read.
+    """
+    stores = [place for place in places if place[0].is_remote]
+    if not stores:
+        return None
+
+    def reads(part: Part) -> Iterator[Range]:
+        tensors = [(reader, those[part.number]) for reader, those in stores]
+        of_box = [reader.reads(tensor) for reader, tensor in tensors if isinstance(tensor, TargetTensor)]
+        return chain.from_iterable(of(tile) for tile in part.tiles() for of in of_box)
+
+    return reads
 
 
 def bytes_of(parts: Sequence[Part], *places: Sequence[Shaped]) -> list[int]:

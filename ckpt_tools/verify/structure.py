@@ -12,11 +12,13 @@ from math import prod
 from pathlib import PurePosixPath
 
 from ckpt_tools.errors import CkptError, UnsupportedCheckpointError
+from ckpt_tools.execute.source_reader import frame_reads, has_stores
 from ckpt_tools.formats.container import find_tensor, outline_object
 from ckpt_tools.formats.dcp import METADATA
 from ckpt_tools.formats.files import Files
 from ckpt_tools.formats.frames import usual_item
 from ckpt_tools.formats.rank_parts import what_is_not_told
+from ckpt_tools.formats.read_ahead import reading_ahead
 from ckpt_tools.formats.save_plans import plan_problem
 from ckpt_tools.megatron.torch_dist.object_grids import object_grids
 from ckpt_tools.model.box import Box
@@ -25,6 +27,7 @@ from ckpt_tools.model.dtypes import itemsize
 from ckpt_tools.plan.overlap import entry_problem
 from ckpt_tools.verify.report import Check, Findings
 
+_AHEAD_BYTES = 8 << 20  # of frames in a store that are on their way
 DATA_SUFFIXES = frozenset((".distcp", ".safetensors"))
 
 
@@ -146,21 +149,27 @@ def check_frames(files: Files, catalog: Catalog, trust_pickle: bool = False) -> 
         for c in e.chunks
         if present[c.item.file]
     ]
-    for item, where, dtype, box in sorted(chunks, key=lambda chunk: chunk[0]):
-        found.looked_at += 1
-        try:
-            problem = _frame_problem(files, item, dtype, box)
-        except CkptError as error:
-            found.failure(where, error)
-            continue
-        if problem is not None:
-            found.error(where, problem)
-    known: dict[Item, CkptError | None] = {}  # many keys may name one item: fields of groups repeat
+    ahead = _AHEAD_BYTES if has_stores(files) else 0
+    with reading_ahead(
+        sorted(chunks, key=lambda chunk: chunk[0]), lambda c: frame_reads(files, c[0]), ahead
+    ) as inside:
+        for item, where, dtype, box in inside:
+            found.looked_at += 1
+            try:
+                problem = _frame_problem(files, item, dtype, box)
+            except CkptError as error:
+                found.failure(where, error)
+                continue
+            if problem is not None:
+                found.error(where, problem)
     objects = [pair for pair in catalog.objects.items() if present[pair[1].item.file]]
+    with reading_ahead(
+        sorted({stored.item for _, stored in objects}), lambda item: frame_reads(files, item), ahead
+    ) as items:
+        # Many keys may name one item: fields of groups repeat.
+        known = {item: _object_failure(files, item, trust_pickle) for item in items}
     for key, stored in sorted(objects, key=lambda pair: pair[1].item):
         found.looked_at += 1
-        if stored.item not in known:
-            known[stored.item] = _object_failure(files, stored.item, trust_pickle)
         failure = known[stored.item]
         if failure is not None:
             found.failure(key, failure)

@@ -3,8 +3,10 @@
     python -m tests.benchmarks.bench_store FOLDER [--gib 2] [--runs 5] [--only NAME ...]
 
 The store is `store_server` on loopback. The plain client is boto3 by 16 threads of one process: ranged reads and
-uploaded parts of 8 MiB; it looks at nothing that it moves. Rows are run in turn, the first round is thrown away: wall
-and CPU seconds of the process, and its largest RssAnon. By hand, not by CI.
+uploaded parts of 8 MiB; it looks at nothing that it moves. The tool's rows are run with as many processes as it takes
+by default, and with one. Rows are run in turn, the first round is thrown away: wall and CPU seconds of all processes,
+the largest RssAnon of them together and of one, the requests that the store has answered and the bytes that left and
+reached it. By hand, not by CI.
 """
 
 from __future__ import annotations
@@ -18,11 +20,14 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from tests.benchmarks.store_server import COUNTS
 from tests.ports import free_port
 
 REQUESTS, RANGE, PART = 16, 8 << 20, 8 << 20
@@ -132,8 +137,8 @@ def commands(folder: Path) -> dict[str, tuple[str, ...]]:
         folder / "source/iter_0000100",
         folder / "store" / BUCKET / "fsdp/iter_0000100",
     )
-    quiet = ("-q", "--json", "--workers", "1")
-    return {
+    quiet = ("-q", "--json")
+    rows = {
         "read, plain": (*HERE, "--plain", "read", "fsdp/iter_0000100"),
         "read, `verify --content`": (*TOOL, "verify", f"{place}/fsdp", "--content"),
         "write, plain": (*HERE, "--plain", "write", str(fsdp), "out"),
@@ -142,22 +147,53 @@ def commands(folder: Path) -> dict[str, tuple[str, ...]]:
         "both, `convert S3 S3`": (*TOOL, "convert", f"{place}/source/iter_0000100", f"{place}/out", *quiet),
         "read, `convert S3 LOCAL`": (*TOOL, "convert", f"{place}/source", str(folder / "out"), *quiet),
     }
+    alone = {f"{k}, one process": (*v, "--workers", "1") for k, v in rows.items() if "plain" not in k}
+    return rows | alone
 
 
-def timed(command: tuple[str, ...], environment: dict[str, str]) -> tuple[float, float, int]:
-    """Wall seconds, CPU seconds and the largest RssAnon of a command."""
-    most, started, before = 0, time.monotonic(), os.times()
+class Taken(NamedTuple):
+    """What a command took."""
+
+    wall: float  # seconds
+    cpu: float
+    together: int  # RssAnon in bytes, the most that its processes had at a time; shared pages count for each
+    largest: int  # of one process
+    requests: int
+    out: int  # bytes that left the store
+    came: int  # and reached it
+
+
+def rss_anon(pid: int) -> list[int]:
+    """RssAnon of a process and its children, those that have gone left out."""
+    found = []
+    with suppress(OSError, ValueError):
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        for one in (pid, *map(int, children)):
+            status = Path(f"/proc/{one}/status").read_text()
+            if "RssAnon:" in status:
+                found.append(int(status.split("RssAnon:")[1].split()[0]) << 10)
+    return found
+
+
+def counted(environment: dict[str, str]) -> dict[str, int]:
+    """Requests by kind and bytes, since this was asked last."""
+    with urllib.request.urlopen(environment["AWS_ENDPOINT_URL"] + COUNTS) as answer:
+        found: dict[str, int] = json.load(answer)
+        return found
+
+
+def timed(command: tuple[str, ...], environment: dict[str, str]) -> Taken:
+    """Run a command."""
+    counted(environment)
+    together = largest = 0
+    started, before = time.monotonic(), os.times()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
 
     def watch() -> None:
-        nonlocal most
+        nonlocal together, largest
         while process.poll() is None:
-            try:
-                status = Path(f"/proc/{process.pid}/status").read_text()
-            except OSError:
-                return
-            if "RssAnon:" in status:
-                most = max(most, int(status.split("RssAnon:")[1].split()[0]) << 10)
+            found = rss_anon(process.pid)
+            together, largest = max(together, sum(found)), max(largest, *found, 0)
             time.sleep(0.05)
 
     watcher = threading.Thread(target=watch)
@@ -168,7 +204,9 @@ def timed(command: tuple[str, ...], environment: dict[str, str]) -> tuple[float,
     if code:
         raise SystemExit(f"{command}: exit status {code}")
     used = after.children_user + after.children_system - before.children_user - before.children_system
-    return seconds, used, most
+    counts = counted(environment)
+    out, came = counts.pop("bytes out"), counts.pop("bytes in")
+    return Taken(seconds, used, together, largest, sum(counts.values()), out, came)
 
 
 def prepare(folder: Path, gib: float) -> None:
@@ -188,15 +226,15 @@ def prepare(folder: Path, gib: float) -> None:
     )
 
 
-def measure(folder: Path, given: argparse.Namespace, environment: dict[str, str]) -> dict[str, list[Any]]:
+def measure(folder: Path, given: argparse.Namespace, environment: dict[str, str]) -> dict[str, list[Taken]]:
     rows = {k: v for k, v in commands(folder).items() if not given.only or k in given.only}
-    found: dict[str, list[Any]] = {name: [] for name in rows}
+    found: dict[str, list[Taken]] = {name: [] for name in rows}
     for turn in range(given.runs + 1):
         for name, command in rows.items():
             for out in (folder / "out", folder / "store" / BUCKET / "out"):
                 shutil.rmtree(out, ignore_errors=True)
             taken = timed(command, environment)
-            print(f"round {turn}: {name} {taken[0]:.2f} s", file=sys.stderr, flush=True)
+            print(f"round {turn}: {name} {taken.wall:.2f} s", file=sys.stderr, flush=True)
             if turn:
                 found[name].append(taken)
     return found
@@ -235,10 +273,13 @@ def main() -> None:
         shutil.rmtree(folder)
     print(f"{given.gib} GiB, {len(os.sched_getaffinity(0))} cores, {given.runs} runs")
     for name, row in found.items():
-        walls, used, memory = zip(*row, strict=True)
+        walls = [one.wall for one in row]
         print(
-            f"{name:28} {statistics.median(walls):6.2f} s ({min(walls):.2f}-{max(walls):.2f}), "
-            f"{statistics.median(used):6.2f} CPU s, RssAnon {max(memory) >> 20} MiB"
+            f"{name:40} {statistics.median(walls):6.2f} s ({min(walls):.2f}-{max(walls):.2f}), "
+            f"{statistics.median(one.cpu for one in row):6.2f} CPU s, RssAnon "
+            f"{max(one.together for one in row) >> 20} MiB (one {max(one.largest for one in row) >> 20}), "
+            f"{row[0].requests} requests, "
+            f"{row[0].out / 1e6:.0f} MB out, {row[0].came / 1e6:.0f} MB in"
         )
     print(json.dumps(found))
 

@@ -5,7 +5,8 @@
 moto's server is one Python thread and the bottleneck of whatever is measured against it. Here several processes
 accept on one socket, objects are files, and what is read leaves by `sendfile`. With `--rate` all of them together
 move so many bytes a second at each port, as a network or a node's disk would; all ports have the same objects.
-Nothing is authenticated: it is for benchmarks, ends after `--seconds`, and with its parent.
+`GET /-/counts` tells the requests and the bytes of bodies since it was asked last. Nothing is authenticated: it is
+for benchmarks, ends after `--seconds`, and with its parent.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import hashlib
+import json
 import multiprocessing
 import os
 import shutil
@@ -27,6 +29,7 @@ from xml.sax.saxutils import escape
 
 _BLOCK = 1 << 20
 _PARTS = ".uploads"
+COUNTS = "/-/counts"
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
@@ -43,13 +46,34 @@ class Throttle:
         time.sleep(max(0.0, begin + nbytes / self._rate - time.monotonic()))
 
 
+class Counts:
+    """Requests by kind, and the bytes of their bodies, of all processes that were forked with it."""
+
+    KINDS = ("GET", "PUT", "POST", "HEAD", "DELETE", "bytes out", "bytes in")
+
+    def __init__(self) -> None:
+        self._counts = multiprocessing.Array("q", len(self.KINDS))
+
+    def add(self, kind: str, count: int = 1) -> None:
+        with self._counts.get_lock():
+            self._counts[self.KINDS.index(kind)] += count
+
+    def taken(self) -> dict[str, int]:
+        """What was counted since this was asked last."""
+        with self._counts.get_lock():
+            found = dict(zip(self.KINDS, self._counts[:], strict=True))
+            self._counts[:] = [0] * len(self.KINDS)
+        return found
+
+
 class Handler(BaseHTTPRequestHandler):
-    """One connection; `folder` and `throttle` are set for the process."""
+    """One connection; `folder`, `throttle` and `counts` are set for the process."""
 
     protocol_version = "HTTP/1.1"
     wbufsize = -1  # head and small bodies leave in one packet
     folder: Path
     throttle: Throttle | None = None
+    counts: Counts
 
     def setup(self) -> None:
         super().setup()
@@ -62,9 +86,13 @@ class Handler(BaseHTTPRequestHandler):
 
     def _asked(self) -> tuple[Path, dict[str, list[str]]]:
         url = urlsplit(self.path)
+        self.counts.add(self.command)
         return self.folder / unquote(url.path).strip("/"), parse_qs(url.query, keep_blank_values=True)
 
     def do_GET(self) -> None:
+        if self.path == COUNTS:
+            self._answer(200, json.dumps(self.counts.taken()).encode())
+            return
         path, query = self._asked()
         if "uploads" in query:
             self._xml("<ListMultipartUploadsResult/>")
@@ -138,6 +166,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _take(self, file: Any) -> None:
         left = int(self.headers["Content-Length"])
+        self.counts.add("bytes in", left)
         while left:
             data = self.rfile.read1(min(left, _BLOCK))
             if not data:
@@ -154,6 +183,7 @@ class Handler(BaseHTTPRequestHandler):
             first, _, last = asked.removeprefix("bytes=").partition("-")
             start, stop = int(first), min(int(last) + 1, size) if last else size
         more = {"Content-Range": f"bytes {start}-{stop - 1}/{size}"} if asked else {}
+        self.counts.add("bytes out", stop - start)
         self._head(206 if asked else 200, path, stop - start, more)
         self.wfile.flush()
         with path.open("rb") as file:
@@ -217,13 +247,13 @@ def serve(folder: Path, port: int, processes: int, seconds: int, throttle: Throt
     server.request_queue_size = 256
     server.server_bind()
     server.server_activate()
-    made = []
+    made, counts = [], Counts()
     for _ in range(processes):
         pid = os.fork()
         if pid == 0:
             ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
             signal.alarm(seconds)
-            Handler.folder, Handler.throttle = folder, throttle
+            Handler.folder, Handler.throttle, Handler.counts = folder, throttle, counts
             server.serve_forever()
         made.append(pid)
     server.socket.close()

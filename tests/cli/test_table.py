@@ -137,7 +137,7 @@ def test_a_choice_has_the_words_of_its_field(filled: Callable[..., Any], own: Ma
     [
         (TargetOptions, FSDP_TARGET),
         (TorchDistOptions, TORCH_DIST_TARGET | {"extra_state_template"}),
-        (WriteOptions, {"workers", "threads", "memory_bytes", "fsync", "direct", "check_source"}),
+        (WriteOptions, {"workers", "threads", "memory_bytes", "fsync", "direct", "check_source", "tiles"}),
         (
             VerifyOptions,
             verify._VERIFY.keys() - {"as_json", "iteration"}

@@ -21,7 +21,8 @@ from ckpt_tools.commands.placements import Layout
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
 from ckpt_tools.commands.to_torch_dist import convert_to_torch_dist
 from ckpt_tools.errors import UsageError
-from ckpt_tools.execute import stream, work
+from ckpt_tools.execute import stream
+from ckpt_tools.execute.buffers import ThreadMemory
 from ckpt_tools.execute.run import WriteOptions
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.megatron.vocab import is_vocab
@@ -102,7 +103,9 @@ def any_way(draw: random.Random) -> Iterator[WriteOptions]:
         ):
             stack.enter_context(mock.patch.object(module, name, draw.choice(values)))
         if tile is not None:
-            stack.enter_context(mock.patch.object(work, "tile_bytes", lambda *_: tile))
+            stack.enter_context(
+                mock.patch.object(WriteOptions, "thread_memory", lambda *_, **__: ThreadMemory(tile, 0, 0))
+            )
         yield WriteOptions(threads=draw.choice([1, 2, 4]), memory_bytes=draw.choice([1 << 20, 96 << 20]))
 
 

@@ -139,7 +139,7 @@ def test_any_shares_of_several_ranks_prove_the_same(
     parts = prove._missing(prove._joined(json.loads(json.dumps(told)), done.keys()), buffer)
     mine = [prove._share(parts, rank, len(shares)) for rank in range(len(shares))]
     assert [part for share in mine for part in share] == parts
-    read = [prove._read(share, files, lambda: None, 1, buffer) for share in mine]
+    read = [prove._read(share, files, lambda: None, 1, buffer, 0) for share in mine]
     verdicts: list[ProofReport | str] = []
     for rank, proof in enumerate(proofs):
         try:

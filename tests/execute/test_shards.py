@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from ckpt_tools.execute.local_output import LocalOutput
 from ckpt_tools.execute.marker import MARKER
 from ckpt_tools.execute.remote_output import RemoteOutput
 from ckpt_tools.execute.source_reader import SourceReader
+from ckpt_tools.execute.uploads import Stretch
 from ckpt_tools.formats.files import open_files
 from tests.conftest import DATA
 
@@ -38,8 +39,10 @@ def test_a_damaged_shard_is_not_published(
 ) -> None:
     real = LocalOutput.work
 
-    def work_and_damage(output: LocalOutput, source: SourceReader) -> object:
-        done = real(output, source)
+    def work_and_damage(
+        output: LocalOutput, source: SourceReader, opened: Mapping[str, str | None]
+    ) -> object:
+        done = real(output, source, opened)
         (path,) = Path(output._staging.data).glob("*.safetensors")
         path.write_bytes(broken(path.read_bytes(), damage))
         return done
@@ -57,8 +60,8 @@ def test_nor_is_one_in_a_store(damage: str, monkeypatch: pytest.MonkeyPatch) -> 
     store = f"memory://shards-{damage}"
     real = uploads._content
 
-    def damaged(entries: Any, size: int, pump: Any) -> Iterator[bytes]:
-        raw = b"".join(bytes(part) for part in real(entries, size, pump))
+    def damaged(entries: Any, stretch: Stretch, pump: Any) -> Iterator[bytes]:
+        raw = b"".join(bytes(part) for part in real(entries, stretch, pump))
         yield broken(raw, damage)
 
     monkeypatch.setattr(uploads, "_content", damaged)

@@ -20,12 +20,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tools.errors import CorruptCheckpointError, StorageError, UnsupportedCheckpointError, UsageError
+from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from ckpt_tools.formats import store as store_module
 from ckpt_tools.formats.dcp import read_catalog
 from ckpt_tools.formats.files import LocalFiles, open_files
-from ckpt_tools.formats.remote import MAX_RANGE_BYTES, RemoteFiles
+from ckpt_tools.formats.read_ahead import REQUEST_BYTES
+from ckpt_tools.formats.remote import RemoteFiles
 from ckpt_tools.formats.store import Retry
 from tests.conftest import fixture_dir
+from tests.execute.conftest import make_case
+from tests.execute.test_run import tree
 
 QUICK = Retry(attempts=4, pause=0.001)
 MIB = 1 << 20
@@ -109,7 +113,7 @@ def test_short_reads_that_follow_one_another_become_few_requests(store: Store) -
     spans = sorted(store.requests)
     assert len(spans) <= 16
     assert sum(stop - start for start, stop in spans) < 1.1 * len(DATA)
-    assert max(stop - start for start, stop in spans) <= MAX_RANGE_BYTES
+    assert max(stop - start for start, stop in spans) <= REQUEST_BYTES
 
 
 def test_scattered_short_reads_fetch_little(store: Store) -> None:
@@ -275,3 +279,28 @@ def test_msc_urls_read_through_multi_storage_client(tmp_path: Path, monkeypatch:
     files = open_files("msc://shop/run")
     assert files.list() == ["data"]
     assert files.read("data", 5, 9 * MIB) == DATA[5 : 5 + 9 * MIB]
+
+
+def test_a_conversion_fetches_what_it_needs_in_few_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = make_case(tmp_path / "source", scale=64)
+    fs = MemoryFileSystem()
+    fs.put(str(tmp_path / "source"), "/counted", recursive=True)
+    fetched: list[int] = []
+    fetch_into = RemoteFiles.fetch_into
+
+    def counted(files: RemoteFiles, name: str, start: int, buffer: memoryview) -> None:
+        fetched.append(len(buffer))
+        fetch_into(files, name, start, buffer)
+
+    monkeypatch.setattr(RemoteFiles, "fetch_into", counted)
+    try:
+        files = open_files("memory://counted")
+        report = write_checkpoint(case.plan(1), files, Output(tmp_path / "out"), WriteOptions(threads=1))
+    finally:
+        fs.store.clear()
+    write_checkpoint(case.plan(1), case.files, Output(tmp_path / "local"))
+    assert tree(tmp_path / "out") == tree(tmp_path / "local")
+    assert sum(fetched) < 1.02 * (report.bytes_read + report.bytes_read_to_prove)
+    assert len(fetched) < 20

@@ -17,6 +17,7 @@ from ckpt_tools.errors import CorruptCheckpointError, Interrupted, UsageError
 from ckpt_tools.execute import uploads
 from ckpt_tools.execute.marker import MARKER
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
+from ckpt_tools.execute.uploads import Stretch
 from ckpt_tools.execute.write_job import METADATA
 from ckpt_tools.formats.store import Store
 from tests.conftest import REPO
@@ -63,9 +64,9 @@ def test_a_failing_source_leaves_no_upload(
 ) -> None:
     original = uploads._content
 
-    def content(entries: Any, size: int, pump: Any) -> Iterator[Any]:
+    def content(entries: Any, stretch: Stretch, pump: Any) -> Iterator[Any]:
         at = 0
-        for data in original(entries, size, pump):
+        for data in original(entries, stretch, pump):
             if at > 6 << 20:
                 raise CorruptCheckpointError("a flipped bit")
             at += len(data)
@@ -88,8 +89,8 @@ def test_a_run_that_loses_in_the_middle_of_a_file_does_not_complete_it(
 ) -> None:
     original, store = uploads._content, Store("s3://box/taken")
 
-    def content(entries: Any, size: int, pump: Any) -> Iterator[Any]:
-        yield from original(entries, size, pump)
+    def content(entries: Any, stretch: Stretch, pump: Any) -> Iterator[Any]:
+        yield from original(entries, stretch, pump)
         store.put(MARKER, b'{"token": "other", "owner": "process 5 on there"}')
 
     monkeypatch.setattr(uploads, "_content", content)
@@ -182,9 +183,9 @@ uploads._PART_BYTES = 5 << 20
 ranks, case = connect(), reopened_case(Path(sys.argv[1]))
 original = uploads._content
 
-def content(entries, size, pump):
+def content(entries, stretch, pump):
     done = 0
-    for data in original(entries, size, pump):
+    for data in original(entries, stretch, pump):
         if ranks.rank == 1 and done > 6 << 20:
             os.kill(os.getpid(), signal.SIGKILL)
         done += len(data)

@@ -14,7 +14,7 @@ from ckpt_tools.errors import CorruptCheckpointError, StorageError, UsageError
 from ckpt_tools.execute import marker, remote_output
 from ckpt_tools.execute.marker import MARKER
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
-from ckpt_tools.execute.uploads import Uploads
+from ckpt_tools.execute.uploads import Stretch, Uploads
 from ckpt_tools.formats import store as store_module
 from ckpt_tools.formats.dcp import METADATA
 from ckpt_tools.formats.store import Store
@@ -46,7 +46,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], None]]:
         original = getattr(owner, method)
 
         def called(self: Any, *args: Any) -> Any:
-            name = next(one for one in args if isinstance(one, str))
+            name = next(getattr(one, "file", one) for one in args if isinstance(one, str | Stretch))
             chosen.pop(f"{kind} {name}", lambda: None)()
             return original(self, *args)
 
