@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from ckpt_tools.cli.render import escape, say, tell
 from ckpt_tools.commands.conversion_report import ConversionReport, Masters
 from ckpt_tools.commands.iterations import Outcome
@@ -13,6 +15,8 @@ from ckpt_tools.human import human_bytes
 from ckpt_tools.model.choices import assert_never
 
 _SHOWN = 8
+_NEVER = ": not part of "
+_FORMATS = {"dcp": "a plain state dict"}
 _NAMED = 3  # keys of one reason
 
 
@@ -40,8 +44,9 @@ def print_report(report: ConversionReport) -> None:
         lines.append(
             f"  would write {human_bytes(report.plan['bytes_to_write'])} in {len(report.plan['files'])} files"
         )
+    dropped, no_place = _apart(report.dropped)
     for title, entries in (
-        ("dropped", _by_reason(report.dropped)),
+        ("dropped", _by_reason(dropped)),
         ("kept", report.kept),
         ("renamed", report.renamed),
         ("filled in", report.backfilled),
@@ -50,6 +55,8 @@ def print_report(report: ConversionReport) -> None:
         lines += [f"  {title:<10} {entry}" for entry in entries[:_SHOWN]]
         if len(entries) > _SHOWN:
             lines.append(f"  {title:<10} ... and {len(entries) - _SHOWN:,} more (--json lists all)")
+    if no_place:
+        lines.append(f"  not part of {_FORMATS.get(report.output_format, report.output_format)}: {no_place}")
     for line in lines:
         tell(escape(line))
 
@@ -99,6 +106,19 @@ def print_outcome(outcome: Outcome) -> None:
 def say_unfinished(iteration: int | None) -> None:
     """Why the newest of all iterations is passed over."""
     say(f"note: iteration {iteration} is passed over: its job has not finished it (no .metadata, no tracker)")
+
+
+def _apart(dropped: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
+    """The lines on what a user might miss, and in short what the target's format never has."""
+    missed, kinds = list[str](), Counter[str]()
+    for line in dropped:
+        key, _, reason = line.partition(": ")
+        what, never, _ = reason.rpartition(_NEVER) if _NEVER in reason else ("", "", "")
+        if never or reason.startswith(_NEVER[2:]):
+            kinds[what or key.removeprefix("common state ")] += 1
+        else:
+            missed.append(line)
+    return tuple(missed), ", ".join(f"{what} ({n:,} keys)" if n > 1 else what for what, n in kinds.items())
 
 
 def _by_reason(dropped: tuple[str, ...]) -> list[str]:
