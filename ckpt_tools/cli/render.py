@@ -116,7 +116,7 @@ def say(note: str) -> None:
 
 def say_unmatched(option: str, patterns: Iterable[str], names: Iterable[str]) -> None:
     """Name on stderr every glob that matches nothing, with the names that were perhaps meant."""
-    from ckpt_tools.commands.close_names import unmatched
+    from ckpt_tools.close_names import unmatched
 
     for pattern, close in unmatched(patterns, names).items():
         hint = f" Did you mean {', '.join(map(escape, close))}?" if close else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from ckpt_tools.cli.render import escape, say, tell
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from ckpt_tools.commands.rewrite import Edited
 
 _SHOWN = 8
+_NEVER = ": not part of "
+_FORMATS = {"dcp": "a plain state dict"}
 _NAMED = 3  # keys of one reason
 
 
@@ -43,8 +46,9 @@ def print_report(report: ConversionReport) -> None:
         lines.append(
             f"  would write {human_bytes(report.plan['bytes_to_write'])} in {len(report.plan['files'])} files"
         )
+    dropped, no_place = _apart(report.dropped)
     for title, entries in (
-        ("dropped", _by_reason(report.dropped)),
+        ("dropped", _by_reason(dropped)),
         ("kept", report.kept),
         ("renamed", report.renamed),
         ("filled in", report.backfilled),
@@ -53,6 +57,8 @@ def print_report(report: ConversionReport) -> None:
         lines += [f"  {title:<10} {entry}" for entry in entries[:_SHOWN]]
         if len(entries) > _SHOWN:
             lines.append(f"  {title:<10} ... and {len(entries) - _SHOWN:,} more (--json lists all)")
+    if no_place:
+        lines.append(f"  not part of {_FORMATS.get(report.output_format, report.output_format)}: {no_place}")
     for line in lines:
         tell(escape(line))
 
@@ -99,6 +105,19 @@ def masters_text(masters: Masters) -> str:
 def say_unfinished(iteration: int | None) -> None:
     """Why the newest of all iterations is passed over."""
     say(f"note: iteration {iteration} is passed over: its job has not finished it (no .metadata, no tracker)")
+
+
+def _apart(dropped: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
+    """The lines on what a user might miss, and in short what the target's format never has."""
+    missed, kinds = list[str](), Counter[str]()
+    for line in dropped:
+        key, _, reason = line.partition(": ")
+        what, never, _ = reason.rpartition(_NEVER) if _NEVER in reason else ("", "", "")
+        if never or reason.startswith(_NEVER[2:]):
+            kinds[what or key.removeprefix("common state ")] += 1
+        else:
+            missed.append(line)
+    return tuple(missed), ", ".join(f"{what} ({n:,} keys)" if n > 1 else what for what, n in kinds.items())
 
 
 def _by_reason(dropped: tuple[str, ...]) -> list[str]:

@@ -7,7 +7,6 @@
 * `dcp_json`: `print-torch-dcp-in-json`
 * `print_tensor`: `print-tensor`
 * `read_values`: Python values as JSON values
-* `close_names`: what somebody meant who misspelt a name
 * `conversion`: one conversion: planned, rehearsed, proven, carried out
 * `conversion_report`: what a conversion says of itself
 * `read_model`: READ: the model in an opened checkpoint

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from ckpt_tools.commands.close_names import close_names
+from ckpt_tools.close_names import close_names
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.read_model import Wanted, read_model
 from ckpt_tools.errors import NoSuchKeyError

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import shlex
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Generic, NamedTuple, TypeVar
@@ -182,6 +183,7 @@ def convert(
             )
         place = writer.place(source, opened.location, output, options)
         conversion = _plan(writer, opened, options, ranks)
+        told = _contradictions(opened, conversion)
         prove_zeros(opened, conversion)
         nbytes = _plan_of(conversion).bytes_to_write
         with shared_out(nbytes, options.write, ranks, place.directory) as (ranks, write):
@@ -191,7 +193,33 @@ def convert(
             if not dry_run:
                 plan, place = _plan_of(conversion), _complete(place, conversion)
                 written = write_checkpoint(plan, opened.files, place, write, ranks=ranks, progress=progress)
-    return _report(source, output, opened.location, conversion, masters, written)
+    return _report(source, output, opened.location, conversion, masters, written, told)
+
+
+def _contradictions(opened: Opened, conversion: Conversion) -> tuple[str, ...]:
+    """Settings and counters of a Megatron source that cannot be true, each warned of: no byte's way rests on them.
+
+    What does rest on a setting was refused by who decided. An export asks them all for itself.
+    """
+    kind = opened.location.kind
+    if kind not in ("torch_dist", "fsdp_dtensor") or conversion.to == "hf":
+        return ()
+    from ckpt_tools.verify import meaning
+    from ckpt_tools.verify.counters import check_counters
+    from ckpt_tools.verify.settings_fit import check_settings
+
+    files, catalog, common = opened.files, opened.catalog, opened.common
+    weights = (
+        meaning.fsdp_weights(catalog) if kind == "fsdp_dtensor" else meaning.torch_dist_weights(catalog)[0]
+    )
+    checks = (
+        check_settings(kind, weights, common),
+        check_counters(files, catalog, common, opened.trust_pickle),
+    )
+    told = tuple(f"{one.where}: {one.message}" for check in checks for one in check.findings)
+    for line in told:
+        warnings.warn(f"{opened.location.path}: {line}; it is carried over as it is", stacklevel=3)
+    return told
 
 
 def _plan(writer: Writer[AnyOptions], opened: Opened, options: AnyOptions, ranks: Ranks) -> Conversion:
@@ -324,6 +352,7 @@ def _report(
     conversion: Conversion,
     masters: Masters,
     written: WriteReport | None,
+    told: tuple[str, ...],
 ) -> ConversionReport:
     target = conversion.target
     return ConversionReport(
@@ -345,6 +374,7 @@ def _report(
         renamed=target.renamed,
         backfilled=target.backfilled,
         notes=target.notes,
+        warnings=told,
         job=None if conversion.job is None else conversion.job.as_json(),
         written=written,
         plan=plan_summary(_plan_of(conversion)),

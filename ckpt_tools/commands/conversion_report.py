@@ -65,6 +65,7 @@ class ConversionReport:
     renamed: tuple[str, ...]
     backfilled: tuple[str, ...]
     notes: tuple[str, ...]
+    warnings: tuple[str, ...] = ()  # settings and counters of the source that contradict it, carried over
     job: Mapping[str, Any] | None = None  # the one that loads the output (`TargetJob.as_json`)
     written: WriteReport | None = None  # None: a dry run
     plan: Mapping[str, Any] = field(default_factory=dict)

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Final
 
-from ckpt_tools.commands.close_names import unmatched
+from ckpt_tools.close_names import unmatched
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.read_model import Wanted, read_model
 from ckpt_tools.commands.version_2 import is_version_2, respelled
@@ -89,6 +89,8 @@ def diff_checkpoints(
             sides, notes = _by_export(first, second, of_export, request.rules)
         elif by == KEYS:
             sides, notes = (_by_keys(first), _by_keys(second)), list[str]()
+            if not options.keys:
+                sides, notes = _without_rerun_state(sides)
         else:
             sides, notes = _by_parameters(first, second, request.target, options.workers)
         notes += _idle_globs(sides, options, of_export)
@@ -99,6 +101,32 @@ def diff_checkpoints(
         values, compared = diff_objects(*sides, options)
     places = first.location.path, second.location.path
     return DiffReport(*places, by, options.tolerance, tensors, values, compared, tuple(notes))
+
+
+def _without_rerun_state(sides: tuple[Side, Side]) -> tuple[tuple[Side, Side], list[str]]:
+    """Both without the state of Megatron's rerun machine where one of them has none at all, and a note on it.
+
+    Conversions do not carry it. It says whether a step is repeated to find faults of hardware, nothing of the model.
+    """
+    held = [any(name.startswith(RERUN) for name in (*side.objects, *_common(side))) for side in sides]
+    if held[0] == held[1]:
+        return sides, []
+    first, second = map(_without_rerun, sides)
+    return (first, second), [
+        f"{RERUN} is in {'A' if held[0] else 'B'} alone: not compared, no conversion carries it"
+    ]
+
+
+def _common(side: Side) -> dict[str, object]:
+    value = side.objects.get(COMMON_STATE)
+    return value if isinstance(value, dict) else {}
+
+
+def _without_rerun(side: Side) -> Side:
+    objects = {key: value for key, value in side.objects.items() if not key.startswith(RERUN)}
+    if COMMON_STATE in objects:
+        objects[COMMON_STATE] = {key: value for key, value in _common(side).items() if key != RERUN}
+    return replace(side, objects=objects)
 
 
 def _meant_for_export(a: Opened, b: Opened, ignore: tuple[str, ...]) -> tuple[str, ...]:
@@ -218,7 +246,7 @@ def _by_keys(opened: Opened) -> Side:
     }
     objects: dict[str, object] = {k: o for k, o in opened.catalog.objects.items() if k != COMMON_OBJECT}
     if opened.location.kind == "torch_dist":
-        objects = {"common_state": opened.common.values, **objects}
+        objects = {COMMON_STATE: opened.common.values, **objects}
     return Side(opened.files, opened.catalog, tensors, objects, opened.trust_pickle)
 
 
@@ -313,6 +341,7 @@ def _fitted(target: TargetOptions, model: Model, other: Side) -> TargetOptions:
     return replace(target, **told)  # type: ignore[arg-type]  # each value has its field's type
 
 
+COMMON_STATE, RERUN = "common_state", "rerun_state_machine"
 _OF_A_RUN = ("optimizer.", "opt_param_scheduler.", KEPT)
 _FUSED_NORMS = (".linear_qkv.layer_norm_weight", ".linear_fc1.layer_norm_weight")
 

@@ -17,6 +17,7 @@ from ckpt_tools.commands.read_model import shared_by
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems
 from ckpt_tools.formats.joined_files import joined_entry
 from ckpt_tools.megatron.keys import is_optimizer_key, parameter_of, stacked_axes
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import read_optimizer_states
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import StateTensor
 from ckpt_tools.model.catalog import Catalog, TensorEntry
@@ -41,6 +42,7 @@ _SEPARATE_MASTER = re.compile(
     r"(?:^|\.)(?:fp32_from_fp16_params|fp32_from_fp32_params|fp32_params?|master_params?|master_weights?|master|param)"
     r"(?:\.|$)"
 )
+_NAMED = 3  # keys that differ in the same way are named one by one
 _CONVERT = "convert both to fsdp_dtensor and average those"
 _ALONE = "leave the optimizer out of every checkpoint and average the weights alone"
 
@@ -200,11 +202,16 @@ def check_alike(parts: Sequence[Parts], opened: Sequence[Opened]) -> None:
         MappingError: keys, shapes, types or the order of buckets differ; all of them are named.
     """
     last, last_parts = opened[-1], parts[-1]
-    problems = [
-        problem
-        for other, its in zip(opened[:-1], parts[:-1], strict=True)
-        for problem in _differences(other, its, last, last_parts)
-    ]
+    found: dict[str, list[str]] = {}
+    for other, its in zip(opened[:-1], parts[:-1], strict=True):
+        for key, what in _differences(other, its, last, last_parts):
+            found.setdefault(what, []).append(key)
+    problems = list[str]()
+    for what, keys in found.items():
+        if len(keys) > _NAMED:
+            problems.append(f"{len(keys):,} keys, such as {keys[0]}: each {what}")
+        else:
+            problems += [f"{key} {what}" for key in keys]
     if problems:
         raise MappingError(
             "a mean is taken of checkpoints with the same keys, shapes and types:\n"
@@ -213,20 +220,25 @@ def check_alike(parts: Sequence[Parts], opened: Sequence[Opened]) -> None:
         )
 
 
-def _differences(one: Opened, its: Parts, last: Opened, last_parts: Parts) -> Iterator[str]:
+def _differences(one: Opened, its: Parts, last: Opened, last_parts: Parts) -> Iterator[tuple[str, str]]:
+    """(key, in what the two checkpoints differ there)."""
     here, there = one.location.path, last.location.path
+    layouts = [optimizer_layout(side.catalog, side.common) for side in (one, last)]
+    if one.location.kind == "torch_dist" and layouts[0] != layouts[1] and its.model != last_parts.model:
+        yield "the optimizer", f"is stored as {layouts[0]} in {here}, as {layouts[1]} in {there}: {_CONVERT}"
+        return
     for key in sorted(last_parts.model ^ its.model):
         has, lacks = (there, here) if key in last_parts.model else (here, there)
-        yield f"{key} is in {has}, but not in {lacks}"
+        yield key, f"is in {has}, but not in {lacks}"
     averaged = [frozenset(parts.means) for parts in (its, last_parts)]
     for key in sorted(its.model & last_parts.model):
         a, b = one.catalog.tensors[key], last.catalog.tensors[key]
         if (a.dtype, a.shape) != (b.dtype, b.shape):
-            yield f"{key} is {a.dtype} {a.shape} in {here}, but {b.dtype} {b.shape} in {there}"
+            yield key, f"is {a.dtype} {a.shape} in {here}, but {b.dtype} {b.shape} in {there}"
         elif (key in averaged[0]) != (key in averaged[1]):
-            yield f"{key} has optimizer states in one of {here} and {there} and none in the other"
+            yield key, f"has optimizer states in one of {here} and {there} and none in the other"
         elif its.rounded.get(key) != last_parts.rounded.get(key):
-            yield f"{key} has its masters elsewhere in {here} than in {there}: {_CONVERT}"
+            yield key, f"has its masters elsewhere in {here} than in {there}: {_CONVERT}"
 
 
 def mean_targets(

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from ckpt_tools.commands.close_names import unmatched
+from ckpt_tools.close_names import refuse_unmatched
 from ckpt_tools.commands.opened import open_checkpoint
 from ckpt_tools.commands.placements import Layout, place_model, rank_share
 from ckpt_tools.commands.relayout_plain import plain_layout
@@ -211,10 +211,8 @@ def plan_checkpoint(
             layout = plain_layout(layout)
         prepared = prepare_output(opened, options, layout)
         target = prepared.target
-        idle = unmatched(globs, (t.key for t in target.tensors)) if globs else {}
-        for glob, close in idle.items():
-            hint = f"; did you mean {', '.join(close)}?" if close else ""
-            raise UsageError(f"--tensor {glob}: no tensor of the target has such a key{hint}")
+        if globs:
+            refuse_unmatched("--tensor", globs, (t.key for t in target.tensors))
         job = layout if layout.topology else Layout(layout.name, Topology(dp_shard=layout.ranks))
         core = place_model(prepared.live_model(), job)
         prepared = replace(prepared, model=None)  # it is large, and not asked again

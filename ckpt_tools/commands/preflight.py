@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.commands.close_names import close_names
+from ckpt_tools.close_names import close_names
 from ckpt_tools.commands.launch import Launch, launch
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.version_2 import is_version_2

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt_tools.commands.close_names import close_names
+from ckpt_tools.close_names import close_names
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.read_values import json_value
 from ckpt_tools.errors import MappingError, UsageError

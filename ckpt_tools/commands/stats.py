@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import Any, TypeVar
 
-from ckpt_tools.commands.close_names import unmatched
+from ckpt_tools.close_names import unmatched
 from ckpt_tools.commands.diff_hf import sides_by_export
 from ckpt_tools.commands.named_tensors import (
     KEYS,

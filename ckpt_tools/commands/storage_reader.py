@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader as TorchStorageReader
 from torch.futures import Future
 
-from ckpt_tools.commands.close_names import close_names
+from ckpt_tools.close_names import close_names
 from ckpt_tools.commands.conversion import Conversion
 from ckpt_tools.commands.import_hf import ImportOptions, read_huggingface
 from ckpt_tools.commands.load_dtensors import check_rank_masters, inline_tensor, to_torch

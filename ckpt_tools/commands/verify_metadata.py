@@ -26,12 +26,14 @@ from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import coalesced_bu
 from ckpt_tools.megatron.torch_dist.read import stored_groups
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.verify import meaning
+from ckpt_tools.verify.counters import check_counters
 from ckpt_tools.verify.integrity import INTEGRITY, check_integrity
 from ckpt_tools.verify.meter import Meter
 from ckpt_tools.verify.packing import check_packing
 from ckpt_tools.verify.place import check_entries, check_metadata_json, check_place, earlier_iteration
 from ckpt_tools.verify.plain_states import check_plain_groups, check_plain_states
 from ckpt_tools.verify.report import ERROR, Check, failed_check
+from ckpt_tools.verify.settings_fit import check_settings
 from ckpt_tools.verify.structure import (
     all_items,
     check_files,
@@ -138,6 +140,8 @@ def _meaning(
         *checks,
         meaning.check_layers(weights, problems, common, stages),
         meaning.check_experts(weights, common),
+        check_settings(location.kind, weights, common),
+        check_counters(files, catalog, common, trust_pickle),
     ]
 
 

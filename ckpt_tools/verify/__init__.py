@@ -25,5 +25,7 @@
 * `job_rules`: what Megatron refuses of settings alone
 * `load_rules`: whether the checkpoint fits the job
 * `parallel_rules`: whether parallel sizes divide what they share
+* `settings_fit`: whether stored settings describe the tensors beside them
+* `counters`: whether iteration, samples and steps are of one moment
 * `model_rules`: whether the model has the tensors that are stored
 """

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 from ckpt_tools.megatron.keys import DECODER_LAYERS, HALVES, decoder_layer
 from ckpt_tools.verify.facts import Facts, Rule
@@ -49,12 +49,18 @@ def _layer_spec(f: Facts) -> str | None:
 
 
 def _mtp(f: Facts) -> str | None:
-    wanted = f.value("mtp_num_layers", 0)
+    wanted = mtp_layers(f)
     if f.job.is_bridge and "mtp_num_layers" not in f.job.given:
         return None
     return (
         None if wanted == f.stored.mtp_layers else f"mtp_num_layers is {wanted}, {f.stored.mtp_layers} stored"
     )
+
+
+def mtp_layers(f: Facts) -> int:
+    """How many layers of multi-token prediction the settings make."""
+    wanted: int = f.value("mtp_num_layers", 0)
+    return min(wanted, 1) if f.on("mtp_use_repeated_layer") else wanted
 
 
 def _is_hybrid(f: Facts) -> bool:
@@ -93,56 +99,82 @@ class _Model:
         self.moe_ffn = value("moe_ffn_hidden_size", self.ffn)
         self.shared_ffn = value("moe_shared_expert_intermediate_size", 0)
         self.latent = f.on("multi_latent_attention")
-        self.whole_gate = 2 if f.on("quick_geglu") and not gated else 1  # both halves in one stored fc1
+        apart = gated and f.kind == "fsdp_dtensor"  # which keeps them as two tensors
+        self.halves = 2 if (gated or f.on("quick_geglu")) and not apart else 1  # in one stored fc1
+
+
+# Spellings of the first expert's projections, the last in torch_dist, where experts are an axis.
+_EXPERTS = ("mlp.experts.{}0", "mlp.experts.local_experts.0.{}", "mlp.experts.experts.{}")
+
+
+class Size(NamedTuple):
+    """One size of a weight, and the settings that decide it."""
+
+    what: str
+    wanted: Any  # by the settings
+    stored: int | None  # None: there is no such weight
+    settings: tuple[str, ...]
 
 
 def _sizes(f: Facts) -> str | None:
     if not _is_plain_decoder(f):
         return None
-    found = [f"{what}: job {wanted}, stored {stored}" for what, wanted, stored in _pairs(f, _Model(f))
-             if stored is not None and wanted != stored]  # fmt: skip
+    found = [f"{one.what}: job {one.wanted}, stored {one.stored}" for one in model_sizes(f)
+             if one.stored is not None and one.wanted != one.stored]  # fmt: skip
     return "; ".join(found) or None
 
 
-def _pairs(f: Facts, m: _Model) -> Iterator[tuple[str, Any, Any]]:
-    """(what the settings decide, its size in the job, its size in the checkpoint or None)."""
+def model_sizes(f: Facts) -> Iterator[Size]:
+    """The sizes of a plain decoder's weights that its settings decide."""
+    m = _Model(f)
 
-    def size(ending: str, axis: int = 0) -> int | None:
-        shape = _first(f, ending)
-        return shape[axis] if shape is not None and len(shape) > axis else None
+    def rows(of: str, wanted: Any, *settings: str, axis: int = 0) -> Size:
+        shape = _first(f, of)
+        stored = shape[axis] if shape is not None and len(shape) > axis else None
+        what = of.removesuffix(".weight").rpartition(".")[2]
+        return Size(f"{'columns' if axis else 'rows'} of {what}", wanted, stored, settings)
 
     embedding = f.stored.shapes.get("embedding.word_embeddings.weight", ())
-    yield "hidden size", m.hidden, embedding[1] if len(embedding) == 2 else None
-    gate = m.heads if f.on("attention_output_gate") else 0
+    yield Size("hidden size", m.hidden, embedding[1] if len(embedding) == 2 else None, ("hidden_size",))
+    heads, groups, channels = "num_attention_heads", "num_query_groups", "kv_channels"
     if not m.latent:
-        yield (
-            "rows of linear_qkv",
-            (m.heads + gate + 2 * m.groups) * m.channels,
-            size("self_attention.linear_qkv.weight"),
-        )
+        gate = m.heads if f.on("attention_output_gate") else 0
+        wanted = (m.heads + gate + 2 * m.groups) * m.channels
+        yield rows("self_attention.linear_qkv.weight", wanted, heads, groups, channels)
         if _has(f, "self_attention.linear_qkv.weight"):
-            yield "columns of linear_proj", m.heads * m.channels, _attention_columns(f)
+            wanted = m.heads * m.channels
+            yield Size("columns of linear_proj", wanted, _attention_columns(f), (heads, channels))
     else:
-        rank = f.value("kv_lora_rank", 0) + f.value("qk_pos_emb_head_dim", 0)
-        yield "rows of linear_kv_down_proj", rank, size("self_attention.linear_kv_down_proj.weight")
-        yield (
-            "rows of linear_q_down_proj",
-            f.value("q_lora_rank"),
-            size("self_attention.linear_q_down_proj.weight"),
-        )
-        heads = f.value("v_head_dim", 0) * m.heads
-        yield "columns of linear_proj", heads, size("self_attention.linear_proj.weight", 1)
-    yield "ffn_hidden_size", m.ffn * m.whole_gate, size("mlp.linear_fc1.weight")
-    for ending in ("mlp.experts.linear_fc1.weight0", "mlp.experts.local_experts.0.linear_fc1.weight"):
-        yield "moe_ffn_hidden_size", m.moe_ffn * m.whole_gate, size(ending)
-    yield (
-        "moe_shared_expert_intermediate_size",
-        m.shared_ffn * m.whole_gate,
-        size("mlp.shared_experts.linear_fc1.weight"),
-    )
-    yield "num_experts", f.value("num_experts"), size("mlp.router.weight")
+        yield from _latent_sizes(f, m, rows)
+    for modules, wanted, setting in (
+        (("mlp.{}",), m.ffn, "ffn_hidden_size"),
+        (_EXPERTS, m.moe_ffn, "moe_ffn_hidden_size"),
+        (("mlp.shared_experts.{}",), m.shared_ffn, "moe_shared_expert_intermediate_size"),
+    ):
+        for module in modules:
+            into, out = (module.format(f"{projection}.weight") for projection in ("linear_fc1", "linear_fc2"))
+            width = rows(out, wanted, setting, axis=1)._replace(what=setting)
+            yield width
+            if width.stored is not None:
+                yield rows(into, width.stored * m.halves, "swiglu")
+    yield rows("mlp.router.weight", f.value("num_experts"), "num_experts")._replace(what="num_experts")
     positions = f.stored.shapes.get("embedding.position_embeddings.weight") or (None,)
-    yield "max_position_embeddings", f.value("max_position_embeddings"), positions[0]
+    most = "max_position_embeddings"
+    yield Size(most, f.value(most), positions[0], (most,))
+
+
+def _latent_sizes(f: Facts, m: _Model, rows: Callable[..., Size]) -> Iterator[Size]:
+    """Those of multi-latent attention."""
+    names = ("kv_lora_rank", "q_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+    kv_rank, q_rank, head, rotated, value = (f.value(name, 0) for name in names)
+    heads, (kv, q, qk, rope, v) = "num_attention_heads", names
+    yield rows("self_attention.linear_kv_down_proj.weight", kv_rank + rotated, kv, rope)
+    yield rows("self_attention.linear_q_down_proj.weight", f.value(q), q)
+    yield rows("self_attention.linear_qkv_down_proj.weight", q_rank + kv_rank + rotated, q, kv, rope)
+    for projection in ("linear_q_proj", "linear_q_up_proj"):
+        yield rows(f"self_attention.{projection}.weight", m.heads * (head + rotated), heads, qk, rope)
+    yield rows("self_attention.linear_kv_up_proj.weight", m.heads * (head + value), heads, qk, v)
+    yield rows("self_attention.linear_proj.weight", m.heads * value, heads, v, axis=1)
 
 
 def _attention_columns(f: Facts) -> int | None:
@@ -159,14 +191,14 @@ def _parts(f: Facts) -> str | None:
     if not _is_plain_decoder(f):
         return None
     found = [f"{setting} is {f.value(setting)}, {what} {'is' if stored else 'is not'} stored"
-             for setting, wanted, what, stored in _presences(f) if wanted != stored]  # fmt: skip
+             for setting, wanted, what, stored in model_parts(f) if wanted != stored]  # fmt: skip
     return "; ".join(dict.fromkeys(found)) or None
 
 
-def _presences(f: Facts) -> Iterator[tuple[str, bool, str, bool]]:
+def model_parts(f: Facts) -> Iterator[tuple[str, bool, str, bool]]:
     """(setting, whether it makes a tensor, the tensor, whether that is stored)."""
     names, latent = f.stored.shapes, f.on("multi_latent_attention")
-    learned = f.value("position_embedding_type") == "learned_absolute"
+    learned = f.value("position_embedding_type") == "learned_absolute" and not f.on("enable_gpt_oss")
     positions = "embedding.position_embeddings.weight"
     yield "position_embedding_type", learned, positions, positions in names
     bias = "decoder.final_layernorm.bias"
@@ -220,7 +252,7 @@ def gated_delta_nets(names: Iterable[str]) -> set[int]:
     return _layers(names, "self_attention.A_log")
 
 
-def _frequency(f: Facts) -> str | None:
+def expert_layers(f: Facts) -> str | None:
     """Which layers are mixtures of experts: every Nth from the first one on, or as a list says."""
     routers, freq = _layers(f.stored.shapes, "mlp.router.weight"), f.value("moe_layer_freq")
     if not _is_plain_decoder(f) or not routers or freq is None:
@@ -259,5 +291,5 @@ MODEL_RULES = (
     Rule("parts", ERROR, _parts, _STRICT, _FLAGS, _SPECS, VERSIONS),
     Rule("modules", ERROR, _modules, "Megatron-LM has no such model, Megatron-Bridge has", "--target bridge",
          "models/ of Megatron-Bridge", VERSIONS),
-    Rule("expert-layers", ERROR, _frequency, _STRICT, "--moe-layer-freq as stored", _SPECS, VERSIONS),
+    Rule("expert-layers", ERROR, expert_layers, _STRICT, "--moe-layer-freq as stored", _SPECS, VERSIONS),
 )  # fmt: skip

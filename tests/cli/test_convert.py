@@ -247,10 +247,8 @@ def test_the_way_back_and_out(tmp_path, capsys):
     assert files[0].stat().st_size == files[1].stat().st_size
     assert (back / ITERATION / "metadata.json").exists()
     assert (back / "latest_checkpointed_iteration.txt").read_text() == "2"
-    assert run(["diff", str(LLAMA), str(back)]) == 1
-    assert "different: 0 tensors, 3 entries of objects" in capsys.readouterr().out
-    lost = ("--ignore", "*rerun_state_machine*")
-    assert run(["diff", str(LLAMA), str(back), *lost]) == 0
+    assert run(["diff", str(LLAMA), str(back)]) == 0
+    assert "note: rerun_state_machine is in A alone" in capsys.readouterr().out
     assert convert(there, tmp_path / "hf", "--to", "hf") == 0
     assert (tmp_path / "hf" / "config.json").exists()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import stat
 from collections.abc import Sequence
@@ -166,6 +167,29 @@ def test_buckets_of_another_order_are_refused(tmp_path: Path) -> None:
         MappingError, match=r"masters elsewhere in .*convert both to fsdp_dtensor and average"
     ):
         averaged(sources, tmp_path / "out")
+
+
+def test_other_layouts_are_told_in_a_line(tmp_path: Path) -> None:
+    sources = [
+        fixture_dir(f"core019_llama_tp2_{layout}") for layout in ("fully_reshardable", "dp_reshardable")
+    ]
+    with pytest.raises(MappingError) as refused:
+        averaged(sources, tmp_path / "out")
+    (problem,) = refused.value.problems
+    assert problem.startswith("the optimizer is stored as fully_reshardable in ")
+    assert "convert both to fsdp_dtensor" in problem
+    models = [tmp_path / name for name in ("a", "b")]
+    for source, model in zip(sources, models, strict=True):
+        convert_to_fsdp_dtensor(str(source), str(model))
+    averaged(models, tmp_path / "out")
+
+
+def test_keys_that_differ_alike_are_told_in_a_line(tmp_path: Path) -> None:
+    names = ("core019_llama_tp2_fully_reshardable", "core019_moe_ep2_fully_reshardable")
+    with pytest.raises(MappingError) as refused:
+        averaged([fixture_dir(name) for name in names], tmp_path / "out")
+    assert any(re.match(r"\d+ keys, such as \S+: each is in ", line) for line in refused.value.problems)
+    assert len(refused.value.problems) < 10
 
 
 @pytest.fixture(scope="module")

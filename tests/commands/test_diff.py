@@ -335,3 +335,21 @@ def test_the_report_does_not_depend_on_parts(tmp_path, monkeypatch):
     monkeypatch.setattr("ckpt_tools.verify.parts._PART_ELEMS", 128)
     monkeypatch.setattr("ckpt_tools.verify.parts._TILE_ELEMS", 48)
     assert diff_checkpoints(place_of(LLAMA), str(root)) == whole
+
+
+def test_a_round_trip_is_equal_by_keys(tmp_path, capsys):
+    """What fsdp_dtensor never holds is a note, not a difference; one that both sides hold is compared."""
+    source, there, back = place_of(LLAMA), str(tmp_path / "there"), str(tmp_path / "back")
+    assert run(["convert", source, there]) == 0
+    out = capsys.readouterr().out
+    assert "dropped" not in out
+    assert "  not part of fsdp_dtensor: Transformer Engine extra state (8 keys), rerun state (2 keys)" in out
+    assert run(["convert", there, back, "--to", "torch_dist", "-q"]) == 0
+    report = diff_checkpoints(source, back)
+    assert report.by == "keys" and report.is_equal
+    assert report.notes == ("rerun_state_machine is in A alone: not compared, no conversion carries it",)
+    assert not diff_checkpoints(source, back, DiffOptions(keys=("rerun_state_machine*",))).is_equal
+    copied = copy_of(LLAMA, tmp_path)
+    with metadata_of(copied) as metadata:
+        drop_key(metadata, "rerun_state_machine_state/shard_1_2")
+    assert not diff_checkpoints(source, str(copied)).is_equal

@@ -106,27 +106,19 @@ def test_a_plan_leaves_them_out(cases: Path) -> None:
     assert not any("quantizer" in item.key for item in report.items())
 
 
-def test_a_glob_that_matches_nothing_is_said(
-    cases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "command", ["convert", "convert --to torch_dist", "convert --to dcp", "export-hf", "plan"]
+)
+def test_a_glob_that_matches_nothing_is_refused(
+    command: str, cases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [
-        str(cases / "quantizer_keys"),
-        str(tmp_path / "out"),
-        "--ignore-keys",
-        GLOB,
-        "--ignore-keys",
-        "*quantiser*",
-    ]
-    assert run(["convert", *words]) == 0
-    assert (
-        "dropped    --ignore-keys '*quantiser*': matches no key of the checkpoint\n"
-        in capsys.readouterr().out
-    )
-    assert run(["export-hf", *words, "--overwrite"]) == 0
-    assert (
-        "dropped    --ignore-keys '*quantiser*': matches no key of the checkpoint\n"
-        in capsys.readouterr().out
-    )
+    """What was meant would be in the output all the same."""
+    output = [] if command == "plan" else [str(tmp_path / "out")]
+    globs = ["--ignore-keys", GLOB, "--ignore-keys", "*output_layr*"]
+    assert run([*command.split(), str(cases / "quantizer_keys"), *output, *globs]) == 2
+    err = capsys.readouterr().err
+    assert "--ignore-keys '*output_layr*' matches nothing; did you mean output_layer.weight" in err
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_a_weight_still_needs_is_missed(cases: Path, tmp_path: Path) -> None:

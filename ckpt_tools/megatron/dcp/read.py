@@ -43,7 +43,7 @@ Rounds: TypeAlias = Callable[[Catalog, str, str], bool]
 _DROPPED = (
     ("*_extra_state", "Transformer Engine extra state: read from torch_dist only"),
     ("*.param_groups.*", "the group of no parameter"),
-    ("rerun_state_machine.*", "rerun state: never read from fsdp_dtensor"),
+    ("rerun_state_machine.*", "rerun state: not part of fsdp_dtensor"),
     ("content_metadata.*", "describes the torch_dist checkpoint this one was made from"),
 )  # fmt: skip
 _EMPTY: Mapping[str, Any] = {}

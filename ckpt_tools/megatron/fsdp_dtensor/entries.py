@@ -46,10 +46,10 @@ from ckpt_tools.model.views import Place
 
 # What native checkpoints do not hold and no loader asks for.
 _DROPPED = (
-    ("*._extra_state", "Transformer Engine extra state: never read from fsdp_dtensor"),
+    ("*._extra_state", "Transformer Engine extra state: not part of fsdp_dtensor"),
     ("optimizer.param_groups.*", "not the place where Megatron-FSDP keeps groups"),
     ("content_metadata.*", "describes the torch_dist checkpoint this one was made from"),
-    ("rerun_state_machine.*", "rerun state: never read from fsdp_dtensor"),
+    ("rerun_state_machine.*", "rerun state: not part of fsdp_dtensor"),
 )
 
 

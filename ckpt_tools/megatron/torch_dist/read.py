@@ -39,7 +39,7 @@ from ckpt_tools.model.views import Select
 DROPPED_OBJECTS = (
     ("*_extra_state/shard_*", "Transformer Engine extra state: not part of fsdp_dtensor"),
     ("*_extra_state", "Transformer Engine extra state: not part of fsdp_dtensor"),
-    ("rerun_state_machine_state/*", "rerun state: never read from fsdp_dtensor"),
+    ("rerun_state_machine_state/*", "rerun state: not part of fsdp_dtensor"),
 )
 Extent: TypeAlias = Literal["whole", "proven masters", "masters", "none"]
 """How much of an optimizer is wanted; `proven masters` must be those of the stored weights if they are told apart by

@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
+from ckpt_tools.errors import UsageError
+
 _CLOSE = 3
 _COMPARED = 20_000  # names; similarity costs some 20 us each
 
@@ -26,3 +28,14 @@ def unmatched(patterns: Iterable[str], names: Iterable[str]) -> dict[str, list[s
         for pattern in patterns
         if not any(fnmatchcase(name, pattern) for name in names)
     }
+
+
+def refuse_unmatched(option: str, patterns: Iterable[str], names: Iterable[str]) -> None:
+    """Nothing, unless a glob of an option that chooses, or leaves out, matches none of `names`.
+
+    Raises:
+        UsageError: one does; with the names that were perhaps meant.
+    """
+    for pattern, close in unmatched(patterns, names).items():
+        hint = f"; did you mean {', '.join(close)}?" if close else ""
+        raise UsageError(f"{option} {pattern!r} matches nothing{hint}")

@@ -1,0 +1,211 @@
+"""Stored settings and counters that contradict what stands beside them are found; those of sound checkpoints not."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from copy import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ckpt_tools.cli.app import run
+from ckpt_tools.commands.opened import open_checkpoint
+from ckpt_tools.commands.verify import verify_checkpoint
+from ckpt_tools.verify.meaning import fsdp_weights, torch_dist_weights
+from ckpt_tools.verify.settings_fit import check_settings
+from tests.commands import oracle
+from tests.conftest import all_checkpoints, fixture_dir
+from tests.damage import copy_of
+
+LLAMA, NATIVE = "core019_llama_tp2_fully_reshardable", "core019_llama_tp2_native_fsdp_dtensor"
+MOE, NATIVE_MOE = "core019_moe_ep2_fully_reshardable", "core019_moe_dp1_native_fsdp_dtensor"
+MLA, GPT, BRIDGE = "main_mla_mtp_moe_fr_tp2", "core019_gpt3_tp2_fully_reshardable", "bridge_dense_fr_tp2_dp2"
+UNKNOWN = {"main_llava_fr_tp2"}  # two towers: the settings describe neither
+
+
+def folder(name: str):
+    root = fixture_dir(name)
+    return root / "checkpoint" if (root / "checkpoint").is_dir() else root
+
+
+def findings(name: str, settings: dict[str, object]):
+    """What the settings check says of a real checkpoint whose settings have other values."""
+    with open_checkpoint(str(folder(name))) as opened:
+        common, kind = opened.common, opened.location.kind
+        if common.args:
+            namespace = copy(common.values["args"])
+            namespace.state = {**common.args, **settings}
+            common = replace(common, values={**common.values, "args": namespace})
+        else:
+            common = replace(common, model_config={**common.model_config, **settings})
+        is_fsdp = kind == "fsdp_dtensor"
+        weights = fsdp_weights(opened.catalog) if is_fsdp else torch_dist_weights(opened.catalog)[0]
+        return check_settings(kind, weights, common).findings
+
+
+@pytest.mark.parametrize("name", all_checkpoints())
+def test_a_sound_checkpoint_has_no_finding(name):
+    checks = {check.name: check for check in verify_checkpoint(str(folder(name))).checks}
+    if "settings" not in checks:
+        pytest.skip("not a Megatron checkpoint")
+    assert not checks["settings"].findings + checks["counters"].findings
+    assert (checks["settings"].looked_at > 3) == (name not in UNKNOWN)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "told"),
+    [
+        ("num_attention_heads", 64, "rows of linear_qkv would be"),
+        ("num_query_groups", 1, "rows of linear_qkv would be"),
+        ("kv_channels", 64, "columns of linear_proj would be 256, the checkpoint has 32"),
+        ("hidden_size", 48, "hidden size would be 48, the checkpoint has 32"),
+        ("ffn_hidden_size", 72, "ffn_hidden_size would be 72, the checkpoint has 64"),
+        ("swiglu", False, "rows of linear_fc1 would be 64, the checkpoint has 128"),
+        ("untie_embeddings_and_output_weights", False, "output_layer.weight is stored"),
+        ("padded_vocab_size", 1024, "embedding.word_embeddings.weight has 224 rows"),
+        ("add_bias_linear", True, "linear_fc2.bias is not stored"),
+        ("add_qkv_bias", True, "linear_qkv.bias is not stored"),
+        ("qk_layernorm", True, "q_layernorm is not stored"),
+        ("normalization", "LayerNorm", "decoder.final_layernorm.bias is not stored"),
+        ("position_embedding_type", "learned_absolute", "position_embeddings.weight is not stored"),
+        ("num_experts", 8, "a router is not stored"),
+        ("multi_latent_attention", True, "linear_kv_down_proj is not stored"),
+        ("mtp_num_layers", 1, "0 such layers are stored"),
+    ],
+)
+@pytest.mark.parametrize("name", [LLAMA, NATIVE])
+def test_settings_of_a_dense_model(name, setting, value, told):
+    if name == NATIVE and setting == "swiglu":
+        told = "linear_fc1.weight_w is stored"
+    found = findings(name, {setting: value})
+    assert any(f.severity == "error" and setting in f.where and told in f.message for f in found), found
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "told"),
+    [
+        ("num_experts", 8, "num_experts would be 8, the checkpoint has 4"),
+        ("moe_ffn_hidden_size", 40, "moe_ffn_hidden_size would be 40, the checkpoint has 48"),
+        ("moe_shared_expert_intermediate_size", 16, "would be 16, the checkpoint has 24"),
+        ("moe_router_enable_expert_bias", False, "expert_bias is stored"),
+        ("moe_layer_freq", 1, "makes experts in layers [0, 1"),
+    ],
+)
+@pytest.mark.parametrize("name", [MOE, NATIVE_MOE])
+def test_settings_of_experts(name, setting, value, told):
+    found = findings(name, {setting: value})
+    assert any(setting in f.where and told in f.message for f in found), found
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "value", "told"),
+    [
+        (MLA, "kv_lora_rank", 16, "rows of linear_kv_down_proj would be 20, the checkpoint has 12"),
+        (MLA, "q_lora_rank", 16, "rows of linear_q_down_proj would be 16, the checkpoint has 12"),
+        (MLA, "qk_head_dim", 16, "rows of linear_kv_up_proj would be 96, the checkpoint has 64"),
+        (MLA, "qk_pos_emb_head_dim", 8, "rows of linear_q_up_proj would be 64, the checkpoint has 48"),
+        (MLA, "v_head_dim", 16, "columns of linear_proj would be 64, the checkpoint has 32"),
+        (MLA, "mtp_num_layers", 2, "1 such layers are stored"),
+        (GPT, "max_position_embeddings", 4096, "would be 4096"),
+        (BRIDGE, "num_attention_heads", 16, "rows of linear_qkv would be"),
+        (BRIDGE, "gated_linear_unit", False, "rows of linear_fc1 would be"),
+    ],
+)
+def test_settings_of_other_models(name, setting, value, told):
+    found = findings(name, {setting: value})
+    assert any(told in f.message for f in found), found
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"spec": ["their", "layers"], "kv_channels": 64},
+        {"hybrid_layer_pattern": "*-*-", "kv_channels": 64},
+        {"heterogeneous_layers_config_path": "layers.json", "kv_channels": 64},
+        {"kv_channels": 64, "hidden_size": None},
+    ],
+)
+def test_what_the_settings_do_not_describe_is_passed_over(settings):
+    assert not findings(LLAMA, settings)
+
+
+def test_a_prediction_layer_that_is_used_again_is_stored_once():
+    assert not findings(MLA, {"mtp_num_layers": 3, "mtp_use_repeated_layer": True})
+
+
+def with_common(place, change):
+    """A copy of a run whose common state was changed."""
+    root = copy_of("v016_dense_fr_tp2_dp2_te", place) / "checkpoint"
+    common = torch.load(root / "common.pt", weights_only=False, pickle_module=oracle.PickleModule)
+    plain = {k: v for k, v in vars(common["args"]).items() if isinstance(v, bool | int | float | str | None)}
+    common["args"] = argparse.Namespace(**plain)
+    change(common)
+    torch.save(common, root / "common.pt")
+    return root
+
+
+def more_heads(common):
+    common["args"].num_attention_heads *= 2
+
+
+def later(common):
+    common["iteration"] = 99
+
+
+def further(common):
+    common["optimizer"]["optimizer"]["param_groups"][0]["step"] += 5
+
+
+def started_later(common):
+    common["args"].iteration = 3
+
+
+def schedule_behind(common):
+    common["opt_param_scheduler"]["num_steps"] = 8
+
+
+def schedule_ahead(common):
+    common["opt_param_scheduler"]["num_steps"] = 999
+
+
+CHANGES = [
+    (
+        more_heads,
+        1,
+        "num_attention_heads 8, num_query_groups 2, kv_channels 8: rows of linear_qkv would be 96",
+    ),
+    (later, 0, "it is 99, but 16 samples (args.consumed_train_samples) in batches of 8 are 2 iterations"),
+    (further, 0, "groups of one optimizer have made different numbers of steps: 7, 2"),
+    (further, 0, "it is 2, but the optimizer has made 7 steps"),
+    (started_later, 0, "it is 2, but the run went on from 3 (args.iteration)"),
+    (schedule_behind, 0, "the learning rate is that of 8 samples, args.consumed_train_samples is 16"),
+    (schedule_ahead, 0, "the learning rate is that of 999 samples, args.consumed_train_samples is 16"),
+]
+
+
+@pytest.mark.parametrize(("change", "code", "told"), CHANGES)
+def test_verify_and_convert_tell_of_a_contradiction(tmp_path, capsys, change, code, told):
+    root = with_common(tmp_path, change)
+    assert run(["verify", str(root)]) == code
+    assert told in capsys.readouterr().out
+    assert run(["convert", str(root), str(tmp_path / "out"), "--json"]) == 0
+    printed = capsys.readouterr()
+    assert told in printed.err and "it is carried over as it is" in printed.err
+    assert any(told in line for line in json.loads(printed.out)["warnings"])
+
+
+def test_steps_that_were_skipped_and_other_batches_are_no_contradiction(tmp_path):
+    def skipped(common):
+        common["opt_param_scheduler"]["num_steps"] = 8
+        for group in common["optimizer"]["optimizer"]["param_groups"]:
+            group["step"] = 1
+
+    def other_batch(common):
+        common["args"].global_batch_size = 4
+
+    for index, change in enumerate((skipped, other_batch)):
+        root = with_common(tmp_path / str(index), change)
+        checks = {check.name: check for check in verify_checkpoint(str(root)).checks}
+        assert not checks["counters"].findings
