@@ -102,9 +102,10 @@ def not_megatron(location: str, found: StateDict) -> UnsupportedCheckpointError:
     some = ", ".join(list(found.weights)[:3])
     return UnsupportedCheckpointError(
         f"{location} is a PyTorch state dict, and its weights ({some}, ...) do not have the names of a Megatron "
-        "model. It can be laid out anew as what it is (convert --to dcp --dp-shard N). For Megatron, let the program "
-        "that trained it write a Hugging Face folder (torchtitan: scripts/checkpoint_conversion/convert_to_hf.py), "
-        "and import that with import-hf"
+        "model. It can be laid out anew as what it is (convert --to dcp --dp-shard N). If the names are Hugging "
+        "Face's, export-hf SRC HF --hf-config MODEL makes the folder, where MODEL has the config.json; other names "
+        "are translated by the program that trained it (torchtitan: scripts/checkpoint_conversion/convert_to_hf.py). "
+        "import-hf makes a Megatron checkpoint of such a folder"
     )
 
 
