@@ -3,11 +3,11 @@
 What a job saves that trains a model of transformers (FSDP2, accelerate, slime): nothing is translated, so there is no
 model in the middle. The way of the data::
 
-    formats/dcp                    the catalog
-    megatron/dcp/wrappers          names without wrappers, and what is not the model's
-    megatron/huggingface/expected  names and shapes of the model that config.json describes: equal, or refused
-    commands/hf_directory          shards, index, config.json, tokenizer
-    plan/weight_files, execute     as every export
+    formats/dcp                         the catalog
+    megatron/dcp/wrappers               names without wrappers, and what is not the model's
+    megatron/huggingface/model_tensors  names and shapes of the model that config.json describes: equal, or refused
+    commands/hf_directory               shards, index, config.json, tokenizer
+    plan/weight_files, execute          as every export
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ from ckpt_tools.formats.files import open_files
 from ckpt_tools.formats.hub_cache import snapshot_of
 from ckpt_tools.formats.left_out import leave_out
 from ckpt_tools.formats.safetensors import INDEX_FILE, SINGLE_FILE, read_safetensors_catalog
+from ckpt_tools.megatron.dcp.read import refuse_group_map
 from ckpt_tools.megatron.dcp.state_dict import is_megatron, read_state_dict
 from ckpt_tools.megatron.dcp.wrappers import NamedModel, named_model, possible_names
 from ckpt_tools.megatron.huggingface.checks import Spec
-from ckpt_tools.megatron.huggingface.expected import Expected, expected_by_rules, expected_by_weights
+from ckpt_tools.megatron.huggingface.model_tensors import Expected, expected_by_rules, expected_by_weights
 from ckpt_tools.megatron.huggingface.quantized import SETTINGS
 from ckpt_tools.megatron.huggingface.targets import bulk_dtype
 from ckpt_tools.model.catalog import Catalog, TensorEntry
@@ -64,11 +65,12 @@ def plan_plain(opened: Opened, options: ExportOptions, hf_config: str) -> Conver
 
     Raises:
         UsageError: options without a meaning here.
-        UnsupportedCheckpointError: there is no config.json.
+        UnsupportedCheckpointError: there is no config.json, or the state dict is a map of parameter groups.
         MappingError: names and shapes are not those of the model that the config.json describes, or nothing tells
             what that has.
     """
     _refuse_meaningless(options)
+    refuse_group_map(opened.files.location, opened.catalog)
     catalog, ignored = leave_out(opened.catalog, options.ignore_keys)
     catalog, frequencies = without_frequencies(catalog)
     config = read_config(hf_config)

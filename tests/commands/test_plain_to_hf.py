@@ -199,6 +199,23 @@ def test_without_a_config_the_way_to_give_one_is_said(tmp_path, capsys):
     assert "export-hf SRC HF --hf-config MODEL" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.parametrize(
+    "words", [["convert", "--to", "torch_dist"], ["export-hf"], ["export-hf", "--hf-config", "."]]
+)
+def test_a_map_of_parameter_groups_is_named_with_what_makes_use_of_it(words, tmp_path, capsys):
+    keys = ("embedding.word_embeddings.weight", "decoder.layers.0.mlp.linear_fc2.weight")
+    source = saved(tmp_path / "map", {f"module.module.{key}": 0 for key in keys})
+    hf = reference(tmp_path / "hf")
+    command, *rest = [str(hf) if word == "." else word for word in words]
+    assert run([command, str(source), str(tmp_path / "out"), *rest]) == 3
+    said = " ".join(capsys.readouterr().err.split())
+    assert (
+        "the parameter group of each of 2 parameters" in said and "build-param-group-map MAP -o FILE" in said
+    )
+    assert run(["build-param-group-map", str(source)]) == 0
+    assert json.loads(capsys.readouterr().out).keys() == {f"model.module.{key}" for key in keys}
+
+
 @pytest.mark.parametrize("kind", ["titan", "app", "numbered"])
 def test_an_architecture_without_rules_goes_by_weights_beside_its_config(kind, sharded, tmp_path, capsys):
     """Saved by two processes under `fully_shard`, with rows that they do not share evenly."""

@@ -18,7 +18,13 @@ from ckpt_tools.formats.left_out import leave_out
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.dcp.adam_fields import ADAM_FIELDS, INITIAL_LR
 from ckpt_tools.megatron.dcp.index_names import name_numbers
-from ckpt_tools.megatron.dcp.state_dict import OptimizerKeys, StateDict, is_megatron, read_state_dict
+from ckpt_tools.megatron.dcp.state_dict import (
+    OptimizerKeys,
+    StateDict,
+    is_group_map,
+    is_megatron,
+    read_state_dict,
+)
 from ckpt_tools.megatron.fsdp_dtensor.entries import (
     FsdpSource,
     FsdpTensor,
@@ -65,10 +71,11 @@ def dcp_model(
     """The model that a plain state dict of a Megatron job holds.
 
     Raises:
-        UnsupportedCheckpointError: weights of another program, or of a job that DCP saved only a part of.
+        UnsupportedCheckpointError: weights of another program, of a job that DCP saved only a part of, or none.
         MappingError: states that nothing assigns to a parameter, or keys that nothing accounts for.
         Otherwise the errors of `fsdp_model`.
     """
+    refuse_group_map(files.location, catalog)
     catalog, left_out = leave_out(catalog, ignored)
     found = read_state_dict(catalog)
     if not is_megatron(found):
@@ -95,6 +102,20 @@ def dcp_model(
     if not is_adams(model.parameters):
         model = replace(model, notes=(*model.notes, _NOT_ADAM))
     return replace(model, optimizer_layout=None if model.optimizer_layout is None else found.layout)
+
+
+def refuse_group_map(location: str, catalog: Catalog) -> None:
+    """Nothing, for what may be a model.
+
+    Raises:
+        UnsupportedCheckpointError: it is what `--dump-param-to-param-group-map` writes.
+    """
+    if is_group_map(catalog):
+        raise UnsupportedCheckpointError(
+            f"{location} is no model but the map of one: the parameter group of each of {len(catalog.objects)} "
+            "parameters. build-param-group-map MAP -o FILE makes the JSON file of it that convert takes as "
+            "--param-to-param-group-map-json"
+        )
 
 
 def not_megatron(location: str, found: StateDict) -> UnsupportedCheckpointError:

@@ -101,6 +101,15 @@ def is_megatron(found: StateDict) -> bool:
     return any(map(_MEGATRON.fullmatch, found.weights))
 
 
+def is_group_map(catalog: Catalog) -> bool:
+    """Whether the keys are those of a dump of parameter groups: a number for every parameter, and no tensor."""
+    return (
+        not catalog.tensors
+        and bool(catalog.objects)
+        and all(k.startswith("module.") for k in catalog.objects)
+    )
+
+
 def read_state_dict(catalog: Catalog) -> StateDict:
     """The keys of a plain PyTorch checkpoint, sorted: once for a catalog, since a large one takes seconds."""
     found: StateDict | None = catalog.derived.get("state_dict")

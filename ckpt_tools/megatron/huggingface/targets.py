@@ -40,17 +40,17 @@ from ckpt_tools.megatron.huggingface.config import (
     refuse_quantized,
     write_config,
 )
-from ckpt_tools.megatron.huggingface.expected import (
-    Prefix,
-    bare_prefix,
-    prediction_layers,
-    without_content,
-)
 from ckpt_tools.megatron.huggingface.families import FAMILIES
 from ckpt_tools.megatron.huggingface.identify import detect_family, family_of_config
 from ckpt_tools.megatron.huggingface.ledger import account_for_settings, demanded_args
 from ckpt_tools.megatron.huggingface.look_alikes import naming_look_alikes
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs
+from ckpt_tools.megatron.huggingface.model_tensors import (
+    Prefix,
+    bare_prefix,
+    prediction_layers,
+    without_content,
+)
 from ckpt_tools.megatron.huggingface.read_args import read_model_args, with_own_settings
 from ckpt_tools.megatron.huggingface.rules import Family, Pair, expand
 from ckpt_tools.megatron.huggingface.written_args import megatron_args
