@@ -184,7 +184,7 @@ def _not_that_model(
 
 
 def _target(name: str, entry: TensorEntry, expected: Expected, dtype: str | None) -> TargetTensor:
-    """The tensor as it is stored, or cast; what is no number of any precision keeps its type."""
+    """The tensor as it is stored, or cast; what is not floating point (or FP8) keeps its type."""
     written = entry.dtype
     if dtype is not None and entry.dtype in CASTABLE:
         written = expected.types.get(name, dtype)
@@ -195,7 +195,7 @@ def _config(config: Mapping[str, Any], dtype: str) -> tuple[dict[str, Any], tupl
     """config.json with the type of what is written, and without the quantization of what is not."""
     written, notes = {key: value for key, value in config.items() if key != SETTINGS}, list[str]()
     if written != config:
-        notes.append(f"{SETTINGS} of --hf-config is left out: the weights are no codes")
+        notes.append(f"{SETTINGS} of --hf-config is left out: the weights are not codes")
     names = [name for name in _TYPES if name in config] or ["torch_dtype"]
     said = [str(config[name]) for name in names if name in config and config[name] != dtype]
     if said:

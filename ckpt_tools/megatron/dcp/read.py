@@ -112,7 +112,7 @@ def refuse_group_map(location: str, catalog: Catalog) -> None:
     """
     if is_group_map(catalog):
         raise UnsupportedCheckpointError(
-            f"{location} is no model but the map of one: the parameter group of each of {len(catalog.objects)} "
+            f"{location} is not a model but the map of one: the parameter group of each of {len(catalog.objects)} "
             "parameters. build-param-group-map MAP -o FILE makes the JSON file of it that convert takes as "
             "--param-to-param-group-map-json"
         )
