@@ -101,7 +101,7 @@ def register(app: typer.Typer) -> None:
 
 
 def export(
-    input_dir: Annotated[str, typer.Argument(help="A torch_dist or fsdp_dtensor checkpoint.")],
+    input_dir: Annotated[str, typer.Argument(help="A torch_dist, fsdp_dtensor or PyTorch (DCP) checkpoint.")],
     output_dir: Annotated[str, typer.Argument(help="The Hugging Face directory to make.")],
     **given: Any,
 ) -> None:
@@ -113,6 +113,9 @@ def export(
     Of a checkpoint of Megatron-Bridge's that holds a vision-language model all towers are written; --hf-config has
     the config.json, and is compared with the settings of the towers that the run records. A run of `import-hf`
     records the whole config.json and needs no other, but for the tokenizer.
+
+    A PyTorch (DCP) checkpoint whose tensors have Hugging Face names already, as FSDP2 jobs save it, is written as it
+    is stored: its names and shapes must be exactly those of the model that config.json in --hf-config describes.
 
     With --peft the adapter (LoRA) that a checkpoint holds becomes a PEFT directory, by the names of its base.
     """

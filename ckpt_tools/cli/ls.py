@@ -36,6 +36,8 @@ def ls(
 
 
 def _print(found: RunListing) -> None:
+    from ckpt_tools.formats.titan import step_number
+
     if found.runs:
         _print_runs(found)
         return
@@ -51,7 +53,8 @@ def _print(found: RunListing) -> None:
     ]
     render.print_table(("iteration", "state", "size", "format", "topology"), rows)
     if found.latest:
-        render.tell(f"* the latest, by the tracker of {render.escape(found.root)}")
+        how = "that is whole, of" if step_number(found.latest) is not None else "by the tracker of"
+        render.tell(f"* the latest, {how} {render.escape(found.root)}")
     if found.note:
         render.tell(f"no latest: {render.escape(found.note)}")
     for row in found.iterations:

@@ -38,6 +38,8 @@
 * `export_source`: what an export reads
 * `import_hf`: `import-hf`
 * `export_peft`: `export-hf --peft`
+* `plain_to_hf`: of a plain state dict with Hugging Face names
+* `hf_directory`: weight files and what stands beside them
 * `hf_parts`: what exports and imports share
 * `hf_assets`: tokenizers and the like, which go along with a model
 * `verify`: `verify`

@@ -17,7 +17,8 @@ from ckpt_tools.execute.folders import Folder
 from ckpt_tools.formats.container import StoredTensor, find_tensor, load_object
 from ckpt_tools.formats.dcp import read_catalog
 from ckpt_tools.formats.files import Files, open_files
-from ckpt_tools.model.catalog import Catalog, Chunk, TensorEntry
+from ckpt_tools.megatron.dcp.state_dict import is_group_map
+from ckpt_tools.model.catalog import Chunk, TensorEntry
 
 SCHEMA_VERSION = 1
 MAP_FILE = "param_to_param_group_map.json"
@@ -79,7 +80,7 @@ def read_group_map(path: str, trust_pickle: bool = False) -> dict[str, int] | No
     files = open_files(path)
     try:
         catalog = read_catalog(files, trust_pickle)
-        if not _may_be_group_map(catalog):
+        if not is_group_map(catalog):
             return None
         groups = {key: load_object(files, entry.item, trust_pickle) for key, entry in catalog.objects.items()}
     finally:
@@ -87,14 +88,6 @@ def read_group_map(path: str, trust_pickle: bool = False) -> dict[str, int] | No
     if not all(type(group) is int for group in groups.values()):
         return None
     return {key.replace("module.module", "model.module"): group for key, group in groups.items()}
-
-
-def _may_be_group_map(catalog: Catalog) -> bool:
-    return (
-        not catalog.tensors
-        and bool(catalog.objects)
-        and all(key.startswith("module.") for key in catalog.objects)
-    )
 
 
 def _describe_tensor(files: Files, entry: TensorEntry, values: bool) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -21,10 +20,8 @@ from ckpt_tools.commands.conversion import (
 from ckpt_tools.commands.conversion_report import ConversionReport
 from ckpt_tools.commands.export_peft import plan_peft
 from ckpt_tools.commands.export_source import ExportSource, read_export_source
-from ckpt_tools.commands.hf_assets import Assets, read_assets
+from ckpt_tools.commands.hf_directory import hf_directory
 from ckpt_tools.commands.hf_parts import (
-    CONFIG,
-    as_json,
     families_with,
     offset_notes,
     offset_values,
@@ -33,6 +30,7 @@ from ckpt_tools.commands.hf_parts import (
 )
 from ckpt_tools.commands.opened import Opened
 from ckpt_tools.commands.outputs import output_directory, refuse_overlap
+from ckpt_tools.commands.plain_to_hf import is_plain, plan_plain
 from ckpt_tools.commands.several_parts import (
     holds_several,
     put_together,
@@ -53,20 +51,17 @@ from ckpt_tools.execute.run import Output
 from ckpt_tools.formats.detect import Location
 from ckpt_tools.formats.files import AnyPath, Files, path_text
 from ckpt_tools.formats.joined_files import FilesBeside
-from ckpt_tools.formats.safetensors import INDEX_FILE
 from ckpt_tools.megatron.huggingface.block_fp8 import block_fp8_of, quantized_tensors
 from ckpt_tools.megatron.huggingface.checks import Spec
 from ckpt_tools.megatron.huggingface.quantized import SETTINGS
-from ckpt_tools.megatron.huggingface.shard_files import DEFAULT_SHARD_SIZE, Shard, pack_shards, shard_index
+from ckpt_tools.megatron.huggingface.shard_files import DEFAULT_SHARD_SIZE
 from ckpt_tools.megatron.huggingface.targets import Exported, export_targets
 from ckpt_tools.megatron.rebase import rebase
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.choices import CheckLevel, Quantization, TowerName
-from ckpt_tools.model.dtypes import CASTABLE, itemsize
+from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.target import InlineTensor, Target, TargetTensor
-from ckpt_tools.plan.weight_files import WeightFile, build_safetensors_plan
-
-_IS_TOKENIZER = re.compile(r"tokenizer|tekken|vocab|spiece|sentencepiece|.*\.(?:tiktoken|spm|model)$")
+from ckpt_tools.plan.weight_files import build_safetensors_plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,27 +200,23 @@ def plan_export(opened: Opened, options: ExportOptions, world: int = 1) -> Conve
         return plan_peft(opened, options)
     if options.alpha is not None:
         raise UsageError("--alpha: it is that of an adapter, which --peft writes")
+    if options.hf_config is not None and is_plain(opened):
+        return plan_plain(opened, options, options.hf_config)
     is_part = options.tower is not None and not holds_several(opened.catalog)
     whole = whole_model(options.hf_config) if is_part and options.hf_config else None
     made = _as_asked(export_tensors(opened, options, whole=whole), options)
     if whole is not None:
         made = _with_other_towers(made, whole)
     source, exported = made.source, made.exported
-    sizes = {t.key: prod(t.shape) * itemsize(t.dtype) for t in made.ready}
-    shards = pack_shards(sizes.items(), options.max_shard_bytes)
-    by_key = {t.key: t for t in made.ready}
-    files = [WeightFile(shard.file, [by_key[key] for key in shard.keys]) for shard in shards]
-    assets = _assets(options, exported)
-    extra = _extra_files(assets, exported, shards, sizes)
-    notes = (*made.notes, *_asset_notes(options, assets))
+    made_of = hf_directory(made.ready, exported.config, options.hf_config, options.max_shard_bytes)
     return Conversion(
         "hf",
         "transformers",
         opened.location.iteration,
         source.catalog,
-        Target(tuple(exported.tensors), dropped=source.dropped, notes=notes),
-        build_safetensors_plan(source.catalog, files, exported.shapes),
-        extra_files=extra,
+        Target(tuple(exported.tensors), dropped=source.dropped, notes=(*made.notes, *made_of.notes)),
+        build_safetensors_plan(source.catalog, made_of.files, exported.shapes),
+        extra_files=made_of.extra_files,
         architecture=exported.family.architecture,
         masters=source.masters,
         must_round=source.must_round,
@@ -290,34 +281,6 @@ def _with_offsets(
         if lost:
             changed[tensor.key] = lost
     return ready, offset_notes(offsets, changed, elements)
-
-
-def _assets(options: ExportOptions, exported: Exported) -> Assets:
-    """What goes along from the original model."""
-    if options.hf_config is None:
-        return Assets({}, ())
-    return read_assets(options.hf_config, has_code="auto_map" in exported.config)
-
-
-def _asset_notes(options: ExportOptions, assets: Assets) -> list[str]:
-    notes = []
-    if not any(_IS_TOKENIZER.match(name) for name in assets.files):
-        where = "--hf-config has none" if options.hf_config else "pass --hf-config DIR to take one over"
-        notes.append(f"no tokenizer was written; {where}")
-    if assets.left:
-        shown = ", ".join(assets.left[:8]) + (", ..." if len(assets.left) > 8 else "")
-        notes.append(f"not taken over from --hf-config: {shown}")
-    return notes
-
-
-def _extra_files(
-    assets: Assets, exported: Exported, shards: Sequence[Shard], sizes: Mapping[str, int]
-) -> dict[str, bytes]:
-    """Tokenizer, config and, last, the index of several shards."""
-    found = {**assets.files, CONFIG: as_json(exported.config)}
-    if len(shards) > 1:
-        found[INDEX_FILE] = as_json(shard_index(shards, sizes))
-    return found
 
 
 def _shapes(catalog: Catalog) -> dict[str, tuple[int, ...]]:

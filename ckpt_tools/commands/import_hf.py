@@ -31,14 +31,15 @@ from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, planned, prepare
 from ckpt_tools.commands.to_torch_dist import write_torch_dist
 from ckpt_tools.commands.tower_source import check_tower, tower_alone
 from ckpt_tools.commands.version_2 import VERSION_2, for_version_2
-from ckpt_tools.errors import MappingError, UsageError
+from ckpt_tools.errors import CkptError, MappingError, UnsupportedCheckpointError, UsageError
 from ckpt_tools.execute.run import Output
-from ckpt_tools.formats.detect import MAX_DIGITS, Location
+from ckpt_tools.formats.detect import MAX_DIGITS, Location, locate
 from ckpt_tools.formats.files import AnyPath, Files, open_files, path_text
 from ckpt_tools.formats.hub_cache import snapshot_of
 from ckpt_tools.formats.joined_files import FilesBeside
 from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.formats.unpickle import StandIn, TorchDtype, stand_in
+from ckpt_tools.formats.verl import PicklesOfRanksError
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import check_fresh
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
@@ -362,12 +363,27 @@ def _open(source: str, options: ImportOptions) -> Opened:
     files = open_files(folder)
     try:
         catalog = read_safetensors_catalog(folder)
-    except BaseException:
+    except BaseException as error:
         files.close()
+        if isinstance(error, UnsupportedCheckpointError):
+            _refuse_pickles(folder)
         raise
     if options.adapter is not None:
         files = FilesBeside(files, [peft_files(options.adapter)])
     return Opened(Location("safetensors", folder), files, catalog, CommonState({}, None))
+
+
+def _refuse_pickles(folder: str) -> None:
+    """
+    Raises:
+        PicklesOfRanksError: it is what verl saves with FSDP.
+    """
+    try:
+        locate(folder)
+    except PicklesOfRanksError:
+        raise
+    except CkptError:
+        return
 
 
 def _place(source: str, location: Location, output: str, options: ImportOptions) -> Output:

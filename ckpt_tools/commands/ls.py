@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,7 +132,7 @@ def list_run(root: AnyPath, trust_pickle: bool = False) -> RunListing:
         row = iteration_row(name, location.path, location.iteration, sizes, trust_pickle)
         return RunListing(location.path, (row,), {}, None)
     sizes = files_below(root)  # not before it is known that it is a run: it may be all of a disk
-    latest, note = _latest(root)
+    latest, note = _latest(root, names)
     rows = []
     for name, number in names.items():
         inside = {file[len(name) + 1 :]: n for file, n in sizes.items() if file.startswith(f"{name}/")}
@@ -161,7 +162,7 @@ def _run(name: str, path: str) -> RunRow | None:
     try:
         location = locate(path)
         kind = location.kind
-        latest = location.path.rstrip("/").rpartition("/")[2] if iterations else None
+        latest = _folder_on(location.path, iterations)
     except CkptError:
         if not iterations:
             return None
@@ -195,10 +196,15 @@ def join(folder: str, name: str) -> str:
     return f"{folder.rstrip('/')}/{name}"
 
 
-def _latest(root: str) -> tuple[str | None, str]:
+def _folder_on(path: str, names: Collection[str]) -> str | None:
+    """Which of the folders `path` is, or lies in: some programs keep the checkpoint further inside."""
+    return next((part for part in reversed(path.split("/")) if part in names), None)
+
+
+def _latest(root: str, names: Collection[str]) -> tuple[str | None, str]:
     """The folder that the tracker names, and what is wrong with the tracker."""
     try:
-        return locate(root).path.rstrip("/").rpartition("/")[2], ""
+        return _folder_on(locate(root).path, names), ""
     except NEVER_FINDINGS:
         raise
     except CkptError as error:

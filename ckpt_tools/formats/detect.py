@@ -23,7 +23,8 @@ from ckpt_tools.formats.hub_cache import snapshot_of
 from ckpt_tools.formats.metadata_kind import kind_of
 from ckpt_tools.formats.rank_parts import parts_of_ranks
 from ckpt_tools.formats.safetensors import ADAPTER, AS_SAFETENSORS, INDEX_FILE, OTHER_WEIGHTS, SINGLE_FILE
-from ckpt_tools.formats.verl import STEP, inner_checkpoint, step_of
+from ckpt_tools.formats.titan import STEP_FOLDER, latest_step, step_number
+from ckpt_tools.formats.verl import SLIME_MODEL, STEP, inner_checkpoint, step_of
 
 TRACKER = "latest_checkpointed_iteration.txt"
 BRIDGE_TRACKER = "latest_train_state.pt"
@@ -118,8 +119,9 @@ def tracked_iteration(root: str) -> str | None:
 
 
 def iteration_folders(names: Iterable[str]) -> list[tuple[str, int]]:
-    """The names that are those of iteration folders, with their numbers: Megatron's, or verl's."""
-    found = (match for name in names for match in (_ITERATION.fullmatch(name), STEP.fullmatch(name)))
+    """The names that are those of iteration folders, with their numbers: Megatron's, verl's or torchtitan's."""
+    kinds = (_ITERATION, STEP, STEP_FOLDER)
+    found = (kind.fullmatch(name) for name in names for kind in kinds)
     return [(match[0], int(match[1])) for match in found if match]
 
 
@@ -204,10 +206,12 @@ def _is_run(names: list[str]) -> bool:
 
 def _one(path: str, name: str, iteration: int | None) -> _Resolved:
     """The checkpoint in the folder itself."""
+    step = step_number(name)
+    name = name if step is None else f"iter_{step:07d}"
     match = _ITERATION.fullmatch(name)
     if iteration is not None and not (match and int(match[1]) == iteration):
         raise UsageError(f"{path} is one checkpoint, not a run with an iteration {iteration}.")
-    is_iteration = match is not None or name == "release"
+    is_iteration = step is None and (match is not None or name == "release")
     return _Resolved(_parent(path) if is_iteration else None, path, name)
 
 
@@ -219,9 +223,19 @@ def _of_run(files: Files, path: str, names: list[str], iteration: int | None) ->
             f"{path}: iteration {chosen} is meant, but there is no such folder. {_choices(names)}"
         )
     _check_inner(files, chosen)
-    if STEP.fullmatch(chosen):
+    if STEP_FOLDER.fullmatch(chosen):
+        return _titans(path, names, chosen, iteration)
+    if STEP.fullmatch(chosen) or files.exists(f"{chosen}/{SLIME_MODEL}/{METADATA}"):
         return _in_verl(_join(path, chosen), path) or _Resolved(path, _join(path, chosen), chosen)
     return _Resolved(path, _join(path, chosen), chosen)
+
+
+def _titans(path: str, names: list[str], chosen: str, iteration: int | None) -> _Resolved:
+    """A step of torchtitan's, which has no tracker that an output could have too."""
+    steps = len(iteration_folders(names))
+    said = f"{path}: {chosen} is read, the latest whole one of {steps} steps; --iteration chooses another"
+    left_out = () if iteration is not None or steps == 1 else (said,)
+    return _one(_join(path, chosen), chosen, None)._replace(left_out=left_out)
 
 
 def _with_weights(
@@ -271,6 +285,8 @@ def _chosen_iteration(files: Files, names: list[str], iteration: int | None) -> 
     if BRIDGE_TRACKER in names:
         return f"iter_{_bridge_step(files):07d}"
     folders = [name for name, _ in iteration_folders(names)]
+    if len(folders) > 1 and (latest := latest_step(files, folders)):
+        return latest
     if len(folders) > 1:
         raise UsageError(f"{files.location} has no tracker file. Choose with --iteration. {_choices(names)}")
     return folders[0]

@@ -1,6 +1,6 @@
-"""Where verl keeps a checkpoint in the folders of a run (0.9.1: utils/megatron_utils.py `get_*_checkpoint_path`).
+"""Where verl and slime keep a checkpoint in the folders of a run.
 
-::
+verl (0.9.1: utils/megatron_utils.py `get_*_checkpoint_path`)::
 
     RUN/latest_checkpointed_iteration.txt    names the last step
     RUN/global_step_N/data.pt                where its data loader is
@@ -9,7 +9,10 @@
     .../ckpt_contents.json                   since the second: what is where, and
     .../model, optimizer, extra              a `dist_ckpt` each, or `model/huggingface`
 
-With PyTorch's FSDP it keeps a pickle a rank instead (`model_world_size_8_rank_0.pt`), of parts that the rank knows.
+slime with FSDP has Megatron's folders of iterations, and in each `model`, `optimizer` and `lr_scheduler`, a DCP
+checkpoint each.
+
+With PyTorch's FSDP verl keeps a pickle a rank instead (`model_world_size_8_rank_0.pt`), of parts that the rank knows.
 """
 
 from __future__ import annotations
@@ -24,10 +27,12 @@ from ckpt_tools.formats.dcp import METADATA
 from ckpt_tools.formats.files import Files, LocalFiles, open_files, read_whole
 
 STEP = re.compile(r"global_step_(\d{1,18})")
+_STEP_OF_ANY = re.compile(r"(?:global_step_|iter_)(\d{1,18})")
 CONTENTS = "ckpt_contents.json"
 _OF_A_RANK = re.compile(r"(model|optim|extra_state)_world_size_\d+_rank_\d+\.pt")
 _CONTENTS_BYTES = 1 << 20
-_MODELS = ("dist_ckpt", "model/dist_ckpt", "huggingface", "model/huggingface")
+SLIME_MODEL = "model"
+_MODELS = ("dist_ckpt", "model/dist_ckpt", "huggingface", "model/huggingface", SLIME_MODEL)
 _OF_A_ROLE = {"dist_ckpt", "huggingface", "model", "optimizer", "extra"}
 _ROLES = ("actor", "rollout", "actor_rollout", "critic", "ref", "rm", "actor_rollout_ref", "teacher")
 _APART = {
@@ -38,6 +43,10 @@ _APART = {
     "adapter_checkpoint": "verl's adapters of the same step",
     "transformer_config.json": "verl's settings; what they decide is asked for by options",
 }
+_APART_IN_SLIME = {
+    name: f"slime keeps the {what} in a checkpoint of its own, which is not joined to the model"
+    for name, what in (("optimizer", "optimizer"), ("lr_scheduler", "scheduler"))
+} | {"rng.pt": "slime's random number states", "meta.json": "slime's counts of steps"}
 
 
 class Inner(NamedTuple):
@@ -47,9 +56,13 @@ class Inner(NamedTuple):
     left_out: tuple[str, ...]
 
 
+class PicklesOfRanksError(UnsupportedCheckpointError):
+    """A pickle a rank, of parts that the rank knows."""
+
+
 def step_of(path: str) -> int | None:
-    """The step that a folder of verl's is of, by the folders above it."""
-    steps = [STEP.fullmatch(part) for part in path.rstrip("/").split("/")[-4:]]
+    """The step that a folder of verl's or slime's is of, by the folders above it."""
+    steps = [_STEP_OF_ANY.fullmatch(part) for part in path.rstrip("/").split("/")[-4:]]
     return next((int(match[1]) for match in reversed(steps) if match), None)
 
 
@@ -82,8 +95,8 @@ def inner_checkpoint(path: str) -> Inner | None:
     return None if found is None else Inner(found.path, (*found.left_out, *data))
 
 
-def _of_fsdp(path: str) -> UnsupportedCheckpointError:
-    return UnsupportedCheckpointError(
+def _of_fsdp(path: str) -> PicklesOfRanksError:
+    return PicklesOfRanksError(
         f"{path} is of verl with PyTorch's FSDP, a pickle a rank. Make a Hugging Face model of it, which import-hf "
         f"and diff read: python -m verl.model_merger merge --backend fsdp --local_dir {path} --target_dir HF"
     )
@@ -117,7 +130,8 @@ def _inside(path: str, model: str) -> Inner:
     _check_folder(path, model)
     files = open_files(path)
     try:
-        left_out = [f"{name}: {why}" for name, why in _APART.items() if name != model and files.exists(name)]
+        apart = _APART_IN_SLIME if model == SLIME_MODEL else _APART
+        left_out = [f"{name}: {why}" for name, why in apart.items() if name != model and files.exists(name)]
     finally:
         files.close()
     return Inner(_join(path, model), tuple(left_out))

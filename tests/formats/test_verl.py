@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 from ckpt_tools.cli.app import run
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError, UsageError
@@ -249,3 +251,69 @@ def test_the_schedule_is_found_under_verls_name(tmp_path: Path) -> None:
     source = write(tmp_path / "global_step_3" / "actor" / "dist_ckpt", parts)
     assert run(["convert", str(source), str(tmp_path / "out"), "-q"]) == 0
     assert oracle.item(tmp_path / "out", "opt_param_scheduler.max_lr") == 0.01
+
+
+def put_dcp(folder: Path) -> Path:
+    """A checkpoint whose metadata names a weight."""
+    dcp.save(
+        {"model_state": {"model": {"model.norm.weight": torch.ones(3)}}}, checkpoint_id=folder, no_dist=True
+    )
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_slimes_model_is_in_a_folder_of_the_iteration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "run"
+    for number in (2, 3):
+        put_dcp(root / f"iter_{number:07d}" / "model")
+        put_dcp(root / f"iter_{number:07d}" / "optimizer")
+        (root / f"iter_{number:07d}" / "rng.pt").write_bytes(b"")
+    (root / "latest_checkpointed_iteration.txt").write_text("3")
+    model = f"{root}/iter_0000003/model"
+    for path in (root, root / "iter_0000003"):
+        found = locate(str(path))
+        assert (found.kind, found.path, found.iteration) == ("dcp", model, 3)
+        assert [line.partition(":")[0] for line in found.left_out] == ["optimizer", "rng.pt"]
+    assert locate(str(root), 2).path == f"{root}/iter_0000002/model"
+    assert run(["ls", str(root), "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert (listed["latest"], [row["latest"] for row in listed["iterations"]]) == (
+        "iter_0000003",
+        [False, True],
+    )
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_of_torchtitans_steps_the_latest_whole_one_is_taken_and_named(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoint"
+    put_dcp(root / "step-5")
+    assert (locate(str(root)).path, locate(str(root)).left_out) == (f"{root}/step-5", ())
+    put_dcp(root / "step-10")
+    (root / "step-20").mkdir()  # its save did not end
+    found = locate(str(root))
+    assert (found.path, found.iteration, found.root) == (f"{root}/step-10", 10, None)
+    assert found.left_out == (
+        f"{root}: step-10 is read, the latest whole one of 3 steps; --iteration chooses another",
+    )
+    assert (locate(str(root), 5).iteration, locate(str(root), 5).left_out) == (5, ())
+    assert locate(f"{root}/step-5", 5).path == f"{root}/step-5"
+    assert iteration_numbers(str(root)) == [5, 10, 20]
+    for path, wanted, said in (
+        (root, 7, "There are 3: step-10, step-20, step-5"),
+        (root / "step-5", 7, "not a run"),
+    ):
+        with pytest.raises((UnsupportedCheckpointError, UsageError), match=said):
+            locate(str(path), wanted)
+
+
+@pytest.mark.parametrize("inner", ["", "/global_step_4", "/global_step_4/actor"])
+def test_an_import_of_its_pickles_says_how_to_make_a_model_of_them(
+    inner: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    role = tmp_path / "run" / "global_step_4" / "actor"
+    role.mkdir(parents=True)
+    (role / "model_world_size_1_rank_0.pt").write_bytes(b"x")
+    assert run(["import-hf", f"{tmp_path}/run{inner}", str(tmp_path / "out")]) == 3
+    assert "python -m verl.model_merger merge --backend fsdp" in " ".join(capsys.readouterr().err.split())

@@ -18,7 +18,13 @@ from ckpt_tools.formats.left_out import leave_out
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.dcp.adam_fields import ADAM_FIELDS, INITIAL_LR
 from ckpt_tools.megatron.dcp.index_names import name_numbers
-from ckpt_tools.megatron.dcp.state_dict import OptimizerKeys, StateDict, is_megatron, read_state_dict
+from ckpt_tools.megatron.dcp.state_dict import (
+    OptimizerKeys,
+    StateDict,
+    is_group_map,
+    is_megatron,
+    read_state_dict,
+)
 from ckpt_tools.megatron.fsdp_dtensor.entries import (
     FsdpSource,
     FsdpTensor,
@@ -65,10 +71,11 @@ def dcp_model(
     """The model that a plain state dict of a Megatron job holds.
 
     Raises:
-        UnsupportedCheckpointError: weights of another program, or of a job that DCP saved only a part of.
+        UnsupportedCheckpointError: weights of another program, of a job that DCP saved only a part of, or none.
         MappingError: states that nothing assigns to a parameter, or keys that nothing accounts for.
         Otherwise the errors of `fsdp_model`.
     """
+    refuse_group_map(files.location, catalog)
     catalog, left_out = leave_out(catalog, ignored)
     found = read_state_dict(catalog)
     if not is_megatron(found):
@@ -97,14 +104,29 @@ def dcp_model(
     return replace(model, optimizer_layout=None if model.optimizer_layout is None else found.layout)
 
 
+def refuse_group_map(location: str, catalog: Catalog) -> None:
+    """Nothing, for what may be a model.
+
+    Raises:
+        UnsupportedCheckpointError: it is what `--dump-param-to-param-group-map` writes.
+    """
+    if is_group_map(catalog):
+        raise UnsupportedCheckpointError(
+            f"{location} is not a model but the map of one: the parameter group of each of {len(catalog.objects)} "
+            "parameters. build-param-group-map MAP -o FILE makes the JSON file of it that convert takes as "
+            "--param-to-param-group-map-json"
+        )
+
+
 def not_megatron(location: str, found: StateDict) -> UnsupportedCheckpointError:
     """What to do with a model that has no rules here."""
     some = ", ".join(list(found.weights)[:3])
     return UnsupportedCheckpointError(
         f"{location} is a PyTorch state dict, and its weights ({some}, ...) do not have the names of a Megatron "
-        "model. It can be laid out anew as what it is (convert --to dcp --dp-shard N). For Megatron, let the program "
-        "that trained it write a Hugging Face folder (torchtitan: scripts/checkpoint_conversion/convert_to_hf.py), "
-        "and import that with import-hf"
+        "model. It can be laid out anew as what it is (convert --to dcp --dp-shard N). If the names are Hugging "
+        "Face's, export-hf SRC HF --hf-config MODEL makes the folder, where MODEL has the config.json; other names "
+        "are translated by the program that trained it (torchtitan: scripts/checkpoint_conversion/convert_to_hf.py). "
+        "import-hf makes a Megatron checkpoint of such a folder"
     )
 
 

@@ -64,6 +64,12 @@ class OptimizerKeys:
     groups: Mapping[str, Mapping[str, str]]
     masters: Mapping[tuple[int, int], str] = field(default_factory=dict)  # (group, place in it) -> key
 
+    def all_keys(self) -> Iterator[str]:
+        """All its keys."""
+        yield from self.masters.values()
+        for owned in (*self.states.values(), *self.groups.values()):
+            yield from owned.values()
+
 
 @dataclass(frozen=True, slots=True)
 class StateDict:
@@ -93,6 +99,15 @@ class StateDict:
 def is_megatron(found: StateDict) -> bool:
     """Whether the weights have the names of Megatron-Core's modules."""
     return any(map(_MEGATRON.fullmatch, found.weights))
+
+
+def is_group_map(catalog: Catalog) -> bool:
+    """Whether the keys are those of a dump of parameter groups: a number for every parameter, and no tensor."""
+    return (
+        not catalog.tensors
+        and bool(catalog.objects)
+        and all(k.startswith("module.") for k in catalog.objects)
+    )
 
 
 def read_state_dict(catalog: Catalog) -> StateDict:
@@ -199,7 +214,7 @@ def _root_of_states(roots: Mapping[str, str], states: Iterable[_Leaf]) -> str | 
         return None
     votes: Counter[str] = Counter()
     for key in roots:
-        votes.update({key[: len(key) - len(name)] for name in _endings(key) if name in owners})
+        votes.update({key[: len(key) - len(name)] for name in endings(key) if name in owners})
     return max(votes, key=lambda root: (votes[root], -len(root))) if votes else None
 
 
@@ -208,7 +223,7 @@ def _owner(leaf: _Leaf) -> str:
     return leaf.steps[0] if not leaf.flat else leaf.steps[0].rpartition(".")[0]
 
 
-def _endings(key: str) -> Iterator[str]:
+def endings(key: str) -> Iterator[str]:
     """The key, and what is left of it behind each of its first dots."""
     for _ in range(_DEEPEST):
         yield key

@@ -40,6 +40,7 @@
 * `peft_targets`: a Megatron adapter as such a directory
 * `block_fp8`: an export's linears as codes and scales
 * `module_patterns`: which modules config.json leaves as they are
+* `model_tensors`: which tensors the model of a config.json has
 * `targets`: all tensors of the other side, or every reason why not
 * `shard_files`: how the tensors are cut into files
 """

@@ -7,12 +7,11 @@ of another shape is named, all of it at once, before a byte is written.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckpt_tools.errors import MappingError, UsageError, list_problems
 from ckpt_tools.megatron.huggingface.checks import (
@@ -46,6 +45,12 @@ from ckpt_tools.megatron.huggingface.identify import detect_family, family_of_co
 from ckpt_tools.megatron.huggingface.ledger import account_for_settings, demanded_args
 from ckpt_tools.megatron.huggingface.look_alikes import naming_look_alikes
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs
+from ckpt_tools.megatron.huggingface.model_tensors import (
+    Prefix,
+    bare_prefix,
+    prediction_layers,
+    without_content,
+)
 from ckpt_tools.megatron.huggingface.read_args import read_model_args, with_own_settings
 from ckpt_tools.megatron.huggingface.rules import Family, Pair, expand
 from ckpt_tools.megatron.huggingface.written_args import megatron_args
@@ -157,7 +162,7 @@ def export_targets(
     notes = (*notes, *kept_types(types), *semantic_notes(family, model), *shared_notes(family, model))
     notes = (*settings, *notes, *rope_notes(args, model), *loading_notes(family, reference or {}))
     made = Exported(family, tuple(tensors), config, shapes, offsets, equal, notes)
-    prefix = _prefix(family, present) if present else Prefix("")
+    prefix = bare_prefix(family, present) if present else Prefix("")
     return _without_prefix(made, prefix) if prefix.dropped else made
 
 
@@ -228,8 +233,8 @@ def import_targets(
             f"--vocab-size-padded {rows} is less than the {model.true_vocab_size} tokens of the vocabulary"
         )
     model = replace(model, padded_vocab_size=rows)
-    prefix = _prefix(family, tensors)
-    layers = _prediction_layers(family, model, tensors, prefix)
+    prefix = bare_prefix(family, tensors)
+    layers = prediction_layers(family, model, tensors, prefix)
     told, model = model.mtp_num_layers, replace(model, mtp_num_layers=layers)
     notes = (*settings, *import_notes(family, model), *loading_notes(family, config))
     if told and not layers:
@@ -245,7 +250,7 @@ def import_targets(
     refuse_wrapped(tensors, (name for name in wanted if name not in tensors))
     problems = [*not_of_family(family, model, config), *misfits(tensors, wanted)]
     extra = set(tensors) - set(wanted)
-    equal, ignored = _without_content(family, model, extra, prefix)
+    equal, ignored = without_content(family, model, extra, prefix)
     ignored += [name for name in sorted(extra - set(ignored)) if 0 in tensors[name].shape]
     rest = extra - set(ignored)
     problems += [f"{name}: no rule of {family.name} has this tensor" for name in sorted(rest)]
@@ -275,20 +280,6 @@ def _offset(family: Family, model: ModelArgs, pair: Pair) -> float:
     if not pair.rule.norm or model.zero_centered_gamma == plus_one:
         return 0.0
     return 1.0 if model.zero_centered_gamma else -1.0
-
-
-def _prediction_layers(family: Family, model: ModelArgs, tensors: Mapping[str, Spec], prefix: Prefix) -> int:
-    """How many prediction layers (MTP) there are: as many as config.json says, or one where it says nothing.
-
-    None, if the directory has no tensor of them.
-    """
-    said = any(one.arg == "mtp_num_layers" for one in family.fields)
-    asked = replace(model, mtp_num_layers=model.mtp_num_layers if said else 1)
-    rules = tuple(rule for rule in family.rules if "{m}" in rule.core)
-    names = (
-        prefix(name) for pair in expand(replace(family, rules=rules), asked, tensors) for name in pair.hf
-    )
-    return asked.mtp_num_layers if any(name in tensors for name in names) else 0
 
 
 def _stray_head(
@@ -352,44 +343,6 @@ def _copies(family: Family, model: ModelArgs, tensors: Iterable[TargetTensor]) -
         for core, name in family.copies
         if core in made
     ]
-
-
-class Prefix(NamedTuple):
-    """Translates rule names for a directory saved from a bare model, whose names lack the first segment."""
-
-    dropped: str
-
-    def __call__(self, name: str) -> str:
-        return name.removeprefix(self.dropped) if self.dropped else name
-
-
-def _prefix(family: Family, tensors: Iterable[str]) -> Prefix:
-    rules = [rule for rule in family.rules if not rule.core.startswith("mtp.")]  # may stand beside the model
-    names = {name for rule in rules for name in rule.hf} - {_tensor_of(family, HEAD)}
-    first = {name.split(".")[0] + "." for name in names}
-    there = {name.split(".")[0] + "." for name in tensors}
-    return Prefix("".join(first) if len(first) == 1 and not first & there else "")
-
-
-def _tensor_of(family: Family, core: str) -> str:
-    """The tensor that is a parameter; a class without a head of its own may have stored one."""
-    return next((rule.hf[0] for rule in family.rules if rule.core == core), "lm_head.weight")
-
-
-def _without_content(
-    family: Family, model: ModelArgs, extra: Iterable[str], prefix: Prefix
-) -> tuple[tuple[tuple[str, str], ...], list[str]]:
-    """Pairs to prove equal, and all extra tensors that carry nothing of their own."""
-    embedding, head = prefix(_tensor_of(family, EMBEDDING)), _tensor_of(family, HEAD)
-    same = {head: embedding} if model.tied else {}
-    for m in range(model.mtp_num_layers):
-        for core, name in family.copies:
-            original = embedding if core == EMBEDDING or model.tied else head
-            same[prefix(name.replace("{n}", str(model.num_layers + m)))] = original
-    extra = sorted(extra)
-    equal = tuple((same[name], name) for name in extra if name in same)
-    ignored = re.compile("|".join(family.ignored) or "(?!)")
-    return equal, [name for name in extra if name in same or ignored.fullmatch(prefix.dropped + name)]
 
 
 def bulk_dtype(tensors: Iterable[TargetTensor | Spec]) -> str:

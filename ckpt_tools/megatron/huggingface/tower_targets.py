@@ -13,12 +13,12 @@ from typing import Any
 
 from ckpt_tools.errors import MappingError, list_problems
 from ckpt_tools.megatron.huggingface.checks import EMBEDDING, Spec, Wanted, misfits, spellings
+from ckpt_tools.megatron.huggingface.model_tensors import Prefix
 from ckpt_tools.megatron.huggingface.read_args import as_text
 from ckpt_tools.megatron.huggingface.rules import SMALLEST, Pair
 from ckpt_tools.megatron.huggingface.targets import (
     Exported,
     Imported,
-    Prefix,
     export_pair,
     import_pair,
 )
