@@ -99,7 +99,7 @@ def _refuse(scheme: str, has_login: bool, host: str, clean: str) -> None:
             f"keys are not taken from {scheme}:// URLs. Give them in the environment (AWS_ACCESS_KEY_ID and "
             f"AWS_SECRET_ACCESS_KEY, or a profile), and the URL as {scheme}://BUCKET/FOLDER."
         )
-    if scheme not in (*_NO_LOGIN, "memory", "file") and not re.fullmatch(_HOST, host):
+    if scheme not in (*_NO_LOGIN, "memory", "file") and not _is_host(host):
         raise _usage(
             f"a {scheme}:// URL begins with HOST or HOST:PORT, this one does not; in a user name or a password "
             "the characters / : @ ? # are written as %2F %3A %40 %3F %23."
@@ -109,6 +109,17 @@ def _refuse(scheme: str, has_login: bool, host: str, clean: str) -> None:
             f"{redacted(clean)}: {scheme}:// URLs take no query. A signed address is opened as it was given, with "
             "https://."
         )
+
+
+def _is_host(host: str) -> bool:
+    """Whether it is HOST or HOST:PORT, of a port that there is and in brackets an address of IPv6."""
+    from urllib.parse import urlsplit  # for URLs only
+
+    try:
+        urlsplit(f"//{host}").port  # noqa: B018  # proves it
+    except ValueError:
+        return False
+    return re.fullmatch(_HOST, host) is not None
 
 
 def _usage(text: str) -> Exception:

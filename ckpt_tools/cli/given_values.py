@@ -63,8 +63,9 @@ def one_iteration(iteration: str | None) -> int | None:
 
     if iteration == "all":
         raise UsageError(
-            "--iteration all: this command takes one iteration; give its number (`ls RUN` lists them). All of a "
-            "run are taken by convert, copy, modify-state-dict, slice, strip and verify; `watch` takes each new one"
+            "--iteration all: this command takes one iteration; give its number (`ls RUN` lists them). All of "
+            "a run are taken by convert, copy, du, modify-state-dict, slice, strip and verify; `watch` takes each "
+            "new one"
         )
     return iteration_number(iteration, "a number (`ls RUN` lists them)")
 

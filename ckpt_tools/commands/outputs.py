@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -84,7 +85,8 @@ def place_parts(location: str) -> tuple[str, ...]:
     """The names that lead to a folder, from its file system or store down; equal for two spellings of one place."""
     path = hidden(location).removeprefix("file://")
     if "://" not in path:
-        return Path(path).resolve().parts
+        # Not `resolve`, which before Python 3.13 has no answer for links that lead in a circle.
+        return Path(os.path.realpath(path)).parts
     scheme, _, rest = path.partition("://")
     return (scheme, *filter(None, rest.split("/")))
 

@@ -40,6 +40,7 @@ from ckpt_tools.verify.job_settings import checked_settings
 from ckpt_tools.verify.load_rules import RULES
 from ckpt_tools.verify.place import check_entries
 from ckpt_tools.verify.report import ERROR, WARNING, Check, Finding, Report, Severity
+from ckpt_tools.verify.structure import check_files
 
 SCHEDULER = "opt_param_scheduler."
 _ENVIRONMENT = "unset CUDA_DEVICE_MAX_CONNECTIONS"
@@ -363,11 +364,12 @@ def _load_path(opened: Opened) -> str:
 
 
 def _stored_checks(opened: Opened) -> list[Check]:
-    """The checks of `verify` that decide whether a strict load finds every key it asks for."""
+    """The checks of `verify` that decide whether a strict load finds every key it asks for, and its bytes."""
     if opened.location.kind != "fsdp_dtensor":
         return []
     weights = meaning.fsdp_weights(opened.catalog)
     return [
+        check_files(opened.files, opened.catalog),
         check_entries(opened.location, opened.catalog, opened.common),
         meaning.check_layers(
             weights, (), opened.common, meaning.stage_numbers(opened.catalog, opened.common)

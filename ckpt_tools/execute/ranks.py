@@ -184,7 +184,8 @@ class DistributedRanks(Ranks):
 def told_error(error: BaseException) -> ToldError:
     """An error as another process can be told of it."""
     problems = list(error.told_problems) if isinstance(error, CkptError) else []
-    return [type(error).__name__, str(error) or type(error).__name__, problems]
+    unsaid = "interrupted." if isinstance(error, KeyboardInterrupt) else type(error).__name__
+    return [type(error).__name__, str(error) or unsaid, problems]
 
 
 def all_problems(told: Iterable[ToldError]) -> tuple[str, ...]:

@@ -7,7 +7,8 @@ what they are given, so that nothing here calls them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import quote
 
@@ -85,18 +86,39 @@ class Driver(Protocol):
         """Make the store forget an upload and its parts."""
 
 
+@contextmanager
+def reading_configuration() -> Iterator[None]:
+    """Around what makes fsspec read its configuration, as its import does, which tells of faults in any class.
+
+    Raises:
+        ImportError: fsspec is not installed.
+        UsageError: the configuration cannot be read.
+    """
+    try:
+        yield
+    except ImportError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"fsspec cannot read its configuration (~/.config/fsspec or FSSPEC_CONFIG_DIR, FSSPEC_*): {error}. "
+            "Correct it, or name an empty folder by FSSPEC_CONFIG_DIR."
+        ) from error
+
+
 class FsspecDriver:
     """As `Driver`, by the file system that fsspec has for the URL; `::` is a part of names, no chain of drivers.
 
     Raises:
         ImportError: the scheme's driver is not installed.
+        UsageError: fsspec's configuration cannot be read.
         ValueError: the scheme is unknown.
     """
 
     takes_stretches = False
 
     def __init__(self, url: str) -> None:
-        import fsspec
+        with reading_configuration():
+            import fsspec
 
         self._scheme = url.partition("://")[0].lower()
         driver = fsspec.get_filesystem_class(self._scheme)

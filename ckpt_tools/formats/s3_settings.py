@@ -9,10 +9,10 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ckpt_tools.errors import UsageError
+from ckpt_tools.formats.drivers import reading_configuration
 
 _CREDENTIALS = {
     "key": "aws_access_key_id",
@@ -37,7 +37,11 @@ class Settings:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def client(self, session: Any, wait: float, connections: int) -> Any:
-        """A new client of `session` whose sockets wait for `wait` seconds and which keeps so many connections."""
+        """A new client of `session` whose sockets wait for `wait` seconds and which keeps so many connections.
+
+        Raises:
+            UsageError: botocore does not take what fsspec's settings say.
+        """
         from botocore import UNSIGNED
         from botocore.config import Config
 
@@ -51,7 +55,15 @@ class Settings:
             **signed,
             **self.config,
         }
-        return session.create_client("s3", config=Config(**config), **self.client_options)
+        try:
+            return session.create_client("s3", config=Config(**config), **self.client_options)
+        except (
+            AttributeError,
+            TypeError,
+        ) as error:  # an option that it does not know, a value of another kind
+            raise UsageError(
+                f"botocore does not take fsspec's settings for s3 (client_kwargs, config_kwargs): {error}."
+            ) from error
 
 
 def read_settings() -> Settings:
@@ -90,15 +102,17 @@ def read_settings() -> Settings:
 
 def _configured() -> dict[str, Any]:
     """What fsspec has read for s3 and s3a; fsspec is only imported where there is something to read."""
-    folder = os.environ.get("FSSPEC_CONFIG_DIR") or Path("~/.config/fsspec").expanduser()
+    # Not by Path, which fails where a user has no home, or may not look into it.
+    folder = os.environ.get("FSSPEC_CONFIG_DIR") or os.path.expanduser("~/.config/fsspec")  # noqa: PTH111
     is_set = any(name.upper().startswith("FSSPEC_S3") for name in os.environ)
-    if not is_set and not Path(folder).is_dir():
+    if not is_set and not os.path.isdir(folder):  # noqa: PTH112
         return {}
-    from fsspec.config import set_conf_env, set_conf_files
-
     found: dict[str, dict[str, Any]] = {}
-    set_conf_files(str(folder), found)
-    set_conf_env(found)
+    with reading_configuration():
+        from fsspec.config import set_conf_env, set_conf_files
+
+        set_conf_files(folder, found)
+        set_conf_env(found)
     return {**found.get("s3", {}), **found.get("s3a", {})}
 
 

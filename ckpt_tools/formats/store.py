@@ -39,6 +39,9 @@ _FINAL = {
     "ConfigParseError",
     "NoRegionError",
     "InvalidRegionError",
+    "EndpointResolutionError",
+    "InvalidS3AddressingStyleError",
+    "UnknownSignatureVersionError",
     "UnauthorizedSSOTokenError",
     "SSOTokenLoadError",
     "TokenRetrievalError",
@@ -169,9 +172,12 @@ class Store:
 
     def _host(self) -> tuple[str, int] | None:
         """Host and port that requests go to, where that is known and no proxy stands between."""
-        url = urlsplit("")
-        with suppress(Exception):  # no such profile, no region: the request itself says it better
-            url = urlsplit(self.driver.address())
+        url, port = urlsplit(""), None
+        with suppress(
+            Exception
+        ):  # no such profile, no region, no such port: the request itself says it better
+            found = urlsplit(self.driver.address())
+            url, port = found, found.port
         from urllib.request import (  # http and ssl: nobody without a store pays for them
             getproxies,
             proxy_bypass,
@@ -179,7 +185,7 @@ class Store:
 
         if not url.hostname or (getproxies().get(url.scheme) and not proxy_bypass(url.hostname)):
             return None
-        return url.hostname, url.port or (443 if url.scheme == "https" else 80)
+        return url.hostname, port or (443 if url.scheme == "https" else 80)
 
     def entries(self, name: str = "") -> dict[str, Entry]:
         """What the driver tells of each file and folder directly inside; empty when there is no such folder."""

@@ -102,7 +102,7 @@ def test_a_command_of_one_iteration_says_which_take_all(
     assert run([name, *words, "--iteration", "all"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: --iteration all: this command takes one iteration; give its number")
-    assert set(re.findall(r"convert|copy|modify-state-dict|slice|strip|verify", said)) <= ALL
+    assert set(re.findall(r"convert|copy|du|modify-state-dict|slice|strip|verify", said)) <= ALL
     for wrong in ("two", "-1", "1.5", "", "9" * 19):
         assert run([name, *words, "--iteration", wrong]) == 2
         assert capsys.readouterr().err.startswith(

@@ -111,3 +111,14 @@ def test_a_report_never_replaces_a_file_of_a_checkpoint_or_any_other(tmp_path, w
         assert f"{file} cannot be written" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     assert run([*given, str(tmp_path / "old.json")]) == 0
+
+
+@pytest.mark.parametrize("words", [("convert",), ("copy",), ("watch", "--then", "verify", "--once")])
+def test_links_that_lead_in_a_circle(tmp_path: Path, capsys: pytest.CaptureFixture[str], words) -> None:
+    (tmp_path / "circle").symlink_to("circle")
+    assert run([words[0], str(LLAMA), str(tmp_path / "circle"), *words[1:]]) in (2, 7)
+    assert run([words[0], str(tmp_path / "circle"), str(tmp_path / "out"), *words[1:]]) in (3, 7)
+    shown = capsys.readouterr().err
+    assert "Traceback" not in shown
+    assert shown.count("circle") >= 2
+    assert tree(tmp_path) == ["circle"]

@@ -460,6 +460,14 @@ def test_experts_named_for_another_job():
     }
 
 
+def test_a_file_that_was_cut_short(tmp_path):
+    root = copy_of(NATIVE, tmp_path / "copy")
+    file = next(root.rglob("__0_*.distcp"))
+    file.write_bytes(file.read_bytes()[:-1])
+    report = preflight(str(root)).report
+    assert [(check.name, check.errors) for check in report.checks if check.findings] == [("files", 1)]
+
+
 def test_a_torch_dist_checkpoint_is_of_the_wrong_kind():
     found = preflight(str(fixture_dir("core019_llama_tp2_fully_reshardable")))
     (finding,) = found.report.findings

@@ -13,10 +13,10 @@ import pytest
 
 from ckpt_tools.cli.app import _explain
 from ckpt_tools.cores import usable_cores
-from ckpt_tools.errors import MappingError, UsageError
+from ckpt_tools.errors import Interrupted, MappingError, UsageError
 from ckpt_tools.execute.ranks import Ranks, _joined, all_problems, told_error
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
-from ckpt_tools.execute.workers import default_workers, shared_out
+from ckpt_tools.execute.workers import _error_of, default_workers, shared_out
 from tests.conftest import REPO
 from tests.execute.conftest import make_case
 from tests.execute.test_run import tree
@@ -239,3 +239,9 @@ def test_a_control_groups_quota_counts(tmp_path: Path, text: str, least: int | N
     everything = len(os.sched_getaffinity(0))
     assert usable_cores(tmp_path / "cpu.max") == (everything if least is None else least)
     assert usable_cores(tmp_path / "absent") == everything
+
+
+def test_an_interrupted_worker_is_told_of_in_words() -> None:
+    found = _error_of([told_error(KeyboardInterrupt()), told_error(KeyboardInterrupt())])
+    assert type(found) is Interrupted
+    assert str(found) == "interrupted."

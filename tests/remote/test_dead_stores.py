@@ -73,3 +73,16 @@ def test_a_store_that_accepts_and_never_answers(scheme: str, monkeypatch: pytest
 def test_a_name_that_is_not_known(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["inspect", "http://nowhere.invalid/run"]) == 7
     assert "nothing answers at nowhere.invalid port 80" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "address", ["http://127.0.0.1:99999", "http://127.0.0.1:port", "http://[::1", "http://[bad]"]
+)
+def test_an_address_that_none_can_be(
+    address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in s3_environment(address).items():
+        monkeypatch.setenv(name, value)
+    assert run(["inspect", "s3://bucket/run"]) == 7
+    assert run(["inspect", f"{address}/run"]) == 2
+    assert capsys.readouterr().err.count("\n") == 2

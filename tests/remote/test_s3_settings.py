@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +119,46 @@ def test_what_makes_no_sense_is_refused(name: str, value: str, monkeypatch: pyte
         UsageError, match=f"fsspec's setting {name.removeprefix('FSSPEC_S3_').lower()} for s3 is"
     ):
         read_settings()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("CLIENT_KWARGS", {"no_such_option": 1}),
+        ("CLIENT_KWARGS", {"service_name": "ec2"}),
+        ("CLIENT_KWARGS", {"config": {}}),
+        ("CLIENT_KWARGS", {"endpoint_url": 5}),
+        ("CONFIG_KWARGS", {"no_such_option": 1}),
+        ("CONFIG_KWARGS", {"s3": "path"}),
+        ("CONFIG_KWARGS", {"retries": 3}),
+    ],
+)
+def test_what_botocore_does_not_take_is_refused(name: str, value: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="does not take fsspec's settings for s3"):
+        _client(**{f"FSSPEC_S3_{name}": json.dumps(value)})
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("a.json", '{"s3": [1]}'), ("a.json", "[1]"), ("a.json", "{"), ("a.ini", "anon = true")],
+)
+def test_a_configuration_that_cannot_be_read(name: str, text: str, folder: Path) -> None:
+    """fsspec reads it when it is imported, so that a process of its own is asked."""
+    (folder / name).write_text(text)
+    for url in ("s3://box/run", "memory://run"):
+        done = subprocess.run(
+            [sys.executable, "-m", "ckpt_tools", "ls", url], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 2
+        assert done.stderr.startswith("error: fsspec cannot read its configuration")
+        assert "Traceback" not in done.stderr
+
+
+def test_a_user_without_a_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FSSPEC_CONFIG_DIR")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)  # whom /etc/passwd does not know
+    assert read_settings() == Settings()
 
 
 @pytest.mark.parametrize(
