@@ -17,7 +17,7 @@ import typer
 
 from ckpt_tools.cli.commands import Group
 from ckpt_tools.cli.manual import closing
-from ckpt_tools.cli.render import complain, escape_lines, say
+from ckpt_tools.cli.render import be_quiet, complain, escape_lines, say
 from ckpt_tools.credentials import hidden, redacted
 from ckpt_tools.errors import CkptError, Interrupted, StorageError, UsageError
 
@@ -100,6 +100,7 @@ def run(argv: list[str] | None = None) -> int:
     """The exit code of one command line; errors go to stderr as one message."""
     try:
         words = sys.argv[1:] if argv is None else argv
+        be_quiet(False)  # whatever an earlier command line of this process asked for
         with warnings.catch_warnings():
             warnings.simplefilter("always", UserWarning)
             warnings.showwarning = _show_warning

@@ -45,9 +45,11 @@ def fold_line(line: str, width: int) -> list[str]:
 
 
 def fold_command(line: str, width: int) -> list[str]:
-    """A command line as several that a shell takes for one."""
-    if len(line) <= width or line.lstrip().startswith("#"):
+    """A command line as several that a shell takes for one; a comment as several comments."""
+    if len(line) <= width:
         return [line]
+    if line.lstrip().startswith("#"):
+        return _filled(_WORDS.findall(line), width, line[: line.index("#")] + "# ")
     end = " \\"
     hang = " " * (len(line) - len(line.lstrip()) + 2)
     words = [found[0] for found in _ARGUMENTS.finditer(line.removesuffix(end))]

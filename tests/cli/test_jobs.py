@@ -374,8 +374,7 @@ def test_what_is_converted_already_stays_and_the_tracker_with_it(tmp_path, capsy
     capsys.readouterr()
     assert convert(source, out, "--iteration", "all") == 0
     assert (
-        "iteration 4: is there already, left as it is (--overwrite converts it anew)"
-        in capsys.readouterr().out
+        "iteration 4: is there already, left as it is (--overwrite makes it anew)" in capsys.readouterr().out
     )
     assert tree(out / "iter_0000004") == before
     assert (out / TRACKER).read_text() == "4"

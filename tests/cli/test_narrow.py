@@ -135,7 +135,10 @@ def test_a_folded_command_is_the_same_command(width: int) -> None:
     assert as_typed(folded) == shlex.split(line)
     again = fold_command(f"{line} \\", width)
     assert as_typed([*again, "--json"]) == [*shlex.split(line), "--json"]
-    assert fold_command("# what a comment says " * 9, width) == ["# what a comment says " * 9]
+    comment = "  # " + "what a comment says " * 9
+    parts = fold_command(comment, width)
+    assert all(part.startswith("  # ") and len(part.rstrip()) <= max(width, 12) for part in parts)
+    assert "".join(part.removeprefix("  # ").rstrip() + " " for part in parts).split() == comment.split()[1:]
 
 
 def test_names_are_folded_after_their_dots() -> None:

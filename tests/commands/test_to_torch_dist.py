@@ -205,6 +205,7 @@ def test_a_dry_run_writes_nothing_and_other_kinds_are_refused(tmp_path):
     save_file({"a": torch.zeros(2)}, model / "model.safetensors")
     (model / "config.json").write_text("{}")
     with pytest.raises(
-        UnsupportedCheckpointError, match=r"import-hf.*not an fsdp_dtensor or torch_dist checkpoint"
+        UnsupportedCheckpointError,
+        match=r"is a Hugging Face model. `import-hf .* --to torch_dist` makes a Megatron checkpoint of it",
     ):
         convert_to_torch_dist(str(model), str(tmp_path / "out"))
