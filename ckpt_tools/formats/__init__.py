@@ -19,6 +19,7 @@
 * `beside`: what programs keep beside the tensors that is not read
 * `hub_cache`: the cache of the Hugging Face hub
 * `dcp`: `.metadata` of a torch distributed checkpoint as a catalog
+* `dcp_storage`: its part that says where items are stored
 * `lazy`: entries of it, decoded when they are looked at
 * `records`: the flat records that make up most of it, recognised whole
 * `dcp_metadata`: `.metadata`, written

@@ -7,7 +7,6 @@ Every writer's file is read: plain torch of any version, Megatron core 0.8 to ma
 from __future__ import annotations
 
 import re
-from array import array
 from collections.abc import Mapping
 from operator import gt
 from typing import Any, NamedTuple
@@ -19,31 +18,27 @@ from ckpt_tools.errors import (
     UnsupportedCheckpointError,
     list_problems,
 )
+from ckpt_tools.formats.dcp_storage import LAYOUTS, LEADS_OUT, Offset, Storage, as_offset, check_range, packed
 from ckpt_tools.formats.files import Files, read_whole
 from ckpt_tools.formats.lazy import Lazy, LazyChunks
 from ckpt_tools.formats.pickle_machine import Machine
-from ckpt_tools.formats.pickle_values import SIZE, Object, Pairs, Record
+from ckpt_tools.formats.pickle_values import Object, Pairs, Record
 from ckpt_tools.formats.pickled_names import brief
-from ckpt_tools.formats.records import CHUNK, STORED, Kind, Layout, integer, integers
+from ckpt_tools.formats.records import CHUNK, Layout
 from ckpt_tools.formats.stored_classes import check_properties, check_storage_meta, fields_of, is_class
 from ckpt_tools.model.box import Box
-from ckpt_tools.model.catalog import MAX_DIMENSIONS, Catalog, Chunk, Item, ObjectEntry, TensorEntry
+from ckpt_tools.model.catalog import Catalog, Chunk, ObjectEntry, TensorEntry
 from ckpt_tools.model.dtypes import ITEMSIZE
 
 METADATA = ".metadata"
 MAX_METADATA_BYTES = 8 << 30  # some tens of millions of chunks
 EAGER_BYTES = 2 << 20  # up to this size everything is decoded, and so checked, on opening
 
-_LEADS_OUT = "leads out of the checkpoint"
 _RANK_FILE = re.compile(r"__(\d{1,9})_\d+\.distcp")
 
-_LAYOUTS = 8  # of packed records, that others are compared with
-_KEPT_SIZES = 100_000
 _START_MEMO = 4  # of those of a packed chunk: itself, its attributes, a tuple, arguments, its start
 _CUTS = 1000  # chunks of a tensor whose boxes are kept, for tensors that are cut alike
 _KEPT_CUTS = 64  # ways to cut a tensor, kept decoded
-
-Offset = tuple[int, ...]
 
 
 class _Boxes(NamedTuple):
@@ -115,7 +110,7 @@ def _catalog(machine: Machine, root: Any, location: str) -> Catalog:
     fields = fields_of(root, "Metadata", "MCoreMetadata")
     check_storage_meta(fields.get("storage_meta"))
     stored = fields["state_dict_metadata"].as_dict()
-    storage = _Storage(machine, fields.get("storage_data") or Pairs())
+    storage = Storage(machine, fields.get("storage_data") or Pairs())
     by_kind: dict[str, dict[str, Object]] = {"TensorStorageMetadata": {}, "BytesStorageMetadata": {}}
     for key, entry in stored.items():
         by_kind[entry.kind.name][key] = entry
@@ -134,7 +129,7 @@ def _catalog(machine: Machine, root: Any, location: str) -> Catalog:
     if len(machine.data) <= EAGER_BYTES:
         found = (str(error) for lazy in (tensors, pieces, objects) for error in lazy.errors())
         problems += dict.fromkeys(found)
-    if any(_LEADS_OUT in problem for problem in problems):
+    if any(LEADS_OUT in problem for problem in problems):
         raise HostileCheckpointError(
             f"{machine.where} names files elsewhere:\n{list_problems(problems)}", problems
         )
@@ -158,140 +153,12 @@ def _catalog(machine: Machine, root: Any, location: str) -> Catalog:
 
 # Groups of a packed record that hold its class and the names of its attributes, and what they must be.
 _CHUNK_NAMES = {"class": "", "offsets_name": "offsets", "sizes_name": "sizes"}
-_INFO_NAMES = {
-    "info_class": "",
-    "path_name": "relative_path",
-    "offset_name": "offset",
-    "length_name": "length",
-}
-_OBJECT_NAMES = {"index_class": "", "fqn_name": "fqn", "index_name": "index"}
-_INDEX_NAMES = {**_OBJECT_NAMES, "start_name": "offset"}
-_STORED_NAMES = (*_INFO_NAMES, *_INDEX_NAMES)
-
-
-class _Storage:
-    """Where the items of every key are stored, packed records included."""
-
-    def __init__(self, machine: Machine, pairs: Pairs) -> None:
-        self._machine = machine
-        self._texts: dict[bytes, str] = {}
-        self._packed: dict[str, array[int]] = {}
-        for opcode, places in machine.stored.items():  # equal names may be pushed by different opcodes
-            self._packed.setdefault(self._text(opcode), array("Q")).extend(places)
-        self._plain: dict[str, list[tuple[Offset | None, Item]]] = {}
-        for index, info in zip(pairs[::2], pairs[1::2], strict=True):
-            key, offset, item = _plain_item(index, info)
-            self._plain.setdefault(key, []).append((offset, item))
-        self._known: set[Any] = set()  # opcodes of class and attribute names that proved right
-        self._layouts: list[tuple[Layout, bool]] = []  # of tensors' items, and of others
-        self._files: dict[int, str] = {}  # by memo entry
-        self._sizes: dict[bytes, Offset] = {}
-        self._fetched: dict[int, Offset] = {}  # by memo entry
-
-    def keys(self) -> set[str]:
-        return self._packed.keys() | self._plain.keys()
-
-    def path_problems(self) -> list[str]:
-        """Names that are not file names, or that lead out of the checkpoint."""
-        packed = map(self._text, self._machine.files)
-        plain = [item.file for items in self._plain.values() for _, item in items]
-        return [problem for file in sorted({*packed, *plain}) if (problem := _path_problem(file))]
-
-    def items(self, key: str) -> dict[Offset | None, Item]:
-        """Every item of a key, by the offset of its chunk (None: an object)."""
-        found = list(self._plain.get(key, ()))
-        found += map(self._packed_item, self._packed.get(key, ()))
-        items = dict(found)
-        if len(items) != len(found):
-            raise CorruptCheckpointError(f"{key}: two items are stored for one chunk")
-        return items
-
-    def size(self, match: re.Match[bytes], name: str) -> Offset:
-        """A SIZE of a packed record."""
-        made, fetched, call = match.group(f"{name}_tuple", name, f"{name}_call")
-        if call is not None and call not in self._known:
-            if self._machine.value(call) != SIZE:
-                raise CorruptCheckpointError(f"{self._machine.where}: a size that is not made by torch.Size")
-            self._known.add(call)
-        source = made or fetched or b""
-        value = self._sizes.get(source)
-        if value is None:
-            if len(self._sizes) > 10_000:
-                self._sizes.clear()
-            value = integers(made) if made else self._machine.value(fetched) if fetched else ()
-            self._sizes[source] = _offset(value)
-        return value
-
-    def fetched_size(self, index: int) -> Offset:
-        """The size in a memo entry."""
-        value = self._fetched.get(index)
-        if value is None:
-            value = _offset(self._machine.fetch(index))
-            self.note_sizes({index: value})
-        return value
-
-    def note_sizes(self, sizes: Mapping[int, Offset]) -> None:
-        """Keep sizes by their memo entries: what chunks make is fetched by the records of their items."""
-        if len(self._fetched) > _KEPT_SIZES:
-            self._fetched.clear()
-        self._fetched.update(sizes)
-
-    def check_names(self, match: re.Match[bytes], kind: str, names: Mapping[str, str]) -> None:
-        """Prove that a packed record is of the class `kind` and its attributes have these names, by group."""
-        opcodes = match.group(*names)
-        if opcodes in self._known:
-            return
-        cls, *found = map(self._machine.value, opcodes)
-        if not is_class(cls, kind) or found != list(names.values())[1:]:
-            raise CorruptCheckpointError(
-                f"{self._machine.where}: a {kind} with the attributes {brief(found)}"
-            )
-        self._known.add(opcodes)
-
-    def _packed_item(self, place: int) -> tuple[Offset | None, Item]:
-        for layout, is_tensors in self._layouts:
-            if (numbers := layout.numbers(self._machine.data, place)) is not None:
-                file, at, length = numbers[-3:]
-                name = self._files.get(file) or self._file(file)
-                if not is_tensors:
-                    return None, Item(name, at, length)
-                return self.fetched_size(numbers[-4]), Item(name, at, length)
-        return self._item_of_new_layout(place)
-
-    def _item_of_new_layout(self, place: int) -> tuple[Offset | None, Item]:
-        match = _packed(STORED, self._machine.data, place)
-        names = match.group(*_STORED_NAMES)
-        if names not in self._known:
-            self.check_names(match, "_StorageInfo", _INFO_NAMES)
-            self.check_names(match, "MetadataIndex", _INDEX_NAMES if match["start_name"] else _OBJECT_NAMES)
-            self._known.add(names)
-        named, fetched, text, at, length = match.group("start_name", "path", "path_text", "offset", "length")
-        offset = self.size(match, "start") if named else None
-        if fetched and (match["start"] or not named):
-            groups = ("fqn", "number", "start", "path", "offset", "length")
-            layout = Layout(match, *(group for group in groups if match[group]))
-            self._layouts = [(layout, bool(named)), *self._layouts[: _LAYOUTS - 1]]
-        return offset, Item(self._text(fetched or text), integer(at), integer(length))
-
-    def _file(self, index: int) -> str:
-        """The name of a file that a memo entry holds."""
-        name = self._files[index] = self._text(b"j" + index.to_bytes(4, "little"))
-        return name
-
-    def _text(self, opcode: bytes) -> str:
-        text = self._texts.get(opcode)
-        if text is None:
-            text = self._machine.value(opcode)
-            if not isinstance(text, str):
-                raise CorruptCheckpointError(f"{self._machine.where}: {brief(text)} where a name belongs")
-            self._texts[opcode] = text
-        return text
 
 
 class _Decoder:
     """Entries of the catalog from what the metadata says about a key."""
 
-    def __init__(self, machine: Machine, storage: _Storage, tensors: Mapping[str, Object]) -> None:
+    def __init__(self, machine: Machine, storage: Storage, tensors: Mapping[str, Object]) -> None:
         self._machine, self._storage, self._tensors = machine, storage, tensors
         self._boxes: dict[tuple[Offset, int, bytes], _Boxes] = {}
         self._layouts: list[tuple[Layout, bool]] = []  # of chunks, and whether they make their starts
@@ -300,26 +167,26 @@ class _Decoder:
         items = self._storage.items(key)
         if list(items) != [None]:
             raise CorruptCheckpointError(f"{key}: {len(items)} items are stored for an object")
-        _check_range(key, items[None])
+        check_range(key, items[None])
         return ObjectEntry(key, items[None])
 
     def tensor(self, key: str, pieces: Mapping[str, tuple[Chunk, ...]]) -> TensorEntry:
         """What is said of a tensor as a whole; `pieces` decodes its chunks."""
         state = fields_of(self._tensors[key], "TensorStorageMetadata")
         chunks = LazyChunks(pieces, key, len(state["chunks"]))
-        return TensorEntry(key, _dtype(key, state["properties"]), _offset(state["size"]), chunks)
+        return TensorEntry(key, _dtype(key, state["properties"]), as_offset(state["size"]), chunks)
 
     def chunks(self, key: str) -> tuple[Chunk, ...]:
         """Where the pieces of a tensor are stored; each once, inside its shape."""
         state = fields_of(self._tensors[key], "TensorStorageMetadata")
-        boxes = self._boxes_of(key, _offset(state["size"]), state["chunks"])
+        boxes = self._boxes_of(key, as_offset(state["size"]), state["chunks"])
         items = self._storage.items(key)
         chunks = []
         for box in boxes:
             item = items.pop(box.start, None)
             if item is None:
                 raise CorruptCheckpointError(f"{key}: no file holds the chunk {box}")
-            _check_range(key, item)
+            check_range(key, item)
             chunks.append(Chunk(box, item))
         if items:
             raise CorruptCheckpointError(
@@ -333,12 +200,12 @@ class _Decoder:
         Layers and states of a model are cut alike, and then their records have the same bytes: those of the first
         to the last tell the same boxes, as the memo that they fetch from holds one value under a number.
         """
-        packed = bool(chunks) and all(type(chunk) is Record for chunk in chunks)
+        are_packed = bool(chunks) and all(type(chunk) is Record for chunk in chunks)
         alike = None
-        if packed and len(chunks) <= _CUTS:
-            last = _packed(CHUNK, self._machine.data, chunks[-1])
+        if are_packed and len(chunks) <= _CUTS:
+            last = packed(CHUNK, self._machine.data, chunks[-1])
             alike = shape, len(chunks), self._machine.data[chunks[0] : last.end()]
-        first = self._machine.first_memo(chunks[0]) if packed else 0
+        first = self._machine.first_memo(chunks[0]) if are_packed else 0
         found = self._boxes.get(alike) if alike is not None else None
         if found is None:
             found = self._new_boxes(chunks, first)
@@ -358,7 +225,7 @@ class _Decoder:
         for number, chunk in enumerate(chunks):
             if type(chunk) is not Record:
                 state = fields_of(chunk, "ChunkStorageMetadata")
-                boxes.append(Box(_offset(state["offsets"]), _offset(state["sizes"])))
+                boxes.append(Box(as_offset(state["offsets"]), as_offset(state["sizes"])))
                 continue
             box, makes_start = self._packed_box(chunk)
             boxes.append(box)
@@ -372,64 +239,15 @@ class _Decoder:
         for layout, makes_start in self._layouts:
             if (numbers := layout.numbers(self._machine.data, place)) is not None:
                 size = storage.fetched_size(numbers[-1])
-                start = _offset(tuple(numbers[:-1])) if makes_start else storage.fetched_size(numbers[0])
+                start = as_offset(tuple(numbers[:-1])) if makes_start else storage.fetched_size(numbers[0])
                 return Box(start, size), makes_start
-        match = _packed(CHUNK, self._machine.data, place)
+        match = packed(CHUNK, self._machine.data, place)
         storage.check_names(match, "ChunkStorageMetadata", _CHUNK_NAMES)
         makes_start = match["offsets_tuple"] is not None
         if match["sizes"] and (makes_start or match["offsets"]):
             layout = Layout(match, "offsets_tuple" if makes_start else "offsets", "sizes")
-            self._layouts = [(layout, makes_start), *self._layouts[: _LAYOUTS - 1]]
+            self._layouts = [(layout, makes_start), *self._layouts[: LAYOUTS - 1]]
         return Box(storage.size(match, "offsets"), storage.size(match, "sizes")), makes_start
-
-
-def _packed(kind: Kind, data: bytes, place: int) -> re.Match[bytes]:
-    match = kind.match(data, place)
-    assert match is not None  # it did when it was packed
-    return match
-
-
-def _plain_item(index: Any, info: Any) -> tuple[str, Offset | None, Item]:
-    """Key, chunk offset and item of one storage entry that was executed."""
-    where, what = fields_of(index, "MetadataIndex"), fields_of(info, "_StorageInfo")
-    key, offset, file = where["fqn"], where.get("offset"), what["relative_path"]
-    if type(key) is not str or type(file) is not str:
-        raise TypeError("a key or file name is not text")
-    transforms = what.get("transform_descriptors")
-    if transforms:
-        names = ", ".join(map(brief, transforms)) if isinstance(transforms, list) else brief(transforms)
-        raise UnsupportedCheckpointError(
-            f"{key} was transformed by {names} when it was saved. Save the checkpoint again without "
-            "torch extensions."
-        )
-    item = Item(file, what["offset"], what["length"])
-    return key, None if offset is None else _offset(offset), item
-
-
-def _check_range(key: str, item: Item) -> None:
-    if not (type(item.offset) is type(item.length) is int and item.offset >= 0 and 0 < item.length < 1 << 62):
-        raise CorruptCheckpointError(
-            f"{key}: {brief(item.length)} bytes at {brief(item.offset)} of {item.file} are not an item"
-        )
-
-
-def _path_problem(path: object) -> str | None:
-    if not isinstance(path, str) or not path or "\0" in path:
-        return f"{brief(path)} is not a file name"
-    if path.startswith("/") or "\\" in path or ".." in path.split("/") or "://" in path:
-        return f"file name {brief(path)} {_LEADS_OUT}"
-    return None
-
-
-def _offset(value: Any) -> Offset:
-    """A size or offset: a tuple of natural numbers."""
-    if (
-        type(value) is not tuple
-        or len(value) > MAX_DIMENSIONS
-        or not all(type(n) is int and 0 <= n < 1 << 62 for n in value)
-    ):
-        raise CorruptCheckpointError(f"{brief(value)} is not a shape or offset")
-    return value
 
 
 def _path(value: Any) -> tuple[str | int, ...]:
@@ -451,4 +269,4 @@ def _original_shapes(mcore_data: Pairs | None) -> dict[str, Offset] | None:
         return None
     name = "nd_reformulated_orig_global_shape"
     entries = {key: info.as_dict() for key, info in mcore_data.as_dict().items()}
-    return {key: _offset(info[name]) for key, info in entries.items() if name in info}
+    return {key: as_offset(info[name]) for key, info in entries.items() if name in info}

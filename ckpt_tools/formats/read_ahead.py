@@ -154,6 +154,7 @@ class ReadAhead(Generic[Job]):
     def _ask_for(self, nbytes: int) -> bool:
         """Ask for about so many bytes of what comes next; False when nothing does."""
         told, found = self._told, list[tuple[Range, int]]()
+        paid = 0  # of what the job reads, as it counts for some bytes in any case
         while nbytes > 0:
             try:
                 one = self._rest or next(self._ranges)
@@ -161,14 +162,13 @@ class ReadAhead(Generic[Job]):
                 break
             self._rest = None
             if one is None:
-                nbytes -= _JOB_BYTES
+                nbytes, paid = nbytes - _JOB_BYTES, _JOB_BYTES
                 continue
-            if one.nbytes > nbytes:
-                one, self._rest = (
-                    one._replace(stop=one.start + nbytes),
-                    one._replace(start=one.start + nbytes),
-                )
-            nbytes -= one.nbytes
+            if one.nbytes > nbytes + paid:
+                cut = one.start + nbytes + paid
+                one, self._rest = one._replace(stop=cut), one._replace(start=cut)
+            nbytes -= max(0, one.nbytes - paid)
+            paid = max(0, paid - one.nbytes)
             found.append((one, self._told))
         requests: list[_Request] = []
         for one, job in sorted(found, key=lambda entry: (id(entry[0].files), *entry[0][1:])):

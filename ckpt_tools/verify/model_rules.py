@@ -84,6 +84,11 @@ def _has(f: Facts, ending: str) -> bool:
     return _first(f, ending) is not None
 
 
+def _is_half(f: Facts, ending: str) -> bool:
+    """Whether the weights with this ending are stored as two halves each."""
+    return any(name.endswith(ending + HALVES[0]) for name in f.stored.shapes)
+
+
 class _Model:
     """Sizes that a job's settings make, with the defaults that validate_args fills in."""
 
@@ -100,7 +105,8 @@ class _Model:
         self.shared_ffn = value("moe_shared_expert_intermediate_size", 0)
         self.latent = f.on("multi_latent_attention")
         apart = gated and f.kind == "fsdp_dtensor"  # which keeps them as two tensors
-        self.halves = 2 if (gated or f.on("quick_geglu")) and not apart else 1  # in one stored fc1
+        self.is_gated = gated or f.on("quick_geglu") or f.on("gated_linear_unit")  # the last by Bridge alone
+        self.is_apart = apart
 
 
 # Spellings of the first expert's projections, the last in torch_dist, where experts are an axis.
@@ -156,7 +162,8 @@ def model_sizes(f: Facts) -> Iterator[Size]:
             width = rows(out, wanted, setting, axis=1)._replace(what=setting)
             yield width
             if width.stored is not None:
-                yield rows(into, width.stored * m.halves, "swiglu")
+                halves = 2 if m.is_gated and not (m.is_apart or _is_half(f, into)) else 1  # in one stored fc1
+                yield rows(into, width.stored * halves, "swiglu")
     yield rows("mlp.router.weight", f.value("num_experts"), "num_experts")._replace(what="num_experts")
     positions = f.stored.shapes.get("embedding.position_embeddings.weight") or (None,)
     most = "max_position_embeddings"

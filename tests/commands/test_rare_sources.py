@@ -164,7 +164,7 @@ def test_gates_of_shared_experts_and_norms_of_queries_and_keys(tmp_path):
     """formats 6.3: what has one dimension does not decay, except with apply_wd_to_qk_layernorm; [1, H] has two."""
     parts = read(MOE)
     attention = "decoder.layers.0.self_attention"
-    parts.args["apply_wd_to_qk_layernorm"] = True
+    parts.args.update(apply_wd_to_qk_layernorm=True, qk_layernorm=True)
     masters = {
         name: parts.add(name, shape)
         for name, shape in [

@@ -190,6 +190,7 @@ def test_threads_share_jobs_and_each_is_done_once() -> None:
 
 
 def test_the_threads_of_requests_end_for_a_fork_and_come_again() -> None:
+    requests.rest()  # those of earlier tests
     before = threading.active_count()
     assert requests.pool().submit(lambda: 1).result() == 1
     assert threading.active_count() > before
