@@ -202,14 +202,19 @@ def _fill(buffer: memoryview, answer: Any, stop: float) -> None:
     from botocore.response import StreamingBody
 
     body, length = answer["Body"], answer.get("ContentLength")
-    if type(body) is not StreamingBody or length is None:  # one that proves a checksum, or comes in chunks
+    raw: Any = getattr(body, "_raw_stream", None)
+    file = getattr(
+        getattr(raw, "_fp", None), "fp", None
+    )  # private to botocore and urllib3: it may be gone one day
+    if (
+        type(body) is not StreamingBody or length is None or file is None
+    ):  # it proves a checksum, or is in chunks
         data = body.read()
         if len(data) != len(buffer):
             raise OSError(f"{len(data)} bytes came instead of {len(buffer)}")
         buffer[:] = data
         return
     # Where botocore sets a socket's time-out: its own `readinto` copies, and waits for whoever sends byte by byte.
-    raw = body._raw_stream
     try:
         if length != len(buffer):
             raise OSError(f"{length} bytes came instead of {len(buffer)}")
@@ -217,7 +222,7 @@ def _fill(buffer: memoryview, answer: Any, stop: float) -> None:
         while left:
             if time.monotonic() > stop:
                 raise TimeoutError(f"{len(buffer) - len(left)} of {len(buffer)} bytes came in time")
-            count = raw._fp.fp.readinto1(left)
+            count = file.readinto1(left)
             if not count:
                 raise OSError(f"{len(buffer) - len(left)} bytes came instead of {len(buffer)}")
             left = left[count:]
