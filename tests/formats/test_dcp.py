@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from ckpt_tools.formats import lazy as lazy_entries
 from ckpt_tools.formats.dcp import METADATA, read_catalog
 from ckpt_tools.formats.files import open_files
 from ckpt_tools.formats.pickle_machine import Machine
+from ckpt_tools.formats.records import STORED, Layout, integer, integers
 from ckpt_tools.model.catalog import Catalog, Chunk
 from tests.conftest import fixture_dir
 from tests.formats.checkpoints import dcp_folders, stock_metadata
@@ -141,6 +143,42 @@ def test_sizes_of_packed_chunks_are_those_that_executing_them_makes(tmp_path: Pa
         assert made._memo[index] == executed._memo[index]
         found += 1
     assert found >= 3 * sum(map(len, GRID.values()))  # the offsets of every chunk: numbers, arguments, size
+
+
+def test_a_layout_knows_the_records_that_differ_in_their_numbers_alone(tmp_path: Path) -> None:
+    value = metadata(GRID)
+    for info in value.storage_data.values():
+        info.relative_path = sys.intern(
+            info.relative_path
+        )  # one text a file, as in what a process has gathered
+    save(tmp_path, value)
+    data = (tmp_path / METADATA).read_bytes()
+    machine = Machine(data, "")
+    machine.load()
+    known: list[Layout] = []
+    for place in sorted(place for places in machine.stored.values() for place in places):
+        found = STORED.match(data, place)
+        assert found is not None
+        if found["path"] is None or found["fqn"] is None or found["start_name"] is None:
+            continue
+        start = "start" if found["start"] else "start_tuple"
+        groups = ("fqn", "number", start, "path", "offset", "length")
+        expected = [int.from_bytes(found["fqn"][1:], "little"), integer(found["number"])]
+        fetched = found["start"]
+        expected += [int.from_bytes(fetched[1:], "little")] if fetched else integers(found["start_tuple"])
+        expected += [int.from_bytes(found["path"][1:], "little")]
+        expected += [integer(found["offset"]), integer(found["length"])]
+        told = [list(numbers) for layout in known if (numbers := layout.numbers(data, place)) is not None]
+        assert told in ([], [expected])  # no two layouts are of one record
+        if not told:
+            known.append(Layout(found, *groups))
+            own = known[-1]
+            assert list(own.numbers(data, place) or ()) == expected
+            assert own.numbers(data[: found.end() - 1], place) is None
+            record = data[place : found.end()]
+            assert own.numbers(record[:-1] + b"s", 0) is None
+            assert own.numbers(b"N" + record[1:], 0) is None
+    assert 1 < len(known) < 100
 
 
 def test_small_and_large_catalogs_decode_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

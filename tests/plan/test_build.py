@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -320,3 +321,26 @@ def test_an_empty_shard_is_written_only_for_a_tensor_without_elements(shape: Sha
     assert [(item.file, item.box) for item in plan.items] == [
         ("__1_0.distcp", rest) if shape[0] else ("__0_0.distcp", empty)
     ]
+
+
+@given(st.data())
+def test_layers_that_are_planned_together_are_planned_as_alone(data: st.DataObject) -> None:
+    """What is found of one layer is taken for others that are tiled alike, whatever chunks they share."""
+    shape = (5, 2, 4, 3)
+    leading = data.draw(st.integers(1, 2))
+    boxes = data.draw(tilings(shape, max_cuts=12))
+    catalog = catalog_of(w=("float32", shape, boxes), v=("float32", shape, data.draw(st.permutations(boxes))))
+    tensors = [
+        TargetTensor(
+            f"{key}.{lead}",
+            "float32",
+            shape[leading:],
+            (Source(key, tuple(Select(0, index) for index in lead)),),
+        )
+        for key in catalog.tensors
+        for lead in itertools.product(*map(range, shape[:leading]))
+    ]
+    together = build_plan(catalog, Target(tuple(tensors)), rows(2), 2)
+    alone = [build_plan(catalog, Target((tensor,)), rows(2), 2) for tensor in tensors]
+    found = {(item.key, item.box): item.transfers for item in together.items}
+    assert found == {(item.key, item.box): item.transfers for plan in alone for item in plan.items}
