@@ -30,8 +30,6 @@ from tests.remote.s3 import (
     SLOW,
     FaultProxy,
     Objects,
-    fault_proxy,
-    s3_environment,
     s3_server,
 )
 
@@ -52,15 +50,6 @@ def server() -> Iterator[tuple[str, int]]:
         objects.put_folder(fixture_dir(NAME), "runs/llama")
         objects.put("runs/large/data", DATA)
         yield address
-
-
-@pytest.fixture
-def proxy(server: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
-    """A proxy that a user's environment points at."""
-    with fault_proxy(server) as found:
-        for name, value in s3_environment(found.url).items():
-            monkeypatch.setenv(name, value)
-        yield found
 
 
 def test_a_checkpoint_in_s3_has_the_catalog_of_the_local_one(proxy: FaultProxy) -> None:

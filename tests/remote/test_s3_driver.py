@@ -30,8 +30,6 @@ from tests.remote.s3 import (
     RESET,
     FaultProxy,
     Objects,
-    fault_proxy,
-    s3_environment,
     s3_server,
 )
 
@@ -61,14 +59,6 @@ def server() -> Iterator[tuple[str, int]]:
     with s3_server(PAGE) as address:
         Objects("http://{}:{}".format(*address)).make("box")
         yield address
-
-
-@pytest.fixture
-def proxy(server: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
-    with fault_proxy(server) as found:
-        for name, value in s3_environment(found.url).items():
-            monkeypatch.setenv(name, value)
-        yield found
 
 
 def _first(fault: str, method: str = "GET") -> Any:

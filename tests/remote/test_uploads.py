@@ -23,7 +23,7 @@ from ckpt_tools.formats.store import Store
 from tests.conftest import REPO
 from tests.execute.conftest import Case, make_case
 from tests.ports import free_port
-from tests.remote.s3 import FaultProxy, Objects, fault_proxy, s3_environment, s3_server
+from tests.remote.s3 import FaultProxy, Objects, s3_environment, s3_server
 
 
 @pytest.fixture(scope="module")
@@ -35,13 +35,10 @@ def server() -> Iterator[tuple[str, int]]:
 
 
 @pytest.fixture
-def proxy(server: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
-    with fault_proxy(server) as found:
-        for name, value in s3_environment(found.url).items():
-            monkeypatch.setenv(name, value)
-        Objects(found.url).make("box")  # which may be there
-        monkeypatch.setattr(uploads, "_PART_BYTES", 5 << 20)
-        yield found
+def proxy(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> FaultProxy:
+    Objects(proxy.url).make("box")  # which may be there
+    monkeypatch.setattr(uploads, "_PART_BYTES", 5 << 20)
+    return proxy
 
 
 @pytest.fixture(scope="module")

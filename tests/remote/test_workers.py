@@ -22,7 +22,7 @@ from ckpt_tools.execute.write_job import METADATA
 from tests.conftest import REPO
 from tests.execute.conftest import Case, make_case
 from tests.execute.test_run import tree
-from tests.remote.s3 import BUSY, DENIED, NONE, FaultProxy, Objects, fault_proxy, s3_environment, s3_server
+from tests.remote.s3 import BUSY, DENIED, NONE, FaultProxy, Objects, s3_server
 
 SCRIPT = """
 import os, sys
@@ -72,14 +72,6 @@ def server() -> Iterator[tuple[str, int]]:
     with s3_server() as address:
         Objects("http://{}:{}".format(*address)).client.create_bucket(Bucket="box")
         yield address
-
-
-@pytest.fixture
-def proxy(server: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
-    with fault_proxy(server) as found:
-        for name, value in s3_environment(found.url).items():
-            monkeypatch.setenv(name, value)
-        yield found
 
 
 @pytest.fixture(scope="module")
