@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-from ckpt_tools.commands.ls import RELEASE, iteration_names, join, others_in, runs_in
+from ckpt_tools.commands.ls import RELEASE, iteration_names, others_in, runs_in
 from ckpt_tools.commands.named_tensors import part_of, weight_name
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.errors import (
@@ -26,7 +26,7 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.execute.source_reader import ChunkRef, SourceReader
 from ckpt_tools.formats.detect import Location, locate
-from ckpt_tools.formats.files import AnyPath, path_text
+from ckpt_tools.formats.files import AnyPath, path_in, path_text
 from ckpt_tools.formats.tree import files_below
 from ckpt_tools.megatron.keys import bucket_key, role_of, stacked_layers
 from ckpt_tools.model.box import Box
@@ -150,7 +150,7 @@ def disk_usage(
         below = {name: files_below(location.path if names else place)}
     else:
         sizes = files_below(place)  # not before it is known that it is a run: it may be all of a disk
-        folders = {name: join(place, name) for name in names}
+        folders = {name: path_in(place, name) for name in names}
         below = {
             name: {file[len(name) + 1 :]: n for file, n in sizes.items() if file.startswith(f"{name}/")}
             for name in names
@@ -176,7 +176,7 @@ def _located(place: str, iteration: int | None) -> Location:
         runs = runs_in(place) if Path(place).is_dir() else ()
         if not runs:
             raise
-        listed = ", ".join(join(place, row.name) for row in runs[:4]) + (", ..." if len(runs) > 4 else "")
+        listed = ", ".join(path_in(place, row.name) for row in runs[:4]) + (", ..." if len(runs) > 4 else "")
         raise UnsupportedCheckpointError(
             f"{place} is a folder of runs, whose sizes `ls {place}` lists; `du` counts one of them: {listed}"
         ) from error

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
-from ckpt_tools.formats.files import open_files, read_whole
+from ckpt_tools.formats.files import open_files, path_in, read_whole
 from ckpt_tools.formats.hub_cache import snapshot_of
 from ckpt_tools.formats.safetensors import OTHER_WEIGHTS, refuse_pointers
 
@@ -54,7 +54,7 @@ def read_assets(folder: str | Path, *, has_code: bool) -> Assets:
                 name: read_whole(files, name, MAX_ASSET_BYTES) for name in names if _is_like(name, (CODE,))
             }
     if TEMPLATES in names:
-        with closing(open_files(f"{place.rstrip('/')}/{TEMPLATES}")) as files:
+        with closing(open_files(path_in(place, TEMPLATES))) as files:
             inside = [name for name in files.list() if name.endswith(".jinja")]
             found |= {f"{TEMPLATES}/{name}": read_whole(files, name, MAX_ASSET_BYTES) for name in inside}
     left = [name for name in names if name not in {*found, TEMPLATES} and not _is_like(name, _OWN)]

@@ -22,7 +22,7 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.execute.read_box import BoxReader, read_proven
 from ckpt_tools.formats.documents import parse_json
-from ckpt_tools.formats.files import Files, open_files, read_whole
+from ckpt_tools.formats.files import Files, open_files, path_in, read_whole
 from ckpt_tools.formats.hub_cache import snapshot_of
 from ckpt_tools.formats.rank_parts import parts_of_ranks
 from ckpt_tools.formats.safetensors import INDEX_FILE, refuse_pointers, unread_files
@@ -75,7 +75,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
         UnsupportedCheckpointError: there is none, or it is not a JSON object.
     """
     folder = snapshot_of(str(folder))
-    path = f"{folder.rstrip('/')}/{CONFIG}"
+    path = path_in(folder, CONFIG)
     try:
         with closing(open_files(folder)) as files:
             refuse_pointers(files, [CONFIG])

@@ -22,7 +22,7 @@ from ckpt_tools.formats.detect import (
     locate,
     tracked_iteration,
 )
-from ckpt_tools.formats.files import open_files
+from ckpt_tools.formats.files import open_files, path_in
 from ckpt_tools.megatron.common_state import COMMON_FILE
 
 RELEASE = "release"
@@ -128,7 +128,7 @@ def every_iteration(source: str) -> tuple[list[str], list[int]]:
     whole = [RELEASE if n is None else names[n] for n in numbers if n not in unfinished]
     if not whole:
         raise UnsupportedCheckpointError(f"{source} has no iteration that its job has finished.")
-    return [f"{source.rstrip('/')}/{name}" for name in whole], unfinished
+    return [path_in(source, name) for name in whole], unfinished
 
 
 def is_being_written(source: str, number: int | None) -> bool:
@@ -145,7 +145,7 @@ def is_being_written(source: str, number: int | None) -> bool:
     if tracked is not None and any(reached >= number for _, reached in iteration_folders([tracked])):
         return False
     try:
-        with closing(open_files(f"{source.rstrip('/')}/{name}")) as files:
+        with closing(open_files(path_in(source, name))) as files:
             inside = files.list()
     except UnsupportedCheckpointError:  # a file of such a name: nobody writes into it
         return False
@@ -164,7 +164,7 @@ def holds(source: str, output: str, number: int, kinds: tuple[CheckpointKind, ..
 def is_there(output: str, number: int, *kinds: CheckpointKind) -> bool:
     """Whether the root `output` holds a whole checkpoint of this iteration, of one of these kinds."""
     try:
-        return locate(f"{output.rstrip('/')}/iter_{number:07d}").kind in kinds
+        return locate(path_in(output, f"iter_{number:07d}")).kind in kinds
     except CkptError:
         return False
 

@@ -16,7 +16,7 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.formats.dcp import METADATA
 from ckpt_tools.formats.detect import iteration_folders, locate
-from ckpt_tools.formats.files import AnyPath, open_files, path_text
+from ckpt_tools.formats.files import AnyPath, open_files, path_in, path_text
 from ckpt_tools.formats.tree import files_below
 from ckpt_tools.megatron.common_state import read_common_state
 from ckpt_tools.megatron.record import AXES, read_record
@@ -136,7 +136,7 @@ def list_run(root: AnyPath, trust_pickle: bool = False) -> RunListing:
     rows = []
     for name, number in names.items():
         inside = {file[len(name) + 1 :]: n for file, n in sizes.items() if file.startswith(f"{name}/")}
-        row = iteration_row(name, join(root, name), number, inside, trust_pickle, name == latest)
+        row = iteration_row(name, path_in(root, name), number, inside, trust_pickle, name == latest)
         rows.append(row)
     return RunListing(root, tuple(rows), others_in(sizes, names), latest, note)
 
@@ -148,7 +148,7 @@ def runs_in(root: str) -> tuple[RunRow, ...]:
         names = files.list()
     finally:
         files.close()
-    found = (_run(name, join(root, name)) for name in names if not name.startswith("."))
+    found = (_run(name, path_in(root, name)) for name in names if not name.startswith("."))
     return tuple(row for row in found if row is not None)
 
 
@@ -189,11 +189,6 @@ def others_in(sizes: dict[str, int], iterations: dict[str, int | None]) -> dict[
         if first not in iterations:
             others[first] = others.get(first, 0) + nbytes
     return others
-
-
-def join(folder: str, name: str) -> str:
-    """A name in a folder, or in the URL of one."""
-    return f"{folder.rstrip('/')}/{name}"
 
 
 def _folder_on(path: str, names: Collection[str]) -> str | None:

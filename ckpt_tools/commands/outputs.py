@@ -11,7 +11,7 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.run import Output
 from ckpt_tools.formats.container import read_small_file
 from ckpt_tools.formats.detect import TRACKER, Location
-from ckpt_tools.formats.files import Files
+from ckpt_tools.formats.files import Files, path_in
 from ckpt_tools.formats.pickling import dump_archive
 from ckpt_tools.megatron.bridge import BRIDGE_FILES, LATEST_TRAIN_STATE, TRAIN_STATE
 from ckpt_tools.megatron.record import RECORD_FILE, TargetRecord, record_bytes
@@ -41,7 +41,7 @@ def in_root(
     """An iteration (None: a release) in the run's root `output`."""
     name = "release" if iteration is None else f"iter_{iteration:07d}"
     latest = "release" if iteration is None else str(iteration)
-    folder = output_directory(f"{output.rstrip('/')}/{name}")
+    folder = output_directory(path_in(output, name))
     beside = {TRACKER: latest.encode()} if tracker else {}
     return Output(folder, beside, overwrite=overwrite, resume=resume)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ckpt_tools.commands.ls import COMPLETE, iteration_row, join
+from ckpt_tools.commands.ls import COMPLETE, iteration_row
 from ckpt_tools.errors import (
     CkptError,
     CorruptCheckpointError,
@@ -17,7 +17,7 @@ from ckpt_tools.errors import (
     UsageError,
 )
 from ckpt_tools.formats.detect import Location
-from ckpt_tools.formats.files import Files, open_files
+from ckpt_tools.formats.files import Files, open_files, path_in
 from ckpt_tools.formats.tree import files_below
 from ckpt_tools.megatron.common_state import CommonState, read_common_state
 from ckpt_tools.megatron.dcp.state_dict import is_megatron, read_state_dict
@@ -97,7 +97,7 @@ def _wrong_with(root: str, trust_pickle: bool, name: str) -> str:
     """What `ls` finds wrong with an iteration; "" in a store, where each look costs, and where it cannot look."""
     if "://" in root:
         return ""
-    place = join(root, name)
+    place = path_in(root, name)
     try:
         row = iteration_row(name, place, None, files_below(place), trust_pickle)
     except (StorageError, UsageError):  # it is another iteration that was asked for

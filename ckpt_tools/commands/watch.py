@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ckpt_tools.commands.iterations import is_there
-from ckpt_tools.commands.ls import COMPLETE, DAMAGED, INCOMPLETE, iteration_names, iteration_row, join
+from ckpt_tools.commands.ls import COMPLETE, DAMAGED, INCOMPLETE, iteration_names, iteration_row
 from ckpt_tools.commands.watch_child import Ended, Hand
 from ckpt_tools.commands.watch_events import Action, Event, Told, WatchOptions
 from ckpt_tools.commands.watch_run import by_tracker, check_run, check_tracker, looks_of, mark_of
@@ -33,6 +33,7 @@ from ckpt_tools.execute.vacant import partial_of
 from ckpt_tools.formats.detect import (
     iteration_numbers,
 )
+from ckpt_tools.formats.files import path_in
 from ckpt_tools.formats.tree import files_below
 
 _LASTING = (3, 4, 5, 6)  # exit codes that another try would end with again
@@ -145,7 +146,7 @@ class Watcher:
 
     def _is_done(self, number: int, name: str) -> bool:
         """Whether nothing is to be done; one that was written again is done again where its output was removed."""
-        done, mark = self._memory.done.get(number), mark_of(join(self.run, name))
+        done, mark = self._memory.done.get(number), mark_of(path_in(self.run, name))
         if done is None:
             if self._is_there(number):
                 self._memory.done[number] = Done(0, mark)
@@ -180,7 +181,7 @@ class Watcher:
         if wait:
             self._wait(number, name, wait)
             return
-        place = join(self.run, name)
+        place = path_in(self.run, name)
         try:
             sizes = files_below(place)
             looks = looks_of(place, sizes)
@@ -221,7 +222,7 @@ class Watcher:
             self._tell(Told("waiting", number, name, self._output_of(number), why=why))
 
     def _carry_out(self, number: int, name: str, looks: str, hand: Hand) -> None:
-        mark = mark_of(join(self.run, name))
+        mark = mark_of(path_in(self.run, name))
         ended = hand.run(self._command(number, name))
         if not self._has_done(ended, number, name):
             self._fail(number, name, looks, ended)
@@ -266,7 +267,7 @@ class Watcher:
         if ended.report is None:
             return False
         text = json.dumps(ended.report, indent=1) + "\n"
-        write_beside(Path(self.output), self._report_name(number), text.encode(), join(self.run, name))
+        write_beside(Path(self.output), self._report_name(number), text.encode(), path_in(self.run, name))
         return True
 
     def _report_name(self, number: int) -> str:
@@ -274,17 +275,17 @@ class Watcher:
 
     def _output_of(self, number: int) -> str:
         name = self._report_name(number) if self.action.makes == "reports" else f"iter_{number:07d}"
-        return join(self.output, name)
+        return path_in(self.output, name)
 
     def _command(self, number: int, name: str) -> list[str]:
         """The words that do it: a root to a root if the output's tracker is to name it, else a folder to a folder."""
         words = [*self.action.words, "--json"]
         if self.action.makes == "reports":
-            return [*words, "--", _whole(join(self.run, name))]
+            return [*words, "--", _whole(path_in(self.run, name))]
         words.append("--resume")
         if self.action.makes == "root" and number > max(self._made(), default=-1):
             return [*words, "--iteration", str(number), "--", _whole(self.run), _whole(self.output)]
-        return [*words, "--", _whole(join(self.run, name)), _whole(self._output_of(number))]
+        return [*words, "--", _whole(path_in(self.run, name)), _whole(self._output_of(number))]
 
     def _made(self) -> Iterator[int]:
         """The iterations in the output, but one that is to be gone on with."""

@@ -7,7 +7,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from ckpt_tools.commands.ls import iteration_names, join
+from ckpt_tools.commands.ls import iteration_names
 from ckpt_tools.commands.outputs import is_root, refuse_overlap
 from ckpt_tools.errors import (
     NEVER_FINDINGS,
@@ -26,7 +26,7 @@ from ckpt_tools.formats.detect import (
     locate,
     tracked_iteration,
 )
-from ckpt_tools.formats.files import open_files
+from ckpt_tools.formats.files import open_files, path_in
 
 
 def check_run(run: str, output: str) -> None:
@@ -45,7 +45,7 @@ def check_run(run: str, output: str) -> None:
     if iteration_folders(names):
         return
     if local := next((name for name in names if LOCAL_FILE.fullmatch(name)), None):
-        raise UnsupportedCheckpointError(local_checkpoint(join(run, local)))
+        raise UnsupportedCheckpointError(local_checkpoint(path_in(run, local)))
     try:
         location = locate(run)
     except CkptError:  # nothing is there yet
@@ -94,7 +94,7 @@ def check_tracker(run: str, settle: float) -> None:
 
 def _rests(run: str, settle: float) -> bool:
     """Whether nobody seems to be writing it."""
-    written = max(_when(join(run, name)) for name in (TRACKER, BRIDGE_TRACKER))
+    written = max(_when(path_in(run, name)) for name in (TRACKER, BRIDGE_TRACKER))
     return time.time() - written >= settle
 
 

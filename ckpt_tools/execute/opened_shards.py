@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ckpt_tools.errors import VerificationError
 from ckpt_tools.execute.fileio import storage_errors
-from ckpt_tools.formats.files import Files
+from ckpt_tools.formats.files import Files, path_in
 from ckpt_tools.model.transfers import Plan
 
 _SUFFIX = ".safetensors"
@@ -43,7 +43,7 @@ def prove_uploaded(plan: Plan, files: Files) -> None:
             path = Path(folder, "shard")
             path.write_bytes(files.read(name, 0, heads[name]))
             os.truncate(path, files.size(name))
-            _prove(path, f"{files.location.rstrip('/')}/{name}", expected)
+            _prove(path, path_in(files.location, name), expected)
 
 
 def _expected(plan: Plan) -> dict[str, set[str]]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError
 from ckpt_tools.formats.archive import Record, check_record, payload_offset, read_directory, stored_crc32
-from ckpt_tools.formats.files import Files, read_whole
+from ckpt_tools.formats.files import Files, path_in, read_whole
 from ckpt_tools.formats.pickled_names import brief
 from ckpt_tools.formats.storage_classes import STORAGE_CLASSES
 from ckpt_tools.formats.unpickle import Function, TorchDtype, load_pickle
@@ -96,7 +96,7 @@ class _Archive:
 
     def __init__(self, files: Files, item: Item) -> None:
         self.files, self.item = files, item
-        self.where = f"{files.location.rstrip('/')}/{item.file} at byte {item.offset}"
+        self.where = f"{path_in(files.location, item.file)} at byte {item.offset}"
         tail = min(item.length, ARCHIVE_END)
         self._tail_start = item.length - tail
         self._tail = files.read(item.file, item.offset + self._tail_start, tail)
@@ -218,7 +218,7 @@ def read_archive(files: Files, item: Item) -> bytes:
     """
     data = files.read(item.file, item.offset, item.length)
     if item.length > _OFTEN_EQUAL_BYTES or not _is_sound(data):
-        _check_records(data, f"{files.location.rstrip('/')}/{item.file} at byte {item.offset}")
+        _check_records(data, f"{path_in(files.location, item.file)} at byte {item.offset}")
     return data
 
 
@@ -271,7 +271,7 @@ def whole_file(files: Files, name: str) -> Item:
     size = files.size(name)
     if size > MAX_OBJECT_BYTES:
         raise CorruptCheckpointError(
-            f"{files.location.rstrip('/')}/{name} has {size:,} bytes; of a file of objects at most "
+            f"{path_in(files.location, name)} has {size:,} bytes; of a file of objects at most "
             f"{MAX_OBJECT_BYTES:,} are read into memory"
         )
     return Item(name, 0, size)

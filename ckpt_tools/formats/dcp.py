@@ -19,7 +19,7 @@ from ckpt_tools.errors import (
     list_problems,
 )
 from ckpt_tools.formats.dcp_storage import LAYOUTS, LEADS_OUT, Offset, Storage, as_offset, check_range, packed
-from ckpt_tools.formats.files import Files, read_whole
+from ckpt_tools.formats.files import Files, path_in, read_whole
 from ckpt_tools.formats.lazy import Lazy, LazyChunks
 from ckpt_tools.formats.pickle_machine import Machine
 from ckpt_tools.formats.pickle_values import Object, Pairs, Record
@@ -62,7 +62,7 @@ def read_catalog(files: Files, trust_pickle: bool = False) -> Catalog:
     """
     if not files.exists(METADATA):
         raise missing_metadata(files)
-    where = f"{files.location.rstrip('/')}/{METADATA}"
+    where = path_in(files.location, METADATA)
     machine = Machine(read_whole(files, METADATA, MAX_METADATA_BYTES), where, trust_pickle)
     root = machine.load()
     try:

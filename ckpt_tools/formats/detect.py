@@ -18,7 +18,7 @@ from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError
 from ckpt_tools.formats.beside import LOCAL_FILE, MODELOPT, left_beside, local_checkpoint
 from ckpt_tools.formats.container import StoredTensor, load_object, whole_file
 from ckpt_tools.formats.dcp import METADATA
-from ckpt_tools.formats.files import Files, LocalFiles, absent_folder, open_files, read_whole
+from ckpt_tools.formats.files import Files, LocalFiles, absent_folder, open_files, path_in, read_whole
 from ckpt_tools.formats.hub_cache import snapshot_of
 from ckpt_tools.formats.metadata_kind import kind_of
 from ckpt_tools.formats.rank_parts import parts_of_ranks
@@ -168,9 +168,9 @@ def _resolve(files: Files, path: str, iteration: int | None) -> _Resolved:
         return _with_weights(files, path, names, weights, iteration)
     if _is_run(names):
         return _of_run(files, path, names, iteration)
-    if "weights" in names and open_files(_join(path, "weights")).exists(METADATA):
+    if "weights" in names and open_files(path_in(path, "weights")).exists(METADATA):
         _check_inner(files, "weights")
-        return _Resolved(None, _join(path, "weights"), name)
+        return _Resolved(None, path_in(path, "weights"), name)
     if (found := _in_verl(path, None)) is not None:
         if iteration is not None:
             raise UsageError(f"{path} is one checkpoint, not a run with an iteration {iteration}.")
@@ -226,8 +226,8 @@ def _of_run(files: Files, path: str, names: list[str], iteration: int | None) ->
     if STEP_FOLDER.fullmatch(chosen):
         return _titans(path, names, chosen, iteration)
     if STEP.fullmatch(chosen) or files.exists(f"{chosen}/{SLIME_MODEL}/{METADATA}"):
-        return _in_verl(_join(path, chosen), path) or _Resolved(path, _join(path, chosen), chosen)
-    return _Resolved(path, _join(path, chosen), chosen)
+        return _in_verl(path_in(path, chosen), path) or _Resolved(path, path_in(path, chosen), chosen)
+    return _Resolved(path, path_in(path, chosen), chosen)
 
 
 def _titans(path: str, names: list[str], chosen: str, iteration: int | None) -> _Resolved:
@@ -235,7 +235,7 @@ def _titans(path: str, names: list[str], chosen: str, iteration: int | None) -> 
     steps = len(iteration_folders(names))
     said = f"{path}: {chosen} is read, the latest whole one of {steps} steps; --iteration chooses another"
     left_out = () if iteration is not None or steps == 1 else (said,)
-    return _one(_join(path, chosen), chosen, None)._replace(left_out=left_out)
+    return _one(path_in(path, chosen), chosen, None)._replace(left_out=left_out)
 
 
 def _with_weights(
@@ -263,7 +263,7 @@ def _with_weights(
 
 def _inner_checkpoints(path: str, names: list[str]) -> list[str]:
     """The folders inside that hold a torch checkpoint or a run."""
-    folders = [_join(path, name) for name in names if "." not in name or iteration_folders([name])]
+    folders = [path_in(path, name) for name in names if "." not in name or iteration_folders([name])]
     marks = (METADATA, TRACKER, BRIDGE_TRACKER)
     return [one for one in folders[:_LOOKED_AT] if any(open_files(one).exists(mark) for mark in marks)]
 
@@ -300,7 +300,7 @@ def _folder_of(files: Files, names: list[str], iteration: int) -> str:
     """
     found = [name for name, number in iteration_folders(names) if number == iteration]
     if len(found) > 1:
-        listed = ", ".join(_join(files.location, name) for name in found)
+        listed = ", ".join(path_in(files.location, name) for name in found)
         raise UsageError(f"{files.location} has several folders of iteration {iteration}; give one: {listed}")
     return found[0] if found else f"iter_{iteration:07d}"
 
@@ -333,7 +333,7 @@ def _nothing_here(path: str, names: list[str]) -> UnsupportedCheckpointError:
         hint = f" It looks like a Hugging Face model without safetensors. {AS_SAFETENSORS}"
     cached = [name for name in names if name.startswith("models--")]
     if cached:
-        hint = f" It is a Hugging Face cache; give one of its models, such as {_join(path, cached[0])}."
+        hint = f" It is a Hugging Face cache; give one of its models, such as {path_in(path, cached[0])}."
     shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
     return UnsupportedCheckpointError(
         f"{path} holds no checkpoint: neither {METADATA} nor {TRACKER}, only {shown}.{hint}"
@@ -344,8 +344,8 @@ def _local_file(path: str, names: list[str], depth: int = 2) -> str | None:
     """A local checkpoint's file: in a folder of its rank, which may be in one of a session."""
     for name in names:
         if LOCAL_FILE.fullmatch(name):
-            return _join(path, name)
-    folders = (_join(path, name) for name in names[:_LOOKED_AT] if depth and "." not in name)
+            return path_in(path, name)
+    folders = (path_in(path, name) for name in names[:_LOOKED_AT] if depth and "." not in name)
     inner = (_local_file(folder, _listed(folder), depth - 1) for folder in folders)
     return next(filter(None, inner), None)
 
@@ -396,10 +396,6 @@ def _sharded_backend(files: Files) -> str:
             f"{files.location}/{METADATA_JSON} does not name a sharded_backend ({error})."
         ) from error
     return str(backend)
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path.rstrip('/')}/{name}"
 
 
 def _parent(path: str) -> str:

@@ -48,6 +48,11 @@ def path_text(path: AnyPath) -> str:
     return os.fspath(path)
 
 
+def path_in(folder: str, name: str) -> str:
+    """The path or the URL of what is called `name` in a folder."""
+    return f"{folder.rstrip('/')}/{name}"
+
+
 def read_whole(files: Files, name: str, limit: int = SMALL_FILE_BYTES) -> bytes:
     """All of a file that should be small.
 
@@ -57,7 +62,7 @@ def read_whole(files: Files, name: str, limit: int = SMALL_FILE_BYTES) -> bytes:
     size = files.size(name)
     if size > limit:
         raise CorruptCheckpointError(
-            f"{files.location.rstrip('/')}/{name} has {size:,} bytes; such a file has at most {limit:,}, and more "
+            f"{path_in(files.location, name)} has {size:,} bytes; such a file has at most {limit:,}, and more "
             "is not read into memory"
         )
     return files.read(name, 0, size)
@@ -195,7 +200,7 @@ class LocalFiles:
             self._fds.clear()
 
     def _path(self, name: str) -> str:
-        return f"{self.location.rstrip('/')}/{name}" if name else self.location
+        return path_in(self.location, name) if name else self.location
 
     def _open(self, name: str) -> tuple[int, bool]:
         """A descriptor, and whether it stays open after this call."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from ckpt_tools.errors import CorruptCheckpointError
-from ckpt_tools.formats.files import Files
+from ckpt_tools.formats.files import Files, path_in
 from ckpt_tools.model.catalog import Item, TensorEntry
 
 
@@ -84,7 +84,7 @@ class FilesBeside(JoinedFiles):
 
 def joined_name(part: Files, name: str) -> str:
     """What a file of `part` is called among joined folders."""
-    return f"{part.location.rstrip('/')}/{name}"
+    return path_in(part.location, name)
 
 
 def joined_entry(part: Files, entry: TensorEntry, key: str) -> TensorEntry:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError, list_problems
-from ckpt_tools.formats.files import Files, open_files, read_whole
+from ckpt_tools.formats.files import Files, open_files, path_in, read_whole
 from ckpt_tools.formats.rank_parts import joined, lacking_files, parts_of_ranks, placed
 from ckpt_tools.model.box import full_box
 from ckpt_tools.model.catalog import MAX_DIMENSIONS, Catalog, Chunk, Item, TensorEntry
@@ -159,7 +159,9 @@ def _weight_map(files: Files) -> dict[str, str] | None:
     problems = [f"{name!r} is not a file name" for name in shards if name in ("", ".", "..") or "/" in name]
     problems += [f"shard {name} is missing" for name in sorted(shards - set(present))]
     if problems:
-        raise CorruptCheckpointError(f"{_where(files, INDEX_FILE)}:\n" + list_problems(problems), problems)
+        raise CorruptCheckpointError(
+            f"{path_in(files.location, INDEX_FILE)}:\n" + list_problems(problems), problems
+        )
     return weight_map
 
 
@@ -207,12 +209,8 @@ def refuse_pointers(files: Files, names: Iterable[str]) -> None:
         )
 
 
-def _where(files: Files, name: str) -> str:
-    return f"{files.location.rstrip('/')}/{name}"
-
-
 def _read_index(files: Files) -> dict[str, str]:
-    path = _where(files, INDEX_FILE)
+    path = path_in(files.location, INDEX_FILE)
     raw = read_whole(files, INDEX_FILE, MAX_INDEX_BYTES)
     try:
         index = json.loads(raw, object_pairs_hook=_unique)
@@ -235,7 +233,7 @@ def read_safetensors_header(files: Files, name: str) -> dict[str, TensorEntry]:
 
 def _read_header(files: Files, name: str) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """The tensors of one file, and the texts that stand beside them."""
-    path = _where(files, name)
+    path = path_in(files.location, name)
     size = files.size(name)
     length = int.from_bytes(files.read(name, 0, min(size, 8)), "little")
     if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):

@@ -19,6 +19,7 @@ from urllib.parse import quote, urlsplit
 from ckpt_tools.credentials import hidden, revealed
 from ckpt_tools.errors import CkptError, StorageError, UsageError
 from ckpt_tools.formats.drivers import WEB, Driver, Entry, FsspecDriver, Upload
+from ckpt_tools.formats.files import path_in
 from ckpt_tools.formats.multipart import IN_FLIGHT, Begun, Part
 from ckpt_tools.formats.requests import pool
 
@@ -111,7 +112,7 @@ class Store:
 
     def where(self, name: str) -> str:
         """A file of this folder as a message names it."""
-        return f"{self.location.rstrip('/')}/{name}" if name else self.location
+        return path_in(self.location, name) if name else self.location
 
     def call(self, what: str, request: Callable[[float], T], nbytes: int = 0) -> T:
         """The result of `request(seconds it may take)`, repeated while the store fails; `nbytes` is what it moves.

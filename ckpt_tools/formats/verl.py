@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError, UsageError
 from ckpt_tools.formats.dcp import METADATA
-from ckpt_tools.formats.files import Files, LocalFiles, open_files, read_whole
+from ckpt_tools.formats.files import Files, LocalFiles, open_files, path_in, read_whole
 
 STEP = re.compile(r"global_step_(\d{1,18})")
 _STEP_OF_ANY = re.compile(r"(?:global_step_|iter_)(\d{1,18})")
@@ -80,17 +80,17 @@ def inner_checkpoint(path: str) -> Inner | None:
     if any(map(_OF_A_RANK.fullmatch, names)) and not _OF_A_ROLE & set(names):
         raise _of_fsdp(path)
     if _OF_A_ROLE & set(names):
-        found = _chosen(path, [part for part in _MODELS if _holds_weights(_join(path, part))])
+        found = _chosen(path, [part for part in _MODELS if _holds_weights(path_in(path, part))])
         if found is None and any(map(_OF_A_RANK.fullmatch, names)):
             raise _of_fsdp(path)
         return found
-    roles = [role for role in _ROLES if role in names and _is_role(_join(path, role))]
+    roles = [role for role in _ROLES if role in names and _is_role(path_in(path, role))]
     if not roles:
         return None
     if len(roles) > 1:
         raise UsageError(f"{path} holds several models; give one: {_listed(path, roles)}")
     _check_folder(path, roles[0])
-    found = inner_checkpoint(_join(path, roles[0]))
+    found = inner_checkpoint(path_in(path, roles[0]))
     data = [f"{name}: where verl's data loader is" for name in ("data.pt",) if name in names]
     return None if found is None else Inner(found.path, (*found.left_out, *data))
 
@@ -134,7 +134,7 @@ def _inside(path: str, model: str) -> Inner:
         left_out = [f"{name}: {why}" for name, why in apart.items() if name != model and files.exists(name)]
     finally:
         files.close()
-    return Inner(_join(path, model), tuple(left_out))
+    return Inner(path_in(path, model), tuple(left_out))
 
 
 def _from_contents(path: str) -> Inner:
@@ -157,7 +157,7 @@ def _from_contents(path: str) -> Inner:
 
 def _contents(files: Files) -> dict[str, str]:
     """Folder by what is in it."""
-    where = f"{files.location.rstrip('/')}/{CONTENTS}"
+    where = path_in(files.location, CONTENTS)
     try:
         contents: Mapping[str, Any] = json.loads(read_whole(files, CONTENTS, _CONTENTS_BYTES))["contents"]
         found = {name: entry["path"] for name, entry in contents.items()}
@@ -190,8 +190,4 @@ def _names(path: str) -> list[str]:
 
 
 def _listed(path: str, parts: Sequence[str]) -> str:
-    return ", ".join(_join(path, part) for part in parts)
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path.rstrip('/')}/{name}"
+    return ", ".join(path_in(path, part) for part in parts)
