@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import closing
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
+from ckpt_tools.formats.documents import DocumentError, parse_json
 from ckpt_tools.formats.files import open_files, path_in, read_whole
 from ckpt_tools.formats.hub_cache import snapshot_of
 from ckpt_tools.formats.safetensors import OTHER_WEIGHTS, refuse_pointers
@@ -70,6 +70,6 @@ def _names_code(name: str, data: bytes) -> bool:
     if not name.endswith("_config.json"):
         return False
     try:
-        return "auto_map" in json.loads(data)
-    except (ValueError, TypeError, RecursionError):  # carried as it is; whoever loads it will say
+        return "auto_map" in parse_json(data)
+    except (DocumentError, TypeError):  # carried as it is; whoever loads it will say
         return False

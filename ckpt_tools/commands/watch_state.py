@@ -21,6 +21,7 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.access import Access, access_of, make_folder
 from ckpt_tools.execute.fileio import storage_errors
 from ckpt_tools.execute.folders import Folder
+from ckpt_tools.formats.documents import parse_json
 
 FOLDER = ".ckpt_tools-watch"
 LOCK, STATE = "lock", "state.json"
@@ -117,8 +118,8 @@ class WatchFolder:
                 return Memory(command, self.run)
             text = self.folder.read(STATE, _MOST_BYTES)
         try:
-            memory = _from_json(json.loads(text))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            memory = _from_json(parse_json(text))
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise UsageError(f"{file} is not what watch keeps there. Remove it to start anew.") from None
         if memory.command != command:
             raise UsageError(

@@ -6,7 +6,6 @@ checkpoint, a folder that holds one as `weights/`, or a Hugging Face model direc
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError
 from ckpt_tools.formats.beside import LOCAL_FILE, MODELOPT, left_beside, local_checkpoint
 from ckpt_tools.formats.container import StoredTensor, load_object, whole_file
 from ckpt_tools.formats.dcp import METADATA
+from ckpt_tools.formats.documents import parse_json
 from ckpt_tools.formats.files import Files, LocalFiles, absent_folder, open_files, path_in, read_whole
 from ckpt_tools.formats.hub_cache import snapshot_of
 from ckpt_tools.formats.metadata_kind import kind_of
@@ -390,8 +390,8 @@ def _listed(root: str) -> list[str]:
 def _sharded_backend(files: Files) -> str:
     raw = read_whole(files, METADATA_JSON)
     try:
-        backend = json.loads(raw)["sharded_backend"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        backend = parse_json(raw)["sharded_backend"]
+    except (ValueError, KeyError, TypeError) as error:
         raise CorruptCheckpointError(
             f"{files.location}/{METADATA_JSON} does not name a sharded_backend ({error})."
         ) from error

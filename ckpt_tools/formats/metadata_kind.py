@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import TYPE_CHECKING
 
 from ckpt_tools.formats.dcp import MAX_METADATA_BYTES, METADATA, missing_metadata
+from ckpt_tools.formats.documents import DocumentError, parse_json
 from ckpt_tools.formats.files import Files, read_whole
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def _is_version_2(files: Files, names: list[str], data: bytes) -> bool:
     if _RECORD not in names or not all(word in data for word in _VERSION_2):
         return False
     try:
-        record = json.loads(read_whole(files, _RECORD, _MAX_RECORD_BYTES))
-    except (ValueError, RecursionError):
+        record = parse_json(read_whole(files, _RECORD, _MAX_RECORD_BYTES))
+    except DocumentError:
         return True  # a damaged record is told when it is needed
     return not isinstance(record, dict) or record.get("format") != "dcp"

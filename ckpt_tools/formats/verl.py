@@ -17,13 +17,13 @@ With PyTorch's FSDP verl keeps a pickle a rank instead (`model_world_size_8_rank
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError, UsageError
 from ckpt_tools.formats.dcp import METADATA
+from ckpt_tools.formats.documents import parse_json
 from ckpt_tools.formats.files import Files, LocalFiles, open_files, path_in, read_whole
 
 STEP = re.compile(r"global_step_(\d{1,18})")
@@ -159,9 +159,9 @@ def _contents(files: Files) -> dict[str, str]:
     """Folder by what is in it."""
     where = path_in(files.location, CONTENTS)
     try:
-        contents: Mapping[str, Any] = json.loads(read_whole(files, CONTENTS, _CONTENTS_BYTES))["contents"]
+        contents: Mapping[str, Any] = parse_json(read_whole(files, CONTENTS, _CONTENTS_BYTES))["contents"]
         found = {name: entry["path"] for name, entry in contents.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptCheckpointError(
             f"{where}: not what verl writes ({type(error).__name__}: {error})"
         ) from None

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from ckpt_tools.errors import CorruptCheckpointError, MappingError
-from ckpt_tools.formats.files import Files
+from ckpt_tools.formats.documents import parse_json
+from ckpt_tools.formats.files import Files, read_whole
 
 RECORD_FILE = "ckpt_tools.json"
 SCHEMA_VERSION = 1
@@ -98,13 +99,10 @@ def read_record(files: Files) -> TargetRecord | None:
     if not files.exists(RECORD_FILE):
         return None
     where = f"{files.location}/{RECORD_FILE}"
-    size = files.size(RECORD_FILE)
-    if size > _MAX_BYTES:
-        raise CorruptCheckpointError(f"{where}: {size} bytes, expected a small JSON object")
+    raw = read_whole(files, RECORD_FILE, _MAX_BYTES)
     try:
-        data = json.loads(files.read(RECORD_FILE, 0, size))
-        return _parsed(data)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        return _parsed(parse_json(raw))
+    except (ValueError, KeyError, TypeError) as error:
         raise CorruptCheckpointError(
             f"{where}: not a record that this tool writes ({type(error).__name__}: {error}). Delete the file if "
             "you do not need it, and say with --tp for how many tensor-parallel ranks the checkpoint is"

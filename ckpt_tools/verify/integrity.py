@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
-from typing import Any
 
+from ckpt_tools.formats.documents import parse_json
 from ckpt_tools.formats.files import Files
 from ckpt_tools.verify.manifest import SMALL_FILES, file_row
 from ckpt_tools.verify.report import Check, Findings
@@ -49,10 +48,7 @@ def _read(files: Files) -> dict[str, str]:
     size = files.size(INTEGRITY)
     if size > _MOST_BYTES:
         raise ValueError(f"{size} bytes")
-    try:
-        stored: Any = json.loads(files.read(INTEGRITY, 0, size))
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
+    stored = parse_json(files.read(INTEGRITY, 0, size))
     algorithm = stored.get("algorithm", "sha256") if isinstance(stored, dict) else None
     if algorithm != "sha256":
         raise ValueError(f"algorithm {algorithm!r}" if isinstance(stored, dict) else "not an object")

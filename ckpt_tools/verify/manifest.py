@@ -10,7 +10,6 @@ A tensor's digest is that of its row-major little-endian bytes, so it outlives r
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 from ckpt_tools.errors import CkptError, StorageError, UsageError
 from ckpt_tools.execute.read_box import BoxReader
 from ckpt_tools.execute.spread import Tick, spread
-from ckpt_tools.formats.documents import DocumentError, read_named_file
+from ckpt_tools.formats.documents import DocumentError, parse_json, read_named_file
 from ckpt_tools.formats.files import Files
 from ckpt_tools.megatron.record import RECORD_FILE
 from ckpt_tools.model.box import full_box
@@ -42,10 +41,10 @@ def read_manifest(path: Path) -> object:
         UsageError: it is absent or not JSON. StorageError: it cannot be read.
     """
     try:
-        return json.loads(read_named_file(path, MAX_MANIFEST_BYTES))
+        return parse_json(read_named_file(path, MAX_MANIFEST_BYTES))
     except FileNotFoundError:
         raise UsageError(f"there is no manifest {path}; --write-manifest {path} makes one") from None
-    except (ValueError, RecursionError, DocumentError) as error:
+    except DocumentError as error:
         raise UsageError(f"{path} is not a manifest ({error})") from None
     except OSError as error:
         raise StorageError(f"{path}: {error.strerror or error}") from error
