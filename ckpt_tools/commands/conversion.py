@@ -97,9 +97,7 @@ class Conversion:
     fp8_recipe: str | None = None  # of a source with weights held in FP8 (`ModelSettings.fp8_recipe`)
     advice: str | None = None  # what else can be done when masters do not round
     must_be_zero: Sequence[CutRows] = ()
-    without_masters: Callable[[str], Conversion] | None = (
-        None  # the same for masters that do not, with a note why
-    )
+    without_masters: Callable[[str], Conversion] | None = None  # for masters that do not; takes a note why
     model: Callable[[], LiveModel] | None = None  # that a job's placement is asked of; before there is a plan
     archives: Callable[[], Iterable[tuple[str, bytes]]] | None = None  # of the target's objects, likewise
 

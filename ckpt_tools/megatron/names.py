@@ -57,9 +57,7 @@ class Dialect:
     mla_fused_in_state: bool = True
     gdn_fused_in_state: bool = True
     mamba_conv: str = "conv1d."
-    rng_by_dp: bool = (
-        False  # in torch_dist: states of every data-parallel rank where there is expert parallelism
-    )
+    rng_by_dp: bool = False  # in torch_dist with expert parallelism: states of every data-parallel rank
 
 
 DIALECTS: dict[DialectName, Dialect] = {

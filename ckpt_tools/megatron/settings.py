@@ -24,9 +24,7 @@ class ModelSettings:
     num_layers: int | None = None
     tp: int | None = None
     bridge: bool = False
-    fp8_recipe: str | None = (
-        "unknown"  # of weights that may be held in FP8 (`--fp8-param-gather`); None: of none
-    )
+    fp8_recipe: str | None = "unknown"  # of weights that may be in FP8 (`--fp8-param-gather`); None: none are
 
 
 def read_settings(common: CommonState) -> ModelSettings:

@@ -67,9 +67,7 @@ class TargetOptions:
     vocab_size: int | None = None  # real tokens; the rest is padding
     tp: int | None = None  # tensor-parallel size of the job that will load the result
     weights_only: bool = False
-    keep_states: bool = (
-        False  # of an optimizer that Megatron-FSDP does not have, under keys that nobody asks for
-    )
+    keep_states: bool = False  # of optimizers Megatron-FSDP does not have, under keys that nobody asks for
     dtype: str | None = None  # of the weights, with weights_only
     aliases: bool = False  # also under the names other targets use
     group_map: Mapping[str, int] | None = None
@@ -97,9 +95,7 @@ class FsdpTarget:
     vocab: VocabChange
     vocabulary: Vocabulary | None
     tokens: int | None  # of the vocabulary, where it is known
-    archives: Mapping[str, Item] = field(
-        default_factory=dict
-    )  # of objects that go along byte for byte, by key
+    archives: Mapping[str, Item] = field(default_factory=dict)  # by key, of objects carried byte for byte
 
     @property
     def packed(self) -> tuple[str, ...]:

@@ -43,7 +43,7 @@ class ModelArgs:
     layernorm_epsilon: float = 1e-5
     zero_centered_gamma: bool = False  # norms are stored as weight - 1
     activation: str = (
-        "gelu"  # swiglu, geglu, quick_geglu, gelu (by tanh), gelu_erf, squared_relu; or a name not used
+        "gelu"  # by tanh; swiglu, geglu, quick_geglu, gelu_erf, squared_relu; or a name not used
     )
     activation_clamp: float | None = None
     glu_linear_offset: float = 0.0
@@ -53,9 +53,7 @@ class ModelArgs:
     softmax_type: str = "vanilla"
     position_embedding_type: str = "learned_absolute"  # or rope or none
     rotary_base: float = 10000
-    rotary_base_local: float | None = (
-        None  # of layers with a sliding window, where they have their own (Gemma 3)
-    )
+    rotary_base_local: float | None = None  # of layers with a sliding window that have their own (Gemma 3)
     rotary_percent: float = 1.0
     rotary_interleaved: bool = False
     no_rope_layers: tuple[int, ...] = ()  # 1 for layers without rotary embedding; () for none
@@ -83,9 +81,7 @@ class ModelArgs:
     moe_router_topk_scaling_factor: float | None = None
     moe_shared_expert_intermediate_size: int | None = None
     moe_shared_expert_gate: bool = False
-    glu_interleave: GluInterleave | None = (
-        None  # how rows of the experts' fc1 lie, if not gate first, then up
-    )
+    glu_interleave: GluInterleave | None = None  # of rows of the experts' fc1; None: gate first, then up
     multi_latent_attention: bool = False
     q_lora_rank: int | None = None
     kv_lora_rank: int = 0

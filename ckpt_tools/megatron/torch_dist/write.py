@@ -63,10 +63,8 @@ class TorchDistOptions:
     stacked: bool | None = None  # layers of a block in one tensor
     dtype: str | None = None  # of the weights
     tp: int | None = None  # the tensor-parallel size that the source's packed projections are for
-    ep: int | None = (
-        None  # sizes of the job that will load the result: expert-parallel, expert tensor-parallel
-    )
-    etp: int | None = None
+    ep: int | None = None  # sizes of the job that will load the result: of expert parallelism,
+    etp: int | None = None  # of tensor parallelism inside experts
     gpus: int | None = None  # of that job
     dialect: DialectName | None = None  # of the program that will load the result
     weights_only: bool = False
