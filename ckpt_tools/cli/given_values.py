@@ -123,11 +123,6 @@ def group_map(file: Path | None) -> Mapping[str, int] | None:
     return load_group_map(file)
 
 
-def optional_bytes(text: str | None) -> int | None:
-    """`parse_bytes` of what may not be given."""
-    return None if text is None else parse_bytes(text)
-
-
 def as_text(path: Path | None) -> str | None:
     """A path as the text that was given."""
     return None if path is None else str(path)

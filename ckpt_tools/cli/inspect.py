@@ -59,7 +59,7 @@ def inspect(checkpoint: Checkpoint, **given: Any) -> None:
         checkpoint, given["iteration"], keys, given["list_group_meta"], given["trust_pickle"]
     )
     if keys:
-        render.say_unmatched("--keys", keys, (*found.catalog.tensors, *found.catalog.objects))
+        render.say_unmatched(keys, (*found.catalog.tensors, *found.catalog.objects))
     html = given["html"]
     if html is not None:
         from ckpt_tools.commands.inspect_page import inspection_html

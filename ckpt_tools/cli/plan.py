@@ -32,13 +32,13 @@ _OWN = {
     "disk": option(
         str,
         "--disk",
-        read=v.optional_bytes,
+        read=v.given_bytes,
         help="What a node's disk copies in a second, e.g. 3GB, of the slowest node: says how long it takes.",
     ),
     "network": option(
         str,
         "--network",
-        read=v.optional_bytes,
+        read=v.given_bytes,
         help="The same of a file system or store that all nodes share.",
     ),
     "nodes": option(int, "--nodes", default=1, min=1, max=4096, help="With --disk: how many convert."),

@@ -114,13 +114,13 @@ def say(note: str) -> None:
     tell(note, sys.stderr)
 
 
-def say_unmatched(option: str, patterns: Iterable[str], names: Iterable[str]) -> None:
-    """Name on stderr every glob that matches nothing, with the names that were perhaps meant."""
+def say_unmatched(patterns: Iterable[str], names: Iterable[str]) -> None:
+    """Name on stderr every glob of `--keys` that matches nothing, with the names that were perhaps meant."""
     from ckpt_tools.close_names import unmatched
 
     for pattern, close in unmatched(patterns, names).items():
         hint = f" Did you mean {', '.join(map(escape, close))}?" if close else ""
-        say(f"note: {option} {escape(repr(pattern))} matches nothing.{hint}")
+        say(f"note: --keys {escape(repr(pattern))} matches nothing.{hint}")
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> None:

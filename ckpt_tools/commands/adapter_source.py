@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +23,7 @@ from ckpt_tools.megatron.adapters import (
     AdapterSettings,
     AdapterTensors,
     adapter_name,
+    is_finite_number,
     read_adapters,
     sort_out,
 )
@@ -186,8 +186,8 @@ def _settings(adapter: Opened, base: Opened) -> AdapterSettings:
     if section.get("normalize_moe_lora"):
         dim = None  # adapters of experts have a smaller one
     return AdapterSettings(
-        alpha if _is_number(alpha) else None,
-        dim if _is_number(dim) else None,
+        alpha if is_finite_number(alpha) else None,
+        dim if is_finite_number(dim) else None,
         gated if gated is None else bool(gated),
         adapter.common.arg("expert_model_parallel_size"),
         adapter.location.kind == "torch_dist",
@@ -208,12 +208,8 @@ def _peft_section(files: Files) -> Mapping[str, Any]:
     return section if isinstance(section, Mapping) else {}
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _alpha(how: AdapterSettings, given: float | None, path: str) -> tuple[float, str]:
-    if given is not None and not _is_number(given):
+    if given is not None and not is_finite_number(given):
         raise UsageError(f"--alpha {given}: a number is expected")
     if given is None and how.alpha is None:
         raise UsageError(
@@ -225,7 +221,7 @@ def _alpha(how: AdapterSettings, given: float | None, path: str) -> tuple[float,
     return (given, "--alpha") if how.alpha is None and given is not None else (how.alpha or 0.0, RUN_CONFIG)
 
 
-def _check_dim(adapters: list[Adapter], dim: int | None) -> None:
+def _check_dim(adapters: list[Adapter], dim: float | None) -> None:
     wrong = [
         f"{adapter.label}: rank {adapter.rank}" for adapter in adapters if dim not in (None, adapter.rank)
     ]

@@ -21,7 +21,7 @@ from ckpt_tools.execute.write_job import WriteOptions
 from ckpt_tools.formats.left_out import leave_out
 from ckpt_tools.megatron.huggingface.tower_targets import language_prefix
 from ckpt_tools.megatron.hybrid import as_gpt, is_hybrid
-from ckpt_tools.megatron.keys import EXPERTS, is_optimizer_key
+from ckpt_tools.megatron.keys import is_optimizer_key, one_expert
 from ckpt_tools.megatron.settings import training_dtype
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.expressions import Value
@@ -119,16 +119,11 @@ def _source(opened: Opened, model: Model, dtype: str | None, wide: bool) -> Expo
         masters = "written"
     return ExportSource(
         model.catalog,
-        {one_name(p.name, p.expert): p.main if wide else p.weight for p in model.parameters},
+        {one_expert(p.name, p.expert): p.main if wide else p.weight for p in model.parameters},
         opened.common.args or opened.common.model_config or None,
-        {one_name(p.name, p.expert): own for p in model.parameters if own and is_master(p)},
+        {one_expert(p.name, p.expert): own for p in model.parameters if own and is_master(p)},
         "as_stored" if in_place else masters,
         tuple(master_targets(model)),
         model.settings.fp8_recipe,
         notes=notes,
     )
-
-
-def one_name(name: str, expert: int | None) -> str:
-    """The name of one expert's parameter: ``...experts.experts.7.linear_fc1.weight``."""
-    return name if expert is None else name.replace(EXPERTS, f"{EXPERTS}{expert}.")

@@ -17,7 +17,7 @@ from ckpt_tools.execute.spread import Job, Result, Tick, spread
 from ckpt_tools.execute.workers import can_fork
 from ckpt_tools.execute.write_job import WriteOptions
 from ckpt_tools.model.catalog import Catalog
-from ckpt_tools.model.choices import LayerSpec, MegatronFormat
+from ckpt_tools.model.choices import LayerSpec
 from ckpt_tools.model.model import Model, Parameter
 from ckpt_tools.model.roles import MASTER
 from ckpt_tools.model.target import Source, TargetTensor
@@ -44,9 +44,7 @@ class Wanted:
     optimizer: Extent = "whole"
     ignore_keys: tuple[str, ...] = ()
     unknown_keys: bool = False  # keys that no rule accounts for may be there, and count as dropped
-    tp: int | None = (
-        None  # tensor-parallel size that packed projections are for, where the checkpoint does not tell
-    )
+    tp: int | None = None  # that packed projections are for, where the checkpoint does not tell
     layer_spec: LayerSpec | None = None  # te or local, where the arguments do not tell
     workers: int | None = 1  # processes that read what takes a proof by content; None: as many as help
 
@@ -173,16 +171,15 @@ READ: Mapping[str, Callable[[Opened, Wanted], Model]] = {
 }
 
 
-def need_kind(opened: Opened, kind: MegatronFormat) -> None:
+def need_torch_dist(opened: Opened) -> None:
     """
     Raises:
         UnsupportedCheckpointError: the checkpoint is of another kind.
     """
     found = opened.location.kind
-    if found != kind:
-        article = "an" if kind.startswith("f") else "a"
+    if found != "torch_dist":
         raise UnsupportedCheckpointError(
-            f"{opened.location.path} is {A_KIND.get(found, found)}, not {article} {kind} checkpoint"
+            f"{opened.location.path} is {A_KIND.get(found, found)}, not a torch_dist checkpoint"
         )
 
 

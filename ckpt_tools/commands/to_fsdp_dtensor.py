@@ -22,7 +22,7 @@ from ckpt_tools.commands.conversion_report import ConversionReport
 from ckpt_tools.commands.opened import Opened
 from ckpt_tools.commands.outputs import object_archives, read_bridge_files, trackers_of, with_record
 from ckpt_tools.commands.placements import Layout, target_model
-from ckpt_tools.commands.read_model import Wanted, need_kind, read_model
+from ckpt_tools.commands.read_model import Wanted, need_torch_dist, read_model
 from ckpt_tools.commands.target_job import TargetJob, need_tp, said_tp, sized
 from ckpt_tools.commands.version_2 import VERSION_1, VERSION_2, for_version_1, for_version_2
 from ckpt_tools.commands.warm_start import begun_at, weights_for_masters, with_run_state
@@ -130,7 +130,7 @@ def prepare(opened: Opened, options: ConvertOptions, layout: Layout) -> Conversi
 
         return prepare_plain(opened, options, layout)
     if opened.location.kind != "dcp":
-        need_kind(opened, "torch_dist")
+        need_torch_dist(opened)
     optimizer: Extent = "masters" if options.target.weights_only else "whole"
     model = read_model(opened, Wanted(optimizer, options.ignore_keys, workers=options.write.workers))
     if options.target.fresh_optimizer:

@@ -17,10 +17,11 @@ has `to_wrap.` in its name. The part that is added is ``alpha / rank * (B @ A)``
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems
 from ckpt_tools.megatron.keys import EXPERTS, expert_of, role_of, stacked_layers, strip_wrappers
@@ -41,6 +42,11 @@ _OTHER = {
     ".lora_": "PEFT's own modules inside Megatron (ms-swift). Export the adapter as a PEFT directory there",
     "adapter_layer.": "an adapter of NeMo 1, which is not read. Merge it in NeMo 1",
 }
+
+
+def is_finite_number(value: object) -> TypeGuard[int | float]:
+    """Whether an entry of an adapter's settings is a number to compute with; JSON's true is 1 to Python."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 class FactorName(NamedTuple):
@@ -81,7 +87,7 @@ class AdapterSettings:
     """What the job that trained adapters says of them; None where it is silent."""
 
     alpha: float | None = None
-    dim: int | None = None  # the rank, which the matrices show too
+    dim: float | None = None  # the rank, which the matrices show too
     gated: bool | None = None  # whether fc1 has a gate
     expert_ranks: int | None = None  # expert-parallel size
     halved: bool = True  # B of fc1 is stored in halves, as `torch_dist` has it

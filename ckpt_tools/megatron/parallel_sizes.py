@@ -22,7 +22,7 @@ _COUNTED = {  # by the tensor that a layer of the kind has: of what each rank ge
 
 def tensor_parallel_problems(tp: int, setting: Setting, names: Iterable[str]) -> Iterator[str]:
     """Why a job of `tp` tensor-parallel ranks cannot be: by its settings, and the names of the model's weights."""
-    heads, groups = _count(setting("num_attention_heads")), _count(setting("num_query_groups"))
+    heads, groups = count_of(setting("num_attention_heads")), count_of(setting("num_query_groups"))
     if setting("group_query_attention") is False:
         groups = heads
     if heads and heads % tp:
@@ -32,7 +32,7 @@ def tensor_parallel_problems(tp: int, setting: Setting, names: Iterable[str]) ->
     kinds = {kind for name in names for kind in _COUNTED if name.endswith(kind)}
     for kind in sorted(kinds):
         for counted, what in _COUNTED[kind]:
-            number = _count(setting(counted))
+            number = count_of(setting(counted))
             if number and number % tp:
                 yield f"{number} {what} are not a multiple of tensor parallel size {tp}"
 
@@ -51,5 +51,6 @@ def refuse_tensor_parallel(tp: int, setting: Setting, names: Iterable[str]) -> N
         )
 
 
-def _count(value: object) -> int | None:
+def count_of(value: object) -> int | None:
+    """A setting that counts something; None where it is not a whole number above 0."""
     return value if type(value) is int and value > 0 else None

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from ckpt_tools.errors import MappingError, UsageError
 from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter
+from ckpt_tools.megatron.parallel_sizes import count_of
 
 _MAX_TP = 1024
 VOCAB_NAMES = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
@@ -51,12 +52,12 @@ def told_tokens(args: Mapping[str, Any]) -> tuple[int, ...]:
     files may have more tokens than a stale `--vocab-size` says. Up to core 0.16 the null tokenizer adds one to it
     for the end of a document. What the run padded to tells them apart, or that none of them is right.
     """
-    size, kind = _count(args.get("vocab_size")), str(args.get("tokenizer_type") or "")
+    size, kind = count_of(args.get("vocab_size")), str(args.get("tokenizer_type") or "")
     if size is None or not (kind.startswith(("Null", "TikTokenizer")) or args.get("should_pad_vocab")):
         return ()
     found = (size, size + 1) if kind.startswith("Null") else (size,)
     padded, multiple, tp = (
-        _count(args.get(name))
+        count_of(args.get(name))
         for name in ("padded_vocab_size", "make_vocab_size_divisible_by", "tensor_model_parallel_size")
     )
     if padded is None or multiple is None or tp is None:
@@ -76,7 +77,7 @@ def vocabulary(
         return None
     told = told_tokens(args) if tokens is None else (tokens,)
     multiple, heads = (
-        _count(args.get(name)) for name in ("make_vocab_size_divisible_by", "num_attention_heads")
+        count_of(args.get(name)) for name in ("make_vocab_size_divisible_by", "num_attention_heads")
     )
     if multiple is None:
         return Vocabulary(rows, None, (), False)
@@ -88,10 +89,6 @@ def vocabulary(
         and all(padded_rows(t, multiple, tp) == rows for t in told)
     )
     return Vocabulary(rows, multiple, tuple(sizes), bool(told))
-
-
-def _count(value: object) -> int | None:
-    return value if type(value) is int and value > 0 else None
 
 
 def is_vocab(name: str) -> bool:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems
+from ckpt_tools.megatron.adapters import is_finite_number
 from ckpt_tools.megatron.huggingface.checks import Spec
 from ckpt_tools.megatron.huggingface.peft_places import ADAPTER_CONFIG, PLACE_FIELDS, Places, read_places
 from ckpt_tools.model.catalog import Catalog, TensorEntry
@@ -147,7 +148,7 @@ def read_peft_settings(config: Any) -> PeftSettings:
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if type(rank) is not int or rank < 1:
         raise MappingError(f"{ADAPTER_CONFIG}: r is {rank!r}; a whole number above 0 is expected")
-    if not isinstance(alpha, int | float) or not _is_number(alpha):
+    if not is_finite_number(alpha):
         raise MappingError(f"{ADAPTER_CONFIG}: lora_alpha is {alpha!r}; a number is expected")
     return PeftSettings(
         rank,
@@ -160,13 +161,9 @@ def read_peft_settings(config: Any) -> PeftSettings:
     )
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _patterns(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     found = config.get(name) or {}
-    if not isinstance(found, Mapping) or not all(map(_is_number, found.values())):
+    if not isinstance(found, Mapping) or not all(map(is_finite_number, found.values())):
         raise MappingError(f"{ADAPTER_CONFIG}: {name} is {found!r}; numbers by module names are expected")
     odd = [p for p in found if not _SIMPLE_PATTERN.fullmatch(p) or p.count("*") > _MAX_WILDCARDS]
     if odd:
