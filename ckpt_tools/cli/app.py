@@ -1,7 +1,7 @@
 """The command line: one Typer app, and `main`, which turns every outcome into an exit code.
 
-stdout carries a command's result, stderr everything else. Commands live in one module a group, and `commands`
-names it; their bodies parse, call a function of `convert`, and print what it returns.
+stdout carries a command's result, stderr everything else. `cli.commands` names the module of each command; its body
+fills options, calls one function of the room `commands`, and prints what that returns.
 """
 
 from __future__ import annotations
