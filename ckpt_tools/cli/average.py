@@ -81,8 +81,5 @@ def _print(done: Averaged) -> None:
     )
     if done.masters is not None:
         render.tell(f"masters of the last source: {masters_text(done.masters)}")
-    for key in done.kept[:_SHOWN]:
-        render.tell(render.escape(f"not averaged, taken from the last: {key}"))
-    if len(done.kept) > _SHOWN:
-        render.tell(f"... and {len(done.kept) - _SHOWN:,} more (--json lists all)")
+    render.tell_first([f"not averaged, taken from the last: {key}" for key in done.kept], _SHOWN)
     print_rewritten(done)

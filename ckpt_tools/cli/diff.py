@@ -91,10 +91,7 @@ def _print_diff(report: DiffReport) -> None:
     count = Counter(tensor.name for tensor in report.tensors)
     _print_tensors([replace(t, name=f"{t.name} ({t.role})") if count[t.name] > 1 else t for t in unequal])
     values = [f"{v.name}: {_side(v.a)} -> {_side(v.b)}" for v in report.values]
-    for line in values[:_SHOWN]:
-        render.tell(render.escape(line))
-    if len(values) > _SHOWN:
-        render.tell(f"... and {len(values) - _SHOWN:,} more values (--json lists all)")
+    render.tell_first(values, _SHOWN, what="more values")
     for note in report.notes:
         render.tell(f"note: {render.escape(note)}")
     entries = "entries of objects"  # `args.tp_size` is one of `args`

@@ -80,10 +80,7 @@ def _print(found: Usage, axes: Sequence[UsageAxis]) -> None:
         ]
         render.print_table((axis, "size", "share"), rows)
     largest = sorted(found.others.items(), key=lambda pair: -pair[1])
-    for name, nbytes in largest[:_SHOWN]:
-        render.tell(f"beside the iterations: {render.escape(name)} {human_bytes(nbytes)}")
-    if len(largest) > _SHOWN:
-        render.tell(f"... and {len(largest) - _SHOWN:,} more (--json lists all)")
+    render.tell_first([f"beside the iterations: {name} {human_bytes(n)}" for name, n in largest], _SHOWN)
     for name, why in found.unread.items():
         render.tell(f"{render.escape(name)} is not a whole checkpoint: {render.escape(why)}")
     if found.duplicates:
@@ -91,12 +88,10 @@ def _print(found: Usage, axes: Sequence[UsageAxis]) -> None:
             f"{human_bytes(found.spare)} in {len(found.duplicates):,} items that an earlier iteration holds "
             "with the same checksum:"
         )
-        for one in found.duplicates[:_SHOWN]:
-            render.tell(
-                f"  {render.escape(one.key)} {one.box} {human_bytes(one.nbytes)}, {len(one.iterations)} times"
-            )
-        if len(found.duplicates) > _SHOWN:
-            render.tell(f"  ... and {len(found.duplicates) - _SHOWN:,} more (--json lists all)")
+        items = (
+            f"{o.key} {o.box} {human_bytes(o.nbytes)}, {len(o.iterations)} times" for o in found.duplicates
+        )
+        render.tell_first([*items], _SHOWN, "  ")
     if found.without_checksum:
         render.tell(f"{found.without_checksum:,} items carry no checksum and were not compared")
     render.tell(f"{human_bytes(found.total)} in all")

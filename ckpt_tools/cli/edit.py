@@ -117,8 +117,5 @@ def _as_json(edited: Edited) -> dict[str, object]:
 def _print(edited: Edited) -> None:
     lines = [f"removed {key}" for key in edited.removed]
     lines += [f"renamed {key} -> {name}" for key, name in edited.renamed.items()]
-    for line in lines[:_SHOWN]:
-        render.tell(render.escape(line))
-    if len(lines) > _SHOWN:
-        render.tell(f"... and {len(lines) - _SHOWN:,} more (--json lists all)")
+    render.tell_first(lines, _SHOWN)
     print_rewritten(edited)

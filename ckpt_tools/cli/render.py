@@ -89,6 +89,14 @@ def _write(text: str, stream: TextIO) -> None:
     print("\n".join(lines), file=stream, flush=True)
 
 
+def tell_first(lines: Sequence[str], most: int, indent: str = "", what: str = "more") -> None:
+    """Print the first `most` of some lines, and how many there are beyond."""
+    for line in lines[:most]:
+        tell(indent + escape(line))
+    if len(lines) > most:
+        tell(f"{indent}... and {len(lines) - most:,} {what} (--json lists all)")
+
+
 def tell_whole(text: str) -> None:
     """Print lines of numbers on stdout, which are not folded."""
     if not _is_quiet:

@@ -72,10 +72,7 @@ def _print(done: Repaired) -> None:
     for change in done.changes:
         issue = f" ({change.issue})" if change.issue else ""
         render.tell(f"{change.cause}{issue}: {len(change.keys):,} entries")
-        for key in change.keys[:_SHOWN]:
-            render.tell(f"  {render.escape(key)}")
-        if len(change.keys) > _SHOWN:
-            render.tell(f"  ... and {len(change.keys) - _SHOWN:,} more")
+        render.tell_first(change.keys, _SHOWN, "  ")
         render.tell(f"  proof: {change.proof}")
     for line in done.left_out:
         render.tell(f"left out {render.escape(line)}")
