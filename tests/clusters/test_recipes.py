@@ -19,6 +19,7 @@ import yaml
 
 from ckpt_tools.cli.app import run
 from tests.conftest import DATA, REPO
+from tests.folders import content
 from tests.ports import free_port
 
 SCRIPTS = REPO / "example-scripts"
@@ -61,10 +62,6 @@ def several(tmp_path: Path) -> Path:
     for file in (root / "iter_0000002" / "metadata.json", next((root / "iter_0000002").glob("*.distcp"))):
         shutil.copy(file, half)
     return root
-
-
-def _content(root: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
 
 
 def _bash(line: str, environ: dict[str, str], folder: Path) -> subprocess.CompletedProcess[str]:
@@ -232,12 +229,12 @@ def test_an_array_converts_what_one_command_does(
     ends = [task.communicate(timeout=120) for task in tasks]
     assert max(task.returncode for task in tasks) == 3, ends  # the half-written one
     assert "iter_0000200" in "".join(stderr for _, stderr in ends)
-    assert _content(tmp_path / "many") == _content(tmp_path / "one")
+    assert content(tmp_path / "many") == content(tmp_path / "one")
     shutil.rmtree(several / "iter_0000200")
     again = array.start(0, 1)
     out, err = again.communicate(timeout=120)
     assert (again.returncode, out.splitlines()[-1][-4:]) == (0, "done"), err
-    assert _content(tmp_path / "many") == _content(tmp_path / "one")
+    assert content(tmp_path / "many") == content(tmp_path / "one")
 
 
 def test_an_array_task_near_its_limit_is_requeued(

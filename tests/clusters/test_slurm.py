@@ -17,6 +17,7 @@ import pytest
 from tests.clusters import slurm
 from tests.clusters.slurm import Cluster
 from tests.conftest import REPO, fixture_dir
+from tests.folders import content
 
 pytestmark = pytest.mark.skipif(slurm.missing() is not None, reason=f"no Slurm: {slurm.missing()}")
 
@@ -37,7 +38,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     output = tmp_path_factory.mktemp("one") / "out"
     words = ["convert", str(fixture_dir(SOURCE)), str(output), "--world-size", "2", "--quiet"]
     subprocess.run([sys.executable, "-m", "ckpt_tools", *words], check=True, capture_output=True)
-    return _content(output)
+    return content(output)
 
 
 def test_ranks_come_from_slurm_alone(cluster: Cluster, tmp_path: Path, undisturbed: dict[str, bytes]) -> None:
@@ -54,7 +55,7 @@ def test_ranks_come_from_slurm_alone(cluster: Cluster, tmp_path: Path, undisturb
         "srun", "-N2", "-n2", sys.executable, "-m", "ckpt_tools", *words, environ={"PYTHONPATH": str(REPO)}
     )
     assert json.loads(stdout)["written"]["ranks"] == 2, "one report, of both ranks"
-    assert _content(tmp_path / "out") == undisturbed
+    assert content(tmp_path / "out") == undisturbed
 
 
 class Job:
@@ -105,13 +106,9 @@ class Job:
         return self.log.read_text() if self.log.exists() else "no log yet"
 
 
-def _content(root: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
-
-
 def _check_end(job: Job, undisturbed: dict[str, bytes]) -> str:
     assert job.cluster.job(job.number)["Restarts"] == "1"
-    assert _content(job.output) == undisturbed
+    assert content(job.output) == undisturbed
     report = json.loads(job.report.read_text())
     assert report["written"]["ranks"] == 2
     assert 0 < report["written"]["items_resumed"] < report["written"]["items"]
@@ -182,4 +179,4 @@ def test_an_array_shares_the_iterations_of_a_run(cluster: Cluster, tmp_path: Pat
     cluster.wait("the array to finish", ended, 120)
     assert cluster.job(f"{number}_1")["Restarts"] == "1", logs()
     assert "requeued" in (tmp_path / "1.log").read_text()
-    assert _content(output) == _content(tmp_path / "one")
+    assert content(output) == content(tmp_path / "one")

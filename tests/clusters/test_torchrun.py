@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from tests.conftest import REPO, fixture_dir
+from tests.folders import content
 from tests.ports import free_port
 
 SOURCE = "core019_llama_tp2_fully_reshardable"
@@ -36,8 +37,4 @@ def test_two_nodes_write_what_one_process_writes(tmp_path: Path) -> None:
     assert json.loads("".join(stdout for stdout, _ in ends))["written"]["ranks"] == 2, (
         "one report, of all ranks"
     )
-    assert _content(tmp_path / "two") == _content(tmp_path / "one")
-
-
-def _content(root: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
+    assert content(tmp_path / "two") == content(tmp_path / "one")

@@ -19,7 +19,6 @@ from ckpt_tools.cli.app import run
 from ckpt_tools.commands.average import Averaged, AverageOptions, average_checkpoints, mean_weights
 from ckpt_tools.commands.diff import diff_checkpoints
 from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor
-from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError, UsageError
 from ckpt_tools.execute.run import WriteOptions
 from ckpt_tools.model.box import Box
@@ -29,6 +28,7 @@ from tests.altered import altered, overwrite, scaled
 from tests.commands import oracle
 from tests.conftest import DATA, fixture_dir
 from tests.damage import ITERATION, copy_of, drop_key, flip_bit, metadata_of, payload_of
+from tests.folders import is_sound
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 
@@ -53,10 +53,6 @@ def three(name: str, place: Path) -> list[Path]:
 
 def averaged(sources: Sequence[Path], output: Path, **options: object) -> Averaged:
     return average_checkpoints([str(s) for s in sources], str(output), AverageOptions(**options))  # type: ignore[arg-type]
-
-
-def is_sound(place: Path) -> bool:
-    return verify_checkpoint(str(place), None, VerifyOptions(content=True)).is_valid
 
 
 @pytest.mark.parametrize("name", [RUN, MOE])

@@ -24,6 +24,7 @@ from ckpt_tools.plan import raw_files
 from ckpt_tools.plan.raw_files import RawFile, Run, build_copy_plan
 from tests.conftest import DATA, fixture_dir
 from tests.damage import ITERATION, copy_of, flip_bit, payload_of
+from tests.folders import content
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 
@@ -31,10 +32,6 @@ RUN = "core019_llama_tp2_fully_reshardable"
 MOE = "core019_moe_ep2_fully_reshardable"
 FSDP = "core019_llama_tp2_native_fsdp_dtensor"
 KEY = "decoder.final_layernorm.weight"
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.verify.compare import Tolerance
 from ckpt_tools.verify.diff_values import diff_values
 from ckpt_tools.verify.differences import DiffOptions, summarize
-from tests.conftest import fixture_dir
 from tests.damage import copy_of, drop_key, keys_with, metadata_of, payload_of, replace_chunk
+from tests.folders import root_of
 from tests.synthetic import DcpFolder
 
 LLAMA = "core019_llama_tp2_fully_reshardable"
@@ -29,11 +29,6 @@ MOE = "core019_moe_ep2_fully_reshardable"
 NORM = "decoder.final_layernorm.weight"
 STATE = "optimizer.state.module.module.module."
 SAME_RUNS = ("args.save", "args.dump_param_to_param_group_map", "args.dist_ckpt_optim_fully_reshardable")
-
-
-def place_of(name):
-    root = fixture_dir(name)
-    return str(root / "checkpoint" if (root / "checkpoint").exists() else root)
 
 
 def differences(a, b, **options):
@@ -56,8 +51,8 @@ def differences(a, b, **options):
     ],
 )
 def test_a_conversion_equals_its_source_in_both_directions(name, options, tmp_path):
-    convert_to_fsdp_dtensor(place_of(name), str(tmp_path / "out"), ConvertOptions(target=options))
-    for pair in ((place_of(name), str(tmp_path / "out")), (str(tmp_path / "out"), place_of(name))):
+    convert_to_fsdp_dtensor(root_of(name), str(tmp_path / "out"), ConvertOptions(target=options))
+    for pair in ((root_of(name), str(tmp_path / "out")), (str(tmp_path / "out"), root_of(name))):
         report = diff_checkpoints(*pair)
         assert report.by == "parameters"
         assert [t.name for t in report.tensors if t.kind != "equal"] == []
@@ -67,9 +62,9 @@ def test_a_conversion_equals_its_source_in_both_directions(name, options, tmp_pa
 
 @pytest.mark.parametrize("name", [LLAMA, MOE])
 def test_there_and_back_is_equal(name, tmp_path):
-    convert_to_fsdp_dtensor(place_of(name), str(tmp_path / "there"))
+    convert_to_fsdp_dtensor(root_of(name), str(tmp_path / "there"))
     convert_to_torch_dist(str(tmp_path / "there"), str(tmp_path / "back"))
-    report = diff_checkpoints(place_of(name), str(tmp_path / "back"))
+    report = diff_checkpoints(root_of(name), str(tmp_path / "back"))
     assert report.by == "keys"
     assert [t for t in report.tensors if t.kind != "equal"] == []
 
@@ -77,7 +72,7 @@ def test_there_and_back_is_equal(name, tmp_path):
 @pytest.mark.parametrize("tp", [1, 2])
 def test_packed_projections_are_compared_in_the_order_of_a_state_dict(tp, tmp_path):
     """Rows of a gated delta net are in an order that the tensor parallel size decides; the record tells which."""
-    source = place_of("main_gdn_fr_tp2")
+    source = root_of("main_gdn_fr_tp2")
     convert_to_dcp(source, str(tmp_path / "dcp"), ConvertOptions(target=TargetOptions(tp=tp)))
     for pair in ((source, str(tmp_path / "dcp")), (str(tmp_path / "dcp"), source)):
         assert diff_checkpoints(*pair).is_equal
@@ -85,19 +80,19 @@ def test_packed_projections_are_compared_in_the_order_of_a_state_dict(tp, tmp_pa
 
 def test_two_layouts_of_one_run_are_equal():
     report = diff_checkpoints(
-        place_of(LLAMA), place_of("core019_llama_tp2_dp_reshardable"), DiffOptions(ignore=SAME_RUNS)
+        root_of(LLAMA), root_of("core019_llama_tp2_dp_reshardable"), DiffOptions(ignore=SAME_RUNS)
     )
     assert (report.by, report.is_equal) == ("parameters", True)
     assert {s.role: s.tensors for s in summarize(report.tensors)}["master"] == 17
 
 
 def test_native_training_is_near_its_conversion(tmp_path):
-    convert_to_fsdp_dtensor(place_of(LLAMA), str(tmp_path / "out"))
-    tensors, values = differences(place_of(NATIVE), tmp_path / "out")
+    convert_to_fsdp_dtensor(root_of(LLAMA), str(tmp_path / "out"))
+    tensors, values = differences(root_of(NATIVE), tmp_path / "out")
     assert {t.kind for t in tensors} == {"values"}
     assert {v.name.split(".")[0] for v in values} == {"args"}
     near, _ = differences(
-        place_of(NATIVE), tmp_path / "out", tolerance=Tolerance(atol=1e-3), ignore=("rng_state*",)
+        root_of(NATIVE), tmp_path / "out", tolerance=Tolerance(atol=1e-3), ignore=("rng_state*",)
     )
     assert near == []
 
@@ -110,14 +105,14 @@ def test_one_changed_bit_is_named_with_its_index(tmp_path):
     changed = bytearray(data)
     changed[4 * at] ^= 1
     replace_chunk(root, key, (0, 32), "float32", bytes(changed))
-    (tensor,), values = differences(place_of(NATIVE), root)
+    (tensor,), values = differences(root_of(NATIVE), root)
     assert (tensor.name, tensor.found.different, tensor.found.index) == (key, 1, (5, 39))
     assert tensor.found.max_ulp == 1
     assert tensor.found.values == tuple(struct.unpack_from("<f", d, 4 * at)[0] for d in (data, changed))
     assert values == []
-    assert differences(place_of(NATIVE), root, tolerance=Tolerance(ulp=1)) == ([], [])
-    assert differences(place_of(NATIVE), root, ignore=("model.*",)) == ([], [])
-    assert differences(place_of(NATIVE), root, keys=("optimizer.*", "args")) == ([], [])
+    assert differences(root_of(NATIVE), root, tolerance=Tolerance(ulp=1)) == ([], [])
+    assert differences(root_of(NATIVE), root, ignore=("model.*",)) == ([], [])
+    assert differences(root_of(NATIVE), root, keys=("optimizer.*", "args")) == ([], [])
 
 
 def test_what_stands_on_one_side_only_is_named(tmp_path):
@@ -125,10 +120,10 @@ def test_what_stands_on_one_side_only_is_named(tmp_path):
     with metadata_of(root) as metadata:
         drop_key(metadata, STATE + NORM + ".exp_avg")
         drop_key(metadata, "iteration")
-    (tensor,), (value,) = differences(place_of(NATIVE), root)
+    (tensor,), (value,) = differences(root_of(NATIVE), root)
     assert (tensor.name, tensor.kind, tensor.b) == (STATE + NORM + ".exp_avg", "only in A", None)
     assert (value.name, value.a, value.b) == ("iteration", "2", None)
-    (tensor,), (value,) = differences(root, place_of(NATIVE))
+    (tensor,), (value,) = differences(root, root_of(NATIVE))
     assert (tensor.kind, value.a, value.b) == ("only in B", None, "2")
 
 
@@ -143,7 +138,7 @@ def test_a_group_field_that_changed_is_named(tmp_path):
         for index in metadata.storage_data:
             if index.fqn == wrong:
                 metadata.storage_data[index] = stored[right]
-    tensors, (value,) = differences(place_of(NATIVE), root)
+    tensors, (value,) = differences(root_of(NATIVE), root)
     assert (tensors, value.name, value.a, value.b) == ([], wrong, "0.1", "0.0")
 
 
@@ -157,7 +152,7 @@ def test_shapes_and_types_that_differ_are_named(tmp_path):
         stored.size = stored.chunks[0].sizes = type(stored.size)((16,))
         other = metadata.state_dict_metadata[second]
         other.properties.dtype = torch.int32
-    tensors, _ = differences(place_of(NATIVE), root)
+    tensors, _ = differences(root_of(NATIVE), root)
     assert {t.name: (t.kind, t.b) for t in tensors} == {
         first: ("shape", ("float32", (16,))),
         second: ("dtype", ("int32", (224, 32))),
@@ -166,9 +161,9 @@ def test_shapes_and_types_that_differ_are_named(tmp_path):
 
 def test_other_types_are_a_difference_bitwise_and_compared_by_value_within_a_tolerance(tmp_path):
     options = ConvertOptions(target=TargetOptions(weights_only=True, dtype="bfloat16"))
-    convert_to_fsdp_dtensor(place_of(LLAMA), str(tmp_path / "half"), options)
+    convert_to_fsdp_dtensor(root_of(LLAMA), str(tmp_path / "half"), options)
     convert_to_fsdp_dtensor(
-        place_of(LLAMA), str(tmp_path / "full"), ConvertOptions(target=TargetOptions(weights_only=True))
+        root_of(LLAMA), str(tmp_path / "full"), ConvertOptions(target=TargetOptions(weights_only=True))
     )
     tensors, _ = differences(tmp_path / "half", tmp_path / "full")
     assert {t.kind for t in tensors} == {"dtype"}
@@ -181,8 +176,8 @@ def test_a_hugging_face_model_needs_its_config(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
     for by in ("auto", "huggingface"):
         with pytest.raises(UnsupportedCheckpointError, match=r"no config\.json of a Hugging Face model"):
-            diff_checkpoints(place_of(LLAMA), str(tmp_path), None, DiffRequest(by=by))
-    assert not diff_checkpoints(place_of(LLAMA), str(tmp_path), None, DiffRequest(by="keys")).is_equal
+            diff_checkpoints(root_of(LLAMA), str(tmp_path), None, DiffRequest(by=by))
+    assert not diff_checkpoints(root_of(LLAMA), str(tmp_path), None, DiffRequest(by="keys")).is_equal
 
 
 def test_values_are_compared_by_type_and_part():
@@ -330,16 +325,16 @@ def test_the_report_does_not_depend_on_parts(tmp_path, monkeypatch):
         for at in (1, len(data) // 2 | 1, len(data) - 1):
             content[start + at] ^= 4
         path.write_bytes(content)
-    whole = diff_checkpoints(place_of(LLAMA), str(root))
+    whole = diff_checkpoints(root_of(LLAMA), str(root))
     assert sum(t.found.different for t in whole.tensors) == 6
     monkeypatch.setattr("ckpt_tools.verify.parts._PART_ELEMS", 128)
     monkeypatch.setattr("ckpt_tools.verify.parts._TILE_ELEMS", 48)
-    assert diff_checkpoints(place_of(LLAMA), str(root)) == whole
+    assert diff_checkpoints(root_of(LLAMA), str(root)) == whole
 
 
 def test_a_round_trip_is_equal_by_keys(tmp_path, capsys):
     """What fsdp_dtensor never holds is a note, not a difference; one that both sides hold is compared."""
-    source, there, back = place_of(LLAMA), str(tmp_path / "there"), str(tmp_path / "back")
+    source, there, back = str(root_of(LLAMA)), str(tmp_path / "there"), str(tmp_path / "back")
     assert run(["convert", source, there]) == 0
     out = capsys.readouterr().out
     assert "dropped" not in out

@@ -27,9 +27,10 @@ from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from tests.commands import oracle
 from tests.commands.rewritten import Parts, read, write
 from tests.commands.test_huggingface import model
-from tests.commands.test_strip import iteration_of, place_of
+from tests.commands.test_strip import iteration_of
 from tests.commands.test_weights_only import OPTIMIZERS, muon, weights_of
 from tests.conftest import DATA, fixture_dir
+from tests.folders import root_of
 
 RUN = DATA / "core019_llama_tp2_fully_reshardable"
 NATIVE = fixture_dir("core019_llama_tp2_native_fsdp_dtensor")
@@ -71,8 +72,8 @@ def shown(folder: Path) -> dict[str, Any]:
 def test_it_has_what_the_native_checkpoint_has(
     threed: str, native: str, wanted: dict[str, Any], tmp_path: Path
 ) -> None:
-    made = fresh(place_of(threed), tmp_path / "out", **wanted)
-    theirs = iteration_of(place_of(native))
+    made = fresh(root_of(threed), tmp_path / "out", **wanted)
+    theirs = iteration_of(root_of(native))
     assert shown(made) == shown(theirs)
     mine, other = taken_apart(made), taken_apart(theirs)
     assert mine.groups.keys() == other.groups.keys()
@@ -89,9 +90,9 @@ def test_it_has_what_the_native_checkpoint_has(
 def test_its_weights_are_the_masters_and_its_moments_zeros(
     threed: str, native: str, wanted: dict[str, Any], tmp_path: Path
 ) -> None:
-    made = oracle.tensors(fresh(place_of(threed), tmp_path / "out", **wanted))
+    made = oracle.tensors(fresh(root_of(threed), tmp_path / "out", **wanted))
     convert_to_fsdp_dtensor(
-        str(place_of(threed)), str(tmp_path / "whole"), ConvertOptions(target=TargetOptions(**wanted))
+        str(root_of(threed)), str(tmp_path / "whole"), ConvertOptions(target=TargetOptions(**wanted))
     )
     whole = oracle.tensors(iteration_of(tmp_path / "whole"))
     assert made.keys() == whole.keys()
@@ -102,8 +103,8 @@ def test_its_weights_are_the_masters_and_its_moments_zeros(
 
 @pytest.mark.parametrize("name", [native for _, native, _ in PAIRS])
 def test_strip_gives_a_native_checkpoint_one(name: str, tmp_path: Path) -> None:
-    done = strip_checkpoint(str(place_of(name)), str(tmp_path / "out"), fresh=TargetOptions(lr=0.5))
-    before, after = iteration_of(place_of(name)), iteration_of(tmp_path / "out")
+    done = strip_checkpoint(str(root_of(name)), str(tmp_path / "out"), fresh=TargetOptions(lr=0.5))
+    before, after = iteration_of(root_of(name)), iteration_of(tmp_path / "out")
     assert shown(after) == shown(before)
     assert not done.removed and not done.cast
     was, now = oracle.tensors(before), oracle.tensors(after)

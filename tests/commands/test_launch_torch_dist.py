@@ -12,8 +12,8 @@ from ckpt_tools.commands.launch import Launch
 from ckpt_tools.commands.opened import open_checkpoint
 from ckpt_tools.commands.preflight import preflight
 from ckpt_tools.verify.job import VERSIONS, Job, parse_command
-from tests.commands.test_strip import place_of
 from tests.conftest import DATA, fixture_dir
+from tests.folders import root_of
 
 LLAMA = DATA / "core019_llama_tp2_fully_reshardable"
 NATIVE = "core019_llama_tp2_native_fsdp_dtensor"
@@ -42,7 +42,7 @@ def args_of(checkpoint: Path) -> dict[str, Any]:
                                   "main_dense_dpr_pp2_vpp2_tied", "v016_dense_nodistopt_tp2",
                                   "core019_llama_tp2_dp_reshardable"])  # fmt: skip
 def test_it_is_the_job_of_the_run(name: str, program: str) -> None:
-    checkpoint = place_of(name)
+    checkpoint = root_of(name)
     _, job = as_is(checkpoint, program)
     args = args_of(checkpoint)
     for setting in MODEL:
@@ -57,7 +57,7 @@ def test_it_is_the_job_of_the_run(name: str, program: str) -> None:
 
 
 def test_what_no_flag_says_stands_in_comments() -> None:
-    pipeline, _ = as_is(place_of("main_dense_dpr_pp2_vpp2_tied"))
+    pipeline, _ = as_is(root_of("main_dense_dpr_pp2_vpp2_tied"))
     assert any(
         "dp_reshardable) loads at the TP, PP and EP of the run alone" in line for line in pipeline.environment
     )
@@ -68,7 +68,7 @@ def test_what_no_flag_says_stands_in_comments() -> None:
 
 
 def test_weights_alone_are_for_finetuning() -> None:
-    _, job = as_is(place_of("v016_dense_weightsonly_tp2"))
+    _, job = as_is(root_of("v016_dense_weightsonly_tp2"))
     assert job.has("finetune")
 
 

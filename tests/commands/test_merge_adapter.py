@@ -16,7 +16,6 @@ from ckpt_tools.commands.opened import open_checkpoint
 from ckpt_tools.commands.strip import strip_checkpoint
 from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.commands.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
-from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError, UsageError
 from ckpt_tools.execute.run import WriteOptions
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
@@ -24,6 +23,7 @@ from ckpt_tools.model.box import Box
 from tests.commands import oracle
 from tests.conftest import DATA, fixture_dir
 from tests.damage import ITERATION
+from tests.folders import is_sound
 from tests.megatron.adapter_checkpoints import FC1, FC2, PROJ, QKV, AdapterFolder, canonical, lora
 from tests.synthetic import DcpFolder
 
@@ -44,10 +44,6 @@ def whole_delta(made: AdapterFolder, module: str) -> torch.Tensor:
             rows.append(q[:, (group * (HEADS // GROUPS) + head) * DIM :][:, :DIM])
         rows += [k[:, group * DIM :][:, :DIM], v[:, group * DIM :][:, :DIM]]
     return torch.cat(rows, 1)
-
-
-def is_sound(place: Path) -> bool:
-    return verify_checkpoint(str(place), None, VerifyOptions(content=True)).is_valid
 
 
 @pytest.mark.parametrize("tp", [1, 2])

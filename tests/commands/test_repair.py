@@ -27,6 +27,7 @@ from tests.commands import oracle
 from tests.commands.stages import GROUP, STATE, of_stage
 from tests.conftest import DATA, fixture_dir
 from tests.damage import copy_of, flip_bit, payload_of
+from tests.folders import is_sound
 
 RUN = "core019_llama_tp2_fully_reshardable"
 FC1 = "decoder.layers.mlp.linear_fc1.weight"
@@ -35,10 +36,6 @@ NATIVE = "core019_llama_tp2_native_fsdp_dtensor"
 
 def iteration_of(root: Path) -> Path:
     return next(root.glob("iter_*"))
-
-
-def is_sound(place: Path) -> bool:
-    return verify_checkpoint(str(place), None, VerifyOptions(content=True)).is_valid
 
 
 def refusal(source: Path, tmp_path: Path, error: type[CkptError], **options: Any) -> str:

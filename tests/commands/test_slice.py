@@ -14,7 +14,7 @@ from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_lay
 from ckpt_tools.megatron.torch_dist.read import read_torch_dist
 from ckpt_tools.model.box import full_box
 from ckpt_tools.model.target import Source, TargetTensor
-from tests.conftest import fixture_dir
+from tests.folders import root_of
 
 TORCH_DIST = [
     "core019_llama_tp2_fully_reshardable",
@@ -27,11 +27,6 @@ TORCH_DIST = [
     "main_llava_fr_tp2",
     "bridge_dense_fr_tp2_dp2",
 ]
-
-
-def place_of(name):
-    root = fixture_dir(name)
-    return str(root / "checkpoint" if (root / "checkpoint").exists() else root)
 
 
 def values_of(path):
@@ -50,9 +45,9 @@ def values_of(path):
 
 @pytest.mark.parametrize("name", TORCH_DIST)
 def test_a_layer_of_torch_dist(name, tmp_path):
-    before, source = values_of(place_of(name))
+    before, source = values_of(root_of(name))
     block = "language_model.decoder.layers." if "llava" in name else None
-    slice_layers(place_of(name), str(tmp_path / "out"), "1:2", block)
+    slice_layers(root_of(name), str(tmp_path / "out"), "1:2", block)
     report = verify_checkpoint(str(tmp_path / "out"), None, VerifyOptions(content=True))
     assert [f for f in report.findings if f.severity == "error"] == []
     after, sliced = values_of(str(tmp_path / "out"))
@@ -70,7 +65,7 @@ def test_a_layer_of_torch_dist(name, tmp_path):
 
 @pytest.mark.parametrize("name", TORCH_DIST[:4])
 def test_what_was_sliced_converts(name, tmp_path):
-    slice_layers(place_of(name), str(tmp_path / "small"), "0:1")
+    slice_layers(root_of(name), str(tmp_path / "small"), "0:1")
     convert_to_fsdp_dtensor(str(tmp_path / "small"), str(tmp_path / "fsdp"))
     report = verify_checkpoint(str(tmp_path / "fsdp"), None, VerifyOptions(content=True))
     assert [f for f in report.findings if f.severity == "error"] == []
@@ -80,10 +75,10 @@ def test_what_was_sliced_converts(name, tmp_path):
     "name", ["core019_llama_tp2_native_fsdp_dtensor", "core019_moe_dp1_native_fsdp_dtensor"]
 )
 def test_a_layer_of_fsdp_dtensor(name, tmp_path):
-    edited = slice_layers(place_of(name), str(tmp_path / "out"), "1:")
+    edited = slice_layers(root_of(name), str(tmp_path / "out"), "1:")
     report = verify_checkpoint(str(tmp_path / "out"), None, VerifyOptions(content=True))
     assert [f for f in report.findings if f.severity == "error"] == []
-    with open_checkpoint(place_of(name)) as a, open_checkpoint(str(tmp_path / "out")) as b:
+    with open_checkpoint(str(root_of(name))) as a, open_checkpoint(str(tmp_path / "out")) as b:
         names = {edited.renamed.get(key, key): key for key in a.catalog.tensors if key not in edited.removed}
         assert names.keys() == b.catalog.tensors.keys()
         assert any(".layers.1." in old and ".layers.0." in new for new, old in names.items())
@@ -107,7 +102,7 @@ def test_a_layer_of_fsdp_dtensor(name, tmp_path):
 
 
 def test_layouts_that_cannot_be_cut_come_out_fully_reshardable(tmp_path):
-    slice_layers(place_of("core016_llama_tp2_dp_reshardable"), str(tmp_path / "out"), "0:1")
+    slice_layers(root_of("core016_llama_tp2_dp_reshardable"), str(tmp_path / "out"), "0:1")
     with open_checkpoint(str(tmp_path / "out")) as opened:
         assert optimizer_layout(opened.catalog, opened.common) == "fully_reshardable"
         assert opened.common.source == "common.pt"
@@ -115,7 +110,7 @@ def test_layouts_that_cannot_be_cut_come_out_fully_reshardable(tmp_path):
 
 
 def test_bridge_keeps_its_layers_in_its_configuration(tmp_path):
-    slice_layers(place_of("bridge_dense_fr_tp2_dp2"), str(tmp_path / "out"), ":2")
+    slice_layers(root_of("bridge_dense_fr_tp2_dp2"), str(tmp_path / "out"), ":2")
     with open_checkpoint(str(tmp_path / "out")) as opened:
         assert opened.common.model_config["num_layers"] == 2
 
@@ -123,7 +118,7 @@ def test_bridge_keeps_its_layers_in_its_configuration(tmp_path):
 def test_all_layers_are_the_same_checkpoint(tmp_path):
     from ckpt_tools.commands.diff import diff_checkpoints
 
-    place = place_of("core019_moe_ep2_fully_reshardable")
+    place = root_of("core019_moe_ep2_fully_reshardable")
     slice_layers(place, str(tmp_path / "out"), ":")
     assert diff_checkpoints(place, str(tmp_path / "out")).is_equal
 
@@ -131,12 +126,12 @@ def test_all_layers_are_the_same_checkpoint(tmp_path):
 @pytest.mark.parametrize("layers", ["2:3", "1:1", "0", "a:b", "-1:", "0:3"])
 def test_ranges_that_are_none(layers, tmp_path):
     with pytest.raises(UsageError, match="--layers"):
-        slice_layers(place_of(TORCH_DIST[0]), str(tmp_path / "out"), layers)
+        slice_layers(str(root_of(TORCH_DIST[0])), str(tmp_path / "out"), layers)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_several_blocks_have_to_be_chosen_from(tmp_path):
     with pytest.raises(UsageError, match=r"--block.*language_model.*vision_model"):
-        slice_layers(place_of("main_llava_fr_tp2"), str(tmp_path / "out"), "0:1")
+        slice_layers(root_of("main_llava_fr_tp2"), str(tmp_path / "out"), "0:1")
     with pytest.raises(UsageError, match="no such layers"):
-        slice_layers(place_of(TORCH_DIST[0]), str(tmp_path / "out"), "0:1", "encoder.layers")
+        slice_layers(str(root_of(TORCH_DIST[0])), str(tmp_path / "out"), "0:1", "encoder.layers")

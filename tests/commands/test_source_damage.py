@@ -36,6 +36,7 @@ from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.sharding.topology import Topology
 from tests.conftest import fixture_dir
 from tests.damage import flip_bit
+from tests.folders import content
 
 NONE = WriteOptions(check_source="none")
 Command = Callable[[str, str, WriteOptions], Any]
@@ -103,10 +104,6 @@ COMMANDS: dict[str, tuple[str, Command]] = {
 }
 
 
-def tree(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
-
-
 def copy_of(fixture: str, folder: Path) -> Path:
     found = fixture_dir(fixture)
     shutil.copytree(found / "checkpoint" if (found / "checkpoint").is_dir() else found, folder)
@@ -154,7 +151,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path, name: str) -> Non
     source, out = copy_of(fixture, tmp_path / "in"), tmp_path / "out"
     written = command(str(source), str(out), WriteOptions()).written
     assert re.fullmatch(r"\d+ payloads of the source, [\d.]+ [KM]iB, proven", source_checksums(written))
-    good = tree(out)
+    good = content(out)
     shutil.rmtree(out)
     rng = random.Random(name)
     stored = payloads(source)
@@ -167,9 +164,9 @@ def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path, name: str) -> Non
         except CorruptCheckpointError as error:
             assert error.exit_code == 4
             assert_named(str(error), key, path, offset, nbytes)
-            assert not tree(out)  # at most the empty root of a run
+            assert not content(out)  # at most the empty root of a run
         else:
-            assert tree(out) == good  # nothing of this payload is in the output
+            assert content(out) == good  # nothing of this payload is in the output
             unread += 1
         shutil.rmtree(out, ignore_errors=True)
         flip_bit(path, at, bit)
@@ -228,7 +225,7 @@ def test_a_flipped_bit_of_common_state_is_found(tmp_path: Path, command: Command
     flip_bit(path, place + len(b"max_lr") + 6)
     with pytest.raises(CorruptCheckpointError, match=r"common\.pt at byte 0: record .* has CRC-32"):
         command(str(source), str(tmp_path / "out"), WriteOptions())
-    assert not tree(tmp_path / "out")
+    assert not content(tmp_path / "out")
 
 
 def test_a_flipped_bit_of_an_object_that_is_taken_over_is_found(tmp_path: Path) -> None:
@@ -243,7 +240,7 @@ def test_a_flipped_bit_of_an_object_that_is_taken_over_is_found(tmp_path: Path) 
     for command in (sliced, modified, averaged(NATURAL, 1)):
         with pytest.raises(CorruptCheckpointError, match=r"record .*data\.pkl.* has CRC-32"):
             command(str(source), str(tmp_path / "out"), WriteOptions())
-        assert not tree(tmp_path / "out"), key
+        assert not content(tmp_path / "out"), key
 
 
 def test_safetensors_carry_no_checksums_which_is_said(tmp_path: Path) -> None:

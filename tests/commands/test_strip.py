@@ -19,7 +19,6 @@ from ckpt_tools.commands.strip import strip_checkpoint
 from ckpt_tools.commands.to_dcp import convert_to_dcp
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
 from ckpt_tools.commands.to_torch_dist import convert_to_torch_dist
-from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
 from ckpt_tools.errors import UnsupportedCheckpointError, UsageError
 from ckpt_tools.formats.unpickle import StandIn
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
@@ -27,6 +26,7 @@ from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_lay
 from tests.commands import oracle
 from tests.conftest import DATA, fixture_dir
 from tests.damage import ITERATION, copy_of, flip_bit, payload_of
+from tests.folders import is_sound, root_of
 
 RUN, MOE = DATA / "core019_llama_tp2_fully_reshardable", fixture_dir("core019_moe_ep2_fully_reshardable")
 FSDP = fixture_dir("core019_llama_tp2_native_fsdp_dtensor")
@@ -45,23 +45,14 @@ NATIVE = ["core019_llama_tp2_native_fsdp_dtensor", "core019_moe_dp1_native_fsdp_
 OF_THE_OPTIMIZER = ("optimizer", "chained_", "opt_param_scheduler", "rng_state", "rerun_state")
 
 
-def place_of(name: str) -> Path:
-    root = fixture_dir(name)
-    return root / "checkpoint" if (root / "checkpoint").exists() else root
-
-
 def iteration_of(root: Path) -> Path:
     return next(iter(root.glob("iter_*")), root)
 
 
-def is_sound(place: Path) -> bool:
-    return verify_checkpoint(str(place), None, VerifyOptions(content=True)).is_valid
-
-
 @pytest.mark.parametrize("name", TORCH_DIST + NATIVE)
 def test_the_weights_stay_where_they_were(name: str, tmp_path: Path) -> None:
-    done = strip_checkpoint(str(place_of(name)), str(tmp_path / "out"))
-    before, after = iteration_of(place_of(name)), iteration_of(tmp_path / "out")
+    done = strip_checkpoint(str(root_of(name)), str(tmp_path / "out"))
+    before, after = iteration_of(root_of(name)), iteration_of(tmp_path / "out")
     was, now = oracle.metadata(before), oracle.metadata(after)
     kept = {key for key in was.state_dict_metadata if not key.startswith(OF_THE_OPTIMIZER)}
     assert now.state_dict_metadata.keys() == kept
@@ -86,8 +77,8 @@ def test_the_weights_stay_where_they_were(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", TORCH_DIST)
 def test_the_common_state_says_nothing_of_an_optimizer(name: str, tmp_path: Path) -> None:
     """It has the entries of a job that saved with --no-save-optim --no-save-rng."""
-    strip_checkpoint(str(place_of(name)), str(tmp_path / "out"))
-    with open_checkpoint(str(place_of(name))) as a, open_checkpoint(str(tmp_path / "out")) as b:
+    strip_checkpoint(str(root_of(name)), str(tmp_path / "out"))
+    with open_checkpoint(str(root_of(name))) as a, open_checkpoint(str(tmp_path / "out")) as b:
         was, now = a.common, b.common
         assert (was.source, was.args, was.model_config) == (now.source, now.args, now.model_config)
         assert isinstance(now.values.get("args"), StandIn) == isinstance(was.values.get("args"), StandIn)
@@ -101,9 +92,9 @@ def test_the_common_state_says_nothing_of_an_optimizer(name: str, tmp_path: Path
 
 
 def test_the_same_entries_as_a_job_without_optimizer_writes(tmp_path: Path) -> None:
-    strip_checkpoint(str(place_of("v016_dense_fr_tp2_dp2_te")), str(tmp_path / "out"))
+    strip_checkpoint(str(root_of("v016_dense_fr_tp2_dp2_te")), str(tmp_path / "out"))
     with (
-        open_checkpoint(str(place_of("v016_dense_weightsonly_tp2"))) as a,
+        open_checkpoint(str(root_of("v016_dense_weightsonly_tp2"))) as a,
         open_checkpoint(str(tmp_path / "out")) as b,
     ):
         assert a.common.values.keys() == b.common.values.keys()
@@ -112,8 +103,8 @@ def test_the_same_entries_as_a_job_without_optimizer_writes(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", NATIVE)
 def test_masters_cast_to_the_models_type(name: str, tmp_path: Path) -> None:
-    done = strip_checkpoint(str(place_of(name)), str(tmp_path / "out"), "bfloat16")
-    old, new = (oracle.tensors(iteration_of(root)) for root in (place_of(name), tmp_path / "out"))
+    done = strip_checkpoint(str(root_of(name)), str(tmp_path / "out"), "bfloat16")
+    old, new = (oracle.tensors(iteration_of(root)) for root in (root_of(name), tmp_path / "out"))
     rounded = 0
     for key, found in new.items():
         is_buffer = key.endswith(".expert_bias")

@@ -12,6 +12,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from ckpt_tools.cli.app import run
 from ckpt_tools.formats import store as store_module
 from tests.conftest import fixture_dir
+from tests.folders import content
 
 SOURCE = fixture_dir("core019_llama_tp2_fully_reshardable")
 WEIGHT = "model.module.decoder.layers.0.mlp.linear_fc2.weight"
@@ -28,10 +29,6 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryFil
     fs.store.clear()
     fs.pseudo_dirs[:] = [""]
     assert list((tmp_path / "here").iterdir()) == []
-
-
-def _local(root: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
 
 
 def _far(fs: MemoryFileSystem, root: str) -> dict[str, bytes]:
@@ -54,7 +51,7 @@ def test_conversions_write_what_they_write_to_a_disk(store: MemoryFileSystem, tm
         far = {"IN": f"memory://{source}", "OUT": f"memory://{target}"}
         for names in (local, far):
             assert run([names.get(word, word) for word in words]) == 0, words
-        assert _far(store, f"/{target}") == _local(tmp_path / target), words
+        assert _far(store, f"/{target}") == content(tmp_path / target), words
 
 
 def test_a_model_is_imported_from_a_store(store: MemoryFileSystem) -> None:
