@@ -157,7 +157,12 @@ def _has_masters_beside_weights(kind: str, model: Model) -> bool:
 
 
 def write_torch_dist(model: Model, opened: Opened, options: TorchDistOptions, world: int) -> Conversion:
-    """The model as `torch_dist`: a chunk for every layer and expert, written by `world` processes."""
+    """The model as `torch_dist`: a chunk for every layer and expert, written by `world` processes.
+
+    Raises:
+        UsageError: `--like-source` where the source is not fsdp_dtensor, or weights alone are asked for.
+        Otherwise the errors of `build_torch_dist_target` and `build_plan`.
+    """
     whole = model
     if options.like_source:
         if opened.location.kind != "fsdp_dtensor" or options.weights_only:

@@ -267,7 +267,11 @@ def read_small_file(files: Files, name: str) -> bytes:
 
 
 def whole_file(files: Files, name: str) -> Item:
-    """The item that is all of a file, for `common.pt` and its like."""
+    """The item that is all of a file, for `common.pt` and its like.
+
+    Raises:
+        CorruptCheckpointError: it is longer than `MAX_OBJECT_BYTES`.
+    """
     size = files.size(name)
     if size > MAX_OBJECT_BYTES:
         raise CorruptCheckpointError(

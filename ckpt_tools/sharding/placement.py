@@ -104,6 +104,7 @@ class Placement:
         self.parameters = as_parts(parameters) if even else list(parameters)
         check_parameters(self.parameters, self.topology, scalars=even)
         self.local_shapes = [p.local_shape(self.topology) for p in self.parameters]
+        self._buffers = [i for i, p in enumerate(self.parameters) if p.buffer]
         self._local = self._local_parameters()
         self._bucket_size = bucket_size
         self._found: dict[tuple[int, int, int, bool], list[tuple[int, int, int]]] = {}
@@ -261,7 +262,6 @@ class Placement:
         ep = self.topology.ep
         local: list[list[int]] = [[] for _ in range(ep)]
         everywhere = self.layout in ("fsdp2", "even")
-        self._buffers = [i for i, p in enumerate(self.parameters) if p.buffer]
         for i, p in enumerate(self.parameters):
             if p.buffer and not everywhere:
                 continue

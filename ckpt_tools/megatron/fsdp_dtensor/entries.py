@@ -380,7 +380,11 @@ def _sources(entries: list[TensorEntry], shape: tuple[int, ...]) -> tuple[Source
 
 
 def step_number(tensor: StoredTensor) -> float:
-    """The 0-d fp32 step as a number."""
+    """The 0-d fp32 step as a number.
+
+    Raises:
+        MappingError: another type or shape.
+    """
     if tensor.dtype != "float32" or tensor.shape:
         raise MappingError(f"a step is a 0-d float32 tensor, found {tensor.dtype} {tensor.shape}")
     return float(struct.unpack("<f", tensor.data)[0])

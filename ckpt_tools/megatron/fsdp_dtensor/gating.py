@@ -67,6 +67,9 @@ def gated_modules(parameters: Iterable[LiveParameter]) -> dict[str, bool]:
     """For every module of Megatron's with an fc1: whether it is gated, by shapes alone.
 
     Keys name the module and, for grouped experts, the expert, as `module:7`.
+
+    Raises:
+        MappingError: an fc1 has no fc2 beside it, or neither once nor twice as many rows as that has columns.
     """
     shapes = {p.name: p.shape for p in parameters}
     gated: dict[str, bool] = {}

@@ -232,7 +232,11 @@ def check_options(options: TargetOptions) -> None:
 
 
 def choose_dialect(model: Model, options: TargetOptions) -> Dialect:
-    """The dialect asked for, else Bridge's for a source or model of Bridge's and Megatron-LM main's for any other."""
+    """The dialect asked for, else Bridge's for a source or model of Bridge's and Megatron-LM main's for any other.
+
+    Raises:
+        UsageError: `--rename-mtp-keys` with a dialect that keeps the old name.
+    """
     otherwise = BRIDGE if model.settings.bridge else "main"
     dialect = dialect_for(options.dialect, otherwise, (p.name for p in model.parameters))
     if not options.rename_mtp or dialect.mtp_in_state == MTP_LIVE:
@@ -245,7 +249,11 @@ def choose_dialect(model: Model, options: TargetOptions) -> Dialect:
 
 
 def choose_style(model: Model, options: TargetOptions) -> tuple[ModelStyle, list[str]]:
-    """The facts of the model that names depend on, and a note for each that was assumed."""
+    """The facts of the model that names depend on, and a note for each that was assumed.
+
+    Raises:
+        MappingError: `--layer-spec local` for a HybridModel, or experts of which nothing tells how a job holds them.
+    """
     settings, notes = model.settings, []
     names = {p.name for p in model.parameters}
     has_fused_norms = any(name.endswith((".linear_qkv.layer_norm_weight", ".linear_fc1.layer_norm_weight"))
@@ -281,6 +289,9 @@ def choose_parameters(
     """The live parameters of the target; checks names for clashes and layers for gaps.
 
     Gated ones are marked, for a target that holds their `halves` apart.
+
+    Raises:
+        MappingError: names that clash, or another number of layers than the args say.
     """
     parameters = live_parameters(model.parameters, style, dialect, tp)
     if halves:
@@ -309,6 +320,10 @@ def choose_vocab(model: Model, options: TargetOptions, parameters: list[LivePara
     """The parameters with the vocabulary size that was asked for; unchanged when none was.
 
     Rows beyond the tokens that the args tell of are known to be padding; a smaller vocabulary has to be proven.
+
+    Raises:
+        UsageError: sizes below 1, or `--vocab-size` alone.
+        Otherwise the errors of `resize_vocab`.
     """
     rows = options.vocab_size_padded
     if rows is None:

@@ -295,7 +295,11 @@ def _stray_head(
 def export_pair(
     pair: Pair, spelled: Mapping[str, str], parameters: Mapping[str, Spec], dtype: str | None
 ) -> list[TargetTensor]:
-    """The Hugging Face tensors of a pair."""
+    """The Hugging Face tensors of a pair.
+
+    Raises:
+        MappingError: what is one tensor with others is stored as another element type.
+    """
     stored = {parameters[spelled[name]].dtype for name in pair.core}
     if len(stored) > 1:
         raise MappingError(

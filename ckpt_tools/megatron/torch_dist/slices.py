@@ -76,7 +76,11 @@ def without_wrapper(parameters: list[Slice]) -> list[Slice]:
 
 
 def slices_of(entry: TensorEntry) -> list[Slice]:
-    """The parameters stacked in one stored weight, in index order; a single one when nothing is stacked."""
+    """The parameters stacked in one stored weight, in index order; a single one when nothing is stacked.
+
+    Raises:
+        MappingError: several stacked segments in its key, or fewer axes than that tells of.
+    """
     key = entry.key
     name, number = expert_of(key)
     stacked = stacked_layers(name)

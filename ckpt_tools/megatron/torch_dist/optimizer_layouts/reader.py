@@ -100,7 +100,11 @@ def _merged(buckets: OptimizerStates, beside: OptimizerStates) -> OptimizerState
 def bucket_states(
     catalog: Catalog, layout: str, buffers: Iterable[Buffer], stretches: Iterable[Stretch]
 ) -> OptimizerStates:
-    """The states in proven stretches, by kind and weight; of equal copies the first counts."""
+    """The states in proven stretches, by kind and weight; of equal copies the first counts.
+
+    Raises:
+        CorruptCheckpointError: states of one kind and weight have several element types.
+    """
     slices: dict[tuple[str, str], dict[tuple[int, ...], dict[object, Source]]] = {}
     dtypes: dict[tuple[str, str], str] = {}
     for bucket, start, piece in stretches:
