@@ -42,12 +42,12 @@ from ckpt_tools.megatron.fsdp_dtensor.write import (
     choose_parameters,
     choose_style,
     choose_vocab,
+    known_vocabulary,
     trained_parameters,
     writer_tp,
 )
 from ckpt_tools.megatron.keys import state_role
 from ckpt_tools.megatron.names import Dialect
-from ckpt_tools.megatron.vocab import told_tokens, vocabulary
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.roles import MASTER
 from ckpt_tools.model.target import InlineTensor, Target, TargetObject, TargetTensor
@@ -85,8 +85,6 @@ def build_dcp_target(model: Model, options: TargetOptions) -> FsdpTarget:
         backfilled=optimizer.backfilled,
         notes=(*unread_note(model), *model.notes, *notes, *vocab.notes, *optimizer.notes, *common.notes),
     )
-    args = model.common.args or model.common.model_config
-    told = told_tokens(args)
     return FsdpTarget(
         target,
         tuple(vocab.parameters),
@@ -94,8 +92,7 @@ def build_dcp_target(model: Model, options: TargetOptions) -> FsdpTarget:
         dialect,
         style,
         vocab,
-        vocabulary(((p.name, p.shape) for p in vocab.parameters), args, options.vocab_size),
-        options.vocab_size or (told[0] if len(told) == 1 else None),
+        *known_vocabulary(model, options, vocab.parameters),
     )
 
 

@@ -135,8 +135,6 @@ def build_fsdp_target(model: Model, options: TargetOptions) -> FsdpTarget:
         backfilled=optimizer.backfilled,
         notes=(*unread_note(model), *model.notes, *notes, *vocab.notes, *optimizer.notes, *common.notes),
     )
-    args = model.common.args or model.common.model_config
-    told = told_tokens(args)
     return FsdpTarget(
         target,
         tuple(parameters),
@@ -144,10 +142,19 @@ def build_fsdp_target(model: Model, options: TargetOptions) -> FsdpTarget:
         dialect,
         style,
         vocab,
-        vocabulary(((p.name, p.shape) for p in parameters), args, options.vocab_size),
-        options.vocab_size or (told[0] if len(told) == 1 else None),
+        *known_vocabulary(model, options, parameters),
         extra.archives,
     )
+
+
+def known_vocabulary(
+    model: Model, options: TargetOptions, parameters: Sequence[LiveParameter]
+) -> tuple[Vocabulary | None, int | None]:
+    """The vocabulary of the target, and how many of its rows are tokens where that is known."""
+    args = model.common.args or model.common.model_config
+    told = told_tokens(args)
+    rows = vocabulary(((p.name, p.shape) for p in parameters), args, options.vocab_size)
+    return rows, options.vocab_size or (told[0] if len(told) == 1 else None)
 
 
 def trained_parameters(
