@@ -84,9 +84,7 @@ class ImportOptions(RunOptions):
     dtype: str | None = None
     vocab_size_padded: int | None = None  # rows of the vocabulary; None: as a job of `--tp` pads it by itself
     layer_spec: LayerSpec | None = None  # te by default
-    fsdp: TargetOptions = field(
-        default_factory=TargetOptions
-    )  # None for its `fresh_optimizer`: if it is needed
+    fsdp: TargetOptions = field(default_factory=TargetOptions)  # its `fresh_optimizer` None: if it is needed
     layout: Layout | None = None
     iteration: int | None = None  # None: a release, or 1 with an optimizer
     adapter: str | None = None  # a PEFT directory to merge into the model

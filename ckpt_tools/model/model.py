@@ -70,9 +70,7 @@ class Model:
     grad_scaler: Mapping[str, Any] = field(default_factory=dict)  # of an fp16 run
     step: object = None  # of the optimizer, where it is kept outside the groups
     own_optimizer: Any = None  # another than Adam: its entry in the common state of `torch_dist`
-    extra_states: Mapping[str, Item] = field(
-        default_factory=dict
-    )  # of Transformer Engine, those that hold something
+    extra_states: Mapping[str, Item] = field(default_factory=dict)  # Transformer Engine's that hold something
     dropped: tuple[str, ...] = ()  # one line for each key that is left out, with the reason
     rng_missing: tuple[str, ...] = ()  # one line for rng states of which some ranks' are not there
     unread: str | None = None  # why masters that were wanted are not here

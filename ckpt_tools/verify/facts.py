@@ -44,9 +44,7 @@ class Facts:
     target: str | None = None  # the program that the conversion wrote names for
     has_args: bool = True  # False: Bridge's configuration stands in for Megatron-LM's arguments
     tokens: int | None = None  # of the vocabulary, without padding
-    schedule: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # the stored state of the learning-rate schedule
+    schedule: Mapping[str, Any] = field(default_factory=dict)  # stored state of the learning-rate schedule
 
     def on(self, name: str) -> bool:
         """Whether the job has a switch on."""

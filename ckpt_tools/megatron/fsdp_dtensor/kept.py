@@ -33,9 +33,7 @@ class Kept:
 
     tensors: tuple[TargetTensor, ...] = ()
     objects: tuple[TargetObject, ...] = ()
-    archives: Mapping[str, Item] = field(
-        default_factory=dict
-    )  # of objects that go along byte for byte, by key
+    archives: Mapping[str, Item] = field(default_factory=dict)  # by key, of objects carried byte for byte
     kept: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()

@@ -115,9 +115,7 @@ def _kept_apart(parts: Iterable[str], dialect: Dialect) -> bool:
     found = set(parts)
     if found & set(MLA_DOWN):
         return not dialect.mla_fused_in_state
-    return (
-        "query" in found and not dialect.gdn_fused_in_state
-    )  # a gated delta net's; Mamba's have other names
+    return "query" in found and not dialect.gdn_fused_in_state  # a gated delta net's; Mamba has other names
 
 
 def _single(parameter: Parameter, name: str, group: str, dialect: Dialect) -> LiveParameter:

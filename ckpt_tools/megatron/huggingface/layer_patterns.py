@@ -36,9 +36,7 @@ def windows_said_again(args: Mapping[str, Any]) -> set[str]:
         return set()
     having = sliding_layers(args.get("window_attn_skip_freq"), layers)
     modules = args.get("mtp_num_layers")
-    inner = having[-1:] * (
-        modules if isinstance(modules, int) and modules <= layers else 0
-    )  # as the last layer is
+    inner = having[-1:] * (modules if isinstance(modules, int) and modules <= layers else 0)  # as the last is
     again: dict[str, list[Any]] = {}
     for prefix, those in (("", having), ("mtp_", inner)):
         again[f"{prefix}layer_types"] = ["sliding_attention" if one else "full_attention" for one in those]
