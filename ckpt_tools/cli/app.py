@@ -6,6 +6,7 @@ fills options, calls one function of the room `commands`, and prints what that r
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import sys
@@ -20,6 +21,8 @@ from ckpt_tools.cli.manual import closing
 from ckpt_tools.cli.render import be_quiet, complain, escape_lines, say
 from ckpt_tools.credentials import hidden, redacted
 from ckpt_tools.errors import CkptError, Interrupted, StorageError, UsageError
+
+_GARBAGE = 50_000  # new objects until a collection; Python's 700 are met hundreds of times while modules are imported
 
 app = typer.Typer(
     name="checkpoint-inspector",
@@ -57,6 +60,7 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command line and leave the process with the exit code of the result."""
     # Once numpy is imported, its BLAS has a thread a core wait for matrices, busily at first. No command has any.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    gc.set_threshold(_GARBAGE)
     _fill_closed_streams()
     _keep_freed_memory()
     for stream in (sys.stdout, sys.stderr):

@@ -11,6 +11,7 @@ import shlex
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
+from itertools import chain
 from typing import Generic, NamedTuple, TypeVar
 
 from ckpt_tools.commands.conversion_report import ConversionReport, Masters, MastersUse
@@ -20,7 +21,14 @@ from ckpt_tools.commands.placements import Layout, LiveModel, lay_out, place_mod
 from ckpt_tools.commands.read_model import GO_ON_UNPROVEN
 from ckpt_tools.commands.target_job import TargetJob
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, VerificationError
-from ckpt_tools.execute.check_masters import MastersReport, check_masters, share_of, sum_up
+from ckpt_tools.execute.check_masters import (
+    MastersReport,
+    compare_masters,
+    in_order,
+    refuse_masters,
+    share_of,
+    sum_up,
+)
 from ckpt_tools.execute.prove import prove_payloads
 from ckpt_tools.execute.ranks import Ranks, connect
 from ckpt_tools.execute.read_box import read_box
@@ -323,18 +331,18 @@ def prove_rounding(
     """
     mine = share_of(must_round, level, ranks)
 
-    def check() -> tuple[int, ...]:
-        try:
-            return astuple(
-                check_masters(files, catalog, mine, level, ranks.check, options.threads, fp8_recipe, advice)
-            )
-        except VerificationError:
-            if options.check_source != "none":
-                keys = {s.key for t in mine for s in (*t.sources, *t.must_round_to)}
-                prove_payloads(files, catalog, sorted(keys), options.threads)
-            raise
+    def compare() -> tuple[tuple[int, ...], list[str]]:
+        report, problems = compare_masters(
+            files, catalog, mine, level, ranks.check, options.threads, fp8_recipe
+        )
+        if problems and options.check_source != "none":
+            keys = {s.key for t in mine for s in (*t.sources, *t.must_round_to)}
+            prove_payloads(files, catalog, sorted(keys), options.threads)
+        return astuple(report), problems
 
-    return sum_up(MastersReport(*told) for told in ranks.together(check))
+    told = ranks.together(compare)
+    refuse_masters(in_order(must_round, chain.from_iterable(problems for _, problems in told)), advice)
+    return sum_up(MastersReport(*report) for report, _ in told)
 
 
 def advice_on_weights(source: Location) -> str:

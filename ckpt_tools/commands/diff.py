@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from ckpt_tools.close_names import unmatched
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.read_model import Wanted, read_model
 from ckpt_tools.commands.version_2 import is_version_2, respelled
-from ckpt_tools.errors import UsageError, list_problems
+from ckpt_tools.errors import CkptError, UsageError, list_problems
 from ckpt_tools.formats.files import AnyPath, path_text
 from ckpt_tools.megatron.dcp.state_dict import is_megatron, read_state_dict
 from ckpt_tools.megatron.fsdp_dtensor.tensors import state_prefix
@@ -31,11 +31,13 @@ from ckpt_tools.verify.differences import (
     DiffOptions,
     DiffReport,
     Side,
+    comparing,
     diff_objects,
-    diff_tensors,
     weights_not_compared,
 )
 from ckpt_tools.verify.meter import Meter
+
+T = TypeVar("T")
 
 KEYS: Final = "keys"
 PARAMETERS: Final = "parameters"
@@ -97,10 +99,26 @@ def diff_checkpoints(
         notes += weights_not_compared(*sides, options)
         meter = Meter(progress)
         meter.total = sum(entry.nbytes for side in sides for entry in side.catalog.tensors.values())
-        tensors = diff_tensors(*sides, options, meter)
-        values, compared = diff_objects(*sides, options)
+        with comparing(*sides, options, meter) as of_tensors:
+            of_values = _tried(lambda: diff_objects(*sides, options))  # while others compare tensors
+            tensors = of_tensors()
+        values, compared = of_values()
     places = first.location.path, second.location.path
     return DiffReport(*places, by, options.tolerance, tensors, values, compared, tuple(notes))
+
+
+def _tried(step: Callable[[], T]) -> Callable[[], T]:
+    """What returns or raises what came of a step that is done now."""
+    try:
+        result = step()
+    except CkptError as error:
+        failed = error
+
+        def fail() -> T:
+            raise failed
+
+        return fail
+    return lambda: result
 
 
 def _without_rerun_state(sides: tuple[Side, Side]) -> tuple[tuple[Side, Side], list[str]]:

@@ -10,9 +10,10 @@ import numpy as np
 
 from ckpt_tools.commands.read_model import master_targets
 from ckpt_tools.errors import CorruptCheckpointError, VerificationError, list_problems
-from ckpt_tools.execute.check_masters import compare_masters, unlike
+from ckpt_tools.execute.check_masters import compare_masters
 from ckpt_tools.execute.prove import prove_payloads
 from ckpt_tools.execute.read_box import BoxReader
+from ckpt_tools.execute.rounding import unlike
 from ckpt_tools.formats.files import Files
 from ckpt_tools.model.box import full_box
 from ckpt_tools.model.casts import Array, cast

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckpt_tools.errors import (
     NEVER_FINDINGS,
@@ -19,9 +20,12 @@ from ckpt_tools.formats.dcp import read_catalog
 from ckpt_tools.formats.detect import TRACKER, Location, locate
 from ckpt_tools.formats.files import AnyPath, Files, LocalFiles, open_files, path_text
 from ckpt_tools.formats.safetensors import read_safetensors_catalog
-from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.catalog import Catalog, Item
 from ckpt_tools.verify.meter import Meter
 from ckpt_tools.verify.report import Check, Findings, Report, failed_check
+
+if TYPE_CHECKING:  # numpy, for who only looks at metadata
+    from ckpt_tools.verify.content import Scanned
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,28 +141,50 @@ def _checks(
     except CorruptCheckpointError as error:
         return [failed_check("metadata", location.path, error)]
     digests = manifest is not None or options.write_manifest is not None
-    with _scanning(files, catalog, options, meter) as content:
+    pairs = _pairs(files, catalog) if options.content and location.kind == "torch_dist" else {}
+    with _scanning(files, catalog, options, meter, pairs) as content:
         from ckpt_tools.commands.verify_metadata import check_metadata  # while workers read, who do without
 
         trust = options.trust_pickle
         newer = not options.every_iteration
         checks = check_metadata(location, files, catalog, trust, options.content, digests, newer, meter)
-        checks += content()
-    if options.content and location.kind in ("torch_dist", "dcp"):
-        from ckpt_tools.commands.verify_masters import check_all_masters
-
-        checks += check_all_masters(location, files, catalog, trust, options.threads, options.workers)
+        # The model of any other layout may take reading whole buckets, which workers share.
+        compare = _masters_check(location, files, catalog, options, 1) if pairs else None
+        scanned = content()
+    if scanned:
+        compare = compare or _masters_check(location, files, catalog, options, options.workers)
+        checks += (*scanned.checks, *compare(scanned.rounded))
     if digests:
         checks.append(_manifest(files, catalog, options, manifest, meter, not any(c.errors for c in checks)))
     return checks
 
 
+def _masters_check(
+    location: Location, files: Files, catalog: Catalog, options: VerifyOptions, model_workers: int | None
+) -> Callable[[Set[tuple[Item, Item]]], list[Check]]:
+    """As `verify_masters.masters_check`, which is imported where masters are compared at all."""
+    if location.kind not in ("torch_dist", "dcp"):
+        return lambda _: []
+    from ckpt_tools.commands.verify_masters import masters_check
+
+    trust, threads, workers = options.trust_pickle, options.threads, options.workers
+    return masters_check(location, files, catalog, trust, threads, workers, model_workers)
+
+
+def _pairs(files: Files, catalog: Catalog) -> Mapping[Item, Item]:
+    """Masters that can be read beside their weights; what a store is asked for goes in the order of its files."""
+    from ckpt_tools.execute.source_reader import has_stores
+    from ckpt_tools.verify.master_pairs import master_pairs
+
+    return {} if has_stores(files) else master_pairs(catalog)
+
+
 def _scanning(
-    files: Files, catalog: Catalog, options: VerifyOptions, meter: Meter
-) -> AbstractContextManager[Callable[[], Iterable[Check]]]:
-    """Gives what returns the checks of the content, if that was asked for; workers begin at once."""
+    files: Files, catalog: Catalog, options: VerifyOptions, meter: Meter, pairs: Mapping[Item, Item]
+) -> AbstractContextManager[Callable[[], Scanned | None]]:
+    """Gives what returns what was found in the content, if that was asked for; workers begin at once."""
     if not options.content:
-        return nullcontext(tuple)
+        return nullcontext(lambda: None)
     from ckpt_tools.verify.content import scanning
 
     return scanning(
@@ -168,6 +194,7 @@ def _scanning(
         workers=options.workers,
         allow_nonfinite=options.allow_nonfinite,
         tick=meter,
+        pairs=pairs,
     )
 
 

@@ -22,6 +22,7 @@
 * `proof`: sums of what is read of a source
 * `prove`: what is left of that proof, when all work is done
 * `check_masters`: masters round to the stored weights
+* `rounding`: the same of two arrays
 * `fp8_masters`: the same, unit by unit, for weights that may be FP8
 * `fp8_weights`: the scale that explains FP8 weights
 * `fileio`: exact reads and writes of local files

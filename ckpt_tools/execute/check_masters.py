@@ -9,37 +9,46 @@ again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass, replace
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import TypeAlias
 
 import numpy as np
 
-from ckpt_tools.errors import UnsupportedCheckpointError, VerificationError, list_problems
+from ckpt_tools.errors import (
+    NEVER_FINDINGS,
+    CkptError,
+    UnsupportedCheckpointError,
+    VerificationError,
+    list_problems,
+)
 from ckpt_tools.execute.fp8_masters import HALF_TYPES, Fp8Comparison, describe_element
 from ckpt_tools.execute.in_step import Seen, in_step
 from ckpt_tools.execute.ranks import Ranks
 from ckpt_tools.execute.read_box import BoxReader
+from ckpt_tools.execute.rounding import unlike
 from ckpt_tools.execute.spread import by_threads, even_shares
 from ckpt_tools.execute.workers import shared_out
 from ckpt_tools.execute.write_job import WriteOptions
 from ckpt_tools.formats.files import Files
 from ckpt_tools.formats.read_ahead import Range
 from ckpt_tools.model.box import Box, full_box
-from ckpt_tools.model.casts import Array, cast, numpy_dtype, raw_dtype
-from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.casts import Array, numpy_dtype
+from ckpt_tools.model.catalog import Catalog, Item
 from ckpt_tools.model.choices import CheckLevel
 from ckpt_tools.model.dtypes import itemsize
 from ckpt_tools.model.target import TargetTensor
+from ckpt_tools.model.transfers import Transfer
 from ckpt_tools.plan.byte_runs import row_major_tiles
+from ckpt_tools.plan.overlap import ChunkFinder, TargetReader
+from ckpt_tools.plan.strategy import transfers_into
 
 _TILE_ELEMS = 1 << 18  # compared at a time: what a comparison holds of them stays in the cache
 _PART_ELEMS = 1 << 22  # compared by one thread in a row
 _SAMPLE_ELEMS = 4096  # per sampled place
 _SAMPLE_PLACES = 4
-_INFINITY = 0x7F800000  # of fp32, as bits
 _REMAINDERS = ": all are whole numbers of 16 bits"
 
 
@@ -77,8 +86,14 @@ def check_masters(
         UnsupportedCheckpointError: the masters are int16 remainders, stored as numbers.
     """
     report, problems = compare_masters(files, catalog, targets, level, tick, threads, fp8_recipe)
+    refuse_masters(problems, advice)
+    return report
+
+
+def refuse_masters(problems: Sequence[str], advice: str | None = None) -> None:
+    """Nothing, where `compare_masters` has found no problem. Raises as `check_masters`."""
     if not problems:
-        return report
+        return
     advice = advice or "With --weights-only the stored weights are converted, without an optimizer."
     if all(line.endswith(_REMAINDERS) for line in problems):
         raise UnsupportedCheckpointError(
@@ -153,16 +168,67 @@ def compare_all_masters(
     threads: int,
     workers: int | None = None,
     fp8_recipe: str | None = None,
+    rounded: Set[tuple[Item, Item]] = frozenset(),
 ) -> tuple[MastersReport, list[str]]:
-    """`compare_masters` of every element, shared by as many workers as help; called where none are."""
-    with shared_out(
-        sum(map(_bytes_of, targets)), WriteOptions(threads=threads, workers=workers), Ranks()
-    ) as (ranks, _):
-        mine = share_of(targets, "all", ranks)
-        shares = ranks.gather(
-            lambda: compare_masters(files, catalog, mine, "all", ranks.check, threads, fp8_recipe)
-        )
-    return sum_up(report for report, _ in shares), [line for _, lines in shares for line in lines]
+    """`compare_masters` of every element, shared by as many workers as help; called where none are.
+
+    `rounded` are pairs of items, element by element alike, of which every master is known to round to its weight:
+    what they make up is not read again.
+    """
+    left, known = list[TargetTensor](), 0
+    for target in targets:
+        if rounded and _is_made_of(catalog, target, rounded):
+            known += math.prod(target.shape)
+        else:
+            left.append(target)
+    report = MastersReport(len(targets) - len(left), known, known)
+    if not left:
+        return report, []
+    nbytes = sum(map(_bytes_of, left))
+    with shared_out(nbytes, WriteOptions(threads=threads, workers=workers), Ranks()) as (ranks, _):
+        mine = share_of(left, "all", ranks)
+
+        def compare() -> tuple[MastersReport, list[str]] | None:
+            try:
+                return compare_masters(files, catalog, mine, "all", ranks.check, threads, fp8_recipe)
+            except NEVER_FINDINGS:
+                raise
+            except CkptError:
+                if ranks.world == 1:
+                    raise
+                return None
+
+        shares = [share for share in ranks.gather(compare) if share is not None]
+        is_whole = len(shares) == ranks.world
+    if not is_whole:  # which tensor is named shall not depend on who has met which first
+        shares = [compare_masters(files, catalog, left, "all", threads=threads, fp8_recipe=fp8_recipe)]
+    lines = in_order(targets, chain.from_iterable(lines for _, lines in shares))
+    return sum_up([report, *(report for report, _ in shares)]), lines
+
+
+def in_order(targets: Sequence[TargetTensor], lines: Iterable[str]) -> list[str]:
+    """Lines of `compare_masters` in the order of their targets, whoever has compared them."""
+    numbers = {target.key: number for number, target in enumerate(targets)}
+    return sorted(lines, key=lambda line: numbers.get(line.partition("[")[0], len(numbers)))
+
+
+def _is_made_of(catalog: Catalog, target: TargetTensor, rounded: Set[tuple[Item, Item]]) -> bool:
+    """Whether every master lies in an item of a pair where its weight lies in the other; not if nobody knows."""
+    assert target.must_round_dtype is not None  # given with must_round_to
+    weights = replace(target, dtype=target.must_round_dtype, sources=target.must_round_to)
+    box, finder = full_box(target.shape), ChunkFinder(catalog)
+    try:
+        sides = [transfers_into(TargetReader(finder, tensor), box) for tensor in (target, weights)]
+    except CkptError:  # told by who compares them
+        return False
+    return sum(one.box.volume for one in sides[0]) == box.volume and all(
+        isinstance(master, Transfer)
+        and isinstance(weight, Transfer)
+        and (master.item, weight.item) in rounded
+        and (master.piece, master.shape) == (weight.piece, weight.shape)
+        and weight.dtype == target.must_round_dtype
+        for master, weight in zip_longest(*sides)
+    )
 
 
 def share_of(targets: Sequence[TargetTensor], level: CheckLevel, ranks: Ranks) -> list[TargetTensor]:
@@ -314,54 +380,9 @@ class _Comparison:
         return line + _REMAINDERS if _are_remainders(masters) else line
 
 
-def unlike(masters: Array, master_dtype: str, weights: Array, dtype: str) -> Array:
-    """Where masters do not round to weights; any NaN equals any other."""
-    if (master_dtype, dtype) == ("float32", "bfloat16") and _are_near(masters, weights):
-        return np.zeros(masters.shape, bool)
-    rounded = cast(masters, master_dtype, dtype)
-    bits = raw_dtype(dtype)
-    different: Array = rounded.view(bits) != weights.view(bits)
-    if different.any():
-        different &= ~(_is_nan(rounded, dtype) & _is_nan(weights, dtype))
-        if (master_dtype, dtype) == ("float32", "bfloat16"):
-            different &= ~_is_tie(masters, weights)
-    return different
-
-
-def _are_near(masters: Array, weights: Array) -> bool:
-    """Whether fp32 masters are finite and at most half a step from their bf16 weights, which are the next ones then.
-
-    Bits of one sign are ordered like the numbers, so a difference of bits tells, in fewer passes than rounding. That
-    between a NaN and a zero of the other sign is small, too.
-    """
-    bits = np.ascontiguousarray(masters).reshape(-1).view(np.uint32)
-    if not bits.size or bits.view(np.int32).max() >= _INFINITY or bits.max() >= _INFINITY | 1 << 31:
-        return False
-    apart = weights.reshape(-1).view(np.uint16).astype(np.uint32)
-    apart <<= 16
-    np.subtract(bits, apart, out=apart)
-    apart += 1 << 15
-    return bool(apart.max() <= 1 << 16)
-
-
-def _is_tie(masters: Array, weights: Array) -> Array:
-    """Where fp32 masters lie in the middle of two bf16 numbers and the weight is one of them.
-
-    torch takes the even one, the fused Adam that splits masters in weight and remainder the one further from zero.
-    """
-    bits = masters.view(np.uint32)
-    lower, upper = bits >> 16, (bits >> 16) + 1
-    tie: Array = (bits & 0xFFFF == 1 << 15) & ((weights == lower) | (weights == upper))
-    return tie
-
-
 def _are_remainders(masters: Array) -> bool:
     """Whether fp32 numbers are all int16 ones, and not all small: no weights of a model are."""
     if masters.dtype != np.float32 or not np.isfinite(masters).all():
         return False
     largest = np.abs(masters).max(initial=0)
     return bool(256 < largest <= 1 << 15) and bool((masters == np.rint(masters)).all())
-
-
-def _is_nan(values: Array, dtype: str) -> Array:
-    return np.isnan(cast(values, dtype, "float32"))

@@ -1,8 +1,8 @@
 """Tensors that should be alike, read side by side in blocks that stay in the processor's cache.
 
 What is compared is equal nearly always. No element has to be put in its place to see that where all tensors are cut
-alike, or lie in the order of their elements: every block is one read of each then. Else elements are gathered, a tile
-at a time.
+alike, or lie in the order of their elements: every block is one read of each then. Else a tile at a time is read as
+it lies, and what is in one piece on all sides is looked at there.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ckpt_tools.errors import CkptError
-from ckpt_tools.execute.read_box import BoxReader, Run
+from ckpt_tools.execute.read_box import BoxReader, Region, Run
+from ckpt_tools.execute.source_reader import index_of
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.casts import Array, raw_dtype
 from ckpt_tools.model.target import TargetTensor
 from ckpt_tools.plan.byte_runs import is_run, row_major_tiles
 
 _BLOCK_ELEMS = 1 << 16  # of each tensor: with what is made of them they fit a cache of 1 MiB
-_TILE_ELEMS = 1 << 18  # where elements are gathered first, which takes some time a tile
+_TILE_ELEMS = 1 << 18  # of tensors that are cut in different ways, which takes some time a tile
 
 
 class Seen(NamedTuple):
@@ -33,10 +34,10 @@ class Seen(NamedTuple):
 
 
 def in_step(seen: Sequence[Seen], box: Box) -> Iterator[tuple[Array, ...]]:
-    """The elements of `box`, each once and in some order, as 1-d blocks of raw bits: the same ones of every tensor.
+    """The elements of `box`, each once and in some order, as blocks of raw bits: the same ones of every tensor.
 
-    Blocks are valid until the next. It ends early where something cannot be read: who has not got all elements reads
-    them in order, and is told there what is wrong.
+    Blocks of one shape, at any strides, are valid until the next. It ends early where something cannot be read: who
+    has not got all elements reads them in order, and is told there what is wrong.
     """
     with suppress(CkptError):
         runs = [one.reader.runs(one.tensor, box) for one in seen]
@@ -45,10 +46,27 @@ def in_step(seen: Sequence[Seen], box: Box) -> Iterator[tuple[Array, ...]]:
         if all(boxes) and (cut_alike or all(is_run(b, box.size) for side in boxes for b in side)):
             yield from _by_runs(runs, [raw_dtype(one.tensor.dtype) for one in seen])
             return
-        reads = [one.reader.inside(one.tensor, box) for one in seen]
+        reads = [one.reader.regions(one.tensor, box) for one in seen]
         for tile in row_major_tiles(box, _TILE_ELEMS):
-            raw = (read(tile).reshape(-1) for read in reads)
-            yield tuple(r.view(raw_dtype(one.tensor.dtype)) for r, one in zip(raw, seen, strict=True))
+            yield from _common([read(tile) for read in reads])
+
+
+def _common(sides: Sequence[Sequence[Region]]) -> Iterator[tuple[Array, ...]]:
+    """The elements of every side in each box that is inside of one region of all."""
+    common: list[tuple[Box, tuple[Array, ...]]] = [(region.box, (region.elements,)) for region in sides[0]]
+    for side in sides[1:]:
+        common = [
+            (both, (*(_cut(one, box, both) for one in elements), _cut(region.elements, region.box, both)))
+            for box, elements in common
+            for region in side
+            if (both := box.intersect(region.box)) is not None
+        ]
+    for _, elements in common:
+        yield elements
+
+
+def _cut(elements: Array, box: Box, part: Box) -> Array:
+    return elements if part == box else elements[index_of(part.relative_to(box))]
 
 
 def _by_runs(runs: Sequence[Sequence[Run]], types: Sequence[np.dtype[Any]]) -> Iterator[tuple[Array, ...]]:

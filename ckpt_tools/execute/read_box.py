@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from ckpt_tools.execute.fill import Filled, Filler
 from ckpt_tools.execute.proof import SourceProof
 from ckpt_tools.execute.prove import prove_rest
 from ckpt_tools.execute.ranks import Ranks
-from ckpt_tools.execute.source_reader import Payload, SourceReader, chunk_of
+from ckpt_tools.execute.source_reader import Payload, SourceReader, chunk_of, spans
 from ckpt_tools.formats.files import Files
 from ckpt_tools.formats.read_ahead import Range
 from ckpt_tools.model.box import Box, full_box
@@ -26,7 +27,8 @@ from ckpt_tools.plan.overlap import ChunkFinder, TargetReader
 from ckpt_tools.plan.strategy import transfers_into
 
 _SCRATCH_BYTES = 4 << 20
-_FEW = 32  # transfers
+_FEW = 32  # transfers, and places that one of them is read from
+_ALIGNMENT = 64  # bytes: what a processor reads fastest
 
 
 class Run(NamedTuple):
@@ -44,6 +46,31 @@ class Run(NamedTuple):
             self.payload.proof.add(at, data)
 
 
+class Region(NamedTuple):
+    """A part of a box, relative to it, and its elements as raw bits, at any strides."""
+
+    box: Box
+    elements: Array
+
+
+class _Place(NamedTuple):
+    """Where a region lies: in so many bytes of a file, at strides of so many bytes."""
+
+    box: Box
+    payload: Payload
+    offset: int  # bytes from the beginning of the file
+    nbytes: int
+    strides: tuple[int, ...]
+
+    def read(self, buffer: Array, start: int, dtype: np.dtype[Any]) -> Region:
+        """The region, read into a byte array from byte `start` on."""
+        data = buffer[start : start + self.nbytes].data
+        self.payload.files.read_into(self.payload.name, self.offset, data)
+        if self.payload.proof is not None:
+            self.payload.proof.add(self.offset, data)
+        return Region(self.box, np.ndarray(self.box.size, dtype, buffer.data, start, self.strides))
+
+
 class BoxReader:
     """Reads boxes of target tensors from one checkpoint, in any thread; close it when done."""
 
@@ -59,15 +86,47 @@ class BoxReader:
         reader = TargetReader(self._finder, target)
         return lambda box: self._read(target, box, transfers_into(reader, box), box)
 
-    def inside(self, target: TargetTensor, whole: Box) -> Callable[[Box], Array]:
-        """What `tensor` does, for boxes inside of `whole` only: what makes up all of it is looked up once.
+    def regions(self, target: TargetTensor, whole: Box) -> Callable[[Box], list[Region]]:
+        """The regions that make up boxes inside of `whole`, valid until those of the next box.
 
-        Raises as `read`.
+        What makes up all of `whole` is looked up once. Elements are put in order only where that takes computing, or
+        where they lie in many places.
+
+        Raises (both): as `read`.
         """
         transfers = transfers_into(TargetReader(self._finder, target), whole)
-        if len(transfers) > _FEW:  # all of them are gone through for every box
-            return self.tensor(target)
-        return lambda box: self._read(target, box, transfers, whole)
+        dtype, buffer = raw_dtype(target.dtype), np.empty(0, np.uint8)
+        few = len(transfers) <= _FEW  # all of them are gone through for every box
+        read = self.tensor(target)
+        stored = [one for one in transfers if isinstance(one, Transfer) and one.dtype == target.dtype]
+        covered = few and sum(one.box.volume for one in stored) == whole.volume
+
+        def gathered(box: Box) -> list[Region]:
+            elements = self._read(target, box, transfers, whole) if few else read(box)
+            return [Region(full_box(box.size), elements.view(dtype))]
+
+        def in_place(box: Box) -> list[Region]:
+            nonlocal buffer
+            found = [place for one in stored for place in self._places(one, box.relative_to(whole), dtype)]
+            if len(found) > _FEW:
+                return gathered(box)
+            ends = list(accumulate(-(-place.nbytes // _ALIGNMENT) * _ALIGNMENT for place in found))
+            if ends[-1] > len(buffer):
+                buffer = np.empty(ends[-1], np.uint8)
+            return [place.read(buffer, start, dtype) for place, start in zip(found, (0, *ends), strict=False)]
+
+        return in_place if covered else gathered
+
+    def _places(self, one: Transfer, box: Box, dtype: np.dtype[Any]) -> Iterator[_Place]:
+        """Where the elements lie that a transfer gives of `box`."""
+        piece = one.piece.crop(box)
+        if piece is None:
+            return
+        payload = self._source.payload(chunk_of(one))
+        strides = tuple([step * dtype.itemsize for step in piece.strides])
+        for block, first, nbytes in spans(piece, piece.box.size, dtype.itemsize, _SCRATCH_BYTES):
+            shown = block.shift(piece.box.relative_to(box).start)
+            yield _Place(shown, payload, payload.offset + first, nbytes, strides)
 
     def reads(self, target: TargetTensor) -> Callable[[Box], Iterable[Range]]:
         """What reading boxes of this target asks of stores."""

@@ -119,7 +119,7 @@ class SourceReader:
             if item not in told and item not in self._payloads:
                 told.add(item)
                 yield from frame_reads(self.files, item, len(frame.head), frame.tail_bytes)
-        for _, first, nbytes in _spans(piece, piece.box.size, itemsize(transfer.dtype), scratch_bytes):
+        for _, first, nbytes in spans(piece, piece.box.size, itemsize(transfer.dtype), scratch_bytes):
             yield Range(files, name, start + first, start + first + nbytes)
 
     def note(self, transfers: Iterable[Transfer | Computation]) -> None:
@@ -240,7 +240,7 @@ def read_region(payload: Payload, piece: Piece, out: Array, scratch: Array) -> i
         return 0
     strides, width = piece.strides, out.itemsize
     bytes_read = 0
-    for block, first, span in _spans(piece, out.shape, width, len(scratch)):
+    for block, first, span in spans(piece, out.shape, width, len(scratch)):
         target = out[index_of(block)]
         at = payload.offset + first
         if target.flags.c_contiguous and is_dense(block.size, strides):
@@ -257,7 +257,7 @@ def read_region(payload: Payload, piece: Piece, out: Array, scratch: Array) -> i
     return bytes_read
 
 
-def _spans(piece: Piece, shape: Sequence[int], width: int, most_bytes: int) -> Iterator[tuple[Box, int, int]]:
+def spans(piece: Piece, shape: Sequence[int], width: int, most_bytes: int) -> Iterator[tuple[Box, int, int]]:
     """How a non-empty piece is read: blocks of it, with the first byte in the payload and the bytes from there on."""
     _, offset, strides = piece
     pattern = read_pattern(shape, strides, width, most_bytes // width)

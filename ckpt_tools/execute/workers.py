@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _WORTH_BYTES = 256 << 20  # a worker's least share: moving less takes no longer than forking and agreeing
-_MOST_BY_DEFAULT = 16  # beyond, one machine's memory is busy (measured on 16 and 32 cores)
+MOST_BY_DEFAULT = 16  # beyond, one machine's memory is busy (measured on 16 and 32 cores)
 _WATCH_SECONDS = 0.1
 _STOPPED_LOOKS = (
     600  # of `_WATCH_SECONDS`, by own looks and not by the clock: who was suspended with it waits anew
@@ -61,7 +61,7 @@ _STOP = "stop"
 
 def default_workers(nbytes: int, options: WriteOptions, cores: int) -> int:
     """How many processes move `nbytes` fastest on so many cores, with room for buffers of a MiB in each thread."""
-    most = min(cores // options.threads, _MOST_BY_DEFAULT, nbytes // _WORTH_BYTES)
+    most = min(cores // options.threads, MOST_BY_DEFAULT, nbytes // _WORTH_BYTES)
     if options.memory_bytes is not None:
         most = min(most, options.memory_bytes // (3 * options.threads << 20))
     return max(1, most)

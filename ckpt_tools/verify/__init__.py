@@ -10,6 +10,8 @@
 * `integrity`: Megatron's own `integrity.json`
 * `manifest`: SHA-256 sums of files and tensors
 * `content`: one pass over every byte
+* `scan`: the same of one stored item
+* `master_pairs`: masters that one pass can compare with their weights
 * `values`: what is not a number; sums and extremes
 * `parts`: long tensors cut for many threads
 * `measure`: sums of every tensor, by threads and processes

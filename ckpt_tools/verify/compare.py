@@ -177,7 +177,10 @@ class Comparison:
 
 
 def are_same_bits(a: Array, b: Array) -> bool:
-    """Whether two contiguous arrays of one type are equal: eight bytes at a time, the rest one by one."""
+    """Whether two arrays of one type are equal: contiguous ones eight bytes at a time, the rest one by one."""
+    if not (a.flags.c_contiguous and b.flags.c_contiguous):
+        return np.array_equal(a, b)
+    a, b = a.reshape(-1), b.reshape(-1)
     x, y = a.view(np.uint8), b.view(np.uint8)
     whole = len(x) & ~7
     if not np.array_equal(x[:whole].view(np.uint64), y[:whole].view(np.uint64)):

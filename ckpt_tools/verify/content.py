@@ -1,17 +1,18 @@
 """Are the stored bytes the ones that were written, and are they numbers: one pass over every item.
 
 Every record of every archive is summed and compared with the CRC-32 its writer stored, also of the archives that
-are a file of their own (`common.pt`); the same pass counts NaNs and infinities. Memory is one buffer a thread.
+are a file of their own (`common.pt`); the same pass counts NaNs and infinities, and holds masters against weights
+that are stored alike. Memory is one buffer a thread.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, lru_cache, partial
-from itertools import groupby
-from typing import NamedTuple
+from itertools import chain, groupby
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -19,51 +20,37 @@ from ckpt_tools.errors import CkptError
 from ckpt_tools.execute.source_reader import frame_reads, has_stores, store_ranges
 from ckpt_tools.execute.spread import Tick, begun
 from ckpt_tools.formats import crc
-from ckpt_tools.formats.archive import payload_offset, read_directory, stored_crc32
-from ckpt_tools.formats.container import Stretch, find_tensor, whole_file
+from ckpt_tools.formats.container import whole_file
 from ckpt_tools.formats.files import Files
 from ckpt_tools.formats.frames import RECORDS, UsualItem, tensor_frame, usual_item
 from ckpt_tools.formats.read_ahead import Range
-from ckpt_tools.model.casts import Array
 from ckpt_tools.model.catalog import Catalog, Item
 from ckpt_tools.model.dtypes import ITEMSIZE
 from ckpt_tools.verify.report import Check, Findings
+from ckpt_tools.verify.scan import BUFFER_BYTES, Job, Scan, changed, scan_beside, scan_job
 from ckpt_tools.verify.values import Census
 
-_BUFFER_BYTES = 512 << 10  # a multiple of every element size, and looked at before it leaves the cache
 _PART_BYTES = 32 << 20  # of a payload, read by one thread
 _PAYLOADS = 1024  # whose places are kept: of long tensors several parts are read, about at one time
-_BEHIND_BYTES = 256 << 20  # read by a worker while the first process looks at metadata
 
 
-class _Job(NamedTuple):
-    """One stored item: of a tensor when it has an element type, else an object.
-
-    A long tensor has several jobs, each with the bytes [start, stop) of the payload that it has in the usual frame.
-    In any other frame the first does the work of all.
-    """
-
-    item: Item
-    key: str
-    where: str
-    dtype: str | None = None
-    shape: tuple[int, ...] = ()
-    start: int = 0
-    stop: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        return self.stop - self.start if self.dtype is not None else self.item.length
+Work: TypeAlias = tuple[Job] | tuple[Job, Job]
+"""What is read by one thread: a job, or that of some masters and that of their weights."""
 
 
-class _Scan(NamedTuple):
-    """What a job has found: records whose checksums were compared, or that have none, and what is wrong."""
+class Scanned(NamedTuple):
+    """The checks `checksums` (of records) and `values` (of tensors); pairs of items of which each element rounds."""
 
-    census: Census
-    compared: int = 0
-    without: int = 0
-    problems: tuple[str, ...] = ()
-    part: tuple[UsualItem, int] | None = None  # the payload that a part was read of, and the part's CRC-32
+    checks: tuple[Check, Check]
+    rounded: frozenset[tuple[Item, Item]]
+
+
+class _Buffers(threading.local):
+    """What a thread reads into, and the items whose frames it has told to read ahead."""
+
+    def __init__(self) -> None:
+        self.array = np.empty(BUFFER_BYTES, np.uint8)
+        self.told: set[Item] = set()
 
 
 @contextmanager
@@ -75,39 +62,75 @@ def scanning(
     workers: int | None = None,
     allow_nonfinite: bool = False,
     tick: Tick = lambda _: None,
-) -> Iterator[Callable[[], tuple[Check, Check]]]:
-    """Give the block a function that returns the checks `checksums` (of records) and `values` (of tensors).
+    pairs: Mapping[Item, Item] | None = None,
+) -> Iterator[Callable[[], Scanned]]:
+    """Give the block a function that returns what was found.
 
-    Other processes have begun to read when the block does. `tick` is told the bytes read.
+    Other processes have begun to read when the block does. `tick` is told the bytes read. `pairs` says which items
+    of fp32 masters are read beside which items of bf16 weights.
     """
-    buffers = threading.local()
+    buffers = _Buffers()
 
-    def scan(job: _Job, told: Tick) -> _Scan:
-        if not hasattr(buffers, "array"):
-            buffers.array = np.empty(_BUFFER_BYTES, np.uint8)
-        return _scan_job(files, job, payload_of(job.item, job.dtype, job.shape), buffers.array, told)
+    def scan(work: Work, told: Tick) -> tuple[Scan, ...]:
+        jobs = [(job, payload_of(job.item, job.dtype, job.shape)) for job in work]
+        if len(work) == 2:
+            first, second = (payload for _, payload in jobs)
+            if first is not None and second is not None:
+                return scan_beside(files, work, (first, second), buffers.array, told)
+        return tuple(scan_job(files, job, payload, buffers.array, told) for job, payload in jobs)
 
-    def reads(job: _Job) -> Iterator[Range]:
-        return _reads(files, job, buffers.__dict__.setdefault("told", set()))
+    def reads(work: Work) -> Iterator[Range]:
+        return chain.from_iterable(_reads(files, job, buffers.told) for job in work)
 
     payload_of = lru_cache(_PAYLOADS)(partial(_payload_of, files))
 
-    jobs = sorted((*_jobs(files, catalog), *_archive_files(files)), key=lambda job: job.item)
+    pairs = pairs or {}
+    jobs = (*_jobs(files, catalog, set(pairs.values())), *_archive_files(files))
+    works = sorted(_beside(jobs, pairs), key=lambda work: work[0].item)
     with begun(
         scan,
-        jobs,
-        sizes=[job.nbytes for job in jobs],
+        works,
+        sizes=[sum(job.nbytes for job in work) for work in works],
         threads=threads,
         workers=workers,
         tick=tick,
-        behind=_BEHIND_BYTES,
         reads=reads if has_stores(files) else None,
     ) as results:
-        yield lambda: _checks(files, catalog, _by_item(jobs, results()), allow_nonfinite)
+        yield lambda: _scanned(files, catalog, works, results(), allow_nonfinite)
+
+
+def _beside(jobs: Iterable[Job], pairs: Mapping[Item, Item]) -> Iterator[Work]:
+    """The jobs, those of masters with those of their weights: of both as many elements, part by part."""
+    parts: dict[Item, list[Job]] = {item: [] for pair in pairs.items() for item in pair}
+    for job in jobs:
+        if job.item in parts:
+            parts[job.item].append(job)
+        else:
+            yield (job,)
+    for master, weight in pairs.items():
+        mine, its = parts.pop(master, []), parts.pop(weight, [])
+        if [(job.start, job.stop) for job in mine] == [(2 * job.start, 2 * job.stop) for job in its]:
+            yield from zip(mine, its, strict=True)
+        else:
+            yield from ((job,) for job in (*mine, *its))
+
+
+def _scanned(
+    files: Files,
+    catalog: Catalog,
+    works: Sequence[Work],
+    found: Sequence[tuple[Scan, ...]],
+    allow_nonfinite: bool,
+) -> Scanned:
+    beside = [(work, scans[0]) for work, scans in zip(works, found, strict=True) if len(work) == 2]
+    wrong = {work[0].item for work, scan in beside if not scan.rounds}
+    rounded = frozenset((m.item, w.item) for (m, w), _ in beside if m.item not in wrong)
+    scans = sorted(zip(chain(*works), chain(*found), strict=True), key=lambda one: one[0].item)
+    return Scanned(_checks(files, catalog, _by_item(scans), allow_nonfinite), rounded)
 
 
 def _checks(
-    files: Files, catalog: Catalog, scans: Iterable[tuple[_Job, _Scan]], allow_nonfinite: bool
+    files: Files, catalog: Catalog, scans: Iterable[tuple[Job, Scan]], allow_nonfinite: bool
 ) -> tuple[Check, Check]:
     from ckpt_tools.megatron.keys import bucket_key  # not before the other processes have begun
 
@@ -139,15 +162,15 @@ def _checks(
     return sums.done(), values.done()
 
 
-def _by_item(jobs: Sequence[_Job], scans: Sequence[_Scan]) -> Iterator[tuple[_Job, _Scan]]:
+def _by_item(scans: Iterable[tuple[Job, Scan]]) -> Iterator[tuple[Job, Scan]]:
     """Every item once, in file order."""
-    for _, group in groupby(zip(jobs, scans, strict=True), key=lambda one: (one[0].item, one[0].where)):
+    for _, group in groupby(scans, key=lambda one: (one[0].item, one[0].where)):
         parts = list(group)
         yield parts[0][0], _joined(parts)
 
 
-def _jobs(files: Files, catalog: Catalog) -> Iterator[_Job]:
-    """Every stored item; an alias is scanned for each of its keys."""
+def _jobs(files: Files, catalog: Catalog, halved: Collection[Item]) -> Iterator[Job]:
+    """Every stored item; an alias is scanned for each of its keys. Parts of `halved` items have half the bytes."""
     size_of = cache(partial(_size, files))
     for key, entry in catalog.tensors.items():
         for chunk in entry.chunks:
@@ -155,12 +178,12 @@ def _jobs(files: Files, catalog: Catalog) -> Iterator[_Job]:
             if not item.bare and entry.dtype in ITEMSIZE:
                 nbytes = min(nbytes, chunk.box.volume * ITEMSIZE[entry.dtype])
             is_there = item.offset + item.length <= size_of(item.file)  # else one finds that it is not
-            step = _PART_BYTES if is_there else max(nbytes, 1)
+            step = (_PART_BYTES >> (item in halved)) if is_there else max(nbytes, 1)
             for start in range(0, nbytes, step) or (0,):
                 stop = min(start + step, nbytes)
-                yield _Job(item, key, f"{key} {chunk.box}", entry.dtype, chunk.box.size, start, stop)
+                yield Job(item, key, f"{key} {chunk.box}", entry.dtype, chunk.box.size, start, stop)
     for key, stored in catalog.objects.items():
-        yield _Job(stored.item, key, key)
+        yield Job(stored.item, key, key)
 
 
 def _size(files: Files, name: str) -> int:
@@ -171,16 +194,16 @@ def _size(files: Files, name: str) -> int:
         return 0
 
 
-def _archive_files(files: Files) -> Iterator[_Job]:
+def _archive_files(files: Files) -> Iterator[Job]:
     """The files that `torch.save` wrote beside the items: the common state, Bridge's progress."""
     for name in files.list():
         if name.endswith(".pt"):
-            yield _Job(whole_file(files, name), name, name)
+            yield Job(whole_file(files, name), name, name)
 
 
-def _joined(parts: Sequence[tuple[_Job, _Scan]]) -> _Scan:
+def _joined(parts: Sequence[tuple[Job, Scan]]) -> Scan:
     """What the jobs of one item have found together."""
-    whole = _Scan(
+    whole = Scan(
         Census(),
         sum(scan.compared for _, scan in parts),
         sum(scan.without for _, scan in parts),
@@ -198,31 +221,11 @@ def _joined(parts: Sequence[tuple[_Job, _Scan]]) -> _Scan:
         return whole._replace(compared=RECORDS - 1, without=1)
     if found == payload.crc32:
         return whole._replace(compared=RECORDS)
-    problem = _changed("record 'archive/data/0'", item, payload, found)
+    problem = changed("record 'archive/data/0'", item, payload, found)
     return whole._replace(compared=RECORDS, problems=(problem,))
 
 
-def _changed(name: str, item: Item, stretch: Stretch | UsualItem, found: int) -> str:
-    start, nbytes, expected = stretch
-    return (
-        f"{name} in bytes {start}..{start + nbytes} of {item.file} has CRC-32 {found:08x}, its writer stored "
-        f"{expected:08x}: bits have changed since"
-    )
-
-
-def _scan_job(files: Files, job: _Job, payload: UsualItem | None, buffer: Array, tick: Tick) -> _Scan:
-    if payload is None:
-        return _Scan(Census()) if job.start else _scan_item(files, job, buffer, tick)
-    census = Census()
-    part = Stretch(payload.start + job.start, job.nbytes, None)
-    try:
-        found = _look(files, job.item.file, part, buffer, tick, census, job.dtype)
-    except CkptError as error:
-        return _Scan(census, problems=(str(error),))
-    return _Scan(census, part=(payload, found))
-
-
-def _reads(files: Files, job: _Job, told: set[Item]) -> Iterator[Range]:
+def _reads(files: Files, job: Job, told: set[Item]) -> Iterator[Range]:
     """What a job reads of a store, where its item is of the usual form; `told`: whose frame it reads no more."""
     item, start = job.item, job.item.offset
     if job.dtype is None:
@@ -250,57 +253,3 @@ def _payload_of(files: Files, item: Item, dtype: str | None, shape: tuple[int, .
         return usual_item(files, item, dtype, shape)
     except CkptError:
         return None
-
-
-def _look(
-    files: Files, file: str, stretch: Stretch, buffer: Array, tick: Tick, census: Census, dtype: str | None
-) -> int:
-    """CRC-32 of a stretch of a file, whose elements, if they have a type, are counted in the census."""
-    found = 0
-    for at in range(0, stretch.nbytes, len(buffer)):
-        part = buffer[: min(len(buffer), stretch.nbytes - at)]
-        files.read_into(file, stretch.start + at, part.data)
-        found = crc.crc32(part.data, found)
-        if dtype is not None:
-            census.add(part, dtype)
-        tick(len(part))
-    return found
-
-
-def _scan_item(files: Files, job: _Job, buffer: Array, tick: Tick) -> _Scan:
-    """Every record of any archive."""
-    census = Census()
-    compared = without = 0
-    problems = []
-    try:
-        for name, stretch, is_payload in _stretches(files, job.item, job.dtype):
-            dtype = job.dtype if is_payload else None
-            found = _look(files, job.item.file, stretch, buffer, tick, census, dtype)
-            if stretch.crc32 is None:
-                without += 1
-                continue
-            compared += 1
-            if found != stretch.crc32:
-                problems.append(_changed(name, job.item, stretch, found))
-    except CkptError as error:
-        problems.append(str(error))
-    return _Scan(census, compared, without, tuple(problems))
-
-
-def _stretches(files: Files, item: Item, dtype: str | None) -> Iterator[tuple[str, Stretch, bool]]:
-    """(name, bytes, is a tensor's payload) of every record that an archive holds."""
-    place = f"{files.location.rstrip('/')}/{item.file} at byte {item.offset}"
-
-    def read(offset: int, length: int) -> bytes:
-        return files.read(item.file, item.offset + offset, length)
-
-    tensor = find_tensor(files, item) if dtype is not None else None
-    payload = (tensor.payload_offset, tensor.nbytes) if tensor else None
-    seen = False
-    for record in read_directory(read, item.length, place).values():
-        start = item.offset + payload_offset(read, record, place)
-        is_payload = (start, record.size) == payload
-        seen = seen or is_payload
-        yield f"record {record.name!r}", Stretch(start, record.size, stored_crc32(record)), is_payload
-    if payload is not None and not seen:  # a part of its storage only
-        yield "the payload", Stretch(*payload, None), True

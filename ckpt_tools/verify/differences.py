@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Literal, TypeAlias
 
 import numpy as np
 
-from ckpt_tools.execute.check_masters import compare_all_masters, unlike
+from ckpt_tools.execute.check_masters import compare_all_masters
 from ckpt_tools.execute.in_step import Seen, in_step
 from ckpt_tools.execute.read_box import BoxReader
+from ckpt_tools.execute.rounding import unlike
 from ckpt_tools.execute.source_reader import index_of
-from ckpt_tools.execute.spread import Tick, spread
+from ckpt_tools.execute.spread import Tick, begun
 from ckpt_tools.formats.container import load_object
 from ckpt_tools.formats.files import Files
 from ckpt_tools.model.box import Box
@@ -106,12 +108,21 @@ class DiffReport:
 def diff_tensors(
     a: Side, b: Side, options: DiffOptions, tick: Tick = lambda _: None
 ) -> tuple[TensorDiff, ...]:
-    """Every chosen tensor of either side; `tick` is told the bytes read.
+    """What `comparing` finds."""
+    with comparing(a, b, options, tick) as tensors:
+        return tensors()
 
-    Weights that a side stores beside the masters that are compared have a row of their own behind all others, of the
-    same name.
 
-    Raises:
+@contextmanager
+def comparing(
+    a: Side, b: Side, options: DiffOptions, tick: Tick = lambda _: None
+) -> Iterator[Callable[[], tuple[TensorDiff, ...]]]:
+    """Give the block a function that returns what there is of every chosen tensor of either side.
+
+    Other processes have begun to compare when the block does. `tick` is told the bytes read. Weights that a side
+    stores beside the masters that are compared have a row of their own behind all others, of the same name.
+
+    Raises (the function):
         CkptError: a tensor cannot be read.
     """
     names = [name for name in dict.fromkeys((*a.tensors, *b.tensors)) if options.wants(name)]
@@ -140,31 +151,36 @@ def diff_tensors(
 
     beside = [[weight_behind(t) if n in behind else None for n, t in enumerate(side)] for side in sides]
     parts = parts_of(sides[0])
-    try:
-        found = spread(
-            compare,
-            parts,
-            sizes=bytes_of(parts, *sides),
-            threads=options.threads,
-            workers=options.workers,
-            tick=tick,
-            reads=part_reads(*zip(readers, sides, strict=True), *zip(readers, beside, strict=True)),
+
+    def rows(found: Sequence[tuple[Extremes, Extremes]]) -> tuple[TensorDiff, ...]:
+        differences = [Extremes() for _ in pairs]
+        for part, (extremes, of_weights) in zip(parts, found, strict=True):
+            differences[part.number].join(extremes)
+            if part.number in behind:
+                behind[part.number].join(of_weights)
+        compared = iter(differences)
+        bitwise = options.tolerance.is_bitwise
+        weights = [(pairs[number], extremes) for number, extremes in behind.items()]
+        return (
+            *(_by_values(one, next(compared), bitwise) if one.kind == "equal" else one for one in judged),
+            *_weight_rows(a, b, weights, options),
         )
-    finally:
+
+    with ExitStack() as opened:
         for reader in readers:
-            reader.close()
-    differences = [Extremes() for _ in pairs]
-    for part, (extremes, of_weights) in zip(parts, found, strict=True):
-        differences[part.number].join(extremes)
-        if part.number in behind:
-            behind[part.number].join(of_weights)
-    compared = iter(differences)
-    bitwise = options.tolerance.is_bitwise
-    weights = [(pairs[number], extremes) for number, extremes in behind.items()]
-    return (
-        *(_by_values(one, next(compared), bitwise) if one.kind == "equal" else one for one in judged),
-        *_weight_rows(a, b, weights, options),
-    )
+            opened.callback(reader.close)
+        results = opened.enter_context(
+            begun(
+                compare,
+                parts,
+                sizes=bytes_of(parts, *sides),
+                threads=options.threads,
+                workers=options.workers,
+                tick=tick,
+                reads=part_reads(*zip(readers, sides, strict=True), *zip(readers, beside, strict=True)),
+            )
+        )
+        yield lambda: rows(results())
 
 
 def _are_equal(

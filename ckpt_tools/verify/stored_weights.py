@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from ckpt_tools.execute.check_masters import unlike
 from ckpt_tools.execute.read_box import BoxReader
+from ckpt_tools.execute.rounding import unlike
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.casts import Array, cast, numpy_dtype, raw_dtype
 from ckpt_tools.model.dtypes import CASTABLE

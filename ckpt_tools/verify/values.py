@@ -52,7 +52,7 @@ class Census:
         if base in _IEEE:
             exponent, mantissa = _IEEE[base]
             flat = bits.reshape(-1).view(f"u{_width(base)}")
-            if not _are_finite(flat, exponent):
+            if not _have_finite_bits(flat, exponent):
                 suspects = flat[flat & flat.dtype.type(exponent) == exponent]
                 nans = int(np.count_nonzero(suspects & suspects.dtype.type(mantissa)))
                 self.nans += nans
@@ -64,6 +64,11 @@ class Census:
         else:
             flat = bits.reshape(-1)
         self.elements += flat.size
+
+    @property
+    def are_finite(self) -> bool:
+        """Whether all that were seen are."""
+        return not (self.nans or self.infinities)
 
     def join(self, other: Census) -> None:
         """Add what was counted elsewhere."""
@@ -78,7 +83,7 @@ class Census:
         self.infinities += _count(np.isinf(values), values, times)
 
 
-def _are_finite(bits: Array, exponent: int) -> bool:
+def _have_finite_bits(bits: Array, exponent: int) -> bool:
     """Whether no IEEE number given as unsigned bits has an exponent of all ones, which are these bits of it.
 
     The largest bits of either sign tell: two reads, and no array is made.

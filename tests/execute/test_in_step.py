@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from ckpt_tools.execute import in_step as module
-from ckpt_tools.execute.check_masters import _are_near, unlike
 from ckpt_tools.execute.in_step import Seen, in_step
 from ckpt_tools.execute.read_box import BoxReader
+from ckpt_tools.execute.rounding import are_near, unlike
 from ckpt_tools.formats.dcp import read_catalog
 from ckpt_tools.formats.files import LocalFiles
 from ckpt_tools.model.box import Box, full_box
@@ -45,7 +45,9 @@ def test_every_element_comes_once_with_its_like(
     monkeypatch.setattr(module, "_TILE_ELEMS", 13)
     values = np.arange(60, dtype=np.float32).reshape(SHAPE)
     seen = _seen(tmp_path / "a", {"rows": ROWS, "columns": COLUMNS, "whole": WHOLE}, values)
-    pairs = [(a.copy(), b.copy()) for a, b in in_step([seen[first], seen[second]], box)]
+    pairs = [
+        (a.copy().reshape(-1), b.copy().reshape(-1)) for a, b in in_step([seen[first], seen[second]], box)
+    ]
     got = [np.concatenate(side).view(np.float32) for side in zip(*pairs, strict=True)]
     assert got[0].tobytes() == got[1].tobytes()
     inside = values[tuple(map(slice, box.start, box.stop))]
@@ -55,7 +57,7 @@ def test_every_element_comes_once_with_its_like(
 def test_runs_are_read_without_gathering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = np.arange(60, dtype=np.float32).reshape(SHAPE)
     seen = _seen(tmp_path / "a", {"rows": ROWS, "columns": COLUMNS, "whole": WHOLE}, values)
-    monkeypatch.setattr(BoxReader, "inside", None)
+    monkeypatch.setattr(BoxReader, "regions", None)
     for pair in ("rows", "whole"), ("columns", "columns"):
         blocks = list(in_step([seen[key] for key in pair], full_box(SHAPE)))
         assert sum(a.size for a, _ in blocks) == 60
@@ -93,7 +95,7 @@ def test_near_masters_round_to_their_weights() -> None:
         for weight in (*around, 0, 0x8000, 0x7F80, 0xFF80):
             pair = np.array([master], np.uint32).view(np.float32), np.array([weight], np.uint16)
             rounded = float32_to_bfloat16(pair[0])
-            if _are_near(*pair):
+            if are_near(*pair):
                 near += 1
                 tie = master & 0xFFFF == 0x8000 and weight in (int(master) >> 16, (int(master) >> 16) + 1)
                 assert rounded[0] == weight or tie, (hex(master), hex(weight))
