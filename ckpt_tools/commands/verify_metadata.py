@@ -155,6 +155,7 @@ def _plain_meaning(files: Files, catalog: Catalog, common: CommonState, trust_pi
     if is_megatron(found):
         weights = [meaning.Weight(name, catalog.tensors[key].shape) for name, key in found.weights.items()]
         checks += [meaning.check_layers(weights, [], common), meaning.check_experts(weights, common)]
+        checks.append(check_counters(files, catalog, common, trust_pickle))
     return checks
 
 
