@@ -36,6 +36,13 @@ def refuse_unmatched(option: str, patterns: Iterable[str], names: Iterable[str])
     Raises:
         UsageError: one does; with the names that were perhaps meant.
     """
-    for pattern, close in unmatched(patterns, names).items():
-        hint = f"; did you mean {', '.join(close)}?" if close else ""
-        raise UsageError(f"{option} {pattern!r} matches nothing{hint}")
+    for line in unmatched_lines(option, patterns, names):
+        raise UsageError(line)
+
+
+def unmatched_lines(option: str, patterns: Iterable[str], names: Iterable[str]) -> list[str]:
+    """What to say of every glob of an option that matches none of `names`."""
+    return [
+        f"{option} {pattern!r} matches nothing" + (f"; did you mean {', '.join(close)}?" if close else "")
+        for pattern, close in unmatched(patterns, names).items()
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -13,6 +14,7 @@ from typer.core import TyperGroup
 from ckpt_tools.cli.completion import offer_values
 from ckpt_tools.cli.help import fit_page, write_epilog, write_parameters, write_sections, write_usage
 from ckpt_tools.cli.manual import PAGES
+from ckpt_tools.errors import Interrupted
 
 # The module that registers each command, in the order of the program's help.
 MODULES = {
@@ -82,6 +84,19 @@ class Commands(Mapping[str, Any]):
         return len(MODULES)
 
 
+@contextmanager
+def _interrupts_told() -> Iterator[None]:
+    """Around what typer would end without a word at Ctrl-C.
+
+    Raises:
+        Interrupted: in the place of KeyboardInterrupt.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted; nothing was published.") from None
+
+
 class Group(TyperGroup):
     """The group of all commands, which lists them under the sections of the manual."""
 
@@ -97,6 +112,14 @@ class Group(TyperGroup):
 
         name_work(found[0] or "")
         return found
+
+    def make_context(self, *args: Any, **more: Any) -> Any:
+        with _interrupts_told():
+            return super().make_context(*args, **more)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _interrupts_told():
+            return super().invoke(ctx)
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(self.commands)

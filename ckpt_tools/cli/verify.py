@@ -242,4 +242,6 @@ def _print_audit(audit: Audit) -> None:
         rows = [(one.why, *one.amount, next(iter(one.names), "")) for one in alone]
         if rows:
             render.print_table((f"only in the {where}", "tensors", "values", "bytes", "the first"), rows)
+    for note in audit.notes:
+        render.tell(f"note: {render.escape(note)}")
     render.tell()

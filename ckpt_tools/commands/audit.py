@@ -8,53 +8,32 @@ one side alone for a reason that is named, or an error.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
+from ckpt_tools.commands.audit_books import RESHAPED, Books, rest_of_checkpoint, rest_of_model, said
+from ckpt_tools.commands.audit_plain import draw_up_plain
 from ckpt_tools.commands.diff_hf import what_follows
 from ckpt_tools.commands.export_hf import ExportOptions, describe_export
 from ckpt_tools.commands.export_source import ExportSource
 from ckpt_tools.commands.hf_parts import families_with, read_config, without_frequencies
 from ckpt_tools.commands.opened import Opened, open_checkpoint
+from ckpt_tools.commands.plain_to_hf import is_plain
 from ckpt_tools.commands.tower_source import whole_model_if_one
 from ckpt_tools.errors import NEVER_FINDINGS, CkptError, UsageError
-from ckpt_tools.megatron.dcp.state_dict import read_state_dict
 from ckpt_tools.megatron.huggingface.quantized import STORED, Dequantized, dequantized
 from ckpt_tools.megatron.huggingface.targets import Exported, bulk_dtype
-from ckpt_tools.megatron.keys import bucket_key, is_optimizer_key, role_of
+from ckpt_tools.megatron.keys import bucket_key
 from ckpt_tools.model.catalog import Catalog, TensorEntry
 from ckpt_tools.model.dtypes import CASTABLE, itemsize
 from ckpt_tools.model.expressions import Value
 from ckpt_tools.model.target import TargetTensor
 from ckpt_tools.model.without_gc import without_gc
-from ckpt_tools.verify.accounts import Amount, Audit, Carried, Ledger, amount_of, inventory
+from ckpt_tools.verify.accounts import Amount, Audit, Carried, amount_of, inventory
 from ckpt_tools.verify.report import Check, Findings, Report
 
 MODEL = "safetensors"
-_RESHAPED = "of another shape on the other side"
-_ROLES = {
-    "master": "optimizer: fp32 masters",
-    "weight": "weights whose fp32 masters were exported",
-}
-
-
-@dataclass(slots=True)
-class _Accounts:
-    """The two sides while they are counted; `carried` is by (checkpoint's type, model's type)."""
-
-    found: Findings
-    in_checkpoint: Ledger = field(default_factory=Ledger)
-    in_model: Ledger = field(default_factory=Ledger)
-    carried: dict[tuple[str, str], tuple[Amount, Amount]] = field(default_factory=dict)
-    used: set[str] = field(default_factory=set)  # the checkpoint's stored tensors that are accounted for
-    parts: set[str] = field(default_factory=set)  # the model's stored tensors that are carried
-    inside: dict[str, TensorEntry] = field(default_factory=dict)  # used tensors in the checkpoint's objects
-    reasons: dict[str, str] = field(default_factory=dict)  # why one of the others is there
-
-    def carry(self, row: tuple[str, str], checkpoint: Amount, model: Amount) -> None:
-        a, b = self.carried.get(row, (Amount(), Amount()))
-        self.carried[row] = a.plus(checkpoint), b.plus(model)
 
 
 def audit_places(
@@ -80,7 +59,7 @@ def audit(
     """The check of the accounts of `output` and `source`, and the accounts, where they could be drawn up.
 
     Raises:
-        UsageError: they are not a Hugging Face model and a checkpoint of Megatron's.
+        UsageError: they are not a Hugging Face model and what it was made of or became.
         StorageError: a file system refuses to read.
     """
     if (output.location.kind == MODEL) == (source.location.kind == MODEL):
@@ -107,7 +86,7 @@ def audit(
     return found.done(), made
 
 
-def _accounts_of(books: _Accounts, output: Opened, source: Opened, is_export: bool) -> Audit:
+def _accounts_of(books: Books, output: Opened, source: Opened, is_export: bool) -> Audit:
     rows = [
         Carried(a, b, theirs, ours) if is_export else Carried(b, a, ours, theirs)
         for (a, b), (theirs, ours) in sorted(books.carried.items())
@@ -119,18 +98,22 @@ def _accounts_of(books: _Accounts, output: Opened, source: Opened, is_export: bo
         tuple(rows),
         alone[0] if is_export else alone[1],
         alone[1] if is_export else alone[0],
+        tuple(books.notes),
     )
 
 
-def _all_tensors(opened: Opened, books: _Accounts) -> Iterable[TensorEntry]:
+def _all_tensors(opened: Opened, books: Books) -> Iterable[TensorEntry]:
     inside = () if opened.location.kind == MODEL else books.inside.values()
     return (*opened.catalog.tensors.values(), *inside)
 
 
 def _draw_up(
     model: Opened, checkpoint: Opened, rules: Path | None, ignore_keys: tuple[str, ...], found: Findings
-) -> _Accounts:
-    books = _Accounts(found)
+) -> Books:
+    books = Books(found)
+    if is_plain(checkpoint):
+        draw_up_plain(books, model, checkpoint, rules, ignore_keys)
+        return books
     kept, frequencies = without_frequencies(model.catalog)
     config = read_config(model.location.path)
     whole = whole_model_if_one(model.location.path, config)
@@ -149,24 +132,19 @@ def _draw_up(
     used = _carry(books, source, exported, plain)
     _count_stored(books, source, used, checkpoint.catalog)
     _tied_heads(books, source, exported, used)
-    _rest_of_checkpoint(books, source, checkpoint)
-    books.reasons |= _said((*frequencies, *plain.dropped))
+    rest_of_checkpoint(books, checkpoint, said(source.dropped), source.masters)
+    books.reasons |= said((*frequencies, *plain.dropped))
     if whole is not None and source.beside is None:
         books.reasons |= dict.fromkeys(whole.others, "of another tower than the language model")
     wanted = {tensor.key for tensor in exported.tensors}
     extra = [key for key in plain.specs if key not in wanted]
     books.reasons |= what_follows(plain, extra, families_with(rules, plain.config))
-    _rest_of_model(books, model.catalog)
+    rest_of_model(books, model.catalog)
     return books
 
 
-def _said(lines: Iterable[str]) -> dict[str, str]:
-    """Reasons by key, of lines `key: reason`."""
-    return {key: why for key, _, why in (line.partition(": ") for line in lines)}
-
-
 def _carry(
-    books: _Accounts, source: ExportSource, exported: Exported, plain: Dequantized
+    books: Books, source: ExportSource, exported: Exported, plain: Dequantized
 ) -> dict[str, tuple[str, str]]:
     """Count what every tensor of the model is made of; the parameters that are used, with their row.
 
@@ -213,7 +191,7 @@ def _row(base: Value, tensor: TargetTensor, plain: Dequantized) -> tuple[str, st
 
 
 def _carry_one(
-    books: _Accounts, base: Value, tensor: TargetTensor, exported: Exported, plain: Dequantized
+    books: Books, base: Value, tensor: TargetTensor, exported: Exported, plain: Dequantized
 ) -> None:
     """One tensor of the model: carried, or missing."""
     key, values = tensor.key, prod(tensor.shape)
@@ -227,9 +205,9 @@ def _carry_one(
         books.found.error(
             key, f"has shape {list(entry.shape)}; the checkpoint and config.json give {list(shape)}"
         )
-        books.in_checkpoint.add(_RESHAPED, key, held)
+        books.in_checkpoint.add(RESHAPED, key, held)
         stored_keys = (one.removesuffix(STORED) for one in plain.catalog.stored_keys(key))
-        books.reasons |= dict.fromkeys(stored_keys, _RESHAPED)
+        books.reasons |= dict.fromkeys(stored_keys, RESHAPED)
         return
     codes, *others = plain.catalog.stored_keys(key)
     stored = plain.catalog.tensors[codes]
@@ -245,9 +223,7 @@ def _carry_one(
         books.in_model.add("scales and zero points of codes", name.removesuffix(STORED), amount_of(part))
 
 
-def _padding(
-    books: _Accounts, bases: Mapping[str, Value], names: list[str], tensors: list[TargetTensor]
-) -> None:
+def _padding(books: Books, bases: Mapping[str, Value], names: list[str], tensors: list[TargetTensor]) -> None:
     """More values in the checkpoint than in the model: the rows after the vocabulary, or an error."""
     base, tensor = bases[names[0]], tensors[0]
     rows = base.shape[0] - tensor.shape[0] if base.shape and tensor.shape else 0
@@ -264,7 +240,7 @@ def _padding(
 
 
 def _count_stored(
-    books: _Accounts, source: ExportSource, used: Mapping[str, tuple[str, str]], stored: Catalog
+    books: Books, source: ExportSource, used: Mapping[str, tuple[str, str]], stored: Catalog
 ) -> None:
     """The tensors that parameters are seen in, against the parameters themselves."""
     catalog, held, seen = source.catalog, Amount(), Amount()
@@ -297,7 +273,7 @@ def _count_stored(
 
 
 def _tied_heads(
-    books: _Accounts, source: ExportSource, exported: Exported, used: Mapping[str, tuple[str, str]]
+    books: Books, source: ExportSource, exported: Exported, used: Mapping[str, tuple[str, str]]
 ) -> None:
     """Parameters that the model does without."""
     for one, other in exported.equal:
@@ -307,46 +283,3 @@ def _tied_heads(
                 books.used.add(key)
                 amount = amount_of(source.catalog.tensors[key])
                 books.in_checkpoint.add(f"tied to {twin}, which the model has once", key, amount)
-
-
-def _rest_of_checkpoint(books: _Accounts, source: ExportSource, checkpoint: Opened) -> None:
-    """What the checkpoint has beside the parameters that were carried."""
-    catalog = checkpoint.catalog
-    roles = read_state_dict(catalog).roles() if checkpoint.location.kind == "dcp" else None
-    places: dict[tuple[str, tuple[int, ...]], list[TensorEntry]] = {}  # which alone may have the same chunks
-    for key in books.used & catalog.tensors.keys():
-        entry = catalog.tensors[key]
-        places.setdefault((entry.dtype, entry.shape), []).append(entry)
-    dropped = _said(source.dropped)
-    for key, entry in catalog.tensors.items():
-        if key in books.used:
-            continue
-        role = role_of(key) if roles is None else roles.get(key, "other")
-        if any(entry.chunks == one.chunks for one in places.get((entry.dtype, entry.shape), ())):
-            why = "another name of the same bytes"
-        elif key in dropped:
-            why = dropped[key]
-        elif role == "weight" and source.masters != "written":
-            why = "not a parameter of the model"
-            books.found.error(
-                key, f"{entry.dtype} {list(entry.shape)} is {why}, and nothing of the model is made of it"
-            )
-        elif role == "other":
-            why = "optimizer: steps and the like" if is_optimizer_key(key) else "state of the run"
-        else:
-            why = _ROLES.get(role, f"optimizer: {role}")
-        books.in_checkpoint.add(why, key, amount_of(entry))
-
-
-def _rest_of_model(books: _Accounts, catalog: Catalog) -> None:
-    """What the model has beside the tensors that were carried."""
-    for key, entry in catalog.tensors.items():
-        if key in books.parts:
-            continue
-        why = books.reasons.get(key)
-        if why is None:
-            why = "made of no parameter"
-            books.found.error(
-                key, f"{entry.dtype} {list(entry.shape)} of the model is {why} of the checkpoint"
-            )
-        books.in_model.add(why, key, amount_of(entry))

@@ -98,6 +98,7 @@ class Conversion:
     job: TargetJob | None = None
     architecture: str | None = None
     optimizer_layout: str | None = None  # of the source
+    weights_only: bool = False  # what the source says of its optimizer and schedule is not carried
     groups: Mapping[int, int] = field(default_factory=dict)
     masters: MastersUse = "none"
     must_round: Sequence[TargetTensor] = ()  # masters, with the stored weights that they must round to
@@ -220,7 +221,7 @@ def _contradictions(opened: Opened, conversion: Conversion) -> tuple[str, ...]:
     )
     checks = (
         check_settings(kind, weights, common),
-        check_counters(files, catalog, common, opened.trust_pickle),
+        check_counters(files, catalog, common, opened.trust_pickle, conversion.weights_only),
     )
     told = tuple(f"{one.where}: {one.message}" for check in checks for one in check.findings)
     for line in told:

@@ -11,6 +11,7 @@ from typing import Final, TypeVar
 from ckpt_tools.close_names import unmatched
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.read_model import Wanted, read_model
+from ckpt_tools.commands.spelling import under_one_spelling
 from ckpt_tools.commands.version_2 import is_version_2, respelled
 from ckpt_tools.errors import CkptError, UsageError, list_problems
 from ckpt_tools.formats.files import AnyPath, path_text
@@ -91,8 +92,11 @@ def diff_checkpoints(
             sides, notes = _by_export(first, second, of_export, request.rules)
         elif by == KEYS:
             sides, notes = (_by_keys(first), _by_keys(second)), list[str]()
+            if request.by == "auto":
+                sides, notes = under_one_spelling(sides)
             if not options.keys:
-                sides, notes = _without_rerun_state(sides)
+                sides, more = _without_rerun_state(sides)
+                notes += more
         else:
             sides, notes = _by_parameters(first, second, request.target, options.workers)
         notes += _idle_globs(sides, options, of_export)

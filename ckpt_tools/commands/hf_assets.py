@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import closing
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -59,6 +60,11 @@ def read_assets(folder: str | Path, *, has_code: bool) -> Assets:
             found |= {f"{TEMPLATES}/{name}": read_whole(files, name, MAX_ASSET_BYTES) for name in inside}
     left = [name for name in names if name not in {*found, TEMPLATES} and not _is_like(name, _OWN)]
     return Assets(found, tuple(left))
+
+
+def documents_of(names: Iterable[str]) -> list[str]:
+    """Those of `names` that are JSON and go along with a model."""
+    return [name for name in names if name.endswith(".json") and _is_like(name, CARRIED)]
 
 
 def _is_like(name: str, patterns: tuple[str, ...]) -> bool:

@@ -10,8 +10,10 @@ from fnmatch import translate
 from math import prod
 from typing import Any, NamedTuple
 
+from ckpt_tools.close_names import unmatched_lines
 from ckpt_tools.commands.opened import open_checkpoint
 from ckpt_tools.commands.read_values import json_value
+from ckpt_tools.errors import UsageError, list_problems
 from ckpt_tools.formats.detect import Location
 from ckpt_tools.formats.files import AnyPath, path_text
 from ckpt_tools.megatron.common_state import CommonState
@@ -153,6 +155,13 @@ class Inspection:
         }
 
 
+def _refuse_idle(keys: Sequence[str], catalog: Catalog) -> None:
+    """Nothing, unless globs are given and all of them match nothing, so that an empty listing would be the answer."""
+    idle = unmatched_lines("--keys", keys, (*catalog.tensors, *catalog.objects))
+    if keys and len(idle) == len(set(keys)):
+        raise UsageError(f"nothing to list of {catalog.root}:\n{list_problems(idle)}", idle)
+
+
 def inspect_checkpoint(
     path: AnyPath,
     iteration: int | None = None,
@@ -162,11 +171,13 @@ def inspect_checkpoint(
 ) -> Inspection:
     """What the checkpoint at `path` is; `keys` are globs that choose what is listed.
 
-    No tensor byte is read. Raises the errors of `open_checkpoint`.
+    No tensor byte is read. Raises the errors of `open_checkpoint`, and:
+        UsageError: none of `keys` matches anything.
     """
     path = path_text(path)
     with open_checkpoint(path, iteration, trust_pickle) as opened:
         location, catalog, common = opened.location, opened.catalog, opened.common
+    _refuse_idle(keys, catalog)
     plain = read_state_dict(catalog) if location.kind == "dcp" else None
     roles = plain.roles() if plain else {}
     rows = tuple(  # one pass: the chunks of a very large catalog are decoded as they are looked at

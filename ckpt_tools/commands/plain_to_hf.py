@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.commands.conversion import Conversion
@@ -74,11 +75,11 @@ def plan_plain(opened: Opened, options: ExportOptions, hf_config: str) -> Conver
     catalog, ignored = leave_out(opened.catalog, options.ignore_keys)
     catalog, frequencies = without_frequencies(catalog)
     config = read_config(hf_config)
-    expected = _expected(catalog, config, options, hf_config)
+    expected = expected_model(catalog, config, options.rules, hf_config)
     model = named_model(catalog, expected.shapes)
     entries = {name: catalog.tensors[key] for name, key in model.keys.items()}
-    equal, superfluous = expected.superfluous(sorted(entries.keys() - expected.shapes.keys()))
-    problems = [*_misfits(entries, expected, set(superfluous)), *_strays(model, expected)]
+    equal, extra = expected.superfluous(sorted(entries.keys() - expected.shapes.keys()))
+    problems = [*_misfits(entries, expected, set(extra)), *_strays(model, expected)]
     if problems:
         raise _not_that_model(opened, hf_config, expected, model, problems)
     bases = {name: Value(one.dtype, one.shape, (Source(one.key),)) for name, one in entries.items()}
@@ -90,7 +91,7 @@ def plan_plain(opened: Opened, options: ExportOptions, hf_config: str) -> Conver
     dropped = (
         *ignored,
         *frequencies,
-        *(f"{model.keys[n]}: {_superfluous(n, tied)}" for n in superfluous),
+        *(f"{model.keys[n]}: {superfluous(n, tied)}" for n in extra),
         *_left_out(catalog, model),
     )
     notes = (*_type_notes(entries, tensors, options.dtype), *changed, *made_of.notes)
@@ -125,15 +126,15 @@ def _refuse_meaningless(options: ExportOptions) -> None:
         raise UsageError(f"--dtype {options.dtype}: weights can be written as {', '.join(sorted(CASTABLE))}")
 
 
-def _expected(
-    catalog: Catalog, config: Mapping[str, Any], options: ExportOptions, hf_config: str
+def expected_model(
+    catalog: Catalog, config: Mapping[str, Any], rules: Path | None, hf_config: str
 ) -> Expected:
     """What the model has: by the rules of its architecture; without such, by the weights beside the config.json.
 
     Raises:
         MappingError: there are neither.
     """
-    families = families_with(options.rules, config)
+    families = families_with(rules, config)
     plain = {name: value for name, value in config.items() if name != SETTINGS}
     try:
         return expected_by_rules(plain, possible_names(catalog), families)
@@ -141,7 +142,7 @@ def _expected(
         place = snapshot_of(hf_config)
         with closing(open_files(place)) as files:
             has_weights = any(files.exists(name) for name in (INDEX_FILE, SINGLE_FILE))
-        if not has_weights or options.rules is not None:
+        if not has_weights or rules is not None:
             raise MappingError(
                 f"names and shapes of the model are not known: {error} If --hf-config names a folder with weights of "
                 "this architecture beside its config.json, those tell (only their headers are read)",
@@ -217,7 +218,8 @@ def _type_notes(
             yield f"{count} tensors are {written}, as they are stored; --dtype bfloat16 casts them"
 
 
-def _superfluous(name: str, tied: Mapping[str, str]) -> str:
+def superfluous(name: str, tied: Mapping[str, str]) -> str:
+    """Why a tensor of a state dict is left out; `tied` has the one that it must equal."""
     return f"tied to {tied[name]}, which has the same bytes" if name in tied else "its class does not load it"
 
 

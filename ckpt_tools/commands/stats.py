@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import Any, TypeVar
 
-from ckpt_tools.close_names import unmatched
+from ckpt_tools.close_names import unmatched_lines
 from ckpt_tools.commands.diff_hf import sides_by_export
 from ckpt_tools.commands.named_tensors import (
     KEYS,
@@ -306,10 +306,7 @@ def _chosen(tensors: Sequence[NamedTensor], options: StatsOptions) -> list[Named
         UsageError: a glob or a role that no tensor has: nothing found must not look like nothing wrong.
     """
     names = dict.fromkeys(name for t in tensors for name in (t.name, *t.keys))
-    wrong = [
-        f"--keys {glob!r} matches nothing" + (f"; did you mean {', '.join(close)}?" if close else "")
-        for glob, close in unmatched(options.keys, names).items()
-    ]
+    wrong = unmatched_lines("--keys", options.keys, names)
     roles = dict.fromkeys(t.role for t in tensors)
     wrong += [
         f"--role {role!r}: the checkpoint has {', '.join(roles)}"

@@ -197,6 +197,7 @@ def prepare_model(
         masters="written" if must_round else "as_stored" if in_place else "left_out" if left_out else "none",
         must_round=must_round,
         optimizer_layout=as_read.optimizer_layout,
+        weights_only=asked.weights_only,
         groups=dict(sorted(Counter(m.group for m in built.memberships.values()).items())),
         fp8_recipe=model.settings.fp8_recipe,
         must_be_zero=tuple(_cut_rows(built.vocab)),

@@ -191,6 +191,7 @@ def write_torch_dist(model: Model, opened: Opened, options: TorchDistOptions, wo
         },
         job=TargetJob(built.record, (), built.vocabulary),
         optimizer_layout=model.optimizer_layout,
+        weights_only=options.weights_only,
         groups=dict(enumerate(built.groups)),
         masters="written" if beside_weights else otherwise,
         must_round=master_targets(model) if beside_weights else (),  # else the masters are the weights

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from ckpt_tools.commands.hf_assets import documents_of
 from ckpt_tools.commands.ls import COMPLETE, iteration_row
 from ckpt_tools.errors import (
     CkptError,
@@ -27,6 +28,7 @@ from ckpt_tools.megatron.torch_dist.read import stored_groups
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.verify import meaning
 from ckpt_tools.verify.counters import check_counters
+from ckpt_tools.verify.hf_folder import check_hf_folder
 from ckpt_tools.verify.integrity import INTEGRITY, check_integrity
 from ckpt_tools.verify.meter import Meter
 from ckpt_tools.verify.packing import check_packing
@@ -76,6 +78,8 @@ def check_metadata(
         checks.append(check_plans(files, trust_pickle))
     checks.append(_with_way_out(location, check_files(files, catalog)))
     checks.append(check_frames(files, catalog, trust_pickle))
+    if location.kind == "safetensors":
+        checks.append(check_hf_folder(files, catalog, documents_of(files.list())))
     if location.has_metadata_json:
         checks.append(check_metadata_json(files))
     if has_integrity:
@@ -155,6 +159,7 @@ def _plain_meaning(files: Files, catalog: Catalog, common: CommonState, trust_pi
     if is_megatron(found):
         weights = [meaning.Weight(name, catalog.tensors[key].shape) for name, key in found.weights.items()]
         checks += [meaning.check_layers(weights, [], common), meaning.check_experts(weights, common)]
+        checks.append(check_counters(files, catalog, common, trust_pickle))
     return checks
 
 

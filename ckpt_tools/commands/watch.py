@@ -62,6 +62,8 @@ def watch(
         Interrupted, Terminated: by a signal.
     """
     check_run(run, output)
+    if options.once:
+        iteration_names(run)  # a run that is not there is told before a folder is made for it
     folder = WatchFolder(Path(output if options.state is None else options.state), run)
     try:
         with Hand(note) as hand:

@@ -77,6 +77,7 @@ class Staging:
         self._folder: Folder | None = None
         self._lock: int | None = None
         self._sources = sources
+        self._made: list[Path] = []  # directories above the output, the outermost first
 
     @cached_property
     def _access(self) -> Access:
@@ -125,6 +126,7 @@ class Staging:
             if self.held and self.folder().names() == [LOCK]:
                 self.discard()  # nothing but what this process put there
             self.release()
+            self._unmake_parents()
             raise
 
     def _make_parent(self) -> None:
@@ -137,6 +139,7 @@ class Staging:
             for folder in reversed(missing):
                 with Folder.named(folder.parent) as above, suppress(FileExistsError):
                     make_folder(above, folder.name, self._access).close()
+                    self._made.append(folder)
             self.parent()
         except (Foreign, StorageError, FileExistsError, NotADirectoryError):
             if self.final.parent.is_dir():
@@ -361,6 +364,13 @@ class Staging:
                 with suppress(OSError):  # another converter may have begun here already
                     os.rmdir(self.partial.name, dir_fd=self.parent().fd)
         self.release()
+        self._unmake_parents()
+
+    def _unmake_parents(self) -> None:
+        """Remove what was made above an output that is not there; what has something in it stays."""
+        with suppress(OSError):
+            while self._made:
+                self._made.pop().rmdir()
 
     def _is_named(self) -> bool:
         status = self.parent().status(self.partial.name)

@@ -187,9 +187,12 @@ def _check_direct(folder: Path) -> None:
 def _look_remotely(plan: Plan, output: Output, options: WriteOptions) -> None:
     from ckpt_tools.execute.marker import MARKER
     from ckpt_tools.execute.remote_output import open_store, refuse_present
+    from ckpt_tools.formats.store import no_bucket
 
     store = open_store(output, options)
     present = store.sizes()
+    if store.without_bucket:
+        raise no_bucket(store.location, store.without_bucket)
     goes_on = output.resume and (MARKER in present or has_files(plan.file_bytes, present))
     if present and not output.overwrite and not goes_on:
         raise refuse_present(store, present)

@@ -30,11 +30,15 @@ class Upload(NamedTuple):
     id: str
 
 
+class NoBucketError(FileNotFoundError):
+    """The store has no bucket of the name that is asked for, so that no folder can be there."""
+
+
 class Driver(Protocol):
     """Requests of one store. `seconds` is what each may take; a driver that cannot be interrupted takes longer.
 
     Raises (all methods):
-        FileNotFoundError: the store says so.
+        FileNotFoundError: the store says so; `NoBucketError` where even the bucket is absent.
         PermissionError: it will not do it, however often it is asked.
     """
 

@@ -319,10 +319,13 @@ def refuse_unnamed(location: str) -> None:
     """Nothing, for a location that has a name.
 
     Raises:
-        UsageError: it is empty; as a path it would be the working directory, or, put before a name, the root.
+        UsageError: it is the scheme of a store alone, or empty; as a path that would be the working directory,
+            or, put before a name, the root.
     """
     if not location:
         raise UsageError("the name of a checkpoint is empty; is a variable not set?")
+    if location.endswith("://"):
+        raise UsageError(f"{location} names no place; is a variable not set?")
 
 
 def absent_folder(folder: Path) -> str:

@@ -68,6 +68,8 @@ class RemoteFiles:
             UnsupportedCheckpointError: there is no such folder.
         """
         names = sorted(self._folder(""))
+        if self._store.without_bucket:
+            raise UnsupportedCheckpointError(f"{self.location}: {self._store.without_bucket}.")
         if not names:
             raise UnsupportedCheckpointError(f"{self.location} does not exist or is empty.")
         return names

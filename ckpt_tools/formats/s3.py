@@ -15,7 +15,8 @@ from math import ceil, log2
 from typing import Any
 from urllib.parse import urlsplit
 
-from ckpt_tools.formats.drivers import Call, Entry, Upload
+from ckpt_tools.errors import UsageError
+from ckpt_tools.formats.drivers import Call, Entry, NoBucketError, Upload
 from ckpt_tools.formats.multipart import Begun, Multipart, Part, as_asked
 from ckpt_tools.formats.s3_settings import Settings, read_settings
 
@@ -26,9 +27,23 @@ _BUCKET = re.compile(
     r"(?s)(arn:[^:/]+:s3[^:/]*:[^:/]*:[^:/]*:(?:outpost[:/][^:/]+[:/])?(?:bucket|accesspoint)[:/][^:/]+|[^/]*)/?(.*)"
 )
 _EQUAL_PARTS = ".r2.cloudflarestorage.com"  # whose parts but the last of a file have one length
-_ABSENT = {"NoSuchKey", "NoSuchBucket", "NoSuchUpload"}
+_ABSENT = {"NoSuchKey", "NoSuchUpload"}
 _REFUSED = {401, 403, 405, 501}  # of HTTP: asking again is of no use, also where a request is not implemented
 _EXPIRED = {"ExpiredToken", "InvalidToken", "TokenRefreshRequired"}
+_ELSEWHERE = {
+    "PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "301",
+}  # fmt: skip
+# What the store's words mean for who asked; 403 without a word is the answer to a question about one file.
+_MEANT = {
+    "NoSuchBucket": "there is no such bucket",
+    "InvalidAccessKeyId": "the store does not know this access key",
+    "SignatureDoesNotMatch": "the secret key is not that of the access key",
+    "AccessDenied": "the credentials do not allow it",
+    "403": "the credentials are not good, or do not allow it",
+    "RequestTimeTooSkewed": "the clock of this machine is wrong",
+    **dict.fromkeys(_EXPIRED, "the credentials have expired"),
+    **dict.fromkeys(_ELSEWHERE, "the bucket lies in another region: set AWS_DEFAULT_REGION to its own"),
+}
 
 # What a process and its children share: sessions by what they read; what it has alone: clients by time-out.
 _Made = tuple[tuple[str, str], ...]
@@ -137,7 +152,7 @@ class S3Driver:
 
     def _ask(self, seconds: float, method: str, **asked: Any) -> Any:
         """The answer to one request. Raises as `Driver` says, and what botocore raises."""
-        from botocore.exceptions import ClientError
+        from botocore.exceptions import ClientError, ParamValidationError
 
         client = self._client(seconds)
         if self._settings.extra:
@@ -148,6 +163,10 @@ class S3Driver:
             return getattr(client, method)(**asked)
         except ClientError as error:
             raise _told(error) from error
+        except ParamValidationError as error:
+            if "bucket name" not in str(error):
+                raise
+            raise UsageError(f"{asked['Bucket']!r} is not a name that a bucket can have.") from error
 
     def _client(self, seconds: float) -> Any:
         """A client of this process whose sockets wait so long, rounded up to a power of two: few make do for all."""
@@ -185,12 +204,15 @@ def _folder(path: str) -> tuple[str, str]:
 def _told(error: Any) -> OSError:
     """What the store said, in Python's words."""
     said, status = error.response.get("Error", {}), error.response["ResponseMetadata"].get("HTTPStatusCode")
-    code, kind = said.get("Code", status), OSError
-    if code in _ABSENT or status == 404:
+    code, kind = str(said.get("Code", status)), OSError
+    if code == "NoSuchBucket":
+        kind = NoBucketError
+    elif code in _ABSENT or status == 404:
         kind = FileNotFoundError
-    elif code in _EXPIRED or status in _REFUSED:
+    elif code in _EXPIRED | _ELSEWHERE or status in _REFUSED:
         kind = PermissionError
-    return kind(f"{code}: {said.get('Message', '')}")
+    words = f"{code}: {said.get('Message', '')}".rstrip(".: ")
+    return kind(f"{_MEANT[code]} ({words})" if code in _MEANT else words)
 
 
 def _fill(buffer: memoryview, answer: Any, stop: float) -> None:

@@ -111,8 +111,10 @@ def _configured() -> dict[str, Any]:
     with reading_configuration():
         from fsspec.config import set_conf_env, set_conf_files
 
-        set_conf_files(folder, found)
-        set_conf_env(found)
+        with warnings.catch_warnings():  # what fsspec passes over it has told of when it was imported
+            warnings.simplefilter("ignore")
+            set_conf_files(folder, found)
+            set_conf_env(found)
     return {**found.get("s3", {}), **found.get("s3a", {})}
 
 

@@ -18,7 +18,7 @@ from urllib.parse import quote, urlsplit
 
 from ckpt_tools.credentials import hidden, revealed
 from ckpt_tools.errors import CkptError, StorageError, UsageError
-from ckpt_tools.formats.drivers import WEB, Driver, Entry, FsspecDriver, Upload
+from ckpt_tools.formats.drivers import WEB, Driver, Entry, FsspecDriver, NoBucketError, Upload
 from ckpt_tools.formats.files import path_in
 from ckpt_tools.formats.multipart import IN_FLIGHT, Begun, Part
 from ckpt_tools.formats.requests import pool
@@ -28,6 +28,9 @@ S3 = ("s3", "s3a")
 
 _INSTALL = (
     "pip install botocore for s3://, gcsfs for gs://, multi-storage-client for msc://, aiohttp for https://"
+)
+_CREDENTIALS = (
+    "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile; FSSPEC_S3_ANON=true for public buckets"
 )
 _HINT = "Check the address, the credentials and the network."
 _ASKED_FOR: set[str] = set()  # schemes that must be
@@ -98,6 +101,7 @@ class Store:
         self.driver = _driver(real, self.location)
         self.root = self.driver.root
         self._answered = False
+        self.without_bucket = ""  # why not even a folder can be there, once it was asked for
 
     @property
     def parent(self) -> str:
@@ -196,6 +200,9 @@ class Store:
         while True:
             try:
                 page, after = self.call(what, partial(self.driver.page, path=path, after=after))
+            except NoBucketError as error:
+                self.without_bucket = str(error)
+                return {}
             except FileNotFoundError:
                 return {}
             found |= page
@@ -235,7 +242,7 @@ class Store:
         try:
             self.call(what, lambda t: self.driver.put(t, path, data), len(data))
         except FileNotFoundError as error:  # a file needs no folder, but it needs a bucket
-            raise StorageError(f"{what}: {error}. Make the bucket first, or correct its name.") from error
+            raise no_bucket(what, str(error)) from error
 
     def remove(self, name: str) -> None:
         """Delete the file of just this name; nothing happens if it is not there."""
@@ -303,6 +310,11 @@ class Store:
                 return
 
 
+def no_bucket(what: str, why: str) -> StorageError:
+    """What to say of an output in a bucket that is not there."""
+    return StorageError(f"{what}: {why.rstrip('.')}. Make the bucket first, or correct its name.")
+
+
 def version_of(entry: Mapping[str, Any]) -> str | None:
     """What a driver tells of a file's content or its last change, under the names that drivers use."""
     kinds = ("ETag", "etag", "generation", "md5Hash", "LastModified", "mtime", "created")
@@ -312,6 +324,10 @@ def version_of(entry: Mapping[str, Any]) -> str | None:
 def _check_names(location: str, scheme: str) -> None:
     """Refuse what a driver would not take for the name it is."""
     path = location.partition("://")[2]
+    if scheme in (*S3, *WEB, "gs", "gcs") and not path.partition("/")[0]:
+        raise UsageError(
+            f"{location} names no {'server' if scheme in WEB else 'bucket'}: write {scheme}://NAME/FOLDER."
+        )
     if {".", ".."} & set(path.split("/")):
         raise UsageError(f"{location}: . and .. are not resolved in a store. Write the address without them.")
     if scheme in S3 and "?versionId=" in path:
@@ -355,4 +371,9 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _text(error: BaseException) -> str:
+    """What happened; drivers' own classes say more than their words, Python's less."""
+    if type(error).__name__ == "NoCredentialsError":
+        return f"no credentials are found ({_CREDENTIALS})"
+    if type(error) in (OSError, PermissionError) and str(error):
+        return str(error).rstrip(".: ")
     return f"{type(error).__name__}: {error}".rstrip(".: ")

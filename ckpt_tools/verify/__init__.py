@@ -8,6 +8,7 @@
 * `packing`: for which job packed projections are
 * `place`: folder, tracker and what lies beside
 * `integrity`: Megatron's own `integrity.json`
+* `hf_folder`: whether a Hugging Face folder is a model
 * `manifest`: SHA-256 sums of files and tensors
 * `content`: one pass over every byte
 * `scan`: the same of one stored item

@@ -80,6 +80,7 @@ class Audit:
     carried: tuple[Carried, ...]
     only_in_source: tuple[Remainder, ...]
     only_in_output: tuple[Remainder, ...]
+    notes: tuple[str, ...] = ()
 
     def imbalances(self) -> list[str]:
         """Where what a side holds is not what was carried and what it has alone."""
@@ -114,6 +115,7 @@ class Audit:
             "only_in_source": [one.as_json() for one in self.only_in_source],
             "only_in_output": [one.as_json() for one in self.only_in_output],
             "balanced": not self.imbalances(),
+            "notes": list(self.notes),
         }
 
 

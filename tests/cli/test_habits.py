@@ -66,9 +66,27 @@ def test_inspect_names_globs_that_match_nothing(capsys: pytest.CaptureFixture[st
     )
 
 
-def test_globs_without_their_stars_are_found(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["inspect", str(RUN), "--keys", "linear_fc2"]) == 0
-    assert "Did you mean decoder.layers.mlp.linear_fc2.weight, " in capsys.readouterr().err
+@pytest.mark.parametrize("form", [[], ["--json"], ["--tree"], ["-q"], ["--html", "-"]])
+def test_inspect_of_nothing_is_refused_with_the_nearest_names(
+    form: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also of a glob without its stars; what is listed of one glob alone is no listing of nothing."""
+    for keys, near in (
+        (
+            ["linear_fc2"],
+            ["--keys 'linear_fc2' matches nothing; did you mean decoder.layers.mlp.linear_fc2."],
+        ),
+        (
+            ["linear_fc2", "zzz*", "linear_fc2"],
+            ["--keys 'linear_fc2' matches", "--keys 'zzz*' matches nothing"],
+        ),
+    ):
+        words = [word for glob in keys for word in ("--keys", glob)]
+        assert run(["inspect", str(RUN), *words, *form]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and all(line in err for line in near)
+        assert run(["inspect", str(RUN), *words, "--keys", "decoder*", *form]) == 0
+        capsys.readouterr()
 
 
 def test_a_misspelt_key_makes_nothing_equal(capsys: pytest.CaptureFixture[str]) -> None:

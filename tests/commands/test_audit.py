@@ -12,7 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.numpy import load_file, save_file
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.diff import diff_checkpoints
@@ -27,6 +30,7 @@ from ckpt_tools.verify.accounts import Amount, Audit, Carried, Inventory
 from ckpt_tools.verify.report import Report
 from tests.cases import cases as cases  # noqa: PLC0414  a fixture
 from tests.commands.test_huggingface import CONFIGS, model
+from tests.commands.test_plain_to_hf import OPTIMIZER, llama, reference, saved, wrapped
 from tests.conftest import DATA, fixture_dir
 from tests.megatron.huggingface.by_rules import DEEPSEEK, LLAMA
 
@@ -348,3 +352,90 @@ def test_deepseek_v3_has_what_bridge_counts() -> None:
     shapes = [one.shape for pair in pairs for one in pair.tensors]
     shapes += [(129280, 7168)] * len(family.copies)  # which the release has in its prediction layer once more
     assert (len(shapes), sum(map(prod, shapes))) == (46_183, 684_489_845_504)
+
+
+def plain(tmp_path: Path, made: Callable[[dict[str, Any]], dict[str, Any]] = lambda model: model) -> Path:
+    """A DCP of a model with Hugging Face names, in a program's wrapper, beside the folder it became."""
+    truth = llama()
+    state = made({"net": wrapped(truth), "optimizer": OPTIMIZER, "step": torch.tensor(3)})
+    source = saved(tmp_path / "dcp", state)
+    folder = reference(tmp_path / "hf")
+    save_file({name: tensor.numpy() for name, tensor in truth.items()}, folder / "model.safetensors")
+    return source
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_state_dict_of_the_models_own_names_is_a_source_behind_its_prefix(tmp_path: Path) -> None:
+    source = plain(tmp_path)
+    report, audit = audited(tmp_path / "hf", source)
+    assert report.is_valid and not audit.imbalances(), report.findings
+    assert audit.notes == (f"the names are those behind 'net.' in {source}",)
+    assert [(one.source.tensors, one.output.tensors) for one in audit.carried] == [(21, 21)]
+    alone = {why: amount.tensors for why, amount in whys(audit.only_in_source).items()}
+    assert alone == {"optimizer: exp_avg": 1, "optimizer: steps and the like": 1, "state of the run": 1}
+    assert not audit.only_in_output
+
+
+UP = "net._orig_mod.model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(("change", "where", "said"), [
+    (lambda s: s["net"].pop(UP[4:]), UP[14:], "of the model is made of no parameter"),
+    (lambda s: s["net"].update({UP[4:]: torch.ones(7, 8)}), UP[14:], "has shape [20, 8]"),
+    (lambda s: s["net"].update({UP[4:]: torch.ones(20, 8).int()}), UP[14:], "int32 of the checkpoint does not"),
+    (lambda s: s["net"].update({"_orig_mod.model.extra": torch.ones(3)}), "model.extra", "is missing in the model"),
+    (lambda s: s["net"].update({"_orig_mod.extra": torch.ones(3)}), "extra", "is missing in the model"),
+    (lambda s: s["net"].update({"a.b": torch.ones(3)}) or s.update(net={f"x.{k}" if k != "a.b" else k: t
+                                                                       for k, t in s["net"].items()}),
+     "net.a.b", "knows of no such tensor"),
+])  # fmt: skip
+def test_a_hole_in_the_accounts_of_a_state_dict_is_found(
+    change: Any, where: str, said: str, tmp_path: Path
+) -> None:
+    source = plain(tmp_path, lambda state: (change(state), state)[1])
+    report, audit = audited(tmp_path / "hf", source)
+    assert not audit.imbalances()
+    assert [(key, said in text) for key, text in errors(report).items()] == [(where, True)], errors(report)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_tied_head_of_a_state_dict_is_not_missing(tmp_path: Path) -> None:
+    """In either of both: what follows from the rest is named, and no hole."""
+    source = plain(tmp_path)
+    folder = reference(tmp_path / "tied", tie_word_embeddings=True)
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    head = tensors.pop("lm_head.weight")
+    save_file(tensors, folder / "model.safetensors")
+    report, audit = audited(folder, source)
+    assert report.is_valid and whys(audit.only_in_source)[TIED].tensors == 1
+    save_file({**tensors, "lm_head.weight": head}, folder / "model.safetensors")
+    without = saved(tmp_path / "without", {name: torch.from_numpy(array) for name, array in tensors.items()})
+    report, audit = audited(folder, without)
+    assert report.is_valid and whys(audit.only_in_output)[TIED].tensors == 1
+
+
+TIED = "tied to model.embed_tokens.weight, which has the same bytes"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected")
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_wrapped_model_of_megatrons_names_is_a_source_too(twice: bool, tmp_path: Path) -> None:
+    """Unless two of its tensors are one without their wrappers."""
+    assert run(["convert", str(RUN), str(tmp_path / "dcp"), "--to", "dcp", "--weights-only", "-q"]) == 0
+    export_hf(RUN, tmp_path / "out")
+    stored = tmp_path / "dcp" / "iter_0000002"
+    metadata = dcp.FileSystemReader(stored).read_metadata().state_dict_metadata
+    held = {k: torch.empty(m.size) for k, m in metadata.items() if isinstance(m, TensorStorageMetadata)}
+    dcp.load(held, checkpoint_id=stored, no_dist=True)
+    inside = {key.replace(".mlp.", "._checkpoint_wrapped_module.mlp."): t for key, t in held.items()}
+    model = {key.replace("model.", "_fsdp_wrapped_module.", 1): tensor for key, tensor in inside.items()}
+    if twice:
+        model |= {name.replace("_fsdp_wrapped_module.", ""): tensor for name, tensor in model.items()}
+    source = saved(tmp_path / "wrapped", {"model": model})
+    report = verify_checkpoint(tmp_path / "out", None, VerifyOptions(against=str(source)))
+    assert report.is_valid != twice
+    assert [text for text in errors(report).values() if "one without their wrappers" not in text] == []
+    if not twice:
+        differing = [one for one in diff_checkpoints(tmp_path / "dcp", source).tensors if one.kind != "equal"]
+        assert differing == []

@@ -25,15 +25,15 @@ NONE, RESET, CUT, FLIPPED, SLOW = "none", "reset", "cut", "flipped", "slow"
 BUSY, DENIED, FAILED_INSIDE, MOVED = "503", "403", "200 with an error in it", "301"
 
 
-def _error(code: str) -> bytes:
+def error_of(code: str) -> bytes:
     return f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>no</Message></Error>".encode()
 
 
 _REFUSALS = {
-    BUSY: (503, _error("SlowDown"), {}),
-    DENIED: (403, _error("AccessDenied"), {}),
-    FAILED_INSIDE: (200, _error("InternalError"), {}),
-    MOVED: (301, _error("PermanentRedirect"), {"x-amz-bucket-region": "eu-west-1"}),
+    BUSY: (503, error_of("SlowDown"), {}),
+    DENIED: (403, error_of("AccessDenied"), {}),
+    FAILED_INSIDE: (200, error_of("InternalError"), {}),
+    MOVED: (301, error_of("PermanentRedirect"), {"x-amz-bucket-region": "eu-west-1"}),
 }
 
 
@@ -50,6 +50,7 @@ class FaultProxy(ThreadingHTTPServer):
         self.requests: list[tuple[str, str, str]] = []  # method, path, range
         self.headers: list[dict[str, str]] = []  # of each request, by name in small letters
         self.connections = 0
+        self.refusals: dict[str, tuple[int, bytes, dict[str, str]]] = {}  # a test's own
         self.slow_seconds = 60.0
         self.lock = threading.Lock()
 
@@ -78,8 +79,9 @@ class _Handler(BaseHTTPRequestHandler):
             proxy.headers.append({name.lower(): value for name, value in self.headers.items()})
             fault = proxy.choose(len(proxy.requests), self.command, self.path)
             proxy.done[fault] += 1
-        if fault in _REFUSALS:
-            status, data, more = _REFUSALS[fault]
+        refusal = _REFUSALS.get(fault) or proxy.refusals.get(fault)
+        if refusal is not None:
+            status, data, more = refusal
             self._answer(status, [("Content-Type", "application/xml"), *more.items()], data)
             return
         connection = http.client.HTTPConnection(*proxy.upstream, timeout=60)

@@ -138,7 +138,7 @@ def test_a_stopped_conversion_is_no_checkpoint_and_resumes(
 ) -> None:
     breaking(4, PermissionError("Access Denied"))  # marker, two files, then this
     with pytest.raises(
-        StorageError, match=r"memory://out/iter_0000007/__\d_0.distcp: writing: PermissionError"
+        StorageError, match=r"memory://out/iter_0000007/__\d_0.distcp: writing: Access Denied"
     ):
         _write(case)
     left = {name.rpartition("/")[2] for name in _content(store)}

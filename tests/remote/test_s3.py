@@ -67,7 +67,7 @@ def test_folders_and_sizes(proxy: FaultProxy) -> None:
     assert not open_files("s3://runs/nothing").exists(".metadata")
     with pytest.raises(UnsupportedCheckpointError, match="s3://runs/nothing does not exist"):
         open_files("s3://runs/nothing").list()
-    with pytest.raises(UnsupportedCheckpointError, match="s3://no-bucket/x does not exist"):
+    with pytest.raises(UnsupportedCheckpointError, match="s3://no-bucket/x: there is no such bucket"):
         open_files("s3://no-bucket/x").list()
 
 

@@ -180,3 +180,16 @@ def test_buckets_and_access_points(path: str, bucket: str, key: str) -> None:
     from ckpt_tools.formats.s3 import _object
 
     assert _object(path) == {"Bucket": bucket, "Key": key}
+
+
+def test_what_fsspec_passes_over_is_told_of_once(folder: Path) -> None:
+    """It reads its configuration when it is imported, and again for s3."""
+    done = subprocess.run(
+        [sys.executable, "-m", "ckpt_tools", "ls", "s3://box/run"],
+        env=os.environ | {"FSSPEC_S3": "x", "AWS_ENDPOINT_URL": "http://127.0.0.1:1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 7
+    assert done.stderr.count("FSSPEC_S3") == 1 and "not being a dict" in done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import struct
 from copy import copy
 from dataclasses import replace
 
@@ -17,7 +18,7 @@ from ckpt_tools.verify.meaning import fsdp_weights, torch_dist_weights
 from ckpt_tools.verify.settings_fit import check_settings
 from tests.commands import oracle
 from tests.conftest import all_checkpoints, fixture_dir
-from tests.damage import copy_of
+from tests.damage import copy_of, keys_with, metadata_of, replace_chunk
 
 LLAMA, NATIVE = "core019_llama_tp2_fully_reshardable", "core019_llama_tp2_native_fsdp_dtensor"
 MOE, NATIVE_MOE = "core019_moe_ep2_fully_reshardable", "core019_moe_dp1_native_fsdp_dtensor"
@@ -178,7 +179,11 @@ CHANGES = [
         "num_attention_heads 8, num_query_groups 2, kv_channels 8: rows of linear_qkv would be 96",
     ),
     (later, 0, "it is 99, but 16 samples (args.consumed_train_samples) in batches of 8 are 2 iterations"),
-    (further, 0, "groups of one optimizer have made different numbers of steps: 7, 2"),
+    (
+        further,
+        0,
+        "groups of one optimizer have made different numbers of steps: 7 (optimizer.param_groups.0), 2 (optim",
+    ),
     (further, 0, "it is 2, but the optimizer has made 7 steps"),
     (started_later, 0, "it is 2, but the run went on from 3 (args.iteration)"),
     (schedule_behind, 0, "the learning rate is that of 8 samples, args.consumed_train_samples is 16"),
@@ -195,6 +200,92 @@ def test_verify_and_convert_tell_of_a_contradiction(tmp_path, capsys, change, co
     printed = capsys.readouterr()
     assert told in printed.err and "it is carried over as it is" in printed.err
     assert any(told in line for line in json.loads(printed.out)["warnings"])
+
+
+def a_word_for_a_step(common):
+    common["optimizer"]["optimizer"]["param_groups"][0]["step"] = "two"
+
+
+def no_step(common):
+    common["optimizer"]["optimizer"]["param_groups"][0]["step"] = float("nan")
+
+
+def a_word_for_samples(common):
+    common["opt_param_scheduler"]["num_steps"] = "many"
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (a_word_for_a_step, "optimizer.param_groups.0: its step is 'two', no number of steps"),
+        (no_step, "optimizer.param_groups.0: its step is nan, no number of steps"),
+        (a_word_for_samples, "opt_param_scheduler.num_steps: it is 'many', no number of samples"),
+    ],
+)
+def test_a_counter_that_is_no_number_is_told(tmp_path, capsys, change, told):
+    assert run(["verify", str(with_common(tmp_path, change))]) in (0, 1)
+    assert told in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("change", [further, schedule_behind, schedule_ahead])
+@pytest.mark.parametrize("to", ["fsdp_dtensor", "torch_dist", "dcp"])
+def test_a_counter_that_is_not_written_is_not_warned_of(tmp_path, capsys, change, to):
+    root = with_common(tmp_path, change)
+    words = ["convert", str(root), str(tmp_path / "out"), "--to", to, "--weights-only", "--json"]
+    assert run(words) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["warnings"] == [] and "carried over as it is" not in printed.err
+
+
+def test_one_that_is_written_with_weights_alone_is(tmp_path, capsys):
+    root = with_common(tmp_path, started_later)
+    assert run(["convert", str(root), str(tmp_path / "out"), "--weights-only", "--json"]) == 0
+    assert "the run went on from 3" in capsys.readouterr().err
+
+
+def counters_of(place):
+    checks = {check.name: check for check in verify_checkpoint(str(place)).checks}
+    return checks["counters"], [f"{one.where}: {one.message}" for one in checks["counters"].findings]
+
+
+STEPS = [
+    (7.0, "different numbers of steps: 2 (optim"),
+    (7.0, "it is 2, but the optimizer has made 7 steps"),
+    (float("nan"), "its step is nan, no number of steps"),
+]
+
+
+@pytest.mark.parametrize(("step", "told"), STEPS)
+@pytest.mark.parametrize("name", [NATIVE, NATIVE_MOE])
+def test_a_step_beside_the_states_is_a_counter(tmp_path, name, step, told):
+    """Where torch's Adam keeps one for every parameter."""
+    root = copy_of(name, tmp_path)
+    with metadata_of(root) as metadata:
+        keys = [key for key in keys_with(metadata, "optimizer.state.") if key.endswith(".step")]
+    check, lines = counters_of(root)
+    assert check.looked_at == len(keys) + 2 and not lines  # with the iteration and the samples
+    replace_chunk(root, keys[3], (), "float32", struct.pack("<f", step))
+    _, lines = counters_of(root)
+    assert any(told in line for line in lines), lines
+    assert any(keys[3] in line for line in lines)
+
+
+def test_a_step_of_another_type_is_an_error_as_for_a_conversion(tmp_path, capsys):
+    root = copy_of(NATIVE, tmp_path)
+    with metadata_of(root) as metadata:
+        key = next(key for key in keys_with(metadata, "optimizer.state.") if key.endswith(".step"))
+        metadata.state_dict_metadata[key].properties.dtype = torch.int32
+    replace_chunk(root, key, (), "int32", struct.pack("<i", 2))
+    check, lines = counters_of(root)
+    assert check.errors == 1 and lines == [f"{key}: a step is a 0-d float32 tensor, found int32 ()"]
+    assert run(["convert", str(root), str(tmp_path / "out"), "--to", "torch_dist"]) == 5
+    assert lines[0].partition(": ")[2] in capsys.readouterr().err
+
+
+def test_the_counters_of_a_plain_state_dict_are_looked_at(tmp_path):
+    assert run(["convert", str(folder(NATIVE)), str(tmp_path / "out"), "--to", "dcp", "-q"]) == 0
+    check, lines = counters_of(tmp_path / "out")
+    assert check.looked_at > 10 and not lines
 
 
 def test_steps_that_were_skipped_and_other_batches_are_no_contradiction(tmp_path):

@@ -25,6 +25,7 @@ from ckpt_tools.megatron.dcp.state_dict import (
     is_megatron,
     read_state_dict,
 )
+from ckpt_tools.megatron.dcp.wrappers import without_segments
 from ckpt_tools.megatron.fsdp_dtensor.entries import (
     FsdpSource,
     FsdpTensor,
@@ -81,6 +82,7 @@ def dcp_model(
     if not is_megatron(found):
         raise not_megatron(files.location, found)
     _refuse_parts(files.location, common)
+    _refuse_twins(Counter(map(_unwrapped, found.weights)))
     values = SmallValues(files, trust_pickle)
     kinds, groups, notes = _optimizers(found, catalog, values, rounds, weights_only)
     nested, dropped = _nested(found, catalog, values)
@@ -336,8 +338,15 @@ def _tensor(
     )
 
 
+def _refuse_twins(names: Counter[str]) -> None:
+    """Nothing, where every tensor has a name of its own."""
+    if twice := [name for name, count in names.items() if count > 1]:
+        raise MappingError("weights that are one without their wrappers:\n" + list_problems(twice), twice)
+
+
 def _unwrapped(name: str) -> str:
-    """Without the segments that wrappers (DDP, Megatron-FSDP) put in front."""
+    """Without the segments that wrappers (DDP, FSDP, Megatron-FSDP, torch.compile) put in front or inside."""
+    name = without_segments(name)
     while name.startswith("module."):
         name = name.removeprefix("module.")
     return name

@@ -41,7 +41,9 @@ def without_segments(key: str) -> str:
 
 def possible_names(catalog: Catalog) -> frozenset[str]:
     """Everything that the tensors of the model may be called."""
-    return frozenset(name for key in _outside(catalog)[0] for name in endings(without_segments(key)))
+    return frozenset(
+        name for key in outside_optimizers(catalog)[0] for name in endings(without_segments(key))
+    )
 
 
 def named_model(catalog: Catalog, wanted: Collection[str]) -> NamedModel:
@@ -50,7 +52,7 @@ def named_model(catalog: Catalog, wanted: Collection[str]) -> NamedModel:
     Raises:
         MappingError: there are several with all of them, or two keys come to one name.
     """
-    tensors, optimizer = _outside(catalog)
+    tensors, optimizer = outside_optimizers(catalog)
     held: dict[str, dict[str, str]] = {}  # prefix -> wanted name -> key
     for key in tensors:
         name = without_segments(key)
@@ -83,7 +85,7 @@ def named_model(catalog: Catalog, wanted: Collection[str]) -> NamedModel:
     return NamedModel(prefix, names, tuple(stray), tuple(beside), tuple(optimizer))
 
 
-def _outside(catalog: Catalog) -> tuple[list[str], dict[str, None]]:
+def outside_optimizers(catalog: Catalog) -> tuple[list[str], dict[str, None]]:
     """The tensors that no optimizer has, and the keys of optimizers."""
     optimizer = dict.fromkeys(key for one in read_state_dict(catalog).optimizers for key in one.all_keys())
     return [k for k in catalog.tensors if k not in optimizer and not k.endswith(EXTRA_STATE)], optimizer
