@@ -13,6 +13,11 @@ def human_bytes(count: float) -> str:
     return f"{int(count)} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
+def counted(count: int, thing: str) -> str:
+    """`1 error`, `2 errors`."""
+    return f"{count:,} {thing}{'' if count == 1 else 's'}"
+
+
 def human_seconds(seconds: float) -> str:
     """A duration as people say it: `0.4 s`, `12 s`, `71 min`, `3.2 h`."""
     if seconds < 10:

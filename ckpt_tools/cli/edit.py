@@ -14,6 +14,7 @@ from ckpt_tools.cli.options import flag, option
 from ckpt_tools.cli.reports import print_rewritten
 from ckpt_tools.cli.signature import with_options
 from ckpt_tools.cli.table import ITERATIONS, READING, REWRITING, Checkpoint, OutputDir
+from ckpt_tools.human import counted
 
 if TYPE_CHECKING:
     from ckpt_tools.commands.rewrite import Edited
@@ -90,9 +91,8 @@ def print_tensor(
     if printed.dtype is None:
         render.tell_whole(render.json_text(printed.values))
         return
-    render.tell(
-        f"{render.escape(printed.key)}: {printed.dtype} {list(printed.shape)}, {len(printed.chunks)} chunks"
-    )
+    chunks = counted(len(printed.chunks), "chunk")
+    render.tell(f"{render.escape(printed.key)}: {printed.dtype} {list(printed.shape)}, {chunks}")
     for name, value in printed.statistics.items():
         render.tell(f"  {name:<9}{value}")
     if printed.box is not None and printed.box.size != printed.shape:

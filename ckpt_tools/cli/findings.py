@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.cli.render import escape, escape_lines
+from ckpt_tools.human import counted
 
 if TYPE_CHECKING:
     from xml.etree.ElementTree import Element
@@ -75,7 +76,7 @@ def _add_cases(suite: Element, report: Report, command: str) -> None:
         case = Xml.SubElement(suite, "testcase", {"classname": f"ckpt_tools.{command}", "name": check.name})
         lines = [plain(finding) for finding in check.findings]
         if check.errors:
-            failure = Xml.SubElement(case, "failure", {"message": f"{check.errors} errors"})
+            failure = Xml.SubElement(case, "failure", {"message": counted(check.errors, "error")})
             failure.text = "\n".join(lines)
         elif lines:
             Xml.SubElement(case, "system-out").text = "\n".join(lines)

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 _STDOUT = Path("-")
 _LISTED_RANKS = 32
-_LISTED_NOTES = 8
 _OWN = {
     "rank": option(int, "--rank", help="Plan this target rank's file alone."),
     "tensor": option(list[str], "--tensor", read=v.globs, help="List target tensors that match this glob."),
@@ -171,7 +170,7 @@ def _memory(memory: Any) -> dict[str, int]:
 
 
 def _print(found: Priced) -> None:
-    from ckpt_tools.cli.reports import iteration_text
+    from ckpt_tools.cli.reports import changes, iteration_text
     from ckpt_tools.commands.target_job import describe
 
     facts = found.summary()
@@ -196,11 +195,8 @@ def _print(found: Priced) -> None:
     render.print_table(("plan", ""), rows)
     _print_ranks(found)
     _print_tensors(found)
-    for name in ("dropped", "kept", "renamed", "backfilled", "notes"):
-        for line in facts[name][:_LISTED_NOTES]:
-            render.tell(f"{name}: {render.escape(line)}")
-        if len(facts[name]) > _LISTED_NOTES:
-            render.tell(f"{name}: ... and {len(facts[name]) - _LISTED_NOTES:,} more (--json lists all)")
+    for line in changes(found.target, found.job.record.format or "fsdp_dtensor"):
+        render.tell(render.escape(line))
 
 
 def _duration(found: Duration) -> str:

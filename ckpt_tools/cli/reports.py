@@ -15,6 +15,7 @@ from ckpt_tools.model.choices import assert_never
 
 if TYPE_CHECKING:
     from ckpt_tools.commands.rewrite import Edited
+    from ckpt_tools.model.target import Target
 
 _SHOWN = 8
 _NEVER = ": not part of "
@@ -46,21 +47,28 @@ def print_report(report: ConversionReport) -> None:
         lines.append(
             f"  would write {human_bytes(report.plan['bytes_to_write'])} in {len(report.plan['files'])} files"
         )
-    dropped, no_place = _apart(report.dropped)
+    lines += changes(report, report.output_format)
+    for line in lines:
+        tell(escape(line))
+
+
+def changes(of: ConversionReport | Target, output_format: str) -> list[str]:
+    """What changes on the way, or would, in a line each; long lists are cut."""
+    dropped, no_place = _apart(of.dropped)
+    lines = []
     for title, entries in (
         ("dropped", _by_reason(dropped)),
-        ("kept", report.kept),
-        ("renamed", report.renamed),
-        ("filled in", report.backfilled),
-        ("note", report.notes),
+        ("kept", of.kept),
+        ("renamed", of.renamed),
+        ("filled in", of.backfilled),
+        ("note", of.notes),
     ):
         lines += [f"  {title:<10} {entry}" for entry in entries[:_SHOWN]]
         if len(entries) > _SHOWN:
             lines.append(f"  {title:<10} ... and {len(entries) - _SHOWN:,} more (--json lists all)")
     if no_place:
-        lines.append(f"  not part of {_FORMATS.get(report.output_format, report.output_format)}: {no_place}")
-    for line in lines:
-        tell(escape(line))
+        lines.append(f"  not part of {_FORMATS.get(output_format, output_format)}: {no_place}")
+    return lines
 
 
 def iteration_text(label: int | str | None) -> str:

@@ -14,6 +14,7 @@ from ckpt_tools.cli.manual import page
 from ckpt_tools.cli.options import flag, option
 from ckpt_tools.cli.signature import Given, fill, with_options
 from ckpt_tools.cli.table import EVERY_ITERATION, READING, Checkpoint
+from ckpt_tools.human import counted
 from ckpt_tools.model.choices import DialectName, ReportFormat, assert_never
 
 if TYPE_CHECKING:
@@ -209,7 +210,7 @@ def _print_reports(reports: Sequence[Report], chosen: ReportFormat, junit: Path 
 def _print_text(report: Report, command: str) -> None:
     good, bad = ("valid", "not valid") if command == "verify" else ("ready", "not ready")
     errors = sum(check.errors for check in report.checks)
-    verdict = good if report.is_valid else f"{bad}: {errors} errors"
+    verdict = good if report.is_valid else f"{bad}: {counted(errors, 'error')}"
     last = f"{render.escape(report.checkpoint)} ({report.format}) is {verdict}{report.verdict_suffix}"
     if render.is_quiet():
         wrong = [finding for finding in report.findings if finding.severity == "error"]

@@ -109,6 +109,7 @@ class Conversion:
     without_masters: Callable[[str], Conversion] | None = None  # for masters that do not; takes a note why
     model: Callable[[], LiveModel] | None = None  # that a job's placement is asked of; before there is a plan
     archives: Callable[[], Iterable[tuple[str, bytes]]] | None = None  # of the target's objects, likewise
+    keep_order: bool = False  # the target's, in the metadata: an optimizer may number parameters by it
 
     def live_model(self) -> LiveModel:
         """The model as the job that loads it has it."""
@@ -125,7 +126,7 @@ class Conversion:
         archives = self.archives() if self.archives is not None and only in (None, 0) else ()
         if core is None and layout.name != "even":
             core = place_model(self.live_model(), layout)
-        return lay_out(self.catalog, self.target, core, archives, layout, only)
+        return lay_out(self.catalog, self.target, core, archives, layout, only, self.keep_order)
 
     def _refuse_impossible_tp(self) -> None:
         """`--tp` without the job's other sizes is what the output says that it is for: such a job must be able to be.

@@ -65,10 +65,12 @@ def lay_out(
     archives: Iterable[tuple[str, bytes]],
     layout: Layout,
     only: int | None = None,
+    keep_order: bool = False,
 ) -> Plan:
     """The plan of a target whose pieces go to the ranks of `layout`: as `core` says, or evenly where there is none.
 
-    `only` names a rank whose file is planned alone. Raises the errors of `build_plan`.
+    `only` names a rank whose file is planned alone; with `keep_order` tensors are not put into the order in which a
+    Megatron job reads them. Raises the errors of `build_plan`.
     """
     ranks = range(layout.ranks) if only is None else range(only, only + 1)
     if core is None:
@@ -77,7 +79,8 @@ def lay_out(
         place = exact_placement(core, ranks)
         if only is not None:
             target = rank_share(target, core, only)
-        target = in_reading_order(target, core.names())
+        if not keep_order:
+            target = in_reading_order(target, core.names())
     return build_plan(catalog, target, place, layout.ranks, archives, only=only)
 
 

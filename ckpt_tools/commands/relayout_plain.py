@@ -88,6 +88,7 @@ def prepare_plain(opened: Opened, options: ConvertOptions, layout: Layout) -> Co
         masters="written" if must_round else "none",
         must_round=must_round,
         optimizer_layout=None if found.layout == "none" else found.layout,
+        keep_order=True,
         model=lambda: LiveModel(plain.live, local_spec=False),
         archives=lambda: ((key, read_archive(opened.files, o.item)) for key, o in catalog.objects.items()),
     )

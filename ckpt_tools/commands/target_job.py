@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.errors import UsageError
+from ckpt_tools.human import counted
 from ckpt_tools.megatron.names import stored_name
 from ckpt_tools.megatron.record import Size, TargetRecord
 from ckpt_tools.megatron.vocab import Vocabulary
@@ -96,7 +97,7 @@ def summary(packed: Iterable[str]) -> str:
     places = [stored_name(name).rpartition(".")[0].rpartition(".") for name in packed]
     layers = {layer for layer, _, _ in places}
     projections = dict.fromkeys(projection for _, _, projection in places)
-    return f"{' and '.join(projections)} of {len(layers)} layer{'s' if len(layers) > 1 else ''}"
+    return f"{' and '.join(projections)} of {counted(len(layers), 'layer')}"
 
 
 def describe(job: Mapping[str, Any]) -> list[tuple[str, str]]:

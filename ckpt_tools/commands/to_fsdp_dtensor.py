@@ -179,7 +179,7 @@ def prepare_model(
     must_round = Chosen(built.target.tensors, lambda tensor: tensor.must_round_to)
     small = _bridge_files(built, model, files, begins=bool(asked.fresh_optimizer))
     in_place = any(MASTER in p.values and WEIGHT not in p.values for p in as_read.parameters)
-    left_out = MASTER in model.roles or model.unread
+    left_out = MASTER in as_read.roles or as_read.unread  # a fresh optimizer's are not the source's
 
     def without_masters(note: str) -> Conversion:
         without = weights_for_masters if asked.fresh_optimizer else without_optimizer

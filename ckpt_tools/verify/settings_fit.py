@@ -9,6 +9,7 @@ from ckpt_tools.formats.detect import CheckpointKind
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.hybrid import is_hybrid, says_hybrid
 from ckpt_tools.megatron.keys import HALVES, decoder_layer
+from ckpt_tools.megatron.settings import settings_from_model_config
 from ckpt_tools.megatron.torch_dist.slices import layer_counts
 from ckpt_tools.verify.facts import Facts, Stored
 from ckpt_tools.verify.job import Job
@@ -20,7 +21,6 @@ EMBEDDING, OUTPUT, FC1 = "embedding.word_embeddings.weight", "output_layer.weigh
 _MODULES = frozenset({"embedding", "decoder", "output_layer", "mtp", "rotary_pos_emb"})  # of GPTModel
 # Settings that make layers of which only the code of the run knows the sizes.
 _OF_OTHER_CODE = ("spec", "heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json")
-_IN_BRIDGE = {"num_experts": "num_moe_experts", "swiglu": "gated_linear_unit"}
 _DERIVED = (
     "kv_channels",
     "num_query_groups",
@@ -63,7 +63,8 @@ def _stored(shapes: Mapping[str, tuple[int, ...]]) -> Stored:
 
 def _of_bridge(model: Mapping[str, Any]) -> dict[str, Any]:
     """The sizes in a Bridge configuration under the names that Megatron's arguments have."""
-    found = {name: model.get(other) for name, other in _IN_BRIDGE.items()} | dict(model)
+    swiglu = settings_from_model_config(model).swiglu  # the one gate whose halves may be stored apart
+    found = {"num_experts": model.get("num_moe_experts"), "swiglu": swiglu, **model}
     found["group_query_attention"] = found.get("num_query_groups") is not None
     return {name: value for name, value in found.items() if value is not None or name in _DERIVED}
 

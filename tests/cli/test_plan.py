@@ -68,6 +68,14 @@ def test_the_plan_is_what_convert_writes(tmp_path, capsys):
     assert files == {rank["files"][0]: rank["bytes"] for rank in found["ranks"]}
 
 
+def test_the_plan_tells_the_changes_as_convert_does(tmp_path, capsys):
+    assert plan(LLAMA, "--gpus", 2) == 0
+    told = re.findall(r"^  \S.*", capsys.readouterr().out, re.MULTILINE)
+    assert run(["convert", str(LLAMA), str(tmp_path / "out"), "--gpus", "2", "--dry-run"]) == 0
+    assert told == capsys.readouterr().out.splitlines()[-len(told) :]
+    assert told[-1].startswith("  not part of fsdp_dtensor: Transformer Engine extra state (8 keys)")
+
+
 def test_ranks_of_several_files(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("ckpt_tools.plan.build.FILE_BYTES", 3000)
     found = planned(capsys, "--dp-shard", 3)

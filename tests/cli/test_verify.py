@@ -214,7 +214,7 @@ def test_editing(tmp_path, capsys):
     key = "decoder.final_layernorm.weight"
     assert run(["print-tensor", root, key, "--slice", "0:2", "--stats"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith(f"{key}: bfloat16 [32], 1 chunks\n  elements 2\n")
+    assert out.startswith(f"{key}: bfloat16 [32], 1 chunk\n  elements 2\n")
     assert run(["print-tensor", root, key, "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["values"]) == 32
     assert run(["print-tensor", root, "nothing"]) == 5
@@ -259,7 +259,7 @@ def test_every_iteration_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[
     out, err = capsys.readouterr()
     assert "note: iteration 100 is passed over" in err
     assert f"{root}/iter_0000002 (torch_dist) is valid" in out
-    assert f"{root}/iter_0000010 (torch_dist) is not valid: 1 errors" in out
+    assert f"{root}/iter_0000010 (torch_dist) is not valid: 1 error;" in out
     assert "it is newer" not in out
     assert run([*words, "--json", "-q"]) == 1
     report = json.loads(capsys.readouterr().out)

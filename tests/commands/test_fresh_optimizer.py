@@ -204,6 +204,10 @@ def test_an_import_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert not (tmp_path / "run").exists()
     assert run([*words, *RATES, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
+    assert (report["masters"]["use"], report["dropped"]) == (
+        "none",
+        [],
+    )  # a model of transformers has neither
     assert any("--override-opt_param-scheduler" in note for note in report["notes"])
     assert any("--adam-beta1, --adam-beta2 and --adam-eps: nothing tells" in note for note in report["notes"])
     made = tmp_path / "run" / "iter_0000001"

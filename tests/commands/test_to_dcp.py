@@ -39,6 +39,12 @@ def iteration(root: Path) -> Path:
     return next(root.rglob(".metadata")).parent
 
 
+def weights_of(folder: Path) -> list[str]:
+    """The tensors that are no optimizer's, in the order of the metadata."""
+    known = oracle.metadata(folder).state_dict_metadata
+    return [k for k, e in known.items() if isinstance(e, TensorStorageMetadata) and "optim" not in k]
+
+
 def chunks(folder: Path) -> dict[str, list[tuple[str, int, int]]]:
     """(file, first row, rows) of every piece of every tensor with rows."""
     known = oracle.metadata(folder)
@@ -211,6 +217,10 @@ def test_rows_are_where_fully_shard_has_them(sharded, tmp_path, name, size):
     options = ConvertOptions(layout=Layout("fsdp2", Topology(dp_shard=size)))
     convert_to_dcp(str(sharded / name), str(tmp_path / "out"), options)
     assert_same(tmp_path / "out", sharded / name)
+    assert weights_of(tmp_path / "out") == weights_of(
+        sharded / name
+    )  # an optimizer may number them by that order
+    assert ckpt_tools.verify_checkpoint(str(tmp_path / "out")).is_valid
     truth, cut = oracle.tensors(sharded / name), 0
     for key, places in chunks(tmp_path / "out").items():
         if key.endswith((".step", "ntokens_seen")):

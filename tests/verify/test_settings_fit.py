@@ -133,6 +133,21 @@ def test_what_the_settings_do_not_describe_is_passed_over(settings):
     assert not findings(LLAMA, settings)
 
 
+@pytest.mark.parametrize(
+    ("gate", "halves"), [("torch.nn.functional.silu", True), ("torch.nn.functional.gelu", False)]
+)
+def test_a_gate_of_bridge_is_looked_for_as_convert_writes_it(gate, halves, tmp_path):
+    """Bridge takes fc1 apart for SwiGLU alone: with another activation (Gemma's) it stays whole."""
+    root = copy_of(BRIDGE, tmp_path / "run") / "checkpoint"
+    settings = root / "run_config.yaml"
+    settings.write_text(settings.read_text().replace("torch.nn.functional.silu", gate))
+    assert run(["convert", str(root), str(tmp_path / "out"), "-q"]) == 0
+    report = verify_checkpoint(str(tmp_path / "out"))
+    assert not {check.name: check for check in report.checks}["settings"].findings
+    stored = oracle.metadata(tmp_path / "out").state_dict_metadata
+    assert any(key.endswith("linear_fc1.weight_w") for key in stored) == halves
+
+
 def test_a_prediction_layer_that_is_used_again_is_stored_once():
     assert not findings(MLA, {"mtp_num_layers": 3, "mtp_use_repeated_layer": True})
 

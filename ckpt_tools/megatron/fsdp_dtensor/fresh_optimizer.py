@@ -73,6 +73,8 @@ def with_fresh_optimizer(model: Model, options: TargetOptions) -> tuple[Model, T
     scheduler = scheduler_at_zero(model, settings, options)
     zeros: dict[str, TensorEntry] = {}
     parameters = tuple(_fresh(p, _trained(p, model), zeros) for p in model.parameters)
+    has_one = model.optimizer_layout is not None or model.unread is not None or bool(model.groups)
+    left_out = ("optimizer state of the source: --fresh-optimizer",) if has_one else ()
     fresh = replace(
         model,
         catalog=replace(model.catalog, tensors={**model.catalog.tensors, **zeros}),
@@ -85,7 +87,7 @@ def with_fresh_optimizer(model: Model, options: TargetOptions) -> tuple[Model, T
         step=0,
         own_optimizer=None,
         extra_states={},
-        dropped=(*model.dropped, "optimizer state of the source: --fresh-optimizer"),
+        dropped=(*model.dropped, *left_out),
         notes=(*model.notes, *_notes(model, parameters, settings, scheduler)),
     )
     return fresh, replace(options, weights_only=False, fresh_optimizer=False)

@@ -195,9 +195,13 @@ def _whole(
     if problems:
         how = "by config.json" if reference else "by its parameters; --hf-config or --rules can say otherwise"
         of = f", a HybridModel of layers {model.hybrid_pattern!r}," if model.hybrid_pattern else ""
+        way_out = (
+            "\nWhat it is whole without: --ignore-keys GLOB leaves it out (diff: --ignore)" if unused else ""
+        )
         raise MappingError(
             f"the checkpoint{of} is not a whole {family.name} model (told {how}):\n"
-            + list_problems(problems),
+            + list_problems(problems)
+            + way_out,
             problems,
         )
     return spelled, equal
