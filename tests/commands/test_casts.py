@@ -156,6 +156,11 @@ def test_a_model_of_two_types_keeps_them(to: MegatronFormat, cases: Path, tmp_pa
     weights = TargetOptions(fresh_optimizer=False)
     report = import_hf(str(source), first, ImportOptions(to=to, fsdp=weights))
     assert report.written is not None and report.written.rounded_elements == 0
+    (said,) = [note for note in report.notes if "rounds them" in note]
+    assert said.startswith(
+        "7 parameters, decoder.layers.0.self_attention.linear_qkv.layer_norm_weight the first, are "
+    )
+    assert "float32 in a model of bfloat16 and written so" in said
     if to == "torch_dist":
         convert_to_fsdp_dtensor(first, second, ConvertOptions(target=TargetOptions(weights_only=True)))
     else:
@@ -173,6 +178,7 @@ def test_an_import_in_one_type_says_what_it_rounds(cases: Path, tmp_path: Path) 
     norms = [tensor for tensor in model(source).values() if tensor.dtype == torch.float32]
     changed = sum(int((tensor.bfloat16().float() != tensor).sum()) for tensor in norms)
     assert report.written is not None and report.written.rounded_elements == changed == 448
+    assert not any("rounds them" in note for note in report.notes)
     assert report.written.rounded_tensors == 3  # stacked over layers: two norms; and the last one
 
 
