@@ -173,10 +173,15 @@ def _written(w: WriteReport) -> list[str]:
         f"  rounded    {w.rounded_elements:,} elements of {w.rounded_tensors:,} tensors by a cast to their new type, "
         f"most of them in {w.rounded_most}"
     )
+    kept = (
+        f"  rounded    {w.rounded_and_kept:,} elements of weights whose exact values are written as their masters: "
+        "nothing is lost"
+    )
     return [
         f"  {done:<10} {human_bytes(w.bytes_written)} in {w.seconds:.2f} s ({rate}/s), {w.ranks} process(es); "
         f"read {human_bytes(w.bytes_read)}, largest peak RSS {human_bytes(w.peak_rss_bytes)}",
         f"  copied     {human_bytes(w.bytes_cloned)} cloned, {human_bytes(w.bytes_kernel_copied)} in the kernel, "
         f"{human_bytes(w.bytes_touched)} through buffers; {w.items_resumed:,} of {w.items:,} items resumed",
         *([rounded] if w.rounded_tensors else []),
+        *([kept] if w.rounded_and_kept else []),
     ]

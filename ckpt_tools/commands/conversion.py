@@ -41,7 +41,7 @@ from ckpt_tools.megatron.bridge import RUN_CONFIG, TRAIN_STATE
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.choices import CheckLevel, Format, MegatronFormat
-from ckpt_tools.model.target import Target, TargetTensor
+from ckpt_tools.model.target import Target, TargetTensor, kept_exactly
 from ckpt_tools.model.transfers import Plan, plan_summary
 from ckpt_tools.model.without_gc import without_gc
 from ckpt_tools.sharding.placement import Placement
@@ -200,7 +200,13 @@ def convert(
             written = None
             if not dry_run:
                 plan, place = _plan_of(conversion), _complete(place, conversion)
-                written = write_checkpoint(plan, opened.files, place, write, ranks=ranks, progress=progress)
+                written_too = (
+                    conversion.target.tensors if conversion.to != "hf" else ()
+                )  # which keeps no masters
+                kept = kept_exactly(written_too, conversion.catalog)
+                written = write_checkpoint(
+                    plan, opened.files, place, write, ranks=ranks, progress=progress, kept=kept
+                )
     return _report(source, output, opened.location, conversion, masters, written, told)
 
 

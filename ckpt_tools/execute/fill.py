@@ -20,10 +20,10 @@ from ckpt_tools.model.views import Piece, pull_box, push_piece
 
 @dataclass(slots=True)
 class Filled:
-    """What was done: bytes read, and by tensor the elements that a cast gave another value."""
+    """What was done: bytes read; by tensor, and by what was cast to it, the elements that have another value now."""
 
     read: int = 0
-    rounded: dict[str, int] = field(default_factory=dict)
+    rounded: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
 class Filler:
@@ -89,7 +89,7 @@ class Filler:
             return
         values = np.empty(box.size, raw_dtype(transfer.dtype))
         self._done.read += read_region(payload, piece, values, self._scratch)
-        out[...] = self._cast(values, transfer.dtype, dtype, key, start)
+        out[...] = self._cast(values, transfer.dtype, dtype, transfer.key, key, start)
 
     def _compute(self, out: Array, dtype: str, computation: Computation, shown: Box, key: str) -> None:
         """What the view shows in `shown` (target coordinates), from as little of the made tensor as it takes."""
@@ -108,7 +108,7 @@ class Filler:
                 elements = np.ndarray(
                     part.box.size, flat.dtype, flat.data, part.offset * flat.itemsize, strides
                 )
-                cast = self._cast(elements, computation.dtype, dtype, key, part.box.start)
+                cast = self._cast(elements, computation.dtype, dtype, computation.key, key, part.box.start)
                 out[index_of(part.box.relative_to(shown))] = cast
 
     def _operand(self, operand: Operand, box: Box, key: str) -> Array:
@@ -119,12 +119,15 @@ class Filler:
         self.fill(raw, operand.dtype, inside, operand.transfers, key, operand.box.start)
         return raw.view(numpy_dtype(operand.dtype))
 
-    def _cast(self, values: Array, source: str, target: str, key: str, start: tuple[int, ...]) -> Array:
+    def _cast(
+        self, values: Array, source: str, target: str, source_key: str, key: str, start: tuple[int, ...]
+    ) -> Array:
         if source == target:
             return values
         result, changed = cast_checked(values, source, target, key, start)
         if changed:
-            self._done.rounded[key] = self._done.rounded.get(key, 0) + changed
+            of_key = self._done.rounded.setdefault(key, {})
+            of_key[source_key] = of_key.get(source_key, 0) + changed
         return result
 
 

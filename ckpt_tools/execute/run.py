@@ -28,7 +28,7 @@ from __future__ import annotations
 import resource
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from typing import Any, Final, TypedDict
@@ -70,8 +70,11 @@ def write_checkpoint(
     *,
     ranks: Ranks | None = None,
     progress: Progress | None = None,
+    kept: Container[tuple[str, str]] = (),
 ) -> WriteReport:
     """Write the checkpoint of `plan` from the source `files` and publish it; called on every rank.
+
+    `kept` are casts that lose nothing, see `target.kept_exactly`: the report counts what they round apart.
 
     Raises:
         UsageError: the output is in use, not empty, or another conversion's; too little memory.
@@ -90,7 +93,7 @@ def write_checkpoint(
         if len(set(ranks.together(lambda: plan.digest))) > 1:
             raise UsageError("the ranks made different plans: do they all see the same source and options?")
         shares, proven = run.steps()
-    return _report(job, shares, proven, time.monotonic() - started)
+    return _report(job, shares, proven, kept, time.monotonic() - started)
 
 
 def _output_of(job: WriteJob) -> JobOutput:
@@ -241,11 +244,21 @@ def _joined(parts: Iterable[Mapping[str, Sequence[tuple[int, str]]]]) -> Mapping
     return found
 
 
-def _report(job: WriteJob, shares: Sequence[_Share], proven: ProofReport, seconds: float) -> WriteReport:
+def _report(
+    job: WriteJob,
+    shares: Sequence[_Share],
+    proven: ProofReport,
+    kept: Container[tuple[str, str]],
+    seconds: float,
+) -> WriteReport:
     counts = [count for share in shares for count in share["counters"]]
     rounded: Counter[str] = Counter()
-    for count in counts:
-        rounded.update(count["rounded"])
+    rounded_and_kept = 0
+    for key, source, changed in _rounded(counts):
+        if (key, source) in kept:
+            rounded_and_kept += changed
+        else:
+            rounded[key] += changed
     items = len(job.plan.items) + len(job.plan.blobs)
     return WriteReport(
         bytes_written=job.plan.bytes_to_write,
@@ -266,4 +279,13 @@ def _report(job: WriteJob, shares: Sequence[_Share], proven: ProofReport, second
         rounded_tensors=len(rounded),
         rounded_elements=rounded.total(),
         rounded_most=max(rounded, key=lambda key: (rounded[key], key)) if rounded else None,
+        rounded_and_kept=rounded_and_kept,
     )
+
+
+def _rounded(counts: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str, int]]:
+    """(tensor, what was cast to it, elements that have another value now), as the ranks' threads counted them."""
+    for count in counts:
+        for key, sources in count["rounded"].items():
+            for source, changed in sources.items():
+                yield key, source, changed

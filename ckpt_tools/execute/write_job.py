@@ -86,9 +86,14 @@ class WriteReport:
     payloads_without_checksum: int  # of the source, read from
     bytes_proven: int
     bytes_read_to_prove: int  # beside `bytes_read`: what nothing else needed
-    rounded_tensors: int = 0  # with elements that a cast changed, among the items that were not resumed
+    rounded_tensors: int = (
+        0  # with elements that a cast changed for good, among the items that were not resumed
+    )
     rounded_elements: int = 0
     rounded_most: str | None = None  # the key with the most of them
+    rounded_and_kept: int = (
+        0  # further elements that a cast changed, of values that the output holds exactly too
+    )
 
     @property
     def was_there(self) -> bool:

@@ -59,12 +59,23 @@ def fsdp_run_config(text: bytes) -> bytes:
     return re.sub(rb"(?m)^(\s+ckpt_format:\s*)torch_dist\s*$", rb"\g<1>fsdp_dtensor", text, count=1)
 
 
-def args_from_model_config(model: Mapping[str, Any], iteration: int) -> StandIn:
+def args_from_model_config(model: Mapping[str, Any], iteration: int, swiglu: bool | None = None) -> StandIn:
     """An `argparse.Namespace` with what Megatron-LM asks of a checkpoint, from a Bridge run's own settings.
 
-    An empty one, for a source that has no settings at all, still lets a job start with `--finetune`.
+    All the others stand in it by Bridge's names: once run_config.yaml is gone, they alone tell what the model is.
+    `swiglu` is what they say of it. An empty one, for a source that has no settings at all, still lets a job start
+    with `--finetune`.
     """
-    values = {name: model[key] for name, key in ARGS_FROM_MODEL_CONFIG.items() if key in model}
+    values = {
+        name: value for name, value in model.items() if not name.startswith("_")
+    }  # _target_, the provider
+    values |= {name: model[key] for name, key in ARGS_FROM_MODEL_CONFIG.items() if key in model}
+    if "num_query_groups" in values:
+        values["group_query_attention"] = (
+            values["num_query_groups"] is not None
+        )  # or Megatron-LM has a group a head
+    if swiglu is not None:
+        values["swiglu"] = swiglu
     values["iteration"] = iteration
     namespace = stand_in("argparse", "Namespace")()
     namespace.__setstate__(values)

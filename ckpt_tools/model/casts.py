@@ -33,6 +33,11 @@ _ROUNDS_TO_FINITE = (
 _RAW = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
 
+def is_exact(source: str, target: str) -> bool:
+    """Whether a cast keeps every value."""
+    return source == target or (source, target) in _EXACT
+
+
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
     """The numpy type of an element type; unsigned integers of the same size hold the bits of those numpy lacks."""
     return np.dtype(f"uint{8 * itemsize(dtype)}" if dtype in _NOT_IN_NUMPY else dtype)
@@ -71,7 +76,7 @@ def cast_checked(
         VerificationError: finite numbers became infinite; the first one is named.
     """
     result = cast_raw(values, source, target)
-    if source == target or (source, target) in _EXACT:
+    if is_exact(source, target):
         return result, 0
     if (source, target) == ("float32", "bfloat16"):
         changed = (values & 0xFFFF) != 0  # the bits that the narrower type has not

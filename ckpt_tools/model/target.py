@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ckpt_tools.model.casts import is_exact
+from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.roles import Role
 from ckpt_tools.model.views import View
 
@@ -74,3 +76,19 @@ class Target:
     renamed: tuple[str, ...] = ()
     backfilled: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+
+def kept_exactly(tensors: Sequence[TargetTensor], catalog: Catalog) -> frozenset[tuple[str, str]]:
+    """(tensor, source tensor) of the casts that lose nothing: another target tensor shows the same without rounding.
+
+    So it is with weights that are the rounding of masters written beside them.
+    """
+
+    def is_rounded(target: TargetTensor, source: Source) -> bool:
+        return not is_exact(catalog.tensors[source.key].dtype, target.dtype)
+
+    rounded = [(t, s) for t in tensors for s in t.sources if is_rounded(t, s)]
+    keys = {source.key for _, source in rounded}
+    kept = {s for t in tensors for s in t.sources if s.key in keys and not is_rounded(t, s)}
+    lost = {(target.key, source.key) for target, source in rounded if source not in kept}
+    return frozenset((target.key, source.key) for target, source in rounded) - lost

@@ -5,15 +5,21 @@ from __future__ import annotations
 import io
 import shutil
 
+import pytest
 import torch
 
+from ckpt_tools.cli.app import run
 from ckpt_tools.commands.export_hf import export_hf
 from ckpt_tools.commands.import_hf import ImportOptions, import_hf
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
+from ckpt_tools.commands.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
 from ckpt_tools.formats.detect import locate
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
+from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
 from tests.commands import oracle
 from tests.conftest import DATA, fixture_dir
+
+WEIGHTS = ToTorchDistOptions(target=TorchDistOptions(weights_only=True))
 
 
 def bridge_root(tmp_path):
@@ -56,6 +62,26 @@ def test_a_bridge_source_gets_the_args_megatron_lm_asks_for(tmp_path):
     }.items() <= args.items()
     assert any(note.startswith("args: the source has none") for note in report.notes)
     assert not (tmp_path / "out" / "latest_train_state.pt").exists()
+
+
+@pytest.mark.parametrize("case", ["bridge_hfimport", "bridge_dense_fr_tp2_dp2"])
+def test_a_bridge_run_for_megatron_lm_still_tells_what_it_is(case, tmp_path):
+    """run_config.yaml stays behind: the args alone say heads, activation, windows and the rest, to every command."""
+    folder = fixture_dir(case) / "checkpoint"
+    report = convert(folder, tmp_path / "out", dialect="main", weights_only=True)
+    assert any("more settings of its run_config.yaml" in note for note in report.notes)
+    assert run(["verify", str(tmp_path / "out"), "-q"]) == 0
+    direct, later = (
+        export_hf(str(one), str(tmp_path / name)) for one, name in ((folder, "a"), (tmp_path / "out", "b"))
+    )
+    assert direct.architecture == later.architecture
+    for file in ("config.json", "model.safetensors"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+    convert_to_torch_dist(str(tmp_path / "out"), str(tmp_path / "back"), WEIGHTS)
+    export_hf(str(tmp_path / "back"), str(tmp_path / "c"))
+    assert (tmp_path / "c" / "model.safetensors").read_bytes() == (
+        tmp_path / "a" / "model.safetensors"
+    ).read_bytes()
 
 
 def test_a_megatron_lm_source_gets_the_progress_bridge_asks_for(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ckpt_tools.cli.app import run
 from ckpt_tools.commands.export_hf import ExportOptions, export_hf
 from ckpt_tools.commands.import_hf import ImportOptions, import_hf
 from ckpt_tools.commands.load_dtensors import load_dtensors
@@ -17,7 +18,9 @@ from ckpt_tools.commands.to_torch_dist import ToTorchDistOptions, convert_to_tor
 from ckpt_tools.errors import VerificationError
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
+from ckpt_tools.model.catalog import Catalog, TensorEntry
 from ckpt_tools.model.choices import MegatronFormat
+from ckpt_tools.model.target import Source, TargetTensor, kept_exactly
 from tests.cases import cases as cases  # noqa: PLC0414  a fixture
 from tests.commands import oracle
 from tests.commands.rewritten import Parts, read, write
@@ -108,6 +111,44 @@ def test_what_rounding_changes_is_counted(tmp_path: Path) -> None:
     assert changed[report.written.rounded_most or ""] == max(changed.values())
 
 
+def test_weights_beside_their_masters_lose_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the masters they round; alone, what the source has of them is gone."""
+    fsdp, back, alone = (str(tmp_path / name) for name in ("fsdp", "back", "alone"))
+    convert_to_fsdp_dtensor(str(RUN), fsdp)
+    whole = convert_to_torch_dist(fsdp, back).written
+    weights = ToTorchDistOptions(target=TorchDistOptions(weights_only=True))
+    lost = convert_to_torch_dist(fsdp, alone, weights).written
+    assert whole is not None and lost is not None
+    parts = read(Path(back) / "iter_0000002")
+    pairs = [(w, parts.tensors.get(f"optimizer.state.param.{k}")) for k, w in parts.tensors.items()]
+    changed = sum(int((weight.float() != master).sum()) for weight, master in pairs if master is not None)
+    assert (whole.rounded_elements, whole.rounded_tensors, whole.rounded_most) == (0, 0, None)
+    assert whole.rounded_and_kept == lost.rounded_elements == changed > 10_000 and lost.rounded_and_kept == 0
+    assert run(["convert", fsdp, str(tmp_path / "again"), "--to", "torch_dist"]) == 0
+    said = capsys.readouterr().out
+    assert f"{changed:,} elements of weights whose exact values are written as their masters" in said
+    assert "by a cast to their new type" not in said
+
+
+@pytest.mark.parametrize(
+    ("beside", "kept"),
+    [((("model", "a"), ("model", "b")), True), ((("model", "a"),), False), ((), False)],
+)
+def test_a_cast_loses_nothing_where_all_its_source_is_written(
+    beside: tuple[tuple[str, str], ...], kept: bool
+) -> None:
+    """Stacked layers of which one alone has a master: what the other one's rounding changes is a loss."""
+    catalog = Catalog("", {key: TensorEntry(key, "float32", (2,), ()) for key in ("a", "b")}, {})
+    weight = TargetTensor("w", "bfloat16", (2, 2), (Source("a"), Source("b")))
+    masters = [TargetTensor(f"{name}.{key}", "float32", (2,), (Source(key),)) for name, key in beside]
+    narrow = TargetTensor("again", "float16", (2,), (Source("b"),))  # rounded itself
+    found = kept_exactly([weight, *masters, narrow], catalog)
+    assert (("w", "a") in found) == any(key == "a" for _, key in beside)
+    assert (("w", "b") in found) == kept == (("again", "b") in found)
+
+
 @pytest.mark.parametrize("to", ["torch_dist", "fsdp_dtensor"])
 def test_a_model_of_two_types_keeps_them(to: MegatronFormat, cases: Path, tmp_path: Path) -> None:
     source = cases / "mixed_dtype_rounded" / "hf"
@@ -115,6 +156,11 @@ def test_a_model_of_two_types_keeps_them(to: MegatronFormat, cases: Path, tmp_pa
     weights = TargetOptions(fresh_optimizer=False)
     report = import_hf(str(source), first, ImportOptions(to=to, fsdp=weights))
     assert report.written is not None and report.written.rounded_elements == 0
+    (said,) = [note for note in report.notes if "rounds them" in note]
+    assert said.startswith(
+        "7 parameters, decoder.layers.0.self_attention.linear_qkv.layer_norm_weight the first, are "
+    )
+    assert "float32 in a model of bfloat16 and written so" in said
     if to == "torch_dist":
         convert_to_fsdp_dtensor(first, second, ConvertOptions(target=TargetOptions(weights_only=True)))
     else:
@@ -132,6 +178,7 @@ def test_an_import_in_one_type_says_what_it_rounds(cases: Path, tmp_path: Path) 
     norms = [tensor for tensor in model(source).values() if tensor.dtype == torch.float32]
     changed = sum(int((tensor.bfloat16().float() != tensor).sum()) for tensor in norms)
     assert report.written is not None and report.written.rounded_elements == changed == 448
+    assert not any("rounds them" in note for note in report.notes)
     assert report.written.rounded_tensors == 3  # stacked over layers: two norms; and the last one
 
 

@@ -308,9 +308,32 @@ def test_nothing_is_written_when_something_is_wrong(tmp_path: Path) -> None:
         import_hf(str(tmp_path / "hf"), str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
     source = fixture_dir("core019_moe_ep2_fully_reshardable")  # GLM-4.5 but for its small shared expert
-    with pytest.raises(MappingError, match="a shared expert of 24 is not a multiple of the experts' 48"):
+    with pytest.raises(
+        MappingError, match="a shared expert of 24 is not a multiple of the experts' 48"
+    ) as caught:
         export_hf(str(source), str(tmp_path / "out"))
+    assert str(caught.value).startswith(
+        "config.json of a Glm4MoeForCausalLM cannot say it:\n"
+        "  - n_shared_experts, for moe_shared_expert_intermediate_size 24: "
+    )
     assert not (tmp_path / "out").exists()
+
+
+def test_a_shared_expert_of_a_size_of_its_own(tmp_path: Path) -> None:
+    """As the refusal says it: a rule file names the field of a class that has one, and the model comes back."""
+    source = fixture_dir("core019_moe_ep2_fully_reshardable")
+    size = "shared_expert_intermediate_size: moe_shared_expert_intermediate_size"
+    rules = tmp_path / "mine.yaml"
+    rules.write_text(
+        "{family: mine, architecture: MineForCausalLM, model_type: mine, like: glm4_moe, "
+        f"fields: {{n_shared_experts: null, {size}}}}}"
+    )
+    export_hf(str(source), str(tmp_path / "hf"), ExportOptions(rules=rules, dtype="float32"))
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert config["shared_expert_intermediate_size"] == 24 and "n_shared_experts" not in config
+    import_hf(str(tmp_path / "hf"), str(tmp_path / "run"), ImportOptions(rules=rules))
+    export_hf(str(tmp_path / "run"), str(tmp_path / "again"), ExportOptions(rules=rules, dtype="float32"))
+    assert_same(tensors_of(tmp_path / "again"), tensors_of(tmp_path / "hf"))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from safetensors.numpy import load_file, save_file
 
 from ckpt_tools.cli.app import run
 from tests.commands.test_huggingface import model
+from tests.megatron.huggingface.by_rules import directory
+from tests.megatron.huggingface.test_glm import GLM
 
 MINE = """
 family: mine
@@ -22,6 +25,21 @@ rules:
     hf: model.layers.{l}.mlp.my_down.weight
     shape: [hidden, ffn]
     when: [dense]
+"""
+
+GLM_RULES = """
+family: glm4_moe
+architecture: Glm4MoeForCausalLM
+like: deepseek_v3
+fixed: {partial_rotary_factor: 0.5, attention_bias: true, norm_topk_prob: trueFIXED}
+needs: {multi_latent_attention: false, add_qkv_bias: true, rotary_percent: 0.5, qk_layernorm: true}
+rules:
+  - core: decoder.layers.{l}.self_attention.linear_qkv.bias
+    hf: ["model.layers.{l}.self_attn.q_proj.bias", "model.layers.{l}.self_attn.k_proj.bias",
+         "model.layers.{l}.self_attn.v_proj.bias"]
+    layout: qkv
+    shape: [qkv]
+    when: [qkv_bias]
 """
 
 
@@ -92,3 +110,30 @@ def test_rules_of_a_comparison_without_a_model_are_refused(
     source = str(folder / "run")
     assert run(["diff", source, source, "--rules", str(folder / "mine.yaml")]) == 2
     assert "--rules is for a Hugging Face model and a Megatron checkpoint" in capsys.readouterr().err
+
+
+def test_a_field_that_no_rule_carries_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rules that demand Megatron's norms of queries and keys do not say how config.json calls them.
+
+    An export would leave the field out, and the class takes no norms without it. With the line that the refusal
+    gives, the rules say what the family file of GLM-4.5 says.
+    """
+    config = {**GLM, "norm_topk_prob": True, "num_nextn_predict_layers": 0}
+    (tmp_path / "hf").mkdir()
+    save_file(directory(config), tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    rules, hf, run_dir = tmp_path / "mine.yaml", str(tmp_path / "hf"), str(tmp_path / "run")
+    words = ["import-hf", hf, run_dir, "--rules", str(rules), "-q"]
+    rules.write_text(GLM_RULES.replace("FIXED", ""))
+    assert run(words) == 5 and not Path(run_dir).exists()
+    asked = re.search(r"`fixed: \{(.*?)\}` for a field", capsys.readouterr().err)
+    assert asked and asked[1] == "use_qk_norm: true"
+    rules.write_text(GLM_RULES.replace("FIXED", f", {asked[1]}"))
+    assert run(words) == 0
+    assert run(["import-hf", hf, str(tmp_path / "known"), "-q"]) == 0
+    assert run(["diff", run_dir, str(tmp_path / "known"), "-q"]) == 0
+    assert run(["export-hf", run_dir, str(tmp_path / "out"), "--rules", str(rules), "-q"]) == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["use_qk_norm"] is True
+    assert run(["diff", str(tmp_path / "out"), hf, "-q"]) == 0

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.errors import MappingError, list_problems
-from ckpt_tools.megatron.bridge import args_from_model_config
+from ckpt_tools.megatron.bridge import ARGS_FROM_MODEL_CONFIG, args_from_model_config
 from ckpt_tools.megatron.fsdp_dtensor.flatten import leaves
 from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter
 from ckpt_tools.megatron.fsdp_dtensor.tensors import rng_items
@@ -45,10 +45,14 @@ def common_part(model: Model, options: TargetOptions, dialect: Dialect, tp: int)
     if model.args_object is not None:
         values["args"] = model.args_object
     elif dialect.name != "bridge":  # Megatron-LM refuses a checkpoint without args, Bridge asks for none
-        values["args"] = args_from_model_config(model.common.model_config, values["iteration"])
-        held = ", ".join(values["args"].attributes)
+        config = model.common.model_config
+        values["args"] = args_from_model_config(config, values["iteration"], model.settings.swiglu)
+        held = values["args"].attributes
+        asked = [name for name in (*ARGS_FROM_MODEL_CONFIG, "iteration") if name in held]
+        others = f" and {len(held) - len(asked)} more settings of its run_config.yaml" if config else ""
         notes.append(
-            f"args: the source has none; made up with {held}. Load with --finetune if a check asks for more"
+            f"args: the source has none; made up with {', '.join(asked)}{others}. Load with --finetune if a check "
+            "asks for more"
         )
     dropped = [
         f"common state {name}: not part of fsdp_dtensor"

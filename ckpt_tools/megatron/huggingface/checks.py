@@ -16,6 +16,7 @@ from ckpt_tools.megatron.huggingface.rope_args import (
 )
 from ckpt_tools.megatron.huggingface.rules import Family, Pair, allows
 from ckpt_tools.megatron.huggingface.sparse_attention import SINCE, sparse_attention_problems
+from ckpt_tools.model.dtypes import itemsize
 from ckpt_tools.model.views import Shape
 
 PART = (
@@ -226,6 +227,18 @@ def kept_types(found: Iterable[tuple[str, str, str | None]]) -> tuple[str, ...]:
         f"{len(names)} tensors, {names[0]} the first, are {stored} in the source and written as {own}, the type that "
         "both programs hold them in"
         for (stored, own), names in changed.items()
+    )
+
+
+def wider_types(found: Iterable[tuple[str, str]], bulk: str) -> tuple[str, ...]:
+    """A note on parameters (name, type) that are wider than most of the model: loading rounds them silently."""
+    wider = [(name, dtype) for name, dtype in found if itemsize(dtype) > itemsize(bulk)]
+    if not wider:
+        return ()
+    name, dtype = wider[0]
+    return (
+        f"{len(wider)} parameters, {name} the first, are {dtype} in a model of {bulk} and written so; a job that "
+        f"holds them in {bulk} rounds them as it loads",
     )
 
 

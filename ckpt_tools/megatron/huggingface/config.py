@@ -25,18 +25,31 @@ NESTED, V4_ROPE = "rope_parameters", ("rope_theta", "rope_scaling", "partial_rot
 
 
 def write_config(family: Family, model: ModelArgs) -> dict[str, Any]:
-    """config.json of the model, from its architecture alone; its class's own values for what it has not."""
+    """config.json of the model, from its architecture alone; its class's own values for what it has not.
+
+    Raises:
+        MappingError: fields cannot say what the model has; all are named.
+    """
     config: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": family.model_type or family.name,
     }
     config |= {key: value[0] if isinstance(value, tuple) else value for key, value in family.fixed.items()}
+    problems = []
     for one in family.fields:
         own = model.has(one.arg) or one.default is REQUIRED or callable(one.default)
-        value = one.write(model.setting(one.arg), model) if own else one.default
+        try:
+            value = one.write(model.setting(one.arg), model) if own else one.default
+        except MappingError as error:
+            problems.append(f"{one.hf}, for {one.arg} {model.setting(one.arg)}: {error}")
+            continue
         config[one.hf] = (
             {**config.get(NESTED, {}), **value} if one.hf == NESTED else value
         )  # of several settings
+    if problems:
+        raise MappingError(
+            f"config.json of a {family.architecture} cannot say it:\n{list_problems(problems)}", problems
+        )
     return {**config, **family.written}
 
 

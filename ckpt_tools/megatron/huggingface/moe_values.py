@@ -33,8 +33,11 @@ def write_shared(size: int | None, model: ModelArgs) -> int:
     count, rest = divmod(size or 0, model.moe_ffn_hidden_size)
     if rest:
         raise MappingError(
-            f"a shared expert of {size} is not a multiple of the experts' {model.moe_ffn_hidden_size}, and "
-            "config.json counts shared experts of that size (n_shared_experts)"
+            f"a shared expert of {size} is not a multiple of the experts' {model.moe_ffn_hidden_size}, and this "
+            "class counts shared experts of that size. Classes with a field for it (Qwen2-MoE, Qwen3-Next) have a "
+            f"gate before the shared expert (moe_shared_expert_gate is {model.moe_shared_expert_gate} here). Where "
+            "your class has such a field and no gate, a rule file (--rules) says so under `fields`: this field "
+            "`null`, and `shared_expert_intermediate_size: moe_shared_expert_intermediate_size`"
         )
     return count  # 0 for none: the classes of DeepSeek multiply by it, and fail with null
 

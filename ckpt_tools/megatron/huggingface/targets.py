@@ -29,6 +29,7 @@ from ckpt_tools.megatron.huggingface.checks import (
     semantic_notes,
     shared_notes,
     spellings,
+    wider_types,
     with_stored_norms,
     with_vocabulary,
 )
@@ -267,7 +268,10 @@ def import_targets(
         *notes,
         *kept_types((prefix(p.hf[0]), tensors[prefix(p.hf[0])].dtype, p.rule.dtype) for p in pairs),
     )
-    args = megatron_args(replace(model, params_dtype=bulk_dtype(made))) | demanded_args(family)
+    bulk = bulk_dtype(made)
+    own = {name for pair in pairs if pair.rule.dtype is not None for name in pair.core}
+    notes = (*notes, *wider_types(((one.key, one.dtype) for one in made if one.key not in own), bulk))
+    args = megatron_args(replace(model, params_dtype=bulk)) | demanded_args(family)
     shapes = {
         prefix(name): shape.seen
         for pair in pairs
