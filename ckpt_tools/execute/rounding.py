@@ -22,7 +22,7 @@ def unlike(masters: Array, master_dtype: str, weights: Array, dtype: str) -> Arr
 
 
 def are_near(masters: Array, weights: Array) -> bool:
-    """Whether fp32 masters are no NaNs and at most half a step from their bf16 weights, which are the next ones then.
+    """Whether fp32 masters hold no NaN and lie at most half a step from their bf16 weights, the next ones then.
 
     Masters of finite weights are finite then, too. Bits of one sign are ordered like the numbers, so a difference of
     bits tells, in fewer passes than rounding. That between a NaN and a zero of the other sign is small, so NaNs are
