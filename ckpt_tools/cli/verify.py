@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from ckpt_tools.verify.accounts import Audit
     from ckpt_tools.verify.report import Report
 
-_SHOWN = 20
 _AS_JSON = flag("--json", help="JSON on stdout, the same as --format json.")
 _VERIFY = {
     "content": flag("--content", help="Read every byte: checksums, masters against weights, NaN and Inf."),

@@ -18,7 +18,6 @@ from ckpt_tools.verify.values import Change, Statistics
 _MOST_ROWS = 2000  # of the page's table
 _LEAST_LAYERS = 3  # of a row whose middle says something
 _FACTOR = 3.0  # doublings away from the middle that have the full colour
-_FLAT = -1e9
 _STYLE = (
     ".many{display:grid;grid-template-columns:repeat(auto-fill,minmax(190px,1fr));gap:14px}"
     "figure{margin:0}figcaption{font-size:12px;overflow-wrap:anywhere}figure svg{width:100%;height:56px;"

@@ -32,7 +32,6 @@ from ckpt_tools.model.target import Source
 from ckpt_tools.model.views import Narrow, Place, Select, View
 
 WRAPPED = ".to_wrap."
-PARTS = {"q": "linear_qkv", "k": "linear_qkv", "v": "linear_qkv", "gate": "linear_fc1", "up": "linear_fc1"}
 _FACTOR = re.compile(
     r"(?P<module>.+?)(?P<adapter>\.adapter)?(?:\.adapter_(?P<part>q|k|v|gate|up))?"
     r"\.linear_(?P<side>in|out)\.weight(?:\.(?P<piece>\w+))?"

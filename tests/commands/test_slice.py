@@ -45,7 +45,7 @@ def values_of(path):
 
 @pytest.mark.parametrize("name", TORCH_DIST)
 def test_a_layer_of_torch_dist(name, tmp_path):
-    before, source = values_of(root_of(name))
+    before, source = values_of(str(root_of(name)))
     block = "language_model.decoder.layers." if "llava" in name else None
     slice_layers(root_of(name), str(tmp_path / "out"), "1:2", block)
     report = verify_checkpoint(str(tmp_path / "out"), None, VerifyOptions(content=True))
@@ -118,7 +118,7 @@ def test_bridge_keeps_its_layers_in_its_configuration(tmp_path):
 def test_all_layers_are_the_same_checkpoint(tmp_path):
     from ckpt_tools.commands.diff import diff_checkpoints
 
-    place = root_of("core019_moe_ep2_fully_reshardable")
+    place = str(root_of("core019_moe_ep2_fully_reshardable"))
     slice_layers(place, str(tmp_path / "out"), ":")
     assert diff_checkpoints(place, str(tmp_path / "out")).is_equal
 

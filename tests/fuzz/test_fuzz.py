@@ -89,7 +89,6 @@ PATHS = [
     "file://",
     "~",
 ]
-OPERATIONS = ["", " ", "rename ( x", "rename a \\2", "rename a \ud800"]
 NUMBERS = ["9" * 5000, "\u0664", "\u00b2"]
 SIZES = ["--max-memory", "--threads", "--tp"]
 DRAWN_ONCE = [
