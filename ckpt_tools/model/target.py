@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ckpt_tools.model.many import many
 from ckpt_tools.model.roles import Role
 from ckpt_tools.model.views import View
 
@@ -17,7 +18,7 @@ class Source(NamedTuple):
     view: View = ()
 
 
-@dataclass(frozen=True, slots=True)
+@many(frozen=True, slots=True)
 class TargetTensor:
     """A tensor to write: its elements are tiled by what its sources show.
 
@@ -38,7 +39,7 @@ class TargetTensor:
     role: Role = "weight"
 
 
-@dataclass(frozen=True, slots=True)
+@many(frozen=True, slots=True)
 class InlineTensor:
     """A small tensor whose bytes are already known: Adam steps, rng states."""
 
@@ -49,7 +50,7 @@ class InlineTensor:
     path: tuple[str | int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@many(frozen=True, slots=True)
 class TargetObject:
     """A Python value to store as one `torch.save` archive (a BYTES item)."""
 
