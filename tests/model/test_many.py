@@ -20,4 +20,4 @@ def test_equal_ones_hash_alike_are_pickled_and_replaced() -> None:
 
 def test_they_hold_their_fields_alone() -> None:
     assert not hasattr(_MADE, "__dict__")
-    assert TargetTensor.__slots__ == tuple(field.name for field in fields(TargetTensor))  # type: ignore[attr-defined]
+    assert TargetTensor.__slots__ == tuple(field.name for field in fields(TargetTensor))
