@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from ckpt_tools.errors import MappingError, list_problems
@@ -83,14 +84,19 @@ def derive_memberships(
         )
     memberships: dict[str, Membership] = {}
     problems = []
+    fit: dict[tuple[tuple[str, object], ...], list[int]] = {}  # of the few attributes that are wanted
+    member = cache(Membership)  # alike for tens of thousands
     for parameter in parameters:
         wanted, rule = _wanted(parameter, groups, rules)
-        fitting = [i for i, group in enumerate(groups) if _fits(group, wanted)]
+        asked = tuple(wanted.items())
+        fitting = fit.get(asked)
+        if fitting is None:
+            fitting = fit[asked] = [i for i, group in enumerate(groups) if _fits(group, wanted)]
         if not fitting or any(dict(groups[i]) != dict(groups[fitting[0]]) for i in fitting):
             found = "no group" if not fitting else f"groups {fitting}"
             problems.append(f"{parameter.group_name} (wants {wanted}; {rule}) fits {found}")
         else:
-            memberships[parameter.group_name] = Membership(fitting[0], rule)
+            memberships[parameter.group_name] = member(fitting[0], rule)
     if problems:
         raise MappingError(
             "the parameter groups cannot be derived from the checkpoint; dump the map from the training job and "

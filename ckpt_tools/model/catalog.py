@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.dtypes import itemsize
+from ckpt_tools.model.many import many
 
 if TYPE_CHECKING:
     from ckpt_tools.model.expressions import Made
@@ -37,7 +38,7 @@ class Chunk(NamedTuple):
     item: Item
 
 
-@dataclass(frozen=True, slots=True)
+@many(frozen=True, slots=True)
 class TensorEntry:
     """A tensor of global `shape` (elements per dimension): stored, tiled by its chunks, or `made` by a kernel.
 
@@ -61,7 +62,7 @@ class TensorEntry:
         return self.numel * itemsize(self.dtype)
 
 
-@dataclass(frozen=True, slots=True)
+@many(frozen=True, slots=True)
 class ObjectEntry:
     """A stored Python object: one `torch.save` archive."""
 

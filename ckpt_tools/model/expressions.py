@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckpt_tools.model.kernels import Form, Kernel
+from ckpt_tools.model.many import many
 
 if TYPE_CHECKING:
     from ckpt_tools.model.catalog import TensorEntry
     from ckpt_tools.model.target import Source
 
 
-@dataclass(frozen=True, slots=True)
+@many(frozen=True, slots=True)
 class Value:
     """A tensor whose elements are tiled by what its sources show; a source of another element type is cast.
 

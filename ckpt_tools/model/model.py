@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.model.expressions import Value
+from ckpt_tools.model.many import many
 from ckpt_tools.model.roles import MASTER, WEIGHT
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from ckpt_tools.model.catalog import Catalog, Item
 
 
-@dataclass(frozen=True, slots=True)
+@many(frozen=True, slots=True)
 class Parameter:
     """A parameter or persistent buffer of one layer and one expert; `shape` is global, in elements.
 
@@ -42,7 +43,7 @@ class Parameter:
     @property
     def states(self) -> tuple[str, ...]:
         """Roles that an optimizer gave it, its master among them; none for buffers and frozen weights."""
-        return tuple(role for role in self.values if role != WEIGHT)
+        return tuple([role for role in self.values if role != WEIGHT])
 
     @property
     def weight(self) -> Value:
@@ -80,7 +81,8 @@ class Model:
     @property
     def roles(self) -> tuple[str, ...]:
         """Optimizer roles that some parameter has, in order of first appearance."""
-        return tuple(dict.fromkeys(role for p in self.parameters for role in p.states))
+        held = dict.fromkeys([p.states for p in self.parameters])  # a few, of any number of parameters
+        return tuple(dict.fromkeys(role for states in held for role in states))
 
     @property
     def args_object(self) -> StandIn | None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from ckpt_tools.model.casts import is_exact
 from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.many import many
 from ckpt_tools.model.roles import Role
 from ckpt_tools.model.views import View
 
@@ -19,7 +20,7 @@ class Source(NamedTuple):
     view: View = ()
 
 
-@dataclass(frozen=True, slots=True)
+@many(frozen=True, slots=True)
 class TargetTensor:
     """A tensor to write: its elements are tiled by what its sources show.
 
@@ -40,7 +41,7 @@ class TargetTensor:
     role: Role = "weight"
 
 
-@dataclass(frozen=True, slots=True)
+@many(frozen=True, slots=True)
 class InlineTensor:
     """A small tensor whose bytes are already known: Adam steps, rng states."""
 
@@ -51,7 +52,7 @@ class InlineTensor:
     path: tuple[str | int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@many(frozen=True, slots=True)
 class TargetObject:
     """A Python value to store as one `torch.save` archive (a BYTES item)."""
 

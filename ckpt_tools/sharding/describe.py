@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from functools import lru_cache
 
 from ckpt_tools.errors import MappingError, list_problems
 from ckpt_tools.megatron.keys import is_of_transformers
 from ckpt_tools.model.choices import LayoutName
+from ckpt_tools.model.many import many
 from ckpt_tools.sharding.parameters import Expert, Parameter, Part, Shape
 from ckpt_tools.sharding.topology import Topology
 from ckpt_tools.sharding.units import ROOT, UNITS, find_units, model_order, number_units
@@ -42,7 +42,7 @@ _TP_DIMS: tuple[tuple[re.Pattern[str], int | None], ...] = (
 _NO_RULE = -1
 
 
-@dataclass(frozen=True, slots=True)
+@many(frozen=True, slots=True)
 class LiveTensor:
     """A tensor of the running model under its own name with its global shape (elements).
 
@@ -83,7 +83,8 @@ def describe(
     has_units = layout.startswith("mfsdp") and topology.strategy != "no_shard"
     modules = find_units(names, units, root) if has_units else []
     experts = _experts(names) if layout != "even" else {}
-    dims = {name: _tp_dim(name, tp_dims or {}) for name in names}
+    given = [(re.compile(translate(glob)), dim) for glob, dim in (tp_dims or {}).items()]
+    dims = {name: _tp_dim(name, given) for name in names}
     unknown = [
         name
         for name in names
@@ -115,13 +116,13 @@ def describe(
     ]
 
 
-def _tp_dim(name: str, given: Mapping[str, int | None]) -> int | None:
+def _tp_dim(name: str, given: Iterable[tuple[re.Pattern[str], int | None]]) -> int | None:
     """The dimension that tensor parallelism cuts, None for none, `_NO_RULE` if nothing tells.
 
     MLA's down-projections are whole on every rank with the TE layer spec and cut by rows with the local one.
     """
-    for pattern, dim in given.items():
-        if fnmatchcase(name, pattern):
+    for pattern, dim in given:
+        if pattern.match(name):
             return dim
     if is_of_transformers(name):
         return None

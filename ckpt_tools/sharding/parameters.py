@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 from ckpt_tools.errors import UsageError, list_problems
 from ckpt_tools.model.box import Box, full_box
+from ckpt_tools.model.many import many
 from ckpt_tools.sharding.topology import Topology
 
 Shape = tuple[int, ...]
@@ -30,7 +30,7 @@ class Expert(NamedTuple):
     total: int
 
 
-@dataclass(frozen=True, slots=True)
+@many(frozen=True, slots=True)
 class Parameter:
     """One parameter of the running model; `shape` is global (all TP ranks), in elements.
 

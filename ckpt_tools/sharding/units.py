@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TypeAlias
 
 from ckpt_tools.errors import UsageError, list_problems
@@ -113,13 +113,15 @@ def number_units(names: Sequence[str], modules: Sequence[str], innermost: bool =
     nested unit owns nothing, yet has a number. `modules` are paths, parents before children.
     """
     number = {module: i for i, module in enumerate(modules)}
-    owners: list[int | None] = []
-    for name in names:
-        steps = name.split(".")
-        containing = (".".join(steps[:n]) for n in range(1, len(steps)))
+
+    @cache
+    def owner(module: str) -> int | None:
+        steps = module.split(".")
+        containing = (".".join(steps[: n + 1]) for n in range(len(steps)))
         found = [number[path] for path in containing if path in number]
-        owners.append(None if not found else found[-1 if innermost else 0])
-    return owners
+        return None if not found else found[-1 if innermost else 0]
+
+    return [owner(name.rpartition(".")[0]) for name in names]
 
 
 def find_units(
@@ -135,15 +137,21 @@ def find_units(
             are packed.
     """
     inside, outside = [_pattern(glob) for glob in units], [_pattern(glob) for glob in root or ()]
+
+    @cache
+    def unit_of(path: str) -> str | None:
+        """The unit that a module is or lies in, "" for the root, None where no pattern says; paths end in a dot."""
+        if any(pattern.match(path) for pattern in outside):
+            return ""
+        return next((match[1] for pattern in inside if (match := pattern.match(path))), None)
+
     modules: dict[str, None] = {}
     lost = []
     for name in names:
-        if any(pattern.match(name) for pattern in outside):
-            continue
-        match = next(filter(None, (pattern.match(name) for pattern in inside)), None)
-        if match:
-            modules.setdefault(match[1])
-        elif any(step.isdecimal() for step in name.split(".")):
+        unit = unit_of(name[: name.rfind(".") + 1])  # one module may hold hundreds of experts
+        if unit:
+            modules.setdefault(unit)
+        elif unit is None and any(step.isdecimal() for step in name.split(".")):
             lost.append(name)
     if root is None and not modules:
         raise UsageError(f"--units {', '.join(units)}: no module of the model has such a path")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -48,13 +49,15 @@ def main() -> None:
         return
     from tests.synthetic_deepseek import write_metadata
 
+    environ = dict(os.environ)
+    environ.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package is compiled once
     with tempfile.TemporaryDirectory() as parent:
         for layers, rank in ((8, "all"), (15, "all"), (30, "all"), (61, "all"), (61, str(given.ranks // 2))):
             folder = Path(parent, f"{layers}-{rank}")
             write_metadata(folder, layers)
             command = [sys.executable, "-m", "tests.benchmarks.bench_plan", "--ranks", str(given.ranks)]
             output = subprocess.run(
-                [*command, "--measure", str(folder), rank], capture_output=True, check=True
+                [*command, "--measure", str(folder), rank], capture_output=True, check=True, env=environ
             ).stdout
             m = json.loads(output)
             if given.json:

@@ -254,3 +254,10 @@ def test_dimensions_are_those_that_megatron_cut(fixture: str) -> None:
         assert cut == ([] if p.tp_dim is None else [p.tp_dim]), key
         compared += 1
     assert compared >= 9
+
+
+def test_modules_are_looked_at_once_and_names_without_one_lie_in_none() -> None:
+    assert find_units(["a.0.w", "bare", "a.1.w", "a.0.v"], ["*.*", "*"], None) == ["a.0", "a.1"]
+    assert find_units(["bare", "blocks.w"], ["*"], None) == ["blocks"]
+    assert number_units(["bare", "a.0.w", "a.0.mlp.fc.w", "a.1.w"], ["a.0", "a.0.mlp"]) == [None, 0, 0, None]
+    assert number_units(["a.0.w", "a.0.mlp.fc.w"], ["a.0", "a.0.mlp"], innermost=True) == [0, 1]

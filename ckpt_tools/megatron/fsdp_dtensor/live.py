@@ -9,7 +9,6 @@ tensor-parallel rank: rank 0's rows of every part, then rank 1's (gated_delta_ne
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckpt_tools.errors import MappingError
@@ -26,6 +25,7 @@ from ckpt_tools.megatron.names import (
     live_name,
     state_name,
 )
+from ckpt_tools.model.many import many
 from ckpt_tools.model.model import Parameter
 
 
@@ -38,7 +38,7 @@ class Rows(NamedTuple):
     at: int
 
 
-@dataclass(frozen=True, slots=True)
+@many(frozen=True, slots=True)
 class LiveParameter:
     """One parameter or buffer of the running model; `shape` is global and unsplit, in elements."""
 

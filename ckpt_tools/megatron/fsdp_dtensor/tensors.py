@@ -34,6 +34,7 @@ from ckpt_tools.megatron.param_groups import Group, Membership
 from ckpt_tools.model.deferred import Deferred, Run
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.expressions import Value
+from ckpt_tools.model.many import many
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.roles import MASTER, WEIGHT
 from ckpt_tools.model.target import InlineTensor, Source, TargetObject, TargetTensor
@@ -64,7 +65,7 @@ def state_prefix(model: Model) -> str:
     return STATE_PREFIX if half else STATE_PREFIX_FP32
 
 
-@dataclass(frozen=True, slots=True)
+@many(frozen=True, slots=True)
 class Half:
     """One target tensor of a live parameter: all of it, or the gate or up half of its rows."""
 

@@ -25,7 +25,7 @@ from ckpt_tools.megatron.settings import read_settings
 from ckpt_tools.megatron.torch_dist.object_grids import object_grids
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_proof import Share, by_threads
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import read_optimizer_states
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import OptimizerStates
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import OptimizerStates, selected
 from ckpt_tools.megatron.torch_dist.other_optimizers import is_adams, optimizer_entry
 from ckpt_tools.megatron.torch_dist.slices import Slice, SortedKeys, sort_keys
 from ckpt_tools.model.catalog import Catalog, Item
@@ -33,7 +33,6 @@ from ckpt_tools.model.expressions import Value
 from ckpt_tools.model.model import Model, Parameter
 from ckpt_tools.model.roles import WEIGHT
 from ckpt_tools.model.target import Source
-from ckpt_tools.model.views import Select
 
 # Objects that Megatron-FSDP neither reads nor writes, and why they can be left out.
 DROPPED_OBJECTS = (
@@ -111,8 +110,7 @@ def read_torch_dist(
 
 def _parameter(stored: Slice, states: OptimizerStates | None) -> Parameter:
     """A slice of a stored weight, and the same slice of its optimizer states, as a parameter of the model."""
-    selected = tuple([Select(0, index) for index in stored.lead])
-    values = {WEIGHT: Value(stored.dtype, stored.shape, (Source(stored.key, selected),))}
+    values = {WEIGHT: Value(stored.dtype, stored.shape, (Source(stored.key, selected(stored.lead)),))}
     if states is not None:
         for kind in states.kinds:
             if states.has(kind, stored.key):

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from ckpt_tools.errors import MappingError
 from ckpt_tools.model.catalog import TensorEntry
+from ckpt_tools.model.many import many
 from ckpt_tools.model.target import Source
-from ckpt_tools.model.views import Select
+from ckpt_tools.model.views import Select, View
 
 
-@dataclass(frozen=True, slots=True)
+@lru_cache(maxsize=64)
+def selected(lead: tuple[int, ...]) -> View:
+    """The slice of a stacked tensor at the indices `lead`; a weight and its states, asked for in turn, share it."""
+    return tuple([Select(0, index) for index in lead])
+
+
+@many(frozen=True, slots=True)
 class StateTensor:
     """One kind of state of one stored weight, in the weight's own global coordinates.
 
@@ -27,7 +35,7 @@ class StateTensor:
         """The sources of the slice at `lead`, or None when nothing is stored for it."""
         if self.whole is None:
             return self.slices.get(lead)
-        return (Source(self.whole.key, (*self.whole.view, *(Select(0, i) for i in lead))),)
+        return (Source(self.whole.key, (*self.whole.view, *selected(lead))),)
 
 
 @dataclass(frozen=True, slots=True)
