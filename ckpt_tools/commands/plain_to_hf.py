@@ -36,7 +36,7 @@ from ckpt_tools.formats.safetensors import INDEX_FILE, SINGLE_FILE, read_safeten
 from ckpt_tools.megatron.dcp.read import refuse_group_map
 from ckpt_tools.megatron.dcp.state_dict import is_megatron, read_state_dict
 from ckpt_tools.megatron.dcp.wrappers import NamedModel, named_model, possible_names
-from ckpt_tools.megatron.huggingface.checks import Spec
+from ckpt_tools.megatron.huggingface.checks import specs_of
 from ckpt_tools.megatron.huggingface.model_tensors import Expected, expected_by_rules, expected_by_weights
 from ckpt_tools.megatron.huggingface.quantized import SETTINGS
 from ckpt_tools.megatron.huggingface.targets import bulk_dtype
@@ -149,7 +149,7 @@ def expected_model(
                 error.problems,
             ) from error
         stored = without_frequencies(read_safetensors_catalog(place))[0].tensors
-        return expected_by_weights({name: Spec(one.dtype, one.shape) for name, one in stored.items()}, config)
+        return expected_by_weights(specs_of(stored), config)
 
 
 def _misfits(entries: Mapping[str, TensorEntry], expected: Expected, superfluous: set[str]) -> Iterator[str]:

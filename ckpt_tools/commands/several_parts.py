@@ -9,11 +9,9 @@ from typing import Any, NamedTuple
 
 from ckpt_tools.commands.export_source import ExportSource
 from ckpt_tools.commands.hf_parts import read_config
-from ckpt_tools.commands.tower_source import WholeModel, put_back, tower_files
+from ckpt_tools.commands.tower_source import WholeModel, put_back, tower_files, tower_tensors
 from ckpt_tools.errors import MappingError
-from ckpt_tools.formats.hub_cache import snapshot_of
-from ckpt_tools.formats.safetensors import read_safetensors_catalog
-from ckpt_tools.megatron.huggingface.checks import HEAD, Spec
+from ckpt_tools.megatron.huggingface.checks import HEAD, Spec, specs_of
 from ckpt_tools.megatron.huggingface.families import FAMILIES
 from ckpt_tools.megatron.huggingface.identify import family_of_config
 from ckpt_tools.megatron.huggingface.targets import Exported
@@ -107,8 +105,7 @@ def _stored(folder: str) -> dict[str, Spec]:
     with closing(tower_files(folder)) as files:
         if not any(name.endswith(".safetensors") for name in files.list()):
             return {}
-    catalog = read_safetensors_catalog(snapshot_of(folder))
-    return {key: Spec(entry.dtype, entry.shape) for key, entry in catalog.tensors.items()}
+    return specs_of(tower_tensors(folder).tensors)
 
 
 def with_language_settings(source: ExportSource, whole: WholeModel | None) -> ExportSource:

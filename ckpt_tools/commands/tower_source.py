@@ -13,7 +13,7 @@ from ckpt_tools.formats.files import Files, open_files
 from ckpt_tools.formats.hub_cache import snapshot_of
 from ckpt_tools.formats.joined_files import joined_entry
 from ckpt_tools.formats.safetensors import read_safetensors_catalog
-from ckpt_tools.megatron.huggingface.checks import Spec
+from ckpt_tools.megatron.huggingface.checks import Spec, specs_of
 from ckpt_tools.megatron.huggingface.targets import Exported
 from ckpt_tools.megatron.huggingface.towers import (
     QUANTIZED,
@@ -66,6 +66,11 @@ def tower_files(folder: str) -> Files:
     return open_files(snapshot_of(folder))
 
 
+def tower_tensors(folder: str) -> Catalog:
+    """The stored tensors of the whole model. Raises as `read_safetensors_catalog`."""
+    return read_safetensors_catalog(snapshot_of(folder))
+
+
 def whole_model(folder: str) -> WholeModel:
     """The vision-language model in a directory.
 
@@ -79,10 +84,8 @@ def whole_model(folder: str) -> WholeModel:
             f"--tower language: the weights in {folder} are quantized, and those of the other towers are taken over "
             "as they are stored; give the directory of the model that was quantized"
         )
-    catalog = read_safetensors_catalog(snapshot_of(folder))
-    tower = language_tower(
-        config, {key: Spec(entry.dtype, entry.shape) for key, entry in catalog.tensors.items()}
-    )
+    catalog = tower_tensors(folder)
+    tower = language_tower(config, specs_of(catalog.tensors))
     absent = absent_modules(config, tower)
     if absent:
         raise MappingError(

@@ -118,3 +118,11 @@ def test_objects_of_modules_follow_their_tensors(tmp_path, capsys):
     b = saved(tmp_path / "b", with_states(in_front("module.")(llama())))
     code, report = differ(a, b, capsys)
     assert code == 0 and len(report["notes"]) == 1
+
+
+def test_a_model_under_its_own_keys_is_not_respelled(tmp_path, capsys):
+    """One side without an optimizer: nothing is said of names, which are the same."""
+    a, b = saved(tmp_path / "a", trained(llama())), saved(tmp_path / "b", {"model": llama()})
+    code, report = differ(a, b, capsys)
+    assert code == 1 and not report["notes"]
+    assert sum(one["kind"] == "equal" for one in report["tensors"]) == len(llama())

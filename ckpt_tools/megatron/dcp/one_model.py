@@ -60,10 +60,9 @@ class _Names:
         tensors = self._catalog.tensors
         return {bare[len(self.head) :]: tensors[self._key[n]].shape for bare, n in self.given.items()}
 
-    @property
-    def length(self) -> int:
-        """Characters of all keys of the model: more where there is more around the names."""
-        return sum(map(len, self._key.values()))
+    def keys(self) -> set[str]:
+        """The keys of the model's tensors."""
+        return set(self._key.values())
 
     def meanings(self, prefix: str) -> dict[_Meaning, str]:
         """What every key means once the names are without `prefix`."""
@@ -92,26 +91,28 @@ class _Names:
 def _common_head(names: Iterable[str]) -> str:
     """The segments that all names begin with, but for their last ones."""
     modules = [name.split(".")[:-1] for name in names]
-    pairs = (
-        zip(min(modules), max(modules), strict=False) if modules else ()
-    )  # what both have, all between have
-    return "".join(f"{one}." for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    ends = (min(modules), max(modules)) if modules else ((), ())  # what both have, all between have
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(*ends, strict=False))
+    return "".join(f"{one}." for one, _ in same)
 
 
 def spelled_as(sides: tuple[Catalog, Catalog]) -> Spelling | None:
     """What the side with more in its names calls the other's.
 
-    None: the tensors have the same keys as they are, or it is not proven that the names are of one model.
+    None: the model's tensors have the same keys as they are, or it is not proven that the names are of one model.
     """
     if sides[0].tensors.keys() == sides[1].tensors.keys():
         return None
     models = tuple(map(_Names, sides))
+    if models[0].keys() == models[1].keys():
+        return None
     if not all(one.is_clear for one in models) or models[0].shapes() != models[1].shapes():
         return None
     prefixes = _without_shared_end(models[0].head, models[1].head)
     if all(prefixes):
         return None
-    side = 0 if models[0].length > models[1].length else 1
+    lengths = [sum(map(len, one.keys())) for one in models]
+    side = 0 if lengths[0] > lengths[1] else 1
     (own, prefix), (other, other_prefix) = [(models[n], prefixes[n]) for n in (side, 1 - side)]
     theirs = other.meanings(other_prefix)
     keys = {key: theirs.get(meaning, key) for meaning, key in own.meanings(prefix).items()}

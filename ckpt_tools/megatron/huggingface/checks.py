@@ -16,6 +16,7 @@ from ckpt_tools.megatron.huggingface.rope_args import (
 )
 from ckpt_tools.megatron.huggingface.rules import Family, Pair, allows
 from ckpt_tools.megatron.huggingface.sparse_attention import SINCE, sparse_attention_problems
+from ckpt_tools.model.catalog import TensorEntry
 from ckpt_tools.model.dtypes import itemsize
 from ckpt_tools.model.views import Shape
 
@@ -32,6 +33,11 @@ class Spec(NamedTuple):
 
     dtype: str
     shape: Shape
+
+
+def specs_of(tensors: Mapping[str, TensorEntry]) -> dict[str, Spec]:
+    """Type and shape of stored tensors."""
+    return {key: Spec(entry.dtype, entry.shape) for key, entry in tensors.items()}
 
 
 def with_vocabulary(
