@@ -293,6 +293,23 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert not out.exists()
 
 
+@pytest.mark.parametrize("tower", ["siglip", [1], None])
+def test_a_tower_that_is_not_described(
+    tower: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A config.json that says nothing of the vision tower is none of the model, for who reads or compares it."""
+    source, out = directory(tmp_path / "vl", "qwen3_vl"), tmp_path / "out"
+    made = imported(source, tmp_path / "run")
+    bare = save(
+        tmp_path / "bare",
+        {**config_of(source), "vision_config": tower},
+        load_file(source / "model.safetensors"),
+    )
+    for words in (["import-hf", bare, out], ["export-hf", made, out, "--hf-config", bare]):
+        assert "has no vision_config" in refusal(words, 5, capsys)
+    assert not out.exists()
+
+
 def test_megatron_s_own_llava_is_called_so() -> None:
     names = ("vision_model.class_token", "vision_projection.encoder.linear_fc1.weight")
     bases = dict.fromkeys(("embedding.word_embeddings.weight", *names), Value("float32", (1,), ()))

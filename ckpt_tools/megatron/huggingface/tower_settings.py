@@ -97,8 +97,13 @@ def compare_towers(
         config: config.json of the whole model.
 
     Raises:
-        MappingError: a field that changes what the model computes is another one in the run; all are named.
+        MappingError: a field that changes what the model computes is another one in the run; all are named. Or
+            config.json says nothing of the tower.
     """
+    if not isinstance(config.get(VISION), Mapping):
+        raise MappingError(
+            f"the reference config has no {VISION}, which is {short(config.get(VISION))} there"
+        )
     ours, theirs = recorded_settings(kind, settings), Recorded(config.get(VISION), config, is_whole=True)
     if ours.vision is None and ours.whole is None:
         return (
