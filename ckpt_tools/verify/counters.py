@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from math import isfinite
 from typing import Any, NamedTuple
 
 from ckpt_tools.errors import CkptError, MappingError
@@ -25,6 +24,7 @@ from ckpt_tools.megatron.torch_dist.read import stored_groups
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.verify.report import Check, Findings
 
+_BEYOND = 1 << 63
 _NUM_STEPS = "opt_param_scheduler.num_steps"  # of fsdp_dtensor and plain state dicts
 
 
@@ -77,7 +77,8 @@ def check_counters(
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int | float) and isfinite(value)
+    """Whether it is a number that a 64-bit counter holds; integers of a pickle may be too large for any float."""
+    return isinstance(value, int | float) and -_BEYOND < value < _BEYOND
 
 
 def _samples(files: Files, catalog: Catalog, common: CommonState, trust_pickle: bool) -> Any:
@@ -148,7 +149,7 @@ def _contradictions(
     if isinstance(start, int) and start > iteration:
         yield "iteration", f"it is {iteration}, but the run went on from {start} (args.iteration)"
     consumed, batch = args.get("consumed_train_samples"), args.get("global_batch_size", 0)
-    if not isinstance(consumed, int) or args.get("decrease_batch_size_if_needed"):
+    if not isinstance(consumed, int) or not _is_count(consumed) or args.get("decrease_batch_size_if_needed"):
         return
     if samples is not None and (samples > consumed or (samples < consumed and step == iteration)):
         problem = (

@@ -225,6 +225,10 @@ def no_step(common):
     common["optimizer"]["optimizer"]["param_groups"][0]["step"] = float("nan")
 
 
+def a_step_beyond_floats(common):
+    common["optimizer"]["optimizer"]["param_groups"][0]["step"] = 10**400
+
+
 def a_word_for_samples(common):
     common["opt_param_scheduler"]["num_steps"] = "many"
 
@@ -234,6 +238,7 @@ def a_word_for_samples(common):
     [
         (a_word_for_a_step, "optimizer.param_groups.0: its step is 'two', no number of steps"),
         (no_step, "optimizer.param_groups.0: its step is nan, no number of steps"),
+        (a_step_beyond_floats, f"optimizer.param_groups.0: its step is {10**400}, no number of steps"),
         (a_word_for_samples, "opt_param_scheduler.num_steps: it is 'many', no number of samples"),
     ],
 )
