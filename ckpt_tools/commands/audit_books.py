@@ -30,9 +30,7 @@ class Books:
     carried: dict[tuple[str, str], tuple[Amount, Amount]] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)  # the checkpoint's stored tensors that are accounted for
     parts: set[str] = field(default_factory=set)  # the model's stored tensors that are carried
-    inside: dict[str, TensorEntry] = field(
-        default_factory=dict
-    )  # used tensors that lie in the checkpoint's objects
+    inside: dict[str, TensorEntry] = field(default_factory=dict)  # used tensors in the checkpoint's objects
     reasons: dict[str, str] = field(default_factory=dict)  # why one of the others is there
     notes: list[str] = field(default_factory=list)
 

@@ -20,7 +20,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeAlias
 
-from ckpt_tools.errors import CorruptCheckpointError, StorageError, UnsupportedCheckpointError, UsageError
+from ckpt_tools.errors import (
+    CkptError,
+    CorruptCheckpointError,
+    StorageError,
+    UnsupportedCheckpointError,
+    UsageError,
+)
 
 MAX_OPEN_FILES = 256  # the usual soft limit is 1024; further files are opened for each read
 _SMALL_READ = 1 << 20  # is just tried; asking for a file's length takes as long as reading a page of it
@@ -66,6 +72,14 @@ def read_whole(files: Files, name: str, limit: int = SMALL_FILE_BYTES) -> bytes:
             "is not read into memory"
         )
     return files.read(name, 0, size)
+
+
+def readable_size(files: Files, name: str) -> int:
+    """Bytes of a file; 0 of one that cannot be read, which is told by who reads it."""
+    try:
+        return files.size(name)
+    except CkptError:
+        return 0
 
 
 class Stamp(NamedTuple):

@@ -21,7 +21,7 @@ from ckpt_tools.execute.source_reader import frame_reads, has_stores, store_rang
 from ckpt_tools.execute.spread import Tick, begun
 from ckpt_tools.formats import crc
 from ckpt_tools.formats.container import whole_file
-from ckpt_tools.formats.files import Files
+from ckpt_tools.formats.files import Files, readable_size
 from ckpt_tools.formats.frames import RECORDS, UsualItem, tensor_frame, usual_item
 from ckpt_tools.formats.read_ahead import Range
 from ckpt_tools.model.catalog import Catalog, Item
@@ -171,7 +171,7 @@ def _by_item(scans: Iterable[tuple[Job, Scan]]) -> Iterator[tuple[Job, Scan]]:
 
 def _jobs(files: Files, catalog: Catalog, halved: Collection[Item]) -> Iterator[Job]:
     """Every stored item; an alias is scanned for each of its keys. Parts of `halved` items have half the bytes."""
-    size_of = cache(partial(_size, files))
+    size_of = cache(partial(readable_size, files))
     for key, entry in catalog.tensors.items():
         for chunk in entry.chunks:
             item, nbytes = chunk.item, chunk.item.length
@@ -184,14 +184,6 @@ def _jobs(files: Files, catalog: Catalog, halved: Collection[Item]) -> Iterator[
                 yield Job(item, key, f"{key} {chunk.box}", entry.dtype, chunk.box.size, start, stop)
     for key, stored in catalog.objects.items():
         yield Job(stored.item, key, key)
-
-
-def _size(files: Files, name: str) -> int:
-    """Bytes of a file; 0 of one that cannot be read."""
-    try:
-        return files.size(name)
-    except CkptError:
-        return 0
 
 
 def _archive_files(files: Files) -> Iterator[Job]:

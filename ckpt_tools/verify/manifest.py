@@ -18,7 +18,7 @@ from ckpt_tools.errors import CkptError, StorageError, UsageError
 from ckpt_tools.execute.read_box import BoxReader
 from ckpt_tools.execute.spread import Tick, spread
 from ckpt_tools.formats.documents import DocumentError, parse_json, read_named_file
-from ckpt_tools.formats.files import Files
+from ckpt_tools.formats.files import Files, readable_size
 from ckpt_tools.megatron.record import RECORD_FILE
 from ckpt_tools.model.box import full_box
 from ckpt_tools.model.catalog import Catalog, TensorEntry
@@ -66,7 +66,7 @@ def make_manifest(
     rows = spread(
         lambda name, told: file_row(files, name, told),
         ordered,
-        sizes=[_size(files, name) for name in ordered],
+        sizes=[readable_size(files, name) for name in ordered],
         threads=threads,
         workers=workers,
         tick=tick,
@@ -133,14 +133,6 @@ def tensor_digest(reader: BoxReader, entry: TensorEntry, tick: Tick = lambda _: 
         digest.update(array.reshape(-1).view("u1").data)
         tick(array.nbytes)
     return digest.hexdigest()
-
-
-def _size(files: Files, name: str) -> int:
-    """Bytes of a file; 0 for one that cannot be read, of which its row tells."""
-    try:
-        return files.size(name)
-    except CkptError:
-        return 0
 
 
 def _tensor(files: Files, catalog: Catalog, entry: TensorEntry, tick: Tick) -> dict[str, Any]:
