@@ -13,3 +13,9 @@ from tests.data.pack import unpacked
 def cases() -> Path:
     """The folder that holds them, a folder each."""
     return unpacked("cases")
+
+
+@pytest.fixture(scope="session")
+def user_cases() -> Path:
+    """The folder of those that users met, a folder each."""
+    return unpacked("user_cases")

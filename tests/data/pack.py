@@ -50,6 +50,7 @@ GROUPS = {
     "te_experts": (
         "te_moe_ep2_dpr", "te_mla_ep2_fr", "n_mla_dp1", "n_moe_ep2", "v16_moe_ep2_fr", "v16n_moe_ep2",
     ),
+    "user_cases": ("user_cases",),
     "vectors": ("vectors",),
 }  # fmt: skip
 _GROUP_OF = {name: group for group, names in GROUPS.items() for name in names}
