@@ -33,7 +33,7 @@ from tests.strategies import Shape, boxes, defragments, shapes, tilings, viewed_
 ABSENT = -1
 
 
-def shown(array: np.ndarray, step: Step) -> np.ndarray:  # noqa: PLR0911  one case a step
+def shown(array: np.ndarray, step: Step) -> np.ndarray:
     """What a step shows of an array, by numpy's means."""
     match step:
         case Narrow(axis, start, size):
