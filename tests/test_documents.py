@@ -81,7 +81,7 @@ def test_options_in_the_text_exist(document: Path) -> None:
             "--dist-ckpt-optim-fully-reshardable",
             "--ckpt-format",
         ),
-        *("--dump-param-to-param-group-map", "--enable-gpt-oss", "--help"),
+        *("--dump-param-to-param-group-map", "--enable-gpt-oss", "--help", "--version", "--for-agents"),
     }
     assert not said - ours - foreign
 

@@ -1,11 +1,9 @@
 """The command line: options in, tables and exit codes out. Everything heavy is imported by the command that needs it.
 
-* `app`: the program, and `main`: every outcome as an exit code
+* `app`: the program, `--version`, and `main`: every outcome as an exit code
 * `commands`: the commands by name, built when asked for
 * `removed`: what former releases had, and what does it now
 * `manual`: summaries, examples and exit codes of `--help`
-* `man_pages`: `man`
-* `completion`: what Tab offers of a checkpoint
 * `help`: how `--help` is laid out
 * `options`: what an option is: one row, from its spelling to its default
 * `table`: the rows that several commands share
@@ -30,7 +28,6 @@
 * `stats`: `stats`
 * `verify`: `verify`, `preflight`
 * `diff`: `diff`, `compare-two-checkpoint`
-* `environment`: `env`, `--version`
 * `fold`: lines and tables in as many columns as a terminal has
 * `render`: tables for people, JSON for programs
 * `reports`: the report of a conversion

@@ -12,10 +12,12 @@ import os
 import sys
 import traceback
 import warnings
+from pathlib import Path
 from typing import Any
 
 import typer
 
+from ckpt_tools import __version__
 from ckpt_tools.cli.commands import Group
 from ckpt_tools.cli.manual import closing
 from ckpt_tools.cli.removed import removed_option
@@ -36,25 +38,65 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        from ckpt_tools.cli import environment
+_LIBRARIES = ("torch", "numpy", "typer", "rich", "orjson", "safetensors", "isal", "fsspec", "pyyaml")
+_OPTIONAL_LIBRARIES = ("botocore", "gcsfs", "multi-storage-client", "megatron-core", "transformers")
+# A list of names, not of prefixes: people paste the output into public issues.
+_VARIABLES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_NTASKS",
+    "SLURM_LOCALID", "SLURM_JOB_NUM_NODES", "SLURM_RESTART_COUNT", "NO_COLOR", "TERM", "COLUMNS", "TMPDIR",
+    "OMP_NUM_THREADS", "PYTHONPATH", "PYTHONOPTIMIZE", "LD_PRELOAD", "AWS_REGION", "AWS_PROFILE",
+    "AWS_ENDPOINT_URL", "MSC_CONFIG",
+)  # fmt: skip
 
-        environment.print_versions()
-        raise typer.Exit
 
-
-@app.callback()
+@app.callback(invoke_without_command=True)
 def _options(
+    context: typer.Context,
     version: bool = typer.Option(
-        False,
-        "--version",
-        callback=_print_version,
-        is_eager=True,
-        help="Print the version, and those of the libraries.",
+        False, "--version", "-V", help="Print the version, and those of the libraries."
+    ),
+    verbose: bool = typer.Option(
+        False, "--verbose", help="With --version: also the machine and the settings, for a bug report."
+    ),
+    for_agents: bool = typer.Option(
+        False, "--for-agents", help="Print what an automated assistant needs to know (Markdown)."
     ),
 ) -> None:
-    pass
+    if version:
+        _print_versions(verbose)
+    elif for_agents:
+        sys.stdout.write((Path(__file__).parent.parent / "for-agents.md").read_text())
+    elif context.invoked_subcommand is None:
+        context.fail("Missing command.")
+    else:
+        return
+    raise typer.Exit
+
+
+def _print_versions(verbose: bool) -> None:
+    """One name and value a line. An optional library is listed only if it is installed."""
+    import platform
+    from importlib.metadata import PackageNotFoundError
+    from importlib.metadata import version as installed_version
+
+    rows = {"ckpt_tools": __version__, "python": platform.python_version()}
+    for name in (*_LIBRARIES, *_OPTIONAL_LIBRARIES):
+        try:
+            rows[name] = installed_version(name)
+        except PackageNotFoundError:
+            if name in _LIBRARIES:
+                rows[name] = "not installed"
+    if verbose:
+        from ckpt_tools.formats.crc import crc32
+        from ckpt_tools.human import human_bytes
+
+        rows["platform"] = platform.platform()
+        rows["processors"] = str(len(os.sched_getaffinity(0)))
+        rows["memory"] = human_bytes(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        rows["crc32"] = crc32.__module__
+        rows |= {name: redacted(os.environ[name]) for name in _VARIABLES if name in os.environ}
+    for name, value in rows.items():
+        print(name, escape_lines(value))
 
 
 def main(argv: list[str] | None = None) -> None:

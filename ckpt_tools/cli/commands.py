@@ -11,7 +11,6 @@ import typer
 import typer.main
 from typer.core import TyperGroup
 
-from ckpt_tools.cli.completion import offer_values
 from ckpt_tools.cli.help import fit_page, write_epilog, write_parameters, write_sections, write_usage
 from ckpt_tools.cli.manual import PAGES
 from ckpt_tools.cli.removed import REMOVED
@@ -44,8 +43,6 @@ MODULES = {
     "strip": "strip",
     "repair": "repair",
     "print-tensor": "edit",
-    "env": "environment",
-    "man": "man_pages",
 }
 
 
@@ -73,7 +70,7 @@ class Commands(Mapping[str, Any]):
         app = typer.Typer(add_completion=False, rich_markup_mode=None)
         import_module(f"ckpt_tools.cli.{module}").register(app)
         app.registered_commands = [command for command in app.registered_commands if command.name == name]
-        return offer_values(typer.main.get_command(app))
+        return typer.main.get_command(app)
 
     def __contains__(self, name: object) -> bool:
         return name in MODULES  # `Mapping` would build the command to tell

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from ckpt_tools.cli.help import Command
 
 PROGRAM = "checkpoint-inspector"
-LOOK, CONVERT, CHECK, EDIT, PROGRAM_ITSELF = "Look", "Convert", "Check", "Edit", "This program"
+LOOK, CONVERT, CHECK, EDIT = "Look", "Convert", "Check", "Edit"
 
 PLACEHOLDERS = {
     "RUN": "a run with torch_dist checkpoints",
@@ -188,15 +188,6 @@ PAGES = {
         ("See it first", "repair BAD OUT --dry-run"),
         ("For a program", "repair BAD OUT --json"),
     )),
-    "env": Page(PROGRAM_ITSELF, "versions and settings for a bug report", (
-        ("To paste into an issue", "env"),
-        ("What the file system of an output can do", "env . --json"),
-    )),
-    "man": Page(PROGRAM_ITSELF, "its man pages", (
-        ("Of one command, to read with man -l -", "man convert"),
-        ("Of all, where man looks if it is in ~/.local/share/man/man1", "man --output OUT"),
-        ("What an automated assistant reads first", "man --for-agents"),
-    )),
 }  # fmt: skip
 
 
@@ -233,5 +224,5 @@ def closing() -> str:
     codes = "\n".join(f"  {code:<5}{meaning}" for code, meaning in EXIT_CODES.items())
     return (
         f"Exit codes:\n{codes}\n\nResults go to stdout, all else to stderr. JSON keeps to ckpt_tools/schemas.\n"
-        "An automated assistant reads `man --for-agents` first."
+        "An automated assistant reads the output of `--for-agents` first."
     )

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
-REMOVED: Final[dict[str, str]] = {}  # "verify --against", or a command's name -> a sentence
+# "verify --against", or a command's name -> a sentence
+REMOVED: Final[dict[str, str]] = {
+    "env": "Try 'checkpoint-inspector --version --verbose'.",
+    "man": "Every command has a --help; 'checkpoint-inspector --for-agents' prints the text for assistants.",
+}
 
 
 def removed_option(error: object) -> str:

@@ -75,5 +75,4 @@
 * `several_parts`: a checkpoint of such a model, whole or its language model alone
 * `peft_source`: a PEFT directory, merged into a Hugging Face model's tensors
 * `rewrite`: what the editing commands share
-* `environment`: `env`
 """

@@ -126,8 +126,4 @@ OPTIONS = {
     "print-tensor": (
         "--slice --stats --iteration --json --trust-pickle --enable-msc --follow-links --quiet -q"
     ),
-    "man": "-o --output --for-agents",
-    "env": (
-        "--json --quiet -q"
-    ),
 }  # fmt: skip

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import typer
+import yaml
 
+import ckpt_tools
 from ckpt_tools import __version__, errors
 from ckpt_tools.cli import app as module
 from ckpt_tools.cli.app import run
@@ -80,6 +84,28 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"python", "torch", "numpy", "typer", "isal"} <= {line.split()[0] for line in lines}
 
 
+def test_what_a_bug_report_needs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "do-not-show")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://me:do-not-show@store:9000/x@y")
+    monkeypatch.setenv("SLURM_NTASKS", "16")
+    assert run(["--version", "--verbose"]) == 0
+    out = capsys.readouterr().out
+    assert {"SLURM_NTASKS 16", "AWS_ENDPOINT_URL https://***@store:9000/x@y"} <= set(out.splitlines())
+    assert "\ncrc32 " in out
+    assert "do-not-show" not in out
+
+
+def test_the_document_for_agents_is_printed_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its front matter must be what a reader of skills accepts."""
+    text = (Path(ckpt_tools.__file__).parent / "for-agents.md").read_text()
+    assert run(["--for-agents"]) == 0
+    assert capsys.readouterr().out == text
+    front = yaml.safe_load(text.split("---\n")[1])
+    assert front.keys() == {"name", "description"}
+    assert re.fullmatch(r"[a-z0-9-]{1,64}", front["name"])
+    assert 100 < len(front["description"]) <= 1024
+
+
 @pytest.mark.parametrize(
     ("argv", "part"),
     [
@@ -101,7 +127,8 @@ def test_usage_errors(argv: list[str], part: str, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(
-    "argv", [["--help"], ["--version"], ["env"], ["inspect", str(fixture_dir(LLAMA))], ["inspect", "--help"]]
+    "argv",
+    [["--help"], ["--version", "--verbose"], ["inspect", str(fixture_dir(LLAMA))], ["inspect", "--help"]],
 )
 def test_start_is_light(argv: list[str]) -> None:
     """No torch and no numpy, neither for help nor to inspect."""
@@ -114,12 +141,10 @@ def test_start_is_light(argv: list[str]) -> None:
 
 
 def test_a_command_is_imported_alone() -> None:
-    program = (
-        "import sys; from ckpt_tools.cli.app import run; run(['env']); print(*sys.modules, file=sys.stderr)"
-    )
+    program = "import sys; from ckpt_tools.cli.app import run; run(['ls', '-h']); print(*sys.modules, file=sys.stderr)"
     loaded = {name for name in python("-c", program).stderr.split() if name.startswith("ckpt_tools.cli.")}
-    assert "ckpt_tools.cli.environment" in loaded
-    assert not loaded & {f"ckpt_tools.cli.{module}" for module in MODULES.values() if module != "environment"}
+    assert "ckpt_tools.cli.ls" in loaded
+    assert not loaded & {f"ckpt_tools.cli.{module}" for module in MODULES.values() if module != "ls"}
 
 
 def test_numpy_starts_no_threads() -> None:

@@ -55,8 +55,6 @@ def test_only_with_the_option(words: str, source: Path, capsys: pytest.CaptureFi
 
 def test_every_command_that_reads_has_it() -> None:
     assert {name for name, options in OPTIONS.items() if "--follow-links" not in options} == {
-        "env",
-        "man",
         "watch",  # where it is a word of --then
     }
 

@@ -50,7 +50,7 @@ def test_what_was_removed(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     assert "Use " not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if name not in ("env", "man")])
+@pytest.mark.parametrize("name", MODULES)
 def test_a_command_without_arguments_prints_its_usage(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([name]) == 2
     out, err = capsys.readouterr()
@@ -225,16 +225,6 @@ def test_one_iteration_is_not_compared_with_itself(capsys: pytest.CaptureFixture
     assert run(["diff", str(RUN), f"{RUN}/", "--iteration", "2"]) == 2
     assert "`diff RUN/iter_0000002 RUN/iter_0000004`" in capsys.readouterr().err
     assert run(["diff", str(RUN), str(RUN), "-q"]) == 0, "whoever writes it so knows it"
-
-
-def test_a_page_on_a_terminal_says_how_it_is_read(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["man", "copy"]) == 0
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    assert run(["man", "copy"]) == 0
-    assert "checkpoint-inspector man copy | man -l -" in capsys.readouterr().err
 
 
 def test_the_config_of_a_model_may_be_given(tmp_path: Path) -> None:

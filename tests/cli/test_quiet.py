@@ -38,7 +38,6 @@ LINES = {
     "strip": ("strip FSDP OUT", 0),
     "repair": ("repair RUN OUT", 1),
     "print-tensor": ("print-tensor RUN decoder.final_layernorm.weight", 0),
-    "env": ("env .", 0),
 }
 # Whose output is a document for programs, asked for or not.
 DOCUMENTS = ("print-torch-dcp-in-json RUN/iter_0000002 --no-write", "build-param-group-map RUN --explain")

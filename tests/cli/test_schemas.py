@@ -81,7 +81,6 @@ OUTPUTS = [  # (schema, exit code, words)
     ("diff", 1, "diff RUN FSDP --json"),
     ("diff", 1, "diff FSDP BAD --json"),
     ("diff", 0, "diff RUN RUN --rtol 1e-3 --ulp 4 --nan equal --json"),
-    ("env", 0, "env . --json"),
     ("group-map", 0, "build-param-group-map RUN"),
 ]
 

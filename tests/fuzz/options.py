@@ -32,7 +32,7 @@ SOURCES = {
     "convert-fsdp-dtensor-to-torch-dist": 2, "build-param-group-map": 1, "plan": 1, "export-hf": 2, "import-hf": 2,
     "verify": 1, "diff": 1, "compare-two-checkpoint": 1, "preflight": 1, "modify-state-dict": 2, "slice": 2,
     "average": 2, "strip": 2, "repair": 2, "merge-adapter": 2, "copy": 2, "watch": 2, "ls": 1, "du": 1, "stats": 1,
-    "print-tensor": 1, "env": 0,
+    "print-tensor": 1,
 }  # fmt: skip
 NUMBERS = ["-1", "0", "1", "2", "3", "4", "7", "8", "64", "1000", "2147483647", "2147483648",
           "9223372036854775808", "1e10",
@@ -66,9 +66,7 @@ class Lines:
         self._inputs = [str(LLAMA), str(LLAMA / "iter_0000002"), str(NATIVE), str(folder / "hf")]
 
     def draw(self, rng: random.Random) -> list[str]:
-        name = rng.choice(
-            [name for name in OPTIONS if name != "man"]
-        )  # it makes folders wherever it is told to
+        name = rng.choice(list(OPTIONS))
         likely = {
             "import-hf": 3,
             "convert-fsdp-dtensor-to-torch-dist": 2,
