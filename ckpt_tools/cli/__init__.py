@@ -18,7 +18,6 @@
 * `inspect`: `inspect`, `print-torch-dcp-in-json`
 * `edit`: `modify-state-dict`, `slice`, `print-tensor`
 * `copy`: `copy`
-* `watch`: `watch`
 * `average`: `average`
 * `merge_adapter`: `merge-adapter`
 * `strip`: `strip`

@@ -37,7 +37,6 @@ MODULES = {
     "modify-state-dict": "edit",
     "slice": "edit",
     "copy": "copy",
-    "watch": "watch",
     "average": "average",
     "merge-adapter": "merge_adapter",
     "strip": "strip",
@@ -58,7 +57,7 @@ MEANT = {
     "shapes": "inspect", "dtypes": "inspect", "describe": "inspect", "head": "print-tensor", "get": "print-tensor",
     "launch": "preflight", "flags": "preflight", "ready": "preflight", "mv": "copy", "drop": "modify-state-dict",
     "delete": "modify-state-dict", "checksum": "verify --content", "sha256": "verify --write-manifest FILE",
-    "follow": "watch", "daemon": "watch", "version": "--version", "help": "--help",
+    "version": "--version", "help": "--help",
 }  # fmt: skip
 
 

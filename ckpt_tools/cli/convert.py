@@ -20,6 +20,7 @@ from ckpt_tools.model.choices import Format
 if TYPE_CHECKING:
     from ckpt_tools.commands.conversion import Progress
     from ckpt_tools.commands.conversion_report import ConversionReport
+    from ckpt_tools.formats.detect import CheckpointKind
 
     Run: TypeAlias = Callable[[str, str, int | None, bool, Progress], ConversionReport]
 
@@ -70,7 +71,7 @@ def convert(
     Nothing but the two directories has to be given: gating, parameter groups and names are decided from the
     checkpoint, and a flag that contradicts it is an error. Run it alone, or under torchrun or srun.
     """
-    _convert_to(to, input_dir, output_dir, as_meant(ctx, to, given))
+    convert_to(to, input_dir, output_dir, as_meant(ctx, to, given))
 
 
 def as_meant(ctx: typer.Context, to: Format, given: dict[str, Any]) -> dict[str, Any]:
@@ -86,28 +87,36 @@ def as_meant(ctx: typer.Context, to: Format, given: dict[str, Any]) -> dict[str,
     return given
 
 
-def _convert_to(to: Format, source: str, output: str, given: dict[str, Any]) -> None:
+def convert_to(to: Format, source: str, output: str, given: dict[str, Any]) -> None:
     from ckpt_tools.cli.iterations import finish_all
     from ckpt_tools.cli.progress import progress_bar
     from ckpt_tools.cli.reports import print_report
     from ckpt_tools.commands.conversion_report import SCHEMA_VERSION, ConversionReport
-    from ckpt_tools.commands.iterations import convert_iterations
-    from ckpt_tools.errors import UsageError
+    from ckpt_tools.commands.iterations import convert_iterations, iteration_folder
+    from ckpt_tools.formats.files import path_in
 
     iteration = given.pop("iteration")
     run = RUNS[to](given)
     if iteration != "all":
         carry_out(lambda progress: run(source, output, v.iteration_number(iteration), True, progress), given)
         return
-    if to == "hf":
-        raise UsageError("--iteration all: a Hugging Face model has no iterations; export them one by one")
+    kinds: tuple[CheckpointKind, ...] = ("safetensors",) if to == "hf" else (to,)
+    if given.get("keep_plain"):
+        kinds = (*kinds, "dcp")  # a plain state dict stays one
     with progress_bar(given["quiet"]) as progress:
         outcomes = convert_iterations(
             source,
             output,
-            (to, "dcp") if given["keep_plain"] else (to,),  # a plain state dict stays one
+            kinds,
             given["overwrite"],
-            lambda number, tracker: run(source, output, number, tracker, progress),
+            lambda number, tracker: run(
+                source,
+                # A Hugging Face model has no root: each iteration gets a folder.
+                path_in(output, iteration_folder(number)) if to == "hf" else output,
+                number,
+                tracker,
+                progress,
+            ),
         )
     finish_all(outcomes, source, given, ConversionReport.as_json, print_report, schema_version=SCHEMA_VERSION)
 

@@ -64,8 +64,7 @@ def one_iteration(iteration: str | None) -> int | None:
     if iteration == "all":
         raise UsageError(
             "--iteration all: this command takes one iteration; give its number (`ls RUN` lists them). All of "
-            "a run are taken by convert, copy, du, modify-state-dict, slice, strip and verify; `watch` takes each "
-            "new one"
+            "a run are taken by convert, copy, du, export-hf, modify-state-dict, slice, strip and verify"
         )
     return iteration_number(iteration, "a number (`ls RUN` lists them)")
 

@@ -9,7 +9,7 @@ import typer
 
 from ckpt_tools.cli import given_values as v
 from ckpt_tools.cli import table as t
-from ckpt_tools.cli.convert import AS_JSON, carry_out, to_hf
+from ckpt_tools.cli.convert import AS_JSON, carry_out, convert_to
 from ckpt_tools.cli.job_sizes import JOB_SIZES, layout_of
 from ckpt_tools.cli.manual import page
 from ckpt_tools.cli.options import flag, option
@@ -48,6 +48,7 @@ _EXPORTED = {
         "--peft", panel=t.MODEL,
         help="Write the checkpoint's adapter (LoRA), not its model; --hf-config names the base.",
     ),
+    "iteration": t.ITERATIONS,
     "as_json": AS_JSON,
 }  # fmt: skip
 _IMPORTED = {
@@ -119,8 +120,7 @@ def export(
 
     With --peft the adapter (LoRA) that a checkpoint holds becomes a PEFT directory, by the names of its base.
     """
-    run, iteration = to_hf(given), given["iteration"]
-    carry_out(lambda progress: run(input_dir, output_dir, iteration, True, progress), given)
+    convert_to("hf", input_dir, output_dir, given)
 
 
 def import_(

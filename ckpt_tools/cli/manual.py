@@ -161,11 +161,6 @@ PAGES = {
         ("Everything of a run; what is there is passed over", "copy FSDP OUT --iteration all"),
         ("And compare the copy once more", "copy HF OUT --read-back"),
     )),
-    "watch": Page(EDIT, "each new iteration of a run, once", (
-        ("Convert what is new; without --once it goes on", "watch RUN OUT --then 'convert --gpus 4' --once"),
-        ("A Hugging Face model of each, for an evaluation", "watch RUN OUT --then export-hf --once"),
-        ("A report of each, for a program", "watch FSDP OUT --then 'verify --content' --once --json"),
-    )),
     "average": Page(EDIT, "weighted mean of several checkpoints", (
         ("Equal shares; moments and all else of the last", "average RUN RUN OUT"),
         ("With shares", "average FSDP FSDP OUT --weights 0.7,0.3"),

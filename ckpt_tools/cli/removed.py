@@ -6,6 +6,7 @@ from typing import Final
 
 # "verify --against", or a command's name -> a sentence
 REMOVED: Final[dict[str, str]] = {
+    "watch": "Run 'convert RUN OUT --iteration all' again, from a timer or a loop: it converts what is new.",
     "env": "Try 'checkpoint-inspector --version --verbose'.",
     "man": "Every command has a --help; 'checkpoint-inspector --for-agents' prints the text for assistants.",
 }

@@ -57,11 +57,6 @@
 * `slice`: `slice`
 * `slice_plain`: of a plain state dict
 * `copy`: `copy`
-* `watch`: `watch`
-* `watch_events`: what it does and tells
-* `watch_run`: what the run's folder tells
-* `watch_state`: what it keeps on disk
-* `watch_child`: the commands that it starts
 * `strip`: `strip`
 * `repair`: `repair`
 * `mend_keys`: what it does to keys of `fsdp_dtensor`

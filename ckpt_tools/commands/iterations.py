@@ -54,6 +54,11 @@ def iteration_name(number: int | None) -> str:
     return RELEASE if number is None else f"iteration {number}"
 
 
+def iteration_folder(number: int | None) -> str:
+    """The name of its folder in a run's root; None is a release."""
+    return RELEASE if number is None else f"iter_{number:07d}"
+
+
 def convert_iterations(
     source: str,
     output: str,
@@ -164,7 +169,7 @@ def holds(source: str, output: str, number: int, kinds: tuple[CheckpointKind, ..
 def is_there(output: str, number: int, *kinds: CheckpointKind) -> bool:
     """Whether the root `output` holds a whole checkpoint of this iteration, of one of these kinds."""
     try:
-        return locate(path_in(output, f"iter_{number:07d}")).kind in kinds
+        return locate(path_in(output, iteration_folder(number))).kind in kinds
     except CkptError:
         return False
 

@@ -103,9 +103,6 @@ OPTIONS = {
         "--iteration --read-back --check-source --overwrite --resume --workers --threads --max-memory --fsync "
         "--direct --json --quiet -q --trust-pickle --enable-msc --follow-links"
     ),
-    "watch": (
-        "--then --every --once --retries --settle --state --json --quiet -q"
-    ),
     "average": (
         "--weights --ema --iteration --check-source --overwrite --resume --workers --threads --max-memory "
         "--json --quiet -q --trust-pickle --enable-msc --follow-links"

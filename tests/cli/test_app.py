@@ -141,8 +141,8 @@ def test_start_is_light(argv: list[str]) -> None:
 
 
 def test_a_command_is_imported_alone() -> None:
-    program = "import sys; from ckpt_tools.cli.app import run; run(['ls', '-h']); print(*sys.modules, file=sys.stderr)"
-    loaded = {name for name in python("-c", program).stderr.split() if name.startswith("ckpt_tools.cli.")}
+    program = "import sys; from ckpt_tools.cli.app import run; run(['ls', '-h']); print(*sys.modules)"
+    loaded = {name for name in python("-c", program).stdout.split() if name.startswith("ckpt_tools.cli.")}
     assert "ckpt_tools.cli.ls" in loaded
     assert not loaded & {f"ckpt_tools.cli.{module}" for module in MODULES.values() if module != "ls"}
 

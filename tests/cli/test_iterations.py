@@ -29,7 +29,7 @@ EDITS = {
 }
 ALL = {
     "convert", "convert-torch-dist-to-fsdp-dtensor", "convert-fsdp-dtensor-to-torch-dist", "copy", "verify", "du",
-    *EDITS,
+    "export-hf", *EDITS,
 }  # fmt: skip
 ONE = sorted(name for name in MODULES if "--iteration" in OPTIONS[name].split() and name not in ALL)
 
@@ -56,6 +56,21 @@ def test_an_edit_of_all_iterations_is_that_of_each(name: str, several: Path, tmp
     both = [oracle.tensors(tmp_path / which / "iter_0000006") for which in ("one", "all")]
     assert both[0].keys() == both[1].keys()
     assert all(oracle.same_bytes(both[0][key], both[1][key]) for key in both[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*the folder says iteration")
+def test_every_iteration_is_exported_once_into_a_folder_of_its_number(
+    several: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["export-hf", str(several), str(tmp_path / "all"), "--iteration", "all"]
+    assert run(words) == 0
+    assert sorted(os.listdir(tmp_path / "all")) == ["iter_0000002", "iter_0000004", "iter_0000006"]
+    assert run(["export-hf", str(several / "iter_0000006"), str(tmp_path / "one")]) == 0
+    one = {path.name: path.read_bytes() for path in (tmp_path / "one").iterdir()}
+    assert one == {path.name: path.read_bytes() for path in (tmp_path / "all" / "iter_0000006").iterdir()}
+    capsys.readouterr()
+    assert run([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["already_there"] == [2, 6, 4]
 
 
 @pytest.mark.filterwarnings("ignore:.*the folder says iteration")
@@ -88,7 +103,7 @@ def test_a_folder_that_is_no_run_has_no_iterations(
 
 
 LINES = {
-    "inspect": "RUN", "build-param-group-map": "RUN", "stats": "RUN", "plan": "RUN", "export-hf": "RUN OUT",
+    "inspect": "RUN", "build-param-group-map": "RUN", "stats": "RUN", "plan": "RUN",
     "import-hf": "RUN OUT", "diff": "RUN RUN", "compare-two-checkpoint": "RUN RUN", "preflight": "RUN",
     "average": "RUN RUN OUT", "merge-adapter": "RUN RUN OUT", "repair": "RUN OUT", "print-tensor": "RUN args",
 }  # fmt: skip
@@ -102,7 +117,7 @@ def test_a_command_of_one_iteration_says_which_take_all(
     assert run([name, *words, "--iteration", "all"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: --iteration all: this command takes one iteration; give its number")
-    assert set(re.findall(r"convert|copy|du|modify-state-dict|slice|strip|verify", said)) <= ALL
+    assert set(re.findall(r"convert|copy|du|export-hf|modify-state-dict|slice|strip|verify", said)) <= ALL
     for wrong in ("two", "-1", "1.5", "", "9" * 19):
         assert run([name, *words, "--iteration", wrong]) == 2
         assert capsys.readouterr().err.startswith(

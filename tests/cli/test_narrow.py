@@ -35,7 +35,6 @@ TABLES = [
     f"inspect {MOE}",
     f"preflight {FSDP}",
     f"preflight {RUN}",
-    f"watch {RUN} {{out}} --then convert --once",
     f"convert {RUN} {{out}}",
     f"inspect {RUN}/nowhere",
 ]
@@ -130,7 +129,7 @@ def as_typed(lines: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("width", [20, 40, 70])
 def test_a_folded_command_is_the_same_command(width: int) -> None:
-    line = "  checkpoint-inspector watch RUN OUT --then 'convert --gpus 4' --once --state \"a b\""
+    line = "  checkpoint-inspector slice RUN OUT --layers '0: 1' --workers 2 --block \"a b\""
     folded = fold_command(line, width)
     assert as_typed(folded) == shlex.split(line)
     again = fold_command(f"{line} \\", width)

@@ -76,7 +76,7 @@ def test_where_the_source_is_damaged(name, kept, places, tmp_path):
     assert (tmp_path / "new").exists() == kept
 
 
-@pytest.mark.parametrize("words", [*WRITERS.values(), ("watch", "RUN", "OUT", "--then", "copy", "--once")])
+@pytest.mark.parametrize("words", WRITERS.values())
 def test_where_the_source_is_absent(words, places, tmp_path):
     for source in ("RUN", "FSDP", "HF"):
         shutil.rmtree(tmp_path / source)

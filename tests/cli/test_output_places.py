@@ -113,7 +113,7 @@ def test_a_report_never_replaces_a_file_of_a_checkpoint_or_any_other(tmp_path, w
     assert run([*given, str(tmp_path / "old.json")]) == 0
 
 
-@pytest.mark.parametrize("words", [("convert",), ("copy",), ("watch", "--then", "verify", "--once")])
+@pytest.mark.parametrize("words", [("convert",), ("copy",)])
 def test_links_that_lead_in_a_circle(tmp_path: Path, capsys: pytest.CaptureFixture[str], words) -> None:
     (tmp_path / "circle").symlink_to("circle")
     assert run([words[0], str(LLAMA), str(tmp_path / "circle"), *words[1:]]) in (2, 7)

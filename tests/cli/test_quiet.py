@@ -32,7 +32,6 @@ LINES = {
     "modify-state-dict": ("modify-state-dict RUN OUT --op 'remove rng.*'", 0),
     "slice": ("slice RUN OUT --layers 0:1", 0),
     "copy": ("copy RUN OUT --iteration all", 0),
-    "watch": ("watch RUN OUT --then copy --once", 0),
     "average": ("average RUN LATER OUT", 0),
     "merge-adapter": ("merge-adapter RUN LORA OUT", 0),
     "strip": ("strip FSDP OUT", 0),

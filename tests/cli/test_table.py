@@ -21,7 +21,6 @@ from ckpt_tools.cli import (
     stats,
     strip,
     verify,
-    watch,
 )
 from ckpt_tools.cli import inspect as look
 from ckpt_tools.cli import plan as cli_plan
@@ -48,7 +47,6 @@ from ckpt_tools.commands.strip import strip_checkpoint
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions
 from ckpt_tools.commands.to_torch_dist import ToTorchDistOptions
 from ckpt_tools.commands.verify import VerifyOptions
-from ckpt_tools.commands.watch_events import WatchOptions
 from ckpt_tools.execute.run import WriteOptions
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
@@ -80,7 +78,6 @@ FILLED: tuple[tuple[Callable[..., Any], Mapping[str, Row]], ...] = (
     (plan_checkpoint, cli_plan._OWN),
     (StatsOptions, stats._OWN),
     (CopyOptions, copy._OWN | {"iteration": TABLE["iteration"]}),  # `all` or a number, as for ConvertOptions
-    (WatchOptions, watch._OWN),
     (disk_usage, du._OWN),
     (Usage.by, {"axis": du._OWN["by"]}),
 )
@@ -154,7 +151,6 @@ def test_a_choice_has_the_words_of_its_field(filled: Callable[..., Any], own: Ma
             CopyOptions,
             {"iteration", "every_iteration", "read_back", "trust_pickle", "overwrite", "resume", "write"},
         ),
-        (WatchOptions, watch._OWN.keys() - {"then", "as_json"}),
         (
             AverageOptions,
             average._OWN.keys() | {"iteration", "trust_pickle", "overwrite", "resume", "write", "tracker"},

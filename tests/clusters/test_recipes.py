@@ -9,7 +9,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -299,17 +298,6 @@ SERVICE = _closed(
 )  # fmt: skip
 
 
-DEPLOYMENT = _closed(
-    "apiVersion kind metadata spec", apiVersion={"const": "apps/v1"}, kind={"const": "Deployment"}, metadata=NAMED,
-    spec=_closed("replicas strategy selector template", replicas={"const": 1},
-                 strategy=_closed("type", type={"const": "Recreate"}),  # two at once would only wait for each other
-                 selector=_closed("matchLabels", matchLabels=_closed("app", app=TEXT)),
-                 template=_closed("metadata spec", metadata=_closed("labels", labels=_closed("app", app=TEXT)),
-                                  spec={**POD, "required": ["containers"],
-                                        "properties": {**POD["properties"], "restartPolicy": {"const": "Always"}}})),
-)  # fmt: skip
-
-
 def _kubernetes() -> tuple[dict[str, Any], dict[str, Any]]:
     service, job = yaml.safe_load_all((SCRIPTS / "kubernetes-convert.yaml").read_text())
     return service, job
@@ -378,118 +366,3 @@ def test_the_containerfile_copies_what_the_wheel_is_built_of() -> None:
     assert {"pyproject.toml", "README.md", "ckpt_tools"} <= set(copied)
     for extra in re.findall(r"EXTRAS: (\w+) for .*, (\w+) for", text)[0]:
         assert f"\n{extra} = [" in project
-
-
-def _made_of(root: Path) -> set[str]:
-    return {path.name for path in root.glob("iter_*")}
-
-
-def test_the_kubernetes_deployment_fits_its_schema_and_runs(
-    several: Path, tools: dict[str, str], tmp_path: Path
-) -> None:
-    (deployment,) = yaml.safe_load_all((SCRIPTS / "kubernetes-watch.yaml").read_text())
-    jsonschema.validate(deployment, DEPLOYMENT)
-    template = deployment["spec"]["template"]
-    assert template["metadata"]["labels"] == deployment["spec"]["selector"]["matchLabels"]
-    (container,) = template["spec"]["containers"]
-    assert [m["name"] for m in container["volumeMounts"]] == [v["name"] for v in template["spec"]["volumes"]]
-    places = {"/checkpoints/run1": str(several), "/checkpoints/run1_fsdp": str(tmp_path / "out")}
-    words = [places.get(word, word) for word in container["command"]]
-    done = _bash(shlex.join([*words, "--once"]), tools, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert _made_of(tmp_path / "out") == {"iter_0000002", "iter_0000010"}, "the tracker names 10"
-
-
-UNIT = {
-    "Unit": {"Description", "After", "Wants"},
-    "Service": {
-        *("Environment", "ExecStart", "User", "Restart", "RestartSec", "RestartPreventExitStatus", "Nice"),
-        *("MemoryMax", "SuccessExitStatus", "KillMode", "TimeoutStopSec", "NoNewPrivileges", "PrivateTmp"),
-        *("ProtectHome", "ProtectSystem", "ReadWritePaths"),
-    },
-    "Install": {"WantedBy"},
-}  # fmt: skip
-
-
-def test_the_systemd_unit_is_one_and_its_command_runs(
-    several: Path, tools: dict[str, str], tmp_path: Path
-) -> None:
-    sections: dict[str, list[tuple[str, str]]] = {}
-    for line in (SCRIPTS / "ckpt-watch.service").read_text().splitlines():
-        if line.startswith("["):
-            name = line.strip("[]")
-            sections[name] = []
-        elif line and line[0] != "#":
-            key, _, value = line.partition("=")
-            sections[name].append((key, value))
-    assert {name: {key for key, _ in lines} for name, lines in sections.items()} == UNIT
-    settings = dict(sections["Service"])
-    environ = dict(v.strip('"').partition("=")[::2] for k, v in sections["Service"] if k == "Environment")
-    assert environ.keys() == {"RUN", "OUT", "THEN"}
-    assert environ["OUT"].startswith(settings["ReadWritePaths"])
-    program, *words = settings["ExecStart"].split()
-    assert Path(program).name == "checkpoint-inspector"
-    given = {"${RUN}": str(several), "${OUT}": str(tmp_path / "out"), "${THEN}": environ["THEN"]}
-    words = [given.get(word, word) for word in words]  # systemd makes one word of ${THEN}
-    done = _bash(shlex.join(["checkpoint-inspector", *words, "--once"]), tools, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert _made_of(tmp_path / "out") == {"iter_0000002", "iter_0000010"}
-
-
-class WatchJob:
-    """`sbatch_watch.sh` beside a training job, whose state a stand-in for squeue tells."""
-
-    def __init__(self, tools: dict[str, str], source: Path, tmp_path: Path) -> None:
-        self.training, self.output = tmp_path / "training", tmp_path / "out"
-        self.training.write_text("RUNNING\n")
-        self.environ = {
-            **tools,
-            **{"INPUT": str(source), "OUTPUT": str(self.output), "TRAINING": str(self.training)},
-            **{"PYTHON": sys.executable, "SLURM_JOB_ID": "12", "TRAIN_JOB": "11", "EVERY": "0.2"},
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")])),
-        }
-
-    def start(self, **more: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            ["bash", str(SCRIPTS / "sbatch_watch.sh")], env=self.environ | more, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-
-
-def test_a_watcher_ends_with_its_training_job(several: Path, tools: dict[str, str], tmp_path: Path) -> None:
-    shutil.rmtree(several / "iter_0000010")
-    (several / LATEST).write_text("2")
-    job = WatchJob(tools, several, tmp_path)
-    process = job.start()
-    while not (job.output / LATEST).exists():
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.05)
-    (several / LATEST).write_text("100")  # the last checkpoint, as the job ends
-    job.training.write_text("")
-    _, err = process.communicate(timeout=120)
-    assert (process.returncode, err) == (0, "")
-    assert _made_of(job.output) == {"iter_0000002", "iter_0000100"}
-
-
-def test_a_watcher_near_its_limit_is_requeued(several: Path, tools: dict[str, str], tmp_path: Path) -> None:
-    program = tmp_path / "python"
-    program.write_text(
-        f"#!/usr/bin/env bash\ntrap 'exit 143' TERM\ntouch {tmp_path}/started\nwhile :; do sleep 0.05; done\n"
-    )
-    program.chmod(0o755)
-    Path(tools["SCONTROL_CALLS"]).unlink(missing_ok=True)
-    process = WatchJob(tools, several, tmp_path).start(PYTHON=str(program))
-    while not (tmp_path / "started").exists():
-        assert process.poll() is None
-    process.send_signal(10)  # USR1
-    _, err = process.communicate(timeout=20)
-    assert process.returncode == 143
-    assert "requeued" in err
-    assert Path(tools["SCONTROL_CALLS"]).read_text() == "requeue 12\n"
-
-
-def test_a_watcher_with_wrong_settings_ends(several: Path, tools: dict[str, str], tmp_path: Path) -> None:
-    process = WatchJob(tools, several, tmp_path).start(THEN="convert --gpu 4")
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 2
-    assert "No such option" in err

@@ -31,7 +31,6 @@ WRITERS = [
     "slice {run} {out} --layers 0:1",
     "average {run} {run} {out}",
     "modify-state-dict {run} {out} --op 'remove rng_state.*'",
-    "watch {run} {out} --then convert --once",
 ]
 READERS = [
     "inspect {run}",

@@ -10,9 +10,6 @@ from pathlib import Path
 import pytest
 
 from ckpt_tools.commands.copy import CopyOptions, copy_checkpoint
-from ckpt_tools.commands.watch import Watcher
-from ckpt_tools.commands.watch_events import Action, Told, WatchOptions
-from ckpt_tools.commands.watch_state import WatchFolder
 from ckpt_tools.errors import StorageError, UnsupportedCheckpointError
 from ckpt_tools.execute import uploads
 from ckpt_tools.execute.run import Output, write_checkpoint
@@ -20,7 +17,6 @@ from ckpt_tools.formats.dcp import read_catalog
 from ckpt_tools.formats.files import LocalFiles, open_files
 from ckpt_tools.formats.remote import RemoteFiles
 from ckpt_tools.formats.store import Retry
-from tests.commands.test_watch import Here
 from tests.conftest import fixture_dir
 from tests.execute.conftest import make_case
 from tests.remote.s3 import (
@@ -141,27 +137,3 @@ def test_a_bucket_that_is_not_there_is_named(proxy: FaultProxy) -> None:
         StorageError, match=r"s3://no-bucket/x/\S+: writing: .*bucket.* Make the bucket first"
     ):
         copy_checkpoint(fixture_dir(NAME), "s3://no-bucket/x")
-
-
-def test_a_run_in_a_store_is_watched_and_written_to_a_store(proxy: FaultProxy, tmp_path: Path) -> None:
-    """What is new is seen in a listing, as one process asks for it again and again."""
-    objects = Objects(proxy.url)
-    objects.make("watched")
-    objects.put_folder(fixture_dir(NAME) / "iter_0000002", "watched/run/iter_0000002")
-    action = Action("copy", (), "root", ("torch_dist",), False)
-    told: list[Told] = []
-    folder = WatchFolder(tmp_path, "s3://watched/run")
-    watcher = Watcher("s3://watched/run", "s3://watched/out", action, WatchOptions(), folder, told.append)
-    objects.put("watched/run/latest_checkpointed_iteration.txt", b"1")
-    assert watcher.one_pass(Here()) == 0
-    assert [t.event for t in told] == ["waiting"]
-    objects.put("watched/run/latest_checkpointed_iteration.txt", b"2")
-    assert watcher.one_pass(Here()) == 0
-    assert [t.event for t in told] == ["waiting", "done"]
-    local = fixture_dir(NAME) / "iter_0000002"
-    far = objects.below("watched/out/iter_0000002")
-    assert {f"watched/out/iter_0000002/{f.name}": f.read_bytes() for f in local.iterdir()} == far
-    assert objects.get("watched/out/latest_checkpointed_iteration.txt") == b"2"
-    again = Watcher("s3://watched/run", "s3://watched/out", action, WatchOptions(), folder, told.append)
-    assert again.one_pass(Here()) == 0
-    assert len(told) == 2
