@@ -51,17 +51,17 @@ def hidden(location: str) -> str:
     return clean
 
 
-def revealed(location: str) -> tuple[str, str]:
-    """The location as its driver needs it, and the query that each file's own address must end with.
+def revealed(location: str) -> str:
+    """The location as its driver needs it, with its login.
 
     A folder inside one that was given with credentials has them too, and so has the folder around it.
     """
     place = location.rstrip("/")
     near = [kept for kept in _kept if _holds(kept, place) or _holds(place, kept)]
     if not near:
-        return location, ""
-    login, query = _kept[max(near, key=len)]
-    return location.replace("://", f"://{login}", 1), query
+        return location
+    login, _ = _kept[max(near, key=len)]
+    return location.replace("://", f"://{login}", 1)
 
 
 def redacted(text: str) -> str:
@@ -105,10 +105,7 @@ def _refuse(scheme: str, has_login: bool, host: str, clean: str) -> None:
             "the characters / : @ ? # are written as %2F %3A %40 %3F %23."
         )
     if scheme not in _WEB and re.search(rf"\?(.*&)?({_QUERY_SECRETS})=", clean, re.IGNORECASE):
-        raise _usage(
-            f"{redacted(clean)}: {scheme}:// URLs take no query. A signed address is opened as it was given, with "
-            "https://."
-        )
+        raise _usage(f"{redacted(clean)}: {scheme}:// URLs take no query.")
 
 
 def _is_host(host: str) -> bool:

@@ -40,7 +40,6 @@ from ckpt_tools.execute.write_job import (
     WriteJob,
     WriteOptions,
 )
-from ckpt_tools.formats.drivers import WEB
 from ckpt_tools.formats.files import open_files
 from ckpt_tools.formats.multipart import Part
 from ckpt_tools.formats.requests import pool
@@ -247,8 +246,6 @@ def open_store(output: Output, options: WriteOptions) -> Store:
     if options.direct:
         raise UsageError(f"--direct is for files; {output.directory} is in an object store. Leave it out.")
     location = hidden(str(output.directory))
-    if location.partition("://")[0].lower() in WEB:  # whether or not its driver is installed
-        raise UsageError(f"{location} is read only; choose another output.")
     store = Store(str(output.directory))
     if not store.root.strip("/"):
         raise UsageError(f"{location} does not name a folder; choose another output.")

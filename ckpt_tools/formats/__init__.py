@@ -6,12 +6,10 @@
 * `store`: one folder of an object store, its requests and their retries
 * `drivers`: what a store is asked, and how fsspec answers
 * `s3`: how botocore does
-* `s3_settings`: what fsspec's configuration says of S3, for botocore
 * `multipart`: a file of an S3 store, several parts of it on their way at once
 * `remote`: that seam over a store
 * `read_ahead`: ranges that will be read, asked for before
 * `requests`: the threads that wait for stores, ended before a fork
-* `web`: that seam over http, by byte ranges
 * `detect`: which checkpoint a path means, and of which kind
 * `metadata_kind`: that kind, by what `.metadata` names
 * `verl`: where verl and slime keep a checkpoint in the folders of their runs

@@ -10,12 +10,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
-from urllib.parse import quote
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.multipart import Begun, Part
-
-WEB = ("http", "https")
 
 # `type` ("file", "directory"), `size` in bytes, and what the store tells of the content.
 Entry = Mapping[str, Any]
@@ -126,12 +123,8 @@ class FsspecDriver:
 
         self._scheme = url.partition("://")[0].lower()
         driver = fsspec.get_filesystem_class(self._scheme)
-        if self._scheme in WEB:
-            self.fs = driver(encoded=True, headers={"Accept-Encoding": "identity"})
-            self.root = quote(url, safe="%/:@!$&'()*+,;=~[]").rstrip("/")
-        else:
-            self.fs = driver(**driver._get_kwargs_from_urls(url))
-            self.root = driver._strip_protocol(url).rstrip("/")
+        self.fs = driver(**driver._get_kwargs_from_urls(url))
+        self.root = driver._strip_protocol(url).rstrip("/")
 
     def ask(self, seconds: float, method: str, *args: Any, **options: Any) -> Any:
         """What the file system's `method` returns; one that can be interrupted is, after so many seconds."""
@@ -142,7 +135,7 @@ class FsspecDriver:
         return getattr(self.fs, method)(*args, **options)
 
     def address(self) -> str:
-        return self.root if self._scheme in WEB else ""
+        return ""
 
     def page(self, seconds: float, path: str, after: str | None) -> tuple[dict[str, Entry], str | None]:
         self.fs.invalidate_cache(path)

@@ -317,29 +317,27 @@ def open_files(location: str) -> Files:
     """
     if location.startswith("file://"):
         location = location.removeprefix("file://")
-    refuse_unnamed(location)
+    refuse_location(location)
     if "://" not in location:
         return LocalFiles(location)
-    if location.lower().startswith(("http://", "https://")):
-        from ckpt_tools.formats.web import WebFiles
-
-        return WebFiles(location)
     from ckpt_tools.formats.remote import RemoteFiles  # fsspec is not needed for local paths
 
     return RemoteFiles(location)
 
 
-def refuse_unnamed(location: str) -> None:
-    """Nothing, for a location that has a name.
+def refuse_location(location: str) -> None:
+    """Check that `location` can name a folder.
 
     Raises:
-        UsageError: it is the scheme of a store alone, or empty; as a path that would be the working directory,
-            or, put before a name, the root.
+        UsageError: it is on a web server; it is the scheme of a store alone, or empty (as a path that would be the
+            working directory or, put before a name, the root).
     """
     if not location:
         raise UsageError("the name of a checkpoint is empty; is a variable not set?")
     if location.endswith("://"):
         raise UsageError(f"{location} names no place; is a variable not set?")
+    if location.lower().startswith(("http://", "https://")):
+        raise UsageError(f"{location}: checkpoints on web servers are not read. Download the folder first.")
 
 
 def absent_folder(folder: Path) -> str:

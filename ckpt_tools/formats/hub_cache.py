@@ -6,7 +6,7 @@ import re
 from contextlib import closing
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats.files import open_files, refuse_unnamed
+from ckpt_tools.formats.files import open_files, refuse_location
 
 SNAPSHOTS, REFS, MAIN = "snapshots", "refs", "main"
 _LONGEST_REVISION = 200
@@ -20,7 +20,7 @@ def snapshot_of(path: str) -> str:
     Raises:
         UsageError: there are several, and nothing says which; or the path is empty.
     """
-    refuse_unnamed(path)
+    refuse_location(path)
     path = path.rstrip("/") if len(path) > 1 else path
     if re.search(rf"/(?:models|datasets)--[^/]+/{SNAPSHOTS}$", f"/{path}"):  # the folder of all of them
         path = path.removesuffix(f"/{SNAPSHOTS}")

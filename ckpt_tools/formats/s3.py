@@ -10,6 +10,7 @@ import os
 import re
 import threading
 import time
+import warnings
 from collections.abc import Sequence
 from math import ceil, log2
 from typing import Any
@@ -18,7 +19,6 @@ from urllib.parse import urlsplit
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.drivers import Call, Entry, NoBucketError, Upload
 from ckpt_tools.formats.multipart import Begun, Multipart, Part, as_asked
-from ckpt_tools.formats.s3_settings import Settings, read_settings
 
 _USUAL_SECONDS = 20.0  # that `Retry` gives a request: who tells the address serves most of them too
 _CONNECTIONS = 256  # kept at most; more at once are closed after each request, and told of
@@ -47,7 +47,7 @@ _MEANT = {
 
 # What a process and its children share: sessions by what they read; what it has alone: clients by time-out.
 _Made = tuple[tuple[str, str], ...]
-_sessions: dict[_Made, tuple[Settings, Any]] = {}
+_sessions: dict[_Made, Any] = {}
 _clients: dict[tuple[_Made, int, float], Any] = {}
 _making = threading.Lock()
 
@@ -57,7 +57,6 @@ class S3Driver:
 
     Raises:
         ImportError: botocore is not installed.
-        UsageError: fsspec's settings for S3 make no sense.
     """
 
     def __init__(self, url: str) -> None:
@@ -65,9 +64,9 @@ class S3Driver:
 
         self.root = url.partition("://")[2].strip("/")
         self._made = tuple(
-            sorted(one for one in os.environ.items() if one[0].startswith(("AWS_", "FSSPEC_")))
+            sorted(one for one in os.environ.items() if one[0].startswith(("AWS_", "FSSPEC_S3_")))
         )
-        self._settings, self._session = _session(self._made)
+        self._session = _session(self._made)
 
     def address(self) -> str:
         return str(self._client(_USUAL_SECONDS).meta.endpoint_url)
@@ -155,10 +154,6 @@ class S3Driver:
         from botocore.exceptions import ClientError, ParamValidationError
 
         client = self._client(seconds)
-        if self._settings.extra:
-            name = client.meta.method_to_api_mapping[method]
-            takes = client.meta.service_model.operation_model(name).input_shape.members
-            asked = {key: value for key, value in self._settings.extra.items() if key in takes} | asked
         try:
             return getattr(client, method)(**asked)
         except ClientError as error:
@@ -170,22 +165,38 @@ class S3Driver:
 
     def _client(self, seconds: float) -> Any:
         """A client of this process whose sockets wait so long, rounded up to a power of two: few make do for all."""
+        from botocore import UNSIGNED
+        from botocore.config import Config
+
         wait = 2.0 ** ceil(log2(seconds))
         key = self._made, os.getpid(), wait
         with _making:
             if key not in _clients:
-                _clients[key] = self._settings.client(self._session, wait, _CONNECTIONS)
+                unsigned = os.environ.get("FSSPEC_S3_ANON", "").lower() in ("1", "true", "yes", "on")
+                config = Config(
+                    connect_timeout=wait,  # also what a part may take to send on a connection of its own
+                    read_timeout=wait,
+                    max_pool_connections=_CONNECTIONS,
+                    # `Store.call` repeats, with its own pauses: both would multiply.
+                    retries={"total_max_attempts": 1, "mode": "standard"},
+                    signature_version=UNSIGNED if unsigned else None,
+                )
+                _clients[key] = self._session.create_client("s3", config=config)
             return _clients[key]
 
 
-def _session(made: _Made) -> tuple[Settings, Any]:
-    """Settings and session of an environment."""
+def _session(made: _Made) -> Any:
+    """The session of an environment."""
     from botocore.session import Session
 
     with _making:
         if made not in _sessions:
-            settings = read_settings()
-            _sessions[made] = settings, Session(profile=settings.profile)
+            others = [name for name, _ in made if name.startswith("FSSPEC_") and name != "FSSPEC_S3_ANON"]
+            if others:
+                warnings.warn(
+                    f"{', '.join(others)}: not read for s3://; set AWS_*, or a profile.", stacklevel=2
+                )
+            _sessions[made] = Session()
         return _sessions[made]
 
 

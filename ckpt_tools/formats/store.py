@@ -14,21 +14,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
-from urllib.parse import quote, urlsplit
+from urllib.parse import urlsplit
 
 from ckpt_tools.credentials import hidden, revealed
 from ckpt_tools.errors import CkptError, StorageError, UsageError
-from ckpt_tools.formats.drivers import WEB, Driver, Entry, FsspecDriver, NoBucketError, Upload
-from ckpt_tools.formats.files import path_in
+from ckpt_tools.formats.drivers import Driver, Entry, FsspecDriver, NoBucketError, Upload
+from ckpt_tools.formats.files import path_in, refuse_location
 from ckpt_tools.formats.multipart import IN_FLIGHT, Begun, Part
 from ckpt_tools.formats.requests import pool
 
 CONNECT_SECONDS = 5.0
 S3 = ("s3", "s3a")
 
-_INSTALL = (
-    "pip install botocore for s3://, gcsfs for gs://, multi-storage-client for msc://, aiohttp for https://"
-)
+_INSTALL = "pip install botocore for s3://, gcsfs for gs://, multi-storage-client for msc://"
 _CREDENTIALS = (
     "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile; FSSPEC_S3_ANON=true for public buckets"
 )
@@ -93,11 +91,11 @@ class Store:
     def __init__(self, location: str, retry: Retry | None = None) -> None:
         """Raises: UsageError: the scheme is unknown, its driver is not installed, or the URL is not one name."""
         self.location = hidden(location)  # as messages and reports name it
+        refuse_location(self.location)
         self.scheme = self.location.partition("://")[0].lower()
-        self.is_web = self.scheme in WEB
         self.retry = retry or Retry()
         _check_names(self.location, self.scheme)
-        real, self._query = revealed(self.location)
+        real = revealed(self.location)
         self.driver = _driver(real, self.location)
         self.root = self.driver.root
         self._answered = False
@@ -110,8 +108,6 @@ class Store:
 
     def path(self, name: str) -> str:
         """The store's own path of a file of this folder."""
-        if self.is_web:
-            return (f"{self.root}/{quote(name)}" if name else self.root) + self._query
         return f"{self.root}/{name}" if name else self.root
 
     def where(self, name: str) -> str:
@@ -324,10 +320,8 @@ def version_of(entry: Mapping[str, Any]) -> str | None:
 def _check_names(location: str, scheme: str) -> None:
     """Refuse what a driver would not take for the name it is."""
     path = location.partition("://")[2]
-    if scheme in (*S3, *WEB, "gs", "gcs") and not path.partition("/")[0]:
-        raise UsageError(
-            f"{location} names no {'server' if scheme in WEB else 'bucket'}: write {scheme}://NAME/FOLDER."
-        )
+    if scheme in (*S3, "gs", "gcs") and not path.partition("/")[0]:
+        raise UsageError(f"{location} names no bucket: write {scheme}://NAME/FOLDER.")
     if {".", ".."} & set(path.split("/")):
         raise UsageError(f"{location}: . and .. are not resolved in a store. Write the address without them.")
     if scheme in S3 and "?versionId=" in path:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-from contextlib import closing
 from pathlib import Path
 
-from ckpt_tools.errors import CorruptCheckpointError, StorageError, UnsupportedCheckpointError
-from ckpt_tools.formats.files import absent_folder, open_files, refuse_unnamed
-
-_WEB_DEPTH = 3  # folders: a server's links may lead in circles
+from ckpt_tools.errors import StorageError, UnsupportedCheckpointError
+from ckpt_tools.formats.files import absent_folder, refuse_location
 
 
 def files_below(location: str) -> dict[str, int]:
@@ -22,11 +19,9 @@ def files_below(location: str) -> dict[str, int]:
         StorageError: the system or the store refused to list it.
     """
     location = location.removeprefix("file://")
-    refuse_unnamed(location)
+    refuse_location(location)
     if "://" not in location:
         return dict(sorted(_local(Path(location)).items()))
-    if location.lower().startswith(("http://", "https://")):
-        return dict(sorted(_web(location.rstrip("/")).items()))
     from ckpt_tools.formats.store import Store  # fsspec is not needed for local paths
 
     store = Store(location)
@@ -43,29 +38,6 @@ def files_below(location: str) -> dict[str, int]:
     if not found:
         raise UnsupportedCheckpointError(f"{location} does not exist or is empty.")
     return dict(sorted(found.items()))
-
-
-def _web(root: str) -> dict[str, int]:
-    """What a server's index pages name, and what is known by name where it shows none."""
-    found: dict[str, int] = {}
-    folders = [""]
-    while folders:
-        folder = folders.pop()
-        with closing(open_files(f"{root}/{folder}".rstrip("/"))) as files:
-            try:
-                names = files.list()
-            except UnsupportedCheckpointError:
-                if not folder:
-                    raise
-                continue
-            for name in names:
-                inner = f"{folder}/{name}" if folder else name
-                try:
-                    found[inner] = files.size(name)
-                except CorruptCheckpointError:  # it is there, and is no file
-                    if inner.count("/") < _WEB_DEPTH:
-                        folders.append(inner)
-    return found
 
 
 def _local(root: Path) -> dict[str, int]:

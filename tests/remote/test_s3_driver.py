@@ -317,15 +317,15 @@ def test_without_botocore_it_is_said_what_to_install(monkeypatch: pytest.MonkeyP
 
 
 def test_threads_make_one_client(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckpt_tools.formats.s3_settings import Settings
+    from botocore.session import Session
 
-    made, original = [], Settings.client
+    made, original = [], Session.create_client
 
-    def client(self: Settings, *given: Any) -> Any:
+    def client(self: Session, *given: Any, **options: Any) -> Any:
         made.append(given)
-        return original(self, *given)
+        return original(self, *given, **options)
 
-    monkeypatch.setattr(Settings, "client", client)
+    monkeypatch.setattr(Session, "create_client", client)
     store = Store("s3://box/one")
     threads = [threading.Thread(target=store.sizes) for _ in range(8)]
     for thread in threads:
