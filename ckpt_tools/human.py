@@ -16,12 +16,3 @@ def human_bytes(count: float) -> str:
 def counted(count: int, thing: str) -> str:
     """`1 error`, `2 errors`."""
     return f"{count:,} {thing}{'' if count == 1 else 's'}"
-
-
-def human_seconds(seconds: float) -> str:
-    """A duration as people say it: `0.4 s`, `12 s`, `71 min`, `3.2 h`."""
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

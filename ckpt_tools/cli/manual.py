@@ -78,7 +78,6 @@ PAGES = {
     )),
     "plan": Page(CONVERT, "what a conversion would do, and its cost", (
         ("Bytes and memory of every rank of a job", "plan RUN --dp-shard 4"),
-        ("How long it takes on 8 nodes whose disks copy 3 GB a second", "plan RUN --gpus 16 --disk 3GB --nodes 8"),
         ("Who owns what, as a picture", "plan RUN --dp-shard 4 --svg OUT.svg"),
         ("The boxes of some tensors, for a program", "plan RUN --dp-shard 2 --tensor '*linear_qkv*' --json"),
     )),

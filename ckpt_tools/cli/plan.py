@@ -15,12 +15,11 @@ from ckpt_tools.cli import table as t
 from ckpt_tools.cli.job_sizes import JOB_SIZES, layout_of
 from ckpt_tools.cli.manual import page
 from ckpt_tools.cli.options import option
-from ckpt_tools.cli.signature import Given, fill, with_options
-from ckpt_tools.human import human_bytes, human_seconds
+from ckpt_tools.cli.signature import fill, with_options
+from ckpt_tools.human import human_bytes
 
 if TYPE_CHECKING:
     from ckpt_tools.commands.plan import Priced
-    from ckpt_tools.plan.duration import Duration, Machines
 
 _STDOUT = Path("-")
 _LISTED_RANKS = 32
@@ -28,22 +27,6 @@ _OWN = {
     "rank": option(int, "--rank", help="Plan this target rank's file alone."),
     "tensor": option(list[str], "--tensor", read=v.globs, help="List target tensors that match this glob."),
     "svg": option(Path, "--svg", callback=v.in_a_folder, help="Draw who owns what, as one SVG file."),
-    "disk": option(
-        str,
-        "--disk",
-        read=v.given_bytes,
-        help="What a node's disk copies in a second, e.g. 3GB, of the slowest node: says how long it takes.",
-    ),
-    "network": option(
-        str,
-        "--network",
-        read=v.given_bytes,
-        help="The same of a file system or store that all nodes share.",
-    ),
-    "nodes": option(int, "--nodes", default=1, min=1, max=4096, help="With --disk: how many convert."),
-    "workers": option(
-        int, "--workers", default=16, min=1, max=v.MAX_WORKERS, help="With --disk: processes on each."
-    ),
     "html": option(Path, "--html", callback=v.in_a_folder, help="Draw it as one HTML page."),
 }
 
@@ -84,7 +67,7 @@ def plan(
 
     place = layout_of(given) or Layout()
     chosen = fill(ConvertOptions, given, layout=None)
-    found = plan_checkpoint(checkpoint, place, chosen, given["rank"], given["tensor"], _machines(given))
+    found = plan_checkpoint(checkpoint, place, chosen, given["rank"], given["tensor"])
     _draw(found, given["svg"], given["html"])
     if _STDOUT in (given["svg"], given["html"]):
         return  # nothing but the picture
@@ -92,22 +75,6 @@ def plan(
         sys.stdout.writelines(render.json_lines(found.summary(), _json_lists(found)))
     else:
         _print(found)
-
-
-def _machines(given: Given) -> Machines | None:
-    """Who is to convert, where that is told.
-
-    Raises:
-        UsageError: not how fast.
-    """
-    from ckpt_tools.errors import UsageError
-    from ckpt_tools.plan.duration import Machines
-
-    if given["disk"] is not None:
-        return fill(Machines, given)
-    if given["network"] is not None or given["nodes"] > 1:
-        raise UsageError("--network and --nodes say how long a conversion takes; --disk is needed with them")
-    return None
 
 
 def _draw(found: Priced, svg: Path | None, html: Path | None) -> None:
@@ -188,8 +155,6 @@ def _print(found: Priced) -> None:
         ("moved by", strategies or "nothing"),
         ("imbalance", f"{facts['imbalance']:.3f} (largest rank over the mean)"),
     ]
-    if found.duration is not None:
-        rows.append(("would take", _duration(found.duration)))
     if found.layout.name != "even":
         rows.append(("padding", f"{human_bytes(facts['padding_bytes'])} of buffers in training"))
     render.print_table(("plan", ""), rows)
@@ -197,17 +162,6 @@ def _print(found: Priced) -> None:
     _print_tensors(found)
     for line in changes(found.target, found.job.record.format or "fsdp_dtensor"):
         render.tell(render.escape(line))
-
-
-def _duration(found: Duration) -> str:
-    parts = {
-        "start": found.starting + found.metadata,
-        "planning": found.planning,
-        "moving bytes": found.moving,
-    }
-    told = ", ".join(f"{name} {human_seconds(seconds)}" for name, seconds in parts.items())
-    worker = f"the busiest worker has {found.straggling:.2f} of the mean"
-    return f"about {human_seconds(found.seconds)}: {told}; {worker}"
 
 
 def _print_ranks(found: Priced) -> None:

@@ -25,12 +25,11 @@ from ckpt_tools.model.target import Target
 from ckpt_tools.model.transfers import OutputItem, Plan, item_rows, plan_summary
 from ckpt_tools.model.without_gc import without_gc
 from ckpt_tools.plan.build import file_rank
-from ckpt_tools.plan.duration import Duration, Machines, predict
 from ckpt_tools.sharding.memory import Memory, rank_memory
 from ckpt_tools.sharding.placement import Placement
 from ckpt_tools.sharding.topology import Topology
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 class RankCost(NamedTuple):
@@ -79,13 +78,6 @@ class Priced:
     rank: int | None = None
     globs: tuple[str, ...] = ()
     types: BufferTypes = _USUAL
-    chunks: int = 0  # of the source's tensors
-    machines: Machines | None = None
-
-    @cached_property
-    def duration(self) -> Duration | None:
-        """How long it would take on the machines that were told of."""
-        return None if self.machines is None else predict(self.plan, self.chunks, self.machines)
 
     def items(self) -> Iterator[OutputItem]:
         """The planned items of the tensors that were asked for."""
@@ -165,7 +157,6 @@ class Priced:
             "object_count": len(self.target.objects) + len(self.target.inline),
             "item_count": len(self.plan.items),
             "imbalance": self.imbalance,
-            "duration": None if self.duration is None else asdict(self.duration),
             "padding_bytes": self.padding,
             "dropped": self.target.dropped,
             "kept": self.target.kept,
@@ -185,25 +176,19 @@ def plan_checkpoint(
     options: ConvertOptions | None = None,
     rank: int | None = None,
     globs: Sequence[str] = (),
-    machines: Machines | None = None,
 ) -> Priced:
     """What converting the checkpoint at `source` for `layout` would do, priced.
 
     Args:
         rank: plan the file of this target rank alone.
         globs: target keys to list; all when empty.
-        machines: what is to carry it out, for a prediction of how long that takes; of all ranks only.
 
     Raises the errors of `convert_to_fsdp_dtensor` up to its plan, and:
-        UsageError: there is no such rank, or no tensor that a glob matches; one rank and `machines`.
+        UsageError: there is no such rank, or no tensor that a glob matches.
     """
     source = path_text(source)
     if rank is not None and not 0 <= rank < layout.ranks:
         raise UsageError(f"--rank {rank}: this layout has ranks 0 to {layout.ranks - 1}")
-    if rank is not None and machines is not None:
-        raise UsageError(
-            "how long a conversion takes is told of all ranks together: leave --rank or --disk out"
-        )
     options = options or ConvertOptions()
     with open_checkpoint(source, options.iteration, options.trust_pickle) as opened, without_gc():
         options = replace(options, keep_plain=True)
@@ -229,8 +214,6 @@ def plan_checkpoint(
         rank,
         tuple(globs),
         types=buffer_types(opened.common),
-        chunks=sum(len(entry.chunks) for entry in opened.catalog.tensors.values()) if machines else 0,
-        machines=machines,
     )
 
 

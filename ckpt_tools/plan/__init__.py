@@ -9,7 +9,6 @@
 * `coalesce`: which small items make one write, and which one read
 * `holes`: where files hold zeros alone
 * `assign`: which worker carries out which items
-* `duration`: how long it takes, on machines that are not here
 * `weight_files`: the plan of safetensors files
 * `raw_files`: the plan of a copy
 """

@@ -55,7 +55,7 @@ OPTIONS = {
     ),
     "plan": (
         "--fresh-optimizer --no-fresh-optimizer --lr --min-lr --weight-decay --adam-beta1 --adam-beta2 --adam-eps "
-        "--follow-links --disk --network --nodes --workers "
+        "--follow-links "
         "--rank --tensor --json --svg --html --target --layer-spec --experts --swiglu --no-swiglu "
         "--keep-states --weights-only "
         "--layout --world-size --gpus --dp-shard --dp-outer --tp --cp --ep --etp --pp --strategy "

@@ -82,7 +82,7 @@ OUTPUTS = [  # (schema, exit code, words)
     ("group-map", 0, "build-param-group-map RUN"),
 ]
 
-VERSIONS = {"conversion": 2, "average": 2, "stats-change": 2}  # 1 for the others
+VERSIONS = {"conversion": 2, "average": 2, "plan": 2, "stats-change": 2}  # 1 for the others
 
 
 def strict_json(text: str) -> Any:

@@ -26,10 +26,9 @@ def test_a_store_that_refuses_connections_is_told_of_at_once(
         monkeypatch.setenv(name, value)
     begin = time.monotonic()
     assert run(["inspect", "s3://bucket/run"]) == 7
-    assert run(["inspect", f"http://127.0.0.1:{port}/run"]) == 7
     assert time.monotonic() - begin < 10
     shown = capsys.readouterr().err
-    assert shown.count(f"nothing answers at 127.0.0.1 port {port}") == 2
+    assert f"nothing answers at 127.0.0.1 port {port}" in shown
     assert "Connection refused" in shown
 
 
@@ -46,16 +45,17 @@ def test_a_store_that_swallows_connections_is_told_of_in_seconds(
         for filler in fillers:
             filler.setblocking(False)
             filler.connect_ex(("127.0.0.1", port))
+        for name, value in s3_environment(f"http://127.0.0.1:{port}").items():
+            monkeypatch.setenv(name, value)
         begin = time.monotonic()
-        assert run(["inspect", f"http://127.0.0.1:{port}/run"]) == 7
+        assert run(["inspect", "s3://bucket/run"]) == 7
         assert time.monotonic() - begin < 10
         for filler in fillers:
             filler.close()
     assert f"nothing answers at 127.0.0.1 port {port} (timed out)" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("scheme", ["http", "s3"])
-def test_a_store_that_accepts_and_never_answers(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_accepts_and_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
         mute.listen(16)
@@ -63,15 +63,19 @@ def test_a_store_that_accepts_and_never_answers(scheme: str, monkeypatch: pytest
         for name, value in s3_environment(url).items():
             monkeypatch.setenv(name, value)
         quick = store_module.Retry(attempts=6, pause=0.01, patience=0.5)
-        store = Store("s3://box/run" if scheme == "s3" else f"{url}/run", quick)
+        store = Store("s3://box/run", quick)
         begin = time.monotonic()
         with pytest.raises(StorageError, match="still failing after 2 attempts"):
             store.get("x")
         assert time.monotonic() - begin < 5
 
 
-def test_a_name_that_is_not_known(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["inspect", "http://nowhere.invalid/run"]) == 7
+def test_a_name_that_is_not_known(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in s3_environment("http://nowhere.invalid").items():
+        monkeypatch.setenv(name, value)
+    assert run(["inspect", "s3://bucket/run"]) == 7
     assert "nothing answers at nowhere.invalid port 80" in capsys.readouterr().err
 
 
@@ -84,5 +88,4 @@ def test_an_address_that_none_can_be(
     for name, value in s3_environment(address).items():
         monkeypatch.setenv(name, value)
     assert run(["inspect", "s3://bucket/run"]) == 7
-    assert run(["inspect", f"{address}/run"]) == 2
-    assert capsys.readouterr().err.count("\n") == 2
+    assert capsys.readouterr().err.count("\n") == 1

@@ -46,7 +46,7 @@ def test_an_output_needs_its_bucket(words, proxy, capsys):
 @pytest.mark.parametrize(("url", "what"), [
     ("s3://", "names no place"), ("gs://", "names no place"), ("https://", "names no place"),
     ("memory://", "names no place"), ("s3:///run", "s3:///run names no bucket"),
-    ("gs:///run", "names no bucket"), ("https://host/run", "on web servers are not read"), ("s3a:///run", "names no bucket"),
+    ("gs:///run", "names no bucket"), ("https://host/run", "on web servers"), ("s3a:///run", "names no bucket"),
     ("s3://Bad_bucket!/run", "'Bad_bucket!' is not a name that a bucket can have"),
 ])  # fmt: skip
 @pytest.mark.parametrize("command", ["inspect", "ls"])
