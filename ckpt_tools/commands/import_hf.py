@@ -44,6 +44,7 @@ from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import check_fresh
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.megatron.huggingface.checks import Spec
+from ckpt_tools.megatron.huggingface.peft import MERGE_WITH_PEFT
 from ckpt_tools.megatron.huggingface.quantized import dequantized
 from ckpt_tools.megatron.huggingface.rules import Family
 from ckpt_tools.megatron.huggingface.targets import Imported, import_targets
@@ -290,7 +291,7 @@ def _check_options(options: ImportOptions) -> None:
     check_tower(options.tower)
     if options.tower is not None and options.adapter is not None:
         raise UsageError(
-            "--adapter together with --tower: merge it into the whole model first (merge-adapter HF PEFT OUT)"
+            f"--adapter together with --tower: merge it into the whole model first: {MERGE_WITH_PEFT}"
         )
     rows, fsdp = options.vocab_size_padded, options.fsdp
     if rows is not None and rows < 1:

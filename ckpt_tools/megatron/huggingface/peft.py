@@ -62,7 +62,7 @@ _REFUSED = {
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _SIMPLE_PATTERN = re.compile(r"\^?(?:[\w-]|\\?\.|\.\*)+\$?")
 _MAX_WILDCARDS = 3
-_PEFT = (
+MERGE_WITH_PEFT = (
     "`PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(DIR)` of peft merges it"
 )
 
@@ -129,7 +129,9 @@ def read_peft_settings(config: Any) -> PeftSettings:
         raise UnsupportedCheckpointError(f"{ADAPTER_CONFIG} is not an object: {config!r:.40}")
     if config.get("peft_type") != "LORA":
         found = config.get("peft_type")
-        raise UnsupportedCheckpointError(f"{ADAPTER_CONFIG}: peft_type is {found!r}; LORA is merged. {_PEFT}")
+        raise UnsupportedCheckpointError(
+            f"{ADAPTER_CONFIG}: peft_type is {found!r}; LORA is merged. {MERGE_WITH_PEFT}"
+        )
     problems = [f"{name} is {config[name]!r}: {why}" for name, why in _REFUSED.items() if config.get(name)]
     known = _READ | _WITHOUT_PART | _REFUSED.keys()
     problems += [
@@ -143,7 +145,7 @@ def read_peft_settings(config: Any) -> PeftSettings:
         )
     if problems:
         raise UnsupportedCheckpointError(
-            f"{ADAPTER_CONFIG}: not merged here. {_PEFT}:\n" + list_problems(problems), problems
+            f"{ADAPTER_CONFIG}: not merged here. {MERGE_WITH_PEFT}:\n" + list_problems(problems), problems
         )
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if type(rank) is not int or rank < 1:
@@ -262,7 +264,7 @@ def _sorted_out(adapter: Catalog, base: Catalog) -> tuple[dict[str, _Matrices], 
             whole[_in_base(name.replace(".base_layer.", ".").replace(".modules_to_save.", "."), base)] = entry
     if odd:
         raise UnsupportedCheckpointError(
-            f"tensors that are not LoRA's A and B (DoRA, or a bias of B, or another method). {_PEFT}:\n"
+            f"tensors that are not LoRA's A and B (DoRA, or a bias of B, or another method). {MERGE_WITH_PEFT}:\n"
             + list_problems(odd[:8]),
             odd[:8],
         )

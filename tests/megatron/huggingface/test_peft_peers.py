@@ -1,4 +1,4 @@
-"""Adapters as the real peft saves, loads and merges them, against `merge-adapter` and the ways in and out.
+"""Adapters as the real peft saves, loads and merges them, against `import-hf --adapter`, `merge-adapter` and `export-hf --peft`.
 
 Runs under whatever peft and transformers are installed; `test_transformers.py` runs it under a release.
 
@@ -107,8 +107,6 @@ def test_peft_merges_to_the_same_bits(variant: str, dtype: torch.dtype, tmp_path
     adapted.save_pretrained(tmp_path / "peft")
     expected = merged(adapted, tmp_path / "merged")
     assert any(not torch.equal(before[key], expected[key].to(dtype)) for key in before)
-    merge_adapter(str(tmp_path / "hf"), str(tmp_path / "peft"), str(tmp_path / "ours"))
-    assert_equal(load_file(tmp_path / "ours" / "model.safetensors"), expected, dtype)
     import_hf(str(tmp_path / "hf"), str(tmp_path / "run"), ImportOptions(adapter=str(tmp_path / "peft")))
     export_hf(str(tmp_path / "run"), str(tmp_path / "again"))
     assert_equal(load_file(tmp_path / "again" / "model.safetensors"), expected, dtype)
@@ -120,7 +118,8 @@ def test_random_numbers_differ_by_peft_s_roundings_only(dtype: torch.dtype, tmp_
     adapted = trained(model, {"target_modules": LLAMA}, exact=False)
     adapted.save_pretrained(tmp_path / "peft")
     expected = merged(adapted, tmp_path / "merged")
-    merge_adapter(str(tmp_path / "hf"), str(tmp_path / "peft"), str(tmp_path / "ours"))
+    import_hf(str(tmp_path / "hf"), str(tmp_path / "run"), ImportOptions(adapter=str(tmp_path / "peft")))
+    export_hf(str(tmp_path / "run"), str(tmp_path / "ours"))
     found = load_file(tmp_path / "ours" / "model.safetensors")
     step = torch.finfo(dtype).eps
     before = load_file(tmp_path / "hf" / "model.safetensors")
@@ -145,8 +144,6 @@ def test_a_megatron_adapter_is_merged_by_peft_as_by_us(make: Any, tmp_path: Path
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.bfloat16)
     loaded = peft.PeftModel.from_pretrained(model, tmp_path / "peft")
     expected = merged(loaded, tmp_path / "merged")
-    merge_adapter(str(tmp_path / "hf"), str(tmp_path / "peft"), str(tmp_path / "ours"))
-    assert_equal(load_file(tmp_path / "ours" / "model.safetensors"), expected, torch.bfloat16)
     weights = tmp_path / "weights"
     strip_checkpoint(str(RUN), str(weights))
     merge_adapter(str(weights), str(adapter), str(tmp_path / "run"))
