@@ -142,9 +142,9 @@ def _open(source: str, options: MergeOptions) -> Opened:
         if opened.location.kind == "safetensors" or (path is not None and is_peft(path)):
             raise UnsupportedCheckpointError(
                 f"{source} and {path or 'its adapter'}: a Megatron adapter is merged into a Megatron checkpoint. A "
-                "PEFT directory belongs to the Hugging Face model it was trained on: `import-hf HF OUT --adapter PEFT` "
-                f"merges it on the way to Megatron; {MERGE_WITH_PEFT} without converting. `export-hf ADAPTER PEFT "
-                "--peft --hf-config HF` makes a PEFT directory of a Megatron adapter"
+                "PEFT directory belongs to the Hugging Face model it was trained on: `import-hf HF OUT --adapter "
+                f"PEFT` merges it on the way to Megatron; {MERGE_WITH_PEFT} without converting. `export-hf ADAPTER "
+                "PEFT --peft --hf-config HF` makes a PEFT directory of a Megatron adapter"
             )
         if path is None:
             return opened

@@ -180,8 +180,8 @@ def _instead(names: list[str]) -> str:
     present = [name for name in names if name.endswith(".safetensors")]
     if ADAPTER in names:
         return (
-            f", but {ADAPTER}: an adapter (LoRA) without its model. `import-hf HF OUT --adapter PEFT` merges it, where "
-            "HF is the model it was trained on"
+            f", but {ADAPTER}: an adapter (LoRA) without its model. `import-hf HF OUT --adapter PEFT` merges it "
+            "into HF, the model it was trained on"
         )
     if present:
         return f", only {', '.join(present[:4])}: the index is missing"

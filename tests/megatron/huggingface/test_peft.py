@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
+from safetensors.torch import load_file as load_torch
 
 from ckpt_tools.commands.conversion_report import ConversionReport
 from ckpt_tools.commands.export_hf import ExportOptions, export_hf
@@ -24,6 +25,7 @@ from ckpt_tools.errors import (
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.megatron.huggingface.peft import read_peft_settings
 from ckpt_tools.model.choices import MegatronFormat
+from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
 from tests.commands.test_huggingface import GPT2
 from tests.conftest import DATA
 from tests.megatron.adapter_checkpoints import FC1, FC2, PROJ, QKV, AdapterFolder, canonical, lora
@@ -169,8 +171,6 @@ def test_a_quantized_base_is_merged_as_it_is_dequantized(tmp_path: Path) -> None
     place = peft(tmp_path / "peft", matrices)
     import_hf(str(source), str(tmp_path / "run"), ImportOptions(adapter=place))
     export_hf(str(tmp_path / "run"), str(tmp_path / "out"))
-    from safetensors.torch import load_file as load_torch
-
     after = load_torch(tmp_path / "out" / "model.safetensors")
     a, b = (
         torch.from_numpy(matrices[f"{name.removesuffix('.weight')}.lora_{side}.weight"]).double()
@@ -230,13 +230,69 @@ def test_every_misfit_is_named_at_once(tmp_path: Path) -> None:
     assert text.count("\n  - ") == 3
 
 
-def test_an_adapted_embedding_of_a_tied_model_is_refused(tmp_path: Path) -> None:
-    embedding = {
-        "model.embed_tokens.lora_embedding_A": numbers(0, 2, 11),
-        "model.embed_tokens.lora_embedding_B": numbers(0, 12, 2),
+TIED = {  # a base that ties, by config.json or by its class; its embedding
+    "config.json": ({**LLAMA, "tie_word_embeddings": True}, "model.embed_tokens"),
+    "class": ({**LLAMA, "model_type": "gemma"}, "model.embed_tokens"),
+    "GPT-2": (GPT2, "transformer.wte"),
+}
+
+
+def of_both(embedding: str, changed: str) -> dict[str, Any]:
+    """Tensors of an adapter: E and H are embedding and head held whole, = the same bytes for both, e and h LoRA."""
+    lora_of = {"e": (f"{embedding}.lora_embedding_A", f"{embedding}.lora_embedding_B")}
+    lora_of["h"] = ("lm_head.lora_A.weight", "lm_head.lora_B.weight")
+    whole = {"E": f"{embedding}.weight", "H": "lm_head.weight"}
+    found = {
+        whole[one]: numbers(1 if "=" in changed else ord(one), 11, 12) for one in changed if one in whole
     }
-    text = refused(MappingError, embedding, tmp_path, base={**LLAMA, "tie_word_embeddings": True})
-    assert "the head shares its weight (tie_word_embeddings)" in text
+    for one in changed:
+        if one in lora_of:
+            shapes = ((2, 11), (12, 2)) if one == "e" else ((2, 12), (11, 2))
+            found |= {name: numbers(3, *shape) for name, shape in zip(lora_of[one], shapes, strict=True)}
+    return found
+
+
+@pytest.mark.parametrize("base", TIED)
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("changed", ["EH=", "EH", "E", "H", "e", "h", "eh", "Eh"])
+def test_embedding_and_head_of_a_tied_model_stay_one_weight(
+    changed: str, tie: bool, base: str, tmp_path: Path
+) -> None:
+    """peft trains them apart unless ensure_weight_tying is set; no tied model holds what it trained then."""
+    config, embedding = TIED[base]
+    tensors, settings = of_both(embedding, changed), {"ensure_weight_tying": tie}
+    if changed == "EH=" or (changed == "E" and tie):
+        model(tmp_path / "hf", config)
+        merge(tmp_path / "hf", peft(tmp_path / "peft", tensors, settings), tmp_path / "out")
+        after = load_file(tmp_path / "out" / "model.safetensors")
+        assert "lm_head.weight" not in after
+        assert after[f"{embedding}.weight"].tobytes() == tensors[f"{embedding}.weight"].tobytes()
+    else:
+        assert "(tie_word_embeddings, " in refused(MappingError, tensors, tmp_path, settings, config)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "message"),
+    [("qwen2_both_equal", None), ("qwen2_both_differ", "lm_head.weight differs from model.embed_tokens.weight"),
+     ("qwen2_embedding_saved", "was trained"), ("qwen2_embedding_lora", "was trained"),
+     ("gemma_embedding_lora", "was trained")],
+)  # fmt: skip
+def test_adapters_that_users_trained_on_tied_models(
+    adapter: str, message: str | None, user_cases: Path, tmp_path: Path
+) -> None:
+    folder = user_cases / "peft_tied_embeddings"
+    source, place = folder / f"base_{adapter.partition('_')[0]}", folder / adapter
+    if message is None:
+        merge(source, str(place), tmp_path / "out")
+        held = load_torch(place / "adapter_model.safetensors")["base_model.model.lm_head.weight"]
+        found = load_torch(tmp_path / "out" / "model.safetensors")
+        assert (
+            torch.equal(found["model.embed_tokens.weight"], held.bfloat16()) and "lm_head.weight" not in found
+        )
+        return
+    with pytest.raises(MappingError, match="tie_word_embeddings") as caught:
+        merge(source, str(place), tmp_path / "out")
+    assert message in str(caught.value)
 
 
 def test_square_weights_of_a_mixed_model_are_refused(tmp_path: Path) -> None:
