@@ -133,10 +133,8 @@ def _read_catalog(files: Files) -> Catalog:
         missing = listed[name] - found.keys()
         problems += [f"{name} lacks {key}, which the index places there" for key in sorted(missing)]
     _refuse_damaged(files, problems)
-    for (
-        name,
-        stored,
-    ) in aliases.items():  # `save_model` stores a tensor under one of its names and lists the others
+    # `save_model` stores a tensor under one of its names and lists the others.
+    for name, stored in aliases.items():
         if stored in tensors and name not in tensors:
             tensors[name] = replace(tensors[stored], key=name)
     return Catalog(files.location, tensors, {})
