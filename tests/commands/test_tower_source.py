@@ -222,9 +222,13 @@ def test_a_head_that_no_place_says_is_shared_is_missing(
     outer: bool | None, inner: bool | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Both releases of transformers make a new one for it."""
-    said = [{} if one is None else {"tie_word_embeddings": one} for one in (outer, inner)]
-    text = {key: value for key, value in MOE_TEXT.items() if key != "tie_word_embeddings"}
-    config = {**QWEN3_MOE, **said[0], "text_config": {**text, **said[1]}}
+    text, config = (
+        {key: value for key, value in one.items() if key != "tie_word_embeddings"}
+        for one in (MOE_TEXT, QWEN3_MOE)
+    )
+    for place, said in ((config, outer), (text, inner)):
+        place.update({} if said is None else {"tie_word_embeddings": said})
+    config["text_config"] = text
     tensors = language_tensors("qwen3_vl_moe_text", {**text, "tie_word_embeddings": True})
     source = save(tmp_path / "vl", config, whole(tensors, AS_MODULES))
     for words in ([], TOWER):
