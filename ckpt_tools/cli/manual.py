@@ -169,7 +169,6 @@ PAGES = {
     "merge-adapter": Page(EDIT, "merge a LoRA adapter into its base", (
         ("A Megatron adapter into its base", "merge-adapter RUN LORA OUT"),
         ("See what would happen", "merge-adapter RUN LORA OUT --dry-run"),
-        ("A PEFT adapter into a Hugging Face model", "merge-adapter HF PEFT OUT"),
     )),
     "strip": Page(EDIT, "the weights alone, in the same format", (
         ("Without optimizer, scheduler and rng states", "strip RUN OUT"),

@@ -28,8 +28,8 @@ def merge(
     """Merge a low-rank adapter (LoRA) into its base: W + alpha / rank * B A, rounded once.
 
     A Megatron adapter (Megatron-Bridge, NeMo 2) goes into a torch_dist or fsdp_dtensor checkpoint, into the fp32
-    masters where there are any; a PEFT directory goes into a Hugging Face model. The output has weights only, in the
-    format of the base. DoRA and other variants are refused by name.
+    masters where there are any. The output has weights only, in the format of the base. DoRA and other variants are
+    refused by name. import-hf --adapter merges a PEFT directory.
     """
     from ckpt_tools.commands.merge_adapter import MergeOptions, merge_adapter
     from ckpt_tools.errors import UsageError

@@ -94,6 +94,8 @@ def diff_checkpoints(
             sides, notes = (_by_keys(first), _by_keys(second)), list[str]()
             if request.by == "auto":
                 sides, notes = under_one_spelling(sides)
+                if (as_export := _of_one_model(first, second, sides)) is not None:
+                    by, (sides, notes) = HUGGINGFACE, as_export
             if not options.keys:
                 sides, more = _without_rerun_state(sides)
                 notes += more
@@ -251,6 +253,19 @@ def _by_export(
         return (model, checkpoint), notes
     model, checkpoint, notes = sides_by_export(b, a, ignore_keys, rules)
     return (checkpoint, model), notes
+
+
+def _of_one_model(
+    a: Opened, b: Opened, by_keys: tuple[Side, Side]
+) -> tuple[tuple[Side, Side], list[str]] | None:
+    """Two Hugging Face models under the names of the first, where more of them meet so than by keys."""
+    misfit = _misfit(*by_keys)
+    if not misfit or {a.location.kind, b.location.kind} != {"safetensors"}:
+        return None
+    from ckpt_tools.commands.diff_hf import sides_of_one_model
+
+    found = sides_of_one_model(a, b)
+    return found if found is not None and _misfit(*found[0]) < misfit else None
 
 
 def _by_keys(opened: Opened) -> Side:

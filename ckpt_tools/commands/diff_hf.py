@@ -1,4 +1,7 @@
-"""A Hugging Face model against a Megatron checkpoint, which is seen as its export by the rules of `export-hf`."""
+"""A Hugging Face model against a Megatron checkpoint, which is seen as its export by the rules of `export-hf`.
+
+Another Hugging Face model is seen as its import first: so experts one by one are those of one tensor.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,18 @@ from math import prod
 from pathlib import Path
 
 from ckpt_tools.commands.export_hf import ExportOptions, export_tensors
+from ckpt_tools.commands.export_source import imported_source
 from ckpt_tools.commands.hf_parts import families_with, prove_equal, read_config, seen_as, without_frequencies
+from ckpt_tools.commands.import_hf import ImportOptions, read_huggingface
 from ckpt_tools.commands.opened import Opened
 from ckpt_tools.commands.several_parts import holds_several
 from ckpt_tools.commands.tower_source import whole_model_if_one
-from ckpt_tools.errors import MappingError
+from ckpt_tools.errors import MappingError, UnsupportedCheckpointError
 from ckpt_tools.megatron.huggingface.checks import Spec
 from ckpt_tools.megatron.huggingface.quantized import Dequantized, dequantized
 from ckpt_tools.megatron.huggingface.rules import Family
 from ckpt_tools.megatron.huggingface.targets import Imported, import_targets
+from ckpt_tools.megatron.huggingface.towers import QUANTIZED
 from ckpt_tools.model.catalog import Catalog, TensorEntry
 from ckpt_tools.model.expressions import Value
 from ckpt_tools.model.target import InlineTensor, Source, TargetTensor
@@ -54,7 +60,10 @@ def sides_by_export(
     kept, left_out = without_frequencies(model.catalog)
     plain = dequantized(kept, config, model.files)
     kept = plain.catalog
-    made = export_tensors(checkpoint, options, plain.specs, whole)
+    imported = None
+    if checkpoint.location.kind == "safetensors":
+        imported = imported_source(read_huggingface(checkpoint, ImportOptions(rules=rules))[1])
+    made = export_tensors(checkpoint, options, plain.specs, whole, imported)
     notes = list(made.notes)
     if others:
         notes.append(
@@ -89,6 +98,17 @@ def sides_by_export(
         Side(checkpoint.files, made.source.catalog, views, {}, checkpoint.trust_pickle),
         notes,
     )
+
+
+def sides_of_one_model(a: Opened, b: Opened) -> tuple[tuple[Side, Side], list[str]] | None:
+    """Two Hugging Face models as by `sides_by_export`; None where rules do not say that they are of one class."""
+    try:
+        if any(read_config(side.location.path).get(QUANTIZED) for side in (a, b)):
+            return None
+        model, other, notes = sides_by_export(a, b)
+    except (MappingError, UnsupportedCheckpointError):
+        return None
+    return (model, other), notes
 
 
 def _compared_dtype(entry: TensorEntry, view: TargetTensor | InlineTensor | None) -> str:

@@ -113,14 +113,18 @@ class ExportTensors:
 
 
 def export_tensors(
-    opened: Opened, options: ExportOptions, present: Iterable[str] = (), whole: WholeModel | None = None
+    opened: Opened,
+    options: ExportOptions,
+    present: Iterable[str] = (),
+    whole: WholeModel | None = None,
+    source: ExportSource | None = None,
 ) -> ExportTensors:
     """The Hugging Face tensors of a checkpoint of either format. Raises as `export_hf`, short of writing.
 
     `present` are the tensors of a model that it is compared with, whose names it gets; of a `whole` model it is the
-    language model.
+    language model. `source` is what is exported where that was read already.
     """
-    source, exported = describe_export(opened, options, present, whole)
+    source, exported = describe_export(opened, options, present, whole, source)
     prove_equal(opened.files, source.catalog, source.bases, exported.equal)
     tensors = rebase(exported.tensors, source.bases, _shapes(source.catalog))
     ready, notes = _with_offsets(opened.files, source.catalog, tensors, exported.offsets)
@@ -128,7 +132,11 @@ def export_tensors(
 
 
 def describe_export(
-    opened: Opened, options: ExportOptions, present: Iterable[str] = (), whole: WholeModel | None = None
+    opened: Opened,
+    options: ExportOptions,
+    present: Iterable[str] = (),
+    whole: WholeModel | None = None,
+    source: ExportSource | None = None,
 ) -> tuple[ExportSource, Exported]:
     """What is exported of a checkpoint and as which tensors, from its metadata. Raises as `export_tensors`."""
     if options.dtype is not None and options.dtype not in CASTABLE:
@@ -137,7 +145,8 @@ def describe_export(
         if number is not None and number < 1:
             raise UsageError(f"{option} {number}: a number from 1 is expected")
     check = None if options.check_masters == "none" else options.write
-    source = read_export_source(opened, options.dtype, options.tp, options.ignore_keys, check)
+    if source is None:
+        source = read_export_source(opened, options.dtype, options.tp, options.ignore_keys, check)
     if source.beside is not None:
         return _describe_several(source, options, whole)
     if whole is None:

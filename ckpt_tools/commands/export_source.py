@@ -87,6 +87,12 @@ def read_export_source(
     return replace(source, bases=bases, types=types, settings=kept, notes=(*source.notes, note))
 
 
+def imported_source(model: Model) -> ExportSource:
+    """The parameters of a Hugging Face model that was read for an import."""
+    bases = {one_expert(p.name, p.expert): p.weight for p in model.parameters}
+    return _parts_apart(ExportSource(model.catalog, bases, model.common.args, {}, "none", notes=model.notes))
+
+
 def _parts_apart(source: ExportSource) -> ExportSource:
     """The language model of a model of several parts under the names of a model of its own."""
     prefix = language_prefix(source.bases)

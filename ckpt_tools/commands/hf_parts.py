@@ -200,8 +200,8 @@ def prove_equal(
         reader.close()
     if problems:
         raise MappingError(
-            "weights that share their values by config are stored with different ones:\n"
-            + list_problems(problems),
+            "weights that share their values by config.json (tie_word_embeddings, copies in prediction layers) are "
+            "stored with different ones:\n" + list_problems(problems),
             problems,
         )
 

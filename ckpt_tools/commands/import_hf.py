@@ -44,11 +44,13 @@ from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import check_fresh
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.megatron.huggingface.checks import Spec
+from ckpt_tools.megatron.huggingface.model_tensors import shared_head
+from ckpt_tools.megatron.huggingface.peft import MERGE_WITH_PEFT
 from ckpt_tools.megatron.huggingface.quantized import dequantized
 from ckpt_tools.megatron.huggingface.rules import Family
 from ckpt_tools.megatron.huggingface.targets import Imported, import_targets
 from ckpt_tools.megatron.huggingface.tower_targets import imported_whole, known_to_bridge
-from ckpt_tools.megatron.huggingface.towers import TYPE, left_out_notes, mrope_notes
+from ckpt_tools.megatron.huggingface.towers import TYPE, language_tower, left_out_notes, mrope_notes
 from ckpt_tools.megatron.huggingface.vision_language import vision_language_types
 from ckpt_tools.megatron.keys import EXPERTS
 from ckpt_tools.megatron.names import BRIDGE, FUSED_FC1_NORM, fuse_local_norm
@@ -173,7 +175,7 @@ def read_huggingface(opened: Opened, options: ImportOptions) -> tuple[Imported, 
     catalog, specs = plain.catalog, plain.specs
     more: tuple[str, ...] = ()
     if options.adapter is not None:
-        merged = merge_peft(catalog, options.adapter, bool(plain.config.get("tie_word_embeddings")))
+        merged = merge_peft(catalog, options.adapter, _shared_head(specs, plain.config, options))
         catalog, specs, more = merged.catalog, merged.specs(specs), merged.notes
     read = _read_tensors(catalog, specs, plain.config, options)
     catalog, imported = read.catalog, read.imported
@@ -197,6 +199,17 @@ def read_huggingface(opened: Opened, options: ImportOptions) -> tuple[Imported, 
     tensors = {key: seen_as(entry, shapes.get(key, entry.shape)) for key, entry in catalog.tensors.items()}
     seen = replace(catalog, tensors=tensors)
     return imported, _model(seen, imported, common_state(imported, options, opened.location.path), options)
+
+
+def _shared_head(
+    specs: Mapping[str, Spec], config: Mapping[str, Any], options: ImportOptions
+) -> tuple[str, str] | None:
+    """The names in the directory of embedding and head where these are one weight."""
+    if not _has_towers(options, config):
+        return shared_head(config, specs, families_with(options.rules, config))
+    tower = language_tower(config, specs)
+    found = shared_head(tower.config, tower.names, tower.families(families_with(None)))
+    return found and (tower.name_of(found[0]), tower.name_of(found[1]))
 
 
 class _Read(NamedTuple):
@@ -290,7 +303,7 @@ def _check_options(options: ImportOptions) -> None:
     check_tower(options.tower)
     if options.tower is not None and options.adapter is not None:
         raise UsageError(
-            "--adapter together with --tower: merge it into the whole model first (merge-adapter HF PEFT OUT)"
+            f"--adapter together with --tower: merge it into the whole model first: {MERGE_WITH_PEFT}"
         )
     rows, fsdp = options.vocab_size_padded, options.fsdp
     if rows is not None and rows < 1:

@@ -1,7 +1,7 @@
 """`merge-adapter`: a low-rank adapter (LoRA) merged into its base, as a checkpoint of the base's format.
 
-A Megatron adapter goes into a Megatron checkpoint, or stands in one beside its base already (wrapped); a PEFT
-directory goes into a Hugging Face model. The result has weights only: an optimizer belongs to what it has trained.
+A Megatron adapter goes into a Megatron checkpoint, or is in one together with its base already (wrapped). The result
+has weights only: an optimizer belongs to what it has trained.
 """
 
 from __future__ import annotations
@@ -20,31 +20,27 @@ from ckpt_tools.commands.conversion import (
     like_to_like,
 )
 from ckpt_tools.commands.conversion_report import ConversionReport, MastersUse
-from ckpt_tools.commands.hf_assets import read_assets
-from ckpt_tools.commands.hf_parts import CONFIG, architecture_of, read_config, refuse_adapters, weight_files
 from ckpt_tools.commands.opened import Opened, open_checkpoint
-from ckpt_tools.commands.outputs import output_directory, refuse_overlap
-from ckpt_tools.commands.peft_source import is_peft, merge_peft, peft_files
+from ckpt_tools.commands.outputs import refuse_overlap
+from ckpt_tools.commands.peft_source import is_peft
 from ckpt_tools.commands.placements import Layout
 from ckpt_tools.commands.read_model import Wanted, keeps_masters, master_targets, read_beside_masters
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, planned, prepare_model
 from ckpt_tools.commands.to_torch_dist import write_torch_dist
-from ckpt_tools.errors import UnsupportedCheckpointError, UsageError
+from ckpt_tools.errors import UnsupportedCheckpointError
 from ckpt_tools.execute.run import Output
 from ckpt_tools.formats.detect import Location, locate
-from ckpt_tools.formats.files import open_files, read_whole
+from ckpt_tools.formats.files import open_files
 from ckpt_tools.formats.joined_files import FilesBeside
-from ckpt_tools.formats.safetensors import INDEX_FILE, MAX_INDEX_BYTES
 from ckpt_tools.megatron.adapters import Adapter
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
-from ckpt_tools.megatron.huggingface.quantized import SETTINGS
+from ckpt_tools.megatron.huggingface.peft import MERGE_WITH_PEFT
 from ckpt_tools.megatron.merged import merged_model
 from ckpt_tools.megatron.record import read_record
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.roles import MASTER
-from ckpt_tools.model.target import Source, Target, TargetTensor
-from ckpt_tools.plan.weight_files import build_safetensors_plan
+from ckpt_tools.model.target import TargetTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +76,10 @@ def merge_adapter(
 
 def plan_merge(opened: Opened, options: MergeOptions, world: int) -> Conversion:
     """Everything up to the first byte; `world` processes write."""
-    if opened.location.kind == "safetensors":
-        return _plan_huggingface(opened, options)
     if opened.location.kind not in ("torch_dist", "fsdp_dtensor"):
         raise UnsupportedCheckpointError(
             f"{opened.location.path} is {opened.location.kind}; adapters are merged into torch_dist and fsdp_dtensor "
-            "checkpoints and into Hugging Face models"
-        )
-    if options.adapter is not None and is_peft(options.adapter):
-        raise UnsupportedCheckpointError(
-            f"{options.adapter} is a PEFT directory, {opened.location.path} a Megatron checkpoint. `import-hf HF OUT "
-            f"--adapter {options.adapter}` merges it into its own base on the way to Megatron; `export-hf` makes a "
-            "Hugging Face model of this one, into which it can be merged"
+            "checkpoints"
         )
     with _adapter_of(opened, options) as (base, source):
         model = _read_base(base, options)
@@ -147,61 +135,20 @@ def _adapted_masters(model: Model, adapters: tuple[Adapter, ...]) -> list[Target
     return []
 
 
-def _plan_huggingface(opened: Opened, options: MergeOptions) -> Conversion:
-    """A Hugging Face model in its own files, with a PEFT directory merged in."""
-    path, adapter = opened.location.path, options.adapter
-    if adapter is None:
-        refuse_adapters(opened.catalog.tensors)
-        raise UsageError(
-            f"{path} is a Hugging Face model without an adapter: name the PEFT directory behind it"
-        )
-    if not is_peft(adapter):
-        raise UnsupportedCheckpointError(
-            f"{adapter} is not a PEFT directory, which has an adapter_config.json; of a Megatron adapter "
-            f"`export-hf ADAPTER PEFT --peft --hf-config {path}` makes one"
-        )
-    if options.alpha is not None:
-        raise UsageError("--alpha: adapter_config.json says it; leave it out")
-    config = read_config(path)
-    if config.get(SETTINGS):
-        raise UnsupportedCheckpointError(
-            f"{path}: config.json has a {SETTINGS}, and nothing is added to quantized numbers. `import-hf --adapter` "
-            "merges into the dequantized weights"
-        )
-    made = merge_peft(opened.catalog, adapter, bool(config.get("tie_word_embeddings")))
-    stored = opened.catalog.tensors.items()
-    files, index = weight_files(
-        opened.catalog, [TargetTensor(key, entry.dtype, entry.shape, (Source(key),)) for key, entry in stored]
-    )
-    return Conversion(
-        "hf",
-        None,
-        None,
-        made.catalog,
-        Target(
-            tuple(t for file in files for t in file.tensors if isinstance(t, TargetTensor)), notes=made.notes
-        ),
-        build_safetensors_plan(made.catalog, files, {}),
-        extra_files=_small_files(opened) | index,
-        architecture=architecture_of(config),
-    )
-
-
-def _small_files(opened: Opened) -> dict[str, bytes]:
-    """Config, index and tokenizer, byte for byte."""
-    names = [name for name in (CONFIG, INDEX_FILE) if opened.files.exists(name)]
-    kept = {name: read_whole(opened.files, name, MAX_INDEX_BYTES) for name in names}
-    return read_assets(opened.location.path, has_code=True).files | kept
-
-
 def _open(source: str, options: MergeOptions) -> Opened:
     opened = open_checkpoint(source, options.iteration, options.trust_pickle)
-    if options.adapter is None:
-        return opened
+    path = options.adapter
     try:
-        path = options.adapter
-        beside = peft_files(path) if is_peft(path) else open_files(locate(path).path)
-        return replace(opened, files=FilesBeside(opened.files, [beside]))
+        if opened.location.kind == "safetensors" or (path is not None and is_peft(path)):
+            raise UnsupportedCheckpointError(
+                f"{source} and {path or 'its adapter'}: a Megatron adapter is merged into a Megatron checkpoint. A "
+                "PEFT directory belongs to the Hugging Face model it was trained on: `import-hf HF OUT --adapter "
+                f"PEFT` merges it on the way to Megatron; {MERGE_WITH_PEFT} without converting. `export-hf ADAPTER "
+                "PEFT --peft --hf-config HF` makes a PEFT directory of a Megatron adapter"
+            )
+        if path is None:
+            return opened
+        return replace(opened, files=FilesBeside(opened.files, [open_files(locate(path).path)]))
     except BaseException:
         opened.files.close()
         raise
@@ -211,9 +158,7 @@ def _place(source: str, location: Location, output: str, options: MergeOptions) 
     refuse_overlap(source, location, output)  # first: with the adapter's name it would be said of that
     if options.adapter is not None:
         refuse_overlap(options.adapter, location, output)
-    if location.kind != "safetensors":
-        return like_to_like(source, location, output, options)
-    return Output(output_directory(output), overwrite=options.overwrite, resume=options.resume)
+    return like_to_like(source, location, output, options)
 
 
 MERGED = Writer(open=_open, place=_place, plan=plan_merge)

@@ -22,8 +22,8 @@ from ckpt_tools.megatron.huggingface.peft_places import ADAPTER_CONFIG
 from ckpt_tools.model.catalog import Catalog
 
 
-def merge_peft(base: Catalog, adapter: str, tied: bool) -> WithAdapter:
-    """The tensors of a model with those of the PEFT directory `adapter` added.
+def merge_peft(base: Catalog, adapter: str, shared: tuple[str, str] | None) -> WithAdapter:
+    """The tensors of a model with those of the PEFT directory `adapter` added; `shared` as of `with_adapter`.
 
     Its files are named as among joined folders.
 
@@ -43,7 +43,7 @@ def merge_peft(base: Catalog, adapter: str, tied: bool) -> WithAdapter:
         settings = read_peft_settings(_config(files))
         stored = read_safetensors_header(files, ADAPTER_WEIGHTS)
         entries = {key: joined_entry(files, e, f"{key} of {adapter}") for key, e in stored.items()}
-    return with_adapter(base, Catalog(files.location, entries, {}), settings, tied)
+    return with_adapter(base, Catalog(files.location, entries, {}), settings, shared)
 
 
 def _no_peft(adapter: str) -> str:

@@ -15,6 +15,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
+from dataclasses import replace
 from itertools import accumulate
 from math import prod
 from operator import mul
@@ -109,7 +110,7 @@ def _refuse_damaged(files: Files, problems: list[str]) -> None:
 
 
 def _read_catalog(files: Files) -> Catalog:
-    weight_map = _weight_map(files)
+    weight_map, aliases = _weight_map(files)
     refuse_pointers(
         files, [INDEX_FILE, *set(weight_map.values())] if weight_map is not None else [SINGLE_FILE]
     )
@@ -120,7 +121,7 @@ def _read_catalog(files: Files) -> Catalog:
         listed.setdefault(name, set()).add(key)
     for name in sorted(listed):
         try:
-            found = read_safetensors_header(files, name)
+            found, notes = _read_header(files, name)
         except CorruptCheckpointError as error:
             problems.append(str(error))
             continue
@@ -128,14 +129,19 @@ def _read_catalog(files: Files) -> Catalog:
             if weight_map is not None and weight_map.get(key) != name:
                 problems.append(f"{name} holds {key}, which the index places in {weight_map.get(key)}")
         tensors.update(found)
+        aliases |= notes
         missing = listed[name] - found.keys()
         problems += [f"{name} lacks {key}, which the index places there" for key in sorted(missing)]
     _refuse_damaged(files, problems)
+    # `save_model` stores a tensor under one of its names and lists the others.
+    for name, stored in aliases.items():
+        if stored in tensors and name not in tensors:
+            tensors[name] = replace(tensors[stored], key=name)
     return Catalog(files.location, tensors, {})
 
 
-def _weight_map(files: Files) -> dict[str, str] | None:
-    """The index's tensor -> file map with every file proven to exist, or None for a single file.
+def _weight_map(files: Files) -> tuple[dict[str, str] | None, dict[str, str]]:
+    """The index's tensor -> file map with every file proven to exist, or None for a single file; and its texts.
 
     Files that the index does not name are not read: releases hold the same weights once more in another layout.
     """
@@ -144,7 +150,7 @@ def _weight_map(files: Files) -> dict[str, str] | None:
     present = [name for name in names if name.endswith(".safetensors")]
     if INDEX_FILE not in names:
         if SINGLE_FILE in present:
-            return None
+            return None, {}
         raise UnsupportedCheckpointError(
             f"{root} has neither {SINGLE_FILE} nor {INDEX_FILE}{_instead(names)}"
         )
@@ -154,7 +160,7 @@ def _weight_map(files: Files) -> dict[str, str] | None:
             "Remove the stale one"
         )
     refuse_pointers(files, [INDEX_FILE])
-    weight_map = _read_index(files)
+    weight_map, texts = _read_index(files)
     shards = set(weight_map.values())
     problems = [f"{name!r} is not a file name" for name in shards if name in ("", ".", "..") or "/" in name]
     problems += [f"shard {name} is missing" for name in sorted(shards - set(present))]
@@ -162,13 +168,13 @@ def _weight_map(files: Files) -> dict[str, str] | None:
         raise CorruptCheckpointError(
             f"{path_in(files.location, INDEX_FILE)}:\n" + list_problems(problems), problems
         )
-    return weight_map
+    return weight_map, texts
 
 
 def unread_files(files: Files) -> tuple[str, ...]:
     """The weight files that are not those of the model, by its index or by their names."""
     names = files.list()
-    named = set(_read_index(files).values()) if INDEX_FILE in names else {SINGLE_FILE}
+    named = set(_read_index(files)[0].values()) if INDEX_FILE in names else {SINGLE_FILE}
     if not named & set(names):
         named = set(parts_of_ranks(names))
     return tuple(name for name in names if name.endswith(".safetensors") and name not in named)
@@ -180,8 +186,8 @@ def _instead(names: list[str]) -> str:
     present = [name for name in names if name.endswith(".safetensors")]
     if ADAPTER in names:
         return (
-            f", but {ADAPTER}: an adapter (LoRA) without its model. Merge it first: `merge-adapter HF PEFT OUT`, or "
-            "`import-hf HF OUT --adapter PEFT`, where HF is the model it was trained on"
+            f", but {ADAPTER}: an adapter (LoRA) without its model. `import-hf HF OUT --adapter PEFT` merges it "
+            "into HF, the model it was trained on"
         )
     if present:
         return f", only {', '.join(present[:4])}: the index is missing"
@@ -209,7 +215,7 @@ def refuse_pointers(files: Files, names: Iterable[str]) -> None:
         )
 
 
-def _read_index(files: Files) -> dict[str, str]:
+def _read_index(files: Files) -> tuple[dict[str, str], dict[str, str]]:
     path = path_in(files.location, INDEX_FILE)
     raw = read_whole(files, INDEX_FILE, MAX_INDEX_BYTES)
     try:
@@ -219,7 +225,7 @@ def _read_index(files: Files) -> dict[str, str]:
         raise CorruptCheckpointError(f"{path}: not a safetensors index: {error}") from error
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         raise CorruptCheckpointError(f"{path}: weight_map is not a map of tensor names to file names")
-    return weight_map
+    return weight_map, _texts(index.get("metadata"))
 
 
 def read_safetensors_header(files: Files, name: str) -> dict[str, TensorEntry]:
@@ -243,7 +249,7 @@ def _read_header(files: Files, name: str) -> tuple[dict[str, TensorEntry], dict[
     header = _parse_header(files.read(name, 8, length), path)
     problems: list[str] = []
     stated = header.pop("__metadata__", None)
-    notes = {k: v for k, v in stated.items() if isinstance(v, str)} if isinstance(stated, dict) else {}
+    notes = _texts(stated)
     is_right = stated is None or (isinstance(stated, dict) and len(notes) == len(stated))
     if not is_right or not all(map(_is_text, notes.values())):
         problems.append("__metadata__ is not an object of texts")
@@ -257,6 +263,11 @@ def _read_header(files: Files, name: str) -> tuple[dict[str, TensorEntry], dict[
             f"{path}: the header does not describe the file:\n" + list_problems(problems), problems
         )
     return {entry.key: entry for entry in entries}, notes
+
+
+def _texts(stated: object) -> dict[str, str]:
+    """What stands beside tensors as texts, an alias of a tensor among them."""
+    return {k: v for k, v in stated.items() if isinstance(v, str)} if isinstance(stated, dict) else {}
 
 
 def _parse_header(raw: bytes, path: str) -> dict[str, object]:

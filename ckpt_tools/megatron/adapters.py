@@ -38,7 +38,8 @@ _FACTOR = re.compile(
 )
 _OTHER = {
     "weight_magnitude": "DoRA: its merged weight is scaled row by row. Merge it in Megatron-Bridge",
-    ".lora_": "PEFT's own modules inside Megatron (ms-swift). Export the adapter as a PEFT directory there",
+    ".lora_": "PEFT's own modules inside Megatron (ms-swift). `swift export --mcore_adapters RUN --to_hf true` of "
+    "ms-swift merges them and writes a Hugging Face model, which import-hf reads",
     "adapter_layer.": "an adapter of NeMo 1, which is not read. Merge it in NeMo 1",
 }
 
@@ -111,9 +112,9 @@ def sort_out(catalog: Catalog) -> AdapterTensors:
         if role_of(key) != "weight":
             continue
         name = adapter_name(key)
-        other = next((mark for mark in _OTHER if mark in key), None)
+        other = not_merged(key)
         if other is not None:
-            problems.append(f"{key}: {_OTHER[other]}")
+            problems.append(f"{key}: {other}")
         elif name is not None:
             factors[name] = entry
         elif ".adapter." in key and not key.endswith("_extra_state"):
@@ -125,6 +126,11 @@ def sort_out(catalog: Catalog) -> AdapterTensors:
             f"{catalog.root} holds adapters that are not merged here:\n" + list_problems(problems), problems
         )
     return AdapterTensors(factors, others)
+
+
+def not_merged(key: str) -> str | None:
+    """What merges an adapter of a kind that is not merged here; None: the key is of no such adapter."""
+    return next((advice for mark, advice in _OTHER.items() if mark in key), None)
 
 
 def adapter_name(key: str) -> FactorName | None:

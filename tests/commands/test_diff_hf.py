@@ -6,12 +6,15 @@ import json
 import shutil
 import struct
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from ckpt_tools.cli.app import run
 from tests.cases import cases as cases  # noqa: PLC0414  a fixture
 from tests.conftest import fixture_dir
 from tests.damage import ITERATION, copy_of, flip_bit, payload_of
+from tests.megatron.huggingface.by_rules import QWEN3_MOE, directory
 
 LLAMA = "core019_llama_tp2_fully_reshardable"
 
@@ -53,6 +56,47 @@ def test_an_export_equals_its_source(tmp_path, capsys):
     code, report = diff(fixture_dir(LLAMA), export(LLAMA, tmp_path / "hf"), capsys)
     assert (code, report["by"], report["equal"]) == (0, "huggingface", True)
     assert len(report["tensors"]) > 15
+
+
+def save(folder, config, tensors):
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def as_one_tensor(tensors):
+    """The experts as transformers 5 holds them."""
+    fused = {key: array for key, array in tensors.items() if ".experts." not in key}
+    for layer in range(2):
+        one = f"model.layers.{layer}.mlp.experts."
+        up = [
+            np.concatenate([tensors[f"{one}{e}.{k}_proj.weight"] for k in ("gate", "up")]) for e in range(3)
+        ]
+        fused[f"{one}gate_up_proj"] = np.stack(up)
+        fused[f"{one}down_proj"] = np.stack([tensors[f"{one}{e}.down_proj.weight"] for e in range(3)])
+    return fused
+
+
+def test_experts_one_by_one_are_those_of_one_tensor(tmp_path, capsys):
+    """And a tied head that one of the two stores nevertheless is no difference; names of the first are shown."""
+    config = {**QWEN3_MOE, "tie_word_embeddings": True}
+    tensors = dict(directory(config))
+    save(tmp_path / "one", config, {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]})
+    fused = as_one_tensor(tensors)
+    save(tmp_path / "fused", config, fused)
+    for pair in (("one", "fused"), ("fused", "one")):
+        code, report = diff(*(tmp_path / name for name in pair), capsys)
+        assert (code, report["by"], report["equal"]) == (0, "huggingface", True)
+    assert len(report["tensors"]) == len(fused)
+    fused["model.layers.1.mlp.experts.gate_up_proj"][2, 7, 3] += 1  # row 1 of the second half
+    save(tmp_path / "changed", config, fused)
+    code, report = diff(tmp_path / "one", tmp_path / "changed", capsys)
+    (found,) = [one for one in report["tensors"] if one["kind"] != "equal"]
+    assert (code, found["key"]) == (1, "model.layers.1.mlp.experts.2.up_proj.weight")
+    del fused["model.norm.weight"]
+    save(tmp_path / "less", config, fused)
+    for pair in (("one", "less"), ("less", "one")):
+        assert diff(*(tmp_path / name for name in pair), capsys)[0] == 1
 
 
 def test_a_tied_head_that_is_stored_nevertheless(cases, tmp_path, capsys):

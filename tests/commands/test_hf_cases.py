@@ -17,6 +17,7 @@ from ckpt_tools.commands.opened import open_checkpoint
 from ckpt_tools.megatron.huggingface.layouts import gate_up_in_turns
 from ckpt_tools.megatron.huggingface.model_args import GluInterleave
 from tests.cases import cases as cases  # noqa: PLC0414  a fixture
+from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
 from tests.megatron.huggingface.by_rules import LLAMA, directory
 from tests.megatron.huggingface.test_layouts import model, numbered, to_core, to_hf
 
@@ -43,6 +44,22 @@ def test_settings_that_config_json_cannot_say(
     assert run(["export-hf", str(cases / case), str(tmp_path / "out")]) == 5
     error = capsys.readouterr().err
     assert setting in error and "--rules" in error and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("case", "code", "message"),
+    [("safetensors_alias/tied_llama", 0, "lm_head.weight: no content of its own"),
+     ("classification_heads/hf_reward_model", 5, "score.weight [1, 32]: the head of a reward, value or"),
+     ("vl_head_lost/qwen2_5_vl", 5, "lm_head.weight [64, 32] is missing")],
+)  # fmt: skip
+def test_models_as_users_have_them(
+    case: str, code: int, message: str, user_cases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = str(user_cases / case), str(tmp_path / "run")
+    assert run(["import-hf", source, out]) == code
+    said = "".join(capsys.readouterr())
+    assert message in said and (code == 0 or said.count("\n  - ") == 1)
+    assert code or run(["diff", source, out, "-q"]) == 0
 
 
 @pytest.mark.parametrize("case", ["theta_both", "yarn_and_null"])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from ckpt_tools.cli.app import run
 from ckpt_tools.commands.export_hf import ExportOptions, export_hf
 from ckpt_tools.commands.merge_adapter import MergeOptions, merge_adapter
 from ckpt_tools.commands.opened import open_checkpoint
@@ -20,6 +21,7 @@ from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedC
 from ckpt_tools.execute.run import WriteOptions
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
 from ckpt_tools.model.box import Box
+from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
 from tests.commands import oracle
 from tests.conftest import DATA, fixture_dir
 from tests.damage import ITERATION
@@ -361,15 +363,23 @@ def test_other_pairs_are_refused_with_the_way_that_works(tmp_path: Path) -> None
     export_hf(str(RUN), str(tmp_path / "hf"))
     export_hf(str(adapter), str(tmp_path / "peft"), ExportOptions(peft=True, hf_config=str(tmp_path / "hf")))
     hf, peft = tmp_path / "hf", tmp_path / "peft"
-    assert "import-hf HF OUT --adapter" in refused(UnsupportedCheckpointError, RUN, peft, tmp_path)
-    assert "--peft --hf-config" in refused(UnsupportedCheckpointError, hf, adapter, tmp_path)
-    assert "name the PEFT directory" in refused(UsageError, hf, None, tmp_path)
+    for base, given in ((RUN, peft), (hf, peft), (hf, adapter), (hf, None)):
+        text = refused(UnsupportedCheckpointError, base, given, tmp_path)
+        assert "import-hf HF OUT --adapter" in text and "merge_and_unload" in text
     assert "name its adapter behind it" in refused(UnsupportedCheckpointError, RUN, None, tmp_path)
     assert "holds no low-rank adapter" in refused(UnsupportedCheckpointError, RUN, RUN, tmp_path)
     assert "is a Hugging Face model, not an adapter" in refused(UnsupportedCheckpointError, RUN, hf, tmp_path)
-    assert "adapter_config.json says it" in refused(UsageError, hf, peft, tmp_path, alpha=2)
     with pytest.raises(UsageError, match="overlap"):
         merge_adapter(str(RUN), str(adapter), str(adapter / "out"))
+
+
+@pytest.mark.parametrize("command", ["convert", "merge-adapter", "export-hf"])
+def test_an_adapter_of_ms_swift_is_sent_to_ms_swift(
+    command: str, user_cases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([command, str(user_cases / "swift_mcore_lora" / "run"), str(tmp_path / "out")]) in (3, 5)
+    error = capsys.readouterr().err
+    assert "swift export --mcore_adapters" in error and "merge-adapter" not in error
 
 
 def test_a_damaged_adapter_is_found_by_its_checksum(tmp_path: Path) -> None:

@@ -194,7 +194,7 @@ def test_experts_lie_as_the_directory_has_them(ffn: int, by_rows: bool, tmp_path
 @pytest.mark.parametrize(
     ("outer", "inner", "has_head", "tied"),
     [(None, None, True, False), (False, True, True, False), (True, True, False, True), (True, False, False, True),
-     (None, None, False, True), (None, True, False, True)],
+     (None, True, False, True)],
 )  # fmt: skip
 def test_whether_the_head_is_the_embedding(
     outer: bool | None, inner: bool | None, has_head: bool, tied: bool, tmp_path: Path
@@ -215,6 +215,26 @@ def test_whether_the_head_is_the_embedding(
     assert tensors_of(out) == tensors_of(source) and config_of(out) == config
     assert run(["export-hf", str(tmp_path / "run"), str(tmp_path / "plain"), "-q"]) == 0
     assert config_of(tmp_path / "plain")["tie_word_embeddings"] is tied
+
+
+@pytest.mark.parametrize(("outer", "inner"), [(None, None), (None, False), (False, None), (False, False)])
+def test_a_head_that_no_place_says_is_shared_is_missing(
+    outer: bool | None, inner: bool | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both releases of transformers make a new one for it."""
+    text, config = (
+        {key: value for key, value in one.items() if key != "tie_word_embeddings"}
+        for one in (MOE_TEXT, QWEN3_MOE)
+    )
+    for place, said in ((config, outer), (text, inner)):
+        place.update({} if said is None else {"tie_word_embeddings": said})
+    config["text_config"] = text
+    tensors = language_tensors("qwen3_vl_moe_text", {**text, "tie_word_embeddings": True})
+    source = save(tmp_path / "vl", config, whole(tensors, AS_MODULES))
+    for words in ([], TOWER):
+        assert "lm_head.weight [97, 24] is missing" in refusal(
+            ["import-hf", source, tmp_path / "run", *words], 5, capsys
+        )
 
 
 def test_a_larger_vocabulary_is_written_where_config_json_says_it(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 import safetensors
 import torch
 from safetensors.numpy import save_file
+from safetensors.torch import save_model
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
@@ -165,7 +166,10 @@ def test_lfs_pointers_are_named(name: str, tmp_path: Path) -> None:
         ),
         ("consolidated.00.pth", "but consolidated.00.pth: pickled"),
         ("model-Q4_K_M.gguf", "but model-Q4_K_M.gguf"),
-        ("adapter_model.safetensors", "an adapter .LoRA. without its model. Merge it first"),
+        (
+            "adapter_model.safetensors",
+            "an adapter .LoRA. without its model. `import-hf HF OUT --adapter PEFT` merges",
+        ),
     ],
 )
 def test_folders_with_other_weights_say_what_to_do(name: str, text: str, tmp_path: Path) -> None:
@@ -208,6 +212,31 @@ def test_files_that_break_the_format_are_refused(content: bytes, text: str, tmp_
     assert text in str(caught.value)
     with pytest.raises(safetensors.SafetensorError), safetensors.safe_open(tmp_path / SINGLE_FILE, "np"):
         pass
+
+
+@pytest.mark.parametrize("by_index", [False, True])
+def test_a_tensor_is_found_under_all_names_that_a_writer_gave_it(by_index: bool, tmp_path: Path) -> None:
+    """`save_model` stores one of its names, and the header lists the others; of several files (huggingface_hub) the
+    index does."""
+    one = np.arange(6, dtype=np.float32)
+    texts = {"a.weight": "d.weight", "b.weight": "d.weight", "format": "pt", "c.weight": "no.tensor"}
+    if by_index:
+        save_file({"d.weight": one}, tmp_path / "1.safetensors", metadata={"format": "pt"})
+        index = {"metadata": {**texts, "total_size": 24}, "weight_map": {"d.weight": "1.safetensors"}}
+        (tmp_path / INDEX_FILE).write_text(json.dumps(index))
+    else:
+        module = torch.nn.ModuleDict({name: torch.nn.Linear(2, 3, bias=False) for name in "dab"})
+        module["a"].weight = module["b"].weight = module["d"].weight
+        save_model(module, str(tmp_path / SINGLE_FILE))
+        with torch.no_grad():
+            one = module["d"].weight.numpy().copy()
+    tensors = read_safetensors_catalog(tmp_path).tensors
+    assert {name: entry.key for name, entry in tensors.items()} == {
+        f"{n}.weight": f"{n}.weight" for n in "abd"
+    }
+    ((chunk,),) = {entry.chunks for entry in tensors.values()}
+    raw = (tmp_path / chunk.item.file).read_bytes()
+    assert raw[chunk.item.offset : chunk.item.offset + chunk.item.length] == one.tobytes()
 
 
 def test_padding_of_the_header_is_allowed(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ PART = (
     "language model and its text_config as a model of their own"
 )
 DENSE_IN_MTP = "mtp.layers.{m}.transformer_layer.mlp.linear_fc1.weight"
+MOST_OF_A_HEAD = 8  # tensors
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
@@ -141,6 +142,16 @@ def misfits(tensors: Mapping[str, Spec], wanted: Mapping[str, Wanted]) -> Iterat
     for name, (shape, whose) in wanted.items():
         if name in tensors and tensors[name].shape != shape:
             yield f"{name} has shape {list(tensors[name].shape)}, config.json asks{whose} for {list(shape)}"
+
+
+def other_heads(
+    strange: Iterable[str], wanted: Iterable[str], tensors: Mapping[str, Spec], hidden_size: int
+) -> list[str]:
+    """The tensors without a rule that are another head: few, outside of the model's modules, one takes its output."""
+    modules = {name.split(".")[0] for name in wanted}
+    found = sorted(name for name in strange if name.split(".")[0] not in modules)
+    is_head = any(tensors[name].shape[1:] == (hidden_size,) for name in found)
+    return found if is_head and len(found) <= MOST_OF_A_HEAD else []
 
 
 WRAPPERS = {

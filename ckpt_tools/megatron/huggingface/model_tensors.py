@@ -94,6 +94,16 @@ def tensor_of(family: Family, core: str) -> str:
     return next((rule.hf[0] for rule in family.rules if rule.core == core), "lm_head.weight")
 
 
+def shared_head(
+    config: Mapping[str, Any], tensors: Iterable[str], families: Mapping[str, Family] = FAMILIES
+) -> tuple[str, str] | None:
+    """The names of the embedding and of the head that is the same weight; None: the head is one of its own."""
+    family = family_of_config(config, families)
+    if not read_config(family, config).tied:
+        return None
+    return bare_prefix(family, tensors)(tensor_of(family, EMBEDDING)), tensor_of(family, HEAD)
+
+
 def without_content(
     family: Family, model: ModelArgs, extra: Iterable[str], prefix: Prefix
 ) -> tuple[tuple[tuple[str, str], ...], list[str]]:

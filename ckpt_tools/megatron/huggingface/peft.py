@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -42,11 +42,11 @@ _OTHER = re.compile(
 # Fields of adapter_config.json that say nothing about what is added, or are read below.
 _READ = frozenset({
     "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "fan_in_fan_out",
-    "init_lora_weights", *PLACE_FIELDS,
+    "init_lora_weights", "ensure_weight_tying", *PLACE_FIELDS,
 })  # fmt: skip
 _WITHOUT_PART = frozenset({
-    "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying",
-    "eva_config", "inference_mode", "loftq_config", "lora_dropout", "lora_ga_config", "megatron_core",
+    "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "eva_config",
+    "inference_mode", "loftq_config", "lora_dropout", "lora_ga_config", "megatron_core",
     "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type",
 })  # fmt: skip
 _REFUSED = {
@@ -62,7 +62,7 @@ _REFUSED = {
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _SIMPLE_PATTERN = re.compile(r"\^?(?:[\w-]|\\?\.|\.\*)+\$?")
 _MAX_WILDCARDS = 3
-_PEFT = (
+MERGE_WITH_PEFT = (
     "`PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(DIR)` of peft merges it"
 )
 
@@ -77,6 +77,7 @@ class PeftSettings:
     ranks: Mapping[str, int] = field(default_factory=dict)  # by a pattern of module names
     alphas: Mapping[str, float] = field(default_factory=dict)
     turned: bool = False  # weights are (in, out)
+    keeps_tie: bool = False  # the head of a tied model was trained as one with the embedding
     places: Places = field(default_factory=Places)
 
     def scale(self, module: str, rank: int) -> float:
@@ -129,7 +130,9 @@ def read_peft_settings(config: Any) -> PeftSettings:
         raise UnsupportedCheckpointError(f"{ADAPTER_CONFIG} is not an object: {config!r:.40}")
     if config.get("peft_type") != "LORA":
         found = config.get("peft_type")
-        raise UnsupportedCheckpointError(f"{ADAPTER_CONFIG}: peft_type is {found!r}; LORA is merged. {_PEFT}")
+        raise UnsupportedCheckpointError(
+            f"{ADAPTER_CONFIG}: peft_type is {found!r}; LORA is merged. {MERGE_WITH_PEFT}"
+        )
     problems = [f"{name} is {config[name]!r}: {why}" for name, why in _REFUSED.items() if config.get(name)]
     known = _READ | _WITHOUT_PART | _REFUSED.keys()
     problems += [
@@ -143,7 +146,7 @@ def read_peft_settings(config: Any) -> PeftSettings:
         )
     if problems:
         raise UnsupportedCheckpointError(
-            f"{ADAPTER_CONFIG}: not merged here. {_PEFT}:\n" + list_problems(problems), problems
+            f"{ADAPTER_CONFIG}: not merged here. {MERGE_WITH_PEFT}:\n" + list_problems(problems), problems
         )
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if type(rank) is not int or rank < 1:
@@ -157,6 +160,7 @@ def read_peft_settings(config: Any) -> PeftSettings:
         _patterns(config, "rank_pattern"),
         _patterns(config, "alpha_pattern"),
         bool(config.get("fan_in_fan_out")),
+        bool(config.get("ensure_weight_tying")),
         read_places(config),
     )
 
@@ -186,10 +190,13 @@ class _Matrices(NamedTuple):
     is_embedding: bool
 
 
-def with_adapter(base: Catalog, adapter: Catalog, settings: PeftSettings, tied: bool) -> WithAdapter:
+def with_adapter(
+    base: Catalog, adapter: Catalog, settings: PeftSettings, shared: tuple[str, str] | None
+) -> WithAdapter:
     """The tensors of `base`, under their names, with the adapter's parts added.
 
-    Tensors of `adapter` have the keys of their file; its entries keep their own keys.
+    Tensors of `adapter` have the keys of their file; its entries keep their own keys. `shared` names embedding and
+    head of a model that ties them. An adapter that holds both whole leaves both, for their bytes to be compared.
 
     Raises:
         MappingError: adapters or tensors that have no place in the base, or another shape; all are named.
@@ -197,15 +204,13 @@ def with_adapter(base: Catalog, adapter: Catalog, settings: PeftSettings, tied: 
     """
     modules, whole = _sorted_out(adapter, base)
     problems = [
-        f"{name}: the base has no such tensor" for name in (*modules, *whole) if name not in base.tensors
+        f"{name}: the base has no such tensor"
+        for name in (*modules, *whole)
+        if name not in base.tensors and name not in (shared or ())
     ]
     misplaced, unproven = settings.places.check(_adapted(adapter, base), whole, base.tensors)
     problems += misplaced
-    if tied and any(m.is_embedding for m in modules.values()):
-        problems.append(
-            "the embedding was adapted, and the head shares its weight (tie_word_embeddings): merged, both would "
-            "change, and only one was trained"
-        )
+    problems += _broken_tie(modules, whole, settings, shared)
     problems += [
         f"{name}: A and B are matrices, not {m.a.shape} and {m.b.shape}"
         for name, m in modules.items()
@@ -242,6 +247,27 @@ def with_adapter(base: Catalog, adapter: Catalog, settings: PeftSettings, tied: 
     return WithAdapter(replace(base, tensors=tensors), parts, types, tuple(there), tuple(whole), unproven)
 
 
+def _broken_tie(
+    modules: Collection[str], whole: Collection[str], settings: PeftSettings, shared: tuple[str, str] | None
+) -> list[str]:
+    """Why embedding and head of a tied model are not one weight once the adapter is merged.
+
+    Held whole, both are compared later; with `ensure_weight_tying` the head may be left to the embedding. peft adds
+    the matrices of both to the one weight, and so twice, which is not what was trained.
+    """
+    if shared is None:
+        return []
+    changed = [name for name in shared if name in modules or name in whole]
+    one_weight = changed in ([], list(shared)) or (settings.keeps_tie and changed == [shared[0]])
+    if one_weight and not any(name in modules for name in changed):
+        return []
+    return [
+        f"{' and '.join(changed)} was trained, but {' and '.join(shared)} are one weight (tie_word_embeddings, in "
+        "config.json or by the model's class), and the merged ones would differ. Save the base with "
+        "tie_word_embeddings false and a head of its own; then the adapter can be merged"
+    ]
+
+
 def _sorted_out(adapter: Catalog, base: Catalog) -> tuple[dict[str, _Matrices], dict[str, TensorEntry]]:
     """The adapter's matrices by the weight they are added to, and what it holds whole, by their names in the base.
 
@@ -262,7 +288,7 @@ def _sorted_out(adapter: Catalog, base: Catalog) -> tuple[dict[str, _Matrices], 
             whole[_in_base(name.replace(".base_layer.", ".").replace(".modules_to_save.", "."), base)] = entry
     if odd:
         raise UnsupportedCheckpointError(
-            f"tensors that are not LoRA's A and B (DoRA, or a bias of B, or another method). {_PEFT}:\n"
+            f"tensors that are not LoRA's A and B (DoRA, or a bias of B, or another method). {MERGE_WITH_PEFT}:\n"
             + list_problems(odd[:8]),
             odd[:8],
         )

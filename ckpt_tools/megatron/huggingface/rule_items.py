@@ -133,7 +133,8 @@ def _check_names(rule: Rule, words: Words, at: Place, problems: Problems) -> Non
     for i, name in enumerate(rule.also):
         if _places(name) != places:
             problems.append(f"{name!r} has other placeholders than {rule.core!r} @ {at / 'also' / i}")
-    if rule.fused is not None and ("e" not in places or _places(rule.fused) != _places(rule.hf[0]) - {"e"}):
+    is_one = "e" in places or rule.layout == "same"
+    if rule.fused is not None and (not is_one or _places(rule.fused) != _places(rule.hf[0]) - {"e"}):
         problems.append(
             f"{rule.fused!r} is to be {rule.hf[0]!r} of all experts, with its other placeholders @ {at / 'fused'}"
         )

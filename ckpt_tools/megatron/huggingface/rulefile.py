@@ -33,7 +33,7 @@ rules:
     also: other.name          # further names that Megatron gives it
     norm: true                # may be stored as weight - 1: `plus_one: true` says that the class computes 1 + weight
     dtype: float32            # kept whatever is asked
-    fused: model.all          # a tensor of all experts that readers accept in place of `hf`
+    fused: model.all          # a tensor of all experts, or another name, that readers accept in place of `hf`
     plain: true               # a norm whose weight a class of 1 + weight takes as it is
     parts: {z: mamba_inner, x: mamba_inner}  # with {p} in `core`: parameters that are one tensor, with the names of
                               # their rows; `shape` has the other sizes, `layout` is one of JOINED (layouts.py)

@@ -36,10 +36,10 @@ class Rule:
 
     `shape` names dimensions (`dimensions`). `also` lists other spellings of `core` that versions of Megatron
     write. `norm` marks weights that one side may store as weight - 1. `dtype` is kept on both sides whatever is
-    asked. `fused` is a Hugging Face tensor of all experts that readers accept in place of `hf`. `parts` are the
-    parts of which one Hugging Face tensor is made, each with the name of its rows; `shape` has the other dimensions
-    then. `plain` marks a norm of which a class of 1 + weight norms takes the weight as it is. `place` is that of the
-    rule in a user's file.
+    asked. `fused` is a Hugging Face tensor of all experts, or another name, that readers accept in place of `hf`.
+    `parts` are the parts of which one Hugging Face tensor is made, each with the name of its rows; `shape` has the
+    other dimensions then. `plain` marks a norm of which a class of 1 + weight norms takes the weight as it is.
+    `place` is that of the rule in a user's file.
     """
 
     core: str

@@ -24,6 +24,7 @@ from ckpt_tools.megatron.huggingface.checks import (
     loading_notes,
     misfits,
     not_of_family,
+    other_heads,
     refuse_wrapped,
     rope_notes,
     semantic_notes,
@@ -50,6 +51,7 @@ from ckpt_tools.megatron.huggingface.model_tensors import (
     Prefix,
     bare_prefix,
     prediction_layers,
+    tensor_of,
     without_content,
 )
 from ckpt_tools.megatron.huggingface.read_args import read_model_args, with_own_settings
@@ -258,6 +260,16 @@ def import_targets(
     equal, ignored = without_content(family, model, extra, prefix)
     ignored += [name for name in sorted(extra - set(ignored)) if 0 in tensors[name].shape]
     rest = extra - set(ignored)
+    if heads := other_heads(rest, wanted, tensors, model.hidden_size):
+        rest -= set(heads)
+        missing = f"{tensor_of(family, HEAD)} "
+        problems = [one for one in problems if not one.startswith(missing)]
+        problems.append(
+            f"{', '.join(f'{name} {list(tensors[name].shape)}' for name in heads)}: the head of a reward, value or "
+            f"classification model (architectures: {config.get('architectures')!r:.80}). Megatron's GPTModel "
+            "predicts tokens and has no such head: import the language model that this one was made of, or save the "
+            "one inside (of TRL `model.pretrained_model.save_pretrained(DIR)`)"
+        )
     problems += [f"{name}: no rule of {family.name} has this tensor" for name in sorted(rest)]
     if problems:
         raise MappingError(

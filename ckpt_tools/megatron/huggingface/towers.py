@@ -123,7 +123,10 @@ def language_tower(config: Mapping[str, Any], tensors: Mapping[str, Spec], tied:
             f"modules of a {kind} ({', '.join(wrapper.modules)}):\n{list_problems(strange)}",
             strange,
         )
-    text[TIED] = _is_tied(config, text, HEAD in names) if tied is None else _as_stored(config, text, tied)
+    is_tied = _is_tied(config, text, HEAD in names) if tied is None else _as_stored(config, text, tied)
+    text = {key: value for key, value in text.items() if key != TIED}
+    if is_tied is not None:
+        text[TIED] = is_tied
     by_rows = text[TYPE] == EXPERTS_OF and _is_by_rows(
         text, {name: tensors[own] for name, own in names.items()}
     )
@@ -243,12 +246,12 @@ def _bare(name: str, spelling: Spelling) -> str:
     return HEAD if name == spelling.head else "model." + name.removeprefix(spelling.prefix)
 
 
-def _is_tied(config: Mapping[str, Any], text: Mapping[str, Any], has_head: bool) -> bool:
-    """Whether the head is the embedding.
+def _is_tied(config: Mapping[str, Any], text: Mapping[str, Any], has_head: bool) -> bool | None:
+    """Whether the head is the embedding; None: as the class of the language model has it.
 
     Versions of transformers say it outside of text_config, inside, or nowhere; a default of theirs inside may
-    contradict what holds. So a stored head stays one unless nothing denies that it is shared, and a model without a
-    head of its own cannot but share it.
+    contradict what holds. So a stored head stays one unless nothing denies that it is shared. Without a head, a model
+    shares it where one place says so.
 
     Raises:
         MappingError: there is no head, and one place says that it has one, the other not.
@@ -261,7 +264,7 @@ def _is_tied(config: Mapping[str, Any], text: Mapping[str, Any], has_head: bool)
             f"config.json has {TIED} false, and true in {TEXT}, and there is no {HEAD}: releases of transformers "
             "would make it the embedding or a new one"
         )
-    return outer is not False
+    return True if True in (outer, inner) else False if False in (outer, inner) else None
 
 
 def _said(config: Mapping[str, Any], text: Mapping[str, Any]) -> tuple[Any, Any]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckpt_tools.errors import MappingError, list_problems
+from ckpt_tools.megatron.adapters import not_merged
 from ckpt_tools.megatron.keys import (
     expert_of,
     has_expert_axis,
@@ -58,8 +59,11 @@ def sort_keys(catalog: Catalog) -> SortedKeys:
     optimizer = [key for key in catalog.tensors if is_optimizer_key(key)]
     weights = [entry for key, entry in catalog.tensors.items() if not is_optimizer_key(key)]
     parameters = without_wrapper([parameter for entry in weights for parameter in slices_of(entry)])
-    problems = [f"{e.key}: adapter weights (LoRA) are not part of a whole model; merge-adapter merges them"
-                for e in weights if ".adapter." in e.key or ".lora_" in e.key]  # fmt: skip
+    problems = [
+        f"{e.key}: adapter weights (LoRA) are not part of a whole model; {other or 'merge-adapter merges them'}"
+        for e in weights
+        if (other := not_merged(e.key)) or ".adapter." in e.key
+    ]
     problems += missing_layers(p.name for p in parameters)
     if problems:
         raise MappingError(

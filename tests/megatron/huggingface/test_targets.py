@@ -56,6 +56,31 @@ def test_every_problem_of_an_import_is_named() -> None:
     assert text.count("\n  - ") == 3
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "is_head"),
+    [({"score.weight": (1, 12)}, True), ({"classifier.weight": (5, 12), "classifier.bias": (5,)}, True),
+     ({"qa_outputs.weight": (2, 12), "qa_outputs.bias": (2,)}, True),
+     ({"v_head.summary.weight": (1, 12), "v_head.summary.bias": (1,)}, True),
+     ({"reward_head.0.weight": (30, 12), "reward_head.2.weight": (1, 30)}, True),
+     ({"model.layers.0.score.weight": (1, 12)}, False), ({"projector.weight": (12, 5)}, False)],
+)  # fmt: skip
+def test_the_head_of_another_model_is_named(heads: dict[str, Any], is_head: bool, tied: bool) -> None:
+    """Beside the head of a language model (TRL), or in its place."""
+    config = {**LLAMA, "tie_word_embeddings": tied, "architectures": ["RewardModel"]}
+    tensors = {**specs(directory(config)), **{name: Spec("float32", shape) for name, shape in heads.items()}}
+    for _ in range(2):
+        text = problems(lambda: import_targets(tensors, config))
+        assert all(name in text for name in heads)
+        assert (
+            "head of a reward, value or classification model (architectures: ['RewardModel'])" in text
+        ) is is_head
+        assert ("lm_head.weight [11, 12] is missing" in text) is not (
+            is_head or tied or "lm_head.weight" in tensors
+        )
+        tensors.pop("lm_head.weight", None)
+
+
 def test_vocabulary_is_padded_with_zeros_and_cut_again() -> None:
     tensors = directory(LLAMA)
     found, megatron = imported(LLAMA, tensors, multiple=8)
