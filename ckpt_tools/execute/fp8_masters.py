@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ckpt_tools.execute.fp8_weights import (
+from ckpt_tools.model.fp8_weights import (
     BLOCKED,
     Extremes,
     Verdict,
