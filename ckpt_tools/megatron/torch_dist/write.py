@@ -33,7 +33,7 @@ from ckpt_tools.megatron.torch_dist.stacking import Stack, joined_halves, stack_
 from ckpt_tools.megatron.vocab import Vocabulary, vocabulary
 from ckpt_tools.model.choices import DialectName, LayerSpec
 from ckpt_tools.model.dtypes import CASTABLE
-from ckpt_tools.model.model import Model
+from ckpt_tools.model.model import Model, unread_note
 from ckpt_tools.model.roles import MASTER
 from ckpt_tools.model.target import Target, TargetObject, TargetTensor
 
@@ -119,6 +119,7 @@ def build_torch_dist_target(model: Model, options: TorchDistOptions) -> TorchDis
         ),
         renamed=_renamed(stacks, model),
         notes=(
+            *unread_note(model),
             *model.notes,
             *notes,
             *(rng_notes if any(o.key not in kept for o in rng) or not rng else ()),
@@ -218,12 +219,15 @@ def _experts_apart(model: Model, options: TorchDistOptions) -> bool:
 
 
 def _weights(stacks: Sequence[Stack], model: Model, options: TorchDistOptions) -> Iterable[TargetTensor]:
-    """The stored weights and buffers; a format that keeps masters in their place has them rounded."""
+    """The stored weights and buffers; for another type, and where masters are in their place, the masters rounded."""
     for stack in stacks:
         value = stack.weight
+        dtype = _weight_dtype(stack, value.dtype, model, options)
+        if options.dtype and dtype != value.dtype and all(MASTER in p.values for p in stack.parameters):
+            value = stack.state(MASTER)
         yield TargetTensor(
             stack.key,
-            _weight_dtype(stack, value.dtype, model, options),
+            dtype,
             value.shape,
             value.sources,
             zero_filled=value.zero_filled,
