@@ -34,7 +34,7 @@ from ckpt_tools.megatron.vocab import Vocabulary, vocabulary
 from ckpt_tools.model.choices import DialectName, LayerSpec
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.model import Model, unread_note
-from ckpt_tools.model.roles import MASTER
+from ckpt_tools.model.roles import MASTER, WEIGHT
 from ckpt_tools.model.target import Target, TargetObject, TargetTensor
 
 CONTENT_METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
@@ -384,6 +384,11 @@ def _losses(model: Model, options: TorchDistOptions, kept: Collection[str]) -> l
             "masters are written as plain fp32 numbers: load without --use-precision-aware-optimizer, or with "
             "store_param_remainders off; a job that keeps remainders expects those in their place (--like-source)"
         )
+        if any(WEIGHT not in p.values for p in model.parameters):
+            notes.append(
+                "weights are their masters, halfway values rounded to the even number; the optimizer of the source's "
+                "job rounds these away from zero, so that a few of its weights differ by one ulp (no master does)"
+            )
     for p in {p.origin: p for p in model.parameters}.values():
         if not p.states:
             notes.append(f"{p.origin}: no optimizer state in the source (buffer or frozen weight)")
