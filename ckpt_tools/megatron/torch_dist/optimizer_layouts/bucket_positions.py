@@ -53,9 +53,9 @@ class _Live(NamedTuple):
         return sum(piece.numel for piece in self.pieces)
 
 
-def needs_position(bucket: Bucket) -> bool:
-    """Whether masters do not round to their weights: remainders, and those of FP8 weights."""
-    return bucket.param_dtype == FP8 or bucket.states[MASTER].entry.dtype == "int16"
+def needs_position(buffer: Buffer) -> bool:
+    """Whether the masters of a buffer do not round to their weights: remainders, and those of FP8 weights."""
+    return any(b.param_dtype == FP8 or b.states[MASTER].entry.dtype == "int16" for b in buffer.buckets)
 
 
 def place_by_position(

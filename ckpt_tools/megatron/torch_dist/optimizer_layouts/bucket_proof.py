@@ -96,8 +96,8 @@ def find_stretches(
     Raises:
         VerificationError: something is not proven; all such places are named.
     """
-    encoded = [buffer for buffer in buffers if any(map(needs_position, buffer.buckets))]
-    plain = [buffer for buffer in buffers if buffer not in encoded]
+    encoded = [buffer for buffer in buffers if needs_position(buffer)]
+    plain = [buffer for buffer in buffers if not needs_position(buffer)]
     index = PieceIndex(pieces if plain else (), reader)
     problems: list[str] = []
     walked = [(buffer, _walk_buffer(buffer, index, reader, problems)) for buffer in plain]
@@ -114,7 +114,8 @@ def find_stretches(
         problems += _mismatches(by_content, reader, sample_only, share)
         of_fp8 = [s for s in by_place if s.bucket.param_dtype == FP8 and not sample_only]
         sizes = [s.piece.numel * _width(s) for s in of_fp8]
-        problems += filter(None, share(lambda s: _fp8_mismatch(s, reader), of_fp8, sizes))
+        if of_fp8:
+            problems += filter(None, share(lambda s: _fp8_mismatch(s, reader), of_fp8, sizes))
         problems += _differing_copies(stretches, reader)
     if problems:
         all_of_them = dict.fromkeys([*problems, *unseen_parts])
