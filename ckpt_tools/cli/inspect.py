@@ -127,8 +127,7 @@ def _print_summary(found: Inspection) -> None:
     }
     render.print_table(
         ("checkpoint", ""),
-        [(name, str(value)) for name, value in facts.items() if value is not None]
-        + [("not read", line) for line in where.left_out],
+        [(name, str(value)) for name, value in facts.items() if value is not None],
     )
     render.print_table(
         ("role", "dtype", "tensors", "elements", "bytes"),

@@ -74,8 +74,6 @@ def _print(done: Repaired) -> None:
         render.tell(f"{change.cause}{issue}: {len(change.keys):,} entries")
         render.tell_first(change.keys, _SHOWN, "  ")
         render.tell(f"  proof: {change.proof}")
-    for line in done.left_out:
-        render.tell(f"left out {render.escape(line)}")
     written = done.written
     if not done.changes:
         render.tell(

@@ -157,8 +157,6 @@ def source_checksums(w: WriteReport) -> str:
 def print_rewritten(done: Edited) -> None:
     """The last lines of a command that writes a checkpoint in the format of its source."""
     written = done.written
-    for line in done.left_out:
-        tell(escape(f"left out {line}"))
     tell(
         f"{'compared' if written.was_there else 'wrote'} {done.tensors:,} tensors and {done.objects:,} objects, "
         f"{human_bytes(written.bytes_written)} in {written.seconds:.2f} s, to {escape(done.output)}"

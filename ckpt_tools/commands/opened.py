@@ -35,11 +35,14 @@ def open_checkpoint(
 ) -> Opened:
     """The checkpoint that `path` means; `with_common=False` leaves its common state unread, and empty.
 
-    Warns where the folder's number is not the iteration that the common state tells.
+    Warns of what lies beside the tensors and is not read, and where the folder's number is not the iteration that the
+    common state tells.
 
     Raises the errors of `locate`, `read_catalog` and `read_common_state`.
     """
     location = locate(path, iteration)
+    for line in location.left_out:
+        warnings.warn(f"not read: {line}", stacklevel=2)
     files = open_files(location.path)
     try:
         if location.kind == "safetensors":

@@ -36,6 +36,7 @@ from ckpt_tools.megatron.keys import (
     shard_key,
     stacked_axes,
 )
+from ckpt_tools.megatron.layer_settings import Layers, cut_settings
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import StateTensor
 from ckpt_tools.megatron.torch_dist.other_optimizers import spelled_master
 from ckpt_tools.megatron.torch_dist.read import TorchDistSource, read_torch_dist
@@ -50,9 +51,6 @@ from ckpt_tools.verify.meaning import fsdp_weights, torch_dist_weights
 
 _NUMBER = re.compile(r"(\d+)(?=\.)")
 _NATURAL = ("none", "fully_reshardable", "non_distributed")
-_COUNTS = ("num_layers", "encoder_num_layers", "num_hidden_layers")
-_PATTERNS = ("moe_layer_freq", "linear_attention_freq", "hybrid_layer_pattern", "hybrid_override_pattern",
-             "layer_types")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,27 +310,19 @@ def sliced_settings(settings: Mapping[str, Any], cut: Cut) -> dict[str, Any]:
     In a vision-language model they are the language model's, beside which the run may record a config.json.
 
     Raises:
-        UsageError: a pattern that does not have one sign a layer.
+        UsageError: a setting that cannot say it of these layers, or may and is not known.
     """
+    layers = Layers(cut.start, cut.stop, cut.count)
+    if ".mtp." in f".{cut.block}":
+        return {"mtp_num_layers": layers.kept} if settings.get("mtp_num_layers") == cut.count else {}
     of_tower = is_of_transformers(cut.block)
-    changed = {} if of_tower else _sliced(settings, cut)
     part = VISION if of_tower else TEXT
-    return changed | changed_record(settings, part, lambda fields: _sliced(fields, cut))
-
-
-def _sliced(settings: Mapping[str, Any], cut: Cut) -> dict[str, Any]:
-    changed: dict[str, Any] = {
-        name: cut.stop - cut.start for name in _COUNTS if settings.get(name) == cut.count
-    }
-    for name in _PATTERNS if changed else ():
-        pattern = settings.get(name)
-        if isinstance(pattern, int) and pattern > 1:  # every so many layers, counted from 0
-            pattern = [int(layer % pattern == 0) for layer in range(cut.count)]
-        if isinstance(pattern, list | str) and len(pattern) == cut.count:
-            changed[name] = pattern[cut.start : cut.stop]
-        elif isinstance(pattern, list | str):
-            raise UsageError(f"{name} = {pattern!r} does not have one entry for each of {cut.count} layers")
-    return changed
+    changed = changed_record(settings, part, lambda fields: cut_settings(fields, layers))
+    if of_tower or ".vision_model." in f".{cut.block}":
+        return changed
+    if isinstance(inside := settings.get("transformer"), Mapping):  # newer Bridge
+        changed["transformer"] = {**inside, **cut_settings(inside, layers)}
+    return cut_settings(settings, layers) | changed
 
 
 def _objects(

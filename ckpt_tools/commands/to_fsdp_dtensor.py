@@ -33,8 +33,7 @@ from ckpt_tools.formats.files import AnyPath, Files, path_text
 from ckpt_tools.megatron.bridge import RUN_CONFIG, TRAIN_STATE, fsdp_run_config, train_state_file
 from ckpt_tools.megatron.dcp.write import build_dcp_target
 from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import check_fresh, with_fresh_optimizer
-from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter, Rows
-from ckpt_tools.megatron.fsdp_dtensor.tensors import live_value
+from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter
 from ckpt_tools.megatron.fsdp_dtensor.write import FsdpTarget, TargetOptions, build_fsdp_target, writer_tp
 from ckpt_tools.megatron.parallel_sizes import refuse_tensor_parallel
 from ckpt_tools.megatron.record import TargetRecord
@@ -259,8 +258,7 @@ def _cut_rows(vocab: VocabChange) -> Iterator[CutRows]:
 
 def _rows_from(parameter: LiveParameter, first: int) -> CutRows:
     stored = parameter.stored[0]
-    whole = replace(parameter, shape=stored.shape, rows=(Rows(stored, 0, stored.shape[0], 0),))
-    value = live_value(whole, WEIGHT)
+    value = stored.weight
     tensor = TargetTensor(parameter.name, value.dtype, value.shape, value.sources)
     rest = stored.shape[1:]
     return CutRows(tensor, Box((first, *(0,) * len(rest)), (stored.shape[0] - first, *rest)))

@@ -33,6 +33,7 @@ from ckpt_tools.megatron.common_state import COMMON_FILE
 from ckpt_tools.megatron.fsdp_dtensor.stored import packed_projections
 from ckpt_tools.megatron.keys import stacked_axes
 from ckpt_tools.megatron.record import RECORD_FILE, read_record, record_bytes
+from ckpt_tools.megatron.settings import training_dtype
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.remainders import split_masters
 from ckpt_tools.megatron.torch_dist.read import Extent
 from ckpt_tools.megatron.torch_dist.rng_grid import NO_SIZE
@@ -43,7 +44,7 @@ from ckpt_tools.megatron.torch_dist.write import (
 )
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Item
-from ckpt_tools.model.model import Model
+from ckpt_tools.model.model import Model, without_optimizer
 from ckpt_tools.model.roles import MASTER, WEIGHT
 from ckpt_tools.model.target import TargetObject, TargetTensor
 from ckpt_tools.plan.build import Placement, build_plan
@@ -107,6 +108,8 @@ def _read_source(opened: Opened, options: ToTorchDistOptions) -> Model:
     if target.tp is not None:
         _refuse_tp(opened, target.tp)
     optimizer: Extent = "none" if target.weights_only else "whole"
+    if target.weights_only and target.dtype not in (None, training_dtype(opened.common)):
+        optimizer = "masters"
     workers = options.write.workers
     wanted = Wanted(optimizer, options.ignore_keys, False, target.tp, target.layer_spec, workers)
     if kind in ("fsdp_dtensor", "dcp"):
@@ -176,6 +179,10 @@ def write_torch_dist(model: Model, opened: Opened, options: TorchDistOptions, wo
     archives = _archives(opened, built.target.objects, as_stored)
     beside_weights = _has_masters_beside_weights(opened.location.kind, model)
     otherwise: MastersUse = "as_stored" if keeps_masters(whole) else "left_out" if model.unread else "none"
+
+    def without_masters(note: str) -> Conversion:
+        return write_torch_dist(without_optimizer(whole, note), opened, options, world)
+
     return Conversion(
         "torch_dist",
         built.record.target or "main",
@@ -195,6 +202,7 @@ def write_torch_dist(model: Model, opened: Opened, options: TorchDistOptions, wo
         groups=dict(enumerate(built.groups)),
         masters="written" if beside_weights else otherwise,
         must_round=master_targets(model) if beside_weights else (),  # else the masters are the weights
+        without_masters=without_masters if options.weights_only else None,
         fp8_recipe=model.settings.fp8_recipe,
     )
 

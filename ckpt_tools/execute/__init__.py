@@ -24,7 +24,6 @@
 * `check_masters`: masters round to the stored weights
 * `rounding`: the same of two arrays
 * `fp8_masters`: the same, unit by unit, for weights that may be FP8
-* `fp8_weights`: the scale that explains FP8 weights
 * `fileio`: exact reads and writes of local files
 * `folders`: directories held open
 * `access`: who may read and write an output

@@ -8,7 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ckpt_tools.execute.fp8_weights import (
+from ckpt_tools.execute.source_reader import index_of
+from ckpt_tools.model.box import Box
+from ckpt_tools.model.casts import Array, cast, raw_dtype
+from ckpt_tools.model.catalog import Item
+from ckpt_tools.model.fp8_weights import (
     BLOCKED,
     Extremes,
     Verdict,
@@ -19,10 +23,6 @@ from ckpt_tools.execute.fp8_weights import (
     judge,
     merged,
 )
-from ckpt_tools.execute.source_reader import index_of
-from ckpt_tools.model.box import Box
-from ckpt_tools.model.casts import Array, cast, raw_dtype
-from ckpt_tools.model.catalog import Item
 from ckpt_tools.model.target import TargetTensor
 from ckpt_tools.model.transfers import Computation, Transfer
 

@@ -10,6 +10,7 @@
 * `vocab`: padded vocabularies
 * `common_state`: what a run saved once for all ranks
 * `settings`: the few training settings that decide a conversion
+* `layer_settings`: settings that say something of each layer, for a part of the layers
 * `fp8_held`: which parameters the running model holds in FP8
 * `bridge`: the files that Megatron-Bridge keeps beside a checkpoint
 * `hybrid`: HybridModel and MambaModel: layers in the order of a pattern

@@ -8,6 +8,7 @@
 * `views`: how a tensor is seen in the coordinates of another: index arithmetic, moved as bytes
 * `kernels`: values that are computed from stored tensors, a tile at a time
 * `packed_kernels`: kernels for weights of 4 bits
+* `fp8_weights`: the scale that explains FP8 weights
 * `quantize_kernels`: kernels that write block FP8
 * `add_number`: a kernel that adds a number: norms that one side stores as weight - 1
 * `low_rank`: a kernel that merges a low-rank adapter (LoRA) into a weight

@@ -90,6 +90,10 @@ class Model:
         return self.common.values.get("args")
 
 
+def unread_note(model: Model) -> list[str]:
+    return [f"the stored weights are written, not the masters: {model.unread}"] if model.unread else []
+
+
 def without_optimizer(model: Model, note: str) -> Model:
     """The weights alone, with a note why."""
     parameters = tuple(replace(p, values={WEIGHT: p.weight}) for p in model.parameters)

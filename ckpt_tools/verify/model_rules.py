@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+from ckpt_tools.megatron.huggingface.layer_patterns import has_some, in_turns
 from ckpt_tools.megatron.keys import DECODER_LAYERS, HALVES, decoder_layer
 from ckpt_tools.verify.facts import Facts, Rule
 from ckpt_tools.verify.job import VERSIONS
@@ -234,14 +235,18 @@ def model_parts(f: Facts) -> Iterator[tuple[str, bool, str, bool]]:
         )
     if _has(f, "mlp.linear_fc2.weight"):
         yield "add_bias_linear", linear, "linear_fc2.bias", _has(f, "mlp.linear_fc2.bias")
-    yield "num_experts", bool(f.value("num_experts")), "a router", _has(f, "mlp.router.weight")
+    layers = decoder_layers(names)
+    sparse = has_some("moe_layer_freq", f.value("moe_layer_freq"), layers)
+    yield "num_experts", bool(f.value("num_experts")) and sparse, "a router", _has(f, "mlp.router.weight")
     if _has(f, "mlp.router.weight"):
         shared = "mlp.shared_experts.linear_fc1.weight"
         wanted = f.value("moe_shared_expert_intermediate_size") is not None
         yield "moe_shared_expert_intermediate_size", wanted, "a shared expert", _has(f, shared)
         expert_bias = f.on("moe_router_enable_expert_bias")
         yield "moe_router_enable_expert_bias", expert_bias, "expert_bias", _has(f, "mlp.router.expert_bias")
-    variant = f.value("experimental_attention_variant") == "gated_delta_net"
+    variant = f.value("experimental_attention_variant") == "gated_delta_net" and has_some(
+        "linear_attention_freq", f.value("linear_attention_freq"), layers
+    )
     yield "experimental_attention_variant", variant, "a gated delta net", _has(f, "self_attention.A_log")
 
 
@@ -264,8 +269,9 @@ def expert_layers(f: Facts) -> str | None:
     routers, freq = _layers(f.stored.shapes, "mlp.router.weight"), f.value("moe_layer_freq")
     if not _is_plain_decoder(f) or not routers or freq is None:
         return None
-    every = range(decoder_layers(f.stored.shapes))
-    sparse = {i for i in every if (i % freq == 0 if isinstance(freq, int) else i < len(freq) and freq[i])}
+    layers = decoder_layers(f.stored.shapes)
+    told = in_turns("moe_layer_freq", freq, layers) if isinstance(freq, int) else freq[:layers]
+    sparse = {i for i, has_experts in enumerate(told) if has_experts}
     if sparse == routers:
         return None
     return f"moe_layer_freq {freq} makes experts in layers {sorted(sparse)}, stored in {sorted(routers)}"

@@ -38,6 +38,8 @@ def check_place(
             f"the folder says iteration {location.iteration}, the checkpoint {stored}",
             number_fix(location, stored),
         )
+    for line in location.left_out:
+        found.warning(location.path, f"not read: {line}")
     if root is None:
         return found.done()
     names = root.list()

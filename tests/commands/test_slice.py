@@ -14,6 +14,7 @@ from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_lay
 from ckpt_tools.megatron.torch_dist.read import read_torch_dist
 from ckpt_tools.model.box import full_box
 from ckpt_tools.model.target import Source, TargetTensor
+from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
 from tests.folders import root_of
 
 TORCH_DIST = [
@@ -113,6 +114,26 @@ def test_bridge_keeps_its_layers_in_its_configuration(tmp_path):
     slice_layers(root_of("bridge_dense_fr_tp2_dp2"), str(tmp_path / "out"), ":2")
     with open_checkpoint(str(tmp_path / "out")) as opened:
         assert opened.common.model_config["num_layers"] == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "expected"),
+    [
+        ("linear_attention_freq_4", "0:4", {"linear_attention_freq": [1, 1, 1, 0]}),
+        ("linear_attention_freq_4", "2:4", {"linear_attention_freq": [1, 0]}),
+        ("linear_attention_freq_4", "3:4", {"linear_attention_freq": [0]}),
+        ("window_list", "1:3", {"window_attn_skip_freq": [0, 1]}),
+        ("te_moe_ep2_dpr", "0:1", {"moe_layer_freq": [0]}),
+        ("core019_moe_dp1_native_fsdp_dtensor", "0:1", {"moe_layer_freq": [0]}),
+    ],
+)
+def test_what_is_said_of_each_layer(name, layers, expected, user_cases, tmp_path):
+    case = user_cases / "slice_layer_patterns" / name
+    slice_layers(case if case.exists() else root_of(name), str(tmp_path / "out"), layers)
+    report = verify_checkpoint(str(tmp_path / "out"), None, VerifyOptions(content=True))
+    assert [f for f in report.findings if f.severity == "error"] == []
+    with open_checkpoint(str(tmp_path / "out")) as opened:
+        assert {key: opened.common.args[key] for key in expected} == expected
 
 
 def test_all_layers_are_the_same_checkpoint(tmp_path):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ckpt_tools.commands.to_dcp import convert_to_dcp
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
 from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from tests.commands import oracle
 from tests.conftest import DATA
+from tests.folders import root_of
 
 LLAMA = DATA / "core019_llama_tp2_fully_reshardable" / "iter_0000002"
 ROWS = 224
@@ -56,3 +58,14 @@ def test_rows_that_are_not_known_to_be_padding_are_not_cut(tmp_path):
     with pytest.raises(MappingError, match="rows 200 to 223 would be cut off and are not zeros"):
         convert(tmp_path / "out", vocab_size_padded=200)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("way", ["fsdp_dtensor to dcp", "dcp to fsdp_dtensor"])
+def test_nor_where_masters_are_in_the_place_of_weights(way, tmp_path):
+    source, run = root_of("core019_llama_tp2_native_fsdp_dtensor"), convert_to_dcp
+    if way.startswith("dcp"):
+        convert_to_dcp(source, tmp_path / "dcp")
+        source, run = tmp_path / "dcp", convert_to_fsdp_dtensor
+    with pytest.raises(MappingError, match="rows 200 to 223 would be cut off and are not zeros"):
+        run(source, tmp_path / "out", ConvertOptions(target=TargetOptions(vocab_size_padded=200)))
+    run(source, tmp_path / "cut", ConvertOptions(target=TargetOptions(vocab_size_padded=208)))

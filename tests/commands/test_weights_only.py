@@ -23,7 +23,7 @@ from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
 from tests.commands import oracle
 from tests.commands.rewritten import Parts, read, write
-from tests.conftest import DATA
+from tests.conftest import DATA, fixture_dir
 
 LLAMA = DATA / "core019_llama_tp2_fully_reshardable" / "iter_0000002"
 MASTER, MOMENT = "optimizer.state.param.", "optimizer.state.exp_avg."
@@ -103,7 +103,7 @@ OPTIMIZERS: dict[Callable[[Parts], None], tuple[type[CkptError], str]] = {
     unknown: (MappingError, "optimizer.flat.everything"),
     of_another_run: (VerificationError, "do not round to the stored weights"),
     unprovable: (VerificationError, "the master of no stored weight"),
-    fp8_buckets: (UnsupportedCheckpointError, "FP8 primary weights"),
+    fp8_buckets: (VerificationError, "no order of its rank's"),
     half_a_state: (MappingError, "do not fit their weights"),
 }
 
@@ -167,6 +167,44 @@ def test_sound_masters_are_still_a_conversions_values(tmp_path: Path) -> None:
     made, stored = oracle.tensors(tmp_path / "out"), oracle.tensors(LLAMA)
     master = stored[f"{MASTER}decoder.layers.self_attention.linear_qkv.weight"][1]
     assert oracle.same_bytes(made["model.module.decoder.layers.1.self_attention.linear_qkv.weight"], master)
+
+
+@pytest.mark.parametrize("layout", ["fully_reshardable", "dp_reshardable"])
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_fp32_weights_of_torch_dist_are_the_masters(layout: str, weights_only: bool, tmp_path: Path) -> None:
+    target = TorchDistOptions(weights_only=weights_only, dtype="float32")
+    source = (
+        LLAMA
+        if layout == "fully_reshardable"
+        else fixture_dir("core019_llama_tp2_dp_reshardable") / "iter_0000002"
+    )
+    report = convert_to_torch_dist(source, tmp_path / "out", ToTorchDistOptions(target=target))
+    assert report.masters.use == "written"
+    made = oracle.tensors(tmp_path / "out")
+    convert_to_torch_dist(
+        source, tmp_path / "whole", ToTorchDistOptions(target=TorchDistOptions(stacked=True))
+    )
+    for key, stored in oracle.tensors(tmp_path / "whole").items():
+        if key.startswith(MASTER):
+            assert oracle.same_bytes(made[key.removeprefix(MASTER)], stored)
+
+
+@pytest.mark.parametrize("damage", [*OPTIMIZERS, muon], ids=lambda damage: damage.__name__)
+def test_fp32_weights_of_torch_dist_without_sound_masters(
+    damage: Callable[[Parts], None], tmp_path: Path
+) -> None:
+    parts = read(LLAMA)
+    damage(parts)
+    target = TorchDistOptions(weights_only=True, dtype="float32")
+    source = write(tmp_path / "source", parts)
+    options = ToTorchDistOptions(target=target)
+    report = convert_to_torch_dist(source, tmp_path / "out", options)
+    made = oracle.tensors(tmp_path / "out")
+    assert all(oracle.same_bytes(made[key], tensor.float()) for key, tensor in weights_of(parts).items())
+    notes = [
+        note for note in report.notes if note.startswith("the stored weights are written, not the masters")
+    ]
+    assert len(notes) == (damage not in (muon, unknown))
 
 
 def test_a_damaged_file_is_not_an_optimizer_that_is_left_out(tmp_path: Path) -> None:

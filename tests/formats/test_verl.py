@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -209,20 +210,26 @@ def test_what_bridge_keeps_beside_a_checkpoint_is_listed(tmp_path: Path) -> None
         locate(str(folder / "modelopt_state"))
 
 
+READERS = ("verify", "inspect", "stats", "plan", "preflight", "diff")
+
+
 @pytest.mark.parametrize("command", [["convert"], ["strip"], ["slice", "--layers", "0:1"], ["average"],
-                                     ["modify-state-dict", "--op", "remove rng_state.*"]])  # fmt: skip
-def test_every_command_that_writes_says_so(
+                                     ["modify-state-dict", "--op", "remove rng_state.*"],
+                                     *([name] for name in READERS)])  # fmt: skip
+def test_every_command_says_so(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = put(tmp_path / "run" / "iter_0000002")
     (folder / "tokenizer").mkdir()
-    for name in ("run_config.yaml", "train_state.pt"):
+    for name in ("run_config.yaml", "train_state.pt", "layer_wise_optimizer_0.pt"):
         (folder / name).write_bytes(b"{}")
     name, *options = command
-    sources = [str(folder)] * (2 if name == "average" else 1)
-    assert run([name, *sources, str(tmp_path / "out"), *options]) == 0
-    said = capsys.readouterr().out
-    assert "the tokenizer's files" in said
+    sources = [str(folder)] * (2 if name in ("average", "diff") else 1)
+    output = [] if name in READERS else [str(tmp_path / "out")]
+    assert run([name, *sources, *output, *options]) == (name == "preflight")
+    said, told = capsys.readouterr()
+    for line in ("the tokenizer's files", "states of a layer-wise optimizer"):
+        assert f"not read: {line}" in re.sub(r"(?<=not read: )\S+: ", "", said + told)
     if name == "convert":
         assert "run_config.yaml, train_state.pt: Megatron-Bridge's, which main does not read" in said
 

@@ -53,14 +53,16 @@ def masters(
 ) -> tuple[Array, Array, Array]:
     """Bits of bf16 weights, their int16 remainders, and the fp32 masters that both together are, by torch."""
     scale = 10.0 ** rng.integers(-exponents, exponents)
-    master = torch.from_numpy(np.asarray(rng.standard_normal(shape) * scale, np.float32))
+    bits = np.asarray(rng.standard_normal(shape) * scale, np.float32).view(np.uint32)
+    bits[rng.random(shape) < 0.3] &= np.uint32(0xFFFF0000)
+    bits[rng.random(shape) < 0.3] |= np.uint32(0x8000)
+    master = torch.from_numpy(bits.view(np.float32))
     weight = master.to(torch.bfloat16)
     bits, whole = weight.view(torch.int16).to(torch.int32) << 16, master.view(torch.int32)
     remainder = whole - bits
-    # A tie that torch rounds down has 32768 left over; Transformer Engine would have rounded it up.
-    fits = remainder <= 32767
-    master = torch.where(fits, whole, bits).view(torch.float32)
-    remainder = torch.where(fits, remainder, 0).to(torch.int16)
+    up = remainder > 32767  # a tie that torch rounds down; Transformer Engine rounds it up
+    weight = weight.view(torch.int16) + up.to(torch.int16)
+    remainder = torch.where(up, -32768, remainder).to(torch.int16)
     return weight.view(torch.uint16).numpy(), remainder.numpy(), master.numpy()
 
 

@@ -23,7 +23,6 @@ from ckpt_tools.megatron.fsdp_dtensor.common_part import (
     common_part,
     dialect_notes,
     renamed,
-    unread_note,
 )
 from ckpt_tools.megatron.fsdp_dtensor.kept import optimizer_name, told_kinds
 from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter
@@ -48,7 +47,7 @@ from ckpt_tools.megatron.fsdp_dtensor.write import (
 )
 from ckpt_tools.megatron.keys import state_role
 from ckpt_tools.megatron.names import Dialect
-from ckpt_tools.model.model import Model
+from ckpt_tools.model.model import Model, unread_note
 from ckpt_tools.model.roles import MASTER
 from ckpt_tools.model.target import InlineTensor, Target, TargetObject, TargetTensor
 

@@ -119,7 +119,3 @@ def renamed(parameters: Sequence[LiveParameter]) -> tuple[str, ...]:
         for stored in p.stored
         if stored.name != p.name or p.gated
     )
-
-
-def unread_note(model: Model) -> list[str]:
-    return [f"the stored weights are written, not the masters: {model.unread}"] if model.unread else []

@@ -11,7 +11,6 @@ from ckpt_tools.megatron.fsdp_dtensor.common_part import (
     common_part,
     dialect_notes,
     renamed,
-    unread_note,
 )
 from ckpt_tools.megatron.fsdp_dtensor.gating import GatingChoice, mark_gated
 from ckpt_tools.megatron.fsdp_dtensor.kept import extra_states, other_states
@@ -48,7 +47,7 @@ from ckpt_tools.model.catalog import Item
 from ckpt_tools.model.choices import DialectName, ExpertModules, LayerSpec
 from ckpt_tools.model.deferred import Deferred
 from ckpt_tools.model.dtypes import CASTABLE
-from ckpt_tools.model.model import Model
+from ckpt_tools.model.model import Model, unread_note
 from ckpt_tools.model.roles import MASTER
 from ckpt_tools.model.target import Target, TargetObject
 

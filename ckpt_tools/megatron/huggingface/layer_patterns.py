@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ckpt_tools.errors import MappingError, list_problems
+
+# Settings of which a number n stands for a list: which layers, counted from 0, have a 1 in it.
+TURNS: Mapping[str, Callable[[int, int], bool]] = {
+    "moe_layer_freq": lambda layer, n: layer % n == 0,
+    "linear_attention_freq": lambda layer, n: (layer + 1) % n != 0,
+    "window_attn_skip_freq": lambda layer, n: (layer + 1) % n != 0,
+    "no_rope_freq": lambda layer, n: (layer + 1) % n == 0,
+}
+
+
+def in_turns(name: str, n: int, layers: int) -> tuple[int, ...]:
+    """What a number means, as the list that Megatron takes in its place."""
+    return tuple(int(TURNS[name](layer, n)) for layer in range(layers))
+
+
+def has_some(name: str, value: Any, layers: int) -> bool:
+    """Whether any of the layers has a 1, by a number or a list; where neither is set nothing says that none has."""
+    if isinstance(value, list | tuple):
+        return any(value)
+    return not isinstance(value, int) or value < 1 or any(in_turns(name, value, layers))
 
 
 def window_of(window: object) -> int | None:
@@ -25,7 +45,7 @@ def sliding_layers(skip: object, layers: int) -> tuple[int, ...]:
     if skip is None:
         return (1,) * layers
     if isinstance(skip, int):
-        return tuple(int((layer + 1) % skip != 0) for layer in range(layers))
+        return in_turns("window_attn_skip_freq", skip, layers)
     return _pattern(skip, layers, "window_attn_skip_freq")
 
 
@@ -63,7 +83,7 @@ def no_rope_layers(freq: object, layers: int, *, even: bool = True) -> tuple[int
         case None | 0:
             return ()
         case int(turn) if turn > 0 and not (even and layers % turn):
-            pattern = tuple(int((layer + 1) % turn == 0) for layer in range(layers))
+            pattern = in_turns("no_rope_freq", turn, layers)
         case [*values] if len(values) == layers and all(value in (0, 1) for value in values):
             pattern = tuple(int(value == 1) for value in values)
         case _:
@@ -77,7 +97,7 @@ def no_rope_layers(freq: object, layers: int, *, even: bool = True) -> tuple[int
 def moe_layers(freq: object, layers: int) -> tuple[int, ...]:
     """1 for every MoE layer (Megatron gpt_layer_specs.py `moe_layer_freq`)."""
     if isinstance(freq, int):
-        return tuple(int(layer % freq == 0) for layer in range(layers))
+        return in_turns("moe_layer_freq", freq, layers)
     return _pattern(freq, layers, "moe_layer_freq")
 
 
@@ -86,7 +106,7 @@ def delta_net_layers(freq: object, layers: int) -> tuple[int, ...]:
     if freq is None:
         return ()
     if isinstance(freq, int) and freq > 0:
-        return tuple(int((layer + 1) % freq != 0) for layer in range(layers))
+        return in_turns("linear_attention_freq", freq, layers)
     return _pattern(freq, layers, "linear_attention_freq")
 
 

@@ -33,8 +33,8 @@ from ckpt_tools.megatron.torch_dist.stacking import Stack, joined_halves, stack_
 from ckpt_tools.megatron.vocab import Vocabulary, vocabulary
 from ckpt_tools.model.choices import DialectName, LayerSpec
 from ckpt_tools.model.dtypes import CASTABLE
-from ckpt_tools.model.model import Model
-from ckpt_tools.model.roles import MASTER
+from ckpt_tools.model.model import Model, unread_note
+from ckpt_tools.model.roles import MASTER, WEIGHT
 from ckpt_tools.model.target import Target, TargetObject, TargetTensor
 
 CONTENT_METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
@@ -119,6 +119,7 @@ def build_torch_dist_target(model: Model, options: TorchDistOptions) -> TorchDis
         ),
         renamed=_renamed(stacks, model),
         notes=(
+            *unread_note(model),
             *model.notes,
             *notes,
             *(rng_notes if any(o.key not in kept for o in rng) or not rng else ()),
@@ -218,12 +219,15 @@ def _experts_apart(model: Model, options: TorchDistOptions) -> bool:
 
 
 def _weights(stacks: Sequence[Stack], model: Model, options: TorchDistOptions) -> Iterable[TargetTensor]:
-    """The stored weights and buffers; a format that keeps masters in their place has them rounded."""
+    """The stored weights and buffers; for another type, and where masters are in their place, the masters rounded."""
     for stack in stacks:
         value = stack.weight
+        dtype = _weight_dtype(stack, value.dtype, model, options)
+        if options.dtype and dtype != value.dtype and all(MASTER in p.values for p in stack.parameters):
+            value = stack.state(MASTER)
         yield TargetTensor(
             stack.key,
-            _weight_dtype(stack, value.dtype, model, options),
+            dtype,
             value.shape,
             value.sources,
             zero_filled=value.zero_filled,
@@ -380,6 +384,11 @@ def _losses(model: Model, options: TorchDistOptions, kept: Collection[str]) -> l
             "masters are written as plain fp32 numbers: load without --use-precision-aware-optimizer, or with "
             "store_param_remainders off; a job that keeps remainders expects those in their place (--like-source)"
         )
+        if any(WEIGHT not in p.values for p in model.parameters):
+            notes.append(
+                "weights are their masters, halfway values rounded to the even number; the optimizer of the source's "
+                "job rounds these away from zero, so that a few of its weights differ by one ulp (no master does)"
+            )
     for p in {p.origin: p for p in model.parameters}.values():
         if not p.states:
             notes.append(f"{p.origin}: no optimizer state in the source (buffer or frozen weight)")

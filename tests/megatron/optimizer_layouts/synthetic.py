@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.buckets import Bucket, Buffer, flatten
 from ckpt_tools.model.box import Box, full_box
@@ -67,6 +68,7 @@ class Param:
     gated: bool = False
     stage: int = 0
     ones: bool = False
+    fp8: int = 0  # elements of a row with one scale, -1: the whole shard has one; 0: not in FP8
 
 
 @dataclass
@@ -129,8 +131,11 @@ def build(
             group = rank + tp * stage
             shards = [(p, {k: _shard(p, values[p][k], rank, tp) for k in KINDS})
                       for p in reversed(params) if p.stage == stage]  # fmt: skip
-            buckets = _into_buckets(shards, bucket_size)
-            _add_buffer(made, group, buckets, tensors, dp=dp, layout=layout, rng=rng)
+            made.numels[0, group] = [[]]
+            for fp8 in (False, True):
+                if some := [s for s in shards if bool(s[0].fp8) == fp8]:
+                    buckets = _into_buckets(some, bucket_size)
+                    _add_buffer(made, group, buckets, tensors, dp=dp, layout=layout, rng=rng)
     return made
 
 
@@ -140,6 +145,8 @@ def _values(p: Param, rng: np.random.Generator) -> dict[str, Bits]:
     rounded = np.full(p.shape, 0x3F80, np.uint32) if p.ones else sign << 15 | (exponent + 110) << 7 | mantissa
     noise = rng.integers(-0x7FFF, 0x8000, p.shape).astype(np.uint32)
     moments = {k: rng.integers(0, 1 << 32, p.shape, np.uint32) for k in KINDS[1:]}
+    if p.fp8:
+        return {"param": rng.normal(0, 0.02, p.shape).astype(np.float32).view(np.uint32), **moments}
     return {"param": (rounded << np.uint32(16)) + noise, **moments}
 
 
@@ -157,15 +164,15 @@ def _weights(
     chunks: dict[str, list[Chunk]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for p in params:
-        weight = ((masters[p].astype(np.uint64) + 0x8000) >> 16).astype(
-            np.uint16
-        )  # |noise| < 0x8000: no ties
+        master = masters[p]
         axis, parts = (0, 1) if p.tp_axis is None else (p.tp_axis, tp * (2 if p.gated else 1))
         size = p.shape[axis] // parts
         for i in range(parts):
             start = tuple(i * size if d == axis else 0 for d in range(len(p.shape)))
             box = Box(start, tuple(size if d == axis else n for d, n in enumerate(p.shape)))
-            part = weight[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))]
+            part = master[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))]
+            part = _through_fp8(part, p.fp8) if p.fp8 else part
+            part = ((part.astype(np.uint64) + 0x8000) >> 16).astype(np.uint16)  # |noise| < 0x8000: no ties
             item = files.add("weights", np.ascontiguousarray(part))
             lead_ones = (1,) * len(p.lead)
             chunks.setdefault(p.key, []).append(Chunk(Box(p.lead + box.start, lead_ones + box.size), item))
@@ -174,6 +181,16 @@ def _weights(
         )
         shapes[p.key] = lead + p.shape
     return {k: TensorEntry(k, "bfloat16", shapes[k], tuple(c)) for k, c in chunks.items()}
+
+
+def _through_fp8(bits: Bits, width: int) -> Bits:
+    """Masters as Transformer Engine keeps them: through bf16, by a scale to E4M3 and back."""
+    masters = torch.from_numpy(bits.view(np.float32)).bfloat16().float()
+    blocks = masters.reshape(1, -1) if width < 0 else masters.reshape(-1, width)
+    scale = 448 / blocks.abs().amax(1, keepdim=True)
+    scale = scale if width < 0 else torch.exp2(scale.log2().floor())
+    found = (blocks * scale).to(torch.float8_e4m3fn).float() * (1 / scale)
+    return found.bfloat16().float().reshape(bits.shape).numpy().view(np.uint32)
 
 
 Shards = list[tuple[Param, dict[str, Bits]]]
@@ -205,9 +222,11 @@ def _add_buffer(
 ) -> None:
     joined: dict[str, list[Bits]] = {k: [] for k in KINDS}
     sizes = []
+    dtype = "uint8" if buckets[0][0][1].fp8 else "bfloat16"
+    gbuf = len(made.numels[0, group][0])
     for index, bucket in enumerate(buckets):
         name = (
-            f"optimizer.distributed.dp_group_idx_{group}.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32)"
+            f"optimizer.distributed.dp_group_idx_{group}.gbuf_idx_{gbuf}.dtype_(torch.{dtype}, torch.float32)"
             f".bucket_idx_{index}"
         )
         numel = bucket[-1][0] + bucket[-1][2]["param"].size
@@ -234,7 +253,7 @@ def _add_buffer(
         made.coalesced.append(
             _joined_buffer(made.files, group, {k: np.concatenate(v) for k, v in joined.items()})
         )
-    made.numels[0, group] = [[{("bfloat16", "float32"): sizes}]]
+    made.numels[0, group][0].append({(dtype, "float32"): sizes})
 
 
 def _bucket_entry(

@@ -30,7 +30,11 @@ from .synthetic import Checkpoint, Param, build, llama
 
 
 def as_remainders(made: Checkpoint, params: list[Param], tp: int = 1, pp: int = 1, dp: int = 1) -> Checkpoint:
-    """The same checkpoint with int16 buckets, its chunks in files named as the ranks of a job name theirs."""
+    """The same checkpoint with int16 buckets, its chunks in files named as the ranks of a job name theirs.
+
+    With FP8 weights no bucket is changed.
+    """
+    is_plain = any(p.fp8 for p in params)
     files, tensors = made.files, {}
     stages = {(p.key, p.lead): p.stage for p in params}
     for key, entry in made.catalog.tensors.items():
@@ -43,14 +47,14 @@ def as_remainders(made: Checkpoint, params: list[Param], tp: int = 1, pp: int = 
         chunks = []
         for chunk in entry.chunks:
             rank = (group // tp * dp + chunk.box.start[0] * dp // padded) * tp + group % tp
-            if named.kind != "param":
+            if named.kind != "param" or is_plain:
                 chunks.append(_renamed(made, chunk, rank, 1))
                 continue
             item = chunk.item
             masters = np.frombuffer(files.read(item.file, item.offset, item.length), np.uint32)
             low = (masters & 0xFFFF).astype(np.uint16).view(np.int16)
             chunks.append(Chunk(chunk.box, files.add(f"__{rank}_2.distcp", low)))
-        dtype = "int16" if named.kind == "param" else entry.dtype
+        dtype = "int16" if named.kind == "param" and not is_plain else entry.dtype
         tensors[key] = TensorEntry(key, dtype, entry.shape, tuple(chunks))
     return replace(made, catalog=Catalog("memory", tensors, {}))
 
@@ -104,6 +108,58 @@ def test_every_remainder_is_placed(
     params = llama(layers, width, 2 * width, 64, pp=pp, local=local)
     made = build(params, tp=tp, pp=pp, dp=dp, bucket_size=bucket_size)
     assert_placed(as_remainders(made, params, tp, pp, dp))
+
+
+def in_fp8(params: list[Param], width: int) -> list[Param]:
+    return [replace(p, fp8=width) if "linear_" in p.key and len(p.shape) == 2 else p for p in params]
+
+
+def equal_experts(width: int) -> list[Param]:
+    p = "decoder.layers.0.mlp.experts.experts."
+    return [Param(f"{p}linear_fc{fc}.weight", (e,), (64, 64), fp8=width) for fc in (1, 2) for e in (0, 1)]
+
+
+@pytest.mark.parametrize("width", [16, 32, -1])
+@pytest.mark.parametrize(
+    ("tp", "pp", "dp", "bucket_size"), [(1, 1, 1, None), (2, 1, 3, 9000), (1, 2, 2, None), (2, 2, 1, 500)]
+)
+def test_masters_of_fp8_weights_are_placed_and_proven(
+    width: int, tp: int, pp: int, dp: int, bucket_size: int | None
+) -> None:
+    params = in_fp8(llama(3, 64, 128, 64, pp=pp, local=False), width)
+    made = build(params, tp=tp, pp=pp, dp=dp, bucket_size=bucket_size)
+    assert_placed(as_remainders(made, params, tp, pp, dp))
+
+
+@pytest.mark.parametrize("width", [32, -1])
+def test_fp8_content_decides_where_position_leaves_a_choice(width: int) -> None:
+    params = equal_experts(width)
+    assert_placed(as_remainders(build(params), params))
+
+
+@pytest.mark.parametrize("width", [32, -1])
+@pytest.mark.parametrize("key", ["self_attention.linear_proj", "mlp.linear_fc2"])
+def test_swapped_masters_of_fp8_weights_are_refused(width: int, key: str) -> None:
+    params = in_fp8(llama(2, 64, 128, 64, local=False), width)
+    made = as_remainders(build(params, dp=2), params, dp=2)
+    ends = [next(p for p in params if p.key.endswith(f"{key}.weight") and p.lead == (i,)) for i in (0, 1)]
+    spans = [made.stretches[0, p.key, p.lead] for p in ends]
+    name = f"{spans[0][0]}.param"
+    chunks = made.catalog.tensors[name].chunks
+    data = [made.files.read(c.item.file, c.item.offset, c.item.length) for c in chunks]
+    flat = np.frombuffer(b"".join(data), np.uint32).copy()
+    (_, a, n), (_, b, _) = spans
+    flat[a : a + n], flat[b : b + n] = flat[b : b + n].copy(), flat[a : a + n].copy()
+    swapped = [
+        Chunk(c.box, made.files.add(c.item.file, flat[c.box.start[0] : c.box.stop[0]])) for c in chunks
+    ]
+    tensors = {
+        **made.catalog.tensors,
+        name: TensorEntry(name, "float32", (flat.size,), tuple(swapped)),
+    }
+    refused(
+        replace(made, catalog=Catalog("memory", tensors, {})), rf"layers\.0\.{key}.*: no FP8 scale explains"
+    )
 
 
 REAL = ("core019_llama_tp2_dp_reshardable", "core019_llama_dp2_dp_reshardable", "te_llama_dp2_buckets_dpr",

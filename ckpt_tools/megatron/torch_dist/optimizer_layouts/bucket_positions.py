@@ -1,7 +1,7 @@
-"""Proof by position: which weight shard each stretch of a bucket of 16-bit remainders belongs to.
+"""Order by position: which weight shard each stretch of a bucket belongs to where samples of masters do not find it.
 
-Any remainder can stand beside any bf16 weight, so content proves nothing here (`bucket_proof` needs masters). What
-does is how Megatron lays out a buffer, all of which is on disk:
+Any 16-bit remainder can belong to any bf16 weight, and masters of FP8 weights do not round to the stored ones. How
+Megatron lays out a buffer is all on disk:
 
 * every rank writes a file of its own, so a rank's weight shards lie in the files that its bucket lies in (those of
   its data-parallel group); what tensor-parallel ranks share lies in the files of one of them;
@@ -11,13 +11,14 @@ does is how Megatron lays out a buffer, all of which is on disk:
 
 Sizes, cuts and order must agree to the last element, for every way of registering that does not contradict them the
 parameters must be the same, and states that several ranks hold must be equal (`bucket_proof`). Else it is refused.
+Masters of FP8 weights are compared with them as well, and decide where position leaves a choice.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_order import (
@@ -26,7 +27,7 @@ from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_order import (
     conventions,
     registration_rank,
 )
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.buckets import ALIGNMENT, Bucket, Buffer, Piece
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.buckets import ALIGNMENT, FP8, Bucket, Buffer, Piece
 from ckpt_tools.model.catalog import Chunk
 from ckpt_tools.model.roles import MASTER
 
@@ -52,17 +53,21 @@ class _Live(NamedTuple):
         return sum(piece.numel for piece in self.pieces)
 
 
-def holds_remainders(buffer: Buffer) -> bool:
-    """Whether the masters of a buffer are stored as remainders."""
-    return any(bucket.states[MASTER].entry.dtype == "int16" for bucket in buffer.buckets)
+def needs_position(buffer: Buffer) -> bool:
+    """Whether the masters of a buffer do not round to their weights: remainders, and those of FP8 weights."""
+    return any(b.param_dtype == FP8 or b.states[MASTER].entry.dtype == "int16" for b in buffer.buckets)
 
 
 def place_by_position(
-    buffers: Sequence[Buffer], encoded: Sequence[Buffer], pieces: Sequence[Piece], problems: list[str]
+    buffers: Sequence[Buffer],
+    encoded: Sequence[Buffer],
+    pieces: Sequence[Piece],
+    problems: list[str],
+    fits: Callable[[Stretch], bool] = lambda _: True,
 ) -> list[Stretch]:
     """What every element of the buckets of `encoded` belongs to; `buffers` are all that there are.
 
-    What cannot be proven becomes a line of `problems`.
+    `fits` is asked where several orders are possible. What cannot be proven becomes a line of `problems`.
     """
     chains = {buffer.chain for buffer in buffers}
     memories: dict[tuple[int, int, str], list[Buffer]] = {}
@@ -77,16 +82,18 @@ def place_by_position(
         owned[where] = [
             p
             for p in pieces
-            if p.dtype == where[2] and _rank(p.chunk) in writers and _is_of(p, where[0], chains)
+            if where[2] in (p.dtype, FP8) and _rank(p.chunk) in writers and _is_of(p, where[0], chains)
         ]
     stretches: list[Stretch] = []
     for where, memory in memories.items() if not problems else ():
         mates = [
-            own for other, own in owned.items() if other[0] == where[0] and _are_mates(owned[where], own)
+            own
+            for other, own in owned.items()
+            if (other[0], other[2]) == (where[0], where[2]) and _are_mates(owned[where], own)
         ]
         shared = (p for own in mates for p in own if p.shard[1] == 1)
         held = list(dict.fromkeys((*owned[where], *shared)))
-        stretches += _place(memory, held, _shared_embedding(pieces, held), problems)
+        stretches += _place(memory, held, _shared_embedding(pieces, held), problems, fits)
     return stretches
 
 
@@ -135,7 +142,11 @@ def _shared_embedding(pieces: Iterable[Piece], held: Sequence[Piece]) -> Piece |
 
 
 def _place(
-    memory: Sequence[Buffer], held: Sequence[Piece], embedding: Piece | None, problems: list[str]
+    memory: Sequence[Buffer],
+    held: Sequence[Piece],
+    embedding: Piece | None,
+    problems: list[str],
+    fits: Callable[[Stretch], bool],
 ) -> list[Stretch]:
     """The pieces of one rank in its buffers, of which there is one for each stage of a virtual pipeline.
 
@@ -153,6 +164,8 @@ def _place(
             placed = None if order is None else _lay_out(buckets, [*first, *order])
             if placed is not None:
                 found[tuple((s.bucket.name, s.start, s.piece) for s in placed)] = placed
+    if len(found) > 1:
+        found = {key: placed for key, placed in found.items() if all(map(fits, placed))} or found
     if len(found) != 1:
         what = "several orders" if found else "no order"
         problems.append(

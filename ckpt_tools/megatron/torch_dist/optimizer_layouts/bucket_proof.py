@@ -3,15 +3,15 @@
 A master rounds to its stored weight bit for bit, because a checkpoint is saved between optimizer steps.
 Candidates are found by a few sampled elements, look-alikes are told apart by order (`bucket_order`), and then
 every element of every assigned stretch is compared, tile by tile. Whatever remains unproven is refused by
-name. Buffers of remainders, which round to nothing, are placed by position (`bucket_positions`).
+name. Masters that do not round, remainders and those of FP8 weights, are placed by position (`bucket_positions`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from ckpt_tools.cores import usable_cores
 from ckpt_tools.errors import VerificationError, list_problems
@@ -33,12 +33,16 @@ from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_order import (
 )
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_positions import (
     Stretch,
-    holds_remainders,
+    needs_position,
     place_by_position,
 )
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.buckets import ALIGNMENT, Bucket, Buffer, Piece
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.buckets import ALIGNMENT, FP8, Bucket, Buffer, Piece
 from ckpt_tools.model.dtypes import itemsize
+from ckpt_tools.model.fp8_weights import is_quantization
 from ckpt_tools.model.roles import MASTER
+
+if TYPE_CHECKING:
+    from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_content import Bits
 
 ADVICE = (
     "Nothing was converted, because a wrong optimizer state would not be noticed in training. "
@@ -92,19 +96,26 @@ def find_stretches(
     Raises:
         VerificationError: something is not proven; all such places are named.
     """
-    encoded = [buffer for buffer in buffers if holds_remainders(buffer)]
-    plain = [buffer for buffer in buffers if not holds_remainders(buffer)]
+    encoded = [buffer for buffer in buffers if needs_position(buffer)]
+    plain = [buffer for buffer in buffers if not needs_position(buffer)]
     index = PieceIndex(pieces if plain else (), reader)
     problems: list[str] = []
     walked = [(buffer, _walk_buffer(buffer, index, reader, problems)) for buffer in plain]
     seen = {s.alike for _, slots in walked for s in slots}
     unseen_parts = _half_found(pieces, (p for alike in seen for p in alike.members))
     by_content = _assign(walked, _conventions(pieces), problems)
-    stretches = by_content + place_by_position(buffers, encoded, pieces, problems)
+    placed = {stretch.piece for stretch in by_content}
+    left = [piece for piece in pieces if piece not in placed]
+    by_place = place_by_position(buffers, encoded, left, problems, lambda s: _fp8_mismatch(s, reader) is None)
+    stretches = by_content + by_place
     if not problems:
         problems += _half_found(pieces, (s.piece for s in stretches))
     if not problems:
         problems += _mismatches(by_content, reader, sample_only, share)
+        of_fp8 = [s for s in by_place if s.bucket.param_dtype == FP8 and not sample_only]
+        sizes = [s.piece.numel * _width(s) for s in of_fp8]
+        if of_fp8:
+            problems += filter(None, share(lambda s: _fp8_mismatch(s, reader), of_fp8, sizes))
         problems += _differing_copies(stretches, reader)
     if problems:
         all_of_them = dict.fromkeys([*problems, *unseen_parts])
@@ -327,6 +338,22 @@ def _mismatch(stretch: Stretch, reader: Reader, spans: Iterable[tuple[int, int]]
                 "is a master that does not round to the stored weight"
             )
     return None
+
+
+def _fp8_mismatch(stretch: Stretch, reader: Reader) -> str | None:
+    """What is wrong with a stretch of masters of an FP8 weight: no scale explains them."""
+    bucket, start, piece = stretch
+    master = bucket.states[MASTER]
+    problem = f"{piece.label}: no FP8 scale explains its masters, elements {start}.. of {bucket.name}"
+    if (master.entry.dtype, piece.dtype) not in (("float32", "bfloat16"), ("float32", "float16")):
+        return problem
+
+    def parts() -> Iterator[tuple[Bits, Bits]]:
+        for at, count in tiles(piece.numel):
+            masters = reader.flat(master, start + at, count).view("<f4")
+            yield masters, reader.chunk(piece.chunk, piece.dtype, piece.first + at, count)
+
+    return None if is_quantization(parts, piece.dtype, piece.box.size[-1]) else problem
 
 
 def _differing_copies(stretches: Iterable[Stretch], reader: Reader) -> list[str]:

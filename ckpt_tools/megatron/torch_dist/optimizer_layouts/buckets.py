@@ -23,6 +23,7 @@ from ckpt_tools.model.catalog import Catalog, Chunk, TensorEntry
 from ckpt_tools.model.roles import MASTER
 from ckpt_tools.model.views import Defragment, View
 
+FP8 = "uint8"  # the `param_dtype` of primary weights in FP8 (--fp8-param-gather)
 ALIGNMENT = 64  # elements; where parameters start inside a bucket
 
 
@@ -113,19 +114,12 @@ def find_buffers(catalog: Catalog, numels: Mapping[tuple[int, int], Any]) -> tup
             new = _StoredBucket(named.bucket, named.dtype, {})
             buffer = found.setdefault((named.chain, named.group, named.gbuf), {})
             buffer.setdefault(named.number, new).kinds[canonical_kind(named.kind)] = entry
-    fp8 = [b.name for stored in found.values() for b in stored.values() if b.param_dtype == "uint8"]
-    if fp8:
-        raise UnsupportedCheckpointError(
-            f"{fp8[0]}: a bucket of FP8 primary weights (--fp8-param-gather), whose masters do not round to the "
-            "stored weights, so that nothing proves which parameter lies where. Re-save with "
-            "--dist-ckpt-optim-fully-reshardable; --weights-only converts the stored weights."
-        )
     refuse_encoded(
         e
         for stored in found.values()
         for bucket in stored.values()
         for kind, e in bucket.kinds.items()
-        if not are_remainders(kind, e)
+        if bucket.param_dtype == FP8 or not are_remainders(kind, e)
     )
     problems: list[str] = []
     buffers = []

@@ -12,7 +12,8 @@ any size is a table of at most 253 weight values then, and a scale that explains
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ _FLOOR = np.concatenate(
     [[0.0], _MIDDLE]
 )  # what rounds to a grid number lies between its floor and its ceiling
 _CEILING = np.concatenate([_MIDDLE, [np.inf]])  # the cast saturates
+_NARROWEST = 8  # elements that prove a scale; Transformer Engine takes rows of a multiple of 16
 _MOST_SCALES = 64  # tried in an interval
 _WIDEST_BLOCK_RANGE = (
     12  # binades by which a block's largest element can exceed that of the part that was read
@@ -239,6 +241,22 @@ def round_e4m3(values: Array) -> Array:
     step = np.ldexp(np.float32(1), exponent - 3)
     found: Array = np.copysign(np.rint(size / step) * step, values)
     return found
+
+
+def is_quantization(parts: Callable[[], Iterable[tuple[Array, Array]]], dtype: str, columns: int) -> bool:
+    """Whether weights of `dtype` are what becomes of fp32 masters in FP8, or their plain rounding.
+
+    `parts` are flat stretches (masters, weights) of one rank's shard with rows of `columns` elements.
+    """
+    width = math.gcd(_RUN, columns)
+    if width >= _NARROWEST and all(blocks_fit(*part, dtype, width, 0) for part in parts()):
+        return True
+    table = merged(extremes(*part, dtype) for part in parts())
+    verdict = judge(table, dtype)
+    if table.equal == table.elements or verdict.exact:
+        return True
+    few, runs = map(sum, zip(*(few_mantissas(weights, dtype) for _, weights in parts()), strict=True))
+    return is_quantized(table) and verdict.fits and 0 < 0.9 * runs <= few
 
 
 def blocks_fit(masters: Array, weights: Array, dtype: str, width: int, first: int) -> bool:

@@ -15,15 +15,15 @@ import torch
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
 from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
 from ckpt_tools.errors import VerificationError
-from ckpt_tools.execute import fp8_weights
 from ckpt_tools.execute.check_masters import MastersReport, check_masters
-from ckpt_tools.execute.fp8_weights import round_e4m3
 from ckpt_tools.formats.dcp import read_catalog
 from ckpt_tools.formats.files import open_files
 from ckpt_tools.megatron.settings import ModelSettings, settings_from_args, settings_from_model_config
+from ckpt_tools.model import fp8_weights
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.casts import Array
 from ckpt_tools.model.choices import CheckLevel
+from ckpt_tools.model.fp8_weights import round_e4m3
 from ckpt_tools.model.target import Source, TargetTensor
 from tests.commands import oracle
 from tests.conftest import DATA, fixture_dir
@@ -302,3 +302,22 @@ def test_the_numbers_of_e4m3_are_those_of_torch() -> None:
     finite = np.unique(np.abs(every[np.isfinite(every)]))
     assert np.array_equal(fp8_weights._GRID, finite)
     assert np.array_equal(round_e4m3(finite.astype(np.float32)), finite.astype(np.float32))
+
+
+def test_shards_of_a_real_job_are_those_of_their_own_masters_alone() -> None:
+    source = fixture_dir("te_fp8param_tp2_fr") / "iter_0000002"
+    stored, shards = oracle.tensors(source), list[tuple[Array, Array, int]]()
+    for key, entry in read_catalog(open_files(str(source))).tensors.items():
+        if key.startswith("decoder.") and key.endswith(".weight") and "linear" in key:
+            for chunk in entry.chunks:
+                at = tuple(slice(a, b) for a, b in zip(chunk.box.start, chunk.box.stop, strict=True))
+                master = stored[f"optimizer.state.param.{key}"][at].flatten().numpy()
+                weight = stored[key][at].flatten().view(torch.uint16).numpy()
+                shards.append((master, weight, chunk.box.size[-1]))
+    assert len(shards) == 20
+    for i, (masters, _, columns) in enumerate(shards):
+        for j, (_, weights, width) in enumerate(shards):
+            if (masters.size, columns) == (weights.size, width):
+                parts = [(masters, weights)]
+                found = fp8_weights.is_quantization(lambda parts=parts: parts, "bfloat16", width)  # type: ignore[misc]
+                assert found == (i == j)
