@@ -313,7 +313,7 @@ def _open(source: str, options: ExportOptions) -> Opened:
 
 def _place(source: str, location: Location, output: str, options: ExportOptions) -> Output:
     refuse_overlap(source, location, output)
-    if options.tower is not None and options.hf_config is not None:
+    if options.hf_config is not None:
         refuse_overlap(options.hf_config, location, output)
     return Output(output_directory(output), overwrite=options.overwrite, resume=options.resume)
 

@@ -120,8 +120,9 @@ def test_metadata_is_written_after_all_data_and_the_tracker_after_it(
     monkeypatch.setattr(MemoryFileSystem, "_open", opened)
     _write(case)
     assert order[0] == MARKER
-    assert sorted(order[1:4]) == ["__0_0.distcp", "__1_0.distcp", "__2_0.distcp"]
-    assert order[4:] == ["run_config.yaml", METADATA, "tracker.txt"]
+    data = {"__0_0.distcp", "__1_0.distcp", "__2_0.distcp"}
+    assert {*order[1:7]} == data | {f"{MARKER}.{name}" for name in data}
+    assert order[7:] == ["run_config.yaml", METADATA, "tracker.txt"]
 
 
 def test_a_failing_upload_is_begun_anew(
@@ -136,9 +137,9 @@ def test_a_failing_upload_is_begun_anew(
 def test_a_stopped_conversion_is_no_checkpoint_and_resumes(
     case: Case, local: dict[str, bytes], store: MemoryFileSystem, breaking: Callable[[int, Exception], None]
 ) -> None:
-    breaking(4, PermissionError("Access Denied"))  # marker, two files, then this
+    breaking(6, PermissionError("Access Denied"))  # marker, two files and their notes, then this
     with pytest.raises(
-        StorageError, match=r"memory://out/iter_0000007/__\d_0.distcp: writing: Access Denied"
+        StorageError, match=r"memory://out/iter_0000007/\S*__\d_0.distcp: writing: Access Denied"
     ):
         _write(case)
     left = {name.rpartition("/")[2] for name in _content(store)}
@@ -154,7 +155,7 @@ def test_a_stopped_conversion_is_no_checkpoint_and_resumes(
 def test_a_conversion_stopped_after_metadata_only_cleans_up(
     case: Case, local: dict[str, bytes], store: MemoryFileSystem, breaking: Callable[[int, Exception], None]
 ) -> None:
-    breaking(7, PermissionError("Access Denied"))  # the tracker, which comes after .metadata
+    breaking(10, PermissionError("Access Denied"))  # the tracker, which comes after .metadata
     with pytest.raises(StorageError, match=r"memory://out/tracker.txt: writing"):
         _write(case)
     assert _write(case, resume=True).bytes_read == 0
@@ -174,18 +175,20 @@ def test_resume_refuses_another_plan_and_a_changed_source(
         write_checkpoint(copy.plan(WORLD), copy.files, replace(OUT, resume=True))
 
 
-def test_overwrite_withdraws_the_old_checkpoint_first(
+def test_the_old_checkpoint_stays_until_the_new_one_is_whole(
     case: Case, local: dict[str, bytes], store: MemoryFileSystem, breaking: Callable[[int, Exception], None]
 ) -> None:
     store.pipe({"/out/iter_0000007/.metadata": b"old", "/out/iter_0000007/__9_0.distcp": b"old"})
     with pytest.raises(UsageError, match="is not empty"):
         _write(case)
-    breaking(5, PermissionError("Access Denied"))  # the two of this test, the marker twice, then this
+    old = _content(store)
+    breaking(5, PermissionError("Access Denied"))  # the two of this test, the marker, a file, then this
     with pytest.raises(StorageError):
         _write(case, overwrite=True)
-    assert "iter_0000007/.metadata" not in _content(store)
-    assert "iter_0000007/__9_0.distcp" not in _content(store)
-    _write(case, overwrite=True)
+    assert old.items() < _content(store).items()
+    with pytest.raises(UsageError, match="is not empty"):
+        _write(case, resume=True)
+    assert _write(case, overwrite=True).replaced == "a distributed checkpoint: 2 files, 6 B"
     assert _content(store) == local
 
 
