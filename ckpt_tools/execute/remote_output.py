@@ -197,10 +197,14 @@ class RemoteOutput:
 
     def open_files(self) -> Mapping[str, str | None]:
         present, sizes = self._store.sizes(), self._job.plan.file_bytes
-        whole = [name for name, size in sizes.items() if present.get(name) == size and note_of(name) in present]
+        whole = [
+            name for name, size in sizes.items() if present.get(name) == size and note_of(name) in present
+        ]
         same = dict(zip(whole, pool().map(self._marker.is_noted, whole), strict=True))
         for name in (name for name in whole if not same[name]):
-            warnings.warn(f"{self._store.where(name)} is not what was uploaded; it is written again", stacklevel=2)
+            warnings.warn(
+                f"{self._store.where(name)} is not what was uploaded; it is written again", stacklevel=2
+            )
         there = {name for name in whole if same[name]}
         cut = {stretch.file for stretch in self._stretches() if stretch.parts}
         self._begun = {name: self._store.begin_upload(name) for name in sorted(cut - there)}
@@ -257,7 +261,9 @@ class RemoteOutput:
         final.abort_uploads()
         final.remove(METADATA)
         final.clear(keep=(MARKER, *job.plan.file_bytes))  # what describes the old data goes before the data
-        new = {name: size or 0 for name, size in aside.sizes().items() if name != MARKER and not is_note(name)}
+        new = {
+            name: size or 0 for name, size in aside.sizes().items() if name != MARKER and not is_note(name)
+        }
         last = [name for name in (METADATA,) if name in new]
         small = [name for name in job.output.extra_files if name not in last]
         for names in (list(job.plan.file_bytes), small, last):
@@ -265,7 +271,9 @@ class RemoteOutput:
             list(pool().map(lambda name: aside.copy(name, new.get(name, 0), final), names))
         marker.check()
         if not has_files(new, final.sizes()):
-            raise StorageError(f"{final.location}: files that the store copied have another length. Go on with --resume.")
+            raise StorageError(
+                f"{final.location}: files that the store copied have another length. Go on with --resume."
+            )
         marker.remove()
 
     def _check_objects(self, versions: Mapping[str, str | None]) -> None:
@@ -331,9 +339,7 @@ def open_store(output: Output, options: WriteOptions) -> Store:
     return store
 
 
-def look_at_old(
-    store: Store, present: Mapping[str, int | None], plan: Plan, output: Output
-) -> str | None:
+def look_at_old(store: Store, present: Mapping[str, int | None], plan: Plan, output: Output) -> str | None:
     """What `present` is, which may be replaced.
 
     Raises:

@@ -73,7 +73,8 @@ def _what_stands(names: Collection[str], written: Collection[str], is_unfinished
     if is_dcp and METADATA not in names:
         return "", f"it has no {METADATA}: a save was interrupted, or a job is still writing it"
     if not is_dcp and not (
-        any(is_like(name, _CONFIGS) for name in names) and any(name.endswith(".safetensors") for name in names)
+        any(is_like(name, _CONFIGS) for name in names)
+        and any(name.endswith(".safetensors") for name in names)
     ):
         return "", f"it is not a checkpoint: it has no {METADATA}, nor config.json and safetensors"
     return "a distributed checkpoint" if is_dcp else "a Hugging Face model", ""

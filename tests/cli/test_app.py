@@ -160,7 +160,9 @@ def test_module() -> None:
 )
 def test_a_closed_pipe_changes_no_verdict(words: str, code: int, closed: str, tmp_path: Path) -> None:
     (tmp_path / "A").symlink_to(fixture_dir(LLAMA))
-    path, at, _ = payload_of(copytree(fixture_dir(LLAMA), tmp_path / "B"), "decoder.final_layernorm.weight", (0,))
+    path, at, _ = payload_of(
+        copytree(fixture_dir(LLAMA), tmp_path / "B"), "decoder.final_layernorm.weight", (0,)
+    )
     flip_bit(path, at)
     command = f"{sys.executable} -m ckpt_tools {words} {closed}"
     found = subprocess.run(

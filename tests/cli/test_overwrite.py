@@ -14,7 +14,13 @@ from fsspec.implementations.memory import MemoryFileSystem
 from ckpt_tools.cli.app import run
 from tests.cli.test_nothing_left import RUN, WRITERS, places  # noqa: F401  a fixture
 
-FOREIGN = ["notes.txt", "sub/x.distcp", "iter_0000009/.metadata", "latest_checkpointed_iteration.txt", "optimizer.pt"]
+FOREIGN = [
+    "notes.txt",
+    "sub/x.distcp",
+    "iter_0000009/.metadata",
+    "latest_checkpointed_iteration.txt",
+    "optimizer.pt",
+]
 MARKS = (".metadata", "config.json")
 
 
@@ -36,7 +42,10 @@ class Output:
     def files(self) -> dict[str, bytes]:
         if "://" in self.location:
             root = self.location.removeprefix("memory:/")
-            return {p.removeprefix(f"{root}/"): self._memory.cat_file(p, None, None) for p in self._memory.find(root)}
+            return {
+                p.removeprefix(f"{root}/"): self._memory.cat_file(p, None, None)
+                for p in self._memory.find(root)
+            }
         root = Path(self.location)
         return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
 
@@ -111,7 +120,7 @@ def _view(tmp_path: Path) -> None:
         "copy link RUN/iter_0000002",
         "copy linked/iter_0000002 RUN/iter_0000002",
         "copy RUN/iter_0000002 RUN/iter_0000002/out",
-        "copy view RUN/iter_0000002",
+        "copy view RUN/iter_0000002 --follow-links",
         "copy RUN RUN",
         "strip RUN linked",
         "export-hf RUN HF --hf-config HF",

@@ -156,7 +156,11 @@ def test_a_tracker_gets_the_group_that_its_folder_hands_down(case: Case, tmp_pat
 @pytest.mark.parametrize(
     ("old", "source", "found"),
     [
-        ((0o750, 0o640, 7), (0o755, 0o644, 8), (0o750, 0o640, 7)),  # group 7 is one of the others of the source
+        (
+            (0o750, 0o640, 7),
+            (0o755, 0o644, 8),
+            (0o750, 0o640, 7),
+        ),  # group 7 is one of the others of the source
         ((0o755, 0o644, 7), (0o750, 0o640, 8), (0o700, 0o600, 7)),
         ((0o775, 0o664, 7), (0o770, 0o660, 7), (0o770, 0o660, 7)),
         ((0o755, 0o644, 7), (0o705, 0o604, None), (0o705, 0o604, 7)),

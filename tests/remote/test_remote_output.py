@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -192,16 +193,51 @@ def test_the_old_checkpoint_stays_until_the_new_one_is_whole(
     assert _content(store) == local
 
 
+@pytest.mark.parametrize("replaces", [False, True])
 def test_a_damaged_source_is_reported_once_and_not_retried(
-    case: Case, store: MemoryFileSystem, tmp_path: Path
+    case: Case, store: MemoryFileSystem, tmp_path: Path, replaces: bool
 ) -> None:
+    if replaces:
+        _write(case)
+    old = _content(store)
     damaged = make_case(tmp_path / "damaged")
     plan = damaged.plan(WORLD)
     file = tmp_path / "damaged" / "__0_0.distcp"
     file.write_bytes(bytes(file.stat().st_size))
     with pytest.raises(CorruptCheckpointError, match="does not end like"):
-        write_checkpoint(plan, damaged.files, OUT)
-    assert "iter_0000007/.metadata" not in _content(store)
+        write_checkpoint(plan, damaged.files, replace(OUT, overwrite=replaces))
+    assert "iter_0000007/.metadata" not in _content(store) or replaces
+    assert _content(store) == old or not replaces
+
+
+@pytest.mark.parametrize("stop", [8, 10], ids=["before .metadata", "before the tracker"])
+@pytest.mark.parametrize("replaces", [False, True])
+def test_resume_publishes_nothing_but_what_it_has_uploaded(
+    case: Case,
+    local: dict[str, bytes],
+    store: MemoryFileSystem,
+    breaking: Callable[[int, Exception], None],
+    stop: int,
+    replaces: bool,
+) -> None:
+    """An object that was replaced by another of its length meanwhile is written again."""
+    if replaces:
+        store.pipe({"/out/iter_0000007/.metadata": b"old", "/out/iter_0000007/__9_0.distcp": b"old"})
+    breaking(stop + 2 * replaces, PermissionError("Access Denied"))
+    with pytest.raises(StorageError):
+        _write(case, overwrite=replaces)
+    stopped, data = dict(store.store), case.plan(WORLD).file_bytes
+    mine = [path for path in stopped if path.rpartition("/")[2] in (METADATA, "run_config.yaml", *data)]
+    assert len(mine) >= 3
+    for path in mine:
+        store.store.clear()
+        store.store.update(stopped)
+        store.pipe_file(path, bytes(stopped[path].size))
+        is_data = path.rpartition("/")[2] in data and (not replaces or "ckpt_tools" in path)
+        with pytest.warns(UserWarning, match="is written again") if is_data else nullcontext():
+            done = _write(case, overwrite=replaces, resume=True)
+        assert _content(store) == local, path
+        assert done.items_resumed > 0
 
 
 def test_a_source_in_a_store_that_changes_meanwhile_is_noticed(case: Case, store: MemoryFileSystem) -> None:

@@ -170,7 +170,7 @@ def test_a_marker_without_end_is_not_read(
 def test_every_stop_of_a_replacement_leaves_the_old_or_the_new(
     again: dict[str, bool], case: Case, memory: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is stopped before its n-th change of the store, for every n: the old one stays until the new one is whole."""
+    """It is stopped before its n-th change of the store: the old one stays until the new one is whole."""
     _convert(case, 3)
     old = _content(memory)
     changes: list[tuple[str, str]] = []
@@ -201,7 +201,11 @@ def test_every_stop_of_a_replacement_leaves_the_old_or_the_new(
     aside = f".run.{MARKER[1:]}/"
     touched = [change for change in changes if not change[1].startswith(aside)]
     assert touched[:2] == [("_open", f"run/{MARKER}"), ("rm_file", f"run/{METADATA}")]
-    assert touched[-3:] == [("cp_file", f"run/{METADATA}"), ("rm_file", f"run/{MARKER}"), ("_open", "tracker")]
+    assert touched[-3:] == [
+        ("cp_file", f"run/{METADATA}"),
+        ("rm_file", f"run/{MARKER}"),
+        ("_open", "tracker"),
+    ]
     whole = changes.index(("_open", f"{aside}{METADATA}"))
     for n in range(total):
         memory.store.clear()
