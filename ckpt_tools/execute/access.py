@@ -38,12 +38,12 @@ class Access(NamedTuple):
 
     def within(self, most: Access) -> Access:
         """This access, but those who may not read by `most` get nothing more; another group is one of its others."""
-        allowed = []
-        for mode in (most.directory, most.file):
-            if most.group not in (None, self.group):
-                mode = mode & ~0o070 | (mode & 0o007) << 3
-            allowed.append(mode | (mode & 0o044) >> 1)  # who may write is for the output's owner to say
-        return self._replace(directory=self.directory & allowed[0], file=self.file & allowed[1])
+        modes = (most.directory, most.file)
+        if most.group not in (None, self.group):
+            modes = (modes[0] & ~0o070 | (modes[0] & 0o007) << 3, modes[1] & ~0o070 | (modes[1] & 0o007) << 3)
+        # Who reads may write too, where the old output lets them.
+        directory, file = (mode | (mode & 0o044) >> 1 for mode in modes)
+        return self._replace(directory=self.directory & directory, file=self.file & file)
 
 
 def access_of(folder: Path) -> Access:

@@ -261,16 +261,14 @@ class RemoteOutput:
         final.abort_uploads()
         final.remove(METADATA)
         final.clear(keep=(MARKER, *job.plan.file_bytes))  # what describes the old data goes before the data
-        new = {
-            name: size or 0 for name, size in aside.sizes().items() if name != MARKER and not is_note(name)
-        }
-        last = [name for name in (METADATA,) if name in new]
-        small = [name for name in job.output.extra_files if name not in last]
-        for names in (list(job.plan.file_bytes), small, last):
+        data, size = job.plan.file_bytes, aside.sizes().get(METADATA)
+        small = {name: len(content) for name, content in job.output.extra_files.items() if name != METADATA}
+        for sizes in (data, small, {} if size is None else {METADATA: size}):
             marker.check()
-            list(pool().map(lambda name: aside.copy(name, new.get(name, 0), final), names))
+            copied = [(name, nbytes, final) for name, nbytes in sizes.items()]
+            list(pool().map(lambda one: aside.copy(*one), copied))
         marker.check()
-        if not has_files(new, final.sizes()):
+        if not has_files(data, final.sizes()):
             raise StorageError(
                 f"{final.location}: files that the store copied have another length. Go on with --resume."
             )

@@ -12,7 +12,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from ckpt_tools.cli.app import run
-from tests.cli.test_nothing_left import RUN, WRITERS, places  # noqa: F401  a fixture
+from tests.cli.test_nothing_left import RUN, WRITERS
+from tests.cli.test_nothing_left import places as places  # noqa: PLC0414  a fixture
 
 FOREIGN = [
     "notes.txt",
@@ -65,7 +66,7 @@ class Output:
 
 @pytest.mark.parametrize("store", [False, True], ids=["disk", "store"])
 @pytest.mark.parametrize("name", WRITERS)
-def test_one_checkpoint_is_replaced_and_nothing_else(name, store, places, memory, capsys):  # noqa: F811
+def test_one_checkpoint_is_replaced_and_nothing_else(name, store, places, memory, capsys):
     if store:
         places = {**places, "OUT": "memory://over/runs/out"}
     words = [*(places.get(word, word) for word in WRITERS[name]), "--overwrite", "--json"]
@@ -129,7 +130,7 @@ def _view(tmp_path: Path) -> None:
         "average RUN OTHER RUN",
     ],
 )
-def test_no_source_and_nothing_foreign_is_replaced(words, places, tmp_path, monkeypatch, capsys):  # noqa: F811
+def test_no_source_and_nothing_foreign_is_replaced(words, places, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(RUN, "OTHER")
     shutil.copytree("OTHER/iter_0000002", "OTHER/iter_0000001")
@@ -146,7 +147,7 @@ def test_no_source_and_nothing_foreign_is_replaced(words, places, tmp_path, monk
 
 
 @pytest.mark.parametrize("kind", ["fifo", "socket", "dangling", "folder", "linked folder"])
-def test_what_is_not_a_file_is_never_replaced(kind, places, tmp_path, capsys):  # noqa: F811
+def test_what_is_not_a_file_is_never_replaced(kind, places, tmp_path, capsys):
     out = Path(shutil.copytree(RUN / "iter_0000002", tmp_path / "out"))
     odd = out / "model.distcp"
     match kind:
