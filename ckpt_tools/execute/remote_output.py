@@ -268,7 +268,7 @@ class RemoteOutput:
             copied = [(name, nbytes, final) for name, nbytes in sizes.items()]
             list(pool().map(lambda one: aside.copy(*one), copied))
         marker.check()
-        if not has_files(data, final.sizes()):
+        if data and not has_files(data, final.sizes()):
             raise StorageError(
                 f"{final.location}: files that the store copied have another length. Go on with --resume."
             )

@@ -14,6 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from ckpt_tools.cli.app import run
 from tests.cli.test_nothing_left import RUN, WRITERS
 from tests.cli.test_nothing_left import places as places  # noqa: PLC0414  a fixture
+from tests.folders import content
 
 FOREIGN = [
     "notes.txt",
@@ -47,8 +48,7 @@ class Output:
                 p.removeprefix(f"{root}/"): self._memory.cat_file(p, None, None)
                 for p in self._memory.find(root)
             }
-        root = Path(self.location)
-        return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
+        return content(Path(self.location))
 
     def put(self, name: str, data: bytes) -> None:
         if "://" in self.location:
