@@ -90,7 +90,7 @@ def _unbreakable(stream: TextIO) -> TextIO:
     pipe = _Pipe(stream.fileno(), "w", closefd=False)
     pipe.opened = stream
     return io.TextIOWrapper(
-        io.BufferedWriter(pipe),
+        pipe if stream.write_through else io.BufferedWriter(pipe),
         stream.encoding,
         "backslashreplace",
         line_buffering=stream.line_buffering,

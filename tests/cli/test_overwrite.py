@@ -12,6 +12,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from ckpt_tools.cli.app import run
+from ckpt_tools.execute.run import _Run
 from tests.cli.test_nothing_left import RUN, WRITERS
 from tests.cli.test_nothing_left import places as places  # noqa: PLC0414  a fixture
 from tests.folders import content
@@ -102,6 +103,24 @@ def test_one_checkpoint_is_replaced_and_nothing_else(name, store, places, memory
         out.put("neighbour/x", b"precious")
         assert run(words) == 0
         assert out.files().keys() == {*new, "neighbour/x"}
+
+
+@pytest.mark.parametrize("store", [False, True], ids=["disk", "store"])
+def test_what_appears_at_the_output_meanwhile_stays(store, tmp_path, memory, monkeypatch, capsys):
+    out = Output("memory://over/out" if store else str(tmp_path / "out"), memory)
+    words = ["copy", str(RUN / "iter_0000002"), out.location, "--overwrite"]
+    assert run(words) == 0
+    prove = _Run._prove
+
+    def and_then_another_program(self):
+        out.put("notes.txt", b"precious")
+        return prove(self)
+
+    monkeypatch.setattr(_Run, "_prove", and_then_another_program)
+    before = out.files()
+    assert run(words) == 2
+    assert "notes.txt" in capsys.readouterr().err
+    assert out.files() == {**before, "notes.txt": b"precious"}
 
 
 def _view(tmp_path: Path) -> None:

@@ -32,12 +32,14 @@ from ckpt_tools.formats.detect import TRACKER
 from ckpt_tools.formats.files import open_files
 from ckpt_tools.formats.pickle_machine import Machine
 from ckpt_tools.formats.pickle_values import Object, Record
+from ckpt_tools.human import human_bytes
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.casts import Array, numpy_dtype
 from ckpt_tools.model.target import Source, Target, TargetTensor
 from ckpt_tools.model.transfers import Plan
 from ckpt_tools.model.views import Place, Select, view_shape
 from ckpt_tools.plan.build import FILE_BYTES, build_plan
+from ckpt_tools.plan.holes import hole_bytes, holes
 from tests.conftest import REPO
 from tests.execute.conftest import Case, make_case
 from tests.model.test_views import ABSENT, expected
@@ -285,12 +287,18 @@ def test_outputs_that_are_refused(case: Case, tmp_path: Path) -> None:
 def test_too_little_disk_is_known_before_the_first_byte(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = os.statvfs(tmp_path)
-    small = os.statvfs_result((*real[:4], 100, *real[5:]))
-    monkeypatch.setattr(os, "statvfs", lambda path: small)
-    with pytest.raises(StorageError, match=" free, but "):
-        write_checkpoint(case.plan(1), case.files, Output(tmp_path / "out"))
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
+    """And it is the output's own: neither more is asked for, nor less."""
+    real, plan = os.statvfs(tmp_path), case.plan(1)
+    needed = sum(plan.file_bytes.values()) - hole_bytes(holes(plan))
+    for free in (needed - 1, needed):
+        found = os.statvfs_result((real[0], 1, *real[2:4], free, *real[5:]))
+        monkeypatch.setattr(os, "statvfs", lambda path, found=found: found)
+        if free == needed:
+            write_checkpoint(plan, case.files, Output(tmp_path / "out"))
+            return
+        with pytest.raises(StorageError, match=rf" has .*iB free, but out needs {human_bytes(needed)}\."):
+            write_checkpoint(plan, case.files, Output(tmp_path / "out"))
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
 
 
 def rewrite(path: Path) -> None:

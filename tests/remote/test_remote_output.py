@@ -279,6 +279,9 @@ def test_a_signal_stops_the_work(case: Case, store: MemoryFileSystem) -> None:
     [
         ("s3://bucket/run/", "s3://bucket//run"),
         ("file:///tmp/x", "/tmp/y/../x"),
+        ("local:///tmp/x", "/tmp/x"),
+        ("s3://bucket/run", "S3A://bucket/run"),
+        ("gs://bucket/run", "gcs://bucket/run"),
     ],
 )
 def test_spellings_of_one_place(a: str, b: str) -> None:
