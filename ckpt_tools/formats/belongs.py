@@ -57,7 +57,7 @@ def refuse_foreign(
 
 
 def _what_stands(names: Collection[str], written: Collection[str], is_unfinished: bool) -> tuple[str, str]:
-    """The kind of a checkpoint, and why it is none; one of both is empty."""
+    """The kind of a checkpoint, or why it is not one; the other is empty."""
     marks = (TRACKER, BRIDGE_TRACKER, "release")
     top = {name.partition("/")[0] for name in names}
     if run := [name for name in top if name in marks or iteration_folders([name])]:
