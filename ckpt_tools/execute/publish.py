@@ -348,13 +348,13 @@ class Staging:
         """
         folder = self.folder()
         data, final = Place(folder, DATA), self._final
+        if overwrite:
+            self._check_final(overwrite)
         with storage_errors(self.final):
             with self.open_data() as opened:
                 if sync:
                     opened.sync()
                 folder.write(MARKER, self._mark(os.fstat(opened.fd)))
-            if overwrite:
-                self._check_final(overwrite)
             if not (overwrite and self.parent().exists(self.final.name)):
                 move(data, final)  # refused unless it is absent or empty
             elif not exchange(data, final):
