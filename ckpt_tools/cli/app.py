@@ -13,7 +13,7 @@ import sys
 import traceback
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import typer
 
@@ -106,12 +106,39 @@ def main(argv: list[str] | None = None) -> None:
     gc.set_threshold(_GARBAGE)
     _fill_closed_streams()
     _keep_freed_memory()
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # what the locale cannot spell must not end a command
-            stream.reconfigure(errors="backslashreplace")
+    sys.stdout, sys.stderr = map(_unbreakable, (sys.stdout, sys.stderr))
     code = run(argv)
     _drop_unwritten()
     sys.exit(code)
+
+
+class _Pipe(io.FileIO):
+    """A stream that takes all that is written, also after its reader has gone: the exit code is still a verdict."""
+
+    opened: TextIO  # which closes the descriptor when nobody holds it
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            return len(data)
+
+
+def _unbreakable(stream: TextIO) -> TextIO:
+    """As `stream`: neither a closed pipe nor what the locale cannot spell must end a command."""
+    if not isinstance(stream, io.TextIOWrapper):
+        return stream
+    stream.flush()
+    pipe = _Pipe(stream.fileno(), "w", closefd=False)
+    pipe.opened = stream
+    return io.TextIOWrapper(
+        pipe if stream.write_through else io.BufferedWriter(pipe),
+        stream.encoding,
+        "backslashreplace",
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
 
 
 def _fill_closed_streams() -> None:
@@ -155,12 +182,6 @@ def run(argv: list[str] | None = None) -> int:
         sys.stdout.flush()
     except typer.Exit as stop:
         return stop.exit_code
-    except (BrokenPipeError, SystemExit) as stop:
-        if not isinstance(stop, BrokenPipeError) and not isinstance(stop.__context__, BrokenPipeError):
-            raise
-        # Whoever reads stdout has seen enough (click makes an exit of it); nothing must be flushed into it later.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except (Exception, KeyboardInterrupt) as error:
         return _explain(error)
     return code if isinstance(code, int) else 0

@@ -74,6 +74,8 @@ def _print_copied(one: Copied) -> None:
         f"{', all of it there already: nothing was copied' if was_there else ''}"
         f"{', read back and compared' if one.read_back else ''}"
     )
+    if one.written.replaced:
+        render.tell(f"  replaced {one.written.replaced}")
     if one.written.check_source == "none":
         render.tell(
             "  no payload was compared with the checksum that its writer stored (--check-source none)"
@@ -84,4 +86,4 @@ def _print_copied(one: Copied) -> None:
     if one.left_out:
         listed = ", ".join(map(render.escape, one.left_out[:_SHOWN]))
         more = f", and {len(one.left_out) - _SHOWN:,} more" if len(one.left_out) > _SHOWN else ""
-        render.tell(f"  not copied, in inner folders: {listed}{more}")
+        render.tell(f"  not copied, in inner folders or not a file: {listed}{more}")

@@ -9,10 +9,9 @@ import typer
 from ckpt_tools.cli import render
 from ckpt_tools.cli.manual import page
 from ckpt_tools.cli.options import flag
-from ckpt_tools.cli.reports import source_checksums
+from ckpt_tools.cli.reports import print_rewritten
 from ckpt_tools.cli.signature import fill, with_options
 from ckpt_tools.cli.table import READING, REWRITING, OutputDir
-from ckpt_tools.human import human_bytes
 
 if TYPE_CHECKING:
     from ckpt_tools.commands.repair import Repaired
@@ -74,18 +73,13 @@ def _print(done: Repaired) -> None:
         render.tell(f"{change.cause}{issue}: {len(change.keys):,} entries")
         render.tell_first(change.keys, _SHOWN, "  ")
         render.tell(f"  proof: {change.proof}")
-    written = done.written
     if not done.changes:
         render.tell(
             f"{render.escape(done.source)} has none of the damage that repair knows. Nothing was written: use it as "
             "it is. `verify --content` tells what else is wrong with a checkpoint"
         )
         return
-    if written is None:
+    if done.written is None:
         render.tell("nothing was written (--dry-run)")
         return
-    render.tell(
-        f"wrote {done.tensors:,} tensors and {done.objects:,} objects, "
-        f"{human_bytes(written.bytes_written)} in {written.seconds:.2f} s, to {render.escape(done.output)}"
-    )
-    render.tell(f"source checksums: {source_checksums(written)}")
+    print_rewritten(done)

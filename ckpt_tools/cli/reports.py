@@ -14,6 +14,7 @@ from ckpt_tools.human import human_bytes
 from ckpt_tools.model.choices import assert_never
 
 if TYPE_CHECKING:
+    from ckpt_tools.commands.repair import Repaired
     from ckpt_tools.commands.rewrite import Edited
     from ckpt_tools.model.target import Target
 
@@ -154,13 +155,16 @@ def source_checksums(w: WriteReport) -> str:
     return f"{proven}; {without}" if w.payloads_proven else without
 
 
-def print_rewritten(done: Edited) -> None:
+def print_rewritten(done: Edited | Repaired) -> None:
     """The last lines of a command that writes a checkpoint in the format of its source."""
     written = done.written
+    assert written is not None  # a dry run has nothing to say here
     tell(
         f"{'compared' if written.was_there else 'wrote'} {done.tensors:,} tensors and {done.objects:,} objects, "
         f"{human_bytes(written.bytes_written)} in {written.seconds:.2f} s, to {escape(done.output)}"
     )
+    if written.replaced:
+        tell(f"replaced {written.replaced}")
     tell(f"source checksums: {source_checksums(written)}")
 
 
@@ -180,6 +184,7 @@ def _written(w: WriteReport) -> list[str]:
         f"read {human_bytes(w.bytes_read)}, largest peak RSS {human_bytes(w.peak_rss_bytes)}",
         f"  copied     {human_bytes(w.bytes_cloned)} cloned, {human_bytes(w.bytes_kernel_copied)} in the kernel, "
         f"{human_bytes(w.bytes_touched)} through buffers; {w.items_resumed:,} of {w.items:,} items resumed",
+        *([f"  replaced   {w.replaced}"] if w.replaced else []),
         *([rounded] if w.rounded_tensors else []),
         *([kept] if w.rounded_and_kept else []),
     ]

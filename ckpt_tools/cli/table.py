@@ -114,7 +114,7 @@ TABLE: dict[str, Row] = {
                                 "or in pieces; none: take damage over unseen."),
     "ignore_keys": option(list[str], "--ignore-keys", read=v.globs, panel=RUN,
                           help="Source keys to leave out, tensors too (glob, repeatable)."),
-    "overwrite": flag("--overwrite", panel=RUN, help="Replace an output that is there."),
+    "overwrite": flag("--overwrite", panel=RUN, help="Replace the one checkpoint that is at OUT."),
     "resume": flag("--resume", panel=RUN, help="Go on with a conversion that was stopped."),
     "dry_run": flag("--dry-run", panel=RUN, help="Plan and check everything, write nothing."),
     "workers": option(int, "--workers", min=1, max=v.MAX_WORKERS, panel=RUN,

@@ -15,7 +15,14 @@ from typing import Any
 from ckpt_tools.commands.iterations import all_iterations, holds, is_being_written
 from ckpt_tools.commands.opened import open_checkpoint, warn_of_iteration
 from ckpt_tools.commands.outputs import choose_output, is_root
-from ckpt_tools.errors import CkptError, Interrupted, Terminated, UsageError, VerificationError
+from ckpt_tools.errors import (
+    CkptError,
+    Interrupted,
+    Terminated,
+    UnsupportedCheckpointError,
+    UsageError,
+    VerificationError,
+)
 from ckpt_tools.execute.finished import is_written
 from ckpt_tools.execute.proof import Stored, check
 from ckpt_tools.execute.ranks import Ranks
@@ -66,7 +73,7 @@ class Copied:
     proven: int  # payloads and small archives that have the checksum their writer stored
     without_checksum: int  # payloads whose writer stored none
     read_back: bool
-    left_out: tuple[str, ...]  # names of files in inner folders
+    left_out: tuple[str, ...]  # names of files in inner folders, and of what is not a file
     written: WriteReport
 
     def as_json(self) -> dict[str, Any]:
@@ -81,6 +88,7 @@ class Copied:
             "payloads_without_checksum": self.without_checksum,
             "read_back": self.read_back,
             "left_out": list(self.left_out),
+            "replaced": self.written.replaced,
         }
 
 
@@ -161,8 +169,10 @@ def _copy(
         with suppress(CkptError):  # a state that cannot be read is copied as it is
             warn_of_iteration(location, read_common_state(files, catalog, options.trust_pickle))
         place = choose_output(source, location, output, options.overwrite, options.resume, tracker)
-        names = files_below(location.path)
-        left_out = tuple(name for name in names if "/" in name)
+        _refuse_inner(location, catalog)
+        odd: list[str] = []
+        names = files_below(location.path, odd)
+        left_out = (*(name for name in names if "/" in name), *sorted(odd))
         sizes = {name: nbytes for name, nbytes in names.items() if "/" not in name}
         sizes |= {
             name: files.size(name) for name in _named_by(catalog) - sizes.keys()
@@ -191,6 +201,18 @@ def _copy(
         left_out,
         written,
     )
+
+
+def _refuse_inner(location: Location, catalog: Catalog) -> None:
+    """
+    Raises:
+        UnsupportedCheckpointError: entries lie in folders inside the checkpoint.
+    """
+    if inner := sorted(name for name in _named_by(catalog) if "/" in name):
+        raise UnsupportedCheckpointError(
+            f"{location.path}: {METADATA} places entries in a folder inside the checkpoint ({inner[0]}), which copy "
+            "does not take. Convert it, or copy the folder with another program."
+        )
 
 
 def _named_by(catalog: Catalog) -> set[str]:

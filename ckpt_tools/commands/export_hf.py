@@ -29,7 +29,7 @@ from ckpt_tools.commands.hf_parts import (
     read_config,
 )
 from ckpt_tools.commands.opened import Opened
-from ckpt_tools.commands.outputs import output_directory, refuse_overlap
+from ckpt_tools.commands.outputs import output_directory, place_parts, refuse_overlap
 from ckpt_tools.commands.plain_to_hf import is_plain, plan_plain
 from ckpt_tools.commands.several_parts import (
     holds_several,
@@ -322,8 +322,9 @@ def _open(source: str, options: ExportOptions) -> Opened:
 
 def _place(source: str, location: Location, output: str, options: ExportOptions) -> Output:
     refuse_overlap(source, location, output)
-    if options.tower is not None and options.hf_config is not None:
-        refuse_overlap(options.hf_config, location, output)
+    model = options.hf_config
+    if model is not None and (options.tower is not None or place_parts(output) == place_parts(model)):
+        refuse_overlap(model, location, output)
     return Output(output_directory(output), overwrite=options.overwrite, resume=options.resume)
 
 

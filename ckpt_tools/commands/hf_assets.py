@@ -4,23 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import closing
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
+from ckpt_tools.formats.belongs import CARRIED, TEMPLATES, is_like
 from ckpt_tools.formats.documents import DocumentError, parse_json
 from ckpt_tools.formats.files import open_files, path_in, read_whole
 from ckpt_tools.formats.hub_cache import snapshot_of
 from ckpt_tools.formats.safetensors import OTHER_WEIGHTS, refuse_pointers
 
-TEMPLATES = "additional_chat_templates"  # transformers utils/hub.py CHAT_TEMPLATE_DIR
-# By how releases name them: every version of a tokenizer has a name of its own (tokenizer.model.v3, tekken_v13.json),
-# every kind another (sentencepiece.bpe.model, spiece.model, qwen.tiktoken), and so has every processor.
-CARRIED = (
-    "tokenizer*.*", "*.model", "*.tiktoken", "tekken*.json", "*.spm", "vocab*.*", "merges.txt", "*_tokens.json",
-    "special_tokens_map.json", "normalizer.json", "chat_template*.*", "*processor_config.json",
-    "generation_config.json", "LICENSE", "LICENSE.*", "LICENSE-*", "LICENCE*", "NOTICE*", "USE_POLICY*",
-)  # fmt: skip
 CODE = "*.py"
 MAX_ASSET_BYTES = 1 << 30  # the largest tokenizers have some tens of megabytes
 _OWN = (
@@ -47,28 +39,24 @@ def read_assets(folder: str | Path, *, has_code: bool) -> Assets:
     place = snapshot_of(str(folder))
     with closing(open_files(place)) as files:
         names = files.list()
-        wanted = [name for name in names if _is_like(name, CARRIED) and not _is_like(name, (CODE, *_OWN))]
+        wanted = [name for name in names if is_like(name, CARRIED) and not is_like(name, (CODE, *_OWN))]
         refuse_pointers(files, wanted)  # the hub keeps large tokenizers as it keeps weights
         found = {name: read_whole(files, name, MAX_ASSET_BYTES) for name in wanted}
         if has_code or any(_names_code(name, data) for name, data in found.items()):
             found |= {
-                name: read_whole(files, name, MAX_ASSET_BYTES) for name in names if _is_like(name, (CODE,))
+                name: read_whole(files, name, MAX_ASSET_BYTES) for name in names if is_like(name, (CODE,))
             }
     if TEMPLATES in names:
         with closing(open_files(path_in(place, TEMPLATES))) as files:
             inside = [name for name in files.list() if name.endswith(".jinja")]
             found |= {f"{TEMPLATES}/{name}": read_whole(files, name, MAX_ASSET_BYTES) for name in inside}
-    left = [name for name in names if name not in {*found, TEMPLATES} and not _is_like(name, _OWN)]
+    left = [name for name in names if name not in {*found, TEMPLATES} and not is_like(name, _OWN)]
     return Assets(found, tuple(left))
 
 
 def documents_of(names: Iterable[str]) -> list[str]:
     """Those of `names` that are JSON and go along with a model."""
-    return [name for name in names if name.endswith(".json") and _is_like(name, CARRIED)]
-
-
-def _is_like(name: str, patterns: tuple[str, ...]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
+    return [name for name in names if name.endswith(".json") and is_like(name, CARRIED)]
 
 
 def _names_code(name: str, data: bytes) -> bool:

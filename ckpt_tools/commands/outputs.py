@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from ckpt_tools.formats.pickling import dump_archive
 from ckpt_tools.megatron.bridge import BRIDGE_FILES, LATEST_TRAIN_STATE, TRAIN_STATE
 from ckpt_tools.megatron.record import RECORD_FILE, TargetRecord, record_bytes
 from ckpt_tools.model.target import TargetObject
+
+_SAME = {"s3a": "s3", "gcs": "gs"}  # schemes of one store
 
 
 def choose_output(
@@ -83,12 +86,12 @@ def refuse_overlap(source: str, location: Location, output: str) -> None:
 
 def place_parts(location: str) -> tuple[str, ...]:
     """The names that lead to a folder, from its file system or store down; equal for two spellings of one place."""
-    path = hidden(location).removeprefix("file://")
+    path = re.sub("^(file|local)://", "", hidden(location))
     if "://" not in path:
         # Not `resolve`, which before Python 3.13 has no answer for links that lead in a circle.
         return Path(os.path.realpath(path)).parts
     scheme, _, rest = path.partition("://")
-    return (scheme, *filter(None, rest.split("/")))
+    return (_SAME.get(scheme.lower(), scheme.lower()), *filter(None, rest.split("/")))
 
 
 def read_bridge_files(files: Files) -> dict[str, bytes]:

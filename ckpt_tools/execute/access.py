@@ -1,7 +1,8 @@
 """Who may read and write an output: as much as what it replaces or was made from, and the umask, allow.
 
-* A directory gets the permissions of the one it replaces, else of the source's directory, else the umask's; its owner
-  can always use it. Directories that are made on the way to it get the same.
+* A directory gets the permissions of the source's directory; of those the ones that a directory had that stood in its
+  place, with the group of that one. Its owner can always use it. Directories that are made on the way to it get the
+  same.
 * An iteration is no more open than its run's directory.
 * It gets the group and the setgid bit of that directory too, unless the directory it is made in hands down its own
   (setgid). Where the group may not be given, nobody's group gets anything.
@@ -34,6 +35,15 @@ class Access(NamedTuple):
     file: int = 0o666
     group: int | None = None
     setgid: bool = False
+
+    def within(self, most: Access) -> Access:
+        """This access, but those who may not read by `most` get nothing more; another group is one of its others."""
+        modes = (most.directory, most.file)
+        if most.group not in (None, self.group):
+            modes = (modes[0] & ~0o070 | (modes[0] & 0o007) << 3, modes[1] & ~0o070 | (modes[1] & 0o007) << 3)
+        # Who reads may write too, where the old output lets them.
+        directory, file = (mode | (mode & 0o044) >> 1 for mode in modes)
+        return self._replace(directory=self.directory & directory, file=self.file & file)
 
 
 def access_of(folder: Path) -> Access:

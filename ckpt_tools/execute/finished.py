@@ -53,12 +53,12 @@ def is_written(
         CorruptCheckpointError: as `Pump.write_item`.
     """
     with closing(open_files(str(output.directory))) as there:
-        return (not small_parts or _same_small_parts(plan, output, there)) and _same_items(
+        return (not small_parts or same_small_parts(plan, output, there)) and _same_items(
             items, there, source, options, tick
         )
 
 
-def _same_small_parts(plan: Plan, output: Output, there: Files) -> bool:
+def same_small_parts(plan: Plan, output: Output, there: Files) -> bool:
     """Whether objects, `.metadata` and the files beside the tensors are there as they would be written."""
     small = dict(output.extra_files)
     if output.is_dcp:

@@ -15,12 +15,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from ckpt_tools.errors import CkptError, Interrupted, StorageError, Terminated, UsageError
 from ckpt_tools.execute.fileio import check_direct, storage_errors, write_all
 from ckpt_tools.execute.folders import opened
 from ckpt_tools.execute.opened_shards import prove_shards
 from ckpt_tools.execute.publish import Staging
 from ckpt_tools.execute.source_reader import SourceReader
+from ckpt_tools.execute.vacant import can_go_on
 from ckpt_tools.execute.work import Work
 from ckpt_tools.execute.write_job import METADATA, Done, Found, SourceState, WriteJob
 from ckpt_tools.formats.files import Files, LocalFiles
@@ -40,9 +40,15 @@ class LocalOutput:
         self._job = job
         final = Path(job.output.directory)
         plan = job.plan
-        self._staging = Staging(final, plan.digest, plan.file_bytes, _folders(job.files), holes(plan))
+        self._staging = Staging(
+            final, plan.digest, plan.file_bytes, folders_of(job.files), holes(plan), job.output.extra_files
+        )
         self._state: SourceState = []
         self.scratch: Path | None = self._staging.partial
+
+    @property
+    def replaced(self) -> str | None:
+        return self._staging.replaced
 
     def take(self, state: SourceState) -> Found:
         self._state = state
@@ -125,9 +131,7 @@ class LocalOutput:
     def leave(self, error: BaseException) -> None:
         if not self._staging.held:
             return
-        to_go_on = (StorageError, UsageError, Interrupted, Terminated)
-        usable = isinstance(error, to_go_on) or not isinstance(error, CkptError)
-        if usable and self._staging.journal.exists():
+        if can_go_on(error) and self._staging.journal.exists():
             self._staging.release()
         else:
             self._staging.discard()
@@ -136,7 +140,7 @@ class LocalOutput:
         self._staging.release()
 
 
-def _folders(files: Files) -> list[Path]:
+def folders_of(files: Files) -> list[Path]:
     """The directories of a mounted file system that a source lies in."""
     parts = files.parts if isinstance(files, JoinedFiles) else (files,)
     return [Path(part.location) for part in parts if isinstance(part, LocalFiles)]

@@ -11,10 +11,21 @@ from typing import Any
 from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.journal import is_fingerprint
 from ckpt_tools.execute.write_job import SourceState
+from ckpt_tools.formats.requests import pool
 from ckpt_tools.formats.store import Store
 
 MARKER = ".ckpt_tools-partial"
 _MOST_BYTES = 256 << 20  # it tells of every file of the source
+
+
+def note_of(name: str) -> str:
+    """The file that says which version of the file `name` was uploaded."""
+    return f"{MARKER}.{name}"
+
+
+def is_note(name: str) -> bool:
+    """Whether it is such a file."""
+    return name.startswith(note_of(""))
 
 
 class Marker:
@@ -66,8 +77,28 @@ class Marker:
                 "for the other one."
             )
 
+    def note(self, name: str) -> str | None:
+        """Note which version of a file was uploaded, and return it. Raises as `check`."""
+        self.check()  # a note of a run that lost would vouch for a file of its own
+        version = self._store.version(name)
+        if version is not None:
+            self._store.put(note_of(name), version.encode())
+        return version
+
+    def noted(self, name: str) -> str:
+        """The version of a file that was noted."""
+        return self._store.get(note_of(name)).decode(errors="replace")
+
+    def is_noted(self, name: str) -> bool:
+        """Whether a file is the one that was uploaded. Another one may have its length."""
+        try:
+            return self.noted(name) == self._store.version(name)
+        except FileNotFoundError:
+            return False
+
     def remove(self) -> None:
         """Give the folder up: all is done."""
+        list(pool().map(self._store.remove, filter(is_note, self._store.sizes())))
         self._store.remove(MARKER)
 
     def _not_ours(self) -> UsageError:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import cached_property
 from pathlib import Path
@@ -57,7 +57,7 @@ _MARKER_BYTES, _LOCK_BYTES = 1 << 12, 1 << 10
 class Staging:
     """The partial directory of one output, for the plan with this digest, these files (name -> bytes) and holes.
 
-    `sources` are the directories whose permissions a new output takes over.
+    `sources` are the directories that it is made of, and `written` the names of its other files.
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class Staging:
         sizes: Mapping[str, int],
         sources: Sequence[Path] = (),
         holes: Mapping[str, list[Hole]] | None = None,
+        written: Iterable[str] = (),
     ) -> None:
         self.final = final
         self._digest, self._sizes, self._holes = digest, sizes, holes or {}
@@ -76,15 +77,17 @@ class Staging:
         self._parent: Folder | None = None
         self._folder: Folder | None = None
         self._lock: int | None = None
-        self._sources = sources
+        self._sources, self._written = sources, {*sizes, *written}
+        self.replaced: str | None = None  # what stood there
         self._made: list[Path] = []  # directories above the output, the outermost first
 
     @cached_property
     def _access(self) -> Access:
         """Who may do what with the output; it looks at many files, so only the rank that makes the output asks."""
+        found = common_access(access_of(source) for source in self._sources)
         if self.final.is_dir() and not self.final.is_symlink():
-            return access_of(self.final)
-        return common_access(access_of(source) for source in self._sources)
+            return access_of(self.final).within(found)
+        return found
 
     @property
     def held(self) -> bool:
@@ -160,7 +163,7 @@ class Staging:
         Raises:
             UsageError: the output is not empty, or a stopped conversion lies here; see `acquire`.
         """
-        check_final(self.parent(), self.final, overwrite)
+        self._check_final(overwrite)
         if resume and self.journal.exists() and self._has_own_data():
             return "unfinished"
         if self.journal.exists() and not (overwrite or resume):
@@ -170,6 +173,9 @@ class Staging:
         self._clear()
         make_folder(folder, DATA, self._access).close()
         return "nothing"
+
+    def _check_final(self, overwrite: bool) -> None:
+        self.replaced = check_final(self.parent(), self.final, overwrite, self._written, self._sources)
 
     def _has_own_data(self) -> bool:
         """Whether `checkpoint/` is there and is not what an exchange left in its place."""
@@ -337,10 +343,13 @@ class Staging:
         """Rename the finished directory into place. `discard` then removes what it replaced.
 
         Raises:
-            StorageError: among others, when files have appeared in the output that `overwrite` does not give up.
+            StorageError: among others, when files have appeared in the output without `overwrite`.
+            UsageError: what has appeared there is not to be replaced.
         """
         folder = self.folder()
         data, final = Place(folder, DATA), self._final
+        if overwrite:
+            self._check_final(overwrite)
         with storage_errors(self.final):
             with self.open_data() as opened:
                 if sync:

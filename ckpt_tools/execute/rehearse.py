@@ -13,6 +13,7 @@ from ckpt_tools.execute.fileio import storage_errors
 from ckpt_tools.execute.finished import has_files, lengths
 from ckpt_tools.execute.folders import Folder
 from ckpt_tools.execute.journal import Journal, fingerprint
+from ckpt_tools.execute.local_output import folders_of
 from ckpt_tools.execute.ranks import Ranks
 from ckpt_tools.execute.source_reader import has_stores
 from ckpt_tools.execute.vacant import (
@@ -116,7 +117,8 @@ def _check_place(plan: Plan, files: Files, output: Output, parent: Folder) -> in
             if partial.exists(REPLACED) and not parent.exists(final.name):
                 stands = partial.path / REPLACED
             present = _present(plan, files, output, partial)
-        check_final(parent, final, output.overwrite, stands)
+        written = {*plan.file_bytes, *output.extra_files}
+        check_final(parent, final, output.overwrite, written, folders_of(files), stands)
     return present
 
 
@@ -186,7 +188,7 @@ def _check_direct(folder: Path) -> None:
 
 def _look_remotely(plan: Plan, output: Output, options: WriteOptions) -> None:
     from ckpt_tools.execute.marker import MARKER
-    from ckpt_tools.execute.remote_output import open_store, refuse_present
+    from ckpt_tools.execute.remote_output import look_at_old, open_store, refuse_present
     from ckpt_tools.formats.store import no_bucket
 
     store = open_store(output, options)
@@ -196,3 +198,5 @@ def _look_remotely(plan: Plan, output: Output, options: WriteOptions) -> None:
     goes_on = output.resume and (MARKER in present or has_files(plan.file_bytes, present))
     if present and not output.overwrite and not goes_on:
         raise refuse_present(store, present)
+    if output.overwrite:
+        look_at_old(store, present, plan, output)

@@ -30,7 +30,7 @@ import time
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Final, TypedDict
 
 from ckpt_tools.errors import UsageError
@@ -93,7 +93,8 @@ def write_checkpoint(
         if len(set(ranks.together(lambda: plan.digest))) > 1:
             raise UsageError("the ranks made different plans: do they all see the same source and options?")
         shares, proven = run.steps()
-    return _report(job, shares, proven, kept, time.monotonic() - started)
+    done = _report(job, shares, proven, kept, time.monotonic() - started)
+    return replace(done, replaced=run.output.replaced)
 
 
 def _output_of(job: WriteJob) -> JobOutput:
@@ -118,7 +119,7 @@ class _Run:
     """The steps of one job on this rank, in order."""
 
     def __init__(self, job: WriteJob, output: JobOutput) -> None:
-        self._job, self._output = job, output
+        self._job, self.output = job, output
         self._leads = job.ranks.rank == 0
         self._source_state: SourceState = []
         self._proof = self._new_proof()
@@ -132,23 +133,23 @@ class _Run:
         shares: list[_Share] = []
         proven = ProofReport()
         try:
-            found, self._output.token = together(self._take)[0]
+            found, self.output.token = together(self._take)[0]
             if found == "finished":
                 same = all(together(self._compare))
-                found, self._output.token = together(lambda: self._accept(same))[0]
+                found, self.output.token = together(lambda: self._accept(same))[0]
                 self._proof = self._proof if same else self._new_proof()
             if found not in _IN_PLACE:
-                files = together(lambda: self._output.open_files() if self._leads else {})[0]
+                files = together(lambda: self.output.open_files() if self._leads else {})[0]
                 shares = together(lambda: self._work(files))
             if found != "published":
                 proven = self._prove()
             together(lambda: self._publish(found, shares))
         except BaseException as error:
             if self._leads:
-                self._output.leave(error)
+                self.output.leave(error)
             raise
         finally:
-            self._output.close()
+            self.output.close()
         return shares, proven
 
     def _take(self) -> tuple[Found, str]:
@@ -158,7 +159,7 @@ class _Run:
         if not self._leads:
             return "nothing", ""
         self._source_state = fingerprint(job.files, job.plan)
-        return self._output.take(self._source_state), self._output.token
+        return self.output.take(self._source_state), self.output.token
 
     def _compare(self) -> bool:
         """Whether this rank's share is there already as it would be written."""
@@ -167,7 +168,7 @@ class _Run:
             return is_written(
                 job.plan,
                 job.output,
-                self._output.share(),
+                self.output.share(),
                 source,
                 job.options,
                 small_parts=self._leads,
@@ -178,15 +179,15 @@ class _Run:
         """Rank 0 takes a finished output for its own, or treats it as any other that is in the way."""
         found: Found = "finished"
         if self._leads and same:
-            self._output.keep()
+            self.output.keep()
         elif self._leads:
-            found = self._output.begin()
-        return found, self._output.token
+            found = self.output.begin()
+        return found, self.output.token
 
     def _work(self, opened: Mapping[str, str | None]) -> _Share:
         """This rank's share."""
         with closing(self._source()) as source:
-            done = self._output.work(source, opened)
+            done = self.output.work(source, opened)
         return {
             "counters": [asdict(counters) for counters in done.counters],
             "resumed": done.resumed,
@@ -198,7 +199,7 @@ class _Run:
         }
 
     def _source(self) -> SourceReader:
-        return SourceReader(self._job.files, self._output.scratch, self._proof)
+        return SourceReader(self._job.files, self.output.scratch, self._proof)
 
     def _prove(self) -> ProofReport:
         """Complete the proof of what all ranks have read; then the source is not needed any more.
@@ -221,7 +222,7 @@ class _Run:
         self._job.ranks.check()
         if not self._leads:
             return
-        job, output = self._job, self._output
+        job, output = self._job, self.output
         if found not in _IN_PLACE:
             check_unchanged(self._source_state, fingerprint(job.files, job.plan), job.files.location)
             check_as_opened(job.files)

@@ -56,11 +56,11 @@ class Uploads:
         self.parts: dict[str, list[Part]] = {}  # of others
 
     def note(self, name: str, source: SourceReader) -> None:
-        """A file that an earlier process has uploaded."""
+        """A file that an earlier process has uploaded and noted."""
         for entry in self._entries[name]:
             if isinstance(entry, OutputItem):
                 source.note(entry.transfers)
-        self.versions[name] = self._store.version(name)
+        self.versions[name] = self._marker.noted(name)
 
     def run(
         self,
@@ -113,7 +113,7 @@ class Uploads:
             return []
 
         parts = self._store.call(f"{self._store.where(name)}: writing", upload)
-        version = self._store.version(name) if begun is None else None
+        version = self._marker.note(name) if begun is None else None
         with self._lock:
             if begun is None:
                 self.versions[name] = version

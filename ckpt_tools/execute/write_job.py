@@ -94,6 +94,7 @@ class WriteReport:
     rounded_and_kept: int = (
         0  # further elements that a cast changed, of values that the output holds exactly too
     )
+    replaced: str | None = None  # what stood at the output before: kind, files and bytes
 
     @property
     def was_there(self) -> bool:
@@ -109,6 +110,7 @@ class WriteReport:
             "payloads_proven": self.payloads_proven,
             "payloads_without_checksum": self.payloads_without_checksum,
             "bytes_proven": self.bytes_proven,
+            "replaced": self.replaced,
         }
 
 
@@ -145,6 +147,10 @@ class JobOutput(Protocol):
 
     token: str  # says whose the output is where no lock does: rank 0 draws it, all ranks get it
     scratch: Path | None  # where temporary files may lie
+
+    @property
+    def replaced(self) -> str | None:
+        """Rank 0: what is replaced, in words."""
 
     def take(self, state: SourceState) -> Found:
         """Rank 0: make the output this run's, for a source in this state, and all ready to be written into.

@@ -15,6 +15,7 @@
 * `verl`: where verl and slime keep a checkpoint in the folders of their runs
 * `titan`: where torchtitan does
 * `beside`: what programs keep beside the tensors that is not read
+* `belongs`: which files are part of a checkpoint that this tool writes
 * `hub_cache`: the cache of the Hugging Face hub
 * `dcp`: `.metadata` of a torch distributed checkpoint as a catalog
 * `dcp_storage`: its part that says where items are stored

@@ -7,12 +7,15 @@ what they are given, so that nothing here calls them.
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.multipart import Begun, Part
+
+_COPIED_BYTES = 8 << 20  # at once
 
 # `type` ("file", "directory"), `size` in bytes, and what the store tells of the content.
 Entry = Mapping[str, Any]
@@ -65,6 +68,9 @@ class Driver(Protocol):
 
     def remove(self, seconds: float, path: str) -> None:
         """Delete the file of just this name."""
+
+    def copy(self, seconds: float, path: str, target: str, nbytes: int) -> None:
+        """Store a file of so many bytes under another name too, replacing what has it."""
 
     def open_for_writing(
         self, path: str, part_bytes: int, in_flight: int, call: Call, begun: Begun | None = None
@@ -171,6 +177,13 @@ class FsspecDriver:
                     "another output."
                 ) from None
             self.ask(seconds, "rm", path)
+
+    def copy(self, seconds: float, path: str, target: str, nbytes: int) -> None:
+        try:
+            self.ask(seconds, "cp_file", path, target)
+        except NotImplementedError:  # its bytes pass through this machine
+            with self.fs.open(path, "rb") as source, self.fs.open(target, "wb") as file:
+                shutil.copyfileobj(source, file, _COPIED_BYTES)
 
     def open_for_writing(
         self, path: str, part_bytes: int, in_flight: int, call: Call, begun: Begun | None = None

@@ -27,6 +27,7 @@ _BUCKET = re.compile(
     r"(?s)(arn:[^:/]+:s3[^:/]*:[^:/]*:[^:/]*:(?:outpost[:/][^:/]+[:/])?(?:bucket|accesspoint)[:/][^:/]+|[^/]*)/?(.*)"
 )
 _EQUAL_PARTS = ".r2.cloudflarestorage.com"  # whose parts but the last of a file have one length
+_COPY_BYTES = 4 << 30  # that one request copies; S3 allows 5 GiB
 _ABSENT = {"NoSuchKey", "NoSuchUpload"}
 _REFUSED = {401, 403, 405, 501}  # of HTTP: asking again is of no use, also where a request is not implemented
 _EXPIRED = {"ExpiredToken", "InvalidToken", "TokenRefreshRequired"}
@@ -106,6 +107,19 @@ class S3Driver:
 
     def remove(self, seconds: float, path: str) -> None:
         self._ask(seconds, "delete_object", **_object(path))
+
+    def copy(self, seconds: float, path: str, target: str, nbytes: int) -> None:
+        asked = {**_object(target), "CopySource": _object(path)}
+        if nbytes <= _COPY_BYTES:
+            self._ask(seconds, "copy_object", **asked)
+            return
+        upload, parts = self.begin(seconds, target), list[Part]()
+        for number, start in enumerate(range(0, nbytes, _COPY_BYTES), 1):
+            span = f"bytes={start}-{min(start + _COPY_BYTES, nbytes) - 1}"
+            which = {"UploadId": upload.id, "PartNumber": number, "CopySourceRange": span}
+            answer = self._ask(seconds, "upload_part_copy", **asked, **which)
+            parts.append(Part(number, answer["CopyPartResult"]["ETag"]))
+        self.complete(seconds, upload, parts)
 
     @property
     def takes_stretches(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -245,9 +245,19 @@ class Store:
         with suppress(FileNotFoundError):
             self.call(f"{self.where(name)}: deleting", lambda t: self.driver.remove(t, self.path(name)))
 
-    def clear(self, keep: str) -> None:
-        """Delete every file of this folder, at any depth, but the one called `keep`."""
-        list(pool().map(self.remove, [name for name in self._files_below() if name != keep]))
+    def copy(self, name: str, nbytes: int, target: Store) -> None:
+        """Store a file of so many bytes in another folder of this store too, under its name."""
+        paths = self.path(name), target.path(name)
+        self.call(f"{target.where(name)}: copying", lambda t: self.driver.copy(t, *paths, nbytes), nbytes)
+
+    @property
+    def is_bucket(self) -> bool:
+        """Whether it is all of a bucket, and no folder in one; `memory://` has none."""
+        return self.scheme != "memory" and "/" not in self.root.strip("/")
+
+    def clear(self, keep: Collection[str]) -> None:
+        """Delete every file of this folder, at any depth, but those called `keep`."""
+        list(pool().map(self.remove, [name for name in self._files_below() if name not in keep]))
 
     def _files_below(self, name: str = "") -> Iterator[str]:
         for last, size in self.sizes(name).items():

@@ -9,10 +9,11 @@ from ckpt_tools.errors import StorageError, UnsupportedCheckpointError
 from ckpt_tools.formats.files import absent_folder, refuse_location
 
 
-def files_below(location: str) -> dict[str, int]:
+def files_below(location: str, odd: list[str] | None = None) -> dict[str, int]:
     """Size in bytes of every file at any depth, by its name relative to the folder, sorted.
 
     A link counts as the file that it leads to; linked folders are not entered.
+    These, and links that lead nowhere, FIFOs, sockets and devices are added to `odd`.
 
     Raises:
         UnsupportedCheckpointError: there is no such folder.
@@ -21,7 +22,7 @@ def files_below(location: str) -> dict[str, int]:
     location = location.removeprefix("file://")
     refuse_location(location)
     if "://" not in location:
-        return dict(sorted(_local(Path(location)).items()))
+        return dict(sorted(_local(Path(location), [] if odd is None else odd).items()))
     from ckpt_tools.formats.store import Store  # fsspec is not needed for local paths
 
     store = Store(location)
@@ -40,7 +41,7 @@ def files_below(location: str) -> dict[str, int]:
     return dict(sorted(found.items()))
 
 
-def _local(root: Path) -> dict[str, int]:
+def _local(root: Path, odd: list[str]) -> dict[str, int]:
     found: dict[str, int] = {}
     folders = [root]
     while folders:
@@ -52,6 +53,8 @@ def _local(root: Path) -> dict[str, int]:
                         folders.append(Path(entry.path))
                     elif entry.is_file():
                         found[os.path.relpath(entry.path, root)] = entry.stat().st_size
+                    else:
+                        odd.append(os.path.relpath(entry.path, root))
         except (FileNotFoundError, NotADirectoryError):
             if folder == root:
                 raise UnsupportedCheckpointError(absent_folder(root)) from None

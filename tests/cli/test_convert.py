@@ -165,8 +165,9 @@ def test_the_output_must_be_elsewhere_and_empty(source, tmp_path, capsys):
     assert convert(source, tmp_path / "out") == 2
     assert "--overwrite" in capsys.readouterr().err
     assert (tmp_path / "out" / ITERATION / "mine.txt").read_text() == "keep"
-    assert convert(source, tmp_path / "out", "--overwrite") == 0
-    assert not (tmp_path / "out" / ITERATION / "mine.txt").exists()
+    assert convert(source, tmp_path / "out", "--overwrite") == 2
+    assert "mine.txt" in capsys.readouterr().err
+    assert (tmp_path / "out" / ITERATION / "mine.txt").read_text() == "keep"
 
 
 @pytest.mark.parametrize(

@@ -266,7 +266,7 @@ def test_every_dry_run_sees_a_full_disk_and_a_taken_output(command, remote, tmp_
             patch.setattr(os, "statvfs", lambda _: full)
             for dry in (["--dry-run"], []):
                 assert run([*arguments, *dry]) == 7
-                assert "bytes free, but" in capsys.readouterr().err
+                assert " free, but " in capsys.readouterr().err
     assert run(arguments) == 0
     told = []
     for dry in (["--dry-run"], []):

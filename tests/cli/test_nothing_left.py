@@ -55,7 +55,7 @@ def test_where_the_disk_is_full(name, places, tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         patch.setattr(os, "statvfs", lambda _: full)
         assert run([places.get(word, word) for word in WRITERS[name]]) == 7
-    assert "bytes free, but" in capsys.readouterr().err
+    assert " free, but " in capsys.readouterr().err
     left = [str(path.relative_to(tmp_path)) for path in tree(tmp_path) if path not in before]
     assert left == []
 

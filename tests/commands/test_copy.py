@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from ckpt_tools.execute.run import WriteOptions, write_checkpoint
 from ckpt_tools.model.transfers import Transfer
 from ckpt_tools.plan import raw_files
 from ckpt_tools.plan.raw_files import RawFile, Run, build_copy_plan
+from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
 from tests.conftest import DATA, fixture_dir
 from tests.damage import ITERATION, copy_of, flip_bit, payload_of
 from tests.folders import content
@@ -134,6 +138,27 @@ def test_a_hugging_face_model_with_all_that_lies_beside_it(tmp_path: Path) -> No
     assert one.left_out == ("onnx/model.onnx",)
     assert content(tmp_path / "out") == {n: b for n, b in content(model).items() if "/" not in n}
     assert (one.proven, one.without_checksum) == (0, 3)
+
+
+def test_what_is_not_a_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = Path(shutil.copytree(fixture_dir(RUN) / "iter_0000002", tmp_path / "run"))
+    os.mkfifo(model / "fifo")
+    os.mknod(model / "socket", 0o600 | stat.S_IFSOCK)
+    (model / "nowhere").symlink_to("absent")
+    (model / "linked").symlink_to(tmp_path)
+    (model / "inner").mkdir()
+    os.mkfifo(model / "inner" / "fifo")
+    assert run(["copy", str(model), str(tmp_path / "out"), "--json"]) == 0
+    left = json.loads(capsys.readouterr().out)["copied"][0]["left_out"]
+    assert left == ["fifo", "inner/fifo", "linked", "nowhere", "socket"]
+
+
+def test_entries_in_folders_inside_are_refused(
+    user_cases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["copy", str(user_cases / "metadata_offset_2e63" / "dir"), str(tmp_path / "out")]) == 3
+    assert "sub/x.distcp" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def damaged(large: Path, part: str) -> None:

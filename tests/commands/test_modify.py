@@ -172,7 +172,10 @@ def test_the_output_must_be_free_and_apart(source, tmp_path):
         modify_state_dict(str(source), str(tmp_path / "out"), ["remove gone"])
     with pytest.raises(UsageError, match="overlap"):
         modify_state_dict(str(source), str(source / "inside"), ["remove gone"])
-    modify_state_dict(str(source), str(tmp_path / "out"), ["remove gone"], EditOptions(overwrite=True))
+    with pytest.raises(UsageError, match="it holds mine,"):
+        modify_state_dict(str(source), str(tmp_path / "out"), ["remove gone"], EditOptions(overwrite=True))
+    (tmp_path / "out" / "mine").unlink()
+    modify_state_dict(str(source), str(tmp_path / "out"), ["remove gone"])
     assert "gone" not in loaded(tmp_path / "out")
 
 

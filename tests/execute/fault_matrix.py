@@ -138,7 +138,7 @@ def put_old(folder: Path) -> None:
     for path in (folder / "out", folder / ".out.ckpt_tools-partial"):
         shutil.rmtree(path, ignore_errors=True)
     (folder / "out").mkdir()
-    (folder / "out" / "old").write_text("old")
+    (folder / "out" / ".metadata").write_text("old")
 
 
 def convert(folder: Path, overwrite: bool = False, resume: bool = False) -> str:
@@ -160,7 +160,7 @@ def convert(folder: Path, overwrite: bool = False, resume: bool = False) -> str:
 def settle(folder: Path, good: Tree, end: str) -> str:
     """Check what a conversion left, and that the next one gets there."""
     out = folder / "out"
-    is_old = {p.name for p in out.iterdir()} == {"old"}
+    is_old = {p.name for p in out.iterdir()} == {".metadata"}
     assert is_old or tree(out) == good
     assert end != "done" or not is_old
     assert convert(folder, overwrite=True, resume=True) == "done"

@@ -283,12 +283,12 @@ class KilledState:
         shutil.rmtree(self._out, ignore_errors=True)
         if has_old:
             self._out.mkdir()
-            (self._out / "old").write_text("old")
+            (self._out / ".metadata").write_text("old")
         self._tracker.write_text("old")
         self._converters.start(at, victim)
         status = self._converters.wait()
         assert status in (-signal.SIGKILL, 0), status  # 0: going on took fewer calls than from the start
-        is_old = not self._out.exists() or {p.name for p in self._out.iterdir()} == {"old"}
+        is_old = not self._out.exists() or {p.name for p in self._out.iterdir()} == {".metadata"}
         assert is_old or tree(self._out) == self._good
         tracked = self._tracker.read_text()
         assert tracked in ("old", "7"), "whole, whenever it is read"

@@ -71,17 +71,35 @@ def test_private_files_in_an_open_directory_stay_private(case: Case, tmp_path: P
 
 
 @pytest.mark.parametrize("content", [True, False])
-def test_what_is_replaced_decides_before_the_source(case: Case, tmp_path: Path, content: bool) -> None:
+@pytest.mark.parametrize(
+    ("source", "old", "directory", "file"),
+    [
+        (0o755, 0o700, 0o700, 0o600),
+        (0o700, 0o755, 0o700, 0o600),
+        (0o700, 0o777, 0o700, 0o600),
+        (0o750, 0o755, 0o750, 0o640),
+        (0o755, 0o775, 0o775, 0o664),
+        (0o705, 0o770, 0o700, 0o600),
+    ],
+    ids=oct,
+)
+def test_neither_what_is_replaced_nor_the_source_becomes_more_open(
+    case: Case, tmp_path: Path, content: bool, source: int, old: int, directory: int, file: int
+) -> None:
+    os.umask(0)
     out = tmp_path / "out"
     out.mkdir()
-    out.chmod(0o700)
     if content:
-        (out / "old").write_text("old")
+        write_checkpoint(case.plan(1), case.files, Output(out))
+        for path in out.iterdir():
+            path.chmod(0o666)
+    out.chmod(old)
+    (tmp_path / "source").chmod(source)
     (tmp_path / TRACKER).write_text("1")
     (tmp_path / TRACKER).chmod(0o640)
     write_checkpoint(case.plan(2), case.files, Output(out, {TRACKER: b"2"}, overwrite=True))
-    assert mode(out) == 0o700
-    assert modes(out) == {0o600}
+    assert mode(out) == directory
+    assert modes(out) == {file}
     assert mode(tmp_path / TRACKER) == 0o640
 
 
@@ -133,6 +151,23 @@ def test_a_tracker_gets_the_group_that_its_folder_hands_down(case: Case, tmp_pat
     assert {path.stat().st_gid for path in (run / TRACKER, run / "iter", *(run / "iter").iterdir())} == {
         GROUP
     }
+
+
+@pytest.mark.parametrize(
+    ("old", "source", "found"),
+    [
+        (
+            (0o750, 0o640, 7),
+            (0o755, 0o644, 8),
+            (0o750, 0o640, 7),
+        ),  # group 7 is one of the others of the source
+        ((0o755, 0o644, 7), (0o750, 0o640, 8), (0o700, 0o600, 7)),
+        ((0o775, 0o664, 7), (0o770, 0o660, 7), (0o770, 0o660, 7)),
+        ((0o755, 0o644, 7), (0o705, 0o604, None), (0o705, 0o604, 7)),
+    ],
+)
+def test_a_group_that_the_source_does_not_have_is_one_of_its_others(old, source, found) -> None:
+    assert access.Access(*old).within(access.Access(*source)) == access.Access(*found)
 
 
 def test_several_sources_give_what_all_of_them_allow() -> None:

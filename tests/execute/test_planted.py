@@ -143,12 +143,11 @@ def test_replacing_a_directory_removes_links_and_not_what_they_point_to(
 ) -> None:
     before = everything(precious)
     out = tmp_path / "out"
-    (out / "deep").mkdir(parents=True)
-    (out / "deep" / "link").symlink_to(precious)
-    (out / "link").symlink_to(precious / "file")
+    write_checkpoint(case.plan(1), case.files, Output(out))
+    (out / "link.distcp").symlink_to(precious / "file")
     write_checkpoint(case.plan(1), case.files, Output(out, overwrite=True))
     assert everything(precious) == before
-    assert not (out / "link").exists()
+    assert not (out / "link.distcp").is_symlink()
     assert not (tmp_path / PARTIAL).exists()
 
 

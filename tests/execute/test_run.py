@@ -32,12 +32,14 @@ from ckpt_tools.formats.detect import TRACKER
 from ckpt_tools.formats.files import open_files
 from ckpt_tools.formats.pickle_machine import Machine
 from ckpt_tools.formats.pickle_values import Object, Record
+from ckpt_tools.human import human_bytes
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.casts import Array, numpy_dtype
 from ckpt_tools.model.target import Source, Target, TargetTensor
 from ckpt_tools.model.transfers import Plan
 from ckpt_tools.model.views import Place, Select, view_shape
 from ckpt_tools.plan.build import FILE_BYTES, build_plan
+from ckpt_tools.plan.holes import hole_bytes, holes
 from tests.conftest import REPO
 from tests.execute.conftest import Case, make_case
 from tests.model.test_views import ABSENT, expected
@@ -273,8 +275,11 @@ def test_outputs_that_are_refused(case: Case, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="not enough for 2 threads"):
         write_checkpoint(plan, case.files, Output(out, overwrite=True), WriteOptions(memory_bytes=1000))
     assert (out / "precious").read_text() == "x"
+    with pytest.raises(UsageError, match="holds precious, not a part of a checkpoint"):
+        write_checkpoint(plan, case.files, Output(out, overwrite=True))
+    (out / "precious").unlink()
+    write_checkpoint(case.plan(2), case.files, Output(out))
     write_checkpoint(plan, case.files, Output(out, overwrite=True))
-    assert not (out / "precious").exists()
     assert_equal(stock_load(out, plan), case.expected)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "source"]
 
@@ -282,12 +287,18 @@ def test_outputs_that_are_refused(case: Case, tmp_path: Path) -> None:
 def test_too_little_disk_is_known_before_the_first_byte(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = os.statvfs(tmp_path)
-    small = os.statvfs_result((*real[:4], 100, *real[5:]))
-    monkeypatch.setattr(os, "statvfs", lambda path: small)
-    with pytest.raises(StorageError, match="are needed"):
-        write_checkpoint(case.plan(1), case.files, Output(tmp_path / "out"))
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
+    """And it is the output's own: neither more is asked for, nor less."""
+    real, plan = os.statvfs(tmp_path), case.plan(1)
+    needed = sum(plan.file_bytes.values()) - hole_bytes(holes(plan))
+    for free in (needed - 1, needed):
+        found = os.statvfs_result((real[0], 1, *real[2:4], free, *real[5:]))
+        monkeypatch.setattr(os, "statvfs", lambda path, found=found: found)
+        if free == needed:
+            write_checkpoint(plan, case.files, Output(tmp_path / "out"))
+            return
+        with pytest.raises(StorageError, match=rf" has .*iB free, but out needs {human_bytes(needed)}\."):
+            write_checkpoint(plan, case.files, Output(tmp_path / "out"))
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
 
 
 def rewrite(path: Path) -> None:

@@ -12,7 +12,7 @@ from ckpt_tools.commands.export_hf import ExportOptions, export_hf
 from ckpt_tools.errors import VerificationError
 from ckpt_tools.execute import uploads
 from ckpt_tools.execute.local_output import LocalOutput
-from ckpt_tools.execute.marker import MARKER
+from ckpt_tools.execute.marker import MARKER, note_of
 from ckpt_tools.execute.remote_output import RemoteOutput
 from ckpt_tools.execute.source_reader import SourceReader
 from ckpt_tools.execute.uploads import Stretch
@@ -57,7 +57,7 @@ def test_a_damaged_shard_is_not_published(
 
 @pytest.mark.parametrize("damage", ["length", "offsets", "name", "cut"])
 def test_nor_is_one_in_a_store(damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = f"memory://shards-{damage}"
+    store, name = f"memory://shards-{damage}", "model.safetensors"
     real = uploads._content
 
     def damaged(entries: Any, stretch: Stretch, pump: Any) -> Iterator[bytes]:
@@ -70,6 +70,6 @@ def test_nor_is_one_in_a_store(damage: str, monkeypatch: pytest.MonkeyPatch) -> 
         VerificationError, match=rf"{store}/model.safetensors: the safetensors library does not"
     ):
         export_hf(str(LLAMA), store)
-    assert set(open_files(store).list()) == {MARKER, "model.safetensors"}  # no config.json
+    assert set(open_files(store).list()) == {MARKER, note_of(name), name}  # no config.json
     monkeypatch.undo()
     export_hf(str(LLAMA), store, ExportOptions(overwrite=True))

@@ -72,7 +72,7 @@ def _check(objects: Memory | Objects, url: str, root: str, name: str, case: Case
     output = Output(f"{url}/{name}")
     write_checkpoint(case.plan(2), case.files, output)
     for resume in (False, True):
-        Store(f"{url}/{name}").put("stale [12]*", b"stale")
+        Store(f"{url}/{name}").put("stale [12]*.distcp", b"stale")
         write_checkpoint(case.plan(2), case.files, replace(output, overwrite=True, resume=resume))
     files = open_files(f"{url}/{name}")
     assert files.list() == [".metadata", "__0_0.distcp", "__1_0.distcp"]
@@ -82,7 +82,7 @@ def _check(objects: Memory | Objects, url: str, root: str, name: str, case: Case
     found = objects.below(root)
     assert {path: data for path, data in found.items() if not path.startswith(mine)} == neighbours
     assert sum(path.startswith(mine) for path in found) == 3
-    Store(f"{url}/{name}").clear(keep="")
+    Store(f"{url}/{name}").clear(keep=())
     assert objects.below(root) == neighbours
 
 
@@ -134,12 +134,13 @@ def test_the_command_of_the_issue(s3: Objects, tmp_path: Path) -> None:
     others = {f"box/cli/run{n}/.metadata": b"not yours" for n in (1, 2)}
     for path, data in others.items():
         s3.put(path, data)
-    s3.put("box/cli/run[12]/old", b"old")
+    for name in (".metadata", "old.distcp"):
+        s3.put(f"box/cli/run[12]/{name}", b"old")
     assert run(["convert", source, "s3://box/cli/run[12]", "--overwrite", "--quiet"]) == 0
     found = s3.below("box/cli")
     assert others.items() <= found.items()
-    assert "box/cli/run[12]/.metadata" in found
-    assert "box/cli/run[12]/old" not in found
+    assert found["box/cli/run[12]/.metadata"] != b"old"
+    assert "box/cli/run[12]/old.distcp" not in found
 
 
 @pytest.mark.parametrize(

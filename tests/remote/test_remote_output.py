@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -120,8 +121,9 @@ def test_metadata_is_written_after_all_data_and_the_tracker_after_it(
     monkeypatch.setattr(MemoryFileSystem, "_open", opened)
     _write(case)
     assert order[0] == MARKER
-    assert sorted(order[1:4]) == ["__0_0.distcp", "__1_0.distcp", "__2_0.distcp"]
-    assert order[4:] == ["run_config.yaml", METADATA, "tracker.txt"]
+    data = {"__0_0.distcp", "__1_0.distcp", "__2_0.distcp"}
+    assert {*order[1:7]} == data | {f"{MARKER}.{name}" for name in data}
+    assert order[7:] == ["run_config.yaml", METADATA, "tracker.txt"]
 
 
 def test_a_failing_upload_is_begun_anew(
@@ -136,9 +138,9 @@ def test_a_failing_upload_is_begun_anew(
 def test_a_stopped_conversion_is_no_checkpoint_and_resumes(
     case: Case, local: dict[str, bytes], store: MemoryFileSystem, breaking: Callable[[int, Exception], None]
 ) -> None:
-    breaking(4, PermissionError("Access Denied"))  # marker, two files, then this
+    breaking(6, PermissionError("Access Denied"))  # marker, two files and their notes, then this
     with pytest.raises(
-        StorageError, match=r"memory://out/iter_0000007/__\d_0.distcp: writing: Access Denied"
+        StorageError, match=r"memory://out/iter_0000007/\S*__\d_0.distcp: writing: Access Denied"
     ):
         _write(case)
     left = {name.rpartition("/")[2] for name in _content(store)}
@@ -154,7 +156,7 @@ def test_a_stopped_conversion_is_no_checkpoint_and_resumes(
 def test_a_conversion_stopped_after_metadata_only_cleans_up(
     case: Case, local: dict[str, bytes], store: MemoryFileSystem, breaking: Callable[[int, Exception], None]
 ) -> None:
-    breaking(7, PermissionError("Access Denied"))  # the tracker, which comes after .metadata
+    breaking(10, PermissionError("Access Denied"))  # the tracker, which comes after .metadata
     with pytest.raises(StorageError, match=r"memory://out/tracker.txt: writing"):
         _write(case)
     assert _write(case, resume=True).bytes_read == 0
@@ -174,31 +176,68 @@ def test_resume_refuses_another_plan_and_a_changed_source(
         write_checkpoint(copy.plan(WORLD), copy.files, replace(OUT, resume=True))
 
 
-def test_overwrite_withdraws_the_old_checkpoint_first(
+def test_the_old_checkpoint_stays_until_the_new_one_is_whole(
     case: Case, local: dict[str, bytes], store: MemoryFileSystem, breaking: Callable[[int, Exception], None]
 ) -> None:
     store.pipe({"/out/iter_0000007/.metadata": b"old", "/out/iter_0000007/__9_0.distcp": b"old"})
     with pytest.raises(UsageError, match="is not empty"):
         _write(case)
-    breaking(5, PermissionError("Access Denied"))  # the two of this test, the marker twice, then this
+    old = _content(store)
+    breaking(5, PermissionError("Access Denied"))  # the two of this test, the marker, a file, then this
     with pytest.raises(StorageError):
         _write(case, overwrite=True)
-    assert "iter_0000007/.metadata" not in _content(store)
-    assert "iter_0000007/__9_0.distcp" not in _content(store)
-    _write(case, overwrite=True)
+    assert old.items() < _content(store).items()
+    with pytest.raises(UsageError, match="is not empty"):
+        _write(case, resume=True)
+    assert _write(case, overwrite=True).replaced == "a distributed checkpoint: 2 files, 6 B"
     assert _content(store) == local
 
 
+@pytest.mark.parametrize("replaces", [False, True])
 def test_a_damaged_source_is_reported_once_and_not_retried(
-    case: Case, store: MemoryFileSystem, tmp_path: Path
+    case: Case, store: MemoryFileSystem, tmp_path: Path, replaces: bool
 ) -> None:
+    if replaces:
+        _write(case)
+    old = _content(store)
     damaged = make_case(tmp_path / "damaged")
     plan = damaged.plan(WORLD)
     file = tmp_path / "damaged" / "__0_0.distcp"
     file.write_bytes(bytes(file.stat().st_size))
     with pytest.raises(CorruptCheckpointError, match="does not end like"):
-        write_checkpoint(plan, damaged.files, OUT)
-    assert "iter_0000007/.metadata" not in _content(store)
+        write_checkpoint(plan, damaged.files, replace(OUT, overwrite=replaces))
+    assert "iter_0000007/.metadata" not in _content(store) or replaces
+    assert _content(store) == old or not replaces
+
+
+@pytest.mark.parametrize("stop", [8, 10], ids=["before .metadata", "before the tracker"])
+@pytest.mark.parametrize("replaces", [False, True])
+def test_resume_publishes_nothing_but_what_it_has_uploaded(
+    case: Case,
+    local: dict[str, bytes],
+    store: MemoryFileSystem,
+    breaking: Callable[[int, Exception], None],
+    stop: int,
+    replaces: bool,
+) -> None:
+    """An object that was replaced by another of its length meanwhile is written again."""
+    if replaces:
+        store.pipe({"/out/iter_0000007/.metadata": b"old", "/out/iter_0000007/__9_0.distcp": b"old"})
+    breaking(stop + 2 * replaces, PermissionError("Access Denied"))
+    with pytest.raises(StorageError):
+        _write(case, overwrite=replaces)
+    stopped, data = dict(store.store), case.plan(WORLD).file_bytes
+    mine = [path for path in stopped if path.rpartition("/")[2] in (METADATA, "run_config.yaml", *data)]
+    assert len(mine) >= 3
+    for path in mine:
+        store.store.clear()
+        store.store.update(stopped)
+        store.pipe_file(path, bytes(stopped[path].size))
+        is_data = path.rpartition("/")[2] in data and (not replaces or "ckpt_tools" in path)
+        with pytest.warns(UserWarning, match="is written again") if is_data else nullcontext():
+            done = _write(case, overwrite=replaces, resume=True)
+        assert _content(store) == local, path
+        assert done.items_resumed > 0
 
 
 def test_a_source_in_a_store_that_changes_meanwhile_is_noticed(case: Case, store: MemoryFileSystem) -> None:
@@ -240,6 +279,9 @@ def test_a_signal_stops_the_work(case: Case, store: MemoryFileSystem) -> None:
     [
         ("s3://bucket/run/", "s3://bucket//run"),
         ("file:///tmp/x", "/tmp/y/../x"),
+        ("local:///tmp/x", "/tmp/x"),
+        ("s3://bucket/run", "S3A://bucket/run"),
+        ("gs://bucket/run", "gcs://bucket/run"),
     ],
 )
 def test_spellings_of_one_place(a: str, b: str) -> None:

@@ -8,17 +8,21 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
 
-from ckpt_tools.errors import CorruptCheckpointError, Interrupted, UsageError
+from ckpt_tools.errors import CorruptCheckpointError, Interrupted, StorageError, UsageError
 from ckpt_tools.execute import uploads
 from ckpt_tools.execute.marker import MARKER
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from ckpt_tools.execute.uploads import Stretch
 from ckpt_tools.execute.write_job import METADATA
+from ckpt_tools.formats import s3
 from ckpt_tools.formats.store import Store
 from tests.conftest import REPO
 from tests.execute.conftest import Case, make_case
@@ -223,3 +227,62 @@ def test_uploads_of_a_killed_rank_end_with_the_run(proxy: FaultProxy, large: Cas
     assert METADATA not in Store(url).sizes()
     write_checkpoint(large.plan(2), large.files, Output(url, resume=True))
     assert sorted(Store(url).sizes()) == [METADATA, "__0_0.distcp", "__1_0.distcp"]
+
+
+@pytest.mark.parametrize("most", [1 << 30, 5 << 20])
+def test_the_store_copies_what_replaces_a_checkpoint(
+    proxy: FaultProxy, large: Case, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """In one request a file, or in parts where it is too long for one."""
+    monkeypatch.setattr(s3, "_COPY_BYTES", most)
+    objects = Objects(proxy.url)
+    write_checkpoint(large.plan(1), large.files, Output(f"s3://box/{most}/new"))
+    write_checkpoint(large.plan(2), large.files, Output(f"s3://box/{most}/out"))
+    done = write_checkpoint(large.plan(1), large.files, Output(f"s3://box/{most}/out", overwrite=True))
+    assert str(done.replaced).startswith("a distributed checkpoint: 3 files, ")
+    found = objects.below(f"box/{most}")
+    assert {path.rpartition("/")[2]: data for path, data in found.items() if "/out/" in path} == {
+        path.rpartition("/")[2]: data for path, data in found.items() if "/new/" in path
+    }
+    assert {path.split("/")[2] for path in found} == {"new", "out"}
+    assert _uploads(proxy) == []
+
+
+def test_a_bucket_is_never_replaced(proxy: FaultProxy, large: Case) -> None:
+    Store("s3://box").put(".metadata", b"precious")
+    before = Objects(proxy.url).below("box")
+    with pytest.raises(UsageError, match="s3://box is not replaced: it is a whole bucket"):
+        write_checkpoint(large.plan(1), large.files, Output("s3://box", overwrite=True))
+    assert Objects(proxy.url).below("box") == before
+
+
+@pytest.mark.parametrize("stop", [2, 4])
+def test_equal_lengths_are_not_enough_to_go_on(
+    proxy: FaultProxy, large: Case, monkeypatch: pytest.MonkeyPatch, stop: int
+) -> None:
+    """Files are uploaded in stretches; one that was replaced by another of its length is uploaded again."""
+    out = Output(f"s3://box/length{stop}/out", {"tracker": b"7"}, {"extra": b"a"})
+    writes = count()
+    original = Store.put
+
+    def put(self: Store, name: str, data: bytes) -> None:
+        if next(writes) == stop + 1:
+            raise StorageError("stopped")
+        original(self, name, data)
+
+    monkeypatch.setattr(Store, "put", put)
+    with pytest.raises(StorageError, match="stopped"):
+        write_checkpoint(large.plan(2), large.files, out)
+    store = Store(str(out.directory))
+    for name in store.sizes():
+        if name in ("extra", ".metadata", *large.plan(2).file_bytes):
+            store.put(name, bytes(store.sizes()[name] or 0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        write_checkpoint(large.plan(2), large.files, replace(out, resume=True))
+    write_checkpoint(large.plan(2), large.files, Output("s3://box/length/out", extra_files=out.extra_files))
+    names = [*large.plan(2).file_bytes, "extra", ".metadata"]
+    assert sorted(store.sizes()) == sorted(names)
+    whole = Store("s3://box/length/out")
+    assert all(store.get(name) == whole.get(name) for name in names)
+    whole.clear(keep=())

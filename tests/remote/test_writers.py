@@ -166,10 +166,11 @@ def test_a_marker_without_end_is_not_read(
         _convert(case, resume=True)
 
 
-def test_metadata_goes_first_and_every_stop_on_the_way_leaves_no_checkpoint(
-    case: Case, memory: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("again", [{"resume": True}, {}], ids=str)
+def test_every_stop_of_a_replacement_leaves_the_old_or_the_new(
+    again: dict[str, bool], case: Case, memory: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Replacing is stopped before its n-th change of the store, for every n; a loader never finds a mix."""
+    """It is stopped before its n-th change of the store: the old one stays until the new one is whole."""
     _convert(case, 3)
     old = _content(memory)
     changes: list[tuple[str, str]] = []
@@ -182,22 +183,30 @@ def test_metadata_goes_first_and_every_stop_on_the_way_leaves_no_checkpoint(
         original = getattr(MemoryFileSystem, method)
 
         def called(self: Any, path: str, mode: str = "wb", *args: Any, **named: Any) -> Any:
-            if method == "rm_file" or mode == "wb":
-                changes.append((method, path.rpartition("/")[2]))
+            if method != "_open" or mode == "wb":
+                changes.append((method, (path if method != "cp_file" else mode).removeprefix("/out/")))
                 if len(changes) > stop_at >= 0:
                     raise StoppedError
-            return original(self, path, *([mode] if method == "_open" else []), *args, **named)
+            return original(self, path, *([mode] if method != "rm_file" else []), *args, **named)
 
         monkeypatch.setattr(MemoryFileSystem, method, called)
 
     watch("rm_file")
     watch("_open")
+    watch("cp_file")
     quick = store_module.Retry(attempts=1, patience=1)
     monkeypatch.setattr(remote_output, "Store", lambda location: Store(location, quick))
     _convert(case, 2, overwrite=True)
     new, total = _content(memory), len(changes)
-    assert changes[0] == ("rm_file", METADATA)
-    assert [name for method, name in changes if method == "_open"][-2:] == [METADATA, "tracker"]
+    aside = f".run.{MARKER[1:]}/"
+    touched = [change for change in changes if not change[1].startswith(aside)]
+    assert touched[:2] == [("_open", f"run/{MARKER}"), ("rm_file", f"run/{METADATA}")]
+    assert touched[-3:] == [
+        ("cp_file", f"run/{METADATA}"),
+        ("rm_file", f"run/{MARKER}"),
+        ("_open", "tracker"),
+    ]
+    whole = changes.index(("_open", f"{aside}{METADATA}"))
     for n in range(total):
         memory.store.clear()
         memory.pipe(old)
@@ -207,10 +216,15 @@ def test_metadata_goes_first_and_every_stop_on_the_way_leaves_no_checkpoint(
             _convert(case, 2, overwrite=True)
         stop_at = -1
         found = _content(memory)
-        if f"{FOLDER}/{METADATA}" in found:
-            mine = {path: data for path, data in found.items() if not path.endswith((MARKER, "tracker"))}
-            assert mine in ({p: d for p, d in one.items() if not p.endswith("tracker")} for one in (old, new))
-        _convert(case, 2, overwrite=True, resume=True)
+        here = {path: data for path, data in found.items() if path.startswith(f"{FOLDER}/")}
+        if n <= whole + 1:
+            assert {**here, "/out/tracker": b"7"} == old, n
+        elif f"{FOLDER}/{METADATA}" in found:
+            here.pop(f"{FOLDER}/{MARKER}", None)
+            assert {**here, "/out/tracker": b"7"} in (old, new), n
+        else:
+            assert f"/out/{aside}{METADATA}" in found, n
+        _convert(case, 2, overwrite=True, **again)
         assert _content(memory) == new, n
 
 
