@@ -9,6 +9,7 @@
 * `place`: folder, tracker and what lies beside
 * `integrity`: Megatron's own `integrity.json`
 * `hf_folder`: whether a Hugging Face folder is a model
+* `hf_names`: whether its tensors are those of config.json's model
 * `manifest`: SHA-256 sums of files and tensors
 * `content`: one pass over every byte
 * `scan`: the same of one stored item

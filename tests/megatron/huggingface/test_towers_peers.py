@@ -17,6 +17,7 @@ from ckpt_tools.cli.app import run
 from ckpt_tools.megatron.huggingface.tower_settings import is_irrelevant
 from ckpt_tools.megatron.huggingface.vision_language import vision_language, vision_language_types
 from tests.megatron.huggingface.models import BASE, HEAD, MOE, eager, logits
+from tests.verify.test_hf_folder import check_names, names
 
 transformers = pytest.importorskip("transformers", reason="the optional peer transformers is not installed")
 import torch  # noqa: E402  # after the skip
@@ -124,6 +125,14 @@ def loaded(loader: Any, folder: Path) -> Any:
     for parameter in model.parameters():  # where a file's bytes begin decides how a CPU adds them up
         parameter.data = parameter.data.clone()
     return model.eval()
+
+
+def test_verify_knows_what_the_class_has(case: Case) -> None:
+    if case.loader.__name__.startswith("Qwen2VL"):  # whose vision tower has no rules
+        (warned,) = names(case.directory)
+        assert "19 tensors of other towers than the language model" in warned.message
+    else:
+        check_names(case.directory, ["lm_head.weight"])
 
 
 def test_back_in_the_whole_model(case: Case, tmp_path: Path) -> None:
