@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-REMOVED: Final[dict[str, str]] = {}  # "verify --against", or a command's name -> a sentence
+REMOVED: Final[dict[str, str]] = {  # an option with its command, or a command's name
+    "verify --against": "Use `diff A B --headers`.",
+}
 
 
 def removed_option(error: object) -> str:

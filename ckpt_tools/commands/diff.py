@@ -26,12 +26,14 @@ from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import read_optimiz
 from ckpt_tools.model.catalog import ObjectEntry
 from ckpt_tools.model.choices import DiffBy
 from ckpt_tools.model.model import Model
+from ckpt_tools.model.roles import WEIGHT
 from ckpt_tools.model.target import InlineTensor, Source, TargetTensor
 from ckpt_tools.verify.diff_values import names_in
 from ckpt_tools.verify.differences import (
     DiffOptions,
     DiffReport,
     Side,
+    compare_headers,
     comparing,
     diff_objects,
     weights_not_compared,
@@ -89,7 +91,7 @@ def diff_checkpoints(
         of_export = tuple[str, ...]()  # globs of `ignore` that are for `export-hf --ignore-keys`
         if by == HUGGINGFACE:
             of_export = _meant_for_export(first, second, options.ignore)
-            sides, notes = _by_export(first, second, of_export, request.rules)
+            sides, notes = _by_export(first, second, of_export, request.rules, options.headers)
         elif by == KEYS:
             sides, notes = (_by_keys(first), _by_keys(second)), list[str]()
             if request.by == "auto":
@@ -99,7 +101,14 @@ def diff_checkpoints(
                 notes += more
         else:
             sides, notes = _by_parameters(first, second, request.target, options.workers)
+        if options.headers:
+            sides, more = _headers(sides, {first.location.kind, second.location.kind})
+            notes += more
         notes += _idle_globs(sides, options, of_export)
+        places = first.location.path, second.location.path
+        if options.headers:
+            compared_headers = compare_headers(*sides, options)
+            return DiffReport(*places, by, options.tolerance, compared_headers, (), 0, tuple(notes), True)
         notes += weights_not_compared(*sides, options)
         meter = Meter(progress)
         meter.total = sum(entry.nbytes for side in sides for entry in side.catalog.tensors.values())
@@ -107,7 +116,6 @@ def diff_checkpoints(
             of_values = _tried(lambda: diff_objects(*sides, options))  # while others compare tensors
             tensors = of_tensors()
         values, compared = of_values()
-    places = first.location.path, second.location.path
     return DiffReport(*places, by, options.tolerance, tensors, values, compared, tuple(notes))
 
 
@@ -241,15 +249,37 @@ def _joins_masters(opened: Opened) -> bool:
     return states is not None and states.has_made
 
 
+def _headers(sides: tuple[Side, Side], kinds: set[str]) -> tuple[tuple[Side, Side], list[str]]:
+    """Both without objects; where one is a Hugging Face model, without optimizers, and a note on them."""
+    first, second = (replace(side, objects={}) for side in sides)
+    if "safetensors" not in kinds:
+        return (first, second), []
+    of_optimizer = {
+        name: tensor.role
+        for side in (first, second)
+        for name, tensor in side.tensors.items()
+        if isinstance(tensor, TargetTensor) and tensor.role not in (WEIGHT, "other")
+    }
+    if not of_optimizer:
+        return (first, second), []
+    first, second = (
+        replace(side, tensors={k: t for k, t in side.tensors.items() if k not in of_optimizer})
+        for side in (first, second)
+    )
+    from ckpt_tools.commands.diff_hf import no_optimizer
+
+    return (first, second), [no_optimizer(of_optimizer.values())]
+
+
 def _by_export(
-    a: Opened, b: Opened, ignore_keys: tuple[str, ...], rules: Path | None
+    a: Opened, b: Opened, ignore_keys: tuple[str, ...], rules: Path | None, headers: bool
 ) -> tuple[tuple[Side, Side], list[str]]:
     from ckpt_tools.commands.diff_hf import sides_by_export
 
     if a.location.kind == "safetensors":
-        model, checkpoint, notes = sides_by_export(a, b, ignore_keys, rules)
+        model, checkpoint, notes = sides_by_export(a, b, ignore_keys, rules, headers)
         return (model, checkpoint), notes
-    model, checkpoint, notes = sides_by_export(b, a, ignore_keys, rules)
+    model, checkpoint, notes = sides_by_export(b, a, ignore_keys, rules, headers)
     return (checkpoint, model), notes
 
 

@@ -113,14 +113,20 @@ class ExportTensors:
 
 
 def export_tensors(
-    opened: Opened, options: ExportOptions, present: Iterable[str] = (), whole: WholeModel | None = None
+    opened: Opened,
+    options: ExportOptions,
+    present: Iterable[str] = (),
+    whole: WholeModel | None = None,
+    headers: bool = False,
 ) -> ExportTensors:
     """The Hugging Face tensors of a checkpoint of either format. Raises as `export_hf`, short of writing.
 
     `present` are the tensors of a model that it is compared with, whose names it gets; of a `whole` model it is the
-    language model.
+    language model. With `headers` no payload is read, and values that are shared or computed are not looked at.
     """
     source, exported = describe_export(opened, options, present, whole)
+    if headers:
+        return ExportTensors(source, exported, exported.tensors, (*source.notes, *exported.notes))
     prove_equal(opened.files, source.catalog, source.bases, exported.equal)
     tensors = rebase(exported.tensors, source.bases, _shapes(source.catalog))
     ready, notes = _with_offsets(opened.files, source.catalog, tensors, exported.offsets)

@@ -1,7 +1,6 @@
 """Proves it: files to reports. What `verify`, `diff` and `preflight` find.
 
 * `report`: checks and findings, as plain data
-* `accounts`: what two checkpoints of one model hold, and what only one of them has
 * `structure`: chunks, files, frames: whole, without reading values
 * `meaning`: layers, experts, states, groups: a whole model
 * `plain_states`: the optimizers of a plain state dict

@@ -92,8 +92,6 @@ def test_a_reference_with_another_setting_is_refused_with_both_values(
             text = refusal(["export-hf", back, tmp_path / "out", "--hf-config", source], 5, capsys)
             assert f"- {field}: the checkpoint has {other!r}, the reference config {ours!r}" in text
             assert field in refusal(["diff", source, back], 5, capsys)
-            assert run(["verify", str(source), "--against", str(back)]) == 1
-            assert f"{field}: the checkpoint has" in " ".join(capsys.readouterr().out.split())
     assert not (tmp_path / "out").exists()
 
 

@@ -206,7 +206,7 @@ ENTRY = TensorEntry("x", "int32", (2, 3), ())
     ({"architectures": {"x": 1}, "text_config": 3}, {}, "", ""),
     ({"architectures": ["LlamaForSomething"]}, {"score.weight": ENTRY, "lm_head.weight": None}, "", ""),
     ({"architectures": ["LlamaForCausalLM"]}, {"v_head.weight": replace(ENTRY, dtype="float32")}, "error", "no mod"),
-    ({}, {"model.norm.qweight": ENTRY, "model.norm.weight": None}, "warning", "norm.qweight is int32: codes of an en"),
+    ({}, {"model.norm.qweight": ENTRY, "model.norm.weight": None}, "warning", "norm.qweight is int32: codes"),
     ({}, {"model.norm.qweight": ENTRY}, "error", "is of no module"),
     ({}, {"model.norm.weight": replace(ENTRY, shape=(12,))}, "error", "is int32, which no weight can be"),
     ({"torch_dtype": "bfloat16"}, {}, "warning", "21 of 21 tensors, this the first, are float32; config.json"),
