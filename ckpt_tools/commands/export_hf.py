@@ -169,7 +169,7 @@ def _describe_several(
         source, bases={name: base for name, base in source.bases.items() if name not in beside}
     )
     exported = _export(language, options, reference, whole=whole)
-    return source, put_together(exported, whole, beside, source.settings, options.dtype)
+    return source, put_together(exported, whole, beside, options.dtype)
 
 
 def _specs(source: ExportSource) -> dict[str, Spec]:
