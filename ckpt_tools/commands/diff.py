@@ -93,7 +93,7 @@ def diff_checkpoints(
             of_export = _meant_for_export(first, second, options.ignore)
             sides, notes = _by_export(first, second, of_export, request.rules, options.headers)
         elif by == KEYS:
-            sides, notes = (_by_keys(first), _by_keys(second)), list[str]()
+            sides, notes = (by_keys(first), by_keys(second)), list[str]()
             if request.by == "auto":
                 sides, notes = under_one_spelling(sides)
             if not options.keys:
@@ -206,12 +206,12 @@ def _idle_globs(sides: tuple[Side, Side], options: DiffOptions, used: tuple[str,
 
 def _choose(by: DiffBy, a: Opened, b: Opened) -> DiffBy:
     kinds = {a.location.kind, b.location.kind}
-    if by == PARAMETERS and not (kinds <= _MEGATRON and all(map(_holds_megatron, (a, b)))):
+    if by == PARAMETERS and not (kinds <= _MEGATRON and all(map(holds_megatron, (a, b)))):
         raise UsageError(
             "--by parameters needs torch_dist, fsdp_dtensor or dcp checkpoints of Megatron models, not "
             f"{sorted(kinds)}"
         )
-    between = "safetensors" in kinds and bool(kinds & _MEGATRON) and all(map(_holds_megatron, (a, b)))
+    between = "safetensors" in kinds and bool(kinds & _MEGATRON) and all(map(holds_megatron, (a, b)))
     if by == HUGGINGFACE and not between:
         raise UsageError(
             f"--by huggingface needs a Hugging Face model and a Megatron checkpoint, not {sorted(kinds)}"
@@ -234,10 +234,10 @@ def _choose(by: DiffBy, a: Opened, b: Opened) -> DiffBy:
 
 def _across(a: Opened, b: Opened) -> DiffBy:
     """By parameters, where both sides hold Megatron's."""
-    return PARAMETERS if all(map(_holds_megatron, (a, b))) else KEYS
+    return PARAMETERS if all(map(holds_megatron, (a, b))) else KEYS
 
 
-def _holds_megatron(side: Opened) -> bool:
+def holds_megatron(side: Opened) -> bool:
     return side.location.kind != "dcp" or is_megatron(read_state_dict(side.catalog))
 
 
@@ -283,7 +283,7 @@ def _by_export(
     return (checkpoint, model), notes
 
 
-def _by_keys(opened: Opened) -> Side:
+def by_keys(opened: Opened) -> Side:
     """The checkpoint under its stored keys; a common state is one value wherever it lies."""
     roles = read_state_dict(opened.catalog).roles() if opened.location.kind == "dcp" else None
     tensors = {
@@ -307,16 +307,16 @@ def _by_parameters(
 ) -> tuple[tuple[Side, Side], list[str]]:
     """Both under the names of `fsdp_dtensor`; a `torch_dist` checkpoint is seen as its conversion."""
     if a.location.kind == b.location.kind == "fsdp_dtensor":
-        first, second = _by_keys(a), _by_keys(b)
+        first, second = by_keys(a), by_keys(b)
         if is_version_2(first.tensors) != is_version_2(second.tensors):
             first, second = _as_version_2(first), _as_version_2(second)
         return (first, second), []
     if a.location.kind == "fsdp_dtensor":
-        stored = _by_keys(a)
+        stored = by_keys(a)
         converted, notes = _as_converted(b, target, stored, workers)
         return (stored, converted), notes
     if b.location.kind == "fsdp_dtensor":
-        stored = _by_keys(b)
+        stored = by_keys(b)
         converted, notes = _as_converted(a, target, stored, workers)
         return (converted, stored), notes
     if target.tp is None:  # packed projections are compared in the order that a state dict has them in

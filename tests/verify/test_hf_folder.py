@@ -189,6 +189,8 @@ def test_half_models_that_users_met(user_cases: Path) -> None:
     ):
         assert named in {one.where for one in names(user_cases / case)}
         assert run(["verify", str(user_cases / case), "-q"]) == 1
+    lacking = user_cases / "messages" / "index_lacks_a_tensor"
+    assert "model.layers.0.mlp.down_proj.weight, which the index does not name" in errors(lacking)
     folder = user_cases / "classification_heads" / "hf_reward_model"
     assert names(folder) == []  # the body of the family, and a head of its own
     (lost,) = names(folder, **{"model.norm.weight": None})
