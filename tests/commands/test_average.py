@@ -235,10 +235,9 @@ def test_workers_share_a_hugging_face_model(model: Path, tmp_path: Path) -> None
     )
     for workers in (1, 3):
         words = ["average", model, model, tmp_path / str(workers), "-q", "--workers", workers]
-        done = subprocess.run(
-            [sys.executable, "-c", script, *map(str, words)], cwd=REPO, capture_output=True, text=True
-        )
-        assert done.stdout == f"{workers - 1}\n", done.stderr
+        command = [sys.executable, "-c", script, *map(str, words)]
+        done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True)
+        assert done.stdout == f"{workers - 1}\n"
     one, three = ({p.name: p.read_bytes() for p in (tmp_path / n).iterdir()} for n in "13")
     assert one == three
 

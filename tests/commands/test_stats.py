@@ -422,8 +422,8 @@ def test_a_hugging_face_model_against_any_format(tmp_path: Path) -> None:
         (tmp_path / "fsdp_dtensor", 0),
         (tmp_path / "plain", 1),
     ):
-        for pair in ((model, other), (other, model)):
-            found = checkpoint_change(*map(str, pair))
+        for one, two in ((model, other), (other, model)):
+            found = checkpoint_change(str(one), str(two))
             assert {t.named.title for t in found.tensors} == set(tensors)
             assert {bool(t.found.changed) for t in found.tensors} == {bool(changed)}
 
