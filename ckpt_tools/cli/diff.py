@@ -13,7 +13,7 @@ import typer
 from ckpt_tools.cli import findings, render
 from ckpt_tools.cli import given_values as v
 from ckpt_tools.cli.manual import page
-from ckpt_tools.cli.options import option
+from ckpt_tools.cli.options import flag, option
 from ckpt_tools.cli.signature import fill, with_options
 from ckpt_tools.cli.table import READING, Checkpoint
 from ckpt_tools.model.choices import DiffBy, NanPolicy
@@ -36,6 +36,10 @@ _DIFF = {
     "keys": option(list[str], "--keys", read=v.globs, help="Compare only names that match (glob)."),
     "ignore": option(
         list[str], "--ignore", read=v.globs, help="Leave out names that match (glob), e.g. 'args.*'."
+    ),
+    "headers": flag(
+        "--headers",
+        help="Compare names, shapes and types alone, and say why what one side lacks is absent: no payload is read.",
     ),
     "by": option(
         DiffBy, "--by", default="auto", help="Names: stored keys, those of fsdp_dtensor, or those of export-hf."
@@ -98,9 +102,11 @@ def _print_diff(report: DiffReport) -> None:
     verdict = (
         "equal" if report.is_equal else f"different: {len(unequal):,} tensors, {len(values):,} {entries}"
     )
-    render.tell(
-        f"compared {len(report.tensors):,} tensors and {report.values_compared:,} objects by {report.by}: {verdict}"
+    tensors = f"{len(report.tensors):,} tensors"
+    what = (
+        f"the headers of {tensors}" if report.headers else f"{tensors} and {report.values_compared:,} objects"
     )
+    render.tell(f"compared {what} by {report.by}: {verdict}")
 
 
 def _print_tensors(unequal: list[TensorDiff]) -> None:
@@ -159,6 +165,7 @@ def _diff_head(report: DiffReport) -> dict[str, Any]:
         "b": report.b,
         "by": report.by,
         "equal": report.is_equal,
+        "headers": report.headers,
         "tolerance": asdict(report.tolerance),
         "notes": list(report.notes),
         "objects_compared": report.values_compared,

@@ -23,7 +23,6 @@ _IN_CODE = str.maketrans({"`": r"\x60", "|": r"\x7c", "<": r"\x3c"})
 def as_json(report: Report) -> dict[str, Any]:
     """The report in JSON's types."""
     read = {} if report.content_read is None else {"content_read": report.content_read}
-    accounts = {} if report.audit is None else {"audit": report.audit.as_json()}
     return {
         "schema_version": SCHEMA_VERSION,
         "checkpoint": report.checkpoint,
@@ -45,7 +44,6 @@ def as_json(report: Report) -> dict[str, Any]:
             | ({"source": check.source} if check.source else {})
             for check in report.checks
         ],
-        **accounts,
     }
 
 

@@ -126,12 +126,12 @@ PAGES = {
         ("Every byte: checksums, masters, NaN and Inf", "verify FSDP --content"),
         ("Every iteration of a run", "verify RUN --iteration all"),
         ("Remember the bytes; --manifest compares them later", "verify RUN --write-manifest OUT.json"),
-        ("What of its source an export holds, by counts", "verify HF --against RUN"),
         ("As annotations in a GitHub workflow", "verify RUN --format github --junit OUT.xml"),
     )),
     "diff": Page(CHECK, "compare two, also across formats", (
         ("A conversion with its source", "diff RUN FSDP"),
         ("Weights only", "diff RUN RUN --keys 'decoder.*'"),
+        ("Names, shapes and types of an export and its source", "diff HF RUN --headers"),
         ("Up to rounding, in JSON", "diff RUN RUN --rtol 1e-6 --atol 1e-8 --json"),
     )),
     "compare-two-checkpoint": Page(CHECK, "the old name of diff", (

@@ -6,13 +6,14 @@ from typing import Final
 
 # "verify --against", or a command's name -> a sentence
 REMOVED: Final[dict[str, str]] = {
+    "verify --against": "Use `diff A B --headers`.",
     **dict.fromkeys(
         ("plan --disk", "plan --network", "plan --nodes"),
         "Times of other machines are no longer predicted; a conversion takes about the time of cp -r.",
     ),
     "watch": "Run 'convert RUN OUT --iteration all' again, from a timer or a loop: it converts what is new.",
-    "env": "Try 'checkpoint-inspector --version --verbose'.",
-    "man": "Every command has a --help; 'checkpoint-inspector --for-agents' prints the text for assistants.",
+    "env": "Use 'checkpoint-inspector --version --verbose'.",
+    "man": "Use --help of each command; 'checkpoint-inspector --for-agents' prints the text for assistants.",
 }
 
 

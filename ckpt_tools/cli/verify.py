@@ -20,7 +20,6 @@ from ckpt_tools.model.choices import DialectName, ReportFormat, assert_never
 if TYPE_CHECKING:
     from ckpt_tools.commands.launch import Launch
     from ckpt_tools.commands.preflight import Start
-    from ckpt_tools.verify.accounts import Audit
     from ckpt_tools.verify.report import Report
 
 _AS_JSON = flag("--json", help="JSON on stdout, the same as --format json.")
@@ -35,15 +34,6 @@ _VERIFY = {
         help="Write SHA-256 sums of files and tensors to a new file, if the checkpoint is valid.",
     ),
     "allow_nonfinite": flag("--allow-nonfinite", help="NaN and Inf are warnings, not errors."),
-    "against": option(
-        str, "--against",
-        help="What it was exported or imported from: count tensors, values and bytes of both, and name what one side "
-             "alone has. Reads metadata only.",
-    ),
-    "rules": option(Path, "--rules", help="With --against: the rule file of the export or import."),
-    "ignore_keys": option(
-        list[str], "--ignore-keys", read=v.globs, help="With --against: keys that the export left out (glob)."
-    ),
     "iteration": EVERY_ITERATION,
     "as_json": _AS_JSON,
 }  # fmt: skip
@@ -75,8 +65,6 @@ def verify(
 
     Exit code 3 when there is nothing to verify, as where a save was interrupted. Where a tracker names that, or
     where several are verified, it counts as one that is not whole.
-
-    With --against the accounts of an export or import and its source must explain each other, too.
     """
     from ckpt_tools.cli.progress import progress_bar
     from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint, verify_checkpoints
@@ -219,29 +207,6 @@ def _print_text(report: Report, command: str) -> None:
     if command == "verify":
         rows = [(c.name, c.looked_at, c.unit, c.errors, len(c.findings) - c.errors) for c in report.checks]
         render.print_table(("check", "looked at", "", "errors", "warnings"), rows)
-    if report.audit is not None:
-        _print_audit(report.audit)
     for line in findings.grouped(report.findings):
         render.tell(line)
     render.tell(last)
-
-
-def _print_audit(audit: Audit) -> None:
-    """What both sides hold, what was carried over, and what only one of them has."""
-    rows: list[tuple[object, ...]] = []
-    for name, side in (("source", audit.source), ("output", audit.output)):
-        rows.append((f"{name} ({side.format})", *side.total))
-        rows += [(f"  {dtype}", *amount) for dtype, amount in side.by_dtype.items()]
-    render.print_table(("", "tensors", "values", "bytes"), rows, "accounts")
-    carried = [
-        (one.source_dtype, one.output_dtype, one.source.tensors, one.output.tensors, one.output.values)
-        for one in audit.carried
-    ]
-    render.print_table(("carried over", "as", "tensors", "tensors made", "values"), carried)
-    for where, alone in (("source", audit.only_in_source), ("output", audit.only_in_output)):
-        rows = [(one.why, *one.amount, next(iter(one.names), "")) for one in alone]
-        if rows:
-            render.print_table((f"only in the {where}", "tensors", "values", "bytes", "the first"), rows)
-    for note in audit.notes:
-        render.tell(f"note: {render.escape(note)}")
-    render.tell()

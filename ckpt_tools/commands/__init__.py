@@ -45,9 +45,6 @@
 * `verify`: `verify`
 * `verify_metadata`: its checks that look at no values
 * `verify_masters`: do masters round to weights, and what is known where not
-* `audit`: `verify --against`: the accounts of an export or import and its source
-* `audit_books`: what is counted, and what is left of each side
-* `audit_plain`: of a plain state dict with the folder's own names
 * `diff`: `diff`
 * `spelling`: of a state dict and the same one in a wrapper
 * `diff_hf`: `diff` of a Hugging Face model and a Megatron checkpoint

@@ -22,7 +22,9 @@ from ckpt_tools.commands.rewrite import Edited, EditOptions, rewrite, use_of_mas
 from ckpt_tools.errors import UsageError, VerificationError
 from ckpt_tools.execute.check_masters import check_masters
 from ckpt_tools.execute.prove import prove_payloads
+from ckpt_tools.execute.ranks import Ranks
 from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, write_checkpoint
+from ckpt_tools.execute.workers import shared_out
 from ckpt_tools.formats.container import read_archive
 from ckpt_tools.formats.files import AnyPath, Files, path_text, read_whole
 from ckpt_tools.formats.joined_files import JoinedFiles
@@ -90,7 +92,8 @@ def average_checkpoints(
         options = replace(options, write=_within_memory(options.write, len(paths)))
         if last.location.kind == "safetensors":
             plan, place = _safetensors(last, output, catalog, targets, options)
-            written = write_checkpoint(plan, files, place, options.write, progress=progress)
+            with shared_out(plan.bytes_to_write, options.write, Ranks(), place.directory) as (ranks, write):
+                written = write_checkpoint(plan, files, place, write, ranks=ranks, progress=progress)
         else:
             written = _dcp(paths[-1], last, output, catalog, targets, files, options, progress)
     return Averaged(

@@ -26,12 +26,14 @@ from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import read_optimiz
 from ckpt_tools.model.catalog import ObjectEntry
 from ckpt_tools.model.choices import DiffBy
 from ckpt_tools.model.model import Model
+from ckpt_tools.model.roles import WEIGHT
 from ckpt_tools.model.target import InlineTensor, Source, TargetTensor
 from ckpt_tools.verify.diff_values import names_in
 from ckpt_tools.verify.differences import (
     DiffOptions,
     DiffReport,
     Side,
+    compare_headers,
     comparing,
     diff_objects,
     weights_not_compared,
@@ -89,9 +91,9 @@ def diff_checkpoints(
         of_export = tuple[str, ...]()  # globs of `ignore` that are for `export-hf --ignore-keys`
         if by == HUGGINGFACE:
             of_export = _meant_for_export(first, second, options.ignore)
-            sides, notes = _by_export(first, second, of_export, request.rules)
+            sides, notes = _by_export(first, second, of_export, request.rules, options.headers)
         elif by == KEYS:
-            sides, notes = (_by_keys(first), _by_keys(second)), list[str]()
+            sides, notes = (by_keys(first), by_keys(second)), list[str]()
             if request.by == "auto":
                 sides, notes = under_one_spelling(sides)
                 if (as_export := _of_one_model(first, second, sides)) is not None:
@@ -101,7 +103,14 @@ def diff_checkpoints(
                 notes += more
         else:
             sides, notes = _by_parameters(first, second, request.target, options.workers)
+        if options.headers:
+            sides, more = _headers(sides, {first.location.kind, second.location.kind})
+            notes += more
         notes += _idle_globs(sides, options, of_export)
+        places = first.location.path, second.location.path
+        if options.headers:
+            compared_headers = compare_headers(*sides, options)
+            return DiffReport(*places, by, options.tolerance, compared_headers, (), 0, tuple(notes), True)
         notes += weights_not_compared(*sides, options)
         meter = Meter(progress)
         meter.total = sum(entry.nbytes for side in sides for entry in side.catalog.tensors.values())
@@ -109,7 +118,6 @@ def diff_checkpoints(
             of_values = _tried(lambda: diff_objects(*sides, options))  # while others compare tensors
             tensors = of_tensors()
         values, compared = of_values()
-    places = first.location.path, second.location.path
     return DiffReport(*places, by, options.tolerance, tensors, values, compared, tuple(notes))
 
 
@@ -200,12 +208,12 @@ def _idle_globs(sides: tuple[Side, Side], options: DiffOptions, used: tuple[str,
 
 def _choose(by: DiffBy, a: Opened, b: Opened) -> DiffBy:
     kinds = {a.location.kind, b.location.kind}
-    if by == PARAMETERS and not (kinds <= _MEGATRON and all(map(_holds_megatron, (a, b)))):
+    if by == PARAMETERS and not (kinds <= _MEGATRON and all(map(holds_megatron, (a, b)))):
         raise UsageError(
             "--by parameters needs torch_dist, fsdp_dtensor or dcp checkpoints of Megatron models, not "
             f"{sorted(kinds)}"
         )
-    between = "safetensors" in kinds and bool(kinds & _MEGATRON) and all(map(_holds_megatron, (a, b)))
+    between = "safetensors" in kinds and bool(kinds & _MEGATRON) and all(map(holds_megatron, (a, b)))
     if by == HUGGINGFACE and not between:
         raise UsageError(
             f"--by huggingface needs a Hugging Face model and a Megatron checkpoint, not {sorted(kinds)}"
@@ -228,10 +236,10 @@ def _choose(by: DiffBy, a: Opened, b: Opened) -> DiffBy:
 
 def _across(a: Opened, b: Opened) -> DiffBy:
     """By parameters, where both sides hold Megatron's."""
-    return PARAMETERS if all(map(_holds_megatron, (a, b))) else KEYS
+    return PARAMETERS if all(map(holds_megatron, (a, b))) else KEYS
 
 
-def _holds_megatron(side: Opened) -> bool:
+def holds_megatron(side: Opened) -> bool:
     return side.location.kind != "dcp" or is_megatron(read_state_dict(side.catalog))
 
 
@@ -243,23 +251,45 @@ def _joins_masters(opened: Opened) -> bool:
     return states is not None and states.has_made
 
 
+def _headers(sides: tuple[Side, Side], kinds: set[str]) -> tuple[tuple[Side, Side], list[str]]:
+    """Both without objects; where one is a Hugging Face model, without optimizers, and a note on them."""
+    first, second = (replace(side, objects={}) for side in sides)
+    if "safetensors" not in kinds:
+        return (first, second), []
+    of_optimizer = {
+        name: tensor.role
+        for side in (first, second)
+        for name, tensor in side.tensors.items()
+        if isinstance(tensor, TargetTensor) and tensor.role not in (WEIGHT, "other")
+    }
+    if not of_optimizer:
+        return (first, second), []
+    first, second = (
+        replace(side, tensors={k: t for k, t in side.tensors.items() if k not in of_optimizer})
+        for side in (first, second)
+    )
+    from ckpt_tools.commands.diff_hf import no_optimizer
+
+    return (first, second), [no_optimizer(of_optimizer.values())]
+
+
 def _by_export(
-    a: Opened, b: Opened, ignore_keys: tuple[str, ...], rules: Path | None
+    a: Opened, b: Opened, ignore_keys: tuple[str, ...], rules: Path | None, headers: bool
 ) -> tuple[tuple[Side, Side], list[str]]:
     from ckpt_tools.commands.diff_hf import sides_by_export
 
     if a.location.kind == "safetensors":
-        model, checkpoint, notes = sides_by_export(a, b, ignore_keys, rules)
+        model, checkpoint, notes = sides_by_export(a, b, ignore_keys, rules, headers)
         return (model, checkpoint), notes
-    model, checkpoint, notes = sides_by_export(b, a, ignore_keys, rules)
+    model, checkpoint, notes = sides_by_export(b, a, ignore_keys, rules, headers)
     return (checkpoint, model), notes
 
 
 def _of_one_model(
-    a: Opened, b: Opened, by_keys: tuple[Side, Side]
+    a: Opened, b: Opened, sides: tuple[Side, Side]
 ) -> tuple[tuple[Side, Side], list[str]] | None:
     """Two Hugging Face models under the names of the first, where more of them meet so than by keys."""
-    misfit = _misfit(*by_keys)
+    misfit = _misfit(*sides)
     if not misfit or {a.location.kind, b.location.kind} != {"safetensors"}:
         return None
     from ckpt_tools.commands.diff_hf import sides_of_one_model
@@ -268,7 +298,7 @@ def _of_one_model(
     return found if found is not None and _misfit(*found[0]) < misfit else None
 
 
-def _by_keys(opened: Opened) -> Side:
+def by_keys(opened: Opened) -> Side:
     """The checkpoint under its stored keys; a common state is one value wherever it lies."""
     roles = read_state_dict(opened.catalog).roles() if opened.location.kind == "dcp" else None
     tensors = {
@@ -292,16 +322,16 @@ def _by_parameters(
 ) -> tuple[tuple[Side, Side], list[str]]:
     """Both under the names of `fsdp_dtensor`; a `torch_dist` checkpoint is seen as its conversion."""
     if a.location.kind == b.location.kind == "fsdp_dtensor":
-        first, second = _by_keys(a), _by_keys(b)
+        first, second = by_keys(a), by_keys(b)
         if is_version_2(first.tensors) != is_version_2(second.tensors):
             first, second = _as_version_2(first), _as_version_2(second)
         return (first, second), []
     if a.location.kind == "fsdp_dtensor":
-        stored = _by_keys(a)
+        stored = by_keys(a)
         converted, notes = _as_converted(b, target, stored, workers)
         return (stored, converted), notes
     if b.location.kind == "fsdp_dtensor":
-        stored = _by_keys(b)
+        stored = by_keys(b)
         converted, notes = _as_converted(a, target, stored, workers)
         return (converted, stored), notes
     if target.tp is None:  # packed projections are compared in the order that a state dict has them in

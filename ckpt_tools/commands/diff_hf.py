@@ -5,7 +5,8 @@ Another Hugging Face model is seen as its import first: so experts one by one ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -23,8 +24,10 @@ from ckpt_tools.megatron.huggingface.quantized import Dequantized, dequantized
 from ckpt_tools.megatron.huggingface.rules import Family
 from ckpt_tools.megatron.huggingface.targets import Imported, import_targets
 from ckpt_tools.megatron.huggingface.towers import QUANTIZED
+from ckpt_tools.megatron.keys import role_of
 from ckpt_tools.model.catalog import Catalog, TensorEntry
 from ckpt_tools.model.expressions import Value
+from ckpt_tools.model.roles import WEIGHT, Role
 from ckpt_tools.model.target import InlineTensor, Source, TargetTensor
 from ckpt_tools.verify.differences import Side
 
@@ -35,13 +38,18 @@ _EXACT = {("bfloat16", "float32"), ("float16", "float32"), ("float32", "float64"
 
 
 def sides_by_export(
-    model: Opened, checkpoint: Opened, ignore_keys: tuple[str, ...] = (), rules: Path | None = None
+    model: Opened,
+    checkpoint: Opened,
+    ignore_keys: tuple[str, ...] = (),
+    rules: Path | None = None,
+    headers: bool = False,
 ) -> tuple[Side, Side, list[str]]:
     """The model and the checkpoint under the model's names, and notes on what is not compared.
 
     Args:
         ignore_keys: as `export-hf --ignore-keys`: globs of the checkpoint's keys that the model was made without.
         rules: as `export-hf --rules`.
+        headers: no payload is read; the notes say what else the checkpoint alone has.
 
     Raises:
         MappingError: the checkpoint cannot be exported as the model that config.json describes.
@@ -63,8 +71,12 @@ def sides_by_export(
     imported = None
     if checkpoint.location.kind == "safetensors":
         imported = imported_source(read_huggingface(checkpoint, ImportOptions(rules=rules))[1])
-    made = export_tensors(checkpoint, options, plain.specs, whole, imported)
+    made = export_tensors(checkpoint, options, plain.specs, whole, imported, headers)
     notes = list(made.notes)
+    if headers:
+        roles = {key: role_of(key) for key in checkpoint.catalog.tensors}
+        states = [role for role in roles.values() if role not in (WEIGHT, "other")]
+        notes += [*made.source.dropped, *([no_optimizer(states)] if states else [])]
     if others:
         notes.append(
             f"the language model alone: {len(others)} tensors of the model's other towers are not compared"
@@ -73,7 +85,7 @@ def sides_by_export(
     shapes = {key: view.shape for key, view in views.items() if key in made.exported.shapes}
     catalog = replace(kept, tensors={key: _reshaped(e, shapes) for key, e in kept.tensors.items()})
     families = families_with(rules, plain.config if whole is None else whole.tower.config)
-    redundant = _redundant(replace(model, catalog=kept), plain, views, families)
+    redundant = _redundant(replace(model, catalog=kept), plain, views, families, headers)
     stored: dict[str, TargetTensor | InlineTensor] = {
         key: TargetTensor(key, _compared_dtype(entry, views.get(key)), entry.shape, (Source(key),))
         for key, entry in catalog.tensors.items()
@@ -111,6 +123,12 @@ def sides_of_one_model(a: Opened, b: Opened) -> tuple[tuple[Side, Side], list[st
     return (model, other), notes
 
 
+def no_optimizer(roles: Iterable[Role]) -> str:
+    """A note on a checkpoint's tensors that no Hugging Face model has."""
+    counts = ", ".join(f"{count} of {role}" for role, count in Counter(roles).items())
+    return f"in the checkpoint alone, since a Hugging Face model has no optimizer: {counts}"
+
+
 def _compared_dtype(entry: TensorEntry, view: TargetTensor | InlineTensor | None) -> str:
     """The stored type, or the other side's where that holds every value of it."""
     return view.dtype if view is not None and (entry.dtype, view.dtype) in _EXACT else entry.dtype
@@ -125,9 +143,16 @@ def _reshaped(entry: TensorEntry, shapes: Mapping[str, Shape]) -> TensorEntry:
 
 
 def _redundant(
-    model: Opened, plain: Dequantized, views: Mapping[str, object], families: Mapping[str, Family]
+    model: Opened,
+    plain: Dequantized,
+    views: Mapping[str, object],
+    families: Mapping[str, Family],
+    headers: bool,
 ) -> dict[str, str]:
-    """What the model stores though it follows from the rest, proven, with why: an export does not write it."""
+    """What the model stores though it follows from the rest, with why: an export does not write it.
+
+    That is proven, if more than headers may be read.
+    """
     specs = plain.specs
     imported = _as_imported(plain, families) if not specs.keys() <= views.keys() else None
     if imported is None:
@@ -135,23 +160,10 @@ def _redundant(
     paired = {key for pair in imported.equal for key in pair}
     found = {key: _NO_CONTENT for key in imported.dropped if key not in views and key not in paired}
     for pair in imported.equal:
-        if sum(key in views for key in pair) == 1 and _is_proven(model, specs, pair):
+        if sum(key in views for key in pair) == 1 and (headers or _is_proven(model, specs, pair)):
             one, other = sorted(pair, key=lambda key: key in views)
             found[one] = _SAME.format(other)
     return found
-
-
-def what_follows(plain: Dequantized, extra: Sequence[str], families: Mapping[str, Family]) -> dict[str, str]:
-    """Of `extra` tensors those that follow from the rest by config.json, which is not proven here, with why."""
-    imported = _as_imported(plain, families) if extra else None
-    if imported is None:
-        return {}
-    twins = {key: pair[key == pair[0]] for pair in imported.equal for key in pair}
-    return {
-        key: _SAME.format(twins[key]) if key in twins else _NO_CONTENT
-        for key in extra
-        if key in imported.dropped
-    }
 
 
 def _as_imported(plain: Dequantized, families: Mapping[str, Family]) -> Imported | None:

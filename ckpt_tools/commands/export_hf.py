@@ -118,13 +118,17 @@ def export_tensors(
     present: Iterable[str] = (),
     whole: WholeModel | None = None,
     source: ExportSource | None = None,
+    headers: bool = False,
 ) -> ExportTensors:
     """The Hugging Face tensors of a checkpoint of either format. Raises as `export_hf`, short of writing.
 
     `present` are the tensors of a model that it is compared with, whose names it gets; of a `whole` model it is the
-    language model. `source` is what is exported where that was read already.
+    language model. `source` is what is exported where that was read already. With `headers` no payload is read, and
+    values that are shared or computed are not looked at.
     """
     source, exported = describe_export(opened, options, present, whole, source)
+    if headers:
+        return ExportTensors(source, exported, exported.tensors, (*source.notes, *exported.notes))
     prove_equal(opened.files, source.catalog, source.bases, exported.equal)
     tensors = rebase(exported.tensors, source.bases, _shapes(source.catalog))
     ready, notes = _with_offsets(opened.files, source.catalog, tensors, exported.offsets)
@@ -172,7 +176,7 @@ def _describe_several(
         source, bases={name: base for name, base in source.bases.items() if name not in beside}
     )
     exported = _export(language, options, reference, whole=whole)
-    return source, put_together(exported, whole, beside, source.settings, options.dtype)
+    return source, put_together(exported, whole, beside, options.dtype)
 
 
 def _specs(source: ExportSource) -> dict[str, Spec]:

@@ -172,7 +172,8 @@ def _start(about: Facts, program: str, packed_for: int | None, broken: tuple[str
 def run_rule(rule: Rule, facts: Facts) -> Check:
     """The verdict of one rule on facts whose settings are sound (`checked_settings`)."""
     found = rule.broken(facts)
-    findings = () if found is None else (Finding(rule.name, rule.severity, found, rule.why, rule.fix),)
+    fix = rule.fix if isinstance(rule.fix, str) else rule.fix(facts)
+    findings = () if found is None else (Finding(rule.name, rule.severity, found, rule.why, fix),)
     return Check(rule.name, "rules", 1, findings, source=rule.where)
 
 

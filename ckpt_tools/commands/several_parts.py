@@ -15,7 +15,7 @@ from ckpt_tools.megatron.huggingface.checks import HEAD, Spec, specs_of
 from ckpt_tools.megatron.huggingface.families import FAMILIES
 from ckpt_tools.megatron.huggingface.identify import family_of_config
 from ckpt_tools.megatron.huggingface.targets import Exported
-from ckpt_tools.megatron.huggingface.tower_settings import compare_towers, recorded_config
+from ckpt_tools.megatron.huggingface.tower_settings import recorded_config
 from ckpt_tools.megatron.huggingface.tower_targets import (
     counted,
     known_to_bridge,
@@ -134,15 +134,14 @@ def put_together(
     exported: Exported,
     whole: WholeModel,
     parameters: Mapping[str, Spec],
-    settings: Mapping[str, Any] | None,
     dtype: str | None,
 ) -> Exported:
-    """The whole model: the language model's tensors, and those of the other parts by their rules.
-
-    Raises as `compare_towers`, of the run's `settings`, and as `with_towers`.
-    """
-    notes = compare_towers(known_to_bridge(whole.config), settings, whole.config)
+    """The whole model: the language model's tensors, and those of other parts by their rules, as `with_towers`."""
     made = with_towers(put_back(exported, whole), whole.config, whole.tower, parameters, dtype)
-    if whole.folder is None:
-        notes = (*notes, "config.json is made of the one that the checkpoint records")
-    return replace(made, notes=(*made.notes, *notes))
+    note = "config.json is made of the one that the checkpoint records"
+    if whole.folder is not None:
+        note = (
+            "the settings of other parts than the language model are those of --hf-config; what the checkpoint "
+            "records is not compared with them"
+        )
+    return replace(made, notes=(*made.notes, note))

@@ -14,6 +14,7 @@ from math import prod
 from typing import Any, TypeVar
 
 from ckpt_tools.close_names import unmatched_lines
+from ckpt_tools.commands.diff import by_keys, holds_megatron
 from ckpt_tools.commands.diff_hf import sides_by_export
 from ckpt_tools.commands.named_tensors import (
     KEYS,
@@ -25,6 +26,7 @@ from ckpt_tools.commands.named_tensors import (
 )
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.read_values import json_value
+from ckpt_tools.commands.spelling import under_one_spelling
 from ckpt_tools.errors import UsageError, list_problems
 from ckpt_tools.formats.files import AnyPath, path_text
 from ckpt_tools.model.choices import StatsBy
@@ -36,7 +38,6 @@ from ckpt_tools.verify.measure import Place, changes, statistics
 from ckpt_tools.verify.meter import Meter
 from ckpt_tools.verify.values import Change, Statistics
 
-_MEGATRON = frozenset({"torch_dist", "fsdp_dtensor"})
 Progress = Callable[[int, int], None]
 AnySums = TypeVar("AnySums", Statistics, Change)
 
@@ -259,10 +260,13 @@ def checkpoint_change(
 def _under_one_kind_of_name(a: Opened, b: Opened, options: StatsOptions) -> tuple[NamedTensors, NamedTensors]:
     """Both by parameters, by keys, or a Megatron checkpoint as its export to the other, a Hugging Face model."""
     kinds = {a.location.kind, b.location.kind}
-    if options.by == "auto" and "safetensors" in kinds and kinds & _MEGATRON:
+    if options.by == "auto" and "safetensors" in kinds and len(kinds) == 2:
+        if not (holds_megatron(a) and holds_megatron(b)):
+            (one, other), notes = under_one_spelling((by_keys(a), by_keys(b)))
+            return _named(one, tuple(notes)), _named(other, tuple(notes))
         is_first = a.location.kind == "safetensors"
         *sides, notes = sides_by_export(a, b) if is_first else sides_by_export(b, a)
-        model, checkpoint = (_exported(side, tuple(notes)) for side in sides)
+        model, checkpoint = (_named(side, tuple(notes), WEIGHT) for side in sides)
         return (model, checkpoint) if is_first else (checkpoint, model)
     first, second = (named_tensors(side, options.by, options.workers) for side in (a, b))
     if first.by != second.by:
@@ -290,9 +294,9 @@ def _paired(a: NamedTensors, b: NamedTensors) -> tuple[_Side, _Side]:
     return sides
 
 
-def _exported(side: Side, notes: tuple[str, ...]) -> NamedTensors:
+def _named(side: Side, notes: tuple[str, ...], role: str | None = None) -> NamedTensors:
     tensors = (
-        NamedTensor(name, part_of(name), "weight", tensor)
+        NamedTensor(name, part_of(name), role or tensor.role, tensor)
         for name, tensor in side.tensors.items()
         if isinstance(tensor, TargetTensor)
     )

@@ -39,10 +39,7 @@ class VerifyOptions:
     threads: int = 2
     workers: int | None = None  # processes forked on this machine; None: as many as help
     write_manifest: Path | None = None  # made, when the checkpoint is valid
-    against: str | None = None  # what it was exported or imported from: the accounts of both are compared
-    rules: Path | None = None  # a rule file, with `against`
     every_iteration: bool = False  # of its run is verified: newer ones are not pointed at
-    ignore_keys: tuple[str, ...] = ()  # with `against`: what the export left out of its source
 
 
 def verify_checkpoint(
@@ -57,18 +54,12 @@ def verify_checkpoint(
 
     Raises:
         UnsupportedCheckpointError: there is no checkpoint, or one of a kind that is not read.
-        UsageError: the manifest to compare with is absent or is not one; the one to write exists; `against` is not
-            the other side of an export.
+        UsageError: the manifest to compare with is absent or is not one; the one to write exists.
         StorageError: the file system refuses to read.
     """
     path = path_text(path)
     options = options or VerifyOptions()
-    if options.against is None and (options.rules is not None or options.ignore_keys):
-        raise UsageError("--rules and --ignore-keys are those of an export: they go with --against")
     manifest = _read_manifest(options)
-    of_other = None
-    if options.against is not None and iteration is not None:
-        iteration, of_other = _iterations(path, iteration)
     try:
         location = locate(path, iteration)
     except (CorruptCheckpointError, UnsupportedCheckpointError) as error:
@@ -79,30 +70,9 @@ def verify_checkpoint(
     try:
         checks = tuple(_checks(location, files, options, manifest, Meter(progress)))
         is_read = options.content or options.manifest is not None
-        report = Report(location.path, location.kind, checks, is_read)
-        return report if options.against is None else _audited(report, options, of_other)
+        return Report(location.path, location.kind, checks, is_read)
     finally:
         files.close()
-
-
-def _iterations(path: str, iteration: int) -> tuple[int | None, int | None]:
-    """Of which of two sides an iteration is meant: a Hugging Face model has none."""
-    try:
-        is_model = locate(path).kind == "safetensors"
-    except CkptError:  # told when it is located with the iteration
-        is_model = False
-    return (None, iteration) if is_model else (iteration, None)
-
-
-def _audited(report: Report, options: VerifyOptions, iteration: int | None) -> Report:
-    """The report with the accounts of the checkpoint and of the other side."""
-    from ckpt_tools.commands.audit import audit_places
-
-    assert options.against is not None  # asked for
-    if any(check.name == "metadata" for check in report.checks):
-        return report  # nothing that could be counted
-    rules, ignored = options.rules, options.ignore_keys
-    return audit_places(report, options.against, iteration, rules, ignored, options.trust_pickle)
 
 
 def verify_checkpoints(
@@ -114,14 +84,12 @@ def verify_checkpoints(
     """A report for each of several paths; what is not a checkpoint is a report that says so.
 
     Raises:
-        UsageError: a manifest or a source belongs to one checkpoint.
+        UsageError: a manifest belongs to one checkpoint.
         StorageError: the file system refuses to read.
     """
     options = options or VerifyOptions()
     if options.manifest is not None or options.write_manifest is not None:
         raise UsageError("a manifest is of one checkpoint; verify the others without it")
-    if options.against is not None:
-        raise UsageError("--against is for one checkpoint and its source; verify the others without it")
     reports = []
     for path in paths:
         try:

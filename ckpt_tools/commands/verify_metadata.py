@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from ckpt_tools.commands.hf_assets import documents_of
+from ckpt_tools.commands.hf_parts import without_frequencies
 from ckpt_tools.commands.ls import COMPLETE, iteration_row
 from ckpt_tools.errors import (
     CkptError,
@@ -79,7 +80,7 @@ def check_metadata(
     checks.append(_with_way_out(location, check_files(files, catalog)))
     checks.append(check_frames(files, catalog, trust_pickle))
     if location.kind == "safetensors":
-        checks.append(check_hf_folder(files, catalog, documents_of(files.list())))
+        checks += check_hf_folder(files, without_frequencies(catalog)[0], documents_of(files.list()))
     if location.has_metadata_json:
         checks.append(check_metadata_json(files))
     if has_integrity:

@@ -127,7 +127,8 @@ def _read_catalog(files: Files) -> Catalog:
             continue
         for key in found:
             if weight_map is not None and weight_map.get(key) != name:
-                problems.append(f"{name} holds {key}, which the index places in {weight_map.get(key)}")
+                said = f"places in {weight_map[key]}" if key in weight_map else "does not name"
+                problems.append(f"{name} holds {key}, which the index {said}")
         tensors.update(found)
         aliases |= notes
         missing = listed[name] - found.keys()

@@ -1,7 +1,6 @@
 """Proves it: files to reports. What `verify`, `diff` and `preflight` find.
 
 * `report`: checks and findings, as plain data
-* `accounts`: what two checkpoints of one model hold, and what only one of them has
 * `structure`: chunks, files, frames: whole, without reading values
 * `meaning`: layers, experts, states, groups: a whole model
 * `plain_states`: the optimizers of a plain state dict
@@ -9,6 +8,7 @@
 * `place`: folder, tracker and what lies beside
 * `integrity`: Megatron's own `integrity.json`
 * `hf_folder`: whether a Hugging Face folder is a model
+* `hf_names`: whether its tensors are those of config.json's model
 * `manifest`: SHA-256 sums of files and tensors
 * `content`: one pass over every byte
 * `scan`: the same of one stored item

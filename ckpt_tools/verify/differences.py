@@ -64,6 +64,7 @@ class DiffOptions:
     ignore: tuple[str, ...] = ()
     threads: int = 2
     workers: int | None = None  # processes forked on this machine; None: as many as help
+    headers: bool = False  # names, shapes and types of tensors alone: no payload is read
 
     def wants(self, name: str) -> bool:
         chosen = not self.keys or any(fnmatchcase(name, glob) for glob in self.keys)
@@ -99,6 +100,7 @@ class DiffReport:
     values: tuple[ValueDiff, ...]
     values_compared: int
     notes: tuple[str, ...] = ()
+    headers: bool = False  # values were not looked at
 
     @property
     def is_equal(self) -> bool:
@@ -111,6 +113,15 @@ def diff_tensors(
     """What `comparing` finds."""
     with comparing(a, b, options, tick) as tensors:
         return tensors()
+
+
+def compare_headers(a: Side, b: Side, options: DiffOptions) -> tuple[TensorDiff, ...]:
+    """What types and shapes say of every chosen tensor of either side."""
+    names = [name for name in dict.fromkeys((*a.tensors, *b.tensors)) if options.wants(name)]
+    judged = [_by_form(name, a.tensors.get(name), b.tensors.get(name)) for name in names]
+    return tuple(
+        replace(one, kind="dtype") if one.kind == "equal" and one.a != one.b else one for one in judged
+    )
 
 
 @contextmanager

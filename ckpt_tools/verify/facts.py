@@ -87,7 +87,7 @@ class Rule(NamedTuple):
     severity: Severity
     broken: Callable[[Facts], str | None]
     why: str
-    fix: str
+    fix: str | Callable[[Facts], str]
     source: str  # file and function that refuse it, or what the load does with it
     programs: tuple[str, ...] = PROGRAMS
     on_job: bool = True

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final
 
 from ckpt_tools.errors import NEVER_FINDINGS, CkptError
 from ckpt_tools.formats.documents import parse_json
 from ckpt_tools.formats.files import Files, read_whole
 from ckpt_tools.formats.safetensors import refuse_pointers
 from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.verify.hf_names import CONFIG, check_hf_names
 from ckpt_tools.verify.report import Check, Findings
 
-CONFIG: Final = "config.json"
 _MAX_BYTES = 256 << 20  # the largest tokenizers have some tens of megabytes
 
 
-def check_hf_folder(files: Files, catalog: Catalog, names: Iterable[str]) -> Check:
-    """Whether there are tensors and a config.json, and it and the files of `names` are JSON objects."""
-    found = Findings("model", "settings files")
+def check_hf_folder(files: Files, catalog: Catalog, names: Iterable[str]) -> list[Check]:
+    """Whether there are tensors and a config.json that fit, and the files of `names` are JSON objects."""
+    found, config = Findings("model", "settings files"), {}
     if not catalog.tensors:
         found.error(files.location, "its weight files hold no tensor at all")
     if not files.exists(CONFIG):
@@ -41,4 +40,6 @@ def check_hf_folder(files: Files, catalog: Catalog, names: Iterable[str]) -> Che
             found.error(name, f"it is JSON, but no object: {type(value).__name__}")
         elif not value and name == CONFIG:
             found.error(name, "it is an empty object and tells nothing of the model")
-    return found.done()
+        elif name == CONFIG:
+            config = value
+    return [found.done(), *([check_hf_names(files, catalog, config)] if config and catalog.tensors else [])]

@@ -27,6 +27,12 @@ def _format(f: Facts) -> str | None:
     return None if f.kind == "fsdp_dtensor" else f"the checkpoint is of kind {f.kind}"
 
 
+def _to_fsdp(f: Facts) -> str:
+    if f.kind == "safetensors":
+        return "import-hf CHECKPOINT CONVERTED --to fsdp_dtensor"
+    return "convert CHECKPOINT CONVERTED"
+
+
 def _arguments(f: Facts) -> str | None:
     return None if f.has_args else "the entry args is missing"
 
@@ -193,14 +199,13 @@ _WITH_OPTIMIZER = (
     "give it an optimizer that has not begun: `strip CHECKPOINT OUT --fresh-optimizer` (or convert --weights-only, "
     "import-hf); from weights alone start core-0.16 or core-0.17 (--finetune) and go on from what they save"
 )
-_TO_FSDP = "convert CHECKPOINT CONVERTED"  # of any format
 _EVERY_STATE = "a strict load asks for every state"
 _PAD_AGAIN = (
     "set --make-vocab-size-divisible-by or --tensor-model-parallel-size as its writer did, or convert with "
     "--vocab-size-padded"
 )
 RULES = (
-    Rule("checkpoint-format", ERROR, _format, "Megatron-FSDP loads fsdp_dtensor checkpoints only", _TO_FSDP,
+    Rule("checkpoint-format", ERROR, _format, "Megatron-FSDP loads fsdp_dtensor checkpoints only", _to_fsdp,
          _LOADED, on_job=False),
     *JOB_RULES,
     *PARALLEL_RULES,

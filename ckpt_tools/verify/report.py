@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 from ckpt_tools.errors import CkptError, HostileCheckpointError
 from ckpt_tools.formats.detect import CheckpointKind
-
-if TYPE_CHECKING:
-    from ckpt_tools.verify.accounts import Audit
 
 Severity: TypeAlias = Literal["error", "warning"]
 ERROR: Final = "error"
@@ -84,7 +81,6 @@ class Report:
     format: CheckpointKind | Literal["unknown"]
     checks: tuple[Check, ...]
     content_read: bool | None = None  # whether values were looked at; None where nobody asks
-    audit: Audit | None = None  # the accounts of it and its source
 
     @property
     def verdict_suffix(self) -> str:

@@ -77,16 +77,16 @@ OPTIONS = {
     ),
     "verify": (
         "--follow-links "
-        "--content --manifest --write-manifest --allow-nonfinite --against --rules --ignore-keys --iteration "
+        "--content --manifest --write-manifest --allow-nonfinite --iteration "
         "--format --json --junit --workers --threads --quiet -q --trust-pickle --enable-msc"
     ),
     "diff": (
-        "--rtol --atol --ulp --nan --keys --ignore --by --rules --target --iteration --json --workers --threads "
-        "--quiet -q --enable-msc --trust-pickle --follow-links"
+        "--rtol --atol --ulp --nan --keys --ignore --by --headers --rules --target --iteration --json --workers "
+        "--threads --quiet -q --enable-msc --trust-pickle --follow-links"
     ),
     "compare-two-checkpoint": (
-        "--rtol --atol --ulp --nan --keys --ignore --by --rules --target --iteration --json --workers --threads "
-        "--quiet -q --enable-msc --trust-pickle --follow-links"
+        "--rtol --atol --ulp --nan --keys --ignore --by --headers --rules --target --iteration --json --workers "
+        "--threads --quiet -q --enable-msc --trust-pickle --follow-links"
     ),
     "preflight": (
         "--follow-links --yaml --target --iteration --format --json --junit --trust-pickle --enable-msc --quiet -q"

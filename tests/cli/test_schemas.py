@@ -69,7 +69,6 @@ OUTPUTS = [  # (schema, exit code, words)
     ("repair", 1, "repair RUN OUT --json"),
     ("verify", 0, "verify RUN --content --json"),
     ("verify", 1, "verify BAD --content --json"),
-    ("verify", 0, "verify HF --against RUN --json"),
     ("verify-several", 1, "verify RUN BAD OUT --content --json"),
     ("preflight", 0, "preflight FSDP --json"),
     ("preflight", 1, "preflight RUN --json"),
@@ -78,6 +77,7 @@ OUTPUTS = [  # (schema, exit code, words)
     ("preflight", 1, "preflight RUN --json -- --use-megatron-fsdp --use-torch-fsdp2"),
     ("diff", 1, "diff RUN FSDP --json"),
     ("diff", 1, "diff FSDP BAD --json"),
+    ("diff", 0, "diff HF RUN --headers --json"),
     ("diff", 0, "diff RUN RUN --rtol 1e-3 --ulp 4 --nan equal --json"),
     ("group-map", 0, "build-param-group-map RUN"),
 ]

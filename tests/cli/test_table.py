@@ -141,7 +141,7 @@ def test_a_choice_has_the_words_of_its_field(filled: Callable[..., Any], own: Ma
             | {"every_iteration"}
             | {"workers", "threads", "trust_pickle"},
         ),
-        (DiffOptions, {"tolerance", "keys", "ignore", "workers", "threads"}),
+        (DiffOptions, {"tolerance", "keys", "ignore", "headers", "workers", "threads"}),
         (Tolerance, {"rtol", "atol", "ulp", "nan"}),
         (
             StatsOptions,

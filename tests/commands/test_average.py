@@ -6,6 +6,8 @@ import json
 import re
 import shutil
 import stat
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from ckpt_tools.model.casts import Array
 from ckpt_tools.model.kernels import WeightedMean
 from tests.altered import altered, overwrite, scaled
 from tests.commands import oracle
-from tests.conftest import DATA, fixture_dir
+from tests.conftest import DATA, REPO, fixture_dir
 from tests.damage import ITERATION, copy_of, drop_key, flip_bit, metadata_of, payload_of
 from tests.folders import is_sound
 
@@ -222,6 +224,22 @@ def test_hugging_face_models(model: Path, tmp_path: Path) -> None:
         for key, found in tensors[2].items():
             assert oracle.same_bytes(found, mean([t[key] for t in tensors[:2]], (0.75, 0.25))), key
     assert run(["import-hf", str(out), str(tmp_path / "again"), "-q"]) == 0
+
+
+def test_workers_share_a_hugging_face_model(model: Path, tmp_path: Path) -> None:
+    """In another process, because one with threads, as pytest's may be, is not forked."""
+    script = (
+        "import os, sys; forks, fork = [], os.fork; os.fork = lambda: (forks.append(0), fork())[1]\n"
+        "from ckpt_tools.cli.app import run\n"
+        "assert run(sys.argv[1:]) == 0; print(len(forks))"
+    )
+    for workers in (1, 3):
+        words = ["average", model, model, tmp_path / str(workers), "-q", "--workers", workers]
+        command = [sys.executable, "-c", script, *map(str, words)]
+        done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True)
+        assert done.stdout == f"{workers - 1}\n"
+    one, three = ({p.name: p.read_bytes() for p in (tmp_path / n).iterdir()} for n in "13")
+    assert one == three
 
 
 def test_quantized_models_have_no_mean(model: Path, tmp_path: Path) -> None:

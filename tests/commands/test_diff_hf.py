@@ -8,7 +8,7 @@ import struct
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.torch import load_file, save_file
 
 from ckpt_tools.cli.app import run
 from tests.cases import cases as cases  # noqa: PLC0414  a fixture
@@ -199,3 +199,47 @@ def test_names_of_export_need_a_model_and_a_checkpoint(tmp_path, capsys):
         assert run(["diff", *map(str, pair), "--by", "huggingface"]) == 2
         assert "--by huggingface" in capsys.readouterr().err
     assert diff(hf, tmp_path / "again", capsys)[0] == 0
+
+
+def changed(folder, target, **changes):
+    """A copy of a model whose tensors are others, or gone."""
+    shutil.copytree(folder, target)
+    tensors = load_file(folder / "model.safetensors") | changes
+    kept = {key: tensor for key, tensor in tensors.items() if tensor is not None}
+    save_file(kept, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+@pytest.mark.parametrize("to", [None, "fsdp_dtensor", "dcp"])
+def test_headers_say_what_is_carried_and_what_not(to, tmp_path, capsys):
+    model, norm, head = export(LLAMA, tmp_path / "hf"), "model.norm.weight", "lm_head.weight"
+    source = fixture_dir(LLAMA)
+    if to is not None:
+        source = tmp_path / "run"
+        assert run(["convert", str(fixture_dir(LLAMA)), str(source), "--to", to, "--gpus", "2", "-q"]) == 0
+    tensors = load_file(model / "model.safetensors")
+    damaged = changed(model, tmp_path / "damaged", **{norm: tensors[norm] * 2})
+    assert diff(damaged, source, capsys)[0] == 1
+    for pair in ((damaged, source), (source, damaged)):
+        code, report = diff(*pair, capsys, "--headers")
+        assert (code, report["headers"], report["objects_compared"]) == (0, True, 0)
+        assert {t["kind"] for t in report["tensors"]} == {"equal"} and len(report["tensors"]) == len(tensors)
+        assert any("a Hugging Face model has no optimizer: " in note for note in report["notes"])
+    for name, tensor, kind in (
+        (norm, None, "only in B"),
+        ("x", tensors[norm], "only in A"),
+        (norm, tensors[norm][1:], "shape"),
+        (head, tensors[head].half(), "dtype"),
+    ):
+        shutil.rmtree(tmp_path / "other", ignore_errors=True)
+        code, report = diff(changed(model, tmp_path / "other", **{name: tensor}), source, capsys, "--headers")
+        found = {t["key"]: t["kind"] for t in report["tensors"] if t["kind"] != "equal"}
+        assert (code, found) == (1, {name: kind})
+
+
+def test_headers_read_no_payload(tmp_path, capsys, monkeypatch):
+    """Neither to prove that a head is the embedding, nor to compare."""
+    monkeypatch.setattr("ckpt_tools.execute.read_box.BoxReader.__init__", None)
+    model = fixture_dir(LLAMA)
+    assert diff(model, model, capsys, "--headers")[0] == 0
+    assert diff(fixture_dir("core019_moe_ep2_fully_reshardable"), model, capsys, "--headers")[0] == 1

@@ -23,6 +23,8 @@ from ckpt_tools.verify.load_rules import RULES
 from tests.commands.launched import launch_of
 from tests.conftest import fixture_dir
 from tests.damage import copy_of, drop_key, metadata_of
+from tests.megatron.huggingface import by_rules
+from tests.megatron.huggingface.vision_language import save
 
 NATIVE = "core019_llama_tp2_native_fsdp_dtensor"
 MOE = "core019_moe_dp1_native_fsdp_dtensor"
@@ -479,6 +481,14 @@ def test_a_torch_dist_checkpoint_is_of_the_wrong_kind():
         f"convert {fixture_dir('core019_llama_tp2_fully_reshardable')} CONVERTED",
     )
     assert found.launch is None
+
+
+def test_a_hugging_face_model_is_of_the_wrong_kind(tmp_path):
+    save(tmp_path / "hf", by_rules.LLAMA, by_rules.directory(by_rules.LLAMA))
+    (finding,) = preflight(str(tmp_path / "hf")).report.findings
+    assert (finding.check, finding.fix) == (
+        "checkpoint-format", f"import-hf {tmp_path / 'hf'} CONVERTED --to fsdp_dtensor"
+    )  # fmt: skip
 
 
 def test_a_conversion_passes(tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint as dcp
 
 from ckpt_tools.cli.app import run
@@ -404,6 +404,28 @@ def test_globs_roles_and_kinds_of_names_that_fit_nothing(tmp_path: Path) -> None
     dcp.save({"other": torch.ones(2)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     with pytest.raises(UsageError, match="no tensor of one name, role and shape"):
         checkpoint_change(str(tmp_path), str(tmp_path / "dcp"))
+
+
+def test_a_hugging_face_model_against_any_format(tmp_path: Path) -> None:
+    """By export's rules; a state dict of transformers' names by these, behind a wrapper's prefix."""
+    model = tmp_path / "hf"
+    assert run(["export-hf", str(DATA / RUN), str(model), "-q"]) == 0
+    for to in ("dcp", "fsdp_dtensor"):
+        words = ["convert", str(DATA / RUN), str(tmp_path / to), "--to", to, "--gpus", "2", "-q"]
+        assert run(words) == 0
+    tensors = load_file(model / "model.safetensors")
+    plain = {"model": {f"module.{key}": tensor + 1 for key, tensor in tensors.items()}}
+    dcp.save(plain, checkpoint_id=tmp_path / "plain", no_dist=True)
+    for other, changed in (
+        (DATA / RUN, 0),
+        (tmp_path / "dcp", 0),
+        (tmp_path / "fsdp_dtensor", 0),
+        (tmp_path / "plain", 1),
+    ):
+        for one, two in ((model, other), (other, model)):
+            found = checkpoint_change(str(one), str(two))
+            assert {t.named.title for t in found.tensors} == set(tensors)
+            assert {bool(t.found.changed) for t in found.tensors} == {bool(changed)}
 
 
 def test_keys_are_parameters_and_stored_ones() -> None:

@@ -104,25 +104,12 @@ def test_diff_compares_the_language_model(tmp_path: Path, capsys: pytest.Capture
     assert run(["diff", str(source), str(made), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert any("2 tensors of the model's other towers are not compared" in note for note in report["notes"])
+    assert run(["diff", str(source), str(made), "--headers"]) == 0
     tensors = load_file(source / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][3, 2] += 1
     other = save(tmp_path / "other", QWEN2_5, tensors)
     assert run(["diff", str(other), str(made)]) == 1
     assert "model.layers.1.mlp.up_proj.weight" in capsys.readouterr().out
-
-
-def test_the_accounts_of_both_ways_explain_each_other(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """`verify --against`: the other towers are named as what only one side has."""
-    source = qwen2_5_vl(tmp_path / "vl")
-    made = imported(source, tmp_path / "run")
-    out = exported(made, source, tmp_path / "out")
-    for one, other in ((made, source), (out, made)):
-        capsys.readouterr()
-        assert run(["verify", str(one), "--against", str(other)]) == 0
-        line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("of another tower"))
-        assert line.split()[-4:] == ["2", "1,552", "3,104", "visual.merger.ln_q.weight"]
 
 
 def test_a_quantized_model_is_dequantized(tmp_path: Path) -> None:
@@ -281,7 +268,9 @@ def test_what_is_refused_on_import(tmp_path: Path, capsys: pytest.CaptureFixture
     experts = whole(language_tensors("qwen3_vl_moe_text", MOE_TEXT), AS_MODULES)
     name = "model.language_model.layers.1.mlp.experts.down_proj"
     turned = {**experts, name: np.ascontiguousarray(experts[name].transpose(0, 2, 1))}
-    assert "in one order of rows and columns for all" in changed(QWEN3_MOE, turned)
+    assert "1.mlp.experts.down_proj has shape [5, 24, 18], config.json asks for [5, 18, 24]" in changed(
+        QWEN3_MOE, turned
+    )
     assert not out.exists()
 
 

@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from ckpt_tools.cli.app import run
+from ckpt_tools.commands.hf_parts import without_frequencies
 from ckpt_tools.commands.verify import verify_checkpoint
+from ckpt_tools.formats.files import LocalFiles
+from ckpt_tools.formats.safetensors import read_safetensors_catalog
+from ckpt_tools.megatron.huggingface.identify import NUMBER
+from ckpt_tools.model.catalog import TensorEntry
+from ckpt_tools.verify.hf_names import check_hf_names
+from ckpt_tools.verify.report import Finding
+from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
+from tests.megatron.huggingface import vision_language
+from tests.megatron.huggingface.by_rules import DEEPSEEK, LLAMA, QWEN3_MOE, directory
+from tests.megatron.huggingface.quantized_models import Quantized, fp8_blocks, fp8_tensors, gpt_oss, mixed
+from tests.megatron.huggingface.vision_language import KINDS, save
 
 ONE, TWO, INDEX = "model-1.safetensors", "model-2.safetensors", "model.safetensors.index.json"
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n"
@@ -32,7 +47,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def errors(model: Path) -> str:
-    found = verify_checkpoint(model).findings
+    found = [one for one in verify_checkpoint(model).findings if one.check != "names"]
     return "\n".join(f"{one.severity} {one.check} {one.where}: {one.message}" for one in found)
 
 
@@ -111,3 +126,111 @@ def test_a_single_file_without_tensors_is_no_model(model: Path) -> None:
 def test_a_file_that_the_index_does_not_name_is_a_warning(model: Path) -> None:
     save_file({"a": np.ones(3, np.float32)}, model / "consolidated.safetensors")
     assert errors(model).startswith("warning files consolidated.safetensors: no item lies in this file")
+
+
+PARTS = re.compile("_(blocks|scales|scale|scale_inv|packed|shape)$")  # of quantized weights
+
+
+def names(folder: Path, **tensors: TensorEntry | None) -> list[Finding]:
+    """What the check of names finds in a folder that has other tensors, or not one of them."""
+    catalog = read_safetensors_catalog(folder)
+    held = {key: entry for key, entry in {**catalog.tensors, **tensors}.items() if entry is not None}
+    kept, _ = without_frequencies(replace(catalog, tensors=held))
+    config = json.loads((folder / "config.json").read_text())
+    return list(check_hf_names(LocalFiles(str(folder)), kept, config).findings)
+
+
+def check_names(folder: Path, free: Sequence[str] = ()) -> None:
+    """A whole model has no finding; the loss of a tensor of each kind, another shape and a strange name are named.
+
+    `free` are tensors that may be absent.
+    """
+    assert names(folder) == []
+    tensors = without_frequencies(read_safetensors_catalog(folder))[0].tensors
+    for name in {NUMBER.sub("N", name): name for name in tensors}.values():
+        entry = tensors[name]
+        lost = names(folder, **{name: None})
+        weight = PARTS.sub("", name)
+        assert name in free or any(weight in f"{one.where} {one.message}" for one in lost), name
+        assert {one.severity for one in lost} <= {"error"}
+        shape = (*entry.shape[:-1], entry.shape[-1] + 1) if entry.shape else (2, 3)
+        other = names(folder, **{name: replace(entry, shape=shape)})
+        assert name in free or any(weight in f"{one.where} {one.message}" for one in other), name
+        assert {one.severity for one in other} <= {"error"}
+    last = max(tensors, key=lambda name: (bool(NUMBER.search(name)), name.endswith("norm.weight"), name))
+    more = {NUMBER.sub("77", last, count=1): tensors[last]}
+    assert [one.where for one in names(folder, **more)] == list(more)
+
+
+@pytest.mark.parametrize("config", [
+    LLAMA, {**LLAMA, "tie_word_embeddings": True}, QWEN3_MOE, DEEPSEEK, {**DEEPSEEK, "q_lora_rank": None},
+    {**DEEPSEEK, "num_nextn_predict_layers": 0},
+], ids=lambda c: c["model_type"])  # fmt: skip
+def test_names_follow_from_config_json(config: dict[str, Any], tmp_path: Path) -> None:
+    check_names(save(tmp_path / "hf", config, directory(config)))
+
+
+@pytest.mark.parametrize("make", [fp8_blocks, fp8_tensors, gpt_oss, mixed], ids=lambda make: make.__name__)
+def test_names_of_quantized_models(make: Callable[[], Quantized], tmp_path: Path) -> None:
+    folder = make().save(tmp_path / "hf")
+    check_names(folder, [key for key in make().stored if key.endswith("activation_scale")])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_names_of_vision_language_models(kind: str, tmp_path: Path) -> None:
+    check_names(vision_language.directory(tmp_path / "hf", kind))
+
+
+def test_half_models_that_users_met(user_cases: Path) -> None:
+    for case, named in (
+        ("hf_incomplete_is_valid/experts_lost", "model.layers.1.mlp.experts.3.up_proj.weight"),
+        ("hf_incomplete_is_valid/expert_names", "model.layers.1.mlp.experts.up_proj.weight3"),
+        ("messages/wrapped_inside", "config.json"),
+    ):
+        assert named in {one.where for one in names(user_cases / case)}
+        assert run(["verify", str(user_cases / case), "-q"]) == 1
+    lacking = user_cases / "messages" / "index_lacks_a_tensor"
+    assert "model.layers.0.mlp.down_proj.weight, which the index does not name" in errors(lacking)
+    folder = user_cases / "classification_heads" / "hf_reward_model"
+    assert names(folder) == []  # the body of the family, and a head of its own
+    (lost,) = names(folder, **{"model.norm.weight": None})
+    assert lost.where == "model.norm.weight"
+
+
+ENTRY = TensorEntry("x", "int32", (2, 3), ())
+
+
+@pytest.mark.parametrize(("config", "tensors", "severity", "said"), [
+    ({"model_type": "own"}, {}, "warning", "were not compared: config.json has model_type 'own'"),
+    ({"hidden_size": None}, {}, "warning", "were not compared: config.json: a setting has"),
+    ({"quantization_config": {"quant_method": "awq"}}, {}, "warning", "not compared: config.json says"),
+    ({"quantization": {"bits": 4}}, {}, "warning", "not compared: config.json has 'quantization'"),
+    ({"architectures": {"x": 1}, "text_config": 3}, {}, "", ""),
+    ({"architectures": ["LlamaForSomething"]}, {"score.weight": ENTRY, "lm_head.weight": None}, "", ""),
+    ({"architectures": ["LlamaForCausalLM"]}, {"v_head.weight": replace(ENTRY, dtype="float32")}, "error", "no mod"),
+    ({}, {"model.norm.qweight": ENTRY, "model.norm.weight": None}, "warning", "norm.qweight is int32: codes"),
+    ({}, {"model.norm.qweight": ENTRY}, "error", "is of no module"),
+    ({}, {"model.norm.weight": replace(ENTRY, shape=(12,))}, "error", "is int32, which no weight can be"),
+    ({"torch_dtype": "bfloat16"}, {}, "warning", "21 of 21 tensors, this the first, are float32; config.json"),
+    ({}, {"model.rotary_emb.inv_freq": ENTRY, "model.layers.0.self_attn.rotary_emb.inv_freq": ENTRY}, "", ""),
+    ({"tie_word_embeddings": True}, {"lm_head.weight": None}, "", ""),
+    ({"tie_word_embeddings": True}, {"lm_head.weight": replace(ENTRY, dtype="float32")}, "error", "has shape [2, 3]"),
+])  # fmt: skip
+def test_what_is_compared(
+    config: dict[str, Any], tensors: dict[str, Any], severity: str, said: str, tmp_path: Path
+) -> None:
+    folder = save(tmp_path / "hf", {**LLAMA, **config}, directory(LLAMA))
+    found = names(folder, **tensors)
+    assert [one.severity for one in found] == ([severity] if severity else [])
+    assert said in "".join(one.message for one in found)
+
+
+@pytest.mark.parametrize("config", [LLAMA, QWEN3_MOE], ids=lambda c: c["model_type"])
+def test_names_of_a_model_without_its_head(config: dict[str, Any], tmp_path: Path) -> None:
+    """As `AutoModel` saves it: no first segment, and no head."""
+    bare = {
+        key.removeprefix("model."): one for key, one in directory(config).items() if key != "lm_head.weight"
+    }
+    folder = save(tmp_path / "hf", {**config, "architectures": ["SomeModel"]}, bare)
+    assert names(folder) == []
+    assert [one.where for one in names(folder, **{"norm.weight": None})] == ["norm.weight"]

@@ -11,7 +11,7 @@
 * `rulefile`: a family that a user adds, and all that a file can say
 * `towers`: the language model inside a vision-language model
 * `vision_language`: such models as data (family_files/vision_language), and the rules of their other towers
-* `tower_settings`: what a run records of the other towers' settings, and whether config.json says the same
+* `tower_settings`: the config.json that a run records of such a model
 * `tower_targets`: all towers of Megatron-Bridge's, as tensors of either side
 * `identify`: which family a model is of, and what is refused (refused.yaml)
 * `told_by`: what tells it without a config.json

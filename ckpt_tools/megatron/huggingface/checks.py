@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ckpt_tools.errors import MappingError
+from ckpt_tools.megatron.dcp.wrappers import without_segments
 from ckpt_tools.megatron.huggingface.config import in_v4_form
 from ckpt_tools.megatron.huggingface.model_args import ModelArgs
 from ckpt_tools.megatron.huggingface.rope_args import (
@@ -163,15 +164,22 @@ WRAPPERS = {
 }
 
 
-def refuse_wrapped(tensors: Iterable[str], missing: Iterable[str]) -> None:
-    """Nothing, unless all names that are missing are there behind one prefix.
+def refuse_wrapped(extra: Iterable[str], missing: Iterable[str]) -> None:
+    """Nothing, unless all `missing` names are among `extra` ones, behind a prefix or with segments of a wrapper.
 
     Raises:
         MappingError: they are.
     """
-    there, bare = frozenset(tensors), [name.removeprefix("model.") for name in missing]
+    there, names = frozenset(extra), list(missing)
+    bare = [name.removeprefix("model.") for name in names]
     if not bare:
         return
+    inside = {without_segments(name): name for name in there}
+    if inside.keys() >= set(names):
+        raise MappingError(
+            f"the names of {len(names)} tensors have segments of a wrapper inside (torch.compile, FSDP, activation "
+            f"checkpointing), such as {inside[names[0]]} for {names[0]}: save the model without the wrapper"
+        )
     first = {name.removesuffix(bare[0]) for name in there if name.endswith(f".{bare[0]}")}
     first |= {prefix.removesuffix("model.") for prefix in first if prefix.endswith(".model.")}
     for prefix in sorted(first - {"model."}, key=len):

@@ -27,19 +27,25 @@ class Expected:
     """What a whole model has; shapes in elements.
 
     `types` are of tensors that have one type whatever the others have. `superfluous` tells of names that are not
-    among `shapes` which may be there all the same.
+    among `shapes` which may be there all the same. `head` is the one that a class of another task does not have.
     """
 
     shapes: Mapping[str, Shape]
     told_by: str
     superfluous: Callable[[Iterable[str]], Superfluous]
     types: Mapping[str, str] = field(default_factory=dict)
+    head: str = ""
 
 
 def expected_by_rules(
-    config: Mapping[str, Any], present: Collection[str], families: Mapping[str, Family] = FAMILIES
+    config: Mapping[str, Any],
+    present: Collection[str],
+    families: Mapping[str, Family] = FAMILIES,
+    may_be_bare: bool = False,
 ) -> Expected:
     """The tensors by the rules of the family; of spellings that a class has saved, the one that is `present`.
+
+    With `may_be_bare` these are of the model inside of a class with a head, if its names are present.
 
     Raises:
         MappingError: the architecture has no rules, or they cannot express this config.json.
@@ -47,14 +53,20 @@ def expected_by_rules(
     family = family_of_config(config, families)
     model = read_config(family, config)
     model = replace(model, padded_vocab_size=model.true_vocab_size)
-    model = replace(model, mtp_num_layers=prediction_layers(family, model, present, Prefix("")))
+    prefix = bare_prefix(family, present) if may_be_bare else Prefix("")
+    model = replace(model, mtp_num_layers=prediction_layers(family, model, present, prefix))
     shapes: dict[str, Shape] = {}
     types: dict[str, str] = {}
     for pair in expand(family, model, present):
-        shapes |= {name: one.shape for name, one in zip(pair.hf, pair.tensors, strict=True)}
-        types |= dict.fromkeys(pair.hf, pair.rule.dtype) if pair.rule.dtype else {}
+        names = [prefix(name) for name in pair.hf]
+        shapes |= {name: one.shape for name, one in zip(names, pair.tensors, strict=True)}
+        types |= dict.fromkeys(names, pair.rule.dtype) if pair.rule.dtype else {}
     return Expected(
-        shapes, "config.json", lambda extra: without_content(family, model, extra, Prefix("")), types
+        shapes,
+        "config.json",
+        lambda extra: without_content(family, model, extra, prefix),
+        types,
+        tensor_of(family, HEAD),
     )
 
 

@@ -84,6 +84,9 @@ class _Found:
     used: set[str] = field(default_factory=set)
     kinds: Counter[tuple[str, str]] = field(default_factory=Counter)  # tensors by encoding and element type
     problems: list[str] = field(default_factory=list)
+    unread: list[str] = field(
+        default_factory=list
+    )  # what is sound, and of which it is not known how to read it
 
     def make(self, name: str, kind: str, kernel: Kernel, inputs: Iterable[Input]) -> None:
         """`name` is made of these stored tensors, or a problem."""
@@ -96,7 +99,7 @@ class _Found:
             return
         listed = self.left_alone.listing(name.rpartition(".")[0])
         if listed is not None:
-            self.problems.append(
+            self.unread.append(
                 f"{name} is stored as {kind}, but config.json leaves its module alone ({listed!r})"
             )
             return
@@ -120,7 +123,7 @@ class _Found:
         if entry is None:
             self.problems.append(f"{of} is stored as codes; its scales, {name}, are missing")
         elif entry.dtype not in _SCALE_TYPES:
-            self.problems.append(f"{name} is {entry.dtype}; scales are read as {', '.join(_SCALE_TYPES)}")
+            self.unread.append(f"{name} is {entry.dtype}; scales are read as {', '.join(_SCALE_TYPES)}")
         else:
             return Input(name, "float32")
         self.used.add(name)
@@ -161,9 +164,10 @@ def dequantized(catalog: Catalog, config: Mapping[str, Any], files: Files) -> De
         for name, entry in catalog.tensors.items()
         if name not in accounted and _is_part(entry, method)
     ]
-    if found.problems:
+    if found.problems or found.unread:
         raise MappingError(
-            f"config.json says {method}, and the tensors do not agree:\n" + list_problems(found.problems),
+            f"config.json says {method}, and the tensors do not agree:\n"
+            + list_problems([*found.problems, *found.unread]),
             found.problems,
         )
     rest = {name: value for name, value in config.items() if name != SETTINGS}
@@ -244,8 +248,7 @@ def _refuse_unannounced(catalog: Catalog) -> None:
         raise MappingError(
             f"{len(found)} tensors are codes or scales of a quantized model, but config.json has no "
             f"{SETTINGS}, which says how to read them. Take the config.json that was published with the weights:\n"
-            + list_problems(found[:4]),
-            found[:4],
+            + list_problems(found[:4])
         )
 
 
@@ -311,7 +314,10 @@ def _compressed_tensors(found: _Found) -> None:
             continue
         found.used.update(one.name for one in inputs)
         why = "; ".join(reasons) or f"config.json has no scheme of {kind}"
-        found.problems.append(f"{weight}: {'several schemes of config.json fit' if kernels else why}")
+        if kernels:
+            found.unread.append(f"{weight}: several schemes of config.json fit")
+        else:
+            found.problems.append(f"{weight}: {why}")
 
 
 def _one_rounding(found: _Found, scale: str) -> bool:
@@ -319,7 +325,7 @@ def _one_rounding(found: _Found, scale: str) -> bool:
     dtype = found.tensors[scale].dtype
     if dtype in ("float32", found.dtype):
         return True
-    found.problems.append(
+    found.unread.append(
         f"{scale} is {dtype}, and the model {found.dtype} by config.json: decoders round to one or to the other. "
         "Correct torch_dtype"
     )

@@ -254,9 +254,9 @@ def import_targets(
         for pair in pairs
         for name, shape in zip(pair.hf, pair.tensors, strict=True)
     }
-    refuse_wrapped(tensors, (name for name in wanted if name not in tensors))
-    problems = [*not_of_family(family, model, config), *misfits(tensors, wanted)]
     extra = set(tensors) - set(wanted)
+    refuse_wrapped(extra, (name for name in wanted if name not in tensors))
+    problems = [*not_of_family(family, model, config), *misfits(tensors, wanted)]
     equal, ignored = without_content(family, model, extra, prefix)
     ignored += [name for name in sorted(extra - set(ignored)) if 0 in tensors[name].shape]
     rest = extra - set(ignored)

@@ -22,7 +22,7 @@ from ckpt_tools.megatron.huggingface.targets import (
     export_pair,
     import_pair,
 )
-from ckpt_tools.megatron.huggingface.tower_settings import record_of, unknown_fields
+from ckpt_tools.megatron.huggingface.tower_settings import record_of
 from ckpt_tools.megatron.huggingface.towers import Tower, mrope_section, vision_language_of
 from ckpt_tools.megatron.huggingface.vision_language import VisionLanguage, tower_pairs
 from ckpt_tools.model.target import TargetTensor
@@ -119,7 +119,7 @@ def imported_whole(
         tensors=(*language, *_made(pairs, there, dtype)),
         offsets={LANGUAGE + key: offset for key, offset in imported.offsets.items()},
         args={**imported.args, **positions, **record_of(config)},
-        notes=(*imported.notes, *notes, *unknown_fields(kind, config)),
+        notes=(*imported.notes, *notes),
     )
 
 

@@ -10,9 +10,7 @@ A file of `family_files/vision_language` for each, by its model_type::
     spelling: model.language_model.   # before `layers.` in the released files
     flat: true                    # config.json may have no text_config, its fields beside those of the towers
     defaults: {hidden_size: 64}   # what the class of text_config takes for fields that the released files leave out
-    vision: {depth: 2, heads: 4}  # the same of vision_config, `whole` of config.json itself: every field that changes
-                                  # what the model computes
-    also: {image_token_index: image_token_id}  # another name that a field of config.json itself goes by
+    vision: {depth: 2, heads: 4}  # the same of vision_config, `whole` of config.json itself
     names: {visual: [visual., model.visual.]}  # what `<visual>` in `hf` stands for: the released files' first
     core_names: {tower: [tower.model., tower.]}  # the same in `core`: Megatron-Bridge's first
     sizes: {ffn: intermediate_size, qkv: [3, hidden_size]}  # of vision_config, or `language.` or `whole.` of the
@@ -61,7 +59,6 @@ class VisionLanguage:
     flat: bool
     defaults: Mapping[str, Any]
     given: Mapping[str, Mapping[str, Any]]  # what classes take, of the parts `vision` and `whole`
-    also: Mapping[str, str]
     spelled: Spellings
     sizes: Mapping[str, Any]
     layers: Mapping[str, str]
@@ -101,7 +98,6 @@ def vision_language(model_type: str) -> VisionLanguage:
         data.get("flat", False),
         data.get("defaults", {}),
         {part: data.get(part, {}) for part in ("vision", "whole")},
-        data.get("also", {}),
         tuple(names.values()),
         data.get("sizes", {}),
         data.get("layers", {}),

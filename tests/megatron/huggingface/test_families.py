@@ -36,6 +36,7 @@ from tests.megatron.huggingface.models import (
     make_model,
 )
 from tests.megatron.huggingface.test_rulefile import NESTED_LLAMA
+from tests.verify.test_hf_folder import check_names
 
 transformers = pytest.importorskip("transformers", reason="the optional peer transformers is not installed")
 from safetensors.numpy import load_file, save_file  # noqa: E402  # after the skip
@@ -112,6 +113,10 @@ def test_config_says_what_transformers_said(case: Case) -> None:
     ours, theirs = read_config(family, case.exported.config), read_config(family, case.config)
     assert ours == replace(theirs, mtp_num_layers=0)  # transformers has no prediction layers
     assert {field.hf for field in family.fields} <= set(case.exported.config)
+
+
+def test_verify_knows_what_the_class_has(case: Case) -> None:
+    check_names(case.directory)
 
 
 WITH_EXPERTS = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "dots1", "minimax_m2", "olmoe",
