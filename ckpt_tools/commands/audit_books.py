@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from ckpt_tools.commands.conversion_report import MastersUse
 from ckpt_tools.commands.opened import Opened
-from ckpt_tools.megatron.dcp.state_dict import read_state_dict
-from ckpt_tools.megatron.keys import is_optimizer_key, role_of
+from ckpt_tools.megatron.keys import is_optimizer_key
 from ckpt_tools.model.catalog import Catalog, TensorEntry
 from ckpt_tools.verify.accounts import Amount, Ledger, amount_of
 from ckpt_tools.verify.report import Findings
@@ -49,7 +48,7 @@ def rest_of_checkpoint(
 ) -> None:
     """What the checkpoint has beside the parameters that were carried."""
     catalog = checkpoint.catalog
-    roles = read_state_dict(catalog).roles() if checkpoint.location.kind == "dcp" else None
+    roles = checkpoint.roles()
     places: dict[tuple[str, tuple[int, ...]], list[TensorEntry]] = {}  # which alone may have the same chunks
     for key in books.used & catalog.tensors.keys():
         entry = catalog.tensors[key]
@@ -57,7 +56,7 @@ def rest_of_checkpoint(
     for key, entry in catalog.tensors.items():
         if key in books.used:
             continue
-        role = role_of(key) if roles is None else roles.get(key, "other")
+        role = roles[key]
         if any(entry.chunks == one.chunks for one in places.get((entry.dtype, entry.shape), ())):
             why = "another name of the same bytes"
         elif key in dropped:

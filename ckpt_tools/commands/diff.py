@@ -18,7 +18,7 @@ from ckpt_tools.formats.files import AnyPath, path_text
 from ckpt_tools.megatron.dcp.state_dict import is_megatron, read_state_dict
 from ckpt_tools.megatron.fsdp_dtensor.tensors import state_prefix
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions, build_fsdp_target
-from ckpt_tools.megatron.keys import COMMON_OBJECT, KEPT, KEPT_OPTIMIZER, MODEL_PREFIX, role_of
+from ckpt_tools.megatron.keys import COMMON_OBJECT, KEPT, KEPT_OPTIMIZER, MODEL_PREFIX
 from ckpt_tools.megatron.names import DIALECTS
 from ckpt_tools.megatron.record import read_record, stored_tp
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
@@ -255,14 +255,14 @@ def _by_export(
 
 def _by_keys(opened: Opened) -> Side:
     """The checkpoint under its stored keys; a common state is one value wherever it lies."""
-    roles = read_state_dict(opened.catalog).roles() if opened.location.kind == "dcp" else None
+    roles = opened.roles()
     tensors = {
         key: TargetTensor(
             key,
             entry.dtype,
             entry.shape,
             (Source(key),),
-            role=role_of(key) if roles is None else roles.get(key, "other"),
+            role=roles[key],
         )
         for key, entry in opened.catalog.tensors.items()
     }

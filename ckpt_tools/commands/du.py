@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from ckpt_tools.commands.ls import RELEASE, iteration_names, others_in, runs_in
-from ckpt_tools.commands.named_tensors import part_of, weight_name
+from ckpt_tools.commands.named_tensors import part_of
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.errors import (
     NEVER_FINDINGS,
@@ -28,7 +28,8 @@ from ckpt_tools.execute.source_reader import ChunkRef, SourceReader
 from ckpt_tools.formats.detect import Location, locate
 from ckpt_tools.formats.files import AnyPath, path_in, path_text
 from ckpt_tools.formats.tree import files_below
-from ckpt_tools.megatron.keys import bucket_key, role_of, stacked_layers
+from ckpt_tools.megatron.format import FORMATS
+from ckpt_tools.megatron.keys import bucket_key, stacked_layers
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Item, TensorEntry
 from ckpt_tools.model.choices import UsageAxis
@@ -227,15 +228,19 @@ def _add(
 
 def _items(opened: Opened, name: str) -> Iterator[tuple[Item, Share, int]]:
     """The bytes of every stored item, once, shared out over the layers that it holds."""
+    of = FORMATS[opened.location.kind]
+    roles, parameters = of.roles(opened.catalog), of.parameters(opened.catalog)
     kind, seen = opened.location.kind, set[Item]()
     for key, entry in opened.catalog.tensors.items():
-        role = role_of(key)
+        role = roles[key]
         for chunk in entry.chunks:
             if chunk.item in seen:  # an alias
                 continue
             seen.add(chunk.item)
             rank = _rank(chunk.item.file)
-            for layer, leaf, nbytes in _over_layers(key, kind, entry, chunk.box, chunk.item.length):
+            for layer, leaf, nbytes in _over_layers(
+                key, parameters.get(key, key), kind, entry, chunk.box, chunk.item.length
+            ):
                 yield chunk.item, Share(name, role, layer, leaf, entry.dtype, rank), nbytes
     for stored in opened.catalog.objects.values():
         if stored.item not in seen:
@@ -244,13 +249,12 @@ def _items(opened: Opened, name: str) -> Iterator[tuple[Item, Share, int]]:
 
 
 def _over_layers(
-    key: str, kind: str, entry: TensorEntry, box: Box, nbytes: int
+    key: str, name: str, kind: str, entry: TensorEntry, box: Box, nbytes: int
 ) -> Iterator[tuple[str, str, int]]:
     """(layer, kind of tensor, bytes) of a chunk; one of several layers is shared out in equal parts."""
     if bucket_key(key):
         yield BUCKETS, BUCKETS, nbytes
         return
-    name = weight_name(key, kind)
     places = stacked_layers(name) if kind == "torch_dist" else []
     if not places or not box.size or not box.size[0]:
         part = part_of(name)

@@ -18,7 +18,7 @@ from ckpt_tools.formats.detect import Location
 from ckpt_tools.formats.files import AnyPath, path_text
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.dcp.state_dict import StateDict, is_megatron, read_state_dict
-from ckpt_tools.megatron.keys import GROUP_META, role_of
+from ckpt_tools.megatron.keys import GROUP_META
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.roles import Role
@@ -178,8 +178,7 @@ def inspect_checkpoint(
     with open_checkpoint(path, iteration, trust_pickle) as opened:
         location, catalog, common = opened.location, opened.catalog, opened.common
     _refuse_idle(keys, catalog)
-    plain = read_state_dict(catalog) if location.kind == "dcp" else None
-    roles = plain.roles() if plain else {}
+    roles = opened.roles()
     rows = tuple(  # one pass: the chunks of a very large catalog are decoded as they are looked at
         TensorRow(
             key,
@@ -187,7 +186,7 @@ def inspect_checkpoint(
             entry.shape,
             len(entry.chunks),
             entry.nbytes,
-            roles.get(key, "other") if plain else role_of(key),
+            roles[key],
         )
         for key, entry in catalog.tensors.items()
     )
@@ -197,7 +196,9 @@ def inspect_checkpoint(
         writer=writer_generation(location, catalog, common),
         iteration=location.iteration if location.iteration is not None else common.iteration,
         common_source=common.source,
-        layout=plain.layout if plain else optimizer_layout(catalog, common),
+        layout=read_state_dict(catalog).layout
+        if location.kind == "dcp"
+        else optimizer_layout(catalog, common),
         parallel_sizes=_known_arguments(common, PARALLEL_SIZES),
         arguments=_known_arguments(common, KEY_ARGUMENTS),
         rows=rows,
