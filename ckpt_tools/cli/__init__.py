@@ -2,6 +2,7 @@
 
 * `app`: the program, and `main`: every outcome as an exit code
 * `commands`: the commands by name, built when asked for
+* `removed`: what former releases had, and what does it now
 * `manual`: summaries, examples and exit codes of `--help`
 * `man_pages`: `man`
 * `completion`: what Tab offers of a checkpoint

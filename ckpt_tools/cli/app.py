@@ -18,6 +18,7 @@ import typer
 
 from ckpt_tools.cli.commands import Group
 from ckpt_tools.cli.manual import closing
+from ckpt_tools.cli.removed import removed_option
 from ckpt_tools.cli.render import be_quiet, complain, escape_lines, say
 from ckpt_tools.credentials import hidden, redacted
 from ckpt_tools.errors import CkptError, Interrupted, StorageError, UsageError
@@ -158,7 +159,7 @@ def _explain(error: BaseException) -> int:
     ):  # click's usage errors; typer has its own copy of click in some versions
         context = getattr(error, "ctx", None)
         hint = f"\n{context.get_usage()}\nTry '{context.command_path} --help'." if context else ""
-        complain(redacted(f"error: {error.format_message()}{hint}"))
+        complain(redacted(f"error: {error.format_message()}{removed_option(error)}{hint}"))
         return UsageError.exit_code
     print(escape_lines(redacted("".join(traceback.format_exception(error)).rstrip())), file=sys.stderr)
     return CkptError.exit_code

@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 from ckpt_tools.cli.completion import offer_values
 from ckpt_tools.cli.help import fit_page, write_epilog, write_parameters, write_sections, write_usage
 from ckpt_tools.cli.manual import PAGES
+from ckpt_tools.cli.removed import REMOVED
 from ckpt_tools.errors import Interrupted
 
 # The module that registers each command, in the order of the program's help.
@@ -104,7 +105,10 @@ class Group(TyperGroup):
         super().__init__(**attributes | {"commands": Commands()})
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        meant = MEANT.get(args[0]) if args and args[0] not in self.commands else None
+        unknown = args[0] if args and args[0] not in self.commands else ""
+        if unknown in REMOVED:
+            ctx.fail(f"No such command '{unknown}'. {REMOVED[unknown]}")
+        meant = MEANT.get(unknown)
         if meant is not None:
             ctx.fail(f"No such command '{args[0]}'. Try '{ctx.command_path} {meant}'.")
         found = super().resolve_command(ctx, args)

@@ -17,6 +17,7 @@ from ckpt_tools.cli.commands import MEANT, MODULES
 from ckpt_tools.cli.diff import two_values
 from ckpt_tools.cli.findings import grouped
 from ckpt_tools.cli.given_values import model_folder
+from ckpt_tools.cli.removed import REMOVED
 from ckpt_tools.cli.reports import _by_reason
 from ckpt_tools.errors import list_problems
 from ckpt_tools.human import human_bytes
@@ -36,6 +37,17 @@ def test_verbs_that_people_try(verb: str, capsys: pytest.CaptureFixture[str]) ->
     assert f"error: No such command '{verb}'. Try " in err
     assert MEANT[verb].partition(" ")[0] in {*MODULES, "--version", "--help"}
     assert f" {MEANT[verb]}'" in err
+
+
+def test_what_was_removed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(REMOVED, "ls --gone", "Use --new.")
+    monkeypatch.setitem(REMOVED, "gone", "Use new.")
+    for words, sentence in REMOVED.items():
+        command, _, option = words.partition(" ")
+        assert run([command, str(RUN), *([option, "x"] if option else [])]) == 2
+        assert capsys.readouterr().err.splitlines()[0].endswith(f" {sentence}"), words
+    assert run(["du", str(RUN), "--gone"]) == 2
+    assert "Use " not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name not in ("env", "man")])
