@@ -64,15 +64,10 @@ def one_iteration(iteration: str | None) -> int | None:
     if iteration == "all":
         raise UsageError(
             "--iteration all: this command takes one iteration; give its number (`ls RUN` lists them). All of "
-            "a run are taken by convert, copy, du, modify-state-dict, slice, strip and verify; `watch` takes each "
+            "a run are taken by convert, copy, modify-state-dict, slice, strip and verify; `watch` takes each "
             "new one"
         )
     return iteration_number(iteration, "a number (`ls RUN` lists them)")
-
-
-def one_or_every(iteration: str | None) -> int | None:
-    """The number that `--iteration` names where all are meant unless one is; None for all."""
-    return None if iteration == "all" else iteration_number(iteration)
 
 
 def words(text: str) -> tuple[str, ...]:

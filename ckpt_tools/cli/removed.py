@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-REMOVED: Final[dict[str, str]] = {}  # "verify --against", or a command's name -> a sentence
+REMOVED: Final[dict[str, str]] = {  # "verify --against", or a command's name -> a sentence
+    "du": "inspect CKPT --by role (layer, rank, dtype, file) shows where bytes are, ls RUN sizes of iterations.",
+}
 
 
 def removed_option(error: object) -> str:

@@ -22,8 +22,6 @@
 * `iterations`: `--iteration all`
 * `outputs`: where a result goes, and what is reported of it
 * `ls`: `ls`
-* `du`: `du`
-* `du_page`: its picture
 * `named_tensors`: the tensors of any checkpoint by parameter, layer and role
 * `stats`: `stats`
 * `stats_page`: its pictures

@@ -2,7 +2,7 @@
 
 OPTIONS = {
     "inspect": (
-        "--keys --iteration --json --tree --html --not-ignore-param-to-group-meta --enable-msc --trust-pickle "
+        "--keys --by --iteration --json --tree --html --not-ignore-param-to-group-meta --enable-msc --trust-pickle "
         "--follow-links --quiet -q"
     ),
     "print-torch-dcp-in-json": (
@@ -44,10 +44,6 @@ OPTIONS = {
     ),
     "ls": (
         "--json --trust-pickle --enable-msc --follow-links --quiet -q"
-    ),
-    "du": (
-        "--by --duplicates --no-duplicates --svg --html --iteration --json --trust-pickle --enable-msc "
-        "--follow-links --quiet -q"
     ),
     "stats": (
         "--keys --layer --role --by --svg --html --iteration --workers --threads --json --quiet -q --trust-pickle "

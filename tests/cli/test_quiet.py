@@ -20,7 +20,6 @@ LINES = {
     "convert-torch-dist-to-fsdp-dtensor": ("convert-torch-dist-to-fsdp-dtensor RUN OUT --dry-run", 0),
     "convert-fsdp-dtensor-to-torch-dist": ("convert-fsdp-dtensor-to-torch-dist FSDP OUT --iteration all", 0),
     "ls": ("ls RUN", 0),
-    "du": ("du RUN", 0),
     "stats": ("stats RUN", 0),
     "plan": ("plan RUN --gpus 4", 0),
     "export-hf": ("export-hf RUN OUT", 0),

@@ -28,6 +28,7 @@ OUTPUTS = [  # (schema, exit code, words)
     ("inspect", 0, "inspect RUN --json"),
     ("inspect", 0, "inspect FSDP --json --keys '*norm*'"),
     ("inspect", 0, "inspect HF --json"),
+    ("inspect", 0, "inspect MOE --by role --by layer --by rank --by dtype --by file --json"),
     ("print-tensor", 0, "print-tensor RUN embedding.word_embeddings.weight --stats --json"),
     ("print-tensor", 0, "print-tensor FSDP args --json"),
     ("print-tensor", 0, f"print-tensor BAD {NORM} --slice 0:2 --stats --json"),
@@ -36,8 +37,6 @@ OUTPUTS = [  # (schema, exit code, words)
     ("ls", 0, "ls RUN --json"),
     ("ls", 0, "ls HF --json"),
     ("ls", 0, "ls RUNS --json"),
-    ("du", 0, "du RUN --json"),
-    ("du", 0, "du FSDP --iteration 2 --json"),
     ("stats", 0, "stats MOE --json"),
     ("stats", 0, "stats BAD --by keys --json --svg OUT"),
     ("stats-change", 0, "stats RUN FSDP --json"),
@@ -178,8 +177,8 @@ def test_no_field_goes_without_a_higher_version() -> None:
 
 
 def test_a_field_that_goes_or_changes_is_found() -> None:
-    then = {"ls:1": {"a integer always", "b string"}, "du:1": {"c any"}}
-    now = {"ls:1": {"a number always", "b string", "d any"}, "du:2": set[str]()}
+    then = {"ls:1": {"a integer always", "b string"}, "gone:1": {"c any"}}
+    now = {"ls:1": {"a number always", "b string", "d any"}, "gone:2": set[str]()}
     assert schema_fields.gone(then, now) == ["ls:1 a integer always"]
 
 

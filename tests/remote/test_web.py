@@ -9,7 +9,6 @@ import pytest
 
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.copy import copy_checkpoint
-from ckpt_tools.commands.du import disk_usage
 from ckpt_tools.errors import CorruptCheckpointError, StorageError, UnsupportedCheckpointError
 from ckpt_tools.formats.dcp import read_catalog
 from ckpt_tools.formats.files import LocalFiles, open_files
@@ -170,7 +169,3 @@ def test_a_copy_from_the_web(index: bool, server: WebServer, tmp_path: Path) -> 
     copy_checkpoint(_url(server), tmp_path / "out")
     stored = {path.name: path.read_bytes() for path in (RUN / "iter_0000002").iterdir()}
     assert {path.name: path.read_bytes() for path in (tmp_path / "out" / "iter_0000002").iterdir()} == stored
-
-
-def test_bytes_of_a_run_in_the_web(server: WebServer) -> None:
-    assert disk_usage(_url(server)).by("role") == disk_usage(RUN).by("role")

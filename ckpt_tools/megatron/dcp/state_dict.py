@@ -250,7 +250,7 @@ def _possible_models(catalog: Catalog, optimizers: Set[str], parameters: Set[str
 
 
 def _is_of_a_run(key: str) -> bool:
-    """Whether its name says that it is no weight: one of the two outer dicts is of a run, or it is a state."""
+    """Whether its name tells that it belongs to a run: one of the two outer dicts does, or it is called as states are."""
     *dicts, last = key.split(".", 2)
     if dicts and dicts[0] in ("model", "module"):
         return False
