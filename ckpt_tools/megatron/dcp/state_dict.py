@@ -250,7 +250,7 @@ def _possible_models(catalog: Catalog, optimizers: Set[str], parameters: Set[str
 
 
 def _is_of_a_run(key: str) -> bool:
-    """Whether its name tells that it belongs to a run: one of the two outer dicts does, or it is called as states are."""
+    """Whether its name tells that it belongs to a run: an outer dict does, or it is a state's."""
     *dicts, last = key.split(".", 2)
     if dicts and dicts[0] in ("model", "module"):
         return False
