@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Final
 
 REMOVED: Final[dict[str, str]] = {  # "verify --against", or a command's name -> a sentence
+    "convert --aliases": "Convert once for each program: --target.",
+    "convert-torch-dist-to-fsdp-dtensor --aliases": "Convert once for each program: --target.",
+    "repair --trust-masters": "repair corrects keys of fsdp_dtensor and changes no weights.",
     "du": "inspect CKPT --by role (layer, rank, dtype, file) shows where bytes are, ls RUN sizes of iterations.",
 }
 

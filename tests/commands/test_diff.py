@@ -358,9 +358,7 @@ def test_a_round_trip_is_equal_by_keys(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("ranks", "tp"), [([(0, 0), (1, 0)], 1), ([(0, 0), (0, 1), (1, 0), (1, 1)], 2), ([], None)]
 )
-def test_ranks_of_a_pipeline_are_no_tensor_parallel_ones(
-    ranks: list[tuple[int, int]], tp: int | None, tmp_path: Path
-) -> None:
+def test_ranks_of_a_pipeline_are_no_tensor_parallel_ones(ranks, tp, tmp_path):
     keys = [f"rng_state.{rank}.0.np_rng_state.0" for rank in ranks]
     catalog = Catalog("", {}, {key: ObjectEntry(key, Item("f", 0, 1)) for key in keys})
     opened = Opened(Location("dcp", str(tmp_path)), open_files(str(tmp_path)), catalog, CommonState({}, None))
