@@ -179,10 +179,9 @@ PAGES = {
         ("Of every iteration of a run", "strip RUN OUT --iteration all"),
         ("With an optimizer that begins", "strip FSDP OUT --fresh-optimizer --lr 1e-5 --min-lr 1e-6"),
     )),
-    "repair": Page(EDIT, "undo damage that is known, with proof", (
-        ("A sound copy; what was wrong, and how that is known", "repair BAD OUT"),
-        ("See it first", "repair BAD OUT --dry-run"),
-        ("For a program", "repair BAD OUT --json"),
+    "repair": Page(EDIT, "correct keys of fsdp_dtensor, with proof", (
+        ("A sound copy; what was wrong, and how that is known", "repair FSDP OUT"),
+        ("See it first", "repair FSDP OUT --dry-run"),
     )),
     "env": Page(PROGRAM_ITSELF, "versions and settings for a bug report", (
         ("To paste into an issue", "env"),

@@ -63,7 +63,6 @@
 * `strip`: `strip`
 * `repair`: `repair`
 * `mend_keys`: what it does to keys of `fsdp_dtensor`
-* `mend_weights`: what it does to weights of `torch_dist`
 * `restart`: `strip --fresh-optimizer`
 * `average`: `average`
 * `mean_targets`: of which stored tensors each tensor of a mean is made

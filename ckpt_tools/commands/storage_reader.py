@@ -195,8 +195,9 @@ def _plan(path: str, to: str, options: ConvertOptions) -> _Seen:
         opened.files.close()
         raise
     target = prepared.target
-    tensors: dict[str, Source] = {t.key: t for t in (*target.tensors, *target.inline)}
-    items: tuple[Source | TargetObject, ...] = (*target.tensors, *target.inline, *target.objects)
+    sources: tuple[Source, ...] = (*target.tensors, *target.inline)
+    tensors = {t.key: t for t in sources}
+    items: tuple[Source | TargetObject, ...] = (*sources, *target.objects)
     paths = {item.key: item.path for item in items}
     return _Seen(opened, prepared, tensors, frozenset(o.key for o in target.objects), paths)
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt_tools.commands.conversion import advice_on_weights, prove_rounding
+from ckpt_tools.commands.conversion import prove_rounding
 from ckpt_tools.commands.conversion_report import Masters, MastersUse
 from ckpt_tools.commands.opened import Opened, open_checkpoint
-from ckpt_tools.commands.read_model import Wanted, master_targets, read_beside_masters
+from ckpt_tools.commands.read_model import GO_ON_UNPROVEN, Wanted, master_targets, read_beside_masters
 from ckpt_tools.commands.relayout_plain import masters_beside_weights
 from ckpt_tools.commands.restart import begin_anew
 from ckpt_tools.commands.rewrite import Edited, EditOptions, rewrite, use_of_masters
@@ -127,8 +127,7 @@ def _proven(opened: Opened, level: CheckLevel, write: WriteOptions) -> tuple[Mas
         return Masters(use), ()
     try:
         catalog, targets, recipe, unread = _masters_of(opened, write)
-        advice = advice_on_weights(opened.location)
-        found = prove_rounding(opened.files, catalog, targets, level, write, Ranks(), recipe, advice)
+        found = prove_rounding(opened.files, catalog, targets, level, write, Ranks(), recipe, GO_ON_UNPROVEN)
     except (MappingError, UnsupportedCheckpointError) as error:
         found, unread = MastersReport(), str(error).splitlines()[0].rstrip(":")
     notes = (f"the weights were not compared with their masters: {unread}",) if unread else ()

@@ -11,7 +11,7 @@ OPTIONS = {
     "convert": (
         "--follow-links --check-source "
         "--to --swiglu --no-swiglu --swiglu-modules --param-to-param-group-map-json --strict-map "
-        "--output-optimizer-state-prefix --output-model-weight-prefix --rename-mtp-keys --target --aliases "
+        "--output-optimizer-state-prefix --output-model-weight-prefix --rename-mtp-keys --target "
         "--fresh-optimizer --no-fresh-optimizer --lr --min-lr --weight-decay --adam-beta1 --adam-beta2 --adam-eps "
         "--layer-spec --experts --weights-only --keep-states --dtype --vocab-size-padded --vocab-size "
         "--extra-state --stacked --per-layer --like-source --hf-config --max-shard-size --layout "
@@ -23,7 +23,7 @@ OPTIONS = {
     "convert-torch-dist-to-fsdp-dtensor": (
         "--follow-links --check-source "
         "--swiglu --no-swiglu --swiglu-modules --param-to-param-group-map-json --strict-map "
-        "--output-optimizer-state-prefix --output-model-weight-prefix --rename-mtp-keys --target --aliases "
+        "--output-optimizer-state-prefix --output-model-weight-prefix --rename-mtp-keys --target "
         "--fresh-optimizer --no-fresh-optimizer --lr --min-lr --weight-decay --adam-beta1 --adam-beta2 --adam-eps "
         "--layer-spec --experts --weights-only --keep-states --dtype --vocab-size-padded --vocab-size "
         "--layout --world-size "
@@ -111,7 +111,7 @@ OPTIONS = {
         "--max-memory --fsync --direct --quiet -q --json --report --trust-pickle --enable-msc --follow-links"
     ),
     "repair": (
-        "--trust-masters --dry-run --iteration --check-source --overwrite --resume --workers --threads --json -q "
+        "--dry-run --iteration --check-source --overwrite --resume --workers --threads --json -q "
         "--quiet --trust-pickle --enable-msc --follow-links"
     ),
     "strip": (

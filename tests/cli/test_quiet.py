@@ -35,7 +35,7 @@ LINES = {
     "average": ("average RUN LATER OUT", 0),
     "merge-adapter": ("merge-adapter RUN LORA OUT", 0),
     "strip": ("strip FSDP OUT", 0),
-    "repair": ("repair RUN OUT", 1),
+    "repair": ("repair FSDP OUT", 1),
     "print-tensor": ("print-tensor RUN decoder.final_layernorm.weight", 0),
     "env": ("env .", 0),
 }

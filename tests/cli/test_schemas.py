@@ -12,8 +12,8 @@ import pytest
 
 import ckpt_tools
 from ckpt_tools.cli.app import run
-from tests.altered import without_numbers
 from tests.cli import schema_fields
+from tests.commands.test_repair import as_nvidias_converter_writes, parts, write
 from tests.conftest import DATA, fixture_dir
 from tests.damage import flip_bit, payload_of
 from tests.megatron.adapter_checkpoints import lora
@@ -67,7 +67,7 @@ OUTPUTS = [  # (schema, exit code, words)
     ("edit", 0, "slice RUN OUT --layers 0:1 --iteration all --json"),
     ("repair", 0, "repair HURT OUT --json"),
     ("repair", 0, "repair HURT OUT --dry-run --json"),
-    ("repair", 1, "repair RUN OUT --json"),
+    ("repair", 1, "repair FSDP OUT --json"),
     ("verify", 0, "verify RUN --content --json"),
     ("verify", 1, "verify BAD --content --json"),
     ("verify", 0, "verify HF --against RUN --json"),
@@ -118,7 +118,8 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             f.seek(at + byte)
             f.write(bytes([bits]))
     flip_bit(file, at + 4)
-    hurt = without_numbers(RUN, folder / "hurt", "output_layer.weight")
+    tensors, objects = as_nvidias_converter_writes(*parts(FSDP / "iter_0000002"))
+    hurt = write(folder / "hurt", tensors | objects)
     adapter = lora().save(folder / "lora")
     return {
         "RUN": RUN,
