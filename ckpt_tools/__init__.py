@@ -70,7 +70,6 @@ _PUBLIC = {
     "repair_checkpoint": "commands.repair",
     "print_tensor": "commands.print_tensor",
     "list_run": "commands.ls",
-    "disk_usage": "commands.du",
     "CopyOptions": "commands.copy",
     "copy_checkpoint": "commands.copy",
     "StatsOptions": "commands.stats",
@@ -86,7 +85,6 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
     from ckpt_tools.commands.copy import CopyOptions as CopyOptions
     from ckpt_tools.commands.copy import copy_checkpoint as copy_checkpoint
     from ckpt_tools.commands.diff import diff_checkpoints as diff_checkpoints
-    from ckpt_tools.commands.du import disk_usage as disk_usage
     from ckpt_tools.commands.export_hf import ExportOptions as ExportOptions
     from ckpt_tools.commands.export_hf import export_hf as export_hf
     from ckpt_tools.commands.group_map import build_group_map as build_group_map

@@ -5,13 +5,13 @@ python example-scripts/library_look.py RUN RUN/iter_0001000 RUN/iter_0002000
 
 import sys
 
-from ckpt_tools import StatsOptions, checkpoint_change, checkpoint_statistics, disk_usage, list_run
+from ckpt_tools import StatsOptions, checkpoint_change, checkpoint_statistics, list_run
 
 if len(sys.argv) < 4:
     sys.exit(__doc__)
 
 run, before, after = sys.argv[1:]
-print({row.name: row.state for row in list_run(run).iterations}, disk_usage(run).by("role"))
+print({row.name: row.state for row in list_run(run).iterations})
 found = checkpoint_statistics(before)
 sick = [t.named.title for t in found.sick()]
 print(", ".join(sick) if sick else f"no NaN in {len(found.tensors)} tensors")

@@ -1,6 +1,6 @@
 """What is known to be wrong with a checkpoint, and what shows how it was meant to be; written only if there is proof.
 
-python example-scripts/library_repair.py tests/data/core019_llama_tp2_fully_reshardable out/repaired
+python example-scripts/library_repair.py FSDP_DTENSOR out/repaired
 """
 
 import sys
@@ -16,6 +16,6 @@ try:
     for change in done.changes:
         print(f"{change.cause} ({change.issue}): {len(change.keys)} entries; {change.proof}")
     if not done.changes:
-        print(f"{done.source} has none of the damage that repair knows; nothing was written")
+        print(f"{done.source} repair knows no fault of its keys; nothing was written")
 except CkptError as error:  # no proof
     print(error)

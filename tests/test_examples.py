@@ -36,7 +36,7 @@ CASES: dict[str, tuple[list[object], int, str]] = {
     "library_edit": ([RUN, 1, 2], 0, "bfloat16 (32,)"),
     "library_average": ([1, 2, 3, RUN, RUN], 0, "shares of the mean: 0.90, 0.10"),
     "library_merge_adapter": ([RUN, ADAPTER, 1, 2, 3], 0, "LlamaForCausalLM: 28 matrices"),
-    "library_repair": ([RUN, 1], 0, "has none of the damage that repair knows"),
+    "library_repair": ([FSDP, 1], 0, "repair knows no fault of its keys"),
     "library_look": ([RUN, RUN, FSDP], 0, "no NaN in 60 tensors"),
     "library_group_map": ([MOE], 0, "model.module.decoder.layers.0."),
 }

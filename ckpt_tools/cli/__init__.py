@@ -23,7 +23,6 @@
 * `strip`: `strip`
 * `repair`: `repair`
 * `ls`: `ls`
-* `du`: `du`
 * `stats`: `stats`
 * `verify`: `verify`, `preflight`
 * `diff`: `diff`, `compare-two-checkpoint`

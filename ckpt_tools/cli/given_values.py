@@ -64,14 +64,9 @@ def one_iteration(iteration: str | None) -> int | None:
     if iteration == "all":
         raise UsageError(
             "--iteration all: this command takes one iteration; give its number (`ls RUN` lists them). All of "
-            "a run are taken by convert, copy, du, export-hf, modify-state-dict, slice, strip and verify"
+            "a run are taken by convert, copy, export-hf, modify-state-dict, slice, strip and verify"
         )
     return iteration_number(iteration, "a number (`ls RUN` lists them)")
-
-
-def one_or_every(iteration: str | None) -> int | None:
-    """The number that `--iteration` names where all are meant unless one is; None for all."""
-    return None if iteration == "all" else iteration_number(iteration)
 
 
 def words(text: str) -> tuple[str, ...]:

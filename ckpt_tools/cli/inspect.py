@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,12 +16,18 @@ from ckpt_tools.cli.options import flag, option
 from ckpt_tools.cli.signature import with_options
 from ckpt_tools.cli.table import OPENING, READING, Checkpoint
 from ckpt_tools.human import human_bytes
+from ckpt_tools.model.choices import InspectBy
 
 if TYPE_CHECKING:
     from ckpt_tools.commands.inspect import Inspection
 
 _INSPECT = {
     "keys": option(list[str], "--keys", read=v.globs, help="List only keys that match this glob."),
+    "by": option(
+        list[InspectBy],
+        "--by",
+        help="Tensors, elements and bytes by this instead of the listing, repeatable.",
+    ),
     "tree": flag("--tree", help="List keys as a tree."),
     "html": option(
         Path, "--html", callback=v.in_a_folder, help="Write a page: the tree, a search, chunks over ranks."
@@ -68,9 +74,17 @@ def inspect(checkpoint: Checkpoint, **given: Any) -> None:
         if str(html) == "-":
             return
     if given["as_json"]:
-        sys.stdout.writelines(render.json_lines(found.summary(), _json_lists(found)))
+        summary = found.summary() | ({"by": _json_sums(found, given["by"])} if given["by"] else {})
+        sys.stdout.writelines(render.json_lines(summary, _json_lists(found)))
         return
     _print_summary(found)
+    for axis in given["by"] or ():
+        rows = [
+            (name or "-", t.tensors, t.elements, human_bytes(t.nbytes)) for name, t in found.by(axis).items()
+        ]
+        render.print_table((axis, "tensors", "elements", "bytes"), rows)
+    if given["by"]:
+        return
     if given["tree"]:
         render.print_tree(found.location.path, _leaves(found))
     else:
@@ -92,6 +106,16 @@ def print_torch_dcp_in_json(
     written = None if given["no_write"] else write_group_map(torch_dcp_dir, trust_pickle)
     if written:
         render.say(f"wrote {render.escape(written)}")
+
+
+def _json_sums(found: Inspection, axes: Sequence[InspectBy]) -> dict[str, list[dict[str, object]]]:
+    return {
+        axis: [
+            {axis: name or None, "tensors": t.tensors, "elements": t.elements, "bytes": t.nbytes}
+            for name, t in found.by(axis).items()
+        ]
+        for axis in axes
+    }
 
 
 def _json_lists(found: Inspection) -> dict[str, Iterator[object]]:

@@ -48,6 +48,7 @@ PAGES = {
     "inspect": Page(LOOK, "what a checkpoint is and what it holds", (
         ("Everything that the metadata tells", "inspect RUN"),
         ("The tensors of one layer, as a tree", "inspect FSDP --keys '*.layers.0.*' --tree"),
+        ("Where are its bytes?", "inspect RUN --by role --by layer --by rank"),
         ("As a page with a search", "inspect RUN --html OUT.html"),
         ("Another iteration than the tracker's, for a program", "inspect RUN --iteration 2 --json"),
     )),
@@ -64,11 +65,6 @@ PAGES = {
     "ls": Page(LOOK, "the iterations of a run", (
         ("Which iterations are whole, and how large?", "ls RUN"),
         ("For a program", "ls FSDP --json"),
-    )),
-    "du": Page(LOOK, "where the bytes of a run lie", (
-        ("By iteration, role and element type; what is twice", "du RUN"),
-        ("As a tree map", "du RUN --html OUT.html"),
-        ("By layer and rank", "du FSDP --by layer --by rank"),
     )),
     "stats": Page(LOOK, "norms, NaN, Inf; what a training changed", (
         ("Norms by layer and role; is anything NaN?", "stats RUN"),
@@ -176,10 +172,9 @@ PAGES = {
         ("Of every iteration of a run", "strip RUN OUT --iteration all"),
         ("With an optimizer that begins", "strip FSDP OUT --fresh-optimizer --lr 1e-5 --min-lr 1e-6"),
     )),
-    "repair": Page(EDIT, "undo damage that is known, with proof", (
-        ("A sound copy; what was wrong, and how that is known", "repair BAD OUT"),
-        ("See it first", "repair BAD OUT --dry-run"),
-        ("For a program", "repair BAD OUT --json"),
+    "repair": Page(EDIT, "correct keys of fsdp_dtensor, with proof", (
+        ("A sound copy; what was wrong, and how that is known", "repair FSDP OUT"),
+        ("See it first", "repair FSDP OUT --dry-run"),
     )),
 }  # fmt: skip
 

@@ -6,12 +6,16 @@ from typing import Final
 
 # "verify --against", or a command's name -> a sentence
 REMOVED: Final[dict[str, str]] = {
+    "convert --aliases": "Convert once for each program: --target.",
+    "convert-torch-dist-to-fsdp-dtensor --aliases": "Convert once for each program: --target.",
     "verify --against": "Use `diff A B --headers`.",
+    "repair --trust-masters": "repair corrects keys of fsdp_dtensor and changes no weights.",
     **dict.fromkeys(
         ("plan --disk", "plan --network", "plan --nodes"),
         "Times of other machines are no longer predicted; a conversion takes about the time of cp -r.",
     ),
     "watch": "Run 'convert RUN OUT --iteration all' again, from a timer or a loop: it converts what is new.",
+    "du": "inspect CKPT --by role (layer, rank, dtype, file) shows where bytes are, ls RUN sizes of iterations.",
     "env": "Use 'checkpoint-inspector --version --verbose'.",
     "man": "Use --help of each command; 'checkpoint-inspector --for-agents' prints the text for assistants.",
 }

@@ -8,7 +8,6 @@ import typer
 
 from ckpt_tools.cli import render
 from ckpt_tools.cli.manual import page
-from ckpt_tools.cli.options import flag
 from ckpt_tools.cli.reports import print_rewritten
 from ckpt_tools.cli.signature import fill, with_options
 from ckpt_tools.cli.table import READING, REWRITING, OutputDir
@@ -17,18 +16,12 @@ if TYPE_CHECKING:
     from ckpt_tools.commands.repair import Repaired
 
 _SHOWN = 3
-_OWN = {
-    "trust_masters": flag(
-        "--trust-masters",
-        help="Take weights from their masters also where nothing shows which of the two is wrong.",
-    )
-}
 
 
 def register(app: typer.Typer) -> None:
     """Add this module's command to `app`."""
     names = READING | REWRITING | {"resume", "dry_run", "workers", "threads"}
-    app.command(**page("repair"))(with_options(repair, names, _OWN))
+    app.command(**page("repair"))(with_options(repair, names))
 
 
 def repair(
@@ -36,11 +29,10 @@ def repair(
     output_dir: OutputDir,
     **given: Any,
 ) -> None:
-    """Write a sound copy of a checkpoint that an upstream program damaged, where the checkpoint proves what is right.
+    """Correct keys that an upstream program got wrong in fsdp_dtensor, where the checkpoint proves what is right.
 
-    fp32 masters beside the weights of fsdp_dtensor, group fields under wrong names, layers under the numbers of a
-    pipeline stage; weights of torch_dist that are not numbers or have wrong checksums, from their masters.
-    Exit code 1 when there is nothing to repair: then no output is made, and the checkpoint is to be used as it is.
+    fp32 masters next to the weights, group fields under wrong names, layers under the numbers of a pipeline stage.
+    No weight and no master is changed. Exit code 1 when no key is to be corrected; then no output is made.
     """
     from ckpt_tools.cli.progress import progress_bar
     from ckpt_tools.commands.repair import RepairOptions, repair_checkpoint
@@ -75,8 +67,8 @@ def _print(done: Repaired) -> None:
         render.tell(f"  proof: {change.proof}")
     if not done.changes:
         render.tell(
-            f"{render.escape(done.source)} has none of the damage that repair knows. Nothing was written: use it as "
-            "it is. `verify --content` tells what else is wrong with a checkpoint"
+            f"{render.escape(done.source)}: repair knows no fault of these keys. Nothing was written. Values were "
+            "not read: `verify --content` checks them"
         )
         return
     if done.written is None:

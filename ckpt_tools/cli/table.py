@@ -39,8 +39,6 @@ TABLE: dict[str, Row] = {
                        help="Name MTP inner layers mtp_model_layer whatever the target."),
     "dialect": option(c.DialectName, "--target", panel=MODEL,
                       help="Program that will load the result. Default: bridge for a Bridge checkpoint, else main."),
-    "aliases": flag("--aliases", panel=MODEL,
-                    help="Also give every item the names other targets would ask for, at no cost."),
     "layer_spec": option(c.LayerSpec, "--layer-spec", panel=MODEL,
                          help="Norm names: Transformer Engine's or the local spec's. Default: the args."),
     "experts": option(c.ExpertModules, "--experts", panel=MODEL,
@@ -162,7 +160,7 @@ FRESH_OPTIMIZER = frozenset({
 })  # fmt: skip
 FSDP_TARGET = FRESH_OPTIMIZER | frozenset({
     "swiglu", "swiglu_modules", "group_map", "strict_map", "state_prefix", "model_prefix", "rename_mtp", "dialect",
-    "aliases", "layer_spec", "experts", "weights_only", "keep_states", "dtype", "vocab_size_padded", "vocab_size",
+    "layer_spec", "experts", "weights_only", "keep_states", "dtype", "vocab_size_padded", "vocab_size",
     "tp",
 })  # fmt: skip
 DCP_TARGET = frozenset({

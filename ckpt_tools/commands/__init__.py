@@ -22,8 +22,6 @@
 * `iterations`: `--iteration all`
 * `outputs`: where a result goes, and what is reported of it
 * `ls`: `ls`
-* `du`: `du`
-* `du_page`: its picture
 * `named_tensors`: the tensors of any checkpoint by parameter, layer and role
 * `stats`: `stats`
 * `stats_page`: its pictures
@@ -57,7 +55,6 @@
 * `strip`: `strip`
 * `repair`: `repair`
 * `mend_keys`: what it does to keys of `fsdp_dtensor`
-* `mend_weights`: what it does to weights of `torch_dist`
 * `restart`: `strip --fresh-optimizer`
 * `average`: `average`
 * `mean_targets`: of which stored tensors each tensor of a mean is made

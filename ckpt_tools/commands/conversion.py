@@ -18,7 +18,6 @@ from ckpt_tools.commands.conversion_report import ConversionReport, Masters, Mas
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.outputs import choose_output
 from ckpt_tools.commands.placements import Layout, LiveModel, lay_out, place_model
-from ckpt_tools.commands.read_model import GO_ON_UNPROVEN
 from ckpt_tools.commands.target_job import TargetJob
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, VerificationError
 from ckpt_tools.execute.check_masters import (
@@ -351,12 +350,6 @@ def prove_rounding(
     told = ranks.together(compare)
     refuse_masters(in_order(must_round, chain.from_iterable(problems for _, problems in told)), advice)
     return sum_up(MastersReport(*report) for report, _ in told)
-
-
-def advice_on_weights(source: Location) -> str:
-    """What can be done for a command that wants weights alone, when their masters do not round to them."""
-    mends = f"`repair {source.path} OUT` mends weights where the checkpoint proves how; "
-    return f"{mends if source.kind == 'torch_dist' else ''}{GO_ON_UNPROVEN}"
 
 
 def _report(

@@ -16,9 +16,10 @@ from ckpt_tools.commands.version_2 import is_version_2, respelled
 from ckpt_tools.errors import CkptError, UsageError, list_problems
 from ckpt_tools.formats.files import AnyPath, path_text
 from ckpt_tools.megatron.dcp.state_dict import is_megatron, read_state_dict
+from ckpt_tools.megatron.fsdp_dtensor.entries import rng_ranks
 from ckpt_tools.megatron.fsdp_dtensor.tensors import state_prefix
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions, build_fsdp_target
-from ckpt_tools.megatron.keys import COMMON_OBJECT, KEPT, KEPT_OPTIMIZER, MODEL_PREFIX, role_of
+from ckpt_tools.megatron.keys import COMMON_OBJECT, KEPT, KEPT_OPTIMIZER, MODEL_PREFIX
 from ckpt_tools.megatron.names import DIALECTS
 from ckpt_tools.megatron.record import read_record, stored_tp
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
@@ -300,14 +301,14 @@ def _of_one_model(
 
 def by_keys(opened: Opened) -> Side:
     """The checkpoint under its stored keys; a common state is one value wherever it lies."""
-    roles = read_state_dict(opened.catalog).roles() if opened.location.kind == "dcp" else None
+    roles = opened.roles()
     tensors = {
         key: TargetTensor(
             key,
             entry.dtype,
             entry.shape,
             (Source(key),),
-            role=role_of(key) if roles is None else roles.get(key, "other"),
+            role=roles[key],
         )
         for key, entry in opened.catalog.tensors.items()
     }
@@ -344,8 +345,7 @@ def _by_parameters(
 
 def _recorded_tp(opened: Opened) -> int | None:
     """The tensor parallel size that an output was made for, where its record or its rng states tell it."""
-    ranks = {key.split(")")[0] for key in opened.catalog.objects if key.startswith("rng_state.(")}
-    size = stored_tp(read_record(opened.files), [(0, rank) for rank in range(len(ranks))], {})
+    size = stored_tp(read_record(opened.files), rng_ranks(opened.catalog), {})
     return None if size is None else size.ranks
 
 
@@ -399,8 +399,7 @@ def _fitted(target: TargetOptions, model: Model, other: Side) -> TargetOptions:
     if target.swiglu is None and model.settings.swiglu is None:
         told["swiglu"] = any(".linear_fc1.weight" in name and name.endswith("_w") for name in names)
     if target.tp is None:
-        ranks = {key.split(")")[0] for key in other.tensors if key.startswith("rng_state.(")}
-        tp = stored_tp(read_record(other.files), [(0, rank) for rank in range(len(ranks))], {})
+        tp = stored_tp(read_record(other.files), rng_ranks(other.catalog), {})
         told["tp"] = None if tp is None else tp.ranks
     told["keep_states"] = KEPT_OPTIMIZER in other.objects
     if not any(key.startswith(_OF_A_RUN) for key in (*other.tensors, *other.objects)):

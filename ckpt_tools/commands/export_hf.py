@@ -13,7 +13,6 @@ from ckpt_tools.commands.conversion import (
     Progress,
     SourceOptions,
     Writer,
-    advice_on_weights,
     convert,
     open_source,
 )
@@ -31,6 +30,7 @@ from ckpt_tools.commands.hf_parts import (
 from ckpt_tools.commands.opened import Opened
 from ckpt_tools.commands.outputs import output_directory, place_parts, refuse_overlap
 from ckpt_tools.commands.plain_to_hf import is_plain, plan_plain
+from ckpt_tools.commands.read_model import GO_ON_UNPROVEN
 from ckpt_tools.commands.several_parts import (
     holds_several,
     put_together,
@@ -235,7 +235,7 @@ def plan_export(opened: Opened, options: ExportOptions, world: int = 1) -> Conve
         must_round=source.must_round,
         check_masters=options.check_masters,
         fp8_recipe=source.fp8_recipe,
-        advice=advice_on_weights(opened.location),
+        advice=GO_ON_UNPROVEN,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import translate
@@ -11,6 +11,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckpt_tools.close_names import unmatched_lines
+from ckpt_tools.commands.named_tensors import part_of
 from ckpt_tools.commands.opened import open_checkpoint
 from ckpt_tools.commands.read_values import json_value
 from ckpt_tools.errors import UsageError, list_problems
@@ -18,12 +19,17 @@ from ckpt_tools.formats.detect import Location
 from ckpt_tools.formats.files import AnyPath, path_text
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.dcp.state_dict import StateDict, is_megatron, read_state_dict
-from ckpt_tools.megatron.keys import GROUP_META, role_of
+from ckpt_tools.megatron.format import FORMATS
+from ckpt_tools.megatron.keys import GROUP_META, bucket_key, stacked_layers
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
 from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.choices import InspectBy
+from ckpt_tools.model.dtypes import itemsize
 from ckpt_tools.model.roles import Role
 
 SCHEMA_VERSION = 1
+BUCKETS = "flat buffers"
+_RANK = re.compile(r"__(\d{1,9})_\d+\.distcp")
 
 PARALLEL_SIZES = (
     "tensor_model_parallel_size",
@@ -102,6 +108,42 @@ class Inspection:
     list_group_meta: bool = False
     group_meta: int = 0
 
+    def by(self, axis: InspectBy) -> dict[str, Total]:
+        """Sums over the tensors that the patterns name; "": of no layer, or of no rank.
+
+        A tensor of which several sums hold a part counts in each of them.
+        """
+        names = FORMATS[self.location.kind].parameters(self.catalog) if axis == "layer" else {}
+        sums: dict[str, Total] = {}
+        for row in self.tensors():
+            parts = Counter[str]()
+            for label, elements in self._parts(row, axis, names.get(row.key, row.key)):
+                parts[label] += elements
+            for label, elements in parts.items():
+                count, before, nbytes = sums.get(label, Total(0, 0, 0))
+                sums[label] = Total(count + 1, before + elements, nbytes + elements * itemsize(row.dtype))
+        return dict(sorted(sums.items(), key=lambda pair: _in_order(pair[0])))
+
+    def _parts(self, row: TensorRow, axis: InspectBy, name: str) -> Iterator[tuple[str, int]]:
+        if axis in ("role", "dtype"):
+            yield getattr(row, axis), prod(row.shape)
+            return
+        stacked = stacked_layers(name) if self.location.kind == "torch_dist" else []
+        for box, item in self.catalog.tensors[row.key].chunks:
+            if axis == "file":
+                yield item.file, box.volume
+            elif axis == "rank":
+                writer = _RANK.fullmatch(item.file)
+                yield writer[1] if writer else "", box.volume
+            elif bucket_key(row.key):
+                yield BUCKETS, box.volume
+            elif stacked and box.volume:  # layers are the first axis
+                for i in range(box.size[0]):
+                    of_layer = f"{name[: stacked[0]]}{box.start[0] + i}.{name[stacked[0] :]}"
+                    yield part_of(of_layer).label, box.volume // box.size[0]
+            else:
+                yield part_of(name).label, box.volume
+
     @property
     def parameters(self) -> int:
         """Elements of all weights."""
@@ -178,8 +220,7 @@ def inspect_checkpoint(
     with open_checkpoint(path, iteration, trust_pickle) as opened:
         location, catalog, common = opened.location, opened.catalog, opened.common
     _refuse_idle(keys, catalog)
-    plain = read_state_dict(catalog) if location.kind == "dcp" else None
-    roles = plain.roles() if plain else {}
+    roles = opened.roles()
     rows = tuple(  # one pass: the chunks of a very large catalog are decoded as they are looked at
         TensorRow(
             key,
@@ -187,7 +228,7 @@ def inspect_checkpoint(
             entry.shape,
             len(entry.chunks),
             entry.nbytes,
-            roles.get(key, "other") if plain else role_of(key),
+            roles[key],
         )
         for key, entry in catalog.tensors.items()
     )
@@ -197,7 +238,9 @@ def inspect_checkpoint(
         writer=writer_generation(location, catalog, common),
         iteration=location.iteration if location.iteration is not None else common.iteration,
         common_source=common.source,
-        layout=plain.layout if plain else optimizer_layout(catalog, common),
+        layout=read_state_dict(catalog).layout
+        if location.kind == "dcp"
+        else optimizer_layout(catalog, common),
         parallel_sizes=_known_arguments(common, PARALLEL_SIZES),
         arguments=_known_arguments(common, KEY_ARGUMENTS),
         rows=rows,
@@ -260,6 +303,12 @@ def _totals(rows: Iterable[TensorRow]) -> dict[tuple[Role, str], Total]:
     return {
         kind: Total(*sums[kind]) for kind in sorted(sums, key=lambda kind: (order.index(kind[0]), kind[1]))
     }
+
+
+def _in_order(name: str) -> tuple[bool, list[tuple[int, int | str]]]:
+    """Names with their numbers as numbers, the empty one last."""
+    parts = re.split(r"(\d+)", name)
+    return not name, [(0, int(part)) if part.isdecimal() else (1, part) for part in parts]
 
 
 def _known_arguments(common: CommonState, names: Sequence[str]) -> dict[str, Any]:

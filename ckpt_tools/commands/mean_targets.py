@@ -16,7 +16,7 @@ from ckpt_tools.commands.opened import Opened
 from ckpt_tools.commands.read_model import shared_by
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems
 from ckpt_tools.formats.joined_files import joined_entry
-from ckpt_tools.megatron.keys import is_optimizer_key, parameter_of, stacked_axes
+from ckpt_tools.megatron.keys import parameter_of, stacked_axes
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import read_optimizer_states
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import StateTensor
@@ -31,12 +31,6 @@ from ckpt_tools.model.views import Insert, Place
 _BUFFER = re.compile(
     r"(?:^|\.)(?:expert_bias|e_score_correction_bias|local_tokens_per_expert|inv_freq|original_inv_freq|cos_cached|"
     r"sin_cached|running_mean|running_var|_extra_state)$"
-)
-# In a plain checkpoint, outside the model: what stands under the name of an optimizer or the like, or is itself named
-# as a state.
-_OF_A_RUN = re.compile(
-    r"^(?!model\.|module\.)(?:(?:\w+\.)?(?:optim\w*|lr_scheduler\w*|opt_param_scheduler|scheduler\w*|rng\w*|train_state|"
-    r"dataloader\w*)\.|.*\.(?:step|exp_avg|exp_avg_sq|max_exp_avg_sq|exp_inf|momentum_buffer|square_avg)$)"
 )
 _SEPARATE_MASTER = re.compile(
     r"(?:^|\.)(?:fp32_from_fp16_params|fp32_from_fp32_params|fp32_params?|master_params?|master_weights?|master|param)"
@@ -89,7 +83,7 @@ def _torch_dist(opened: Opened, workers: int | None) -> Parts:
             f"anew; {_CONVERT}, and convert the result back with --to torch_dist"
         )
     known = states.states if states is not None else {}
-    weights = [key for key in tensors if not is_optimizer_key(key)]
+    weights = [key for key, role in opened.roles().items() if role == WEIGHT]
     rounded = {
         key: _shown(state, tensors[key], stacked_axes(key))
         for (kind, key), state in known.items()
@@ -128,14 +122,14 @@ def _fsdp_dtensor(opened: Opened) -> Parts:
 
 
 def _dcp(opened: Opened) -> Parts:
-    of_a_run = {key for key in opened.catalog.tensors if _OF_A_RUN.match(key)}
+    roles = opened.roles()
     beside = [
         key
-        for key in opened.catalog.tensors
-        if _SEPARATE_MASTER.search(key) and (key in of_a_run or key.startswith(("master", "fp32_")))
+        for key, role in roles.items()
+        if _SEPARATE_MASTER.search(key) and (role != WEIGHT or key.startswith(("master", "fp32_")))
     ]
     _refuse_masters(opened, beside)
-    means, kept = _sorted_out(opened, [key for key in opened.catalog.tensors if key not in of_a_run], None)
+    means, kept = _sorted_out(opened, [key for key, role in roles.items() if role == WEIGHT], None)
     return Parts(means, kept)
 
 

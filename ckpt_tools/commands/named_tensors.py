@@ -16,8 +16,9 @@ from ckpt_tools.commands.hf_parts import CONFIG, read_config
 from ckpt_tools.commands.opened import Opened
 from ckpt_tools.commands.read_model import READ, Wanted, read_model
 from ckpt_tools.errors import NEVER_FINDINGS, CkptError, UsageError
+from ckpt_tools.megatron.format import FORMATS
 from ckpt_tools.megatron.huggingface.quantized import SETTINGS, dequantized
-from ckpt_tools.megatron.keys import layer_of, one_expert, parameter_name, role_of, state_key
+from ckpt_tools.megatron.keys import layer_of, one_expert
 from ckpt_tools.model.catalog import Catalog, TensorEntry
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.target import Source, TargetTensor
@@ -152,23 +153,16 @@ def _values(model: Model) -> Iterator[NamedTensor]:
 
 def _by_keys(opened: Opened) -> NamedTensors:
     catalog, left_out, notes = _plain(opened)
-    kind = opened.location.kind
+    of = FORMATS[opened.location.kind]
+    roles, parameters = of.roles(catalog), of.parameters(catalog)
 
     def named(key: str, entry: TensorEntry) -> NamedTensor:
         tensor = TargetTensor(key, entry.dtype, entry.shape, (Source(key),))
         keys = tuple(dict.fromkeys(catalog.stored_keys(key)))
-        return NamedTensor(key, part_of(weight_name(key, kind)), role_of(key), tensor, keys=keys)
+        return NamedTensor(key, part_of(parameters.get(key, key)), roles[key], tensor, keys=keys)
 
     found = (named(key, entry) for key, entry in catalog.tensors.items() if key not in left_out)
     return NamedTensors(KEYS, catalog, in_layer_order(found), notes)
-
-
-def weight_name(key: str, kind: str) -> str:
-    """The name of the weight whose value or state stands under a key; the key where it is of none."""
-    if kind == "fsdp_dtensor":
-        return parameter_name(key) or key
-    state = state_key(key)
-    return state.weight if state else key
 
 
 def _plain(opened: Opened) -> tuple[Catalog, frozenset[str], tuple[str, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ckpt_tools.formats.dcp import read_catalog
@@ -10,7 +11,9 @@ from ckpt_tools.formats.detect import Location, locate
 from ckpt_tools.formats.files import Files, open_files
 from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.megatron.common_state import CommonState, read_common_state
+from ckpt_tools.megatron.format import FORMATS
 from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.roles import Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,10 @@ class Opened:
     catalog: Catalog
     common: CommonState
     trust_pickle: bool = False
+
+    def roles(self) -> Mapping[str, Role]:
+        """What every tensor is, by key."""
+        return FORMATS[self.location.kind].roles(self.catalog)
 
     def __enter__(self) -> Opened:
         return self

@@ -87,12 +87,12 @@ def print_tensor(
 
 
 def _printed(opened: Opened, entry: TensorEntry, part: str | None, stats: bool) -> Printed:
-    box = _corner(entry.shape) if part is None else parse_slice(part, entry.shape)
+    box, indexed = (_corner(entry.shape), ()) if part is None else parse_slice(part, entry.shape)
     over = full_box(entry.shape) if part is None else box
     reader = BoxReader(opened.files, opened.catalog)
     try:
         read = reader.tensor(TargetTensor(entry.key, entry.dtype, entry.shape, (Source(entry.key),)))
-        values = to_numbers(read(box), entry.dtype).tolist()
+        values = to_numbers(read(box), entry.dtype).squeeze(indexed).tolist()
         statistics: Mapping[str, Any] = {}
         if stats:
             statistics = _statistics(read, over, entry.dtype)
@@ -119,8 +119,10 @@ def _statistics(read: Any, box: Box, dtype: str) -> dict[str, Any]:
     return found.summary()
 
 
-def parse_slice(text: str, shape: Sequence[int]) -> Box:
-    """The box that `0:2, :, 3` shows of a tensor of `shape`; dimensions that are not named are taken whole.
+def parse_slice(text: str, shape: Sequence[int]) -> tuple[Box, tuple[int, ...]]:
+    """The box that `0:2, :, 3` shows of a tensor of `shape`, and the dimensions with an index, which numpy drops.
+
+    Dimensions that are not named are taken whole.
 
     Raises:
         UsageError: not a slice, or not one of this shape.
@@ -128,7 +130,7 @@ def parse_slice(text: str, shape: Sequence[int]) -> Box:
     parts = text.strip("[] ").split(",") if text.strip("[] ") else []
     if len(parts) > len(shape):
         raise UsageError(f"--slice {text!r} has {len(parts)} parts, but the shape is {tuple(shape)}")
-    start, size = [0] * len(shape), list(shape)
+    start, size, indexed = [0] * len(shape), list(shape), list[int]()
     for d, part in enumerate(parts):
         match = _PART.fullmatch(part)
         if match is None:
@@ -140,10 +142,11 @@ def parse_slice(text: str, shape: Sequence[int]) -> Box:
                     f"--slice {text!r}: index {match[1]} is outside of dimension {d}, which has {shape[d]}"
                 )
             start[d], size[d] = index, 1
+            indexed.append(d)
         else:
             low, high, _ = slice(_number(match[2]), _number(match[3])).indices(shape[d])
             start[d], size[d] = low, max(high - low, 0)
-    return Box(tuple(start), tuple(size))
+    return Box(tuple(start), tuple(size)), tuple(indexed)
 
 
 def _number(text: str) -> int | None:

@@ -125,7 +125,7 @@ def _as_stored(catalog: Catalog, found: StateDict, states: Mapping[str, str]) ->
     live: dict[str, LiveTensor] = {}
     is_cut = any(len(catalog.tensors[key].chunks) > 1 for key in found.weights.values())
     trained = set(owned.values())
-    for name, key in found.weights.items():
+    for name, key in (*found.weights.items(), *((key, key) for key in found.more)):
         entry = catalog.tensors[key]
         whole = is_cut and len(entry.chunks) == 1 and name not in trained
         live[name] = LiveTensor(

@@ -1,38 +1,20 @@
-"""`repair`: a sound copy of a checkpoint with damage that upstream programs are known to leave, where it is proven.
+"""`repair`: a copy of an `fsdp_dtensor` checkpoint with what stands under a wrong key put right, where it is proven.
 
-`fsdp_dtensor`: what stands under a wrong key (`mend_keys`); the rest stays, byte for byte and chunk by chunk.
-`torch_dist`: weights that do not round from their masters (`mend_weights`); what is written has the
-`fully_reshardable` layout, whatever the source's.
+The rest stays, byte for byte and chunk by chunk. Weights and masters keep their values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from ckpt_tools.commands.conversion import Conversion
 from ckpt_tools.commands.mend_keys import Change, mend_keys, mended_target
-from ckpt_tools.commands.mend_weights import Damage, find_damage, mended, refuse_unproven
 from ckpt_tools.commands.opened import Opened, open_checkpoint
-from ckpt_tools.commands.outputs import choose_output
-from ckpt_tools.commands.read_model import Wanted, read_model
 from ckpt_tools.commands.rewrite import EditOptions, rewrite
-from ckpt_tools.commands.to_torch_dist import write_torch_dist
-from ckpt_tools.errors import UnsupportedCheckpointError, UsageError
+from ckpt_tools.errors import UnsupportedCheckpointError
 from ckpt_tools.execute.check_masters import check_masters
-from ckpt_tools.execute.ranks import Ranks
-from ckpt_tools.execute.rehearse import rehearse
-from ckpt_tools.execute.run import WriteReport, write_checkpoint
-from ckpt_tools.execute.workers import shared_out
+from ckpt_tools.execute.run import WriteReport
 from ckpt_tools.formats.container import read_archive
-from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
-from ckpt_tools.model.roles import MASTER
-
-_BY_WORD = "the masters are right: --trust-masters says so"
-_PROOFS = {
-    "checksum": "the weights have other checksums than their writer stored, their masters the right ones",
-    "not-a-number": "wherever the weights are finite numbers they round from their masters, all of which are finite",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +35,6 @@ class Repaired:
 class RepairOptions(EditOptions):
     """How a repaired copy is made."""
 
-    trust_masters: bool = False  # masters are right where only their difference to the weights is known
     dry_run: bool = False  # find and prove everything, write nothing
 
 
@@ -68,21 +49,19 @@ def repair_checkpoint(
     Where nothing is to be repaired, nothing is written and the report has no changes.
 
     Raises:
-        UsageError: there are no masters that weights could be repaired from.
-        UnsupportedCheckpointError: neither `torch_dist` nor `fsdp_dtensor`.
+        UnsupportedCheckpointError: not `fsdp_dtensor`.
         MappingError: damage that is known and that nothing in the checkpoint can mend.
         VerificationError: nothing shows what is right.
         Otherwise the errors of opening, reading, planning and writing.
     """
     options = options or RepairOptions()
     with open_checkpoint(source, options.iteration, options.trust_pickle) as opened:
-        kind = opened.location.kind
-        if kind == "fsdp_dtensor":
+        if opened.location.kind == "fsdp_dtensor":
             return _repair_keys(source, output, opened, options, progress)
-        if kind == "torch_dist":
-            return _repair_weights(source, output, opened, options, progress)
         raise UnsupportedCheckpointError(
-            f"{opened.location.path} is {kind}; repair knows the damage of torch_dist and fsdp_dtensor checkpoints"
+            f"{opened.location.path} is {opened.location.kind}. repair corrects keys of fsdp_dtensor checkpoints and "
+            "nothing else: it changes no weights and no masters. `verify --content` shows what is damaged; use "
+            "another iteration, or a copy of the damaged file"
         )
 
 
@@ -118,67 +97,6 @@ def _repair_keys(
         written,
         opened.location.left_out,
     )
-
-
-def _repair_weights(
-    source: str,
-    output: str,
-    opened: Opened,
-    options: RepairOptions,
-    progress: Callable[[int, int], None] | None,
-) -> Repaired:
-    model = read_model(opened, Wanted(workers=options.write.workers))
-    if MASTER not in model.roles:
-        why = f": {model.unread}" if model.unread else ""
-        raise UsageError(
-            f"{opened.location.path} holds no fp32 masters that weights could be repaired from{why}"
-        )
-    found = find_damage(opened.files, model, options.write.threads)
-    if not found:
-        return _nothing(source, output, opened)
-    if not options.trust_masters:
-        refuse_unproven(list(found.values()))
-    conversion = write_torch_dist(mended(model, list(found)), opened, TorchDistOptions(), 1)
-    written = _write(source, output, opened, conversion, options, progress)
-    return Repaired(
-        source,
-        output,
-        "torch_dist",
-        tuple(_changes(list(found.values()))),
-        len(conversion.target.tensors),
-        len(conversion.target.objects),
-        written,
-        opened.location.left_out,
-    )
-
-
-def _write(
-    source: str,
-    output: str,
-    opened: Opened,
-    conversion: Conversion,
-    options: RepairOptions,
-    progress: Callable[[int, int], None] | None,
-) -> WriteReport | None:
-    place = choose_output(source, opened.location, output, options.overwrite, options.resume)
-    place = replace(place, extra_files=conversion.extra_files)
-    plan = conversion.plan
-    assert plan is not None  # `write_torch_dist` lays out what it writes
-    with shared_out(plan.bytes_to_write, options.write, Ranks(), place.directory) as (ranks, write):
-        rehearse(plan, opened.files, place, write, ranks)
-        if options.dry_run:
-            return None
-        return write_checkpoint(plan, opened.files, place, write, ranks=ranks, progress=progress)
-
-
-def _changes(damaged: list[Damage]) -> list[Change]:
-    by_cause: dict[str, list[Damage]] = {}
-    for one in damaged:
-        by_cause.setdefault(one.cause, []).append(one)
-    return [
-        Change(f"weights-{cause}", tuple(d.name for d in found), _PROOFS.get(cause, _BY_WORD), found[0].issue)
-        for cause, found in by_cause.items()
-    ]
 
 
 def _nothing(source: str, output: str, opened: Opened) -> Repaired:

@@ -78,7 +78,7 @@ def plain_cut(opened: Opened, rename: Rename) -> PlainCut:
             for owner, kept in zip(sorted(optimizer.groups, key=int), members, strict=True):
                 if "params" in optimizer.groups[owner]:
                     values[optimizer.groups[owner]["params"]] = [
-                        n for old in kept if (n := rename(old)) is not None
+                        n.removeprefix(optimizer.prefix) for old in kept if (n := rename(old)) is not None
                     ]
     return PlainCut(names, values)
 
@@ -94,9 +94,10 @@ def _by_name(optimizer: OptimizerKeys, rename: Rename) -> Iterator[tuple[str, st
     for part, owned in parts:
         head = f"{optimizer.root}{part}."
         for owner, keys in owned.items():
-            name = rename(owner)
+            name, old = rename(owner), owner.removeprefix(optimizer.prefix)
             for key in keys.values():
-                yield key, None if name is None else f"{head}{name}{key[len(head) + len(owner) :]}"
+                tail = key[len(head) + len(old) :]
+                yield key, None if name is None else f"{head}{name.removeprefix(optimizer.prefix)}{tail}"
 
 
 def _by_number(

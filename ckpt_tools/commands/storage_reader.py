@@ -195,12 +195,10 @@ def _plan(path: str, to: str, options: ConvertOptions) -> _Seen:
         opened.files.close()
         raise
     target = prepared.target
-    aliased = {t.key: t for t in target.tensors}
-    tensors: dict[str, Source] = {**aliased, **{t.key: t for t in target.inline}}
-    tensors |= {alias: aliased[key] for alias, (key, _) in target.aliases.items()}
-    items: tuple[Source | TargetObject, ...] = (*target.tensors, *target.inline, *target.objects)
+    sources: tuple[Source, ...] = (*target.tensors, *target.inline)
+    tensors = {t.key: t for t in sources}
+    items: tuple[Source | TargetObject, ...] = (*sources, *target.objects)
     paths = {item.key: item.path for item in items}
-    paths |= {alias: path for alias, (_, path) in target.aliases.items()}
     return _Seen(opened, prepared, tensors, frozenset(o.key for o in target.objects), paths)
 
 

@@ -7,15 +7,14 @@ asked for.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt_tools.commands.conversion import advice_on_weights, prove_rounding
+from ckpt_tools.commands.conversion import prove_rounding
 from ckpt_tools.commands.conversion_report import Masters, MastersUse
 from ckpt_tools.commands.opened import Opened, open_checkpoint
-from ckpt_tools.commands.read_model import Wanted, master_targets, read_beside_masters
+from ckpt_tools.commands.read_model import GO_ON_UNPROVEN, Wanted, master_targets, read_beside_masters
 from ckpt_tools.commands.relayout_plain import masters_beside_weights
 from ckpt_tools.commands.restart import begin_anew
 from ckpt_tools.commands.rewrite import Edited, EditOptions, rewrite, use_of_masters
@@ -28,9 +27,9 @@ from ckpt_tools.formats.container import read_archive
 from ckpt_tools.formats.files import AnyPath, path_text
 from ckpt_tools.formats.pickling import dump_archive
 from ckpt_tools.megatron.common_state import COMMON_FILE
-from ckpt_tools.megatron.dcp.state_dict import EXTRA_STATE, is_megatron, read_state_dict
+from ckpt_tools.megatron.dcp.state_dict import EXTRA_STATE, is_megatron, read_state_dict, root_of
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
-from ckpt_tools.megatron.keys import BUFFERS, COMMON_OBJECT, KEPT, is_optimizer_key, parameter_of
+from ckpt_tools.megatron.keys import BUFFERS, COMMON_OBJECT, is_optimizer_key, is_run_state, parameter_of
 from ckpt_tools.megatron.torch_dist.write import OPTIMIZER_METADATA
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.choices import CheckLevel
@@ -38,11 +37,6 @@ from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.roles import WEIGHT
 from ckpt_tools.model.target import Source, Target, TargetObject, TargetTensor
 
-# What a job that saves with --no-save-optim and --no-save-rng does not write, beside the keys of its optimizer.
-_OF_A_RUN = re.compile(
-    r"^(?:rng_state|rerun_state_machine(?:_state)?|opt_param_scheduler|lr_scheduler)(?:[./]|$)"
-    rf"|^{re.escape(KEPT)}"
-)
 _OF_THE_OPTIMIZER = ("optimizer", "opt_param_scheduler", "lr_scheduler", "rerun_state_machine", "rng_state")
 _LAYOUT = frozenset(OPTIMIZER_METADATA)
 
@@ -92,6 +86,8 @@ def strip_checkpoint(
         if not removed and not (in_common and entries):
             raise UsageError(f"{opened.location.path} holds weights alone; there is nothing to leave out")
         masters, notes = _proven(opened, check_masters, options.write)
+        if opened.location.kind == "dcp" and (more := read_state_dict(catalog).more):
+            notes += (f"kept since they may be weights: {', '.join(more[:3])}{', ...' if more[3:] else ''}",)
         target = _target(opened, kept, dtype)
         report = rewrite(
             source,
@@ -131,8 +127,7 @@ def _proven(opened: Opened, level: CheckLevel, write: WriteOptions) -> tuple[Mas
         return Masters(use), ()
     try:
         catalog, targets, recipe, unread = _masters_of(opened, write)
-        advice = advice_on_weights(opened.location)
-        found = prove_rounding(opened.files, catalog, targets, level, write, Ranks(), recipe, advice)
+        found = prove_rounding(opened.files, catalog, targets, level, write, Ranks(), recipe, GO_ON_UNPROVEN)
     except (MappingError, UnsupportedCheckpointError) as error:
         found, unread = MastersReport(), str(error).splitlines()[0].rstrip(":")
     notes = (f"the weights were not compared with their masters: {unread}",) if unread else ()
@@ -184,23 +179,22 @@ def _begun_anew(
     )
 
 
-def is_kept(key: str) -> bool:
-    """Whether a stored key is part of a weights-only checkpoint."""
-    return not is_optimizer_key(key) and not _OF_A_RUN.match(key)
-
-
 def _kept_keys(opened: Opened) -> frozenset[str]:
-    """The keys of a weights-only checkpoint; of a plain state dict, those of the model."""
+    """The keys of a weights-only checkpoint: of weights, and of what models keep beside these."""
     catalog = opened.catalog
+    weights = frozenset(key for key, role in opened.roles().items() if role == WEIGHT)
     if opened.location.kind != "dcp":
-        return frozenset(filter(is_kept, (*catalog.tensors, *catalog.objects)))
+        objects = (key for key in catalog.objects if not is_optimizer_key(key) and not is_run_state(key))
+        return weights.union(objects)
     found = read_state_dict(catalog)
-    inside = (
+    roots = {root_of(catalog, key) for key in weights} - {""}
+    return weights.union(
         key
-        for key in found.others  # buffers that are no tensors, and states of Transformer Engine's modules
-        if (found.model and key.startswith(found.model)) or key.endswith(EXTRA_STATE)
+        for key in found.others
+        if (found.model and key.startswith(found.model))
+        or root_of(catalog, key) in roots
+        or key.endswith(EXTRA_STATE)
     )
-    return frozenset((*found.weights.values(), *inside))
 
 
 def _use_of_masters(opened: Opened) -> MastersUse:

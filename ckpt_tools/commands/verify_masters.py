@@ -82,27 +82,7 @@ def _compared(
             f"the weights of {report.fp8_by_position} masters are held in FP8, and no one scale explains every "
             "element: proven by position only",
         )
-    known = _known_damage(files, model, threads, problems) if problems else {}
     for problem in problems:
         element, _, values = problem.partition(": ")
-        cause = known.get(element.partition("[")[0], "")
-        found.error(element, f"{values}: the master does not round to the weight{cause}")
+        found.error(element, f"{values}: the master does not round to the weight")
     return found.done()
-
-
-def _known_damage(files: Files, model: Model, threads: int, problems: Sequence[str]) -> dict[str, str]:
-    """By the name of a weight that its master does not round to: what is known of such damage, and the way out."""
-    from ckpt_tools.commands.mend_weights import judge_damage
-
-    try:
-        damaged = judge_damage(files, model, threads, problems).values()
-    except NEVER_FINDINGS:
-        raise
-    except CkptError:
-        return {}  # masters that are no better: their own checks say so
-    return {
-        d.name: f" ({d.issue or 'damaged after it was written'}: "
-        + ("`repair` takes it from the master)" if d.is_proven else f"{d.what.partition(': ')[2]})")
-        for d in damaged
-        if d.issue or d.is_proven
-    }

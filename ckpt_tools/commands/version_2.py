@@ -99,10 +99,6 @@ def _renamed(prepared: Conversion, rename: Rename) -> Conversion:
         objects=tuple(
             replace(o, key=rename(o.key), path=_path(o.path, rename(o.key))) for o in target.objects
         ),
-        aliases={
-            rename(alias): (rename(key), _path(path, rename(alias)))
-            for alias, (key, path) in target.aliases.items()
-        },
     )
     assert archives is not None  # nothing is laid out yet
     return replace(

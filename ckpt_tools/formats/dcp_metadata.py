@@ -55,12 +55,6 @@ def metadata_bytes(plan: Plan) -> bytes:
     for item in plan.items:
         stored.append((item.key, item.box, len(chunks[item.key]), item.file, item.offset, item.length))
         chunks[item.key].append(item.box)
-    for alias, key in plan.aliases.items():
-        chunks[alias] = chunks[key]
-    spellings: dict[str, list[str]] = defaultdict(list)
-    for alias, key in plan.aliases.items():
-        spellings[key].append(alias)
-    stored += [(alias, *row[1:]) for row in stored for alias in spellings.get(row[0], ())]
     out = _Pickle()
     out.open("Metadata", "state_dict_metadata")
     out.fill(b"}", ((key, plan.tensors.get(key), chunks[key]) for key in plan.paths), out.entry, b"u")

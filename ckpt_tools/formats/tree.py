@@ -1,4 +1,4 @@
-"""All files below a folder, wherever it lies, with their sizes: what `du` adds up and `copy` copies."""
+"""All files below a folder, wherever it lies, with their sizes: what `ls` adds up and `copy` copies."""
 
 from __future__ import annotations
 

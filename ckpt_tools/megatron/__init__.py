@@ -4,6 +4,7 @@
 * `fsdp_dtensor/`: Megatron-FSDP's format, read and written
 * `dcp/`: any PyTorch state dict: keys sorted, Megatron models read and written
 * `huggingface/`: Hugging Face models: rules, settings, ledgers
+* `format`: what differs between formats: which tensors are weights, masters, states
 * `keys`: every form of a key, and what it names
 * `names`: names of the running model, dialect by dialect
 * `param_groups`: the optimizer's groups, and which parameter is in which

@@ -82,6 +82,10 @@ _GROUP = rf"(?P<group>{_RANK})"
 _DOTTED = r"[0-9]{1,18}(?:\.[0-9]{1,18})*"
 
 _OPTIMIZER = re.compile(_CHAIN)
+_RUN_STATE = re.compile(
+    r"(?:rng_state|rerun_state_machine(?:_state)?|opt_param_scheduler|lr_scheduler)(?:[./]|$)"
+    rf"|{re.escape(KEPT)}"
+)
 _STATE = re.compile(rf"{_CHAIN}state\.(?P<kind>[^.]+)\.(?P<weight>.+)")
 _STATE_PREFIX = re.compile(_CHAIN + r"state\.[^.]+\.")
 _BUCKET = re.compile(
@@ -176,6 +180,11 @@ class Layer(NamedTuple):
 def is_optimizer_key(key: str) -> bool:
     """Whether the key belongs to the optimizer, with or without the `chained_<i>.` prefix; of either format."""
     return _OPTIMIZER.match(key) is not None
+
+
+def is_run_state(key: str) -> bool:
+    """Whether a job that saves with --no-save-optim and --no-save-rng leaves it out with its optimizer."""
+    return _RUN_STATE.match(key) is not None
 
 
 def state_key(key: str) -> StateKey | None:
@@ -390,9 +399,9 @@ def state_role(kind: str) -> Role:
 
 def role_of(key: str) -> Role:
     """What a tensor of either format is, for reports."""
-    key = key.removeprefix(KEPT)
+    is_kept, key = key.startswith(KEPT), key.removeprefix(KEPT)
     if not is_optimizer_key(key):
-        return "other" if key.startswith(("rng_state", "opt_param_scheduler.")) else "weight"
+        return "other" if is_kept or is_run_state(key) else "weight"
     named = (state_key(key), bucket_key(key), fsdp_state(key))
     return next((role for n in named if n and (role := state_role(n.kind)) != "other"), "other")
 

@@ -29,8 +29,8 @@ DiffBy: TypeAlias = Literal["auto", "keys", "parameters", "huggingface"]
 """The names by which two checkpoints are compared."""
 StatsBy: TypeAlias = Literal["auto", "keys", "parameters"]
 """The names under which values are measured."""
-UsageAxis: TypeAlias = Literal["iteration", "role", "dtype", "layer", "rank"]
-"""What bytes are summed by."""
+InspectBy: TypeAlias = Literal["role", "layer", "rank", "dtype", "file"]
+"""What `inspect` sums tensors by."""
 ReportFormat: TypeAlias = Literal["text", "json", "github", "markdown"]
 """How a report of checks is printed."""
 

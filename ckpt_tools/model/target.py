@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -63,15 +63,11 @@ class TargetObject:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A whole checkpoint to write, and what its making left out, renamed or filled in.
-
-    `aliases` are further keys of its tensors, which cost no bytes: alias -> (key, path of the alias).
-    """
+    """A whole checkpoint to write, and what its making left out, renamed or filled in."""
 
     tensors: Sequence[TargetTensor]
     inline: tuple[InlineTensor, ...] = ()
     objects: Sequence[TargetObject] = ()
-    aliases: Mapping[str, tuple[str, tuple[str | int, ...]]] = field(default_factory=dict)
     dropped: tuple[str, ...] = ()  # one line each: source key and the reason
     kept: tuple[str, ...] = ()  # one line for each kind of what no loader asks for
     renamed: tuple[str, ...] = ()

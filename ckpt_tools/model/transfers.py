@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
 from ckpt_tools.model.box import Box
@@ -155,9 +155,6 @@ class Plan:
     paths: Mapping[str, tuple[str | int, ...]]  # planner_data: key -> path
     digest: str  # SHA-256 over all other fields
     original_shapes: Mapping[str, tuple[int, ...]] | None = None  # `mcore_data`: see `Catalog`
-    aliases: Mapping[str, str] = field(
-        default_factory=dict
-    )  # further keys of stored tensors -> their first key
 
     @property
     def bytes_to_write(self) -> int:

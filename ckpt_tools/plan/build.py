@@ -122,13 +122,10 @@ def build_plan(
     tensors = {t.key: info(t.dtype, t.shape) for t in target.inline}
     tensors |= {t.key: info(t.dtype, t.shape) for t in target.tensors}
     paths = {t.key: t.path or (t.key,) for t in _entries(target)}
-    tensors |= {alias: tensors[key] for alias, (key, _) in target.aliases.items()}
-    paths |= {alias: path for alias, (_, path) in target.aliases.items()}
-    aliases = {alias: key for alias, (key, _) in target.aliases.items()}
     sizes = files.sizes()
     ordered = tuple(item for share in items for item in share)
-    digest = plan_digest(ordered, fixed, sizes, tensors, paths, original_shapes, aliases)
-    return Plan(ordered, fixed, sizes, tensors, paths, digest, original_shapes, aliases)
+    digest = plan_digest(ordered, fixed, sizes, tensors, paths, original_shapes)
+    return Plan(ordered, fixed, sizes, tensors, paths, digest, original_shapes)
 
 
 def _place_blobs(target: Target, blobs: Iterable[tuple[str, bytes]], files: _Files) -> tuple[OutputBlob, ...]:
@@ -229,7 +226,7 @@ def _entries(target: Target) -> list[TargetObject | InlineTensor | TargetTensor]
 
 
 def _check_unique(target: Target) -> None:
-    keys = [*(t.key for t in _entries(target)), *target.aliases]
+    keys = [t.key for t in _entries(target)]
     if len(set(keys)) < len(keys):
         twice = [key for key, count in Counter(keys).items() for _ in range(count - 1)]
         raise MappingError("the target has keys more than once:\n" + list_problems(twice), twice)

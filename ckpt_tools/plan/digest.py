@@ -23,7 +23,6 @@ def plan_digest(
     tensors: Mapping[str, TensorInfo],
     paths: Mapping[str, tuple[str | int, ...]],
     original_shapes: Mapping[str, tuple[int, ...]] | None = None,
-    aliases: Mapping[str, str] | None = None,
 ) -> str:
     """SHA-256 over a canonical rendering of the plan."""
     state = hashlib.sha256()
@@ -35,7 +34,7 @@ def plan_digest(
         row = [blob.key, box, blob.file, blob.offset, data_digest(blob.data)]
         state.update(_canonical(row))
     shapes = [] if original_shapes is None else [original_shapes]
-    tables: list[Mapping[str, Any]] = [sizes, tensors, paths, *shapes, aliases or {}]
+    tables: list[Mapping[str, Any]] = [sizes, tensors, paths, *shapes, {}]
     before = state.copy()
     try:
         for piece in _pieces(tables):

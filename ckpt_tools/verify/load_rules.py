@@ -223,7 +223,7 @@ RULES = (
          "job would load and compute wrong numbers", "convert with --tp, which records the size",
          "ssm/gated_delta_net.py, ssm/mamba_mixer.py"),
     Rule("names", ERROR, _dialect, "versions spell these keys in different ways, and a strict load asks for its own",
-         "convert with --target as the job, or with --aliases",
+         "convert with --target as the job",
          "training/checkpointing.py preprocess_fsdp_dtensor_state_dict"),
     Rule("fsdp-version", ERROR, _fsdp_version, "versions 1 and 2 wrap the model differently, and ask for names with "
          "wrappers of their own", "--megatron-fsdp-version as the names are, or convert with --layout mfsdp-v1 or "

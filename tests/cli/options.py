@@ -2,7 +2,7 @@
 
 OPTIONS = {
     "inspect": (
-        "--keys --iteration --json --tree --html --not-ignore-param-to-group-meta --enable-msc --trust-pickle "
+        "--keys --by --iteration --json --tree --html --not-ignore-param-to-group-meta --enable-msc --trust-pickle "
         "--follow-links --quiet -q"
     ),
     "print-torch-dcp-in-json": (
@@ -11,7 +11,7 @@ OPTIONS = {
     "convert": (
         "--follow-links --check-source "
         "--to --swiglu --no-swiglu --swiglu-modules --param-to-param-group-map-json --strict-map "
-        "--output-optimizer-state-prefix --output-model-weight-prefix --rename-mtp-keys --target --aliases "
+        "--output-optimizer-state-prefix --output-model-weight-prefix --rename-mtp-keys --target "
         "--fresh-optimizer --no-fresh-optimizer --lr --min-lr --weight-decay --adam-beta1 --adam-beta2 --adam-eps "
         "--layer-spec --experts --weights-only --keep-states --dtype --vocab-size-padded --vocab-size "
         "--extra-state --stacked --per-layer --like-source --hf-config --max-shard-size --layout "
@@ -23,7 +23,7 @@ OPTIONS = {
     "convert-torch-dist-to-fsdp-dtensor": (
         "--follow-links --check-source "
         "--swiglu --no-swiglu --swiglu-modules --param-to-param-group-map-json --strict-map "
-        "--output-optimizer-state-prefix --output-model-weight-prefix --rename-mtp-keys --target --aliases "
+        "--output-optimizer-state-prefix --output-model-weight-prefix --rename-mtp-keys --target "
         "--fresh-optimizer --no-fresh-optimizer --lr --min-lr --weight-decay --adam-beta1 --adam-beta2 --adam-eps "
         "--layer-spec --experts --weights-only --keep-states --dtype --vocab-size-padded --vocab-size "
         "--layout --world-size "
@@ -44,10 +44,6 @@ OPTIONS = {
     ),
     "ls": (
         "--json --trust-pickle --enable-msc --follow-links --quiet -q"
-    ),
-    "du": (
-        "--by --duplicates --no-duplicates --svg --html --iteration --json --trust-pickle --enable-msc "
-        "--follow-links --quiet -q"
     ),
     "stats": (
         "--keys --layer --role --by --svg --html --iteration --workers --threads --json --quiet -q --trust-pickle "
@@ -112,7 +108,7 @@ OPTIONS = {
         "--max-memory --fsync --direct --quiet -q --json --report --trust-pickle --enable-msc --follow-links"
     ),
     "repair": (
-        "--trust-masters --dry-run --iteration --check-source --overwrite --resume --workers --threads --json -q "
+        "--dry-run --iteration --check-source --overwrite --resume --workers --threads --json -q "
         "--quiet --trust-pickle --enable-msc --follow-links"
     ),
     "strip": (

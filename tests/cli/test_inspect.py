@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,37 @@ def test_golden_facts(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     weights = sum(t["bytes"] for t in found["tensors"] if t["role"] == "weight")
     assert weights == sum(t["bytes"] for t in found["totals"] if t["role"] == "weight")
     assert found["tensor_count"] == len(found["tensors"])
+
+
+@pytest.mark.parametrize(
+    "name", [*GOLDEN, "te_llama_dp2_buckets_dpr", "core019_moe_dp1_native_fsdp_dtensor", "tf2_dcp"]
+)
+def test_sums_are_those_of_all_tensors(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    axes = ("role", "layer", "rank", "dtype", "file")
+    found = inspected(capsys, name, *(word for axis in axes for word in ("--by", axis)))
+    for axis in axes:
+        for what in ("elements", "bytes"):
+            assert sum(row[what] for row in found["by"][axis]) == sum(row[what] for row in found["totals"]), (
+                axis
+            )
+    roles = {row["role"]: row["tensors"] for row in found["by"]["role"]}
+    assert roles == Counter(tensor["role"] for tensor in found["tensors"])
+    layers = {row["layer"]: row["elements"] for row in found["by"]["layer"]}
+    assert any(str(label).startswith("decoder.layers.") for label in layers)
+    assert ("flat buffers" in layers) == (found["optimizer_layout"] in ("dp_reshardable",))
+    parts = [row["file"] for row in found["by"]["file"]]
+    assert {row["rank"] for row in found["by"]["rank"]} == {file.split("_")[2] for file in parts}
+
+
+def test_layers_in_one_tensor_share_its_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    found = inspected(capsys, LLAMA, "--by", "layer", "--keys", "*.layers.*", "--keys", "*embedding*")
+    rows = {row["layer"]: row for row in found["by"]["layer"]}
+    assert list(rows) == ["decoder.layers.0", "decoder.layers.1", None]
+    assert rows["decoder.layers.0"]["bytes"] == rows["decoder.layers.1"]["bytes"] > 0
+    assert run(["inspect", path_of(LLAMA), "--by", "layer"]) == 0
+    out = capsys.readouterr().out
+    assert "decoder.layers.1" in out
+    assert "linear_qkv" not in out
 
 
 TRUTHS = [

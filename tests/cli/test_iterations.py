@@ -28,7 +28,7 @@ EDITS = {
     "modify-state-dict": ("--op", "remove ^rng"),
 }
 ALL = {
-    "convert", "convert-torch-dist-to-fsdp-dtensor", "convert-fsdp-dtensor-to-torch-dist", "copy", "verify", "du",
+    "convert", "convert-torch-dist-to-fsdp-dtensor", "convert-fsdp-dtensor-to-torch-dist", "copy", "verify",
     "export-hf", *EDITS,
 }  # fmt: skip
 ONE = sorted(name for name in MODULES if "--iteration" in OPTIONS[name].split() and name not in ALL)
@@ -117,7 +117,7 @@ def test_a_command_of_one_iteration_says_which_take_all(
     assert run([name, *words, "--iteration", "all"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: --iteration all: this command takes one iteration; give its number")
-    assert set(re.findall(r"convert|copy|du|export-hf|modify-state-dict|slice|strip|verify", said)) <= ALL
+    assert set(re.findall(r"convert|copy|export-hf|modify-state-dict|slice|strip|verify", said)) <= ALL
     for wrong in ("two", "-1", "1.5", "", "9" * 19):
         assert run([name, *words, "--iteration", wrong]) == 2
         assert capsys.readouterr().err.startswith(
@@ -128,17 +128,9 @@ def test_a_command_of_one_iteration_says_which_take_all(
 @pytest.mark.parametrize("name", sorted(ALL))
 def test_a_command_of_all_iterations_says_so(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = [str(fixture_dir(FSDP) if "fsdp-dtensor-to" in name else LLAMA)]
-    words += ["/tmp/never"] * (name not in ("verify", "du"))
+    words += ["/tmp/never"] * (name != "verify")
     assert run([name, *words, *EDITS.get(name, ()), "--iteration", "two"]) == 2
     assert capsys.readouterr().err == "error: --iteration two: give a number, or all\n"
-
-
-def test_usage_of_all_is_usage(several: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    totals = []
-    for words in ([], ["--iteration", "all"], ["--iteration", "2"]):
-        assert run(["du", str(several), "--json", *words]) == 0
-        totals.append(json.loads(capsys.readouterr().out)["bytes"])
-    assert totals[0] == totals[1] > totals[2]
 
 
 def test_a_release_is_called_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

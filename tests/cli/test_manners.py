@@ -64,7 +64,7 @@ def test_the_program_without_a_command(capsys: pytest.CaptureFixture[str]) -> No
     assert "Usage: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["inspect", str(RUN)], ["ls", str(RUN)], ["du", str(RUN), "--json"],
+@pytest.mark.parametrize("words", [["inspect", str(RUN)], ["ls", str(RUN)], ["ls", str(RUN), "--json"],
                                    ["stats", str(RUN)], ["verify", str(RUN)]], ids=lambda w: w[0])  # fmt: skip
 def test_a_closed_stdout_takes_nothing(words: list[str], tmp_path: Path) -> None:
     """No file that is opened gets the number of stdout: a checkpoint is only read."""
@@ -96,7 +96,7 @@ def test_quiet_does_not_hide_errors(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert err.startswith("error: iteration 2")
 
 
-@pytest.mark.parametrize("words", ["inspect {}", "verify {}", "ls {}", "du {}", "stats {} -q"])
+@pytest.mark.parametrize("words", ["inspect {}", "verify {}", "ls {}", "stats {} -q"])
 def test_forty_columns(words: str) -> None:
     """A row becomes lines of its own; nothing is cut and no column is a letter wide."""
     text = on_a_terminal(words.format(RUN).split(), COLUMNS="40")

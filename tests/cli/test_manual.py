@@ -29,8 +29,10 @@ COMMANDS = {name: GROUP.get_command(None, name) for name in GROUP.list_commands(
 EXAMPLES = [(name, words) for name, page in manual.PAGES.items() for _, words in page.examples]
 DIFFERENT = {
     "diff RUN FSDP",
-    "compare-two-checkpoint RUN FSDP --by parameters",
-}  # one run is no conversion of the other
+    "compare-two-checkpoint RUN FSDP --by parameters",  # one run is no conversion of the other
+    "repair FSDP OUT",  # it is sound
+    "repair FSDP OUT --dry-run",
+}
 
 
 @pytest.fixture(scope="module")

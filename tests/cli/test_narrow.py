@@ -23,7 +23,7 @@ MOE = fixture_dir("core019_moe_ep2_fully_reshardable")
 TABLES = [
     f"ls {RUN}",
     f"ls {DATA}",
-    f"du {RUN}",
+    f"inspect {RUN} --by layer",
     f"stats {RUN}",
     f"stats {RUN} --layer 0 --role weight",
     f"stats {RUN} {FSDP}",

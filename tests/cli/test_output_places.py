@@ -87,7 +87,6 @@ def test_files_that_appear_in_the_output_meanwhile_are_kept(tmp_path, monkeypatc
         ["stats", "CKPT", "--svg"],
         ["inspect", "CKPT", "--html"],
         ["plan", "CKPT", "--html"],
-        ["du", "CKPT", "--svg"],
         ["verify", "CKPT", "--junit"],
         ["print-torch-dcp-in-json", f"CKPT/{ITERATION}", "--no-write", "-o"],
         ["build-param-group-map", "CKPT", "-o"],

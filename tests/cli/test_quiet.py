@@ -20,7 +20,6 @@ LINES = {
     "convert-torch-dist-to-fsdp-dtensor": ("convert-torch-dist-to-fsdp-dtensor RUN OUT --dry-run", 0),
     "convert-fsdp-dtensor-to-torch-dist": ("convert-fsdp-dtensor-to-torch-dist FSDP OUT --iteration all", 0),
     "ls": ("ls RUN", 0),
-    "du": ("du RUN", 0),
     "stats": ("stats RUN", 0),
     "plan": ("plan RUN --gpus 4", 0),
     "export-hf": ("export-hf RUN OUT", 0),
@@ -35,7 +34,7 @@ LINES = {
     "average": ("average RUN LATER OUT", 0),
     "merge-adapter": ("merge-adapter RUN LORA OUT", 0),
     "strip": ("strip FSDP OUT", 0),
-    "repair": ("repair RUN OUT", 1),
+    "repair": ("repair FSDP OUT", 1),
     "print-tensor": ("print-tensor RUN decoder.final_layernorm.weight", 0),
 }
 # Whose output is a document for programs, asked for or not.

@@ -12,8 +12,8 @@ import pytest
 
 import ckpt_tools
 from ckpt_tools.cli.app import run
-from tests.altered import without_numbers
 from tests.cli import schema_fields
+from tests.commands.test_repair import as_nvidias_converter_writes, parts, write
 from tests.conftest import DATA, fixture_dir
 from tests.damage import flip_bit, payload_of
 from tests.megatron.adapter_checkpoints import lora
@@ -28,6 +28,7 @@ OUTPUTS = [  # (schema, exit code, words)
     ("inspect", 0, "inspect RUN --json"),
     ("inspect", 0, "inspect FSDP --json --keys '*norm*'"),
     ("inspect", 0, "inspect HF --json"),
+    ("inspect", 0, "inspect MOE --by role --by layer --by rank --by dtype --by file --json"),
     ("print-tensor", 0, "print-tensor RUN embedding.word_embeddings.weight --stats --json"),
     ("print-tensor", 0, "print-tensor FSDP args --json"),
     ("print-tensor", 0, f"print-tensor BAD {NORM} --slice 0:2 --stats --json"),
@@ -36,8 +37,6 @@ OUTPUTS = [  # (schema, exit code, words)
     ("ls", 0, "ls RUN --json"),
     ("ls", 0, "ls HF --json"),
     ("ls", 0, "ls RUNS --json"),
-    ("du", 0, "du RUN --json"),
-    ("du", 0, "du FSDP --iteration 2 --json"),
     ("stats", 0, "stats MOE --json"),
     ("stats", 0, "stats BAD --by keys --json --svg OUT"),
     ("stats-change", 0, "stats RUN FSDP --json"),
@@ -66,7 +65,7 @@ OUTPUTS = [  # (schema, exit code, words)
     ("edit", 0, "slice RUN OUT --layers 0:1 --iteration all --json"),
     ("repair", 0, "repair HURT OUT --json"),
     ("repair", 0, "repair HURT OUT --dry-run --json"),
-    ("repair", 1, "repair RUN OUT --json"),
+    ("repair", 1, "repair FSDP OUT --json"),
     ("verify", 0, "verify RUN --content --json"),
     ("verify", 1, "verify BAD --content --json"),
     ("verify-several", 1, "verify RUN BAD OUT --content --json"),
@@ -116,7 +115,8 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             f.seek(at + byte)
             f.write(bytes([bits]))
     flip_bit(file, at + 4)
-    hurt = without_numbers(RUN, folder / "hurt", "output_layer.weight")
+    tensors, objects = as_nvidias_converter_writes(*parts(FSDP / "iter_0000002"))
+    hurt = write(folder / "hurt", tensors | objects)
     adapter = lora().save(folder / "lora")
     return {
         "RUN": RUN,
@@ -175,8 +175,8 @@ def test_no_field_goes_without_a_higher_version() -> None:
 
 
 def test_a_field_that_goes_or_changes_is_found() -> None:
-    then = {"ls:1": {"a integer always", "b string"}, "du:1": {"c any"}}
-    now = {"ls:1": {"a number always", "b string", "d any"}, "du:2": set[str]()}
+    then = {"ls:1": {"a integer always", "b string"}, "gone:1": {"c any"}}
+    now = {"ls:1": {"a number always", "b string", "d any"}, "gone:2": set[str]()}
     assert schema_fields.gone(then, now) == ["ls:1 a integer always"]
 
 

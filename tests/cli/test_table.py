@@ -14,10 +14,8 @@ from ckpt_tools.cli import (
     convert,
     copy,
     diff,
-    du,
     edit,
     huggingface,
-    repair,
     stats,
     strip,
     verify,
@@ -32,10 +30,9 @@ from ckpt_tools.commands.average import AverageOptions
 from ckpt_tools.commands.copy import CopyOptions
 from ckpt_tools.commands.dcp_json import dcp_as_json
 from ckpt_tools.commands.diff import DiffRequest
-from ckpt_tools.commands.du import Usage, disk_usage
 from ckpt_tools.commands.export_hf import ExportOptions
 from ckpt_tools.commands.import_hf import ImportOptions
-from ckpt_tools.commands.inspect import inspect_checkpoint
+from ckpt_tools.commands.inspect import Inspection, inspect_checkpoint
 from ckpt_tools.commands.merge_adapter import MergeOptions
 from ckpt_tools.commands.plan import plan_checkpoint
 from ckpt_tools.commands.print_tensor import print_tensor
@@ -65,7 +62,7 @@ FILLED: tuple[tuple[Callable[..., Any], Mapping[str, Row]], ...] = (
     (AverageOptions, average._OWN),
     (EditOptions, {}),
     (strip_checkpoint, strip._OWN),
-    (RepairOptions, repair._OWN),
+    (RepairOptions, {}),
     (MergeOptions, {}),
     (slice_layers, edit._SLICE),
     (VerifyOptions, verify._VERIFY),
@@ -78,8 +75,7 @@ FILLED: tuple[tuple[Callable[..., Any], Mapping[str, Row]], ...] = (
     (plan_checkpoint, cli_plan._OWN),
     (StatsOptions, stats._OWN),
     (CopyOptions, copy._OWN | {"iteration": TABLE["iteration"]}),  # `all` or a number, as for ConvertOptions
-    (disk_usage, du._OWN),
-    (Usage.by, {"axis": du._OWN["by"]}),
+    (Inspection.by, {"axis": look._INSPECT["by"]}),
 )
 NAMES = [filled.__name__ for filled, _ in FILLED]
 # Fields that mean something else than the option of their name, or are asked for in another way.

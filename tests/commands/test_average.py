@@ -27,6 +27,7 @@ from ckpt_tools.model.box import Box
 from ckpt_tools.model.casts import Array
 from ckpt_tools.model.kernels import WeightedMean
 from tests.altered import altered, overwrite, scaled
+from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
 from tests.commands import oracle
 from tests.conftest import DATA, REPO, fixture_dir
 from tests.damage import ITERATION, copy_of, drop_key, flip_bit, metadata_of, payload_of
@@ -306,6 +307,18 @@ def test_the_tensors_of_a_run_are_told_from_those_of_a_model(tmp_path: Path) -> 
     assert set(done.averaged) == of_a_model
     found = {key: value.item() for key, value in oracle.tensors(tmp_path / "out").items()}
     assert found == dict.fromkeys(of_a_run, 3.0) | dict.fromkeys(of_a_model, 2.0)
+
+
+def test_states_that_no_name_tells_are_the_last_ones(user_cases: Path, tmp_path: Path) -> None:
+    a, b = (user_cases / "average_dcp_states" / f"adafactor_titan_{side}" for side in "ab")
+    done = averaged([a, b], tmp_path / "out")
+    first, last, found = map(oracle.tensors, (a, b, tmp_path / "out"))
+    states = {key for key in last if key.startswith(("state.", "train_state."))}
+    assert set(done.averaged) == last.keys() - states
+    assert all(oracle.same_bytes(found[key], last[key]) for key in states)
+    assert all(
+        torch.equal(found[k], ((first[k].double() + last[k].double()) / 2).float()) for k in done.averaged
+    )
 
 
 @pytest.mark.parametrize("key", ["optimizer.state.w.master_param", "optim.fp32_params.0", "master_weights.w"])

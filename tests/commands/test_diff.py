@@ -9,13 +9,18 @@ import numpy as np
 import pytest
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.diff import DiffRequest, diff_checkpoints
+from ckpt_tools.commands.diff import DiffRequest, _recorded_tp, diff_checkpoints
+from ckpt_tools.commands.opened import Opened
 from ckpt_tools.commands.to_dcp import convert_to_dcp
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
 from ckpt_tools.commands.to_torch_dist import convert_to_torch_dist
 from ckpt_tools.errors import UnsupportedCheckpointError
 from ckpt_tools.formats.container import StoredTensor
+from ckpt_tools.formats.detect import Location
+from ckpt_tools.formats.files import open_files
+from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
+from ckpt_tools.model.catalog import Catalog, Item, ObjectEntry
 from ckpt_tools.verify.compare import Tolerance
 from ckpt_tools.verify.diff_values import diff_values
 from ckpt_tools.verify.differences import DiffOptions, summarize
@@ -348,3 +353,13 @@ def test_a_round_trip_is_equal_by_keys(tmp_path, capsys):
     with metadata_of(copied) as metadata:
         drop_key(metadata, "rerun_state_machine_state/shard_1_2")
     assert not diff_checkpoints(source, str(copied)).is_equal
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tp"), [([(0, 0), (1, 0)], 1), ([(0, 0), (0, 1), (1, 0), (1, 1)], 2), ([], None)]
+)
+def test_ranks_of_a_pipeline_are_no_tensor_parallel_ones(ranks, tp, tmp_path):
+    keys = [f"rng_state.{rank}.0.np_rng_state.0" for rank in ranks]
+    catalog = Catalog("", {}, {key: ObjectEntry(key, Item("f", 0, 1)) for key in keys})
+    opened = Opened(Location("dcp", str(tmp_path)), open_files(str(tmp_path)), catalog, CommonState({}, None))
+    assert _recorded_tp(opened) == tp

@@ -37,7 +37,6 @@ def test_destroyed_weights_beside_sound_masters_are_refused(
         told = capsys.readouterr().err
         assert "the master weights of 2 tensors do not round to the stored weights" in told
         assert "decoder.layers.1.mlp.linear_fc2.weight[0, 0]" in told
-        assert "`repair " in told
         assert "--check-masters none" in told
         assert not out.exists()
     assert run([*words, "--check-masters", "none"]) == 0
@@ -148,9 +147,8 @@ def test_a_plain_state_dict_has_masters_too(tmp_path: Path) -> None:
     assert (done.masters.found.tensors, done.masters.found.elements, done.notes) == (2, 192, ())
     weights["net.1.weight"] = torch.zeros_like(weights["net.1.weight"])
     bad = saved(tmp_path / "bad", weights, masters)
-    with pytest.raises(VerificationError, match=r"fp32_from_fp16_params\.0\.1\[0, 0\]") as caught:
+    with pytest.raises(VerificationError, match=r"fp32_from_fp16_params\.0\.1\[0, 0\]"):
         strip_checkpoint(bad, tmp_path / "weights")
-    assert "repair" not in str(caught.value)  # which knows torch_dist and fsdp_dtensor
     assert not (tmp_path / "weights").exists()
 
 

@@ -137,13 +137,11 @@ def _rows(path: str) -> int:
     ("written", "runs"), [("core-0.16", "core-0.19"), ("core-0.19", "core-0.16"), ("core-0.17", "main")]
 )
 def test_names_of_another_program(written, runs, tmp_path):
-    """Multi-token prediction is spelled in two ways; with aliases in both."""
+    """Multi-token prediction is spelled in two ways."""
     path = str(_converted("te_mla_ep2_fr", tmp_path, "--target", written))
     assert preflight(path, target=written).report.is_valid
     (finding,) = [f for f in preflight(path, target=runs).report.findings if f.check == "names"]
     assert "multi-token prediction is stored as" in finding.where
-    both = str(_converted("te_mla_ep2_fr", tmp_path / "both", "--target", written, "--aliases"))
-    assert preflight(both, target=runs).report.is_valid
 
 
 def test_the_record_of_a_conversion_says_program_and_size(tmp_path):

@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint as dcp
 
 from ckpt_tools.cli.app import run
+from ckpt_tools.commands.diff import DiffRequest, diff_checkpoints
+from ckpt_tools.commands.inspect import inspect_checkpoint
 from ckpt_tools.commands.named_tensors import part_of
 from ckpt_tools.commands.stats import StatsOptions, checkpoint_change, checkpoint_statistics
 from ckpt_tools.commands.stats_page import change_html, change_svg, norms_html, norms_svg
@@ -25,6 +28,7 @@ from ckpt_tools.model.dtypes import ITEMSIZE
 from ckpt_tools.verify import parts
 from ckpt_tools.verify.values import Change, Statistics
 from tests.altered import scaled
+from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
 from tests.commands import oracle
 from tests.conftest import DATA, REPO, fixture_dir
 from tests.damage import ITERATION, copy_of, payload_of
@@ -446,6 +450,20 @@ def test_a_checkpoint_without_a_model_is_measured_by_its_keys(tmp_path: Path) ->
     found = checkpoint_statistics(str(tmp_path / "out"))
     assert found.by == "keys"
     assert found.notes[0].startswith("tensors are those that are stored, not parameters: ")
+
+
+@pytest.mark.parametrize("name", ["titan", "nested", FSDP, RUN, "tf2_dcp"])
+def test_roles_are_those_that_inspect_tells(name: str, user_cases: Path) -> None:
+    case = user_cases / "stats_du_dcp_roles" / name
+    source = str(case if case.is_dir() else fixture_dir(name))
+    elements = Counter[str]()
+    for (role, _), total in inspect_checkpoint(source).totals.items():
+        elements[role] += total.elements
+    found = checkpoint_statistics(source, StatsOptions(by="keys"))
+    assert {role: sums.census.elements for role, sums in found.roles().items()} == elements
+    assert {"weight", "exp_avg", "exp_avg_sq"} <= elements.keys()
+    same = diff_checkpoints(source, source, request=DiffRequest(by="keys"))
+    assert {t.name: t.role for t in same.tensors} == {t.named.name: t.named.role for t in found.tensors}
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from ckpt_tools.errors import UnsupportedCheckpointError, UsageError
 from ckpt_tools.formats.unpickle import StandIn
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
+from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
 from tests.commands import oracle
 from tests.conftest import DATA, fixture_dir
 from tests.damage import ITERATION, copy_of, flip_bit, payload_of
@@ -242,6 +243,21 @@ def test_a_plain_state_dict_keeps_its_model(flat: bool, tmp_path: Path) -> None:
         strip_checkpoint(
             str(tmp_path / "in"), str(tmp_path / "again"), fresh=TargetOptions(fresh_optimizer=True)
         )
+
+
+@pytest.mark.parametrize(("name", "root"), [("module_num_rng", "module"), ("net_epoch", "net")])
+def test_no_weight_is_left_out_whatever_its_dict_is_called(
+    name: str, root: str, user_cases: Path, tmp_path: Path
+) -> None:
+    source = user_cases / "dcp_model_root" / name
+    assert is_sound(source)
+    model = {key: value for key, value in oracle.tensors(source).items() if key.startswith(f"{root}.")}
+    strip_checkpoint(str(source), str(tmp_path / "out"))
+    assert run(["convert", str(source), str(tmp_path / "cut"), "--to", "dcp", "--dp-shard", "2", "-q"]) == 0
+    for folder, kept in (("out", model), ("cut", oracle.tensors(source))):
+        found = oracle.tensors(tmp_path / folder)
+        assert found.keys() == kept.keys()
+        assert all(oracle.same_bytes(found[key], kept[key]) for key in kept)
 
 
 def test_a_plain_state_dict_of_megatron_is_converted(tmp_path: Path) -> None:

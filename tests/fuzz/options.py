@@ -31,8 +31,7 @@ SOURCES = {
     "inspect": 1, "print-torch-dcp-in-json": 1, "convert": 2, "convert-torch-dist-to-fsdp-dtensor": 2,
     "convert-fsdp-dtensor-to-torch-dist": 2, "build-param-group-map": 1, "plan": 1, "export-hf": 2, "import-hf": 2,
     "verify": 1, "diff": 1, "compare-two-checkpoint": 1, "preflight": 1, "modify-state-dict": 2, "slice": 2,
-    "average": 2, "strip": 2, "repair": 2, "merge-adapter": 2, "copy": 2, "ls": 1, "du": 1, "stats": 1,
-    "print-tensor": 1,
+    "average": 2, "strip": 2, "repair": 2, "merge-adapter": 2, "copy": 2, "ls": 1, "stats": 1, "print-tensor": 1,
 }  # fmt: skip
 NUMBERS = ["-1", "0", "1", "2", "3", "4", "7", "8", "64", "1000", "2147483647", "2147483648",
           "9223372036854775808", "1e10",

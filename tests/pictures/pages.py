@@ -40,8 +40,6 @@ SHOWN = {
     "stats": Shot("stats BAD", 1600, 1250),
     "stats-change": Shot("stats RUN FSDP", 1600, 950),
     "stats-400": Shot("stats BAD", 400, 1000),
-    "du": Shot("du RUN", 1600, 1150),
-    "du-400": Shot("du RUN", 400, 900),
     "plan": Shot("plan RUN --gpus 4", 1600, 720),
     "plan-400": Shot("plan RUN --gpus 4", 400, 700),
 }

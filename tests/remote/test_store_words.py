@@ -29,7 +29,7 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
     return code, capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["inspect", "ls", "verify", "du"])
+@pytest.mark.parametrize("command", ["inspect", "ls", "verify"])
 def test_a_bucket_that_is_not_there_is_not_an_empty_folder(command, proxy, capsys):
     code, told = said(capsys, command, "s3://nowhere/run")
     assert code == 3 and "s3://nowhere/run: there is no such bucket (NoSuchBucket" in told

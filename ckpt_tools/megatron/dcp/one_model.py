@@ -7,11 +7,10 @@ of the same shapes; a prefix on both sides (`actor.` here, `critic.` there) may 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import takewhile
 
-from ckpt_tools.megatron.dcp.state_dict import read_state_dict
+from ckpt_tools.megatron.dcp.state_dict import read_state_dict, shared_front
 from ckpt_tools.megatron.dcp.wrappers import outside_optimizers, without_segments
 from ckpt_tools.model.catalog import Catalog
 
@@ -53,7 +52,7 @@ class _Names:
         self.has_segments = any(bare != name for bare, name in self.given.items())
         self._key = weights
         self._optimizers = found.optimizers
-        self.head = _common_head(self.given)
+        self.head = shared_front(self.given)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of every tensor, by what is left of its name behind what all have in common."""
@@ -86,14 +85,6 @@ class _Names:
         """The keys of the lists of parameters that groups have."""
         for one in self._optimizers:
             yield from (fields["params"] for fields in one.groups.values() if "params" in fields)
-
-
-def _common_head(names: Iterable[str]) -> str:
-    """The segments that all names begin with, but for their last ones."""
-    modules = [name.split(".")[:-1] for name in names]
-    ends = (min(modules), max(modules)) if modules else ((), ())  # what both have, all between have
-    same = takewhile(lambda pair: pair[0] == pair[1], zip(*ends, strict=False))
-    return "".join(f"{one}." for one, _ in same)
 
 
 def spelled_as(sides: tuple[Catalog, Catalog]) -> Spelling | None:

@@ -24,6 +24,7 @@ from ckpt_tools.megatron.dcp.state_dict import (
     is_group_map,
     is_megatron,
     read_state_dict,
+    shape_of_states,
 )
 from ckpt_tools.megatron.dcp.wrappers import without_segments
 from ckpt_tools.megatron.fsdp_dtensor.entries import (
@@ -211,9 +212,15 @@ def numbered(
         MappingError: see `name_numbers`, or masters that are more or fewer than 16-bit parameters.
     """
     parameters = {
-        name: catalog.tensors[key].shape for name, key in found.weights.items() if not name.endswith(BUFFERS)
+        name: catalog.tensors[key].shape
+        for name, key in found.weights.items()
+        if name.startswith(optimizer.prefix) and not name.endswith(BUFFERS)
     }
-    shapes = {int(n): shape for n, keys in optimizer.states.items() if (shape := _shape(keys, catalog))}
+    shapes = {
+        int(number): shape
+        for number, keys in optimizer.states.items()
+        if (shape := shape_of_states(keys.values(), catalog))
+    }
     masters = _numbered_masters(optimizer, members)
     shapes |= {number: catalog.tensors[key].shape for number, key in masters.items()}
 
@@ -261,7 +268,7 @@ def group_members(optimizer: OptimizerKeys, catalog: Catalog, values: SmallValue
         listed = [] if key is None else _value(key, catalog, values)
         if not isinstance(listed, list | tuple) or any(type(name) is not wanted for name in listed):
             raise MappingError(f"{key}: expected the {'numbers' if wanted is int else 'names'} of parameters")
-        found.append(list(listed))
+        found.append([f"{optimizer.prefix}{name}" for name in listed] if wanted is str else list(listed))
     return found
 
 
@@ -289,14 +296,6 @@ def megatron_fields(fields: Mapping[str, Any], step: float | None) -> Mapping[st
         return kept
     own = {name: value for name, value in kept.items() if name not in ADAM_FIELDS}
     return own if step is None or "step" in own else own | {"step": int(step) if step.is_integer() else step}
-
-
-def _shape(keys: Mapping[str, str], catalog: Catalog) -> tuple[int, ...] | None:
-    """The shape of a parameter, as its states tell it."""
-    shapes = [
-        catalog.tensors[key].shape for kind, key in keys.items() if kind != STEP and key in catalog.tensors
-    ]
-    return next((shape for shape in shapes if shape), None)
 
 
 def _value(key: str, catalog: Catalog, values: SmallValues) -> Any:

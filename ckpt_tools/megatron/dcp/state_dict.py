@@ -11,31 +11,40 @@ Models and optimizers give their state dicts names, and a program puts both unde
     optimizer.optimizer.state.7.exp_avg                  Megatron's `torch_dcp`: so too, and the masters beside it
     optimizer.fp32_from_fp16_params.0.7                    by group and place in it
 
-What is neither weight nor state (rng states, data loaders, schedulers) travels unread.
+Which dict holds the model, the optimizer's names and shapes tell. Every other dict that may hold weights (an EMA, a
+second model) is `more`, and no command leaves it out. Other keys (rng states, data loaders) travel unread.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Literal, NamedTuple, TypeAlias
 
 from ckpt_tools.megatron.keys import canonical_kind, state_role
 from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.dtypes import FLOATING
 from ckpt_tools.model.roles import MASTER, WEIGHT, Role
 
 Form: TypeAlias = Literal["flattened", "by_name", "by_number"]
 """How an optimizer's states name their parameters."""
+Shape: TypeAlias = tuple[int, ...]
 
 _PARTS = ("state", "param_groups")
 _MASTERS = "fp32_from_fp16_params"
 EXTRA_STATE = "_extra_state"
+_NUMBERS = {*FLOATING, "complex64", "complex128"}
 _DIGITS = 9
 _DEEPEST = (
     64  # names within names that are looked at: no module nests so, but a hostile key has a million dots
 )
+_OF_A_RUN = re.compile(
+    r"(?:\w+_)?(?:optim(?:izer)?|scheduler|dataloader)s?(?:_\w+)?|(?:grad_?)?scaler|rng(?:_states?)?|train_state"
+)
+_STATES = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg"}
 _MEGATRON = re.compile(
     r"(?:.*\.)?(?:(?:decoder|encoder)\.layers\.\d+\.(?:self_attention|mlp|mixer)|embedding\.word_embeddings)\..+"
 )
@@ -63,6 +72,7 @@ class OptimizerKeys:
     states: Mapping[str, Mapping[str, str]]
     groups: Mapping[str, Mapping[str, str]]
     masters: Mapping[tuple[int, int], str] = field(default_factory=dict)  # (group, place in it) -> key
+    prefix: str = ""  # in front of the names that its groups list, in `weights`; owners have it
 
     def all_keys(self) -> Iterator[str]:
         """All its keys."""
@@ -79,14 +89,23 @@ class StateDict:
     weights: Mapping[str, str]  # name -> key
     optimizers: tuple[OptimizerKeys, ...]
     others: tuple[str, ...]
+    more: tuple[str, ...] = ()  # those of `others` that may be weights, too
 
     def roles(self) -> dict[str, Role]:
-        """What every tensor of the model and its optimizers is, by key."""
-        found: dict[str, Role] = dict.fromkeys(self.weights.values(), WEIGHT)
+        """What every tensor of models and optimizers is, by key."""
+        found: dict[str, Role] = dict.fromkeys((*self.weights.values(), *self.more), WEIGHT)
         for optimizer in self.optimizers:
             found |= dict.fromkeys(optimizer.masters.values(), MASTER)
             for kinds in optimizer.states.values():
                 found |= {key: state_role(kind.rpartition(".")[2]) for kind, key in kinds.items()}
+        return found
+
+    def parameters(self) -> dict[str, str]:
+        """The parameter of every weight, and of every state that is named for it, by key."""
+        found = {key: name for name, key in self.weights.items()}
+        for optimizer in self.optimizers:
+            if optimizer.form != "by_number":
+                found |= {key: owner for owner, keys in optimizer.states.items() for key in keys.values()}
         return found
 
     @property
@@ -126,36 +145,55 @@ def _read(catalog: Catalog) -> StateDict:
         roots.setdefault(leaf.root, []).append(leaf)
     masters = _masters(catalog, roots)
     inside = {leaf.key for leaf in leaves} | {key for found in masters.values() for key in found.values()}
-    outside = [key for key in catalog.tensors if key not in inside and not key.endswith(EXTRA_STATE)]
-    weights, model = _weights(catalog, outside, [leaf for leaf in leaves if leaf.part == "state"])
-    optimizers = tuple(_optimizer(root, inner, weights, masters[root]) for root, inner in roots.items())
+    parameters = {owner for leaf in leaves if (owner := _owner(leaf)) and not is_number(owner)}
+    dicts = _possible_models(catalog, inside, parameters)
+    claims = _trained_models(catalog, dicts, roots, parameters)
+    trained = list(claims.values()) or [_Model(root, (root,)) for root in _likeliest(catalog, dicts)]
+    model = shared_front(one.front for one in trained)
+    weights = {
+        key.removeprefix(model): key
+        for root in dict.fromkeys(root for one in trained for root in one.dicts)
+        for key in dicts[root]
+        if key.startswith(model)
+    }
+    optimizers = tuple(
+        _optimizer(
+            root, inner, weights, masters[root], claims[root].front[len(model) :] if root in claims else ""
+        )
+        for root, inner in roots.items()
+    )
     used = inside | set(weights.values())
-    return StateDict(model, weights, optimizers, tuple(key for key in keys if key not in used))
+    more = tuple(key for found in dicts.values() for key in found if key not in used)
+    return StateDict(model, weights, optimizers, tuple(key for key in keys if key not in used), more)
 
 
 def _optimizer_leaves(catalog: Catalog, keys: Iterable[str]) -> list[_Leaf]:
-    """The keys of optimizers: a module may be called `state` too, but it has no groups."""
-    leaves = [leaf for key in keys if (leaf := _leaf(catalog, key))]
-    grouped = {leaf.root for leaf in leaves if leaf.part == "param_groups"}
-    return [leaf for leaf in leaves if leaf.root in grouped or "optim" in leaf.root]
+    """The keys of optimizers: a dict or a module may be called `state` too, but it has no groups."""
+    possible = [found for key in keys if (found := _leaves(catalog, key))]
+    grouped = {leaf.root for found in possible for leaf in found if leaf.part == "param_groups"}
+    chosen = (
+        next((leaf for leaf in found if leaf.root in grouped or "optim" in leaf.root), None)
+        for found in possible
+    )
+    return [leaf for leaf in chosen if leaf]
 
 
-def _leaf(catalog: Catalog, key: str) -> _Leaf | None:
-    """What a key of an optimizer's state dict names; None for other keys."""
+def _leaves(catalog: Catalog, key: str) -> list[_Leaf]:
+    """What a key names if it is of an optimizer's state dict, which may lie at several depths."""
     path = catalog.planner_paths.get(key)
     if path is None:
-        return _untold(key)
-    steps = [str(step) for step in path]
+        return [leaf] if (leaf := _untold(key)) else []
+    steps, found = [str(step) for step in path], list[_Leaf]()
     for at, step in enumerate(steps[:_DEEPEST]):
         part, _, rest = step.partition(".")
         if part not in _PARTS:
             continue
         root = "".join(f"{outer}." for outer in steps[:at])
         if not rest and at + 2 < len(steps):
-            return _Leaf(key, root, part, tuple(steps[at + 1 :]), False)
+            found.append(_Leaf(key, root, part, tuple(steps[at + 1 :]), False))
         if rest and at + 1 == len(steps):
-            return _Leaf(key, root, part, (rest,), True)
-    return None
+            found.append(_Leaf(key, root, part, (rest,), True))
+    return found
 
 
 def _untold(key: str) -> _Leaf | None:
@@ -184,38 +222,135 @@ def is_number(text: str) -> bool:
     return len(text) <= _DIGITS and text.isascii() and text.isdigit()
 
 
-def _weights(catalog: Catalog, tensors: Iterable[str], states: Iterable[_Leaf]) -> tuple[dict[str, str], str]:
-    """The weights by name, and what stands in front of the names.
+class _Model(NamedTuple):
+    """What stands in front of the names of an optimizer's parameters, and the dicts that hold these."""
 
-    Names of optimizer states tell it; where there are none, the dict that is called `model`, else the outermost.
+    front: str
+    dicts: tuple[str, ...]
+
+
+def _possible_models(catalog: Catalog, optimizers: Set[str], parameters: Set[str]) -> dict[str, list[str]]:
+    """The keys of every dict that may be a model: one of its tensors may be a weight.
+
+    `optimizers` are keys, `parameters` the names that optimizers know. Names alone tell a run's keys in no dict.
     """
-    roots = {key: _root(catalog, key) for key in tensors}
-    root = _root_of_states(roots, states)
-    if root is None:
-        held = Counter(roots.values())
-        named = [r for r in held if r.split(".")[-2:-1] == ["model"]]
-        root = named[0] if named else "" if "" in held or not held else held.most_common(1)[0][0]
-    inside = (key for key, of in roots.items() if key.startswith(root) and root.startswith(of))
-    return {key.removeprefix(root): key for key in inside}, root
+    dicts: dict[str, list[str]] = {}
+    models = set[str]()
+    for key, entry in catalog.tensors.items():
+        if key in optimizers or key.endswith(EXTRA_STATE):
+            continue
+        root = root_of(catalog, key)
+        of_a_run = _is_of_a_run(key) and not any(name in parameters for name in endings(key))
+        if of_a_run and not root:
+            continue
+        dicts.setdefault(root, []).append(key)
+        if not of_a_run and (entry.dtype in _NUMBERS or len(entry.shape) > 1):
+            models.add(root)
+    return {root: keys for root, keys in dicts.items() if root in models}
 
 
-def _root(catalog: Catalog, key: str) -> str:
+def _is_of_a_run(key: str) -> bool:
+    """Whether its name tells that it belongs to a run: an outer dict does, or it is a state's."""
+    *dicts, last = key.split(".", 2)
+    if dicts and dicts[0] in ("model", "module"):
+        return False
+    return last.rpartition(".")[2] in _STATES or any(map(_OF_A_RUN.fullmatch, dicts))
+
+
+def _trained_models(
+    catalog: Catalog,
+    dicts: Mapping[str, list[str]],
+    optimizers: Mapping[str, list[_Leaf]],
+    parameters: Set[str],
+) -> dict[str, _Model]:
+    """The model that each optimizer trains, by the names or else the shapes of its states, where these tell."""
+    shapes: dict[str, dict[str, Shape | None]] = {}  # root of an optimizer -> owner -> shape
+    for root, leaves in optimizers.items():
+        states: dict[str, list[str]] = {}
+        for leaf in leaves:
+            if leaf.part == "state" and (owner := _owner(leaf)):
+                states.setdefault(owner, []).append(leaf.key)
+        shapes[root] = {owner: shape_of_states(keys, catalog) for owner, keys in states.items()}
+    keys_of: dict[str, list[tuple[str, str]]] = {}  # name -> (dict, key that ends with it)
+    for root, keys in dicts.items() if parameters else ():
+        for key in keys:
+            for name in endings(key):
+                if name in parameters:
+                    keys_of.setdefault(name, []).append((root, key))
+    held = {root: Counter(catalog.tensors[key].shape for key in keys) for root, keys in dicts.items()}
+    found = {}
+    for root, states_of in shapes.items():
+        of_numbers = all(map(is_number, states_of))
+        model = _by_shapes(held, states_of) if of_numbers else _by_names(catalog, keys_of, states_of)
+        if states_of and model:
+            found[root] = model
+    return found
+
+
+def _by_names(
+    catalog: Catalog, keys_of: Mapping[str, list[tuple[str, str]]], shapes: Mapping[str, Shape | None]
+) -> _Model | None:
+    """The model with most of the names, with states of its weights' shapes."""
+    votes, dicts = Counter[str](), dict[str, dict[str, None]]()
+    for name, shape in shapes.items():
+        for root, key in keys_of.get(name, ()):
+            front = key[: len(key) - len(name)]
+            dicts.setdefault(front, {})[root] = None
+            votes[front] += 2 if shape in (None, catalog.tensors[key].shape) else 1
+    if not votes:
+        return None
+    best = max(votes, key=lambda front: (votes[front], _is_called_model(front), -len(front)))
+    return _Model(best, tuple(dicts[best]))
+
+
+def _by_shapes(held: Mapping[str, Counter[Shape]], shapes: Mapping[str, Shape | None]) -> _Model | None:
+    """The dict, or all dicts together, whose tensors have the shapes of numbered states."""
+    wanted = Counter(shape for shape in shapes.values() if shape is not None)
+    fitting = [root for root, of in held.items() if of.total() >= len(shapes) and wanted <= of]
+    if fitting:
+        best = min(fitting, key=lambda root: (not _is_called_model(root), held[root].total()))
+        return _Model(best, (best,))
+    every = Counter[Shape]()
+    for of in held.values():
+        every.update(of)
+    return (
+        _Model(shared_front(held), tuple(held)) if every.total() >= len(shapes) and wanted <= every else None
+    )
+
+
+def _likeliest(catalog: Catalog, dicts: Mapping[str, list[str]]) -> list[str]:
+    """Where no optimizer tells: the dict that is called `model`, else the largest."""
+
+    def size(root: str) -> tuple[bool, int]:
+        return _is_called_model(root), sum(catalog.tensors[key].numel for key in dicts[root])
+
+    return [max(dicts, key=size)] if dicts else []
+
+
+def _is_called_model(root: str) -> bool:
+    return root == "model." or root.endswith(".model.")
+
+
+def shared_front(names: Iterable[str]) -> str:
+    """The segments that all names begin with, but for their last ones."""
+    modules = [name.split(".")[:-1] for name in set(names)]
+    ends = (min(modules), max(modules)) if modules else ((), ())  # what both have, all between have
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(*ends, strict=False))
+    return "".join(f"{one}." for one, _ in same)
+
+
+def shape_of_states(keys: Iterable[str], catalog: Catalog) -> Shape | None:
+    """The shape of a parameter, where all its states with dimensions have one shape."""
+    shapes = {e.shape for key in keys if (e := catalog.tensors.get(key)) is not None and e.shape}
+    return shapes.pop() if len(shapes) == 1 else None
+
+
+def root_of(catalog: Catalog, key: str) -> str:
     """The names of the dicts that a tensor stands in, with their dots."""
     path = catalog.planner_paths.get(key)
     if path is None:
         return "model." if key.startswith("model.") else ""
     return "".join(f"{step}." for step in path[:-1])
-
-
-def _root_of_states(roots: Mapping[str, str], states: Iterable[_Leaf]) -> str | None:
-    """What stands in front of the weights' names, where the states of an optimizer repeat these."""
-    owners = {owner for leaf in states if (owner := _owner(leaf)) and not is_number(owner)}
-    if not owners:
-        return None
-    votes: Counter[str] = Counter()
-    for key in roots:
-        votes.update({key[: len(key) - len(name)] for name in endings(key) if name in owners})
-    return max(votes, key=lambda root: (votes[root], -len(root))) if votes else None
 
 
 def _owner(leaf: _Leaf) -> str:
@@ -237,11 +372,12 @@ def _optimizer(
     leaves: Iterable[_Leaf],
     weights: Mapping[str, str],
     masters: Mapping[tuple[int, int], str],
+    prefix: str,
 ) -> OptimizerKeys:
     states: dict[str, dict[str, str]] = {}
     groups: dict[str, dict[str, str]] = {}
     for leaf in leaves:
-        owner, rest = _split(leaf, weights)
+        owner, rest = _split(leaf, weights, prefix)
         (states if leaf.part == "state" else groups).setdefault(owner, {})[rest] = leaf.key
     has_numbered_groups = all(map(is_number, groups))
     if states and has_numbered_groups and all(map(is_number, states)):
@@ -249,18 +385,19 @@ def _optimizer(
     else:
         form = "by_name" if groups and has_numbered_groups else "flattened"
     kinds = {owner: {canonical_kind(k): key for k, key in found.items()} for owner, found in states.items()}
-    return OptimizerKeys(root, form, kinds, groups, masters)
+    return OptimizerKeys(root, form, kinds, groups, masters, prefix)
 
 
-def _split(leaf: _Leaf, weights: Mapping[str, str]) -> tuple[str, str]:
+def _split(leaf: _Leaf, weights: Mapping[str, str], prefix: str) -> tuple[str, str]:
     """Whose state or field it is, and which; a nested state (Shampoo's) keeps its dots."""
     if not leaf.flat:
-        return leaf.steps[0], ".".join(leaf.steps[1:])
+        owner, *rest = leaf.steps
+        return owner if is_number(owner) else f"{prefix}{owner}", ".".join(rest)
     text = leaf.steps[0]
     whole, _, last = text.rpartition(".")
     owner = whole
     for _ in range(_DEEPEST):
-        if owner in weights:
-            return owner, text[len(owner) + 1 :]
+        if f"{prefix}{owner}" in weights:
+            return f"{prefix}{owner}", text[len(owner) + 1 :]
         owner = owner.rpartition(".")[0]
-    return whole, last
+    return whole if is_number(whole) else f"{prefix}{whole}", last

@@ -14,7 +14,6 @@ from typing import NamedTuple
 from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.keys import HALVES, split_expert_half, split_projection
 from ckpt_tools.megatron.names import (
-    DIALECTS,
     MLA_DOWN,
     MLA_FUSED_DOWN,
     PART_ORDERS,
@@ -47,8 +46,6 @@ class LiveParameter:
     shape: tuple[int, ...]
     rows: tuple[Rows, ...]
     gated: bool = False  # written as two halves `_w` and `_v`
-    other_names: tuple[str, ...] = ()  # what other dialects call `name`
-    other_group_names: tuple[str, ...] = ()
 
     @property
     def is_whole(self) -> bool:
@@ -126,19 +123,10 @@ def _single(parameter: Parameter, name: str, group: str, dialect: Dialect) -> Li
 def _named(
     name: str, group: str, dialect: Dialect, shape: tuple[int, ...], rows: tuple[Rows, ...]
 ) -> LiveParameter:
-    """A live parameter under the dialect's names, the other dialects' beside them."""
+    """A live parameter under the dialect's names."""
     if not (depends_on_dialect(name) or depends_on_dialect(group)):
         return LiveParameter(name, group, shape, rows)
-    own = state_name(name, dialect), group_name(group, dialect)
-    others = ((state_name(name, d), group_name(group, d)) for d in DIALECTS.values())
-    names, groups = (tuple(dict.fromkeys(column)) for column in zip(*others, strict=True))
-    return LiveParameter(
-        *own,
-        shape,
-        rows,
-        other_names=tuple(n for n in names if n != own[0]),
-        other_group_names=tuple(n for n in groups if n != own[1]),
-    )
+    return LiveParameter(state_name(name, dialect), group_name(group, dialect), shape, rows)
 
 
 def _fused(base: str, parts: dict[str, Parameter], dialect: Dialect, tp: int) -> LiveParameter:

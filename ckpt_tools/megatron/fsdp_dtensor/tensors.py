@@ -248,48 +248,6 @@ def part_names(parameter: LiveParameter) -> tuple[str, ...]:
     return tuple([f"{parameter.name}{suffix}" for suffix in HALVES])
 
 
-def tensor_aliases(
-    parameters: Iterable[LiveParameter], tensors: Iterable[TargetTensor]
-) -> dict[str, tuple[str, Path]]:
-    """Keys under which other dialects would look for the same tensors: alias -> (key, path of the alias)."""
-    others = {
-        f"{p.name}{h.suffix}": [f"{n}{h.suffix}" for n in p.other_names]
-        for p in parameters
-        for h in halves(p)
-    }
-    return {
-        t.key.replace(t.parameter, other): (t.key, _renamed_path(t.path, t.parameter, other))
-        for t in tensors
-        for other in others.get(t.parameter, ())
-    }
-
-
-def item_aliases(
-    parameters: Iterable[LiveParameter],
-    inline: Iterable[InlineTensor],
-    objects: Iterable[TargetObject],
-    prefixes: Prefixes,
-) -> tuple[list[InlineTensor], list[TargetObject]]:
-    """Steps and group fields again under the names other dialects give their parameters."""
-    names: dict[str | int, tuple[str, tuple[str, ...]]] = {}
-    for p in parameters:
-        names[f"{prefixes.wrappers}.{p.group_name}"] = p.group_name, p.other_group_names
-        for half in halves(p):
-            others = tuple(f"{n}{half.suffix}" for n in p.other_names)
-            names.setdefault(f"{prefixes.wrappers}.{p.name}{half.suffix}", (f"{p.name}{half.suffix}", others))
-
-    def respell(item: Item) -> Iterator[Item]:
-        own, others = names[item.path[2]]
-        for other in others:
-            yield replace(item, key=item.key.replace(own, other), path=_renamed_path(item.path, own, other))
-
-    return [i for t in inline for i in respell(t)], [i for o in objects for i in respell(o)]
-
-
-def _renamed_path(path: Path, own: str, other: str) -> Path:
-    return tuple(part.replace(own, other) if isinstance(part, str) else part for part in path)
-
-
 def step_tensors(
     parameters: Iterable[LiveParameter],
     memberships: Mapping[str, Membership],

@@ -22,11 +22,9 @@ from ckpt_tools.megatron.fsdp_dtensor.tensors import (
     deferred_models,
     deferred_states,
     group_objects,
-    item_aliases,
     roles_of,
     state_prefix,
     step_tensors,
-    tensor_aliases,
 )
 from ckpt_tools.megatron.hybrid import is_hybrid
 from ckpt_tools.megatron.keys import EXPERTS, MODEL_PREFIX
@@ -68,7 +66,6 @@ class TargetOptions:
     weights_only: bool = False
     keep_states: bool = False  # of optimizers Megatron-FSDP does not have, under keys that nobody asks for
     dtype: str | None = None  # of the weights, with weights_only
-    aliases: bool = False  # also under the names other targets use
     group_map: Mapping[str, int] | None = None
     strict_map: bool = False
     model_prefix: str = MODEL_PREFIX
@@ -125,7 +122,6 @@ def build_fsdp_target(model: Model, options: TargetOptions) -> FsdpTarget:
     tensors = Deferred(weights, optimizer.tensors)
     target = Target(
         tensors=tensors,
-        aliases=tensor_aliases(parameters, tensors) if options.aliases else {},
         inline=(*optimizer.inline, *common.inline),
         objects=Deferred(optimizer.objects, common.objects, extra.objects),
         dropped=(*extra.dropped, *optimizer.dropped, *common.dropped),
@@ -205,10 +201,6 @@ def optimizer_part(
     ]
     inline = list(step_tensors(trainable, memberships, groups, prefixes))
     objects: Sequence[TargetObject] = group_objects(trainable, memberships, groups, prefixes)
-    if options.aliases:
-        more_inline, more_objects = item_aliases(trainable, inline, objects, prefixes)
-        inline += more_inline
-        objects = (*objects, *more_objects)
     return Part(
         tensors=deferred_states(trainable, prefixes),
         inline=tuple(inline),

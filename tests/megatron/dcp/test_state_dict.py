@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -69,13 +70,20 @@ def test_keys_tell_nearly_as_much_without_planner_data(sharded, name):
     assert set(told.weights.values()) <= set(found.weights.values())
 
 
-def catalog_of(*paths: tuple[str | int, ...], objects: tuple[tuple[str | int, ...], ...] = ()) -> Catalog:
+def catalog_of(
+    *paths: tuple[str | int, ...],
+    objects: tuple[tuple[str | int, ...], ...] = (),
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    dtypes: Mapping[str, str] | None = None,
+) -> Catalog:
     def key(path: tuple[str | int, ...]) -> str:
         return ".".join(map(str, path))
 
-    entries = {
-        key(p): TensorEntry(key(p), "float32", (2,), (Chunk(full_box((2,)), Item("f", 0, 1)),)) for p in paths
-    }
+    def entry(key: str) -> TensorEntry:
+        shape, dtype = (shapes or {}).get(key, (2,)), (dtypes or {}).get(key, "float32")
+        return TensorEntry(key, dtype, shape, (Chunk(full_box(shape), Item("f", 0, 1)),))
+
+    entries = {key(p): entry(key(p)) for p in paths}
     return Catalog(
         "",
         entries,
@@ -120,6 +128,76 @@ def test_nested_states_keep_their_dots_and_two_optimizers_stay_two():
     assert first.states == {"a.weight": {"preconditioner.0": "opt_a.state.a.weight.preconditioner.0"}}
     assert second.states == {"b.weight": {"exp_avg": "opt_b.state.b.weight.exp_avg"}}
     assert found.layout == "state_dict_mixed"
+
+
+GROUPS = (("opt", "param_groups", 0, "params"),)
+NAMED, NUMBERED = ("opt", "state", "a.w", "exp_avg"), ("opt", "state", 0, "exp_avg")
+
+
+@pytest.mark.parametrize(
+    ("paths", "objects", "model", "weights", "more"),
+    [
+        *(
+            ((*optimizer, (root, "a.w"), *beside), GROUPS if optimizer else (), f"{root}.", {f"{root}.a.w"}, more)
+            for root in ("net", "module", "state_dict", "state")
+            for optimizer in ((), (NAMED,), (NUMBERED,))
+            for beside, more in (
+                ((("epoch",), ("rng",), ("lr_scheduler", "last")), set()),
+                ((("best_loss",),), {"best_loss"}),
+                ((("teacher", "other.w"), ("teacher", "count")), {"teacher.other.w", "teacher.count"}),
+            )
+        ),
+        # an average has the same names: the optimizer's shapes tell, then the dict called model
+        ((NAMED, ("small", "a.w"), ("net", "a.w")), GROUPS, "net.", {"net.a.w"}, {"small.a.w"}),
+        ((NUMBERED, ("small", "a.w"), ("net", "a.w")), GROUPS, "net.", {"net.a.w"}, {"small.a.w"}),
+        ((NAMED, ("ema", "a.w"), ("model", "a.w")), GROUPS, "model.", {"model.a.w"}, {"ema.a.w"}),
+        ((NUMBERED, ("ema", "a.w"), ("model", "a.w")), GROUPS, "model.", {"model.a.w"}, {"ema.a.w"}),
+        # a model in several dicts
+        ((("model", "enc", "w"), ("model", "dec", "w"), ("opt", "state", "enc.w", "exp_avg"),
+          ("opt", "state", "dec.w", "exp_avg")), GROUPS, "model.", {"model.enc.w", "model.dec.w"}, set()),
+        ((("model", "enc", "w"), ("model", "dec", "w"), NUMBERED, ("opt", "state", 1, "exp_avg")),
+         GROUPS, "model.", {"model.enc.w", "model.dec.w"}, set()),
+        # all of it in one more dict, which may be called as a part of an optimizer is
+        ((("state", "net", "a.w"), ("state", "opt", "state", 0, "exp_avg")),
+         (("state", "opt", "param_groups", 0, "params"),), "state.net.", {"state.net.a.w"}, set()),
+        # flat keys: what an optimizer knows is no run's, whatever its name
+        ((("scheduler.w",), ("rng.x",), ("opt", "state", "scheduler.w", "exp_avg")), GROUPS, "",
+         {"scheduler.w"}, set()),
+    ],
+)  # fmt: skip
+def test_the_model_is_what_the_optimizer_trains_and_nothing_that_may_be_a_weight_is_lost(
+    paths, objects, model, weights, more
+):
+    shapes = {"small.a.w": (3,), "teacher.other.w": (4, 4), "epoch": (), "best_loss": (), "teacher.count": ()}
+    found = read_state_dict(
+        catalog_of(
+            *paths,
+            objects=objects,
+            shapes=shapes,
+            dtypes={"epoch": "int64", "rng": "uint8", "teacher.count": "int64"},
+        )
+    )
+    if not any(step == "opt" for path in paths for step in path) and any("teacher" in path for path in paths):
+        model, weights, more = "teacher.", more, weights  # nothing tells, so the larger comes first
+    assert (found.model, set(found.weights.values()), set(found.more)) == (model, weights, more)
+    roles = found.roles()
+    assert {key for key in roles if roles[key] == "weight"} == weights | more
+
+
+@pytest.mark.parametrize("of_names", [True, False])
+def test_two_models_with_an_optimizer_each(of_names):
+    """As GANs are saved: owners are known, and two parameters of one name stay two."""
+    names = ("w", "w") if of_names else (0, 0)
+    catalog = catalog_of(
+        ("G", "w"), ("D", "w"), ("optG", "state", names[0], "exp_avg"), ("optD", "state", names[1], "exp_avg"),
+        objects=(("optG", "param_groups", 0, "lr"), ("optD", "param_groups", 0, "lr")),
+        shapes={"D.w": (3,), f"optD.state.{names[1]}.exp_avg": (3,)},
+    )  # fmt: skip
+    found = read_state_dict(catalog)
+    assert (found.model, found.weights, found.more) == ("", {"G.w": "G.w", "D.w": "D.w"}, ())
+    assert [o.prefix for o in found.optimizers] == ["G.", "D."]
+    if of_names:
+        assert [set(o.states) for o in found.optimizers] == [{"G.w"}, {"D.w"}]
 
 
 def test_a_wrapped_module_with_a_numbering_optimizer_is_a_state_dict():
