@@ -204,9 +204,10 @@ def _add(
     try:
         with open_checkpoint(folder, None, trust_pickle, with_common=False) as opened:
             shares = Counter[Share]()
+            inside = opened.location.path.removeprefix(folder).strip("/")
             for item, share, nbytes in _items(opened, name):
                 shares[share] += nbytes
-                left[item.file] -= nbytes
+                left[path_in(inside, item.file) if inside else item.file] -= nbytes
             short = [file for file, nbytes in left.items() if nbytes < 0]
             if short:
                 raise CorruptCheckpointError(f"{folder}/{short[0]} is absent or shorter than its items")

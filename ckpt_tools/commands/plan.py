@@ -205,7 +205,10 @@ def plan_checkpoint(
             "how long a conversion takes is told of all ranks together: leave --rank or --disk out"
         )
     options = options or ConvertOptions()
-    with open_checkpoint(source, options.iteration, options.trust_pickle) as opened, without_gc():
+    with (
+        open_checkpoint(source, options.iteration, options.trust_pickle, of_run=True) as opened,
+        without_gc(),
+    ):
         options = replace(options, keep_plain=True)
         if stays_plain(opened, options):
             layout = plain_layout(layout)

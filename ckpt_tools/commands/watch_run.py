@@ -22,11 +22,11 @@ from ckpt_tools.formats.detect import (
     BRIDGE_TRACKER,
     TRACKER,
     Location,
-    iteration_folders,
     locate,
     tracked_iteration,
 )
 from ckpt_tools.formats.files import open_files, path_in
+from ckpt_tools.formats.run_layouts import iteration_folders
 
 
 def check_run(run: str, output: str) -> None:

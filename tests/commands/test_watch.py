@@ -29,7 +29,7 @@ from ckpt_tools.commands.watch_state import FOLDER, STATE, WatchFolder
 from ckpt_tools.errors import Interrupted, Terminated, UnsupportedCheckpointError, UsageError
 from ckpt_tools.formats.detect import BRIDGE_TRACKER, TRACKER
 from tests.conftest import DATA, REPO
-from tests.formats.test_verl import first_layout
+from tests.formats.test_run_layouts import first_layout
 
 LLAMA = DATA / "core019_llama_tp2_fully_reshardable"
 FIRST = LLAMA / "iter_0000002"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.verify import verify_checkpoint
+from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
+from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
 
 ONE, TWO, INDEX = "model-1.safetensors", "model-2.safetensors", "model.safetensors.index.json"
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n"
@@ -111,3 +113,49 @@ def test_a_single_file_without_tensors_is_no_model(model: Path) -> None:
 def test_a_file_that_the_index_does_not_name_is_a_warning(model: Path) -> None:
     save_file({"a": np.ones(3, np.float32)}, model / "consolidated.safetensors")
     assert errors(model).startswith("warning files consolidated.safetensors: no item lies in this file")
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:1000])
+
+
+@pytest.mark.parametrize(
+    ("harm", "errors"),
+    [
+        (lambda folder: None, 0),
+        (lambda folder: cut(folder / "iter_0000020" / "__0_0.distcp"), 1),
+        (lambda folder: (folder / "iter_0000020" / ".metadata").unlink(), 1),
+        (lambda folder: (folder / "latest_checkpointed_iteration.txt").write_text("30"), 1),
+        (lambda folder: (folder / "latest_checkpointed_iteration.txt").write_text("?"), 1),
+        (lambda folder: cut(folder / "model.safetensors"), 1),
+        (
+            lambda folder: (folder / "iter_0000020" / "metadata.json").write_text(
+                '{"sharded_backend": "zarr"}'
+            ),
+            0,
+        ),
+    ],
+)
+@pytest.mark.parametrize("content", [False, True])
+def test_both_of_a_folder_that_holds_the_model_twice_are_checked(
+    harm: Callable[[Path], object], errors: int, content: bool, user_cases: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "checkpoint-20"
+    shutil.copytree(user_cases / "swift_checkpoint_folder" / "checkpoint-20", folder)
+    harm(folder)
+    report = verify_checkpoint(folder, options=VerifyOptions(content=content))
+    assert report.is_valid == (errors == 0)
+    assert any(f.check == "other copy" for f in report.findings)
+
+
+def test_a_model_in_an_iterations_folder_is_checked(user_cases: Path, tmp_path: Path) -> None:
+    swift = user_cases / "swift_checkpoint_folder" / "checkpoint-20"
+    for place in ("", "hf"):
+        folder = tmp_path / f"run{place}" / "iter_0000020"
+        shutil.copytree(swift / "iter_0000020", folder)
+        (folder / place).mkdir(exist_ok=True)
+        for name in ("model.safetensors", "config.json"):
+            shutil.copy(swift / name, folder / place)
+        assert verify_checkpoint(folder).is_valid
+        cut(folder / place / "model.safetensors")
+        assert not verify_checkpoint(folder).is_valid
