@@ -14,9 +14,9 @@ import torch.distributed.checkpoint as dcp
 from ckpt_tools.cli.app import run
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError, UsageError
 from ckpt_tools.formats.detect import iteration_numbers, locate
+from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
 from tests.commands import oracle
 from tests.commands.rewritten import read, write
-from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
 from tests.conftest import DATA
 
 SAVED = DATA / "core019_llama_tp2_fully_reshardable" / "iter_0000002"
@@ -378,7 +378,7 @@ def test_a_run_of_nemo_rl(user_cases: Path, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_other_forms_of_nemo_rl(tmp_path: Path) -> None:
     (tmp_path / "tmp_step_1").mkdir()
-    with pytest.raises(UnsupportedCheckpointError, match="holds no whole step.*tmp_step_1: NeMo RL is still"):
+    with pytest.raises(UnsupportedCheckpointError, match=r"holds no whole step.*tmp_step_1: NeMo RL is still"):
         locate(str(tmp_path))
     for place in ("step_3/policy/weights", "step_4/policy/weights/model"):
         put_dcp(tmp_path / place)
