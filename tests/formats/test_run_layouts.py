@@ -378,7 +378,9 @@ def test_a_run_of_nemo_rl(user_cases: Path, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_other_forms_of_nemo_rl(tmp_path: Path) -> None:
     (tmp_path / "tmp_step_1").mkdir()
-    with pytest.raises(UnsupportedCheckpointError, match=r"holds no whole step.*tmp_step_1: NeMo RL is still"):
+    with pytest.raises(
+        UnsupportedCheckpointError, match=r"holds no whole step.*tmp_step_1: NeMo RL is still"
+    ):
         locate(str(tmp_path))
     for place in ("step_3/policy/weights", "step_4/policy/weights/model"):
         put_dcp(tmp_path / place)
