@@ -143,8 +143,8 @@ def list_run(root: AnyPath, trust_pickle: bool = False) -> RunListing:
         row = iteration_row(name, path_in(root, name), number, inside, trust_pickle, name == latest)
         rows.append(row)
     for name, (number, why) in unfinished.items():
-        inside = [n for file, n in sizes.items() if file.startswith(f"{name}/")]
-        rows.append(IterationRow(name, number, INCOMPLETE, why, sum(inside), len(inside)))
+        begun = [n for file, n in sizes.items() if file.startswith(f"{name}/")]
+        rows.append(IterationRow(name, number, INCOMPLETE, why, sum(begun), len(begun)))
     return RunListing(root, tuple(rows), others_in(sizes, {*names, *unfinished}), latest, note)
 
 

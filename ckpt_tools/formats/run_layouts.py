@@ -176,7 +176,8 @@ def inner_checkpoint(path: str) -> Inner | None:
     if any(map(_OF_A_RANK.fullmatch, names)):
         raise ForeignFormatError(
             f"{path} is of verl with PyTorch's FSDP, a pickle a rank. Make a Hugging Face model of it, which "
-            f"import-hf and diff read: python -m verl.model_merger merge --backend fsdp --local_dir {path} --target_dir HF"
+            "import-hf and diff read: python -m verl.model_merger merge --backend fsdp "
+            f"--local_dir {path} --target_dir HF"
         )
     known = [] if _OF_A_ROLE & set(names) else [role for one in LAYOUTS.values() for role in one.roles]
     roles = [role for role in known if role in names and _is_role(path_in(path, role))]

@@ -362,9 +362,8 @@ def test_fsync_reaches_every_file_and_folder(
     output = Output(tmp_path / "run" / "out", extra_files=extra, beside=beside)
     kept = case.target
     target = Target(kept.tensors) if part == "tensors" else Target((), objects=kept.objects)
-    synced = set()
-    fsync = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda fd: (synced.add(os.fstat(fd).st_ino), fsync(fd)))
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_ino))
     plan = dataclasses.replace(case, target=target).plan(1)
     write_checkpoint(plan, case.files, output, WriteOptions(2, fsync=True))
     there = [tmp_path / "run", *(tmp_path / "run").rglob("*")]
