@@ -36,7 +36,8 @@ def _expect(kind: MegatronFormat, path: str, iteration: str | None, to: Format) 
     from ckpt_tools.errors import UnsupportedCheckpointError
     from ckpt_tools.formats.detect import locate
 
-    found = locate(path, None if iteration == "all" else v.iteration_number(iteration)).kind
+    number = None if iteration == "all" else v.iteration_number(iteration)
+    found = locate(path, number, of_run=True).kind
     if found != kind:
         raise UnsupportedCheckpointError(
             f"{path} is a checkpoint of kind {found}; this command takes {kind}. `convert --to {to}` takes any"

@@ -36,14 +36,14 @@ def ls(
 
 
 def _print(found: RunListing) -> None:
-    from ckpt_tools.formats.titan import step_number
+    from ckpt_tools.formats.run_layouts import layouts_of
 
     if found.runs:
         _print_runs(found)
         return
     rows = [
         (
-            f"{row.name} *" if row.is_latest else row.name,
+            "/".join(filter(None, (row.name, row.inside))) + (" *" if row.is_latest else ""),
             row.state,
             human_bytes(row.nbytes),
             row.kind or "-",
@@ -53,7 +53,11 @@ def _print(found: RunListing) -> None:
     ]
     render.print_table(("iteration", "state", "size", "format", "topology"), rows)
     if found.latest:
-        how = "that is whole, of" if step_number(found.latest) is not None else "by the tracker of"
+        how = (
+            "that is whole, of"
+            if any(layout.loaded for layout in layouts_of(found.latest))
+            else "by the tracker of"
+        )
         render.tell(f"* the latest, {how} {render.escape(found.root)}")
     if found.note:
         render.tell(f"no latest: {render.escape(found.note)}")

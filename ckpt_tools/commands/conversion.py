@@ -159,7 +159,7 @@ class Writer(Generic[AnyOptions]):
 
 def open_source(source: str, options: SourceOptions) -> Opened:
     """The Megatron checkpoint that is meant."""
-    return open_checkpoint(source, options.iteration, options.trust_pickle)
+    return open_checkpoint(source, options.iteration, options.trust_pickle, of_run=True)
 
 
 def like_to_like(source: str, location: Location, output: str, options: MegatronOptions) -> Output:

@@ -41,7 +41,7 @@ def build_group_map(
         MappingError: the groups cannot be derived, with the reason.
     """
     source = path_text(source)
-    location = locate(source, iteration)
+    location = locate(source, iteration, of_run=True)
     dumped = read_group_map(location.path) if location.kind == "dcp" else None
     if dumped is not None:
         return GroupMap(dumped, dict.fromkeys(dumped, "dumped by the training job"), "dump")
@@ -49,7 +49,7 @@ def build_group_map(
         raise UnsupportedCheckpointError(
             f"{source} is neither a dump of --dump-param-to-param-group-map nor a torch_dist checkpoint"
         )
-    with open_checkpoint(source, iteration) as opened:
+    with open_checkpoint(source, iteration, of_run=True) as opened:
         model = read_model(opened)
         if model.optimizer_layout is None:
             raise MappingError(f"{source} has no optimizer state, so its parameters have no groups")

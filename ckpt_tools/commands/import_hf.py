@@ -37,9 +37,9 @@ from ckpt_tools.formats.detect import MAX_DIGITS, Location, locate
 from ckpt_tools.formats.files import AnyPath, Files, open_files, path_text
 from ckpt_tools.formats.hub_cache import snapshot_of
 from ckpt_tools.formats.joined_files import FilesBeside
+from ckpt_tools.formats.run_layouts import ForeignFormatError
 from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.formats.unpickle import StandIn, TorchDtype, stand_in
-from ckpt_tools.formats.verl import PicklesOfRanksError
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import check_fresh
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
@@ -377,21 +377,21 @@ def _open(source: str, options: ImportOptions) -> Opened:
     except BaseException as error:
         files.close()
         if isinstance(error, UnsupportedCheckpointError):
-            _refuse_pickles(folder)
+            _refuse_foreign(folder)
         raise
     if options.adapter is not None:
         files = FilesBeside(files, [peft_files(options.adapter)])
     return Opened(Location("safetensors", folder), files, catalog, CommonState({}, None))
 
 
-def _refuse_pickles(folder: str) -> None:
+def _refuse_foreign(folder: str) -> None:
     """
     Raises:
-        PicklesOfRanksError: it is what verl saves with FSDP.
+        ForeignFormatError: another program's files, which it makes a model of.
     """
     try:
         locate(folder)
-    except PicklesOfRanksError:
+    except ForeignFormatError:
         raise
     except CkptError:
         return

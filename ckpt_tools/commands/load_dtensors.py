@@ -86,7 +86,7 @@ def load_dtensors(
         outer_strategy=outer_strategy,
     )
     wanted = replace(options or ConvertOptions(), keep_plain=True)
-    with open_checkpoint(path, wanted.iteration, wanted.trust_pickle) as opened:
+    with open_checkpoint(path, wanted.iteration, wanted.trust_pickle, of_run=True) as opened:
         with without_gc():
             prepared = prepare_output(opened, wanted, Layout(layout, topology))
         core = place_model(prepared.live_model(), Layout(layout, topology))

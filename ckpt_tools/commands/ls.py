@@ -15,8 +15,9 @@ from ckpt_tools.errors import (
     UsageError,
 )
 from ckpt_tools.formats.dcp import METADATA
-from ckpt_tools.formats.detect import iteration_folders, locate
+from ckpt_tools.formats.detect import locate
 from ckpt_tools.formats.files import AnyPath, open_files, path_in, path_text
+from ckpt_tools.formats.run_layouts import being_written, iteration_folders, names_in
 from ckpt_tools.formats.tree import files_below
 from ckpt_tools.megatron.common_state import read_common_state
 from ckpt_tools.megatron.record import AXES, read_record
@@ -48,6 +49,7 @@ class IterationRow:
     kind: str | None = None
     topology: dict[str, int] | None = None
     is_latest: bool = False
+    inside: str = ""  # where in the folder the checkpoint lies
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,7 @@ class RunListing:
             "iterations": [
                 {
                     "name": row.name,
+                    "inside": row.inside,
                     "iteration": row.iteration,
                     "state": row.state,
                     "why": row.why,
@@ -119,7 +122,8 @@ def list_run(root: AnyPath, trust_pickle: bool = False) -> RunListing:
     """
     root = path_text(root)
     names = iteration_names(root)
-    if not names:
+    unfinished = being_written(names_in(root))
+    if not names and not unfinished:
         try:
             location = locate(root)
         except UnsupportedCheckpointError:
@@ -138,7 +142,10 @@ def list_run(root: AnyPath, trust_pickle: bool = False) -> RunListing:
         inside = {file[len(name) + 1 :]: n for file, n in sizes.items() if file.startswith(f"{name}/")}
         row = iteration_row(name, path_in(root, name), number, inside, trust_pickle, name == latest)
         rows.append(row)
-    return RunListing(root, tuple(rows), others_in(sizes, names), latest, note)
+    for name, (number, why) in unfinished.items():
+        begun = [n for file, n in sizes.items() if file.startswith(f"{name}/")]
+        rows.append(IterationRow(name, number, INCOMPLETE, why, sum(begun), len(begun)))
+    return RunListing(root, tuple(rows), others_in(sizes, {*names, *unfinished}), latest, note)
 
 
 def runs_in(root: str) -> tuple[RunRow, ...]:
@@ -181,7 +188,7 @@ def iteration_names(root: str) -> dict[str, int | None]:
     return release | dict(numbered)
 
 
-def others_in(sizes: dict[str, int], iterations: dict[str, int | None]) -> dict[str, int]:
+def others_in(sizes: dict[str, int], iterations: Collection[str]) -> dict[str, int]:
     """Bytes of what lies in a root beside its iterations, by the first part of the name."""
     others: dict[str, int] = {}
     for file, nbytes in sizes.items():
@@ -227,6 +234,7 @@ def iteration_row(
             wrong = next((f"{f.where}: {f.message}" for f in check.findings if f.severity == "error"), "")
             state = DAMAGED if wrong else COMPLETE
             kind, topology = opened.location.kind, topology_of(opened)
+            inside = opened.location.path.removeprefix(path).strip("/")
     except (*NEVER_FINDINGS, UsageError):
         raise
     except CkptError as error:
@@ -235,7 +243,7 @@ def iteration_row(
             INCOMPLETE if interrupted else DAMAGED if isinstance(error, CorruptCheckpointError) else NOT_READ
         )
         return IterationRow(name, number, state, str(error), nbytes, files, is_latest=is_latest)
-    return IterationRow(name, number, state, wrong, nbytes, files, kind, topology, is_latest)
+    return IterationRow(name, number, state, wrong, nbytes, files, kind, topology, is_latest, inside)
 
 
 def topology_of(opened: Opened) -> dict[str, int]:

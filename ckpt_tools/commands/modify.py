@@ -48,7 +48,7 @@ def modify_state_dict(
         raise UsageError(
             'nothing to do; give at least one --op "remove REGEX" or --op "rename REGEX REPLACEMENT"'
         )
-    with open_checkpoint(source, options.iteration, options.trust_pickle) as opened:
+    with open_checkpoint(source, options.iteration, options.trust_pickle, of_run=True) as opened:
         need_dcp(opened)
         catalog = opened.catalog
         keys = [*catalog.tensors, *catalog.objects]

@@ -38,16 +38,22 @@ class Opened:
 
 
 def open_checkpoint(
-    path: str, iteration: int | None = None, trust_pickle: bool = False, *, with_common: bool = True
+    path: str,
+    iteration: int | None = None,
+    trust_pickle: bool = False,
+    *,
+    with_common: bool = True,
+    of_run: bool = False,
 ) -> Opened:
     """The checkpoint that `path` means; `with_common=False` leaves its common state unread, and empty.
+    `of_run` is that of `locate`.
 
     Warns of what lies beside the tensors and is not read, and where the folder's number is not the iteration that the
     common state tells.
 
     Raises the errors of `locate`, `read_catalog` and `read_common_state`.
     """
-    location = locate(path, iteration)
+    location = locate(path, iteration, of_run)
     for line in location.left_out:
         warnings.warn(f"not read: {line}", stacklevel=2)
     files = open_files(location.path)

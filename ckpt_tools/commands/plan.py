@@ -190,7 +190,10 @@ def plan_checkpoint(
     if rank is not None and not 0 <= rank < layout.ranks:
         raise UsageError(f"--rank {rank}: this layout has ranks 0 to {layout.ranks - 1}")
     options = options or ConvertOptions()
-    with open_checkpoint(source, options.iteration, options.trust_pickle) as opened, without_gc():
+    with (
+        open_checkpoint(source, options.iteration, options.trust_pickle, of_run=True) as opened,
+        without_gc(),
+    ):
         options = replace(options, keep_plain=True)
         if stays_plain(opened, options):
             layout = plain_layout(layout)

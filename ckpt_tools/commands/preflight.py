@@ -112,7 +112,7 @@ def preflight(
             f"{target!r} is not a program that loads checkpoints; known are {', '.join(PROGRAMS)}"
         )
     words = command_words(words)
-    with open_checkpoint(checkpoint, iteration, trust_pickle) as opened:
+    with open_checkpoint(checkpoint, iteration, trust_pickle, of_run=True) as opened:
         about, packed_for = _about(opened)
         program = target or _program(about, words, yaml_file)
         job = _described(words, yaml_file, program)

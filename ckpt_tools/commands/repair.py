@@ -55,7 +55,7 @@ def repair_checkpoint(
         Otherwise the errors of opening, reading, planning and writing.
     """
     options = options or RepairOptions()
-    with open_checkpoint(source, options.iteration, options.trust_pickle) as opened:
+    with open_checkpoint(source, options.iteration, options.trust_pickle, of_run=True) as opened:
         if opened.location.kind == "fsdp_dtensor":
             return _repair_keys(source, output, opened, options, progress)
         raise UnsupportedCheckpointError(

@@ -126,7 +126,7 @@ def slice_layers(
     """
     source, output = path_text(source), path_text(output)
     options = options or EditOptions()
-    with open_checkpoint(source, options.iteration, options.trust_pickle) as opened:
+    with open_checkpoint(source, options.iteration, options.trust_pickle, of_run=True) as opened:
         kind = opened.location.kind
         if kind == "safetensors":
             raise UnsupportedCheckpointError(

@@ -187,7 +187,7 @@ class _Seen:
 
 
 def _plan(path: str, to: str, options: ConvertOptions) -> _Seen:
-    opened = open_checkpoint(path, options.iteration, options.trust_pickle)
+    opened = open_checkpoint(path, options.iteration, options.trust_pickle, of_run=True)
     try:
         with without_gc():
             prepared = _prepare(opened, to, options)

@@ -73,7 +73,7 @@ def strip_checkpoint(
     """
     source, output = path_text(source), path_text(output)
     options = options or EditOptions()
-    with open_checkpoint(source, options.iteration, options.trust_pickle) as opened:
+    with open_checkpoint(source, options.iteration, options.trust_pickle, of_run=True) as opened:
         _check_request(opened, dtype, fresh)
         if fresh is not None:
             return _begun_anew(source, opened, output, fresh, options, progress)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Set
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,8 +17,9 @@ from ckpt_tools.errors import (
     UsageError,
 )
 from ckpt_tools.formats.dcp import read_catalog
-from ckpt_tools.formats.detect import TRACKER, Location, locate
+from ckpt_tools.formats.detect import TRACKER, Location, locate, other_copy
 from ckpt_tools.formats.files import AnyPath, Files, LocalFiles, open_files, path_text
+from ckpt_tools.formats.run_layouts import ForeignFormatError
 from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.model.catalog import Catalog, Item
 from ckpt_tools.verify.meter import Meter
@@ -66,13 +67,38 @@ def verify_checkpoint(
         if not open_files(path).exists(TRACKER):
             raise
         return Report(path, "unknown", (failed_check("place", path, error),), content_read=False)
-    files = open_files(location.path)
+    files, meter = open_files(location.path), Meter(progress)
     try:
-        checks = tuple(_checks(location, files, options, manifest, Meter(progress)))
+        checks = (*_checks(location, files, options, manifest, meter), *_copy_check(location, options, meter))
         is_read = options.content or options.manifest is not None
         return Report(location.path, location.kind, checks, is_read)
     finally:
         files.close()
+
+
+def _copy_check(location: Location, options: VerifyOptions, meter: Meter) -> Iterable[Check]:
+    """One check of the same model in another form, where the folder holds it twice."""
+    found = Findings("other copy", "checks")
+    found.looked_at = 1
+    try:
+        copy = other_copy(location)
+        if copy is None:
+            return
+        found.warning(
+            location.path,
+            f"it holds the model twice, as {location.kind} and as {copy.kind} in {copy.path}; both are checked",
+        )
+        with closing(open_files(copy.path)) as files:
+            plain = replace(options, manifest=None, write_manifest=None)
+            checks = _checks(copy, files, plain, None, meter)
+    except ForeignFormatError as error:
+        found.warning(location.path, f"beside this model, and not checked: {error}")
+    except (CorruptCheckpointError, UnsupportedCheckpointError, UsageError) as error:
+        found.failure(location.path, error)
+    else:
+        found.looked_at = len(checks)
+        found.include(copy.path, checks)
+    yield found.done()
 
 
 def verify_checkpoints(

@@ -318,6 +318,8 @@ class Staging:
                 if sync:
                     file.flush()
                     os.fsync(fd)
+            if sync and inside:
+                folder.sync()
 
     def write_beside(self, name: str, content: bytes) -> None:
         """Replace a file in the output's parent; a reader sees the old or the new content, never a part."""

@@ -12,8 +12,7 @@
 * `requests`: the threads that wait for stores, ended before a fork
 * `detect`: which checkpoint a path means, and of which kind
 * `metadata_kind`: that kind, by what `.metadata` names
-* `verl`: where verl and slime keep a checkpoint in the folders of their runs
-* `titan`: where torchtitan does
+* `run_layouts`: how programs lay out the folders of a run, a row a program
 * `beside`: what programs keep beside the tensors that is not read
 * `belongs`: which files are part of a checkpoint that this tool writes
 * `hub_cache`: the cache of the Hugging Face hub

@@ -10,7 +10,8 @@ from fnmatch import fnmatchcase
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.dcp import METADATA
-from ckpt_tools.formats.detect import BRIDGE_TRACKER, TRACKER, iteration_folders
+from ckpt_tools.formats.detect import BRIDGE_TRACKER, TRACKER
+from ckpt_tools.formats.run_layouts import iteration_folders
 
 TEMPLATES = "additional_chat_templates"  # transformers utils/hub.py CHAT_TEMPLATE_DIR
 # By how releases name them: every version of a tokenizer has a name of its own (tokenizer.model.v3, tekken_v13.json),

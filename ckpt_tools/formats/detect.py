@@ -7,7 +7,7 @@ checkpoint, a folder that holds one as `weights/`, or a Hugging Face model direc
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
@@ -18,13 +18,24 @@ from ckpt_tools.formats.beside import LOCAL_FILE, MODELOPT, left_beside, local_c
 from ckpt_tools.formats.container import StoredTensor, load_object, whole_file
 from ckpt_tools.formats.dcp import METADATA
 from ckpt_tools.formats.documents import parse_json
-from ckpt_tools.formats.files import Files, LocalFiles, absent_folder, open_files, path_in, read_whole
+from ckpt_tools.formats.files import Files, absent_folder, open_files, path_in, read_whole
 from ckpt_tools.formats.hub_cache import snapshot_of
 from ckpt_tools.formats.metadata_kind import kind_of
 from ckpt_tools.formats.rank_parts import parts_of_ranks
+from ckpt_tools.formats.run_layouts import (
+    ForeignFormatError,
+    being_written,
+    check_folder,
+    deepspeed,
+    inner_checkpoint,
+    iteration_folders,
+    layouts_of,
+    loaded_step,
+    names_in,
+    step_number,
+    step_of,
+)
 from ckpt_tools.formats.safetensors import ADAPTER, AS_SAFETENSORS, INDEX_FILE, OTHER_WEIGHTS, SINGLE_FILE
-from ckpt_tools.formats.titan import STEP_FOLDER, latest_step, step_number
-from ckpt_tools.formats.verl import SLIME_MODEL, STEP, inner_checkpoint, step_of
 
 TRACKER = "latest_checkpointed_iteration.txt"
 BRIDGE_TRACKER = "latest_train_state.pt"
@@ -65,8 +76,11 @@ class Location:
         return "release" if self.is_release else self.iteration
 
 
-def locate(path: str, iteration: int | None = None) -> Location:
+def locate(path: str, iteration: int | None = None, of_run: bool = False) -> Location:
     """The checkpoint that `path` means; `iteration` picks one of a run's root instead of its latest.
+
+    A folder that holds the model twice, a Hugging Face model beside a run's iterations (ms-swift), is the model, or
+    the run where `of_run` says that a Hugging Face model is of no use.
 
     Raises:
         UnsupportedCheckpointError: nothing is there, an interrupted save, or a format this tool does not read.
@@ -81,7 +95,7 @@ def locate(path: str, iteration: int | None = None) -> Location:
     path = snapshot_of(path)
     files = open_files(path)
     try:
-        root, found, name, left_out = _resolve(files, path, iteration)
+        root, found, name, left_out = _resolve(files, path, iteration, of_run)
     finally:
         files.close()
     folder = open_files(found)
@@ -91,6 +105,18 @@ def locate(path: str, iteration: int | None = None) -> Location:
         return replace(described, left_out=(*left_out, *beside))
     finally:
         folder.close()
+
+
+def other_copy(found: Location) -> Location | None:
+    """The same model in another form, if its folder holds it twice.
+
+    Raises the errors of `locate`.
+    """
+    if found.kind == "safetensors":
+        return locate(found.path, of_run=True) if _is_run(names_in(found.path)) else None
+    places = (found.path, path_in(found.path, "hf"))  # the latter is Megatron-Bridge's
+    models = (place for place in places if not {SINGLE_FILE, INDEX_FILE}.isdisjoint(names_in(place)))
+    return next((Location("safetensors", place) for place in models), None)
 
 
 def iteration_numbers(root: str) -> list[int]:
@@ -118,13 +144,6 @@ def tracked_iteration(root: str) -> str | None:
         files.close()
 
 
-def iteration_folders(names: Iterable[str]) -> list[tuple[str, int]]:
-    """The names that are those of iteration folders, with their numbers: Megatron's, verl's or torchtitan's."""
-    kinds = (_ITERATION, STEP, STEP_FOLDER)
-    found = (kind.fullmatch(name) for name in names for kind in kinds)
-    return [(match[0], int(match[1])) for match in found if match]
-
-
 def _check_folder(path: str) -> None:
     """Refuse what is not a folder, with the closest existing name."""
     folder = Path(path)
@@ -139,7 +158,7 @@ def _check_folder(path: str) -> None:
 
 def _instead_of_file(parent: str) -> str:
     """What to give in the place of a file: the folder that it lies in, if that may be a checkpoint's."""
-    names = _listed(parent)
+    names = names_in(parent)
     is_one = METADATA in names or _holds_torch(names) or _is_run(names) or not _MODEL_FILES.isdisjoint(names)
     if is_one or any(name.endswith(".safetensors") for name in names):
         return f"give the checkpoint's folder ({parent})."
@@ -155,42 +174,42 @@ class _Resolved(NamedTuple):
     left_out: tuple[str, ...] = ()
 
 
-def _resolve(files: Files, path: str, iteration: int | None) -> _Resolved:
+def _resolve(files: Files, path: str, iteration: int | None, of_run: bool = False) -> _Resolved:
     names = files.list()
     name = path.rstrip("/").rpartition("/")[2]
     if name == MODELOPT:
         raise UnsupportedCheckpointError(
             f"{path} is ModelOpt's state beside a checkpoint; give {_parent(path)}."
         )
+    if not any(one.endswith((".safetensors", ".bin")) for one in names) and (
+        foreign := deepspeed(path, names)
+    ):
+        raise foreign
     if _holds_torch(names) or files.exists(METADATA):
         return _one(path, name, iteration)
     if weights := [one for one in names if one.endswith(".safetensors")]:
-        return _with_weights(files, path, names, weights, iteration)
+        return _with_weights(files, path, names, weights, iteration, of_run)
     if _is_run(names):
         return _of_run(files, path, names, iteration)
-    if "weights" in names and open_files(path_in(path, "weights")).exists(METADATA):
-        _check_inner(files, "weights")
-        return _Resolved(None, path_in(path, "weights"), name)
-    if (found := _in_verl(path, None)) is not None:
+    if (unfinished := being_written([name]).get(name)) is not None:
+        raise UnsupportedCheckpointError(f"{path}: {unfinished[1]}.")
+    if (found := _further_in(path, None)) is not None:
         if iteration is not None:
             raise UsageError(f"{path} is one checkpoint, not a run with an iteration {iteration}.")
         return found
     raise _nothing_here(path, names)
 
 
-def _in_verl(path: str, root: str | None) -> _Resolved | None:
-    """The checkpoint in a step's or a role's folder of verl."""
+def _further_in(path: str, root: str | None) -> _Resolved | None:
+    """The checkpoint in a step's or a role's folder."""
     found, step = inner_checkpoint(path), step_of(path)
     if found is None:
         return None
+    if _is_run(names_in(found.path)):  # of an iteration that the state in it agrees with
+        with closing(open_files(found.path)) as files:
+            return _resolve(files, found.path, None)._replace(root=None, left_out=found.left_out)
     name = path if step is None else f"iter_{step:07d}"
     return _Resolved(root, found.path, name, found.left_out)
-
-
-def _check_inner(files: Files, name: str) -> None:
-    """Refuse a folder that is a link to elsewhere: the user named the one it seems to lie in."""
-    if isinstance(files, LocalFiles):
-        files.check_folder(name)
 
 
 def _holds_torch(names: list[str]) -> bool:
@@ -222,32 +241,38 @@ def _of_run(files: Files, path: str, names: list[str], iteration: int | None) ->
         raise UnsupportedCheckpointError(
             f"{path}: iteration {chosen} is meant, but there is no such folder. {_choices(names)}"
         )
-    _check_inner(files, chosen)
-    if STEP_FOLDER.fullmatch(chosen):
-        return _titans(path, names, chosen, iteration)
-    if STEP.fullmatch(chosen) or files.exists(f"{chosen}/{SLIME_MODEL}/{METADATA}"):
-        return _in_verl(path_in(path, chosen), path) or _Resolved(path, path_in(path, chosen), chosen)
-    return _Resolved(path, path_in(path, chosen), chosen)
-
-
-def _titans(path: str, names: list[str], chosen: str, iteration: int | None) -> _Resolved:
-    """A step of torchtitan's, which has no tracker that an output could have too."""
+    check_folder(path, chosen)
+    folder, layouts = path_in(path, chosen), layouts_of(chosen)
+    has_tracker = not any(layout.loaded for layout in layouts)
+    is_further_in = any(
+        files.exists(f"{chosen}/{model}/{METADATA}") or layout.roles
+        for layout in layouts
+        for model in layout.models
+    )
+    found = _further_in(folder, path if has_tracker else None) if is_further_in else None
+    if has_tracker:
+        return found or _Resolved(path, folder, chosen)
+    found = found or _one(folder, chosen, None)
     steps = len(iteration_folders(names))
     said = f"{path}: {chosen} is read, the latest whole one of {steps} steps; --iteration chooses another"
-    left_out = () if iteration is not None or steps == 1 else (said,)
-    return _one(path_in(path, chosen), chosen, None)._replace(left_out=left_out)
+    said_too = () if iteration is not None or steps == 1 else (said,)
+    return found._replace(left_out=(*said_too, *found.left_out, *_unfinished(path, names)))
+
+
+def _unfinished(path: str, names: list[str]) -> list[str]:
+    return [f"{path_in(path, name)}: {why}" for name, (_, why) in being_written(names).items()]
 
 
 def _with_weights(
-    files: Files, path: str, names: list[str], weights: list[str], iteration: int | None
+    files: Files, path: str, names: list[str], weights: list[str], iteration: int | None, of_run: bool
 ) -> _Resolved:
     """What a folder with safetensors is: a model, or something else that they lie beside."""
     name = path.rstrip("/").rpartition("/")[2]
     is_model = not _MODEL_FILES.isdisjoint(names) or bool(parts_of_ranks(weights))
     shown = ", ".join(weights[:4]) + (", ..." if len(weights) > 4 else "")
     if _is_run(names):
-        if is_model and iteration is None:
-            line = f"{path}: a run's iterations lie beside this model; --iteration chooses one of them"
+        if is_model and iteration is None and not of_run:
+            line = f"{path} holds the model twice: these files, and a run; --iteration chooses one of its iterations"
             return _one(path, name, None)._replace(left_out=(line,))
         found = _of_run(files, path, names, iteration)
         return found._replace(left_out=(*found.left_out, f"{shown}: beside the iterations of the run"))
@@ -285,7 +310,7 @@ def _chosen_iteration(files: Files, names: list[str], iteration: int | None) -> 
     if BRIDGE_TRACKER in names:
         return f"iter_{_bridge_step(files):07d}"
     folders = [name for name, _ in iteration_folders(names)]
-    if len(folders) > 1 and (latest := latest_step(files, folders)):
+    if len(folders) > 1 and (latest := loaded_step(files, folders)):
         return latest
     if len(folders) > 1:
         raise UsageError(f"{files.location} has no tracker file. Choose with --iteration. {_choices(names)}")
@@ -327,6 +352,8 @@ def _nothing_here(path: str, names: list[str]) -> UnsupportedCheckpointError:
         return UnsupportedCheckpointError(f"{path} is empty; there is no checkpoint in it.")
     if local := _local_file(path, names):
         return UnsupportedCheckpointError(local_checkpoint(local))
+    if unfinished := _unfinished(path, names):
+        return UnsupportedCheckpointError(f"{path} holds no whole step. {unfinished[0]}.")
     inner = _inner_checkpoints(path, names)
     hint = f" Did you mean {inner[0]}?" if inner else ""
     if "config.json" in names and any(name.endswith(OTHER_WEIGHTS) for name in names):
@@ -346,7 +373,7 @@ def _local_file(path: str, names: list[str], depth: int = 2) -> str | None:
         if LOCAL_FILE.fullmatch(name):
             return path_in(path, name)
     folders = (path_in(path, name) for name in names[:_LOOKED_AT] if depth and "." not in name)
-    inner = (_local_file(folder, _listed(folder), depth - 1) for folder in folders)
+    inner = (_local_file(folder, names_in(folder), depth - 1) for folder in folders)
     return next(filter(None, inner), None)
 
 
@@ -354,17 +381,17 @@ def _describe(files: Files, path: str, root: str | None, name: str) -> Location:
     names = files.list()
     backend = _sharded_backend(files) if METADATA_JSON in names else None
     if backend not in (None, "torch_dist"):
-        raise UnsupportedCheckpointError(
+        raise ForeignFormatError(
             f"{path} is a {backend!r} checkpoint. Load it with the Megatron that wrote it (zarr: core 0.15 or "
             "older) and save it with --ckpt-format torch_dist."
         )
     if any(entry.startswith("mp_rank_0") for entry in names):
-        raise UnsupportedCheckpointError(
+        raise ForeignFormatError(
             f"{path} is a legacy 'torch' checkpoint (mp_rank_* folders). Load it with Megatron and save it "
             "with --ckpt-format torch_dist."
         )
     match = _ITERATION.fullmatch(name)
-    roots = _listed(root) if root else []
+    roots = names_in(root) if root else []
     return Location(
         kind=kind_of(files, names, backend),
         path=path,
@@ -377,14 +404,6 @@ def _describe(files: Files, path: str, root: str | None, name: str) -> Location:
         has_run_config="run_config.yaml" in names,
         has_train_state="train_state.pt" in names,
     )
-
-
-def _listed(root: str) -> list[str]:
-    """Names in a folder; none when a web server does not list it."""
-    try:
-        return open_files(root).list()
-    except UnsupportedCheckpointError:
-        return []
 
 
 def _sharded_backend(files: Files) -> str:

@@ -74,7 +74,7 @@ class Retry:
     """When to ask again: `attempts` in all, pauses doubling from `pause` to `max_pause` seconds, jittered.
 
     A request that moves less than `min_rate` bytes a second after `patience` seconds counts as failed. `give_up`
-    seconds after its first failure a request is not repeated (drivers repeat on their own as well).
+    seconds after a request began it is not repeated (drivers repeat on their own as well).
     """
 
     attempts: int = 6

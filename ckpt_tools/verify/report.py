@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, TypeAlias
 
@@ -59,6 +60,12 @@ class Findings:
 
     def warning(self, where: str, message: str) -> None:
         self._found.append(Finding(self.name, WARNING, where, message))
+
+    def include(self, place: str, checks: Iterable[Check]) -> None:
+        """What checks of something else found there."""
+        for check in checks:
+            self._found += [f._replace(check=self.name, where=f"{place}: {f.where}") for f in check.findings]
+            self._is_hostile |= check.is_hostile
 
     def done(self) -> Check:
         """The check, as data."""

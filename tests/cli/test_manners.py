@@ -46,7 +46,7 @@ def test_what_was_removed(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
         command, _, option = words.partition(" ")
         assert run([command, str(RUN), *([option, "x"] if option else [])]) == 2
         assert capsys.readouterr().err.splitlines()[0].endswith(f" {sentence}"), words
-    assert run(["du", str(RUN), "--gone"]) == 2
+    assert run(["stats", str(RUN), "--gone"]) == 2
     assert "Use " not in capsys.readouterr().err
 
 

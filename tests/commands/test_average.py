@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,16 @@ from torch.distributed import checkpoint as dcp
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.average import Averaged, AverageOptions, average_checkpoints, mean_weights
 from ckpt_tools.commands.diff import diff_checkpoints
+from ckpt_tools.commands.mean_targets import check_alike, parts_of
+from ckpt_tools.commands.opened import open_checkpoint
 from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError, UsageError
 from ckpt_tools.execute.run import WriteOptions
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.casts import Array
 from ckpt_tools.model.kernels import WeightedMean
+from ckpt_tools.model.target import Source
+from ckpt_tools.model.views import Narrow, Select
 from tests.altered import altered, overwrite, scaled
 from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
 from tests.commands import oracle
@@ -562,3 +567,26 @@ def test_the_report_says_what_became_of_the_masters(name: str, use: str, tmp_pat
     assert done.masters is not None
     assert (done.masters.use, done.masters.mode) == (use, "sample" if use == "written" else "none")
     assert (done.masters.found.tensors > 0) == (use == "written") == bool(done.rounded)
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (lambda view: view, ""),
+        (lambda view: (*view, Narrow(0, 0, 1)), "has its masters elsewhere"),
+        (lambda view: (Select(0, 1),) if view else (Select(0, 0),), "has its masters elsewhere"),
+    ],
+)
+def test_weights_are_made_of_the_same_rows_of_their_masters(other: Any, said: str) -> None:
+    """As many sources with other views are other masters."""
+    with open_checkpoint(str(DATA / RUN)) as first, open_checkpoint(str(DATA / RUN)) as last:
+        parts = parts_of(first)
+        key, sources = next(iter(parts.rounded.items()))
+        changed = {key: tuple(Source(source.key, other(source.view)) for source in sources)}
+        both = [parts, replace(parts, rounded={**parts.rounded, **changed})]
+        for order in (both, both[::-1]):
+            if not said:
+                check_alike(order, [first, last])
+                continue
+            with pytest.raises(MappingError, match=f"{key} {said}"):
+                check_alike(order, [first, last])

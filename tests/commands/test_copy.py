@@ -22,6 +22,7 @@ from ckpt_tools.commands.copy import CopyOptions, CopyReport, copy_checkpoint
 from ckpt_tools.errors import CorruptCheckpointError, StorageError, UsageError, VerificationError
 from ckpt_tools.execute.remote_output import RemoteOutput
 from ckpt_tools.execute.run import WriteOptions, write_checkpoint
+from ckpt_tools.formats.detect import BRIDGE_TRACKER
 from ckpt_tools.model.transfers import Transfer
 from ckpt_tools.plan import raw_files
 from ckpt_tools.plan.raw_files import RawFile, Run, build_copy_plan
@@ -234,6 +235,29 @@ def three(tmp_path: Path) -> Path:
     (root / "iter_0000004" / ".metadata").unlink()
     (root / "latest_checkpointed_iteration.txt").write_text("6")
     return root
+
+
+@pytest.mark.filterwarnings("ignore:.*the folder says iteration")
+@pytest.mark.parametrize(
+    ("inner", "iteration", "copied"),
+    [
+        ("", None, True),
+        ("", 6, True),
+        ("", 2, False),
+        ("iter_0000006", None, False),
+        ("iter_0000002", None, False),
+    ],
+)
+def test_bridges_tracker_goes_with_the_iteration_that_it_names(
+    inner: str, iteration: int | None, copied: bool, tmp_path: Path
+) -> None:
+    root = three(tmp_path)
+    (root / "latest_checkpointed_iteration.txt").unlink()
+    torch.save({"step": torch.tensor(6, dtype=torch.int32)}, root / BRIDGE_TRACKER)
+    copy_checkpoint(root / inner, tmp_path / "out", CopyOptions(iteration=iteration))
+    made = [path for path in tmp_path.rglob(BRIDGE_TRACKER) if path.parent != root]
+    assert made == [tmp_path / "out" / BRIDGE_TRACKER] * copied
+    assert all(path.read_bytes() == (root / BRIDGE_TRACKER).read_bytes() for path in made)
 
 
 @pytest.mark.filterwarnings("ignore:.*the folder says iteration")

@@ -15,9 +15,18 @@ from ckpt_tools.commands.to_dcp import convert_to_dcp
 from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.formats.files import LocalFiles
 from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.roles import Role
 from ckpt_tools.model.target import Source, TargetTensor
 from ckpt_tools.verify.compare import Tolerance
-from ckpt_tools.verify.differences import DiffOptions, DiffReport, Side, TensorDiff, weights_not_compared
+from ckpt_tools.verify.differences import (
+    DiffOptions,
+    DiffReport,
+    Side,
+    TensorDiff,
+    _by_form,
+    weights_not_compared,
+)
+from ckpt_tools.verify.stored_weights import can_round, has_weights
 from tests.conftest import fixture_dir
 from tests.damage import copy_of, infos_of, metadata_of, payload_of, replace_chunk
 
@@ -143,3 +152,51 @@ def test_weights_that_no_rounding_is_known_for_are_named() -> None:
     a, b = (Side(LocalFiles("."), Catalog(".", {}, {}), {"w": t}, {}) for t in (beside, master))
     (note,) = weights_not_compared(a, b, DiffOptions())
     assert note.startswith("the stored weights of 1 masters, w the first, were not compared")
+
+
+def told(
+    role: Role, dtype: str = "float32", shape: tuple[int, ...] = (2,), behind: str | None = None
+) -> TargetTensor:
+    weights = (Source("w"),) if behind else ()
+    return TargetTensor(
+        "t", dtype, shape, (Source("x"),), role=role, must_round_to=weights, must_round_dtype=behind
+    )
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "role", "kind"),
+    [
+        (told("weight", "bfloat16"), told("master"), "master", "equal"),
+        (told("weight", "bfloat16"), told("weight"), "weight", "equal"),
+        (told("exp_avg"), told("weight"), "exp_avg", "equal"),
+        (told("master"), None, "master", "only in A"),
+        (None, told("exp_avg"), "exp_avg", "only in B"),
+        (told("weight"), told("master", shape=(3,)), "master", "shape"),
+        (told("weight", "int8"), told("weight"), "weight", "dtype"),
+        (told("weight", "int8"), told("weight", "int8"), "weight", "equal"),
+    ],
+)  # fmt: skip
+def test_a_weight_against_a_master_is_a_master(
+    a: TargetTensor | None, b: TargetTensor | None, role: str, kind: str
+) -> None:
+    row = _by_form("t", a, b)
+    assert (row.role, row.kind) == (role, kind)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(
+    ("behind", "other", "has", "can"),
+    [
+        (None, told("master"), False, True),
+        ("bfloat16", told("master"), True, True),
+        ("bfloat16", told("weight", "float16"), True, True),
+        ("float8_e4m3fn", told("master"), True, False),
+        ("bfloat16", told("master", behind="int8"), True, False),
+        ("bfloat16", told("weight", "int8"), True, False),
+    ],
+)
+def test_weights_behind_one_side_are_weights(
+    behind: str | None, other: TargetTensor, has: bool, can: bool, turned: bool
+) -> None:
+    pair = [told("master", behind=behind), other][:: -1 if turned else 1]
+    assert (has_weights(pair), can_round(pair)) == (has, can)

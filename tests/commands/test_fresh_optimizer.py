@@ -23,6 +23,7 @@ from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
 from ckpt_tools.errors import MappingError
 from ckpt_tools.execute.run import WriteOptions
 from ckpt_tools.megatron.fsdp_dtensor.entries import FsdpSource, read_fsdp_source
+from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import schedule_of
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from tests.commands import oracle
 from tests.commands.rewritten import Parts, read, write
@@ -440,3 +441,32 @@ def test_what_was_frozen_in_3d_stays_so(factor: float, tmp_path: Path) -> None:
     assert made[f"model.module.{frozen}"] == (torch.bfloat16, (224, 32))
     assert not [key for key in made if key.startswith("optimizer.") and frozen in key]
     assert made["model.module.embedding.word_embeddings.weight"][0] == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("args", "warmup", "decay", "steps"),
+    [
+        ({"train_iters": 100, "lr_decay_iters": 50, "lr_warmup_iters": 10}, 40, 200, 400),
+        ({"train_iters": 100, "lr_warmup_iters": None}, 0, 400, 400),
+        ({"train_iters": 100, "lr_decay_iters": 50, "lr_warmup_fraction": 0.1}, 20.0, 200, 400),
+        (
+            {"train_iters": 100, "lr_decay_iters": 50, "lr_warmup_fraction": 0.0, "lr_warmup_iters": 5},
+            0.0,
+            200,
+            400,
+        ),
+        ({"train_samples": 90, "lr_decay_samples": 70, "lr_warmup_samples": 7}, 7, 70, 90),
+        ({"train_samples": 90, "lr_decay_samples": 70, "lr_warmup_fraction": 0.5}, 35.0, 70, 90),
+        ({"train_samples": 90}, 0, 90, 90),
+        ({"train_iters": 100, "train_samples": 90}, 0, 400, 400),
+    ],
+)
+def test_the_schedule_is_that_of_megatrons_args(
+    args: dict[str, Any], warmup: float, decay: int, steps: int
+) -> None:
+    others = {"lr_decay_style": "cosine", "start_weight_decay": 0.1, "end_weight_decay": 0.2}
+    assert schedule_of({"global_batch_size": 4, **args, **others}) == {
+        "lr_warmup_steps": warmup, "lr_decay_steps": decay, "wd_incr_steps": steps, "lr_decay_style": "cosine",
+        "start_wd": 0.1, "end_wd": 0.2,
+    }  # fmt: skip
+    assert schedule_of({"train_iters": 100}) is None

@@ -17,6 +17,7 @@ from ckpt_tools.verify.job import Job, parse_command
 from ckpt_tools.verify.megatron_args import flags_of
 from tests.commands.launched import launch_of
 from tests.conftest import all_checkpoints
+from tests.damage import copy_of, drop_key, metadata_of
 
 # Refused when this was written, by name; tried as soon as they convert.
 
@@ -154,3 +155,13 @@ def test_the_record_of_a_conversion_says_program_and_size(tmp_path):
     assert words[words.index("--tensor-model-parallel-size") + 1] == "1"
     other = preflight(path, [*words, "--tensor-model-parallel-size", "2"]).report
     assert "packed-projections" in {finding.check for finding in other.findings}
+
+
+@pytest.mark.parametrize("absent", [(), ("0.0",), ("1.0",), ("0.0", "1.0")])
+def test_rng_states_of_every_stage_are_there_or_none_is_loaded(absent, tmp_path):
+    root = copy_of("te_gpt_pp2_fr", tmp_path)
+    with metadata_of(root) as metadata:
+        for rank in absent:
+            drop_key(metadata, f"rng_state/shard_{rank}_2.1")
+    start = preflight(str(root)).as_is
+    assert start is not None and ("--no-load-rng" in start.words) == bool(absent)

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,31 @@ def test_masters_of_another_step_take_no_place(sound: Path, tmp_path: Path) -> N
     tensors[key] = tensors[key] * 1.5
     message = refusal(write(tmp_path / "foreign", tensors | objects), tmp_path, VerificationError)
     assert "do not round to the stored weights" in message
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda master: master[:-1].clone(), "torch.bfloat16"),
+        (lambda master: master.t().contiguous(), ""),
+        (lambda master: master.double(), "float64"),
+        (lambda master: master.bfloat16(), "bfloat16"),
+        (None, "its weight: there is none"),
+    ],
+)
+def test_masters_that_fit_no_weight_take_no_place(
+    change: Callable[[torch.Tensor], torch.Tensor] | None, found: str, sound: Path, tmp_path: Path
+) -> None:
+    tensors, objects = as_nvidias_converter_writes(*parts(sound))
+    name = "decoder.layers.0.mlp.linear_fc2.weight"
+    key = f"{STATE}{name}.fp32_param"
+    if change is None:
+        del tensors[f"model.module.{name}"]
+    else:
+        tensors[key] = change(tensors[key])
+    message = refusal(write(tmp_path / "foreign", tensors | objects), tmp_path, MappingError)
+    assert "masters that fit no weight" in message and f"{key}: " in message
+    assert found.removeprefix("torch.") in message
 
 
 def test_halves_that_say_different_things_of_their_group(sound: Path, tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ import math
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,13 +20,15 @@ from torch.distributed import checkpoint as dcp
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.diff import DiffRequest, diff_checkpoints
 from ckpt_tools.commands.inspect import inspect_checkpoint
-from ckpt_tools.commands.named_tensors import part_of
-from ckpt_tools.commands.stats import StatsOptions, checkpoint_change, checkpoint_statistics
+from ckpt_tools.commands.named_tensors import NamedTensor, NamedTensors, part_of
+from ckpt_tools.commands.stats import StatsOptions, _paired, checkpoint_change, checkpoint_statistics
 from ckpt_tools.commands.stats_page import change_html, change_svg, norms_html, norms_svg
 from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
 from ckpt_tools.errors import UsageError
+from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.dtypes import ITEMSIZE
+from ckpt_tools.model.target import Source, TargetTensor
 from ckpt_tools.verify import parts
 from ckpt_tools.verify.values import Change, Statistics
 from tests.altered import scaled
@@ -543,3 +547,47 @@ def test_one_layer(capsys: pytest.CaptureFixture[str]) -> None:
     assert "layers.0" not in out
     with pytest.raises(UsageError, match=r"--layer 7: the checkpoint has 0, 1"):
         checkpoint_statistics(str(DATA / RUN), StatsOptions(layers=(7,)))
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "pairs"),  # roles of one parameter -> (role, dtypes of both sides) of what is compared
+    [
+        ("w", "w", ["weight wb wb"]),
+        ("w", "m", ["weight wb mf"]),
+        ("m", "m", ["master mf mf"]),
+        ("wm", "m", ["master mf mf"]),
+        ("wm", "w", ["weight wb wb"]),
+        ("wm", "wm", ["weight wb wb", "master mf mf"]),
+        ("we", "me", ["weight wb mf", "exp_avg ef ef"]),
+        ("we", "m", ["weight wb mf"]),
+        ("e", "m", []),
+        ("w", "e", []),
+    ],
+)
+def test_weights_and_masters_of_two_sides(a: str, b: str, pairs: list[str]) -> None:
+    roles = {"w": ("weight", "bfloat16"), "m": ("master", "float32"), "e": ("exp_avg", "float32")}
+
+    def side(letters: str, expert: int | None) -> Iterator[NamedTensor]:
+        for letter in letters:
+            role, dtype = roles[letter]
+            target = TargetTensor(f"{letter}{dtype[0]}", dtype, (2,), (Source("x"),))
+            yield NamedTensor("p", part_of("p"), cast(Any, role), target, expert)
+
+    for first, second in ((a, b), (b, a)):
+        sides = [
+            NamedTensors(
+                "parameters", Catalog(".", {}, {}), (*side(letters, None), *side(letters, 3), *alone)
+            )
+            for letters, alone in ((first, side("w", 1)), (second, side("m", 2)))  # experts alone are no pair
+        ]
+        here, there = _paired(*sides)
+        for expert in (None, 3):
+            found = [
+                f"{role} {here[key].tensor.key} {there[key].tensor.key}"
+                for key in here
+                if key in there and key[1] == expert
+                for role in [key[2]]
+            ]
+            turned = [" ".join([p.split()[0], *p.split()[:0:-1]]) for p in pairs] if first != a else pairs
+            assert sorted(found) == sorted(turned)
+        assert not [key for key in here if key in there and key[1] in (1, 2)]

@@ -78,6 +78,27 @@ def test_a_checked_cast_counts_what_it_changes_and_refuses_infinities(source: st
     assert f"as would {too_large.sum():,} of the {bits.size:,} elements" in str(caught.value)
 
 
+@pytest.mark.parametrize("sign", [0, 1])
+@pytest.mark.parametrize(
+    ("source", "target", "first"),  # the smallest number that becomes infinite, as bits
+    [
+        ("float32", "bfloat16", 0x7F7F_8000),
+        ("float32", "float16", 0x477F_F000),
+        ("bfloat16", "float16", 0x4780),
+        ("float64", "float32", 0x47EF_FFFF_F000_0000),
+        ("float64", "bfloat16", 0x47EF_EFFF_F000_0000),
+        ("float64", "float16", 0x40EF_FDFF_F000_0000),
+    ],
+)
+def test_the_smallest_number_that_becomes_infinite_is_refused_alone(
+    source: str, target: str, first: int, sign: int
+) -> None:
+    bits = first | sign << (8 * ITEMSIZE[source] - 1)
+    cast_checked(np.array([bits - 1], raw_dtype(source)), source, target, "w", (0,))
+    with pytest.raises(VerificationError, match="too large"):
+        cast_checked(np.array([bits], raw_dtype(source)), source, target, "w", (0,))
+
+
 @pytest.mark.parametrize("dtype", ITEMSIZE)
 def test_numpy_types_have_the_size_of_the_element(dtype: str) -> None:
     assert numpy_dtype(dtype).itemsize == raw_dtype(dtype).itemsize == ITEMSIZE[dtype]

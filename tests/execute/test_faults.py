@@ -317,6 +317,30 @@ def test_a_journal_line_that_ran_into_another_counts_as_not_written(case: Case, 
     assert journal.finished() == {0: 7, 3: 4, 5: 6}
 
 
+@pytest.mark.parametrize(
+    ("now", "said"),
+    [
+        ([["a", 1, 2], ["b", 3, 4]], None),
+        ([["a", 1, 2], ["b", 3, 5]], "b changed while"),
+        ([["a", 2, 2], ["b", 3, 4]], "a changed while"),
+        ([["a", 1, 2]], "no longer has the files"),
+        ([["a", 1, 2], ["b", 3, 4], ["c", 1, 1]], "no longer has the files"),
+    ],
+)
+def test_a_journal_goes_on_from_the_same_source_alone(
+    now: list[list[object]], said: str | None, case: Case, tmp_path: Path
+) -> None:
+    journal, plan = Journal(tmp_path / "journal"), case.plan(1)
+    journal.begin(plan, [["a", 1, 2], ["b", 3, 4]])
+    if said is None:
+        journal.resume(plan, now, "here")
+        with pytest.raises(UsageError, match="another plan"):
+            journal.resume(replace(plan, digest="other"), now, "here")
+        return
+    with pytest.raises(CorruptCheckpointError, match=said):
+        journal.resume(plan, now, "here")
+
+
 @pytest.mark.parametrize("section", [flips, metadata_flips])
 def test_no_flipped_bit_of_a_source_is_a_silent_wrong_result(
     tmp_path: Path, section: Callable[..., Iterator[tuple[str, Counter[str]]]]

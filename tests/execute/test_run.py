@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import hashlib
 import math
@@ -342,6 +343,42 @@ def test_a_source_that_changes_underneath(
     ):
         write_checkpoint(case.plan(1), case.files, Output(tmp_path / "out"), progress=disturb)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("was_there", [False, True])
+@pytest.mark.parametrize(
+    "name", ["metadata.json", "common.pt", "run_config.yaml", "train_state.pt", "config.json"]
+)
+def test_a_file_that_describes_the_source_appears_or_goes(
+    name: str, was_there: bool, case: Case, tmp_path: Path
+) -> None:
+    path = tmp_path / "source" / name
+    if was_there:
+        path.touch()
+
+    def disturb(done: int, total: int) -> None:
+        path.unlink(missing_ok=True) if was_there else path.touch()
+
+    with pytest.raises(CorruptCheckpointError, match=f"{name} changed while"):
+        write_checkpoint(case.plan(1), case.files, Output(tmp_path / "out"), progress=disturb)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("part", ["tensors", "objects"])
+@pytest.mark.parametrize("beside", [{}, {"tracker": b"3"}])
+def test_fsync_reaches_every_file_and_folder(
+    part: str, beside: dict[str, bytes], case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extra = {"config.json": b"{}", "inner/notes": b"x"}
+    output = Output(tmp_path / "run" / "out", extra_files=extra, beside=beside)
+    kept = case.target
+    target = Target(kept.tensors) if part == "tensors" else Target((), objects=kept.objects)
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_ino))
+    plan = dataclasses.replace(case, target=target).plan(1)
+    write_checkpoint(plan, case.files, output, WriteOptions(2, fsync=True))
+    there = [tmp_path / "run", *(tmp_path / "run").rglob("*")]
+    assert len(there) > 5 and [path for path in there if path.stat().st_ino not in synced] == []
 
 
 def test_writing_does_not_import_torch(tmp_path: Path) -> None:

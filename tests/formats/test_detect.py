@@ -235,8 +235,9 @@ def test_a_model_beside_the_iterations_of_a_run_stays_one(name: str, tmp_path: P
     found = locate(str(root))
     assert (found.kind, found.path) == ("safetensors", str(root))
     assert found.left_out == (
-        f"{root}: a run's iterations lie beside this model; --iteration chooses one of them",
+        f"{root} holds the model twice: these files, and a run; --iteration chooses one of its iterations",
     )
+    assert locate(str(root), of_run=True).path == f"{root}/iter_0000002"
     asked = locate(str(root), 1)
     assert (asked.kind, asked.iteration) == ("torch_dist", 1)
     assert any("model-00001-of-00001.safetensors" in line for line in asked.left_out)

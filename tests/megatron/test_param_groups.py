@@ -49,10 +49,15 @@ def test_experts_join_the_dense_groups_when_there_is_one_optimizer():
 
 def test_decoupled_learning_rate_both_spellings():
     embedding = parameter("embedding.word_embeddings.weight", 8, 4)
+    head, positions = (
+        parameter("output_layer.weight", 8, 4),
+        parameter("embedding.position_embeddings.weight", 8, 4),
+    )
     rules = GroupRules(decoupled_lr=True)
     for own in ({"is_decoupled_lr": True}, {"default_config": False}):
-        derived = derive_memberships([embedding, PARAMETERS[0]], [DECAY, DECAY | own, NO_DECAY], rules)
-        assert groups_of(derived) == {"embedding.word_embeddings.weight": 1, "a.weight": 0}
+        parameters = [embedding, head, positions, PARAMETERS[0]]
+        derived = derive_memberships(parameters, [DECAY, DECAY | own, NO_DECAY], rules)
+        assert [m.group for m in derived.values()] == [1, 1, 0, 0]
 
 
 def test_qk_layernorm_may_decay():

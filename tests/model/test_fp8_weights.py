@@ -191,6 +191,22 @@ def test_a_flipped_bit_of_a_master_is_found(
         check(tmp_path, values, weights, recipe, threads=2)
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8", "blockwise", "unknown"])
+@pytest.mark.parametrize("wrong", [-1.0, 1.0, -0.0137, 0.0137])
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+def test_a_large_master_of_a_weight_of_zero_is_found(
+    recipe: str, wrong: float, zero: float, tmp_path: Path
+) -> None:
+    values = masters()
+    values[40, 300:304] = zero, -1e-9, 1e-9, zero
+    is_blocked = recipe in ("mxfp8", "blockwise")
+    weights = by_block(values, 32, 32, True) if is_blocked else by_shard(values, (5000.1, 6000.2))
+    check(tmp_path / "sound", values, weights, recipe)
+    values[40, 300] = wrong
+    with pytest.raises(VerificationError, match=re.escape(f"t[40, 300]: master {float(values[40, 300])!r}")):
+        check(tmp_path / "wrong", values, weights, recipe)
+
+
 @pytest.mark.parametrize("recipe", ["mxfp8", "blockwise"])
 def test_a_flipped_bit_of_a_master_in_blocks_is_found(tmp_path: Path, recipe: str) -> None:
     values = masters()

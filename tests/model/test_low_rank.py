@@ -92,12 +92,19 @@ def test_it_is_rounded_to_nearest_even_once(
     assert got == sign * expected or (np.isnan(expected) and np.isnan(got))
 
 
-@pytest.mark.parametrize(("dtype", "largest"), [("float16", 65504.0), ("bfloat16", 3.3895313892515355e38)])
-def test_a_finite_sum_that_would_become_infinite_is_refused(dtype: str, largest: float) -> None:
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(
+    ("dtype", "largest"),
+    [("float16", 65504.0), ("bfloat16", 3.3895313892515355e38), ("float32", 3.4028234663852886e38)],
+)
+def test_a_finite_sum_that_would_become_infinite_is_refused(dtype: str, largest: float, sign: int) -> None:
+    largest *= sign
     one, weight = np.ones((1, 1)), np.array([[largest]])
     kernel = AddLowRank(dtype, largest / 16)
-    with pytest.raises(ValueError, match=f"a weight is .*, too large for {dtype}"):
-        kernel.compute(full_box((1, 1)), [weight, one, one])
+    for others in ([], [np.inf], [np.nan], [-largest]):  # elements beside it hide nothing
+        row = np.array([[largest, *others]])
+        with pytest.raises(ValueError, match=f"a weight is .*, too large for {dtype}"):
+            kernel.compute(full_box(row.shape), [row, one, np.ones(row.shape)])
     still = AddLowRank(dtype, 0.0).compute(full_box((1, 1)), [weight, one, one])
     assert torch.from_numpy(still).view(getattr(torch, dtype)).double().item() == largest
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -171,6 +172,45 @@ def test_pauses_double_and_are_bounded(store: Store, monkeypatch: pytest.MonkeyP
         "memory://ckpt/data: reading bytes 0..65536: still failing after 7 attempts in 0 s: "
         "ConnectionResetError: reset by peer. Check the address"
     )
+
+
+@pytest.mark.parametrize(
+    ("give_up", "taken", "requests"),  # pauses are 1, 2, 4, 8, 8 ... seconds
+    [(0, 0, 2), (0, 5, 1), (14.9, 0, 5), (15, 0, 6), (15.1, 0, 6), (30, 20, 2), (50, 20, 3), (1e9, 0, 50)],
+)
+def test_a_request_is_repeated_until_give_up(
+    give_up: float, taken: float, requests: int, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [1000.0]
+
+    def pass_time(seconds: float) -> None:
+        clock[0] += seconds
+
+    monkeypatch.setattr(store_module, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=pass_time))
+    monkeypatch.setattr(random, "uniform", lambda low, high: 1.0)
+
+    def busy(number: int, start: int, end: int) -> bytes | None:
+        pass_time(taken)
+        raise ConnectionResetError("reset by peer")
+
+    store.fault = busy
+    retry = Retry(attempts=50, pause=1, max_pause=8, give_up=give_up)
+    with pytest.raises(StorageError, match=f"still failing after {requests} attempts in"):
+        RemoteFiles("memory://ckpt", retry).read("data", 100, 10)
+    assert len(store.requests) == requests
+
+
+@pytest.mark.parametrize("much", [len(DATA), (64 << 10) + 1, (64 << 10) - 1, 1, 0])
+def test_an_answer_of_another_length_is_not_taken(much: int, store: Store) -> None:
+    """Such as all of an object from a server that knows no ranges."""
+    for start in (0, 8 << 20):
+        store.requests.clear()
+        store.fault = lambda number, start, end: DATA[:much] if number == 1 else None
+        assert RemoteFiles("memory://ckpt", QUICK).read("data", start, 10) == DATA[start : start + 10]
+        assert len(store.requests) == 2
+    store.fault = lambda number, start, end: DATA[:much]
+    with pytest.raises(StorageError, match=f"{much} bytes came instead of 65536"):
+        RemoteFiles("memory://ckpt", QUICK).read("data", 100, 10)
 
 
 def test_what_cannot_succeed_is_not_repeated(store: Store) -> None:

@@ -28,6 +28,8 @@ from tests.remote.s3 import (
     MOVED,
     NONE,
     RESET,
+    UNPROVEN,
+    WHOLE,
     FaultProxy,
     Objects,
     s3_server,
@@ -121,7 +123,7 @@ def test_empty_files(proxy: FaultProxy) -> None:
     store.clear(keep="")
 
 
-@pytest.mark.parametrize("fault", [RESET, CUT, BUSY])
+@pytest.mark.parametrize("fault", [RESET, CUT, BUSY, WHOLE, UNPROVEN])
 @pytest.mark.parametrize("how", ["whole", "range", "listing"])
 def test_what_is_lost_is_asked_for_again(fault: str, how: str, proxy: FaultProxy) -> None:
     store = Store("s3://box/lost", QUICK)

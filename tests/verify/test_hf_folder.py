@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ from safetensors.numpy import save_file
 
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.hf_parts import without_frequencies
-from ckpt_tools.commands.verify import verify_checkpoint
+from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
 from ckpt_tools.formats.files import LocalFiles
 from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.megatron.huggingface.identify import NUMBER
@@ -234,3 +235,49 @@ def test_names_of_a_model_without_its_head(config: dict[str, Any], tmp_path: Pat
     folder = save(tmp_path / "hf", {**config, "architectures": ["SomeModel"]}, bare)
     assert names(folder) == []
     assert [one.where for one in names(folder, **{"norm.weight": None})] == ["norm.weight"]
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:1000])
+
+
+@pytest.mark.parametrize(
+    ("harm", "errors"),
+    [
+        (lambda folder: None, 0),
+        (lambda folder: cut(folder / "iter_0000020" / "__0_0.distcp"), 1),
+        (lambda folder: (folder / "iter_0000020" / ".metadata").unlink(), 1),
+        (lambda folder: (folder / "latest_checkpointed_iteration.txt").write_text("30"), 1),
+        (lambda folder: (folder / "latest_checkpointed_iteration.txt").write_text("?"), 1),
+        (lambda folder: cut(folder / "model.safetensors"), 1),
+        (
+            lambda folder: (folder / "iter_0000020" / "metadata.json").write_text(
+                '{"sharded_backend": "zarr"}'
+            ),
+            0,
+        ),
+    ],
+)
+@pytest.mark.parametrize("content", [False, True])
+def test_both_of_a_folder_that_holds_the_model_twice_are_checked(
+    harm: Callable[[Path], object], errors: int, content: bool, user_cases: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "checkpoint-20"
+    shutil.copytree(user_cases / "swift_checkpoint_folder" / "checkpoint-20", folder)
+    harm(folder)
+    report = verify_checkpoint(folder, options=VerifyOptions(content=content))
+    assert report.is_valid == (errors == 0)
+    assert any(f.check == "other copy" for f in report.findings)
+
+
+def test_a_model_in_an_iterations_folder_is_checked(user_cases: Path, tmp_path: Path) -> None:
+    swift = user_cases / "swift_checkpoint_folder" / "checkpoint-20"
+    for place in ("", "hf"):
+        folder = tmp_path / f"run{place}" / "iter_0000020"
+        shutil.copytree(swift / "iter_0000020", folder)
+        (folder / place).mkdir(exist_ok=True)
+        for name in ("model.safetensors", "config.json"):
+            shutil.copy(swift / name, folder / place)
+        assert verify_checkpoint(folder).is_valid
+        cut(folder / place / "model.safetensors")
+        assert not verify_checkpoint(folder).is_valid

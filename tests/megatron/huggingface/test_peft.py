@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,9 @@ from ckpt_tools.errors import (
     UsageError,
 )
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
+from ckpt_tools.megatron.huggingface import peft_targets
 from ckpt_tools.megatron.huggingface.peft import read_peft_settings
+from ckpt_tools.megatron.huggingface.rules import SMALLEST
 from ckpt_tools.model.choices import MegatronFormat
 from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
 from tests.commands.test_huggingface import GPT2
@@ -596,3 +600,33 @@ def test_exports_that_cannot_be_are_refused(exported: str, tmp_path: Path) -> No
         export_hf(str(odd_place), str(tmp_path / "o"), ExportOptions(peft=True, hf_config=exported))
     assert "decoder.layers.2.self_attention.linear_proj.weight: no rule has this weight" in str(caught.value)
     assert "embedding.word_embeddings.weight: only adapters of linears" in str(caught.value)
+
+
+@pytest.mark.parametrize("part", ["q", "k", "v", "gate", "up"])
+@pytest.mark.parametrize(
+    ("settings", "layout", "fits"),
+    [
+        ({}, None, True),
+        ({"rotary_interleaved": True}, None, False),
+        ({"glu_interleave": (4, 1)}, None, False),
+        ({}, "gate_up_interleaved", False),
+    ],
+)
+def test_a_part_is_a_linear_where_its_rows_keep_their_order(
+    part: str, settings: dict[str, Any], layout: str | None, fits: bool
+) -> None:
+    attention = part in ("q", "k", "v")
+    pair: Any = SimpleNamespace(
+        rule=SimpleNamespace(layout=layout or ("qkv" if attention else "gate_up")),
+        hf=[f"{name}.weight" for name in (("q", "k", "v") if attention else ("gate", "up"))],
+        tensors=[SimpleNamespace(shape=(8 + i, 4)) for i in range(3)],
+    )
+    rows = 8 + ("qkv".index(part) if attention else ["gate", "up"].index(part))
+    for size in (rows, rows - 1):
+        adapter: Any = SimpleNamespace(part=part, left=SimpleNamespace(shape=(size, 2)))
+        if fits and size == rows:
+            made = peft_targets._part(adapter, pair, replace(SMALLEST, **settings))
+            assert (made.module, made.rows, made.turned) == (part, rows, False)
+            continue
+        with pytest.raises(MappingError, match="rows" if fits else "not a linear of its own"):
+            peft_targets._part(adapter, pair, replace(SMALLEST, **settings))

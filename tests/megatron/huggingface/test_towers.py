@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
+from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.huggingface.checks import Spec, with_stored_norms
 from ckpt_tools.megatron.huggingface.config import read_config
 from ckpt_tools.megatron.huggingface.families import FAMILIES
@@ -53,3 +56,25 @@ def test_stored_norms_of_queries_and_keys_are_computed_whatever_the_settings_say
     assert not with_stored_norms(SMALLEST, ["decoder.layers.0.mlp.linear_fc1.weight"]).qk_layernorm
     assert with_stored_norms(replace(SMALLEST, qk_layernorm=True), []).qk_layernorm
     assert not with_stored_norms(replace(SMALLEST, multi_latent_attention=True), [norm]).qk_layernorm
+
+
+@pytest.mark.parametrize("has_head", [False, True])
+@pytest.mark.parametrize("outer", [None, False, True])
+@pytest.mark.parametrize("inner", [None, False, True])
+def test_a_head_is_the_embedding_where_nothing_denies_it(
+    outer: bool | None, inner: bool | None, has_head: bool
+) -> None:
+    said = {key: value for key, value in (("outer", outer), ("inner", inner)) if value is not None}
+    config = {**RELEASED, "text_config": {**RELEASED["text_config"]}}
+    for place, value in said.items():
+        (config if place == "outer" else config["text_config"])["tie_word_embeddings"] = value
+    names = {
+        **NAMES,
+        **({"language_model.lm_head.weight": Spec("bfloat16", (262208, 2560))} if has_head else {}),
+    }
+    if (outer, inner, has_head) == (False, True, False):
+        with pytest.raises(MappingError, match="false, and true in text_config"):
+            language_tower(config, names)
+        return
+    expected = set(said.values()) == {True} if has_head else outer is not False
+    assert language_tower(config, names).config["tie_word_embeddings"] is expected

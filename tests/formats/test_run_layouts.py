@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from ckpt_tools.cli.app import run
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError, UsageError
 from ckpt_tools.formats.detect import iteration_numbers, locate
+from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
 from tests.commands import oracle
 from tests.commands.rewritten import read, write
 from tests.conftest import DATA
@@ -324,3 +325,76 @@ def test_an_import_of_its_pickles_says_how_to_make_a_model_of_them(
     (role / "model_world_size_1_rank_0.pt").write_bytes(b"x")
     assert run(["import-hf", f"{tmp_path}/run{inner}", str(tmp_path / "out")]) == 3
     assert "python -m verl.model_merger merge --backend fsdp" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("form", ["", "layers", "no zero", "trainer"])
+@pytest.mark.parametrize("inner", ["", "/global_step100"])
+@pytest.mark.parametrize("command", ["inspect", "verify", "ls", "import-hf"])
+def test_deepspeed_is_named_with_its_own_way_out(
+    form: str, inner: str, command: str, user_cases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "run"
+    shutil.copytree(user_cases / "deepspeed_folders" / "run", root)
+    step = root / "global_step100"
+    match form:
+        case "layers":  # of its pipeline
+            for path in step.iterdir():
+                path.unlink()
+            (step / "layer_00-model_00-model_states.pt").touch()
+        case "no zero":
+            (root / "zero_to_fp32.py").unlink()
+        case "trainer":
+            (root / "config.json").write_text("{}")
+    assert run([command, f"{root}{inner}", *[str(tmp_path / "out")] * (command == "import-hf")]) == 3
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"zero_to_fp32 {root} OUT --safe_serialization -t global_step100" in said
+    assert f"ds_to_universal --input_folder {step} " in said
+
+
+def test_a_model_beside_deepspeeds_files_is_read(user_cases: Path, tmp_path: Path) -> None:
+    shutil.copytree(user_cases / "deepspeed_folders" / "run", tmp_path / "run")
+    (tmp_path / "run" / "model.safetensors").touch()
+    assert locate(str(tmp_path / "run")).kind == "safetensors"
+
+
+def test_a_run_of_nemo_rl(user_cases: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = user_cases / "nemo_folders" / "rl"
+    model = "policy/weights/iter_0000000"
+    for inner in ("", "/step_20", "/step_20/policy", "/step_20/policy/weights"):
+        assert locate(f"{root}{inner}").path == f"{root}/step_20/{model}"
+    assert locate(str(root), 10).path == f"{root}/step_10/{model}"
+    unfinished = "tmp_step_30: NeMo RL is still writing it, or its save did not end"
+    assert locate(str(root)).left_out == (
+        f"{root}: step_20 is read, the latest whole one of 2 steps; --iteration chooses another",
+        f"{root}/{unfinished}",
+    )
+    with pytest.raises(UnsupportedCheckpointError, match=unfinished):
+        locate(f"{root}/tmp_step_30")
+    assert run(["ls", str(root), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["iterations"]
+    assert [(row["name"], row["inside"], row["state"], row["latest"]) for row in rows] == [
+        ("step_10", model, "complete", False),
+        ("step_20", model, "complete", True),
+        ("tmp_step_30", "", "incomplete", False),
+    ]
+    for command in (["verify"], ["inspect"], ["du", "--json"]):
+        assert run([*command, str(root)]) == 0
+    assert "not a whole checkpoint" not in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_other_forms_of_nemo_rl(tmp_path: Path) -> None:
+    (tmp_path / "tmp_step_1").mkdir()
+    with pytest.raises(
+        UnsupportedCheckpointError, match=r"holds no whole step.*tmp_step_1: NeMo RL is still"
+    ):
+        locate(str(tmp_path))
+    for place in ("step_3/policy/weights", "step_4/policy/weights/model"):
+        put_dcp(tmp_path / place)
+        found = locate(str(tmp_path))
+        assert (found.path, found.iteration) == (str(tmp_path / place), int(place[5]))
+    (tmp_path / "step_4" / "policy" / "optimizer").mkdir()
+    assert [line.partition(":")[0] for line in locate(str(tmp_path / "step_4")).left_out] == ["optimizer"]
+    put_dcp(tmp_path / "step_4" / "value" / "weights")
+    with pytest.raises(UsageError, match=r"several models; give one: .*/policy, .*/value"):
+        locate(str(tmp_path))
