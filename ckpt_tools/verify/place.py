@@ -6,8 +6,9 @@ import json
 from collections.abc import Callable
 
 from ckpt_tools.formats.dcp import METADATA
-from ckpt_tools.formats.detect import METADATA_JSON, TRACKER, Location, iteration_folders
+from ckpt_tools.formats.detect import TRACKER, Location, iteration_folders
 from ckpt_tools.formats.files import Files, open_files
+from ckpt_tools.formats.metadata_kind import METADATA_JSON
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.keys import COMMON_OBJECT, GROUP_META, MODEL_PREFIX
 from ckpt_tools.model.catalog import Catalog
