@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ckpt_tools.formats.dcp import read_catalog
 from ckpt_tools.formats.detect import Location, locate
 from ckpt_tools.formats.files import Files, open_files
+from ckpt_tools.formats.metadata_kind import refuse_metadata_json
 from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.megatron.common_state import CommonState, read_common_state
 from ckpt_tools.megatron.record import read_record
@@ -49,6 +50,8 @@ def open_checkpoint(
         nothing = CommonState({}, None)
         common = read_common_state(files, catalog, trust_pickle) if with_common else nothing
         read_record(files)  # a damaged one ends every command
+        if location.has_metadata_json:
+            refuse_metadata_json(files)
         warn_of_iteration(location, common)
         return Opened(location, files, catalog, common, trust_pickle)
     except BaseException:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.errors import CorruptCheckpointError
@@ -60,6 +61,30 @@ def kind_of(files: Files, names: list[str], backend: str | None) -> CheckpointKi
     if any(name.endswith(".safetensors") for name in names):
         return "safetensors"
     raise missing_metadata(files)
+
+
+def metadata_json_problems(fields: dict[str, Any]) -> Iterator[str]:
+    """What in a `metadata.json` no loader takes."""
+    for backend in ("sharded_backend", "common_backend"):
+        name = f"{backend}_version"
+        if name in fields and backend not in fields:
+            yield f"{name} is there, but not {backend}"
+        elif fields.get(name, 1) != 1:
+            yield f"{name} is {fields[name]!r}, expected 1: no loader is of this version"
+    if fields.get("common_backend", "torch") != "torch":
+        yield f"common_backend is {fields['common_backend']!r}, expected 'torch'"
+
+
+def refuse_metadata_json(files: Files) -> None:
+    """
+    Raises:
+        CorruptCheckpointError: a `metadata.json` that names a `sharded_backend` is damaged elsewhere.
+    """
+    problems = list(metadata_json_problems(parse_json(read_whole(files, METADATA_JSON))))
+    if problems:
+        raise CorruptCheckpointError(
+            f"{files.location}/{METADATA_JSON} is damaged: {'; '.join(problems)}. Copy it again", problems
+        )
 
 
 def _is_fsdp_dtensor(data: bytes) -> bool:
