@@ -1,10 +1,14 @@
-"""Stored values of another kind than their readers take end a command with 4 and their key, and none with 70."""
+"""What is odd beside sound tensors is named with 4: values of another kind, small files that are damaged or lost.
+
+And a metadata of a newer torch is not odd.
+"""
 
 from __future__ import annotations
 
 import argparse
 import random
 import shutil
+import subprocess
 import warnings
 
 import pytest
@@ -12,9 +16,12 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, s
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ckpt_tools.cli.app import run
+from ckpt_tools.formats.metadata_kind import METADATA_JSON_TEXT
+from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
 from tests.commands import oracle
 from tests.commands.rewritten import Parts, read, write
 from tests.conftest import fixture_dir
+from tests.folders import content
 
 LLAMA = "core019_llama_tp2_fully_reshardable"
 NATIVE = "core019_llama_tp2_native_fsdp_dtensor"
@@ -84,7 +91,7 @@ RNG = "rng_state/shard_0.0_1.2"
 @pytest.mark.parametrize(
     ("name", "path", "value", "key"),
     [
-        (LLAMA, (RNG,), 10**400, RNG),
+        (LLAMA, (RNG,), 2**200, RNG),
         (LLAMA, (RNG,), [], RNG),
         (LLAMA, (RNG, 0), {"a": 1}, RNG),
         (LLAMA, (RNG, 0, 0), 7, f"{RNG}.0"),
@@ -94,7 +101,7 @@ RNG = "rng_state/shard_0.0_1.2"
         (LLAMA, ("common", "args", "world_size"), 2**70, "args.world_size"),
         (LLAMA, ("common", "args", "lr"), (1,), "args.lr"),
         (LLAMA, ("common", "iteration"), -1, "iteration"),
-        (LLAMA, ("common", "opt_param_scheduler"), 10**400, "opt_param_scheduler"),
+        (LLAMA, ("common", "opt_param_scheduler"), 2**200, "opt_param_scheduler"),
         (LLAMA, ("common", "opt_param_scheduler", "max_lr"), {}, "opt_param_scheduler.max_lr"),
         (LLAMA, GROUPS, 1.5, "optimizer.optimizer.param_groups"),
         (LLAMA, (*GROUPS, 1), None, "optimizer.optimizer.param_groups.1"),
@@ -133,3 +140,67 @@ def test_no_odd_value_ends_a_command_with_a_traceback(name, seed, tmp_path, caps
             code = run([words[0], str(source), *words[1:]])
             assert code in range(8), (path, value, words, capsys.readouterr().err[-2000:])
         shutil.rmtree(source)
+
+
+@pytest.mark.parametrize("case", ["weights_only", "with_optimizer"])
+@pytest.mark.parametrize(
+    "words", [["inspect"], ["convert", "OUT"], ["convert", "OUT", "--to", "dcp"], ["strip", "OUT"],
+              ["export-hf", "OUT"], ["verify"]],
+)  # fmt: skip
+def test_a_lost_metadata_json_is_named_and_written_again_as_told(words, case, user_cases, tmp_path, capsys):
+    source, out = tmp_path / "in put", str(tmp_path / "out")
+    shutil.copytree(user_cases / "metadata_json_missing" / case, source, copy_function=shutil.copyfile)
+    told = [word.replace("OUT", out) for word in words[1:]]
+    assert run([words[0], str(source), *told]) == (1 if words[0] == "verify" else 4)
+    printed = capsys.readouterr()
+    said = printed.out + printed.err
+    assert "metadata.json is missing" in said
+    (advice,) = [line for line in said.splitlines() if line.startswith("  echo ")]
+    subprocess.run(advice, shell=True, check=True)
+    assert run([words[0], str(source), *told]) in ((0,) if words[0] in ("inspect", "verify") else range(6))
+    assert "metadata.json" not in capsys.readouterr().err
+
+
+RECORDED = {"convert": ["OUT"], "strip": ["OUT"], "average": ["IN", "OUT"], "verify": [], "inspect": []}
+
+
+@pytest.mark.parametrize("changes", [
+    (("ckpt_tools.json", "null", "nrll"), ("ckpt_tools.json", "dcp", "dcq"), ("ckpt_tools.json", "format", "fprmat"),
+     ("ckpt_tools.json", "topology", "topplogy"), ("ckpt_tools.json", '"main"', '"mxin"')),
+    (("metadata.json", "sharded_backend", "sharded_bbckend"), ("metadata.json", "torch_dist", "torch_disu"),
+     ("metadata.json", "common_backend", "common_bbckend"), ("metadata.json", '"torch"', '"tprch"'),
+     ("metadata.json", ": 1", ": 7"), ("metadata.json", "{", "[")),
+])  # fmt: skip
+def test_a_letter_of_a_small_file(changes, tmp_path, capsys):
+    folder = tmp_path / "in" / "iter_0000002"
+    if changes[0][0] == "ckpt_tools.json":
+        assert run(["convert", str(fixture_dir(LLAMA)), str(tmp_path / "in"), "--to", "dcp", "-q"]) == 0
+    else:
+        shutil.copytree(fixture_dir(LLAMA), tmp_path / "in", copy_function=shutil.copyfile)
+        folder.chmod(0o755)
+        (folder / "metadata.json").write_text(METADATA_JSON_TEXT)
+    for name, old, new in changes:
+        sound = (folder / name).read_text()
+        (folder / name).write_text(sound.replace(old, new, 1))
+        for command, words in RECORDED.items():
+            told = [word.replace("IN", str(folder)).replace("OUT", str(tmp_path / "out")) for word in words]
+            assert run([command, str(folder), *told]) in ((1, 4) if command == "verify" else (4,)), (
+                new,
+                command,
+            )
+            printed = capsys.readouterr()
+            assert name in printed.out + printed.err
+        (folder / name).write_text(sound)
+
+
+@pytest.mark.parametrize("words", [["--gpus", "2", "--tp", "1"], ["--to", "torch_dist", "--weights-only"]])
+def test_metadata_of_torch_2_15_converts_as_that_of_an_older_one(words, user_cases, tmp_path):
+    older, newer = fixture_dir("te_llama_dp2_buckets_fr") / "iter_0000002", tmp_path / "iter_0000002"
+    shutil.copytree(older, newer, copy_function=shutil.copyfile)
+    newer.chmod(0o755)
+    shutil.copyfile(user_cases / "torch_2_15/megatron/.metadata", newer / ".metadata")
+    assert (newer / ".metadata").read_bytes() != (older / ".metadata").read_bytes()
+    for source, out in ((older, "a"), (newer, "b")):
+        assert run(["convert", str(source), str(tmp_path / out), "-q", *words]) == 0
+    assert content(tmp_path / "a") == content(tmp_path / "b")
+    assert run(["verify", str(newer), "--content"]) == 0
