@@ -104,7 +104,7 @@ def read_record(files: Files) -> TargetRecord | None:
     raw = read_whole(files, RECORD_FILE, _MAX_BYTES)
     try:
         return _parsed(parse_json(raw))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptCheckpointError(
             f"{where}: not a record that this tool writes ({type(error).__name__}: {error}). Delete the file if "
             "you do not need it, and say with --tp for how many tensor-parallel ranks the checkpoint is"
