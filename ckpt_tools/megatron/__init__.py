@@ -9,6 +9,7 @@
 * `param_groups`: the optimizer's groups, and which parameter is in which
 * `vocab`: padded vocabularies
 * `common_state`: what a run saved once for all ranks
+* `stored_values`: what stored values must be, checked where they are read
 * `settings`: the few training settings that decide a conversion
 * `fp8_held`: which parameters the running model holds in FP8
 * `bridge`: the files that Megatron-Bridge keeps beside a checkpoint

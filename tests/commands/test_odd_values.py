@@ -28,8 +28,10 @@ NATIVE = "core019_llama_tp2_native_fsdp_dtensor"
 BUCKETS = "core019_llama_dp2_dp_reshardable"
 GROUP = "optimizer.param_to_group_meta.module.module.module.decoder.final_layernorm.weight"
 HUGE = 10**5000  # Python does not even spell it
-ODD = (None, "x\x1b[31m", [], [1, "a"], {}, {"a": {"b": [{}]}}, -1, 2**70, HUGE, float("nan"), float("inf"), 1e300,
-       b"\0", (), (1,), True, 1.5, {1: 2}, [[[[1]]]])  # fmt: skip
+ODD: tuple[object, ...] = (
+    None, "x\x1b[31m", [], [1, "a"], {}, {"a": {"b": [{}]}}, -1, 2**70, HUGE, float("nan"), float("inf"), 1e300,
+    b"\0", (), (1,), True, 1.5, {1: 2}, [[[[1]]]],
+)  # fmt: skip
 
 
 def stored(name):
