@@ -176,7 +176,7 @@ def run(argv: list[str] | None = None) -> int:
         words = sys.argv[1:] if argv is None else argv
         be_quiet(False)  # whatever an earlier command line of this process asked for
         with warnings.catch_warnings():
-            warnings.simplefilter("always", UserWarning)
+            warnings.simplefilter("default", UserWarning)  # the same line of one place is said once
             warnings.showwarning = _show_warning
             code = app(args=[hidden(word) for word in words], standalone_mode=False)
         sys.stdout.flush()

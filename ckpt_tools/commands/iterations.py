@@ -15,13 +15,13 @@ from ckpt_tools.errors import CkptError, Interrupted, Terminated, UnsupportedChe
 from ckpt_tools.execute.ranks import connect
 from ckpt_tools.formats.dcp import METADATA
 from ckpt_tools.formats.detect import (
-    METADATA_JSON,
     CheckpointKind,
     iteration_numbers,
     locate,
     tracked_iteration,
 )
 from ckpt_tools.formats.files import open_files, path_in
+from ckpt_tools.formats.metadata_kind import METADATA_JSON
 from ckpt_tools.formats.run_layouts import iteration_folders
 from ckpt_tools.megatron.common_state import COMMON_FILE
 

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from ckpt_tools.formats.dcp import read_catalog
 from ckpt_tools.formats.detect import Location, locate
 from ckpt_tools.formats.files import Files, open_files
+from ckpt_tools.formats.metadata_kind import refuse_metadata_json
 from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.megatron.common_state import CommonState, read_common_state
 from ckpt_tools.megatron.format import FORMATS
+from ckpt_tools.megatron.record import read_record
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.roles import Role
 
@@ -63,6 +65,9 @@ def open_checkpoint(
         catalog = read_catalog(files, trust_pickle)
         nothing = CommonState({}, None)
         common = read_common_state(files, catalog, trust_pickle) if with_common else nothing
+        read_record(files)  # a damaged one ends every command
+        if location.has_metadata_json:
+            refuse_metadata_json(files)
         warn_of_iteration(location, common)
         return Opened(location, files, catalog, common, trust_pickle)
     except BaseException:

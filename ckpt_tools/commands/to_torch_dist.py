@@ -26,8 +26,9 @@ from ckpt_tools.commands.read_model import A_KIND, Wanted, keeps_masters, master
 from ckpt_tools.commands.target_job import TargetJob
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError
 from ckpt_tools.formats.container import read_archive
-from ckpt_tools.formats.detect import METADATA_JSON, Location
+from ckpt_tools.formats.detect import Location
 from ckpt_tools.formats.files import AnyPath, path_text
+from ckpt_tools.formats.metadata_kind import METADATA_JSON, METADATA_JSON_TEXT
 from ckpt_tools.formats.pickling import dump_archive
 from ckpt_tools.megatron.common_state import COMMON_FILE
 from ckpt_tools.megatron.fsdp_dtensor.stored import packed_projections
@@ -50,11 +51,6 @@ from ckpt_tools.model.target import TargetObject, TargetTensor
 from ckpt_tools.plan.build import Placement, build_plan
 from ckpt_tools.sharding.fsdp2 import chunk_rows
 
-# Readers of core 0.18 and older look at all four fields, later ones ignore the last two.
-METADATA_JSON_BYTES = (
-    b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1, '
-    b'"common_backend": "torch", "common_backend_version": 1}'
-)
 EXTRA_STATE = "*._extra_state/shard_*"
 
 
@@ -192,7 +188,7 @@ def write_torch_dist(model: Model, opened: Opened, options: TorchDistOptions, wo
         build_plan(model.catalog, built.target, slice_placement(world), world, archives),
         extra_files=read_bridge_files(opened.files)
         | {
-            METADATA_JSON: METADATA_JSON_BYTES,
+            METADATA_JSON: METADATA_JSON_TEXT.encode(),
             COMMON_FILE: dump_archive(built.common),
             RECORD_FILE: record_bytes(built.record),
         },

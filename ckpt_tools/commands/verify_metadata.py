@@ -23,6 +23,7 @@ from ckpt_tools.formats.files import Files, open_files, path_in
 from ckpt_tools.formats.tree import files_below
 from ckpt_tools.megatron.common_state import CommonState, read_common_state
 from ckpt_tools.megatron.dcp.state_dict import is_megatron, read_state_dict
+from ckpt_tools.megatron.record import RECORD_FILE, read_record
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import coalesced_buffers
 from ckpt_tools.megatron.torch_dist.read import stored_groups
@@ -73,6 +74,11 @@ def check_metadata(
             common = read_common_state(files, catalog, trust_pickle)
         except (CorruptCheckpointError, UnsupportedCheckpointError) as error:
             checks.append(failed_check("common state", location.path, error))
+        if location.kind != "fsdp_dtensor":  # whose packing depends on it
+            try:
+                read_record(files)
+            except CorruptCheckpointError as error:
+                checks.append(failed_check("record", RECORD_FILE, error))
     checks.append(_place(location, common, names_newer, trust_pickle))
     checks += [check_tiling(catalog), check_planner(catalog), check_shards(catalog)]
     if location.kind != "safetensors":

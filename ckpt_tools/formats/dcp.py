@@ -118,7 +118,7 @@ def _catalog(machine: Machine, root: Any, location: str) -> Catalog:
             raise CorruptCheckpointError(
                 f"{machine.where}: torch has no {entry.kind.module}.{entry.kind.name}."
             )
-    decoder = _Decoder(machine, storage, by_kind["TensorStorageMetadata"])
+    decoder = _Decoder(machine, storage, stored)
     pieces = Lazy(by_kind["TensorStorageMetadata"], decoder.chunks, len)
     tensors = Lazy(
         by_kind["TensorStorageMetadata"], lambda key: decoder.tensor(key, pieces), lambda _tensor: 1
@@ -158,12 +158,13 @@ _CHUNK_NAMES = {"class": "", "offsets_name": "offsets", "sizes_name": "sizes"}
 class _Decoder:
     """Entries of the catalog from what the metadata says about a key."""
 
-    def __init__(self, machine: Machine, storage: Storage, tensors: Mapping[str, Object]) -> None:
-        self._machine, self._storage, self._tensors = machine, storage, tensors
+    def __init__(self, machine: Machine, storage: Storage, described: Mapping[str, Object]) -> None:
+        self._machine, self._storage, self._described = machine, storage, described
         self._boxes: dict[tuple[Offset, int, bytes], _Boxes] = {}
         self._layouts: list[tuple[Layout, bool]] = []  # of chunks, and whether they make their starts
 
     def object(self, key: str) -> ObjectEntry:
+        fields_of(self._described[key], "BytesStorageMetadata")
         items = self._storage.items(key)
         if list(items) != [None]:
             raise CorruptCheckpointError(f"{key}: {len(items)} items are stored for an object")
@@ -172,13 +173,13 @@ class _Decoder:
 
     def tensor(self, key: str, pieces: Mapping[str, tuple[Chunk, ...]]) -> TensorEntry:
         """What is said of a tensor as a whole; `pieces` decodes its chunks."""
-        state = fields_of(self._tensors[key], "TensorStorageMetadata")
+        state = fields_of(self._described[key], "TensorStorageMetadata")
         chunks = LazyChunks(pieces, key, len(state["chunks"]))
         return TensorEntry(key, _dtype(key, state["properties"]), as_offset(state["size"]), chunks)
 
     def chunks(self, key: str) -> tuple[Chunk, ...]:
         """Where the pieces of a tensor are stored; each once, inside its shape."""
-        state = fields_of(self._tensors[key], "TensorStorageMetadata")
+        state = fields_of(self._described[key], "TensorStorageMetadata")
         boxes = self._boxes_of(key, as_offset(state["size"]), state["chunks"])
         items = self._storage.items(key)
         chunks = []
@@ -210,7 +211,12 @@ class _Decoder:
         if found is None:
             found = self._new_boxes(chunks, first)
             for box in found.boxes:
-                if len(box.start) != len(shape) or any(map(gt, box.stop, shape)):
+                if not len(box.start) == len(box.size) == len(shape):
+                    raise CorruptCheckpointError(
+                        f"{key}: a chunk has {len(box.start)} offsets and {len(box.size)} sizes, its tensor has "
+                        f"{len(shape)} dimensions"
+                    )
+                if any(map(gt, box.stop, shape)):
                     raise CorruptCheckpointError(f"{key}: chunk {box} is outside of shape {list(shape)}")
             if alike is not None:
                 if len(self._boxes) > _KEPT_CUTS:

@@ -178,7 +178,8 @@ def _plain_item(index: Any, info: Any) -> tuple[str, Offset | None, Item]:
 
 def check_range(key: str, item: Item) -> None:
     """Raises CorruptCheckpointError: what is said of an item cannot be one."""
-    if not (type(item.offset) is type(item.length) is int and item.offset >= 0 and 0 < item.length < 1 << 62):
+    numbers = item.offset, item.length
+    if not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers) or not item.length:
         raise CorruptCheckpointError(
             f"{key}: {brief(item.length)} bytes at {brief(item.offset)} of {item.file} are not an item"
         )

@@ -20,7 +20,8 @@ from ckpt_tools.formats.dcp import METADATA
 from ckpt_tools.formats.documents import parse_json
 from ckpt_tools.formats.files import Files, absent_folder, open_files, path_in, read_whole
 from ckpt_tools.formats.hub_cache import snapshot_of
-from ckpt_tools.formats.metadata_kind import kind_of
+from ckpt_tools.formats.metadata_kind import METADATA_JSON, kind_of
+from ckpt_tools.formats.pickled_names import brief
 from ckpt_tools.formats.rank_parts import parts_of_ranks
 from ckpt_tools.formats.run_layouts import (
     ForeignFormatError,
@@ -39,7 +40,6 @@ from ckpt_tools.formats.safetensors import ADAPTER, AS_SAFETENSORS, INDEX_FILE, 
 
 TRACKER = "latest_checkpointed_iteration.txt"
 BRIDGE_TRACKER = "latest_train_state.pt"
-METADATA_JSON = "metadata.json"
 MAX_DIGITS = 18  # of an iteration
 _TRACKER_BYTES = 4096
 _LOOKED_AT = 32  # folders of a folder that is no checkpoint
@@ -380,10 +380,10 @@ def _local_file(path: str, names: list[str], depth: int = 2) -> str | None:
 def _describe(files: Files, path: str, root: str | None, name: str) -> Location:
     names = files.list()
     backend = _sharded_backend(files) if METADATA_JSON in names else None
-    if backend not in (None, "torch_dist"):
+    if backend == "zarr":
         raise ForeignFormatError(
-            f"{path} is a {backend!r} checkpoint. Load it with the Megatron that wrote it (zarr: core 0.15 or "
-            "older) and save it with --ckpt-format torch_dist."
+            f"{path} is a 'zarr' checkpoint. Load it with the Megatron that wrote it (core 0.15 or older) and save "
+            "it with --ckpt-format torch_dist."
         )
     if any(entry.startswith("mp_rank_0") for entry in names):
         raise ForeignFormatError(
@@ -414,6 +414,11 @@ def _sharded_backend(files: Files) -> str:
         raise CorruptCheckpointError(
             f"{files.location}/{METADATA_JSON} does not name a sharded_backend ({error})."
         ) from error
+    if backend not in ("torch_dist", "zarr"):
+        raise CorruptCheckpointError(
+            f"{files.location}/{METADATA_JSON} names the sharded_backend {brief(backend)}; Megatron writes "
+            "'torch_dist', once 'zarr'. The file is damaged: copy it again."
+        )
     return str(backend)
 
 

@@ -29,6 +29,7 @@ from ckpt_tools.formats.pickle_values import COPIES, SIZE, Limits, Members, Name
 from ckpt_tools.formats.pickled_names import check_global, check_global_count
 from ckpt_tools.formats.records import CHUNK, PLANNED, STORED, Kind, integers
 
+_LONGEST = 1024  # bytes of an integer: Python does not print one of 1786
 _UINT2, _UINT4, _INT4 = struct.Struct("<H"), struct.Struct("<I"), struct.Struct("<i")
 
 
@@ -265,6 +266,10 @@ class Machine:
 
     def _long(self, width: int) -> None:
         encoded = self._counted(width)
+        if len(encoded) > _LONGEST:
+            raise HostileCheckpointError(
+                f"{self.where}: an integer of {len(encoded)} bytes. It is damaged or hostile."
+            )
         if len(encoded) >= 8:
             self._limits.add_wide_integer()
         self._stack.append(int.from_bytes(encoded, "little", signed=True))

@@ -68,5 +68,7 @@ def check_global_count(count: int, where: str) -> None:
 
 def brief(value: object) -> str:
     """What to say of a value in an error: scalars as they are, of others the class, for they can print forever."""
+    if isinstance(value, int) and value.bit_length() > 128:  # Python spells no number of 4300 digits
+        return f"an integer of {value.bit_length()} bits"
     plain = isinstance(value, str | int | float | None)
     return f"{value!r:.200}" if plain else f"a {type(value).__name__}"

@@ -18,7 +18,7 @@ _INTS = re.compile(_INT, re.DOTALL)
 _BEGINNING = re.compile(rb"%b\)\x81\x94}\x94\(" % _GET, re.DOTALL)  # of every kind: class, NEWOBJ, attributes
 
 # Memo entries that a group makes when it matches, by the end of its name; a SIZE is a tuple, arguments and a call.
-_MEMOS = {"text": 1, "empty": 2, "tuple": 3, "object": 2, "write": 4}
+_MEMOS = {"text": 1, "strides": 1, "empty": 2, "tuple": 3, "object": 2, "write": 4}
 
 
 class Kind:
@@ -92,7 +92,8 @@ _INDEX = b"".join((
 _CHUNK = b"".join((
     _open(b"class"), _get(b"offsets_name"), _size(b"offsets"), _get(b"sizes_name"), _size(b"sizes"), b"ub"
 ))  # fmt: skip
-_PROPERTIES = rb"%b\)\x81\x94\(%b%b[\x88\x89]%b[\x88\x89]t\x94b" % (_GET, _GET, _GET, _GET)
+_STRIDES = rb"(?:N|\)|%b|(?P<strides>%b)\x94)?" % (_GET, _TUPLE)  # torch 2.15
+_PROPERTIES = rb"%b\)\x81\x94\(%b%b[\x88\x89]%b[\x88\x89]%bt\x94b" % (_GET, _GET, _GET, _GET, _STRIDES)
 _WRITE = b"".join((
     rb"(?P<data_write>%b\)\x81\x94}\x94\(" % _GET, _GET, b"(?:%b|(?P<chunk_object>%b))" % (_GET, _CHUNK),
     _GET, _PROPERTIES, _GET, _size(b"whole"), b"ub)",

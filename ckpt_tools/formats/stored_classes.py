@@ -1,12 +1,14 @@
 """The classes that `.metadata` may be made of, and what each must hold for torch to load it.
 
 The pickle machine takes any global that is known to be harmless. Torch imports them, so a name with one wrong letter,
-or an object with another's state, ends its load: here both are told from what torch wrote.
+or an object with another's state, ends its load: here both are told from what torch wrote. A newer torch adds fields:
+those that are known are read, and a warning names the others.
 """
 
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,6 +41,18 @@ _MODULES: Mapping[str, tuple[str, ...] | None] = {
     "SavePlan": _PLANS,
     "MCoreSavePlan": None,
 }
+_OF_ROOT = "state_dict_metadata planner_data storage_data storage_meta version mcore_data all_local_plans"
+_FIELDS = {
+    "Metadata": _OF_ROOT.split(),
+    "MCoreMetadata": _OF_ROOT.split(),
+    "TensorStorageMetadata": ["properties", "size", "chunks"],
+    "BytesStorageMetadata": [],
+    "ChunkStorageMetadata": ["offsets", "sizes"],
+    "MetadataIndex": ["fqn", "offset", "index"],
+    "StorageMeta": ["checkpoint_id", "save_id", "load_id", "modules"],
+    "_StorageInfo": ["relative_path", "offset", "length", "transform_descriptors"],
+}
+_OF_PROPERTIES = 6  # the last are the strides, since torch 2.15; every item tells its own
 _ENCODINGS = ("_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING")
 _LAYOUT = Name("torch.serialization", "_get_layout")
 _LAYOUTS = re.compile(
@@ -55,7 +69,7 @@ def is_class(value: object, name: str) -> bool:
 
 
 def fields_of(value: object, *names: str) -> dict[str, Any]:
-    """The attributes of an object of one of these classes.
+    """The attributes of an object of one of these classes; a warning names those that it has not in any known torch.
 
     Raises:
         TypeError: it is another value, was made from arguments, or has another kind of state.
@@ -64,7 +78,19 @@ def fields_of(value: object, *names: str) -> dict[str, Any]:
         raise TypeError(f"{described(value)} where a {' or '.join(names)} belongs")
     if value.args or value.items is not None or not isinstance(value.state, Pairs | None):
         raise TypeError(f"a {names[0]} with a state that torch does not write")
-    return {} if value.state is None else value.state.as_dict()
+    fields = {} if value.state is None else value.state.as_dict()
+    known = _FIELDS.get(value.kind.name)
+    if known is not None and not fields.keys() <= set(known):
+        _warn_of(value.kind, ", ".join(map(brief, sorted(fields.keys() - known))))
+    return fields
+
+
+def _warn_of(kind: Name, fields: str) -> None:
+    warnings.warn(
+        f".metadata: a {kind.name} has fields that this version does not know: {fields}. The known fields are read, "
+        "and no output has the others",
+        stacklevel=2,
+    )
 
 
 def check_properties(value: object) -> Name:
@@ -76,9 +102,11 @@ def check_properties(value: object) -> Name:
     if type(value) is not Object or not is_class(value.kind, "TensorProperties") or value.args:
         raise TypeError(f"{described(value)} where a TensorProperties belongs")
     state = value.state
-    if type(state) is not tuple or len(state) != 5:
+    if type(state) is not tuple or len(state) < 5:
         raise TypeError("a TensorProperties with a state that torch does not write")
-    dtype, layout, requires_grad, memory_format, pinned = state
+    dtype, layout, requires_grad, memory_format, pinned = state[:5]
+    if len(state) > _OF_PROPERTIES:
+        _warn_of(value.kind, f"{len(state) - _OF_PROPERTIES} behind the strides")
     if type(dtype) is not Name or dtype.module != "torch":
         raise TypeError(f"{described(dtype)} where an element type belongs")
     if (

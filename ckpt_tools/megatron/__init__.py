@@ -10,6 +10,7 @@
 * `param_groups`: the optimizer's groups, and which parameter is in which
 * `vocab`: padded vocabularies
 * `common_state`: what a run saved once for all ranks
+* `stored_values`: what stored values must be, checked where they are read
 * `settings`: the few training settings that decide a conversion
 * `layer_settings`: settings that say something of each layer, for a part of the layers
 * `fp8_held`: which parameters the running model holds in FP8

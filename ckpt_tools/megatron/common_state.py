@@ -6,6 +6,7 @@ every version prefer the file. An `fsdp_dtensor` checkpoint has the same entries
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from ckpt_tools.formats.documents import DocumentError, parse_yaml
 from ckpt_tools.formats.files import Files, read_whole
 from ckpt_tools.formats.unpickle import StandIn
 from ckpt_tools.megatron.keys import COMMON_ITEMS, COMMON_OBJECT
+from ckpt_tools.megatron.stored_values import check_settings, corrupt, counts, fields_at, optimizer_groups
 from ckpt_tools.model.catalog import Catalog
 
 COMMON_FILE = "common.pt"
@@ -51,6 +53,11 @@ class CommonState:
         return self.source in ("common.pt", "common_state")
 
     @property
+    def scheduler(self) -> Mapping[str, Any]:
+        """The state of the learning rate's schedule in a `torch_dist` checkpoint; empty when there is none."""
+        return self.values.get("opt_param_scheduler") or self.values.get("lr_scheduler") or {}
+
+    @property
     def iteration(self) -> int | None:
         """Training steps done."""
         value = self.values.get("iteration")
@@ -58,12 +65,37 @@ class CommonState:
 
 
 def read_common_state(files: Files, catalog: Catalog, trust_pickle: bool = False) -> CommonState:
-    """The common state of a checkpoint; empty (source None) when it has none.
+    """The common state of a checkpoint, its values checked; empty (source None) when it has none.
 
     Raises:
         CorruptCheckpointError: it is there but damaged.
         UnsupportedCheckpointError: it names a class that is not known to be harmless.
     """
+    found = _read(files, catalog, trust_pickle)
+    _check(
+        found.values,
+        {"common.pt": f"{COMMON_FILE}: ", "common_state": f"{COMMON_OBJECT}: "}.get(found.source or "", ""),
+    )
+    for name, section in (("model", found.model_config), ("optimizer", found.optimizer_config)):
+        check_settings(section, f"{RUN_CONFIG}: {name}")
+    return found
+
+
+def _check(values: dict[str, Any], where: str) -> None:
+    if (args := values.get("args")) is not None:
+        if not isinstance(args, StandIn):
+            raise corrupt(f"{where}args", args, "a namespace of settings")
+        check_settings(args.attributes, f"{where}args")
+    iteration = values.get("iteration")
+    if iteration is not None and not isinstance(iteration, str) and not counts(iteration, 0):
+        raise corrupt(f"{where}iteration", iteration, "a whole number")
+    for name in ("opt_param_scheduler", "lr_scheduler"):
+        if values.get(name) is not None:
+            fields_at(values[name], f"{where}{name}")
+    optimizer_groups(values.get("optimizer"), f"{where}optimizer")
+
+
+def _read(files: Files, catalog: Catalog, trust_pickle: bool) -> CommonState:
     config = _run_config(files)
     sections = _section(config, "model"), _section(config, "optimizer")
     if files.exists(COMMON_FILE):
@@ -83,9 +115,9 @@ def read_common_state(files: Files, catalog: Catalog, trust_pickle: bool = False
 
 
 def _as_dict(values: Any, where: str) -> dict[str, Any]:
-    if isinstance(values, dict):
+    if isinstance(values, dict) and all(isinstance(name, str) for name in values):
         return values
-    raise CorruptCheckpointError(f"{where}: holds a {type(values).__name__}, expected a dict.")
+    raise CorruptCheckpointError(f"{where}: holds a {type(values).__name__}, expected a dict of names.")
 
 
 def _run_config(files: Files) -> Any:

@@ -39,20 +39,6 @@ class Membership:
     rule: str
 
 
-def optimizer_groups(optimizer: object) -> list[dict[str, Any]]:
-    """The groups in the `optimizer` part of a common state, in id order; empty when it holds none.
-
-    Accepts one optimizer, a chain of them ({0: ..., 1: ...}) and a bare inner optimizer.
-    """
-    if not isinstance(optimizer, Mapping):
-        return []
-    if optimizer and all(isinstance(key, int) for key in optimizer):
-        return [group for key in sorted(optimizer) for group in optimizer_groups(optimizer[key])]
-    if "param_groups" in optimizer:
-        return [{k: v for k, v in group.items() if k != "params"} for group in optimizer["param_groups"]]
-    return optimizer_groups(optimizer.get("optimizer"))
-
-
 def rules_from_args(args: Mapping[str, Any], groups: Sequence[Group]) -> GroupRules:
     """Group rules of the run that wrote the checkpoint; settings that are absent have Megatron's defaults."""
     return GroupRules(

@@ -15,11 +15,13 @@ from typing import Any, Literal, NamedTuple
 from ckpt_tools.errors import CorruptCheckpointError, MappingError
 from ckpt_tools.formats.documents import parse_json
 from ckpt_tools.formats.files import Files, read_whole
+from ckpt_tools.megatron.names import DIALECTS
 
 RECORD_FILE = "ckpt_tools.json"
 SCHEMA_VERSION = 1
 AXES = ("tp", "ep", "etp", "dp", "cp")
 _SINCE = ("cp",)  # which older records do not have
+_FIELDS = {"schema_version", "format", "target", "topology", "tokens"}
 _MAX_BYTES = 1 << 20
 
 
@@ -102,7 +104,7 @@ def read_record(files: Files) -> TargetRecord | None:
     raw = read_whole(files, RECORD_FILE, _MAX_BYTES)
     try:
         return _parsed(parse_json(raw))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptCheckpointError(
             f"{where}: not a record that this tool writes ({type(error).__name__}: {error}). Delete the file if "
             "you do not need it, and say with --tp for how many tensor-parallel ranks the checkpoint is"
@@ -110,10 +112,13 @@ def read_record(files: Files) -> TargetRecord | None:
 
 
 def _parsed(data: Mapping[str, Any]) -> TargetRecord:
+    unknown = [*(data.keys() - _FIELDS), *(data["topology"].keys() - set(AXES))]
+    if unknown:
+        raise ValueError(f"unknown are {', '.join(map(repr, sorted(unknown)))}")
     if data["schema_version"] != SCHEMA_VERSION:
         raise ValueError(f"schema version {data['schema_version']!r}, known is {SCHEMA_VERSION}")
-    if not isinstance(data["target"], str | None):
-        raise TypeError("target is not a string")
+    if data["target"] not in (None, *DIALECTS):
+        raise ValueError(f"target {data['target']!r}, known are {', '.join(DIALECTS)}")
     kind = data.get("format")
     if kind not in (None, "dcp"):
         raise ValueError(f"format {kind!r}, known is 'dcp'")

@@ -85,8 +85,7 @@ def _samples(files: Files, catalog: Catalog, common: CommonState, trust_pickle: 
     """How many samples the schedule has counted."""
     if _NUM_STEPS in catalog.objects:
         return load_object(files, catalog.objects[_NUM_STEPS].item, trust_pickle)
-    scheduler = common.values.get("opt_param_scheduler") or common.values.get("lr_scheduler")
-    return scheduler.get("num_steps") if isinstance(scheduler, Mapping) else None
+    return common.scheduler.get("num_steps")
 
 
 def _stored_steps(

@@ -6,8 +6,9 @@ import json
 from collections.abc import Callable
 
 from ckpt_tools.formats.dcp import METADATA
-from ckpt_tools.formats.detect import METADATA_JSON, TRACKER, Location
+from ckpt_tools.formats.detect import TRACKER, Location
 from ckpt_tools.formats.files import Files, open_files
+from ckpt_tools.formats.metadata_kind import METADATA_JSON, metadata_json_problems
 from ckpt_tools.formats.run_layouts import iteration_folders
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.keys import COMMON_OBJECT, GROUP_META, MODEL_PREFIX
@@ -105,16 +106,9 @@ def check_metadata_json(files: Files) -> Check:
         files.read(METADATA_JSON, 0, files.size(METADATA_JSON))
     )  # a dict: the backend was found
     found.looked_at = len(fields)
-    for name in ("sharded_backend_version", "common_backend_version"):
-        of_a_backend = name.removesuffix("_version") in fields
-        if of_a_backend and fields.get(name) != 1:
-            found.error(
-                METADATA_JSON, f"{name} is {fields.get(name)!r}, expected 1: no loader is of this version"
-            )
-        elif not of_a_backend and name in fields:
-            found.error(METADATA_JSON, f"{name} is there, but not {name.removesuffix('_version')}")
-    if fields.get("common_backend", "torch") != "torch":
-        found.error(METADATA_JSON, f"common_backend is {fields['common_backend']!r}, expected 'torch'")
+    missing = {f"{name}_version": None for name in ("sharded_backend", "common_backend") if name in fields}
+    for problem in metadata_json_problems(missing | fields):
+        found.error(METADATA_JSON, problem)
     for name in sorted(fields.keys() - set(_BACKENDS)):
         found.warning(METADATA_JSON, f"the field {name!r} is not known; core 0.18 and older refuse the file")
     return found.done()

@@ -20,6 +20,7 @@ from ckpt_tools.formats.frames import usual_item
 from ckpt_tools.formats.rank_parts import what_is_not_told
 from ckpt_tools.formats.read_ahead import reading_ahead
 from ckpt_tools.formats.save_plans import plan_problem
+from ckpt_tools.megatron.stored_values import check_object
 from ckpt_tools.megatron.torch_dist.object_grids import object_grids
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Catalog, Item
@@ -167,22 +168,25 @@ def check_frames(files: Files, catalog: Catalog, trust_pickle: bool = False) -> 
         sorted({stored.item for _, stored in objects}), lambda item: frame_reads(files, item), ahead
     ) as items:
         # Many keys may name one item: fields of groups repeat.
-        known = {item: _object_failure(files, item, trust_pickle) for item in items}
+        known = {item: _outline(files, item, trust_pickle) for item in items}
     for key, stored in sorted(objects, key=lambda pair: pair[1].item):
         found.looked_at += 1
-        failure = known[stored.item]
-        if failure is not None:
-            found.failure(key, failure)
+        value = known[stored.item]
+        try:
+            if isinstance(value, CkptError):
+                raise value
+            check_object(key, value)
+        except CkptError as error:
+            found.failure(key, error)
     return found.done()
 
 
-def _object_failure(files: Files, item: Item, trust_pickle: bool) -> CkptError | None:
-    """Why the item is not a sound archive of a readable object, or None."""
+def _outline(files: Files, item: Item, trust_pickle: bool) -> object:
+    """An object without the bytes of its tensors, or why the item is not a sound archive of a readable one."""
     try:
-        outline_object(files, item, trust_pickle)
+        return outline_object(files, item, trust_pickle)
     except CkptError as error:
         return error
-    return None
 
 
 def _frame_problem(files: Files, item: Item, dtype: str, box: Box) -> str | None:

@@ -186,7 +186,7 @@ def test_a_record_that_is_not_the_checkpoints_own_is_refused(tmp_path, capsys):
     assert "4 tensor-parallel ranks, and it holds rng states of 2" in capsys.readouterr().err
     (folder / RECORD_FILE).write_text("{")
     assert convert(first, tmp_path / "out", "--gpus", 2) == 4
-    assert "not a record that this tool writes" in capsys.readouterr().err
+    assert f"{RECORD_FILE} is damaged" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -201,8 +201,8 @@ def test_verify_looks_at_the_packing(tmp_path, capsys):
     assert run(["verify", str(folder)]) == 1
     assert "rows are not those of 7 tensor-parallel ranks (by ckpt_tools.json)" in capsys.readouterr().out
     (folder / RECORD_FILE).write_text("[]")
-    assert run(["verify", str(folder)]) == 1
-    assert "not a record that this tool writes" in capsys.readouterr().out
+    assert run(["verify", str(folder)]) == 4
+    assert f"{RECORD_FILE} is damaged" in capsys.readouterr().err
     (folder / RECORD_FILE).unlink()
     assert run(["verify", str(folder)]) == 0
     assert "nothing tells for which tensor parallel size" in capsys.readouterr().out

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
 from ckpt_tools.commands.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError
-from ckpt_tools.megatron.param_groups import optimizer_groups
+from ckpt_tools.megatron.stored_values import optimizer_groups
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
 from tests.commands import oracle
 from tests.commands.test_to_fsdp_dtensor import cases, converted, options_of, source_of

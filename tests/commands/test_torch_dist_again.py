@@ -11,7 +11,7 @@ from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_
 from ckpt_tools.commands.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
 from ckpt_tools.errors import CorruptCheckpointError, UsageError, VerificationError
 from ckpt_tools.execute.run import WriteOptions
-from ckpt_tools.megatron.param_groups import optimizer_groups
+from ckpt_tools.megatron.stored_values import optimizer_groups
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
 from tests.commands import oracle
 from tests.commands.test_source_damage import copy_of, payloads

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,13 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from ckpt_tools.cli.app import run
 from ckpt_tools.errors import CkptError, CorruptCheckpointError, UnsupportedCheckpointError
 from ckpt_tools.formats import dcp as reader
 from ckpt_tools.formats import lazy as lazy_entries
@@ -27,6 +31,7 @@ from ckpt_tools.formats.dcp import METADATA, read_catalog
 from ckpt_tools.formats.files import open_files
 from ckpt_tools.formats.pickle_machine import Machine
 from ckpt_tools.formats.records import STORED, Layout, integer, integers
+from ckpt_tools.formats.save_plans import plan_problem
 from ckpt_tools.model.catalog import Catalog, Chunk
 from tests.conftest import fixture_dir
 from tests.formats.checkpoints import dcp_folders, stock_metadata
@@ -120,6 +125,8 @@ GRID: Chunks = {
     "deep": [((a, 0, 0, 0, 0), (1, 2, 3, 4, 70_000)) for a in range(300)],
 }
 
+FEW = {key: chunks[:5] for key, chunks in GRID.items()}
+
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_every_protocol_and_many_chunks(tmp_path: Path, protocol: int) -> None:
@@ -128,6 +135,72 @@ def test_every_protocol_and_many_chunks(tmp_path: Path, protocol: int) -> None:
     save(tmp_path, value, protocol)
     catalog = read_catalog(open_files(str(tmp_path)))
     assert_same(catalog, value)
+
+
+def grown(monkeypatch: pytest.MonkeyPatch, kind: type, *fields: object) -> None:
+    """Let torch's class write more than it does: values behind a tuple's, or else a field of the name."""
+    write = kind.__getstate__ if kind is TensorProperties else lambda self: dict(vars(self))
+
+    def state(self: object) -> object:
+        found = write(self)
+        return (*found, *fields) if isinstance(found, tuple) else found | {"quantization": fields[0]}
+
+    monkeypatch.setattr(kind, "__getstate__", state, raising=False)
+
+
+@pytest.mark.parametrize("strides", [(), (4, 1), (1 << 40, 1, 1), (9, 9, 9, 9), None, "odd"])
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_strides_of_torch_2_15_are_read_over(
+    strides: object, protocol: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every tensor's in its properties, and in those of every write item, which stay packed."""
+    value = metadata(FEW)
+    expected = pickle.loads(pickle.dumps(value))
+    value.all_local_plans = [plan(value), plan(value)]
+    grown(monkeypatch, TensorProperties, strides)
+    save(tmp_path, value, protocol)
+    files = open_files(str(tmp_path))
+    assert_same(read_catalog(files), expected)
+    assert plan_problem(files) == (2 * len(value.all_local_plans[0].items), None)
+    machine = Machine((tmp_path / METADATA).read_bytes(), "")
+    machine.load()
+    packed = len(list(machine.planned()))  # all but the first, which makes the names
+    assert packed == (2 * len(value.all_local_plans[0].items) - 1 if protocol == 4 else 0)
+
+
+@pytest.mark.parametrize(
+    "kind", [TensorProperties, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex,
+             _StorageInfo, StorageMeta, Metadata],
+)  # fmt: skip
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_fields_of_a_newer_torch_are_named_and_the_others_read(
+    kind: type,
+    protocol: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    value = metadata(FEW, storage_meta=StorageMeta(checkpoint_id="x"))
+    expected = pickle.loads(pickle.dumps(value))
+    grown(monkeypatch, kind, None, 7)
+    save(tmp_path, value, protocol)
+    with pytest.warns(UserWarning, match=f"a {kind.__name__} has fields that this version does not know: "):
+        assert_same(read_catalog(open_files(str(tmp_path))), expected)
+    assert run(["inspect", str(tmp_path)]) == 0
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "does not know" in line]
+    assert ("1 behind the strides" if kind is TensorProperties else "'quantization'") in line
+
+
+def plan(value: Metadata) -> SavePlan:
+    """What a rank wrote all chunks by."""
+    return SavePlan([
+        WriteItem(
+            MetadataIndex(key, chunk.offsets, number), WriteItemType.SHARD,
+            tensor_data=TensorWriteData(deepcopy(chunk), TensorProperties(torch.float32), torch.Size(entry.size)),
+        )
+        for key, entry in value.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)
+        for number, chunk in enumerate(entry.chunks)
+    ])  # fmt: skip
 
 
 def test_sizes_of_packed_chunks_are_those_that_executing_them_makes(tmp_path: Path) -> None:
@@ -312,6 +385,21 @@ def test_chunk_out_of_bounds(tmp_path: Path) -> None:
     value.state_dict_metadata["w"].size = torch.Size((3, 3))
     save(tmp_path, value)
     with pytest.raises(CorruptCheckpointError, match=r"w: chunk \[2:4, 0:3\] is outside of shape \[3, 3\]"):
+        read_catalog(open_files(str(tmp_path)))
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize(
+    ("offsets", "sizes"), [((0, 0), (2,)), ((0,), (2, 3)), ((0, 0, 0), (2, 3, 1)), ((), ())]
+)
+def test_chunk_of_other_dimensions(
+    offsets: tuple[int, ...], sizes: tuple[int, ...], protocol: int, tmp_path: Path
+) -> None:
+    value = metadata(ONE)
+    value.state_dict_metadata["w"].chunks[1] = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+    save(tmp_path, value, protocol)
+    told = f"w: a chunk has {len(offsets)} offsets and {len(sizes)} sizes, its tensor has 2 dimensions"
+    with pytest.raises(CorruptCheckpointError, match=told):
         read_catalog(open_files(str(tmp_path)))
 
 

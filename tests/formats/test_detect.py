@@ -142,6 +142,11 @@ def damage_zarr(root: Path) -> str:
     return str(root)
 
 
+def damage_backend(root: Path) -> str:
+    (root / "iter_0000002" / "metadata.json").write_text('{"sharded_backend": "torch_disu"}')
+    return str(root)
+
+
 def damage_json(root: Path) -> str:
     (root / "iter_0000002" / "metadata.json").write_text("{")
     return str(root)
@@ -189,6 +194,11 @@ def damage_single_file(root: Path) -> str:
         ),
         (damage_legacy, 3, "is a legacy 'torch' checkpoint (mp_rank_* folders)"),
         (damage_zarr, 3, "is a 'zarr' checkpoint"),
+        (
+            damage_backend,
+            4,
+            "metadata.json names the sharded_backend 'torch_disu'; Megatron writes 'torch_dist'",
+        ),
         (damage_json, 4, "metadata.json does not name a sharded_backend"),
         (damage_interrupted, 3, "the save was interrupted before it was complete"),
         (damage_tracker, 4, "holds '../../etc', not an iteration or 'release'"),

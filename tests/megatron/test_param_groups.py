@@ -10,8 +10,8 @@ from ckpt_tools.megatron.param_groups import (
     Membership,
     derive_memberships,
     merge_map,
-    optimizer_groups,
 )
+from ckpt_tools.megatron.stored_values import optimizer_groups
 from ckpt_tools.model.model import Parameter
 
 DECAY = {"wd_mult": 1.0, "is_expert_parallel": False, "lr": 0.1}

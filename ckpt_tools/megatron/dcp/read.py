@@ -32,13 +32,15 @@ from ckpt_tools.megatron.fsdp_dtensor.entries import (
     FsdpTensor,
     SmallValues,
     nested_path,
+    rng_ranks_in,
     step_number,
 )
 from ckpt_tools.megatron.fsdp_dtensor.flatten import unflatten
 from ckpt_tools.megatron.fsdp_dtensor.kept import NOT_LOADED
 from ckpt_tools.megatron.fsdp_dtensor.read import fsdp_model
-from ckpt_tools.megatron.keys import BUFFERS, COMMON_ITEMS, NESTED_STATES, STEP, rank_of
+from ckpt_tools.megatron.keys import BUFFERS, COMMON_ITEMS, NESTED_STATES, STEP
 from ckpt_tools.megatron.record import read_record
+from ckpt_tools.megatron.stored_values import checked_field, fields_at
 from ckpt_tools.megatron.torch_dist.other_optimizers import is_adams
 from ckpt_tools.model.catalog import Catalog, TensorEntry
 from ckpt_tools.model.choices import LayerSpec
@@ -94,9 +96,9 @@ def dcp_model(
         tensors=tuple(_tensor(name, key, kinds.get(name, {}), catalog, values)
                       for name, key in found.weights.items()),
         groups={_unwrapped(name): fields for name, fields in groups.items()},
-        scheduler=tree.get("opt_param_scheduler", {}),
-        rng=_rng(tree.get("rng_state", {})),
-        grad_scaler=tree.get("optimizer", {}).get("grad_scaler", {}),
+        scheduler=fields_at(tree.get("opt_param_scheduler", {}), "opt_param_scheduler"),
+        rng=rng_ranks_in(tree),
+        grad_scaler=fields_at(tree.get("optimizer", {}).get("grad_scaler", {}), "optimizer.grad_scaler"),
         dropped=(*left_out, *dropped),
         notes=notes,
         record=read_record(files),
@@ -176,7 +178,7 @@ def _parameters(
 ) -> Iterator[tuple[str, Mapping[str, str], Mapping[str, Any]]]:
     """(name, state keys by kind, fields of its group) of every parameter of an optimizer."""
     fields = {
-        owner: {field: _value(key, catalog, values) for field, key in keys.items()}
+        owner: {field: checked_field(field, _value(key, catalog, values), key) for field, key in keys.items()}
         for owner, keys in optimizer.groups.items()
     }
     if optimizer.form == "flattened":
@@ -378,10 +380,3 @@ def _nested(
             unknown,
         )
     return nested, dropped
-
-
-def _rng(tree: Any) -> dict[tuple[int, int], object]:
-    """Rng states by (pp, tp): `torch_dcp` keeps those of the only model-parallel rank without saying so."""
-    if isinstance(tree, list):
-        return {(0, 0): tree}
-    return {rank: states for name, states in tree.items() if (rank := rank_of(str(name)))}

@@ -38,6 +38,7 @@ from ckpt_tools.megatron.keys import (
     split_half,
 )
 from ckpt_tools.megatron.record import Size, TargetRecord, read_record, stored_tp
+from ckpt_tools.megatron.stored_values import checked_field, fields_at, rng_at
 from ckpt_tools.model.box import full_box
 from ckpt_tools.model.catalog import Catalog, Item, TensorEntry
 from ckpt_tools.model.roles import MASTER, WEIGHT
@@ -156,7 +157,7 @@ def read_fsdp_source(
     catalog, left_out = leave_out(catalog, ignored)
     weights, states, groups, nested, dropped = _sort_keys(catalog, values, weights_only)
     tree = unflatten(nested) if nested else {}
-    ranks = {rank: states for name, states in tree.get("rng_state", {}).items() if (rank := rank_of(name))}
+    ranks = rng_ranks_in(tree)
     _refuse_local_numbers(weights, (*states, *groups), common, len({pp for pp, _ in ranks}))
     notes: tuple[str, ...] = ()
     try:
@@ -171,9 +172,9 @@ def read_fsdp_source(
         common=common,
         tensors=tensors,
         groups=groups,
-        scheduler=tree.get("opt_param_scheduler", {}),
+        scheduler=fields_at(tree.get("opt_param_scheduler", {}), "opt_param_scheduler"),
         rng=ranks,
-        grad_scaler=tree.get("optimizer", {}).get("grad_scaler", {}),
+        grad_scaler=fields_at(tree.get("optimizer", {}).get("grad_scaler", {}), "optimizer.grad_scaler"),
         dropped=(*left_out, *dropped),
         ignored=left_out,
         notes=notes,
@@ -194,6 +195,15 @@ def _extra_states(catalog: Catalog) -> dict[str, Item]:
         key.removeprefix(KEPT): entry.item
         for key, entry in catalog.objects.items()
         if key.startswith(KEPT) and "._extra_state/" in key
+    }
+
+
+def rng_ranks_in(tree: Mapping[str, Any]) -> dict[tuple[int, int], object]:
+    """Rng states by (pp, tp): `torch_dcp` keeps those of the only model-parallel rank without saying so."""
+    stored = tree.get("rng_state", {})
+    named = stored.items() if isinstance(stored, Mapping) else [("(0, 0)", stored)]
+    return {
+        rank: rng_at(states, f"rng_state.{name}") for name, states in named if (rank := rank_of(str(name)))
     }
 
 
@@ -256,7 +266,8 @@ def _sort_keys(
             rest.append(key)
     for key, stored in catalog.objects.items():
         if of_group := group_key(key):
-            groups.setdefault(of_group.name, {})[of_group.field] = values.load(stored.item)
+            value = checked_field(of_group.field, values.load(stored.item), key)
+            groups.setdefault(of_group.name, {})[of_group.field] = value
         elif key.startswith(NESTED_STATES):
             nested[nested_path(catalog, key)] = values.load(stored.item)
         elif key not in COMMON_ITEMS and not key.startswith(KEPT):

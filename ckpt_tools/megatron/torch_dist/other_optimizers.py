@@ -22,7 +22,7 @@ from ckpt_tools.formats.container import load_object
 from ckpt_tools.formats.files import Files
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.keys import bucket_object
-from ckpt_tools.megatron.param_groups import optimizer_groups
+from ckpt_tools.megatron.stored_values import only_one, optimizer_groups
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.model import Parameter
 from ckpt_tools.model.roles import MASTER
@@ -84,7 +84,7 @@ def _reshardable(files: Files, catalog: Catalog, chain: int, part: Any) -> Any:
     for key, stored in catalog.objects.items():
         about = bucket_object(key)
         if not groups and about and (about.chain, about.group, about.what) == (chain, 0, "optimizer"):
-            groups = optimizer_groups(load_object(files, stored.item)[0])
+            groups = optimizer_groups(only_one(load_object(files, stored.item), key), key)
     scaler = {"grad_scaler": part["grad_scaler"]} if part.get("grad_scaler") else {}
     return {"optimizer": {"param_groups": groups}, **scaler, _SHARDING: "fully_reshardable"}
 

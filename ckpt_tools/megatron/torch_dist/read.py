@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -20,8 +19,8 @@ from ckpt_tools.formats.files import Files
 from ckpt_tools.formats.left_out import leave_out
 from ckpt_tools.megatron.common_state import CommonState, read_common_state
 from ckpt_tools.megatron.keys import COMMON_OBJECT, bucket_object, is_optimizer_key, rng_shard
-from ckpt_tools.megatron.param_groups import optimizer_groups
 from ckpt_tools.megatron.settings import read_settings
+from ckpt_tools.megatron.stored_values import fields_at, number_of, only_one, optimizer_groups, rng_at
 from ckpt_tools.megatron.torch_dist.object_grids import object_grids
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_proof import Share, by_threads
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import read_optimizer_states
@@ -94,7 +93,7 @@ def read_torch_dist(
         settings=read_settings(common),
         optimizer_layout=None if states is None else states.layout,
         groups=stored_groups(files, catalog, common) if optimizer == "whole" else (),
-        scheduler=common.values.get("opt_param_scheduler") or common.values.get("lr_scheduler") or {},
+        scheduler=common.scheduler,
         rng=rng,
         rng_missing=rng_missing,
         grad_scaler=_grad_scaler(stored),
@@ -154,7 +153,8 @@ def _joined(states: OptimizerStates | None) -> tuple[str, ...]:
 def _grad_scaler(optimizer: object) -> Mapping[str, Any]:
     """The loss scaler's state of an fp16 run; empty without one."""
     parts = [optimizer, *optimizer.values()] if isinstance(optimizer, Mapping) else []
-    return next((p["grad_scaler"] for p in parts if isinstance(p, Mapping) and p.get("grad_scaler")), {})
+    found = (p["grad_scaler"] for p in parts if isinstance(p, Mapping) and p.get("grad_scaler"))
+    return fields_at(next(found, {}), "optimizer.grad_scaler")
 
 
 def _states(
@@ -181,18 +181,8 @@ def _steps(optimizer: object) -> Any:
         if isinstance(value, Mapping):
             for name in ("common_step", "step"):
                 if name in value and not isinstance(value[name], Mapping):
-                    yield _number(value[name])
+                    yield number_of(value[name], f"the optimizer's {name}")
             yield from _steps(value)
-
-
-def _number(value: object) -> object:
-    """A stored tensor of one element as the Python number it holds."""
-    if not isinstance(value, StoredTensor):
-        return value
-    return struct.unpack(_NUMBER_FORMATS[value.dtype], value.data)[0]
-
-
-_NUMBER_FORMATS = {"float32": "<f", "float64": "<d", "int32": "<i", "int64": "<q"}
 
 
 def stored_groups(files: Files, catalog: Catalog, common: CommonState) -> tuple[Mapping[str, Any], ...]:
@@ -201,7 +191,10 @@ def stored_groups(files: Files, catalog: Catalog, common: CommonState) -> tuple[
     A `step` that the optimizer kept as a tensor becomes a number, as Megatron asks for.
     """
     groups = optimizer_groups(common.values.get("optimizer")) or _groups_of_buckets(files, catalog)
-    return tuple(g | {"step": _number(g["step"])} if "step" in g else g for g in groups)
+    return tuple(
+        g if g.get("step") is None else g | {"step": number_of(g["step"], f"optimizer.param_groups.{i}.step")}
+        for i, g in enumerate(groups)
+    )
 
 
 def _groups_of_buckets(files: Files, catalog: Catalog) -> list[dict[str, Any]]:
@@ -209,7 +202,7 @@ def _groups_of_buckets(files: Files, catalog: Catalog) -> list[dict[str, Any]]:
     about = ((key, bucket_object(key)) for key in catalog.objects)
     keys = [key for key, found in about if found and (found.group, found.what) == (0, "optimizer")]
     for key in sorted(keys):  # chained_0 before chained_1: the order of ids
-        groups += optimizer_groups(load_object(files, catalog.objects[key].item)[0])
+        groups += optimizer_groups(only_one(load_object(files, catalog.objects[key].item), key), key)
     return groups
 
 
@@ -219,7 +212,8 @@ def rng_states(files: Files, catalog: Catalog) -> tuple[dict[tuple[int, int], ob
     ranks = {key: rank for key in catalog.objects if (rank := rng_shard(key))}
     for key, rank in ranks.items():
         if not rank.dp:
-            found[rank.pp, rank.tp] = load_object(files, catalog.objects[key].item)[0]
+            states = only_one(load_object(files, catalog.objects[key].item), key)
+            found[rank.pp, rank.tp] = rng_at(states, key)
     return found, tuple(grid.problem for grid in object_grids(ranks) if grid.problem)
 
 
