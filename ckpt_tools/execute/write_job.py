@@ -94,6 +94,7 @@ class WriteReport:
     rounded_and_kept: int = (
         0  # further elements that a cast changed, of values that the output holds exactly too
     )
+    directory: str = ""  # that holds the checkpoint's files
 
     @property
     def was_there(self) -> bool:

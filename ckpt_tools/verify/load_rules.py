@@ -16,7 +16,9 @@ from ckpt_tools.verify.model_rules import MODEL_RULES
 from ckpt_tools.verify.parallel_rules import PARALLEL_RULES, global_batch
 from ckpt_tools.verify.report import ERROR, WARNING
 
-COMPARED_ARGS = ("num_layers", "hidden_size", "num_attention_heads")
+COMPARED_ARGS = (
+    "num_layers", "hidden_size", "num_attention_heads", "add_position_embedding", "gdp_num_householder"
+)  # fmt: skip
 WITH_VOCAB_FILE = ("max_position_embeddings", "make_vocab_size_divisible_by", "tokenizer_type")
 _SHOWN = 8
 _TP_SIZES = (1, 2, 4, 8, 16)

@@ -34,9 +34,9 @@ torchrun --nproc-per-node 4 pretrain_gpt.py
 --group-query-attention --num-query-groups 2 --normalization RMSNorm --disable-bias-linear --transformer-impl local
 --position-embedding-type rope --untie-embeddings-and-output-weights --vocab-size 200
 --make-vocab-size-divisible-by 16 --tokenizer-type NullTokenizer --max-position-embeddings 64 --seq-length 32
---micro-batch-size 2 --bf16
+--micro-batch-size 2 --bf16 --lr 0.01 --min-lr 0.001 --train-iters 20 --global-batch-size 8 --eval-interval 1000
 """
-GOOD = _COMMAND.split()
+GOOD = [*_COMMAND.split(), "--load", str(fixture_dir(NATIVE))]
 
 
 def broken(words, name=NATIVE, **options):
