@@ -326,6 +326,8 @@ def _of_torch_dist(f: Facts) -> dict[str, Any]:
     stages = f.args.get("pipeline_model_parallel_size")
     return {
         "use_megatron_fsdp": False,
+        # on by default, and in need of Apex
+        **({} if "gradient_accumulation_fusion" in f.args else {"gradient_accumulation_fusion": False}),
         "data_parallel_sharding_strategy": None,
         **({} if f.layout == "none" else {"use_distributed_optimizer": f.layout != "non_distributed"}),
         "ckpt_format": "torch_dist",

@@ -160,8 +160,8 @@ def _checks(about: Facts, job: Job | None, program: str) -> tuple[Facts, list[Ch
     facts = replace(about, job=with_checkpoint_args(job or Job(program=program), about.args))
     facts, settings = checked_settings(facts)
     if facts.kind != "fsdp_dtensor":  # no setting makes it load
-        rules = [run_rule(rule, facts) for rule in RULES if rule.name == "checkpoint-format"]
-        return facts, [*rules, _unsaid_check(facts)]
+        formats = [run_rule(rule, facts) for rule in RULES if rule.name == "checkpoint-format"]
+        return facts, [*(check for check in formats if check.findings), _unsaid_check(facts)]
     checks = [_flags_check(facts.job), _unsaid_check(facts), settings] if job is not None else []
     return facts, checks + [run_rule(rule, facts) for rule in RULES if _applies(rule, facts, job is not None)]
 
@@ -420,7 +420,7 @@ def _place_check(place: _Place, job: Job | None) -> Check:
     elif place.tracked != place.name:
         found, fix = f"the tracker names {place.tracked}, not {place.name}", f"--ckpt-step {latest}, or {track}"
         why = "the job would load something else"
-    elif job is not None and load is None:
+    elif job is not None and load is None and job.refused is None:
         found, fix, severity = "the command has no --load", f"--load {place.root}", WARNING
     findings = () if found is None else (Finding("place", severity, found, why, fix),)
     return Check("place", "places", 1, findings, source="training/checkpointing.py _load_base_checkpoint")

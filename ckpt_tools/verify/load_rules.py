@@ -26,7 +26,11 @@ STATE_KINDS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 
 
 def _format(f: Facts) -> str | None:
-    return None if f.kind == "fsdp_dtensor" else f"the checkpoint is of kind {f.kind}"
+    return None if f.kind in ("fsdp_dtensor", "safetensors") else f"the checkpoint is of kind {f.kind}"
+
+
+def _hugging_face(f: Facts) -> str | None:
+    return "it is a Hugging Face model" if f.kind == "safetensors" else None
 
 
 def _arguments(f: Facts) -> str | None:
@@ -204,6 +208,8 @@ _PAD_AGAIN = (
 RULES = (
     Rule("checkpoint-format", ERROR, _format, "Megatron-FSDP loads fsdp_dtensor checkpoints only", _TO_FSDP,
          _LOADED, on_job=False),
+    Rule("checkpoint-format", ERROR, _hugging_face, "Megatron-FSDP loads fsdp_dtensor checkpoints only",
+         "import-hf CHECKPOINT CONVERTED --to fsdp_dtensor", _LOADED, on_job=False),
     *JOB_RULES,
     *PARALLEL_RULES,
     Rule("stored-arguments", ERROR, _arguments, "Megatron-LM reads those of the run before, whatever it is told",

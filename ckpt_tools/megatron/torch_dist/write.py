@@ -361,7 +361,8 @@ def _losses(model: Model, options: TorchDistOptions, kept: Collection[str]) -> l
             f"{model.common.iteration}"
         )
     elif options.extra_state and not any(fnmatchcase(key, EXTRA_STATE) for key in kept):
-        notes.append("Transformer Engine extra states are written empty: FP8 scaling starts anew")
+        scaling = ": FP8 scaling starts again" if model.common.arg("fp8") else ""
+        notes.append(f"Transformer Engine extra states are written empty{scaling}")
     elif not options.extra_state:
         notes.append("no Transformer Engine extra states: load with --dist-ckpt-strictness log_all")
     if model.optimizer_layout is None or options.weights_only:
