@@ -60,7 +60,11 @@ _IN_BUCKETS = ("dp_reshardable", "fully_sharded_bucket_space", "dp_zero_gather_s
 _OLD_NAMES = {"layernorm_epsilon": "norm_epsilon", "layernorm_zero_centered_gamma": "apply_layernorm_1p"}
 _NEW_NAMES = {old: new for new, old in _OLD_NAMES.items()}
 _SAID_OTHERWISE = ("params_dtype", "padded_vocab_size", "moe_layer_freq")
-_MLA_YARN = {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}  # no version has flags for them
+_MLA_YARN = {
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 4096,
+}  # no flags
 _OF_FSDP = re.compile(
     r"(outer_dp_sharding_strategy|num_distributed_optimizer_instances|megatron_fsdp_.*|fsdp_.*|nccl_ub)"
 )

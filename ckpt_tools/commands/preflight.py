@@ -413,12 +413,18 @@ def _place_check(place: _Place, job: Job | None) -> Check:
         why = "the job would load something else"
     elif job is not None and job.get("ckpt_step") is not None:
         if job.get("ckpt_step") != place.iteration:
-            found, fix = f"--ckpt-step is {job.get('ckpt_step')}, this is iteration {place.iteration}", "drop it"
+            found, fix = (
+                f"--ckpt-step is {job.get('ckpt_step')}, this is iteration {place.iteration}",
+                "drop it",
+            )
             why = "the job would load something else"
     elif place.tracked is None:
         found, fix = place.damaged or f"{place.root} has no {TRACKER}", track
     elif place.tracked != place.name:
-        found, fix = f"the tracker names {place.tracked}, not {place.name}", f"--ckpt-step {latest}, or {track}"
+        found, fix = (
+            f"the tracker names {place.tracked}, not {place.name}",
+            f"--ckpt-step {latest}, or {track}",
+        )
         why = "the job would load something else"
     elif job is not None and load is None and job.refused is None:
         found, fix, severity = "the command has no --load", f"--load {place.root}", WARNING
@@ -434,7 +440,9 @@ def _unsaid_check(facts: Facts) -> Check:
                 "run a program that can (--target), such as bridge")
         for setting in unsaid(facts)
     ]  # fmt: skip
-    return Check("unsaid", "settings", len(facts.args), tuple(findings), source=f"training/arguments.py ({name})")
+    return Check(
+        "unsaid", "settings", len(facts.args), tuple(findings), source=f"training/arguments.py ({name})"
+    )
 
 
 def _stored_checks(opened: Opened) -> list[Check]:

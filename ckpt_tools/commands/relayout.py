@@ -100,8 +100,8 @@ def refuse_changes(location: Location, options: ConvertOptions) -> None:
     kept = TargetOptions(tp=options.target.tp, layer_spec=options.target.layer_spec)
     if options.target.weights_only:
         raise UsageError(
-            f"{location.path} is already an fsdp_dtensor checkpoint: `strip {location.path} OUT` leaves its optimizer "
-            "out"
+            f"{location.path} is already an fsdp_dtensor checkpoint: `strip {location.path} OUT` leaves its "
+            "optimizer out"
         )
     if options.target != kept:
         raise UsageError(

@@ -252,7 +252,7 @@ JOB_RULES = (
     Rule("positions", ERROR, _positions, "every position of a sequence needs one", "--max-position-embeddings of at "
          "least --seq-length", _ARGUMENTS, _LM),
     Rule("no-position-embedding", ERROR, _no_positions, "Megatron takes this flag with rope alone",
-         "drop --no-position-embedding; if the checkpoint's args ask for it, import the model again", _ARGUMENTS, _LM),
+         "drop --no-position-embedding; if the checkpoint's args have it, import the model again", _ARGUMENTS, _LM),
     Rule("expert-ranks", ERROR, _expert_ranks, "every expert-parallel rank has the same number of experts",
          "--expert-model-parallel-size that divides --num-experts", _ARGUMENTS, _LM),
     Rule("ckpt-format", ERROR, _ckpt_format, "Megatron-FSDP saves and loads in this format only",

@@ -275,7 +275,11 @@ def test_one_change_breaks_one_rule(added, rule, severity, found, target):
         ("--recompute-granularity full", "main", set()),
         ("--global-batch-size 12 --override-opt_param-scheduler", "main", set()),
         ("--global-batch-size 6 --rampup-batch-size 2 2 10 --override-opt_param-scheduler", "main", set()),
-        ("--global-batch-size 6 --decrease-batch-size-if-needed --override-opt_param-scheduler", "main", set()),
+        (
+            "--global-batch-size 6 --decrease-batch-size-if-needed --override-opt_param-scheduler",
+            "main",
+            set(),
+        ),
         ("--sequence-parallel --context-parallel-size 2", "main", set()),
     ],
 )

@@ -9,7 +9,6 @@ from ckpt_tools.megatron.huggingface.recurrent_args import written_recurrent
 from ckpt_tools.megatron.huggingface.rope_args import rope_args
 from ckpt_tools.megatron.huggingface.sparse_attention import sparse_attention_args
 
-
 OF_MLA = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 
 
