@@ -26,7 +26,6 @@ from ckpt_tools.credentials import hidden, redacted
 from ckpt_tools.errors import CkptError, Interrupted, StorageError, UsageError
 
 _GARBAGE = 50_000  # new objects until a collection; Python's 700 are met hundreds of times while modules are imported
-
 app = typer.Typer(
     name="checkpoint-inspector",
     cls=Group,

@@ -8,6 +8,10 @@ from typing import Final
 REMOVED: Final[dict[str, str]] = {
     "convert --aliases": "Convert once for each program: --target.",
     "convert-torch-dist-to-fsdp-dtensor --aliases": "Convert once for each program: --target.",
+    **dict.fromkeys(
+        ("convert --like-source", "convert-fsdp-dtensor-to-torch-dist --like-source"),
+        "Megatron does not load masters that are stored as remainders; fp32 masters load with the right loss.",
+    ),
     "verify --against": "Use `diff A B --headers`.",
     "repair --trust-masters": "repair corrects keys of fsdp_dtensor and changes no weights.",
     **dict.fromkeys(

@@ -161,11 +161,18 @@ def print_rewritten(done: Edited | Repaired) -> None:
     assert written is not None  # a dry run has nothing to say here
     tell(
         f"{'compared' if written.was_there else 'wrote'} {done.tensors:,} tensors and {done.objects:,} objects, "
-        f"{human_bytes(written.bytes_written)} in {written.seconds:.2f} s, to {escape(done.output)}"
+        f"{human_bytes(written.bytes_written)} in {written.seconds:.2f} s, to {escape(place(written))}"
     )
     if written.replaced:
         tell(f"replaced {written.replaced}")
     tell(f"source checksums: {source_checksums(written)}")
+
+
+def place(w: WriteReport) -> str:
+    """Where the checkpoint lies, and by which name a job finds it."""
+    root, _, name = w.directory.rpartition("/")
+    numbered = name == "release" or name.startswith("iter_")
+    return f"{w.directory} (--load {root})" if numbered else w.directory
 
 
 def _written(w: WriteReport) -> list[str]:
@@ -182,6 +189,7 @@ def _written(w: WriteReport) -> list[str]:
     return [
         f"  {done:<10} {human_bytes(w.bytes_written)} in {w.seconds:.2f} s ({rate}/s), {w.ranks} process(es); "
         f"read {human_bytes(w.bytes_read)}, largest peak RSS {human_bytes(w.peak_rss_bytes)}",
+        f"  lies in    {place(w)}",
         f"  copied     {human_bytes(w.bytes_cloned)} cloned, {human_bytes(w.bytes_kernel_copied)} in the kernel, "
         f"{human_bytes(w.bytes_touched)} through buffers; {w.items_resumed:,} of {w.items:,} items resumed",
         *([f"  replaced   {w.replaced}"] if w.replaced else []),

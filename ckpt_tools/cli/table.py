@@ -68,9 +68,6 @@ TABLE: dict[str, Row] = {
     "stacked": option(bool, "--stacked/--per-layer", panel=MODEL,
                       help="Layers of a block in one tensor, or one by one. Default: as a torch_dist source has "
                            "them, else the args."),
-    "like_source": flag("--like-source", panel=MODEL,
-                        help="Masters as the source's job keeps them: with a precision-aware optimizer as 16-bit "
-                             "remainders."),
     "hf_config": option(Path, "--hf-config", read=v.model_folder, panel=MODEL,
                         help="Directory of the original Hugging Face model, for tokenizer and settings."),
     "rules": option(Path, "--rules", panel=MODEL, help="YAML file with the rules of one more architecture."),
@@ -168,7 +165,7 @@ DCP_TARGET = frozenset({
     "vocab_size", "tp",
 })  # fmt: skip
 TORCH_DIST_TARGET = frozenset({
-    "dialect", "layer_spec", "weights_only", "dtype", "extra_state", "stacked", "like_source",
+    "dialect", "layer_spec", "weights_only", "dtype", "extra_state", "stacked",
     "gpus", "tp", "ep", "etp",
 })  # fmt: skip
 REWRITING = frozenset({"check_source", "overwrite", "as_json"})

@@ -41,7 +41,7 @@ from ckpt_tools.formats.run_layouts import ForeignFormatError
 from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.formats.unpickle import StandIn, TorchDtype, stand_in
 from ckpt_tools.megatron.common_state import CommonState
-from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import check_fresh
+from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import check_fresh, given_settings
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.megatron.huggingface.checks import Spec
 from ckpt_tools.megatron.huggingface.model_tensors import shared_head
@@ -308,8 +308,11 @@ def _check_options(options: ImportOptions) -> None:
     rows, fsdp = options.vocab_size_padded, options.fsdp
     if rows is not None and rows < 1:
         raise UsageError(f"--vocab-size-padded {rows}: at least one row is needed")
-    if options.to == "torch_dist" and fsdp.fresh_optimizer:
-        raise UsageError("--fresh-optimizer: a 3D-parallel job starts from weights alone (--finetune)")
+    if options.to == "torch_dist" and (fsdp.fresh_optimizer or given_settings(fsdp)):
+        raise UsageError(
+            "a fresh optimizer and its settings need --to fsdp_dtensor: a 3D-parallel job, which loads torch_dist, "
+            "starts from weights alone (--finetune)"
+        )
     check_fresh(fsdp)
     if fsdp.fresh_optimizer and options.iteration == 0:
         raise UsageError("--iteration 0: a job with an optimizer begins at iteration 1 or later")

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tools.formats.unpickle import StandIn, TorchDtype
+from ckpt_tools.megatron.huggingface.written_args import OF_MLA
 from ckpt_tools.verify.facts import Facts, before
-from ckpt_tools.verify.job import BRIDGE
+from ckpt_tools.verify.job import BRIDGE, MAIN
 from ckpt_tools.verify.load_rules import wanted_rows
 from ckpt_tools.verify.megatron_args import Flag, defaults_of, flag_words, flags_of
 from ckpt_tools.verify.model_rules import decoder_layers, gated_delta_nets
@@ -29,7 +30,7 @@ _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "uint8": "f
 _LEFT_OUT = re.compile(
     r"load|save|save_.*|pretrained_checkpoint|.*_(path|dir|file|url)|.*data_path|tokenizer_model|yaml_cfg|mock_data"
     r"|dump_.*|.*pipeline.*|decoder_(first|last)_.*|account_for_.*|overlap_p2p_.*|align_.*|defer_embedding_.*"
-    r"|encoder_(num_layers|seq_length)|(start|end)_weight_decay|add_position_embedding|eval_(global|micro)_batch_size"
+    r"|encoder_(num_layers|seq_length)|(start|end)_weight_decay|eval_(global|micro)_batch_size"
     r"|moe_(deepep|hybridep)_num_sms|high_priority_stream_groups|padded_vocab_size|.*_num_weight_shards"
     r"|finetune|no_(load|save)_.*|use_checkpoint_args|auto_detect_.*|ckpt_.*|dist_ckpt_.*|async_.*|non_persistent_.*"
     r"|exit_.*|profile.*|log_.*|tensorboard_.*|wandb_.*|one_logger_.*|timing_.*|record_.*|memory_.*|enable_msc"
@@ -45,8 +46,11 @@ _ALWAYS_SAID = (
     "pipeline_model_parallel_size",
     "ckpt_format",
 )
-_OF_MLA = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-_BATCH = ("--global-batch-size", "GLOBAL_BATCH")  # where no run tells it
+# What Megatron asks for without a default, where no run tells it; numbers with which the rest can be judged.
+_TO_FILL: Mapping[str, tuple[str, ...]] = {
+    "GLOBAL_BATCH": (), "TRAIN_ITERS": ("--train-iters", "1"), "LR": ("--lr", "1")
+}  # fmt: skip
+_INTERVAL = 1000  # steps, where no run tells it: of saves, and of evaluation, which every resume divides by
 _NODE = 8  # GPUs, where nothing tells
 _NODES = f"# on every node; {_NODE} GPUs a node are assumed, HEAD_NODE is the name of one of them"
 _OF_PIPELINE = re.compile(
@@ -54,6 +58,13 @@ _OF_PIPELINE = re.compile(
 )
 _IN_BUCKETS = ("dp_reshardable", "fully_sharded_bucket_space", "dp_zero_gather_scatter")
 _OLD_NAMES = {"layernorm_epsilon": "norm_epsilon", "layernorm_zero_centered_gamma": "apply_layernorm_1p"}
+_NEW_NAMES = {old: new for new, old in _OLD_NAMES.items()}
+_SAID_OTHERWISE = ("params_dtype", "padded_vocab_size", "moe_layer_freq")
+_MLA_YARN = {
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 4096,
+}  # no flags
 _OF_FSDP = re.compile(
     r"(outer_dp_sharding_strategy|num_distributed_optimizer_instances|megatron_fsdp_.*|fsdp_.*|nccl_ub)"
 )
@@ -91,30 +102,37 @@ class Launch:
 
     @property
     def told(self) -> tuple[str, ...]:
-        """The words without the batch, where it is for the user to fill in: all else can be judged."""
-        batch = self.words.index(_BATCH[1]) if _BATCH[1] in self.words else 0
-        return self.words if not batch else (*self.words[: batch - 1], *self.words[batch + 1 :])
+        """The words with numbers where the user is to fill them in: all else can be judged."""
+        words = list(self.words)
+        for name, numbers in _TO_FILL.items():
+            if name in words:
+                at = words.index(name)
+                words[at - 1 : at + 1] = numbers
+        return tuple(words)
 
     @property
     def command(self) -> str:
         """The command as a shell reads it, a line a flag."""
-        lines: list[list[str]] = [[]]
-        for word in self.words:
+        lines = [list(map(shlex.quote, self.words[:1]))]
+        for word in self.words[1:]:
             if word.startswith("--") or word.endswith(".py") or _is_override(word):
                 lines.append([])
             lines[-1].append(shlex.quote(word))
         return " \\\n    ".join(" ".join(line) for line in lines)
 
 
-def launch(facts: Facts, load: str) -> Launch:
-    """The command of a job that goes on from the checkpoint at `load`, by the settings of the run that wrote it."""
+def launch(facts: Facts, load: str, step: int | None = None) -> Launch:
+    """The command of a job that goes on from the checkpoint in the root `load`, by the settings of its run.
+
+    `step` is its iteration where the tracker names another.
+    """
     if facts.job.program == BRIDGE:
-        words, unsaid = ("torchrun", *_bridge(facts, load)), tuple[str, ...]()
+        words, comments = ("torchrun", *_bridge(facts, load, step)), tuple[str, ...]()
     else:
-        settings, unsaid = _settings(facts)
-        words = ("torchrun", *_megatron(facts, load, settings))
+        settings, comments = _settings(facts)
+        words = ("torchrun", *_megatron(facts, load, settings, step))
     assumed = (_NODES,) if "--nnodes" in words else ()
-    return Launch((*_environment(facts), *assumed, *unsaid), words)
+    return Launch((*_environment(facts), *assumed, *comments), words)
 
 
 def _environment(f: Facts) -> tuple[str, ...]:
@@ -153,15 +171,41 @@ def _launcher(ranks: int) -> list[str]:
     return ["--nnodes", str(ranks // node), "--nproc-per-node", str(node), *rendezvous]
 
 
-def _megatron(f: Facts, load: str, settings: Mapping[str, Any]) -> Iterator[str]:
+def _megatron(f: Facts, load: str, settings: Mapping[str, Any], step: int | None) -> Iterator[str]:
     version = f.job.program
     yield from (*_launcher(f.ranks or _ranks(settings)), _script(f))
-    yield from ("--load", load)
+    yield from ("--load", load, "--save", load)
+    if step is not None:
+        yield from ("--ckpt-step", str(step))
     for name in sorted(settings):
         yield from flag_words(name, settings[name], version, name in _ALWAYS_SAID) or ()
     if f.args.get("global_batch_size") is None:
-        yield from _BATCH
+        yield from ("--global-batch-size", "GLOBAL_BATCH")
+    if not settings.keys() & {"train_iters", "train_samples"}:
+        yield from ("--train-iters", "TRAIN_ITERS")
+    if "lr" not in settings:
+        yield from ("--lr", "LR")
     yield from _data(f)
+
+
+def unsaid(f: Facts) -> list[str]:
+    """Settings that change what the model computes and that no flag of the job's program can say."""
+    from ckpt_tools.megatron.huggingface.ledger import arguments, is_neutral, short
+
+    if f.job.program == BRIDGE or f.by_bridge:
+        return []
+    ledger, found = arguments(), []
+    for name, value in f.args.items():
+        change = ledger.changes.get(name)
+        known = is_neutral(value, change, f.args) if change else name not in ledger.carried or not value
+        usual = _MLA_YARN.get(name, defaults_of(MAIN).get(name))
+        if known or name in _SAID_OTHERWISE or value == usual:
+            continue
+        flags = [flag for flag in flags_of(f.job.program) if flag.name in (name, _NEW_NAMES.get(name))]
+        values = ((flag.name, _plain(value, flag)) for flag in flags)
+        if not any(v is not None and flag_words(n, v, f.job.program) is not None for n, v in values):
+            found.append(f"{name} {short(value)}")
+    return found
 
 
 def _stored_as(f: Facts, flag: Flag) -> Any:
@@ -200,9 +244,17 @@ def _settings(f: Facts) -> tuple[dict[str, Any], tuple[str, ...]]:
     if f.tp == 1:
         found.pop("sequence_parallel", None)
     if not found.get("multi_latent_attention"):
-        found = {name: value for name, value in found.items() if name not in _OF_MLA}
+        found = {name: value for name, value in found.items() if name not in OF_MLA}
     if found.get("num_layers") is not None and found.get("hybrid_layer_pattern") is not None:
         del found["num_layers"]  # Megatron counts the pattern, and refuses both
+    if found.get("train_samples") is not None:
+        found.pop("train_iters", None)  # which follows, and which Megatron does not take as well
+    if found.get("step_batch_size_schedule") is not None:
+        found.pop("global_batch_size", None)  # likewise
+    for name in ("save_interval", "eval_interval"):
+        stored = args.get(name)
+        found[name] = stored if type(stored) is int and stored > 0 else _INTERVAL
+    found.setdefault("lr", f.schedule.get("max_lr"))
     found.setdefault("micro_batch_size", 1)
     found.setdefault("seq_length", found.get("max_position_embeddings", args.get("encoder_seq_length")))
     found.setdefault("max_position_embeddings", found["seq_length"])
@@ -278,6 +330,8 @@ def _of_torch_dist(f: Facts) -> dict[str, Any]:
     stages = f.args.get("pipeline_model_parallel_size")
     return {
         "use_megatron_fsdp": False,
+        # on by default, and in need of Apex
+        **({} if "gradient_accumulation_fusion" in f.args else {"gradient_accumulation_fusion": False}),
         "data_parallel_sharding_strategy": None,
         **({} if f.layout == "none" else {"use_distributed_optimizer": f.layout != "non_distributed"}),
         "ckpt_format": "torch_dist",
@@ -357,7 +411,7 @@ def _data(f: Facts) -> Iterator[str]:
             yield from ("--" + name.replace("_", "-"), name.upper())
 
 
-def _bridge(f: Facts, load: str) -> Iterator[str]:
+def _bridge(f: Facts, load: str, step: int | None) -> Iterator[str]:
     """Bridge's runner: a recipe of the model's family, and what the checkpoint decides about it."""
     model = {name: f.args.get(argument, f.args.get(name)) for name, argument in _BRIDGE_MODEL.items()}
     decided = _decided(f)
@@ -378,6 +432,8 @@ def _bridge(f: Facts, load: str) -> Iterator[str]:
         "ddp.data_parallel_sharding_strategy": "optim_grads_params",
         "checkpoint.ckpt_format": "fsdp_dtensor",
         "checkpoint.load": load,
+        "checkpoint.save": load,
+        "checkpoint.ckpt_step": step,
         "checkpoint.strict_fsdp_dtensor_load": True,
         "checkpoint.load_optim": bool(f.states),
         "checkpoint.load_rng": all((0, rank) in f.rng_ranks for rank in range(f.tp)),

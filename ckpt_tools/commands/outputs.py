@@ -11,6 +11,7 @@ from ckpt_tools.credentials import hidden
 from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.run import Output
 from ckpt_tools.formats.container import read_small_file
+from ckpt_tools.formats.dcp import METADATA
 from ckpt_tools.formats.detect import TRACKER, Location
 from ckpt_tools.formats.files import Files, path_in
 from ckpt_tools.formats.pickling import dump_archive
@@ -19,20 +20,25 @@ from ckpt_tools.megatron.record import RECORD_FILE, TargetRecord, record_bytes
 from ckpt_tools.model.target import TargetObject
 
 _SAME = {"s3a": "s3", "gcs": "gs"}  # schemes of one store
+_ITERATION = re.compile(r"iter_\d+|release")
 
 
 def choose_output(
     source: str, location: Location, output: str, overwrite: bool, resume: bool, tracker: bool = True
 ) -> Output:
-    """Like to like: a run's root becomes a root with `iter_%07d` and tracker, an iteration directory one directory.
+    """A run's root with `iter_%07d` and tracker, which a job finds by `--load`.
 
-    Without `tracker` the root's tracker stays as it is.
+    An output that is itself named as an iteration is one directory; so is a copy of what is no run's. Without
+    `tracker` the root's tracker stays as it is.
 
     Raises:
         UsageError: the output is the source, or one of them lies inside the other.
     """
     refuse_overlap(source, location, output)
-    if not is_root(source, location):
+    is_run = location.kind in ("torch_dist", "fsdp_dtensor")
+    is_numbered = location.is_release or location.iteration is not None
+    name = str(output_directory(output)).rstrip("/").rpartition("/")[2]
+    if not is_root(source, location) and (not is_run or not is_numbered or _ITERATION.fullmatch(name)):
         return Output(output_directory(output), overwrite=overwrite, resume=resume)
     iteration = None if location.is_release else location.iteration
     return in_root(output, iteration, overwrite, resume, tracker)
@@ -45,6 +51,8 @@ def in_root(
     name = "release" if iteration is None else f"iter_{iteration:07d}"
     latest = "release" if iteration is None else str(iteration)
     folder = output_directory(path_in(output, name))
+    if isinstance(folder, Path) and (folder.parent / METADATA).exists():
+        raise UsageError(f"{folder.parent} is a checkpoint itself, and no run's root; choose another output")
     beside = {TRACKER: latest.encode()} if tracker else {}
     return Output(folder, beside, overwrite=overwrite, resume=resume)
 

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tools.close_names import close_names
-from ckpt_tools.commands.launch import Launch, launch
+from ckpt_tools.commands.launch import Launch, launch, unsaid
 from ckpt_tools.commands.opened import Opened, open_checkpoint
+from ckpt_tools.commands.outputs import place_parts
 from ckpt_tools.commands.version_2 import is_version_2
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import CorruptCheckpointError, UsageError
 from ckpt_tools.formats.container import load_object
+from ckpt_tools.formats.detect import TRACKER, tracked_iteration
 from ckpt_tools.formats.documents import DocumentError, read_named_file
 from ckpt_tools.formats.files import AnyPath, path_text
 from ckpt_tools.megatron.hybrid import is_hybrid
@@ -114,22 +116,25 @@ def preflight(
     words = command_words(words)
     with open_checkpoint(checkpoint, iteration, trust_pickle, of_run=True) as opened:
         about, packed_for = _about(opened)
+        place = _place(opened)
         program = target or _program(about, words, yaml_file)
         job = _described(words, yaml_file, program)
         start = None
         if job is not None:
             start = Launch((_ENVIRONMENT,), tuple(words)) if job.script is not None else None
         elif about.kind == "fsdp_dtensor":
-            start = _launch(about, program, packed_for, _load_path(opened))
+            start = _launch(about, program, packed_for, place)
             job = parse_command(start.told, program)
         facts, checks = _checks(about, job, program)
+        if about.kind in ("fsdp_dtensor", "torch_dist"):
+            checks.append(_place_check(place, job))
         stored = _stored_checks(opened)
         told = (_with_path(check, checkpoint) for check in (*checks, *stored))
         report = Report(opened.location.path, opened.location.kind, tuple(told))
         starts: tuple[Start, ...] = ()
         if about.kind == "fsdp_dtensor":
             broken = tuple(check.name for check in stored if check.errors)
-            starts = tuple(_start(about, other, packed_for, broken) for other in PROGRAMS)
+            starts = tuple(_start(about, other, packed_for, place, broken) for other in PROGRAMS)
         as_is = None
         if (
             about.kind == "torch_dist"
@@ -137,14 +142,16 @@ def preflight(
             and program != BRIDGE
             and not about.by_bridge
             and about.args
+            and not any(check.errors for check in checks if check.name in ("place", "unsaid"))
         ):
-            as_is = _launch(about, program, packed_for, _load_path(opened))
+            as_is = _launch(about, program, packed_for, place)
         return Preflight(report, facts.job.program, start if report.is_valid else None, starts, as_is)
 
 
-def _launch(about: Facts, program: str, packed_for: int | None, load: str) -> Launch:
+def _launch(about: Facts, program: str, packed_for: int | None, place: _Place) -> Launch:
     sizes = {"tensor_model_parallel_size": packed_for or 1}
-    return launch(replace(about, job=Job(sizes, program=program)), load)
+    step = None if place.tracked in (None, place.name) else place.iteration
+    return launch(replace(about, job=Job(sizes, program=program)), place.root or place.path, step)
 
 
 def _checks(about: Facts, job: Job | None, program: str) -> tuple[Facts, list[Check]]:
@@ -152,15 +159,19 @@ def _checks(about: Facts, job: Job | None, program: str) -> tuple[Facts, list[Ch
     facts = replace(about, job=with_checkpoint_args(job or Job(program=program), about.args))
     facts, settings = checked_settings(facts)
     if facts.kind != "fsdp_dtensor":  # no setting makes it load
-        return facts, [run_rule(rule, facts) for rule in RULES if rule.name == "checkpoint-format"]
-    checks = [_flags_check(facts.job), settings] if job is not None else []
+        formats = [run_rule(rule, facts) for rule in RULES if rule.name == "checkpoint-format"]
+        return facts, [*(check for check in formats if check.findings), _unsaid_check(facts)]
+    checks = [_flags_check(facts.job), _unsaid_check(facts), settings] if job is not None else []
     return facts, checks + [run_rule(rule, facts) for rule in RULES if _applies(rule, facts, job is not None)]
 
 
-def _start(about: Facts, program: str, packed_for: int | None, broken: tuple[str, ...]) -> Start:
+def _start(
+    about: Facts, program: str, packed_for: int | None, place: _Place, broken: tuple[str, ...]
+) -> Start:
     """What comes of the command that would be printed for `program`."""
-    job = parse_command(_launch(about, program, packed_for, "CHECKPOINT").told, program)
+    job = parse_command(_launch(about, program, packed_for, place).told, program)
     facts, checks = _checks(about, job, program)
+    checks.append(_place_check(place, job))
     broken += tuple(check.name for check in checks if check.errors)
     if broken:
         return Start(program, None, broken)
@@ -358,10 +369,80 @@ def _meant(word: str) -> str:
     return f"did you mean {', '.join(close)}?" if close else "drop it"
 
 
-def _load_path(opened: Opened) -> str:
-    """The root where the iteration stands in it as Megatron looks for it, else the folder itself."""
-    path, root = opened.location.path, opened.location.root
-    return root if root is not None and path.rpartition("/")[0] == root.rstrip("/") else path
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a job looks for the checkpoint: the folder `name` of the run's `root`, which the tracker names."""
+
+    path: str
+    root: str | None  # None: the folder is not named as an iteration, so that no job finds it
+    name: str
+    iteration: int | None
+    tracked: str | None = None
+    damaged: str | None = None  # what is wrong with the tracker
+
+
+def _place(opened: Opened) -> _Place:
+    location = opened.location
+    path = location.path if "://" in location.path else str(Path(location.path).absolute())
+    above, _, name = path.rpartition("/")
+    number = opened.common.iteration if location.iteration is None else location.iteration
+    is_found = name == ("release" if location.is_release else f"iter_{number or 0:07d}")
+    place = _Place(path, above if location.root is not None and is_found else None, name, number)
+    if place.root is None:
+        return place
+    try:
+        return replace(place, tracked=tracked_iteration(place.root))
+    except CorruptCheckpointError as error:
+        return replace(place, damaged=str(error))
+
+
+def _place_check(place: _Place, job: Job | None) -> Check:
+    """Whether a job finds the checkpoint by `--load`: by its tracker, or by `--ckpt-step`."""
+    why = "the job would start from random weights"
+    latest = "release" if place.name == "release" else str(place.iteration or 0)
+    track = f"echo {latest} > {shlex.quote(f'{place.root}/{TRACKER}')}"
+    load = job and job.get("load")
+    found, fix = None, ""
+    severity: Severity = ERROR
+    if place.root is None:
+        found = f"no job finds {place.path}: it is not a folder iter_NNNNNNN (or release) of a run"
+        step = place.iteration or 1
+        fix = f"mkdir RUN && mv {shlex.quote(place.path)} RUN/iter_{step:07d} && echo {step} > RUN/{TRACKER}"
+    elif load is not None and place_parts(str(load)) != place_parts(place.root):
+        found, fix = f"--load is {load}, the checkpoint lies in {place.root}", f"--load {place.root}"
+        why = "the job would load something else"
+    elif job is not None and job.get("ckpt_step") is not None:
+        if job.get("ckpt_step") != place.iteration:
+            found, fix = (
+                f"--ckpt-step is {job.get('ckpt_step')}, this is iteration {place.iteration}",
+                "drop it",
+            )
+            why = "the job would load something else"
+    elif place.tracked is None:
+        found, fix = place.damaged or f"{place.root} has no {TRACKER}", track
+    elif place.tracked != place.name:
+        found, fix = (
+            f"the tracker names {place.tracked}, not {place.name}",
+            f"--ckpt-step {latest}, or {track}",
+        )
+        why = "the job would load something else"
+    elif job is not None and load is None and job.refused is None:
+        found, fix, severity = "the command has no --load", f"--load {place.root}", WARNING
+    findings = () if found is None else (Finding("place", severity, found, why, fix),)
+    return Check("place", "places", 1, findings, source="training/checkpointing.py _load_base_checkpoint")
+
+
+def _unsaid_check(facts: Facts) -> Check:
+    """Whether the program has a flag for every setting that changes what the model computes."""
+    name = facts.job.program
+    findings = [
+        Finding("unsaid", ERROR, setting, f"no flag of Megatron-LM {name} can say it: it would train another model",
+                "run a program that can (--target), such as bridge")
+        for setting in unsaid(facts)
+    ]  # fmt: skip
+    return Check(
+        "unsaid", "settings", len(facts.args), tuple(findings), source=f"training/arguments.py ({name})"
+    )
 
 
 def _stored_checks(opened: Opened) -> list[Check]:

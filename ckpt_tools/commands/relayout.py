@@ -98,6 +98,11 @@ def refuse_changes(location: Location, options: ConvertOptions) -> None:
             "that has not begun"
         )
     kept = TargetOptions(tp=options.target.tp, layer_spec=options.target.layer_spec)
+    if options.target.weights_only:
+        raise UsageError(
+            f"{location.path} is already an fsdp_dtensor checkpoint: `strip {location.path} OUT` leaves its "
+            "optimizer out"
+        )
     if options.target != kept:
         raise UsageError(
             f"{location.path} is already an fsdp_dtensor checkpoint; it can be laid out for another topology, but "

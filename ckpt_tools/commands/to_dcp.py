@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ckpt_tools.commands.conversion import Conversion, Progress, Writer, convert, like_to_like, open_source
+from ckpt_tools.commands.conversion import (
+    Conversion,
+    MegatronOptions,
+    Progress,
+    Writer,
+    convert,
+    like_to_like,
+    open_source,
+)
 from ckpt_tools.commands.conversion_report import ConversionReport
 from ckpt_tools.commands.hf_parts import CONFIG, architecture_of, read_config
 from ckpt_tools.commands.opened import Opened
+from ckpt_tools.commands.outputs import is_root
 from ckpt_tools.commands.placements import Layout
 from ckpt_tools.commands.read_model import Wanted, read_model
 from ckpt_tools.commands.relayout_plain import need_job, plain_layout, prepare_hf, prepare_plain
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, planned, prepare_model
 from ckpt_tools.errors import UsageError
+from ckpt_tools.execute.run import Output
+from ckpt_tools.formats.detect import Location
 from ckpt_tools.formats.files import AnyPath, path_text
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.megatron.torch_dist.read import Extent
@@ -86,4 +97,10 @@ def _refuse_halves(target: TargetOptions) -> None:
         )
 
 
-TO_DCP = Writer(open=open_source, place=like_to_like, plan=plan_dcp)
+def _place(source: str, location: Location, output: str, options: MegatronOptions) -> Output:
+    """A directory of an iteration: who loads it looks for no tracker."""
+    plain = location if is_root(source, location) else replace(location, kind="dcp")
+    return like_to_like(source, plain, output, options)
+
+
+TO_DCP = Writer(open=open_source, place=_place, plan=plan_dcp)

@@ -35,7 +35,6 @@ from ckpt_tools.megatron.fsdp_dtensor.stored import packed_projections
 from ckpt_tools.megatron.keys import stacked_axes
 from ckpt_tools.megatron.record import RECORD_FILE, read_record, record_bytes
 from ckpt_tools.megatron.settings import training_dtype
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.remainders import split_masters
 from ckpt_tools.megatron.torch_dist.read import Extent
 from ckpt_tools.megatron.torch_dist.rng_grid import NO_SIZE
 from ckpt_tools.megatron.torch_dist.write import (
@@ -158,26 +157,17 @@ def _has_masters_beside_weights(kind: str, model: Model) -> bool:
 def write_torch_dist(model: Model, opened: Opened, options: TorchDistOptions, world: int) -> Conversion:
     """The model as `torch_dist`: a chunk for every layer and expert, written by `world` processes.
 
-    Raises:
-        UsageError: `--like-source` where the source is not fsdp_dtensor, or weights alone are asked for.
-        Otherwise the errors of `build_torch_dist_target` and `build_plan`.
+    Raises the errors of `build_torch_dist_target` and `build_plan`.
     """
-    whole = model
-    if options.like_source:
-        if opened.location.kind != "fsdp_dtensor" or options.weights_only:
-            raise UsageError(
-                "--like-source says how masters of an fsdp_dtensor checkpoint become those of a 3D job; leave it out"
-            )
-        model = split_masters(model)
     built = build_torch_dist_target(model, options)
     carried = carried_objects(model, built.target.objects)
     as_stored = {key: opened.catalog.objects[key].item for key in carried} | dict(model.extra_states)
     archives = _archives(opened, built.target.objects, as_stored)
     beside_weights = _has_masters_beside_weights(opened.location.kind, model)
-    otherwise: MastersUse = "as_stored" if keeps_masters(whole) else "left_out" if model.unread else "none"
+    otherwise: MastersUse = "as_stored" if keeps_masters(model) else "left_out" if model.unread else "none"
 
     def without_masters(note: str) -> Conversion:
-        return write_torch_dist(without_optimizer(whole, note), opened, options, world)
+        return write_torch_dist(without_optimizer(model, note), opened, options, world)
 
     return Conversion(
         "torch_dist",

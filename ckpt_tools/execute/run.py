@@ -281,6 +281,7 @@ def _report(
         rounded_elements=rounded.total(),
         rounded_most=max(rounded, key=lambda key: (rounded[key], key)) if rounded else None,
         rounded_and_kept=rounded_and_kept,
+        directory=str(job.output.directory),
     )
 
 

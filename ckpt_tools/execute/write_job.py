@@ -95,6 +95,7 @@ class WriteReport:
         0  # further elements that a cast changed, of values that the output holds exactly too
     )
     replaced: str | None = None  # what stood at the output before: kind, files and bytes
+    directory: str = ""  # that holds the checkpoint's files
 
     @property
     def was_there(self) -> bool:

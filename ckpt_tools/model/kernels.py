@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -123,34 +123,6 @@ class JoinRemainder(_Elementwise):
             np.float32
         )
         return master
-
-
-@dataclass(frozen=True, slots=True)
-class SplitMaster(_Elementwise):
-    """The weight of an fp32 master, or its remainder as a float32 number: what `JoinRemainder` joins again.
-
-    The weight is the high half, and one more where the low half is negative as a signed number: a master that lies
-    halfway is rounded up, as Transformer Engine does and no cast.
-    """
-
-    part: Literal["weight", "remainder"]
-
-    @property
-    def name(self) -> str:
-        return f"{self.part} of a master"
-
-    def form(self, inputs: Sequence[Form]) -> Form:
-        (master,) = inputs
-        if master.dtype != "float32":
-            raise ValueError(f"a master is float32, not {master.dtype}")
-        return Form("bfloat16" if self.part == "weight" else "float32", master.shape)
-
-    def compute(self, box: Box, tiles: Sequence[Array]) -> Array:
-        bits = tiles[0].view(np.uint32)
-        low: Array = bits.astype(np.uint16)
-        if self.part == "remainder":
-            return low.view(np.int16).astype(np.float32)
-        return (bits >> 16).astype(np.uint16) + (low >> 15)
 
 
 def _whole_int16(numbers: Array) -> Array:

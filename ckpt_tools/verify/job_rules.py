@@ -18,6 +18,8 @@ _REQUIRED = (
     "num_attention_heads",
     "max_position_embeddings",
     "micro_batch_size",
+    "lr",
+    "eval_interval",
 )
 _ARGUMENTS = "training/arguments.py validate_args"
 _ADAPTER = "distributed/fsdp/mcore_fsdp_adapter.py FullyShardedDataParallelV1.__init__"
@@ -39,6 +41,9 @@ def _required(f: Facts) -> str | None:
         missing.remove("num_layers")
     if f.value("seq_length") is None and f.value("encoder_seq_length") is None:
         missing.append("seq_length")
+    missing += [] if f.on("train_iters") or f.on("train_samples") else ["train_iters or train_samples"]
+    if f.value("save") is not None and not f.on("save_interval"):
+        missing.append("save_interval")
     return f"not given: {', '.join(missing)}" if missing else None
 
 
@@ -47,6 +52,12 @@ def _positions(f: Facts) -> str | None:
     if length is None or most is None or most >= length:
         return None
     return f"max_position_embeddings {most} is below seq_length {length}"
+
+
+def _no_positions(f: Facts) -> str | None:
+    kind = "rope" if f.on("use_rotary_position_embeddings") else f.value("position_embedding_type")
+    refused = f.value("add_position_embedding", True) is False and kind != "rope"
+    return f"no_position_embedding with position_embedding_type {kind}" if refused else None
 
 
 def _expert_ranks(f: Facts) -> str | None:
@@ -240,6 +251,8 @@ JOB_RULES = (
          "give them; --use-checkpoint-args takes those of the model from the checkpoint", _ARGUMENTS, _LM),
     Rule("positions", ERROR, _positions, "every position of a sequence needs one", "--max-position-embeddings of at "
          "least --seq-length", _ARGUMENTS, _LM),
+    Rule("no-position-embedding", ERROR, _no_positions, "Megatron takes this flag with rope alone",
+         "drop --no-position-embedding; if the checkpoint's args have it, import the model again", _ARGUMENTS, _LM),
     Rule("expert-ranks", ERROR, _expert_ranks, "every expert-parallel rank has the same number of experts",
          "--expert-model-parallel-size that divides --num-experts", _ARGUMENTS, _LM),
     Rule("ckpt-format", ERROR, _ckpt_format, "Megatron-FSDP saves and loads in this format only",

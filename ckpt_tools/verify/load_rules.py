@@ -16,7 +16,9 @@ from ckpt_tools.verify.model_rules import MODEL_RULES
 from ckpt_tools.verify.parallel_rules import PARALLEL_RULES, global_batch
 from ckpt_tools.verify.report import ERROR, WARNING
 
-COMPARED_ARGS = ("num_layers", "hidden_size", "num_attention_heads")
+COMPARED_ARGS = (
+    "num_layers", "hidden_size", "num_attention_heads", "add_position_embedding", "gdp_num_householder"
+)  # fmt: skip
 WITH_VOCAB_FILE = ("max_position_embeddings", "make_vocab_size_divisible_by", "tokenizer_type")
 _SHOWN = 8
 _TP_SIZES = (1, 2, 4, 8, 16)
@@ -24,7 +26,11 @@ STATE_KINDS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 
 
 def _format(f: Facts) -> str | None:
-    return None if f.kind == "fsdp_dtensor" else f"the checkpoint is of kind {f.kind}"
+    return None if f.kind in ("fsdp_dtensor", "safetensors") else f"the checkpoint is of kind {f.kind}"
+
+
+def _hugging_face(f: Facts) -> str | None:
+    return "it is a Hugging Face model" if f.kind == "safetensors" else None
 
 
 def _to_fsdp(f: Facts) -> str:
@@ -207,6 +213,8 @@ _PAD_AGAIN = (
 RULES = (
     Rule("checkpoint-format", ERROR, _format, "Megatron-FSDP loads fsdp_dtensor checkpoints only", _to_fsdp,
          _LOADED, on_job=False),
+    Rule("checkpoint-format", ERROR, _hugging_face, "Megatron-FSDP loads fsdp_dtensor checkpoints only",
+         "import-hf CHECKPOINT CONVERTED --to fsdp_dtensor", _LOADED, on_job=False),
     *JOB_RULES,
     *PARALLEL_RULES,
     Rule("stored-arguments", ERROR, _arguments, "Megatron-LM reads those of the run before, whatever it is told",

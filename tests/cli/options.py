@@ -14,7 +14,7 @@ OPTIONS = {
         "--output-optimizer-state-prefix --output-model-weight-prefix --rename-mtp-keys --target "
         "--fresh-optimizer --no-fresh-optimizer --lr --min-lr --weight-decay --adam-beta1 --adam-beta2 --adam-eps "
         "--layer-spec --experts --weights-only --keep-states --dtype --vocab-size-padded --vocab-size "
-        "--extra-state --stacked --per-layer --like-source --hf-config --max-shard-size --layout "
+        "--extra-state --stacked --per-layer --hf-config --max-shard-size --layout "
         "--world-size --gpus --dp-shard --dp-outer "
         "--tp --cp --ep --etp --pp --strategy --outer-strategy --units --iteration --check-masters --ignore-keys "
         "--overwrite --resume --dry-run --workers --threads --max-memory --fsync --direct --quiet -q --json --report "
@@ -34,7 +34,7 @@ OPTIONS = {
     "convert-fsdp-dtensor-to-torch-dist": (
         "--follow-links "
         "--check-source --target --layer-spec --weights-only --dtype --extra-state --stacked --per-layer "
-        "--like-source --gpus "
+        "--gpus "
         "--tp --ep --etp --iteration --ignore-keys --overwrite --resume --dry-run --workers --threads --max-memory "
         "--fsync --direct --quiet -q --json --report --trust-pickle --enable-msc --oom-traceback"
     ),

@@ -36,9 +36,10 @@ torchrun --nproc-per-node 4 pretrain_gpt.py
 --group-query-attention --num-query-groups 2 --normalization RMSNorm --disable-bias-linear --transformer-impl local
 --position-embedding-type rope --untie-embeddings-and-output-weights --vocab-size 200
 --make-vocab-size-divisible-by 16 --tokenizer-type NullTokenizer --max-position-embeddings 64 --seq-length 32
---micro-batch-size 2 --bf16
+--micro-batch-size 2 --bf16 --lr 0.01 --min-lr 0.001 --train-iters 4
+--lr-decay-iters 20 --lr-warmup-iters 1 --global-batch-size 8 --eval-interval 1000 --weight-decay 0.1
 """
-GOOD = _COMMAND.split()
+GOOD = [*_COMMAND.split(), "--load", str(fixture_dir(NATIVE))]
 
 
 def broken(words, name=NATIVE, **options):
@@ -131,7 +132,7 @@ CASES = [
     ),
     ("--lr 0.02 --min-lr 0.001", "schedule", "error", "max_lr: job 0.02, checkpoint 0.01", VERSIONS),
     (
-        "--lr 0.01 --min-lr 0.001 --train-iters 40 --global-batch-size 8",
+        "--lr-decay-iters 40",
         "schedule",
         "error",
         "lr_decay_steps: job 320, checkpoint 160",
@@ -201,7 +202,7 @@ CASES = [
         PROGRAMS,
     ),
     (
-        "--global-batch-size 6",
+        "--global-batch-size 6 --override-opt_param-scheduler",
         "batch-size",
         "error",
         "global_batch_size 6 is not a multiple of micro_batch_size 2 x 2 data-parallel ranks = 4",
@@ -274,9 +275,13 @@ def test_one_change_breaks_one_rule(added, rule, severity, found, target):
         ),
         ("--tensor-model-parallel-size 1 --make-vocab-size-divisible-by 32", "main", set()),
         ("--recompute-granularity full", "main", set()),
-        ("--global-batch-size 12", "main", set()),
-        ("--global-batch-size 6 --rampup-batch-size 2 2 10", "main", set()),
-        ("--global-batch-size 6 --decrease-batch-size-if-needed", "main", set()),
+        ("--global-batch-size 12 --override-opt_param-scheduler", "main", set()),
+        ("--global-batch-size 6 --rampup-batch-size 2 2 10 --override-opt_param-scheduler", "main", set()),
+        (
+            "--global-batch-size 6 --decrease-batch-size-if-needed --override-opt_param-scheduler",
+            "main",
+            set(),
+        ),
         ("--sequence-parallel --context-parallel-size 2", "main", set()),
     ],
 )
@@ -299,7 +304,7 @@ def test_every_rule_of_every_version_is_tried():
         "max-connections", "user-buffers", "version-2", "tied-embeddings", "swiglu", "experts", "expert-layers",
         "optimizer-entries", "stored-arguments", "names", "packed-projections", "packed-projections-unknown",
         "strict-load", "fsdp-version", "fresh-samples", "batch-before",
-        "head-size", "modules",
+        "head-size", "modules", "no-position-embedding",
     }  # fmt: skip
     missing = {
         (rule.name, program)
@@ -433,14 +438,14 @@ def test_weights_alone(tmp_path, target):
     assert found.report.is_valid == starts
     if starts:
         assert launch_of(found).words.count("--finetune") == 1
-    assert {f.check for f in preflight(out, GOOD, target=target).report.findings} == {
+    assert {f.check for f in preflight(out, [*GOOD, "--load", out], target=target).report.findings} == {
         "optimizer-entries",
         "rng-entries",
     }
-    warm = preflight(out, [*GOOD, "--finetune"], target=target).report
+    warm = preflight(out, [*GOOD, "--load", out, "--finetune"], target=target).report
     assert [f.check for f in warm.findings] == ([] if starts else ["warm-start"])
     assert not warm.findings or "core-0.16 or core-0.17" in warm.findings[0].fix
-    single = [*without("--bf16"), "--finetune"]  # fp32 has no masters to copy to
+    single = [*without("--bf16"), "--load", out, "--finetune"]  # fp32 has no masters to copy to
     assert preflight(out, single, target=target).report.is_valid
 
 
@@ -493,7 +498,7 @@ def test_a_hugging_face_model_is_of_the_wrong_kind(tmp_path):
 
 def test_a_conversion_passes(tmp_path):
     convert_to_fsdp_dtensor(str(fixture_dir("core019_llama_tp2_fully_reshardable")), str(tmp_path / "out"))
-    assert broken_in(tmp_path / "out", GOOD) == {}
+    assert broken_in(tmp_path / "out", [*GOOD, "--load", str(tmp_path / "out")]) == {}
 
 
 def broken_in(path, words):
@@ -604,7 +609,7 @@ def test_a_bridge_configuration(tmp_path):
         "gradient_accumulation_fusion: false, make_vocab_size_divisible_by: 16}\n"
         "dist: {use_megatron_fsdp: true, use_tp_pp_dp_mapping: false}\n"
         "ddp: {average_in_collective: true, data_parallel_sharding_strategy: optim_grads_params}\n"
-        "checkpoint: {ckpt_format: fsdp_dtensor, strict_fsdp_dtensor_load: true}\n"
+        f"checkpoint: {{ckpt_format: fsdp_dtensor, strict_fsdp_dtensor_load: true, load: {fixture_dir(NATIVE)}}}\n"
     )
     found = preflight(str(fixture_dir(NATIVE)), (), file)
     assert (found.program, found.report.is_valid, found.launch) == ("bridge", True, None)
@@ -663,7 +668,11 @@ BRIDGE_SAYS: dict[str, dict[str, Any]] = {  # settings of a job that is ready, b
     },
     "dist": {"use_megatron_fsdp": True},
     "ddp": {"data_parallel_sharding_strategy": "optim_grads_params"},
-    "checkpoint": {"ckpt_format": "fsdp_dtensor", "strict_fsdp_dtensor_load": True},
+    "checkpoint": {
+        "ckpt_format": "fsdp_dtensor",
+        "strict_fsdp_dtensor_load": True,
+        "load": str(fixture_dir(NATIVE)),
+    },
 }
 
 
@@ -820,11 +829,12 @@ def test_heads_share_the_hidden_size():
 
 
 def test_a_batch_is_judged_by_the_gpus_of_the_command():
-    eight = ["torchrun", "--nnodes", "8", "--nproc-per-node", "8", *GOOD[3:], "--global-batch-size", "8"]
+    settled = [*GOOD[3:], "--override-opt_param-scheduler"]
+    eight = ["torchrun", "--nnodes", "8", "--nproc-per-node", "8", *settled, "--global-batch-size", "8"]
     assert broken(eight).keys() == {"batch-size"}
     assert "micro_batch_size 2 x 32 data-parallel ranks = 64" in broken(eight)["batch-size"][1]
     assert broken([*eight, "--micro-batch-size", "1", "--global-batch-size", "64"]) == {}
-    assert broken(["torchrun", "--nproc-per-node", "gpu", *GOOD[3:], "--global-batch-size", "7"]) == {}
+    assert broken(["torchrun", "--nproc-per-node", "gpu", *settled, "--global-batch-size", "7"]) == {}
     assert broken(["torchrun", "--nproc-per-node", "24", *GOOD[3:]]).keys() == {"batch-before"}
     bridge = [
         "torchrun",

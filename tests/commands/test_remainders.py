@@ -13,10 +13,9 @@ from safetensors.torch import load_file
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.diff import diff_checkpoints
 from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
-from ckpt_tools.commands.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
+from ckpt_tools.commands.to_torch_dist import convert_to_torch_dist
 from ckpt_tools.errors import VerificationError
 from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
-from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
 from tests.commands import oracle
 from tests.commands.test_to_fsdp_dtensor import source_of
 from tests.commands.test_to_torch_dist import archives, assert_same_tensors
@@ -178,22 +177,3 @@ def test_weights_alone_need_no_proof(tmp_path: Path) -> None:
     report = convert_to_fsdp_dtensor(str(source), str(tmp_path / "out"), options)
     assert report.tensors == 17
     assert any("masters" in note or "stored weights" in note for note in report.notes)
-
-
-@pytest.mark.parametrize("name", [NATURAL, "te_prec_tp2_fr"])
-def test_the_way_back_can_hold_remainders_again(name: str, tmp_path: Path) -> None:
-    """Weights too: a master that lies halfway is rounded up by Transformer Engine, and to even by a cast."""
-    source = source_of(fixture_dir(name))
-    convert_to_fsdp_dtensor(str(source), str(tmp_path / "there"))
-    options = ToTorchDistOptions(target=TorchDistOptions(like_source=True))
-    report = convert_to_torch_dist(str(tmp_path / "there"), str(tmp_path / "back"), options)
-    assert_same_tensors(oracle.tensors(tmp_path / "back"), oracle.tensors(source))
-    assert report.masters.use == "as_stored"
-    assert any("16 bits by which they differ" in note for note in report.notes)
-
-
-def test_remainders_are_refused_where_the_job_keeps_plain_masters(tmp_path: Path) -> None:
-    source = source_of(fixture_dir("n_llama_dp2"))
-    assert run(["convert", str(source), str(tmp_path / "out"), "--to", "torch_dist", "--like-source"]) == 2
-    dist = source_of(fixture_dir(NATURAL))
-    assert run(["convert", str(dist), str(tmp_path / "out"), "--to", "torch_dist", "--like-source"]) == 2

@@ -93,13 +93,18 @@ def with_fresh_optimizer(model: Model, options: TargetOptions) -> tuple[Model, T
     return fresh, replace(options, weights_only=False, fresh_optimizer=False)
 
 
+def given_settings(options: TargetOptions) -> list[str]:
+    """The options that say what a fresh optimizer is made with."""
+    return [name for name in _SETTINGS if getattr(options, name) is not None]
+
+
 def check_fresh(options: TargetOptions) -> None:
     """Refuse options that no fresh optimizer goes with, and its own without it.
 
     Raises:
         UsageError: with the reason.
     """
-    given = [name for name in _SETTINGS if getattr(options, name) is not None]
+    given = given_settings(options)
     if not options.fresh_optimizer:
         if given:
             raise UsageError(f"{_flags(given)}: settings of an optimizer that begins (--fresh-optimizer)")

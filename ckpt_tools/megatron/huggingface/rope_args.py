@@ -89,6 +89,7 @@ def rope_args(rope: Mapping[str, Any], mla: bool) -> dict[str, Any]:
                 )
             return {
                 "position_embedding_type": "yarn",
+                "use_rotary_position_embeddings": False,  # else Megatron makes "rope" of it
                 "rotary_scaling_factor": rope["factor"],
                 "yarn_original_max_position_embeddings": rope["original_max_position_embeddings"],
                 "yarn_beta_fast": rope["beta_fast"],

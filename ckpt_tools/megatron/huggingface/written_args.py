@@ -9,6 +9,8 @@ from ckpt_tools.megatron.huggingface.recurrent_args import written_recurrent
 from ckpt_tools.megatron.huggingface.rope_args import rope_args
 from ckpt_tools.megatron.huggingface.sparse_attention import sparse_attention_args
 
+OF_MLA = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+
 
 def megatron_args(model: ModelArgs) -> dict[str, Any]:
     """The architecture as Megatron-LM args of every version, for a checkpoint made from Hugging Face weights.
@@ -17,6 +19,7 @@ def megatron_args(model: ModelArgs) -> dict[str, Any]:
     """
     rope = model.rope_scaling[0] or {}
     dtype = model.params_dtype or "bfloat16"
+    gelu = model.activation == "gelu"
     args: dict[str, Any] = {
         name: getattr(model, name)
         for name in ModelArgs.__dataclass_fields__
@@ -24,6 +27,7 @@ def megatron_args(model: ModelArgs) -> dict[str, Any]:
         and not name.startswith(("linear_", "mamba_"))
         and not (name.startswith("moe_") and not model.num_experts)
         and not (name.startswith("dsa_") and not model.dsa_indexer_n_heads)
+        and not (name in OF_MLA and not model.multi_latent_attention)
     }
     args |= {
         "group_query_attention": model.num_query_groups != model.num_attention_heads,
@@ -35,8 +39,10 @@ def megatron_args(model: ModelArgs) -> dict[str, Any]:
         "swiglu": model.activation == "swiglu",
         "quick_geglu": model.activation == "quick_geglu",
         "squared_relu": model.activation == "squared_relu",
-        "bias_gelu_fusion": model.activation == "gelu",
-        "add_position_embedding": model.position_embedding_type == "learned_absolute",
+        "bias_gelu_fusion": gelu and model.add_bias_linear,
+        "use_te_activation_func": gelu and not model.add_bias_linear and not model.hybrid_pattern,
+        "add_qkv_bias": model.add_qkv_bias or model.add_bias_linear,
+        "add_position_embedding": True,  # also for rope, as every job without --no-position-embedding
         "use_rotary_position_embeddings": model.position_embedding_type == "rope",
         "apply_query_key_layer_scaling": False,
         "params_dtype": dtype,

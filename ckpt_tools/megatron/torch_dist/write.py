@@ -68,7 +68,7 @@ class TorchDistOptions:
     gpus: int | None = None  # of that job
     dialect: DialectName | None = None  # of the program that will load the result
     weights_only: bool = False
-    like_source: bool = False  # masters as the source's job keeps them: as remainders
+
     extra_state: bool = True
     extra_state_template: tuple[str, ...] = ()  # keys of a checkpoint of the same model; () to derive them
 
@@ -365,7 +365,8 @@ def _losses(model: Model, options: TorchDistOptions, kept: Collection[str]) -> l
             f"{model.common.iteration}"
         )
     elif options.extra_state and not any(fnmatchcase(key, EXTRA_STATE) for key in kept):
-        notes.append("Transformer Engine extra states are written empty: FP8 scaling starts anew")
+        scaling = ": FP8 scaling starts again" if model.common.arg("fp8") else ""
+        notes.append(f"Transformer Engine extra states are written empty{scaling}")
     elif not options.extra_state:
         notes.append("no Transformer Engine extra states: load with --dist-ckpt-strictness log_all")
     if model.optimizer_layout is None or options.weights_only:
@@ -375,14 +376,10 @@ def _losses(model: Model, options: TorchDistOptions, kept: Collection[str]) -> l
             "its optimizer is not Adam: states and groups are as they were, for a job with the same optimizer and "
             "expert-parallel size"
         )
-    if options.like_source:
-        notes.append(
-            "masters are written as the 16 bits by which they differ from their weights, as its job does"
-        )
-    elif model.common.arg("use_precision_aware_optimizer") and not model.common.arg("optimizer_cpu_offload"):
+    if model.common.arg("use_precision_aware_optimizer") and not model.common.arg("optimizer_cpu_offload"):
         notes.append(
             "masters are written as plain fp32 numbers: load without --use-precision-aware-optimizer, or with "
-            "store_param_remainders off; a job that keeps remainders expects those in their place (--like-source)"
+            "store_param_remainders off; a job that keeps remainders does not load them"
         )
         if any(WEIGHT not in p.values for p in model.parameters):
             notes.append(

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from ckpt_tools.errors import MappingError, UsageError, VerificationError, list_problems
+from ckpt_tools.errors import MappingError, VerificationError, list_problems
 from ckpt_tools.formats.files import Files
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_content import SAMPLE, Reader, round_bits
@@ -21,9 +21,8 @@ from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import OptimizerSta
 from ckpt_tools.model.box import Box, row_major_strides
 from ckpt_tools.model.catalog import Catalog, Chunk, TensorEntry
 from ckpt_tools.model.expressions import Made, Value, made_entry
-from ckpt_tools.model.kernels import JoinRemainder, SplitMaster
-from ckpt_tools.model.model import Model, Parameter
-from ckpt_tools.model.roles import MASTER, WEIGHT
+from ckpt_tools.model.kernels import JoinRemainder
+from ckpt_tools.model.roles import MASTER
 from ckpt_tools.model.target import Source
 from ckpt_tools.model.views import Select
 
@@ -72,39 +71,6 @@ def _joined(weight: TensorEntry, state: StateTensor, made: dict[str, TensorEntry
     if state.whole is not None:
         return StateTensor("float32", whole=whole[()][0])
     return StateTensor("float32", slices=whole)
-
-
-def split_masters(model: Model) -> Model:
-    """The model with the master of every bf16 weight as its remainder, for a job that keeps those.
-
-    Raises:
-        UsageError: the args do not say that the source's job does.
-    """
-    if not model.common.arg("use_precision_aware_optimizer") or model.common.arg("optimizer_cpu_offload"):
-        raise UsageError(
-            "--like-source: the source's job keeps plain masters (its args do not say "
-            "--use-precision-aware-optimizer, or its optimizer is offloaded); leave the option out"
-        )
-    made: dict[str, TensorEntry] = {}
-    parameters = tuple(_split(p, made) for p in model.parameters)
-    catalog = replace(model.catalog, tensors={**model.catalog.tensors, **made})
-    return replace(model, parameters=parameters, catalog=catalog)
-
-
-def _split(parameter: Parameter, made: dict[str, TensorEntry]) -> Parameter:
-    if MASTER not in parameter.values or parameter.dtype != "bfloat16":
-        return parameter
-    values, master = dict(parameter.values), parameter.values[MASTER]
-    number = "" if parameter.expert is None else f"[{parameter.expert}]"
-    roles: tuple[tuple[str, Literal["weight", "remainder"]], ...] = (
-        (WEIGHT, "weight"),
-        (MASTER, "remainder"),
-    )
-    for role, part in roles:
-        key = f"{part} of {parameter.name}{number}"
-        made[key] = made_entry(key, Made(SplitMaster(part), (master,)))
-        values[role] = Value(made[key].dtype, parameter.shape, (Source(key),))
-    return replace(parameter, values=values)
 
 
 class _Reading(NamedTuple):
