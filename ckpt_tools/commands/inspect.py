@@ -11,7 +11,6 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckpt_tools.close_names import unmatched_lines
-from ckpt_tools.commands.named_tensors import part_of
 from ckpt_tools.commands.opened import open_checkpoint
 from ckpt_tools.commands.read_values import json_value
 from ckpt_tools.errors import UsageError, list_problems
@@ -20,7 +19,7 @@ from ckpt_tools.formats.files import AnyPath, path_text
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.dcp.state_dict import StateDict, is_megatron, read_state_dict
 from ckpt_tools.megatron.format import FORMATS
-from ckpt_tools.megatron.keys import GROUP_META, bucket_key, stacked_layers
+from ckpt_tools.megatron.keys import GROUP_META, bucket_key, part_of, stacked_layers
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.choices import InspectBy

@@ -7,10 +7,8 @@ checkpoints, and of those that no model can be made of, tensors are the stored o
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from ckpt_tools.commands.hf_parts import CONFIG, read_config
 from ckpt_tools.commands.opened import Opened
@@ -18,28 +16,12 @@ from ckpt_tools.commands.read_model import READ, Wanted, read_model
 from ckpt_tools.errors import NEVER_FINDINGS, CkptError, UsageError
 from ckpt_tools.megatron.format import FORMATS
 from ckpt_tools.megatron.huggingface.quantized import SETTINGS, dequantized
-from ckpt_tools.megatron.keys import layer_of, one_expert
+from ckpt_tools.megatron.keys import Part, one_expert, part_of
 from ckpt_tools.model.catalog import Catalog, TensorEntry
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.target import Source, TargetTensor
 
 KEYS, PARAMETERS = "keys", "parameters"
-_NUMBER = re.compile(r"(?<=\.)\d{1,9}(?=\.)")
-_TRAILING_NUMBER = re.compile(r"(?:(?<=weight)|(?<=bias))\d{1,9}$")  # of an expert in a grouped module
-_OTHER_LAYERS = re.compile(r"(?P<block>(?:.*?\.)?(?:h|blocks?|layer))\.(?P<number>\d{1,9})\.(?P<leaf>.+)")
-
-
-class Part(NamedTuple):
-    """Where in a model a tensor stands; `leaf` is the same for all layers and experts."""
-
-    block: str  # `decoder.layers`; "" outside of layers
-    layer: int | None
-    leaf: str
-
-    @property
-    def label(self) -> str:
-        """The layer's name; "" outside of layers."""
-        return "" if self.layer is None else f"{self.block}.{self.layer}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,23 +79,6 @@ def named_tensors(opened: Opened, by: str = "auto", workers: int | None = 1) -> 
         return replace(
             found, notes=(*found.notes, f"tensors are those that are stored, not parameters: {first}")
         )
-
-
-def part_of(name: str) -> Part:
-    """Where in a model a tensor of this name stands."""
-    layer = layer_of(name)
-    if layer is not None:
-        return Part(layer.block.rstrip("."), layer.number, _same_for_all(layer.leaf))
-    other = _OTHER_LAYERS.fullmatch(name)  # GPT-2, and what vision and other models call their layers
-    if other is not None:
-        return Part(other["block"], int(other["number"]), _same_for_all(other["leaf"]))
-    return Part("", None, _same_for_all(name))
-
-
-def _same_for_all(leaf: str) -> str:
-    """A name in a layer with `*` for the numbers of experts and other modules that are there several times."""
-    leaf = _NUMBER.sub("*", f".{leaf}")[1:]
-    return _TRAILING_NUMBER.sub("*", leaf) if ".experts." in f".{leaf}" else leaf
 
 
 def in_layer_order(tensors: Iterable[NamedTensor]) -> tuple[NamedTensor, ...]:

@@ -16,19 +16,13 @@ from typing import Any, TypeVar
 from ckpt_tools.close_names import unmatched_lines
 from ckpt_tools.commands.diff import by_keys, holds_megatron
 from ckpt_tools.commands.diff_hf import sides_by_export
-from ckpt_tools.commands.named_tensors import (
-    KEYS,
-    NamedTensor,
-    NamedTensors,
-    in_layer_order,
-    named_tensors,
-    part_of,
-)
+from ckpt_tools.commands.named_tensors import KEYS, NamedTensor, NamedTensors, in_layer_order, named_tensors
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.read_values import json_value
 from ckpt_tools.commands.spelling import under_one_spelling
 from ckpt_tools.errors import UsageError, list_problems
 from ckpt_tools.formats.files import AnyPath, path_text
+from ckpt_tools.megatron.keys import part_of
 from ckpt_tools.model.choices import StatsBy
 from ckpt_tools.model.dtypes import itemsize
 from ckpt_tools.model.roles import MASTER, WEIGHT

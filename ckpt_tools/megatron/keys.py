@@ -408,3 +408,40 @@ def role_of(key: str) -> Role:
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(".")))
+
+
+_OTHER_LAYERS = re.compile(r"(?P<block>(?:.*?\.)?(?:h|blocks?|layer))\.(?P<number>\d{1,9})\.(?P<leaf>.+)")
+
+_NUMBER = re.compile(r"(?<=\.)\d{1,9}(?=\.)")
+
+_TRAILING_NUMBER = re.compile(r"(?:(?<=weight)|(?<=bias))\d{1,9}$")  # of an expert in a grouped module
+
+
+class Part(NamedTuple):
+    """Where in a model a tensor stands; `leaf` is the same for all layers and experts."""
+
+    block: str  # `decoder.layers`; "" outside of layers
+    layer: int | None
+    leaf: str
+
+    @property
+    def label(self) -> str:
+        """The layer's name; "" outside of layers."""
+        return "" if self.layer is None else f"{self.block}.{self.layer}"
+
+
+def part_of(name: str) -> Part:
+    """Where in a model a tensor of this name stands."""
+    layer = layer_of(name)
+    if layer is not None:
+        return Part(layer.block.rstrip("."), layer.number, _same_for_all(layer.leaf))
+    other = _OTHER_LAYERS.fullmatch(name)  # GPT-2, and what vision and other models call their layers
+    if other is not None:
+        return Part(other["block"], int(other["number"]), _same_for_all(other["leaf"]))
+    return Part("", None, _same_for_all(name))
+
+
+def _same_for_all(leaf: str) -> str:
+    """A name in a layer with `*` for the numbers of experts and other modules that are there several times."""
+    leaf = _NUMBER.sub("*", f".{leaf}")[1:]
+    return _TRAILING_NUMBER.sub("*", leaf) if ".experts." in f".{leaf}" else leaf

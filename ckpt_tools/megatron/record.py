@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from ckpt_tools.errors import CorruptCheckpointError, MappingError
 from ckpt_tools.formats.documents import parse_json
 from ckpt_tools.formats.files import Files, read_whole
-from ckpt_tools.megatron.names import DIALECTS
+from ckpt_tools.model.choices import DialectName
 
 RECORD_FILE = "ckpt_tools.json"
 SCHEMA_VERSION = 1
@@ -117,8 +117,8 @@ def _parsed(data: Mapping[str, Any]) -> TargetRecord:
         raise ValueError(f"unknown are {', '.join(map(repr, sorted(unknown)))}")
     if data["schema_version"] != SCHEMA_VERSION:
         raise ValueError(f"schema version {data['schema_version']!r}, known is {SCHEMA_VERSION}")
-    if data["target"] not in (None, *DIALECTS):
-        raise ValueError(f"target {data['target']!r}, known are {', '.join(DIALECTS)}")
+    if data["target"] not in (None, *get_args(DialectName)):
+        raise ValueError(f"target {data['target']!r}, known are {', '.join(get_args(DialectName))}")
     kind = data.get("format")
     if kind not in (None, "dcp"):
         raise ValueError(f"format {kind!r}, known is 'dcp'")

@@ -20,12 +20,13 @@ from torch.distributed import checkpoint as dcp
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.diff import DiffRequest, diff_checkpoints
 from ckpt_tools.commands.inspect import inspect_checkpoint
-from ckpt_tools.commands.named_tensors import NamedTensor, NamedTensors, part_of
+from ckpt_tools.commands.named_tensors import NamedTensor, NamedTensors
 from ckpt_tools.commands.stats import StatsOptions, _paired, checkpoint_change, checkpoint_statistics
 from ckpt_tools.commands.stats_page import change_html, change_svg, norms_html, norms_svg
 from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
 from ckpt_tools.errors import UsageError
+from ckpt_tools.megatron.keys import part_of
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.dtypes import ITEMSIZE
 from ckpt_tools.model.target import Source, TargetTensor
