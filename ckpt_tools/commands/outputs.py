@@ -28,7 +28,7 @@ def choose_output(
 ) -> Output:
     """A run's root with `iter_%07d` and tracker, which a job finds by `--load`.
 
-    An output that is itself named as an iteration is one directory; so is a copy of what is no run's. Without
+    An output that is itself named as an iteration is one directory; so is a copy of a checkpoint that is not a run's. Without
     `tracker` the root's tracker stays as it is.
 
     Raises:
@@ -52,7 +52,7 @@ def in_root(
     latest = "release" if iteration is None else str(iteration)
     folder = output_directory(path_in(output, name))
     if isinstance(folder, Path) and (folder.parent / METADATA).exists():
-        raise UsageError(f"{folder.parent} is a checkpoint itself, and no run's root; choose another output")
+        raise UsageError(f"{folder.parent} is a checkpoint itself, not the root of a run; choose another output")
     beside = {TRACKER: latest.encode()} if tracker else {}
     return Output(folder, beside, overwrite=overwrite, resume=resume)
 

@@ -57,7 +57,7 @@ def corrupt(where: str, value: object, wanted: str) -> CorruptCheckpointError:
 def check_settings(settings: Mapping[str, Any], where: str) -> None:
     """
     Raises:
-        CorruptCheckpointError: a setting that sizes are calculated from is no number.
+        CorruptCheckpointError: a setting that sizes are calculated from is not a number.
     """
     for name, least in (COUNTED | _MORE_COUNTED).items():
         if (value := settings.get(name)) is not None and not counts(value, least):
@@ -153,7 +153,7 @@ def only_one(value: Any, where: str) -> Any:
     """What Megatron has wrapped into a list, as every object of a grid.
 
     Raises:
-        CorruptCheckpointError: it is no such list.
+        CorruptCheckpointError: it is another value.
     """
     if not isinstance(value, list) or len(value) != 1:
         raise corrupt(where, value, "a list of one value")
