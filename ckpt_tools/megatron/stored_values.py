@@ -75,7 +75,7 @@ def checked_field(name: str, value: Any, where: str) -> Any:
     """A field of a parameter group or of the schedule as it is stored.
 
     Raises:
-        CorruptCheckpointError: it is to be a number, and is none that a 64-bit number holds.
+        CorruptCheckpointError: it is to be a number that 64 bits hold, and is not.
     """
     is_tensor = isinstance(value, StoredTensor | TensorBytes)
     if name in _MAYBE_TENSORS and value is not None:
