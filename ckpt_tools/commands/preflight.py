@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -383,7 +382,7 @@ class _Place:
 
 def _place(opened: Opened) -> _Place:
     location = opened.location
-    path = location.path if "://" in location.path else os.path.abspath(location.path)
+    path = location.path if "://" in location.path else str(Path(location.path).absolute())
     above, _, name = path.rpartition("/")
     number = opened.common.iteration if location.iteration is None else location.iteration
     is_found = name == ("release" if location.is_release else f"iter_{number or 0:07d}")
